@@ -1,0 +1,61 @@
+"""Block identity and token packing.
+
+A full block's identity is blake2b-128 over its parent's identity and its token ids, keyed by model and tenant: equal
+hashes mean equal text from the first token on, under the same weights and the same tenant, in every process.
+"""
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Sequence
+
+from schemas.ids import BlockHash, TokenIds
+
+BLOCK_HASH_BYTES = 16
+
+
+def pack_tokens(token_ids: Sequence[int]) -> TokenIds:
+    """Return the ids as little-endian u32. Raises OverflowError for an id outside 0 … 2³²-1."""
+    return TokenIds(_little_endian(array("I", token_ids)).tobytes())
+
+
+def unpack_tokens(packed: TokenIds) -> list[int]:
+    """Return the ids. Raises ValueError when the length is no multiple of four bytes."""
+    tokens = array("I")
+    tokens.frombytes(packed)
+    return _little_endian(tokens).tolist()
+
+
+def num_tokens(packed: TokenIds) -> int:
+    """Return how many ids are packed."""
+    return len(packed) // 4
+
+
+def hash_blocks(token_ids: Sequence[int], block_size: int, *, model_fingerprint: str, tenant: str = "") -> list[BlockHash]:
+    """Return the identities of the full blocks of `token_ids`, in order; a last, partial block has none."""
+    key = hashlib.blake2b(f"{model_fingerprint}\0{tenant}\0{block_size}".encode(), digest_size=32).digest()
+    hashes: list[BlockHash] = []
+    parent = b""
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        block = pack_tokens(token_ids[start : start + block_size])
+        parent = hashlib.blake2b(parent + block, digest_size=BLOCK_HASH_BYTES, key=key).digest()
+        hashes.append(BlockHash(parent))
+    return hashes
+
+
+def join_hashes(hashes: Sequence[BlockHash]) -> bytes:
+    """Return the hashes as one field: 16 bytes each, in order."""
+    return b"".join(hashes)
+
+
+def split_hashes(joined: bytes) -> list[BlockHash]:
+    """Return the hashes of a joined field. Raises ValueError when its length is no multiple of 16."""
+    if len(joined) % BLOCK_HASH_BYTES:
+        raise ValueError(f"{len(joined)} bytes are no whole number of block hashes")
+    return [BlockHash(joined[at : at + BLOCK_HASH_BYTES]) for at in range(0, len(joined), BLOCK_HASH_BYTES)]
+
+
+def _little_endian(tokens: "array[int]") -> "array[int]":
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens

@@ -1,0 +1,95 @@
+"""The hand-over: five events in order on one subject prefix, and the table of states they move through.
+
+RESERVED (decode worker has room) → OFFERED (prefill worker grants a lease) → STREAMING (first byte has arrived) →
+LANDED (verified, in place) → RELEASED (lease ended); ABORTED from anywhere but RELEASED.
+"""
+
+import enum
+
+import msgspec
+
+from schemas.ids import HandoffId, LeaseId, WorkerId
+from schemas.message import RequestMessage
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a holder serves reads. Only ever made by the holder itself."""
+
+    host: str
+    port: int
+    carriers: tuple[str, ...]
+    """What the holder offers, best first."""
+    arena: str
+    """Name of its shared memory, for a reader on the same host."""
+    arena_nonce: str
+    """Random text that stands in that memory: proves to the reader that it opened the right one."""
+
+
+class HandoffMessage(RequestMessage, frozen=True, kw_only=True):
+    handoff_id: HandoffId
+    source_worker: WorkerId
+    target_worker: WorkerId
+
+
+class BlocksReserved(HandoffMessage, frozen=True, kw_only=True):
+    num_blocks: int
+
+
+class KVOffered(HandoffMessage, frozen=True, kw_only=True):
+    """Sent when prefill starts: the reader opens its stream before the first layer is computed."""
+
+    lease_id: LeaseId
+    epoch: int
+    lease_ms: int
+    ticket: str
+    endpoint: Endpoint
+    fingerprint: str
+    num_tokens: int
+
+
+class KVStreaming(HandoffMessage, frozen=True, kw_only=True):
+    carrier: str
+
+
+class KVLanded(HandoffMessage, frozen=True, kw_only=True):
+    lease_id: LeaseId
+    carrier: str
+    num_tokens: int
+    num_bytes: int
+
+
+class KVReleased(HandoffMessage, frozen=True, kw_only=True):
+    lease_id: LeaseId
+    num_blocks: int
+
+
+class HandoffAborted(HandoffMessage, frozen=True, kw_only=True):
+    reason: str
+    lease_id: LeaseId | None = None
+
+
+class HandoffState(enum.StrEnum):
+    NEW = "new"
+    RESERVED = "reserved"
+    OFFERED = "offered"
+    STREAMING = "streaming"
+    LANDED = "landed"
+    RELEASED = "released"
+    ABORTED = "aborted"
+
+
+HANDOFF_TRANSITIONS: dict[HandoffState, frozenset[HandoffState]] = {
+    HandoffState.NEW: frozenset({HandoffState.RESERVED, HandoffState.ABORTED}),
+    HandoffState.RESERVED: frozenset({HandoffState.OFFERED, HandoffState.ABORTED}),
+    HandoffState.OFFERED: frozenset({HandoffState.STREAMING, HandoffState.ABORTED}),
+    HandoffState.STREAMING: frozenset({HandoffState.LANDED, HandoffState.ABORTED}),
+    HandoffState.LANDED: frozenset({HandoffState.RELEASED, HandoffState.ABORTED}),
+    HandoffState.RELEASED: frozenset(),
+    HandoffState.ABORTED: frozenset(),
+}
+
+
+def advance(state: HandoffState, target: HandoffState) -> HandoffState:
+    """Return `target`. Asserts that the table allows the step: a wrong one is our bug, never the peer's."""
+    assert target in HANDOFF_TRANSITIONS[state], f"hand-over cannot go from {state} to {target}"
+    return target

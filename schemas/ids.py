@@ -1,0 +1,24 @@
+"""Names for the identifiers that cross the wire. Each is opaque to everybody but its maker."""
+
+import secrets
+from typing import NewType
+
+RequestId = NewType("RequestId", str)
+WorkerId = NewType("WorkerId", str)
+GatewayId = NewType("GatewayId", str)
+HandoffId = NewType("HandoffId", str)
+LeaseId = NewType("LeaseId", str)
+BlockHash = NewType("BlockHash", bytes)
+"""16 bytes: the chained, keyed identity of a full block (`schemas.block`)."""
+TokenIds = NewType("TokenIds", bytes)
+"""Token ids as little-endian u32, base64 in JSON: an eighth of what a JSON list costs to read."""
+
+
+def new_id(prefix: str) -> str:
+    """Return a fresh identifier that is also one NATS subject token, e.g. `req-9f86d081884c7d65`."""
+    return f"{prefix}-{secrets.token_hex(8)}"
+
+
+def is_subject_token(text: str) -> bool:
+    """Say whether `text` may stand between two dots of a subject."""
+    return 0 < len(text) <= 128 and all(c.isalnum() or c in "-_" for c in text) and text.isascii()

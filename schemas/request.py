@@ -1,0 +1,118 @@
+"""What a gateway asks of the scheduler and the workers, and what comes back."""
+
+from typing import Literal
+
+import msgspec
+
+from schemas.ids import GatewayId, HandoffId, TokenIds, WorkerId
+from schemas.message import Message, RequestMessage
+
+FinishReason = Literal["stop", "length"]
+RefusalReason = Literal["no_worker", "draining", "overloaded", "too_long", "deadline", "fingerprint", "invalid"]
+FailureCode = Literal["transfer_failed", "deadline", "worker_failed", "engine_failed", "draining"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are chosen. The gateway always fills `seed`, so that a second attempt gives the same tokens.
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 do not filter. The random number of a token depends on
+    (`seed`, its index in the answer) only.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class PlaceRequest(RequestMessage, frozen=True, kw_only=True):
+    """Which workers should serve this? `block_hashes` are the prompt's, joined (`schemas.block`)."""
+
+    num_prompt_tokens: int
+    max_tokens: int
+    block_hashes: bytes = b""
+    excluded_workers: tuple[WorkerId, ...] = ()
+    """Workers that failed an earlier attempt."""
+
+
+class Placement(RequestMessage, frozen=True, kw_only=True):
+    """The scheduler's decision. Without a `decode_worker` the request is not split."""
+
+    prefill_worker: WorkerId
+    decode_worker: WorkerId | None = None
+    policy: str = ""
+
+
+class Refused(RequestMessage, frozen=True, kw_only=True):
+    """A typed no, from the scheduler or a worker. `retry_after_ms` 0: asking again will not help."""
+
+    reason: RefusalReason
+    detail: str = ""
+    retry_after_ms: int = 0
+
+
+class RunPrefill(RequestMessage, frozen=True, kw_only=True):
+    """Compute the prompt and send token 0; then hand over, or go on decoding where there is no hand-over."""
+
+    gateway_id: GatewayId
+    prompt: TokenIds
+    sampling: SamplingParams
+    handoff_id: HandoffId | None = None
+    decode_worker: WorkerId | None = None
+
+
+class PrefillAccepted(RequestMessage, frozen=True, kw_only=True):
+    worker_id: WorkerId
+
+
+class ReserveBlocks(RequestMessage, frozen=True, kw_only=True):
+    """Make room for the prompt's KV and the answer's; then read the KV when it is offered, and decode."""
+
+    gateway_id: GatewayId
+    handoff_id: HandoffId
+    prefill_worker: WorkerId
+    prompt: TokenIds
+    sampling: SamplingParams
+
+
+class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the prompt's KV came from, for `usage` and the trace."""
+
+    transferred_tokens: int = 0
+    recomputed_tokens: int = 0
+    cached_tokens: int = 0
+    carrier: str = ""
+
+
+class RequestFailure(msgspec.Struct, frozen=True, kw_only=True):
+    code: FailureCode
+    detail: str
+    retryable: bool
+
+
+class RequestTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """One request's share of an engine step. `index` is the answer's index of the first token in `tokens`."""
+
+    request_id: str
+    attempt: int
+    index: int
+    tokens: TokenIds = TokenIds(b"")
+    finish_reason: FinishReason | None = None
+    failure: RequestFailure | None = None
+    report: TransferReport | None = None
+
+
+class TokensEmitted(Message, frozen=True, kw_only=True):
+    """What one engine step (or failure) means for one gateway's requests."""
+
+    worker_id: WorkerId
+    requests: tuple[RequestTokens, ...]
+
+
+class CancelRequest(RequestMessage, frozen=True, kw_only=True):
+    """Stop working on this attempt and give its blocks back."""
+
+    reason: str

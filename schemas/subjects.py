@@ -1,0 +1,66 @@
+"""Every subject of the mesh and what it carries, on one screen. `{}` marks a token that an id fills.
+
+A subject's `reply` is empty for an event. The table in ARCHITECTURE.md is generated from SUBJECTS.
+"""
+
+from typing import NamedTuple
+
+from schemas.directory import BlocksEvicted, BlocksLocated, BlocksStored, Inventory, LocateBlocks, ReadInventory
+from schemas.handoff import BlocksReserved, HandoffAborted, KVLanded, KVOffered, KVReleased, KVStreaming
+from schemas.message import Message
+from schemas.request import (
+    CancelRequest,
+    Placement,
+    PlaceRequest,
+    PrefillAccepted,
+    Refused,
+    ReserveBlocks,
+    RunPrefill,
+    TokensEmitted,
+)
+from schemas.worker import DescribeFleet, FleetDescribed, WorkerDraining, WorkerJoined, WorkerLeft, WorkerLoad
+
+
+class Subject(NamedTuple):
+    """One subject: its pattern, what is published or asked there, what may be answered, and who listens."""
+
+    pattern: str
+    carries: type[Message]
+    reply: tuple[type[Message], ...] = ()
+    listener: str = ""
+    queue: str = ""
+
+    def of(self, *ids: str) -> str:
+        """Return the concrete subject. Raises ValueError unless there is exactly one id (or `*`) per token."""
+        if self.pattern.count("{}") != len(ids):
+            raise ValueError(f"{self.pattern} takes {self.pattern.count('{}')} ids, not {len(ids)}")
+        return self.pattern.format(*ids)
+
+
+PLACE = Subject("mesh.v1.schedule.place", PlaceRequest, (Placement, Refused), "scheduler", "scheduler")
+FLEET = Subject("mesh.v1.schedule.fleet", DescribeFleet, (FleetDescribed,), "scheduler", "scheduler")
+JOINED = Subject("mesh.v1.worker.{}.joined", WorkerJoined, (), "scheduler, directory")
+LOAD = Subject("mesh.v1.worker.{}.load", WorkerLoad, (), "scheduler")
+DRAINING = Subject("mesh.v1.worker.{}.draining", WorkerDraining, (), "scheduler")
+LEFT = Subject("mesh.v1.worker.{}.left", WorkerLeft, (), "scheduler, directory, gateway")
+RUN = Subject("mesh.v1.prefill.{}.run", RunPrefill, (PrefillAccepted, Refused), "prefill worker")
+RESERVE = Subject("mesh.v1.decode.{}.reserve", ReserveBlocks, (BlocksReserved, Refused), "decode worker")
+# Source, target, hand-over: with both workers in the subject each end listens once, for all its hand-overs, and no
+# event can arrive before its reader has subscribed.
+RESERVED = Subject("mesh.v1.handoff.{}.{}.{}.reserved", BlocksReserved, (), "prefill worker")
+OFFERED = Subject("mesh.v1.handoff.{}.{}.{}.offered", KVOffered, (), "decode worker")
+STREAMING = Subject("mesh.v1.handoff.{}.{}.{}.streaming", KVStreaming, (), "people")
+LANDED = Subject("mesh.v1.handoff.{}.{}.{}.landed", KVLanded, (), "prefill worker")
+RELEASED = Subject("mesh.v1.handoff.{}.{}.{}.released", KVReleased, (), "people")
+ABORTED = Subject("mesh.v1.handoff.{}.{}.{}.aborted", HandoffAborted, (), "both workers")
+TOKENS = Subject("mesh.v1.tokens.{}", TokensEmitted, (), "gateway")
+CANCEL = Subject("mesh.v1.request.{}.cancel", CancelRequest, (), "workers")
+LOCATE = Subject("mesh.v1.directory.locate", LocateBlocks, (BlocksLocated,), "directory", "directory")
+STORED = Subject("mesh.v1.kv.{}.stored", BlocksStored, (), "directory")
+EVICTED = Subject("mesh.v1.kv.{}.evicted", BlocksEvicted, (), "directory")
+INVENTORY = Subject("mesh.v1.kv.{}.inventory", ReadInventory, (Inventory,), "KV holder")
+
+SUBJECTS: tuple[Subject, ...] = (
+    PLACE, FLEET, JOINED, LOAD, DRAINING, LEFT, RUN, RESERVE, RESERVED, OFFERED, STREAMING, LANDED, RELEASED, ABORTED,
+    TOKENS, CANCEL, LOCATE, STORED, EVICTED, INVENTORY,
+)  # fmt: skip

@@ -1,0 +1,77 @@
+"""What workers say of themselves. The scheduler's whole view of the fleet is made of these."""
+
+from typing import Literal
+
+import msgspec
+
+from schemas.ids import WorkerId
+from schemas.message import Message
+
+WorkerRole = Literal["prefill", "decode", "aggregated"]
+WorkerState = Literal["ready", "draining"]
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Who a worker is. A restart keeps the id and changes the incarnation."""
+
+    worker_id: WorkerId
+    incarnation: str
+    role: WorkerRole
+    model: str
+    fingerprint: str
+    """`KVLayout.fingerprint`: KV moves only between equal ones."""
+    num_blocks: int
+    block_size: int
+    context_length: int
+    carriers: tuple[str, ...] = ()
+
+
+class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """The conservation law: total = free + running + leased, at all times."""
+
+    total: int
+    free: int
+    running: int
+    leased: int
+
+
+class WorkerJoined(Message, frozen=True, kw_only=True):
+    worker: WorkerInfo
+
+
+class WorkerLoad(Message, frozen=True, kw_only=True):
+    """Sent about twice a second and on change. Names the worker whole, so that a scheduler that has just started
+    knows the fleet after one round."""
+
+    worker: WorkerInfo
+    state: WorkerState
+    blocks: BlockCounts
+    num_running: int
+    num_queued: int
+    num_uncomputed_tokens: int
+    """Prompt tokens accepted here and not yet computed or received."""
+    num_dropped_messages: int = 0
+    num_refused_reads: int = 0
+
+
+class WorkerDraining(Message, frozen=True, kw_only=True):
+    worker_id: WorkerId
+    incarnation: str
+
+
+class WorkerLeft(Message, frozen=True, kw_only=True):
+    worker_id: WorkerId
+    incarnation: str
+    reason: str
+
+
+class DescribeFleet(Message, frozen=True, kw_only=True):
+    """Asks a scheduler what it sees (`kvmesh status`, `/health`, `/v1/models`)."""
+
+
+class FleetDescribed(Message, frozen=True, kw_only=True):
+    """`ready`: at least one request could be placed now."""
+
+    policy: str
+    ready: bool
+    workers: tuple[WorkerLoad, ...]
