@@ -31,7 +31,9 @@ def num_tokens(packed: TokenIds) -> int:
     return len(packed) // 4
 
 
-def hash_blocks(token_ids: Sequence[int], block_size: int, *, model_fingerprint: str, tenant: str = "") -> list[BlockHash]:
+def hash_blocks(
+    token_ids: Sequence[int], block_size: int, *, model_fingerprint: str, tenant: str = ""
+) -> list[BlockHash]:
     """Return the identities of the full blocks of `token_ids`, in order; a last, partial block has none."""
     key = hashlib.blake2b(f"{model_fingerprint}\0{tenant}\0{block_size}".encode(), digest_size=32).digest()
     hashes: list[BlockHash] = []

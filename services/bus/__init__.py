@@ -1,0 +1,1 @@
+"""The message bus: one small protocol, NATS and memory behind it, and the typed door that services use."""

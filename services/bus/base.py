@@ -1,0 +1,101 @@
+"""What a bus does, and the errors it raises. Knows bytes and subjects; `typed.py` knows messages.
+
+A dead queue group answers at once (NoRespondersError); a request already on its way to a process that dies gets no
+answer at all, so every request has its own timeout.
+"""
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Protocol
+
+MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
+"""Set in our NATS configuration as well; a message above it is refused before it is sent."""
+
+
+class BusError(Exception):
+    """The bus could not do what was asked. Carries the subject."""
+
+    def __init__(self, subject: str, reason: str) -> None:
+        super().__init__(f"{reason} on {subject}")
+        self.subject = subject
+        self.reason = reason
+
+
+class NoRespondersError(BusError):
+    """Nobody serves this subject."""
+
+    def __init__(self, subject: str) -> None:
+        super().__init__(subject, "nobody serves requests")
+
+
+class RequestTimedOutError(BusError):
+    """No reply came in time."""
+
+    def __init__(self, subject: str, timeout_s: float) -> None:
+        super().__init__(subject, f"no reply within {timeout_s:g} s")
+
+
+class MessageTooLargeError(BusError):
+    """The payload is over the bus's limit."""
+
+    def __init__(self, subject: str, num_bytes: int) -> None:
+        super().__init__(subject, f"a message of {num_bytes} bytes is over the limit of {MAX_PAYLOAD_BYTES}")
+
+
+class BusClosedError(BusError):
+    """The connection is closed for good."""
+
+    def __init__(self, subject: str = "the bus") -> None:
+        super().__init__(subject, "the connection is closed")
+
+
+class Delivery(Protocol):
+    """A message as it came in."""
+
+    @property
+    def subject(self) -> str: ...
+    @property
+    def payload(self) -> bytes: ...
+    @property
+    def headers(self) -> Mapping[str, str]: ...
+    @property
+    def expects_reply(self) -> bool: ...
+
+    async def respond(self, payload: bytes, headers: Mapping[str, str]) -> None:
+        """Answer a request. Does nothing for a message that expects no reply."""
+        ...
+
+
+class Subscription(Protocol):
+    """An open ear: iterate it from a task that you own. Iteration ends when it or the bus is closed."""
+
+    def __aiter__(self) -> AsyncIterator[Delivery]: ...
+
+    async def close(self) -> None: ...
+
+
+class Bus(Protocol):
+    """At most once, in order per publisher and subject."""
+
+    async def publish(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> None:
+        """Send to whoever listens. Raises MessageTooLargeError, BusClosedError."""
+        ...
+
+    async def request(self, subject: str, payload: bytes, headers: Mapping[str, str], timeout_s: float) -> Delivery:
+        """Send and await one reply. Raises NoRespondersError, RequestTimedOutError, MessageTooLargeError,
+        BusClosedError."""
+        ...
+
+    async def subscribe(self, pattern: str, queue: str = "") -> Subscription:
+        """Listen to a subject or pattern (`*` one token, `>` the rest). In a queue group each message reaches one
+        member."""
+        ...
+
+    async def serve(self, service: str, endpoint: str, subject: str, queue: str = "") -> Subscription:
+        """Listen to requests as a named endpoint of a named service, so that tools can list it."""
+        ...
+
+    async def flush(self) -> None:
+        """Return when all that was said before has reached the broker: subscriptions are live after it."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,120 @@
+"""A bus inside one process, for tests and the simulator. Passes the same contract suite as NATS."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+
+from services.bus.base import (
+    MAX_PAYLOAD_BYTES,
+    BusClosedError,
+    Delivery,
+    MessageTooLargeError,
+    NoRespondersError,
+    RequestTimedOutError,
+)
+
+
+@dataclass(slots=True)
+class MemoryDelivery:
+    subject: str
+    payload: bytes
+    headers: Mapping[str, str]
+    reply: "asyncio.Future[MemoryDelivery] | None" = None
+
+    @property
+    def expects_reply(self) -> bool:
+        return self.reply is not None
+
+    async def respond(self, payload: bytes, headers: Mapping[str, str]) -> None:
+        if self.reply is not None and not self.reply.done():
+            self.reply.set_result(MemoryDelivery(self.subject, payload, dict(headers)))
+
+
+@dataclass(eq=False)
+class MemorySubscription:
+    bus: "MemoryBus"
+    pattern: tuple[str, ...]
+    queue: str
+    inbox: "asyncio.Queue[MemoryDelivery | None]" = field(default_factory=lambda: asyncio.Queue())
+
+    async def __aiter__(self) -> AsyncIterator[Delivery]:
+        while (delivery := await self.inbox.get()) is not None:
+            yield delivery
+
+    async def close(self) -> None:
+        self.bus.forget(self)
+        self.inbox.put_nowait(None)
+
+
+class MemoryBus:
+    """See `Bus`. Queue groups take turns."""
+
+    def __init__(self) -> None:
+        self._subscriptions: list[MemorySubscription] = []
+        self._turn = itertools.count()
+        self._closed = False
+
+    async def publish(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> None:
+        self._deliver(MemoryDelivery(subject, payload, dict(headers)))
+        await asyncio.sleep(0)
+
+    async def request(self, subject: str, payload: bytes, headers: Mapping[str, str], timeout_s: float) -> Delivery:
+        reply: asyncio.Future[MemoryDelivery] = asyncio.get_running_loop().create_future()
+        if not self._deliver(MemoryDelivery(subject, payload, dict(headers), reply)):
+            raise NoRespondersError(subject)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await reply
+        except TimeoutError as error:
+            raise RequestTimedOutError(subject, timeout_s) from error
+
+    async def subscribe(self, pattern: str, queue: str = "") -> MemorySubscription:
+        if self._closed:
+            raise BusClosedError(pattern)
+        subscription = MemorySubscription(self, tuple(pattern.split(".")), queue)
+        self._subscriptions.append(subscription)
+        return subscription
+
+    async def serve(self, service: str, endpoint: str, subject: str, queue: str = "") -> MemorySubscription:
+        return await self.subscribe(subject, queue or endpoint)
+
+    async def flush(self) -> None:
+        await asyncio.sleep(0)
+
+    async def close(self) -> None:
+        self._closed = True
+        for subscription in list(self._subscriptions):
+            await subscription.close()
+
+    def forget(self, subscription: MemorySubscription) -> None:
+        if subscription in self._subscriptions:
+            self._subscriptions.remove(subscription)
+
+    def _deliver(self, delivery: MemoryDelivery) -> bool:
+        """Hand the message to every listener, and to one member of each queue group. False: nobody listens."""
+        if self._closed:
+            raise BusClosedError(delivery.subject)
+        if len(delivery.payload) > MAX_PAYLOAD_BYTES:
+            raise MessageTooLargeError(delivery.subject, len(delivery.payload))
+        tokens = tuple(delivery.subject.split("."))
+        heard = [s for s in self._subscriptions if matches(s.pattern, tokens)]
+        groups: dict[str, list[MemorySubscription]] = {}
+        for subscription in heard:
+            if subscription.queue:
+                groups.setdefault(subscription.queue, []).append(subscription)
+            else:
+                subscription.inbox.put_nowait(delivery)
+        for members in groups.values():
+            members[next(self._turn) % len(members)].inbox.put_nowait(delivery)
+        return bool(heard)
+
+
+def matches(pattern: tuple[str, ...], subject: tuple[str, ...]) -> bool:
+    """Say whether a subject's tokens fit a pattern's (`*` one token, a last `>` one or more)."""
+    for at, token in enumerate(pattern):
+        if token == ">":
+            return len(subject) > at
+        if at >= len(subject) or token not in ("*", subject[at]):
+            return False
+    return len(pattern) == len(subject)

@@ -1,0 +1,139 @@
+"""The typed door to the bus: messages are decoded once, here; past it everything is typed.
+
+What does not decode is counted, logged with its subject, and dropped. Headers carry the trace context, the schema's
+name and the deadline.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar, cast
+
+from schemas.message import Message, RequestMessage, UndecodableMessageError, decode, encode
+from schemas.subjects import Subject
+from services.bus.base import Bus, BusClosedError, BusError, Delivery, Subscription
+
+log = logging.getLogger(__name__)
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+TRACEPARENT_HEADER = "traceparent"
+SCHEMA_HEADER = "Kvmesh-Schema"
+DEADLINE_HEADER = "Kvmesh-Deadline-Ms"
+
+
+class Received(NamedTuple, Generic[MessageT]):
+    """A decoded message, its sender's trace context (W3C traceparent, empty if none) and its subject."""
+
+    message: MessageT
+    traceparent: str
+    subject: str
+
+
+@dataclass
+class TypedBus:
+    """Publishes, asks, listens and serves messages. `num_dropped` counts what did not decode.
+
+    Handlers of `listen` are plain functions that must not block: one subject's messages are handled in order.
+    """
+
+    bus: Bus
+    service: str
+    num_dropped: int = 0
+    _subscriptions: list[Subscription] = field(default_factory=list[Subscription])
+
+    async def publish(self, subject: Subject, ids: tuple[str, ...], message: Message, traceparent: str = "") -> None:
+        """Send an event. Raises BusError."""
+        assert isinstance(message, subject.carries), f"{type(message).__name__} does not belong on {subject.pattern}"
+        await self.bus.publish(subject.of(*ids), encode(message), headers_of(message, traceparent))
+
+    async def ask(
+        self, subject: Subject, ids: tuple[str, ...], message: Message, timeout_s: float, traceparent: str = ""
+    ) -> Message:
+        """Send a request and return its typed reply. Raises BusError, also for a reply that is no reply."""
+        assert isinstance(message, subject.carries), f"{type(message).__name__} does not belong on {subject.pattern}"
+        concrete = subject.of(*ids)
+        reply = await self.bus.request(concrete, encode(message), headers_of(message, traceparent), timeout_s)
+        try:
+            return decode(reply.payload, *subject.reply)
+        except UndecodableMessageError as error:
+            self.num_dropped += 1
+            raise BusError(concrete, "an unreadable reply came") from error
+
+    async def listen(
+        self,
+        tasks: asyncio.TaskGroup,
+        subject: Subject,
+        ids: tuple[str, ...],
+        handle: Callable[[Received[MessageT]], None],
+    ) -> None:
+        """Subscribe now, and hand every message to `handle` from a task of `tasks` until the bus closes."""
+        subscription = await self.bus.subscribe(subject.of(*ids))
+        self._subscriptions.append(subscription)
+        tasks.create_task(self._read(subscription, subject, handle), name=f"listen {subject.pattern}")
+
+    async def serve(
+        self,
+        tasks: asyncio.TaskGroup,
+        subject: Subject,
+        ids: tuple[str, ...],
+        handle: Callable[[Received[MessageT]], Awaitable[Message]],
+    ) -> None:
+        """Answer requests: each in a task of its own, its reply is what `handle` returns."""
+        endpoint = subject.pattern.rsplit(".", 1)[-1]
+        subscription = await self.bus.serve(self.service, endpoint, subject.of(*ids), subject.queue)
+        self._subscriptions.append(subscription)
+        tasks.create_task(self._answer_all(tasks, subscription, subject, handle), name=f"serve {subject.pattern}")
+
+    async def close(self) -> None:
+        """Stop listening; then close the bus."""
+        for subscription in self._subscriptions:
+            await subscription.close()
+        await self.bus.close()
+
+    async def _read(
+        self, subscription: Subscription, subject: Subject, handle: Callable[[Received[MessageT]], None]
+    ) -> None:
+        async for delivery in subscription:
+            received = self._decode(delivery, subject)
+            if received is not None:
+                handle(cast("Received[MessageT]", received))
+
+    async def _answer_all(
+        self,
+        tasks: asyncio.TaskGroup,
+        subscription: Subscription,
+        subject: Subject,
+        handle: Callable[[Received[MessageT]], Awaitable[Message]],
+    ) -> None:
+        async for delivery in subscription:
+            received = self._decode(delivery, subject)
+            if received is not None:
+                answer = self._answer(delivery, handle(cast("Received[MessageT]", received)))
+                tasks.create_task(answer, name=f"answer {delivery.subject}")
+
+    async def _answer(self, delivery: Delivery, pending: Awaitable[Message]) -> None:
+        reply = await pending
+        try:
+            await delivery.respond(encode(reply), headers_of(reply, ""))
+        except (BusClosedError, BusError) as error:
+            log.warning("a reply could not be sent: %s", error)
+
+    def _decode(self, delivery: Delivery, subject: Subject) -> Received[Message] | None:
+        try:
+            message = decode(delivery.payload, subject.carries)
+        except UndecodableMessageError as error:
+            self.num_dropped += 1
+            log.warning("dropped %d bytes on %s: %s", len(delivery.payload), delivery.subject, error)
+            return None
+        return Received(message, delivery.headers.get(TRACEPARENT_HEADER, ""), delivery.subject)
+
+
+def headers_of(message: Message, traceparent: str) -> dict[str, str]:
+    headers = {SCHEMA_HEADER: type(message).__name__}
+    if traceparent:
+        headers[TRACEPARENT_HEADER] = traceparent
+    if isinstance(message, RequestMessage):
+        headers[DEADLINE_HEADER] = str(message.deadline_ms)
+    return headers

@@ -1,0 +1,141 @@
+"""Configuration: one typed file, `mesh.toml`, and the only place that reads the environment."""
+
+import os
+import secrets
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from services.errors import UserError
+
+Carrier = Literal["auto", "shm", "tcp"]
+
+
+class NatsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    url: str = "nats://127.0.0.1:4222"
+    connect_timeout_s: float = 5.0
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`path`: a checkpoint folder or a hub id; empty is the demo checkpoint. `name`: what clients call it."""
+
+    path: str = ""
+    name: str = ""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    host: str = "127.0.0.1"
+    port: int = 8000
+    request_timeout_s: float = 600.0
+    """A request's deadline, from its arrival to its last token."""
+    accept_timeout_s: float = 10.0
+    """How long a worker may take to say that it has taken a request."""
+    max_attempts: int = 3
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    policy: str = "least_loaded"
+    silent_after_ms: int = 3_000
+    """A worker that has said nothing for this long is taken for dead."""
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    block_size: int = 16
+    kv_bytes: int = 512 * 1024 * 1024
+    """Size of one worker's arena. Pages are touched only as blocks are used."""
+    token_budget: int = 512
+    """Most tokens of one engine step; a longer prompt is computed in chunks of this size."""
+    max_queued: int = 1_024
+    """Requests that may wait for blocks on one worker; one more is refused."""
+    num_threads: int = 0
+    """Threads of one worker's tensor operations; 0: the machine's cores shared out over its workers."""
+    carrier: Carrier = "auto"
+    plane_host: str = "127.0.0.1"
+    lease_ms: int = 30_000
+    digests: bool = True
+
+
+class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Without an `otlp_endpoint` spans go to files in `trace_dir`."""
+
+    otlp_endpoint: str = ""
+    trace_dir: str = ""
+
+
+class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything a service of the mesh needs. `secret` signs the data plane's tickets; equal on all workers."""
+
+    secret: str = ""
+    nats: NatsConfig = NatsConfig()
+    model: ModelConfig = ModelConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    worker: WorkerConfig = WorkerConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+
+    @property
+    def secret_bytes(self) -> bytes:
+        return self.secret.encode()
+
+
+def load_config(path: Path) -> MeshConfig:
+    """Read `mesh.toml`; environment variables fill what containers set. Raises UserError for a bad file."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; pass --config with a mesh.toml") from error
+    try:
+        config = msgspec.toml.decode(text, type=MeshConfig)
+    except msgspec.DecodeError as error:
+        raise UserError(f"{path} is no valid mesh configuration: {error}") from error
+    return apply_environment(config)
+
+
+def apply_environment(config: MeshConfig) -> MeshConfig:
+    """Return the configuration with KVMESH_NATS_URL, KVMESH_SECRET and OTEL_EXPORTER_OTLP_ENDPOINT laid over it."""
+    nats, telemetry = config.nats, config.telemetry
+    if url := os.environ.get("KVMESH_NATS_URL"):
+        nats = msgspec.structs.replace(nats, url=url)
+    if (endpoint := os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")) and not telemetry.otlp_endpoint:
+        telemetry = msgspec.structs.replace(telemetry, otlp_endpoint=endpoint)
+    secret = os.environ.get("KVMESH_SECRET") or config.secret
+    return msgspec.structs.replace(config, nats=nats, telemetry=telemetry, secret=secret)
+
+
+def require_secret(config: MeshConfig) -> bytes:
+    """Return the ticket secret. Raises UserError where none is set: an unsigned data plane is not offered."""
+    if len(config.secret) < 16:
+        raise UserError("no ticket secret: set `secret` in mesh.toml or KVMESH_SECRET to 16 characters or more")
+    return config.secret_bytes
+
+
+def write_config(config: MeshConfig, path: Path) -> None:
+    """Write `mesh.toml`, readable by its owner only (it carries the secret)."""
+    document = msgspec.to_builtins(config)
+    lines: list[str] = [f"secret = {_toml_value(document.pop('secret'))}"]
+    for section, values in document.items():
+        lines += ["", f"[{section}]"] + [f"{key} = {_toml_value(value)}" for key, value in values.items()]
+    path.touch(mode=0o600)
+    path.chmod(0o600)
+    path.write_text("\n".join(lines) + "\n")
+
+
+def fresh_secret() -> str:
+    return secrets.token_urlsafe(32)
+
+
+def state_dir() -> Path:
+    """Return where a running mesh leaves its traces and its address: KVMESH_STATE_DIR, or `.kvmesh` here."""
+    return Path(os.environ.get("KVMESH_STATE_DIR") or ".kvmesh").absolute()
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment for the processes that `kvmesh up` starts."""
+    return dict(os.environ)
+
+
+def _toml_value(value: object) -> str:
+    """Strings, numbers and booleans are written the same way in TOML as in JSON."""
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,60 @@
+"""What every service's process does the same way: its clock, its log, its signals, its end."""
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+import uvloop
+
+log = logging.getLogger(__name__)
+
+
+def now_ms() -> int:
+    """Return Unix time in milliseconds: the clock of deadlines and leases."""
+    return time.time_ns() // 1_000_000
+
+
+def configure_logging(service: str) -> None:
+    """Log warnings and above to standard error, one line each, named after the service."""
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.WARNING, format=f"%(asctime)s {service} %(levelname)s %(message)s", force=True
+    )
+
+
+def run_until_signal(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    """Run `main(stop)` on uvloop; `stop` is set by SIGTERM, SIGINT, or the end of the parent that started us.
+
+    A service ends by returning from `main` once it has stopped intake, handed back its leases, and closed plane and
+    bus, in that order. Exceptions of a task group come out unwrapped where there is only one.
+    """
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        await main(stop)
+
+    try:
+        uvloop.run(run())
+    except BaseExceptionGroup as group:
+        if len(group.exceptions) == 1:
+            raise group.exceptions[0] from None
+        raise
+
+
+async def watch_parent(stop: asyncio.Event) -> None:
+    """Set `stop` when standard input ends: `kvmesh up` holds the other end, so nothing outlives it, however it dies."""
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
+    try:
+        while await reader.read(1024):
+            pass
+        stop.set()
+    finally:
+        transport.close()
