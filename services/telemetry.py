@@ -9,15 +9,16 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from opentelemetry import trace
+from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.trace import Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.trace.propagation import set_span_in_context
 
 from services.config import TelemetryConfig
@@ -110,7 +111,7 @@ class Telemetry:
         return OpenSpan(self._tracer.start_span(name, context_of(parent), kind=kind, attributes=dict(attributes or {})))
 
     @contextlib.contextmanager
-    def span(self, name: str, parent: str = "", attributes: Attributes | None = None) -> Iterator[OpenSpan]:
+    def span(self, name: str, parent: str = "", attributes: Attributes | None = None) -> Generator[OpenSpan]:
         """A span around a block; an exception marks it as failed."""
         open_span = self.start(name, parent, attributes)
         try:
@@ -189,19 +190,11 @@ def to_traceparent(context: SpanContext) -> str:
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
 
-def context_of(traceparent: str):
+def context_of(traceparent: str) -> Context:
     """Return the library's context for a traceparent; an empty one for what is empty or malformed."""
-    parts = traceparent.split("-")
     try:
-        _version, trace_id, span_id, flags = parts
-        context = SpanContext(
-            int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=TraceFlags(int(flags, 16))
-        )
+        _version, trace_id, span_id, flags = traceparent.split("-")
+        span = SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=TraceFlags(int(flags, 16)))
     except ValueError:
-        context = trace.INVALID_SPAN_CONTEXT
-    return set_span_in_context(trace.NonRecordingSpan(context), None if context.is_valid else None)
-
-
-def link_to(traceparent: str) -> Link | None:
-    context = trace.get_current_span(context_of(traceparent)).get_span_context()
-    return Link(context) if context.is_valid else None
+        return Context()
+    return set_span_in_context(trace.NonRecordingSpan(span), Context())

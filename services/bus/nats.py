@@ -5,6 +5,7 @@ silently ends its loop. The Services API leaves no choice but callbacks, so ours
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping
 
@@ -15,7 +16,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as ClientSubscription
 from nats.micro.request import Request
-from nats.micro.service import Service
+from nats.micro.service import Service, ServiceConfig
 
 from services.bus.base import (
     MAX_PAYLOAD_BYTES,
@@ -64,14 +65,8 @@ class NatsSubscription:
             yield NatsDelivery(message, bool(message.reply))
 
     async def close(self) -> None:
-        try:
+        with contextlib.suppress(nats.errors.Error):  # a lost connection ends it as well
             await self._subscription.unsubscribe()
-        except (
-            nats.errors.ConnectionClosedError,
-            nats.errors.BadSubscriptionError,
-            nats.errors.ConnectionDrainingError,
-        ):
-            pass  # it ends with the connection
 
 
 class NatsEndpoint:
@@ -152,14 +147,15 @@ class NatsBus:
 
     async def subscribe(self, pattern: str, queue: str = "") -> NatsSubscription:
         try:
-            return NatsSubscription(await self._client.subscribe(pattern, queue=queue))
+            subscription = await self._client.subscribe(pattern, queue=queue)  # pyright: ignore[reportUnknownMemberType]
+            return NatsSubscription(subscription)
         except nats.errors.ConnectionClosedError as error:
             raise BusClosedError(pattern) from error
 
     async def serve(self, service: str, endpoint: str, subject: str, queue: str = "") -> NatsEndpoint:
         if service not in self._services:
-            config = nats.micro.ServiceConfig(name=service, version=SERVICE_VERSION, description=f"kvmesh {service}")
-            self._services[service] = await nats.micro.add_service(self._client, config)
+            config = ServiceConfig(name=service, version=SERVICE_VERSION, description=f"kvmesh {service}")
+            self._services[service] = await _add_service(self._client, config)
         open_endpoint = NatsEndpoint()
         await self._services[service].add_endpoint(
             name=endpoint, subject=subject, queue_group=queue or endpoint, handler=open_endpoint.handle
@@ -181,10 +177,8 @@ class NatsBus:
 
     async def close(self) -> None:
         for service in self._services.values():
-            try:
+            with contextlib.suppress(nats.errors.Error):  # a lost connection ends it as well
                 await service.stop()
-            except nats.errors.Error:
-                pass  # the connection is gone, and the registration with it
         for endpoint in self._endpoints:
             await endpoint.close()
         await self._client.close()
@@ -198,3 +192,7 @@ class NatsBus:
         if "permissions violation" in text.lower():
             self._denied = text
         log.warning("bus: %s", text or type(error).__name__)
+
+
+async def _add_service(client: Client, config: ServiceConfig) -> Service:
+    return await nats.micro.add_service(client, config)  # pyright: ignore[reportUnknownMemberType]
