@@ -31,18 +31,38 @@ def num_tokens(packed: TokenIds) -> int:
     return len(packed) // 4
 
 
+class BlockHasher:
+    """Hashes one sequence's blocks as they fill up, each chained to the one before it."""
+
+    __slots__ = ("_key", "_parent", "block_size", "num_hashed_blocks")
+
+    def __init__(self, block_size: int, *, model_fingerprint: str, tenant: str = "") -> None:
+        salt = f"{model_fingerprint}\0{tenant}\0{block_size}".encode()
+        self._key = hashlib.blake2b(salt, digest_size=32).digest()
+        self._parent = b""
+        self.block_size = block_size
+        self.num_hashed_blocks = 0
+
+    def extend(self, token_ids: Sequence[int], num_tokens: int) -> list[BlockHash]:
+        """Return the hashes of the blocks of `token_ids[:num_tokens]` that are full and not hashed yet.
+
+        `token_ids` is always the whole sequence from its first token.
+        """
+        hashes: list[BlockHash] = []
+        while (end := (self.num_hashed_blocks + 1) * self.block_size) <= num_tokens:
+            block = pack_tokens(token_ids[end - self.block_size : end])
+            self._parent = hashlib.blake2b(self._parent + block, digest_size=BLOCK_HASH_BYTES, key=self._key).digest()
+            hashes.append(BlockHash(self._parent))
+            self.num_hashed_blocks += 1
+        return hashes
+
+
 def hash_blocks(
     token_ids: Sequence[int], block_size: int, *, model_fingerprint: str, tenant: str = ""
 ) -> list[BlockHash]:
     """Return the identities of the full blocks of `token_ids`, in order; a last, partial block has none."""
-    key = hashlib.blake2b(f"{model_fingerprint}\0{tenant}\0{block_size}".encode(), digest_size=32).digest()
-    hashes: list[BlockHash] = []
-    parent = b""
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        block = pack_tokens(token_ids[start : start + block_size])
-        parent = hashlib.blake2b(parent + block, digest_size=BLOCK_HASH_BYTES, key=key).digest()
-        hashes.append(BlockHash(parent))
-    return hashes
+    hasher = BlockHasher(block_size, model_fingerprint=model_fingerprint, tenant=tenant)
+    return hasher.extend(token_ids, len(token_ids))
 
 
 def join_hashes(hashes: Sequence[BlockHash]) -> bytes:

@@ -10,6 +10,7 @@ import msgspec
 
 from schemas.ids import HandoffId, LeaseId, WorkerId
 from schemas.message import RequestMessage
+from schemas.request import FinishReason
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +67,14 @@ class KVReleased(HandoffMessage, frozen=True, kw_only=True):
 class HandoffAborted(HandoffMessage, frozen=True, kw_only=True):
     reason: str
     lease_id: LeaseId | None = None
+
+
+class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
+    """What the source knows once the prompt is computed. Rides at the end of the KV stream, not on the bus, so that
+    the target can start as soon as the last byte is there."""
+
+    token_id: int
+    finish_reason: FinishReason | None = None
 
 
 class HandoffState(enum.StrEnum):

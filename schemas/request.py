@@ -54,6 +54,18 @@ class Refused(RequestMessage, frozen=True, kw_only=True):
     retry_after_ms: int = 0
 
 
+def refuse(request: RequestMessage, reason: RefusalReason, detail: str, retry_after_ms: int = 0) -> Refused:
+    """Return the refusal of this attempt."""
+    return Refused(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        deadline_ms=request.deadline_ms,
+        reason=reason,
+        detail=detail,
+        retry_after_ms=retry_after_ms,
+    )
+
+
 class RunPrefill(RequestMessage, frozen=True, kw_only=True):
     """Compute the prompt and send token 0; then hand over, or go on decoding where there is no hand-over."""
 

@@ -1,0 +1,1 @@
+"""Owns the view of the fleet: which worker computes a prompt, which one decodes it."""

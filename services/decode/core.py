@@ -1,0 +1,308 @@
+"""What a decode worker decides. Pure: messages, reads, engine results and the time come in, actions go out.
+
+A run waits for blocks, then for the offer, reads, and decodes. A read that fails keeps its landed prefix; the rest of
+the prompt is computed here as chunked prefill in the running batch: bad KV costs time, never a token.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from dataplane.pool import BlockPool
+
+from dataplane.layout import Segment, num_blocks_for
+from schemas import subjects
+from schemas.block import pack_tokens
+from schemas.handoff import (
+    BlocksReserved,
+    FirstToken,
+    HandoffAborted,
+    HandoffState,
+    KVLanded,
+    KVOffered,
+    KVStreaming,
+    advance,
+)
+from schemas.ids import HandoffId
+from schemas.request import (
+    CancelRequest,
+    RequestTokens,
+    ReserveBlocks,
+    TransferReport,
+    refuse,
+)
+from schemas.worker import WorkerLeft
+from services.engine.base import SampledToken, Sequence, StepResult
+from services.worker.actions import (
+    Action,
+    AttemptKey,
+    Emit,
+    Publish,
+    Reply,
+    StartRead,
+    StopRead,
+    Submit,
+    Withdraw,
+)
+from services.worker.handoff import emit_failure, handoff_fields, publish_event
+from services.worker.limits import WorkerLimits, check_request, read_prompt
+
+
+@dataclass(slots=True, frozen=True)
+class ReadOutcome:
+    """What a read brought: the contiguous, verified prefix in tokens, and the carrier ('' if it never started)."""
+
+    num_landed_tokens: int
+    num_bytes: int
+    carrier: str
+
+
+@dataclass(slots=True, eq=False)
+class DecodeRun:
+    """One attempt on this worker. `reading`: a read may still write its blocks; `computing`: the engine may."""
+
+    request: ReserveBlocks
+    prompt: list[int]
+    state: HandoffState = HandoffState.NEW
+    segments: tuple[Segment, ...] = ()
+    offer: KVOffered | None = None
+    reading: bool = False
+    computing: bool = False
+    ended: bool = False
+    report: TransferReport | None = None
+
+    @property
+    def key(self) -> AttemptKey:
+        return (self.request.request_id, self.request.attempt)
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that need room: all but the answer's last."""
+        return len(self.prompt) + self.request.sampling.max_tokens - 1
+
+
+class DecodeCore:
+    """Owns the runs of one worker; shares its pool with the worker's other core."""
+
+    def __init__(self, limits: WorkerLimits, pool: BlockPool) -> None:
+        self._limits = limits
+        self._pool = pool
+        self._runs: dict[AttemptKey, DecodeRun] = {}
+        self._by_handoff: dict[HandoffId, DecodeRun] = {}
+        self._queue: deque[DecodeRun] = deque()
+        self.draining = False
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_runs(self) -> int:
+        return len(self._runs)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens whose KV is not here yet."""
+        return sum(len(run.prompt) for run in self._runs.values() if not run.computing and not run.ended)
+
+    def reserve(self, request: ReserveBlocks, now_ms: int) -> list[Action]:
+        """Make room, now or as soon as there are blocks; answers with BlocksReserved or Refused."""
+        prompt = read_prompt(request.prompt)
+        key = (request.request_id, request.attempt)
+        full = len(self._queue) >= self._limits.max_queued
+        refused = check_request(request, prompt, self._limits, now_ms, draining=self.draining, full=full)
+        if refused is not None:
+            return [Reply(key, refused)]
+        if key not in self._runs:
+            run = self._runs[key] = self._by_handoff[request.handoff_id] = DecodeRun(request, prompt)
+            self._queue.append(run)
+        return self._admit()
+
+    def offered(self, offer: KVOffered) -> list[Action]:
+        """The source has begun: open the stream."""
+        run = self._by_handoff.get(offer.handoff_id)
+        if run is None:
+            aborted = HandoffAborted(**handoff_fields(offer, self._limits.worker_id), reason="no such reservation")
+            return [publish_event(subjects.ABORTED, aborted)]
+        if run.state is not HandoffState.RESERVED:
+            return []  # a repeated offer, or one for a hand-over that has ended
+        if offer.fingerprint != self._limits.fingerprint or offer.num_tokens != len(run.prompt):
+            return self._compute_rest(run, ReadOutcome(0, 0, ""), "the offered KV is of another model or prompt")
+        run.state = advance(run.state, HandoffState.OFFERED)
+        run.offer, run.reading = offer, True
+        return [StartRead(offer, run.segments)]
+
+    def read_started(self, handoff_id: HandoffId, carrier: str) -> list[Action]:
+        """The first byte is here."""
+        run = self._by_handoff.get(handoff_id)
+        if run is None or run.state is not HandoffState.OFFERED:
+            return []
+        run.state = advance(run.state, HandoffState.STREAMING)
+        streaming = KVStreaming(**handoff_fields(run.request, self._limits.worker_id), carrier=carrier)
+        return [publish_event(subjects.STREAMING, streaming)]
+
+    def read_landed(self, handoff_id: HandoffId, outcome: ReadOutcome, first: FirstToken) -> list[Action]:
+        """All is here and verified: say so, and decode from token 1 on."""
+        run = self._by_handoff[handoff_id]
+        run.reading = False
+        assert run.offer is not None
+        actions: list[Action] = []
+        if run.state is HandoffState.OFFERED:  # so short that nothing was said of its start
+            actions += self.read_started(handoff_id, outcome.carrier)
+        if run.state is HandoffState.STREAMING:
+            run.state = advance(run.state, HandoffState.LANDED)
+            landed = KVLanded(
+                **handoff_fields(run.request, self._limits.worker_id),
+                lease_id=run.offer.lease_id,
+                carrier=outcome.carrier,
+                num_tokens=outcome.num_landed_tokens,
+                num_bytes=outcome.num_bytes,
+            )
+            actions.append(publish_event(subjects.LANDED, landed))
+        if run.ended or first.finish_reason is not None:
+            return actions + self._forget(run)
+        run.report = TransferReport(transferred_tokens=outcome.num_landed_tokens, carrier=outcome.carrier)
+        return [*actions, self._submit(run, [*run.prompt, first.token_id], len(run.prompt))]
+
+    def read_failed(self, handoff_id: HandoffId, outcome: ReadOutcome, reason: str) -> list[Action]:
+        """The read has stopped and writes no more; compute what is missing."""
+        run = self._by_handoff[handoff_id]
+        run.reading = False
+        if run.ended:
+            return [self._publish_aborted(run, reason), *self._forget(run)]
+        return self._compute_rest(run, outcome, reason)
+
+    def aborted(self, event: HandoffAborted) -> list[Action]:
+        """The source will send no (more) KV."""
+        run = self._by_handoff.get(event.handoff_id)
+        return [] if run is None else self._lose_source(run, event.reason)
+
+    def left(self, event: WorkerLeft) -> list[Action]:
+        """A source is gone."""
+        lost = [run for run in self._runs.values() if run.request.prefill_worker == event.worker_id]
+        return [action for run in lost for action in self._lose_source(run, "the prefill worker left")]
+
+    def cancelled(self, event: CancelRequest) -> list[Action]:
+        run = self._runs.get((event.request_id, event.attempt))
+        return [] if run is None else self._end(run)
+
+    def stepped(self, result: StepResult) -> list[Action]:
+        """Send on what an engine step gave. Sequences of other cores are passed over."""
+        actions: list[Action] = []
+        for sampled in result.sampled:
+            run = self._runs.get((sampled.sequence.request_id, sampled.sequence.attempt))
+            if run is not None and run.computing and not run.ended:
+                actions += self._sampled(run, sampled)
+        return actions
+
+    def removed(self, key: AttemptKey) -> list[Action]:
+        """The engine has let go of a sequence that was withdrawn."""
+        run = self._runs.get(key)
+        return [] if run is None else self._forget(run)
+
+    def engine_failed(self, key: AttemptKey, reason: str) -> list[Action]:
+        """A step raised; the engine has dropped the sequence."""
+        run = self._runs.get(key)
+        return [] if run is None else [emit_failure(run.request, "engine_failed", reason), *self._forget(run)]
+
+    def tick(self, now_ms: int) -> list[Action]:
+        """Enforce deadlines."""
+        actions: list[Action] = []
+        for run in [r for r in self._runs.values() if r.request.deadline_ms <= now_ms and not r.ended]:
+            waited_for = "decode" if run.computing else "its KV"
+            actions.append(emit_failure(run.request, "deadline", f"the deadline passed while waiting for {waited_for}"))
+            actions += self._end(run)
+        return actions
+
+    def _admit(self) -> list[Action]:
+        """Reserve for queued runs, first come first served, while there are blocks."""
+        actions: list[Action] = []
+        while self._queue:
+            run = self._queue[0]
+            segments = self._pool.allocate(num_blocks_for(run.num_kv_tokens, self._limits.block_size))
+            if segments is None:
+                break
+            self._queue.popleft()
+            run.segments = segments
+            run.state = advance(run.state, HandoffState.RESERVED)
+            reserved = BlocksReserved(
+                **handoff_fields(run.request, self._limits.worker_id),
+                num_blocks=sum(segment.num_blocks for segment in segments),
+            )
+            actions += [Reply(run.key, reserved), publish_event(subjects.RESERVED, reserved)]
+        return actions
+
+    def _compute_rest(self, run: DecodeRun, outcome: ReadOutcome, reason: str) -> list[Action]:
+        """Compute the part of the prompt that did not land; its last token is always computed here, as it must be to
+        sample token 0 again (the same one: it depends on prompt and seed only)."""
+        run.state = advance(run.state, HandoffState.ABORTED)
+        kept = min(outcome.num_landed_tokens, len(run.prompt) - 1)
+        run.report = TransferReport(
+            transferred_tokens=kept, recomputed_tokens=len(run.prompt) - kept, carrier=outcome.carrier
+        )
+        return [self._publish_aborted(run, reason), self._submit(run, list(run.prompt), kept)]
+
+    def _submit(self, run: DecodeRun, token_ids: list[int], num_computed_tokens: int) -> Submit:
+        run.computing = True
+        return Submit(
+            Sequence(
+                request_id=run.request.request_id,
+                attempt=run.request.attempt,
+                token_ids=token_ids,
+                num_prompt_tokens=len(run.prompt),
+                sampling=run.request.sampling,
+                segments=run.segments,
+                num_computed_tokens=num_computed_tokens,
+                stop_token_ids=self._limits.stop_token_ids(run.request.sampling),
+            )
+        )
+
+    def _lose_source(self, run: DecodeRun, reason: str) -> list[Action]:
+        if run.ended or run.computing or run.state is HandoffState.NEW:
+            return []  # it has its KV, or has not been promised any: the gateway asks for another attempt
+        if run.reading:
+            return [StopRead(run.request.handoff_id)]
+        return self._compute_rest(run, ReadOutcome(0, 0, ""), reason)
+
+    def _sampled(self, run: DecodeRun, sampled: SampledToken) -> list[Action]:
+        report, run.report = run.report, None
+        tokens = RequestTokens(
+            request_id=run.request.request_id,
+            attempt=run.request.attempt,
+            index=sampled.index,
+            tokens=pack_tokens([sampled.token_id]),
+            finish_reason=sampled.finish_reason,
+            report=report,
+        )
+        actions: list[Action] = [Emit(run.request.gateway_id, tokens)]
+        return actions + self._forget(run) if sampled.local_end else actions
+
+    def _end(self, run: DecodeRun) -> list[Action]:
+        """End a run early. Its blocks are free once neither a read nor the engine can write them."""
+        if run.ended:
+            return []
+        run.ended = True
+        if run.reading:
+            return [StopRead(run.request.handoff_id)]
+        if run.computing:
+            return [Withdraw(run.key)]
+        actions: list[Action] = []
+        if run.state is HandoffState.NEW:
+            actions.append(Reply(run.key, refuse(run.request, "deadline", "ended while waiting for blocks")))
+        elif run.state is HandoffState.RESERVED:
+            actions.append(self._publish_aborted(run, "cancelled"))
+        return actions + self._forget(run)
+
+    def _publish_aborted(self, run: DecodeRun, reason: str) -> Publish:
+        aborted = HandoffAborted(**handoff_fields(run.request, self._limits.worker_id), reason=reason)
+        return publish_event(subjects.ABORTED, aborted)
+
+    def _forget(self, run: DecodeRun) -> list[Action]:
+        """Drop the run and its blocks, and let the next one in."""
+        if run.segments:
+            self._pool.free(run.segments)
+            run.segments = ()
+        if run in self._queue:
+            self._queue.remove(run)
+        del self._runs[run.key]
+        del self._by_handoff[run.request.handoff_id]
+        return self._admit()

@@ -1,0 +1,315 @@
+"""What a prefill worker decides. Pure: messages, engine results and the time come in, actions go out.
+
+A run is queued until there are blocks, then computed; with a hand-over its blocks outlive it under a lease, which ends
+when the reader has landed, aborted, gone, or been silent too long.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+from dataplane.lease import Lease, LeaseTable
+from dataplane.pool import BlockPool
+
+from dataplane.layout import Segment, num_blocks_for
+from schemas import subjects
+from schemas.block import pack_tokens
+from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded, KVReleased
+from schemas.ids import HandoffId, LeaseId
+from schemas.request import (
+    CancelRequest,
+    PrefillAccepted,
+    Refused,
+    RequestTokens,
+    RunPrefill,
+    TransferReport,
+)
+from schemas.worker import WorkerLeft
+from services.engine.base import SampledToken, Sequence, StepResult
+from services.worker.actions import (
+    Action,
+    AttemptKey,
+    CloseLease,
+    Emit,
+    FinishLease,
+    Offer,
+    Publish,
+    Submit,
+    Withdraw,
+)
+from services.worker.handoff import emit_failure, handoff_fields, publish_event
+from services.worker.limits import WorkerLimits, check_request, read_prompt
+
+Phase = Literal["queued", "computing", "withdrawing", "handing_over"]
+
+
+@dataclass(slots=True, eq=False)
+class PrefillRun:
+    """One attempt on this worker. `segments` are its own reference to its blocks, empty once given back."""
+
+    request: RunPrefill
+    prompt: list[int]
+    phase: Phase = "queued"
+    segments: tuple[Segment, ...] = ()
+    lease: Lease | None = None
+    offered: bool = False
+
+    @property
+    def key(self) -> AttemptKey:
+        return (self.request.request_id, self.request.attempt)
+
+    @property
+    def is_split(self) -> bool:
+        return self.request.handoff_id is not None
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that need room here: the answer's too where it is decoded here (its last token needs no KV)."""
+        return len(self.prompt) + (0 if self.is_split else self.request.sampling.max_tokens - 1)
+
+
+class PrefillCore:
+    """Owns the runs of one worker; shares its pool and leases with the worker's other core."""
+
+    def __init__(self, limits: WorkerLimits, pool: BlockPool, leases: LeaseTable) -> None:
+        self._limits = limits
+        self._pool = pool
+        self._leases = leases
+        self._runs: dict[AttemptKey, PrefillRun] = {}
+        self._queue: deque[PrefillRun] = deque()
+        self._by_handoff: dict[HandoffId, PrefillRun] = {}
+        self._early_reservations: dict[HandoffId, None] = {}
+        self.draining = False
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        return sum(len(run.prompt) for run in self._queue)
+
+    @property
+    def num_runs(self) -> int:
+        return len(self._runs)
+
+    def run(self, request: RunPrefill, now_ms: int) -> tuple[PrefillAccepted | Refused, list[Action]]:
+        """Take a prompt, or say why not."""
+        prompt = read_prompt(request.prompt)
+        full = len(self._queue) >= self._limits.max_queued
+        refused = check_request(request, prompt, self._limits, now_ms, draining=self.draining, full=full)
+        if refused is not None:
+            return refused, []
+        run = PrefillRun(request, prompt)
+        if run.key not in self._runs:  # a repeated message is accepted once
+            self._runs[run.key] = run
+            self._queue.append(run)
+            if request.handoff_id is not None:
+                self._by_handoff[request.handoff_id] = run
+        accepted = PrefillAccepted(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            deadline_ms=request.deadline_ms,
+            worker_id=self._limits.worker_id,
+        )
+        return accepted, self._admit(now_ms)
+
+    def reserved(self, event: BlocksReserved) -> list[Action]:
+        """The decode worker has room: offer as soon as there is a lease."""
+        run = self._by_handoff.get(event.handoff_id)
+        if run is None:
+            self._early_reservations[event.handoff_id] = None
+            while len(self._early_reservations) > self._limits.max_queued:
+                del self._early_reservations[next(iter(self._early_reservations))]
+            return []
+        if run.lease is None:
+            self._early_reservations[event.handoff_id] = None
+            return []
+        return self._offer(run)
+
+    def landed(self, event: KVLanded, now_ms: int) -> list[Action]:
+        """The reader has all: end the lease."""
+        run = self._by_handoff.get(event.handoff_id)
+        if run is None or run.lease is None or run.lease.lease_id != event.lease_id:
+            return []
+        return self._release(run, "landed", now_ms)
+
+    def aborted(self, event: HandoffAborted, now_ms: int) -> list[Action]:
+        """The reader has given up. It computes by itself what it lacks, so what is still to come is not needed."""
+        run = self._by_handoff.get(event.handoff_id)
+        return [] if run is None else self._end(run, event.reason, now_ms)
+
+    def cancelled(self, event: CancelRequest, now_ms: int) -> list[Action]:
+        run = self._runs.get((event.request_id, event.attempt))
+        return [] if run is None else self._end(run, event.reason, now_ms, tell_target=True)
+
+    def left(self, event: WorkerLeft, now_ms: int) -> list[Action]:
+        """A reader is gone: nobody will land what it was reading."""
+        actions: list[Action] = []
+        for run in [r for r in self._runs.values() if r.request.decode_worker == event.worker_id]:
+            actions += self._end(run, "the reader left", now_ms)
+        return actions
+
+    def stepped(self, result: StepResult, now_ms: int) -> list[Action]:
+        """Send on what an engine step gave. Sequences of other cores are passed over."""
+        actions: list[Action] = []
+        for sampled in result.sampled:
+            run = self._runs.get((sampled.sequence.request_id, sampled.sequence.attempt))
+            if run is not None and run.phase == "computing":
+                actions += self._sampled(run, sampled, now_ms)
+        return actions + self._admit(now_ms)
+
+    def removed(self, key: AttemptKey, now_ms: int) -> list[Action]:
+        """The engine has let go of a sequence that was withdrawn."""
+        run = self._runs.get(key)
+        return [] if run is None else self._forget(run) + self._admit(now_ms)
+
+    def engine_failed(self, key: AttemptKey, reason: str, now_ms: int) -> list[Action]:
+        """A step raised; the engine has dropped the sequence."""
+        run = self._runs.get(key)
+        if run is None:
+            return []
+        actions: list[Action] = [emit_failure(run.request, "engine_failed", reason)]
+        actions += self._close_lease(run, "the engine failed", now_ms, tell_target=True)
+        return actions + self._forget(run) + self._admit(now_ms)
+
+    def tick(self, now_ms: int) -> list[Action]:
+        """Enforce deadlines, keep the leases of what is still computed, end those whose reader is silent."""
+        actions: list[Action] = []
+        for run in list(self._runs.values()):
+            if run.request.deadline_ms <= now_ms and run.phase != "withdrawing":
+                if run.phase != "handing_over":
+                    actions.append(emit_failure(run.request, "deadline", "the deadline passed during prefill"))
+                actions += self._end(run, "deadline", now_ms, tell_target=True)
+            elif run.phase == "computing" and run.lease is not None:
+                self._leases.renew(run.lease.lease_id, now_ms, self._limits.lease_ms)
+        for lease in self._leases.expire(now_ms):
+            run = next(r for r in self._runs.values() if r.lease is not None and r.lease.lease_id == lease.lease_id)
+            actions += self._lease_gone(run, lease, "the lease expired", tell_target=True)
+            actions += self._end(run, "the lease expired", now_ms)
+        return actions + self._admit(now_ms)
+
+    def _admit(self, now_ms: int) -> list[Action]:
+        """Start queued runs, first come first served, while there are blocks."""
+        actions: list[Action] = []
+        while self._queue:
+            run = self._queue[0]
+            segments = self._pool.allocate(num_blocks_for(run.num_kv_tokens, self._limits.block_size))
+            if segments is None:
+                break
+            self._queue.popleft()
+            actions += self._start(run, segments, now_ms)
+        return actions
+
+    def _start(self, run: PrefillRun, segments: tuple[Segment, ...], now_ms: int) -> list[Action]:
+        request = run.request
+        run.phase, run.segments = "computing", segments
+        sequence = Sequence(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            token_ids=list(run.prompt),
+            num_prompt_tokens=len(run.prompt),
+            sampling=request.sampling,
+            segments=segments,
+            stop_token_ids=self._limits.stop_token_ids(request.sampling),
+            max_local_tokens=1 if run.is_split else None,
+        )
+        if request.handoff_id is None or request.decode_worker is None:
+            return [Submit(sequence)]
+        self._pool.share(segments)
+        run.lease = self._leases.grant(
+            lease_id=LeaseId(f"lease-{request.handoff_id}"),
+            holder=self._limits.worker_id,
+            reader=request.decode_worker,
+            segments=segments,
+            num_tokens=len(run.prompt),
+            expires_at_ms=now_ms + self._limits.lease_ms,
+        )
+        actions: list[Action] = [Submit(sequence, run.lease)]
+        if request.handoff_id in self._early_reservations:
+            actions += self._offer(run)
+        return actions
+
+    def _offer(self, run: PrefillRun) -> list[Action]:
+        assert run.lease is not None and run.request.handoff_id is not None
+        self._early_reservations.pop(run.request.handoff_id, None)
+        if run.offered:
+            return []
+        run.offered = True
+        return [Offer(run.lease, run.key)]
+
+    def _sampled(self, run: PrefillRun, sampled: SampledToken, now_ms: int) -> list[Action]:
+        request = run.request
+        tokens = RequestTokens(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            index=sampled.index,
+            tokens=pack_tokens([sampled.token_id]),
+            finish_reason=sampled.finish_reason,
+            report=None if run.is_split or sampled.index else TransferReport(),
+        )
+        actions: list[Action] = [Emit(request.gateway_id, tokens)]
+        if not sampled.local_end:
+            return actions
+        if run.lease is None:
+            return actions + self._forget(run)
+        self._leases.renew(run.lease.lease_id, now_ms, self._limits.lease_ms)
+        self._give_back(run)
+        run.phase = "handing_over"
+        first = FirstToken(token_id=sampled.token_id, finish_reason=sampled.finish_reason)
+        return [*actions, FinishLease(run.lease.lease_id, first)]
+
+    def _release(self, run: PrefillRun, outcome: str, now_ms: int) -> list[Action]:
+        lease = run.lease
+        assert lease is not None
+        actions = self._close_lease(run, outcome, now_ms)
+        released = KVReleased(
+            **handoff_fields(run.request, self._limits.worker_id),
+            lease_id=lease.lease_id,
+            num_blocks=sum(s.num_blocks for s in lease.segments),
+        )
+        actions.append(publish_event(subjects.RELEASED, released))
+        if run.phase == "handing_over":
+            actions += self._forget(run)
+        return actions + self._admit(now_ms)
+
+    def _end(self, run: PrefillRun, reason: str, now_ms: int, *, tell_target: bool = False) -> list[Action]:
+        """End a run early, wherever it is. Blocks that the engine may still write wait for `removed`."""
+        actions = self._close_lease(run, reason, now_ms, tell_target=tell_target)
+        if run.phase == "computing":
+            run.phase = "withdrawing"
+            actions.append(Withdraw(run.key))
+        elif run.phase != "withdrawing":
+            actions += self._forget(run)
+        return actions + self._admit(now_ms)
+
+    def _close_lease(self, run: PrefillRun, reason: str, now_ms: int, *, tell_target: bool = False) -> list[Action]:
+        if run.lease is None:
+            return [self._tell_target(run, reason)] if tell_target and run.is_split else []
+        lease = self._leases.end(run.lease.lease_id, reason)
+        return [] if lease is None else self._lease_gone(run, lease, reason, tell_target=tell_target)
+
+    def _lease_gone(self, run: PrefillRun, lease: Lease, reason: str, *, tell_target: bool) -> list[Action]:
+        self._pool.free(lease.segments)
+        run.lease = None
+        actions: list[Action] = [CloseLease(lease.lease_id, reason)]
+        return [*actions, self._tell_target(run, reason)] if tell_target else actions
+
+    def _tell_target(self, run: PrefillRun, reason: str) -> Publish:
+        aborted = HandoffAborted(**handoff_fields(run.request, self._limits.worker_id), reason=reason)
+        return publish_event(subjects.ABORTED, aborted)
+
+    def _forget(self, run: PrefillRun) -> list[Action]:
+        self._give_back(run)
+        del self._runs[run.key]
+        if run.phase == "queued":
+            self._queue.remove(run)
+        if run.request.handoff_id is not None:
+            self._by_handoff.pop(run.request.handoff_id, None)
+            self._early_reservations.pop(run.request.handoff_id, None)
+        return []
+
+    def _give_back(self, run: PrefillRun) -> None:
+        if run.segments:
+            self._pool.free(run.segments)
+            run.segments = ()

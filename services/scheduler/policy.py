@@ -1,0 +1,46 @@
+"""Placement policies: pure functions that pick one of several workers. Chosen by name."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+from schemas.ids import WorkerId
+from services.errors import UserError
+
+Phase = Literal["prefill", "decode"]
+
+
+class Candidate(NamedTuple):
+    """A worker that could serve. Loads include what was placed on it since it last spoke."""
+
+    worker_id: WorkerId
+    num_uncomputed_tokens: int
+    num_requests: int
+    num_free_blocks: int
+
+
+Policy = Callable[[Phase, Sequence[Candidate], int], Candidate]
+"""(phase, candidates: never empty, in a stable order; how many were picked before) -> the one to use."""
+
+
+def round_robin(phase: Phase, candidates: Sequence[Candidate], turn: int) -> Candidate:
+    """Take turns, whatever the load."""
+    return candidates[turn % len(candidates)]
+
+
+def least_loaded(phase: Phase, candidates: Sequence[Candidate], turn: int) -> Candidate:
+    """Prefill is bound by tokens to compute, decode by sequences in the batch; equals take turns."""
+    start = turn % len(candidates)
+    rotated = [*candidates[start:], *candidates[:start]]
+    if phase == "prefill":
+        return min(rotated, key=lambda c: (c.num_uncomputed_tokens, c.num_requests))
+    return min(rotated, key=lambda c: (c.num_requests, -c.num_free_blocks))
+
+
+POLICIES: dict[str, Policy] = {"least_loaded": least_loaded, "round_robin": round_robin}
+
+
+def policy_named(name: str) -> Policy:
+    """Return a policy. Raises UserError with the names there are."""
+    if name not in POLICIES:
+        raise UserError(f"no placement policy is called {name!r}; there are: {', '.join(sorted(POLICIES))}")
+    return POLICIES[name]

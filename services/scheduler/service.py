@@ -1,0 +1,54 @@
+"""The scheduler's shell: hears the fleet, answers placements."""
+
+import asyncio
+from collections.abc import Callable
+
+from schemas import subjects
+from schemas.message import Message
+from schemas.request import PlaceRequest
+from schemas.worker import DescribeFleet
+from services.bus.base import Bus
+from services.bus.typed import Received, TypedBus
+from services.config import MeshConfig
+from services.runtime import now_ms
+from services.scheduler.core import FleetEvent, SchedulerCore
+
+EXPIRY_INTERVAL_S = 0.25
+
+
+async def run_scheduler(
+    config: MeshConfig, bus: Bus, stop: asyncio.Event, on_ready: Callable[[], None] | None = None
+) -> None:
+    """Serve until `stop` is set. Raises UserError for an unknown policy."""
+    core = SchedulerCore(config.scheduler.policy, config.scheduler.silent_after_ms)
+    door = TypedBus(bus, "scheduler")
+
+    def hear(received: Received[FleetEvent]) -> None:
+        core.handle(received.message, now_ms())
+
+    async def place(received: Received[PlaceRequest]) -> Message:
+        return core.place(received.message, now_ms())
+
+    async def describe(received: Received[DescribeFleet]) -> Message:
+        return core.describe()
+
+    async with asyncio.TaskGroup() as tasks:
+        for subject in (subjects.JOINED, subjects.LOAD, subjects.DRAINING, subjects.LEFT):
+            await door.listen(tasks, subject, ("*",), hear)
+        await door.serve(tasks, subjects.PLACE, (), place)
+        await door.serve(tasks, subjects.FLEET, (), describe)
+        await bus.flush()
+        expiry = tasks.create_task(_declare_silent(core, door), name="silent workers")
+        if on_ready is not None:
+            on_ready()
+        await stop.wait()
+        expiry.cancel()
+        await door.close()
+
+
+async def _declare_silent(core: SchedulerCore, door: TypedBus) -> None:
+    """Say WorkerLeft on behalf of workers that no longer can."""
+    while True:
+        await asyncio.sleep(EXPIRY_INTERVAL_S)
+        for left in core.expire(now_ms()):
+            await door.publish(subjects.LEFT, (left.worker_id,), left)

@@ -1,0 +1,61 @@
+"""What a worker can take on, and the checks that every request passes at its door. Pure."""
+
+from dataclasses import dataclass
+
+from schemas.block import unpack_tokens
+from schemas.ids import TokenIds, WorkerId
+from schemas.request import RefusalReason, Refused, ReserveBlocks, RunPrefill, SamplingParams, refuse
+
+RETRY_AFTER_MS = 500
+
+
+@dataclass(slots=True, frozen=True)
+class WorkerLimits:
+    """`lease_ms`: how long a reader may be silent once all is computed."""
+
+    worker_id: WorkerId
+    fingerprint: str
+    num_blocks: int
+    block_size: int
+    context_length: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    max_queued: int
+    lease_ms: int
+
+    def stop_token_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        """Return the tokens that end this request's answer."""
+        eos = frozenset[int]() if sampling.ignore_eos else self.eos_token_ids
+        return eos | frozenset(sampling.stop_token_ids)
+
+
+def read_prompt(packed: TokenIds) -> list[int]:
+    """Return the prompt's token ids; none where the bytes are no token ids, which `check_request` refuses."""
+    return [] if len(packed) % 4 else unpack_tokens(packed)
+
+
+def check_request(
+    request: RunPrefill | ReserveBlocks,
+    prompt: list[int],
+    limits: WorkerLimits,
+    now_ms: int,
+    *,
+    draining: bool,
+    full: bool,
+) -> Refused | None:
+    """Return why this request cannot be taken, or None."""
+    num_tokens = len(prompt) + request.sampling.max_tokens
+    reason: tuple[RefusalReason, str, int] | None = None
+    if draining:
+        reason = ("draining", f"{limits.worker_id} is draining", RETRY_AFTER_MS)
+    elif request.deadline_ms <= now_ms:
+        reason = ("deadline", "the deadline has passed", 0)
+    elif isinstance(request, RunPrefill) and (request.handoff_id is None) != (request.decode_worker is None):
+        reason = ("invalid", "a hand-over needs both its id and its decode worker", 0)
+    elif not prompt or request.sampling.max_tokens < 1 or max(prompt) >= limits.vocab_size:
+        reason = ("invalid", "an empty prompt, no tokens to generate, or a token outside the vocabulary", 0)
+    elif num_tokens > min(limits.context_length, limits.num_blocks * limits.block_size):
+        reason = ("too_long", f"{num_tokens} tokens do not fit", 0)
+    elif full:
+        reason = ("overloaded", f"{limits.worker_id} has {limits.max_queued} requests waiting", RETRY_AFTER_MS)
+    return None if reason is None else refuse(request, *reason)
