@@ -53,6 +53,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Threads of one worker's tensor operations; 0: the machine's cores shared out over its workers."""
     carrier: Carrier = "auto"
     plane_host: str = "127.0.0.1"
+    """Where the data plane listens."""
+    advertise_host: str = ""
+    """What readers are told to connect to; empty: `plane_host`."""
     lease_ms: int = 30_000
     digests: bool = True
 

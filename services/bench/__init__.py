@@ -1,0 +1,1 @@
+"""Load tools for people who run a mesh. They speak HTTP, as a client does."""

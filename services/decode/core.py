@@ -100,7 +100,7 @@ class DecodeCore:
         return len(self._runs)
 
     @property
-    def num_waiting_tokens(self) -> int:
+    def num_queued_tokens(self) -> int:
         """Prompt tokens whose KV is not here yet."""
         return sum(len(run.prompt) for run in self._runs.values() if not run.computing and not run.ended)
 
@@ -176,30 +176,34 @@ class DecodeCore:
         run = self._by_handoff.get(event.handoff_id)
         return [] if run is None else self._lose_source(run, event.reason)
 
-    def left(self, event: WorkerLeft) -> list[Action]:
+    def left(self, event: WorkerLeft, now_ms: int) -> list[Action]:
         """A source is gone."""
         lost = [run for run in self._runs.values() if run.request.prefill_worker == event.worker_id]
         return [action for run in lost for action in self._lose_source(run, "the prefill worker left")]
 
-    def cancelled(self, event: CancelRequest) -> list[Action]:
+    def cancelled(self, event: CancelRequest, now_ms: int) -> list[Action]:
         run = self._runs.get((event.request_id, event.attempt))
         return [] if run is None else self._end(run)
 
-    def stepped(self, result: StepResult) -> list[Action]:
+    def stepped(self, result: StepResult, now_ms: int) -> list[Action]:
         """Send on what an engine step gave. Sequences of other cores are passed over."""
         actions: list[Action] = []
         for sampled in result.sampled:
             run = self._runs.get((sampled.sequence.request_id, sampled.sequence.attempt))
-            if run is not None and run.computing and not run.ended:
+            if run is None:
+                continue
+            if not run.ended:
                 actions += self._sampled(run, sampled)
+            elif sampled.local_end:  # it ended before it could be withdrawn
+                actions += self._forget(run)
         return actions
 
-    def removed(self, key: AttemptKey) -> list[Action]:
+    def removed(self, key: AttemptKey, now_ms: int) -> list[Action]:
         """The engine has let go of a sequence that was withdrawn."""
         run = self._runs.get(key)
         return [] if run is None else self._forget(run)
 
-    def engine_failed(self, key: AttemptKey, reason: str) -> list[Action]:
+    def engine_failed(self, key: AttemptKey, reason: str, now_ms: int) -> list[Action]:
         """A step raised; the engine has dropped the sequence."""
         run = self._runs.get(key)
         return [] if run is None else [emit_failure(run.request, "engine_failed", reason), *self._forget(run)]

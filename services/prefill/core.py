@@ -155,8 +155,12 @@ class PrefillCore:
         actions: list[Action] = []
         for sampled in result.sampled:
             run = self._runs.get((sampled.sequence.request_id, sampled.sequence.attempt))
-            if run is not None and run.phase == "computing":
+            if run is None:
+                continue
+            if run.phase == "computing":
                 actions += self._sampled(run, sampled, now_ms)
+            elif run.phase == "withdrawing" and sampled.local_end:  # it ended before it could be withdrawn
+                actions += self._forget(run)
         return actions + self._admit(now_ms)
 
     def removed(self, key: AttemptKey, now_ms: int) -> list[Action]:

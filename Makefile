@@ -1,0 +1,42 @@
+# make up     create the environment, install, start the mesh, serve
+# make test   the same environment, then the whole suite
+# make check  ruff, pyright, import contracts
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+UP_FLAGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: up setup test check bench docs clean
+
+up: setup
+	@$(BIN)/kvmesh up $(UP_FLAGS)
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("kvmesh needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	@echo "Creating $(VENV) and installing (several minutes the first time: PyTorch is large) ..."
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -c constraints.txt -e '.[dev]'
+	@touch $@
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+bench: setup
+	$(BIN)/python -m tests.bench.bench_carriers
+	$(BIN)/python -m tests.bench.bench_engine
+	$(BIN)/kvmesh bench ttft
+
+docs: setup
+	$(BIN)/python -m services.cli.docs ARCHITECTURE.md
+
+clean:
+	rm -rf $(VENV) .kvmesh build *.egg-info

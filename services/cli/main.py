@@ -1,0 +1,119 @@
+"""The `kvmesh` command: `up`, `serve`, `status`, `trace`, `bench`. A person's mistake is one line and exit code 2."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from services.config import Carrier
+from services.errors import UserError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Serve a language model with prefill and decode on different workers.",
+)
+bench = typer.Typer(no_args_is_help=True, help="Measure a mesh. Each starts its own unless --url names one.")
+app.add_typer(bench, name="bench")
+
+RoleName = Literal["gateway", "scheduler", "directory", "prefill", "decode", "aggregated"]
+
+
+@app.command()
+def up(
+    model: Annotated[str, typer.Option(help="Checkpoint folder or hub id; the demo model if left out.")] = "",
+    prefill: Annotated[int, typer.Option(min=1, max=64, help="Prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, max=64, help="Decode workers.")] = 1,
+    aggregated: Annotated[int, typer.Option(min=0, max=64, help="Workers that do both; no split.")] = 0,
+    carrier: Annotated[Carrier, typer.Option(help="How KV crosses.")] = "auto",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="HTTP port on loopback; 0 finds one.")] = 8000,
+    nats: Annotated[str, typer.Option(help="`embedded`, or the URL of a running server.")] = "embedded",
+    policy: Annotated[str, typer.Option(help="Placement: least_loaded or round_robin.")] = "least_loaded",
+    kv_mib: Annotated[int, typer.Option(min=1, help="KV memory of one worker, in MiB.")] = 512,
+    token_budget: Annotated[int, typer.Option(min=16, help="Most tokens of one engine step.")] = 512,
+    threads: Annotated[int, typer.Option(min=0, help="Threads of one worker; 0 shares the cores out.")] = 0,
+    otlp: Annotated[str, typer.Option(help="OTLP/HTTP endpoint for traces; files if left out.")] = "",
+) -> None:
+    """Start a whole mesh on this machine and serve the OpenAI API. Ctrl-C stops it."""
+    from services.cli.supervisor import UpOptions, run_up
+
+    options = UpOptions(
+        model=model,
+        num_prefill=0 if aggregated else prefill,
+        num_decode=0 if aggregated else decode,
+        num_aggregated=aggregated,
+        carrier=carrier,
+        port=port,
+        nats=nats,
+        policy=policy,
+        kv_bytes=kv_mib * 1024 * 1024,
+        token_budget=token_budget,
+        num_threads=threads,
+        otlp_endpoint=otlp,
+    )
+    raise typer.Exit(run_up(options))
+
+
+@app.command()
+def serve(
+    role: Annotated[RoleName, typer.Argument(help="Which service.")],
+    config: Annotated[Path, typer.Option(help="The mesh's configuration, mesh.toml.")],
+    id: Annotated[str, typer.Option("--id", help="This service's name; role and host name if left out.")] = "",
+    supervised: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Run one service of a mesh until SIGTERM."""
+    from services.cli.serve import run_service
+
+    run_service(role, config, service_id=id, supervised=supervised)
+
+
+@app.command()
+def status(
+    nats: Annotated[str, typer.Option(help="The mesh's NATS server; the last `kvmesh up` here if left out.")] = "",
+    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Show the workers and what they are doing."""
+    from services.cli.status import run_status
+
+    run_status(nats, as_json=json)
+
+
+@app.command()
+def trace(
+    request_id: Annotated[str, typer.Argument(help="The last request if left out.")] = "",
+    folder: Annotated[Path | None, typer.Option(help="Where span files lie; the last `kvmesh up` if left out.")] = None,
+) -> None:
+    """Show one request's trace as a waterfall."""
+    from services.cli.supervisor import trace_dir
+    from services.cli.trace import show_trace
+
+    show_trace(folder or trace_dir(), request_id or None)
+
+
+@bench.command()
+def ttft(
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "100,1000,10000",
+    requests: Annotated[int, typer.Option(min=1, help="Requests a length, with and without the split each.")] = 15,
+    url: Annotated[str, typer.Option(help="Measure this running gateway instead (one mode).")] = "",
+    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Time to the first and the second token, with and without the split, interleaved in one run."""
+    from services.bench.ttft import run_ttft
+
+    run_ttft(lengths, requests, url=url, as_json=json)
+
+
+def main() -> None:
+    """Entry point. A UserError becomes one line on standard error and exit code 2."""
+    try:
+        app()
+    except UserError as error:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[red]error:[/red] {error}", markup=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

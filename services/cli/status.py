@@ -1,0 +1,64 @@
+"""`kvmesh status`: the fleet as the scheduler sees it."""
+
+import asyncio
+import sys
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from schemas import subjects
+from schemas.worker import DescribeFleet, FleetDescribed
+from services.bus.base import BusError
+from services.bus.nats import NatsBus
+from services.bus.typed import TypedBus
+from services.cli.supervisor import running_mesh
+from services.errors import MeshNotRunningError
+
+
+def run_status(nats_url: str, *, as_json: bool) -> None:
+    """Print the fleet. Raises UserError when there is none."""
+    mesh = running_mesh()
+    url = nats_url or (mesh.nats_url if mesh else "")
+    if not url:
+        raise MeshNotRunningError("no mesh runs here; start one with `kvmesh up`, or pass --nats URL")
+    fleet = asyncio.run(describe_fleet(url))
+    if as_json:
+        sys.stdout.buffer.write(msgspec.json.encode(fleet) + b"\n")
+        return
+    console = Console(highlight=False)
+    where = f"{mesh.url}/v1, " if mesh else ""
+    console.print(f"{where}{url}, policy {fleet.policy}, {'ready' if fleet.ready else '[red]not ready[/red]'}")
+    console.print(fleet_table(fleet))
+
+
+async def describe_fleet(nats_url: str) -> FleetDescribed:
+    """Ask the scheduler. Raises UserError when no broker or no scheduler answers."""
+    bus = await NatsBus.connect(nats_url, "kvmesh-status")
+    try:
+        reply = await TypedBus(bus, "status").ask(subjects.FLEET, (), DescribeFleet(), timeout_s=3)
+    except BusError as error:
+        raise MeshNotRunningError(f"no scheduler answers at {nats_url} ({error.reason})") from error
+    finally:
+        await bus.close()
+    assert isinstance(reply, FleetDescribed)
+    return reply
+
+
+def fleet_table(fleet: FleetDescribed) -> Table:
+    table = Table(
+        "worker", "role", "state", "running", "queued", "tokens to do", "blocks free / leased / total", "junk"
+    )
+    for load in sorted(fleet.workers, key=lambda w: w.worker.worker_id):
+        blocks = load.blocks
+        table.add_row(
+            load.worker.worker_id,
+            load.worker.role,
+            load.state,
+            str(load.num_running),
+            str(load.num_queued),
+            str(load.num_uncomputed_tokens),
+            f"{blocks.free} / {blocks.leased} / {blocks.total}",
+            str(load.num_dropped_messages + load.num_refused_reads),
+        )
+    return table

@@ -1,0 +1,115 @@
+"""The decode role: brings the core its messages and carries out its reads."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+from dataplane.reader import PlaneReader
+from dataplane.stream import Landed, TransferFailedError
+
+from schemas import subjects
+from schemas.handoff import FirstToken, HandoffAborted, KVOffered
+from schemas.ids import HandoffId
+from schemas.message import Message
+from schemas.request import ReserveBlocks
+from services.bus.typed import Received
+from services.decode.core import DecodeCore, ReadOutcome
+from services.runtime import now_ms
+from services.telemetry import Key
+from services.worker.actions import StartRead, StopRead
+from services.worker.shell import Worker
+
+
+@dataclass
+class Reads:
+    """The reads under way, a task each. A read's task ends only when its thread writes no more."""
+
+    worker: Worker
+    core: DecodeCore
+    reader: PlaneReader
+    tasks: asyncio.TaskGroup
+    _running: dict[HandoffId, asyncio.Task[None]] = field(default_factory=dict[HandoffId, "asyncio.Task[None]"])
+
+    def start(self, action: StartRead) -> None:
+        handoff_id = action.offer.handoff_id
+        task = self.tasks.create_task(self._read(action), name=f"read {handoff_id}")
+        self._running[handoff_id] = task
+
+    def stop(self, action: StopRead) -> None:
+        if task := self._running.get(action.handoff_id):
+            task.cancel()
+
+    async def close(self) -> None:
+        """End every read and wait for its thread."""
+        running = list(self._running.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    async def _read(self, action: StartRead) -> None:
+        offer = action.offer
+        started_ns = time.time_ns()
+        traceparent = self.worker.spans.traceparent((offer.request_id, offer.attempt))
+        landed, failure = None, ""
+        num_landed = 0
+        try:
+            landed = await self._stream(offer, action)
+            first = msgspec.json.decode(landed.trailer, type=FirstToken)
+        except TransferFailedError as error:
+            failure, num_landed = str(error), error.num_landed_tokens
+        except msgspec.DecodeError as error:
+            failure, num_landed = f"the stream's end is unreadable: {error}", offer.num_tokens
+        except asyncio.CancelledError:
+            failure = "stopped"  # by `stop` or `close`; the thread has ended
+        self._running.pop(offer.handoff_id, None)
+        attributes = {Key.REQUEST_ID: offer.request_id, Key.ATTEMPT: offer.attempt, Key.OUTCOME: failure or "landed"}
+        stats = landed.stats if landed else None
+        self.worker.spans.transferred(traceparent, "target", (started_ns, time.time_ns()), stats, attributes)
+        if landed is not None and not failure:
+            outcome = ReadOutcome(landed.num_tokens, landed.stats.num_bytes, landed.stats.carrier)
+            self.worker.decide(lambda _now: self.core.read_landed(offer.handoff_id, outcome, first))
+        else:
+            outcome = ReadOutcome(num_landed, 0, "")
+            self.worker.decide(lambda _now: self.core.read_failed(offer.handoff_id, outcome, failure))
+
+    async def _stream(self, offer: KVOffered, action: StartRead) -> Landed:
+        return await self.reader.read(
+            offer.endpoint,
+            offer.ticket,
+            carrier=self.worker.config.worker.carrier,
+            segments=action.segments,
+            num_tokens=offer.num_tokens,
+            deadline_s=max(0.0, (offer.deadline_ms - now_ms()) / 1000),
+            on_started=lambda carrier: self.worker.decide(
+                lambda _now: self.core.read_started(offer.handoff_id, carrier)
+            ),
+        )
+
+
+async def start_decode(worker: Worker, tasks: asyncio.TaskGroup) -> Reads:
+    """Give the worker the decode role: reserve, read, decode. Close the returned reads before the holder."""
+    worker_id = worker.parts.worker_id
+    core = DecodeCore(worker.parts.limits, worker.holder.pool)
+    reader = PlaneReader(worker.parts.arena, worker.parts.limits.num_blocks, worker.parts.layout)
+    reads = Reads(worker, core, reader, tasks)
+    worker.add_core(core, reads)
+
+    async def reserve(received: Received[ReserveBlocks]) -> Message:
+        request = received.message
+        key = (request.request_id, request.attempt)
+        worker.spans.accepted(key, received.traceparent)
+        reply = worker.expect_reply(key)
+        worker.decide(lambda now: core.reserve(request, now))
+        return await reply
+
+    def offered(received: Received[KVOffered]) -> None:
+        worker.decide(lambda _now: core.offered(received.message))
+
+    def aborted(received: Received[HandoffAborted]) -> None:
+        worker.decide(lambda _now: core.aborted(received.message))
+
+    await worker.door.serve(tasks, subjects.RESERVE, (worker_id,), reserve)
+    await worker.door.listen(tasks, subjects.OFFERED, ("*", worker_id, "*"), offered)
+    await worker.door.listen(tasks, subjects.ABORTED, ("*", worker_id, "*"), aborted)
+    return reads

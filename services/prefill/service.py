@@ -1,0 +1,45 @@
+"""The prefill role: brings the core its messages. What it decides the worker's shell carries out."""
+
+import asyncio
+
+from schemas import subjects
+from schemas.handoff import BlocksReserved, HandoffAborted, KVLanded
+from schemas.message import Message
+from schemas.request import Refused, RunPrefill
+from services.bus.typed import Received
+from services.prefill.core import PrefillCore
+from services.runtime import now_ms
+from services.worker.shell import Worker
+
+
+async def start_prefill(worker: Worker, tasks: asyncio.TaskGroup) -> None:
+    """Give the worker the prefill role: compute prompts, and hand over or decode."""
+    worker_id = worker.parts.worker_id
+    core = PrefillCore(worker.parts.limits, worker.holder.pool, worker.holder.leases)
+    worker.add_core(core)
+
+    async def run(received: Received[RunPrefill]) -> Message:
+        request = received.message
+        key = (request.request_id, request.attempt)
+        worker.spans.accepted(key, received.traceparent)
+        worker.remember(request)
+        with worker.holder.lock:
+            reply, actions = core.run(request, now_ms())
+        worker.execute(actions)
+        if isinstance(reply, Refused):
+            worker.forget(key)
+        return reply
+
+    def reserved(received: Received[BlocksReserved]) -> None:
+        worker.decide(lambda _now: core.reserved(received.message))
+
+    def landed(received: Received[KVLanded]) -> None:
+        worker.decide(lambda now: core.landed(received.message, now))
+
+    def aborted(received: Received[HandoffAborted]) -> None:
+        worker.decide(lambda now: core.aborted(received.message, now))
+
+    await worker.door.serve(tasks, subjects.RUN, (worker_id,), run)
+    await worker.door.listen(tasks, subjects.RESERVED, (worker_id, "*", "*"), reserved)
+    await worker.door.listen(tasks, subjects.LANDED, (worker_id, "*", "*"), landed)
+    await worker.door.listen(tasks, subjects.ABORTED, (worker_id, "*", "*"), aborted)

@@ -1,0 +1,79 @@
+"""Makes what a worker runs on: checkpoint, arena, engine. The only place of the worker that imports torch."""
+
+import secrets
+from dataclasses import dataclass
+
+from dataplane.arena import Arena
+
+from dataplane.layout import KVLayout
+from schemas.ids import WorkerId
+from schemas.worker import WorkerRole
+from services.config import MeshConfig, require_secret
+from services.engine.base import Engine
+from services.engine.checkpoint import layout_of, read_checkpoint
+from services.engine.demo_model import DEMO_MODEL_DIR
+from services.errors import UserError
+from services.worker.limits import WorkerLimits
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerParts:
+    """A worker's memory and engine, and what it says of itself."""
+
+    worker_id: WorkerId
+    incarnation: str
+    role: WorkerRole
+    model: str
+    arena: Arena
+    layout: KVLayout
+    engine: Engine
+    limits: WorkerLimits
+    secret: bytes
+
+
+def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> WorkerParts:
+    """Load the model and map the arena. Raises UserError: no such checkpoint, or no room for its KV."""
+    from services.engine.model import load_engine  # noqa: PLC0415  (seconds of imports)
+
+    secret = require_secret(config)
+    settings = config.worker
+    checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR))
+    layout = layout_of(checkpoint, config.model.dtype, settings.block_size)
+    num_blocks = settings.kv_bytes // layout.block_bytes
+    if num_blocks < 1:
+        raise UserError(f"{settings.kv_bytes} bytes hold no block of {layout.block_bytes} bytes: raise --kv-mib")
+    arena = Arena.create(layout, num_blocks)
+    try:
+        engine = load_engine(
+            checkpoint,
+            arena_buffer=arena.buffer,
+            num_blocks=num_blocks,
+            block_size=settings.block_size,
+            dtype=config.model.dtype,
+            num_threads=max(1, settings.num_threads),
+        )
+    except BaseException:
+        arena.close()
+        raise
+    limits = WorkerLimits(
+        worker_id=worker_id,
+        fingerprint=layout.fingerprint,
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        context_length=checkpoint.context_length,
+        vocab_size=checkpoint.vocab_size,
+        eos_token_ids=checkpoint.eos_token_ids,
+        max_queued=settings.max_queued,
+        lease_ms=settings.lease_ms,
+    )
+    return WorkerParts(
+        worker_id=worker_id,
+        incarnation=secrets.token_hex(8),
+        role=role,
+        model=config.model.name or checkpoint.name,
+        arena=arena,
+        layout=layout,
+        engine=engine,
+        limits=limits,
+        secret=secret,
+    )

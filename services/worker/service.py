@@ -1,0 +1,49 @@
+"""Runs one worker of any role until it is told to stop."""
+
+import asyncio
+import sys
+from collections.abc import Callable
+
+from services.bus.base import Bus
+from services.config import MeshConfig
+from services.decode.service import Reads, start_decode
+from services.prefill.service import start_prefill
+from services.telemetry import Telemetry
+from services.worker.load import WorkerParts
+from services.worker.shell import Worker
+
+SWITCH_INTERVAL_S = 0.0005
+"""The engine's thread shares the interpreter with the event loop: at Python's 5 ms each hop of a hand-over could wait
+that long."""
+
+
+async def run_worker(
+    parts: WorkerParts,
+    config: MeshConfig,
+    bus: Bus,
+    telemetry: Telemetry,
+    stop: asyncio.Event,
+    on_ready: Callable[[], None] | None = None,
+) -> None:
+    """Serve until `stop` is set; then leave in order. Takes ownership of the parts' arena."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    worker = Worker(parts, config, bus, telemetry)
+    reads: Reads | None = None
+    async with asyncio.TaskGroup() as tasks:
+        if parts.role == "prefill":
+            worker.holder.start(config.worker)
+        if parts.role in ("prefill", "aggregated"):
+            await start_prefill(worker, tasks)
+        if parts.role == "decode":
+            reads = await start_decode(worker, tasks)
+        await worker.start(tasks)
+        clockwork = tasks.create_task(worker.run(), name="clockwork")
+        if on_ready is not None:
+            on_ready()
+        await stop.wait()
+        clockwork.cancel()
+        if reads is not None:
+            await reads.close()
+        await worker.close()
+        await worker.outbox.sent.wait()
+        await worker.door.close()

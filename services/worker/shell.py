@@ -1,0 +1,341 @@
+"""The shell around a worker's cores: carries out what they decide, in order, and brings them what happens.
+
+Cores run on the event loop only. The engine's and the plane's threads post what they have to say to the loop.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from dataplane.lease import Lease
+from dataplane.stream import TransferStats
+
+from schemas import subjects
+from schemas.directory import ReadInventory
+from schemas.ids import LeaseId, RequestId
+from schemas.message import Message
+from schemas.request import CancelRequest, RequestTokens, RunPrefill
+from schemas.worker import WorkerDraining, WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad
+from services.bus.base import Bus
+from services.bus.typed import Received, TypedBus
+from services.config import MeshConfig
+from services.engine.base import Sequence, StepResult
+from services.engine.batch import Batch
+from services.engine.thread import EngineThread
+from services.runtime import now_ms
+from services.telemetry import Key, Telemetry
+from services.worker.actions import (
+    Action,
+    AttemptKey,
+    CloseLease,
+    Emit,
+    FinishLease,
+    Offer,
+    Publish,
+    Reply,
+    StartRead,
+    StopRead,
+    Submit,
+    Withdraw,
+)
+from services.worker.holder import KVHolder
+from services.worker.load import WorkerParts
+from services.worker.outbox import Outbox
+from services.worker.spans import WorkerSpans
+
+LOAD_INTERVAL_S = 0.5
+LOAD_MIN_GAP_S = 0.05
+TICK_INTERVAL_S = 0.1
+ENGINE_STOP_TIMEOUT_S = 10.0
+
+
+class WorkerCore(Protocol):
+    """What the shell needs of a role's core, whatever the role."""
+
+    draining: bool
+
+    @property
+    def num_runs(self) -> int: ...
+    @property
+    def num_queued(self) -> int: ...
+    @property
+    def num_queued_tokens(self) -> int: ...
+
+    def stepped(self, result: StepResult, now_ms: int) -> list[Action]: ...
+    def removed(self, key: AttemptKey, now_ms: int) -> list[Action]: ...
+    def engine_failed(self, key: AttemptKey, reason: str, now_ms: int) -> list[Action]: ...
+    def cancelled(self, event: CancelRequest, now_ms: int) -> list[Action]: ...
+    def left(self, event: WorkerLeft, now_ms: int) -> list[Action]: ...
+    def tick(self, now_ms: int) -> list[Action]: ...
+
+
+class KVReads(Protocol):
+    """Carries out the reads that a decode core asks for."""
+
+    def start(self, action: StartRead) -> None: ...
+    def stop(self, action: StopRead) -> None: ...
+
+
+class Worker:
+    """One worker's shell. `decide` is the only way in for whatever may change a core."""
+
+    def __init__(self, parts: WorkerParts, config: MeshConfig, bus: Bus, telemetry: Telemetry) -> None:
+        self.parts = parts
+        self.config = config
+        self.door = TypedBus(bus, parts.role)
+        self.outbox = Outbox(self.door, parts.worker_id)
+        self.spans = WorkerSpans(telemetry, parts.worker_id)
+        self.holder = KVHolder(
+            worker_id=parts.worker_id,
+            incarnation=parts.incarnation,
+            arena=parts.arena,
+            layout=parts.layout,
+            num_blocks=parts.limits.num_blocks,
+            secret=parts.secret,
+            on_served=lambda lease_id, stats, error: self._post(self._served, lease_id, stats, error),
+        )
+        batch = Batch(config.worker.token_budget, context_length=parts.limits.context_length)
+        self._engine = EngineThread(
+            parts.engine,
+            batch,
+            on_step=lambda result: self._post(self._stepped, result),
+            on_failure=lambda sequences, reason: self._post(self._engine_failed, sequences, reason),
+            on_removed=lambda sequence: self._post(self._removed, sequence),
+        )
+        self._cores: list[WorkerCore] = []
+        self._reads: KVReads | None = None
+        self._requests: dict[AttemptKey, RunPrefill] = {}
+        self._replies: dict[AttemptKey, asyncio.Future[Message]] = {}
+        self._leases: dict[LeaseId, tuple[AttemptKey, str, int]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._changed = asyncio.Event()
+
+    def add_core(self, core: WorkerCore, reads: KVReads | None = None) -> None:
+        """Give the worker a role."""
+        self._cores.append(core)
+        self._reads = reads or self._reads
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Start the engine and the ears that every role has; the role's own must be open already."""
+        self._loop = asyncio.get_running_loop()
+        self._engine.start()
+        tasks.create_task(self.outbox.run(), name="outbox")
+        await self.door.listen(tasks, subjects.CANCEL, ("*",), self._on_cancel)
+        await self.door.listen(tasks, subjects.LEFT, ("*",), self._on_left)
+        await self.door.serve(tasks, subjects.INVENTORY, (self.parts.worker_id,), self._on_inventory)
+        await self.door.bus.flush()
+        self.outbox.put(subjects.JOINED, (self.parts.worker_id,), WorkerJoined(worker=self.info()))
+
+    async def run(self) -> None:
+        """Report load and keep time until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._report_load(), name="load")
+            tasks.create_task(self._tick(), name="tick")
+
+    async def close(self) -> None:
+        """Leave in order: say so, end the engine, close the plane, send what is left."""
+        worker_id, incarnation = self.parts.worker_id, self.parts.incarnation
+        for core in self._cores:
+            core.draining = True
+        self.outbox.put(subjects.DRAINING, (worker_id,), WorkerDraining(worker_id=worker_id, incarnation=incarnation))
+        await asyncio.to_thread(self._engine.stop, ENGINE_STOP_TIMEOUT_S)
+        left = WorkerLeft(worker_id=worker_id, incarnation=incarnation, reason="stopped")
+        self.outbox.put(subjects.LEFT, (worker_id,), left)
+        self.outbox.close()
+        await asyncio.to_thread(self.holder.close)
+
+    def info(self) -> WorkerInfo:
+        limits = self.parts.limits
+        return WorkerInfo(
+            worker_id=self.parts.worker_id,
+            incarnation=self.parts.incarnation,
+            role=self.parts.role,
+            model=self.parts.model,
+            fingerprint=limits.fingerprint,
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            context_length=limits.context_length,
+            carriers=self.holder.plane.endpoint.carriers if self.holder.plane else (),
+        )
+
+    def decide(self, decision: Callable[[int], list[Action]]) -> None:
+        """Let a core decide at the present time, and carry out what it says."""
+        with self.holder.lock:
+            actions = decision(now_ms())
+        self.execute(actions)
+
+    def expect_reply(self, key: AttemptKey) -> "asyncio.Future[Message]":
+        """Return what a later Reply action fulfils."""
+        future = self._replies.get(key)
+        if future is None:
+            future = self._replies[key] = asyncio.get_running_loop().create_future()
+        return future
+
+    def remember(self, request: RunPrefill) -> None:
+        """Keep what an offer is made of until its lease ends."""
+        self._requests[(request.request_id, request.attempt)] = request
+
+    def execute(self, actions: list[Action]) -> None:
+        """Carry out actions in order; the tokens among them go out as one message a gateway."""
+        emitted: list[tuple[str, RequestTokens]] = []
+        for action in actions:
+            match action:
+                case Emit(gateway_id=gateway_id, tokens=tokens):
+                    emitted.append((gateway_id, tokens))
+                case Submit():
+                    self._submit(action)
+                case Withdraw(key=(request_id, attempt)):
+                    self._engine.cancel(request_id, attempt)
+                case Publish(subject=subject, ids=ids, message=message, key=key):
+                    self.outbox.put(subject, ids, message, self.spans.traceparent(key))
+                case Reply(key=key, message=message):
+                    self._reply(key, message)
+                case Offer(lease=lease, key=key):
+                    self._offer(lease, key)
+                case FinishLease(lease_id=lease_id, first_token=first):
+                    self.holder.finish_lease(lease_id, first)
+                case CloseLease():
+                    self._close_lease(action)
+                case StartRead():
+                    assert self._reads is not None
+                    self._reads.start(action)
+                case StopRead():
+                    assert self._reads is not None
+                    self._reads.stop(action)
+        self.outbox.put_tokens(emitted)
+        if (evicted := self.holder.evicted()) is not None:
+            self.outbox.put(subjects.EVICTED, (self.parts.worker_id,), evicted)
+        if actions:
+            self._changed.set()
+
+    # What the cores ask for.
+
+    def _submit(self, action: Submit) -> None:
+        sequence = action.sequence
+        if action.lease is not None:
+            sequence.layer_listener = self.holder.open_lease(action.lease)
+        if sequence.num_computed_tokens:
+            self._stored(sequence, sequence.num_computed_tokens)
+        self.spans.submitted((sequence.request_id, sequence.attempt))
+        self._engine.submit(sequence)
+
+    def _reply(self, key: AttemptKey, message: Message) -> None:
+        future = self._replies.pop(key, None)
+        if future is not None and not future.done():
+            future.set_result(message)
+
+    def _offer(self, lease: Lease, key: AttemptKey) -> None:
+        offer = self.holder.offer(lease, self._requests[key], self.parts.limits.lease_ms)
+        traceparent = self.spans.traceparent(key)
+        self._leases[lease.lease_id] = (key, traceparent, time.time_ns())
+        ids = (offer.source_worker, offer.target_worker, offer.handoff_id)
+        self.outbox.put(subjects.OFFERED, ids, offer, traceparent)
+
+    def _close_lease(self, action: CloseLease) -> None:
+        num_blocks = self.holder.close_lease(action.lease_id, action.reason)
+        if action.lease_id in self._leases:
+            key, _, _ = self._leases[action.lease_id]
+            self.spans.released(key, self.spans.first_token_ns(key), num_blocks, action.reason)
+            self.forget(key)
+
+    def _stored(self, sequence: Sequence, num_tokens: int) -> None:
+        if (stored := self.holder.stored(sequence, num_tokens)) is not None:
+            self.outbox.put(subjects.STORED, (self.parts.worker_id,), stored)
+
+    def forget(self, key: AttemptKey) -> None:
+        """Drop what was kept for an attempt that has ended here."""
+        self.spans.forget(key)
+        self.holder.sequence_ended(key)
+        self._requests.pop(key, None)
+
+    # What happens, brought to the loop.
+
+    def _post(self, handle: Callable[..., None], *arguments: object) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(handle, *arguments)
+
+    def _stepped(self, result: StepResult) -> None:
+        self.spans.stepped(result)
+        for sequence, num_tokens in result.computed:
+            self._stored(sequence, num_tokens)
+        ended: list[Sequence] = []
+        for sampled in result.sampled:
+            sequence = sampled.sequence
+            if sampled.index == 0:
+                self.spans.prefilled(sequence)
+            if sampled.local_end and sequence.max_local_tokens is None:
+                self.spans.decoded(sequence, sampled.finish_reason or "")
+                ended.append(sequence)
+        self._decide_all(lambda core, now: core.stepped(result, now))
+        for sequence in ended:
+            self.forget((sequence.request_id, sequence.attempt))
+
+    def _removed(self, sequence: Sequence) -> None:
+        key = (sequence.request_id, sequence.attempt)
+        if sequence.max_local_tokens is None:
+            self.spans.decoded(sequence, "cancelled")
+        self._decide_all(lambda core, now: core.removed(key, now))
+        self.forget(key)
+
+    def _engine_failed(self, sequences: list[Sequence], reason: str) -> None:
+        for sequence in sequences:
+            key: AttemptKey = (RequestId(sequence.request_id), sequence.attempt)
+            self._decide_all(lambda core, now, key=key: core.engine_failed(key, reason, now))
+            self.forget(key)
+
+    def _served(self, lease_id: LeaseId, stats: TransferStats | None, error: str) -> None:
+        entry = self._leases.pop(lease_id, None)
+        if entry is None:
+            return
+        key, traceparent, offered_ns = entry
+        attributes = {Key.REQUEST_ID: key[0], Key.ATTEMPT: key[1], Key.OUTCOME: error or "landed"}
+        self.spans.transferred(traceparent, "source", (offered_ns, time.time_ns()), stats, attributes)
+
+    def _on_cancel(self, received: Received[CancelRequest]) -> None:
+        self._decide_all(lambda core, now: core.cancelled(received.message, now))
+
+    def _on_left(self, received: Received[WorkerLeft]) -> None:
+        if received.message.worker_id != self.parts.worker_id:
+            self._decide_all(lambda core, now: core.left(received.message, now))
+
+    async def _on_inventory(self, received: Received[ReadInventory]) -> Message:
+        return self.holder.ledger.inventory(received.message.offset)
+
+    def _decide_all(self, decision: Callable[[WorkerCore, int], list[Action]]) -> None:
+        self.decide(lambda now: [action for core in self._cores for action in decision(core, now)])
+
+    # What goes by the clock.
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_INTERVAL_S)
+            self._decide_all(lambda core, now: core.tick(now))
+
+    async def _report_load(self) -> None:
+        """Say the load about twice a second and soon after a change."""
+        while True:
+            self.outbox.put(subjects.LOAD, (self.parts.worker_id,), self._load())
+            await asyncio.sleep(LOAD_MIN_GAP_S)
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(LOAD_INTERVAL_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+
+    def _load(self) -> WorkerLoad:
+        engine = self._engine.load()
+        plane = self.holder.plane
+        num_queued = sum(core.num_queued for core in self._cores)
+        draining = any(core.draining for core in self._cores)
+        return WorkerLoad(
+            worker=self.info(),
+            state="draining" if draining else "ready",
+            blocks=self.holder.counts(),
+            num_running=sum(core.num_runs for core in self._cores) - num_queued,
+            num_queued=num_queued,
+            num_uncomputed_tokens=engine.num_uncomputed_tokens + sum(core.num_queued_tokens for core in self._cores),
+            num_dropped_messages=self.door.num_dropped,
+            num_refused_reads=plane.num_refused + plane.num_junk if plane else 0,
+        )

@@ -1,0 +1,141 @@
+"""The spans that a worker records of each attempt, after the fact and off the engine's thread."""
+
+import time
+from dataclasses import dataclass, field
+
+from dataplane.stream import TransferStats
+
+from services.engine.base import Sequence, StepResult
+from services.telemetry import Attributes, Key, SpanName, Telemetry
+from services.worker.actions import AttemptKey
+
+
+@dataclass(slots=True)
+class AttemptTimes:
+    """When what happened, in Unix ns; 0: not yet."""
+
+    traceparent: str
+    accepted_ns: int
+    submitted_ns: int = 0
+    first_step_ns: int = 0
+    first_token_ns: int = 0
+    last_step_ns: int = 0
+    num_computed_tokens: int = 0
+    num_tokens: int = 0
+
+
+@dataclass
+class WorkerSpans:
+    """One worker's spans. An attempt is forgotten once it is recorded."""
+
+    telemetry: Telemetry
+    worker_id: str
+    _times: dict[AttemptKey, AttemptTimes] = field(default_factory=dict[AttemptKey, AttemptTimes])
+
+    def accepted(self, key: AttemptKey, traceparent: str) -> None:
+        self._times.setdefault(key, AttemptTimes(traceparent, time.time_ns()))
+
+    def submitted(self, key: AttemptKey) -> None:
+        if times := self._times.get(key):
+            times.submitted_ns = time.time_ns()
+
+    def traceparent(self, key: AttemptKey | None) -> str:
+        times = self._times.get(key) if key else None
+        return times.traceparent if times else ""
+
+    def stepped(self, result: StepResult) -> None:
+        """Note the step's times for its sequences."""
+        for sequence, num_tokens in result.computed:
+            times = self._times.get((sequence.request_id, sequence.attempt))
+            if times is None:
+                continue
+            times.first_step_ns = times.first_step_ns or result.started_ns
+            times.last_step_ns = result.ended_ns
+            times.num_computed_tokens = num_tokens
+        for sampled in result.sampled:
+            if times := self._times.get((sampled.sequence.request_id, sampled.sequence.attempt)):
+                times.first_token_ns = times.first_token_ns or result.ended_ns
+                times.num_tokens += 1
+
+    def prefilled(self, sequence: Sequence) -> None:
+        """Record a prompt's computation: queue and compute."""
+        times = self._times.get((sequence.request_id, sequence.attempt))
+        if times is None or not times.first_step_ns:
+            return
+        attributes: Attributes = {
+            Key.REQUEST_ID: sequence.request_id,
+            Key.ATTEMPT: sequence.attempt,
+            Key.WORKER: self.worker_id,
+            Key.NUM_TOKENS: sequence.num_prompt_tokens,
+        }
+        span = (times.accepted_ns, times.first_token_ns)
+        parent = self.telemetry.record(SpanName.PREFILL, times.traceparent, span, attributes)
+        self.telemetry.record(SpanName.PREFILL_QUEUE, parent, (times.accepted_ns, times.first_step_ns), {})
+        self.telemetry.record(SpanName.PREFILL_COMPUTE, parent, (times.first_step_ns, times.first_token_ns), {})
+
+    def decoded(self, sequence: Sequence, outcome: str) -> None:
+        """Record an answer's computation: queue, first step, stream."""
+        times = self._times.get((sequence.request_id, sequence.attempt))
+        if times is None or not times.first_step_ns:
+            return
+        attributes: Attributes = {
+            Key.REQUEST_ID: sequence.request_id,
+            Key.ATTEMPT: sequence.attempt,
+            Key.WORKER: self.worker_id,
+            Key.NUM_TOKENS: times.num_tokens,
+            Key.OUTCOME: outcome,
+        }
+        started = times.submitted_ns or times.accepted_ns
+        first_end = times.first_token_ns or times.last_step_ns
+        parent = self.telemetry.record(
+            SpanName.DECODE, times.traceparent, (started, times.last_step_ns), attributes, error=_error_of(outcome)
+        )
+        self.telemetry.record(SpanName.DECODE_QUEUE, parent, (started, times.first_step_ns), {})
+        self.telemetry.record(SpanName.DECODE_FIRST_STEP, parent, (times.first_step_ns, first_end), {})
+        self.telemetry.record(SpanName.DECODE_STREAM, parent, (first_end, times.last_step_ns), {})
+
+    def transferred(
+        self, traceparent: str, end: str, span_ns: tuple[int, int], stats: TransferStats | None, attributes: Attributes
+    ) -> None:
+        """Record one end of a transfer. `end` is `source` or `target`; without stats it failed before its start."""
+        described = dict(attributes) | {Key.END: end, Key.WORKER: self.worker_id}
+        if stats is not None:
+            seconds = max(1, stats.last_byte_ns - stats.first_byte_ns) / 1e9
+            described |= {
+                Key.CARRIER: stats.carrier,
+                Key.NUM_BYTES: stats.num_bytes,
+                Key.LEASE_WAIT_MS: (stats.opened_ns - span_ns[0]) / 1e6,
+                Key.FIRST_BYTE_MS: (stats.first_byte_ns - stats.opened_ns) / 1e6,
+                Key.VERIFY_MS: stats.verify_ns / 1e6,
+                Key.GB_PER_S: stats.num_bytes / seconds / 1e9,
+            }
+        error = _error_of(str(described.get(Key.OUTCOME, "")))
+        self.telemetry.record(SpanName.KV_TRANSFER, traceparent, span_ns, described, error=error)
+
+    def released(self, key: AttemptKey, since_ns: int, num_blocks: int, outcome: str) -> None:
+        """Record the end of a lease. Its absence from a trace is a leak."""
+        exposed_ms = (time.time_ns() - since_ns) / 1e6
+        self.telemetry.record(
+            SpanName.KV_RELEASE,
+            self.traceparent(key),
+            (since_ns, time.time_ns()),
+            {
+                Key.WORKER: self.worker_id,
+                Key.NUM_BLOCKS: num_blocks,
+                Key.OUTCOME: outcome,
+                Key.EXPOSED_MS: exposed_ms,
+            },
+            error=_error_of(outcome),
+        )
+
+    def first_token_ns(self, key: AttemptKey) -> int:
+        """Return when the prompt's last step ended, or now where it has not."""
+        times = self._times.get(key)
+        return times.first_token_ns if times and times.first_token_ns else time.time_ns()
+
+    def forget(self, key: AttemptKey) -> None:
+        self._times.pop(key, None)
+
+
+def _error_of(outcome: str) -> str:
+    return "" if outcome in ("", "landed", "stop", "length") else outcome
