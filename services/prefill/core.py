@@ -279,11 +279,13 @@ class PrefillCore:
 
     def _end(self, run: PrefillRun, reason: str, now_ms: int, *, tell_target: bool = False) -> list[Action]:
         """End a run early, wherever it is. Blocks that the engine may still write wait for `removed`."""
+        if run.phase == "withdrawing":
+            return []
         actions = self._close_lease(run, reason, now_ms, tell_target=tell_target)
         if run.phase == "computing":
             run.phase = "withdrawing"
             actions.append(Withdraw(run.key))
-        elif run.phase != "withdrawing":
+        else:
             actions += self._forget(run)
         return actions + self._admit(now_ms)
 

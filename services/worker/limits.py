@@ -45,6 +45,8 @@ def check_request(
 ) -> Refused | None:
     """Return why this request cannot be taken, or None."""
     num_tokens = len(prompt) + request.sampling.max_tokens
+    hands_over = isinstance(request, RunPrefill) and request.handoff_id is not None
+    num_kv_tokens = len(prompt) if hands_over else num_tokens - 1
     reason: tuple[RefusalReason, str, int] | None = None
     if draining:
         reason = ("draining", f"{limits.worker_id} is draining", RETRY_AFTER_MS)
@@ -54,7 +56,7 @@ def check_request(
         reason = ("invalid", "a hand-over needs both its id and its decode worker", 0)
     elif not prompt or request.sampling.max_tokens < 1 or max(prompt) >= limits.vocab_size:
         reason = ("invalid", "an empty prompt, no tokens to generate, or a token outside the vocabulary", 0)
-    elif num_tokens > min(limits.context_length, limits.num_blocks * limits.block_size):
+    elif num_tokens > limits.context_length or num_kv_tokens > limits.num_blocks * limits.block_size:
         reason = ("too_long", f"{num_tokens} tokens do not fit", 0)
     elif full:
         reason = ("overloaded", f"{limits.worker_id} has {limits.max_queued} requests waiting", RETRY_AFTER_MS)

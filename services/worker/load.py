@@ -3,7 +3,7 @@
 import secrets
 from dataclasses import dataclass
 
-from dataplane.arena import Arena
+from dataplane.arena import Arena, ArenaTooLargeError
 
 from dataplane.layout import KVLayout
 from schemas.ids import WorkerId
@@ -42,7 +42,10 @@ def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> Wor
     num_blocks = settings.kv_bytes // layout.block_bytes
     if num_blocks < 1:
         raise UserError(f"{settings.kv_bytes} bytes hold no block of {layout.block_bytes} bytes: raise --kv-mib")
-    arena = Arena.create(layout, num_blocks)
+    try:
+        arena = Arena.create(layout, num_blocks)
+    except ArenaTooLargeError as error:
+        raise UserError(str(error)) from error
     try:
         engine = load_engine(
             checkpoint,

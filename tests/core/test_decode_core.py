@@ -1,0 +1,194 @@
+"""The decode worker's decisions, step by step."""
+
+from typing import TypeVar
+
+import pytest
+
+from dataplane.pool import BlockPool
+from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded, KVStreaming
+from schemas.request import Refused
+from schemas.worker import WorkerLeft
+from services.decode.core import DecodeCore, ReadOutcome
+from services.worker.actions import Action, Emit, Publish, Reply, StartRead, StopRead, Submit, Withdraw
+from tests.core import worker_cases as case
+
+ActionT = TypeVar("ActionT", bound=Action)
+HANDOFF = case.offered().handoff_id
+WHOLE = ReadOutcome(num_landed_tokens=6, num_bytes=100, carrier="shm")
+FIRST = FirstToken(token_id=9)
+
+
+class Bench:
+    """A core with its pool."""
+
+    def __init__(self, *, num_blocks: int = 8, max_queued: int = 4) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.core = DecodeCore(case.limits(case.DECODE, num_blocks=num_blocks, max_queued=max_queued), self.pool)
+
+    def reading(self) -> StartRead:
+        self.core.reserve(case.reserve(), 0)
+        return one(self.core.offered(case.offered()), StartRead)
+
+    def assert_empty(self) -> None:
+        self.pool.check_integrity()
+        assert (self.pool.num_free, self.core.num_runs, self.core.num_queued) == (self.pool.num_blocks, 0, 0)
+
+
+def one(actions: list[Action], kind: type[ActionT]) -> ActionT:
+    found = [action for action in actions if isinstance(action, kind)]
+    assert len(found) == 1, actions
+    return found[0]
+
+
+def published(actions: list[Action]) -> list[type]:
+    return [type(action.message) for action in actions if isinstance(action, Publish)]
+
+
+def test_a_hand_over_from_reservation_to_the_last_token() -> None:
+    bench = Bench()
+    actions = bench.core.reserve(case.reserve(), 0)
+    assert isinstance(one(actions, Reply).message, BlocksReserved) and published(actions) == [BlocksReserved]
+    read = one(bench.core.offered(case.offered()), StartRead)
+    assert sum(s.num_blocks for s in read.segments) == 3  # 6 + 5 - 1 tokens in blocks of 4
+    assert published(bench.core.read_started(HANDOFF, "shm")) == [KVStreaming]
+    actions = bench.core.read_landed(HANDOFF, WHOLE, FIRST)
+    assert published(actions) == [KVLanded]
+    sequence = one(actions, Submit).sequence
+    assert (sequence.token_ids[-1], sequence.num_computed_tokens, sequence.index) == (9, 6, 1)
+    emit = one(bench.core.stepped(case.sampled(sequence, 1), 1), Emit)
+    assert emit.tokens.report is not None and emit.tokens.report.transferred_tokens == 6
+    emit = one(bench.core.stepped(case.sampled(sequence, 2, finish="length", local_end=True), 2), Emit)
+    assert (emit.tokens.finish_reason, emit.tokens.report) == ("length", None)
+    bench.assert_empty()
+
+
+def test_a_read_too_short_to_be_seen_starting_still_says_all_steps() -> None:
+    bench = Bench()
+    bench.reading()
+    assert published(bench.core.read_landed(HANDOFF, WHOLE, FIRST)) == [KVStreaming, KVLanded]
+
+
+def test_an_answer_that_ended_with_token_0_is_not_decoded() -> None:
+    bench = Bench()
+    bench.reading()
+    actions = bench.core.read_landed(HANDOFF, WHOLE, FirstToken(token_id=0, finish_reason="stop"))
+    assert published(actions) == [KVStreaming, KVLanded] and not [a for a in actions if isinstance(a, Submit)]
+    bench.assert_empty()
+
+
+@pytest.mark.parametrize(("landed", "kept"), [(0, 0), (4, 4), (5, 5), (6, 5)])
+def test_what_did_not_land_is_computed_here(landed: int, kept: int) -> None:
+    bench = Bench()
+    bench.reading()
+    actions = bench.core.read_failed(HANDOFF, ReadOutcome(landed, 10, "tcp"), "digest")
+    assert published(actions) == [HandoffAborted]
+    sequence = one(actions, Submit).sequence
+    assert (len(sequence.token_ids), sequence.num_computed_tokens, sequence.index) == (6, kept, 0)
+    report = one(bench.core.stepped(case.sampled(sequence, 0), 1), Emit).tokens.report
+    assert report is not None and (report.transferred_tokens, report.recomputed_tokens) == (kept, 6 - kept)
+
+
+@pytest.mark.parametrize("offer", [case.offered(fingerprint="other"), case.offered(num_tokens=5)])
+def test_foreign_kv_is_not_read(offer: case.KVOffered) -> None:
+    bench = Bench()
+    bench.core.reserve(case.reserve(), 0)
+    actions = bench.core.offered(offer)
+    assert published(actions) == [HandoffAborted]
+    assert one(actions, Submit).sequence.num_computed_tokens == 0
+
+
+def test_an_offer_without_a_reservation_is_declined() -> None:
+    bench = Bench()
+    assert published(bench.core.offered(case.offered(7))) == [HandoffAborted]
+    bench.reading()
+    assert bench.core.offered(case.offered()) == []  # repeated
+
+
+def test_a_reservation_waits_for_blocks_and_is_answered_then() -> None:
+    bench = Bench(num_blocks=3)
+    bench.core.reserve(case.reserve(1), 0)
+    assert bench.core.reserve(case.reserve(2), 0) == []
+    assert bench.core.num_queued == 1
+    actions = bench.core.cancelled(case.cancel(1), 1)
+    assert one(actions, Reply).key == ("r2", 1)
+    assert published(actions) == [BlocksReserved, HandoffAborted] or published(actions) == [
+        HandoffAborted,
+        BlocksReserved,
+    ]
+
+
+def test_a_full_queue_and_a_passed_deadline_are_refused() -> None:
+    bench = Bench(num_blocks=3, max_queued=1)
+    for number in (1, 2):
+        bench.core.reserve(case.reserve(number), 0)
+    for request, reason in ((case.reserve(3), "overloaded"), (case.reserve(4, deadline_ms=0), "deadline")):
+        reply = one(bench.core.reserve(request, 1), Reply).message
+        assert isinstance(reply, Refused) and reply.reason == reason
+
+
+def test_blocks_of_a_cancelled_read_wait_for_its_end() -> None:
+    bench = Bench()
+    bench.reading()
+    assert [type(a) for a in bench.core.cancelled(case.cancel(), 1)] == [StopRead]
+    assert bench.pool.num_free < bench.pool.num_blocks
+    assert published(bench.core.read_failed(HANDOFF, ReadOutcome(2, 0, ""), "stopped")) == [HandoffAborted]
+    bench.assert_empty()
+
+
+def test_a_cancelled_read_that_lands_all_the_same_releases_the_source() -> None:
+    bench = Bench()
+    bench.reading()
+    bench.core.cancelled(case.cancel(), 1)
+    actions = bench.core.read_landed(HANDOFF, WHOLE, FIRST)
+    assert published(actions)[-1] is KVLanded and not [a for a in actions if isinstance(a, Submit)]
+    bench.assert_empty()
+
+
+def test_blocks_of_a_cancelled_answer_wait_for_the_engine() -> None:
+    bench = Bench()
+    bench.reading()
+    bench.core.read_landed(HANDOFF, WHOLE, FIRST)
+    assert [type(a) for a in bench.core.cancelled(case.cancel(), 1)] == [Withdraw]
+    assert bench.core.cancelled(case.cancel(), 1) == []
+    bench.core.removed(("r1", 1), 2)
+    bench.assert_empty()
+
+
+def test_an_answer_that_ends_while_being_withdrawn_is_forgotten() -> None:
+    bench = Bench()
+    bench.reading()
+    sequence = one(bench.core.read_landed(HANDOFF, WHOLE, FIRST), Submit).sequence
+    bench.core.cancelled(case.cancel(), 1)
+    assert bench.core.stepped(case.sampled(sequence, 1, finish="stop", local_end=True), 2) == []
+    bench.assert_empty()
+
+
+def test_losing_the_source_costs_a_recompute() -> None:
+    left = WorkerLeft(worker_id=case.PREFILL, incarnation="a", reason="silent")
+    waiting, reading, decoding = Bench(), Bench(), Bench()
+    waiting.core.reserve(case.reserve(), 0)
+    assert one(waiting.core.left(left, 1), Submit).sequence.num_computed_tokens == 0
+    reading.reading()
+    assert [type(a) for a in reading.core.left(left, 1)] == [StopRead]
+    decoding.reading()
+    decoding.core.read_landed(HANDOFF, WHOLE, FIRST)
+    assert decoding.core.left(left, 1) == []
+    assert decoding.core.aborted(case.aborted()) == []
+
+
+def test_a_deadline_fails_the_request_once() -> None:
+    bench = Bench()
+    bench.core.reserve(case.reserve(deadline_ms=1000), 0)
+    failure = one(bench.core.tick(1000), Emit).tokens.failure
+    assert failure is not None and failure.code == "deadline"
+    assert bench.core.tick(1001) == []
+    bench.assert_empty()
+
+
+def test_an_engine_failure_is_said() -> None:
+    bench = Bench()
+    bench.reading()
+    bench.core.read_landed(HANDOFF, WHOLE, FIRST)
+    failure = one(bench.core.engine_failed(("r1", 1), "boom", 5), Emit).tokens.failure
+    assert failure is not None and failure.retryable
+    bench.assert_empty()

@@ -1,0 +1,217 @@
+"""The prefill worker's decisions, step by step."""
+
+from typing import TypeVar
+
+import pytest
+
+from dataplane.lease import LeaseTable
+from dataplane.pool import BlockPool
+from schemas.handoff import HandoffAborted, KVReleased
+from schemas.request import PrefillAccepted, Refused, RunPrefill
+from schemas.worker import WorkerLeft
+from services.prefill.core import PrefillCore
+from services.worker.actions import Action, CloseLease, Emit, FinishLease, Offer, Publish, Submit, Withdraw
+from tests.core import worker_cases as case
+
+ActionT = TypeVar("ActionT", bound=Action)
+
+
+class Bench:
+    """A core with its pool, which is checked after every event."""
+
+    def __init__(self, *, num_blocks: int = 8, max_queued: int = 4) -> None:
+        self.pool, self.leases = BlockPool(num_blocks), LeaseTable()
+        limits = case.limits(case.PREFILL, num_blocks=num_blocks, max_queued=max_queued)
+        self.core = PrefillCore(limits, self.pool, self.leases)
+
+    def run(self, request: RunPrefill, now_ms: int = 0) -> list[Action]:
+        reply, actions = self.core.run(request, now_ms)
+        assert isinstance(reply, PrefillAccepted), reply
+        return self.checked(actions)
+
+    def refused(self, request: RunPrefill, now_ms: int = 0) -> Refused:
+        reply, actions = self.core.run(request, now_ms)
+        assert isinstance(reply, Refused) and not actions
+        return reply
+
+    def checked(self, actions: list[Action]) -> list[Action]:
+        case.check_blocks(self.pool, self.leases)
+        return actions
+
+    def computed(self, submit: Submit, finish: None = None) -> list[Action]:
+        step = case.sampled(submit.sequence, 0, local_end=True)
+        return self.checked(self.core.stepped(step, 10))
+
+    def assert_empty(self) -> None:
+        assert (self.pool.num_free, len(self.leases), self.core.num_runs) == (self.pool.num_blocks, 0, 0)
+
+
+def one(actions: list[Action], kind: type[ActionT]) -> ActionT:
+    found = [action for action in actions if isinstance(action, kind)]
+    assert len(found) == 1, actions
+    return found[0]
+
+
+def test_a_hand_over_from_acceptance_to_release() -> None:
+    bench = Bench()
+    submit = one(bench.run(case.run_prefill()), Submit)
+    assert submit.lease is not None and submit.sequence.max_local_tokens == 1
+    assert isinstance(one(bench.core.reserved(case.reserved()), Offer), Offer)
+    actions = bench.computed(submit)
+    assert [type(action) for action in actions] == [Emit, FinishLease]  # token 0 goes out before anything waits
+    assert one(actions, FinishLease).first_token.token_id == 9
+    assert bench.leases.num_leased_blocks == 2
+    actions = bench.checked(bench.core.landed(case.landed(), 20))
+    assert one(actions, CloseLease).reason == "landed"
+    assert isinstance(one(actions, Publish).message, KVReleased)
+    bench.assert_empty()
+
+
+def test_a_reservation_that_is_heard_first_is_offered_at_the_start() -> None:
+    bench = Bench()
+    assert bench.core.reserved(case.reserved()) == []
+    assert [type(a) for a in bench.run(case.run_prefill())] == [Submit, Offer]
+    assert bench.core.reserved(case.reserved()) == []  # heard twice, offered once
+
+
+def test_without_a_hand_over_the_worker_goes_on_decoding() -> None:
+    bench = Bench()
+    submit = one(bench.run(case.run_prefill(split=False)), Submit)
+    assert submit.lease is None and submit.sequence.max_local_tokens is None
+    assert sum(s.num_blocks for s in submit.sequence.segments) == 3  # 6 + 5 - 1 tokens in blocks of 4
+    assert one(bench.core.stepped(case.sampled(submit.sequence, 0), 1), Emit).tokens.index == 0
+    step = case.sampled(submit.sequence, 1, finish="stop", local_end=True)
+    assert one(bench.core.stepped(step, 2), Emit).tokens.finish_reason == "stop"
+    bench.assert_empty()
+
+
+def test_runs_wait_in_order_for_blocks() -> None:
+    bench = Bench(num_blocks=3)
+    first = one(bench.run(case.run_prefill(1)), Submit)
+    assert bench.run(case.run_prefill(2)) == [] and bench.run(case.run_prefill(3, num_tokens=2)) == []
+    assert bench.core.num_queued == 2  # the third would fit, and waits for the second
+    bench.core.reserved(case.reserved(1))
+    bench.computed(first)
+    actions = bench.checked(bench.core.landed(case.landed(1), 20))
+    assert [a.sequence.request_id for a in actions if isinstance(a, Submit)] == ["r2", "r3"]
+
+
+def test_a_full_queue_refuses() -> None:
+    bench = Bench(num_blocks=3, max_queued=1)
+    bench.run(case.run_prefill(1))
+    bench.run(case.run_prefill(2))
+    assert bench.refused(case.run_prefill(3)).reason == "overloaded"
+
+
+@pytest.mark.parametrize(
+    ("request_", "now_ms", "reason"),
+    [
+        (case.run_prefill(), case.DEADLINE_MS, "deadline"),
+        (case.run_prefill(num_tokens=0), 0, "invalid"),
+        (case.run_prefill(max_tokens=0), 0, "invalid"),
+        (case.run_prefill(num_tokens=40), 0, "too_long"),
+        (case.run_prefill(num_tokens=2000), 0, "invalid"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(request_: RunPrefill, now_ms: int, reason: str) -> None:
+    bench = Bench()
+    assert bench.refused(request_, now_ms).reason == reason
+    bench.assert_empty()
+
+
+def test_a_repeated_message_is_accepted_once() -> None:
+    bench = Bench()
+    bench.run(case.run_prefill())
+    assert bench.run(case.run_prefill()) == []
+    assert bench.core.num_runs == 1
+
+
+def test_cancelling_a_queued_run_tells_the_target() -> None:
+    bench = Bench(num_blocks=2)
+    first = one(bench.run(case.run_prefill(1)), Submit)
+    bench.run(case.run_prefill(2))
+    assert isinstance(one(bench.core.cancelled(case.cancel(2), 5), Publish).message, HandoffAborted)
+    bench.computed(first)
+    bench.core.landed(case.landed(1), 6)
+    bench.assert_empty()
+
+
+def test_blocks_of_a_cancelled_run_wait_for_the_engine() -> None:
+    bench = Bench()
+    submit = one(bench.run(case.run_prefill()), Submit)
+    actions = bench.checked(bench.core.cancelled(case.cancel(), 5))
+    assert {type(a) for a in actions} == {CloseLease, Publish, Withdraw}
+    assert bench.pool.num_free < bench.pool.num_blocks
+    assert bench.core.cancelled(case.cancel(), 5) == []  # idempotent
+    bench.core.removed(("r1", 1), 6)
+    bench.assert_empty()
+    assert bench.core.stepped(case.sampled(submit.sequence, 0, local_end=True), 7) == []
+
+
+def test_a_run_that_ends_while_being_withdrawn_is_forgotten() -> None:
+    bench = Bench()
+    submit = one(bench.run(case.run_prefill()), Submit)
+    bench.core.cancelled(case.cancel(), 5)
+    assert bench.computed(submit) == []
+    bench.assert_empty()
+
+
+def test_an_abort_by_the_reader_ends_lease_and_run() -> None:
+    bench = Bench()
+    submit = one(bench.run(case.run_prefill()), Submit)
+    bench.computed(submit)
+    assert one(bench.core.aborted(case.aborted(), 5), CloseLease).reason == "gave up"
+    assert bench.core.aborted(case.aborted(), 5) == []
+    bench.assert_empty()
+
+
+def test_a_reader_that_left_ends_its_leases() -> None:
+    bench = Bench()
+    bench.computed(one(bench.run(case.run_prefill()), Submit))
+    left = WorkerLeft(worker_id=case.DECODE, incarnation="a", reason="silent")
+    assert isinstance(one(bench.core.left(left, 5), CloseLease), CloseLease)
+    bench.assert_empty()
+
+
+def test_a_lease_is_renewed_while_computing_and_expires_when_the_reader_is_silent() -> None:
+    bench = Bench()
+    submit = one(bench.run(case.run_prefill()), Submit)
+    for now_ms in range(500, 5000, 500):
+        assert bench.checked(bench.core.tick(now_ms)) == []
+    bench.checked(bench.core.stepped(case.sampled(submit.sequence, 0, local_end=True), 5000))
+    assert bench.core.tick(5900) == []
+    actions = bench.checked(bench.core.tick(6001))
+    assert one(actions, CloseLease).reason == "the lease expired"
+    assert isinstance(one(actions, Publish).message, HandoffAborted)
+    bench.assert_empty()
+
+
+def test_a_deadline_fails_the_request_once() -> None:
+    bench = Bench()
+    bench.run(case.run_prefill(deadline_ms=1000))
+    actions = bench.checked(bench.core.tick(1000))
+    failure = one(actions, Emit).tokens.failure
+    assert failure is not None and (failure.code, failure.retryable) == ("deadline", False)
+    assert not [a for a in bench.core.tick(1100) if isinstance(a, Emit)]
+    bench.core.removed(("r1", 1), 1200)
+    bench.assert_empty()
+
+
+def test_an_engine_failure_is_said_and_may_be_retried_elsewhere() -> None:
+    bench = Bench()
+    bench.run(case.run_prefill())
+    actions = bench.checked(bench.core.engine_failed(("r1", 1), "boom", 5))
+    failure = one(actions, Emit).tokens.failure
+    assert failure is not None and (failure.code, failure.retryable) == ("engine_failed", True)
+    bench.assert_empty()
+
+
+def test_junk_is_passed_over() -> None:
+    bench = Bench()
+    assert bench.core.landed(case.landed(7), 0) == []
+    assert bench.core.aborted(case.aborted(7), 0) == []
+    assert bench.core.cancelled(case.cancel(7), 0) == []
+    assert bench.core.removed(("r7", 1), 0) == []
+    for number in range(100):
+        bench.core.reserved(case.reserved(number))
+    bench.assert_empty()

@@ -1,0 +1,188 @@
+"""Placement: events and the time in, decisions out."""
+
+import itertools
+
+import pytest
+
+from schemas.ids import RequestId, WorkerId
+from schemas.request import Placement, PlaceRequest, Refused
+from schemas.worker import BlockCounts, WorkerDraining, WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad, WorkerRole
+from services.errors import UserError
+from services.scheduler.core import SchedulerCore
+from services.scheduler.policy import Candidate, least_loaded, policy_named, round_robin
+
+
+def info(worker_id: str, role: WorkerRole, **fields: object) -> WorkerInfo:
+    defaults: dict[str, object] = {
+        "incarnation": "a",
+        "model": "m",
+        "fingerprint": "f",
+        "num_blocks": 100,
+        "block_size": 16,
+        "context_length": 1000,
+    }
+    return WorkerInfo(worker_id=WorkerId(worker_id), role=role, **(defaults | fields))  # type: ignore[arg-type]
+
+
+def load(worker: WorkerInfo, *, tokens: int = 0, running: int = 0, state: str = "ready") -> WorkerLoad:
+    return WorkerLoad(
+        worker=worker,
+        state=state,  # type: ignore[arg-type]
+        blocks=BlockCounts(total=100, free=100, running=0, leased=0),
+        num_running=running,
+        num_queued=0,
+        num_uncomputed_tokens=tokens,
+    )
+
+
+def ask(number: int = 0, *, tokens: int = 10, max_tokens: int = 10, excluded: tuple[str, ...] = ()) -> PlaceRequest:
+    return PlaceRequest(
+        request_id=RequestId(f"r{number}"),
+        attempt=1,
+        deadline_ms=10_000,
+        num_prompt_tokens=tokens,
+        max_tokens=max_tokens,
+        excluded_workers=tuple(WorkerId(w) for w in excluded),
+    )
+
+
+def fleet(policy: str, *workers: WorkerInfo) -> SchedulerCore:
+    core = SchedulerCore(policy, silent_after_ms=3000)
+    for worker in workers:
+        core.handle(WorkerJoined(worker=worker), 0)
+    return core
+
+
+def placed(core: SchedulerCore, request: PlaceRequest) -> tuple[str, str | None]:
+    decision = core.place(request, 0)
+    assert isinstance(decision, Placement), decision
+    return decision.prefill_worker, decision.decode_worker
+
+
+def refused(core: SchedulerCore, request: PlaceRequest, now_ms: int = 0) -> Refused:
+    decision = core.place(request, now_ms)
+    assert isinstance(decision, Refused), decision
+    return decision
+
+
+P0, P1, D0, D1 = (info(n, r) for n, r in (("p0", "prefill"), ("p1", "prefill"), ("d0", "decode"), ("d1", "decode")))
+
+
+def candidate(name: str, tokens: int = 0, requests: int = 0, free: int = 0) -> Candidate:
+    return Candidate(WorkerId(name), tokens, requests, free)
+
+
+@pytest.mark.parametrize(
+    ("phase", "candidates", "turn", "expected"),
+    [
+        ("prefill", [candidate("a", tokens=5), candidate("b", tokens=3)], 0, "b"),
+        ("prefill", [candidate("a", tokens=3, requests=9), candidate("b", tokens=3)], 0, "b"),
+        ("prefill", [candidate("a"), candidate("b")], 0, "a"),
+        ("prefill", [candidate("a"), candidate("b")], 1, "b"),
+        ("decode", [candidate("a", tokens=0, requests=4), candidate("b", tokens=99, requests=3)], 0, "b"),
+        ("decode", [candidate("a", requests=4, free=1), candidate("b", requests=4, free=2)], 0, "b"),
+    ],
+)
+def test_least_loaded(phase: str, candidates: list[Candidate], turn: int, expected: str) -> None:
+    assert least_loaded(phase, candidates, turn).worker_id == expected  # type: ignore[arg-type]
+
+
+def test_round_robin_ignores_load() -> None:
+    candidates = [candidate("a", tokens=99), candidate("b"), candidate("c")]
+    assert [round_robin("prefill", candidates, turn).worker_id for turn in range(4)] == ["a", "b", "c", "a"]
+
+
+def test_an_unknown_policy_is_a_users_error_that_names_the_others() -> None:
+    with pytest.raises(UserError, match="least_loaded, round_robin"):
+        policy_named("fastest")
+
+
+def test_round_robin_visits_all_pairs() -> None:
+    core = fleet("round_robin", P0, P1, D0, D1)
+    assert [placed(core, ask(n)) for n in range(4)] == [("p0", "d0"), ("p1", "d1"), ("p0", "d0"), ("p1", "d1")]
+
+
+def test_least_loaded_counts_what_it_has_placed_until_the_worker_speaks() -> None:
+    core = fleet("least_loaded", P0, P1, D0)
+    assert placed(core, ask(0, tokens=500))[0] == "p0"
+    assert [placed(core, ask(n, tokens=10))[0] for n in (1, 2, 3)] == ["p1", "p1", "p1"]
+    core.handle(load(P0, tokens=0), 100)
+    assert placed(core, ask(4, tokens=10))[0] == "p0"
+
+
+def test_a_decode_worker_of_another_model_is_no_partner() -> None:
+    core = fleet("least_loaded", P0, info("d9", "decode", fingerprint="other"))
+    assert refused(core, ask()).reason == "no_worker"
+    core.handle(WorkerJoined(worker=D0), 0)
+    assert placed(core, ask()) == ("p0", "d0")
+
+
+def test_aggregated_workers_are_placed_without_a_split() -> None:
+    core = fleet("round_robin", info("a0", "aggregated"), info("a1", "aggregated"))
+    assert [placed(core, ask(n)) for n in range(3)] == [("a0", None), ("a1", None), ("a0", None)]
+
+
+@pytest.mark.parametrize(
+    ("workers", "detail"),
+    [((), "no prefill and no decode worker"), ((P0,), "no decode worker"), ((D0,), "no prefill worker")],
+)
+def test_what_is_missing_is_named(workers: tuple[WorkerInfo, ...], detail: str) -> None:
+    refusal = refused(fleet("least_loaded", *workers), ask())
+    assert (refusal.reason, refusal.retry_after_ms > 0) == ("no_worker", True)
+    assert detail in refusal.detail
+
+
+def test_a_request_that_fits_nowhere_is_refused_for_good() -> None:
+    refusal = refused(fleet("least_loaded", P0, D0), ask(tokens=900, max_tokens=101))
+    assert (refusal.reason, refusal.retry_after_ms) == ("too_long", 0)
+
+
+def test_a_passed_deadline_is_refused() -> None:
+    assert refused(fleet("least_loaded", P0, D0), ask(), now_ms=10_000).reason == "deadline"
+
+
+def test_excluded_workers_are_not_chosen() -> None:
+    core = fleet("least_loaded", P0, P1, D0, D1)
+    assert {placed(core, ask(n, excluded=("p0", "d1"))) for n in range(4)} == {("p1", "d0")}
+
+
+def test_a_draining_worker_gets_nothing_new() -> None:
+    core = fleet("least_loaded", P0, P1, D0)
+    core.handle(WorkerDraining(worker_id=P0.worker_id, incarnation="a"), 0)
+    assert {placed(core, ask(n))[0] for n in range(3)} == {"p1"}
+    core.handle(load(P1, state="draining"), 0)
+    assert refused(core, ask()).reason == "no_worker"
+
+
+def test_a_worker_that_left_is_forgotten_but_not_by_an_old_message() -> None:
+    core = fleet("least_loaded", P0, D0)
+    core.handle(WorkerJoined(worker=info("p0", "prefill", incarnation="b")), 0)
+    core.handle(WorkerLeft(worker_id=P0.worker_id, incarnation="a", reason="stopped"), 0)
+    assert placed(core, ask()) == ("p0", "d0")
+    core.handle(WorkerLeft(worker_id=P0.worker_id, incarnation="b", reason="stopped"), 0)
+    assert refused(core, ask()).reason == "no_worker"
+
+
+def test_a_silent_worker_is_declared_left_once() -> None:
+    core = fleet("least_loaded", P0, D0)
+    core.handle(load(D0), 2000)
+    assert core.expire(3000) == []
+    assert [left.worker_id for left in core.expire(3001)] == ["p0"]
+    assert core.expire(3001) == []
+    core.handle(load(P0), 3500)
+    assert placed(core, ask()) == ("p0", "d0")
+
+
+def test_a_scheduler_that_has_just_started_knows_a_worker_from_its_load() -> None:
+    core = SchedulerCore("least_loaded", 3000)
+    for worker in (P0, D0):
+        core.handle(load(worker), 0)
+    assert core.describe().ready
+    assert [w.worker.worker_id for w in core.describe().workers] == ["p0", "d0"]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_the_order_of_joining_does_not_matter(order: tuple[int, ...]) -> None:
+    workers = [P0, P1, D0]
+    core = fleet("round_robin", *(workers[at] for at in order))
+    assert [placed(core, ask(n))[0] for n in range(2)] == ["p0", "p1"]

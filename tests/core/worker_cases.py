@@ -1,0 +1,114 @@
+"""Messages and engine results for the tests of the worker cores."""
+
+from dataplane.lease import LeaseTable
+from dataplane.pool import BlockPool
+from schemas.block import pack_tokens
+from schemas.handoff import BlocksReserved, Endpoint, HandoffAborted, KVLanded, KVOffered
+from schemas.ids import GatewayId, HandoffId, LeaseId, RequestId, WorkerId
+from schemas.request import CancelRequest, FinishReason, ReserveBlocks, RunPrefill, SamplingParams
+from services.engine.base import SampledToken, Sequence, StepResult
+from services.worker.limits import WorkerLimits
+
+PREFILL, DECODE, GATEWAY = WorkerId("p0"), WorkerId("d0"), GatewayId("g0")
+DEADLINE_MS = 60_000
+
+
+def limits(worker_id: WorkerId, *, num_blocks: int = 8, max_queued: int = 4, lease_ms: int = 1_000) -> WorkerLimits:
+    return WorkerLimits(
+        worker_id=worker_id,
+        fingerprint="f",
+        num_blocks=num_blocks,
+        block_size=4,
+        context_length=100,
+        vocab_size=1000,
+        eos_token_ids=frozenset({0}),
+        max_queued=max_queued,
+        lease_ms=lease_ms,
+    )
+
+
+def run_prefill(
+    number: int = 1, *, num_tokens: int = 6, max_tokens: int = 5, split: bool = True, deadline_ms: int = DEADLINE_MS
+) -> RunPrefill:
+    return RunPrefill(
+        request_id=RequestId(f"r{number}"),
+        attempt=1,
+        deadline_ms=deadline_ms,
+        gateway_id=GATEWAY,
+        prompt=pack_tokens(range(1, num_tokens + 1)),
+        sampling=SamplingParams(max_tokens=max_tokens),
+        handoff_id=HandoffId(f"r{number}-1") if split else None,
+        decode_worker=DECODE if split else None,
+    )
+
+
+def reserve(
+    number: int = 1, *, num_tokens: int = 6, max_tokens: int = 5, deadline_ms: int = DEADLINE_MS
+) -> ReserveBlocks:
+    return ReserveBlocks(
+        request_id=RequestId(f"r{number}"),
+        attempt=1,
+        deadline_ms=deadline_ms,
+        gateway_id=GATEWAY,
+        handoff_id=HandoffId(f"r{number}-1"),
+        prefill_worker=PREFILL,
+        prompt=pack_tokens(range(1, num_tokens + 1)),
+        sampling=SamplingParams(max_tokens=max_tokens),
+    )
+
+
+def reserved(number: int = 1) -> BlocksReserved:
+    return BlocksReserved(**_handoff(number), num_blocks=2)
+
+
+def offered(number: int = 1, *, fingerprint: str = "f", num_tokens: int = 6) -> KVOffered:
+    endpoint = Endpoint(host="127.0.0.1", port=1, carriers=("tcp",), arena="a", arena_nonce="n")
+    return KVOffered(
+        **_handoff(number),
+        lease_id=LeaseId(f"lease-r{number}-1"),
+        epoch=1,
+        lease_ms=1000,
+        ticket="t",
+        endpoint=endpoint,
+        fingerprint=fingerprint,
+        num_tokens=num_tokens,
+    )
+
+
+def landed(number: int = 1) -> KVLanded:
+    lease_id = LeaseId(f"lease-r{number}-1")
+    return KVLanded(**_handoff(number), lease_id=lease_id, carrier="tcp", num_tokens=6, num_bytes=1)
+
+
+def aborted(number: int = 1, reason: str = "gave up") -> HandoffAborted:
+    return HandoffAborted(**_handoff(number), reason=reason)
+
+
+def cancel(number: int = 1) -> CancelRequest:
+    return CancelRequest(request_id=RequestId(f"r{number}"), attempt=1, deadline_ms=DEADLINE_MS, reason="client gone")
+
+
+def sampled(
+    sequence: Sequence, index: int, token_id: int = 9, finish: FinishReason | None = None, *, local_end: bool = False
+) -> StepResult:
+    """One step that sampled one token of one sequence."""
+    token = SampledToken(sequence, index, token_id, finish, local_end)
+    return StepResult(0, 1, 0, 1, ((sequence, sequence.num_prompt_tokens),), (token,))
+
+
+def check_blocks(pool: BlockPool, leases: LeaseTable | None = None) -> None:
+    """The conservation law, as far as a core can break it."""
+    pool.check_integrity()
+    leased = leases.num_leased_blocks if leases else 0
+    assert 0 <= leased <= pool.num_blocks - pool.num_free
+
+
+def _handoff(number: int) -> dict[str, object]:
+    return {
+        "request_id": RequestId(f"r{number}"),
+        "attempt": 1,
+        "deadline_ms": DEADLINE_MS,
+        "handoff_id": HandoffId(f"r{number}-1"),
+        "source_worker": PREFILL,
+        "target_worker": DECODE,
+    }
