@@ -12,8 +12,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from services.cli.supervisor import Supervisor, UpOptions
+from services.bench.meshes import SPLIT, WHOLE, model_of, split_and_whole
 from services.errors import UserError
 
 NUM_TOKENS = 8
@@ -71,13 +69,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 def run_ttft(lengths: str, num_requests: int, *, url: str, as_json: bool) -> None:
     """Measure and print. Raises UserError for lengths that are no lengths."""
-    try:
-        wanted = [int(length) for length in lengths.split(",")]
-    except ValueError as error:
-        raise UserError(f"--lengths {lengths!r}: give numbers with commas between, as in 100,1000,10000") from error
-    limit = SHAPE["context_length"] - NUM_TOKENS
-    if not all(1 <= length <= limit for length in wanted):
-        raise UserError(f"--lengths must lie between 1 and {limit}")
+    wanted = parse_lengths(lengths)
     report = asyncio.run(_measure_url(url, wanted, num_requests) if url else _measure(wanted, num_requests))
     if as_json:
         sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
@@ -85,31 +77,29 @@ def run_ttft(lengths: str, num_requests: int, *, url: str, as_json: bool) -> Non
         _print(report)
 
 
+def parse_lengths(text: str) -> list[int]:
+    """Return the lengths of a comma-separated list. Raises UserError for what is none."""
+    limit = SHAPE["context_length"] - NUM_TOKENS
+    try:
+        lengths = [int(length) for length in text.split(",")]
+    except ValueError as error:
+        raise UserError(f"--lengths {text!r}: give numbers with commas between, as in 100,1000,10000") from error
+    if not all(1 <= length <= limit for length in lengths):
+        raise UserError(f"--lengths must lie between 1 and {limit}")
+    return lengths
+
+
 async def _measure(lengths: list[int], num_requests: int) -> Report:
-    with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as folder:
-        root = Path(folder)
-        checkpoint, num_parameters = await asyncio.to_thread(_make_checkpoint, root / "random")
-        split = UpOptions(model=str(checkpoint), port=0)
-        whole = UpOptions(model=str(checkpoint), port=0, num_prefill=0, num_decode=0, num_aggregated=2)
-        async with _mesh(split, root / "split") as split_url, _mesh(whole, root / "whole") as whole_url:
-            rows = await _alternate({"split": split_url, "whole": whole_url}, lengths, num_requests)
+    with tempfile.TemporaryDirectory(prefix="kvmesh-bench-model-") as folder:
+        checkpoint, num_parameters = await asyncio.to_thread(_make_checkpoint, Path(folder) / "random")
+        async with split_and_whole(str(checkpoint)) as urls:
+            rows = await _alternate(urls, lengths, num_requests)
         return Report(model=checkpoint.name, num_parameters=num_parameters, rows=tuple(rows))
 
 
 async def _measure_url(url: str, lengths: list[int], num_requests: int) -> Report:
-    rows = await _alternate({"split": url.rstrip("/").removesuffix("/v1")}, lengths, num_requests)
+    rows = await _alternate({SPLIT: url.rstrip("/").removesuffix("/v1")}, lengths, num_requests)
     return Report(model=url, num_parameters=None, rows=tuple(rows))
-
-
-@asynccontextmanager
-async def _mesh(options: UpOptions, run_dir: Path) -> AsyncIterator[str]:
-    """Run a mesh of our own and give its URL."""
-    supervisor = Supervisor(options, run_dir)
-    try:
-        await supervisor.start()
-        yield supervisor.url
-    finally:
-        await supervisor.stop()
 
 
 async def _alternate(urls: dict[str, str], lengths: list[int], num_requests: int) -> list[Row]:
@@ -118,7 +108,7 @@ async def _alternate(urls: dict[str, str], lengths: list[int], num_requests: int
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     rows: list[Row] = []
     async with httpx.AsyncClient(timeout=600) as client:
-        models = {mode: await _model(client, url) for mode, url in urls.items()}
+        models = {mode: await model_of(client, url) for mode, url in urls.items()}
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
             for length in lengths:
                 rounds = num_requests + WARM_UP_REQUESTS
@@ -132,16 +122,8 @@ async def _alternate(urls: dict[str, str], lengths: list[int], num_requests: int
                         if number >= WARM_UP_REQUESTS:
                             timings[mode].append(timing)
                         progress.advance(task)
-                rows.append(_row(length, timings["split"], timings.get("whole", [])))
+                rows.append(_row(length, timings[SPLIT], timings.get(WHOLE, [])))
     return rows
-
-
-async def _model(client: httpx.AsyncClient, url: str) -> str:
-    try:
-        models = (await client.get(f"{url}/v1/models")).raise_for_status().json()
-    except httpx.HTTPError as error:
-        raise UserError(f"no gateway answers at {url} ({type(error).__name__})") from error
-    return str(models["data"][0]["id"])
 
 
 async def _time_one(client: httpx.AsyncClient, url: str, model: str, prompt: list[int]) -> Timing:

@@ -106,6 +106,18 @@ def ttft(
     run_ttft(lengths, requests, url=url, as_json=json)
 
 
+@bench.command()
+def quality(
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "100,500,2000,2500",
+    questions: Annotated[int, typer.Option(min=1, help="Fresh questions a length.")] = 50,
+    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """How often the demo model's answer is exactly right, with and without the split."""
+    from services.bench.quality import run_quality
+
+    run_quality(lengths, questions, as_json=json)
+
+
 def main() -> None:
     """Entry point. A UserError becomes one line on standard error and exit code 2."""
     try:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-from dataplane.arena import remove_stale_arenas
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from dataplane.arena import remove_stale_arenas
 from services.bus.embedded import EmbeddedNats
 from services.bus.nats import NatsBus
 from services.cli.serve import ERROR_PREFIX, READY_LINE

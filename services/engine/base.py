@@ -3,7 +3,8 @@
 Nothing here knows torch or who computes; a fake and the transformers engine implement the same protocol.
 """
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,6 +25,7 @@ class Sequence:
 
     `token_ids` is the prompt and what was generated; keys and values of `token_ids[:num_computed_tokens]` are in the
     arena. `max_local_tokens` bounds what is generated *here* (1 on a prefill worker that hands over).
+    `stop_token_ids` are the model's EOS ids; `sampling` may say to ignore them, its own stop tokens always end.
     `index` is the answer's index of the next token to be sampled.
     """
 
@@ -83,9 +85,13 @@ class StepResult:
 
 
 class Engine(Protocol):
-    """Runs one step at a time on one thread. `layout` is the shape of the KV that it writes."""
+    """Runs one step at a time on one thread. `layout` is the shape of the KV that it writes.
+
+    Token ids lie in [0, vocab_size).
+    """
 
     layout: KVLayout
+    vocab_size: int
 
     def step(self, items: Seq[StepItem]) -> list[int]:
         """Compute the items, write their KV, call the layer listeners, and return one token id per sampling item."""

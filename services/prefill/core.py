@@ -174,7 +174,7 @@ class PrefillCore:
         if run is None:
             return []
         actions: list[Action] = [emit_failure(run.request, "engine_failed", reason)]
-        actions += self._close_lease(run, "the engine failed", now_ms, tell_target=True)
+        actions += self._close_lease(run, "the engine failed", tell_target=True)
         return actions + self._forget(run) + self._admit(now_ms)
 
     def tick(self, now_ms: int) -> list[Action]:
@@ -266,7 +266,7 @@ class PrefillCore:
     def _release(self, run: PrefillRun, outcome: str, now_ms: int) -> list[Action]:
         lease = run.lease
         assert lease is not None
-        actions = self._close_lease(run, outcome, now_ms)
+        actions = self._close_lease(run, outcome)
         released = KVReleased(
             **handoff_fields(run.request, self._limits.worker_id),
             lease_id=lease.lease_id,
@@ -281,7 +281,7 @@ class PrefillCore:
         """End a run early, wherever it is. Blocks that the engine may still write wait for `removed`."""
         if run.phase == "withdrawing":
             return []
-        actions = self._close_lease(run, reason, now_ms, tell_target=tell_target)
+        actions = self._close_lease(run, reason, tell_target=tell_target)
         if run.phase == "computing":
             run.phase = "withdrawing"
             actions.append(Withdraw(run.key))
@@ -289,7 +289,7 @@ class PrefillCore:
             actions += self._forget(run)
         return actions + self._admit(now_ms)
 
-    def _close_lease(self, run: PrefillRun, reason: str, now_ms: int, *, tell_target: bool = False) -> list[Action]:
+    def _close_lease(self, run: PrefillRun, reason: str, *, tell_target: bool = False) -> list[Action]:
         if run.lease is None:
             return [self._tell_target(run, reason)] if tell_target and run.is_split else []
         lease = self._leases.end(run.lease.lease_id, reason)

@@ -38,7 +38,7 @@ def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> Wor
     secret = require_secret(config)
     settings = config.worker
     checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR))
-    layout = layout_of(checkpoint, config.model.dtype, settings.block_size)
+    layout = layout_of(checkpoint, dtype=config.model.dtype, block_size=settings.block_size)
     num_blocks = settings.kv_bytes // layout.block_bytes
     if num_blocks < 1:
         raise UserError(f"{settings.kv_bytes} bytes hold no block of {layout.block_bytes} bytes: raise --kv-mib")

@@ -13,7 +13,7 @@ from dataplane.stream import TransferStats
 
 from schemas import subjects
 from schemas.directory import ReadInventory
-from schemas.ids import LeaseId, RequestId
+from schemas.ids import GatewayId, LeaseId, RequestId
 from schemas.message import Message
 from schemas.request import CancelRequest, RequestTokens, RunPrefill
 from schemas.worker import WorkerDraining, WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad
@@ -178,7 +178,7 @@ class Worker:
 
     def execute(self, actions: list[Action]) -> None:
         """Carry out actions in order; the tokens among them go out as one message a gateway."""
-        emitted: list[tuple[str, RequestTokens]] = []
+        emitted: list[tuple[GatewayId, RequestTokens]] = []
         for action in actions:
             match action:
                 case Emit(gateway_id=gateway_id, tokens=tokens):

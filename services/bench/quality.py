@@ -1,0 +1,94 @@
+"""`kvmesh bench quality`: the end-to-end quality check. Fresh facts, one question each, exact match.
+
+The same questions go to a mesh with the split and to one without. An answer that differs between them would show KV
+that was not what it should be.
+"""
+
+import asyncio
+import random
+import sys
+
+import httpx
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from services.bench.meshes import SPLIT, WHOLE, model_of, split_and_whole
+from services.bench.ttft import parse_lengths
+from services.engine.demo_model import DEMO_MODEL_DIR
+from services.engine.demo_model.corpus import FactPrompt, make_fact_prompt
+
+NUM_FACTS = 6
+WIDTH = 8
+SEED = 20261121
+
+
+class QualityRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Exact matches at one prompt length, and answers that differ between the two meshes."""
+
+    length: int
+    num_questions: int
+    num_right_with_split: int
+    num_right_without_split: int
+    num_different: int
+
+
+def run_quality(lengths: str, num_questions: int, *, as_json: bool) -> None:
+    """Measure and print. Raises UserError for lengths that are no lengths."""
+    rows = asyncio.run(_measure(parse_lengths(lengths), num_questions))
+    if as_json:
+        sys.stdout.buffer.write(msgspec.json.encode({"rows": rows}) + b"\n")
+        return
+    table = Table("prompt", "questions", "right with split", "right without", "different answers")
+    for row in rows:
+        n = row.num_questions
+        table.add_row(
+            str(row.length),
+            str(n),
+            f"{row.num_right_with_split / n:.1%}",
+            f"{row.num_right_without_split / n:.1%}",
+            str(row.num_different),
+        )
+    Console().print(table)
+
+
+async def _measure(lengths: list[int], num_questions: int) -> list[QualityRow]:
+    rng = random.Random(SEED)
+    rows: list[QualityRow] = []
+    async with split_and_whole(str(DEMO_MODEL_DIR)) as urls, httpx.AsyncClient(timeout=600) as client:
+        model = await model_of(client, urls[SPLIT])
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            for length in lengths:
+                task = progress.add_task(f"{length} tokens", total=2 * num_questions)
+                prompts = [make_fact_prompt(rng, NUM_FACTS, length) for _ in range(num_questions)]
+                slots = asyncio.Semaphore(WIDTH)
+
+                async def ask(url: str, prompt: FactPrompt, slots: asyncio.Semaphore = slots, task: int = task) -> str:
+                    async with slots:
+                        text = await _ask(client, url, model, prompt)
+                        progress.advance(task)  # pyright: ignore[reportArgumentType]
+                        return text
+
+                split = await asyncio.gather(*(ask(urls[SPLIT], prompt) for prompt in prompts))
+                whole = await asyncio.gather(*(ask(urls[WHOLE], prompt) for prompt in prompts))
+                rows.append(
+                    QualityRow(
+                        length=length,
+                        num_questions=num_questions,
+                        num_right_with_split=_num_right(split, prompts),
+                        num_right_without_split=_num_right(whole, prompts),
+                        num_different=sum(a != b for a, b in zip(split, whole, strict=True)),
+                    )
+                )
+    return rows
+
+
+async def _ask(client: httpx.AsyncClient, url: str, model: str, prompt: FactPrompt) -> str:
+    body = {"model": model, "prompt": prompt.prompt, "max_tokens": 16, "temperature": 0}
+    response = await client.post(f"{url}/v1/completions", json=body)
+    return str(response.raise_for_status().json()["choices"][0]["text"])
+
+
+def _num_right(texts: list[str], prompts: list[FactPrompt]) -> int:
+    return sum(text.strip() == prompt.answer for text, prompt in zip(texts, prompts, strict=True))

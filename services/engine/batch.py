@@ -1,0 +1,198 @@
+"""Which sequences the next engine step computes, and what its tokens mean. Pure: decides, never acts.
+
+A step holds one token of each decode sequence and fills the rest of its token budget with prefill chunks, first come
+first served. While a prompt waits, a share of the budget is kept for prefill, so that many decodes cannot starve it;
+where the decodes do not all fit into the rest they take turns.
+"""
+
+from collections.abc import Sequence as Seq
+
+from schemas.ids import RequestId
+from schemas.request import FinishReason, SamplingParams
+from services.engine.base import SampledToken, Sequence, StepItem, StepResult
+
+PREFILL_SHARE = 8
+"""While a prompt waits, at least 1/8 of the budget is prefill's."""
+
+Key = tuple[RequestId, int]
+
+
+def max_total_tokens(num_prompt_tokens: int, sampling: SamplingParams, context_length: int) -> int:
+    """Return how many tokens, prompt and answer, a sequence can grow to."""
+    return min(num_prompt_tokens + sampling.max_tokens, context_length)
+
+
+class Batch:
+    """The sequences of one engine. Not thread-safe: its engine thread is its only user.
+
+    `token_budget` bounds the tokens of a step, `max_sequences` its items. Sequences end at `context_length`.
+    """
+
+    def __init__(self, token_budget: int, *, max_sequences: int = 256, context_length: int | None = None) -> None:
+        if token_budget < 2 or max_sequences < 2:
+            raise ValueError("a step needs room for a decode and a prefill: budget and limit must be 2 or more")
+        self.token_budget = token_budget
+        self.max_sequences = max_sequences
+        self.context_length = context_length
+        self.prefill_reserve = max(1, token_budget // PREFILL_SHARE)
+        self._prefill: dict[Key, Sequence] = {}
+        self._decode: dict[Key, Sequence] = {}
+        self._started: set[Key] = set()
+
+    def __repr__(self) -> str:
+        return f"<Batch {self.num_running} running, {self.num_queued} queued, {self.num_uncomputed_tokens} tokens left>"
+
+    def __len__(self) -> int:
+        return len(self._prefill) + len(self._decode)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that decode or have had a part of their prompt computed here."""
+        return len(self) - self.num_queued
+
+    @property
+    def num_queued(self) -> int:
+        """Sequences none of whose tokens has been computed here yet, decodes excepted."""
+        return len(self._prefill) - len(self._started)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens of prompts (or of answers to be recomputed) that await prefill."""
+        return sum(sequence.num_uncomputed_tokens for sequence in self._prefill.values())
+
+    def num_tokens_to_store(self, sequence: Sequence) -> int:
+        """Return how many tokens' KV `sequence` can come to need here. Its last token's KV is never computed."""
+        total = sequence.num_prompt_tokens + sequence.sampling.max_tokens
+        if self.context_length is not None:
+            total = min(total, self.context_length)
+        if sequence.max_local_tokens is not None:
+            total = min(total, len(sequence.token_ids) + sequence.max_local_tokens)
+        return max(total - 1, len(sequence.token_ids))
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a sequence in line. At least its last known token must be uncomputed: its logits give the next one."""
+        key = _key(sequence)
+        assert key not in self._prefill and key not in self._decode, f"{key} is in the batch already"
+        assert 0 <= sequence.num_computed_tokens < len(sequence.token_ids), f"{key} has nothing to compute"
+        assert sequence.index < sequence.sampling.max_tokens, f"{key} has had all its tokens"
+        self._queue_for(sequence)[key] = sequence
+
+    def remove(self, request_id: RequestId, attempt: int) -> Sequence | None:
+        """Take a sequence out; None when it is not (or no longer) here."""
+        key = (request_id, attempt)
+        self._started.discard(key)
+        return self._prefill.pop(key, None) or self._decode.pop(key, None)
+
+    def clear(self) -> list[Sequence]:
+        """Take all sequences out."""
+        sequences = [*self._prefill.values(), *self._decode.values()]
+        self._prefill.clear()
+        self._decode.clear()
+        self._started.clear()
+        return sequences
+
+    def plan(self) -> list[StepItem]:
+        """Return the next step's items, empty when there is nothing to do: decodes first, then prefill chunks."""
+        waiting = bool(self._prefill)
+        num_decodes = min(
+            self.token_budget - (self.prefill_reserve if waiting else 0),
+            self.max_sequences - (1 if waiting else 0),
+            len(self._decode),
+        )
+        items = [
+            StepItem(sequence, sequence.num_computed_tokens, 1, True) for sequence in self._next_decodes(num_decodes)
+        ]
+        budget = self.token_budget - len(items)
+        for sequence in self._prefill.values():
+            if budget == 0 or len(items) == self.max_sequences:
+                break
+            num_tokens = min(budget, sequence.num_uncomputed_tokens)
+            start = sequence.num_computed_tokens
+            items.append(StepItem(sequence, start, num_tokens, start + num_tokens == len(sequence.token_ids)))
+            budget -= num_tokens
+        return items
+
+    def commit(self, items: Seq[StepItem], token_ids: Seq[int], started_ns: int, ended_ns: int) -> StepResult:
+        """Record that a planned step was computed and sampled `token_ids`, one per sampling item, in order.
+
+        Sequences that ended here have left the batch when this returns.
+        """
+        assert len(token_ids) == sum(item.samples for item in items), "one token per sampling item"
+        tokens = iter(token_ids)
+        sampled: list[SampledToken] = []
+        num_decode_tokens = 0
+        for item in items:
+            sequence, key = item.sequence, _key(item.sequence)
+            assert sequence.num_computed_tokens == item.start, f"{key} was computed behind the batch's back"
+            sequence.num_computed_tokens += item.num_tokens
+            num_decode_tokens += key in self._decode
+            if not item.samples:
+                self._started.add(key)
+                if sequence.num_uncomputed_tokens == 1:
+                    self._settle(key, sequence, ended=False)
+                continue
+            token = self._append(sequence, next(tokens))
+            sampled.append(token)
+            self._settle(key, sequence, ended=token.local_end)
+        num_tokens = sum(item.num_tokens for item in items)
+        return StepResult(
+            started_ns=started_ns,
+            ended_ns=ended_ns,
+            num_prefill_tokens=num_tokens - num_decode_tokens,
+            num_decode_tokens=num_decode_tokens,
+            computed=tuple((item.sequence, item.sequence.num_computed_tokens) for item in items),
+            sampled=tuple(sampled),
+        )
+
+    def check_integrity(self) -> None:
+        """Assert what must hold between steps."""
+        assert not self._prefill.keys() & self._decode.keys(), "a sequence is in one line only"
+        assert self._started <= self._prefill.keys(), "what has started prefill is in its line"
+        for key, sequence in (*self._prefill.items(), *self._decode.items()):
+            assert key == _key(sequence), "a sequence keeps its name"
+            assert 0 < sequence.num_uncomputed_tokens <= len(sequence.token_ids), f"{key} has something to compute"
+            assert sequence.num_local_tokens <= sequence.index, f"{key} counts its tokens"
+        assert all(s.num_uncomputed_tokens == 1 for s in self._decode.values()), "a decode computes one token"
+        assert all(s.num_uncomputed_tokens > 1 for s in self._prefill.values()), "a prefill computes several"
+
+    def _queue_for(self, sequence: Sequence) -> dict[Key, Sequence]:
+        return self._decode if sequence.num_uncomputed_tokens == 1 else self._prefill
+
+    def _next_decodes(self, count: int) -> list[Sequence]:
+        """Return `count` decodes; where that is not all of them, they go to the end of the line."""
+        if count == len(self._decode):
+            return list(self._decode.values())
+        keys = list(self._decode)[:count]
+        for key in keys:
+            self._decode[key] = self._decode.pop(key)
+        return [self._decode[key] for key in keys]
+
+    def _append(self, sequence: Sequence, token_id: int) -> SampledToken:
+        index = sequence.index
+        sequence.token_ids.append(token_id)
+        sequence.num_local_tokens += 1
+        finish_reason = self._finish_reason(sequence, token_id)
+        handed_over = sequence.max_local_tokens is not None and sequence.num_local_tokens >= sequence.max_local_tokens
+        return SampledToken(sequence, index, token_id, finish_reason, finish_reason is not None or handed_over)
+
+    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        """The request's own stop tokens always end it, the model's (on the sequence) unless it says to ignore EOS."""
+        sampling = sequence.sampling
+        if token_id in sampling.stop_token_ids or (token_id in sequence.stop_token_ids and not sampling.ignore_eos):
+            return "stop"
+        if sequence.index >= sampling.max_tokens:
+            return "length"
+        if self.context_length is not None and len(sequence.token_ids) >= self.context_length:
+            return "length"
+        return None
+
+    def _settle(self, key: Key, sequence: Sequence, *, ended: bool) -> None:
+        """Move a sequence whose prefill or stay here is over to where it belongs: among the decodes, or out."""
+        if ended or key in self._prefill:
+            self.remove(*key)
+            if not ended:
+                self._decode[key] = sequence
+
+
+def _key(sequence: Sequence) -> Key:
+    return sequence.request_id, sequence.attempt

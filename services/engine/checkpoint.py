@@ -1,0 +1,230 @@
+"""What a checkpoint is, read from its files without torch: the gateway and the CLI need no more.
+
+A checkpoint is a Hugging Face folder (config.json, safetensors, tokenizer) or a hub id `org/name`.
+"""
+
+import json
+import os.path
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import msgspec
+
+from dataplane.layout import ITEM_BYTES, KVLayout
+from services.engine.errors import CheckpointError
+from services.engine.weights import read_weights
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+# Their frequencies depend on the longest sequence of a batch: a request's KV would depend on its neighbours.
+BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope", "su"})
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint whose files are whole and whose architecture this engine can serve, as far as its config tells."""
+
+    path: str
+    name: str
+    model_type: str
+    architecture: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context_length: int
+    eos_token_ids: frozenset[int]
+    """From config.json and generation_config.json together."""
+    weights: str
+    """Identity of configuration and weights (`services.engine.weights`)."""
+    dtype: str
+    """The dtype of most parameters in the files."""
+    num_bytes: int
+    """Size of the weight files."""
+
+
+class _Shape(NamedTuple):
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context_length: int
+
+
+def read_checkpoint(model: str) -> Checkpoint:
+    """Return what `model`, a folder or a hub id, is. Raises CheckpointError, one line that says what to do."""
+    folder = find_checkpoint(model)
+    config_bytes, config = _read_json(folder / "config.json")
+    architecture = _check_architecture(config, folder)
+    _check_attention(config, folder)
+    shape = _shape(config, folder)
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise CheckpointError(f"{folder} has no tokenizer.json: copy the tokenizer's files beside config.json")
+    weights = read_weights(folder, config_bytes)
+    return Checkpoint(
+        path=str(folder),
+        name=model.rstrip("/") if HUB_ID.fullmatch(model) and not Path(model).is_dir() else folder.name,
+        model_type=str(config.get("model_type", "")),
+        architecture=architecture,
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab_size,
+        context_length=shape.context_length,
+        eos_token_ids=_eos_token_ids(config, folder),
+        weights=weights.identity,
+        dtype=weights.dtype,
+        num_bytes=weights.num_bytes,
+    )
+
+
+def layout_of(checkpoint: Checkpoint, *, dtype: str = "float32", block_size: int = 16) -> KVLayout:
+    """Return the shape of the KV that an engine of this checkpoint writes. Raises CheckpointError for another dtype."""
+    if dtype not in ITEM_BYTES:
+        raise CheckpointError(f"dtype {dtype} is not served: choose one of {', '.join(ITEM_BYTES)}")
+    return KVLayout(
+        weights=checkpoint.weights,
+        dtype=dtype,
+        num_layers=checkpoint.num_layers,
+        num_kv_heads=checkpoint.num_kv_heads,
+        head_dim=checkpoint.head_dim,
+        block_size=block_size,
+    )
+
+
+def find_checkpoint(model: str) -> Path:
+    """Return the local folder of `model`, downloading a hub id if need be. Raises CheckpointError."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return Path(os.path.abspath(folder))  # noqa: PTH100 - a symlinked folder keeps the name that was asked for
+    if folder.exists():
+        raise CheckpointError(f"{model} is a file: name the folder that holds config.json")
+    if not HUB_ID.fullmatch(model):
+        raise CheckpointError(
+            f"there is no folder {model}: name a checkpoint folder, or a hub id such as Qwen/Qwen3-0.6B"
+        )
+    return _download(model)
+
+
+def _download(hub_id: str) -> Path:
+    import huggingface_hub  # noqa: PLC0415 - slow to import, and most checkpoints are local
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError  # noqa: PLC0415
+
+    try:
+        download = cast(Callable[..., str], huggingface_hub.snapshot_download)  # pyright: ignore[reportUnknownMemberType]
+        return Path(download(hub_id, allow_patterns=HUB_PATTERNS))
+    except GatedRepoError as error:
+        raise CheckpointError(f"{hub_id} is gated: accept its licence on the hub and set HF_TOKEN") from error
+    except RepositoryNotFoundError as error:
+        raise CheckpointError(f"{hub_id} is neither a folder here nor a model on the hub: check the name") from error
+    except Exception as error:
+        raise CheckpointError(
+            f"{hub_id} is no folder here, and the hub could not be reached ({type(error).__name__}): "
+            "check the network, or download the checkpoint and name its folder"
+        ) from error
+
+
+def _read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path.parent} has no {path.name}: name a Hugging Face checkpoint folder") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}): check its permissions") from error
+    try:
+        parsed = json.loads(content)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: download it again") from error
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{path} is no JSON object: download it again")
+    return content, cast(dict[str, Any], parsed)
+
+
+def _check_architecture(config: dict[str, Any], folder: Path) -> str:
+    """Return the name of the model class. Raises CheckpointError for what is not a plain causal language model."""
+    architectures: Any = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures or not config.get("model_type"):
+        raise CheckpointError(f"{folder}/config.json names no architecture and model_type: choose another checkpoint")
+    architecture = str(cast(list[object], architectures)[0])
+    if config.get("is_encoder_decoder"):
+        raise CheckpointError(f"{architecture} is an encoder-decoder: choose a decoder-only (causal) language model")
+    if "text_config" in config or "vision_config" in config:
+        raise CheckpointError(f"{architecture} is multi-modal: choose a text-only checkpoint of the family")
+    if not architecture.endswith(CAUSAL_SUFFIXES):
+        raise CheckpointError(f"{architecture} is no causal language model: choose a ...ForCausalLM checkpoint")
+    if config.get("auto_map"):
+        raise CheckpointError(f"{architecture} needs code of its own, which is never run: choose another")
+    if config.get("quantization_config"):
+        raise CheckpointError(f"{folder.name} is quantized: choose the checkpoint with plain float weights")
+    return architecture
+
+
+def _check_attention(config: dict[str, Any], folder: Path) -> None:
+    """Raise CheckpointError for attention that this engine would compute wrongly."""
+    name = folder.name
+    if config.get("attn_logit_softcapping") is not None:
+        raise CheckpointError(f"{name} caps its attention logits, which is not served: choose another model")
+    if config.get("kv_lora_rank") or config.get("num_kv_shared_layers"):
+        raise CheckpointError(
+            f"{name} compresses or shares KV between layers, which is not served: choose another model"
+        )
+    layer_types = {str(kind) for kind in cast(list[object], config.get("layer_types") or [])}
+    if unknown := sorted(layer_types - LAYER_TYPES):
+        raise CheckpointError(f"{name} has {unknown[0]} layers, which are not served: choose another model")
+    if config.get("use_bidirectional_attention"):
+        raise CheckpointError(f"{name} attends in both directions: choose a causal language model")
+    for rope in _rope_types(config):
+        if rope in BATCH_DEPENDENT_ROPE:
+            raise CheckpointError(f"{name} uses {rope} rope scaling, which is not served: choose another model")
+
+
+def _rope_types(config: dict[str, Any]) -> set[str]:
+    """Return the rope types that the configuration names, for all layers or per layer type."""
+    found: set[str] = set()
+    for key in ("rope_parameters", "rope_scaling"):
+        value: Any = config.get(key)
+        if not isinstance(value, dict):
+            continue
+        parameters = cast(dict[str, Any], value)
+        for entry in (parameters, *parameters.values()):
+            if isinstance(entry, dict):
+                kind = cast(dict[str, Any], entry)
+                found.add(str(kind.get("rope_type", kind.get("type", "default"))))
+    return found
+
+
+def _shape(config: dict[str, Any], folder: Path) -> _Shape:
+    def number(*names: str, default: int | None = None) -> int:
+        for key in names:
+            value: Any = config.get(key)
+            if isinstance(value, int) and value > 0:
+                return value
+        if default is None:
+            raise CheckpointError(f"{folder}/config.json lacks a valid {names[0]}: download it again")
+        return default
+
+    num_heads = number("num_attention_heads", "n_head", "num_heads")
+    num_kv_heads = number("num_key_value_heads", "num_kv_heads", default=num_heads)
+    hidden_size = number("hidden_size", "n_embd", "d_model")
+    return _Shape(
+        num_layers=number("num_hidden_layers", "n_layer", "num_layers"),
+        num_kv_heads=num_kv_heads,
+        head_dim=number("head_dim", default=hidden_size // num_heads),
+        vocab_size=number("vocab_size"),
+        context_length=number("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"),
+    )
+
+
+def _eos_token_ids(config: dict[str, Any], folder: Path) -> frozenset[int]:
+    ids: set[int] = set()
+    generation = folder / "generation_config.json"
+    sources = [config, _read_json(generation)[1]] if generation.is_file() else [config]
+    for source in sources:
+        value: Any = source.get("eos_token_id")
+        values = cast(list[object], value) if isinstance(value, list) else [value]
+        ids.update(entry for entry in values if isinstance(entry, int))
+    return frozenset(ids)

@@ -1,0 +1,19 @@
+"""The demo checkpoint: a small trained Qwen3 model that answers questions about facts stated in its prompt.
+
+The folder is a complete Hugging Face checkpoint (``config.json``, ``model.safetensors``, ``tokenizer.json``,
+``chat_template.jinja``, ...) next to the code that made it:
+
+* ``corpus`` writes the documents and questions (pure Python, used by training, tests and the quality check);
+* ``train`` trains, saves and evaluates the checkpoint (``python -m services.engine.demo_model.train``).
+
+Importing this package, or ``corpus``, does not import torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+DEMO_MODEL_DIR: Path = Path(__file__).resolve().parent
+"""The checkpoint's folder, for any loader that takes a Hugging Face checkpoint directory."""
+
+__all__ = ["DEMO_MODEL_DIR"]

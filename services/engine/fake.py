@@ -1,0 +1,120 @@
+"""An engine without a model, exact by construction, for tests of everything around it. No torch.
+
+It writes bytes made of (token, position, layer) where a real engine writes KV, and makes each token from what it
+*reads* in the arena, over all layers and positions: KV that is wrong, missing or misplaced gives another token.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import xxhash
+
+from dataplane.layout import KEY, VALUE, KVLayout, slot_spans
+from schemas.request import SamplingParams
+from services.engine.base import StepItem
+
+Words = np.ndarray[tuple[int, int], np.dtype[np.uint64]]
+
+
+class FakeEngine:
+    """Implements `Engine` over `arena_buffer` (`num_blocks` blocks of `layout`).
+
+    `before_step` is called with each step's items before anything is computed: tests delay, block or fail there.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        arena_buffer: memoryview,
+        num_blocks: int,
+        *,
+        vocab_size: int = 256,
+        before_step: Callable[[Seq[StepItem]], None] | None = None,
+    ) -> None:
+        if arena_buffer.nbytes < num_blocks * layout.block_bytes:
+            raise ValueError(f"{num_blocks} blocks do not fit into {arena_buffer.nbytes} bytes")
+        self.layout = layout
+        self.vocab_size = vocab_size
+        self.before_step = before_step
+        self._arena: memoryview | None = arena_buffer.cast("B")
+        self._num_blocks = num_blocks
+
+    def step(self, items: Seq[StepItem]) -> list[int]:
+        """Write the items' rows layer by layer, tell the listeners, and return a token per sampling item."""
+        if self.before_step is not None:
+            self.before_step(items)
+        for layer in range(self.layout.num_layers):
+            for item in items:
+                self._write(item, layer)
+                listener = item.sequence.layer_listener
+                if listener is not None:
+                    listener.advance(layer, item.start + item.num_tokens)
+        return [self._next_token(item) for item in items if item.samples]
+
+    def close(self) -> None:
+        """Let go of the arena."""
+        self._arena = None
+
+    def _write(self, item: StepItem, layer: int) -> None:
+        assert self._arena is not None, "the engine is closed"
+        end = item.start + item.num_tokens
+        tokens = item.sequence.token_ids[item.start : end]
+        spans = slot_spans(item.sequence.segments, self.layout.block_size, item.start, end)
+        for key_or_value in (KEY, VALUE):
+            rows = memoryview(_rows(self.layout, tokens, item.start, layer, key_or_value))
+            written = 0
+            for slot, count in spans:
+                num_bytes = count * self.layout.token_bytes
+                at = self.layout.offset(self._num_blocks, layer, key_or_value, slot)
+                self._arena[at : at + num_bytes] = rows[written : written + num_bytes]
+                written += num_bytes
+
+    def _next_token(self, item: StepItem) -> int:
+        assert self._arena is not None, "the engine is closed"
+        digest = xxhash.xxh3_64()
+        spans = slot_spans(item.sequence.segments, self.layout.block_size, 0, item.start + item.num_tokens)
+        for layer in range(self.layout.num_layers):
+            for key_or_value in (KEY, VALUE):
+                for slot, count in spans:
+                    at = self.layout.offset(self._num_blocks, layer, key_or_value, slot)
+                    digest.update(self._arena[at : at + count * self.layout.token_bytes])
+        return _choose(digest.intdigest(), item.sequence.sampling, item.sequence.index, self.vocab_size)
+
+
+def fake_answer(
+    layout: KVLayout, prompt: Seq[int], sampling: SamplingParams, *, vocab_size: int = 256, eos: Seq[int] = ()
+) -> list[int]:
+    """Return the answer that a FakeEngine gives when all KV is right, computed without any arena."""
+    tokens = list(prompt)
+    stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
+    for index in range(sampling.max_tokens):
+        digest = xxhash.xxh3_64()
+        for layer in range(layout.num_layers):
+            for key_or_value in (KEY, VALUE):
+                digest.update(_rows(layout, tokens, 0, layer, key_or_value))
+        tokens.append(_choose(digest.intdigest(), sampling, index, vocab_size))
+        if tokens[-1] in stops:
+            break
+    return tokens[len(prompt) :]
+
+
+def _rows(layout: KVLayout, tokens: Seq[int], start: int, layer: int, key_or_value: int) -> bytes:
+    """Return what stands in the arena for `tokens` from position `start` on: `token_bytes` bytes each."""
+    positions = np.arange(start, start + len(tokens), dtype=np.uint64)
+    words = np.array(tokens, dtype=np.uint64) << np.uint64(32) ^ positions << np.uint64(8)
+    words ^= np.uint64(layer * 2 + key_or_value)
+    # splitmix64's finalizer (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
+    words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    words ^= words >> np.uint64(31)
+    num_words = -(-layout.token_bytes // 8)
+    repeated: Words = np.repeat(words[:, None], num_words, axis=1)
+    return repeated.view(np.uint8)[:, : layout.token_bytes].tobytes()
+
+
+def _choose(digest: int, sampling: SamplingParams, index: int, vocab_size: int) -> int:
+    """Greedy: the context alone decides. Otherwise seed and index do too."""
+    if sampling.temperature <= 0:
+        return digest % vocab_size
+    return xxhash.xxh3_64_intdigest(f"{digest}:{sampling.seed}:{index}".encode()) % vocab_size

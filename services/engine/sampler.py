@@ -1,0 +1,168 @@
+"""From logits to tokens. A token's random number depends on (seed, its index in the answer) only, so that a second
+attempt, on whatever worker and in whatever batch, draws the very tokens of the first.
+
+The order is Hugging Face's and OpenAI's: temperature, then top_k, then top_p. What is kept is then drawn from by
+inverting the cumulative distribution over token ids in id order, which no sort's treatment of ties can change.
+"""
+
+import hashlib
+from collections.abc import Sequence as Seq
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from schemas.request import SamplingParams
+
+NEAR_TIE = 1e-4
+"""Below this, two computations of the same logits in float32 may rightly choose differently."""
+FIRST_CANDIDATES = 1024
+"""Most top_p sets are far smaller than a vocabulary: try so many before sorting all of it."""
+
+
+class NotFiniteError(ArithmeticError):
+    """The model computed logits that are no numbers: its input, its KV or its weights are broken."""
+
+
+class _Choice(NamedTuple):
+    """The tokens that may be drawn, in id order, and their cumulative probability (float64, ends at `total`)."""
+
+    token_ids: Tensor
+    cumulative: Tensor
+    total: float
+
+
+def uniform(seed: int, index: int) -> float:
+    """Return the random number in [0, 1) of the answer's token `index`: 53 bits of blake2b over seed and index.
+
+    A keyed hash is a counter-based generator like Philox, takes a seed of any size, and is the same in every
+    process, on every machine and under every version of every library.
+    """
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8, person=b"kvmesh-sampler").digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def sample(logits: Tensor, params: Seq[tuple[SamplingParams, int]]) -> list[int]:
+    """Return one token id per row of `logits` ([n, vocab]); `params` holds each row's parameters and index.
+
+    Temperature 0 is greedy. Raises NotFiniteError when a row holds NaN or has no finite maximum.
+    """
+    if not params:
+        return []
+    best, best_ids = logits.max(dim=-1)
+    if not bool(torch.isfinite(best).all()):
+        raise NotFiniteError(
+            f"logits of {int((~torch.isfinite(best)).sum())} of {len(params)} sequences are not finite"
+        )
+    token_ids = cast(list[int], best_ids.tolist())  # pyright: ignore[reportUnknownMemberType]
+    for row, (sampling, index) in enumerate(params):
+        if sampling.temperature > 0:
+            token_ids[row] = _draw(_choice(logits[row].float(), sampling), uniform(sampling.seed, index))
+    return token_ids
+
+
+def near_tie(logits: Tensor, sampling: SamplingParams, index: int) -> bool:
+    """Say whether another correct computation of these logits ([vocab]) could choose another token.
+
+    Greedy: the two best logits are closer than 1e-4 of the logits' spread (maximum - minimum). Sampled: the random
+    number lies within 1e-4 of a border of the chosen token's interval, or the kept set is itself a near-tie: the
+    logits at the border of top_k are closer than 1e-4 of the spread, or top_p is within 1e-4 of a partial sum there.
+    """
+    row = logits.float()
+    if sampling.temperature <= 0:
+        return greedy_gap(row) < NEAR_TIE
+    choice = _choice(row, sampling)
+    number = uniform(sampling.seed, index)
+    at = _position(choice, number)
+    upper = float(choice.cumulative[at]) / choice.total
+    lower = float(choice.cumulative[at - 1]) / choice.total if at else 0.0
+    # The outermost borders, 0 and 1, are no borders: there is no token beyond them.
+    if (at and number - lower < NEAR_TIE) or (at + 1 < len(choice.token_ids) and upper - number < NEAR_TIE):
+        return True
+    return _set_near_tie(row, sampling)
+
+
+def greedy_gap(logits: Tensor) -> float:
+    """Return the gap between the two best of `logits` ([vocab]), relative to their spread."""
+    best = torch.topk(logits.float(), 2).values
+    finite = logits[torch.isfinite(logits)]
+    spread = float(finite.max() - finite.min())
+    return float(best[0] - best[1]) / spread if spread > 0 else 0.0
+
+
+def _choice(row: Tensor, sampling: SamplingParams) -> _Choice:
+    """Return what `row` ([vocab], float32) leaves to draw from."""
+    # The maximum goes first: a tiny temperature then drives the others to -inf, not the best to +inf.
+    weights = torch.exp((row - row.max()) / sampling.temperature)
+    kept = _filter(weights, sampling)
+    if kept is not None:
+        weights = weights[kept]
+    cumulative = torch.cumsum(weights, dim=0, dtype=torch.float64)
+    token_ids = kept if kept is not None else torch.arange(len(row))
+    return _Choice(token_ids, cumulative, float(cumulative[-1]))
+
+
+def _filter(weights: Tensor, sampling: SamplingParams) -> Tensor | None:
+    """Return the ids, ascending, that top_k and top_p keep of unnormalized probabilities; None: all of them."""
+    kept: Tensor | None = None
+    if 0 < sampling.top_k < len(weights):
+        # Ties at the border are kept, as in transformers' TopKLogitsWarper.
+        threshold = torch.topk(weights, sampling.top_k).values[-1]
+        kept = torch.nonzero(weights >= threshold)[:, 0]
+        weights = weights[kept]
+    if sampling.top_p < 1:
+        nucleus = _nucleus(weights, sampling.top_p)
+        kept = nucleus if kept is None else kept[nucleus]
+    return kept
+
+
+def _nucleus(weights: Tensor, top_p: float) -> Tensor:
+    """Return the positions, ascending, of the smallest set whose mass reaches `top_p`; among equals the first ones."""
+    ordered, _, count = _partial_sums(weights, top_p)
+    threshold = ordered[count - 1]
+    above = weights > threshold
+    num_ties = count - int(above.sum())
+    above[torch.nonzero(weights == threshold)[:num_ties, 0]] = True
+    return torch.nonzero(above)[:, 0]
+
+
+def _partial_sums(weights: Tensor, top_p: float) -> tuple[Tensor, Tensor, int]:
+    """Return the largest weights in descending order, their partial sums, and how many of them reach `top_p`."""
+    target = float(weights.sum(dtype=torch.float64)) * top_p
+    for num_candidates in (FIRST_CANDIDATES, len(weights)):
+        ordered = torch.topk(weights, min(num_candidates, len(weights))).values
+        partial = torch.cumsum(ordered, dim=0, dtype=torch.float64)
+        if float(partial[-1]) >= target:
+            break
+    count = int(torch.searchsorted(partial, target)) + 1
+    return ordered, partial, min(count, len(ordered))
+
+
+def _position(choice: _Choice, number: float) -> int:
+    """Return where `number` of [0, 1) falls: the first position whose cumulative probability exceeds it."""
+    at = int(torch.searchsorted(choice.cumulative, number * choice.total, right=True))
+    if at < len(choice.token_ids):
+        return at
+    # number * total rounded up to the total: the last token with any probability.
+    return int(torch.searchsorted(choice.cumulative, choice.total))
+
+
+def _draw(choice: _Choice, number: float) -> int:
+    return int(choice.token_ids[_position(choice, number)])
+
+
+def _set_near_tie(row: Tensor, sampling: SamplingParams) -> bool:
+    """Say whether the border of the kept set could move."""
+    if 0 < sampling.top_k < len(row):
+        border = torch.topk(row, sampling.top_k + 1).values
+        spread = float(row.max() - row[torch.isfinite(row)].min())
+        if float(border[-2] - border[-1]) < NEAR_TIE * spread:
+            return True
+    if sampling.top_p >= 1:
+        return False
+    weights = torch.exp((row - row.max()) / sampling.temperature)
+    if 0 < sampling.top_k < len(row):
+        weights = weights[weights >= torch.topk(weights, sampling.top_k).values[-1]]
+    _, partial, count = _partial_sums(weights, sampling.top_p)
+    mass = partial / float(weights.sum(dtype=torch.float64))
+    return bool((mass[max(0, count - 2) : count] - sampling.top_p).abs().min() < NEAR_TIE)

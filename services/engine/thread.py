@@ -1,0 +1,181 @@
+"""The thread that an engine runs on: takes sequences in, steps, tells what came of it.
+
+Every submitted sequence ends in exactly one way, told on the engine's thread: a step's SampledToken with `local_end`,
+`on_failure`, or `on_removed`. Only then may its blocks be used for something else.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from schemas.ids import RequestId
+from services.engine.base import Engine, Sequence, StepCallback, StepItem
+from services.engine.batch import Batch
+
+log = logging.getLogger(__name__)
+
+
+class EngineLoad(NamedTuple):
+    """What the batch had to do when it was last looked at, with what has been submitted since."""
+
+    num_running: int
+    num_queued: int
+    num_uncomputed_tokens: int
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine's thread takes nothing any more."""
+
+
+class InvalidSequenceError(ValueError):
+    """The sequence could not be computed: it would fail everybody's step."""
+
+
+class _Cancel(NamedTuple):
+    request_id: RequestId
+    attempt: int
+
+
+class EngineThread:
+    """Runs an engine's steps on one thread. `submit`, `cancel` and `load` may be called from any thread.
+
+    Callbacks run on the engine's thread between steps, so they must be quick; one that raises is logged.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        batch: Batch,
+        on_step: StepCallback,
+        on_failure: Callable[[list[Sequence], str], None],
+        on_removed: Callable[[Sequence], None],
+    ) -> None:
+        self._engine = engine
+        self._batch = batch
+        self._on_step = on_step
+        self._on_failure = on_failure
+        self._on_removed = on_removed
+        self._changed = threading.Condition()
+        self._inbox: deque[Sequence | _Cancel] = deque()
+        self._stopping = False
+        self._batch_load = EngineLoad(0, 0, 0)
+        # A daemon, so that a step that hangs cannot keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout: float) -> bool:
+        """End after the running step, failing what is left. Say whether the thread ended within `timeout` seconds."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def submit(self, sequence: Sequence) -> None:
+        """Put a sequence in line; from here on it is the engine thread's.
+
+        Raises InvalidSequenceError when its tokens or its segments cannot be right, EngineStoppedError after `stop`.
+        """
+        self._check(sequence)
+        self._put(sequence)
+
+    def cancel(self, request_id: RequestId, attempt: int) -> None:
+        """Take a sequence out after the running step. `on_removed` tells when; nothing does if it has ended before.
+
+        Raises EngineStoppedError after `stop`.
+        """
+        self._put(_Cancel(request_id, attempt))
+
+    def load(self) -> EngineLoad:
+        """Return what there is to do."""
+        with self._changed:
+            running, queued, num_tokens = self._batch_load
+            waiting = [entry for entry in self._inbox if isinstance(entry, Sequence)]
+        uncomputed = sum(sequence.num_uncomputed_tokens for sequence in waiting)
+        return EngineLoad(running, queued + len(waiting), num_tokens + uncomputed)
+
+    def _check(self, sequence: Sequence) -> None:
+        num_slots = sum(segment.num_blocks for segment in sequence.segments) * self._engine.layout.block_size
+        needed = self._batch.num_tokens_to_store(sequence)
+        if needed > num_slots:
+            raise InvalidSequenceError(f"{sequence.request_id} can come to need {needed} slots and has {num_slots}")
+        if not 0 <= sequence.num_computed_tokens < len(sequence.token_ids):
+            raise InvalidSequenceError(f"{sequence.request_id} has no token to compute")
+        if sequence.index >= sequence.sampling.max_tokens:
+            raise InvalidSequenceError(f"{sequence.request_id} has had all its {sequence.sampling.max_tokens} tokens")
+        if not 0 <= min(sequence.token_ids) <= max(sequence.token_ids) < self._engine.vocab_size:
+            raise InvalidSequenceError(f"{sequence.request_id} has a token outside the vocabulary")
+
+    def _put(self, entry: Sequence | _Cancel) -> None:
+        with self._changed:
+            if self._stopping:
+                raise EngineStoppedError("the engine is stopping")
+            self._inbox.append(entry)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while self._take():
+            if items := self._batch.plan():
+                self._step(items)
+        self._end()
+
+    def _take(self) -> bool:
+        """Wait until there is something to do and take the inbox in. False: it is time to end."""
+        with self._changed:
+            self._update_load()
+            while not (self._inbox or self._stopping or len(self._batch)):
+                self._changed.wait()
+            if self._stopping:
+                return False
+            entries = list(self._inbox)
+            self._inbox.clear()
+            removed = [sequence for entry in entries if (sequence := self._apply(entry)) is not None]
+            self._update_load()
+        for sequence in removed:
+            self._tell(self._on_removed, sequence)
+        return True
+
+    def _apply(self, entry: Sequence | _Cancel) -> Sequence | None:
+        """Add or remove; return what was removed."""
+        if isinstance(entry, _Cancel):
+            return self._batch.remove(*entry)
+        self._batch.add(entry)
+        return None
+
+    def _step(self, items: list[StepItem]) -> None:
+        started_ns = time.time_ns()
+        try:
+            token_ids = self._engine.step(items)
+        except Exception as error:
+            log.exception("an engine step of %d sequences failed", len(items))
+            sequences = [item.sequence for item in items]
+            for sequence in sequences:
+                self._batch.remove(sequence.request_id, sequence.attempt)
+            self._tell(self._on_failure, sequences, f"{type(error).__name__}: {error}")
+            return
+        self._tell(self._on_step, self._batch.commit(items, token_ids, started_ns, time.time_ns()))
+
+    def _end(self) -> None:
+        with self._changed:
+            for entry in self._inbox:
+                self._apply(entry)
+            self._inbox.clear()
+            self._batch_load = EngineLoad(0, 0, 0)
+        if left := self._batch.clear():
+            self._tell(self._on_failure, left, "the engine was stopped")
+
+    def _update_load(self) -> None:
+        batch = self._batch
+        self._batch_load = EngineLoad(batch.num_running, batch.num_queued, batch.num_uncomputed_tokens)
+
+    def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
+        try:
+            callback(*arguments)
+        except Exception:
+            log.exception("the callback %r failed", callback)

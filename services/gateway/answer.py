@@ -1,0 +1,294 @@
+"""Writes one HTTP request's answer, whole or streamed, and ends its span and metrics."""
+
+import asyncio
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from litestar.types import Receive, Scope, Send
+
+from schemas.ids import RequestId
+from schemas.request import FinishReason, TransferReport
+from services.gateway.core import Abandon, Deliver, Fail, Finish, Output
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.replies import (
+    DONE,
+    EVENT_STREAM_TYPE,
+    JSON_TYPE,
+    MeshUsage,
+    Style,
+    Usage,
+    encode_reply,
+    error_of_fail,
+    event,
+    retry_after_of,
+    usage_of,
+)
+from services.gateway.requests import Job, LiveRequest, Mailbox, Requests
+from services.gateway.text import Detokenizer, StopMatcher
+from services.telemetry import Key, OpenSpan
+
+WRITE_GRACE_S = 5.0
+"""How long after the deadline a slow reader may still take what was written."""
+
+
+@dataclass(slots=True, eq=False)
+class ChoiceText:
+    """One choice's tokens as text. `hidden_ids` end an answer and are not shown."""
+
+    detokenizer: Detokenizer
+    matcher: StopMatcher
+    hidden_ids: Collection[int]
+    num_tokens: int = 0
+    parts: list[str] = field(default_factory=list[str])
+    finish_reason: FinishReason | None = None
+    written_s: float = 0.0
+
+    def deliver(self, tokens: tuple[int, ...]) -> str:
+        """Return the text that is now certain."""
+        self.num_tokens += len(tokens)
+        shown = [token for token in tokens if token not in self.hidden_ids]
+        return self.matcher.feed(self.detokenizer.feed(shown))
+
+    def finish(self, reason: FinishReason) -> str:
+        """Return the rest of the text. A stop string that only the rest completes counts as well."""
+        text = self.matcher.feed(self.detokenizer.flush()) + self.matcher.flush()
+        self.finish_reason = "stop" if self.matcher.matched else reason
+        return text
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """One HTTP request to be answered. Times are of the monotonic clock."""
+
+    request_id: RequestId
+    route: str
+    root: OpenSpan
+    read_s: float
+    """When the HTTP body had been read."""
+    style: Style
+    stream: bool
+    include_usage: bool
+    jobs: list[Job]
+    texts: list[ChoiceText]
+    num_prompt_tokens: int
+    timeout_s: float
+
+
+class Answer:
+    """The ASGI response of a generation.
+
+    TTFT is the time from the HTTP body being read to token 0 being written to the client; for an answer that is not
+    streamed, to the moment in which token 0 could have been written.
+    """
+
+    def __init__(self, call: Call, requests: Requests, metrics: GatewayMetrics) -> None:
+        self._call = call
+        self._requests = requests
+        self._metrics = metrics
+        self._mailbox = Mailbox()
+        self._lives: list[LiveRequest] = []
+        self._ttft_s: float | None = None
+        self._status = 0
+        self._outcome = "ok"
+        self._error = ""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = self._call
+        for number, job in enumerate(call.jobs):
+            self._lives.append(self._requests.submit(job, number, self._mailbox))
+        async with asyncio.TaskGroup() as tasks:
+            watcher = tasks.create_task(self._watch(receive), name=f"watch client of {call.request_id}")
+            try:
+                async with asyncio.timeout(call.timeout_s + WRITE_GRACE_S):
+                    await (self._stream(send) if call.stream else self._whole(send))
+            except TimeoutError:
+                self._outcome, self._error = "slow_client", "the client did not read its answer by the deadline"
+            except asyncio.CancelledError:
+                self._outcome = self._error = "cancelled"
+                raise
+            finally:
+                watcher.cancel()
+                self._abandon("the answer has ended")
+                self._close()
+
+    async def _watch(self, receive: Receive) -> None:
+        """Cancel everywhere as soon as the client is gone."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._abandon("the client has disconnected")
+
+    async def _stream(self, send: Send) -> None:
+        num_open = len(self._lives)
+        while num_open:
+            chunks: list[bytes] = []
+            items = await self._mailbox.take()
+            for number, output in items:
+                match self._settle(number, output):
+                    case Deliver(tokens=tokens):
+                        chunks.append(self._text_chunk(number, tokens))
+                    case Finish(reason=reason):
+                        num_open -= 1
+                        chunks.append(self._last_chunk(number, reason))
+                    case Fail() as fail:
+                        await self._write_stream(send, chunks)
+                        await self._fail(send, fail)
+                        return
+                    case Abandon(reason=reason):
+                        self._outcome, self._error = "client_gone", reason
+                        return
+            await self._write_stream(send, chunks)
+            self._observe_writes(items)
+        if self._call.include_usage:
+            await _send_body(send, self._call.style.usage_chunk(self._usage()), more=True)
+        await _send_body(send, DONE, more=False)
+
+    async def _whole(self, send: Send) -> None:
+        num_open = len(self._lives)
+        while num_open:
+            items = await self._mailbox.take()
+            for number, output in items:
+                text = self._call.texts[number]
+                match self._settle(number, output):
+                    case Deliver(tokens=tokens):
+                        text.parts.append(text.deliver(tokens))
+                        self._check_stop(number)
+                    case Finish(reason=reason):
+                        num_open -= 1
+                        text.parts.append(text.finish(reason))
+                    case Fail() as fail:
+                        await self._fail(send, fail)
+                        return
+                    case Abandon(reason=reason):
+                        self._outcome, self._error = "client_gone", reason
+                        return
+            self._observe_writes(items)
+        texts = self._call.texts
+        body = self._call.style.whole([("".join(t.parts), t.finish_reason) for t in texts], self._usage())
+        await self._begin(send, 200, JSON_TYPE, {"content-length": str(len(body))})
+        await _send_body(send, body, more=False)
+
+    def _settle(self, number: int, output: Output) -> Output:
+        """Once a choice's text has reached its stop string it is complete, whatever else became of the request."""
+        if self._call.texts[number].matcher.matched and isinstance(output, Fail):
+            return Finish("stop")
+        return output
+
+    def _text_chunk(self, number: int, tokens: tuple[int, ...]) -> bytes:
+        text = self._call.texts[number]
+        first = text.num_tokens == 0
+        delta = text.deliver(tokens)
+        self._check_stop(number)
+        return self._call.style.chunk(number, delta, first=first)
+
+    def _last_chunk(self, number: int, reason: FinishReason) -> bytes:
+        text = self._call.texts[number]
+        rest = text.finish(reason)
+        return self._call.style.chunk(number, rest, first=text.num_tokens == 0, finish_reason=text.finish_reason)
+
+    def _check_stop(self, number: int) -> None:
+        if self._call.texts[number].matcher.matched:
+            self._requests.stop_matched(self._lives[number])
+
+    def _observe_writes(self, items: list[tuple[int, Output]]) -> None:
+        now_s = time.monotonic()
+        for number, output in items:
+            if not isinstance(output, Deliver):
+                continue
+            text = self._call.texts[number]
+            if text.written_s:
+                self._metrics.itl.observe(now_s - text.written_s)
+            text.written_s = now_s
+            if self._ttft_s is None:
+                self._ttft_s = now_s - self._call.read_s
+                self._metrics.ttft.observe(self._ttft_s)
+
+    async def _write_stream(self, send: Send, chunks: list[bytes]) -> None:
+        if not chunks:
+            return
+        if not self._status:
+            await self._begin(send, 200, EVENT_STREAM_TYPE, {"cache-control": "no-cache"})
+        await _send_body(send, b"".join(chunks), more=True)
+
+    async def _begin(self, send: Send, status: int, content_type: bytes, headers: Mapping[str, str]) -> None:
+        self._status = status
+        named = {"x-request-id": self._call.request_id, "traceparent": self._call.root.traceparent, **headers}
+        encoded = [(name.encode(), value.encode()) for name, value in named.items()]
+        encoded.append((b"content-type", content_type))
+        await send({"type": "http.response.start", "status": status, "headers": encoded})
+
+    async def _fail(self, send: Send, fail: Fail) -> None:
+        """Answer with an error; in the middle of a stream, with an error event and no [DONE]."""
+        self._outcome, self._error = fail.code, fail.message
+        self._abandon("another choice has failed")
+        reply = error_of_fail(fail)
+        if self._status:
+            await _send_body(send, event(reply), more=False)
+            return
+        body = encode_reply(reply)
+        headers = {"content-length": str(len(body))}
+        if retry_after := retry_after_of(fail):
+            headers["retry-after"] = retry_after
+        await self._begin(send, fail.status, JSON_TYPE, headers)
+        await _send_body(send, body, more=False)
+
+    def _abandon(self, reason: str) -> None:
+        for live in self._lives:
+            self._requests.abandon(live, reason)
+
+    def _report(self) -> TransferReport:
+        reports = [live.core.report for live in self._lives]
+        return TransferReport(
+            transferred_tokens=sum(r.transferred_tokens for r in reports),
+            recomputed_tokens=sum(r.recomputed_tokens for r in reports),
+            cached_tokens=sum(r.cached_tokens for r in reports),
+            carrier=next((r.carrier for r in reports if r.carrier), ""),
+        )
+
+    def _usage(self) -> Usage:
+        report, last = self._report(), self._lives[-1].core
+        mesh = MeshUsage(
+            request_id=self._call.request_id,
+            transferred_tokens=report.transferred_tokens,
+            recomputed_tokens=report.recomputed_tokens,
+            carrier=report.carrier,
+            prefill_worker=last.prefill_worker or "",
+            decode_worker=last.decode_worker or last.prefill_worker or "",
+            num_retries=self._num_retries(),
+        )
+        return usage_of(self._call.num_prompt_tokens, self._num_completion_tokens(), report, mesh)
+
+    def _num_completion_tokens(self) -> int:
+        return sum(text.num_tokens for text in self._call.texts)
+
+    def _num_retries(self) -> int:
+        return sum(live.core.attempt - 1 for live in self._lives)
+
+    def _close(self) -> None:
+        """Count the request and end its span."""
+        call, metrics, report = self._call, self._metrics, self._report()
+        num_completion = self._num_completion_tokens()
+        metrics.requests.labels(call.route, str(self._status), self._outcome).inc()
+        metrics.duration.observe(time.monotonic() - call.read_s)
+        metrics.prompt_tokens.inc(call.num_prompt_tokens)
+        metrics.completion_tokens.inc(num_completion)
+        metrics.cached_tokens.inc(report.cached_tokens)
+        metrics.transferred_tokens.inc(report.transferred_tokens)
+        metrics.recomputed_tokens.inc(report.recomputed_tokens)
+        metrics.retries.inc(self._num_retries())
+        last = self._lives[-1].core
+        attributes: dict[str, str | int | float] = {
+            Key.INPUT_TOKENS: call.num_prompt_tokens,
+            Key.OUTPUT_TOKENS: num_completion,
+            Key.PREFILL_WORKER: last.prefill_worker or "",
+            Key.DECODE_WORKER: last.decode_worker or "",
+            Key.ATTEMPT: last.attempt,
+            Key.OUTCOME: self._outcome,
+        }
+        if self._ttft_s is not None:
+            attributes[Key.TTFT_MS] = self._ttft_s * 1000
+        call.root.end(attributes, self._error)
+
+
+async def _send_body(send: Send, body: bytes, *, more: bool) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})

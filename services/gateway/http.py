@@ -1,0 +1,238 @@
+"""The HTTP surface: routes, health, metrics, and errors in OpenAI's shape."""
+
+import logging
+import time
+from dataclasses import dataclass
+
+from litestar import Litestar, Request, Response, get, post
+from litestar.datastructures import State
+from litestar.exceptions import HTTPException
+from litestar.openapi import OpenAPIConfig
+from litestar.params import FromPath
+from litestar.response.base import ASGIResponse
+from litestar.types import ASGIApp
+
+from schemas import subjects
+from schemas.ids import RequestId, new_id
+from schemas.worker import DescribeFleet, FleetDescribed
+from services.bus.base import BusError
+from services.bus.typed import TypedBus
+from services.config import GatewayConfig
+from services.gateway.answer import Answer, Call, ChoiceText
+from services.gateway.core import DEFAULT_RETRY_AFTER_MS, Fail
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.openai import ChatBody, CompletionBody, InvalidRequestError, decode_chat, decode_completion
+from services.gateway.prepare import Prepared, ServedModel, make_jobs, prepare
+from services.gateway.replies import (
+    ErrorReply,
+    HealthReply,
+    ModelReply,
+    ModelsReply,
+    Style,
+    encode_reply,
+    error_of_fail,
+    error_of_invalid,
+    retry_after_of,
+)
+from services.gateway.requests import Requests
+from services.gateway.text import StopMatcher
+from services.runtime import now_ms
+from services.telemetry import Key, OpenSpan, SpanName, Telemetry
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 24 * 1024 * 1024
+"""Room for the largest prompt that fits into a bus message, written as JSON token ids."""
+HEALTH_TIMEOUT_S = 2.0
+COMPLETIONS = "/v1/completions"
+CHAT_COMPLETIONS = "/v1/chat/completions"
+
+HttpRequest = Request[object, object, State]
+
+
+@dataclass(kw_only=True)
+class Gateway:
+    """What the routes share. `stopping`: intake has ended."""
+
+    config: GatewayConfig
+    model: ServedModel
+    requests: Requests
+    telemetry: Telemetry
+    metrics: GatewayMetrics
+    door: TypedBus
+    started_s: int
+    stopping: bool = False
+
+
+def build_app(gateway: Gateway) -> Litestar:
+    """Return the ASGI application of one gateway."""
+
+    @post(COMPLETIONS, summary="OpenAI completions")
+    async def completions(request: HttpRequest) -> ASGIApp:
+        return await _generate(gateway, request, COMPLETIONS)
+
+    @post(CHAT_COMPLETIONS, summary="OpenAI chat completions")
+    async def chat_completions(request: HttpRequest) -> ASGIApp:
+        return await _generate(gateway, request, CHAT_COMPLETIONS)
+
+    @get("/v1/models", summary="The model that is served")
+    async def models() -> Response[bytes]:
+        return _json(encode_reply(ModelsReply(data=tuple(_model_reply(gateway, name) for name in _names(gateway)))))
+
+    @get("/v1/models/{model_id:path}", summary="One model")
+    async def model(model_id: FromPath[str]) -> Response[bytes]:
+        name = model_id.lstrip("/")
+        if name not in gateway.model.names:
+            error = InvalidRequestError(f"there is no model {name!r} here", "model", "model_not_found", 404)
+            return _error(error_of_invalid(error), 404)
+        return _json(encode_reply(_model_reply(gateway, name)))
+
+    @get("/health", summary="Could a request be served now?")
+    async def health() -> Response[bytes]:
+        reason = await _unhealthy_reason(gateway)
+        if reason:
+            return _json(encode_reply(HealthReply(status="unavailable", reason=reason)), 503)
+        return _json(encode_reply(HealthReply(status="ok")))
+
+    @get("/metrics", summary="Prometheus metrics")
+    async def metrics() -> Response[bytes]:
+        return Response(gateway.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return Litestar(
+        route_handlers=[completions, chat_completions, models, model, health, metrics],
+        exception_handlers={HTTPException: _on_http_exception, Exception: _on_exception},
+        request_max_body_size=MAX_BODY_BYTES,
+        logging_config=None,
+        openapi_config=OpenAPIConfig(title="kvmesh", version="1"),
+    )
+
+
+async def _generate(gateway: Gateway, request: HttpRequest, route: str) -> ASGIApp:
+    """Return the response that answers a generation, or says what is wrong with it."""
+    request_id = RequestId(new_id("req"))
+    body = await _read(request)
+    read_s = time.monotonic()
+    parent = request.headers.get("traceparent", "")
+    root = gateway.telemetry.start(f"POST {route}", parent, {Key.REQUEST_ID: request_id}, server=True)
+    try:
+        if isinstance(body, InvalidRequestError):
+            raise body
+        if gateway.stopping:
+            return _refuse_stopping(gateway, route, root)
+        call = await _call(gateway, route, body, request_id, root, read_s)
+    except InvalidRequestError as error:
+        gateway.metrics.requests.labels(route, str(error.status), "invalid").inc()
+        root.end({Key.OUTCOME: "invalid"}, error.message)
+        headers = {"x-request-id": request_id, "traceparent": root.traceparent}
+        return _asgi_error(error_of_invalid(error), error.status, headers)
+    except BaseException as error:
+        root.end({Key.OUTCOME: "failed"}, type(error).__name__)
+        raise
+    return Answer(call, gateway.requests, gateway.metrics)
+
+
+async def _read(request: HttpRequest) -> bytes | InvalidRequestError:
+    try:
+        return await request.body()
+    except HTTPException as error:
+        if error.status_code != 413:
+            raise
+        return InvalidRequestError(f"the body is over {MAX_BODY_BYTES} bytes", None, "request_too_large", 413)
+
+
+async def _call(
+    gateway: Gateway, route: str, payload: bytes, request_id: RequestId, root: OpenSpan, read_s: float
+) -> Call:
+    """Check and tokenize a body. Raises InvalidRequestError."""
+    deadline_ms = now_ms() + round(gateway.config.request_timeout_s * 1000)
+    body: CompletionBody | ChatBody = decode_chat(payload) if route == CHAT_COMPLETIONS else decode_completion(payload)
+    with gateway.telemetry.span(SpanName.TOKENIZE, root.traceparent, {Key.REQUEST_ID: request_id}) as span:
+        prepared = await prepare(gateway.model, body)
+        jobs = await make_jobs(gateway.model, prepared, request_id, deadline_ms, root.traceparent)
+        span.attributes[Key.NUM_TOKENS] = sum(map(len, prepared.prompts))
+    choices, model = prepared.choices, gateway.model
+    root.attributes[Key.MODEL] = model.name
+    style = Style(
+        chat=route == CHAT_COMPLETIONS,
+        hex_id=request_id.removeprefix("req-"),
+        created=int(time.time()),
+        model=choices.model,
+        include_usage=choices.include_usage,
+    )
+    return Call(
+        request_id=request_id,
+        route=route,
+        root=root,
+        read_s=read_s,
+        style=style,
+        stream=choices.stream,
+        include_usage=choices.include_usage,
+        jobs=jobs,
+        texts=[_choice_text(model, prepared) for _ in jobs],
+        num_prompt_tokens=sum(map(len, prepared.prompts)),
+        timeout_s=gateway.config.request_timeout_s,
+    )
+
+
+def _choice_text(model: ServedModel, prepared: Prepared) -> ChoiceText:
+    choices = prepared.choices
+    hidden = set(choices.stop_token_ids) | (set[int]() if choices.ignore_eos else model.eos_token_ids)
+    return ChoiceText(model.codec.detokenizer(), StopMatcher(choices.stops), hidden)
+
+
+def _refuse_stopping(gateway: Gateway, route: str, root: OpenSpan) -> ASGIApp:
+    fail = Fail("draining", "this gateway is shutting down", 503, DEFAULT_RETRY_AFTER_MS)
+    gateway.metrics.requests.labels(route, "503", fail.code).inc()
+    root.end({Key.OUTCOME: fail.code}, fail.message)
+    return _asgi_error(error_of_fail(fail), 503, {"retry-after": retry_after_of(fail)})
+
+
+async def _unhealthy_reason(gateway: Gateway) -> str:
+    """Say why no request could be served now; empty if one could."""
+    if gateway.stopping:
+        return "this gateway is shutting down"
+    try:
+        fleet = await gateway.door.ask(subjects.FLEET, (), DescribeFleet(), HEALTH_TIMEOUT_S)
+    except BusError as error:
+        return f"no scheduler answers: {error.reason}"
+    assert isinstance(fleet, FleetDescribed), "the subject's table allows no other reply"
+    if not fleet.ready:
+        return f"no request could be placed: {len(fleet.workers)} workers are known, and they are not enough"
+    fingerprint = gateway.model.layout.fingerprint
+    if all(load.worker.fingerprint != fingerprint for load in fleet.workers):
+        return f"no worker serves this gateway's model {gateway.model.name} ({fingerprint})"
+    return ""
+
+
+def _names(gateway: Gateway) -> list[str]:
+    """The name that clients should use stands first."""
+    return [gateway.model.name, *sorted(gateway.model.names - {gateway.model.name})]
+
+
+def _model_reply(gateway: Gateway, name: str) -> ModelReply:
+    return ModelReply(id=name, created=gateway.started_s, context_length=gateway.model.context_length)
+
+
+def _on_http_exception(request: HttpRequest, error: HTTPException) -> Response[bytes]:
+    """404, 405 and their like, in OpenAI's shape."""
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    invalid = InvalidRequestError(message, status=error.status_code)
+    return _error(error_of_invalid(invalid), error.status_code, dict(error.headers or {}))
+
+
+def _on_exception(request: HttpRequest, error: Exception) -> Response[bytes]:
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return _error(error_of_fail(Fail("internal", "an internal error; see the gateway's log", 500)), 500)
+
+
+def _error(reply: ErrorReply, status: int, headers: dict[str, str] | None = None) -> Response[bytes]:
+    return _json(encode_reply(reply), status, headers)
+
+
+def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response[bytes]:
+    return Response(body, status_code=status, media_type="application/json", headers=headers)
+
+
+def _asgi_error(reply: ErrorReply, status: int, headers: dict[str, str]) -> ASGIApp:
+    """Like `_error`, for a route whose other answer is an ASGI application."""
+    return ASGIResponse(body=encode_reply(reply), status_code=status, media_type="application/json", headers=headers)

@@ -1,0 +1,190 @@
+"""OpenAI's API as it is answered: structs for whole answers, streamed chunks and errors, and their encoding."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from schemas.request import FinishReason, TransferReport
+from services.gateway.core import Fail
+from services.gateway.openai import InvalidRequestError
+
+DONE = b"data: [DONE]\n\n"
+JSON_TYPE = b"application/json"
+EVENT_STREAM_TYPE = b"text/event-stream; charset=utf-8"
+
+_encode = msgspec.json.Encoder().encode
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    error: ErrorBody
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class MeshUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Our extension: what happened to the request. Workers are those of the last attempt of the last choice."""
+
+    request_id: str
+    transferred_tokens: int
+    recomputed_tokens: int
+    carrier: str
+    prefill_worker: str
+    decode_worker: str
+    num_retries: int
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    kvmesh: MeshUsage
+
+
+class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    text: str
+    logprobs: None = None
+    finish_reason: FinishReason | None = None
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    role: str = ""
+    content: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class DeltaChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    delta: Delta
+    logprobs: None = None
+    finish_reason: FinishReason | None = None
+
+
+class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class MessageChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    message: AssistantMessage
+    logprobs: None = None
+    finish_reason: FinishReason | None = None
+
+
+Choice = TextChoice | DeltaChoice | MessageChoice
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole answer, or one chunk of a streamed one."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: tuple[Choice, ...]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class ModelReply(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    created: int
+    object: str = "model"
+    owned_by: str = "kvmesh"
+    context_length: int = 0
+
+
+class ModelsReply(msgspec.Struct, frozen=True, kw_only=True):
+    data: tuple[ModelReply, ...]
+    object: str = "list"
+
+
+class HealthReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    status: str
+    reason: str = ""
+
+
+class Style:
+    """How one HTTP request is answered: the fields that all its chunks share."""
+
+    def __init__(self, *, chat: bool, hex_id: str, created: int, model: str, include_usage: bool) -> None:
+        self._chat = chat
+        self._id = f"{'chatcmpl' if chat else 'cmpl'}-{hex_id}"
+        self._created = created
+        self._model = model
+        self._chunk_object = "chat.completion.chunk" if chat else "text_completion"
+        self._chunk_usage = None if include_usage else msgspec.UNSET
+
+    def chunk(self, index: int, text: str, *, first: bool, finish_reason: FinishReason | None = None) -> bytes:
+        """Return one event of a stream. `first`: this choice's first, which names the role in a chat."""
+        choice: Choice
+        if self._chat:
+            # OpenAI's last delta is empty.
+            content = text if text or finish_reason is None else msgspec.UNSET
+            delta = Delta(role="assistant" if first else "", content=content)
+            choice = DeltaChoice(index=index, delta=delta, finish_reason=finish_reason)
+        else:
+            choice = TextChoice(index=index, text=text, finish_reason=finish_reason)
+        return event(self._reply((choice,), self._chunk_object, self._chunk_usage))
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        return event(self._reply((), self._chunk_object, usage))
+
+    def whole(self, answers: Sequence[tuple[str, FinishReason | None]], usage: Usage) -> bytes:
+        """Return the whole answer's JSON."""
+        choices: list[Choice] = []
+        for index, (text, reason) in enumerate(answers):
+            if self._chat:
+                message = AssistantMessage(content=text)
+                choices.append(MessageChoice(index=index, message=message, finish_reason=reason))
+            else:
+                choices.append(TextChoice(index=index, text=text, finish_reason=reason))
+        kind = "chat.completion" if self._chat else "text_completion"
+        return _encode(self._reply(tuple(choices), kind, usage))
+
+    def _reply(self, choices: tuple[Choice, ...], kind: str, usage: Usage | msgspec.UnsetType | None) -> Reply:
+        return Reply(id=self._id, object=kind, created=self._created, model=self._model, choices=choices, usage=usage)
+
+
+def usage_of(num_prompt: int, num_completion: int, report: TransferReport, mesh: MeshUsage) -> Usage:
+    return Usage(
+        prompt_tokens=num_prompt,
+        completion_tokens=num_completion,
+        total_tokens=num_prompt + num_completion,
+        prompt_tokens_details=PromptTokensDetails(min(report.cached_tokens, num_prompt)),
+        kvmesh=mesh,
+    )
+
+
+def event(reply: msgspec.Struct) -> bytes:
+    """Return one server-sent event."""
+    return b"data: " + _encode(reply) + b"\n\n"
+
+
+def encode_reply(reply: msgspec.Struct) -> bytes:
+    return _encode(reply)
+
+
+def error_of_fail(fail: Fail) -> ErrorReply:
+    kind = {400: "invalid_request_error", 504: "timeout_error"}.get(fail.status, "server_error")
+    return ErrorReply(ErrorBody(message=fail.message, type=kind, code=fail.code))
+
+
+def error_of_invalid(error: InvalidRequestError) -> ErrorReply:
+    body = ErrorBody(message=error.message, type="invalid_request_error", param=error.param, code=error.code)
+    return ErrorReply(body)
+
+
+def retry_after_of(fail: Fail) -> str:
+    """Return the Retry-After header's value in whole seconds; empty where asking again will not help."""
+    return str(-(-fail.retry_after_ms // 1000)) if fail.retry_after_ms > 0 else ""

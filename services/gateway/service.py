@@ -1,0 +1,147 @@
+"""The gateway's shell: loads the model's text side, opens the bus and the port, and closes them in order."""
+
+import asyncio
+import contextlib
+import errno
+import socket
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import uvicorn
+
+from schemas.ids import GatewayId, new_id
+from services.bus.base import Bus
+from services.bus.typed import TypedBus
+from services.config import MeshConfig
+from services.engine.checkpoint import layout_of, read_checkpoint
+from services.engine.demo_model import DEMO_MODEL_DIR
+from services.engine.errors import CheckpointError
+from services.errors import UserError
+from services.gateway.http import Gateway, build_app
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.prepare import ServedModel
+from services.gateway.requests import Requests
+from services.gateway.text import load_text
+from services.telemetry import Telemetry
+
+DRAIN_S = 5.0
+"""How long running requests may take to end by themselves once the gateway stops."""
+BACKLOG = 2_048
+
+
+async def run_gateway(
+    config: MeshConfig,
+    bus: Bus,
+    telemetry: Telemetry,
+    stop: asyncio.Event,
+    *,
+    sock: socket.socket | None,
+    on_ready: Callable[[], None] | None = None,
+) -> None:
+    """Serve HTTP until `stop` is set; `sock` None binds to the configured address. Closes socket and bus.
+
+    Raises UserError for a checkpoint that cannot be served or a port in use.
+    """
+    sock = sock or bind(config.gateway.host, config.gateway.port)
+    model = await asyncio.to_thread(load_model, config)
+    gateway_id = GatewayId(new_id("gateway"))
+    door = TypedBus(bus, "gateway")
+    async with asyncio.TaskGroup() as tasks:
+        requests = Requests(config.gateway, gateway_id, door, telemetry, tasks)
+        metrics = GatewayMetrics(lambda: door.num_dropped + requests.num_bad_tokens, lambda: requests.num_live)
+        gateway = Gateway(
+            config=config.gateway,
+            model=model,
+            requests=requests,
+            telemetry=telemetry,
+            metrics=metrics,
+            door=door,
+            started_s=int(time.time()),
+        )
+        await requests.listen()
+        await bus.flush()
+        server = Server(gateway)
+        serving = tasks.create_task(server.serve([sock]), name="http server")
+        await server.ready.wait()
+        if on_ready is not None:
+            on_ready()
+        await stop.wait()
+        await _stop(gateway, server, serving)
+        await door.close()
+
+
+async def _stop(gateway: Gateway, server: "Server", serving: asyncio.Task[None]) -> None:
+    """Stop intake; let running requests end for a while; end the others; close the connections."""
+    gateway.stopping = True
+    server.should_exit = True
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_S):
+            await gateway.requests.wait_idle()
+    gateway.requests.stop_all()
+    await serving
+
+
+class Server(uvicorn.Server):
+    """Uvicorn without signal handlers: whoever runs the gateway owns the signals. `ready`: connections are taken."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        options = uvicorn.Config(
+            build_app(gateway),
+            http="httptools",
+            loop="none",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_graceful_shutdown=round(DRAIN_S) + 2,
+        )
+        super().__init__(options)
+        self.ready = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket bound to the address, not yet listening. Raises UserError, one line."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        # Listening makes the port ours: without it another process could bind it too.
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(f"port {port} is in use on {host}; pass --port") from error
+        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    sock.setblocking(False)
+    return sock
+
+
+def load_model(config: MeshConfig) -> ServedModel:
+    """Read what the gateway needs of the configured checkpoint. Raises UserError."""
+    try:
+        checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR))
+        layout = layout_of(checkpoint, dtype=config.model.dtype, block_size=config.worker.block_size)
+    except CheckpointError as error:
+        raise UserError(str(error)) from error
+    return ServedModel(
+        name=config.model.name or checkpoint.name,
+        names=frozenset({checkpoint.name, config.model.name or checkpoint.name}),
+        codec=load_text(Path(checkpoint.path)),
+        vocab_size=checkpoint.vocab_size,
+        context_length=checkpoint.context_length,
+        eos_token_ids=checkpoint.eos_token_ids,
+        layout=layout,
+        num_worker_tokens=config.worker.kv_bytes // layout.block_bytes * layout.block_size,
+    )

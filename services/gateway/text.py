@@ -1,0 +1,240 @@
+"""Text to tokens and back: the checkpoint's tokenizer, its chat template, and detokenizing token by token.
+
+Needs the `tokenizers` library and jinja2 only. A template comes with the checkpoint, so it runs in a sandbox.
+"""
+
+import asyncio
+import datetime
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import msgspec
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from services.errors import UserError
+
+MAX_INLINE_CHARACTERS = 20_000
+"""Tokenizing more than this takes milliseconds, which the event loop should not stand still for."""
+REPLACEMENT = "\ufffd"
+MAX_HELD_TOKENS = 32
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+    role: str
+    content: str
+
+
+class ChatTemplateError(ValueError):
+    """The checkpoint has no chat template, or its template refuses these messages."""
+
+
+class TextCodec:
+    """One checkpoint's tokenizer and template. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, template: str = "", special: Mapping[str, str] | None = None) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._special = dict(special or {})
+        self._template = _environment().from_string(template) if template else None
+        self.vocab_size = tokenizer.get_vocab_size()
+        added = tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._byte_ids = _byte_fallback_ids(tokenizer)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the text's token ids."""
+        # The batch call, unlike the single one, lets other threads run meanwhile and skips the offsets.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Like `encode`; a long text is tokenized in a thread, so that the event loop stays quick."""
+        if len(text) <= MAX_INLINE_CHARACTERS:
+            return self.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text without special tokens."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def render_chat(self, messages: Sequence[ChatMessage]) -> str:
+        """Return the prompt that the template makes of the messages. Raises ChatTemplateError."""
+        if self._template is None:
+            raise ChatTemplateError("this model has no chat template; use /v1/completions")
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            return self._template.render(messages=turns, tools=None, add_generation_prompt=True, **self._special)
+        except (TemplateError, TypeError, ValueError, LookupError) as error:
+            raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
+
+    def detokenizer(self) -> "Detokenizer":
+        return Detokenizer(self, self._special_ids, self._byte_ids)
+
+
+class Detokenizer:
+    """Turns tokens into text as they come. What `feed` and `flush` return adds up to `decode` of all tokens, exactly.
+
+    Half a UTF-8 character is held back until it is whole. So is a run of byte-fallback tokens until it ends: such a
+    run is decoded as a whole or not at all.
+    """
+
+    def __init__(self, codec: TextCodec, special_ids: Collection[int], byte_ids: Collection[int]) -> None:
+        self._codec = codec
+        self._special_ids = special_ids
+        self._byte_ids = byte_ids
+        self._window: list[int] = []
+        """The tokens of the last text returned, as context (a decoder may treat the first token differently), and
+        those whose text is held back."""
+        self._num_returned = 0
+        self._returned_text = ""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Return the text that is now certain."""
+        return "".join([self._feed_one(token_id) for token_id in token_ids if token_id not in self._special_ids])
+
+    def flush(self) -> str:
+        """Return what was held back: the answer has ended."""
+        text = self._codec.decode(self._window)[len(self._returned_text) :]
+        self._window, self._num_returned, self._returned_text = [], 0, ""
+        return text
+
+    def _feed_one(self, token_id: int) -> str:
+        self._window.append(token_id)
+        if token_id in self._byte_ids:
+            return ""
+        # Garbage that never becomes a character must not be decoded again from its start for each of its tokens.
+        num_held = len(self._window) - self._num_returned
+        if num_held > MAX_HELD_TOKENS and REPLACEMENT in self._codec.decode([token_id]):
+            return ""
+        text = self._codec.decode(self._window)
+        if text.endswith(REPLACEMENT) or len(text) <= len(self._returned_text):
+            return ""
+        delta = text[len(self._returned_text) :]
+        del self._window[: self._num_returned]
+        self._num_returned = len(self._window)
+        self._returned_text = self._codec.decode(self._window)
+        return delta
+
+
+class StopMatcher:
+    """Cuts a text at the first stop string to be completed, however the text is divided.
+
+    Text that may turn out to be the beginning of a stop string is held back.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held: str = ""
+        self.matched = False
+
+    def feed(self, text: str) -> str:
+        """Return the text that is certain to stand before any stop string. Nothing once `matched`."""
+        if not self._stops or self.matched:
+            return "" if self.matched else text
+        text = f"{self._held}{text}"
+        # The stop that is complete first wins, so that the result does not depend on how the text came in.
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.matched = True
+            return text[: min(found)[1]]
+        num_held = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+    def flush(self) -> str:
+        """Return what was held back: no more text comes."""
+        held, self._held = self._held, ""
+        return "" if self.matched else held
+
+
+def load_text(folder: Path) -> TextCodec:
+    """Read tokenizer.json and the chat template of a checkpoint folder. Raises UserError."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise UserError(f"{folder} has no tokenizer.json: convert its tokenizer with transformers and save it there")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise UserError(f"{path} cannot be read: {error}") from error
+    config = _read_object(folder / "tokenizer_config.json")
+    template = _template_of(folder, config)
+    try:
+        return TextCodec(tokenizer, template, _special_tokens(config))
+    except TemplateError as error:
+        raise UserError(f"the chat template of {folder} cannot be compiled: {error}") from error
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of `text` that begins `stop`."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+def _byte_fallback_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the ids of `<0x00>` … `<0xFF>` where the decoder joins them to characters."""
+    if '"ByteFallback"' not in tokenizer.to_str():
+        return frozenset()
+    found = (tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+    return frozenset(token_id for token_id in found if token_id is not None)
+
+
+def _template_of(folder: Path, config: Mapping[str, Any]) -> str:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text()
+    template: Any = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in cast(list[dict[str, str]], template)}
+        template = named.get("default")
+    return template if isinstance(template, str) else ""
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return `bos_token` and its like by name, as templates use them."""
+    special: dict[str, str] = {}
+    for name in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
+        value: Any = config.get(name)
+        if isinstance(value, dict):
+            value = cast(dict[str, Any], value).get("content")
+        if isinstance(value, str):
+            special[name] = value
+    return special
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        found: Any = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    return cast(dict[str, Any], found) if isinstance(found, dict) else {}
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """The environment that transformers renders chat templates in."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters.update(tojson=_tojson)  # pyright: ignore[reportUnknownMemberType]
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)  # pyright: ignore[reportUnknownMemberType]
+    return environment
+
+
+def _tojson(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    """Like transformers, and unlike jinja2: HTML characters stay as they are."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)

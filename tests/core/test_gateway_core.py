@@ -1,0 +1,393 @@
+"""The gateway's request, without an event loop: what happens in, what is done out."""
+
+import ast
+import inspect
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.ids import RequestId, WorkerId
+from schemas.request import RefusalReason, RequestFailure, TransferReport
+from services.gateway import core
+from services.gateway.core import (
+    Abandon,
+    Action,
+    AskPlacement,
+    ClientGone,
+    DeadlinePassed,
+    Deliver,
+    Event,
+    Fail,
+    Finish,
+    GatewayStopping,
+    Placed,
+    PlaceRefused,
+    PlaceUnanswered,
+    RequestCore,
+    SendCancel,
+    SendReserve,
+    SendRun,
+    StopMatched,
+    TokensReceived,
+    WorkerLost,
+    WorkerRefused,
+    WorkerSilent,
+)
+
+P1, P2, D1, D2 = (WorkerId(name) for name in ("p1", "p2", "d1", "d2"))
+ENDS = (Finish, Fail, Abandon)
+
+
+def new(max_tokens: int = 100, max_attempts: int = 3) -> RequestCore:
+    request = RequestCore(RequestId("req-1"), max_tokens, max_attempts)
+    assert request.start() == [AskPlacement(1, ())]
+    return request
+
+
+def feed(request: RequestCore, *events: Event) -> list[Action]:
+    return [action for event in events for action in request.handle(event)]
+
+
+def placed(attempt: int = 1, prefill: WorkerId = P1, decode: WorkerId | None = D1) -> Placed:
+    return Placed(attempt, prefill, decode)
+
+
+def tokens(worker: WorkerId, index: int, *ids: int, attempt: int = 1, finish: str | None = None) -> TokensReceived:
+    return TokensReceived(attempt, worker, index, ids, finish)  # type: ignore[arg-type]
+
+
+def failed(worker: WorkerId, index: int = 0, attempt: int = 1, retryable: bool = True) -> TokensReceived:
+    failure = RequestFailure(code="engine_failed", detail="broke", retryable=retryable)
+    return TokensReceived(attempt, worker, index, (), failure=failure)
+
+
+def refused(worker: WorkerId, reason: RefusalReason, attempt: int = 1) -> WorkerRefused:
+    return WorkerRefused(attempt, worker, reason, "busy", 1_500)
+
+
+def delivered(actions: list[Action]) -> list[int]:
+    """The tokens of all Deliver, whose indexes must follow each other."""
+    out: list[int] = []
+    for action in actions:
+        if isinstance(action, Deliver):
+            assert action.index == len(out)
+            out.extend(action.tokens)
+    return out
+
+
+def test_a_split_request_asks_both_workers_at_once() -> None:
+    request = new()
+    assert request.handle(placed()) == [
+        SendRun(1, P1, D1, "req-1-1"),
+        SendReserve(1, P1, D1, "req-1-1"),
+    ]
+    assert request.handle(tokens(P1, 0, 10)) == [Deliver(0, (10,))]
+    assert request.handle(tokens(D1, 1, 11, 12)) == [Deliver(1, (11, 12))]
+    assert request.handle(tokens(D1, 3, 13, finish="stop")) == [Deliver(3, (13,)), Finish("stop")]
+    assert request.handle(tokens(D1, 4, 14)) == []
+
+
+def test_no_decode_worker_is_no_split() -> None:
+    request = new()
+    assert request.handle(placed(decode=None)) == [SendRun(1, P1, None, None)]
+    assert feed(request, tokens(P1, 0, 1), tokens(P1, 1, 2, finish="length")) == [
+        Deliver(0, (1,)), Deliver(1, (2,)), Finish("length"),
+    ]  # fmt: skip
+
+
+def test_one_token_is_never_split() -> None:
+    assert new(max_tokens=1).handle(placed()) == [SendRun(1, P1, None, None)]
+
+
+def test_a_split_request_that_ends_at_token_0_lets_the_decode_worker_go() -> None:
+    request = new()
+    actions = feed(request, placed(), tokens(P1, 0, 7, finish="stop"))[2:]
+    assert actions == [Deliver(0, (7,)), SendCancel(1, "finished on the prefill worker"), Finish("stop")]
+
+
+def test_a_finish_waits_for_token_0() -> None:
+    request = new()
+    assert feed(request, placed(), tokens(D1, 1, 2, 3, finish="length"))[2:] == []
+    assert request.handle(tokens(P1, 0, 1)) == [Deliver(0, (1, 2, 3)), Finish("length")]
+
+
+def test_a_finish_without_tokens() -> None:
+    request = new()
+    actions = feed(request, placed(), tokens(P1, 0, 1), tokens(D1, 1, 2), tokens(D1, 2, finish="stop"))
+    assert actions[-1] == Finish("stop")
+    assert delivered(actions) == [1, 2]
+
+
+def test_recomputed_token_0_is_hidden_if_equal_and_an_error_if_not() -> None:
+    request = new()
+    feed(request, placed(), tokens(P1, 0, 1))
+    assert request.handle(tokens(D1, 0, 1, 2)) == [Deliver(1, (2,))]
+    cancel, fail = request.handle(tokens(D1, 1, 99))
+    assert cancel == SendCancel(1, "tokens differ")
+    assert isinstance(fail, Fail)
+    assert (fail.code, fail.status) == ("replay_mismatch", 500)
+
+
+def test_tokens_over_max_tokens_are_not_delivered() -> None:
+    request = new(max_tokens=2)
+    actions = feed(request, placed(), tokens(P1, 0, 1), tokens(D1, 1, 2, 3, 4, finish="length"))
+    assert delivered(actions) == [1, 2]
+    assert actions[-1] == Finish("length")
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        tokens(D2, 0, 5),
+        tokens(P1, 0, 5, attempt=2),
+        tokens(P1, -1, 5),
+        placed(attempt=2),
+        placed(prefill=P2),
+        refused(P1, "overloaded", attempt=0),
+        WorkerSilent(2, P1, "gone"),
+        PlaceRefused(2, "no_worker", "", 0),
+        WorkerLost(P2, "silent"),
+    ],
+)
+def test_what_does_not_concern_this_attempt_is_ignored(event: Event) -> None:
+    request = new()
+    feed(request, placed())
+    assert request.handle(event) == []
+
+
+RETRIES: list[tuple[str, list[Event], Event, WorkerId]] = [
+    ("prefill refuses", [], refused(P1, "overloaded"), P1),
+    ("prefill drains", [], refused(P1, "draining"), P1),
+    ("decode refuses", [tokens(P1, 0, 1)], refused(D1, "overloaded"), D1),
+    ("decode has another layout", [], refused(D1, "fingerprint"), D1),
+    ("prefill is silent", [], WorkerSilent(1, P1, "no reply"), P1),
+    ("decode is silent", [tokens(P1, 0, 1)], WorkerSilent(1, D1, "no reply"), D1),
+    ("prefill fails", [], failed(P1), P1),
+    ("decode fails", [tokens(P1, 0, 1), tokens(D1, 1, 2)], failed(D1, 2), D1),
+    ("prefill leaves before token 0", [], WorkerLost(P1, "silent"), P1),
+    ("prefill leaves before token 0, decode has begun", [tokens(D1, 1, 2)], WorkerLost(P1, "silent"), P1),
+    ("decode leaves", [tokens(P1, 0, 1), tokens(D1, 1, 2)], WorkerLost(D1, "silent"), D1),
+]
+
+
+@pytest.mark.parametrize(("before", "event", "worker"), [r[1:] for r in RETRIES], ids=[r[0] for r in RETRIES])
+def test_a_failed_attempt_is_cancelled_and_made_again_elsewhere(
+    before: list[Event], event: Event, worker: WorkerId
+) -> None:
+    request = new()
+    feed(request, placed(), *before)
+    cancel, ask = request.handle(event)
+    assert isinstance(cancel, SendCancel)
+    assert cancel.attempt == 1
+    assert ask == AskPlacement(2, (worker,))
+    assert request.handle(tokens(D1, 9, 9)) == []
+    replay = feed(request, placed(2, P2, D2), tokens(P2, 0, 1, attempt=2), tokens(D2, 1, 2, 3, attempt=2))
+    assert request.tokens == [1, 2, 3]
+    assert replay[:2] == [SendRun(2, P2, D2, "req-1-2"), SendReserve(2, P2, D2, "req-1-2")]
+
+
+IGNORED: list[tuple[str, list[Event], Event]] = [
+    ("prefill leaves after token 0", [tokens(P1, 0, 1)], WorkerLost(P1, "silent")),
+    ("prefill fails after token 0", [tokens(P1, 0, 1)], failed(P1, 1)),
+    ("prefill's yes is lost, its token is here", [tokens(P1, 0, 1)], WorkerSilent(1, P1, "no reply")),
+    ("decode's yes is lost, its token is here", [tokens(D1, 1, 2)], WorkerSilent(1, D1, "no reply")),
+]
+
+
+@pytest.mark.parametrize(("before", "event"), [r[1:] for r in IGNORED], ids=[r[0] for r in IGNORED])
+def test_what_is_no_failure(before: list[Event], event: Event) -> None:
+    request = new()
+    feed(request, placed(), *before)
+    assert request.handle(event) == []
+
+
+def test_without_a_split_the_prefill_worker_is_needed_to_the_end() -> None:
+    request = new()
+    feed(request, placed(decode=None), tokens(P1, 0, 1))
+    assert request.handle(WorkerLost(P1, "silent"))[-1] == AskPlacement(2, (P1,))
+
+
+def test_the_prefill_worker_of_a_replay_is_needed_again() -> None:
+    request = new()
+    feed(request, placed(), tokens(P1, 0, 1), WorkerLost(D1, "silent"), placed(2, P2, D2))
+    assert request.handle(WorkerLost(P2, "silent"))[-1] == AskPlacement(3, (D1, P2))
+
+
+def test_a_shorter_replay_is_an_error() -> None:
+    request = new()
+    feed(request, placed(), tokens(P1, 0, 1), tokens(D1, 1, 2, 3), WorkerLost(D1, "silent"), placed(2, P2, D2))
+    actions = feed(request, tokens(P2, 0, 1, attempt=2), tokens(D2, 1, 2, attempt=2, finish="stop"))
+    assert [type(a) for a in actions] == [SendCancel, Fail]
+
+
+ENDINGS: list[tuple[str, Event, str, int]] = [
+    ("deadline", DeadlinePassed(), "deadline", 504),
+    ("stopping", GatewayStopping(), "draining", 503),
+    ("too long for the worker", refused(P1, "too_long"), "context_length_exceeded", 400),
+    ("our message was wrong", refused(D1, "invalid"), "invalid", 500),
+    ("deadline at the worker", refused(D1, "deadline"), "deadline", 504),
+    ("not to be retried", failed(D1, retryable=False), "engine_failed", 500),
+]
+
+
+@pytest.mark.parametrize(("event", "code", "status"), [r[1:] for r in ENDINGS], ids=[r[0] for r in ENDINGS])
+def test_what_ends_a_running_request(event: Event, code: str, status: int) -> None:
+    request = new()
+    feed(request, placed())
+    cancel, fail = request.handle(event)
+    assert isinstance(cancel, SendCancel)
+    assert isinstance(fail, Fail)
+    assert (fail.code, fail.status) == (code, status)
+    assert feed(request, tokens(P1, 0, 1), DeadlinePassed(), ClientGone("bye"), placed(2)) == []
+
+
+def test_a_client_that_leaves_and_a_stop_string() -> None:
+    request = new()
+    feed(request, placed())
+    assert request.handle(ClientGone("bye")) == [SendCancel(1, "bye"), Abandon("bye")]
+    request = new()
+    feed(request, placed(), tokens(P1, 0, 1))
+    assert request.handle(StopMatched()) == [SendCancel(1, "a stop string was reached"), Finish("stop")]
+
+
+def test_nobody_to_cancel_while_placing() -> None:
+    assert new().handle(ClientGone("bye")) == [Abandon("bye")]
+    assert [type(a) for a in new().handle(DeadlinePassed())] == [Fail]
+
+
+REFUSALS: list[tuple[RefusalReason, int, int, int]] = [
+    ("no_worker", 1_001, 503, 1_001),
+    ("overloaded", 0, 503, 1_000),
+    ("draining", 10, 503, 10),
+    ("fingerprint", 0, 503, 1_000),
+    ("too_long", 0, 400, 0),
+    ("deadline", 0, 504, 0),
+]
+
+
+@pytest.mark.parametrize(("reason", "after_ms", "status", "retry_after_ms"), REFUSALS)
+def test_refusals_of_the_scheduler(reason: RefusalReason, after_ms: int, status: int, retry_after_ms: int) -> None:
+    (fail,) = new().handle(PlaceRefused(1, reason, "why", after_ms))
+    assert isinstance(fail, Fail)
+    assert (fail.status, fail.retry_after_ms) == (status, retry_after_ms)
+    assert "why" in fail.message
+
+
+def test_a_refused_retry_tells_the_whole_story() -> None:
+    request = new()
+    (fail,) = feed(request, placed(), failed(P1), PlaceRefused(2, "no_worker", "nobody", 0))[4:]
+    assert isinstance(fail, Fail)
+    assert fail.message == "nobody; before that: attempt 1: p1: broke"
+
+
+def test_a_scheduler_that_dies_is_asked_again_but_not_for_ever() -> None:
+    request = new()
+    silence = PlaceUnanswered(1, "no reply", True)
+    assert feed(request, silence, silence) == [AskPlacement(1, ()), AskPlacement(1, ())]
+    (fail,) = request.handle(silence)
+    assert isinstance(fail, Fail)
+    assert (fail.code, fail.status) == ("no_scheduler", 503)
+    (fail,) = new().handle(PlaceUnanswered(1, "nobody serves", False))
+    assert isinstance(fail, Fail)
+
+
+def test_the_last_attempt_fails_with_the_last_reason() -> None:
+    request = new(max_attempts=2)
+    actions = feed(request, placed(), failed(P1), placed(2, P2), refused(P2, "overloaded", attempt=2))
+    assert actions[-2] == SendCancel(2, "refused: overloaded")
+    fail = actions[-1]
+    assert isinstance(fail, Fail)
+    assert (fail.code, fail.status, fail.retry_after_ms) == ("overloaded", 503, 1_500)
+    assert "attempt 1: p1: broke; attempt 2: p2: busy" in fail.message
+
+
+def test_reports_are_merged_per_attempt() -> None:
+    request = new()
+    feed(request, placed())
+    request.handle(TokensReceived(1, P1, 0, (1,), report=TransferReport(cached_tokens=16)))
+    request.handle(TokensReceived(1, D1, 1, (2,), report=TransferReport(transferred_tokens=48, carrier="shm")))
+    assert request.report == TransferReport(cached_tokens=16, transferred_tokens=48, carrier="shm")
+    feed(request, WorkerLost(D1, "silent"))
+    assert request.report == TransferReport()
+
+
+# Any order, any duplication, any accident.
+
+
+@st.composite
+def shuffled(draw: st.DrawFn) -> tuple[list[int], list[TokensReceived]]:
+    """An answer, and its messages cut, repeated and shuffled in any way; each index is in at least one."""
+    answer = draw(st.lists(st.integers(0, 99), min_size=1, max_size=12))
+    size = len(answer)
+    cuts = sorted(draw(st.sets(st.integers(1, size), max_size=5)) | {0, size})
+    ranges = list(zip(cuts, cuts[1:], strict=False))
+    ranges += draw(
+        st.lists(st.tuples(st.integers(0, size - 1), st.integers(1, size)).filter(lambda r: r[0] < r[1]), max_size=6)
+    )
+    messages: list[TokensReceived] = []
+    for start, end in ranges:
+        worker = P1 if start == 0 and end == 1 else D1
+        finish = "stop" if end == size else None
+        messages.append(TokensReceived(1, worker, start, tuple(answer[start:end]), finish))
+    return answer, draw(st.permutations(messages))
+
+
+@given(shuffled())
+def test_any_order_and_duplication_delivers_each_token_once(case: tuple[list[int], list[TokensReceived]]) -> None:
+    answer, messages = case
+    request = new(max_tokens=max(2, len(answer)))
+    actions = feed(request, placed(), *messages)
+    assert delivered(actions) == answer
+    assert [a for a in actions if isinstance(a, ENDS)] == [Finish("stop")]
+
+
+def accidents() -> st.SearchStrategy[list[Event]]:
+    """Nearly consistent events: tokens are a function of their index, but for a few wrong ones."""
+    attempt = st.integers(1, 4)
+    worker = st.sampled_from([P1, P2, D1, D2])
+    honest = st.builds(
+        lambda a, w, i, n, f, wrong: TokensReceived(a, w, i, tuple(k * 7 + wrong for k in range(i, i + n)), f),
+        attempt, worker, st.integers(0, 8), st.integers(0, 4), st.sampled_from([None, None, None, "stop"]),
+        st.sampled_from([0] * 9 + [1]),
+    )  # fmt: skip
+    event: st.SearchStrategy[Event] = st.one_of(
+        honest,
+        honest,
+        st.builds(placed, attempt, st.sampled_from([P1, P2]), st.sampled_from([D1, D2, None])),
+        st.builds(failed, worker, st.integers(0, 8), attempt, st.booleans()),
+        st.builds(refused, worker, st.sampled_from(["overloaded", "too_long"]), attempt),
+        st.builds(WorkerSilent, attempt, worker, st.just("no reply")),
+        st.builds(WorkerLost, worker, st.just("silent")),
+        st.builds(PlaceRefused, attempt, st.just("no_worker"), st.just(""), st.just(0)),
+        st.builds(PlaceUnanswered, attempt, st.just(""), st.booleans()),
+        st.sampled_from([StopMatched(), ClientGone("bye"), GatewayStopping()]),
+    )
+    return st.lists(event, max_size=30)
+
+
+@given(accidents())
+def test_whatever_happens(events: list[Event]) -> None:
+    """One end; tokens in order and once; at most one cancel an attempt, one for each failed attempt; no runaway."""
+    request = new(max_tokens=10)
+    actions = feed(request, placed(), *events, DeadlinePassed())
+    out = delivered(actions)
+    assert out == request.tokens
+    assert len(out) <= 10
+    ends = [at for at, action in enumerate(actions) if isinstance(action, ENDS)]
+    assert ends == [len(actions) - 1]
+    runs = [a.attempt for a in actions if isinstance(a, SendRun)]
+    cancels = [a.attempt for a in actions if isinstance(a, SendCancel)]
+    assert len(set(runs)) == len(runs) <= 3
+    assert len(set(cancels)) == len(cancels)
+    assert set(cancels) <= set(runs)
+    last = actions[-1]
+    must_cancel = set(runs) if not isinstance(last, Finish) else set(runs[:-1])
+    assert must_cancel <= set(cancels)
+
+
+def test_the_core_is_pure() -> None:
+    tree = ast.parse(inspect.getsource(core))
+    imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    imported |= {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+    assert imported <= {"enum", "dataclasses", "schemas.ids", "schemas.request"}

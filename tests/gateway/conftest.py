@@ -1,0 +1,87 @@
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import httpx
+import msgspec
+import openai
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from services.bus.memory import MemoryBus
+from services.config import MeshConfig
+from services.gateway.prepare import ServedModel
+from services.gateway.service import bind, load_model, run_gateway
+from services.telemetry import Telemetry
+from tests.gateway.fake_mesh import FakeMesh
+
+TEXT = "The harbour of Bergen: 1234 ships – naïve 東京 🙂 and more."
+
+
+@dataclass
+class Rig:
+    """A gateway on a free port, a fake mesh behind it."""
+
+    mesh: FakeMesh
+    model: ServedModel
+    url: str
+    http: httpx.AsyncClient
+    client: openai.AsyncOpenAI
+    spans: InMemorySpanExporter
+    telemetry: Telemetry
+    answer: list[int]
+    stop: asyncio.Event
+    gateway: asyncio.Task[None]
+
+    @property
+    def text(self) -> str:
+        return self.model.codec.decode(self.answer)
+
+
+@pytest.fixture(scope="session")
+def model() -> ServedModel:
+    return load_model(MeshConfig())
+
+
+OpenRig = Callable[..., contextlib.AbstractAsyncContextManager[Rig]]
+
+
+@pytest.fixture
+def open_rig(model: ServedModel) -> OpenRig:
+    @contextlib.asynccontextmanager
+    async def open_it(timeout_s: float = 60.0, accept_timeout_s: float = 10.0, **mesh_fields) -> AsyncIterator[Rig]:
+        config = MeshConfig()
+        limits = msgspec.structs.replace(
+            config.gateway, request_timeout_s=timeout_s, accept_timeout_s=accept_timeout_s
+        )
+        config = msgspec.structs.replace(config, gateway=limits)
+        answer = [*model.codec.encode(TEXT), min(model.eos_token_ids)]
+        bus, spans = MemoryBus(), InMemorySpanExporter()
+        mesh = FakeMesh(bus, model.layout.fingerprint, lambda prompt: answer, **mesh_fields)
+        telemetry = Telemetry("gateway", spans)
+        sock = bind("127.0.0.1", 0)
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        stop, ready = asyncio.Event(), asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            await mesh.start(tasks)
+            gateway = tasks.create_task(
+                run_gateway(config, bus, telemetry, stop, sock=sock, on_ready=ready.set), name="gateway"
+            )
+            await ready.wait()
+            http = httpx.AsyncClient(base_url=url, timeout=30)
+            client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
+            async with http, client:
+                yield Rig(mesh, model, url, http, client, spans, telemetry, answer, stop, gateway)
+            mesh.gate.set()
+            stop.set()
+            await gateway
+        telemetry.close()
+
+    return open_it
+
+
+@pytest.fixture
+async def rig(open_rig: OpenRig) -> AsyncIterator[Rig]:
+    async with open_rig() as opened:
+        yield opened

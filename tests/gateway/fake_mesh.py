@@ -1,0 +1,201 @@
+"""A scheduler and workers that answer on the bus with scripted tokens, and misbehave on demand."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from schemas import subjects
+from schemas.block import pack_tokens, unpack_tokens
+from schemas.ids import HandoffId, WorkerId
+from schemas.message import Message
+from schemas.request import (
+    CancelRequest,
+    FailureCode,
+    Placement,
+    PlaceRequest,
+    PrefillAccepted,
+    RefusalReason,
+    Refused,
+    RequestFailure,
+    RequestTokens,
+    ReserveBlocks,
+    RunPrefill,
+    TokensEmitted,
+    TransferReport,
+)
+from schemas.handoff import BlocksReserved
+from schemas.worker import BlockCounts, DescribeFleet, FleetDescribed, WorkerInfo, WorkerLeft, WorkerLoad
+from services.bus.base import Bus
+from services.bus.typed import Received, TypedBus
+
+PREFILL_WORKERS = ("p1", "p2")
+DECODE_WORKERS = ("d1", "d2")
+
+
+@dataclass
+class Conduct:
+    """What a worker does wrong."""
+
+    refuses: RefusalReason | None = None
+    fails_at: int | None = None
+    """Sends a failure instead of the token of this index."""
+    code: FailureCode = "worker_failed"
+    retryable: bool = True
+    hangs_at: int | None = None
+    """Says nothing from this index on."""
+    shift: int = 0
+    """Added to every token from index 1 on: wrong tokens."""
+
+
+@dataclass
+class FakeMesh:
+    """`answers(prompt)` gives the tokens, the last of which ends the answer."""
+
+    bus: Bus
+    fingerprint: str
+    answers: Callable[[list[int]], list[int]]
+    split: bool = True
+    ready: bool = True
+    serves_scheduler: bool = True
+    refusal: RefusalReason | None = None
+    retry_after_ms: int = 0
+    conduct: dict[str, Conduct] = field(default_factory=dict)
+    places: list[PlaceRequest] = field(default_factory=list)
+    place_traces: list[str] = field(default_factory=list)
+    runs: list[RunPrefill] = field(default_factory=list)
+    run_traces: list[str] = field(default_factory=list)
+    reserves: list[ReserveBlocks] = field(default_factory=list)
+    cancels: list[CancelRequest] = field(default_factory=list)
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    """Tokens from index 1 on wait for it."""
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        self.gate.set()
+        self.tasks = tasks
+        self.door = TypedBus(self.bus, "fake")
+        if self.serves_scheduler:
+            await self.door.serve(tasks, subjects.PLACE, (), self._place)
+            await self.door.serve(tasks, subjects.FLEET, (), self._describe)
+        for worker in PREFILL_WORKERS:
+            await self.door.serve(tasks, subjects.RUN, (worker,), self._runner(worker))
+        for worker in DECODE_WORKERS:
+            await self.door.serve(tasks, subjects.RESERVE, (worker,), self._reserver(worker))
+        await self.door.listen(tasks, subjects.CANCEL, ("*",), self._hear_cancel)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20), self.changed:
+            await self.changed.wait_for(condition)
+
+    async def lose(self, worker: str) -> None:
+        left = WorkerLeft(worker_id=WorkerId(worker), incarnation="1", reason="silent")
+        await self.door.publish(subjects.LEFT, (worker,), left)
+
+    async def emit(self, gateway_id: str, worker: str, *shares: RequestTokens) -> None:
+        message = TokensEmitted(worker_id=WorkerId(worker), requests=shares)
+        await self.door.publish(subjects.TOKENS, (gateway_id,), message)
+
+    async def _notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    def _hear_cancel(self, received: Received[CancelRequest]) -> None:
+        self.cancels.append(received.message)
+        self.tasks.create_task(self._notify())
+
+    async def _place(self, received: Received[PlaceRequest]) -> Message:
+        request = received.message
+        self.places.append(request)
+        self.place_traces.append(received.traceparent)
+        await self._notify()
+        free = [w for w in PREFILL_WORKERS if w not in request.excluded_workers]
+        decoders = [w for w in DECODE_WORKERS if w not in request.excluded_workers]
+        if self.refusal or not free or not decoders:
+            return self._refuse(request, self.refusal or "no_worker", self.retry_after_ms)
+        return Placement(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            deadline_ms=request.deadline_ms,
+            prefill_worker=WorkerId(free[0]),
+            decode_worker=WorkerId(decoders[0]) if self.split else None,
+        )
+
+    async def _describe(self, received: Received[DescribeFleet]) -> Message:
+        info = WorkerInfo(
+            worker_id=WorkerId("p1"), incarnation="1", role="prefill", model="demo", fingerprint=self.fingerprint,
+            num_blocks=1, block_size=16, context_length=1,
+        )  # fmt: skip
+        load = WorkerLoad(
+            worker=info, state="ready", blocks=BlockCounts(total=1, free=1, running=0, leased=0),
+            num_running=0, num_queued=0, num_uncomputed_tokens=0,
+        )  # fmt: skip
+        return FleetDescribed(policy="fake", ready=self.ready, workers=(load,))
+
+    def _runner(self, worker: str):
+        async def run(received: Received[RunPrefill]) -> Message:
+            message = received.message
+            self.runs.append(message)
+            self.run_traces.append(received.traceparent)
+            await self._notify()
+            conduct = self.conduct.get(worker, Conduct())
+            if conduct.refuses:
+                return self._refuse(message, conduct.refuses, 1_500)
+            last = 1 if message.handoff_id else message.sampling.max_tokens
+            self.tasks.create_task(self._generate(worker, message, 0, last))
+            return PrefillAccepted(
+                request_id=message.request_id, attempt=message.attempt, deadline_ms=message.deadline_ms,
+                worker_id=WorkerId(worker),
+            )  # fmt: skip
+
+        return run
+
+    def _reserver(self, worker: str):
+        async def reserve(received: Received[ReserveBlocks]) -> Message:
+            message = received.message
+            self.reserves.append(message)
+            await self._notify()
+            conduct = self.conduct.get(worker, Conduct())
+            if conduct.refuses:
+                return self._refuse(message, conduct.refuses, 1_500)
+            self.tasks.create_task(self._generate(worker, message, 1, message.sampling.max_tokens))
+            return BlocksReserved(
+                request_id=message.request_id, attempt=message.attempt, deadline_ms=message.deadline_ms,
+                handoff_id=HandoffId(message.handoff_id), source_worker=message.prefill_worker,
+                target_worker=WorkerId(worker), num_blocks=1,
+            )  # fmt: skip
+
+        return reserve
+
+    async def _generate(self, worker: str, message: RunPrefill | ReserveBlocks, start: int, end: int) -> None:
+        conduct = self.conduct.get(worker, Conduct())
+        answer = self.answers(unpack_tokens(message.prompt))
+        limit = min(len(answer), message.sampling.max_tokens)
+        report = TransferReport(transferred_tokens=32, recomputed_tokens=3, cached_tokens=2, carrier="shm")
+        for index in range(start, min(limit, end)):
+            if index:
+                await self.gate.wait()
+            if conduct.hangs_at is not None and index >= conduct.hangs_at:
+                return
+            if conduct.fails_at == index:
+                failure = RequestFailure(code=conduct.code, detail="it broke", retryable=conduct.retryable)
+                await self._share(worker, message, RequestTokens(
+                    request_id=message.request_id, attempt=message.attempt, index=index, failure=failure,
+                ))  # fmt: skip
+                return
+            reason = None
+            if index == limit - 1:
+                reason = "stop" if limit == len(answer) else "length"
+            token = answer[index] + (conduct.shift if index else 0)
+            await self._share(worker, message, RequestTokens(
+                request_id=message.request_id, attempt=message.attempt, index=index, tokens=pack_tokens([token]),
+                finish_reason=reason, report=report if start == 1 and index == 1 else None,
+            ))  # fmt: skip
+
+    async def _share(self, worker: str, message: RunPrefill | ReserveBlocks, share: RequestTokens) -> None:
+        await self.emit(message.gateway_id, worker, share)
+
+    def _refuse(self, message: PlaceRequest | RunPrefill | ReserveBlocks, reason: RefusalReason, after_ms: int):
+        return Refused(
+            request_id=message.request_id, attempt=message.attempt, deadline_ms=message.deadline_ms, reason=reason,
+            detail=f"{reason} for a test", retry_after_ms=after_ms,
+        )  # fmt: skip

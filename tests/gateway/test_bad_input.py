@@ -1,0 +1,215 @@
+"""Every absurd body ends in a 4xx of OpenAI's shape that names the field."""
+
+import socket
+
+import pytest
+
+from schemas.ids import RequestId
+from services.bus.base import MAX_PAYLOAD_BYTES
+from services.config import MeshConfig
+from services.errors import UserError
+from services.gateway import http
+from services.gateway.openai import InvalidRequestError, choices_of, decode_completion
+from services.gateway.prepare import ServedModel, make_jobs, prepare
+from services.gateway.requests import RunPrefill
+from services.gateway.service import bind, load_model
+from schemas.message import encode
+from tests.gateway.conftest import Rig
+
+C, H = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def table(model: str, vocab: int, context: int) -> list[tuple[str, dict, int, str | None]]:
+    cases: list[tuple[str, dict, int, str | None]] = []
+
+    def completion(param: str | None, status: int = 400, **fields: object) -> None:
+        cases.append((C, {"model": model, "prompt": "Hi", **fields}, status, param))
+
+    def chat(param: str | None, status: int = 400, **fields: object) -> None:
+        cases.append((H, {"model": model, "messages": MESSAGES, **fields}, status, param))
+
+    for value in (0, -1):
+        completion("max_tokens", max_tokens=value)
+        completion("n", n=value)
+    completion("n", n=17)
+    for value in (-0.1, 2.1):
+        completion("temperature", temperature=value)
+    for value in (0, -1, 1.1):
+        completion("top_p", top_p=value)
+    completion("top_k", top_k=-2)
+    for name in ("max_tokens", "n", "temperature", "top_p", "seed", "stop_token_ids", "stream_options"):
+        completion(name, **{name: "many"})
+    completion("max_tokens", max_tokens=True)
+    completion("max_tokens", max_tokens=1.5)
+    completion("seed", seed=2**64)
+    completion("stream", stream="yes")
+    completion("stop", stop=["a", "b", "c", "d", "e"])
+    completion("stop", stop="")
+    completion("stop", stop=["x", ""])
+    completion("stop", stop="x" * 1000)
+    completion("stop[1]", stop=["x", 1])
+    completion("stop_token_ids", stop_token_ids=[vocab])
+    completion("stop_token_ids", stop_token_ids=[1] * 1000)
+    completion("prompt", prompt="")
+    completion("prompt", prompt=[])
+    completion("prompt", prompt=[[]])
+    completion("prompt", prompt=[""])
+    completion("prompt", prompt=["Hi", 3])
+    completion("prompt", prompt=[[1, "x"]])
+    completion("prompt", prompt=[vocab])
+    completion("prompt", prompt=[-1])
+    completion("prompt", prompt=[[1, vocab + 5]])
+    completion("prompt", prompt=None)
+    completion("prompt", prompt={"text": "Hi"})
+    completion("prompt", prompt=["Hi"] * 200)
+    completion("prompt", prompt=[1] * context)
+    completion("max_tokens", prompt=[1] * (context - 1), max_tokens=2)
+    completion("max_tokens", max_tokens=10**9)
+    completion("model", 404, model="no-such-model")
+    completion("model", model=None)
+    for name, value in [("logprobs", 1), ("echo", True), ("suffix", "x"), ("best_of", 2), ("logit_bias", {"1": 5}),
+                        ("presence_penalty", 0.5), ("frequency_penalty", -1)]:  # fmt: skip
+        completion(name, **{name: value})
+    for name, value in [("tools", [{"type": "function"}]), ("functions", [{}]), ("tool_choice", "required"),
+                        ("response_format", {"type": "json_object"}), ("logprobs", True), ("audio", {}),
+                        ("modalities", ["audio"]), ("top_logprobs", 2)]:  # fmt: skip
+        chat(name, **{name: value})
+    chat("messages", messages=[])
+    chat("messages", messages="Hi")
+    chat("messages[0].role", messages=[{"role": 1, "content": "Hi"}])
+    chat("messages[0].content", messages=[{"role": "user"}])
+    chat("messages[0].content", messages=[{"role": "user", "content": 5}])
+    chat("messages[0].content", messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
+    chat("max_completion_tokens", max_completion_tokens=0)
+    chat("max_completion_tokens", max_completion_tokens=10**9)
+    chat("model", 404, model="other")
+    cases.append((C, {"prompt": "Hi"}, 400, "model"))
+    cases.append((C, {"model": model}, 400, "prompt"))
+    cases.append((H, {"model": model}, 400, "messages"))
+    return cases
+
+
+async def test_every_bad_body_names_its_field(rig: Rig) -> None:
+    wrong: list[str] = []
+    for path, body, status, param in table(rig.model.name, rig.model.vocab_size, rig.model.context_length):
+        answer = await rig.http.post(path, json=body)
+        error = answer.json().get("error", {})
+        asked = {key: value for key, value in body.items() if key not in ("model", "messages")}
+        got = (answer.status_code, (error.get("param") or "").split("[")[0])
+        expected = (status, (param or "").split("[")[0])
+        if got != expected or error["type"] != "invalid_request_error" or set(error) != ERROR_FIELDS:
+            wrong.append(f"{path} {str(asked)[:80]}: {got} instead of {expected}: {error}")
+        assert "x-request-id" in answer.headers
+    assert not wrong, "\n".join(wrong)
+    assert rig.mesh.places == []
+    assert 'outcome="invalid"' in (await rig.http.get("/metrics")).text
+
+
+ERROR_FIELDS = {"message", "type", "param", "code"}
+
+
+async def test_the_context_error_gives_both_numbers(rig: Rig) -> None:
+    body = {"model": rig.model.name, "prompt": [1, 2, 3], "max_tokens": rig.model.context_length}
+    error = (await rig.http.post(C, json=body)).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert str(rig.model.context_length) in error["message"]
+    assert str(rig.model.context_length + 3) in error["message"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"nonsense", b'{"model": "x"} trailing', b"\xff\xfe", b'{"model": "\xff", "prompt": "x"}',
+     b'{"model": "x", "prompt": "\\ud800 x"}', b'{"model": "x", "prompt": "y", "temperature": NaN}', b"[]", b"[" * 100_000],
+)  # fmt: skip
+async def test_what_is_no_json_object(rig: Rig, content: bytes) -> None:
+    for path in (C, H):
+        answer = await rig.http.post(path, content=content)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_infinity_names_the_field(rig: Rig) -> None:
+    body = f'{{"model": "{rig.model.name}", "prompt": "y", "temperature": 1e999}}'
+    answer = await rig.http.post(C, content=body.encode())
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "temperature")
+
+
+async def test_neutral_values_and_unknown_fields_are_ignored(rig: Rig) -> None:
+    body = {"model": rig.model.name, "prompt": "Hi", "echo": False, "suffix": None, "best_of": 1, "logit_bias": {},
+            "presence_penalty": 0.0, "frequency_penalty": 0, "user": "me", "no_such_field": 1, "stop": None,
+            "stream": None, "n": None, "temperature": 0, "top_k": -1}  # fmt: skip
+    assert (await rig.http.post(C, json=body)).status_code == 200
+    body = {"model": rig.model.name, "messages": MESSAGES, "tools": [], "tool_choice": "auto", "logprobs": False,
+            "response_format": {"type": "text"}, "modalities": ["text"], "store": True}  # fmt: skip
+    assert (await rig.http.post(H, json=body)).status_code == 200
+    assert rig.mesh.runs[0].sampling.temperature == 0.0
+    assert rig.mesh.runs[0].sampling.max_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", C, 405), ("PUT", H, 405), ("GET", "/nothing", 404), ("POST", "/v1/embeddings", 404)],
+)
+async def test_wrong_paths_and_methods(rig: Rig, method: str, path: str, status: int) -> None:
+    answer = await rig.http.request(method, path)
+    assert answer.status_code == status
+    assert set(answer.json()["error"]) == ERROR_FIELDS
+
+
+async def test_a_body_over_the_limit(rig: Rig) -> None:
+    content = b'{"model": "x", "prompt": "' + b"x" * http.MAX_BODY_BYTES + b'"}'
+    answer = await rig.http.post(C, content=content)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "request_too_large"
+
+
+def huge(model: ServedModel, num_tokens: int) -> bytes:
+    return f'{{"model": "{model.name}", "max_tokens": 1, "prompt": [{"1," * (num_tokens - 1)}1]}}'.encode()
+
+
+async def test_a_prompt_over_the_bus_limit(rig: Rig) -> None:
+    answer = await rig.http.post(C, content=huge(rig.model, 1_600_000))
+    assert answer.status_code == 413
+    assert str(MAX_PAYLOAD_BYTES) in answer.json()["error"]["message"]
+
+
+async def test_what_passes_the_limit_fits(model: ServedModel) -> None:
+    import msgspec
+
+    large = ServedModel(**{f: getattr(model, f) for f in model.__slots__} | {"context_length": 10**7})
+    fits = MAX_PAYLOAD_BYTES // 16 * 3 - 1_000
+    prepared = await prepare(large, decode_completion(huge(model, fits)))
+    job = (await make_jobs(large, prepared, RequestId("req-1234567890123456"), 2**41, ""))[0]
+    run = RunPrefill(
+        request_id=job.request_id, attempt=1, deadline_ms=1, gateway_id="g" * 30, prompt=job.prompt,
+        sampling=msgspec.structs.replace(job.sampling, stop_token_ids=tuple([2**31] * 64)), handoff_id="h" * 30,
+        decode_worker="w" * 100,
+    )  # fmt: skip
+    assert len(encode(run)) <= MAX_PAYLOAD_BYTES
+    with pytest.raises(InvalidRequestError):
+        await prepare(large, decode_completion(huge(model, fits + 2_000)))
+
+
+def test_choices_default() -> None:
+    choices = choices_of(decode_completion(b'{"model": "m", "prompt": "p"}'), 10)
+    assert (choices.n, choices.temperature, choices.top_p, choices.top_k) == (1, 1.0, 1.0, 0)
+    assert (choices.max_tokens, choices.stops, choices.stream, choices.seed) == (None, (), False, None)
+
+
+def test_a_port_in_use_is_one_line() -> None:
+    with bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"port {port} is in use on 127.0.0.1; pass --port"):
+            bind("127.0.0.1", port)
+    bind("127.0.0.1", port).close()
+    assert isinstance(taken, socket.socket)
+
+
+def test_a_bad_checkpoint_is_a_user_error(tmp_path) -> None:
+    import msgspec
+
+    config = MeshConfig()
+    config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(tmp_path)))
+    with pytest.raises(UserError):
+        load_model(config)

@@ -1,0 +1,237 @@
+"""What a client sees when workers fail, refuse, leave or hang, and what workers see when a client leaves."""
+
+import asyncio
+import json
+
+import httpx
+import openai
+import pytest
+
+from schemas import subjects
+from schemas.block import pack_tokens
+from schemas.request import RequestTokens
+from schemas.ids import WorkerId
+from schemas.worker import WorkerInfo, WorkerJoined
+from tests.gateway.conftest import OpenRig, Rig
+from tests.gateway.fake_mesh import Conduct
+
+C = "/v1/completions"
+
+
+def body(rig: Rig, **fields: object) -> dict[str, object]:
+    return {"model": rig.model.name, "prompt": "Hi", "max_tokens": 100, **fields}
+
+
+def events_of(text: str) -> list[str]:
+    return [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+
+
+def text_of(events: list[str]) -> str:
+    chunks = [json.loads(e) for e in events if e != "[DONE]"]
+    return "".join(c["choices"][0]["text"] for c in chunks if c.get("choices"))
+
+
+@pytest.mark.parametrize("index", [1, 4])
+async def test_a_retry_in_the_middle_gives_one_unbroken_stream(rig: Rig, index: int) -> None:
+    rig.mesh.conduct["d1"] = Conduct(fails_at=index)
+    answer = await rig.http.post(C, json=body(rig, stream=True, stream_options={"include_usage": True}))
+    events = events_of(answer.text)
+    assert events[-1] == "[DONE]"
+    assert text_of(events) == rig.text
+    usage = json.loads(events[-2])["usage"]
+    assert usage["completion_tokens"] == len(rig.answer)
+    assert (usage["kvmesh"]["num_retries"], usage["kvmesh"]["decode_worker"]) == (1, "d2")
+    first, second = rig.mesh.runs
+    assert first.sampling.seed == second.sampling.seed
+    assert (second.attempt, rig.mesh.places[1].excluded_workers) == (first.attempt + 1, ("d1",))
+    await rig.mesh.until(lambda: [c.attempt for c in rig.mesh.cancels] == [first.attempt])
+    assert "kvmesh_gateway_retries_total 1.0" in (await rig.http.get("/metrics")).text
+
+
+async def test_a_worker_that_leaves_is_replaced(rig: Rig) -> None:
+    rig.mesh.conduct["d1"] = Conduct(hangs_at=3)
+    asked = asyncio.create_task(rig.http.post(C, json=body(rig)))
+    await rig.mesh.until(lambda: len(rig.mesh.reserves) == 1)
+    await rig.mesh.lose("d1")
+    answer = await asked
+    assert answer.json()["choices"][0]["text"] == rig.text
+    assert rig.mesh.reserves[1].attempt == 2
+
+
+async def test_a_worker_that_restarts_is_replaced(rig: Rig) -> None:
+    rig.mesh.conduct["d1"] = Conduct(hangs_at=3)
+    asked = asyncio.create_task(rig.http.post(C, json=body(rig)))
+    await rig.mesh.until(lambda: len(rig.mesh.reserves) == 1)
+    info = WorkerInfo(
+        worker_id=WorkerId("d1"), incarnation="2", role="decode", model="m", fingerprint="f", num_blocks=1,
+        block_size=16, context_length=1,
+    )  # fmt: skip
+    await rig.mesh.door.publish(subjects.JOINED, ("d1",), WorkerJoined(worker=info))
+    assert (await asked).json()["choices"][0]["text"] == rig.text
+
+
+async def test_a_prefill_worker_that_leaves_after_token_0_is_not_missed(rig: Rig) -> None:
+    rig.mesh.gate.clear()
+    async with rig.http.stream("POST", C, json=body(rig, stream=True)) as answer:
+        lines = answer.aiter_lines()
+        seen = [await anext(lines)]
+        await rig.mesh.lose("p1")
+        rig.mesh.gate.set()
+        seen += [line async for line in lines]
+    assert text_of([line.removeprefix("data: ") for line in seen if line]) == rig.text
+    assert len(rig.mesh.runs) == 1
+
+
+@pytest.mark.parametrize("worker", ["p1", "d1"])
+async def test_a_refused_attempt_goes_elsewhere(rig: Rig, worker: str) -> None:
+    rig.mesh.conduct[worker] = Conduct(refuses="overloaded")
+    answer = await rig.http.post(C, json=body(rig))
+    assert answer.json()["choices"][0]["text"] == rig.text
+    assert rig.mesh.places[1].excluded_workers == (worker,)
+    await rig.mesh.until(lambda: [c.attempt for c in rig.mesh.cancels] == [1])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_overloaded_mesh_says_when_to_come_back(rig: Rig, stream: bool) -> None:
+    rig.mesh.refusal, rig.mesh.retry_after_ms = "overloaded", 1_200
+    answer = await rig.http.post(C, json=body(rig, stream=stream))
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "2"
+    assert answer.json()["error"]["code"] == "overloaded"
+
+
+async def test_all_workers_refuse(rig: Rig) -> None:
+    rig.mesh.conduct = {name: Conduct(refuses="draining") for name in ("p1", "p2", "d1", "d2")}
+    answer = await rig.http.post(C, json=body(rig))
+    assert answer.status_code == 503
+    assert "retry-after" in answer.headers
+    assert len(rig.mesh.places) <= 3
+
+
+@pytest.mark.parametrize(("reason", "status"), [("too_long", 400), ("deadline", 504), ("no_worker", 503)])
+async def test_refusals_of_the_scheduler(rig: Rig, reason: str, status: int) -> None:
+    rig.mesh.refusal = reason
+    answer = await rig.http.post(C, json=body(rig))
+    assert answer.status_code == status
+    assert f"{reason} for a test" in answer.json()["error"]["message"]
+
+
+async def test_no_scheduler(open_rig: OpenRig) -> None:
+    async with open_rig(serves_scheduler=False) as rig:
+        with pytest.raises(openai.InternalServerError) as caught:
+            await rig.client.completions.create(model=rig.model.name, prompt="Hi")
+        assert (caught.value.status_code, caught.value.code) == (503, "no_scheduler")
+        assert caught.value.response.headers["retry-after"] == "1"
+        assert (await rig.http.get("/health")).status_code == 503
+
+
+async def test_a_failure_that_cannot_be_retried_ends_a_stream_without_done(rig: Rig) -> None:
+    rig.mesh.conduct["d1"] = Conduct(fails_at=3, code="engine_failed", retryable=False)
+    answer = await rig.http.post(C, json=body(rig, stream=True))
+    events = events_of(answer.text)
+    assert answer.status_code == 200
+    assert "[DONE]" not in events
+    error = json.loads(events[-1])["error"]
+    assert (error["code"], error["type"]) == ("engine_failed", "server_error")
+    with pytest.raises(openai.APIError, match="it broke"):
+        async for _ in await rig.client.completions.create(**body(rig), stream=True):  # type: ignore[call-overload]
+            pass
+
+
+async def test_a_failure_before_the_first_token_is_a_status(rig: Rig) -> None:
+    rig.mesh.conduct["p1"] = Conduct(fails_at=0, code="engine_failed", retryable=False)
+    answer = await rig.http.post(C, json=body(rig, stream=True))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
+
+
+async def test_attempts_are_bounded(open_rig: OpenRig) -> None:
+    async with open_rig(split=False) as rig:
+        rig.mesh.conduct = {"p1": Conduct(fails_at=2), "p2": Conduct(fails_at=2)}
+        answer = await rig.http.post(C, json=body(rig))
+        assert answer.status_code == 503  # every worker is excluded now
+        assert "it broke" in answer.json()["error"]["message"]
+        await rig.mesh.until(lambda: [c.attempt for c in rig.mesh.cancels] == [1, 2])
+
+
+async def test_a_replay_that_differs_is_an_error_never_a_wrong_token(rig: Rig) -> None:
+    rig.mesh.conduct = {"d1": Conduct(fails_at=5), "d2": Conduct(shift=1)}
+    answer = await rig.http.post(C, json=body(rig, stream=True))
+    events = events_of(answer.text)
+    assert json.loads(events[-1])["error"]["code"] == "replay_mismatch"
+    assert rig.text.startswith(text_of(events))
+    await rig.mesh.until(lambda: [c.attempt for c in rig.mesh.cancels] == [1, 2])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_cancels_everywhere(rig: Rig, stream: bool) -> None:
+    rig.mesh.gate.clear()
+    async with httpx.AsyncClient(base_url=str(rig.http.base_url)) as client:
+        asked = asyncio.create_task(client.post(C, json=body(rig, stream=stream, n=2)))
+        await rig.mesh.until(lambda: len(rig.mesh.reserves) == 2)
+        asked.cancel()
+        await asyncio.wait([asked])
+    await rig.mesh.until(lambda: len(rig.mesh.cancels) == 2)
+    assert {c.reason for c in rig.mesh.cancels} == {"the client has disconnected"}
+    assert {c.request_id for c in rig.mesh.cancels} == {r.request_id for r in rig.mesh.runs}
+    assert 'outcome="client_gone"' in (await rig.http.get("/metrics")).text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_deadline_ends_a_hanging_request(open_rig: OpenRig, stream: bool) -> None:
+    async with open_rig(timeout_s=0.5) as rig:
+        rig.mesh.conduct["d1"] = Conduct(hangs_at=2)
+        answer = await rig.http.post(C, json=body(rig, stream=stream))
+        if stream:
+            events = events_of(answer.text)
+            assert text_of(events[:-1]) == rig.model.codec.decode(rig.answer[:2])
+            error = json.loads(events[-1])["error"]
+        else:
+            assert answer.status_code == 504
+            error = answer.json()["error"]
+        assert (error["code"], error["type"]) == ("deadline", "timeout_error")
+        await rig.mesh.until(lambda: [c.reason for c in rig.mesh.cancels] == ["deadline"])
+
+
+async def test_duplicates_and_strangers_are_ignored(rig: Rig) -> None:
+    rig.mesh.conduct["d1"] = Conduct(hangs_at=1)
+    asked = asyncio.create_task(rig.http.post(C, json=body(rig)))
+    await rig.mesh.until(lambda: len(rig.mesh.reserves) == 1)
+    run = rig.mesh.runs[0]
+
+    async def share(worker: str, attempt: int, index: int, tokens: list[int], reason=None) -> None:
+        share = RequestTokens(
+            request_id=run.request_id, attempt=attempt, index=index, tokens=pack_tokens(tokens), finish_reason=reason
+        )
+        await rig.mesh.emit(run.gateway_id, worker, share)
+
+    await share("d2", 1, 1, [9, 9])
+    await share("d1", 7, 1, [9, 9])
+    await share("d1", 1, 3, rig.answer[3:], "stop")
+    await share("d1", 1, 0, rig.answer[:2])
+    await share("d1", 1, 1, rig.answer[1:3])
+    assert (await asked).json()["choices"][0]["text"] == rig.text
+
+
+async def test_stopping_ends_what_runs(open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gateway.service.DRAIN_S", 0.1)
+    async with open_rig() as rig:
+        rig.mesh.conduct["d1"] = Conduct(hangs_at=1)
+        asked = asyncio.create_task(rig.http.post(C, json=body(rig)))
+        await rig.mesh.until(lambda: len(rig.mesh.reserves) == 1)
+        rig.stop.set()
+        answer = await asked
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+        await rig.gateway
+        with pytest.raises(httpx.ConnectError):
+            await httpx.AsyncClient(base_url=str(rig.http.base_url)).get("/health")
+
+
+async def test_stopping_lets_what_runs_end(open_rig: OpenRig) -> None:
+    async with open_rig() as rig:
+        rig.mesh.gate.clear()
+        asked = asyncio.create_task(rig.http.post(C, json=body(rig)))
+        await rig.mesh.until(lambda: len(rig.mesh.reserves) == 1)
+        rig.stop.set()
+        await asyncio.sleep(0)
+        rig.mesh.gate.set()
+        assert (await asked).json()["choices"][0]["text"] == rig.text

@@ -1,0 +1,206 @@
+"""The API over real HTTP, with OpenAI's own client."""
+
+import json
+
+import msgspec
+import openai
+import pytest
+
+from tests.gateway.conftest import OpenRig, Rig
+from tests.gateway.fake_mesh import Conduct
+
+
+async def test_a_whole_completion(rig: Rig) -> None:
+    answer = await rig.client.completions.create(model=rig.model.name, prompt="Hello there", max_tokens=100)
+    assert answer.id.startswith("cmpl-")
+    assert answer.choices[0].text == rig.text
+    assert answer.choices[0].finish_reason == "stop"
+    usage = answer.usage
+    assert usage is not None
+    assert usage.prompt_tokens == len(rig.model.codec.encode("Hello there"))
+    assert usage.completion_tokens == len(rig.answer)
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert usage.prompt_tokens_details.cached_tokens == 2
+    mesh = usage.kvmesh  # type: ignore[attr-defined]
+    assert mesh["request_id"] == rig.mesh.runs[0].request_id
+    assert mesh["transferred_tokens"] == 32
+    assert (mesh["carrier"], mesh["prefill_worker"], mesh["decode_worker"]) == ("shm", "p1", "d1")
+
+
+async def test_what_crosses_the_mesh(rig: Rig) -> None:
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    headers = {"traceparent": f"00-{trace}-b7ad6b7169203331-01"}
+    body = {"model": rig.model.name, "prompt": [5] * 40, "max_tokens": 5, "seed": 7, "top_k": 3, "top_p": 0.5}
+    answer = await rig.http.post("/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200
+    place, run, reserve = rig.mesh.places[0], rig.mesh.runs[0], rig.mesh.reserves[0]
+    assert answer.headers["x-request-id"] == place.request_id == run.request_id == reserve.request_id
+    assert len(place.block_hashes) == 2 * 16
+    assert (place.num_prompt_tokens, place.max_tokens) == (40, 5)
+    assert run.handoff_id == reserve.handoff_id == f"{run.request_id}-{run.attempt}"
+    assert (run.decode_worker, reserve.prefill_worker) == ("d1", "p1")
+    assert run.sampling == reserve.sampling
+    assert (run.sampling.seed, run.sampling.top_k, run.sampling.top_p) == (7, 3, 0.5)
+    assert run.deadline_ms == place.deadline_ms > 0
+    assert answer.json()["choices"][0]["finish_reason"] == "length"
+    root = answer.headers["traceparent"]
+    assert root.split("-")[1] == trace
+    assert rig.mesh.run_traces == rig.mesh.place_traces == [root]
+
+
+async def test_spans(rig: Rig) -> None:
+    await rig.http.post("/v1/completions", json={"model": rig.model.name, "prompt": "Hi", "max_tokens": 5})
+    rig.telemetry.close()
+    spans = {span.name: span for span in rig.spans.get_finished_spans()}
+    root = spans["POST /v1/completions"]
+    assert {"tokenize", "place"} < set(spans)
+    assert all(spans[name].parent.span_id == root.context.span_id for name in ("tokenize", "place"))
+    attributes = root.attributes
+    assert attributes["gen_ai.usage.output_tokens"] == 5
+    assert attributes["kvmesh.outcome"] == "ok"
+    assert attributes["kvmesh.prefill_worker"] == "p1"
+    assert attributes["kvmesh.ttft_ms"] > 0
+
+
+async def test_a_streamed_completion_with_usage(rig: Rig) -> None:
+    stream = await rig.client.completions.create(
+        model=rig.model.name, prompt="Hi", max_tokens=100, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == rig.text
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == len(rig.answer)
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_a_whole_chat(rig: Rig) -> None:
+    answer = await rig.client.chat.completions.create(
+        model=rig.model.name, messages=[{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    )
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.choices[0].message.content == rig.text
+    assert answer.choices[0].message.role == "assistant"
+    place = rig.mesh.places[0]
+    assert place.num_prompt_tokens + place.max_tokens == rig.model.context_length
+
+
+async def test_a_streamed_chat(rig: Rig) -> None:
+    stream = await rig.client.chat.completions.create(
+        model=rig.model.name, messages=[{"role": "user", "content": "Hi"}], stream=True, max_completion_tokens=200
+    )
+    chunks = [chunk async for chunk in stream]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert all(chunk.choices[0].delta.role is None for chunk in chunks[1:])
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == rig.text
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+async def test_the_stream_on_the_wire_ends_with_done(rig: Rig) -> None:
+    body = {"model": rig.model.name, "prompt": "Hi", "max_tokens": 3, "stream": True}
+    answer = await rig.http.post("/v1/completions", json=body)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = answer.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert "usage" not in json.loads(events[0].removeprefix("data: "))
+    assert len(events) == 3 + 1 + 2  # one per token, the finish, DONE
+
+
+async def test_several_prompts_times_n(rig: Rig) -> None:
+    rig.mesh.answers = lambda prompt: [*rig.model.codec.encode(f"{len(prompt)} tokens"), rig.answer[-1]]
+    answer = await rig.client.completions.create(
+        model=rig.model.name, prompt=[[1, 2, 3], [4, 5]], n=2, seed=40, max_tokens=20
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in answer.choices] == ["3 tokens", "3 tokens", "2 tokens", "2 tokens"]
+    assert sorted(run.sampling.seed for run in rig.mesh.runs) == [40, 40, 41, 41]
+    assert len({run.request_id for run in rig.mesh.runs}) == 4
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == 5
+
+
+async def test_several_choices_streamed(rig: Rig) -> None:
+    stream = await rig.client.completions.create(model=rig.model.name, prompt="Hi", n=3, max_tokens=100, stream=True)
+    texts = ["", "", ""]
+    async for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [rig.text] * 3
+
+
+async def test_one_token_is_never_split(rig: Rig) -> None:
+    answer = await rig.client.completions.create(model=rig.model.name, prompt="Hi", max_tokens=1)
+    assert answer.choices[0].finish_reason == "length"
+    assert rig.mesh.runs[0].handoff_id is None
+    assert rig.mesh.reserves == []
+
+
+async def test_without_a_decode_worker_the_prefill_worker_goes_on(open_rig: OpenRig) -> None:
+    async with open_rig(split=False) as rig:
+        answer = await rig.client.completions.create(model=rig.model.name, prompt="Hi", max_tokens=100)
+        assert answer.choices[0].text == rig.text
+        assert rig.mesh.runs[0].handoff_id is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_ends_and_cancels(rig: Rig, stream: bool) -> None:
+    body = {"model": rig.model.name, "prompt": "Hi", "max_tokens": 100, "stop": ["no", "34 sh"], "stream": stream}
+    if stream:
+        chunks = [c async for c in await rig.client.completions.create(**body)]
+        text, reason = "".join(c.choices[0].text for c in chunks), chunks[-1].choices[0].finish_reason
+    else:
+        answer = await rig.client.completions.create(**body)
+        text, reason = answer.choices[0].text, answer.choices[0].finish_reason
+    assert (text, reason) == (rig.text[: rig.text.index("34 sh")], "stop")
+
+
+async def test_a_stop_string_cancels_what_still_runs(rig: Rig) -> None:
+    rig.mesh.conduct["d1"] = Conduct(hangs_at=len(rig.answer) - 2)
+    answer = await rig.client.completions.create(model=rig.model.name, prompt="Hi", max_tokens=100, stop="ships")
+    assert answer.choices[0].finish_reason == "stop"
+    await rig.mesh.until(lambda: len(rig.mesh.cancels) == 1)
+
+
+async def test_a_stop_token_is_not_shown(rig: Rig) -> None:
+    rig.mesh.answers = lambda prompt: rig.answer[:6]
+    answer = await rig.client.completions.create(
+        model=rig.model.name, prompt="Hi", max_tokens=100, extra_body={"stop_token_ids": [rig.answer[5]]}
+    )
+    assert answer.choices[0].text == rig.model.codec.decode(rig.answer[:5])
+    assert rig.mesh.runs[0].sampling.stop_token_ids == (rig.answer[5],)
+
+
+async def test_models(rig: Rig) -> None:
+    models = await rig.client.models.list()
+    assert models.data[0].id == rig.model.name
+    assert (await rig.client.models.retrieve(rig.model.name)).id == rig.model.name
+    with pytest.raises(openai.NotFoundError) as caught:
+        await rig.client.models.retrieve("none/such")
+    assert caught.value.code == "model_not_found"
+
+
+async def test_health(rig: Rig) -> None:
+    assert (await rig.http.get("/health")).status_code == 200
+    rig.mesh.fingerprint = "another"
+    answer = await rig.http.get("/health")
+    assert answer.status_code == 503
+    assert "no worker serves" in answer.json()["reason"]
+    rig.mesh.ready = False
+    assert (await rig.http.get("/health")).status_code == 503
+
+
+async def test_metrics(rig: Rig) -> None:
+    await rig.client.completions.create(model=rig.model.name, prompt="Hi", max_tokens=4)
+    text = (await rig.http.get("/metrics")).text
+    assert 'kvmesh_gateway_requests_total{outcome="ok",route="/v1/completions",status="200"} 1.0' in text
+    assert 'kvmesh_gateway_tokens_total{kind="completion"} 4.0' in text
+    assert 'kvmesh_gateway_prompt_tokens_by_source_total{source="transferred"} 32.0' in text
+    assert "kvmesh_gateway_ttft_seconds_count 1.0" in text
+    assert "kvmesh_gateway_running_requests 0.0" in text
+
+
+async def test_schema(rig: Rig) -> None:
+    answer = await rig.http.get("/schema/openapi.json")
+    assert answer.status_code == 200
+    assert "/v1/completions" in msgspec.json.decode(answer.content)["paths"]

@@ -1,0 +1,254 @@
+"""Detokenizing token by token, stop strings, and chat templates."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from services.engine.demo_model import DEMO_MODEL_DIR
+from services.errors import UserError
+from services.gateway.text import ChatMessage, ChatTemplateError, StopMatcher, TextCodec, load_text
+
+
+def byte_level() -> TextCodec:
+    """One token per byte and a few merges that cut through characters."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: index for index, char in enumerate(alphabet)}
+    merges = [("ð", "Ł"), ("Ġ", "t"), ("æ", "Ŀ")]
+    for left, right in merges:
+        vocab[left + right] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    tokenizer.add_tokens([AddedToken("<tool>", special=False)])
+    return TextCodec(tokenizer)
+
+
+def byte_fallback() -> TextCodec:
+    """Like Llama's: words with ▁, bytes for the rest, a leading space that is stripped."""
+    vocab: dict[str, int] = {"<unk>": 0, "</s>": 1}
+    for byte in range(256):
+        vocab[f"<0x{byte:02X}>"] = len(vocab)
+    for piece in ("▁", "▁the", "▁a", "a", "b", "▁▁", "é", "�", "ab"):
+        vocab[piece] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken("</s>", special=True), AddedToken("<unk>", special=True)])
+    return TextCodec(tokenizer)
+
+
+def word_piece() -> TextCodec:
+    words = ["[UNK]", "play", "##ing", "do", "n't", ".", "'", "s", "##x"]
+    vocab = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    return TextCodec(tokenizer)
+
+
+CODECS = {
+    "demo": load_text(DEMO_MODEL_DIR),
+    "byte_level": byte_level(),
+    "byte_fallback": byte_fallback(),
+    "word_piece": word_piece(),
+}
+
+
+def deltas_of(codec: TextCodec, token_ids: list[int], sizes: list[int]) -> list[str]:
+    detokenizer = codec.detokenizer()
+    deltas: list[str] = []
+    at = 0
+    for size in [*sizes, len(token_ids)]:
+        deltas.append(detokenizer.feed(token_ids[at : at + size]))
+        at += size
+    return [*deltas, detokenizer.flush()]
+
+
+@pytest.mark.parametrize("name", CODECS)
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_deltas_add_up_to_the_decoded_whole(name: str, data: st.DataObject) -> None:
+    codec = CODECS[name]
+    ids = data.draw(st.lists(st.integers(0, codec.vocab_size + 1), max_size=60))
+    sizes = data.draw(st.lists(st.integers(0, 4), max_size=60))
+    assert "".join(deltas_of(codec, ids, sizes)) == codec.decode(ids)
+
+
+@pytest.mark.parametrize("name", ["demo", "byte_level"])
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(max_size=30))
+def test_text_comes_back_and_never_half_a_character(name: str, text: str) -> None:
+    codec = CODECS[name]
+    ids = codec.encode(text)
+    deltas = deltas_of(codec, ids, [1] * len(ids))
+    assert "".join(deltas) == codec.decode(ids)
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in delta for delta in deltas)
+
+
+def test_half_a_character_waits_for_the_other_half() -> None:
+    codec = CODECS["byte_level"]
+    ids = codec.encode("🙂東")
+    assert len(ids) > 3
+    deltas = [delta for delta in deltas_of(codec, ids, [1] * len(ids)) if delta]
+    assert deltas == ["🙂", "東"]
+
+
+def test_special_tokens_are_not_text_and_added_ones_are() -> None:
+    codec = CODECS["byte_level"]
+    ids = codec.encode("a<|end|>b<tool>")
+    assert "".join(deltas_of(codec, ids, [])) == "ab<tool>"
+
+
+def test_a_long_run_of_garbage_is_exact() -> None:
+    codec = CODECS["byte_level"]
+    lone = codec.encode("é")[0]
+    ids = [lone] * 500 + codec.encode("fine é")
+    assert "".join(deltas_of(codec, ids, [1] * len(ids))) == codec.decode(ids)
+
+
+def cut_at_first_completed(text: str, stops: list[str]) -> str | None:
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            return text[: end - max(map(len, found))]
+    return None
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.text("abc", max_size=20),
+    st.lists(st.text("abc", min_size=1, max_size=4), max_size=4),
+    st.lists(st.integers(0, 4), max_size=20),
+)
+def test_stop_strings_at_any_split(text: str, stops: list[str], sizes: list[int]) -> None:
+    matcher = StopMatcher(stops)
+    out, at = "", 0
+    for size in [*sizes, len(text)]:
+        out += matcher.feed(text[at : at + size])
+        at += size
+        assert text.startswith(out)
+    out += matcher.flush()
+    expected = cut_at_first_completed(text, stops)
+    assert matcher.matched == (expected is not None)
+    assert out == (text if expected is None else expected)
+
+
+def test_text_that_may_begin_a_stop_is_held_back() -> None:
+    matcher = StopMatcher(["\n\nUser"])
+    assert [matcher.feed(part) for part in ("Hello\n", "\nUs", "eful", "\n\nUse", "r: ")] == [
+        "Hello", "", "\n\nUseful", "", "",
+    ]  # fmt: skip
+    assert matcher.matched
+    assert matcher.flush() == ""
+
+
+# Chat templates.
+
+
+def chat(template: str, *contents: str, **special: str) -> str:
+    codec = TextCodec(Tokenizer(models.BPE()), template, special)
+    return codec.render_chat([ChatMessage(role="user", content=text) for text in contents])
+
+
+def test_the_demo_template() -> None:
+    codec = CODECS["demo"]
+    text = codec.render_chat([ChatMessage(role="user", content="Hi")])
+    assert "Hi" in text
+    assert text != "Hi"
+    ids = codec.encode(text, add_special_tokens=False)
+    assert ids
+    assert all(token_id < codec.vocab_size for token_id in ids)
+
+
+def test_what_templates_use() -> None:
+    template = (
+        "{{ bos_token }}{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}"
+        "{{ m | tojson }}{% endfor %}{{ strftime_now('%Y')[:2] }}{% if add_generation_prompt %}>{% endif %}"
+    )
+    rendered = chat(template, "<é>", "b", "c", bos_token="<s>")
+    assert rendered == '<s>{"role": "user", "content": "<é>"}{"role": "user", "content": "b"}20>'
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('only one user') }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[7].content.x }}",
+        "{{ 1 + messages }}",
+    ],
+)
+def test_templates_that_refuse_or_misbehave(template: str) -> None:
+    with pytest.raises(ChatTemplateError):
+        chat(template, "Hi")
+
+
+def test_no_template() -> None:
+    with pytest.raises(ChatTemplateError, match="no chat template"):
+        chat("", "Hi")
+
+
+def checkpoint_with(folder: Path, config: dict[str, object], jinja: str = "") -> Path:
+    (folder / "tokenizer.json").write_bytes((DEMO_MODEL_DIR / "tokenizer.json").read_bytes())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if jinja:
+        (folder / "chat_template.jinja").write_text(jinja)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "jinja", "expected"),
+    [
+        ({"chat_template": "C{{ eos_token }}", "eos_token": "</s>"}, "", "C</s>"),
+        ({"chat_template": "C{{ eos_token }}", "eos_token": {"content": "<e>"}}, "F{{ eos_token }}", "F<e>"),
+        ({"chat_template": [{"name": "x", "template": "X"}, {"name": "default", "template": "D"}]}, "", "D"),
+    ],
+)
+def test_where_a_template_is_found(tmp_path: Path, config: dict[str, object], jinja: str, expected: str) -> None:
+    codec = load_text(checkpoint_with(tmp_path, config, jinja))
+    assert codec.render_chat([ChatMessage(role="user", content="Hi")]) == expected
+
+
+def test_what_cannot_be_loaded(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no tokenizer\.json"):
+        load_text(tmp_path)
+    with pytest.raises(UserError, match="cannot be compiled"):
+        load_text(checkpoint_with(tmp_path, {}, "{% if %}"))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_text(tmp_path)
+
+
+async def test_a_long_text_is_tokenized_off_the_loop() -> None:
+    codec = CODECS["demo"]
+    text = "The harbour of Bergen. " * 5_000
+    beats = 0
+
+    async def beat() -> None:
+        nonlocal beats
+        while True:
+            await asyncio.sleep(0)
+            beats += 1
+
+    async with asyncio.TaskGroup() as tasks:
+        beating = tasks.create_task(beat())
+        ids = await codec.encode_async(text)
+        beating.cancel()
+    assert beats > 0
+    assert ids == codec.encode(text)
+
+
+def test_the_gateway_needs_no_torch() -> None:
+    code = "import sys, services.gateway.service; print({'torch', 'transformers'} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "set()"

@@ -1,0 +1,151 @@
+"""A real mesh for tests: real nats-server, real processes, real HTTP; stopped by process id."""
+
+import asyncio
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+from schemas import subjects
+from schemas.block import unpack_tokens
+from schemas.request import TokensEmitted
+from services.bus.nats import NatsBus
+from services.bus.typed import Received, TypedBus
+from services.cli.supervisor import Supervisor, UpOptions
+
+ResultT = TypeVar("ResultT")
+
+
+class Mesh:
+    """A running mesh, and a loop in a thread of its own for what is asynchronous."""
+
+    def __init__(self, supervisor: Supervisor, run_dir: Path, loop: asyncio.AbstractEventLoop) -> None:
+        self.supervisor = supervisor
+        self.run_dir = run_dir
+        self.loop = loop
+        self.url = supervisor.url
+        self.nats_url = supervisor.nats_url
+        self.client = httpx.Client(base_url=supervisor.url, timeout=120)
+
+    def call(self, coroutine: Any) -> Any:
+        """Run a coroutine on the mesh's loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout=240)
+
+    def complete(self, prompt: str | list[int], **fields: Any) -> dict[str, Any]:
+        """Ask for a completion; the answer must be a 200."""
+        body = {"model": self.model, "prompt": prompt, "temperature": 0, "max_tokens": 16} | fields
+        response = self.client.post("/v1/completions", json=body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    @property
+    def model(self) -> str:
+        assert self.supervisor.checkpoint is not None
+        return self.supervisor.checkpoint.name
+
+    @property
+    def fleet(self) -> Any:
+        from services.cli.status import describe_fleet
+
+        return self.call(describe_fleet(self.nats_url))
+
+    def wait_until(self, holds: Callable[[], bool], what: str) -> None:
+        """Wait, generously, for something that other processes bring about."""
+
+        async def poll() -> None:
+            async with asyncio.timeout(60):
+                while not await asyncio.to_thread(holds):
+                    await asyncio.sleep(0.05)
+
+        try:
+            asyncio.run(poll())
+        except TimeoutError:
+            raise AssertionError(f"not within a minute: {what}") from None
+
+    def assert_no_blocks_held(self) -> None:
+        """After the last request nothing is running or leased."""
+        self.wait_until(
+            lambda: all(w.blocks.free == w.blocks.total and w.num_running == 0 for w in self.fleet.workers),
+            "all blocks free",
+        )
+
+
+@contextmanager
+def running_mesh(run_dir: Path, options: UpOptions) -> Iterator[Mesh]:
+    """Start a mesh in processes and stop it."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="mesh loop")
+    thread.start()
+    supervisor = Supervisor(options, run_dir)
+
+    def call(coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(timeout=300)
+
+    try:
+        call(supervisor.start())
+        mesh = Mesh(supervisor, run_dir, loop)
+        yield mesh
+        mesh.client.close()
+    finally:
+        call(supervisor.stop())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+        for child in supervisor.children:
+            assert child.process.returncode == 0, (child.name, (supervisor.log_dir / f"{child.name}.log").read_text())
+
+
+class TokenRecorder:
+    """Hears every token on the bus: the ids themselves, not the text that the API makes of them."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._tokens: dict[str, dict[int, int]] = defaultdict(dict)
+        self._finished: set[str] = set()
+        self._stop = asyncio.Event()
+        self._ready = threading.Event()
+
+    def __enter__(self) -> "TokenRecorder":
+        self._run = asyncio.run_coroutine_threadsafe(self._listen(), self._mesh.loop)
+        assert self._ready.wait(30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._mesh.loop.call_soon_threadsafe(self._stop.set)
+        self._run.result(timeout=30)
+
+    def tokens(self, request_id: str) -> list[int]:
+        """Return the answer's tokens; waits for the last of them."""
+        self._mesh.wait_until(lambda: request_id in self._finished, f"the end of {request_id}")
+        by_index = self._tokens[request_id]
+        assert sorted(by_index) == list(range(len(by_index))), "a token is missing"
+        return [by_index[index] for index in range(len(by_index))]
+
+    async def _listen(self) -> None:
+        bus = await NatsBus.connect(self._mesh.nats_url, "recorder")
+        door = TypedBus(bus, "recorder")
+        async with asyncio.TaskGroup() as tasks:
+            await door.listen(tasks, subjects.TOKENS, ("*",), self._hear)
+            await bus.flush()
+            self._ready.set()
+            await self._stop.wait()
+            await door.close()
+
+    def _hear(self, received: Received[TokensEmitted]) -> None:
+        for tokens in received.message.requests:
+            for index, token in enumerate(unpack_tokens(tokens.tokens), start=tokens.index):
+                earlier = self._tokens[tokens.request_id].setdefault(index, token)
+                assert earlier == token, "one index, two tokens"
+            if tokens.finish_reason is not None:
+                self._finished.add(tokens.request_id)
+
+
+def in_parallel(jobs: list[Callable[[], ResultT]], width: int) -> list[ResultT]:
+    """Run the jobs `width` at a time, and return their results in order."""
+    with ThreadPoolExecutor(width) as pool:
+        return [future.result() for future in [pool.submit(job) for job in jobs]]

@@ -1,0 +1,106 @@
+"""Never wrong: what crosses the mesh equals what one process says, token for token."""
+
+import random
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from schemas.request import SamplingParams
+from services.cli.supervisor import UpOptions
+from services.engine.demo_model import DEMO_MODEL_DIR
+from services.engine.demo_model.corpus import make_fact_prompt
+from tests.mesh.processes import Mesh, TokenRecorder, in_parallel, running_mesh
+from tests.mesh.reference import Case, Judge, SingleProcess
+
+NUM_REQUESTS = 200
+WIDTH = 16
+
+
+@pytest.fixture(scope="module")
+def single() -> SingleProcess:
+    return SingleProcess(DEMO_MODEL_DIR)
+
+
+@pytest.fixture(scope="module")
+def judge() -> Judge:
+    return Judge(DEMO_MODEL_DIR)
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Case]:
+    """Mixed lengths, from one token to thousands; every second one sampled."""
+    rng = random.Random(7)
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL_DIR / "tokenizer.json"))
+    made: list[Case] = []
+    for number in range(NUM_REQUESTS):
+        length = rng.choice([1, 5, 15, 16, 17, 60, 150, 400, 513, 900, 1500, 2300])
+        text = make_fact_prompt(rng, rng.randrange(2, 6), length).prompt
+        prompt = tokenizer.encode(text, add_special_tokens=False).ids[-max(1, length) :]
+        if number % 2:
+            sampling = SamplingParams(
+                max_tokens=rng.randrange(1, 25),
+                temperature=rng.choice([0.5, 1.0, 1.5]),
+                top_p=rng.choice([1.0, 0.9]),
+                top_k=rng.choice([0, 40]),
+                seed=rng.randrange(2**31),
+                ignore_eos=True,
+            )
+        else:
+            sampling = SamplingParams(max_tokens=rng.randrange(1, 25), temperature=0, ignore_eos=number % 4 == 0)
+        made.append(Case(prompt, sampling))
+    return made
+
+
+@pytest.fixture(scope="module")
+def expected(single: SingleProcess, cases: list[Case]) -> list[list[int]]:
+    return [single.run(case, number) for number, case in enumerate(cases)]
+
+
+def send(mesh: Mesh, case: Case) -> str:
+    sampling = case.sampling
+    answer = mesh.complete(
+        case.prompt,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        ignore_eos=sampling.ignore_eos,
+    )
+    usage = answer["usage"]
+    assert usage["prompt_tokens"] == len(case.prompt)
+    if sampling.max_tokens > 1 and usage["completion_tokens"] > 1:
+        assert usage["kvmesh"]["transferred_tokens"] == len(case.prompt)
+        assert usage["kvmesh"]["recomputed_tokens"] == 0
+        assert usage["kvmesh"]["prefill_worker"] != usage["kvmesh"]["decode_worker"]
+    return usage["kvmesh"]["request_id"]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("carrier", ["shm", "tcp"])
+def test_200_requests_16_at_a_time_through_2p2d(
+    carrier: str, tmp_path: Path, cases: list[Case], expected: list[list[int]], judge: Judge
+) -> None:
+    options = UpOptions(num_prefill=2, num_decode=2, carrier=carrier, port=0)  # type: ignore[arg-type]
+    with running_mesh(tmp_path, options) as mesh, TokenRecorder(mesh) as recorder:
+        jobs = [lambda case=case: send(mesh, case) for case in cases]
+        request_ids = in_parallel(jobs, WIDTH)
+        for case, tokens, request_id in zip(cases, expected, request_ids, strict=True):
+            judge.compare(f"{carrier} and one process", case, tokens, recorder.tokens(request_id))
+        mesh.assert_no_blocks_held()
+        assert all(w.num_dropped_messages == w.num_refused_reads == 0 for w in mesh.fleet.workers)
+    print(f"\n{carrier}: {dict(judge.verdict.counts)}")
+    assert not judge.verdict.wrong, judge.verdict.wrong[:5]
+
+
+@pytest.mark.timeout(600)
+def test_greedy_equals_generate(cases: list[Case], expected: list[list[int]], judge: Judge) -> None:
+    compared = 0
+    for case, tokens in zip(cases, expected, strict=True):
+        if case.sampling.temperature == 0 and not case.sampling.ignore_eos:
+            judge.compare("one process and generate()", case, judge.generate(case), tokens)
+            compared += 1
+    print(f"\n{dict(judge.verdict.counts)}")
+    assert compared >= 40
+    assert not judge.verdict.wrong, judge.verdict.wrong[:5]
