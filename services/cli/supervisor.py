@@ -176,7 +176,8 @@ class Supervisor:
 
     async def _start_broker(self) -> str:
         if self._options.nats == "embedded":
-            self._nats = await asyncio.to_thread(EmbeddedNats.start, None, self._run_dir)
+            # Not on a helper thread: the server is told to end with the thread that started it.
+            self._nats = EmbeddedNats.start(None, self._run_dir)
             return self._nats.url
         bus = await NatsBus.connect(self._options.nats, "kvmesh-up")
         await bus.close()
