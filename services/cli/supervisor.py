@@ -230,8 +230,8 @@ class Supervisor:
                         started = len(waits) - len(remaining)
                         progress.update(task, completed=started, description=f"starting {', '.join(remaining)}")
                     done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                    for ended in done & set(ends):
-                        await self._raise_failed(ends[ended])
+                    for failed in [child for task, child in ends.items() if task in done]:
+                        await self._raise_failed(failed)
                 if progress and task is not None:
                     progress.update(task, completed=len(waits), description="ready")
         except TimeoutError as error:
@@ -290,7 +290,7 @@ async def _watch(console: Console, supervisor: Supervisor, stop: asyncio.Event) 
     ends = {asyncio.create_task(supervisor.wait_for_end(child)) for child in supervisor.children}
     while not stopped.done():
         done, _ = await asyncio.wait({stopped, *ends}, return_when=asyncio.FIRST_COMPLETED)
-        for ended in done & ends:
+        for ended in [task for task in ends if task in done]:
             ends.remove(ended)
             child = ended.result()
             console.print(

@@ -5,8 +5,8 @@ import time
 from dataclasses import dataclass, field
 
 import msgspec
-from dataplane.reader import PlaneReader
-from dataplane.stream import Landed, TransferFailedError
+from dataplane.reader import Landed, PlaneReader
+from dataplane.stream import TransferFailedError
 
 from schemas import subjects
 from schemas.handoff import FirstToken, HandoffAborted, KVOffered
@@ -51,8 +51,7 @@ class Reads:
         offer = action.offer
         started_ns = time.time_ns()
         traceparent = self.worker.spans.traceparent((offer.request_id, offer.attempt))
-        landed, failure = None, ""
-        num_landed = 0
+        landed, first, failure, num_landed = None, None, "", 0
         try:
             landed = await self._stream(offer, action)
             first = msgspec.json.decode(landed.trailer, type=FirstToken)
@@ -66,9 +65,9 @@ class Reads:
         attributes = {Key.REQUEST_ID: offer.request_id, Key.ATTEMPT: offer.attempt, Key.OUTCOME: failure or "landed"}
         stats = landed.stats if landed else None
         self.worker.spans.transferred(traceparent, "target", (started_ns, time.time_ns()), stats, attributes)
-        if landed is not None and not failure:
+        if landed is not None and first is not None:
             outcome = ReadOutcome(landed.num_tokens, landed.stats.num_bytes, landed.stats.carrier)
-            self.worker.decide(lambda _now: self.core.read_landed(offer.handoff_id, outcome, first))
+            self.worker.decide(lambda _now, first=first: self.core.read_landed(offer.handoff_id, outcome, first))
         else:
             outcome = ReadOutcome(num_landed, 0, "")
             self.worker.decide(lambda _now: self.core.read_failed(offer.handoff_id, outcome, failure))
@@ -91,7 +90,7 @@ async def start_decode(worker: Worker, tasks: asyncio.TaskGroup) -> Reads:
     """Give the worker the decode role: reserve, read, decode. Close the returned reads before the holder."""
     worker_id = worker.parts.worker_id
     core = DecodeCore(worker.parts.limits, worker.holder.pool)
-    reader = PlaneReader(worker.parts.arena, worker.parts.limits.num_blocks, worker.parts.layout)
+    reader = PlaneReader(worker.parts.arena, worker.parts.layout)
     reads = Reads(worker, core, reader, tasks)
     worker.add_core(core, reads)
 

@@ -196,7 +196,7 @@ class Answer:
             if not isinstance(output, Deliver):
                 continue
             text = self._call.texts[number]
-            if text.written_s:
+            if 0.0 < text.written_s < now_s:
                 self._metrics.itl.observe(now_s - text.written_s)
             text.written_s = now_s
             if self._ttft_s is None:

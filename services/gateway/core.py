@@ -99,8 +99,8 @@ class GatewayStopping:
     pass
 
 
-AttemptEvent = Placed | PlaceRefused | PlaceUnanswered | WorkerRefused | WorkerSilent | TokensReceived
-Event = AttemptEvent | WorkerLost | StopMatched | DeadlinePassed | ClientGone | GatewayStopping
+AttemptEvent = Placed | PlaceRefused | PlaceUnanswered | WorkerRefused | WorkerSilent
+Event = AttemptEvent | TokensReceived | WorkerLost | StopMatched | DeadlinePassed | ClientGone | GatewayStopping
 
 
 # What the shell is asked to do.
@@ -219,12 +219,14 @@ class RequestCore:
                 stopping = Fail("draining", "this gateway is shutting down", 503, DEFAULT_RETRY_AFTER_MS)
                 return self._end("gateway stopping", stopping)
             case _:
-                return self._handle_attempt(event) if event.attempt == self.attempt else []
+                if event.attempt != self.attempt:
+                    return []
+                return self._placing(event) if self.phase is Phase.PLACING else self._running(event)
 
-    def _handle_attempt(self, event: AttemptEvent) -> list[Action]:
+    def _placing(self, event: AttemptEvent) -> list[Action]:
         match event:
             case Placed():
-                return self._run(event) if self.phase is Phase.PLACING else []
+                return self._run(event)
             case PlaceRefused():
                 return self._end("", self._refusal(event.reason, event.detail, event.retry_after_ms))
             case PlaceUnanswered():
@@ -233,7 +235,14 @@ class RequestCore:
                     return [AskPlacement(self.attempt, tuple(self._excluded))]
                 message = self._with_troubles(f"no scheduler answers ({event.detail})")
                 return self._end("", Fail("no_scheduler", message, 503, DEFAULT_RETRY_AFTER_MS))
+            case _:
+                return []
+
+    def _running(self, event: AttemptEvent) -> list[Action]:
+        match event:
             case WorkerRefused():
+                if not self._needs(event.worker_id):
+                    return []
                 refusal = self._refusal(event.reason, f"{event.worker_id}: {event.detail}", event.retry_after_ms)
                 if event.reason in ("too_long", "deadline", "invalid"):
                     return self._end(f"refused: {event.reason}", refusal)
@@ -243,7 +252,7 @@ class RequestCore:
                     return []
                 lost = Fail("worker_failed", f"{event.worker_id} did not answer: {event.detail}", 502)
                 return self._retry(event.worker_id, "a worker did not answer", lost)
-            case TokensReceived():  # handled before, on the hot path
+            case _:
                 return []
 
     def _begin_attempt(self) -> None:

@@ -184,7 +184,8 @@ def _refuse_stopping(gateway: Gateway, route: str, root: OpenSpan) -> ASGIApp:
     fail = Fail("draining", "this gateway is shutting down", 503, DEFAULT_RETRY_AFTER_MS)
     gateway.metrics.requests.labels(route, "503", fail.code).inc()
     root.end({Key.OUTCOME: fail.code}, fail.message)
-    return _asgi_error(error_of_fail(fail), 503, {"retry-after": retry_after_of(fail)})
+    headers = {"retry-after": retry_after_of(fail), "traceparent": root.traceparent}
+    return _asgi_error(error_of_fail(fail), fail.status, headers)
 
 
 async def _unhealthy_reason(gateway: Gateway) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dataplane.layout import KVLayout
 from schemas.block import hash_blocks, join_hashes, pack_tokens
-from schemas.ids import RequestId
+from schemas.ids import RequestId, TokenIds
 from schemas.request import SamplingParams
 from services.bus.base import MAX_PAYLOAD_BYTES
 from services.gateway.openai import (
@@ -27,7 +27,7 @@ from services.gateway.text import ChatTemplateError, TextCodec
 
 ENVELOPE_BYTES = 4_096
 """What a RunPrefill or ReserveBlocks may need beside its prompt."""
-MAX_INLINE_TOKENS = 8_192
+MAX_INLINE_TOKENS = 4_096
 """Packing and hashing more than this takes milliseconds."""
 SEED_MASK = 2**63 - 1
 
@@ -84,8 +84,7 @@ async def make_jobs(
     jobs: list[Job] = []
     is_single = len(prepared.prompts) * choices.n == 1
     for prompt, max_tokens in zip(prepared.prompts, prepared.max_tokens, strict=True):
-        block_hashes = await _hash(model.layout, prompt)
-        packed = pack_tokens(prompt)
+        packed, block_hashes = await _pack(model.layout, prompt)
         for number in range(choices.n):
             job = Job(
                 request_id=request_id if is_single else RequestId(f"{request_id}_c{len(jobs)}"),
@@ -148,11 +147,13 @@ def _max_tokens(model: ServedModel, choices: Choices, num_prompt: int, default: 
     return room if default is None else min(room, default)
 
 
-async def _hash(layout: KVLayout, prompt: Sequence[int]) -> bytes:
+async def _pack(layout: KVLayout, prompt: Sequence[int]) -> tuple[TokenIds, bytes]:
+    """Return the prompt as it travels, and its block hashes, joined."""
     if len(prompt) <= MAX_INLINE_TOKENS:
-        return _joined_hashes(layout, prompt)
-    return await asyncio.to_thread(_joined_hashes, layout, prompt)
+        return _packed(layout, prompt)
+    return await asyncio.to_thread(_packed, layout, prompt)
 
 
-def _joined_hashes(layout: KVLayout, prompt: Sequence[int]) -> bytes:
-    return join_hashes(hash_blocks(prompt, layout.block_size, model_fingerprint=layout.fingerprint))
+def _packed(layout: KVLayout, prompt: Sequence[int]) -> tuple[TokenIds, bytes]:
+    hashes = hash_blocks(prompt, layout.block_size, model_fingerprint=layout.fingerprint)
+    return pack_tokens(prompt), join_hashes(hashes)

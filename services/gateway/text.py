@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 
 from services.errors import UserError
 
-MAX_INLINE_CHARACTERS = 20_000
-"""Tokenizing more than this takes milliseconds, which the event loop should not stand still for."""
+MAX_INLINE_CHARACTERS = 4_000
+"""Tokenizing more than this takes many milliseconds, which the event loop should not stand still for."""
 REPLACEMENT = "\ufffd"
 MAX_HELD_TOKENS = 32
 
@@ -43,7 +43,9 @@ class TextCodec:
         self._template = _environment().from_string(template) if template else None
         self.vocab_size = tokenizer.get_vocab_size()
         added = tokenizer.get_added_tokens_decoder()
-        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        special_ids = {token_id for token_id, token in added.items() if token.special}
+        known_ids = set(tokenizer.get_vocab(with_added_tokens=True).values())
+        self._shown_ids = frozenset(known_ids - special_ids)
         self._byte_ids = _byte_fallback_ids(tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -72,7 +74,7 @@ class TextCodec:
             raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
 
     def detokenizer(self) -> "Detokenizer":
-        return Detokenizer(self, self._special_ids, self._byte_ids)
+        return Detokenizer(self, self._shown_ids, self._byte_ids)
 
 
 class Detokenizer:
@@ -82,9 +84,10 @@ class Detokenizer:
     run is decoded as a whole or not at all.
     """
 
-    def __init__(self, codec: TextCodec, special_ids: Collection[int], byte_ids: Collection[int]) -> None:
+    def __init__(self, codec: TextCodec, shown_ids: Collection[int], byte_ids: Collection[int]) -> None:
         self._codec = codec
-        self._special_ids = special_ids
+        # Special tokens and unknown ids are no text; they do not even end a run of byte-fallback tokens.
+        self._shown_ids = shown_ids
         self._byte_ids = byte_ids
         self._window: list[int] = []
         """The tokens of the last text returned, as context (a decoder may treat the first token differently), and
@@ -94,7 +97,7 @@ class Detokenizer:
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Return the text that is now certain."""
-        return "".join([self._feed_one(token_id) for token_id in token_ids if token_id not in self._special_ids])
+        return "".join([self._feed_one(token_id) for token_id in token_ids if token_id in self._shown_ids])
 
     def flush(self) -> str:
         """Return what was held back: the answer has ended."""

@@ -1,12 +1,12 @@
 """The blocks that a worker holds: pool, leases, the plane that serves them, and what the directory hears of them."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
 from dataplane.arena import Arena
-from dataplane.lease import Lease, LeaseTable
+from dataplane.lease import Lease, LeaseRefusedError, LeaseTable
 from dataplane.pool import BlockPool
 from dataplane.progress import KVProgress
 from dataplane.server import PlaneServer, ReadableKV, ServerOptions
@@ -38,7 +38,7 @@ class TrackedPool(BlockPool):
         super().__init__(num_blocks)
         self._freed: list[int] = []
 
-    def free(self, segments: tuple[Segment, ...]) -> list[int]:
+    def free(self, segments: Iterable[Segment]) -> list[int]:
         freed = super().free(segments)
         self._freed += freed
         return freed
@@ -76,6 +76,7 @@ class KVHolder:
         self.pool = TrackedPool(self.num_blocks)
         self.ledger = BlockLedger(self.worker_id, self.incarnation)
         self.plane: PlaneServer | None = None
+        self.num_refused = 0
 
     def start(self, config: WorkerConfig) -> None:
         """Serve reads. Only a worker that hands over needs it."""
@@ -165,7 +166,11 @@ class KVHolder:
     def open(self, ticket: Ticket) -> ReadableKV:
         """Return what a ticket gives access to. Raises LeaseRefusedError."""
         with self.lock:
-            lease = self.leases.check(ticket.lease_id, ticket.epoch, ticket.reader, now_ms())
+            try:
+                lease = self.leases.check(ticket.lease_id, ticket.epoch, ticket.reader, now_ms())
+            except LeaseRefusedError:
+                self.num_refused += 1
+                raise
             served = self._served[lease.lease_id]
         return ReadableKV(segments=lease.segments, num_tokens=lease.num_tokens, progress=served.progress)
 

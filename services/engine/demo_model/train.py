@@ -452,7 +452,7 @@ def evaluate(out: Path, prompts: int, seed: int) -> None:
     """
     tokenizer = cast(Any, PreTrainedTokenizerFast).from_pretrained(out)
     model = cast(Any, Qwen3ForCausalLM).from_pretrained(out, dtype=torch.float32).eval()
-    rng = Random(seed)
+    rng = Random(f"evaluation {seed}")  # another stream than training's
     for case in EVALUATION_CASES:
         right, shortest, longest = 0, sys.maxsize, 0
         for _ in range(prompts):

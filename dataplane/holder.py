@@ -1,0 +1,335 @@
+"""One stream, as the holder serves it: on one thread, from the reader's Open to End, Fail or the reader's going."""
+
+import contextlib
+import os
+import select
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dataplane import frames, shm, tcp
+from dataplane.arena import Arena, ByteArray
+from dataplane.frames import SequenceMemory
+from dataplane.layout import KVLayout, Segment
+from dataplane.lease import LeaseRefusedError
+from dataplane.progress import KVProgress
+from dataplane.stream import (
+    MAX_TRAILER_BYTES,
+    VERSION,
+    Accepted,
+    Fail,
+    FramePlanner,
+    Header,
+    Kind,
+    Open,
+    ProtocolError,
+    RefusalCode,
+    Refused,
+    TransferStats,
+    decode_body,
+    encode_frame,
+    encode_header,
+)
+from dataplane.ticket import Ticket, TicketRefusedError, verify
+from dataplane.wire import Wire, WireClosedError, WireTimeoutError
+from schemas.ids import LeaseId
+
+MAX_UNACKED_FRAMES = 4
+"""How far the holder announces and digests ahead of the reader's copying."""
+
+
+@dataclass(slots=True, frozen=True)
+class ReadableKV:
+    """What a ticket gives access to."""
+
+    segments: tuple[Segment, ...]
+    num_tokens: int
+    progress: KVProgress
+
+
+class LeaseGate(Protocol):
+    """The holder's leases, as the plane's threads see them. Every method may be called on any thread."""
+
+    def open(self, ticket: Ticket) -> ReadableKV:
+        """Return what the ticket names. Raises LeaseRefusedError."""
+        ...
+
+    def still_valid(self, ticket: Ticket) -> bool:
+        """Say whether the leased blocks are still what they were when `open` was called."""
+        ...
+
+    def started(self, lease_id: LeaseId, carrier: str) -> None:
+        """The first frame is on its way."""
+        ...
+
+    def served(self, lease_id: LeaseId, stats: TransferStats | None, error: str) -> None:
+        """The stream is over; `error` is "" when all was sent and committed. `stats` None: nothing was sent."""
+        ...
+
+
+@dataclass(slots=True, frozen=True)
+class HolderContext:
+    """What all streams of a server share. Timeouts in seconds."""
+
+    arena: Arena
+    num_blocks: int
+    layout: KVLayout
+    gate: LeaseGate
+    secret: bytes
+    carriers: tuple[str, ...]
+    digests: bool
+    open_timeout_s: float
+    idle_timeout_s: float
+
+
+class JunkError(Exception):
+    """What came is no Open of ours: a stranger, a scanner, or a peer that never says what it wants."""
+
+
+class _RefusedError(Exception):
+    def __init__(self, code: RefusalCode, detail: str) -> None:
+        super().__init__(detail)
+        self.refused = Refused(code=code, detail=detail)
+
+
+class _EndedError(Exception):
+    """The stream cannot go on. `tell`: the reader is still there to hear it."""
+
+    def __init__(self, reason: str, *, tell: bool) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.tell = tell
+
+
+class HolderCarrier(Protocol):
+    """How a frame's bytes cross, at the holder's end. `needs_ack`: the reader copies from the holder's memory."""
+
+    @property
+    def needs_ack(self) -> bool: ...
+    @property
+    def frame_bytes(self) -> int: ...
+    def send(self, wire: Wire, head: bytes, data: Header, views: Sequence[ByteArray], timeout_s: float) -> None: ...
+
+
+def holder_carrier(name: str) -> HolderCarrier:
+    """Return the holder's end of a carrier."""
+    return tcp.TcpHolder() if name == tcp.NAME else shm.SharedHolder()
+
+
+class HolderStream:
+    """Serves one reader on `wire`, which stays the caller's to close."""
+
+    def __init__(self, context: HolderContext, wire: Wire) -> None:
+        self._context = context
+        self._wire = wire
+        self.is_opened = False
+        """A valid ticket was shown."""
+
+    def run(self) -> None:
+        """Serve to the end. Raises JunkError when the peer did not speak the protocol at all."""
+        try:
+            ticket, wanted, readable = self._open()
+        except _RefusedError as refusal:
+            with contextlib.suppress(WireClosedError, WireTimeoutError):
+                self._wire.send([encode_frame(Kind.REFUSED, refusal.refused)], self._context.open_timeout_s)
+                self._wire.finish_sending()
+            return
+        service = _Service(self._context, self._wire, ticket, wanted, readable)
+        error = "the plane failed"
+        try:
+            error = service.run()
+        finally:
+            self._context.gate.served(ticket.lease_id, service.stats if service.stats.num_frames else None, error)
+
+    def _open(self) -> tuple[Ticket, Open, ReadableKV]:
+        """Return what is to be served. Raises JunkError, or _RefusedError with what the reader is told."""
+        context = self._context
+        deadline = time.monotonic() + context.open_timeout_s
+        try:
+            header = self._wire.receive_header(deadline, Kind.OPEN)
+            wanted = decode_body(self._wire.receive(header.length, deadline), Open)
+        except (ProtocolError, WireClosedError, WireTimeoutError) as error:
+            raise JunkError(str(error)) from error
+        if wanted.version != VERSION:
+            raise _RefusedError("version", f"this holder speaks version {VERSION}")
+        try:
+            ticket = verify(context.secret, wanted.ticket, time.time_ns() // 1_000_000)
+        except TicketRefusedError as error:
+            raise _RefusedError("ticket", error.reason) from error
+        if wanted.fingerprint != context.layout.fingerprint:
+            raise _RefusedError("fingerprint", f"this holder's KV is {context.layout.fingerprint}")
+        if wanted.carrier not in context.carriers:
+            raise _RefusedError("carrier", f"this holder offers {', '.join(context.carriers)}")
+        try:
+            readable = context.gate.open(ticket)
+        except LeaseRefusedError as error:
+            raise _RefusedError("lease", error.reason) from error
+        if not 0 <= wanted.first_token <= wanted.num_tokens <= readable.num_tokens:
+            raise _RefusedError("range", f"the lease is on {readable.num_tokens} tokens")
+        self.is_opened = True
+        return ticket, wanted, readable
+
+
+class _Service:
+    """Sends what is ready, commits what has left, waits for the engine and the reader at once."""
+
+    def __init__(self, context: HolderContext, wire: Wire, ticket: Ticket, wanted: Open, readable: ReadableKV) -> None:
+        self.stats = TransferStats(carrier=wanted.carrier, opened_ns=time.time_ns())
+        self._context = context
+        self._wire = wire
+        self._ticket = ticket
+        self._readable = readable
+        self._carrier = holder_carrier(wanted.carrier)
+        self._memory = SequenceMemory(context.arena.array, context.layout, context.num_blocks, readable.segments)
+        self._planner = FramePlanner(context.layout, wanted.first_token, wanted.num_tokens, self._carrier.frame_bytes)
+        self._uncommitted: deque[tuple[int, int]] = deque()  # sequence and digest
+        self._num_acked = 0
+        self._unsent = b""
+        """Commits that go out with the next frame, or before the next wait."""
+
+    def run(self) -> str:
+        """Serve; return "" or why it ended early. The reader has been told where it could be."""
+        context = self._context
+        with _Waker() as waker:
+            self._readable.progress.subscribe(waker.wake)
+            try:
+                self._accept()
+                self._serve(waker)
+            except _EndedError as end:
+                if end.tell:
+                    with contextlib.suppress(WireClosedError, WireTimeoutError):
+                        self._wire.send([encode_frame(Kind.FAIL, Fail(reason=end.reason))], context.idle_timeout_s)
+                        self._wire.finish_sending()
+                return end.reason
+            except (WireClosedError, WireTimeoutError, ProtocolError) as error:
+                return f"the reader has gone: {error}"
+            finally:
+                self._readable.progress.unsubscribe(waker.wake)
+        self.stats.landed_ns = time.time_ns()
+        return ""
+
+    def _accept(self) -> None:
+        shared = self._carrier.needs_ack
+        accepted = Accepted(
+            carrier=self.stats.carrier,
+            digests=self._context.digests,
+            num_blocks=self._context.num_blocks if shared else 0,
+            segments=self._readable.segments if shared else (),
+        )
+        self._unsent = encode_frame(Kind.ACCEPTED, accepted)
+
+    def _serve(self, waker: "_Waker") -> None:
+        progress, planner = self._readable.progress, self._planner
+        while True:
+            waker.clear()
+            ready = progress.ready()
+            if ready.failure is not None:
+                raise _EndedError(ready.failure, tell=True)
+            self._take_acks()
+            data = None
+            if len(self._uncommitted) < MAX_UNACKED_FRAMES:
+                data = planner.next(ready.num_tokens)
+            if data is not None:
+                self._send(data)
+            self._commit()
+            if data is None:
+                if planner.all_sent and not self._uncommitted and ready.trailer is not None:
+                    return self._end(ready.trailer)
+                self._flush()
+                self._wait(waker)
+
+    def _send(self, data: Header) -> None:
+        if not self.stats.num_frames:
+            self.stats.first_byte_ns = time.time_ns()
+            self._context.gate.started(self._ticket.lease_id, self.stats.carrier)
+        head, self._unsent = self._unsent, b""
+        views = self._memory.views(data)
+        started = time.perf_counter_ns()
+        self._carrier.send(self._wire, head, data, views, self._context.idle_timeout_s)
+        self.stats.copy_ns += time.perf_counter_ns() - started
+        self.stats.num_frames += 1
+        self.stats.num_bytes += data.length
+        self.stats.last_byte_ns = time.time_ns()
+        digest = frames.digest(views, self.stats) if self._context.digests else 0
+        self._uncommitted.append((data.sequence, digest))
+
+    def _take_acks(self) -> None:
+        """Take in the reader's Acks that are there. Raises WireClosedError when it has gone, ProtocolError."""
+        while self._wire.has_unread():
+            ack = self._wire.receive_header(time.monotonic() + self._context.idle_timeout_s, Kind.ACK)
+            if not self._carrier.needs_ack or ack.sequence != self._num_acked + 1 or not self._uncommitted:
+                raise ProtocolError(f"ack of frame {ack.sequence} after {self._num_acked}")
+            if ack.sequence > self._uncommitted[-1][0]:
+                raise ProtocolError(f"ack of frame {ack.sequence}, which was not sent")
+            self._num_acked = ack.sequence
+
+    def _commit(self) -> None:
+        """Commit the frames that have left this memory, if the lease is good *now*."""
+        num_gone = self._num_acked if self._carrier.needs_ack else self.stats.num_frames
+        if not self._uncommitted or self._uncommitted[0][0] > num_gone:
+            return
+        if not self._context.gate.still_valid(self._ticket):
+            raise _EndedError(self._readable.progress.ready().failure or "the lease has ended", tell=True)
+        while self._uncommitted and self._uncommitted[0][0] <= num_gone:
+            sequence, digest = self._uncommitted.popleft()
+            self._unsent += encode_header(Header(Kind.COMMIT, sequence, digest=digest))
+
+    def _flush(self) -> None:
+        if self._unsent:
+            self._wire.send([self._unsent], self._context.idle_timeout_s)
+            self._unsent = b""
+
+    def _end(self, trailer: bytes) -> None:
+        if len(trailer) > MAX_TRAILER_BYTES:
+            raise _EndedError(f"the trailer has {len(trailer)} bytes", tell=True)
+        if not self._context.gate.still_valid(self._ticket):
+            raise _EndedError("the lease has ended", tell=True)
+        self._unsent += encode_header(Header(Kind.END, length=len(trailer))) + trailer
+        self._flush()
+
+    def _wait(self, waker: "_Waker") -> None:
+        """Wait for the engine, or a word of the reader."""
+        started = time.perf_counter_ns()
+        moved = waker.wait(self._wire, self._context.idle_timeout_s)
+        self.stats.wait_ns += time.perf_counter_ns() - started
+        if not moved:
+            if self._uncommitted:
+                raise _EndedError("the reader copies nothing", tell=False)
+            if not self._context.gate.still_valid(self._ticket):
+                raise _EndedError("the lease has ended", tell=True)
+
+
+class _Waker:
+    """Lets one thread wait for its wire and for a call of `wake` at once."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._set = False
+
+    def __enter__(self) -> "_Waker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def wake(self) -> None:
+        """Called under the progress's lock, so never by two threads at once, nor after `unsubscribe`."""
+        if not self._set:
+            self._set = True
+            os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        """Forget the calls so far: before looking at what they told of."""
+        if self._set:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._fd)
+            self._set = False
+
+    def wait(self, wire: Wire, timeout_s: float) -> bool:
+        """Return whether either happened in time."""
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        poll.register(wire.fileno(), select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))

@@ -1,0 +1,132 @@
+"""Leases: who may read which blocks, and until when. Pure: the time is an argument.
+
+A lease is active from its grant to `end` or `expire`, whichever comes first; then it is forgotten. Past its expiry it
+is refused to readers even while nobody has called `expire` yet. The caller holds the blocks' references.
+"""
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from dataplane.layout import Segment
+from schemas.ids import LeaseId, WorkerId
+
+RefusalReason = Literal["unknown", "expired", "epoch", "reader"]
+
+
+class LeaseState(enum.StrEnum):
+    ACTIVE = "active"
+    ENDED = "ended"
+    EXPIRED = "expired"
+
+
+@dataclass(slots=True, frozen=True)
+class Lease:
+    """`reader` may read `num_tokens` tokens in `segments`, which `holder` keeps as they are until `expires_at_ms`.
+
+    `epoch` is unique to this grant: a ticket for an earlier grant of the same id reads nothing.
+    """
+
+    lease_id: LeaseId
+    epoch: int
+    holder: WorkerId
+    reader: WorkerId
+    segments: tuple[Segment, ...]
+    num_tokens: int
+    expires_at_ms: int
+    state: LeaseState = LeaseState.ACTIVE
+    outcome: str = ""
+
+
+class LeaseRefusedError(Exception):
+    """A read under this lease is not allowed (any more)."""
+
+    def __init__(self, lease_id: LeaseId, reason: RefusalReason) -> None:
+        super().__init__(f"lease {lease_id} refused: {reason}")
+        self.lease_id = lease_id
+        self.reason: RefusalReason = reason
+
+
+class LeaseTable:
+    """The active leases of one holder. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._active: dict[LeaseId, Lease] = {}
+        self._last_epoch = 0
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    def __iter__(self) -> Iterator[Lease]:
+        """Iterate over a copy of the active leases."""
+        return iter(tuple(self._active.values()))
+
+    @property
+    def num_leased_blocks(self) -> int:
+        """Blocks under at least one active lease, each counted once."""
+        counted, end = 0, 0
+        for first, size in sorted(s for lease in self._active.values() for s in lease.segments):
+            first, last = max(first, end), first + size
+            counted += max(0, last - first)
+            end = max(end, last)
+        return counted
+
+    def grant(
+        self,
+        *,
+        lease_id: LeaseId,
+        holder: WorkerId,
+        reader: WorkerId,
+        segments: tuple[Segment, ...],
+        num_tokens: int,
+        expires_at_ms: int,
+    ) -> Lease:
+        """Return a new active lease with an epoch of its own. Asserts that no lease of this id is active."""
+        assert lease_id not in self._active, f"{lease_id} is already granted"
+        self._last_epoch += 1
+        lease = Lease(lease_id, self._last_epoch, holder, reader, segments, num_tokens, expires_at_ms)
+        self._active[lease_id] = lease
+        return lease
+
+    def check(self, lease_id: LeaseId, epoch: int, reader: WorkerId, now_ms: int) -> Lease:
+        """Return the lease if `reader` may read under it now. Raises LeaseRefusedError."""
+        lease = self._active.get(lease_id)
+        if lease is None:
+            raise LeaseRefusedError(lease_id, "unknown")
+        if lease.epoch != epoch:
+            raise LeaseRefusedError(lease_id, "epoch")
+        if lease.reader != reader:
+            raise LeaseRefusedError(lease_id, "reader")
+        if lease.expires_at_ms <= now_ms:
+            raise LeaseRefusedError(lease_id, "expired")
+        return lease
+
+    def is_current(self, lease_id: LeaseId, epoch: int, now_ms: int) -> bool:
+        """Say whether this very grant is active and not past its expiry: its blocks are still what they were."""
+        lease = self._active.get(lease_id)
+        return lease is not None and lease.epoch == epoch and lease.expires_at_ms > now_ms
+
+    def renew(self, lease_id: LeaseId, now_ms: int, lease_ms: int) -> Lease:
+        """Let the lease run at least until `now_ms + lease_ms`. Raises LeaseRefusedError when it is not active."""
+        lease = self._active.get(lease_id)
+        if lease is None:
+            raise LeaseRefusedError(lease_id, "unknown")
+        renewed = replace(lease, expires_at_ms=max(lease.expires_at_ms, now_ms + lease_ms))
+        self._active[lease_id] = renewed
+        return renewed
+
+    def end(self, lease_id: LeaseId, outcome: str) -> Lease | None:
+        """End the lease and return it as it ended, or None when it is not active: only one caller frees its blocks."""
+        lease = self._active.pop(lease_id, None)
+        return None if lease is None else replace(lease, state=LeaseState.ENDED, outcome=outcome)
+
+    def expire(self, now_ms: int) -> list[Lease]:
+        """End every lease whose time is over and return them, the one that expired first in front."""
+        over = sorted(
+            (lease for lease in self._active.values() if lease.expires_at_ms <= now_ms),
+            key=lambda lease: (lease.expires_at_ms, lease.epoch),
+        )
+        for lease in over:
+            del self._active[lease.lease_id]
+        return [replace(lease, state=LeaseState.EXPIRED, outcome="expired") for lease in over]

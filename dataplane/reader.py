@@ -1,0 +1,358 @@
+"""One read: opens a stream to a holder and puts what it sends in place. On a thread of its own."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from dataplane import loopback, shm, tcp
+from dataplane.arena import Arena, ArenaMissingError
+from dataplane.connect import CarrierImpossibleError, choose_carrier
+from dataplane.frames import SequenceMemory
+from dataplane.layout import KVLayout, Segment
+from dataplane.shm import AttachedArenas, SharedReader
+from dataplane.stream import (
+    Accepted,
+    Fail,
+    FailureCode,
+    Header,
+    Kind,
+    Landing,
+    Open,
+    ProtocolError,
+    Refused,
+    TransferFailedError,
+    TransferStats,
+    decode_body,
+    encode_frame,
+    encode_header,
+)
+from dataplane.tcp import TcpReader
+from dataplane.wire import Wire, WireClosedError, WireTimeoutError
+from schemas.handoff import Endpoint
+
+_FRAME_KINDS = (Kind.DATA, Kind.COMMIT, Kind.END, Kind.FAIL)
+
+
+@dataclass(slots=True, frozen=True)
+class Landed:
+    """All `num_tokens` tokens are in place and verified. `trailer` is what the holder sent behind them."""
+
+    num_tokens: int
+    trailer: bytes
+    stats: TransferStats
+
+
+@dataclass(slots=True, frozen=True)
+class ReadRequest:
+    """Tokens [first_token, num_tokens) of what `ticket` names, to be put into `segments` (which begin at token 0).
+
+    `carrier`: "auto" or one by name. `deadline_s`: seconds from now to the end of it all.
+    """
+
+    endpoint: Endpoint
+    ticket: str
+    carrier: str
+    segments: tuple[Segment, ...]
+    first_token: int
+    num_tokens: int
+    deadline_s: float
+
+
+class ReaderCarrier(Protocol):
+    """How a frame's bytes cross, at the reader's end."""
+
+    @property
+    def needs_ack(self) -> bool: ...
+    def land(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> int: ...
+
+
+class Cancellation:
+    """Ends a read from another thread: nothing is written any more once the read's thread has ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        self._cancelled = False
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._cancelled
+
+    def watch(self, sock: socket.socket) -> None:
+        """Shut `sock` down on `cancel`. Raises TransferFailedError when that has been called already."""
+        with self._lock:
+            self._sockets.append(sock)
+        self.check()
+
+    def unwatch(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._sockets.remove(sock)
+
+    def check(self) -> None:
+        if self._cancelled:
+            raise TransferFailedError("cancelled", "the reader was cancelled")
+
+    def cancel(self) -> None:
+        """From any thread; idempotent."""
+        with self._lock:
+            self._cancelled = True
+            for sock in self._sockets:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+
+class PlaneReader:
+    """Reads KV of `layout` into `arena`. Any number of reads may run at once, each into blocks of its own."""
+
+    def __init__(self, arena: Arena, layout: KVLayout, *, connect_timeout_s: float = 5.0) -> None:
+        self._arena = arena
+        self._layout = layout
+        self._fingerprint = layout.fingerprint
+        self._num_blocks = arena.num_bytes // layout.block_bytes
+        self._connect_timeout_s = connect_timeout_s
+        self._attached = AttachedArenas()
+
+    async def read(
+        self,
+        endpoint: Endpoint,
+        ticket: str,
+        *,
+        carrier: str,
+        segments: tuple[Segment, ...],
+        first_token: int = 0,
+        num_tokens: int,
+        deadline_s: float,
+        on_started: Callable[[str], None] = lambda _: None,
+    ) -> Landed:
+        """Return once all is in place. `on_started(carrier)` is called on the loop at the first frame.
+
+        Raises TransferFailedError, and ValueError when `segments` hold fewer than `num_tokens` tokens. When it is
+        cancelled, the thread has ended before CancelledError comes out: the blocks may be given to somebody else.
+        """
+        request = ReadRequest(endpoint, ticket, carrier, segments, first_token, num_tokens, deadline_s)
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Landed] = loop.create_future()
+        cancellation = Cancellation()
+
+        def run() -> None:
+            try:
+                landed = self.read_blocking(
+                    request, cancellation, lambda name: _call_soon(loop, lambda: on_started(name))
+                )
+            except BaseException as error:  # noqa: BLE001 - it is raised where the read is awaited
+                failure = error
+                _call_soon(loop, lambda: done.set_exception(failure))
+            else:
+                _call_soon(loop, lambda: done.set_result(landed))
+
+        thread = threading.Thread(target=run, name="kv-read", daemon=True)
+        thread.start()
+        try:
+            await asyncio.wait([done])
+        except asyncio.CancelledError:
+            cancellation.cancel()
+            while not done.done():
+                with contextlib.suppress(asyncio.CancelledError):  # cancelled again: the thread must end all the same
+                    await asyncio.wait([done])
+            done.exception()  # taken note of
+            raise
+        finally:
+            thread.join()
+        return done.result()
+
+    def read_blocking(
+        self,
+        request: ReadRequest,
+        cancellation: Cancellation | None = None,
+        on_started: Callable[[str], None] = lambda _: None,
+    ) -> Landed:
+        """Do the read on this thread. `on_started` is called on it. Raises as `read`."""
+        target = SequenceMemory(self._arena.array, self._layout, self._num_blocks, request.segments)
+        if not 0 <= request.first_token <= request.num_tokens <= target.num_slots:
+            raise ValueError(f"tokens {request.first_token} to {request.num_tokens} in {target.num_slots} slots")
+        run = _Read(request, self._layout, cancellation or Cancellation(), on_started)
+        try:
+            return self._run(run, target)
+        except (WireClosedError, ConnectionError) as error:
+            code: FailureCode = "cancelled" if run.cancellation.is_cancelled else "closed"
+            raise run.failed(code, str(error)) from error
+        except (WireTimeoutError, TimeoutError) as error:
+            raise run.failed("deadline", str(error)) from error
+        except ProtocolError as error:
+            raise run.failed("protocol", str(error)) from error
+        except (ArenaMissingError, CarrierImpossibleError) as error:
+            raise run.failed("carrier", str(error)) from error
+        except TransferFailedError as error:
+            raise run.failed(error.code, error.detail) from error
+        except OSError as error:
+            raise run.failed("connect", str(error)) from error
+
+    def close(self) -> None:
+        """Unmap the holders' arenas."""
+        self._attached.close()
+
+    def _run(self, run: "_Read", target: SequenceMemory) -> Landed:
+        endpoint = run.request.endpoint
+        carrier = choose_carrier(run.request.carrier, endpoint, self._attached.can_attach)
+        sock = self._connect(carrier, run)
+        try:
+            run.cancellation.watch(sock)
+            wire = Wire(sock, reads_ahead=carrier != tcp.NAME)
+            accepted = run.open(wire, carrier, self._fingerprint)
+            if carrier == tcp.NAME:
+                return run.land(wire, TcpReader(target, digests=accepted.digests))
+            source = self._source(carrier, endpoint, accepted)
+            if source.num_slots < run.request.num_tokens:
+                raise ProtocolError(f"the holder names {source.num_slots} slots")
+            return run.land(wire, SharedReader(source, target, digests=accepted.digests))
+        finally:
+            run.cancellation.unwatch(sock)
+            sock.close()
+
+    def _connect(self, carrier: str, run: "_Read") -> socket.socket:
+        endpoint = run.request.endpoint
+        if carrier == loopback.NAME:
+            server = loopback.find(endpoint.arena_nonce)
+            if server is None:
+                raise ConnectionRefusedError("the holder has closed")
+            return server.connect()
+        timeout_s = min(self._connect_timeout_s, run.deadline - time.monotonic())
+        if timeout_s <= 0:
+            raise TimeoutError("the deadline has passed")
+        return _connect_tcp(endpoint, timeout_s, run.cancellation)
+
+    def _source(self, carrier: str, endpoint: Endpoint, accepted: Accepted) -> SequenceMemory:
+        """Return the holder's memory. Raises ArenaMissingError, ProtocolError."""
+        if carrier == shm.NAME:
+            array = self._attached.attach(endpoint)
+        elif (server := loopback.find(endpoint.arena_nonce)) is not None:
+            array = server.arena.array
+        else:
+            raise ArenaMissingError(endpoint.arena, "the holder has closed")
+        try:
+            return SequenceMemory(array, self._layout, accepted.num_blocks, accepted.segments)
+        except ValueError as error:
+            raise ProtocolError(f"segments outside the holder's arena: {error}") from error
+
+
+class _Read:
+    """The state of one read: how far it has come, whatever ends it."""
+
+    def __init__(
+        self,
+        request: ReadRequest,
+        layout: KVLayout,
+        cancellation: Cancellation,
+        on_started: Callable[[str], None],
+    ) -> None:
+        self.request = request
+        self.cancellation = cancellation
+        self.deadline = time.monotonic() + request.deadline_s
+        self.stats = TransferStats(opened_ns=time.time_ns())
+        self._layout = layout
+        self._on_started = on_started
+        self._landing: Landing | None = None
+
+    def failed(self, code: FailureCode, detail: str) -> TransferFailedError:
+        """Return the error with which the read ends, with what has landed so far."""
+        landed = self.request.first_token if self._landing is None else self._landing.num_landed_tokens
+        return TransferFailedError(code, detail, landed)
+
+    def open(self, wire: Wire, carrier: str, fingerprint: str) -> Accepted:
+        """Ask, and return the holder's answer. Raises TransferFailedError when it says no."""
+        request = self.request
+        self.stats.carrier = carrier
+        opening = Open(
+            ticket=request.ticket,
+            fingerprint=fingerprint,
+            carrier=carrier,
+            first_token=request.first_token,
+            num_tokens=request.num_tokens,
+        )
+        wire.send([encode_frame(Kind.OPEN, opening)], self.deadline - time.monotonic())
+        header = wire.receive_header(self.deadline, Kind.ACCEPTED, Kind.REFUSED)
+        body = wire.receive(header.length, self.deadline)
+        if header.kind is Kind.REFUSED:
+            refused = decode_body(body, Refused)
+            raise TransferFailedError(refused.code, refused.detail)
+        accepted = decode_body(body, Accepted)
+        if accepted.carrier != carrier:
+            raise ProtocolError(f"asked for {carrier}, accepted as {accepted.carrier}")
+        self._landing = Landing(self._layout, request.first_token, request.num_tokens, digests=accepted.digests)
+        return accepted
+
+    def land(self, wire: Wire, carrier: ReaderCarrier) -> Landed:
+        """Take frames until the end. Raises whatever ends it early."""
+        landing, stats = self._landing, self.stats
+        assert landing is not None, "not opened"
+        while True:
+            started = time.perf_counter_ns()
+            header = wire.receive_header(self.deadline, *_FRAME_KINDS)
+            stats.wait_ns += time.perf_counter_ns() - started
+            if header.kind is Kind.DATA:
+                landing.expect(header)
+                landing.received(header, self._land_frame(wire, carrier, header))
+                if carrier.needs_ack:
+                    wire.send([encode_header(Header(Kind.ACK, header.sequence))], self.deadline - time.monotonic())
+            elif header.kind is Kind.COMMIT:
+                landing.commit(header)
+            else:
+                return self._finish(landing, header, bytes(wire.receive(header.length, self.deadline)))
+
+    def _land_frame(self, wire: Wire, carrier: ReaderCarrier, data: Header) -> int:
+        stats = self.stats
+        if not stats.num_frames:
+            stats.first_byte_ns = time.time_ns()
+            self._on_started(stats.carrier)
+        self.cancellation.check()
+        digest = carrier.land(wire, data, stats, self.deadline)
+        stats.num_frames += 1
+        stats.num_bytes += data.length
+        stats.last_byte_ns = time.time_ns()
+        return digest
+
+    def _finish(self, landing: Landing, header: Header, body: bytes) -> Landed:
+        if header.kind is Kind.FAIL:
+            raise TransferFailedError("holder", decode_body(body, Fail).reason)
+        landing.end()
+        self.stats.landed_ns = time.time_ns()
+        return Landed(self.request.num_tokens, body, self.stats)
+
+
+def _connect_tcp(endpoint: Endpoint, timeout_s: float, cancellation: Cancellation) -> socket.socket:
+    """Return a connected socket. Raises TransferFailedError with code "connect" or "cancelled"."""
+    deadline = time.monotonic() + timeout_s
+    try:
+        addresses = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise TransferFailedError("connect", f"{endpoint.host}: {error}") from error
+    reason = "no address"
+    for family, kind, protocol, _, address in addresses:
+        sock = socket.socket(family, kind, protocol)
+        try:
+            cancellation.watch(sock)
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            sock.connect(address)
+            cancellation.check()
+        except TransferFailedError:
+            sock.close()
+            raise
+        except OSError as error:
+            sock.close()
+            cancellation.check()
+            reason = error.strerror or str(error)
+        else:
+            return sock
+        finally:
+            cancellation.unwatch(sock)
+    raise TransferFailedError("connect", f"{endpoint.host}:{endpoint.port}: {reason}")
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop was closed under a read that nobody awaits any more
+        loop.call_soon_threadsafe(callback)

@@ -1,0 +1,206 @@
+"""Serves reads of one arena: a listening socket for all carriers, a thread per stream, bounded."""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+
+from dataplane import loopback, shm, tcp
+from dataplane.arena import Arena
+from dataplane.holder import HolderContext, HolderStream, JunkError, LeaseGate, ReadableKV
+from dataplane.layout import KVLayout
+from dataplane.stream import Kind, Refused, encode_frame
+from dataplane.wire import Wire, WireClosedError, WireTimeoutError
+from schemas.handoff import Endpoint
+
+__all__ = ["LeaseGate", "PlaneServer", "ReadableKV", "ServerOptions"]
+
+log = logging.getLogger(__name__)
+
+_LOG_INTERVAL_S = 1.0
+_MAX_LOGGED_PEERS = 256
+_BACKLOG = 64
+
+
+@dataclass(slots=True, frozen=True)
+class ServerOptions:
+    """`carriers`: what is offered, of "loopback", "shm" and "tcp". `advertise_host`: what readers are told to connect
+    to, `host` unless given. `open_timeout_s`: within it a stream must have said what it wants. `idle_timeout_s`: a
+    reader that takes nothing for so long is cut.
+    """
+
+    carriers: tuple[str, ...] = (shm.NAME, tcp.NAME)
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise_host: str = ""
+    digests: bool = True
+    max_streams: int = 64
+    open_timeout_s: float = 5.0
+    idle_timeout_s: float = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A stream that is being served, and who serves it."""
+
+    wire: Wire
+    peer: str
+    stream: HolderStream
+    thread: threading.Thread | None = None
+    opened_at: float = field(default_factory=time.monotonic)
+
+
+class PlaneServer:
+    """Streams what `gate` allows out of `arena`. `num_junk` counts peers that did not speak the protocol."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        num_blocks: int,
+        layout: KVLayout,
+        gate: LeaseGate,
+        secret: bytes,
+        options: ServerOptions | None = None,
+    ) -> None:
+        self.arena = arena
+        self.options = options or ServerOptions()
+        self.num_junk = 0
+        self._context = HolderContext(
+            arena=arena,
+            num_blocks=num_blocks,
+            layout=layout,
+            gate=gate,
+            secret=secret,
+            carriers=self.options.carriers,
+            digests=self.options.digests,
+            open_timeout_s=self.options.open_timeout_s,
+            idle_timeout_s=self.options.idle_timeout_s,
+        )
+        self._lock = threading.Lock()
+        self._streams: list[_Live] = []
+        self._closing = False
+        self._listener: socket.socket | None = None
+        self._acceptor: threading.Thread | None = None
+        self._logged_at: dict[str, float] = {}
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where readers find this server. Only after `start`."""
+        port = 0 if self._listener is None else self._listener.getsockname()[1]
+        return Endpoint(
+            host=self.options.advertise_host or self.options.host,
+            port=port,
+            carriers=self.options.carriers,
+            arena=self.arena.name,
+            arena_nonce=self.arena.nonce,
+        )
+
+    @property
+    def num_streams(self) -> int:
+        with self._lock:
+            return len(self._streams)
+
+    def start(self) -> None:
+        """Listen and serve. Raises OSError when the address cannot be bound."""
+        assert self._acceptor is None and not self._closing, "a server is started once"
+        if {shm.NAME, tcp.NAME} & set(self.options.carriers):
+            address = (self.options.host, self.options.port)
+            self._listener = socket.create_server(address, backlog=_BACKLOG)
+            self._acceptor = threading.Thread(
+                target=self._accept, name="kv-accept", args=(self._listener,), daemon=True
+            )
+            self._acceptor.start()
+        if loopback.NAME in self.options.carriers:
+            loopback.register(self)
+
+    def connect(self) -> socket.socket:
+        """Return the reader's end of a new stream inside this process. Raises ConnectionError when closing."""
+        ours, theirs = socket.socketpair()
+        if not self._admit(ours, "this process"):
+            theirs.close()
+            raise ConnectionRefusedError("the plane server is closing")
+        return theirs
+
+    def close(self) -> None:
+        """Cut all streams and wait for their threads: when it returns, nothing reads the arena. Idempotent."""
+        loopback.unregister(self)
+        with self._lock:
+            self._closing = True
+            live = list(self._streams)
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+        if self._acceptor is not None:
+            self._acceptor.join()
+        if self._listener is not None:
+            self._listener.close()
+        for stream in live:
+            stream.wire.cut()
+        for stream in live:
+            if stream.thread is not None:
+                stream.thread.join()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, address = listener.accept()
+            except OSError as error:
+                if self._closing:
+                    return
+                self._log_peer("accept", f"cannot accept: {error}")
+                time.sleep(0.05)  # out of descriptors: a moment for streams to end; connections wait in the backlog
+                continue
+            self._admit(sock, address[0])
+
+    def _admit(self, sock: socket.socket, peer: str) -> bool:
+        """Start a thread that serves `sock`, or say no. Says whether the socket was taken at all."""
+        wire = Wire(sock, reads_ahead=True)
+        live = _Live(wire, peer, HolderStream(self._context, wire))
+        with self._lock:
+            if self._closing:
+                wire.close()
+                return False
+            full = len(self._streams) >= self.options.max_streams
+            if full and (silent := next((s for s in self._streams if not s.stream.is_opened), None)) is not None:
+                silent.wire.cut()  # the one that has longest not said what it wants makes room
+                self._streams.remove(silent)
+                full = False
+            if not full:
+                self._streams.append(live)
+                live.thread = threading.Thread(target=self._serve, name="kv-serve", args=(live,), daemon=True)
+                live.thread.start()
+        if full:
+            refused = Refused(code="busy", detail=f"{self.options.max_streams} streams are open")
+            with contextlib.suppress(WireClosedError, WireTimeoutError):
+                wire.send([encode_frame(Kind.REFUSED, refused)], _LOG_INTERVAL_S)
+            wire.close()
+        return True
+
+    def _serve(self, live: _Live) -> None:
+        try:
+            live.stream.run()
+        except JunkError as junk:
+            if not self._closing:
+                with self._lock:
+                    self.num_junk += 1
+                self._log_peer(live.peer, f"dropped what is no KV reader: {junk}")
+        except Exception:
+            log.exception("serving a KV stream to %s failed", live.peer)
+        finally:
+            with self._lock:
+                if live in self._streams:
+                    self._streams.remove(live)
+            live.wire.close()
+
+    def _log_peer(self, peer: str, text: str) -> None:
+        """Log a line, at most one per peer and second: anybody may knock as often as he likes."""
+        now = time.monotonic()
+        with self._lock:
+            if now - self._logged_at.get(peer, -_LOG_INTERVAL_S) < _LOG_INTERVAL_S:
+                return
+            if len(self._logged_at) >= _MAX_LOGGED_PEERS:
+                self._logged_at.clear()
+            self._logged_at[peer] = now
+        log.warning("peer %s: %s", peer, text)

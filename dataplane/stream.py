@@ -1,0 +1,272 @@
+"""The one stream protocol of every carrier, without I/O: what is said, its limits, what comes next, what to believe.
+
+    reader → Open                     the ticket, the layout's fingerprint, which tokens are wanted
+    holder → Accepted | Refused
+    holder → Data, Commit, …          Data: some tokens of some layers; its bytes cross as the carrier has it
+    reader → Ack, …                   only where it copies from the holder's memory: it has finished with a frame
+    holder → End | Fail               End: all is committed; carries the holder's trailer
+
+A Commit says that the lease was still good *after* a frame's bytes had left the holder's memory, and what their digest
+was there. A frame is believed once its digest and its Commit are in; nothing waits for a round trip but the last frame.
+Every frame starts with one header of fixed size; all numbers are little-endian; every size has a limit.
+"""
+
+import enum
+import struct
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeVar
+
+import msgspec
+
+from dataplane.layout import KVLayout, Segment
+
+VERSION = 1
+MAX_CONTROL_BYTES = 8 << 10
+"""Open, Refused and Fail."""
+MAX_ACCEPTED_BYTES = 1 << 20
+"""Accepted may name many segments."""
+MAX_TRAILER_BYTES = 64 << 10
+MAX_FRAME_BYTES = 4 << 20
+"""Payload of one Data frame."""
+MAX_OUTSTANDING_FRAMES = 16
+"""Frames that are sent and not yet committed."""
+
+_MAGIC = b"KV"
+_HEADER = struct.Struct("<2sBBIHHIIIQ")
+HEADER_BYTES = _HEADER.size
+
+RefusalCode = Literal[
+    "malformed", "version", "ticket", "lease", "fingerprint", "carrier", "range", "busy", "closing", "internal"
+]
+FailureCode = (
+    RefusalCode
+    | Literal["connect", "closed", "deadline", "cancelled", "protocol", "digest", "holder", "arena", "internal"]
+)
+
+
+class Kind(enum.IntEnum):
+    OPEN = 1
+    ACCEPTED = 2
+    REFUSED = 3
+    DATA = 4
+    ACK = 5
+    COMMIT = 6
+    END = 7
+    FAIL = 8
+
+
+_MAX_BODY = {
+    Kind.OPEN: MAX_CONTROL_BYTES,
+    Kind.ACCEPTED: MAX_ACCEPTED_BYTES,
+    Kind.REFUSED: MAX_CONTROL_BYTES,
+    Kind.DATA: MAX_FRAME_BYTES,
+    Kind.ACK: 0,
+    Kind.COMMIT: 0,
+    Kind.END: MAX_TRAILER_BYTES,
+    Kind.FAIL: MAX_CONTROL_BYTES,
+}
+
+
+class ProtocolError(Exception):
+    """The peer sent what the protocol does not allow here."""
+
+
+class TransferFailedError(Exception):
+    """A read ended early. `num_landed_tokens` from the sequence's start are in place, verified and committed."""
+
+    def __init__(self, code: FailureCode, detail: str, num_landed_tokens: int = 0) -> None:
+        super().__init__(f"{code}: {detail}")
+        self.code: FailureCode = code
+        self.detail = detail
+        self.num_landed_tokens = num_landed_tokens
+
+
+class Header(NamedTuple):
+    """The start of every frame. `length`: bytes of body, or of payload. Fields that a kind does not use are 0."""
+
+    kind: Kind
+    sequence: int = 0
+    layer: int = 0
+    num_layers: int = 0
+    first_token: int = 0
+    num_tokens: int = 0
+    length: int = 0
+    digest: int = 0
+
+
+class Open(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks for tokens [first_token, num_tokens) of what the ticket names."""
+
+    ticket: str
+    fingerprint: str
+    carrier: str
+    first_token: int
+    num_tokens: int
+    version: int = VERSION
+
+
+class Accepted(msgspec.Struct, frozen=True, kw_only=True):
+    """`num_blocks` and `segments` tell a reader that copies from the holder's arena where the tokens lie in it."""
+
+    carrier: str
+    digests: bool
+    num_blocks: int = 0
+    segments: tuple[Segment, ...] = ()
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True):
+    code: RefusalCode
+    detail: str
+
+
+class Fail(msgspec.Struct, frozen=True, kw_only=True):
+    reason: str
+
+
+@dataclass(slots=True)
+class TransferStats:
+    """What one stream did, as one end saw it. Points are `time.time_ns()` (0: never), durations nanoseconds.
+
+    `wait_ns`: blocked, with nothing to do. `copy_ns`: moving bytes (over TCP this includes waiting for them).
+    """
+
+    carrier: str = ""
+    num_bytes: int = 0
+    num_frames: int = 0
+    opened_ns: int = 0
+    first_byte_ns: int = 0
+    last_byte_ns: int = 0
+    landed_ns: int = 0
+    wait_ns: int = 0
+    verify_ns: int = 0
+    copy_ns: int = 0
+
+
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
+
+
+def encode_header(header: Header) -> bytes:
+    """Return the header's bytes."""
+    return _HEADER.pack(_MAGIC, VERSION, *header)
+
+
+def encode_frame(kind: Kind, body: msgspec.Struct) -> bytes:
+    """Return a whole frame with a JSON body. Asserts its limit."""
+    text = msgspec.json.encode(body)
+    assert len(text) <= _MAX_BODY[kind], f"{kind.name} of {len(text)} bytes"
+    return encode_header(Header(kind, length=len(text))) + text
+
+
+def decode_header(data: bytes | bytearray | memoryview, *allowed: Kind) -> Header:
+    """Return the header of one of the `allowed` kinds. Raises ProtocolError, for an oversized length too."""
+    magic, version, kind, sequence, layer, num_layers, first_token, num_tokens, length, digest = _HEADER.unpack(data)
+    if magic != _MAGIC or version != VERSION:
+        raise ProtocolError("not a KV stream of this version")
+    if kind not in allowed:
+        raise ProtocolError(f"frame of kind {kind} where {', '.join(k.name for k in allowed)} may come")
+    if length > _MAX_BODY[kind]:
+        raise ProtocolError(f"{Kind(kind).name} of {length} bytes")
+    return Header(Kind(kind), sequence, layer, num_layers, first_token, num_tokens, length, digest)
+
+
+def decode_body(body: bytes | bytearray | memoryview, expected: type[BodyT]) -> BodyT:
+    """Return the JSON body. Raises ProtocolError."""
+    try:
+        return msgspec.json.decode(body, type=expected)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"{expected.__name__}: {error}") from error
+
+
+class FramePlanner:
+    """The holder's side: which frame to send next, so that the tokens that land grow as a prefix over all layers."""
+
+    def __init__(self, layout: KVLayout, first_token: int, num_tokens: int, frame_bytes: int) -> None:
+        assert 0 < frame_bytes <= MAX_FRAME_BYTES
+        self.sent = [first_token] * layout.num_layers
+        self._num_tokens = num_tokens
+        self._row_bytes = 2 * layout.token_bytes
+        self._max_rows = max(1, frame_bytes // self._row_bytes)
+        self._num_frames = 0
+
+    @property
+    def all_sent(self) -> bool:
+        return min(self.sent) >= self._num_tokens
+
+    def next(self, ready: Sequence[int]) -> Header | None:
+        """Return the next Data frame of what is `ready`, or None; it counts as sent.
+
+        The layer that is furthest behind comes first; with it go those layers after it that stand at the same tokens,
+        while they fit, so that what piled up for a slow reader costs few frames.
+        """
+        sent, last = self.sent, self._num_tokens
+        behind = [(sent[i], i) for i in range(len(sent)) if sent[i] < min(ready[i], last)]
+        if not behind:
+            return None
+        first, layer = min(behind)
+        end = min(ready[layer], last, first + self._max_rows)
+        num_layers = 1
+        max_layers = min(self._max_rows // (end - first), len(sent) - layer)
+        while num_layers < max_layers:
+            other = layer + num_layers
+            if sent[other] != first or min(ready[other], last) < end:
+                break
+            num_layers += 1
+        sent[layer : layer + num_layers] = [end] * num_layers
+        self._num_frames += 1
+        length = num_layers * (end - first) * self._row_bytes
+        return Header(Kind.DATA, self._num_frames, layer, num_layers, first, end - first, length)
+
+
+class Landing:
+    """The reader's side: which frames may come, and how much of what came may be believed."""
+
+    def __init__(self, layout: KVLayout, first_token: int, num_tokens: int, *, digests: bool) -> None:
+        self._received = [first_token] * layout.num_layers
+        self._committed = [first_token] * layout.num_layers
+        self._num_tokens = num_tokens
+        self._row_bytes = 2 * layout.token_bytes
+        self._digests = digests
+        self._last_sequence = 0
+        self._pending: deque[tuple[Header, int]] = deque()
+
+    @property
+    def num_landed_tokens(self) -> int:
+        """Tokens from the sequence's start that are in place over all layers, verified and committed."""
+        return min(self._committed)
+
+    def expect(self, data: Header) -> None:
+        """Check a Data header before any of its bytes is written. Raises ProtocolError."""
+        layers = self._received[data.layer : data.layer + data.num_layers]
+        end = data.first_token + data.num_tokens
+        if data.sequence != self._last_sequence + 1 or len(self._pending) >= MAX_OUTSTANDING_FRAMES:
+            raise ProtocolError(f"frame {data.sequence} after {self._last_sequence}, {len(self._pending)} uncommitted")
+        if not data.num_tokens or not data.num_layers or len(layers) != data.num_layers or end > self._num_tokens:
+            raise ProtocolError(f"no such layers and tokens: {data}")
+        if any(received != data.first_token for received in layers):
+            raise ProtocolError(f"frame {data.sequence} leaves a gap or comes twice: {data}")
+        if data.length != data.num_layers * data.num_tokens * self._row_bytes:
+            raise ProtocolError(f"frame {data.sequence} has a wrong length: {data}")
+
+    def received(self, data: Header, digest: int) -> None:
+        """The bytes of the expected frame are in place and have this digest."""
+        self._last_sequence = data.sequence
+        end = data.first_token + data.num_tokens
+        self._received[data.layer : data.layer + data.num_layers] = [end] * data.num_layers
+        self._pending.append((data, digest))
+
+    def commit(self, commit: Header) -> None:
+        """Believe the oldest pending frame. Raises ProtocolError, and TransferFailedError when its digest differs."""
+        if not self._pending or self._pending[0][0].sequence != commit.sequence:
+            raise ProtocolError(f"commit of frame {commit.sequence}, which is not the next one")
+        data, digest = self._pending.popleft()
+        if self._digests and digest != commit.digest:
+            raise TransferFailedError("digest", f"frame {data.sequence} (layer {data.layer}, token {data.first_token})")
+        end = data.first_token + data.num_tokens
+        self._committed[data.layer : data.layer + data.num_layers] = [end] * data.num_layers
+
+    def end(self) -> None:
+        """Check that nothing is missing. Raises ProtocolError."""
+        if self._pending or self.num_landed_tokens < self._num_tokens:
+            raise ProtocolError(f"ended after {self.num_landed_tokens} of {self._num_tokens} tokens")
