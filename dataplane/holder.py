@@ -29,6 +29,7 @@ from dataplane.stream import (
     Refused,
     TransferStats,
     decode_body,
+    digest_of,
     encode_frame,
     encode_header,
 )
@@ -38,6 +39,7 @@ from schemas.ids import LeaseId
 
 MAX_UNACKED_FRAMES = 4
 """How far the holder announces and digests ahead of the reader's copying."""
+_MAX_REASON_CHARS = 1000
 
 
 @dataclass(slots=True, frozen=True)
@@ -191,7 +193,6 @@ class _Service:
 
     def run(self) -> str:
         """Serve; return "" or why it ended early. The reader has been told where it could be."""
-        context = self._context
         with _Waker() as waker:
             self._readable.progress.subscribe(waker.wake)
             try:
@@ -200,7 +201,8 @@ class _Service:
             except _EndedError as end:
                 if end.tell:
                     with contextlib.suppress(WireClosedError, WireTimeoutError):
-                        self._wire.send([encode_frame(Kind.FAIL, Fail(reason=end.reason))], context.idle_timeout_s)
+                        self._unsent += encode_frame(Kind.FAIL, Fail(reason=end.reason[:_MAX_REASON_CHARS]))
+                        self._flush()
                         self._wire.finish_sending()
                 return end.reason
             except (WireClosedError, WireTimeoutError, ProtocolError) as error:
@@ -228,6 +230,7 @@ class _Service:
             if ready.failure is not None:
                 raise _EndedError(ready.failure, tell=True)
             self._take_acks()
+            self._commit()  # before asking for room: what has been acked must not hold up what is next
             data = None
             if len(self._uncommitted) < MAX_UNACKED_FRAMES:
                 data = planner.next(ready.num_tokens)
@@ -286,7 +289,7 @@ class _Service:
             raise _EndedError(f"the trailer has {len(trailer)} bytes", tell=True)
         if not self._context.gate.still_valid(self._ticket):
             raise _EndedError("the lease has ended", tell=True)
-        self._unsent += encode_header(Header(Kind.END, length=len(trailer))) + trailer
+        self._unsent += encode_header(Header(Kind.END, length=len(trailer), digest=digest_of(trailer))) + trailer
         self._flush()
 
     def _wait(self, waker: "_Waker") -> None:

@@ -274,7 +274,8 @@ class _Read:
             first_token=request.first_token,
             num_tokens=request.num_tokens,
         )
-        wire.send([encode_frame(Kind.OPEN, opening)], self.deadline - time.monotonic())
+        with contextlib.suppress(WireClosedError):  # a holder that is busy says so and closes, without listening
+            wire.send([encode_frame(Kind.OPEN, opening)], self.deadline - time.monotonic())
         header = wire.receive_header(self.deadline, Kind.ACCEPTED, Kind.REFUSED)
         body = wire.receive(header.length, self.deadline)
         if header.kind is Kind.REFUSED:
@@ -319,7 +320,7 @@ class _Read:
     def _finish(self, landing: Landing, header: Header, body: bytes) -> Landed:
         if header.kind is Kind.FAIL:
             raise TransferFailedError("holder", decode_body(body, Fail).reason)
-        landing.end()
+        landing.end(header, body)
         self.stats.landed_ns = time.time_ns()
         return Landed(self.request.num_tokens, body, self.stats)
 

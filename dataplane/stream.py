@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
+import xxhash
 
 from dataplane.layout import KVLayout, Segment
 
@@ -179,6 +180,11 @@ def decode_body(body: bytes | bytearray | memoryview, expected: type[BodyT]) -> 
         raise ProtocolError(f"{expected.__name__}: {error}") from error
 
 
+def digest_of(data: bytes) -> int:
+    """Return the digest of a few bytes."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
 class FramePlanner:
     """The holder's side: which frame to send next, so that the tokens that land grow as a prefix over all layers."""
 
@@ -266,7 +272,9 @@ class Landing:
         end = data.first_token + data.num_tokens
         self._committed[data.layer : data.layer + data.num_layers] = [end] * data.num_layers
 
-    def end(self) -> None:
-        """Check that nothing is missing. Raises ProtocolError."""
+    def end(self, end: Header, trailer: bytes) -> None:
+        """Check that nothing is missing. Raises ProtocolError, and TransferFailedError when the trailer was damaged."""
         if self._pending or self.num_landed_tokens < self._num_tokens:
             raise ProtocolError(f"ended after {self.num_landed_tokens} of {self._num_tokens} tokens")
+        if end.digest != digest_of(trailer):
+            raise TransferFailedError("digest", "the trailer")

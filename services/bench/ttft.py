@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
@@ -26,7 +26,7 @@ from services.errors import UserError
 
 NUM_TOKENS = 8
 WARM_UP_REQUESTS = 2
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "hidden": 256,
     "num_layers": 6,
     "heads": 4,

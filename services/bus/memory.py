@@ -5,14 +5,7 @@ import itertools
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 
-from services.bus.base import (
-    MAX_PAYLOAD_BYTES,
-    BusClosedError,
-    Delivery,
-    MessageTooLargeError,
-    NoRespondersError,
-    RequestTimedOutError,
-)
+from services.bus.base import BusClosedError, Delivery, NoRespondersError, RequestTimedOutError, check_size
 
 
 @dataclass(slots=True)
@@ -27,6 +20,7 @@ class MemoryDelivery:
         return self.reply is not None
 
     async def respond(self, payload: bytes, headers: Mapping[str, str]) -> None:
+        check_size(self.subject, payload, headers)
         if self.reply is not None and not self.reply.done():
             self.reply.set_result(MemoryDelivery(self.subject, payload, dict(headers)))
 
@@ -41,6 +35,7 @@ class MemorySubscription:
     async def __aiter__(self) -> AsyncIterator[Delivery]:
         while (delivery := await self.inbox.get()) is not None:
             yield delivery
+        self.inbox.put_nowait(None)  # for whoever iterates once more
 
     async def close(self) -> None:
         self.bus.forget(self)
@@ -52,6 +47,7 @@ class MemoryBus:
 
     def __init__(self) -> None:
         self._subscriptions: list[MemorySubscription] = []
+        self._requests: set[asyncio.Future[MemoryDelivery]] = set()
         self._turn = itertools.count()
         self._closed = False
 
@@ -63,11 +59,14 @@ class MemoryBus:
         reply: asyncio.Future[MemoryDelivery] = asyncio.get_running_loop().create_future()
         if not self._deliver(MemoryDelivery(subject, payload, dict(headers), reply)):
             raise NoRespondersError(subject)
+        self._requests.add(reply)
         try:
             async with asyncio.timeout(timeout_s):
                 return await reply
         except TimeoutError as error:
             raise RequestTimedOutError(subject, timeout_s) from error
+        finally:
+            self._requests.discard(reply)
 
     async def subscribe(self, pattern: str, queue: str = "") -> MemorySubscription:
         if self._closed:
@@ -80,12 +79,17 @@ class MemoryBus:
         return await self.subscribe(subject, queue or endpoint)
 
     async def flush(self) -> None:
+        if self._closed:
+            raise BusClosedError
         await asyncio.sleep(0)
 
     async def close(self) -> None:
         self._closed = True
         for subscription in list(self._subscriptions):
             await subscription.close()
+        for reply in self._requests:
+            if not reply.done():
+                reply.set_exception(BusClosedError())
 
     def forget(self, subscription: MemorySubscription) -> None:
         if subscription in self._subscriptions:
@@ -95,8 +99,7 @@ class MemoryBus:
         """Hand the message to every listener, and to one member of each queue group. False: nobody listens."""
         if self._closed:
             raise BusClosedError(delivery.subject)
-        if len(delivery.payload) > MAX_PAYLOAD_BYTES:
-            raise MessageTooLargeError(delivery.subject, len(delivery.payload))
+        check_size(delivery.subject, delivery.payload, delivery.headers)
         tokens = tuple(delivery.subject.split("."))
         heard = [s for s in self._subscriptions if matches(s.pattern, tokens)]
         groups: dict[str, list[MemorySubscription]] = {}

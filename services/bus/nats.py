@@ -7,7 +7,8 @@ silently ends its loop. The Services API leaves no choice but callbacks, so ours
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from typing import TypeVar
 
 import nats
 import nats.errors
@@ -16,53 +17,53 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as ClientSubscription
 from nats.micro.request import Request
-from nats.micro.service import Service, ServiceConfig
+from nats.micro.service import Endpoint, Service, ServiceConfig
 
 from services.bus.base import (
     MAX_PAYLOAD_BYTES,
     BusClosedError,
     BusError,
     Delivery,
-    MessageTooLargeError,
     NoRespondersError,
     RequestTimedOutError,
+    check_size,
 )
 from services.errors import BrokerUnreachableError
 
 log = logging.getLogger(__name__)
 
 SERVICE_VERSION = "0.1.0"
+FLUSH_TIMEOUT_S = 10
+
+ResultT = TypeVar("ResultT")
 
 
 class NatsDelivery:
-    """A message of the client library, or a request of its Services API: both have the same fields."""
+    """A message of the client library."""
 
-    __slots__ = ("_message", "expects_reply", "headers", "payload", "subject")
+    __slots__ = ("_bus", "_reply", "expects_reply", "headers", "payload", "subject")
 
-    def __init__(self, message: Msg | Request, expects_reply: bool) -> None:
-        self._message = message
+    def __init__(self, bus: "NatsBus", message: Msg, *, is_reply: bool = False) -> None:
+        self._bus = bus
+        self._reply = message.reply
         self.subject: str = message.subject
         self.payload: bytes = message.data
         self.headers: Mapping[str, str] = message.headers or {}
-        self.expects_reply = expects_reply
+        self.expects_reply = bool(message.reply) and not is_reply
 
     async def respond(self, payload: bytes, headers: Mapping[str, str]) -> None:
-        if not self.expects_reply:
-            return
-        if isinstance(self._message, Request):
-            await self._message.respond(payload, headers=dict(headers))
-            return
-        client: Client = self._message._client  # pyright: ignore[reportPrivateUsage]
-        await client.publish(self._message.reply, payload, headers=dict(headers))
+        if self.expects_reply:
+            await self._bus.publish(self._reply, payload, headers)
 
 
 class NatsSubscription:
-    def __init__(self, subscription: ClientSubscription) -> None:
+    def __init__(self, bus: "NatsBus", subscription: ClientSubscription) -> None:
+        self._bus = bus
         self._subscription = subscription
 
     async def __aiter__(self) -> AsyncIterator[Delivery]:
         async for message in self._subscription.messages:
-            yield NatsDelivery(message, bool(message.reply))
+            yield NatsDelivery(self._bus, message)
 
     async def close(self) -> None:
         with contextlib.suppress(nats.errors.Error):  # a lost connection ends it as well
@@ -72,18 +73,38 @@ class NatsSubscription:
 class NatsEndpoint:
     """An endpoint of the Services API as something to iterate."""
 
-    def __init__(self) -> None:
+    def __init__(self, bus: "NatsBus", service: Service) -> None:
+        self._bus = bus
+        self._service = service
+        self._endpoint: Endpoint | None = None
         self._inbox: asyncio.Queue[Delivery | None] = asyncio.Queue()
 
-    async def handle(self, request: Request) -> None:
-        self._inbox.put_nowait(NatsDelivery(request, True))
+    async def open(self, name: str, subject: str, queue: str) -> None:
+        await self._service.add_endpoint(name=name, subject=subject, queue_group=queue, handler=self._handle)
+        self._endpoint = self._service._endpoints[-1]  # pyright: ignore
 
     async def __aiter__(self) -> AsyncIterator[Delivery]:
         while (delivery := await self._inbox.get()) is not None:
             yield delivery
+        self._inbox.put_nowait(None)  # for whoever iterates once more
 
     async def close(self) -> None:
-        self._inbox.put_nowait(None)
+        """Take no more requests; those that have come are still iterated. The library cannot remove an endpoint, but
+        one that went on listening would swallow requests instead of letting the broker say that nobody serves."""
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is None:
+            return
+        try:
+            self._service._endpoints.remove(endpoint)  # pyright: ignore
+            subscription: ClientSubscription = endpoint._subscription  # pyright: ignore
+            if self._bus.is_connected:
+                with contextlib.suppress(nats.errors.Error):  # a lost connection ends it as well
+                    await subscription.drain()
+        finally:
+            self._inbox.put_nowait(None)
+
+    async def _handle(self, request: Request) -> None:
+        self._inbox.put_nowait(NatsDelivery(self._bus, request._msg))  # pyright: ignore[reportPrivateUsage]
 
 
 class NatsBus:
@@ -96,9 +117,14 @@ class NatsBus:
         self._endpoints: list[NatsEndpoint] = []
         self._denied: str | None = None
 
+    @property
+    def is_connected(self) -> bool:
+        return self._client.is_connected
+
     @classmethod
     async def connect(cls, url: str, name: str, timeout_s: float = 5.0) -> "NatsBus":
-        """Return a connected bus. Raises BrokerUnreachableError with a line that names the address."""
+        """Return a connected bus; tries again until `timeout_s` is over. Raises BrokerUnreachableError with a line that
+        names the address."""
         client = Client()
         bus = cls(client, url)
         try:
@@ -107,6 +133,9 @@ class NatsBus:
                     url,
                     name=name,
                     error_cb=bus._on_error,
+                    disconnected_cb=bus._on_disconnected,
+                    reconnected_cb=bus._on_reconnected,
+                    closed_cb=bus._on_closed,
                     connect_timeout=max(1, int(timeout_s)),
                     max_reconnect_attempts=-1,
                     reconnect_time_wait=1,
@@ -115,8 +144,12 @@ class NatsBus:
                 timeout_s,
             )
         except (OSError, nats.errors.Error, TimeoutError, ValueError) as error:
+            if isinstance(error, TimeoutError):
+                await client.close()
+            cause = client.last_error or error
+            reason = str(cause) if isinstance(cause, nats.errors.Error) else type(cause).__name__
             raise BrokerUnreachableError(
-                f"no NATS server answers at {url} ({type(error).__name__}); start one, or run with --nats embedded"
+                f"no NATS server answers at {url} ({reason}); start one, or run with --nats embedded"
             ) from error
         if client.max_payload < MAX_PAYLOAD_BYTES:
             log.warning(
@@ -125,73 +158,113 @@ class NatsBus:
         return bus
 
     async def publish(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> None:
-        self._check_size(subject, payload)
+        self._check_size(subject, payload, headers)
         try:
-            await self._client.publish(subject, payload, headers=dict(headers))
-        except nats.errors.ConnectionClosedError as error:
-            raise BusClosedError(subject) from error
-        except nats.errors.OutboundBufferLimitError as error:
-            raise BusError(subject, "the broker is away and the send buffer is full") from error
+            await _cancellable(self._client.publish(subject, payload, headers=dict(headers)))
+        except nats.errors.Error as error:
+            raise _bus_error(subject, error) from error
 
     async def request(self, subject: str, payload: bytes, headers: Mapping[str, str], timeout_s: float) -> Delivery:
-        self._check_size(subject, payload)
+        self._check_size(subject, payload, headers)
         try:
-            message = await self._client.request(subject, payload, timeout=timeout_s, headers=dict(headers))
+            message = await _cancellable(
+                self._client.request(subject, payload, timeout=timeout_s, headers=dict(headers))
+            )
         except nats.errors.NoRespondersError as error:
             raise NoRespondersError(subject) from error
         except nats.errors.TimeoutError as error:
             raise RequestTimedOutError(subject, timeout_s) from error
-        except nats.errors.ConnectionClosedError as error:
-            raise BusClosedError(subject) from error
-        return NatsDelivery(message, False)
+        except nats.errors.Error as error:
+            raise _bus_error(subject, error) from error
+        return NatsDelivery(self, message, is_reply=True)
 
     async def subscribe(self, pattern: str, queue: str = "") -> NatsSubscription:
         try:
-            subscription = await self._client.subscribe(pattern, queue=queue)  # pyright: ignore[reportUnknownMemberType]
-            return NatsSubscription(subscription)
-        except nats.errors.ConnectionClosedError as error:
-            raise BusClosedError(pattern) from error
+            subscription = await _cancellable(
+                self._client.subscribe(pattern, queue=queue)  # pyright: ignore[reportUnknownMemberType]
+            )
+        except nats.errors.Error as error:
+            raise _bus_error(pattern, error) from error
+        return NatsSubscription(self, subscription)
 
     async def serve(self, service: str, endpoint: str, subject: str, queue: str = "") -> NatsEndpoint:
-        if service not in self._services:
-            config = ServiceConfig(name=service, version=SERVICE_VERSION, description=f"kvmesh {service}")
-            self._services[service] = await _add_service(self._client, config)
-        open_endpoint = NatsEndpoint()
-        await self._services[service].add_endpoint(
-            name=endpoint, subject=subject, queue_group=queue or endpoint, handler=open_endpoint.handle
-        )
-        self._endpoints.append(open_endpoint)
-        return open_endpoint
+        try:
+            if service not in self._services:
+                config = ServiceConfig(name=service, version=SERVICE_VERSION, description=f"kvmesh {service}")
+                self._services[service] = await _add_service(self._client, config)
+            opened = NatsEndpoint(self, self._services[service])
+            await opened.open(endpoint, subject, queue or endpoint)
+        except nats.errors.Error as error:
+            raise _bus_error(subject, error) from error
+        self._endpoints.append(opened)
+        return opened
 
     async def flush(self) -> None:
         """See `Bus`. Raises BrokerUnreachableError when the broker has denied us a subject: to the caller of a
         request such a denial looks like a timeout, so it must surface here, at start-up."""
+        if not self._client.is_closed and not self.is_connected:
+            raise BusError("the bus", "the broker is away")
         try:
-            await self._client.flush(timeout=10)
-        except nats.errors.ConnectionClosedError as error:
-            raise BusClosedError from error
+            await self._client.flush(timeout=FLUSH_TIMEOUT_S)
         except nats.errors.Error as error:
-            raise BusError("the bus", f"the broker did not answer a ping ({type(error).__name__})") from error
+            raise _bus_error("the bus", error) from error
         if self._denied:
             raise BrokerUnreachableError(f"the broker at {self._url} denies us a subject: {self._denied}")
 
     async def close(self) -> None:
-        for service in self._services.values():
-            with contextlib.suppress(nats.errors.Error):  # a lost connection ends it as well
-                await service.stop()
         for endpoint in self._endpoints:
             await endpoint.close()
         await self._client.close()
 
-    def _check_size(self, subject: str, payload: bytes) -> None:
-        if len(payload) > min(MAX_PAYLOAD_BYTES, self._client.max_payload):
-            raise MessageTooLargeError(subject, len(payload))
+    def _check_size(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> None:
+        check_size(subject, payload, headers, min(MAX_PAYLOAD_BYTES, self._client.max_payload))
 
     async def _on_error(self, error: Exception) -> None:
-        text = str(error)
+        text = str(error) or type(error).__name__
         if "permissions violation" in text.lower():
             self._denied = text
-        log.warning("bus: %s", text or type(error).__name__)
+        # Every attempt to connect that fails comes here: who connects is told once, by the exception.
+        log.log(logging.WARNING if self.is_connected else logging.DEBUG, "bus: %s", text)
+
+    async def _on_disconnected(self) -> None:
+        if not self._client.is_closed:
+            log.warning("lost the broker at %s; trying again each second", self._url)
+
+    async def _on_reconnected(self) -> None:
+        log.warning("the broker at %s is back", self._url)
+
+    async def _on_closed(self) -> None:
+        """End what waits: the library leaves its requests to their timeouts."""
+        waiting: dict[str, asyncio.Future[Msg]] = self._client._resp_map  # pyright: ignore
+        for reply in list(waiting.values()):
+            if not reply.done():
+                reply.set_exception(nats.errors.ConnectionClosedError())
+        for endpoint in self._endpoints:
+            await endpoint.close()
+
+
+def _bus_error(subject: str, error: nats.errors.Error) -> BusError:
+    """Return our error for one of the library's."""
+    match error:
+        case nats.errors.ConnectionClosedError() | nats.errors.ConnectionDrainingError():
+            return BusClosedError(subject)
+        case nats.errors.OutboundBufferLimitError():
+            return BusError(subject, "the broker is away and the send buffer is full")
+        case _:
+            return BusError(subject, f"the broker did not do it ({error})")
+
+
+async def _cancellable(operation: Awaitable[ResultT]) -> ResultT:
+    """Await one of the library's operations. It swallows a cancellation that reaches it while it flushes its buffer,
+    and the task that was told to end would go on."""
+    task = asyncio.current_task()
+    assert task is not None
+    num_before = task.cancelling()
+    try:
+        return await operation
+    finally:
+        if task.cancelling() > num_before:
+            raise asyncio.CancelledError
 
 
 async def _add_service(client: Client, config: ServiceConfig) -> Service:

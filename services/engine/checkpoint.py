@@ -98,14 +98,18 @@ def layout_of(checkpoint: Checkpoint, *, dtype: str = "float32", block_size: int
 
 def find_checkpoint(model: str) -> Path:
     """Return the local folder of `model`, downloading a hub id if need be. Raises CheckpointError."""
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(model).expanduser()
+        is_folder, is_file = bool(model) and folder.is_dir(), folder.is_file()
+    except (OSError, RuntimeError):  # a name too long for the file system, an unknown ~user
+        folder, is_folder, is_file = Path(), False, False
+    if is_folder:
         return Path(os.path.abspath(folder))  # noqa: PTH100 - a symlinked folder keeps the name that was asked for
-    if folder.exists():
+    if is_file:
         raise CheckpointError(f"{model} is a file: name the folder that holds config.json")
     if not HUB_ID.fullmatch(model):
         raise CheckpointError(
-            f"there is no folder {model}: name a checkpoint folder, or a hub id such as Qwen/Qwen3-0.6B"
+            f"there is no folder {model[:200]!r}: name a checkpoint folder, or a hub id such as Qwen/Qwen3-0.6B"
         )
     return _download(model)
 

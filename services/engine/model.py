@@ -190,7 +190,10 @@ def _load_model(checkpoint: Checkpoint, dtype: str) -> PreTrainedModel:
         )
     except Exception as error:  # the library raises whatever its model classes do
         reason = str(error).partition("\n")[0][:200]
-        raise CheckpointError(f"transformers cannot load {checkpoint.path}: {reason}") from error
+        raise CheckpointError(
+            f"transformers cannot load {checkpoint.path} ({type(error).__name__}: {reason}): "
+            "download it again, or choose another"
+        ) from error
     model, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
     missing = sorted(str(key) for key in (*info.get("missing_keys", ()), *info.get("mismatched_keys", ())))
     if missing:

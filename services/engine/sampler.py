@@ -90,51 +90,53 @@ def greedy_gap(logits: Tensor) -> float:
     return float(best[0] - best[1]) / spread if spread > 0 else 0.0
 
 
+def _weights(row: Tensor, best: Tensor, temperature: float) -> Tensor:
+    """Return unnormalized probabilities. `best` is the row's maximum."""
+    # It goes first: a tiny temperature then drives the others to -inf, not the best to +inf.
+    return torch.exp((row - best) / temperature)
+
+
 def _choice(row: Tensor, sampling: SamplingParams) -> _Choice:
     """Return what `row` ([vocab], float32) leaves to draw from."""
-    # The maximum goes first: a tiny temperature then drives the others to -inf, not the best to +inf.
-    weights = torch.exp((row - row.max()) / sampling.temperature)
-    kept = _filter(weights, sampling)
-    if kept is not None:
-        weights = weights[kept]
+    best = row.max()
+    kept = _top_k(row, sampling.top_k)
+    if sampling.top_p < 1:
+        nucleus = _nucleus(row if kept is None else row[kept], sampling)
+        kept = nucleus if kept is None else kept[nucleus]
+    weights = _weights(row if kept is None else row[kept], best, sampling.temperature)
     cumulative = torch.cumsum(weights, dim=0, dtype=torch.float64)
-    token_ids = kept if kept is not None else torch.arange(len(row))
+    token_ids = torch.arange(len(row)) if kept is None else kept
     return _Choice(token_ids, cumulative, float(cumulative[-1]))
 
 
-def _filter(weights: Tensor, sampling: SamplingParams) -> Tensor | None:
-    """Return the ids, ascending, that top_k and top_p keep of unnormalized probabilities; None: all of them."""
-    kept: Tensor | None = None
-    if 0 < sampling.top_k < len(weights):
-        # Ties at the border are kept, as in transformers' TopKLogitsWarper.
-        threshold = torch.topk(weights, sampling.top_k).values[-1]
-        kept = torch.nonzero(weights >= threshold)[:, 0]
-        weights = weights[kept]
-    if sampling.top_p < 1:
-        nucleus = _nucleus(weights, sampling.top_p)
-        kept = nucleus if kept is None else kept[nucleus]
-    return kept
+def _top_k(row: Tensor, top_k: int) -> Tensor | None:
+    """Return the ids, ascending, of the `top_k` best; None: all. Ties at the border are kept, as in transformers."""
+    if not 0 < top_k < len(row):
+        return None
+    return torch.nonzero(row >= torch.topk(row, top_k).values[-1])[:, 0]
 
 
-def _nucleus(weights: Tensor, top_p: float) -> Tensor:
-    """Return the positions, ascending, of the smallest set whose mass reaches `top_p`; among equals the first ones."""
-    ordered, _, count = _partial_sums(weights, top_p)
+def _nucleus(row: Tensor, sampling: SamplingParams) -> Tensor:
+    """Return the positions, ascending, of the smallest set whose mass reaches top_p; among equals the first ones."""
+    ordered, _, count = _partial_sums(row, sampling)
     threshold = ordered[count - 1]
-    above = weights > threshold
-    num_ties = count - int(above.sum())
-    above[torch.nonzero(weights == threshold)[:num_ties, 0]] = True
-    return torch.nonzero(above)[:, 0]
+    chosen = row > threshold
+    num_ties = count - int(chosen.sum())
+    chosen[torch.nonzero(row == threshold)[:num_ties, 0]] = True
+    return torch.nonzero(chosen)[:, 0]
 
 
-def _partial_sums(weights: Tensor, top_p: float) -> tuple[Tensor, Tensor, int]:
-    """Return the largest weights in descending order, their partial sums, and how many of them reach `top_p`."""
-    target = float(weights.sum(dtype=torch.float64)) * top_p
-    for num_candidates in (FIRST_CANDIDATES, len(weights)):
-        ordered = torch.topk(weights, min(num_candidates, len(weights))).values
-        partial = torch.cumsum(ordered, dim=0, dtype=torch.float64)
-        if float(partial[-1]) >= target:
+def _partial_sums(row: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor, int]:
+    """Return the best logits in descending order, their partial probabilities, and how many of them reach top_p."""
+    best = row.max()
+    total = _weights(row, best, sampling.temperature).sum(dtype=torch.float64)
+    ordered = partial = row
+    for num_candidates in (FIRST_CANDIDATES, len(row)):
+        ordered = torch.topk(row, min(num_candidates, len(row))).values
+        partial = torch.cumsum(_weights(ordered, best, sampling.temperature), dim=0, dtype=torch.float64) / total
+        if float(partial[-1]) >= sampling.top_p:
             break
-    count = int(torch.searchsorted(partial, target)) + 1
+    count = int(torch.searchsorted(partial, sampling.top_p)) + 1
     return ordered, partial, min(count, len(ordered))
 
 
@@ -160,9 +162,6 @@ def _set_near_tie(row: Tensor, sampling: SamplingParams) -> bool:
             return True
     if sampling.top_p >= 1:
         return False
-    weights = torch.exp((row - row.max()) / sampling.temperature)
-    if 0 < sampling.top_k < len(row):
-        weights = weights[weights >= torch.topk(weights, sampling.top_k).values[-1]]
-    _, partial, count = _partial_sums(weights, sampling.top_p)
-    mass = partial / float(weights.sum(dtype=torch.float64))
-    return bool((mass[max(0, count - 2) : count] - sampling.top_p).abs().min() < NEAR_TIE)
+    kept = _top_k(row, sampling.top_k)
+    _, partial, count = _partial_sums(row if kept is None else row[kept], sampling)
+    return bool((partial[max(0, count - 2) : count] - sampling.top_p).abs().min() < NEAR_TIE)

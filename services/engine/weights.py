@@ -70,7 +70,8 @@ def _weight_files(folder: Path) -> list[tuple[Path, frozenset[str]]]:
         raise CheckpointError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: {hint}")
     files: dict[str, set[str]] = {}
     try:
-        weight_map = cast(dict[str, str], json.loads(index.read_bytes())["weight_map"])
+        content = cast(dict[str, Any], json.loads(index.read_bytes()))
+        _, weight_map = content["metadata"], cast(dict[str, str], content["weight_map"])  # the library needs both
         for tensor, file in weight_map.items():
             files.setdefault(Path(file).name, set()).add(tensor)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

@@ -9,7 +9,7 @@ from litestar.types import Receive, Scope, Send
 
 from schemas.ids import RequestId
 from schemas.request import FinishReason, TransferReport
-from services.gateway.core import Abandon, Deliver, Fail, Finish, Output
+from services.gateway.events import Abandon, Deliver, Fail, Finish, Output
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.replies import (
     DONE,

@@ -19,7 +19,8 @@ from services.bus.base import BusError
 from services.bus.typed import TypedBus
 from services.config import GatewayConfig
 from services.gateway.answer import Answer, Call, ChoiceText
-from services.gateway.core import DEFAULT_RETRY_AFTER_MS, Fail
+from services.gateway.core import DEFAULT_RETRY_AFTER_MS
+from services.gateway.events import Fail
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai import ChatBody, CompletionBody, InvalidRequestError, decode_chat, decode_completion
 from services.gateway.prepare import Prepared, ServedModel, make_jobs, prepare

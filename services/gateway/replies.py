@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from schemas.request import FinishReason, TransferReport
-from services.gateway.core import Fail
+from services.gateway.events import Fail
 from services.gateway.openai import InvalidRequestError
 
 DONE = b"data: [DONE]\n\n"

@@ -28,7 +28,8 @@ from schemas.worker import WorkerJoined, WorkerLeft
 from services.bus.base import BusError, NoRespondersError
 from services.bus.typed import Received, TypedBus
 from services.config import GatewayConfig
-from services.gateway.core import (
+from services.gateway.core import RequestCore
+from services.gateway.events import (
     Abandon,
     Action,
     AskPlacement,
@@ -43,7 +44,6 @@ from services.gateway.core import (
     Placed,
     PlaceRefused,
     PlaceUnanswered,
-    RequestCore,
     SendCancel,
     SendReserve,
     SendRun,

@@ -2,15 +2,18 @@
 
 import ast
 import inspect
+import itertools
+from types import ModuleType
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.ids import RequestId, WorkerId
 from schemas.request import RefusalReason, RequestFailure, TransferReport
-from services.gateway import core
-from services.gateway.core import (
+from services.gateway import core, events
+from services.gateway.core import RequestCore
+from services.gateway.events import (
     Abandon,
     Action,
     AskPlacement,
@@ -24,7 +27,6 @@ from services.gateway.core import (
     Placed,
     PlaceRefused,
     PlaceUnanswered,
-    RequestCore,
     SendCancel,
     SendReserve,
     SendRun,
@@ -321,7 +323,7 @@ def shuffled(draw: st.DrawFn) -> tuple[list[int], list[TokensReceived]]:
     answer = draw(st.lists(st.integers(0, 99), min_size=1, max_size=12))
     size = len(answer)
     cuts = sorted(draw(st.sets(st.integers(1, size), max_size=5)) | {0, size})
-    ranges = list(zip(cuts, cuts[1:], strict=False))
+    ranges = list(itertools.pairwise(cuts))
     ranges += draw(
         st.lists(st.tuples(st.integers(0, size - 1), st.integers(1, size)).filter(lambda r: r[0] < r[1]), max_size=6)
     )
@@ -333,6 +335,7 @@ def shuffled(draw: st.DrawFn) -> tuple[list[int], list[TokensReceived]]:
     return answer, draw(st.permutations(messages))
 
 
+@settings(max_examples=200, deadline=None)
 @given(shuffled())
 def test_any_order_and_duplication_delivers_each_token_once(case: tuple[list[int], list[TokensReceived]]) -> None:
     answer, messages = case
@@ -366,6 +369,7 @@ def accidents() -> st.SearchStrategy[list[Event]]:
     return st.lists(event, max_size=30)
 
 
+@settings(max_examples=500, deadline=None)
 @given(accidents())
 def test_whatever_happens(events: list[Event]) -> None:
     """One end; tokens in order and once; at most one cancel an attempt, one for each failed attempt; no runaway."""
@@ -386,8 +390,9 @@ def test_whatever_happens(events: list[Event]) -> None:
     assert must_cancel <= set(cancels)
 
 
-def test_the_core_is_pure() -> None:
-    tree = ast.parse(inspect.getsource(core))
+@pytest.mark.parametrize("module", [core, events])
+def test_the_core_is_pure(module: ModuleType) -> None:
+    tree = ast.parse(inspect.getsource(module))
     imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     imported |= {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    assert imported <= {"enum", "dataclasses", "schemas.ids", "schemas.request"}
+    assert imported <= {"enum", "dataclasses", "schemas.ids", "schemas.request", "services.gateway.events"}

@@ -50,7 +50,7 @@ def load_tiny(folder: Path, *, num_blocks: int = NUM_BLOCKS, dtype: str = "float
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         dtype=dtype,
-        num_threads=2,
+        num_threads=1,
     )
 
 

@@ -52,9 +52,7 @@ def open_rig(model: ServedModel) -> OpenRig:
     @contextlib.asynccontextmanager
     async def open_it(timeout_s: float = 60.0, accept_timeout_s: float = 10.0, **mesh_fields) -> AsyncIterator[Rig]:
         config = MeshConfig()
-        limits = msgspec.structs.replace(
-            config.gateway, request_timeout_s=timeout_s, accept_timeout_s=accept_timeout_s
-        )
+        limits = msgspec.structs.replace(config.gateway, request_timeout_s=timeout_s, accept_timeout_s=accept_timeout_s)
         config = msgspec.structs.replace(config, gateway=limits)
         answer = [*model.codec.encode(TEXT), min(model.eos_token_ids)]
         bus, spans = MemoryBus(), InMemorySpanExporter()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from schemas import subjects
 from schemas.block import pack_tokens, unpack_tokens
+from schemas.handoff import BlocksReserved
 from schemas.ids import HandoffId, WorkerId
 from schemas.message import Message
 from schemas.request import (
@@ -23,7 +24,6 @@ from schemas.request import (
     TokensEmitted,
     TransferReport,
 )
-from schemas.handoff import BlocksReserved
 from schemas.worker import BlockCounts, DescribeFleet, FleetDescribed, WorkerInfo, WorkerLeft, WorkerLoad
 from services.bus.base import Bus
 from services.bus.typed import Received, TypedBus

@@ -5,6 +5,7 @@ import socket
 import pytest
 
 from schemas.ids import RequestId
+from schemas.message import encode
 from services.bus.base import MAX_PAYLOAD_BYTES
 from services.config import MeshConfig
 from services.errors import UserError
@@ -13,7 +14,6 @@ from services.gateway.openai import InvalidRequestError, choices_of, decode_comp
 from services.gateway.prepare import ServedModel, make_jobs, prepare
 from services.gateway.requests import RunPrefill
 from services.gateway.service import bind, load_model
-from schemas.message import encode
 from tests.gateway.conftest import Rig
 
 C, H = "/v1/completions", "/v1/chat/completions"
@@ -120,7 +120,8 @@ async def test_the_context_error_gives_both_numbers(rig: Rig) -> None:
 @pytest.mark.parametrize(
     "content",
     [b"", b"{", b"nonsense", b'{"model": "x"} trailing', b"\xff\xfe", b'{"model": "\xff", "prompt": "x"}',
-     b'{"model": "x", "prompt": "\\ud800 x"}', b'{"model": "x", "prompt": "y", "temperature": NaN}', b"[]", b"[" * 100_000],
+     b'{"model": "x", "prompt": "\\ud800 x"}', b'{"model": "x", "prompt": "y", "temperature": NaN}', b"[]",
+     b"[" * 100_000],
 )  # fmt: skip
 async def test_what_is_no_json_object(rig: Rig, content: bytes) -> None:
     for path in (C, H):

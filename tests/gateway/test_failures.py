@@ -9,8 +9,8 @@ import pytest
 
 from schemas import subjects
 from schemas.block import pack_tokens
-from schemas.request import RequestTokens
 from schemas.ids import WorkerId
+from schemas.request import RequestTokens
 from schemas.worker import WorkerInfo, WorkerJoined
 from tests.gateway.conftest import OpenRig, Rig
 from tests.gateway.fake_mesh import Conduct
@@ -58,15 +58,30 @@ async def test_a_worker_that_leaves_is_replaced(rig: Rig) -> None:
     assert rig.mesh.reserves[1].attempt == 2
 
 
+def joined(incarnation: str) -> WorkerJoined:
+    info = WorkerInfo(
+        worker_id=WorkerId("d1"), incarnation=incarnation, role="decode", model="m", fingerprint="f", num_blocks=1,
+        block_size=16, context_length=1,
+    )  # fmt: skip
+    return WorkerJoined(worker=info)
+
+
+async def test_news_of_a_predecessor_is_ignored(rig: Rig) -> None:
+    await rig.mesh.door.publish(subjects.JOINED, ("d1",), joined("2"))
+    rig.mesh.gate.clear()
+    asked = asyncio.create_task(rig.http.post(C, json=body(rig)))
+    await rig.mesh.until(lambda: len(rig.mesh.reserves) == 1)
+    await rig.mesh.lose("d1")  # incarnation 1
+    rig.mesh.gate.set()
+    assert (await asked).json()["choices"][0]["text"] == rig.text
+    assert len(rig.mesh.runs) == 1
+
+
 async def test_a_worker_that_restarts_is_replaced(rig: Rig) -> None:
     rig.mesh.conduct["d1"] = Conduct(hangs_at=3)
     asked = asyncio.create_task(rig.http.post(C, json=body(rig)))
     await rig.mesh.until(lambda: len(rig.mesh.reserves) == 1)
-    info = WorkerInfo(
-        worker_id=WorkerId("d1"), incarnation="2", role="decode", model="m", fingerprint="f", num_blocks=1,
-        block_size=16, context_length=1,
-    )  # fmt: skip
-    await rig.mesh.door.publish(subjects.JOINED, ("d1",), WorkerJoined(worker=info))
+    await rig.mesh.door.publish(subjects.JOINED, ("d1",), joined("2"))
     assert (await asked).json()["choices"][0]["text"] == rig.text
 
 

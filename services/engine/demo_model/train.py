@@ -340,14 +340,13 @@ def learning_rate(step: int, time_share: float) -> float:
 def train(out: Path, minutes: float, seed: int) -> None:
     """Trains a new checkpoint for ``minutes`` and saves it, and the tokenizer, to ``out``.
 
-    The checkpoint is saved whenever a stage is learned, and at the end; what is in ``out`` is always complete.
+    The checkpoint is saved whenever a stage is learned, and at the end.
     """
     torch.manual_seed(seed)
     rng = Random(seed)
     tokenizer = build_tokenizer()
     backend = tokenizer.backend_tokenizer
-    ends = [cast(int, tokenizer.convert_tokens_to_ids(token)) for token in (corpus.END_OF_TEXT, corpus.IM_END)]
-    model = build_model(len(tokenizer), ends[0])
+    model = build_model(len(tokenizer), cast(int, tokenizer.convert_tokens_to_ids(corpus.END_OF_TEXT)))
     model.train()
     optimizer = make_optimizer(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,242 @@
+"""What the carriers cost beside the limits of this machine, in one run: `python -m tests.bench.bench_carriers`.
+
+Two processes: this one reads, a child holds KV that is already computed. Cases take turns, so that a noisy neighbour
+hits all of them; figures are medians. `--json` prints one object instead of the table.
+"""
+
+import argparse
+import json
+import multiprocessing
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from dataplane.arena import Arena
+from dataplane.layout import KVLayout, Segment
+from dataplane.progress import KVProgress
+from dataplane.reader import PlaneReader, ReadRequest
+from dataplane.server import PlaneServer, ReadableKV, ServerOptions
+from dataplane.stream import TransferStats
+from dataplane.ticket import Ticket, sign
+from schemas.handoff import Endpoint
+from schemas.ids import LeaseId, WorkerId
+from tests.bench import nixl_peer
+
+SECRET = b"bench"
+LAYOUT = KVLayout(weights="bench", dtype="bfloat16", num_layers=16, num_kv_heads=8, head_dim=128, block_size=16)
+"""A block is 1 MiB: 64 KiB per layer."""
+ONE_BLOCK = KVLayout(weights="bench", dtype="bfloat16", num_layers=1, num_kv_heads=8, head_dim=128, block_size=16)
+"""A block is 64 KiB."""
+TICKET = Ticket(
+    lease_id=LeaseId("bench"),
+    epoch=1,
+    holder=WorkerId("p"),
+    reader=WorkerId("d"),
+    tenant="",
+    expires_at_ms=2**52,
+)
+SHM_GOAL, TCP_GOAL = 0.8, 0.9
+
+
+@dataclass
+class OpenGate:
+    """Lets everybody read one thing."""
+
+    readable: ReadableKV
+
+    def open(self, ticket: Ticket) -> ReadableKV:
+        return self.readable
+
+    def still_valid(self, ticket: Ticket) -> bool:
+        return True
+
+    def started(self, lease_id: LeaseId, carrier: str) -> None: ...
+
+    def served(self, lease_id: LeaseId, stats: TransferStats | None, error: str) -> None: ...
+
+
+@dataclass
+class Held:
+    """One arena of the child, served with digests and without."""
+
+    arena: Arena
+    servers: tuple[PlaneServer, PlaneServer]
+
+    @classmethod
+    def make(cls, layout: KVLayout, num_blocks: int) -> "Held":
+        arena = Arena.create(layout, num_blocks)
+        arena.array[:] = np.random.default_rng(1).integers(0, 256, arena.num_bytes, np.uint8)
+        num_tokens = num_blocks * layout.block_size
+        progress = KVProgress.completed(layout.num_layers, num_tokens)
+        gate = OpenGate(ReadableKV((Segment(0, num_blocks),), num_tokens, progress))
+        with_digests, without = (
+            PlaneServer(arena, num_blocks, layout, gate, SECRET, ServerOptions(digests=digests))
+            for digests in (True, False)
+        )
+        for server in (with_digests, without):
+            server.start()
+        return cls(arena, (with_digests, without))
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.close()
+        self.arena.close()
+
+
+def hold(control: Connection, num_blocks: int) -> None:
+    """The child: hold, serve, and send raw bytes when a byte comes on the raw connection."""
+    large, small = Held.make(LAYOUT, num_blocks), Held.make(ONE_BLOCK, 4)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoints = [[server.endpoint for server in held.servers] for held in (large, small)]
+        control.send((endpoints, listener.getsockname()))
+        raw, _ = listener.accept()
+        with raw:
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while command := raw.recv(1):
+                raw.sendall(large.arena.array if command == b"a" else large.arena.array[: 64 << 10])
+    large.close()
+    small.close()
+
+
+@dataclass
+class Bench:
+    """This process's side."""
+
+    num_blocks: int
+    endpoints: list[list[Endpoint]]
+    raw: socket.socket
+
+    def __post_init__(self) -> None:
+        self.large = Arena.create(LAYOUT, self.num_blocks)
+        self.small = Arena.create(ONE_BLOCK, 4)
+        self.readers = [PlaneReader(self.large, LAYOUT), PlaneReader(self.small, ONE_BLOCK)]
+        self.source = np.random.default_rng(2).integers(0, 256, self.large.num_bytes, np.uint8)
+        self.target = np.zeros_like(self.source)
+        self.num_bytes = self.large.num_bytes
+
+    def copy(self) -> None:
+        np.copyto(self.target, self.source)
+
+    def raw_socket(self, array: np.ndarray, command: bytes) -> None:
+        self.raw.sendall(command)
+        view = memoryview(array)
+        while view:
+            view = view[self.raw.recv_into(view) :]
+
+    def read(self, size: int, carrier: str, digests: bool) -> None:
+        layout, num_blocks = ((LAYOUT, self.num_blocks), (ONE_BLOCK, 1))[size]
+        request = ReadRequest(
+            endpoint=self.endpoints[size][0 if digests else 1],
+            ticket=sign(SECRET, TICKET),
+            carrier=carrier,
+            segments=(Segment(0, num_blocks),),
+            first_token=0,
+            num_tokens=num_blocks * layout.block_size,
+            deadline_s=60,
+        )
+        self.readers[size].read_blocking(request)
+
+    def throughput_cases(self) -> dict[str, Callable[[], None]]:
+        cases: dict[str, Callable[[], None]] = {
+            "memory copy, one thread": self.copy,
+            "raw socket": lambda: self.raw_socket(self.large.array, b"a"),
+        }
+        for carrier in ("shm", "tcp"):
+            for digests in (True, False):
+                cases[name(carrier, digests)] = lambda c=carrier, d=digests: self.read(0, c, d)
+        return cases
+
+    def latency_cases(self) -> dict[str, Callable[[], None]]:
+        small = np.empty(64 << 10, np.uint8)
+        cases: dict[str, Callable[[], None]] = {"raw socket": lambda: self.raw_socket(small, b"b")}
+        for carrier in ("shm", "tcp"):
+            cases[name(carrier, True)] = lambda c=carrier: self.read(1, c, True)
+        return cases
+
+    def close(self) -> None:
+        self.raw.close()
+        for reader in self.readers:
+            reader.close()
+        self.large.close()
+        self.small.close()
+
+
+def name(carrier: str, digests: bool) -> str:
+    return f"{carrier}, {'digests' if digests else 'no digests'}"
+
+
+def measure(cases: dict[str, Callable[[], None]], num_rounds: int) -> dict[str, float]:
+    """Return each case's median seconds; the first round is not counted."""
+    times: dict[str, list[float]] = {case: [] for case in cases}
+    for _ in range(num_rounds + 1):
+        for case, run in cases.items():
+            started = time.perf_counter()
+            run()
+            times[case].append(time.perf_counter() - started)
+    return {case: statistics.median(seconds[1:]) for case, seconds in times.items()}
+
+
+def run(mib: int, num_rounds: int) -> dict[str, object]:
+    """Return the figures: GiB/s by case, microseconds by case, and the ratios that have goals."""
+    num_blocks = mib * (1 << 20) // LAYOUT.block_bytes
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=hold, args=(theirs, num_blocks), daemon=True)
+    child.start()
+    endpoints, raw_address = ours.recv()
+    raw = socket.create_connection(raw_address)
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    bench = Bench(num_blocks, endpoints, raw)
+    seconds = measure(bench.throughput_cases(), num_rounds)
+    latency = measure(bench.latency_cases(), 20 * num_rounds)
+    bench.close()
+    child.join(30)
+    speed = {case: bench.num_bytes / 2**30 / s for case, s in seconds.items()}
+    nixl = nixl_peer.measure(mib, num_rounds)
+    if nixl is not None:
+        speed["NIXL, defaults"] = nixl.gib_per_s
+        latency["NIXL, defaults"] = nixl.one_block_s
+    return {
+        "mib": mib,
+        "gib_per_s": speed,
+        "one_64_kib_block_us": {case: s * 1e6 for case, s in latency.items()},
+        "shm_to_memory_copy": speed[name("shm", True)] / speed["memory copy, one thread"],
+        "tcp_to_raw_socket": speed[name("tcp", True)] / speed["raw socket"],
+        "nixl_installed": nixl is not None,
+    }
+
+
+def table(figures: dict) -> str:
+    lines = [f"{figures['mib']} MiB of KV, two processes, medians", ""]
+    lines += [f"  {case:28}{speed:8.2f} GiB/s" for case, speed in figures["gib_per_s"].items()]
+    lines += ["", "one block of 64 KiB; ours with connecting, ticket and commit"]
+    lines += [f"  {case:28}{micros:8.0f} µs" for case, micros in figures["one_64_kib_block_us"].items()]
+    shm, tcp = figures["shm_to_memory_copy"], figures["tcp_to_raw_socket"]
+    lines += [
+        "",
+        f"  shm / memory copy  {shm:.2f}  (goal {SHM_GOAL})",
+        f"  tcp / raw socket   {tcp:.2f}  (goal {TCP_GOAL})",
+    ]
+    if not figures["nixl_installed"]:
+        lines += ["", "NIXL is not installed here: `pip install nixl` puts its figures beside."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    figures = run(arguments.mib, arguments.rounds)
+    sys.stdout.write(json.dumps(figures, indent=1) + "\n" if arguments.json else table(figures))
+
+
+if __name__ == "__main__":
+    main()

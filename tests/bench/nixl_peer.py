@@ -1,0 +1,2 @@
+def measure(mib, num_rounds):
+    return None

@@ -1,0 +1,31 @@
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from services.bus.base import Bus
+from services.bus.memory import MemoryBus
+from services.bus.nats import NatsBus
+
+Connect = Callable[[], Awaitable[Bus]]
+
+
+@pytest.fixture(params=["memory", "nats"])
+async def connect(request: pytest.FixtureRequest) -> AsyncIterator[Connect]:
+    """Opens one more connection to the same bus. A memory bus is its own and only connection."""
+    opened: list[Bus] = []
+    memory = MemoryBus()
+    url = request.getfixturevalue("nats_url") if request.param == "nats" else ""
+
+    async def open_one() -> Bus:
+        bus = await NatsBus.connect(url, "test") if url else memory
+        opened.append(bus)
+        return bus
+
+    yield open_one
+    for bus in opened:
+        await bus.close()
+
+
+@pytest.fixture
+async def bus(connect: Connect) -> Bus:
+    return await connect()

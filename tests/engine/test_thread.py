@@ -1,0 +1,261 @@
+"""The engine thread: every sequence ends in exactly one way, whoever asks when."""
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+
+import pytest
+
+from dataplane.layout import KVLayout, Segment
+from schemas.ids import RequestId
+from schemas.request import SamplingParams
+from services.engine.base import Sequence, StepItem, StepResult
+from services.engine.batch import Batch
+from services.engine.fake import FakeEngine, fake_answer
+from services.engine.thread import EngineLoad, EngineStoppedError, EngineThread, InvalidSequenceError
+
+LAYOUT = KVLayout(weights="fake", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=4, block_size=8)
+NUM_BLOCKS = 400
+TIMEOUT = 30.0
+
+
+class Rig:
+    """An engine thread over a fake engine; steps can be held and failed."""
+
+    def __init__(self, token_budget: int = 16) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.in_step = threading.Event()
+        self.fail_with: Exception | None = None
+        self.events: queue.Queue[tuple[str, str, str]] = queue.Queue()
+        self.answers: dict[str, list[int]] = {}
+        self.threads: set[str] = set()
+        self.next_block = 0
+        engine = FakeEngine(
+            LAYOUT, memoryview(bytearray(NUM_BLOCKS * LAYOUT.block_bytes)), NUM_BLOCKS, before_step=self.before_step
+        )
+        self.thread = EngineThread(engine, Batch(token_budget), self.on_step, self.on_failure, self.on_removed)
+
+    def before_step(self, items: Seq[StepItem]) -> None:
+        self.in_step.set()
+        assert self.gate.wait(TIMEOUT)
+        if self.fail_with is not None:
+            error, self.fail_with = self.fail_with, None
+            raise error
+
+    def on_step(self, result: StepResult) -> None:
+        self.threads.add(threading.current_thread().name)
+        assert result.started_ns <= result.ended_ns
+        for token in result.sampled:
+            request_id = token.sequence.request_id
+            self.answers.setdefault(request_id, []).append(token.token_id)
+            if token.local_end:
+                self.events.put(("ended", request_id, token.finish_reason or ""))
+
+    def on_failure(self, sequences: list[Sequence], reason: str) -> None:
+        for sequence in sequences:
+            self.events.put(("failed", sequence.request_id, reason))
+
+    def on_removed(self, sequence: Sequence) -> None:
+        self.events.put(("removed", sequence.request_id, ""))
+
+    def submit(self, name: str, length: int = 20, max_tokens: int = 5) -> Sequence:
+        count = -(-(length + max_tokens) // LAYOUT.block_size)
+        sequence = Sequence(
+            request_id=RequestId(name),
+            attempt=0,
+            token_ids=list(range(length)),
+            num_prompt_tokens=length,
+            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+            segments=(Segment(self.next_block, count),),
+        )
+        self.next_block += count
+        self.thread.submit(sequence)
+        return sequence
+
+    def next(self) -> tuple[str, str, str]:
+        return self.events.get(timeout=TIMEOUT)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    made.thread.start()
+    yield made
+    made.gate.set()
+    assert made.thread.stop(TIMEOUT)
+
+
+def test_sequences_are_answered_on_the_engine_s_thread(rig: Rig) -> None:
+    for n in range(5):
+        rig.submit(f"r{n}", length=10 + n)
+    assert {rig.next() for _ in range(5)} == {("ended", f"r{n}", "length") for n in range(5)}
+    for n in range(5):
+        sampling = SamplingParams(max_tokens=5, temperature=0.0)
+        assert rig.answers[f"r{n}"] == fake_answer(LAYOUT, list(range(10 + n)), sampling)
+    assert rig.threads == {"engine"}
+    assert rig.thread.load() == EngineLoad(0, 0, 0)
+
+
+def test_a_cancelled_sequence_is_let_go_of_only_after_the_step(rig: Rig) -> None:
+    rig.gate.clear()
+    rig.submit("r", max_tokens=1000)
+    assert rig.in_step.wait(TIMEOUT)
+    rig.thread.cancel(RequestId("r"), 0)
+    time.sleep(0.05)
+    assert rig.events.empty(), "the step still runs"
+    rig.gate.set()
+    assert rig.next() == ("removed", "r", "")
+    rig.submit("next")
+    assert rig.next() == ("ended", "next", "length")
+    assert rig.events.empty()
+
+
+def test_cancelling_what_is_not_there_says_nothing(rig: Rig) -> None:
+    rig.thread.cancel(RequestId("never"), 0)
+    rig.submit("r")
+    assert rig.next() == ("ended", "r", "length")
+    rig.thread.cancel(RequestId("r"), 0)
+    rig.submit("other")
+    assert rig.next() == ("ended", "other", "length")
+    assert rig.events.empty()
+
+
+def test_another_attempt_is_not_cancelled(rig: Rig) -> None:
+    rig.submit("r")
+    rig.thread.cancel(RequestId("r"), 1)
+    assert rig.next() == ("ended", "r", "length")
+
+
+def test_submit_and_cancel_before_a_step_takes_both(rig: Rig) -> None:
+    rig.gate.clear()
+    rig.submit("first")
+    assert rig.in_step.wait(TIMEOUT)
+    rig.submit("second")
+    rig.thread.cancel(RequestId("second"), 0)
+    rig.gate.set()
+    assert {rig.next(), rig.next()} == {("removed", "second", ""), ("ended", "first", "length")}
+    assert "second" not in rig.answers
+
+
+def test_a_step_that_raises_fails_its_sequences_and_the_thread_lives(rig: Rig) -> None:
+    rig.gate.clear()
+    rig.submit("a")
+    assert rig.in_step.wait(TIMEOUT)
+    rig.submit("b")
+    rig.fail_with = RuntimeError("out of luck")
+    rig.gate.set()
+    assert rig.next() == ("failed", "a", "RuntimeError: out of luck")
+    assert rig.next() == ("ended", "b", "length"), "who was not in the step is not in the failure"
+    assert rig.thread.load() == EngineLoad(0, 0, 0)
+
+
+def test_a_callback_that_raises_does_not_end_the_thread(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    original = rig.thread._on_step
+
+    def fail(result: StepResult) -> None:
+        rig.thread._on_step = original
+        raise ValueError("a bug")
+
+    rig.thread._on_step = fail
+    rig.submit("r")
+    assert rig.next() == ("ended", "r", "length")
+    assert "a bug" in caplog.text
+
+
+def test_load_counts_what_waits(rig: Rig) -> None:
+    rig.gate.clear()
+    rig.submit("a", length=40, max_tokens=2)
+    assert rig.in_step.wait(TIMEOUT)
+    assert rig.thread.load() == EngineLoad(0, 1, 40)
+    rig.submit("b", length=30, max_tokens=2)
+    assert rig.thread.load() == EngineLoad(0, 2, 70)
+    rig.gate.set()
+    rig.next(), rig.next()
+    assert rig.thread.load() == EngineLoad(0, 0, 0)
+
+
+def test_stop_fails_what_is_left_and_refuses_more() -> None:
+    rig = Rig()
+    rig.thread.start()
+    rig.gate.clear()
+    rig.submit("a", max_tokens=1000)
+    assert rig.in_step.wait(TIMEOUT)
+    rig.submit("b")
+    assert not rig.thread.stop(0.01), "the step still runs"
+    with pytest.raises(EngineStoppedError):
+        rig.submit("c")
+    with pytest.raises(EngineStoppedError):
+        rig.thread.cancel(RequestId("a"), 0)
+    rig.gate.set()
+    assert rig.thread.stop(TIMEOUT)
+    assert {rig.next(), rig.next()} == {("failed", name, "the engine was stopped") for name in ("a", "b")}
+
+
+def test_stop_before_start() -> None:
+    assert Rig().thread.stop(1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"segments": (Segment(0, 1),)}, "slots"),
+        ({"token_ids": [1, 2, 999]}, "vocabulary"),
+        ({"token_ids": [1, -2, 3]}, "vocabulary"),
+        ({"num_computed_tokens": 3}, "no token to compute"),
+        ({"token_ids": []}, "no token to compute"),
+        ({"token_ids": [1, 2, 3, *range(10)]}, "has had all"),
+    ],
+)
+def test_a_sequence_that_would_fail_everybody_is_refused(rig: Rig, change: dict[str, object], expected: str) -> None:
+    sequence = Sequence(
+        request_id=RequestId("bad"),
+        attempt=0,
+        token_ids=[1, 2, 3],
+        num_prompt_tokens=3,
+        sampling=SamplingParams(max_tokens=10),
+        segments=(Segment(0, 4),),
+    )
+    for name, value in change.items():
+        setattr(sequence, name, value)
+    with pytest.raises(InvalidSequenceError, match=expected):
+        rig.thread.submit(sequence)
+
+
+def test_submissions_and_cancellations_from_many_threads(rig: Rig) -> None:
+    """Each of 60 sequences ends exactly once, and what was not cancelled has the right tokens."""
+
+    def client(first: int) -> None:
+        for n in range(first, first + 15):
+            rig.submit_at(n)
+            if n % 3 == 0:
+                rig.thread.cancel(RequestId(f"r{n}"), 0)
+
+    def submit_at(n: int) -> None:
+        sequence = Sequence(
+            request_id=RequestId(f"r{n}"),
+            attempt=0,
+            token_ids=list(range(n + 1)),
+            num_prompt_tokens=n + 1,
+            sampling=SamplingParams(max_tokens=6, temperature=0.0),
+            segments=(Segment(n * 8, 8),),
+        )
+        rig.thread.submit(sequence)
+
+    rig.submit_at = submit_at  # type: ignore[attr-defined]
+    clients = [threading.Thread(target=client, args=(first,)) for first in (0, 15, 30)]
+    for thread in clients:
+        thread.start()
+    for thread in clients:
+        thread.join()
+    ended = [rig.next() for _ in range(45)]
+    assert sorted(name for _, name, _ in ended) == sorted(f"r{n}" for n in range(45))
+    sampling = SamplingParams(max_tokens=6, temperature=0.0)
+    for kind, name, _ in ended:
+        if kind == "ended":
+            assert rig.answers[name] == fake_answer(LAYOUT, list(range(int(name[1:]) + 1)), sampling)
+        else:
+            assert kind == "removed"
+    assert rig.events.empty()

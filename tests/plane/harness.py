@@ -1,0 +1,233 @@
+"""A holder with known KV, a reader to put it, and a look at what arrived. Threads and sockets are real."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dataplane.arena import Arena, ByteArray
+from dataplane.layout import KVLayout, Segment, slot_spans
+from dataplane.lease import Lease, LeaseTable
+from dataplane.progress import KVProgress
+from dataplane.reader import PlaneReader, ReadRequest
+from dataplane.server import PlaneServer, ReadableKV, ServerOptions
+from dataplane.stream import TransferStats
+from dataplane.ticket import Ticket, sign
+from schemas.handoff import Endpoint
+from schemas.ids import LeaseId, WorkerId
+
+SECRET = b"the mesh's secret"
+LAYOUT = KVLayout(weights="w", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=8, block_size=16)
+CARRIERS = ("loopback", "shm", "tcp")
+HOLDER, READER = WorkerId("prefill-0"), WorkerId("decode-0")
+NUM_BLOCKS = 48
+SOURCE_SEGMENTS = (Segment(7, 2), Segment(0, 5), Segment(20, 1), Segment(30, 12))
+"""320 slots, scattered. The target's borders lie elsewhere."""
+TARGET_SEGMENTS = (Segment(40, 1), Segment(3, 9), Segment(25, 10))
+DEADLINE_S = 60.0
+
+KV = np.ndarray[tuple[int, int, int, int], np.dtype[np.uint8]]
+"""[layer, k/v, token, byte]"""
+
+
+def now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def random_kv(num_tokens: int, layout: KVLayout = LAYOUT, seed: int = 7) -> KV:
+    shape = (layout.num_layers, 2, num_tokens, layout.token_bytes)
+    return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)  # pyright: ignore[reportReturnType]
+
+
+def rows(array: ByteArray, layout: KVLayout, segments: Sequence[Segment], layer: int, start: int, end: int) -> list:
+    """Return (k/v, first token, view) of every contiguous piece of these tokens."""
+    num_blocks = array.nbytes // layout.block_bytes
+    pieces = []
+    for key_or_value in (0, 1):
+        token = start
+        for slot, num_tokens in slot_spans(segments, layout.block_size, start, end):
+            at = layout.offset(num_blocks, layer, key_or_value, slot)
+            pieces.append((key_or_value, token, array[at : at + num_tokens * layout.token_bytes]))
+            token += num_tokens
+    return pieces
+
+
+def write_kv(array: ByteArray, layout: KVLayout, segments: Sequence[Segment], kv: KV, layer: int, start: int, end: int):
+    for key_or_value, token, view in rows(array, layout, segments, layer, start, end):
+        num_tokens = view.nbytes // layout.token_bytes
+        view[:] = kv[layer, key_or_value, token : token + num_tokens].ravel()
+
+
+def read_kv(array: ByteArray, layout: KVLayout, segments: Sequence[Segment], start: int, end: int) -> KV:
+    kv = np.zeros((layout.num_layers, 2, end, layout.token_bytes), np.uint8)
+    for layer in range(layout.num_layers):
+        for key_or_value, token, view in rows(array, layout, segments, layer, start, end):
+            kv[layer, key_or_value, token : token + view.nbytes // layout.token_bytes] = view.reshape(
+                -1, layout.token_bytes
+            )
+    return kv[:, :, start:]  # pyright: ignore[reportReturnType]
+
+
+@dataclass
+class Gate:
+    """Leases as a worker keeps them, with what the plane's threads said of them, and a hook to do mischief in."""
+
+    leases: LeaseTable = field(default_factory=LeaseTable)
+    readable: dict[LeaseId, ReadableKV] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    before_recheck: Callable[[int], None] = lambda _: None
+    num_rechecks: int = 0
+    carriers: list[str] = field(default_factory=list)
+    outcomes: list[tuple[TransferStats | None, str]] = field(default_factory=list)
+    outcome_known: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def open(self, ticket: Ticket) -> ReadableKV:
+        with self.lock:
+            lease = self.leases.check(ticket.lease_id, ticket.epoch, ticket.reader, now_ms())
+            return self.readable[lease.lease_id]
+
+    def still_valid(self, ticket: Ticket) -> bool:
+        self.num_rechecks += 1
+        self.before_recheck(self.num_rechecks)
+        with self.lock:
+            return self.leases.is_current(ticket.lease_id, ticket.epoch, now_ms())
+
+    def started(self, lease_id: LeaseId, carrier: str) -> None:
+        self.carriers.append(carrier)
+
+    def served(self, lease_id: LeaseId, stats: TransferStats | None, error: str) -> None:
+        self.outcomes.append((stats, error))
+        self.outcome_known.release()
+
+    def wait_outcome(self) -> tuple[TransferStats | None, str]:
+        assert self.outcome_known.acquire(timeout=DEADLINE_S), "the holder was told nothing"
+        return self.outcomes[-1]
+
+
+class Holder:
+    """A worker that holds `num_tokens` tokens in SOURCE_SEGMENTS, or is still computing them."""
+
+    def __init__(self, carriers: tuple[str, ...], num_tokens: int = 300, layout: KVLayout = LAYOUT, **options) -> None:
+        self.layout = layout
+        self.num_tokens = num_tokens
+        self.kv = random_kv(num_tokens, layout)
+        self.arena = Arena.create(layout, NUM_BLOCKS)
+        self.gate = Gate()
+        self.server = PlaneServer(
+            self.arena, NUM_BLOCKS, layout, self.gate, SECRET, ServerOptions(carriers=carriers, **options)
+        )
+        self.server.start()
+        self.lease, self.progress = self.grant("lease-0")
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self.server.endpoint
+
+    def grant(self, lease_id: str, lease_ms: int = 600_000) -> tuple[Lease, KVProgress]:
+        progress = KVProgress(self.layout.num_layers, self.num_tokens)
+        with self.gate.lock:
+            lease = self.gate.leases.grant(
+                lease_id=LeaseId(lease_id),
+                holder=HOLDER,
+                reader=READER,
+                segments=SOURCE_SEGMENTS,
+                num_tokens=self.num_tokens,
+                expires_at_ms=now_ms() + lease_ms,
+            )
+            self.gate.readable[lease.lease_id] = ReadableKV(SOURCE_SEGMENTS, self.num_tokens, progress)
+        return lease, progress
+
+    def ticket(self, lease: Lease | None = None, secret: bytes = SECRET, **changes) -> str:
+        lease = lease or self.lease
+        fields = {
+            "lease_id": lease.lease_id,
+            "epoch": lease.epoch,
+            "holder": lease.holder,
+            "reader": lease.reader,
+            "tenant": "",
+            "expires_at_ms": now_ms() + 600_000,
+        }
+        return sign(secret, Ticket(**(fields | changes)))
+
+    def end_lease(self) -> None:
+        with self.gate.lock:
+            self.gate.leases.end(self.lease.lease_id, "ended by the test")
+
+    def compute(self, chunk: int, start: int = 0, end: int | None = None) -> None:
+        """Compute tokens [start, end) as an engine does: chunk by chunk, layer by layer."""
+        end = self.num_tokens if end is None else end
+        for first in range(start, end, chunk):
+            last = min(first + chunk, end)
+            for layer in range(self.layout.num_layers):
+                self.compute_layer(layer, first, last)
+
+    def compute_layer(self, layer: int, start: int, end: int) -> None:
+        write_kv(self.arena.array, self.layout, SOURCE_SEGMENTS, self.kv, layer, start, end)
+        self.progress.advance(layer, end)
+
+    def compute_all(self, trailer: bytes = b"token 0") -> None:
+        self.compute(64)
+        self.progress.finish(trailer)
+
+    def close(self) -> None:
+        self.server.close()
+        self.arena.close()
+
+
+class Target:
+    """A worker that reads."""
+
+    def __init__(self, layout: KVLayout = LAYOUT) -> None:
+        self.layout = layout
+        self.arena = Arena.create(layout, NUM_BLOCKS)
+        self.reader = PlaneReader(self.arena, layout)
+
+    def request(self, endpoint: Endpoint, ticket: str, carrier: str, num_tokens: int, **changes) -> ReadRequest:
+        fields = {
+            "endpoint": endpoint,
+            "ticket": ticket,
+            "carrier": carrier,
+            "segments": TARGET_SEGMENTS,
+            "first_token": 0,
+            "num_tokens": num_tokens,
+            "deadline_s": DEADLINE_S,
+        }
+        return ReadRequest(**(fields | changes))
+
+    def read_from(self, holder: Holder, carrier: str, on_started: Callable[[str], None] = lambda _: None, **changes):
+        """Read all that the holder's lease is on, on this thread."""
+        fields = {"ticket": holder.ticket(), "num_tokens": holder.num_tokens} | changes
+        request = self.request(holder.endpoint, carrier=carrier, **fields)
+        return self.reader.read_blocking(request, on_started=on_started)
+
+    def landed(self, end: int, start: int = 0) -> KV:
+        return read_kv(self.arena.array, self.layout, TARGET_SEGMENTS, start, end)
+
+    def close(self) -> None:
+        self.reader.close()
+        self.arena.close()
+
+
+@contextlib.contextmanager
+def running(function: Callable[[], object]) -> Iterator[threading.Thread]:
+    """Run `function` on a thread beside the block; it has ended, without an error, when the block has."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:  # noqa: BLE001 - raised where the test waits
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="test-helper")
+    thread.start()
+    try:
+        yield thread
+    finally:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive(), "the helper does not end"
+    if failures:
+        raise failures[0]

@@ -1,0 +1,131 @@
+import gc
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from dataplane import arena as arena_module
+from dataplane.arena import HEADER_BYTES, SHM_DIR, Arena, ArenaMissingError, ArenaTooLargeError, remove_stale_arenas
+from tests.plane.harness import LAYOUT
+
+
+def test_attached_arena_shows_the_same_bytes_read_only() -> None:
+    owned = Arena.create(LAYOUT, 4)
+    attached = Arena.attach(owned.name, owned.nonce)
+    assert owned.num_bytes == attached.num_bytes == len(owned.buffer) == 4 * LAYOUT.block_bytes
+    assert not owned.array.any()
+    owned.buffer[5] = 7
+    assert attached.array[5] == attached.buffer[5] == owned.array[5] == 7
+    with pytest.raises(TypeError):
+        attached.buffer[0] = 1
+    with pytest.raises(ValueError, match="read-only"):
+        attached.array[0] = 1
+    attached.close()
+    assert (SHM_DIR / owned.name).exists(), "only the owner removes it"
+    owned.close()
+    owned.close()
+    assert not (SHM_DIR / owned.name).exists()
+
+
+def test_file_is_the_owner_s_alone() -> None:
+    owned = Arena.create(LAYOUT, 4)
+    assert (SHM_DIR / owned.name).stat().st_mode & 0o777 == 0o600
+    owned.close()
+
+
+def test_pages_are_not_touched_before_they_are_used() -> None:
+    owned = Arena.create(LAYOUT, 4000)
+    assert (SHM_DIR / owned.name).stat().st_blocks * 512 <= HEADER_BYTES < owned.num_bytes
+    owned.close()
+
+
+def test_views_outlive_the_arena() -> None:
+    owned = Arena.create(LAYOUT, 4)
+    attached = Arena.attach(owned.name, owned.nonce)
+    view, far = owned.array[3:9], attached.array[3:9]
+    owned.close()
+    attached.close()
+    view[:] = 5
+    assert (far == 5).all()
+    del view, far
+    gc.collect()
+
+
+def test_arena_that_is_missing_or_another() -> None:
+    owned = Arena.create(LAYOUT, 1)
+    for name, nonce in [
+        (owned.name, "0" * 32),
+        (owned.name, "é"),
+        (owned.name, ""),
+        (f"kvmesh-{os.getpid()}-{'0' * 16}", owned.nonce),
+        ("../etc/passwd", owned.nonce),
+        ("/etc/passwd", owned.nonce),
+        ("", ""),
+    ]:
+        with pytest.raises(ArenaMissingError) as raised:
+            Arena.attach(name, nonce)
+        assert raised.value.name == name
+    owned.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 100, bytes(HEADER_BYTES), bytes(HEADER_BYTES + 100)])
+def test_file_that_is_no_arena(content: bytes) -> None:
+    path = SHM_DIR / f"kvmesh-{os.getpid()}-{'f' * 16}"
+    path.write_bytes(content)
+    try:
+        with pytest.raises(ArenaMissingError):
+            Arena.attach(path.name, "0" * 32)
+    finally:
+        path.unlink()
+
+
+def test_too_large_says_how_large() -> None:
+    with pytest.raises(ArenaTooLargeError) as raised:
+        Arena.create(LAYOUT, 1 << 40)
+    assert raised.value.needed > raised.value.available > 0
+    assert "--shm-size" in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_arenas_of_the_dead_are_removed() -> None:
+    leave = "import sys; from dataplane.arena import Arena; from tests.plane.harness import LAYOUT; import os\n"
+    leave += "print(Arena.create(LAYOUT, 1).name, flush=True); os._exit(0)"
+    left = subprocess.run([sys.executable, "-c", leave], capture_output=True, text=True, check=True).stdout.strip()
+    mine = Arena.create(LAYOUT, 1)
+    assert (SHM_DIR / left).exists()
+    removed = remove_stale_arenas()
+    assert left in removed and mine.name not in removed
+    assert not (SHM_DIR / left).exists() and (SHM_DIR / mine.name).exists()
+    mine.close()
+
+
+def test_owner_in_another_pid_namespace_is_alive() -> None:
+    """Its process id means nothing here, but it holds its lock."""
+    owned = Arena.create(LAYOUT, 1)
+    foreign = SHM_DIR / f"kvmesh-999999999-{'e' * 16}"
+    (SHM_DIR / owned.name).rename(foreign)
+    try:
+        assert foreign.name not in remove_stale_arenas()
+        owned.close()
+        gc.collect()
+        assert foreign.name in remove_stale_arenas()
+    finally:
+        foreign.unlink(missing_ok=True)
+
+
+def test_other_files_are_left_alone() -> None:
+    path = SHM_DIR / "kvmesh-notes"
+    path.write_bytes(b"x")
+    try:
+        remove_stale_arenas()
+        assert path.exists()
+    finally:
+        path.unlink()
+
+
+def test_array_is_bytes() -> None:
+    owned = Arena.create(LAYOUT, 1)
+    assert owned.array.dtype == np.uint8 and owned.array.flags.c_contiguous
+    assert arena_module.HEADER_BYTES % 4096 == 0
+    owned.close()

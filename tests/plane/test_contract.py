@@ -1,0 +1,154 @@
+"""What every carrier does: the bytes arrive, in place, while they are still being computed."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from dataplane.layout import KVLayout, Segment
+from tests.plane.harness import DEADLINE_S, LAYOUT, TARGET_SEGMENTS, Holder, Target, running
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 50, 300])
+def test_streams_what_is_being_computed(carrier: str, holder: Holder, target: Target, chunk: int) -> None:
+    def compute() -> None:
+        holder.compute(chunk)
+        holder.progress.finish(b"token 0")
+
+    with running(compute):
+        landed = target.read_from(holder, carrier)
+    assert landed.trailer == b"token 0"
+    assert landed.num_tokens == holder.num_tokens
+    assert np.array_equal(target.landed(300), holder.kv)
+
+
+def test_streams_what_was_computed_before(carrier: str, holder: Holder, target: Target) -> None:
+    holder.compute_all()
+    landed = target.read_from(holder, carrier)
+    assert np.array_equal(target.landed(300), holder.kv)
+    assert landed.stats.num_frames == 1, "layers that piled up go together"
+
+
+def test_layers_arrive_in_any_order(carrier: str, holder: Holder, target: Target) -> None:
+    def compute() -> None:
+        for layer, start, end in [(2, 0, 33), (0, 0, 300), (2, 33, 300), (1, 0, 1), (1, 1, 300)]:
+            holder.compute_layer(layer, start, end)
+        holder.progress.finish(b"")
+
+    with running(compute):
+        landed = target.read_from(holder, carrier)
+    assert landed.trailer == b""
+    assert np.array_equal(target.landed(300), holder.kv)
+
+
+@pytest.mark.parametrize("first_token", [1, 16, 37, 299, 300])
+def test_sends_only_what_the_reader_lacks(carrier: str, holder: Holder, target: Target, first_token: int) -> None:
+    target.arena.array[:] = 0xAB
+    holder.compute_all()
+    landed = target.read_from(holder, carrier, first_token=first_token)
+    assert landed.stats.num_bytes == (300 - first_token) * 2 * LAYOUT.num_layers * LAYOUT.token_bytes
+    assert np.array_equal(target.landed(300, first_token), holder.kv[:, :, first_token:])
+    assert (target.landed(first_token) == 0xAB).all(), "what the reader holds is not written"
+
+
+def test_writes_nothing_outside_its_blocks(carrier: str, holder: Holder, target: Target) -> None:
+    target.arena.array[:] = 0xAB
+    holder.compute_all()
+    target.read_from(holder, carrier)
+    num_slots = sum(s.num_blocks for s in TARGET_SEGMENTS) * LAYOUT.block_size
+    written = np.count_nonzero(target.arena.array != 0xAB)
+    inside = np.count_nonzero(target.landed(num_slots) != 0xAB)
+    assert written == inside == np.count_nonzero(holder.kv != 0xAB)
+
+
+def test_frames_are_bounded_and_many(carrier: str, make_holder: Callable[..., Holder]) -> None:
+    layout = KVLayout(weights="w", dtype="bfloat16", num_layers=5, num_kv_heads=8, head_dim=512, block_size=16)
+    holder, target = make_holder((carrier,), 311, layout), Target(layout)  # 24 MiB
+    holder.compute_all()
+    landed = target.read_from(holder, carrier)
+    assert landed.stats.num_frames > 5
+    assert np.array_equal(target.landed(311), holder.kv)
+    target.close()
+
+
+def test_stats_of_both_ends_agree(carrier: str, holder: Holder, target: Target) -> None:
+    with running(holder.compute_all):
+        landed = target.read_from(holder, carrier)
+    served, error = holder.gate.wait_outcome()
+    assert served is not None and not error
+    num_bytes = 300 * 2 * LAYOUT.num_layers * LAYOUT.token_bytes
+    for stats in (landed.stats, served):
+        assert stats.carrier == carrier
+        assert stats.num_bytes == num_bytes
+        assert 0 < stats.opened_ns <= stats.first_byte_ns <= stats.last_byte_ns <= stats.landed_ns
+        assert stats.wait_ns >= 0 and stats.verify_ns > 0 and stats.copy_ns > 0
+        assert stats.wait_ns + stats.verify_ns + stats.copy_ns <= stats.landed_ns - stats.opened_ns + 1_000_000
+    assert served.num_frames == landed.stats.num_frames
+    assert holder.gate.carriers == [carrier]
+
+
+def test_digests_can_be_off(carrier: str, make_holder: Callable[..., Holder], target: Target) -> None:
+    holder = make_holder((carrier,), digests=False)
+    holder.compute_all()
+    landed = target.read_from(holder, carrier)
+    assert landed.stats.verify_ns == 0
+    assert np.array_equal(target.landed(300), holder.kv)
+
+
+def test_many_reads_at_once(carrier: str, make_holder: Callable[..., Holder]) -> None:
+    holder = make_holder((carrier,))
+    targets = [Target() for _ in range(6)]
+    threads = [threading.Thread(target=t.read_from, args=(holder, carrier)) for t in targets]
+    for thread in threads:
+        thread.start()
+    holder.compute_all()
+    for thread, target in zip(threads, targets, strict=True):
+        thread.join(DEADLINE_S)
+        assert np.array_equal(target.landed(300), holder.kv)
+        target.close()
+
+
+def test_one_lease_may_be_read_twice(carrier: str, holder: Holder, target: Target) -> None:
+    holder.compute_all()
+    for _ in range(2):
+        target.arena.array[:] = 0
+        target.read_from(holder, carrier)
+        assert np.array_equal(target.landed(300), holder.kv)
+
+
+async def test_awaits_off_the_loop(carrier: str, holder: Holder, target: Target) -> None:
+    started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(
+        target.reader.read(
+            holder.endpoint,
+            holder.ticket(),
+            carrier=carrier,
+            segments=TARGET_SEGMENTS,
+            num_tokens=300,
+            deadline_s=DEADLINE_S,
+            on_started=started.set_result,
+        )
+    )
+    holder.compute(300, end=20)
+    assert await started == carrier
+    holder.compute(300, start=20)
+    holder.progress.finish(b"t")
+    landed = await task
+    assert landed.trailer == b"t"
+    assert np.array_equal(target.landed(300), holder.kv)
+
+
+@pytest.mark.parametrize(("offered", "chosen"), [(("shm", "tcp"), "shm"), (("tcp",), "tcp")])
+def test_auto_takes_the_best_that_leads_there(
+    make_holder: Callable[..., Holder], target: Target, offered: tuple[str, ...], chosen: str
+) -> None:
+    holder = make_holder(offered)
+    holder.compute_all()
+    assert target.read_from(holder, "auto").stats.carrier == chosen
+
+
+def test_too_small_a_target_is_the_callers_error(carrier: str, holder: Holder, target: Target) -> None:
+    with pytest.raises(ValueError, match="16 slots"):
+        target.read_from(holder, carrier, segments=(Segment(0, 1),))

@@ -1,0 +1,270 @@
+"""Whoever knocks on the port, and whatever he says: counted, dropped, and no transfer is disturbed."""
+
+import contextlib
+import logging
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dataplane.stream import (
+    MAX_CONTROL_BYTES,
+    Accepted,
+    Fail,
+    Header,
+    Kind,
+    Open,
+    TransferFailedError,
+    digest_of,
+    encode_frame,
+    encode_header,
+)
+from tests.plane.harness import DEADLINE_S, LAYOUT, Holder, Target, running
+
+JUNK = [
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"x" * 100,
+    b"\x16\x03\x01" + bytes(300),
+    bytes(4096),
+    encode_header(Header(Kind.DATA, 1, 0, 1, 0, 1, 64)) + bytes(64),
+    encode_header(Header(Kind.OPEN, length=0)),
+    encode_header(Header(Kind.OPEN, length=20)) + b'{"type":"something"}',
+    encode_header(Header(Kind.OPEN, length=5)) + b"\xff\xfe\x00[[",
+    encode_header(Header(Kind.OPEN, length=MAX_CONTROL_BYTES + 1)) + bytes(MAX_CONTROL_BYTES + 1),
+    encode_header(Header(Kind.OPEN, length=2**32 - 1)),
+    encode_header(Header(Kind.OPEN, length=2000)) + b"[" * 2000,
+    b"KV\x02\x01" + bytes(28),
+]
+
+
+@contextlib.contextmanager
+def transfer_beside(holder: Holder, target: Target) -> Iterator[None]:
+    """Run the block while a read stands in mid-stream; then the read completes, with the right bytes."""
+    started = threading.Event()
+    with running(lambda: target.read_from(holder, "tcp", lambda _: started.set())):
+        holder.compute(300, end=20)
+        assert started.wait(DEADLINE_S)
+        try:
+            yield
+        finally:
+            holder.compute(300, start=20)
+            holder.progress.finish(b"")
+    assert np.array_equal(target.landed(300), holder.kv)
+
+
+def knock(holder: Holder) -> socket.socket:
+    sock = socket.create_connection((holder.endpoint.host, holder.endpoint.port), timeout=DEADLINE_S)
+    sock.settimeout(DEADLINE_S)
+    return sock
+
+
+def hears(sock: socket.socket) -> bytes:
+    """Return all that comes until the other end has closed."""
+    heard = b""
+    with contextlib.suppress(ConnectionError):
+        while chunk := sock.recv(4096):
+            heard += chunk
+    return heard
+
+
+def test_junk_is_dropped(make_holder: Callable[..., Holder], target: Target, caplog: pytest.LogCaptureFixture) -> None:
+    holder = make_holder(("tcp",))
+    with transfer_beside(holder, target), caplog.at_level(logging.WARNING):
+        for junk in JUNK:
+            with knock(holder) as sock:
+                with contextlib.suppress(ConnectionError):
+                    sock.sendall(junk)
+                    sock.shutdown(socket.SHUT_WR)
+                assert hears(sock) == b"", "junk gets no answer"
+    assert holder.server.num_junk == len(JUNK)
+    assert len(caplog.records) < len(JUNK), "a peer does not fill the log"
+
+
+def test_silent_and_slow_peers_are_cut(make_holder: Callable[..., Holder], target: Target) -> None:
+    holder = make_holder(("tcp",), open_timeout_s=0.2)
+    with transfer_beside(holder, target), knock(holder) as silent, knock(holder) as slow:
+        slow.sendall(encode_header(Header(Kind.OPEN, length=1000)) + b"{")
+        assert hears(silent) == hears(slow) == b""
+    assert holder.server.num_junk == 2
+
+
+def test_silent_peers_do_not_hold_the_places(make_holder: Callable[..., Holder], target: Target) -> None:
+    holder = make_holder(("tcp",), max_streams=3, open_timeout_s=DEADLINE_S)
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(knock(holder)) for _ in range(8)]
+        with transfer_beside(holder, target):
+            assert hears(silent[0]) == b"", "the first to be silent makes room"
+
+
+def test_half_open_peer(make_holder: Callable[..., Holder], target: Target) -> None:
+    """It goes without a word, by reset, in the middle of its Open."""
+    holder = make_holder(("tcp",))
+    with transfer_beside(holder, target):
+        sock = knock(holder)
+        sock.sendall(b"KV\x01")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        sock.close()
+
+
+def test_reader_that_takes_nothing(make_holder: Callable[..., Holder], target: Target) -> None:
+    """It holds a good ticket and does not acknowledge: it is cut, its lease's end is told."""
+    holder = make_holder(("shm",), idle_timeout_s=0.2)
+    holder.compute_all()
+    with knock(holder) as sock:
+        sock.sendall(opening(holder, "shm"))
+        assert hears(sock)
+        assert "copies nothing" in holder.gate.wait_outcome()[1]
+
+
+@pytest.mark.parametrize("sequence", [0, 2, 2**32 - 1])
+def test_ack_of_what_was_not_sent(make_holder: Callable[..., Holder], sequence: int) -> None:
+    holder = make_holder(("shm",))
+    holder.compute_all()
+    with knock(holder) as sock:
+        sock.sendall(opening(holder, "shm") + encode_header(Header(Kind.ACK, sequence)))
+        hears(sock)
+    assert "ack" in holder.gate.wait_outcome()[1]
+
+
+def test_chatter_after_open(make_holder: Callable[..., Holder]) -> None:
+    holder = make_holder(("tcp",))
+    with knock(holder) as sock:
+        sock.sendall(opening(holder, "tcp") + b"and another thing" * 10)
+        hears(sock)
+    assert holder.gate.wait_outcome()[1]
+
+
+def test_other_version_is_told(make_holder: Callable[..., Holder]) -> None:
+    holder = make_holder(("tcp",))
+    with knock(holder) as sock:
+        sock.sendall(opening(holder, "tcp", version=2))
+        assert b'"version"' in hears(sock)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(junk=st.binary(max_size=200), real=st.booleans())
+def test_any_bytes(shared_holder: Holder, junk: bytes, real: bool) -> None:
+    with knock(shared_holder) as sock:
+        with contextlib.suppress(ConnectionError):
+            sock.sendall((opening(shared_holder, "tcp")[:-20] if real else b"") + junk)
+            sock.shutdown(socket.SHUT_WR)
+        assert hears(sock) == b""
+
+
+@pytest.fixture
+def shared_holder(make_holder: Callable[..., Holder]) -> Holder:
+    logging.getLogger("dataplane.server").setLevel(logging.ERROR)
+    return make_holder(("tcp",))
+
+
+def opening(holder: Holder, carrier: str, **changes) -> bytes:
+    fields = {
+        "ticket": holder.ticket(),
+        "fingerprint": LAYOUT.fingerprint,
+        "carrier": carrier,
+        "first_token": 0,
+        "num_tokens": 300,
+    }
+    return encode_frame(Kind.OPEN, Open(**(fields | changes)))
+
+
+# And a holder that is a stranger to the reader.
+
+ROW = 2 * LAYOUT.token_bytes
+
+
+def data(sequence=1, layer=0, num_layers=3, first_token=0, num_tokens=300, length=None, payload=None) -> bytes:
+    length = num_layers * num_tokens * ROW if length is None else length
+    head = encode_header(Header(Kind.DATA, sequence, layer, num_layers, first_token, num_tokens, length))
+    return head + (bytes(min(length, 1 << 20)) if payload is None else payload)
+
+
+def commit(sequence=1, digest=0) -> bytes:
+    return encode_header(Header(Kind.COMMIT, sequence, digest=digest))
+
+
+END = encode_header(Header(Kind.END, digest=digest_of(b"")))
+ACCEPTED = encode_frame(Kind.ACCEPTED, Accepted(carrier="tcp", digests=False))
+VERIFIED = encode_frame(Kind.ACCEPTED, Accepted(carrier="tcp", digests=True))
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        (b"", "closed"),
+        (b"KV", "closed"),
+        (b"SSH-2.0-OpenSSH_9.2p1 Debian-2+deb12u3\r\n", "protocol"),
+        (encode_header(Header(Kind.ACCEPTED, length=2**31)), "protocol"),
+        (encode_header(Header(Kind.ACCEPTED, length=4)) + b"null", "protocol"),
+        (encode_frame(Kind.ACCEPTED, Accepted(carrier="shm", digests=True)), "protocol"),
+        (ACCEPTED + data()[:-1], "closed"),
+        (ACCEPTED + data(), "closed"),
+        (ACCEPTED + data() + END, "protocol"),
+        (ACCEPTED + END, "protocol"),
+        (ACCEPTED + commit(), "protocol"),
+        (ACCEPTED + data() + commit(2), "protocol"),
+        (ACCEPTED + data() + commit() + commit(), "protocol"),
+        (ACCEPTED + data(sequence=2), "protocol"),
+        (ACCEPTED + data(first_token=1, num_tokens=299), "protocol"),
+        (ACCEPTED + data(num_tokens=301), "protocol"),
+        (ACCEPTED + data(num_layers=4), "protocol"),
+        (ACCEPTED + data(layer=3, num_layers=1), "protocol"),
+        (ACCEPTED + data(num_layers=0), "protocol"),
+        (ACCEPTED + data(num_tokens=0), "protocol"),
+        (ACCEPTED + data(length=2**31), "protocol"),
+        (ACCEPTED + data(length=300 * ROW * 3 - 1), "protocol"),
+        (ACCEPTED + data() + commit() + data(sequence=2), "protocol"),
+        (ACCEPTED + b"".join(data(i + 1, first_token=i, num_tokens=1) for i in range(20)), "protocol"),
+        (VERIFIED + data() + commit(digest=1), "digest"),
+        (ACCEPTED + data() + encode_frame(Kind.FAIL, Fail(reason="no")), "holder"),
+        (ACCEPTED + data() + encode_header(Header(Kind.END, length=2**20)), "protocol"),
+        (ACCEPTED + data() + commit() + encode_header(Header(Kind.END)), "digest"),
+    ],
+)
+def test_what_a_holder_may_not_say(target: Target, make_holder: Callable[..., Holder], said: bytes, code: str) -> None:
+    holder = make_holder(("tcp",))
+    with impostor(said) as endpoint, pytest.raises(TransferFailedError) as raised:
+        target.reader.read_blocking(target.request(endpoint, holder.ticket(), "tcp", 300))
+    assert raised.value.code == code
+    assert raised.value.num_landed_tokens in (0, 300)
+    assert raised.value.num_landed_tokens == 0 or commit() in said
+
+
+@pytest.mark.parametrize("at", [40, 100, 5000, 30_000, 60_000])
+@pytest.mark.parametrize("fault", ["flip", "cut"])
+def test_network_that_damages(make_holder: Callable[..., Holder], target: Target, at: int, fault: str) -> None:
+    """A flipped byte in a payload or a header, or the end in the middle: what was believed is right."""
+    holder = make_holder(("tcp",))
+    holder.compute_all()
+    with knock(holder) as sock:
+        sock.sendall(opening(holder, "tcp"))
+        said = hears(sock)
+    damaged = said[:at] if fault == "cut" else said[:at] + bytes([said[at] ^ 1]) + said[at + 1 :]
+    with impostor(damaged) as endpoint, pytest.raises(TransferFailedError) as raised:
+        target.reader.read_blocking(target.request(endpoint, holder.ticket(), "tcp", 300))
+    assert raised.value.code in ("digest", "protocol", "closed")
+    assert raised.value.num_landed_tokens == 0
+
+
+@contextlib.contextmanager
+def impostor(said: bytes):
+    """Listen as a holder, take one Open, and say this."""
+    from schemas.handoff import Endpoint
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            sock, _ = listener.accept()
+            with sock, contextlib.suppress(OSError):
+                sock.recv(8192)
+                sock.sendall(said)
+                sock.shutdown(socket.SHUT_WR)
+                hears(sock)
+
+        with running(serve):
+            port = listener.getsockname()[1]
+            yield Endpoint(host="127.0.0.1", port=port, carriers=("tcp",), arena="", arena_nonce="")

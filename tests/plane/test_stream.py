@@ -1,0 +1,128 @@
+"""The protocol without I/O: the holder's plan against the reader's checks."""
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import given
+
+from dataplane.layout import KVLayout
+from dataplane.stream import (
+    HEADER_BYTES,
+    MAX_FRAME_BYTES,
+    MAX_OUTSTANDING_FRAMES,
+    FramePlanner,
+    Header,
+    Kind,
+    Landing,
+    Open,
+    ProtocolError,
+    decode_body,
+    decode_header,
+    digest_of,
+    encode_frame,
+    encode_header,
+)
+
+LAYOUT = KVLayout(weights="w", dtype="float32", num_layers=4, num_kv_heads=1, head_dim=1, block_size=4)
+ROW = 2 * LAYOUT.token_bytes
+
+
+@given(data=st.data(), num_tokens=st.integers(0, 60), frame_rows=st.integers(1, 100))
+def test_every_plan_lands_each_token_of_each_layer_once(data: st.DataObject, num_tokens: int, frame_rows: int) -> None:
+    """Whatever becomes ready in whatever order, and whenever the holder looks."""
+    first_token = data.draw(st.integers(0, num_tokens))
+    planner = FramePlanner(LAYOUT, first_token, num_tokens, frame_rows * ROW)
+    landing = Landing(LAYOUT, first_token, num_tokens, digests=True)
+    ready = [data.draw(st.integers(0, num_tokens)) for _ in range(LAYOUT.num_layers)]
+    seen: set[tuple[int, int]] = set()
+    while not planner.all_sent:
+        while (frame := planner.next(ready)) is not None:
+            assert frame.length <= frame_rows * ROW
+            for layer in range(frame.layer, frame.layer + frame.num_layers):
+                assert frame.first_token + frame.num_tokens <= ready[layer], "not computed yet"
+                tokens = {(layer, frame.first_token + i) for i in range(frame.num_tokens)}
+                assert not tokens & seen
+                seen |= tokens
+            frame = decode_header(encode_header(frame), Kind.DATA)
+            landing.expect(frame)
+            landing.received(frame, digest=frame.sequence)
+            before = landing.num_landed_tokens
+            assert all((layer, t) in seen for layer in range(4) for t in range(first_token, before))
+            landing.commit(Header(Kind.COMMIT, frame.sequence, digest=frame.sequence))
+        ready = [data.draw(st.integers(n, num_tokens)) for n in ready]
+        slowest = ready.index(min(ready))
+        ready[slowest] = min(num_tokens, ready[slowest] + 1)
+    assert len(seen) == LAYOUT.num_layers * (num_tokens - first_token)
+    assert landing.num_landed_tokens == num_tokens
+    landing.end(Header(Kind.END, digest=digest_of(b"")), b"")
+
+
+def test_prefix_over_all_layers_grows_while_layers_are_large() -> None:
+    planner = FramePlanner(LAYOUT, 0, 100, 10 * ROW)
+    ready = [100] * 4
+    frames = [planner.next(ready) for _ in range(8)]
+    assert [(f.layer, f.first_token) for f in frames if f] == [(i, at) for at in (0, 10) for i in range(4)]
+
+
+def test_layers_that_piled_up_go_together() -> None:
+    planner = FramePlanner(LAYOUT, 0, 100, 1000 * ROW)
+    assert planner.next([0] * 4) is None
+    frame = planner.next([50, 50, 50, 20])
+    assert frame is not None and (frame.layer, frame.num_layers, frame.num_tokens) == (0, 3, 50)
+    frame = planner.next([50, 50, 50, 50])
+    assert frame is not None and (frame.layer, frame.num_layers, frame.num_tokens) == (3, 1, 50)
+    frame = planner.next([100] * 4)
+    assert frame is not None and (frame.layer, frame.num_layers, frame.first_token) == (0, 4, 50)
+
+
+def test_one_token_goes_however_large() -> None:
+    layout = msgspec.structs.replace(LAYOUT, head_dim=1 << 16)
+    frame = FramePlanner(layout, 0, 2, 1 << 10).next([2] * 4)
+    assert frame is not None and frame.num_tokens == 1 and frame.length <= MAX_FRAME_BYTES
+
+
+def test_uncommitted_frames_are_bounded() -> None:
+    landing = Landing(LAYOUT, 0, 100, digests=False)
+    for i in range(MAX_OUTSTANDING_FRAMES):
+        frame = Header(Kind.DATA, i + 1, 0, 4, i, 1, 4 * ROW)
+        landing.expect(frame)
+        landing.received(frame, 0)
+    with pytest.raises(ProtocolError):
+        landing.expect(Header(Kind.DATA, MAX_OUTSTANDING_FRAMES + 1, 0, 4, MAX_OUTSTANDING_FRAMES, 1, 4 * ROW))
+
+
+@given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
+def test_any_header_is_a_header_or_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode_header(data, *Kind)
+
+
+@given(kind=st.sampled_from(Kind), rest=st.binary(min_size=HEADER_BYTES - 4, max_size=HEADER_BYTES - 4))
+def test_any_header_with_our_magic(kind: Kind, rest: bytes) -> None:
+    try:
+        header = decode_header(b"KV\x01" + bytes([kind]) + rest, *Kind)
+    except ProtocolError:
+        return
+    assert header.kind is kind and header.length <= MAX_FRAME_BYTES
+    landing = Landing(LAYOUT, 0, 50, digests=True)
+    with pytest.raises(ProtocolError):
+        landing.expect(header)
+
+
+def test_kinds_that_may_not_come_are_refused() -> None:
+    with pytest.raises(ProtocolError, match="OPEN"):
+        decode_header(encode_header(Header(Kind.DATA)), Kind.OPEN)
+
+
+@given(st.binary(max_size=100))
+def test_any_body_is_refused(body: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode_body(body, Open)
+
+
+def test_body_survives() -> None:
+    opening = Open(ticket="t", fingerprint="f", carrier="shm", first_token=1, num_tokens=2)
+    frame = encode_frame(Kind.OPEN, opening)
+    header = decode_header(frame[:HEADER_BYTES], Kind.OPEN)
+    assert header.length == len(frame) - HEADER_BYTES
+    assert decode_body(frame[HEADER_BYTES:], Open) == opening
