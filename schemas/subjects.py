@@ -39,10 +39,10 @@ class Subject(NamedTuple):
 
 PLACE = Subject("mesh.v1.schedule.place", PlaceRequest, (Placement, Refused), "scheduler", "scheduler")
 FLEET = Subject("mesh.v1.schedule.fleet", DescribeFleet, (FleetDescribed,), "scheduler", "scheduler")
-JOINED = Subject("mesh.v1.worker.{}.joined", WorkerJoined, (), "scheduler, directory")
+JOINED = Subject("mesh.v1.worker.{}.joined", WorkerJoined, (), "scheduler, directory, gateway")
 LOAD = Subject("mesh.v1.worker.{}.load", WorkerLoad, (), "scheduler")
 DRAINING = Subject("mesh.v1.worker.{}.draining", WorkerDraining, (), "scheduler")
-LEFT = Subject("mesh.v1.worker.{}.left", WorkerLeft, (), "scheduler, directory, gateway")
+LEFT = Subject("mesh.v1.worker.{}.left", WorkerLeft, (), "scheduler, directory, gateway, workers")
 RUN = Subject("mesh.v1.prefill.{}.run", RunPrefill, (PrefillAccepted, Refused), "prefill worker")
 RESERVE = Subject("mesh.v1.decode.{}.reserve", ReserveBlocks, (BlocksReserved, Refused), "decode worker")
 # Source, target, hand-over: with both workers in the subject each end listens once, for all its hand-overs, and no

@@ -7,9 +7,8 @@ the prompt is computed here as chunked prefill in the running batch: bad KV cost
 from collections import deque
 from dataclasses import dataclass
 
-from dataplane.pool import BlockPool
-
 from dataplane.layout import Segment, num_blocks_for
+from dataplane.pool import BlockPool
 from schemas import subjects
 from schemas.block import pack_tokens
 from schemas.handoff import (
@@ -44,7 +43,7 @@ from services.worker.actions import (
     Withdraw,
 )
 from services.worker.handoff import emit_failure, handoff_fields, publish_event
-from services.worker.limits import WorkerLimits, check_request, read_prompt
+from services.worker.limits import CancelledAttempts, WorkerLimits, check_request, read_prompt
 
 
 @dataclass(slots=True, frozen=True)
@@ -89,6 +88,7 @@ class DecodeCore:
         self._runs: dict[AttemptKey, DecodeRun] = {}
         self._by_handoff: dict[HandoffId, DecodeRun] = {}
         self._queue: deque[DecodeRun] = deque()
+        self._cancelled = CancelledAttempts()
         self.draining = False
 
     @property
@@ -110,6 +110,7 @@ class DecodeCore:
         key = (request.request_id, request.attempt)
         full = len(self._queue) >= self._limits.max_queued
         refused = check_request(request, prompt, self._limits, now_ms, draining=self.draining, full=full)
+        refused = refused or self._cancelled.refuse(request)
         if refused is not None:
             return [Reply(key, refused)]
         if key not in self._runs:
@@ -182,7 +183,9 @@ class DecodeCore:
         return [action for run in lost for action in self._lose_source(run, "the prefill worker left")]
 
     def cancelled(self, event: CancelRequest, now_ms: int) -> list[Action]:
-        run = self._runs.get((event.request_id, event.attempt))
+        key = (event.request_id, event.attempt)
+        self._cancelled.add(key)
+        run = self._runs.get(key)
         return [] if run is None else self._end(run)
 
     def stepped(self, result: StepResult, now_ms: int) -> list[Action]:

@@ -5,9 +5,9 @@ import time
 from dataclasses import dataclass, field
 
 import msgspec
+
 from dataplane.reader import Landed, PlaneReader
 from dataplane.stream import TransferFailedError
-
 from schemas import subjects
 from schemas.handoff import FirstToken, HandoffAborted, KVOffered
 from schemas.ids import HandoffId

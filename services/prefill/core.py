@@ -8,10 +8,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
+from dataplane.layout import Segment, num_blocks_for
 from dataplane.lease import Lease, LeaseTable
 from dataplane.pool import BlockPool
-
-from dataplane.layout import Segment, num_blocks_for
 from schemas import subjects
 from schemas.block import pack_tokens
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded, KVReleased
@@ -38,7 +37,7 @@ from services.worker.actions import (
     Withdraw,
 )
 from services.worker.handoff import emit_failure, handoff_fields, publish_event
-from services.worker.limits import WorkerLimits, check_request, read_prompt
+from services.worker.limits import CancelledAttempts, WorkerLimits, check_request, read_prompt
 
 Phase = Literal["queued", "computing", "withdrawing", "handing_over"]
 
@@ -79,6 +78,7 @@ class PrefillCore:
         self._queue: deque[PrefillRun] = deque()
         self._by_handoff: dict[HandoffId, PrefillRun] = {}
         self._early_reservations: dict[HandoffId, None] = {}
+        self._cancelled = CancelledAttempts()
         self.draining = False
 
     @property
@@ -98,6 +98,7 @@ class PrefillCore:
         prompt = read_prompt(request.prompt)
         full = len(self._queue) >= self._limits.max_queued
         refused = check_request(request, prompt, self._limits, now_ms, draining=self.draining, full=full)
+        refused = refused or self._cancelled.refuse(request)
         if refused is not None:
             return refused, []
         run = PrefillRun(request, prompt)
@@ -140,7 +141,9 @@ class PrefillCore:
         return [] if run is None else self._end(run, event.reason, now_ms)
 
     def cancelled(self, event: CancelRequest, now_ms: int) -> list[Action]:
-        run = self._runs.get((event.request_id, event.attempt))
+        key = (event.request_id, event.attempt)
+        self._cancelled.add(key)
+        run = self._runs.get(key)
         return [] if run is None else self._end(run, event.reason, now_ms, tell_target=True)
 
     def left(self, event: WorkerLeft, now_ms: int) -> list[Action]:

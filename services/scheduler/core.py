@@ -54,13 +54,14 @@ class SchedulerCore:
         self._workers: dict[WorkerId, KnownWorker] = {}
         self._turns: dict[Phase, int] = {"prefill": 0, "decode": 0}
 
-    def handle(self, event: FleetEvent, now_ms: int) -> None:
-        """Take in what a worker says of itself."""
+    def handle(self, event: FleetEvent, now_ms: int) -> list[WorkerLeft]:
+        """Take in what a worker says of itself. Returns what to say on behalf of an incarnation that it replaces."""
+        replaced: list[WorkerLeft] = []
         match event:
             case WorkerJoined(worker=info):
-                self._hear(info, now_ms)
+                self._hear(info, now_ms, replaced)
             case WorkerLoad(worker=info):
-                worker = self._hear(info, now_ms)
+                worker = self._hear(info, now_ms, replaced)
                 worker.load = event
                 worker.draining = worker.draining or event.state == "draining"
                 worker.num_placed_requests = worker.num_placed_tokens = 0
@@ -70,13 +71,14 @@ class SchedulerCore:
             case WorkerLeft():
                 if self._known(event.worker_id, event.incarnation):
                     del self._workers[event.worker_id]
+        return replaced
 
     def expire(self, now_ms: int) -> list[WorkerLeft]:
         """Forget the workers that have been silent too long, and say so on their behalf."""
         silent = [w.info for w in self._workers.values() if now_ms - w.heard_ms > self._silent_after_ms]
         for info in silent:
             del self._workers[info.worker_id]
-        return [WorkerLeft(worker_id=i.worker_id, incarnation=i.incarnation, reason="silent") for i in silent]
+        return [_left(info, "silent") for info in silent]
 
     def place(self, request: PlaceRequest, now_ms: int) -> Placement | Refused:
         """Choose the workers of one attempt. Counts the choice as load until the workers report their own."""
@@ -110,9 +112,11 @@ class SchedulerCore:
         loads = tuple(w.load for w in self._workers.values() if w.load is not None)
         return FleetDescribed(policy=self.policy_name, ready=ready, workers=loads)
 
-    def _hear(self, info: WorkerInfo, now_ms: int) -> KnownWorker:
-        known = self._known(info.worker_id, info.incarnation)
-        if known is None:
+    def _hear(self, info: WorkerInfo, now_ms: int, replaced: list[WorkerLeft]) -> KnownWorker:
+        known = self._workers.get(info.worker_id)
+        if known is None or known.info.incarnation != info.incarnation:
+            if known is not None:
+                replaced.append(_left(known.info, "restarted"))
             known = self._workers[info.worker_id] = KnownWorker(info, now_ms)
         known.heard_ms = now_ms
         return known
@@ -139,6 +143,10 @@ class SchedulerCore:
             needed = request.num_prompt_tokens + request.max_tokens
             return refuse(request, "too_long", f"no worker has room for {needed} tokens")
         return refuse(request, "no_worker", "no prefill and decode workers share one model", RETRY_AFTER_MS)
+
+
+def _left(info: WorkerInfo, reason: str) -> WorkerLeft:
+    return WorkerLeft(worker_id=info.worker_id, incarnation=info.incarnation, reason=reason)
 
 
 def _fits(info: WorkerInfo, request: PlaceRequest) -> bool:

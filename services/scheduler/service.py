@@ -24,7 +24,8 @@ async def run_scheduler(
     door = TypedBus(bus, "scheduler")
 
     def hear(received: Received[FleetEvent]) -> None:
-        core.handle(received.message, now_ms())
+        for left in core.handle(received.message, now_ms()):
+            tasks.create_task(door.publish(subjects.LEFT, (left.worker_id,), left), name="say who was replaced")
 
     async def place(received: Received[PlaceRequest]) -> Message:
         return core.place(received.message, now_ms())

@@ -5,15 +5,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
+
 from dataplane.arena import Arena
+from dataplane.layout import KVLayout, Segment, block_ids
 from dataplane.lease import Lease, LeaseRefusedError, LeaseTable
 from dataplane.pool import BlockPool
 from dataplane.progress import KVProgress
 from dataplane.server import PlaneServer, ReadableKV, ServerOptions
 from dataplane.stream import TransferStats
 from dataplane.ticket import Ticket, sign
-
-from dataplane.layout import KVLayout, Segment, block_ids
 from schemas.block import BlockHasher
 from schemas.directory import BlocksEvicted, BlocksStored
 from schemas.handoff import FirstToken, KVOffered

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from schemas.block import unpack_tokens
 from schemas.ids import TokenIds, WorkerId
 from schemas.request import RefusalReason, Refused, ReserveBlocks, RunPrefill, SamplingParams, refuse
+from services.worker.actions import AttemptKey
 
 RETRY_AFTER_MS = 500
 
@@ -27,6 +28,25 @@ class WorkerLimits:
         """Return the tokens that end this request's answer."""
         eos = frozenset[int]() if sampling.ignore_eos else self.eos_token_ids
         return eos | frozenset(sampling.stop_token_ids)
+
+
+class CancelledAttempts:
+    """The attempts that were cancelled before they came: a cancel may overtake what it cancels. Bounded."""
+
+    def __init__(self, max_attempts: int = 4_096) -> None:
+        self._max_attempts = max_attempts
+        self._keys: dict[AttemptKey, None] = {}
+
+    def add(self, key: AttemptKey) -> None:
+        self._keys[key] = None
+        if len(self._keys) > self._max_attempts:
+            del self._keys[next(iter(self._keys))]
+
+    def refuse(self, request: RunPrefill | ReserveBlocks) -> Refused | None:
+        """Return the refusal of an attempt that was cancelled before it came."""
+        if (request.request_id, request.attempt) not in self._keys:
+            return None
+        return refuse(request, "invalid", "this attempt was cancelled before it came")
 
 
 def read_prompt(packed: TokenIds) -> list[int]:

@@ -4,7 +4,6 @@ import secrets
 from dataclasses import dataclass
 
 from dataplane.arena import Arena, ArenaTooLargeError
-
 from dataplane.layout import KVLayout
 from schemas.ids import WorkerId
 from schemas.worker import WorkerRole

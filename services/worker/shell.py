@@ -10,7 +10,6 @@ from typing import Protocol
 
 from dataplane.lease import Lease
 from dataplane.stream import TransferStats
-
 from schemas import subjects
 from schemas.directory import ReadInventory
 from schemas.ids import GatewayId, LeaseId, RequestId

@@ -4,7 +4,6 @@ import time
 from dataclasses import dataclass, field
 
 from dataplane.stream import TransferStats
-
 from services.engine.base import Sequence, StepResult
 from services.telemetry import Attributes, Key, SpanName, Telemetry
 from services.worker.actions import AttemptKey

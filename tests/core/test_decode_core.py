@@ -192,3 +192,11 @@ def test_an_engine_failure_is_said() -> None:
     failure = one(bench.core.engine_failed(("r1", 1), "boom", 5), Emit).tokens.failure
     assert failure is not None and failure.retryable
     bench.assert_empty()
+
+
+def test_a_cancel_that_overtakes_its_reservation_holds() -> None:
+    bench = Bench()
+    assert bench.core.cancelled(case.cancel(), 0) == []
+    reply = one(bench.core.reserve(case.reserve(), 1), Reply).message
+    assert isinstance(reply, Refused) and reply.reason == "invalid"
+    bench.assert_empty()

@@ -215,3 +215,10 @@ def test_junk_is_passed_over() -> None:
     for number in range(100):
         bench.core.reserved(case.reserved(number))
     bench.assert_empty()
+
+
+def test_a_cancel_that_overtakes_its_request_holds() -> None:
+    bench = Bench()
+    assert bench.core.cancelled(case.cancel(), 0) == []
+    assert bench.refused(case.run_prefill()).reason == "invalid"
+    bench.assert_empty()

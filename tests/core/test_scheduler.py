@@ -156,7 +156,8 @@ def test_a_draining_worker_gets_nothing_new() -> None:
 
 def test_a_worker_that_left_is_forgotten_but_not_by_an_old_message() -> None:
     core = fleet("least_loaded", P0, D0)
-    core.handle(WorkerJoined(worker=info("p0", "prefill", incarnation="b")), 0)
+    replaced = core.handle(WorkerJoined(worker=info("p0", "prefill", incarnation="b")), 0)
+    assert [(left.worker_id, left.incarnation, left.reason) for left in replaced] == [("p0", "a", "restarted")]
     core.handle(WorkerLeft(worker_id=P0.worker_id, incarnation="a", reason="stopped"), 0)
     assert placed(core, ask()) == ("p0", "d0")
     core.handle(WorkerLeft(worker_id=P0.worker_id, incarnation="b", reason="stopped"), 0)
