@@ -68,7 +68,7 @@ def _starter(role: str, name: str, config: MeshConfig) -> Start:
         case "directory":
             from services.directory.service import run_directory
 
-            return lambda bus, telemetry, stop, ready: run_directory(config, bus, telemetry, stop, ready)
+            return lambda bus, telemetry, stop, ready: run_directory(bus, stop, ready)
         case _:
             from services.worker.load import load_parts
             from services.worker.service import run_worker

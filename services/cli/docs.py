@@ -1,0 +1,65 @@
+"""Writes the generated parts of ARCHITECTURE.md: `python -m services.cli.docs ARCHITECTURE.md`."""
+
+import re
+import sys
+from pathlib import Path
+
+from schemas.handoff import HANDOFF_TRANSITIONS, HandoffState
+from schemas.subjects import SUBJECTS, Subject
+from services.errors import UserError
+
+
+def subject_table() -> str:
+    """Return every subject, what it carries and who listens, as a Markdown table."""
+    rows = [f"| `{s.pattern.replace('{}', '*')}` | {_carries(s)} | {_listener(s)} |" for s in SUBJECTS]
+    return "\n".join(["| subject | carries → reply | who listens |", "|---|---|---|", *rows])
+
+
+def handoff_diagram() -> str:
+    """Return the hand-over's states as a Mermaid diagram. ABORTED can be reached from most: it is drawn once."""
+    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {HandoffState.NEW}"]
+    for source, targets in HANDOFF_TRANSITIONS.items():
+        lines += [f"    {source} --> {target}" for target in HandoffState if target in targets]
+        if not targets:
+            lines.append(f"    {source} --> [*]")
+    return "\n".join([*lines, "```"])
+
+
+SECTIONS = {"subjects": subject_table, "handoff": handoff_diagram}
+
+
+def regenerate(document: str) -> str:
+    """Return the document with the text between each `generated` marker and its `end` written anew.
+
+    Raises UserError for a section that is missing, has no end, or that nobody generates.
+    """
+    found = re.findall(r"<!-- generated: (\w+) -->", document)
+    if sorted(found) != sorted(SECTIONS):
+        raise UserError(f"the document must have the sections {', '.join(SECTIONS)} once each, it has {found}")
+    for name, generate in SECTIONS.items():
+        start = f"<!-- generated: {name} -->\n"
+        before, _, rest = document.partition(start)
+        _, end, after = rest.partition("<!-- end -->")
+        if not end or "<!-- generated" in rest[: rest.index(end)]:
+            raise UserError(f"the section {name} of the document has no <!-- end -->")
+        document = f"{before}{start}{generate()}\n{end}{after}"
+    return document
+
+
+def main() -> None:
+    """Rewrite the document named on the command line."""
+    path = Path(sys.argv[1])
+    path.write_text(regenerate(path.read_text()))
+
+
+def _carries(subject: Subject) -> str:
+    carried = f"`{subject.carries.__name__}`"
+    return f"{carried} → {' or '.join(f'`{reply.__name__}`' for reply in subject.reply)}" if subject.reply else carried
+
+
+def _listener(subject: Subject) -> str:
+    return f"{subject.listener} (queue group)" if subject.queue else subject.listener
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""The directory's shell: hears block events, reads inventories, answers where blocks are."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from schemas import subjects
+from schemas.block import BLOCK_HASH_BYTES, split_hashes
+from schemas.directory import BlocksLocated, Inventory, LocateBlocks, ReadInventory
+from schemas.message import Message
+from schemas.worker import WorkerJoined, WorkerLeft, WorkerLoad
+from services.bus.base import Bus, BusError
+from services.bus.typed import Received, TypedBus
+from services.directory.core import BlockEvent, DirectoryCore, ReadInventoryOf
+
+log = logging.getLogger(__name__)
+
+INVENTORY_TIMEOUT_S = 5.0
+
+
+async def run_directory(bus: Bus, stop: asyncio.Event, on_ready: Callable[[], None] | None = None) -> None:
+    """Serve until `stop` is set. Starts empty; the first word of each worker makes it read that one's inventory."""
+    async with asyncio.TaskGroup() as tasks:
+        directory = Directory(TypedBus(bus, "directory"), tasks)
+        await directory.start()
+        if on_ready is not None:
+            on_ready()
+        await stop.wait()
+        await directory.close()
+
+
+class Directory:
+    """The core on a bus."""
+
+    def __init__(self, door: TypedBus, tasks: asyncio.TaskGroup) -> None:
+        self.core = DirectoryCore()
+        self._door = door
+        self._tasks = tasks
+        self._reads: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        door, tasks = self._door, self._tasks
+        await door.listen(tasks, subjects.JOINED, ("*",), self._heard)
+        await door.listen(tasks, subjects.LOAD, ("*",), self._heard)
+        await door.listen(tasks, subjects.LEFT, ("*",), self._left)
+        await door.listen(tasks, subjects.STORED, ("*",), self._changed)
+        await door.listen(tasks, subjects.EVICTED, ("*",), self._changed)
+        await door.serve(tasks, subjects.LOCATE, (), self._locate)
+        await door.bus.flush()
+
+    async def close(self) -> None:
+        for read in list(self._reads):
+            read.cancel()
+        await self._door.close()
+
+    def _heard(self, received: Received[WorkerJoined | WorkerLoad]) -> None:
+        self._carry_out(self.core.heard(received.message.worker))
+
+    def _left(self, received: Received[WorkerLeft]) -> None:
+        self.core.left(received.message)
+
+    def _changed(self, received: Received[BlockEvent]) -> None:
+        event = received.message
+        if len(event.block_hashes) % BLOCK_HASH_BYTES:
+            self._door.num_dropped += 1
+            log.warning("dropped an event of %s: its hashes are cut", event.worker_id)
+            return
+        self._carry_out(self.core.changed(event))
+
+    async def _locate(self, received: Received[LocateBlocks]) -> Message:
+        request = received.message
+        whole = len(request.block_hashes) - len(request.block_hashes) % BLOCK_HASH_BYTES
+        return BlocksLocated(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            deadline_ms=request.deadline_ms,
+            holders=self.core.locate(split_hashes(request.block_hashes[:whole])),
+        )
+
+    def _carry_out(self, wanted: list[ReadInventoryOf]) -> None:
+        for read in wanted:
+            task = self._tasks.create_task(self._read(read), name=f"inventory {read.worker_id}")
+            self._reads.add(task)
+            task.add_done_callback(self._reads.discard)
+
+    async def _read(self, wanted: ReadInventoryOf) -> None:
+        """Read one page. A worker that does not answer is asked again when it speaks next."""
+        request = ReadInventory(offset=wanted.offset)
+        try:
+            page = await self._door.ask(subjects.INVENTORY, (wanted.worker_id,), request, INVENTORY_TIMEOUT_S)
+        except (BusError, ValueError) as error:
+            log.warning("no inventory from %s: %s", wanted.worker_id, error)
+            self.core.inventory_failed(wanted)
+            return
+        assert isinstance(page, Inventory)
+        if len(page.block_hashes) % BLOCK_HASH_BYTES or page.incarnation != wanted.incarnation:
+            self.core.inventory_failed(wanted)
+            return
+        self._carry_out(self.core.inventory(page))
