@@ -223,23 +223,19 @@ class _Service:
         self._unsent = encode_frame(Kind.ACCEPTED, accepted)
 
     def _serve(self, waker: "_Waker") -> None:
-        progress, planner = self._readable.progress, self._planner
         while True:
             waker.clear()
-            ready = progress.ready()
+            ready = self._readable.progress.ready()
             if ready.failure is not None:
                 raise _EndedError(ready.failure, tell=True)
             self._take_acks()
             self._commit()  # before asking for room: what has been acked must not hold up what is next
-            data = None
-            if len(self._uncommitted) < MAX_UNACKED_FRAMES:
-                data = planner.next(ready.num_tokens)
+            data = self._planner.next(ready.num_tokens) if len(self._uncommitted) < MAX_UNACKED_FRAMES else None
             if data is not None:
                 self._send(data)
-            self._commit()
-            if data is None:
-                if planner.all_sent and not self._uncommitted and ready.trailer is not None:
-                    return self._end(ready.trailer)
+            elif self._planner.all_sent and not self._uncommitted and ready.trailer is not None:
+                return self._end(ready.trailer)
+            else:
                 self._flush()
                 self._wait(waker)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from services.bus.base import BusClosedError, Delivery, NoRespondersError, RequestTimedOutError, check_size
@@ -42,13 +42,20 @@ class MemorySubscription:
         self.inbox.put_nowait(None)
 
 
-class MemoryBus:
-    """See `Bus`. Queue groups take turns."""
+@dataclass(eq=False)
+class MemoryBroker:
+    """What the buses of one process share, as clients share a server."""
 
-    def __init__(self) -> None:
-        self._subscriptions: list[MemorySubscription] = []
+    subscriptions: list[MemorySubscription] = field(default_factory=list[MemorySubscription])
+    turn: Iterator[int] = field(default_factory=itertools.count)
+
+
+class MemoryBus:
+    """See `Bus`. One client of a broker, a new one unless given. Queue groups take turns."""
+
+    def __init__(self, broker: MemoryBroker | None = None) -> None:
+        self._broker = broker or MemoryBroker()
         self._requests: set[asyncio.Future[MemoryDelivery]] = set()
-        self._turn = itertools.count()
         self._closed = False
 
     async def publish(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> None:
@@ -72,7 +79,7 @@ class MemoryBus:
         if self._closed:
             raise BusClosedError(pattern)
         subscription = MemorySubscription(self, tuple(pattern.split(".")), queue)
-        self._subscriptions.append(subscription)
+        self._broker.subscriptions.append(subscription)
         return subscription
 
     async def serve(self, service: str, endpoint: str, subject: str, queue: str = "") -> MemorySubscription:
@@ -85,15 +92,15 @@ class MemoryBus:
 
     async def close(self) -> None:
         self._closed = True
-        for subscription in list(self._subscriptions):
+        for subscription in [s for s in self._broker.subscriptions if s.bus is self]:
             await subscription.close()
         for reply in self._requests:
             if not reply.done():
                 reply.set_exception(BusClosedError())
 
     def forget(self, subscription: MemorySubscription) -> None:
-        if subscription in self._subscriptions:
-            self._subscriptions.remove(subscription)
+        if subscription in self._broker.subscriptions:
+            self._broker.subscriptions.remove(subscription)
 
     def _deliver(self, delivery: MemoryDelivery) -> bool:
         """Hand the message to every listener, and to one member of each queue group. False: nobody listens."""
@@ -101,7 +108,7 @@ class MemoryBus:
             raise BusClosedError(delivery.subject)
         check_size(delivery.subject, delivery.payload, delivery.headers)
         tokens = tuple(delivery.subject.split("."))
-        heard = [s for s in self._subscriptions if matches(s.pattern, tokens)]
+        heard = [s for s in self._broker.subscriptions if matches(s.pattern, tokens)]
         groups: dict[str, list[MemorySubscription]] = {}
         for subscription in heard:
             if subscription.queue:
@@ -109,7 +116,7 @@ class MemoryBus:
             else:
                 subscription.inbox.put_nowait(delivery)
         for members in groups.values():
-            members[next(self._turn) % len(members)].inbox.put_nowait(delivery)
+            members[next(self._broker.turn) % len(members)].inbox.put_nowait(delivery)
         return bool(heard)
 
 

@@ -7,6 +7,7 @@ silently ends its loop. The Services API leaves no choice but callbacks, so ours
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import TypeVar
 
@@ -112,7 +113,7 @@ class NatsBus:
 
     def __init__(self, client: Client, url: str) -> None:
         self._client = client
-        self._url = url
+        self._url = re.sub(r"//[^/]*@", "//", url)  # as it may be shown: without a password
         self._services: dict[str, Service] = {}
         self._endpoints: list[NatsEndpoint] = []
         self._denied: str | None = None
@@ -149,7 +150,7 @@ class NatsBus:
             cause = client.last_error or error
             reason = str(cause) if isinstance(cause, nats.errors.Error) else type(cause).__name__
             raise BrokerUnreachableError(
-                f"no NATS server answers at {url} ({reason}); start one, or run with --nats embedded"
+                f"no NATS server answers at {bus._url} ({reason}); start one, or run with --nats embedded"
             ) from error
         if client.max_payload < MAX_PAYLOAD_BYTES:
             log.warning(

@@ -16,7 +16,7 @@ def subject_table() -> str:
 
 
 def handoff_diagram() -> str:
-    """Return the hand-over's states as a Mermaid diagram. ABORTED can be reached from most: it is drawn once."""
+    """Return the hand-over's states and steps as a Mermaid diagram."""
     lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {HandoffState.NEW}"]
     for source, targets in HANDOFF_TRANSITIONS.items():
         lines += [f"    {source} --> {target}" for target in HandoffState if target in targets]

@@ -1,6 +1,6 @@
 """The engine beside what it replaces, in one run, interleaved, medians: `python -m tests.bench.bench_engine [--json]`.
 
-Prefill: a prompt through our paged attention, whole and in chunks, against the library's own forward pass (sdpa; without
+Prefill: a prompt through our paged attention, whole and in chunks, against the library's own forward (sdpa; without
 and with its KV cache). Decode: one step of a batch over 1,000 tokens of context each, against the same model with a
 naive paged attention that gathers every slot into a padded batch. All compute the logits of the last token only.
 """
@@ -118,7 +118,7 @@ def prefill_rows(engine: TransformersEngine, rounds: int) -> Iterator[dict[str, 
                 f"prefill {num_tokens}: library, sdpa, its cache": with_sdpa(engine, lambda: library(True)),
                 f"prefill {num_tokens}: ours, one chunk": lambda: paged(10_000),
                 f"prefill {num_tokens}: ours, chunks of {CHUNK}": lambda: paged(CHUNK),
-                f"prefill {num_tokens}: ours, scattered blocks": lambda: paged(10_000, scattered),
+                f"prefill {num_tokens}: ours, scattered blocks": lambda scattered=scattered: paged(10_000, scattered),
             },
             rounds,
         )

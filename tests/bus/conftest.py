@@ -1,3 +1,4 @@
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -7,6 +8,13 @@ from services.bus.memory import MemoryBus
 from services.bus.nats import NatsBus
 
 Connect = Callable[[], Awaitable[Bus]]
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait, generously, for something that another process brings about."""
+    async with asyncio.timeout(60):
+        while not holds():  # noqa: ASYNC110  (there is no event to wait for)
+            await asyncio.sleep(0.01)
 
 
 @pytest.fixture(params=["memory", "nats"])

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from dataplane.layout import KVLayout, Segment
+from dataplane.shm import SharedHolder
+from dataplane.tcp import TcpHolder
 from tests.plane.harness import DEADLINE_S, LAYOUT, TARGET_SEGMENTS, Holder, Target, running
 
 
@@ -71,6 +73,18 @@ def test_frames_are_bounded_and_many(carrier: str, make_holder: Callable[..., Ho
     assert landed.stats.num_frames > 5
     assert np.array_equal(target.landed(311), holder.kv)
     target.close()
+
+
+@pytest.mark.parametrize("frame_bytes", [1, 1000, 4096])
+def test_more_frames_than_may_be_under_way(
+    carrier: str, holder: Holder, target: Target, monkeypatch: pytest.MonkeyPatch, frame_bytes: int
+) -> None:
+    monkeypatch.setattr(SharedHolder, "frame_bytes", frame_bytes)
+    monkeypatch.setattr(TcpHolder, "frame_bytes", frame_bytes)
+    with running(holder.compute_all):
+        landed = target.read_from(holder, carrier)
+    assert landed.stats.num_frames > 20
+    assert np.array_equal(target.landed(300), holder.kv)
 
 
 def test_stats_of_both_ends_agree(carrier: str, holder: Holder, target: Target) -> None:

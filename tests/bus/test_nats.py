@@ -1,0 +1,238 @@
+"""What only the real bus does: discovery, a broker that goes away, comes back, denies, or was never there."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from services.bus.base import BusClosedError, BusError
+from services.bus.embedded import EmbeddedNats
+from services.bus.nats import NatsBus
+from services.errors import BrokerUnreachableError
+from tests.bus.conftest import until
+
+LONG_S = 30.0
+
+PERMISSIONS = """
+authorization {
+  users = [{
+    user: "worker", password: "pass"
+    permissions: { publish: { deny: ["secret.>"] }, subscribe: { deny: ["secret.>"] } }
+  }]
+}
+"""
+
+
+@pytest.fixture
+async def bus(nats_url: str) -> AsyncIterator[NatsBus]:
+    bus = await NatsBus.connect(nats_url, "test")
+    yield bus
+    await bus.close()
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[Callable[[int | None], EmbeddedNats]]:
+    """Starts servers of the test's own, which it may stop."""
+    started: list[EmbeddedNats] = []
+
+    def start(port: int | None = None) -> EmbeddedNats:
+        started.append(EmbeddedNats.start(port, tmp_path))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+StartServer = Callable[..., EmbeddedNats]
+
+
+def port_of(server: EmbeddedNats) -> int:
+    return int(server.url.rsplit(":", 1)[1])
+
+
+async def test_a_service_can_be_found(bus: NatsBus, nats_url: str) -> None:
+    """`nats micro ls`, `info` and `stats` show it."""
+    server = await NatsBus.connect(nats_url, "server")
+    name = f"service-{uuid4().hex[:8]}"
+    subject = f"test.{name}.answer"
+    served = await server.serve(name, "answer", subject, "group")
+    gone = await server.serve(name, "gone", f"test.{name}.gone")
+    await gone.close()
+    await server.flush()
+
+    async def answer() -> None:
+        async for delivery in served:
+            await delivery.respond(b"yes", {})
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(answer(), name="answer")
+        for _ in range(3):
+            await bus.request(subject, b"", {}, LONG_S)
+        said = {
+            verb: json.loads((await bus.request(f"$SRV.{verb}.{name}", b"", {}, LONG_S)).payload)
+            for verb in ("PING", "INFO", "STATS")
+        }
+        everybody = await bus.request("$SRV.PING", b"", {}, LONG_S)
+        await server.close()
+    assert json.loads(everybody.payload)["type"] == "io.nats.micro.v1.ping_response"
+    assert {answer["name"] for answer in said.values()} == {name}
+    [endpoint] = said["INFO"]["endpoints"]
+    assert (endpoint["name"], endpoint["subject"], endpoint["queue_group"]) == ("answer", subject, "group")
+    [stats] = said["STATS"]["endpoints"]
+    assert (stats["num_requests"], stats["num_errors"]) == (3, 0)
+
+
+async def test_a_restarted_server_is_found_again(start_server: StartServer) -> None:
+    """Subscriptions and endpoints live on, and what was said meanwhile arrives."""
+    first = start_server()
+    server, client = await NatsBus.connect(first.url, "server"), await NatsBus.connect(first.url, "client")
+    ear, served = await server.subscribe("news"), await server.serve("echo", "echo", "echo")
+    await server.flush()
+    heard: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def listen() -> None:
+        async for delivery in ear:
+            heard.put_nowait(delivery.payload)
+
+    async def answer() -> None:
+        async for delivery in served:
+            await delivery.respond(delivery.payload, {})
+
+    async with asyncio.TaskGroup() as tasks, asyncio.timeout(2 * LONG_S):
+        tasks.create_task(listen(), name="listen")
+        tasks.create_task(answer(), name="answer")
+        await client.publish("news", b"before", {})
+        assert await heard.get() == b"before"
+        first.stop()
+        await until(lambda: not client.is_connected and not server.is_connected)
+        with pytest.raises(BusError, match="away"):
+            await client.flush()
+        start_server(port_of(first))
+        await until(lambda: client.is_connected and server.is_connected)
+        await server.flush()
+        await client.publish("news", b"after", {})
+        assert await heard.get() == b"after"
+        assert (await client.request("echo", b"again", {}, LONG_S)).payload == b"again"
+        await server.close()
+    await client.close()
+
+
+async def test_closing_while_the_broker_is_away_ends_everything_soon(start_server: StartServer) -> None:
+    broker = start_server()
+    bus = await NatsBus.connect(broker.url, "test")
+    ear, served = await bus.subscribe("news"), await bus.serve("echo", "echo", "echo")
+    await bus.subscribe("silent")
+    await bus.flush()
+    request = asyncio.create_task(bus.request("silent", b"", {}, 10 * LONG_S))
+    await bus.flush()
+    broker.stop()
+    await until(lambda: not bus.is_connected)
+    async with asyncio.timeout(LONG_S):
+        await bus.close()
+        assert [d async for d in ear] == [] and [d async for d in served] == []
+        with pytest.raises(BusClosedError):
+            await request
+
+
+async def test_a_cancelled_publish_is_cancelled(start_server: StartServer) -> None:
+    """The library swallows a cancellation while it waits for a full buffer to drain."""
+    broker = start_server()
+    bus = await NatsBus.connect(broker.url, "test")
+    os.kill(broker.pid, signal.SIGSTOP)
+    try:
+        returned = 0
+
+        async def publish_for_ever() -> None:
+            nonlocal returned
+            while True:
+                await bus.publish("flood", bytes(4_000_000), {})
+                returned += 1
+
+        flood = asyncio.create_task(publish_for_ever())
+        seen = -1
+        while seen != returned:  # until the buffers between us and the stopped server are full
+            seen = returned
+            await asyncio.sleep(0.5)
+        flood.cancel()
+        async with asyncio.timeout(LONG_S):
+            with pytest.raises(asyncio.CancelledError):
+                await flood
+    finally:
+        os.kill(broker.pid, signal.SIGCONT)
+    await bus.close()
+
+
+async def test_an_unreachable_broker_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        port = taken.getsockname()[1]
+        with pytest.raises(BrokerUnreachableError) as caught:
+            await NatsBus.connect(f"nats://127.0.0.1:{port}", "test", timeout_s=0.3)
+    assert f"127.0.0.1:{port}" in str(caught.value) and "\n" not in str(caught.value)
+    assert "ConnectionRefused" in str(caught.value)
+    assert not caplog.records
+
+
+async def test_something_that_is_no_broker_is_one_line() -> None:
+    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(BrokerUnreachableError, match=f"127.0.0.1:{port}"):
+            await NatsBus.connect(f"nats://127.0.0.1:{port}", "test", timeout_s=0.3)
+
+
+@pytest.mark.parametrize("url", ["nats://host:port", "nats://", "gibberish://x y"])
+async def test_a_bad_address_is_one_line(url: str) -> None:
+    with pytest.raises(BrokerUnreachableError) as caught:
+        await NatsBus.connect(url, "test", timeout_s=0.3)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+async def restricted_url(tmp_path: Path) -> AsyncIterator[str]:
+    """A server that denies the user `worker` what lies under `secret`."""
+    from services.bus.embedded import find_server
+
+    (tmp_path / "nats.conf").write_text(
+        f'host: "127.0.0.1"\nport: -1\nports_file_dir: "{tmp_path}"\nmax_payload: 8388608\n{PERMISSIONS}'
+    )
+    process = await asyncio.create_subprocess_exec(
+        find_server(), "-c", str(tmp_path / "nats.conf"), stderr=asyncio.subprocess.DEVNULL
+    )
+    ports = tmp_path / f"nats-server_{process.pid}.ports"
+    await until(lambda: ports.exists() and ports.read_text().endswith("}"))
+    yield json.loads(ports.read_text())["nats"][0]
+    process.terminate()
+    await process.wait()
+
+
+async def test_a_denied_subscription_is_fatal_at_flush(restricted_url: str) -> None:
+    bus = await NatsBus.connect(restricted_url.replace("://", "://worker:pass@"), "test")
+    await bus.subscribe("public.>")
+    await bus.flush()
+    await bus.subscribe("secret.plans")
+    with pytest.raises(BrokerUnreachableError, match=r"denies us a subject.*secret\.plans"):
+        await bus.flush()
+    await bus.close()
+
+
+async def test_a_denied_publication_is_fatal_at_flush(restricted_url: str) -> None:
+    bus = await NatsBus.connect(restricted_url.replace("://", "://worker:pass@"), "test")
+    await bus.publish("secret.plans", b"", {})
+    with pytest.raises(BrokerUnreachableError, match=r"secret\.plans"):
+        await bus.flush()
+    await bus.close()
+
+
+async def test_a_wrong_password_is_one_line_without_the_password(restricted_url: str) -> None:
+    with pytest.raises(BrokerUnreachableError) as caught:
+        await NatsBus.connect(restricted_url.replace("://", "://worker:hunter2@"), "test", timeout_s=1.0)
+    assert "uthorization" in str(caught.value)
+    assert "hunter2" not in str(caught.value)

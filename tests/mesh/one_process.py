@@ -1,0 +1,214 @@
+"""A whole mesh in one process: every service as it is, a memory bus, an engine that cannot get away with wrong KV."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from dataplane.arena import Arena
+from dataplane.layout import KVLayout
+from schemas import subjects
+from schemas.block import pack_tokens, unpack_tokens
+from schemas.handoff import BlocksReserved
+from schemas.ids import GatewayId, HandoffId, RequestId, WorkerId
+from schemas.request import (
+    CancelRequest,
+    Placement,
+    PlaceRequest,
+    PrefillAccepted,
+    RequestFailure,
+    RequestTokens,
+    ReserveBlocks,
+    RunPrefill,
+    SamplingParams,
+    TokensEmitted,
+    TransferReport,
+)
+from schemas.worker import DescribeFleet, FleetDescribed, WorkerLoad, WorkerRole
+from services.bus.memory import MemoryBroker, MemoryBus
+from services.bus.typed import Received, TypedBus
+from services.config import MeshConfig, WorkerConfig
+from services.directory.service import run_directory
+from services.engine.fake import FakeEngine
+from services.runtime import now_ms
+from services.scheduler.service import run_scheduler
+from services.telemetry import Telemetry
+from services.worker.limits import WorkerLimits
+from services.worker.load import WorkerParts
+from services.worker.service import run_worker
+
+VOCAB = 1000
+LAYOUT = KVLayout(weights="fake", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=8, block_size=8)
+
+
+def make_parts(worker_id: str, role: WorkerRole, *, num_blocks: int = 256, layout: KVLayout = LAYOUT) -> WorkerParts:
+    arena = Arena.create(layout, num_blocks)
+    limits = WorkerLimits(
+        worker_id=WorkerId(worker_id),
+        fingerprint=layout.fingerprint,
+        num_blocks=num_blocks,
+        block_size=layout.block_size,
+        context_length=4096,
+        vocab_size=VOCAB,
+        eos_token_ids=frozenset({0}),
+        max_queued=64,
+        lease_ms=5_000,
+    )
+    return WorkerParts(
+        worker_id=WorkerId(worker_id),
+        incarnation=f"{worker_id}-1",
+        role=role,
+        model="fake",
+        arena=arena,
+        layout=layout,
+        engine=FakeEngine(layout, arena.buffer, num_blocks=num_blocks, vocab_size=VOCAB),
+        limits=limits,
+        secret=b"a secret of the tests",
+    )
+
+
+@dataclass
+class Answer:
+    """What a gateway would know of one attempt."""
+
+    tokens: dict[int, int] = field(default_factory=dict[int, int])
+    report: TransferReport | None = None
+    failure: RequestFailure | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def take(self, tokens: RequestTokens) -> None:
+        for index, token in enumerate(unpack_tokens(tokens.tokens), start=tokens.index):
+            assert self.tokens.setdefault(index, token) == token
+        self.report = tokens.report or self.report
+        self.failure = tokens.failure or self.failure
+        if tokens.finish_reason is not None or tokens.failure is not None:
+            self.ended.set()
+
+    @property
+    def token_ids(self) -> list[int]:
+        assert sorted(self.tokens) == list(range(len(self.tokens)))
+        return [self.tokens[index] for index in range(len(self.tokens))]
+
+
+class Client:
+    """Does what a gateway does, without HTTP."""
+
+    def __init__(self, broker: MemoryBroker, tasks: asyncio.TaskGroup) -> None:
+        self.gateway_id = GatewayId("gateway-test")
+        self.door = TypedBus(MemoryBus(broker), "client")
+        self._tasks = tasks
+        self._answers: dict[str, Answer] = {}
+        self.events: list[str] = []
+
+    async def start(self) -> None:
+        await self.door.listen(self._tasks, subjects.TOKENS, (self.gateway_id,), self._on_tokens)
+        subscription = await self.door.bus.subscribe("mesh.v1.handoff.>")
+
+        async def note() -> None:
+            async for delivery in subscription:
+                self.events.append(delivery.subject.rsplit(".", 1)[-1])
+
+        self._tasks.create_task(note())
+
+    async def place(self, request_id: str, num_tokens: int, max_tokens: int) -> Placement:
+        request = PlaceRequest(
+            request_id=RequestId(request_id),
+            attempt=1,
+            deadline_ms=now_ms() + 60_000,
+            num_prompt_tokens=num_tokens,
+            max_tokens=max_tokens,
+        )
+        placement = await self.door.ask(subjects.PLACE, (), request, 10)
+        assert isinstance(placement, Placement), placement
+        return placement
+
+    async def send(
+        self, request_id: str, prompt: list[int], sampling: SamplingParams, *, deadline_ms: int = 60_000
+    ) -> Answer:
+        """Start one attempt; the answer fills as it comes."""
+        placement = await self.place(request_id, len(prompt), sampling.max_tokens)
+        answer = self._answers[request_id] = Answer()
+        deadline = now_ms() + deadline_ms
+        split = placement.decode_worker is not None
+        handoff_id = HandoffId(f"{request_id}-1") if split else None
+        run = RunPrefill(
+            request_id=RequestId(request_id),
+            attempt=1,
+            deadline_ms=deadline,
+            gateway_id=self.gateway_id,
+            prompt=pack_tokens(prompt),
+            sampling=sampling,
+            handoff_id=handoff_id,
+            decode_worker=placement.decode_worker,
+        )
+        asked = [self.door.ask(subjects.RUN, (placement.prefill_worker,), run, 30)]
+        if placement.decode_worker is not None and handoff_id is not None:
+            reserve = ReserveBlocks(
+                request_id=RequestId(request_id),
+                attempt=1,
+                deadline_ms=deadline,
+                gateway_id=self.gateway_id,
+                handoff_id=handoff_id,
+                prefill_worker=placement.prefill_worker,
+                prompt=pack_tokens(prompt),
+                sampling=sampling,
+            )
+            asked.append(self.door.ask(subjects.RESERVE, (placement.decode_worker,), reserve, 30))
+        replies = await asyncio.gather(*asked)
+        assert isinstance(replies[0], PrefillAccepted), replies[0]
+        assert len(replies) == 1 or isinstance(replies[1], BlocksReserved), replies[1]
+        return answer
+
+    async def complete(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> Answer:
+        answer = await self.send(request_id, prompt, sampling)
+        async with asyncio.timeout(60):
+            await answer.ended.wait()
+        return answer
+
+    async def cancel(self, request_id: str) -> None:
+        message = CancelRequest(
+            request_id=RequestId(request_id), attempt=1, deadline_ms=now_ms() + 1000, reason="client gone"
+        )
+        await self.door.publish(subjects.CANCEL, (request_id,), message)
+
+    async def fleet(self) -> tuple[WorkerLoad, ...]:
+        reply = await self.door.ask(subjects.FLEET, (), DescribeFleet(), 10)
+        assert isinstance(reply, FleetDescribed)
+        return reply.workers
+
+    async def until(self, holds: "asyncio.Future[bool] | object", what: str) -> None:
+        """Wait, generously, until `holds(fleet)`."""
+        async with asyncio.timeout(30):
+            while not holds(await self.fleet()):  # type: ignore[operator]
+                await asyncio.sleep(0.01)
+
+    async def until_free(self) -> None:
+        """After the last request nothing is running or leased."""
+        await self.until(lambda fleet: all(w.blocks.free == w.blocks.total for w in fleet), "all blocks free")
+
+    def _on_tokens(self, received: Received[TokensEmitted]) -> None:
+        for tokens in received.message.requests:
+            self._answers[tokens.request_id].take(tokens)
+
+
+@asynccontextmanager
+async def one_process_mesh(
+    *workers: WorkerParts, carrier: str = "auto", token_budget: int = 64
+) -> AsyncGenerator[Client]:
+    """Run scheduler, directory and these workers on one loop, and give a client once all are known."""
+    broker, stop = MemoryBroker(), asyncio.Event()
+    settings = WorkerConfig(block_size=LAYOUT.block_size, token_budget=token_budget, carrier=carrier, lease_ms=5_000)  # type: ignore[arg-type]
+    config = MeshConfig(worker=settings)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run_scheduler(config, MemoryBus(broker), stop))
+        tasks.create_task(run_directory(MemoryBus(broker), stop))
+        for parts in workers:
+            telemetry = Telemetry(parts.worker_id, None)
+            tasks.create_task(run_worker(parts, config, MemoryBus(broker), telemetry, stop))
+        client = Client(broker, tasks)
+        await client.start()
+        await asyncio.sleep(0)
+        await client.until(lambda fleet: len(fleet) == len(workers), "all workers known")
+        yield client
+        stop.set()
+        await client.door.close()

@@ -1,0 +1,101 @@
+"""The services as they are, in one process on a memory bus. Wrong KV would give other tokens: the fake engine reads it."""
+
+import asyncio
+import random
+import threading
+
+import pytest
+
+from dataplane.layout import KVLayout
+from schemas.request import SamplingParams
+from services.engine.fake import fake_answer
+from tests.mesh.one_process import LAYOUT, VOCAB, make_parts, one_process_mesh
+
+
+def sampling(rng: random.Random, max_tokens: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens, temperature=rng.choice([0.0, 1.0]), seed=rng.randrange(2**31), ignore_eos=True
+    )
+
+
+def expected(prompt: list[int], params: SamplingParams) -> list[int]:
+    return fake_answer(LAYOUT, prompt, params, vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize("carrier", ["shm", "tcp"])
+async def test_many_requests_through_two_and_two(carrier: str) -> None:
+    rng = random.Random(5)
+    parts = [make_parts(f"{role}-{n}", role, num_blocks=96) for role in ("prefill", "decode") for n in range(2)]  # type: ignore[arg-type]
+    async with one_process_mesh(*parts, carrier=carrier) as client:
+        jobs = []
+        for number in range(60):
+            prompt = [rng.randrange(1, VOCAB) for _ in range(rng.choice([1, 7, 8, 9, 40, 200]))]
+            jobs.append((f"r{number}", prompt, sampling(rng, rng.randrange(1, 20))))
+        answers = await asyncio.gather(*(client.complete(*job) for job in jobs))
+        for (_, prompt, params), answer in zip(jobs, answers, strict=True):
+            assert answer.token_ids == expected(prompt, params)
+        await client.until_free()
+        assert client.events.count("released") == client.events.count("landed") == 60
+        assert "aborted" not in client.events
+    assert not [t.name for t in threading.enumerate() if t.name.startswith(("kv-", "engine"))]
+
+
+async def test_aggregated_workers_serve_without_a_hand_over() -> None:
+    rng = random.Random(6)
+    async with one_process_mesh(make_parts("a-0", "aggregated"), make_parts("a-1", "aggregated")) as client:
+        for number in range(8):
+            prompt, params = [rng.randrange(1, VOCAB) for _ in range(50)], sampling(rng, 10)
+            answer = await client.complete(f"r{number}", prompt, params)
+            assert answer.token_ids == expected(prompt, params)
+        assert client.events == []
+        await client.until_free()
+
+
+async def test_kv_of_another_model_is_never_read() -> None:
+    """Two models in one mesh: the scheduler pairs like with like, and a foreign offer would be declined."""
+    other = KVLayout(weights="other", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=8, block_size=8)
+    parts = [make_parts("p-0", "prefill"), make_parts("d-0", "decode"), make_parts("d-1", "decode", layout=other)]
+    async with one_process_mesh(*parts) as client:
+        for number in range(4):
+            placement = await client.place(f"r{number}", 10, 10)
+            assert placement.decode_worker == "d-0"
+
+
+async def test_cancel_frees_blocks_on_both_sides() -> None:
+    params = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
+    async with one_process_mesh(
+        make_parts("p-0", "prefill", num_blocks=512), make_parts("d-0", "decode", num_blocks=512)
+    ) as client:
+        for number in range(6):
+            answer = await client.send(f"r{number}", list(range(1, 100)), params)
+            if number % 2:
+                async with asyncio.timeout(30):
+                    while len(answer.tokens) < 5:
+                        await asyncio.sleep(0.001)
+            await client.cancel(f"r{number}")
+            await client.until_free()
+
+
+async def test_a_deadline_ends_a_request_with_a_typed_failure() -> None:
+    params = SamplingParams(max_tokens=4000, temperature=0.0, ignore_eos=True)
+    async with one_process_mesh(
+        make_parts("p-0", "prefill", num_blocks=600), make_parts("d-0", "decode", num_blocks=600)
+    ) as client:
+        answer = await client.send("r0", list(range(1, 20)), params, deadline_ms=300)
+        async with asyncio.timeout(30):
+            await answer.ended.wait()
+        assert answer.failure is not None and answer.failure.code == "deadline"
+        await client.until_free()
+
+
+async def test_requests_wait_for_blocks_and_all_end() -> None:
+    rng = random.Random(8)
+    parts = [make_parts("p-0", "prefill", num_blocks=12), make_parts("d-0", "decode", num_blocks=12)]
+    async with one_process_mesh(*parts) as client:
+        jobs = [
+            (f"r{n}", [rng.randrange(1, VOCAB) for _ in range(rng.randrange(1, 80))], sampling(rng, 10))
+            for n in range(30)
+        ]
+        answers = await asyncio.gather(*(client.complete(*job) for job in jobs))
+        assert [a.token_ids for a in answers] == [expected(prompt, params) for _, prompt, params in jobs]
+        await client.until_free()

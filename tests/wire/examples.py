@@ -1,0 +1,152 @@
+"""One message of every type, with every field filled: what the golden files hold."""
+
+from schemas.block import hash_blocks, join_hashes, pack_tokens
+from schemas.directory import (
+    BlocksEvicted,
+    BlocksLocated,
+    BlocksStored,
+    HolderPrefix,
+    Inventory,
+    LocateBlocks,
+    ReadInventory,
+)
+from schemas.handoff import (
+    BlocksReserved,
+    Endpoint,
+    HandoffAborted,
+    KVLanded,
+    KVOffered,
+    KVReleased,
+    KVStreaming,
+)
+from schemas.ids import GatewayId, HandoffId, LeaseId, RequestId, WorkerId
+from schemas.message import Message
+from schemas.request import (
+    CancelRequest,
+    Placement,
+    PlaceRequest,
+    PrefillAccepted,
+    Refused,
+    RequestFailure,
+    RequestTokens,
+    ReserveBlocks,
+    RunPrefill,
+    SamplingParams,
+    TokensEmitted,
+    TransferReport,
+)
+from schemas.subjects import SUBJECTS
+from schemas.worker import (
+    BlockCounts,
+    DescribeFleet,
+    FleetDescribed,
+    WorkerDraining,
+    WorkerInfo,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerLoad,
+)
+
+REQUEST = {"request_id": RequestId("req-9f86d081884c7d65"), "attempt": 2, "deadline_ms": 1_790_000_000_123}
+SOURCE, TARGET, GATEWAY = WorkerId("prefill-0"), WorkerId("decode-0"), GatewayId("gateway-1")
+HANDOFF = {"handoff_id": HandoffId("req-9f86d081884c7d65-2"), "source_worker": SOURCE, "target_worker": TARGET}
+LEASE = LeaseId("lease-5e884898da280471")
+HOLDER = {"worker_id": SOURCE, "incarnation": "inc-1"}
+PROMPT = pack_tokens([0, 1, 255, 65_536, 2**32 - 1])
+HASHES = join_hashes(hash_blocks(range(8), 4, model_fingerprint="f", tenant="t"))
+SAMPLING = SamplingParams(
+    max_tokens=16, temperature=0.5, top_p=0.875, top_k=40, seed=7, stop_token_ids=(1, 2), ignore_eos=True
+)
+INFO = WorkerInfo(
+    worker_id=SOURCE,
+    incarnation="inc-1",
+    role="prefill",
+    model="demo_model",
+    fingerprint="f00d",
+    num_blocks=4096,
+    block_size=16,
+    context_length=8192,
+    carriers=("shm", "tcp"),
+)
+LOAD = WorkerLoad(
+    worker=INFO,
+    state="draining",
+    blocks=BlockCounts(total=4096, free=4000, running=90, leased=6),
+    num_running=3,
+    num_queued=2,
+    num_uncomputed_tokens=1000,
+    num_dropped_messages=1,
+    num_refused_reads=4,
+)
+ENDPOINT = Endpoint(host="10.0.0.7", port=7001, carriers=("shm", "tcp"), arena="kvmesh-a1", arena_nonce="n0nce")
+TOKENS = (
+    RequestTokens(
+        request_id="req-1",
+        attempt=1,
+        index=0,
+        tokens=PROMPT,
+        finish_reason="stop",
+        report=TransferReport(transferred_tokens=512, recomputed_tokens=16, cached_tokens=32, carrier="shm"),
+    ),
+    RequestTokens(
+        request_id="req-2",
+        attempt=1,
+        index=3,
+        failure=RequestFailure(code="transfer_failed", detail="the source is gone – naïve 東京", retryable=True),
+    ),
+)
+
+EXAMPLES: tuple[Message, ...] = (
+    PlaceRequest(**REQUEST, num_prompt_tokens=100, max_tokens=16, block_hashes=HASHES, excluded_workers=(TARGET,)),
+    Placement(**REQUEST, prefill_worker=SOURCE, decode_worker=TARGET, policy="least_loaded"),
+    Refused(**REQUEST, reason="no_worker", detail="no decode worker is ready", retry_after_ms=1000),
+    DescribeFleet(),
+    FleetDescribed(policy="least_loaded", ready=True, workers=(LOAD,)),
+    WorkerJoined(worker=INFO),
+    LOAD,
+    WorkerDraining(**HOLDER),
+    WorkerLeft(**HOLDER, reason="silent"),
+    RunPrefill(
+        **REQUEST,
+        gateway_id=GATEWAY,
+        prompt=PROMPT,
+        sampling=SAMPLING,
+        handoff_id=HANDOFF["handoff_id"],
+        decode_worker=TARGET,
+    ),
+    PrefillAccepted(**REQUEST, worker_id=SOURCE),
+    ReserveBlocks(
+        **REQUEST,
+        gateway_id=GATEWAY,
+        handoff_id=HANDOFF["handoff_id"],
+        prefill_worker=SOURCE,
+        prompt=PROMPT,
+        sampling=SAMPLING,
+    ),
+    BlocksReserved(**REQUEST, **HANDOFF, num_blocks=7),
+    KVOffered(
+        **REQUEST,
+        **HANDOFF,
+        lease_id=LEASE,
+        epoch=3,
+        lease_ms=30_000,
+        ticket="dGlja2V0.c2lnbmF0dXJl",
+        endpoint=ENDPOINT,
+        fingerprint="f00d",
+        num_tokens=100,
+    ),
+    KVStreaming(**REQUEST, **HANDOFF, carrier="shm"),
+    KVLanded(**REQUEST, **HANDOFF, lease_id=LEASE, carrier="shm", num_tokens=100, num_bytes=1_048_576),
+    KVReleased(**REQUEST, **HANDOFF, lease_id=LEASE, num_blocks=7),
+    HandoffAborted(**REQUEST, **HANDOFF, reason="the deadline has passed", lease_id=LEASE),
+    TokensEmitted(worker_id=TARGET, requests=TOKENS),
+    CancelRequest(**REQUEST, reason="the client has gone"),
+    LocateBlocks(**REQUEST, block_hashes=HASHES),
+    BlocksLocated(**REQUEST, holders=(HolderPrefix(**HOLDER, num_blocks=2),)),
+    BlocksStored(**HOLDER, sequence=1, block_hashes=HASHES),
+    BlocksEvicted(**HOLDER, sequence=2, block_hashes=HASHES[:16]),
+    ReadInventory(offset=100_000),
+    Inventory(**HOLDER, sequence=2, block_hashes=HASHES[16:], next_offset=100_001),
+)
+
+MESSAGE_TYPES = sorted({t for s in SUBJECTS for t in (s.carries, *s.reply)}, key=lambda t: t.__name__)

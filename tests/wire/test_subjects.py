@@ -1,0 +1,102 @@
+"""The one table of subjects, and what is generated from it."""
+
+from pathlib import Path
+
+import pytest
+
+from schemas import subjects
+from schemas.handoff import HANDOFF_TRANSITIONS, HandoffState, advance
+from schemas.ids import is_subject_token, new_id
+from schemas.subjects import SUBJECTS, Subject
+from services.bus.memory import matches
+from services.cli.docs import handoff_diagram, main, regenerate, subject_table
+from services.errors import UserError
+from tests.wire.examples import EXAMPLES, MESSAGE_TYPES
+
+ARCHITECTURE = Path(__file__).parents[2] / "ARCHITECTURE.md"
+
+each_subject = pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.pattern)
+
+
+@each_subject
+def test_a_subject_is_made_of_valid_tokens(subject: Subject) -> None:
+    assert subject.pattern.startswith("mesh.v1.")
+    assert all(token == "{}" or is_subject_token(token) for token in subject.pattern.split("."))
+    assert subject.listener
+    assert not subject.queue or subject.reply, "only requests have queue groups"
+
+
+@each_subject
+def test_a_subject_takes_exactly_its_ids(subject: Subject) -> None:
+    num_ids = subject.pattern.count("{}")
+    concrete = subject.of(*(new_id("w") for _ in range(num_ids)))
+    assert matches(tuple(subject.of(*["*"] * num_ids).split(".")), tuple(concrete.split(".")))
+    for wrong in {num_ids - 1, num_ids + 1} - {-1}:
+        with pytest.raises(ValueError):
+            subject.of(*["x"] * wrong)
+
+
+def test_every_subject_is_in_the_table_and_no_two_overlap() -> None:
+    assert {value for value in vars(subjects).values() if isinstance(value, Subject)} == set(SUBJECTS)
+    for one in SUBJECTS:
+        pattern = tuple(one.pattern.replace("{}", "*").split("."))
+        heard = [s for s in SUBJECTS if matches(pattern, tuple(s.pattern.replace("{}", "x").split(".")))]
+        assert heard == [one]
+
+
+def test_every_message_has_an_example() -> None:
+    assert sorted(type(e).__name__ for e in EXAMPLES) == [kind.__name__ for kind in MESSAGE_TYPES]
+
+
+def test_the_document_is_what_is_generated() -> None:
+    document = ARCHITECTURE.read_text()
+    assert document == regenerate(document), "run: make docs"
+
+
+def test_the_table_and_the_diagram_name_everything() -> None:
+    table, diagram = subject_table(), handoff_diagram()
+    assert all(f"`{kind.__name__}`" in table for kind in MESSAGE_TYPES)
+    assert all(
+        f"{source} --> {target}" in diagram for source, targets in HANDOFF_TRANSITIONS.items() for target in targets
+    )
+
+
+def test_a_document_is_rewritten_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "a\n<!-- generated: handoff -->\nstale\n<!-- end -->\nb\n<!-- generated: subjects -->\n<!-- end -->\nc\n"
+    )
+    monkeypatch.setattr("sys.argv", ["docs", str(page)])
+    main()
+    written = page.read_text()
+    assert "stale" not in written and subject_table() in written and handoff_diagram() in written
+    assert written.startswith("a\n") and "\nb\n" in written and written.endswith("\nc\n")
+    assert regenerate(written) == written
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "",
+        "<!-- generated: handoff -->\n<!-- end -->\n",
+        "<!-- generated: handoff -->\n<!-- generated: subjects -->\n<!-- end -->\n",
+        "<!-- generated: handoff -->\n<!-- end -->\n<!-- generated: subjects -->\n",
+        "<!-- generated: handoff --><!-- end --><!-- generated: subjects --><!-- end --><!-- generated: x -->\n",
+    ],
+)
+def test_a_document_with_wrong_markers_is_refused(page: str) -> None:
+    with pytest.raises(UserError):
+        regenerate(page)
+
+
+def test_the_hand_over_ends_and_never_leaves_its_end() -> None:
+    for state, targets in HANDOFF_TRANSITIONS.items():
+        ended = state in (HandoffState.RELEASED, HandoffState.ABORTED)
+        assert (not targets) == ended
+        assert ended or HandoffState.ABORTED in targets
+        for target in HandoffState:
+            if target in targets:
+                assert advance(state, target) is target
+            else:
+                with pytest.raises(AssertionError, match="cannot go"):
+                    advance(state, target)
