@@ -35,10 +35,16 @@ class Reads:
         handoff_id = action.offer.handoff_id
         task = self.tasks.create_task(self._read(action), name=f"read {handoff_id}")
         self._running[handoff_id] = task
+        task.add_done_callback(lambda _: self._ended_before_it_began(handoff_id))
 
     def stop(self, action: StopRead) -> None:
         if task := self._running.get(action.handoff_id):
             task.cancel()
+
+    def _ended_before_it_began(self, handoff_id: HandoffId) -> None:
+        """A task that is cancelled before its first step runs none of its code."""
+        if self._running.pop(handoff_id, None) is not None:
+            self.worker.decide(lambda _now: self.core.read_failed(handoff_id, ReadOutcome(0, 0, ""), "stopped"))
 
     async def close(self) -> None:
         """End every read and wait for its thread."""

@@ -1,4 +1,4 @@
-"""The services as they are, in one process on a memory bus. Wrong KV would give other tokens: the fake engine reads it."""
+"""The services as they are, in one process on a memory bus. The fake engine reads its KV: wrong KV is wrong tokens."""
 
 import asyncio
 import random
@@ -7,8 +7,13 @@ import threading
 import pytest
 
 from dataplane.layout import KVLayout
-from schemas.request import SamplingParams
+from schemas import subjects
+from schemas.block import pack_tokens
+from schemas.handoff import BlocksReserved, Endpoint, KVOffered
+from schemas.ids import HandoffId, LeaseId, RequestId, WorkerId
+from schemas.request import ReserveBlocks, SamplingParams
 from services.engine.fake import fake_answer
+from services.runtime import now_ms
 from tests.mesh.one_process import LAYOUT, VOCAB, make_parts, one_process_mesh
 
 
@@ -98,4 +103,40 @@ async def test_requests_wait_for_blocks_and_all_end() -> None:
         ]
         answers = await asyncio.gather(*(client.complete(*job) for job in jobs))
         assert [a.token_ids for a in answers] == [expected(prompt, params) for _, prompt, params in jobs]
+        await client.until_free()
+
+
+async def test_a_read_that_is_stopped_before_its_first_step_is_concluded() -> None:
+    """A cancel right behind an offer: the read's task has not run yet, and its blocks must come back all the same."""
+    async with one_process_mesh(make_parts("p-0", "prefill"), make_parts("d-0", "decode")) as client:
+        reserve = ReserveBlocks(
+            request_id=RequestId("r0"),
+            attempt=1,
+            deadline_ms=now_ms() + 60_000,
+            gateway_id=client.gateway_id,
+            handoff_id=HandoffId("r0-1"),
+            prefill_worker=WorkerId("p-0"),
+            prompt=pack_tokens([1, 2, 3]),
+            sampling=SamplingParams(max_tokens=5),
+        )
+        assert isinstance(await client.door.ask(subjects.RESERVE, ("d-0",), reserve, 10), BlocksReserved)
+        await client.until(lambda fleet: any(w.blocks.free < w.blocks.total for w in fleet), "the reservation")
+        offer = KVOffered(
+            request_id=reserve.request_id,
+            attempt=1,
+            deadline_ms=reserve.deadline_ms,
+            handoff_id=reserve.handoff_id,
+            source_worker=WorkerId("p-0"),
+            target_worker=WorkerId("d-0"),
+            lease_id=LeaseId("lease"),
+            epoch=1,
+            lease_ms=1000,
+            ticket="none",
+            endpoint=Endpoint(host="127.0.0.1", port=1, carriers=("tcp",), arena="none", arena_nonce="none"),
+            fingerprint=LAYOUT.fingerprint,
+            num_tokens=3,
+        )
+        # Without a pause between them, both are handled before the read's task has its first turn.
+        offering = client.door.publish(subjects.OFFERED, ("p-0", "d-0", "r0-1"), offer)
+        await asyncio.gather(offering, client.cancel("r0"))
         await client.until_free()

@@ -1,0 +1,160 @@
+"""`kvmesh` as a user runs it: it says what is wrong in one line, and leaves nothing behind."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from services.engine.demo_model import DEMO_MODEL_DIR
+from tests.mesh.test_mesh import QUESTION
+
+KVMESH = [sys.executable, "-m", "services.cli.main"]
+
+
+def environment(state_dir: Path) -> dict[str, str]:
+    return dict(os.environ) | {"KVMESH_STATE_DIR": str(state_dir), "COLUMNS": "200"}
+
+
+def run(state_dir: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [*KVMESH, *arguments]
+    return subprocess.run(command, env=environment(state_dir), capture_output=True, text=True, timeout=120, check=False)
+
+
+def assert_one_line(result: "subprocess.CompletedProcess[str]", *words: str) -> None:
+    assert result.returncode == 2, result
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+    for word in words:
+        assert word in lines[0], lines[0]
+
+
+def our_processes(state_dir: Path) -> list[str]:
+    """Return the command lines of live processes that name this state folder."""
+    found: list[str] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if str(state_dir) in command:
+                found.append(command)
+    return found
+
+
+@pytest.mark.parametrize("stop_with", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_up_serves_and_leaves_nothing_behind(tmp_path: Path, stop_with: signal.Signals) -> None:
+    before = {path.name for path in Path("/dev/shm").glob("kvmesh-*")}
+    command = [*KVMESH, "up", "--port", "0", "--policy", "round_robin", "--kv-mib", "64"]
+    up = subprocess.Popen(command, env=environment(tmp_path), stdout=subprocess.PIPE, text=True)
+    assert up.stdout is not None
+    try:
+        said = ""
+        for line in up.stdout:
+            said += line
+            if "Ctrl-C" in line:
+                break
+        curl = re.search(r"curl -s (\S+) -H '([^']+)' -d '(.+)'", said)
+        assert curl is not None, said
+        answer = httpx.post(curl[1], content=curl[3], headers={"content-type": "application/json"}, timeout=60).json()
+        assert answer["choices"][0]["text"].strip() == "7412"
+        status = json.loads(run(tmp_path, "status", "--json").stdout)
+        assert status["ready"] and status["policy"] == "round_robin"
+        assert_one_line(run(tmp_path, "up", "--port", "0"), "already")
+        trace = run(tmp_path, "trace", answer["usage"]["kvmesh"]["request_id"])
+        assert trace.returncode == 0 and "kv.transfer" in trace.stdout, trace
+    finally:
+        up.send_signal(stop_with)
+    assert up.wait(60) == (0 if stop_with != signal.SIGKILL else -signal.SIGKILL)
+    _wait_until_gone(tmp_path, before)
+
+
+def _wait_until_gone(state_dir: Path, arenas_before: set[str]) -> None:
+    """After a kill the services notice by themselves; they take a moment."""
+    waiting = subprocess.run(
+        [sys.executable, "-c", _WAIT, str(state_dir)], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert our_processes(state_dir) == [], waiting
+    assert {path.name for path in Path("/dev/shm").glob("kvmesh-*")} <= arenas_before
+
+
+_WAIT = """
+import sys, time
+from pathlib import Path
+def alive():
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != __import__("os").getpid():
+            try:
+                if sys.argv[1].encode() in (entry / "cmdline").read_bytes():
+                    return True
+            except OSError:
+                pass
+    return False
+deadline = time.monotonic() + 60
+while alive() and time.monotonic() < deadline:
+    time.sleep(0.1)
+"""
+
+
+def test_a_port_in_use(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert_one_line(run(tmp_path, "up", "--port", port), port, "in use")
+
+
+def test_a_broker_that_is_not_there(tmp_path: Path) -> None:
+    assert_one_line(run(tmp_path, "up", "--port", "0", "--nats", "nats://127.0.0.1:9"), "nats://127.0.0.1:9")
+    assert_one_line(run(tmp_path, "status", "--nats", "nats://127.0.0.1:9"), "nats://127.0.0.1:9")
+
+
+def test_a_model_that_is_missing_truncated_or_of_another_kind(tmp_path: Path) -> None:
+    assert_one_line(run(tmp_path, "up", "--port", "0", "--model", str(tmp_path / "nowhere")), "nowhere")
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in ("config.json", "tokenizer.json"):
+        (broken / file).write_bytes((DEMO_MODEL_DIR / file).read_bytes())
+    weights = (DEMO_MODEL_DIR / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    assert_one_line(run(tmp_path, "up", "--port", "0", "--model", str(broken)), "broken")
+    (broken / "model.safetensors").write_bytes(weights)
+    config = json.loads((DEMO_MODEL_DIR / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"architectures": ["BertModel"], "model_type": "bert"}))
+    assert_one_line(run(tmp_path, "up", "--port", "0", "--model", str(broken)), "Bert")
+
+
+def test_an_unknown_policy(tmp_path: Path) -> None:
+    assert_one_line(run(tmp_path, "up", "--port", "0", "--policy", "fastest"), "fastest", "least_loaded")
+
+
+def test_a_configuration_that_is_none(tmp_path: Path) -> None:
+    bad = tmp_path / "mesh.toml"
+    assert_one_line(run(tmp_path, "serve", "scheduler", "--config", str(bad)), "mesh.toml")
+    bad.write_text("[worker]\nblock_sizes = 3\n")
+    assert_one_line(run(tmp_path, "serve", "scheduler", "--config", str(bad)), "block_sizes")
+
+
+def test_nothing_runs_here(tmp_path: Path) -> None:
+    assert_one_line(run(tmp_path, "status"), "kvmesh up")
+    assert_one_line(run(tmp_path, "trace"), "request")
+
+
+def test_an_unknown_flag_is_a_usage_error(tmp_path: Path) -> None:
+    result = run(tmp_path, "up", "--prefil", "2")
+    assert result.returncode == 2 and "--prefil" in result.stderr
+
+
+def test_the_services_without_a_model_import_no_torch() -> None:
+    check = "import sys, services.gateway.service, services.scheduler.service, services.directory.service\n"
+    check += "assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
+
+
+def test_the_demo_question_is_the_readmes() -> None:
+    assert QUESTION in Path("README.md").read_text()
