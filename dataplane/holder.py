@@ -5,12 +5,11 @@ import os
 import select
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from dataplane import frames, shm, tcp
-from dataplane.arena import Arena, ByteArray
+from dataplane.arena import Arena
 from dataplane.frames import SequenceMemory
 from dataplane.layout import KVLayout, Segment
 from dataplane.lease import LeaseRefusedError
@@ -37,7 +36,7 @@ from dataplane.ticket import Ticket, TicketRefusedError, verify
 from dataplane.wire import Wire, WireClosedError, WireTimeoutError
 from schemas.ids import LeaseId
 
-MAX_UNACKED_FRAMES = 4
+MAX_UNACKED_FRAMES = 8
 """How far the holder announces and digests ahead of the reader's copying."""
 _MAX_REASON_CHARS = 1000
 
@@ -112,12 +111,12 @@ class HolderCarrier(Protocol):
     def needs_ack(self) -> bool: ...
     @property
     def frame_bytes(self) -> int: ...
-    def send(self, wire: Wire, head: bytes, data: Header, views: Sequence[ByteArray], timeout_s: float) -> None: ...
+    def send(self, wire: Wire, head: bytes, data: Header, memory: SequenceMemory, timeout_s: float) -> None: ...
 
 
-def holder_carrier(name: str) -> HolderCarrier:
+def holder_carrier(name: str, arena: Arena) -> HolderCarrier:
     """Return the holder's end of a carrier."""
-    return tcp.TcpHolder() if name == tcp.NAME else shm.SharedHolder()
+    return tcp.TcpHolder(arena) if name == tcp.NAME else shm.SharedHolder()
 
 
 class HolderStream:
@@ -183,7 +182,7 @@ class _Service:
         self._wire = wire
         self._ticket = ticket
         self._readable = readable
-        self._carrier = holder_carrier(wanted.carrier)
+        self._carrier = holder_carrier(wanted.carrier, context.arena)
         self._memory = SequenceMemory(context.arena.array, context.layout, context.num_blocks, readable.segments)
         self._planner = FramePlanner(context.layout, wanted.first_token, wanted.num_tokens, self._carrier.frame_bytes)
         self._uncommitted: deque[tuple[int, int]] = deque()  # sequence and digest
@@ -213,7 +212,7 @@ class _Service:
         return ""
 
     def _accept(self) -> None:
-        shared = self._carrier.needs_ack
+        shared = self.stats.carrier != tcp.NAME
         accepted = Accepted(
             carrier=self.stats.carrier,
             digests=self._context.digests,
@@ -244,24 +243,21 @@ class _Service:
             self.stats.first_byte_ns = time.time_ns()
             self._context.gate.started(self._ticket.lease_id, self.stats.carrier)
         head, self._unsent = self._unsent, b""
-        views = self._memory.views(data)
         started = time.perf_counter_ns()
-        self._carrier.send(self._wire, head, data, views, self._context.idle_timeout_s)
+        self._carrier.send(self._wire, head, data, self._memory, self._context.idle_timeout_s)
         self.stats.copy_ns += time.perf_counter_ns() - started
         self.stats.num_frames += 1
         self.stats.num_bytes += data.length
         self.stats.last_byte_ns = time.time_ns()
-        digest = frames.digest(views, self.stats) if self._context.digests else 0
+        digest = frames.digest(self._memory.views(data), self.stats) if self._context.digests else 0
         self._uncommitted.append((data.sequence, digest))
 
     def _take_acks(self) -> None:
         """Take in the reader's Acks that are there. Raises WireClosedError when it has gone, ProtocolError."""
         while self._wire.has_unread():
             ack = self._wire.receive_header(time.monotonic() + self._context.idle_timeout_s, Kind.ACK)
-            if not self._carrier.needs_ack or ack.sequence != self._num_acked + 1 or not self._uncommitted:
+            if not self._carrier.needs_ack or not self._num_acked < ack.sequence <= self.stats.num_frames:
                 raise ProtocolError(f"ack of frame {ack.sequence} after {self._num_acked}")
-            if ack.sequence > self._uncommitted[-1][0]:
-                raise ProtocolError(f"ack of frame {ack.sequence}, which was not sent")
             self._num_acked = ack.sequence
 
     def _commit(self) -> None:

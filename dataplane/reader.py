@@ -35,6 +35,7 @@ from dataplane.tcp import TcpReader
 from dataplane.wire import Wire, WireClosedError, WireTimeoutError
 from schemas.handoff import Endpoint
 
+_MAX_FRAMES_PER_ACK = 4
 _FRAME_KINDS = (Kind.DATA, Kind.COMMIT, Kind.END, Kind.FAIL)
 
 
@@ -291,7 +292,12 @@ class _Read:
         """Take frames until the end. Raises whatever ends it early."""
         landing, stats = self._landing, self.stats
         assert landing is not None, "not opened"
+        num_acked = num_copied = 0
         while True:
+            # A word to the holder costs a switch of threads where cores are scarce: only where it would wait for it.
+            if num_copied - num_acked >= _MAX_FRAMES_PER_ACK or (num_copied > num_acked and not wire.has_unread()):
+                wire.send([encode_header(Header(Kind.ACK, num_copied))], self.deadline - time.monotonic())
+                num_acked = num_copied
             started = time.perf_counter_ns()
             header = wire.receive_header(self.deadline, *_FRAME_KINDS)
             stats.wait_ns += time.perf_counter_ns() - started
@@ -299,7 +305,7 @@ class _Read:
                 landing.expect(header)
                 landing.received(header, self._land_frame(wire, carrier, header))
                 if carrier.needs_ack:
-                    wire.send([encode_header(Header(Kind.ACK, header.sequence))], self.deadline - time.monotonic())
+                    num_copied = header.sequence
             elif header.kind is Kind.COMMIT:
                 landing.commit(header)
             else:

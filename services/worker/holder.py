@@ -1,5 +1,6 @@
 """The blocks that a worker holds: pool, leases, the plane that serves them, and what the directory hears of them."""
 
+import socket
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -81,8 +82,11 @@ class KVHolder:
     def start(self, config: WorkerConfig) -> None:
         """Serve reads. Only a worker that hands over needs it."""
         carriers = ("shm", "tcp") if config.carrier == "auto" else (config.carrier,)
+        advertise_host = config.advertise_host
+        if not advertise_host and config.plane_host == "0.0.0.0":
+            advertise_host = socket.gethostname()  # nobody can connect to "everywhere"; containers resolve this name
         options = ServerOptions(
-            carriers=carriers, host=config.plane_host, advertise_host=config.advertise_host, digests=config.digests
+            carriers=carriers, host=config.plane_host, advertise_host=advertise_host, digests=config.digests
         )
         self.plane = PlaneServer(self.arena, self.num_blocks, self.layout, self, self.secret, options)
         self.plane.start()
