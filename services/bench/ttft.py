@@ -19,7 +19,7 @@ import httpx
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from services.bench.meshes import SPLIT, WHOLE, model_of, split_and_whole
 from services.errors import UserError
@@ -194,21 +194,22 @@ def _make_checkpoint(folder: Path) -> tuple[Path, int]:
 def _print(report: Report) -> None:
     console = Console(highlight=False)
     size = f", {report.num_parameters / 1e6:.1f} M parameters" if report.num_parameters else ""
-    table = Table("prompt", "requests", "TTFT split", "TTFT whole", "ratio", "2nd split", "2nd whole", "ratio")
+    headings = ("tokens", "requests", "split ms", "whole ms", "ratio", "2nd: split ms", "whole ms", "ratio")
+    table = Table(*(Column(heading, justify="right") for heading in headings))
     for row in report.rows:
         table.add_row(
             str(row.length),
             str(row.num_requests),
-            _show(row.with_split_ms, " ms"),
-            _show(row.without_split_ms, " ms"),
+            _show(row.with_split_ms),
+            _show(row.without_split_ms),
             _show(row.ratio, "×"),
-            _show(row.second_with_split_ms, " ms"),
-            _show(row.second_without_split_ms, " ms"),
+            _show(row.second_with_split_ms),
+            _show(row.second_without_split_ms),
             _show(row.second_token_ratio, "×"),
         )
-    console.print(f"{report.model}{size}; medians, requests interleaved")
+    console.print(f"{report.model}{size}; time to first token and to the second, medians, requests interleaved")
     console.print(table)
 
 
-def _show(value: float | None, unit: str) -> str:
+def _show(value: float | None, unit: str = "") -> str:
     return "–" if value is None else f"{value:g}{unit}"

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from services.config import Carrier
 from services.errors import UserError
@@ -123,7 +124,7 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[red]error:[/red] {error}", markup=True)
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[red]error:[/red] {escape(str(error))}")
         sys.exit(2)
 
 

@@ -20,8 +20,8 @@ _SETTLE_S = 2.0
 """Services export every half second; spans older than this are all there."""
 _POLL_INTERVAL_S = 0.1
 _PIPED_WIDTH = 140
-_MIN_BAR, _MAX_BAR = 12, 80
-_MIN_NOTES = 16
+_MIN_BAR, _MAX_BAR = 10, 80
+_MIN_NOTES = 14
 _GAP = 2
 _ORPHAN = "orphan: its parent was not recorded"
 
@@ -94,34 +94,44 @@ def render_waterfall(spans: list[SpanRecord], console: Console) -> None:
     rows = _in_tree_order(spans)
     begin, end = min(span.start_ns for span in spans), max(span.end_ns for span in spans)
     console.print(_header(spans, rows), soft_wrap=True)
-    names = [_label(row) for row in rows]
+    cells = {
+        "span": [_label(row) for row in rows],
+        "service": [_plain(row.span.service) for row in rows],
+        "start": [f"{(row.span.start_ns - begin) / 1e6:.1f}" for row in rows],
+        "ms": [f"{(row.span.end_ns - row.span.start_ns) / 1e6:.1f}" for row in rows],
+    }
     notes = [_notes(row) for row in rows]
-    fixed = [max(map(len, names)), max(len(_plain(row.span.service)) for row in rows), 9, 9]
-    room = console.width - sum(fixed) - _GAP * 5
-    widest_notes = max(note.cell_len for note in notes)
-    bar_width = max(_MIN_BAR, min(_MAX_BAR, room - max(_MIN_NOTES, widest_notes)))
+    bar_width = _fit(cells, max(note.cell_len for note in notes), console.width)
+    mark = "#" if console.options.ascii_only else "█"
     table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column("span", width=fixed[0], no_wrap=True)
-    table.add_column("service", width=fixed[1], no_wrap=True)
-    table.add_column("start ms", width=fixed[2], no_wrap=True, justify="right")
-    table.add_column("ms", width=fixed[3], no_wrap=True, justify="right")
-    table.add_column(_axis(bar_width, end - begin), width=bar_width, no_wrap=True)
-    table.add_column("", overflow="fold", min_width=_MIN_NOTES)
-    for row, name, note in zip(rows, names, notes, strict=True):
-        span = row.span
-        style = "red" if span.error else ("bold" if _is_root(span) else "")
-        table.add_row(
-            Text(name, style=style),
-            Text(_plain(span.service), style="dim"),
-            f"{(span.start_ns - begin) / 1e6:.1f}",
-            f"{(span.end_ns - span.start_ns) / 1e6:.1f}",
-            Text(
-                _bar(span, begin, end, bar_width, "#" if console.options.ascii_only else "█"),
-                style="red" if span.error else "cyan",
-            ),
-            note,
-        )
+    for title in cells:
+        table.add_column(title, no_wrap=True, justify="right" if title in ("start", "ms") else "left")
+    if bar_width:
+        table.add_column(_axis(bar_width, end - begin), no_wrap=True)
+    table.add_column("", overflow="fold")
+    for index, row in enumerate(rows):
+        plain = "bold" if _is_root(row.span) else ""
+        texts = [Text(column[index], style="dim" if title == "service" else plain) for title, column in cells.items()]
+        if bar_width:
+            texts.append(Text(_bar(row.span, begin, end, bar_width, mark), style="cyan"))
+        if row.span.error:
+            for text in texts:
+                text.style = "red"
+        table.add_row(*texts, notes[index])
     console.print(table)
+
+
+def _fit(cells: dict[str, list[str]], widest_notes: int, width: int) -> int:
+    """Return how wide the bars may be, 0 where there is no room for them; take out the column that then has to go."""
+
+    def room() -> int:
+        return width - sum(max(len(title), *map(len, column)) + _GAP for title, column in cells.items())
+
+    if (left := room() - _GAP - min(widest_notes, _MIN_NOTES)) >= _MIN_BAR:
+        return max(_MIN_BAR, min(_MAX_BAR, left, room() - _GAP - widest_notes))
+    if room() < _MIN_NOTES:
+        del cells["service"]
+    return 0
 
 
 def show_trace(folder: Path, request_id: str | None) -> None:

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
 from services.engine.errors import CheckpointError
 
@@ -57,6 +58,7 @@ def make_random_checkpoint(
     with cast(Any, torch.random).fork_rng(devices=[]):
         cast(Any, torch).manual_seed(seed)
         model = cast(PreTrainedModel, cast(Any, AutoModelForCausalLM).from_config(config, dtype=getattr(torch, dtype)))
+    logging.disable_progress_bar()  # it is done in a moment
     cast(Any, model).save_pretrained(folder)
     sources = [source for name in TOKENIZER_FILES if (source := Path(tokenizer_from) / name).is_file()]
     if not sources:

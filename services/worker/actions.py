@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from dataplane.lease import Lease
-
 from dataplane.layout import Segment
+from dataplane.lease import Lease
 from schemas.handoff import FirstToken, KVOffered
 from schemas.ids import GatewayId, HandoffId, LeaseId, RequestId
 from schemas.message import Message

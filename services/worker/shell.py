@@ -6,6 +6,7 @@ Cores run on the event loop only. The engine's and the plane's threads post what
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from dataplane.lease import Lease
@@ -47,6 +48,18 @@ LOAD_INTERVAL_S = 0.5
 LOAD_MIN_GAP_S = 0.05
 TICK_INTERVAL_S = 0.1
 ENGINE_STOP_TIMEOUT_S = 10.0
+MAX_LEASE_TRACES = 1_024
+"""A lease that no reader ever opened has no stream that could end."""
+
+
+@dataclass(slots=True)
+class LeaseTrace:
+    """What the spans of an offered lease need: of its stream, and of its release."""
+
+    key: AttemptKey
+    traceparent: str
+    offered_ns: int
+    num_ends: int = 0
 
 
 class WorkerCore(Protocol):
@@ -106,7 +119,7 @@ class Worker:
         self._reads: KVReads | None = None
         self._requests: dict[AttemptKey, RunPrefill] = {}
         self._replies: dict[AttemptKey, asyncio.Future[Message]] = {}
-        self._leases: dict[LeaseId, tuple[AttemptKey, str, int]] = {}
+        self._leases: dict[LeaseId, LeaseTrace] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
 
@@ -227,16 +240,20 @@ class Worker:
     def _offer(self, lease: Lease, key: AttemptKey) -> None:
         offer = self.holder.offer(lease, self._requests[key], self.parts.limits.lease_ms)
         traceparent = self.spans.traceparent(key)
-        self._leases[lease.lease_id] = (key, traceparent, time.time_ns())
+        self._leases[lease.lease_id] = LeaseTrace(key, traceparent, time.time_ns())
+        if len(self._leases) > MAX_LEASE_TRACES:
+            del self._leases[next(iter(self._leases))]
         ids = (offer.source_worker, offer.target_worker, offer.handoff_id)
         self.outbox.put(subjects.OFFERED, ids, offer, traceparent)
 
     def _close_lease(self, action: CloseLease) -> None:
         num_blocks = self.holder.close_lease(action.lease_id, action.reason)
-        if action.lease_id in self._leases:
-            key, _, _ = self._leases[action.lease_id]
-            self.spans.released(key, self.spans.first_token_ns(key), num_blocks, action.reason)
-            self.forget(key)
+        trace = self._leases.get(action.lease_id)
+        if trace is None:
+            return
+        self.spans.released(trace.key, self.spans.first_token_ns(trace.key), num_blocks, action.reason)
+        self.forget(trace.key)
+        self._drop_lease_trace(action.lease_id, trace)
 
     def _stored(self, sequence: Sequence, num_tokens: int) -> None:
         if (stored := self.holder.stored(sequence, num_tokens)) is not None:
@@ -284,12 +301,18 @@ class Worker:
             self.forget(key)
 
     def _served(self, lease_id: LeaseId, stats: TransferStats | None, error: str) -> None:
-        entry = self._leases.pop(lease_id, None)
-        if entry is None:
+        trace = self._leases.get(lease_id)
+        if trace is None:
             return
-        key, traceparent, offered_ns = entry
-        attributes = {Key.REQUEST_ID: key[0], Key.ATTEMPT: key[1], Key.OUTCOME: error or "landed"}
-        self.spans.transferred(traceparent, "source", (offered_ns, time.time_ns()), stats, attributes)
+        attributes = {Key.REQUEST_ID: trace.key[0], Key.ATTEMPT: trace.key[1], Key.OUTCOME: error or "landed"}
+        self.spans.transferred(trace.traceparent, "source", (trace.offered_ns, time.time_ns()), stats, attributes)
+        self._drop_lease_trace(lease_id, trace)
+
+    def _drop_lease_trace(self, lease_id: LeaseId, trace: "LeaseTrace") -> None:
+        """Forget it once the lease has ended and its stream as well; either may come first."""
+        trace.num_ends += 1
+        if trace.num_ends == 2:
+            self._leases.pop(lease_id, None)
 
     def _on_cancel(self, received: Received[CancelRequest]) -> None:
         self._decide_all(lambda core, now: core.cancelled(received.message, now))

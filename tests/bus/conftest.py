@@ -13,7 +13,7 @@ Connect = Callable[[], Awaitable[Bus]]
 async def until(holds: Callable[[], bool]) -> None:
     """Wait, generously, for something that another process brings about."""
     async with asyncio.timeout(60):
-        while not holds():  # noqa: ASYNC110  (there is no event to wait for)
+        while not holds():
             await asyncio.sleep(0.01)
 
 

@@ -130,13 +130,13 @@ def test_the_waterfall_is_a_tree_in_time_order() -> None:
     assert [row[: len("POST /v1/completions")].rstrip() for row in rows] == [
         "POST /v1/completions", "  kv.transfer", "  decode", "    decode.queue", "    decode.stream", "  kv.release",
     ]  # fmt: skip
-    assert "8.0        6.0" in rows[1]
+    assert rows[1].split()[:4] == ["kv.transfer", "decode-0", "8.0", "6.0"]
     assert "shm 3.0 MiB 1.50 GB/s landed" in rows[1]
     assert "7 tokens stop" in rows[2]
     assert "4 blocks exposed 2.0 ms" in rows[5]
 
 
-@pytest.mark.parametrize("width", [60, 80, 140, 300])
+@pytest.mark.parametrize("width", [80, 140, 300])
 def test_bars_share_one_axis_and_fit_the_terminal(width: int) -> None:
     lines = draw(one_request(), width).splitlines()[1:]
     assert max(map(len, lines)) <= width
@@ -144,6 +144,31 @@ def test_bars_share_one_axis_and_fit_the_terminal(width: int) -> None:
     root, transfer, stream, release = (bars[n] for n in ("POST", "kv.transfer", "decode.stream", "kv.release"))
     assert root[0] < transfer[0] < stream[0] and transfer[1] <= stream[1] == root[1]
     assert root[0] < release[0] <= release[1] < root[1]
+
+
+@pytest.mark.parametrize("width", [50, 60, 70, 80, 100])
+def test_a_narrow_terminal_hides_no_word(width: int) -> None:
+    lines = draw([*one_request(), span("prefill", 1001, 1009, parent="gone", error="boom")], width).splitlines()[1:]
+    assert max(map(len, lines)) <= width
+    words = " ".join(lines).split()
+    for word in [
+        "kv.transfer",
+        "decode.stream",
+        "28.0",
+        "shm",
+        "3.0",
+        "MiB",
+        "1.50",
+        "GB/s",
+        "landed",
+        "7",
+        "tokens",
+        "exposed",
+        "2.0",
+        "boom",
+        "orphan:",
+    ]:
+        assert word in words
 
 
 def test_orphans_are_shown_and_flagged() -> None:

@@ -35,9 +35,9 @@ def assert_one_line(result: "subprocess.CompletedProcess[str]", *words: str) -> 
         assert word in lines[0], lines[0]
 
 
-def our_processes(state_dir: Path) -> list[str]:
-    """Return the command lines of live processes that name this state folder."""
-    found: list[str] = []
+def our_processes(state_dir: Path) -> list[int]:
+    """Return the live processes whose command lines name this state folder."""
+    found: list[int] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -45,13 +45,12 @@ def our_processes(state_dir: Path) -> list[str]:
             except OSError:
                 continue
             if str(state_dir) in command:
-                found.append(command)
+                found.append(int(entry.name))
     return found
 
 
 @pytest.mark.parametrize("stop_with", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_up_serves_and_leaves_nothing_behind(tmp_path: Path, stop_with: signal.Signals) -> None:
-    before = {path.name for path in Path("/dev/shm").glob("kvmesh-*")}
     command = [*KVMESH, "up", "--port", "0", "--policy", "round_robin", "--kv-mib", "64"]
     up = subprocess.Popen(command, env=environment(tmp_path), stdout=subprocess.PIPE, text=True)
     assert up.stdout is not None
@@ -70,19 +69,25 @@ def test_up_serves_and_leaves_nothing_behind(tmp_path: Path, stop_with: signal.S
         assert_one_line(run(tmp_path, "up", "--port", "0"), "already")
         trace = run(tmp_path, "trace", answer["usage"]["kvmesh"]["request_id"])
         assert trace.returncode == 0 and "kv.transfer" in trace.stdout, trace
+        workers = our_processes(tmp_path)
+        assert any(_arenas(workers)), "the test looks for the wrong names"
     finally:
         up.send_signal(stop_with)
     assert up.wait(60) == (0 if stop_with != signal.SIGKILL else -signal.SIGKILL)
-    _wait_until_gone(tmp_path, before)
+    _wait_until_gone(tmp_path)
+    assert not any(_arenas(workers))
 
 
-def _wait_until_gone(state_dir: Path, arenas_before: set[str]) -> None:
+def _arenas(pids: list[int]) -> list[Path]:
+    return [path for pid in pids for path in Path("/dev/shm").glob(f"kvmesh-{pid}-*")]
+
+
+def _wait_until_gone(state_dir: Path) -> None:
     """After a kill the services notice by themselves; they take a moment."""
     waiting = subprocess.run(
         [sys.executable, "-c", _WAIT, str(state_dir)], capture_output=True, text=True, timeout=90, check=False
     )
     assert our_processes(state_dir) == [], waiting
-    assert {path.name for path in Path("/dev/shm").glob("kvmesh-*")} <= arenas_before
 
 
 _WAIT = """
