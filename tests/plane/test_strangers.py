@@ -278,6 +278,7 @@ def pump(source: socket.socket, sink: socket.socket) -> None:
     with contextlib.suppress(OSError):
         while chunk := source.recv(4096):
             sink.sendall(chunk)
+    with contextlib.suppress(OSError):
         sink.shutdown(socket.SHUT_RDWR)
 
 
