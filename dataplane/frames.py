@@ -14,7 +14,7 @@ from dataplane.arena import ByteArray
 from dataplane.layout import KEY, VALUE, KVLayout, Segment, slot_spans
 from dataplane.stream import Header, TransferStats
 
-PIECE_BYTES = 256 << 10
+PIECE_BYTES = 512 << 10
 """What is copied before it is digested: it must still be in the core's cache then."""
 
 

@@ -75,6 +75,8 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
 
     token_id: int
     finish_reason: FinishReason | None = None
+    computed_ns: int = 0
+    """When the prompt was computed, Unix time: what the transfer takes beyond it is exposed."""
 
 
 class HandoffState(enum.StrEnum):

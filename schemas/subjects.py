@@ -40,7 +40,7 @@ class Subject(NamedTuple):
 PLACE = Subject("mesh.v1.schedule.place", PlaceRequest, (Placement, Refused), "scheduler", "scheduler")
 FLEET = Subject("mesh.v1.schedule.fleet", DescribeFleet, (FleetDescribed,), "scheduler", "scheduler")
 JOINED = Subject("mesh.v1.worker.{}.joined", WorkerJoined, (), "scheduler, directory, gateway")
-LOAD = Subject("mesh.v1.worker.{}.load", WorkerLoad, (), "scheduler")
+LOAD = Subject("mesh.v1.worker.{}.load", WorkerLoad, (), "scheduler, directory")
 DRAINING = Subject("mesh.v1.worker.{}.draining", WorkerDraining, (), "scheduler")
 LEFT = Subject("mesh.v1.worker.{}.left", WorkerLeft, (), "scheduler, directory, gateway, workers")
 RUN = Subject("mesh.v1.prefill.{}.run", RunPrefill, (PrefillAccepted, Refused), "prefill worker")

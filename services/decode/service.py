@@ -16,7 +16,7 @@ from schemas.request import ReserveBlocks
 from services.bus.typed import Received
 from services.decode.core import DecodeCore, ReadOutcome
 from services.runtime import now_ms
-from services.telemetry import Key
+from services.telemetry import AttributeValue, Key
 from services.worker.actions import StartRead, StopRead
 from services.worker.shell import Worker
 
@@ -68,8 +68,15 @@ class Reads:
         except asyncio.CancelledError:
             failure = "stopped"  # by `stop` or `close`; the thread has ended
         self._running.pop(offer.handoff_id, None)
-        attributes = {Key.REQUEST_ID: offer.request_id, Key.ATTEMPT: offer.attempt, Key.OUTCOME: failure or "landed"}
+        attributes: dict[str, AttributeValue] = {
+            Key.REQUEST_ID: offer.request_id,
+            Key.ATTEMPT: offer.attempt,
+            Key.OUTCOME: failure or "landed",
+        }
         stats = landed.stats if landed else None
+        if stats is not None and first is not None and first.computed_ns:
+            # Two machines' clocks may differ; on one host this is what the hand-over added.
+            attributes[Key.EXPOSED_MS] = max(0.0, (stats.landed_ns - first.computed_ns) / 1e6)
         self.worker.spans.transferred(traceparent, "target", (started_ns, time.time_ns()), stats, attributes)
         if landed is not None and first is not None:
             outcome = ReadOutcome(landed.num_tokens, landed.stats.num_bytes, landed.stats.carrier)

@@ -30,13 +30,15 @@ class ReadInventoryOf:
 
 @dataclass(slots=True, eq=False)
 class Holder:
-    """One incarnation of a worker. `sequence`: the last event in `blocks`. While `reading`, what comes is kept."""
+    """One incarnation of a worker. `sequence`: the last event in `blocks`. While `reading`, what comes is kept.
+    `unread`: its inventory is needed and could not be had."""
 
     worker_id: WorkerId
     incarnation: str
     sequence: int = 0
     blocks: set[BlockHash] = field(default_factory=set[BlockHash])
     reading: bool = False
+    unread: bool = False
     page_sequence: int | None = None
     page_blocks: set[BlockHash] = field(default_factory=set[BlockHash])
     pending: dict[int, BlockEvent] = field(default_factory=dict[int, BlockEvent])
@@ -49,6 +51,8 @@ class DirectoryCore:
         self._holders: dict[WorkerId, Holder] = {}
         self._holders_of: dict[BlockHash, tuple[Holder, ...]] = {}
         self._ended: dict[tuple[WorkerId, str], None] = {}
+        self._asked: set[tuple[WorkerId, str]] = set()
+        """Ended incarnations that were heard of since: an answer proves that they live, a late message does not."""
 
     @property
     def num_blocks(self) -> int:
@@ -62,10 +66,10 @@ class DirectoryCore:
     def heard(self, info: WorkerInfo) -> list[ReadInventoryOf]:
         """A worker has said that it lives. An incarnation not known before is asked for what it holds."""
         if self._is_ended(info.worker_id, info.incarnation):
-            return []
+            return self._ask_ended(info.worker_id, info.incarnation)
         known = self._holders.get(info.worker_id)
         if known is not None and known.incarnation == info.incarnation:
-            return []
+            return self._start_reading(known) if known.unread else []
         return self._start_reading(self._replace(info.worker_id, info.incarnation))
 
     def changed(self, event: BlockEvent) -> list[ReadInventoryOf]:
@@ -88,6 +92,11 @@ class DirectoryCore:
 
     def inventory(self, page: Inventory) -> list[ReadInventoryOf]:
         """Take in a page of an inventory that was asked for. Pages of different moments make a new start."""
+        key = (page.worker_id, page.incarnation)
+        if key in self._asked:
+            self._asked.discard(key)
+            self._ended.pop(key, None)
+            return self._start_reading(self._replace(*key))
         holder = self._holders.get(page.worker_id)
         if holder is None or holder.incarnation != page.incarnation or not holder.reading:
             return []
@@ -101,16 +110,20 @@ class DirectoryCore:
         return self._start_reading(holder) if holder.pending else []
 
     def inventory_failed(self, failed: ReadInventoryOf) -> None:
-        """The worker did not answer. Its next event asks again."""
+        """The worker did not answer. Its next word asks again."""
+        self._asked.discard((failed.worker_id, failed.incarnation))
         holder = self._holders.get(failed.worker_id)
         if holder is not None and holder.incarnation == failed.incarnation:
-            holder.reading = False
+            holder.reading, holder.unread = False, True
 
     def left(self, event: WorkerLeft) -> None:
         """This incarnation is over: what it held is gone, and nothing late brings it back."""
         self._ended[(event.worker_id, event.incarnation)] = None
+        self._asked.discard((event.worker_id, event.incarnation))
         if len(self._ended) > MAX_PENDING_EVENTS:
-            del self._ended[next(iter(self._ended))]
+            oldest = next(iter(self._ended))
+            del self._ended[oldest]
+            self._asked.discard(oldest)
         holder = self._holders.get(event.worker_id)
         if holder is not None and holder.incarnation == event.incarnation:
             self._drop(holder)
@@ -136,6 +149,13 @@ class DirectoryCore:
 
     def _is_ended(self, worker_id: WorkerId, incarnation: str) -> bool:
         return (worker_id, incarnation) in self._ended
+
+    def _ask_ended(self, worker_id: WorkerId, incarnation: str) -> list[ReadInventoryOf]:
+        """It was declared dead and speaks, or the message is late: only the worker can say which."""
+        if (worker_id, incarnation) in self._asked:
+            return []
+        self._asked.add((worker_id, incarnation))
+        return [ReadInventoryOf(worker_id, incarnation)]
 
     def _replace(self, worker_id: WorkerId, incarnation: str) -> Holder:
         old = self._holders.get(worker_id)
@@ -166,7 +186,7 @@ class DirectoryCore:
         for block_hash in holder.page_blocks - holder.blocks:
             self._add(holder, block_hash)
         holder.sequence = max(holder.sequence, holder.page_sequence)
-        holder.reading, holder.page_sequence, holder.page_blocks = False, None, set()
+        holder.reading, holder.unread, holder.page_sequence, holder.page_blocks = False, False, None, set()
         holder.pending = {n: event for n, event in holder.pending.items() if n > holder.sequence}
         self._apply_pending(holder)
 

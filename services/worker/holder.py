@@ -134,10 +134,10 @@ class KVHolder:
             num_tokens=lease.num_tokens,
         )
 
-    def finish_lease(self, lease_id: LeaseId, first: FirstToken) -> None:
+    def finish_lease(self, lease_id: LeaseId, first: FirstToken, computed_ns: int) -> None:
         """All is computed: the stream may end."""
         if served := self._served.get(lease_id):
-            served.progress.finish(msgspec.json.encode(first))
+            served.progress.finish(msgspec.json.encode(msgspec.structs.replace(first, computed_ns=computed_ns)))
 
     def close_lease(self, lease_id: LeaseId, reason: str) -> int:
         """The lease has ended: fail a stream that is still open on it. Return its number of blocks."""

@@ -122,6 +122,7 @@ class Worker:
         self._leases: dict[LeaseId, LeaseTrace] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
+        self._last_step_ns = 0
 
     def add_core(self, core: WorkerCore, reads: KVReads | None = None) -> None:
         """Give the worker a role."""
@@ -206,7 +207,7 @@ class Worker:
                 case Offer(lease=lease, key=key):
                     self._offer(lease, key)
                 case FinishLease(lease_id=lease_id, first_token=first):
-                    self.holder.finish_lease(lease_id, first)
+                    self.holder.finish_lease(lease_id, first, self._last_step_ns)
                 case CloseLease():
                     self._close_lease(action)
                 case StartRead():
@@ -273,6 +274,7 @@ class Worker:
 
     def _stepped(self, result: StepResult) -> None:
         self.spans.stepped(result)
+        self._last_step_ns = result.ended_ns
         for sequence, num_tokens in result.computed:
             self._stored(sequence, num_tokens)
         ended: list[Sequence] = []

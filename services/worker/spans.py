@@ -113,7 +113,6 @@ class WorkerSpans:
 
     def released(self, key: AttemptKey, since_ns: int, num_blocks: int, outcome: str) -> None:
         """Record the end of a lease. Its absence from a trace is a leak."""
-        exposed_ms = (time.time_ns() - since_ns) / 1e6
         self.telemetry.record(
             SpanName.KV_RELEASE,
             self.traceparent(key),
@@ -122,7 +121,6 @@ class WorkerSpans:
                 Key.WORKER: self.worker_id,
                 Key.NUM_BLOCKS: num_blocks,
                 Key.OUTCOME: outcome,
-                Key.EXPOSED_MS: exposed_ms,
             },
             error=_error_of(outcome),
         )

@@ -124,8 +124,20 @@ def test_a_restarted_worker_loses_its_old_entries_at_once_and_for_good() -> None
     core.changed(stored(A, 1, 9, incarnation="2"))
     assert located(core, 1) == {} and located(core, 9) == {"a": 1}
     assert core.changed(stored(A, 2, 3)) == []  # late, of the old incarnation
-    assert core.heard(info(A, "1")) == []
-    assert located(core, 3) == {}
+    asked = core.heard(info(A, "1"))  # late, or declared dead too early: only the worker can say
+    assert asked == [ReadInventoryOf(A, "1")] and core.heard(info(A, "1")) == []
+    core.inventory_failed(asked[0])
+    assert located(core, 3) == {} and located(core, 9) == {"a": 1}
+
+
+def test_a_worker_that_was_declared_dead_and_speaks_is_believed_once_it_answers() -> None:
+    core = DirectoryCore()
+    core.changed(stored(A, 1, 1))
+    core.left(WorkerLeft(worker_id=A, incarnation="1", reason="silent"))
+    assert core.heard(info(A)) == [ReadInventoryOf(A, "1")]
+    assert core.inventory(page(A, 1, 1)) == [ReadInventoryOf(A, "1")]
+    assert core.inventory(page(A, 1, 1)) == []
+    assert located(core, 1) == {"a": 1}
 
 
 def test_a_worker_that_left_is_gone_but_its_successor_is_not() -> None:

@@ -1,10 +1,13 @@
-"""The compose mesh, as far as it can be checked where no container engine runs."""
+"""The files of compose/ agree with the code. No container engine is needed."""
 
-import asyncio
+import importlib.util
 import json
 import re
 import subprocess
+import time
+import urllib.request
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_args
 
 import pytest
@@ -13,144 +16,146 @@ import yaml
 from services.bus.base import MAX_PAYLOAD_BYTES
 from services.bus.embedded import find_server
 from services.cli.main import RoleName
-from services.config import load_config
+from services.config import MeshConfig, load_config, require_secret
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "compose"
-ROLES = ["gateway", "scheduler", "directory", "prefill", "decode"]
-WORKERS = ["prefill", "decode"]
-UNITS = {"mb": 1024**2, "gb": 1024**3}
+SIZES = {"kb": 1024, "mb": 1024**2, "gb": 1024**3}
 
 
-def read(name: str) -> Any:
-    return yaml.safe_load((COMPOSE / name).read_text())
+def load_yaml(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
 
 
 @pytest.fixture(scope="module")
 def services() -> dict[str, Any]:
-    return read("compose.yaml")["services"]
+    return load_yaml(COMPOSE / "compose.yaml")["services"]
 
 
-def test_every_port_is_published_on_loopback(services: dict[str, Any]) -> None:
+@pytest.fixture
+def template(monkeypatch: pytest.MonkeyPatch) -> MeshConfig:
+    monkeypatch.setenv("KVMESH_SECRET", "s" * 32)
+    monkeypatch.setenv("KVMESH_NATS_URL", "nats://nats:4222")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://tempo:4318")
+    return load_config(COMPOSE / "mesh.toml")
+
+
+def make_config_module() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_config", COMPOSE / "make_config.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def bytes_of(text: str) -> int:
+    number, unit = re.fullmatch(r"(\d+)\s*([kmg]b)", text.lower()).groups()  # type: ignore[union-attr]
+    return int(number) * SIZES[unit]
+
+
+@pytest.mark.parametrize("path", sorted(COMPOSE.rglob("*.yaml")), ids=lambda path: path.name)
+def test_every_yaml_file_is_valid(path: Path) -> None:
+    assert load_yaml(path)
+
+
+def test_the_template_loads_and_has_no_secret(template: MeshConfig) -> None:
+    assert "secret =" not in (COMPOSE / "mesh.toml").read_text()
+    require_secret(template)
+    assert template.worker.carrier == "tcp"
+    assert (template.worker.plane_host, template.worker.advertise_host) == ("0.0.0.0", "")
+    assert template.telemetry.otlp_endpoint == "http://tempo:4318"
+
+
+def test_ports_are_published_on_loopback_only(services: dict[str, Any]) -> None:
     ports = [port for service in services.values() for port in service.get("ports", [])]
     assert sorted(ports) == ["127.0.0.1:3000:3000", "127.0.0.1:4222:4222", "127.0.0.1:8000:8000"]
-    assert not any("network_mode" in service or service.get("privileged") for service in services.values())
+    assert all(service.get("network_mode") != "host" for service in services.values())
 
 
-def test_every_role_that_is_served_exists(services: dict[str, Any]) -> None:
-    served = {name: service["command"] for name, service in services.items() if service["image"] == "kvmesh"}
-    assert sorted(served) == sorted(ROLES)
-    for name, command in served.items():
-        assert command == ["kvmesh", "serve", name, "--config", "/etc/kvmesh/mesh.toml"]
-        assert name in get_args(RoleName)
+def test_every_served_role_exists(services: dict[str, Any]) -> None:
+    served = {s["command"][2] for s in services.values() if s.get("command", [])[:2] == ["kvmesh", "serve"]}
+    assert served == {"gateway", "scheduler", "directory", "prefill", "decode"} <= set(get_args(RoleName))
+    for role in served:
+        service = services[role]
+        assert service["command"][3:] == ["--config", "/etc/kvmesh/mesh.toml"]
+        assert service["image"] == services["config"]["image"] == "kvmesh"
+        assert "config:/etc/kvmesh:ro" in service["volumes"]
+        assert service["depends_on"]["config"]["condition"] == "service_completed_successfully"
+        assert service["depends_on"]["nats"]["condition"] == "service_healthy"
+        assert not set(service["depends_on"]) - set(services)
+        assert set(service["environment"]) == {"KVMESH_NATS_URL", "KVMESH_SECRET", "OTEL_EXPORTER_OTLP_ENDPOINT"}
 
 
-def test_what_is_mounted_built_and_needed_exists(services: dict[str, Any]) -> None:
-    volumes = read("compose.yaml")["volumes"]
-    for service in services.values():
-        for mount in service.get("volumes", []):
-            source = mount.split(":")[0]
-            assert source in volumes if not source.startswith(".") else (COMPOSE / source).exists(), mount
-            assert not source.startswith(".") or mount.endswith(":ro")
-        for needed, how in service.get("depends_on", {}).items():
-            assert how["condition"] != "service_healthy" or "healthcheck" in services[needed]
-        if "build" in service:
-            context = COMPOSE / service["build"]["context"]
-            assert (context / service["build"]["dockerfile"]).is_file()
+def test_the_arena_fits_into_the_workers_shared_memory(services: dict[str, Any], template: MeshConfig) -> None:
+    for role in ("prefill", "decode"):
+        assert bytes_of(services[role]["shm_size"]) > template.worker.kv_bytes + 16 * 1024**2
 
 
-def test_images_are_pinned(services: dict[str, Any]) -> None:
-    for service in services.values():
-        assert service["image"] == "kvmesh" or re.fullmatch(r"[a-z/]+:\d+\.\d+[\w.-]*", service["image"])
+def test_mounted_and_copied_files_exist(services: dict[str, Any]) -> None:
+    mounts = [volume for service in services.values() for volume in service.get("volumes", [])]
+    for mount in mounts:
+        source = mount.split(":")[0]
+        assert source == "config" or (COMPOSE / source).exists(), source
+    for line in (COMPOSE / "Dockerfile").read_text().splitlines():
+        if line.startswith("COPY"):
+            assert all((ROOT / source).exists() for source in line.split()[1:-1]), line
+    build = services["config"]["build"]
+    assert (COMPOSE / build["context"]).resolve() == ROOT and (ROOT / build["dockerfile"]).is_file()
+    kept = [line[1:] for line in (COMPOSE / "Dockerfile.dockerignore").read_text().splitlines() if line[:1] == "!"]
+    assert kept and all((ROOT / path).exists() for path in kept)
 
 
-def test_the_configuration_loads_and_fits_containers(services: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("KVMESH_NATS_URL", "KVMESH_SECRET", "OTEL_EXPORTER_OTLP_ENDPOINT"):
-        monkeypatch.delenv(variable, raising=False)
-    config = load_config(COMPOSE / "mesh.toml")
-    assert config.secret == "", "a secret that everybody knows is none"
-    assert (config.worker.carrier, config.worker.plane_host) == ("tcp", "0.0.0.0")
-    assert (config.gateway.host, config.gateway.port) == ("0.0.0.0", 8000)
-    for name in WORKERS:
-        number, unit = re.fullmatch(r"(\d+)(\w+)", services[name]["shm_size"]).groups()  # type: ignore[union-attr]
-        assert int(number) * UNITS[unit] > config.worker.kv_bytes
-    for name in ROLES:
-        monkeypatch.setenv("KVMESH_NATS_URL", services[name]["environment"]["KVMESH_NATS_URL"])
-        assert load_config(COMPOSE / "mesh.toml").nats == config.nats
-
-
-def test_only_workers_have_the_secret(services: dict[str, Any]) -> None:
-    for name, service in services.items():
-        has_secret = "KVMESH_SECRET" in service.get("environment", {})
-        mounts_it = any(mount.startswith("secret:") for mount in service.get("volumes", []))
-        assert has_secret == mounts_it == (name in WORKERS)
-    assert services["prefill"]["environment"]["KVMESH_SECRET"] == "${KVMESH_SECRET:-}"
-
-
-def test_traces_reach_tempo_and_grafana_finds_them(services: dict[str, Any]) -> None:
-    tempo = read("tempo.yaml")
-    port = tempo["distributor"]["receivers"]["otlp"]["protocols"]["http"]["endpoint"].rsplit(":", 1)[1]
-    for name in ROLES:
-        assert services[name]["environment"]["OTEL_EXPORTER_OTLP_ENDPOINT"] == f"http://tempo:{port}"
-    [source] = read("grafana/provisioning/datasources/tempo.yaml")["datasources"]
-    assert source["type"] == "tempo"
+def test_grafana_asks_the_tempo_that_the_services_write_to(services: dict[str, Any]) -> None:
+    tempo = load_yaml(COMPOSE / "tempo.yaml")
+    source = load_yaml(COMPOSE / "grafana/provisioning/datasources/tempo.yaml")["datasources"][0]
     assert source["url"] == f"http://tempo:{tempo['server']['http_listen_port']}"
+    endpoint = tempo["distributor"]["receivers"]["otlp"]["protocols"]["http"]["endpoint"]
+    assert services["gateway"]["environment"]["OTEL_EXPORTER_OTLP_ENDPOINT"].endswith(endpoint.removeprefix("0.0.0.0"))
 
 
-async def test_the_broker_takes_its_configuration(services: dict[str, Any]) -> None:
-    """A real nats-server reads the file; it says the limit in its greeting."""
-    checked = await asyncio.create_subprocess_exec(
-        find_server(), "-t", "-c", str(COMPOSE / "nats.conf"), stderr=asyncio.subprocess.PIPE
-    )
-    _, said = await checked.communicate()
-    assert checked.returncode == 0, said
+def test_the_broker_takes_its_configuration(tmp_path: Path) -> None:
+    """The committed file, run by a real server with its ports moved aside."""
     text = (COMPOSE / "nats.conf").read_text()
-    assert f"max_payload: {MAX_PAYLOAD_BYTES}\n" in text
-    monitoring = re.search(r'http: "127\.0\.0\.1:(\d+)"', text)
-    assert monitoring is not None and f":{monitoring[1]}/healthz" in services["nats"]["healthcheck"]["test"][-1]
+    subprocess.run([find_server(), "-t", "-c", COMPOSE / "nats.conf"], check=True, capture_output=True, timeout=30)
+    moved = text.replace("port: 4222", f'port: -1\nports_file_dir: "{tmp_path}"').replace(":8222", ":-1")
+    moved = moved.replace('"0.0.0.0"', '"127.0.0.1"')
+    assert "port: -1" in moved and "127.0.0.1:-1" in moved
+    (tmp_path / "nats.conf").write_text(moved)
+    server = subprocess.Popen([find_server(), "-c", tmp_path / "nats.conf"], stderr=subprocess.DEVNULL)
+    try:
+        monitoring = wait_for_ports(tmp_path)["monitoring"][0]
+        with urllib.request.urlopen(f"{monitoring}/varz", timeout=10) as answer:
+            assert json.load(answer)["max_payload"] == MAX_PAYLOAD_BYTES
+        with urllib.request.urlopen(f"{monitoring}/healthz", timeout=10) as answer:
+            assert answer.status == 200
+    finally:
+        server.terminate()
+        server.wait(10)
 
 
-def test_the_image_is_pinned_and_runs_as_nobody_special() -> None:
-    lines = (COMPOSE / "Dockerfile").read_text().splitlines()
-    assert "FROM python:3.11-slim" in lines
-    assert any(line.startswith("RUN pip install") and "-c constraints.txt" in line for line in lines)
-    assert "USER kvmesh" in lines[lines.index("WORKDIR /src") :]
-    ignored = (COMPOSE / "Dockerfile.dockerignore").read_text().splitlines()
-    for line in lines:
-        if line.startswith("COPY "):
-            for source in line.split()[1:-1]:
-                assert (ROOT / source).exists() and f"!{source}" in ignored, source
+def wait_for_ports(folder: Path) -> dict[str, list[str]]:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        for path in folder.glob("*.ports"):
+            if text := path.read_text():
+                return json.loads(text)
+        time.sleep(0.02)
+    raise AssertionError("the broker did not say its ports")
 
 
-def run_entrypoint(folder: Path, **environment: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        ["sh", str(COMPOSE / "entrypoint.sh"), "sh", "-c", 'printf %s "${KVMESH_SECRET:-}"'],
-        env={"PATH": "/usr/bin:/bin", "KVMESH_SECRET_DIR": str(folder), **environment},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def test_workers_that_start_at_once_agree_on_a_secret(tmp_path: Path) -> None:
-    first = [run_entrypoint(tmp_path) for _ in range(10)]
-    said = {process.communicate()[0] for process in first}
-    said.add(run_entrypoint(tmp_path).communicate()[0])
-    assert len(said) == 1 and len(said.pop()) >= 40
-    assert [path.name for path in tmp_path.iterdir()] == ["secret"]
-    assert (tmp_path / "secret").stat().st_mode & 0o077 == 0
-
-
-def test_a_secret_of_the_users_own_is_taken(tmp_path: Path) -> None:
-    assert run_entrypoint(tmp_path, KVMESH_SECRET="my own").communicate()[0] == "my own"
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_service_without_the_folder_has_no_secret(tmp_path: Path) -> None:
-    assert run_entrypoint(tmp_path / "missing").communicate()[0] == ""
-
-
-def test_the_files_are_plain_data() -> None:
-    """No tabs, nothing that YAML reads otherwise than it looks."""
-    for path in COMPOSE.rglob("*.yaml"):
-        assert "\t" not in path.read_text()
-        assert json.loads(json.dumps(yaml.safe_load(path.read_text())))
+def test_the_secret_is_drawn_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KVMESH_SECRET", "KVMESH_NATS_URL", "OTEL_EXPORTER_OTLP_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    target = tmp_path / "mesh.toml"
+    make_config = make_config_module().make_config
+    make_config(COMPOSE / "mesh.toml", target)
+    first = load_config(target)
+    require_secret(first)
+    make_config(COMPOSE / "mesh.toml", target)
+    assert load_config(target) == first
+    assert first.gateway.host == "0.0.0.0"
+    assert {path.name: path.stat().st_mode & 0o077 for path in tmp_path.iterdir()} == {"mesh.toml": 0, "secret": 0}
+    other = tmp_path / "other" / "mesh.toml"
+    other.parent.mkdir()
+    make_config(COMPOSE / "mesh.toml", other)
+    assert load_config(other).secret != first.secret
