@@ -36,7 +36,7 @@ from dataplane.ticket import Ticket, TicketRefusedError, verify
 from dataplane.wire import Wire, WireClosedError, WireTimeoutError
 from schemas.ids import LeaseId
 
-MAX_UNACKED_FRAMES = 4
+MAX_UNACKED_FRAMES = 8
 """How far the holder announces and digests ahead of the reader's copying."""
 _MAX_REASON_CHARS = 1000
 

@@ -35,7 +35,7 @@ from dataplane.tcp import TcpReader
 from dataplane.wire import Wire, WireClosedError, WireTimeoutError
 from schemas.handoff import Endpoint
 
-_MAX_FRAMES_PER_ACK = 2
+_MAX_FRAMES_PER_ACK = 4
 _FRAME_KINDS = (Kind.DATA, Kind.COMMIT, Kind.END, Kind.FAIL)
 
 

@@ -10,7 +10,7 @@ from dataplane.stream import Header, TransferStats, encode_header
 from dataplane.wire import Wire
 
 NAME = "tcp"
-FRAME_BYTES = 4 << 20
+FRAME_BYTES = 2 << 20
 _MIN_UNCOPIED_BYTES = 64 << 10
 """Contiguous bytes from which a system call of their own costs less than copying them."""
 _RECEIVE_BYTES = 1 << 20

@@ -107,6 +107,10 @@ class Bus(Protocol):
         """Listen to requests as a named endpoint of a named service, so that tools can list it."""
         ...
 
+    async def announce(self, service: str) -> None:
+        """Be listed as a service that has no endpoints."""
+        ...
+
     async def flush(self) -> None:
         """Return when all that was said before has reached the broker: subscriptions are live after it."""
         ...

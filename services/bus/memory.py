@@ -85,6 +85,9 @@ class MemoryBus:
     async def serve(self, service: str, endpoint: str, subject: str, queue: str = "") -> MemorySubscription:
         return await self.subscribe(subject, queue or endpoint)
 
+    async def announce(self, service: str) -> None:
+        """Nobody lists the services of a process."""
+
     async def flush(self) -> None:
         if self._closed:
             raise BusClosedError

@@ -190,15 +190,24 @@ class NatsBus:
 
     async def serve(self, service: str, endpoint: str, subject: str, queue: str = "") -> NatsEndpoint:
         try:
-            if service not in self._services:
-                config = ServiceConfig(name=service, version=SERVICE_VERSION, description=f"kvmesh {service}")
-                self._services[service] = await _add_service(self._client, config)
-            opened = NatsEndpoint(self, self._services[service])
+            opened = NatsEndpoint(self, await self._service(service))
             await opened.open(endpoint, subject, queue or endpoint)
         except nats.errors.Error as error:
             raise _bus_error(subject, error) from error
         self._endpoints.append(opened)
         return opened
+
+    async def announce(self, service: str) -> None:
+        try:
+            await self._service(service)
+        except nats.errors.Error as error:
+            raise _bus_error(service, error) from error
+
+    async def _service(self, name: str) -> Service:
+        if name not in self._services:
+            config = ServiceConfig(name=name, version=SERVICE_VERSION, description=f"kvmesh {name}")
+            self._services[name] = await _add_service(self._client, config)
+        return self._services[name]
 
     async def flush(self) -> None:
         """See `Bus`. Raises BrokerUnreachableError when the broker has denied us a subject: to the caller of a

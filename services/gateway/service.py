@@ -60,6 +60,7 @@ async def run_gateway(
             started_s=int(time.time()),
         )
         await requests.listen()
+        await bus.announce("gateway")
         await bus.flush()
         server = Server(gateway)
         serving = tasks.create_task(server.serve([sock]), name="http server")

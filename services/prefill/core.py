@@ -188,7 +188,8 @@ class PrefillCore:
                 if run.phase != "handing_over":
                     actions.append(emit_failure(run.request, "deadline", "the deadline passed during prefill"))
                 actions += self._end(run, "deadline", now_ms, tell_target=True)
-            elif run.phase == "computing" and run.lease is not None:
+            elif run.lease is not None and (run.phase == "computing" or not run.offered):
+                # Nobody can be reading yet: the reader's silence is no reason to end the lease.
                 self._leases.renew(run.lease.lease_id, now_ms, self._limits.lease_ms)
         for lease in self._leases.expire(now_ms):
             run = next(r for r in self._runs.values() if r.lease is not None and r.lease.lease_id == lease.lease_id)

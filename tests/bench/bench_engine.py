@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,11 @@ from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.make_checkpoint import make_random_checkpoint
 from services.engine.model import TransformersEngine, load_engine
 
-SHAPE = {"hidden": 512, "num_layers": 8, "heads": 8, "kv_heads": 4, "head_dim": 64, "intermediate": 1536, "vocab": 4096}
+SHAPE = {"hidden": 512, "num_layers": 4, "heads": 8, "kv_heads": 4, "head_dim": 64, "intermediate": 1536, "vocab": 4096}
 BLOCK_SIZE = 16
 CONTEXT = 1000
 CHUNK = 512
+TABLE_ROW = "{name:44}{median_ms:12.1f}{best_ms:12.1f}{vs_first:12.2f}\n"
 
 
 class NaiveAttention(StepAttention):
@@ -60,18 +62,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
+    shape = " ".join(f"{name}={value}" for name, value in SHAPE.items())
+    if not options.json:
+        sys.stdout.write(f"qwen3 {shape} float32, {options.threads} threads, {options.rounds} interleaved rounds\n\n")
+        sys.stdout.write(f"{'':44}{'median ms':>12}{'best ms':>12}{'vs first':>12}\n")
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         engine = make_engine(Path(folder), options.threads)
-        rows = [*prefill_rows(engine, options.rounds), *decode_rows(engine, options.rounds * 3)]
+        for row in chain(prefill_rows(engine, options.rounds), decode_rows(engine, options.rounds * 3)):
+            rows.append(row)
+            if not options.json:
+                sys.stdout.write(TABLE_ROW.format(**row))
+                sys.stdout.flush()
     if options.json:
         json.dump({"shape": SHAPE, "threads": options.threads, "rows": rows}, sys.stdout, indent=2)
-        return
-    shape = " ".join(f"{name}={value}" for name, value in SHAPE.items())
-    lines = [f"qwen3 {shape} float32, {options.threads} threads, medians of {options.rounds} interleaved rounds", ""]
-    lines.append(f"{'':44}{'median ms':>12}{'best ms':>12}{'vs first':>12}")
-    for row in rows:
-        lines.append(f"{row['name']:44}{row['median_ms']:12.1f}{row['best_ms']:12.1f}{row['vs_first']:12.2f}")
-    sys.stdout.write("\n".join(lines) + "\n")
 
 
 def make_engine(folder: Path, num_threads: int) -> TransformersEngine:

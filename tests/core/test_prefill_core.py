@@ -173,9 +173,18 @@ def test_a_reader_that_left_ends_its_leases() -> None:
     bench.assert_empty()
 
 
+def test_a_lease_waits_for_a_decode_worker_that_has_no_room_yet() -> None:
+    bench = Bench()
+    bench.computed(one(bench.run(case.run_prefill()), Submit))
+    for now_ms in range(500, 20_000, 500):
+        assert bench.checked(bench.core.tick(now_ms)) == []
+    assert isinstance(one(bench.core.reserved(case.reserved()), Offer), Offer)
+
+
 def test_a_lease_is_renewed_while_computing_and_expires_when_the_reader_is_silent() -> None:
     bench = Bench()
     submit = one(bench.run(case.run_prefill()), Submit)
+    bench.core.reserved(case.reserved())
     for now_ms in range(500, 5000, 500):
         assert bench.checked(bench.core.tick(now_ms)) == []
     bench.checked(bench.core.stepped(case.sampled(submit.sequence, 0, local_end=True), 5000))

@@ -19,6 +19,7 @@ from services.cli.supervisor import UpOptions
 from services.engine.demo_model.corpus import make_fact_prompt
 from tests.mesh.processes import Mesh, TokenRecorder, in_parallel, running_mesh
 
+EVERY_SERVICE = {"gateway", "scheduler", "directory", "prefill", "decode"}
 QUESTION = "The code of Ada Brook is 7412. The code of Max Reed is 3055. Q: What is the code of Ada Brook? A:"
 
 
@@ -199,12 +200,12 @@ def test_every_service_is_listed_by_the_services_api(mesh: Mesh) -> None:
         found: set[str] = set()
         async for delivery in inbox:
             found.add(json.loads(delivery.payload)["name"])
-            if {"scheduler", "directory", "prefill", "decode"} <= found:
+            if EVERY_SERVICE <= found:
                 break
         await bus.close()
         return found
 
-    assert {"scheduler", "directory", "prefill", "decode"} <= mesh.call(ping())
+    assert mesh.call(ping()) >= EVERY_SERVICE
 
 
 def test_workers_join_and_leave_at_run_time(mesh: Mesh) -> None:
