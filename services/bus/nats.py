@@ -215,6 +215,8 @@ class NatsBus:
         if not self._client.is_closed and not self.is_connected:
             raise BusError("the bus", "the broker is away")
         try:
+            # The library's ping overtakes what still lies in its send buffer, which the first round trip empties.
+            await self._client.flush(timeout=FLUSH_TIMEOUT_S)
             await self._client.flush(timeout=FLUSH_TIMEOUT_S)
         except nats.errors.Error as error:
             raise _bus_error("the bus", error) from error
