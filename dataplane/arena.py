@@ -55,10 +55,10 @@ class Arena:
     valid: the memory goes when the last of them does.
     """
 
-    def __init__(self, name: str, nonce: str, mapping: mmap.mmap, *, owned_fd: int | None = None) -> None:
+    def __init__(self, name: str, nonce: str, mapping: mmap.mmap, *, owned: bool) -> None:
         self.name = name
         self.nonce = nonce
-        self._fd = owned_fd
+        self.owned = owned
         self._mapping: mmap.mmap | None = mapping
         self.array: ByteArray = np.frombuffer(mapping, np.uint8, offset=HEADER_BYTES)
         self.buffer = memoryview(mapping)[HEADER_BYTES:]
@@ -77,13 +77,14 @@ class Arena:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(fd, needed)
-            mapping = mmap.mmap(fd, needed)
+            mapping = mmap.mmap(fd, needed)  # keeps the open file, and with it the lock
         except BaseException:
             path.unlink(missing_ok=True)
-            os.close(fd)
             raise
+        finally:
+            os.close(fd)
         mapping[: _HEADER.size] = _HEADER.pack(_MAGIC, nonce.encode(), num_bytes)
-        return cls(name, nonce, mapping, owned_fd=fd)
+        return cls(name, nonce, mapping, owned=True)
 
     @classmethod
     def attach(cls, name: str, nonce: str) -> "Arena":
@@ -107,26 +108,19 @@ class Arena:
         if (magic, found, num_bytes) != (_MAGIC, nonce.encode(errors="replace"), status.st_size - HEADER_BYTES):
             mapping.close()
             raise ArenaMissingError(name, "another arena has this name")
-        return cls(name, nonce, mapping)
+        return cls(name, nonce, mapping, owned=False)
 
     @property
     def num_bytes(self) -> int:
         return self.array.nbytes
-
-    def fileno(self) -> int:
-        """Return the descriptor of the file, in which the KV begins at HEADER_BYTES. For its owner only."""
-        assert self._fd is not None, "only the owner's open arena has one"
-        return self._fd
 
     def close(self) -> None:
         """Let go of the memory and, as its owner, of its name. Idempotent."""
         mapping, self._mapping = self._mapping, None
         if mapping is None:
             return
-        if self._fd is not None:
+        if self.owned:
             (SHM_DIR / self.name).unlink(missing_ok=True)
-            os.close(self._fd)
-            self._fd = None
         self.array = np.empty(0, np.uint8)
         with contextlib.suppress(BufferError):  # somebody made a view of it
             self.buffer.release()

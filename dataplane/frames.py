@@ -36,22 +36,18 @@ class SequenceMemory:
     def num_slots(self) -> int:
         return sum(segment.num_blocks for segment in self._segments) * self._layout.block_size
 
-    def spans(self, data: Header) -> list[tuple[int, int]]:
-        """Return where the frame's bytes lie in the arena, in the frame's order: offsets and sizes."""
-        layout = self._layout
-        end = data.first_token + data.num_tokens
-        slots = slot_spans(self._segments, layout.block_size, data.first_token, end)
-        return [
-            (layout.offset(self._num_blocks, layer, key_or_value, slot), num_tokens * layout.token_bytes)
-            for layer in range(data.layer, data.layer + data.num_layers)
-            for key_or_value in (KEY, VALUE)
-            for slot, num_tokens in slots
-        ]
-
     def views(self, data: Header) -> list[ByteArray]:
         """Return the frame's bytes as views, in the frame's order."""
-        array = self._array
-        return [array[at : at + size] for at, size in self.spans(data)]
+        layout, array = self._layout, self._array
+        token_bytes = layout.token_bytes
+        spans = slot_spans(self._segments, layout.block_size, data.first_token, data.first_token + data.num_tokens)
+        views: list[ByteArray] = []
+        for layer in range(data.layer, data.layer + data.num_layers):
+            for key_or_value in (KEY, VALUE):
+                for slot, num_tokens in spans:
+                    at = layout.offset(self._num_blocks, layer, key_or_value, slot)
+                    views.append(array[at : at + num_tokens * token_bytes])
+        return views
 
 
 def digest(views: Sequence[ByteArray], stats: TransferStats) -> int:

@@ -5,11 +5,12 @@ import os
 import select
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from dataplane import frames, shm, tcp
-from dataplane.arena import Arena
+from dataplane.arena import Arena, ByteArray
 from dataplane.frames import SequenceMemory
 from dataplane.layout import KVLayout, Segment
 from dataplane.lease import LeaseRefusedError
@@ -111,12 +112,12 @@ class HolderCarrier(Protocol):
     def needs_ack(self) -> bool: ...
     @property
     def frame_bytes(self) -> int: ...
-    def send(self, wire: Wire, head: bytes, data: Header, memory: SequenceMemory, timeout_s: float) -> None: ...
+    def send(self, wire: Wire, head: bytes, data: Header, views: Sequence[ByteArray], timeout_s: float) -> None: ...
 
 
-def holder_carrier(name: str, arena: Arena) -> HolderCarrier:
+def holder_carrier(name: str) -> HolderCarrier:
     """Return the holder's end of a carrier."""
-    return tcp.TcpHolder(arena) if name == tcp.NAME else shm.SharedHolder()
+    return tcp.TcpHolder() if name == tcp.NAME else shm.SharedHolder()
 
 
 class HolderStream:
@@ -182,7 +183,7 @@ class _Service:
         self._wire = wire
         self._ticket = ticket
         self._readable = readable
-        self._carrier = holder_carrier(wanted.carrier, context.arena)
+        self._carrier = holder_carrier(wanted.carrier)
         self._memory = SequenceMemory(context.arena.array, context.layout, context.num_blocks, readable.segments)
         self._planner = FramePlanner(context.layout, wanted.first_token, wanted.num_tokens, self._carrier.frame_bytes)
         self._uncommitted: deque[tuple[int, int]] = deque()  # sequence and digest
@@ -212,7 +213,7 @@ class _Service:
         return ""
 
     def _accept(self) -> None:
-        shared = self.stats.carrier != tcp.NAME
+        shared = self._carrier.needs_ack
         accepted = Accepted(
             carrier=self.stats.carrier,
             digests=self._context.digests,
@@ -243,13 +244,14 @@ class _Service:
             self.stats.first_byte_ns = time.time_ns()
             self._context.gate.started(self._ticket.lease_id, self.stats.carrier)
         head, self._unsent = self._unsent, b""
+        views = self._memory.views(data)
         started = time.perf_counter_ns()
-        self._carrier.send(self._wire, head, data, self._memory, self._context.idle_timeout_s)
+        self._carrier.send(self._wire, head, data, views, self._context.idle_timeout_s)
         self.stats.copy_ns += time.perf_counter_ns() - started
         self.stats.num_frames += 1
         self.stats.num_bytes += data.length
         self.stats.last_byte_ns = time.time_ns()
-        digest = frames.digest(self._memory.views(data), self.stats) if self._context.digests else 0
+        digest = frames.digest(views, self.stats) if self._context.digests else 0
         self._uncommitted.append((data.sequence, digest))
 
     def _take_acks(self) -> None:

@@ -6,6 +6,7 @@ commits. While the reader copies, the holder digests the same bytes.
 
 import contextlib
 import threading
+from collections.abc import Sequence
 
 from dataplane import frames
 from dataplane.arena import SHM_DIR, Arena, ArenaMissingError, ByteArray
@@ -25,7 +26,7 @@ class SharedHolder:
     needs_ack = True
     frame_bytes = FRAME_BYTES
 
-    def send(self, wire: Wire, head: bytes, data: Header, memory: SequenceMemory, timeout_s: float) -> None:
+    def send(self, wire: Wire, head: bytes, data: Header, views: Sequence[ByteArray], timeout_s: float) -> None:
         """Send `head` and the frame's header. Raises WireClosedError, WireTimeoutError."""
         wire.send([head + encode_header(data)], timeout_s)
 

@@ -3,7 +3,7 @@
     reader → Open                     the ticket, the layout's fingerprint, which tokens are wanted
     holder → Accepted | Refused
     holder → Data, Commit, …          Data: some tokens of some layers; its bytes cross as the carrier has it
-    reader → Ack, …                   only where it copies from the holder's memory: it has finished with all up to it
+    reader → Ack, …                   only where it copies from the holder's memory: it has finished with all up to this
     holder → End | Fail               End: all is committed; carries the holder's trailer
 
 A Commit says that the lease was still good *after* a frame's bytes had left the holder's memory, and what their digest

@@ -1,48 +1,36 @@
 """The carrier between hosts: a frame's bytes follow its header on the socket, received straight into the arena."""
 
 import time
+from collections.abc import Sequence
 
 import xxhash
 
-from dataplane.arena import HEADER_BYTES, Arena
+from dataplane.arena import ByteArray
 from dataplane.frames import SequenceMemory
 from dataplane.stream import Header, TransferStats, encode_header
 from dataplane.wire import Wire
 
 NAME = "tcp"
-FRAME_BYTES = 2 << 20
-_MIN_UNCOPIED_BYTES = 64 << 10
-"""Contiguous bytes from which a system call of their own costs less than copying them."""
+FRAME_BYTES = 4 << 20
 _RECEIVE_BYTES = 1 << 20
 """At most this is received before it is digested: a part of the core's cache, and yet few system calls."""
 
 
 class TcpHolder:
-    """Sends frames, large ones without copying them: the kernel sends the arena's own pages. So the bytes have left
-    this memory for certain only with the reader's Ack.
-    """
+    """Sends frames. When `send` returns the bytes have left the arena: there is no Ack to wait for."""
 
-    needs_ack = True
+    needs_ack = False
     frame_bytes = FRAME_BYTES
 
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-
-    def send(self, wire: Wire, head: bytes, data: Header, memory: SequenceMemory, timeout_s: float) -> None:
+    def send(self, wire: Wire, head: bytes, data: Header, views: Sequence[ByteArray], timeout_s: float) -> None:
         """Send `head`, the frame's header and its bytes. Raises WireClosedError, WireTimeoutError."""
-        head += encode_header(data)
-        spans = memory.spans(data)
-        if data.length >= _MIN_UNCOPIED_BYTES * len(spans):
-            offset = HEADER_BYTES
-            wire.send_file(head, self._arena.fileno(), [(offset + at, size) for at, size in spans], timeout_s)
-        else:
-            wire.send([head, *memory.views(data)], timeout_s)
+        wire.send([head + encode_header(data), *views], timeout_s)
 
 
 class TcpReader:
     """Receives frames into the reader's arena."""
 
-    needs_ack = True
+    needs_ack = False
 
     def __init__(self, target: SequenceMemory, *, digests: bool) -> None:
         self._target = target

@@ -1,7 +1,6 @@
 """A blocking socket with deadlines, for the threads of the plane. It is cut from another thread by `cut`."""
 
 import contextlib
-import os
 import select
 import socket
 import struct
@@ -100,24 +99,6 @@ class Wire:
         try:
             for at in range(0, len(views), _MAX_BUFFERS):
                 self._send_some(views[at : at + _MAX_BUFFERS])
-        except BlockingIOError as error:
-            raise WireTimeoutError(f"the peer took nothing for {timeout_s:.1f} s") from error
-        except OSError as error:
-            raise WireClosedError(error.strerror or str(error)) from error
-
-    def send_file(self, head: bytes, fd: int, spans: Sequence[tuple[int, int]], timeout_s: float) -> None:
-        """Send `head` and parts of a file (offsets and sizes) without copying them: they may still be read from the
-        file's pages until the peer has them. Raises as `send`.
-        """
-        self._set_timeout(socket.SO_SNDTIMEO, timeout_s)
-        try:
-            self._sock.sendall(head, socket.MSG_MORE)
-            for at, size in spans:
-                while size:
-                    sent = os.sendfile(self._sock.fileno(), fd, at, size)
-                    if not sent:
-                        raise WireClosedError("the file has ended")
-                    at, size = at + sent, size - sent
         except BlockingIOError as error:
             raise WireTimeoutError(f"the peer took nothing for {timeout_s:.1f} s") from error
         except OSError as error:

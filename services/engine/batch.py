@@ -1,8 +1,8 @@
 """Which sequences the next engine step computes, and what its tokens mean. Pure: decides, never acts.
 
 A step holds one token of each decode sequence and fills the rest of its token budget with prefill chunks, first come
-first served. While a prompt waits, a share of the budget is kept for prefill, so that many decodes cannot starve it;
-where the decodes do not all fit into the rest they take turns.
+first served. While a prompt waits, a share of the budget and one of the places are kept for prefill, so that many
+decodes cannot starve it; where the decodes do not all fit into the rest they take turns.
 """
 
 from collections.abc import Sequence as Seq

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import openai
 import pytest
-from services.cli.trace import find_trace, load_spans
 
 from schemas import subjects
 from services.bus.nats import NatsBus
 from services.cli.supervisor import UpOptions
+from services.cli.trace import find_trace, load_spans
 from services.engine.demo_model.corpus import make_fact_prompt
 from tests.mesh.processes import Mesh, TokenRecorder, in_parallel, running_mesh
 
@@ -200,7 +200,7 @@ def test_every_service_is_listed_by_the_services_api(mesh: Mesh) -> None:
         found: set[str] = set()
         async for delivery in inbox:
             found.add(json.loads(delivery.payload)["name"])
-            if EVERY_SERVICE <= found:
+            if found >= EVERY_SERVICE:
                 break
         await bus.close()
         return found
