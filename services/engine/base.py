@@ -97,6 +97,10 @@ class Engine(Protocol):
         """Compute the items, write their KV, call the layer listeners, and return one token id per sampling item."""
         ...
 
+    def close(self) -> None:
+        """Let go of the arena's memory. No step may follow."""
+        ...
+
 
 class EngineFailedError(RuntimeError):
     """A step raised; the sequences that were in it have no result."""

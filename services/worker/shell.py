@@ -152,7 +152,8 @@ class Worker:
         for core in self._cores:
             core.draining = True
         self.outbox.put(subjects.DRAINING, (worker_id,), WorkerDraining(worker_id=worker_id, incarnation=incarnation))
-        await asyncio.to_thread(self._engine.stop, ENGINE_STOP_TIMEOUT_S)
+        if await asyncio.to_thread(self._engine.stop, ENGINE_STOP_TIMEOUT_S):
+            self.parts.engine.close()
         left = WorkerLeft(worker_id=worker_id, incarnation=incarnation, reason="stopped")
         self.outbox.put(subjects.LEFT, (worker_id,), left)
         self.outbox.close()
