@@ -16,7 +16,7 @@ from dataplane.wire import Wire
 from schemas.handoff import Endpoint
 
 NAME = "shm"
-FRAME_BYTES = 4 << 20
+FRAME_BYTES = 16 << 20
 MAX_ATTACHED = 16
 
 
