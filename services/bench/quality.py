@@ -25,18 +25,18 @@ SEED = 20261121
 
 
 class QualityRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Exact matches at one prompt length, and answers that differ between the two meshes."""
+    """Exact matches at one prompt length, and answers that differ between the two meshes (None: only one asked)."""
 
     length: int
     num_questions: int
     num_right_with_split: int
-    num_right_without_split: int
-    num_different: int
+    num_right_without_split: int | None
+    num_different: int | None
 
 
-def run_quality(lengths: str, num_questions: int, *, as_json: bool) -> None:
+def run_quality(lengths: str, num_questions: int, *, url: str, as_json: bool) -> None:
     """Measure and print. Raises UserError for lengths that are no lengths."""
-    rows = asyncio.run(_measure(parse_lengths(lengths), num_questions))
+    rows = asyncio.run(_run(parse_lengths(lengths), num_questions, url))
     if as_json:
         sys.stdout.buffer.write(msgspec.json.encode({"rows": rows}) + b"\n")
         return
@@ -47,20 +47,27 @@ def run_quality(lengths: str, num_questions: int, *, as_json: bool) -> None:
             str(row.length),
             str(n),
             f"{row.num_right_with_split / n:.1%}",
-            f"{row.num_right_without_split / n:.1%}",
-            str(row.num_different),
+            "–" if row.num_right_without_split is None else f"{row.num_right_without_split / n:.1%}",
+            "–" if row.num_different is None else str(row.num_different),
         )
     Console().print(table)
 
 
-async def _measure(lengths: list[int], num_questions: int) -> list[QualityRow]:
+async def _run(lengths: list[int], num_questions: int, url: str) -> list[QualityRow]:
+    if url:
+        return await _measure({SPLIT: url.rstrip("/").removesuffix("/v1")}, lengths, num_questions)
+    async with split_and_whole(str(DEMO_MODEL_DIR)) as urls:
+        return await _measure(urls, lengths, num_questions)
+
+
+async def _measure(urls: dict[str, str], lengths: list[int], num_questions: int) -> list[QualityRow]:
     rng = random.Random(SEED)
     rows: list[QualityRow] = []
-    async with split_and_whole(str(DEMO_MODEL_DIR)) as urls, httpx.AsyncClient(timeout=600) as client:
+    async with httpx.AsyncClient(timeout=600) as client:
         model = await model_of(client, urls[SPLIT])
         with Progress(console=Console(stderr=True), transient=True) as progress:
             for length in lengths:
-                task = progress.add_task(f"{length} tokens", total=2 * num_questions)
+                task = progress.add_task(f"{length} tokens", total=len(urls) * num_questions)
                 prompts = [make_fact_prompt(rng, NUM_FACTS, length) for _ in range(num_questions)]
                 slots = asyncio.Semaphore(WIDTH)
 
@@ -71,14 +78,14 @@ async def _measure(lengths: list[int], num_questions: int) -> list[QualityRow]:
                         return text
 
                 split = await asyncio.gather(*(ask(urls[SPLIT], prompt) for prompt in prompts))
-                whole = await asyncio.gather(*(ask(urls[WHOLE], prompt) for prompt in prompts))
+                whole = await asyncio.gather(*(ask(urls[WHOLE], prompt) for prompt in prompts if WHOLE in urls))
                 rows.append(
                     QualityRow(
                         length=length,
                         num_questions=num_questions,
                         num_right_with_split=_num_right(split, prompts),
-                        num_right_without_split=_num_right(whole, prompts),
-                        num_different=sum(a != b for a, b in zip(split, whole, strict=True)),
+                        num_right_without_split=_num_right(whole, prompts) if whole else None,
+                        num_different=sum(a != b for a, b in zip(split, whole, strict=True)) if whole else None,
                     )
                 )
     return rows

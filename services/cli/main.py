@@ -111,12 +111,13 @@ def ttft(
 def quality(
     lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "100,500,2000,2500",
     questions: Annotated[int, typer.Option(min=1, help="Fresh questions a length.")] = 50,
+    url: Annotated[str, typer.Option(help="Ask this running gateway instead (one mode).")] = "",
     json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """How often the demo model's answer is exactly right, with and without the split."""
     from services.bench.quality import run_quality
 
-    run_quality(lengths, questions, as_json=json)
+    run_quality(lengths, questions, url=url, as_json=json)
 
 
 def main() -> None:

@@ -318,9 +318,9 @@ def _greet(console: Console, supervisor: Supervisor, options: UpOptions) -> None
         f"  curl -s {supervisor.url}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'",
         markup=False,
     )
-    console.print(
-        f"\nThen [bold]kvmesh trace[/bold], [bold]kvmesh status[/bold], or nats sub -s {supervisor.nats_url} 'mesh.>'"
-    )
+    command = "kvmesh" if shutil.which("kvmesh") else os.path.relpath(Path(sys.executable).with_name("kvmesh"))
+    console.print(f"\nThen [bold]{command} trace[/bold], [bold]{command} status[/bold],")
+    console.print(f"or nats sub -s {supervisor.nats_url} 'mesh.>'")
     console.print("Ctrl-C stops everything.")
 
 

@@ -258,3 +258,23 @@ def test_the_log_files_are_quiet(mesh: Mesh) -> None:
     """Nothing but what the junk of these tests was answered with."""
     for log in Path(mesh.supervisor.log_dir).glob("*.log"):
         assert "Traceback" not in log.read_text(), log.read_text()[-3000:]
+
+
+def test_without_the_split_one_worker_does_both(tmp_path: Path) -> None:
+    options = UpOptions(num_prefill=0, num_decode=0, num_aggregated=1, port=0)
+    with running_mesh(tmp_path, options) as whole:
+        answer = whole.complete(QUESTION)
+        kvmesh = answer["usage"]["kvmesh"]
+        assert answer["choices"][0]["text"].strip() == "7412"
+        assert (kvmesh["prefill_worker"], kvmesh["transferred_tokens"]) == ("aggregated-0", 0)
+        assert kvmesh["decode_worker"] in (None, "aggregated-0")
+        whole.assert_no_blocks_held()
+
+
+def test_a_mesh_without_workers_says_503_and_when_to_try_again(tmp_path: Path) -> None:
+    options = UpOptions(num_prefill=1, num_decode=0, port=0)
+    with running_mesh(tmp_path, options) as half:
+        response = half.client.post("/v1/completions", json={"model": half.model, "prompt": "x"})
+        assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
+        assert "decode" in response.json()["error"]["message"]
+        assert half.client.get("/health").status_code == 503
