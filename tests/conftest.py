@@ -1,8 +1,15 @@
+"""What all tests share."""
+
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from services.bus.embedded import EmbeddedNats
+
+# No test is judged by the clock: CI's machines are slow at times.
+settings.register_profile("kvmesh", deadline=None)
+settings.load_profile("kvmesh")
 
 
 @pytest.fixture(scope="session")
