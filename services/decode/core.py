@@ -113,9 +113,11 @@ class DecodeCore:
         refused = refused or self._cancelled.refuse(request)
         if refused is not None:
             return [Reply(key, refused)]
-        if key not in self._runs:
-            run = self._runs[key] = self._by_handoff[request.handoff_id] = DecodeRun(request, prompt)
-            self._queue.append(run)
+        known = self._runs.get(key)
+        if known is not None:  # a repeated message: answered again, or with the first one
+            return [] if known.state is HandoffState.NEW else [Reply(key, self._reserved(known))]
+        run = self._runs[key] = self._by_handoff[request.handoff_id] = DecodeRun(request, prompt)
+        self._queue.append(run)
         return self._admit()
 
     def offered(self, offer: KVOffered) -> list[Action]:
@@ -231,12 +233,13 @@ class DecodeCore:
             self._queue.popleft()
             run.segments = segments
             run.state = advance(run.state, HandoffState.RESERVED)
-            reserved = BlocksReserved(
-                **handoff_fields(run.request, self._limits.worker_id),
-                num_blocks=sum(segment.num_blocks for segment in segments),
-            )
+            reserved = self._reserved(run)
             actions += [Reply(run.key, reserved), publish_event(subjects.RESERVED, reserved)]
         return actions
+
+    def _reserved(self, run: DecodeRun) -> BlocksReserved:
+        num_blocks = sum(segment.num_blocks for segment in run.segments)
+        return BlocksReserved(**handoff_fields(run.request, self._limits.worker_id), num_blocks=num_blocks)
 
     def _compute_rest(self, run: DecodeRun, outcome: ReadOutcome, reason: str) -> list[Action]:
         """Compute the part of the prompt that did not land; its last token is always computed here, as it must be to

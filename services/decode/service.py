@@ -12,7 +12,7 @@ from schemas import subjects
 from schemas.handoff import FirstToken, HandoffAborted, KVOffered
 from schemas.ids import HandoffId
 from schemas.message import Message
-from schemas.request import ReserveBlocks
+from schemas.request import Refused, ReserveBlocks
 from services.bus.typed import Received
 from services.decode.core import DecodeCore, ReadOutcome
 from services.runtime import now_ms
@@ -113,7 +113,10 @@ async def start_decode(worker: Worker, tasks: asyncio.TaskGroup) -> Reads:
         worker.spans.accepted(key, received.traceparent)
         reply = worker.expect_reply(key)
         worker.decide(lambda now: core.reserve(request, now))
-        return await reply
+        answer = await reply
+        if isinstance(answer, Refused):
+            worker.forget(key)
+        return answer
 
     def offered(received: Received[KVOffered]) -> None:
         worker.decide(lambda _now: core.offered(received.message))

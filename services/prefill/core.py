@@ -244,7 +244,7 @@ class PrefillCore:
         if run.offered:
             return []
         run.offered = True
-        return [Offer(run.lease, run.key)]
+        return [Offer(run.lease, run.request)]
 
     def _sampled(self, run: PrefillRun, sampled: SampledToken, now_ms: int) -> list[Action]:
         request = run.request

@@ -22,7 +22,6 @@ async def start_prefill(worker: Worker, tasks: asyncio.TaskGroup) -> None:
         request = received.message
         key = (request.request_id, request.attempt)
         worker.spans.accepted(key, received.traceparent)
-        worker.remember(request)
         with worker.holder.lock:
             reply, actions = core.run(request, now_ms())
         worker.execute(actions)

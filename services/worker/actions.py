@@ -7,7 +7,7 @@ from dataplane.lease import Lease
 from schemas.handoff import FirstToken, KVOffered
 from schemas.ids import GatewayId, HandoffId, LeaseId, RequestId
 from schemas.message import Message
-from schemas.request import RequestTokens
+from schemas.request import RequestTokens, RunPrefill
 from schemas.subjects import Subject
 from services.engine.base import Sequence
 
@@ -60,7 +60,7 @@ class Offer:
     """Sign a ticket for the lease and publish KVOffered."""
 
     lease: Lease
-    key: AttemptKey
+    request: RunPrefill
 
 
 @dataclass(slots=True, frozen=True)

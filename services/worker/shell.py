@@ -22,7 +22,7 @@ from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig
 from services.engine.base import Sequence, StepResult
 from services.engine.batch import Batch
-from services.engine.thread import EngineThread
+from services.engine.thread import EngineStoppedError, EngineThread, InvalidSequenceError
 from services.runtime import now_ms
 from services.telemetry import Key, Telemetry
 from services.worker.actions import (
@@ -117,7 +117,6 @@ class Worker:
         )
         self._cores: list[WorkerCore] = []
         self._reads: KVReads | None = None
-        self._requests: dict[AttemptKey, RunPrefill] = {}
         self._replies: dict[AttemptKey, asyncio.Future[Message]] = {}
         self._leases: dict[LeaseId, LeaseTrace] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -151,6 +150,8 @@ class Worker:
         worker_id, incarnation = self.parts.worker_id, self.parts.incarnation
         for core in self._cores:
             core.draining = True
+        for waiting in self._replies.values():
+            waiting.cancel()  # its asker hears that this worker has left
         self.outbox.put(subjects.DRAINING, (worker_id,), WorkerDraining(worker_id=worker_id, incarnation=incarnation))
         if await asyncio.to_thread(self._engine.stop, ENGINE_STOP_TIMEOUT_S):
             self.parts.engine.close()
@@ -186,10 +187,6 @@ class Worker:
             future = self._replies[key] = asyncio.get_running_loop().create_future()
         return future
 
-    def remember(self, request: RunPrefill) -> None:
-        """Keep what an offer is made of until its lease ends."""
-        self._requests[(request.request_id, request.attempt)] = request
-
     def execute(self, actions: list[Action]) -> None:
         """Carry out actions in order; the tokens among them go out as one message a gateway."""
         emitted: list[tuple[GatewayId, RequestTokens]] = []
@@ -205,8 +202,8 @@ class Worker:
                     self.outbox.put(subject, ids, message, self.spans.traceparent(key))
                 case Reply(key=key, message=message):
                     self._reply(key, message)
-                case Offer(lease=lease, key=key):
-                    self._offer(lease, key)
+                case Offer(lease=lease, request=request):
+                    self._offer(lease, request)
                 case FinishLease(lease_id=lease_id, first_token=first):
                     self.holder.finish_lease(lease_id, first, self._last_step_ns)
                 case CloseLease():
@@ -232,15 +229,19 @@ class Worker:
         if sequence.num_computed_tokens:
             self._stored(sequence, sequence.num_computed_tokens)
         self.spans.submitted((sequence.request_id, sequence.attempt))
-        self._engine.submit(sequence)
+        try:
+            self._engine.submit(sequence)
+        except (EngineStoppedError, InvalidSequenceError) as error:
+            self._post(self._engine_failed, [sequence], str(error))
 
     def _reply(self, key: AttemptKey, message: Message) -> None:
         future = self._replies.pop(key, None)
         if future is not None and not future.done():
             future.set_result(message)
 
-    def _offer(self, lease: Lease, key: AttemptKey) -> None:
-        offer = self.holder.offer(lease, self._requests[key], self.parts.limits.lease_ms)
+    def _offer(self, lease: Lease, request: RunPrefill) -> None:
+        key = (request.request_id, request.attempt)
+        offer = self.holder.offer(lease, request, self.parts.limits.lease_ms)
         traceparent = self.spans.traceparent(key)
         self._leases[lease.lease_id] = LeaseTrace(key, traceparent, time.time_ns())
         if len(self._leases) > MAX_LEASE_TRACES:
@@ -265,7 +266,6 @@ class Worker:
         """Drop what was kept for an attempt that has ended here."""
         self.spans.forget(key)
         self.holder.sequence_ended(key)
-        self._requests.pop(key, None)
 
     # What happens, brought to the loop.
 

@@ -8,6 +8,9 @@ from services.engine.base import Sequence, StepResult
 from services.telemetry import Attributes, Key, SpanName, Telemetry
 from services.worker.actions import AttemptKey
 
+MAX_ATTEMPTS = 4_096
+"""An attempt that ends before it reaches the engine has nothing to record, and is dropped here at last."""
+
 
 @dataclass(slots=True)
 class AttemptTimes:
@@ -33,6 +36,8 @@ class WorkerSpans:
 
     def accepted(self, key: AttemptKey, traceparent: str) -> None:
         self._times.setdefault(key, AttemptTimes(traceparent, time.time_ns()))
+        if len(self._times) > MAX_ATTEMPTS:
+            del self._times[next(iter(self._times))]
 
     def submitted(self, key: AttemptKey) -> None:
         if times := self._times.get(key):

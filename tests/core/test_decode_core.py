@@ -200,3 +200,11 @@ def test_a_cancel_that_overtakes_its_reservation_holds() -> None:
     reply = one(bench.core.reserve(case.reserve(), 1), Reply).message
     assert isinstance(reply, Refused) and reply.reason == "invalid"
     bench.assert_empty()
+
+
+def test_a_repeated_reservation_is_answered_again() -> None:
+    bench = Bench()
+    first = bench.core.reserve(case.reserve(), 0)
+    again = bench.core.reserve(case.reserve(), 1)
+    assert one(again, Reply).message == one(first, Reply).message
+    assert bench.core.num_runs == 1 and published(again) == []

@@ -12,9 +12,10 @@ from schemas.block import pack_tokens
 from schemas.handoff import BlocksReserved, Endpoint, KVOffered
 from schemas.ids import HandoffId, LeaseId, RequestId, WorkerId
 from schemas.request import ReserveBlocks, SamplingParams
+from services.bus.base import BusClosedError
 from services.engine.fake import fake_answer
 from services.runtime import now_ms
-from tests.mesh.one_process import LAYOUT, VOCAB, make_parts, one_process_mesh
+from tests.mesh.one_process import LAYOUT, VOCAB, Client, make_parts, one_process_mesh
 
 
 def sampling(rng: random.Random, max_tokens: int) -> SamplingParams:
@@ -109,16 +110,7 @@ async def test_requests_wait_for_blocks_and_all_end() -> None:
 async def test_a_read_that_is_stopped_before_its_first_step_is_concluded() -> None:
     """A cancel right behind an offer: the read's task has not run yet, and its blocks must come back all the same."""
     async with one_process_mesh(make_parts("p-0", "prefill"), make_parts("d-0", "decode")) as client:
-        reserve = ReserveBlocks(
-            request_id=RequestId("r0"),
-            attempt=1,
-            deadline_ms=now_ms() + 60_000,
-            gateway_id=client.gateway_id,
-            handoff_id=HandoffId("r0-1"),
-            prefill_worker=WorkerId("p-0"),
-            prompt=pack_tokens([1, 2, 3]),
-            sampling=SamplingParams(max_tokens=5),
-        )
+        reserve = reservation(client, 0)
         assert isinstance(await client.door.ask(subjects.RESERVE, ("d-0",), reserve, 10), BlocksReserved)
         await client.until(lambda fleet: any(w.blocks.free < w.blocks.total for w in fleet), "the reservation")
         offer = KVOffered(
@@ -140,3 +132,31 @@ async def test_a_read_that_is_stopped_before_its_first_step_is_concluded() -> No
         offering = client.door.publish(subjects.OFFERED, ("p-0", "d-0", "r0-1"), offer)
         await asyncio.gather(offering, client.cancel("r0"))
         await client.until_free()
+
+
+def reservation(client: Client, number: int, *, max_tokens: int = 5) -> ReserveBlocks:
+    """A reservation for which no prefill worker has been asked: it waits for an offer that does not come."""
+    return ReserveBlocks(
+        request_id=RequestId(f"r{number}"),
+        attempt=1,
+        deadline_ms=now_ms() + 60_000,
+        gateway_id=client.gateway_id,
+        handoff_id=HandoffId(f"r{number}-1"),
+        prefill_worker=WorkerId("p-0"),
+        prompt=pack_tokens([1, 2, 3]),
+        sampling=SamplingParams(max_tokens=max_tokens),
+    )
+
+
+async def test_a_worker_stops_although_reservations_wait_for_blocks() -> None:
+    async with asyncio.timeout(60):
+        async with one_process_mesh(make_parts("p-0", "prefill"), make_parts("d-0", "decode", num_blocks=10)) as client:
+            asks = [
+                asyncio.create_task(
+                    client.door.ask(subjects.RESERVE, ("d-0",), reservation(client, n, max_tokens=70), 60)
+                )
+                for n in range(4)
+            ]
+            await client.until(lambda fleet: sum(w.num_queued for w in fleet) == 3, "a queue")
+        answers = await asyncio.gather(*asks, return_exceptions=True)
+    assert [type(answer) for answer in answers] == [BlocksReserved, BusClosedError, BusClosedError, BusClosedError]
