@@ -90,6 +90,12 @@ class ReserveBlocks(RequestMessage, frozen=True, kw_only=True):
     sampling: SamplingParams
 
 
+class ReservationQueued(RequestMessage, frozen=True, kw_only=True):
+    """Taken, and waiting for blocks: BlocksReserved follows as an event. The wait is bounded by the deadline."""
+
+    worker_id: WorkerId
+
+
 class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
     """Where the prompt's KV came from, for `usage` and the trace."""
 

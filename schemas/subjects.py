@@ -14,6 +14,7 @@ from schemas.request import (
     PlaceRequest,
     PrefillAccepted,
     Refused,
+    ReservationQueued,
     ReserveBlocks,
     RunPrefill,
     TokensEmitted,
@@ -44,7 +45,9 @@ LOAD = Subject("mesh.v1.worker.{}.load", WorkerLoad, (), "scheduler, directory")
 DRAINING = Subject("mesh.v1.worker.{}.draining", WorkerDraining, (), "scheduler")
 LEFT = Subject("mesh.v1.worker.{}.left", WorkerLeft, (), "scheduler, directory, gateway, workers")
 RUN = Subject("mesh.v1.prefill.{}.run", RunPrefill, (PrefillAccepted, Refused), "prefill worker")
-RESERVE = Subject("mesh.v1.decode.{}.reserve", ReserveBlocks, (BlocksReserved, Refused), "decode worker")
+RESERVE = Subject(
+    "mesh.v1.decode.{}.reserve", ReserveBlocks, (BlocksReserved, ReservationQueued, Refused), "decode worker"
+)
 # Source, target, hand-over: with both workers in the subject each end listens once, for all its hand-overs, and no
 # event can arrive before its reader has subscribed.
 RESERVED = Subject("mesh.v1.handoff.{}.{}.{}.reserved", BlocksReserved, (), "prefill worker")

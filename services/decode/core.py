@@ -24,10 +24,11 @@ from schemas.handoff import (
 from schemas.ids import HandoffId
 from schemas.request import (
     CancelRequest,
+    Refused,
     RequestTokens,
+    ReservationQueued,
     ReserveBlocks,
     TransferReport,
-    refuse,
 )
 from schemas.worker import WorkerLeft
 from services.engine.base import SampledToken, Sequence, StepResult
@@ -36,7 +37,6 @@ from services.worker.actions import (
     AttemptKey,
     Emit,
     Publish,
-    Reply,
     StartRead,
     StopRead,
     Submit,
@@ -104,21 +104,31 @@ class DecodeCore:
         """Prompt tokens whose KV is not here yet."""
         return sum(len(run.prompt) for run in self._runs.values() if not run.computing and not run.ended)
 
-    def reserve(self, request: ReserveBlocks, now_ms: int) -> list[Action]:
-        """Make room, now or as soon as there are blocks; answers with BlocksReserved or Refused."""
+    def reserve(
+        self, request: ReserveBlocks, now_ms: int
+    ) -> tuple[BlocksReserved | ReservationQueued | Refused, list[Action]]:
+        """Make room, now or as soon as there are blocks, or say why not."""
         prompt = read_prompt(request.prompt)
         key = (request.request_id, request.attempt)
         full = len(self._queue) >= self._limits.max_queued
         refused = check_request(request, prompt, self._limits, now_ms, draining=self.draining, full=full)
         refused = refused or self._cancelled.refuse(request)
         if refused is not None:
-            return [Reply(key, refused)]
-        known = self._runs.get(key)
-        if known is not None:  # a repeated message: answered again, or with the first one
-            return [] if known.state is HandoffState.NEW else [Reply(key, self._reserved(known))]
-        run = self._runs[key] = self._by_handoff[request.handoff_id] = DecodeRun(request, prompt)
-        self._queue.append(run)
-        return self._admit()
+            return refused, []
+        run = self._runs.get(key)
+        if run is None:  # else a repeated message, answered again
+            run = self._runs[key] = self._by_handoff[request.handoff_id] = DecodeRun(request, prompt)
+            self._queue.append(run)
+        actions = self._admit()
+        if run.state is not HandoffState.NEW:
+            return self._reserved(run), actions
+        queued = ReservationQueued(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            deadline_ms=request.deadline_ms,
+            worker_id=self._limits.worker_id,
+        )
+        return queued, actions
 
     def offered(self, offer: KVOffered) -> list[Action]:
         """The source has begun: open the stream."""
@@ -233,8 +243,7 @@ class DecodeCore:
             self._queue.popleft()
             run.segments = segments
             run.state = advance(run.state, HandoffState.RESERVED)
-            reserved = self._reserved(run)
-            actions += [Reply(run.key, reserved), publish_event(subjects.RESERVED, reserved)]
+            actions.append(publish_event(subjects.RESERVED, self._reserved(run)))
         return actions
 
     def _reserved(self, run: DecodeRun) -> BlocksReserved:
@@ -295,12 +304,10 @@ class DecodeCore:
             return [StopRead(run.request.handoff_id)]
         if run.computing:
             return [Withdraw(run.key)]
-        actions: list[Action] = []
-        if run.state is HandoffState.NEW:
-            actions.append(Reply(run.key, refuse(run.request, "deadline", "ended while waiting for blocks")))
-        elif run.state is HandoffState.RESERVED:
-            actions.append(self._publish_aborted(run, "cancelled"))
-        return actions + self._forget(run)
+        told: list[Action] = []
+        if run.state is HandoffState.RESERVED:
+            told.append(self._publish_aborted(run, "cancelled"))
+        return told + self._forget(run)
 
     def _publish_aborted(self, run: DecodeRun, reason: str) -> Publish:
         aborted = HandoffAborted(**handoff_fields(run.request, self._limits.worker_id), reason=reason)

@@ -111,12 +111,12 @@ async def start_decode(worker: Worker, tasks: asyncio.TaskGroup) -> Reads:
         request = received.message
         key = (request.request_id, request.attempt)
         worker.spans.accepted(key, received.traceparent)
-        reply = worker.expect_reply(key)
-        worker.decide(lambda now: core.reserve(request, now))
-        answer = await reply
-        if isinstance(answer, Refused):
+        with worker.holder.lock:
+            reply, actions = core.reserve(request, now_ms())
+        worker.execute(actions)
+        if isinstance(reply, Refused):
             worker.forget(key)
-        return answer
+        return reply
 
     def offered(received: Received[KVOffered]) -> None:
         worker.decide(lambda _now: core.offered(received.message))

@@ -48,14 +48,6 @@ class Publish:
 
 
 @dataclass(slots=True, frozen=True)
-class Reply:
-    """Answer the request that started this attempt here."""
-
-    key: AttemptKey
-    message: Message
-
-
-@dataclass(slots=True, frozen=True)
 class Offer:
     """Sign a ticket for the lease and publish KVOffered."""
 
@@ -92,4 +84,4 @@ class StopRead:
     handoff_id: HandoffId
 
 
-Action = Submit | Withdraw | Emit | Publish | Reply | Offer | FinishLease | CloseLease | StartRead | StopRead
+Action = Submit | Withdraw | Emit | Publish | Offer | FinishLease | CloseLease | StartRead | StopRead

@@ -33,7 +33,6 @@ from services.worker.actions import (
     FinishLease,
     Offer,
     Publish,
-    Reply,
     StartRead,
     StopRead,
     Submit,
@@ -117,7 +116,6 @@ class Worker:
         )
         self._cores: list[WorkerCore] = []
         self._reads: KVReads | None = None
-        self._replies: dict[AttemptKey, asyncio.Future[Message]] = {}
         self._leases: dict[LeaseId, LeaseTrace] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
@@ -150,8 +148,6 @@ class Worker:
         worker_id, incarnation = self.parts.worker_id, self.parts.incarnation
         for core in self._cores:
             core.draining = True
-        for waiting in self._replies.values():
-            waiting.cancel()  # its asker hears that this worker has left
         self.outbox.put(subjects.DRAINING, (worker_id,), WorkerDraining(worker_id=worker_id, incarnation=incarnation))
         if await asyncio.to_thread(self._engine.stop, ENGINE_STOP_TIMEOUT_S):
             self.parts.engine.close()
@@ -180,13 +176,6 @@ class Worker:
             actions = decision(now_ms())
         self.execute(actions)
 
-    def expect_reply(self, key: AttemptKey) -> "asyncio.Future[Message]":
-        """Return what a later Reply action fulfils."""
-        future = self._replies.get(key)
-        if future is None:
-            future = self._replies[key] = asyncio.get_running_loop().create_future()
-        return future
-
     def execute(self, actions: list[Action]) -> None:
         """Carry out actions in order; the tokens among them go out as one message a gateway."""
         emitted: list[tuple[GatewayId, RequestTokens]] = []
@@ -200,8 +189,6 @@ class Worker:
                     self._engine.cancel(request_id, attempt)
                 case Publish(subject=subject, ids=ids, message=message, key=key):
                     self.outbox.put(subject, ids, message, self.spans.traceparent(key))
-                case Reply(key=key, message=message):
-                    self._reply(key, message)
                 case Offer(lease=lease, request=request):
                     self._offer(lease, request)
                 case FinishLease(lease_id=lease_id, first_token=first):
@@ -233,11 +220,6 @@ class Worker:
             self._engine.submit(sequence)
         except (EngineStoppedError, InvalidSequenceError) as error:
             self._post(self._engine_failed, [sequence], str(error))
-
-    def _reply(self, key: AttemptKey, message: Message) -> None:
-        future = self._replies.pop(key, None)
-        if future is not None and not future.done():
-            future.set_result(message)
 
     def _offer(self, lease: Lease, request: RunPrefill) -> None:
         key = (request.request_id, request.attempt)

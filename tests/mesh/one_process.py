@@ -18,6 +18,7 @@ from schemas.request import (
     PrefillAccepted,
     RequestFailure,
     RequestTokens,
+    ReservationQueued,
     ReserveBlocks,
     RunPrefill,
     SamplingParams,
@@ -156,7 +157,7 @@ class Client:
             asked.append(self.door.ask(subjects.RESERVE, (placement.decode_worker,), reserve, 30))
         replies = await asyncio.gather(*asked)
         assert isinstance(replies[0], PrefillAccepted), replies[0]
-        assert len(replies) == 1 or isinstance(replies[1], BlocksReserved), replies[1]
+        assert len(replies) == 1 or isinstance(replies[1], BlocksReserved | ReservationQueued), replies[1]
         return answer
 
     async def complete(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> Answer:

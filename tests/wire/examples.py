@@ -29,6 +29,7 @@ from schemas.request import (
     Refused,
     RequestFailure,
     RequestTokens,
+    ReservationQueued,
     ReserveBlocks,
     RunPrefill,
     SamplingParams,
@@ -124,6 +125,7 @@ EXAMPLES: tuple[Message, ...] = (
         sampling=SAMPLING,
     ),
     BlocksReserved(**REQUEST, **HANDOFF, num_blocks=7),
+    ReservationQueued(**REQUEST, worker_id=TARGET),
     KVOffered(
         **REQUEST,
         **HANDOFF,
