@@ -128,12 +128,14 @@ class HolderStream:
         self._wire = wire
         self.is_opened = False
         """A valid ticket was shown."""
+        self.refused: RefusalCode | None = None
 
     def run(self) -> None:
         """Serve to the end. Raises JunkError when the peer did not speak the protocol at all."""
         try:
             ticket, wanted, readable = self._open()
         except _RefusedError as refusal:
+            self.refused = refusal.refused.code
             with contextlib.suppress(WireClosedError, WireTimeoutError):
                 self._wire.send([encode_frame(Kind.REFUSED, refusal.refused)], self._context.open_timeout_s)
                 self._wire.finish_sending()

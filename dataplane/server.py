@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 _LOG_INTERVAL_S = 1.0
 _MAX_LOGGED_PEERS = 256
 _BACKLOG = 64
+# A lease that has ended meanwhile is no such wrong: its reader was only late.
+_WRONG = frozenset({"malformed", "version", "ticket", "fingerprint", "carrier", "range"})
 
 
 @dataclass(slots=True, frozen=True)
@@ -53,7 +55,8 @@ class _Live:
 
 
 class PlaneServer:
-    """Streams what `gate` allows out of `arena`. `num_junk` counts peers that did not speak the protocol."""
+    """Streams what `gate` allows out of `arena`. `num_junk` counts peers that did not speak the protocol,
+    `num_refused` readers that asked for what is not theirs."""
 
     def __init__(
         self,
@@ -67,6 +70,7 @@ class PlaneServer:
         self.arena = arena
         self.options = options or ServerOptions()
         self.num_junk = 0
+        self.num_refused = 0
         self._context = HolderContext(
             arena=arena,
             num_blocks=num_blocks,
@@ -181,6 +185,9 @@ class PlaneServer:
     def _serve(self, live: _Live) -> None:
         try:
             live.stream.run()
+            if live.stream.refused in _WRONG:
+                with self._lock:
+                    self.num_refused += 1
         except JunkError as junk:
             if not self._closing:
                 with self._lock:

@@ -9,7 +9,7 @@ import msgspec
 
 from dataplane.arena import Arena
 from dataplane.layout import KVLayout, Segment, block_ids
-from dataplane.lease import Lease, LeaseRefusedError, LeaseTable
+from dataplane.lease import Lease, LeaseTable
 from dataplane.pool import BlockPool
 from dataplane.progress import KVProgress
 from dataplane.server import PlaneServer, ReadableKV, ServerOptions
@@ -77,7 +77,6 @@ class KVHolder:
         self.pool = TrackedPool(self.num_blocks)
         self.ledger = BlockLedger(self.worker_id, self.incarnation)
         self.plane: PlaneServer | None = None
-        self.num_refused = 0
 
     def start(self, config: WorkerConfig) -> None:
         """Serve reads. Only a worker that hands over needs it."""
@@ -170,11 +169,7 @@ class KVHolder:
     def open(self, ticket: Ticket) -> ReadableKV:
         """Return what a ticket gives access to. Raises LeaseRefusedError."""
         with self.lock:
-            try:
-                lease = self.leases.check(ticket.lease_id, ticket.epoch, ticket.reader, now_ms())
-            except LeaseRefusedError:
-                self.num_refused += 1
-                raise
+            lease = self.leases.check(ticket.lease_id, ticket.epoch, ticket.reader, now_ms())
             served = self._served[lease.lease_id]
         return ReadableKV(segments=lease.segments, num_tokens=lease.num_tokens, progress=served.progress)
 

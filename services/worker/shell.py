@@ -344,5 +344,5 @@ class Worker:
             num_queued=num_queued,
             num_uncomputed_tokens=engine.num_uncomputed_tokens + sum(core.num_queued_tokens for core in self._cores),
             num_dropped_messages=self.door.num_dropped,
-            num_refused_reads=self.holder.num_refused + (plane.num_junk if plane else 0),
+            num_refused_reads=plane.num_refused + plane.num_junk if plane else 0,
         )
