@@ -57,7 +57,9 @@ def test_ticket_that_opens_nothing(
     error = fails(lambda: target.read_from(holder, carrier, ticket=make_ticket(holder)))
     assert (error.code, error.detail, error.num_landed_tokens) == (code, detail, 0)
     assert not target.arena.array.any(), "not a byte was written"
+    holder.server.close()  # its threads have ended: all is counted
     assert not holder.gate.carriers and not holder.server.num_junk
+    assert holder.server.num_refused == (code == "ticket"), "forged is counted; late or ended is not"
 
 
 def test_ended_lease_opens_nothing(carrier: str, holder: Holder, target: Target) -> None:
