@@ -18,6 +18,7 @@ from services.bench.meshes import SPLIT, WHOLE, model_of, split_and_whole
 from services.bench.ttft import parse_lengths
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.demo_model.corpus import FactPrompt, make_fact_prompt
+from services.errors import UserError
 
 NUM_FACTS = 6
 WIDTH = 8
@@ -93,8 +94,11 @@ async def _measure(urls: dict[str, str], lengths: list[int], num_questions: int)
 
 async def _ask(client: httpx.AsyncClient, url: str, model: str, prompt: FactPrompt) -> str:
     body = {"model": model, "prompt": prompt.prompt, "max_tokens": 16, "temperature": 0}
-    response = await client.post(f"{url}/v1/completions", json=body)
-    return str(response.raise_for_status().json()["choices"][0]["text"])
+    try:
+        response = await client.post(f"{url}/v1/completions", json=body)
+        return str(response.raise_for_status().json()["choices"][0]["text"])
+    except httpx.HTTPError as error:
+        raise UserError(f"a request to {url} failed: {error}") from error
 
 
 def _num_right(texts: list[str], prompts: list[FactPrompt]) -> int:

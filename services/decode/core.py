@@ -29,6 +29,7 @@ from schemas.request import (
     ReservationQueued,
     ReserveBlocks,
     TransferReport,
+    refuse,
 )
 from schemas.worker import WorkerLeft
 from services.engine.base import SampledToken, Sequence, StepResult
@@ -67,6 +68,8 @@ class DecodeRun:
     reading: bool = False
     computing: bool = False
     ended: bool = False
+    lost_reason: str = ""
+    """Why its source will not offer, learnt while it was waiting for blocks."""
     report: TransferReport | None = None
 
     @property
@@ -116,6 +119,8 @@ class DecodeCore:
         if refused is not None:
             return refused, []
         run = self._runs.get(key)
+        if self._by_handoff.get(request.handoff_id) is not run:
+            return refuse(request, "invalid", "this hand-over is another request's"), []
         if run is None:  # else a repeated message, answered again
             run = self._runs[key] = self._by_handoff[request.handoff_id] = DecodeRun(request, prompt)
             self._queue.append(run)
@@ -136,7 +141,7 @@ class DecodeCore:
         if run is None:
             aborted = HandoffAborted(**handoff_fields(offer, self._limits.worker_id), reason="no such reservation")
             return [publish_event(subjects.ABORTED, aborted)]
-        if run.state is not HandoffState.RESERVED:
+        if run.state is not HandoffState.RESERVED or self.draining:
             return []  # a repeated offer, or one for a hand-over that has ended
         if offer.fingerprint != self._limits.fingerprint or offer.num_tokens != len(run.prompt):
             return self._compute_rest(run, ReadOutcome(0, 0, ""), "the offered KV is of another model or prompt")
@@ -244,6 +249,8 @@ class DecodeCore:
             run.segments = segments
             run.state = advance(run.state, HandoffState.RESERVED)
             actions.append(publish_event(subjects.RESERVED, self._reserved(run)))
+            if run.lost_reason:
+                actions += self._compute_rest(run, ReadOutcome(0, 0, ""), run.lost_reason)
         return actions
 
     def _reserved(self, run: DecodeRun) -> BlocksReserved:
@@ -276,8 +283,11 @@ class DecodeCore:
         )
 
     def _lose_source(self, run: DecodeRun, reason: str) -> list[Action]:
-        if run.ended or run.computing or run.state is HandoffState.NEW:
-            return []  # it has its KV, or has not been promised any: the gateway asks for another attempt
+        if run.ended or run.computing:
+            return []
+        if run.state is HandoffState.NEW:
+            run.lost_reason = reason
+            return []
         if run.reading:
             return [StopRead(run.request.handoff_id)]
         return self._compute_rest(run, ReadOutcome(0, 0, ""), reason)

@@ -1,6 +1,7 @@
 """The decode role: brings the core its messages and carries out its reads."""
 
 import asyncio
+import logging
 import time
 from dataclasses import dataclass, field
 
@@ -19,6 +20,8 @@ from services.runtime import now_ms
 from services.telemetry import AttributeValue, Key
 from services.worker.actions import StartRead, StopRead
 from services.worker.shell import Worker
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -65,6 +68,9 @@ class Reads:
             failure, num_landed = str(error), error.num_landed_tokens
         except msgspec.DecodeError as error:
             failure, num_landed = f"the stream's end is unreadable: {error}", offer.num_tokens
+        except Exception as error:  # noqa: BLE001  (one bad offer must not take the other requests along)
+            log.warning("a read of %s failed: %r", offer.handoff_id, error)
+            failure = f"{type(error).__name__}: {error}"
         except asyncio.CancelledError:
             failure = "stopped"  # by `stop` or `close`; the thread has ended
         self._running.pop(offer.handoff_id, None)

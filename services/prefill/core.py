@@ -22,6 +22,7 @@ from schemas.request import (
     RequestTokens,
     RunPrefill,
     TransferReport,
+    refuse,
 )
 from schemas.worker import WorkerLeft
 from services.engine.base import SampledToken, Sequence, StepResult
@@ -51,6 +52,8 @@ class PrefillRun:
     phase: Phase = "queued"
     segments: tuple[Segment, ...] = ()
     lease: Lease | None = None
+    reserved: bool = False
+    """The decode worker has said that it has room."""
     offered: bool = False
 
     @property
@@ -102,11 +105,16 @@ class PrefillCore:
         if refused is not None:
             return refused, []
         run = PrefillRun(request, prompt)
+        other = self._by_handoff.get(request.handoff_id) if request.handoff_id is not None else None
+        if other is not None and other.key != run.key:
+            return refuse(request, "invalid", "this hand-over is another request's"), []
         if run.key not in self._runs:  # a repeated message is accepted once
             self._runs[run.key] = run
             self._queue.append(run)
             if request.handoff_id is not None:
                 self._by_handoff[request.handoff_id] = run
+                run.reserved = request.handoff_id in self._early_reservations
+                self._early_reservations.pop(request.handoff_id, None)
         accepted = PrefillAccepted(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -123,10 +131,8 @@ class PrefillCore:
             while len(self._early_reservations) > self._limits.max_queued:
                 del self._early_reservations[next(iter(self._early_reservations))]
             return []
-        if run.lease is None:
-            self._early_reservations[event.handoff_id] = None
-            return []
-        return self._offer(run)
+        run.reserved = True
+        return [] if run.lease is None else self._offer(run)
 
     def landed(self, event: KVLanded, now_ms: int) -> list[Action]:
         """The reader has all: end the lease."""
@@ -150,7 +156,7 @@ class PrefillCore:
         """A reader is gone: nobody will land what it was reading."""
         actions: list[Action] = []
         for run in [r for r in self._runs.values() if r.request.decode_worker == event.worker_id]:
-            actions += self._end(run, "the reader left", now_ms)
+            actions += self._end(run, "the reader left", now_ms, tell_target=True)
         return actions
 
     def stepped(self, result: StepResult, now_ms: int) -> list[Action]:
@@ -234,13 +240,12 @@ class PrefillCore:
             expires_at_ms=now_ms + self._limits.lease_ms,
         )
         actions: list[Action] = [Submit(sequence, run.lease)]
-        if request.handoff_id in self._early_reservations:
+        if run.reserved:
             actions += self._offer(run)
         return actions
 
     def _offer(self, run: PrefillRun) -> list[Action]:
-        assert run.lease is not None and run.request.handoff_id is not None
-        self._early_reservations.pop(run.request.handoff_id, None)
+        assert run.lease is not None
         if run.offered:
             return []
         run.offered = True
@@ -316,7 +321,6 @@ class PrefillCore:
             self._queue.remove(run)
         if run.request.handoff_id is not None:
             self._by_handoff.pop(run.request.handoff_id, None)
-            self._early_reservations.pop(run.request.handoff_id, None)
         return []
 
     def _give_back(self, run: PrefillRun) -> None:

@@ -1,17 +1,21 @@
 """The scheduler's shell: hears the fleet, answers placements."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from schemas import subjects
+from schemas.ids import is_subject_token
 from schemas.message import Message
 from schemas.request import PlaceRequest
-from schemas.worker import DescribeFleet
-from services.bus.base import Bus
+from schemas.worker import DescribeFleet, WorkerJoined, WorkerLeft, WorkerLoad
+from services.bus.base import Bus, BusError
 from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig
 from services.runtime import now_ms
 from services.scheduler.core import FleetEvent, SchedulerCore
+
+log = logging.getLogger(__name__)
 
 EXPIRY_INTERVAL_S = 0.25
 
@@ -24,8 +28,13 @@ async def run_scheduler(
     door = TypedBus(bus, "scheduler")
 
     def hear(received: Received[FleetEvent]) -> None:
-        for left in core.handle(received.message, now_ms()):
-            tasks.create_task(door.publish(subjects.LEFT, (left.worker_id,), left), name="say who was replaced")
+        message = received.message
+        worker_id = message.worker.worker_id if isinstance(message, WorkerJoined | WorkerLoad) else message.worker_id
+        if not is_subject_token(worker_id):
+            door.num_dropped += 1
+            return
+        for left in core.handle(message, now_ms()):
+            tasks.create_task(_say_left(door, left), name="say who was replaced")
 
     async def place(received: Received[PlaceRequest]) -> Message:
         return core.place(received.message, now_ms())
@@ -52,4 +61,11 @@ async def _declare_silent(core: SchedulerCore, door: TypedBus) -> None:
     while True:
         await asyncio.sleep(EXPIRY_INTERVAL_S)
         for left in core.expire(now_ms()):
-            await door.publish(subjects.LEFT, (left.worker_id,), left)
+            await _say_left(door, left)
+
+
+async def _say_left(door: TypedBus, left: WorkerLeft) -> None:
+    try:
+        await door.publish(subjects.LEFT, (left.worker_id,), left)
+    except BusError as error:
+        log.warning("could not say that %s left: %s", left.worker_id, error)

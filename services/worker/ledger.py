@@ -28,6 +28,8 @@ class BlockLedger:
         first = hasher.num_hashed_blocks
         fresh: list[BlockHash] = []
         for at, block_hash in enumerate(hasher.extend(token_ids, num_tokens), start=first):
+            if self._hash_of.get(block_table[at]) == block_hash:
+                continue  # recorded before
             self._hash_of[block_table[at]] = block_hash
             copies = self._num_copies[block_hash] = self._num_copies.get(block_hash, 0) + 1
             if copies == 1:

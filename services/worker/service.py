@@ -29,21 +29,25 @@ async def run_worker(
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     worker = Worker(parts, config, bus, telemetry)
     reads: Reads | None = None
-    async with asyncio.TaskGroup() as tasks:
-        if parts.role == "prefill":
-            worker.holder.start(config.worker)
-        if parts.role in ("prefill", "aggregated"):
-            await start_prefill(worker, tasks)
-        if parts.role == "decode":
-            reads = await start_decode(worker, tasks)
-        await worker.start(tasks)
-        clockwork = tasks.create_task(worker.run(), name="clockwork")
-        if on_ready is not None:
-            on_ready()
-        await stop.wait()
-        clockwork.cancel()
-        if reads is not None:
-            await reads.close()
-        await worker.close()
-        await worker.outbox.sent.wait()
-        await worker.door.close()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            if parts.role == "prefill":
+                worker.holder.start(config.worker)
+            if parts.role in ("prefill", "aggregated"):
+                await start_prefill(worker, tasks)
+            if parts.role == "decode":
+                reads = await start_decode(worker, tasks)
+            await worker.start(tasks)
+            clockwork = tasks.create_task(worker.run(), name="clockwork")
+            if on_ready is not None:
+                on_ready()
+            await stop.wait()
+            worker.stop_intake()
+            clockwork.cancel()
+            if reads is not None:
+                await reads.close()
+            await worker.close()
+            await worker.outbox.sent.wait()
+            await worker.door.close()
+    finally:
+        worker.holder.close()  # whatever ended us, the memory is given back

@@ -4,6 +4,7 @@ Cores run on the event loop only. The engine's and the plane's threads post what
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -143,11 +144,14 @@ class Worker:
             tasks.create_task(self._report_load(), name="load")
             tasks.create_task(self._tick(), name="tick")
 
+    def stop_intake(self) -> None:
+        """Take no new work and start no new read."""
+        for core in self._cores:
+            core.draining = True
+
     async def close(self) -> None:
         """Leave in order: say so, end the engine, close the plane, send what is left."""
         worker_id, incarnation = self.parts.worker_id, self.parts.incarnation
-        for core in self._cores:
-            core.draining = True
         self.outbox.put(subjects.DRAINING, (worker_id,), WorkerDraining(worker_id=worker_id, incarnation=incarnation))
         if await asyncio.to_thread(self._engine.stop, ENGINE_STOP_TIMEOUT_S):
             self.parts.engine.close()
@@ -186,7 +190,8 @@ class Worker:
                 case Submit():
                     self._submit(action)
                 case Withdraw(key=(request_id, attempt)):
-                    self._engine.cancel(request_id, attempt)
+                    with contextlib.suppress(EngineStoppedError):  # its end fails the sequence anyway
+                        self._engine.cancel(request_id, attempt)
                 case Publish(subject=subject, ids=ids, message=message, key=key):
                     self.outbox.put(subject, ids, message, self.spans.traceparent(key))
                 case Offer(lease=lease, request=request):
@@ -237,7 +242,7 @@ class Worker:
         if trace is None:
             return
         self.spans.released(trace.key, self.spans.first_token_ns(trace.key), num_blocks, action.reason)
-        self.forget(trace.key)
+        self.spans.forget(trace.key)
         self._drop_lease_trace(action.lease_id, trace)
 
     def _stored(self, sequence: Sequence, num_tokens: int) -> None:
@@ -265,6 +270,8 @@ class Worker:
             sequence = sampled.sequence
             if sampled.index == 0:
                 self.spans.prefilled(sequence)
+            if sampled.local_end:
+                self.holder.sequence_ended((sequence.request_id, sequence.attempt))
             if sampled.local_end and sequence.max_local_tokens is None:
                 self.spans.decoded(sequence, sampled.finish_reason or "")
                 ended.append(sequence)

@@ -2,6 +2,7 @@
 
 from typing import TypeVar
 
+import msgspec
 import pytest
 
 from dataplane.pool import BlockPool
@@ -208,4 +209,30 @@ def test_a_repeated_reservation_is_answered_again() -> None:
     first, _ = bench.core.reserve(case.reserve(), 0)
     again, actions = bench.core.reserve(case.reserve(), 1)
     assert again == first and actions == []
+    assert bench.core.num_runs == 1
+
+
+def test_a_source_that_is_lost_while_waiting_for_blocks_costs_a_recompute_once_there_are_some() -> None:
+    bench = Bench(num_blocks=3)
+    bench.core.reserve(case.reserve(1), 0)
+    bench.core.reserve(case.reserve(2), 0)
+    assert bench.core.left(WorkerLeft(worker_id=case.PREFILL, incarnation="a", reason="silent"), 1) != []  # the first's
+    actions = bench.core.removed(("r1", 1), 2)
+    submit = one(actions, Submit)
+    assert (submit.sequence.request_id, submit.sequence.num_computed_tokens) == ("r2", 0)
+
+
+def test_a_draining_worker_starts_no_read() -> None:
+    bench = Bench()
+    bench.core.reserve(case.reserve(), 0)
+    bench.core.draining = True
+    assert bench.core.offered(case.offered()) == []
+
+
+def test_one_hand_over_belongs_to_one_attempt() -> None:
+    bench = Bench()
+    bench.core.reserve(case.reserve(1), 0)
+    stolen = msgspec.structs.replace(case.reserve(2), handoff_id=case.reserve(1).handoff_id)
+    reply, actions = bench.core.reserve(stolen, 0)
+    assert isinstance(reply, Refused) and reply.reason == "invalid" and actions == []
     assert bench.core.num_runs == 1

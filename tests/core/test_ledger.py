@@ -45,3 +45,11 @@ def test_the_inventory_is_what_was_stored_and_not_evicted() -> None:
     page = ledger.inventory(0)
     assert (page.sequence, page.next_offset) == (3, None)
     assert split_hashes(page.block_hashes) == hash_blocks(range(100, 108), 4, model_fingerprint="f")
+
+
+def test_recording_a_block_again_counts_it_once() -> None:
+    ledger, tokens = BlockLedger(WorkerId("w"), "a"), list(range(8))
+    stored(ledger, tokens, [0, 1])
+    assert ledger.record(hasher(), tokens, 8, [0, 1]) is None
+    assert ledger.forget([0, 1]) is not None
+    assert ledger.inventory(0).block_hashes == b""

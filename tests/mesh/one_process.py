@@ -123,12 +123,16 @@ class Client:
         assert isinstance(placement, Placement), placement
         return placement
 
+    def expect(self, request_id: str) -> Answer:
+        """Return what will fill with this request's tokens."""
+        return self._answers.setdefault(request_id, Answer())
+
     async def send(
         self, request_id: str, prompt: list[int], sampling: SamplingParams, *, deadline_ms: int = 60_000
     ) -> Answer:
         """Start one attempt; the answer fills as it comes."""
         placement = await self.place(request_id, len(prompt), sampling.max_tokens)
-        answer = self._answers[request_id] = Answer()
+        answer = self.expect(request_id)
         deadline = now_ms() + deadline_ms
         split = placement.decode_worker is not None
         handoff_id = HandoffId(f"{request_id}-1") if split else None

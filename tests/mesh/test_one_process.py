@@ -4,11 +4,13 @@ import asyncio
 import random
 import threading
 
+import msgspec
 import pytest
 
 from dataplane.layout import KVLayout
 from schemas import subjects
 from schemas.block import pack_tokens
+from schemas.directory import Inventory, ReadInventory
 from schemas.handoff import BlocksReserved, Endpoint, KVOffered
 from schemas.ids import HandoffId, LeaseId, RequestId, WorkerId
 from schemas.request import ReservationQueued, ReserveBlocks, SamplingParams
@@ -112,21 +114,7 @@ async def test_a_read_that_is_stopped_before_its_first_step_is_concluded() -> No
         reserve = reservation(client, 0)
         assert isinstance(await client.door.ask(subjects.RESERVE, ("d-0",), reserve, 10), BlocksReserved)
         await client.until(lambda fleet: any(w.blocks.free < w.blocks.total for w in fleet), "the reservation")
-        offer = KVOffered(
-            request_id=reserve.request_id,
-            attempt=1,
-            deadline_ms=reserve.deadline_ms,
-            handoff_id=reserve.handoff_id,
-            source_worker=WorkerId("p-0"),
-            target_worker=WorkerId("d-0"),
-            lease_id=LeaseId("lease"),
-            epoch=1,
-            lease_ms=1000,
-            ticket="none",
-            endpoint=Endpoint(host="127.0.0.1", port=1, carriers=("tcp",), arena="none", arena_nonce="none"),
-            fingerprint=LAYOUT.fingerprint,
-            num_tokens=3,
-        )
+        offer = offer_for(reserve)
         # Without a pause between them, both are handled before the read's task has its first turn.
         offering = client.door.publish(subjects.OFFERED, ("p-0", "d-0", "r0-1"), offer)
         await asyncio.gather(offering, client.cancel("r0"))
@@ -147,6 +135,25 @@ def reservation(client: Client, number: int, *, max_tokens: int = 5) -> ReserveB
     )
 
 
+def offer_for(reserve: ReserveBlocks) -> KVOffered:
+    """An offer that leads nowhere."""
+    return KVOffered(
+        request_id=reserve.request_id,
+        attempt=1,
+        deadline_ms=reserve.deadline_ms,
+        handoff_id=reserve.handoff_id,
+        source_worker=WorkerId("p-0"),
+        target_worker=WorkerId("d-0"),
+        lease_id=LeaseId("lease"),
+        epoch=1,
+        lease_ms=1000,
+        ticket="none",
+        endpoint=Endpoint(host="127.0.0.1", port=1, carriers=("tcp",), arena="none", arena_nonce="none"),
+        fingerprint=LAYOUT.fingerprint,
+        num_tokens=3,
+    )
+
+
 async def test_a_worker_stops_although_reservations_wait_for_blocks() -> None:
     async with asyncio.timeout(60):
         async with one_process_mesh(make_parts("p-0", "prefill"), make_parts("d-0", "decode", num_blocks=10)) as client:
@@ -156,3 +163,49 @@ async def test_a_worker_stops_although_reservations_wait_for_blocks() -> None:
             ]
             await client.until(lambda fleet: sum(w.num_queued for w in fleet) == 3, "a queue")
     assert [type(reply) for reply in replies] == [BlocksReserved] + [ReservationQueued] * 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"deadline_ms": 10**25},
+        {"ticket": "t" * 9_000},
+        {"endpoint": ("h" * 70, 1)},
+        {"endpoint": ("127.0.0.1", 99_999)},
+    ],
+)
+async def test_a_bad_offer_costs_a_recompute_and_nothing_else(change: dict[str, object]) -> None:
+    async with one_process_mesh(make_parts("p-0", "prefill"), make_parts("d-0", "decode")) as client:
+        reserve = reservation(client, 0)
+        answer = client.expect("r0")
+        assert isinstance(await client.door.ask(subjects.RESERVE, ("d-0",), reserve, 10), BlocksReserved)
+        host, port = change.pop("endpoint", ("127.0.0.1", 1))  # type: ignore[misc]
+        endpoint = Endpoint(host=host, port=port, carriers=("tcp",), arena="none", arena_nonce="none")
+        await client.door.publish(
+            subjects.OFFERED,
+            ("p-0", "d-0", "r0-1"),
+            msgspec.structs.replace(offer_for(reserve), endpoint=endpoint, **change),
+        )
+        async with asyncio.timeout(30):
+            await answer.ended.wait()
+        assert answer.token_ids == expected([1, 2, 3], reserve.sampling)
+        assert answer.report is not None and answer.report.recomputed_tokens == 3
+        await client.until_free()
+
+
+async def test_cancelled_prompts_leave_nothing_in_the_directory() -> None:
+    parts = make_parts("p-0", "prefill", num_blocks=64)
+    params = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
+    async with one_process_mesh(parts, make_parts("d-0", "decode", num_blocks=64), token_budget=8) as client:
+        for number in range(5):
+            await client.send(f"r{number}", [number + 1] * 300, params)
+            await client.cancel(f"r{number}")
+            await client.until_free()
+        async with asyncio.timeout(30):  # a load that says "free" may be older than the last request
+            while True:
+                page = await client.door.ask(subjects.INVENTORY, ("p-0",), ReadInventory(), 10)
+                assert isinstance(page, Inventory)
+                if page.block_hashes == b"":
+                    break
+                await asyncio.sleep(0.01)
+        assert page.sequence > 0, "nothing was computed before it was cancelled"
