@@ -3,6 +3,8 @@
 import asyncio
 import random
 import threading
+import time
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -14,7 +16,7 @@ from schemas.directory import Inventory, ReadInventory
 from schemas.handoff import BlocksReserved, Endpoint, KVOffered
 from schemas.ids import HandoffId, LeaseId, RequestId, WorkerId
 from schemas.request import ReservationQueued, ReserveBlocks, SamplingParams
-from services.engine.fake import fake_answer
+from services.engine.fake import FakeEngine, fake_answer
 from services.runtime import now_ms
 from tests.mesh.one_process import LAYOUT, VOCAB, Client, make_parts, one_process_mesh
 
@@ -194,18 +196,25 @@ async def test_a_bad_offer_costs_a_recompute_and_nothing_else(change: dict[str, 
 
 
 async def test_cancelled_prompts_leave_nothing_in_the_directory() -> None:
+    """Each is cancelled between two chunks, when some of its blocks have been told to the directory."""
     parts = make_parts("p-0", "prefill", num_blocks=64)
+    assert isinstance(parts.engine, FakeEngine)
+    parts.engine.before_step = lambda _: time.sleep(0.005)
     params = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
     async with one_process_mesh(parts, make_parts("d-0", "decode", num_blocks=64), token_budget=8) as client:
+
+        async def until_inventory(holds: Callable[[Inventory], bool]) -> None:
+            async with asyncio.timeout(30):
+                while True:
+                    page = await client.door.ask(subjects.INVENTORY, ("p-0",), ReadInventory(), 10)
+                    assert isinstance(page, Inventory)
+                    if holds(page):
+                        return
+                    await asyncio.sleep(0.002)
+
         for number in range(5):
             await client.send(f"r{number}", [number + 1] * 300, params)
+            await until_inventory(lambda page: page.block_hashes != b"")
             await client.cancel(f"r{number}")
+            await until_inventory(lambda page: page.block_hashes == b"")
             await client.until_free()
-        async with asyncio.timeout(30):  # a load that says "free" may be older than the last request
-            while True:
-                page = await client.door.ask(subjects.INVENTORY, ("p-0",), ReadInventory(), 10)
-                assert isinstance(page, Inventory)
-                if page.block_hashes == b"":
-                    break
-                await asyncio.sleep(0.01)
-        assert page.sequence > 0, "nothing was computed before it was cancelled"
