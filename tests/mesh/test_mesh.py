@@ -104,7 +104,7 @@ def test_the_bus_reads_like_a_story(mesh: Mesh) -> None:
 
 def test_the_trace_is_one_connected_tree(mesh: Mesh) -> None:
     request_id = mesh.complete(QUESTION)["usage"]["kvmesh"]["request_id"]
-    wanted = {"tokenize", "place", "prefill", "decode", "kv.release"}
+    wanted = {"POST /v1/completions", "tokenize", "place", "prefill", "decode", "kv.release"}
 
     def names() -> list[str]:
         return [span.name for span in find_trace(load_spans(mesh.supervisor.trace_dir), request_id)]
