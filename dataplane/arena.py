@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dataplane.layout import KVLayout
+from dataplane.layout import ArenaShape
 
 SHM_DIR = Path("/dev/shm")
 HEADER_BYTES = 4096
@@ -64,9 +64,9 @@ class Arena:
         self.buffer = memoryview(mapping)[HEADER_BYTES:]
 
     @classmethod
-    def create(cls, layout: KVLayout, num_blocks: int) -> "Arena":
+    def create(cls, shape: ArenaShape) -> "Arena":
         """Return a new arena for `num_blocks` blocks, owned by this process. Raises ArenaTooLargeError."""
-        num_bytes = layout.block_bytes * num_blocks
+        num_bytes = shape.num_bytes
         needed = HEADER_BYTES + num_bytes
         room = os.statvfs(SHM_DIR)
         if room.f_blocks and needed > (available := room.f_bavail * room.f_frsize):

@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from dataplane.arena import ByteArray
-from dataplane.layout import KEY, VALUE, KVLayout, Segment, slot_spans
+from dataplane.layout import KEY, VALUE, ArenaShape, BlockTables, slot_spans
 from dataplane.stream import Header, TransferStats
 
 PIECE_BYTES = 512 << 10
@@ -21,31 +21,33 @@ PIECE_BYTES = 512 << 10
 class SequenceMemory:
     """One sequence's tokens in an arena of `num_blocks` blocks. Keeps the memory alive."""
 
-    def __init__(self, array: ByteArray, layout: KVLayout, num_blocks: int, segments: Sequence[Segment]) -> None:
-        if num_blocks * layout.block_bytes > array.nbytes:
-            raise ValueError(f"{num_blocks} blocks do not fit into {array.nbytes} bytes")
-        for first, size in segments:
-            if first < 0 or size < 0 or first + size > num_blocks:
-                raise ValueError(f"no such blocks: {first}+{size} of {num_blocks}")
+    def __init__(self, array: ByteArray, shape: ArenaShape, tables: BlockTables) -> None:
+        if shape.num_bytes > array.nbytes or len(tables) != len(shape.num_blocks):
+            raise ValueError(f"{shape.num_blocks} blocks do not fit into {array.nbytes} bytes")
+        for table, num_blocks in zip(tables, shape.num_blocks, strict=True):
+            for first, size in table.segments:
+                if first < 0 or size < 0 or first + size > num_blocks:
+                    raise ValueError(f"no such blocks: {first}+{size} of {num_blocks}")
         self._array = array
-        self._layout = layout
-        self._num_blocks = num_blocks
-        self._segments = segments
+        self._shape = shape
+        self._layout = shape.layout
+        self._tables = tables
 
     @property
     def num_slots(self) -> int:
-        return sum(segment.num_blocks for segment in self._segments) * self._layout.block_size
+        return self._tables[0].end_block * self._layout.block_size
 
     def views(self, data: Header) -> list[ByteArray]:
         """Return the frame's bytes as views, in the frame's order."""
         layout, array = self._layout, self._array
         token_bytes = layout.token_bytes
-        spans = slot_spans(self._segments, layout.block_size, data.first_token, data.first_token + data.num_tokens)
         views: list[ByteArray] = []
         for layer in range(data.layer, data.layer + data.num_layers):
+            table = self._tables[layout.group_of_layer[layer]]
+            spans = slot_spans(table, layout.block_size, data.first_token, data.first_token + data.num_tokens)
             for key_or_value in (KEY, VALUE):
                 for slot, num_tokens in spans:
-                    at = layout.offset(self._num_blocks, layer, key_or_value, slot)
+                    at = self._shape.offset(layer, key_or_value, slot)
                     views.append(array[at : at + num_tokens * token_bytes])
         return views
 

@@ -12,7 +12,7 @@ from typing import Protocol
 from dataplane import frames, shm, tcp
 from dataplane.arena import Arena, ByteArray
 from dataplane.frames import SequenceMemory
-from dataplane.layout import KVLayout, Segment
+from dataplane.layout import ArenaShape, BlockTables
 from dataplane.lease import LeaseRefusedError
 from dataplane.progress import KVProgress
 from dataplane.stream import (
@@ -46,9 +46,10 @@ _MAX_REASON_CHARS = 1000
 class ReadableKV:
     """What a ticket gives access to."""
 
-    segments: tuple[Segment, ...]
+    tables: BlockTables
     num_tokens: int
     progress: KVProgress
+    first_token: int = 0
 
 
 class LeaseGate(Protocol):
@@ -76,8 +77,7 @@ class HolderContext:
     """What all streams of a server share. Timeouts in seconds."""
 
     arena: Arena
-    num_blocks: int
-    layout: KVLayout
+    shape: ArenaShape
     gate: LeaseGate
     secret: bytes
     carriers: tuple[str, ...]
@@ -162,8 +162,8 @@ class HolderStream:
             ticket = verify(context.secret, wanted.ticket, time.time_ns() // 1_000_000)
         except TicketRefusedError as error:
             raise _RefusedError("ticket", error.reason) from error
-        if wanted.fingerprint != context.layout.fingerprint:
-            raise _RefusedError("fingerprint", f"this holder's KV is {context.layout.fingerprint}")
+        if wanted.fingerprint != context.shape.layout.fingerprint:
+            raise _RefusedError("fingerprint", f"this holder's KV is {context.shape.layout.fingerprint}")
         if wanted.carrier not in context.carriers:
             raise _RefusedError("carrier", f"this holder offers {', '.join(context.carriers)}")
         try:
@@ -186,8 +186,10 @@ class _Service:
         self._ticket = ticket
         self._readable = readable
         self._carrier = holder_carrier(wanted.carrier)
-        self._memory = SequenceMemory(context.arena.array, context.layout, context.num_blocks, readable.segments)
-        self._planner = FramePlanner(context.layout, wanted.first_token, wanted.num_tokens, self._carrier.frame_bytes)
+        self._memory = SequenceMemory(context.arena.array, context.shape, readable.tables)
+        self._planner = FramePlanner(
+            context.shape.layout, wanted.first_token, wanted.num_tokens, self._carrier.frame_bytes
+        )
         self._uncommitted: deque[tuple[int, int]] = deque()  # sequence and digest
         self._num_acked = 0
         self._unsent = b""
@@ -219,8 +221,8 @@ class _Service:
         accepted = Accepted(
             carrier=self.stats.carrier,
             digests=self._context.digests,
-            num_blocks=self._context.num_blocks if shared else 0,
-            segments=self._readable.segments if shared else (),
+            num_blocks=self._context.shape.num_blocks if shared else (),
+            tables=self._readable.tables if shared else (),
         )
         self._unsent = encode_frame(Kind.ACCEPTED, accepted)
 

@@ -1,14 +1,19 @@
 """How KV lies in an arena: `[layer, k/v, block, token, head, dim]`, so that one layer of a run of blocks is one copy
 and attention on the CPU reads a view.
+
+Layers that see the same window form a cache group. Each group has blocks of its own, numbered from 0, and a sequence has
+one block table per group. A sliding-window layer needs only what its window can still see: its table may begin late, and
+may name a physical block again where an older one is not needed any more (a ring).
 """
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 KEY, VALUE = 0, 1
 
@@ -20,6 +25,21 @@ class Segment(NamedTuple):
     num_blocks: int
 
 
+class BlockTable(NamedTuple):
+    """Where one cache group's blocks of a sequence lie: its blocks `first_block`, `first_block` + 1, … in order."""
+
+    segments: tuple[Segment, ...]
+    first_block: int = 0
+
+    @property
+    def end_block(self) -> int:
+        return self.first_block + sum(segment.num_blocks for segment in self.segments)
+
+
+BlockTables = tuple[BlockTable, ...]
+"""One table per cache group, in the order of `KVLayout.groups`."""
+
+
 class SlotSpan(NamedTuple):
     """A contiguous run of token slots of an arena; slot = block_id · block_size + offset in the block."""
 
@@ -27,16 +47,30 @@ class SlotSpan(NamedTuple):
     num_tokens: int
 
 
-class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of one model's KV. Two arenas may exchange KV only when their fingerprints are equal."""
+class CacheGroup(NamedTuple):
+    """Layers that see the same `window` of tokens, the query itself included; 0: all tokens."""
+
+    window: int
+    layers: tuple[int, ...]
+
+
+class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """The shape of one model's KV on one worker. Two arenas may exchange KV only when their fingerprints are equal."""
 
     weights: str
     """Identity of the weights that computed the KV."""
     dtype: str
     num_layers: int
     num_kv_heads: int
+    """The heads that this worker holds: all, or its shard's."""
     head_dim: int
     block_size: int
+    windows: tuple[int, ...] = ()
+    """Per layer how many tokens a query sees, itself included; 0: all. Empty: all layers see all tokens."""
+    first_head: int = 0
+    """The first of the model's KV heads that this worker holds."""
+    total_kv_heads: int = 0
+    """The model's KV heads over all shards; 0: `num_kv_heads`."""
 
     @property
     def token_bytes(self) -> int:
@@ -44,19 +78,86 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_kv_heads * self.head_dim * ITEM_BYTES[self.dtype]
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of one block over all layers, keys and values."""
-        return self.num_layers * 2 * self.block_size * self.token_bytes
+    def layer_block_bytes(self) -> int:
+        """Bytes of one block in one layer, keys and values."""
+        return 2 * self.block_size * self.token_bytes
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers, keys and values."""
+        return self.num_layers * self.layer_block_bytes
+
+    @cached_property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """The cache groups: the layers that see all tokens first, then by window."""
+        windows = self.windows or (0,) * self.num_layers
+        return tuple(
+            CacheGroup(window, tuple(layer for layer, w in enumerate(windows) if w == window))
+            for window in sorted(set(windows))
+        )
+
+    @cached_property
+    def group_of_layer(self) -> tuple[int, ...]:
+        """Index into `groups`, per layer."""
+        indexes = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
+        return tuple(indexes[layer] for layer in range(self.num_layers))
+
+    @property
+    def is_windowed(self) -> bool:
+        """Say whether any layer forgets."""
+        return any(self.windows)
+
+    @cached_property
     def fingerprint(self) -> str:
-        """Hex digest over every field and the format version."""
-        text = msgspec.json.encode((FORMAT_VERSION, self))
+        """Hex digest over the format version and every field but those that tell shards of one model apart."""
+        heads = self.total_kv_heads or self.num_kv_heads
+        parts = (self.weights, self.dtype, self.num_layers, heads, self.head_dim, self.block_size, self.windows)
+        text = msgspec.json.encode((FORMAT_VERSION, parts))
         return hashlib.blake2b(text, digest_size=16).hexdigest()
 
-    def offset(self, num_blocks: int, layer: int, key_or_value: int, slot: int) -> int:
-        """Return the byte offset of a slot's keys (KEY) or values (VALUE) in an arena of `num_blocks` blocks."""
-        return ((layer * 2 + key_or_value) * num_blocks * self.block_size + slot) * self.token_bytes
+    def first_needed_block(self, group: int, num_tokens: int) -> int:
+        """Return the first block that a cache group still needs of a sequence of `num_tokens` tokens.
+
+        Enough for the next token, and for a prefix hit at the sequence's last block border.
+        """
+        window = self.groups[group].window
+        if not window:
+            return 0
+        border = num_tokens // self.block_size * self.block_size
+        return max(0, border - window + 1) // self.block_size
+
+
+class ArenaShape(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """A layout and how many blocks each of its cache groups has: everything about where bytes lie in an arena."""
+
+    layout: KVLayout
+    num_blocks: tuple[int, ...]
+
+    @cached_property
+    def _layer_bases(self) -> tuple[int, ...]:
+        """Byte offset of each layer, and of the end."""
+        bases = [0]
+        for group in self.layout.group_of_layer:
+            bases.append(bases[-1] + self.num_blocks[group] * self.layout.layer_block_bytes)
+        return tuple(bases)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._layer_bases[-1]
+
+    def blocks_of_layer(self, layer: int) -> int:
+        """Return how many blocks this layer's cache group has."""
+        return self.num_blocks[self.layout.group_of_layer[layer]]
+
+    def offset(self, layer: int, key_or_value: int, slot: int) -> int:
+        """Return the byte offset of a slot's keys (KEY) or values (VALUE)."""
+        rows = key_or_value * self.blocks_of_layer(layer) * self.layout.block_size + slot
+        return self._layer_bases[layer] + rows * self.layout.token_bytes
+
+
+def uniform_shape(layout: KVLayout, num_blocks: int) -> ArenaShape:
+    """Return the shape of an arena that has `num_blocks` blocks in every cache group."""
+    return ArenaShape(layout=layout, num_blocks=(num_blocks,) * len(layout.groups))
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
@@ -64,14 +165,16 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def slot_spans(segments: Sequence[Segment], block_size: int, start: int, end: int) -> list[SlotSpan]:
-    """Return where tokens [start, end) of a request lie, in order.
+def slot_spans(table: BlockTable, block_size: int, start: int, end: int) -> list[SlotSpan]:
+    """Return where tokens [start, end) of a sequence lie, in order.
 
-    Raises ValueError when the segments hold fewer than `end` tokens.
+    Raises ValueError when the table does not cover them.
     """
+    if start < end and start < table.first_block * block_size:
+        raise ValueError(f"token {start} lies before this table, which begins at block {table.first_block}")
     spans: list[SlotSpan] = []
-    passed = 0
-    for segment in segments:
+    passed = table.first_block * block_size
+    for segment in table.segments:
         size = segment.num_blocks * block_size
         first, last = max(start, passed), min(end, passed + size)
         if first < last:
@@ -83,5 +186,16 @@ def slot_spans(segments: Sequence[Segment], block_size: int, start: int, end: in
 
 
 def block_ids(segments: Iterable[Segment]) -> list[int]:
-    """Return the block table that the segments stand for."""
+    """Return the blocks that the segments stand for."""
     return [block for s in segments for block in range(s.first_block, s.first_block + s.num_blocks)]
+
+
+def segments_of(block_ids: Sequence[int]) -> tuple[Segment, ...]:
+    """Return the blocks as segments, joining neighbours that follow each other."""
+    runs: list[Segment] = []
+    for block in block_ids:
+        if runs and runs[-1].first_block + runs[-1].num_blocks == block:
+            runs[-1] = Segment(runs[-1].first_block, runs[-1].num_blocks + 1)
+        else:
+            runs.append(Segment(block, 1))
+    return tuple(runs)

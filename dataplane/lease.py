@@ -5,11 +5,11 @@ is refused to readers even while nobody has called `expire` yet. The caller hold
 """
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dataplane.layout import Segment
+from dataplane.layout import BlockTables, block_ids
 from schemas.ids import LeaseId, WorkerId
 
 RefusalReason = Literal["unknown", "expired", "epoch", "reader"]
@@ -23,7 +23,8 @@ class LeaseState(enum.StrEnum):
 
 @dataclass(slots=True, frozen=True)
 class Lease:
-    """`reader` may read `num_tokens` tokens in `segments`, which `holder` keeps as they are until `expires_at_ms`.
+    """`reader` may read tokens [first_token, num_tokens) in `tables`, whose blocks `holder` keeps as they are until
+    `expires_at_ms`. Of a cache group with a window only what its table covers can be read.
 
     `epoch` is unique to this grant: a ticket for an earlier grant of the same id reads nothing.
     """
@@ -32,9 +33,10 @@ class Lease:
     epoch: int
     holder: WorkerId
     reader: WorkerId
-    segments: tuple[Segment, ...]
+    tables: BlockTables
     num_tokens: int
     expires_at_ms: int
+    first_token: int = 0
     state: LeaseState = LeaseState.ACTIVE
     outcome: str = ""
 
@@ -65,12 +67,11 @@ class LeaseTable:
     @property
     def num_leased_blocks(self) -> int:
         """Blocks under at least one active lease, each counted once."""
-        counted, end = 0, 0
-        for first, size in sorted(s for lease in self._active.values() for s in lease.segments):
-            first, last = max(first, end), first + size
-            counted += max(0, last - first)
-            end = max(end, last)
-        return counted
+        leased: set[tuple[int, int]] = set()
+        for lease in self._active.values():
+            for group, table in enumerate(lease.tables):
+                leased.update((group, block) for block in block_ids(table.segments))
+        return len(leased)
 
     def grant(
         self,
@@ -78,14 +79,15 @@ class LeaseTable:
         lease_id: LeaseId,
         holder: WorkerId,
         reader: WorkerId,
-        segments: tuple[Segment, ...],
+        tables: BlockTables,
         num_tokens: int,
         expires_at_ms: int,
+        first_token: int = 0,
     ) -> Lease:
         """Return a new active lease with an epoch of its own. Asserts that no lease of this id is active."""
         assert lease_id not in self._active, f"{lease_id} is already granted"
         self._last_epoch += 1
-        lease = Lease(lease_id, self._last_epoch, holder, reader, segments, num_tokens, expires_at_ms)
+        lease = Lease(lease_id, self._last_epoch, holder, reader, tables, num_tokens, expires_at_ms, first_token)
         self._active[lease_id] = lease
         return lease
 
@@ -121,10 +123,10 @@ class LeaseTable:
         lease = self._active.pop(lease_id, None)
         return None if lease is None else replace(lease, state=LeaseState.ENDED, outcome=outcome)
 
-    def expire(self, now_ms: int) -> list[Lease]:
-        """End every lease whose time is over and return them, the one that expired first in front."""
+    def expire(self, now_ms: int, concerns: Callable[[LeaseId], bool] = lambda _: True) -> list[Lease]:
+        """End every lease of those it `concerns` whose time is over; return them, the one that expired first in front."""
         over = sorted(
-            (lease for lease in self._active.values() if lease.expires_at_ms <= now_ms),
+            (lease for lease in self._active.values() if lease.expires_at_ms <= now_ms and concerns(lease.lease_id)),
             key=lambda lease: (lease.expires_at_ms, lease.epoch),
         )
         for lease in over:

@@ -4,7 +4,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 
-from dataplane.layout import Segment
+from dataplane.layout import Segment, segments_of
 
 
 class BlockPool:
@@ -59,9 +59,13 @@ class BlockPool:
             self._num_references[block] -= 1
             if not self._num_references[block]:
                 freed.append(block)
-        for segment in _runs(freed):
+        for segment in segments_of(freed):
             self._give_back(segment)
         return freed
+
+    def num_references(self, block: int) -> int:
+        """Return how many references there are to a block; 0: it is free."""
+        return self._num_references[block]
 
     def check_integrity(self) -> None:
         """Assert conservation: every block is free, in exactly one maximal run, or referenced."""
@@ -112,14 +116,3 @@ class BlockPool:
             insort(self._run_starts, first)
             self._run_sizes[first] = end - first
         self.num_free += segment.num_blocks
-
-
-def _runs(blocks: list[int]) -> list[Segment]:
-    """Return the blocks as segments, joining neighbours that follow each other."""
-    runs: list[Segment] = []
-    for block in blocks:
-        if runs and runs[-1].first_block + runs[-1].num_blocks == block:
-            runs[-1] = Segment(runs[-1].first_block, runs[-1].num_blocks + 1)
-        else:
-            runs.append(Segment(block, 1))
-    return runs

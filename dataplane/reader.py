@@ -13,7 +13,7 @@ from dataplane import loopback, shm, tcp
 from dataplane.arena import Arena, ArenaMissingError
 from dataplane.connect import CarrierImpossibleError, choose_carrier
 from dataplane.frames import SequenceMemory
-from dataplane.layout import KVLayout, Segment
+from dataplane.layout import ArenaShape, BlockTables, KVLayout
 from dataplane.shm import AttachedArenas, SharedReader
 from dataplane.stream import (
     Accepted,
@@ -58,7 +58,7 @@ class ReadRequest:
     endpoint: Endpoint
     ticket: str
     carrier: str
-    segments: tuple[Segment, ...]
+    tables: BlockTables
     first_token: int
     num_tokens: int
     deadline_s: float
@@ -110,11 +110,11 @@ class Cancellation:
 class PlaneReader:
     """Reads KV of `layout` into `arena`. Any number of reads may run at once, each into blocks of its own."""
 
-    def __init__(self, arena: Arena, layout: KVLayout, *, connect_timeout_s: float = 5.0) -> None:
+    def __init__(self, arena: Arena, shape: ArenaShape, *, connect_timeout_s: float = 5.0) -> None:
         self._arena = arena
-        self._layout = layout
-        self._fingerprint = layout.fingerprint
-        self._num_blocks = arena.num_bytes // layout.block_bytes
+        self._layout = shape.layout
+        self._shape = shape
+        self._fingerprint = shape.layout.fingerprint
         self._connect_timeout_s = connect_timeout_s
         self._attached = AttachedArenas()
 
@@ -124,7 +124,7 @@ class PlaneReader:
         ticket: str,
         *,
         carrier: str,
-        segments: tuple[Segment, ...],
+        tables: BlockTables,
         first_token: int = 0,
         num_tokens: int,
         deadline_s: float,
@@ -135,7 +135,7 @@ class PlaneReader:
         Raises TransferFailedError, and ValueError when `segments` hold fewer than `num_tokens` tokens. When it is
         cancelled, the thread has ended before CancelledError comes out: the blocks may be given to somebody else.
         """
-        request = ReadRequest(endpoint, ticket, carrier, segments, first_token, num_tokens, deadline_s)
+        request = ReadRequest(endpoint, ticket, carrier, tables, first_token, num_tokens, deadline_s)
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Landed] = loop.create_future()
         cancellation = Cancellation()
@@ -173,7 +173,7 @@ class PlaneReader:
         on_started: Callable[[str], None] = lambda _: None,
     ) -> Landed:
         """Do the read on this thread. `on_started` is called on it. Raises as `read`."""
-        target = SequenceMemory(self._arena.array, self._layout, self._num_blocks, request.segments)
+        target = SequenceMemory(self._arena.array, self._shape, request.tables)
         if not 0 <= request.first_token <= request.num_tokens <= target.num_slots:
             raise ValueError(f"tokens {request.first_token} to {request.num_tokens} in {target.num_slots} slots")
         run = _Read(request, self._layout, cancellation or Cancellation(), on_started)
@@ -236,7 +236,9 @@ class PlaneReader:
         else:
             raise ArenaMissingError(endpoint.arena, "the holder has closed")
         try:
-            return SequenceMemory(array, self._layout, accepted.num_blocks, accepted.segments)
+            return SequenceMemory(
+                array, ArenaShape(layout=self._layout, num_blocks=accepted.num_blocks), accepted.tables
+            )
         except ValueError as error:
             raise ProtocolError(f"segments outside the holder's arena: {error}") from error
 

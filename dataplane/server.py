@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from dataplane import loopback, shm, tcp
 from dataplane.arena import Arena
 from dataplane.holder import HolderContext, HolderStream, JunkError, LeaseGate, ReadableKV
-from dataplane.layout import KVLayout
+from dataplane.layout import ArenaShape
 from dataplane.stream import Kind, Refused, encode_frame
 from dataplane.wire import Wire, WireClosedError, WireTimeoutError
 from schemas.handoff import Endpoint
@@ -61,8 +61,7 @@ class PlaneServer:
     def __init__(
         self,
         arena: Arena,
-        num_blocks: int,
-        layout: KVLayout,
+        shape: ArenaShape,
         gate: LeaseGate,
         secret: bytes,
         options: ServerOptions | None = None,
@@ -73,8 +72,7 @@ class PlaneServer:
         self.num_refused = 0
         self._context = HolderContext(
             arena=arena,
-            num_blocks=num_blocks,
-            layout=layout,
+            shape=shape,
             gate=gate,
             secret=secret,
             carriers=self.options.carriers,

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, TypeVar
 import msgspec
 import xxhash
 
-from dataplane.layout import KVLayout, Segment
+from dataplane.layout import BlockTables, KVLayout
 
 VERSION = 1
 MAX_CONTROL_BYTES = 8 << 10
@@ -113,8 +113,8 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True):
 
     carrier: str
     digests: bool
-    num_blocks: int = 0
-    segments: tuple[Segment, ...] = ()
+    num_blocks: tuple[int, ...] = ()
+    tables: BlockTables = ()
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,9 +1,14 @@
 """Who holds which block. Soft state: each worker numbers its events, a gap is repaired from its inventory."""
 
+from typing import Literal
+
 import msgspec
 
 from schemas.ids import WorkerId
 from schemas.message import Message, RequestMessage
+
+Tier = Literal["arena", "memory", "disk", "remote"]
+"""Where a holder keeps a block: a worker's arena; a store's host memory, its disk, or a server behind it."""
 
 
 class BlocksStored(Message, frozen=True, kw_only=True):
@@ -13,13 +18,17 @@ class BlocksStored(Message, frozen=True, kw_only=True):
     incarnation: str
     sequence: int
     block_hashes: bytes
+    tier: Tier = "arena"
 
 
 class BlocksEvicted(Message, frozen=True, kw_only=True):
+    """Gone from this tier; another tier of the same holder may still have them."""
+
     worker_id: WorkerId
     incarnation: str
     sequence: int
     block_hashes: bytes
+    tier: Tier = "arena"
 
 
 class ReadInventory(Message, frozen=True, kw_only=True):
@@ -31,7 +40,7 @@ class ReadInventory(Message, frozen=True, kw_only=True):
 class Inventory(Message, frozen=True, kw_only=True):
     """What the worker held after its event `sequence`. A page whose `sequence` differs from the first's is stale.
 
-    `next_offset` None: this was the last page.
+    A page is of one tier; a holder with several sends a page or more for each. `next_offset` None: this was the last.
     """
 
     worker_id: WorkerId
@@ -39,6 +48,7 @@ class Inventory(Message, frozen=True, kw_only=True):
     sequence: int
     block_hashes: bytes
     next_offset: int | None = None
+    tier: Tier = "arena"
 
 
 class LocateBlocks(RequestMessage, frozen=True, kw_only=True):
@@ -48,14 +58,18 @@ class LocateBlocks(RequestMessage, frozen=True, kw_only=True):
 
 
 class HolderPrefix(msgspec.Struct, frozen=True, kw_only=True):
-    """`worker_id` held the first `num_blocks` blocks in a row, as far as the directory knows."""
+    """`worker_id` held blocks [first_block, first_block + num_blocks) of those asked for, all in this tier or a faster
+    one, as far as the directory knows."""
 
     worker_id: WorkerId
     incarnation: str
     num_blocks: int
+    first_block: int = 0
+    tier: Tier = "arena"
 
 
 class BlocksLocated(RequestMessage, frozen=True, kw_only=True):
-    """A hint: the holder decides at the lease. Longest prefix first; holders of nothing are left out."""
+    """A hint: the holder decides at the lease. Prefixes first, the longest in front; then runs that begin later, which
+    continue somebody else's prefix. Holders of nothing are left out; a long list is cut."""
 
     holders: tuple[HolderPrefix, ...]

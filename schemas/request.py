@@ -8,7 +8,7 @@ from schemas.ids import GatewayId, HandoffId, TokenIds, WorkerId
 from schemas.message import Message, RequestMessage
 
 FinishReason = Literal["stop", "length"]
-RefusalReason = Literal["no_worker", "draining", "overloaded", "too_long", "deadline", "fingerprint", "invalid"]
+RefusalReason = Literal["no_worker", "draining", "overloaded", "too_long", "deadline", "fingerprint", "invalid", "gone"]
 FailureCode = Literal["transfer_failed", "deadline", "worker_failed", "engine_failed", "draining"]
 
 
@@ -28,6 +28,33 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
 
 
+class KVSource(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks [first_block, first_block + num_blocks) of the prompt are said to lie with `worker_id`."""
+
+    worker_id: WorkerId
+    first_block: int
+    num_blocks: int
+
+
+class PlacementTerms(msgspec.Struct, frozen=True, kw_only=True):
+    """What a decision was made of, in milliseconds and tokens, so that a person can see why."""
+
+    ttft_ms: float = 0.0
+    """The predicted time to first token: queue + pull + compute."""
+    queue_ms: float = 0.0
+    pull_ms: float = 0.0
+    compute_ms: float = 0.0
+    handover_ms: float = 0.0
+    """What the hand-over is expected to expose beyond the prefill."""
+    stall_ms: float = 0.0
+    """What the prefill costs the requests that decode on the same worker."""
+    cached_tokens: int = 0
+    pulled_tokens: int = 0
+    computed_tokens: int = 0
+    alternatives: str = ""
+    """The best of the others and their costs, in words."""
+
+
 class PlaceRequest(RequestMessage, frozen=True, kw_only=True):
     """Which workers should serve this? `block_hashes` are the prompt's, joined (`schemas.block`)."""
 
@@ -39,11 +66,15 @@ class PlaceRequest(RequestMessage, frozen=True, kw_only=True):
 
 
 class Placement(RequestMessage, frozen=True, kw_only=True):
-    """The scheduler's decision. Without a `decode_worker` the request is not split."""
+    """The scheduler's decision. Without a `decode_worker` the request is not split: `prefill_worker`, of any role,
+    computes the prompt and the answer."""
 
     prefill_worker: WorkerId
     decode_worker: WorkerId | None = None
     policy: str = ""
+    sources: tuple[KVSource, ...] = ()
+    """Whom the prefill worker should read from, in order; what none of them gives is computed."""
+    terms: PlacementTerms | None = None
 
 
 class Refused(RequestMessage, frozen=True, kw_only=True):
@@ -74,6 +105,7 @@ class RunPrefill(RequestMessage, frozen=True, kw_only=True):
     sampling: SamplingParams
     handoff_id: HandoffId | None = None
     decode_worker: WorkerId | None = None
+    sources: tuple[KVSource, ...] = ()
 
 
 class PrefillAccepted(RequestMessage, frozen=True, kw_only=True):
@@ -88,6 +120,8 @@ class ReserveBlocks(RequestMessage, frozen=True, kw_only=True):
     prefill_worker: WorkerId
     prompt: TokenIds
     sampling: SamplingParams
+    sources: tuple[KVSource, ...] = ()
+    """Who else may have KV of this prompt, should the prefill worker's not arrive."""
 
 
 class ReservationQueued(RequestMessage, frozen=True, kw_only=True):
@@ -96,13 +130,24 @@ class ReservationQueued(RequestMessage, frozen=True, kw_only=True):
     worker_id: WorkerId
 
 
+class SourceTokens(msgspec.Struct, frozen=True, kw_only=True):
+    worker_id: WorkerId
+    num_tokens: int
+
+
 class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the prompt's KV came from, for `usage` and the trace."""
+    """Where the prompt's KV on one worker came from: cached + transferred + recomputed = the prompt.
+
+    `is_prefill`: said by the prefill worker of a split request; else by the worker that decodes.
+    """
 
     transferred_tokens: int = 0
     recomputed_tokens: int = 0
     cached_tokens: int = 0
     carrier: str = ""
+    transferred_from: tuple[SourceTokens, ...] = ()
+    """The transferred tokens by the worker that they were read from."""
+    is_prefill: bool = False
 
 
 class RequestFailure(msgspec.Struct, frozen=True, kw_only=True):

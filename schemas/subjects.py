@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from schemas.directory import BlocksEvicted, BlocksLocated, BlocksStored, Inventory, LocateBlocks, ReadInventory
 from schemas.handoff import BlocksReserved, HandoffAborted, KVLanded, KVOffered, KVReleased, KVStreaming
+from schemas.kv import BlocksCooling, LeaseGranted, RequestLease
 from schemas.message import Message
 from schemas.request import (
     CancelRequest,
@@ -62,8 +63,10 @@ LOCATE = Subject("mesh.v1.directory.locate", LocateBlocks, (BlocksLocated,), "di
 STORED = Subject("mesh.v1.kv.{}.stored", BlocksStored, (), "directory")
 EVICTED = Subject("mesh.v1.kv.{}.evicted", BlocksEvicted, (), "directory")
 INVENTORY = Subject("mesh.v1.kv.{}.inventory", ReadInventory, (Inventory,), "KV holder")
+LEASE = Subject("mesh.v1.kv.{}.lease", RequestLease, (LeaseGranted, Refused), "KV holder")
+COOLING = Subject("mesh.v1.kv.{}.cooling", BlocksCooling, (), "store")
 
 SUBJECTS: tuple[Subject, ...] = (
     PLACE, FLEET, JOINED, LOAD, DRAINING, LEFT, RUN, RESERVE, RESERVED, OFFERED, STREAMING, LANDED, RELEASED, ABORTED,
-    TOKENS, CANCEL, LOCATE, STORED, EVICTED, INVENTORY,
+    TOKENS, CANCEL, LOCATE, STORED, EVICTED, INVENTORY, LEASE, COOLING,
 )  # fmt: skip

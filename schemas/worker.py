@@ -7,7 +7,7 @@ import msgspec
 from schemas.ids import WorkerId
 from schemas.message import Message
 
-WorkerRole = Literal["prefill", "decode", "aggregated"]
+WorkerRole = Literal["prefill", "decode", "aggregated", "store"]
 WorkerState = Literal["ready", "draining"]
 
 
@@ -27,12 +27,42 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """The conservation law: total = free + running + leased, at all times."""
+    """The conservation law: total = free + cached + running + leased, at all times.
+
+    `cached`: kept for their content only, and given up when room is needed.
+    """
 
     total: int
     free: int
     running: int
     leased: int
+    cached: int = 0
+
+
+class PrefillRate(msgspec.Struct, frozen=True, kw_only=True):
+    """How quickly prompt tokens are computed whose context begins at `context_tokens` or later (up to the next)."""
+
+    context_tokens: int
+    tokens_per_s: float
+
+
+class TransferRate(msgspec.Struct, frozen=True, kw_only=True):
+    """How quickly this worker reads from `source`. `latency_ms`: from asking for a lease to the first byte."""
+
+    source: WorkerId
+    carrier: str
+    bytes_per_s: float
+    latency_ms: float
+
+
+class WorkerRates(msgspec.Struct, frozen=True, kw_only=True):
+    """Moving averages of what happened on this worker; what has not happened yet is left out."""
+
+    prefill: tuple[PrefillRate, ...] = ()
+    transfers: tuple[TransferRate, ...] = ()
+    decode_step_ms: float = 0.0
+    kv_token_bytes: int = 0
+    """Bytes of one token's KV over all layers."""
 
 
 class WorkerJoined(Message, frozen=True, kw_only=True):
@@ -52,6 +82,7 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     """Prompt tokens accepted here and not yet computed or received."""
     num_dropped_messages: int = 0
     num_refused_reads: int = 0
+    rates: WorkerRates = WorkerRates()
 
 
 class WorkerDraining(Message, frozen=True, kw_only=True):

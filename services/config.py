@@ -10,6 +10,7 @@ import msgspec
 from services.errors import UserError
 
 Carrier = Literal["auto", "shm", "tcp"]
+WireDtype = Literal["auto", "same", "int8", "fp8"]
 
 
 class NatsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,7 +37,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    policy: str = "least_loaded"
+    policy: str = "cost"
+    pull_tokens_min: int = 64
+    """Fewer tokens than this are computed rather than read from another worker."""
+    unsplit_tokens_max: int = 512
+    """A decode worker that lacks at most this many tokens of a prompt, and holds most of it, may compute them itself."""
     silent_after_ms: int = 3_000
     """A worker that has said nothing for this long is taken for dead."""
 
@@ -58,6 +63,25 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What readers are told to connect to; empty: `plane_host`."""
     lease_ms: int = 30_000
     digests: bool = True
+    prefix_cache: bool = True
+    """Keep full blocks after their request, and serve later prompts from them."""
+    wire_dtype: WireDtype = "same"
+    """How this worker asks for KV over `tcp`: as it is, compressed, or compressed where that is measured to be quicker."""
+
+
+class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The KV store. `url`: empty for host memory alone, `disk`, `redis://host:port/0` or `valkey://…`."""
+
+    url: str = ""
+    path: str = ""
+    """Folder of the disk tier; empty: `store` in the state folder."""
+    memory_bytes: int = 512 * 1024 * 1024
+    max_bytes: int = 4 * 1024 * 1024 * 1024
+    """Bound of the tier behind memory."""
+    timeout_ms: int = 1_000
+    """How long a reader may be kept waiting for the tier behind memory; what is not there by then is a miss."""
+    ttl_s: int = 7 * 24 * 3600
+    """After so long without a use a server's copy ends by itself, should no store be there to end it."""
 
 
 class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,6 +100,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     gateway: GatewayConfig = GatewayConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     worker: WorkerConfig = WorkerConfig()
+    store: StoreConfig = StoreConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
     @property

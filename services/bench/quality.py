@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from services.bench.meshes import SPLIT, WHOLE, model_of, split_and_whole
-from services.bench.ttft import parse_lengths
+from services.bench.arguments import parse_lengths
+from services.bench.load import base_url, model_of
+from services.bench.meshes import SPLIT, WHOLE, split_and_whole
+from services.bench.model import SHAPE
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.demo_model.corpus import FactPrompt, make_fact_prompt
 from services.errors import UserError
@@ -37,7 +39,7 @@ class QualityRow(msgspec.Struct, frozen=True, kw_only=True):
 
 def run_quality(lengths: str, num_questions: int, *, url: str, as_json: bool) -> None:
     """Measure and print. Raises UserError for lengths that are no lengths."""
-    rows = asyncio.run(_run(parse_lengths(lengths), num_questions, url))
+    rows = asyncio.run(_run(parse_lengths(lengths, "--lengths", SHAPE["context_length"]), num_questions, url))
     if as_json:
         sys.stdout.buffer.write(msgspec.json.encode({"rows": rows}) + b"\n")
         return
@@ -56,7 +58,7 @@ def run_quality(lengths: str, num_questions: int, *, url: str, as_json: bool) ->
 
 async def _run(lengths: list[int], num_questions: int, url: str) -> list[QualityRow]:
     if url:
-        return await _measure({SPLIT: url.rstrip("/").removesuffix("/v1")}, lengths, num_questions)
+        return await _measure({SPLIT: base_url(url)}, lengths, num_questions)
     async with split_and_whole(str(DEMO_MODEL_DIR)) as urls:
         return await _measure(urls, lengths, num_questions)
 
@@ -65,7 +67,7 @@ async def _measure(urls: dict[str, str], lengths: list[int], num_questions: int)
     rng = random.Random(SEED)
     rows: list[QualityRow] = []
     async with httpx.AsyncClient(timeout=600) as client:
-        model = await model_of(client, urls[SPLIT])
+        model = (await model_of(client, urls[SPLIT])).id
         with Progress(console=Console(stderr=True), transient=True) as progress:
             for length in lengths:
                 task = progress.add_task(f"{length} tokens", total=len(urls) * num_questions)

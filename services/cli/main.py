@@ -8,7 +8,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from services.config import Carrier
+from services.cli.bench import bench
+from services.config import Carrier, WireDtype
 from services.errors import UserError
 
 app = typer.Typer(
@@ -17,10 +18,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Serve a language model with prefill and decode on different workers.",
 )
-bench = typer.Typer(no_args_is_help=True, help="Measure a mesh. Each starts its own unless --url names one.")
 app.add_typer(bench, name="bench")
 
-RoleName = Literal["gateway", "scheduler", "directory", "prefill", "decode", "aggregated"]
+RoleName = Literal["gateway", "scheduler", "directory", "prefill", "decode", "aggregated", "store"]
 
 
 @app.command()
@@ -32,7 +32,13 @@ def up(
     carrier: Annotated[Carrier, typer.Option(help="How KV crosses.")] = "auto",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="HTTP port on loopback; 0 finds one.")] = 8000,
     nats: Annotated[str, typer.Option(help="`embedded`, or the URL of a running server.")] = "embedded",
-    policy: Annotated[str, typer.Option(help="Placement: least_loaded or round_robin.")] = "least_loaded",
+    policy: Annotated[str, typer.Option(help="Placement: cost, least_loaded or round_robin.")] = "cost",
+    prefix_cache: Annotated[bool, typer.Option(help="Keep the KV of earlier requests and serve from it.")] = True,
+    pull_tokens_min: Annotated[int, typer.Option(min=0, help="Fewer tokens than this are computed, not read.")] = 64,
+    wire_dtype: Annotated[WireDtype, typer.Option(help="How KV is read over tcp: as it is, or compressed.")] = "same",
+    store: Annotated[str, typer.Option(help="A KV store, if any: memory, disk, redis://… or valkey://….")] = "",
+    store_mib: Annotated[int, typer.Option(min=1, help="Bound of the store's tier behind memory, in MiB.")] = 4096,
+    store_dir: Annotated[str, typer.Option(help="Folder of `--store disk`; .kvmesh/store if left out.")] = "",
     kv_mib: Annotated[int, typer.Option(min=1, help="KV memory of one worker, in MiB.")] = 512,
     token_budget: Annotated[int, typer.Option(min=16, help="Most tokens of one engine step.")] = 512,
     threads: Annotated[int, typer.Option(min=0, help="Threads of one worker; 0 shares the cores out.")] = 0,
@@ -50,6 +56,12 @@ def up(
         port=port,
         nats=nats,
         policy=policy,
+        prefix_cache=prefix_cache,
+        pull_tokens_min=pull_tokens_min,
+        wire_dtype=wire_dtype,
+        store=store,
+        store_bytes=store_mib * 1024 * 1024,
+        store_dir=store_dir,
         kv_bytes=kv_mib * 1024 * 1024,
         token_budget=token_budget,
         num_threads=threads,
@@ -92,32 +104,6 @@ def trace(
     from services.cli.trace import show_trace
 
     show_trace(folder or trace_dir(), request_id or None)
-
-
-@bench.command()
-def ttft(
-    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "100,1000,10000",
-    requests: Annotated[int, typer.Option(min=1, help="Requests a length, with and without the split each.")] = 15,
-    url: Annotated[str, typer.Option(help="Measure this running gateway instead (one mode).")] = "",
-    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-) -> None:
-    """Time to the first and the second token, with and without the split, interleaved in one run."""
-    from services.bench.ttft import run_ttft
-
-    run_ttft(lengths, requests, url=url, as_json=json)
-
-
-@bench.command()
-def quality(
-    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "100,500,2000,2500",
-    questions: Annotated[int, typer.Option(min=1, help="Fresh questions a length.")] = 50,
-    url: Annotated[str, typer.Option(help="Ask this running gateway instead (one mode).")] = "",
-    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-) -> None:
-    """How often the demo model's answer is exactly right, with and without the split."""
-    from services.bench.quality import run_quality
-
-    run_quality(lengths, questions, url=url, as_json=json)
 
 
 def main() -> None:

@@ -69,6 +69,12 @@ def _starter(role: str, name: str, config: MeshConfig) -> Start:
             from services.directory.service import run_directory
 
             return lambda bus, telemetry, stop, ready: run_directory(bus, stop, ready)
+        case "store":
+            from services.store.load import load_store
+            from services.store.service import run_store
+
+            store = load_store(config, name)
+            return lambda bus, telemetry, stop, ready: run_store(config, store, bus, telemetry, stop, ready)
         case _:
             from services.worker.load import load_parts
             from services.worker.service import run_worker

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from schemas import subjects
-from schemas.worker import DescribeFleet, FleetDescribed
+from schemas.worker import BlockCounts, DescribeFleet, FleetDescribed, WorkerLoad
 from services.bus.base import BusError
 from services.bus.nats import NatsBus
 from services.bus.typed import TypedBus
@@ -29,7 +29,9 @@ def run_status(nats_url: str, *, as_json: bool) -> None:
     console = Console(highlight=False)
     where = f"{mesh.url}/v1, " if mesh else ""
     console.print(f"{where}{url}, policy {fleet.policy}, {'ready' if fleet.ready else '[red]not ready[/red]'}")
-    console.print(fleet_table(fleet))
+    console.print(worker_table(fleet))
+    if any(load.worker.role == "store" for load in fleet.workers):
+        console.print(store_table(fleet))
 
 
 async def describe_fleet(nats_url: str) -> FleetDescribed:
@@ -45,20 +47,41 @@ async def describe_fleet(nats_url: str) -> FleetDescribed:
     return reply
 
 
-def fleet_table(fleet: FleetDescribed) -> Table:
+def worker_table(fleet: FleetDescribed) -> Table:
     table = Table(
-        "worker", "role", "state", "running", "queued", "tokens to do", "blocks free / leased / total", "junk"
+        "worker", "role", "state", "running", "queued", "tokens to do", "blocks free / cached / leased / total", "junk"
     )
-    for load in sorted(fleet.workers, key=lambda w: w.worker.worker_id):
-        blocks = load.blocks
-        table.add_row(
-            load.worker.worker_id,
-            load.worker.role,
-            load.state,
-            str(load.num_running),
-            str(load.num_queued),
-            str(load.num_uncomputed_tokens),
-            f"{blocks.free} / {blocks.leased} / {blocks.total}",
-            str(load.num_dropped_messages + load.num_refused_reads),
-        )
+    for load in _sorted(fleet):
+        if load.worker.role != "store":
+            table.add_row(
+                load.worker.worker_id,
+                load.worker.role,
+                load.state,
+                str(load.num_running),
+                str(load.num_queued),
+                str(load.num_uncomputed_tokens),
+                _blocks(load.blocks),
+                _junk(load),
+            )
     return table
+
+
+def store_table(fleet: FleetDescribed) -> Table:
+    """Stores hold KV and compute nothing. Their blocks are those of the memory tier."""
+    table = Table("store", "state", "blocks free / cached / leased / total", "junk")
+    for load in _sorted(fleet):
+        if load.worker.role == "store":
+            table.add_row(load.worker.worker_id, load.state, _blocks(load.blocks), _junk(load))
+    return table
+
+
+def _sorted(fleet: FleetDescribed) -> list[WorkerLoad]:
+    return sorted(fleet.workers, key=lambda load: load.worker.worker_id)
+
+
+def _blocks(blocks: BlockCounts) -> str:
+    return f"{blocks.free} / {blocks.cached} / {blocks.leased} / {blocks.total}"
+
+
+def _junk(load: WorkerLoad) -> str:
+    return str(load.num_dropped_messages + load.num_refused_reads)

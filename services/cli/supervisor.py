@@ -9,6 +9,7 @@ import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 from rich.console import Console
@@ -25,7 +26,9 @@ from services.config import (
     ModelConfig,
     NatsConfig,
     SchedulerConfig,
+    StoreConfig,
     TelemetryConfig,
+    WireDtype,
     WorkerConfig,
     apply_environment,
     child_environment,
@@ -53,7 +56,15 @@ class UpOptions:
     carrier: Carrier = "auto"
     port: int = 8000
     nats: str = "embedded"
-    policy: str = "least_loaded"
+    policy: str = "cost"
+    prefix_cache: bool = True
+    pull_tokens_min: int = SchedulerConfig().pull_tokens_min
+    unsplit_tokens_max: int = SchedulerConfig().unsplit_tokens_max
+    wire_dtype: WireDtype = "same"
+    store: str = ""
+    """Empty: none. Else `memory`, `disk`, or the URL of a Redis or Valkey server."""
+    store_bytes: int = StoreConfig().max_bytes
+    store_dir: str = ""
     kv_bytes: int = 512 * 1024 * 1024
     token_budget: int = 512
     num_threads: int = 0
@@ -63,6 +74,8 @@ class UpOptions:
     def services(self) -> list[tuple[str, str]]:
         """(role, name) of every process, in starting order."""
         pairs = [("scheduler", "scheduler"), ("directory", "directory")]
+        if self.store:
+            pairs.append(("store", "store-0"))
         for role, count in (
             ("prefill", self.num_prefill), ("decode", self.num_decode), ("aggregated", self.num_aggregated),
         ):  # fmt: skip
@@ -146,6 +159,7 @@ class Supervisor:
         """Start everything and return when all of it is ready to serve."""
         options = self._options
         policy_named(options.policy)
+        _store_config(options)
         self.checkpoint = read_checkpoint(options.model or str(DEMO_MODEL_DIR))
         remove_stale_arenas()
         port = _free_port(options.port)
@@ -160,10 +174,10 @@ class Supervisor:
         await self._wait_ready(progress)
 
     async def stop(self) -> None:
-        """Stop intake first (the gateway), then the workers, then what they talk through."""
-        order = {"gateway": 0, "prefill": 1, "aggregated": 1, "decode": 2}
-        for stage in (0, 1, 2, 3):
-            await asyncio.gather(*(c.stop() for c in self._children if order.get(c.role, 3) == stage))
+        """Stop intake first (the gateway), then the workers, the store, then what they talk through."""
+        order = {"gateway": 0, "prefill": 1, "aggregated": 1, "decode": 2, "store": 3}
+        for stage in (0, 1, 2, 3, 4):
+            await asyncio.gather(*(c.stop() for c in self._children if order.get(c.role, 4) == stage))
         for reader in self._readers:
             await reader
         if self._nats is not None:
@@ -192,13 +206,20 @@ class Supervisor:
             nats=NatsConfig(url=self.nats_url),
             model=ModelConfig(path=checkpoint.path, name=checkpoint.name),
             gateway=GatewayConfig(port=port),
-            scheduler=SchedulerConfig(policy=options.policy),
+            scheduler=SchedulerConfig(
+                policy=options.policy,
+                pull_tokens_min=options.pull_tokens_min,
+                unsplit_tokens_max=options.unsplit_tokens_max,
+            ),
             worker=WorkerConfig(
                 kv_bytes=options.kv_bytes,
                 token_budget=options.token_budget,
                 num_threads=num_threads,
                 carrier=options.carrier,
+                prefix_cache=options.prefix_cache,
+                wire_dtype=options.wire_dtype,
             ),
+            store=_store_config(options),
             telemetry=TelemetryConfig(otlp_endpoint=options.otlp_endpoint, trace_dir=str(self.trace_dir)),
         )
         return apply_environment(config)
@@ -244,6 +265,29 @@ class Supervisor:
         await self._readers[self._children.index(child)]  # its last line may say why
         reason = child.error or f"{child.name} ended with code {child.process.returncode}; see {self.log_dir}"
         raise UserError(reason)
+
+
+def _store_config(options: UpOptions) -> StoreConfig:
+    """Return what the store is to be. Raises UserError for a kind that there is none of.
+
+    The disk tier lies beside the run folder, which every start empties: it outlives the mesh.
+    """
+    path = Path(options.store_dir).absolute() if options.store_dir else state_dir() / "store"
+    store = StoreConfig(path=str(path), max_bytes=options.store_bytes)
+    if options.store in ("", "memory"):
+        return store
+    if options.store != "disk" and not _is_server_url(options.store):
+        kinds = "memory, disk, redis://host:port/0 or valkey://host:port/0"
+        raise UserError(f"--store {options.store!r} is no store: give {kinds}, or leave it out")
+    return msgspec.structs.replace(store, url=options.store)
+
+
+def _is_server_url(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        return url.scheme in ("redis", "valkey") and bool(url.hostname) and url.port != 0
+    except ValueError:  # a port that is no number, a bracket that never closes
+        return False
 
 
 def run_up(options: UpOptions) -> int:
@@ -306,6 +350,8 @@ def _greet(console: Console, supervisor: Supervisor, options: UpOptions) -> None
     shape = f"{options.num_aggregated} aggregated" if options.num_aggregated else (
         f"{options.num_prefill} prefill + {options.num_decode} decode"
     )  # fmt: skip
+    if options.store:
+        shape += " + store"
     body = {
         "model": checkpoint.name,
         "prompt": "The code of Ada Brook is 7412. The code of Max Reed is 3055. Q: What is the code of Ada Brook? A:",

@@ -1,14 +1,15 @@
 """What a decode worker decides. Pure: messages, reads, engine results and the time come in, actions go out.
 
-A run waits for blocks, then for the offer, reads, and decodes. A read that fails keeps its landed prefix; the rest of
-the prompt is computed here as chunked prefill in the running batch: bad KV costs time, never a token.
+A run waits for blocks, then for the offer, reads what it has not cached, and decodes. A read that fails keeps its
+landed prefix; the rest is read from whoever else may hold it, or computed here as chunked prefill in the running batch:
+bad KV costs time, never a token.
 """
 
 from collections import deque
 from dataclasses import dataclass
 
-from dataplane.layout import Segment, num_blocks_for
-from dataplane.pool import BlockPool
+from dataplane.cache import BlockCache
+from dataplane.layout import BlockTables, num_blocks_for
 from schemas import subjects
 from schemas.block import pack_tokens
 from schemas.handoff import (
@@ -21,9 +22,10 @@ from schemas.handoff import (
     KVStreaming,
     advance,
 )
-from schemas.ids import HandoffId
+from schemas.ids import HandoffId, WorkerId
 from schemas.request import (
     CancelRequest,
+    KVSource,
     Refused,
     RequestTokens,
     ReservationQueued,
@@ -37,37 +39,37 @@ from services.worker.actions import (
     Action,
     AttemptKey,
     Emit,
+    Fetch,
     Publish,
     StartRead,
+    StopFetch,
     StopRead,
     Submit,
     Withdraw,
 )
+from services.worker.content import PromptKV, ReadOutcome, SequenceContent
 from services.worker.handoff import emit_failure, handoff_fields, publish_event
 from services.worker.limits import CancelledAttempts, WorkerLimits, check_request, read_prompt
 
 
-@dataclass(slots=True, frozen=True)
-class ReadOutcome:
-    """What a read brought: the contiguous, verified prefix in tokens, and the carrier ('' if it never started)."""
-
-    num_landed_tokens: int
-    num_bytes: int
-    carrier: str
-
-
 @dataclass(slots=True, eq=False)
 class DecodeRun:
-    """One attempt on this worker. `reading`: a read may still write its blocks; `computing`: the engine may."""
+    """One attempt on this worker. `reading`, `fetching_from`: a read may still write its blocks; `computing`: the
+    engine may."""
 
     request: ReserveBlocks
     prompt: list[int]
+    content: SequenceContent
     state: HandoffState = HandoffState.NEW
-    segments: tuple[Segment, ...] = ()
+    tables: BlockTables = ()
+    kv: PromptKV | None = None
+    """What of the prompt is in place; None while it is queued."""
     offer: KVOffered | None = None
     reading: bool = False
+    fetching_from: WorkerId | None = None
     computing: bool = False
     ended: bool = False
+    source_left: bool = False
     lost_reason: str = ""
     """Why its source will not offer, learnt while it was waiting for blocks."""
     report: TransferReport | None = None
@@ -83,11 +85,11 @@ class DecodeRun:
 
 
 class DecodeCore:
-    """Owns the runs of one worker; shares its pool with the worker's other core."""
+    """Owns the runs of one worker; shares its blocks with the worker's other cores."""
 
-    def __init__(self, limits: WorkerLimits, pool: BlockPool) -> None:
+    def __init__(self, limits: WorkerLimits, cache: BlockCache) -> None:
         self._limits = limits
-        self._pool = pool
+        self._cache = cache
         self._runs: dict[AttemptKey, DecodeRun] = {}
         self._by_handoff: dict[HandoffId, DecodeRun] = {}
         self._queue: deque[DecodeRun] = deque()
@@ -105,7 +107,8 @@ class DecodeCore:
     @property
     def num_queued_tokens(self) -> int:
         """Prompt tokens whose KV is not here yet."""
-        return sum(len(run.prompt) for run in self._runs.values() if not run.computing and not run.ended)
+        waiting = [run for run in self._runs.values() if not run.computing and not run.ended]
+        return sum(len(run.prompt) - (run.kv.num_present_tokens if run.kv else 0) for run in waiting)
 
     def reserve(
         self, request: ReserveBlocks, now_ms: int
@@ -122,7 +125,9 @@ class DecodeCore:
         if self._by_handoff.get(request.handoff_id) is not run:
             return refuse(request, "invalid", "this hand-over is another request's"), []
         if run is None:  # else a repeated message, answered again
-            run = self._runs[key] = self._by_handoff[request.handoff_id] = DecodeRun(request, prompt)
+            run = self._runs[key] = self._by_handoff[request.handoff_id] = DecodeRun(
+                request, prompt, self._limits.content_of(prompt)
+            )
             self._queue.append(run)
         actions = self._admit()
         if run.state is not HandoffState.NEW:
@@ -144,10 +149,11 @@ class DecodeCore:
         if run.state is not HandoffState.RESERVED or self.draining:
             return []  # a repeated offer, or one for a hand-over that has ended
         if offer.fingerprint != self._limits.fingerprint or offer.num_tokens != len(run.prompt):
-            return self._compute_rest(run, ReadOutcome(0, 0, ""), "the offered KV is of another model or prompt")
+            return self._go_without(run, "the offered KV is of another model or prompt")
+        assert run.kv is not None
         run.state = advance(run.state, HandoffState.OFFERED)
         run.offer, run.reading = offer, True
-        return [StartRead(offer, run.segments)]
+        return [StartRead(offer, run.tables, run.kv.num_present_tokens)]
 
     def read_started(self, handoff_id: HandoffId, carrier: str) -> list[Action]:
         """The first byte is here."""
@@ -162,7 +168,7 @@ class DecodeCore:
         """All is here and verified: say so, and decode from token 1 on."""
         run = self._by_handoff[handoff_id]
         run.reading = False
-        assert run.offer is not None
+        assert run.offer is not None and run.kv is not None
         actions: list[Action] = []
         if run.state is HandoffState.OFFERED:  # so short that nothing was said of its start
             actions += self.read_started(handoff_id, outcome.carrier)
@@ -178,16 +184,31 @@ class DecodeCore:
             actions.append(publish_event(subjects.LANDED, landed))
         if run.ended or first.finish_reason is not None:
             return actions + self._forget(run)
-        run.report = TransferReport(transferred_tokens=outcome.num_landed_tokens, carrier=outcome.carrier)
+        run.kv.landed(run.request.prefill_worker, outcome)
+        run.report = run.kv.report()
         return [*actions, self._submit(run, [*run.prompt, first.token_id], len(run.prompt))]
 
     def read_failed(self, handoff_id: HandoffId, outcome: ReadOutcome, reason: str) -> list[Action]:
-        """The read has stopped and writes no more; compute what is missing."""
+        """The read has stopped and writes no more; get what is missing elsewhere."""
         run = self._by_handoff[handoff_id]
         run.reading = False
         if run.ended:
             return [self._publish_aborted(run, reason), *self._forget(run)]
-        return self._compute_rest(run, outcome, reason)
+        assert run.kv is not None
+        run.kv.landed(run.request.prefill_worker, outcome)
+        return self._go_without(run, reason)
+
+    def fetched(self, key: AttemptKey, outcome: ReadOutcome, now_ms: int) -> list[Action]:
+        """A fetch has ended and writes no more: go on with the next source, or compute the rest."""
+        run = self._runs.get(key)
+        if run is None or run.fetching_from is None:
+            return []
+        assert run.kv is not None
+        source, run.fetching_from = run.fetching_from, None
+        if run.ended:
+            return self._forget(run)
+        run.kv.landed(source, outcome)
+        return self._assemble(run)
 
     def aborted(self, event: HandoffAborted) -> list[Action]:
         """The source will send no (more) KV."""
@@ -196,8 +217,14 @@ class DecodeCore:
 
     def left(self, event: WorkerLeft, now_ms: int) -> list[Action]:
         """A source is gone."""
-        lost = [run for run in self._runs.values() if run.request.prefill_worker == event.worker_id]
-        return [action for run in lost for action in self._lose_source(run, "the prefill worker left")]
+        actions: list[Action] = []
+        for run in list(self._runs.values()):
+            if run.fetching_from == event.worker_id:
+                actions.append(StopFetch(run.key))
+            elif run.request.prefill_worker == event.worker_id:
+                run.source_left = True
+                actions += self._lose_source(run, "the prefill worker left")
+        return actions
 
     def cancelled(self, event: CancelRequest, now_ms: int) -> list[Action]:
         key = (event.request_id, event.attempt)
@@ -242,30 +269,50 @@ class DecodeCore:
         actions: list[Action] = []
         while self._queue:
             run = self._queue[0]
-            segments = self._pool.allocate(num_blocks_for(run.num_kv_tokens, self._limits.block_size))
-            if segments is None:
+            allocation = self._cache.admit(run.content.hashes, run.num_kv_tokens, len(run.prompt) - 1)
+            if allocation is None:
                 break
             self._queue.popleft()
-            run.segments = segments
+            run.tables = allocation.tables
+            run.kv = PromptKV(
+                num_prompt_tokens=len(run.prompt),
+                block_size=self._limits.block_size,
+                num_cached_tokens=allocation.num_cached_tokens,
+                keeps_parts=not self._cache.layout.is_windowed,
+            )
             run.state = advance(run.state, HandoffState.RESERVED)
             actions.append(publish_event(subjects.RESERVED, self._reserved(run)))
             if run.lost_reason:
-                actions += self._compute_rest(run, ReadOutcome(0, 0, ""), run.lost_reason)
+                actions += self._go_without(run, run.lost_reason)
         return actions
 
     def _reserved(self, run: DecodeRun) -> BlocksReserved:
-        num_blocks = sum(segment.num_blocks for segment in run.segments)
+        num_blocks = num_blocks_for(run.num_kv_tokens, self._limits.block_size)
         return BlocksReserved(**handoff_fields(run.request, self._limits.worker_id), num_blocks=num_blocks)
 
-    def _compute_rest(self, run: DecodeRun, outcome: ReadOutcome, reason: str) -> list[Action]:
-        """Compute the part of the prompt that did not land; its last token is always computed here, as it must be to
-        sample token 0 again (the same one: it depends on prompt and seed only)."""
+    def _go_without(self, run: DecodeRun, reason: str) -> list[Action]:
+        """The hand-over brings no more. Whoever is said to hold a part of the prompt is asked, the prefill worker among
+        them: what it has computed may be cached there."""
+        assert run.kv is not None
         run.state = advance(run.state, HandoffState.ABORTED)
-        kept = min(outcome.num_landed_tokens, len(run.prompt) - 1)
-        run.report = TransferReport(
-            transferred_tokens=kept, recomputed_tokens=len(run.prompt) - kept, carrier=outcome.carrier
-        )
-        return [self._publish_aborted(run, reason), self._submit(run, list(run.prompt), kept)]
+        source = run.request.prefill_worker
+        if not run.source_left:
+            num_blocks = num_blocks_for(len(run.prompt), self._limits.block_size)
+            run.kv.sources.append(KVSource(worker_id=source, first_block=0, num_blocks=num_blocks))
+        run.kv.sources.extend(run.request.sources)
+        return [self._publish_aborted(run, reason), *self._assemble(run)]
+
+    def _assemble(self, run: DecodeRun) -> list[Action]:
+        """Read the next piece that somebody is said to hold; with none left, compute. The prompt's last token is always
+        computed here, as it must be to sample token 0 again (the same one: it depends on prompt and seed only)."""
+        assert run.kv is not None
+        if (piece := run.kv.next_piece(self._limits.worker_id)) is not None:
+            run.fetching_from = piece.source
+            hashes = tuple(run.content.hashes[piece.first_block : piece.first_block + piece.num_blocks])
+            return [Fetch(run.key, piece.source, piece.first_block, hashes, run.tables, run.request.deadline_ms)]
+        run.kv.keep_at_most(len(run.prompt) - 1)
+        run.report = run.kv.report()
+        return [self._submit(run, list(run.prompt), run.kv.num_present_tokens)]
 
     def _submit(self, run: DecodeRun, token_ids: list[int], num_computed_tokens: int) -> Submit:
         run.computing = True
@@ -276,21 +323,22 @@ class DecodeCore:
                 token_ids=token_ids,
                 num_prompt_tokens=len(run.prompt),
                 sampling=run.request.sampling,
-                segments=run.segments,
+                tables=run.tables,
                 num_computed_tokens=num_computed_tokens,
                 stop_token_ids=self._limits.stop_token_ids(run.request.sampling),
-            )
+            ),
+            run.content,
         )
 
     def _lose_source(self, run: DecodeRun, reason: str) -> list[Action]:
-        if run.ended or run.computing:
+        if run.ended or run.computing or run.fetching_from is not None:
             return []
         if run.state is HandoffState.NEW:
             run.lost_reason = reason
             return []
         if run.reading:
             return [StopRead(run.request.handoff_id)]
-        return self._compute_rest(run, ReadOutcome(0, 0, ""), reason)
+        return self._go_without(run, reason)
 
     def _sampled(self, run: DecodeRun, sampled: SampledToken) -> list[Action]:
         report, run.report = run.report, None
@@ -312,6 +360,8 @@ class DecodeCore:
         run.ended = True
         if run.reading:
             return [StopRead(run.request.handoff_id)]
+        if run.fetching_from is not None:
+            return [StopFetch(run.key)]
         if run.computing:
             return [Withdraw(run.key)]
         told: list[Action] = []
@@ -325,9 +375,9 @@ class DecodeCore:
 
     def _forget(self, run: DecodeRun) -> list[Action]:
         """Drop the run and its blocks, and let the next one in."""
-        if run.segments:
-            self._pool.free(run.segments)
-            run.segments = ()
+        if run.tables:
+            self._cache.free(run.tables)
+            run.tables = ()
         if run in self._queue:
             self._queue.remove(run)
         del self._runs[run.key]

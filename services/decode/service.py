@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from dataplane.reader import Landed, PlaneReader
+from dataplane.reader import Landed
 from dataplane.stream import TransferFailedError
 from schemas import subjects
 from schemas.handoff import FirstToken, HandoffAborted, KVOffered
@@ -15,10 +15,11 @@ from schemas.ids import HandoffId
 from schemas.message import Message
 from schemas.request import Refused, ReserveBlocks
 from services.bus.typed import Received
-from services.decode.core import DecodeCore, ReadOutcome
+from services.decode.core import DecodeCore
 from services.runtime import now_ms
 from services.telemetry import AttributeValue, Key
 from services.worker.actions import StartRead, StopRead
+from services.worker.content import ReadOutcome
 from services.worker.shell import Worker
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,6 @@ class Reads:
 
     worker: Worker
     core: DecodeCore
-    reader: PlaneReader
     tasks: asyncio.TaskGroup
     _running: dict[HandoffId, asyncio.Task[None]] = field(default_factory=dict[HandoffId, "asyncio.Task[None]"])
 
@@ -47,7 +47,7 @@ class Reads:
     def _ended_before_it_began(self, handoff_id: HandoffId) -> None:
         """A task that is cancelled before its first step runs none of its code."""
         if self._running.pop(handoff_id, None) is not None:
-            self.worker.decide(lambda _now: self.core.read_failed(handoff_id, ReadOutcome(0, 0, ""), "stopped"))
+            self.worker.decide(lambda _now: self.core.read_failed(handoff_id, ReadOutcome(0), "stopped"))
 
     async def close(self) -> None:
         """End every read and wait for its thread."""
@@ -85,18 +85,19 @@ class Reads:
             attributes[Key.EXPOSED_MS] = max(0.0, (stats.landed_ns - first.computed_ns) / 1e6)
         self.worker.spans.transferred(traceparent, "target", (started_ns, time.time_ns()), stats, attributes)
         if landed is not None and first is not None:
-            outcome = ReadOutcome(landed.num_tokens, landed.stats.num_bytes, landed.stats.carrier)
+            outcome = ReadOutcome(landed.num_tokens, landed.stats.num_bytes, landed.stats.carrier, is_whole=True)
             self.worker.decide(lambda _now, first=first: self.core.read_landed(offer.handoff_id, outcome, first))
         else:
-            outcome = ReadOutcome(num_landed, 0, "")
+            outcome = ReadOutcome(num_landed)
             self.worker.decide(lambda _now: self.core.read_failed(offer.handoff_id, outcome, failure))
 
     async def _stream(self, offer: KVOffered, action: StartRead) -> Landed:
-        return await self.reader.read(
+        return await self.worker.reader.read(
             offer.endpoint,
             offer.ticket,
             carrier=self.worker.config.worker.carrier,
-            segments=action.segments,
+            tables=action.tables,
+            first_token=action.first_token,
             num_tokens=offer.num_tokens,
             deadline_s=max(0.0, (offer.deadline_ms - now_ms()) / 1000),
             on_started=lambda carrier: self.worker.decide(
@@ -108,9 +109,8 @@ class Reads:
 async def start_decode(worker: Worker, tasks: asyncio.TaskGroup) -> Reads:
     """Give the worker the decode role: reserve, read, decode. Close the returned reads before the holder."""
     worker_id = worker.parts.worker_id
-    core = DecodeCore(worker.parts.limits, worker.holder.pool)
-    reader = PlaneReader(worker.parts.arena, worker.parts.layout)
-    reads = Reads(worker, core, reader, tasks)
+    core = DecodeCore(worker.parts.limits, worker.holder.cache)
+    reads = Reads(worker, core, tasks)
     worker.add_core(core, reads)
 
     async def reserve(received: Received[ReserveBlocks]) -> Message:

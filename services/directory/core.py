@@ -9,59 +9,76 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from schemas.block import split_hashes
-from schemas.directory import BlocksEvicted, BlocksStored, HolderPrefix, Inventory
+from schemas.directory import BlocksEvicted, BlocksStored, HolderPrefix, Inventory, Tier
 from schemas.ids import BlockHash, WorkerId
 from schemas.worker import WorkerInfo, WorkerLeft
+from services.directory.map import BlockMap, Owner
 
 MAX_PENDING_EVENTS = 10_000
 """Events kept while an inventory is read; one more starts the reading anew."""
+SWEEP_BLOCKS = 20_000
+"""A few milliseconds."""
 
 BlockEvent = BlocksStored | BlocksEvicted
 
 
 @dataclass(slots=True, frozen=True)
 class ReadInventoryOf:
-    """Ask this worker for its inventory from `offset` on, and bring the page, or say that it failed."""
+    """Ask this worker for its inventory from `offset` on, and bring the page, or say that it failed.
+
+    `reading`: which reading of this worker the page belongs to; pages of one that was given up are not mixed in.
+    """
 
     worker_id: WorkerId
     incarnation: str
     offset: int = 0
+    reading: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Holder:
-    """One incarnation of a worker. `sequence`: the last event in `blocks`. While `reading`, what comes is kept.
+    """One incarnation of a worker. `sequence`: the last event in its blocks. While `is_reading`, what comes is kept.
     `unread`: its inventory is needed and could not be had."""
 
     worker_id: WorkerId
     incarnation: str
     sequence: int = 0
-    blocks: set[BlockHash] = field(default_factory=set[BlockHash])
-    reading: bool = False
+    bits: dict[Tier, int] = field(default_factory=dict[Tier, int])
+    is_reading: bool = False
     unread: bool = False
+    reading: int = 0
+    """Counts its readings."""
     page_sequence: int | None = None
-    page_blocks: set[BlockHash] = field(default_factory=set[BlockHash])
+    page_bits: dict[Tier, int] = field(default_factory=dict[Tier, int])
+    """What the pages tell so far; takes the place of `bits` with the last of them."""
     pending: dict[int, BlockEvent] = field(default_factory=dict[int, BlockEvent])
+
+    def read_from(self, offset: int) -> list[ReadInventoryOf]:
+        return [ReadInventoryOf(self.worker_id, self.incarnation, offset, self.reading)]
 
 
 class DirectoryCore:
-    """The map. Every method returns the inventories to be read for it to be whole."""
+    """The map. Methods that take in what was said return the inventories to be read for it to be whole."""
 
     def __init__(self) -> None:
+        self._map = BlockMap()
         self._holders: dict[WorkerId, Holder] = {}
-        self._holders_of: dict[BlockHash, tuple[Holder, ...]] = {}
         self._ended: dict[tuple[WorkerId, str], None] = {}
         self._asked: set[tuple[WorkerId, str]] = set()
         """Ended incarnations that were heard of since: an answer proves that they live, a late message does not."""
 
     @property
     def num_blocks(self) -> int:
-        """Distinct blocks that somebody holds."""
-        return len(self._holders_of)
+        """Distinct blocks, with those of gone holders until they are swept."""
+        return self._map.num_blocks
 
     @property
     def num_holders(self) -> int:
         return len(self._holders)
+
+    @property
+    def needs_sweep(self) -> bool:
+        return self._map.needs_sweep
 
     def heard(self, info: WorkerInfo) -> list[ReadInventoryOf]:
         """A worker has said that it lives. An incarnation not known before is asked for what it holds."""
@@ -82,39 +99,43 @@ class DirectoryCore:
         if event.sequence <= holder.sequence:
             return []  # heard before, or in the inventory already
         holder.pending[event.sequence] = event
-        if not holder.reading:
+        if not holder.is_reading:
             self._apply_pending(holder)
         if not holder.pending:
             return []
-        if holder.reading and len(holder.pending) <= MAX_PENDING_EVENTS:
+        if holder.is_reading and len(holder.pending) <= MAX_PENDING_EVENTS:
             return []
         return self._start_reading(holder)
 
-    def inventory(self, page: Inventory) -> list[ReadInventoryOf]:
-        """Take in a page of an inventory that was asked for. Pages of different moments make a new start."""
+    def inventory(self, asked: ReadInventoryOf, page: Inventory) -> list[ReadInventoryOf]:
+        """Take in the page that was asked for. Pages of different moments make a new start."""
         key = (page.worker_id, page.incarnation)
+        if key != (asked.worker_id, asked.incarnation):
+            self.inventory_failed(asked)
+            return []
         if key in self._asked:
             self._asked.discard(key)
             self._ended.pop(key, None)
             return self._start_reading(self._replace(*key))
-        holder = self._holders.get(page.worker_id)
-        if holder is None or holder.incarnation != page.incarnation or not holder.reading:
+        holder = self._reader_of(asked)
+        if holder is None:
             return []
         if holder.page_sequence not in (None, page.sequence):
             return self._start_reading(holder)
         holder.page_sequence = page.sequence
-        holder.page_blocks.update(split_hashes(page.block_hashes))
+        self._map.add(self._bit(holder, holder.page_bits, page.tier), split_hashes(page.block_hashes))
         if page.next_offset is not None:
-            return [ReadInventoryOf(holder.worker_id, holder.incarnation, page.next_offset)]
+            return holder.read_from(page.next_offset)
         self._adopt_pages(holder)
         return self._start_reading(holder) if holder.pending else []
 
-    def inventory_failed(self, failed: ReadInventoryOf) -> None:
+    def inventory_failed(self, asked: ReadInventoryOf) -> None:
         """The worker did not answer. Its next word asks again."""
-        self._asked.discard((failed.worker_id, failed.incarnation))
-        holder = self._holders.get(failed.worker_id)
-        if holder is not None and holder.incarnation == failed.incarnation:
-            holder.reading, holder.unread = False, True
+        self._asked.discard((asked.worker_id, asked.incarnation))
+        holder = self._reader_of(asked)
+        if holder is not None:
+            self._drop_pages(holder)
+            holder.is_reading, holder.unread = False, True
 
     def left(self, event: WorkerLeft) -> None:
         """This incarnation is over: what it held is gone, and nothing late brings it back."""
@@ -129,23 +150,19 @@ class DirectoryCore:
             self._drop(holder)
 
     def locate(self, hashes: Sequence[BlockHash]) -> tuple[HolderPrefix, ...]:
-        """Return how long a prefix of these blocks each holder has; the longest first, holders of nothing left out."""
-        found: list[HolderPrefix] = []
-        holding: tuple[Holder, ...] = self._holders_of.get(hashes[0], ()) if hashes else ()
-        for length, block_hash in enumerate(hashes[1:], start=1):
-            still = set(self._holders_of.get(block_hash, ()))
-            found += [_prefix(holder, length) for holder in holding if holder not in still]
-            holding = tuple(holder for holder in holding if holder in still)
-            if not holding:
-                break
-        found += [_prefix(holder, len(hashes)) for holder in holding]
-        return tuple(reversed(found))
+        """Return who holds a prefix of these blocks, and who holds a run that begins later; the longest of each first
+        (`BlockMap.locate`)."""
+        return self._map.locate(hashes)
+
+    def sweep(self, num_blocks: int = SWEEP_BLOCKS) -> bool:
+        """Clear what gone holders held from a slice of the map. Returns whether there is more to do."""
+        return self._map.sweep(num_blocks)
 
     def check_integrity(self) -> None:
-        """Assert that both maps say the same."""
-        pairs = {(holder.worker_id, b) for holder in self._holders.values() for b in holder.blocks}
-        assert pairs == {(h.worker_id, b) for b, holders in self._holders_of.items() for h in holders}
-        assert all(self._holders_of.values())
+        """Assert that the map shows what the holders have, and nobody else's."""
+        self._map.check_integrity()
+        shown = [bit for holder in self._holders.values() for bit in holder.bits.values()]
+        assert self._map.shown_bits == sum(shown), "the holders' bits are shown, each once"
 
     def _is_ended(self, worker_id: WorkerId, incarnation: str) -> bool:
         return (worker_id, incarnation) in self._ended
@@ -166,27 +183,38 @@ class DirectoryCore:
         return holder
 
     def _drop(self, holder: Holder) -> None:
-        for block_hash in list(holder.blocks):
-            self._remove(holder, block_hash)
+        self._drop_pages(holder)
+        self._map.retire(holder.bits.values())
         del self._holders[holder.worker_id]
 
+    def _drop_pages(self, holder: Holder) -> None:
+        self._map.retire(holder.page_bits.values())
+        holder.page_bits, holder.page_sequence = {}, None
+
+    def _reader_of(self, asked: ReadInventoryOf) -> Holder | None:
+        """Return the holder whose reading under way this page belongs to."""
+        holder = self._holders.get(asked.worker_id)
+        if holder is None or not holder.is_reading:
+            return None
+        return holder if (holder.incarnation, holder.reading) == (asked.incarnation, asked.reading) else None
+
     def _start_reading(self, holder: Holder) -> list[ReadInventoryOf]:
-        holder.reading = True
-        holder.page_sequence = None
-        holder.page_blocks = set()
+        self._drop_pages(holder)
+        holder.is_reading = True
+        holder.reading += 1
         while len(holder.pending) > MAX_PENDING_EVENTS:
             del holder.pending[min(holder.pending)]
-        return [ReadInventoryOf(holder.worker_id, holder.incarnation)]
+        return holder.read_from(0)
 
     def _adopt_pages(self, holder: Holder) -> None:
         """Make the inventory the truth, and apply what came after it."""
         assert holder.page_sequence is not None
-        for block_hash in holder.blocks - holder.page_blocks:
-            self._remove(holder, block_hash)
-        for block_hash in holder.page_blocks - holder.blocks:
-            self._add(holder, block_hash)
+        self._map.retire(holder.bits.values())
+        holder.bits, holder.page_bits = holder.page_bits, {}
+        for bit in holder.bits.values():
+            self._map.show(bit)
         holder.sequence = max(holder.sequence, holder.page_sequence)
-        holder.reading, holder.unread, holder.page_sequence, holder.page_blocks = False, False, None, set()
+        holder.is_reading, holder.unread, holder.page_sequence = False, False, None
         holder.pending = {n: event for n, event in holder.pending.items() if n > holder.sequence}
         self._apply_pending(holder)
 
@@ -194,27 +222,12 @@ class DirectoryCore:
         """Apply the events that are next in turn; a gap leaves the rest."""
         while (event := holder.pending.pop(holder.sequence + 1, None)) is not None:
             holder.sequence += 1
-            for block_hash in split_hashes(event.block_hashes):
-                if isinstance(event, BlocksStored):
-                    self._add(holder, block_hash)
-                else:
-                    self._remove(holder, block_hash)
+            bit = self._bit(holder, holder.bits, event.tier)
+            self._map.show(bit)
+            change = self._map.add if isinstance(event, BlocksStored) else self._map.remove
+            change(bit, split_hashes(event.block_hashes))
 
-    def _add(self, holder: Holder, block_hash: BlockHash) -> None:
-        if block_hash not in holder.blocks:
-            holder.blocks.add(block_hash)
-            self._holders_of[block_hash] = (*self._holders_of.get(block_hash, ()), holder)
-
-    def _remove(self, holder: Holder, block_hash: BlockHash) -> None:
-        if block_hash not in holder.blocks:
-            return
-        holder.blocks.remove(block_hash)
-        left = tuple(h for h in self._holders_of[block_hash] if h is not holder)
-        if left:
-            self._holders_of[block_hash] = left
-        else:
-            del self._holders_of[block_hash]
-
-
-def _prefix(holder: Holder, num_blocks: int) -> HolderPrefix:
-    return HolderPrefix(worker_id=holder.worker_id, incarnation=holder.incarnation, num_blocks=num_blocks)
+    def _bit(self, holder: Holder, bits: dict[Tier, int], tier: Tier) -> int:
+        if tier not in bits:
+            bits[tier] = self._map.open(Owner(holder.worker_id, holder.incarnation, tier))
+        return bits[tier]

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 from schemas import subjects
 from schemas.block import BLOCK_HASH_BYTES, split_hashes
@@ -36,7 +36,8 @@ class Directory:
         self.core = DirectoryCore()
         self._door = door
         self._tasks = tasks
-        self._reads: set[asyncio.Task[None]] = set()
+        self._running: set[asyncio.Task[None]] = set()
+        self._sweeping = False
 
     async def start(self) -> None:
         door, tasks = self._door, self._tasks
@@ -49,8 +50,8 @@ class Directory:
         await door.bus.flush()
 
     async def close(self) -> None:
-        for read in list(self._reads):
-            read.cancel()
+        for task in list(self._running):
+            task.cancel()
         await self._door.close()
 
     def _heard(self, received: Received[WorkerJoined | WorkerLoad]) -> None:
@@ -58,6 +59,7 @@ class Directory:
 
     def _left(self, received: Received[WorkerLeft]) -> None:
         self.core.left(received.message)
+        self._carry_out([])
 
     def _changed(self, received: Received[BlockEvent]) -> None:
         event = received.message
@@ -79,9 +81,23 @@ class Directory:
 
     def _carry_out(self, wanted: list[ReadInventoryOf]) -> None:
         for read in wanted:
-            task = self._tasks.create_task(self._read(read), name=f"inventory {read.worker_id}")
-            self._reads.add(task)
-            task.add_done_callback(self._reads.discard)
+            self._start(self._read(read), f"inventory {read.worker_id}")
+        if self.core.needs_sweep and not self._sweeping:
+            self._sweeping = True
+            self._start(self._sweep(), "sweep")
+
+    def _start(self, work: Coroutine[None, None, None], name: str) -> None:
+        task = self._tasks.create_task(work, name=name)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _sweep(self) -> None:
+        """Forget the blocks of holders that are gone, between two questions."""
+        more = True
+        while more:
+            more = self.core.sweep()
+            await asyncio.sleep(0)
+        self._sweeping = False
 
     async def _read(self, wanted: ReadInventoryOf) -> None:
         """Read one page. A worker that does not answer is asked again when it speaks next."""
@@ -93,7 +109,7 @@ class Directory:
             self.core.inventory_failed(wanted)
             return
         assert isinstance(page, Inventory)
-        if len(page.block_hashes) % BLOCK_HASH_BYTES or page.incarnation != wanted.incarnation:
+        if len(page.block_hashes) % BLOCK_HASH_BYTES:
             self.core.inventory_failed(wanted)
             return
-        self._carry_out(self.core.inventory(page))
+        self._carry_out(self.core.inventory(wanted, page))

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dataplane.layout import KEY, VALUE, KVLayout, SlotSpan, slot_spans
+from dataplane.layout import KEY, VALUE, ArenaShape, SlotSpan, slot_spans
 from services.engine.base import StepItem
 
 ATTENTION_NAME = "kvmesh_paged"
@@ -42,7 +42,9 @@ class UnsupportedAttentionError(TypeError):
 class KVArena:
     """Tensor views of an arena: per layer the keys and the values, `[slot, kv_head, dim]`."""
 
-    def __init__(self, layout: KVLayout, buffer: memoryview, num_blocks: int) -> None:
+    def __init__(self, shape: ArenaShape, buffer: memoryview) -> None:
+        layout = shape.layout
+        num_blocks = shape.num_blocks[0]
         num_bytes = num_blocks * layout.block_bytes
         if buffer.nbytes < num_bytes:
             raise ValueError(f"the arena has {buffer.nbytes} bytes where {num_blocks} blocks need {num_bytes}")
@@ -63,7 +65,7 @@ class _ItemPlan:
     __slots__ = ("end", "first_row", "item", "last_row", "new_spans", "num_tokens", "spans", "start")
 
     def __init__(self, item: StepItem, first_row: int, block_size: int) -> None:
-        segments = item.sequence.segments
+        segments = item.sequence.tables[0]
         self.item = item
         self.start = item.start
         self.num_tokens = item.num_tokens

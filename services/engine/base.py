@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from dataplane.layout import KVLayout, Segment
+from dataplane.layout import BlockTables, KVLayout
 from schemas.ids import RequestId
 from schemas.request import FinishReason, SamplingParams
 
@@ -24,7 +24,11 @@ class Sequence:
     """One request on one worker. Owned by the engine's thread from submission to its end.
 
     `token_ids` is the prompt and what was generated; keys and values of `token_ids[:num_computed_tokens]` are in the
-    arena. `max_local_tokens` bounds what is generated *here* (1 on a prefill worker that hands over).
+    arena, as far as a cache group's window still needs them: `tables` says where, one table per group of the layout.
+    A windowed group's table may be a ring, which the engine need not know: each block table entry is where that block
+    lies, and no step writes a block that a query of the same step still sees.
+
+    `max_local_tokens` bounds what is generated *here* (1 on a prefill worker that hands over).
     `stop_token_ids` are the model's EOS ids; `sampling` may say to ignore them, its own stop tokens always end.
     `index` is the answer's index of the next token to be sampled.
     """
@@ -34,7 +38,7 @@ class Sequence:
     token_ids: list[int]
     num_prompt_tokens: int
     sampling: SamplingParams
-    segments: tuple[Segment, ...]
+    tables: BlockTables
     num_computed_tokens: int = 0
     max_local_tokens: int | None = None
     layer_listener: LayerListener | None = None

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from dataplane.layout import ITEM_BYTES, KVLayout
+from dataplane.layout import ITEM_BYTES, ArenaShape, KVLayout, uniform_shape
 from services.engine.errors import CheckpointError
 from services.engine.weights import read_weights
 
@@ -232,3 +232,8 @@ def _eos_token_ids(config: dict[str, Any], folder: Path) -> frozenset[int]:
         values = cast(list[object], value) if isinstance(value, list) else [value]
         ids.update(entry for entry in values if isinstance(entry, int))
     return frozenset(ids)
+
+
+def default_shape(layout: KVLayout, kv_bytes: int, *, context_length: int, token_budget: int) -> ArenaShape:
+    """Return how many blocks each cache group gets out of `kv_bytes`."""
+    return uniform_shape(layout, kv_bytes // layout.block_bytes)

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import xxhash
 
-from dataplane.layout import KEY, VALUE, KVLayout, slot_spans
+from dataplane.layout import KEY, VALUE, ArenaShape, KVLayout, slot_spans
 from schemas.request import SamplingParams
 from services.engine.base import StepItem
 
@@ -25,20 +25,17 @@ class FakeEngine:
 
     def __init__(
         self,
-        layout: KVLayout,
+        shape: ArenaShape,
         arena_buffer: memoryview,
-        num_blocks: int,
         *,
         vocab_size: int = 256,
         before_step: Callable[[Seq[StepItem]], None] | None = None,
     ) -> None:
-        if arena_buffer.nbytes < num_blocks * layout.block_bytes:
-            raise ValueError(f"{num_blocks} blocks do not fit into {arena_buffer.nbytes} bytes")
-        self.layout = layout
+        self.layout = shape.layout
+        self._shape = shape
         self.vocab_size = vocab_size
         self.before_step = before_step
         self._arena: memoryview | None = arena_buffer.cast("B")
-        self._num_blocks = num_blocks
 
     def step(self, items: Seq[StepItem]) -> list[int]:
         """Write the items' rows layer by layer, tell the listeners, and return a token per sampling item."""
@@ -60,24 +57,24 @@ class FakeEngine:
         assert self._arena is not None, "the engine is closed"
         end = item.start + item.num_tokens
         tokens = item.sequence.token_ids[item.start : end]
-        spans = slot_spans(item.sequence.segments, self.layout.block_size, item.start, end)
+        spans = slot_spans(item.sequence.tables[0], self.layout.block_size, item.start, end)
         for key_or_value in (KEY, VALUE):
             rows = memoryview(_rows(self.layout, tokens, item.start, layer, key_or_value))
             written = 0
             for slot, count in spans:
                 num_bytes = count * self.layout.token_bytes
-                at = self.layout.offset(self._num_blocks, layer, key_or_value, slot)
+                at = self._shape.offset(layer, key_or_value, slot)
                 self._arena[at : at + num_bytes] = rows[written : written + num_bytes]
                 written += num_bytes
 
     def _next_token(self, item: StepItem) -> int:
         assert self._arena is not None, "the engine is closed"
         digest = xxhash.xxh3_64()
-        spans = slot_spans(item.sequence.segments, self.layout.block_size, 0, item.start + item.num_tokens)
+        spans = slot_spans(item.sequence.tables[0], self.layout.block_size, 0, item.start + item.num_tokens)
         for layer in range(self.layout.num_layers):
             for key_or_value in (KEY, VALUE):
                 for slot, count in spans:
-                    at = self.layout.offset(self._num_blocks, layer, key_or_value, slot)
+                    at = self._shape.offset(layer, key_or_value, slot)
                     digest.update(self._arena[at : at + count * self.layout.token_bytes])
         return _choose(digest.intdigest(), item.sequence.sampling, item.sequence.index, self.vocab_size)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from dataplane.layout import KVLayout, Segment, num_blocks_for
+from dataplane.layout import ArenaShape, BlockTable, KVLayout, Segment, num_blocks_for, uniform_shape
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.engine.attention import (
@@ -23,7 +23,7 @@ from services.engine.attention import (
     paged_attention,
 )
 from services.engine.base import EngineFailedError, Sequence, StepItem
-from services.engine.checkpoint import Checkpoint, layout_of
+from services.engine.checkpoint import Checkpoint
 from services.engine.errors import CheckpointError
 from services.engine.sampler import sample
 
@@ -97,9 +97,7 @@ def load_engine(
     checkpoint: Checkpoint,
     *,
     arena_buffer: memoryview,
-    num_blocks: int,
-    block_size: int = 16,
-    dtype: str = "float32",
+    shape: ArenaShape,
     num_threads: int = 1,
 ) -> TransformersEngine:
     """Load the weights and return an engine that has proven itself against the library's own attention.
@@ -107,8 +105,9 @@ def load_engine(
     Raises CheckpointError when transformers lacks the architecture, weights are missing, the model does not go through
     the attention interface in every layer, or its logits differ from those of the library's eager attention.
     """
-    layout = layout_of(checkpoint, dtype=dtype, block_size=block_size)
-    arena = KVArena(layout, arena_buffer, num_blocks)
+    layout = shape.layout
+    dtype = layout.dtype
+    arena = KVArena(shape, arena_buffer)
     torch.set_num_threads(num_threads)
     model = _load_model(checkpoint, dtype)
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
@@ -124,7 +123,7 @@ def check_model(model: PreTrainedModel, checkpoint: Checkpoint, layout: KVLayout
     """
     num_tokens = sum(CHECK_CHUNKS)
     num_blocks = num_blocks_for(num_tokens, layout.block_size)
-    arena = KVArena(layout, memoryview(bytearray(num_blocks * layout.block_bytes)), num_blocks)
+    arena = KVArena(uniform_shape(layout, num_blocks), memoryview(bytearray(num_blocks * layout.block_bytes)))
     engine = TransformersEngine(model, arena, vocab_size=checkpoint.vocab_size, num_threads=torch.get_num_threads())
     sequence = Sequence(
         request_id=RequestId("self-check"),
@@ -132,7 +131,7 @@ def check_model(model: PreTrainedModel, checkpoint: Checkpoint, layout: KVLayout
         token_ids=[(7 * position + 3) % checkpoint.vocab_size for position in range(num_tokens)],
         num_prompt_tokens=num_tokens,
         sampling=SamplingParams(max_tokens=1),
-        segments=(Segment(0, num_blocks),),
+        tables=(BlockTable((Segment(0, num_blocks),)),),
     )
     paged: list[Tensor] = []
     start = 0

@@ -15,6 +15,7 @@ from services.gateway.replies import (
     DONE,
     EVENT_STREAM_TYPE,
     JSON_TYPE,
+    FinishedChoice,
     MeshUsage,
     Style,
     Usage,
@@ -22,6 +23,7 @@ from services.gateway.replies import (
     error_of_fail,
     event,
     retry_after_of,
+    sources_of,
     usage_of,
 )
 from services.gateway.requests import Job, LiveRequest, Mailbox, Requests
@@ -39,14 +41,18 @@ class ChoiceText:
     detokenizer: Detokenizer
     matcher: StopMatcher
     hidden_ids: Collection[int]
-    num_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list[int])
     parts: list[str] = field(default_factory=list[str])
     finish_reason: FinishReason | None = None
     written_s: float = 0.0
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
     def deliver(self, tokens: tuple[int, ...]) -> str:
         """Return the text that is now certain."""
-        self.num_tokens += len(tokens)
+        self.token_ids += tokens
         shown = [token for token in tokens if token not in self.hidden_ids]
         return self.matcher.feed(self.detokenizer.feed(shown))
 
@@ -72,6 +78,8 @@ class Call:
     jobs: list[Job]
     texts: list[ChoiceText]
     num_prompt_tokens: int
+    choices_per_prompt: int
+    return_token_ids: bool
     timeout_s: float
 
 
@@ -163,8 +171,12 @@ class Answer:
                         self._outcome, self._error = "client_gone", reason
                         return
             self._observe_writes(items)
-        texts = self._call.texts
-        body = self._call.style.whole([("".join(t.parts), t.finish_reason) for t in texts], self._usage())
+        wants_ids = self._call.return_token_ids
+        answers = [
+            FinishedChoice("".join(text.parts), text.finish_reason, tuple(text.token_ids) if wants_ids else None)
+            for text in self._call.texts
+        ]
+        body = self._call.style.whole(answers, self._usage())
         await self._begin(send, 200, JSON_TYPE, {"content-length": str(len(body))})
         await _send_body(send, body, more=False)
 
@@ -179,7 +191,9 @@ class Answer:
         first = text.num_tokens == 0
         delta = text.deliver(tokens)
         self._check_stop(number)
-        return self._call.style.chunk(number, delta, first=first)
+        return self._call.style.chunk(
+            number, delta, first=first, token_ids=tokens if self._call.return_token_ids else None
+        )
 
     def _last_chunk(self, number: int, reason: FinishReason) -> bytes:
         text = self._call.texts[number]
@@ -236,27 +250,29 @@ class Answer:
         for live in self._lives:
             self._requests.abandon(live, reason)
 
-    def _report(self) -> TransferReport:
-        reports = [live.core.report for live in self._lives]
-        return TransferReport(
-            transferred_tokens=sum(r.transferred_tokens for r in reports),
-            recomputed_tokens=sum(r.recomputed_tokens for r in reports),
-            cached_tokens=sum(r.cached_tokens for r in reports),
-            carrier=next((r.carrier for r in reports if r.carrier), ""),
-        )
+    def _reports(self) -> tuple[list[TransferReport], list[TransferReport]]:
+        """Return what the decoding and the prefill workers say of each prompt's first choice. An answer that ended
+        before its decode worker could say anything is told by its prefill worker."""
+        cores = [live.core for live in self._lives[:: self._call.choices_per_prompt]]
+        decoding = [core.report or core.prefill_report for core in cores]
+        return [r for r in decoding if r is not None], [c.prefill_report for c in cores if c.prefill_report is not None]
 
     def _usage(self) -> Usage:
-        report, last = self._report(), self._lives[-1].core
+        (reports, prefills), last = self._reports(), self._lives[-1].core
+        sources = sources_of(reports)
         mesh = MeshUsage(
             request_id=self._call.request_id,
-            transferred_tokens=report.transferred_tokens,
-            recomputed_tokens=report.recomputed_tokens,
-            carrier=report.carrier,
+            cached_tokens=sources.cached_tokens,
+            transferred_tokens=sources.transferred_tokens,
+            recomputed_tokens=sources.recomputed_tokens,
+            transferred_from=sources.transferred_from,
+            prefill=sources_of(prefills) if prefills else None,
+            carrier=next((report.carrier for report in reports if report.carrier), ""),
             prefill_worker=last.prefill_worker or "",
             decode_worker=last.decode_worker or last.prefill_worker or "",
             num_retries=self._num_retries(),
         )
-        return usage_of(self._call.num_prompt_tokens, self._num_completion_tokens(), report, mesh)
+        return usage_of(self._call.num_prompt_tokens, self._num_completion_tokens(), mesh)
 
     def _num_completion_tokens(self) -> int:
         return sum(text.num_tokens for text in self._call.texts)
@@ -266,15 +282,15 @@ class Answer:
 
     def _close(self) -> None:
         """Count the request and end its span."""
-        call, metrics, report = self._call, self._metrics, self._report()
+        call, metrics, sources = self._call, self._metrics, sources_of(self._reports()[0])
         num_completion = self._num_completion_tokens()
         metrics.requests.labels(call.route, str(self._status), self._outcome).inc()
         metrics.duration.observe(time.monotonic() - call.read_s)
         metrics.prompt_tokens.inc(call.num_prompt_tokens)
         metrics.completion_tokens.inc(num_completion)
-        metrics.cached_tokens.inc(report.cached_tokens)
-        metrics.transferred_tokens.inc(report.transferred_tokens)
-        metrics.recomputed_tokens.inc(report.recomputed_tokens)
+        metrics.cached_tokens.inc(sources.cached_tokens)
+        metrics.transferred_tokens.inc(sources.transferred_tokens)
+        metrics.recomputed_tokens.inc(sources.recomputed_tokens)
         metrics.retries.inc(self._num_retries())
         last = self._lives[-1].core
         attributes: dict[str, str | int | float] = {

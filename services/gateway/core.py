@@ -57,7 +57,10 @@ class RequestCore:
         self.attempt = 0
         self.prefill_worker: WorkerId | None = None
         self.decode_worker: WorkerId | None = None
-        self.report = TransferReport()
+        self.report: TransferReport | None = None
+        """Where the prompt's KV came from on the worker that decodes."""
+        self.prefill_report: TransferReport | None = None
+        """The same of the prefill worker of a split request."""
         self.tokens: list[int] = []
         """What the client has. Survives attempts; all else below belongs to one attempt."""
         self._excluded: list[WorkerId] = []
@@ -131,7 +134,7 @@ class RequestCore:
         self.attempt += 1
         self.phase = Phase.PLACING
         self.prefill_worker = self.decode_worker = None
-        self.report = TransferReport()
+        self.report = self.prefill_report = None
         self._place_tries = 0
         self._pending: dict[int, int] = {}
         self._has_first_token = False
@@ -144,11 +147,11 @@ class RequestCore:
         self.prefill_worker = event.prefill_worker
         self.decode_worker = event.decode_worker if self.max_tokens > 1 else None
         if self.decode_worker is None:
-            return [SendRun(self.attempt, event.prefill_worker, None, None)]
+            return [SendRun(self.attempt, event.prefill_worker, None, None, event.sources)]
         handoff_id = HandoffId(f"{self.request_id}-{self.attempt}")
         return [
-            SendRun(self.attempt, event.prefill_worker, self.decode_worker, handoff_id),
-            SendReserve(self.attempt, event.prefill_worker, self.decode_worker, handoff_id),
+            SendRun(self.attempt, event.prefill_worker, self.decode_worker, handoff_id, event.sources),
+            SendReserve(self.attempt, event.prefill_worker, self.decode_worker, handoff_id, event.sources),
         ]
 
     def _concerns(self, event: TokensReceived) -> bool:
@@ -161,8 +164,10 @@ class RequestCore:
         )
 
     def _receive(self, event: TokensReceived) -> list[Action]:
-        if event.report is not None:
-            self.report = merge_reports(self.report, event.report)
+        if event.report is not None and event.report.is_prefill:
+            self.prefill_report = event.report
+        elif event.report is not None:
+            self.report = event.report
         if event.failure is not None:
             return self._fail_worker(event.worker_id, event.failure)
         if event.worker_id == self.decode_worker:
@@ -268,13 +273,3 @@ class RequestCore:
 
 
 _FAILURE_STATUS = {"transfer_failed": 502, "worker_failed": 502, "deadline": 504, "draining": 503}
-
-
-def merge_reports(first: TransferReport, second: TransferReport) -> TransferReport:
-    """Return what both workers of an attempt say together: each counts only what it saw, some say it twice."""
-    return TransferReport(
-        transferred_tokens=max(first.transferred_tokens, second.transferred_tokens),
-        recomputed_tokens=max(first.recomputed_tokens, second.recomputed_tokens),
-        cached_tokens=max(first.cached_tokens, second.cached_tokens),
-        carrier=second.carrier or first.carrier,
-    )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from schemas.ids import HandoffId, WorkerId
-from schemas.request import FinishReason, RefusalReason, RequestFailure, TransferReport
+from schemas.request import FinishReason, KVSource, PlacementTerms, RefusalReason, RequestFailure, TransferReport
 
 # What can happen to a request.
 
@@ -13,6 +13,8 @@ class Placed:
     attempt: int
     prefill_worker: WorkerId
     decode_worker: WorkerId | None
+    sources: tuple[KVSource, ...] = ()
+    terms: PlacementTerms | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,7 @@ class SendRun:
     prefill_worker: WorkerId
     decode_worker: WorkerId | None
     handoff_id: HandoffId | None
+    sources: tuple[KVSource, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,7 @@ class SendReserve:
     prefill_worker: WorkerId
     decode_worker: WorkerId
     handoff_id: HandoffId
+    sources: tuple[KVSource, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,6 +171,8 @@ async def _call(
         jobs=jobs,
         texts=[_choice_text(model, prepared) for _ in jobs],
         num_prompt_tokens=sum(map(len, prepared.prompts)),
+        choices_per_prompt=choices.n,
+        return_token_ids=choices.return_token_ids,
         timeout_s=gateway.config.request_timeout_s,
     )
 

@@ -54,6 +54,7 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
+    return_token_ids: bool | None = None
     logprobs: Any = None
     logit_bias: Any = None
     presence_penalty: Any = None
@@ -109,6 +110,7 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool
     stream: bool
     include_usage: bool
+    return_token_ids: bool
 
 
 Prompt = str | list[int]
@@ -166,6 +168,7 @@ def choices_of(body: CompletionBody | ChatBody, vocab_size: int) -> Choices:
         ignore_eos=bool(body.ignore_eos),
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        return_token_ids=bool(body.return_token_ids),
     )
 
 

@@ -1,9 +1,11 @@
 """OpenAI's API as it is answered: structs for whole answers, streamed chunks and errors, and their encoding."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
+from schemas.ids import WorkerId
 from schemas.request import FinishReason, TransferReport
 from services.gateway.events import Fail
 from services.gateway.openai import InvalidRequestError
@@ -30,12 +32,23 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
-class MeshUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Our extension: what happened to the request. Workers are those of the last attempt of the last choice."""
+class PromptSources(msgspec.Struct, frozen=True, kw_only=True):
+    """Where prompts' KV came from on one worker each: cached + transferred + recomputed = the prompts' tokens."""
 
-    request_id: str
+    cached_tokens: int
     transferred_tokens: int
     recomputed_tokens: int
+    transferred_from: dict[WorkerId, int]
+    """The transferred tokens by the worker or store that they were read from."""
+
+
+class MeshUsage(PromptSources, frozen=True, kw_only=True):
+    """Our extension: what happened to the request. The sources are those of the worker that decoded; `prefill` tells
+    the same of the prefill worker of a split request. Workers are those of the last attempt of the last choice; of a
+    prompt with several choices the first one's sources are told."""
+
+    prefill: PromptSources | None
+    request_id: str
     carrier: str
     prefill_worker: str
     decode_worker: str
@@ -55,6 +68,8 @@ class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     logprobs: None = None
     finish_reason: FinishReason | None = None
+    token_ids: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Our extension: where the request says `return_token_ids`."""
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -67,6 +82,7 @@ class DeltaChoice(msgspec.Struct, frozen=True, kw_only=True):
     delta: Delta
     logprobs: None = None
     finish_reason: FinishReason | None = None
+    token_ids: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +96,15 @@ class MessageChoice(msgspec.Struct, frozen=True, kw_only=True):
     message: AssistantMessage
     logprobs: None = None
     finish_reason: FinishReason | None = None
+    token_ids: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+
+
+class FinishedChoice(NamedTuple):
+    """A choice of a whole answer. `token_ids` None: not asked for."""
+
+    text: str
+    finish_reason: FinishReason | None
+    token_ids: tuple[int, ...] | None
 
 
 Choice = TextChoice | DeltaChoice | MessageChoice
@@ -125,30 +150,40 @@ class Style:
         self._chunk_object = "chat.completion.chunk" if chat else "text_completion"
         self._chunk_usage = None if include_usage else msgspec.UNSET
 
-    def chunk(self, index: int, text: str, *, first: bool, finish_reason: FinishReason | None = None) -> bytes:
+    def chunk(
+        self,
+        index: int,
+        text: str,
+        *,
+        first: bool,
+        finish_reason: FinishReason | None = None,
+        token_ids: tuple[int, ...] | None = None,
+    ) -> bytes:
         """Return one event of a stream. `first`: this choice's first, which names the role in a chat."""
         choice: Choice
+        ids = msgspec.UNSET if token_ids is None else token_ids
         if self._chat:
             # OpenAI's last delta is empty.
             content = text if text or finish_reason is None else msgspec.UNSET
             delta = Delta(role="assistant" if first else "", content=content)
-            choice = DeltaChoice(index=index, delta=delta, finish_reason=finish_reason)
+            choice = DeltaChoice(index=index, delta=delta, finish_reason=finish_reason, token_ids=ids)
         else:
-            choice = TextChoice(index=index, text=text, finish_reason=finish_reason)
+            choice = TextChoice(index=index, text=text, finish_reason=finish_reason, token_ids=ids)
         return event(self._reply((choice,), self._chunk_object, self._chunk_usage))
 
     def usage_chunk(self, usage: Usage) -> bytes:
         return event(self._reply((), self._chunk_object, usage))
 
-    def whole(self, answers: Sequence[tuple[str, FinishReason | None]], usage: Usage) -> bytes:
+    def whole(self, answers: Sequence[FinishedChoice], usage: Usage) -> bytes:
         """Return the whole answer's JSON."""
         choices: list[Choice] = []
-        for index, (text, reason) in enumerate(answers):
+        for index, (text, reason, token_ids) in enumerate(answers):
+            ids = msgspec.UNSET if token_ids is None else token_ids
             if self._chat:
                 message = AssistantMessage(content=text)
-                choices.append(MessageChoice(index=index, message=message, finish_reason=reason))
+                choices.append(MessageChoice(index=index, message=message, finish_reason=reason, token_ids=ids))
             else:
-                choices.append(TextChoice(index=index, text=text, finish_reason=reason))
+                choices.append(TextChoice(index=index, text=text, finish_reason=reason, token_ids=ids))
         kind = "chat.completion" if self._chat else "text_completion"
         return _encode(self._reply(tuple(choices), kind, usage))
 
@@ -156,13 +191,31 @@ class Style:
         return Reply(id=self._id, object=kind, created=self._created, model=self._model, choices=choices, usage=usage)
 
 
-def usage_of(num_prompt: int, num_completion: int, report: TransferReport, mesh: MeshUsage) -> Usage:
+def usage_of(num_prompt: int, num_completion: int, mesh: MeshUsage) -> Usage:
+    """Return the usage. OpenAI's cached tokens are those that nobody had to compute for this request."""
+    computing = mesh.prefill or mesh
+    is_split = mesh.decode_worker != mesh.prefill_worker
+    reused = computing.cached_tokens + (0 if is_split and not mesh.prefill else computing.transferred_tokens)
     return Usage(
         prompt_tokens=num_prompt,
         completion_tokens=num_completion,
         total_tokens=num_prompt + num_completion,
-        prompt_tokens_details=PromptTokensDetails(min(report.cached_tokens, num_prompt)),
+        prompt_tokens_details=PromptTokensDetails(min(reused, num_prompt)),
         kvmesh=mesh,
+    )
+
+
+def sources_of(reports: Sequence[TransferReport]) -> PromptSources:
+    """Return what several prompts' reports come to."""
+    transferred_from: dict[WorkerId, int] = {}
+    for report in reports:
+        for source in report.transferred_from:
+            transferred_from[source.worker_id] = transferred_from.get(source.worker_id, 0) + source.num_tokens
+    return PromptSources(
+        cached_tokens=sum(report.cached_tokens for report in reports),
+        transferred_tokens=sum(report.transferred_tokens for report in reports),
+        recomputed_tokens=sum(report.recomputed_tokens for report in reports),
+        transferred_from=transferred_from,
     )
 
 

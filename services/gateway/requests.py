@@ -9,6 +9,8 @@ import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 
+import msgspec
+
 from schemas import subjects
 from schemas.block import unpack_tokens
 from schemas.ids import GatewayId, RequestId, TokenIds, WorkerId
@@ -54,7 +56,7 @@ from services.gateway.events import (
     WorkerSilent,
 )
 from services.runtime import now_ms
-from services.telemetry import Key, SpanName, Telemetry
+from services.telemetry import AttributeValue, Key, SpanName, Telemetry
 
 log = logging.getLogger(__name__)
 
@@ -230,6 +232,7 @@ class Requests:
             sampling=job.sampling,
             handoff_id=action.handoff_id,
             decode_worker=action.decode_worker,
+            sources=action.sources,
         )
         ask = self._ask_worker(live, subjects.RUN, action.prefill_worker, message)
         self._spawn(ask, f"run {job.request_id}")
@@ -245,6 +248,7 @@ class Requests:
             prefill_worker=action.prefill_worker,
             prompt=job.prompt,
             sampling=job.sampling,
+            sources=action.sources,
         )
         ask = self._ask_worker(live, subjects.RESERVE, action.decode_worker, message)
         self._spawn(ask, f"reserve {job.request_id}")
@@ -287,12 +291,18 @@ class Requests:
         self._tell(live, event)
 
     def _record_place(self, job: Job, started_ns: int, event: Placed | PlaceRefused | PlaceUnanswered) -> None:
-        attributes: dict[str, str | int] = {Key.REQUEST_ID: job.request_id, Key.ATTEMPT: event.attempt}
+        attributes: dict[str, AttributeValue] = {Key.REQUEST_ID: job.request_id, Key.ATTEMPT: event.attempt}
         error = ""
         match event:
             case Placed():
                 attributes[Key.PREFILL_WORKER] = event.prefill_worker
                 attributes[Key.DECODE_WORKER] = event.decode_worker or ""
+                attributes[Key.SOURCES] = ", ".join(
+                    f"{s.worker_id}: blocks {s.first_block} to {s.first_block + s.num_blocks}" for s in event.sources
+                )
+                if event.terms is not None:
+                    terms: dict[str, AttributeValue] = msgspec.structs.asdict(event.terms)
+                    attributes |= {f"{Key.PLACE_TERM}.{name}": value for name, value in terms.items()}
             case PlaceRefused():
                 error = event.reason
             case PlaceUnanswered():
@@ -326,6 +336,6 @@ class Requests:
 
 def _place_event(attempt: int, reply: Message) -> Placed | PlaceRefused:
     if isinstance(reply, Placement):
-        return Placed(attempt, reply.prefill_worker, reply.decode_worker)
+        return Placed(attempt, reply.prefill_worker, reply.decode_worker, reply.sources, reply.terms)
     assert isinstance(reply, Refused), "the subject's table allows no third reply"
     return PlaceRefused(attempt, reply.reason, reply.detail, reply.retry_after_ms)

@@ -1,27 +1,27 @@
 """What a prefill worker decides. Pure: messages, engine results and the time come in, actions go out.
 
-A run is queued until there are blocks, then computed; with a hand-over its blocks outlive it under a lease, which ends
-when the reader has landed, aborted, gone, or been silent too long.
+A run is queued until there are blocks. What of its prompt is cached here is not computed; what others are said to hold
+is read from them first, one after another, and whatever does not come is computed. With a hand-over its blocks outlive
+it under a lease, which ends when the reader has landed, aborted, gone, or been silent too long.
 """
 
 from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
-from dataplane.layout import Segment, num_blocks_for
+from dataplane.cache import BlockCache
+from dataplane.layout import BlockTables
 from dataplane.lease import Lease, LeaseTable
-from dataplane.pool import BlockPool
 from schemas import subjects
 from schemas.block import pack_tokens
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded, KVReleased
-from schemas.ids import HandoffId, LeaseId
+from schemas.ids import HandoffId, LeaseId, WorkerId
 from schemas.request import (
     CancelRequest,
     PrefillAccepted,
     Refused,
     RequestTokens,
     RunPrefill,
-    TransferReport,
     refuse,
 )
 from schemas.worker import WorkerLeft
@@ -31,27 +31,40 @@ from services.worker.actions import (
     AttemptKey,
     CloseLease,
     Emit,
+    Fetch,
     FinishLease,
     Offer,
+    OpenLease,
     Publish,
+    StopFetch,
     Submit,
     Withdraw,
 )
+from services.worker.content import PromptKV, ReadOutcome, SequenceContent
 from services.worker.handoff import emit_failure, handoff_fields, publish_event
 from services.worker.limits import CancelledAttempts, WorkerLimits, check_request, read_prompt
 
-Phase = Literal["queued", "computing", "withdrawing", "handing_over"]
+Phase = Literal["queued", "fetching", "computing", "withdrawing", "handing_over"]
+
+UNOFFERED_HOLD_MS = 500
+"""How long a computed prompt keeps its blocks from a queued run while its decode worker has no room: two workers whose
+runs wait for each other's blocks would otherwise wait for ever. What it gives up stays cached, as long as it can."""
 
 
 @dataclass(slots=True, eq=False)
 class PrefillRun:
-    """One attempt on this worker. `segments` are its own reference to its blocks, empty once given back."""
+    """One attempt on this worker. `tables` are its own reference to its blocks, empty once given back."""
 
     request: RunPrefill
     prompt: list[int]
+    content: SequenceContent
     phase: Phase = "queued"
-    segments: tuple[Segment, ...] = ()
+    tables: BlockTables = ()
+    kv: PromptKV | None = None
+    """What of the prompt is in place; None while it is queued."""
+    fetching_from: WorkerId | None = None
     lease: Lease | None = None
+    computed_ms: int = 0
     reserved: bool = False
     """The decode worker has said that it has room."""
     offered: bool = False
@@ -71,11 +84,11 @@ class PrefillRun:
 
 
 class PrefillCore:
-    """Owns the runs of one worker; shares its pool and leases with the worker's other core."""
+    """Owns the runs of one worker; shares its blocks and leases with the worker's other cores."""
 
-    def __init__(self, limits: WorkerLimits, pool: BlockPool, leases: LeaseTable) -> None:
+    def __init__(self, limits: WorkerLimits, cache: BlockCache, leases: LeaseTable) -> None:
         self._limits = limits
-        self._pool = pool
+        self._cache = cache
         self._leases = leases
         self._runs: dict[AttemptKey, PrefillRun] = {}
         self._queue: deque[PrefillRun] = deque()
@@ -90,7 +103,8 @@ class PrefillCore:
 
     @property
     def num_queued_tokens(self) -> int:
-        return sum(len(run.prompt) for run in self._queue)
+        fetching = sum(len(r.prompt) - r.kv.num_present_tokens for r in self._runs.values() if r.kv and r.fetching_from)
+        return fetching + sum(len(run.prompt) for run in self._queue)
 
     @property
     def num_runs(self) -> int:
@@ -104,7 +118,7 @@ class PrefillCore:
         refused = refused or self._cancelled.refuse(request)
         if refused is not None:
             return refused, []
-        run = PrefillRun(request, prompt)
+        run = PrefillRun(request, prompt, self._limits.content_of(prompt))
         other = self._by_handoff.get(request.handoff_id) if request.handoff_id is not None else None
         if other is not None and other.key != run.key:
             return refuse(request, "invalid", "this hand-over is another request's"), []
@@ -134,6 +148,18 @@ class PrefillCore:
         run.reserved = True
         return [] if run.lease is None else self._offer(run)
 
+    def fetched(self, key: AttemptKey, outcome: ReadOutcome, now_ms: int) -> list[Action]:
+        """A fetch has ended and writes no more: go on with the next source, or compute the rest."""
+        run = self._runs.get(key)
+        if run is None or run.fetching_from is None:
+            return []
+        assert run.kv is not None
+        source, run.fetching_from = run.fetching_from, None
+        if run.phase == "withdrawing":
+            return self._forget(run) + self._admit(now_ms)
+        run.kv.landed(source, outcome)
+        return self._assemble(run)
+
     def landed(self, event: KVLanded, now_ms: int) -> list[Action]:
         """The reader has all: end the lease."""
         run = self._by_handoff.get(event.handoff_id)
@@ -153,10 +179,13 @@ class PrefillCore:
         return [] if run is None else self._end(run, event.reason, now_ms, tell_target=True)
 
     def left(self, event: WorkerLeft, now_ms: int) -> list[Action]:
-        """A reader is gone: nobody will land what it was reading."""
+        """A reader is gone: nobody will land what it was reading. A source is gone: its read ends."""
         actions: list[Action] = []
-        for run in [r for r in self._runs.values() if r.request.decode_worker == event.worker_id]:
-            actions += self._end(run, "the reader left", now_ms, tell_target=True)
+        for run in list(self._runs.values()):
+            if run.request.decode_worker == event.worker_id:
+                actions += self._end(run, "the reader left", now_ms, tell_target=True)
+            elif run.fetching_from == event.worker_id:
+                actions.append(StopFetch(run.key))
         return actions
 
     def stepped(self, result: StepResult, now_ms: int) -> list[Action]:
@@ -194,11 +223,12 @@ class PrefillCore:
                 if run.phase != "handing_over":
                     actions.append(emit_failure(run.request, "deadline", "the deadline passed during prefill"))
                 actions += self._end(run, "deadline", now_ms, tell_target=True)
-            elif run.lease is not None and (run.phase == "computing" or not run.offered):
+            elif run.lease is not None and (run.phase in ("fetching", "computing") or not run.offered):
                 # Nobody can be reading yet: the reader's silence is no reason to end the lease.
                 self._leases.renew(run.lease.lease_id, now_ms, self._limits.lease_ms)
-        for lease in self._leases.expire(now_ms):
-            run = next(r for r in self._runs.values() if r.lease is not None and r.lease.lease_id == lease.lease_id)
+        run_of = {run.lease.lease_id: run for run in self._runs.values() if run.lease is not None}
+        for lease in self._leases.expire(now_ms, run_of.__contains__):
+            run = run_of[lease.lease_id]
             actions += self._lease_gone(run, lease, "the lease expired", tell_target=True)
             actions += self._end(run, "the lease expired", now_ms)
         return actions + self._admit(now_ms)
@@ -208,41 +238,68 @@ class PrefillCore:
         actions: list[Action] = []
         while self._queue:
             run = self._queue[0]
-            segments = self._pool.allocate(num_blocks_for(run.num_kv_tokens, self._limits.block_size))
-            if segments is None:
-                break
+            allocation = self._cache.admit(run.content.hashes, run.num_kv_tokens, len(run.prompt) - 1)
+            if allocation is None:
+                if (stuck := self._unoffered(now_ms)) is None:
+                    break
+                reason = "the decode worker has no room and the blocks are needed"
+                actions += self._close_lease(stuck, reason, tell_target=True) + self._forget(stuck)
+                continue
             self._queue.popleft()
-            actions += self._start(run, segments, now_ms)
+            run.tables = allocation.tables
+            run.kv = PromptKV(
+                num_prompt_tokens=len(run.prompt),
+                block_size=self._limits.block_size,
+                num_cached_tokens=allocation.num_cached_tokens,
+                keeps_parts=not self._cache.layout.is_windowed,
+                sources=deque(run.request.sources),
+            )
+            actions += self._lease(run, now_ms) + self._assemble(run)
         return actions
 
-    def _start(self, run: PrefillRun, segments: tuple[Segment, ...], now_ms: int) -> list[Action]:
+    def _unoffered(self, now_ms: int) -> PrefillRun | None:
+        """Return the run that has waited longest for its decode worker to have room, if that is too long."""
+        waiting = [run for run in self._runs.values() if run.phase == "handing_over" and not run.offered]
+        oldest = min(waiting, key=lambda run: run.computed_ms, default=None)
+        return oldest if oldest is not None and now_ms - oldest.computed_ms >= UNOFFERED_HOLD_MS else None
+
+    def _lease(self, run: PrefillRun, now_ms: int) -> list[Action]:
+        """Grant the lease of a hand-over, and offer it where the decode worker has room already."""
         request = run.request
-        run.phase, run.segments = "computing", segments
+        if request.handoff_id is None or request.decode_worker is None:
+            return []
+        self._cache.share(run.tables)
+        run.lease = self._leases.grant(
+            lease_id=LeaseId(f"lease-{request.handoff_id}"),
+            holder=self._limits.worker_id,
+            reader=request.decode_worker,
+            tables=run.tables,
+            num_tokens=len(run.prompt),
+            expires_at_ms=now_ms + self._limits.lease_ms,
+        )
+        return [OpenLease(run.lease), *(self._offer(run) if run.reserved else ())]
+
+    def _assemble(self, run: PrefillRun) -> list[Action]:
+        """Read the next piece that somebody is said to hold; with none left, compute."""
+        request, kv = run.request, run.kv
+        assert kv is not None
+        if (piece := kv.next_piece(self._limits.worker_id)) is not None:
+            run.phase, run.fetching_from = "fetching", piece.source
+            hashes = tuple(run.content.hashes[piece.first_block : piece.first_block + piece.num_blocks])
+            return [Fetch(run.key, piece.source, piece.first_block, hashes, run.tables, request.deadline_ms)]
+        run.phase = "computing"
         sequence = Sequence(
             request_id=request.request_id,
             attempt=request.attempt,
             token_ids=list(run.prompt),
             num_prompt_tokens=len(run.prompt),
             sampling=request.sampling,
-            segments=segments,
+            tables=run.tables,
+            num_computed_tokens=kv.num_present_tokens,
             stop_token_ids=self._limits.stop_token_ids(request.sampling),
             max_local_tokens=1 if run.is_split else None,
         )
-        if request.handoff_id is None or request.decode_worker is None:
-            return [Submit(sequence)]
-        self._pool.share(segments)
-        run.lease = self._leases.grant(
-            lease_id=LeaseId(f"lease-{request.handoff_id}"),
-            holder=self._limits.worker_id,
-            reader=request.decode_worker,
-            segments=segments,
-            num_tokens=len(run.prompt),
-            expires_at_ms=now_ms + self._limits.lease_ms,
-        )
-        actions: list[Action] = [Submit(sequence, run.lease)]
-        if run.reserved:
-            actions += self._offer(run)
-        return actions
+        return [Submit(sequence, run.content, run.lease.lease_id if run.lease else None)]
 
     def _offer(self, run: PrefillRun) -> list[Action]:
         assert run.lease is not None
@@ -259,7 +316,7 @@ class PrefillCore:
             index=sampled.index,
             tokens=pack_tokens([sampled.token_id]),
             finish_reason=sampled.finish_reason,
-            report=None if run.is_split or sampled.index else TransferReport(),
+            report=run.kv.report(is_prefill=run.is_split) if run.kv and not sampled.index else None,
         )
         actions: list[Action] = [Emit(request.gateway_id, tokens)]
         if not sampled.local_end:
@@ -268,7 +325,7 @@ class PrefillCore:
             return actions + self._forget(run)
         self._leases.renew(run.lease.lease_id, now_ms, self._limits.lease_ms)
         self._give_back(run)
-        run.phase = "handing_over"
+        run.phase, run.computed_ms = "handing_over", now_ms
         first = FirstToken(token_id=sampled.token_id, finish_reason=sampled.finish_reason)
         return [*actions, FinishLease(run.lease.lease_id, first)]
 
@@ -279,7 +336,7 @@ class PrefillCore:
         released = KVReleased(
             **handoff_fields(run.request, self._limits.worker_id),
             lease_id=lease.lease_id,
-            num_blocks=sum(s.num_blocks for s in lease.segments),
+            num_blocks=sum(segment.num_blocks for table in lease.tables for segment in table.segments),
         )
         actions.append(publish_event(subjects.RELEASED, released))
         if run.phase == "handing_over":
@@ -291,9 +348,9 @@ class PrefillCore:
         if run.phase == "withdrawing":
             return []
         actions = self._close_lease(run, reason, tell_target=tell_target)
-        if run.phase == "computing":
+        if run.phase in ("fetching", "computing"):
+            actions.append(Withdraw(run.key) if run.phase == "computing" else StopFetch(run.key))
             run.phase = "withdrawing"
-            actions.append(Withdraw(run.key))
         else:
             actions += self._forget(run)
         return actions + self._admit(now_ms)
@@ -305,7 +362,7 @@ class PrefillCore:
         return [] if lease is None else self._lease_gone(run, lease, reason, tell_target=tell_target)
 
     def _lease_gone(self, run: PrefillRun, lease: Lease, reason: str, *, tell_target: bool) -> list[Action]:
-        self._pool.free(lease.segments)
+        self._cache.free(lease.tables)
         run.lease = None
         actions: list[Action] = [CloseLease(lease.lease_id, reason)]
         return [*actions, self._tell_target(run, reason)] if tell_target else actions
@@ -324,6 +381,6 @@ class PrefillCore:
         return []
 
     def _give_back(self, run: PrefillRun) -> None:
-        if run.segments:
-            self._pool.free(run.segments)
-            run.segments = ()
+        if run.tables:
+            self._cache.free(run.tables)
+            run.tables = ()

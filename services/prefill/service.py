@@ -15,7 +15,7 @@ from services.worker.shell import Worker
 async def start_prefill(worker: Worker, tasks: asyncio.TaskGroup) -> None:
     """Give the worker the prefill role: compute prompts, and hand over or decode."""
     worker_id = worker.parts.worker_id
-    core = PrefillCore(worker.parts.limits, worker.holder.pool, worker.holder.leases)
+    core = PrefillCore(worker.parts.limits, worker.holder.cache, worker.holder.leases)
     worker.add_core(core)
 
     async def run(received: Received[RunPrefill]) -> Message:

@@ -1,4 +1,7 @@
-"""Placement policies: pure functions that pick one of several workers. Chosen by name."""
+"""Placement policies, chosen by name. Pure.
+
+The simple ones pick one of several workers and are here; `cost` prices whole placements (`cost.py`).
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
@@ -36,11 +39,12 @@ def least_loaded(phase: Phase, candidates: Sequence[Candidate], turn: int) -> Ca
     return min(rotated, key=lambda c: (c.num_requests, -c.num_free_blocks))
 
 
-POLICIES: dict[str, Policy] = {"least_loaded": least_loaded, "round_robin": round_robin}
+POLICIES: dict[str, Policy | None] = {"cost": None, "least_loaded": least_loaded, "round_robin": round_robin}
+"""None: not picked worker by worker."""
 
 
-def policy_named(name: str) -> Policy:
-    """Return a policy. Raises UserError with the names there are."""
+def policy_named(name: str) -> Policy | None:
+    """Return a policy; None for `cost`. Raises UserError with the names there are."""
     if name not in POLICIES:
         raise UserError(f"no placement policy is called {name!r}; there are: {', '.join(sorted(POLICIES))}")
     return POLICIES[name]

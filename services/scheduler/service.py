@@ -14,6 +14,8 @@ from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig
 from services.runtime import now_ms
 from services.scheduler.core import FleetEvent, SchedulerCore
+from services.scheduler.cost import CostLimits
+from services.scheduler.hints import Hints
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +26,11 @@ async def run_scheduler(
     config: MeshConfig, bus: Bus, stop: asyncio.Event, on_ready: Callable[[], None] | None = None
 ) -> None:
     """Serve until `stop` is set. Raises UserError for an unknown policy."""
-    core = SchedulerCore(config.scheduler.policy, config.scheduler.silent_after_ms)
+    settings = config.scheduler
+    limits = CostLimits(settings.pull_tokens_min, settings.unsplit_tokens_max)
+    core = SchedulerCore(settings.policy, settings.silent_after_ms, limits)
     door = TypedBus(bus, "scheduler")
+    hints = Hints(door)
 
     def hear(received: Received[FleetEvent]) -> None:
         message = received.message
@@ -37,7 +42,8 @@ async def run_scheduler(
             tasks.create_task(_say_left(door, left), name="say who was replaced")
 
     async def place(received: Received[PlaceRequest]) -> Message:
-        return core.place(received.message, now_ms())
+        holders = await hints.holders(received.message) if core.asks_directory else ()
+        return core.place(received.message, now_ms(), holders)
 
     async def describe(received: Received[DescribeFleet]) -> Message:
         return core.describe()

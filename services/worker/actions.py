@@ -2,25 +2,35 @@
 
 from dataclasses import dataclass
 
-from dataplane.layout import Segment
+from dataplane.layout import BlockTables
 from dataplane.lease import Lease
 from schemas.handoff import FirstToken, KVOffered
-from schemas.ids import GatewayId, HandoffId, LeaseId, RequestId
+from schemas.ids import BlockHash, GatewayId, HandoffId, LeaseId, RequestId, WorkerId
 from schemas.message import Message
 from schemas.request import RequestTokens, RunPrefill
 from schemas.subjects import Subject
 from services.engine.base import Sequence
+from services.worker.content import SequenceContent
 
 AttemptKey = tuple[RequestId, int]
 """One attempt at one request."""
 
 
 @dataclass(slots=True, frozen=True)
+class OpenLease:
+    """Let the plane serve this lease as its layers are computed."""
+
+    lease: Lease
+
+
+@dataclass(slots=True, frozen=True)
 class Submit:
-    """Give the sequence to the engine. With a lease, its layers are served to the reader as they are computed."""
+    """Give the sequence to the engine. What of it is in place already, and what it computes, is taken in as `content`;
+    with a lease it is also served to the reader."""
 
     sequence: Sequence
-    lease: Lease | None = None
+    content: SequenceContent
+    lease_id: LeaseId | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -73,8 +83,11 @@ class CloseLease:
 
 @dataclass(slots=True, frozen=True)
 class StartRead:
+    """Read what is offered from `first_token` on."""
+
     offer: KVOffered
-    segments: tuple[Segment, ...]
+    tables: BlockTables
+    first_token: int
 
 
 @dataclass(slots=True, frozen=True)
@@ -84,4 +97,36 @@ class StopRead:
     handoff_id: HandoffId
 
 
-Action = Submit | Withdraw | Emit | Publish | Offer | FinishLease | CloseLease | StartRead | StopRead
+@dataclass(slots=True, frozen=True)
+class Fetch:
+    """Ask `source` for a lease on the blocks from `first_block` on, and read them; `fetched` says what came of it."""
+
+    key: AttemptKey
+    source: WorkerId
+    first_block: int
+    block_hashes: tuple[BlockHash, ...]
+    tables: BlockTables
+    deadline_ms: int
+
+
+@dataclass(slots=True, frozen=True)
+class StopFetch:
+    """End the fetch; `fetched` says when its blocks are no longer written."""
+
+    key: AttemptKey
+
+
+Action = (
+    OpenLease
+    | Fetch
+    | StopFetch
+    | Submit
+    | Withdraw
+    | Emit
+    | Publish
+    | Offer
+    | FinishLease
+    | CloseLease
+    | StartRead
+    | StopRead
+)

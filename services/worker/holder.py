@@ -1,52 +1,42 @@
-"""The blocks that a worker holds: pool, leases, the plane that serves them, and what the directory hears of them."""
+"""The blocks that a worker holds: what lies in them, leases, the plane that serves them, what the directory hears."""
 
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
 
 from dataplane.arena import Arena
-from dataplane.layout import KVLayout, Segment, block_ids
+from dataplane.cache import BlockCache
+from dataplane.layout import ArenaShape
 from dataplane.lease import Lease, LeaseTable
-from dataplane.pool import BlockPool
 from dataplane.progress import KVProgress
 from dataplane.server import PlaneServer, ReadableKV, ServerOptions
 from dataplane.stream import TransferStats
 from dataplane.ticket import Ticket, sign
-from schemas.block import BlockHasher
-from schemas.directory import BlocksEvicted, BlocksStored
+from schemas.directory import BlocksEvicted, BlocksStored, Inventory
 from schemas.handoff import FirstToken, KVOffered
-from schemas.ids import LeaseId, WorkerId
+from schemas.ids import BlockHash, LeaseId, WorkerId
+from schemas.kv import LeaseGranted, RequestLease
 from schemas.request import RunPrefill
 from schemas.worker import BlockCounts
 from services.config import WorkerConfig
 from services.engine.base import Sequence
 from services.runtime import now_ms
 from services.worker.actions import AttemptKey
+from services.worker.content import SequenceContent
 from services.worker.handoff import handoff_fields
 from services.worker.ledger import BlockLedger
 
+StartedCallback = Callable[[LeaseId], None]
+"""The first byte of a read is on its way; called on a plane thread."""
 ServedCallback = Callable[[LeaseId, TransferStats | None, str], None]
 """(lease, what was sent or None, why it failed or ''); called on a plane thread."""
 
-
-class TrackedPool(BlockPool):
-    """A pool that remembers what was freed until the ledger has heard of it."""
-
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks)
-        self._freed: list[int] = []
-
-    def free(self, segments: Iterable[Segment]) -> list[int]:
-        freed = super().free(segments)
-        self._freed += freed
-        return freed
-
-    def take_freed(self) -> list[int]:
-        freed, self._freed = self._freed, []
-        return freed
+COOLING_SHARE = 8
+"""Once fewer than 1/8 of the blocks are free, the coldest of the cached ones are said to go."""
+MAX_COOLING_BLOCKS = 256
 
 
 @dataclass(slots=True)
@@ -64,22 +54,26 @@ class KVHolder:
     worker_id: WorkerId
     incarnation: str
     arena: Arena
-    layout: KVLayout
-    num_blocks: int
+    cache: BlockCache
     secret: bytes
+    on_started: StartedCallback
     on_served: ServedCallback
     lock: threading.Lock = field(default_factory=threading.Lock)
     leases: LeaseTable = field(default_factory=LeaseTable)
     _served: dict[LeaseId, ServedLease] = field(default_factory=dict[LeaseId, ServedLease])
-    _hashers: dict[AttemptKey, BlockHasher] = field(default_factory=dict[AttemptKey, BlockHasher])
+    _contents: dict[AttemptKey, SequenceContent] = field(default_factory=dict[AttemptKey, SequenceContent])
+    _cooled: set[BlockHash] = field(default_factory=set[BlockHash])
 
     def __post_init__(self) -> None:
-        self.pool = TrackedPool(self.num_blocks)
         self.ledger = BlockLedger(self.worker_id, self.incarnation)
         self.plane: PlaneServer | None = None
 
+    @property
+    def shape(self) -> ArenaShape:
+        return self.cache.shape
+
     def start(self, config: WorkerConfig) -> None:
-        """Serve reads. Only a worker that hands over needs it."""
+        """Serve reads."""
         carriers = ("shm", "tcp") if config.carrier == "auto" else (config.carrier,)
         advertise_host = config.advertise_host
         if not advertise_host and config.plane_host == "0.0.0.0":
@@ -87,7 +81,7 @@ class KVHolder:
         options = ServerOptions(
             carriers=carriers, host=config.plane_host, advertise_host=advertise_host, digests=config.digests
         )
-        self.plane = PlaneServer(self.arena, self.num_blocks, self.layout, self, self.secret, options)
+        self.plane = PlaneServer(self.arena, self.shape, self, self.secret, options)
         self.plane.start()
 
     def close(self) -> None:
@@ -99,37 +93,57 @@ class KVHolder:
         self.arena.close()
 
     def counts(self) -> BlockCounts:
-        """Return the conservation law's terms: total = free + running + leased."""
-        free, leased = self.pool.num_free, self.leases.num_leased_blocks
-        return BlockCounts(total=self.num_blocks, free=free, running=self.num_blocks - free - leased, leased=leased)
+        """Return the conservation law's terms: total = free + cached + running + leased."""
+        total, free, cached = self.cache.num_blocks, self.cache.num_free, self.cache.num_cached
+        leased = self.leases.num_leased_blocks
+        return BlockCounts(total=total, free=free, cached=cached, running=total - free - cached - leased, leased=leased)
 
     # Leases, for the event loop.
 
-    def open_lease(self, lease: Lease) -> KVProgress:
+    def open_lease(self, lease: Lease) -> None:
         """Let the plane serve a lease as its layers are computed."""
-        progress = KVProgress(self.layout.num_layers, lease.num_tokens)
-        self._served[lease.lease_id] = ServedLease(lease, progress)
-        return progress
+        self._served[lease.lease_id] = ServedLease(lease, KVProgress(self.shape.layout.num_layers, lease.num_tokens))
+
+    def start_computing(self, lease_id: LeaseId, num_present_tokens: int) -> KVProgress | None:
+        """What is in place already may be read; return who hears of the rest. None: the lease has ended."""
+        served = self._served.get(lease_id)
+        if served is None:
+            return None
+        if num_present_tokens:
+            for layer in range(self.shape.layout.num_layers):
+                served.progress.advance(layer, num_present_tokens)
+        return served.progress
 
     def offer(self, lease: Lease, request: RunPrefill, lease_ms: int) -> KVOffered:
         """Return the signed offer of a lease."""
         assert self.plane is not None, "a holder that does not serve cannot offer"
-        ticket = Ticket(
-            lease_id=lease.lease_id,
-            epoch=lease.epoch,
-            holder=lease.holder,
-            reader=lease.reader,
-            tenant="",
-            expires_at_ms=request.deadline_ms,
-        )
         return KVOffered(
             **handoff_fields(request, self.worker_id),
             lease_id=lease.lease_id,
             epoch=lease.epoch,
             lease_ms=lease_ms,
-            ticket=sign(self.secret, ticket),
+            ticket=self._ticket(lease, request.deadline_ms),
             endpoint=self.plane.endpoint,
-            fingerprint=self.layout.fingerprint,
+            fingerprint=self.shape.layout.fingerprint,
+            num_tokens=lease.num_tokens,
+        )
+
+    def lend(self, lease: Lease, request: RequestLease) -> LeaseGranted:
+        """Let the plane serve a lease on what is all here, and return its signed terms."""
+        assert self.plane is not None, "a holder that does not serve cannot lend"
+        progress = KVProgress.completed(self.shape.layout.num_layers, lease.num_tokens)
+        self._served[lease.lease_id] = ServedLease(lease, progress)
+        return LeaseGranted(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            deadline_ms=request.deadline_ms,
+            worker_id=self.worker_id,
+            lease_id=lease.lease_id,
+            epoch=lease.epoch,
+            lease_ms=lease.expires_at_ms - now_ms(),
+            ticket=self._ticket(lease, request.deadline_ms),
+            endpoint=self.plane.endpoint,
+            first_token=lease.first_token,
             num_tokens=lease.num_tokens,
         )
 
@@ -144,25 +158,61 @@ class KVHolder:
         if served is None:
             return 0
         served.progress.fail(reason)
-        return sum(segment.num_blocks for segment in served.lease.segments)
+        return sum(segment.num_blocks for table in served.lease.tables for segment in table.segments)
 
-    # What the directory hears, for the event loop.
+    def _ticket(self, lease: Lease, expires_at_ms: int) -> str:
+        ticket = Ticket(
+            lease_id=lease.lease_id,
+            epoch=lease.epoch,
+            holder=lease.holder,
+            reader=lease.reader,
+            tenant="",
+            expires_at_ms=expires_at_ms,
+        )
+        return sign(self.secret, ticket)
 
-    def stored(self, sequence: Sequence, num_tokens: int) -> BlocksStored | None:
-        """Take in that a sequence's first `num_tokens` tokens have their KV here."""
-        key = (sequence.request_id, sequence.attempt)
-        hasher = self._hashers.get(key)
-        if hasher is None:
-            fingerprint = self.layout.fingerprint
-            hasher = self._hashers[key] = BlockHasher(self.layout.block_size, model_fingerprint=fingerprint)
-        return self.ledger.record(hasher, sequence.token_ids, num_tokens, block_ids(sequence.segments))
+    # What lies in the blocks, for the event loop.
 
-    def sequence_ended(self, key: AttemptKey) -> None:
-        self._hashers.pop(key, None)
+    def submitted(self, sequence: Sequence, content: SequenceContent) -> None:
+        """Take in what of a sequence is in place before the engine has it."""
+        self._contents[(sequence.request_id, sequence.attempt)] = content
+        self.computed(sequence, sequence.num_computed_tokens)
 
-    def evicted(self) -> BlocksEvicted | None:
-        """Return the event for what has been freed since the last call."""
-        return self.ledger.forget(self.pool.take_freed())
+    def computed(self, sequence: Sequence, num_tokens: int, *, ended: bool = False) -> None:
+        """Take in that a sequence's first `num_tokens` tokens have their KV here. `ended`: no more will be written."""
+        content = self._contents.get((sequence.request_id, sequence.attempt))
+        if content is None:
+            return
+        hashes = content.extend(sequence.token_ids, num_tokens)
+        self.cache.store(sequence.tables, hashes, content.num_stored_blocks, num_tokens, ended=ended)
+        content.num_stored_blocks = num_tokens // self.shape.layout.block_size
+
+    def ended(self, sequence: Sequence) -> None:
+        """The engine has let go of a sequence; its blocks are still its own."""
+        self.computed(sequence, sequence.num_computed_tokens, ended=True)
+        self.forget((sequence.request_id, sequence.attempt))
+
+    def forget(self, key: AttemptKey) -> None:
+        self._contents.pop(key, None)
+
+    def events(self) -> list[BlocksStored | BlocksEvicted]:
+        """Return what the directory has to hear of what came and went since the last call."""
+        changes = self.cache.take_changes()
+        self._cooled.difference_update(changes.evicted)
+        return self.ledger.events(changes)
+
+    def inventory(self, offset: int) -> Inventory:
+        return self.ledger.inventory(self.cache.contents(), offset)
+
+    def cooling(self) -> list[BlockHash]:
+        """Return the blocks that will go soon and have not been named yet, while room is scarce."""
+        if self.cache.num_free * COOLING_SHARE >= self.cache.num_blocks:
+            return []
+        if len(self._cooled) > self.cache.num_blocks:
+            self._cooled.clear()
+        named = [block for block in self.cache.coldest(MAX_COOLING_BLOCKS) if block not in self._cooled]
+        self._cooled.update(named)
+        return named
 
     # `LeaseGate`, for the plane's threads.
 
@@ -171,7 +221,12 @@ class KVHolder:
         with self.lock:
             lease = self.leases.check(ticket.lease_id, ticket.epoch, ticket.reader, now_ms())
             served = self._served[lease.lease_id]
-        return ReadableKV(segments=lease.segments, num_tokens=lease.num_tokens, progress=served.progress)
+        return ReadableKV(
+            tables=lease.tables,
+            num_tokens=lease.num_tokens,
+            progress=served.progress,
+            first_token=lease.first_token,
+        )
 
     def still_valid(self, ticket: Ticket) -> bool:
         """Say whether the leased blocks are still what they were."""
@@ -179,7 +234,7 @@ class KVHolder:
             return self.leases.is_current(ticket.lease_id, ticket.epoch, now_ms())
 
     def started(self, lease_id: LeaseId, carrier: str) -> None:
-        """Nothing to do: the reader says KVStreaming."""
+        self.on_started(lease_id)
 
     def served(self, lease_id: LeaseId, stats: TransferStats | None, error: str) -> None:
         self.on_served(lease_id, stats, error)

@@ -6,13 +6,15 @@ from schemas.block import unpack_tokens
 from schemas.ids import TokenIds, WorkerId
 from schemas.request import RefusalReason, Refused, ReserveBlocks, RunPrefill, SamplingParams, refuse
 from services.worker.actions import AttemptKey
+from services.worker.content import SequenceContent
 
 RETRY_AFTER_MS = 500
 
 
 @dataclass(slots=True, frozen=True)
 class WorkerLimits:
-    """`lease_ms`: how long a reader may be silent once all is computed."""
+    """`lease_ms`: how long a reader may be silent once all is computed. `num_blocks`: the most that one sequence may
+    fill."""
 
     worker_id: WorkerId
     fingerprint: str
@@ -23,6 +25,10 @@ class WorkerLimits:
     eos_token_ids: frozenset[int]
     max_queued: int
     lease_ms: int
+
+    def content_of(self, prompt: list[int]) -> SequenceContent:
+        """Return the identities of a prompt's blocks."""
+        return SequenceContent(prompt, self.block_size, self.fingerprint)
 
     def stop_token_ids(self, sampling: SamplingParams) -> frozenset[int]:
         """Return the tokens that end this request's answer."""

@@ -4,12 +4,13 @@ import secrets
 from dataclasses import dataclass
 
 from dataplane.arena import Arena, ArenaTooLargeError
-from dataplane.layout import KVLayout
+from dataplane.cache import max_sequence_tokens
+from dataplane.layout import ArenaShape
 from schemas.ids import WorkerId
 from schemas.worker import WorkerRole
 from services.config import MeshConfig, require_secret
 from services.engine.base import Engine
-from services.engine.checkpoint import layout_of, read_checkpoint
+from services.engine.checkpoint import default_shape, layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.errors import UserError
 from services.worker.limits import WorkerLimits
@@ -24,7 +25,7 @@ class WorkerParts:
     role: WorkerRole
     model: str
     arena: Arena
-    layout: KVLayout
+    shape: ArenaShape
     engine: Engine
     limits: WorkerLimits
     secret: bytes
@@ -38,20 +39,20 @@ def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> Wor
     settings = config.worker
     checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR))
     layout = layout_of(checkpoint, dtype=config.model.dtype, block_size=settings.block_size)
-    num_blocks = settings.kv_bytes // layout.block_bytes
-    if num_blocks < 1:
+    if settings.kv_bytes < layout.block_bytes:
         raise UserError(f"{settings.kv_bytes} bytes hold no block of {layout.block_bytes} bytes: raise --kv-mib")
+    context_length, token_budget = checkpoint.context_length, settings.token_budget
+    shape = default_shape(layout, settings.kv_bytes, context_length=context_length, token_budget=token_budget)
+    max_tokens = max_sequence_tokens(shape, token_budget) or context_length
     try:
-        arena = Arena.create(layout, num_blocks)
+        arena = Arena.create(shape)
     except ArenaTooLargeError as error:
         raise UserError(str(error)) from error
     try:
         engine = load_engine(
             checkpoint,
             arena_buffer=arena.buffer,
-            num_blocks=num_blocks,
-            block_size=settings.block_size,
-            dtype=config.model.dtype,
+            shape=shape,
             num_threads=max(1, settings.num_threads),
         )
     except BaseException:
@@ -60,7 +61,7 @@ def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> Wor
     limits = WorkerLimits(
         worker_id=worker_id,
         fingerprint=layout.fingerprint,
-        num_blocks=num_blocks,
+        num_blocks=max_tokens // settings.block_size,
         block_size=settings.block_size,
         context_length=checkpoint.context_length,
         vocab_size=checkpoint.vocab_size,
@@ -74,7 +75,7 @@ def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> Wor
         role=role,
         model=config.model.name or checkpoint.name,
         arena=arena,
-        layout=layout,
+        shape=shape,
         engine=engine,
         limits=limits,
         secret=secret,

@@ -31,10 +31,8 @@ async def run_worker(
     reads: Reads | None = None
     try:
         async with asyncio.TaskGroup() as tasks:
-            if parts.role == "prefill":
-                worker.holder.start(config.worker)
-            if parts.role in ("prefill", "aggregated"):
-                await start_prefill(worker, tasks)
+            worker.holder.start(config.worker)
+            await start_prefill(worker, tasks)  # a decode worker, too, may serve a request whose KV it holds alone
             if parts.role == "decode":
                 reads = await start_decode(worker, tasks)
             await worker.start(tasks)
@@ -44,6 +42,7 @@ async def run_worker(
             await stop.wait()
             worker.stop_intake()
             clockwork.cancel()
+            await worker.stop_fetches()
             if reads is not None:
                 await reads.close()
             await worker.close()

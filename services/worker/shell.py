@@ -10,13 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from dataplane.cache import BlockCache
 from dataplane.lease import Lease
+from dataplane.reader import PlaneReader
 from dataplane.stream import TransferStats
 from schemas import subjects
-from schemas.directory import ReadInventory
+from schemas.block import join_hashes
+from schemas.directory import BlocksStored, ReadInventory
 from schemas.ids import GatewayId, LeaseId, RequestId
+from schemas.kv import BlocksCooling, RequestLease
 from schemas.message import Message
-from schemas.request import CancelRequest, RequestTokens, RunPrefill
+from schemas.request import CancelRequest, Refused, RequestTokens, RunPrefill
 from schemas.worker import WorkerDraining, WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad
 from services.bus.base import Bus
 from services.bus.typed import Received, TypedBus
@@ -31,17 +35,24 @@ from services.worker.actions import (
     AttemptKey,
     CloseLease,
     Emit,
+    Fetch,
     FinishLease,
     Offer,
+    OpenLease,
     Publish,
     StartRead,
+    StopFetch,
     StopRead,
     Submit,
     Withdraw,
 )
+from services.worker.content import ReadOutcome
+from services.worker.fetch import Fetches
 from services.worker.holder import KVHolder
+from services.worker.lend import LendCore
 from services.worker.load import WorkerParts
 from services.worker.outbox import Outbox
+from services.worker.rates import RateBook
 from services.worker.spans import WorkerSpans
 
 LOAD_INTERVAL_S = 0.5
@@ -59,6 +70,8 @@ class LeaseTrace:
     key: AttemptKey
     traceparent: str
     offered_ns: int
+    is_lent: bool = False
+    """Not of a hand-over: the attempt is another worker's, or still under way here."""
     num_ends: int = 0
 
 
@@ -77,6 +90,7 @@ class WorkerCore(Protocol):
     def stepped(self, result: StepResult, now_ms: int) -> list[Action]: ...
     def removed(self, key: AttemptKey, now_ms: int) -> list[Action]: ...
     def engine_failed(self, key: AttemptKey, reason: str, now_ms: int) -> list[Action]: ...
+    def fetched(self, key: AttemptKey, outcome: ReadOutcome, now_ms: int) -> list[Action]: ...
     def cancelled(self, event: CancelRequest, now_ms: int) -> list[Action]: ...
     def left(self, event: WorkerLeft, now_ms: int) -> list[Action]: ...
     def tick(self, now_ms: int) -> list[Action]: ...
@@ -98,14 +112,29 @@ class Worker:
         self.door = TypedBus(bus, parts.role)
         self.outbox = Outbox(self.door, parts.worker_id)
         self.spans = WorkerSpans(telemetry, parts.worker_id)
+        chunk_tokens, caching = config.worker.token_budget, config.worker.prefix_cache
         self.holder = KVHolder(
             worker_id=parts.worker_id,
             incarnation=parts.incarnation,
             arena=parts.arena,
-            layout=parts.layout,
-            num_blocks=parts.limits.num_blocks,
+            cache=BlockCache(parts.shape, chunk_tokens=chunk_tokens, caching=caching),
             secret=parts.secret,
+            on_started=lambda lease_id: self._post(self._started, lease_id),
             on_served=lambda lease_id, stats, error: self._post(self._served, lease_id, stats, error),
+        )
+        self.reader = PlaneReader(parts.arena, parts.shape)
+        self.rates = RateBook(parts.shape.layout.block_bytes // parts.shape.layout.block_size)
+        self._lending = LendCore(parts.limits, self.holder.cache, self.holder.leases)
+        self._fetches = Fetches(
+            worker_id=parts.worker_id,
+            fingerprint=parts.limits.fingerprint,
+            token_bytes=self.rates.token_bytes,
+            config=config.worker,
+            door=self.door,
+            reader=self.reader,
+            rates=self.rates,
+            spans=self.spans,
+            on_fetched=self._fetched,
         )
         batch = Batch(config.worker.token_budget, context_length=parts.limits.context_length)
         self._engine = EngineThread(
@@ -119,6 +148,7 @@ class Worker:
         self._reads: KVReads | None = None
         self._leases: dict[LeaseId, LeaseTrace] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: asyncio.TaskGroup | None = None
         self._changed = asyncio.Event()
         self._last_step_ns = 0
 
@@ -129,12 +159,13 @@ class Worker:
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Start the engine and the ears that every role has; the role's own must be open already."""
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._tasks = asyncio.get_running_loop(), tasks
         self._engine.start()
         tasks.create_task(self.outbox.run(), name="outbox")
         await self.door.listen(tasks, subjects.CANCEL, ("*",), self._on_cancel)
         await self.door.listen(tasks, subjects.LEFT, ("*",), self._on_left)
         await self.door.serve(tasks, subjects.INVENTORY, (self.parts.worker_id,), self._on_inventory)
+        await self.door.serve(tasks, subjects.LEASE, (self.parts.worker_id,), self._on_lease)
         await self.door.bus.flush()
         self.outbox.put(subjects.JOINED, (self.parts.worker_id,), WorkerJoined(worker=self.info()))
 
@@ -149,6 +180,10 @@ class Worker:
         for core in self._cores:
             core.draining = True
 
+    async def stop_fetches(self) -> None:
+        """End what is being read from other holders."""
+        await self._fetches.close()
+
     async def close(self) -> None:
         """Leave in order: say so, end the engine, close the plane, send what is left."""
         worker_id, incarnation = self.parts.worker_id, self.parts.incarnation
@@ -158,6 +193,7 @@ class Worker:
         left = WorkerLeft(worker_id=worker_id, incarnation=incarnation, reason="stopped")
         self.outbox.put(subjects.LEFT, (worker_id,), left)
         self.outbox.close()
+        self.reader.close()
         await asyncio.to_thread(self.holder.close)
 
     def info(self) -> WorkerInfo:
@@ -187,6 +223,13 @@ class Worker:
             match action:
                 case Emit(gateway_id=gateway_id, tokens=tokens):
                     emitted.append((gateway_id, tokens))
+                case OpenLease(lease=lease):
+                    self.holder.open_lease(lease)
+                case Fetch():
+                    assert self._tasks is not None
+                    self._fetches.start(action, self._tasks)
+                case StopFetch(key=key):
+                    self._fetches.stop(key)
                 case Submit():
                     self._submit(action)
                 case Withdraw(key=(request_id, attempt)):
@@ -207,8 +250,9 @@ class Worker:
                     assert self._reads is not None
                     self._reads.stop(action)
         self.outbox.put_tokens(emitted)
-        if (evicted := self.holder.evicted()) is not None:
-            self.outbox.put(subjects.EVICTED, (self.parts.worker_id,), evicted)
+        for event in self.holder.events():
+            subject = subjects.STORED if isinstance(event, BlocksStored) else subjects.EVICTED
+            self.outbox.put(subject, (self.parts.worker_id,), event)
         if actions:
             self._changed.set()
 
@@ -216,10 +260,9 @@ class Worker:
 
     def _submit(self, action: Submit) -> None:
         sequence = action.sequence
-        if action.lease is not None:
-            sequence.layer_listener = self.holder.open_lease(action.lease)
-        if sequence.num_computed_tokens:
-            self._stored(sequence, sequence.num_computed_tokens)
+        if action.lease_id is not None:
+            sequence.layer_listener = self.holder.start_computing(action.lease_id, sequence.num_computed_tokens)
+        self.holder.submitted(sequence, action.content)
         self.spans.submitted((sequence.request_id, sequence.attempt))
         try:
             self._engine.submit(sequence)
@@ -230,29 +273,30 @@ class Worker:
         key = (request.request_id, request.attempt)
         offer = self.holder.offer(lease, request, self.parts.limits.lease_ms)
         traceparent = self.spans.traceparent(key)
-        self._leases[lease.lease_id] = LeaseTrace(key, traceparent, time.time_ns())
-        if len(self._leases) > MAX_LEASE_TRACES:
-            del self._leases[next(iter(self._leases))]
+        self._trace_lease(lease.lease_id, LeaseTrace(key, traceparent, time.time_ns()))
         ids = (offer.source_worker, offer.target_worker, offer.handoff_id)
         self.outbox.put(subjects.OFFERED, ids, offer, traceparent)
+
+    def _trace_lease(self, lease_id: LeaseId, trace: LeaseTrace) -> None:
+        self._leases[lease_id] = trace
+        if len(self._leases) > MAX_LEASE_TRACES:
+            del self._leases[next(iter(self._leases))]
 
     def _close_lease(self, action: CloseLease) -> None:
         num_blocks = self.holder.close_lease(action.lease_id, action.reason)
         trace = self._leases.get(action.lease_id)
         if trace is None:
             return
-        self.spans.released(trace.key, self.spans.first_token_ns(trace.key), num_blocks, action.reason)
-        self.spans.forget(trace.key)
+        since_ns = trace.offered_ns if trace.is_lent else self.spans.first_token_ns(trace.key)
+        self.spans.released(trace.traceparent, since_ns, num_blocks, action.reason)
+        if not trace.is_lent:
+            self.spans.forget(trace.key)
         self._drop_lease_trace(action.lease_id, trace)
-
-    def _stored(self, sequence: Sequence, num_tokens: int) -> None:
-        if (stored := self.holder.stored(sequence, num_tokens)) is not None:
-            self.outbox.put(subjects.STORED, (self.parts.worker_id,), stored)
 
     def forget(self, key: AttemptKey) -> None:
         """Drop what was kept for an attempt that has ended here."""
         self.spans.forget(key)
-        self.holder.sequence_ended(key)
+        self.holder.forget(key)
 
     # What happens, brought to the loop.
 
@@ -262,16 +306,17 @@ class Worker:
 
     def _stepped(self, result: StepResult) -> None:
         self.spans.stepped(result)
+        self.rates.stepped(result)
         self._last_step_ns = result.ended_ns
         for sequence, num_tokens in result.computed:
-            self._stored(sequence, num_tokens)
+            self.holder.computed(sequence, num_tokens)
         ended: list[Sequence] = []
         for sampled in result.sampled:
             sequence = sampled.sequence
             if sampled.index == 0:
                 self.spans.prefilled(sequence)
             if sampled.local_end:
-                self.holder.sequence_ended((sequence.request_id, sequence.attempt))
+                self.holder.ended(sequence)
             if sampled.local_end and sequence.max_local_tokens is None:
                 self.spans.decoded(sequence, sampled.finish_reason or "")
                 ended.append(sequence)
@@ -281,6 +326,7 @@ class Worker:
 
     def _removed(self, sequence: Sequence) -> None:
         key = (sequence.request_id, sequence.attempt)
+        self.holder.ended(sequence)
         if sequence.max_local_tokens is None:
             self.spans.decoded(sequence, "cancelled")
         self._decide_all(lambda core, now: core.removed(key, now))
@@ -292,7 +338,14 @@ class Worker:
             self._decide_all(lambda core, now, key=key: core.engine_failed(key, reason, now))
             self.forget(key)
 
+    def _fetched(self, key: AttemptKey, outcome: ReadOutcome) -> None:
+        self._decide_all(lambda core, now: core.fetched(key, outcome, now))
+
+    def _started(self, lease_id: LeaseId) -> None:
+        self._lending.started(lease_id, now_ms())
+
     def _served(self, lease_id: LeaseId, stats: TransferStats | None, error: str) -> None:
+        self.decide(lambda _now: self._lending.served(lease_id, error or "landed"))
         trace = self._leases.get(lease_id)
         if trace is None:
             return
@@ -312,9 +365,20 @@ class Worker:
     def _on_left(self, received: Received[WorkerLeft]) -> None:
         if received.message.worker_id != self.parts.worker_id:
             self._decide_all(lambda core, now: core.left(received.message, now))
+            self.decide(lambda _now: self._lending.left(received.message))
 
     async def _on_inventory(self, received: Received[ReadInventory]) -> Message:
-        return self.holder.ledger.inventory(received.message.offset)
+        return self.holder.inventory(received.message.offset)
+
+    async def _on_lease(self, received: Received[RequestLease]) -> Message:
+        request = received.message
+        with self.holder.lock:
+            lease = self._lending.lend(request, now_ms())
+        if isinstance(lease, Refused):
+            return lease
+        key = (request.request_id, request.attempt)
+        self._trace_lease(lease.lease_id, LeaseTrace(key, received.traceparent, time.time_ns(), is_lent=True))
+        return self.holder.lend(lease, request)
 
     def _decide_all(self, decision: Callable[[WorkerCore, int], list[Action]]) -> None:
         self.decide(lambda now: [action for core in self._cores for action in decision(core, now)])
@@ -325,6 +389,11 @@ class Worker:
         while True:
             await asyncio.sleep(TICK_INTERVAL_S)
             self._decide_all(lambda core, now: core.tick(now))
+            self.decide(self._lending.tick)
+            if cooling := self.holder.cooling():
+                worker_id, incarnation = self.parts.worker_id, self.parts.incarnation
+                message = BlocksCooling(worker_id=worker_id, incarnation=incarnation, block_hashes=join_hashes(cooling))
+                self.outbox.put(subjects.COOLING, (worker_id,), message)
 
     async def _report_load(self) -> None:
         """Say the load about twice a second and soon after a change."""
@@ -352,4 +421,5 @@ class Worker:
             num_uncomputed_tokens=engine.num_uncomputed_tokens + sum(core.num_queued_tokens for core in self._cores),
             num_dropped_messages=self.door.num_dropped,
             num_refused_reads=plane.num_refused + plane.num_junk if plane else 0,
+            rates=self.rates.rates(now_ms()),
         )

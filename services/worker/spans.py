@@ -116,11 +116,11 @@ class WorkerSpans:
         error = _error_of(str(described.get(Key.OUTCOME, "")))
         self.telemetry.record(SpanName.KV_TRANSFER, traceparent, span_ns, described, error=error)
 
-    def released(self, key: AttemptKey, since_ns: int, num_blocks: int, outcome: str) -> None:
+    def released(self, traceparent: str, since_ns: int, num_blocks: int, outcome: str) -> None:
         """Record the end of a lease. Its absence from a trace is a leak."""
         self.telemetry.record(
             SpanName.KV_RELEASE,
-            self.traceparent(key),
+            traceparent,
             (since_ns, time.time_ns()),
             {
                 Key.WORKER: self.worker_id,

@@ -5,17 +5,17 @@ from typing import TypeVar
 import msgspec
 import pytest
 
-from dataplane.pool import BlockPool
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded, KVStreaming
 from schemas.request import Refused, ReservationQueued
 from schemas.worker import WorkerLeft
-from services.decode.core import DecodeCore, ReadOutcome
-from services.worker.actions import Action, Emit, Publish, StartRead, StopRead, Submit, Withdraw
+from services.decode.core import DecodeCore
+from services.worker.actions import Action, Emit, Fetch, Publish, StartRead, StopFetch, StopRead, Submit, Withdraw
+from services.worker.content import ReadOutcome
 from tests.core import worker_cases as case
 
 ActionT = TypeVar("ActionT", bound=Action)
 HANDOFF = case.offered().handoff_id
-WHOLE = ReadOutcome(num_landed_tokens=6, num_bytes=100, carrier="shm")
+WHOLE = ReadOutcome(num_landed_tokens=6, num_bytes=100, carrier="shm", is_whole=True)
 FIRST = FirstToken(token_id=9)
 
 
@@ -23,16 +23,22 @@ class Bench:
     """A core with its pool."""
 
     def __init__(self, *, num_blocks: int = 8, max_queued: int = 4) -> None:
-        self.pool = BlockPool(num_blocks)
-        self.core = DecodeCore(case.limits(case.DECODE, num_blocks=num_blocks, max_queued=max_queued), self.pool)
+        self.cache = case.block_cache(num_blocks)
+        self.core = DecodeCore(case.limits(case.DECODE, num_blocks=num_blocks, max_queued=max_queued), self.cache)
 
     def reading(self) -> StartRead:
         self.core.reserve(case.reserve(), 0)
         return one(self.core.offered(case.offered()), StartRead)
 
+    def nobody_has_it(self, actions: list[Action]) -> list[Action]:
+        """Let every fetch among the actions, and those that follow, come back with nothing; return the last actions."""
+        while fetches := [action for action in actions if isinstance(action, Fetch)]:
+            actions = self.core.fetched(fetches[0].key, ReadOutcome(0), 1)
+        return actions
+
     def assert_empty(self) -> None:
-        self.pool.check_integrity()
-        assert (self.pool.num_free, self.core.num_runs, self.core.num_queued) == (self.pool.num_blocks, 0, 0)
+        self.cache.check_integrity()
+        assert (self.cache.num_free, self.core.num_runs, self.core.num_queued) == (self.cache.num_blocks, 0, 0)
 
 
 def one(actions: list[Action], kind: type[ActionT]) -> ActionT:
@@ -50,7 +56,7 @@ def test_a_hand_over_from_reservation_to_the_last_token() -> None:
     reply, actions = bench.core.reserve(case.reserve(), 0)
     assert isinstance(reply, BlocksReserved) and published(actions) == [BlocksReserved]
     read = one(bench.core.offered(case.offered()), StartRead)
-    assert sum(s.num_blocks for s in read.segments) == 3  # 6 + 5 - 1 tokens in blocks of 4
+    assert sum(s.num_blocks for s in read.tables[0].segments) == 3  # 6 + 5 - 1 tokens in blocks of 4
     assert published(bench.core.read_started(HANDOFF, "shm")) == [KVStreaming]
     actions = bench.core.read_landed(HANDOFF, WHOLE, FIRST)
     assert published(actions) == [KVLanded]
@@ -83,7 +89,7 @@ def test_what_did_not_land_is_computed_here(landed: int, kept: int) -> None:
     bench.reading()
     actions = bench.core.read_failed(HANDOFF, ReadOutcome(landed, 10, "tcp"), "digest")
     assert published(actions) == [HandoffAborted]
-    sequence = one(actions, Submit).sequence
+    sequence = one(bench.nobody_has_it(actions), Submit).sequence
     assert (len(sequence.token_ids), sequence.num_computed_tokens, sequence.index) == (6, kept, 0)
     report = one(bench.core.stepped(case.sampled(sequence, 0), 1), Emit).tokens.report
     assert report is not None and (report.transferred_tokens, report.recomputed_tokens) == (kept, 6 - kept)
@@ -95,7 +101,7 @@ def test_foreign_kv_is_not_read(offer: case.KVOffered) -> None:
     bench.core.reserve(case.reserve(), 0)
     actions = bench.core.offered(offer)
     assert published(actions) == [HandoffAborted]
-    assert one(actions, Submit).sequence.num_computed_tokens == 0
+    assert one(bench.nobody_has_it(actions), Submit).sequence.num_computed_tokens == 0
 
 
 def test_an_offer_without_a_reservation_is_declined() -> None:
@@ -132,7 +138,7 @@ def test_blocks_of_a_cancelled_read_wait_for_its_end() -> None:
     bench = Bench()
     bench.reading()
     assert [type(a) for a in bench.core.cancelled(case.cancel(), 1)] == [StopRead]
-    assert bench.pool.num_free < bench.pool.num_blocks
+    assert bench.cache.num_free < bench.cache.num_blocks
     assert published(bench.core.read_failed(HANDOFF, ReadOutcome(2, 0, ""), "stopped")) == [HandoffAborted]
     bench.assert_empty()
 
@@ -236,3 +242,56 @@ def test_one_hand_over_belongs_to_one_attempt() -> None:
     reply, actions = bench.core.reserve(stolen, 0)
     assert isinstance(reply, Refused) and reply.reason == "invalid" and actions == []
     assert bench.core.num_runs == 1
+
+
+def test_only_what_is_not_cached_is_read() -> None:
+    bench = Bench()
+    case.keep(bench.cache, 4)
+    read = bench.reading()
+    assert read.first_token == 4
+    sequence = one(bench.core.read_landed(HANDOFF, WHOLE, FirstToken(token_id=9)), Submit).sequence
+    assert sequence.num_computed_tokens == 6
+    report = one(bench.core.stepped(case.sampled(sequence, 1), 1), Emit).tokens.report
+    assert report is not None and not report.is_prefill
+    assert (report.cached_tokens, case.by_source(report), report.recomputed_tokens) == (4, {case.PREFILL: 2}, 0)
+
+
+def test_a_prompt_that_is_cached_whole_still_reads_its_last_token() -> None:
+    bench = Bench()
+    case.keep(bench.cache, 8)
+    bench.core.reserve(case.reserve(num_tokens=8), 0)
+    assert one(bench.core.offered(case.offered(num_tokens=8)), StartRead).first_token == 4
+
+
+def test_the_rest_of_a_broken_read_is_asked_of_the_source_and_then_of_others() -> None:
+    bench = Bench(num_blocks=16)
+    sources = (case.source("p1", 0, 2), case.source("d9", 1, 9), case.source("d0", 0, 9))
+    bench.core.reserve(case.reserve(num_tokens=18, sources=sources), 0)
+    bench.core.offered(case.offered(num_tokens=18))
+    first = one(bench.core.read_failed(HANDOFF, ReadOutcome(5, 10, "tcp"), "cut"), Fetch)
+    assert (first.source, first.first_block, len(first.block_hashes)) == (case.PREFILL, 1, 3)
+    second = one(bench.core.fetched(first.key, ReadOutcome(8, 1, "tcp"), 1), Fetch)  # p1 has nothing beyond 8
+    assert (second.source, second.first_block, len(second.block_hashes)) == ("d9", 2, 2)
+    submit = one(bench.core.fetched(second.key, ReadOutcome(16, 1, "tcp", is_whole=True), 2), Submit)
+    assert submit.sequence.num_computed_tokens == 16
+    report = one(bench.core.stepped(case.sampled(submit.sequence, 0), 3), Emit).tokens.report
+    assert report is not None and case.by_source(report) == {case.PREFILL: 8, "d9": 8}
+    assert report.cached_tokens + report.transferred_tokens + report.recomputed_tokens == 18
+
+
+def test_a_source_that_has_left_is_not_asked() -> None:
+    bench = Bench()
+    bench.core.reserve(case.reserve(), 0)
+    left = WorkerLeft(worker_id=case.PREFILL, incarnation="a", reason="silent")
+    actions = bench.core.left(left, 1)
+    assert published(actions) == [HandoffAborted] and one(actions, Submit).sequence.num_computed_tokens == 0
+
+
+def test_blocks_of_a_cancelled_fetch_wait_for_its_end() -> None:
+    bench = Bench()
+    bench.reading()
+    fetch = one(bench.core.read_failed(HANDOFF, ReadOutcome(0), "cut"), Fetch)
+    assert [type(a) for a in bench.core.cancelled(case.cancel(), 1)] == [StopFetch]
+    assert bench.cache.num_free < bench.cache.num_blocks
+    assert bench.core.fetched(fetch.key, ReadOutcome(4), 2) == []
+    bench.assert_empty()

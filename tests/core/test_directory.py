@@ -1,14 +1,13 @@
-"""The directory: whatever is lost, repeated or late, it converges to what the workers hold."""
+"""The directory: numbered events, gaps and inventories, incarnations, tiers, and what `locate` says."""
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from collections.abc import Iterable
 
-from schemas.block import BlockHasher, hash_blocks, join_hashes
-from schemas.directory import BlocksEvicted, BlocksStored, Inventory
+from schemas.block import join_hashes
+from schemas.directory import BlocksEvicted, BlocksStored, HolderPrefix, Inventory, Tier
 from schemas.ids import BlockHash, WorkerId
 from schemas.worker import WorkerInfo, WorkerLeft
-from services.directory.core import BlockEvent, DirectoryCore, ReadInventoryOf
-from services.worker.ledger import BlockLedger
+from services.directory.core import MAX_PENDING_EVENTS, DirectoryCore, ReadInventoryOf
+from services.directory.map import MAX_LATER_RUNS, MAX_PREFIXES
 
 A, B = WorkerId("a"), WorkerId("b")
 
@@ -17,22 +16,41 @@ def block(number: int) -> BlockHash:
     return BlockHash(number.to_bytes(16, "little"))
 
 
-def stored(worker: WorkerId, sequence: int, *numbers: int, incarnation: str = "1") -> BlocksStored:
-    hashes = join_hashes([block(n) for n in numbers])
-    return BlocksStored(worker_id=worker, incarnation=incarnation, sequence=sequence, block_hashes=hashes)
+def joined(numbers: Iterable[int]) -> bytes:
+    return join_hashes([block(n) for n in numbers])
 
 
-def evicted(worker: WorkerId, sequence: int, *numbers: int, incarnation: str = "1") -> BlocksEvicted:
-    hashes = join_hashes([block(n) for n in numbers])
-    return BlocksEvicted(worker_id=worker, incarnation=incarnation, sequence=sequence, block_hashes=hashes)
+def stored(
+    worker: WorkerId, sequence: int, *numbers: int, incarnation: str = "1", tier: Tier = "arena"
+) -> BlocksStored:
+    return BlocksStored(
+        worker_id=worker, incarnation=incarnation, sequence=sequence, block_hashes=joined(numbers), tier=tier
+    )
+
+
+def evicted(
+    worker: WorkerId, sequence: int, *numbers: int, incarnation: str = "1", tier: Tier = "arena"
+) -> BlocksEvicted:
+    return BlocksEvicted(
+        worker_id=worker, incarnation=incarnation, sequence=sequence, block_hashes=joined(numbers), tier=tier
+    )
 
 
 def page(
-    worker: WorkerId, sequence: int, *numbers: int, incarnation: str = "1", following: int | None = None
+    worker: WorkerId,
+    sequence: int,
+    *numbers: int,
+    incarnation: str = "1",
+    following: int | None = None,
+    tier: Tier = "arena",
 ) -> Inventory:
-    hashes = join_hashes([block(n) for n in numbers])
     return Inventory(
-        worker_id=worker, incarnation=incarnation, sequence=sequence, block_hashes=hashes, next_offset=following
+        worker_id=worker,
+        incarnation=incarnation,
+        sequence=sequence,
+        block_hashes=joined(numbers),
+        next_offset=following,
+        tier=tier,
     )
 
 
@@ -43,18 +61,65 @@ def info(worker: WorkerId, incarnation: str = "1") -> WorkerInfo:
     )  # fmt: skip
 
 
-def located(core: DirectoryCore, *numbers: int) -> dict[str, int]:
+def asked(worker: WorkerId, offset: int = 0, *, reading: int = 1, incarnation: str = "1") -> ReadInventoryOf:
+    return ReadInventoryOf(worker, incarnation, offset, reading)
+
+
+def locate(core: DirectoryCore, *numbers: int) -> tuple[HolderPrefix, ...]:
     core.check_integrity()
-    return {holder.worker_id: holder.num_blocks for holder in core.locate([block(n) for n in numbers])}
+    return core.locate([block(n) for n in numbers])
 
 
-def test_the_longest_prefix_of_each_holder_in_order() -> None:
+def located(core: DirectoryCore, *numbers: int) -> dict[str, int]:
+    """Prefixes only."""
+    return {run.worker_id: run.num_blocks for run in locate(core, *numbers) if run.first_block == 0}
+
+
+def runs(core: DirectoryCore, *numbers: int) -> list[tuple[str, int, int, str]]:
+    return [(run.worker_id, run.first_block, run.num_blocks, run.tier) for run in locate(core, *numbers)]
+
+
+def swept(core: DirectoryCore) -> DirectoryCore:
+    while core.sweep(2):
+        core.check_integrity()
+    assert not core.needs_sweep
+    return core
+
+
+def test_prefixes_first_then_runs_that_begin_later_the_longest_of_each_in_front() -> None:
     core = DirectoryCore()
-    core.changed(stored(A, 1, 1, 2, 3))
-    core.changed(stored(B, 1, 1, 3))
-    assert located(core, 1, 2, 3, 4) == {"a": 3, "b": 1}
-    assert [h.worker_id for h in core.locate([block(n) for n in (1, 2)])] == ["a", "b"]
-    assert located(core, 9, 1) == {} and located(core) == {}
+    core.changed(stored(A, 1, 1, 2, 4))
+    core.changed(stored(B, 1, 1, 3, 4, 5))
+    assert runs(core, 1, 2, 3, 4, 5) == [
+        ("a", 0, 2, "arena"), ("b", 0, 1, "arena"), ("b", 2, 3, "arena"), ("a", 3, 1, "arena"),
+    ]  # fmt: skip
+    assert runs(core, 9, 1) == [("a", 1, 1, "arena"), ("b", 1, 1, "arena")]
+    assert runs(core, 9) == [] and runs(core) == []
+
+
+def test_a_run_names_the_slowest_of_its_blocks_tiers() -> None:
+    core = DirectoryCore()
+    core.changed(stored(A, 1, 1, 2, 3, 4, tier="disk"))
+    core.changed(stored(A, 2, 1, 2, tier="memory"))
+    assert runs(core, 1, 2) == [("a", 0, 2, "memory")]
+    assert runs(core, 1, 2, 3) == [("a", 0, 3, "disk")]
+    core.changed(evicted(A, 3, 1, 2, tier="disk"))
+    assert runs(core, 1, 2, 3, 4) == [("a", 0, 4, "disk")]
+    core.changed(evicted(A, 4, 1, tier="memory"))
+    assert runs(core, 1, 2, 3, 4) == [("a", 1, 3, "disk")]
+
+
+def test_long_lists_are_cut_to_the_longest() -> None:
+    core = DirectoryCore()
+    numbers = list(range(1, 101))
+    for n in numbers:
+        core.changed(stored(WorkerId(f"p{n}"), 1, *numbers[:n]))
+        core.changed(stored(WorkerId(f"q{n}"), 1, *numbers[n:]))
+    found = locate(core, *numbers)
+    assert [run.num_blocks for run in found[:MAX_PREFIXES]] == list(range(100, 100 - MAX_PREFIXES, -1))
+    later = found[MAX_PREFIXES:]
+    assert [run.num_blocks for run in later] == list(range(99, 99 - MAX_LATER_RUNS, -1))
+    assert all(run.first_block + run.num_blocks == 100 for run in later)
 
 
 def test_evicted_blocks_are_gone() -> None:
@@ -63,6 +128,14 @@ def test_evicted_blocks_are_gone() -> None:
     core.changed(evicted(A, 2, 2))
     assert located(core, 1, 2) == {"a": 1}
     assert core.num_blocks == 1
+
+
+def test_evicted_from_one_tier_is_still_in_the_other() -> None:
+    core = DirectoryCore()
+    core.changed(stored(A, 1, 1, tier="memory"))
+    core.changed(stored(A, 2, 1, tier="disk"))
+    core.changed(evicted(A, 3, 1, tier="memory"))
+    assert runs(core, 1) == [("a", 0, 1, "disk")]
 
 
 def test_a_repeated_event_changes_nothing() -> None:
@@ -76,10 +149,10 @@ def test_a_repeated_event_changes_nothing() -> None:
 def test_a_gap_is_repaired_from_the_inventory() -> None:
     core = DirectoryCore()
     core.changed(stored(A, 1, 1))
-    assert core.changed(stored(A, 3, 3)) == [ReadInventoryOf(A, "1")]
+    assert core.changed(stored(A, 3, 3)) == [asked(A)]
     assert core.changed(evicted(A, 4, 1)) == []  # kept; one reading at a time
     assert located(core, 1) == {"a": 1}
-    assert core.inventory(page(A, 3, 1, 2, 3)) == []
+    assert core.inventory(asked(A), page(A, 3, 1, 2, 3)) == []
     assert located(core, 2, 3) == {"a": 2} and located(core, 1) == {}
 
 
@@ -87,26 +160,57 @@ def test_a_gap_behind_the_inventory_is_read_again() -> None:
     core = DirectoryCore()
     core.changed(stored(A, 2, 2))
     core.changed(stored(A, 5, 5))
-    assert core.inventory(page(A, 3, 2)) == [ReadInventoryOf(A, "1")]
-    assert core.inventory(page(A, 5, 2, 5)) == []
+    assert core.inventory(asked(A), page(A, 3, 2)) == [asked(A, reading=2)]
+    assert core.inventory(asked(A, reading=2), page(A, 5, 2, 5)) == []
     assert located(core, 2, 5) == {"a": 2}
 
 
 def test_pages_of_different_moments_start_anew() -> None:
     core = DirectoryCore()
-    assert core.heard(info(A)) == [ReadInventoryOf(A, "1")]
-    assert core.inventory(page(A, 1, 1, following=1)) == [ReadInventoryOf(A, "1", 1)]
-    assert core.inventory(page(A, 2, 2)) == [ReadInventoryOf(A, "1")]
-    assert core.inventory(page(A, 2, 2, following=1)) == [ReadInventoryOf(A, "1", 1)]
-    assert core.inventory(page(A, 2, 3)) == []
+    assert core.heard(info(A)) == [asked(A)]
+    assert core.inventory(asked(A), page(A, 1, 1, following=1)) == [asked(A, 1)]
+    assert core.inventory(asked(A, 1), page(A, 2, 2)) == [asked(A, reading=2)]
+    assert core.inventory(asked(A, reading=2), page(A, 2, 2, following=1)) == [asked(A, 1, reading=2)]
+    assert located(core, 2) == {}, "half an inventory is not shown"
+    assert core.inventory(asked(A, 1, reading=2), page(A, 2, 3)) == []
     assert located(core, 2, 3) == {"a": 2} and located(core, 1) == {}
+
+
+def test_a_late_page_of_a_reading_that_was_given_up_is_not_mixed_in() -> None:
+    core = DirectoryCore()
+    assert core.heard(info(A)) == [asked(A)]
+    core.inventory(asked(A), page(A, 0, 1, 2, following=2))
+    for number in range(MAX_PENDING_EVENTS):
+        assert core.changed(stored(A, 2 + number)) == []
+    assert core.changed(stored(A, 2 + MAX_PENDING_EVENTS)) == [asked(A, reading=2)]
+    assert core.inventory(asked(A, 2), page(A, 0, 3)) == []  # the last page of the first reading, late
+    assert located(core, 1) == {} and located(core, 3) == {}
+    core.inventory(asked(A, reading=2), page(A, 2 + MAX_PENDING_EVENTS, 1, 2, 3))
+    assert located(core, 1, 2, 3) == {"a": 3}
+
+
+def test_pages_are_of_one_tier_each() -> None:
+    core = DirectoryCore()
+    core.heard(info(A))
+    core.inventory(asked(A), page(A, 1, 1, tier="memory", following=1))
+    core.inventory(asked(A, 1), page(A, 1, 1, 2, tier="disk"))
+    assert runs(core, 1, 2) == [("a", 0, 2, "disk")] and runs(core, 1) == [("a", 0, 1, "memory")]
+
+
+def test_an_inventory_replaces_what_was_known() -> None:
+    core = DirectoryCore()
+    core.changed(stored(A, 1, 1, 2, 3))
+    core.changed(stored(A, 3, 9))
+    core.inventory(asked(A), page(A, 3, 2, 9))
+    assert located(core, 1) == {} and located(core, 2) == {"a": 1} and located(core, 9) == {"a": 1}
+    assert swept(core).num_blocks == 2
 
 
 def test_a_restarted_directory_reads_each_worker_it_hears_once() -> None:
     core = DirectoryCore()
-    assert core.heard(info(A)) == [ReadInventoryOf(A, "1")]
+    assert core.heard(info(A)) == [asked(A)]
     assert core.heard(info(A)) == []
-    core.inventory(page(A, 7, 1, 2))
+    core.inventory(asked(A), page(A, 7, 1, 2))
     assert core.changed(stored(A, 8, 3)) == []
     assert located(core, 1, 2, 3) == {"a": 3}
 
@@ -115,7 +219,15 @@ def test_an_inventory_that_fails_is_asked_for_by_the_next_event() -> None:
     core = DirectoryCore()
     wanted = core.changed(stored(A, 2, 2))
     core.inventory_failed(wanted[0])
-    assert core.changed(stored(A, 3, 3)) == [ReadInventoryOf(A, "1")]
+    assert core.changed(stored(A, 3, 3)) == [asked(A, reading=2)]
+
+
+def test_an_answer_of_another_incarnation_is_a_failure() -> None:
+    core = DirectoryCore()
+    core.heard(info(A))
+    assert core.inventory(asked(A), page(A, 1, 1, incarnation="2")) == []
+    assert located(core, 1) == {}
+    assert core.heard(info(A)) == [asked(A, reading=2)]
 
 
 def test_a_restarted_worker_loses_its_old_entries_at_once_and_for_good() -> None:
@@ -124,10 +236,11 @@ def test_a_restarted_worker_loses_its_old_entries_at_once_and_for_good() -> None
     core.changed(stored(A, 1, 9, incarnation="2"))
     assert located(core, 1) == {} and located(core, 9) == {"a": 1}
     assert core.changed(stored(A, 2, 3)) == []  # late, of the old incarnation
-    asked = core.heard(info(A, "1"))  # late, or declared dead too early: only the worker can say
-    assert asked == [ReadInventoryOf(A, "1")] and core.heard(info(A, "1")) == []
-    core.inventory_failed(asked[0])
+    questions = core.heard(info(A, "1"))  # late, or declared dead too early: only the worker can say
+    assert questions == [ReadInventoryOf(A, "1")] and core.heard(info(A, "1")) == []
+    core.inventory_failed(questions[0])
     assert located(core, 3) == {} and located(core, 9) == {"a": 1}
+    assert swept(core).num_blocks == 1
 
 
 def test_a_worker_that_was_declared_dead_and_speaks_is_believed_once_it_answers() -> None:
@@ -135,8 +248,8 @@ def test_a_worker_that_was_declared_dead_and_speaks_is_believed_once_it_answers(
     core.changed(stored(A, 1, 1))
     core.left(WorkerLeft(worker_id=A, incarnation="1", reason="silent"))
     assert core.heard(info(A)) == [ReadInventoryOf(A, "1")]
-    assert core.inventory(page(A, 1, 1)) == [ReadInventoryOf(A, "1")]
-    assert core.inventory(page(A, 1, 1)) == []
+    assert core.inventory(ReadInventoryOf(A, "1"), page(A, 1, 1)) == [asked(A)]
+    assert core.inventory(asked(A), page(A, 1, 1)) == []
     assert located(core, 1) == {"a": 1}
 
 
@@ -150,35 +263,18 @@ def test_a_worker_that_left_is_gone_but_its_successor_is_not() -> None:
     assert core.changed(stored(A, 2, 1, incarnation="2")) == []
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_any_loss_repetition_and_order_converges(data: st.DataObject) -> None:
-    """A real ledger makes the events; some are lost, repeated or late; the last event and readings bring it right."""
-    ledger, core = BlockLedger(A, "1"), DirectoryCore()
-    events: list[BlockEvent] = []
-    held: dict[int, list[int]] = {}
-    for number in range(data.draw(st.integers(1, 12))):
-        if held and data.draw(st.booleans()):
-            gone = data.draw(st.sampled_from(sorted(held)))
-            del held[gone]
-            event: BlockEvent | None = ledger.forget([gone])
-        else:
-            held[number] = [number] * 4
-            event = ledger.record(BlockHasher(4, model_fingerprint="f"), [number] * 4, 4, [number])
-        assert event is not None
-        events.append(event)
-    kept = [event for event in events[:-1] if data.draw(st.booleans())]
-    sent = [*data.draw(st.permutations(kept + kept[: data.draw(st.integers(0, 3))])), events[-1]]
-    wanted: list[ReadInventoryOf] = []
-    for event in sent:
-        wanted += core.changed(event)
-        if wanted and data.draw(st.booleans()):
-            wanted = core.inventory(ledger.inventory(wanted.pop().offset))
-    for _ in range(20):
-        if not wanted:
-            break
-        wanted = core.inventory(ledger.inventory(wanted.pop().offset))
-    core.check_integrity()
-    hashes = {hash_blocks(tokens, 4, model_fingerprint="f")[0] for tokens in held.values()}
-    assert {h for h in hashes if core.locate([h])} == hashes
-    assert core.num_blocks == len(hashes)
+def test_a_bit_is_used_again_only_after_its_blocks_are_swept() -> None:
+    """Else what a gone holder had would be said to lie with the next one."""
+    core = DirectoryCore()
+    core.changed(stored(A, 1, *range(10)))
+    core.left(WorkerLeft(worker_id=A, incarnation="1", reason="stopped"))
+    core.changed(stored(B, 1, 50))
+    assert located(core, 0) == {}
+    assert core.sweep(3) and core.needs_sweep  # half way
+    core.changed(stored(WorkerId("c"), 1, 51))
+    assert [located(core, n) for n in range(10)] == [{}] * 10
+    swept(core)
+    core.changed(stored(WorkerId("d"), 1, 52))
+    assert [located(core, n) for n in range(10)] == [{}] * 10
+    assert (located(core, 50), located(core, 52)) == ({"b": 1}, {"d": 1})
+    assert core.num_blocks == 3

@@ -1,76 +1,179 @@
-"""Whatever is lost, doubled or late: once a worker is heard of and answers, the directory says what it holds."""
+"""Whatever is lost, doubled or late: once the workers are heard of and answer, the directory says what they hold.
 
-from hypothesis import given
+The model is naive: a set of blocks by holder and tier, and a scan of it.
+"""
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.block import BlockHasher, split_hashes
-from schemas.directory import BlocksEvicted, BlocksStored, Inventory
+from schemas.directory import BlocksEvicted, BlocksStored, HolderPrefix, Inventory, Tier
 from schemas.ids import WorkerId
 from schemas.worker import WorkerInfo, WorkerLeft
-from services.directory.core import DirectoryCore
-from services.worker.ledger import BlockLedger
+from services.directory.core import BlockEvent, DirectoryCore, ReadInventoryOf
+from services.directory.map import MAX_LATER_RUNS, MAX_PREFIXES, TIERS
+from tests.core.test_directory import block, evicted, info, joined, stored
 
-W = WorkerId("w")
-
-
-def info(incarnation: str) -> WorkerInfo:
-    return WorkerInfo(
-        worker_id=W, incarnation=incarnation, role="prefill", model="m", fingerprint="f", num_blocks=8,
-        block_size=1, context_length=64,
-    )  # fmt: skip
+WORKERS = [WorkerId(name) for name in "abc"]
+NUMBERS = st.integers(0, 11)
+Said = BlockEvent | WorkerInfo | WorkerLeft
 
 
-def settle(core: DirectoryCore, ledger: BlockLedger, incarnation: str, wanted: list, page: int = 3) -> None:
-    """Carry out readings against the live worker, a few blocks a page; others' are failures, as in the service."""
-    for _ in range(200):
+@dataclass
+class ModelHolder:
+    """One incarnation of a worker, as it is."""
+
+    worker_id: WorkerId
+    incarnation: str
+    tiers: dict[Tier, set[int]] = field(default_factory=dict)
+    sequence: int = 0
+
+    def change(self, numbers: list[int], tier: Tier, *, store: bool) -> BlockEvent:
+        self.sequence += 1
+        held = self.tiers.setdefault(tier, set())
+        (held.update if store else held.difference_update)(numbers)
+        event = stored if store else evicted
+        return event(self.worker_id, self.sequence, *numbers, incarnation=self.incarnation, tier=tier)
+
+    def inventory(self, offset: int, page: int = 3) -> Inventory:
+        """A page of one tier, a few blocks long; the tiers one after the other."""
+        pages = [
+            (tier, sorted(held)[at : at + page])
+            for tier, held in sorted(self.tiers.items())
+            for at in range(0, len(held), page)
+        ] or [("arena", [])]
+        tier, numbers = pages[offset]
+        return Inventory(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            sequence=self.sequence,
+            block_hashes=joined(numbers),
+            next_offset=offset + 1 if offset + 1 < len(pages) else None,
+            tier=tier,
+        )
+
+    def fastest(self, number: int) -> int | None:
+        return min((TIERS.index(tier) for tier, held in self.tiers.items() if number in held), default=None)
+
+
+def scan(holders: list[ModelHolder], numbers: list[int]) -> set[tuple[str, str, int, int, str]]:
+    """All maximal runs of all holders, block by block."""
+    found = set()
+    for holder in holders:
+        start, slowest = None, 0
+        for at, number in enumerate([*numbers, -1]):
+            rank = holder.fastest(number)
+            if rank is None:
+                if start is not None:
+                    found.add((holder.worker_id, holder.incarnation, start, at - start, TIERS[slowest]))
+                start, slowest = None, 0
+            else:
+                start, slowest = at if start is None else start, max(slowest, rank)
+    return found
+
+
+def told(runs: tuple[HolderPrefix, ...]) -> set[tuple[str, str, int, int, str]]:
+    return {(r.worker_id, r.incarnation, r.first_block, r.num_blocks, r.tier) for r in runs}
+
+
+def settle(
+    core: DirectoryCore,
+    living: dict[WorkerId, ModelHolder],
+    wanted: list[ReadInventoryOf],
+    data: st.DataObject | None = None,
+) -> None:
+    """Carry out readings; with `data` in any order and some in vain. Those of incarnations that are gone always are."""
+    for _ in range(500):
         if not wanted:
             return
-        read = wanted.pop(0)
-        if read.incarnation != incarnation:
+        read = wanted.pop(data.draw(st.integers(0, len(wanted) - 1)) if data else 0)
+        holder = living[read.worker_id]
+        in_vain = data is not None and data.draw(st.integers(0, 9)) == 9
+        if read.incarnation != holder.incarnation or in_vain:
             core.inventory_failed(read)
-            continue
-        whole = ledger.inventory(0)
-        hashes = split_hashes(whole.block_hashes)
-        end = min(read.offset + page, len(hashes))
-        wanted += core.inventory(
-            Inventory(worker_id=W, incarnation=incarnation, sequence=whole.sequence,
-                      block_hashes=b"".join(hashes[read.offset : end]), next_offset=end if end < len(hashes) else None)
-        )  # fmt: skip
+        else:
+            wanted += core.inventory(read, holder.inventory(min(read.offset, holder_pages(holder) - 1)))
         core.check_integrity()
     raise AssertionError("reads without end")
 
 
+def holder_pages(holder: ModelHolder) -> int:
+    return max(1, sum(-(-len(held) // 3) for held in holder.tiers.values()))
+
+
+def say(core: DirectoryCore, message: Said) -> list[ReadInventoryOf]:
+    match message:
+        case WorkerInfo():
+            return core.heard(message)
+        case WorkerLeft():
+            core.left(message)
+            return []
+        case BlocksStored() | BlocksEvicted():
+            return core.changed(message)
+
+
+@settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_it_converges(data: st.DataObject) -> None:
-    core, wanted, late = DirectoryCore(), [], []
-    for incarnation in ("a", "b"):
-        ledger = BlockLedger(W, incarnation)
-        for step in range(data.draw(st.integers(0, 12))):
-            if data.draw(st.booleans()):
-                event = ledger.record(BlockHasher(1, model_fingerprint="f"), [step % 5, step], 2, [step, step + 50])
-            else:
-                event = ledger.forget([data.draw(st.integers(0, 12)), data.draw(st.integers(50, 62))])
-            if event is not None:
-                late += [event] * data.draw(st.integers(0, 2))  # lost, once, twice
-        late.append(info(incarnation))
-        if data.draw(st.booleans()):
-            late.append(WorkerLeft(worker_id=W, incarnation=incarnation, reason="silent"))  # rightly or not
-    for message in data.draw(st.permutations(late)):
-        match message:
-            case WorkerInfo():
-                wanted += core.heard(message)
-            case WorkerLeft():
-                core.left(message)
-            case BlocksStored() | BlocksEvicted():
-                wanted += core.changed(message)
+def test_it_converges_to_what_the_workers_hold(data: st.DataObject) -> None:
+    core, wanted = DirectoryCore(), list[ReadInventoryOf]()
+    said: list[Said] = []
+    living: dict[WorkerId, ModelHolder] = {}
+    for worker_id in WORKERS:
+        for incarnation in data.draw(st.sampled_from([["1"], ["1", "2"], ["1", "2", "3"]])):
+            holder = living[worker_id] = ModelHolder(worker_id, incarnation)
+            for _ in range(data.draw(st.integers(0, 6))):
+                numbers = data.draw(st.lists(NUMBERS, min_size=1, max_size=6))
+                tier = data.draw(st.sampled_from(TIERS[:3]))
+                event = holder.change(numbers, tier, store=data.draw(st.integers(0, 2)) > 0)
+                said += [event] * data.draw(st.sampled_from([0, 1, 1, 1, 2]))  # lost, once, twice
+            said.append(info(worker_id, incarnation))
+            if data.draw(st.integers(0, 3)) == 0:  # rightly or not
+                said.append(WorkerLeft(worker_id=worker_id, incarnation=incarnation, reason="silent"))
+    in_order = data.draw(st.booleans())
+    for message in said if in_order else data.draw(st.permutations(said)):  # else late
+        wanted += say(core, message)
         core.check_integrity()
-        if data.draw(st.booleans()):
-            settle(core, ledger, "b", wanted)
-    settle(core, ledger, "b", wanted)
-    last = ledger.record(BlockHasher(1, model_fingerprint="f"), [99], 1, [99])
-    for _ in range(3):  # the live worker goes on speaking
-        wanted += core.heard(info("b")) + core.changed(last)
-        settle(core, ledger, "b", wanted)
-    held = set(split_hashes(ledger.inventory(0).block_hashes))
-    assert {h for h in held if core.locate([h]) and core.locate([h])[0].incarnation == "b"} == held
-    assert core.num_blocks == len(held)
+        match data.draw(st.integers(0, 5)):
+            case 0:
+                settle(core, living, wanted, data)
+            case 1:
+                core.sweep(data.draw(st.integers(1, 5)))
+            case 2 if data.draw(st.integers(0, 5)) == 0:
+                core, wanted = DirectoryCore(), []  # its own restart
+    for _ in range(4):  # the living go on speaking
+        for worker_id, holder in living.items():
+            wanted += core.heard(info(worker_id, holder.incarnation))
+            wanted += core.changed(holder.change([99], "arena", store=True))
+        settle(core, living, wanted)
+    while core.sweep(3):
+        core.check_integrity()
+    holders = list(living.values())
+    numbers = data.draw(st.lists(st.integers(0, 12), max_size=12, unique=True))
+    assert told(core.locate([block(n) for n in numbers])) == scan(holders, numbers)
+    assert all(told(core.locate([block(n)])) == scan(holders, [n]) for n in (*range(12), 99))
+    assert core.num_blocks == len({n for holder in holders for held in holder.tiers.values() for n in held})
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_locate_equals_a_scan_of_every_holder(data: st.DataObject) -> None:
+    """More holders than are named: those named are the longest, and each is right."""
+    core = DirectoryCore()
+    holders: list[ModelHolder] = []
+    numbers = list(range(data.draw(st.integers(0, 20))))
+    for at in range(data.draw(st.integers(1, 60))):
+        holder = ModelHolder(WorkerId(f"w{at}"), "1")
+        holders.append(holder)
+        for tier in data.draw(st.sets(st.sampled_from(TIERS), min_size=1)):
+            start = data.draw(st.integers(0, 20)) if data.draw(st.booleans()) else 0
+            held = [n for n in range(start, 20) if data.draw(st.integers(0, 15)) > 0]
+            core.changed(holder.change(held, tier, store=True))
+    runs = core.locate([block(n) for n in numbers])
+    truth = scan(holders, numbers)
+    assert told(runs) <= truth and len(told(runs)) == len(runs)
+    prefixes = [r.num_blocks for r in runs if r.first_block == 0]
+    later = [r.num_blocks for r in runs if r.first_block > 0]
+    assert list(runs) == sorted(runs, key=lambda r: (r.first_block > 0, -r.num_blocks, r.first_block, r.worker_id))
+    assert prefixes == sorted((length for *_, first, length, _ in truth if first == 0), reverse=True)[:MAX_PREFIXES]
+    assert later == sorted((length for *_, first, length, _ in truth if first > 0), reverse=True)[:MAX_LATER_RUNS]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.ids import RequestId, WorkerId
-from schemas.request import RefusalReason, RequestFailure, TransferReport
+from schemas.request import KVSource, RefusalReason, RequestFailure, TransferReport
 from services.gateway import core, events
 from services.gateway.core import RequestCore
 from services.gateway.events import (
@@ -304,14 +304,23 @@ def test_the_last_attempt_fails_with_the_last_reason() -> None:
     assert "attempt 1: p1: broke; attempt 2: p2: busy" in fail.message
 
 
-def test_reports_are_merged_per_attempt() -> None:
+def test_both_workers_reports_are_kept_per_attempt() -> None:
     request = new()
     feed(request, placed())
-    request.handle(TokensReceived(1, P1, 0, (1,), report=TransferReport(cached_tokens=16)))
-    request.handle(TokensReceived(1, D1, 1, (2,), report=TransferReport(transferred_tokens=48, carrier="shm")))
-    assert request.report == TransferReport(cached_tokens=16, transferred_tokens=48, carrier="shm")
+    prefill = TransferReport(cached_tokens=16, recomputed_tokens=32, is_prefill=True)
+    decode = TransferReport(transferred_tokens=48, carrier="shm")
+    request.handle(TokensReceived(1, P1, 0, (1,), report=prefill))
+    request.handle(TokensReceived(1, D1, 1, (2,), report=decode))
+    assert (request.prefill_report, request.report) == (prefill, decode)
     feed(request, WorkerLost(D1, "silent"))
-    assert request.report == TransferReport()
+    assert (request.prefill_report, request.report) == (None, None)
+
+
+def test_the_sources_of_a_placement_go_to_both_workers() -> None:
+    sources = (KVSource(worker_id=D1, first_block=0, num_blocks=3),)
+    run, reserve = new().handle(Placed(1, P1, D1, sources))
+    assert isinstance(run, SendRun) and isinstance(reserve, SendReserve)
+    assert run.sources == reserve.sources == sources
 
 
 # Any order, any duplication, any accident.

@@ -1,55 +1,30 @@
 """What the directory hears of a worker's blocks."""
 
-from schemas.block import BlockHasher, hash_blocks, split_hashes
+from dataplane.cache import ContentChanges
+from schemas.block import hash_blocks, split_hashes
 from schemas.directory import BlocksEvicted, BlocksStored
 from schemas.ids import WorkerId
+from services.worker import ledger as ledger_module
 from services.worker.ledger import BlockLedger
 
-
-def hasher() -> BlockHasher:
-    return BlockHasher(4, model_fingerprint="f")
+HASHES = hash_blocks(range(24), 4, model_fingerprint="f")
 
 
-def stored(ledger: BlockLedger, tokens: list[int], table: list[int], num_tokens: int | None = None) -> BlocksStored:
-    event = ledger.record(hasher(), tokens, num_tokens or len(tokens), table)
-    assert event is not None
-    return event
-
-
-def test_only_full_blocks_are_stored_and_each_once() -> None:
-    ledger, chain, tokens = BlockLedger(WorkerId("w"), "a"), hasher(), list(range(10))
-    assert ledger.record(chain, tokens, 3, [5, 6, 7]) is None
-    first = ledger.record(chain, tokens, 4, [5, 6, 7])
-    second = ledger.record(chain, tokens, 10, [5, 6, 7])
-    assert first is not None and second is not None and (first.sequence, second.sequence) == (1, 2)
-    both = split_hashes(first.block_hashes) + split_hashes(second.block_hashes)
-    assert both == hash_blocks(tokens, 4, model_fingerprint="f")
-
-
-def test_content_held_twice_is_told_once_and_gone_with_its_last_copy() -> None:
-    ledger, tokens = BlockLedger(WorkerId("w"), "a"), list(range(8))
-    stored(ledger, tokens, [0, 1])
-    assert ledger.record(hasher(), tokens, 8, [4, 5]) is None
-    assert ledger.forget([0, 1]) is None
-    gone = ledger.forget([4, 5, 6])
-    assert isinstance(gone, BlocksEvicted) and gone.sequence == 2
-    assert split_hashes(gone.block_hashes) == hash_blocks(tokens, 4, model_fingerprint="f")
-    assert ledger.forget([4, 5]) is None
-
-
-def test_the_inventory_is_what_was_stored_and_not_evicted() -> None:
+def test_events_are_numbered_without_gaps_and_nothing_says_nothing() -> None:
     ledger = BlockLedger(WorkerId("w"), "a")
-    stored(ledger, list(range(8)), [0, 1])
-    stored(ledger, list(range(100, 108)), [2, 3])
-    ledger.forget([0, 1])
-    page = ledger.inventory(0)
-    assert (page.sequence, page.next_offset) == (3, None)
-    assert split_hashes(page.block_hashes) == hash_blocks(range(100, 108), 4, model_fingerprint="f")
+    assert ledger.events(ContentChanges()) == []
+    first = ledger.events(ContentChanges(stored=HASHES[:3]))
+    second = ledger.events(ContentChanges(stored=HASHES[3:], evicted=HASHES[:1]))
+    assert [type(event) for event in (*first, *second)] == [BlocksStored, BlocksEvicted, BlocksStored]
+    assert [event.sequence for event in (*first, *second)] == [1, 2, 3]
+    assert split_hashes(second[0].block_hashes) == HASHES[:1] and split_hashes(second[1].block_hashes) == HASHES[3:]
 
 
-def test_recording_a_block_again_counts_it_once() -> None:
-    ledger, tokens = BlockLedger(WorkerId("w"), "a"), list(range(8))
-    stored(ledger, tokens, [0, 1])
-    assert ledger.record(hasher(), tokens, 8, [0, 1]) is None
-    assert ledger.forget([0, 1]) is not None
-    assert ledger.inventory(0).block_hashes == b""
+def test_the_inventory_comes_in_pages_of_one_moment(monkeypatch) -> None:
+    monkeypatch.setattr(ledger_module, "INVENTORY_PAGE_BLOCKS", 4)
+    ledger = BlockLedger(WorkerId("w"), "a")
+    ledger.events(ContentChanges(stored=HASHES))
+    first = ledger.inventory(HASHES, 0)
+    assert (first.sequence, first.next_offset, split_hashes(first.block_hashes)) == (1, 4, HASHES[:4])
+    last = ledger.inventory(HASHES, 4)
+    assert (last.sequence, last.next_offset, split_hashes(last.block_hashes)) == (1, None, HASHES[4:])

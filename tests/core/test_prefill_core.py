@@ -6,12 +6,24 @@ import msgspec
 import pytest
 
 from dataplane.lease import LeaseTable
-from dataplane.pool import BlockPool
 from schemas.handoff import HandoffAborted, KVReleased
 from schemas.request import PrefillAccepted, Refused, RunPrefill
 from schemas.worker import WorkerLeft
 from services.prefill.core import PrefillCore
-from services.worker.actions import Action, CloseLease, Emit, FinishLease, Offer, Publish, Submit, Withdraw
+from services.worker.actions import (
+    Action,
+    CloseLease,
+    Emit,
+    Fetch,
+    FinishLease,
+    Offer,
+    OpenLease,
+    Publish,
+    StopFetch,
+    Submit,
+    Withdraw,
+)
+from services.worker.content import ReadOutcome
 from tests.core import worker_cases as case
 
 ActionT = TypeVar("ActionT", bound=Action)
@@ -21,9 +33,9 @@ class Bench:
     """A core with its pool, which is checked after every event."""
 
     def __init__(self, *, num_blocks: int = 8, max_queued: int = 4) -> None:
-        self.pool, self.leases = BlockPool(num_blocks), LeaseTable()
+        self.cache, self.leases = case.block_cache(num_blocks), LeaseTable()
         limits = case.limits(case.PREFILL, num_blocks=num_blocks, max_queued=max_queued)
-        self.core = PrefillCore(limits, self.pool, self.leases)
+        self.core = PrefillCore(limits, self.cache, self.leases)
 
     def run(self, request: RunPrefill, now_ms: int = 0) -> list[Action]:
         reply, actions = self.core.run(request, now_ms)
@@ -36,7 +48,7 @@ class Bench:
         return reply
 
     def checked(self, actions: list[Action]) -> list[Action]:
-        case.check_blocks(self.pool, self.leases)
+        case.check_blocks(self.cache, self.leases)
         return actions
 
     def computed(self, submit: Submit, finish: None = None) -> list[Action]:
@@ -44,7 +56,7 @@ class Bench:
         return self.checked(self.core.stepped(step, 10))
 
     def assert_empty(self) -> None:
-        assert (self.pool.num_free, len(self.leases), self.core.num_runs) == (self.pool.num_blocks, 0, 0)
+        assert (self.cache.num_free, len(self.leases), self.core.num_runs) == (self.cache.num_blocks, 0, 0)
 
 
 def one(actions: list[Action], kind: type[ActionT]) -> ActionT:
@@ -56,7 +68,7 @@ def one(actions: list[Action], kind: type[ActionT]) -> ActionT:
 def test_a_hand_over_from_acceptance_to_release() -> None:
     bench = Bench()
     submit = one(bench.run(case.run_prefill()), Submit)
-    assert submit.lease is not None and submit.sequence.max_local_tokens == 1
+    assert submit.lease_id is not None and submit.sequence.max_local_tokens == 1
     assert isinstance(one(bench.core.reserved(case.reserved()), Offer), Offer)
     actions = bench.computed(submit)
     assert [type(action) for action in actions] == [Emit, FinishLease]  # token 0 goes out before anything waits
@@ -71,15 +83,15 @@ def test_a_hand_over_from_acceptance_to_release() -> None:
 def test_a_reservation_that_is_heard_first_is_offered_at_the_start() -> None:
     bench = Bench()
     assert bench.core.reserved(case.reserved()) == []
-    assert [type(a) for a in bench.run(case.run_prefill())] == [Submit, Offer]
+    assert [type(a) for a in bench.run(case.run_prefill())] == [OpenLease, Offer, Submit]
     assert bench.core.reserved(case.reserved()) == []  # heard twice, offered once
 
 
 def test_without_a_hand_over_the_worker_goes_on_decoding() -> None:
     bench = Bench()
     submit = one(bench.run(case.run_prefill(split=False)), Submit)
-    assert submit.lease is None and submit.sequence.max_local_tokens is None
-    assert sum(s.num_blocks for s in submit.sequence.segments) == 3  # 6 + 5 - 1 tokens in blocks of 4
+    assert submit.lease_id is None and submit.sequence.max_local_tokens is None
+    assert sum(s.num_blocks for s in submit.sequence.tables[0].segments) == 3  # 6 + 5 - 1 tokens in blocks of 4
     assert one(bench.core.stepped(case.sampled(submit.sequence, 0), 1), Emit).tokens.index == 0
     step = case.sampled(submit.sequence, 1, finish="stop", local_end=True)
     assert one(bench.core.stepped(step, 2), Emit).tokens.finish_reason == "stop"
@@ -142,7 +154,7 @@ def test_blocks_of_a_cancelled_run_wait_for_the_engine() -> None:
     submit = one(bench.run(case.run_prefill()), Submit)
     actions = bench.checked(bench.core.cancelled(case.cancel(), 5))
     assert {type(a) for a in actions} == {CloseLease, Publish, Withdraw}
-    assert bench.pool.num_free < bench.pool.num_blocks
+    assert bench.cache.num_free < bench.cache.num_blocks
     assert bench.core.cancelled(case.cancel(), 5) == []  # idempotent
     bench.core.removed(("r1", 1), 6)
     bench.assert_empty()
@@ -253,3 +265,89 @@ def test_a_queued_runs_reservation_is_not_pushed_out_by_strangers() -> None:
     bench.computed(first)
     actions = bench.checked(bench.core.aborted(case.aborted(1), 5))
     assert one(actions, Offer).request.request_id == "r2"
+
+
+def fetching(bench: Bench, *, num_tokens: int = 18, split: bool = True) -> Fetch:
+    sources = (case.source("d0", 0, 2), case.source("p0", 0, 9), case.source("d7", 3, 1), case.source("s0", 1, 9))
+    return one(bench.run(case.run_prefill(num_tokens=num_tokens, split=split, sources=sources)), Fetch)
+
+
+def test_what_is_cached_is_not_computed_and_what_others_hold_is_read() -> None:
+    bench = Bench(num_blocks=16)
+    case.keep(bench.cache, 4)
+    first = fetching(bench)
+    assert (first.source, first.first_block, len(first.block_hashes)) == ("d0", 1, 1)
+    second = one(bench.checked(bench.core.fetched(first.key, ReadOutcome(8, 1, "shm", is_whole=True), 1)), Fetch)
+    assert (second.source, second.first_block, len(second.block_hashes)) == ("s0", 2, 2)  # not itself, not beyond a gap
+    submit = one(bench.checked(bench.core.fetched(second.key, ReadOutcome(12, 1, "tcp"), 2)), Submit)
+    assert submit.sequence.num_computed_tokens == 12 and submit.lease_id is not None
+    report = one(bench.computed(submit), Emit).tokens.report
+    assert report is not None and report.is_prefill
+    assert (report.cached_tokens, case.by_source(report), report.recomputed_tokens) == (4, {"d0": 4, "s0": 4}, 6)
+
+
+def test_the_offer_goes_out_while_others_are_still_read() -> None:
+    bench = Bench()
+    fetching(bench)
+    assert isinstance(one(bench.core.reserved(case.reserved()), Offer), Offer)
+
+
+def test_a_refused_lease_costs_a_recompute() -> None:
+    bench = Bench()
+    fetch = one(bench.run(case.run_prefill(sources=(case.source("d0", 0, 2),))), Fetch)
+    submit = one(bench.core.fetched(fetch.key, ReadOutcome(0), 1), Submit)
+    assert submit.sequence.num_computed_tokens == 0
+
+
+def test_a_hit_is_never_a_whole_prompt() -> None:
+    bench = Bench()
+    case.keep(bench.cache, 8)
+    submit = one(bench.run(case.run_prefill(num_tokens=8)), Submit)
+    assert submit.sequence.num_computed_tokens == 4
+
+
+def test_blocks_of_a_cancelled_fetch_wait_for_its_end() -> None:
+    bench = Bench()
+    fetch = fetching(bench)
+    actions = bench.checked(bench.core.cancelled(case.cancel(), 1))
+    assert {type(a) for a in actions} == {CloseLease, Publish, StopFetch}
+    assert bench.cache.num_free < bench.cache.num_blocks
+    assert bench.core.fetched(fetch.key, ReadOutcome(8), 2) == []
+    bench.assert_empty()
+
+
+def test_a_source_that_left_ends_its_fetch_only() -> None:
+    bench = Bench()
+    fetch = fetching(bench, split=False)
+    left = WorkerLeft(worker_id=case.DECODE, incarnation="a", reason="silent")
+    assert bench.core.left(left, 1) == [StopFetch(fetch.key)]
+    assert one(bench.core.fetched(fetch.key, ReadOutcome(4), 2), Fetch).source == "s0"
+
+
+def test_a_deadline_during_a_fetch_fails_the_request() -> None:
+    bench = Bench()
+    fetch = fetching(bench)
+    actions = bench.checked(bench.core.tick(case.DEADLINE_MS))
+    assert one(actions, Emit).tokens.failure is not None and isinstance(one(actions, StopFetch), StopFetch)
+    bench.core.fetched(fetch.key, ReadOutcome(0), case.DEADLINE_MS + 1)
+    bench.assert_empty()
+
+
+def test_a_computed_run_whose_reader_has_no_room_makes_way_for_a_queued_one() -> None:
+    """Otherwise two workers' runs could wait for each other's blocks for ever."""
+    bench = Bench(num_blocks=2)
+    bench.computed(one(bench.run(case.run_prefill(1)), Submit))  # at 10 ms
+    assert bench.run(case.run_prefill(2), 20) == []
+    assert bench.checked(bench.core.tick(500)) == []
+    actions = bench.checked(bench.core.tick(511))
+    assert isinstance(one(actions, Publish).message, HandoffAborted)
+    assert one(actions, Submit).sequence.request_id == "r2"
+
+
+def test_a_run_that_is_being_read_does_not_make_way() -> None:
+    bench = Bench(num_blocks=2)
+    submit = one(bench.run(case.run_prefill(1)), Submit)
+    bench.core.reserved(case.reserved(1))
+    bench.computed(submit)
+    assert bench.run(case.run_prefill(2), 20) == []
+    assert bench.checked(bench.core.tick(900)) == []

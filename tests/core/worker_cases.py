@@ -1,12 +1,22 @@
 """Messages and engine results for the tests of the worker cores."""
 
+from dataplane.cache import BlockCache
+from dataplane.layout import KVLayout, uniform_shape
 from dataplane.lease import LeaseTable
-from dataplane.pool import BlockPool
 from schemas.block import pack_tokens
 from schemas.handoff import BlocksReserved, Endpoint, HandoffAborted, KVLanded, KVOffered
 from schemas.ids import GatewayId, HandoffId, LeaseId, RequestId, WorkerId
-from schemas.request import CancelRequest, FinishReason, ReserveBlocks, RunPrefill, SamplingParams
+from schemas.request import (
+    CancelRequest,
+    FinishReason,
+    KVSource,
+    ReserveBlocks,
+    RunPrefill,
+    SamplingParams,
+    TransferReport,
+)
 from services.engine.base import SampledToken, Sequence, StepResult
+from services.worker.content import SequenceContent
 from services.worker.limits import WorkerLimits
 
 PREFILL, DECODE, GATEWAY = WorkerId("p0"), WorkerId("d0"), GatewayId("g0")
@@ -28,7 +38,13 @@ def limits(worker_id: WorkerId, *, num_blocks: int = 8, max_queued: int = 4, lea
 
 
 def run_prefill(
-    number: int = 1, *, num_tokens: int = 6, max_tokens: int = 5, split: bool = True, deadline_ms: int = DEADLINE_MS
+    number: int = 1,
+    *,
+    num_tokens: int = 6,
+    max_tokens: int = 5,
+    split: bool = True,
+    deadline_ms: int = DEADLINE_MS,
+    sources: tuple[KVSource, ...] = (),
 ) -> RunPrefill:
     return RunPrefill(
         request_id=RequestId(f"r{number}"),
@@ -39,11 +55,21 @@ def run_prefill(
         sampling=SamplingParams(max_tokens=max_tokens),
         handoff_id=HandoffId(f"r{number}-1") if split else None,
         decode_worker=DECODE if split else None,
+        sources=sources,
     )
 
 
+def source(worker_id: str, first_block: int, num_blocks: int) -> KVSource:
+    return KVSource(worker_id=WorkerId(worker_id), first_block=first_block, num_blocks=num_blocks)
+
+
 def reserve(
-    number: int = 1, *, num_tokens: int = 6, max_tokens: int = 5, deadline_ms: int = DEADLINE_MS
+    number: int = 1,
+    *,
+    num_tokens: int = 6,
+    max_tokens: int = 5,
+    deadline_ms: int = DEADLINE_MS,
+    sources: tuple[KVSource, ...] = (),
 ) -> ReserveBlocks:
     return ReserveBlocks(
         request_id=RequestId(f"r{number}"),
@@ -54,6 +80,7 @@ def reserve(
         prefill_worker=PREFILL,
         prompt=pack_tokens(range(1, num_tokens + 1)),
         sampling=SamplingParams(max_tokens=max_tokens),
+        sources=sources,
     )
 
 
@@ -96,11 +123,29 @@ def sampled(
     return StepResult(0, 1, 0, 1, ((sequence, sequence.num_prompt_tokens),), (token,))
 
 
-def check_blocks(pool: BlockPool, leases: LeaseTable | None = None) -> None:
+def by_source(report: TransferReport) -> dict[str, int]:
+    return {source.worker_id: source.num_tokens for source in report.transferred_from}
+
+
+def block_cache(num_blocks: int = 8) -> BlockCache:
+    layout = KVLayout(weights="w", dtype="float32", num_layers=1, num_kv_heads=1, head_dim=4, block_size=4)
+    return BlockCache(uniform_shape(layout, num_blocks), chunk_tokens=64)
+
+
+def check_blocks(cache: BlockCache, leases: LeaseTable | None = None) -> None:
     """The conservation law, as far as a core can break it."""
-    pool.check_integrity()
+    cache.check_integrity()
     leased = leases.num_leased_blocks if leases else 0
-    assert 0 <= leased <= pool.num_blocks - pool.num_free
+    assert 0 <= leased <= cache.num_blocks - cache.num_free - cache.num_cached
+
+
+def keep(cache: BlockCache, num_tokens: int) -> None:
+    """Let the first `num_tokens` tokens of every test's prompt be cached."""
+    tokens = list(range(1, num_tokens + 1))
+    allocation = cache.admit([], num_tokens, 0)
+    assert allocation is not None
+    cache.store(allocation.tables, SequenceContent(tokens, 4, "f").hashes, 0, num_tokens, ended=True)
+    cache.free(allocation.tables)
 
 
 def _handoff(number: int) -> dict[str, object]:

@@ -21,6 +21,7 @@ from schemas.request import (
     RequestTokens,
     ReserveBlocks,
     RunPrefill,
+    SourceTokens,
     TokensEmitted,
     TransferReport,
 )
@@ -170,7 +171,12 @@ class FakeMesh:
         conduct = self.conduct.get(worker, Conduct())
         answer = self.answers(unpack_tokens(message.prompt))
         limit = min(len(answer), message.sampling.max_tokens)
-        report = TransferReport(transferred_tokens=32, recomputed_tokens=3, cached_tokens=2, carrier="shm")
+        num_prompt = len(message.prompt) // 4
+        if start:
+            source = SourceTokens(worker_id=WorkerId("p1"), num_tokens=num_prompt)
+            report = TransferReport(transferred_tokens=num_prompt, transferred_from=(source,), carrier="shm")
+        else:
+            report = TransferReport(cached_tokens=1, recomputed_tokens=num_prompt - 1, is_prefill=True)
         for index in range(start, min(limit, end)):
             if index:
                 await self.gate.wait()
@@ -188,7 +194,7 @@ class FakeMesh:
             token = answer[index] + (conduct.shift if index else 0)
             await self._share(worker, message, RequestTokens(
                 request_id=message.request_id, attempt=message.attempt, index=index, tokens=pack_tokens([token]),
-                finish_reason=reason, report=report if start == 1 and index == 1 else None,
+                finish_reason=reason, report=report if index == start else None,
             ))  # fmt: skip
 
     async def _share(self, worker: str, message: RunPrefill | ReserveBlocks, share: RequestTokens) -> None:

@@ -20,11 +20,42 @@ async def test_a_whole_completion(rig: Rig) -> None:
     assert usage.prompt_tokens == len(rig.model.codec.encode("Hello there"))
     assert usage.completion_tokens == len(rig.answer)
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
-    assert usage.prompt_tokens_details.cached_tokens == 2
+    assert usage.prompt_tokens_details.cached_tokens == 1  # what the prefill worker did not compute
     mesh = usage.kvmesh  # type: ignore[attr-defined]
     assert mesh["request_id"] == rig.mesh.runs[0].request_id
-    assert mesh["transferred_tokens"] == 32
+    assert mesh["transferred_tokens"] == usage.prompt_tokens
+    assert mesh["transferred_from"] == {"p1": usage.prompt_tokens}
+    for part in (mesh, mesh["prefill"]):
+        parts = part["cached_tokens"], part["transferred_tokens"], part["recomputed_tokens"]
+        assert sum(parts) == usage.prompt_tokens and sum(part["transferred_from"].values()) == parts[1]
     assert (mesh["carrier"], mesh["prefill_worker"], mesh["decode_worker"]) == ("shm", "p1", "d1")
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_the_sources_add_up_for_several_choices(rig: Rig, n: int) -> None:
+    body = {"model": rig.model.name, "prompt": ["Hello there", "Hi"], "max_tokens": 3, "n": n}
+    usage = (await rig.http.post("/v1/completions", json=body)).json()["usage"]
+    mesh = usage["kvmesh"]
+    assert mesh["transferred_tokens"] + mesh["cached_tokens"] + mesh["recomputed_tokens"] == usage["prompt_tokens"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("chat", [False, True])
+async def test_token_ids_on_request(rig: Rig, chat: bool, stream: bool) -> None:
+    body: dict[str, object] = {"model": rig.model.name, "max_tokens": 5, "stream": stream, "return_token_ids": True}
+    body |= {"messages": [{"role": "user", "content": "Hi"}]} if chat else {"prompt": "Hi"}
+    answer = await rig.http.post("/v1/chat/completions" if chat else "/v1/completions", json=body)
+    if not stream:
+        assert answer.json()["choices"][0]["token_ids"] == list(rig.answer[:5])
+        return
+    lines = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    ids = [token for line in lines for choice in line["choices"] for token in choice.get("token_ids", [])]
+    assert ids == list(rig.answer[:5])
+
+
+async def test_no_token_ids_unless_asked_for(rig: Rig) -> None:
+    answer = await rig.http.post("/v1/completions", json={"model": rig.model.name, "prompt": "Hi", "max_tokens": 5})
+    assert "token_ids" not in answer.json()["choices"][0]
 
 
 async def test_what_crosses_the_mesh(rig: Rig) -> None:
@@ -195,7 +226,8 @@ async def test_metrics(rig: Rig) -> None:
     text = (await rig.http.get("/metrics")).text
     assert 'kvmesh_gateway_requests_total{outcome="ok",route="/v1/completions",status="200"} 1.0' in text
     assert 'kvmesh_gateway_tokens_total{kind="completion"} 4.0' in text
-    assert 'kvmesh_gateway_prompt_tokens_by_source_total{source="transferred"} 32.0' in text
+    num_prompt = len(rig.model.codec.encode("Hi"))
+    assert f'kvmesh_gateway_prompt_tokens_by_source_total{{source="transferred"}} {num_prompt}.0' in text
     assert "kvmesh_gateway_ttft_seconds_count 1.0" in text
     assert "kvmesh_gateway_running_requests 0.0" in text
 

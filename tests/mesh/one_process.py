@@ -6,13 +6,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from dataplane.arena import Arena
-from dataplane.layout import KVLayout
+from dataplane.layout import KVLayout, uniform_shape
 from schemas import subjects
-from schemas.block import pack_tokens, unpack_tokens
+from schemas.block import hash_blocks, join_hashes, pack_tokens, unpack_tokens
 from schemas.handoff import BlocksReserved
 from schemas.ids import GatewayId, HandoffId, RequestId, WorkerId
 from schemas.request import (
     CancelRequest,
+    KVSource,
     Placement,
     PlaceRequest,
     PrefillAccepted,
@@ -28,7 +29,7 @@ from schemas.request import (
 from schemas.worker import DescribeFleet, FleetDescribed, WorkerLoad, WorkerRole
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received, TypedBus
-from services.config import MeshConfig, WorkerConfig
+from services.config import MeshConfig, SchedulerConfig, WorkerConfig
 from services.directory.service import run_directory
 from services.engine.fake import FakeEngine
 from services.runtime import now_ms
@@ -43,7 +44,8 @@ LAYOUT = KVLayout(weights="fake", dtype="float32", num_layers=3, num_kv_heads=2,
 
 
 def make_parts(worker_id: str, role: WorkerRole, *, num_blocks: int = 256, layout: KVLayout = LAYOUT) -> WorkerParts:
-    arena = Arena.create(layout, num_blocks)
+    shape = uniform_shape(layout, num_blocks)
+    arena = Arena.create(shape)
     limits = WorkerLimits(
         worker_id=WorkerId(worker_id),
         fingerprint=layout.fingerprint,
@@ -61,8 +63,8 @@ def make_parts(worker_id: str, role: WorkerRole, *, num_blocks: int = 256, layou
         role=role,
         model="fake",
         arena=arena,
-        layout=layout,
-        engine=FakeEngine(layout, arena.buffer, num_blocks=num_blocks, vocab_size=VOCAB),
+        shape=shape,
+        engine=FakeEngine(shape, arena.buffer, vocab_size=VOCAB),
         limits=limits,
         secret=b"a secret of the tests",
     )
@@ -74,13 +76,17 @@ class Answer:
 
     tokens: dict[int, int] = field(default_factory=dict[int, int])
     report: TransferReport | None = None
+    prefill_report: TransferReport | None = None
     failure: RequestFailure | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self, tokens: RequestTokens) -> None:
         for index, token in enumerate(unpack_tokens(tokens.tokens), start=tokens.index):
             assert self.tokens.setdefault(index, token) == token
-        self.report = tokens.report or self.report
+        if tokens.report is not None and tokens.report.is_prefill:
+            self.prefill_report = tokens.report
+        else:
+            self.report = tokens.report or self.report
         self.failure = tokens.failure or self.failure
         if tokens.finish_reason is not None or tokens.failure is not None:
             self.ended.set()
@@ -91,10 +97,20 @@ class Answer:
         return [self.tokens[index] for index in range(len(self.tokens))]
 
 
+@dataclass(frozen=True)
+class Route:
+    """A placement of the test's own making."""
+
+    prefill_worker: WorkerId
+    decode_worker: WorkerId | None = None
+    sources: tuple[KVSource, ...] = ()
+
+
 class Client:
     """Does what a gateway does, without HTTP."""
 
-    def __init__(self, broker: MemoryBroker, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, broker: MemoryBroker, tasks: asyncio.TaskGroup, fingerprint: str = LAYOUT.fingerprint) -> None:
+        self.fingerprint = fingerprint
         self.gateway_id = GatewayId("gateway-test")
         self.door = TypedBus(MemoryBus(broker), "client")
         self._tasks = tasks
@@ -111,13 +127,17 @@ class Client:
 
         self._tasks.create_task(note())
 
-    async def place(self, request_id: str, num_tokens: int, max_tokens: int) -> Placement:
+    async def place(
+        self, request_id: str, num_tokens: int, max_tokens: int, *, prompt: list[int] | None = None
+    ) -> Placement:
+        hashes = hash_blocks(prompt or [], LAYOUT.block_size, model_fingerprint=self.fingerprint)
         request = PlaceRequest(
             request_id=RequestId(request_id),
             attempt=1,
             deadline_ms=now_ms() + 60_000,
             num_prompt_tokens=num_tokens,
             max_tokens=max_tokens,
+            block_hashes=join_hashes(hashes),
         )
         placement = await self.door.ask(subjects.PLACE, (), request, 10)
         assert isinstance(placement, Placement), placement
@@ -128,10 +148,16 @@ class Client:
         return self._answers.setdefault(request_id, Answer())
 
     async def send(
-        self, request_id: str, prompt: list[int], sampling: SamplingParams, *, deadline_ms: int = 60_000
+        self,
+        request_id: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        *,
+        deadline_ms: int = 60_000,
+        route: Route | None = None,
     ) -> Answer:
-        """Start one attempt; the answer fills as it comes."""
-        placement = await self.place(request_id, len(prompt), sampling.max_tokens)
+        """Start one attempt; the answer fills as it comes. Without a `route` the scheduler chooses."""
+        placement = route or await self.place(request_id, len(prompt), sampling.max_tokens, prompt=prompt)
         answer = self.expect(request_id)
         deadline = now_ms() + deadline_ms
         split = placement.decode_worker is not None
@@ -145,6 +171,7 @@ class Client:
             sampling=sampling,
             handoff_id=handoff_id,
             decode_worker=placement.decode_worker,
+            sources=placement.sources,
         )
         asked = [self.door.ask(subjects.RUN, (placement.prefill_worker,), run, 30)]
         if placement.decode_worker is not None and handoff_id is not None:
@@ -157,6 +184,7 @@ class Client:
                 prefill_worker=placement.prefill_worker,
                 prompt=pack_tokens(prompt),
                 sampling=sampling,
+                sources=placement.sources,
             )
             asked.append(self.door.ask(subjects.RESERVE, (placement.decode_worker,), reserve, 30))
         replies = await asyncio.gather(*asked)
@@ -164,8 +192,10 @@ class Client:
         assert len(replies) == 1 or isinstance(replies[1], BlocksReserved | ReservationQueued), replies[1]
         return answer
 
-    async def complete(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> Answer:
-        answer = await self.send(request_id, prompt, sampling)
+    async def complete(
+        self, request_id: str, prompt: list[int], sampling: SamplingParams, *, route: Route | None = None
+    ) -> Answer:
+        answer = await self.send(request_id, prompt, sampling, route=route)
         async with asyncio.timeout(60):
             await answer.ended.wait()
         return answer
@@ -188,8 +218,8 @@ class Client:
                 await asyncio.sleep(0.01)
 
     async def until_free(self) -> None:
-        """After the last request nothing is running or leased."""
-        await self.until(lambda fleet: all(w.blocks.free == w.blocks.total for w in fleet), "all blocks free")
+        """After the last request nothing is running or leased: every block is free, or kept for its content."""
+        await self.until(lambda fleet: all(w.blocks.free + w.blocks.cached == w.blocks.total for w in fleet), "rest")
 
     def _on_tokens(self, received: Received[TokensEmitted]) -> None:
         for tokens in received.message.requests:
@@ -198,19 +228,26 @@ class Client:
 
 @asynccontextmanager
 async def one_process_mesh(
-    *workers: WorkerParts, carrier: str = "auto", token_budget: int = 64
+    *workers: WorkerParts,
+    carrier: str = "auto",
+    token_budget: int = 64,
+    policy: str = "least_loaded",
+    prefix_cache: bool = True,
 ) -> AsyncGenerator[Client]:
     """Run scheduler, directory and these workers on one loop, and give a client once all are known."""
     broker, stop = MemoryBroker(), asyncio.Event()
-    settings = WorkerConfig(block_size=LAYOUT.block_size, token_budget=token_budget, carrier=carrier, lease_ms=5_000)  # type: ignore[arg-type]
-    config = MeshConfig(worker=settings)
+    settings = WorkerConfig(
+        block_size=LAYOUT.block_size, token_budget=token_budget, carrier=carrier, lease_ms=5_000,  # type: ignore[arg-type]
+        prefix_cache=prefix_cache,
+    )  # fmt: skip
+    config = MeshConfig(worker=settings, scheduler=SchedulerConfig(policy=policy, pull_tokens_min=LAYOUT.block_size))
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(run_scheduler(config, MemoryBus(broker), stop))
         tasks.create_task(run_directory(MemoryBus(broker), stop))
         for parts in workers:
             telemetry = Telemetry(parts.worker_id, None)
             tasks.create_task(run_worker(parts, config, MemoryBus(broker), telemetry, stop))
-        client = Client(broker, tasks)
+        client = Client(broker, tasks, workers[0].shape.layout.fingerprint)
         await client.start()
         await asyncio.sleep(0)
         await client.until(lambda fleet: len(fleet) == len(workers), "all workers known")

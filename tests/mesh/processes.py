@@ -68,10 +68,12 @@ class Mesh:
             raise AssertionError(f"not within a minute: {what}") from None
 
     def assert_no_blocks_held(self) -> None:
-        """After the last request nothing is running or leased."""
+        """After the last request nothing is running or leased: every block is free, or kept for its content."""
         self.wait_until(
-            lambda: all(w.blocks.free == w.blocks.total and w.num_running == 0 for w in self.fleet.workers),
-            "all blocks free",
+            lambda: all(
+                w.blocks.free + w.blocks.cached == w.blocks.total and w.num_running == 0 for w in self.fleet.workers
+            ),
+            "nothing running or leased",
         )
 
 

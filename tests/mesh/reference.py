@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from dataplane.layout import Segment, num_blocks_for
+from dataplane.layout import BlockTable, Segment, num_blocks_for, uniform_shape
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.engine.base import Sequence
@@ -38,9 +38,7 @@ class SingleProcess:
         self._engine: TransformersEngine = load_engine(
             self.checkpoint,
             arena_buffer=self._buffer,
-            num_blocks=self._num_blocks,
-            block_size=BLOCK_SIZE,
-            dtype="float32",
+            shape=uniform_shape(layout, self._num_blocks),
             num_threads=2,
         )
 
@@ -53,7 +51,9 @@ class SingleProcess:
                 token_ids=list(case.prompt),
                 num_prompt_tokens=len(case.prompt),
                 sampling=case.sampling,
-                segments=(Segment(0, num_blocks_for(len(case.prompt) + case.sampling.max_tokens, BLOCK_SIZE)),),
+                tables=(
+                    BlockTable((Segment(0, num_blocks_for(len(case.prompt) + case.sampling.max_tokens, BLOCK_SIZE)),)),
+                ),
                 stop_token_ids=frozenset() if case.sampling.ignore_eos else self.checkpoint.eos_token_ids,
             )
         )

@@ -1,5 +1,7 @@
 """`kvmesh` as a user runs it: it says what is wrong in one line, and leaves nothing behind."""
 
+import io
+import itertools
 import json
 import os
 import re
@@ -11,7 +13,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from rich.console import Console
 
+from schemas.ids import WorkerId
+from schemas.worker import BlockCounts, FleetDescribed, WorkerInfo, WorkerLoad, WorkerRole
+from services.cli.status import store_table, worker_table
+from services.config import load_config
 from services.engine.demo_model import DEMO_MODEL_DIR
 from tests.mesh.test_mesh import QUESTION
 
@@ -136,6 +143,93 @@ def test_a_model_that_is_missing_truncated_or_of_another_kind(tmp_path: Path) ->
 
 def test_an_unknown_policy(tmp_path: Path) -> None:
     assert_one_line(run(tmp_path, "up", "--port", "0", "--policy", "fastest"), "fastest", "least_loaded")
+
+
+@pytest.mark.parametrize("store", ["floppy", "http://127.0.0.1:1", "redis://", "redis://127.0.0.1:port/0"])
+def test_a_store_that_is_none(tmp_path: Path, store: str) -> None:
+    assert_one_line(run(tmp_path, "up", "--port", "0", "--store", store), store, "valkey://host:port/0")
+    assert our_processes(tmp_path) == []
+
+
+def test_a_store_whose_server_is_not_there(tmp_path: Path) -> None:
+    assert_one_line(run(tmp_path, "up", "--port", "0", "--store", "redis://127.0.0.1:9/0"), "127.0.0.1:9")
+    assert our_processes(tmp_path) == []
+
+
+def test_a_disk_store_is_in_the_fleet_and_outlives_the_mesh(tmp_path: Path) -> None:
+    command = [*KVMESH, "up", "--port", "0", "--kv-mib", "64", "--store", "disk", "--store-mib", "64"]
+    for _ in range(2):
+        up = subprocess.Popen(command, env=environment(tmp_path), stdout=subprocess.PIPE, text=True)
+        assert up.stdout is not None
+        try:
+            said = "".join(itertools.takewhile(lambda line: "Ctrl-C" not in line, up.stdout))
+            assert "store" in said
+            workers = json.loads(run(tmp_path, "status", "--json").stdout)["workers"]
+            assert [w["worker"]["worker_id"] for w in workers if w["worker"]["role"] == "store"] == ["store-0"]
+            (tmp_path / "store" / "kept").touch()
+        finally:
+            up.send_signal(signal.SIGINT)
+        assert up.wait(60) == 0
+        assert (tmp_path / "store" / "kept").exists()
+    assert our_processes(tmp_path) == []
+
+
+def test_the_options_of_up_reach_the_configuration(tmp_path: Path) -> None:
+    options = ["--policy", "least_loaded", "--no-prefix-cache", "--pull-tokens-min", "96", "--wire-dtype", "int8"]
+    up = subprocess.Popen(
+        [*KVMESH, "up", "--port", "0", "--kv-mib", "64", *options],
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert up.stdout is not None
+    try:
+        assert any("Ctrl-C" in line for line in up.stdout)
+        config = load_config(tmp_path / "run" / "mesh.toml")
+    finally:
+        up.send_signal(signal.SIGINT)
+    assert up.wait(60) == 0
+    assert (config.scheduler.policy, config.scheduler.pull_tokens_min) == ("least_loaded", 96)
+    assert (config.worker.prefix_cache, config.worker.wire_dtype) == (False, "int8")
+
+
+def test_cached_blocks_and_stores_are_shown() -> None:
+    def load(role: WorkerRole) -> WorkerLoad:
+        worker = WorkerInfo(
+            worker_id=WorkerId(f"{role}-0"), incarnation="i", role=role, model="m", fingerprint="f", num_blocks=60,
+            block_size=16, context_length=64,
+        )  # fmt: skip
+        blocks = BlockCounts(total=60, free=11, cached=22, running=4, leased=23)
+        return WorkerLoad(
+            worker=worker, state="ready", blocks=blocks, num_running=0, num_queued=0, num_uncomputed_tokens=0
+        )
+
+    fleet = FleetDescribed(policy="cost", ready=True, workers=(load("store"), load("decode"), load("prefill")))
+    shown: list[list[str]] = []
+    for table in (worker_table(fleet), store_table(fleet)):
+        console = Console(width=200, file=io.StringIO())
+        console.print(table)
+        assert isinstance(console.file, io.StringIO)
+        rows = [line for line in console.file.getvalue().splitlines() if "11 / 22 / 23 / 60" in line]
+        shown.append([worker for row in rows for worker in ("decode-0", "prefill-0", "store-0") if worker in row])
+    assert shown == [["decode-0", "prefill-0"], ["store-0"]]
+
+
+def test_benches_say_what_is_wrong_before_they_start_anything(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}\nnot a request\n')
+    for arguments, words in (
+        (["replay", str(bad)], ["bad.jsonl", "line 2"]),
+        (["replay", str(tmp_path / "none.jsonl")], ["none.jsonl", "No such file"]),
+        (["replay", "--scale", "0"], ["--scale"]),
+        (["multiturn", "--history", "many"], ["--history", "many"]),
+        (["multiturn", "--output", "9..3"], ["--output"]),
+        (["multiturn", "--plot", str(tmp_path / "nowhere" / "a.png")], ["--plot", "nowhere"]),
+        (["crossover", "--carrier", "pigeon"], ["--carrier", "pigeon"]),
+        (["documents", "--url", "http://127.0.0.1:9"], ["http://127.0.0.1:9"]),
+    ):
+        assert_one_line(run(tmp_path, "bench", *arguments), *words)
+    assert our_processes(tmp_path) == []
 
 
 def test_a_configuration_that_is_none(tmp_path: Path) -> None:

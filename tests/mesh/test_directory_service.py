@@ -1,63 +1,74 @@
-"""The directory on a bus, with a worker's real ledger behind it."""
+"""The directory on a bus, and the scheduler that asks it."""
 
 import asyncio
 
+from dataplane.cache import ContentChanges
 from schemas import subjects
-from schemas.block import BlockHasher, hash_blocks, join_hashes
+from schemas.block import hash_blocks, join_hashes
 from schemas.directory import BlocksLocated, LocateBlocks, ReadInventory
-from schemas.ids import RequestId, WorkerId
+from schemas.ids import BlockHash, RequestId, WorkerId
 from schemas.message import Message
-from schemas.worker import BlockCounts, WorkerInfo, WorkerLoad
-from services.bus.memory import MemoryBus
+from schemas.request import KVSource, Placement, PlaceRequest
+from schemas.worker import BlockCounts, WorkerInfo, WorkerLeft, WorkerLoad, WorkerRole
+from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received, TypedBus
+from services.config import MeshConfig, SchedulerConfig
 from services.directory.service import run_directory
+from services.scheduler.hints import BACKOFF_MAX_MS, BACKOFF_MIN_MS, Hints
+from services.scheduler.service import run_scheduler
 from services.worker.ledger import BlockLedger
 
 WORKER = WorkerId("prefill-0")
-INFO = WorkerInfo(
-    worker_id=WORKER,
-    incarnation="1",
-    role="prefill",
-    model="m",
-    fingerprint="f",
-    num_blocks=8,
-    block_size=4,
-    context_length=64,
-)
-LOAD = WorkerLoad(
-    worker=INFO,
-    state="ready",
-    blocks=BlockCounts(total=8, free=8, running=0, leased=0),
-    num_running=0,
-    num_queued=0,
-    num_uncomputed_tokens=0,
-)
+FAR_AWAY_MS = 2**52
+
+
+def load_of(worker_id: str, role: WorkerRole) -> WorkerLoad:
+    return WorkerLoad(
+        worker=WorkerInfo(
+            worker_id=WorkerId(worker_id), incarnation="1", role=role, model="m", fingerprint="f",
+            num_blocks=1_000, block_size=4, context_length=4_000,
+        ),
+        state="ready",
+        blocks=BlockCounts(total=1_000, free=1_000, running=0, leased=0),
+        num_running=0,
+        num_queued=0,
+        num_uncomputed_tokens=0,
+    )  # fmt: skip
+
+
+LOAD = load_of(WORKER, "prefill")
+
+
+def hashes_of(tokens: list[int]) -> list[BlockHash]:
+    return hash_blocks(tokens, 4, model_fingerprint="f")
 
 
 class FakeWorker:
     """A ledger on the bus, and a client of the directory."""
 
-    def __init__(self, bus: MemoryBus) -> None:
-        self.ledger = BlockLedger(WORKER, "1")
+    def __init__(self, bus: MemoryBus, worker_id: WorkerId = WORKER) -> None:
+        self.worker_id = worker_id
+        self.ledger = BlockLedger(worker_id, "1")
+        self.contents: list[BlockHash] = []
         self.door = TypedBus(bus, "prefill")
         self.num_inventories = 0
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
-        await self.door.serve(tasks, subjects.INVENTORY, (WORKER,), self._inventory)
+        await self.door.serve(tasks, subjects.INVENTORY, (self.worker_id,), self._inventory)
 
     async def _inventory(self, received: Received[ReadInventory]) -> Message:
         self.num_inventories += 1
-        return self.ledger.inventory(received.message.offset)
+        return self.ledger.inventory(self.contents, received.message.offset)
 
     async def store(self, tokens: list[int], *, lost: bool = False) -> None:
-        table = list(range(tokens[0], tokens[0] + 8))
-        event = self.ledger.record(BlockHasher(4, model_fingerprint="f"), tokens, len(tokens), table)
-        assert event is not None
+        hashes = hashes_of(tokens)
+        self.contents += hashes
+        (event,) = self.ledger.events(ContentChanges(stored=hashes))
         if not lost:
-            await self.door.publish(subjects.STORED, (WORKER,), event)
+            await self.door.publish(subjects.STORED, (self.worker_id,), event)
 
     async def locate(self, tokens: list[int]) -> int:
-        hashes = join_hashes(hash_blocks(tokens, 4, model_fingerprint="f"))
+        hashes = join_hashes(hashes_of(tokens))
         request = LocateBlocks(request_id=RequestId("r"), attempt=1, deadline_ms=0, block_hashes=hashes)
         reply = await self.door.ask(subjects.LOCATE, (), request, 5)
         assert isinstance(reply, BlocksLocated)
@@ -88,7 +99,7 @@ async def test_a_lost_event_is_repaired_and_a_restart_rebuilt() -> None:
 
         again = MemoryBus()  # the directory closes the bus that it is given
         successor = FakeWorker(again)
-        successor.ledger = worker.ledger
+        successor.ledger, successor.contents = worker.ledger, worker.contents
         await successor.start(tasks)
         tasks.create_task(run_directory(again, stop))
         await asyncio.sleep(0)
@@ -97,3 +108,81 @@ async def test_a_lost_event_is_repaired_and_a_restart_rebuilt() -> None:
         assert before >= 1 and successor.num_inventories == 1
         first.set()
         stop.set()
+
+
+def question(tokens: list[int]) -> PlaceRequest:
+    return PlaceRequest(
+        request_id=RequestId("r"), attempt=1, deadline_ms=FAR_AWAY_MS, num_prompt_tokens=len(tokens), max_tokens=8,
+        block_hashes=join_hashes(hashes_of(tokens)),
+    )  # fmt: skip
+
+
+async def place(door: TypedBus, tokens: list[int]) -> Placement:
+    placement = await door.ask(subjects.PLACE, (), question(tokens), 5)
+    assert isinstance(placement, Placement), placement
+    return placement
+
+
+async def test_the_scheduler_names_the_sources_that_the_directory_knows_and_places_without_it() -> None:
+    broker, stop, directory_stop = MemoryBroker(), asyncio.Event(), asyncio.Event()
+    config = MeshConfig(scheduler=SchedulerConfig(policy="cost"))
+    tokens = list(range(1_000))
+    async with asyncio.TaskGroup() as tasks:
+        bus = MemoryBus(broker)
+        holder = FakeWorker(bus, WorkerId("decode-0"))
+        await holder.start(tasks)
+        directory = tasks.create_task(run_directory(MemoryBus(broker), directory_stop))
+        tasks.create_task(run_scheduler(config, MemoryBus(broker), stop))
+        await asyncio.sleep(0)
+        loads = (LOAD, load_of("decode-0", "decode"), load_of("decode-1", "decode"))
+        for load in loads:
+            await holder.door.publish(subjects.LOAD, (load.worker.worker_id,), load)
+        await holder.store(tokens[:400])
+        await holder.until_located(tokens, 100)
+
+        # What the decode worker holds is less than half, so the prompt is split, and read back from there.
+        placement = await place(holder.door, tokens)
+        assert (placement.prefill_worker, placement.decode_worker) == ("prefill-0", "decode-0")
+        assert placement.sources == (KVSource(worker_id=WorkerId("decode-0"), first_block=0, num_blocks=100),)
+        assert placement.terms is not None
+        assert (placement.terms.pulled_tokens, placement.terms.computed_tokens) == (400, 600)
+
+        # A holder whose incarnation the fleet does not know is no source.
+        again = load_of("decode-0", "decode")
+        left = WorkerLeft(worker_id=WorkerId("decode-0"), incarnation="1", reason="stopped")
+        await holder.door.publish(subjects.LEFT, ("decode-0",), left)
+        await holder.until_located(tokens, 0)
+        assert (await place(holder.door, tokens)).sources == ()
+        await holder.door.publish(subjects.LOAD, ("decode-0",), again)
+
+        # Without a directory a placement has no hints, and is made all the same.
+        directory_stop.set()
+        await directory
+        for _ in range(3):
+            placement = await place(holder.door, tokens)
+            assert placement.sources == () and placement.prefill_worker == "prefill-0"
+        stop.set()
+        await bus.close()
+
+
+async def test_a_directory_that_does_not_answer_is_left_alone_for_longer_and_longer() -> None:
+    bus, now_ms = MemoryBus(), 1_000
+    ear = await bus.subscribe(subjects.LOCATE.of())  # hears, and says nothing
+    num_heard = 0
+
+    async def listen() -> None:
+        nonlocal num_heard
+        async for _ in ear:
+            num_heard += 1
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(listen())
+        hints = Hints(TypedBus(bus, "scheduler"), clock=lambda: now_ms)
+        quiet_ms = BACKOFF_MIN_MS
+        for number in range(1, 8):
+            assert await hints.holders(question([1, 2, 3, 4])) == () and num_heard == number
+            now_ms += quiet_ms - 1
+            assert await hints.holders(question([1, 2, 3, 4])) == () and num_heard == number
+            now_ms += 1
+            quiet_ms = min(2 * quiet_ms, BACKOFF_MAX_MS)
+        await bus.close()

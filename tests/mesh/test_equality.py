@@ -71,7 +71,7 @@ def send(mesh: Mesh, case: Case) -> str:
     usage = answer["usage"]
     assert usage["prompt_tokens"] == len(case.prompt)
     if sampling.max_tokens > 1 and usage["completion_tokens"] > 1:
-        assert usage["kvmesh"]["transferred_tokens"] == len(case.prompt)
+        assert usage["kvmesh"]["transferred_tokens"] + usage["kvmesh"]["cached_tokens"] == len(case.prompt)
         assert usage["kvmesh"]["recomputed_tokens"] == 0
         assert usage["kvmesh"]["prefill_worker"] != usage["kvmesh"]["decode_worker"]
     return usage["kvmesh"]["request_id"]

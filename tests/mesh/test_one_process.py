@@ -11,14 +11,14 @@ import pytest
 
 from dataplane.layout import KVLayout
 from schemas import subjects
-from schemas.block import pack_tokens
+from schemas.block import hash_blocks, pack_tokens, split_hashes
 from schemas.directory import Inventory, ReadInventory
 from schemas.handoff import BlocksReserved, Endpoint, KVOffered
 from schemas.ids import HandoffId, LeaseId, RequestId, WorkerId
-from schemas.request import ReservationQueued, ReserveBlocks, SamplingParams
+from schemas.request import KVSource, ReservationQueued, ReserveBlocks, SamplingParams
 from services.engine.fake import FakeEngine, fake_answer
 from services.runtime import now_ms
-from tests.mesh.one_process import LAYOUT, VOCAB, Client, make_parts, one_process_mesh
+from tests.mesh.one_process import LAYOUT, VOCAB, Client, Route, make_parts, one_process_mesh
 
 
 def sampling(rng: random.Random, max_tokens: int) -> SamplingParams:
@@ -115,7 +115,7 @@ async def test_a_read_that_is_stopped_before_its_first_step_is_concluded() -> No
     async with one_process_mesh(make_parts("p-0", "prefill"), make_parts("d-0", "decode")) as client:
         reserve = reservation(client, 0)
         assert isinstance(await client.door.ask(subjects.RESERVE, ("d-0",), reserve, 10), BlocksReserved)
-        await client.until(lambda fleet: any(w.blocks.free < w.blocks.total for w in fleet), "the reservation")
+        await client.until(lambda fleet: any(w.blocks.running for w in fleet), "the reservation")
         offer = offer_for(reserve)
         # Without a pause between them, both are handled before the read's task has its first turn.
         offering = client.door.publish(subjects.OFFERED, ("p-0", "d-0", "r0-1"), offer)
@@ -195,7 +195,7 @@ async def test_a_bad_offer_costs_a_recompute_and_nothing_else(change: dict[str, 
         await client.until_free()
 
 
-async def test_cancelled_prompts_leave_nothing_in_the_directory() -> None:
+async def test_of_a_cancelled_prompt_only_what_was_computed_is_told_and_lent() -> None:
     """Each is cancelled between two chunks, when some of its blocks have been told to the directory."""
     parts = make_parts("p-0", "prefill", num_blocks=64)
     assert isinstance(parts.engine, FakeEngine)
@@ -213,8 +213,20 @@ async def test_cancelled_prompts_leave_nothing_in_the_directory() -> None:
                     await asyncio.sleep(0.002)
 
         for number in range(5):
-            await client.send(f"r{number}", [number + 1] * 300, params)
-            await until_inventory(lambda page: page.block_hashes != b"")
+            prompt = [number + 1] * 300
+            await client.send(f"r{number}", prompt, params)
+            hashes = hash_blocks(prompt, LAYOUT.block_size, model_fingerprint=LAYOUT.fingerprint)
+            await until_inventory(lambda page, first=hashes[0]: first in split_hashes(page.block_hashes))
             await client.cancel(f"r{number}")
-            await until_inventory(lambda page: page.block_hashes == b"")
             await client.until_free()
+            page = await client.door.ask(subjects.INVENTORY, ("p-0",), ReadInventory(), 10)
+            assert isinstance(page, Inventory)
+            told = split_hashes(page.block_hashes)
+            num_told = sum(block_hash in told for block_hash in hashes)
+            assert 0 < num_told < len(hashes) and set(hashes[:num_told]) <= set(told)
+            # What is told is right: another worker reads it, and goes on from it.
+            sources = (KVSource(worker_id=WorkerId("p-0"), first_block=0, num_blocks=len(hashes)),)
+            short = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+            answer = await client.complete(f"again{number}", prompt, short, route=Route(WorkerId("d-0"), None, sources))
+            assert answer.token_ids == expected(prompt, short)
+            assert answer.report is not None and answer.report.transferred_tokens >= num_told * LAYOUT.block_size

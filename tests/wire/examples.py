@@ -20,10 +20,13 @@ from schemas.handoff import (
     KVStreaming,
 )
 from schemas.ids import GatewayId, HandoffId, LeaseId, RequestId, WorkerId
+from schemas.kv import BlocksCooling, LeaseGranted, RequestLease
 from schemas.message import Message
 from schemas.request import (
     CancelRequest,
+    KVSource,
     Placement,
+    PlacementTerms,
     PlaceRequest,
     PrefillAccepted,
     Refused,
@@ -33,6 +36,7 @@ from schemas.request import (
     ReserveBlocks,
     RunPrefill,
     SamplingParams,
+    SourceTokens,
     TokensEmitted,
     TransferReport,
 )
@@ -41,11 +45,14 @@ from schemas.worker import (
     BlockCounts,
     DescribeFleet,
     FleetDescribed,
+    PrefillRate,
+    TransferRate,
     WorkerDraining,
     WorkerInfo,
     WorkerJoined,
     WorkerLeft,
     WorkerLoad,
+    WorkerRates,
 )
 
 REQUEST = {"request_id": RequestId("req-9f86d081884c7d65"), "attempt": 2, "deadline_ms": 1_790_000_000_123}
@@ -69,10 +76,33 @@ INFO = WorkerInfo(
     context_length=8192,
     carriers=("shm", "tcp"),
 )
+RATES = WorkerRates(
+    prefill=(PrefillRate(context_tokens=1024, tokens_per_s=3500.5),),
+    transfers=(TransferRate(source=TARGET, carrier="tcp", bytes_per_s=1.5e9, latency_ms=2.5),),
+    decode_step_ms=8.25,
+    kv_token_bytes=6144,
+)
+SOURCES = (
+    KVSource(worker_id=TARGET, first_block=0, num_blocks=4),
+    KVSource(worker_id=SOURCE, first_block=4, num_blocks=1),
+)
+TERMS = PlacementTerms(
+    ttft_ms=31.5,
+    queue_ms=1.5,
+    pull_ms=10.0,
+    compute_ms=20.0,
+    handover_ms=2.0,
+    stall_ms=3.0,
+    cached_tokens=16,
+    pulled_tokens=64,
+    computed_tokens=20,
+    alternatives="decode-0 alone 40.0 ms",
+)
 LOAD = WorkerLoad(
     worker=INFO,
     state="draining",
-    blocks=BlockCounts(total=4096, free=4000, running=90, leased=6),
+    blocks=BlockCounts(total=4096, free=3900, running=90, leased=6, cached=100),
+    rates=RATES,
     num_running=3,
     num_queued=2,
     num_uncomputed_tokens=1000,
@@ -87,7 +117,14 @@ TOKENS = (
         index=0,
         tokens=PROMPT,
         finish_reason="stop",
-        report=TransferReport(transferred_tokens=512, recomputed_tokens=16, cached_tokens=32, carrier="shm"),
+        report=TransferReport(
+            transferred_tokens=512,
+            recomputed_tokens=16,
+            cached_tokens=32,
+            carrier="shm",
+            transferred_from=(SourceTokens(worker_id=SOURCE, num_tokens=48),),
+            is_prefill=True,
+        ),
     ),
     RequestTokens(
         request_id="req-2",
@@ -99,7 +136,7 @@ TOKENS = (
 
 EXAMPLES: tuple[Message, ...] = (
     PlaceRequest(**REQUEST, num_prompt_tokens=100, max_tokens=16, block_hashes=HASHES, excluded_workers=(TARGET,)),
-    Placement(**REQUEST, prefill_worker=SOURCE, decode_worker=TARGET, policy="least_loaded"),
+    Placement(**REQUEST, prefill_worker=SOURCE, decode_worker=TARGET, policy="cost", sources=SOURCES, terms=TERMS),
     Refused(**REQUEST, reason="no_worker", detail="no decode worker is ready", retry_after_ms=1000),
     DescribeFleet(),
     FleetDescribed(policy="least_loaded", ready=True, workers=(LOAD,)),
@@ -114,6 +151,7 @@ EXAMPLES: tuple[Message, ...] = (
         sampling=SAMPLING,
         handoff_id=HANDOFF["handoff_id"],
         decode_worker=TARGET,
+        sources=SOURCES,
     ),
     PrefillAccepted(**REQUEST, worker_id=SOURCE),
     ReserveBlocks(
@@ -123,6 +161,7 @@ EXAMPLES: tuple[Message, ...] = (
         prefill_worker=SOURCE,
         prompt=PROMPT,
         sampling=SAMPLING,
+        sources=SOURCES,
     ),
     BlocksReserved(**REQUEST, **HANDOFF, num_blocks=7),
     ReservationQueued(**REQUEST, worker_id=TARGET),
@@ -144,11 +183,24 @@ EXAMPLES: tuple[Message, ...] = (
     TokensEmitted(worker_id=TARGET, requests=TOKENS),
     CancelRequest(**REQUEST, reason="the client has gone"),
     LocateBlocks(**REQUEST, block_hashes=HASHES),
-    BlocksLocated(**REQUEST, holders=(HolderPrefix(**HOLDER, num_blocks=2),)),
-    BlocksStored(**HOLDER, sequence=1, block_hashes=HASHES),
-    BlocksEvicted(**HOLDER, sequence=2, block_hashes=HASHES[:16]),
+    BlocksLocated(**REQUEST, holders=(HolderPrefix(**HOLDER, num_blocks=2, first_block=1, tier="disk"),)),
+    BlocksStored(**HOLDER, sequence=1, block_hashes=HASHES, tier="memory"),
+    BlocksEvicted(**HOLDER, sequence=2, block_hashes=HASHES[:16], tier="memory"),
     ReadInventory(offset=100_000),
-    Inventory(**HOLDER, sequence=2, block_hashes=HASHES[16:], next_offset=100_001),
+    Inventory(**HOLDER, sequence=2, block_hashes=HASHES[16:], next_offset=100_001, tier="remote"),
+    RequestLease(**REQUEST, reader=TARGET, fingerprint="f00d", first_block=3, block_hashes=HASHES),
+    LeaseGranted(
+        **REQUEST,
+        worker_id=SOURCE,
+        lease_id=LEASE,
+        epoch=3,
+        lease_ms=5_000,
+        ticket="dGlja2V0.c2lnbmF0dXJl",
+        endpoint=ENDPOINT,
+        first_token=48,
+        num_tokens=80,
+    ),
+    BlocksCooling(**HOLDER, block_hashes=HASHES),
 )
 
 MESSAGE_TYPES = sorted({t for s in SUBJECTS for t in (s.carries, *s.reply)}, key=lambda t: t.__name__)

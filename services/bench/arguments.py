@@ -1,0 +1,26 @@
+"""What people write behind a bench's options. Pure."""
+
+from services.errors import UserError
+
+
+def parse_lengths(text: str, option: str, limit: int) -> list[int]:
+    """Return the lengths of a comma-separated list, as they stand. Raises UserError for what is none."""
+    try:
+        lengths = [int(length) for length in text.split(",")]
+    except ValueError as error:
+        raise UserError(f"{option} {text!r}: give numbers with commas between, as in 100,1000,10000") from error
+    if not all(1 <= length <= limit for length in lengths):
+        raise UserError(f"{option} must lie between 1 and {limit}")
+    return lengths
+
+
+def parse_range(text: str, option: str) -> tuple[int, int]:
+    """Return the least and the most of `32..64`; one number is both. Raises UserError for what is neither."""
+    least, separator, most = text.partition("..")
+    try:
+        bounds = (int(least), int(most) if separator else int(least))
+    except ValueError as error:
+        raise UserError(f"{option} {text!r}: give a number or a range, as in 32..64") from error
+    if not 1 <= bounds[0] <= bounds[1]:
+        raise UserError(f"{option} {text!r}: the range must begin at 1 or more and not end before it begins")
+    return bounds

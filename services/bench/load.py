@@ -1,0 +1,195 @@
+"""The load driver: sends one streaming completion, times its events as a client sees them, and reads its usage."""
+
+import itertools
+import time
+from collections.abc import Sequence
+
+import httpx
+import msgspec
+
+from services.errors import UserError
+
+REQUEST_TIMEOUT_S = 600.0
+DATA = "data: "
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one worker's KV of a prompt came from: cached + transferred + recomputed = the prompt."""
+
+    cached_tokens: int = 0
+    transferred_tokens: int = 0
+    transferred_from: dict[str, int] = {}
+    recomputed_tokens: int = 0
+
+
+class MeshUsage(Source, frozen=True, kw_only=True):
+    """`usage.kvmesh`: the decoding worker's view, and the prefill worker's where the request was split."""
+
+    request_id: str = ""
+    carrier: str = ""
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    prefill: Source | None = None
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    kvmesh: MeshUsage = MeshUsage()
+
+    @property
+    def computing(self) -> Source:
+        """The view of the worker that computed the prompt. Where it is not told, all counts as computed."""
+        if self.kvmesh.prefill is not None:
+            return self.kvmesh.prefill
+        is_split = self.kvmesh.prefill_worker != self.kvmesh.decode_worker
+        return Source(recomputed_tokens=self.prompt_tokens) if is_split else self.kvmesh
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished request. Times are in milliseconds from its sending; the last event is at `total_ms`."""
+
+    ttft_ms: float
+    gaps_ms: tuple[float, ...]
+    """Between one event with tokens and the next."""
+    total_ms: float
+    token_ids: tuple[int, ...]
+    """The answer; empty where it was not asked for."""
+    usage: Usage
+
+
+class RequestFailedError(UserError):
+    """A request got an error, or no whole answer."""
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """What a gateway serves, as `/v1/models` tells."""
+
+    id: str
+    context_length: int = 0
+
+
+class Client:
+    """One gateway, as its clients reach it. Raises UserError on opening where none answers."""
+
+    def __init__(self, http: httpx.AsyncClient, url: str, model: ServedModel) -> None:
+        self._http = http
+        self._url = url
+        self.model = model
+
+    @classmethod
+    async def open(cls, http: httpx.AsyncClient, url: str) -> "Client":
+        return cls(http, url, await model_of(http, url))
+
+    async def complete(self, prompt: Sequence[int], num_tokens: int, *, return_token_ids: bool = False) -> Completion:
+        """Ask for exactly `num_tokens` greedy tokens. Raises RequestFailedError."""
+        body: dict[str, object] = {
+            "model": self.model.id,
+            "prompt": list(prompt),
+            "max_tokens": num_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if return_token_ids:
+            body["return_token_ids"] = True
+        events = EventTimes()
+        started = time.perf_counter()
+        try:
+            async with self._http.stream("POST", f"{self._url}/v1/completions", json=body) as response:
+                if response.status_code != 200:
+                    events.fail(await response.aread())
+                async for line in response.aiter_lines():
+                    if line.startswith(DATA + "{"):
+                        events.feed(line[len(DATA) :].encode(), (time.perf_counter() - started) * 1e3)
+        except httpx.HTTPError as error:
+            raise RequestFailedError(f"a request to {self._url} failed: {error or type(error).__name__}") from error
+        return events.completion((time.perf_counter() - started) * 1e3)
+
+
+class EventTimes:
+    """Gathers one stream's events. Knows no clock."""
+
+    def __init__(self) -> None:
+        self._arrivals_ms: list[float] = []
+        self._token_ids: list[int] = []
+        self._usage: Usage | None = None
+
+    def feed(self, data: bytes, at_ms: float) -> None:
+        """Take one event. Raises RequestFailedError when it is an error or none of ours."""
+        try:
+            chunk = _chunks.decode(data)
+        except msgspec.DecodeError as error:
+            raise RequestFailedError(f"the gateway sent an event that is none: {error}") from error
+        if chunk.error is not None:
+            self.fail(data)
+        self._usage = chunk.usage or self._usage
+        for choice in chunk.choices:
+            self._token_ids += choice.token_ids or ()
+            if choice.finish_reason is None:  # the last event ends the text, and brings no token of its own
+                self._arrivals_ms.append(at_ms)
+
+    def fail(self, body: bytes) -> None:
+        """Raise RequestFailedError with what the gateway says."""
+        try:
+            error = _chunks.decode(body).error
+        except msgspec.DecodeError:
+            error = None
+        message = error.message if error else body[:200].decode(errors="replace")
+        raise RequestFailedError(f"the mesh failed a request: {message}")
+
+    def completion(self, total_ms: float) -> Completion:
+        """Return what the stream came to. Raises RequestFailedError when something is missing."""
+        if self._usage is None or not self._arrivals_ms:
+            raise RequestFailedError("a stream ended without its tokens or its usage")
+        times = self._arrivals_ms
+        return Completion(
+            ttft_ms=times[0],
+            gaps_ms=tuple(after - before for before, after in itertools.pairwise(times)),
+            total_ms=total_ms,
+            token_ids=tuple(self._token_ids),
+            usage=self._usage,
+        )
+
+
+async def model_of(http: httpx.AsyncClient, url: str) -> ServedModel:
+    """Return the model that a gateway serves. Raises UserError when none answers."""
+    try:
+        reply = (await http.get(f"{url}/v1/models")).raise_for_status().content
+        return msgspec.json.decode(reply, type=_Models).data[0]
+    except (httpx.HTTPError, msgspec.DecodeError, IndexError) as error:
+        raise UserError(f"no gateway answers at {url} ({type(error).__name__})") from error
+
+
+def open_http() -> httpx.AsyncClient:
+    """Return an HTTP client that holds no request back."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    return httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, limits=limits)
+
+
+def base_url(url: str) -> str:
+    """Return a gateway's address without the API's path, which people add as often as not."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: list[ServedModel]
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+class _Error(msgspec.Struct, frozen=True):
+    message: str
+
+
+class _Chunk(msgspec.Struct, frozen=True):
+    choices: list[_Choice] = []
+    usage: Usage | None = None
+    error: _Error | None = None
+
+
+_chunks = msgspec.json.Decoder(_Chunk)

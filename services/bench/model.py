@@ -1,0 +1,26 @@
+"""The model that benches serve: random weights, so that its size and its context can be chosen."""
+
+from pathlib import Path
+from typing import Any
+
+SHAPE: dict[str, Any] = {
+    "hidden": 256,
+    "num_layers": 6,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 64,
+    "intermediate": 768,
+    "vocab": 1024,
+    "context_length": 16_384,
+}
+"""About 5 million parameters: 10,000 tokens take seconds on one core."""
+FIRST_TOKEN = 256
+"""Token ids below are the tokenizer's special ones and single bytes; prompts are made of the others."""
+
+
+def make_model(folder: Path) -> tuple[Path, int]:
+    """Write the checkpoint; return its folder and how many parameters it has. Slow: imports torch."""
+    from services.engine.make_checkpoint import make_random_checkpoint  # noqa: PLC0415
+
+    path = make_random_checkpoint(folder / "random", **SHAPE)
+    return path, sum(file.stat().st_size for file in path.glob("*.safetensors")) // 4

@@ -1,0 +1,281 @@
+"""`kvmesh bench multiturn`: conversations whose every turn repeats all that was said, as chats and agents do.
+
+Each turn's prompt is the one before, the model's real answer, and a new message. Three meshes of the same size hold the
+same conversations in turns: one computes every prompt anew, one keeps what each worker computed, one reads from whoever
+has it. Time to first token is from sending the request to the first token's event.
+"""
+
+import asyncio
+import itertools
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column, Table
+
+from services.bench.arguments import parse_lengths, parse_range
+from services.bench.load import Client, Completion, RequestFailedError
+from services.bench.meshes import RECOMPUTE, Served, reuse_modes, rotated, serving
+from services.bench.model import SHAPE
+from services.bench.sources import SourceShares, shares_of
+from services.bench.stats import percentile, ratio, rounded
+from services.bench.workload import random_tokens
+from services.cli.supervisor import UpOptions
+from services.errors import UserError
+
+MESSAGE_TOKENS = (64, 128)
+WARM_UP_HISTORY = 512
+WARM_UP_TURNS = 3
+SEED = 20261121
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiturnPlan:
+    """What was asked for. `num_conversations`: for each history length, and each mesh."""
+
+    history: str
+    output: str
+    num_turns: int
+    num_conversations: int
+    concurrency: int
+    think_ms: int
+
+
+class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user says, turn by turn (the first message is the history), and how long the answers are to be."""
+
+    history: int
+    messages: tuple[tuple[int, ...], ...]
+    answer_lengths: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.messages)) + sum(self.answer_lengths)
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of one conversation; turns count from 1."""
+
+    history: int
+    turn: int
+    mode: str
+    completion: Completion
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of all conversations with a history of this length. The ratio is to recomputing, at p50."""
+
+    history: int
+    turn: int
+    mode: str
+    num_requests: int
+    ttft_p50_ms: float | None
+    ttft_p75_ms: float | None
+    ratio: float | None
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """`by_history` has the same ratios as `later_turns_ttft_p50_ratio`, by history length. Later turns: 2 and on."""
+
+    model: str
+    num_parameters: int | None
+    num_prefill: int
+    num_decode: int
+    concurrency: int
+    think_ms: int
+    num_conversations: int
+    later_turns_ttft_p50_ratio: dict[str, float | None]
+    by_history: dict[str, dict[str, float | None]]
+    later_turns_sources: dict[str, SourceShares]
+    rows: tuple[Row, ...]
+
+
+def run_multiturn(plan: MultiturnPlan, options: UpOptions, *, url: str, plot: Path | None, as_json: bool) -> None:
+    """Measure, print, and plot. Raises UserError for a plan that is none."""
+    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"--plot {plot}: name a .png, .svg or .pdf file")
+    if plot is not None and not plot.parent.is_dir():
+        raise UserError(f"--plot {plot}: there is no folder {plot.parent}")
+    report = asyncio.run(_run(plan, options, url))
+    if as_json:
+        sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
+    else:
+        _print(report)
+    if plot is not None:
+        from services.bench.plot import plot_turns  # noqa: PLC0415  (slow to import)
+
+        plot_turns(report.rows, plot)
+        Console(stderr=as_json, highlight=False, soft_wrap=True).print(f"plot: {plot.absolute()}")
+
+
+def make_conversations(
+    seed: int, history: int, *, num_turns: int, count: int, output: tuple[int, int], vocab_size: int
+) -> list[Conversation]:
+    """Return conversations that share nothing with each other, nor with those of another seed."""
+    rng = random.Random(seed)
+    made: list[Conversation] = []
+    for _ in range(count):
+        lengths = [history, *(rng.randint(*MESSAGE_TOKENS) for _ in range(num_turns - 1))]
+        made.append(
+            Conversation(
+                history=history,
+                messages=tuple(tuple(random_tokens(rng, length, vocab_size)) for length in lengths),
+                answer_lengths=tuple(rng.randint(*output) for _ in range(num_turns)),
+            )
+        )
+    return made
+
+
+def rows_of(samples: Sequence[Sample]) -> list[Row]:
+    """Return the rows by history length, turn and mode."""
+    key = sorted({(sample.history, sample.turn) for sample in samples})
+    modes = list(dict.fromkeys(sample.mode for sample in samples))
+    rows: list[Row] = []
+    for history, turn in key:
+        times = {
+            mode: [s.completion.ttft_ms for s in samples if (s.history, s.turn, s.mode) == (history, turn, mode)]
+            for mode in modes
+        }
+        rows += [
+            Row(
+                history=history,
+                turn=turn,
+                mode=mode,
+                num_requests=len(times[mode]),
+                ttft_p50_ms=rounded(percentile(times[mode], 50)),
+                ttft_p75_ms=rounded(percentile(times[mode], 75)),
+                ratio=ratio(percentile(times[mode], 50), percentile(times.get(RECOMPUTE, []), 50)),
+            )
+            for mode in modes
+        ]
+    return rows
+
+
+def later_ratios(samples: Sequence[Sample]) -> dict[str, float | None]:
+    """Return each mode's median over turns 2 and on, as a part of recomputing's."""
+    times: dict[str, list[float]] = {}
+    for sample in samples:
+        if sample.turn > 1:
+            times.setdefault(sample.mode, []).append(sample.completion.ttft_ms)
+    recompute = percentile(times.get(RECOMPUTE, []), 50)
+    return {mode: ratio(percentile(values, 50), recompute) for mode, values in times.items() if mode != RECOMPUTE}
+
+
+async def converse(client: Client, conversation: Conversation, think_ms: int) -> list[Completion]:
+    """Hold one conversation. Raises RequestFailedError, also where the gateway does not give the answer's tokens."""
+    completions: list[Completion] = []
+    prompt: list[int] = []
+    for turn, (message, num_answer) in enumerate(zip(conversation.messages, conversation.answer_lengths, strict=True)):
+        if turn:
+            await asyncio.sleep(think_ms / 1e3)
+        prompt += message
+        completion = await client.complete(prompt, num_answer, return_token_ids=True)
+        if len(completion.token_ids) != num_answer:
+            got = len(completion.token_ids)
+            raise RequestFailedError(f"asked for {num_answer} tokens' ids (return_token_ids), the gateway gave {got}")
+        prompt += completion.token_ids
+        completions.append(completion)
+    return completions
+
+
+async def _run(plan: MultiturnPlan, options: UpOptions, url: str) -> Report:
+    histories = parse_lengths(plan.history, "--history", SHAPE["context_length"] if not options.model else sys.maxsize)
+    output = parse_range(plan.output, "--output")
+    async with serving(reuse_modes, options, url) as served:
+        samples = await _measure(plan, histories, output, served)
+    later = [sample for sample in samples if sample.turn > 1]
+    modes = list(served.clients)
+    return Report(
+        model=served.model,
+        num_parameters=served.num_parameters,
+        num_prefill=options.num_prefill,
+        num_decode=options.num_decode,
+        concurrency=plan.concurrency,
+        think_ms=plan.think_ms,
+        num_conversations=plan.num_conversations,
+        later_turns_ttft_p50_ratio=later_ratios(samples),
+        by_history={str(h): later_ratios([s for s in samples if s.history == h]) for h in histories},
+        later_turns_sources={mode: shares_of([s.completion.usage for s in later if s.mode == mode]) for mode in modes},
+        rows=tuple(rows_of(samples)),
+    )
+
+
+async def _measure(plan: MultiturnPlan, histories: list[int], output: tuple[int, int], served: Served) -> list[Sample]:
+    """Hold the same conversations on every mesh, a group at a time; no two meshes are ever busy at once."""
+    seeds = itertools.count(SEED)
+    num_groups = -(-plan.num_conversations // plan.concurrency)
+
+    def group(history: int, count: int, num_turns: int) -> list[Conversation]:
+        made = make_conversations(
+            next(seeds), history, num_turns=num_turns, count=count, output=output, vocab_size=served.vocab_size
+        )
+        if (longest := max(c.num_tokens for c in made)) > served.context_length:
+            raise UserError(f"{longest} tokens of conversation do not fit the model's context, {served.context_length}")
+        return made
+
+    groups: list[list[Conversation]] = []
+    for number in range(num_groups):
+        count = min(plan.concurrency, plan.num_conversations - number * plan.concurrency)
+        groups += [group(history, count, plan.num_turns) for history in histories]
+    samples: list[Sample] = []
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("warming up", total=len(groups) * len(served.clients))
+        warm_up = group(min(WARM_UP_HISTORY, *histories), plan.concurrency, WARM_UP_TURNS)
+        for client in served.clients.values():
+            await _hold(client, warm_up, 0)
+        for number, conversations in enumerate(groups):
+            for mode in rotated(served.clients, number):
+                progress.update(task, description=f"{conversations[0].history} tokens, {mode}")
+                held = await _hold(served.clients[mode], conversations, plan.think_ms)
+                samples += [
+                    Sample(history=conversation.history, turn=turn, mode=mode, completion=completion)
+                    for conversation, completions in zip(conversations, held, strict=True)
+                    for turn, completion in enumerate(completions, start=1)
+                ]
+                progress.advance(task)
+    order = {mode: number for number, mode in enumerate(served.clients)}
+    return sorted(samples, key=lambda sample: order[sample.mode])
+
+
+async def _hold(client: Client, conversations: Sequence[Conversation], think_ms: int) -> list[list[Completion]]:
+    return await asyncio.gather(*(converse(client, conversation, think_ms) for conversation in conversations))
+
+
+def _print(report: Report) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    size = f", {report.num_parameters / 1e6:.1f} M parameters" if report.num_parameters else ""
+    modes = list(dict.fromkeys(row.mode for row in report.rows))
+    columns = [Column("history", justify="right"), Column("turn", justify="right")]
+    columns += [Column(_words(mode), justify="right") for mode in modes]
+    compared = list(report.later_turns_ttft_p50_ratio) if RECOMPUTE in modes else []
+    columns += [Column(f"{_words(mode)}, ratio", justify="right") for mode in compared]
+    table = Table(*columns, title=f"time to first token, p50 / p75 ms, {report.model}{size}")
+    for _, group in itertools.groupby(report.rows, key=lambda row: (row.history, row.turn)):
+        rows = list(group)
+        cells = [f"{row.ttft_p50_ms:.0f} / {row.ttft_p75_ms:.0f}" for row in rows]
+        cells += [_times(row.ratio) for row in rows if row.mode in compared]
+        table.add_row(str(rows[0].history), str(rows[0].turn), *cells)
+        if rows[0].turn == max(row.turn for row in report.rows):
+            table.add_section()
+    console.print(table)
+    for mode, value in report.later_turns_ttft_p50_ratio.items():
+        by_history = ", ".join(f"{h}: {_times(ratios.get(mode))}" for h, ratios in report.by_history.items())
+        console.print(f"later turns, {_words(mode)} / recompute at p50: [bold]{_times(value)}[/bold] ({by_history})")
+    for mode, shares in report.later_turns_sources.items():
+        console.print(f"later turns' prompt tokens, {_words(mode)}: {shares.words}")
+
+
+def _times(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}×"
+
+
+def _words(mode: str) -> str:
+    return mode.replace("_", " ")

@@ -1,0 +1,66 @@
+"""What the benches make of their measurements. Pure."""
+
+import math
+from collections.abc import Sequence
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """Return the percentile, interpolated between the two nearest values; None of nothing."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    at = (len(ordered) - 1) * percent / 100
+    low = math.floor(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def rounded(value: float | None, digits: int = 2) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+def ratio(numerator: float | None, denominator: float | None) -> float | None:
+    """Return the quotient, to three digits; None where either is missing or zero."""
+    return round(numerator / denominator, 3) if numerator and denominator else None
+
+
+def median(values: Sequence[float]) -> float | None:
+    return rounded(percentile(values, 50))
+
+
+def spread(values: Sequence[float]) -> float | None:
+    """Return the interquartile range; None of fewer than four values."""
+    low, high = percentile(values, 25), percentile(values, 75)
+    return None if len(values) < 4 or low is None or high is None else round(high - low, 2)
+
+
+def crossover(lengths: Sequence[int], costs: Sequence[float], rival_costs: Sequence[float]) -> float | None:
+    """Return the length from which on `costs` stay below `rival_costs`; None where they are not below at the last.
+
+    Between two measured lengths the logarithm of the quotient is taken for linear in the logarithm of the length.
+    `lengths` ascend. Where `costs` are below everywhere this is the first length.
+    """
+    logs = [math.log(cost / rival) for cost, rival in zip(costs, rival_costs, strict=True)]
+    if not logs or logs[-1] >= 0:
+        return None
+    first = len(logs) - 1
+    while first > 0 and logs[first - 1] < 0:
+        first -= 1
+    if first == 0:
+        return float(lengths[0])
+    before, after = math.log(lengths[first - 1]), math.log(lengths[first])
+    part = logs[first - 1] / (logs[first - 1] - logs[first])
+    return math.exp(before + (after - before) * part)
+
+
+def choice_crossover(lengths: Sequence[int], choices: Sequence[bool]) -> float | None:
+    """Return the length from which on a chooser says yes: the geometric mean of its last no and the yes after it.
+
+    None where it says no at the last length; the first length where it says yes everywhere.
+    """
+    if not choices or not choices[-1]:
+        return None
+    first = len(choices) - 1
+    while first > 0 and choices[first - 1]:
+        first -= 1
+    return float(lengths[0]) if first == 0 else math.sqrt(lengths[first - 1] * lengths[first])

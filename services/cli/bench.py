@@ -1,0 +1,155 @@
+"""`kvmesh bench …`: the commands that measure a mesh. Each imports its bench when it runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+bench = typer.Typer(no_args_is_help=True, help="Measure a mesh. Each starts its own unless --url names one.")
+
+Model = Annotated[str, typer.Option(help="Checkpoint folder or hub id; random weights if left out.")]
+Prefill = Annotated[int, typer.Option(min=1, max=64, help="Prefill workers.")]
+Decode = Annotated[int, typer.Option(min=1, max=64, help="Decode workers.")]
+Url = Annotated[str, typer.Option(help="Measure this running gateway instead (one mode).")]
+Concurrency = Annotated[int, typer.Option(min=1, help="How many at once.")]
+Json = Annotated[bool, typer.Option("--json", help="For programs.")]
+
+
+@bench.command()
+def ttft(
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "100,1000,10000",
+    requests: Annotated[int, typer.Option(min=1, help="Requests a length, with and without the split each.")] = 15,
+    url: Annotated[str, typer.Option(help="Measure this running gateway instead (one mode).")] = "",
+    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Time to the first and the second token, with and without the split, interleaved in one run."""
+    from services.bench.ttft import run_ttft
+
+    run_ttft(lengths, requests, url=url, as_json=json)
+
+
+@bench.command()
+def quality(
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "100,500,2000,2500",
+    questions: Annotated[int, typer.Option(min=1, help="Fresh questions a length.")] = 50,
+    url: Annotated[str, typer.Option(help="Ask this running gateway instead (one mode).")] = "",
+    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """How often the demo model's answer is exactly right, with and without the split."""
+    from services.bench.quality import run_quality
+
+    run_quality(lengths, questions, url=url, as_json=json)
+
+
+@bench.command()
+def multiturn(
+    history: Annotated[str, typer.Option(help="Tokens that a conversation begins with.")] = "1000,2000,4000,8000",
+    turns: Annotated[int, typer.Option(min=1, help="Turns of a conversation.")] = 5,
+    conversations: Annotated[int, typer.Option(min=1, help="Conversations a history length, in each mode.")] = 4,
+    concurrency: Concurrency = 2,
+    think_ms: Annotated[int, typer.Option(min=0, help="What a user thinks between an answer and a message.")] = 200,
+    output: Annotated[str, typer.Option(help="Tokens of an answer: a number or a range.")] = "32..64",
+    prefill: Prefill = 2,
+    decode: Decode = 2,
+    plot: Annotated[Path | None, typer.Option(help="Where to plot; multiturn.png here, unless --json.")] = None,
+    model: Model = "",
+    url: Url = "",
+    json: Json = False,
+) -> None:
+    """Conversations: recompute, prefix cache only, and reads in both directions, interleaved in one run."""
+    from services.bench.multiturn import MultiturnPlan, run_multiturn
+    from services.cli.supervisor import UpOptions
+
+    plan = MultiturnPlan(
+        history=history,
+        output=output,
+        num_turns=turns,
+        num_conversations=conversations,
+        concurrency=concurrency,
+        think_ms=think_ms,
+    )
+    if plot is None and not json:
+        plot = Path("multiturn.png")
+    options = UpOptions(model=model, num_prefill=prefill, num_decode=decode)
+    run_multiturn(plan, options, url=url, plot=plot, as_json=json)
+
+
+@bench.command()
+def documents(
+    documents: Annotated[int, typer.Option(min=1, help="Documents a round.")] = 3,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a document.")] = 4_000,
+    questions: Annotated[int, typer.Option(min=1, help="Questions on each document.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, each with fresh documents.")] = 2,
+    concurrency: Concurrency = 2,
+    prefill: Prefill = 2,
+    decode: Decode = 2,
+    model: Model = "",
+    url: Url = "",
+    json: Json = False,
+) -> None:
+    """Many questions on few long documents, in the same three modes as multiturn."""
+    from services.bench.documents import DocumentsPlan, run_documents
+    from services.cli.supervisor import UpOptions
+
+    plan = DocumentsPlan(
+        num_documents=documents,
+        document_tokens=tokens,
+        num_questions=questions,
+        num_rounds=rounds,
+        concurrency=concurrency,
+    )
+    options = UpOptions(model=model, num_prefill=prefill, num_decode=decode)
+    run_documents(plan, options, url=url, as_json=json)
+
+
+@bench.command()
+def replay(
+    trace: Annotated[Path | None, typer.Argument(help="A trace, one JSON object a line; made up if left out.")] = None,
+    scale: Annotated[float, typer.Option(help="Divides all lengths; 16 makes a block of 512 tokens one of 32.")] = 16.0,
+    speed: Annotated[float, typer.Option(help="Divides the time between arrivals.")] = 1.0,
+    limit: Annotated[int, typer.Option(min=0, help="Only the first requests; 0: all.")] = 300,
+    slo_ttft_ms: Annotated[float, typer.Option(help="Goodput: the longest time to the first token.")] = 1_000.0,
+    slo_itl_ms: Annotated[float, typer.Option(help="Goodput: the longest mean time between tokens.")] = 100.0,
+    policy: Annotated[str, typer.Option(help="Placement: cost, least_loaded or round_robin.")] = "cost",
+    prefix_cache: Annotated[bool, typer.Option(help="Keep the KV of earlier requests and serve from it.")] = True,
+    store: Annotated[str, typer.Option(help="A KV store: memory, disk, redis://… or valkey://…; none if empty.")] = "",
+    prefill: Prefill = 2,
+    decode: Decode = 2,
+    model: Model = "",
+    url: Url = "",
+    json: Json = False,
+) -> None:
+    """Replay a trace's arrivals, lengths and shared prefixes; what was reused, and how quick it was."""
+    from services.bench.replay import ReplayPlan, run_replay
+    from services.cli.supervisor import UpOptions
+
+    plan = ReplayPlan(path=trace, scale=scale, speed=speed, limit=limit, slo_ttft_ms=slo_ttft_ms, slo_itl_ms=slo_itl_ms)
+    options = UpOptions(
+        model=model, num_prefill=prefill, num_decode=decode, policy=policy, prefix_cache=prefix_cache, store=store
+    )
+    run_replay(plan, options, url=url, as_json=json)
+
+
+@bench.command()
+def crossover(
+    carrier: Annotated[str, typer.Option(help="Carriers, with commas between.")] = "shm,tcp",
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "64,128,256,512,1000,2000,4000,8000",
+    requests: Annotated[int, typer.Option(min=1, help="Requests a length, carrier and way.")] = 5,
+    pull_tokens_min: Annotated[int, typer.Option(min=0, help="The policy's floor.")] = 64,
+    model: Model = "",
+    json: Json = False,
+) -> None:
+    """From which length on reading beats computing, by carrier, and what policy cost chose."""
+    from services.bench.crossover import run_crossover
+    from services.cli.supervisor import UpOptions
+
+    options = UpOptions(model=model, pull_tokens_min=pull_tokens_min)
+    run_crossover(carrier, lengths, requests, options, as_json=json)
+
+
+@bench.command()
+def loss(json: Json = False) -> None:
+    """What lost KV costs a batch: those that lost it, and those that did not."""
+    from services.bench.loss import run_loss
+
+    run_loss(as_json=json)

@@ -1,0 +1,52 @@
+"""Asks the directory who holds a prompt's blocks. A hint: without an answer a request is placed all the same."""
+
+import logging
+from collections.abc import Callable
+
+from schemas import subjects
+from schemas.directory import BlocksLocated, HolderPrefix, LocateBlocks
+from schemas.request import PlaceRequest
+from services.bus.base import BusError
+from services.bus.typed import TypedBus
+from services.runtime import now_ms
+
+log = logging.getLogger(__name__)
+
+LOCATE_TIMEOUT_S = 0.05
+BACKOFF_MIN_MS, BACKOFF_MAX_MS = 100, 1_000
+"""How long a directory that failed is left alone: doubled by each failure in a row."""
+
+
+class Hints:
+    """A client of the directory. One that is down or slow costs a request `LOCATE_TIMEOUT_S`, then nothing."""
+
+    def __init__(self, door: TypedBus, clock: Callable[[], int] = now_ms) -> None:
+        self._door = door
+        self._clock = clock
+        self._quiet_until_ms = 0
+        self._backoff_ms = 0
+
+    async def holders(self, request: PlaceRequest) -> tuple[HolderPrefix, ...]:
+        """Return who holds which of the prompt's blocks; nobody where the directory does not say in time."""
+        if not request.block_hashes or self._clock() < self._quiet_until_ms:
+            return ()
+        question = LocateBlocks(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            deadline_ms=request.deadline_ms,
+            block_hashes=request.block_hashes,
+        )
+        try:
+            located = await self._door.ask(subjects.LOCATE, (), question, LOCATE_TIMEOUT_S)
+        except BusError as error:
+            self._back_off(error)
+            return ()
+        assert isinstance(located, BlocksLocated)
+        self._backoff_ms = 0
+        return located.holders
+
+    def _back_off(self, error: BusError) -> None:
+        if not self._backoff_ms:
+            log.warning("placing without the directory: %s", error)
+        self._backoff_ms = min(max(2 * self._backoff_ms, BACKOFF_MIN_MS), BACKOFF_MAX_MS)
+        self._quiet_until_ms = self._clock() + self._backoff_ms

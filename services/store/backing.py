@@ -1,0 +1,167 @@
+"""The tier behind memory as the event loop uses it: on threads, in bounded time, and left alone for a while after it
+failed. Nothing of it raises: what cannot be had is a miss, and a line of the log."""
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from schemas.ids import BlockHash
+from services.store.core import WriteBatch
+from services.store.tiers import BackTier, TierError, TierFullError
+from services.store.values import BadValueError, BlockValues
+
+log = logging.getLogger(__name__)
+
+MAX_LOADS = 4
+PAUSE_S = 5.0
+"""How long a tier that failed is left alone: readers must not wait for its timeout again and again."""
+BATCH_BYTES = 8 << 20
+"""About what one word with the tier carries."""
+_LOG_INTERVAL_S = 10.0
+
+
+class Loaded(NamedTuple):
+    """The first `num_loaded` blocks are filled; the values `lost` were damaged or gone."""
+
+    num_loaded: int
+    lost: list[BlockHash]
+
+
+class Written(NamedTuple):
+    """`failed`: not all was written; `full`: as there is no room for it."""
+
+    hashes: Sequence[BlockHash]
+    failed: bool = False
+    full: bool = False
+
+
+class Complaints:
+    """A line of the log for each kind of trouble, at most one in a while. Any thread."""
+
+    def __init__(self, interval_s: float = _LOG_INTERVAL_S) -> None:
+        self._interval_s = interval_s
+        self._lock = threading.Lock()
+        self._said_at: dict[str, float] = {}
+        self._num_unsaid: dict[str, int] = {}
+
+    def say(self, kind: str, text: str) -> None:
+        now = time.monotonic()
+        with self._lock:
+            if now - self._said_at.get(kind, -self._interval_s) < self._interval_s:
+                self._num_unsaid[kind] = self._num_unsaid.get(kind, 0) + 1
+                return
+            self._said_at[kind] = now
+            num_unsaid = self._num_unsaid.pop(kind, 0)
+        log.warning("%s%s", text, f" ({num_unsaid} more like it before)" if num_unsaid else "")
+
+
+class Backing:
+    """Loads blocks from a tier and writes them to it."""
+
+    def __init__(self, tier: BackTier, values: BlockValues, complaints: Complaints) -> None:
+        self.tier = tier
+        self.batch_blocks = max(1, BATCH_BYTES // values.value_bytes)
+        self._values = values
+        self._complaints = complaints
+        self._paused_until = 0.0
+        self._num_loads = 0
+        self._doomed: dict[BlockHash, None] = {}
+        self._loads = ThreadPoolExecutor(MAX_LOADS, "store-load")
+        self._writes = ThreadPoolExecutor(1, "store-write")
+
+    @property
+    def is_up(self) -> bool:
+        """Say whether it has not failed just now."""
+        return time.monotonic() >= self._paused_until
+
+    @property
+    def can_load(self) -> bool:
+        return self.is_up and self._num_loads < MAX_LOADS
+
+    async def load(self, hashes: Sequence[BlockHash], blocks: Sequence[int], deadline: float) -> Loaded:
+        """Fill blocks until `deadline` (monotonic): then no further word with the tier is begun."""
+        self._num_loads += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._loads, self._load, hashes, blocks, deadline)
+        finally:
+            self._num_loads -= 1
+
+    async def write(self, batch: WriteBatch) -> Written:
+        """Delete what the batch evicts, then write it."""
+        return await asyncio.get_running_loop().run_in_executor(self._writes, self._write, batch)
+
+    async def delete(self, hashes: Sequence[BlockHash]) -> None:
+        """Forget values; where that fails now, with the next write."""
+        await asyncio.get_running_loop().run_in_executor(self._writes, self._delete, hashes)
+
+    def close(self) -> None:
+        """Let go of the tier; does not wait for a word that it does not answer."""
+        self._loads.shutdown(wait=False, cancel_futures=True)
+        self._writes.shutdown(wait=False, cancel_futures=True)
+        self.tier.close()
+
+    # On the threads.
+
+    def _load(self, hashes: Sequence[BlockHash], blocks: Sequence[int], deadline: float) -> Loaded:
+        num_loaded = 0
+        while num_loaded < len(hashes) and time.monotonic() < deadline and self.is_up:
+            part = hashes[num_loaded : num_loaded + self.batch_blocks]
+            try:
+                values = self.tier.read(part)
+            except TierError as error:
+                self._failed(error)
+                break
+            lost = [block_hash for block_hash, value in zip(part, values, strict=True) if value is None]
+            if lost:
+                self._complaints.say("gone", f"{len(lost)} blocks are gone from the {self.tier.name} tier")
+            for block_hash, value in zip(part, values, strict=True):
+                if value is None:
+                    break
+                try:
+                    self._values.unpack(block_hash, value, blocks[num_loaded])
+                except BadValueError as error:
+                    self._complaints.say("damaged", f"dropped block {block_hash.hex()} of {self.tier.name}: {error}")
+                    with contextlib.suppress(TierError):
+                        self.tier.delete([block_hash])
+                    lost.append(block_hash)
+                    break
+                num_loaded += 1
+            if lost:
+                return Loaded(num_loaded, lost)
+        return Loaded(num_loaded, [])
+
+    def _write(self, batch: WriteBatch) -> Written:
+        try:
+            self._doomed.update(dict.fromkeys(batch.evicted))
+            self._delete_doomed()
+            packed = zip(batch.hashes, batch.blocks, strict=True)
+            self.tier.write({block_hash: self._values.pack(block_hash, block) for block_hash, block in packed})
+        except TierFullError as error:
+            self._complaints.say("full", f"{error}; as much is given up")
+            return Written(error.written, failed=True, full=True)
+        except TierError as error:
+            self._failed(error)
+            return Written(error.written, failed=True)
+        return Written(batch.hashes)
+
+    def _delete(self, hashes: Sequence[BlockHash]) -> None:
+        self._doomed.update(dict.fromkeys(hashes))
+        try:
+            self._delete_doomed()
+        except TierError as error:
+            self._failed(error)
+
+    def _delete_doomed(self) -> None:
+        if self._doomed:
+            self.tier.delete(list(self._doomed))
+            self._doomed.clear()
+
+    def _failed(self, error: TierError) -> None:
+        self._paused_until = time.monotonic() + PAUSE_S
+        self._complaints.say("down", f"the {self.tier.name} tier fails: {error}; left alone for {PAUSE_S:g} s")

@@ -1,0 +1,133 @@
+"""The disk tier: one file a block, in a folder for each model. What is there is there under its name and whole.
+
+A file is written beside its place and renamed into it. It is not synced: after a power cut it may be short or empty,
+which its digest finds.
+"""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from schemas.directory import Tier
+from schemas.ids import BlockHash
+from services.errors import UserError
+from services.store.tiers import Entry, TierError, TierFullError, Value
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"([0-9a-f]{32})\.kv")
+_TEMPORARY_SUFFIX = ".tmp"
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_PROGRESS_INTERVAL_S = 5.0
+
+
+class DiskTier:
+    """The files of one model's KV (`identity`) under `root`. One process at a time: the folder is locked."""
+
+    name: Tier = "disk"
+
+    def __init__(self, root: Path, identity: str, value_bytes: int) -> None:
+        """Open the folder, made if need be. Raises UserError when it cannot be written, or another store has it."""
+        self.folder = root / identity
+        self._value_bytes = value_bytes
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock: int | None = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise UserError(f"the store cannot write to {root}: {error.strerror}; give it another folder") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.close()
+            raise UserError(f"another store uses {root}: give each one a folder of its own") from error
+
+    def scan(self) -> list[Entry]:
+        """Also removes files that are half written or of another size. Other models' folders are left alone."""
+        found: list[tuple[int, Entry]] = []
+        num_removed = 0
+        logged_at = time.monotonic()
+        try:
+            for folder in [path for path in self.folder.iterdir() if path.is_dir()]:
+                for file in os.scandir(folder):
+                    named = _NAME.fullmatch(file.name)
+                    status = file.stat(follow_symlinks=False)
+                    if named and status.st_size == self._value_bytes:
+                        entry = Entry(BlockHash(bytes.fromhex(named[1])), status.st_size)
+                        found.append((status.st_mtime_ns, entry))
+                    elif named or file.name.endswith(_TEMPORARY_SUFFIX):
+                        Path(file.path).unlink(missing_ok=True)
+                        num_removed += 1
+                if time.monotonic() - logged_at > _PROGRESS_INTERVAL_S:
+                    logged_at = time.monotonic()
+                    log.warning("reading %s: %d blocks so far", self.folder, len(found))
+        except OSError as error:
+            raise TierError(f"cannot read {self.folder}: {error.strerror}") from error
+        if num_removed:
+            log.warning("removed %d unfinished or cut files from %s", num_removed, self.folder)
+        found.sort(key=lambda pair: pair[0])
+        return [entry for _, entry in found]
+
+    def write(self, values: Mapping[BlockHash, Value]) -> None:
+        written: list[BlockHash] = []
+        for block_hash, value in values.items():
+            path = self._path(block_hash)
+            temporary = path.with_suffix(_TEMPORARY_SUFFIX)
+            try:
+                with _create(temporary) as file:
+                    file.write(value)
+                temporary.rename(path)
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
+                kind = TierFullError if error.errno in _FULL else TierError
+                raise kind(f"cannot write to {self.folder}: {error.strerror}", written) from error
+            written.append(block_hash)
+
+    def read(self, hashes: Sequence[BlockHash]) -> list[bytes | None]:
+        return [self._read(self._path(block_hash)) for block_hash in hashes]
+
+    def delete(self, hashes: Sequence[BlockHash]) -> None:
+        for block_hash in hashes:
+            try:
+                self._path(block_hash).unlink()
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                raise TierError(f"cannot delete from {self.folder}: {error.strerror}") from error
+
+    def close(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+    def _path(self, block_hash: BlockHash) -> Path:
+        name = block_hash.hex()
+        return self.folder / name[:2] / f"{name}.kv"
+
+    def _read(self, path: Path) -> bytes | None:
+        try:
+            value = path.read_bytes()
+            os.utime(path)  # the order of use, for the next start
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            if error.errno == errno.EIO:
+                return b""  # this file cannot be read: a damaged value, not a tier that is down
+            raise TierError(f"cannot read from {self.folder}: {error.strerror}") from error
+        return value
+
+
+def _create(path: Path) -> BinaryIO:
+    """Open a new file; its folder is made where it is missing, also when somebody has deleted it since."""
+    try:
+        return path.open("wb")
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("wb")

@@ -1,0 +1,137 @@
+"""Makes what a store runs on, before its event loop: memory, and the tier behind it with what that has."""
+
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dataplane.arena import Arena, ArenaTooLargeError
+from dataplane.layout import ArenaShape, KVLayout, uniform_shape
+from schemas.ids import WorkerId
+from services.config import MeshConfig, StoreConfig, require_secret, state_dir
+from services.engine.checkpoint import layout_of, read_checkpoint
+from services.engine.demo_model import DEMO_MODEL_DIR
+from services.errors import UserError
+from services.store.core import StoreCore, StoreLimits
+from services.store.disk import DiskTier
+from services.store.remote import SCHEMES, ValkeyTier
+from services.store.tiers import BackTier, TierError
+from services.store.values import BlockValues
+
+log = logging.getLogger(__name__)
+
+DISK_URL = "disk"
+
+OpenTier = Callable[[StoreConfig, BlockValues], BackTier | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreParts:
+    """A store's memory, what it knows of its tiers, and what it says of itself."""
+
+    model: str
+    context_length: int
+    arena: Arena
+    shape: ArenaShape
+    values: BlockValues
+    core: StoreCore
+    tier: BackTier | None
+    secret: bytes
+
+
+def load_store(config: MeshConfig, store_id: str) -> StoreParts:
+    """Map the memory and read what the tier behind it has. Raises UserError: a bad URL, an unwritable folder, a server
+    that does not answer, a bound that holds no block."""
+    secret = require_secret(config)
+    checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR))
+    layout = layout_of(checkpoint, dtype=config.model.dtype, block_size=config.worker.block_size)
+    return make_parts(
+        config,
+        store_id,
+        layout,
+        secret,
+        model=config.model.name or checkpoint.name,
+        context_length=checkpoint.context_length,
+    )
+
+
+def make_parts(
+    config: MeshConfig,
+    store_id: str,
+    layout: KVLayout,
+    secret: bytes,
+    *,
+    model: str,
+    context_length: int,
+    open_behind: OpenTier | None = None,
+) -> StoreParts:
+    """Return the parts of a store for KV of this layout, `open_tier` unless another is given. Raises UserError."""
+    settings = config.store
+    num_blocks = settings.memory_bytes // layout.block_bytes
+    if num_blocks < 1:
+        raise UserError(f"store.memory_bytes = {settings.memory_bytes} hold no block of {layout.block_bytes} bytes")
+    shape = uniform_shape(layout, num_blocks)
+    try:
+        arena = Arena.create(shape)
+    except ArenaTooLargeError as error:
+        raise UserError(str(error)) from error
+    try:
+        values = BlockValues(arena.array, shape)
+        if settings.url and settings.max_bytes < values.value_bytes:
+            raise UserError(f"store.max_bytes = {settings.max_bytes} hold no block of {values.value_bytes} bytes")
+        tier = (open_behind or open_tier)(settings, values)
+        limits = StoreLimits(
+            store_id=WorkerId(store_id),
+            incarnation=secrets.token_hex(8),
+            lease_ms=config.worker.lease_ms,
+            value_bytes=values.value_bytes,
+            max_bytes=settings.max_bytes,
+            max_unwritten=max(1, num_blocks // 4),
+        )
+        core = StoreCore(limits, layout, num_blocks, tier.name if tier else None)
+        if tier is not None:
+            _restore(core, tier)
+    except BaseException:
+        arena.close()
+        raise
+    return StoreParts(
+        model=model,
+        context_length=context_length,
+        arena=arena,
+        shape=shape,
+        values=values,
+        core=core,
+        tier=tier,
+        secret=secret,
+    )
+
+
+def open_tier(settings: StoreConfig, values: BlockValues) -> BackTier | None:
+    """Return the tier behind memory, None for memory alone. Raises UserError."""
+    if not settings.url:
+        return None
+    if settings.url == DISK_URL:
+        root = Path(settings.path) if settings.path else state_dir() / "store"
+        return DiskTier(root, values.identity, values.value_bytes)
+    if settings.url.split("://")[0] in SCHEMES and "://" in settings.url:
+        return ValkeyTier(
+            settings.url,
+            values.identity,
+            values.value_bytes,
+            timeout_s=settings.timeout_ms / 1000,
+            ttl_s=settings.ttl_s,
+        )
+    raise UserError("the store's URL is none: give disk, redis://host:port/0 or valkey://host:port/0, or leave it out")
+
+
+def _restore(core: StoreCore, tier: BackTier) -> None:
+    """Take in what the tier has. Raises UserError."""
+    try:
+        surplus = core.back.restore(entry.block_hash for entry in tier.scan())
+        tier.delete(surplus)
+    except TierError as error:
+        tier.close()
+        raise UserError(f"the store cannot read what it had: {error}") from error
+    if surplus:
+        log.warning("gave up %d blocks of the %s tier: they are over the bound", len(surplus), tier.name)

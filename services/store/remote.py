@@ -1,0 +1,165 @@
+"""The remote tier: values on a Valkey or Redis server under `kvmesh:{identity}:{block hash}`. Only this file knows the
+server's client.
+
+Keys may vanish at any time (the server's own eviction, another store, a flush): that is a miss. Each has a time to
+live, renewed by its use, so that nothing stays for ever when no store comes back.
+"""
+
+import logging
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol, cast
+from urllib.parse import urlsplit
+
+import valkey
+from valkey.backoff import NoBackoff
+from valkey.exceptions import OutOfMemoryError
+from valkey.retry import Retry
+
+from schemas.block import BLOCK_HASH_BYTES
+from schemas.directory import Tier
+from schemas.ids import BlockHash
+from services.errors import UserError
+from services.store.tiers import Entry, TierError, TierFullError, Value
+
+log = logging.getLogger(__name__)
+
+SCHEMES = ("redis", "rediss", "valkey", "valkeys")
+_SCAN_COUNT = 1_000
+_PROGRESS_INTERVAL_S = 5.0
+
+
+class _Pipeline(Protocol):
+    """What is used of the client's pipeline; the client itself is typed loosely."""
+
+    def strlen(self, name: bytes) -> object: ...
+    def pttl(self, name: bytes) -> object: ...
+    def set(self, name: bytes, value: bytes, *, ex: int) -> object: ...
+    def mget(self, keys: Sequence[bytes]) -> object: ...
+    def expire(self, name: bytes, time: int) -> object: ...
+    def execute(self, raise_on_error: bool = True) -> list[object]: ...
+
+
+class _Client(Protocol):
+    """What is used of the client. Safe for threads: each call takes a connection of its own."""
+
+    def ping(self) -> object: ...
+    def pipeline(self, transaction: bool = True) -> _Pipeline: ...
+    def scan(self, cursor: int, match: bytes, count: int) -> tuple[int, list[bytes]]: ...
+    def unlink(self, *names: bytes) -> object: ...
+    def close(self) -> None: ...
+
+
+class ValkeyTier:
+    """The values of one model's KV (`identity`) on a server. `timeout_s` bounds every word with it."""
+
+    name: Tier = "remote"
+
+    def __init__(self, url: str, identity: str, value_bytes: int, *, timeout_s: float, ttl_s: int) -> None:
+        """Connect. Raises UserError for a URL that is none, or a server that does not answer."""
+        self._prefix = f"kvmesh:{identity}:".encode()
+        self._value_bytes = value_bytes
+        self._ttl_s = ttl_s
+        try:
+            parts = urlsplit(url)
+            self._address = f"{parts.hostname}:{parts.port or 6379}"  # in messages never the URL: it has the password
+            client = valkey.Valkey.from_url(  # pyright: ignore[reportUnknownMemberType]
+                url,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                retry=Retry(NoBackoff(), 1, (valkey.ConnectionError,)),  # a pooled connection may have died unseen
+                retry_on_error=[valkey.ConnectionError],
+            )
+        except ValueError as error:
+            raise UserError(f"the store's URL is not one of a server: {error}") from error
+        self._client = cast("_Client", client)
+        try:
+            with self._errors():
+                self._client.ping()
+        except TierError as error:
+            self.close()
+            raise UserError(f"the store's server does not answer: {error}; start it or change --store") from error
+
+    def scan(self) -> list[Entry]:
+        ttls_ms: dict[BlockHash, int] = {}
+        logged_at = time.monotonic()
+        with self._errors():
+            for keys in self._pages():
+                pipeline = self._client.pipeline(transaction=False)
+                for key in keys:
+                    pipeline.strlen(key)
+                    pipeline.pttl(key)
+                replies = pipeline.execute(raise_on_error=False)
+                for key, size, ttl_ms in zip(keys, replies[::2], replies[1::2], strict=True):
+                    block_hash = self._hash_of(key)
+                    if block_hash is not None and size == self._value_bytes and isinstance(ttl_ms, int):
+                        ttls_ms[block_hash] = ttl_ms
+                if time.monotonic() - logged_at > _PROGRESS_INTERVAL_S:
+                    logged_at = time.monotonic()
+                    log.warning("reading the keys of %s: %d blocks so far", self._address, len(ttls_ms))
+        # Each use renews the time to live: it tells the order of use.
+        return [Entry(block_hash, self._value_bytes) for block_hash in sorted(ttls_ms, key=ttls_ms.__getitem__)]
+
+    def write(self, values: Mapping[BlockHash, Value]) -> None:
+        pipeline = self._client.pipeline(transaction=False)
+        for block_hash, value in values.items():
+            pipeline.set(self._key(block_hash), bytes(value), ex=self._ttl_s)
+        with self._errors():
+            replies = pipeline.execute(raise_on_error=False)
+        failed = next((reply for reply in replies if isinstance(reply, Exception)), None)
+        if failed is not None:
+            written = [h for h, reply in zip(values, replies, strict=True) if not isinstance(reply, Exception)]
+            kind = TierFullError if isinstance(failed, OutOfMemoryError) else TierError
+            raise kind(f"{self._address} does not take values: {failed}", written) from failed
+
+    def read(self, hashes: Sequence[BlockHash]) -> list[bytes | None]:
+        if not hashes:
+            return []
+        keys = [self._key(block_hash) for block_hash in hashes]
+        pipeline = self._client.pipeline(transaction=False)
+        pipeline.mget(keys)
+        for key in keys:
+            pipeline.expire(key, self._ttl_s)
+        with self._errors():
+            replies = pipeline.execute(raise_on_error=False)
+            values = replies[0]
+            if isinstance(values, Exception):
+                raise values
+        return cast("list[bytes | None]", values)
+
+    def delete(self, hashes: Sequence[BlockHash]) -> None:
+        if hashes:
+            with self._errors():
+                self._client.unlink(*(self._key(block_hash) for block_hash in hashes))
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _key(self, block_hash: BlockHash) -> bytes:
+        return self._prefix + block_hash.hex().encode()
+
+    def _hash_of(self, key: bytes) -> BlockHash | None:
+        try:
+            block_hash = BlockHash(bytes.fromhex(key[len(self._prefix) :].decode("ascii")))
+        except ValueError:  # not ours, whatever it begins with
+            return None
+        return block_hash if len(block_hash) == BLOCK_HASH_BYTES else None
+
+    def _pages(self) -> Iterator[list[bytes]]:
+        """Yield the keys that begin with ours, some hundred at a time; a key may come twice."""
+        cursor = 0
+        while True:
+            cursor, keys = self._client.scan(cursor, match=self._prefix + b"*", count=_SCAN_COUNT)
+            if keys:
+                yield keys
+            if cursor == 0:
+                return
+
+    @contextmanager
+    def _errors(self) -> Generator[None]:
+        """Translate the client's errors. Raises TierError."""
+        try:
+            yield
+        except (valkey.ValkeyError, OSError) as error:
+            raise TierError(f"{self._address}: {error}") from error

@@ -1,0 +1,296 @@
+"""Runs the store: a KV holder like a worker, without an engine."""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Callable
+
+from dataplane.lease import Lease
+from dataplane.reader import PlaneReader
+from dataplane.server import PlaneServer, ServerOptions
+from dataplane.stream import TransferStats
+from dataplane.ticket import Ticket, sign
+from schemas import subjects
+from schemas.directory import BlocksStored, ReadInventory
+from schemas.ids import LeaseId
+from schemas.kv import LeaseGranted, RequestLease
+from schemas.message import Message
+from schemas.request import Refused
+from schemas.worker import WorkerDraining, WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad, WorkerRates
+from services.bus.base import Bus
+from services.bus.typed import Received, TypedBus
+from services.config import MeshConfig
+from services.runtime import now_ms
+from services.store.backing import Backing, Complaints
+from services.store.gate import Lent, StoreGate
+from services.store.lender import Lender
+from services.store.load import StoreParts, load_store
+from services.store.pulls import Puller
+from services.telemetry import Key, Telemetry
+from services.worker.outbox import Outbox
+from services.worker.spans import WorkerSpans
+
+__all__ = ["load_store", "run_store"]
+
+LOAD_INTERVAL_S = 0.5
+FLUSH_TIMEOUT_S = 5.0
+"""How long a store that is stopped goes on writing behind memory."""
+
+
+async def run_store(
+    config: MeshConfig,
+    parts: StoreParts,
+    bus: Bus,
+    telemetry: Telemetry,
+    stop: asyncio.Event,
+    on_ready: Callable[[], None] | None = None,
+) -> None:
+    """Serve until `stop` is set; then leave in order. Takes ownership of the parts."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            store = Store(config, parts, TypedBus(bus, "store"), telemetry, tasks)
+            await store.start()
+            if on_ready is not None:
+                on_ready()
+            await stop.wait()
+            await store.close()
+    finally:
+        parts.arena.close()  # whatever ended us, the memory is given back
+        if parts.tier is not None:
+            parts.tier.close()
+
+
+class Store:
+    """The core on a bus, a plane and a tier."""
+
+    def __init__(
+        self, config: MeshConfig, parts: StoreParts, door: TypedBus, telemetry: Telemetry, tasks: asyncio.TaskGroup
+    ) -> None:
+        core = parts.core
+        self.parts = parts
+        self.core = core
+        self._store_id = core.limits.store_id
+        self._timeout_s = config.store.timeout_ms / 1000
+        self._door = door
+        self._tasks = tasks
+        self._loop = asyncio.get_running_loop()
+        self._outbox = Outbox(door, self._store_id)
+        self._spans = WorkerSpans(telemetry, self._store_id)
+        self._complaints = Complaints()
+        self._backing = Backing(parts.tier, parts.values, self._complaints) if parts.tier else None
+        self._gate = StoreGate(
+            core.leases,
+            parts.shape.layout.num_layers,
+            on_started=lambda lease_id: self._post(self._started, lease_id),
+            on_served=lambda lease_id, stats, error: self._post(self._served, lease_id, stats, error),
+        )
+        self._plane = PlaneServer(parts.arena, parts.shape, self._gate, parts.secret, _server_options(config))
+        self._reader = PlaneReader(parts.arena, parts.shape)
+        self._lender = Lender(core, self._backing, tasks, self._changed)
+        self._puller = Puller(
+            core=core,
+            backing=self._backing,
+            door=door,
+            reader=self._reader,
+            carrier=config.worker.carrier,
+            tasks=tasks,
+            changed=self._changed,
+            complaints=self._complaints,
+        )
+        self._unwritten = asyncio.Event()
+        self._all_written = asyncio.Event()
+        self._clockwork: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Serve reads, listen, and say so."""
+        if not self.core.takes_blocks:
+            self._complaints.say("windowed", f"{self.parts.model} has windowed layers: the store takes none of its KV")
+        self._plane.start()
+        door, tasks, me = self._door, self._tasks, (self._store_id,)
+        tasks.create_task(self._outbox.run(), name="outbox")
+        await door.serve(tasks, subjects.LEASE, me, self._on_lease)
+        await door.serve(tasks, subjects.INVENTORY, me, self._on_inventory)
+        await door.listen(tasks, subjects.LEFT, ("*",), self._on_left)
+        await door.listen(tasks, subjects.COOLING, ("*",), self._puller.offered)
+        await door.bus.flush()
+        self._outbox.put(subjects.JOINED, me, WorkerJoined(worker=self._info()))
+        self._clockwork.append(tasks.create_task(self._tick(), name="tick"))
+        if self._backing is not None:
+            self._clockwork.append(tasks.create_task(self._write_behind(self._backing), name="write behind"))
+
+    async def close(self) -> None:
+        """Leave in order: take nothing more, write what waits, end the leases, close plane and tier, say so."""
+        me, incarnation = (self._store_id,), self.core.limits.incarnation
+        self.core.draining = True
+        self._outbox.put(subjects.DRAINING, me, WorkerDraining(worker_id=self._store_id, incarnation=incarnation))
+        await self._puller.close()
+        await self._lender.close()
+        await self._flush()
+        for task in self._clockwork:
+            task.cancel()
+        for lease in self.core.leases:
+            self._end(lambda lease_id=lease.lease_id: self.core.end_lease(lease_id, "the store is stopping"))
+        await asyncio.to_thread(self._plane.close)
+        self._reader.close()
+        if self._backing is not None:
+            await asyncio.to_thread(self._backing.close)
+        left = WorkerLeft(worker_id=self._store_id, incarnation=incarnation, reason="stopped")
+        self._outbox.put(subjects.LEFT, me, left)
+        self._outbox.close()
+        await self._outbox.sent.wait()
+        await self._door.close()
+
+    # Lending.
+
+    async def _on_lease(self, received: Received[RequestLease]) -> Message:
+        request = received.message
+        refused = self.core.check(request, now_ms())
+        if refused is not None:
+            return refused
+        timeout_s = min(self._timeout_s, (request.deadline_ms - now_ms()) / 1000)
+        blocks = await self._lender.collect(request.block_hashes, timeout_s)
+        with self._gate.lock:
+            lease = self.core.grant(request, blocks, now_ms())
+            if isinstance(lease, Refused):
+                return lease
+            self._gate.add(lease, request, received.traceparent)
+        lease_ms = self.core.limits.lease_ms
+        ticket = Ticket(
+            lease_id=lease.lease_id,
+            epoch=lease.epoch,
+            holder=lease.holder,
+            reader=lease.reader,
+            tenant="",
+            expires_at_ms=now_ms() + lease_ms,
+        )
+        return LeaseGranted(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            deadline_ms=request.deadline_ms,
+            worker_id=self._store_id,
+            lease_id=lease.lease_id,
+            epoch=lease.epoch,
+            lease_ms=lease_ms,
+            ticket=sign(self.parts.secret, ticket),
+            endpoint=self._plane.endpoint,
+            first_token=lease.first_token,
+            num_tokens=lease.num_tokens,
+        )
+
+    def _started(self, lease_id: LeaseId) -> None:
+        with self._gate.lock:
+            self.core.started(lease_id, now_ms())
+
+    def _served(self, lease_id: LeaseId, stats: TransferStats | None, error: str) -> None:
+        for lent in self._end(lambda: self.core.end_lease(lease_id, error or "landed")):
+            attributes = {
+                Key.REQUEST_ID: lent.request.request_id,
+                Key.ATTEMPT: lent.request.attempt,
+                Key.OUTCOME: error or "landed",
+            }
+            span_ns = (lent.granted_ns, time.time_ns())
+            self._spans.transferred(lent.traceparent, "source", span_ns, stats, attributes)
+
+    def _on_left(self, received: Received[WorkerLeft]) -> None:
+        if received.message.worker_id != self._store_id:
+            self._end(lambda: self.core.left(received.message))
+
+    def _end(self, decide: Callable[[], list[Lease]]) -> list[Lent]:
+        """End leases, and cut the streams that are still open on them."""
+        with self._gate.lock:
+            return [self._gate.remove(lease) for lease in decide()]
+
+    # What the others hear.
+
+    def _changed(self) -> None:
+        """Say what came and what went, and have written what waits for it."""
+        for event in self.core.take_events():
+            subject = subjects.STORED if isinstance(event, BlocksStored) else subjects.EVICTED
+            self._outbox.put(subject, (self._store_id,), event)
+        if self.core.num_unwritten:
+            self._unwritten.set()
+
+    async def _on_inventory(self, received: Received[ReadInventory]) -> Message:
+        self._changed()  # what a page has is in the events up to its number
+        return self.core.inventory(received.message.offset)
+
+    def _info(self) -> WorkerInfo:
+        layout = self.core.layout
+        return WorkerInfo(
+            worker_id=self._store_id,
+            incarnation=self.core.limits.incarnation,
+            role="store",
+            model=self.parts.model,
+            fingerprint=layout.fingerprint,
+            num_blocks=self.core.memory.pool.num_blocks,
+            block_size=layout.block_size,
+            context_length=self.parts.context_length,
+            carriers=self._plane.endpoint.carriers,
+        )
+
+    def _load(self) -> WorkerLoad:
+        layout = self.core.layout
+        return WorkerLoad(
+            worker=self._info(),
+            state="draining" if self.core.draining else "ready",
+            blocks=self.core.block_counts(),
+            num_running=len(self.core.leases),
+            num_queued=0,
+            num_uncomputed_tokens=0,
+            num_dropped_messages=self._door.num_dropped,
+            num_refused_reads=self._plane.num_refused + self._plane.num_junk,
+            rates=WorkerRates(kv_token_bytes=layout.block_bytes // layout.block_size),
+        )
+
+    # What goes by the clock, or by itself.
+
+    async def _tick(self) -> None:
+        """Say the load, and end what is over its time."""
+        while True:
+            self._end(lambda: self.core.expire(now_ms()))
+            self._changed()
+            self._outbox.put(subjects.LOAD, (self._store_id,), self._load())
+            await asyncio.sleep(LOAD_INTERVAL_S)
+
+    async def _write_behind(self, backing: Backing) -> None:
+        while True:
+            await self._unwritten.wait()
+            self._unwritten.clear()
+            while (batch := self.core.start_write(backing.batch_blocks)) is not None:
+                self._changed()  # what goes is said before it is gone
+                written = await backing.write(batch)
+                given_up = self.core.end_write(batch, written.hashes, full=written.full)
+                if written.failed and not written.full:
+                    self.core.drop_unwritten()
+                self._changed()
+                if given_up:
+                    await backing.delete(given_up)
+            self._all_written.set()
+
+    async def _flush(self) -> None:
+        """Wait, within bounds, until all is written that can be."""
+        if self._backing is None or not self._backing.is_up or not self.core.num_unwritten:
+            return
+        self._all_written.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FLUSH_TIMEOUT_S):
+                await self._all_written.wait()
+
+    def _post(self, handle: Callable[..., None], *arguments: object) -> None:
+        """From a plane's thread to the loop."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it every lease
+            self._loop.call_soon_threadsafe(handle, *arguments)
+
+
+def _server_options(config: MeshConfig) -> ServerOptions:
+    settings = config.worker
+    advertise_host = settings.advertise_host
+    if not advertise_host and settings.plane_host == "0.0.0.0":
+        advertise_host = socket.gethostname()  # nobody can connect to "everywhere"; containers resolve this name
+    return ServerOptions(
+        carriers=("shm", "tcp") if settings.carrier == "auto" else (settings.carrier,),
+        host=settings.plane_host,
+        advertise_host=advertise_host,
+        digests=settings.digests,
+    )

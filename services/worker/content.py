@@ -1,0 +1,114 @@
+"""The identities of a sequence's blocks as it grows, and how much of a prompt's KV is in place. Pure."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from schemas.block import BlockHasher
+from schemas.ids import BlockHash, WorkerId
+from schemas.request import KVSource, SourceTokens, TransferReport
+
+
+class SequenceContent:
+    """The hashes of one sequence's full blocks. `num_stored_blocks`: how many of them its worker has taken in."""
+
+    def __init__(self, prompt: Sequence[int], block_size: int, fingerprint: str) -> None:
+        self._hasher = BlockHasher(block_size, model_fingerprint=fingerprint)
+        self.hashes: list[BlockHash] = self._hasher.extend(prompt, len(prompt))
+        self.num_stored_blocks = 0
+
+    def extend(self, token_ids: Sequence[int], num_tokens: int) -> list[BlockHash]:
+        """Return the hashes of the full blocks of `token_ids[:num_tokens]`, at least the prompt's."""
+        self.hashes += self._hasher.extend(token_ids, num_tokens)
+        return self.hashes
+
+
+@dataclass(slots=True, frozen=True)
+class Piece:
+    """Blocks [first_block, first_block + num_blocks) of a prompt, to be read from `source`."""
+
+    source: WorkerId
+    first_block: int
+    num_blocks: int
+
+
+@dataclass(slots=True, frozen=True)
+class ReadOutcome:
+    """What a read brought: the contiguous, verified prefix in tokens of the sequence, and by which carrier ('': it
+    never started). `is_whole`: all that the holder granted."""
+
+    num_landed_tokens: int
+    num_bytes: int = 0
+    carrier: str = ""
+    is_whole: bool = False
+
+
+@dataclass(slots=True)
+class PromptKV:
+    """How much of one prompt's KV is in place on a worker, and where it came from.
+
+    `keeps_parts` False: what a read brought counts only when it came whole (layers with windows).
+    """
+
+    num_prompt_tokens: int
+    block_size: int
+    num_cached_tokens: int
+    keeps_parts: bool = True
+    sources: deque[KVSource] = field(default_factory=deque[KVSource])
+    num_present_tokens: int = 0
+    carrier: str = ""
+    transferred: dict[WorkerId, int] = field(default_factory=dict[WorkerId, int])
+
+    def __post_init__(self) -> None:
+        self.num_present_tokens = self.num_cached_tokens
+
+    def next_piece(self, reader: WorkerId, min_blocks: int = 1) -> Piece | None:
+        """Return what to read next, and drop the sources that have nothing to add. The last token is always computed."""
+        first = self.num_present_tokens // self.block_size
+        last = (self.num_prompt_tokens - 1) // self.block_size
+        while self.sources:
+            source = self.sources.popleft()
+            end = min(source.first_block + source.num_blocks, last)
+            if source.worker_id != reader and source.first_block <= first and end >= first + min_blocks:
+                return Piece(source.worker_id, first, end - first)
+        return None
+
+    def landed(self, source: WorkerId, outcome: ReadOutcome) -> None:
+        """Take in what a read brought."""
+        if not outcome.is_whole and not self.keeps_parts:
+            self.num_present_tokens = self.num_cached_tokens
+            self.transferred.clear()
+            self.sources.clear()
+            return
+        gained = outcome.num_landed_tokens - self.num_present_tokens
+        if gained <= 0:
+            return
+        self.num_present_tokens = outcome.num_landed_tokens
+        self.transferred[source] = self.transferred.get(source, 0) + gained
+        self.carrier = outcome.carrier or self.carrier
+
+    def keep_at_most(self, num_tokens: int) -> None:
+        """Forget what lies beyond: those tokens are computed again."""
+        surplus = self.num_present_tokens - num_tokens
+        if surplus <= 0:
+            return
+        self.num_present_tokens = num_tokens
+        for source in reversed(self.transferred):
+            taken = min(surplus, self.transferred[source])
+            self.transferred[source] -= taken
+            surplus -= taken
+        self.transferred = {source: count for source, count in self.transferred.items() if count}
+
+    def report(self, *, is_prefill: bool = False) -> TransferReport:
+        """Return where it came from; what is not in place is computed."""
+        num_transferred = sum(self.transferred.values())
+        return TransferReport(
+            cached_tokens=self.num_present_tokens - num_transferred,
+            transferred_tokens=num_transferred,
+            recomputed_tokens=self.num_prompt_tokens - self.num_present_tokens,
+            transferred_from=tuple(
+                SourceTokens(worker_id=source, num_tokens=count) for source, count in self.transferred.items()
+            ),
+            carrier=self.carrier,
+            is_prefill=is_prefill,
+        )

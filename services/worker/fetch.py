@@ -1,0 +1,150 @@
+"""Carries out fetches: ask a holder for a lease, read under it, say what came of it. A task each."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dataplane.reader import Landed, PlaneReader
+from dataplane.stream import TransferFailedError
+from schemas import subjects
+from schemas.block import join_hashes
+from schemas.ids import WorkerId
+from schemas.kv import LeaseGranted, RequestLease
+from schemas.request import Refused
+from services.bus.base import BusError
+from services.bus.typed import TypedBus
+from services.config import WorkerConfig
+from services.runtime import now_ms
+from services.telemetry import AttributeValue, Key
+from services.worker.actions import AttemptKey, Fetch
+from services.worker.content import ReadOutcome
+from services.worker.rates import RateBook
+from services.worker.spans import WorkerSpans
+
+log = logging.getLogger(__name__)
+
+LEASE_TIMEOUT_S = 2.0
+"""A worker answers from memory, a store may have to look on its disk."""
+READ_BASE_S = 2.0
+READ_BYTES_PER_S_MIN = 20e6
+"""A read slower than this is given up: computing would be quicker."""
+
+FetchedCallback = Callable[[AttemptKey, ReadOutcome], None]
+
+
+class NotGrantedError(Exception):
+    """The holder does not lend these blocks, or does not answer."""
+
+
+@dataclass
+class Fetches:
+    """The fetches under way. A fetch's task ends only when its thread writes no more."""
+
+    worker_id: WorkerId
+    fingerprint: str
+    token_bytes: int
+    """Of one token over all layers."""
+    config: WorkerConfig
+    door: TypedBus
+    reader: PlaneReader
+    rates: RateBook
+    spans: WorkerSpans
+    on_fetched: FetchedCallback
+    _running: dict[AttemptKey, asyncio.Task[None]] = field(default_factory=dict[AttemptKey, "asyncio.Task[None]"])
+
+    def start(self, action: Fetch, tasks: asyncio.TaskGroup) -> None:
+        task = tasks.create_task(self._fetch(action), name=f"fetch {action.key[0]}")
+        self._running[action.key] = task
+        task.add_done_callback(lambda _: self._ended_before_it_began(action.key, task))
+
+    def stop(self, key: AttemptKey) -> None:
+        if task := self._running.get(key):
+            task.cancel()
+
+    async def close(self) -> None:
+        """End every fetch and wait for its thread."""
+        running = list(self._running.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    def _ended_before_it_began(self, key: AttemptKey, task: "asyncio.Task[None]") -> None:
+        """A task that is cancelled before its first step runs none of its code."""
+        if self._running.get(key) is task:
+            del self._running[key]
+            self.on_fetched(key, ReadOutcome(0))
+
+    async def _fetch(self, action: Fetch) -> None:
+        started_ns = time.time_ns()
+        traceparent = self.spans.traceparent(action.key)
+        outcome, landed, failure = ReadOutcome(0), None, ""
+        try:
+            granted = await self._ask(action, traceparent)
+            landed = await self._read(action, granted)
+            outcome = ReadOutcome(landed.num_tokens, landed.stats.num_bytes, landed.stats.carrier, is_whole=True)
+        except NotGrantedError as error:
+            failure = str(error)
+        except TransferFailedError as error:
+            failure, outcome = str(error), ReadOutcome(error.num_landed_tokens)
+        except Exception as error:  # noqa: BLE001  (one bad holder must not take the other requests along)
+            log.warning("a fetch of %s from %s failed: %r", action.key[0], action.source, error)
+            failure = f"{type(error).__name__}: {error}"
+        except asyncio.CancelledError:
+            failure = "stopped"  # by `stop` or `close`; the thread has ended
+        self._running.pop(action.key, None)
+        self._record(action, (started_ns, time.time_ns()), landed, failure, traceparent)
+        self.on_fetched(action.key, outcome)
+
+    async def _ask(self, action: Fetch, traceparent: str) -> LeaseGranted:
+        """Return the lease. Raises NotGrantedError."""
+        request_id, attempt = action.key
+        left_ms = action.deadline_ms - now_ms()
+        request = RequestLease(
+            request_id=request_id,
+            attempt=attempt,
+            deadline_ms=action.deadline_ms,
+            reader=self.worker_id,
+            fingerprint=self.fingerprint,
+            first_block=action.first_block,
+            block_hashes=join_hashes(action.block_hashes),
+        )
+        timeout_s = max(0.001, min(LEASE_TIMEOUT_S, left_ms / 1000))
+        try:
+            reply = await self.door.ask(subjects.LEASE, (action.source,), request, timeout_s, traceparent)
+        except BusError as error:
+            raise NotGrantedError(f"{action.source} did not answer: {error.reason}") from error
+        if isinstance(reply, Refused):
+            raise NotGrantedError(f"{reply.reason}: {reply.detail}")
+        assert isinstance(reply, LeaseGranted)
+        return reply
+
+    async def _read(self, action: Fetch, granted: LeaseGranted) -> Landed:
+        num_bytes = max(0, granted.num_tokens - granted.first_token) * self.token_bytes
+        limit_s = READ_BASE_S + num_bytes / READ_BYTES_PER_S_MIN
+        return await self.reader.read(
+            granted.endpoint,
+            granted.ticket,
+            carrier=self.config.carrier,
+            tables=action.tables,
+            first_token=granted.first_token,
+            num_tokens=granted.num_tokens,
+            deadline_s=max(0.0, min(limit_s, (action.deadline_ms - now_ms()) / 1000)),
+        )
+
+    def _record(
+        self, action: Fetch, span_ns: tuple[int, int], landed: Landed | None, failure: str, traceparent: str
+    ) -> None:
+        attributes: dict[str, AttributeValue] = {
+            Key.REQUEST_ID: action.key[0],
+            Key.ATTEMPT: action.key[1],
+            Key.SOURCE: action.source,
+            Key.OUTCOME: failure or "landed",
+        }
+        stats = landed.stats if landed else None
+        if stats is not None:
+            self.rates.transferred(action.source, span_ns[0], stats, now_ms())
+        elif failure:
+            log.info("%s: nothing (more) of %s from %s: %s", self.worker_id, action.key[0], action.source, failure)
+        self.spans.transferred(traceparent, "target", span_ns, stats, attributes)

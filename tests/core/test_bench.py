@@ -1,0 +1,518 @@
+"""The benches' pure parts (statistics, traces, prompts), and the load driver against a gateway that does as told."""
+
+import asyncio
+import json
+import math
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.bench import crossover as crossover_bench
+from services.bench import documents, multiturn, replay
+from services.bench.arguments import parse_lengths, parse_range
+from services.bench.load import (
+    Client,
+    Completion,
+    EventTimes,
+    MeshUsage,
+    RequestFailedError,
+    Source,
+    Usage,
+    base_url,
+    model_of,
+    open_http,
+)
+from services.bench.meshes import BOTH, CACHE_ONLY, RECOMPUTE, reuse_modes, rotated
+from services.bench.sources import shares_of
+from services.bench.stats import choice_crossover, crossover, percentile, ratio, spread
+from services.bench.workload import (
+    TRACE_BLOCK,
+    ReplayRequest,
+    TraceRequest,
+    build_prompt,
+    make_trace,
+    parse_trace,
+    reusable_tokens,
+    scale_trace,
+)
+from services.cli.supervisor import UpOptions
+from services.errors import UserError
+
+VOCAB = 1024
+
+
+def completion(ttft_ms: float, *, gaps_ms: Sequence[float] = (), usage: Usage | None = None) -> Completion:
+    return Completion(
+        ttft_ms=ttft_ms,
+        gaps_ms=tuple(gaps_ms),
+        total_ms=ttft_ms + sum(gaps_ms),
+        token_ids=(),
+        usage=usage or Usage(prompt_tokens=100, completion_tokens=1, kvmesh=MeshUsage(recomputed_tokens=100)),
+    )
+
+
+# Statistics
+
+
+@pytest.mark.parametrize(
+    ("values", "percent", "expected"),
+    [([], 50, None), ([7], 99, 7), ([1, 2, 3, 4], 50, 2.5), ([4, 1, 3, 2], 75, 3.25), ([1, 2], 0, 1), ([1, 2], 100, 2)],
+)
+def test_percentile(values: list[float], percent: float, expected: float | None) -> None:
+    assert percentile(values, percent) == expected
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0, 100))
+def test_a_percentile_lies_between_the_extremes(values: list[float], percent: float) -> None:
+    found = percentile(values, percent)
+    assert found is not None
+    assert min(values) <= found <= max(values) or math.isclose(found, max(values))
+
+
+def test_ratio_and_spread_of_too_little() -> None:
+    assert ratio(1.0, None) is None and ratio(1.0, 0.0) is None and ratio(1.0, 4.0) == 0.25
+    assert spread([1, 2, 3]) is None and spread([1, 2, 3, 4, 5]) == 2
+
+
+@pytest.mark.parametrize(
+    ("read", "computed", "expected"),
+    [
+        ([4, 4, 4, 4], [1, 2, 8, 16], math.sqrt(200 * 400)),  # 2× slower at 200, 2× quicker at 400: in the middle
+        ([1, 1, 1, 1], [2, 2, 2, 2], 100.0),  # quicker everywhere: the first
+        ([4, 4, 4, 4], [1, 1, 1, 1], None),  # nowhere
+        ([1, 4, 1, 1], [2, 2, 2, 2], math.sqrt(200 * 400)),  # once more slower: it counts from where it stays quicker
+        ([1, 1, 1, 2], [2, 2, 2, 2], None),  # a tie at the last is not quicker
+    ],
+)
+def test_crossover(read: list[float], computed: list[float], expected: float | None) -> None:
+    found = crossover([100, 200, 400, 800], read, computed)
+    assert found == (None if expected is None else pytest.approx(expected))
+
+
+@given(st.floats(1.05, 6), st.floats(150, 700))
+def test_crossover_finds_where_power_laws_cross(power: float, where: float) -> None:
+    lengths = [100, 200, 400, 800]
+    found = crossover(lengths, [1.0] * 4, [(length / where) ** power for length in lengths])
+    assert found == pytest.approx(where)
+
+
+def test_what_a_chooser_takes_for_the_crossover() -> None:
+    assert choice_crossover([100, 400], [False, True]) == 200
+    assert choice_crossover([100, 400], [True, True]) == 100
+    assert choice_crossover([100, 400], [True, False]) is None
+    assert choice_crossover([], []) is None
+
+
+def test_a_carriers_report_compares_the_policy_with_the_measurement() -> None:
+    samples = [
+        crossover_bench.Sample(
+            carrier="shm", length=length, read_ms=4, computed_ms=computed, cost_ms=9, chose_read=length >= 400
+        )
+        for length, computed in ((100, 2.0), (200, 8.0), (400, 16.0))
+        for _ in range(3)
+    ]
+    report = crossover_bench.carrier_report("shm", samples)
+    assert report.crossover_tokens == round(math.sqrt(100 * 200))
+    assert report.policy_crossover_tokens == round(math.sqrt(200 * 400))
+    assert report.policy_over_measured == 2.0
+    assert [row.lost_ms for row in report.rows] == [0, 4, 0]
+    assert not report.crossover_at_most
+
+
+# Options
+
+
+def test_options_that_are_none() -> None:
+    assert parse_lengths("4,2", "--lengths", 10) == [4, 2]
+    assert parse_range("32..64", "--output") == (32, 64) and parse_range("7", "--output") == (7, 7)
+    for text in ("", "a", "1,,2", "0", "11"):
+        with pytest.raises(UserError, match="--lengths"):
+            parse_lengths(text, "--lengths", 10)
+    for text in ("", "a..b", "0..3", "5..4", "1..2..3"):
+        with pytest.raises(UserError, match="--output"):
+            parse_range(text, "--output")
+    with pytest.raises(UserError, match="pigeon"):
+        crossover_bench.parse_carriers("shm,pigeon")
+    assert base_url("http://h:1/v1/") == base_url("http://h:1") == "http://h:1"
+
+
+def test_the_modes_differ_in_nothing_else() -> None:
+    modes = reuse_modes(UpOptions(num_prefill=2, num_decode=2))
+    assert list(modes) == [RECOMPUTE, CACHE_ONLY, BOTH]
+    assert [(m.prefix_cache, m.policy) for m in modes.values()] == [
+        (False, "least_loaded"), (True, "least_loaded"), (True, "cost"),
+    ]  # fmt: skip
+    assert len({(m.num_prefill, m.num_decode, m.num_threads, m.kv_bytes, m.token_budget) for m in modes.values()}) == 1
+    assert rotated("abc", 0) == ["a", "b", "c"] and rotated("abc", 4) == ["b", "c", "a"]
+
+
+# Traces and prompts
+
+block_counts = st.lists(st.integers(1, 6), min_size=1, max_size=12)
+
+
+def request(timestamp: float, ids: Sequence[int], tail: int = TRACE_BLOCK, output: int = 64) -> TraceRequest:
+    length = TRACE_BLOCK * (len(ids) - 1) + tail
+    return TraceRequest(timestamp=timestamp, input_length=length, output_length=output, hash_ids=tuple(ids))
+
+
+def scaled(trace: Sequence[TraceRequest], scale: float = 16, context_length: int = 10**6) -> list[ReplayRequest]:
+    return scale_trace(trace, scale=scale, speed=1, context_length=context_length)
+
+
+def test_a_trace_is_read_by_time() -> None:
+    lines = [
+        '{"timestamp": 9, "input_length": 513, "output_length": 3, "hash_ids": [0, 1]}',
+        "",
+        b'{"timestamp": 2, "input_length": 512, "output_length": 3, "hash_ids": [0], "more": 1}',
+    ]
+    assert [r.timestamp for r in parse_trace(lines, "t")] == [2, 9]
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("{", "no trace request"),
+        ("[1]", "no trace request"),
+        (b"\xff", "no trace request"),
+        ('{"timestamp": 0, "input_length": 5, "output_length": 1}', "hash_ids"),
+        ('{"timestamp": 0, "input_length": "5", "output_length": 1, "hash_ids": [1]}', "input_length"),
+        ('{"timestamp": 0, "input_length": 0, "output_length": 1, "hash_ids": []}', "1 or more"),
+        ('{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [0]}', "2 blocks"),
+        ('{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 0]}', "hash id 0"),
+    ],
+)
+def test_a_bad_line_is_named(line: str | bytes, word: str) -> None:
+    good = '{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [0]}'
+    with pytest.raises(UserError, match=rf"trace\.jsonl, line 2: .*{word}"):
+        parse_trace([good, line], "trace.jsonl")
+
+
+def test_an_empty_trace_is_an_error() -> None:
+    with pytest.raises(UserError, match="no request"):
+        parse_trace(["\n"], "trace.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("scale", "tail", "prompt", "output"),
+    [(16, 512, 64, 4), (16, 1, 33, 4), (16, 256, 48, 4), (1, 100, 612, 64), (512, 512, 2, 1), (100, 512, 10, 1)],
+)
+def test_lengths_are_scaled(scale: float, tail: int, prompt: int, output: int) -> None:
+    (found,) = scaled([request(0, [3, 4], tail)], scale)
+    assert (found.num_prompt_tokens, found.num_output_tokens, found.is_cut) == (prompt, output, False)
+    assert len(build_prompt(found, VOCAB)) == prompt
+
+
+def test_arrivals_are_scaled_from_the_first_on() -> None:
+    trace = [request(5_000, [0]), request(9_000, [0])]
+    assert [r.at_s for r in scale_trace(trace, scale=1, speed=2, context_length=9_999)] == [0, 2]
+    for scale, speed in ((0, 1), (513, 1), (1, 0)):
+        with pytest.raises(UserError, match="--scale"):
+            scale_trace(trace, scale=scale, speed=speed, context_length=9_999)
+
+
+@given(block_counts, st.integers(1, TRACE_BLOCK), st.integers(0, 3_000), st.integers(2, 300))
+def test_what_does_not_fit_is_cut_and_counted(blocks: list[int], tail: int, output: int, context: int) -> None:
+    ids = list(range(sum(blocks)))
+    (whole,) = scaled([request(0, ids, tail, output)])
+    (found,) = scaled([request(0, ids, tail, output)], context_length=context)
+    assert found.num_prompt_tokens >= 1 and found.num_output_tokens >= 1
+    assert found.num_prompt_tokens + found.num_output_tokens <= context
+    assert found.is_cut == (found.num_prompt_tokens < whole.num_prompt_tokens)
+    assert build_prompt(whole, VOCAB)[: found.num_prompt_tokens] == build_prompt(found, VOCAB)
+
+
+@given(block_counts, block_counts, st.integers(0, 6), st.sampled_from([1, 7, 16, 32]), st.randoms())
+def test_equal_ids_are_equal_prefixes(
+    a: list[int], b: list[int], shared: int, scale: float, rng: random.Random
+) -> None:
+    common = [rng.randrange(10**6) for _ in range(shared)]
+    first, second = (
+        scaled([request(0, [*common, *(10**7 * side + n for n in range(len(own)))])], scale)[0]
+        for side, own in ((1, a), (2, b))
+    )
+    one, two = build_prompt(first, VOCAB), build_prompt(second, VOCAB)
+    num_equal = next((i for i, (x, y) in enumerate(zip(one, two, strict=False)) if x != y), min(len(one), len(two)))
+    assert num_equal >= shared * first.block_tokens
+    assert num_equal < (shared + 1) * first.block_tokens, "unequal ids gave equal blocks"
+    assert all(256 <= token < VOCAB for token in one)
+
+
+def test_a_block_is_the_same_in_every_process() -> None:
+    (found,) = scaled([request(0, [42])], scale=128)
+    assert build_prompt(found, VOCAB) == [751, 858, 529, 899]
+
+
+def test_the_bound_of_reuse() -> None:
+    trace = [request(0, [0, 1]), request(1, [0, 1]), request(2, [0, 2]), request(3, [9])]
+    assert reusable_tokens(scaled(trace), 16) == 48 + 32  # never a whole prompt: 63 tokens are three blocks
+    assert reusable_tokens(scaled(trace), 1) == 63 + 32
+    assert reusable_tokens(scaled(trace[:1] * 2, context_length=44), 1) == 39  # what was cut is in no cache
+
+
+@given(st.integers(0, 2**32), st.integers(1, 20))
+def test_the_bound_is_what_a_naive_cache_gives(seed: int, num_conversations: int) -> None:
+    requests = scaled(make_trace(num_conversations, seed=seed), scale=64, context_length=150)
+    seen = set[tuple[int, ...]]()
+    expected = 0
+    for found in requests:
+        prompt = build_prompt(found, VOCAB)
+        prefixes = [tuple(prompt[:end]) for end in range(4, len(prompt) + 1, 4)]
+        expected += max((len(p) for p in prefixes if p in seen and len(p) < len(prompt)), default=0)
+        seen.update(prefixes)
+    assert reusable_tokens(requests, 4) == expected
+
+
+def test_a_made_up_trace_is_one() -> None:
+    trace = make_trace(30, seed=1)
+    assert trace == make_trace(30, seed=1) != make_trace(30, seed=2)
+    lines = [json.dumps({field: getattr(r, field) for field in TraceRequest.__struct_fields__}) for r in trace]
+    assert parse_trace(lines, "made up") == trace
+    requests = scaled(trace)
+    assert 0.3 < reusable_tokens(requests, 16) / sum(r.num_prompt_tokens for r in requests) < 0.95
+
+
+# Conversations and documents
+
+
+def test_conversations_share_nothing_and_are_the_same_each_time() -> None:
+    def make(seed: int) -> list[multiturn.Conversation]:
+        return multiturn.make_conversations(seed, 100, num_turns=3, count=2, output=(4, 6), vocab_size=VOCAB)
+
+    assert make(1) == make(1)
+    first, second = make(1)
+    assert len(first.messages[0]) == 100 and all(64 <= len(m) <= 128 for m in first.messages[1:])
+    assert all(4 <= length <= 6 for length in first.answer_lengths) and len(first.answer_lengths) == 3
+    assert len({m for c in (first, second, *make(2)) for m in c.messages}) == 12
+
+
+def test_ratios_of_later_turns() -> None:
+    samples = [
+        multiturn.Sample(history=history, turn=turn, mode=mode, completion=completion(ms * history))
+        for history in (1, 10)
+        for mode, ms in ((RECOMPUTE, 100.0), (CACHE_ONLY, 50.0), (BOTH, 20.0))
+        for turn in (1, 2, 3)
+        if not (turn == 1 and mode == BOTH and history == 10)
+    ]
+    assert multiturn.later_ratios([s for s in samples if s.history == 1]) == {CACHE_ONLY: 0.5, BOTH: 0.2}
+    rows = multiturn.rows_of(samples)
+    assert [(row.history, row.turn, row.mode) for row in rows[:3]] == [
+        (1, 1, RECOMPUTE),
+        (1, 1, CACHE_ONLY),
+        (1, 1, BOTH),
+    ]
+    assert [row.ratio for row in rows[3:6]] == [1.0, 0.5, 0.2]
+    missing = next(row for row in rows if (row.history, row.turn, row.mode) == (10, 1, BOTH))
+    assert missing.num_requests == 0 and missing.ttft_p50_ms is None and missing.ratio is None
+
+
+def test_a_plot_is_written(tmp_path: Path) -> None:
+    from services.bench.plot import plot_turns
+
+    samples = [
+        multiturn.Sample(history=100, turn=turn, mode=mode, completion=completion(turn))
+        for turn in (1, 2)
+        for mode in (RECOMPUTE, BOTH)
+    ]
+    plot_turns(multiturn.rows_of(samples), tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_questions_on_documents() -> None:
+    questions = documents.make_questions(
+        random.Random(1), num_documents=3, document_tokens=50, num_questions=4, vocab_size=VOCAB
+    )
+    seen = set[tuple[int, ...]]()
+    for question in questions:
+        assert question.is_first == (question.prompt[:50] not in seen)
+        seen.add(question.prompt[:50])
+    assert len(questions) == 12 and len(seen) == 3 and len({q.prompt for q in questions}) == 12
+
+
+def test_rows_of_documents() -> None:
+    first, later = (documents.Question(prompt=(1,), is_first=is_first) for is_first in (True, False))
+    answers = {
+        RECOMPUTE: [(first, completion(100)), (later, completion(100))],
+        BOTH: [(first, completion(90)), (later, completion(10)), (later, completion(30))],
+    }
+    recompute, both = documents.rows_of(answers)
+    assert (recompute.first_ratio, recompute.later_ratio) == (1.0, 1.0)
+    assert (both.num_first, both.num_later, both.first_ratio, both.later_ratio) == (1, 2, 0.9, 0.2)
+    assert both.later_sources.prompt_tokens == 200
+
+
+# Replay
+
+
+def test_sources_are_those_of_the_worker_that_computed_the_prompt() -> None:
+    split = MeshUsage(
+        transferred_tokens=100,
+        prefill=Source(
+            cached_tokens=10, transferred_tokens=30, transferred_from={"a": 20, "b": 10}, recomputed_tokens=60
+        ),
+    )
+    alone = MeshUsage(cached_tokens=40, transferred_tokens=20, transferred_from={"b": 20}, recomputed_tokens=40)
+    shares = shares_of([Usage(prompt_tokens=100, completion_tokens=1, kvmesh=usage) for usage in (split, alone)])
+    assert (shares.cached_tokens, shares.transferred_tokens, shares.recomputed_tokens) == (50, 50, 100)
+    assert shares.transferred_from == {"a": 20, "b": 30} and shares.reused_share == 0.5
+    assert shares.words == "25% cached, 25% read (a 10%, b 15%), 50% computed"
+    untold = MeshUsage(transferred_tokens=100, prefill_worker="a", decode_worker="b")
+    assert shares_of([Usage(prompt_tokens=100, completion_tokens=1, kvmesh=untold)]).reused_share == 0
+
+
+@pytest.mark.parametrize(
+    ("ttft_ms", "gaps_ms", "expected"),
+    [(100, [50, 50], True), (101, [1], False), (100, [99, 2], False), (100, [99, 1], True), (99, [], True)],
+)
+def test_the_slo(ttft_ms: float, gaps_ms: list[float], expected: bool) -> None:
+    assert replay.is_within(completion(ttft_ms, gaps_ms=gaps_ms), 100, 50) is expected
+
+
+def test_a_replays_report() -> None:
+    plan = replay.ReplayPlan(path=None, scale=16, speed=1, limit=0, slo_ttft_ms=100, slo_itl_ms=50)
+    requests = scaled([request(0, [0, 1]), request(1, [0, 2]), request(2, [0, 3]), request(3, [0, 4])])
+    cached = Usage(prompt_tokens=64, completion_tokens=1, kvmesh=MeshUsage(cached_tokens=16, recomputed_tokens=48))
+    fresh = Usage(prompt_tokens=64, completion_tokens=1, kvmesh=MeshUsage(recomputed_tokens=64))
+    outcomes = [
+        replay.Outcome(sent_s=1, late_s=0, completion=completion(50, usage=fresh)),
+        replay.Outcome(sent_s=2, late_s=0, completion=completion(1_000, usage=cached)),
+        replay.Outcome(sent_s=3, late_s=0.5, completion=completion(50, gaps_ms=[20, 30], usage=cached)),
+        replay.Outcome(sent_s=2.5, late_s=0, error="no"),
+    ]
+    report = replay.report_of(plan, requests, outcomes, model="m", trace="t")
+    assert (report.num_requests, report.num_failed, report.failures) == (4, 1, {"no": 1})
+    assert report.duration_s == 2.1 and report.num_within_slo == 2 and report.goodput_per_s == round(2 / 2.1, 3)
+    assert (report.ttft_p50_ms, report.itl_p50_ms) == (50, 25)
+    assert report.reuse_bound == round(64 / 192, 4) and report.reused == round(32 / 192, 4)
+    assert report.reused_of_bound == 0.5
+
+
+# The load driver
+
+
+def event(**fields: object) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def test_a_streams_times() -> None:
+    events = EventTimes()
+    events.feed(event(choices=[{"index": 0, "text": "a", "token_ids": [5], "finish_reason": None}], usage=None), 10)
+    events.feed(event(choices=[{"index": 0, "text": "b", "token_ids": [6, 7], "finish_reason": None}]), 14)
+    events.feed(event(choices=[{"index": 0, "text": "", "token_ids": [], "finish_reason": "length"}]), 15)
+    usage = {"prompt_tokens": 9, "completion_tokens": 3, "kvmesh": {"cached_tokens": 4, "prefill": None}}
+    events.feed(event(choices=[], usage=usage), 16)
+    found = events.completion(17)
+    assert (found.ttft_ms, found.gaps_ms, found.total_ms, found.token_ids) == (10, (4,), 17, (5, 6, 7))
+    assert found.usage.computing.cached_tokens == 4
+
+
+def test_a_stream_that_is_none() -> None:
+    with pytest.raises(RequestFailedError, match="no worker"):
+        EventTimes().feed(event(error={"message": "no worker", "type": "server_error"}), 1)
+    with pytest.raises(RequestFailedError, match="an event that is none"):
+        EventTimes().feed(b"{", 1)
+    with pytest.raises(RequestFailedError, match="usage"):
+        EventTimes().completion(1)
+
+
+STREAM = [
+    {"choices": [{"index": 0, "text": "x", "token_ids": [300], "finish_reason": None}]},
+    {"choices": [{"index": 0, "text": "y", "token_ids": [301], "finish_reason": None}]},
+    {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]},
+]
+
+
+class StubGateway:
+    """Answers each completion with two tokens and says what it was asked; refuses prompts of one token."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, object]] = []
+        self.url = ""
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator["StubGateway"]:
+        server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
+        host, port = server.sockets[0].getsockname()
+        self.url = f"http://{host}:{port}"
+        async with server:
+            yield self
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = int(head.split("content-length: ")[1].split("\r\n")[0]) if "content-length: " in head else 0
+        body = json.loads(await reader.readexactly(length) or b"{}")
+        if head.startswith("get"):
+            self._write(writer, 200, event(data=[{"id": "stub", "context_length": 4096}]))
+        elif len(body["prompt"]) == 1:
+            self._write(writer, 503, event(error={"message": "no worker is free", "type": "server_error"}))
+        else:
+            self.bodies.append(body)
+            n = len(body["prompt"])
+            usage = {"prompt_tokens": n, "completion_tokens": 2, "kvmesh": {"recomputed_tokens": n}}
+            events = [*STREAM, {"choices": [], "usage": usage}]
+            self._write(writer, 200, b"".join(b"data: " + event(**e) + b"\n\n" for e in events) + b"data: [DONE]\n\n")
+        await writer.drain()
+        writer.close()
+
+    def _write(self, writer: asyncio.StreamWriter, status: int, body: bytes) -> None:
+        head = f"HTTP/1.1 {status} x\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        writer.write(head.encode() + body)
+
+
+async def test_the_driver_asks_and_times() -> None:
+    async with StubGateway().serving() as gateway, open_http() as http:
+        client = await Client.open(http, gateway.url)
+        assert (client.model.id, client.model.context_length) == ("stub", 4096)
+        found = await client.complete([256, 257], 2, return_token_ids=True)
+        assert found.token_ids == (300, 301) and len(found.gaps_ms) == 1
+        assert 0 < found.ttft_ms <= found.total_ms and found.usage.prompt_tokens == 2
+        body = gateway.bodies[0]
+        assert body["max_tokens"] == 2 and body["stream_options"] == {"include_usage": True}
+        assert body["return_token_ids"] is True and body["prompt"] == [256, 257]
+        with pytest.raises(RequestFailedError, match="no worker is free"):
+            await client.complete([256], 2)
+    async with open_http() as http:
+        with pytest.raises(RequestFailedError, match="a request to"):
+            await client_of(http, gateway.url).complete([256, 257], 2)
+        with pytest.raises(UserError, match="no gateway answers"):
+            await model_of(http, gateway.url)
+
+
+def client_of(http: httpx.AsyncClient, url: str) -> Client:
+    from services.bench.load import ServedModel
+
+    return Client(http, url, ServedModel("stub", 4096))
+
+
+async def test_a_conversation_repeats_what_was_said() -> None:
+    talk = multiturn.Conversation(history=3, messages=((256, 257, 258), (400,)), answer_lengths=(2, 2))
+    async with StubGateway().serving() as gateway, open_http() as http:
+        await multiturn.converse(await Client.open(http, gateway.url), talk, 0)
+        assert [body["prompt"] for body in gateway.bodies] == [[256, 257, 258], [256, 257, 258, 300, 301, 400]]
+        longer = multiturn.Conversation(history=3, messages=((256, 257, 258),), answer_lengths=(3,))
+        with pytest.raises(RequestFailedError, match="return_token_ids"):
+            await multiturn.converse(await Client.open(http, gateway.url), longer, 0)
+
+
+def test_replaying_a_running_gateway(tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    """The whole command, but for the mesh."""
+    trace = tmp_path / "trace.jsonl"
+    lines = [request(at, ids) for at, ids in ((0, [0, 1]), (5, [0, 2]), (9, [7]))]
+    trace.write_text("\n".join(json.dumps({f: getattr(r, f) for f in r.__struct_fields__}) for r in lines))
+    plan = replay.ReplayPlan(path=trace, scale=16, speed=1, limit=2, slo_ttft_ms=10**6, slo_itl_ms=10**6)
+
+    async def main() -> None:
+        async with StubGateway().serving() as gateway:
+            await asyncio.to_thread(replay.run_replay, plan, UpOptions(), url=gateway.url + "/v1", as_json=True)
+
+    asyncio.run(main())
+    report = json.loads(capsysbinary.readouterr().out)
+    assert (report["num_requests"], report["num_failed"], report["num_within_slo"]) == (2, 0, 2)
+    assert report["reuse_bound"] == 0.25 and report["reused"] == 0.0
+    assert report["sources"]["recomputed_tokens"] == 128

@@ -1,0 +1,101 @@
+"""Where a prompt's KV comes from, and rates learnt from what happens."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataplane.layout import BlockTable
+from dataplane.stream import TransferStats
+from schemas.block import hash_blocks
+from schemas.ids import RequestId, WorkerId
+from schemas.request import KVSource, SamplingParams
+from services.engine.base import Sequence, StepResult
+from services.worker.content import PromptKV, ReadOutcome, SequenceContent
+from services.worker.rates import STALE_MS, RateBook
+
+ME, A = WorkerId("me"), WorkerId("a")
+
+
+def test_the_answers_blocks_get_the_hashes_that_the_next_turns_prompt_has() -> None:
+    tokens = list(range(30))
+    content = SequenceContent(tokens[:10], 4, "f")
+    assert content.hashes == hash_blocks(tokens[:10], 4, model_fingerprint="f")
+    assert content.extend(tokens, 23) == hash_blocks(tokens[:23], 4, model_fingerprint="f")
+
+
+@given(
+    num_prompt=st.integers(1, 60),
+    cached_blocks=st.integers(0, 14),
+    keeps_parts=st.booleans(),
+    sources=st.lists(
+        st.tuples(st.sampled_from("abcm"), st.integers(-2, 12), st.integers(-2, 12), st.floats(0, 1)), max_size=6
+    ),
+)
+def test_pieces_join_without_gaps_and_the_report_adds_up(
+    num_prompt: int, cached_blocks: int, keeps_parts: bool, sources: list[tuple[str, int, int, float]]
+) -> None:
+    cached = min(cached_blocks, (num_prompt - 1) // 4) * 4
+    kv = PromptKV(num_prompt_tokens=num_prompt, block_size=4, num_cached_tokens=cached, keeps_parts=keeps_parts)
+    kv.sources.extend(
+        KVSource(worker_id=WorkerId(name), first_block=first, num_blocks=count) for name, first, count, _ in sources
+    )
+    shares = {(name, first, count): share for name, first, count, share in sources}
+    num_pieces = 0
+    while (piece := kv.next_piece(WorkerId("m"))) is not None:
+        num_pieces += 1
+        assert piece.source != "m" and piece.num_blocks >= 1
+        assert piece.first_block * 4 <= kv.num_present_tokens < (piece.first_block + piece.num_blocks) * 4
+        assert (piece.first_block + piece.num_blocks) * 4 < num_prompt, "the last token is always computed"
+        share = next(s for (name, _, _), s in shares.items() if name == piece.source)
+        landed = piece.first_block * 4 + int(piece.num_blocks * 4 * share)
+        kv.landed(piece.source, ReadOutcome(landed, 1, "tcp", is_whole=share == 1))
+        if not keeps_parts and share < 1:
+            assert kv.num_present_tokens == cached
+        report = kv.report()
+        assert report.cached_tokens == cached
+        assert sum(source.num_tokens for source in report.transferred_from) == report.transferred_tokens
+        assert report.cached_tokens + report.transferred_tokens + report.recomputed_tokens == num_prompt
+    assert num_pieces <= len(sources)
+
+
+@pytest.mark.parametrize(("kept", "expected"), [(12, {"a": 8}), (9, {"a": 5}), (4, {}), (2, {})])
+def test_what_is_computed_again_counts_as_computed(kept: int, expected: dict[str, int]) -> None:
+    kv = PromptKV(num_prompt_tokens=12, block_size=4, num_cached_tokens=4)
+    kv.landed(A, ReadOutcome(12, 1, "tcp", is_whole=True))
+    kv.keep_at_most(kept)
+    report = kv.report()
+    assert {source.worker_id: source.num_tokens for source in report.transferred_from} == expected
+    assert (report.cached_tokens, report.recomputed_tokens) == (min(4, kept), 12 - kept)
+
+
+def step(num_prefill: int, num_decode: int, context: int, ms: float) -> StepResult:
+    sequence = Sequence(
+        request_id=RequestId("r"), attempt=1, token_ids=[1], num_prompt_tokens=1,
+        sampling=SamplingParams(max_tokens=1), tables=(BlockTable(()),),
+    )  # fmt: skip
+    return StepResult(0, int(ms * 1e6), num_prefill, num_decode, ((sequence, context),), ())
+
+
+def test_prefill_rates_by_context_and_the_price_of_a_decode_step() -> None:
+    book = RateBook(token_bytes=64)
+    assert book.rates(0).prefill == () and book.rates(0).decode_step_ms == 0
+    book.stepped(step(0, 4, 50, 10))
+    book.stepped(step(100, 0, 100, 50))
+    book.stepped(step(100, 0, 3000, 100))
+    book.stepped(step(100, 4, 5000, 210))  # its decodes cost the 10 ms known
+    book.stepped(step(1, 0, 9000, 5))  # says nothing of a token
+    rates = book.rates(0)
+    assert rates.decode_step_ms == 10
+    assert [(r.context_tokens, r.tokens_per_s) for r in rates.prefill] == [(0, 2000), (2048, 1000), (4096, 500)]
+
+
+def test_transfer_rates_are_per_pair_and_carrier_and_forgotten_in_time() -> None:
+    book = RateBook(token_bytes=64)
+    stats = TransferStats(carrier="tcp", num_bytes=10_000_000, first_byte_ns=7_000_000, landed_ns=17_000_000)
+    book.transferred(A, 2_000_000, stats, 1_000)
+    small = TransferStats(carrier="shm", num_bytes=100, first_byte_ns=3_000_000, landed_ns=4_000_000)
+    book.transferred(A, 2_000_000, small, 2_000)
+    (tcp, shm) = book.rates(3_000).transfers
+    assert (tcp.source, tcp.carrier, tcp.bytes_per_s, tcp.latency_ms) == (A, "tcp", 1e9, 5)
+    assert (shm.carrier, shm.bytes_per_s, shm.latency_ms) == ("shm", 0, 1)
+    assert [rate.carrier for rate in book.rates(1_000 + STALE_MS).transfers] == ["shm"]

@@ -1,0 +1,107 @@
+"""Who may read what, and until when."""
+
+import msgspec
+import pytest
+
+from dataplane.lease import Lease, LeaseTable
+from schemas.block import join_hashes
+from schemas.ids import RequestId, WorkerId
+from schemas.kv import RequestLease
+from schemas.request import Refused
+from schemas.worker import WorkerLeft
+from services.worker.actions import CloseLease
+from services.worker.content import SequenceContent
+from services.worker.lend import MAX_LENT, OPEN_WITHIN_MS, LendCore
+from tests.core import worker_cases as case
+
+READER = WorkerId("p9")
+
+
+def request(first_block: int = 0, *, num_tokens: int = 16) -> RequestLease:
+    hashes = SequenceContent(list(range(1, num_tokens + 1)), 4, "f").hashes
+    return RequestLease(
+        request_id=RequestId("r1"), attempt=1, deadline_ms=case.DEADLINE_MS, reader=READER, fingerprint="f",
+        first_block=first_block, block_hashes=join_hashes(hashes[first_block:]),
+    )  # fmt: skip
+
+
+def lender(num_kept: int = 12, *, lease_ms: int = 30_000) -> LendCore:
+    cache = case.block_cache(8)
+    case.keep(cache, num_kept)
+    return LendCore(case.limits(case.DECODE, lease_ms=lease_ms), cache, LeaseTable())
+
+
+def granted(core: LendCore, asked: RequestLease | None = None, now_ms: int = 0) -> Lease:
+    lease = core.lend(asked or request(), now_ms)
+    assert isinstance(lease, Lease), lease
+    case.check_blocks(core.cache, core.leases)
+    return lease
+
+
+def assert_all_given_back(core: LendCore) -> None:
+    assert len(core.leases) == 0 and core.cache.num_free + core.cache.num_cached == core.cache.num_blocks
+
+
+@pytest.mark.parametrize("first_block", [0, 1, 2])
+def test_the_leading_run_that_is_here_is_lent(first_block: int) -> None:
+    core = lender()
+    lease = granted(core, request(first_block))
+    assert (lease.first_token, lease.num_tokens, lease.tables[0].first_block) == (first_block * 4, 12, first_block)
+    assert core.leases.num_leased_blocks == 3 - first_block
+    assert core.cache.num_cached == first_block
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"fingerprint": "other"}, "fingerprint"),
+        ({"first_block": -1}, "invalid"),
+        ({"block_hashes": b""}, "invalid"),
+        ({"block_hashes": b"cut"}, "invalid"),
+        ({"block_hashes": bytes(32)}, "gone"),
+        ({"deadline_ms": 0}, "deadline"),
+    ],
+)
+def test_what_is_not_here_or_not_right_is_refused(changes: dict[str, object], reason: str) -> None:
+    core = lender()
+    refused = core.lend(msgspec.structs.replace(request(), **changes), 1)
+    assert isinstance(refused, Refused) and refused.reason == reason
+    assert_all_given_back(core)
+
+
+def test_lent_blocks_are_not_given_to_others_until_the_read_is_over() -> None:
+    core = lender()
+    lease = granted(core)
+    assert core.cache.admit([], 6 * 4, 0) is None
+    assert core.served(lease.lease_id, "landed") == [CloseLease(lease.lease_id, "landed")]
+    assert core.served(lease.lease_id, "landed") == []
+    assert_all_given_back(core)
+    assert core.cache.admit([], 6 * 4, 0) is not None
+
+
+def test_a_lease_that_nobody_opens_ends_soon_and_one_that_is_read_later() -> None:
+    core = lender()
+    unopened, opened = granted(core), granted(core)
+    core.started(opened.lease_id, OPEN_WITHIN_MS - 1)
+    assert core.tick(OPEN_WITHIN_MS - 1) == []
+    assert core.tick(OPEN_WITHIN_MS) == [CloseLease(unopened.lease_id, "expired")]
+    assert len(core.tick(OPEN_WITHIN_MS + 30_000)) == 1
+    assert_all_given_back(core)
+
+
+def test_a_reader_that_left_gives_back() -> None:
+    core = lender()
+    lease = granted(core)
+    assert core.left(WorkerLeft(worker_id=WorkerId("other"), incarnation="a", reason="silent")) == []
+    assert core.left(WorkerLeft(worker_id=READER, incarnation="a", reason="silent")) == [
+        CloseLease(lease.lease_id, "the reader left")
+    ]
+    assert_all_given_back(core)
+
+
+def test_leases_are_bounded() -> None:
+    core = lender()
+    for _ in range(MAX_LENT):
+        granted(core)
+    refused = core.lend(request(), 0)
+    assert isinstance(refused, Refused) and refused.reason == "overloaded" and refused.retry_after_ms > 0

@@ -1,0 +1,81 @@
+"""Conversations over real processes: later turns read what earlier ones left anywhere, and every token is right."""
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schemas.request import SamplingParams
+from services.cli.supervisor import UpOptions
+from services.engine.checkpoint import layout_of, read_checkpoint
+from services.engine.demo_model import DEMO_MODEL_DIR
+from tests.mesh.processes import Mesh, in_parallel, running_mesh
+from tests.mesh.reference import Case, Judge, SingleProcess
+
+NUM_CONVERSATIONS, NUM_TURNS, WIDTH = 16, 4, 6
+FIRST_TOKENS = range(40, 500)
+
+
+@pytest.fixture(scope="module")
+def single() -> SingleProcess:
+    return SingleProcess(DEMO_MODEL_DIR)
+
+
+@pytest.fixture(scope="module")
+def judge() -> Judge:
+    return Judge(DEMO_MODEL_DIR)
+
+
+def talk(mesh: Mesh, number: int) -> list[tuple[Case, list[int], dict[str, Any]]]:
+    """Hold one conversation; return each turn's case, answer and usage."""
+    rng = random.Random(number)
+    vocabulary = 500
+    tokens = [rng.randrange(5, vocabulary) for _ in range(rng.choice(FIRST_TOKENS))]
+    turns: list[tuple[Case, list[int], dict[str, Any]]] = []
+    for _ in range(NUM_TURNS):
+        sampling = SamplingParams(max_tokens=rng.randrange(2, 40), temperature=0, ignore_eos=True)
+        answer = mesh.complete(tokens, max_tokens=sampling.max_tokens, ignore_eos=True, return_token_ids=True)
+        token_ids = answer["choices"][0]["token_ids"]
+        turns.append((Case(list(tokens), sampling), token_ids, answer["usage"]))
+        tokens += token_ids + [rng.randrange(5, vocabulary) for _ in range(rng.randrange(1, 50))]
+    return turns
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("carrier", "num_blocks", "store"), [("shm", 4096, ""), ("tcp", 64, "disk")])
+def test_conversations(
+    carrier: str, num_blocks: int, store: str, tmp_path: Path, single: SingleProcess, judge: Judge
+) -> None:
+    """With 64 blocks a worker everything is evicted all the time; a store then keeps what the workers cannot."""
+    block_bytes = layout_of(read_checkpoint(str(DEMO_MODEL_DIR))).block_bytes
+    options = UpOptions(
+        num_prefill=2, num_decode=2, carrier=carrier, port=0, kv_bytes=num_blocks * block_bytes, store=store,  # type: ignore[arg-type]
+        store_dir=str(tmp_path / "store") if store else "",
+    )  # fmt: skip
+    computed: Counter[str] = Counter()
+    sources: Counter[str] = Counter()
+    with running_mesh(tmp_path / "run", options) as mesh:
+        talks = in_parallel([lambda n=n: talk(mesh, n) for n in range(NUM_CONVERSATIONS)], WIDTH)
+        mesh.assert_no_blocks_held()
+        assert all(w.num_dropped_messages == w.num_refused_reads == 0 for w in mesh.fleet.workers)
+    for turns in talks:
+        for case, token_ids, usage in turns:
+            judge.compare(f"{carrier} and one process", case, single.run(case), token_ids)
+            mesh_usage = usage["kvmesh"]
+            for view in (mesh_usage, mesh_usage["prefill"] or mesh_usage):
+                told = view["cached_tokens"] + view["transferred_tokens"] + view["recomputed_tokens"]
+                assert told == usage["prompt_tokens"] == len(case.prompt)
+                assert sum(view["transferred_from"].values()) == view["transferred_tokens"]
+            computing = mesh_usage["prefill"] or mesh_usage
+            computed["tokens"] += computing["recomputed_tokens"]
+            computed["prompts"] += usage["prompt_tokens"]
+            sources.update(computing["transferred_from"])
+            sources["cached"] += computing["cached_tokens"]
+    print(f"\n{carrier}, {num_blocks} blocks: {dict(judge.verdict.counts)}, {dict(computed)}, {dict(sources)}")
+    assert not judge.verdict.wrong, judge.verdict.wrong[:5]
+    assert computed["tokens"] < computed["prompts"], "something was reused"
+    if num_blocks > 64:
+        assert any(name.startswith("decode") for name in sources), "answers came back from decode workers"
+        assert computed["tokens"] < 0.6 * computed["prompts"]

@@ -1,0 +1,347 @@
+"""A store on a memory bus, with workers that hold known KV and readers that look at what they get."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dataplane.arena import Arena
+from dataplane.layout import BlockTable, KVLayout, segments_of, uniform_shape
+from dataplane.lease import LeaseTable
+from dataplane.progress import KVProgress
+from dataplane.reader import PlaneReader
+from dataplane.server import PlaneServer, ReadableKV, ServerOptions
+from dataplane.stream import TransferStats
+from dataplane.ticket import Ticket, sign
+from schemas import subjects
+from schemas.block import join_hashes, split_hashes
+from schemas.directory import BlocksEvicted, BlocksStored, Inventory, ReadInventory
+from schemas.handoff import Endpoint
+from schemas.ids import BlockHash, LeaseId, RequestId, WorkerId, new_id
+from schemas.kv import BlocksCooling, LeaseGranted, RequestLease
+from schemas.message import Message
+from schemas.request import Refused, refuse
+from schemas.worker import WorkerLeft, WorkerLoad
+from services.bus.memory import MemoryBroker, MemoryBus
+from services.bus.typed import Received, TypedBus
+from services.config import MeshConfig, StoreConfig, WorkerConfig
+from services.runtime import now_ms
+from services.store.load import OpenTier, make_parts
+from services.store.service import run_store
+from services.store.values import BlockValues
+from services.telemetry import Telemetry
+from tests.store.rig import LAYOUT, hashes_of
+
+SECRET = b"a secret of the tests"
+STORE = WorkerId("store-0")
+PATIENCE_S = 60.0
+
+
+def kv_of(block_hash: BlockHash, layout: KVLayout = LAYOUT) -> bytes:
+    """Return the KV that this block has wherever it lies."""
+    seed = int.from_bytes(block_hash, "big")
+    return np.random.default_rng(seed).integers(0, 256, layout.block_bytes, np.uint8).tobytes()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+class BlockMemory:
+    """An arena whose blocks are read and written whole."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+        self.shape = uniform_shape(layout, num_blocks)
+        self.arena = Arena.create(self.shape)
+        self._values = BlockValues(self.arena.array, self.shape)
+
+    def put(self, block: int, kv: bytes) -> None:
+        at = 0
+        for view in self._values.views(block):
+            view[:] = np.frombuffer(kv[at : at + view.nbytes], np.uint8)
+            at += view.nbytes
+
+    def get(self, block: int) -> bytes:
+        return b"".join(view.tobytes() for view in self._values.views(block))
+
+
+@dataclass
+class Worker:
+    """Holds blocks `numbers`, offers them, lends them. `refuses`: what it answers instead of a lease.
+
+    `held_back`: its streams wait for this event's setting, as those of a prefill that is still being computed do.
+    """
+
+    worker_id: WorkerId
+    door: TypedBus
+    carriers: tuple[str, ...] = ("shm", "tcp")
+    layout: KVLayout = LAYOUT
+    refuses: Refused | None = None
+    num_tokens_ready: int | None = None
+    asked: list[list[BlockHash]] = field(default_factory=list)
+    outcomes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.leases = LeaseTable()
+        self.progress: dict[LeaseId, KVProgress] = {}
+        self.block_of: dict[BlockHash, int] = {}
+        self.memory = BlockMemory(self.layout, 128)
+        options = ServerOptions(carriers=self.carriers)
+        self.plane = PlaneServer(self.memory.arena, self.memory.shape, self, SECRET, options)
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        self.plane.start()
+        await self.door.serve(tasks, subjects.LEASE, (self.worker_id,), self._on_lease)
+
+    async def close(self) -> None:
+        for progress in self.progress.values():
+            progress.fail("the worker is gone")
+        await asyncio.to_thread(self.plane.close)
+        self.memory.arena.close()
+        await self.door.close()
+
+    def hold(self, *numbers: int) -> None:
+        for block_hash in hashes_of(*numbers):
+            block = self.block_of.setdefault(block_hash, len(self.block_of) * 7 % 128)  # not in order, not in a row
+            self.memory.put(block, kv_of(block_hash, self.layout))
+
+    def forget(self, *numbers: int) -> None:
+        for block_hash in hashes_of(*numbers):
+            del self.block_of[block_hash]
+
+    async def cool(self, *numbers: int) -> None:
+        joined = join_hashes(hashes_of(*numbers))
+        message = BlocksCooling(worker_id=self.worker_id, incarnation="w", block_hashes=joined)
+        await self.door.publish(subjects.COOLING, (self.worker_id,), message)
+
+    async def leave(self) -> None:
+        message = WorkerLeft(worker_id=self.worker_id, incarnation="w", reason="stopped")
+        await self.door.publish(subjects.LEFT, (self.worker_id,), message)
+
+    async def _on_lease(self, received: Received[RequestLease]) -> Message:
+        request = received.message
+        hashes = split_hashes(request.block_hashes)
+        self.asked.append(hashes)
+        if self.refuses is not None:
+            return self.refuses
+        run = hashes[
+            : next((at for at, block_hash in enumerate(hashes) if block_hash not in self.block_of), len(hashes))
+        ]
+        if not run:
+            return refuse(request, "gone", "evicted")
+        num_tokens = len(run) * self.layout.block_size
+        table = BlockTable(segments_of([self.block_of[block_hash] for block_hash in run]))
+        lease = self.leases.grant(
+            lease_id=LeaseId(new_id("lease")),
+            holder=self.worker_id,
+            reader=request.reader,
+            tables=(table,),
+            num_tokens=num_tokens,
+            expires_at_ms=now_ms() + 60_000,
+        )
+        if self.num_tokens_ready is None:
+            self.progress[lease.lease_id] = KVProgress.completed(self.layout.num_layers, num_tokens)
+        else:  # it stops there
+            progress = self.progress[lease.lease_id] = KVProgress(self.layout.num_layers, num_tokens)
+            for layer in range(self.layout.num_layers):
+                progress.advance(layer, min(num_tokens, self.num_tokens_ready))
+        return granted(request, self.worker_id, lease.lease_id, lease.epoch, self.plane.endpoint, num_tokens)
+
+    # `LeaseGate`.
+
+    def open(self, ticket: Ticket) -> ReadableKV:
+        lease = self.leases.check(ticket.lease_id, ticket.epoch, ticket.reader, now_ms())
+        return ReadableKV(tables=lease.tables, num_tokens=lease.num_tokens, progress=self.progress[ticket.lease_id])
+
+    def still_valid(self, ticket: Ticket) -> bool:
+        return self.leases.is_current(ticket.lease_id, ticket.epoch, now_ms())
+
+    def started(self, lease_id: LeaseId, carrier: str) -> None:
+        pass
+
+    def served(self, lease_id: LeaseId, stats: TransferStats | None, error: str) -> None:
+        self.outcomes.append(error or "landed")
+
+
+def granted(
+    request: RequestLease, holder: WorkerId, lease_id: LeaseId, epoch: int, endpoint: Endpoint, num_tokens: int
+) -> LeaseGranted:
+    ticket = Ticket(
+        lease_id=lease_id, epoch=epoch, holder=holder, reader=request.reader, tenant="", expires_at_ms=now_ms() + 60_000
+    )
+    return LeaseGranted(
+        request_id=request.request_id,
+        attempt=1,
+        deadline_ms=request.deadline_ms,
+        worker_id=holder,
+        lease_id=lease_id,
+        epoch=epoch,
+        lease_ms=60_000,
+        ticket=sign(SECRET, ticket),
+        endpoint=endpoint,
+        first_token=0,
+        num_tokens=num_tokens,
+    )
+
+
+class Fleet:
+    """Everybody around a store, on one broker."""
+
+    def __init__(self, tasks: asyncio.TaskGroup) -> None:
+        self.broker = MemoryBroker()
+        self.tasks = tasks
+        self.door = TypedBus(MemoryBus(self.broker), "tests")
+        self.workers: list[Worker] = []
+        self.held: dict[str, dict[str, set[BlockHash]]] = {}
+        """Incarnation → tier → what its events say is there."""
+        self.heard: list[str] = []
+        self.loads: list[WorkerLoad] = []
+        self._sequences: dict[str, int] = {}
+        self._memory = BlockMemory(LAYOUT, 64)
+        self._reader = PlaneReader(self._memory.arena, self._memory.shape)
+
+    async def start(self) -> None:
+        await self.door.listen(self.tasks, subjects.STORED, (STORE,), self._on_change)
+        await self.door.listen(self.tasks, subjects.EVICTED, (STORE,), self._on_change)
+        await self.door.listen(self.tasks, subjects.LOAD, (STORE,), self._on_load)
+        for subject in (subjects.JOINED, subjects.DRAINING, subjects.LEFT):
+            await self.door.listen(
+                self.tasks, subject, (STORE,), lambda received: self.heard.append(type(received.message).__name__)
+            )
+
+    async def close(self) -> None:
+        for worker in self.workers:
+            await worker.close()
+        self._reader.close()
+        self._memory.arena.close()
+        await self.door.close()
+
+    async def worker(self, name: str = "prefill-0", *numbers: int, **options) -> Worker:
+        worker = Worker(WorkerId(name), TypedBus(MemoryBus(self.broker), name), **options)
+        self.workers.append(worker)
+        worker.hold(*numbers)
+        await worker.start(self.tasks)
+        return worker
+
+    async def gone(self, worker: Worker) -> None:
+        self.workers.remove(worker)
+        await worker.close()
+
+    @property
+    def tiers(self) -> dict[str, set[BlockHash]]:
+        """What the store that was heard last says it holds."""
+        return list(self.held.values())[-1] if self.held else {}
+
+    def has(self, tier: str, *numbers: int) -> bool:
+        return set(hashes_of(*numbers)) <= self.tiers.get(tier, set())
+
+    async def ask(self, *numbers: int, first_block: int = 0, deadline_ms: int = 30_000) -> LeaseGranted | Refused:
+        request = RequestLease(
+            request_id=RequestId(new_id("req")),
+            attempt=1,
+            deadline_ms=now_ms() + deadline_ms,
+            reader=WorkerId("decode-0"),
+            fingerprint=LAYOUT.fingerprint,
+            first_block=first_block,
+            block_hashes=join_hashes(hashes_of(*numbers)),
+        )
+        answer = await self.door.ask(subjects.LEASE, (STORE,), request, PATIENCE_S)
+        assert isinstance(answer, LeaseGranted | Refused)
+        return answer
+
+    async def read(self, grant: LeaseGranted, carrier: str = "auto") -> list[bytes]:
+        """Read what was granted into blocks of our own, and return these blocks' bytes."""
+        first, rest = divmod(grant.first_token, LAYOUT.block_size)
+        end, more = divmod(grant.num_tokens, LAYOUT.block_size)
+        assert not rest and not more
+        blocks = [63 - at for at in range(end)]  # not in a row
+        for block in blocks:
+            self._memory.put(block, bytes(LAYOUT.block_bytes))
+        landed = await self._reader.read(
+            grant.endpoint,
+            grant.ticket,
+            carrier=carrier,
+            tables=(BlockTable(segments_of(blocks)),),
+            first_token=grant.first_token,
+            num_tokens=grant.num_tokens,
+            deadline_s=PATIENCE_S,
+        )
+        assert landed.num_tokens == grant.num_tokens
+        assert all(self._memory.get(block) == bytes(LAYOUT.block_bytes) for block in blocks[:first])
+        return [self._memory.get(block) for block in blocks[first:]]
+
+    async def fetch(self, *numbers: int, first_block: int = 0, carrier: str = "auto") -> int:
+        """Ask for blocks and read them; assert that they are right, and return how many there were."""
+        answer = await self.ask(*numbers, first_block=first_block)
+        if isinstance(answer, Refused):
+            assert answer.reason == "gone", answer
+            return 0
+        assert answer.first_token == first_block * LAYOUT.block_size
+        found = await self.read(answer, carrier)
+        assert found == [kv_of(block_hash) for block_hash in hashes_of(*numbers[: len(found)])]
+        return len(found)
+
+    async def inventory(self) -> dict[str, set[BlockHash]]:
+        held: dict[str, set[BlockHash]] = {}
+        offset: int | None = 0
+        while offset is not None:
+            page = await self.door.ask(subjects.INVENTORY, (STORE,), ReadInventory(offset=offset), PATIENCE_S)
+            assert isinstance(page, Inventory)
+            held.setdefault(page.tier, set()).update(split_hashes(page.block_hashes))
+            offset = page.next_offset
+        return {tier: hashes for tier, hashes in held.items() if hashes}
+
+    def _on_change(self, received: Received[BlocksStored | BlocksEvicted]) -> None:
+        event = received.message
+        assert event.sequence == self._sequences.get(event.incarnation, 0) + 1, "events are numbered without gaps"
+        self._sequences[event.incarnation] = event.sequence
+        hashes = set(split_hashes(event.block_hashes))
+        tiers = self.held.setdefault(event.incarnation, {})
+        held = tiers.setdefault(event.tier, set())
+        tiers[event.tier] = held | hashes if isinstance(event, BlocksStored) else held - hashes
+
+    def _on_load(self, received: Received[WorkerLoad]) -> None:
+        blocks = received.message.blocks
+        assert blocks.total == blocks.free + blocks.cached + blocks.running + blocks.leased
+        self.loads.append(received.message)
+
+
+@asynccontextmanager
+async def fleet() -> AsyncGenerator[Fleet]:
+    async with asyncio.TaskGroup() as tasks:
+        around = Fleet(tasks)
+        await around.start()
+        yield around
+        await around.close()
+
+
+def config_of(num_blocks: int = 32, carrier: str = "auto", lease_ms: int = 60_000, **store) -> MeshConfig:
+    settings = StoreConfig(memory_bytes=num_blocks * LAYOUT.block_bytes, **store)
+    worker = WorkerConfig(block_size=LAYOUT.block_size, carrier=carrier, lease_ms=lease_ms)  # type: ignore[arg-type]
+    return MeshConfig(secret=SECRET.decode(), store=settings, worker=worker)
+
+
+@asynccontextmanager
+async def store(
+    around: Fleet, config: MeshConfig, *, open_behind: OpenTier | None = None, layout: KVLayout = LAYOUT
+) -> AsyncGenerator[None]:
+    """Run a store beside the block; it has left when the block has."""
+    parts = make_parts(config, STORE, layout, SECRET, model="m", context_length=4096, open_behind=open_behind)
+    stop, ready = asyncio.Event(), asyncio.Event()
+    bus = MemoryBus(around.broker)
+    running = asyncio.create_task(run_store(config, parts, bus, Telemetry(STORE, None), stop, ready.set))
+    waiting = asyncio.create_task(ready.wait())
+    await asyncio.wait([running, waiting], return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if running.done():
+        await running
+    try:
+        yield
+    finally:
+        stop.set()
+        async with asyncio.timeout(PATIENCE_S):
+            await running

@@ -1,0 +1,473 @@
+"""What the store decides, with no bus, no thread and no tier."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from dataplane.layout import block_ids
+from dataplane.lease import Lease
+from schemas.block import join_hashes, split_hashes
+from schemas.directory import BlocksEvicted, BlocksStored
+from schemas.ids import BlockHash, RequestId, WorkerId
+from schemas.kv import RequestLease
+from schemas.request import Refused
+from schemas.worker import WorkerLeft
+from services.store import core as core_module
+from services.store.core import MAX_LEASES, MAX_PULLS, OPEN_WITHIN_MS, StoreCore, StoreLimits, WriteBatch
+from tests.store.rig import LAYOUT, WINDOWED, hash_of, hashes_of
+
+WORKER, READER = WorkerId("prefill-0"), WorkerId("decode-0")
+NOW = 1_000_000
+LEASE_MS = 30_000
+
+
+def make_core(num_blocks: int = 8, max_values: int = 100, *, behind: bool = True, layout=LAYOUT) -> StoreCore:
+    limits = StoreLimits(
+        store_id=WorkerId("store-0"),
+        incarnation="i",
+        lease_ms=LEASE_MS,
+        value_bytes=10,
+        max_bytes=10 * max_values + 9,
+        max_unwritten=max(1, num_blocks // 2),
+    )
+    return StoreCore(limits, layout, num_blocks, "disk" if behind else None)
+
+
+def pull(core: StoreCore, *numbers: int, writes: bool = True) -> None:
+    """Take these blocks in, as if a worker had given them."""
+    blocks = core.memory.allocate(len(numbers))
+    assert blocks is not None
+    core.pulled(blocks, hashes_of(*numbers), writes=writes)
+
+
+def write_all(core: StoreCore) -> None:
+    while (batch := core.start_write(4)) is not None:
+        core.end_write(batch, batch.hashes)
+
+
+def ask(*numbers: int, first_block: int = 0, **changes) -> RequestLease:
+    fields = {
+        "request_id": RequestId("r"),
+        "attempt": 1,
+        "deadline_ms": NOW + 10_000,
+        "reader": READER,
+        "fingerprint": LAYOUT.fingerprint,
+        "first_block": first_block,
+        "block_hashes": join_hashes(hashes_of(*numbers)),
+    }
+    return RequestLease(**(fields | changes))
+
+
+def lend(core: StoreCore, *numbers: int, first_block: int = 0) -> Lease:
+    lease = core.grant(ask(*numbers, first_block=first_block), core.take(hashes_of(*numbers)), NOW)
+    assert isinstance(lease, Lease)
+    return lease
+
+
+def wanted(core: StoreCore, worker: str, *numbers: int) -> list[BlockHash]:
+    return core.start_pull(WorkerId(worker), join_hashes(hashes_of(*numbers)))
+
+
+# Taking.
+
+
+def test_only_what_is_nowhere_is_wanted() -> None:
+    core = make_core()
+    pull(core, 1)
+    core.back.put(hash_of(2))
+    assert wanted(core, "a", 1, 2, 3, 3, 4) == hashes_of(3, 4)
+
+
+def test_one_pull_at_a_time_from_a_worker_and_a_few_in_all() -> None:
+    core = make_core()
+    assert wanted(core, "a", 1)
+    assert not wanted(core, "a", 2)
+    for number in range(1, MAX_PULLS):
+        assert wanted(core, f"other-{number}", 10 + number)
+    assert not wanted(core, "one-more", 99)
+    assert core.counts.num_dropped_offers == 2
+    core.end_pull(WorkerId("a"))
+    assert wanted(core, "a", 2)
+
+
+def test_what_one_worker_gives_is_not_asked_of_another() -> None:
+    core = make_core()
+    assert wanted(core, "a", 1, 2) == hashes_of(1, 2)
+    assert wanted(core, "b", 2, 3) == hashes_of(3)
+    assert core.lacking(hashes_of(1, 2), WorkerId("a")) == hashes_of(1, 2)
+
+
+def test_an_offer_that_is_no_list_of_hashes_is_dropped() -> None:
+    core = make_core()
+    assert not core.start_pull(WORKER, b"seventeen bytes!!")
+    assert core.counts.num_dropped_offers == 1
+
+
+def test_windowed_layers_are_not_taken() -> None:
+    core = make_core(layout=WINDOWED)
+    assert not core.takes_blocks
+    assert not wanted(core, "a", 1)
+
+
+def test_a_store_that_leaves_takes_nothing() -> None:
+    core = make_core()
+    core.draining = True
+    assert not wanted(core, "a", 1)
+
+
+def test_a_slow_tier_slows_the_taking_not_the_worker() -> None:
+    core = make_core(num_blocks=8)
+    pull(core, 1, 2, 3)
+    assert core.num_pullable(writes=True) == 1
+    assert core.num_pullable(writes=False) == 5
+    batch = core.start_write(8)
+    assert batch is not None
+    assert core.num_pullable(writes=True) == 1, "what is being written still waits"
+    core.end_write(batch, batch.hashes)
+    assert core.num_pullable(writes=True) == 4
+
+
+def test_the_worker_names_the_coldest_first_and_so_they_go() -> None:
+    core = make_core(num_blocks=3, behind=False)
+    pull(core, 3, 2, 1, writes=False)
+    pull(core, 9, writes=False)
+    assert core.lacking(hashes_of(1, 2, 3)) == hashes_of(3)
+
+
+def test_while_the_tier_is_down_memory_takes_blocks_alone() -> None:
+    core = make_core(num_blocks=4)
+    pull(core, 1, 2, writes=False)
+    assert core.start_write(4) is None
+    assert core.counts.num_unwritten == 2
+    assert core.num_pullable(writes=False) == 4
+
+
+# Writing through.
+
+
+def test_what_waits_to_be_written_is_not_given_up() -> None:
+    core = make_core(num_blocks=4)
+    pull(core, 1, 2)
+    assert core.memory.allocate(3) is None
+    write_all(core)
+    assert core.memory.allocate(4) is not None
+    assert core.behind(hashes_of(1, 2)) == hashes_of(1, 2)
+
+
+def test_the_bound_holds_and_the_coldest_goes_first() -> None:
+    core = make_core(num_blocks=8, max_values=3)
+    for number in range(1, 6):
+        pull(core, number)
+        if number == 4:
+            core.give_back(core.take(hashes_of(2)))
+        write_all(core)
+        core.check_integrity()
+    assert set(core.back.hashes()) == set(hashes_of(2, 4, 5))
+
+
+def test_a_batch_is_never_larger_than_the_bound() -> None:
+    core = make_core(num_blocks=8, max_values=2)
+    pull(core, 1, 2, 3)
+    batch = core.start_write(8)
+    assert batch is not None and batch.hashes == hashes_of(1, 2)
+    core.end_write(batch, batch.hashes)
+    batch = core.start_write(8)
+    assert batch == WriteBatch(hashes_of(3), batch.blocks if batch else [], hashes_of(1))
+
+
+def test_a_full_tier_gives_up_as_much_as_it_lacked() -> None:
+    core = make_core(num_blocks=8)
+    pull(core, 1, 2, 3)
+    write_all(core)
+    pull(core, 4, 5)
+    batch = core.start_write(4)
+    assert batch is not None and not batch.evicted
+    assert core.end_write(batch, batch.hashes[:1], full=True) == hashes_of(1)
+    assert core.back.hashes() == hashes_of(2, 3, 4)
+    assert core.counts.num_unwritten == 1
+    core.check_integrity()
+
+
+def test_what_cannot_be_written_stays_in_memory() -> None:
+    core = make_core(num_blocks=8)
+    pull(core, 1, 2, 3)
+    batch = core.start_write(1)
+    assert batch is not None
+    core.end_write(batch, [])
+    core.drop_unwritten()
+    assert core.start_write(4) is None and core.counts.num_unwritten == 3
+    assert len(core.take(hashes_of(1, 2, 3))) == 3
+    core.check_integrity()
+
+
+# Lending.
+
+
+def test_a_lease_is_on_the_readers_own_positions() -> None:
+    core = make_core()
+    pull(core, 1, 2, 3)
+    lease = lend(core, 1, 2, 7, first_block=5)
+    assert (lease.first_token, lease.num_tokens) == (5 * 8, 7 * 8)
+    (table,) = lease.tables
+    assert (table.first_block, table.end_block) == (5, 7)
+    assert lease.expires_at_ms == NOW + OPEN_WITHIN_MS
+
+
+def test_leased_blocks_outlast_any_pressure() -> None:
+    core = make_core(num_blocks=4, behind=False)
+    pull(core, 1, 2, writes=False)
+    lease = lend(core, 1, 2)
+    for number in range(10, 20):
+        pull(core, number, writes=False)
+    assert core.memory.take(hashes_of(1, 2)) == block_ids(lease.tables[0].segments)
+    assert core.memory.allocate(3) is None
+
+
+def test_a_lease_ends_once_whichever_way_it_ends() -> None:
+    core = make_core()
+    pull(core, 1, 2, 3, writes=False)
+    first, second, third = lend(core, 1), lend(core, 1, 2), lend(core, 3)
+    assert core.block_counts().leased == 3
+    assert [lease.lease_id for lease in core.end_lease(first.lease_id, "landed")] == [first.lease_id]
+    assert core.end_lease(first.lease_id, "again") == []
+    core.started(third.lease_id, NOW)
+    assert [lease.lease_id for lease in core.expire(NOW + OPEN_WITHIN_MS)] == [second.lease_id]
+    assert core.expire(NOW + LEASE_MS - 1) == []
+    left = WorkerLeft(worker_id=READER, incarnation="x", reason="gone")
+    assert [lease.lease_id for lease in core.left(left)] == [third.lease_id]
+    core.started(third.lease_id, NOW)
+    counts = core.block_counts()
+    assert (counts.free, counts.cached, counts.leased, counts.running) == (5, 3, 0, 0)
+
+
+def test_only_the_leavers_leases_end() -> None:
+    core = make_core()
+    pull(core, 1)
+    lend(core, 1)
+    assert core.left(WorkerLeft(worker_id=WorkerId("decode-1"), incarnation="x", reason="gone")) == []
+    assert len(core.leases) == 1
+
+
+def refusal(core: StoreCore, request: RequestLease) -> str:
+    refused = core.check(request, NOW)
+    assert isinstance(refused, Refused)
+    return refused.reason
+
+
+def test_what_is_refused_at_the_door() -> None:
+    core = make_core()
+    assert refusal(core, ask(1, fingerprint="another")) == "fingerprint"
+    assert refusal(core, ask()) == "invalid"
+    assert refusal(core, ask(1, first_block=-1)) == "invalid"
+    assert refusal(core, ask(1, block_hashes=b"cut")) == "invalid"
+    assert refusal(core, ask(1, 2, 1)) == "invalid"
+    assert refusal(core, ask(1, deadline_ms=NOW)) == "deadline"
+    assert core.check(ask(1), NOW) is None
+    core.draining = True
+    assert refusal(core, ask(1)) == "draining"
+
+
+def test_there_is_a_bound_on_open_leases() -> None:
+    core = make_core()
+    pull(core, 1)
+    for _ in range(MAX_LEASES):
+        lend(core, 1)
+    taken = core.take(hashes_of(1))
+    refused = core.grant(ask(1), taken, NOW)
+    assert isinstance(refused, Refused) and refused.reason == "overloaded"
+    for lease in core.leases:
+        core.end_lease(lease.lease_id, "landed")
+    write_all(core)
+    assert core.block_counts().cached == 1, "what was taken for the refused one has been given back"
+
+
+def test_what_is_not_here_is_gone() -> None:
+    refused = make_core().grant(ask(1), [], NOW)
+    assert isinstance(refused, Refused) and refused.reason == "gone"
+
+
+def test_loading_brings_back_what_memory_gave_up() -> None:
+    core = make_core(num_blocks=4)
+    pull(core, 1, 2)
+    write_all(core)
+    pull(core, 3, 4)
+    write_all(core)
+    pull(core, 5, 6, writes=False)
+    assert core.take(hashes_of(1, 2)) == []
+    run = core.behind(hashes_of(1, 2, 9))
+    assert run == hashes_of(1, 2)
+    blocks = core.allocate_up_to(len(run))
+    filled = core.loaded(blocks, run[:1], lost=run[1:])
+    assert filled == blocks[:1]
+    assert core.behind(hashes_of(2)) == [] and core.counts.num_lost == 1
+    core.give_back(filled)
+    assert core.take(hashes_of(1)) == filled
+
+
+def test_a_run_behind_memory_ends_where_memory_goes_on() -> None:
+    core = make_core()
+    pull(core, 1, 2, 3)
+    write_all(core)
+    pull(core, 4, writes=False)
+    core.back.put(hash_of(5))
+    assert core.behind(hashes_of(5, 4)) == hashes_of(5)
+
+
+def test_no_more_is_loaded_than_there_is_room_for() -> None:
+    core = make_core(num_blocks=4)
+    assert len(core.allocate_up_to(9)) == 4
+    assert core.allocate_up_to(9) == []
+
+
+# What the directory hears.
+
+
+def test_events_are_numbered_and_of_one_tier_each() -> None:
+    core = make_core(num_blocks=4, max_values=1)
+    pull(core, 1, 2)
+    write_all(core)
+    events = core.take_events()
+    assert [(type(e), e.sequence, e.tier, split_hashes(e.block_hashes)) for e in events] == [
+        (BlocksStored, 1, "memory", hashes_of(1, 2)),
+        (BlocksStored, 2, "disk", hashes_of(2)),
+    ]
+    pull(core, 3, 4)
+    write_all(core)
+    assert [(type(e), e.sequence, e.tier, split_hashes(e.block_hashes)) for e in core.take_events()] == [
+        (BlocksStored, 3, "memory", hashes_of(3, 4)),
+        (BlocksEvicted, 4, "disk", hashes_of(2)),
+        (BlocksStored, 5, "disk", hashes_of(4)),
+    ]
+    assert core.take_events() == []
+
+
+def test_an_inventory_has_pages_of_one_tier_each(monkeypatch) -> None:
+    monkeypatch.setattr(core_module, "INVENTORY_PAGE_BLOCKS", 2)
+    core = make_core()
+    core.back.restore(hashes_of(11, 12, 13))
+    pull(core, 1, 2, 3, writes=False)
+    core.take_events()
+    pages = []
+    offset: int | None = 0
+    while offset is not None:
+        page = core.inventory(offset)
+        pages.append((page.tier, split_hashes(page.block_hashes), page.sequence))
+        offset = page.next_offset
+    assert pages == [
+        ("memory", hashes_of(1, 2), 1),
+        ("memory", hashes_of(3), 1),
+        ("disk", hashes_of(11, 12), 1),
+        ("disk", hashes_of(13), 1),
+    ]
+
+
+def test_an_empty_stores_inventory_is_one_empty_page() -> None:
+    page = make_core().inventory(0)
+    assert (page.block_hashes, page.next_offset, page.sequence) == (b"", None, 0)
+
+
+def test_an_inventory_of_a_tier_alone() -> None:
+    core = make_core()
+    core.back.restore(hashes_of(1))
+    page = core.inventory(0)
+    assert (page.tier, split_hashes(page.block_hashes), page.next_offset) == ("disk", hashes_of(1), None)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Any order of pulls, writes, losses, loads and leases, against what the leases were promised."""
+
+    numbers = st.lists(st.integers(0, 11), min_size=1, max_size=5, unique=True)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = make_core(num_blocks=8, max_values=3)
+        self.content: dict[int, BlockHash] = {}
+        self.writing: list[WriteBatch] = []
+        self.leased: dict[str, list[BlockHash]] = {}
+        self.told: dict[str, set[BlockHash]] = {"memory": set(), "disk": set()}
+        self.last_sequence = 0
+
+    def in_use(self) -> set[int]:
+        leased = {b for lease in self.core.leases for b in block_ids(lease.tables[0].segments)}
+        return leased | {block for batch in self.writing for block in batch.blocks}
+
+    @rule(numbers=numbers, writes=st.booleans(), landed=st.integers(0, 5))
+    def pull(self, numbers: list[int], writes: bool, landed: int) -> None:
+        hashes = self.core.lacking(hashes_of(*numbers))[: max(0, self.core.num_pullable(writes=writes))]
+        blocks = self.core.memory.allocate(len(hashes))
+        if blocks is None:
+            return
+        assert not self.in_use() & set(blocks)
+        self.content.update(zip(blocks, hashes, strict=True))
+        self.core.pulled(blocks, hashes[:landed], writes=writes)
+
+    @rule(size=st.integers(1, 4))
+    def start_write(self, size: int) -> None:
+        if (batch := self.core.start_write(size)) is not None:
+            assert [self.content[block] for block in batch.blocks] == batch.hashes
+            self.writing.append(batch)
+
+    @precondition(lambda self: self.writing)
+    @rule(written=st.integers(0, 4), full=st.booleans())
+    def end_write(self, written: int, full: bool) -> None:
+        batch = self.writing.pop(0)
+        self.core.end_write(batch, batch.hashes[:written], full=full)
+
+    @rule()
+    def drop_unwritten(self) -> None:
+        self.core.drop_unwritten()
+
+    @rule(numbers=numbers, filled=st.integers(0, 5), is_lost=st.booleans())
+    def load(self, numbers: list[int], filled: int, is_lost: bool) -> None:
+        run = self.core.behind(hashes_of(*numbers))
+        blocks = self.core.allocate_up_to(len(run))
+        assert not self.in_use() & set(blocks)
+        run = run[: len(blocks)]
+        self.content.update(zip(blocks, run, strict=True))
+        self.core.give_back(self.core.loaded(blocks, run[:filled], run[filled : filled + 1] if is_lost else []))
+
+    @rule(numbers=numbers, first_block=st.integers(0, 3))
+    def lend(self, numbers: list[int], first_block: int) -> None:
+        hashes = hashes_of(*numbers)
+        blocks = self.core.take(hashes)
+        lease = self.core.grant(ask(*numbers, first_block=first_block), blocks, NOW)
+        if isinstance(lease, Lease):
+            self.leased[lease.lease_id] = hashes[: len(blocks)]
+
+    @precondition(lambda self: self.leased)
+    @rule(data=st.data())
+    def end_lease(self, data: st.DataObject) -> None:
+        lease_id = data.draw(st.sampled_from(sorted(self.leased)))
+        del self.leased[lease_id]
+        for lease in self.core.leases:
+            if lease.lease_id == lease_id:
+                assert len(self.core.end_lease(lease.lease_id, "landed")) == 1
+
+    @invariant()
+    def leases_hold_what_they_were_granted_on(self) -> None:
+        for lease in self.core.leases:
+            blocks = block_ids(lease.tables[0].segments)
+            assert [self.content[block] for block in blocks] == self.leased[lease.lease_id]
+
+    @invariant()
+    def the_bounds_hold(self) -> None:
+        self.core.check_integrity()
+        assert len(self.core.back) <= 3 and self.core.num_unwritten <= self.core.limits.max_unwritten
+        counts = self.core.block_counts()
+        assert counts.total == counts.free + counts.cached + counts.running + counts.leased
+
+    @invariant()
+    def the_events_tell_the_truth(self) -> None:
+        for event in self.core.take_events():
+            assert event.sequence == self.last_sequence + 1
+            self.last_sequence += 1
+            hashes = set(split_hashes(event.block_hashes))
+            if isinstance(event, BlocksStored):
+                self.told[event.tier] |= hashes
+            else:
+                self.told[event.tier] -= hashes
+        assert self.told == {"memory": set(self.core.memory.hashes()), "disk": set(self.core.back.hashes())}
+
+
+TestStoreMachine = StoreMachine.TestCase
+TestStoreMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,339 @@
+"""The store among workers: what it takes, what it gives, and what it costs when something is wrong."""
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from schemas.kv import LeaseGranted
+from schemas.request import Refused
+from services.config import MeshConfig, StoreConfig
+from services.errors import UserError
+from services.store import core as core_module
+from services.store.load import load_store
+from tests.store.fleet import LAYOUT, SECRET, STORE, config_of, fleet, kv_of, store, until
+from tests.store.rig import WINDOWED, hash_of, hashes_of
+
+
+def behind(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> dict[str, object]:
+    """Return the settings of a tier."""
+    if kind == "memory":
+        return {}
+    if kind == "disk":
+        return {"url": "disk", "path": str(tmp_path)}
+    server = request.getfixturevalue("server")
+    server.client().flushall()
+    return {"url": server.url, "timeout_ms": 5_000}
+
+
+NAMES = {"memory": "memory", "disk": "disk", "valkey": "remote"}
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk", "valkey"])
+@pytest.mark.parametrize("carrier", ["shm", "tcp"])
+async def test_cooled_blocks_outlive_their_worker(
+    kind: str, carrier: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    async with fleet() as around, store(around, config_of(carrier=carrier, **behind(kind, tmp_path, request))):
+        worker = await around.worker("prefill-0", *range(10))
+        await worker.cool(*range(9, -1, -1))
+        await until(lambda: around.has("memory", *range(10)) and around.has(NAMES[kind], *range(10)))
+        assert await around.inventory() == around.tiers
+        assert worker.outcomes == ["landed"]
+        await around.gone(worker)
+        assert await around.fetch(*range(10), carrier=carrier) == 10
+        assert await around.fetch(3, 4, 5, first_block=7, carrier=carrier) == 3
+        assert await around.fetch(8, 9, 10, 11, carrier=carrier) == 2
+        assert await around.fetch(10, 9, carrier=carrier) == 0
+        await until(lambda: around.loads[-1].blocks.leased == 0)
+
+
+@pytest.mark.parametrize("kind", ["disk", "valkey"])
+async def test_a_restarted_store_has_what_it_wrote(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    config = config_of(**behind(kind, tmp_path, request))
+    async with fleet() as around:
+        async with store(around, config):
+            worker = await around.worker("prefill-0", *range(10))
+            await worker.cool(*range(10))
+            await until(lambda: around.has(NAMES[kind], *range(10)))
+            await around.gone(worker)
+        async with store(around, config):
+            assert await around.inventory() == {NAMES[kind]: set(hashes_of(*range(10)))}
+            assert await around.fetch(*range(10)) == 10
+            await until(lambda: around.has("memory", *range(10)))
+            assert (await around.inventory())[NAMES[kind]] == set(hashes_of(*range(10)))
+        assert len(around.held) == 2, "each start is an incarnation of its own"
+
+
+async def test_what_waits_to_be_written_is_written_before_it_leaves(tmp_path: Path) -> None:
+    config = config_of(num_blocks=128, url="disk", path=str(tmp_path))
+    async with fleet() as around:
+        async with store(around, config):
+            worker = await around.worker("prefill-0", *range(30))
+            await worker.cool(*range(30))
+            await until(lambda: around.has("memory", *range(30)))
+        async with store(around, config):
+            assert await around.inventory() == {"disk": set(hashes_of(*range(30)))}
+
+
+@pytest.mark.parametrize("kind", ["disk", "valkey"])
+async def test_under_memory_pressure_nothing_is_lost_or_wrong(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Memory has room for 8 of 60 blocks: each read brings back what it needs, several at a time."""
+    config = config_of(num_blocks=8, **behind(kind, tmp_path, request))
+    async with fleet() as around, store(around, config):
+        worker = await around.worker("prefill-0", *range(60))
+        while not around.has(NAMES[kind], *range(60)):
+            await worker.cool(*range(60))
+            await asyncio.sleep(0.02)
+        await around.gone(worker)
+        assert len(around.tiers["memory"]) <= 8
+        for first in range(0, 60, 6):
+            assert await around.fetch(*range(first, first + 6)) == 6
+        assert await around.fetch(*range(60)) == 8, "as much as memory holds"
+        await until(lambda: around.loads[-1].blocks.leased == 0)
+        assert len(around.tiers["memory"]) <= 8
+        assert await around.inventory() == around.tiers
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_whatever_is_offered_and_asked_what_is_read_is_right(seed: int, tmp_path: Path) -> None:
+    """Readers and workers at random, a small memory, a small disk; every block that is read is compared."""
+    dice = random.Random(seed)
+    max_bytes = 12 * (LAYOUT.block_bytes + 100)
+    config = config_of(num_blocks=8, url="disk", path=str(tmp_path), max_bytes=max_bytes)
+    num_read = 0
+    async with fleet() as around, store(around, config):
+        workers = [await around.worker(f"prefill-{at}", *range(40)) for at in range(2)]
+
+        async def read_some() -> None:
+            nonlocal num_read
+            for _ in range(15):
+                answer = await around.ask(*range(first := dice.randrange(40), first + dice.randrange(1, 6)))
+                if isinstance(answer, Refused):
+                    assert answer.reason == "gone"
+                    continue
+                async with lock:  # the readers share their memory
+                    found = await around.read(answer)
+                assert found == [kv_of(hash_of(first + at)) for at in range(len(found))]
+                num_read += len(found)
+
+        async def offer_some() -> None:
+            for _ in range(30):
+                await dice.choice(workers).cool(*dice.sample(range(40), 10))
+                await asyncio.sleep(0.005)
+
+        lock = asyncio.Lock()
+        await asyncio.gather(offer_some(), read_some(), read_some(), read_some())
+        await until(lambda: around.loads[-1].blocks.leased == around.loads[-1].blocks.running == 0)
+        assert await around.inventory() == {tier: hashes for tier, hashes in around.tiers.items() if hashes}
+    assert num_read > 0
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.kv")) <= max_bytes
+
+
+async def test_a_bounded_disk_keeps_what_was_used_last(tmp_path: Path) -> None:
+    config = config_of(num_blocks=16, url="disk", path=str(tmp_path), max_bytes=6 * (LAYOUT.block_bytes + 100))
+    async with fleet() as around, store(around, config):
+        worker = await around.worker("prefill-0", *range(12))
+        for number in range(6):
+            await worker.cool(number)
+            await until(lambda number=number: around.has("disk", number))
+        assert await around.fetch(0, 1) == 2
+        for number in range(6, 10):
+            await worker.cool(number)
+            await until(lambda number=number: around.has("disk", number))
+        assert around.tiers["disk"] == set(hashes_of(0, 1, 6, 7, 8, 9))
+        assert len(list(tmp_path.rglob("*.kv"))) == 6
+
+
+# Taking.
+
+
+async def test_blocks_that_the_worker_has_given_up_are_passed_over() -> None:
+    async with fleet() as around, store(around, config_of()):
+        worker = await around.worker("prefill-0", 2, 3, 6)
+        await worker.cool(1, 2, 3, 4, 5, 6, 7)
+        await until(lambda: around.has("memory", 2, 3, 6))
+        assert around.tiers["memory"] == set(hashes_of(2, 3, 6))
+        await until(lambda: len(worker.asked) == 6)
+        assert worker.asked[-1] == hashes_of(7)
+
+
+async def test_a_worker_that_has_given_all_up_is_not_asked_for_ever() -> None:
+    async with fleet() as around, store(around, config_of()):
+        worker = await around.worker("prefill-0")
+        await worker.cool(*range(100))
+        await until(lambda: len(worker.asked) == 17)
+        other = await around.worker("prefill-1", 50)
+        await other.cool(50)
+        await until(lambda: around.has("memory", 50))
+        assert len(worker.asked) == 17
+
+
+async def test_what_is_here_is_not_read_again() -> None:
+    async with fleet() as around, store(around, config_of()):
+        first, second = await around.worker("prefill-0", 1, 2), await around.worker("prefill-1", 2, 3)
+        await first.cool(1, 2)
+        await until(lambda: around.has("memory", 1, 2))
+        await second.cool(2, 3)
+        await until(lambda: around.has("memory", 3))
+        assert second.asked == [hashes_of(3)]
+
+
+async def test_a_worker_that_says_no_is_left_alone() -> None:
+    async with fleet() as around, store(around, config_of()):
+        worker = await around.worker("prefill-0", 1, 2)
+        worker.refuses = Refused(request_id="r", attempt=1, deadline_ms=0, reason="overloaded")  # type: ignore[arg-type]
+        await worker.cool(1, 2)
+        await until(lambda: len(worker.asked) == 1)
+        worker.refuses = None
+        await worker.cool(1, 2)
+        await until(lambda: around.has("memory", 1, 2))
+        assert len(worker.asked) == 2
+
+
+async def test_a_worker_that_dies_under_the_read_costs_a_line_and_what_landed_is_kept(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with fleet() as around, store(around, config_of()):
+        worker = await around.worker("prefill-0", *range(6), num_tokens_ready=3 * LAYOUT.block_size + 1)
+        await worker.cool(*range(6))
+        await until(lambda: len(worker.asked) == 1 and worker.plane.num_streams == 1)
+        await asyncio.sleep(0.05)  # what is ready is on its way
+        await around.gone(worker)
+        await until(lambda: "were not taken" in caplog.text)
+        assert caplog.text.count("were not taken") == 1
+        found = await around.fetch(*range(6))
+        assert found <= 3
+        again = await around.worker("prefill-0", *range(6))
+        await again.cool(*range(6))
+        await until(lambda: around.has("memory", *range(6)))
+        assert await around.fetch(*range(6)) == 6
+
+
+async def test_an_offer_of_nobody_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async with fleet() as around, store(around, config_of()):
+        ghost = await around.worker("prefill-0", 1)
+        await around.gone(ghost)
+        await around.door.publish(*cooling("prefill-0", 1))
+        await until(lambda: "were not taken" in caplog.text)
+        worker = await around.worker("prefill-0", 1)
+        await worker.cool(1)
+        await until(lambda: around.has("memory", 1))
+
+
+def cooling(worker_id: str, *numbers: int):
+    from schemas import subjects
+    from schemas.block import join_hashes
+    from schemas.ids import WorkerId
+    from schemas.kv import BlocksCooling
+
+    hashes = join_hashes(hashes_of(*numbers))
+    message = BlocksCooling(worker_id=WorkerId(worker_id), incarnation="w", block_hashes=hashes)
+    return subjects.COOLING, (worker_id,), message
+
+
+async def test_a_model_with_windows_is_not_taken(caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of()
+    async with fleet() as around, store(around, config, layout=WINDOWED):
+        worker = await around.worker("prefill-0", 1, 2, layout=WINDOWED)
+        await worker.cool(1, 2)
+        await until(lambda: len(around.loads) > 1)
+        assert worker.asked == []
+        assert caplog.text.count("windowed layers") == 1
+
+
+# Lending.
+
+
+async def test_a_lease_that_is_not_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_module, "OPEN_WITHIN_MS", 200)
+    async with fleet() as around, store(around, config_of()):
+        worker = await around.worker("prefill-0", 1, 2)
+        await worker.cool(1, 2)
+        await until(lambda: around.has("memory", 1, 2))
+        answer = await around.ask(1, 2)
+        assert isinstance(answer, LeaseGranted)
+        await until(lambda: any(load.blocks.leased == 2 for load in around.loads))
+        await until(lambda: around.loads[-1].blocks.leased == 0)
+        with pytest.raises(Exception, match="lease|ticket|expired"):
+            await around.read(answer)
+        assert await around.fetch(1, 2) == 2
+
+
+async def test_a_lease_ends_with_its_reader() -> None:
+    async with fleet() as around, store(around, config_of()):
+        worker = await around.worker("prefill-0", 1, 2)
+        await worker.cool(1, 2)
+        await until(lambda: around.has("memory", 1, 2))
+        assert isinstance(await around.ask(1, 2), LeaseGranted)
+        await until(lambda: around.loads[-1].blocks.leased == 2)
+        reader = await around.worker("decode-0")
+        await reader.leave()
+        await until(lambda: around.loads[-1].blocks.leased == 0)
+
+
+async def test_another_models_reader_is_refused() -> None:
+    async with fleet() as around, store(around, config_of(), layout=WINDOWED):
+        answer = await around.ask(1)
+        assert isinstance(answer, Refused) and answer.reason == "fingerprint"
+
+
+async def test_a_store_joins_and_leaves_like_a_worker() -> None:
+    async with fleet() as around:
+        async with store(around, config_of(num_blocks=32)):
+            await until(lambda: len(around.loads) > 1)
+            info = around.loads[-1].worker
+            assert (info.worker_id, info.role, info.num_blocks, info.block_size) == (STORE, "store", 32, 8)
+            assert info.fingerprint == LAYOUT.fingerprint and info.carriers == ("shm", "tcp")
+            assert around.heard == ["WorkerJoined"]
+        await until(lambda: len(around.heard) == 3)
+        assert around.heard == ["WorkerJoined", "WorkerDraining", "WorkerLeft"]
+
+
+async def test_a_stop_in_the_middle_of_everything(tmp_path: Path) -> None:
+    """Pulls that do not end, leases that nobody reads: the store leaves all the same, and its memory with it."""
+    arenas = set(Path("/dev/shm").glob("kvmesh-*"))
+    async with fleet() as around, store(around, config_of(url="disk", path=str(tmp_path))):
+        worker = await around.worker("prefill-0", *range(10))
+        await worker.cool(*range(10))
+        await until(lambda: around.has("disk", *range(10)))
+        assert isinstance(await around.ask(1, 2), LeaseGranted)
+        endless = await around.worker("prefill-1", *range(20, 30), num_tokens_ready=8)
+        await endless.cool(*range(20, 30))
+        await until(lambda: endless.plane.num_streams == 1)
+    assert set(Path("/dev/shm").glob("kvmesh-*")) <= arenas
+
+
+# At the start.
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"memory_bytes": 10}, "hold no block"),
+        ({"url": "disk", "max_bytes": 10, "path": "."}, "hold no block"),
+        ({"url": "nonsense"}, "URL"),
+        ({"url": "disk", "path": "/dev/null"}, "cannot write"),
+        ({"url": "redis://127.0.0.1:1/0", "timeout_ms": 200}, "does not answer"),
+    ],
+)
+def test_what_is_wrong_at_the_start_is_one_clear_line(settings: dict[str, object], says: str) -> None:
+    with pytest.raises(UserError, match=says) as caught:
+        load_store(MeshConfig(secret=SECRET.decode(), store=StoreConfig(**settings)), "store-0")  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+def test_a_store_of_the_demo_model(tmp_path: Path) -> None:
+    settings = StoreConfig(url="disk", path=str(tmp_path), memory_bytes=8 << 20)
+    parts = load_store(MeshConfig(secret=SECRET.decode(), store=settings), "store-0")
+    assert parts.core.memory.num_free > 0 and parts.tier is not None
+    parts.arena.close()
+    parts.tier.close()
+
+
+def test_no_secret_no_store() -> None:
+    with pytest.raises(UserError, match="secret"):
+        load_store(MeshConfig(), "store-0")

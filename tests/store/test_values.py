@@ -1,0 +1,73 @@
+"""A value that is not the very block, whole and of this format, is not believed."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataplane.layout import KVLayout
+from services.store.values import HEADER_BYTES, BadValueError
+from tests.store.rig import LAYOUT, Memory, hash_of
+
+VALUE_BYTES = HEADER_BYTES + LAYOUT.block_bytes
+
+
+def test_a_block_comes_back_as_it_was_in_another_place() -> None:
+    source, target = Memory(seed=1), Memory(seed=2)
+    before = {block: target.kv(block) for block in range(16) if block != 9}
+    target.values.unpack(hash_of(1), bytes(source.values.pack(hash_of(1), 3)), 9)
+    assert target.kv(9) == source.kv(3)
+    assert {block: target.kv(block) for block in before} == before
+
+
+@given(st.integers(0, VALUE_BYTES - 1), st.integers(1, 255))
+def test_any_changed_byte_is_found(at: int, flip: int) -> None:
+    memory, target = Memory(), Memory(seed=2)
+    value = memory.values.pack(hash_of(1), 3)
+    value[at] ^= flip
+    if 10 <= at < 16:
+        return  # padding of the header
+    before = target.kv(0)
+    with pytest.raises(BadValueError):
+        target.values.unpack(hash_of(1), bytes(value), 0)
+    assert target.kv(0) == before, "nothing is written before all is checked"
+
+
+@given(st.integers(0, VALUE_BYTES - 1))
+def test_any_truncation_is_found(size: int) -> None:
+    memory = Memory()
+    with pytest.raises(BadValueError):
+        memory.values.unpack(hash_of(1), bytes(memory.values.pack(hash_of(1), 3)[:size]), 0)
+
+
+def test_another_blocks_value_is_refused() -> None:
+    memory = Memory()
+    with pytest.raises(BadValueError, match="another"):
+        memory.values.unpack(hash_of(2), bytes(memory.values.pack(hash_of(1), 3)), 0)
+
+
+def test_another_models_value_is_refused() -> None:
+    layout = KVLayout(weights="v", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=8, block_size=8)
+    with pytest.raises(BadValueError, match="another"):
+        Memory().values.unpack(hash_of(1), bytes(Memory(layout).values.pack(hash_of(1), 3)), 0)
+
+
+def test_shards_of_one_model_are_kept_apart() -> None:
+    def shard(first_head: int) -> KVLayout:
+        return KVLayout(
+            weights="w", dtype="float32", num_layers=3, num_kv_heads=1, head_dim=8, block_size=8,
+            first_head=first_head, total_kv_heads=2,
+        )  # fmt: skip
+
+    first, second = Memory(shard(0)), Memory(shard(1))
+    assert first.shape.layout.fingerprint == second.shape.layout.fingerprint
+    assert first.values.identity != second.values.identity
+    with pytest.raises(BadValueError, match="another"):
+        second.values.unpack(hash_of(1), bytes(first.values.pack(hash_of(1), 3)), 0)
+
+
+def test_another_version_is_refused() -> None:
+    memory = Memory()
+    value = memory.values.pack(hash_of(1), 3)
+    value[8] += 1
+    with pytest.raises(BadValueError, match="version 2"):
+        memory.values.unpack(hash_of(1), bytes(value), 0)
