@@ -133,7 +133,7 @@ def replay(
 @bench.command()
 def crossover(
     carrier: Annotated[str, typer.Option(help="Carriers, with commas between.")] = "shm,tcp",
-    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "64,128,256,512,1000,2000,4000,8000",
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "64,96,128,256,512,1000,2000,4000,8000",
     requests: Annotated[int, typer.Option(min=1, help="Requests a length, carrier and way.")] = 5,
     pull_tokens_min: Annotated[int, typer.Option(min=0, help="The policy's floor.")] = 64,
     model: Model = "",

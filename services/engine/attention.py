@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dataplane.layout import KEY, VALUE, ArenaShape, SlotSpan, slot_spans
+from dataplane.layout import KEY, VALUE, ArenaShape, KVLayout, SlotSpan, slot_spans
 from services.engine.base import StepItem
 
 ATTENTION_NAME = "kvmesh_paged"
@@ -44,36 +44,43 @@ class KVArena:
 
     def __init__(self, shape: ArenaShape, buffer: memoryview) -> None:
         layout = shape.layout
-        num_blocks = shape.num_blocks[0]
-        num_bytes = num_blocks * layout.block_bytes
-        if buffer.nbytes < num_bytes:
-            raise ValueError(f"the arena has {buffer.nbytes} bytes where {num_blocks} blocks need {num_bytes}")
+        if buffer.nbytes < shape.num_bytes:
+            raise ValueError(f"{shape.num_blocks} blocks need {shape.num_bytes} bytes, the arena has {buffer.nbytes}")
         dtype = cast(torch.dtype, getattr(torch, layout.dtype))
-        flat = torch.frombuffer(buffer, dtype=dtype, count=num_bytes // dtype.itemsize)
-        num_slots = num_blocks * layout.block_size
-        whole = flat.view(layout.num_layers, 2, num_slots, layout.num_kv_heads, layout.head_dim)
+        flat = torch.frombuffer(buffer, dtype=dtype, count=shape.num_bytes // dtype.itemsize)
+
+        def view(layer: int, key_or_value: int) -> Tensor:
+            num_slots = shape.blocks_of_layer(layer) * layout.block_size
+            first = shape.offset(layer, key_or_value, 0) // dtype.itemsize
+            row = layout.num_kv_heads * layout.head_dim
+            return flat[first : first + num_slots * row].view(num_slots, layout.num_kv_heads, layout.head_dim)
+
         self.layout = layout
-        self.num_blocks = num_blocks
         self.dtype = dtype
-        self.keys = [whole[layer, KEY] for layer in range(layout.num_layers)]
-        self.values = [whole[layer, VALUE] for layer in range(layout.num_layers)]
+        self.keys = [view(layer, KEY) for layer in range(layout.num_layers)]
+        self.values = [view(layer, VALUE) for layer in range(layout.num_layers)]
 
 
 class _ItemPlan:
-    """One item's rows of the flat batch and slots of the arena: of its new tokens, and of all that it sees."""
+    """One item's rows of the flat batch and, by cache group, its slots of the arena: of its new tokens, and of all that
+    it sees, which begins at token `first_seen`."""
 
-    __slots__ = ("end", "first_row", "item", "last_row", "new_spans", "num_tokens", "spans", "start")
+    __slots__ = ("end", "first_row", "first_seen", "item", "last_row", "new_spans", "num_tokens", "spans", "start")
 
-    def __init__(self, item: StepItem, first_row: int, block_size: int) -> None:
-        segments = item.sequence.tables[0]
+    def __init__(self, item: StepItem, first_row: int, layout: KVLayout) -> None:
+        block_size, tables = layout.block_size, item.sequence.tables
         self.item = item
         self.start = item.start
         self.num_tokens = item.num_tokens
         self.end = item.start + item.num_tokens
         self.first_row = first_row
         self.last_row = first_row + item.num_tokens
-        self.spans = merge_spans(slot_spans(segments, block_size, 0, self.end))
-        self.new_spans = slot_spans(segments, block_size, self.start, self.end)
+        self.first_seen = [max(0, self.start - group.window + 1) if group.window else 0 for group in layout.groups]
+        self.spans = [
+            merge_spans(slot_spans(table, block_size, first, self.end))
+            for table, first in zip(tables, self.first_seen, strict=True)
+        ]
+        self.new_spans = [slot_spans(table, block_size, self.start, self.end) for table in tables]
 
 
 class StepAttention:
@@ -85,12 +92,15 @@ class StepAttention:
         self._plans: list[_ItemPlan] = []
         self.num_rows = 0
         for item in items:
-            self._plans.append(_ItemPlan(item, self.num_rows, arena.layout.block_size))
+            self._plans.append(_ItemPlan(item, self.num_rows, arena.layout))
             self.num_rows += item.num_tokens
         self._chunks = [plan for plan in self._plans if plan.num_tokens > 1]
         singles = [plan for plan in self._plans if plan.num_tokens == 1]
         self._single_rows = torch.tensor([plan.first_row for plan in singles], dtype=torch.long)
-        self._single_slots = torch.tensor([plan.new_spans[0].first_slot for plan in singles], dtype=torch.long)
+        self._single_slots = [
+            torch.tensor([plan.new_spans[group][0].first_slot for plan in singles], dtype=torch.long)
+            for group in range(len(arena.layout.groups))
+        ]
         self._masks: dict[tuple[int, int, int], Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
@@ -98,7 +108,7 @@ class StepAttention:
 
         `window`: a query sees that many tokens, itself included; None: all before it.
         """
-        self._check(layer, query, key, value)
+        self._check(layer, query, key, value, window)
         self.layers_seen.append(layer)
         self._write(layer, key.transpose(0, 1), value.transpose(0, 1))
         for plan in self._plans:
@@ -112,8 +122,11 @@ class StepAttention:
             output[rows] = self._attend_item(plan, layer, query[:, rows], scale, window)
         return output
 
-    def _check(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def _check(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> None:
         layout = self.arena.layout
+        kept = layout.groups[layout.group_of_layer[layer]].window
+        if kept and (window is None or window > kept):
+            raise UnsupportedAttentionError(f"layer {layer} sees {window or 'all'} tokens, and only {kept} are kept")
         shape = (layout.num_kv_heads, self.num_rows, layout.head_dim)
         if key.shape != shape or value.shape != shape or key.dtype != self.arena.dtype:
             raise UnsupportedAttentionError(
@@ -126,23 +139,28 @@ class StepAttention:
     def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Put k and v, `[rows, kv_heads, dim]`, where they belong: runs as slices, single tokens all in one go."""
         keys, values = self.arena.keys[layer], self.arena.values[layer]
+        group = self.arena.layout.group_of_layer[layer]
+        single_slots = self._single_slots[group]
         for plan in self._chunks:
             row = plan.first_row
-            for slot, count in plan.new_spans:
+            for slot, count in plan.new_spans[group]:
                 keys[slot : slot + count] = key[row : row + count]
                 values[slot : slot + count] = value[row : row + count]
                 row += count
         if len(self._single_rows) == self.num_rows:
-            keys.index_copy_(0, self._single_slots, key)
-            values.index_copy_(0, self._single_slots, value)
+            keys.index_copy_(0, single_slots, key)
+            values.index_copy_(0, single_slots, value)
         elif len(self._single_rows):
-            keys.index_copy_(0, self._single_slots, key[self._single_rows])
-            values.index_copy_(0, self._single_slots, value[self._single_rows])
+            keys.index_copy_(0, single_slots, key[self._single_rows])
+            values.index_copy_(0, single_slots, value[self._single_rows])
 
     def _attend_item(self, plan: _ItemPlan, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
         """Return `[n, heads, dim]` for an item's q `[heads, n, dim]`."""
-        first = 0 if window is None else max(0, plan.start - window + 1)
-        spans = plan.spans if first == 0 else _skip(plan.spans, first)
+        group = self.arena.layout.group_of_layer[layer]
+        spans, first_seen = plan.spans[group], plan.first_seen[group]
+        first = first_seen if window is None else max(first_seen, plan.start - window + 1)
+        if first > first_seen:
+            spans = _skip(spans, first - first_seen)
         key, value = _read(self.arena.keys[layer], spans), _read(self.arena.values[layer], spans)
         if plan.num_tokens == 1:
             if len(spans) == 1 and key.nbytes in WARMED_BYTES:

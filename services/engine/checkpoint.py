@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from dataplane.layout import ITEM_BYTES, ArenaShape, KVLayout, uniform_shape
+from dataplane.cache import ring_blocks
+from dataplane.layout import ITEM_BYTES, ArenaShape, KVLayout, num_blocks_for, uniform_shape
 from services.engine.errors import CheckpointError
 from services.engine.weights import read_weights
 
@@ -22,6 +23,9 @@ CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 # Their frequencies depend on the longest sequence of a batch: a request's KV would depend on its neighbours.
 BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope", "su"})
+EVERY_LAYER_SLIDES = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
+PATTERN_OF = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
+"""Every n-th layer sees all tokens."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -37,6 +41,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     vocab_size: int
     context_length: int
+    windows: tuple[int, ...]
+    """Per layer how many tokens a query sees, itself included; 0: all. Empty: all layers see all tokens."""
     eos_token_ids: frozenset[int]
     """From config.json and generation_config.json together."""
     weights: str
@@ -75,6 +81,7 @@ def read_checkpoint(model: str) -> Checkpoint:
         head_dim=shape.head_dim,
         vocab_size=shape.vocab_size,
         context_length=shape.context_length,
+        windows=_windows(config, shape),
         eos_token_ids=_eos_token_ids(config, folder),
         weights=weights.identity,
         dtype=weights.dtype,
@@ -93,6 +100,38 @@ def layout_of(checkpoint: Checkpoint, *, dtype: str = "float32", block_size: int
         num_kv_heads=checkpoint.num_kv_heads,
         head_dim=checkpoint.head_dim,
         block_size=block_size,
+        windows=checkpoint.windows,
+    )
+
+
+def default_shape(layout: KVLayout, kv_bytes: int, *, context_length: int, token_budget: int) -> ArenaShape:
+    """Return how many blocks each cache group gets out of `kv_bytes`.
+
+    With several groups they should run out at about the same time: for sequences of half the context length, as many
+    blocks as one of them fills in each group, times as many sequences as fit. Each group can hold at least one sequence
+    of full length. Raises CheckpointError where even that does not fit.
+    """
+    if len(layout.groups) == 1:
+        return uniform_shape(layout, kv_bytes // layout.block_bytes)
+    block_size = layout.block_size
+    longest = num_blocks_for(context_length, block_size)
+    group_bytes = [len(group.layers) * layout.layer_block_bytes for group in layout.groups]
+    rings = [
+        ring_blocks(group.window, token_budget, block_size) if group.window else longest for group in layout.groups
+    ]
+    least = [min(longest, ring) for ring in rings]
+    usual = [min(max(1, longest // 2), ring) for ring in rings]
+    spare = kv_bytes - sum(count * size for count, size in zip(least, group_bytes, strict=True))
+    if spare < 0:
+        raise CheckpointError(
+            f"{kv_bytes >> 20} MiB of KV do not hold one sequence of {context_length} tokens, which needs "
+            f"{(kv_bytes - spare) / (1 << 20):.0f} MiB: raise --kv-mib"
+        )
+    one_more = sum(count * size for count, size in zip(usual, group_bytes, strict=True))
+    num_more = spare / one_more
+    return ArenaShape(
+        layout=layout,
+        num_blocks=tuple(count + int(num_more * more) for count, more in zip(least, usual, strict=True)),
     )
 
 
@@ -223,6 +262,33 @@ def _shape(config: dict[str, Any], folder: Path) -> _Shape:
     )
 
 
+def _windows(config: dict[str, Any], shape: _Shape) -> tuple[int, ...]:
+    """Return each layer's window as transformers resolves it; a layer of which we do not know is taken to see all.
+
+    The engine's self-check refuses a model whose layers see more than is kept.
+    """
+    window: Any = config.get("sliding_window")
+    if not isinstance(window, int) or not 0 < window < shape.context_length:
+        return ()
+    layer_types: Any = config.get("layer_types")
+    model_type = str(config.get("model_type", ""))
+    layers = range(shape.num_layers)
+    if isinstance(layer_types, list):
+        types = cast(list[object], layer_types)
+        sliding = [layer < len(types) and types[layer] == "sliding_attention" for layer in layers]
+    elif model_type in EVERY_LAYER_SLIDES:
+        sliding = [True] * shape.num_layers
+    elif model_type in PATTERN_OF:
+        pattern: Any = config.get("sliding_window_pattern") or PATTERN_OF[model_type]
+        sliding = [(layer + 1) % int(pattern) != 0 for layer in layers]
+    elif config.get("use_sliding_window"):
+        first: Any = config.get("max_window_layers", 28)
+        sliding = [layer >= int(first) for layer in layers]
+    else:
+        sliding = []
+    return tuple(window if slides else 0 for slides in sliding) if any(sliding) else ()
+
+
 def _eos_token_ids(config: dict[str, Any], folder: Path) -> frozenset[int]:
     ids: set[int] = set()
     generation = folder / "generation_config.json"
@@ -232,8 +298,3 @@ def _eos_token_ids(config: dict[str, Any], folder: Path) -> frozenset[int]:
         values = cast(list[object], value) if isinstance(value, list) else [value]
         ids.update(entry for entry in values if isinstance(entry, int))
     return frozenset(ids)
-
-
-def default_shape(layout: KVLayout, kv_bytes: int, *, context_length: int, token_budget: int) -> ArenaShape:
-    """Return how many blocks each cache group gets out of `kv_bytes`."""
-    return uniform_shape(layout, kv_bytes // layout.block_bytes)

@@ -57,7 +57,8 @@ class FakeEngine:
         assert self._arena is not None, "the engine is closed"
         end = item.start + item.num_tokens
         tokens = item.sequence.token_ids[item.start : end]
-        spans = slot_spans(item.sequence.tables[0], self.layout.block_size, item.start, end)
+        table = item.sequence.tables[self.layout.group_of_layer[layer]]
+        spans = slot_spans(table, self.layout.block_size, item.start, end)
         for key_or_value in (KEY, VALUE):
             rows = memoryview(_rows(self.layout, tokens, item.start, layer, key_or_value))
             written = 0
@@ -70,8 +71,10 @@ class FakeEngine:
     def _next_token(self, item: StepItem) -> int:
         assert self._arena is not None, "the engine is closed"
         digest = xxhash.xxh3_64()
-        spans = slot_spans(item.sequence.tables[0], self.layout.block_size, 0, item.start + item.num_tokens)
+        end = item.start + item.num_tokens
         for layer in range(self.layout.num_layers):
+            table = item.sequence.tables[self.layout.group_of_layer[layer]]
+            spans = slot_spans(table, self.layout.block_size, _first_seen(self.layout, layer, end), end)
             for key_or_value in (KEY, VALUE):
                 for slot, count in spans:
                     at = self._shape.offset(layer, key_or_value, slot)
@@ -89,11 +92,18 @@ def fake_answer(
         digest = xxhash.xxh3_64()
         for layer in range(layout.num_layers):
             for key_or_value in (KEY, VALUE):
-                digest.update(_rows(layout, tokens, 0, layer, key_or_value))
+                first = _first_seen(layout, layer, len(tokens))
+                digest.update(_rows(layout, tokens[first:], first, layer, key_or_value))
         tokens.append(_choose(digest.intdigest(), sampling, index, vocab_size))
         if tokens[-1] in stops:
             break
     return tokens[len(prompt) :]
+
+
+def _first_seen(layout: KVLayout, layer: int, num_tokens: int) -> int:
+    """Return the first of `num_tokens` tokens that the last of them sees in this layer."""
+    window = layout.groups[layout.group_of_layer[layer]].window
+    return max(0, num_tokens - window) if window else 0
 
 
 def _rows(layout: KVLayout, tokens: Seq[int], start: int, layer: int, key_or_value: int) -> bytes:

@@ -123,7 +123,8 @@ def check_model(model: PreTrainedModel, checkpoint: Checkpoint, layout: KVLayout
     """
     num_tokens = sum(CHECK_CHUNKS)
     num_blocks = num_blocks_for(num_tokens, layout.block_size)
-    arena = KVArena(uniform_shape(layout, num_blocks), memoryview(bytearray(num_blocks * layout.block_bytes)))
+    shape = uniform_shape(layout, num_blocks)
+    arena = KVArena(shape, memoryview(bytearray(shape.num_bytes)))
     engine = TransformersEngine(model, arena, vocab_size=checkpoint.vocab_size, num_threads=torch.get_num_threads())
     sequence = Sequence(
         request_id=RequestId("self-check"),
@@ -131,7 +132,7 @@ def check_model(model: PreTrainedModel, checkpoint: Checkpoint, layout: KVLayout
         token_ids=[(7 * position + 3) % checkpoint.vocab_size for position in range(num_tokens)],
         num_prompt_tokens=num_tokens,
         sampling=SamplingParams(max_tokens=1),
-        tables=(BlockTable((Segment(0, num_blocks),)),),
+        tables=(BlockTable((Segment(0, num_blocks),)),) * len(layout.groups),
     )
     paged: list[Tensor] = []
     start = 0

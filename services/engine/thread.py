@@ -101,7 +101,7 @@ class EngineThread:
         return EngineLoad(running, queued + len(waiting), num_tokens + uncomputed)
 
     def _check(self, sequence: Sequence) -> None:
-        num_slots = sequence.tables[0].end_block * self._engine.layout.block_size
+        num_slots = min(table.end_block for table in sequence.tables) * self._engine.layout.block_size
         needed = self._batch.num_tokens_to_store(sequence)
         if needed > num_slots:
             raise InvalidSequenceError(f"{sequence.request_id} can come to need {needed} slots and has {num_slots}")

@@ -69,7 +69,6 @@ class Backing:
         self._values = values
         self._complaints = complaints
         self._paused_until = 0.0
-        self._num_loads = 0
         self._doomed: dict[BlockHash, None] = {}
         self._loads = ThreadPoolExecutor(MAX_LOADS, "store-load")
         self._writes = ThreadPoolExecutor(1, "store-write")
@@ -79,18 +78,10 @@ class Backing:
         """Say whether it has not failed just now."""
         return time.monotonic() >= self._paused_until
 
-    @property
-    def can_load(self) -> bool:
-        return self.is_up and self._num_loads < MAX_LOADS
-
     async def load(self, hashes: Sequence[BlockHash], blocks: Sequence[int], deadline: float) -> Loaded:
         """Fill blocks until `deadline` (monotonic): then no further word with the tier is begun."""
-        self._num_loads += 1
-        try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._loads, self._load, hashes, blocks, deadline)
-        finally:
-            self._num_loads -= 1
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._loads, self._load, hashes, blocks, deadline)
 
     async def write(self, batch: WriteBatch) -> Written:
         """Delete what the batch evicts, then write it."""

@@ -6,11 +6,13 @@ them needs goes when room is needed, the least recently used first. What lies be
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from dataplane.layout import BlockTable, KVLayout, block_ids, segments_of
-from dataplane.lease import Lease, LeaseTable
+from dataplane.lease import Lease, LeaseRefusedError, LeaseTable
 from schemas.block import BLOCK_HASH_BYTES, join_hashes, split_hashes
 from schemas.directory import BlocksEvicted, BlocksStored, Inventory, Tier
 from schemas.ids import BlockHash, LeaseId, WorkerId
@@ -20,10 +22,9 @@ from schemas.worker import BlockCounts, WorkerLeft
 from services.store.index import BackIndex, MemoryIndex
 
 OPEN_WITHIN_MS = 5_000
-"""How long a lease waits for its read to begin."""
 MAX_LEASES = 256
-MAX_PULLS = 4
-"""Workers that are read from at once, one stream each."""
+MAX_OFFERED = 1_024
+"""Blocks that may wait to be read from one worker; what it offers beyond is not taken."""
 INVENTORY_PAGE_BLOCKS = 100_000
 RETRY_AFTER_MS = 500
 
@@ -51,12 +52,12 @@ class WriteBatch(NamedTuple):
 
 @dataclass(slots=True)
 class StoreCounts:
-    """What was let go because the store is slow, full or short of room. Blocks, but for the offers."""
+    """Blocks that were let go as the store was slow, full or short of room: offered and not read, read and not written
+    behind memory, damaged or gone there when they were asked for."""
 
-    num_dropped_offers: int = 0
+    num_not_taken: int = 0
     num_unwritten: int = 0
     num_lost: int = 0
-    """Values that were damaged or gone when they were asked for."""
 
 
 class StoreCore:
@@ -73,7 +74,7 @@ class StoreCore:
         self.draining = False
         self._sequence = 0
         self._num_asked = 0
-        self._pulling: dict[WorkerId, set[BlockHash]] = {}
+        self._offers: dict[WorkerId, dict[BlockHash, None]] = {}
         self._unwritten: deque[tuple[BlockHash, int]] = deque()
         self._num_writing = 0
 
@@ -84,39 +85,49 @@ class StoreCore:
         """Blocks of windowed layers are of no use by themselves: such a model's are not taken."""
         return not self.layout.is_windowed
 
-    def start_pull(self, worker_id: WorkerId, joined: bytes) -> list[BlockHash]:
-        """Return what is wanted of the blocks that a worker offers; nothing where all is here, or the store is busy.
-
-        What is returned counts as being pulled until `end_pull`.
-        """
+    def offered(self, worker_id: WorkerId, joined: bytes) -> bool:
+        """Note what a worker will evict soon, as far as it is wanted. Say whether to begin to pull from it: a pull goes
+        on until nothing is left, so there is one at a time from each worker."""
         if self.draining or not self.takes_blocks:
-            return []
-        if len(joined) % BLOCK_HASH_BYTES or worker_id in self._pulling or len(self._pulling) >= MAX_PULLS:
-            self.counts.num_dropped_offers += 1
-            return []
-        wanted = self.lacking(dict.fromkeys(split_hashes(joined)))
-        if wanted:
-            self._pulling[worker_id] = set(wanted)
-        return wanted
+            return False
+        if len(joined) % BLOCK_HASH_BYTES:
+            self.counts.num_not_taken += 1
+            return False
+        offers = self._offers.get(worker_id, {})
+        for block_hash in split_hashes(joined):
+            if self._is_here(block_hash) or any(block_hash in others for others in self._offers.values()):
+                continue
+            if len(offers) >= MAX_OFFERED:
+                self.counts.num_not_taken += 1
+            else:
+                offers[block_hash] = None
+        if not offers or worker_id in self._offers:
+            return False
+        self._offers[worker_id] = offers
+        return True
 
-    def end_pull(self, worker_id: WorkerId) -> None:
-        self._pulling.pop(worker_id, None)
+    def next_pull(self, worker_id: WorkerId, max_blocks: int) -> list[BlockHash]:
+        """Return what to ask a worker for next, the one offered first in front; nothing: all is taken."""
+        offers = self._offers[worker_id]
+        for block_hash in [block_hash for block_hash in offers if self._is_here(block_hash)]:
+            del offers[block_hash]
+        return list(islice(offers, max_blocks))
 
-    def lacking(self, hashes: Iterable[BlockHash], puller: WorkerId | None = None) -> list[BlockHash]:
-        """Return what is on no tier, and not on its way from anybody but `puller`."""
-        others = [coming for worker_id, coming in self._pulling.items() if worker_id != puller]
-        return [
-            block_hash
-            for block_hash in hashes
-            if block_hash not in self.memory
-            and block_hash not in self.back
-            and not any(block_hash in coming for coming in others)
-        ]
+    def passed_over(self, worker_id: WorkerId, hashes: Iterable[BlockHash]) -> None:
+        """The worker has given these up before they could be read."""
+        for block_hash in hashes:
+            self._offers[worker_id].pop(block_hash, None)
+
+    def end_pull(self, worker_id: WorkerId) -> int:
+        """Forget what is left of a worker's offers, and return how much that is."""
+        num_left = len(self._offers.pop(worker_id))
+        self.counts.num_not_taken += num_left
+        return num_left
 
     def num_pullable(self, *, writes: bool) -> int:
         """Return how many blocks could be read from workers now, and also wait to be written where `writes`."""
         room = self.memory.num_free + self.memory.num_cached
-        return min(room, self.limits.max_unwritten - self.num_unwritten) if writes else room
+        return max(0, min(room, self.limits.max_unwritten - self.num_unwritten)) if writes else room
 
     def pulled(self, blocks: Sequence[int], hashes: Sequence[BlockHash], *, writes: bool) -> None:
         """Take in that the first `len(hashes)` of these blocks are filled; the references are given back.
@@ -167,6 +178,11 @@ class StoreCore:
 
     # Lending.
 
+    @property
+    def open_within_ms(self) -> int:
+        """Return how long a lease waits for its read to begin."""
+        return min(OPEN_WITHIN_MS, self.limits.lease_ms)
+
     def check(self, request: RequestLease, now_ms: int) -> Refused | None:
         """Return why no lease can be had, whatever is here."""
         limits = self.limits
@@ -207,17 +223,16 @@ class StoreCore:
         assert blocks is not None, "there is room"
         return blocks
 
-    def loaded(self, blocks: Sequence[int], hashes: Sequence[BlockHash], lost: Sequence[BlockHash]) -> list[int]:
+    def loaded(self, blocks: Sequence[int], hashes: Sequence[BlockHash], lost: Sequence[BlockHash]) -> None:
         """Take in that the first `len(hashes)` of these blocks are filled from behind memory, and what was not there.
 
-        Return the filled blocks, whose references the caller keeps; those of the others are given back.
+        The references are given back.
         """
         for block, block_hash in zip(blocks, hashes, strict=False):
             self.memory.put(block, block_hash)
-        self.memory.release(blocks[len(hashes) :])
+        self.give_back(blocks)
         self.back.touch(hashes)
         self.counts.num_lost += sum(self.back.drop(block_hash) for block_hash in lost)
-        return list(blocks[: len(hashes)])
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """Drop a reference to each of a sequence's blocks; its last are given up before its first."""
@@ -240,12 +255,12 @@ class StoreCore:
             tables=(BlockTable(segments_of(blocks), first),),
             first_token=first * block_size,
             num_tokens=(first + len(blocks)) * block_size,
-            expires_at_ms=now_ms + min(OPEN_WITHIN_MS, self.limits.lease_ms),
+            expires_at_ms=now_ms + self.open_within_ms,
         )
 
     def started(self, lease_id: LeaseId, now_ms: int) -> None:
-        """The read has begun: it may take its full time. Asserts nothing: the lease may have ended meanwhile."""
-        if any(lease.lease_id == lease_id for lease in self.leases):
+        """The read has begun: it may take its full time. Nothing where the lease has ended meanwhile."""
+        with suppress(LeaseRefusedError):
             self.leases.renew(lease_id, now_ms, self.limits.lease_ms)
 
     def end_lease(self, lease_id: LeaseId, outcome: str) -> list[Lease]:
@@ -305,6 +320,9 @@ class StoreCore:
         self.memory.check_integrity()
         assert len(self.back) <= self.back.max_values, "the bound holds"
         assert self.block_counts().running >= 0, "every block is in one state"
+
+    def _is_here(self, block_hash: BlockHash) -> bool:
+        return block_hash in self.memory or block_hash in self.back
 
     def _freed(self, leases: list[Lease]) -> list[Lease]:
         for lease in leases:

@@ -1,4 +1,4 @@
-"""Answers those who ask for a lease: with what is in memory, and what can be brought there in time."""
+"""Collects the blocks of a lease: what is in memory, and what can be brought there in time."""
 
 import asyncio
 import time
@@ -6,21 +6,22 @@ from collections.abc import Callable, Sequence
 
 from schemas.block import split_hashes
 from schemas.ids import BlockHash
-from services.store.backing import Backing
+from services.store.backing import MAX_LOADS, Backing
 from services.store.core import StoreCore
-
-Changed = Callable[[], None]
 
 
 class Lender:
-    """Collects the blocks of a lease. A block is loaded once, however many ask for it at a time."""
+    """A block is loaded once, however many ask for it at a time; a few loads run at once, the others wait in turn."""
 
-    def __init__(self, core: StoreCore, backing: Backing | None, tasks: asyncio.TaskGroup, changed: Changed) -> None:
+    def __init__(
+        self, core: StoreCore, backing: Backing | None, tasks: asyncio.TaskGroup, changed: Callable[[], None]
+    ) -> None:
         self._core = core
         self._backing = backing
         self._tasks = tasks
         self._changed = changed
-        self._loads: dict[BlockHash, asyncio.Task[list[int]]] = {}
+        self._slots = asyncio.Semaphore(MAX_LOADS)
+        self._loads: dict[BlockHash, asyncio.Task[None]] = {}
 
     async def collect(self, joined: bytes, timeout_s: float) -> list[int]:
         """Return the blocks of the leading run of these hashes that is here within `timeout_s`, a reference to each."""
@@ -44,43 +45,42 @@ class Lender:
             await asyncio.wait(loads)
 
     async def _fetch(self, hashes: Sequence[BlockHash], deadline: float) -> list[int]:
-        """Bring the leading run that lies behind memory; return its blocks, a reference to each."""
-        if (other := self._loads.get(hashes[0])) is not None:
-            await asyncio.wait([other], timeout=max(0.0, deadline - time.monotonic()))
-            return self._core.take(hashes)
-        load = self._start_load(hashes, deadline)
-        if load is None:
-            return []
-        done, _ = await asyncio.wait([load], timeout=max(0.0, deadline - time.monotonic()))
-        if not done:  # it goes on, for whoever asks next
-            load.add_done_callback(self._give_back)
-            return []
-        return [] if load.cancelled() else load.result()
+        """Bring the leading run that lies behind memory, as far as time and room allow, and take it.
 
-    def _start_load(self, hashes: Sequence[BlockHash], deadline: float) -> asyncio.Task[list[int]] | None:
-        """Load as much as there is room for; None where nothing can be loaded now."""
-        if self._backing is None or not self._backing.can_load:
+        A load that is late goes on, for whoever asks next.
+        """
+        load = self._loads.get(hashes[0]) or await self._begin_load(hashes, deadline)
+        if load is not None:
+            await asyncio.wait([load], timeout=max(0.0, deadline - time.monotonic()))
+        return self._core.take(hashes)
+
+    async def _begin_load(self, hashes: Sequence[BlockHash], deadline: float) -> asyncio.Task[None] | None:
+        """Wait for a turn, and load what is needed then; None where nothing can be loaded, or need be any more."""
+        backing = self._backing
+        if backing is None or not self._core.behind(hashes[:1]):
             return None
-        run = self._core.behind(hashes)
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                await self._slots.acquire()
+        except TimeoutError:
+            return None
+        run = self._core.behind(hashes) if backing.is_up else []
         run = next((run[:at] for at, block_hash in enumerate(run) if block_hash in self._loads), run)
         blocks = self._core.allocate_up_to(len(run))
         if not blocks:
-            return None
+            self._slots.release()
+            return self._loads.get(hashes[0])
         run = run[: len(blocks)]
-        task = self._tasks.create_task(self._load(self._backing, run, blocks, deadline), name="load")
-        self._loads.update(dict.fromkeys(run, task))
-        return task
+        load = self._tasks.create_task(self._load(backing, run, blocks, deadline), name="load")
+        self._loads.update(dict.fromkeys(run, load))
+        return load
 
-    async def _load(self, backing: Backing, hashes: list[BlockHash], blocks: list[int], deadline: float) -> list[int]:
+    async def _load(self, backing: Backing, hashes: list[BlockHash], blocks: list[int], deadline: float) -> None:
         try:
             loaded = await backing.load(hashes, blocks, deadline)
         finally:
+            self._slots.release()
             for block_hash in hashes:
                 del self._loads[block_hash]
-        filled = self._core.loaded(blocks, hashes[: loaded.num_loaded], loaded.lost)
+        self._core.loaded(blocks, hashes[: loaded.num_loaded], loaded.lost)
         self._changed()
-        return filled
-
-    def _give_back(self, load: asyncio.Task[list[int]]) -> None:
-        if not load.cancelled():
-            self._core.give_back(load.result())

@@ -20,15 +20,24 @@ from services.store.core import StoreCore
 
 ASK_TIMEOUT_S = 2.0
 READ_TIMEOUT_S = 30.0
+ROOM_TIMEOUT_S = 2.0
+"""How long a pull waits for the store itself: for blocks to be written behind memory, or leases to end."""
+MAX_PULLS = 4
+"""Workers that are read from at once, one stream each."""
 MAX_PULL_BLOCKS = 64
 """Blocks of one lease: what a worker has to keep for us at a time."""
 MAX_REFUSALS = 16
 """Offered blocks in a row that the worker has given up meanwhile; one more, and the rest is taken for gone as well."""
 
 
+class _BehindError(Exception):
+    """There is no room, and none comes."""
+
+
 @dataclass
 class Puller:
-    """One stream at a time from each worker, `MAX_PULLS` in all. `carrier`: which one is asked for, or "auto"."""
+    """`carrier`: which one is asked for, or "auto". `changed` is called after blocks came; whoever makes room calls
+    `room_made`."""
 
     core: StoreCore
     backing: Backing | None
@@ -41,15 +50,19 @@ class Puller:
 
     def __post_init__(self) -> None:
         self._pulls: set[asyncio.Task[None]] = set()
+        self._slots = asyncio.Semaphore(MAX_PULLS)
+        self._room = asyncio.Event()
 
     def offered(self, received: Received[BlocksCooling]) -> None:
         """A worker says what it will evict soon."""
         offer = received.message
-        wanted = self.core.start_pull(offer.worker_id, offer.block_hashes)
-        if wanted:
-            task = self.tasks.create_task(self._pull(offer.worker_id, wanted), name=f"pull {offer.worker_id}")
-            self._pulls.add(task)
-            task.add_done_callback(self._pulls.discard)
+        if self.core.offered(offer.worker_id, offer.block_hashes):
+            pull = self.tasks.create_task(self._pull(offer.worker_id), name=f"pull {offer.worker_id}")
+            self._pulls.add(pull)
+            pull.add_done_callback(self._pulls.discard)
+
+    def room_made(self) -> None:
+        self._room.set()
 
     async def close(self) -> None:
         """End all reads: nothing is written into the arena after it."""
@@ -59,27 +72,45 @@ class Puller:
         if pulls:
             await asyncio.wait(pulls)
 
-    async def _pull(self, worker_id: WorkerId, wanted: list[BlockHash]) -> None:
-        num_refused = 0
+    async def _pull(self, worker_id: WorkerId) -> None:
+        reason = ""
         try:
-            while wanted and num_refused <= MAX_REFUSALS:
-                room = self.core.num_pullable(writes=self._writes)
-                if room <= 0:
-                    self.core.counts.num_dropped_offers += 1
-                    return
-                batch = wanted[: min(room, MAX_PULL_BLOCKS)]
-                answer = await self._ask(worker_id, batch)
-                if isinstance(answer, LeaseGranted):
-                    num_refused, num_done = 0, await self._read(answer, batch)
-                elif answer.reason == "gone":
-                    num_refused, num_done = num_refused + 1, 1
-                else:
-                    return
-                wanted = self.core.lacking(wanted[num_done:], worker_id)
-        except (BusError, TransferFailedError) as error:
-            self.complaints.say("pull", f"blocks of {worker_id} were not taken: {error}")
+            async with self._slots:
+                await self._pull_all(worker_id)
+        except (BusError, TransferFailedError, _BehindError) as error:
+            reason = str(error)
         finally:
-            self.core.end_pull(worker_id)
+            num_left = self.core.end_pull(worker_id)
+        if reason:
+            self.complaints.say("pull", f"{num_left} blocks of {worker_id} were not taken: {reason}")
+
+    async def _pull_all(self, worker_id: WorkerId) -> None:
+        """Take what the worker has offered, and what it offers meanwhile."""
+        num_refused = 0
+        while num_refused <= MAX_REFUSALS:
+            room = await self._wait_for_room()
+            batch = self.core.next_pull(worker_id, min(room, MAX_PULL_BLOCKS))
+            if not batch:
+                return
+            answer = await self._ask(worker_id, batch)
+            if isinstance(answer, LeaseGranted):
+                num_refused = 0 if await self._read(answer, batch) else num_refused + 1
+            elif answer.reason == "gone":
+                num_refused += 1
+                self.core.passed_over(worker_id, batch[:1])
+            else:
+                return
+
+    async def _wait_for_room(self) -> int:
+        """Return how many blocks may be read now. Raises _BehindError when it takes too long for any to be."""
+        try:
+            async with asyncio.timeout(ROOM_TIMEOUT_S):
+                while not (room := self.core.num_pullable(writes=self._writes)):
+                    self._room.clear()
+                    await self._room.wait()
+                return room
+        except TimeoutError:
+            raise _BehindError("the store is behind with its writing, or all of it is on loan") from None
 
     async def _ask(self, worker_id: WorkerId, batch: list[BlockHash]) -> LeaseGranted | Refused:
         request = RequestLease(
@@ -96,14 +127,17 @@ class Puller:
         return answer
 
     async def _read(self, granted: LeaseGranted, batch: list[BlockHash]) -> int:
-        """Read what was granted and file it. Return the number of blocks; raises TransferFailedError."""
+        """Read what was granted, as far as there is room, and file it. Return the number of blocks.
+
+        Raises TransferFailedError; what landed before is filed.
+        """
         block_size = self.core.layout.block_size
         num_blocks, rest = divmod(granted.num_tokens, block_size)
         if granted.first_token or rest or not 0 < num_blocks <= len(batch):
             raise TransferFailedError("protocol", f"granted tokens {granted.first_token} to {granted.num_tokens}")
-        blocks = self.core.memory.allocate(num_blocks)
-        if blocks is None:  # leases have taken the room meanwhile
-            raise TransferFailedError("cancelled", "no room any more")
+        blocks = self.core.allocate_up_to(num_blocks)
+        if not blocks:  # others have taken the room meanwhile
+            return 0
         num_landed = 0
         try:
             await self.reader.read(
@@ -112,17 +146,17 @@ class Puller:
                 carrier=self.carrier,
                 tables=(BlockTable(segments_of(blocks)),),
                 first_token=0,
-                num_tokens=granted.num_tokens,
+                num_tokens=len(blocks) * block_size,
                 deadline_s=READ_TIMEOUT_S,
             )
-            num_landed = num_blocks
+            num_landed = len(blocks)
         except TransferFailedError as error:
             num_landed = error.num_landed_tokens // block_size  # verified all the same
             raise
         finally:
             self.core.pulled(blocks, batch[:num_landed], writes=self._writes)
             self.changed()
-        return num_blocks
+        return num_landed
 
     @property
     def _writes(self) -> bool:

@@ -155,14 +155,13 @@ class Store:
             if isinstance(lease, Refused):
                 return lease
             self._gate.add(lease, request, received.traceparent)
-        lease_ms = self.core.limits.lease_ms
         ticket = Ticket(
             lease_id=lease.lease_id,
             epoch=lease.epoch,
             holder=lease.holder,
             reader=lease.reader,
             tenant="",
-            expires_at_ms=now_ms() + lease_ms,
+            expires_at_ms=lease.expires_at_ms,
         )
         return LeaseGranted(
             request_id=request.request_id,
@@ -171,7 +170,7 @@ class Store:
             worker_id=self._store_id,
             lease_id=lease.lease_id,
             epoch=lease.epoch,
-            lease_ms=lease_ms,
+            lease_ms=self.core.open_within_ms,
             ticket=sign(self.parts.secret, ticket),
             endpoint=self._plane.endpoint,
             first_token=lease.first_token,
@@ -184,6 +183,8 @@ class Store:
 
     def _served(self, lease_id: LeaseId, stats: TransferStats | None, error: str) -> None:
         for lent in self._end(lambda: self.core.end_lease(lease_id, error or "landed")):
+            if not lent.traceparent:
+                continue  # nobody's trace: a store that takes from us, say
             attributes = {
                 Key.REQUEST_ID: lent.request.request_id,
                 Key.ATTEMPT: lent.request.attempt,
@@ -199,7 +200,9 @@ class Store:
     def _end(self, decide: Callable[[], list[Lease]]) -> list[Lent]:
         """End leases, and cut the streams that are still open on them."""
         with self._gate.lock:
-            return [self._gate.remove(lease) for lease in decide()]
+            lent = [self._gate.remove(lease) for lease in decide()]
+        self._puller.room_made()
+        return lent
 
     # What the others hear.
 
@@ -210,6 +213,7 @@ class Store:
             self._outbox.put(subject, (self._store_id,), event)
         if self.core.num_unwritten:
             self._unwritten.set()
+        self._puller.room_made()
 
     async def _on_inventory(self, received: Received[ReadInventory]) -> Message:
         self._changed()  # what a page has is in the events up to its number

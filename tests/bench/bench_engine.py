@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import services.engine.model as model_module
-from dataplane.layout import Segment, num_blocks_for
+from dataplane.layout import BlockTable, Segment, num_blocks_for, uniform_shape
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.engine.attention import ATTENTION_NAME, StepAttention
@@ -84,7 +84,7 @@ def make_engine(folder: Path, num_threads: int) -> TransformersEngine:
     layout = layout_of(checkpoint, block_size=BLOCK_SIZE)
     buffer = memoryview(bytearray(num_blocks * layout.block_bytes))
     return load_engine(
-        checkpoint, arena_buffer=buffer, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_threads=num_threads
+        checkpoint, arena_buffer=buffer, shape=uniform_shape(layout, num_blocks), num_threads=num_threads
     )
 
 
@@ -98,7 +98,7 @@ def make_sequence(num_tokens: int, first_block: int, *, run: int = 10_000) -> Se
         token_ids=[(at * 7919 + first_block) % SHAPE["vocab"] for at in range(num_tokens)],
         num_prompt_tokens=num_tokens,
         sampling=SamplingParams(max_tokens=10, temperature=0.0),
-        segments=tuple(reversed(runs)),
+        tables=(BlockTable(tuple(reversed(runs))),),
     )
 
 

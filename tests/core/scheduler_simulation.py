@@ -144,7 +144,11 @@ class Simulation:
 
     def _changed(self, worker: SimWorker) -> None:
         load = worker.load()
-        self._at(self.now_ms + MESSAGE_MS, lambda: [self.core.handle(load, int(self.now_ms))])
+
+        def arrive() -> None:
+            self.core.handle(load, int(self.now_ms))
+
+        self._at(self.now_ms + MESSAGE_MS, arrive)
 
     def _holders(self, request: SimRequest) -> tuple[HolderPrefix, ...]:
         held = [(w.held_blocks(request.content), w.worker_id) for w in self.workers.values()]
@@ -170,7 +174,7 @@ class Simulation:
         request.decode = self.workers[placement.decode_worker] if placement.decode_worker else None
         if request.decode is not None:
             request.decode.incoming += 1
-            self._at(self.now_ms + MESSAGE_MS, lambda: self._changed(self.workers[placement.decode_worker]))  # type: ignore[index]
+            self._changed(request.decode)
         self._at(self.now_ms + MESSAGE_MS + self._pull(request, prefill), lambda: self._accept(request, prefill))
 
     def _pull(self, request: SimRequest, reader: SimWorker) -> float:

@@ -158,6 +158,10 @@ ROWS = [
         "others decode there: their pauses cost more than reading back",
         [P0, worker("d0", running=8), D1], [holds("d0", 31)], "p0→d1", [("d0", 0, 31)],
     ),
+    Row("one pauses for 400 tokens: still less than the read", [P0, worker("d0", running=1)], [holds("d0", 37)],
+        "d0 alone", []),
+    Row("two would pause for 400 tokens: reading back is less", [P0, worker("d0", running=2)], [holds("d0", 37)],
+        "p0→d0", [("d0", 0, 37)]),
     Row(
         "it holds less than half: the split, with a read in the other direction",
         [P0, D0], [holds("d0", 25)], "p0→d0", [("d0", 0, 25)],
@@ -190,6 +194,10 @@ ROWS = [
     Row(
         "its own prefix, continued by a run that began before its end",
         [P0, D0, S0], [holds("p0", 20), holds("s0", 52, 10)], "p0→d0", [("s0", 20, 42)],
+    ),
+    Row(
+        "its own blocks behind a hole are nobody else's to lend",
+        [P0, D0, S0], [holds("p0", 20), holds("p0", 22, 40), holds("s0", 20, 20)], "p0→d0", [("s0", 20, 20)],
     ),
     Row("a run behind a hole is of no use", [P0, D0, S0], [holds("s0", 32, 30)], "p0→d0", []),
     Row(
@@ -466,7 +474,8 @@ def test_a_pair_that_was_never_measured_is_like_the_readers_others() -> None:
     rates = rates_of(worker("p0", reads={"s0": (100, 2), "s1": (300, 4)}), worker("p1", reads={"s0": (900, 1)}))
     assert rates.link(WorkerId("p0"), WorkerId("d0")) == Link(3, 200e6)
     assert rates.link(WorkerId("p0"), WorkerId("d0"), "remote") == Link(10, 200e6)
-    assert rates.link(WorkerId("p9"), WorkerId("d0")) == Link(7 / 3, pytest.approx(1_300e6 / 3))
+    unknown = rates.link(WorkerId("p9"), WorkerId("d0"))
+    assert (unknown.latency_ms, unknown.bytes_per_s) == pytest.approx((7 / 3, 1_300e6 / 3))
 
 
 def test_a_pair_that_was_slow_long_ago_is_tried_again() -> None:

@@ -23,7 +23,8 @@ def make_fleet(fleet: Fleet) -> list[SimWorker]:
 
 
 def split_fleet(prefill: list[float], decode: list[float]) -> Fleet:
-    return [("prefill", speed) for speed in prefill] + [("decode", speed) for speed in decode]
+    fleet: Fleet = [("prefill", speed) for speed in prefill]
+    return [*fleet, *(("decode", speed) for speed in decode)]
 
 
 def fresh_prompts(fleet: Fleet, utilisation: float, num_requests: int, seed: int) -> list[SimRequest]:

@@ -38,7 +38,7 @@ class ModelHolder:
 
     def inventory(self, offset: int, page: int = 3) -> Inventory:
         """A page of one tier, a few blocks long; the tiers one after the other."""
-        pages = [
+        pages: list[tuple[Tier, list[int]]] = [
             (tier, sorted(held)[at : at + page])
             for tier, held in sorted(self.tiers.items())
             for at in range(0, len(held), page)

@@ -65,7 +65,8 @@ def refused(core: SchedulerCore, request: PlaceRequest, now_ms: int = 0) -> Refu
     return decision
 
 
-P0, P1, D0, D1 = (info(n, r) for n, r in (("p0", "prefill"), ("p1", "prefill"), ("d0", "decode"), ("d1", "decode")))
+P0, P1 = info("p0", "prefill"), info("p1", "prefill")
+D0, D1 = info("d0", "decode"), info("d1", "decode")
 
 
 def candidate(name: str, tokens: int = 0, requests: int = 0, free: int = 0) -> Candidate:
@@ -93,7 +94,7 @@ def test_round_robin_ignores_load() -> None:
 
 
 def test_an_unknown_policy_is_a_users_error_that_names_the_others() -> None:
-    with pytest.raises(UserError, match="least_loaded, round_robin"):
+    with pytest.raises(UserError, match="cost, least_loaded, round_robin"):
         policy_named("fastest")
 
 
@@ -135,6 +136,15 @@ def test_what_is_missing_is_named(workers: tuple[WorkerInfo, ...], detail: str) 
 def test_a_request_that_fits_nowhere_is_refused_for_good() -> None:
     refusal = refused(fleet("least_loaded", P0, D0), ask(tokens=900, max_tokens=101))
     assert (refusal.reason, refusal.retry_after_ms) == ("too_long", 0)
+
+
+@pytest.mark.parametrize("policy", ["cost", "least_loaded"])
+def test_a_store_is_no_place_for_a_request(policy: str) -> None:
+    store = info("s0", "store", num_blocks=10_000, context_length=100_000)
+    core = fleet(policy, P0, D0, store)
+    assert {placed(core, ask(n)) for n in range(3)} == {("p0", "d0")}
+    assert refused(core, ask(tokens=900, max_tokens=101)).reason == "too_long"
+    assert refused(fleet(policy, store), ask()).detail == "no prefill and no decode worker is ready"
 
 
 def test_a_passed_deadline_is_refused() -> None:

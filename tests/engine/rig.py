@@ -9,7 +9,17 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
-from dataplane.layout import KEY, VALUE, KVLayout, Segment, num_blocks_for, slot_spans
+from dataplane.layout import (
+    KEY,
+    VALUE,
+    ArenaShape,
+    BlockTable,
+    KVLayout,
+    Segment,
+    num_blocks_for,
+    slot_spans,
+    uniform_shape,
+)
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.engine.base import Engine, LayerListener, Sequence
@@ -41,15 +51,12 @@ def make_tiny(folder: Path, architecture: str = "qwen3", **fields: Any) -> Path:
 def load_tiny(folder: Path, *, num_blocks: int = NUM_BLOCKS, dtype: str = "float32") -> TransformersEngine:
     checkpoint = read_checkpoint(str(folder))
     layout = layout_of(checkpoint, dtype=dtype, block_size=BLOCK_SIZE)
-    buffer = bytearray(b"\xff") * (
-        num_blocks * layout.block_bytes
-    )  # NaN in every float: reading what is not ours shows
+    shape = uniform_shape(layout, num_blocks)
+    buffer = bytearray(b"\xff") * shape.num_bytes  # NaN in every float: reading what is not ours shows
     return load_engine(
         checkpoint,
         arena_buffer=memoryview(buffer),
-        num_blocks=num_blocks,
-        block_size=BLOCK_SIZE,
-        dtype=dtype,
+        shape=shape,
         num_threads=1,
     )
 
@@ -79,14 +86,16 @@ def make_sequence(
     *,
     listener: LayerListener | None = None,
     max_local_tokens: int | None = None,
+    num_groups: int = 1,
 ) -> Sequence:
+    """Return a sequence that has the same blocks in each of `num_groups` cache groups."""
     return Sequence(
         request_id=RequestId(name),
         attempt=0,
         token_ids=list(prompt),
         num_prompt_tokens=len(prompt),
         sampling=sampling,
-        segments=tuple(segments),
+        tables=(BlockTable(tuple(segments)),) * num_groups,
         layer_listener=listener,
         max_local_tokens=max_local_tokens,
     )
@@ -141,9 +150,9 @@ def copy_kv(
 def _offsets(
     layout: KVLayout, arena: memoryview, layer: int, key_or_value: int, segments: Seq[Segment], num_tokens: int
 ) -> list[tuple[int, int]]:
-    num_blocks = arena.nbytes // layout.block_bytes
-    spans = slot_spans(segments, layout.block_size, 0, num_tokens)
-    return [(layout.offset(num_blocks, layer, key_or_value, slot), count) for slot, count in spans]
+    shape: ArenaShape = uniform_shape(layout, arena.nbytes // layout.block_bytes)
+    spans = slot_spans(BlockTable(tuple(segments)), layout.block_size, 0, num_tokens)
+    return [(shape.offset(layer, key_or_value, slot), count) for slot, count in spans]
 
 
 @lru_cache(maxsize=16)

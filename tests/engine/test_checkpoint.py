@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import services.engine.weights as weights_module
+from dataplane.layout import uniform_shape
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.errors import CheckpointError
 from services.engine.model import load_engine
@@ -195,7 +196,7 @@ def load(folder: Path) -> None:
     checkpoint = read_checkpoint(str(folder))
     layout = layout_of(checkpoint, block_size=BLOCK_SIZE)
     buffer = memoryview(bytearray(4 * layout.block_bytes))
-    load_engine(checkpoint, arena_buffer=buffer, num_blocks=4, block_size=BLOCK_SIZE)
+    load_engine(checkpoint, arena_buffer=buffer, shape=uniform_shape(layout, 4))
 
 
 @pytest.mark.parametrize(

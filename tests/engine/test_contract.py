@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.layout import KVLayout, Segment
+from dataplane.layout import KVLayout, Segment, uniform_shape
 from schemas.request import SamplingParams
 from services.engine.base import Engine, StepItem
 from services.engine.batch import Batch
@@ -26,7 +26,7 @@ class Held:
 def fake(num_blocks: int = NUM_BLOCKS, **fields: object) -> Held:
     layout = KVLayout(weights="fake", dtype="float32", num_layers=3, num_kv_heads=1, head_dim=5, block_size=8)
     arena = memoryview(bytearray(num_blocks * layout.block_bytes))
-    return Held(FakeEngine(layout, arena, num_blocks, vocab_size=512, **fields), arena)  # type: ignore[arg-type]
+    return Held(FakeEngine(uniform_shape(layout, num_blocks), arena, vocab_size=512, **fields), arena)  # type: ignore[arg-type]
 
 
 @pytest.fixture(params=["fake", "transformers"])

@@ -56,7 +56,8 @@ def test_tokens_equal_generate(tiny: Tiny, name: str, budget: int, run: int) -> 
     sampling = greedy(NUM_ANSWER_TOKENS)
     prompts = {f"r{length}": prompt_of(length, seed=length) for length in LENGTHS}
     for request, prompt in prompts.items():
-        batch.add(make_sequence(request, prompt, allocator.take(len(prompt) + NUM_ANSWER_TOKENS), sampling))
+        blocks, num_groups = allocator.take(len(prompt) + NUM_ANSWER_TOKENS), len(engine.layout.groups)
+        batch.add(make_sequence(request, prompt, blocks, sampling, num_groups=num_groups))
     answers = run_batch(engine, batch)
     ties = sum(
         num_near_ties(folder, prompt, answers[r], generate(folder, prompt, NUM_ANSWER_TOKENS), sampling)
@@ -130,7 +131,13 @@ def test_a_hand_over_continues_with_the_same_tokens(tiny: Tiny, temperature: flo
             held, request = token.sequence, token.sequence.request_id
             prompt = prompts[request]
             segments = allocator.take(len(prompt) + 16)
-            copy_kv(arena_bytes(source), arena_bytes(target), source.layout, (held.segments, segments), len(prompt))
+            copy_kv(
+                arena_bytes(source),
+                arena_bytes(target),
+                source.layout,
+                (held.tables[0].segments, segments),
+                len(prompt),
+            )
             received = make_sequence(request, prompt, segments, sampling)
             received.token_ids.append(token.token_id)
             received.num_computed_tokens = len(prompt)

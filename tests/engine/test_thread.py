@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
-from dataplane.layout import KVLayout, Segment
+from dataplane.layout import BlockTable, KVLayout, Segment, uniform_shape
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.engine.base import Sequence, StepItem, StepResult
@@ -34,7 +34,9 @@ class Rig:
         self.threads: set[str] = set()
         self.next_block = 0
         engine = FakeEngine(
-            LAYOUT, memoryview(bytearray(NUM_BLOCKS * LAYOUT.block_bytes)), NUM_BLOCKS, before_step=self.before_step
+            uniform_shape(LAYOUT, NUM_BLOCKS),
+            memoryview(bytearray(NUM_BLOCKS * LAYOUT.block_bytes)),
+            before_step=self.before_step,
         )
         self.thread = EngineThread(engine, Batch(token_budget), self.on_step, self.on_failure, self.on_removed)
 
@@ -69,7 +71,7 @@ class Rig:
             token_ids=list(range(length)),
             num_prompt_tokens=length,
             sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
-            segments=(Segment(self.next_block, count),),
+            tables=(BlockTable((Segment(self.next_block, count),)),),
         )
         self.next_block += count
         self.thread.submit(sequence)
@@ -201,7 +203,7 @@ def test_stop_before_start() -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"segments": (Segment(0, 1),)}, "slots"),
+        ({"tables": (BlockTable((Segment(0, 1),)),)}, "slots"),
         ({"token_ids": [1, 2, 999]}, "vocabulary"),
         ({"token_ids": [1, -2, 3]}, "vocabulary"),
         ({"num_computed_tokens": 3}, "no token to compute"),
@@ -216,7 +218,7 @@ def test_a_sequence_that_would_fail_everybody_is_refused(rig: Rig, change: dict[
         token_ids=[1, 2, 3],
         num_prompt_tokens=3,
         sampling=SamplingParams(max_tokens=10),
-        segments=(Segment(0, 4),),
+        tables=(BlockTable((Segment(0, 4),)),),
     )
     for name, value in change.items():
         setattr(sequence, name, value)
@@ -240,7 +242,7 @@ def test_submissions_and_cancellations_from_many_threads(rig: Rig) -> None:
             token_ids=list(range(n + 1)),
             num_prompt_tokens=n + 1,
             sampling=SamplingParams(max_tokens=6, temperature=0.0),
-            segments=(Segment(n * 8, 8),),
+            tables=(BlockTable((Segment(n * 8, 8),)),),
         )
         rig.thread.submit(sequence)
 

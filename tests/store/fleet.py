@@ -1,9 +1,11 @@
 """A store on a memory bus, with workers that hold known KV and readers that look at what they get."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -71,10 +73,8 @@ class BlockMemory:
 
 @dataclass
 class Worker:
-    """Holds blocks `numbers`, offers them, lends them. `refuses`: what it answers instead of a lease.
-
-    `held_back`: its streams wait for this event's setting, as those of a prefill that is still being computed do.
-    """
+    """Holds blocks, offers them, lends them. `refuses`: what it answers instead of a lease. `num_tokens_ready`: where
+    its streams stop, and wait for what never comes."""
 
     worker_id: WorkerId
     door: TypedBus
@@ -200,6 +200,8 @@ class Fleet:
         """Incarnation → tier → what its events say is there."""
         self.heard: list[str] = []
         self.loads: list[WorkerLoad] = []
+        self.fresh_numbers = itertools.count(1_000)
+        """Of blocks that no test names."""
         self._sequences: dict[str, int] = {}
         self._memory = BlockMemory(LAYOUT, 64)
         self._reader = PlaneReader(self._memory.arena, self._memory.shape)
@@ -310,6 +312,15 @@ class Fleet:
         self.loads.append(received.message)
 
 
+def files_in(root: Path) -> list[Path]:
+    """Return a disk tier's blocks."""
+    return sorted(root.rglob("*.kv"))
+
+
+def arenas() -> set[Path]:
+    return set(Path("/dev/shm").glob("kvmesh-*"))
+
+
 @asynccontextmanager
 async def fleet() -> AsyncGenerator[Fleet]:
     async with asyncio.TaskGroup() as tasks:
@@ -319,7 +330,7 @@ async def fleet() -> AsyncGenerator[Fleet]:
         await around.close()
 
 
-def config_of(num_blocks: int = 32, carrier: str = "auto", lease_ms: int = 60_000, **store) -> MeshConfig:
+def config_of(num_blocks: int = 64, carrier: str = "auto", lease_ms: int = 60_000, **store) -> MeshConfig:
     settings = StoreConfig(memory_bytes=num_blocks * LAYOUT.block_bytes, **store)
     worker = WorkerConfig(block_size=LAYOUT.block_size, carrier=carrier, lease_ms=lease_ms)  # type: ignore[arg-type]
     return MeshConfig(secret=SECRET.decode(), store=settings, worker=worker)

@@ -13,7 +13,7 @@ from schemas.kv import RequestLease
 from schemas.request import Refused
 from schemas.worker import WorkerLeft
 from services.store import core as core_module
-from services.store.core import MAX_LEASES, MAX_PULLS, OPEN_WITHIN_MS, StoreCore, StoreLimits, WriteBatch
+from services.store.core import MAX_LEASES, MAX_OFFERED, OPEN_WITHIN_MS, StoreCore, StoreLimits, WriteBatch
 from tests.store.rig import LAYOUT, WINDOWED, hash_of, hashes_of
 
 WORKER, READER = WorkerId("prefill-0"), WorkerId("decode-0")
@@ -64,8 +64,8 @@ def lend(core: StoreCore, *numbers: int, first_block: int = 0) -> Lease:
     return lease
 
 
-def wanted(core: StoreCore, worker: str, *numbers: int) -> list[BlockHash]:
-    return core.start_pull(WorkerId(worker), join_hashes(hashes_of(*numbers)))
+def offer(core: StoreCore, worker: str, *numbers: int) -> bool:
+    return core.offered(WorkerId(worker), join_hashes(hashes_of(*numbers)))
 
 
 # Taking.
@@ -75,44 +75,57 @@ def test_only_what_is_nowhere_is_wanted() -> None:
     core = make_core()
     pull(core, 1)
     core.back.put(hash_of(2))
-    assert wanted(core, "a", 1, 2, 3, 3, 4) == hashes_of(3, 4)
+    assert offer(core, "a", 1, 2, 3, 3, 4)
+    assert core.next_pull(WorkerId("a"), 10) == hashes_of(3, 4)
+    assert not offer(core, "b", 1, 2)
 
 
-def test_one_pull_at_a_time_from_a_worker_and_a_few_in_all() -> None:
+def test_there_is_one_pull_from_a_worker_and_it_takes_later_offers_along() -> None:
     core = make_core()
-    assert wanted(core, "a", 1)
-    assert not wanted(core, "a", 2)
-    for number in range(1, MAX_PULLS):
-        assert wanted(core, f"other-{number}", 10 + number)
-    assert not wanted(core, "one-more", 99)
-    assert core.counts.num_dropped_offers == 2
-    core.end_pull(WorkerId("a"))
-    assert wanted(core, "a", 2)
+    assert offer(core, "a", 1, 2)
+    assert not offer(core, "a", 3)
+    assert core.next_pull(WorkerId("a"), 2) == hashes_of(1, 2)
+    pull(core, 1, 2)
+    assert core.next_pull(WorkerId("a"), 2) == hashes_of(3)
+    core.passed_over(WorkerId("a"), hashes_of(3))
+    assert core.next_pull(WorkerId("a"), 2) == []
+    assert core.end_pull(WorkerId("a")) == 0
+    assert offer(core, "a", 4)
 
 
 def test_what_one_worker_gives_is_not_asked_of_another() -> None:
     core = make_core()
-    assert wanted(core, "a", 1, 2) == hashes_of(1, 2)
-    assert wanted(core, "b", 2, 3) == hashes_of(3)
-    assert core.lacking(hashes_of(1, 2), WorkerId("a")) == hashes_of(1, 2)
+    assert offer(core, "a", 1, 2) and offer(core, "b", 2, 3)
+    assert core.next_pull(WorkerId("b"), 10) == hashes_of(3)
+    assert core.end_pull(WorkerId("a")) == 2
+    assert not offer(core, "b", 2)
+    assert core.next_pull(WorkerId("b"), 10) == hashes_of(3, 2), "now it is"
 
 
-def test_an_offer_that_is_no_list_of_hashes_is_dropped() -> None:
+def test_offers_that_are_left_are_counted_and_bounded() -> None:
     core = make_core()
-    assert not core.start_pull(WORKER, b"seventeen bytes!!")
-    assert core.counts.num_dropped_offers == 1
+    offer(core, "a", *range(MAX_OFFERED + 10))
+    assert core.counts.num_not_taken == 10
+    assert core.end_pull(WorkerId("a")) == MAX_OFFERED
+    assert core.counts.num_not_taken == MAX_OFFERED + 10
+
+
+def test_an_offer_that_is_no_list_of_hashes_is_not_taken() -> None:
+    core = make_core()
+    assert not core.offered(WORKER, b"seventeen bytes!!")
+    assert core.counts.num_not_taken == 1
 
 
 def test_windowed_layers_are_not_taken() -> None:
     core = make_core(layout=WINDOWED)
     assert not core.takes_blocks
-    assert not wanted(core, "a", 1)
+    assert not offer(core, "a", 1)
 
 
 def test_a_store_that_leaves_takes_nothing() -> None:
     core = make_core()
     core.draining = True
-    assert not wanted(core, "a", 1)
+    assert not offer(core, "a", 1)
 
 
 def test_a_slow_tier_slows_the_taking_not_the_worker() -> None:
@@ -131,7 +144,7 @@ def test_the_worker_names_the_coldest_first_and_so_they_go() -> None:
     core = make_core(num_blocks=3, behind=False)
     pull(core, 3, 2, 1, writes=False)
     pull(core, 9, writes=False)
-    assert core.lacking(hashes_of(1, 2, 3)) == hashes_of(3)
+    assert set(core.memory.hashes()) == set(hashes_of(9, 1, 2))
 
 
 def test_while_the_tier_is_down_memory_takes_blocks_alone() -> None:
@@ -297,11 +310,10 @@ def test_loading_brings_back_what_memory_gave_up() -> None:
     run = core.behind(hashes_of(1, 2, 9))
     assert run == hashes_of(1, 2)
     blocks = core.allocate_up_to(len(run))
-    filled = core.loaded(blocks, run[:1], lost=run[1:])
-    assert filled == blocks[:1]
+    core.loaded(blocks, run[:1], lost=run[1:])
     assert core.behind(hashes_of(2)) == [] and core.counts.num_lost == 1
-    core.give_back(filled)
-    assert core.take(hashes_of(1)) == filled
+    assert core.take(hashes_of(1, 2)) == blocks[:1]
+    core.check_integrity()
 
 
 def test_a_run_behind_memory_ends_where_memory_goes_on() -> None:
@@ -393,7 +405,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(numbers=numbers, writes=st.booleans(), landed=st.integers(0, 5))
     def pull(self, numbers: list[int], writes: bool, landed: int) -> None:
-        hashes = self.core.lacking(hashes_of(*numbers))[: max(0, self.core.num_pullable(writes=writes))]
+        if not self.core.offered(WORKER, join_hashes(hashes_of(*numbers))):
+            return
+        hashes = self.core.next_pull(WORKER, self.core.num_pullable(writes=writes))
+        self.core.end_pull(WORKER)
         blocks = self.core.memory.allocate(len(hashes))
         if blocks is None:
             return
@@ -424,7 +439,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert not self.in_use() & set(blocks)
         run = run[: len(blocks)]
         self.content.update(zip(blocks, run, strict=True))
-        self.core.give_back(self.core.loaded(blocks, run[:filled], run[filled : filled + 1] if is_lost else []))
+        self.core.loaded(blocks, run[:filled], run[filled : filled + 1] if is_lost else [])
 
     @rule(numbers=numbers, first_block=st.integers(0, 3))
     def lend(self, numbers: list[int], first_block: int) -> None:
