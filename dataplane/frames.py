@@ -1,92 +1,171 @@
 """Where a frame's bytes lie in an arena, and how they are copied and digested.
 
-A frame's bytes are, layer by layer, the keys of its tokens and then their values, in the order of the tokens: the same
-on both ends however each has cut them into segments. Its digest is xxh3-64 over them.
+A frame's bytes are, layer by layer, the keys of its tokens and then their values, in the order of the tokens, of each
+token the heads asked for: the same on both ends however each has cut them into segments and shards. Its digest is
+xxh3-64 over them.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from dataplane.arena import ByteArray
-from dataplane.layout import KEY, VALUE, ArenaShape, BlockTables, slot_spans
+from dataplane.extent import Extent, HeadRange, first_kept_block, heads_of
+from dataplane.layout import KEY, VALUE, ArenaShape, BlockTables, num_blocks_for, slot_spans
 from dataplane.stream import Header, TransferStats
 
 PIECE_BYTES = 512 << 10
 """What is copied before it is digested: it must still be in the core's cache then."""
 
+Rows = npt.NDArray[np.uint8]
+"""[token, byte]. Contiguous where all heads of the arena are meant, else a part of each of its rows."""
+
 
 class SequenceMemory:
-    """One sequence's tokens in an arena of `num_blocks` blocks. Keeps the memory alive."""
+    """Some heads of one sequence's tokens in an arena of this shape: all that it holds, by default. Keeps the memory
+    alive. Raises ValueError when the arena has no such blocks or heads."""
 
-    def __init__(self, array: ByteArray, shape: ArenaShape, tables: BlockTables) -> None:
-        if shape.num_bytes > array.nbytes or len(tables) != len(shape.num_blocks):
+    def __init__(
+        self, array: ByteArray, shape: ArenaShape, tables: BlockTables, heads: HeadRange | None = None
+    ) -> None:
+        layout = shape.layout
+        heads = heads_of(layout) if heads is None else heads
+        if not heads_of(layout).holds(heads):
+            raise ValueError(f"{heads} of {heads_of(layout)}")
+        if min(shape.num_blocks) < 0 or shape.num_bytes > array.nbytes or len(tables) != len(shape.num_blocks):
             raise ValueError(f"{shape.num_blocks} blocks do not fit into {array.nbytes} bytes")
         for table, num_blocks in zip(tables, shape.num_blocks, strict=True):
+            if table.first_block < 0:
+                raise ValueError(f"a table that begins at block {table.first_block}")
             for first, size in table.segments:
                 if first < 0 or size < 0 or first + size > num_blocks:
                     raise ValueError(f"no such blocks: {first}+{size} of {num_blocks}")
         self._array = array
         self._shape = shape
-        self._layout = shape.layout
         self._tables = tables
+        head_bytes = layout.token_bytes // layout.num_kv_heads
+        first_byte = (heads.first - layout.first_head) * head_bytes
+        self._bytes_of_row = slice(first_byte, first_byte + heads.count * head_bytes)
+        self.is_contiguous = heads.count == layout.num_kv_heads
 
-    @property
-    def num_slots(self) -> int:
-        return self._tables[0].end_block * self._layout.block_size
+    def covers(self, extent: Extent, end_token: int) -> bool:
+        """Say whether the tables have all of the extent, written up to `end_token`: a ring has only its last round."""
+        size = self._shape.layout.block_size
+        for group, table, start in zip(self._shape.layout.groups, self._tables, extent.group_starts, strict=True):
+            if start >= extent.num_tokens:
+                continue
+            end_block = num_blocks_for(end_token, size)
+            first_block = first_kept_block(table, end_block) if group.window else table.first_block
+            if start < first_block * size or extent.num_tokens > table.end_block * size:
+                return False
+        return True
 
-    def views(self, data: Header) -> list[ByteArray]:
+    def views(self, data: Header) -> list[Rows]:
         """Return the frame's bytes as views, in the frame's order."""
-        layout, array = self._layout, self._array
-        token_bytes = layout.token_bytes
-        views: list[ByteArray] = []
+        return [rows for part in self.parts(data) for rows in part]
+
+    def parts(self, data: Header) -> Iterator[list[Rows]]:
+        """Yield the views layer by layer, keys and values apart."""
+        layout, array = self._shape.layout, self._array
+        token_bytes, bytes_of_row = layout.token_bytes, self._bytes_of_row
         for layer in range(data.layer, data.layer + data.num_layers):
             table = self._tables[layout.group_of_layer[layer]]
             spans = slot_spans(table, layout.block_size, data.first_token, data.first_token + data.num_tokens)
             for key_or_value in (KEY, VALUE):
+                part: list[Rows] = []
                 for slot, num_tokens in spans:
                     at = self._shape.offset(layer, key_or_value, slot)
-                    views.append(array[at : at + num_tokens * token_bytes])
-        return views
+                    rows = array[at : at + num_tokens * token_bytes].reshape(num_tokens, token_bytes)
+                    part.append(rows if self.is_contiguous else rows[:, bytes_of_row])
+                yield part
 
 
-def digest(views: Sequence[ByteArray], stats: TransferStats) -> int:
+class Staging:
+    """Memory between an arena and a wire, used again for each frame. For one thread."""
+
+    def __init__(self) -> None:
+        self._memory: ByteArray = np.empty(0, np.uint8)
+
+    def take(self, num_bytes: int) -> ByteArray:
+        """Return that many bytes; what was taken before is void."""
+        if self._memory.nbytes < num_bytes:
+            self._memory = np.empty(num_bytes, np.uint8)
+        return self._memory[:num_bytes]
+
+
+def gather(views: Iterable[Rows], target: ByteArray) -> None:
+    """Copy the views' bytes into `target`, which has room for exactly these."""
+    at = 0
+    for rows in views:
+        np.copyto(target[at : at + rows.size].reshape(rows.shape), rows)
+        at += rows.size
+    assert at == target.nbytes, f"{at} bytes in {target.nbytes}"
+
+
+def scatter(source: ByteArray, views: Iterable[Rows]) -> None:
+    """Copy `source`, which has exactly their bytes, into the views."""
+    at = 0
+    for rows in views:
+        np.copyto(rows, source[at : at + rows.size].reshape(rows.shape))
+        at += rows.size
+    assert at == source.nbytes, f"{at} bytes of {source.nbytes}"
+
+
+def digest(views: Sequence[Rows], stats: TransferStats) -> int:
     """Return the digest of a frame's bytes."""
     started = time.perf_counter_ns()
     hasher = xxhash.xxh3_64()
-    for view in views:
-        hasher.update(view.data)
+    for rows in views:
+        if rows.flags.c_contiguous:
+            hasher.update(rows.data)
+        else:
+            for piece in pieces(rows):
+                hasher.update(np.ascontiguousarray(piece).data)
     stats.verify_ns += time.perf_counter_ns() - started
     return hasher.intdigest()
 
 
-def copy(sources: Sequence[ByteArray], targets: Sequence[ByteArray], stats: TransferStats, *, digests: bool) -> int:
+def copy(sources: Sequence[Rows], targets: Sequence[Rows], stats: TransferStats, *, digests: bool) -> int:
     """Copy a frame's bytes from one arena to another and return the digest of what arrived (0 without `digests`)."""
     hasher = xxhash.xxh3_64()
     clock = time.perf_counter_ns
+    staging = Staging()
     for source, target in _pairs(sources, targets):
         started = clock()
-        np.copyto(target, source)  # lets other threads run, which assigning to a memoryview does not
+        arrived = target
+        if digests and not target.flags.c_contiguous:  # what is digested lies in one piece
+            arrived = staging.take(source.size).reshape(source.shape)
+            np.copyto(arrived, source)
+            np.copyto(target, arrived)
+        else:
+            np.copyto(target, source)  # lets other threads run, which assigning to a memoryview does not
         copied = clock()
         stats.copy_ns += copied - started
         if digests:
-            hasher.update(target.data)
+            hasher.update(arrived.data)
             stats.verify_ns += clock() - copied
     return hasher.intdigest() if digests else 0
 
 
-def _pairs(sources: Sequence[ByteArray], targets: Sequence[ByteArray]) -> list[tuple[ByteArray, ByteArray]]:
-    """Cut both sides at each other's borders, and so that no piece is longer than PIECE_BYTES."""
-    pairs: list[tuple[ByteArray, ByteArray]] = []
+def pieces(rows: Rows) -> Iterator[Rows]:
+    """Cut into pieces of at most PIECE_BYTES, or of one row."""
+    size = max(1, PIECE_BYTES // rows.shape[1])
+    for at in range(0, len(rows), size):
+        yield rows[at : at + size]
+
+
+def _pairs(sources: Sequence[Rows], targets: Sequence[Rows]) -> Iterator[tuple[Rows, Rows]]:
+    """Cut both sides at each other's borders, and so that no piece is longer than PIECE_BYTES, or one row."""
     remaining = iter(targets)
     target = next(remaining)
+    max_rows = max(1, PIECE_BYTES // target.shape[1])
     for source in sources:
-        while source.nbytes:
-            if not target.nbytes:
+        while len(source):
+            if not len(target):
                 target = next(remaining)
-            size = min(source.nbytes, target.nbytes, PIECE_BYTES)
-            pairs.append((source[:size], target[:size]))
+            size = min(len(source), len(target), max_rows)
+            yield source[:size], target[:size]
             source, target = source[size:], target[size:]
-    return pairs

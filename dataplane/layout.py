@@ -1,9 +1,9 @@
 """How KV lies in an arena: `[layer, k/v, block, token, head, dim]`, so that one layer of a run of blocks is one copy
 and attention on the CPU reads a view.
 
-Layers that see the same window form a cache group. Each group has blocks of its own, numbered from 0, and a sequence has
-one block table per group. A sliding-window layer needs only what its window can still see: its table may begin late, and
-may name a physical block again where an older one is not needed any more (a ring).
+Layers that see the same window form a cache group. Each group has blocks of its own, numbered from 0, and a sequence
+has one block table per group. A sliding-window layer needs only what its window can still see: its table may begin
+late, and may name a physical block again where an older one is not needed any more (a ring).
 """
 
 import hashlib

@@ -124,7 +124,7 @@ class LeaseTable:
         return None if lease is None else replace(lease, state=LeaseState.ENDED, outcome=outcome)
 
     def expire(self, now_ms: int, concerns: Callable[[LeaseId], bool] = lambda _: True) -> list[Lease]:
-        """End every lease of those it `concerns` whose time is over; return them, the one that expired first in front."""
+        """End the leases that it `concerns` whose time is over; return them, the one that expired first in front."""
         over = sorted(
             (lease for lease in self._active.values() if lease.expires_at_ms <= now_ms and concerns(lease.lease_id)),
             key=lambda lease: (lease.expires_at_ms, lease.epoch),

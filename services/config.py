@@ -41,7 +41,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     pull_tokens_min: int = 64
     """Fewer tokens than this are computed rather than read from another worker."""
     unsplit_tokens_max: int = 512
-    """A decode worker that lacks at most this many tokens of a prompt, and holds most of it, may compute them itself."""
+    """A decode worker that lacks at most this many tokens of a prompt, and holds most of it, may serve it alone."""
     silent_after_ms: int = 3_000
     """A worker that has said nothing for this long is taken for dead."""
 
@@ -66,7 +66,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_cache: bool = True
     """Keep full blocks after their request, and serve later prompts from them."""
     wire_dtype: WireDtype = "same"
-    """How this worker asks for KV over `tcp`: as it is, compressed, or compressed where that is measured to be quicker."""
+    """How this worker asks for KV over `tcp`: as it is, compressed, or compressed where that is quicker."""
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -63,7 +63,7 @@ class PromptKV:
         self.num_present_tokens = self.num_cached_tokens
 
     def next_piece(self, reader: WorkerId, min_blocks: int = 1) -> Piece | None:
-        """Return what to read next, and drop the sources that have nothing to add. The last token is always computed."""
+        """Return what to read next; drop the sources that have nothing to add. The last token is always computed."""
         first = self.num_present_tokens // self.block_size
         last = (self.num_prompt_tokens - 1) // self.block_size
         while self.sources:

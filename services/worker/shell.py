@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from dataplane.cache import BlockCache
@@ -29,7 +28,7 @@ from services.engine.base import Sequence, StepResult
 from services.engine.batch import Batch
 from services.engine.thread import EngineStoppedError, EngineThread, InvalidSequenceError
 from services.runtime import now_ms
-from services.telemetry import Key, Telemetry
+from services.telemetry import Telemetry
 from services.worker.actions import (
     Action,
     AttemptKey,
@@ -53,26 +52,12 @@ from services.worker.lend import LendCore
 from services.worker.load import WorkerParts
 from services.worker.outbox import Outbox
 from services.worker.rates import RateBook
-from services.worker.spans import WorkerSpans
+from services.worker.spans import LeaseTrace, LeaseTraces, WorkerSpans
 
 LOAD_INTERVAL_S = 0.5
 LOAD_MIN_GAP_S = 0.05
 TICK_INTERVAL_S = 0.1
 ENGINE_STOP_TIMEOUT_S = 10.0
-MAX_LEASE_TRACES = 1_024
-"""A lease that no reader ever opened has no stream that could end."""
-
-
-@dataclass(slots=True)
-class LeaseTrace:
-    """What the spans of an offered lease need: of its stream, and of its release."""
-
-    key: AttemptKey
-    traceparent: str
-    offered_ns: int
-    is_lent: bool = False
-    """Not of a hand-over: the attempt is another worker's, or still under way here."""
-    num_ends: int = 0
 
 
 class WorkerCore(Protocol):
@@ -146,7 +131,7 @@ class Worker:
         )
         self._cores: list[WorkerCore] = []
         self._reads: KVReads | None = None
-        self._leases: dict[LeaseId, LeaseTrace] = {}
+        self._lease_traces = LeaseTraces(self.spans)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._changed = asyncio.Event()
@@ -273,25 +258,13 @@ class Worker:
         key = (request.request_id, request.attempt)
         offer = self.holder.offer(lease, request, self.parts.limits.lease_ms)
         traceparent = self.spans.traceparent(key)
-        self._trace_lease(lease.lease_id, LeaseTrace(key, traceparent, time.time_ns()))
+        self._lease_traces.granted(lease.lease_id, LeaseTrace(key, traceparent, time.time_ns()))
         ids = (offer.source_worker, offer.target_worker, offer.handoff_id)
         self.outbox.put(subjects.OFFERED, ids, offer, traceparent)
 
-    def _trace_lease(self, lease_id: LeaseId, trace: LeaseTrace) -> None:
-        self._leases[lease_id] = trace
-        if len(self._leases) > MAX_LEASE_TRACES:
-            del self._leases[next(iter(self._leases))]
-
     def _close_lease(self, action: CloseLease) -> None:
         num_blocks = self.holder.close_lease(action.lease_id, action.reason)
-        trace = self._leases.get(action.lease_id)
-        if trace is None:
-            return
-        since_ns = trace.offered_ns if trace.is_lent else self.spans.first_token_ns(trace.key)
-        self.spans.released(trace.traceparent, since_ns, num_blocks, action.reason)
-        if not trace.is_lent:
-            self.spans.forget(trace.key)
-        self._drop_lease_trace(action.lease_id, trace)
+        self._lease_traces.ended(action.lease_id, num_blocks, action.reason)
 
     def forget(self, key: AttemptKey) -> None:
         """Drop what was kept for an attempt that has ended here."""
@@ -346,18 +319,7 @@ class Worker:
 
     def _served(self, lease_id: LeaseId, stats: TransferStats | None, error: str) -> None:
         self.decide(lambda _now: self._lending.served(lease_id, error or "landed"))
-        trace = self._leases.get(lease_id)
-        if trace is None:
-            return
-        attributes = {Key.REQUEST_ID: trace.key[0], Key.ATTEMPT: trace.key[1], Key.OUTCOME: error or "landed"}
-        self.spans.transferred(trace.traceparent, "source", (trace.offered_ns, time.time_ns()), stats, attributes)
-        self._drop_lease_trace(lease_id, trace)
-
-    def _drop_lease_trace(self, lease_id: LeaseId, trace: "LeaseTrace") -> None:
-        """Forget it once the lease has ended and its stream as well; either may come first."""
-        trace.num_ends += 1
-        if trace.num_ends == 2:
-            self._leases.pop(lease_id, None)
+        self._lease_traces.served(lease_id, stats, error)
 
     def _on_cancel(self, received: Received[CancelRequest]) -> None:
         self._decide_all(lambda core, now: core.cancelled(received.message, now))
@@ -377,7 +339,8 @@ class Worker:
         if isinstance(lease, Refused):
             return lease
         key = (request.request_id, request.attempt)
-        self._trace_lease(lease.lease_id, LeaseTrace(key, received.traceparent, time.time_ns(), is_lent=True))
+        trace = LeaseTrace(key, received.traceparent, time.time_ns(), is_lent=True)
+        self._lease_traces.granted(lease.lease_id, trace)
         return self.holder.lend(lease, request)
 
     def _decide_all(self, decision: Callable[[WorkerCore, int], list[Action]]) -> None:

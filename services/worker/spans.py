@@ -4,12 +4,16 @@ import time
 from dataclasses import dataclass, field
 
 from dataplane.stream import TransferStats
+from schemas.ids import LeaseId
 from services.engine.base import Sequence, StepResult
 from services.telemetry import Attributes, Key, SpanName, Telemetry
 from services.worker.actions import AttemptKey
 
 MAX_ATTEMPTS = 4_096
 """An attempt that ends before it reaches the engine has nothing to record, and is dropped here at last."""
+
+MAX_LEASE_TRACES = 1_024
+"""A lease that no reader ever opened has no stream that could end."""
 
 
 @dataclass(slots=True)
@@ -137,6 +141,57 @@ class WorkerSpans:
 
     def forget(self, key: AttemptKey) -> None:
         self._times.pop(key, None)
+
+
+@dataclass(slots=True)
+class LeaseTrace:
+    """What the spans of a lease need: of its stream, and of its release."""
+
+    key: AttemptKey
+    traceparent: str
+    granted_ns: int
+    is_lent: bool = False
+    """Not of a hand-over: the attempt is another worker's, or still under way here."""
+    num_ends: int = 0
+
+
+@dataclass
+class LeaseTraces:
+    """The leases that are granted, as far as their spans are not recorded."""
+
+    spans: WorkerSpans
+    _traces: dict[LeaseId, LeaseTrace] = field(default_factory=dict[LeaseId, LeaseTrace])
+
+    def granted(self, lease_id: LeaseId, trace: LeaseTrace) -> None:
+        self._traces[lease_id] = trace
+        if len(self._traces) > MAX_LEASE_TRACES:
+            del self._traces[next(iter(self._traces))]
+
+    def served(self, lease_id: LeaseId, stats: TransferStats | None, error: str) -> None:
+        """Record the source's end of a transfer."""
+        trace = self._traces.get(lease_id)
+        if trace is None:
+            return
+        attributes = {Key.REQUEST_ID: trace.key[0], Key.ATTEMPT: trace.key[1], Key.OUTCOME: error or "landed"}
+        self.spans.transferred(trace.traceparent, "source", (trace.granted_ns, time.time_ns()), stats, attributes)
+        self._drop(lease_id, trace)
+
+    def ended(self, lease_id: LeaseId, num_blocks: int, reason: str) -> None:
+        """Record a lease's release."""
+        trace = self._traces.get(lease_id)
+        if trace is None:
+            return
+        since_ns = trace.granted_ns if trace.is_lent else self.spans.first_token_ns(trace.key)
+        self.spans.released(trace.traceparent, since_ns, num_blocks, reason)
+        if not trace.is_lent:
+            self.spans.forget(trace.key)
+        self._drop(lease_id, trace)
+
+    def _drop(self, lease_id: LeaseId, trace: LeaseTrace) -> None:
+        """Forget it once the lease has ended and its stream as well; either may come first."""
+        trace.num_ends += 1
+        if trace.num_ends == 2:
+            self._traces.pop(lease_id, None)
 
 
 def _error_of(outcome: str) -> str:

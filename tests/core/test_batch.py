@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dataplane.layout import Segment
+from dataplane.layout import BlockTable, Segment
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.engine.base import Sequence, StepItem, StepResult
@@ -32,7 +32,7 @@ def make(
         token_ids=[*range(100, 100 + num_prompt_tokens), *answer],
         num_prompt_tokens=num_prompt_tokens,
         sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=stop, ignore_eos=ignore_eos),
-        segments=(Segment(0, 1000),),
+        tables=(BlockTable((Segment(0, 1000),)),),
         num_computed_tokens=num_computed_tokens,
         max_local_tokens=max_local_tokens,
         stop_token_ids=eos,

@@ -297,6 +297,12 @@ class Fleet:
             offset = page.next_offset
         return {tier: hashes for tier, hashes in held.items() if hashes}
 
+    async def until_events_tell_all(self) -> None:
+        """Wait until the inventory is what the events have told: the store may be at work still."""
+        async with asyncio.timeout(PATIENCE_S):
+            while await self.inventory() != {tier: hashes for tier, hashes in self.tiers.items() if hashes}:
+                await asyncio.sleep(0.01)
+
     def _on_change(self, received: Received[BlocksStored | BlocksEvicted]) -> None:
         event = received.message
         assert event.sequence == self._sequences.get(event.incarnation, 0) + 1, "events are numbered without gaps"

@@ -43,7 +43,7 @@ async def test_cooled_blocks_outlive_their_worker(
         worker = await around.worker("prefill-0", *range(10))
         await worker.cool(*range(9, -1, -1))
         await until(lambda: around.has("memory", *range(10)) and around.has(NAMES[kind], *range(10)))
-        assert await around.inventory() == around.tiers
+        await around.until_events_tell_all()
         assert worker.outcomes == ["landed"]
         await around.gone(worker)
         assert await around.fetch(*range(10), carrier=carrier) == 10
@@ -99,7 +99,7 @@ async def test_under_memory_pressure_nothing_is_lost_or_wrong(
         assert await around.fetch(*range(60)) == 8, "as much as memory holds"
         await until(lambda: around.loads[-1].blocks.leased == 0)
         assert len(around.tiers["memory"]) <= 8
-        assert await around.inventory() == around.tiers
+        await around.until_events_tell_all()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -133,7 +133,7 @@ async def test_whatever_is_offered_and_asked_what_is_read_is_right(seed: int, tm
         lock = asyncio.Lock()
         await asyncio.gather(offer_some(), read_some(), read_some(), read_some())
         await until(lambda: around.loads[-1].blocks.leased == around.loads[-1].blocks.running == 0)
-        assert await around.inventory() == {tier: hashes for tier, hashes in around.tiers.items() if hashes}
+        await around.until_events_tell_all()
     assert num_read > 0
     assert sum(path.stat().st_size for path in files_in(tmp_path)) <= max_bytes
 
