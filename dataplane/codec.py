@@ -1,10 +1,10 @@
 """KV compressed for a wire: one float32 scale per block and head, and a byte per number. Pure.
 
 The keys (or values) of one layer, tokens [first, first + n), become their scales, block by block and head by head, and
-then their numbers, token by token. A block is `block_size` positions of the sequence; at ragged ends it is a part of one.
-A number is read back as its byte times its scale: within half a step of an int8 (the largest of its block and head over
-254), within 1/16 of itself or half of 2^-9 steps as float8_e4m3fn. What is so small that its scale would be no normal
-float32 becomes 0.
+then their numbers, token by token. A block is `block_size` positions of the sequence, at ragged ends a part of one.
+A number is read back as its byte times its scale: as int8 within half a step, which is 1/254 of the largest number of
+its block and head; as float8_e4m3fn within 1/16 of itself or, where it is small, 2^-10 of the scale. What is so small
+that its scale would be no normal float32 becomes 0.
 """
 
 from functools import lru_cache
@@ -81,7 +81,7 @@ class BlockCodec:
         """Unpack into contiguous rows [token, byte]. Raises NotFiniteError, before it writes anything."""
         num_tokens = len(rows)
         scales, packed = self._split(wire, first_token, num_tokens)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             reach = (scales * LARGEST[self._packed]).astype(self._storage.numbers)
         if not np.isfinite(reach.astype(np.float32)).all() or (scales < 0).any():
             raise NotFiniteError("a scale is negative, not finite, or too large for the arena's numbers")
@@ -130,7 +130,7 @@ class BlockCodec:
         scales = peaks.view(storage.numbers).astype(np.float32) / np.float32(largest)
         # Rounded up, the largest number of all would be read back as an infinity.
         too_far = scales.astype(np.float64) * largest > _FLOAT32_MAX
-        scales = np.where(too_far, np.nextafter(scales, np.float32(0)), scales)
+        scales -= np.where(too_far, np.spacing(scales), np.float32(0))
         scales[scales < _FLOAT32_TINY] = 0
         inverses = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > 0)
         return scales, inverses

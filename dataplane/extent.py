@@ -13,11 +13,15 @@ class HeadRange(NamedTuple):
     """A run of the model's KV heads, over all shards."""
 
     first: int
-    count: int
+    num_heads: int
 
     def holds(self, other: "HeadRange") -> bool:
         """Say whether `other` is a range that lies in this one."""
-        return other.count > 0 and self.first <= other.first and other.first + other.count <= self.first + self.count
+        end, other_end = self.first + self.num_heads, other.first + other.num_heads
+        return other.num_heads > 0 and self.first <= other.first and other_end <= end
+
+
+NO_HEADS = HeadRange(0, 0)
 
 
 def heads_of(layout: KVLayout) -> HeadRange:
@@ -52,7 +56,7 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def row_bytes(self) -> int:
         """Bytes of one token's keys (or values) of these heads in one layer of an arena."""
-        return self.heads.count * self.layout.head_dim * ITEM_BYTES[self.layout.dtype]
+        return self.heads.num_heads * self.layout.head_dim * ITEM_BYTES[self.layout.dtype]
 
     @cached_property
     def codec(self) -> BlockCodec | None:
@@ -60,7 +64,7 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if self.wire_dtype == "same":
             return None
         layout = self.layout
-        return BlockCodec(self.wire_dtype, layout.dtype, self.heads.count, layout.head_dim, layout.block_size)
+        return BlockCodec(self.wire_dtype, layout.dtype, self.heads.num_heads, layout.head_dim, layout.block_size)
 
     @cached_property
     def cut_tokens(self) -> int:

@@ -48,8 +48,8 @@ class SequenceMemory:
         self._tables = tables
         head_bytes = layout.token_bytes // layout.num_kv_heads
         first_byte = (heads.first - layout.first_head) * head_bytes
-        self._bytes_of_row = slice(first_byte, first_byte + heads.count * head_bytes)
-        self.is_contiguous = heads.count == layout.num_kv_heads
+        self._bytes_of_row = slice(first_byte, first_byte + heads.num_heads * head_bytes)
+        self.is_contiguous = heads.num_heads == layout.num_kv_heads
 
     def covers(self, extent: Extent, end_token: int) -> bool:
         """Say whether the tables have all of the extent, written up to `end_token`: a ring has only its last round."""

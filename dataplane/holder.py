@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dataplane import frames, shm, tcp
-from dataplane.arena import Arena, ByteArray
-from dataplane.frames import SequenceMemory
+from dataplane.arena import Arena
+from dataplane.codec import NotFiniteError
+from dataplane.extent import NO_HEADS, Extent, heads_of
+from dataplane.frames import Rows, SequenceMemory
 from dataplane.layout import ArenaShape, BlockTables
 from dataplane.lease import LeaseRefusedError
 from dataplane.progress import KVProgress
@@ -20,6 +22,7 @@ from dataplane.stream import (
     VERSION,
     Accepted,
     Fail,
+    FailCode,
     FramePlanner,
     Header,
     Kind,
@@ -44,7 +47,7 @@ _MAX_REASON_CHARS = 1000
 
 @dataclass(slots=True, frozen=True)
 class ReadableKV:
-    """What a ticket gives access to."""
+    """What a ticket gives access to: tokens [first_token, num_tokens), of a sliding window what its table has."""
 
     tables: BlockTables
     num_tokens: int
@@ -99,25 +102,41 @@ class _RefusedError(Exception):
 class _EndedError(Exception):
     """The stream cannot go on. `tell`: the reader is still there to hear it."""
 
-    def __init__(self, reason: str, *, tell: bool) -> None:
+    def __init__(self, reason: str, *, tell: bool, code: FailCode = "holder") -> None:
         super().__init__(reason)
         self.reason = reason
         self.tell = tell
+        self.code: FailCode = code
 
 
 class HolderCarrier(Protocol):
-    """How a frame's bytes cross, at the holder's end. `needs_ack`: the reader copies from the holder's memory."""
+    """How a frame's bytes cross, at the holder's end. `needs_ack`: the reader copies from the holder's memory.
+
+    `load` returns the bytes that are digested: where they lie, or staged until the next call. Raises NotFiniteError.
+    """
 
     @property
     def needs_ack(self) -> bool: ...
     @property
     def frame_bytes(self) -> int: ...
-    def send(self, wire: Wire, head: bytes, data: Header, views: Sequence[ByteArray], timeout_s: float) -> None: ...
+    def load(self, data: Header, stats: TransferStats) -> list[Rows]: ...
+    def send(self, wire: Wire, head: bytes, data: Header, payload: Sequence[Rows], timeout_s: float) -> None: ...
 
 
-def holder_carrier(name: str) -> HolderCarrier:
+def holder_carrier(name: str, source: SequenceMemory, extent: Extent) -> HolderCarrier:
     """Return the holder's end of a carrier."""
-    return tcp.TcpHolder() if name == tcp.NAME else shm.SharedHolder()
+    return tcp.TcpHolder(source, extent) if name == tcp.NAME else shm.SharedHolder(source)
+
+
+@dataclass(slots=True, frozen=True)
+class _Opened:
+    """What a reader asked for and may have."""
+
+    ticket: Ticket
+    carrier: str
+    readable: ReadableKV
+    extent: Extent
+    source: SequenceMemory
 
 
 class HolderStream:
@@ -133,21 +152,22 @@ class HolderStream:
     def run(self) -> None:
         """Serve to the end. Raises JunkError when the peer did not speak the protocol at all."""
         try:
-            ticket, wanted, readable = self._open()
+            opened = self._open()
         except _RefusedError as refusal:
             self.refused = refusal.refused.code
             with contextlib.suppress(WireClosedError, WireTimeoutError):
                 self._wire.send([encode_frame(Kind.REFUSED, refusal.refused)], self._context.open_timeout_s)
                 self._wire.finish_sending()
             return
-        service = _Service(self._context, self._wire, ticket, wanted, readable)
+        service = _Service(self._context, self._wire, opened)
         error = "the plane failed"
         try:
             error = service.run()
         finally:
-            self._context.gate.served(ticket.lease_id, service.stats if service.stats.num_frames else None, error)
+            stats = service.stats if service.stats.num_frames else None
+            self._context.gate.served(opened.ticket.lease_id, stats, error)
 
-    def _open(self) -> tuple[Ticket, Open, ReadableKV]:
+    def _open(self) -> _Opened:
         """Return what is to be served. Raises JunkError, or _RefusedError with what the reader is told."""
         context = self._context
         deadline = time.monotonic() + context.open_timeout_s
@@ -166,30 +186,50 @@ class HolderStream:
             raise _RefusedError("fingerprint", f"this holder's KV is {context.shape.layout.fingerprint}")
         if wanted.carrier not in context.carriers:
             raise _RefusedError("carrier", f"this holder offers {', '.join(context.carriers)}")
+        if wanted.carrier != tcp.NAME and wanted.wire_dtype != "same":
+            raise _RefusedError("malformed", f"nothing is compressed over {wanted.carrier}")
         try:
             readable = context.gate.open(ticket)
         except LeaseRefusedError as error:
             raise _RefusedError("lease", error.reason) from error
-        if not 0 <= wanted.first_token <= wanted.num_tokens <= readable.num_tokens:
-            raise _RefusedError("range", f"the lease is on {readable.num_tokens} tokens")
+        opened = self._in_range(ticket, wanted, readable)
         self.is_opened = True
-        return ticket, wanted, readable
+        return opened
+
+    def _in_range(self, ticket: Ticket, wanted: Open, readable: ReadableKV) -> _Opened:
+        """Return what the lease covers of what is wanted, which is all of it. Raises _RefusedError."""
+        shape, held = self._context.shape, heads_of(self._context.shape.layout)
+        if not 0 <= readable.first_token <= wanted.first_token <= wanted.num_tokens <= readable.num_tokens:
+            detail = f"the lease is on tokens {readable.first_token} to {readable.num_tokens}"
+            raise _RefusedError("range", detail)
+        if not held.holds(wanted.heads):
+            raise _RefusedError("range", f"this holder has {held.num_heads} heads from {held.first} on")
+        extent = Extent(
+            layout=shape.layout,
+            first_token=wanted.first_token,
+            num_tokens=wanted.num_tokens,
+            heads=wanted.heads,
+            wire_dtype=wanted.wire_dtype,
+        )
+        source = SequenceMemory(self._context.arena.array, shape, readable.tables, wanted.heads)
+        if not source.covers(extent, readable.num_tokens):
+            raise _RefusedError("range", f"not all that {wanted.num_tokens} tokens need is held any more")
+        return _Opened(ticket, wanted.carrier, readable, extent, source)
 
 
 class _Service:
     """Sends what is ready, commits what has left, waits for the engine and the reader at once."""
 
-    def __init__(self, context: HolderContext, wire: Wire, ticket: Ticket, wanted: Open, readable: ReadableKV) -> None:
-        self.stats = TransferStats(carrier=wanted.carrier, opened_ns=time.time_ns())
+    def __init__(self, context: HolderContext, wire: Wire, opened: _Opened) -> None:
+        extent = opened.extent
+        self.stats = TransferStats(opened.carrier, extent.wire_dtype, opened_ns=time.time_ns())
         self._context = context
         self._wire = wire
-        self._ticket = ticket
-        self._readable = readable
-        self._carrier = holder_carrier(wanted.carrier)
-        self._memory = SequenceMemory(context.arena.array, context.shape, readable.tables)
-        self._planner = FramePlanner(
-            context.shape.layout, wanted.first_token, wanted.num_tokens, self._carrier.frame_bytes
-        )
+        self._ticket = opened.ticket
+        self._readable = opened.readable
+        self._extent = extent
+        self._carrier = holder_carrier(opened.carrier, opened.source, extent)
+        self._planner = FramePlanner(extent, self._carrier.frame_bytes)
         self._uncommitted: deque[tuple[int, int]] = deque()  # sequence and digest
         self._num_acked = 0
         self._unsent = b""
@@ -205,7 +245,8 @@ class _Service:
             except _EndedError as end:
                 if end.tell:
                     with contextlib.suppress(WireClosedError, WireTimeoutError):
-                        self._unsent += encode_frame(Kind.FAIL, Fail(reason=end.reason[:_MAX_REASON_CHARS]))
+                        fail = Fail(reason=end.reason[:_MAX_REASON_CHARS], code=end.code)
+                        self._unsent += encode_frame(Kind.FAIL, fail)
                         self._flush()
                         self._wire.finish_sending()
                 return end.reason
@@ -222,6 +263,7 @@ class _Service:
             carrier=self.stats.carrier,
             digests=self._context.digests,
             num_blocks=self._context.shape.num_blocks if shared else (),
+            heads=heads_of(self._context.shape.layout) if shared else NO_HEADS,
             tables=self._readable.tables if shared else (),
         )
         self._unsent = encode_frame(Kind.ACCEPTED, accepted)
@@ -244,18 +286,25 @@ class _Service:
                 self._wait(waker)
 
     def _send(self, data: Header) -> None:
-        if not self.stats.num_frames:
-            self.stats.first_byte_ns = time.time_ns()
-            self._context.gate.started(self._ticket.lease_id, self.stats.carrier)
+        stats = self.stats
+        if not stats.num_frames:
+            stats.first_byte_ns = time.time_ns()
+            self._context.gate.started(self._ticket.lease_id, stats.carrier)
+        try:
+            payload = self._carrier.load(data, stats)
+        except NotFiniteError as error:
+            raise _EndedError(
+                f"layer {data.layer}, token {data.first_token}: {error}", tell=True, code="codec"
+            ) from error
         head, self._unsent = self._unsent, b""
-        views = self._memory.views(data)
         started = time.perf_counter_ns()
-        self._carrier.send(self._wire, head, data, views, self._context.idle_timeout_s)
-        self.stats.copy_ns += time.perf_counter_ns() - started
-        self.stats.num_frames += 1
-        self.stats.num_bytes += data.length
-        self.stats.last_byte_ns = time.time_ns()
-        digest = frames.digest(views, self.stats) if self._context.digests else 0
+        self._carrier.send(self._wire, head, data, payload, self._context.idle_timeout_s)
+        stats.copy_ns += time.perf_counter_ns() - started
+        stats.num_frames += 1
+        stats.num_bytes += self._extent.memory_bytes(data.num_layers, data.num_tokens)
+        stats.num_wire_bytes += data.length
+        stats.last_byte_ns = time.time_ns()
+        digest = frames.digest(payload, stats) if self._context.digests else 0
         self._uncommitted.append((data.sequence, digest))
 
     def _take_acks(self) -> None:

@@ -9,11 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from dataplane import loopback, shm, tcp
 from dataplane.arena import Arena, ArenaMissingError
+from dataplane.codec import WireDtype
 from dataplane.connect import CarrierImpossibleError, choose_carrier
+from dataplane.extent import Extent, HeadRange, heads_of
 from dataplane.frames import SequenceMemory
-from dataplane.layout import ArenaShape, BlockTables, KVLayout
+from dataplane.layout import ArenaShape, BlockTables
 from dataplane.shm import AttachedArenas, SharedReader
 from dataplane.stream import (
     Accepted,
@@ -50,9 +54,10 @@ class Landed:
 
 @dataclass(slots=True, frozen=True)
 class ReadRequest:
-    """Tokens [first_token, num_tokens) of what `ticket` names, to be put into `segments` (which begin at token 0).
+    """Tokens [first_token, num_tokens) of what `ticket` names, to be put where `tables` have these positions.
 
-    `carrier`: "auto" or one by name. `deadline_s`: seconds from now to the end of it all.
+    `carrier`: "auto" or one by name. `deadline_s`: seconds from now to the end of it all. `heads`: the first and how
+    many, counted over all shards; None: all that the reader's arena has. `wire_dtype`: how the bytes cross over tcp.
     """
 
     endpoint: Endpoint
@@ -62,6 +67,8 @@ class ReadRequest:
     first_token: int
     num_tokens: int
     deadline_s: float
+    heads: tuple[int, int] | None = None
+    wire_dtype: WireDtype = "same"
 
 
 class ReaderCarrier(Protocol):
@@ -108,11 +115,11 @@ class Cancellation:
 
 
 class PlaneReader:
-    """Reads KV of `layout` into `arena`. Any number of reads may run at once, each into blocks of its own."""
+    """Reads KV into an arena of this shape. Any number of reads may run at once, each into memory of its own: blocks,
+    or heads."""
 
     def __init__(self, arena: Arena, shape: ArenaShape, *, connect_timeout_s: float = 5.0) -> None:
         self._arena = arena
-        self._layout = shape.layout
         self._shape = shape
         self._fingerprint = shape.layout.fingerprint
         self._connect_timeout_s = connect_timeout_s
@@ -128,14 +135,17 @@ class PlaneReader:
         first_token: int = 0,
         num_tokens: int,
         deadline_s: float,
+        heads: tuple[int, int] | None = None,
+        wire_dtype: WireDtype = "same",
         on_started: Callable[[str], None] = lambda _: None,
     ) -> Landed:
         """Return once all is in place. `on_started(carrier)` is called on the loop at the first frame.
 
-        Raises TransferFailedError, and ValueError when `segments` hold fewer than `num_tokens` tokens. When it is
-        cancelled, the thread has ended before CancelledError comes out: the blocks may be given to somebody else.
+        Raises TransferFailedError, and ValueError when the arena has no such heads or `tables` not all these tokens.
+        When it is cancelled, the thread has ended before CancelledError comes out: the blocks may be given to somebody
+        else.
         """
-        request = ReadRequest(endpoint, ticket, carrier, tables, first_token, num_tokens, deadline_s)
+        request = ReadRequest(endpoint, ticket, carrier, tables, first_token, num_tokens, deadline_s, heads, wire_dtype)
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Landed] = loop.create_future()
         cancellation = Cancellation()
@@ -173,10 +183,14 @@ class PlaneReader:
         on_started: Callable[[str], None] = lambda _: None,
     ) -> Landed:
         """Do the read on this thread. `on_started` is called on it. Raises as `read`."""
-        target = SequenceMemory(self._arena.array, self._shape, request.tables)
-        if not 0 <= request.first_token <= request.num_tokens <= target.num_slots:
-            raise ValueError(f"tokens {request.first_token} to {request.num_tokens} in {target.num_slots} slots")
-        run = _Read(request, self._layout, cancellation or Cancellation(), on_started)
+        layout = self._shape.layout
+        heads = heads_of(layout) if request.heads is None else HeadRange(*request.heads)
+        target = SequenceMemory(self._arena.array, self._shape, request.tables, heads)
+        wanted = Extent(layout=layout, first_token=request.first_token, num_tokens=request.num_tokens, heads=heads)
+        if not 0 <= request.first_token <= request.num_tokens or not target.covers(wanted, request.num_tokens):
+            tokens = f"tokens {request.first_token} to {request.num_tokens}"
+            raise ValueError(f"the tables have no slot for each of {tokens}: {request.tables}")
+        run = _Read(request, wanted, cancellation or Cancellation(), on_started)
         try:
             return self._run(run, target)
         except (WireClosedError, ConnectionError) as error:
@@ -206,10 +220,8 @@ class PlaneReader:
             wire = Wire(sock, reads_ahead=carrier != tcp.NAME)
             accepted = run.open(wire, carrier, self._fingerprint)
             if carrier == tcp.NAME:
-                return run.land(wire, TcpReader(target, digests=accepted.digests))
-            source = self._source(carrier, endpoint, accepted)
-            if source.num_slots < run.request.num_tokens:
-                raise ProtocolError(f"the holder names {source.num_slots} slots")
+                return run.land(wire, TcpReader(target, run.extent, digests=accepted.digests))
+            source = self._source(carrier, endpoint, accepted, run.extent)
             return run.land(wire, SharedReader(source, target, digests=accepted.digests))
         finally:
             run.cancellation.unwatch(sock)
@@ -227,7 +239,7 @@ class PlaneReader:
             raise TimeoutError("the deadline has passed")
         return _connect_tcp(endpoint, timeout_s, run.cancellation)
 
-    def _source(self, carrier: str, endpoint: Endpoint, accepted: Accepted) -> SequenceMemory:
+    def _source(self, carrier: str, endpoint: Endpoint, accepted: Accepted, extent: Extent) -> SequenceMemory:
         """Return the holder's memory. Raises ArenaMissingError, ProtocolError."""
         if carrier == shm.NAME:
             array = self._attached.attach(endpoint)
@@ -235,12 +247,18 @@ class PlaneReader:
             array = server.arena.array
         else:
             raise ArenaMissingError(endpoint.arena, "the holder has closed")
+        first_head, num_heads = accepted.heads
+        layout = replace(self._shape.layout, first_head=first_head, num_kv_heads=num_heads)
+        if len(accepted.num_blocks) != len(layout.groups) or not accepted.heads.holds(extent.heads):
+            raise ProtocolError(f"the holder names {accepted.heads} and {len(accepted.num_blocks)} cache groups")
         try:
-            return SequenceMemory(
-                array, ArenaShape(layout=self._layout, num_blocks=accepted.num_blocks), accepted.tables
-            )
+            shape = ArenaShape(layout=layout, num_blocks=accepted.num_blocks)
+            source = SequenceMemory(array, shape, accepted.tables, extent.heads)
         except ValueError as error:
-            raise ProtocolError(f"segments outside the holder's arena: {error}") from error
+            raise ProtocolError(f"blocks outside the holder's arena: {error}") from error
+        if not source.covers(extent, extent.num_tokens):
+            raise ProtocolError("the holder's tables do not have all that it accepted")
+        return source
 
 
 class _Read:
@@ -249,15 +267,16 @@ class _Read:
     def __init__(
         self,
         request: ReadRequest,
-        layout: KVLayout,
+        extent: Extent,
         cancellation: Cancellation,
         on_started: Callable[[str], None],
     ) -> None:
         self.request = request
+        self.extent = extent
+        """What is wanted, and once a carrier is chosen how it crosses."""
         self.cancellation = cancellation
         self.deadline = time.monotonic() + request.deadline_s
         self.stats = TransferStats(opened_ns=time.time_ns())
-        self._layout = layout
         self._on_started = on_started
         self._landing: Landing | None = None
 
@@ -269,13 +288,17 @@ class _Read:
     def open(self, wire: Wire, carrier: str, fingerprint: str) -> Accepted:
         """Ask, and return the holder's answer. Raises TransferFailedError when it says no."""
         request = self.request
-        self.stats.carrier = carrier
+        if carrier == tcp.NAME:  # on one host nothing is gained by making less of it
+            self.extent = replace(self.extent, wire_dtype=request.wire_dtype)
+        self.stats.carrier, self.stats.wire_dtype = carrier, self.extent.wire_dtype
         opening = Open(
             ticket=request.ticket,
             fingerprint=fingerprint,
             carrier=carrier,
             first_token=request.first_token,
             num_tokens=request.num_tokens,
+            heads=self.extent.heads,
+            wire_dtype=self.extent.wire_dtype,
         )
         with contextlib.suppress(WireClosedError):  # a holder that is busy says so and closes, without listening
             wire.send([encode_frame(Kind.OPEN, opening)], self.deadline - time.monotonic())
@@ -287,7 +310,7 @@ class _Read:
         accepted = decode_body(body, Accepted)
         if accepted.carrier != carrier:
             raise ProtocolError(f"asked for {carrier}, accepted as {accepted.carrier}")
-        self._landing = Landing(self._layout, request.first_token, request.num_tokens, digests=accepted.digests)
+        self._landing = Landing(self.extent, digests=accepted.digests)
         return accepted
 
     def land(self, wire: Wire, carrier: ReaderCarrier) -> Landed:
@@ -321,13 +344,15 @@ class _Read:
         self.cancellation.check()
         digest = carrier.land(wire, data, stats, self.deadline)
         stats.num_frames += 1
-        stats.num_bytes += data.length
+        stats.num_bytes += self.extent.memory_bytes(data.num_layers, data.num_tokens)
+        stats.num_wire_bytes += data.length
         stats.last_byte_ns = time.time_ns()
         return digest
 
     def _finish(self, landing: Landing, header: Header, body: bytes) -> Landed:
         if header.kind is Kind.FAIL:
-            raise TransferFailedError("holder", decode_body(body, Fail).reason)
+            fail = decode_body(body, Fail)
+            raise TransferFailedError(fail.code, fail.reason)
         landing.end(header, body)
         self.stats.landed_ns = time.time_ns()
         return Landed(self.request.num_tokens, body, self.stats)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from dataplane import frames
 from dataplane.arena import SHM_DIR, Arena, ArenaMissingError, ByteArray
-from dataplane.frames import SequenceMemory
+from dataplane.frames import Rows, SequenceMemory
 from dataplane.stream import Header, TransferStats, encode_header
 from dataplane.wire import Wire
 from schemas.handoff import Endpoint
@@ -26,7 +26,14 @@ class SharedHolder:
     needs_ack = True
     frame_bytes = FRAME_BYTES
 
-    def send(self, wire: Wire, head: bytes, data: Header, views: Sequence[ByteArray], timeout_s: float) -> None:
+    def __init__(self, source: SequenceMemory) -> None:
+        self._source = source
+
+    def load(self, data: Header, stats: TransferStats) -> list[Rows]:
+        """Return the frame's bytes, where they lie."""
+        return self._source.views(data)
+
+    def send(self, wire: Wire, head: bytes, data: Header, payload: Sequence[Rows], timeout_s: float) -> None:
         """Send `head` and the frame's header. Raises WireClosedError, WireTimeoutError."""
         wire.send([head + encode_header(data)], timeout_s)
 

@@ -1,6 +1,6 @@
 """The one stream protocol of every carrier, without I/O: what is said, its limits, what comes next, what to believe.
 
-    reader → Open                     the ticket, the layout's fingerprint, which tokens are wanted
+    reader → Open                     the ticket, the layout's fingerprint, which tokens of which heads are wanted
     holder → Accepted | Refused
     holder → Data, Commit, …          Data: some tokens of some layers; its bytes cross as the carrier has it
     reader → Ack, …                   only where it copies from the holder's memory: it has finished with all up to this
@@ -21,13 +21,15 @@ from typing import Literal, NamedTuple, TypeVar
 import msgspec
 import xxhash
 
-from dataplane.layout import BlockTables, KVLayout
+from dataplane.codec import WireDtype
+from dataplane.extent import NO_HEADS, Extent, HeadRange
+from dataplane.layout import BlockTables
 
-VERSION = 1
+VERSION = 2
 MAX_CONTROL_BYTES = 8 << 10
 """Open, Refused and Fail."""
 MAX_ACCEPTED_BYTES = 1 << 20
-"""Accepted may name many segments."""
+"""Accepted may name many blocks."""
 MAX_TRAILER_BYTES = 64 << 10
 MAX_FRAME_BYTES = 16 << 20
 """Payload of one Data frame."""
@@ -43,8 +45,12 @@ RefusalCode = Literal[
 ]
 FailureCode = (
     RefusalCode
-    | Literal["connect", "closed", "deadline", "cancelled", "protocol", "digest", "holder", "arena", "internal"]
+    | Literal[
+        "connect", "closed", "deadline", "cancelled", "protocol", "digest", "holder", "codec", "arena", "internal"
+    ]
 )
+FailCode = Literal["holder", "codec"]
+"""Why a holder ends a stream; "codec": what it holds cannot be compressed, but can be read as it is."""
 
 
 class Kind(enum.IntEnum):
@@ -75,7 +81,7 @@ class ProtocolError(Exception):
 
 
 class TransferFailedError(Exception):
-    """A read ended early. `num_landed_tokens` from the sequence's start are in place, verified and committed."""
+    """A read ended early. Tokens from its first up to `num_landed_tokens` are in place, verified and committed."""
 
     def __init__(self, code: FailureCode, detail: str, num_landed_tokens: int = 0) -> None:
         super().__init__(f"{code}: {detail}")
@@ -98,22 +104,26 @@ class Header(NamedTuple):
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for tokens [first_token, num_tokens) of what the ticket names."""
+    """Asks for tokens [first_token, num_tokens) of `heads`, counted over all shards, of what the ticket names."""
 
     ticket: str
     fingerprint: str
     carrier: str
     first_token: int
     num_tokens: int
+    heads: HeadRange
+    wire_dtype: WireDtype = "same"
     version: int = VERSION
 
 
-class Accepted(msgspec.Struct, frozen=True, kw_only=True):
-    """`num_blocks` and `segments` tell a reader that copies from the holder's arena where the tokens lie in it."""
+class Accepted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`num_blocks`, `heads` (all that this holder has) and `tables` tell a reader that copies from the holder's arena
+    where the tokens lie in it; to others they are not told."""
 
     carrier: str
     digests: bool
     num_blocks: tuple[int, ...] = ()
+    heads: HeadRange = NO_HEADS
     tables: BlockTables = ()
 
 
@@ -124,17 +134,22 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
 
 class Fail(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
+    code: FailCode = "holder"
 
 
 @dataclass(slots=True)
 class TransferStats:
     """What one stream did, as one end saw it. Points are `time.time_ns()` (0: never), durations nanoseconds.
 
+    `num_bytes`: of KV in the arena. `num_wire_bytes`: of payload as it crossed, which is less where it was compressed.
     `wait_ns`: blocked, with nothing to do. `copy_ns`: moving bytes (over TCP this includes waiting for them).
+    `codec_ns`: packing or unpacking.
     """
 
     carrier: str = ""
+    wire_dtype: WireDtype = "same"
     num_bytes: int = 0
+    num_wire_bytes: int = 0
     num_frames: int = 0
     opened_ns: int = 0
     first_byte_ns: int = 0
@@ -143,6 +158,7 @@ class TransferStats:
     wait_ns: int = 0
     verify_ns: int = 0
     copy_ns: int = 0
+    codec_ns: int = 0
 
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
@@ -188,12 +204,12 @@ def digest_of(data: bytes) -> int:
 class FramePlanner:
     """The holder's side: which frame to send next, so that the tokens that land grow as a prefix over all layers."""
 
-    def __init__(self, layout: KVLayout, first_token: int, num_tokens: int, frame_bytes: int) -> None:
+    def __init__(self, extent: Extent, frame_bytes: int) -> None:
         assert 0 < frame_bytes <= MAX_FRAME_BYTES
-        self.sent = [first_token] * layout.num_layers
-        self._num_tokens = num_tokens
-        self._row_bytes = 2 * layout.token_bytes
-        self._max_rows = max(1, frame_bytes // self._row_bytes)
+        self.sent = list(extent.layer_starts)
+        self._extent = extent
+        self._num_tokens = extent.num_tokens
+        self._max_rows = max(1, frame_bytes // extent.memory_bytes(1, 1))
         self._num_frames = 0
 
     @property
@@ -206,41 +222,57 @@ class FramePlanner:
         The layer that is furthest behind comes first; with it go those layers after it that stand at the same tokens,
         while they fit, so that what piled up for a slow reader costs few frames.
         """
-        sent, last = self.sent, self._num_tokens
-        behind = [(sent[i], i) for i in range(len(sent)) if sent[i] < min(ready[i], last)]
+        sent, extent = self.sent, self._extent
+        ends = [self._end(tokens) for tokens in ready]
+        behind = [(sent[i], i) for i in range(len(sent)) if sent[i] < ends[i]]
         if not behind:
             return None
         first, layer = min(behind)
-        end = min(ready[layer], last, first + self._max_rows)
+        end = self._cut(first, min(ends[layer], first + self._max_rows))
         num_layers = 1
         max_layers = min(self._max_rows // (end - first), len(sent) - layer)
         while num_layers < max_layers:
             other = layer + num_layers
-            if sent[other] != first or min(ready[other], last) < end:
+            if sent[other] != first or ends[other] < end:
                 break
             num_layers += 1
         sent[layer : layer + num_layers] = [end] * num_layers
         self._num_frames += 1
-        length = num_layers * (end - first) * self._row_bytes
+        length = extent.payload_bytes(num_layers, first, end - first)
         return Header(Kind.DATA, self._num_frames, layer, num_layers, first, end - first, length)
+
+    def _end(self, ready: int) -> int:
+        """Return how far what is ready may be sent: a block that is begun waits for its rest."""
+        return self._num_tokens if ready >= self._num_tokens else ready - ready % self._extent.cut_tokens
+
+    def _cut(self, first: int, end: int) -> int:
+        """Return where a frame that could go to `end` ends."""
+        border = end - end % self._extent.cut_tokens
+        return border if first < border and end < self._num_tokens else end
 
 
 class Landing:
     """The reader's side: which frames may come, and how much of what came may be believed."""
 
-    def __init__(self, layout: KVLayout, first_token: int, num_tokens: int, *, digests: bool) -> None:
-        self._received = [first_token] * layout.num_layers
-        self._committed = [first_token] * layout.num_layers
-        self._num_tokens = num_tokens
-        self._row_bytes = 2 * layout.token_bytes
+    def __init__(self, extent: Extent, *, digests: bool) -> None:
+        self._received = list(extent.layer_starts)
+        self._committed = list(extent.layer_starts)
+        self._extent = extent
+        self._num_tokens = extent.num_tokens
         self._digests = digests
         self._last_sequence = 0
         self._pending: deque[tuple[Header, int]] = deque()
 
     @property
     def num_landed_tokens(self) -> int:
-        """Tokens from the sequence's start that are in place over all layers, verified and committed."""
-        return min(self._committed)
+        """Tokens from the sequence's start that are in place over all layers, verified and committed.
+
+        With windows all or nothing: what the last token's window sees is not what an earlier token's does.
+        """
+        landed = min(self._committed)
+        if self._extent.layout.is_windowed and landed < self._num_tokens:
+            return self._extent.first_token
+        return landed
 
     def expect(self, data: Header) -> None:
         """Check a Data header before any of its bytes is written. Raises ProtocolError."""
@@ -252,7 +284,7 @@ class Landing:
             raise ProtocolError(f"no such layers and tokens: {data}")
         if any(received != data.first_token for received in layers):
             raise ProtocolError(f"frame {data.sequence} leaves a gap or comes twice: {data}")
-        if data.length != data.num_layers * data.num_tokens * self._row_bytes:
+        if data.length != self._extent.payload_bytes(data.num_layers, data.first_token, data.num_tokens):
             raise ProtocolError(f"frame {data.sequence} has a wrong length: {data}")
 
     def received(self, data: Header, digest: int) -> None:

@@ -1,13 +1,20 @@
-"""The carrier between hosts: a frame's bytes follow its header on the socket, received straight into the arena."""
+"""The carrier between hosts: a frame's bytes follow its header on the socket.
+
+Where an arena's rows are asked for whole they leave it, and are received into it, without a copy. Parts of rows, and
+what is compressed, go through a staging buffer.
+"""
 
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import xxhash
 
 from dataplane.arena import ByteArray
-from dataplane.frames import SequenceMemory
-from dataplane.stream import Header, TransferStats, encode_header
+from dataplane.codec import BlockCodec, NotFiniteError
+from dataplane.extent import Extent
+from dataplane.frames import Rows, SequenceMemory, Staging, gather, scatter
+from dataplane.stream import Header, ProtocolError, TransferStats, encode_header
 from dataplane.wire import Wire
 
 NAME = "tcp"
@@ -22,9 +29,41 @@ class TcpHolder:
     needs_ack = False
     frame_bytes = FRAME_BYTES
 
-    def send(self, wire: Wire, head: bytes, data: Header, views: Sequence[ByteArray], timeout_s: float) -> None:
+    def __init__(self, source: SequenceMemory, extent: Extent) -> None:
+        self._source = source
+        self._extent = extent
+        self._staging = Staging()
+        self._rows = Staging()
+
+    def load(self, data: Header, stats: TransferStats) -> list[Rows]:
+        """Return the frame's bytes as they cross; the next call may void them. Raises NotFiniteError."""
+        codec = self._extent.codec
+        if codec is None and self._source.is_contiguous:
+            return self._source.views(data)
+        started = time.perf_counter_ns()
+        payload = self._staging.take(data.length)
+        if codec is None:
+            gather(self._source.views(data), payload)
+            stats.copy_ns += time.perf_counter_ns() - started
+        else:
+            self._pack(codec, data, payload)
+            stats.codec_ns += time.perf_counter_ns() - started
+        return [payload.reshape(1, -1)]
+
+    def send(self, wire: Wire, head: bytes, data: Header, payload: Sequence[Rows], timeout_s: float) -> None:
         """Send `head`, the frame's header and its bytes. Raises WireClosedError, WireTimeoutError."""
-        wire.send([head + encode_header(data), *views], timeout_s)
+        wire.send([head + encode_header(data), *(rows.reshape(-1) for rows in payload)], timeout_s)
+
+    def _pack(self, codec: BlockCodec, data: Header, payload: ByteArray) -> None:
+        size = codec.num_bytes(data.first_token, data.num_tokens)
+        for index, part in enumerate(self._source.parts(data)):
+            rows = part[0] if len(part) == 1 and self._source.is_contiguous else self._gathered(part, data.num_tokens)
+            codec.encode(rows, data.first_token, payload[index * size : (index + 1) * size])
+
+    def _gathered(self, part: Sequence[Rows], num_tokens: int) -> Rows:
+        rows = self._rows.take(num_tokens * self._extent.row_bytes)
+        gather(part, rows)
+        return rows.reshape(num_tokens, -1)
 
 
 class TcpReader:
@@ -32,23 +71,57 @@ class TcpReader:
 
     needs_ack = False
 
-    def __init__(self, target: SequenceMemory, *, digests: bool) -> None:
+    def __init__(self, target: SequenceMemory, extent: Extent, *, digests: bool) -> None:
         self._target = target
+        self._extent = extent
         self._digests = digests
+        self._staging = Staging()
+        self._rows = Staging()
 
     def land(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> int:
-        """Receive the frame's bytes and return their digest. Raises WireClosedError, WireTimeoutError."""
+        """Put the frame's bytes in place and return the digest of what came. Raises WireClosedError, WireTimeoutError,
+        and ProtocolError when it cannot be unpacked."""
+        codec = self._extent.codec
         hasher = xxhash.xxh3_64()
-        clock = time.perf_counter_ns
-        for target in self._target.views(data):
-            view = target.data
-            while view:
-                started = clock()
-                received = wire.receive_into(view[:_RECEIVE_BYTES], deadline)
-                arrived = clock()
-                stats.copy_ns += arrived - started
-                if self._digests:  # now, while it is in the cache
-                    hasher.update(view[:received])
-                    stats.verify_ns += clock() - arrived
-                view = view[received:]
+        if codec is None and self._target.is_contiguous:
+            for target in self._target.views(data):
+                self._receive(wire, target.reshape(-1), hasher, stats, deadline)
+            return hasher.intdigest() if self._digests else 0
+        payload = self._staging.take(data.length)
+        self._receive(wire, payload, hasher, stats, deadline)
+        started = time.perf_counter_ns()
+        if codec is None:
+            scatter(payload, self._target.views(data))
+            stats.copy_ns += time.perf_counter_ns() - started
+        else:
+            self._unpack(codec, data, payload)
+            stats.codec_ns += time.perf_counter_ns() - started
         return hasher.intdigest() if self._digests else 0
+
+    def _receive(
+        self, wire: Wire, target: ByteArray, hasher: xxhash.xxh3_64, stats: TransferStats, deadline: float
+    ) -> None:
+        clock = time.perf_counter_ns
+        view = target.data
+        while view:
+            started = clock()
+            received = wire.receive_into(view[:_RECEIVE_BYTES], deadline)
+            arrived = clock()
+            stats.copy_ns += arrived - started
+            if self._digests:  # now, while it is in the cache
+                hasher.update(view[:received])
+                stats.verify_ns += clock() - arrived
+            view = view[received:]
+
+    def _unpack(self, codec: BlockCodec, data: Header, payload: ByteArray) -> None:
+        size = codec.num_bytes(data.first_token, data.num_tokens)
+        rows: Rows = self._rows.take(data.num_tokens * self._extent.row_bytes).reshape(data.num_tokens, -1)
+        for index, part in enumerate(self._target.parts(data)):
+            wire_bytes = payload[index * size : (index + 1) * size]
+            in_place = len(part) == 1 and self._target.is_contiguous
+            try:
+                codec.decode(wire_bytes, data.first_token, part[0] if in_place else rows)
+            except NotFiniteError as error:
+                raise ProtocolError(f"frame {data.sequence}: {error}") from error
+            if not in_place:
+                scatter(np.ravel(rows), part)

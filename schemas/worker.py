@@ -80,6 +80,8 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     num_queued: int
     num_uncomputed_tokens: int
     """Prompt tokens accepted here and not yet computed or received."""
+    num_unreceived_tokens: int = 0
+    """Those of them that another worker computes: here they wait for their KV only."""
     num_dropped_messages: int = 0
     num_refused_reads: int = 0
     rates: WorkerRates = WorkerRates()

@@ -255,7 +255,7 @@ def _print(report: Report) -> None:
     modes = list(dict.fromkeys(row.mode for row in report.rows))
     columns = [Column("history", justify="right"), Column("turn", justify="right")]
     columns += [Column(_words(mode), justify="right") for mode in modes]
-    compared = list(report.later_turns_ttft_p50_ratio) if RECOMPUTE in modes else []
+    compared = [mode for mode in modes if mode != RECOMPUTE] if RECOMPUTE in modes else []
     columns += [Column(f"{_words(mode)}, ratio", justify="right") for mode in compared]
     table = Table(*columns, title=f"time to first token, p50 / p75 ms, {report.model}{size}")
     for _, group in itertools.groupby(report.rows, key=lambda row: (row.history, row.turn)):
@@ -270,6 +270,8 @@ def _print(report: Report) -> None:
         by_history = ", ".join(f"{h}: {_times(ratios.get(mode))}" for h, ratios in report.by_history.items())
         console.print(f"later turns, {_words(mode)} / recompute at p50: [bold]{_times(value)}[/bold] ({by_history})")
     for mode, shares in report.later_turns_sources.items():
+        if not shares.prompt_tokens:  # one turn has no later ones
+            continue
         console.print(f"later turns' prompt tokens, {_words(mode)}: {shares.words}")
 
 

@@ -265,6 +265,11 @@ _SHORT = {
     Key.GB_PER_S: "{:.2f} GB/s",
     Key.NUM_BLOCKS: "{} blocks",
     Key.NUM_TOKENS: "{} tokens",
+    f"{Key.PLACE_TERM}.ttft_ms": "predicted {:.1f} ms:",
+    f"{Key.PLACE_TERM}.cached_tokens": "{} cached,",
+    f"{Key.PLACE_TERM}.pulled_tokens": "{} read,",
+    f"{Key.PLACE_TERM}.computed_tokens": "{} computed",
+    Key.SOURCE: "from {}",
     Key.EXPOSED_MS: "exposed {:.1f} ms",
 }
 """How an attribute is written at the end of a row, in this order."""

@@ -106,6 +106,11 @@ class DecodeCore:
 
     @property
     def num_queued_tokens(self) -> int:
+        """Prompt tokens that wait to be computed here: none, what is to be computed is with the engine."""
+        return 0
+
+    @property
+    def num_unreceived_tokens(self) -> int:
         """Prompt tokens whose KV is not here yet."""
         waiting = [run for run in self._runs.values() if not run.computing and not run.ended]
         return sum(len(run.prompt) - (run.kv.num_present_tokens if run.kv else 0) for run in waiting)

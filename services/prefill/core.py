@@ -107,6 +107,11 @@ class PrefillCore:
         return fetching + sum(len(run.prompt) for run in self._queue)
 
     @property
+    def num_unreceived_tokens(self) -> int:
+        """What others compute for this worker: nothing."""
+        return 0
+
+    @property
     def num_runs(self) -> int:
         return len(self._runs)
 

@@ -71,9 +71,9 @@ class KnownWorker:
         )
 
     def contender(self) -> Contender:
-        """What a decode worker reports as uncomputed is mostly KV on its way to it, which nobody waits for here."""
+        """What another worker computes for this one is no queue here."""
         load = self.load
-        num_reported = load.num_uncomputed_tokens if load and self.info.role != "decode" else 0
+        num_reported = load.num_uncomputed_tokens - load.num_unreceived_tokens if load else 0
         free = load.blocks.free if load else self.info.num_blocks
         return Contender(
             info=self.info,

@@ -71,6 +71,8 @@ class WorkerCore(Protocol):
     def num_queued(self) -> int: ...
     @property
     def num_queued_tokens(self) -> int: ...
+    @property
+    def num_unreceived_tokens(self) -> int: ...
 
     def stepped(self, result: StepResult, now_ms: int) -> list[Action]: ...
     def removed(self, key: AttemptKey, now_ms: int) -> list[Action]: ...
@@ -374,6 +376,8 @@ class Worker:
         engine = self._engine.load()
         plane = self.holder.plane
         num_queued = sum(core.num_queued for core in self._cores)
+        num_queued_tokens = sum(core.num_queued_tokens for core in self._cores)
+        num_unreceived_tokens = sum(core.num_unreceived_tokens for core in self._cores)
         draining = any(core.draining for core in self._cores)
         return WorkerLoad(
             worker=self.info(),
@@ -381,7 +385,8 @@ class Worker:
             blocks=self.holder.counts(),
             num_running=sum(core.num_runs for core in self._cores) - num_queued,
             num_queued=num_queued,
-            num_uncomputed_tokens=engine.num_uncomputed_tokens + sum(core.num_queued_tokens for core in self._cores),
+            num_uncomputed_tokens=engine.num_uncomputed_tokens + num_queued_tokens + num_unreceived_tokens,
+            num_unreceived_tokens=num_unreceived_tokens,
             num_dropped_messages=self.door.num_dropped,
             num_refused_reads=plane.num_refused + plane.num_junk if plane else 0,
             rates=self.rates.rates(now_ms()),

@@ -42,6 +42,7 @@ def worker(
     name: str,
     *,
     waiting: int = 0,
+    unreceived: int = 0,
     running: int = 0,
     free: int = 1_000,
     kept: int = 0,
@@ -66,7 +67,8 @@ def worker(
         blocks=BlockCounts(total=1_000, free=free, running=1_000 - free - kept, leased=0, cached=kept),
         num_running=running,
         num_queued=0,
-        num_uncomputed_tokens=waiting,
+        num_uncomputed_tokens=waiting + unreceived,
+        num_unreceived_tokens=unreceived,
         rates=WorkerRates(prefill=speeds, transfers=transfers),
     )
 
@@ -314,7 +316,9 @@ def test_what_was_placed_counts_until_the_worker_speaks_and_only_what_it_compute
 
 
 def test_a_pending_handover_is_no_queue_for_a_decode_worker() -> None:
-    assert placed(mesh(P0, worker("d0", waiting=9_000)), ask(), holds("d0", 60)).decode_worker is None
+    on_its_way, in_line = worker("d0", unreceived=9_000), worker("d0", waiting=9_000)
+    assert placed(mesh(P0, on_its_way), ask(), holds("d0", 60)).decode_worker is None
+    assert placed(mesh(P0, in_line), ask(), holds("d0", 60)).decode_worker == "d0", "there it would wait"
 
 
 @pytest.mark.parametrize("gone", ["left", "restarted", "unknown", "excluded", "old entry"])

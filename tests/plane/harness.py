@@ -3,13 +3,13 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from dataplane.arena import Arena, ByteArray
-from dataplane.layout import KVLayout, Segment, slot_spans
+from dataplane.layout import ArenaShape, BlockTable, BlockTables, KVLayout, Segment, slot_spans, uniform_shape
 from dataplane.lease import Lease, LeaseTable
 from dataplane.progress import KVProgress
 from dataplane.reader import PlaneReader, ReadRequest
@@ -24,9 +24,9 @@ LAYOUT = KVLayout(weights="w", dtype="float32", num_layers=3, num_kv_heads=2, he
 CARRIERS = ("loopback", "shm", "tcp")
 HOLDER, READER = WorkerId("prefill-0"), WorkerId("decode-0")
 NUM_BLOCKS = 48
-SOURCE_SEGMENTS = (Segment(7, 2), Segment(0, 5), Segment(20, 1), Segment(30, 12))
+SOURCE = BlockTable((Segment(7, 2), Segment(0, 5), Segment(20, 1), Segment(30, 12)))
 """320 slots, scattered. The target's borders lie elsewhere."""
-TARGET_SEGMENTS = (Segment(40, 1), Segment(3, 9), Segment(25, 10))
+TARGET = BlockTable((Segment(40, 1), Segment(3, 9), Segment(25, 10)))
 DEADLINE_S = 60.0
 
 KV = np.ndarray[tuple[int, int, int, int], np.dtype[np.uint8]]
@@ -42,33 +42,38 @@ def random_kv(num_tokens: int, layout: KVLayout = LAYOUT, seed: int = 7) -> KV:
     return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)  # pyright: ignore[reportReturnType]
 
 
-def rows(array: ByteArray, layout: KVLayout, segments: Sequence[Segment], layer: int, start: int, end: int) -> list:
+def rows(array: ByteArray, shape: ArenaShape, tables: BlockTables, layer: int, start: int, end: int) -> list:
     """Return (k/v, first token, view) of every contiguous piece of these tokens."""
-    num_blocks = array.nbytes // layout.block_bytes
+    layout = shape.layout
+    table = tables[layout.group_of_layer[layer]]
     pieces = []
     for key_or_value in (0, 1):
         token = start
-        for slot, num_tokens in slot_spans(segments, layout.block_size, start, end):
-            at = layout.offset(num_blocks, layer, key_or_value, slot)
+        for slot, num_tokens in slot_spans(table, layout.block_size, start, end):
+            at = shape.offset(layer, key_or_value, slot)
             pieces.append((key_or_value, token, array[at : at + num_tokens * layout.token_bytes]))
             token += num_tokens
     return pieces
 
 
-def write_kv(array: ByteArray, layout: KVLayout, segments: Sequence[Segment], kv: KV, layer: int, start: int, end: int):
-    for key_or_value, token, view in rows(array, layout, segments, layer, start, end):
-        num_tokens = view.nbytes // layout.token_bytes
+def write_kv(array: ByteArray, shape: ArenaShape, tables: BlockTables, kv: KV, layer: int, start: int, end: int):
+    for key_or_value, token, view in rows(array, shape, tables, layer, start, end):
+        num_tokens = view.nbytes // shape.layout.token_bytes
         view[:] = kv[layer, key_or_value, token : token + num_tokens].ravel()
 
 
-def read_kv(array: ByteArray, layout: KVLayout, segments: Sequence[Segment], start: int, end: int) -> KV:
-    kv = np.zeros((layout.num_layers, 2, end, layout.token_bytes), np.uint8)
-    for layer in range(layout.num_layers):
-        for key_or_value, token, view in rows(array, layout, segments, layer, start, end):
-            kv[layer, key_or_value, token : token + view.nbytes // layout.token_bytes] = view.reshape(
-                -1, layout.token_bytes
-            )
-    return kv[:, :, start:]  # pyright: ignore[reportReturnType]
+def read_layer(array: ByteArray, shape: ArenaShape, tables: BlockTables, layer: int, start: int, end: int):
+    """Return one layer's [k/v, token, byte] of tokens [start, end)."""
+    kv = np.zeros((2, end - start, shape.layout.token_bytes), np.uint8)
+    for key_or_value, token, view in rows(array, shape, tables, layer, start, end):
+        num_tokens = view.nbytes // shape.layout.token_bytes
+        kv[key_or_value, token - start : token - start + num_tokens] = view.reshape(num_tokens, -1)
+    return kv
+
+
+def read_kv(array: ByteArray, shape: ArenaShape, tables: BlockTables, start: int, end: int) -> KV:
+    layers = range(shape.layout.num_layers)
+    return np.stack([read_layer(array, shape, tables, layer, start, end) for layer in layers])
 
 
 @dataclass
@@ -108,16 +113,30 @@ class Gate:
 
 
 class Holder:
-    """A worker that holds `num_tokens` tokens in SOURCE_SEGMENTS, or is still computing them."""
+    """A worker that holds `num_tokens` tokens in `tables`, or is still computing them. `kv` may be what it holds."""
 
-    def __init__(self, carriers: tuple[str, ...], num_tokens: int = 300, layout: KVLayout = LAYOUT, **options) -> None:
-        self.layout = layout
+    def __init__(
+        self,
+        carriers: tuple[str, ...],
+        num_tokens: int = 300,
+        layout: KVLayout = LAYOUT,
+        *,
+        shape: ArenaShape | None = None,
+        tables: BlockTables | None = None,
+        kv: KV | None = None,
+        first_token: int = 0,
+        **options,
+    ) -> None:
+        self.shape = uniform_shape(layout, NUM_BLOCKS) if shape is None else shape
+        self.layout = self.shape.layout
+        self.tables = (SOURCE,) * len(self.layout.groups) if tables is None else tables
         self.num_tokens = num_tokens
-        self.kv = random_kv(num_tokens, layout)
-        self.arena = Arena.create(layout, NUM_BLOCKS)
+        self.first_token = first_token
+        self.kv = random_kv(num_tokens, self.layout) if kv is None else kv
+        self.arena = Arena.create(self.shape)
         self.gate = Gate()
         self.server = PlaneServer(
-            self.arena, NUM_BLOCKS, layout, self.gate, SECRET, ServerOptions(carriers=carriers, **options)
+            self.arena, self.shape, self.gate, SECRET, ServerOptions(carriers=carriers, **options)
         )
         self.server.start()
         self.lease, self.progress = self.grant("lease-0")
@@ -133,11 +152,12 @@ class Holder:
                 lease_id=LeaseId(lease_id),
                 holder=HOLDER,
                 reader=READER,
-                segments=SOURCE_SEGMENTS,
+                tables=self.tables,
                 num_tokens=self.num_tokens,
                 expires_at_ms=now_ms() + lease_ms,
+                first_token=self.first_token,
             )
-            self.gate.readable[lease.lease_id] = ReadableKV(SOURCE_SEGMENTS, self.num_tokens, progress)
+            self.gate.readable[lease.lease_id] = ReadableKV(self.tables, self.num_tokens, progress, self.first_token)
         return lease, progress
 
     def ticket(self, lease: Lease | None = None, secret: bytes = SECRET, **changes) -> str:
@@ -165,7 +185,7 @@ class Holder:
                 self.compute_layer(layer, first, last)
 
     def compute_layer(self, layer: int, start: int, end: int) -> None:
-        write_kv(self.arena.array, self.layout, SOURCE_SEGMENTS, self.kv, layer, start, end)
+        write_kv(self.arena.array, self.shape, self.tables, self.kv, layer, start, end)
         self.progress.advance(layer, end)
 
     def compute_all(self, trailer: bytes = b"token 0") -> None:
@@ -180,17 +200,21 @@ class Holder:
 class Target:
     """A worker that reads."""
 
-    def __init__(self, layout: KVLayout = LAYOUT) -> None:
-        self.layout = layout
-        self.arena = Arena.create(layout, NUM_BLOCKS)
-        self.reader = PlaneReader(self.arena, layout)
+    def __init__(
+        self, layout: KVLayout = LAYOUT, *, shape: ArenaShape | None = None, tables: BlockTables | None = None
+    ) -> None:
+        self.shape = uniform_shape(layout, NUM_BLOCKS) if shape is None else shape
+        self.layout = self.shape.layout
+        self.tables = (TARGET,) * len(self.layout.groups) if tables is None else tables
+        self.arena = Arena.create(self.shape)
+        self.reader = PlaneReader(self.arena, self.shape)
 
     def request(self, endpoint: Endpoint, ticket: str, carrier: str, num_tokens: int, **changes) -> ReadRequest:
         fields = {
             "endpoint": endpoint,
             "ticket": ticket,
             "carrier": carrier,
-            "segments": TARGET_SEGMENTS,
+            "tables": self.tables,
             "first_token": 0,
             "num_tokens": num_tokens,
             "deadline_s": DEADLINE_S,
@@ -204,7 +228,7 @@ class Target:
         return self.reader.read_blocking(request, on_started=on_started)
 
     def landed(self, end: int, start: int = 0) -> KV:
-        return read_kv(self.arena.array, self.layout, TARGET_SEGMENTS, start, end)
+        return read_kv(self.arena.array, self.shape, self.tables, start, end)
 
     def close(self) -> None:
         self.reader.close()

@@ -8,11 +8,12 @@ import pytest
 
 from dataplane import arena as arena_module
 from dataplane.arena import HEADER_BYTES, SHM_DIR, Arena, ArenaMissingError, ArenaTooLargeError, remove_stale_arenas
+from dataplane.layout import uniform_shape
 from tests.plane.harness import LAYOUT
 
 
 def test_attached_arena_shows_the_same_bytes_read_only() -> None:
-    owned = Arena.create(LAYOUT, 4)
+    owned = Arena.create(uniform_shape(LAYOUT, 4))
     attached = Arena.attach(owned.name, owned.nonce)
     assert owned.num_bytes == attached.num_bytes == len(owned.buffer) == 4 * LAYOUT.block_bytes
     assert not owned.array.any()
@@ -30,19 +31,19 @@ def test_attached_arena_shows_the_same_bytes_read_only() -> None:
 
 
 def test_file_is_the_owner_s_alone() -> None:
-    owned = Arena.create(LAYOUT, 4)
+    owned = Arena.create(uniform_shape(LAYOUT, 4))
     assert (SHM_DIR / owned.name).stat().st_mode & 0o777 == 0o600
     owned.close()
 
 
 def test_pages_are_not_touched_before_they_are_used() -> None:
-    owned = Arena.create(LAYOUT, 4000)
+    owned = Arena.create(uniform_shape(LAYOUT, 4000))
     assert (SHM_DIR / owned.name).stat().st_blocks * 512 <= HEADER_BYTES < owned.num_bytes
     owned.close()
 
 
 def test_views_outlive_the_arena() -> None:
-    owned = Arena.create(LAYOUT, 4)
+    owned = Arena.create(uniform_shape(LAYOUT, 4))
     attached = Arena.attach(owned.name, owned.nonce)
     view, far = owned.array[3:9], attached.array[3:9]
     owned.close()
@@ -54,7 +55,7 @@ def test_views_outlive_the_arena() -> None:
 
 
 def test_arena_that_is_missing_or_another() -> None:
-    owned = Arena.create(LAYOUT, 1)
+    owned = Arena.create(uniform_shape(LAYOUT, 1))
     for name, nonce in [
         (owned.name, "0" * 32),
         (owned.name, "é"),
@@ -83,16 +84,17 @@ def test_file_that_is_no_arena(content: bytes) -> None:
 
 def test_too_large_says_how_large() -> None:
     with pytest.raises(ArenaTooLargeError) as raised:
-        Arena.create(LAYOUT, 1 << 40)
+        Arena.create(uniform_shape(LAYOUT, 1 << 40))
     assert raised.value.needed > raised.value.available > 0
     assert "--shm-size" in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_arenas_of_the_dead_are_removed() -> None:
-    leave = "import sys; from dataplane.arena import Arena; from tests.plane.harness import LAYOUT; import os\n"
-    leave += "print(Arena.create(LAYOUT, 1).name, flush=True); os._exit(0)"
+    leave = "import os; from dataplane.arena import Arena; from dataplane.layout import uniform_shape\n"
+    leave += "from tests.plane.harness import LAYOUT\n"
+    leave += "print(Arena.create(uniform_shape(LAYOUT, 1)).name, flush=True); os._exit(0)"
     left = subprocess.run([sys.executable, "-c", leave], capture_output=True, text=True, check=True).stdout.strip()
-    mine = Arena.create(LAYOUT, 1)
+    mine = Arena.create(uniform_shape(LAYOUT, 1))
     assert (SHM_DIR / left).exists()
     removed = remove_stale_arenas()
     assert left in removed and mine.name not in removed
@@ -102,7 +104,7 @@ def test_arenas_of_the_dead_are_removed() -> None:
 
 def test_owner_in_another_pid_namespace_is_alive() -> None:
     """Its process id means nothing here, but it holds its lock."""
-    owned = Arena.create(LAYOUT, 1)
+    owned = Arena.create(uniform_shape(LAYOUT, 1))
     foreign = SHM_DIR / f"kvmesh-999999999-{'e' * 16}"
     (SHM_DIR / owned.name).rename(foreign)
     try:
@@ -125,7 +127,7 @@ def test_other_files_are_left_alone() -> None:
 
 
 def test_array_is_bytes() -> None:
-    owned = Arena.create(LAYOUT, 1)
+    owned = Arena.create(uniform_shape(LAYOUT, 1))
     assert owned.array.dtype == np.uint8 and owned.array.flags.c_contiguous
     assert arena_module.HEADER_BYTES % 4096 == 0
     owned.close()

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from dataplane.layout import KVLayout, Segment
+from dataplane.layout import BlockTable, KVLayout, Segment
 from dataplane.shm import SharedHolder
 from dataplane.tcp import TcpHolder
-from tests.plane.harness import DEADLINE_S, LAYOUT, TARGET_SEGMENTS, Holder, Target, running
+from tests.plane.harness import DEADLINE_S, LAYOUT, TARGET, Holder, Target, running
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 50, 300])
@@ -59,7 +59,7 @@ def test_writes_nothing_outside_its_blocks(carrier: str, holder: Holder, target:
     target.arena.array[:] = 0xAB
     holder.compute_all()
     target.read_from(holder, carrier)
-    num_slots = sum(s.num_blocks for s in TARGET_SEGMENTS) * LAYOUT.block_size
+    num_slots = TARGET.end_block * LAYOUT.block_size
     written = np.count_nonzero(target.arena.array != 0xAB)
     inside = np.count_nonzero(target.landed(num_slots) != 0xAB)
     assert written == inside == np.count_nonzero(holder.kv != 0xAB)
@@ -142,7 +142,7 @@ async def test_awaits_off_the_loop(carrier: str, holder: Holder, target: Target)
             holder.endpoint,
             holder.ticket(),
             carrier=carrier,
-            segments=TARGET_SEGMENTS,
+            tables=target.tables,
             num_tokens=300,
             deadline_s=DEADLINE_S,
             on_started=started.set_result,
@@ -167,5 +167,10 @@ def test_auto_takes_the_best_that_leads_there(
 
 
 def test_too_small_a_target_is_the_callers_error(carrier: str, holder: Holder, target: Target) -> None:
-    with pytest.raises(ValueError, match="16 slots"):
-        target.read_from(holder, carrier, segments=(Segment(0, 1),))
+    for table in (BlockTable((Segment(0, 1),)), BlockTable((Segment(0, 20),), first_block=1), BlockTable(())):
+        with pytest.raises(ValueError, match="no slot for each of tokens 0 to 300"):
+            target.read_from(holder, carrier, tables=(table,))
+    with pytest.raises(ValueError, match="no such blocks"):
+        target.read_from(holder, carrier, tables=(BlockTable((Segment(40, 20),)),))
+    with pytest.raises(ValueError, match="HeadRange"):
+        target.read_from(holder, carrier, heads=(1, 2))

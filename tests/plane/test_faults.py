@@ -13,7 +13,7 @@ from dataplane import frames
 from dataplane.reader import Landed
 from dataplane.stream import MAX_TRAILER_BYTES, TransferFailedError
 from schemas.ids import WorkerId
-from tests.plane.harness import DEADLINE_S, LAYOUT, TARGET_SEGMENTS, Holder, Target, now_ms, running
+from tests.plane.harness import DEADLINE_S, LAYOUT, Holder, Target, now_ms, running
 
 
 def fails(read: Callable[[], Landed]) -> TransferFailedError:
@@ -176,7 +176,7 @@ def test_flipped_byte(carrier: str, holder: Holder, target: Target, monkeypatch:
 
     def digest_of_something_else(views, stats):
         changed = [view.copy() for view in views]
-        changed[-1][-1] ^= 1
+        changed[-1][-1, -1] ^= 1
         return digest(changed, stats)
 
     monkeypatch.setattr(frames, "digest", digest_of_something_else)
@@ -307,7 +307,7 @@ async def _read(
         endpoint or holder.endpoint,
         holder.ticket(),
         carrier=carrier,
-        segments=TARGET_SEGMENTS,
+        tables=target.tables,
         num_tokens=300,
         deadline_s=DEADLINE_S,
         on_started=on_started,

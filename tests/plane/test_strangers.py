@@ -13,8 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dataplane.extent import heads_of
 from dataplane.stream import (
     MAX_CONTROL_BYTES,
+    VERSION,
     Accepted,
     Fail,
     Header,
@@ -39,7 +41,7 @@ JUNK = [
     encode_header(Header(Kind.OPEN, length=MAX_CONTROL_BYTES + 1)) + bytes(MAX_CONTROL_BYTES + 1),
     encode_header(Header(Kind.OPEN, length=2**32 - 1)),
     encode_header(Header(Kind.OPEN, length=2000)) + b"[" * 2000,
-    b"KV\x02\x01" + bytes(28),
+    b"KV\x01\x01" + bytes(28),
 ]
 
 
@@ -107,7 +109,7 @@ def test_half_open_peer(make_holder: Callable[..., Holder], target: Target) -> N
     holder = make_holder(("tcp",))
     with transfer_beside(holder, target):
         sock = knock(holder)
-        sock.sendall(b"KV\x01")
+        sock.sendall(b"KV\x02")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         sock.close()
 
@@ -143,7 +145,7 @@ def test_chatter_after_open(make_holder: Callable[..., Holder]) -> None:
 def test_other_version_is_told(make_holder: Callable[..., Holder]) -> None:
     holder = make_holder(("tcp",))
     with knock(holder) as sock:
-        sock.sendall(opening(holder, "tcp", version=2))
+        sock.sendall(opening(holder, "tcp", version=VERSION + 1))
         assert b'"version"' in hears(sock)
 
 
@@ -170,6 +172,7 @@ def opening(holder: Holder, carrier: str, **changes) -> bytes:
         "carrier": carrier,
         "first_token": 0,
         "num_tokens": 300,
+        "heads": heads_of(LAYOUT),
     }
     return encode_frame(Kind.OPEN, Open(**(fields | changes)))
 

@@ -5,11 +5,13 @@ import msgspec
 import pytest
 from hypothesis import given
 
+from dataplane.extent import Extent, HeadRange, heads_of
 from dataplane.layout import KVLayout
 from dataplane.stream import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
     MAX_OUTSTANDING_FRAMES,
+    VERSION,
     FramePlanner,
     Header,
     Kind,
@@ -27,12 +29,16 @@ LAYOUT = KVLayout(weights="w", dtype="float32", num_layers=4, num_kv_heads=1, he
 ROW = 2 * LAYOUT.token_bytes
 
 
+def extent(num_tokens: int, first_token: int = 0, layout: KVLayout = LAYOUT, **changes) -> Extent:
+    return Extent(layout=layout, first_token=first_token, num_tokens=num_tokens, heads=heads_of(layout), **changes)
+
+
 @given(data=st.data(), num_tokens=st.integers(0, 60), frame_rows=st.integers(1, 100))
 def test_every_plan_lands_each_token_of_each_layer_once(data: st.DataObject, num_tokens: int, frame_rows: int) -> None:
     """Whatever becomes ready in whatever order, and whenever the holder looks."""
     first_token = data.draw(st.integers(0, num_tokens))
-    planner = FramePlanner(LAYOUT, first_token, num_tokens, frame_rows * ROW)
-    landing = Landing(LAYOUT, first_token, num_tokens, digests=True)
+    planner = FramePlanner(extent(num_tokens, first_token), frame_rows * ROW)
+    landing = Landing(extent(num_tokens, first_token), digests=True)
     ready = [data.draw(st.integers(0, num_tokens)) for _ in range(LAYOUT.num_layers)]
     seen: set[tuple[int, int]] = set()
     while not planner.all_sent:
@@ -58,14 +64,14 @@ def test_every_plan_lands_each_token_of_each_layer_once(data: st.DataObject, num
 
 
 def test_prefix_over_all_layers_grows_while_layers_are_large() -> None:
-    planner = FramePlanner(LAYOUT, 0, 100, 10 * ROW)
+    planner = FramePlanner(extent(100), 10 * ROW)
     ready = [100] * 4
     frames = [planner.next(ready) for _ in range(8)]
     assert [(f.layer, f.first_token) for f in frames if f] == [(i, at) for at in (0, 10) for i in range(4)]
 
 
 def test_layers_that_piled_up_go_together() -> None:
-    planner = FramePlanner(LAYOUT, 0, 100, 1000 * ROW)
+    planner = FramePlanner(extent(100), 1000 * ROW)
     assert planner.next([0] * 4) is None
     frame = planner.next([50, 50, 50, 20])
     assert frame is not None and (frame.layer, frame.num_layers, frame.num_tokens) == (0, 3, 50)
@@ -77,12 +83,12 @@ def test_layers_that_piled_up_go_together() -> None:
 
 def test_one_token_goes_however_large() -> None:
     layout = msgspec.structs.replace(LAYOUT, head_dim=1 << 16)
-    frame = FramePlanner(layout, 0, 2, 1 << 10).next([2] * 4)
+    frame = FramePlanner(extent(2, layout=layout), 1 << 10).next([2] * 4)
     assert frame is not None and frame.num_tokens == 1 and frame.length <= MAX_FRAME_BYTES
 
 
 def test_uncommitted_frames_are_bounded() -> None:
-    landing = Landing(LAYOUT, 0, 100, digests=False)
+    landing = Landing(extent(100), digests=False)
     for i in range(MAX_OUTSTANDING_FRAMES):
         frame = Header(Kind.DATA, i + 1, 0, 4, i, 1, 4 * ROW)
         landing.expect(frame)
@@ -100,11 +106,11 @@ def test_any_header_is_a_header_or_refused(data: bytes) -> None:
 @given(kind=st.sampled_from(Kind), rest=st.binary(min_size=HEADER_BYTES - 4, max_size=HEADER_BYTES - 4))
 def test_any_header_with_our_magic(kind: Kind, rest: bytes) -> None:
     try:
-        header = decode_header(b"KV\x01" + bytes([kind]) + rest, *Kind)
+        header = decode_header(b"KV" + bytes([VERSION, kind]) + rest, *Kind)
     except ProtocolError:
         return
     assert header.kind is kind and header.length <= MAX_FRAME_BYTES
-    landing = Landing(LAYOUT, 0, 50, digests=True)
+    landing = Landing(extent(50), digests=True)
     with pytest.raises(ProtocolError):
         landing.expect(header)
 
@@ -121,7 +127,7 @@ def test_any_body_is_refused(body: bytes) -> None:
 
 
 def test_body_survives() -> None:
-    opening = Open(ticket="t", fingerprint="f", carrier="shm", first_token=1, num_tokens=2)
+    opening = Open(ticket="t", fingerprint="f", carrier="shm", first_token=1, num_tokens=2, heads=HeadRange(0, 1))
     frame = encode_frame(Kind.OPEN, opening)
     header = decode_header(frame[:HEADER_BYTES], Kind.OPEN)
     assert header.length == len(frame) - HEADER_BYTES

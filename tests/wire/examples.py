@@ -103,6 +103,7 @@ LOAD = WorkerLoad(
     state="draining",
     blocks=BlockCounts(total=4096, free=3900, running=90, leased=6, cached=100),
     rates=RATES,
+    num_unreceived_tokens=32,
     num_running=3,
     num_queued=2,
     num_uncomputed_tokens=1000,
