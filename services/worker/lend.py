@@ -40,11 +40,14 @@ class LendCore:
             return refuse(request, "fingerprint", f"{limits.worker_id} holds KV of {limits.fingerprint}")
         if request.first_block < 0 or len(request.block_hashes) % BLOCK_HASH_BYTES or not request.block_hashes:
             return refuse(request, "invalid", "no blocks are named")
+        hashes = split_hashes(request.block_hashes)
+        if len(set(hashes)) < len(hashes):
+            return refuse(request, "invalid", "a block is named twice")
         if request.deadline_ms <= now_ms:
             return refuse(request, "deadline", "the deadline has passed")
         if len(self._lent) >= MAX_LENT:
             return refuse(request, "overloaded", f"{MAX_LENT} leases are open", RETRY_AFTER_MS)
-        found = self.cache.lend(split_hashes(request.block_hashes), request.first_block)
+        found = self.cache.lend(hashes, request.first_block)
         if found is None:
             return refuse(request, "gone", f"{limits.worker_id} does not hold these blocks (any more)")
         self.num_asked += 1

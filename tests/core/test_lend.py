@@ -58,7 +58,8 @@ def test_the_leading_run_that_is_here_is_lent(first_block: int) -> None:
         ({"first_block": -1}, "invalid"),
         ({"block_hashes": b""}, "invalid"),
         ({"block_hashes": b"cut"}, "invalid"),
-        ({"block_hashes": bytes(32)}, "gone"),
+        ({"block_hashes": bytes(16)}, "gone"),
+        ({"block_hashes": 2 * request().block_hashes}, "invalid"),
         ({"deadline_ms": 0}, "deadline"),
     ],
 )
