@@ -119,11 +119,19 @@ class BlockCache:
             group.release(_distinct(table))
 
     def store(
-        self, tables: BlockTables, hashes: Sequence[BlockHash], first_block: int, num_tokens: int, *, ended: bool
+        self,
+        tables: BlockTables,
+        hashes: Sequence[BlockHash],
+        first_block: int,
+        num_tokens: int,
+        num_landed_tokens: int,
+        *,
+        ended: bool,
     ) -> None:
         """Take in that the KV of a sequence's first `num_tokens` tokens is in place; `hashes` are its blocks'.
 
-        Blocks before `first_block` were taken in before. `ended`: nothing of it will be written any more.
+        Blocks before `first_block` were taken in before. The first `num_landed_tokens` were not computed here: of groups
+        with a window only what these still need is in place. `ended`: nothing of it will be written any more.
         """
         if not self._caching:
             return
@@ -134,7 +142,8 @@ class BlockCache:
             if window and not ended:
                 continue
             blocks = block_ids(table.segments)
-            first = max(first_block if not window else 0, table.first_block)
+            in_place = self.layout.first_needed_block(index, num_landed_tokens)
+            first = max(table.first_block, in_place if window else first_block)
             if window:  # what its ring has written over since is gone
                 last_written = num_blocks_for(num_tokens, block_size)
                 position_of = {blocks[at - table.first_block]: at for at in range(table.first_block, last_written)}

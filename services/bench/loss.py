@@ -383,8 +383,8 @@ def _percentile(values: list[float], percent: float) -> float | None:
 
 def _print(report: Report) -> None:
     console = Console(highlight=False)
-    headings = ("computed\ntokens", "TTFT lost\np50/max", "TTFT ready\np50/max", "ITL ready\np50/p99/max")
-    columns = [Column(heading, justify="right") for heading in (*headings, "steps\na token", "longest\nstep")]
+    headings = ("computed\ntokens", "lost TTFT\np50/max", "ready TTFT\np50/max", "ready ITL\np50/p99/max")
+    columns = [Column(heading, justify="right") for heading in (*headings, "steps/\ntoken", "longest\nstep")]
     table = Table("lost", "way", *columns, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for row in report.rows:
         table.add_row(

@@ -10,12 +10,14 @@ from schemas.request import KVSource, SourceTokens, TransferReport
 
 
 class SequenceContent:
-    """The hashes of one sequence's full blocks. `num_stored_blocks`: how many of them its worker has taken in."""
+    """The hashes of one sequence's full blocks. `num_stored_blocks`: how many of them its worker has taken in.
+    `num_landed_tokens`: those whose KV was there before the worker computed any."""
 
     def __init__(self, prompt: Sequence[int], block_size: int, fingerprint: str) -> None:
         self._hasher = BlockHasher(block_size, model_fingerprint=fingerprint)
         self.hashes: list[BlockHash] = self._hasher.extend(prompt, len(prompt))
         self.num_stored_blocks = 0
+        self.num_landed_tokens = 0
 
     def extend(self, token_ids: Sequence[int], num_tokens: int) -> list[BlockHash]:
         """Return the hashes of the full blocks of `token_ids[:num_tokens]`, at least the prompt's."""

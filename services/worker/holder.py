@@ -175,6 +175,7 @@ class KVHolder:
 
     def submitted(self, sequence: Sequence, content: SequenceContent) -> None:
         """Take in what of a sequence is in place before the engine has it."""
+        content.num_landed_tokens = sequence.num_computed_tokens
         self._contents[(sequence.request_id, sequence.attempt)] = content
         self.computed(sequence, sequence.num_computed_tokens)
 
@@ -184,7 +185,8 @@ class KVHolder:
         if content is None:
             return
         hashes = content.extend(sequence.token_ids, num_tokens)
-        self.cache.store(sequence.tables, hashes, content.num_stored_blocks, num_tokens, ended=ended)
+        num_stored, num_landed = content.num_stored_blocks, content.num_landed_tokens
+        self.cache.store(sequence.tables, hashes, num_stored, num_tokens, num_landed, ended=ended)
         content.num_stored_blocks = num_tokens // self.shape.layout.block_size
 
     def ended(self, sequence: Sequence) -> None:

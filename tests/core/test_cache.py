@@ -38,6 +38,7 @@ class Running:
     tokens: list[int]
     tables: BlockTables
     num_computed: int
+    num_landed: int = 0
     num_stored_blocks: int = 0
 
 
@@ -78,8 +79,13 @@ class CacheMachine(RuleBasedStateMachine):
         self.lent: list[tuple[list[int], Allocation, int]] = []
         self.known: set[BlockHash] = set()
 
-    @rule(choice=st.lists(st.integers(0, 1), min_size=2, max_size=9), rest=st.integers(0, 5), answer=st.integers(1, 9))
-    def admit(self, choice: list[int], rest: int, answer: int) -> None:
+    @rule(
+        choice=st.lists(st.integers(0, 1), min_size=2, max_size=9),
+        rest=st.integers(0, 5),
+        answer=st.integers(1, 9),
+        landed=st.floats(0, 1),
+    )
+    def admit(self, choice: list[int], rest: int, answer: int, landed: float) -> None:
         prompt = [token for bit in choice for token in [bit] * BLOCK] + [7] * rest
         tokens = prompt + [9] * answer
         before = self.cache.num_free + self.cache.num_cached
@@ -92,7 +98,17 @@ class CacheMachine(RuleBasedStateMachine):
         assert allocation.num_cached_tokens < len(prompt)
         self.arena.check(prompt, allocation.tables, allocation.num_cached_tokens)
         cached = allocation.num_cached_tokens
-        self.running.append(Running(tokens, allocation.tables, cached))
+        start = max(cached, int(landed * len(prompt)))
+        self.land(tokens, allocation.tables, cached, start)
+        self.running.append(Running(tokens, allocation.tables, start, start))
+
+    def land(self, tokens: list[int], tables: BlockTables, first: int, end: int) -> None:
+        """Read from elsewhere: of windowed groups only what is still needed."""
+        layout = self.cache.layout
+        for group in range(len(tables)):
+            start = max(first, layout.first_needed_block(group, end) * BLOCK)
+            for position, slot in zip(range(start, end), slots(tables, group, start, end), strict=True):
+                self.arena.written[group][slot] = tuple(tokens[: position + 1])
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), size=st.integers(1, CHUNK))
@@ -128,7 +144,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.free(lent.tables)
 
     def store(self, run: Running, *, ended: bool) -> None:
-        self.cache.store(run.tables, hashes_of(run.tokens), run.num_stored_blocks, run.num_computed, ended=ended)
+        self.cache.store(
+            run.tables, hashes_of(run.tokens), run.num_stored_blocks, run.num_computed, run.num_landed, ended=ended
+        )
         run.num_stored_blocks = run.num_computed // BLOCK
 
     @invariant()
@@ -157,7 +175,7 @@ def computed(cache: BlockCache, tokens: list[int], num_tokens: int | None = None
     """Admit, compute and end a sequence."""
     allocation = cache.admit(hashes_of(tokens), num_tokens or len(tokens), len(tokens) - 1)
     assert allocation is not None
-    cache.store(allocation.tables, hashes_of(tokens), 0, len(tokens), ended=True)
+    cache.store(allocation.tables, hashes_of(tokens), 0, len(tokens), 0, ended=True)
     cache.free(allocation.tables)
     return allocation
 

@@ -1,6 +1,6 @@
 import pytest
 
-from dataplane.layout import Segment
+from dataplane.layout import BlockTable, Segment
 from dataplane.lease import Lease, LeaseRefusedError, LeaseState, LeaseTable
 from schemas.ids import LeaseId, WorkerId
 
@@ -13,7 +13,7 @@ def grant(table: LeaseTable, lease_id: LeaseId = LEASE, expires_at_ms: int = 100
         lease_id=lease_id,
         holder=HOLDER,
         reader=READER,
-        segments=segments or (Segment(0, 2),),
+        tables=(BlockTable(segments or (Segment(0, 2),)),),
         num_tokens=20,
         expires_at_ms=expires_at_ms,
     )
@@ -61,7 +61,7 @@ def test_end_is_for_one_caller_only() -> None:
     lease = grant(table)
     ended = table.end(LEASE, "landed")
     assert ended is not None
-    assert (ended.state, ended.outcome, ended.segments) == (LeaseState.ENDED, "landed", lease.segments)
+    assert (ended.state, ended.outcome, ended.tables) == (LeaseState.ENDED, "landed", lease.tables)
     assert table.end(LEASE, "aborted") is None
     assert table.end(LeaseId("never"), "x") is None
     assert refusal(table, lease.epoch) == "unknown"
@@ -99,3 +99,20 @@ def test_blocks_under_two_leases_count_once() -> None:
     for lease in table:
         table.end(lease.lease_id, "x")
     assert table.num_leased_blocks == 0
+
+
+def test_a_ring_s_blocks_count_once_and_each_group_has_its_own() -> None:
+    table = LeaseTable()
+    ring = BlockTable((Segment(3, 2), Segment(3, 2), Segment(3, 1)), first_block=4)
+    lease = table.grant(
+        lease_id=LEASE,
+        holder=HOLDER,
+        reader=READER,
+        tables=(BlockTable((Segment(3, 9),)), ring),
+        num_tokens=140,
+        expires_at_ms=100,
+        first_token=64,
+    )
+    assert table.num_leased_blocks == 9 + 2
+    assert (lease.first_token, lease.num_tokens) == (64, 140)
+    assert table.check(LEASE, lease.epoch, READER, 0).tables == (BlockTable((Segment(3, 9),)), ring)

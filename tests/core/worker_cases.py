@@ -144,7 +144,7 @@ def keep(cache: BlockCache, num_tokens: int) -> None:
     tokens = list(range(1, num_tokens + 1))
     allocation = cache.admit([], num_tokens, 0)
     assert allocation is not None
-    cache.store(allocation.tables, SequenceContent(tokens, 4, "f").hashes, 0, num_tokens, ended=True)
+    cache.store(allocation.tables, SequenceContent(tokens, 4, "f").hashes, 0, num_tokens, 0, ended=True)
     cache.free(allocation.tables)
 
 

@@ -83,7 +83,7 @@ def test_a_prefix_hit_is_right_for_every_group(tiny: Tiny, architecture: str, fi
     run_batch(engine, batch)
     history = list(held.token_ids)
     hashes = hash_blocks(history, BLOCK_SIZE, model_fingerprint="f")
-    cache.store(first.tables, hashes, 0, held.num_computed_tokens, ended=True)
+    cache.store(first.tables, hashes, 0, held.num_computed_tokens, 0, ended=True)
     cache.free(first.tables)
     tokens = history + prompt_of(37, seed=2)
     second = cache.admit(hash_blocks(tokens, BLOCK_SIZE, model_fingerprint="f"), len(tokens) + 40, len(tokens) - 1)
