@@ -141,16 +141,14 @@ def _pack_int8(scaled: Floats, packed: Bytes) -> None:
 
 
 def _pack_fp8(scaled: Floats, packed: Bytes) -> None:
-    """Round to float8_e4m3fn, ties to even, of numbers up to 448: what `astype` does, ten times as fast."""
+    """Round to float8_e4m3fn, ties to even, of numbers up to 448: what `astype` does, five times as fast.
+
+    A number's upper half, odd where the lower half is not zero, is rounded as the whole is: so a table can do it.
+    """
     bits = scaled.view(np.uint32)
-    signs = (bits >> 24).astype(np.uint8) & 0x80
-    bits &= 0x7FFF_FFFF
-    is_small = scaled < 2.0**-6  # below the normal numbers: multiples of 2^-9, which 2^14 has as its last bit
-    small = (scaled + np.float32(2.0**14)).view(np.uint32) & 0xF
-    bits += 0x7_FFFF + (bits >> 20 & 1)
-    codes = (bits >> 20) - ((127 - 7) << 3)
-    np.copyto(packed, np.where(is_small, small, codes), casting="unsafe")
-    packed |= signs
+    upper = (bits >> 16).astype(np.uint16)
+    upper |= (bits & 0xFFFF) != 0
+    np.take(_fp8_codes(), upper, out=packed, mode="clip")
 
 
 def _unpack_int8(packed: Bytes) -> Floats:
@@ -158,12 +156,20 @@ def _unpack_int8(packed: Bytes) -> Floats:
 
 
 def _unpack_fp8(packed: Bytes) -> Floats:
-    return np.take(_fp8_numbers(), packed)
+    return np.take(_fp8_numbers(), packed, mode="clip")
 
 
 @lru_cache(maxsize=1)
 def _fp8_numbers() -> Floats:
     return np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
+
+@lru_cache(maxsize=1)
+def _fp8_codes() -> Bytes:
+    """Return the code of each upper half of a float32."""
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    with np.errstate(invalid="ignore", over="ignore"):
+        return upper.view(np.float32).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
 
 
 _PACK = {"int8": _pack_int8, "fp8": _pack_fp8}

@@ -1,9 +1,6 @@
 """What one stream carries of a sequence: which tokens of which layer, which heads, and in how many bytes. Pure."""
 
-from functools import cached_property
 from typing import NamedTuple
-
-import msgspec
 
 from dataplane.codec import BlockCodec, WireDtype
 from dataplane.layout import ITEM_BYTES, BlockTable, KVLayout, block_ids
@@ -29,47 +26,43 @@ def heads_of(layout: KVLayout) -> HeadRange:
     return HeadRange(layout.first_head, layout.num_kv_heads)
 
 
-class Extent(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Tokens [first_token, num_tokens) of `heads`. Of layers with a window only what that can still see."""
+class Extent:
+    """Tokens [first_token, num_tokens) of `heads`. Of layers with a window only what that can still see.
 
-    layout: KVLayout
-    """Either end's: they differ in the heads held, which does not matter here."""
-    first_token: int
-    num_tokens: int
-    heads: HeadRange
-    wire_dtype: WireDtype = "same"
+    `layout` is either end's: they differ in the heads held, which does not matter here. `group_starts`, `layer_starts`:
+    the first token that crosses. `row_bytes`: of one token's keys (or values) of these heads in one layer of an arena.
+    `cut_tokens`: frames end at a multiple of so many tokens where they can, as a block that is cut needs two scales.
+    """
 
-    @cached_property
-    def group_starts(self) -> tuple[int, ...]:
-        """The first token that crosses, per cache group."""
-        layout = self.layout
-        return tuple(
-            max(self.first_token, layout.first_needed_block(group, self.num_tokens) * layout.block_size)
-            for group in range(len(layout.groups))
-        )
+    def __init__(
+        self,
+        layout: KVLayout,
+        first_token: int,
+        num_tokens: int,
+        heads: HeadRange,
+        wire_dtype: WireDtype = "same",
+    ) -> None:
+        size = layout.block_size
+        self.layout = layout
+        self.first_token = first_token
+        self.num_tokens = num_tokens
+        self.heads = heads
+        self.wire_dtype: WireDtype = wire_dtype
+        needed = [layout.first_needed_block(group, num_tokens) for group in range(len(layout.groups))]
+        self.group_starts = [max(first_token, block * size) for block in needed]
+        self.layer_starts = [self.group_starts[group] for group in layout.group_of_layer]
+        self.row_bytes = heads.num_heads * layout.head_dim * ITEM_BYTES[layout.dtype]
+        self.codec: BlockCodec | None = None
+        self.cut_tokens = 1
+        if wire_dtype != "same":
+            self.codec = BlockCodec(wire_dtype, layout.dtype, heads.num_heads, layout.head_dim, size)
+            self.cut_tokens = size
 
-    @cached_property
-    def layer_starts(self) -> tuple[int, ...]:
-        """The first token that crosses, per layer."""
-        return tuple(self.group_starts[group] for group in self.layout.group_of_layer)
-
-    @cached_property
-    def row_bytes(self) -> int:
-        """Bytes of one token's keys (or values) of these heads in one layer of an arena."""
-        return self.heads.num_heads * self.layout.head_dim * ITEM_BYTES[self.layout.dtype]
-
-    @cached_property
-    def codec(self) -> BlockCodec | None:
-        """What packs the bytes for the wire, if anything does."""
-        if self.wire_dtype == "same":
-            return None
-        layout = self.layout
-        return BlockCodec(self.wire_dtype, layout.dtype, self.heads.num_heads, layout.head_dim, layout.block_size)
-
-    @cached_property
-    def cut_tokens(self) -> int:
-        """Frames end at a multiple of so many tokens where they can: a block that is cut would need two scales."""
-        return 1 if self.codec is None else self.layout.block_size
+    def over_wire(self, wire_dtype: WireDtype) -> "Extent":
+        """Return the same, with its bytes as they cross."""
+        if wire_dtype == self.wire_dtype:
+            return self
+        return Extent(self.layout, self.first_token, self.num_tokens, self.heads, wire_dtype)
 
     def memory_bytes(self, num_layers: int, num_tokens: int) -> int:
         """Return the bytes of so many tokens of so many layers in an arena."""

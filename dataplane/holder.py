@@ -204,13 +204,7 @@ class HolderStream:
             raise _RefusedError("range", detail)
         if not held.holds(wanted.heads):
             raise _RefusedError("range", f"this holder has {held.num_heads} heads from {held.first} on")
-        extent = Extent(
-            layout=shape.layout,
-            first_token=wanted.first_token,
-            num_tokens=wanted.num_tokens,
-            heads=wanted.heads,
-            wire_dtype=wanted.wire_dtype,
-        )
+        extent = Extent(shape.layout, wanted.first_token, wanted.num_tokens, wanted.heads, wanted.wire_dtype)
         source = SequenceMemory(self._context.arena.array, shape, readable.tables, wanted.heads)
         if not source.covers(extent, readable.num_tokens):
             raise _RefusedError("range", f"not all that {wanted.num_tokens} tokens need is held any more")

@@ -186,7 +186,7 @@ class PlaneReader:
         layout = self._shape.layout
         heads = heads_of(layout) if request.heads is None else HeadRange(*request.heads)
         target = SequenceMemory(self._arena.array, self._shape, request.tables, heads)
-        wanted = Extent(layout=layout, first_token=request.first_token, num_tokens=request.num_tokens, heads=heads)
+        wanted = Extent(layout, request.first_token, request.num_tokens, heads)
         if not 0 <= request.first_token <= request.num_tokens or not target.covers(wanted, request.num_tokens):
             tokens = f"tokens {request.first_token} to {request.num_tokens}"
             raise ValueError(f"the tables have no slot for each of {tokens}: {request.tables}")
@@ -247,8 +247,9 @@ class PlaneReader:
             array = server.arena.array
         else:
             raise ArenaMissingError(endpoint.arena, "the holder has closed")
-        first_head, num_heads = accepted.heads
-        layout = replace(self._shape.layout, first_head=first_head, num_kv_heads=num_heads)
+        layout = self._shape.layout
+        if accepted.heads != heads_of(layout):
+            layout = replace(layout, first_head=accepted.heads.first, num_kv_heads=accepted.heads.num_heads)
         if len(accepted.num_blocks) != len(layout.groups) or not accepted.heads.holds(extent.heads):
             raise ProtocolError(f"the holder names {accepted.heads} and {len(accepted.num_blocks)} cache groups")
         try:
@@ -289,7 +290,7 @@ class _Read:
         """Ask, and return the holder's answer. Raises TransferFailedError when it says no."""
         request = self.request
         if carrier == tcp.NAME:  # on one host nothing is gained by making less of it
-            self.extent = replace(self.extent, wire_dtype=request.wire_dtype)
+            self.extent = self.extent.over_wire(request.wire_dtype)
         self.stats.carrier, self.stats.wire_dtype = carrier, self.extent.wire_dtype
         opening = Open(
             ticket=request.ticket,

@@ -54,6 +54,8 @@ class Key:
     OUTCOME = "kvmesh.outcome"
     CARRIER = "kvmesh.carrier"
     NUM_BYTES = "kvmesh.num_bytes"
+    NUM_WIRE_BYTES = "kvmesh.num_wire_bytes"
+    WIRE_DTYPE = "kvmesh.wire_dtype"
     NUM_BLOCKS = "kvmesh.num_blocks"
     NUM_TOKENS = "kvmesh.num_tokens"
     GB_PER_S = "kvmesh.gb_per_s"

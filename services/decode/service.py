@@ -85,6 +85,7 @@ class Reads:
             attributes[Key.EXPOSED_MS] = max(0.0, (stats.landed_ns - first.computed_ns) / 1e6)
         self.worker.spans.transferred(traceparent, "target", (started_ns, time.time_ns()), stats, attributes)
         if landed is not None and first is not None:
+            self.worker.rates.carried(offer.source_worker, landed.stats, now_ms())
             outcome = ReadOutcome(landed.num_tokens, landed.stats.num_bytes, landed.stats.carrier, is_whole=True)
             self.worker.decide(lambda _now, first=first: self.core.read_landed(offer.handoff_id, outcome, first))
         else:
@@ -98,6 +99,7 @@ class Reads:
             carrier=self.worker.config.worker.carrier,
             tables=action.tables,
             first_token=action.first_token,
+            wire_dtype=self.worker.wire.dtype(offer.source_worker, now_ms()),
             num_tokens=offer.num_tokens,
             deadline_s=max(0.0, (offer.deadline_ms - now_ms()) / 1000),
             on_started=lambda carrier: self.worker.decide(

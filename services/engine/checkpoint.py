@@ -89,12 +89,18 @@ def read_checkpoint(model: str) -> Checkpoint:
     )
 
 
-def layout_of(checkpoint: Checkpoint, *, dtype: str = "float32", block_size: int = 16) -> KVLayout:
-    """Return the shape of the KV that an engine of this checkpoint writes. Raises CheckpointError for another dtype."""
+def layout_of(
+    checkpoint: Checkpoint, *, dtype: str = "float32", block_size: int = 16, wire_dtype: str = "same"
+) -> KVLayout:
+    """Return the shape of the KV that an engine of this checkpoint writes. Raises CheckpointError for another dtype.
+
+    Where KV may be compressed on its way, it is other KV: it has a name of its own, so that what has lost something
+    never meets what has not, in a store neither.
+    """
     if dtype not in ITEM_BYTES:
         raise CheckpointError(f"dtype {dtype} is not served: choose one of {', '.join(ITEM_BYTES)}")
     return KVLayout(
-        weights=checkpoint.weights,
+        weights=checkpoint.weights if wire_dtype == "same" else f"{checkpoint.weights}+{wire_dtype}",
         dtype=dtype,
         num_layers=checkpoint.num_layers,
         num_kv_heads=checkpoint.num_kv_heads,

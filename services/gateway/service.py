@@ -10,11 +10,12 @@ from pathlib import Path
 
 import uvicorn
 
+from dataplane.cache import max_sequence_tokens
 from schemas.ids import GatewayId, new_id
 from services.bus.base import Bus
 from services.bus.typed import TypedBus
 from services.config import MeshConfig
-from services.engine.checkpoint import layout_of, read_checkpoint
+from services.engine.checkpoint import default_shape, layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.errors import CheckpointError
 from services.errors import UserError
@@ -133,7 +134,18 @@ def load_model(config: MeshConfig) -> ServedModel:
     """Read what the gateway needs of the configured checkpoint. Raises UserError."""
     try:
         checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR))
-        layout = layout_of(checkpoint, dtype=config.model.dtype, block_size=config.worker.block_size)
+        layout = layout_of(
+            checkpoint,
+            dtype=config.model.dtype,
+            block_size=config.worker.block_size,
+            wire_dtype=config.worker.wire_dtype,
+        )
+        shape = default_shape(
+            layout,
+            config.worker.kv_bytes,
+            context_length=checkpoint.context_length,
+            token_budget=config.worker.token_budget,
+        )
     except CheckpointError as error:
         raise UserError(str(error)) from error
     return ServedModel(
@@ -144,5 +156,5 @@ def load_model(config: MeshConfig) -> ServedModel:
         context_length=checkpoint.context_length,
         eos_token_ids=checkpoint.eos_token_ids,
         layout=layout,
-        num_worker_tokens=config.worker.kv_bytes // layout.block_bytes * layout.block_size,
+        num_worker_tokens=max_sequence_tokens(shape, config.worker.token_budget) or checkpoint.context_length,
     )

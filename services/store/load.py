@@ -45,7 +45,12 @@ def load_store(config: MeshConfig, store_id: str) -> StoreParts:
     that does not answer, a bound that holds no block."""
     secret = require_secret(config)
     checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR))
-    layout = layout_of(checkpoint, dtype=config.model.dtype, block_size=config.worker.block_size)
+    layout = layout_of(
+        checkpoint,
+        dtype=config.model.dtype,
+        block_size=config.worker.block_size,
+        wire_dtype=config.worker.wire_dtype,
+    )
     return make_parts(
         config,
         store_id,

@@ -22,6 +22,7 @@ from services.worker.actions import AttemptKey, Fetch
 from services.worker.content import ReadOutcome
 from services.worker.rates import RateBook
 from services.worker.spans import WorkerSpans
+from services.worker.wire import WireChoice
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class Fetches:
     door: TypedBus
     reader: PlaneReader
     rates: RateBook
+    wire: WireChoice
     spans: WorkerSpans
     on_fetched: FetchedCallback
     _running: dict[AttemptKey, asyncio.Task[None]] = field(default_factory=dict[AttemptKey, "asyncio.Task[None]"])
@@ -130,6 +132,7 @@ class Fetches:
             tables=action.tables,
             first_token=granted.first_token,
             num_tokens=granted.num_tokens,
+            wire_dtype=self.wire.dtype(action.source, now_ms()),
             deadline_s=max(0.0, min(limit_s, (action.deadline_ms - now_ms()) / 1000)),
         )
 
@@ -145,6 +148,7 @@ class Fetches:
         stats = landed.stats if landed else None
         if stats is not None:
             self.rates.transferred(action.source, span_ns[0], stats, now_ms())
+            self.rates.carried(action.source, stats, now_ms())
         elif failure:
             log.info("%s: nothing (more) of %s from %s: %s", self.worker_id, action.key[0], action.source, failure)
         self.spans.transferred(traceparent, "target", span_ns, stats, attributes)

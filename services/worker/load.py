@@ -38,7 +38,9 @@ def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> Wor
     secret = require_secret(config)
     settings = config.worker
     checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR))
-    layout = layout_of(checkpoint, dtype=config.model.dtype, block_size=settings.block_size)
+    layout = layout_of(
+        checkpoint, dtype=config.model.dtype, block_size=settings.block_size, wire_dtype=settings.wire_dtype
+    )
     if settings.kv_bytes < layout.block_bytes:
         raise UserError(f"{settings.kv_bytes} bytes hold no block of {layout.block_bytes} bytes: raise --kv-mib")
     context_length, token_budget = checkpoint.context_length, settings.token_budget

@@ -28,6 +28,12 @@ class _Transfer:
     measured_ms: int = 0
 
 
+@dataclass(slots=True)
+class _Link:
+    bytes_per_s: float = 0.0
+    measured_ms: int = 0
+
+
 @dataclass
 class RateBook:
     """One worker's rates. `token_bytes`: of one token over all layers."""
@@ -36,6 +42,8 @@ class RateBook:
     _prefill_s: dict[int, float] = field(default_factory=dict[int, float])
     """Seconds a token, by the border that its context lies behind."""
     _transfers: dict[tuple[WorkerId, str], _Transfer] = field(default_factory=dict[tuple[WorkerId, str], _Transfer])
+    _links: dict[WorkerId, _Link] = field(default_factory=dict[WorkerId, _Link])
+    """What the wire itself carries, from each source."""
     _decode_step_ms: float = 0.0
 
     def stepped(self, result: StepResult) -> None:
@@ -67,10 +75,19 @@ class RateBook:
             seconds = max(1e-6, (stats.landed_ns - first_byte_ns) / 1e9)
             pair.bytes_per_s = _blend(pair.bytes_per_s, stats.num_bytes / seconds)
 
-    def bytes_per_s(self, source: WorkerId, carrier: str) -> float:
-        """Return the measured rate of a pair; 0: not measured."""
-        pair = self._transfers.get((source, carrier))
-        return pair.bytes_per_s if pair else 0.0
+    def carried(self, source: WorkerId, stats: TransferStats, now_ms: int) -> None:
+        """Take in how quickly a wire carried KV as it is. A frame's bytes follow their header at once, so this holds
+        for streams that wait for a computation as well."""
+        if stats.carrier != "tcp" or stats.wire_dtype != "same" or stats.num_bytes < MIN_TRANSFER_BYTES:
+            return
+        link = self._links.setdefault(source, _Link())
+        link.measured_ms = now_ms
+        link.bytes_per_s = _blend(link.bytes_per_s, stats.num_bytes / max(1e-6, stats.copy_ns / 1e9))
+
+    def link_bytes_per_s(self, source: WorkerId, now_ms: int) -> float:
+        """Return what the wire from a source carries; 0: not measured, or so long ago that it must be measured anew."""
+        link = self._links.get(source)
+        return link.bytes_per_s if link and now_ms - link.measured_ms < STALE_MS else 0.0
 
     def rates(self, now_ms: int) -> WorkerRates:
         """Return what has been learnt and still counts."""

@@ -53,6 +53,7 @@ from services.worker.load import WorkerParts
 from services.worker.outbox import Outbox
 from services.worker.rates import RateBook
 from services.worker.spans import LeaseTrace, LeaseTraces, WorkerSpans
+from services.worker.wire import WireChoice
 
 LOAD_INTERVAL_S = 0.5
 LOAD_MIN_GAP_S = 0.05
@@ -111,6 +112,7 @@ class Worker:
         )
         self.reader = PlaneReader(parts.arena, parts.shape)
         self.rates = RateBook(parts.shape.layout.block_bytes // parts.shape.layout.block_size)
+        self.wire = WireChoice(config.worker.wire_dtype, parts.shape.layout, self.rates)
         self._lending = LendCore(parts.limits, self.holder.cache, self.holder.leases)
         self._fetches = Fetches(
             worker_id=parts.worker_id,
@@ -120,6 +122,7 @@ class Worker:
             door=self.door,
             reader=self.reader,
             rates=self.rates,
+            wire=self.wire,
             spans=self.spans,
             on_fetched=self._fetched,
         )
@@ -147,6 +150,7 @@ class Worker:
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Start the engine and the ears that every role has; the role's own must be open already."""
         self._loop, self._tasks = asyncio.get_running_loop(), tasks
+        await asyncio.to_thread(self.wire.measure)
         self._engine.start()
         tasks.create_task(self.outbox.run(), name="outbox")
         await self.door.listen(tasks, subjects.CANCEL, ("*",), self._on_cancel)

@@ -112,6 +112,8 @@ class WorkerSpans:
             described |= {
                 Key.CARRIER: stats.carrier,
                 Key.NUM_BYTES: stats.num_bytes,
+                Key.WIRE_DTYPE: stats.wire_dtype,
+                Key.NUM_WIRE_BYTES: stats.num_wire_bytes,
                 Key.LEASE_WAIT_MS: (stats.opened_ns - span_ns[0]) / 1e6,
                 Key.FIRST_BYTE_MS: (stats.first_byte_ns - stats.opened_ns) / 1e6,
                 Key.VERIFY_MS: stats.verify_ns / 1e6,

@@ -12,14 +12,15 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import numpy as np
 
 from dataplane.arena import Arena
-from dataplane.layout import KVLayout, Segment
+from dataplane.codec import WireDtype
+from dataplane.layout import BlockTable, BlockTables, KVLayout, Segment, uniform_shape
 from dataplane.progress import KVProgress
 from dataplane.reader import PlaneReader, ReadRequest
 from dataplane.server import PlaneServer, ReadableKV, ServerOptions
@@ -61,6 +62,10 @@ class OpenGate:
     def served(self, lease_id: LeaseId, stats: TransferStats | None, error: str) -> None: ...
 
 
+def one_table(num_blocks: int) -> BlockTables:
+    return (BlockTable((Segment(0, num_blocks),)),)
+
+
 @dataclass
 class Held:
     """One arena of the child, served with digests and without."""
@@ -70,14 +75,15 @@ class Held:
 
     @classmethod
     def make(cls, layout: KVLayout, num_blocks: int) -> "Held":
-        arena = Arena.create(layout, num_blocks)
-        arena.array[:] = np.random.default_rng(1).integers(0, 256, arena.num_bytes, np.uint8)
+        shape = uniform_shape(layout, num_blocks)
+        arena = Arena.create(shape)
+        # Any bytes with a bit of each exponent cleared: what is not finite could not be compressed.
+        arena.array[:] = np.random.default_rng(1).integers(0, 256, arena.num_bytes, np.uint8) & 0xBF
         num_tokens = num_blocks * layout.block_size
         progress = KVProgress.completed(layout.num_layers, num_tokens)
-        gate = OpenGate(ReadableKV((Segment(0, num_blocks),), num_tokens, progress))
+        gate = OpenGate(ReadableKV(one_table(num_blocks), num_tokens, progress))
         with_digests, without = (
-            PlaneServer(arena, num_blocks, layout, gate, SECRET, ServerOptions(digests=digests))
-            for digests in (True, False)
+            PlaneServer(arena, shape, gate, SECRET, ServerOptions(digests=digests)) for digests in (True, False)
         )
         for server in (with_digests, without):
             server.start()
@@ -113,9 +119,9 @@ class Bench:
     raw: socket.socket
 
     def __post_init__(self) -> None:
-        self.large = Arena.create(LAYOUT, self.num_blocks)
-        self.small = Arena.create(ONE_BLOCK, 4)
-        self.readers = [PlaneReader(self.large, LAYOUT), PlaneReader(self.small, ONE_BLOCK)]
+        large, small = uniform_shape(LAYOUT, self.num_blocks), uniform_shape(ONE_BLOCK, 4)
+        self.large, self.small = Arena.create(large), Arena.create(small)
+        self.readers = [PlaneReader(self.large, large), PlaneReader(self.small, small)]
         self.source = np.random.default_rng(2).integers(0, 256, self.large.num_bytes, np.uint8)
         self.target = np.zeros_like(self.source)
         self.num_bytes = self.large.num_bytes
@@ -129,21 +135,30 @@ class Bench:
         while view:
             view = view[self.raw.recv_into(view) :]
 
-    def read(self, size: int, carrier: str, digests: bool) -> None:
+    def read(
+        self,
+        size: int,
+        carrier: str,
+        digests: bool,
+        heads: tuple[int, int] | None = None,
+        wire_dtype: WireDtype = "same",
+    ) -> TransferStats:
         layout, num_blocks = ((LAYOUT, self.num_blocks), (ONE_BLOCK, 1))[size]
         request = ReadRequest(
             endpoint=self.endpoints[size][0 if digests else 1],
             ticket=sign(SECRET, TICKET),
             carrier=carrier,
-            segments=(Segment(0, num_blocks),),
+            tables=one_table(num_blocks),
             first_token=0,
             num_tokens=num_blocks * layout.block_size,
             deadline_s=60,
+            heads=heads,
+            wire_dtype=wire_dtype,
         )
-        self.readers[size].read_blocking(request)
+        return self.readers[size].read_blocking(request).stats
 
-    def throughput_cases(self) -> dict[str, Callable[[], None]]:
-        cases: dict[str, Callable[[], None]] = {
+    def throughput_cases(self) -> dict[str, Callable[[], object]]:
+        cases: dict[str, Callable[[], object]] = {
             "memory copy, one thread": self.copy,
             "raw socket": lambda: self.raw_socket(self.large.array, b"a"),
         }
@@ -152,9 +167,23 @@ class Bench:
                 cases[name(carrier, digests)] = lambda c=carrier, d=digests: self.read(0, c, d)
         return cases
 
-    def latency_cases(self) -> dict[str, Callable[[], None]]:
+    def shard_cases(self) -> dict[str, Callable[[], object]]:
+        """The same bytes from a holder of all heads, as readers that hold a half or a quarter of them take them."""
+        return {
+            f"{carrier}, {LAYOUT.num_kv_heads // size} × {size} heads": lambda c=carrier, n=size: [
+                self.read(0, c, True, (first, n)) for first in range(0, LAYOUT.num_kv_heads, n)
+            ]
+            for carrier in ("shm", "tcp")
+            for size in (4, 2)
+        }
+
+    def compressed_cases(self) -> dict[str, Callable[[], TransferStats]]:
+        dtypes: tuple[WireDtype, ...] = ("int8", "fp8")
+        return {f"tcp, {dtype}": lambda d=dtype: self.read(0, "tcp", True, None, d) for dtype in dtypes}
+
+    def latency_cases(self) -> dict[str, Callable[[], object]]:
         small = np.empty(64 << 10, np.uint8)
-        cases: dict[str, Callable[[], None]] = {"raw socket": lambda: self.raw_socket(small, b"b")}
+        cases: dict[str, Callable[[], object]] = {"raw socket": lambda: self.raw_socket(small, b"b")}
         for carrier in ("shm", "tcp"):
             cases[name(carrier, True)] = lambda c=carrier: self.read(1, c, True)
         return cases
@@ -171,7 +200,7 @@ def name(carrier: str, digests: bool) -> str:
     return f"{carrier}, {'digests' if digests else 'no digests'}"
 
 
-def measure(cases: dict[str, Callable[[], None]], num_rounds: int) -> dict[str, float]:
+def measure(cases: Mapping[str, Callable[[], object]], num_rounds: int) -> dict[str, float]:
     """Return each case's median seconds; the first round is not counted."""
     times: dict[str, list[float]] = {case: [] for case in cases}
     for _ in range(num_rounds + 1):
@@ -247,17 +276,21 @@ def run(mib: int, num_rounds: int) -> dict[str, object]:
     raw = socket.create_connection(raw_address)
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     bench = Bench(num_blocks, endpoints, raw)
-    seconds = measure(bench.throughput_cases(), num_rounds)
+    compressed = bench.compressed_cases()
+    seconds = measure(bench.throughput_cases() | bench.shard_cases() | compressed, num_rounds)
+    wire_bytes = {case: read().num_wire_bytes for case, read in compressed.items()}
     latency = measure(bench.latency_cases(), 20 * num_rounds)
     bench.close()
     child.join(30)
     speed = {case: bench.num_bytes / 2**30 / s for case, s in seconds.items()}
+    wire_speed = {case: num_bytes / 2**30 / seconds[case] for case, num_bytes in wire_bytes.items()}
     nixl = measure_nixl(mib, num_rounds)
     if nixl is not None:
         speed["NIXL, defaults"], latency["NIXL, defaults"] = bench.num_bytes / 2**30 / nixl[0], nixl[1]
     return {
         "mib": mib,
         "gib_per_s": speed,
+        "wire_gib_per_s": wire_speed,
         "one_64_kib_block_us": {case: s * 1e6 for case, s in latency.items()},
         "shm_to_memory_copy": speed[name("shm", True)] / speed["memory copy, one thread"],
         "tcp_to_raw_socket": speed[name("tcp", True)] / speed["raw socket"],
@@ -268,6 +301,8 @@ def run(mib: int, num_rounds: int) -> dict[str, object]:
 def table(figures: dict) -> str:
     lines = [f"{figures['mib']} MiB of KV, two processes, medians", ""]
     lines += [f"  {case:28}{speed:8.2f} GiB/s" for case, speed in figures["gib_per_s"].items()]
+    lines += ["", "of these on the wire"]
+    lines += [f"  {case:28}{speed:8.2f} GiB/s" for case, speed in figures["wire_gib_per_s"].items()]
     lines += ["", "one block of 64 KiB; ours with connecting, ticket and commit"]
     lines += [f"  {case:28}{micros:8.0f} µs" for case, micros in figures["one_64_kib_block_us"].items()]
     shm, tcp = figures["shm_to_memory_copy"], figures["tcp_to_raw_socket"]

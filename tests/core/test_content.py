@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.layout import BlockTable
+from dataplane.layout import BlockTable, KVLayout
 from dataplane.stream import TransferStats
 from schemas.block import hash_blocks
 from schemas.ids import RequestId, WorkerId
@@ -12,6 +12,7 @@ from schemas.request import KVSource, SamplingParams
 from services.engine.base import Sequence, StepResult
 from services.worker.content import PromptKV, ReadOutcome, SequenceContent
 from services.worker.rates import STALE_MS, RateBook
+from services.worker.wire import WireChoice, compresses
 
 ME, A = WorkerId("me"), WorkerId("a")
 
@@ -99,3 +100,35 @@ def test_transfer_rates_are_per_pair_and_carrier_and_forgotten_in_time() -> None
     assert (tcp.source, tcp.carrier, tcp.bytes_per_s, tcp.latency_ms) == (A, "tcp", 1e9, 5)
     assert (shm.carrier, shm.bytes_per_s, shm.latency_ms) == ("shm", 0, 1)
     assert [rate.carrier for rate in book.rates(1_000 + STALE_MS).transfers] == ["shm"]
+
+
+@pytest.mark.parametrize(
+    ("link", "codec", "item_bytes", "expected"),
+    [
+        (0, 1e9, 4, False),  # not measured yet
+        (125e6, 1e9, 4, True),  # a gigabit: four times fewer bytes
+        (125e6, 1e9, 2, True),
+        (1.25e9, 1e9, 4, False),  # ten gigabits are quicker than the codec
+        (700e6, 1e9, 2, False),
+        (125e6, 0, 4, False),
+    ],
+)
+def test_a_wire_is_compressed_where_it_is_slow(link: float, codec: float, item_bytes: int, expected: bool) -> None:
+    assert compresses(link, codec, item_bytes) == expected
+
+
+def test_auto_measures_a_pair_as_it_is_before_it_compresses() -> None:
+    layout = KVLayout(weights="w", dtype="float32", num_layers=2, num_kv_heads=2, head_dim=64, block_size=16)
+    book = RateBook(token_bytes=64)
+    auto = WireChoice("auto", layout, book)
+    auto.measure()
+    assert auto.dtype(A, 0) == "same"
+    slow = TransferStats(carrier="tcp", num_bytes=10_000_000, copy_ns=1_000_000_000)
+    book.carried(A, slow, 0)
+    assert auto.dtype(A, 1) == "int8" and auto.dtype(ME, 1) == "same"
+    book.carried(A, TransferStats(carrier="tcp", num_bytes=10_000_000, copy_ns=1, wire_dtype="int8"), 2)
+    assert auto.dtype(A, 3) == "int8", "what crossed compressed says nothing of the wire"
+    assert auto.dtype(A, STALE_MS) == "same", "measured anew from time to time"
+    assert (
+        WireChoice("fp8", layout, book).dtype(A, 0) == "fp8" and WireChoice("same", layout, book).dtype(A, 1) == "same"
+    )
