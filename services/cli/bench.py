@@ -153,3 +153,15 @@ def loss(json: Json = False) -> None:
     from services.bench.loss import run_loss
 
     run_loss(as_json=json)
+
+
+@bench.command()
+def compression(
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "100,500,2000",
+    questions: Annotated[int, typer.Option(min=1, help="Fresh questions a length, for each way to send KV.")] = 30,
+    json: Json = False,
+) -> None:
+    """What compressing KV on the wire costs the demo model: exact match, and agreement with exact KV."""
+    from services.bench.compression import run_compression
+
+    run_compression(lengths, questions, as_json=json)

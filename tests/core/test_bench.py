@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from services.bench import crossover as crossover_bench
 from services.bench import documents, multiturn, replay
 from services.bench.arguments import parse_lengths, parse_range
+from services.bench.compression import agreement
 from services.bench.load import (
     Client,
     Completion,
@@ -516,3 +517,11 @@ def test_replaying_a_running_gateway(tmp_path: Path, capsysbinary: pytest.Captur
     assert (report["num_requests"], report["num_failed"], report["num_within_slo"]) == (2, 0, 2)
     assert report["reuse_bound"] == 0.25 and report["reused"] == 0.0
     assert report["sources"]["recomputed_tokens"] == 128
+
+
+@pytest.mark.parametrize(
+    ("exact", "other", "share"),
+    [([1, 2, 3, 4], [1, 2, 3, 4], 1.0), ([1, 2, 3, 4], [1, 9, 3, 4], 0.25), ([1, 2], [9, 2], 0.0), ([], [], 1.0)],
+)
+def test_greedy_agreement_ends_at_the_first_difference(exact: list[int], other: list[int], share: float) -> None:
+    assert agreement([exact], [other]) == share

@@ -1,0 +1,125 @@
+"""`kvmesh bench compression`: what compressing KV on the wire costs in quality. Measured, never assumed.
+
+The demo model answers the same questions, and goes on from the same texts, in a mesh that sends KV as it is and in one
+The demo model answers the same questions, and goes on from the same texts, in a mesh that sends KV as it is and in
+the first that differs from what exact KV gives; after it the texts are different texts.
+"""
+
+import asyncio
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from services.bench.arguments import parse_lengths
+from services.bench.load import Client, Completion
+from services.bench.meshes import serving
+from services.cli.supervisor import UpOptions
+from services.config import WireDtype
+from services.engine.demo_model import DEMO_MODEL_DIR
+from services.engine.demo_model.corpus import make_fact_prompt
+from services.gateway.text import TextCodec, load_text
+
+SAME = "same"
+PACKED: tuple[WireDtype, ...] = ("int8", "fp8")
+NUM_FACTS = 6
+NUM_TOKENS = 48
+"""Of each answer: the fact, and what the model goes on to say."""
+WIDTH = 4
+SEED = 20261121
+
+
+class CompressionRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to send KV, at one prompt length."""
+
+    length: int
+    wire_dtype: str
+    num_questions: int
+    num_right: int
+    exact_match: float
+    greedy_agreement: float
+
+
+def run_compression(lengths: str, num_questions: int, *, as_json: bool) -> None:
+    """Measure and print. Raises UserError for lengths that are no lengths."""
+    wanted = parse_lengths(lengths, "--lengths", 4_000)
+    rows = asyncio.run(_run(wanted, num_questions))
+    if as_json:
+        sys.stdout.buffer.write(msgspec.json.encode({"rows": rows}) + b"\n")
+        return
+    table = Table("prompt", "KV sent as", "questions", "exact match", "greedy agreement")
+    for row in rows:
+        table.add_row(
+            str(row.length), row.wire_dtype, str(row.num_questions), f"{row.exact_match:.1%}",
+            f"{row.greedy_agreement:.1%}",
+        )  # fmt: skip
+    Console().print(table)
+
+
+def agreement(exact: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:
+    """Return the mean share of tokens before the first difference. 1 for no answers at all."""
+    shares: list[float] = []
+    for right, other in zip(exact, others, strict=True):
+        same = next((at for at, (a, b) in enumerate(zip(right, other, strict=False)) if a != b), len(right))
+        shares.append(same / len(right) if right else 1.0)
+    return sum(shares) / len(shares) if shares else 1.0
+
+
+def ways(options: UpOptions) -> dict[str, UpOptions]:
+    """Return a mesh for each way to send KV; everything is split, so that all of it crosses."""
+    tcp = replace(options, carrier="tcp", prefix_cache=False, policy="least_loaded")
+    return {SAME: tcp} | {dtype: replace(tcp, wire_dtype=dtype) for dtype in PACKED}
+
+
+async def _run(lengths: list[int], num_questions: int) -> list[CompressionRow]:
+    codec = load_text(Path(DEMO_MODEL_DIR))
+    rng = random.Random(SEED)
+    rows: list[CompressionRow] = []
+    async with serving(ways, UpOptions(model=str(DEMO_MODEL_DIR))) as served:
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            for length in lengths:
+                task = progress.add_task(f"{length} tokens", total=len(served.clients) * num_questions)
+                facts = [make_fact_prompt(rng, NUM_FACTS, length) for _ in range(num_questions)]
+                prompts = [codec.encode(fact.prompt) for fact in facts]
+                answers: dict[str, list[tuple[int, ...]]] = {}
+                for way, client in served.clients.items():
+                    done = await _ask_all(client, prompts, lambda task=task: progress.advance(task))
+                    answers[way] = [completion.token_ids for completion in done]
+                for way, found in answers.items():
+                    right = [_says(codec, ids, fact.answer) for ids, fact in zip(found, facts, strict=True)]
+                    rows.append(
+                        CompressionRow(
+                            length=length,
+                            wire_dtype=way,
+                            num_questions=num_questions,
+                            num_right=sum(right),
+                            exact_match=sum(right) / num_questions,
+                            greedy_agreement=agreement(answers[SAME], found),
+                        )
+                    )
+    return rows
+
+
+async def _ask_all(client: Client, prompts: Sequence[Sequence[int]], on_done: Callable[[], object]) -> list[Completion]:
+    slots = asyncio.Semaphore(WIDTH)
+
+    async def ask(prompt: Sequence[int]) -> Completion:
+        async with slots:
+            done = await client.complete(prompt, NUM_TOKENS, return_token_ids=True)
+            on_done()
+            return done
+
+    return await asyncio.gather(*(ask(prompt) for prompt in prompts))
+
+
+def _says(codec: TextCodec, token_ids: Sequence[int], answer: str) -> bool:
+    """The model goes on after its answer, as nobody stops it: what comes first counts."""
+    detokenizer = codec.detokenizer()
+    text = detokenizer.feed(list(token_ids)) + detokenizer.flush()
+    return text.strip().startswith(answer)
