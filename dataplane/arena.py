@@ -65,7 +65,7 @@ class Arena:
 
     @classmethod
     def create(cls, shape: ArenaShape) -> "Arena":
-        """Return a new arena for `num_blocks` blocks, owned by this process. Raises ArenaTooLargeError."""
+        """Return a new arena of this shape, owned by this process. Raises ArenaTooLargeError."""
         num_bytes = shape.num_bytes
         needed = HEADER_BYTES + num_bytes
         room = os.statvfs(SHM_DIR)

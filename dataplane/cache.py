@@ -130,8 +130,8 @@ class BlockCache:
     ) -> None:
         """Take in that the KV of a sequence's first `num_tokens` tokens is in place; `hashes` are its blocks'.
 
-        Blocks before `first_block` were taken in before. The first `num_landed_tokens` were not computed here: of groups
-        with a window only what these still need is in place. `ended`: nothing of it will be written any more.
+        Blocks before `first_block` were taken in before. The first `num_landed_tokens` were not computed here: of
+        groups with a window only what these still need is in place. `ended`: nothing of it will be written any more.
         """
         if not self._caching:
             return

@@ -33,7 +33,7 @@ class NotFiniteError(ValueError):
 
 
 class _Storage(NamedTuple):
-    """How an arena's numbers are stored. `sign`: all bits but it; `infinity`: its bits."""
+    """How an arena's numbers are stored. `magnitude`: all bits but the sign; `infinity`: its bits."""
 
     numbers: npt.DTypeLike
     bits: npt.DTypeLike

@@ -1,4 +1,5 @@
-"""One stream, as the holder serves it: on one thread, from the reader's Open to End, Fail or the reader's going."""
+"""A connection, as the holder serves it: on one thread, stream after stream, each from the reader's Open to End, Fail
+or the reader's going."""
 
 import contextlib
 import os
@@ -146,42 +147,61 @@ class HolderStream:
         self._context = context
         self._wire = wire
         self.is_opened = False
-        """A valid ticket was shown."""
+        """A stream is under way: a valid ticket was shown."""
         self.refused: RefusalCode | None = None
 
     def run(self) -> None:
-        """Serve to the end. Raises JunkError when the peer did not speak the protocol at all."""
+        """Serve until a stream is refused or broken, or none is opened any more. Raises JunkError when the peer did not
+        speak the protocol at all."""
         try:
-            opened = self._open()
+            wanted = self._receive_open(self._context.open_timeout_s)
+        except (WireClosedError, WireTimeoutError) as error:
+            raise JunkError(str(error)) from error
+        while self._serve(wanted):
+            try:
+                wanted = self._receive_open(self._context.idle_timeout_s)
+            except (WireClosedError, WireTimeoutError):
+                return  # the reader needs no more
+
+    def _receive_open(self, timeout_s: float) -> Open:
+        """Return what is said first. Raises JunkError, WireClosedError, WireTimeoutError."""
+        try:
+            header = self._wire.receive_header(time.monotonic() + timeout_s, Kind.OPEN)
+            deadline = time.monotonic() + self._context.open_timeout_s
+            return decode_body(self._wire.receive(header.length, deadline), Open)
+        except ProtocolError as error:
+            raise JunkError(str(error)) from error
+
+    def _serve(self, wanted: Open) -> bool:
+        """Serve one stream; say whether it ended well, so that another may follow."""
+        try:
+            opened = self._open(wanted)
         except _RefusedError as refusal:
             self.refused = refusal.refused.code
             with contextlib.suppress(WireClosedError, WireTimeoutError):
                 self._wire.send([encode_frame(Kind.REFUSED, refusal.refused)], self._context.open_timeout_s)
                 self._wire.finish_sending()
-            return
+            return False
         service = _Service(self._context, self._wire, opened)
         error = "the plane failed"
         try:
             error = service.run()
         finally:
+            self.is_opened = False
             stats = service.stats if service.stats.num_frames else None
             self._context.gate.served(opened.ticket.lease_id, stats, error)
+        return not error
 
-    def _open(self) -> _Opened:
-        """Return what is to be served. Raises JunkError, or _RefusedError with what the reader is told."""
+    def _open(self, wanted: Open) -> _Opened:
+        """Return what is to be served. Raises _RefusedError with what the reader is told."""
         context = self._context
-        deadline = time.monotonic() + context.open_timeout_s
-        try:
-            header = self._wire.receive_header(deadline, Kind.OPEN)
-            wanted = decode_body(self._wire.receive(header.length, deadline), Open)
-        except (ProtocolError, WireClosedError, WireTimeoutError) as error:
-            raise JunkError(str(error)) from error
         if wanted.version != VERSION:
             raise _RefusedError("version", f"this holder speaks version {VERSION}")
         try:
             ticket = verify(context.secret, wanted.ticket, time.time_ns() // 1_000_000)
         except TicketRefusedError as error:
             raise _RefusedError("ticket", error.reason) from error
+        self.is_opened = True  # from here on nobody else's need makes room of it
         if wanted.fingerprint != context.shape.layout.fingerprint:
             raise _RefusedError("fingerprint", f"this holder's KV is {context.shape.layout.fingerprint}")
         if wanted.carrier not in context.carriers:
@@ -192,9 +212,7 @@ class HolderStream:
             readable = context.gate.open(ticket)
         except LeaseRefusedError as error:
             raise _RefusedError("lease", error.reason) from error
-        opened = self._in_range(ticket, wanted, readable)
-        self.is_opened = True
-        return opened
+        return self._in_range(ticket, wanted, readable)
 
     def _in_range(self, ticket: Ticket, wanted: Open, readable: ReadableKV) -> _Opened:
         """Return what the lease covers of what is wanted, which is all of it. Raises _RefusedError."""

@@ -15,8 +15,10 @@ from dataplane import loopback, shm, tcp
 from dataplane.arena import Arena, ArenaMissingError
 from dataplane.codec import WireDtype
 from dataplane.connect import CarrierImpossibleError, choose_carrier
+from dataplane.dial import Cancellation, connect_tcp
 from dataplane.extent import Extent, HeadRange, heads_of
 from dataplane.frames import SequenceMemory
+from dataplane.idle import IdleConnections, Way, way_to
 from dataplane.layout import ArenaShape, BlockTables
 from dataplane.shm import AttachedArenas, SharedReader
 from dataplane.stream import (
@@ -71,47 +73,16 @@ class ReadRequest:
     wire_dtype: WireDtype = "same"
 
 
+class _NotAnsweredError(WireClosedError):
+    """The holder closed the connection without a word."""
+
+
 class ReaderCarrier(Protocol):
     """How a frame's bytes cross, at the reader's end."""
 
     @property
     def needs_ack(self) -> bool: ...
     def land(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> int: ...
-
-
-class Cancellation:
-    """Ends a read from another thread: nothing is written any more once the read's thread has ended."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sockets: list[socket.socket] = []
-        self._cancelled = False
-
-    @property
-    def is_cancelled(self) -> bool:
-        return self._cancelled
-
-    def watch(self, sock: socket.socket) -> None:
-        """Shut `sock` down on `cancel`. Raises TransferFailedError when that has been called already."""
-        with self._lock:
-            self._sockets.append(sock)
-        self.check()
-
-    def unwatch(self, sock: socket.socket) -> None:
-        with self._lock:
-            self._sockets.remove(sock)
-
-    def check(self) -> None:
-        if self._cancelled:
-            raise TransferFailedError("cancelled", "the reader was cancelled")
-
-    def cancel(self) -> None:
-        """From any thread; idempotent."""
-        with self._lock:
-            self._cancelled = True
-            for sock in self._sockets:
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
 
 
 class PlaneReader:
@@ -124,6 +95,7 @@ class PlaneReader:
         self._fingerprint = shape.layout.fingerprint
         self._connect_timeout_s = connect_timeout_s
         self._attached = AttachedArenas()
+        self._idle = IdleConnections()
 
     async def read(
         self,
@@ -208,24 +180,39 @@ class PlaneReader:
             raise run.failed("connect", str(error)) from error
 
     def close(self) -> None:
-        """Unmap the holders' arenas."""
+        """Unmap the holders' arenas, close the connections to them."""
         self._attached.close()
+        self._idle.close()
 
     def _run(self, run: "_Read", target: SequenceMemory) -> Landed:
         endpoint = run.request.endpoint
         carrier = choose_carrier(run.request.carrier, endpoint, self._attached.can_attach)
-        sock = self._connect(carrier, run)
+        way = way_to(carrier, endpoint)
+        while (sock := self._idle.take(way)) is not None:
+            try:
+                return self._read_on(sock, way, carrier, run, target)
+            except _NotAnsweredError:
+                continue  # the holder had just closed it: nothing has been asked of it yet
+        return self._read_on(self._connect(carrier, run), way, carrier, run, target)
+
+    def _read_on(self, sock: socket.socket, way: Way, carrier: str, run: "_Read", target: SequenceMemory) -> Landed:
+        """Read on this connection; it is kept if the stream ends well. Raises _NotAnsweredError, and what ends it."""
+        landed, wire = None, Wire(sock, reads_ahead=carrier != tcp.NAME)
         try:
             run.cancellation.watch(sock)
-            wire = Wire(sock, reads_ahead=carrier != tcp.NAME)
             accepted = run.open(wire, carrier, self._fingerprint)
             if carrier == tcp.NAME:
-                return run.land(wire, TcpReader(target, run.extent, digests=accepted.digests))
-            source = self._source(carrier, endpoint, accepted, run.extent)
-            return run.land(wire, SharedReader(source, target, digests=accepted.digests))
+                landed = run.land(wire, TcpReader(target, run.extent, digests=accepted.digests))
+            else:
+                source = self._source(carrier, run.request.endpoint, accepted, run.extent)
+                landed = run.land(wire, SharedReader(source, target, digests=accepted.digests))
+            return landed
         finally:
             run.cancellation.unwatch(sock)
-            sock.close()
+            if landed is not None and wire.is_silent:
+                self._idle.put(way, sock)
+            else:
+                sock.close()
 
     def _connect(self, carrier: str, run: "_Read") -> socket.socket:
         endpoint = run.request.endpoint
@@ -237,7 +224,7 @@ class PlaneReader:
         timeout_s = min(self._connect_timeout_s, run.deadline - time.monotonic())
         if timeout_s <= 0:
             raise TimeoutError("the deadline has passed")
-        return _connect_tcp(endpoint, timeout_s, run.cancellation)
+        return connect_tcp(endpoint, timeout_s, run.cancellation)
 
     def _source(self, carrier: str, endpoint: Endpoint, accepted: Accepted, extent: Extent) -> SequenceMemory:
         """Return the holder's memory. Raises ArenaMissingError, ProtocolError."""
@@ -303,7 +290,11 @@ class _Read:
         )
         with contextlib.suppress(WireClosedError):  # a holder that is busy says so and closes, without listening
             wire.send([encode_frame(Kind.OPEN, opening)], self.deadline - time.monotonic())
-        header = wire.receive_header(self.deadline, Kind.ACCEPTED, Kind.REFUSED)
+        try:
+            header = wire.receive_header(self.deadline, Kind.ACCEPTED, Kind.REFUSED)
+        except WireClosedError as error:
+            self.cancellation.check()
+            raise _NotAnsweredError(str(error)) from error
         body = wire.receive(header.length, self.deadline)
         if header.kind is Kind.REFUSED:
             refused = decode_body(body, Refused)
@@ -357,35 +348,6 @@ class _Read:
         landing.end(header, body)
         self.stats.landed_ns = time.time_ns()
         return Landed(self.request.num_tokens, body, self.stats)
-
-
-def _connect_tcp(endpoint: Endpoint, timeout_s: float, cancellation: Cancellation) -> socket.socket:
-    """Return a connected socket. Raises TransferFailedError with code "connect" or "cancelled"."""
-    deadline = time.monotonic() + timeout_s
-    try:
-        addresses = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise TransferFailedError("connect", f"{endpoint.host}: {error}") from error
-    reason = "no address"
-    for family, kind, protocol, _, address in addresses:
-        sock = socket.socket(family, kind, protocol)
-        try:
-            cancellation.watch(sock)
-            sock.settimeout(max(0.001, deadline - time.monotonic()))
-            sock.connect(address)
-            cancellation.check()
-        except TransferFailedError:
-            sock.close()
-            raise
-        except OSError as error:
-            sock.close()
-            cancellation.check()
-            reason = error.strerror or str(error)
-        else:
-            return sock
-        finally:
-            cancellation.unwatch(sock)
-    raise TransferFailedError("connect", f"{endpoint.host}:{endpoint.port}: {reason}")
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:

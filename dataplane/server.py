@@ -30,7 +30,7 @@ _WRONG = frozenset({"malformed", "version", "ticket", "fingerprint", "carrier", 
 class ServerOptions:
     """`carriers`: what is offered, of "loopback", "shm" and "tcp". `advertise_host`: what readers are told to connect
     to, `host` unless given. `open_timeout_s`: within it a stream must have said what it wants. `idle_timeout_s`: a
-    reader that takes nothing for so long is cut.
+    reader that takes nothing for so long is cut, and a connection on which no next stream is opened.
     """
 
     carriers: tuple[str, ...] = (shm.NAME, tcp.NAME)
@@ -45,7 +45,7 @@ class ServerOptions:
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """A stream that is being served, and who serves it."""
+    """A connection, and who serves its streams."""
 
     wire: Wire
     peer: str
@@ -101,8 +101,9 @@ class PlaneServer:
 
     @property
     def num_streams(self) -> int:
+        """The streams under way, not the connections that wait for a next one."""
         with self._lock:
-            return len(self._streams)
+            return sum(live.stream.is_opened for live in self._streams)
 
     def start(self) -> None:
         """Listen and serve. Raises OSError when the address cannot be bound."""
@@ -166,7 +167,7 @@ class PlaneServer:
                 return False
             full = len(self._streams) >= self.options.max_streams
             if full and (silent := next((s for s in self._streams if not s.stream.is_opened), None)) is not None:
-                silent.wire.cut()  # the one that has longest not said what it wants makes room
+                silent.wire.cut()  # one that wants nothing, or has not said what, makes room
                 self._streams.remove(silent)
                 full = False
             if not full:

@@ -5,6 +5,7 @@
     holder → Data, Commit, …          Data: some tokens of some layers; its bytes cross as the carrier has it
     reader → Ack, …                   only where it copies from the holder's memory: it has finished with all up to this
     holder → End | Fail               End: all is committed; carries the holder's trailer
+    reader → Open …                   another stream on the same connection, only after an End
 
 A Commit says that the lease was still good *after* a frame's bytes had left the holder's memory, and what their digest
 was there. A frame is believed once its digest and its Commit are in; nothing waits for a round trip but the last frame.

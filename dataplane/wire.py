@@ -85,6 +85,11 @@ class Wire:
         """Say whether `receive_header` would return without waiting."""
         return len(self._unread) >= HEADER_BYTES or self.wait_readable(0)
 
+    @property
+    def is_silent(self) -> bool:
+        """Nothing has been said that was not taken in: not even the end."""
+        return not self._unread and not self.wait_readable(0)
+
     def wait_readable(self, timeout_s: float) -> bool:
         """Wait until something or the end of the stream can be read."""
         return bool(self._poll.poll(timeout_s * 1000))

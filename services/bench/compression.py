@@ -1,8 +1,8 @@
 """`kvmesh bench compression`: what compressing KV on the wire costs in quality. Measured, never assumed.
 
-The demo model answers the same questions, and goes on from the same texts, in a mesh that sends KV as it is and in one
 The demo model answers the same questions, and goes on from the same texts, in a mesh that sends KV as it is and in
-the first that differs from what exact KV gives; after it the texts are different texts.
+one for each way to compress, all over tcp. Exact match: the answer is the fact. Greedy agreement: the share of tokens
+before the first that differs from what exact KV gives; after it the texts are different texts.
 """
 
 import asyncio

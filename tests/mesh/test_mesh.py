@@ -13,7 +13,11 @@ import openai
 import pytest
 
 from schemas import subjects
+from schemas.block import hash_blocks, join_hashes
+from schemas.directory import BlocksLocated, LocateBlocks
+from schemas.ids import RequestId
 from services.bus.nats import NatsBus
+from services.bus.typed import TypedBus
 from services.cli.supervisor import UpOptions
 from services.cli.trace import find_trace, load_spans
 from services.engine.demo_model.corpus import make_fact_prompt
@@ -21,6 +25,14 @@ from tests.mesh.processes import Mesh, TokenRecorder, in_parallel, running_mesh
 
 EVERY_SERVICE = {"gateway", "scheduler", "directory", "prefill", "decode"}
 QUESTION = "The code of Ada Brook is 7412. The code of Max Reed is 3055. Q: What is the code of Ada Brook? A:"
+
+
+_rng = random.Random(20261121)
+
+
+def fresh(num_tokens: int = 40) -> list[int]:
+    """Return a prompt that nobody has in a cache: it is always split."""
+    return [_rng.randrange(5, 500) for _ in range(num_tokens)]
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +94,7 @@ def test_the_bus_reads_like_a_story(mesh: Mesh) -> None:
         bus = await NatsBus.connect(mesh.nats_url, "listener")
         subscription = await bus.subscribe("mesh.>")
         await bus.flush()
-        answer = await asyncio.to_thread(mesh.complete, QUESTION)
+        answer = await asyncio.to_thread(mesh.complete, fresh(), ignore_eos=True)
         request_id = answer["usage"]["kvmesh"]["request_id"]
         heard: list[tuple[str, dict[str, object]]] = []
         async for delivery in subscription:
@@ -103,7 +115,7 @@ def test_the_bus_reads_like_a_story(mesh: Mesh) -> None:
 
 
 def test_the_trace_is_one_connected_tree(mesh: Mesh) -> None:
-    request_id = mesh.complete(QUESTION)["usage"]["kvmesh"]["request_id"]
+    request_id = mesh.complete(fresh(), ignore_eos=True)["usage"]["kvmesh"]["request_id"]
     wanted = {"POST /v1/completions", "tokenize", "place", "prefill", "decode", "kv.release"}
 
     def names() -> list[str]:
@@ -127,6 +139,38 @@ def test_the_trace_is_one_connected_tree(mesh: Mesh) -> None:
 
 def _has_trace(mesh: Mesh, request_id: str) -> bool:
     return any(s.attributes.get("kvmesh.request_id") == request_id for s in load_spans(mesh.supervisor.trace_dir))
+
+
+def test_a_question_asked_again_is_answered_where_its_kv_lies(mesh: Mesh) -> None:
+    """The decode worker holds nearly all of it: no split, and the placement's terms say why."""
+    prompt = fresh(300)
+    first = mesh.complete(prompt, ignore_eos=True, return_token_ids=True)
+    mesh.wait_until(lambda: _num_located(mesh, prompt) >= 18, "the directory to hear of it")
+    again = mesh.complete(prompt, ignore_eos=True, return_token_ids=True)
+    assert again["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
+    kvmesh = again["usage"]["kvmesh"]
+    assert (kvmesh["prefill_worker"], kvmesh["decode_worker"], kvmesh["prefill"]) == ("decode-0", "decode-0", None)
+    assert (kvmesh["cached_tokens"], kvmesh["recomputed_tokens"]) == (288, 12)
+    request_id = kvmesh["request_id"]
+    mesh.wait_until(lambda: _has_trace(mesh, request_id), "the trace")
+    place = next(s for s in find_trace(load_spans(mesh.supervisor.trace_dir), request_id) if s.name == "place")
+    assert place.attributes["kvmesh.place.cached_tokens"] == 288 and place.attributes["kvmesh.place.alternatives"]
+
+
+def _num_located(mesh: Mesh, prompt: list[int]) -> int:
+    """Return how many blocks of a prompt the directory says that the decode worker holds."""
+    fingerprint = next(w.worker.fingerprint for w in mesh.fleet.workers)
+    hashes = join_hashes(hash_blocks(prompt, 16, model_fingerprint=fingerprint))
+    ids = {"request_id": RequestId("locate"), "attempt": 1, "deadline_ms": 2**53}
+
+    async def ask() -> int:
+        bus = await NatsBus.connect(mesh.nats_url, "asker")
+        reply = await TypedBus(bus, "asker").ask(subjects.LOCATE, (), LocateBlocks(**ids, block_hashes=hashes), 10)
+        await bus.close()
+        assert isinstance(reply, BlocksLocated)
+        return max((h.num_blocks for h in reply.holders if h.worker_id == "decode-0"), default=0)
+
+    return mesh.call(ask())
 
 
 def test_a_clients_traceparent_is_honoured(mesh: Mesh) -> None:
@@ -224,13 +268,13 @@ def test_workers_join_and_leave_at_run_time(mesh: Mesh) -> None:
     worker = subprocess.Popen(command)
     try:
         mesh.wait_until(lambda: "decode-9" in {w.worker.worker_id for w in mesh.fleet.workers}, "decode-9 to join")
-        used = {mesh.complete(QUESTION)["usage"]["kvmesh"]["decode_worker"] for _ in range(6)}
+        used = {mesh.complete(fresh())["usage"]["kvmesh"]["decode_worker"] for _ in range(6)}
         assert used == {"decode-0", "decode-9"}
     finally:
         worker.terminate()
     assert worker.wait(60) == 0
     mesh.wait_until(lambda: "decode-9" not in {w.worker.worker_id for w in mesh.fleet.workers}, "decode-9 to leave")
-    assert mesh.complete(QUESTION)["usage"]["kvmesh"]["decode_worker"] == "decode-0"
+    assert mesh.complete(fresh())["usage"]["kvmesh"]["decode_worker"] == "decode-0"
 
 
 def test_status_shows_the_fleet(mesh: Mesh) -> None:

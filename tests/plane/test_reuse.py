@@ -1,0 +1,159 @@
+"""A connection on which a stream has ended well serves the next read; any other is closed."""
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from dataplane import idle
+from dataplane.stream import Accepted, Kind, TransferFailedError, encode_frame
+from tests.plane.harness import DEADLINE_S, Holder, Target, running
+from tests.plane.test_strangers import END, commit, data, impostor
+
+
+def serving() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "kv-serve"]
+
+
+def idle_in(target: Target) -> int:
+    return len(target.reader._idle)
+
+
+def test_reads_follow_each_other_on_one_connection(carrier: str, holder: Holder, target: Target) -> None:
+    holder.compute_all()
+    threads = set[threading.Thread]()
+    for first_token in (0, 16, 299, 300):
+        target.arena.array[:] = 0
+        landed = target.read_from(holder, carrier, first_token=first_token)
+        assert landed.trailer == b"token 0"
+        assert np.array_equal(target.landed(300, first_token), holder.kv[:, :, first_token:])
+        threads.update(serving())
+    assert len(threads) == 1 and idle_in(target) == 1
+    assert holder.server.num_streams == 0, "it waits, but nothing is under way"
+    assert [error for _, error in holder.gate.outcomes[:3]] == [""] * 3
+    target.reader.close()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert not serving() and not holder.server.num_junk and not holder.server.num_refused
+
+
+def test_each_read_needs_its_ticket(carrier: str, holder: Holder, target: Target) -> None:
+    holder.compute_all()
+    target.read_from(holder, carrier)
+    with pytest.raises(TransferFailedError) as raised:
+        target.read_from(holder, carrier, ticket=holder.ticket(secret=b"another secret"))
+    assert raised.value.code == "ticket"
+    assert idle_in(target) == 0, "who was refused is not served on"
+    assert target.read_from(holder, carrier).num_tokens == 300
+
+
+def test_broken_stream_is_the_connection_s_last(carrier: str, holder: Holder, target: Target) -> None:
+    holder.compute_all()
+    target.read_from(holder, carrier)
+    holder.progress.fail("gone")
+    with pytest.raises(TransferFailedError):
+        target.read_from(holder, carrier)
+    assert idle_in(target) == 0
+
+
+def test_cancelled_stream_is_the_connection_s_last(carrier: str, holder: Holder, target: Target) -> None:
+    holder.compute_all()
+    target.read_from(holder, carrier)
+    _, progress = lease = holder.grant("lease-1")
+    with pytest.raises(TransferFailedError) as raised:
+        target.read_from(holder, carrier, ticket=holder.ticket(lease[0]), deadline_s=0.2)
+    assert raised.value.code == "deadline" and not progress.ready().failure
+    assert idle_in(target) == 0
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+def test_holder_has_closed_it_meanwhile(
+    carrier: str, make_holder: Callable[..., Holder], target: Target, monkeypatch: pytest.MonkeyPatch, noticed: bool
+) -> None:
+    """Seen before the next Open is said, or only then: either way the read is served, on another connection."""
+    holder = make_holder((carrier,), idle_timeout_s=0.05)
+    holder.compute_all()
+    for _ in range(2):
+        target.read_from(holder, carrier)
+        (thread,) = serving()
+        thread.join(DEADLINE_S)
+        assert idle_in(target) == 1
+        if not noticed:
+            monkeypatch.setattr(idle, "_has_something", lambda sock: False)
+    assert not holder.server.num_junk
+
+
+def test_holder_has_started_again(carrier: str, make_holder: Callable[..., Holder], target: Target) -> None:
+    holder = make_holder((carrier,))
+    holder.compute_all()
+    target.read_from(holder, carrier)
+    port = holder.endpoint.port
+    holder.close()
+    again = make_holder((carrier,), port=port)
+    again.compute_all()
+    target.arena.array[:] = 0
+    target.read_from(again, carrier)
+    assert np.array_equal(target.landed(300), again.kv)
+
+
+def test_who_wants_nothing_makes_room(carrier: str, make_holder: Callable[..., Holder], target: Target) -> None:
+    holder, other = make_holder((carrier,), max_streams=1), Target()
+    holder.compute_all()
+    for reader in (target, other, target, other):
+        reader.arena.array[:] = 0
+        reader.read_from(holder, carrier)
+        assert np.array_equal(reader.landed(300), holder.kv)
+    assert not holder.server.num_junk
+    other.close()
+
+
+def test_few_are_kept(carrier: str, holder: Holder, target: Target) -> None:
+    started = [threading.Event() for _ in range(idle.MAX_IDLE_PER_HOLDER + 3)]
+    threads = [
+        threading.Thread(target=target.read_from, args=(holder, carrier, lambda _, event=event: event.set()))
+        for event in started
+    ]
+    for thread in threads:
+        thread.start()
+    holder.compute(300, end=20)
+    assert all(event.wait(DEADLINE_S) for event in started), "all are under way at once"
+    holder.compute(300, start=20)
+    holder.progress.finish(b"")
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert idle_in(target) == idle.MAX_IDLE_PER_HOLDER
+
+
+def test_old_ones_are_closed(carrier: str, holder: Holder, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    holder.compute_all()
+    target.read_from(holder, carrier)
+    (thread,) = serving()
+    monkeypatch.setattr(idle, "MAX_IDLE_S", -1.0)
+    assert target.reader._idle.take(idle.way_to(carrier, holder.endpoint)) is None
+    thread.join(DEADLINE_S)
+    assert idle_in(target) == 0 and not serving()
+
+
+def test_closed_while_a_read_is_under_way(carrier: str, holder: Holder, target: Target) -> None:
+    started = threading.Event()
+    with running(lambda: target.read_from(holder, carrier, lambda _: started.set())):
+        holder.compute(300, end=20)
+        assert started.wait(DEADLINE_S)
+        target.reader.close()
+        holder.compute(300, start=20)
+        holder.progress.finish(b"")
+    assert idle_in(target) == 0
+
+
+@pytest.mark.parametrize("more", [b"x", encode_frame(Kind.ACCEPTED, Accepted(carrier="tcp", digests=False))])
+def test_who_says_more_than_the_end_is_not_asked_again(
+    make_holder: Callable[..., Holder], target: Target, more: bytes
+) -> None:
+    holder = make_holder(("tcp",))
+    accepted = encode_frame(Kind.ACCEPTED, Accepted(carrier="tcp", digests=False))
+    with impostor(accepted + data() + commit() + END + more) as endpoint:
+        request = target.request(endpoint, holder.ticket(), "tcp", 300)
+        assert target.reader.read_blocking(request).num_tokens == 300
+        assert target.reader._idle.take(idle.way_to("tcp", endpoint)) is None
+        target.reader.close()
