@@ -51,9 +51,7 @@ class SingleProcess:
                 token_ids=list(case.prompt),
                 num_prompt_tokens=len(case.prompt),
                 sampling=case.sampling,
-                tables=(
-                    BlockTable((Segment(0, num_blocks_for(len(case.prompt) + case.sampling.max_tokens, BLOCK_SIZE)),)),
-                ),
+                tables=(BlockTable((Segment(0, self._num_blocks),)),) * len(self._engine.layout.groups),
                 stop_token_ids=frozenset() if case.sampling.ignore_eos else self.checkpoint.eos_token_ids,
             )
         )

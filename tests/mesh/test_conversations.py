@@ -11,10 +11,11 @@ from schemas.request import SamplingParams
 from services.cli.supervisor import UpOptions
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
+from services.engine.make_checkpoint import make_random_checkpoint
 from tests.mesh.processes import Mesh, in_parallel, running_mesh
 from tests.mesh.reference import Case, Judge, SingleProcess
 
-NUM_CONVERSATIONS, NUM_TURNS, WIDTH = 16, 4, 6
+NUM_CONVERSATIONS, NUM_TURNS, WIDTH = 10, 4, 5
 FIRST_TOKENS = range(40, 500)
 
 
@@ -28,15 +29,15 @@ def judge() -> Judge:
     return Judge(DEMO_MODEL_DIR)
 
 
-def talk(mesh: Mesh, number: int) -> list[tuple[Case, list[int], dict[str, Any]]]:
+def talk(mesh: Mesh, number: int, *, ignore_eos: bool = True) -> list[tuple[Case, list[int], dict[str, Any]]]:
     """Hold one conversation; return each turn's case, answer and usage."""
     rng = random.Random(number)
     vocabulary = 500
     tokens = [rng.randrange(5, vocabulary) for _ in range(rng.choice(FIRST_TOKENS))]
     turns: list[tuple[Case, list[int], dict[str, Any]]] = []
     for _ in range(NUM_TURNS):
-        sampling = SamplingParams(max_tokens=rng.randrange(2, 40), temperature=0, ignore_eos=True)
-        answer = mesh.complete(tokens, max_tokens=sampling.max_tokens, ignore_eos=True, return_token_ids=True)
+        sampling = SamplingParams(max_tokens=rng.randrange(2, 40), temperature=0, ignore_eos=ignore_eos)
+        answer = mesh.complete(tokens, max_tokens=sampling.max_tokens, ignore_eos=ignore_eos, return_token_ids=True)
         token_ids = answer["choices"][0]["token_ids"]
         turns.append((Case(list(tokens), sampling), token_ids, answer["usage"]))
         tokens += token_ids + [rng.randrange(5, vocabulary) for _ in range(rng.randrange(1, 50))]
@@ -79,3 +80,32 @@ def test_conversations(
     if num_blocks > 64:
         assert any(name.startswith("decode") for name in sources), "answers came back from decode workers"
         assert computed["tokens"] < 0.6 * computed["prompts"]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [
+        ("gemma3_text", {"num_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}),
+        ("mistral", {"num_layers": 3}),
+    ],
+)
+def test_hybrid_models_say_what_transformers_says(architecture: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    """Conversations longer than the window, through splits, prefix hits and reads: the library's own tokens."""
+    folder = make_random_checkpoint(
+        tmp_path / "model", architecture=architecture, vocab=512, context_length=2048, sliding_window=64, **fields
+    )
+    judge = Judge(folder)
+    options = UpOptions(model=str(folder), num_prefill=2, num_decode=2, port=0, kv_bytes=8 << 20, token_budget=128)
+    reused = 0
+    with running_mesh(tmp_path / "run", options) as mesh:
+        talks = in_parallel([lambda n=n: talk(mesh, n, ignore_eos=False) for n in range(6)], 3)
+        mesh.assert_no_blocks_held()
+    for turns in talks:
+        for case, token_ids, usage in turns:
+            judge.compare(f"{architecture} and generate()", case, judge.generate(case), token_ids)
+            computing = usage["kvmesh"]["prefill"] or usage["kvmesh"]
+            reused += usage["prompt_tokens"] - computing["recomputed_tokens"]
+    print(f"\n{architecture}: {dict(judge.verdict.counts)}, {reused} tokens reused")
+    assert not judge.verdict.wrong, judge.verdict.wrong[:5]
+    assert reused > 0
