@@ -16,7 +16,7 @@ from services.bench.load import RequestFailedError
 from services.bus.base import BusError
 from services.bus.nats import NatsBus
 from services.bus.typed import Received, TypedBus
-from services.cli.status import describe_fleet
+from services.cli.fleet import describe_fleet
 from services.runtime import now_ms
 
 TIMEOUT_S = 120.0

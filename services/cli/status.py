@@ -7,11 +7,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from schemas import subjects
-from schemas.worker import BlockCounts, DescribeFleet, FleetDescribed, WorkerLoad
-from services.bus.base import BusError
-from services.bus.nats import NatsBus
-from services.bus.typed import TypedBus
+from schemas.worker import BlockCounts, FleetDescribed, WorkerLoad
+from services.cli.fleet import describe_fleet
 from services.cli.supervisor import running_mesh
 from services.errors import MeshNotRunningError
 
@@ -32,19 +29,6 @@ def run_status(nats_url: str, *, as_json: bool) -> None:
     console.print(worker_table(fleet))
     if any(load.worker.role == "store" for load in fleet.workers):
         console.print(store_table(fleet))
-
-
-async def describe_fleet(nats_url: str) -> FleetDescribed:
-    """Ask the scheduler. Raises UserError when no broker or no scheduler answers."""
-    bus = await NatsBus.connect(nats_url, "kvmesh-status")
-    try:
-        reply = await TypedBus(bus, "status").ask(subjects.FLEET, (), DescribeFleet(), timeout_s=3)
-    except BusError as error:
-        raise MeshNotRunningError(f"no scheduler answers at {nats_url} ({error.reason})") from error
-    finally:
-        await bus.close()
-    assert isinstance(reply, FleetDescribed)
-    return reply
 
 
 def worker_table(fleet: FleetDescribed) -> Table:

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from dataplane.arena import remove_stale_arenas
 from services.bus.embedded import EmbeddedNats
 from services.bus.nats import NatsBus
+from services.cli.fleet import wait_known
 from services.cli.serve import ERROR_PREFIX, READY_LINE
 from services.config import (
     Carrier,
@@ -254,7 +255,9 @@ class Supervisor:
                     for failed in [child for task, child in ends.items() if task in done]:
                         await self._raise_failed(failed)
                 if progress and task is not None:
-                    progress.update(task, completed=len(waits), description="ready")
+                    progress.update(task, completed=len(waits), description="waiting for the scheduler to know them")
+                workers = {c.name for c in self._children if c.role not in ("gateway", "scheduler", "directory")}
+                await wait_known(self.nats_url, workers)
         except TimeoutError as error:
             raise UserError(f"the mesh was not ready within {START_TIMEOUT_S:.0f} s; see {self.log_dir}") from error
         finally:

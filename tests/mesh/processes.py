@@ -50,7 +50,7 @@ class Mesh:
 
     @property
     def fleet(self) -> Any:
-        from services.cli.status import describe_fleet
+        from services.cli.fleet import describe_fleet
 
         return self.call(describe_fleet(self.nats_url))
 

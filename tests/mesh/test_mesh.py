@@ -19,7 +19,7 @@ from schemas.ids import RequestId
 from services.bus.nats import NatsBus
 from services.bus.typed import TypedBus
 from services.cli.supervisor import UpOptions
-from services.cli.trace import find_trace, load_spans
+from services.cli.trace import SpanRecord, find_trace, load_spans
 from services.engine.demo_model.corpus import make_fact_prompt
 from tests.mesh.processes import Mesh, TokenRecorder, in_parallel, running_mesh
 
@@ -152,8 +152,13 @@ def test_a_question_asked_again_is_answered_where_its_kv_lies(mesh: Mesh) -> Non
     assert (kvmesh["prefill_worker"], kvmesh["decode_worker"], kvmesh["prefill"]) == ("decode-0", "decode-0", None)
     assert (kvmesh["cached_tokens"], kvmesh["recomputed_tokens"]) == (288, 12)
     request_id = kvmesh["request_id"]
-    mesh.wait_until(lambda: _has_trace(mesh, request_id), "the trace")
-    place = next(s for s in find_trace(load_spans(mesh.supervisor.trace_dir), request_id) if s.name == "place")
+
+    def placements() -> list[SpanRecord]:
+        found = _has_trace(mesh, request_id) and find_trace(load_spans(mesh.supervisor.trace_dir), request_id)
+        return [span for span in found or [] if span.name == "place"]
+
+    mesh.wait_until(lambda: len(placements()) == 1, "the placement's span")
+    place = placements()[0]
     assert place.attributes["kvmesh.place.cached_tokens"] == 288 and place.attributes["kvmesh.place.alternatives"]
 
 
@@ -176,7 +181,7 @@ def _num_located(mesh: Mesh, prompt: list[int]) -> int:
 def test_a_clients_traceparent_is_honoured(mesh: Mesh) -> None:
     trace_id = "0af7651916cd43dd8448eb211c80319c"
     headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
-    body = {"model": mesh.model, "prompt": QUESTION, "max_tokens": 4}
+    body = {"model": mesh.model, "prompt": fresh(), "max_tokens": 4, "ignore_eos": True}
     assert mesh.client.post("/v1/completions", json=body, headers=headers).status_code == 200
     mesh.wait_until(
         lambda: "kv.transfer" in {s.name for s in load_spans(mesh.supervisor.trace_dir) if s.trace_id == trace_id},

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 
-from dataplane.codec import LARGEST, BlockCodec, NotFiniteError, _pack_fp8
+from dataplane.codec import LARGEST, BlockCodec, NotFiniteError, PackedDtype, _pack_fp8
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 PACKED = ("int8", "fp8")
@@ -71,7 +71,7 @@ def test_round_trip_stays_in_its_bounds(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("packed", PACKED)
-def test_what_fits_its_scale_is_read_back_exactly(packed: str, dtype: str) -> None:
+def test_what_fits_its_scale_is_read_back_exactly(packed: PackedDtype, dtype: str) -> None:
     codec = BlockCodec(packed, dtype, 1, 256, 16)
     codes = np.arange(256, dtype=np.uint8)
     if packed == "int8":
@@ -113,7 +113,7 @@ def test_fp8_is_what_ml_dtypes_makes_of_it() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("packed", PACKED)
 @pytest.mark.parametrize("at", [0, 37, 99])
-def test_what_is_not_finite_is_refused(packed: str, dtype: str, number: float, at: int) -> None:
+def test_what_is_not_finite_is_refused(packed: PackedDtype, dtype: str, number: float, at: int) -> None:
     codec = BlockCodec(packed, dtype, 2, 4, 16)
     numbers = np.ones((100, 2, 4), DTYPES[dtype])
     numbers[at, 1, 3] = number
@@ -124,7 +124,7 @@ def test_what_is_not_finite_is_refused(packed: str, dtype: str, number: float, a
 @pytest.mark.parametrize("scale", [np.nan, np.inf, -1.0, 3.4e38])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("packed", PACKED)
-def test_scale_that_cannot_be_is_refused_and_nothing_written(packed: str, dtype: str, scale: float) -> None:
+def test_scale_that_cannot_be_is_refused_and_nothing_written(packed: PackedDtype, dtype: str, scale: float) -> None:
     codec = BlockCodec(packed, dtype, 2, 4, 16)
     wire = np.zeros(codec.num_bytes(0, 40), np.uint8)
     wire[8:12] = np.array([scale], "<f4").view(np.uint8)

@@ -157,7 +157,7 @@ def test_network_that_damages(holder: Holder, target: Target, wire_dtype: str, a
 
 
 @pytest.mark.parametrize("wire_dtype", PACKED)
-def test_length_is_checked_before_anything_is_written(holder: Holder, target: Target, wire_dtype: str) -> None:
+def test_length_is_checked_before_anything_is_written(holder: Holder, target: Target, wire_dtype: WireDtype) -> None:
     target.arena.array[:] = 0xAB
     right = Extent(
         layout=LAYOUT, first_token=0, num_tokens=300, heads=heads_of(LAYOUT), wire_dtype=wire_dtype

@@ -1,5 +1,6 @@
 """A connection on which a stream has ended well serves the next read; any other is closed."""
 
+import socket
 import threading
 from collections.abc import Callable
 
@@ -30,8 +31,8 @@ def test_reads_follow_each_other_on_one_connection(carrier: str, holder: Holder,
         assert np.array_equal(target.landed(300, first_token), holder.kv[:, :, first_token:])
         threads.update(serving())
     assert len(threads) == 1 and idle_in(target) == 1
+    assert [holder.gate.wait_outcome()[1] for _ in range(4)] == [""] * 4
     assert holder.server.num_streams == 0, "it waits, but nothing is under way"
-    assert [error for _, error in holder.gate.outcomes[:3]] == [""] * 3
     target.reader.close()
     for thread in threads:
         thread.join(DEADLINE_S)
@@ -104,6 +105,7 @@ def test_who_wants_nothing_makes_room(carrier: str, make_holder: Callable[..., H
         reader.arena.array[:] = 0
         reader.read_from(holder, carrier)
         assert np.array_equal(reader.landed(300), holder.kv)
+        holder.gate.wait_outcome()  # the holder knows as well that this stream is over
     assert not holder.server.num_junk
     other.close()
 
@@ -157,3 +159,20 @@ def test_who_says_more_than_the_end_is_not_asked_again(
         assert target.reader.read_blocking(request).num_tokens == 300
         assert target.reader._idle.take(idle.way_to("tcp", endpoint)) is None
         target.reader.close()
+
+
+@pytest.mark.parametrize("late", [b"x", b""])
+def test_what_comes_later_is_no_answer(late: bytes) -> None:
+    """Something that nobody asked for, or the end: that connection is closed, the one before it is used."""
+    kept, way = idle.IdleConnections(), ("host", 1, "nonce")
+    ends = [socket.socketpair() for _ in range(2)]
+    for ours, _ in ends:
+        kept.put(way, ours)
+    ends[1][1].sendall(late)
+    ends[1][1].close()
+    assert kept.take(way) is ends[0][0]
+    assert ends[1][0].fileno() == -1 and len(kept) == 0
+    assert kept.take(("host", 1, "another")) is None
+    for ours, theirs in ends:
+        ours.close()
+        theirs.close()

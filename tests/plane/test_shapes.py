@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from dataplane import frames
 from dataplane.codec import BlockCodec
 from dataplane.extent import Extent, first_kept_block, heads_of
 from dataplane.layout import ArenaShape, BlockTable, BlockTables, KVLayout, Segment, num_blocks_for, segments_of
@@ -323,3 +324,22 @@ def test_broken_read_of_windows_keeps_nothing(
         holder.progress.fail("gone")
     assert (errors[0].code, errors[0].num_landed_tokens) == ("holder", first_token)
     target.close()
+
+
+@pytest.mark.parametrize("part", [slice(0, 64), slice(16, 48)])
+@pytest.mark.parametrize("digests", [True, False])
+def test_what_is_digested_is_what_arrived(monkeypatch: pytest.MonkeyPatch, part: slice, digests: bool) -> None:
+    """Of whole rows and of parts: a copy that goes wrong has another digest than its source."""
+    source, target = (np.random.default_rng(seed).integers(0, 256, (40, 64), np.uint8)[:, part] for seed in (1, 2))
+    stats = TransferStats()
+    right = frames.digest([source], stats)
+    assert frames.copy([source], [target], stats, digests=digests) == (right if digests else 0)
+    assert np.array_equal(source, target)
+    copyto = np.copyto
+
+    def damaged(into, what) -> None:
+        copyto(into, what)
+        into[3, 5] ^= 1
+
+    monkeypatch.setattr(np, "copyto", damaged)
+    assert not digests or frames.copy([source], [target], stats, digests=True) != right
