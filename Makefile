@@ -33,6 +33,7 @@ check: setup
 bench: setup
 	$(BIN)/python -m tests.bench.bench_carriers
 	$(BIN)/python -m tests.bench.bench_engine
+	$(BIN)/python -m tests.bench.bench_directory
 	$(BIN)/kvmesh bench ttft
 
 docs: setup

@@ -24,6 +24,7 @@ LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 # Their frequencies depend on the longest sequence of a batch: a request's KV would depend on its neighbours.
 BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope", "su"})
 EVERY_LAYER_SLIDES = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
+SLIDING_FROM_A_LAYER_ON = frozenset({"qwen2", "qwen3"})
 PATTERN_OF = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
 """Every n-th layer sees all tokens."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -276,6 +277,8 @@ def _windows(config: dict[str, Any], shape: _Shape) -> tuple[int, ...]:
     window: Any = config.get("sliding_window")
     if not isinstance(window, int) or not 0 < window < shape.context_length:
         return ()
+    if config.get("use_sliding_window") is False:
+        return ()
     layer_types: Any = config.get("layer_types")
     model_type = str(config.get("model_type", ""))
     layers = range(shape.num_layers)
@@ -287,7 +290,7 @@ def _windows(config: dict[str, Any], shape: _Shape) -> tuple[int, ...]:
     elif model_type in PATTERN_OF:
         pattern: Any = config.get("sliding_window_pattern") or PATTERN_OF[model_type]
         sliding = [(layer + 1) % int(pattern) != 0 for layer in layers]
-    elif config.get("use_sliding_window"):
+    elif model_type in SLIDING_FROM_A_LAYER_ON and config.get("use_sliding_window"):
         first: Any = config.get("max_window_layers", 28)
         sliding = [layer >= int(first) for layer in layers]
     else:

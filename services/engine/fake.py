@@ -1,11 +1,13 @@
 """An engine without a model, exact by construction, for tests of everything around it. No torch.
 
 It writes bytes made of (token, position, layer) where a real engine writes KV, and makes each token from what it
-*reads* in the arena, over all layers and positions: KV that is wrong, missing or misplaced gives another token.
+*reads* in the arena, over all layers and all positions that each layer sees: KV that is wrong, missing or misplaced
+gives another token. A step that would write over what one of its queries still sees fails.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from itertools import pairwise
 
 import numpy as np
 import xxhash
@@ -18,7 +20,7 @@ Words = np.ndarray[tuple[int, int], np.dtype[np.uint64]]
 
 
 class FakeEngine:
-    """Implements `Engine` over `arena_buffer` (`num_blocks` blocks of `layout`).
+    """Implements `Engine` over `arena_buffer`, an arena of `shape`.
 
     `before_step` is called with each step's items before anything is computed: tests delay, block or fail there.
     """
@@ -58,6 +60,9 @@ class FakeEngine:
         end = item.start + item.num_tokens
         tokens = item.sequence.token_ids[item.start : end]
         table = item.sequence.tables[self.layout.group_of_layer[layer]]
+        seen = sorted(slot_spans(table, self.layout.block_size, _first_seen(self.layout, layer, item.start + 1), end))
+        distinct = all(span.first_slot + span.num_tokens <= after.first_slot for span, after in pairwise(seen))
+        assert distinct, f"tokens {item.start} to {end} of layer {layer} overwrite what they still see"
         spans = slot_spans(table, self.layout.block_size, item.start, end)
         for key_or_value in (KEY, VALUE):
             rows = memoryview(_rows(self.layout, tokens, item.start, layer, key_or_value))

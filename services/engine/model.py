@@ -53,7 +53,7 @@ class TransformersEngine:
         """Compute the items, write their KV, call the layer listeners, and return one token id per sampling item.
 
         Raises EngineFailedError when the model did not call its attention once a layer, NotFiniteError when its logits
-        are no numbers, ValueError when a sequence has outgrown its segments.
+        are no numbers, ValueError when a sequence has outgrown its block tables.
         """
         rows, params = _sampling_rows(items)
         return sample(self.logits(items, rows), params)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from schemas.ids import RequestId
 from services.engine.base import Engine, Sequence, StepCallback, StepItem
 from services.engine.batch import Batch
+from services.engine.tables import find_problem
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class EngineThread:
     def submit(self, sequence: Sequence) -> None:
         """Put a sequence in line; from here on it is the engine thread's.
 
-        Raises InvalidSequenceError when its tokens or its segments cannot be right, EngineStoppedError after `stop`.
+        Raises InvalidSequenceError when its tokens or its tables cannot be right, EngineStoppedError after `stop`.
         """
         self._check(sequence)
         self._put(sequence)
@@ -101,16 +102,21 @@ class EngineThread:
         return EngineLoad(running, queued + len(waiting), num_tokens + uncomputed)
 
     def _check(self, sequence: Sequence) -> None:
-        num_slots = min(table.end_block for table in sequence.tables) * self._engine.layout.block_size
-        needed = self._batch.num_tokens_to_store(sequence)
-        if needed > num_slots:
-            raise InvalidSequenceError(f"{sequence.request_id} can come to need {needed} slots and has {num_slots}")
         if not 0 <= sequence.num_computed_tokens < len(sequence.token_ids):
             raise InvalidSequenceError(f"{sequence.request_id} has no token to compute")
         if sequence.index >= sequence.sampling.max_tokens:
             raise InvalidSequenceError(f"{sequence.request_id} has had all its {sequence.sampling.max_tokens} tokens")
         if not 0 <= min(sequence.token_ids) <= max(sequence.token_ids) < self._engine.vocab_size:
             raise InvalidSequenceError(f"{sequence.request_id} has a token outside the vocabulary")
+        problem = find_problem(
+            self._engine.layout,
+            sequence.tables,
+            num_computed=sequence.num_computed_tokens,
+            num_needed=self._batch.num_tokens_to_store(sequence),
+            chunk_tokens=self._batch.token_budget,
+        )
+        if problem is not None:
+            raise InvalidSequenceError(f"{sequence.request_id} {problem}")
 
     def _put(self, entry: Sequence | _Cancel) -> None:
         with self._changed:

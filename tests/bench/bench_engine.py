@@ -30,7 +30,15 @@ from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.make_checkpoint import make_random_checkpoint
 from services.engine.model import TransformersEngine, load_engine
 
-SHAPE = {"hidden": 512, "num_layers": 4, "heads": 8, "kv_heads": 4, "head_dim": 64, "intermediate": 1536, "vocab": 4096}
+SHAPE: dict[str, Any] = {
+    "hidden": 512,
+    "num_layers": 4,
+    "heads": 8,
+    "kv_heads": 4,
+    "head_dim": 64,
+    "intermediate": 1536,
+    "vocab": 4096,
+}
 BLOCK_SIZE = 16
 CONTEXT = 1000
 CHUNK = 512
@@ -43,10 +51,11 @@ class NaiveAttention(StepAttention):
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         self.layers_seen.append(layer)
         self._write(layer, key.transpose(0, 1), value.transpose(0, 1))
+        group = self.arena.layout.group_of_layer[layer]
         longest = max(plan.end for plan in self._plans)
         slots = torch.zeros(len(self._plans), longest, dtype=torch.long)
         for row, plan in enumerate(self._plans):
-            slots[row, : plan.end] = torch.cat([torch.arange(s, s + n) for s, n in plan.spans])
+            slots[row, : plan.end] = torch.cat([torch.arange(s, s + n) for s, n in plan.spans[group]])
         shape = (len(self._plans), longest, *key.shape[::2])
         k = self.arena.keys[layer].index_select(0, slots.view(-1)).view(shape).transpose(1, 2)
         v = self.arena.values[layer].index_select(0, slots.view(-1)).view(shape).transpose(1, 2)

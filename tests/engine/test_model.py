@@ -17,6 +17,7 @@ from tests.engine.rig import (
     copy_kv,
     generate,
     greedy,
+    library_model,
     load_tiny,
     make_sequence,
     num_near_ties,
@@ -75,8 +76,6 @@ def test_chunked_logits_are_the_library_s(tiny: Tiny, budget: int) -> None:
     for start in range(0, len(prompt), budget):
         num_tokens = min(budget, len(prompt) - start)
         parts.append(engine.logits([StepItem(sequence, start, num_tokens, True)], range(num_tokens)))
-    from tests.engine.rig import library_model
-
     theirs = library_model(folder)(torch.tensor([prompt]), use_cache=False).logits[0]
     torch.testing.assert_close(torch.cat(parts), theirs.detach(), rtol=1e-4, atol=1e-4)
 

@@ -204,6 +204,9 @@ def test_stop_before_start() -> None:
     ("change", "expected"),
     [
         ({"tables": (BlockTable((Segment(0, 1),)),)}, "slots"),
+        ({"tables": ()}, "0 block tables"),
+        ({"tables": (BlockTable((Segment(0, 3),), 1),)}, "begins at token 8"),
+        ({"tables": (BlockTable((Segment(0, 1), Segment(0, 1))),)}, "a block twice"),
         ({"token_ids": [1, 2, 999]}, "vocabulary"),
         ({"token_ids": [1, -2, 3]}, "vocabulary"),
         ({"num_computed_tokens": 3}, "no token to compute"),
@@ -231,7 +234,7 @@ def test_submissions_and_cancellations_from_many_threads(rig: Rig) -> None:
 
     def client(first: int) -> None:
         for n in range(first, first + 15):
-            rig.submit_at(n)
+            submit_at(n)
             if n % 3 == 0:
                 rig.thread.cancel(RequestId(f"r{n}"), 0)
 
@@ -246,7 +249,6 @@ def test_submissions_and_cancellations_from_many_threads(rig: Rig) -> None:
         )
         rig.thread.submit(sequence)
 
-    rig.submit_at = submit_at  # type: ignore[attr-defined]
     clients = [threading.Thread(target=client, args=(first,)) for first in (0, 15, 30)]
     for thread in clients:
         thread.start()

@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from dataplane.cache import BlockCache, ring_blocks
 from dataplane.layout import ArenaShape, BlockTables, KVLayout, block_ids
@@ -28,7 +31,7 @@ MISTRAL: dict[str, Any] = {"sliding_window": 24, "num_layers": 3}
 QWEN: dict[str, Any] = {
     "sliding_window": 16, "use_sliding_window": True, "num_layers": 4, "layer_types": [FULL, SLIDING, FULL, SLIDING],
 }  # fmt: skip
-MODELS = [("gemma3_text", GEMMA), ("mistral", MISTRAL), ("qwen3", QWEN), ("gemma2", {})]
+MODELS = [("gemma3_text", GEMMA), ("mistral", MISTRAL), ("qwen3", QWEN)]
 BUDGET = 29
 NUM_ANSWER_TOKENS = 40
 
@@ -50,7 +53,7 @@ def sequence(name: str, tokens: list[int], tables: BlockTables, num_computed: in
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("architecture", "fields"), [m for m in MODELS if m[1]], ids=lambda v: v if v is str else None)
+@pytest.mark.parametrize(("architecture", "fields"), MODELS, ids=[m[0] for m in MODELS])
 def test_tokens_equal_generate_on_rings(tiny: Tiny, architecture: str, fields: dict[str, Any]) -> None:
     folder = tiny(architecture, **fields)
     engine, cache = load(folder)
@@ -66,11 +69,14 @@ def test_tokens_equal_generate_on_rings(tiny: Tiny, architecture: str, fields: d
             )
         batch.add(sequence(name, prompt, allocation.tables))
     answers = run_batch(engine, batch)
-    for name, prompt in prompts.items():
+    ties = sum(
         num_near_ties(folder, prompt, answers[name], generate(folder, prompt, NUM_ANSWER_TOKENS), greedy(40))
+        for name, prompt in prompts.items()
+    )
+    assert ties <= 1, "near-ties are rare"
 
 
-@pytest.mark.parametrize(("architecture", "fields"), [m for m in MODELS if m[1]], ids=lambda v: v if v is str else None)
+@pytest.mark.parametrize(("architecture", "fields"), MODELS, ids=[m[0] for m in MODELS])
 def test_a_prefix_hit_is_right_for_every_group(tiny: Tiny, architecture: str, fields: dict[str, Any]) -> None:
     """A second turn goes on from the first one's last full block: of windowed layers, from its last window."""
     folder = tiny(architecture, **fields)
@@ -90,7 +96,7 @@ def test_a_prefix_hit_is_right_for_every_group(tiny: Tiny, architecture: str, fi
     assert second is not None and second.num_cached_tokens == held.num_computed_tokens // BLOCK_SIZE * BLOCK_SIZE
     batch.add(sequence("second", tokens, second.tables, second.num_cached_tokens))
     ours = run_batch(engine, batch)["second"]
-    num_near_ties(folder, tokens, ours, generate(folder, tokens, NUM_ANSWER_TOKENS), greedy(40))
+    assert not num_near_ties(folder, tokens, ours, generate(folder, tokens, NUM_ANSWER_TOKENS), greedy(40))
 
 
 @pytest.mark.parametrize(
@@ -99,15 +105,25 @@ def test_a_prefix_hit_is_right_for_every_group(tiny: Tiny, architecture: str, fi
         ("mistral", {"sliding_window": 100}, (100, 100, 100)),
         ("mistral", {"sliding_window": None}, ()),
         ("mistral", {"sliding_window": 4096}, ()),
+        ("mixtral", {"sliding_window": 100}, (100, 100, 100)),
+        ("phi3", {"sliding_window": 100}, (100, 100, 100)),
+        ("starcoder2", {"sliding_window": 100}, (100, 100, 100)),
+        ("cohere2", {"sliding_window": 100, "sliding_window_pattern": 2}, (100, 0, 100)),
+        ("qwen3", {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 1}, (0, 100, 100)),
+        (
+            "qwen3",
+            {"sliding_window": 100, "use_sliding_window": False, "layer_types": [SLIDING, FULL, SLIDING]},
+            (),
+        ),
         ("qwen2", {"sliding_window": 100, "use_sliding_window": False}, ()),
         ("qwen2", {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 2}, (0, 0, 100)),
         ("gemma3_text", {"sliding_window": 100, "sliding_window_pattern": 3}, (100, 100, 0)),
         ("gemma2", {"sliding_window": 100}, (100, 0, 100)),
         ("gemma3_text", {"sliding_window": 100, "layer_types": [FULL, SLIDING, FULL]}, (0, 100, 0)),
-        ("unheard_of", {"sliding_window": 100}, ()),
+        ("llama", {"sliding_window": 100}, ()),
     ],
 )
-def test_windows_are_read_from_the_configuration(
+def test_windows_are_those_that_the_library_s_layers_use(
     tiny: Tiny, tmp_path: Path, model_type: str, fields: dict[str, Any], windows: tuple[int, ...]
 ) -> None:
     folder = tmp_path / "model"
@@ -117,6 +133,35 @@ def test_windows_are_read_from_the_configuration(
     config = json.loads((folder / "config.json").read_text()) | {"model_type": model_type} | fields
     (folder / "config.json").write_text(json.dumps(config))
     assert read_checkpoint(str(folder)).windows == windows
+    seen = _windows_of_the_library_s_layers(folder)
+    assert tuple(0 if window is None or window >= 2048 else window for window in seen) == (windows or (0, 0, 0))
+
+
+def _windows_of_the_library_s_layers(folder: Path) -> list[int | None]:
+    """Return what the model made of this configuration passes to each layer's attention."""
+    seen: list[int | None] = []
+
+    def listen(
+        module: Any, query: Tensor, *_: Any, sliding_window: int | None = None, **__: Any
+    ) -> tuple[Tensor, None]:
+        assert module.layer_idx == len(seen)
+        seen.append(sliding_window)
+        return query.transpose(1, 2), None
+
+    AttentionInterface.register("listening", listen)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), attn_implementation="listening")
+    model.eval()(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False)
+    return seen
+
+
+def test_a_configuration_without_a_window_we_know_of_is_taken_to_see_all(tiny: Tiny, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in tiny("llama", num_layers=3).iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "unheard_of", "sliding_window": 100}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert read_checkpoint(str(folder)).windows == ()
 
 
 def test_a_model_whose_layers_see_more_than_is_kept_is_refused(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,7 +224,7 @@ def _plane_port(mesh: Mesh) -> int:
         bus = await NatsBus.connect(mesh.nats_url, "listener")
         subscription = await bus.subscribe(subjects.OFFERED.of("*", "*", "*"))
         await bus.flush()
-        await asyncio.to_thread(mesh.complete, QUESTION)
+        await asyncio.to_thread(mesh.complete, fresh())
         async for delivery in subscription:
             await bus.close()
             return int(json.loads(delivery.payload)["endpoint"]["port"])

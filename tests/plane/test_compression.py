@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from dataplane.codec import WireDtype
 from dataplane.extent import Extent, heads_of
 from dataplane.layout import KVLayout
 from dataplane.stream import (
