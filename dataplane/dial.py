@@ -49,8 +49,8 @@ def connect_tcp(endpoint: Endpoint, timeout_s: float, cancellation: Cancellation
     deadline = time.monotonic() + timeout_s
     try:
         addresses = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise TransferFailedError("connect", f"{endpoint.host}: {error}") from error
+    except (OSError, UnicodeError, OverflowError) as error:
+        raise TransferFailedError("connect", f"{endpoint.host[:100]}: {error}") from error
     reason = "no address"
     for family, kind, protocol, _, address in addresses:
         sock = socket.socket(family, kind, protocol)

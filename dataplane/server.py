@@ -84,16 +84,16 @@ class PlaneServer:
         self._streams: list[_Live] = []
         self._closing = False
         self._listener: socket.socket | None = None
+        self._port = 0
         self._acceptor: threading.Thread | None = None
         self._logged_at: dict[str, float] = {}
 
     @property
     def endpoint(self) -> Endpoint:
         """Where readers find this server. Only after `start`."""
-        port = 0 if self._listener is None else self._listener.getsockname()[1]
         return Endpoint(
             host=self.options.advertise_host or self.options.host,
-            port=port,
+            port=self._port,
             carriers=self.options.carriers,
             arena=self.arena.name,
             arena_nonce=self.arena.nonce,
@@ -111,6 +111,7 @@ class PlaneServer:
         if {shm.NAME, tcp.NAME} & set(self.options.carriers):
             address = (self.options.host, self.options.port)
             self._listener = socket.create_server(address, backlog=_BACKLOG)
+            self._port = self._listener.getsockname()[1]
             self._acceptor = threading.Thread(
                 target=self._accept, name="kv-accept", args=(self._listener,), daemon=True
             )

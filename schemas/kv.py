@@ -1,8 +1,10 @@
 """Reading KV from whoever holds it: ask the holder for a lease, then read on the data plane."""
 
+from schemas.block import BLOCK_HASH_BYTES, split_hashes
 from schemas.handoff import Endpoint
-from schemas.ids import LeaseId, WorkerId
+from schemas.ids import LeaseId, WorkerId, is_subject_token
 from schemas.message import Message, RequestMessage
+from schemas.request import Refused, refuse
 
 
 class RequestLease(RequestMessage, frozen=True, kw_only=True):
@@ -38,3 +40,27 @@ class BlocksCooling(Message, frozen=True, kw_only=True):
     worker_id: WorkerId
     incarnation: str
     block_hashes: bytes
+
+
+def refuse_lease(request: RequestLease, holder: WorkerId, fingerprint: str, now_ms: int) -> Refused | None:
+    """Return why nobody could lend what this asks for, or None."""
+    joined = request.block_hashes
+    if request.fingerprint != fingerprint:
+        return refuse(request, "fingerprint", f"{holder} holds KV of {fingerprint}")
+    if not is_subject_token(request.reader) or not is_subject_token(request.request_id):
+        return refuse(request, "invalid", "the reader and the request need names of letters, digits, - and _")
+    if request.first_block < 0 or len(joined) % BLOCK_HASH_BYTES or not joined:
+        return refuse(request, "invalid", "no blocks are named")
+    if len(set(split_hashes(joined))) * BLOCK_HASH_BYTES < len(joined):
+        return refuse(request, "invalid", "a block is named twice")
+    if request.deadline_ms <= now_ms:
+        return refuse(request, "deadline", "the deadline has passed")
+    return None
+
+
+def is_as_asked(request: RequestLease, granted: LeaseGranted, block_size: int) -> bool:
+    """Say whether a lease is on whole blocks from the first asked one on, and on no more than was asked."""
+    first_token = request.first_block * block_size
+    most = first_token + len(request.block_hashes) // BLOCK_HASH_BYTES * block_size
+    num_tokens = granted.num_tokens
+    return granted.first_token == first_token and first_token < num_tokens <= most and not num_tokens % block_size

@@ -98,7 +98,11 @@ class TypedBus:
         async for delivery in subscription:
             received = self._decode(delivery, subject)
             if received is not None:
-                handle(cast("Received[MessageT]", received))
+                try:
+                    handle(cast("Received[MessageT]", received))
+                except Exception:  # one message must not end a service
+                    self.num_dropped += 1
+                    log.exception("handling a message on %s failed", delivery.subject)
 
     async def _answer_all(
         self,
@@ -114,7 +118,12 @@ class TypedBus:
                 tasks.create_task(answer, name=f"answer {delivery.subject}")
 
     async def _answer(self, delivery: Delivery, pending: Awaitable[Message]) -> None:
-        reply = await pending
+        try:
+            reply = await pending
+        except Exception:  # nobody is answered: the asker's own timeout ends its wait
+            self.num_dropped += 1
+            log.exception("answering on %s failed", delivery.subject)
+            return
         try:
             await delivery.respond(encode(reply), headers_of(reply, ""))
         except (BusClosedError, BusError) as error:

@@ -115,6 +115,9 @@ class DecodeCore:
         waiting = [run for run in self._runs.values() if not run.computing and not run.ended]
         return sum(len(run.prompt) - (run.kv.num_present_tokens if run.kv else 0) for run in waiting)
 
+    def has(self, key: AttemptKey) -> bool:
+        return key in self._runs
+
     def reserve(
         self, request: ReserveBlocks, now_ms: int
     ) -> tuple[BlocksReserved | ReservationQueued | Refused, list[Action]]:
@@ -248,12 +251,12 @@ class DecodeCore:
                 actions += self._sampled(run, sampled)
             elif sampled.local_end:  # it ended before it could be withdrawn
                 actions += self._forget(run)
-        return actions
+        return actions + self._admit()  # the step may have ended a run of the worker's other core
 
     def removed(self, key: AttemptKey, now_ms: int) -> list[Action]:
         """The engine has let go of a sequence that was withdrawn."""
         run = self._runs.get(key)
-        return [] if run is None else self._forget(run)
+        return self._admit() if run is None else self._forget(run)
 
     def engine_failed(self, key: AttemptKey, reason: str, now_ms: int) -> list[Action]:
         """A step raised; the engine has dropped the sequence."""
@@ -267,7 +270,7 @@ class DecodeCore:
             waited_for = "decode" if run.computing else "its KV"
             actions.append(emit_failure(run.request, "deadline", f"the deadline passed while waiting for {waited_for}"))
             actions += self._end(run)
-        return actions
+        return actions + self._admit()
 
     def _admit(self) -> list[Action]:
         """Reserve for queued runs, first come first served, while there are blocks."""
@@ -311,6 +314,8 @@ class DecodeCore:
         """Read the next piece that somebody is said to hold; with none left, compute. The prompt's last token is always
         computed here, as it must be to sample token 0 again (the same one: it depends on prompt and seed only)."""
         assert run.kv is not None
+        if self.draining:
+            run.kv.sources.clear()
         if (piece := run.kv.next_piece(self._limits.worker_id)) is not None:
             run.fetching_from = piece.source
             hashes = tuple(run.content.hashes[piece.first_block : piece.first_block + piece.num_blocks])

@@ -13,7 +13,7 @@ from schemas import subjects
 from schemas.handoff import FirstToken, HandoffAborted, KVOffered
 from schemas.ids import HandoffId
 from schemas.message import Message
-from schemas.request import Refused, ReserveBlocks
+from schemas.request import Refused, ReserveBlocks, refuse
 from services.bus.typed import Received
 from services.decode.core import DecodeCore
 from services.runtime import now_ms
@@ -118,6 +118,8 @@ async def start_decode(worker: Worker, tasks: asyncio.TaskGroup) -> Reads:
     async def reserve(received: Received[ReserveBlocks]) -> Message:
         request = received.message
         key = (request.request_id, request.attempt)
+        if worker.is_elsewhere(core, key):
+            return refuse(request, "invalid", "this worker serves this attempt alone already")
         worker.spans.accepted(key, received.traceparent)
         with worker.holder.lock:
             reply, actions = core.reserve(request, now_ms())

@@ -17,6 +17,8 @@ from schemas.request import SamplingParams
 
 NEAR_TIE = 1e-4
 """Below this, two computations of the same logits in float32 may rightly choose differently."""
+GREEDY_BELOW = 1e-6
+"""A temperature this small leaves the best token only, and would leave the range of float32."""
 FIRST_CANDIDATES = 1024
 """Most top_p sets are far smaller than a vocabulary: try so many before sorting all of it."""
 
@@ -46,7 +48,7 @@ def uniform(seed: int, index: int) -> float:
 def sample(logits: Tensor, params: Seq[tuple[SamplingParams, int]]) -> list[int]:
     """Return one token id per row of `logits` ([n, vocab]); `params` holds each row's parameters and index.
 
-    Temperature 0 is greedy. Raises NotFiniteError when a row holds NaN or has no finite maximum.
+    Temperature 0 (or nearly) is greedy. Raises NotFiniteError when a row holds NaN or has no finite maximum.
     """
     if not params:
         return []
@@ -57,7 +59,7 @@ def sample(logits: Tensor, params: Seq[tuple[SamplingParams, int]]) -> list[int]
         )
     token_ids = cast(list[int], best_ids.tolist())  # pyright: ignore[reportUnknownMemberType]
     for row, (sampling, index) in enumerate(params):
-        if sampling.temperature > 0:
+        if sampling.temperature > GREEDY_BELOW:
             token_ids[row] = _draw(_choice(logits[row].float(), sampling), uniform(sampling.seed, index))
     return token_ids
 
@@ -70,7 +72,7 @@ def near_tie(logits: Tensor, sampling: SamplingParams, index: int) -> bool:
     logits at the border of top_k are closer than 1e-4 of the spread, or top_p is within 1e-4 of a partial sum there.
     """
     row = logits.float()
-    if sampling.temperature <= 0:
+    if sampling.temperature <= GREEDY_BELOW:
         return greedy_gap(row) < NEAR_TIE
     choice = _choice(row, sampling)
     number = uniform(sampling.seed, index)

@@ -141,17 +141,24 @@ class EngineThread:
                 return False
             entries = list(self._inbox)
             self._inbox.clear()
-            removed = [sequence for entry in entries if (sequence := self._apply(entry)) is not None]
+            refused: list[Sequence] = []
+            removed = [sequence for entry in entries if (sequence := self._apply(entry, refused)) is not None]
             self._update_load()
         for sequence in removed:
             self._tell(self._on_removed, sequence)
+        if refused:
+            self._tell(self._on_failure, refused, "the batch does not take this sequence")
         return True
 
-    def _apply(self, entry: Sequence | _Cancel) -> Sequence | None:
-        """Add or remove; return what was removed."""
+    def _apply(self, entry: Sequence | _Cancel, refused: list[Sequence]) -> Sequence | None:
+        """Add or remove; return what was removed. A sequence of ours that is wrong must not end everybody's engine."""
         if isinstance(entry, _Cancel):
             return self._batch.remove(*entry)
-        self._batch.add(entry)
+        try:
+            self._batch.add(entry)
+        except AssertionError:
+            log.exception("%s cannot be computed", entry.request_id)
+            refused.append(entry)
         return None
 
     def _step(self, items: list[StepItem]) -> None:
@@ -169,11 +176,12 @@ class EngineThread:
 
     def _end(self) -> None:
         with self._changed:
+            refused: list[Sequence] = []
             for entry in self._inbox:
-                self._apply(entry)
+                self._apply(entry, refused)
             self._inbox.clear()
             self._batch_load = EngineLoad(0, 0, 0)
-        if left := self._batch.clear():
+        if left := [*self._batch.clear(), *refused]:
             self._tell(self._on_failure, left, "the engine was stopped")
 
     def _update_load(self) -> None:

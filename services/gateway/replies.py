@@ -212,9 +212,9 @@ def sources_of(reports: Sequence[TransferReport]) -> PromptSources:
         for source in report.transferred_from:
             transferred_from[source.worker_id] = transferred_from.get(source.worker_id, 0) + source.num_tokens
     return PromptSources(
-        cached_tokens=sum(report.cached_tokens for report in reports),
-        transferred_tokens=sum(report.transferred_tokens for report in reports),
-        recomputed_tokens=sum(report.recomputed_tokens for report in reports),
+        cached_tokens=sum(max(0, report.cached_tokens) for report in reports),
+        transferred_tokens=sum(max(0, report.transferred_tokens) for report in reports),
+        recomputed_tokens=sum(max(0, report.recomputed_tokens) for report in reports),
         transferred_from=transferred_from,
     )
 

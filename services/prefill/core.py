@@ -115,6 +115,9 @@ class PrefillCore:
     def num_runs(self) -> int:
         return len(self._runs)
 
+    def has(self, key: AttemptKey) -> bool:
+        return key in self._runs
+
     def run(self, request: RunPrefill, now_ms: int) -> tuple[PrefillAccepted | Refused, list[Action]]:
         """Take a prompt, or say why not."""
         prompt = read_prompt(request.prompt)
@@ -187,6 +190,8 @@ class PrefillCore:
         """A reader is gone: nobody will land what it was reading. A source is gone: its read ends."""
         actions: list[Action] = []
         for run in list(self._runs.values()):
+            if self._runs.get(run.key) is not run:
+                continue  # it made way for a queued one that an ended one before it let in
             if run.request.decode_worker == event.worker_id:
                 actions += self._end(run, "the reader left", now_ms, tell_target=True)
             elif run.fetching_from == event.worker_id:
@@ -224,6 +229,8 @@ class PrefillCore:
         """Enforce deadlines, keep the leases of what is still computed, end those whose reader is silent."""
         actions: list[Action] = []
         for run in list(self._runs.values()):
+            if self._runs.get(run.key) is not run:
+                continue  # it made way for a queued one that an ended one before it let in
             if run.request.deadline_ms <= now_ms and run.phase != "withdrawing":
                 if run.phase != "handing_over":
                     actions.append(emit_failure(run.request, "deadline", "the deadline passed during prefill"))
@@ -235,7 +242,8 @@ class PrefillCore:
         for lease in self._leases.expire(now_ms, run_of.__contains__):
             run = run_of[lease.lease_id]
             actions += self._lease_gone(run, lease, "the lease expired", tell_target=True)
-            actions += self._end(run, "the lease expired", now_ms)
+            if self._runs.get(run.key) is run:
+                actions += self._end(run, "the lease expired", now_ms)
         return actions + self._admit(now_ms)
 
     def _admit(self, now_ms: int) -> list[Action]:
@@ -288,6 +296,8 @@ class PrefillCore:
         """Read the next piece that somebody is said to hold; with none left, compute."""
         request, kv = run.request, run.kv
         assert kv is not None
+        if self.draining:
+            kv.sources.clear()
         if (piece := kv.next_piece(self._limits.worker_id)) is not None:
             run.phase, run.fetching_from = "fetching", piece.source
             hashes = tuple(run.content.hashes[piece.first_block : piece.first_block + piece.num_blocks])

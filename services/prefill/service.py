@@ -5,7 +5,7 @@ import asyncio
 from schemas import subjects
 from schemas.handoff import BlocksReserved, HandoffAborted, KVLanded
 from schemas.message import Message
-from schemas.request import Refused, RunPrefill
+from schemas.request import Refused, RunPrefill, refuse
 from services.bus.typed import Received
 from services.prefill.core import PrefillCore
 from services.runtime import now_ms
@@ -21,6 +21,8 @@ async def start_prefill(worker: Worker, tasks: asyncio.TaskGroup) -> None:
     async def run(received: Received[RunPrefill]) -> Message:
         request = received.message
         key = (request.request_id, request.attempt)
+        if worker.is_elsewhere(core, key):
+            return refuse(request, "invalid", "this worker decodes this attempt already")
         worker.spans.accepted(key, received.traceparent)
         with worker.holder.lock:
             reply, actions = core.run(request, now_ms())

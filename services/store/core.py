@@ -16,7 +16,7 @@ from dataplane.lease import Lease, LeaseRefusedError, LeaseTable
 from schemas.block import BLOCK_HASH_BYTES, join_hashes, split_hashes
 from schemas.directory import BlocksEvicted, BlocksStored, Inventory, Tier
 from schemas.ids import BlockHash, LeaseId, WorkerId
-from schemas.kv import RequestLease
+from schemas.kv import RequestLease, refuse_lease
 from schemas.request import Refused, refuse
 from schemas.worker import BlockCounts, WorkerLeft
 from services.store.index import BackIndex, MemoryIndex
@@ -186,15 +186,8 @@ class StoreCore:
     def check(self, request: RequestLease, now_ms: int) -> Refused | None:
         """Return why no lease can be had, whatever is here."""
         limits = self.limits
-        if request.fingerprint != self.layout.fingerprint:
-            return refuse(request, "fingerprint", f"{limits.store_id} holds KV of {self.layout.fingerprint}")
-        hashes = request.block_hashes
-        if request.first_block < 0 or len(hashes) % BLOCK_HASH_BYTES or not hashes:
-            return refuse(request, "invalid", "no blocks are named")
-        if len(set(split_hashes(hashes))) * BLOCK_HASH_BYTES != len(hashes):
-            return refuse(request, "invalid", "a block is named twice")
-        if request.deadline_ms <= now_ms:
-            return refuse(request, "deadline", "the deadline has passed")
+        if (refused := refuse_lease(request, limits.store_id, self.layout.fingerprint, now_ms)) is not None:
+            return refused
         if self.draining:
             return refuse(request, "draining", f"{limits.store_id} is draining", RETRY_AFTER_MS)
         if len(self.leases) >= MAX_LEASES:

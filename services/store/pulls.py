@@ -10,7 +10,7 @@ from dataplane.stream import TransferFailedError
 from schemas import subjects
 from schemas.block import join_hashes
 from schemas.ids import BlockHash, RequestId, WorkerId, new_id
-from schemas.kv import BlocksCooling, LeaseGranted, RequestLease
+from schemas.kv import BlocksCooling, LeaseGranted, RequestLease, is_as_asked
 from schemas.request import Refused
 from services.bus.base import BusError
 from services.bus.typed import Received, TypedBus
@@ -124,6 +124,8 @@ class Puller:
         )
         answer = await self.door.ask(subjects.LEASE, (worker_id,), request, ASK_TIMEOUT_S)
         assert isinstance(answer, LeaseGranted | Refused)
+        if isinstance(answer, LeaseGranted) and not is_as_asked(request, answer, self.core.layout.block_size):
+            raise TransferFailedError("protocol", f"granted tokens {answer.first_token} to {answer.num_tokens}")
         return answer
 
     async def _read(self, granted: LeaseGranted, batch: list[BlockHash]) -> int:
@@ -132,10 +134,7 @@ class Puller:
         Raises TransferFailedError; what landed before is filed.
         """
         block_size = self.core.layout.block_size
-        num_blocks, rest = divmod(granted.num_tokens, block_size)
-        if granted.first_token or rest or not 0 < num_blocks <= len(batch):
-            raise TransferFailedError("protocol", f"granted tokens {granted.first_token} to {granted.num_tokens}")
-        blocks = self.core.allocate_up_to(num_blocks)
+        blocks = self.core.allocate_up_to(granted.num_tokens // block_size)
         if not blocks:  # others have taken the room meanwhile
             return 0
         num_landed = 0

@@ -148,7 +148,7 @@ class Store:
         refused = self.core.check(request, now_ms())
         if refused is not None:
             return refused
-        timeout_s = min(self._timeout_s, (request.deadline_ms - now_ms()) / 1000)
+        timeout_s = min(round(self._timeout_s * 1000), request.deadline_ms - now_ms()) / 1000
         blocks = await self._lender.collect(request.block_hashes, timeout_s)
         with self._gate.lock:
             lease = self.core.grant(request, blocks, now_ms())

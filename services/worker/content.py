@@ -72,6 +72,7 @@ class PromptKV:
             source = self.sources.popleft()
             end = min(source.first_block + source.num_blocks, last)
             if source.worker_id != reader and source.first_block <= first and end >= first + min_blocks:
+                self.keep_at_most(first * self.block_size)  # what of that block is here is written over
                 return Piece(source.worker_id, first, end - first)
         return None
 

@@ -11,7 +11,7 @@ from dataplane.stream import TransferFailedError
 from schemas import subjects
 from schemas.block import join_hashes
 from schemas.ids import WorkerId
-from schemas.kv import LeaseGranted, RequestLease
+from schemas.kv import LeaseGranted, RequestLease, is_as_asked
 from schemas.request import Refused
 from services.bus.base import BusError
 from services.bus.typed import TypedBus
@@ -45,6 +45,7 @@ class Fetches:
 
     worker_id: WorkerId
     fingerprint: str
+    block_size: int
     token_bytes: int
     """Of one token over all layers."""
     config: WorkerConfig
@@ -54,9 +55,13 @@ class Fetches:
     wire: WireChoice
     spans: WorkerSpans
     on_fetched: FetchedCallback
+    _closed: bool = False
     _running: dict[AttemptKey, asyncio.Task[None]] = field(default_factory=dict[AttemptKey, "asyncio.Task[None]"])
 
     def start(self, action: Fetch, tasks: asyncio.TaskGroup) -> None:
+        if self._closed:
+            asyncio.get_running_loop().call_soon(self.on_fetched, action.key, ReadOutcome(0))
+            return
         task = tasks.create_task(self._fetch(action), name=f"fetch {action.key[0]}")
         self._running[action.key] = task
         task.add_done_callback(lambda _: self._ended_before_it_began(action.key, task))
@@ -66,7 +71,8 @@ class Fetches:
             task.cancel()
 
     async def close(self) -> None:
-        """End every fetch and wait for its thread."""
+        """End every fetch and wait for its thread. What is asked for from now on brings nothing."""
+        self._closed = True
         running = list(self._running.values())
         for task in running:
             task.cancel()
@@ -120,6 +126,8 @@ class Fetches:
         if isinstance(reply, Refused):
             raise NotGrantedError(f"{reply.reason}: {reply.detail}")
         assert isinstance(reply, LeaseGranted)
+        if not is_as_asked(request, reply, self.block_size):
+            raise NotGrantedError(f"{action.source} granted tokens {reply.first_token} to {reply.num_tokens}, unasked")
         return reply
 
     async def _read(self, action: Fetch, granted: LeaseGranted) -> Landed:

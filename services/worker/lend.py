@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from dataplane.cache import BlockCache
 from dataplane.lease import Lease, LeaseTable
-from schemas.block import BLOCK_HASH_BYTES, split_hashes
+from schemas.block import split_hashes
 from schemas.ids import LeaseId
-from schemas.kv import RequestLease
+from schemas.kv import RequestLease, refuse_lease
 from schemas.request import Refused, refuse
 from schemas.worker import WorkerLeft
 from services.worker.actions import Action, CloseLease
@@ -29,6 +29,7 @@ class LendCore:
     cache: BlockCache
     leases: LeaseTable
     num_asked: int = 0
+    draining: bool = False
 
     def __post_init__(self) -> None:
         self._lent: set[LeaseId] = set()
@@ -36,18 +37,13 @@ class LendCore:
     def lend(self, request: RequestLease, now_ms: int) -> Lease | Refused:
         """Grant a lease on the leading run of the asked blocks that is here, or say why not."""
         limits = self.limits
-        if request.fingerprint != limits.fingerprint:
-            return refuse(request, "fingerprint", f"{limits.worker_id} holds KV of {limits.fingerprint}")
-        if request.first_block < 0 or len(request.block_hashes) % BLOCK_HASH_BYTES or not request.block_hashes:
-            return refuse(request, "invalid", "no blocks are named")
-        hashes = split_hashes(request.block_hashes)
-        if len(set(hashes)) < len(hashes):
-            return refuse(request, "invalid", "a block is named twice")
-        if request.deadline_ms <= now_ms:
-            return refuse(request, "deadline", "the deadline has passed")
+        if (refused := refuse_lease(request, limits.worker_id, limits.fingerprint, now_ms)) is not None:
+            return refused
+        if self.draining:
+            return refuse(request, "draining", f"{limits.worker_id} is draining", RETRY_AFTER_MS)
         if len(self._lent) >= MAX_LENT:
             return refuse(request, "overloaded", f"{MAX_LENT} leases are open", RETRY_AFTER_MS)
-        found = self.cache.lend(hashes, request.first_block)
+        found = self.cache.lend(split_hashes(request.block_hashes), request.first_block)
         if found is None:
             return refuse(request, "gone", f"{limits.worker_id} does not hold these blocks (any more)")
         self.num_asked += 1

@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 
 from schemas.block import unpack_tokens
-from schemas.ids import TokenIds, WorkerId
+from schemas.ids import TokenIds, WorkerId, is_subject_token
 from schemas.request import RefusalReason, Refused, ReserveBlocks, RunPrefill, SamplingParams, refuse
 from services.worker.actions import AttemptKey
 from services.worker.content import SequenceContent
 
 RETRY_AFTER_MS = 500
+MAX_SOURCES = 16
+"""A source that does not answer costs seconds."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -55,6 +57,14 @@ class CancelledAttempts:
         return refuse(request, "invalid", "this attempt was cancelled before it came")
 
 
+def _ids_of(request: RunPrefill | ReserveBlocks) -> list[str]:
+    """Return the ids that become part of a subject or a ticket."""
+    ids: list[str | None] = [request.request_id, request.gateway_id, request.handoff_id]
+    ids.append(request.decode_worker if isinstance(request, RunPrefill) else request.prefill_worker)
+    ids += [source.worker_id for source in request.sources]
+    return [text for text in ids if text is not None]
+
+
 def read_prompt(packed: TokenIds) -> list[int]:
     """Return the prompt's token ids; none where the bytes are no token ids, which `check_request` refuses."""
     return [] if len(packed) % 4 else unpack_tokens(packed)
@@ -80,6 +90,8 @@ def check_request(
         reason = ("deadline", "the deadline has passed", 0)
     elif isinstance(request, RunPrefill) and (request.handoff_id is None) != (request.decode_worker is None):
         reason = ("invalid", "a hand-over needs both its id and its decode worker", 0)
+    elif not all(map(is_subject_token, _ids_of(request))) or len(request.sources) > MAX_SOURCES:
+        reason = ("invalid", f"an id that is no word of letters, digits, - and _, or over {MAX_SOURCES} sources", 0)
     elif not prompt or request.sampling.max_tokens < 1 or max(prompt) >= limits.vocab_size:
         reason = ("invalid", "an empty prompt, no tokens to generate, or a token outside the vocabulary", 0)
     elif num_tokens > limits.context_length or num_kv_tokens > limits.num_blocks * limits.block_size:

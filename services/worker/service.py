@@ -42,9 +42,9 @@ async def run_worker(
             await stop.wait()
             worker.stop_intake()
             clockwork.cancel()
-            await worker.stop_fetches()
             if reads is not None:
                 await reads.close()
+            await worker.stop_fetches()
             await worker.close()
             await worker.outbox.sent.wait()
             await worker.door.close()

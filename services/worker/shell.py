@@ -79,6 +79,7 @@ class WorkerCore(Protocol):
     def removed(self, key: AttemptKey, now_ms: int) -> list[Action]: ...
     def engine_failed(self, key: AttemptKey, reason: str, now_ms: int) -> list[Action]: ...
     def fetched(self, key: AttemptKey, outcome: ReadOutcome, now_ms: int) -> list[Action]: ...
+    def has(self, key: AttemptKey) -> bool: ...
     def cancelled(self, event: CancelRequest, now_ms: int) -> list[Action]: ...
     def left(self, event: WorkerLeft, now_ms: int) -> list[Action]: ...
     def tick(self, now_ms: int) -> list[Action]: ...
@@ -117,6 +118,7 @@ class Worker:
         self._fetches = Fetches(
             worker_id=parts.worker_id,
             fingerprint=parts.limits.fingerprint,
+            block_size=parts.limits.block_size,
             token_bytes=self.rates.token_bytes,
             config=config.worker,
             door=self.door,
@@ -168,6 +170,7 @@ class Worker:
 
     def stop_intake(self) -> None:
         """Take no new work and start no new read."""
+        self._lending.draining = True
         for core in self._cores:
             core.draining = True
 
@@ -200,6 +203,10 @@ class Worker:
             context_length=limits.context_length,
             carriers=self.holder.plane.endpoint.carriers if self.holder.plane else (),
         )
+
+    def is_elsewhere(self, core: WorkerCore, key: AttemptKey) -> bool:
+        """Say whether another core of this worker has this attempt: the engine could not tell them apart."""
+        return any(other.has(key) for other in self._cores if other is not core)
 
     def decide(self, decision: Callable[[int], list[Action]]) -> None:
         """Let a core decide at the present time, and carry out what it says."""
@@ -321,7 +328,8 @@ class Worker:
         self._decide_all(lambda core, now: core.fetched(key, outcome, now))
 
     def _started(self, lease_id: LeaseId) -> None:
-        self._lending.started(lease_id, now_ms())
+        with self.holder.lock:
+            self._lending.started(lease_id, now_ms())
 
     def _served(self, lease_id: LeaseId, stats: TransferStats | None, error: str) -> None:
         self.decide(lambda _now: self._lending.served(lease_id, error or "landed"))

@@ -132,3 +132,15 @@ def test_auto_measures_a_pair_as_it_is_before_it_compresses() -> None:
     assert (
         WireChoice("fp8", layout, book).dtype(A, 0) == "fp8" and WireChoice("same", layout, book).dtype(A, 1) == "same"
     )
+
+
+def test_what_a_read_may_have_written_over_does_not_count() -> None:
+    """A hand-over broke inside a block; the next read begins at that block's border, and brings nothing."""
+    kv = PromptKV(num_prompt_tokens=30, block_size=4, num_cached_tokens=0)
+    kv.landed(A, ReadOutcome(10))
+    kv.sources.append(KVSource(worker_id=WorkerId("b"), first_block=0, num_blocks=7))
+    piece = kv.next_piece(ME)
+    assert piece is not None and piece.first_block == 2
+    kv.landed(piece.source, ReadOutcome(8))
+    report = kv.report()
+    assert (kv.num_present_tokens, report.transferred_tokens, report.recomputed_tokens) == (8, 8, 22)

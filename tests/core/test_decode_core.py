@@ -5,10 +5,12 @@ from typing import TypeVar
 import msgspec
 import pytest
 
+from dataplane.lease import LeaseTable
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded, KVStreaming
 from schemas.request import Refused, ReservationQueued
 from schemas.worker import WorkerLeft
 from services.decode.core import DecodeCore
+from services.prefill.core import PrefillCore
 from services.worker.actions import Action, Emit, Fetch, Publish, StartRead, StopFetch, StopRead, Submit, Withdraw
 from services.worker.content import ReadOutcome
 from tests.core import worker_cases as case
@@ -295,3 +297,20 @@ def test_blocks_of_a_cancelled_fetch_wait_for_its_end() -> None:
     assert bench.cache.num_free < bench.cache.num_blocks
     assert bench.core.fetched(fetch.key, ReadOutcome(4), 2) == []
     bench.assert_empty()
+
+
+def test_a_reservation_gets_the_blocks_that_the_other_core_gives_back() -> None:
+    bench, leases = Bench(), LeaseTable()
+    alone = PrefillCore(case.limits(case.DECODE), bench.cache, leases)
+    _, actions = alone.run(case.run_prefill(1, num_tokens=20, split=False), 0)
+    assert isinstance(bench.core.reserve(case.reserve(2, num_tokens=20), 0)[0], ReservationQueued)
+    end = case.sampled(one(actions, Submit).sequence, 0, finish="stop", local_end=True)
+    alone.stepped(end, 1)
+    assert published(bench.core.stepped(end, 1)) == [BlocksReserved]
+
+
+def test_a_draining_worker_computes_what_it_cannot_read() -> None:
+    bench = Bench()
+    bench.reading()
+    bench.core.draining = True
+    assert isinstance(one(bench.core.read_failed(HANDOFF, ReadOutcome(0), "stopped"), Submit), Submit)

@@ -5,8 +5,8 @@ import pytest
 
 from dataplane.lease import Lease, LeaseTable
 from schemas.block import join_hashes
-from schemas.ids import RequestId, WorkerId
-from schemas.kv import RequestLease
+from schemas.ids import LeaseId, RequestId, WorkerId
+from schemas.kv import LeaseGranted, RequestLease, is_as_asked
 from schemas.request import Refused
 from schemas.worker import WorkerLeft
 from services.worker.actions import CloseLease
@@ -61,6 +61,8 @@ def test_the_leading_run_that_is_here_is_lent(first_block: int) -> None:
         ({"block_hashes": bytes(16)}, "gone"),
         ({"block_hashes": 2 * request().block_hashes}, "invalid"),
         ({"deadline_ms": 0}, "deadline"),
+        ({"reader": "x" * 3000}, "invalid"),
+        ({"request_id": "a.b"}, "invalid"),
     ],
 )
 def test_what_is_not_here_or_not_right_is_refused(changes: dict[str, object], reason: str) -> None:
@@ -106,3 +108,32 @@ def test_leases_are_bounded() -> None:
         granted(core)
     refused = core.lend(request(), 0)
     assert isinstance(refused, Refused) and refused.reason == "overloaded" and refused.retry_after_ms > 0
+
+
+def test_a_draining_worker_lends_nothing() -> None:
+    core = lender()
+    core.draining = True
+    refused = core.lend(request(), 0)
+    assert isinstance(refused, Refused) and refused.reason == "draining"
+
+
+@pytest.mark.parametrize(
+    ("first_token", "num_tokens", "right"),
+    [
+        (4, 12, True),
+        (4, 16, True),
+        (0, 12, False),
+        (8, 12, False),
+        (4, 4, False),
+        (4, 20, False),
+        (4, 13, False),
+        (4, -4, False),
+    ],
+)
+def test_what_is_granted_must_be_what_was_asked(first_token: int, num_tokens: int, right: bool) -> None:
+    asked = request(1)
+    granted = LeaseGranted(
+        request_id=asked.request_id, attempt=1, deadline_ms=1, worker_id=READER, lease_id=LeaseId("l"), epoch=1,
+        lease_ms=1, ticket="t", endpoint=case.offered().endpoint, first_token=first_token, num_tokens=num_tokens,
+    )  # fmt: skip
+    assert is_as_asked(asked, granted, 4) == right

@@ -351,3 +351,45 @@ def test_a_run_that_is_being_read_does_not_make_way() -> None:
     bench.computed(submit)
     assert bench.run(case.run_prefill(2), 20) == []
     assert bench.checked(bench.core.tick(900)) == []
+
+
+def two_unoffered(bench: Bench, *, deadline_ms: int = case.DEADLINE_MS) -> None:
+    """Two computed runs whose decode worker has no room, and a queued one that wants nearly all blocks."""
+    for number in (1, 2):
+        submit = one(bench.run(case.run_prefill(number, deadline_ms=deadline_ms)), Submit)
+        bench.checked(bench.core.stepped(case.sampled(submit.sequence, 0, local_end=True), 0))
+    assert bench.run(case.run_prefill(3, num_tokens=28), 10) == []
+
+
+def test_runs_that_make_way_while_others_end_are_ended_once() -> None:
+    bench = Bench()
+    two_unoffered(bench)
+    left = WorkerLeft(worker_id=case.DECODE, incarnation="a", reason="silent")
+    bench.checked(bench.core.left(left, 1_000))
+    bench = Bench()
+    two_unoffered(bench, deadline_ms=1_000)
+    actions = bench.checked(bench.core.tick(1_000))
+    assert one(actions, Submit).sequence.request_id == "r3"
+
+
+def test_a_draining_worker_reads_from_nobody() -> None:
+    bench = Bench(num_blocks=16)
+    fetch = fetching(bench)
+    bench.core.draining = True
+    assert isinstance(one(bench.core.fetched(fetch.key, ReadOutcome(8), 1), Submit), Submit)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"decode_worker": "d" * 3000},
+        {"handoff_id": "a.b"},
+        {"gateway_id": ">"},
+        {"request_id": ""},
+        {"sources": (case.source("x y", 0, 1),)},
+        {"sources": (case.source("d0", 0, 1),) * 17},
+    ],
+)
+def test_ids_that_fit_no_subject_are_refused(change: dict[str, object]) -> None:
+    bench = Bench()
+    assert bench.refused(msgspec.structs.replace(case.run_prefill(), **change)).reason == "invalid"

@@ -171,3 +171,10 @@ def test_a_kept_set_near_its_border_is_a_near_tie() -> None:
     even = torch.zeros(4)
     assert near_tie(even, params(seed=1, top_p=0.5), 0)
     assert not near_tie(even, params(seed=1, top_p=0.6), 0)
+
+
+@pytest.mark.parametrize("temperature", [1e-46, 1e-30, 1e-7])
+def test_a_temperature_next_to_nothing_is_greedy(temperature: float) -> None:
+    logits = torch.randn(1, 50)
+    params = SamplingParams(max_tokens=1, temperature=temperature, top_p=0.9, seed=3)
+    assert sample(logits, [(params, 0)]) == [int(logits.argmax())]

@@ -15,7 +15,16 @@ from schemas.block import hash_blocks, pack_tokens, split_hashes
 from schemas.directory import Inventory, ReadInventory
 from schemas.handoff import BlocksReserved, Endpoint, KVOffered
 from schemas.ids import HandoffId, LeaseId, RequestId, WorkerId
-from schemas.request import KVSource, ReservationQueued, ReserveBlocks, SamplingParams
+from schemas.kv import RequestLease
+from schemas.request import (
+    KVSource,
+    PrefillAccepted,
+    Refused,
+    ReservationQueued,
+    ReserveBlocks,
+    RunPrefill,
+    SamplingParams,
+)
 from services.engine.fake import FakeEngine, fake_answer
 from services.runtime import now_ms
 from tests.mesh.one_process import LAYOUT, VOCAB, Client, Route, make_parts, one_process_mesh
@@ -230,3 +239,29 @@ async def test_of_a_cancelled_prompt_only_what_was_computed_is_told_and_lent() -
             answer = await client.complete(f"again{number}", prompt, short, route=Route(WorkerId("d-0"), None, sources))
             assert answer.token_ids == expected(prompt, short)
             assert answer.report is not None and answer.report.transferred_tokens >= num_told * LAYOUT.block_size
+
+
+async def test_hostile_messages_end_no_worker() -> None:
+    """Each is refused or dropped, and the next request is served."""
+    async with one_process_mesh(make_parts("p-0", "prefill"), make_parts("d-0", "decode")) as client:
+        params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+        lease = RequestLease(
+            request_id=RequestId("r"), attempt=1, deadline_ms=now_ms() + 60_000, reader=WorkerId("x" * 3000),
+            fingerprint=LAYOUT.fingerprint, first_block=2**70, block_hashes=bytes(32),
+        )  # fmt: skip
+        for worker in ("p-0", "d-0"):
+            for change in ({}, {"first_block": -5}, {"deadline_ms": 10**400}, {"reader": "d-0", "first_block": 2**70}):
+                reply = await client.door.ask(subjects.LEASE, (worker,), msgspec.structs.replace(lease, **change), 10)
+                assert isinstance(reply, Refused)
+        run = RunPrefill(
+            request_id=RequestId("twice"), attempt=1, deadline_ms=now_ms() + 60_000, gateway_id=client.gateway_id,
+            prompt=pack_tokens([1, 2, 3]), sampling=SamplingParams(max_tokens=2_000, ignore_eos=True),
+        )  # fmt: skip
+        client.expect("twice")
+        assert isinstance(await client.door.ask(subjects.RUN, ("d-0",), run, 10), PrefillAccepted)
+        same = msgspec.structs.replace(reservation(client, 0), request_id=RequestId("twice"))
+        assert isinstance(await client.door.ask(subjects.RESERVE, ("d-0",), same, 10), Refused)
+        await client.cancel("twice")
+        answer = await client.complete("after", [4, 5, 6], params)
+        assert answer.token_ids == expected([4, 5, 6], params)
+        await client.until_free()

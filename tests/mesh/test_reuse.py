@@ -8,14 +8,17 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dataplane import shm, tcp
 from dataplane.layout import KVLayout
+from dataplane.lease import Lease
 from dataplane.ticket import Ticket
 from schemas.ids import WorkerId
+from schemas.kv import LeaseGranted, RequestLease
 from schemas.request import KVSource, SamplingParams, TransferReport
 from services.engine.fake import fake_answer
 from services.worker.holder import KVHolder
@@ -238,3 +241,19 @@ async def _any_combination(rng: random.Random, carrier: str, layout: KVLayout) -
             async with asyncio.timeout(120):
                 await asyncio.gather(*(one(client, number) for number in range(24)))
         await client.until_free()
+
+
+async def test_a_grant_that_was_not_asked_for_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A holder that says that it has more, or something else, costs a recompute."""
+    honest = KVHolder.lend
+
+    def lend(self: KVHolder, lease: Lease, request: RequestLease) -> LeaseGranted:
+        return msgspec.structs.replace(honest(self, lease, request), first_token=8)
+
+    async with one_process_mesh(*fleet()) as client:
+        prompt = [random.Random(9).randrange(1, VOCAB) for _ in range(64)]
+        await client.complete("a", prompt, greedy(1), route=Route(D0))
+        monkeypatch.setattr(KVHolder, "lend", lend)
+        answer = await client.complete("b", prompt, greedy(5), route=Route(P0, D1, (source(D0),)))
+        check(answer, prompt, greedy(5))
+        assert answer.prefill_report is not None and answer.prefill_report.recomputed_tokens == 64
