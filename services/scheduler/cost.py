@@ -290,12 +290,14 @@ def _room_ms(demand: Demand, worker: Contender, num_held_tokens: int) -> float:
     return NO_ROOM_MS if lacking > worker.num_free_blocks + worker.num_kept_blocks else 0.0
 
 
-def _load_order(option: Option) -> tuple[int, int, int, int, int]:
+def _load_order(option: Option) -> tuple[int, int, int, bool, int, int]:
+    """The less loaded, then who needs no hand-over, then who holds more."""
     decoding = option.decode or option.prefill
     return (
         option.prefill.num_waiting_tokens,
         option.prefill.num_requests,
         decoding.num_requests,
+        option.decode is not None,
         -option.num_cached_tokens,
         -decoding.num_free_blocks,
     )

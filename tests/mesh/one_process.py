@@ -78,6 +78,7 @@ class Answer:
     report: TransferReport | None = None
     prefill_report: TransferReport | None = None
     failure: RequestFailure | None = None
+    num_final_tokens: int | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self, tokens: RequestTokens) -> None:
@@ -88,7 +89,10 @@ class Answer:
         else:
             self.report = tokens.report or self.report
         self.failure = tokens.failure or self.failure
-        if tokens.finish_reason is not None or tokens.failure is not None:
+        if tokens.finish_reason is not None:
+            self.num_final_tokens = tokens.index + len(tokens.tokens) // 4
+        # Two workers send: the last token may come before the first.
+        if tokens.failure is not None or len(self.tokens) == self.num_final_tokens:
             self.ended.set()
 
     @property

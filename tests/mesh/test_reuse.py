@@ -187,7 +187,7 @@ async def test_what_landed_of_a_broken_read_is_kept_and_the_rest_comes_from_anot
     async with one_process_mesh(*fleet(), carrier="tcp") as client:
         tokens = [random.Random(6).randrange(1, VOCAB) for _ in range(120)]
         for worker in (D0, D1):
-            check(await client.complete(f"on {worker}", tokens, greedy(1), route=Route(worker)), tokens, greedy(1))
+            check(await client.complete(f"on-{worker}", tokens, greedy(1), route=Route(worker)), tokens, greedy(1))
         with small_frames(), leases_end_early(breaks):
             sources = (source(D0), source(D1))
             answer = await client.complete("r", tokens, greedy(5), route=Route(P0, D1, sources))
