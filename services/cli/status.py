@@ -4,8 +4,9 @@ import asyncio
 import sys
 
 import msgspec
+from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from schemas.worker import BlockCounts, FleetDescribed, WorkerLoad
 from services.cli.fleet import describe_fleet
@@ -31,31 +32,27 @@ def run_status(nats_url: str, *, as_json: bool) -> None:
         console.print(store_table(fleet))
 
 
+BLOCK_STATES = ("free", "cached", "leased", "total")
+
+
 def worker_table(fleet: FleetDescribed) -> Table:
-    table = Table(
-        "worker", "role", "state", "running", "queued", "tokens to do", "blocks free / cached / leased / total", "junk"
-    )
+    """Narrow enough for 80 columns. Blocks by state; `run`, `wait`: requests; `to do`: prompt tokens."""
+    headings = ("role", "state", "run", "wait", "to do", *BLOCK_STATES, "junk")
+    table = Table("worker", *(Column(name, justify="right") for name in headings), box=None, padding=(0, 2, 0, 0))
     for load in _sorted(fleet):
         if load.worker.role != "store":
-            table.add_row(
-                load.worker.worker_id,
-                load.worker.role,
-                load.state,
-                str(load.num_running),
-                str(load.num_queued),
-                str(load.num_uncomputed_tokens),
-                _blocks(load.blocks),
-                _junk(load),
-            )
+            counts = (load.num_running, load.num_queued, load.num_uncomputed_tokens, *_blocks(load.blocks), _junk(load))
+            table.add_row(load.worker.worker_id, load.worker.role, load.state, *map(str, counts))
     return table
 
 
 def store_table(fleet: FleetDescribed) -> Table:
     """Stores hold KV and compute nothing. Their blocks are those of the memory tier."""
-    table = Table("store", "state", "blocks free / cached / leased / total", "junk")
+    headings = ("state", *BLOCK_STATES, "junk")
+    table = Table("store", *(Column(name, justify="right") for name in headings), box=None, padding=(0, 2, 0, 0))
     for load in _sorted(fleet):
         if load.worker.role == "store":
-            table.add_row(load.worker.worker_id, load.state, _blocks(load.blocks), _junk(load))
+            table.add_row(load.worker.worker_id, load.state, *map(str, (*_blocks(load.blocks), _junk(load))))
     return table
 
 
@@ -63,9 +60,9 @@ def _sorted(fleet: FleetDescribed) -> list[WorkerLoad]:
     return sorted(fleet.workers, key=lambda load: load.worker.worker_id)
 
 
-def _blocks(blocks: BlockCounts) -> str:
-    return f"{blocks.free} / {blocks.cached} / {blocks.leased} / {blocks.total}"
+def _blocks(blocks: BlockCounts) -> tuple[int, int, int, int]:
+    return (blocks.free, blocks.cached, blocks.leased, blocks.total)
 
 
-def _junk(load: WorkerLoad) -> str:
-    return str(load.num_dropped_messages + load.num_refused_reads)
+def _junk(load: WorkerLoad) -> int:
+    return load.num_dropped_messages + load.num_refused_reads
