@@ -38,7 +38,7 @@ BLOCK_STATES = ("free", "cached", "leased", "total")
 def worker_table(fleet: FleetDescribed) -> Table:
     """Narrow enough for 80 columns. Blocks by state; `run`, `wait`: requests; `to do`: prompt tokens."""
     headings = ("role", "state", "run", "wait", "to do", *BLOCK_STATES, "junk")
-    table = Table("worker", *(Column(name, justify="right") for name in headings), box=None, padding=(0, 2, 0, 0))
+    table = Table("worker", *(Column(name, justify="right") for name in headings), box=None, padding=(0, 1, 0, 0))
     for load in _sorted(fleet):
         if load.worker.role != "store":
             counts = (load.num_running, load.num_queued, load.num_uncomputed_tokens, *_blocks(load.blocks), _junk(load))
@@ -49,7 +49,7 @@ def worker_table(fleet: FleetDescribed) -> Table:
 def store_table(fleet: FleetDescribed) -> Table:
     """Stores hold KV and compute nothing. Their blocks are those of the memory tier."""
     headings = ("state", *BLOCK_STATES, "junk")
-    table = Table("store", *(Column(name, justify="right") for name in headings), box=None, padding=(0, 2, 0, 0))
+    table = Table("store", *(Column(name, justify="right") for name in headings), box=None, padding=(0, 1, 0, 0))
     for load in _sorted(fleet):
         if load.worker.role == "store":
             table.add_row(load.worker.worker_id, load.state, *map(str, (*_blocks(load.blocks), _junk(load))))
