@@ -4,7 +4,6 @@ import asyncio
 import sys
 
 import msgspec
-from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
