@@ -61,11 +61,6 @@ class BlockCache:
         """Blocks that nobody uses and that are kept for their content."""
         return sum(len(group.idle) for group in self._groups)
 
-    def can_ever_hold(self, num_tokens: int) -> bool:
-        """Say whether a sequence of `num_tokens` tokens fits into an empty arena."""
-        sizes = self._sizes(0, num_blocks_for(num_tokens, self.layout.block_size))
-        return all(size <= group.pool.num_blocks for size, group in zip(sizes, self._groups, strict=True))
-
     def admit(self, hashes: Sequence[BlockHash], num_tokens: int, max_cached_tokens: int) -> Allocation | None:
         """Return blocks for `num_tokens` tokens, a reference to each; None where there is no room now.
 

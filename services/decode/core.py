@@ -39,7 +39,6 @@ from services.worker.actions import (
     Action,
     AttemptKey,
     Emit,
-    Fetch,
     Publish,
     StartRead,
     StopFetch,
@@ -48,7 +47,7 @@ from services.worker.actions import (
     Withdraw,
 )
 from services.worker.content import PromptKV, ReadOutcome, SequenceContent
-from services.worker.handoff import emit_failure, handoff_fields, publish_event
+from services.worker.handoff import emit_failure, handoff_fields, next_fetch, publish_event
 from services.worker.limits import CancelledAttempts, WorkerLimits, check_request, read_prompt
 
 
@@ -316,10 +315,9 @@ class DecodeCore:
         assert run.kv is not None
         if self.draining:
             run.kv.sources.clear()
-        if (piece := run.kv.next_piece(self._limits.worker_id)) is not None:
-            run.fetching_from = piece.source
-            hashes = tuple(run.content.hashes[piece.first_block : piece.first_block + piece.num_blocks])
-            return [Fetch(run.key, piece.source, piece.first_block, hashes, run.tables, run.request.deadline_ms)]
+        if (fetch := next_fetch(run.request, run.kv, run.content, run.tables, self._limits.worker_id)) is not None:
+            run.fetching_from = fetch.source
+            return [fetch]
         run.kv.keep_at_most(len(run.prompt) - 1)
         run.report = run.kv.report()
         return [self._submit(run, list(run.prompt), run.kv.num_present_tokens)]

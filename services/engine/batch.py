@@ -8,18 +8,13 @@ decodes cannot starve it; where the decodes do not all fit into the rest they ta
 from collections.abc import Sequence as Seq
 
 from schemas.ids import RequestId
-from schemas.request import FinishReason, SamplingParams
+from schemas.request import FinishReason
 from services.engine.base import SampledToken, Sequence, StepItem, StepResult
 
 PREFILL_SHARE = 8
 """While a prompt waits, at least 1/8 of the budget is prefill's."""
 
 Key = tuple[RequestId, int]
-
-
-def max_total_tokens(num_prompt_tokens: int, sampling: SamplingParams, context_length: int) -> int:
-    """Return how many tokens, prompt and answer, a sequence can grow to."""
-    return min(num_prompt_tokens + sampling.max_tokens, context_length)
 
 
 class Batch:

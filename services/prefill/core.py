@@ -31,7 +31,6 @@ from services.worker.actions import (
     AttemptKey,
     CloseLease,
     Emit,
-    Fetch,
     FinishLease,
     Offer,
     OpenLease,
@@ -41,7 +40,7 @@ from services.worker.actions import (
     Withdraw,
 )
 from services.worker.content import PromptKV, ReadOutcome, SequenceContent
-from services.worker.handoff import emit_failure, handoff_fields, publish_event
+from services.worker.handoff import emit_failure, handoff_fields, next_fetch, publish_event
 from services.worker.limits import CancelledAttempts, WorkerLimits, check_request, read_prompt
 
 Phase = Literal["queued", "fetching", "computing", "withdrawing", "handing_over"]
@@ -298,10 +297,9 @@ class PrefillCore:
         assert kv is not None
         if self.draining:
             kv.sources.clear()
-        if (piece := kv.next_piece(self._limits.worker_id)) is not None:
-            run.phase, run.fetching_from = "fetching", piece.source
-            hashes = tuple(run.content.hashes[piece.first_block : piece.first_block + piece.num_blocks])
-            return [Fetch(run.key, piece.source, piece.first_block, hashes, run.tables, request.deadline_ms)]
+        if (fetch := next_fetch(request, kv, run.content, run.tables, self._limits.worker_id)) is not None:
+            run.phase, run.fetching_from = "fetching", fetch.source
+            return [fetch]
         run.phase = "computing"
         sequence = Sequence(
             request_id=request.request_id,

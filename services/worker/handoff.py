@@ -1,12 +1,14 @@
-"""Messages that both ends of a hand-over make the same way. Pure."""
+"""What both ends of a hand-over do the same way. Pure."""
 
 from typing import TypedDict
 
+from dataplane.layout import BlockTables
 from schemas.handoff import HandoffMessage
 from schemas.ids import HandoffId, RequestId, WorkerId
 from schemas.request import FailureCode, RequestFailure, RequestTokens, ReserveBlocks, RunPrefill
 from schemas.subjects import Subject
-from services.worker.actions import Emit, Publish
+from services.worker.actions import AttemptKey, Emit, Fetch, Publish
+from services.worker.content import PromptKV, SequenceContent
 
 
 class HandoffFields(TypedDict):
@@ -51,3 +53,15 @@ def emit_failure(request: RunPrefill | ReserveBlocks, code: FailureCode, detail:
     failure = RequestFailure(code=code, detail=detail, retryable=code != "deadline")
     tokens = RequestTokens(request_id=request.request_id, attempt=request.attempt, index=0, failure=failure)
     return Emit(request.gateway_id, tokens)
+
+
+def next_fetch(
+    request: RunPrefill | ReserveBlocks, kv: PromptKV, content: SequenceContent, tables: BlockTables, reader: WorkerId
+) -> Fetch | None:
+    """Return the read of the next piece that somebody is said to hold; None: the rest is to be computed."""
+    piece = kv.next_piece(reader)
+    if piece is None:
+        return None
+    key: AttemptKey = (request.request_id, request.attempt)
+    hashes = tuple(content.hashes[piece.first_block : piece.first_block + piece.num_blocks])
+    return Fetch(key, piece.source, piece.first_block, hashes, tables, request.deadline_ms)

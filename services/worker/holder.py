@@ -182,12 +182,13 @@ class KVHolder:
     def computed(self, sequence: Sequence, num_tokens: int, *, ended: bool = False) -> None:
         """Take in that a sequence's first `num_tokens` tokens have their KV here. `ended`: no more will be written."""
         content = self._contents.get((sequence.request_id, sequence.attempt))
-        if content is None:
-            return
+        num_full_blocks = num_tokens // self.shape.layout.block_size
+        if content is None or (num_full_blocks == content.num_stored_blocks and not ended):
+            return  # most decode steps fill no block
         hashes = content.extend(sequence.token_ids, num_tokens)
         num_stored, num_landed = content.num_stored_blocks, content.num_landed_tokens
         self.cache.store(sequence.tables, hashes, num_stored, num_tokens, num_landed, ended=ended)
-        content.num_stored_blocks = num_tokens // self.shape.layout.block_size
+        content.num_stored_blocks = num_full_blocks
 
     def ended(self, sequence: Sequence) -> None:
         """The engine has let go of a sequence; its blocks are still its own."""

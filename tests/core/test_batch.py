@@ -11,7 +11,7 @@ from dataplane.layout import BlockTable, Segment
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.engine.base import Sequence, StepItem, StepResult
-from services.engine.batch import Batch, max_total_tokens
+from services.engine.batch import Batch
 
 
 def make(
@@ -211,11 +211,6 @@ def test_wrong_use_is_refused() -> None:
 )
 def test_slots_needed(sequence: Sequence, expected: int) -> None:
     assert Batch(8, context_length=50).num_tokens_to_store(sequence) == expected
-
-
-def test_max_total_tokens() -> None:
-    assert max_total_tokens(10, SamplingParams(max_tokens=5), 100) == 15
-    assert max_total_tokens(98, SamplingParams(max_tokens=5), 100) == 100
 
 
 @example(prompts=[(1, 1, 0), (2, 1, 0), (2, 1, 0)], budget=24, max_sequences=2)  # the places run out, not the budget
