@@ -15,6 +15,7 @@ class RequestLease(RequestMessage, frozen=True, kw_only=True):
     fingerprint: str
     first_block: int
     block_hashes: bytes
+    tenant: str = ""
 
 
 class LeaseGranted(RequestMessage, frozen=True, kw_only=True):
@@ -40,6 +41,18 @@ class BlocksCooling(Message, frozen=True, kw_only=True):
     worker_id: WorkerId
     incarnation: str
     block_hashes: bytes
+
+
+class ReplicateBlocks(RequestMessage, frozen=True, kw_only=True):
+    """`source` has just completed these blocks (joined hashes) of a running request: `first_block` is the first one's
+    place in the sequence. Whoever is sent this reads them under a lease if it has room, so that they outlive the
+    source; nobody waits for it."""
+
+    source: WorkerId
+    fingerprint: str
+    first_block: int
+    block_hashes: bytes
+    tenant: str = ""
 
 
 def refuse_lease(request: RequestLease, holder: WorkerId, fingerprint: str, now_ms: int) -> Refused | None:

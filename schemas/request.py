@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from schemas.ids import GatewayId, HandoffId, TokenIds, WorkerId
+from schemas.ids import GatewayId, HandoffId, RequestId, TokenIds, WorkerId
 from schemas.message import Message, RequestMessage
 
 FinishReason = Literal["stop", "length"]
@@ -62,7 +62,9 @@ class PlaceRequest(RequestMessage, frozen=True, kw_only=True):
     max_tokens: int
     block_hashes: bytes = b""
     excluded_workers: tuple[WorkerId, ...] = ()
-    """Workers that failed an earlier attempt."""
+    """Workers that failed an earlier attempt: to be used only where nobody else could serve."""
+    tenant: str = ""
+    """Whose request it is: KV is never shared between tenants."""
 
 
 class Placement(RequestMessage, frozen=True, kw_only=True):
@@ -75,6 +77,8 @@ class Placement(RequestMessage, frozen=True, kw_only=True):
     sources: tuple[KVSource, ...] = ()
     """Whom the prefill worker should read from, in order; what none of them gives is computed."""
     terms: PlacementTerms | None = None
+    replica: WorkerId | None = None
+    """Who is offered the blocks that decoding completes, so that they outlive the worker that decodes."""
 
 
 class Refused(RequestMessage, frozen=True, kw_only=True):
@@ -98,7 +102,11 @@ def refuse(request: RequestMessage, reason: RefusalReason, detail: str, retry_af
 
 
 class RunPrefill(RequestMessage, frozen=True, kw_only=True):
-    """Compute the prompt and send token 0; then hand over, or go on decoding where there is no hand-over."""
+    """Compute the prompt and send the next token; then hand over, or go on decoding where there is no hand-over.
+
+    The last `num_answered_tokens` of `prompt` are tokens of the answer that an earlier attempt gave: the next token has
+    that index, and `sampling.max_tokens` counts them.
+    """
 
     gateway_id: GatewayId
     prompt: TokenIds
@@ -106,6 +114,9 @@ class RunPrefill(RequestMessage, frozen=True, kw_only=True):
     handoff_id: HandoffId | None = None
     decode_worker: WorkerId | None = None
     sources: tuple[KVSource, ...] = ()
+    num_answered_tokens: int = 0
+    tenant: str = ""
+    replica: WorkerId | None = None
 
 
 class PrefillAccepted(RequestMessage, frozen=True, kw_only=True):
@@ -113,7 +124,10 @@ class PrefillAccepted(RequestMessage, frozen=True, kw_only=True):
 
 
 class ReserveBlocks(RequestMessage, frozen=True, kw_only=True):
-    """Make room for the prompt's KV and the answer's; then read the KV when it is offered, and decode."""
+    """Make room for the prompt's KV and the answer's; then read the KV when it is offered, and decode.
+
+    `prompt` and `num_answered_tokens` as in RunPrefill.
+    """
 
     gateway_id: GatewayId
     handoff_id: HandoffId
@@ -122,6 +136,9 @@ class ReserveBlocks(RequestMessage, frozen=True, kw_only=True):
     sampling: SamplingParams
     sources: tuple[KVSource, ...] = ()
     """Who else may have KV of this prompt, should the prefill worker's not arrive."""
+    num_answered_tokens: int = 0
+    tenant: str = ""
+    replica: WorkerId | None = None
 
 
 class ReservationQueued(RequestMessage, frozen=True, kw_only=True):
@@ -179,3 +196,38 @@ class CancelRequest(RequestMessage, frozen=True, kw_only=True):
     """Stop working on this attempt and give its blocks back."""
 
     reason: str
+
+
+class AskProgress(RequestMessage, frozen=True, kw_only=True):
+    """What has this attempt come to? The gateway asks where tokens are missing or nothing has been heard for a while:
+    the bus may lose a message. `index`: the first token of the answer that it lacks."""
+
+    index: int
+
+
+class Progress(RequestMessage, frozen=True, kw_only=True):
+    """What a worker knows of an attempt. `known` False: it has never heard of it, or has forgotten it; it will send
+    nothing. `tokens` None: nothing from the asked index on yet."""
+
+    worker_id: WorkerId
+    known: bool
+    tokens: RequestTokens | None = None
+
+
+class AttemptId(msgspec.Struct, frozen=True, kw_only=True):
+    request_id: RequestId
+    attempt: int
+
+
+class AskWanted(Message, frozen=True, kw_only=True):
+    """Does anybody still want these attempts? A worker asks the gateway now and then: a cancel may have been lost, or
+    the gateway may have died, in which case nobody serves this subject."""
+
+    worker_id: WorkerId
+    attempts: tuple[AttemptId, ...]
+
+
+class Wanted(Message, frozen=True, kw_only=True):
+    """Those of the attempts that have ended for the gateway: the worker lets go of them."""
+
+    unwanted: tuple[AttemptId, ...]

@@ -7,20 +7,33 @@ from typing import NamedTuple
 
 from schemas.directory import BlocksEvicted, BlocksLocated, BlocksStored, Inventory, LocateBlocks, ReadInventory
 from schemas.handoff import BlocksReserved, HandoffAborted, KVLanded, KVOffered, KVReleased, KVStreaming
-from schemas.kv import BlocksCooling, LeaseGranted, RequestLease
+from schemas.kv import BlocksCooling, LeaseGranted, ReplicateBlocks, RequestLease
 from schemas.message import Message
 from schemas.request import (
+    AskProgress,
+    AskWanted,
     CancelRequest,
     Placement,
     PlaceRequest,
     PrefillAccepted,
+    Progress,
     Refused,
     ReservationQueued,
     ReserveBlocks,
     RunPrefill,
     TokensEmitted,
+    Wanted,
 )
-from schemas.worker import DescribeFleet, FleetDescribed, WorkerDraining, WorkerJoined, WorkerLeft, WorkerLoad
+from schemas.worker import (
+    DescribeFleet,
+    FleetDescribed,
+    PingWorker,
+    WorkerAlive,
+    WorkerDraining,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerLoad,
+)
 
 
 class Subject(NamedTuple):
@@ -45,6 +58,8 @@ JOINED = Subject("mesh.v1.worker.{}.joined", WorkerJoined, (), "scheduler, direc
 LOAD = Subject("mesh.v1.worker.{}.load", WorkerLoad, (), "scheduler, directory")
 DRAINING = Subject("mesh.v1.worker.{}.draining", WorkerDraining, (), "scheduler")
 LEFT = Subject("mesh.v1.worker.{}.left", WorkerLeft, (), "scheduler, directory, gateway, workers")
+PING = Subject("mesh.v1.worker.{}.ping", PingWorker, (WorkerAlive,), "worker")
+PROGRESS = Subject("mesh.v1.worker.{}.progress", AskProgress, (Progress,), "worker")
 RUN = Subject("mesh.v1.prefill.{}.run", RunPrefill, (PrefillAccepted, Refused), "prefill worker")
 RESERVE = Subject(
     "mesh.v1.decode.{}.reserve", ReserveBlocks, (BlocksReserved, ReservationQueued, Refused), "decode worker"
@@ -58,15 +73,17 @@ LANDED = Subject("mesh.v1.handoff.{}.{}.{}.landed", KVLanded, (), "prefill worke
 RELEASED = Subject("mesh.v1.handoff.{}.{}.{}.released", KVReleased, (), "people")
 ABORTED = Subject("mesh.v1.handoff.{}.{}.{}.aborted", HandoffAborted, (), "both workers")
 TOKENS = Subject("mesh.v1.tokens.{}", TokensEmitted, (), "gateway")
+WANTED = Subject("mesh.v1.gateway.{}.wanted", AskWanted, (Wanted,), "gateway")
 CANCEL = Subject("mesh.v1.request.{}.cancel", CancelRequest, (), "workers")
 LOCATE = Subject("mesh.v1.directory.locate", LocateBlocks, (BlocksLocated,), "directory", "directory")
 STORED = Subject("mesh.v1.kv.{}.stored", BlocksStored, (), "directory")
 EVICTED = Subject("mesh.v1.kv.{}.evicted", BlocksEvicted, (), "directory")
 INVENTORY = Subject("mesh.v1.kv.{}.inventory", ReadInventory, (Inventory,), "KV holder")
 LEASE = Subject("mesh.v1.kv.{}.lease", RequestLease, (LeaseGranted, Refused), "KV holder")
+REPLICATE = Subject("mesh.v1.kv.{}.replicate", ReplicateBlocks, (), "KV holder")
 COOLING = Subject("mesh.v1.kv.{}.cooling", BlocksCooling, (), "store")
 
 SUBJECTS: tuple[Subject, ...] = (
-    PLACE, FLEET, JOINED, LOAD, DRAINING, LEFT, RUN, RESERVE, RESERVED, OFFERED, STREAMING, LANDED, RELEASED, ABORTED,
-    TOKENS, CANCEL, LOCATE, STORED, EVICTED, INVENTORY, LEASE, COOLING,
+    PLACE, FLEET, JOINED, LOAD, DRAINING, LEFT, PING, PROGRESS, RUN, RESERVE, RESERVED, OFFERED, STREAMING, LANDED,
+    RELEASED, ABORTED, TOKENS, WANTED, CANCEL, LOCATE, STORED, EVICTED, INVENTORY, LEASE, REPLICATE, COOLING,
 )  # fmt: skip

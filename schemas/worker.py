@@ -27,9 +27,10 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """The conservation law: total = free + cached + running + leased, at all times.
+    """The conservation law: total = free + cached + running + leased, at all times, and `orphaned` is 0.
 
-    `cached`: kept for their content only, and given up when room is needed.
+    `cached`: kept for their content only, and given up when room is needed. `orphaned`: of those that count as running,
+    the blocks that no request of this worker knows of: a leak.
     """
 
     total: int
@@ -37,6 +38,7 @@ class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
     running: int
     leased: int
     cached: int = 0
+    orphaned: int = 0
 
 
 class PrefillRate(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +98,18 @@ class WorkerLeft(Message, frozen=True, kw_only=True):
     worker_id: WorkerId
     incarnation: str
     reason: str
+
+
+class PingWorker(Message, frozen=True, kw_only=True):
+    """Are you there? Where the process has died the broker answers, at once, that nobody serves this."""
+
+
+class WorkerAlive(Message, frozen=True, kw_only=True):
+    """The worker's event loop runs. `lag_ms`: how late its clockwork last was."""
+
+    worker_id: WorkerId
+    incarnation: str
+    lag_ms: int = 0
 
 
 class DescribeFleet(Message, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from services.store.disk import DiskTier
 from services.store.remote import SCHEMES, ValkeyTier
 from services.store.tiers import BackTier, TierError
 from services.store.values import BlockValues
+from services.worker.platform import THREADS, Platform
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class StoreParts:
     core: StoreCore
     tier: BackTier | None
     secret: bytes
+    platform: Platform = THREADS
 
 
 def load_store(config: MeshConfig, store_id: str) -> StoreParts:

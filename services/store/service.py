@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable
 
 from dataplane.lease import Lease
-from dataplane.reader import PlaneReader
-from dataplane.server import PlaneServer, ServerOptions
+from dataplane.server import ServerOptions
 from dataplane.stream import TransferStats
 from dataplane.ticket import Ticket, sign
 from schemas import subjects
@@ -85,8 +84,10 @@ class Store:
             on_started=lambda lease_id: self._post(self._started, lease_id),
             on_served=lambda lease_id, stats, error: self._post(self._served, lease_id, stats, error),
         )
-        self._plane = PlaneServer(parts.arena, parts.shape, self._gate, parts.secret, _server_options(config))
-        self._reader = PlaneReader(parts.arena, parts.shape)
+        self._plane = parts.platform.make_server(
+            parts.arena, parts.shape, self._gate, parts.secret, _server_options(config)
+        )
+        self._reader = parts.platform.make_reader(parts.arena, parts.shape)
         self._lender = Lender(core, self._backing, tasks, self._changed)
         self._puller = Puller(
             core=core,

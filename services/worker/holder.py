@@ -28,6 +28,7 @@ from services.worker.actions import AttemptKey
 from services.worker.content import SequenceContent
 from services.worker.handoff import handoff_fields
 from services.worker.ledger import BlockLedger
+from services.worker.platform import MakeServer
 
 StartedCallback = Callable[[LeaseId], None]
 """The first byte of a read is on its way; called on a plane thread."""
@@ -56,6 +57,7 @@ class KVHolder:
     arena: Arena
     cache: BlockCache
     secret: bytes
+    make_server: MakeServer
     on_started: StartedCallback
     on_served: ServedCallback
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -81,7 +83,7 @@ class KVHolder:
         options = ServerOptions(
             carriers=carriers, host=config.plane_host, advertise_host=advertise_host, digests=config.digests
         )
-        self.plane = PlaneServer(self.arena, self.shape, self, self.secret, options)
+        self.plane = self.make_server(self.arena, self.shape, self, self.secret, options)
         self.plane.start()
 
     def close(self) -> None:

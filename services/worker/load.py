@@ -14,6 +14,7 @@ from services.engine.checkpoint import default_shape, layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.errors import UserError
 from services.worker.limits import WorkerLimits
+from services.worker.platform import THREADS, Platform
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,7 @@ class WorkerParts:
     engine: Engine
     limits: WorkerLimits
     secret: bytes
+    platform: Platform = THREADS
 
 
 def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> WorkerParts:

@@ -11,7 +11,6 @@ from typing import Protocol
 
 from dataplane.cache import BlockCache
 from dataplane.lease import Lease
-from dataplane.reader import PlaneReader
 from dataplane.stream import TransferStats
 from schemas import subjects
 from schemas.block import join_hashes
@@ -26,7 +25,7 @@ from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig
 from services.engine.base import Sequence, StepResult
 from services.engine.batch import Batch
-from services.engine.thread import EngineStoppedError, EngineThread, InvalidSequenceError
+from services.engine.thread import EngineStoppedError, InvalidSequenceError
 from services.runtime import now_ms
 from services.telemetry import Telemetry
 from services.worker.actions import (
@@ -108,10 +107,11 @@ class Worker:
             arena=parts.arena,
             cache=BlockCache(parts.shape, chunk_tokens=chunk_tokens, caching=caching),
             secret=parts.secret,
+            make_server=parts.platform.make_server,
             on_started=lambda lease_id: self._post(self._started, lease_id),
             on_served=lambda lease_id, stats, error: self._post(self._served, lease_id, stats, error),
         )
-        self.reader = PlaneReader(parts.arena, parts.shape)
+        self.reader = parts.platform.make_reader(parts.arena, parts.shape)
         self.rates = RateBook(parts.shape.layout.block_bytes // parts.shape.layout.block_size)
         self.wire = WireChoice(config.worker.wire_dtype, parts.shape.layout, self.rates)
         self._lending = LendCore(parts.limits, self.holder.cache, self.holder.leases)
@@ -129,7 +129,7 @@ class Worker:
             on_fetched=self._fetched,
         )
         batch = Batch(config.worker.token_budget, context_length=parts.limits.context_length)
-        self._engine = EngineThread(
+        self._engine = parts.platform.make_engine(
             parts.engine,
             batch,
             on_step=lambda result: self._post(self._stepped, result),

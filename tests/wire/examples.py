@@ -20,15 +20,19 @@ from schemas.handoff import (
     KVStreaming,
 )
 from schemas.ids import GatewayId, HandoffId, LeaseId, RequestId, WorkerId
-from schemas.kv import BlocksCooling, LeaseGranted, RequestLease
+from schemas.kv import BlocksCooling, LeaseGranted, ReplicateBlocks, RequestLease
 from schemas.message import Message
 from schemas.request import (
+    AskProgress,
+    AskWanted,
+    AttemptId,
     CancelRequest,
     KVSource,
     Placement,
     PlacementTerms,
     PlaceRequest,
     PrefillAccepted,
+    Progress,
     Refused,
     RequestFailure,
     RequestTokens,
@@ -39,14 +43,17 @@ from schemas.request import (
     SourceTokens,
     TokensEmitted,
     TransferReport,
+    Wanted,
 )
 from schemas.subjects import SUBJECTS
 from schemas.worker import (
     BlockCounts,
     DescribeFleet,
     FleetDescribed,
+    PingWorker,
     PrefillRate,
     TransferRate,
+    WorkerAlive,
     WorkerDraining,
     WorkerInfo,
     WorkerJoined,
@@ -101,7 +108,7 @@ TERMS = PlacementTerms(
 LOAD = WorkerLoad(
     worker=INFO,
     state="draining",
-    blocks=BlockCounts(total=4096, free=3900, running=90, leased=6, cached=100),
+    blocks=BlockCounts(total=4096, free=3900, running=90, leased=6, cached=100, orphaned=1),
     rates=RATES,
     num_unreceived_tokens=32,
     num_running=3,
@@ -136,8 +143,18 @@ TOKENS = (
 )
 
 EXAMPLES: tuple[Message, ...] = (
-    PlaceRequest(**REQUEST, num_prompt_tokens=100, max_tokens=16, block_hashes=HASHES, excluded_workers=(TARGET,)),
-    Placement(**REQUEST, prefill_worker=SOURCE, decode_worker=TARGET, policy="cost", sources=SOURCES, terms=TERMS),
+    PlaceRequest(
+        **REQUEST, num_prompt_tokens=100, max_tokens=16, block_hashes=HASHES, excluded_workers=(TARGET,), tenant="t"
+    ),
+    Placement(
+        **REQUEST,
+        prefill_worker=SOURCE,
+        decode_worker=TARGET,
+        policy="cost",
+        sources=SOURCES,
+        terms=TERMS,
+        replica=TARGET,
+    ),
     Refused(**REQUEST, reason="no_worker", detail="no decode worker is ready", retry_after_ms=1000),
     DescribeFleet(),
     FleetDescribed(policy="least_loaded", ready=True, workers=(LOAD,)),
@@ -153,6 +170,9 @@ EXAMPLES: tuple[Message, ...] = (
         handoff_id=HANDOFF["handoff_id"],
         decode_worker=TARGET,
         sources=SOURCES,
+        num_answered_tokens=3,
+        tenant="t",
+        replica=TARGET,
     ),
     PrefillAccepted(**REQUEST, worker_id=SOURCE),
     ReserveBlocks(
@@ -163,6 +183,9 @@ EXAMPLES: tuple[Message, ...] = (
         prompt=PROMPT,
         sampling=SAMPLING,
         sources=SOURCES,
+        num_answered_tokens=3,
+        tenant="t",
+        replica=SOURCE,
     ),
     BlocksReserved(**REQUEST, **HANDOFF, num_blocks=7),
     ReservationQueued(**REQUEST, worker_id=TARGET),
@@ -189,7 +212,7 @@ EXAMPLES: tuple[Message, ...] = (
     BlocksEvicted(**HOLDER, sequence=2, block_hashes=HASHES[:16], tier="memory"),
     ReadInventory(offset=100_000),
     Inventory(**HOLDER, sequence=2, block_hashes=HASHES[16:], next_offset=100_001, tier="remote"),
-    RequestLease(**REQUEST, reader=TARGET, fingerprint="f00d", first_block=3, block_hashes=HASHES),
+    RequestLease(**REQUEST, reader=TARGET, fingerprint="f00d", first_block=3, block_hashes=HASHES, tenant="t"),
     LeaseGranted(
         **REQUEST,
         worker_id=SOURCE,
@@ -202,6 +225,13 @@ EXAMPLES: tuple[Message, ...] = (
         num_tokens=80,
     ),
     BlocksCooling(**HOLDER, block_hashes=HASHES),
+    ReplicateBlocks(**REQUEST, source=SOURCE, fingerprint="f00d", first_block=3, block_hashes=HASHES, tenant="t"),
+    PingWorker(),
+    WorkerAlive(**HOLDER, lag_ms=12),
+    AskProgress(**REQUEST, index=4),
+    Progress(**REQUEST, worker_id=TARGET, known=True, tokens=TOKENS[0]),
+    AskWanted(worker_id=TARGET, attempts=(AttemptId(request_id=RequestId("req-1"), attempt=2),)),
+    Wanted(unwanted=(AttemptId(request_id=RequestId("req-1"), attempt=2),)),
 )
 
 MESSAGE_TYPES = sorted({t for s in SUBJECTS for t in (s.carries, *s.reply)}, key=lambda t: t.__name__)

@@ -1,0 +1,43 @@
+"""Who makes the parts of a worker that do not run on the event loop: the plane's ends and the engine's thread.
+
+The simulator puts parts of its own in their place, which run the same code under virtual time.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from dataplane.arena import Arena
+from dataplane.layout import ArenaShape
+from dataplane.reader import PlaneReader
+from dataplane.server import LeaseGate, PlaneServer, ServerOptions
+from services.engine.base import Engine, Sequence, StepCallback
+from services.engine.batch import Batch
+from services.engine.thread import EngineThread
+
+MakeServer = Callable[[Arena, ArenaShape, LeaseGate, bytes, ServerOptions], PlaneServer]
+MakeReader = Callable[[Arena, ArenaShape], PlaneReader]
+
+
+class MakeEngine(Protocol):
+    """As `EngineThread`."""
+
+    def __call__(
+        self,
+        engine: Engine,
+        batch: Batch,
+        on_step: StepCallback,
+        on_failure: Callable[[list[Sequence], str], None],
+        on_removed: Callable[[Sequence], None],
+    ) -> EngineThread: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    make_server: MakeServer = PlaneServer
+    make_reader: MakeReader = PlaneReader
+    make_engine: MakeEngine = EngineThread
+
+
+THREADS = Platform()
+"""A thread for the engine, one for each stream."""
