@@ -1,13 +1,14 @@
 # make up     create the environment, install, start the mesh, serve
 # make test   the same environment, then the whole suite
 # make check  ruff, pyright, import contracts
+# make sim    100,000 requests under every fault, in virtual time; then every planted bug
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: up setup test check bench docs clean
+.PHONY: up setup test check sim bench docs clean
 
 up: setup
 	@$(BIN)/kvmesh up $(UP_FLAGS)
@@ -29,6 +30,10 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+sim: setup
+	$(BIN)/kvmesh simulate --requests 100000 --faults all
+	$(BIN)/python -m tests.sim.bugs
 
 bench: setup
 	$(BIN)/python -m tests.bench.bench_carriers

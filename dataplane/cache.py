@@ -1,8 +1,8 @@
 """What lies in an arena's blocks: which are in use, and which are kept for their content. Pure bookkeeping.
 
 A full block whose content is known by its hash stays after its request, and is given up, the least recently used
-first, when room is needed. A sequence is admitted with all the blocks that it can come to need, so that it never waits
-half way.
+first, when room is needed; of several tenants the one that has more than its share (`dataplane/shares.py`). A sequence
+is admitted with all the blocks that it can come to need, so that it never waits half way.
 
 Each cache group (`KVLayout.groups`) has blocks of its own. In a group with a window a sequence's own blocks form a
 ring: they are written over once no query can see them any more, so their content is only known for sure, and kept, at
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from dataplane.layout import ArenaShape, BlockTable, BlockTables, block_ids, num_blocks_for, segments_of
 from dataplane.pool import BlockPool
+from dataplane.shares import TenantShares
 from schemas.ids import BlockHash
 
 
@@ -61,7 +62,9 @@ class BlockCache:
         """Blocks that nobody uses and that are kept for their content."""
         return sum(len(group.idle) for group in self._groups)
 
-    def admit(self, hashes: Sequence[BlockHash], num_tokens: int, max_cached_tokens: int) -> Allocation | None:
+    def admit(
+        self, hashes: Sequence[BlockHash], num_tokens: int, max_cached_tokens: int, *, tenant: str = ""
+    ) -> Allocation | None:
         """Return blocks for `num_tokens` tokens, a reference to each; None where there is no room now.
 
         They begin with what is cached of the blocks `hashes` (of the sequence, from its first on), at most
@@ -81,7 +84,7 @@ class BlockCache:
         tables: list[BlockTable] = []
         for group, blocks, size in zip(self._groups, shared, sizes, strict=True):
             group.take(blocks)
-            own = group.allocate(size)
+            own = group.allocate(size, tenant)
             rest = num_blocks - num_cached
             rounds = num_blocks_for(rest, size) if size else 0
             table = [*blocks, *(own * rounds)[:rest]]
@@ -102,6 +105,25 @@ class BlockCache:
             group.take(blocks)
             tables.append(BlockTable(segments_of(blocks), first_block + num_found - len(blocks)))
         return Allocation(tuple(tables), (first_block + num_found) * self.layout.block_size)
+
+    def holds(self, block_hash: BlockHash) -> bool:
+        """Say whether a block with this content is here."""
+        return block_hash in self._groups[0].block_of
+
+    def admit_spare(self, first_block: int, num_blocks: int, *, tenant: str = "") -> BlockTables | None:
+        """Return blocks to be filled with the blocks `first_block`, `first_block` + 1, … of a sequence, a reference to
+        each. Nothing is given up for them: None where fewer are free. Not for layouts with windows."""
+        assert not self.layout.is_windowed, "blocks of windowed layers are of no use by themselves"
+        group = self._groups[0]
+        if not 0 < num_blocks <= group.pool.num_free:
+            return None
+        return (BlockTable(segments_of(group.allocate(num_blocks, tenant)), first_block),)
+
+    def keep(self, tables: BlockTables, hashes: Sequence[BlockHash]) -> None:
+        """Take in that the first `len(hashes)` blocks of spare tables are filled."""
+        if self._caching:
+            for block, block_hash in zip(block_ids(tables[0].segments), hashes, strict=False):
+                self._groups[0].put(block, block_hash)
 
     def share(self, tables: BlockTables) -> None:
         """Add a reference to each block."""
@@ -162,12 +184,11 @@ class BlockCache:
     def coldest(self, num_blocks: int) -> list[BlockHash]:
         """Return the content of the blocks that would be given up first."""
         first = self._groups[0]
-        found: list[BlockHash] = []
-        for block in first.idle:
-            if len(found) == num_blocks:
-                break
-            found.append(first.hash_of[block])
-        return found
+        return [first.hash_of[block] for block in first.idle.victims(num_blocks)]
+
+    def num_of(self, tenant: str) -> int:
+        """Return how many blocks a tenant's sequences use or have left here."""
+        return sum(group.idle.num_of(tenant) for group in self._groups)
 
     def contents(self) -> list[BlockHash]:
         """Return the hashes of all that is here."""
@@ -222,8 +243,8 @@ class _Group:
         self.pool = BlockPool(num_blocks)
         self.block_of: dict[BlockHash, int] = {}
         self.hash_of: dict[int, BlockHash] = {}
-        self.idle: dict[int, None] = {}
-        """Blocks that only the cache refers to; the first to go in front."""
+        self.idle = TenantShares(num_blocks)
+        """Blocks that only the cache refers to."""
         self.changes: dict[BlockHash, bool] = {}
 
     def num_idle_of(self, blocks: Iterable[int]) -> int:
@@ -232,22 +253,25 @@ class _Group:
     def take(self, blocks: Sequence[int]) -> None:
         self.pool.share(segments_of(blocks))
         for block in blocks:
-            self.idle.pop(block, None)
+            self.idle.uses(block)
 
-    def allocate(self, num_blocks: int) -> list[int]:
+    def allocate(self, num_blocks: int, tenant: str) -> list[int]:
         """Return fresh blocks; the caller has checked that there are enough."""
-        while self.pool.num_free < num_blocks:
-            self._evict(next(iter(self.idle)))
+        if (num_missing := num_blocks - self.pool.num_free) > 0:
+            for block in self.idle.victims(num_missing, tenant=tenant, num_wanted=num_blocks):
+                self._evict(block)
         segments = self.pool.allocate(num_blocks)
         assert segments is not None
-        return block_ids(segments)
+        blocks = block_ids(segments)
+        self.idle.took(tenant, blocks)
+        return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop references. A sequence's last blocks are given up before its first, which more prompts share."""
-        self.pool.free(segments_of(blocks))
+        self.idle.freed(self.pool.free(segments_of(blocks)))
         for block in reversed(blocks):
             if block in self.hash_of and self.pool.num_references(block) == 1:
-                self.idle[block] = None
+                self.idle.idles(block)
 
     def put(self, block: int, block_hash: BlockHash) -> None:
         """Keep a block in use for its content, unless the same content is kept already."""
@@ -263,13 +287,13 @@ class _Group:
         self.pool.check_integrity()
         assert {h: b for b, h in self.hash_of.items()} == self.block_of, "both maps say the same"
         idle = {block for block in self.hash_of if self.pool.num_references(block) == 1}
-        assert idle == set(self.idle), "idle is what only the cache refers to"
+        in_use = {block for block in range(self.pool.num_blocks) if self.pool.num_references(block)}
+        self.idle.check_integrity(in_use, idle)
 
     def _evict(self, block: int) -> None:
-        del self.idle[block]
         block_hash = self.hash_of.pop(block)
         del self.block_of[block_hash]
-        self.pool.free(segments_of([block]))
+        self.idle.freed(self.pool.free(segments_of([block])))
         self._note(block_hash, came=False)
 
     def _note(self, block_hash: BlockHash, *, came: bool) -> None:

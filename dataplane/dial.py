@@ -4,9 +4,18 @@ import contextlib
 import socket
 import threading
 import time
+from typing import Protocol
 
 from dataplane.stream import TransferFailedError
 from schemas.handoff import Endpoint
+
+
+class Cuttable(Protocol):
+    """What a read waits on."""
+
+    def cut(self) -> None:
+        """Wake whoever waits on it, now and for good."""
+        ...
 
 
 class Cancellation:
@@ -14,22 +23,22 @@ class Cancellation:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sockets: list[socket.socket] = []
+        self._watched: list[Cuttable] = []
         self._cancelled = False
 
     @property
     def is_cancelled(self) -> bool:
         return self._cancelled
 
-    def watch(self, sock: socket.socket) -> None:
-        """Shut `sock` down on `cancel`. Raises TransferFailedError when that has been called already."""
+    def watch(self, wire: Cuttable) -> None:
+        """Cut `wire` on `cancel`. Raises TransferFailedError when that has been called already."""
         with self._lock:
-            self._sockets.append(sock)
+            self._watched.append(wire)
         self.check()
 
-    def unwatch(self, sock: socket.socket) -> None:
+    def unwatch(self, wire: Cuttable) -> None:
         with self._lock:
-            self._sockets.remove(sock)
+            self._watched.remove(wire)
 
     def check(self) -> None:
         if self._cancelled:
@@ -39,9 +48,19 @@ class Cancellation:
         """From any thread; idempotent."""
         with self._lock:
             self._cancelled = True
-            for sock in self._sockets:
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
+            for wire in self._watched:
+                wire.cut()
+
+
+class _Dialling:
+    """A socket that is being connected."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def cut(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
 
 def connect_tcp(endpoint: Endpoint, timeout_s: float, cancellation: Cancellation) -> socket.socket:
@@ -54,8 +73,9 @@ def connect_tcp(endpoint: Endpoint, timeout_s: float, cancellation: Cancellation
     reason = "no address"
     for family, kind, protocol, _, address in addresses:
         sock = socket.socket(family, kind, protocol)
+        dialling = _Dialling(sock)
         try:
-            cancellation.watch(sock)
+            cancellation.watch(dialling)
             sock.settimeout(max(0.001, deadline - time.monotonic()))
             sock.connect(address)
             cancellation.check()
@@ -69,5 +89,5 @@ def connect_tcp(endpoint: Endpoint, timeout_s: float, cancellation: Cancellation
         else:
             return sock
         finally:
-            cancellation.unwatch(sock)
+            cancellation.unwatch(dialling)
     raise TransferFailedError("connect", f"{endpoint.host}:{endpoint.port}: {reason}")

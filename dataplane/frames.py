@@ -128,7 +128,7 @@ def digest(views: Sequence[Rows], stats: TransferStats) -> int:
     return hasher.intdigest()
 
 
-def copy(sources: Sequence[Rows], targets: Sequence[Rows], stats: TransferStats, *, digests: bool) -> int:
+def copy(sources: Iterable[Rows], targets: Sequence[Rows], stats: TransferStats, *, digests: bool) -> int:
     """Copy a frame's bytes from one arena to another and return the digest of what arrived (0 without `digests`)."""
     hasher = xxhash.xxh3_64()
     clock = time.perf_counter_ns
@@ -157,7 +157,7 @@ def pieces(rows: Rows) -> Iterator[Rows]:
         yield rows[at : at + size]
 
 
-def _pairs(sources: Sequence[Rows], targets: Sequence[Rows]) -> Iterator[tuple[Rows, Rows]]:
+def _pairs(sources: Iterable[Rows], targets: Sequence[Rows]) -> Iterator[tuple[Rows, Rows]]:
     """Cut both sides at each other's borders, and so that no piece is longer than PIECE_BYTES, or one row."""
     remaining = iter(targets)
     target = next(remaining)

@@ -2,8 +2,6 @@
 or the reader's going."""
 
 import contextlib
-import os
-import select
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -38,7 +36,7 @@ from dataplane.stream import (
     encode_header,
 )
 from dataplane.ticket import Ticket, TicketRefusedError, verify
-from dataplane.wire import Wire, WireClosedError, WireTimeoutError
+from dataplane.wire import Waker, Wire, WireClosedError, WireTimeoutError
 from schemas.ids import LeaseId
 
 MAX_UNACKED_FRAMES = 8
@@ -249,8 +247,8 @@ class _Service:
 
     def run(self) -> str:
         """Serve; return "" or why it ended early. The reader has been told where it could be."""
-        with _Waker() as waker:
-            self._readable.progress.subscribe(waker.wake)
+        with self._wire.waker() as waker:
+            self._readable.progress.subscribe(waker.wake)  # under its lock, and never after `unsubscribe`
             try:
                 self._accept()
                 self._serve(waker)
@@ -280,7 +278,7 @@ class _Service:
         )
         self._unsent = encode_frame(Kind.ACCEPTED, accepted)
 
-    def _serve(self, waker: "_Waker") -> None:
+    def _serve(self, waker: Waker) -> None:
         while True:
             waker.clear()
             ready = self._readable.progress.ready()
@@ -351,47 +349,13 @@ class _Service:
         self._unsent += encode_header(Header(Kind.END, length=len(trailer), digest=digest_of(trailer))) + trailer
         self._flush()
 
-    def _wait(self, waker: "_Waker") -> None:
+    def _wait(self, waker: Waker) -> None:
         """Wait for the engine, or a word of the reader."""
         started = time.perf_counter_ns()
-        moved = waker.wait(self._wire, self._context.idle_timeout_s)
+        moved = waker.wait(self._context.idle_timeout_s)
         self.stats.wait_ns += time.perf_counter_ns() - started
         if not moved:
             if self._uncommitted:
                 raise _EndedError("the reader copies nothing", tell=False)
             if not self._context.gate.still_valid(self._ticket):
                 raise _EndedError("the lease has ended", tell=True)
-
-
-class _Waker:
-    """Lets one thread wait for its wire and for a call of `wake` at once."""
-
-    def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._set = False
-
-    def __enter__(self) -> "_Waker":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
-
-    def wake(self) -> None:
-        """Called under the progress's lock, so never by two threads at once, nor after `unsubscribe`."""
-        if not self._set:
-            self._set = True
-            os.eventfd_write(self._fd, 1)
-
-    def clear(self) -> None:
-        """Forget the calls so far: before looking at what they told of."""
-        if self._set:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._fd)
-            self._set = False
-
-    def wait(self, wire: Wire, timeout_s: float) -> bool:
-        """Return whether either happened in time."""
-        poll = select.poll()
-        poll.register(self._fd, select.POLLIN)
-        poll.register(wire.fileno(), select.POLLIN)
-        return bool(poll.poll(timeout_s * 1000))

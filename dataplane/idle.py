@@ -1,12 +1,11 @@
 """Connections on which a stream has ended well, kept for the next read from the same holder."""
 
-import select
-import socket
 import threading
 import time
 from dataclasses import dataclass
 
 from dataplane import loopback
+from dataplane.wire import Wire
 from schemas.handoff import Endpoint
 
 MAX_IDLE_S = 10.0
@@ -28,7 +27,7 @@ def way_to(carrier: str, endpoint: Endpoint) -> Way:
 @dataclass(slots=True, frozen=True, eq=False)
 class _Idle:
     way: Way
-    sock: socket.socket
+    wire: Wire
     since: float
 
 
@@ -44,19 +43,19 @@ class IdleConnections:
         with self._lock:
             return len(self._idle)
 
-    def take(self, way: Way) -> socket.socket | None:
+    def take(self, way: Way) -> Wire | None:
         """Return a connection to this holder that has been silent since its stream ended, or None."""
         with self._lock:
             self._drop_old()
             for idle in reversed(self._idle):
                 if idle.way == way:
                     self._idle.remove(idle)
-                    if not _has_something(idle.sock):
-                        return idle.sock
-                    idle.sock.close()
+                    if not _has_something(idle.wire):
+                        return idle.wire
+                    idle.wire.close()
         return None
 
-    def put(self, way: Way, sock: socket.socket) -> None:
+    def put(self, way: Way, wire: Wire) -> None:
         """Keep the connection, or close it."""
         with self._lock:
             self._drop_old()
@@ -66,9 +65,9 @@ class IdleConnections:
             elif len(self._idle) >= MAX_IDLE:
                 self._drop(self._idle[0])
             if self._closed:
-                sock.close()
+                wire.close()
             else:
-                self._idle.append(_Idle(way, sock, time.monotonic()))
+                self._idle.append(_Idle(way, wire, time.monotonic()))
 
     def close(self) -> None:
         """Close all, and whatever comes later."""
@@ -84,11 +83,9 @@ class IdleConnections:
 
     def _drop(self, idle: _Idle) -> None:
         self._idle.remove(idle)
-        idle.sock.close()
+        idle.wire.close()
 
 
-def _has_something(sock: socket.socket) -> bool:
+def _has_something(wire: Wire) -> bool:
     """Say whether there is something to read: the end, or what nobody asked for."""
-    poll = select.poll()
-    poll.register(sock, select.POLLIN)
-    return bool(poll.poll(0))
+    return not wire.is_silent

@@ -12,7 +12,7 @@ from typing import Literal
 from dataplane.layout import BlockTables, block_ids
 from schemas.ids import LeaseId, WorkerId
 
-RefusalReason = Literal["unknown", "expired", "epoch", "reader"]
+RefusalReason = Literal["unknown", "expired", "epoch", "reader", "tenant"]
 
 
 class LeaseState(enum.StrEnum):
@@ -39,6 +39,8 @@ class Lease:
     first_token: int = 0
     state: LeaseState = LeaseState.ACTIVE
     outcome: str = ""
+    tenant: str = ""
+    """On whose behalf it is read; "": nobody in particular."""
 
 
 class LeaseRefusedError(Exception):
@@ -83,16 +85,28 @@ class LeaseTable:
         num_tokens: int,
         expires_at_ms: int,
         first_token: int = 0,
+        tenant: str = "",
     ) -> Lease:
         """Return a new active lease with an epoch of its own. Asserts that no lease of this id is active."""
         assert lease_id not in self._active, f"{lease_id} is already granted"
         self._last_epoch += 1
-        lease = Lease(lease_id, self._last_epoch, holder, reader, tables, num_tokens, expires_at_ms, first_token)
+        lease = Lease(
+            lease_id,
+            self._last_epoch,
+            holder,
+            reader,
+            tables,
+            num_tokens,
+            expires_at_ms,
+            first_token,
+            tenant=tenant,
+        )
         self._active[lease_id] = lease
         return lease
 
-    def check(self, lease_id: LeaseId, epoch: int, reader: WorkerId, now_ms: int) -> Lease:
-        """Return the lease if `reader` may read under it now. Raises LeaseRefusedError."""
+    def check(self, lease_id: LeaseId, epoch: int, reader: WorkerId, now_ms: int, tenant: str | None = None) -> Lease:
+        """Return the lease if `reader` may read under it now, for `tenant` where it is given. Raises
+        LeaseRefusedError."""
         lease = self._active.get(lease_id)
         if lease is None:
             raise LeaseRefusedError(lease_id, "unknown")
@@ -100,6 +114,8 @@ class LeaseTable:
             raise LeaseRefusedError(lease_id, "epoch")
         if lease.reader != reader:
             raise LeaseRefusedError(lease_id, "reader")
+        if tenant is not None and lease.tenant != tenant:
+            raise LeaseRefusedError(lease_id, "tenant")
         if lease.expires_at_ms <= now_ms:
             raise LeaseRefusedError(lease_id, "expired")
         return lease

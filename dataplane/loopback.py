@@ -1,10 +1,10 @@
 """The carrier inside one process: as shm, but the reader has the holder's arena already, and no port is involved."""
 
-import socket
 import threading
 from typing import Protocol
 
 from dataplane.arena import Arena
+from dataplane.wire import Wire
 
 NAME = "loopback"
 
@@ -14,7 +14,7 @@ class LocalServer(Protocol):
 
     arena: Arena
 
-    def connect(self) -> socket.socket:
+    def connect(self) -> Wire:
         """Return the reader's end of a new stream."""
         ...
 

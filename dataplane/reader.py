@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from dataplane import loopback, shm, tcp
-from dataplane.arena import Arena, ArenaMissingError
+from dataplane.arena import Arena, ArenaMissingError, ByteArray
 from dataplane.codec import WireDtype
 from dataplane.connect import CarrierImpossibleError, choose_carrier
 from dataplane.dial import Cancellation, connect_tcp
@@ -38,7 +37,7 @@ from dataplane.stream import (
     encode_header,
 )
 from dataplane.tcp import TcpReader
-from dataplane.wire import Wire, WireClosedError, WireTimeoutError
+from dataplane.wire import SocketWire, Thread, Wire, WireClosedError, WireTimeoutError
 from schemas.handoff import Endpoint
 
 _MAX_FRAMES_PER_ACK = 4
@@ -133,8 +132,7 @@ class PlaneReader:
             else:
                 _call_soon(loop, lambda: done.set_result(landed))
 
-        thread = threading.Thread(target=run, name="kv-read", daemon=True)
-        thread.start()
+        thread = self._start_thread(run)
         try:
             await asyncio.wait([done])
         except asyncio.CancelledError:
@@ -186,54 +184,45 @@ class PlaneReader:
 
     def _run(self, run: "_Read", target: SequenceMemory) -> Landed:
         endpoint = run.request.endpoint
-        carrier = choose_carrier(run.request.carrier, endpoint, self._attached.can_attach)
+        carrier = self._choose(run.request.carrier, endpoint)
         way = way_to(carrier, endpoint)
-        while (sock := self._idle.take(way)) is not None:
+        while (wire := self._idle.take(way)) is not None:
             try:
-                return self._read_on(sock, way, carrier, run, target)
+                return self._read_on(wire, way, carrier, run, target)
             except _NotAnsweredError:
                 continue  # the holder had just closed it: nothing has been asked of it yet
         return self._read_on(self._connect(carrier, run), way, carrier, run, target)
 
-    def _read_on(self, sock: socket.socket, way: Way, carrier: str, run: "_Read", target: SequenceMemory) -> Landed:
+    def _read_on(self, wire: Wire, way: Way, carrier: str, run: "_Read", target: SequenceMemory) -> Landed:
         """Read on this connection; it is kept if the stream ends well. Raises _NotAnsweredError, and what ends it."""
-        landed, wire = None, Wire(sock, reads_ahead=carrier != tcp.NAME)
+        landed = None
+        wire.reads_ahead = carrier != tcp.NAME
+        self._begin(wire)
         try:
-            run.cancellation.watch(sock)
+            run.cancellation.watch(wire)
             accepted = run.open(wire, carrier, self._fingerprint)
             if carrier == tcp.NAME:
                 landed = run.land(wire, TcpReader(target, run.extent, digests=accepted.digests))
             else:
                 source = self._source(carrier, run.request.endpoint, accepted, run.extent)
-                landed = run.land(wire, SharedReader(source, target, digests=accepted.digests))
+                landed = run.land(wire, self._shared_reader(source, target, digests=accepted.digests))
             return landed
         finally:
-            run.cancellation.unwatch(sock)
+            run.cancellation.unwatch(wire)
             if landed is not None and wire.is_silent:
-                self._idle.put(way, sock)
+                self._idle.put(way, wire)
             else:
-                sock.close()
+                wire.close()
 
-    def _connect(self, carrier: str, run: "_Read") -> socket.socket:
-        endpoint = run.request.endpoint
-        if carrier == loopback.NAME:
-            server = loopback.find(endpoint.arena_nonce)
-            if server is None:
-                raise ConnectionRefusedError("the holder has closed")
-            return server.connect()
+    def _connect(self, carrier: str, run: "_Read") -> Wire:
         timeout_s = min(self._connect_timeout_s, run.deadline - time.monotonic())
         if timeout_s <= 0:
             raise TimeoutError("the deadline has passed")
-        return connect_tcp(endpoint, timeout_s, run.cancellation)
+        return self._dial(carrier, run.request.endpoint, timeout_s, run.cancellation)
 
     def _source(self, carrier: str, endpoint: Endpoint, accepted: Accepted, extent: Extent) -> SequenceMemory:
         """Return the holder's memory. Raises ArenaMissingError, ProtocolError."""
-        if carrier == shm.NAME:
-            array = self._attached.attach(endpoint)
-        elif (server := loopback.find(endpoint.arena_nonce)) is not None:
-            array = server.arena.array
-        else:
-            raise ArenaMissingError(endpoint.arena, "the holder has closed")
+        array = self._memory(carrier, endpoint)
         layout = self._shape.layout
         if accepted.heads != heads_of(layout):
             layout = replace(layout, first_head=accepted.heads.first, num_kv_heads=accepted.heads.num_heads)
@@ -247,6 +236,39 @@ class PlaneReader:
         if not source.covers(extent, extent.num_tokens):
             raise ProtocolError("the holder's tables do not have all that it accepted")
         return source
+
+    # What the simulator does in its own way.
+
+    def _start_thread(self, run: Callable[[], None]) -> Thread:
+        thread = threading.Thread(target=run, name="kv-read", daemon=True)
+        thread.start()
+        return thread
+
+    def _choose(self, wanted: str, endpoint: Endpoint) -> str:
+        """Return the carrier to use. Raises CarrierImpossibleError."""
+        return choose_carrier(wanted, endpoint, self._attached.can_attach)
+
+    def _dial(self, carrier: str, endpoint: Endpoint, timeout_s: float, cancellation: Cancellation) -> Wire:
+        if carrier != loopback.NAME:
+            return SocketWire(connect_tcp(endpoint, timeout_s, cancellation))
+        server = loopback.find(endpoint.arena_nonce)
+        if server is None:
+            raise ConnectionRefusedError("the holder has closed")
+        return server.connect()
+
+    def _begin(self, wire: Wire) -> None:
+        """A read begins on this wire."""
+
+    def _memory(self, carrier: str, endpoint: Endpoint) -> ByteArray:
+        """Return the holder's arena. Raises ArenaMissingError."""
+        if carrier == shm.NAME:
+            return self._attached.attach(endpoint)
+        if (server := loopback.find(endpoint.arena_nonce)) is None:
+            raise ArenaMissingError(endpoint.arena, "the holder has closed")
+        return server.arena.array
+
+    def _shared_reader(self, source: SequenceMemory, target: SequenceMemory, *, digests: bool) -> ReaderCarrier:
+        return SharedReader(source, target, digests=digests)
 
 
 class _Read:

@@ -5,6 +5,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dataplane import loopback, shm, tcp
@@ -12,7 +13,7 @@ from dataplane.arena import Arena
 from dataplane.holder import HolderContext, HolderStream, JunkError, LeaseGate, ReadableKV
 from dataplane.layout import ArenaShape
 from dataplane.stream import Kind, Refused, encode_frame
-from dataplane.wire import Wire, WireClosedError, WireTimeoutError
+from dataplane.wire import SocketWire, Thread, Wire, WireClosedError, WireTimeoutError
 from schemas.handoff import Endpoint
 
 __all__ = ["LeaseGate", "PlaneServer", "ReadableKV", "ServerOptions"]
@@ -50,7 +51,7 @@ class _Live:
     wire: Wire
     peer: str
     stream: HolderStream
-    thread: threading.Thread | None = None
+    thread: Thread | None = None
     opened_at: float = field(default_factory=time.monotonic)
 
 
@@ -85,7 +86,7 @@ class PlaneServer:
         self._closing = False
         self._listener: socket.socket | None = None
         self._port = 0
-        self._acceptor: threading.Thread | None = None
+        self._acceptor: Thread | None = None
         self._logged_at: dict[str, float] = {}
 
     @property
@@ -108,20 +109,11 @@ class PlaneServer:
     def start(self) -> None:
         """Listen and serve. Raises OSError when the address cannot be bound."""
         assert self._acceptor is None and not self._closing, "a server is started once"
-        if {shm.NAME, tcp.NAME} & set(self.options.carriers):
-            address = (self.options.host, self.options.port)
-            self._listener = socket.create_server(address, backlog=_BACKLOG)
-            self._port = self._listener.getsockname()[1]
-            self._acceptor = threading.Thread(
-                target=self._accept, name="kv-accept", args=(self._listener,), daemon=True
-            )
-            self._acceptor.start()
-        if loopback.NAME in self.options.carriers:
-            loopback.register(self)
+        self._listen()
 
-    def connect(self) -> socket.socket:
+    def connect(self) -> Wire:
         """Return the reader's end of a new stream inside this process. Raises ConnectionError when closing."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = self._pair()
         if not self._admit(ours, "this process"):
             theirs.close()
             raise ConnectionRefusedError("the plane server is closing")
@@ -129,10 +121,30 @@ class PlaneServer:
 
     def close(self) -> None:
         """Cut all streams and wait for their threads: when it returns, nothing reads the arena. Idempotent."""
-        loopback.unregister(self)
         with self._lock:
             self._closing = True
             live = list(self._streams)
+        self._stop_listening()
+        for stream in live:
+            stream.wire.cut()
+        for stream in live:
+            if stream.thread is not None:
+                stream.thread.join()
+
+    # What the simulator does in its own way.
+
+    def _listen(self) -> None:
+        if {shm.NAME, tcp.NAME} & set(self.options.carriers):
+            address = (self.options.host, self.options.port)
+            listener = self._listener = socket.create_server(address, backlog=_BACKLOG)
+            self._port = listener.getsockname()[1]
+            self._acceptor = self._new_thread(lambda: self._accept(listener), "kv-accept")
+            self._acceptor.start()
+        if loopback.NAME in self.options.carriers:
+            loopback.register(self)
+
+    def _stop_listening(self) -> None:
+        loopback.unregister(self)
         if self._listener is not None:
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
@@ -140,11 +152,14 @@ class PlaneServer:
             self._acceptor.join()
         if self._listener is not None:
             self._listener.close()
-        for stream in live:
-            stream.wire.cut()
-        for stream in live:
-            if stream.thread is not None:
-                stream.thread.join()
+
+    def _pair(self) -> tuple[Wire, Wire]:
+        """Return the holder's and the reader's end of a new wire."""
+        ours, theirs = socket.socketpair()
+        return SocketWire(ours, reads_ahead=True), SocketWire(theirs)
+
+    def _new_thread(self, run: Callable[[], None], name: str) -> Thread:
+        return threading.Thread(target=run, name=name, daemon=True)
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -156,11 +171,10 @@ class PlaneServer:
                 self._log_peer("accept", f"cannot accept: {error}")
                 time.sleep(0.05)  # out of descriptors: a moment for streams to end; connections wait in the backlog
                 continue
-            self._admit(sock, address[0])
+            self._admit(SocketWire(sock, reads_ahead=True), address[0])
 
-    def _admit(self, sock: socket.socket, peer: str) -> bool:
-        """Start a thread that serves `sock`, or say no. Says whether the socket was taken at all."""
-        wire = Wire(sock, reads_ahead=True)
+    def _admit(self, wire: Wire, peer: str) -> bool:
+        """Start a thread that serves `wire`, or say no. Says whether the wire was taken at all."""
         live = _Live(wire, peer, HolderStream(self._context, wire))
         with self._lock:
             if self._closing:
@@ -173,7 +187,7 @@ class PlaneServer:
                 full = False
             if not full:
                 self._streams.append(live)
-                live.thread = threading.Thread(target=self._serve, name="kv-serve", args=(live,), daemon=True)
+                live.thread = self._new_thread(lambda: self._serve(live), "kv-serve")
                 live.thread.start()
         if full:
             refused = Refused(code="busy", detail=f"{self.options.max_streams} streams are open")

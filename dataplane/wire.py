@@ -1,12 +1,13 @@
-"""A blocking socket with deadlines, for the threads of the plane. It is cut from another thread by `cut`."""
+"""What the threads of the plane speak over: a blocking stream with deadlines. `cut` ends it from another thread."""
 
 import contextlib
+import os
 import select
 import socket
 import struct
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, Self
 
 from dataplane.stream import HEADER_BYTES, Header, Kind, decode_header
 
@@ -25,12 +26,84 @@ class WireTimeoutError(Exception):
     """Nothing moved within the time allowed."""
 
 
-class Wire:
-    """One connected stream socket. One thread uses it; any thread may `cut` it.
+class Thread(Protocol):
+    """What the plane needs of a thread."""
 
-    Deadlines are `time.monotonic()` seconds. The socket stays in blocking mode, its timeouts are the kernel's: no
-    system call is spent on asking whether there is something to read.
-    """
+    def start(self) -> None: ...
+    def join(self) -> None: ...
+
+
+class Waker(Protocol):
+    """Lets one thread wait for its wire and for a call of `wake` at once. A context: it is good inside."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_: object) -> None: ...
+
+    def wake(self) -> None:
+        """From any thread, but never from two at once."""
+        ...
+
+    def clear(self) -> None:
+        """Forget the calls so far: before looking at what they told of."""
+        ...
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether either happened in time."""
+        ...
+
+
+class Wire(Protocol):
+    """One connected stream. One thread uses it; any thread may `cut` it. Deadlines are `time.monotonic()` seconds."""
+
+    reads_ahead: bool
+    """Take in whatever is there with a header: only where no payload follows headers on this wire."""
+
+    def receive_header(self, deadline: float, *allowed: Kind) -> Header:
+        """Return the next header. Raises WireClosedError, WireTimeoutError, ProtocolError."""
+        ...
+
+    def receive(self, num_bytes: int, deadline: float) -> bytearray:
+        """Return exactly `num_bytes`. Raises WireClosedError, WireTimeoutError."""
+        ...
+
+    def receive_into(self, view: Any, deadline: float) -> int:
+        """Write what is there, at least a byte, into `view` and return how much. Raises as `receive`."""
+        ...
+
+    def has_unread(self) -> bool:
+        """Say whether `receive_header` would return without waiting."""
+        ...
+
+    @property
+    def is_silent(self) -> bool:
+        """Nothing has been said that was not taken in: not even the end."""
+        ...
+
+    def send(self, buffers: Sequence[Any], timeout_s: float) -> None:
+        """Hand all bytes over: when it returns they have left the caller's memory.
+
+        Raises WireTimeoutError when the peer takes nothing for `timeout_s`, and WireClosedError.
+        """
+        ...
+
+    def finish_sending(self) -> None:
+        """Say that nothing more comes and give the peer a moment to read it all: closing at once could lose it."""
+        ...
+
+    def waker(self) -> Waker:
+        """Return what waits for this wire and for another thread."""
+        ...
+
+    def cut(self) -> None:
+        """Wake the thread that uses this wire, now and for good. From any thread; idempotent."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SocketWire:
+    """A stream socket. It stays in blocking mode, its timeouts are the kernel's: no system call is spent on asking
+    whether there is something to read."""
 
     def __init__(self, sock: socket.socket, *, reads_ahead: bool = False) -> None:
         self._sock = sock
@@ -38,7 +111,6 @@ class Wire:
         self._unread = bytearray()
         self._receive_timeout_s = 0.0
         self.reads_ahead = reads_ahead
-        """Take in whatever is there with a header: only where no payload follows headers on this socket."""
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         sock.settimeout(None)
@@ -49,11 +121,9 @@ class Wire:
         return self._sock.fileno()
 
     def receive_header(self, deadline: float, *allowed: Kind) -> Header:
-        """Return the next header. Raises WireClosedError, WireTimeoutError, ProtocolError."""
         return decode_header(self.receive(HEADER_BYTES, deadline), *allowed)
 
     def receive(self, num_bytes: int, deadline: float) -> bytearray:
-        """Return exactly `num_bytes`. Raises WireClosedError, WireTimeoutError."""
         unread = self._unread
         while len(unread) < num_bytes:
             missing = num_bytes - len(unread)
@@ -64,7 +134,6 @@ class Wire:
         return taken
 
     def receive_into(self, view: Any, deadline: float) -> int:
-        """Write what is there, at least a byte, into `view` and return how much. Raises as `receive`."""
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             raise WireTimeoutError("the deadline has passed")
@@ -82,12 +151,10 @@ class Wire:
         return received
 
     def has_unread(self) -> bool:
-        """Say whether `receive_header` would return without waiting."""
         return len(self._unread) >= HEADER_BYTES or self.wait_readable(0)
 
     @property
     def is_silent(self) -> bool:
-        """Nothing has been said that was not taken in: not even the end."""
         return not self._unread and not self.wait_readable(0)
 
     def wait_readable(self, timeout_s: float) -> bool:
@@ -95,10 +162,6 @@ class Wire:
         return bool(self._poll.poll(timeout_s * 1000))
 
     def send(self, buffers: Sequence[Any], timeout_s: float) -> None:
-        """Hand all bytes to the kernel: when it returns they have left the caller's memory.
-
-        Raises WireTimeoutError when the peer takes nothing for `timeout_s`, and WireClosedError.
-        """
         self._set_timeout(socket.SO_SNDTIMEO, timeout_s)
         views = [memoryview(buffer) for buffer in buffers]
         try:
@@ -110,15 +173,16 @@ class Wire:
             raise WireClosedError(error.strerror or str(error)) from error
 
     def finish_sending(self) -> None:
-        """Say that nothing more comes and give the peer a moment to read it all: closing at once could lose it."""
         deadline = time.monotonic() + _LINGER_S
         with contextlib.suppress(OSError, WireClosedError, WireTimeoutError):
             self._sock.shutdown(socket.SHUT_WR)
             while True:
                 self.receive_into(bytearray(_READ_AHEAD_BYTES), deadline)
 
+    def waker(self) -> Waker:
+        return _SocketWaker(self._sock)
+
     def cut(self) -> None:
-        """Wake the thread that uses this wire, now and for good. From any thread; idempotent."""
         self._cut = True
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -138,3 +202,33 @@ class Wire:
         micros = max(1, int(seconds * 1e6))
         with contextlib.suppress(OSError):  # the socket is gone: the call that follows says so
             self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(micros, 1_000_000)))
+
+
+class _SocketWaker:
+    def __init__(self, sock: socket.socket) -> None:
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._sock = sock
+        self._set = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def wake(self) -> None:
+        if not self._set:
+            self._set = True
+            os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        if self._set:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._fd)
+            self._set = False
+
+    def wait(self, timeout_s: float) -> bool:
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))

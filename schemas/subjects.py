@@ -55,7 +55,7 @@ class Subject(NamedTuple):
 PLACE = Subject("mesh.v1.schedule.place", PlaceRequest, (Placement, Refused), "scheduler", "scheduler")
 FLEET = Subject("mesh.v1.schedule.fleet", DescribeFleet, (FleetDescribed,), "scheduler", "scheduler")
 JOINED = Subject("mesh.v1.worker.{}.joined", WorkerJoined, (), "scheduler, directory, gateway")
-LOAD = Subject("mesh.v1.worker.{}.load", WorkerLoad, (), "scheduler, directory")
+LOAD = Subject("mesh.v1.worker.{}.load", WorkerLoad, (), "scheduler, directory, gateway")
 DRAINING = Subject("mesh.v1.worker.{}.draining", WorkerDraining, (), "scheduler")
 LEFT = Subject("mesh.v1.worker.{}.left", WorkerLeft, (), "scheduler, directory, gateway, workers")
 PING = Subject("mesh.v1.worker.{}.ping", PingWorker, (WorkerAlive,), "worker")

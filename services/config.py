@@ -3,10 +3,11 @@
 import os
 import secrets
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import msgspec
 
+from schemas.ids import is_subject_token
 from services.errors import UserError
 
 Carrier = Literal["auto", "shm", "tcp"]
@@ -31,9 +32,25 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     port: int = 8000
     request_timeout_s: float = 600.0
     """A request's deadline, from its arrival to its last token."""
-    accept_timeout_s: float = 10.0
-    """How long a worker may take to say that it has taken a request."""
+    accept_timeout_s: float = 2.0
+    """How long a worker may take to say that it has taken a request; after it the worker is asked what it knows."""
     max_attempts: int = 3
+    """Attempts in a row that give the client nothing."""
+    place_wait_s: float = 5.0
+    """How long a request that nobody has begun may wait for a scheduler, or for workers that take it."""
+    resume_wait_s: float = 30.0
+    """How long an answer under way may wait for workers or a scheduler to come back."""
+    progress_after_ms: int = 1_000
+    """A worker that has said nothing of a request for this long is asked what it has come to."""
+    worker_silent_ms: int = 3_000
+    """A worker that does not answer that for this long is taken for lost."""
+    tenants: dict[str, str] = {}
+    """API key to tenant. Empty: no key is asked for, and everybody is one tenant."""
+
+    def __post_init__(self) -> None:
+        for tenant in self.tenants.values():
+            if not is_subject_token(tenant):
+                raise ValueError(f"a tenant's name is a word of letters, digits, - and _, not {tenant!r}")
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,6 +61,15 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """A decode worker that lacks at most this many tokens of a prompt, and holds most of it, may serve it alone."""
     silent_after_ms: int = 3_000
     """A worker that has said nothing for this long is taken for dead."""
+    ping_interval_ms: int = 200
+    suspect_after_ms: int = 600
+    """A worker that neither answers nor speaks for this long gets nothing new while another one could take it."""
+    max_queue_ms: int = 30_000
+    """A request that would wait longer is refused, where rates are measured."""
+    max_queued_requests: int = 256
+    """The same while they are not: the most requests that may wait on every worker."""
+    replicate: bool = False
+    """Offer the blocks that decoding completes to a store or another worker, so that they outlive their worker."""
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,6 +91,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     digests: bool = True
     prefix_cache: bool = True
     """Keep full blocks after their request, and serve later prompts from them."""
+    drain_s: float = 30.0
+    """How long a worker that is to stop may take to finish what runs; what is left then goes on elsewhere."""
+    fence_after_ms: int = 2_500
+    """A worker whose clock stood still for this long takes itself for lost. Less than `silent_after_ms`."""
     wire_dtype: WireDtype = "same"
     """How this worker asks for KV over `tcp`: as it is, compressed, or compressed where that is quicker."""
 
@@ -165,5 +195,8 @@ def child_environment() -> dict[str, str]:
 
 
 def _toml_value(value: object) -> str:
-    """Strings, numbers and booleans are written the same way in TOML as in JSON."""
+    """Strings, numbers and booleans are written the same way in TOML as in JSON; a dict becomes an inline table."""
+    if isinstance(value, dict):
+        entries = cast("dict[str, object]", value).items()
+        return "{" + ", ".join(f"{_toml_value(key)} = {_toml_value(entry)}" for key, entry in entries) + "}"
     return msgspec.json.encode(value).decode()

@@ -17,7 +17,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace import Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.trace.propagation import set_span_in_context
 
@@ -100,13 +100,19 @@ class OpenSpan:
 
 
 class Telemetry:
-    """Makes spans for one service. `exporter` None: spans are made (so that contexts travel) and kept nowhere."""
+    """Makes spans for one service. `exporter` None: spans are made (so that contexts travel) and kept nowhere.
 
-    def __init__(self, service: str, exporter: SpanExporter | None) -> None:
+    `at_once`: each span is exported as it ends, on the caller's thread.
+    """
+
+    def __init__(self, service: str, exporter: SpanExporter | None, *, at_once: bool = False) -> None:
         resource = Resource.create({"service.name": f"kvmesh-{service}", "service.instance.id": service})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         if exporter is not None:
-            self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=500))
+            processor = (
+                SimpleSpanProcessor(exporter) if at_once else BatchSpanProcessor(exporter, schedule_delay_millis=500)
+            )
+            self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("kvmesh")
 
     def start(
@@ -140,6 +146,20 @@ class Telemetry:
     def close(self) -> None:
         """Export what is pending."""
         self._provider.shutdown()
+
+
+class ListExporter(SpanExporter):
+    """Keeps the records of what has ended in a list, for a simulation to look at."""
+
+    def __init__(self, records: list[dict[str, object]]) -> None:
+        self._records = records
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self._records += map(span_record, spans)
+        return SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        """Nothing is held open."""
 
 
 class FileExporter(SpanExporter):

@@ -10,6 +10,9 @@ from typing import Protocol
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
 """Set in our NATS configuration as well; a message above it, headers included, is refused before it is sent."""
 
+MAX_WAITING = 65_536
+"""Messages that may wait for one subscription's reader; one more is dropped, counted and logged."""
+
 _FRAME_BYTES = len("NATS/1.0\r\n\r\n")
 _HEADER_BYTES = len(": \r\n")
 
@@ -87,10 +90,21 @@ class Subscription(Protocol):
 
 
 class Bus(Protocol):
-    """At most once, in order per publisher and subject."""
+    """At most once, in order per publisher and subject. While the broker is away, what is published waits in a bounded
+    buffer and goes out once it is back; subscriptions and endpoints come back by themselves."""
+
+    @property
+    def num_connects(self) -> int:
+        """How often the bus has connected. What was said between two of them may not have been heard."""
+        ...
+
+    @property
+    def num_dropped(self) -> int:
+        """Messages that came and were dropped because their reader was too slow."""
+        ...
 
     async def publish(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> None:
-        """Send to whoever listens. Raises MessageTooLargeError, BusClosedError."""
+        """Send to whoever listens. Raises MessageTooLargeError, BusClosedError, BusError when the buffer is full."""
         ...
 
     async def request(self, subject: str, payload: bytes, headers: Mapping[str, str], timeout_s: float) -> Delivery:

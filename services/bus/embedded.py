@@ -78,6 +78,10 @@ class EmbeddedNats:
             raise
         return server
 
+    def wait(self) -> int:
+        """Block until the server has ended; return its exit code, negative for a signal."""
+        return self._process.wait()
+
     def stop(self) -> None:
         """End the server and wait for it."""
         with contextlib.suppress(ProcessLookupError):

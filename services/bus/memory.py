@@ -2,10 +2,20 @@
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from services.bus.base import BusClosedError, Delivery, NoRespondersError, RequestTimedOutError, check_size
+from services.bus.base import (
+    MAX_WAITING,
+    BusClosedError,
+    Delivery,
+    NoRespondersError,
+    RequestTimedOutError,
+    check_size,
+)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -37,6 +47,15 @@ class MemorySubscription:
             yield delivery
         self.inbox.put_nowait(None)  # for whoever iterates once more
 
+    def offer(self, delivery: MemoryDelivery) -> None:
+        """Take a message in, unless too many wait already."""
+        if self.inbox.qsize() < MAX_WAITING:
+            self.inbox.put_nowait(delivery)
+            return
+        if self.bus.num_dropped == 0:
+            log.warning("dropped a message on %s: its reader is too slow", delivery.subject)
+        self.bus.num_dropped += 1
+
     async def close(self) -> None:
         self.bus.forget(self)
         self.inbox.put_nowait(None)
@@ -57,6 +76,8 @@ class MemoryBus:
         self._broker = broker or MemoryBroker()
         self._requests: set[asyncio.Future[MemoryDelivery]] = set()
         self._closed = False
+        self.num_connects = 1
+        self.num_dropped = 0
 
     async def publish(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> None:
         self._deliver(MemoryDelivery(subject, payload, dict(headers)))
@@ -117,9 +138,9 @@ class MemoryBus:
             if subscription.queue:
                 groups.setdefault(subscription.queue, []).append(subscription)
             else:
-                subscription.inbox.put_nowait(delivery)
+                subscription.offer(delivery)
         for members in groups.values():
-            members[next(self._broker.turn) % len(members)].inbox.put_nowait(delivery)
+            members[next(self._broker.turn) % len(members)].offer(delivery)
         return bool(heard)
 
 

@@ -7,7 +7,9 @@ silently ends its loop. The Services API leaves no choice but callbacks, so ours
 import asyncio
 import contextlib
 import logging
+import random
 import re
+import time
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import TypeVar
 
@@ -17,11 +19,13 @@ import nats.micro
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as ClientSubscription
+from nats.aio.transport import TcpTransport
 from nats.micro.request import Request
 from nats.micro.service import Endpoint, Service, ServiceConfig
 
 from services.bus.base import (
     MAX_PAYLOAD_BYTES,
+    MAX_WAITING,
     BusClosedError,
     BusError,
     Delivery,
@@ -35,6 +39,20 @@ log = logging.getLogger(__name__)
 
 SERVICE_VERSION = "0.1.0"
 FLUSH_TIMEOUT_S = 10
+CLOSE_TIMEOUT_S = 5
+BUFFER_BYTES = 2 * MAX_PAYLOAD_BYTES
+"""What may wait for a broker that is away; above it publishing is an error."""
+WAITING_BYTES = 8 * MAX_PAYLOAD_BYTES
+"""What may wait for one subscription's reader."""
+RECONNECT_WAIT_S = 0.2
+PING_INTERVAL_S = 5
+"""A broker whose machine is gone closes no connection: after three silent pings it is taken for away."""
+SETTLE_S = 2.0
+"""For this long after a reconnect, a request that nobody serves is asked again rather than given up."""
+ASK_AGAIN_S = 0.1
+DROP_LOG_INTERVAL_S = 5.0
+
+_BUFFER_FULL = "the broker is away and the send buffer is full"
 
 ResultT = TypeVar("ResultT")
 
@@ -105,6 +123,9 @@ class NatsEndpoint:
             self._inbox.put_nowait(None)
 
     async def _handle(self, request: Request) -> None:
+        if self._inbox.qsize() >= MAX_WAITING:
+            self._bus.count_drop(request.subject)
+            return
         self._inbox.put_nowait(NatsDelivery(self._bus, request._msg))  # pyright: ignore[reportPrivateUsage]
 
 
@@ -117,6 +138,12 @@ class NatsBus:
         self._services: dict[str, Service] = {}
         self._endpoints: list[NatsEndpoint] = []
         self._denied: str | None = None
+        self.num_connects = 0
+        self.num_dropped = 0
+        self.closed = asyncio.Event()
+        """Set once the connection is closed for good, by us or by the broker."""
+        self._reconnected_s = -SETTLE_S
+        self._drop_logged_s = -DROP_LOG_INTERVAL_S
 
     @property
     def is_connected(self) -> bool:
@@ -139,8 +166,11 @@ class NatsBus:
                     closed_cb=bus._on_closed,
                     connect_timeout=max(1, int(timeout_s)),
                     max_reconnect_attempts=-1,
-                    reconnect_time_wait=1,
+                    # Clients that were cut off together do not come back together.
+                    reconnect_time_wait=RECONNECT_WAIT_S * random.uniform(1, 2),  # pyright: ignore[reportArgumentType]
                     allow_reconnect=True,
+                    pending_size=BUFFER_BYTES,
+                    ping_interval=PING_INTERVAL_S,
                 ),
                 timeout_s,
             )
@@ -152,6 +182,7 @@ class NatsBus:
             raise BrokerUnreachableError(
                 f"no NATS server answers at {bus._url} ({reason}); start one, or run with --nats embedded"
             ) from error
+        bus.num_connects += 1
         if client.max_payload < MAX_PAYLOAD_BYTES:
             log.warning(
                 "the broker allows %d bytes a message, fewer than our %d", client.max_payload, MAX_PAYLOAD_BYTES
@@ -167,22 +198,38 @@ class NatsBus:
 
     async def request(self, subject: str, payload: bytes, headers: Mapping[str, str], timeout_s: float) -> Delivery:
         self._check_size(subject, payload, headers)
+        if not self.is_connected and self._client.pending_data_size + len(payload) > BUFFER_BYTES:
+            # The library finds that out too, and would then keep the request's place for ever.
+            raise BusError(subject, _BUFFER_FULL)
+        ends_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                message = await self._ask(subject, payload, headers, timeout_s)
+                return NatsDelivery(self, message, is_reply=True)
+            except NoRespondersError:
+                # Who serves it may be on its way back to the broker, as we were a moment ago.
+                now_s = time.monotonic()
+                if now_s - self._reconnected_s > SETTLE_S or now_s + ASK_AGAIN_S > ends_s:
+                    raise
+            await asyncio.sleep(ASK_AGAIN_S)
+            timeout_s = ends_s - time.monotonic()
+
+    async def _ask(self, subject: str, payload: bytes, headers: Mapping[str, str], timeout_s: float) -> Msg:
         try:
-            message = await _cancellable(
-                self._client.request(subject, payload, timeout=timeout_s, headers=dict(headers))
-            )
+            return await _cancellable(self._client.request(subject, payload, timeout=timeout_s, headers=dict(headers)))
         except nats.errors.NoRespondersError as error:
             raise NoRespondersError(subject) from error
         except nats.errors.TimeoutError as error:
             raise RequestTimedOutError(subject, timeout_s) from error
         except nats.errors.Error as error:
             raise _bus_error(subject, error) from error
-        return NatsDelivery(self, message, is_reply=True)
 
     async def subscribe(self, pattern: str, queue: str = "") -> NatsSubscription:
         try:
             subscription = await _cancellable(
-                self._client.subscribe(pattern, queue=queue)  # pyright: ignore[reportUnknownMemberType]
+                self._client.subscribe(  # pyright: ignore[reportUnknownMemberType]
+                    pattern, queue=queue, pending_msgs_limit=MAX_WAITING, pending_bytes_limit=WAITING_BYTES
+                )
             )
         except nats.errors.Error as error:
             raise _bus_error(pattern, error) from error
@@ -226,12 +273,33 @@ class NatsBus:
     async def close(self) -> None:
         for endpoint in self._endpoints:
             await endpoint.close()
-        await self._client.close()
+        client = self._client
+        if not client.is_connected:
+            _forget_unsent(client)
+        closing = asyncio.create_task(client.close(), name="close the bus")
+        await asyncio.wait({closing}, timeout=CLOSE_TIMEOUT_S)
+        if not closing.done():
+            _forget_unsent(client)
+        try:
+            await closing
+        except OSError:  # the connection was lost while the library sent what it still had
+            client._status = Client.DISCONNECTED  # pyright: ignore[reportPrivateUsage]
+            await client.close()
 
     def _check_size(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> None:
         check_size(subject, payload, headers, min(MAX_PAYLOAD_BYTES, self._client.max_payload))
 
+    def count_drop(self, subject: str) -> None:
+        """A message came that its reader was too slow for."""
+        self.num_dropped += 1
+        if time.monotonic() - self._drop_logged_s >= DROP_LOG_INTERVAL_S:
+            self._drop_logged_s = time.monotonic()
+            log.warning("dropped a message on %s, %d by now: its reader is too slow", subject, self.num_dropped)
+
     async def _on_error(self, error: Exception) -> None:
+        if isinstance(error, nats.errors.SlowConsumerError):
+            self.count_drop(error.subject)
+            return
         text = str(error) or type(error).__name__
         if "permissions violation" in text.lower():
             self._denied = text
@@ -240,13 +308,16 @@ class NatsBus:
 
     async def _on_disconnected(self) -> None:
         if not self._client.is_closed:
-            log.warning("lost the broker at %s; trying again each second", self._url)
+            log.warning("lost the broker at %s; trying again several times a second", self._url)
 
     async def _on_reconnected(self) -> None:
+        self.num_connects += 1
+        self._reconnected_s = time.monotonic()
         log.warning("the broker at %s is back", self._url)
 
     async def _on_closed(self) -> None:
         """End what waits: the library leaves its requests to their timeouts."""
+        self.closed.set()
         waiting: dict[str, asyncio.Future[Msg]] = self._client._resp_map  # pyright: ignore
         for reply in list(waiting.values()):
             if not reply.done():
@@ -261,9 +332,18 @@ def _bus_error(subject: str, error: nats.errors.Error) -> BusError:
         case nats.errors.ConnectionClosedError() | nats.errors.ConnectionDrainingError():
             return BusClosedError(subject)
         case nats.errors.OutboundBufferLimitError():
-            return BusError(subject, "the broker is away and the send buffer is full")
+            return BusError(subject, _BUFFER_FULL)
         case _:
             return BusError(subject, f"the broker did not do it ({error})")
+
+
+def _forget_unsent(client: Client) -> None:
+    """The library would write it to a connection that is lost, fail, and leave its closing half done."""
+    client._pending.clear()  # pyright: ignore[reportPrivateUsage]
+    client._pending_data_size = 0  # pyright: ignore[reportPrivateUsage]
+    transport = client._transport  # pyright: ignore[reportPrivateUsage]
+    if isinstance(transport, TcpTransport) and transport._io_writer is not None:  # pyright: ignore
+        transport._io_writer.transport.abort()  # pyright: ignore
 
 
 async def _cancellable(operation: Awaitable[ResultT]) -> ResultT:

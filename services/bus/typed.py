@@ -21,6 +21,8 @@ MessageT = TypeVar("MessageT", bound=Message)
 TRACEPARENT_HEADER = "traceparent"
 SCHEMA_HEADER = "Kvmesh-Schema"
 DEADLINE_HEADER = "Kvmesh-Deadline-Ms"
+MAX_ANSWERING = 4_096
+"""Requests of one subject that may be answered at a time; one more is left to its asker's timeout."""
 
 
 class Received(NamedTuple, Generic[MessageT]):
@@ -33,7 +35,7 @@ class Received(NamedTuple, Generic[MessageT]):
 
 @dataclass
 class TypedBus:
-    """Publishes, asks, listens and serves messages. `num_dropped` counts what did not decode.
+    """Publishes, asks, listens and serves messages. `num_dropped` counts what did not decode or came too quickly.
 
     Handlers of `listen` are plain functions that must not block: one subject's messages are handled in order.
     """
@@ -42,6 +44,7 @@ class TypedBus:
     service: str
     num_dropped: int = 0
     _subscriptions: list[Subscription] = field(default_factory=list[Subscription])
+    _num_dropped_by_bus: int = 0
 
     async def publish(self, subject: Subject, ids: tuple[str, ...], message: Message, traceparent: str = "") -> None:
         """Send an event. Raises BusError."""
@@ -111,11 +114,22 @@ class TypedBus:
         subject: Subject,
         handle: Callable[[Received[MessageT]], Awaitable[Message]],
     ) -> None:
+        answering: set[asyncio.Task[None]] = set()
+        num_refused = 0
         async for delivery in subscription:
             received = self._decode(delivery, subject)
-            if received is not None:
-                answer = self._answer(delivery, handle(cast("Received[MessageT]", received)))
-                tasks.create_task(answer, name=f"answer {delivery.subject}")
+            if received is None:
+                continue
+            if len(answering) >= MAX_ANSWERING:
+                self.num_dropped += 1
+                num_refused += 1
+                if num_refused.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …
+                    log.warning("%d requests on %s found too many being answered", num_refused, delivery.subject)
+                continue
+            answer = self._answer(delivery, handle(cast("Received[MessageT]", received)))
+            task = tasks.create_task(answer, name=f"answer {delivery.subject}")
+            answering.add(task)
+            task.add_done_callback(answering.discard)
 
     async def _answer(self, delivery: Delivery, pending: Awaitable[Message]) -> None:
         try:
@@ -130,6 +144,9 @@ class TypedBus:
             log.warning("a reply could not be sent: %s", error)
 
     def _decode(self, delivery: Delivery, subject: Subject) -> Received[Message] | None:
+        if self._num_dropped_by_bus != (num_now := self.bus.num_dropped):
+            self.num_dropped += num_now - self._num_dropped_by_bus
+            self._num_dropped_by_bus = num_now
         try:
             message = decode(delivery.payload, subject.carries)
         except UndecodableMessageError as error:

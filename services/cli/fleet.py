@@ -12,6 +12,7 @@ from services.errors import MeshNotRunningError
 
 ASK_TIMEOUT_S = 3.0
 ASK_INTERVAL_S = 0.05
+ANSWERS_OF_EACH = 5
 
 
 async def describe_fleet(nats_url: str) -> FleetDescribed:
@@ -25,18 +26,24 @@ async def describe_fleet(nats_url: str) -> FleetDescribed:
         await bus.close()
 
 
-async def wait_known(nats_url: str, worker_ids: Set[str]) -> None:
-    """Return once the scheduler knows all of these workers. Raises UserError when no broker answers."""
+async def wait_known(nats_url: str, worker_ids: Set[str], num_schedulers: int = 1) -> None:
+    """Return once the scheduler knows all of these workers. Raises UserError when no broker answers.
+
+    Of several schedulers any one answers, so they are asked until so many answers in a row are right that hardly one
+    of them has not been heard.
+    """
+    num_wanted = 1 if num_schedulers == 1 else ANSWERS_OF_EACH * num_schedulers
     bus = await NatsBus.connect(nats_url, "kvmesh-up")
     door = TypedBus(bus, "up")
-    known: set[str] = set()
+    num_right = 0
     try:
-        while not known >= worker_ids:
+        while num_right < num_wanted:
             try:
                 known = {load.worker.worker_id for load in (await _ask(door)).workers}
             except BusError:
-                known = set()  # it is starting
-            await asyncio.sleep(0 if known >= worker_ids else ASK_INTERVAL_S)
+                known = set[str]()  # it is starting
+            num_right = num_right + 1 if known >= worker_ids else 0
+            await asyncio.sleep(0 if num_right else ASK_INTERVAL_S)
     finally:
         await bus.close()
 

@@ -1,4 +1,4 @@
-"""The `kvmesh` command: `up`, `serve`, `status`, `trace`, `bench`. A person's mistake is one line and exit code 2."""
+"""The `kvmesh` command: `up`, `serve`, `status`, `trace`, `simulate`, `bench`. A person's mistake is one line and exit code 2."""
 
 import sys
 from pathlib import Path
@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from services.cli.bench import bench
+from services.cli.simulate import simulate
 from services.config import Carrier, WireDtype
 from services.errors import UserError
 
@@ -19,6 +20,7 @@ app = typer.Typer(
     help="Serve a language model with prefill and decode on different workers.",
 )
 app.add_typer(bench, name="bench")
+app.command()(simulate)
 
 RoleName = Literal["gateway", "scheduler", "directory", "prefill", "decode", "aggregated", "store"]
 
@@ -29,6 +31,9 @@ def up(
     prefill: Annotated[int, typer.Option(min=1, max=64, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=1, max=64, help="Decode workers.")] = 1,
     aggregated: Annotated[int, typer.Option(min=0, max=64, help="Workers that do both; no split.")] = 0,
+    schedulers: Annotated[int, typer.Option(min=1, max=16, help="Schedulers.")] = 1,
+    directories: Annotated[int, typer.Option(min=1, max=16, help="Directories.")] = 1,
+    gateways: Annotated[int, typer.Option(min=1, max=16, help="Gateways, on ports one after another.")] = 1,
     carrier: Annotated[Carrier, typer.Option(help="How KV crosses.")] = "auto",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="HTTP port on loopback; 0 finds one.")] = 8000,
     nats: Annotated[str, typer.Option(help="`embedded`, or the URL of a running server.")] = "embedded",
@@ -42,16 +47,24 @@ def up(
     kv_mib: Annotated[int, typer.Option(min=1, help="KV memory of one worker, in MiB.")] = 512,
     token_budget: Annotated[int, typer.Option(min=16, help="Most tokens of one engine step.")] = 512,
     threads: Annotated[int, typer.Option(min=0, help="Threads of one worker; 0 shares the cores out.")] = 0,
+    replicate: Annotated[
+        bool, typer.Option(help="Copy the KV of answers elsewhere, so that it outlives its worker.")
+    ] = False,
+    drain_s: Annotated[float, typer.Option(min=0, help="How long a worker may take to finish what runs.")] = 30.0,
     otlp: Annotated[str, typer.Option(help="OTLP/HTTP endpoint for traces; files if left out.")] = "",
 ) -> None:
     """Start a whole mesh on this machine and serve the OpenAI API. Ctrl-C stops it."""
-    from services.cli.supervisor import UpOptions, run_up
+    from services.cli.supervisor import UpOptions
+    from services.cli.up import run_up
 
     options = UpOptions(
         model=model,
         num_prefill=0 if aggregated else prefill,
         num_decode=0 if aggregated else decode,
         num_aggregated=aggregated,
+        num_schedulers=schedulers,
+        num_directories=directories,
+        num_gateways=gateways,
         carrier=carrier,
         port=port,
         nats=nats,
@@ -65,6 +78,8 @@ def up(
         kv_bytes=kv_mib * 1024 * 1024,
         token_budget=token_budget,
         num_threads=threads,
+        replicate=replicate,
+        drain_s=drain_s,
         otlp_endpoint=otlp,
     )
     raise typer.Exit(run_up(options))
@@ -75,12 +90,13 @@ def serve(
     role: Annotated[RoleName, typer.Argument(help="Which service.")],
     config: Annotated[Path, typer.Option(help="The mesh's configuration, mesh.toml.")],
     id: Annotated[str, typer.Option("--id", help="This service's name; role and host name if left out.")] = "",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="A gateway's port; mesh.toml's if 0.")] = 0,
     supervised: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Run one service of a mesh until SIGTERM."""
     from services.cli.serve import run_service
 
-    run_service(role, config, service_id=id, supervised=supervised)
+    run_service(role, config, service_id=id, port=port, supervised=supervised)
 
 
 @app.command()
@@ -100,8 +116,8 @@ def trace(
     folder: Annotated[Path | None, typer.Option(help="Where span files lie; the last `kvmesh up` if left out.")] = None,
 ) -> None:
     """Show one request's trace as a waterfall."""
-    from services.cli.supervisor import trace_dir
     from services.cli.trace import show_trace
+    from services.cli.up import trace_dir
 
     show_trace(folder or trace_dir(), request_id or None)
 

@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import cast
 
+import msgspec
+
 from schemas.ids import WorkerId, is_subject_token
 from schemas.worker import WorkerRole
 from services.bus.nats import NatsBus
@@ -21,9 +23,11 @@ ERROR_PREFIX = "error: "
 Start = Callable[[NatsBus, Telemetry, asyncio.Event, Callable[[], None]], Awaitable[None]]
 
 
-def run_service(role: str, config_path: Path, *, service_id: str, supervised: bool) -> None:
+def run_service(role: str, config_path: Path, *, service_id: str, port: int = 0, supervised: bool) -> None:
     """Serve until a signal, or, supervised, until standard input ends. Raises UserError."""
     config = load_config(config_path)
+    if port:
+        config = msgspec.structs.replace(config, gateway=msgspec.structs.replace(config.gateway, port=port))
     name = service_id or f"{role}-{socket.gethostname().split('.')[0]}"
     if not is_subject_token(name):
         raise UserError(f"--id {name!r} may have letters, digits, - and _ only")
@@ -42,13 +46,27 @@ async def _serve(name: str, config: MeshConfig, start: Start, stop: asyncio.Even
     watch = asyncio.create_task(watch_parent(stop), name="watch parent") if supervised else None
     telemetry = open_telemetry(name, config.telemetry)
     bus = await NatsBus.connect(config.nats.url, name, config.nats.connect_timeout_s)
+    ends = asyncio.create_task(_end_with(bus, stop), name="watch the bus")
     try:
         await start(bus, telemetry, stop, lambda: _say(READY_LINE))
+        if ends.done() and ends.result():
+            raise UserError(f"the broker at {config.nats.url} has closed the connection for good")
     finally:
+        ends.cancel()
         if watch is not None:
             watch.cancel()
         await bus.close()
         telemetry.close()
+
+
+async def _end_with(bus: NatsBus, stop: asyncio.Event) -> bool:
+    """Set `stop` when the broker has sent us away: without it a service is deaf, and whoever started it should know.
+    False: it was we who closed."""
+    await bus.closed.wait()
+    if stop.is_set():
+        return False
+    stop.set()
+    return True
 
 
 def _starter(role: str, name: str, config: MeshConfig) -> Start:

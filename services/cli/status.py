@@ -9,7 +9,7 @@ from rich.table import Column, Table
 
 from schemas.worker import BlockCounts, FleetDescribed, WorkerLoad
 from services.cli.fleet import describe_fleet
-from services.cli.supervisor import running_mesh
+from services.cli.up import running_mesh
 from services.errors import MeshNotRunningError
 
 
@@ -24,11 +24,20 @@ def run_status(nats_url: str, *, as_json: bool) -> None:
         sys.stdout.buffer.write(msgspec.json.encode(fleet) + b"\n")
         return
     console = Console(highlight=False)
-    where = f"{mesh.url}/v1, " if mesh else ""
+    if mesh is not None and url != mesh.nats_url:
+        mesh = None  # it is another one that is asked for
+    where = "".join(f"{gateway}/v1, " for gateway in (mesh.url, *mesh.other_urls)) if mesh else ""
     console.print(f"{where}{url}, policy {fleet.policy}, {'ready' if fleet.ready else '[red]not ready[/red]'}")
     console.print(worker_table(fleet))
     if any(load.worker.role == "store" for load in fleet.workers):
         console.print(store_table(fleet))
+    if mesh is not None and mesh.restarts:
+        console.print("started again: " + ", ".join(f"{name} {n}×" for name, n in sorted(mesh.restarts.items())))
+    if mesh is not None and mesh.given_up:
+        console.print(f"[red]given up: {', '.join(mesh.given_up)}[/red]")
+    if orphaned := {load.worker.worker_id: n for load in _sorted(fleet) if (n := load.blocks.orphaned)}:
+        listed = ", ".join(f"{worker_id} {n}" for worker_id, n in orphaned.items())
+        console.print(f"[red]blocks that no request knows of: {listed}[/red]")
 
 
 BLOCK_STATES = ("free", "cached", "leased", "total")

@@ -1,25 +1,25 @@
-"""`kvmesh up`: a broker and one process per service, started with progress, stopped in order, nothing left behind."""
+"""A mesh as child processes: a broker and one process per service, started with progress, started again when they end,
+stopped in order, nothing left behind."""
 
 import asyncio
 import contextlib
-import json
 import os
-import shutil
-import signal
 import sys
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.markup import escape
+from rich.progress import Progress
 
 from dataplane.arena import remove_stale_arenas
 from services.bus.embedded import EmbeddedNats
 from services.bus.nats import NatsBus
 from services.cli.fleet import wait_known
-from services.cli.serve import ERROR_PREFIX, READY_LINE
+from services.cli.restart import Child, Restarts
 from services.config import (
     Carrier,
     GatewayConfig,
@@ -44,6 +44,10 @@ from services.scheduler.policy import policy_named
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 15.0
+STOP_SLACK_S = 10.0
+"""What a worker may take to leave, besides what it may take to finish what runs."""
+WORKER_ROLES = ("prefill", "decode", "aggregated")
+BROKER = "nats"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +58,9 @@ class UpOptions:
     num_prefill: int = 1
     num_decode: int = 1
     num_aggregated: int = 0
+    num_schedulers: int = 1
+    num_directories: int = 1
+    num_gateways: int = 1
     carrier: Carrier = "auto"
     port: int = 8000
     nats: str = "embedded"
@@ -69,79 +76,41 @@ class UpOptions:
     kv_bytes: int = 512 * 1024 * 1024
     token_budget: int = 512
     num_threads: int = 0
+    replicate: bool = False
+    drain_s: float = WorkerConfig().drain_s
     otlp_endpoint: str = ""
 
     @property
     def services(self) -> list[tuple[str, str]]:
         """(role, name) of every process, in starting order."""
-        pairs = [("scheduler", "scheduler"), ("directory", "directory")]
+        pairs = [*_named("scheduler", self.num_schedulers), *_named("directory", self.num_directories)]
         if self.store:
             pairs.append(("store", "store-0"))
         for role, count in (
             ("prefill", self.num_prefill), ("decode", self.num_decode), ("aggregated", self.num_aggregated),
         ):  # fmt: skip
             pairs += [(role, f"{role}-{number}") for number in range(count)]
-        return [*pairs, ("gateway", "gateway")]
+        return [*pairs, *_named("gateway", self.num_gateways)]
 
     @property
     def num_workers(self) -> int:
         return self.num_prefill + self.num_decode + self.num_aggregated
 
 
-class RunningMesh(msgspec.Struct, frozen=True, kw_only=True):
-    """What a running `kvmesh up` leaves in its state folder for `kvmesh status` and `kvmesh trace`."""
-
-    pid: int
-    url: str
-    nats_url: str
-    trace_dir: str
-
-
-@dataclass
-class Child:
-    """One service's process."""
-
-    role: str
-    name: str
-    process: asyncio.subprocess.Process
-    ready: asyncio.Event = field(default_factory=asyncio.Event)
-    error: str = ""
-
-    async def read_lines(self) -> None:
-        """Follow what the service says until it ends."""
-        assert self.process.stdout is not None
-        async for raw in self.process.stdout:
-            line = raw.decode(errors="replace").strip()
-            if line == READY_LINE:
-                self.ready.set()
-            elif line.startswith(ERROR_PREFIX):
-                self.error = line.removeprefix(ERROR_PREFIX)
-        await self.process.wait()
-
-    async def stop(self) -> None:
-        """Ask it to end, and make it."""
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.terminate()
-            try:
-                await asyncio.wait_for(self.process.wait(), STOP_TIMEOUT_S)
-            except TimeoutError:
-                with contextlib.suppress(ProcessLookupError):
-                    self.process.kill()
-                await self.process.wait()
-
-
 class Supervisor:
-    """A mesh as child processes. `start` raises UserError; `stop` always leaves nothing behind."""
+    """`start` raises UserError; what ends by itself after it is started again, and `say` hears of it; `stop` always
+    leaves nothing behind."""
 
-    def __init__(self, options: UpOptions, run_dir: Path) -> None:
+    def __init__(self, options: UpOptions, run_dir: Path, say: Callable[[str], None] = lambda _: None) -> None:
         self._options = options
         self._run_dir = run_dir
+        self._say = say
         self._nats: EmbeddedNats | None = None
+        self._nats_restarts = Restarts()
         self._children: list[Child] = []
-        self._readers: list[asyncio.Task[None]] = []
+        self._tending: list[asyncio.Task[None]] = []
+        self._ports: list[int] = []
         self.checkpoint: Checkpoint | None = None
-        self.url = ""
         self.nats_url = ""
 
     @property
@@ -156,6 +125,26 @@ class Supervisor:
     def children(self) -> list[Child]:
         return self._children
 
+    @property
+    def url(self) -> str:
+        """The first gateway's."""
+        return self.urls[0] if self._ports else ""
+
+    @property
+    def urls(self) -> list[str]:
+        return [f"http://127.0.0.1:{port}" for port in self._ports]
+
+    @property
+    def broker_pid(self) -> int | None:
+        """None: the broker is not ours."""
+        return None if self._nats is None else self._nats.pid
+
+    @property
+    def records(self) -> dict[str, Restarts]:
+        """How often each process was started again, ours of the broker too."""
+        own = {} if self._nats is None else {BROKER: self._nats_restarts}
+        return own | {child.name: child.restarts for child in self._children}
+
     async def start(self, progress: Progress | None = None) -> None:
         """Start everything and return when all of it is ready to serve."""
         options = self._options
@@ -163,31 +152,84 @@ class Supervisor:
         _store_config(options)
         self.checkpoint = read_checkpoint(options.model or str(DEMO_MODEL_DIR))
         remove_stale_arenas()
-        port = _free_port(options.port)
+        self._ports = _free_ports(options.port, options.num_gateways)
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.nats_url = await self._start_broker()
-        config_path = self._run_dir / "mesh.toml"
-        write_config(self._config(port), config_path)
-        self.url = f"http://127.0.0.1:{port}"
+        write_config(self._config(self._ports[0]), self._run_dir / "mesh.toml")
         for role, name in options.services:
-            self._children.append(await self._spawn(role, name, config_path))
-        self._readers = [asyncio.create_task(child.read_lines(), name=f"read {child.name}") for child in self._children]
+            child = Child(role, name, await self._spawn(role, name), time.monotonic())
+            self._children.append(child)
+            child.follow()
         await self._wait_ready(progress)
+        self._tending = [asyncio.create_task(self._tend(child), name=f"tend {child.name}") for child in self._children]
+        if self._nats is not None:
+            self._tending.append(asyncio.create_task(self._tend_broker(), name="tend the broker"))
 
     async def stop(self) -> None:
-        """Stop intake first (the gateway), then the workers, the store, then what they talk through."""
+        """Stop intake first (the gateways), then the workers, the store, then what they talk through. Each stage has
+        its time, after which it is killed."""
+        for task in self._tending:
+            task.cancel()
+        await asyncio.gather(*self._tending, return_exceptions=True)
         order = {"gateway": 0, "prefill": 1, "aggregated": 1, "decode": 2, "store": 3}
         for stage in (0, 1, 2, 3, 4):
-            await asyncio.gather(*(c.stop() for c in self._children if order.get(c.role, 4) == stage))
-        for reader in self._readers:
-            await reader
+            await asyncio.gather(*(self._stop(c) for c in self._children if order.get(c.role, 4) == stage))
+        for child in self._children:
+            await child.wait_ended()
         if self._nats is not None:
             await asyncio.to_thread(self._nats.stop)
         remove_stale_arenas()
 
-    async def wait_for_end(self, child: Child) -> Child:
-        await child.process.wait()
-        return child
+    def kill(self) -> None:
+        """Give those that `stop` waits for no more time."""
+        for child in self._children:
+            child.kill()
+
+    async def _stop(self, child: Child) -> None:
+        timeout_s = self._options.drain_s + STOP_SLACK_S if child.role in WORKER_ROLES else STOP_TIMEOUT_S
+        if not await child.stop(timeout_s):
+            self._say(f"[red]{child.name} did not stop within {timeout_s:.0f} s and was killed[/red]")
+
+    async def _tend(self, child: Child) -> None:
+        """Start a service again whenever it ends by itself, until it is given up."""
+        while True:
+            await child.wait_ended()
+            if not await self._again(child.restarts, child.started_s, child.last_words()):
+                return
+            if child.role in WORKER_ROLES:
+                remove_stale_arenas()
+            try:
+                child.succeed(await self._spawn(child.role, child.name), time.monotonic())
+            except OSError as error:
+                self._say(
+                    f"[red]{child.name} could not be started: {error}[/red]"
+                )  # what has ended is waited for again
+
+    async def _tend_broker(self) -> None:
+        """The same for the broker, on the port that everybody knows."""
+        assert self._nats is not None
+        port = urlsplit(self._nats.url).port
+        while True:
+            started_s = time.monotonic()
+            code = await asyncio.to_thread(self._nats.wait)
+            if not await self._again(self._nats_restarts, started_s, f"{BROKER} ended with code {code}"):
+                return
+            try:
+                # Not on a helper thread: the server is told to end with the thread that started it.
+                self._nats = EmbeddedNats.start(port, self._run_dir)
+            except UserError as error:
+                self._say(f"[red]{error}[/red]")  # and once more: what we wait for has ended already
+
+    async def _again(self, restarts: Restarts, started_s: float, last_words: str) -> bool:
+        """Say what ended and wait until it is time to start it again. False: it is given up."""
+        wait_s = restarts.ended(started_s, time.monotonic())
+        last_words = escape(last_words)
+        if wait_s is None:
+            self._say(f"[red]{last_words}, once too often: it is not started again[/red]; see {self.log_dir}")
+            return False
+        self._say(f"[yellow]{last_words}[/yellow]; it is started again")
+        await asyncio.sleep(wait_s)
+        return True
 
     async def _start_broker(self) -> str:
         if self._options.nats == "embedded":
@@ -211,6 +253,7 @@ class Supervisor:
                 policy=options.policy,
                 pull_tokens_min=options.pull_tokens_min,
                 unsplit_tokens_max=options.unsplit_tokens_max,
+                replicate=options.replicate,
             ),
             worker=WorkerConfig(
                 kv_bytes=options.kv_bytes,
@@ -219,17 +262,22 @@ class Supervisor:
                 carrier=options.carrier,
                 prefix_cache=options.prefix_cache,
                 wire_dtype=options.wire_dtype,
+                drain_s=options.drain_s,
             ),
             store=_store_config(options),
             telemetry=TelemetryConfig(otlp_endpoint=options.otlp_endpoint, trace_dir=str(self.trace_dir)),
         )
         return apply_environment(config)
 
-    async def _spawn(self, role: str, name: str, config_path: Path) -> Child:
+    async def _spawn(self, role: str, name: str) -> asyncio.subprocess.Process:
         """Start one service. Its standard input is a pipe from us: it ends itself when we are gone."""
-        command = ["-m", "services.cli.main", "serve", role, "--config", str(config_path), "--id", name, "--supervised"]
-        with (self.log_dir / f"{name}.log").open("wb") as log:
-            process = await asyncio.create_subprocess_exec(
+        command = ["-m", "services.cli.main", "serve", role, "--id", name, "--supervised"]
+        command += ["--config", str(self._run_dir / "mesh.toml")]
+        if role == "gateway":
+            names = [name for role, name in self._options.services if role == "gateway"]
+            command += ["--port", str(self._ports[names.index(name)])]
+        with (self.log_dir / f"{name}.log").open("ab") as log:
+            return await asyncio.create_subprocess_exec(
                 sys.executable,
                 *command,
                 stdin=asyncio.subprocess.PIPE,
@@ -238,12 +286,11 @@ class Supervisor:
                 env=child_environment(),
                 start_new_session=True,  # Ctrl-C reaches us alone: the order of stopping is ours
             )
-        return Child(role, name, process)
 
     async def _wait_ready(self, progress: Progress | None) -> None:
         task = progress.add_task("starting", total=len(self._children)) if progress else None
         waits = {asyncio.create_task(c.ready.wait()): c for c in self._children}
-        ends = {asyncio.create_task(self.wait_for_end(c)): c for c in self._children}
+        ends = {asyncio.create_task(c.wait_ended()): c for c in self._children}
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 pending: set[asyncio.Task[object]] = {*waits, *ends}
@@ -253,21 +300,16 @@ class Supervisor:
                         progress.update(task, completed=started, description=f"starting {', '.join(remaining)}")
                     done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                     for failed in [child for task, child in ends.items() if task in done]:
-                        await self._raise_failed(failed)
+                        raise UserError(failed.error or f"{failed.last_words()}; see {self.log_dir}")
                 if progress and task is not None:
                     progress.update(task, completed=len(waits), description="waiting for the scheduler to know them")
                 workers = {c.name for c in self._children if c.role not in ("gateway", "scheduler", "directory")}
-                await wait_known(self.nats_url, workers)
+                await wait_known(self.nats_url, workers, self._options.num_schedulers)
         except TimeoutError as error:
             raise UserError(f"the mesh was not ready within {START_TIMEOUT_S:.0f} s; see {self.log_dir}") from error
         finally:
             for waiting in (*waits, *ends):
                 waiting.cancel()
-
-    async def _raise_failed(self, child: Child) -> None:
-        await self._readers[self._children.index(child)]  # its last line may say why
-        reason = child.error or f"{child.name} ended with code {child.process.returncode}; see {self.log_dir}"
-        raise UserError(reason)
 
 
 def _store_config(options: UpOptions) -> StoreConfig:
@@ -293,116 +335,15 @@ def _is_server_url(text: str) -> bool:
         return False
 
 
-def run_up(options: UpOptions) -> int:
-    """Run a mesh until a signal; return the exit code. Raises UserError."""
-    return asyncio.run(_up(options))
+def _named(role: str, count: int) -> list[tuple[str, str]]:
+    """The first of a role is called like it."""
+    return [(role, role), *((role, f"{role}-{number}") for number in range(1, count))]
 
 
-async def _up(options: UpOptions) -> int:
-    console = Console(highlight=False, soft_wrap=True)
-    run_dir = state_dir() / "run"
-    _refuse_second(state_dir())
-    shutil.rmtree(run_dir, ignore_errors=True)
-    run_dir.mkdir(parents=True)
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    supervisor = Supervisor(options, run_dir)
-    state_file = state_dir() / "mesh.json"
-    try:
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
-            starting = asyncio.create_task(supervisor.start(progress))
-            stopping = asyncio.create_task(stop.wait())
-            await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if not starting.done():
-                starting.cancel()
-                await asyncio.gather(starting, return_exceptions=True)
-                return 130
-            stopping.cancel()
-            starting.result()
-        state_file.write_bytes(msgspec.json.encode(_running(supervisor)))
-        _greet(console, supervisor, options)
-        await _watch(console, supervisor, stop)
-        return 0
-    finally:
-        with console.status("stopping ..."):
-            await supervisor.stop()
-        state_file.unlink(missing_ok=True)
-
-
-async def _watch(console: Console, supervisor: Supervisor, stop: asyncio.Event) -> None:
-    """Wait for the signal; say at once when a service ends by itself."""
-    stopped = asyncio.create_task(stop.wait())
-    ends = {asyncio.create_task(supervisor.wait_for_end(child)) for child in supervisor.children}
-    while not stopped.done():
-        done, _ = await asyncio.wait({stopped, *ends}, return_when=asyncio.FIRST_COMPLETED)
-        for ended in [task for task in ends if task in done]:
-            ends.remove(ended)
-            child = ended.result()
-            console.print(
-                f"[red]{child.name} ended with code {child.process.returncode}[/red]; see {supervisor.log_dir}"
-            )
-    for task in ends:
-        task.cancel()
-
-
-def _greet(console: Console, supervisor: Supervisor, options: UpOptions) -> None:
-    checkpoint = supervisor.checkpoint
-    assert checkpoint is not None
-    shape = f"{options.num_aggregated} aggregated" if options.num_aggregated else (
-        f"{options.num_prefill} prefill + {options.num_decode} decode"
-    )  # fmt: skip
-    if options.store:
-        shape += " + store"
-    body = {
-        "model": checkpoint.name,
-        "prompt": "The code of Ada Brook is 7412. The code of Max Reed is 3055. Q: What is the code of Ada Brook? A:",
-        "max_tokens": 16,
-        "temperature": 0,
-    }
-    console.print(f"[bold green]kvmesh is up[/bold green]  {supervisor.url}/v1  model {checkpoint.name}  {shape}")
-    console.print("\nTry it:\n")
-    console.print(
-        f"  curl -s {supervisor.url}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'",
-        markup=False,
-    )
-    command = "kvmesh" if shutil.which("kvmesh") else os.path.relpath(Path(sys.executable).with_name("kvmesh"))
-    console.print(f"\nThen [bold]{command} trace[/bold], [bold]{command} status[/bold],")
-    console.print(f"or nats sub -s {supervisor.nats_url} 'mesh.>'")
-    console.print("Ctrl-C stops everything.")
-
-
-def _running(supervisor: Supervisor) -> RunningMesh:
-    return RunningMesh(
-        pid=os.getpid(), url=supervisor.url, nats_url=supervisor.nats_url, trace_dir=str(supervisor.trace_dir)
-    )
-
-
-def running_mesh() -> RunningMesh | None:
-    """Return the mesh that `kvmesh up` runs from this state folder, if it still lives."""
-    try:
-        mesh = msgspec.json.decode((state_dir() / "mesh.json").read_bytes(), type=RunningMesh)
-    except (OSError, msgspec.DecodeError):
-        return None
-    return mesh if Path(f"/proc/{mesh.pid}").exists() else None
-
-
-def trace_dir() -> Path:
-    """Return where the last `kvmesh up` of this state folder wrote its spans."""
-    return state_dir() / "run" / "traces"
-
-
-def _refuse_second(state: Path) -> None:
-    if (mesh := running_mesh()) is not None:
-        raise UserError(
-            f"a mesh already runs from {state} (pid {mesh.pid}, {mesh.url}); stop it, or set KVMESH_STATE_DIR elsewhere"
-        )
-
-
-def _free_port(port: int) -> int:
-    """Return the port after checking that it is free. Raises UserError where it is taken."""
+def _free_ports(first: int, count: int) -> list[int]:
+    """Return `first` and those after it, or free ones for 0. Raises UserError where one is taken."""
     from services.gateway.service import bind
 
-    with bind("127.0.0.1", port) as sock:
-        return int(sock.getsockname()[1])
+    with contextlib.ExitStack() as held:
+        socks = [held.enter_context(bind("127.0.0.1", first + at if first else 0)) for at in range(count)]
+        return [int(sock.getsockname()[1]) for sock in socks]

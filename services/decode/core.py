@@ -5,11 +5,7 @@ landed prefix; the rest is read from whoever else may hold it, or computed here 
 bad KV costs time, never a token.
 """
 
-from collections import deque
-from dataclasses import dataclass
-
-from dataplane.cache import BlockCache
-from dataplane.layout import BlockTables, num_blocks_for
+from dataplane.layout import num_blocks_for
 from schemas import subjects
 from schemas.block import pack_tokens
 from schemas.handoff import (
@@ -22,19 +18,11 @@ from schemas.handoff import (
     KVStreaming,
     advance,
 )
-from schemas.ids import HandoffId, WorkerId
-from schemas.request import (
-    CancelRequest,
-    KVSource,
-    Refused,
-    RequestTokens,
-    ReservationQueued,
-    ReserveBlocks,
-    TransferReport,
-    refuse,
-)
+from schemas.ids import HandoffId
+from schemas.request import KVSource, Refused, RequestTokens, ReservationQueued, ReserveBlocks, refuse
 from schemas.worker import WorkerLeft
-from services.engine.base import SampledToken, Sequence, StepResult
+from services.decode.runs import DecodeRun
+from services.engine.base import SampledToken, StepResult
 from services.worker.actions import (
     Action,
     AttemptKey,
@@ -46,62 +34,17 @@ from services.worker.actions import (
     Submit,
     Withdraw,
 )
-from services.worker.content import PromptKV, ReadOutcome, SequenceContent
+from services.worker.content import ReadOutcome
 from services.worker.handoff import emit_failure, handoff_fields, next_fetch, publish_event
-from services.worker.limits import CancelledAttempts, WorkerLimits, check_request, read_prompt
+from services.worker.limits import check_request, read_prompt
+from services.worker.runs import RoleCore
+
+RESERVED_AGAIN_MS = 500
+"""How often the source is told again that there is room, until its offer comes: either word may be lost."""
 
 
-@dataclass(slots=True, eq=False)
-class DecodeRun:
-    """One attempt on this worker. `reading`, `fetching_from`: a read may still write its blocks; `computing`: the
-    engine may."""
-
-    request: ReserveBlocks
-    prompt: list[int]
-    content: SequenceContent
-    state: HandoffState = HandoffState.NEW
-    tables: BlockTables = ()
-    kv: PromptKV | None = None
-    """What of the prompt is in place; None while it is queued."""
-    offer: KVOffered | None = None
-    reading: bool = False
-    fetching_from: WorkerId | None = None
-    computing: bool = False
-    ended: bool = False
-    source_left: bool = False
-    lost_reason: str = ""
-    """Why its source will not offer, learnt while it was waiting for blocks."""
-    report: TransferReport | None = None
-
-    @property
-    def key(self) -> AttemptKey:
-        return (self.request.request_id, self.request.attempt)
-
-    @property
-    def num_kv_tokens(self) -> int:
-        """Tokens that need room: all but the answer's last."""
-        return len(self.prompt) + self.request.sampling.max_tokens - 1
-
-
-class DecodeCore:
+class DecodeCore(RoleCore[DecodeRun]):
     """Owns the runs of one worker; shares its blocks with the worker's other cores."""
-
-    def __init__(self, limits: WorkerLimits, cache: BlockCache) -> None:
-        self._limits = limits
-        self._cache = cache
-        self._runs: dict[AttemptKey, DecodeRun] = {}
-        self._by_handoff: dict[HandoffId, DecodeRun] = {}
-        self._queue: deque[DecodeRun] = deque()
-        self._cancelled = CancelledAttempts()
-        self.draining = False
-
-    @property
-    def num_queued(self) -> int:
-        return len(self._queue)
-
-    @property
-    def num_runs(self) -> int:
-        return len(self._runs)
 
     @property
     def num_queued_tokens(self) -> int:
@@ -114,27 +57,23 @@ class DecodeCore:
         waiting = [run for run in self._runs.values() if not run.computing and not run.ended]
         return sum(len(run.prompt) - (run.kv.num_present_tokens if run.kv else 0) for run in waiting)
 
-    def has(self, key: AttemptKey) -> bool:
-        return key in self._runs
-
     def reserve(
         self, request: ReserveBlocks, now_ms: int
     ) -> tuple[BlocksReserved | ReservationQueued | Refused, list[Action]]:
         """Make room, now or as soon as there are blocks, or say why not."""
-        prompt = read_prompt(request.prompt)
-        key = (request.request_id, request.attempt)
-        full = len(self._queue) >= self._limits.max_queued
-        refused = check_request(request, prompt, self._limits, now_ms, draining=self.draining, full=full)
-        refused = refused or self._cancelled.refuse(request)
-        if refused is not None:
+        if (refused := self._past.refuse(request)) is not None:
             return refused, []
-        run = self._runs.get(key)
-        if self._by_handoff.get(request.handoff_id) is not run:
-            return refuse(request, "invalid", "this hand-over is another request's"), []
-        if run is None:  # else a repeated message, answered again
-            run = self._runs[key] = self._by_handoff[request.handoff_id] = DecodeRun(
-                request, prompt, self._limits.content_of(prompt)
-            )
+        run = self._repeated(request)
+        if run is None:
+            prompt = read_prompt(request.prompt)
+            full = len(self._queue) >= self._limits.max_queued
+            refused = check_request(request, prompt, self._limits, now_ms, draining=self.draining, full=full)
+            if refused is not None:
+                return refused, []
+            run = DecodeRun(request, prompt, self._limits.content_of(request, prompt))
+            if run.key in self._runs or request.handoff_id in self._by_handoff:
+                return refuse(request, "invalid", "this hand-over is another request's"), []
+            self._runs[run.key] = self._by_handoff[request.handoff_id] = run
             self._queue.append(run)
         actions = self._admit()
         if run.state is not HandoffState.NEW:
@@ -153,7 +92,7 @@ class DecodeCore:
         if run is None:
             aborted = HandoffAborted(**handoff_fields(offer, self._limits.worker_id), reason="no such reservation")
             return [publish_event(subjects.ABORTED, aborted)]
-        if run.state is not HandoffState.RESERVED or self.draining:
+        if run.state is not HandoffState.RESERVED:
             return []  # a repeated offer, or one for a hand-over that has ended
         if offer.fingerprint != self._limits.fingerprint or offer.num_tokens != len(run.prompt):
             return self._go_without(run, "the offered KV is of another model or prompt")
@@ -233,12 +172,6 @@ class DecodeCore:
                 actions += self._lose_source(run, "the prefill worker left")
         return actions
 
-    def cancelled(self, event: CancelRequest, now_ms: int) -> list[Action]:
-        key = (event.request_id, event.attempt)
-        self._cancelled.add(key)
-        run = self._runs.get(key)
-        return [] if run is None else self._end(run)
-
     def stepped(self, result: StepResult, now_ms: int) -> list[Action]:
         """Send on what an engine step gave. Sequences of other cores are passed over."""
         actions: list[Action] = []
@@ -260,15 +193,23 @@ class DecodeCore:
     def engine_failed(self, key: AttemptKey, reason: str, now_ms: int) -> list[Action]:
         """A step raised; the engine has dropped the sequence."""
         run = self._runs.get(key)
-        return [] if run is None else [emit_failure(run.request, "engine_failed", reason), *self._forget(run)]
+        if run is None:
+            return []
+        told: list[Action] = [] if run.ended else [emit_failure(run.request, "engine_failed", reason)]
+        return told + self._forget(run)
 
     def tick(self, now_ms: int) -> list[Action]:
-        """Enforce deadlines."""
+        """Enforce deadlines, and say again that there is room where no offer has come."""
         actions: list[Action] = []
-        for run in [r for r in self._runs.values() if r.request.deadline_ms <= now_ms and not r.ended]:
-            waited_for = "decode" if run.computing else "its KV"
-            actions.append(emit_failure(run.request, "deadline", f"the deadline passed while waiting for {waited_for}"))
-            actions += self._end(run)
+        for run in [run for run in self._runs.values() if not run.ended]:
+            if run.request.deadline_ms <= now_ms:
+                waited_for = "decode" if run.computing else "its KV"
+                actions += self._fail(run, "deadline", f"the deadline passed while waiting for {waited_for}", now_ms)
+            elif run.state is HandoffState.RESERVED:
+                if run.reserved_ms is not None and now_ms - run.reserved_ms >= RESERVED_AGAIN_MS:
+                    actions.append(publish_event(subjects.RESERVED, self._reserved(run)))
+                    run.reserved_ms = now_ms
+                run.reserved_ms = now_ms if run.reserved_ms is None else run.reserved_ms
         return actions + self._admit()
 
     def _admit(self) -> list[Action]:
@@ -276,17 +217,9 @@ class DecodeCore:
         actions: list[Action] = []
         while self._queue:
             run = self._queue[0]
-            allocation = self._cache.admit(run.content.hashes, run.num_kv_tokens, len(run.prompt) - 1)
-            if allocation is None:
+            if not self._allocate(run):
                 break
             self._queue.popleft()
-            run.tables = allocation.tables
-            run.kv = PromptKV(
-                num_prompt_tokens=len(run.prompt),
-                block_size=self._limits.block_size,
-                num_cached_tokens=allocation.num_cached_tokens,
-                keeps_parts=not self._cache.layout.is_windowed,
-            )
             run.state = advance(run.state, HandoffState.RESERVED)
             actions.append(publish_event(subjects.RESERVED, self._reserved(run)))
             if run.lost_reason:
@@ -324,19 +257,7 @@ class DecodeCore:
 
     def _submit(self, run: DecodeRun, token_ids: list[int], num_computed_tokens: int) -> Submit:
         run.computing = True
-        return Submit(
-            Sequence(
-                request_id=run.request.request_id,
-                attempt=run.request.attempt,
-                token_ids=token_ids,
-                num_prompt_tokens=len(run.prompt),
-                sampling=run.request.sampling,
-                tables=run.tables,
-                num_computed_tokens=num_computed_tokens,
-                stop_token_ids=self._limits.stop_token_ids(run.request.sampling),
-            ),
-            run.content,
-        )
+        return Submit(self._sequence(run, token_ids, num_computed_tokens), run.content)
 
     def _lose_source(self, run: DecodeRun, reason: str) -> list[Action]:
         if run.ended or run.computing or run.fetching_from is not None:
@@ -361,8 +282,7 @@ class DecodeCore:
         actions: list[Action] = [Emit(run.request.gateway_id, tokens)]
         return actions + self._forget(run) if sampled.local_end else actions
 
-    def _end(self, run: DecodeRun) -> list[Action]:
-        """End a run early. Its blocks are free once neither a read nor the engine can write them."""
+    def _end(self, run: DecodeRun, reason: str, now_ms: int) -> list[Action]:
         if run.ended:
             return []
         run.ended = True
@@ -372,10 +292,7 @@ class DecodeCore:
             return [StopFetch(run.key)]
         if run.computing:
             return [Withdraw(run.key)]
-        told: list[Action] = []
-        if run.state is HandoffState.RESERVED:
-            told.append(self._publish_aborted(run, "cancelled"))
-        return told + self._forget(run)
+        return [self._publish_aborted(run, reason), *self._forget(run)]  # the source waits for room here
 
     def _publish_aborted(self, run: DecodeRun, reason: str) -> Publish:
         aborted = HandoffAborted(**handoff_fields(run.request, self._limits.worker_id), reason=reason)
@@ -383,11 +300,4 @@ class DecodeCore:
 
     def _forget(self, run: DecodeRun) -> list[Action]:
         """Drop the run and its blocks, and let the next one in."""
-        if run.tables:
-            self._cache.free(run.tables)
-            run.tables = ()
-        if run in self._queue:
-            self._queue.remove(run)
-        del self._runs[run.key]
-        del self._by_handoff[run.request.handoff_id]
-        return self._admit()
+        return super()._forget(run) + self._admit()

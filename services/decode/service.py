@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,8 +22,19 @@ from services.telemetry import AttributeValue, Key
 from services.worker.actions import StartRead, StopRead
 from services.worker.content import ReadOutcome
 from services.worker.shell import Worker
+from services.worker.survive import surviving
 
 log = logging.getLogger(__name__)
+
+
+class ReadEnd(NamedTuple):
+    """How a read ended: all came, with the first token, or why not and how much did."""
+
+    started_ns: int
+    landed: Landed | None
+    first: FirstToken | None
+    num_landed_tokens: int
+    failure: str
 
 
 @dataclass
@@ -74,6 +86,12 @@ class Reads:
         except asyncio.CancelledError:
             failure = "stopped"  # by `stop` or `close`; the thread has ended
         self._running.pop(offer.handoff_id, None)
+        with surviving(f"the end of the read of {offer.handoff_id}"):
+            self._tell(offer, ReadEnd(started_ns, landed, first, num_landed, failure), traceparent)
+
+    def _tell(self, offer: KVOffered, end: "ReadEnd", traceparent: str) -> None:
+        """Record a read, and bring the core what came of it."""
+        landed, first, failure = end.landed, end.first, end.failure
         attributes: dict[str, AttributeValue] = {
             Key.REQUEST_ID: offer.request_id,
             Key.ATTEMPT: offer.attempt,
@@ -83,13 +101,13 @@ class Reads:
         if stats is not None and first is not None and first.computed_ns:
             # Two machines' clocks may differ; on one host this is what the hand-over added.
             attributes[Key.EXPOSED_MS] = max(0.0, (stats.landed_ns - first.computed_ns) / 1e6)
-        self.worker.spans.transferred(traceparent, "target", (started_ns, time.time_ns()), stats, attributes)
+        self.worker.spans.transferred(traceparent, "target", (end.started_ns, time.time_ns()), stats, attributes)
         if landed is not None and first is not None:
             self.worker.rates.carried(offer.source_worker, landed.stats, now_ms())
             outcome = ReadOutcome(landed.num_tokens, landed.stats.num_bytes, landed.stats.carrier, is_whole=True)
             self.worker.decide(lambda _now, first=first: self.core.read_landed(offer.handoff_id, outcome, first))
         else:
-            outcome = ReadOutcome(num_landed)
+            outcome = ReadOutcome(end.num_landed_tokens)
             self.worker.decide(lambda _now: self.core.read_failed(offer.handoff_id, outcome, failure))
 
     async def _stream(self, offer: KVOffered, action: StartRead) -> Landed:
@@ -113,7 +131,7 @@ async def start_decode(worker: Worker, tasks: asyncio.TaskGroup) -> Reads:
     worker_id = worker.parts.worker_id
     core = DecodeCore(worker.parts.limits, worker.holder.cache)
     reads = Reads(worker, core, tasks)
-    worker.add_core(core, reads)
+    worker.add_core(core, reads=reads)
 
     async def reserve(received: Received[ReserveBlocks]) -> Message:
         request = received.message
@@ -121,9 +139,7 @@ async def start_decode(worker: Worker, tasks: asyncio.TaskGroup) -> Reads:
         if worker.is_elsewhere(core, key):
             return refuse(request, "invalid", "this worker serves this attempt alone already")
         worker.spans.accepted(key, received.traceparent)
-        with worker.holder.lock:
-            reply, actions = core.reserve(request, now_ms())
-        worker.execute(actions)
+        reply = worker.answer(lambda now: core.reserve(request, now))
         if isinstance(reply, Refused):
             worker.forget(key)
         return reply

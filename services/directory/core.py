@@ -16,6 +16,8 @@ from services.directory.map import BlockMap, Owner
 
 MAX_PENDING_EVENTS = 10_000
 """Events kept while an inventory is read; one more starts the reading anew."""
+MAX_RESTARTS = 3
+"""Of one reading whose pages were of different moments; after that the worker's next word begins another."""
 SWEEP_BLOCKS = 20_000
 """A few milliseconds."""
 
@@ -38,7 +40,7 @@ class ReadInventoryOf:
 @dataclass(slots=True, eq=False)
 class Holder:
     """One incarnation of a worker. `sequence`: the last event in its blocks. While `is_reading`, what comes is kept.
-    `unread`: its inventory is needed and could not be had."""
+    `unread`: its inventory is needed and could not be had. `is_heard`: since the last `forget_silent`."""
 
     worker_id: WorkerId
     incarnation: str
@@ -46,8 +48,10 @@ class Holder:
     bits: dict[Tier, int] = field(default_factory=dict[Tier, int])
     is_reading: bool = False
     unread: bool = False
+    is_heard: bool = True
     reading: int = 0
     """Counts its readings."""
+    num_restarts: int = 0
     page_sequence: int | None = None
     page_bits: dict[Tier, int] = field(default_factory=dict[Tier, int])
     """What the pages tell so far; takes the place of `bits` with the last of them."""
@@ -86,7 +90,8 @@ class DirectoryCore:
             return self._ask_ended(info.worker_id, info.incarnation)
         known = self._holders.get(info.worker_id)
         if known is not None and known.incarnation == info.incarnation:
-            return self._start_reading(known) if known.unread else []
+            known.is_heard = True
+            return self._start_reading(known) if known.unread and not known.is_reading else []
         return self._start_reading(self._replace(info.worker_id, info.incarnation))
 
     def changed(self, event: BlockEvent) -> list[ReadInventoryOf]:
@@ -96,6 +101,7 @@ class DirectoryCore:
         holder = self._holders.get(event.worker_id)
         if holder is None or holder.incarnation != event.incarnation:
             holder = self._replace(event.worker_id, event.incarnation)
+        holder.is_heard = True
         if event.sequence <= holder.sequence:
             return []  # heard before, or in the inventory already
         holder.pending[event.sequence] = event
@@ -121,7 +127,7 @@ class DirectoryCore:
         if holder is None:
             return []
         if holder.page_sequence not in (None, page.sequence):
-            return self._start_reading(holder)
+            return self._restart_reading(holder, asked)
         holder.page_sequence = page.sequence
         self._map.add(self._bit(holder, holder.page_bits, page.tier), split_hashes(page.block_hashes))
         if page.next_offset is not None:
@@ -148,6 +154,20 @@ class DirectoryCore:
         holder = self._holders.get(event.worker_id)
         if holder is not None and holder.incarnation == event.incarnation:
             self._drop(holder)
+
+    def doubt_all(self) -> None:
+        """Events may have been lost without another after them to show it: each worker's next word has its inventory
+        read."""
+        for holder in self._holders.values():
+            holder.unread = True
+
+    def forget_silent(self) -> None:
+        """Drop the holders not heard of since the last call. Whoever would say that they have left may have ended too;
+        one that speaks again is read again."""
+        for holder in list(self._holders.values()):
+            if not holder.is_heard:
+                self._drop(holder)
+            holder.is_heard = False
 
     def locate(self, hashes: Sequence[BlockHash]) -> tuple[HolderPrefix, ...]:
         """Return who holds a prefix of these blocks, and who holds a run that begins later; the longest of each first
@@ -200,11 +220,20 @@ class DirectoryCore:
 
     def _start_reading(self, holder: Holder) -> list[ReadInventoryOf]:
         self._drop_pages(holder)
-        holder.is_reading = True
+        holder.is_reading, holder.unread = True, False
         holder.reading += 1
         while len(holder.pending) > MAX_PENDING_EVENTS:
             del holder.pending[min(holder.pending)]
         return holder.read_from(0)
+
+    def _restart_reading(self, holder: Holder, asked: ReadInventoryOf) -> list[ReadInventoryOf]:
+        """Its contents changed between two pages. A worker that changes all the time must not be asked all the time."""
+        if holder.num_restarts >= MAX_RESTARTS:
+            holder.num_restarts = 0
+            self.inventory_failed(asked)
+            return []
+        holder.num_restarts += 1
+        return self._start_reading(holder)
 
     def _adopt_pages(self, holder: Holder) -> None:
         """Make the inventory the truth, and apply what came after it."""
@@ -214,7 +243,7 @@ class DirectoryCore:
         for bit in holder.bits.values():
             self._map.show(bit)
         holder.sequence = max(holder.sequence, holder.page_sequence)
-        holder.is_reading, holder.unread, holder.page_sequence = False, False, None
+        holder.is_reading, holder.page_sequence, holder.num_restarts = False, None, 0
         holder.pending = {n: event for n, event in holder.pending.items() if n > holder.sequence}
         self._apply_pending(holder)
 

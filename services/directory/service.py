@@ -15,7 +15,9 @@ from services.directory.core import BlockEvent, DirectoryCore, ReadInventoryOf
 
 log = logging.getLogger(__name__)
 
-INVENTORY_TIMEOUT_S = 5.0
+INVENTORY_TIMEOUT_S = 2.0
+FORGET_AFTER_S = 15.0
+"""Workers speak twice a second."""
 
 
 async def run_directory(bus: Bus, stop: asyncio.Event, on_ready: Callable[[], None] | None = None) -> None:
@@ -36,8 +38,9 @@ class Directory:
         self.core = DirectoryCore()
         self._door = door
         self._tasks = tasks
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: dict[asyncio.Task[None], None] = {}
         self._sweeping = False
+        self._num_losses = self._losses()
 
     async def start(self) -> None:
         door, tasks = self._door, self._tasks
@@ -48,6 +51,7 @@ class Directory:
         await door.listen(tasks, subjects.EVICTED, ("*",), self._changed)
         await door.serve(tasks, subjects.LOCATE, (), self._locate)
         await door.bus.flush()
+        self._start(self._forget_silent(), "forget the silent")
 
     async def close(self) -> None:
         for task in list(self._running):
@@ -55,6 +59,9 @@ class Directory:
         await self._door.close()
 
     def _heard(self, received: Received[WorkerJoined | WorkerLoad]) -> None:
+        if self._num_losses != (num_losses := self._losses()):
+            self._num_losses = num_losses
+            self.core.doubt_all()
         self._carry_out(self.core.heard(received.message.worker))
 
     def _left(self, received: Received[WorkerLeft]) -> None:
@@ -88,8 +95,18 @@ class Directory:
 
     def _start(self, work: Coroutine[None, None, None], name: str) -> None:
         task = self._tasks.create_task(work, name=name)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        self._running[task] = None
+        task.add_done_callback(self._running.pop)
+
+    def _losses(self) -> int:
+        """Return how often events may have been lost on their way here."""
+        return self._door.bus.num_connects + self._door.bus.num_dropped
+
+    async def _forget_silent(self) -> None:
+        while True:
+            await asyncio.sleep(FORGET_AFTER_S)
+            self.core.forget_silent()
+            self._carry_out([])
 
     async def _sweep(self) -> None:
         """Forget the blocks of holders that are gone, between two questions."""

@@ -10,19 +10,22 @@ from collections.abc import Sequence as Seq
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from dataplane.layout import KEY, VALUE, ArenaShape, KVLayout, slot_spans
 from schemas.request import SamplingParams
 from services.engine.base import StepItem
 
-Words = np.ndarray[tuple[int, int], np.dtype[np.uint64]]
+AllRows = npt.NDArray[np.uint8]
+"""[layer and, of each, keys or values; token; byte]"""
 
 
 class FakeEngine:
     """Implements `Engine` over `arena_buffer`, an arena of `shape`.
 
-    `before_step` is called with each step's items before anything is computed: tests delay, block or fail there.
+    `before_step` is called with each step's items before anything is computed, `before_layer` before each layer, and
+    with the number of layers before the tokens are made: tests delay, block or fail there.
     """
 
     def __init__(
@@ -32,46 +35,63 @@ class FakeEngine:
         *,
         vocab_size: int = 256,
         before_step: Callable[[Seq[StepItem]], None] | None = None,
+        before_layer: Callable[[Seq[StepItem], int], None] | None = None,
     ) -> None:
         self.layout = shape.layout
         self._shape = shape
         self.vocab_size = vocab_size
         self.before_step = before_step
+        self.before_layer = before_layer
         self._arena: memoryview | None = arena_buffer.cast("B")
 
     def step(self, items: Seq[StepItem]) -> list[int]:
         """Write the items' rows layer by layer, tell the listeners, and return a token per sampling item."""
         if self.before_step is not None:
             self.before_step(items)
+        for item in items:
+            self._check(item)
+        rows = [
+            _rows(self.layout, item.sequence.token_ids[item.start :][: item.num_tokens], item.start) for item in items
+        ]
         for layer in range(self.layout.num_layers):
-            for item in items:
-                self._write(item, layer)
+            if self.before_layer is not None:
+                self.before_layer(items, layer)
+            for item, values in zip(items, rows, strict=True):
+                self._write(item, layer, values)
                 listener = item.sequence.layer_listener
                 if listener is not None:
                     listener.advance(layer, item.start + item.num_tokens)
+        if self.before_layer is not None:
+            self.before_layer(items, self.layout.num_layers)
         return [self._next_token(item) for item in items if item.samples]
 
     def close(self) -> None:
         """Let go of the arena."""
         self._arena = None
 
-    def _write(self, item: StepItem, layer: int) -> None:
+    def _write(self, item: StepItem, layer: int, rows: AllRows) -> None:
         assert self._arena is not None, "the engine is closed"
         end = item.start + item.num_tokens
-        tokens = item.sequence.token_ids[item.start : end]
         table = item.sequence.tables[self.layout.group_of_layer[layer]]
-        seen = sorted(slot_spans(table, self.layout.block_size, _first_seen(self.layout, layer, item.start + 1), end))
-        distinct = all(span.first_slot + span.num_tokens <= after.first_slot for span, after in pairwise(seen))
-        assert distinct, f"tokens {item.start} to {end} of layer {layer} overwrite what they still see"
         spans = slot_spans(table, self.layout.block_size, item.start, end)
         for key_or_value in (KEY, VALUE):
-            rows = memoryview(_rows(self.layout, tokens, item.start, layer, key_or_value))
+            values = rows[layer * 2 + key_or_value].reshape(-1).data
             written = 0
             for slot, count in spans:
                 num_bytes = count * self.layout.token_bytes
                 at = self._shape.offset(layer, key_or_value, slot)
-                self._arena[at : at + num_bytes] = rows[written : written + num_bytes]
+                self._arena[at : at + num_bytes] = values[written : written + num_bytes]
                 written += num_bytes
+
+    def _check(self, item: StepItem) -> None:
+        """Raise AssertionError if the item's rows would lie on what its first query still sees."""
+        end = item.start + item.num_tokens
+        for group, table in enumerate(item.sequence.tables):
+            layer = self.layout.group_of_layer.index(group)
+            first = _first_seen(self.layout, layer, item.start + 1)
+            seen = sorted(slot_spans(table, self.layout.block_size, first, end))
+            distinct = all(span.first_slot + span.num_tokens <= after.first_slot for span, after in pairwise(seen))
+            assert distinct, f"tokens {item.start} to {end} of layer {layer} overwrite what they still see"
 
     def _next_token(self, item: StepItem) -> int:
         assert self._arena is not None, "the engine is closed"
@@ -93,12 +113,15 @@ def fake_answer(
     """Return the answer that a FakeEngine gives when all KV is right, computed without any arena."""
     tokens = list(prompt)
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
+    rows = _rows(layout, tokens, 0)
     for index in range(sampling.max_tokens):
         digest = xxhash.xxh3_64()
+        if index:
+            rows = np.concatenate((rows, _rows(layout, tokens[-1:], len(tokens) - 1)), axis=1)
         for layer in range(layout.num_layers):
+            first = _first_seen(layout, layer, len(tokens))
             for key_or_value in (KEY, VALUE):
-                first = _first_seen(layout, layer, len(tokens))
-                digest.update(_rows(layout, tokens[first:], first, layer, key_or_value))
+                digest.update(rows[layer * 2 + key_or_value, first:].data)
         tokens.append(_choose(digest.intdigest(), sampling, index, vocab_size))
         if tokens[-1] in stops:
             break
@@ -111,18 +134,19 @@ def _first_seen(layout: KVLayout, layer: int, num_tokens: int) -> int:
     return max(0, num_tokens - window) if window else 0
 
 
-def _rows(layout: KVLayout, tokens: Seq[int], start: int, layer: int, key_or_value: int) -> bytes:
-    """Return what stands in the arena for `tokens` from position `start` on: `token_bytes` bytes each."""
+def _rows(layout: KVLayout, tokens: Seq[int], start: int) -> AllRows:
+    """Return what stands in the arena for `tokens` from position `start` on, in all layers."""
     positions = np.arange(start, start + len(tokens), dtype=np.uint64)
     words = np.array(tokens, dtype=np.uint64) << np.uint64(32) ^ positions << np.uint64(8)
-    words ^= np.uint64(layer * 2 + key_or_value)
+    words = words ^ np.arange(layout.num_layers * 2, dtype=np.uint64)[:, None]
     # splitmix64's finalizer (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
     words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     words ^= words >> np.uint64(31)
     num_words = -(-layout.token_bytes // 8)
-    repeated: Words = np.repeat(words[:, None], num_words, axis=1)
-    return repeated.view(np.uint8)[:, : layout.token_bytes].tobytes()
+    return np.ascontiguousarray(
+        np.repeat(words[:, :, None], num_words, axis=2).view(np.uint8)[..., : layout.token_bytes]
+    )
 
 
 def _choose(digest: int, sampling: SamplingParams, index: int, vocab_size: int) -> int:

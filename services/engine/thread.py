@@ -9,7 +9,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from types import TracebackType
+from typing import NamedTuple, Protocol
 
 from schemas.ids import RequestId
 from services.engine.base import Engine, Sequence, StepCallback, StepItem
@@ -33,6 +34,17 @@ class EngineStoppedError(RuntimeError):
 
 class InvalidSequenceError(ValueError):
     """The sequence could not be computed: it would fail everybody's step."""
+
+
+class Changes(Protocol):
+    """What is used here of `threading.Condition`."""
+
+    def __enter__(self) -> object: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+    def wait(self, timeout: float | None = None) -> bool: ...
+    def notify(self) -> None: ...
 
 
 class _Cancel(NamedTuple):
@@ -59,23 +71,23 @@ class EngineThread:
         self._on_step = on_step
         self._on_failure = on_failure
         self._on_removed = on_removed
-        self._changed = threading.Condition()
+        self._changed = self._new_condition()
         self._inbox: deque[Sequence | _Cancel] = deque()
         self._stopping = False
         self._batch_load = EngineLoad(0, 0, 0)
-        # A daemon, so that a step that hangs cannot keep the process from ending.
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
+        # A daemon, so that a step that hangs cannot keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     def stop(self, timeout: float) -> bool:
         """End after the running step, failing what is left. Say whether the thread ended within `timeout` seconds."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
-        if self._thread.ident is not None:
-            self._thread.join(timeout)
+        self._ask_to_stop()
+        if self._thread is None:
+            return True
+        self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def submit(self, sequence: Sequence) -> None:
@@ -100,6 +112,15 @@ class EngineThread:
             waiting = [entry for entry in self._inbox if isinstance(entry, Sequence)]
         uncomputed = sum(sequence.num_uncomputed_tokens for sequence in waiting)
         return EngineLoad(running, queued + len(waiting), num_tokens + uncomputed)
+
+    def _ask_to_stop(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+
+    def _new_condition(self) -> Changes:
+        """What `submit` and the thread tell each other by. The simulator has one of its own."""
+        return threading.Condition()
 
     def _check(self, sequence: Sequence) -> None:
         if not 0 <= sequence.num_computed_tokens < len(sequence.token_ids):

@@ -10,6 +10,8 @@ from litestar.types import Receive, Scope, Send
 from schemas.ids import RequestId
 from schemas.request import FinishReason, TransferReport
 from services.gateway.events import Abandon, Deliver, Fail, Finish, Output
+from services.gateway.job import Job
+from services.gateway.mailbox import Mailbox
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.replies import (
     DONE,
@@ -26,7 +28,7 @@ from services.gateway.replies import (
     sources_of,
     usage_of,
 )
-from services.gateway.requests import Job, LiveRequest, Mailbox, Requests
+from services.gateway.requests import LiveRequest, Requests
 from services.gateway.text import Detokenizer, StopMatcher
 from services.telemetry import Key, OpenSpan
 
@@ -271,6 +273,7 @@ class Answer:
             prefill_worker=last.prefill_worker or "",
             decode_worker=last.decode_worker or last.prefill_worker or "",
             num_retries=self._num_retries(),
+            resumed_tokens=sum(live.core.num_answered for live in self._lives),
         )
         return usage_of(self._call.num_prompt_tokens, self._num_completion_tokens(), mesh)
 

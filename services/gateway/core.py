@@ -1,12 +1,16 @@
 """One request's life, pure: events come in, actions go out. The shell in `requests.py` carries them out.
 
-A request makes up to `max_attempts` attempts. Tokens depend on the prompt, the seed and their index only, so a later
-attempt replays the answer from index 0 and what the client already has is hidden; a replayed token that differs ends
-the request with an error. An attempt that had workers and did not finish there is always cancelled. After its one end
-(Finish, Fail or Abandon) a request ignores everything.
+Tokens depend on the prompt, the seed and their index only, so a later attempt goes on where the answer stopped: what
+the client has had becomes part of the attempt's prompt. Up to `max_attempts` attempts in a row may give the client
+nothing. A token that comes again and differs ends the request with an error. An attempt that had workers and did not
+finish there is always cancelled. After its one end (Finish, Fail or Abandon) a request ignores everything.
+
+What was under way waits for workers and schedulers to come back. What nobody has begun is refused at once where there
+is no room for it, so that the client can come back itself; a scheduler that does not answer has a few seconds.
 """
 
 import enum
+from collections.abc import Sequence
 
 from schemas.ids import HandoffId, RequestId, WorkerId
 from schemas.request import FinishReason, RefusalReason, RequestFailure, TransferReport
@@ -14,7 +18,7 @@ from services.gateway.events import (
     Abandon,
     Action,
     AskPlacement,
-    AttemptEvent,
+    AskWorker,
     ClientGone,
     DeadlinePassed,
     Deliver,
@@ -23,25 +27,34 @@ from services.gateway.events import (
     Finish,
     GatewayStopping,
     Placed,
+    PlaceEvent,
     PlaceRefused,
     PlaceUnanswered,
+    ProgressAnswered,
     SendCancel,
     SendReserve,
     SendRun,
     StopMatched,
     TokensReceived,
+    WorkerAccepted,
     WorkerLost,
     WorkerRefused,
     WorkerSilent,
 )
+from services.gateway.watch import NEVER_MS, Ears, Watch, WatchLimits
 
-MAX_PLACE_TRIES = 3
-"""How often one attempt asks for a placement: a scheduler that dies with the question in hand never answers it."""
 DEFAULT_RETRY_AFTER_MS = 1_000
+PAUSE_MIN_MS = 100
+PAUSE_MAX_MS = 1_000
+"""Between two questions for a placement of what is under way, whatever the refusal says."""
+MAX_TROUBLES = 8
+"""So many failed attempts are told in an error message, the last ones."""
 
 
 class Phase(enum.StrEnum):
     PLACING = "placing"
+    WAITING = "waiting"
+    """To ask for a placement again."""
     RUNNING = "running"
     ENDED = "ended"
 
@@ -49,7 +62,9 @@ class Phase(enum.StrEnum):
 class RequestCore:
     """The state of one request. `max_tokens` 1 is never split: there is nothing to decode elsewhere."""
 
-    def __init__(self, request_id: RequestId, max_tokens: int, max_attempts: int) -> None:
+    def __init__(
+        self, request_id: RequestId, max_tokens: int, max_attempts: int, limits: WatchLimits | None = None
+    ) -> None:
         self.request_id = request_id
         self.max_tokens = max_tokens
         self.max_attempts = max_attempts
@@ -58,13 +73,25 @@ class RequestCore:
         self.prefill_worker: WorkerId | None = None
         self.decode_worker: WorkerId | None = None
         self.report: TransferReport | None = None
-        """Where the prompt's KV came from on the worker that decodes."""
+        """Where the prompt's KV came from on the worker that decoded, in the first attempt that gave tokens."""
         self.prefill_report: TransferReport | None = None
         """The same of the prefill worker of a split request."""
         self.tokens: list[int] = []
-        """What the client has. Survives attempts; all else below belongs to one attempt."""
+        """What the client has. Survives attempts."""
+        self.num_answered = 0
+        """So many of them are part of this attempt's prompt."""
+        self.wake_ms = 0
+        """`tick` has nothing to do before."""
+        self._limits = limits or WatchLimits()
         self._excluded: list[WorkerId] = []
         self._troubles: list[str] = []
+        self._num_vain = 0
+        """Attempts in a row that gave the client nothing."""
+        self._is_under_way = False
+        """Somebody has worked on it."""
+        self._num_untaken = 0
+        self._waiting_since_ms = 0
+        """Since then nobody has worked on what is under way."""
         self._begin_attempt()
 
     def __repr__(self) -> str:
@@ -73,17 +100,17 @@ class RequestCore:
 
     def start(self) -> list[Action]:
         """Return the first actions. Call once, before any event."""
-        return [AskPlacement(self.attempt, ())]
+        return [self._ask_placement()]
 
-    def handle(self, event: Event) -> list[Action]:
+    def handle(self, event: Event, now_ms: int) -> list[Action]:
         """Take in what has happened; return what is to be done, in order."""
         if self.phase is Phase.ENDED:
             return []
         match event:
             case TokensReceived():
-                return self._receive(event) if self._concerns(event) else []
+                return self._receive(event, now_ms) if self._concerns(event) else []
             case WorkerLost():
-                return self._lose_worker(event)
+                return self._lose_worker(event, now_ms)
             case StopMatched():
                 return self._end("a stop string was reached", Finish("stop"))
             case DeadlinePassed():
@@ -93,65 +120,130 @@ class RequestCore:
             case GatewayStopping():
                 stopping = Fail("draining", "this gateway is shutting down", 503, DEFAULT_RETRY_AFTER_MS)
                 return self._end("gateway stopping", stopping)
+            case Placed() | PlaceRefused() | PlaceUnanswered():
+                is_awaited = self.phase is Phase.PLACING and event.attempt == self.attempt
+                return self._placing(event, now_ms) if is_awaited else []
             case _:
-                if event.attempt != self.attempt:
-                    return []
-                return self._placing(event) if self.phase is Phase.PLACING else self._running(event)
+                is_ours = self.phase is Phase.RUNNING and event.attempt == self.attempt
+                return self._running(event, now_ms) if is_ours else []
 
-    def _placing(self, event: AttemptEvent) -> list[Action]:
+    def tick(self, now_ms: int, ears: Ears) -> list[Action]:
+        """Return what the time makes necessary: questions, another attempt, the end of a wait."""
+        if now_ms < self.wake_ms:
+            return []
+        self.wake_ms = NEVER_MS
+        if self.phase is Phase.WAITING:
+            self.phase = Phase.PLACING
+            return [self._ask_placement()]
+        if self.phase is not Phase.RUNNING:
+            return []
+        needed = self._needed()
+        silent = self._watch.silent(needed, now_ms, ears)
+        if silent is not None:
+            fail = Fail("worker_failed", f"{silent} has been silent", 502)
+            return self._retry(silent, "a worker is silent", fail, now_ms)
+        due = self._watch.due(needed, now_ms)
+        self.wake_ms = self._watch.next_ms(needed, ears)
+        return [AskWorker(self.attempt, worker_id, len(self.tokens)) for worker_id in due]
+
+    def _placing(self, event: PlaceEvent, now_ms: int) -> list[Action]:
         match event:
             case Placed():
-                return self._run(event)
+                return self._run(event, now_ms)
             case PlaceRefused():
-                return self._end("", self._refusal(event.reason, event.detail, event.retry_after_ms))
+                message = self._with_troubles(event.detail or event.reason)
+                fail = self._refusal(event.reason, message, event.retry_after_ms)
+                if self._is_under_way and event.reason in ("no_worker", "overloaded", "draining"):
+                    return self._wait(event.retry_after_ms, fail, now_ms)
+                return self._end("", fail)
             case PlaceUnanswered():
-                self._place_tries += 1
-                if event.may_answer and self._place_tries < MAX_PLACE_TRIES:
-                    return [AskPlacement(self.attempt, tuple(self._excluded))]
                 message = self._with_troubles(f"no scheduler answers ({event.detail})")
-                return self._end("", Fail("no_scheduler", message, 503, DEFAULT_RETRY_AFTER_MS))
-            case _:
-                return []
+                fail = Fail("no_scheduler", message, 503, DEFAULT_RETRY_AFTER_MS)
+                return self._wait(PAUSE_MIN_MS, fail, now_ms)
 
-    def _running(self, event: AttemptEvent) -> list[Action]:
+    def _wait(self, pause_ms: int, fail: Fail, now_ms: int) -> list[Action]:
+        """Ask for a placement again in a while; fail where that has gone on for long enough."""
+        self._waiting_since_ms = self._waiting_since_ms or now_ms
+        limit_ms = self._limits.resume_wait_ms if self._is_under_way else self._limits.place_wait_ms
+        if now_ms - self._waiting_since_ms >= limit_ms:
+            return self._end("", fail)
+        self.phase = Phase.WAITING
+        self.wake_ms = now_ms + min(max(pause_ms, PAUSE_MIN_MS), PAUSE_MAX_MS)
+        return []
+
+    def _running(
+        self, event: WorkerRefused | WorkerAccepted | WorkerSilent | ProgressAnswered, now_ms: int
+    ) -> list[Action]:
+        worker_id = event.worker_id
+        self.wake_ms = 0
         match event:
+            case WorkerAccepted():
+                self._watch.hear(worker_id, now_ms)
+                return []
+            case ProgressAnswered():
+                return self._progress(event, now_ms)
             case WorkerRefused():
-                if not self._needs(event.worker_id):
+                if not self._needs(worker_id):
                     return []
-                refusal = self._refusal(event.reason, f"{event.worker_id}: {event.detail}", event.retry_after_ms)
+                refusal = self._refusal(event.reason, f"{worker_id}: {event.detail}", event.retry_after_ms)
                 if event.reason in ("too_long", "deadline", "invalid"):
                     return self._end(f"refused: {event.reason}", refusal)
-                return self._retry(event.worker_id, f"refused: {event.reason}", refusal)
+                return self._retry(worker_id, f"refused: {event.reason}", refusal, now_ms, taken=False)
             case WorkerSilent():
-                if not self._needs(event.worker_id) or self._is_heard(event.worker_id):
+                if not self._needs(worker_id) or self._is_heard(worker_id):
                     return []
-                lost = Fail("worker_failed", f"{event.worker_id} did not answer: {event.detail}", 502)
-                return self._retry(event.worker_id, "a worker did not answer", lost)
-            case _:
-                return []
+                if event.may_have_taken:
+                    self._watch.end_accept_wait(worker_id)
+                    return []
+                lost = Fail("worker_failed", f"{worker_id} did not answer: {event.detail}", 502)
+                return self._retry(worker_id, "a worker did not answer", lost, now_ms, taken=False)
+
+    def _progress(self, event: ProgressAnswered, now_ms: int) -> list[Action]:
+        worker_id = event.worker_id
+        self._watch.end_question(worker_id)
+        if event.outcome == "known":
+            self._watch.hear(worker_id, now_ms)
+        if not self._needs(worker_id):
+            return []
+        if event.outcome == "unknown":
+            fail = Fail("worker_failed", f"{worker_id} does not know the request any more", 502)
+            return self._retry(worker_id, "a worker does not know it", fail, now_ms)
+        if event.outcome == "unserved" and self._watch.is_dead(worker_id, now_ms):
+            fail = Fail("worker_failed", f"{worker_id} is gone: nobody serves its requests", 502)
+            return self._retry(worker_id, "a worker is gone", fail, now_ms)
+        return []
 
     def _begin_attempt(self) -> None:
         self.attempt += 1
         self.phase = Phase.PLACING
+        self.wake_ms = NEVER_MS
+        self.num_answered = len(self.tokens)
         self.prefill_worker = self.decode_worker = None
-        self.report = self.prefill_report = None
-        self._place_tries = 0
+        if not self.tokens:
+            self.report = self.prefill_report = None
         self._pending: dict[int, int] = {}
         self._has_first_token = False
         self._heard_decode = False
         self._finish_reason: FinishReason | None = None
         self._num_final_tokens = 0
+        self._watch = Watch(self._limits, (), 0)
 
-    def _run(self, event: Placed) -> list[Action]:
+    def _ask_placement(self) -> AskPlacement:
+        return AskPlacement(self.attempt, tuple(self._excluded), self.num_answered)
+
+    def _run(self, event: Placed, now_ms: int) -> list[Action]:
         self.phase = Phase.RUNNING
-        self.prefill_worker = event.prefill_worker
-        self.decode_worker = event.decode_worker if self.max_tokens > 1 else None
-        if self.decode_worker is None:
-            return [SendRun(self.attempt, event.prefill_worker, None, None, event.sources)]
+        prefill, answered = event.prefill_worker, self.num_answered
+        self.prefill_worker = prefill
+        self.decode_worker = decode = event.decode_worker if self.max_tokens - answered > 1 else None
+        self._watch = Watch(self._limits, (prefill,) if decode is None else (prefill, decode), now_ms)
+        self.wake_ms = 0
+        if decode is None:
+            return [SendRun(self.attempt, prefill, None, None, event.sources, answered, event.replica)]
         handoff_id = HandoffId(f"{self.request_id}-{self.attempt}")
         return [
-            SendRun(self.attempt, event.prefill_worker, self.decode_worker, handoff_id, event.sources),
-            SendReserve(self.attempt, event.prefill_worker, self.decode_worker, handoff_id, event.sources),
+            SendRun(self.attempt, prefill, decode, handoff_id, event.sources, answered, event.replica),
+            SendReserve(self.attempt, prefill, decode, handoff_id, event.sources, answered, event.replica),
         ]
 
     def _concerns(self, event: TokensReceived) -> bool:
@@ -163,13 +255,15 @@ class RequestCore:
             and event.index >= 0
         )
 
-    def _receive(self, event: TokensReceived) -> list[Action]:
-        if event.report is not None and event.report.is_prefill:
-            self.prefill_report = event.report
-        elif event.report is not None:
-            self.report = event.report
+    def _receive(self, event: TokensReceived, now_ms: int) -> list[Action]:
+        self._watch.hear(event.worker_id, now_ms)
+        if event.report is not None and self.num_answered == 0:
+            if event.report.is_prefill:
+                self.prefill_report = event.report
+            else:
+                self.report = event.report
         if event.failure is not None:
-            return self._fail_worker(event.worker_id, event.failure)
+            return self._fail_worker(event.worker_id, event.failure, now_ms)
         if event.worker_id == self.decode_worker:
             self._heard_decode = True
         for index, token in enumerate(event.tokens, event.index):
@@ -177,14 +271,18 @@ class RequestCore:
             if known != token:
                 message = f"{event.worker_id} computed another token at index {index} than the one before it"
                 return self._end("tokens differ", Fail("replay_mismatch", message, 500))
-            if index == 0:
+            if index == self.num_answered:
                 self._has_first_token = True
             if len(self.tokens) <= index < self.max_tokens:
                 self._pending[index] = token
         if event.finish_reason is not None and self._finish_reason is None:
             self._finish_reason = event.finish_reason
             self._num_final_tokens = min(event.index + len(event.tokens), self.max_tokens)
-        return self._deliver()
+        actions = self._deliver()
+        has_gap = bool(self._pending) or self._finish_reason is not None
+        if self.phase is Phase.RUNNING and self._watch.set_gap(len(self.tokens) if has_gap else None, now_ms):
+            self.wake_ms = 0
+        return actions
 
     def _deliver(self) -> list[Action]:
         """Hand on what is next in order; end where the last token is among it."""
@@ -205,43 +303,72 @@ class RequestCore:
         self.phase = Phase.ENDED
         return [*actions, Finish(self._finish_reason)]
 
-    def _fail_worker(self, worker_id: WorkerId, failure: RequestFailure) -> list[Action]:
+    def _fail_worker(self, worker_id: WorkerId, failure: RequestFailure, now_ms: int) -> list[Action]:
         if not self._needs(worker_id):
             return []
         fail = Fail(failure.code, f"{worker_id}: {failure.detail}", _FAILURE_STATUS.get(failure.code, 500))
         if fail.status == 504:
             fail = self._deadline(fail.message)
         if failure.retryable:
-            return self._retry(worker_id, failure.code, fail)
+            return self._retry(worker_id, failure.code, fail, now_ms)
         return self._end(failure.code, fail)
 
-    def _lose_worker(self, event: WorkerLost) -> list[Action]:
-        if not self._needs(event.worker_id):
-            return []
-        fail = Fail("worker_failed", f"{event.worker_id} has left: {event.reason}", 502)
-        return self._retry(event.worker_id, "a worker has left", fail)
+    def _lose_worker(self, event: WorkerLost, now_ms: int) -> list[Action]:
+        actions: list[Action] = []
+        if self._needs(event.worker_id):
+            fail = Fail("worker_failed", f"{event.worker_id} has left: {event.reason}", 502)
+            actions = self._retry(event.worker_id, "a worker has left", fail, now_ms, exclude=not event.is_back)
+        elif event.worker_id in self._excluded:  # whoever comes back under this name has failed nobody
+            self._excluded.remove(event.worker_id)
+        return actions
+
+    def _needed(self) -> Sequence[WorkerId]:
+        """A split request's prefill worker may go once its token is here: without it the decode worker recomputes."""
+        if self.phase is not Phase.RUNNING or self.prefill_worker is None:
+            return ()
+        if self.decode_worker is None:
+            return (self.prefill_worker,)
+        return (self.decode_worker,) if self._has_first_token else (self.decode_worker, self.prefill_worker)
 
     def _needs(self, worker_id: WorkerId) -> bool:
-        """A split request's prefill worker may go once token 0 is here: without it the decode worker recomputes."""
-        if self.phase is not Phase.RUNNING:
-            return False
-        if worker_id == self.prefill_worker and self.decode_worker is not None:
-            return not self._has_first_token
-        return worker_id in (self.prefill_worker, self.decode_worker)
+        return worker_id in self._needed()
 
     def _is_heard(self, worker_id: WorkerId) -> bool:
         """Its tokens are proof enough that a worker has the request, whatever became of its reply."""
         return self._heard_decode if worker_id == self.decode_worker else self._has_first_token
 
-    def _retry(self, worker_id: WorkerId, reason: str, fail: Fail) -> list[Action]:
-        """Give this attempt up and begin another without `worker_id`; fail where it was the last."""
-        self._troubles.append(fail.message)
-        if self.attempt >= self.max_attempts:
-            return self._end(reason, Fail(fail.code, self._all_troubles(), fail.status, fail.retry_after_ms))
+    def _retry(
+        self, worker_id: WorkerId, reason: str, fail: Fail, now_ms: int, *, taken: bool = True, exclude: bool = True
+    ) -> list[Action]:
+        """Give this attempt up and begin another, if possible without `worker_id`; fail where it was the last.
+
+        Not `taken`: nobody has worked on it. Time bounds such attempts and no number does.
+        """
+        self._troubles = [*self._troubles[1 - MAX_TROUBLES :], f"attempt {self.attempt}: {fail.message}"]
+        has_progressed = len(self.tokens) > self.num_answered
+        self._is_under_way |= taken or has_progressed
+        if taken or has_progressed:
+            self._waiting_since_ms, self._num_untaken = now_ms, 0
+        else:
+            self._num_untaken += 1
+        if has_progressed:
+            self._num_vain = 0
+        elif taken:
+            self._num_vain += 1
+        if len(self.tokens) >= self.max_tokens:  # only its end has not been heard
+            return self._end(reason, Finish("length"))
+        told = Fail(fail.code, self._all_troubles(), fail.status, fail.retry_after_ms)
+        if self._num_vain >= self.max_attempts:
+            return self._end(reason, told)
         cancel = SendCancel(self.attempt, reason)
-        self._excluded.append(worker_id)
+        if worker_id in self._excluded:
+            self._excluded.remove(worker_id)
+        if exclude:
+            self._excluded.append(worker_id)
         self._begin_attempt()
-        return [cancel, AskPlacement(self.attempt, tuple(self._excluded))]
+        if self._num_untaken > 1:
+            return [cancel, *self._wait(PAUSE_MIN_MS * self._num_untaken, told, now_ms)]
+        return [cancel, self._ask_placement()]
 
     def _end(self, reason: str, output: Finish | Fail | Abandon) -> list[Action]:
         """End the request; workers that have the attempt are told to let go."""
@@ -249,8 +376,7 @@ class RequestCore:
         self.phase = Phase.ENDED
         return [*cancels, output]
 
-    def _refusal(self, reason: RefusalReason, detail: str, retry_after_ms: int) -> Fail:
-        message = self._with_troubles(detail or reason)
+    def _refusal(self, reason: RefusalReason, message: str, retry_after_ms: int) -> Fail:
         match reason:
             case "too_long":
                 return Fail("context_length_exceeded", message, 400)
@@ -258,18 +384,21 @@ class RequestCore:
                 return self._deadline(message)
             case "invalid":
                 return Fail("invalid", message, 500)
+            case "overloaded":
+                return Fail("overloaded", message, 429, retry_after_ms or DEFAULT_RETRY_AFTER_MS)
             case _:
                 return Fail(reason, message, 503, retry_after_ms or DEFAULT_RETRY_AFTER_MS)
 
     def _deadline(self, message: str) -> Fail:
-        where = {Phase.PLACING: "while it was being placed", Phase.RUNNING: f"after {len(self.tokens)} tokens"}
+        placing = "while it was being placed"
+        where = {Phase.PLACING: placing, Phase.WAITING: placing, Phase.RUNNING: f"after {len(self.tokens)} tokens"}
         return Fail("deadline", f"{message} {where.get(self.phase, '')}".rstrip(), 504)
 
     def _with_troubles(self, message: str) -> str:
         return f"{message}; before that: {self._all_troubles()}" if self._troubles else message
 
     def _all_troubles(self) -> str:
-        return "; ".join(f"attempt {number}: {trouble}" for number, trouble in enumerate(self._troubles, 1))
+        return "; ".join(self._troubles)
 
 
 _FAILURE_STATUS = {"transfer_failed": 502, "worker_failed": 502, "deadline": 504, "draining": 503}

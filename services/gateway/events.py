@@ -1,6 +1,7 @@
 """The words of `core.py`: what can happen to a request, and what the shell is asked to do about it."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from schemas.ids import HandoffId, WorkerId
 from schemas.request import FinishReason, KVSource, PlacementTerms, RefusalReason, RequestFailure, TransferReport
@@ -15,6 +16,7 @@ class Placed:
     decode_worker: WorkerId | None
     sources: tuple[KVSource, ...] = ()
     terms: PlacementTerms | None = None
+    replica: WorkerId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +29,10 @@ class PlaceRefused:
 
 @dataclass(frozen=True, slots=True)
 class PlaceUnanswered:
-    """No scheduler answered. `may_answer`: one was there, so that asking again may help."""
+    """No scheduler answered."""
 
     attempt: int
     detail: str
-    may_answer: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +45,32 @@ class WorkerRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerAccepted:
+    attempt: int
+    worker_id: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSilent:
-    """A worker did not say that it has taken the request."""
+    """A worker did not say that it has taken the request. `may_have_taken`: its yes may be what was lost."""
 
     attempt: int
     worker_id: WorkerId
     detail: str
+    may_have_taken: bool = False
+
+
+ProgressOutcome = Literal["known", "unknown", "unserved", "unanswered"]
+"""`unserved`: nobody serves the question, the process is not there. `unanswered`: no reply in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressAnswered:
+    """What became of an AskWorker. The tokens of a reply come as TokensReceived."""
+
+    attempt: int
+    worker_id: WorkerId
+    outcome: ProgressOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +86,11 @@ class TokensReceived:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
+    """A worker has left. `is_back`: a new incarnation is there already."""
+
     worker_id: WorkerId
     reason: str
+    is_back: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +113,8 @@ class GatewayStopping:
     pass
 
 
-AttemptEvent = Placed | PlaceRefused | PlaceUnanswered | WorkerRefused | WorkerSilent
+PlaceEvent = Placed | PlaceRefused | PlaceUnanswered
+AttemptEvent = PlaceEvent | WorkerRefused | WorkerAccepted | WorkerSilent | ProgressAnswered
 Event = AttemptEvent | TokensReceived | WorkerLost | StopMatched | DeadlinePassed | ClientGone | GatewayStopping
 
 
@@ -98,8 +123,11 @@ Event = AttemptEvent | TokensReceived | WorkerLost | StopMatched | DeadlinePasse
 
 @dataclass(frozen=True, slots=True)
 class AskPlacement:
+    """`num_answered`: so many tokens of the answer are there already, and belong to the attempt's prompt."""
+
     attempt: int
     excluded_workers: tuple[WorkerId, ...]
+    num_answered: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +137,8 @@ class SendRun:
     decode_worker: WorkerId | None
     handoff_id: HandoffId | None
     sources: tuple[KVSource, ...] = ()
+    num_answered: int = 0
+    replica: WorkerId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +148,17 @@ class SendReserve:
     decode_worker: WorkerId
     handoff_id: HandoffId
     sources: tuple[KVSource, ...] = ()
+    num_answered: int = 0
+    replica: WorkerId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AskWorker:
+    """What has this attempt come to at this worker? `index`: the first token that is lacking."""
+
+    attempt: int
+    worker_id: WorkerId
+    index: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,4 +198,4 @@ class Abandon:
 
 
 Output = Deliver | Finish | Fail | Abandon
-Action = AskPlacement | SendRun | SendReserve | SendCancel | Output
+Action = AskPlacement | SendRun | SendReserve | AskWorker | SendCancel | Output

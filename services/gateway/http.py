@@ -65,6 +65,17 @@ class Gateway:
     stopping: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What is known of a generation before its body is understood."""
+
+    request_id: RequestId
+    route: str
+    tenant: str
+    root: OpenSpan
+    read_s: float
+
+
 def build_app(gateway: Gateway) -> Litestar:
     """Return the ASGI application of one gateway."""
 
@@ -77,7 +88,11 @@ def build_app(gateway: Gateway) -> Litestar:
         return await _generate(gateway, request, CHAT_COMPLETIONS)
 
     @get("/v1/models", summary="The model that is served")
-    async def models() -> Response[bytes]:
+    async def models(request: HttpRequest) -> Response[bytes]:
+        try:
+            _tenant_of(gateway, request)
+        except InvalidRequestError as error:
+            return _error(error_of_invalid(error), error.status)
         return _json(encode_reply(ModelsReply(data=tuple(_model_reply(gateway, name) for name in _names(gateway)))))
 
     @get("/v1/models/{model_id:path}", summary="One model")
@@ -116,11 +131,12 @@ async def _generate(gateway: Gateway, request: HttpRequest, route: str) -> ASGIA
     parent = request.headers.get("traceparent", "")
     root = gateway.telemetry.start(f"POST {route}", parent, {Key.REQUEST_ID: request_id}, server=True)
     try:
+        tenant = _tenant_of(gateway, request)
         if isinstance(body, InvalidRequestError):
             raise body
         if gateway.stopping:
             return _refuse_stopping(gateway, route, root)
-        call = await _call(gateway, route, body, request_id, root, read_s)
+        call = await _call(gateway, Arrival(request_id, route, tenant, root, read_s), body)
     except InvalidRequestError as error:
         gateway.metrics.requests.labels(route, str(error.status), "invalid").inc()
         root.end({Key.OUTCOME: "invalid"}, error.message)
@@ -132,6 +148,18 @@ async def _generate(gateway: Gateway, request: HttpRequest, route: str) -> ASGIA
     return Answer(call, gateway.requests, gateway.metrics)
 
 
+def _tenant_of(gateway: Gateway, request: HttpRequest) -> str:
+    """Return whose request this is. Raises InvalidRequestError for a key that is missing or unknown."""
+    tenants = gateway.config.tenants
+    if not tenants:
+        return ""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    tenant = tenants.get(key.strip()) if scheme.lower() == "bearer" else None
+    if tenant is None:
+        raise InvalidRequestError("this API key is missing or unknown", None, "invalid_api_key", 401)
+    return tenant
+
+
 async def _read(request: HttpRequest) -> bytes | InvalidRequestError:
     try:
         return await request.body()
@@ -141,15 +169,16 @@ async def _read(request: HttpRequest) -> bytes | InvalidRequestError:
         return InvalidRequestError(f"the body is over {MAX_BODY_BYTES} bytes", None, "request_too_large", 413)
 
 
-async def _call(
-    gateway: Gateway, route: str, payload: bytes, request_id: RequestId, root: OpenSpan, read_s: float
-) -> Call:
+async def _call(gateway: Gateway, arrival: Arrival, payload: bytes) -> Call:
     """Check and tokenize a body. Raises InvalidRequestError."""
+    request_id, route, root = arrival.request_id, arrival.route, arrival.root
     deadline_ms = now_ms() + round(gateway.config.request_timeout_s * 1000)
     body: CompletionBody | ChatBody = decode_chat(payload) if route == CHAT_COMPLETIONS else decode_completion(payload)
     with gateway.telemetry.span(SpanName.TOKENIZE, root.traceparent, {Key.REQUEST_ID: request_id}) as span:
         prepared = await prepare(gateway.model, body)
-        jobs = await make_jobs(gateway.model, prepared, request_id, deadline_ms, root.traceparent)
+        jobs = await make_jobs(
+            gateway.model.key_of(arrival.tenant), prepared, request_id, deadline_ms, root.traceparent
+        )
         span.attributes[Key.NUM_TOKENS] = sum(map(len, prepared.prompts))
     choices, model = prepared.choices, gateway.model
     root.attributes[Key.MODEL] = model.name
@@ -164,7 +193,7 @@ async def _call(
         request_id=request_id,
         route=route,
         root=root,
-        read_s=read_s,
+        read_s=arrival.read_s,
         style=style,
         stream=choices.stream,
         include_usage=choices.include_usage,

@@ -1,15 +1,13 @@
 """From a body to jobs: render, tokenize, check lengths, hash blocks."""
 
-import asyncio
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dataplane.layout import KVLayout
-from schemas.block import hash_blocks, join_hashes, pack_tokens
-from schemas.ids import RequestId, TokenIds
+from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.bus.base import MAX_PAYLOAD_BYTES
+from services.gateway.job import BlockKey, Job, pack_prompt
 from services.gateway.openai import (
     DEFAULT_COMPLETION_TOKENS,
     MAX_CHOICES,
@@ -22,13 +20,10 @@ from services.gateway.openai import (
     messages_of,
     prompts_of,
 )
-from services.gateway.requests import Job
 from services.gateway.text import ChatTemplateError, TextCodec
 
 ENVELOPE_BYTES = 4_096
 """What a RunPrefill or ReserveBlocks may need beside its prompt."""
-MAX_INLINE_TOKENS = 4_096
-"""Packing and hashing more than this takes milliseconds."""
 SEED_MASK = 2**63 - 1
 
 
@@ -45,6 +40,10 @@ class ServedModel:
     layout: KVLayout
     num_worker_tokens: int
     """How many tokens one worker's arena holds."""
+
+    def key_of(self, tenant: str) -> BlockKey:
+        layout = self.layout
+        return BlockKey(block_size=layout.block_size, model_fingerprint=layout.fingerprint, tenant=tenant)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +75,7 @@ async def prepare(model: ServedModel, body: CompletionBody | ChatBody) -> Prepar
 
 
 async def make_jobs(
-    model: ServedModel, prepared: Prepared, request_id: RequestId, deadline_ms: int, traceparent: str
+    key: BlockKey, prepared: Prepared, request_id: RequestId, deadline_ms: int, traceparent: str
 ) -> list[Job]:
     """Return one job per choice, in the order of their indexes; a prompt's choices differ by their seeds only."""
     choices = prepared.choices
@@ -84,13 +83,12 @@ async def make_jobs(
     jobs: list[Job] = []
     is_single = len(prepared.prompts) * choices.n == 1
     for prompt, max_tokens in zip(prepared.prompts, prepared.max_tokens, strict=True):
-        packed, block_hashes = await _pack(model.layout, prompt)
+        packed = await pack_prompt(prompt, key)
         for number in range(choices.n):
             job = Job(
                 request_id=request_id if is_single else RequestId(f"{request_id}_c{len(jobs)}"),
                 prompt=packed,
-                num_prompt_tokens=len(prompt),
-                block_hashes=block_hashes,
+                key=key,
                 sampling=_sampling(choices, max_tokens, (base_seed + number) & SEED_MASK),
                 deadline_ms=deadline_ms,
                 traceparent=traceparent,
@@ -145,15 +143,3 @@ def _max_tokens(model: ServedModel, choices: Choices, num_prompt: int, default: 
         return asked
     room = max(1, min(rest, model.num_worker_tokens - num_prompt))
     return room if default is None else min(room, default)
-
-
-async def _pack(layout: KVLayout, prompt: Sequence[int]) -> tuple[TokenIds, bytes]:
-    """Return the prompt as it travels, and its block hashes, joined."""
-    if len(prompt) <= MAX_INLINE_TOKENS:
-        return _packed(layout, prompt)
-    return await asyncio.to_thread(_packed, layout, prompt)
-
-
-def _packed(layout: KVLayout, prompt: Sequence[int]) -> tuple[TokenIds, bytes]:
-    hashes = hash_blocks(prompt, layout.block_size, model_fingerprint=layout.fingerprint)
-    return pack_tokens(prompt), join_hashes(hashes)

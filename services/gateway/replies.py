@@ -44,8 +44,8 @@ class PromptSources(msgspec.Struct, frozen=True, kw_only=True):
 
 class MeshUsage(PromptSources, frozen=True, kw_only=True):
     """Our extension: what happened to the request. The sources are those of the worker that decoded; `prefill` tells
-    the same of the prefill worker of a split request. Workers are those of the last attempt of the last choice; of a
-    prompt with several choices the first one's sources are told."""
+    the same of the prefill worker of a split request. Both are of the first attempt that gave tokens. Workers are
+    those of the last attempt of the last choice; of a prompt with several choices the first one's sources are told."""
 
     prefill: PromptSources | None
     request_id: str
@@ -53,6 +53,8 @@ class MeshUsage(PromptSources, frozen=True, kw_only=True):
     prefill_worker: str
     decode_worker: str
     num_retries: int
+    resumed_tokens: int
+    """What the client had before the last attempt that went on with it."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,7 +231,9 @@ def encode_reply(reply: msgspec.Struct) -> bytes:
 
 
 def error_of_fail(fail: Fail) -> ErrorReply:
-    kind = {400: "invalid_request_error", 504: "timeout_error"}.get(fail.status, "server_error")
+    kind = {400: "invalid_request_error", 429: "rate_limit_error", 504: "timeout_error"}.get(
+        fail.status, "server_error"
+    )
     return ErrorReply(ErrorBody(message=fail.message, type=kind, code=fail.code))
 
 

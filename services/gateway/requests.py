@@ -1,6 +1,7 @@
 """The shell around `core.py`: carries a request's actions out on the bus and brings what happens back to it.
 
-Its outputs go to a mailbox that the HTTP side empties: one wake-up for all tokens of a bus message.
+Its outputs go to a mailbox that the HTTP side empties: one wake-up for all tokens of a bus message. One task looks
+after the time of all live requests.
 """
 
 import asyncio
@@ -13,28 +14,32 @@ import msgspec
 
 from schemas import subjects
 from schemas.block import unpack_tokens
-from schemas.ids import GatewayId, RequestId, TokenIds, WorkerId
+from schemas.ids import GatewayId, WorkerId
 from schemas.message import Message
 from schemas.request import (
+    AskProgress,
+    AskWanted,
+    AttemptId,
     CancelRequest,
     Placement,
-    PlaceRequest,
+    Progress,
     Refused,
     RequestTokens,
     ReserveBlocks,
     RunPrefill,
-    SamplingParams,
     TokensEmitted,
+    Wanted,
 )
-from schemas.worker import WorkerJoined, WorkerLeft
-from services.bus.base import BusError, NoRespondersError
+from schemas.worker import BlockCounts, WorkerJoined, WorkerLeft, WorkerLoad
+from services.bus.base import BusError, NoRespondersError, RequestTimedOutError
 from services.bus.typed import Received, TypedBus
 from services.config import GatewayConfig
-from services.gateway.core import RequestCore
+from services.gateway.core import Phase, RequestCore
 from services.gateway.events import (
     Abandon,
     Action,
     AskPlacement,
+    AskWorker,
     ClientGone,
     DeadlinePassed,
     Deliver,
@@ -42,19 +47,24 @@ from services.gateway.events import (
     Fail,
     Finish,
     GatewayStopping,
-    Output,
     Placed,
     PlaceRefused,
     PlaceUnanswered,
+    ProgressAnswered,
+    ProgressOutcome,
     SendCancel,
     SendReserve,
     SendRun,
     StopMatched,
     TokensReceived,
+    WorkerAccepted,
     WorkerLost,
     WorkerRefused,
     WorkerSilent,
 )
+from services.gateway.job import Job, PackedPrompt, continue_prompt, place_request, reserve_message, run_message
+from services.gateway.mailbox import Mailbox
+from services.gateway.watch import Ears, WatchLimits
 from services.runtime import now_ms
 from services.telemetry import AttributeValue, Key, SpanName, Telemetry
 
@@ -64,36 +74,10 @@ PLACE_TIMEOUT_S = 2.0
 """A scheduler answers from memory; one that does not within this is dead or drowning."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One choice of an HTTP request, ready to be placed."""
-
-    request_id: RequestId
-    prompt: TokenIds
-    num_prompt_tokens: int
-    block_hashes: bytes
-    sampling: SamplingParams
-    deadline_ms: int
-    traceparent: str
-
-
-class Mailbox:
-    """What the choices of one HTTP request have put out, in order. One reader."""
-
-    def __init__(self) -> None:
-        self._items: list[tuple[int, Output]] = []
-        self._filled = asyncio.Event()
-
-    def put(self, choice: int, output: Output) -> None:
-        self._items.append((choice, output))
-        self._filled.set()
-
-    async def take(self) -> list[tuple[int, Output]]:
-        """Return all there is, at least one."""
-        await self._filled.wait()
-        self._filled.clear()
-        items, self._items = self._items, []
-        return items
+TICK_S = 0.05
+"""How exactly the waits of live requests are kept."""
+LOAD_KEPT_MS = 10_000
+"""A worker's load is forgotten after so long without another."""
 
 
 @dataclass(slots=True, eq=False)
@@ -104,6 +88,9 @@ class LiveRequest:
     choice: int
     mailbox: Mailbox
     core: RequestCore
+    prompt: PackedPrompt
+    """Of the attempt under way: the job's, or what an answer goes on from."""
+    started_ms: int
     timer: asyncio.TimerHandle | None = None
 
 
@@ -117,28 +104,58 @@ class Requests:
     telemetry: Telemetry
     tasks: asyncio.TaskGroup
     num_bad_tokens: int = 0
+    num_resumes: int = 0
+    """Attempts that went on with an answer."""
+    num_progress_asked: int = 0
     _live: dict[str, LiveRequest] = field(default_factory=dict[str, LiveRequest])
     _incarnations: dict[WorkerId, str] = field(default_factory=dict[WorkerId, str])
+    _loads: dict[WorkerId, tuple[int, BlockCounts]] = field(default_factory=dict[WorkerId, tuple[int, BlockCounts]])
+    _ears: Ears = field(default_factory=Ears)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_watching: bool = False
 
     def __post_init__(self) -> None:
         self._idle.set()
+        self._limits = WatchLimits(
+            progress_after_ms=self.config.progress_after_ms,
+            worker_silent_ms=self.config.worker_silent_ms,
+            resume_wait_ms=round(self.config.resume_wait_s * 1000),
+            place_wait_ms=round(self.config.place_wait_s * 1000),
+        )
 
     @property
     def num_live(self) -> int:
         return len(self._live)
+
+    @property
+    def oldest_s(self) -> float:
+        """Return the age of the oldest request under way."""
+        started_ms = min((live.started_ms for live in self._live.values()), default=now_ms())
+        return (now_ms() - started_ms) / 1000
+
+    def block_counts(self) -> dict[WorkerId, BlockCounts]:
+        """Return what the workers last said of their blocks."""
+        oldest_ms = now_ms() - LOAD_KEPT_MS
+        for worker_id in [w for w, (heard_ms, _) in self._loads.items() if heard_ms < oldest_ms]:
+            del self._loads[worker_id]
+        return {worker_id: blocks for worker_id, (_, blocks) in self._loads.items()}
 
     async def listen(self) -> None:
         """Subscribe to the tokens of this gateway and to workers that come and go."""
         await self.door.listen(self.tasks, subjects.TOKENS, (self.gateway_id,), self._hear_tokens)
         await self.door.listen(self.tasks, subjects.LEFT, ("*",), self._hear_left)
         await self.door.listen(self.tasks, subjects.JOINED, ("*",), self._hear_joined)
+        await self.door.listen(self.tasks, subjects.LOAD, ("*",), self._hear_load)
+        await self.door.serve(self.tasks, subjects.WANTED, (self.gateway_id,), self._say_wanted)
 
     def submit(self, job: Job, choice: int, mailbox: Mailbox) -> LiveRequest:
         """Start a request. It ends with one Finish, Fail or Abandon in the mailbox, by its deadline."""
-        core = RequestCore(job.request_id, job.sampling.max_tokens, self.config.max_attempts)
-        live = self._live[job.request_id] = LiveRequest(job, choice, mailbox, core)
+        core = RequestCore(job.request_id, job.sampling.max_tokens, self.config.max_attempts, self._limits)
+        live = self._live[job.request_id] = LiveRequest(job, choice, mailbox, core, job.prompt, now_ms())
         self._idle.clear()
+        if not self._is_watching:
+            self._is_watching = True
+            self._spawn(self._keep_watch(), "watch over requests")
         left_s = max(0, job.deadline_ms - now_ms()) / 1000
         live.timer = asyncio.get_running_loop().call_later(left_s, self._tell, live, DeadlinePassed())
         self._act(live, core.start())
@@ -161,8 +178,25 @@ class Requests:
         """Return once no request is under way."""
         await self._idle.wait()
 
+    async def _keep_watch(self) -> None:
+        """Tick the live requests as long as there are any."""
+        while self._live:
+            await asyncio.sleep(TICK_S)
+            time_ms = now_ms()
+            for live in [live for live in self._live.values() if live.core.wake_ms <= time_ms]:
+                self._act(live, live.core.tick(time_ms, self._ears))
+        self._is_watching = False
+
+    async def _say_wanted(self, received: Received[AskWanted]) -> Message:
+        return Wanted(unwanted=tuple(a for a in received.message.attempts if not self._wants(a)))
+
+    def _wants(self, attempt: AttemptId) -> bool:
+        live = self._live.get(attempt.request_id)
+        return live is not None and live.core.phase is Phase.RUNNING and live.core.attempt == attempt.attempt
+
     def _hear_tokens(self, received: Received[TokensEmitted]) -> None:
         worker_id = received.message.worker_id
+        self._ears.hear(now_ms())
         for share in received.message.requests:
             live = self._live.get(share.request_id)
             if live is not None:
@@ -188,21 +222,30 @@ class Requests:
         if known != message.incarnation:  # news of a predecessor
             self._incarnations[message.worker_id] = known
             return
-        self._lose(message.worker_id, message.reason)
+        self._loads.pop(message.worker_id, None)
+        self._lose(WorkerLost(message.worker_id, message.reason))
 
     def _hear_joined(self, received: Received[WorkerJoined]) -> None:
         """A new incarnation knows nothing of what its predecessor had taken, which nobody may have seen leave."""
         worker = received.message.worker
         if self._incarnations.get(worker.worker_id) != worker.incarnation:
             self._incarnations[worker.worker_id] = worker.incarnation
-            self._lose(worker.worker_id, "it was restarted")
+            self._lose(WorkerLost(worker.worker_id, "it was restarted", is_back=True))
 
-    def _lose(self, worker_id: WorkerId, reason: str) -> None:
+    def _hear_load(self, received: Received[WorkerLoad]) -> None:
+        """A load may be of an incarnation that has been replaced: it names one only where none is known."""
+        worker = received.message.worker
+        self._ears.hear(now_ms())
+        if self._incarnations.setdefault(worker.worker_id, worker.incarnation) == worker.incarnation:
+            self._loads[worker.worker_id] = now_ms(), received.message.blocks
+
+    def _lose(self, event: WorkerLost) -> None:
+        self._ears.hear(now_ms())
         for live in list(self._live.values()):
-            self._tell(live, WorkerLost(worker_id, reason))
+            self._tell(live, event)
 
     def _tell(self, live: LiveRequest, event: Event) -> None:
-        self._act(live, live.core.handle(event))
+        self._act(live, live.core.handle(event, now_ms()))
 
     def _act(self, live: LiveRequest, actions: list[Action]) -> None:
         for action in actions:
@@ -218,73 +261,69 @@ class Requests:
                     self._ask_to_run(live, action)
                 case SendReserve():
                     self._ask_to_reserve(live, action)
+                case AskWorker():
+                    self.num_progress_asked += 1
+                    self._spawn(self._ask_progress(live, action), f"progress {live.job.request_id}")
                 case SendCancel():
                     self._spawn(self._cancel(live, action), f"cancel {live.job.request_id}")
 
     def _ask_to_run(self, live: LiveRequest, action: SendRun) -> None:
-        job = live.job
-        message = RunPrefill(
-            request_id=job.request_id,
-            attempt=action.attempt,
-            deadline_ms=job.deadline_ms,
-            gateway_id=self.gateway_id,
-            prompt=job.prompt,
-            sampling=job.sampling,
-            handoff_id=action.handoff_id,
-            decode_worker=action.decode_worker,
-            sources=action.sources,
-        )
+        self.num_resumes += action.num_answered > 0
+        message = run_message(live.job, self.gateway_id, action, live.prompt)
         ask = self._ask_worker(live, subjects.RUN, action.prefill_worker, message)
-        self._spawn(ask, f"run {job.request_id}")
+        self._spawn(ask, f"run {live.job.request_id}")
 
     def _ask_to_reserve(self, live: LiveRequest, action: SendReserve) -> None:
-        job = live.job
-        message = ReserveBlocks(
-            request_id=job.request_id,
-            attempt=action.attempt,
-            deadline_ms=job.deadline_ms,
-            gateway_id=self.gateway_id,
-            handoff_id=action.handoff_id,
-            prefill_worker=action.prefill_worker,
-            prompt=job.prompt,
-            sampling=job.sampling,
-            sources=action.sources,
-        )
+        message = reserve_message(live.job, self.gateway_id, action, live.prompt)
         ask = self._ask_worker(live, subjects.RESERVE, action.decode_worker, message)
-        self._spawn(ask, f"reserve {job.request_id}")
+        self._spawn(ask, f"reserve {live.job.request_id}")
 
     async def _ask_worker(
         self, live: LiveRequest, subject: subjects.Subject, worker_id: WorkerId, message: RunPrefill | ReserveBlocks
     ) -> None:
-        """Send the request to a worker. Only a no, or no answer, matters: tokens are the yes."""
-        timeout_s = self._timeout_s(live, self.config.accept_timeout_s)
+        """Send the request to a worker, and take in whether it has taken it."""
         try:
-            reply = await self.door.ask(subject, (worker_id,), message, timeout_s, live.job.traceparent)
+            reply = await self._ask(live, subject, (worker_id,), message, self.config.accept_timeout_s)
         except BusError as error:
-            self._tell(live, WorkerSilent(message.attempt, worker_id, error.reason))
+            may_have_taken = isinstance(error, RequestTimedOutError) or type(error) is BusError
+            self._tell(live, WorkerSilent(message.attempt, worker_id, error.reason, may_have_taken))
             return
         if isinstance(reply, Refused):
             refused = WorkerRefused(message.attempt, worker_id, reply.reason, reply.detail, reply.retry_after_ms)
             self._tell(live, refused)
+        else:
+            self._tell(live, WorkerAccepted(message.attempt, worker_id))
+
+    async def _ask_progress(self, live: LiveRequest, action: AskWorker) -> None:
+        job, worker_id = live.job, action.worker_id
+        question = AskProgress(
+            request_id=job.request_id, attempt=action.attempt, deadline_ms=job.deadline_ms, index=action.index
+        )
+        timeout_s = self.config.progress_after_ms / 1000
+        outcome: ProgressOutcome
+        share: RequestTokens | None = None
+        try:
+            reply = await self._ask(live, subjects.PROGRESS, (worker_id,), question, timeout_s)
+        except NoRespondersError:
+            outcome = "unserved"
+        except BusError:
+            outcome = "unanswered"
+        else:
+            assert isinstance(reply, Progress), "the subject's table allows no other reply"
+            outcome, share = "known" if reply.known else "unknown", reply.tokens
+        if share is not None and (share.request_id, share.attempt) == (job.request_id, action.attempt):
+            self._hear_share(live, worker_id, share)
+        self._tell(live, ProgressAnswered(action.attempt, worker_id, outcome))
 
     async def _place(self, live: LiveRequest, action: AskPlacement) -> None:
         job = live.job
-        request = PlaceRequest(
-            request_id=job.request_id,
-            attempt=action.attempt,
-            deadline_ms=job.deadline_ms,
-            num_prompt_tokens=job.num_prompt_tokens,
-            max_tokens=job.sampling.max_tokens,
-            block_hashes=job.block_hashes,
-            excluded_workers=action.excluded_workers,
-        )
+        live.prompt = prompt = await continue_prompt(job, live.core.tokens[: action.num_answered])
+        request = place_request(job, action, prompt)
         started_ns = time.time_ns()
-        timeout_s = self._timeout_s(live, PLACE_TIMEOUT_S)
         try:
-            reply = await self.door.ask(subjects.PLACE, (), request, timeout_s, job.traceparent)
+            reply = await self._ask(live, subjects.PLACE, (), request, PLACE_TIMEOUT_S)
         except BusError as error:
-            may_answer = not isinstance(error, NoRespondersError)
-            event = PlaceUnanswered(action.attempt, error.reason, may_answer)
+            event = PlaceUnanswered(action.attempt, error.reason)
         else:
             event = _place_event(action.attempt, reply)
         self._record_place(job, started_ns, event)
@@ -320,8 +359,18 @@ class Requests:
         except BusError as error:  # the workers' own deadlines free the blocks
             log.warning("cannot cancel %s: %s", job.request_id, error)
 
-    def _timeout_s(self, live: LiveRequest, timeout_s: float) -> float:
-        return max(0.001, min(timeout_s, (live.job.deadline_ms - now_ms()) / 1000))
+    async def _ask(
+        self, live: LiveRequest, subject: subjects.Subject, ids: tuple[str, ...], message: Message, timeout_s: float
+    ) -> Message:
+        """Ask on behalf of a request, for no longer than it has. Any answer, the broker's too, is heard."""
+        left_s = (live.job.deadline_ms - now_ms()) / 1000
+        try:
+            reply = await self.door.ask(subject, ids, message, max(0.001, min(timeout_s, left_s)), live.job.traceparent)
+        except NoRespondersError:
+            self._ears.hear(now_ms())
+            raise
+        self._ears.hear(now_ms())
+        return reply
 
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
         self.tasks.create_task(work, name=name)
@@ -336,6 +385,6 @@ class Requests:
 
 def _place_event(attempt: int, reply: Message) -> Placed | PlaceRefused:
     if isinstance(reply, Placement):
-        return Placed(attempt, reply.prefill_worker, reply.decode_worker, reply.sources, reply.terms)
+        return Placed(attempt, reply.prefill_worker, reply.decode_worker, reply.sources, reply.terms, reply.replica)
     assert isinstance(reply, Refused), "the subject's table allows no third reply"
     return PlaceRefused(attempt, reply.reason, reply.detail, reply.retry_after_ms)

@@ -50,7 +50,9 @@ async def run_gateway(
     door = TypedBus(bus, "gateway")
     async with asyncio.TaskGroup() as tasks:
         requests = Requests(config.gateway, gateway_id, door, telemetry, tasks)
-        metrics = GatewayMetrics(lambda: door.num_dropped + requests.num_bad_tokens, lambda: requests.num_live)
+        metrics = GatewayMetrics(
+            lambda: door.num_dropped + requests.num_bad_tokens, lambda: requests.num_live, requests
+        )
         gateway = Gateway(
             config=config.gateway,
             model=model,

@@ -5,27 +5,16 @@ is read from them first, one after another, and whatever does not come is comput
 it under a lease, which ends when the reader has landed, aborted, gone, or been silent too long.
 """
 
-from collections import deque
-from dataclasses import dataclass
-from typing import Literal
-
 from dataplane.cache import BlockCache
-from dataplane.layout import BlockTables
 from dataplane.lease import Lease, LeaseTable
 from schemas import subjects
 from schemas.block import pack_tokens
-from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded, KVReleased
-from schemas.ids import HandoffId, LeaseId, WorkerId
-from schemas.request import (
-    CancelRequest,
-    PrefillAccepted,
-    Refused,
-    RequestTokens,
-    RunPrefill,
-    refuse,
-)
+from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, HandoffMessage, KVLanded, KVReleased
+from schemas.ids import HandoffId, LeaseId
+from schemas.request import PrefillAccepted, Refused, RequestTokens, RunPrefill, refuse
 from schemas.worker import WorkerLeft
-from services.engine.base import SampledToken, Sequence, StepResult
+from services.engine.base import SampledToken, StepResult
+from services.prefill.runs import PrefillRun
 from services.worker.actions import (
     Action,
     AttemptKey,
@@ -39,66 +28,27 @@ from services.worker.actions import (
     Submit,
     Withdraw,
 )
-from services.worker.content import PromptKV, ReadOutcome, SequenceContent
+from services.worker.content import ReadOutcome
 from services.worker.handoff import emit_failure, handoff_fields, next_fetch, publish_event
-from services.worker.limits import CancelledAttempts, WorkerLimits, check_request, read_prompt
-
-Phase = Literal["queued", "fetching", "computing", "withdrawing", "handing_over"]
+from services.worker.limits import WorkerLimits, check_request, read_prompt
+from services.worker.runs import RoleCore
 
 UNOFFERED_HOLD_MS = 500
 """How long a computed prompt keeps its blocks from a queued run while its decode worker has no room: two workers whose
 runs wait for each other's blocks would otherwise wait for ever. What it gives up stays cached, as long as it can."""
+OFFER_AGAIN_MS = 250
+"""The least time between two offers of one lease."""
+LANDED_GRACE_MS = 2_000
+"""How long a lease waits for the reader's word once its stream has ended, well or not: the word may be lost."""
 
 
-@dataclass(slots=True, eq=False)
-class PrefillRun:
-    """One attempt on this worker. `tables` are its own reference to its blocks, empty once given back."""
-
-    request: RunPrefill
-    prompt: list[int]
-    content: SequenceContent
-    phase: Phase = "queued"
-    tables: BlockTables = ()
-    kv: PromptKV | None = None
-    """What of the prompt is in place; None while it is queued."""
-    fetching_from: WorkerId | None = None
-    lease: Lease | None = None
-    computed_ms: int = 0
-    reserved: bool = False
-    """The decode worker has said that it has room."""
-    offered: bool = False
-
-    @property
-    def key(self) -> AttemptKey:
-        return (self.request.request_id, self.request.attempt)
-
-    @property
-    def is_split(self) -> bool:
-        return self.request.handoff_id is not None
-
-    @property
-    def num_kv_tokens(self) -> int:
-        """Tokens that need room here: the answer's too where it is decoded here (its last token needs no KV)."""
-        return len(self.prompt) + (0 if self.is_split else self.request.sampling.max_tokens - 1)
-
-
-class PrefillCore:
+class PrefillCore(RoleCore[PrefillRun]):
     """Owns the runs of one worker; shares its blocks and leases with the worker's other cores."""
 
     def __init__(self, limits: WorkerLimits, cache: BlockCache, leases: LeaseTable) -> None:
-        self._limits = limits
-        self._cache = cache
+        super().__init__(limits, cache)
         self._leases = leases
-        self._runs: dict[AttemptKey, PrefillRun] = {}
-        self._queue: deque[PrefillRun] = deque()
-        self._by_handoff: dict[HandoffId, PrefillRun] = {}
         self._early_reservations: dict[HandoffId, None] = {}
-        self._cancelled = CancelledAttempts()
-        self.draining = False
-
-    @property
-    def num_queued(self) -> int:
-        return len(self._queue)
 
     @property
     def num_queued_tokens(self) -> int:
@@ -110,26 +60,19 @@ class PrefillCore:
         """What others compute for this worker: nothing."""
         return 0
 
-    @property
-    def num_runs(self) -> int:
-        return len(self._runs)
-
-    def has(self, key: AttemptKey) -> bool:
-        return key in self._runs
-
     def run(self, request: RunPrefill, now_ms: int) -> tuple[PrefillAccepted | Refused, list[Action]]:
         """Take a prompt, or say why not."""
-        prompt = read_prompt(request.prompt)
-        full = len(self._queue) >= self._limits.max_queued
-        refused = check_request(request, prompt, self._limits, now_ms, draining=self.draining, full=full)
-        refused = refused or self._cancelled.refuse(request)
-        if refused is not None:
+        if (refused := self._past.refuse(request)) is not None:
             return refused, []
-        run = PrefillRun(request, prompt, self._limits.content_of(prompt))
-        other = self._by_handoff.get(request.handoff_id) if request.handoff_id is not None else None
-        if other is not None and other.key != run.key:
-            return refuse(request, "invalid", "this hand-over is another request's"), []
-        if run.key not in self._runs:  # a repeated message is accepted once
+        if self._repeated(request) is None:
+            prompt = read_prompt(request.prompt)
+            full = len(self._queue) >= self._limits.max_queued
+            refused = check_request(request, prompt, self._limits, now_ms, draining=self.draining, full=full)
+            if refused is not None:
+                return refused, []
+            run = PrefillRun(request, prompt, self._limits.content_of(request, prompt))
+            if run.key in self._runs or request.handoff_id in self._by_handoff:
+                return refuse(request, "invalid", "this hand-over is another request's"), []
             self._runs[run.key] = run
             self._queue.append(run)
             if request.handoff_id is not None:
@@ -145,14 +88,16 @@ class PrefillCore:
         return accepted, self._admit(now_ms)
 
     def reserved(self, event: BlocksReserved) -> list[Action]:
-        """The decode worker has room: offer as soon as there is a lease."""
+        """The decode worker has room: offer as soon as there is a lease. It says so again until it hears the offer."""
         run = self._by_handoff.get(event.handoff_id)
+        if run is None and (event.request_id, event.attempt) in self._past:
+            return [self._tell_target(event, "the prefill worker has ended this attempt")]
         if run is None:
             self._early_reservations[event.handoff_id] = None
             while len(self._early_reservations) > self._limits.max_queued:
                 del self._early_reservations[next(iter(self._early_reservations))]
             return []
-        run.reserved = True
+        run.reserved, run.offer_again = True, run.offered and run.closes_ms is None
         return [] if run.lease is None else self._offer(run)
 
     def fetched(self, key: AttemptKey, outcome: ReadOutcome, now_ms: int) -> list[Action]:
@@ -177,13 +122,19 @@ class PrefillCore:
     def aborted(self, event: HandoffAborted, now_ms: int) -> list[Action]:
         """The reader has given up. It computes by itself what it lacks, so what is still to come is not needed."""
         run = self._by_handoff.get(event.handoff_id)
-        return [] if run is None else self._end(run, event.reason, now_ms)
+        return [] if run is None else self._end(run, event.reason, now_ms, tell_target=False)
 
-    def cancelled(self, event: CancelRequest, now_ms: int) -> list[Action]:
-        key = (event.request_id, event.attempt)
-        self._cancelled.add(key)
-        run = self._runs.get(key)
-        return [] if run is None else self._end(run, event.reason, now_ms, tell_target=True)
+    def served(self, lease_id: LeaseId, error: str, now_ms: int) -> list[Action]:
+        """The stream of a lease has ended, well ('') or not. The reader says what came of it; if it says nothing, it
+        may be dead, or its word was lost."""
+        for run in self._runs.values():
+            if run.lease is not None and run.lease.lease_id == lease_id:
+                run.closes_ms = now_ms + LANDED_GRACE_MS
+        return []
+
+    def fence(self, now_ms: int, reason: str) -> list[Action]:
+        self._early_reservations.clear()
+        return super().fence(now_ms, reason)
 
     def left(self, event: WorkerLeft, now_ms: int) -> list[Action]:
         """A reader is gone: nobody will land what it was reading. A source is gone: its read ends."""
@@ -192,7 +143,7 @@ class PrefillCore:
             if self._runs.get(run.key) is not run:
                 continue  # it made way for a queued one that an ended one before it let in
             if run.request.decode_worker == event.worker_id:
-                actions += self._end(run, "the reader left", now_ms, tell_target=True)
+                actions += self._end(run, "the reader left", now_ms)
             elif run.fetching_from == event.worker_id:
                 actions.append(StopFetch(run.key))
         return actions
@@ -220,8 +171,8 @@ class PrefillCore:
         run = self._runs.get(key)
         if run is None:
             return []
-        actions: list[Action] = [emit_failure(run.request, "engine_failed", reason)]
-        actions += self._close_lease(run, "the engine failed", tell_target=True)
+        actions: list[Action] = [] if run.has_ended else [emit_failure(run.request, "engine_failed", reason)]
+        actions += self._close_lease(run, "the engine failed", tell_target=not run.has_ended)
         return actions + self._forget(run) + self._admit(now_ms)
 
     def tick(self, now_ms: int) -> list[Action]:
@@ -230,11 +181,15 @@ class PrefillCore:
         for run in list(self._runs.values()):
             if self._runs.get(run.key) is not run:
                 continue  # it made way for a queued one that an ended one before it let in
-            if run.request.deadline_ms <= now_ms and run.phase != "withdrawing":
-                if run.phase != "handing_over":
+            if run.request.deadline_ms <= now_ms and not run.has_ended:
+                if run.owes_tokens:
                     actions.append(emit_failure(run.request, "deadline", "the deadline passed during prefill"))
-                actions += self._end(run, "deadline", now_ms, tell_target=True)
-            elif run.lease is not None and (run.phase in ("fetching", "computing") or not run.offered):
+                actions += self._end(run, "deadline", now_ms)
+                continue
+            if run.closes_ms is not None and run.closes_ms <= now_ms:
+                actions += self._end(run, "the stream has ended, and its reader said nothing more", now_ms)
+                continue
+            if run.lease is not None and (run.phase in ("fetching", "computing") or not run.offered):
                 # Nobody can be reading yet: the reader's silence is no reason to end the lease.
                 self._leases.renew(run.lease.lease_id, now_ms, self._limits.lease_ms)
         run_of = {run.lease.lease_id: run for run in self._runs.values() if run.lease is not None}
@@ -242,30 +197,23 @@ class PrefillCore:
             run = run_of[lease.lease_id]
             actions += self._lease_gone(run, lease, "the lease expired", tell_target=True)
             if self._runs.get(run.key) is run:
-                actions += self._end(run, "the lease expired", now_ms)
-        return actions + self._admit(now_ms)
+                actions += self._end(run, "the lease expired", now_ms, tell_target=False)
+        return actions + self._offer_again(now_ms) + self._admit(now_ms)
 
     def _admit(self, now_ms: int) -> list[Action]:
         """Start queued runs, first come first served, while there are blocks."""
         actions: list[Action] = []
         while self._queue:
             run = self._queue[0]
-            allocation = self._cache.admit(run.content.hashes, run.num_kv_tokens, len(run.prompt) - 1)
-            if allocation is None:
+            if not self._allocate(run):
                 if (stuck := self._unoffered(now_ms)) is None:
                     break
                 reason = "the decode worker has no room and the blocks are needed"
                 actions += self._close_lease(stuck, reason, tell_target=True) + self._forget(stuck)
                 continue
             self._queue.popleft()
-            run.tables = allocation.tables
-            run.kv = PromptKV(
-                num_prompt_tokens=len(run.prompt),
-                block_size=self._limits.block_size,
-                num_cached_tokens=allocation.num_cached_tokens,
-                keeps_parts=not self._cache.layout.is_windowed,
-                sources=deque(run.request.sources),
-            )
+            assert run.kv is not None
+            run.kv.sources.extend(run.request.sources)
             actions += self._lease(run, now_ms) + self._assemble(run)
         return actions
 
@@ -301,17 +249,7 @@ class PrefillCore:
             run.phase, run.fetching_from = "fetching", fetch.source
             return [fetch]
         run.phase = "computing"
-        sequence = Sequence(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            token_ids=list(run.prompt),
-            num_prompt_tokens=len(run.prompt),
-            sampling=request.sampling,
-            tables=run.tables,
-            num_computed_tokens=kv.num_present_tokens,
-            stop_token_ids=self._limits.stop_token_ids(request.sampling),
-            max_local_tokens=1 if run.is_split else None,
-        )
+        sequence = self._sequence(run, list(run.prompt), kv.num_present_tokens, 1 if run.is_split else None)
         return [Submit(sequence, run.content, run.lease.lease_id if run.lease else None)]
 
     def _offer(self, run: PrefillRun) -> list[Action]:
@@ -321,15 +259,25 @@ class PrefillCore:
         run.offered = True
         return [Offer(run.lease, run.request)]
 
+    def _offer_again(self, now_ms: int) -> list[Action]:
+        """Repeat the offers that may not have been heard."""
+        actions: list[Action] = []
+        for run in self._runs.values():
+            if run.offer_again and run.lease is not None and now_ms - run.offered_again_ms >= OFFER_AGAIN_MS:
+                run.offer_again, run.offered_again_ms = False, now_ms
+                actions.append(Offer(run.lease, run.request))
+        return actions
+
     def _sampled(self, run: PrefillRun, sampled: SampledToken, now_ms: int) -> list[Action]:
         request = run.request
+        is_first = sampled.index == request.num_answered_tokens
         tokens = RequestTokens(
             request_id=request.request_id,
             attempt=request.attempt,
             index=sampled.index,
             tokens=pack_tokens([sampled.token_id]),
             finish_reason=sampled.finish_reason,
-            report=run.kv.report(is_prefill=run.is_split) if run.kv and not sampled.index else None,
+            report=run.kv.report(is_prefill=run.is_split) if run.kv and is_first else None,
         )
         actions: list[Action] = [Emit(request.gateway_id, tokens)]
         if not sampled.local_end:
@@ -356,9 +304,8 @@ class PrefillCore:
             actions += self._forget(run)
         return actions + self._admit(now_ms)
 
-    def _end(self, run: PrefillRun, reason: str, now_ms: int, *, tell_target: bool = False) -> list[Action]:
-        """End a run early, wherever it is. Blocks that the engine may still write wait for `removed`."""
-        if run.phase == "withdrawing":
+    def _end(self, run: PrefillRun, reason: str, now_ms: int, *, tell_target: bool = True) -> list[Action]:
+        if run.has_ended:
             return []
         actions = self._close_lease(run, reason, tell_target=tell_target)
         if run.phase in ("fetching", "computing"):
@@ -370,7 +317,7 @@ class PrefillCore:
 
     def _close_lease(self, run: PrefillRun, reason: str, *, tell_target: bool = False) -> list[Action]:
         if run.lease is None:
-            return [self._tell_target(run, reason)] if tell_target and run.is_split else []
+            return [self._tell_target(run.request, reason)] if tell_target and run.is_split else []
         lease = self._leases.end(run.lease.lease_id, reason)
         return [] if lease is None else self._lease_gone(run, lease, reason, tell_target=tell_target)
 
@@ -378,22 +325,8 @@ class PrefillCore:
         self._cache.free(lease.tables)
         run.lease = None
         actions: list[Action] = [CloseLease(lease.lease_id, reason)]
-        return [*actions, self._tell_target(run, reason)] if tell_target else actions
+        return [*actions, self._tell_target(run.request, reason)] if tell_target else actions
 
-    def _tell_target(self, run: PrefillRun, reason: str) -> Publish:
-        aborted = HandoffAborted(**handoff_fields(run.request, self._limits.worker_id), reason=reason)
+    def _tell_target(self, request: RunPrefill | HandoffMessage, reason: str) -> Publish:
+        aborted = HandoffAborted(**handoff_fields(request, self._limits.worker_id), reason=reason)
         return publish_event(subjects.ABORTED, aborted)
-
-    def _forget(self, run: PrefillRun) -> list[Action]:
-        self._give_back(run)
-        del self._runs[run.key]
-        if run.phase == "queued":
-            self._queue.remove(run)
-        if run.request.handoff_id is not None:
-            self._by_handoff.pop(run.request.handoff_id, None)
-        return []
-
-    def _give_back(self, run: PrefillRun) -> None:
-        if run.tables:
-            self._cache.free(run.tables)
-            run.tables = ()

@@ -8,7 +8,6 @@ from schemas.message import Message
 from schemas.request import Refused, RunPrefill, refuse
 from services.bus.typed import Received
 from services.prefill.core import PrefillCore
-from services.runtime import now_ms
 from services.worker.shell import Worker
 
 
@@ -16,7 +15,7 @@ async def start_prefill(worker: Worker, tasks: asyncio.TaskGroup) -> None:
     """Give the worker the prefill role: compute prompts, and hand over or decode."""
     worker_id = worker.parts.worker_id
     core = PrefillCore(worker.parts.limits, worker.holder.cache, worker.holder.leases)
-    worker.add_core(core)
+    worker.add_core(core, leases=core)
 
     async def run(received: Received[RunPrefill]) -> Message:
         request = received.message
@@ -24,9 +23,7 @@ async def start_prefill(worker: Worker, tasks: asyncio.TaskGroup) -> None:
         if worker.is_elsewhere(core, key):
             return refuse(request, "invalid", "this worker decodes this attempt already")
         worker.spans.accepted(key, received.traceparent)
-        with worker.holder.lock:
-            reply, actions = core.run(request, now_ms())
-        worker.execute(actions)
+        reply = worker.answer(lambda now: core.run(request, now))
         if isinstance(reply, Refused):
             worker.forget(key)
         return reply

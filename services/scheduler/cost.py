@@ -6,7 +6,7 @@ the same worker, and how full the batch is that it will decode in.
 """
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from schemas.directory import HolderPrefix
@@ -125,10 +125,12 @@ def price(
     holders: Sequence[HolderPrefix],
     rates: FleetRates,
     limits: CostLimits = DEFAULT_LIMITS,
+    not_asked: Collection[WorkerId] = (),
 ) -> list[Option]:
     """Return every way to serve, in the order of `contenders`: alone on an aggregated worker, alone on a decode worker
-    that holds most of the prompt, or split over two. Workers of other roles only lend."""
+    that holds most of the prompt, or split over two. Workers of other roles only lend, and those `not_asked` do not."""
     held = held_blocks(holders)
+    lending = [run for run in holders if run.worker_id not in not_asked]
     decoding = [c for c in contenders if c.info.role == "decode"]
     options: list[Option] = []
     for contender in contenders:
@@ -140,7 +142,7 @@ def price(
             if not partners:
                 continue
         num_held_blocks = held.get(contender.worker_id, 0)
-        gathering = gather(demand, contender.info, num_held_blocks, holders, rates, limits)
+        gathering = gather(demand, contender.info, num_held_blocks, lending, rates, limits)
         if partners:
             options += [_split(demand, contender, d, gathering, held.get(d.worker_id, 0), rates) for d in partners]
         elif contender.info.role == "aggregated" or _may_serve_alone(demand, gathering, limits):
@@ -240,7 +242,7 @@ def _alone(demand: Demand, worker: Contender, gathering: Gathering, rates: Fleet
         decode=None,
         gathering=gathering,
         num_cached_tokens=gathering.num_cached_tokens,
-        queue_ms=_queue_ms(demand, worker, rates) + wait_ms,
+        queue_ms=queue_ms(demand, worker, rates) + wait_ms,
         handover_ms=0.0,
         stall_ms=gathering.compute_ms * worker.num_running * STALL_WEIGHT,
         load_ms=_load_ms(worker, rates),
@@ -267,15 +269,16 @@ def _split(
         decode=decode,
         gathering=gathering,
         num_cached_tokens=gathering.num_cached_tokens + num_held_tokens,
-        queue_ms=_queue_ms(demand, prefill, rates),
+        queue_ms=queue_ms(demand, prefill, rates),
         handover_ms=exposed_ms + _room_ms(demand, decode, num_held_tokens),
         stall_ms=0.0,
         load_ms=_load_ms(decode, rates),
     )
 
 
-def _queue_ms(demand: Demand, worker: Contender, rates: FleetRates) -> float:
-    """The prompts in line are taken to be as long as this one: their context decides their speed."""
+def queue_ms(demand: Demand, worker: Contender, rates: FleetRates) -> float:
+    """Predict when this worker gets to a new prompt. Those in line are taken to be as long as it: their context decides
+    their speed."""
     whole_ms = rates.compute_ms(worker.worker_id, 0, demand.num_prompt_tokens)
     return worker.num_waiting_tokens * whole_ms / demand.num_prompt_tokens
 

@@ -1,5 +1,6 @@
 """Asks the directory who holds a prompt's blocks. A hint: without an answer a request is placed all the same."""
 
+import asyncio
 import logging
 from collections.abc import Callable
 
@@ -37,16 +38,17 @@ class Hints:
             block_hashes=request.block_hashes,
         )
         try:
-            located = await self._door.ask(subjects.LOCATE, (), question, LOCATE_TIMEOUT_S)
-        except BusError as error:
+            async with asyncio.timeout(2 * LOCATE_TIMEOUT_S):  # sending may wait as well
+                located = await self._door.ask(subjects.LOCATE, (), question, LOCATE_TIMEOUT_S)
+        except (BusError, TimeoutError) as error:
             self._back_off(error)
             return ()
         assert isinstance(located, BlocksLocated)
         self._backoff_ms = 0
         return located.holders
 
-    def _back_off(self, error: BusError) -> None:
+    def _back_off(self, error: BusError | TimeoutError) -> None:
         if not self._backoff_ms:
-            log.warning("placing without the directory: %s", error)
+            log.warning("placing without the directory: %s", error or "it cannot be asked")
         self._backoff_ms = min(max(2 * self._backoff_ms, BACKOFF_MIN_MS), BACKOFF_MAX_MS)
         self._quiet_until_ms = self._clock() + self._backoff_ms

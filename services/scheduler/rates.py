@@ -113,6 +113,8 @@ class FleetRates:
             sum(r.latency_ms for r in reads.values()),
             sum(r.bytes_per_s for r in reads.values()),
         )
+        self.is_measured = any(rate.tokens_per_s > 0 for rates in measured.values() for rate in rates.prefill)
+        """Whether anybody has computed a prompt yet; else speeds are the starting values."""
         self._fleet_curve = _mean_curve(rates.prefill for rates in measured.values())
         self._curves: dict[WorkerId, tuple[PrefillRate, ...]] = {}
         self._links: dict[tuple[WorkerId, WorkerId, Tier], Link] = {}

@@ -15,8 +15,8 @@ from dataplane.layout import BlockTable, KVLayout, block_ids, segments_of
 from dataplane.lease import Lease, LeaseRefusedError, LeaseTable
 from schemas.block import BLOCK_HASH_BYTES, join_hashes, split_hashes
 from schemas.directory import BlocksEvicted, BlocksStored, Inventory, Tier
-from schemas.ids import BlockHash, LeaseId, WorkerId
-from schemas.kv import RequestLease, refuse_lease
+from schemas.ids import BlockHash, LeaseId, WorkerId, is_subject_token
+from schemas.kv import ReplicateBlocks, RequestLease, refuse_lease
 from schemas.request import Refused, refuse
 from schemas.worker import BlockCounts, WorkerLeft
 from services.store.index import BackIndex, MemoryIndex
@@ -90,7 +90,7 @@ class StoreCore:
         on until nothing is left, so there is one at a time from each worker."""
         if self.draining or not self.takes_blocks:
             return False
-        if len(joined) % BLOCK_HASH_BYTES:
+        if len(joined) % BLOCK_HASH_BYTES or not is_subject_token(worker_id):
             self.counts.num_not_taken += 1
             return False
         offers = self._offers.get(worker_id, {})
@@ -105,6 +105,14 @@ class StoreCore:
             return False
         self._offers[worker_id] = offers
         return True
+
+    def replicated(self, offer: ReplicateBlocks) -> bool:
+        """As `offered`, of what a worker keeps for now. A sequence's last blocks are given up before its first."""
+        joined = offer.block_hashes
+        if offer.fingerprint != self.layout.fingerprint or len(joined) % BLOCK_HASH_BYTES:
+            self.counts.num_not_taken += 1
+            return False
+        return self.offered(offer.source, join_hashes(split_hashes(joined)[::-1]))
 
     def next_pull(self, worker_id: WorkerId, max_blocks: int) -> list[BlockHash]:
         """Return what to ask a worker for next, the one offered first in front; nothing: all is taken."""
@@ -249,6 +257,7 @@ class StoreCore:
             first_token=first * block_size,
             num_tokens=(first + len(blocks)) * block_size,
             expires_at_ms=now_ms + self.open_within_ms,
+            tenant=request.tenant,
         )
 
     def started(self, lease_id: LeaseId, now_ms: int) -> None:

@@ -63,7 +63,7 @@ class StoreGate:
 
     def open(self, ticket: Ticket) -> ReadableKV:
         with self.lock:
-            lease = self._leases.check(ticket.lease_id, ticket.epoch, ticket.reader, now_ms())
+            lease = self._leases.check(ticket.lease_id, ticket.epoch, ticket.reader, now_ms(), ticket.tenant)
             progress = self._lent[lease.lease_id].progress
         return ReadableKV(
             tables=lease.tables, num_tokens=lease.num_tokens, progress=progress, first_token=lease.first_token

@@ -72,6 +72,7 @@ def make_parts(
     model: str,
     context_length: int,
     open_behind: OpenTier | None = None,
+    platform: Platform = THREADS,
 ) -> StoreParts:
     """Return the parts of a store for KV of this layout, `open_tier` unless another is given. Raises UserError."""
     settings = config.store
@@ -80,7 +81,7 @@ def make_parts(
         raise UserError(f"store.memory_bytes = {settings.memory_bytes} hold no block of {layout.block_bytes} bytes")
     shape = uniform_shape(layout, num_blocks)
     try:
-        arena = Arena.create(shape)
+        arena = platform.make_arena(shape)
     except ArenaTooLargeError as error:
         raise UserError(str(error)) from error
     try:
@@ -111,6 +112,7 @@ def make_parts(
         core=core,
         tier=tier,
         secret=secret,
+        platform=platform,
     )
 
 

@@ -1,4 +1,5 @@
-"""Takes in what workers are about to evict: asks for a lease, reads, files. A worker never waits for it."""
+"""Takes in what workers are about to evict, or want kept elsewhere as well: asks for a lease, reads, files. A worker
+never waits for it."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from dataplane.stream import TransferFailedError
 from schemas import subjects
 from schemas.block import join_hashes
 from schemas.ids import BlockHash, RequestId, WorkerId, new_id
-from schemas.kv import BlocksCooling, LeaseGranted, RequestLease, is_as_asked
+from schemas.kv import BlocksCooling, LeaseGranted, ReplicateBlocks, RequestLease, is_as_asked
 from schemas.request import Refused
 from services.bus.base import BusError
 from services.bus.typed import Received, TypedBus
@@ -57,9 +58,12 @@ class Puller:
         """A worker says what it will evict soon."""
         offer = received.message
         if self.core.offered(offer.worker_id, offer.block_hashes):
-            pull = self.tasks.create_task(self._pull(offer.worker_id), name=f"pull {offer.worker_id}")
-            self._pulls.add(pull)
-            pull.add_done_callback(self._pulls.discard)
+            self._begin(offer.worker_id)
+
+    def replicated(self, received: Received[ReplicateBlocks]) -> None:
+        """A worker says what it has completed, and wants kept elsewhere as well."""
+        if self.core.replicated(received.message):
+            self._begin(received.message.source)
 
     def room_made(self) -> None:
         self._room.set()
@@ -71,6 +75,11 @@ class Puller:
             pull.cancel()
         if pulls:
             await asyncio.wait(pulls)
+
+    def _begin(self, worker_id: WorkerId) -> None:
+        pull = self.tasks.create_task(self._pull(worker_id), name=f"pull {worker_id}")
+        self._pulls.add(pull)
+        pull.add_done_callback(self._pulls.discard)
 
     async def _pull(self, worker_id: WorkerId) -> None:
         reason = ""

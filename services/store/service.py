@@ -33,6 +33,7 @@ from services.worker.spans import WorkerSpans
 __all__ = ["load_store", "run_store"]
 
 LOAD_INTERVAL_S = 0.5
+LAST_WORDS_S = 5.0
 FLUSH_TIMEOUT_S = 5.0
 """How long a store that is stopped goes on writing behind memory."""
 
@@ -71,6 +72,7 @@ class Store:
         self.core = core
         self._store_id = core.limits.store_id
         self._timeout_s = config.store.timeout_ms / 1000
+        self._drain_s = config.worker.drain_s
         self._door = door
         self._tasks = tasks
         self._loop = asyncio.get_running_loop()
@@ -101,6 +103,7 @@ class Store:
         )
         self._unwritten = asyncio.Event()
         self._all_written = asyncio.Event()
+        self._none_lent = asyncio.Event()
         self._clockwork: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -114,6 +117,7 @@ class Store:
         await door.serve(tasks, subjects.INVENTORY, me, self._on_inventory)
         await door.listen(tasks, subjects.LEFT, ("*",), self._on_left)
         await door.listen(tasks, subjects.COOLING, ("*",), self._puller.offered)
+        await door.listen(tasks, subjects.REPLICATE, me, self._puller.replicated)
         await door.bus.flush()
         self._outbox.put(subjects.JOINED, me, WorkerJoined(worker=self._info()))
         self._clockwork.append(tasks.create_task(self._tick(), name="tick"))
@@ -121,13 +125,15 @@ class Store:
             self._clockwork.append(tasks.create_task(self._write_behind(self._backing), name="write behind"))
 
     async def close(self) -> None:
-        """Leave in order: take nothing more, write what waits, end the leases, close plane and tier, say so."""
+        """Leave in order: take nothing more, write what waits, let reads end, close plane and tier, say so. Each in
+        bounded time."""
         me, incarnation = (self._store_id,), self.core.limits.incarnation
         self.core.draining = True
         self._outbox.put(subjects.DRAINING, me, WorkerDraining(worker_id=self._store_id, incarnation=incarnation))
         await self._puller.close()
         await self._lender.close()
         await self._flush()
+        await self._until_read()
         for task in self._clockwork:
             task.cancel()
         for lease in self.core.leases:
@@ -139,7 +145,9 @@ class Store:
         left = WorkerLeft(worker_id=self._store_id, incarnation=incarnation, reason="stopped")
         self._outbox.put(subjects.LEFT, me, left)
         self._outbox.close()
-        await self._outbox.sent.wait()
+        with contextlib.suppress(TimeoutError):  # the bus may be away for good
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._outbox.sent.wait()
         await self._door.close()
 
     # Lending.
@@ -161,7 +169,7 @@ class Store:
             epoch=lease.epoch,
             holder=lease.holder,
             reader=lease.reader,
-            tenant="",
+            tenant=lease.tenant,
             expires_at_ms=lease.expires_at_ms,
         )
         return LeaseGranted(
@@ -203,6 +211,8 @@ class Store:
         with self._gate.lock:
             lent = [self._gate.remove(lease) for lease in decide()]
         self._puller.room_made()
+        if not len(self.core.leases):
+            self._none_lent.set()
         return lent
 
     # What the others hear.
@@ -281,6 +291,14 @@ class Store:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_TIMEOUT_S):
                 await self._all_written.wait()
+
+    async def _until_read(self) -> None:
+        """Wait until nothing is on loan, at most as long as a worker may take to stop."""
+        if len(self.core.leases):
+            self._none_lent.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._drain_s):
+                    await self._none_lent.wait()
 
     def _post(self, handle: Callable[..., None], *arguments: object) -> None:
         """From a plane's thread to the loop."""

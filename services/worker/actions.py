@@ -107,6 +107,9 @@ class Fetch:
     block_hashes: tuple[BlockHash, ...]
     tables: BlockTables
     deadline_ms: int
+    tenant: str = ""
+    traceparent: str = ""
+    """Whose trace it belongs to, where that is not the attempt's."""
 
 
 @dataclass(slots=True, frozen=True)

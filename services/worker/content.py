@@ -11,10 +11,21 @@ from schemas.request import KVSource, SourceTokens, TransferReport
 
 class SequenceContent:
     """The hashes of one sequence's full blocks. `num_stored_blocks`: how many of them its worker has taken in.
-    `num_landed_tokens`: those whose KV was there before the worker computed any."""
+    `num_landed_tokens`: those whose KV was there before the worker computed any. `replica`: who is offered the blocks
+    as they fill up."""
 
-    def __init__(self, prompt: Sequence[int], block_size: int, fingerprint: str) -> None:
-        self._hasher = BlockHasher(block_size, model_fingerprint=fingerprint)
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        block_size: int,
+        fingerprint: str,
+        *,
+        tenant: str = "",
+        replica: WorkerId | None = None,
+    ) -> None:
+        self.tenant = tenant
+        self.replica = replica
+        self._hasher = BlockHasher(block_size, model_fingerprint=fingerprint, tenant=tenant)
         self.hashes: list[BlockHash] = self._hasher.extend(prompt, len(prompt))
         self.num_stored_blocks = 0
         self.num_landed_tokens = 0

@@ -22,6 +22,7 @@ from services.worker.actions import AttemptKey, Fetch
 from services.worker.content import ReadOutcome
 from services.worker.rates import RateBook
 from services.worker.spans import WorkerSpans
+from services.worker.survive import surviving
 from services.worker.wire import WireChoice
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class Fetches:
 
     async def _fetch(self, action: Fetch) -> None:
         started_ns = time.time_ns()
-        traceparent = self.spans.traceparent(action.key)
+        traceparent = action.traceparent or self.spans.traceparent(action.key)
         outcome, landed, failure = ReadOutcome(0), None, ""
         try:
             granted = await self._ask(action, traceparent)
@@ -102,8 +103,10 @@ class Fetches:
         except asyncio.CancelledError:
             failure = "stopped"  # by `stop` or `close`; the thread has ended
         self._running.pop(action.key, None)
-        self._record(action, (started_ns, time.time_ns()), landed, failure, traceparent)
-        self.on_fetched(action.key, outcome)
+        with surviving(f"the end of the fetch of {action.key[0]}"):
+            self._record(action, (started_ns, time.time_ns()), landed, failure, traceparent)
+        with surviving(f"what follows the fetch of {action.key[0]}"):
+            self.on_fetched(action.key, outcome)
 
     async def _ask(self, action: Fetch, traceparent: str) -> LeaseGranted:
         """Return the lease. Raises NotGrantedError."""
@@ -117,6 +120,7 @@ class Fetches:
             fingerprint=self.fingerprint,
             first_block=action.first_block,
             block_hashes=join_hashes(action.block_hashes),
+            tenant=action.tenant,
         )
         timeout_s = max(0.001, min(LEASE_TIMEOUT_S, left_ms / 1000))
         try:

@@ -64,4 +64,4 @@ def next_fetch(
         return None
     key: AttemptKey = (request.request_id, request.attempt)
     hashes = tuple(content.hashes[piece.first_block : piece.first_block + piece.num_blocks])
-    return Fetch(key, piece.source, piece.first_block, hashes, tables, request.deadline_ms)
+    return Fetch(key, piece.source, piece.first_block, hashes, tables, request.deadline_ms, request.tenant)

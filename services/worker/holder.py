@@ -1,16 +1,19 @@
 """The blocks that a worker holds: what lies in them, leases, the plane that serves them, what the directory hears."""
 
+import contextlib
+import logging
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 import msgspec
 
 from dataplane.arena import Arena
 from dataplane.cache import BlockCache
-from dataplane.layout import ArenaShape
-from dataplane.lease import Lease, LeaseTable
+from dataplane.layout import ArenaShape, BlockTables
+from dataplane.lease import Lease, LeaseRefusedError, LeaseTable
 from dataplane.progress import KVProgress
 from dataplane.server import PlaneServer, ReadableKV, ServerOptions
 from dataplane.stream import TransferStats
@@ -29,6 +32,8 @@ from services.worker.content import SequenceContent
 from services.worker.handoff import handoff_fields
 from services.worker.ledger import BlockLedger
 from services.worker.platform import MakeServer
+
+log = logging.getLogger(__name__)
 
 StartedCallback = Callable[[LeaseId], None]
 """The first byte of a read is on its way; called on a plane thread."""
@@ -65,6 +70,9 @@ class KVHolder:
     _served: dict[LeaseId, ServedLease] = field(default_factory=dict[LeaseId, ServedLease])
     _contents: dict[AttemptKey, SequenceContent] = field(default_factory=dict[AttemptKey, SequenceContent])
     _cooled: set[BlockHash] = field(default_factory=set[BlockHash])
+    _moved: set[LeaseId] = field(default_factory=set[LeaseId])
+    """Leases whose streams have got on since the clockwork last looked."""
+    _num_orphaned: int = 0
 
     def __post_init__(self) -> None:
         self.ledger = BlockLedger(self.worker_id, self.incarnation)
@@ -94,11 +102,23 @@ class KVHolder:
             self.plane.close()
         self.arena.close()
 
-    def counts(self) -> BlockCounts:
-        """Return the conservation law's terms: total = free + cached + running + leased."""
+    def begin(self, incarnation: str) -> None:
+        """Go on as a new incarnation. What is cached stays: it is content, and still right."""
+        self.incarnation = incarnation
+        self.ledger.begin(incarnation)
+
+    def counts(self, owned: Iterable[BlockTables]) -> BlockCounts:
+        """Return the conservation law's terms: total = free + cached + running + leased. `owned`: the tables of all who
+        hold references here, leases aside."""
         total, free, cached = self.cache.num_blocks, self.cache.num_free, self.cache.num_cached
         leased = self.leases.num_leased_blocks
-        return BlockCounts(total=total, free=free, cached=cached, running=total - free - cached - leased, leased=leased)
+        known = num_distinct_blocks(chain(owned, (lease.tables for lease in self.leases)))
+        orphaned = total - free - cached - known
+        if orphaned and not self._num_orphaned:
+            log.warning("%s: %d blocks are in use and nobody's", self.worker_id, orphaned)
+        self._num_orphaned = orphaned
+        running = total - free - cached - leased
+        return BlockCounts(total=total, free=free, cached=cached, running=running, leased=leased, orphaned=orphaned)
 
     # Leases, for the event loop.
 
@@ -154,6 +174,13 @@ class KVHolder:
         if served := self._served.get(lease_id):
             served.progress.finish(msgspec.json.encode(msgspec.structs.replace(first, computed_ns=computed_ns)))
 
+    def renew_moved(self, now_ms: int, lease_ms: int) -> None:
+        """A stream that gets on may take longer than its lease's first time."""
+        moved, self._moved = self._moved, set()
+        for lease_id in moved:
+            with contextlib.suppress(LeaseRefusedError):  # it has ended meanwhile
+                self.leases.renew(lease_id, now_ms, lease_ms)
+
     def close_lease(self, lease_id: LeaseId, reason: str) -> int:
         """The lease has ended: fail a stream that is still open on it. Return its number of blocks."""
         served = self._served.pop(lease_id, None)
@@ -168,7 +195,7 @@ class KVHolder:
             epoch=lease.epoch,
             holder=lease.holder,
             reader=lease.reader,
-            tenant="",
+            tenant=lease.tenant,
             expires_at_ms=expires_at_ms,
         )
         return sign(self.secret, ticket)
@@ -224,7 +251,7 @@ class KVHolder:
     def open(self, ticket: Ticket) -> ReadableKV:
         """Return what a ticket gives access to. Raises LeaseRefusedError."""
         with self.lock:
-            lease = self.leases.check(ticket.lease_id, ticket.epoch, ticket.reader, now_ms())
+            lease = self.leases.check(ticket.lease_id, ticket.epoch, ticket.reader, now_ms(), ticket.tenant)
             served = self._served[lease.lease_id]
         return ReadableKV(
             tables=lease.tables,
@@ -236,10 +263,29 @@ class KVHolder:
     def still_valid(self, ticket: Ticket) -> bool:
         """Say whether the leased blocks are still what they were."""
         with self.lock:
-            return self.leases.is_current(ticket.lease_id, ticket.epoch, now_ms())
+            is_current = self.leases.is_current(ticket.lease_id, ticket.epoch, now_ms())
+            if is_current:
+                self._moved.add(ticket.lease_id)
+            return is_current
 
     def started(self, lease_id: LeaseId, carrier: str) -> None:
         self.on_started(lease_id)
 
     def served(self, lease_id: LeaseId, stats: TransferStats | None, error: str) -> None:
         self.on_served(lease_id, stats, error)
+
+
+def num_distinct_blocks(tables: Iterable[BlockTables]) -> int:
+    """Return how many blocks these are, each counted once however many share it."""
+    extents = {
+        (group, segment.first_block, segment.first_block + segment.num_blocks)
+        for of_one in tables
+        for group, table in enumerate(of_one)
+        for segment in table.segments
+    }
+    num_blocks, reached = 0, (0, 0)
+    for group, first, end in sorted(extents):
+        start = max(first, reached[1]) if group == reached[0] else first
+        num_blocks += max(0, end - start)
+        reached = (group, max(end, start))
+    return num_blocks

@@ -12,10 +12,15 @@ INVENTORY_PAGE_BLOCKS = 100_000
 
 
 class BlockLedger:
-    """Numbers one incarnation's events."""
+    """Numbers one incarnation's events, each incarnation's from 1."""
 
     def __init__(self, worker_id: WorkerId, incarnation: str) -> None:
         self._worker_id = worker_id
+        self._incarnation = incarnation
+        self._sequence = 0
+
+    def begin(self, incarnation: str) -> None:
+        """Go on as a new incarnation. What is held stays: its first word makes the directory ask for all of it."""
         self._incarnation = incarnation
         self._sequence = 0
 

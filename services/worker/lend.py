@@ -74,6 +74,11 @@ class LendCore:
         lost = [lease for lease in self.leases if lease.lease_id in self._lent and lease.reader == event.worker_id]
         return [action for lease in lost for action in self.served(lease.lease_id, "the reader left")]
 
+    def fence(self, now_ms: int, reason: str) -> list[Action]:
+        """This worker has been declared dead: no reader waits for it any more."""
+        lent = [lease.lease_id for lease in self.leases if lease.lease_id in self._lent]
+        return [action for lease_id in lent for action in self.served(lease_id, reason)]
+
     def tick(self, now_ms: int) -> list[Action]:
         """End what is over its time."""
         over = self.leases.expire(now_ms, self._lent.__contains__)

@@ -28,9 +28,11 @@ class WorkerLimits:
     max_queued: int
     lease_ms: int
 
-    def content_of(self, prompt: list[int]) -> SequenceContent:
-        """Return the identities of a prompt's blocks."""
-        return SequenceContent(prompt, self.block_size, self.fingerprint)
+    def content_of(self, request: RunPrefill | ReserveBlocks, prompt: list[int]) -> SequenceContent:
+        """Return the identities of the blocks of a request's prompt."""
+        return SequenceContent(
+            prompt, self.block_size, self.fingerprint, tenant=request.tenant, replica=request.replica
+        )
 
     def stop_token_ids(self, sampling: SamplingParams) -> frozenset[int]:
         """Return the tokens that end this request's answer."""
@@ -38,12 +40,16 @@ class WorkerLimits:
         return eos | frozenset(sampling.stop_token_ids)
 
 
-class CancelledAttempts:
-    """The attempts that were cancelled before they came: a cancel may overtake what it cancels. Bounded."""
+class PastAttempts:
+    """The attempts that have ended here, or were cancelled before they came: a cancel may overtake what it cancels, and
+    a message may come again after all is over. Bounded."""
 
     def __init__(self, max_attempts: int = 4_096) -> None:
         self._max_attempts = max_attempts
         self._keys: dict[AttemptKey, None] = {}
+
+    def __contains__(self, key: AttemptKey) -> bool:
+        return key in self._keys
 
     def add(self, key: AttemptKey) -> None:
         self._keys[key] = None
@@ -51,10 +57,10 @@ class CancelledAttempts:
             del self._keys[next(iter(self._keys))]
 
     def refuse(self, request: RunPrefill | ReserveBlocks) -> Refused | None:
-        """Return the refusal of an attempt that was cancelled before it came."""
+        """Return the refusal of an attempt that is over."""
         if (request.request_id, request.attempt) not in self._keys:
             return None
-        return refuse(request, "invalid", "this attempt was cancelled before it came")
+        return refuse(request, "invalid", "this attempt has ended here, or was cancelled before it came")
 
 
 def _ids_of(request: RunPrefill | ReserveBlocks) -> list[str]:
@@ -80,7 +86,8 @@ def check_request(
     full: bool,
 ) -> Refused | None:
     """Return why this request cannot be taken, or None."""
-    num_tokens = len(prompt) + request.sampling.max_tokens
+    num_answered = request.num_answered_tokens
+    num_tokens = len(prompt) - num_answered + request.sampling.max_tokens
     hands_over = isinstance(request, RunPrefill) and request.handoff_id is not None
     num_kv_tokens = len(prompt) if hands_over else num_tokens - 1
     reason: tuple[RefusalReason, str, int] | None = None
@@ -94,6 +101,8 @@ def check_request(
         reason = ("invalid", f"an id that is no word of letters, digits, - and _, or over {MAX_SOURCES} sources", 0)
     elif not prompt or request.sampling.max_tokens < 1 or max(prompt) >= limits.vocab_size:
         reason = ("invalid", "an empty prompt, no tokens to generate, or a token outside the vocabulary", 0)
+    elif not 0 <= num_answered < min(len(prompt), request.sampling.max_tokens):
+        reason = ("invalid", f"{num_answered} tokens of the answer leave no prompt or no token to generate", 0)
     elif num_tokens > limits.context_length or num_kv_tokens > limits.num_blocks * limits.block_size:
         reason = ("too_long", f"{num_tokens} tokens do not fit", 0)
     elif full:

@@ -2,33 +2,77 @@
 
 import asyncio
 import logging
-from collections import defaultdict
+from collections import defaultdict, deque
+from typing import NamedTuple
 
 from schemas import subjects
 from schemas.ids import GatewayId, WorkerId
 from schemas.message import Message
 from schemas.request import RequestTokens, TokensEmitted
 from schemas.subjects import Subject
-from services.bus.base import BusError
 from services.bus.typed import TypedBus
 
 log = logging.getLogger(__name__)
 
+MAX_UNSENT = 10_000
+MAX_UNSENT_BYTES = 64 * 1024 * 1024
+
+REPAIRED = frozenset({subjects.LOAD, subjects.STORED, subjects.EVICTED, subjects.COOLING, subjects.TOKENS})
+"""What may be lost: said again soon, or asked for by whoever misses it."""
+
+_MESSAGE_BYTES = 512
+_TOKENS_BYTES = 256
+
+
+class Entry(NamedTuple):
+    subject: Subject
+    ids: tuple[str, ...]
+    message: Message
+    traceparent: str
+    num_bytes: int
+
 
 class Outbox:
     """`put` never blocks; `run` sends. What the bus does not take is counted and logged, not raised: the receiver's
-    own timeouts end what waits for it."""
+    own timeouts end what waits for it. While the bus takes nothing the oldest of what may be lost goes first."""
 
-    def __init__(self, door: TypedBus, worker_id: WorkerId) -> None:
+    def __init__(
+        self,
+        door: TypedBus,
+        worker_id: WorkerId,
+        *,
+        max_unsent: int = MAX_UNSENT,
+        max_unsent_bytes: int = MAX_UNSENT_BYTES,
+    ) -> None:
         self._door = door
         self._worker_id = worker_id
-        self._queue: asyncio.Queue[tuple[Subject, tuple[str, ...], Message, str] | None] = asyncio.Queue()
+        self._max_unsent = max_unsent
+        self._max_unsent_bytes = max_unsent_bytes
+        self._waiting: dict[int, Entry] = {}
+        """In the order in which they go out."""
+        self._repaired: deque[int] = deque()
+        """Those of them that may be lost, and some that are sent already."""
+        self._num_put = 0
+        self._num_bytes = 0
+        self._changed = asyncio.Event()
+        self._closed = False
         self.num_unsent = 0
         self.sent = asyncio.Event()
         """Set once `close` was called and all is sent."""
 
+    def __len__(self) -> int:
+        return len(self._waiting)
+
     def put(self, subject: Subject, ids: tuple[str, ...], message: Message, traceparent: str = "") -> None:
-        self._queue.put_nowait((subject, ids, message, traceparent))
+        entry = Entry(subject, ids, message, traceparent, _size_of(message))
+        self._num_put += 1
+        self._waiting[self._num_put] = entry
+        self._num_bytes += entry.num_bytes
+        if subject in REPAIRED:
+            self._repaired.append(self._num_put)
+        while len(self._waiting) > self._max_unsent or self._num_bytes > self._max_unsent_bytes > entry.num_bytes:
+            self._drop_one()
+        self._changed.set()
 
     def put_tokens(self, emitted: list[tuple[GatewayId, RequestTokens]]) -> None:
         """Send tokens, one message a gateway."""
@@ -41,15 +85,44 @@ class Outbox:
 
     async def run(self) -> None:
         """Send until `close`."""
-        while (entry := await self._queue.get()) is not None:
-            subject, ids, message, traceparent = entry
+        while True:
+            while not self._waiting and not self._closed:
+                self._changed.clear()
+                await self._changed.wait()
+            if not self._waiting:
+                break
+            subject, ids, message, traceparent, _ = self._take(next(iter(self._waiting)))
             try:
                 await self._door.publish(subject, ids, message, traceparent)
-            except BusError as error:
+            except Exception as error:  # noqa: BLE001  (one message that cannot be sent must not keep the others)
                 self.num_unsent += 1
                 log.warning("could not send %s: %s", type(message).__name__, error)
         self.sent.set()
 
     def close(self) -> None:
         """End `run` once what was put before is sent."""
-        self._queue.put_nowait(None)
+        self._closed = True
+        self._changed.set()
+
+    def _take(self, number: int) -> Entry:
+        entry = self._waiting.pop(number)
+        self._num_bytes -= entry.num_bytes
+        if len(self._repaired) > 2 * self._max_unsent:
+            self._repaired = deque(number for number in self._repaired if number in self._waiting)
+        return entry
+
+    def _drop_one(self) -> None:
+        while self._repaired and self._repaired[0] not in self._waiting:
+            self._repaired.popleft()
+        number = self._repaired.popleft() if self._repaired else next(iter(self._waiting))
+        entry = self._take(number)
+        self.num_unsent += 1
+        if self.num_unsent.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …
+            log.warning("%d messages could not wait; the last was %s", self.num_unsent, type(entry.message).__name__)
+
+
+def _size_of(message: Message) -> int:
+    """Return about how many bytes a message takes here."""
+    if isinstance(message, TokensEmitted):
+        return _MESSAGE_BYTES + sum(_TOKENS_BYTES + len(tokens.tokens) for tokens in message.requests)
+    return _MESSAGE_BYTES + len(getattr(message, "block_hashes", b""))

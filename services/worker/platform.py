@@ -1,4 +1,4 @@
-"""Who makes the parts of a worker that do not run on the event loop: the plane's ends and the engine's thread.
+"""Who makes the parts of a worker that are not of the event loop: its memory, the plane's ends, the engine's thread.
 
 The simulator puts parts of its own in their place, which run the same code under virtual time.
 """
@@ -15,6 +15,8 @@ from services.engine.base import Engine, Sequence, StepCallback
 from services.engine.batch import Batch
 from services.engine.thread import EngineThread
 
+MakeArena = Callable[[ArenaShape], Arena]
+"""Raises ArenaTooLargeError."""
 MakeServer = Callable[[Arena, ArenaShape, LeaseGate, bytes, ServerOptions], PlaneServer]
 MakeReader = Callable[[Arena, ArenaShape], PlaneReader]
 
@@ -34,6 +36,7 @@ class MakeEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Platform:
+    make_arena: MakeArena = Arena.create
     make_server: MakeServer = PlaneServer
     make_reader: MakeReader = PlaneReader
     make_engine: MakeEngine = EngineThread

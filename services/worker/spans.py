@@ -23,6 +23,7 @@ class AttemptTimes:
     traceparent: str
     accepted_ns: int
     submitted_ns: int = 0
+    computes_prompt: bool = False
     first_step_ns: int = 0
     first_token_ns: int = 0
     last_step_ns: int = 0
@@ -43,9 +44,11 @@ class WorkerSpans:
         if len(self._times) > MAX_ATTEMPTS:
             del self._times[next(iter(self._times))]
 
-    def submitted(self, key: AttemptKey) -> None:
-        if times := self._times.get(key):
+    def submitted(self, sequence: Sequence) -> None:
+        if times := self._times.get((sequence.request_id, sequence.attempt)):
             times.submitted_ns = time.time_ns()
+            # An answer that goes on after a hand-over has its prompt's KV, and its last token to compute.
+            times.computes_prompt = sequence.index == 0 or sequence.num_uncomputed_tokens > 1
 
     def traceparent(self, key: AttemptKey | None) -> str:
         times = self._times.get(key) if key else None
@@ -66,9 +69,9 @@ class WorkerSpans:
                 times.num_tokens += 1
 
     def prefilled(self, sequence: Sequence) -> None:
-        """Record a prompt's computation: queue and compute."""
+        """Record a prompt's computation, if this was it: queue and compute."""
         times = self._times.get((sequence.request_id, sequence.attempt))
-        if times is None or not times.first_step_ns:
+        if times is None or not times.first_step_ns or not times.computes_prompt or times.num_tokens != 1:
             return
         attributes: Attributes = {
             Key.REQUEST_ID: sequence.request_id,

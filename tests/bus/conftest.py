@@ -1,4 +1,5 @@
 import asyncio
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -6,6 +7,7 @@ import pytest
 from services.bus.base import Bus
 from services.bus.memory import MemoryBus
 from services.bus.nats import NatsBus
+from services.sim.bus import SimBroker
 
 Connect = Callable[[], Awaitable[Bus]]
 
@@ -17,15 +19,23 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.fixture(params=["memory", "nats"])
+@pytest.fixture(params=["memory", "nats", "sim"])
 async def connect(request: pytest.FixtureRequest) -> AsyncIterator[Connect]:
     """Opens one more connection to the same bus. A memory bus is its own and only connection."""
     opened: list[Bus] = []
     memory = MemoryBus()
+    simulated = SimBroker(random.Random(0))
     url = request.getfixturevalue("nats_url") if request.param == "nats" else ""
 
     async def open_one() -> Bus:
-        bus = await NatsBus.connect(url, "test") if url else memory
+        bus: Bus
+        match request.param:
+            case "nats":
+                bus = await NatsBus.connect(url, "test")
+            case "sim":
+                bus = simulated.connect(f"test-{len(opened)}")
+            case _:
+                bus = memory
         opened.append(bus)
         return bus
 

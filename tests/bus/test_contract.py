@@ -8,6 +8,8 @@ from uuid import uuid4
 
 import pytest
 
+import services.bus.memory
+import services.bus.nats
 from services.bus.base import (
     MAX_PAYLOAD_BYTES,
     Bus,
@@ -18,6 +20,7 @@ from services.bus.base import (
     RequestTimedOutError,
     Subscription,
 )
+from services.sim.bus import SimBus
 from tests.bus.conftest import Connect
 
 LONG_S = 30.0
@@ -292,3 +295,26 @@ async def test_a_cancelled_listener_leaves_the_subscription_open(bus: Bus, root:
         await listening
     await bus.publish(f"{root}.a", b"still here", {})
     assert [d.payload for d in await take(ear, 1)] == [b"still here"]
+
+
+async def test_a_reader_that_is_too_slow_loses_messages_and_that_is_counted(
+    bus: Bus, root: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if isinstance(bus, SimBus):
+        pytest.skip("its readers are never that slow")
+    for module in (services.bus.memory, services.bus.nats):
+        monkeypatch.setattr(module, "MAX_WAITING", 4)
+    ear = await bus.subscribe(f"{root}.news")
+    await bus.flush()
+    for number in range(10):
+        await bus.publish(f"{root}.news", b"%d" % number, {})
+    await bus.flush()
+    assert bus.num_dropped == 6
+    assert [delivery.payload for delivery in await take(ear, 4)] == [b"0", b"1", b"2", b"3"]
+    await bus.publish(f"{root}.news", b"later", {})
+    assert [delivery.payload for delivery in await take(ear, 1)] == [b"later"]
+    assert any("too slow" in record.message for record in caplog.records)
+
+
+async def test_a_bus_says_how_often_it_has_connected(bus: Bus) -> None:
+    assert bus.num_connects == 1

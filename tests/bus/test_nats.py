@@ -11,9 +11,9 @@ from uuid import uuid4
 
 import pytest
 
-from services.bus.base import BusClosedError, BusError
+from services.bus.base import BusClosedError, BusError, RequestTimedOutError
 from services.bus.embedded import EmbeddedNats
-from services.bus.nats import NatsBus
+from services.bus.nats import BUFFER_BYTES, NatsBus
 from services.errors import BrokerUnreachableError
 from tests.bus.conftest import until
 
@@ -124,6 +124,84 @@ async def test_a_restarted_server_is_found_again(start_server: StartServer) -> N
     await client.close()
 
 
+async def test_a_broker_that_is_killed_costs_what_it_carried_and_nothing_more(start_server: StartServer) -> None:
+    """What is published while it is away arrives, in order; a request asked meanwhile ends; both find their ears."""
+    first = start_server()
+    server, client = await NatsBus.connect(first.url, "server"), await NatsBus.connect(first.url, "client")
+    ear, served = await server.subscribe("news"), await server.serve("echo", "echo", "echo")
+    await server.flush()
+    heard: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def listen() -> None:
+        async for delivery in ear:
+            heard.put_nowait(delivery.payload)
+
+    async def answer() -> None:
+        async for delivery in served:
+            await delivery.respond(delivery.payload, {})
+
+    async with asyncio.TaskGroup() as tasks, asyncio.timeout(2 * LONG_S):
+        tasks.create_task(listen(), name="listen")
+        tasks.create_task(answer(), name="answer")
+        os.kill(first.pid, signal.SIGKILL)
+        await until(lambda: not client.is_connected and not server.is_connected)
+        for number in range(3):
+            await client.publish("news", b"%d" % number, {})
+        with pytest.raises(RequestTimedOutError):
+            await client.request("echo", b"lost", {}, 0.5)
+        late = tasks.create_task(client.request("echo", b"late", {}, LONG_S), name="late")
+        start_server(port_of(first))
+        await until(lambda: (client.num_connects, server.num_connects) == (2, 2))
+        assert (await late).payload == b"late"
+        assert (await client.request("echo", b"again", {}, LONG_S)).payload == b"again"
+        await client.publish("news", b"after", {})
+        said: list[bytes] = []
+        while b"after" not in said:
+            said.append(await heard.get())
+        assert said in ([b"0", b"1", b"2", b"after"], [b"after"])
+        await server.close()
+    await client.close()
+
+
+async def test_a_full_buffer_is_an_error_and_keeps_nothing(start_server: StartServer) -> None:
+    broker = start_server()
+    bus = await NatsBus.connect(broker.url, "test")
+    ear = await bus.subscribe("silent")
+    broker.stop()
+    await until(lambda: not bus.is_connected)
+    size = 4_000_000
+    with pytest.raises(BusError, match="full"):
+        for _ in range(BUFFER_BYTES // size + 1):
+            await bus.publish("news", bytes(size), {})
+    with pytest.raises(BusError, match="full"):
+        await bus.request("silent", bytes(size), {}, LONG_S)
+    async with asyncio.timeout(LONG_S):
+        await bus.close()
+        assert bus.closed.is_set() and [d async for d in ear] == []
+
+
+async def test_an_endpoint_takes_in_so_many_requests(bus: NatsBus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.bus.nats.MAX_WAITING", 2)
+    subject = f"test.{uuid4().hex}"
+    served = await bus.serve("slow", "slow", subject)
+    await bus.flush()
+    asked = [asyncio.create_task(bus.request(subject, b"%d" % n, {}, 1.0)) for n in range(5)]
+    await until(lambda: bus.num_dropped == 3)
+    taken = 0
+    async for delivery in served:
+        await delivery.respond(delivery.payload, {})
+        if (taken := taken + 1) == 2:
+            break
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    assert sum(isinstance(answer, RequestTimedOutError) for answer in answers) == 3
+
+
+async def test_the_end_of_the_connection_is_heard(bus: NatsBus) -> None:
+    assert not bus.closed.is_set()
+    await bus.close()
+    assert bus.closed.is_set()
+
+
 async def test_closing_while_the_broker_is_away_ends_everything_soon(start_server: StartServer) -> None:
     broker = start_server()
     bus = await NatsBus.connect(broker.url, "test")
@@ -164,9 +242,11 @@ async def test_a_cancelled_publish_is_cancelled(start_server: StartServer) -> No
         async with asyncio.timeout(LONG_S):
             with pytest.raises(asyncio.CancelledError):
                 await flood
+        async with asyncio.timeout(LONG_S):
+            await bus.close()  # of what is unsent, nothing holds it up for long
+        assert bus.closed.is_set()
     finally:
         os.kill(broker.pid, signal.SIGCONT)
-    await bus.close()
 
 
 async def test_an_unreachable_broker_is_one_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ from schemas.message import Message, decode, encode
 from schemas.worker import WorkerDraining, WorkerLeft
 from services.bus.base import Bus, BusClosedError, BusError, NoRespondersError, RequestTimedOutError
 from services.bus.typed import DEADLINE_HEADER, SCHEMA_HEADER, TRACEPARENT_HEADER, Received, TypedBus
-from tests.bus.conftest import Connect
+from tests.bus.conftest import Connect, until
 
 LONG_S = 30.0
 WORKER = WorkerId("w0")
@@ -146,3 +146,30 @@ async def test_closing_the_door_ends_its_tasks(bus: Bus) -> None:
         await door.close()
     with pytest.raises(BusClosedError):
         await door.publish(subjects.LEFT, (WORKER,), left("late"))
+
+
+async def test_so_many_answers_are_in_progress_and_no_more(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.bus.typed.MAX_ANSWERING", 3)
+    server, client = TypedBus(await connect(), "server"), TypedBus(await connect(), "client")
+    may_answer, num_begun = asyncio.Event(), 0
+
+    async def answer(received: Received[ReadInventory]) -> Message:
+        nonlocal num_begun
+        num_begun += 1
+        await may_answer.wait()
+        return Inventory(worker_id=WORKER, incarnation="a", sequence=1, block_hashes=b"")
+
+    async with asyncio.TaskGroup() as tasks:
+        await server.serve(tasks, subjects.INVENTORY, (WORKER,), answer)
+        await server.bus.flush()
+        asked = [
+            tasks.create_task(client.ask(subjects.INVENTORY, (WORKER,), ReadInventory(), LONG_S)) for _ in range(3)
+        ]
+        await until(lambda: num_begun == 3)
+        with pytest.raises(RequestTimedOutError):
+            await client.ask(subjects.INVENTORY, (WORKER,), ReadInventory(), 0.3)
+        may_answer.set()
+        assert len(await asyncio.gather(*asked)) == 3
+        await client.ask(subjects.INVENTORY, (WORKER,), ReadInventory(), LONG_S)
+        await server.close()
+    assert server.num_dropped == 1

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from schemas.directory import HolderPrefix, Tier
 from schemas.ids import RequestId, WorkerId
-from schemas.request import Placement, PlaceRequest
+from schemas.request import Placement, PlaceRequest, Refused
 from schemas.worker import (
     BlockCounts,
     PrefillRate,
@@ -405,7 +405,9 @@ def test_sources_cover_the_prompt_in_order_and_placing_never_fails_where_least_l
     roles = {load.worker.worker_id: load.worker.role for load in workers}
     reader, terms = placement.prefill_worker, placement.terms
     assert terms is not None
-    assert {reader, placement.decode_worker}.isdisjoint(excluded)
+    if not {reader, placement.decode_worker}.isdisjoint(excluded):
+        others = [load for load in workers if load.worker.worker_id not in excluded]
+        assert isinstance(mesh(*others, limits=limits).place(request, 0, tuple(holders)), Refused), "others could serve"
     split = placement.decode_worker is not None
     assert roles[reader] == "prefill" if split else roles[reader] in ("aggregated", "decode")
     assert placement.decode_worker is None or roles[placement.decode_worker] == "decode"

@@ -39,7 +39,7 @@ class Bench:
         return actions
 
     def assert_empty(self) -> None:
-        self.cache.check_integrity()
+        case.check_blocks(self.cache, None, self.core)
         assert (self.cache.num_free, self.core.num_runs, self.core.num_queued) == (self.cache.num_blocks, 0, 0)
 
 
@@ -230,11 +230,13 @@ def test_a_source_that_is_lost_while_waiting_for_blocks_costs_a_recompute_once_t
     assert (submit.sequence.request_id, submit.sequence.num_computed_tokens) == ("r2", 0)
 
 
-def test_a_draining_worker_starts_no_read() -> None:
+def test_a_draining_worker_still_reads_what_it_has_reserved() -> None:
     bench = Bench()
     bench.core.reserve(case.reserve(), 0)
-    bench.core.draining = True
-    assert bench.core.offered(case.offered()) == []
+    assert bench.core.drain(1) == []
+    assert one(bench.core.offered(case.offered()), StartRead).first_token == 0
+    reply, _ = bench.core.reserve(case.reserve(2), 2)
+    assert isinstance(reply, Refused) and reply.reason == "draining"
 
 
 def test_one_hand_over_belongs_to_one_attempt() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from schemas.directory import BlocksEvicted, BlocksStored, HolderPrefix, Inventory, Tier
 from schemas.ids import WorkerId
 from schemas.worker import WorkerInfo, WorkerLeft
-from services.directory.core import BlockEvent, DirectoryCore, ReadInventoryOf
+from services.directory.core import MAX_RESTARTS, BlockEvent, DirectoryCore, ReadInventoryOf
 from services.directory.map import MAX_LATER_RUNS, MAX_PREFIXES, TIERS
 from tests.core.test_directory import block, evicted, info, joined, stored
 
@@ -141,6 +141,10 @@ def test_it_converges_to_what_the_workers_hold(data: st.DataObject) -> None:
                 core.sweep(data.draw(st.integers(1, 5)))
             case 2 if data.draw(st.integers(0, 5)) == 0:
                 core, wanted = DirectoryCore(), []  # its own restart
+            case 3 if data.draw(st.integers(0, 3)) == 0:
+                core.forget_silent()
+            case 4 if data.draw(st.integers(0, 3)) == 0:
+                core.doubt_all()
     for _ in range(4):  # the living go on speaking
         for worker_id, holder in living.items():
             wanted += core.heard(info(worker_id, holder.incarnation))
@@ -177,3 +181,83 @@ def test_locate_equals_a_scan_of_every_holder(data: st.DataObject) -> None:
     assert list(runs) == sorted(runs, key=lambda r: (r.first_block > 0, -r.num_blocks, r.first_block, r.worker_id))
     assert prefixes == sorted((length for *_, first, length, _ in truth if first == 0), reverse=True)[:MAX_PREFIXES]
     assert later == sorted((length for *_, first, length, _ in truth if first > 0), reverse=True)[:MAX_LATER_RUNS]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_two_directories_that_hear_the_same_in_any_order_say_the_same(data: st.DataObject) -> None:
+    """Every word of every incarnation, doubled and out of order; then the living speak once more."""
+    cores = [DirectoryCore() for _ in range(2)]
+    said: list[Said] = []
+    living: dict[WorkerId, ModelHolder] = {}
+    for worker_id in WORKERS:
+        for incarnation in ("1", "2"):
+            holder = living[worker_id] = ModelHolder(worker_id, incarnation)
+            said.append(info(worker_id, incarnation))
+            said += [holder.change(data.draw(st.lists(NUMBERS, min_size=1)), "arena", store=True) for _ in range(2)]
+        said.append(WorkerLeft(worker_id=worker_id, incarnation="1", reason="died"))
+    for core in cores:
+        wanted = list[ReadInventoryOf]()
+        for message in data.draw(st.permutations(said + data.draw(st.lists(st.sampled_from(said), max_size=9)))):
+            wanted += say(core, message)
+            if data.draw(st.booleans()):
+                settle(core, living, wanted, data)
+        for _ in range(3):
+            for worker_id, holder in living.items():
+                wanted += core.heard(info(worker_id, holder.incarnation))
+            settle(core, living, wanted)
+    for number in range(12):
+        truth = scan(list(living.values()), [number])
+        assert [told(core.locate([block(number)])) for core in cores] == [truth, truth]
+
+
+def test_an_outage_makes_every_inventory_be_read_again_for_events_that_nothing_shows_to_be_lost() -> None:
+    core, holder = DirectoryCore(), ModelHolder(WORKERS[0], "1")
+    living = {WORKERS[0]: holder}
+    settle(core, living, core.heard(info(WORKERS[0], "1")))
+    holder.change([1, 2], "arena", store=True)  # nobody hears it, and nothing comes after it
+    assert core.heard(info(WORKERS[0], "1")) == [] and core.locate([block(1)]) == ()
+    core.doubt_all()
+    settle(core, living, core.heard(info(WORKERS[0], "1")))
+    assert told(core.locate([block(1), block(2)])) == scan([holder], [1, 2])
+    assert core.heard(info(WORKERS[0], "1")) == []
+
+
+def test_an_outage_during_a_reading_makes_it_be_read_once_more() -> None:
+    core, holder = DirectoryCore(), ModelHolder(WORKERS[0], "1")
+    (read,) = core.heard(info(WORKERS[0], "1"))
+    page = holder.inventory(0)
+    holder.change([1], "arena", store=True)
+    core.doubt_all()
+    assert core.inventory(read, page) == []
+    settle(core, {WORKERS[0]: holder}, core.heard(info(WORKERS[0], "1")))
+    assert told(core.locate([block(1)])) == scan([holder], [1])
+
+
+def test_a_worker_that_changes_all_the_time_is_not_asked_all_the_time() -> None:
+    core, holder = DirectoryCore(), ModelHolder(WORKERS[0], "1")
+    holder.change(list(range(9)), "arena", store=True)
+    num_pages = 0
+    wanted = core.heard(info(WORKERS[0], "1"))
+    while wanted:
+        (read,) = wanted
+        num_pages += 1
+        wanted = core.inventory(read, holder.inventory(read.offset))
+        holder.sequence += 1
+    assert num_pages == 2 * (MAX_RESTARTS + 1)
+    holder.sequence += 1
+    settle(core, {WORKERS[0]: holder}, core.heard(info(WORKERS[0], "1")))
+    assert told(core.locate([block(1)])) == scan([holder], [1])
+
+
+def test_a_holder_that_nobody_has_heard_of_for_long_is_forgotten_and_read_again_when_it_speaks() -> None:
+    core, holder = DirectoryCore(), ModelHolder(WORKERS[0], "1")
+    holder.change([1], "arena", store=True)
+    living = {WORKERS[0]: holder}
+    settle(core, living, core.heard(info(WORKERS[0], "1")))
+    core.forget_silent()
+    assert told(core.locate([block(1)])) == scan([holder], [1])
+    core.forget_silent()
+    assert core.locate([block(1)]) == () and core.num_holders == 0
+    settle(core, living, core.heard(info(WORKERS[0], "1")))
+    assert told(core.locate([block(1)])) == scan([holder], [1])

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from schemas.ids import RequestId, WorkerId
 from schemas.request import KVSource, RefusalReason, RequestFailure, TransferReport
-from services.gateway import core, events
-from services.gateway.core import RequestCore
+from services.gateway import core, events, watch
+from services.gateway.core import Phase, RequestCore
 from services.gateway.events import (
     Abandon,
     Action,
@@ -36,9 +36,11 @@ from services.gateway.events import (
     WorkerRefused,
     WorkerSilent,
 )
+from services.gateway.watch import Ears, WatchLimits
 
 P1, P2, D1, D2 = (WorkerId(name) for name in ("p1", "p2", "d1", "d2"))
 ENDS = (Finish, Fail, Abandon)
+NOW = 1_000_000
 
 
 def new(max_tokens: int = 100, max_attempts: int = 3) -> RequestCore:
@@ -48,7 +50,7 @@ def new(max_tokens: int = 100, max_attempts: int = 3) -> RequestCore:
 
 
 def feed(request: RequestCore, *events: Event) -> list[Action]:
-    return [action for event in events for action in request.handle(event)]
+    return [action for event in events for action in request.handle(event, NOW)]
 
 
 def placed(attempt: int = 1, prefill: WorkerId = P1, decode: WorkerId | None = D1) -> Placed:
@@ -80,26 +82,26 @@ def delivered(actions: list[Action]) -> list[int]:
 
 def test_a_split_request_asks_both_workers_at_once() -> None:
     request = new()
-    assert request.handle(placed()) == [
+    assert request.handle(placed(), NOW) == [
         SendRun(1, P1, D1, "req-1-1"),
         SendReserve(1, P1, D1, "req-1-1"),
     ]
-    assert request.handle(tokens(P1, 0, 10)) == [Deliver(0, (10,))]
-    assert request.handle(tokens(D1, 1, 11, 12)) == [Deliver(1, (11, 12))]
-    assert request.handle(tokens(D1, 3, 13, finish="stop")) == [Deliver(3, (13,)), Finish("stop")]
-    assert request.handle(tokens(D1, 4, 14)) == []
+    assert request.handle(tokens(P1, 0, 10), NOW) == [Deliver(0, (10,))]
+    assert request.handle(tokens(D1, 1, 11, 12), NOW) == [Deliver(1, (11, 12))]
+    assert request.handle(tokens(D1, 3, 13, finish="stop"), NOW) == [Deliver(3, (13,)), Finish("stop")]
+    assert request.handle(tokens(D1, 4, 14), NOW) == []
 
 
 def test_no_decode_worker_is_no_split() -> None:
     request = new()
-    assert request.handle(placed(decode=None)) == [SendRun(1, P1, None, None)]
+    assert request.handle(placed(decode=None), NOW) == [SendRun(1, P1, None, None)]
     assert feed(request, tokens(P1, 0, 1), tokens(P1, 1, 2, finish="length")) == [
         Deliver(0, (1,)), Deliver(1, (2,)), Finish("length"),
     ]  # fmt: skip
 
 
 def test_one_token_is_never_split() -> None:
-    assert new(max_tokens=1).handle(placed()) == [SendRun(1, P1, None, None)]
+    assert new(max_tokens=1).handle(placed(), NOW) == [SendRun(1, P1, None, None)]
 
 
 def test_a_split_request_that_ends_at_token_0_lets_the_decode_worker_go() -> None:
@@ -111,7 +113,7 @@ def test_a_split_request_that_ends_at_token_0_lets_the_decode_worker_go() -> Non
 def test_a_finish_waits_for_token_0() -> None:
     request = new()
     assert feed(request, placed(), tokens(D1, 1, 2, 3, finish="length"))[2:] == []
-    assert request.handle(tokens(P1, 0, 1)) == [Deliver(0, (1, 2, 3)), Finish("length")]
+    assert request.handle(tokens(P1, 0, 1), NOW) == [Deliver(0, (1, 2, 3)), Finish("length")]
 
 
 def test_a_finish_without_tokens() -> None:
@@ -124,8 +126,8 @@ def test_a_finish_without_tokens() -> None:
 def test_recomputed_token_0_is_hidden_if_equal_and_an_error_if_not() -> None:
     request = new()
     feed(request, placed(), tokens(P1, 0, 1))
-    assert request.handle(tokens(D1, 0, 1, 2)) == [Deliver(1, (2,))]
-    cancel, fail = request.handle(tokens(D1, 1, 99))
+    assert request.handle(tokens(D1, 0, 1, 2), NOW) == [Deliver(1, (2,))]
+    cancel, fail = request.handle(tokens(D1, 1, 99), NOW)
     assert cancel == SendCancel(1, "tokens differ")
     assert isinstance(fail, Fail)
     assert (fail.code, fail.status) == ("replay_mismatch", 500)
@@ -155,7 +157,7 @@ def test_tokens_over_max_tokens_are_not_delivered() -> None:
 def test_what_does_not_concern_this_attempt_is_ignored(event: Event) -> None:
     request = new()
     feed(request, placed())
-    assert request.handle(event) == []
+    assert request.handle(event, NOW) == []
 
 
 RETRIES: list[tuple[str, list[Event], Event, WorkerId]] = [
@@ -179,14 +181,21 @@ def test_a_failed_attempt_is_cancelled_and_made_again_elsewhere(
 ) -> None:
     request = new()
     feed(request, placed(), *before)
-    cancel, ask = request.handle(event)
+    cancel, ask = request.handle(event, NOW)
+    had = len(request.tokens)
     assert isinstance(cancel, SendCancel)
     assert cancel.attempt == 1
-    assert ask == AskPlacement(2, (worker,))
-    assert request.handle(tokens(D1, 9, 9)) == []
-    replay = feed(request, placed(2, P2, D2), tokens(P2, 0, 1, attempt=2), tokens(D2, 1, 2, 3, attempt=2))
-    assert request.tokens == [1, 2, 3]
-    assert replay[:2] == [SendRun(2, P2, D2, "req-1-2"), SendReserve(2, P2, D2, "req-1-2")]
+    assert ask == AskPlacement(2, (worker,), had)
+    assert request.handle(tokens(D1, 9, 9), NOW) == []
+    later = feed(request, placed(2, P2, D2))
+    later += feed(request, tokens(P2, had, had + 1, attempt=2), tokens(D2, had + 1, had + 2, had + 3, attempt=2))
+    assert request.tokens == [*range(1, had + 4)]
+    assert later == [
+        SendRun(2, P2, D2, "req-1-2", num_answered=had),
+        SendReserve(2, P2, D2, "req-1-2", num_answered=had),
+        Deliver(had, (had + 1,)),
+        Deliver(had + 1, (had + 2, had + 3)),
+    ]
 
 
 IGNORED: list[tuple[str, list[Event], Event]] = [
@@ -201,19 +210,19 @@ IGNORED: list[tuple[str, list[Event], Event]] = [
 def test_what_is_no_failure(before: list[Event], event: Event) -> None:
     request = new()
     feed(request, placed(), *before)
-    assert request.handle(event) == []
+    assert request.handle(event, NOW) == []
 
 
 def test_without_a_split_the_prefill_worker_is_needed_to_the_end() -> None:
     request = new()
     feed(request, placed(decode=None), tokens(P1, 0, 1))
-    assert request.handle(WorkerLost(P1, "silent"))[-1] == AskPlacement(2, (P1,))
+    assert request.handle(WorkerLost(P1, "silent"), NOW)[-1] == AskPlacement(2, (P1,), 1)
 
 
 def test_the_prefill_worker_of_a_replay_is_needed_again() -> None:
     request = new()
     feed(request, placed(), tokens(P1, 0, 1), WorkerLost(D1, "silent"), placed(2, P2, D2))
-    assert request.handle(WorkerLost(P2, "silent"))[-1] == AskPlacement(3, (D1, P2))
+    assert request.handle(WorkerLost(P2, "silent"), NOW)[-1] == AskPlacement(3, (D1, P2), 1)
 
 
 def test_a_shorter_replay_is_an_error() -> None:
@@ -237,7 +246,7 @@ ENDINGS: list[tuple[str, Event, str, int]] = [
 def test_what_ends_a_running_request(event: Event, code: str, status: int) -> None:
     request = new()
     feed(request, placed())
-    cancel, fail = request.handle(event)
+    cancel, fail = request.handle(event, NOW)
     assert isinstance(cancel, SendCancel)
     assert isinstance(fail, Fail)
     assert (fail.code, fail.status) == (code, status)
@@ -247,20 +256,20 @@ def test_what_ends_a_running_request(event: Event, code: str, status: int) -> No
 def test_a_client_that_leaves_and_a_stop_string() -> None:
     request = new()
     feed(request, placed())
-    assert request.handle(ClientGone("bye")) == [SendCancel(1, "bye"), Abandon("bye")]
+    assert request.handle(ClientGone("bye"), NOW) == [SendCancel(1, "bye"), Abandon("bye")]
     request = new()
     feed(request, placed(), tokens(P1, 0, 1))
-    assert request.handle(StopMatched()) == [SendCancel(1, "a stop string was reached"), Finish("stop")]
+    assert request.handle(StopMatched(), NOW) == [SendCancel(1, "a stop string was reached"), Finish("stop")]
 
 
 def test_nobody_to_cancel_while_placing() -> None:
-    assert new().handle(ClientGone("bye")) == [Abandon("bye")]
-    assert [type(a) for a in new().handle(DeadlinePassed())] == [Fail]
+    assert new().handle(ClientGone("bye"), NOW) == [Abandon("bye")]
+    assert [type(a) for a in new().handle(DeadlinePassed(), NOW)] == [Fail]
 
 
 REFUSALS: list[tuple[RefusalReason, int, int, int]] = [
     ("no_worker", 1_001, 503, 1_001),
-    ("overloaded", 0, 503, 1_000),
+    ("overloaded", 0, 429, 1_000),
     ("draining", 10, 503, 10),
     ("fingerprint", 0, 503, 1_000),
     ("too_long", 0, 400, 0),
@@ -270,7 +279,7 @@ REFUSALS: list[tuple[RefusalReason, int, int, int]] = [
 
 @pytest.mark.parametrize(("reason", "after_ms", "status", "retry_after_ms"), REFUSALS)
 def test_refusals_of_the_scheduler(reason: RefusalReason, after_ms: int, status: int, retry_after_ms: int) -> None:
-    (fail,) = new().handle(PlaceRefused(1, reason, "why", after_ms))
+    (fail,) = new().handle(PlaceRefused(1, reason, "why", after_ms), NOW)
     assert isinstance(fail, Fail)
     assert (fail.status, fail.retry_after_ms) == (status, retry_after_ms)
     assert "why" in fail.message
@@ -278,47 +287,56 @@ def test_refusals_of_the_scheduler(reason: RefusalReason, after_ms: int, status:
 
 def test_a_refused_retry_tells_the_whole_story() -> None:
     request = new()
-    (fail,) = feed(request, placed(), failed(P1), PlaceRefused(2, "no_worker", "nobody", 0))[4:]
+    (fail,) = feed(request, placed(), refused(P1, "draining"), PlaceRefused(2, "no_worker", "nobody", 0))[4:]
     assert isinstance(fail, Fail)
-    assert fail.message == "nobody; before that: attempt 1: p1: broke"
+    assert fail.message == "nobody; before that: attempt 1: p1: busy"
 
 
-def test_a_scheduler_that_dies_is_asked_again_but_not_for_ever() -> None:
-    request = new()
-    silence = PlaceUnanswered(1, "no reply", True)
-    assert feed(request, silence, silence) == [AskPlacement(1, ()), AskPlacement(1, ())]
-    (fail,) = request.handle(silence)
+def test_a_scheduler_that_does_not_answer_is_asked_again_but_not_for_ever() -> None:
+    request, now_ms = new(), NOW
+    while not (actions := request.handle(PlaceUnanswered(1, "no reply"), now_ms)):
+        now_ms = request.wake_ms
+        assert request.tick(now_ms, Ears()) == [AskPlacement(1, ())]
+    (fail,) = actions
     assert isinstance(fail, Fail)
     assert (fail.code, fail.status) == ("no_scheduler", 503)
-    (fail,) = new().handle(PlaceUnanswered(1, "nobody serves", False))
-    assert isinstance(fail, Fail)
+    assert now_ms - NOW >= WatchLimits().place_wait_ms
 
 
-def test_the_last_attempt_fails_with_the_last_reason() -> None:
-    request = new(max_attempts=2)
+def test_refusals_of_what_nobody_took_end_by_time_with_the_last_reason() -> None:
+    request, now_ms = new(max_attempts=2), NOW
     actions = feed(request, placed(), failed(P1), placed(2, P2), refused(P2, "overloaded", attempt=2))
-    assert actions[-2] == SendCancel(2, "refused: overloaded")
+    while not isinstance(actions[-1], Fail):
+        if request.phase is Phase.WAITING:
+            now_ms = request.wake_ms
+            request.tick(now_ms, Ears())
+        request.handle(placed(request.attempt, P2), now_ms)
+        actions = request.handle(refused(P2, "overloaded", attempt=request.attempt), now_ms)
     fail = actions[-1]
-    assert isinstance(fail, Fail)
-    assert (fail.code, fail.status, fail.retry_after_ms) == ("overloaded", 503, 1_500)
-    assert "attempt 1: p1: broke; attempt 2: p2: busy" in fail.message
+    assert (fail.code, fail.status, fail.retry_after_ms) == ("overloaded", 429, 1_500)
+    assert "p2: busy" in fail.message
+    assert now_ms - NOW >= WatchLimits().resume_wait_ms
 
 
-def test_both_workers_reports_are_kept_per_attempt() -> None:
+def test_the_reports_are_those_of_the_first_attempt_that_gave_tokens() -> None:
     request = new()
     feed(request, placed())
     prefill = TransferReport(cached_tokens=16, recomputed_tokens=32, is_prefill=True)
     decode = TransferReport(transferred_tokens=48, carrier="shm")
-    request.handle(TokensReceived(1, P1, 0, (1,), report=prefill))
-    request.handle(TokensReceived(1, D1, 1, (2,), report=decode))
+    request.handle(TokensReceived(1, P1, 0, (1,), report=prefill), NOW)
+    request.handle(TokensReceived(1, D1, 1, (2,), report=decode), NOW)
     assert (request.prefill_report, request.report) == (prefill, decode)
-    feed(request, WorkerLost(D1, "silent"))
+    feed(request, WorkerLost(D1, "silent"), placed(2, P2, D2))
+    request.handle(TokensReceived(2, P2, 2, (3,), report=decode), NOW)
+    assert (request.prefill_report, request.report) == (prefill, decode)
+    request = new()
+    feed(request, placed(), TokensReceived(1, P1, 0, (), report=prefill), WorkerLost(P1, "silent"))
     assert (request.prefill_report, request.report) == (None, None)
 
 
 def test_the_sources_of_a_placement_go_to_both_workers() -> None:
     sources = (KVSource(worker_id=D1, first_block=0, num_blocks=3),)
-    run, reserve = new().handle(Placed(1, P1, D1, sources))
+    run, reserve = new().handle(Placed(1, P1, D1, sources), NOW)
     assert isinstance(run, SendRun) and isinstance(reserve, SendReserve)
     assert run.sources == reserve.sources == sources
 
@@ -372,7 +390,7 @@ def accidents() -> st.SearchStrategy[list[Event]]:
         st.builds(WorkerSilent, attempt, worker, st.just("no reply")),
         st.builds(WorkerLost, worker, st.just("silent")),
         st.builds(PlaceRefused, attempt, st.just("no_worker"), st.just(""), st.just(0)),
-        st.builds(PlaceUnanswered, attempt, st.just(""), st.booleans()),
+        st.builds(PlaceUnanswered, attempt, st.just("")),
         st.sampled_from([StopMatched(), ClientGone("bye"), GatewayStopping()]),
     )
     return st.lists(event, max_size=30)
@@ -391,7 +409,7 @@ def test_whatever_happens(events: list[Event]) -> None:
     assert ends == [len(actions) - 1]
     runs = [a.attempt for a in actions if isinstance(a, SendRun)]
     cancels = [a.attempt for a in actions if isinstance(a, SendCancel)]
-    assert len(set(runs)) == len(runs) <= 3
+    assert len(set(runs)) == len(runs)
     assert len(set(cancels)) == len(cancels)
     assert set(cancels) <= set(runs)
     last = actions[-1]
@@ -399,9 +417,10 @@ def test_whatever_happens(events: list[Event]) -> None:
     assert must_cancel <= set(cancels)
 
 
-@pytest.mark.parametrize("module", [core, events])
+@pytest.mark.parametrize("module", [core, events, watch])
 def test_the_core_is_pure(module: ModuleType) -> None:
     tree = ast.parse(inspect.getsource(module))
     imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     imported |= {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    assert imported <= {"enum", "dataclasses", "schemas.ids", "schemas.request", "services.gateway.events"}
+    ours = {"schemas.ids", "schemas.request", "services.gateway.events", "services.gateway.watch"}
+    assert imported <= {"enum", "dataclasses", "collections.abc", "typing", *ours}

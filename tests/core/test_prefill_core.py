@@ -48,7 +48,7 @@ class Bench:
         return reply
 
     def checked(self, actions: list[Action]) -> list[Action]:
-        case.check_blocks(self.cache, self.leases)
+        case.check_blocks(self.cache, self.leases, self.core)
         return actions
 
     def computed(self, submit: Submit, finish: None = None) -> list[Action]:

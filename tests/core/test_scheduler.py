@@ -174,13 +174,16 @@ def test_a_worker_that_left_is_forgotten_but_not_by_an_old_message() -> None:
     assert refused(core, ask()).reason == "no_worker"
 
 
-def test_a_silent_worker_is_declared_left_once() -> None:
+def test_a_silent_worker_is_declared_left_once_and_comes_back_as_another_incarnation() -> None:
     core = fleet("least_loaded", P0, D0)
-    core.handle(load(D0), 2000)
+    for now_ms in (1000, 2000, 3000):
+        core.handle(load(D0), now_ms)
     assert core.expire(3000) == []
     assert [left.worker_id for left in core.expire(3001)] == ["p0"]
     assert core.expire(3001) == []
     core.handle(load(P0), 3500)
+    assert refused(core, ask(), 3500).reason == "no_worker"
+    core.handle(load(info("p0", "prefill", incarnation="b")), 3600)
     assert placed(core, ask()) == ("p0", "d0")
 
 
@@ -188,8 +191,8 @@ def test_a_scheduler_that_has_just_started_knows_a_worker_from_its_load() -> Non
     core = SchedulerCore("least_loaded", 3000)
     for worker in (P0, D0):
         core.handle(load(worker), 0)
-    assert core.describe().ready
-    assert [w.worker.worker_id for w in core.describe().workers] == ["p0", "d0"]
+    assert core.describe(0).ready
+    assert [w.worker.worker_id for w in core.describe(0).workers] == ["p0", "d0"]
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))

@@ -1,7 +1,10 @@
 """Messages and engine results for the tests of the worker cores."""
 
+from collections.abc import Iterator
+from typing import Protocol
+
 from dataplane.cache import BlockCache
-from dataplane.layout import KVLayout, uniform_shape
+from dataplane.layout import BlockTables, KVLayout, block_ids, uniform_shape
 from dataplane.lease import LeaseTable
 from schemas.block import pack_tokens
 from schemas.handoff import BlocksReserved, Endpoint, HandoffAborted, KVLanded, KVOffered
@@ -132,11 +135,19 @@ def block_cache(num_blocks: int = 8) -> BlockCache:
     return BlockCache(uniform_shape(layout, num_blocks), chunk_tokens=64)
 
 
-def check_blocks(cache: BlockCache, leases: LeaseTable | None = None) -> None:
-    """The conservation law, as far as a core can break it."""
+class Owner(Protocol):
+    """A core, as far as its blocks go."""
+
+    def owned_tables(self) -> Iterator[BlockTables]: ...
+
+
+def check_blocks(cache: BlockCache, leases: LeaseTable | None, *owners: Owner) -> None:
+    """The conservation law, exactly: total = free + cached + what runs own or leases hold."""
     cache.check_integrity()
-    leased = leases.num_leased_blocks if leases else 0
-    assert 0 <= leased <= cache.num_blocks - cache.num_free - cache.num_cached
+    tables = [table for owner in owners for table in owner.owned_tables()]
+    tables += [lease.tables for lease in leases or ()]
+    held = {(group, block) for groups in tables for group, t in enumerate(groups) for block in block_ids(t.segments)}
+    assert cache.num_blocks == cache.num_free + cache.num_cached + len(held)
 
 
 def keep(cache: BlockCache, num_tokens: int) -> None:

@@ -1,7 +1,9 @@
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import msgspec
@@ -50,30 +52,34 @@ OpenRig = Callable[..., contextlib.AbstractAsyncContextManager[Rig]]
 @pytest.fixture
 def open_rig(model: ServedModel) -> OpenRig:
     @contextlib.asynccontextmanager
-    async def open_it(timeout_s: float = 60.0, accept_timeout_s: float = 10.0, **mesh_fields) -> AsyncIterator[Rig]:
+    async def open_it(
+        timeout_s: float = 60.0, gateway: dict[str, Any] | None = None, send_buffer: int = 0, **mesh_fields
+    ) -> AsyncIterator[Rig]:
         config = MeshConfig()
-        limits = msgspec.structs.replace(config.gateway, request_timeout_s=timeout_s, accept_timeout_s=accept_timeout_s)
+        limits = msgspec.structs.replace(config.gateway, request_timeout_s=timeout_s, **(gateway or {}))
         config = msgspec.structs.replace(config, gateway=limits)
         answer = [*model.codec.encode(TEXT), min(model.eos_token_ids)]
         bus, spans = MemoryBus(), InMemorySpanExporter()
         mesh = FakeMesh(bus, model.layout.fingerprint, lambda prompt: answer, **mesh_fields)
         telemetry = Telemetry("gateway", spans)
         sock = bind("127.0.0.1", 0)
+        if send_buffer:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         stop, ready = asyncio.Event(), asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             await mesh.start(tasks)
-            gateway = tasks.create_task(
+            serving = tasks.create_task(
                 run_gateway(config, bus, telemetry, stop, sock=sock, on_ready=ready.set), name="gateway"
             )
             await ready.wait()
             http = httpx.AsyncClient(base_url=url, timeout=30)
             client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
             async with http, client:
-                yield Rig(mesh, model, url, http, client, spans, telemetry, answer, stop, gateway)
+                yield Rig(mesh, model, url, http, client, spans, telemetry, answer, stop, serving)
             mesh.gate.set()
             stop.set()
-            await gateway
+            await serving
         telemetry.close()
 
     return open_it

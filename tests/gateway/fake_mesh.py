@@ -10,11 +10,14 @@ from schemas.handoff import BlocksReserved
 from schemas.ids import HandoffId, WorkerId
 from schemas.message import Message
 from schemas.request import (
+    AskProgress,
+    AskWanted,
     CancelRequest,
     FailureCode,
     Placement,
     PlaceRequest,
     PrefillAccepted,
+    Progress,
     RefusalReason,
     Refused,
     RequestFailure,
@@ -44,6 +47,12 @@ class Conduct:
     retryable: bool = True
     hangs_at: int | None = None
     """Says nothing from this index on."""
+    drops: tuple[int, ...] = ()
+    """The messages with tokens of these indexes are lost on the bus; it knows them when asked."""
+    forgets: bool = False
+    """Knows nothing of what it has taken when asked."""
+    is_gone: bool = False
+    """Serves no questions any more."""
     shift: int = 0
     """Added to every token from index 1 on: wrong tokens."""
 
@@ -67,6 +76,8 @@ class FakeMesh:
     run_traces: list[str] = field(default_factory=list)
     reserves: list[ReserveBlocks] = field(default_factory=list)
     cancels: list[CancelRequest] = field(default_factory=list)
+    questions: list[AskProgress] = field(default_factory=list)
+    known: dict[tuple[str, str, int], list[RequestTokens]] = field(default_factory=dict)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     """Tokens from index 1 on wait for it."""
@@ -80,6 +91,9 @@ class FakeMesh:
             await self.door.serve(tasks, subjects.FLEET, (), self._describe)
         for worker in PREFILL_WORKERS:
             await self.door.serve(tasks, subjects.RUN, (worker,), self._runner(worker))
+        for worker in (*PREFILL_WORKERS, *DECODE_WORKERS):
+            if not self.conduct.get(worker, Conduct()).is_gone:
+                await self.door.serve(tasks, subjects.PROGRESS, (worker,), self._prober(worker))
         for worker in DECODE_WORKERS:
             await self.door.serve(tasks, subjects.RESERVE, (worker,), self._reserver(worker))
         await self.door.listen(tasks, subjects.CANCEL, ("*",), self._hear_cancel)
@@ -132,6 +146,24 @@ class FakeMesh:
         )  # fmt: skip
         return FleetDescribed(policy="fake", ready=self.ready, workers=(load,))
 
+    async def ask_wanted(self, gateway_id: str, question: AskWanted) -> Message:
+        return await self.door.ask(subjects.WANTED, (gateway_id,), question, 5.0)
+
+    def _prober(self, worker: str):
+        async def progress(received: Received[AskProgress]) -> Message:
+            question = received.message
+            self.questions.append(question)
+            await self._notify()
+            known = self.known.get((worker, question.request_id, question.attempt))
+            if self.conduct.get(worker, Conduct()).forgets:
+                known = None
+            return Progress(
+                request_id=question.request_id, attempt=question.attempt, deadline_ms=question.deadline_ms,
+                worker_id=WorkerId(worker), known=known is not None, tokens=_from(known or [], question.index),
+            )  # fmt: skip
+
+        return progress
+
     def _runner(self, worker: str):
         async def run(received: Received[RunPrefill]) -> Message:
             message = received.message
@@ -141,8 +173,9 @@ class FakeMesh:
             conduct = self.conduct.get(worker, Conduct())
             if conduct.refuses:
                 return self._refuse(message, conduct.refuses, 1_500)
-            last = 1 if message.handoff_id else message.sampling.max_tokens
-            self.tasks.create_task(self._generate(worker, message, 0, last))
+            first = message.num_answered_tokens
+            last = first + 1 if message.handoff_id else message.sampling.max_tokens
+            self._take(worker, message, first, last)
             return PrefillAccepted(
                 request_id=message.request_id, attempt=message.attempt, deadline_ms=message.deadline_ms,
                 worker_id=WorkerId(worker),
@@ -158,7 +191,7 @@ class FakeMesh:
             conduct = self.conduct.get(worker, Conduct())
             if conduct.refuses:
                 return self._refuse(message, conduct.refuses, 1_500)
-            self.tasks.create_task(self._generate(worker, message, 1, message.sampling.max_tokens))
+            self._take(worker, message, message.num_answered_tokens + 1, message.sampling.max_tokens)
             return BlocksReserved(
                 request_id=message.request_id, attempt=message.attempt, deadline_ms=message.deadline_ms,
                 handoff_id=HandoffId(message.handoff_id), source_worker=message.prefill_worker,
@@ -167,18 +200,25 @@ class FakeMesh:
 
         return reserve
 
+    def _take(self, worker: str, message: RunPrefill | ReserveBlocks, start: int, end: int) -> None:
+        self.known[worker, message.request_id, message.attempt] = []
+        self.tasks.create_task(self._generate(worker, message, start, end))
+
     async def _generate(self, worker: str, message: RunPrefill | ReserveBlocks, start: int, end: int) -> None:
         conduct = self.conduct.get(worker, Conduct())
-        answer = self.answers(unpack_tokens(message.prompt))
+        num_answered = message.num_answered_tokens
+        num_prompt = len(message.prompt) // 4 - num_answered
+        prompt = unpack_tokens(message.prompt)
+        answer = self.answers(prompt[:num_prompt])
+        assert prompt[num_prompt:] == answer[:num_answered]
         limit = min(len(answer), message.sampling.max_tokens)
-        num_prompt = len(message.prompt) // 4
-        if start:
+        if start > num_answered:
             source = SourceTokens(worker_id=WorkerId("p1"), num_tokens=num_prompt)
             report = TransferReport(transferred_tokens=num_prompt, transferred_from=(source,), carrier="shm")
         else:
             report = TransferReport(cached_tokens=1, recomputed_tokens=num_prompt - 1, is_prefill=True)
         for index in range(start, min(limit, end)):
-            if index:
+            if index > num_answered:
                 await self.gate.wait()
             if conduct.hangs_at is not None and index >= conduct.hangs_at:
                 return
@@ -198,6 +238,9 @@ class FakeMesh:
             ))  # fmt: skip
 
     async def _share(self, worker: str, message: RunPrefill | ReserveBlocks, share: RequestTokens) -> None:
+        self.known[worker, message.request_id, message.attempt].append(share)
+        if share.index in self.conduct.get(worker, Conduct()).drops:
+            return
         await self.emit(message.gateway_id, worker, share)
 
     def _refuse(self, message: PlaceRequest | RunPrefill | ReserveBlocks, reason: RefusalReason, after_ms: int):
@@ -205,3 +248,16 @@ class FakeMesh:
             request_id=message.request_id, attempt=message.attempt, deadline_ms=message.deadline_ms, reason=reason,
             detail=f"{reason} for a test", retry_after_ms=after_ms,
         )  # fmt: skip
+
+
+def _from(shares: list[RequestTokens], index: int) -> RequestTokens | None:
+    """Return what a worker has said from `index` on, in one share."""
+    later = [share for share in shares if share.index >= index]
+    if not later:
+        return None
+    first, last = later[0], later[-1]
+    tokens = [token for share in later for token in unpack_tokens(share.tokens)]
+    return RequestTokens(
+        request_id=first.request_id, attempt=first.attempt, index=first.index, tokens=pack_tokens(tokens),
+        finish_reason=last.finish_reason, failure=last.failure,
+    )  # fmt: skip

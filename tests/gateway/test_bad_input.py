@@ -4,15 +4,16 @@ import socket
 
 import pytest
 
-from schemas.ids import RequestId
+from schemas.ids import GatewayId, HandoffId, RequestId, WorkerId
 from schemas.message import encode
 from services.bus.base import MAX_PAYLOAD_BYTES
 from services.config import MeshConfig
 from services.errors import UserError
 from services.gateway import http
+from services.gateway.events import SendRun
+from services.gateway.job import run_message
 from services.gateway.openai import InvalidRequestError, choices_of, decode_completion
 from services.gateway.prepare import ServedModel, make_jobs, prepare
-from services.gateway.requests import RunPrefill
 from services.gateway.service import bind, load_model
 from tests.gateway.conftest import Rig
 
@@ -179,14 +180,15 @@ async def test_what_passes_the_limit_fits(model: ServedModel) -> None:
     import msgspec
 
     large = ServedModel(**{f: getattr(model, f) for f in model.__slots__} | {"context_length": 10**7})
+    w = WorkerId("w" * 100)
     fits = MAX_PAYLOAD_BYTES // 16 * 3 - 1_000
     prepared = await prepare(large, decode_completion(huge(model, fits)))
-    job = (await make_jobs(large, prepared, RequestId("req-1234567890123456"), 2**41, ""))[0]
-    run = RunPrefill(
-        request_id=job.request_id, attempt=1, deadline_ms=1, gateway_id="g" * 30, prompt=job.prompt,
-        sampling=msgspec.structs.replace(job.sampling, stop_token_ids=tuple([2**31] * 64)), handoff_id="h" * 30,
-        decode_worker="w" * 100,
-    )  # fmt: skip
+    job = (await make_jobs(large.key_of("t" * 128), prepared, RequestId("req-1234567890123456"), 2**41, ""))[0]
+    sampling = msgspec.structs.replace(job.sampling, stop_token_ids=tuple([2**31] * 64))
+    run = msgspec.structs.replace(
+        run_message(job, GatewayId("g" * 30), SendRun(1, w, w, HandoffId("h" * 30), replica=w), job.prompt),
+        sampling=sampling,
+    )
     assert len(encode(run)) <= MAX_PAYLOAD_BYTES
     with pytest.raises(InvalidRequestError):
         await prepare(large, decode_completion(huge(model, fits + 2_000)))

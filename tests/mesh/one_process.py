@@ -1,7 +1,7 @@
 """A whole mesh in one process: every service as it is, a memory bus, an engine that cannot get away with wrong KV."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -11,12 +11,16 @@ from schemas import subjects
 from schemas.block import hash_blocks, join_hashes, pack_tokens, unpack_tokens
 from schemas.handoff import BlocksReserved
 from schemas.ids import GatewayId, HandoffId, RequestId, WorkerId
+from schemas.message import Message
 from schemas.request import (
+    AskProgress,
+    AskWanted,
     CancelRequest,
     KVSource,
     Placement,
     PlaceRequest,
     PrefillAccepted,
+    Progress,
     RequestFailure,
     RequestTokens,
     ReservationQueued,
@@ -25,10 +29,12 @@ from schemas.request import (
     SamplingParams,
     TokensEmitted,
     TransferReport,
+    Wanted,
 )
+from schemas.subjects import Subject
 from schemas.worker import DescribeFleet, FleetDescribed, WorkerLoad, WorkerRole
 from services.bus.memory import MemoryBroker, MemoryBus
-from services.bus.typed import Received, TypedBus
+from services.bus.typed import MessageT, Received, TypedBus
 from services.config import MeshConfig, SchedulerConfig, WorkerConfig
 from services.directory.service import run_directory
 from services.engine.fake import FakeEngine
@@ -120,9 +126,12 @@ class Client:
         self._tasks = tasks
         self._answers: dict[str, Answer] = {}
         self.events: list[str] = []
+        self.loses_tokens = False
+        """As a bus that loses them."""
 
     async def start(self) -> None:
         await self.door.listen(self._tasks, subjects.TOKENS, (self.gateway_id,), self._on_tokens)
+        await self.door.serve(self._tasks, subjects.WANTED, (self.gateway_id,), self._say_wanted)
         subscription = await self.door.bus.subscribe("mesh.v1.handoff.>")
 
         async def note() -> None:
@@ -225,7 +234,28 @@ class Client:
         """After the last request nothing is running or leased: every block is free, or kept for its content."""
         await self.until(lambda fleet: all(w.blocks.free + w.blocks.cached == w.blocks.total for w in fleet), "rest")
 
+    def forget(self, request_id: str) -> None:
+        """Want it no more."""
+        del self._answers[request_id]
+
+    async def listen(self, subject: Subject, handle: Callable[[Received[MessageT]], None]) -> None:
+        await self.door.listen(self._tasks, subject, ("*",), handle)
+        await self.door.bus.flush()
+
+    async def ask_progress(self, worker_id: str, request_id: str, index: int) -> Progress:
+        question = AskProgress(request_id=RequestId(request_id), attempt=1, deadline_ms=now_ms() + 10_000, index=index)
+        reply = await self.door.ask(subjects.PROGRESS, (worker_id,), question, 10)
+        assert isinstance(reply, Progress)
+        return reply
+
+    async def _say_wanted(self, received: Received[AskWanted]) -> Message:
+        """Wants all that was asked for here."""
+        unknown = [attempt for attempt in received.message.attempts if attempt.request_id not in self._answers]
+        return Wanted(unwanted=tuple(unknown))
+
     def _on_tokens(self, received: Received[TokensEmitted]) -> None:
+        if self.loses_tokens:
+            return
         for tokens in received.message.requests:
             self._answers[tokens.request_id].take(tokens)
 
@@ -237,12 +267,18 @@ async def one_process_mesh(
     token_budget: int = 64,
     policy: str = "least_loaded",
     prefix_cache: bool = True,
+    stops: dict[str, asyncio.Event] | None = None,
+    fence_after_ms: int = 20_000,
+    drain_s: float = 5.0,
 ) -> AsyncGenerator[Client]:
-    """Run scheduler, directory and these workers on one loop, and give a client once all are known."""
+    """Run scheduler, directory and these workers on one loop, and give a client once all are known.
+
+    `stops`: of workers that are to stop before the others do.
+    """
     broker, stop = MemoryBroker(), asyncio.Event()
     settings = WorkerConfig(
         block_size=LAYOUT.block_size, token_budget=token_budget, carrier=carrier, lease_ms=5_000,  # type: ignore[arg-type]
-        prefix_cache=prefix_cache,
+        prefix_cache=prefix_cache, fence_after_ms=fence_after_ms, drain_s=drain_s,
     )  # fmt: skip
     config = MeshConfig(worker=settings, scheduler=SchedulerConfig(policy=policy, pull_tokens_min=LAYOUT.block_size))
     async with asyncio.TaskGroup() as tasks:
@@ -250,11 +286,15 @@ async def one_process_mesh(
         tasks.create_task(run_directory(MemoryBus(broker), stop))
         for parts in workers:
             telemetry = Telemetry(parts.worker_id, None)
-            tasks.create_task(run_worker(parts, config, MemoryBus(broker), telemetry, stop))
+            tasks.create_task(
+                run_worker(parts, config, MemoryBus(broker), telemetry, (stops or {}).get(parts.worker_id, stop))
+            )
         client = Client(broker, tasks, workers[0].shape.layout.fingerprint)
         await client.start()
         await asyncio.sleep(0)
         await client.until(lambda fleet: len(fleet) == len(workers), "all workers known")
         yield client
         stop.set()
+        for one in (stops or {}).values():
+            one.set()
         await client.door.close()

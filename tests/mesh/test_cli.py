@@ -42,13 +42,17 @@ def assert_one_line(result: "subprocess.CompletedProcess[str]", *words: str) -> 
         assert word in lines[0], lines[0]
 
 
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+
+
 def our_processes(state_dir: Path) -> list[int]:
     """Return the live processes whose command lines name this state folder."""
     found: list[int] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                command = command_of(int(entry.name))
             except OSError:
                 continue
             if str(state_dir) in command:
@@ -83,6 +87,28 @@ def test_up_serves_and_leaves_nothing_behind(tmp_path: Path, stop_with: signal.S
     assert up.wait(60) == (0 if stop_with != signal.SIGKILL else -signal.SIGKILL)
     _wait_until_gone(tmp_path)
     assert not any(_arenas(workers))
+
+
+def test_what_dies_is_started_again_and_said(tmp_path: Path) -> None:
+    command = [*KVMESH, "up", "--port", "0", "--gateways", "2", "--kv-mib", "64", "--drain-s", "5"]
+    up = subprocess.Popen(command, env=environment(tmp_path), stdout=subprocess.PIPE, text=True)
+    assert up.stdout is not None
+    try:
+        said = "".join(itertools.takewhile(lambda line: "Ctrl-C" not in line, up.stdout))
+        assert len(re.findall(r"http://127.0.0.1:\d+/v1 ", said.replace("\n", " "))) == 2 and "2 gateways" in said
+        [decode] = [pid for pid in our_processes(tmp_path) if "--id decode-0" in command_of(pid)]
+        os.kill(decode, signal.SIGKILL)
+        assert "decode-0 was killed by signal 9; it is started again" in up.stdout.readline()
+        assert "started again: decode-0 1×" in run(tmp_path, "status", *_broker(tmp_path)).stdout
+    finally:
+        up.send_signal(signal.SIGINT)  # the new one is still starting
+    assert up.wait(60) == 0
+    assert our_processes(tmp_path) == [] and not any(_arenas([decode]))
+
+
+def _broker(state_dir: Path) -> list[str]:
+    """The mesh's address, as somebody would name it who did not start it here."""
+    return ["--nats", json.loads((state_dir / "mesh.json").read_bytes())["nats_url"]]
 
 
 def _arenas(pids: list[int]) -> list[Path]:

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from dataplane.cache import ContentChanges
 from schemas import subjects
 from schemas.block import hash_blocks, join_hashes
@@ -22,10 +24,10 @@ WORKER = WorkerId("prefill-0")
 FAR_AWAY_MS = 2**52
 
 
-def load_of(worker_id: str, role: WorkerRole) -> WorkerLoad:
+def load_of(worker_id: str, role: WorkerRole, incarnation: str = "1") -> WorkerLoad:
     return WorkerLoad(
         worker=WorkerInfo(
-            worker_id=WorkerId(worker_id), incarnation="1", role=role, model="m", fingerprint="f",
+            worker_id=WorkerId(worker_id), incarnation=incarnation, role=role, model="m", fingerprint="f",
             num_blocks=1_000, block_size=4, context_length=4_000,
         ),
         state="ready",
@@ -148,7 +150,7 @@ async def test_the_scheduler_names_the_sources_that_the_directory_knows_and_plac
         assert (placement.terms.pulled_tokens, placement.terms.computed_tokens) == (400, 600)
 
         # A holder whose incarnation the fleet does not know is no source.
-        again = load_of("decode-0", "decode")
+        again = load_of("decode-0", "decode", incarnation="2")
         left = WorkerLeft(worker_id=WorkerId("decode-0"), incarnation="1", reason="stopped")
         await holder.door.publish(subjects.LEFT, ("decode-0",), left)
         await holder.until_located(tokens, 0)
@@ -186,3 +188,72 @@ async def test_a_directory_that_does_not_answer_is_left_alone_for_longer_and_lon
             now_ms += 1
             quiet_ms = min(2 * quiet_ms, BACKOFF_MAX_MS)
         await bus.close()
+
+
+async def test_two_directories_say_the_same_and_both_hear_who_has_left() -> None:
+    broker, stops = MemoryBroker(), [asyncio.Event(), asyncio.Event()]
+    tokens = list(range(8))
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        worker = FakeWorker(MemoryBus(broker))
+        await worker.start(tasks)
+        tasks.create_task(run_directory(MemoryBus(broker), stops[0]))
+        await asyncio.sleep(0)
+        await worker.store(tokens)
+        tasks.create_task(run_directory(MemoryBus(broker), stops[1]))  # a later one, which starts with nothing
+        await asyncio.sleep(0)
+        await worker.door.publish(subjects.LOAD, (WORKER,), LOAD)
+        for _ in range(6):  # they take turns
+            await worker.until_located(tokens, 2)
+        while [await worker.locate(tokens) for _ in range(4)] != [2] * 4:
+            await asyncio.sleep(0.01)
+        left = WorkerLeft(worker_id=WORKER, incarnation="1", reason="died")
+        await worker.door.publish(subjects.LEFT, (WORKER,), left)
+        while [await worker.locate(tokens) for _ in range(4)] != [0] * 4:
+            await asyncio.sleep(0.01)
+        for stop in stops:
+            stop.set()
+        await worker.door.close()
+
+
+async def test_an_inventory_that_never_comes_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.directory.service.INVENTORY_TIMEOUT_S", 0.05)
+    broker, stop = MemoryBroker(), asyncio.Event()
+    tokens = list(range(8))
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        deaf = MemoryBus(broker)
+        ear = await deaf.subscribe(subjects.INVENTORY.of(WORKER))  # hears, and says nothing
+        worker = FakeWorker(MemoryBus(broker))
+        await worker.store(tokens, lost=True)
+        tasks.create_task(run_directory(MemoryBus(broker), stop))
+        await asyncio.sleep(0)
+        await worker.door.publish(subjects.LOAD, (WORKER,), LOAD)
+        async for _ in ear:
+            break
+        await deaf.close()
+        await worker.start(tasks)
+        while await worker.locate(tokens) != 2:
+            await worker.door.publish(subjects.LOAD, (WORKER,), LOAD)
+            await asyncio.sleep(0.01)
+        stop.set()
+        await worker.door.close()
+
+
+async def test_what_was_lost_in_an_outage_is_read_from_the_inventory() -> None:
+    broker, stop = MemoryBroker(), asyncio.Event()
+    tokens = list(range(8))
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        worker, bus = FakeWorker(MemoryBus(broker)), MemoryBus(broker)
+        await worker.start(tasks)
+        tasks.create_task(run_directory(bus, stop))
+        await asyncio.sleep(0)
+        await worker.door.publish(subjects.LOAD, (WORKER,), LOAD)
+        while worker.num_inventories == 0:
+            await asyncio.sleep(0)
+        await worker.store(tokens, lost=True)
+        await worker.door.publish(subjects.LOAD, (WORKER,), LOAD)
+        assert await worker.locate(tokens) == 0
+        bus.num_connects += 1
+        await worker.door.publish(subjects.LOAD, (WORKER,), LOAD)
+        await worker.until_located(tokens, 2)
+        stop.set()
+        await worker.door.close()

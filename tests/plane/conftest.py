@@ -1,3 +1,4 @@
+import asyncio
 import gc
 import os
 import threading
@@ -6,12 +7,58 @@ from pathlib import Path
 
 import pytest
 
-from tests.plane.harness import CARRIERS, Holder, Target
+from services.sim import threads
+from tests.plane.harness import CARRIERS, DEADLINE_S, SIMULATED, Holder, Target, fast_network, use_network
 
 
 @pytest.fixture(params=CARRIERS)
 def carrier(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def simulated(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Say whether the test is over a simulated carrier; then holders and targets are made on a simulated network."""
+    is_simulated = _is_simulated(request.node)
+    use_network(fast_network() if is_simulated else None)
+    yield is_simulated
+    use_network(None)
+    threads.abandon_closed()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test over a simulated carrier in a cooperative thread: it blocks as it would on a real one."""
+    if not _is_simulated(pyfuncitem) or pyfuncitem.get_closest_marker("asyncio"):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+    asyncio.run(_in_thread(lambda: pyfuncitem.obj(**arguments)))
+    return True
+
+
+async def _in_thread(test: Callable[[], object]) -> None:
+    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def run() -> None:
+        try:
+            test()
+        except BaseException as error:  # noqa: BLE001 - it is raised where the test is awaited
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+
+    threads.spawn(run, "test")
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await ended
+    finally:
+        threads.abandon_all(asyncio.get_running_loop())
+
+
+def _is_simulated(item: pytest.Item) -> bool:
+    callspec = getattr(item, "callspec", None)
+    return callspec is not None and str(callspec.params.get("carrier", "")).startswith(SIMULATED)
 
 
 @pytest.fixture(autouse=True)

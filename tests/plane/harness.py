@@ -1,10 +1,16 @@
-"""A holder with known KV, a reader to put it, and a look at what arrived. Threads and sockets are real."""
+"""A holder with known KV, a reader to put it, and a look at what arrived.
+
+Threads and sockets are real, but where a test runs in a cooperative thread: then they are the simulator's.
+"""
 
 import contextlib
+import itertools
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -18,6 +24,8 @@ from dataplane.stream import TransferStats
 from dataplane.ticket import Ticket, sign
 from schemas.handoff import Endpoint
 from schemas.ids import LeaseId, WorkerId
+from services.sim import threads
+from services.sim.plane import SimNetwork, SimPlaneReader, SimPlaneServer
 
 SECRET = b"the mesh's secret"
 LAYOUT = KVLayout(weights="w", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=8, block_size=16)
@@ -28,6 +36,27 @@ SOURCE = BlockTable((Segment(7, 2), Segment(0, 5), Segment(20, 1), Segment(30, 1
 """320 slots, scattered. The target's borders lie elsewhere."""
 TARGET = BlockTable((Segment(40, 1), Segment(3, 9), Segment(25, 10)))
 DEADLINE_S = 60.0
+
+SIMULATED = "sim-"
+"""Before the name of a carrier that is a simulated one."""
+
+
+class _Simulation:
+    """The network over which holders and targets are made, if it is a simulated one."""
+
+    network: SimNetwork | None = None
+    hosts = itertools.count()
+
+
+def use_network(network: SimNetwork | None) -> None:
+    """Make holders and targets on this network from here on; None: on the real one."""
+    _Simulation.network = network
+
+
+def fast_network() -> SimNetwork:
+    """Return a network on which nothing goes wrong, for loops on which time is real."""
+    return SimNetwork(random.Random(0), latency_s=(0.0, 0.0001), bytes_per_s=5e9)
+
 
 KV = np.ndarray[tuple[int, int, int, int], np.dtype[np.uint8]]
 """[layer, k/v, token, byte]"""
@@ -108,7 +137,11 @@ class Gate:
         self.outcome_known.release()
 
     def wait_outcome(self) -> tuple[TransferStats | None, str]:
-        assert self.outcome_known.acquire(timeout=DEADLINE_S), "the holder was told nothing"
+        if threads.is_thread():
+            while not self.outcome_known.acquire(blocking=False):
+                threads.pause(0.001)
+        else:
+            assert self.outcome_known.acquire(timeout=DEADLINE_S), "the holder was told nothing"
         return self.outcomes[-1]
 
 
@@ -135,9 +168,12 @@ class Holder:
         self.kv = random_kv(num_tokens, self.layout) if kv is None else kv
         self.arena = Arena.create(self.shape)
         self.gate = Gate()
-        self.server = PlaneServer(
-            self.arena, self.shape, self.gate, SECRET, ServerOptions(carriers=carriers, **options)
-        )
+        parts = (self.arena, self.shape, self.gate, SECRET, ServerOptions(carriers=carriers, **options))
+        if _Simulation.network is None:
+            self.server = PlaneServer(*parts)
+        else:
+            self.host = f"holder-{next(_Simulation.hosts)}"
+            self.server = SimPlaneServer(_Simulation.network, self.host, *parts)
         self.server.start()
         self.lease, self.progress = self.grant("lease-0")
 
@@ -207,7 +243,11 @@ class Target:
         self.layout = self.shape.layout
         self.tables = (TARGET,) * len(self.layout.groups) if tables is None else tables
         self.arena = Arena.create(self.shape)
-        self.reader = PlaneReader(self.arena, self.shape)
+        if _Simulation.network is None:
+            self.reader = PlaneReader(self.arena, self.shape)
+        else:
+            self.host = f"reader-{next(_Simulation.hosts)}"
+            self.reader = SimPlaneReader(_Simulation.network, self.host, self.arena, self.shape)
 
     def request(self, endpoint: Endpoint, ticket: str, carrier: str, num_tokens: int, **changes) -> ReadRequest:
         fields = {
@@ -235,8 +275,22 @@ class Target:
         self.arena.close()
 
 
+class Thread(Protocol):
+    def join(self, timeout: float | None = None) -> None: ...
+    def is_alive(self) -> bool: ...
+
+
+def start_thread(run: Callable[[], object]) -> Thread:
+    """Start a thread of the test's own kind: real, or cooperative."""
+    if threads.is_thread():
+        return threads.spawn(lambda: run() and None, "test-helper")
+    thread = threading.Thread(target=run, name="test-helper")
+    thread.start()
+    return thread
+
+
 @contextlib.contextmanager
-def running(function: Callable[[], object]) -> Iterator[threading.Thread]:
+def running(function: Callable[[], object]) -> Iterator[Thread]:
     """Run `function` on a thread beside the block; it has ended, without an error, when the block has."""
     failures: list[BaseException] = []
 
@@ -246,8 +300,7 @@ def running(function: Callable[[], object]) -> Iterator[threading.Thread]:
         except BaseException as error:  # noqa: BLE001 - raised where the test waits
             failures.append(error)
 
-    thread = threading.Thread(target=run, name="test-helper")
-    thread.start()
+    thread = start_thread(run)
     try:
         yield thread
     finally:

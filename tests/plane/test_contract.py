@@ -1,7 +1,7 @@
-"""What every carrier does: the bytes arrive, in place, while they are still being computed."""
+"""What every carrier does, a simulated one too: the bytes arrive, in place, while they are still being computed."""
 
 import asyncio
-import threading
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -10,7 +10,12 @@ import pytest
 from dataplane.layout import BlockTable, KVLayout, Segment
 from dataplane.shm import SharedHolder
 from dataplane.tcp import TcpHolder
-from tests.plane.harness import DEADLINE_S, LAYOUT, TARGET, Holder, Target, running
+from tests.plane.harness import CARRIERS, DEADLINE_S, LAYOUT, SIMULATED, TARGET, Holder, Target, running, start_thread
+
+
+@pytest.fixture(params=[*CARRIERS, *(SIMULATED + carrier for carrier in CARRIERS)])
+def carrier(request: pytest.FixtureRequest) -> str:
+    return request.param.removeprefix(SIMULATED)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 50, 300])
@@ -117,9 +122,7 @@ def test_digests_can_be_off(carrier: str, make_holder: Callable[..., Holder], ta
 def test_many_reads_at_once(carrier: str, make_holder: Callable[..., Holder]) -> None:
     holder = make_holder((carrier,))
     targets = [Target() for _ in range(6)]
-    threads = [threading.Thread(target=t.read_from, args=(holder, carrier)) for t in targets]
-    for thread in threads:
-        thread.start()
+    threads = [start_thread(functools.partial(t.read_from, holder, carrier)) for t in targets]
     holder.compute_all()
     for thread, target in zip(threads, targets, strict=True):
         thread.join(DEADLINE_S)

@@ -9,6 +9,7 @@ import pytest
 
 from dataplane import idle
 from dataplane.stream import Accepted, Kind, TransferFailedError, encode_frame
+from dataplane.wire import SocketWire
 from tests.plane.harness import DEADLINE_S, Holder, Target, running
 from tests.plane.test_strangers import END, commit, data, impostor
 
@@ -81,7 +82,7 @@ def test_holder_has_closed_it_meanwhile(
         thread.join(DEADLINE_S)
         assert idle_in(target) == 1
         if not noticed:
-            monkeypatch.setattr(idle, "_has_something", lambda sock: False)
+            monkeypatch.setattr(idle, "_has_something", lambda wire: False)
     assert not holder.server.num_junk
 
 
@@ -166,11 +167,12 @@ def test_what_comes_later_is_no_answer(late: bytes) -> None:
     """Something that nobody asked for, or the end: that connection is closed, the one before it is used."""
     kept, way = idle.IdleConnections(), ("host", 1, "nonce")
     ends = [socket.socketpair() for _ in range(2)]
-    for ours, _ in ends:
-        kept.put(way, ours)
+    wires = [SocketWire(ours) for ours, _ in ends]
+    for wire in wires:
+        kept.put(way, wire)
     ends[1][1].sendall(late)
     ends[1][1].close()
-    assert kept.take(way) is ends[0][0]
+    assert kept.take(way) is wires[0]
     assert ends[1][0].fileno() == -1 and len(kept) == 0
     assert kept.take(("host", 1, "another")) is None
     for ours, theirs in ends:

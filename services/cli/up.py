@@ -1,0 +1,162 @@
+"""`kvmesh up` at the terminal: starts a mesh, says what happens to it, stops it at a signal."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from services.cli.supervisor import Supervisor, UpOptions
+from services.config import state_dir
+from services.errors import UserError
+
+
+class RunningMesh(msgspec.Struct, frozen=True, kw_only=True):
+    """What a running `kvmesh up` leaves in its state folder for `kvmesh status` and `kvmesh trace`."""
+
+    pid: int
+    url: str
+    nats_url: str
+    trace_dir: str
+    other_urls: list[str] = []
+    """Of the gateways but the first."""
+    restarts: dict[str, int] = {}
+    """How often a service was started again, of those that were."""
+    given_up: list[str] = []
+    """Services that ended too often."""
+
+
+def run_up(options: UpOptions) -> int:
+    """Run a mesh until a signal; return the exit code. Raises UserError."""
+    return asyncio.run(_up(options))
+
+
+async def _up(options: UpOptions) -> int:
+    console = Console(highlight=False, soft_wrap=True)
+    run_dir = state_dir() / "run"
+    _refuse_second(state_dir())
+    shutil.rmtree(run_dir, ignore_errors=True)
+    run_dir.mkdir(parents=True)
+    stop = asyncio.Event()
+    state_file = state_dir() / "mesh.json"
+
+    def say(text: str) -> None:
+        console.print(text)
+        _write(state_file, supervisor)
+
+    supervisor = Supervisor(options, run_dir, say)
+
+    def on_signal() -> None:
+        if stop.is_set():  # the second time it is meant
+            supervisor.kill()
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    try:
+        if not await _started(console, supervisor, stop):
+            return 130
+        _write(state_file, supervisor)
+        _greet(console, supervisor, options)
+        await stop.wait()
+        return 0
+    finally:
+        with console.status("stopping, once more Ctrl-C: at once ..."):
+            await supervisor.stop()
+        state_file.unlink(missing_ok=True)
+
+
+async def _started(console: Console, supervisor: Supervisor, stop: asyncio.Event) -> bool:
+    """Start the mesh under a progress bar. False: a signal came first. Raises UserError."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        starting = asyncio.create_task(supervisor.start(progress))
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            return False
+        starting.result()
+        return True
+
+
+def _greet(console: Console, supervisor: Supervisor, options: UpOptions) -> None:
+    checkpoint = supervisor.checkpoint
+    assert checkpoint is not None
+    shape = f"{options.num_aggregated} aggregated" if options.num_aggregated else (
+        f"{options.num_prefill} prefill + {options.num_decode} decode"
+    )  # fmt: skip
+    if options.store:
+        shape += " + store"
+    several = {
+        "schedulers": options.num_schedulers,
+        "directories": options.num_directories,
+        "gateways": options.num_gateways,
+    }
+    for name, count in several.items():
+        if count > 1:
+            shape += f" + {count} {name}"
+    body = {
+        "model": checkpoint.name,
+        "prompt": "The code of Ada Brook is 7412. The code of Max Reed is 3055. Q: What is the code of Ada Brook? A:",
+        "max_tokens": 16,
+        "temperature": 0,
+    }
+    console.print(f"[bold green]kvmesh is up[/bold green]  {supervisor.url}/v1  model {checkpoint.name}  {shape}")
+    for url in supervisor.urls[1:]:
+        console.print(f"          and at  {url}/v1")
+    console.print("\nTry it:\n")
+    console.print(
+        f"  curl -s {supervisor.url}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'",
+        markup=False,
+    )
+    command = "kvmesh" if shutil.which("kvmesh") else os.path.relpath(Path(sys.executable).with_name("kvmesh"))
+    console.print(f"\nThen [bold]{command} trace[/bold], [bold]{command} status[/bold],")
+    console.print(f"or nats sub -s {supervisor.nats_url} 'mesh.>'")
+    console.print("Ctrl-C stops everything.")
+
+
+def _write(path: Path, supervisor: Supervisor) -> None:
+    """Say what runs, whole or not at all."""
+    records = supervisor.records
+    mesh = RunningMesh(
+        pid=os.getpid(),
+        url=supervisor.url,
+        nats_url=supervisor.nats_url,
+        trace_dir=str(supervisor.trace_dir),
+        other_urls=supervisor.urls[1:],
+        restarts={name: record.num_restarts for name, record in records.items() if record.num_restarts},
+        given_up=[name for name, record in records.items() if record.is_given_up],
+    )
+    whole = path.with_suffix(".new")
+    whole.write_bytes(msgspec.json.encode(mesh))
+    whole.replace(path)
+
+
+def running_mesh() -> RunningMesh | None:
+    """Return the mesh that `kvmesh up` runs from this state folder, if it still lives."""
+    try:
+        mesh = msgspec.json.decode((state_dir() / "mesh.json").read_bytes(), type=RunningMesh)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return mesh if Path(f"/proc/{mesh.pid}").exists() else None
+
+
+def trace_dir() -> Path:
+    """Return where the last `kvmesh up` of this state folder wrote its spans."""
+    return state_dir() / "run" / "traces"
+
+
+def _refuse_second(state: Path) -> None:
+    if (mesh := running_mesh()) is not None:
+        raise UserError(
+            f"a mesh already runs from {state} (pid {mesh.pid}, {mesh.url}); stop it, or set KVMESH_STATE_DIR elsewhere"
+        )

@@ -1,0 +1,33 @@
+"""What a decode worker knows of one attempt. Pure."""
+
+from dataclasses import dataclass
+
+from schemas.handoff import HandoffState, KVOffered
+from schemas.request import ReserveBlocks, TransferReport
+from services.worker.runs import Run
+
+
+@dataclass(slots=True, eq=False)
+class DecodeRun(Run[ReserveBlocks]):
+    """One attempt on this worker. `reading`, `fetching_from`: a read may still write its blocks; `computing`: the
+    engine may."""
+
+    state: HandoffState = HandoffState.NEW
+    reserved_ms: int | None = None
+    """When its source was last told that there is room, as far as the clock has been heard since."""
+    offer: KVOffered | None = None
+    reading: bool = False
+    computing: bool = False
+    ended: bool = False
+    source_left: bool = False
+    lost_reason: str = ""
+    """Why its source will not offer, learnt while it was waiting for blocks."""
+    report: TransferReport | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.ended
+
+    @property
+    def owes_tokens(self) -> bool:
+        return not self.ended

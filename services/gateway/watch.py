@@ -1,0 +1,144 @@
+"""Whether one attempt's workers are still at it, pure: the bus may lose any message, and a silent worker may be dead.
+
+A worker is asked once it has accepted, or its accept wait is over: where a token has been missing for a moment, or
+where nothing was heard of it for a while. It is lost where nobody serves the question twice, or where no sign of it
+comes although other messages do: silence of everybody says something about our own ears.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from schemas.ids import WorkerId
+
+GAP_MS = 150
+"""A missing token is asked for after this: two messages of different workers may well overtake each other."""
+UNSERVED_MS = 300
+"""Time between two questions that nobody serves before the worker is taken for dead: it may be reconnecting."""
+DEAF_AFTER_MS = 1_500
+"""Any worker says its load twice a second; where nothing at all is heard for this long, the gateway is cut off."""
+NEVER_MS = 2**62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchLimits:
+    progress_after_ms: int = 1_000
+    worker_silent_ms: int = 3_000
+    resume_wait_ms: int = 30_000
+    place_wait_ms: int = 5_000
+
+
+class Ears:
+    """When this gateway last heard anything from anybody."""
+
+    def __init__(self) -> None:
+        self.open_since_ms = 0
+        """Silence counts from here on only."""
+        self._heard_ms = 0
+
+    def hear(self, now_ms: int) -> None:
+        if self.is_deaf(now_ms):
+            self.open_since_ms = now_ms
+        self._heard_ms = now_ms
+
+    def is_deaf(self, now_ms: int) -> bool:
+        return now_ms - self._heard_ms > DEAF_AFTER_MS
+
+
+@dataclass(slots=True)
+class _Worker:
+    sign_ms: int
+    """The last sign of it, or the attempt's beginning."""
+    may_be_asked: bool = False
+    is_urgent: bool = False
+    """To be asked at once."""
+    is_asked: bool = False
+    asked_ms: int = 0
+    unserved_ms: int = 0
+    """When nobody served a question; 0 once it was heard."""
+
+
+class Watch:
+    """The watch over one attempt."""
+
+    def __init__(self, limits: WatchLimits, workers: Sequence[WorkerId], now_ms: int) -> None:
+        self._limits = limits
+        self._workers = {worker_id: _Worker(now_ms) for worker_id in workers}
+        self._gap: int | None = None
+        """The token that is missing while later ones are here."""
+        self._gap_ms = 0
+
+    def hear(self, worker_id: WorkerId, now_ms: int) -> None:
+        """Take note of a sign of a worker that has the attempt."""
+        if worker := self._workers.get(worker_id):
+            worker.sign_ms, worker.unserved_ms = now_ms, 0
+            worker.may_be_asked = True
+
+    def end_accept_wait(self, worker_id: WorkerId) -> None:
+        """Its reply has not come: ask it."""
+        if worker := self._workers.get(worker_id):
+            worker.may_be_asked = worker.is_urgent = True
+
+    def set_gap(self, index: int | None, now_ms: int) -> bool:
+        """Take note of the first token that is missing before others (None: none is). True: this is news."""
+        if index == self._gap:
+            return False
+        self._gap, self._gap_ms = index, now_ms
+        return True
+
+    def end_question(self, worker_id: WorkerId) -> None:
+        if worker := self._workers.get(worker_id):
+            worker.is_asked = False
+
+    def is_dead(self, worker_id: WorkerId, now_ms: int) -> bool:
+        """Nobody serves a worker's questions: say whether it is the second time."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return False
+        if worker.unserved_ms:
+            return now_ms - worker.unserved_ms >= UNSERVED_MS
+        worker.unserved_ms = now_ms
+        return False
+
+    def silent(self, needed: Sequence[WorkerId], now_ms: int, ears: Ears) -> WorkerId | None:
+        """Return a needed worker that is to be taken for lost, as no sign of it comes."""
+        if ears.is_deaf(now_ms):
+            return None
+        for worker_id in needed:
+            worker = self._workers[worker_id]
+            heard_ms = max(worker.sign_ms, ears.open_since_ms)
+            if worker.may_be_asked and now_ms - heard_ms >= self._limits.worker_silent_ms:
+                return worker_id
+        return None
+
+    def due(self, needed: Sequence[WorkerId], now_ms: int) -> list[WorkerId]:
+        """Return whom to ask now; they count as asked."""
+        asked: list[WorkerId] = []
+        for worker_id in needed:
+            worker = self._workers[worker_id]
+            if self._due_ms(worker) <= now_ms:
+                worker.is_asked, worker.is_urgent, worker.asked_ms = True, False, now_ms
+                asked.append(worker_id)
+        return asked
+
+    def next_ms(self, needed: Sequence[WorkerId], ears: Ears) -> int:
+        """Return a time before which nothing is due, unless something happens that is more than a token."""
+        times: list[int] = []
+        for worker_id in needed:
+            worker = self._workers[worker_id]
+            silent_ms = max(worker.sign_ms, ears.open_since_ms) + self._limits.worker_silent_ms
+            times += [self._due_ms(worker), silent_ms if worker.may_be_asked else NEVER_MS]
+        return min(times, default=NEVER_MS)
+
+    def _due_ms(self, worker: _Worker) -> int:
+        if worker.is_asked or not worker.may_be_asked:
+            return NEVER_MS
+        if worker.is_urgent:
+            return 0
+        if worker.unserved_ms:
+            return worker.unserved_ms + UNSERVED_MS
+        quiet_ms = max(worker.sign_ms, worker.asked_ms) + self._limits.progress_after_ms
+        if self._gap is None:
+            return quiet_ms
+        if worker.asked_ms >= self._gap_ms:
+            return min(quiet_ms, worker.asked_ms + self._limits.progress_after_ms)
+        return min(quiet_ms, self._gap_ms + GAP_MS)

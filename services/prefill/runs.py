@@ -1,0 +1,43 @@
+"""What a prefill worker knows of one attempt. Pure."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dataplane.lease import Lease
+from schemas.request import RunPrefill
+from services.worker.runs import Run
+
+Phase = Literal["queued", "fetching", "computing", "withdrawing", "handing_over"]
+
+
+@dataclass(slots=True, eq=False)
+class PrefillRun(Run[RunPrefill]):
+    """One attempt on this worker."""
+
+    phase: Phase = "queued"
+    lease: Lease | None = None
+    computed_ms: int = 0
+    reserved: bool = False
+    """The decode worker has said that it has room."""
+    offered: bool = False
+    offer_again: bool = False
+    """The decode worker has said so again: it may not have heard the offer."""
+    offered_again_ms: int = 0
+    closes_ms: int | None = None
+    """The stream has ended: how long the lease waits for the reader's word."""
+
+    @property
+    def is_split(self) -> bool:
+        return self.request.handoff_id is not None
+
+    @property
+    def num_kv_tokens(self) -> int:
+        return len(self.prompt) if self.is_split else self.num_tokens_at_end - 1
+
+    @property
+    def has_ended(self) -> bool:
+        return self.phase == "withdrawing"
+
+    @property
+    def owes_tokens(self) -> bool:
+        return self.phase in ("queued", "fetching", "computing")

@@ -1,0 +1,96 @@
+"""Whether a request is taken at all. Pure.
+
+A queue has a bound: in predicted time where rates are measured, else in requests. Who would wait longer is told when to
+come again. Past half of the bound no tenant gets more than its share of what is let in.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+MIN_RETRY_MS, MAX_RETRY_MS = 1_000, 60_000
+TENANT_WINDOW_MS = 10_000
+"""How long a tenant counts after its last request, and how quickly what was placed for it is forgotten (by half)."""
+MAX_TENANTS = 1_024
+CONTESTED_SHARE = 0.5
+"""Of the bound: from there on the tenants' shares matter."""
+
+
+class AdmissionLimits(NamedTuple):
+    max_queue_ms: int = 30_000
+    max_queued_requests: int = 256
+
+
+class Wait(NamedTuple):
+    """What one way to serve would wait. `predicted_ms` is a guess where `is_measured` is False."""
+
+    predicted_ms: float
+    num_waiting: int
+    is_measured: bool
+
+
+class Overload(NamedTuple):
+    detail: str
+    retry_after_ms: int
+
+
+@dataclass(slots=True)
+class Tenant:
+    seen_ms: int
+    num_tokens: float = 0.0
+    """What was placed for it, as of `seen_ms`; fades."""
+
+    def weight(self, now_ms: int) -> float:
+        return self.num_tokens * 0.5 ** (max(0, now_ms - self.seen_ms) / TENANT_WINDOW_MS)
+
+
+class Admission:
+    """Refuses what would wait too long. Remembers what was placed for each tenant of late."""
+
+    def __init__(self, limits: AdmissionLimits) -> None:
+        self._limits = limits
+        self._tenants: dict[str, Tenant] = {}
+
+    def refusal(self, tenant: str, ways: Iterable[Wait], now_ms: int) -> Overload | None:
+        """Return why a request must not be taken now, or None. `ways`: every way to serve it, one at least."""
+        self._see(tenant, now_ms)
+        used, best = min(((self._used(way), way) for way in ways), key=lambda pair: pair[0])
+        if used > 1:
+            return Overload(f"every worker's queue is full ({_describe(best)})", _retry_ms(best, used, 1))
+        if used > CONTESTED_SHARE and self._has_more_than_its_share(tenant, now_ms):
+            return Overload(f"other tenants go first ({_describe(best)})", _retry_ms(best, used, CONTESTED_SHARE))
+        return None
+
+    def placed(self, tenant: str, num_tokens: int, now_ms: int) -> None:
+        """A request of this tenant was placed."""
+        self._see(tenant, now_ms).num_tokens += num_tokens
+
+    def _used(self, way: Wait) -> float:
+        """Return the share of the bound that this way's queue takes."""
+        if way.is_measured:
+            return way.predicted_ms / max(1, self._limits.max_queue_ms)
+        return way.num_waiting / max(1, self._limits.max_queued_requests)
+
+    def _has_more_than_its_share(self, tenant: str, now_ms: int) -> bool:
+        recent = [t for t in self._tenants.values() if now_ms - t.seen_ms <= TENANT_WINDOW_MS]
+        total = sum(t.weight(now_ms) for t in recent)
+        return len(recent) > 1 and self._tenants[tenant].weight(now_ms) > total / len(recent)
+
+    def _see(self, tenant: str, now_ms: int) -> Tenant:
+        """Return the tenant as of now, the latest seen."""
+        known = self._tenants.pop(tenant, None)
+        seen = self._tenants[tenant] = Tenant(now_ms, known.weight(now_ms) if known else 0.0)
+        if len(self._tenants) > MAX_TENANTS:
+            del self._tenants[next(iter(self._tenants))]
+        return seen
+
+
+def _retry_ms(best: Wait, used: float, bound: float) -> int:
+    """Return how long the best queue takes to shrink to this share of the bound."""
+    return round(min(MAX_RETRY_MS, max(MIN_RETRY_MS, best.predicted_ms * (1 - bound / used))))
+
+
+def _describe(best: Wait) -> str:
+    if best.is_measured:
+        return f"the shortest wait would be {best.predicted_ms / 1e3:.1f} s"
+    return f"the shortest queue has {best.num_waiting} requests"

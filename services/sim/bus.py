@@ -1,0 +1,339 @@
+"""A bus inside one process whose network is as bad as it is told to be. Passes the same contract suite as NATS.
+
+It keeps NATS's promises unless a fault says otherwise: at most once, in order per connection, an answer at once where
+nobody serves a subject. While the broker is away clients keep what they publish, within a bound, and connect again.
+"""
+
+import asyncio
+import contextvars
+import itertools
+import random
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+
+from services.bus.base import (
+    BusClosedError,
+    BusError,
+    Delivery,
+    NoRespondersError,
+    RequestTimedOutError,
+    check_size,
+)
+from services.bus.memory import matches
+
+MAX_BUFFERED_BYTES = 2 * 1024 * 1024
+"""As the NATS client's `pending_size`."""
+RECONNECT_S = (0.02, 0.4)
+MIN_GAP_S = 1e-7
+"""Between two messages on one way, so that they stay in order."""
+NATS_PREFIX_TOKENS = 3
+"""Our subjects' first tokens, which no pattern but a person's leaves open."""
+
+Context = contextvars.Context
+Tap = Callable[[str, str], None]
+"""(subject, who said it): sees every message that reaches the broker."""
+
+
+@dataclass
+class BusWeather:
+    """How messages travel. Probabilities are per message and receiver, times in seconds."""
+
+    delay_s: tuple[float, float] = (0.0001, 0.001)
+    loss: float = 0.0
+    duplication: float = 0.0
+    reordering: float = 0.0
+    reordering_s: float = 0.05
+    """How far a message that is overtaken falls behind."""
+    held_until_s: dict[str, float] = field(default_factory=dict[str, float])
+    """Clients that are cut off: what they say, and what is said to them, waits until then."""
+    num_lost: int = 0
+    num_doubled: int = 0
+    num_overtaken: int = 0
+
+
+@dataclass(slots=True)
+class _Message:
+    source: "SimBus"
+    subject: str
+    payload: bytes
+    headers: Mapping[str, str]
+    reply_id: int = 0
+
+
+@dataclass(slots=True)
+class SimDelivery:
+    subject: str
+    payload: bytes
+    headers: Mapping[str, str]
+    bus: "SimBus | None" = None
+    """Who would answer."""
+    asker: "SimBus | None" = None
+    reply_id: int = 0
+
+    @property
+    def expects_reply(self) -> bool:
+        return self.reply_id > 0
+
+    async def respond(self, payload: bytes, headers: Mapping[str, str]) -> None:
+        if self.bus is None or self.asker is None or not self.reply_id:
+            return
+        self.bus.check(self.subject, payload, headers)
+        reply = SimDelivery(self.subject, payload, dict(headers))
+        asker, reply_id = self.asker, self.reply_id
+        self.bus.broker.carry(self.bus, asker, lambda: asker.answered(reply_id, reply))
+
+
+class SimSubscription:
+    def __init__(self, bus: "SimBus", pattern: str, queue: str) -> None:
+        self.bus = bus
+        self.pattern = tuple(pattern.split("."))
+        self.queue = queue
+        self.is_closed = False
+        self._inbox: asyncio.Queue[SimDelivery | None] = asyncio.Queue()
+
+    def put(self, delivery: SimDelivery) -> None:
+        if not self.is_closed:
+            self._inbox.put_nowait(delivery)
+
+    async def __aiter__(self) -> AsyncIterator[Delivery]:
+        while (delivery := await self._inbox.get()) is not None:
+            yield delivery
+        self._inbox.put_nowait(None)  # for whoever iterates once more
+
+    async def close(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            self.bus.broker.forget(self)
+            self._inbox.put_nowait(None)
+
+
+class SimBroker:
+    """What the buses of one simulation share. It goes down and comes back; its clients connect again."""
+
+    def __init__(self, rng: random.Random, weather: BusWeather | None = None) -> None:
+        self.weather = weather or BusWeather()
+        self.rng = rng
+        self.is_up = True
+        self.taps: list[Tap] = []
+        self.num_messages = 0
+        self._context = contextvars.copy_context()
+        """The network's own: what is on its way arrives even when its sender has died."""
+        self._epoch = 0
+        self._turn = itertools.count()
+        self._buses: list[SimBus] = []
+        self._by_room: dict[tuple[str, ...], list[SimSubscription]] = {}
+        self._open: list[SimSubscription] = []
+        """Patterns with a wildcard among their first tokens: people's."""
+
+    def connect(self, name: str) -> "SimBus":
+        bus = SimBus(self, name)
+        self._buses.append(bus)
+        return bus
+
+    def go_down(self) -> None:
+        """The broker dies: what is on its way is lost, every client is cut off."""
+        self.is_up = False
+        self._epoch += 1
+        for bus in self._buses:
+            bus.is_connected = False
+
+    def come_up(self) -> None:
+        """The broker is back; its clients find out one after another."""
+        self.is_up = True
+        for bus in self._buses:
+            self._later(self.rng.uniform(*RECONNECT_S), bus.connected)
+
+    def drop(self, bus: "SimBus") -> None:
+        """A client has gone: nobody listens there any more."""
+        bus.is_connected = False
+        if bus in self._buses:
+            self._buses.remove(bus)
+        for subscription in bus.subscriptions:
+            self.forget(subscription)
+
+    def add(self, subscription: SimSubscription) -> None:
+        self._room(subscription.pattern).append(subscription)
+
+    def forget(self, subscription: SimSubscription) -> None:
+        room = self._room(subscription.pattern)
+        if subscription in room:
+            room.remove(subscription)
+
+    def route(self, message: _Message) -> None:
+        """Hand the message to every listener, and to one member of each queue group; or say that nobody serves."""
+        self.num_messages += 1
+        for tap in self.taps:
+            tap(message.subject, message.source.name)
+        groups: dict[str, list[SimSubscription]] = {}
+        num_heard = 0
+        for subscription in self._heard(tuple(message.subject.split("."))):
+            num_heard += 1
+            if subscription.queue:
+                groups.setdefault(subscription.queue, []).append(subscription)
+            else:
+                self._deliver(message, subscription)
+        for members in groups.values():
+            self._deliver(message, members[next(self._turn) % len(members)])
+        if not num_heard and message.reply_id:
+            source, reply_id, subject = message.source, message.reply_id, message.subject
+            self.carry(source, source, lambda: source.unanswered(reply_id, NoRespondersError(subject)))
+
+    def carry(self, source: "SimBus", target: "SimBus", arrive: Callable[[], None]) -> None:
+        """Let something travel from one client to another: late, twice, or never, as the weather is."""
+        if not (source.is_connected and target.is_connected):
+            return
+        weather, rng = self.weather, self.rng
+        if weather.loss and rng.random() < weather.loss:
+            weather.num_lost += 1
+            return
+        now = asyncio.get_running_loop().time()
+        at = now + rng.uniform(*weather.delay_s)
+        for name in (source.name, target.name):
+            at = max(at, weather.held_until_s.get(name, 0.0))
+        if weather.reordering and rng.random() < weather.reordering:
+            weather.num_overtaken += 1
+            at += rng.uniform(0.0, weather.reordering_s)
+        else:
+            at = target.last_arrival_s[source] = max(at, target.last_arrival_s.get(source, 0.0) + MIN_GAP_S)
+        self._arrive(at, target, arrive)
+        if weather.duplication and rng.random() < weather.duplication:
+            weather.num_doubled += 1
+            self._arrive(at + rng.uniform(0.0, weather.reordering_s), target, arrive)
+
+    def _deliver(self, message: _Message, subscription: SimSubscription) -> None:
+        delivery = SimDelivery(
+            message.subject, message.payload, message.headers, subscription.bus, message.source, message.reply_id
+        )
+        self.carry(message.source, subscription.bus, lambda: subscription.put(delivery))
+
+    def _arrive(self, at_s: float, target: "SimBus", arrive: Callable[[], None]) -> None:
+        epoch = self._epoch
+
+        def land() -> None:
+            if target.is_connected and self._epoch == epoch:
+                arrive()
+
+        asyncio.get_running_loop().call_at(at_s, land, context=self._context)
+
+    def _later(self, delay_s: float, call: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_later(delay_s, call, context=self._context)
+
+    def _room(self, pattern: tuple[str, ...]) -> list[SimSubscription]:
+        first = pattern[:NATS_PREFIX_TOKENS]
+        return self._open if "*" in first or ">" in first else self._by_room.setdefault(first, [])
+
+    def _heard(self, tokens: tuple[str, ...]) -> list[SimSubscription]:
+        candidates = self._by_room.get(tokens[:NATS_PREFIX_TOKENS], ())
+        return [
+            subscription
+            for subscription in (*candidates, *self._open)
+            if subscription.bus.is_connected and matches(subscription.pattern, tokens)
+        ]
+
+
+class SimBus:
+    """See `Bus`. One client's connection."""
+
+    def __init__(self, broker: SimBroker, name: str) -> None:
+        self.broker = broker
+        self.name = name
+        self.is_connected = broker.is_up
+        self.num_connects = 1
+        self.num_dropped = 0
+        self.subscriptions: list[SimSubscription] = []
+        self.last_arrival_s: dict[SimBus, float] = {}
+        self._is_closed = False
+        self._waiting: dict[int, asyncio.Future[SimDelivery]] = {}
+        self._num_asked = 0
+        self._buffered: deque[_Message] = deque()
+        self._num_buffered_bytes = 0
+
+    async def publish(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> None:
+        self.check(subject, payload, headers)
+        self._send(_Message(self, subject, payload, dict(headers)))
+        await asyncio.sleep(0)
+
+    async def request(self, subject: str, payload: bytes, headers: Mapping[str, str], timeout_s: float) -> Delivery:
+        self.check(subject, payload, headers)
+        reply: asyncio.Future[SimDelivery] = asyncio.get_running_loop().create_future()
+        self._num_asked += 1
+        reply_id = self._num_asked
+        self._waiting[reply_id] = reply
+        try:
+            self._send(_Message(self, subject, payload, dict(headers), reply_id))
+            async with asyncio.timeout(timeout_s):
+                return await reply
+        except TimeoutError as error:
+            raise RequestTimedOutError(subject, timeout_s) from error
+        finally:
+            self._waiting.pop(reply_id, None)
+
+    async def subscribe(self, pattern: str, queue: str = "") -> SimSubscription:
+        if self._is_closed:
+            raise BusClosedError(pattern)
+        subscription = SimSubscription(self, pattern, queue)
+        self.subscriptions.append(subscription)
+        self.broker.add(subscription)
+        return subscription
+
+    async def serve(self, service: str, endpoint: str, subject: str, queue: str = "") -> SimSubscription:
+        return await self.subscribe(subject, queue or endpoint)
+
+    async def announce(self, service: str) -> None:
+        """Nobody lists the services of a simulation."""
+
+    async def flush(self) -> None:
+        if self._is_closed:
+            raise BusClosedError
+        if not self.is_connected:
+            raise BusError("the bus", "the broker is away")
+        await asyncio.sleep(self.broker.weather.delay_s[1] * 2)
+
+    async def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for subscription in self.subscriptions:
+            await subscription.close()
+        self.broker.drop(self)
+        for reply in self._waiting.values():
+            if not reply.done():
+                reply.set_exception(BusClosedError())
+
+    # For the broker.
+
+    def connected(self) -> None:
+        """The broker is there again: send what was kept."""
+        if self._is_closed or self.is_connected or not self.broker.is_up:
+            return
+        self.is_connected = True
+        self.num_connects += 1
+        self._num_buffered_bytes = 0
+        while self._buffered:
+            self.broker.route(self._buffered.popleft())
+
+    def answered(self, reply_id: int, reply: SimDelivery) -> None:
+        waiting = self._waiting.get(reply_id)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(reply)
+
+    def unanswered(self, reply_id: int, error: BusError) -> None:
+        waiting = self._waiting.get(reply_id)
+        if waiting is not None and not waiting.done():
+            waiting.set_exception(error)
+
+    def check(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> None:
+        """Raise BusClosedError, MessageTooLargeError."""
+        if self._is_closed:
+            raise BusClosedError(subject)
+        check_size(subject, payload, headers)
+
+    def _send(self, message: _Message) -> None:
+        if self.is_connected:
+            self.broker.route(message)
+            return
+        if self._num_buffered_bytes + len(message.payload) > MAX_BUFFERED_BYTES:
+            raise BusError(message.subject, "the broker is away and the send buffer is full")
+        self._num_buffered_bytes += len(message.payload)
+        self._buffered.append(message)

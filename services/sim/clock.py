@@ -1,0 +1,61 @@
+"""Virtual time and seeded chance in place of the machine's, for all code that runs while they are installed.
+
+Product code reads the clock as `time.…` and makes ids with `secrets.…`; both modules' functions are exchanged for as
+long as a simulation runs, and put back after it. So the code is the one that runs in production, line by line.
+"""
+
+import contextlib
+import random
+import secrets
+import time
+from collections.abc import Callable, Generator
+
+EPOCH_NS = 1_800_000_000_000_000_000
+"""Unix time at which every simulation begins."""
+
+
+class VirtualTime:
+    """Seconds since the simulation began. Only the loop moves it."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def time_ns(self) -> int:
+        return EPOCH_NS + round(self.now_s * 1e9)
+
+    def monotonic_ns(self) -> int:
+        return round(self.now_s * 1e9)
+
+    def time(self) -> float:
+        return self.time_ns() / 1e9
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@contextlib.contextmanager
+def installed(clock: VirtualTime, rng: random.Random) -> Generator[None]:
+    """Exchange the process's clock and its sources of chance. One simulation at a time."""
+    state = random.getstate()
+    random.seed(rng.getrandbits(64))  # span ids come from the module's own generator
+
+    def token_hex(num_bytes: int | None = None) -> str:
+        return f"{rng.getrandbits(8 * (num_bytes or 32)):0{2 * (num_bytes or 32)}x}"
+
+    time_functions: dict[str, Callable[[], float | int]] = {
+        "time": clock.time,
+        "time_ns": clock.time_ns,
+        "monotonic": clock.monotonic,
+        "monotonic_ns": clock.monotonic_ns,
+        "perf_counter": clock.monotonic,
+        "perf_counter_ns": clock.monotonic_ns,
+    }
+    with contextlib.ExitStack() as undo:
+        undo.callback(random.setstate, state)
+        for name, function in time_functions.items():
+            undo.callback(setattr, time, name, getattr(time, name))
+            setattr(time, name, function)
+        for name, function in {"token_hex": token_hex, "randbits": rng.getrandbits}.items():
+            undo.callback(setattr, secrets, name, getattr(secrets, name))
+            setattr(secrets, name, function)
+        yield

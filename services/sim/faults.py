@@ -1,0 +1,157 @@
+"""Makes things go wrong in a simulation, as a scenario says, and sets them right again."""
+
+import asyncio
+import contextvars
+import random
+from collections import Counter
+
+from services.sim.client import Exchange
+from services.sim.mesh import Service, SimMesh
+from services.sim.scenario import Fault, Scenario
+
+SLOW_READ_S = 0.05
+
+
+class FaultActor:
+    """Carries out one scenario's faults."""
+
+    def __init__(self, mesh: SimMesh, rng: random.Random, counts: Counter[str], log: list[str]) -> None:
+        self._mesh = mesh
+        self._rng = rng
+        self._counts = counts
+        self._log = log
+        self._waiting: list[tuple[Fault, int]] = []
+        """Faults that strike at a message, and how many of these are still to come."""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._disconnect_share = 0.0
+        self._slow_share = 0.0
+        self._is_over = False
+        self._context = contextvars.copy_context()
+        """Not that of the process whose message a fault waited for: it may be the one that is paused."""
+        mesh.broker.taps.append(self._hear)
+
+    def begin(self, scenario: Scenario, _exchanges: list[Exchange]) -> None:
+        """Start the clock of the scenario."""
+        for fault in scenario.faults:
+            if fault.on:
+                self._waiting.append((fault, fault.nth))
+            else:
+                self._spawn(fault, fault.at_s)
+
+    async def heal(self) -> None:
+        """Set everything right: nothing is cut, stopped or dead any more."""
+        self._is_over = True
+        self._waiting.clear()
+        for task in self._tasks:
+            task.cancel()
+        mesh, weather = self._mesh, self._mesh.broker.weather
+        weather.loss = weather.duplication = weather.reordering = 0.0
+        weather.delay_s = (0.0001, 0.001)
+        weather.held_until_s.clear()
+        mesh.network.heal()
+        if not mesh.broker.is_up:
+            mesh.broker.come_up()
+        for service in list(mesh.services.values()):
+            if service.process.is_paused:
+                mesh.loop.resume(service.process)
+            if not service.is_running:
+                mesh.start(service.role, service.name)
+        await asyncio.sleep(0)
+
+    def read_delay_s(self) -> float:
+        """Return how slowly the next client reads."""
+        return SLOW_READ_S if self._slow_share and self._rng.random() < self._slow_share else 0.0
+
+    def watch_client(self, exchange: Exchange) -> None:
+        """Let a client hang up, perhaps."""
+        if self._disconnect_share and self._rng.random() < self._disconnect_share:
+            self._counts["disconnect"] += 1
+            asyncio.get_running_loop().call_later(self._rng.uniform(0.0, 0.4), exchange.hang_up)
+
+    def _hear(self, subject: str, _source: str) -> None:
+        if not self._waiting:
+            return
+        word = subject.rsplit(".", 1)[-1]
+        for at, (fault, left) in enumerate(self._waiting):
+            if fault.on == word:
+                if left > 1:
+                    self._waiting[at] = (fault, left - 1)
+                else:
+                    del self._waiting[at]
+                    self._spawn(fault, self._rng.uniform(0.0, 0.002))
+                return
+
+    def _spawn(self, fault: Fault, after_s: float) -> None:
+        strike = self._strike(fault, after_s)
+        self._tasks.append(asyncio.get_running_loop().create_task(strike, name=fault.do, context=self._context.copy()))
+
+    async def _strike(self, fault: Fault, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        if fault.do not in ("disconnect",):
+            self._counts[fault.do] += 1
+        self._log.append(f"{asyncio.get_running_loop().time():.4f} {fault}")
+        match fault.do:
+            case "kill" | "pause" | "drain" | "partition":
+                if living := self._mesh.living(fault.target):
+                    await self._befall(fault, self._rng.choice(living))
+            case "broker":
+                self._mesh.broker.go_down()
+                await asyncio.sleep(fault.for_s)
+                self._mesh.broker.come_up()
+            case "loss" | "duplication" | "reordering" | "delay":
+                await self._weather(fault)
+            case "disconnect":
+                self._disconnect_share = fault.share
+                await asyncio.sleep(fault.for_s)
+                self._disconnect_share = 0.0
+            case "slow_client":
+                self._slow_share = fault.share
+                await asyncio.sleep(fault.for_s)
+                self._slow_share = 0.0
+            case "truncation" | "corruption" | "stall" | "slowness" | "refusal":
+                self._mesh.network.set_fault(fault.do, fault.share)
+                await asyncio.sleep(fault.for_s)
+                self._mesh.network.set_fault(fault.do, 0.0)
+
+    async def _befall(self, fault: Fault, service: Service) -> None:
+        mesh = self._mesh
+        match fault.do:
+            case "kill":
+                mesh.kill(service)
+            case "pause":
+                mesh.loop.pause(service.process)
+            case "partition":
+                until_s = asyncio.get_running_loop().time() + fault.for_s
+                mesh.broker.weather.held_until_s[service.name] = until_s
+                mesh.network.partition(service.name, until_s)
+            case _:
+                service.stop.set()
+        await asyncio.sleep(fault.for_s)
+        if fault.do == "pause":
+            mesh.loop.resume(service.process)
+        elif fault.do == "drain" and service.task is not None:
+            await asyncio.wait([service.task])
+        if fault.do in ("kill", "drain") and not self._is_over:
+            mesh.start(service.role, service.name)
+
+    async def _weather(self, fault: Fault) -> None:
+        weather = self._mesh.broker.weather
+        match fault.do:
+            case "loss":
+                weather.loss = fault.share
+            case "duplication":
+                weather.duplication = fault.share
+            case "reordering":
+                weather.reordering = fault.share
+            case _:
+                weather.delay_s = (0.0001, 0.2 * fault.share)
+        await asyncio.sleep(fault.for_s)
+        match fault.do:
+            case "loss":
+                weather.loss = 0.0
+            case "duplication":
+                weather.duplication = 0.0
+            case "reordering":
+                weather.reordering = 0.0
+            case _:
+                weather.delay_s = (0.0001, 0.001)

@@ -1,0 +1,111 @@
+"""Many simulations, over the machine's cores, with progress."""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+
+from services.sim.checks import Verdict
+from services.sim.world import SimOptions, simulate
+
+REQUESTS_PER_RUN = 24
+RUNS_PER_TASK = 8
+TASKS_PER_CHILD = 12
+"""A process starts anew after so many: what was killed in a simulation stays in memory to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One simulation that broke a promise, and how to see it again."""
+
+    seed: int
+    num_requests: int
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What several seeds came to."""
+
+    verdict: Verdict
+    failures: tuple[Failure, ...]
+    num_runs: int
+    virtual_s: float
+    digests: tuple[str, ...]
+
+
+def run_many(
+    seed: int,
+    num_requests: int,
+    options: SimOptions,
+    *,
+    num_jobs: int = 0,
+    on_batch: Callable[[Batch], None] = lambda _: None,
+) -> Batch:
+    """Simulate `num_requests` requests, `REQUESTS_PER_RUN` to a seed, from this seed on. Return the sum."""
+    tasks = list(_tasks(seed, num_requests))
+    jobs = min(num_jobs or os.cpu_count() or 1, len(tasks))
+    if jobs <= 1:
+        return _sum(_each(tasks, options, on_batch))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=TASKS_PER_CHILD) as pool:
+        waiting = [pool.submit(run_task, task, options) for task in tasks]
+        done: list[Batch] = []
+        for finished in as_completed(waiting):
+            done.append(finished.result())
+            on_batch(done[-1])
+    return _sum(done)
+
+
+def run_task(runs: list[tuple[int, int]], options: SimOptions) -> Batch:
+    """Simulate these (seed, number of requests)."""
+    verdict, failures, digests, virtual_s = Verdict(), list[Failure](), list[str](), 0.0
+    for seed, num_requests in runs:
+        report = simulate(seed, replace(options, num_requests=num_requests))
+        verdict.add(report.verdict)
+        virtual_s += report.virtual_s
+        digests.append(report.digest)
+        if report.verdict.problems:
+            failures.append(Failure(seed, num_requests, tuple(report.verdict.problems)))
+    return Batch(verdict, tuple(failures), len(runs), virtual_s, tuple(digests))
+
+
+def _tasks(seed: int, num_requests: int) -> Iterator[list[tuple[int, int]]]:
+    runs: list[tuple[int, int]] = []
+    while num_requests > 0:
+        runs.append((seed, min(REQUESTS_PER_RUN, num_requests)))
+        seed, num_requests = seed + 1, num_requests - REQUESTS_PER_RUN
+        if len(runs) == RUNS_PER_TASK:
+            yield runs
+            runs = []
+    if runs:
+        yield runs
+
+
+def _each(tasks: list[list[tuple[int, int]]], options: SimOptions, on_batch: Callable[[Batch], None]) -> list[Batch]:
+    done: list[Batch] = []
+    for task in tasks:
+        done.append(run_task(task, options))
+        on_batch(done[-1])
+    return done
+
+
+def _sum(batches: list[Batch]) -> Batch:
+    verdict = Verdict()
+    for batch in batches:
+        verdict.add(batch.verdict)
+    failures = sorted((f for batch in batches for f in batch.failures), key=lambda f: f.seed)
+    return Batch(
+        verdict,
+        tuple(failures),
+        sum(batch.num_runs for batch in batches),
+        sum(batch.virtual_s for batch in batches),
+        tuple(digest for batch in batches for digest in batch.digests),
+    )
+
+
+def wall_clock() -> float:
+    """Return real seconds: read outside any simulation."""
+    return time.monotonic()

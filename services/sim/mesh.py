@@ -1,0 +1,215 @@
+"""A whole mesh in one loop: every service as it is, an engine that cannot get away with wrong KV, a store."""
+
+import asyncio
+import itertools
+import mmap
+import random
+from dataclasses import dataclass, field
+
+from litestar import Litestar
+from tokenizers import Tokenizer, models
+
+from dataplane.arena import HEADER_BYTES, Arena
+from dataplane.layout import ArenaShape, KVLayout, uniform_shape
+from dataplane.server import LeaseGate
+from schemas.ids import WorkerId
+from schemas.worker import WorkerRole
+from services.config import GatewayConfig, MeshConfig, SchedulerConfig, StoreConfig, WorkerConfig
+from services.directory.service import run_directory
+from services.engine.fake import FakeEngine
+from services.gateway.prepare import ServedModel
+from services.gateway.text import TextCodec
+from services.scheduler.service import run_scheduler
+from services.sim.bus import SimBroker, SimBus
+from services.sim.engine import Pace
+from services.sim.gateway import run_sim_gateway
+from services.sim.loop import Process, SimLoop
+from services.sim.plane import SimNetwork, sim_platform
+from services.store.core import StoreCore
+from services.store.load import make_parts as make_store_parts
+from services.store.service import run_store
+from services.telemetry import ListExporter, Telemetry
+from services.worker.limits import WorkerLimits
+from services.worker.load import WorkerParts
+from services.worker.service import run_worker
+
+VOCAB = 61
+EOS = 0
+BLOCK_SIZE = 4
+CONTEXT_LENGTH = 256
+LAYOUT = KVLayout(weights="simulated", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=4, block_size=BLOCK_SIZE)
+SECRET = "a secret of the simulation"
+REQUEST_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshShape:
+    """How many of what. `num_blocks`: of each worker's arena."""
+
+    num_prefill: int = 2
+    num_decode: int = 2
+    num_aggregated: int = 0
+    num_schedulers: int = 1
+    num_directories: int = 1
+    num_gateways: int = 1
+    has_store: bool = False
+    replicate: bool = False
+    num_blocks: int = 96
+    token_budget: int = 32
+    policy: str = "cost"
+    carrier: str = "auto"
+    lease_ms: int = 3_000
+    step_s: float = 0.002
+    """How long an engine step takes, beside what its tokens take."""
+
+    @property
+    def services(self) -> list[tuple[str, str]]:
+        """(role, name) of every process."""
+        counts = {
+            "scheduler": self.num_schedulers, "directory": self.num_directories, "store": int(self.has_store),
+            "prefill": self.num_prefill, "decode": self.num_decode, "aggregated": self.num_aggregated,
+            "gateway": self.num_gateways,
+        }  # fmt: skip
+        return [(role, f"{role}-{number}") for role, count in counts.items() for number in range(count)]
+
+
+@dataclass(eq=False)
+class Service:
+    """One service of the mesh and the process that runs it now."""
+
+    role: str
+    name: str
+    process: Process
+    bus: SimBus
+    stop: asyncio.Event
+    task: "asyncio.Task[None] | None" = None
+    app: Litestar | None = None
+    """Of a gateway that is ready."""
+    gates: list[LeaseGate] = field(default_factory=list[LeaseGate])
+    """Of a KV holder: what guards its blocks."""
+    store: StoreCore | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return not self.process.is_dead and self.task is not None and not self.task.done()
+
+
+class SimMesh:
+    """Starts, kills, pauses and restarts the services of one mesh."""
+
+    def __init__(self, loop: SimLoop, rng: random.Random, shape: MeshShape, broker: SimBroker, network: SimNetwork):
+        self.loop = loop
+        self.shape = shape
+        self.broker = broker
+        self.network = network
+        self.services: dict[str, Service] = {}
+        self.config = MeshConfig(
+            secret=SECRET,
+            gateway=GatewayConfig(request_timeout_s=REQUEST_TIMEOUT_S),
+            scheduler=SchedulerConfig(
+                policy=shape.policy, pull_tokens_min=BLOCK_SIZE, unsplit_tokens_max=16, replicate=shape.replicate
+            ),
+            worker=WorkerConfig(
+                block_size=BLOCK_SIZE,
+                token_budget=shape.token_budget,
+                max_queued=64,
+                carrier=shape.carrier,  # type: ignore[arg-type]
+                lease_ms=shape.lease_ms,
+                drain_s=5.0,
+            ),
+            store=StoreConfig(memory_bytes=LAYOUT.block_bytes * 256),
+        )
+        self._rng = rng
+        self._model = _served_model(shape)
+        self._starts = itertools.count(1)
+        self.spans: list[dict[str, object]] | None = None
+        """Records of what has ended, where they are kept."""
+
+    def start_all(self) -> None:
+        for role, name in self.shape.services:
+            self.start(role, name)
+
+    def start(self, role: str, name: str) -> Service:
+        """Start a process for this service, as new as after `exec`."""
+        number = next(self._starts)
+        process = Process(name)
+        service = Service(role, name, process, self.broker.connect(name), asyncio.Event())
+        process.on_kill.append(lambda: self.broker.drop(service.bus))
+        process.on_kill.append(lambda: self.network.kill(f"{name}.{number}"))
+        self.services[name] = service
+        service.task = self.loop.start(process, self._run(service, f"{name}.{number}"), name)
+        return service
+
+    def kill(self, service: Service) -> None:
+        self.loop.kill(service.process)
+
+    def living(self, target: str) -> list[Service]:
+        """Return the running services of a role, or the one of this name."""
+        return [s for s in self.services.values() if target in (s.role, s.name) and s.is_running]
+
+    async def _run(self, service: Service, host: str) -> None:
+        exporter = ListExporter(self.spans) if self.spans is not None else None
+        telemetry = Telemetry(service.name, exporter, at_once=True)
+        match service.role:
+            case "scheduler":
+                await run_scheduler(self.config, service.bus, service.stop)
+            case "directory":
+                await run_directory(service.bus, service.stop)
+            case "gateway":
+                await run_sim_gateway(self.config, self._model, service.bus, telemetry, service.stop, service)
+            case "store":
+                store = make_store_parts(
+                    self.config, service.name, LAYOUT, SECRET.encode(), model="fake", context_length=CONTEXT_LENGTH,
+                    platform=sim_platform(self.network, host, service.gates.append),
+                )  # fmt: skip
+                service.store = store.core
+                await run_store(self.config, store, service.bus, telemetry, service.stop)
+            case role:
+                parts = self._parts(service, role, host)  # type: ignore[arg-type]
+                await run_worker(parts, self.config, service.bus, telemetry, service.stop)
+
+    def _parts(self, service: Service, role: WorkerRole, host: str) -> WorkerParts:
+        shape = uniform_shape(LAYOUT, self.shape.num_blocks)
+        arena = memory_arena(shape, host)
+        limits = WorkerLimits(
+            worker_id=WorkerId(service.name),
+            fingerprint=LAYOUT.fingerprint,
+            num_blocks=self.shape.num_blocks,
+            block_size=BLOCK_SIZE,
+            context_length=CONTEXT_LENGTH,
+            vocab_size=VOCAB,
+            eos_token_ids=frozenset({EOS}),
+            max_queued=self.config.worker.max_queued,
+            lease_ms=self.shape.lease_ms,
+        )
+        return WorkerParts(
+            worker_id=limits.worker_id,
+            incarnation=host,
+            role=role,
+            model="fake",
+            arena=arena,
+            shape=shape,
+            engine=FakeEngine(shape, arena.buffer, vocab_size=VOCAB),
+            limits=limits,
+            secret=SECRET.encode(),
+            platform=sim_platform(self.network, host, service.gates.append, Pace(base_s=self.shape.step_s)),
+        )
+
+
+def memory_arena(shape: ArenaShape, host: str) -> Arena:
+    """Return an arena in memory of its own, with no name on this machine."""
+    return Arena(host, f"nonce-{host}", mmap.mmap(-1, HEADER_BYTES + shape.num_bytes), owned=False)
+
+
+def _served_model(shape: MeshShape) -> ServedModel:
+    vocabulary = {f"t{number}": number for number in range(VOCAB)}
+    return ServedModel(
+        name="fake",
+        names=frozenset({"fake"}),
+        codec=TextCodec(Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="t1"))),
+        vocab_size=VOCAB,
+        context_length=CONTEXT_LENGTH,
+        eos_token_ids=frozenset({EOS}),
+        layout=LAYOUT,
+        num_worker_tokens=min(CONTEXT_LENGTH, shape.num_blocks * BLOCK_SIZE),
+    )

@@ -1,0 +1,45 @@
+"""What must be so once every request has ended: nothing runs, nothing is leased, every block is accounted for."""
+
+from typing import NamedTuple
+
+from services.sim.mesh import SimMesh
+from services.store.core import StoreCore
+from services.worker.holder import KVHolder
+
+
+class Held(NamedTuple):
+    """What somebody still holds and nobody needs any more."""
+
+    what: str
+    num_blocks: int
+
+
+def held_at_rest(mesh: SimMesh) -> list[Held]:
+    """Return what is still held. Asserts that every cache's own books are right."""
+    held: list[Held] = []
+    for service in mesh.services.values():
+        if not service.is_running or service.process.is_paused:
+            continue
+        for gate in service.gates:
+            if isinstance(gate, KVHolder):
+                held += _of_worker(service.name, gate)
+        if service.store is not None:
+            held += _of_store(service.name, service.store)
+    return held
+
+
+def _of_worker(name: str, holder: KVHolder) -> list[Held]:
+    cache = holder.cache
+    cache.check_integrity()
+    held: list[Held] = []
+    num_held = cache.num_blocks - cache.num_free - cache.num_cached
+    if len(holder.leases):
+        held.append(Held(f"{name}: {len(holder.leases)} leases are open", num_held))
+    elif num_held:
+        held.append(Held(f"{name}: {num_held} blocks are neither free nor cached", num_held))
+    return held
+
+
+def _of_store(name: str, core: StoreCore) -> list[Held]:
+    num_leases = len(core.leases)
+    return [Held(f"{name}: {num_leases} leases are open", num_leases)] if num_leases else []

@@ -1,0 +1,102 @@
+"""What goes wrong, and when: read from a file, or made from a seed. The simulator and the tests with real processes
+carry out the same scenarios.
+
+A scenario file is TOML:
+
+    [[faults]]
+    do = "kill"          # see FaultKind
+    target = "decode"    # a role, a process's name, or "bus", "plane", "client"
+    on = "offered"       # at the `nth` message whose subject ends so; or `at_s` seconds after the first request
+    nth = 2
+    for_s = 1.0          # how long it lasts; a killed process starts again after so long
+"""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+import msgspec
+
+from services.errors import UserError
+
+FaultKind = Literal[
+    "kill", "pause", "drain", "broker", "partition", "loss", "duplication", "reordering", "delay",
+    "truncation", "corruption", "stall", "slowness", "refusal", "disconnect", "slow_client",
+]  # fmt: skip
+FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+
+PROCESS_FAULTS: frozenset[FaultKind] = frozenset({"kill", "pause", "drain", "partition"})
+"""Those that befall one process."""
+PHASES = ("place", "run", "reserve", "reserved", "offered", "streaming", "landed", "released", "lease", "stored")
+"""Last words of the subjects at which a fault may strike."""
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """`share`: of the messages, streams or clients that it befalls while it lasts."""
+
+    do: FaultKind
+    target: str = ""
+    at_s: float = 0.0
+    on: str = ""
+    nth: int = 1
+    for_s: float = 1.0
+    share: float = 1.0
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`may_fail`: some requests may end with an error; else every one must be answered."""
+
+    faults: tuple[Fault, ...] = ()
+    name: str = ""
+    may_fail: bool = False
+    text: str = ""
+    """What it is about, for people."""
+
+
+def load_scenario(path: Path) -> Scenario:
+    """Read a scenario file. Raises UserError."""
+    try:
+        scenario = msgspec.toml.decode(path.read_text(), type=Scenario)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise UserError(f"{path} is no scenario: {error}") from error
+    return msgspec.structs.replace(scenario, name=scenario.name or path.stem)
+
+
+def fault_kinds(text: str) -> tuple[FaultKind, ...]:
+    """Return the kinds that a command line names: `all`, `none`, or names with commas. Raises UserError."""
+    if text == "all":
+        return FAULT_KINDS
+    names = [] if text in ("none", "") else [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in FAULT_KINDS]:
+        raise UserError(f"no fault is called {unknown[0]!r}; there are: all, none, {', '.join(FAULT_KINDS)}")
+    return tuple(kind for kind in FAULT_KINDS if kind in names)
+
+
+def random_scenario(rng: random.Random, kinds: Sequence[FaultKind], targets: Sequence[str], span_s: float) -> Scenario:
+    """Return a few faults of these kinds within the first `span_s` seconds."""
+    if not kinds:
+        return Scenario()
+    chosen = rng.sample(list(kinds), min(len(kinds), rng.choice((1, 1, 2, 2, 3))))
+    faults: list[Fault] = []
+    for kind in chosen:
+        for _ in range(rng.choice((1, 1, 2, 3)) if kind in PROCESS_FAULTS else 1):
+            faults.append(_random_fault(rng, kind, targets, span_s))
+    return Scenario(faults=tuple(faults), may_fail=True)
+
+
+def _random_fault(rng: random.Random, kind: FaultKind, targets: Sequence[str], span_s: float) -> Fault:
+    phase = rng.choice(PHASES) if rng.random() < 0.5 else ""
+    long_s = {"pause": 5.0, "broker": 5.0, "partition": 4.0, "kill": 2.5, "drain": 2.0}.get(kind, span_s)
+    share = {"loss": 0.3, "duplication": 0.5, "reordering": 0.5, "delay": 1.0}.get(kind, 0.8)
+    return Fault(
+        do=kind,
+        target=rng.choice(list(targets)) if kind in PROCESS_FAULTS else "",
+        at_s=round(rng.uniform(0.0, span_s), 4),
+        on=phase,
+        nth=rng.randint(1, 8) if phase else 1,
+        for_s=round(rng.uniform(0.05, long_s), 4),
+        share=round(rng.uniform(0.02, share), 4),
+    )

@@ -1,0 +1,259 @@
+"""Threads that take turns on an event loop: code that blocks, as the plane's and the engine's does, runs as it is.
+
+Each is a greenlet. While one waits, the loop runs; nothing else interrupts it. On a loop with virtual time waiting
+takes no time at all. Of what a thread does the loop sees callbacks in the context in which the thread was made.
+"""
+
+import asyncio
+import contextvars
+import logging
+import time
+from collections.abc import Callable
+from typing import Self
+from weakref import WeakKeyDictionary
+
+from greenlet import GreenletExit, getcurrent, greenlet
+
+log = logging.getLogger(__name__)
+
+_FOREVER = float("inf")
+
+_living: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[CoThread, None]]" = WeakKeyDictionary()
+"""Kept until they end: a waiting thread that is collected would be unwound at a time of the collector's choice."""
+
+
+class NotAThreadError(RuntimeError):
+    """Only a cooperative thread can wait."""
+
+
+class CoThread:
+    """One thread, on the loop that runs when it is started. As a `threading.Thread`, and `wake`."""
+
+    def __init__(self, run: Callable[[], None], name: str, context: contextvars.Context | None = None) -> None:
+        self.name = name
+        self._context = contextvars.copy_context() if context is None else context.copy()
+        self._greenlet = _Greenlet(self, self._main)
+        self._greenlet.gr_context = self._context
+        self._run = run
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._hub: greenlet | None = None
+        self._is_waiting = False
+        self._is_woken = False
+        self._until = _FOREVER
+        self._timer: asyncio.TimerHandle | None = None
+        self._ended = False
+        self._ended_condition = CoCondition()
+        self._abandoned = False
+
+    def __repr__(self) -> str:
+        return f"<cooperative thread {self.name}>"
+
+    def is_alive(self) -> bool:
+        """It was started and has not ended."""
+        return self._loop is not None and not self._ended
+
+    def start(self) -> None:
+        """Run as soon as the loop comes to it."""
+        assert self._loop is None, "a thread is started once"
+        loop = self._loop = asyncio.get_running_loop()
+        _living.setdefault(loop, {})[self] = None
+        self._is_waiting = True
+        self.wake()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end where that is possible; on the loop itself return at once."""
+        deadline = _FOREVER if timeout is None else time.monotonic() + timeout
+        while self.is_alive() and is_thread() and (remaining := deadline - time.monotonic()) > 0:
+            self._ended_condition.wait(None if timeout is None else remaining)
+
+    def wake(self) -> None:
+        """End its `pause`. Nothing if it does not wait."""
+        if self._is_waiting and not self._is_woken:
+            assert self._loop is not None
+            if self._loop.is_closed():
+                return
+            self._is_woken = True
+            self._loop.call_soon(self._resume, context=self._context)
+
+    def wake_at(self, when_s: float) -> None:
+        """End its `pause` at this time of the loop, if it still waits then."""
+        assert self._loop is not None
+        if self._is_waiting and when_s < self._until and not self._loop.is_closed():
+            self._until = when_s
+            self._arm()
+
+    def pause(self, timeout_s: float | None) -> bool:
+        """See `pause`. Only for the thread itself."""
+        if self._abandoned:
+            raise GreenletExit
+        assert self._loop is not None and self._hub is not None
+        self._until = _FOREVER if timeout_s is None else self._loop.time() + max(0.0, timeout_s)
+        self._is_waiting = True
+        self._arm()
+        self._hub.switch()
+        woken, self._is_woken = self._is_woken, False
+        return woken
+
+    def abandon(self) -> None:
+        """Unwind it where it stands. Only when its loop runs no more."""
+        self._abandoned = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._hub is None:
+            self._forget()  # it never ran
+            return
+        self._greenlet.parent = getcurrent()
+        self._greenlet.throw(GreenletExit)
+
+    def _arm(self) -> None:
+        """Have the timer ring at `_until` or before it: one that rings too early is set again then."""
+        timer = self._timer
+        if self._until == _FOREVER or (timer is not None and timer.when() <= self._until):
+            return
+        if timer is not None:
+            timer.cancel()
+        assert self._loop is not None
+        self._timer = self._loop.call_at(self._until, self._ring, context=self._context)
+
+    def _ring(self) -> None:
+        timer, self._timer = self._timer, None
+        if not self._is_waiting or self._is_woken or timer is None:
+            return
+        if timer.when() >= self._until:
+            self._switch()
+        else:
+            self._arm()
+
+    def _resume(self) -> None:
+        if self._is_waiting:
+            self._switch()
+
+    def _switch(self) -> None:
+        self._is_waiting = False
+        hub = getcurrent()
+        if hub is not self._hub:
+            self._hub = self._greenlet.parent = hub
+        self._greenlet.switch()
+
+    def _main(self) -> None:
+        self._is_woken = False
+        try:
+            self._run()
+        except GreenletExit:
+            pass
+        except BaseException:
+            log.exception("the thread %s failed", self.name)
+        finally:
+            self._forget()
+
+    def _forget(self) -> None:
+        self._ended = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._loop is not None:
+            _living.get(self._loop, {}).pop(self, None)
+        self._ended_condition.notify_all()
+
+
+class _Greenlet(greenlet):
+    """Knows its thread."""
+
+    def __init__(self, thread: CoThread, run: Callable[[], None]) -> None:
+        super().__init__(run)
+        self.thread = thread
+
+
+def spawn(run: Callable[[], None], name: str, context: contextvars.Context | None = None) -> CoThread:
+    """Start a thread on the running loop, in this context or the present one."""
+    thread = CoThread(run, name, context)
+    thread.start()
+    return thread
+
+
+def current() -> CoThread:
+    """Return the thread that runs. Raises NotAThreadError."""
+    now = getcurrent()
+    if not isinstance(now, _Greenlet):
+        raise NotAThreadError("this code does not run in a cooperative thread")
+    return now.thread
+
+
+def is_thread() -> bool:
+    """Say whether a cooperative thread runs."""
+    return isinstance(getcurrent(), _Greenlet)
+
+
+def pause(timeout_s: float | None) -> bool:
+    """Let everything else run until this thread is woken (True) or the time is over (False)."""
+    return current().pause(timeout_s)
+
+
+def num_living(loop: asyncio.AbstractEventLoop) -> int:
+    """Return how many threads of this loop have not ended."""
+    return len(_living.get(loop, {}))
+
+
+def abandon_all(loop: asyncio.AbstractEventLoop) -> None:
+    """End all threads of a loop that runs no more: those of killed processes would never end."""
+    for thread in list(_living.get(loop, {})):
+        thread.abandon()
+    _living.pop(loop, None)
+
+
+def abandon_closed() -> None:
+    """End the threads of all loops that were closed."""
+    for loop in [loop for loop in _living if loop.is_closed()]:
+        abandon_all(loop)
+
+
+class CoCondition:
+    """As a `threading.Condition` among threads of one loop. Its lock is none: nobody may pause inside but in `wait`."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[CoThread, None] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Return whether it was notified in time. May also return early."""
+        thread = current()
+        self._waiting[thread] = None
+        try:
+            return thread.pause(timeout)
+        finally:
+            self._waiting.pop(thread, None)
+
+    def notify(self) -> None:
+        self.notify_all()
+
+    def notify_all(self) -> None:
+        for thread in self._waiting:
+            thread.wake()
+
+
+class CoEvent:
+    """As a `threading.Event` among threads of one loop."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._changed = CoCondition()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        self._changed.notify_all()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Return whether it is set."""
+        if timeout is None:
+            while not self._is_set:
+                self._changed.wait()
+        elif not self._is_set:
+            self._changed.wait(timeout)
+        return self._is_set

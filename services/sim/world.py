@@ -1,0 +1,217 @@
+"""One simulation from one seed: a mesh, its clients, what goes wrong, and the verdict."""
+
+import asyncio
+import contextlib
+import gc
+import hashlib
+import logging
+import random
+import sys
+import warnings
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+
+from services.sim.bus import SimBroker
+from services.sim.checks import ModelTruth, Verdict, check_exchange
+from services.sim.client import Exchange, post
+from services.sim.clock import VirtualTime, installed
+from services.sim.faults import FaultActor
+from services.sim.loop import SimLoop, SimulationStuckError
+from services.sim.mesh import EOS, LAYOUT, REQUEST_TIMEOUT_S, VOCAB, MeshShape, SimMesh
+from services.sim.plane import SimNetwork
+from services.sim.rest import Held, held_at_rest
+from services.sim.scenario import FaultKind, Scenario, random_scenario
+from services.sim.traces import trace_problems
+from services.sim.workload import Ask, make_asks
+
+READY_WITHIN_S = 10.0
+REST_WITHIN_S = 12.0
+"""After the last end: leases of lost readers run out, the last of the dead are noticed."""
+END_GRACE_S = 1.0
+"""How long after its deadline an answer may take to be over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimOptions:
+    """What to simulate. `shape` None: made from the seed, with `num_workers` workers. `kinds`: the faults that a random
+    scenario may have; `scenario` takes its place."""
+
+    num_requests: int = 24
+    num_workers: int = 0
+    kinds: tuple[FaultKind, ...] = ()
+    scenario: Scenario | None = None
+    shape: MeshShape | None = None
+    span_s: float = 1.5
+    """Within how many seconds the requests are sent."""
+    check_spans: bool = False
+    """Keep all spans, and check that they make whole trees."""
+
+
+@dataclass
+class SimReport:
+    """`digest`: equal for equal runs."""
+
+    seed: int
+    verdict: Verdict
+    digest: str
+    virtual_s: float
+    num_messages: int
+    num_callbacks: int
+    log: list[str] = field(default_factory=list[str])
+
+
+class World:
+    """Everything of one simulation."""
+
+    def __init__(self, seed: int, options: SimOptions) -> None:
+        self.seed = seed
+        self.options = options
+        self.rng = random.Random(f"kvmesh {seed}")
+        self.clock = VirtualTime()
+        self.loop = SimLoop(self.clock, self._chance())
+        self.verdict = Verdict()
+        self.log: list[str] = []
+        """What went wrong on purpose, in order, for people."""
+        self._digest = hashlib.blake2b(digest_size=16)
+        self.exchanges: list[tuple[Ask, Exchange]] = []
+
+    def run(self) -> SimReport:
+        """Run it to its end."""
+        logging.getLogger("services").setLevel(logging.CRITICAL)
+        logging.getLogger("dataplane").setLevel(logging.CRITICAL)
+        self.loop.set_exception_handler(self._on_exception)
+        with installed(self.clock, self._chance()):
+            try:
+                self.loop.run_to_end(self._live())
+            except (SimulationStuckError, AssertionError) as error:
+                self.verdict.problems.append(f"{type(error).__name__}: {error}")
+            for number, (ask, exchange) in enumerate(self.exchanges):
+                check_exchange(number, ask, exchange, ModelTruth(LAYOUT, VOCAB, EOS), self.verdict)
+        self._digest.update(repr((self.verdict.num_finished, sorted(self.verdict.failed.items()))).encode())
+        return SimReport(
+            self.seed, self.verdict, self._digest.hexdigest(), self.clock.now_s, self.broker.num_messages,
+            self.loop.num_callbacks, self.log,
+        )  # fmt: skip
+
+    async def _live(self) -> None:
+        options = self.options
+        self.broker = SimBroker(self._chance())
+        self.network = SimNetwork(self._chance())
+        shape = options.shape or random_shape(self._chance(), options.num_workers)
+        self.mesh = SimMesh(self.loop, self._chance(), shape, self.broker, self.network)
+        self.broker.taps.append(self._note)
+        if options.check_spans:
+            self.mesh.spans = []
+        self.mesh.start_all()
+        await self._until(self._is_ready, READY_WITHIN_S, "the mesh was never ready")
+        scenario = options.scenario
+        if scenario is None:
+            names = [name for _, name in shape.services]
+            scenario = random_scenario(self._chance(), options.kinds, names, options.span_s * 1.3)
+        asks = make_asks(self._chance(), options.num_requests, options.span_s, VOCAB)
+        actor = FaultActor(self.mesh, self._chance(), self.verdict.faults, self.log)
+        actor.begin(scenario, [exchange for _, exchange in self.exchanges])
+        clients = [asyncio.ensure_future(self._ask(ask, actor)) for ask in asks]
+        await asyncio.wait(clients, timeout=REQUEST_TIMEOUT_S + options.span_s + END_GRACE_S)
+        await actor.heal()
+        await self._rest()
+
+    async def _ask(self, ask: Ask, actor: FaultActor) -> None:
+        await asyncio.sleep(ask.at_s)
+        gateways = [s for s in self.mesh.living("gateway") if s.app is not None]
+        if not gateways:
+            exchange = Exchange()
+            exchange.reset()  # nobody listens on the port
+            self.exchanges.append((ask, exchange))
+            return
+        gateway = gateways[ask.seed % len(gateways)]
+        assert gateway.app is not None
+        exchange = post(
+            self.loop, gateway.process, gateway.app, "/v1/completions", ask.body, delay_s=actor.read_delay_s()
+        )
+        self.exchanges.append((ask, exchange))
+        actor.watch_client(exchange)
+        await exchange.ended.wait()
+
+    async def _rest(self) -> None:
+        """Wait until nothing is left of the requests; say what is."""
+        held: list[Held] = []
+
+        def rests() -> bool:
+            held[:] = held_at_rest(self.mesh)
+            return not held
+
+        await self._until(rests, REST_WITHIN_S, "")
+        if self.mesh.spans is not None:
+            with_kills = any(name in self.verdict.faults for name in ("kill", "drain"))
+            self.verdict.problems += trace_problems(self.mesh.spans, with_kills=with_kills)
+        self.verdict.problems += [what for what, _ in held]
+        self.verdict.num_leaked_blocks += sum(num_blocks for _, num_blocks in held)
+
+    def _is_ready(self) -> bool:
+        services = self.mesh.services.values()
+        return all(s.app is not None for s in services if s.role == "gateway") and self.clock.now_s > 1.0
+
+    async def _until(self, holds: Callable[[], bool], within_s: float, complaint: str) -> None:
+        end_s = self.clock.now_s + within_s
+        while not holds():
+            if self.clock.now_s >= end_s:
+                if complaint:
+                    self.verdict.problems.append(complaint)
+                return
+            await asyncio.sleep(0.1)
+
+    def _chance(self) -> random.Random:
+        """Return a source of chance of its own, so that more use of one changes no other."""
+        return random.Random(self.rng.getrandbits(64))
+
+    def _note(self, subject: str, source: str) -> None:
+        self._digest.update(f"{self.clock.now_s:.6f} {source} {subject}\n".encode())
+
+    def _on_exception(self, _loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+        if "was destroyed" in str(context.get("message")):
+            return  # of a process that was killed
+        self.verdict.problems.append(f"unhandled: {context.get('message')}: {context.get('exception')!r}")
+
+
+def random_shape(rng: random.Random, num_workers: int = 0) -> MeshShape:
+    """Return a small mesh: two prefill and two decode workers most often."""
+    num_prefill, num_decode = rng.choice(((2, 2), (2, 2), (1, 2), (3, 2), (2, 3)))
+    if num_workers:
+        num_prefill = max(1, num_workers // 2)
+        num_decode = max(1, num_workers - num_prefill)
+    return MeshShape(
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        num_schedulers=rng.choice((1, 1, 2)),
+        num_directories=rng.choice((1, 1, 2)),
+        num_gateways=rng.choice((1, 2)),
+        has_store=rng.random() < 0.3,
+        replicate=rng.random() < 0.3,
+        num_blocks=rng.choice((40, 64, 128, 256)),
+        token_budget=rng.choice((16, 32, 64)),
+        policy=rng.choice(("cost", "cost", "least_loaded")),
+        carrier=rng.choice(("shm", "tcp", "auto")),
+        lease_ms=rng.choice((400, 3_000)),
+        step_s=rng.choice((0.001, 0.005, 0.02)),
+    )
+
+
+def simulate(seed: int, options: SimOptions) -> SimReport:
+    """Run the simulation of one seed, and clear it away."""
+    report = World(seed, options).run()
+    with _unheard():
+        gc.collect()
+    return report
+
+
+@contextlib.contextmanager
+def _unheard() -> Generator[None]:
+    """What was killed complains as it is collected: its coroutines have a `finally` that was never to run."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            yield
+    finally:
+        sys.unraisablehook = hook

@@ -1,0 +1,193 @@
+"""What a worker remembers of its answers; whom it asks who wants them; how it notices that it stood still; what waits
+to be sent; whose blocks are whose."""
+
+import asyncio
+
+import pytest
+
+from dataplane.layout import BlockTable, Segment
+from schemas import subjects
+from schemas.block import pack_tokens, unpack_tokens
+from schemas.ids import GatewayId, RequestId, WorkerId
+from schemas.request import AttemptId, CancelRequest, RequestFailure, RequestTokens, TransferReport
+from schemas.worker import WorkerDraining
+from services.bus.memory import MemoryBus
+from services.bus.typed import TypedBus
+from services.worker.actions import AttemptKey
+from services.worker.answers import Answers
+from services.worker.fence import Pulse
+from services.worker.holder import num_distinct_blocks
+from services.worker.outbox import Outbox
+from services.worker.wanted import Question, WantedCore
+
+KEY: AttemptKey = (RequestId("r"), 1)
+GATEWAY = GatewayId("g")
+
+
+def said(index: int, *token_ids: int, **more: object) -> RequestTokens:
+    return RequestTokens(request_id="r", attempt=1, index=index, tokens=pack_tokens(token_ids), **more)  # type: ignore[arg-type]
+
+
+def test_words_are_given_again_from_any_token_on() -> None:
+    answers = Answers()
+    report = TransferReport(cached_tokens=3)
+    answers.emitted(KEY, said(4, 40, report=report), 0)
+    answers.emitted(KEY, said(5, 50), 1)
+    answers.emitted(KEY, said(6, 60, finish_reason="stop"), 2)
+    for index, start, tokens in [(0, 4, [40, 50, 60]), (5, 5, [50, 60]), (7, 7, []), (9, 7, [])]:
+        again = answers.since(KEY, index)
+        assert again is not None and again.index == start and unpack_tokens(again.tokens) == tokens
+        assert again.finish_reason == "stop" and again.report == report
+    assert answers.since((RequestId("r"), 2), 0) is None
+
+
+def test_nothing_new_is_none() -> None:
+    answers = Answers()
+    answers.emitted(KEY, said(0, 1), 0)
+    assert answers.since(KEY, 1) is None and KEY in answers
+
+
+def test_a_failure_after_tokens_is_told_with_them() -> None:
+    answers = Answers()
+    answers.emitted(KEY, said(0, 1, 2), 0)
+    answers.emitted(KEY, said(0, failure=RequestFailure(code="draining", detail="", retryable=True)), 1)
+    again = answers.since(KEY, 1)
+    assert again is not None and unpack_tokens(again.tokens) == [2] and again.failure is not None
+
+
+def test_words_are_kept_while_the_attempt_goes_on_and_a_while_after() -> None:
+    answers = Answers(retain_ms=100)
+    answers.emitted(KEY, said(0, 1), 0)
+    answers.forget_old(10_000)
+    assert KEY in answers and answers.going_on() == [KEY]
+    answers.ended(KEY, 10_000)
+    answers.forget_old(10_099)
+    assert KEY in answers
+    answers.forget_old(10_100)
+    assert KEY not in answers and len(answers) == 0
+
+
+def test_only_so_many_ended_answers_are_kept() -> None:
+    answers = Answers(max_ended=2)
+    for number in range(4):
+        key = (RequestId(f"r{number}"), 1)
+        answers.emitted(key, said(0, 1), number)
+        answers.ended(key, number)
+    assert [number for number in range(4) if (RequestId(f"r{number}"), 1) in answers] == [2, 3]
+
+
+def attempts(*numbers: int, gateway: GatewayId = GATEWAY) -> dict[AttemptKey, GatewayId]:
+    return {(RequestId(f"r{number}"), 1): gateway for number in numbers}
+
+
+def asked(core: WantedCore, now_ms: int, *numbers: int, num_connects: int = 1) -> list[Question]:
+    return core.due(attempts(*numbers), num_connects, now_ms)
+
+
+def test_a_gateway_is_asked_about_what_is_not_new() -> None:
+    core = WantedCore()
+    assert asked(core, 0, 1) == []
+    (question,) = asked(core, 1_000, 1, 2)
+    assert question == Question(GATEWAY, ((RequestId("r1"), 1),))
+    stranger = AttemptId(request_id=RequestId("r9"), attempt=1)
+    assert core.answered(question, (stranger,)) == []
+    assert core.answered(question, (question.attempts[0], stranger)) == list(question.keys)
+
+
+def test_many_attempts_are_asked_about_in_parts() -> None:
+    core = WantedCore()
+    asked(core, 0, *range(600))
+    assert [len(question.keys) for question in asked(core, 1_000, *range(600))] == [256, 256, 88]
+
+
+def test_a_gateway_that_is_not_there_twice_is_dead() -> None:
+    core = WantedCore()
+    asked(core, 0, 1)
+    (question,) = asked(core, 1_000, 1)
+    assert core.unserved(question, 1_000) == [] and core.suspects
+    assert core.unserved(question, 1_499) == []
+    assert core.unserved(question, 1_500) == list(question.keys)
+
+
+@pytest.mark.parametrize("says", ["answered", "unanswered"])
+def test_any_other_word_begins_anew(says: str) -> None:
+    core = WantedCore()
+    asked(core, 0, 1)
+    (question,) = asked(core, 1_000, 1)
+    core.unserved(question, 1_000)
+    if says == "answered":
+        core.answered(question, ())
+    else:
+        core.unanswered(question)
+    assert not core.suspects and core.unserved(question, 1_600) == []
+
+
+def test_after_a_reconnect_nobody_is_dead_for_a_while() -> None:
+    core = WantedCore()
+    asked(core, 0, 1)
+    (question,) = asked(core, 1_000, 1)
+    core.unserved(question, 1_000)
+    asked(core, 2_000, 1, num_connects=2)
+    assert core.unserved(question, 2_000) == core.unserved(question, 3_999) == []
+    assert core.unserved(question, 4_000) == []
+    assert core.unserved(question, 4_500) == list(question.keys)
+
+
+def test_standing_still_is_noticed_once() -> None:
+    pulse = Pulse(
+        0.1,
+        2.5,
+    )
+    assert not pulse.stood_still(100.0)  # it has not begun
+    pulse.beat(100.0)
+    assert not pulse.stood_still(102.4) and pulse.lag_ms(102.4) == 2_300
+    assert pulse.stood_still(102.5) and not pulse.stood_still(102.6)
+    pulse.beat(102.6)
+    assert pulse.lag_ms(102.7) == 0
+
+
+def test_a_block_counts_once_however_many_share_it() -> None:
+    def tables(*groups: list[tuple[int, int]]) -> tuple[BlockTable, ...]:
+        return tuple(BlockTable(tuple(Segment(*segment) for segment in group), 0) for group in groups)
+
+    shared = tables([(0, 4), (10, 2)], [(0, 3)])
+    assert num_distinct_blocks([]) == 0
+    assert num_distinct_blocks([shared, shared]) == 9
+    assert num_distinct_blocks([shared, tables([(2, 5), (11, 1)], [(0, 1), (1, 1), (0, 1)])]) == 12
+
+
+def cancel(number: int) -> CancelRequest:
+    return CancelRequest(request_id=RequestId(f"r{number}"), attempt=1, deadline_ms=1, reason="")
+
+
+async def test_what_repairs_itself_makes_room_for_what_does_not() -> None:
+    bus = MemoryBus()
+    door, me = TypedBus(bus, "w"), WorkerId("w")
+    outbox = Outbox(door, me, max_unsent=3)
+    subscription = await bus.subscribe("mesh.v1.>")
+    outbox.put(subjects.CANCEL, ("r0",), cancel(0))
+    for index in range(3):
+        outbox.put_tokens([(GATEWAY, said(index, 7))])
+    outbox.put(subjects.CANCEL, ("r1",), cancel(1))
+    assert (len(outbox), outbox.num_unsent) == (3, 2)
+    draining = WorkerDraining(worker_id=me, incarnation="i")
+    outbox.put(subjects.DRAINING, (me,), draining)
+    outbox.put(subjects.DRAINING, (me,), draining)  # nothing is left that repairs itself: the oldest goes
+    outbox.close()
+    await outbox.run()
+    await bus.close()
+    got = [delivery.subject.split(".", 3)[-1] async for delivery in subscription]
+    assert got == ["r1.cancel", "w.draining", "w.draining"] and outbox.num_unsent == 4
+
+
+async def test_what_cannot_be_sent_keeps_nothing_else_waiting() -> None:
+    bus = MemoryBus()
+    outbox = Outbox(TypedBus(bus, "w"), WorkerId("w"))
+    subscription = await bus.subscribe("mesh.v1.>")
+    outbox.put(subjects.CANCEL, ("r0",), WorkerDraining(worker_id=WorkerId("w"), incarnation="i"))  # no such pair
+    outbox.put(subjects.CANCEL, ("r1",), cancel(1))
+    outbox.close()
+    async with asyncio.timeout(10):
+        await outbox.run()
+    await bus.close()
+    assert [delivery.subject async for delivery in subscription] == ["mesh.v1.request.r1.cancel"]

@@ -1,0 +1,158 @@
+"""Overload is refused with a word on when to come again; nobody's flood takes all; replicas are named."""
+
+import pytest
+
+from schemas.ids import RequestId, WorkerId
+from schemas.request import Placement, PlaceRequest, Refused
+from schemas.worker import BlockCounts, PrefillRate, WorkerDraining, WorkerInfo, WorkerLoad, WorkerRates, WorkerRole
+from services.scheduler.admission import MAX_RETRY_MS, MAX_TENANTS, Admission, AdmissionLimits, Wait
+from services.scheduler.core import SchedulerCore, SchedulerLimits
+from services.scheduler.policy import POLICIES
+
+LIMITS = SchedulerLimits(admission=AdmissionLimits(max_queue_ms=10_000, max_queued_requests=8))
+ROLES: dict[str, WorkerRole] = {"p": "prefill", "d": "decode", "a": "aggregated", "s": "store"}
+
+
+def load(
+    name: str, *, waiting: int = 0, queued: int = 0, running: int = 0, free: int = 100, cached: int = 0,
+    tokens_per_s: float = 0, step_ms: float = 0, fingerprint: str = "f",
+) -> WorkerLoad:  # fmt: skip
+    """A worker whose role is its initial. `waiting`: prompt tokens in line."""
+    return WorkerLoad(
+        worker=WorkerInfo(
+            worker_id=WorkerId(name), incarnation="1", role=ROLES[name[0]], model="m", fingerprint=fingerprint,
+            num_blocks=1_000, block_size=16, context_length=16_000,
+        ),
+        state="ready",
+        blocks=BlockCounts(total=1_000, free=free, running=1_000 - free - cached, leased=0, cached=cached),
+        num_running=running,
+        num_queued=queued,
+        num_uncomputed_tokens=waiting,
+        rates=WorkerRates(
+            prefill=(PrefillRate(context_tokens=0, tokens_per_s=tokens_per_s),) if tokens_per_s else (),
+            decode_step_ms=step_ms,
+        ),
+    )  # fmt: skip
+
+
+def mesh(*workers: WorkerLoad, policy: str = "cost", limits: SchedulerLimits = LIMITS) -> SchedulerCore:
+    core = SchedulerCore(policy, silent_after_ms=3_000, fleet_limits=limits)
+    for worker in workers:
+        core.handle(worker, 0)
+    return core
+
+
+def ask(*, attempt: int = 1, tokens: int = 100, max_tokens: int = 100, tenant: str = "") -> PlaceRequest:
+    return PlaceRequest(
+        request_id=RequestId("r"), attempt=attempt, deadline_ms=10**9, num_prompt_tokens=tokens, max_tokens=max_tokens,
+        tenant=tenant,
+    )  # fmt: skip
+
+
+def overload(core: SchedulerCore, request: PlaceRequest, now_ms: int = 0) -> int | None:
+    """When to come again; None: it was placed."""
+    decision = core.place(request, now_ms)
+    if isinstance(decision, Placement):
+        return None
+    assert isinstance(decision, Refused) and decision.reason == "overloaded", decision
+    return decision.retry_after_ms
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_where_rates_are_known_the_bound_is_the_predicted_wait_of_the_best(policy: str) -> None:
+    busy = [load("p0", waiting=12_500, tokens_per_s=1_000), load("d0", tokens_per_s=0)]
+    core = mesh(*busy, policy=policy)
+    assert overload(core, ask()) == 2_500, "12.5 s in line, 10 s allowed"
+    assert overload(core, ask(attempt=2)) is None, "what was begun goes on"
+    assert overload(mesh(*busy, load("p1", waiting=9_000), policy=policy), ask()) is None
+    assert overload(mesh(load("p0", waiting=10**6, tokens_per_s=1_000), busy[1], policy=policy), ask()) == MAX_RETRY_MS
+    assert overload(mesh(load("p0", waiting=10_001, tokens_per_s=1_000), busy[1], policy=policy), ask()) == 1_000
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_many_short_prompts_are_no_overload_once_rates_are_known(policy: str) -> None:
+    workers = [load("p0", queued=500, waiting=500, tokens_per_s=1_000), load("d0")]
+    assert overload(mesh(*workers, policy=policy), ask()) is None
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_without_rates_the_bound_is_a_number_of_requests_on_every_worker(policy: str) -> None:
+    full, free = load("p0", queued=9, waiting=90_000), load("p1", queued=7)
+    retry_ms = overload(mesh(full, load("d0"), policy=policy), ask())
+    assert retry_ms is not None and 1_000 <= retry_ms <= MAX_RETRY_MS
+    assert overload(mesh(full, free, load("d0"), policy=policy), ask()) is None
+    assert overload(mesh(free, load("d0", queued=9), policy=policy), ask()) is not None
+    assert overload(mesh(load("a0", queued=9), load("a1", queued=9), policy=policy), ask()) is not None
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_was_placed_and_not_reported_yet_fills_the_queue_too(policy: str) -> None:
+    core = mesh(load("p0", tokens_per_s=1_000), load("d0"), policy=policy)
+    taken = [overload(core, ask(tokens=1_000)) is None for _ in range(15)]
+    assert taken == [True] * 11 + [False] * 4
+    core.handle(load("p0", waiting=5_000, tokens_per_s=1_000), 100)
+    assert overload(core, ask(tokens=1_000), 100) is None
+
+
+def test_a_decode_worker_without_room_is_a_queue_as_well() -> None:
+    """Ten wait where two run, an answer takes 100 steps of 50 ms: 25 s."""
+    prefill = load("p0", tokens_per_s=1_000)
+    crowded = load("d0", queued=10, running=2, free=3, step_ms=50)
+    assert overload(mesh(prefill, crowded), ask()) == 15_000
+    assert overload(mesh(prefill, load("d0", queued=10, running=2, free=3, cached=50, step_ms=50)), ask()) is None
+    assert overload(mesh(prefill, crowded, load("d1")), ask()) is None
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_tenants_flood_leaves_half_of_the_queue_to_the_others(policy: str) -> None:
+    core = mesh(load("p0", tokens_per_s=1_000), load("d0"), policy=policy)
+    taken = {"flood": 0, "calm": 0}
+    for number in range(100):
+        tenant = "calm" if number % 20 == 0 else "flood"
+        retry_ms = overload(core, ask(tokens=500, tenant=tenant), number)
+        taken[tenant] += retry_ms is None
+        assert retry_ms is None or 1_000 <= retry_ms <= 10_000
+    assert taken["calm"] == 5, "its own share is never refused"
+    assert 10 <= taken["flood"] <= 13, "half of ten seconds, and its turn now and then"
+    late = 60_000
+    core.handle(load("p0", waiting=9_000, tokens_per_s=1_000), late)
+    core.handle(load("d0"), late)
+    assert overload(core, ask(tokens=500, tenant="flood"), late) is None, "nobody else is there any more"
+
+
+def test_the_books_on_tenants_are_bounded() -> None:
+    admission = Admission(AdmissionLimits())
+    for number in range(2 * MAX_TENANTS):
+        assert admission.refusal(f"t{number}", [Wait(0, 0, True)], number) is None
+        admission.placed(f"t{number}", 1, number)
+    assert len(admission._tenants) == MAX_TENANTS
+
+
+REPLICATING = SchedulerLimits(replicate=True)
+
+
+@pytest.mark.parametrize(
+    ("workers", "replica"),
+    [
+        ((load("p0"), load("d0", free=900), load("d1", free=10), load("s0", free=0)), "s0"),
+        ((load("p0"), load("d0", free=900), load("s0", fingerprint="g")), None),
+        ((load("p0"), load("d0", free=900, running=0), load("d1", free=10, cached=80, running=1),
+          load("d2", free=80, running=1)), "d1"),
+        ((load("p0"), load("d0"), load("a0", running=9), load("p1")), "a0"),
+        ((load("a0"), load("a1", running=1)), "a1"),
+        ((load("p0"), load("d0")), None),
+    ],
+)  # fmt: skip
+def test_the_replica_is_a_store_else_another_that_decodes(workers: tuple[WorkerLoad, ...], replica: str | None) -> None:
+    placement = mesh(*workers, limits=REPLICATING).place(ask(), 0)
+    assert isinstance(placement, Placement)
+    assert placement.decode_worker in ("d0", None) and placement.replica == replica
+    placement = mesh(*workers).place(ask(), 0)
+    assert isinstance(placement, Placement) and placement.replica is None
+
+
+def test_a_draining_worker_is_no_replica() -> None:
+    core = mesh(load("p0"), load("d0"), load("d1", running=1), limits=REPLICATING)
+    core.handle(WorkerDraining(worker_id=WorkerId("d1"), incarnation="1"), 0)
+    placement = core.place(ask(), 0)
+    assert isinstance(placement, Placement) and placement.replica is None

@@ -1,0 +1,347 @@
+"""What both worker cores do when messages are lost, when they are told to leave, and when they are declared dead."""
+
+from typing import TypeVar
+
+import msgspec
+import pytest
+
+from dataplane.lease import LeaseTable
+from schemas.block import hash_blocks
+from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded, KVOffered
+from schemas.ids import LeaseId, WorkerId
+from schemas.message import Message
+from schemas.request import PrefillAccepted, Refused, RequestFailure, ReservationQueued, ReserveBlocks, RunPrefill
+from services.decode.core import RESERVED_AGAIN_MS, DecodeCore
+from services.prefill.core import LANDED_GRACE_MS, OFFER_AGAIN_MS, PrefillCore
+from services.worker.actions import (
+    Action,
+    CloseLease,
+    Emit,
+    Fetch,
+    FinishLease,
+    Offer,
+    Publish,
+    StartRead,
+    StopRead,
+    Submit,
+    Withdraw,
+)
+from services.worker.content import ReadOutcome
+from tests.core import worker_cases as case
+from tests.core.worker_world import World, token_at
+
+ActionT = TypeVar("ActionT", bound=Action)
+LEASE = LeaseId("lease-r1-1")
+HANDOFF = case.offered().handoff_id
+WHOLE = ReadOutcome(num_landed_tokens=6, num_bytes=100, carrier="shm", is_whole=True)
+
+
+class Bench:
+    """One role's core with its blocks."""
+
+    def __init__(self, num_blocks: int = 8) -> None:
+        self.cache, self.leases = case.block_cache(num_blocks), LeaseTable()
+        self.prefill = PrefillCore(case.limits(case.PREFILL, num_blocks=num_blocks), self.cache, self.leases)
+        self.decode = DecodeCore(case.limits(case.DECODE, num_blocks=num_blocks), self.cache)
+
+    def run(self, request: RunPrefill, now_ms: int = 0) -> list[Action]:
+        reply, actions = self.prefill.run(request, now_ms)
+        assert isinstance(reply, PrefillAccepted), reply
+        return self.checked(actions)
+
+    def computed(self, actions: list[Action]) -> list[Action]:
+        """The engine computes the prompt that is submitted in `actions`; the run hands over."""
+        sequence = one(actions, Submit).sequence
+        return self.checked(self.prefill.stepped(case.sampled(sequence, sequence.index, local_end=True), 10))
+
+    def reading(self) -> StartRead:
+        self.decode.reserve(case.reserve(), 0)
+        return one(self.checked(self.decode.offered(case.offered())), StartRead)
+
+    def checked(self, actions: list[Action]) -> list[Action]:
+        case.check_blocks(self.cache, self.leases, self.prefill, self.decode)
+        return actions
+
+    def assert_empty(self) -> None:
+        self.checked([])
+        assert (self.cache.num_free, len(self.leases)) == (self.cache.num_blocks, 0)
+        assert self.prefill.num_runs == self.decode.num_runs == 0
+
+
+def one(actions: list[Action], kind: type[ActionT]) -> ActionT:
+    found = [action for action in actions if isinstance(action, kind)]
+    assert len(found) == 1, actions
+    return found[0]
+
+
+def published(actions: list[Action]) -> list[type]:
+    return [type(action.message) for action in actions if isinstance(action, Publish)]
+
+
+def failures(actions: list[Action]) -> list[RequestFailure]:
+    return [a.tokens.failure for a in actions if isinstance(a, Emit) and a.tokens.failure is not None]
+
+
+def resumed(request: RunPrefill, num_answered: int) -> RunPrefill:
+    return msgspec.structs.replace(request, num_answered_tokens=num_answered)
+
+
+# Answers that go on.
+
+
+def test_a_resumed_prefill_samples_the_next_token_and_hands_over() -> None:
+    bench = Bench()
+    submit = one(bench.run(resumed(case.run_prefill(), 2)), Submit)
+    assert (submit.sequence.index, submit.sequence.num_prompt_tokens, len(submit.sequence.token_ids)) == (2, 4, 6)
+    step = case.sampled(submit.sequence, 2, local_end=True)
+    emit = one(bench.checked(bench.prefill.stepped(step, 1)), Emit)
+    report = emit.tokens.report
+    assert emit.tokens.index == 2 and report is not None and report.recomputed_tokens == 6
+
+
+def test_a_resumed_decode_goes_on_after_the_handed_over_token() -> None:
+    bench = Bench()
+    bench.decode.reserve(msgspec.structs.replace(case.reserve(), num_answered_tokens=2), 0)
+    read = one(bench.decode.offered(case.offered()), StartRead)
+    assert sum(s.num_blocks for s in read.tables[0].segments) == 2  # 6 + 5 - 2 - 1 = 8 tokens in blocks of 4
+    sequence = one(bench.decode.read_landed(HANDOFF, WHOLE, FirstToken(token_id=9)), Submit).sequence
+    assert (sequence.index, sequence.num_computed_tokens) == (3, 6)
+    report = one(bench.decode.stepped(case.sampled(sequence, 3), 1), Emit).tokens.report
+    assert report is not None and report.transferred_tokens == 6
+
+
+def test_a_resumed_answer_needs_room_for_what_is_left_of_it() -> None:
+    bench = Bench(num_blocks=3)
+    submit = one(bench.run(resumed(case.run_prefill(num_tokens=8, max_tokens=8, split=False), 3)), Submit)
+    assert sum(s.num_blocks for s in submit.sequence.tables[0].segments) == 3  # 8 + 8 - 3 - 1 = 12 tokens
+    assert isinstance(bench.prefill.run(case.run_prefill(2, num_tokens=8, max_tokens=8, split=False), 0)[0], Refused)
+
+
+@pytest.mark.parametrize("num_answered", [-1, 5, 6, 7])
+def test_an_answer_that_leaves_nothing_to_do_is_refused(num_answered: int) -> None:
+    bench = Bench()
+    reply, _ = bench.prefill.run(resumed(case.run_prefill(), num_answered), 0)
+    assert isinstance(reply, Refused) and reply.reason == "invalid"
+    reply, _ = bench.decode.reserve(msgspec.structs.replace(case.reserve(), num_answered_tokens=num_answered), 0)
+    assert isinstance(reply, Refused) and reply.reason == "invalid"
+    bench.assert_empty()
+
+
+def test_a_tenants_blocks_have_names_of_their_own_wherever_they_are_asked_for() -> None:
+    bench = Bench()
+    request = case.run_prefill(num_tokens=9, sources=(case.source("d0", 0, 2),))
+    request = msgspec.structs.replace(request, tenant="a", replica=WorkerId("d5"))
+    fetch = one(bench.run(request), Fetch)
+    assert fetch.tenant == "a"
+    assert list(fetch.block_hashes) == hash_blocks(list(range(1, 10)), 4, model_fingerprint="f", tenant="a")
+    content = one(bench.prefill.fetched(fetch.key, ReadOutcome(0), 1), Submit).content
+    assert (content.tenant, content.replica) == ("a", "d5")
+
+
+# Lost messages.
+
+
+def test_the_source_is_told_of_the_room_again_until_it_offers() -> None:
+    bench = Bench()
+    bench.decode.reserve(case.reserve(), 0)
+    times = [now for now in range(100, 1_700, 100) if published(bench.checked(bench.decode.tick(now)))]
+    assert times == [100 + RESERVED_AGAIN_MS * n for n in (1, 2, 3)]
+    bench.decode.offered(case.offered())
+    assert bench.decode.tick(5_000) == []
+
+
+def test_who_says_again_that_there_is_room_is_offered_again_but_not_too_often() -> None:
+    bench = Bench()
+    bench.run(case.run_prefill())
+    assert isinstance(one(bench.prefill.reserved(case.reserved()), Offer), Offer)
+    assert bench.prefill.tick(1_000) == []
+    offers: list[int] = []
+    for now in range(1_000, 2_000, 50):
+        assert bench.prefill.reserved(case.reserved()) == []
+        offers += [now for action in bench.prefill.tick(now) if isinstance(action, Offer)]
+    assert offers == list(range(1_000, 2_000, OFFER_AGAIN_MS))
+
+
+def test_who_waits_for_an_offer_that_will_not_come_is_told_so() -> None:
+    bench = Bench()
+    bench.run(case.run_prefill())
+    bench.prefill.cancelled(case.cancel(), 1)  # the abort that this says is lost
+    assert published(bench.prefill.reserved(case.reserved())) == []  # still withdrawing: the lease is over
+    bench.prefill.removed(("r1", 1), 2)
+    assert published(bench.prefill.reserved(case.reserved())) == [HandoffAborted]
+    bench.assert_empty()
+
+
+@pytest.mark.parametrize("error", ["", "cut"])
+def test_a_lease_whose_stream_has_ended_waits_only_a_little_for_the_readers_word(error: str) -> None:
+    bench = Bench()
+    computing = bench.run(case.run_prefill())
+    bench.prefill.reserved(case.reserved())
+    bench.computed(computing)
+    bench.prefill.served(LEASE, error, 100)
+    bench.leases.renew(LEASE, 100, 60_000)
+    assert bench.prefill.tick(100 + LANDED_GRACE_MS - 1) == []
+    actions = bench.checked(bench.prefill.tick(100 + LANDED_GRACE_MS))
+    assert isinstance(one(actions, CloseLease), CloseLease) and published(actions) == [HandoffAborted]
+    bench.assert_empty()
+
+
+def test_a_reader_whose_stream_broke_early_and_who_says_nothing_ends_the_prefill() -> None:
+    bench = Bench()
+    bench.run(case.run_prefill())
+    bench.prefill.reserved(case.reserved())
+    bench.prefill.served(LEASE, "cut", 100)
+    bench.prefill.served(LeaseId("another"), "cut", 100)
+    actions = bench.checked(bench.prefill.tick(100 + LANDED_GRACE_MS))
+    assert {type(a) for a in actions} == {CloseLease, Publish, Withdraw}
+    bench.prefill.removed(("r1", 1), 3_000)
+    bench.assert_empty()
+
+
+def test_a_repeated_message_is_answered_as_before_even_by_who_takes_nothing_new() -> None:
+    bench = Bench()
+    bench.run(case.run_prefill())
+    bench.decode.reserve(case.reserve(2), 0)
+    bench.prefill.drain(1)
+    bench.decode.drain(1)
+    assert bench.run(case.run_prefill()) == []
+    assert isinstance(bench.decode.reserve(case.reserve(2), 1)[0], BlocksReserved)
+
+
+def test_a_message_that_comes_again_when_all_is_over_begins_nothing() -> None:
+    bench = Bench()
+    bench.computed(bench.run(case.run_prefill()))
+    bench.prefill.landed(case.landed(), 20)
+    assert isinstance(bench.prefill.run(case.run_prefill(), 30)[0], Refused)
+    bench.decode.reserve(case.reserve(), 0)
+    bench.decode.cancelled(case.cancel(), 1)
+    assert isinstance(bench.decode.reserve(case.reserve(), 2)[0], Refused)
+    bench.assert_empty()
+
+
+@pytest.mark.parametrize("lost", [None, RunPrefill, ReserveBlocks, BlocksReserved, KVOffered, KVLanded, HandoffAborted])
+@pytest.mark.parametrize("broken", [False, True])
+def test_one_lost_message_costs_time_and_nothing_else(lost: type[Message] | None, broken: bool) -> None:
+    """The gateway sends its own two messages again; the workers heal the rest by themselves."""
+    world, num_lost = World(8), 0
+    sent = [case.run_prefill(1), case.reserve(1)]
+    world.bus += sent
+    for round_ in range(200):
+        while world.bus:
+            if lost is not None and isinstance(world.bus[0], lost) and not num_lost:
+                num_lost += 1
+                world.lose(0)
+            else:
+                world.deliver(0)
+        for worker in (world.p, world.d):
+            worker.step(world.now_ms)
+            worker.end_fetch(0, 0, world.now_ms)
+        world.end_read(0, whole=not broken)
+        world.advance(50)
+        world.check()
+        if round_ == 20:
+            world.bus += sent
+    answered = {tokens.index for worker in (world.p, world.d) for tokens in worker.emitted if tokens.tokens}
+    assert answered == set(range(5)), "all of the answer, from whom ever"
+    assert not [t.failure for worker in (world.p, world.d) for t in worker.emitted if t.failure]
+    assert world.p.is_at_rest and world.d.is_at_rest
+    assert world.now_ms < case.DEADLINE_MS
+
+
+# Leaving, and being declared dead.
+
+
+def test_a_drain_sends_elsewhere_what_waits_and_finishes_the_rest() -> None:
+    bench = Bench(num_blocks=2)
+    computing = bench.run(case.run_prefill(1))
+    bench.run(case.run_prefill(2))
+    actions = bench.checked(bench.prefill.drain(5))
+    assert [(f.code, f.retryable) for f in failures(actions)] == [("draining", True)]
+    assert published(actions) == [HandoffAborted] and bench.prefill.num_queued == 0
+    bench.prefill.reserved(case.reserved(1))
+    assert isinstance(one(bench.computed(computing), FinishLease), FinishLease)
+    bench.prefill.landed(case.landed(1), 20)
+    reply, _ = bench.prefill.run(case.run_prefill(3), 21)
+    assert isinstance(reply, Refused) and reply.reason == "draining"
+    bench.assert_empty()
+
+
+def test_a_reservation_that_waits_is_failed_by_a_drain() -> None:
+    bench = Bench(num_blocks=3)
+    bench.decode.reserve(case.reserve(1), 0)
+    assert isinstance(bench.decode.reserve(case.reserve(2), 0)[0], ReservationQueued)
+    actions = bench.checked(bench.decode.drain(5))
+    assert [f.code for f in failures(actions)] == ["draining"] and published(actions) == [HandoffAborted]
+    assert bench.decode.attempts() == {("r1", 1): case.GATEWAY}
+
+
+def test_at_a_drains_end_what_owes_tokens_goes_elsewhere_and_prefixes_stay_for_their_readers() -> None:
+    bench = Bench(num_blocks=12)
+    finished = bench.run(case.run_prefill(1))
+    bench.prefill.reserved(case.reserved(1))
+    bench.computed(finished)
+    bench.run(case.run_prefill(2))
+    bench.decode.reserve(case.reserve(3), 0)
+    actions = bench.checked(bench.prefill.hand_back(20) + bench.decode.hand_back(20))
+    assert [(f.code, f.retryable) for f in failures(actions)] == [("draining", True)] * 2
+    assert [lease.lease_id for lease in bench.leases] == [LEASE]
+    bench.prefill.landed(case.landed(1), 30)
+    bench.prefill.removed(("r2", 1), 31)
+    bench.assert_empty()
+
+
+def test_a_fenced_worker_ends_all_and_tells_no_gateway() -> None:
+    bench = Bench(num_blocks=7)
+    bench.computed(bench.run(case.run_prefill(1)))
+    computing = one(bench.run(case.run_prefill(2)), Submit)
+    bench.decode.reserve(case.reserve(3), 0)
+    assert isinstance(one(bench.decode.offered(case.offered(3)), StartRead), StartRead)
+    bench.run(case.run_prefill(4))
+    bench.decode.reserve(case.reserve(5), 0)
+    assert bench.prefill.num_queued == bench.decode.num_queued == 1
+    actions = bench.checked(bench.prefill.fence(20, "declared dead") + bench.decode.fence(20, "declared dead"))
+    assert not [a for a in actions if isinstance(a, Emit)] and len(bench.leases) == 0
+    assert one(actions, Withdraw).key == ("r2", 1) and one(actions, StopRead).handoff_id == "r3-1"
+    assert bench.prefill.attempts() == bench.decode.attempts() == {}
+    assert bench.cache.num_free < bench.cache.num_blocks, "the engine and the read may still write"
+    assert bench.prefill.stepped(case.sampled(computing.sequence, 0, local_end=True), 21) == []
+    bench.decode.read_failed(case.offered(3).handoff_id, ReadOutcome(0), "stopped")
+    bench.assert_empty()
+    bench.run(case.run_prefill(6))  # it has joined again
+
+
+def test_what_nobody_wants_any_more_ends_like_a_cancel() -> None:
+    bench = Bench()
+    bench.reading()
+    submit = one(bench.run(case.run_prefill(2)), Submit)
+    assert bench.decode.attempts() == {("r1", 1): case.GATEWAY}
+    assert bench.prefill.attempts() == {("r2", 1): case.GATEWAY}
+    assert bench.decode.unwanted(("r2", 1), 5) == [] and bench.prefill.unwanted(("r9", 1), 5) == []
+    assert [type(a) for a in bench.checked(bench.decode.unwanted(("r1", 1), 5))] == [StopRead]
+    assert isinstance(one(bench.checked(bench.prefill.unwanted(("r2", 1), 5)), Withdraw), Withdraw)
+    assert not bench.decode.attempts() and not bench.prefill.attempts()
+    bench.decode.read_failed(HANDOFF, ReadOutcome(0), "stopped")
+    bench.prefill.stepped(case.sampled(submit.sequence, 0, local_end=True), 6)
+    bench.assert_empty()
+
+
+def test_a_deadline_ends_what_waits_for_blocks_too() -> None:
+    bench = Bench(num_blocks=3)
+    bench.decode.reserve(case.reserve(1), 0)
+    bench.decode.reserve(case.reserve(2, deadline_ms=1_000), 0)
+    bench.prefill.run(case.run_prefill(3, deadline_ms=1_000), 0)
+    actions = bench.checked(bench.decode.tick(1_000) + bench.prefill.tick(1_000))
+    assert [(f.code, f.retryable) for f in failures(actions)] == [("deadline", False)] * 2
+    assert bench.decode.num_queued == bench.prefill.num_queued == 0
+
+
+def test_an_end_is_said_once_even_when_the_engine_fails_after_it() -> None:
+    bench = Bench()
+    bench.run(case.run_prefill(1))
+    bench.prefill.cancelled(case.cancel(1), 1)
+    assert bench.checked(bench.prefill.engine_failed(("r1", 1), "boom", 2)) == []
+    bench.reading()
+    bench.decode.read_landed(HANDOFF, WHOLE, FirstToken(token_id=token_at(0)))
+    bench.decode.cancelled(case.cancel(1), 3)
+    assert bench.checked(bench.decode.engine_failed(("r1", 1), "boom", 4)) == []
+    bench.assert_empty()

@@ -1,0 +1,318 @@
+"""A prefill and a decode worker's cores over a bus that loses, repeats and reorders: their shells in miniature, without
+time, threads or bytes. After every event the conservation law is checked on both."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dataplane.lease import Lease, LeaseTable
+from schemas.block import unpack_tokens
+from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded
+from schemas.ids import LeaseId, WorkerId
+from schemas.kv import RequestLease
+from schemas.message import Message
+from schemas.request import CancelRequest, RequestTokens, ReserveBlocks, RunPrefill
+from schemas.worker import WorkerLeft
+from services.decode.core import DecodeCore
+from services.engine.base import Sequence
+from services.engine.batch import Batch
+from services.prefill.core import PrefillCore
+from services.worker.actions import (
+    Action,
+    AttemptKey,
+    CloseLease,
+    Emit,
+    Fetch,
+    FinishLease,
+    Offer,
+    Publish,
+    StartRead,
+    StopFetch,
+    StopRead,
+    Submit,
+    Withdraw,
+)
+from services.worker.content import ReadOutcome, SequenceContent
+from services.worker.lend import LendCore
+from tests.core import worker_cases as case
+
+BLOCK = 4
+
+
+def token_at(index: int) -> int:
+    """The answer's token of this index, whoever samples it."""
+    return 100 + index
+
+
+@dataclass
+class WorkerWorld:
+    """One worker: its cores, its engine, its reads. `send` puts a message on the bus."""
+
+    worker_id: WorkerId
+    num_blocks: int
+    send: Callable[[Message], None]
+    emitted: list[RequestTokens] = field(default_factory=list[RequestTokens])
+    contents: dict[AttemptKey, SequenceContent] = field(default_factory=dict[AttemptKey, SequenceContent])
+    running: dict[AttemptKey, Sequence] = field(default_factory=dict[AttemptKey, Sequence])
+    withdrawn: list[AttemptKey] = field(default_factory=list[AttemptKey])
+    fetches: dict[AttemptKey, Fetch] = field(default_factory=dict[AttemptKey, Fetch])
+    reads: dict[str, StartRead] = field(default_factory=dict[str, StartRead])
+    finished: dict[LeaseId, FirstToken] = field(default_factory=dict[LeaseId, FirstToken])
+
+    def __post_init__(self) -> None:
+        self.cache, self.leases = case.block_cache(self.num_blocks), LeaseTable()
+        limits = case.limits(self.worker_id, num_blocks=self.num_blocks)
+        self.prefill = PrefillCore(limits, self.cache, self.leases)
+        self.decode = DecodeCore(limits, self.cache)
+        self.lending = LendCore(limits, self.cache, self.leases)
+        self.batch = Batch(8, context_length=100)
+
+    def check(self) -> None:
+        case.check_blocks(self.cache, self.leases, self.prefill, self.decode)
+        owned = [*self.prefill.owned_tables(), *self.decode.owned_tables()]
+        for writer in (*self.running.values(), *self.fetches.values(), *self.reads.values()):
+            assert writer.tables in owned, "what may still be written is nobody else's"
+        assert len(self.prefill.attempts()) <= self.prefill.num_runs
+        assert self.prefill.num_queued <= 4 and self.decode.num_queued <= 4
+
+    @property
+    def is_at_rest(self) -> bool:
+        free = self.cache.num_free + self.cache.num_cached
+        return (self.prefill.num_runs, self.decode.num_runs, len(self.leases), free) == (0, 0, 0, self.num_blocks)
+
+    def both(self, decision: Callable[[PrefillCore | DecodeCore], list[Action]]) -> None:
+        self.execute([action for core in (self.prefill, self.decode) for action in decision(core)])
+
+    def execute(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Emit(tokens=tokens):
+                    self.emitted.append(tokens)
+                    for index, token in enumerate(unpack_tokens(tokens.tokens), tokens.index):
+                        assert token == token_at(index)
+                case Publish(message=message):
+                    self.send(message)
+                case Offer(lease=lease, request=request):
+                    number = int(request.request_id[1:])
+                    self.send(case.offered(number, num_tokens=lease.num_tokens))
+                case Submit():
+                    self._submit(action)
+                case Withdraw(key=key):
+                    self.withdrawn.append(key)
+                case Fetch(key=key):
+                    assert key not in self.fetches, "one fetch at a time"
+                    self.fetches[key] = action
+                case StopFetch(key=key):
+                    assert key in self.fetches
+                case StartRead(offer=offer):
+                    assert offer.handoff_id not in self.reads
+                    self.reads[offer.handoff_id] = action
+                case StopRead(handoff_id=handoff_id):
+                    assert handoff_id in self.reads
+                case FinishLease(lease_id=lease_id, first_token=first):
+                    self.finished[lease_id] = first
+                case CloseLease(lease_id=lease_id):
+                    self.finished.pop(lease_id, None)
+                case _:
+                    pass
+
+    # The engine, and what its shell takes in of its work.
+
+    def _submit(self, action: Submit) -> None:
+        sequence, content = action.sequence, action.content
+        content.num_landed_tokens = sequence.num_computed_tokens
+        self.contents[(sequence.request_id, sequence.attempt)] = content
+        self._computed(sequence, sequence.num_computed_tokens)
+        self.running[(sequence.request_id, sequence.attempt)] = sequence
+        self.batch.add(sequence)
+
+    def _computed(self, sequence: Sequence, num_tokens: int, *, ended: bool = False) -> None:
+        content = self.contents.get((sequence.request_id, sequence.attempt))
+        if content is None:
+            return
+        hashes = content.extend(sequence.token_ids, num_tokens)
+        stored, landed = content.num_stored_blocks, content.num_landed_tokens
+        self.cache.store(sequence.tables, hashes, stored, num_tokens, landed, ended=ended)
+        content.num_stored_blocks = num_tokens // BLOCK
+        if ended:
+            del self.contents[(sequence.request_id, sequence.attempt)]
+
+    def step(self, now_ms: int, *, fails: bool = False) -> None:
+        """One engine step: what was withdrawn goes first."""
+        keys, self.withdrawn = self.withdrawn, []
+        for key in keys:
+            if (sequence := self.batch.remove(*key)) is not None:
+                del self.running[key]
+                self._computed(sequence, sequence.num_computed_tokens, ended=True)
+                self.both(lambda core, key=key: core.removed(key, now_ms))
+        items = self.batch.plan()
+        if fails:
+            for item in items:
+                key = (item.sequence.request_id, item.sequence.attempt)
+                self.batch.remove(*key)
+                del self.running[key]
+                self.both(lambda core, key=key: core.engine_failed(key, "boom", now_ms))
+                self.contents.pop(key, None)
+            return
+        if not items:
+            return
+        tokens = [token_at(item.sequence.index) for item in items if item.samples]
+        result = self.batch.commit(items, tokens, 0, 1)
+        for sequence, num_tokens in result.computed:
+            self._computed(sequence, num_tokens)
+        for sampled in result.sampled:
+            if sampled.local_end:
+                sequence = sampled.sequence
+                del self.running[(sequence.request_id, sequence.attempt)]
+                self._computed(sequence, sequence.num_computed_tokens, ended=True)
+        self.both(lambda core: core.stepped(result, now_ms))
+
+    def end_fetch(self, index: int, share: int, now_ms: int) -> None:
+        """One fetch ends with a part of what it asked for."""
+        if self.fetches:
+            fetch = self.fetches.pop(list(self.fetches)[index % len(self.fetches)])
+            num_blocks = min(share, len(fetch.block_hashes))
+            landed = (fetch.first_block + num_blocks) * BLOCK if num_blocks else 0
+            outcome = ReadOutcome(landed, landed, "tcp", is_whole=num_blocks == len(fetch.block_hashes))
+            self.both(lambda core: core.fetched(fetch.key, outcome, now_ms))
+
+
+class World:
+    """Two workers and what is between them. Every public method is an event."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.now_ms = 0
+        self.num_requests = 0
+        self.bus: list[Message] = []
+        self.sent: list[type[Message]] = []
+        self.p = WorkerWorld(case.PREFILL, num_blocks, self._send)
+        self.d = WorkerWorld(case.DECODE, num_blocks, self._send)
+        self.lent: list[Lease] = []
+
+    def _send(self, message: Message) -> None:
+        self.bus.append(message)
+        self.sent.append(type(message))
+
+    def check(self) -> None:
+        self.p.check()
+        self.d.check()
+
+    def worker(self, number: int) -> WorkerWorld:
+        return self.d if number % 2 else self.p
+
+    def deliver(self, index: int, *, keep: bool = False) -> None:
+        """One of the messages under way arrives; with `keep` it will arrive again."""
+        if not self.bus:
+            return
+        at = index % len(self.bus)
+        message = self.bus[at] if keep else self.bus.pop(at)
+        match message:
+            case RunPrefill():
+                worker = self.p if message.handoff_id is not None else self.d
+                if not worker.decode.has((message.request_id, message.attempt)):
+                    worker.execute(worker.prefill.run(message, self.now_ms)[1])
+            case ReserveBlocks():
+                if not self.d.prefill.has((message.request_id, message.attempt)):
+                    self.d.execute(self.d.decode.reserve(message, self.now_ms)[1])
+            case BlocksReserved():
+                self.p.execute(self.p.prefill.reserved(message))
+            case case.KVOffered():
+                self.d.execute(self.d.decode.offered(message))
+            case KVLanded():
+                self.p.execute(self.p.prefill.landed(message, self.now_ms))
+            case HandoffAborted():
+                self.p.execute(self.p.prefill.aborted(message, self.now_ms))
+                self.d.execute(self.d.decode.aborted(message))
+            case CancelRequest():
+                for worker in (self.p, self.d):
+                    worker.both(lambda core: core.cancelled(message, self.now_ms))
+            case _:
+                pass
+
+    def lose(self, index: int) -> None:
+        if self.bus:
+            self.bus.pop(index % len(self.bus))
+
+    def advance(self, ms: int) -> None:
+        self.now_ms += ms
+        for worker in (self.p, self.d):
+            worker.both(lambda core: core.tick(self.now_ms))
+            worker.execute(worker.lending.tick(self.now_ms))
+
+    def start_read(self, index: int) -> None:
+        if self.d.reads:
+            action = list(self.d.reads.values())[index % len(self.d.reads)]
+            self.d.execute(self.d.decode.read_started(action.offer.handoff_id, "tcp"))
+
+    def end_read(self, index: int, *, whole: bool) -> None:
+        """A hand-over's stream ends: with all where all is computed and leased, else with a part. The holder hears of
+        it too."""
+        if not self.d.reads:
+            return
+        action = self.d.reads.pop(list(self.d.reads)[index % len(self.d.reads)])
+        offer = action.offer
+        first = self.p.finished.get(offer.lease_id)
+        if whole and first is not None:
+            outcome = ReadOutcome(offer.num_tokens, 1, "tcp", is_whole=True)
+            self.p.execute(self.p.prefill.served(offer.lease_id, "", self.now_ms))
+            self.d.execute(self.d.decode.read_landed(offer.handoff_id, outcome, first))
+        else:
+            outcome = ReadOutcome(action.first_token + index % (offer.num_tokens - action.first_token + 1))
+            self.p.execute(self.p.prefill.served(offer.lease_id, "cut", self.now_ms))
+            self.d.execute(self.d.decode.read_failed(offer.handoff_id, outcome, "cut"))
+
+    def lend(self, number: int, request: RequestLease) -> None:
+        worker = self.worker(number)
+        lease = worker.lending.lend(request, self.now_ms)
+        if isinstance(lease, Lease):
+            self.lent.append(lease)
+
+    def end_lent(self, index: int) -> None:
+        if self.lent:
+            lease = self.lent.pop(index % len(self.lent))
+            worker = self.p if lease.holder == case.PREFILL else self.d
+            worker.execute(worker.lending.served(lease.lease_id, "landed"))
+
+    def fence(self, number: int) -> None:
+        """One is declared dead: it ends all and tells no gateway, and the other hears of it or not."""
+        worker = self.worker(number)
+        num_emitted = len(worker.emitted)
+        worker.both(lambda core: core.fence(self.now_ms, "declared dead"))
+        worker.execute(worker.lending.fence(self.now_ms, "declared dead"))
+        assert len(worker.emitted) == num_emitted and len(worker.leases) == 0
+        assert not worker.prefill.attempts() and not worker.decode.attempts()
+
+    def left(self, number: int) -> None:
+        """One hears that the other has left."""
+        other = self.d if number % 2 else self.p
+        event = WorkerLeft(worker_id=self.worker(number).worker_id, incarnation="a", reason="silent")
+        other.both(lambda core: core.left(event, self.now_ms))
+        other.execute(other.lending.left(event))
+
+    def drain(self, number: int) -> None:
+        worker = self.worker(number)
+        worker.both(lambda core: core.drain(self.now_ms))
+        assert worker.prefill.num_queued == worker.decode.num_queued == 0
+
+    def hand_back(self, number: int) -> None:
+        worker = self.worker(number)
+        worker.both(lambda core: core.hand_back(self.now_ms))
+
+    def unwanted(self, number: int, request: int) -> None:
+        key = (case.run_prefill(request).request_id, 1)
+        worker = self.worker(number)
+        worker.both(lambda core: core.unwanted(key, self.now_ms))
+        assert key not in worker.prefill.attempts() and key not in worker.decode.attempts()
+
+    def settle(self) -> None:
+        """Every message is lost from now on, whatever still runs comes to its end, and every deadline passes."""
+        for _ in range(200):
+            self.bus.clear()
+            for worker in (self.p, self.d):
+                worker.step(self.now_ms)
+                worker.end_fetch(0, 0, self.now_ms)
+            self.end_read(0, whole=False)
+            self.advance(1_000)
+            self.check()
+            if self.p.is_at_rest and self.d.is_at_rest:
+                return
+        raise AssertionError("something never ends")

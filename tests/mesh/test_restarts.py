@@ -1,0 +1,98 @@
+"""Services and the broker are killed: they are started again, and requests are served."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import httpx
+import pytest
+
+from services.cli.restart import ENDS_WITHIN_S, LONGEST_WAIT_S, MAX_ENDS, SOUND_AFTER_S, Child, Restarts
+from services.cli.supervisor import UpOptions
+from tests.mesh.processes import Mesh, running_mesh
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+    options = UpOptions(port=0, num_schedulers=2, num_directories=2, num_gateways=2, kv_bytes=64 * 1024 * 1024)
+    with running_mesh(tmp_path_factory.mktemp("restarts"), options) as running:
+        yield running
+
+
+def child_named(mesh: Mesh, name: str) -> Child:
+    return next(child for child in mesh.supervisor.children if child.name == name)
+
+
+def kill(mesh: Mesh, *names: str) -> None:
+    """Kill services, and wait until each has a successor that is ready."""
+    children = [child_named(mesh, name) for name in names]
+    before = [child.process.pid for child in children]
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    mesh.wait_until(
+        lambda: all(c.process.pid not in before and c.ready.is_set() for c in children), f"{names} are started again"
+    )
+
+
+def serves(mesh: Mesh, url: str = "") -> bool:
+    """Say whether a fresh prompt gets its answer."""
+    body = {"model": mesh.model, "prompt": f"{uuid4()} says", "temperature": 0, "max_tokens": 4}
+    try:
+        answer = httpx.post(f"{url or mesh.url}/v1/completions", json=body, timeout=30)
+    except httpx.TransportError:
+        return False
+    return answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] > 0
+
+
+@pytest.mark.parametrize("role", ["scheduler", "directory", "gateway"])
+def test_one_of_two_is_killed_and_the_other_serves(mesh: Mesh, role: str) -> None:
+    os.kill(child_named(mesh, role).process.pid, signal.SIGKILL)
+    url = mesh.supervisor.urls[1]
+    mesh.wait_until(lambda: serves(mesh, url), "the other one serves")
+    mesh.wait_until(lambda: child_named(mesh, role).restarts.num_restarts > 0, f"the {role} is started again")
+    mesh.wait_until(lambda: serves(mesh, mesh.url), f"the {role} is back")
+
+
+@pytest.mark.parametrize("role", ["scheduler", "directory"])
+def test_both_are_killed_and_what_they_knew_comes_back(mesh: Mesh, role: str) -> None:
+    kill(mesh, role, f"{role}-1")
+    mesh.wait_until(lambda: serves(mesh), "requests are served again")
+
+
+def test_a_killed_worker_comes_back_and_leaves_no_arena(mesh: Mesh) -> None:
+    pid = child_named(mesh, "decode-0").process.pid
+    kill(mesh, "decode-0")
+    assert list(Path("/dev/shm").glob(f"kvmesh-{pid}-*")) == []
+    mesh.wait_until(lambda: serves(mesh), "requests are served again")
+
+
+def test_the_broker_is_away_for_seconds_and_comes_back_where_it_was(mesh: Mesh) -> None:
+    for _ in range(4):  # each time it stays away for longer, three seconds in all
+        pid = mesh.supervisor.broker_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        mesh.wait_until(lambda pid=pid: mesh.supervisor.broker_pid != pid, "a broker")
+    mesh.wait_until(lambda: serves(mesh), "requests are served again")
+    assert httpx.get(f"{mesh.url}/health", timeout=30).status_code == 200
+    mesh.assert_no_blocks_held()
+
+
+def test_restarts_wait_longer_and_longer_and_end() -> None:
+    restarts, now_s, waits = Restarts(), 0.0, list[float]()
+    while (wait_s := restarts.ended(now_s, now_s + 0.5)) is not None:
+        waits.append(wait_s)
+        now_s += 0.5 + wait_s
+    assert waits[:5] == [0.2, 0.4, 0.8, 1.6, 3.2] and max(waits) == LONGEST_WAIT_S
+    assert len(waits) == MAX_ENDS - 1 == restarts.num_restarts and restarts.is_given_up
+
+
+def test_who_ends_now_and_then_is_never_given_up() -> None:
+    restarts, now_s = Restarts(), 0.0
+    for _ in range(3 * MAX_ENDS):
+        now_s += SOUND_AFTER_S
+        assert restarts.ended(now_s - SOUND_AFTER_S, now_s) == 0.2
+    for _ in range(3 * MAX_ENDS):
+        now_s += 1.2 * ENDS_WITHIN_S / MAX_ENDS
+        assert restarts.ended(now_s - 1, now_s) is not None

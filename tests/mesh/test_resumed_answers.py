@@ -1,0 +1,61 @@
+"""An answer that another attempt began goes on where it was, token for token. The fake engine reads its KV."""
+
+import asyncio
+import random
+
+import pytest
+
+from schemas import subjects
+from schemas.block import pack_tokens
+from schemas.ids import HandoffId, RequestId, WorkerId
+from schemas.request import PrefillAccepted, Refused, ReserveBlocks, RunPrefill, SamplingParams
+from services.engine.fake import fake_answer
+from services.runtime import now_ms
+from tests.mesh.one_process import LAYOUT, VOCAB, Answer, Client, make_parts, one_process_mesh
+
+NUM_TOKENS = 12
+
+
+async def resume(
+    client: Client, number: int, prompt: list[int], params: SamplingParams, so_far: list[int], *, split: bool
+) -> Answer:
+    """Ask for the rest of an answer of which `so_far` is known, and return all of it."""
+    request_id, handoff_id = RequestId(f"r{number}"), HandoffId(f"r{number}-1")
+    answer = client.expect(request_id)
+    answer.tokens.update(enumerate(so_far))
+    run = RunPrefill(
+        request_id=request_id, attempt=1, deadline_ms=now_ms() + 60_000, gateway_id=client.gateway_id,
+        prompt=pack_tokens([*prompt, *so_far]), sampling=params, num_answered_tokens=len(so_far), tenant="t",
+        handoff_id=handoff_id if split else None, decode_worker=WorkerId("d0") if split else None,
+    )  # fmt: skip
+    asked = [client.door.ask(subjects.RUN, ("p0",), run, 30)]
+    if split:
+        reserve = ReserveBlocks(
+            request_id=request_id, attempt=1, deadline_ms=run.deadline_ms, gateway_id=client.gateway_id,
+            handoff_id=handoff_id, prefill_worker=WorkerId("p0"), prompt=run.prompt, sampling=params,
+            num_answered_tokens=len(so_far), tenant="t",
+        )  # fmt: skip
+        asked.append(client.door.ask(subjects.RESERVE, ("d0",), reserve, 30))
+    replies = await asyncio.gather(*asked)
+    assert isinstance(replies[0], PrefillAccepted) and not any(isinstance(reply, Refused) for reply in replies)
+    async with asyncio.timeout(60):
+        await answer.ended.wait()
+    return answer
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_an_answer_goes_on_from_any_of_its_tokens(split: bool, temperature: float) -> None:
+    rng = random.Random(11)
+    prompt = [rng.randrange(1, VOCAB) for _ in range(21)]
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=temperature, seed=7, ignore_eos=True)
+    reference = fake_answer(LAYOUT, prompt, params, vocab_size=VOCAB)
+    async with one_process_mesh(make_parts("p0", "prefill"), make_parts("d0", "decode")) as client:
+        for number in range(NUM_TOKENS):
+            answer = await resume(client, number, prompt, params, reference[:number], split=split)
+            assert answer.failure is None and answer.token_ids == reference
+            report = answer.report or answer.prefill_report
+            assert report is not None
+            total = report.cached_tokens + report.transferred_tokens + report.recomputed_tokens
+            assert total == len(prompt) + number
+        await client.until_free()

@@ -1,0 +1,259 @@
+"""The scheduler on a bus: workers that die, stop and come back, two schedulers at once."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from schemas import subjects
+from schemas.directory import LocateBlocks
+from schemas.message import Message
+from schemas.request import Placement, PlaceRequest, Refused
+from schemas.worker import (
+    DescribeFleet,
+    FleetDescribed,
+    PingWorker,
+    WorkerAlive,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerRole,
+)
+from services.bus.base import Bus
+from services.bus.embedded import EmbeddedNats
+from services.bus.memory import MemoryBroker, MemoryBus
+from services.bus.nats import NatsBus
+from services.bus.typed import Received, TypedBus
+from services.config import MeshConfig, SchedulerConfig
+from services.scheduler.hints import Hints
+from services.scheduler.service import run_scheduler
+from tests.mesh.test_directory_service import load_of, question
+
+PATIENCE_S = 60
+QUICK = SchedulerConfig(ping_interval_ms=20, suspect_after_ms=200, silent_after_ms=600)
+
+
+class FakeWorker:
+    """Says twice in a while that it lives, and answers pings: unless it is stopped."""
+
+    def __init__(self, bus: Bus, worker_id: str, role: WorkerRole) -> None:
+        self.load = load_of(worker_id, role)
+        self.door = TypedBus(bus, "worker")
+        self.going = asyncio.Event()
+        self.going.set()
+        self.num_pings = 0
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        await self.door.serve(tasks, subjects.PING, (self.load.worker.worker_id,), self._answer)
+        await self.door.publish(subjects.JOINED, (self.load.worker.worker_id,), WorkerJoined(worker=self.load.worker))
+        await self.say()
+
+    async def say(self) -> None:
+        await self.door.publish(subjects.LOAD, (self.load.worker.worker_id,), self.load)
+
+    async def kill(self) -> None:
+        await self.door.close()
+
+    async def _answer(self, received: Received[PingWorker]) -> Message:
+        self.num_pings += 1
+        await self.going.wait()
+        worker = self.load.worker
+        return WorkerAlive(worker_id=worker.worker_id, incarnation=worker.incarnation)
+
+
+class Client:
+    """Hears who has left, and asks the scheduler."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.door = TypedBus(bus, "gateway")
+        self.left: asyncio.Queue[WorkerLeft] = asyncio.Queue()
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        await self.door.listen(tasks, subjects.LEFT, ("*",), lambda heard: self.left.put_nowait(heard.message))
+
+    async def next_left(self) -> tuple[str, str, str]:
+        left = await asyncio.wait_for(self.left.get(), PATIENCE_S)
+        return left.worker_id, left.incarnation, left.reason
+
+    async def place(self) -> Placement | Refused:
+        reply = await self.door.ask(subjects.PLACE, (), question(list(range(100))), PATIENCE_S)
+        assert isinstance(reply, Placement | Refused)
+        return reply
+
+    async def workers(self) -> set[str]:
+        reply = await self.door.ask(subjects.FLEET, (), DescribeFleet(), PATIENCE_S)
+        assert isinstance(reply, FleetDescribed)
+        return {load.worker.worker_id for load in reply.workers}
+
+
+@asynccontextmanager
+async def mesh(num_schedulers: int = 1) -> AsyncIterator[tuple[asyncio.TaskGroup, MemoryBroker, Client]]:
+    """Schedulers that place without a directory, and a client. Ends all that was started in its group."""
+    broker = MemoryBroker()
+    config = MeshConfig(scheduler=QUICK)
+    async with asyncio.timeout(4 * PATIENCE_S), asyncio.TaskGroup() as tasks:
+        stops = [asyncio.Event() for _ in range(num_schedulers)]
+        for stop in stops:
+            ready = asyncio.Event()
+            tasks.create_task(run_scheduler(config, MemoryBus(broker), stop, ready.set))
+            await ready.wait()
+        client = Client(MemoryBus(broker))
+        await client.start(tasks)
+        yield tasks, broker, client
+        for stop in stops:
+            stop.set()
+        await client.door.close()
+
+
+async def keep_saying(*workers: FakeWorker) -> None:
+    while True:
+        for worker in workers:
+            if worker.going.is_set():
+                await worker.say()
+        await asyncio.sleep(0.1)
+
+
+async def pinged(*workers: FakeWorker) -> None:
+    """Return once each has answered a ping: pinging again proves that the answer to the one before was heard."""
+    counts = [worker.num_pings for worker in workers]
+    async with asyncio.timeout(PATIENCE_S):
+        while any(worker.num_pings < count + 3 for worker, count in zip(workers, counts, strict=True)):
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("num_schedulers", [1, 2])
+async def test_a_killed_worker_is_declared_dead_and_its_work_goes_elsewhere(num_schedulers: int) -> None:
+    async with mesh(num_schedulers) as (tasks, broker, client):
+        roles: list[tuple[str, WorkerRole]] = [("p0", "prefill"), ("p1", "prefill"), ("d0", "decode"), ("s0", "store")]
+        workers = [FakeWorker(MemoryBus(broker), name, role) for name, role in roles]
+        for worker in workers:
+            await worker.start(tasks)
+        await pinged(*workers)
+        await workers[0].kill()
+        await workers[3].kill()
+        died: set[tuple[str, str, str]] = set()  # said by one scheduler, or by both
+        while len(died) < 2:
+            died.add(await client.next_left())
+        assert died == {("p0", "1", "died"), ("s0", "1", "died")}
+        for _ in range(4):
+            placement = await client.place()
+            assert isinstance(placement, Placement) and placement.prefill_worker == "p1"
+            assert await client.workers() == {"p1", "d0"}
+        for worker in (workers[1], workers[2]):
+            await worker.kill()
+
+
+async def test_a_worker_that_stops_is_declared_silent_and_heard_again_only_as_another_incarnation() -> None:
+    async with mesh() as (tasks, broker, client):
+        stopping, others = FakeWorker(MemoryBus(broker), "p0", "prefill"), FakeWorker(MemoryBus(broker), "d0", "decode")
+        for worker in (stopping, others):
+            await worker.start(tasks)
+        saying = tasks.create_task(keep_saying(stopping, others))
+        await pinged(stopping, others)
+        stopping.going.clear()
+        assert await client.next_left() == ("p0", "1", "silent")
+        assert isinstance(await client.place(), Refused)
+        stopping.going.set()
+        assert await client.next_left() == ("p0", "1", "silent"), "said again, as it speaks"
+        assert isinstance(await client.place(), Refused)
+        stopping.load = load_of("p0", "prefill", "2")
+        await stopping.say()
+        while isinstance(await client.place(), Refused):
+            await asyncio.sleep(0.01)
+        saying.cancel()
+        for worker in (stopping, others):
+            await worker.kill()
+
+
+async def test_one_of_two_schedulers_is_enough() -> None:
+    broker, config, stops = MemoryBroker(), MeshConfig(scheduler=QUICK), [asyncio.Event(), asyncio.Event()]
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+        client = Client(MemoryBus(broker))
+        await client.start(tasks)
+        workers = [FakeWorker(MemoryBus(broker), "p0", "prefill"), FakeWorker(MemoryBus(broker), "d0", "decode")]
+        first = tasks.create_task(run_scheduler(config, MemoryBus(broker), stops[0]))
+        await asyncio.sleep(0)
+        for worker in workers:
+            await worker.start(tasks)
+        saying = tasks.create_task(keep_saying(*workers))
+        assert isinstance(await client.place(), Placement)
+        # The second one starts with nothing, and knows the fleet from its loads.
+        tasks.create_task(run_scheduler(config, MemoryBus(broker), stops[1]))
+        stops[0].set()
+        await first
+        while isinstance(await client.place(), Refused):
+            await asyncio.sleep(0.01)
+        assert await client.workers() == {"p0", "d0"}
+        saying.cancel()
+        stops[1].set()
+        for worker in workers:
+            await worker.kill()
+        await client.door.close()
+
+
+class StuckBus(MemoryBus):
+    """Cannot even send a question."""
+
+    async def request(self, subject: str, payload: bytes, headers: object, timeout_s: float) -> object:  # type: ignore[override]
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+async def test_a_placement_waits_for_no_directory_that_hangs() -> None:
+    assert await asyncio.wait_for(Hints(TypedBus(StuckBus(), "scheduler")).holders(ask_with_blocks()), PATIENCE_S) == ()
+    async with mesh() as (tasks, broker, client):
+        hanging = TypedBus(MemoryBus(broker), "directory")
+        asked = asyncio.Event()
+
+        async def never(received: Received[LocateBlocks]) -> Message:
+            asked.set()
+            return await asyncio.get_running_loop().create_future()
+
+        await hanging.serve(tasks, subjects.LOCATE, (), never)
+        workers = [FakeWorker(MemoryBus(broker), "p0", "prefill"), FakeWorker(MemoryBus(broker), "d0", "decode")]
+        for worker in workers:
+            await worker.start(tasks)
+        assert isinstance(await client.place(), Placement) and asked.is_set()
+        for task in asyncio.all_tasks():
+            if task.get_name() == f"answer {subjects.LOCATE.of()}":
+                task.cancel()
+        await hanging.close()
+        for worker in workers:
+            await worker.kill()
+
+
+def ask_with_blocks() -> PlaceRequest:
+    return question(list(range(100)))
+
+
+async def test_a_broker_that_is_away_for_longer_than_a_silence_takes_nobody_for_dead(tmp_path: Path) -> None:
+    """Over a real one. Whoever dies afterwards is still found dead."""
+    server = EmbeddedNats.start(None, tmp_path)
+    stop, ready = asyncio.Event(), asyncio.Event()
+    async with asyncio.timeout(4 * PATIENCE_S), asyncio.TaskGroup() as tasks:
+        buses = [await NatsBus.connect(server.url, name) for name in ("scheduler", "p0", "d0", "client")]
+        tasks.create_task(run_scheduler(MeshConfig(), buses[0], stop, ready.set))
+        await ready.wait()
+        client = Client(buses[3])
+        await client.start(tasks)
+        workers = [FakeWorker(buses[1], "p0", "prefill"), FakeWorker(buses[2], "d0", "decode")]
+        for worker in workers:
+            await worker.start(tasks)
+        saying = tasks.create_task(keep_saying(*workers))
+        await pinged(*workers)
+        server.stop()
+        await asyncio.sleep(1.5 * MeshConfig().scheduler.silent_after_ms / 1e3)
+        server = EmbeddedNats.start(int(server.url.rsplit(":", 1)[1]), tmp_path)
+        while not all(bus.is_connected for bus in buses):
+            await asyncio.sleep(0.01)
+        await pinged(*workers)
+        assert await client.workers() == {"p0", "d0"} and client.left.empty()
+        assert isinstance(await client.place(), Placement)
+        saying.cancel()
+        await workers[0].kill()
+        assert await client.next_left() == ("p0", "1", "died")
+        await workers[1].kill()
+        stop.set()
+        await client.door.close()
+    server.stop()

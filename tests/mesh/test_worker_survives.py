@@ -1,0 +1,305 @@
+"""A worker outlives lost messages, dead gateways, its own standstill and its end. In one process, on a memory bus."""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+from dataplane.cache import BlockCache
+from dataplane.lease import LeaseRefusedError
+from dataplane.ticket import Ticket
+from schemas import subjects
+from schemas.block import unpack_tokens
+from schemas.ids import GatewayId, LeaseId, WorkerId
+from schemas.request import SamplingParams
+from schemas.worker import PingWorker, WorkerAlive, WorkerDraining, WorkerJoined, WorkerLeft
+from services.bus.typed import Received
+from services.engine.fake import FakeEngine, fake_answer
+from services.runtime import now_ms
+from services.worker.holder import KVHolder
+from tests.mesh.one_process import LAYOUT, VOCAB, Answer, Client, Route, make_parts, one_process_mesh
+
+LONG = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
+PROMPT = list(range(1, 60))
+SLOW_S = 0.01
+ROUTE = Route(WorkerId("p-0"), WorkerId("d-0"))
+
+
+@asynccontextmanager
+async def two_workers(step_s: float = 0.0, **more: object) -> AsyncGenerator[Client]:
+    """`step_s`: how long a step takes, where an answer is to go on for a while."""
+    parts = [make_parts("p-0", "prefill", num_blocks=1024), make_parts("d-0", "decode", num_blocks=1024)]
+    for one in parts:
+        assert isinstance(one.engine, FakeEngine)
+        one.engine.before_step = lambda _items: time.sleep(step_s)
+    async with one_process_mesh(*parts, **more) as client:  # type: ignore[arg-type]
+        yield client
+
+
+async def until(holds: Callable[[], bool | Awaitable[bool]]) -> None:
+    """Wait, generously."""
+    async with asyncio.timeout(60):
+        while True:
+            held = holds()
+            if held if isinstance(held, bool) else await held:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def has_tokens(answer: Answer, num_tokens: int = 5) -> None:
+    await until(lambda: len(answer.tokens) >= num_tokens)
+
+
+async def ping(client: Client, worker_id: str) -> WorkerAlive:
+    reply = await client.door.ask(subjects.PING, (worker_id,), PingWorker(), 10)
+    assert isinstance(reply, WorkerAlive)
+    return reply
+
+
+def right(prompt: list[int], params: SamplingParams) -> list[int]:
+    return fake_answer(LAYOUT, prompt, params, vocab_size=VOCAB)
+
+
+async def test_lost_tokens_are_had_again() -> None:
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
+    async with two_workers() as client:
+        client.loses_tokens = True
+        await client.send("r0", PROMPT, params, route=ROUTE)
+
+        async def has_ended() -> bool:
+            progress = await client.ask_progress("d-0", "r0", 0)
+            return progress.tokens is not None and progress.tokens.finish_reason is not None
+
+        await until(has_ended)
+        first = (await client.ask_progress("p-0", "r0", 0)).tokens
+        rest = (await client.ask_progress("d-0", "r0", 1)).tokens
+        assert first is not None and rest is not None and first.report is not None and rest.report is not None
+        assert unpack_tokens(first.tokens) + unpack_tokens(rest.tokens) == right(PROMPT, params)
+        assert (first.index, rest.index, rest.finish_reason) == (0, 1, "length")
+        last = (await client.ask_progress("d-0", "r0", 39)).tokens
+        assert last is not None and unpack_tokens(last.tokens) == right(PROMPT, params)[39:]
+        assert not (await client.ask_progress("d-0", "r1", 0)).known
+
+
+async def test_a_worker_answers_a_ping() -> None:
+    async with two_workers() as client:
+        alive = await ping(client, "d-0")
+        assert (alive.worker_id, alive.incarnation) == ("d-0", "d-0-1")
+
+
+async def test_the_attempts_of_a_dead_gateway_end() -> None:
+    async with two_workers(SLOW_S) as client:
+        living = await client.send("r0", PROMPT, LONG, route=ROUTE)
+        client.gateway_id = GatewayId("gateway-dead")  # nobody serves its subjects
+        await client.send("r1", PROMPT, LONG, route=ROUTE)
+        await has_tokens(living)
+        await until(lambda: fleet_runs(client, "d-0", 2))
+        await until(lambda: fleet_runs(client, "d-0", 1))
+        progress = await client.ask_progress("d-0", "r0", 0)
+        assert progress.tokens is not None and progress.tokens.finish_reason is None
+        await was_cut(client, "r1")
+        await client.cancel("r0")
+        await client.until_free()
+
+
+async def was_cut(client: Client, request_id: str) -> None:
+    """Its answer has begun and was never finished."""
+    progress = await client.ask_progress("d-0", request_id, 0)
+    assert progress.tokens is not None and progress.tokens.finish_reason is None
+
+
+async def fleet_runs(client: Client, worker_id: str, num_running: int) -> bool:
+    (load,) = [load for load in await client.fleet() if load.worker.worker_id == worker_id]
+    return load.num_running == num_running
+
+
+async def test_an_attempt_that_its_gateway_has_ended_ends() -> None:
+    """The cancel was lost."""
+    async with two_workers(SLOW_S) as client:
+        answer = await client.send("r0", PROMPT, LONG, route=ROUTE)
+        await has_tokens(answer)
+        client.loses_tokens = True
+        client.forget("r0")
+        await client.until_free()
+        await was_cut(client, "r0")
+
+
+async def test_a_worker_that_was_declared_lost_ends_its_runs_and_joins_anew(caplog: pytest.LogCaptureFixture) -> None:
+    async with two_workers(SLOW_S) as client:
+        joined: list[WorkerJoined] = []
+
+        def note(received: Received[WorkerJoined]) -> None:
+            joined.append(received.message)
+
+        await client.listen(subjects.JOINED, note)
+        answer = await client.send("r0", PROMPT, LONG, route=ROUTE)
+        await has_tokens(answer)
+        other = WorkerLeft(worker_id=WorkerId("d-0"), incarnation="another", reason="silent")
+        await client.door.publish(subjects.LEFT, ("d-0",), other)
+        await asyncio.sleep(0)
+        assert (await ping(client, "d-0")).incarnation == "d-0-1", "that was another one"
+        left = WorkerLeft(worker_id=WorkerId("d-0"), incarnation="d-0-1", reason="silent")
+        with caplog.at_level(logging.WARNING):
+            await client.door.publish(subjects.LEFT, ("d-0",), left)
+            await until(lambda: bool(joined))
+        (message,) = joined
+        assert message.worker.worker_id == "d-0" and message.worker.incarnation != "d-0-1"
+        assert "joins anew" in caplog.text
+        assert not (await client.ask_progress("d-0", "r0", 0)).known
+        await client.until(lambda fleet: len(fleet) == 2, "both are there again")
+        await client.until_free()
+        assert answer.failure is None and not answer.ended.is_set(), "its gateway was told nothing"
+        # It serves again, with what it had cached.
+        params = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+        again = await client.complete("r1", PROMPT, params, route=ROUTE)
+        assert again.token_ids == right(PROMPT, params)
+        assert again.report is not None and again.report.cached_tokens >= LAYOUT.block_size
+
+
+async def test_a_worker_that_stood_still_is_fenced() -> None:
+    async with two_workers(SLOW_S, fence_after_ms=300) as client:
+        answer = await client.send("r0", PROMPT, LONG, route=ROUTE)
+        await has_tokens(answer)
+        before = {worker: (await ping(client, worker)).incarnation for worker in ("p-0", "d-0")}
+        time.sleep(0.5)  # noqa: ASYNC251  (as SIGSTOP would)
+        after = {worker: (await ping(client, worker)).incarnation for worker in ("p-0", "d-0")}
+        assert before["p-0"] != after["p-0"] and before["d-0"] != after["d-0"]
+        await client.until_free()
+
+
+async def test_a_drain_lets_what_runs_finish() -> None:
+    stop = asyncio.Event()
+    params = SamplingParams(max_tokens=400, temperature=1.0, seed=5, ignore_eos=True)
+    async with two_workers(0.002, stops={"d-0": stop}, drain_s=60) as client:
+        answer = await client.send("r0", PROMPT, params, route=ROUTE)
+        await has_tokens(answer)
+        gone = await watch(client, "d-0")
+        stop.set()
+        await until(lambda: gone == ["draining"])
+        assert not answer.ended.is_set(), "it is drained in the middle of the answer"
+        async with asyncio.timeout(60):
+            await answer.ended.wait()
+        assert answer.token_ids == right(PROMPT, params) and answer.failure is None
+        await until(lambda: "left" in gone)
+        assert gone == ["draining", "left"]
+
+
+async def test_a_drain_that_takes_too_long_hands_back() -> None:
+    stop = asyncio.Event()
+    async with two_workers(SLOW_S, stops={"d-0": stop}, drain_s=0.1) as client:
+        answer = await client.send("r0", PROMPT, LONG, route=ROUTE)
+        await has_tokens(answer)
+        gone = await watch(client, "d-0")
+        stop.set()
+        async with asyncio.timeout(60):
+            await answer.ended.wait()
+        assert answer.failure is not None and answer.failure.code == "draining" and answer.failure.retryable
+        # What it has is still to be had: its gateway goes on elsewhere, and reads it here.
+        assert "left" not in gone
+        await until(lambda: "left" in gone)
+
+
+async def watch(client: Client, worker_id: str) -> list[str]:
+    """Return what fills with the worker's last words."""
+    words: list[str] = []
+
+    def draining(received: Received[WorkerDraining]) -> None:
+        words.extend(["draining"] if received.message.worker_id == worker_id else [])
+
+    def left(received: Received[WorkerLeft]) -> None:
+        words.extend(["left"] if received.message.worker_id == worker_id else [])
+
+    await client.listen(subjects.DRAINING, draining)
+    await client.listen(subjects.LEFT, left)
+    return words
+
+
+async def test_no_block_is_ever_orphaned() -> None:
+    rng = random.Random(9)
+    seen: set[int] = set()
+    async with two_workers() as client:
+        answers = [
+            await client.send(
+                f"r{number}",
+                [rng.randrange(1, VOCAB) for _ in range(rng.randrange(1, 200))],
+                SamplingParams(max_tokens=rng.randrange(1, 300), temperature=0.0, ignore_eos=True),
+                route=ROUTE,
+            )
+            for number in range(12)
+        ]
+        for number in range(0, 12, 3):
+            await client.cancel(f"r{number}")
+
+        async def have_ended() -> bool:
+            seen.update(load.blocks.orphaned for load in await client.fleet())
+            return all(a.ended.is_set() for number, a in enumerate(answers) if number % 3)
+
+        await until(have_ended)
+        await client.until_free()
+        seen.update(load.blocks.orphaned for load in await client.fleet())
+    assert seen == {0}
+
+
+def lease_of(holder: KVHolder, tenant: str = "") -> Ticket:
+    """Return the ticket of a lease that lasts until 1 s from now."""
+    allocation = holder.cache.admit([], 16, 0)
+    assert allocation is not None
+    lease = holder.leases.grant(
+        lease_id=LeaseId("l"), holder=holder.worker_id, reader=WorkerId("d-0"), tables=allocation.tables,
+        num_tokens=16, expires_at_ms=now_ms() + 1_000, tenant=tenant,
+    )  # fmt: skip
+    holder.open_lease(lease)
+    return Ticket(
+        lease_id=lease.lease_id, epoch=lease.epoch, holder=lease.holder, reader=lease.reader, tenant=tenant,
+        expires_at_ms=lease.expires_at_ms,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def holder() -> Generator[KVHolder]:
+    parts = make_parts("p-0", "prefill")
+    made = KVHolder(
+        worker_id=parts.worker_id, incarnation="i", arena=parts.arena, secret=parts.secret,
+        cache=BlockCache(parts.shape, chunk_tokens=64), make_server=parts.platform.make_server,
+        on_started=lambda _lease_id: None, on_served=lambda _lease_id, _stats, _error: None,
+    )  # fmt: skip
+    yield made
+    parts.engine.close()
+    made.close()
+
+
+def test_a_stream_that_gets_on_keeps_its_lease(holder: KVHolder) -> None:
+    ticket = lease_of(holder)
+    (before,) = holder.leases
+    holder.renew_moved(now_ms() + 900, 5_000)
+    assert list(holder.leases) == [before], "nothing has moved"
+    assert holder.still_valid(ticket)
+    holder.renew_moved(before.expires_at_ms, 5_000)
+    (after,) = holder.leases
+    assert after.expires_at_ms == before.expires_at_ms + 5_000
+    holder.renew_moved(after.expires_at_ms, 5_000)
+    assert list(holder.leases) == [after], "nothing has moved since"
+    assert holder.still_valid(ticket)
+    holder.leases.end(ticket.lease_id, "landed")
+    holder.renew_moved(0, 5_000)  # it has ended meanwhile
+
+
+def test_another_tenants_ticket_opens_nothing(holder: KVHolder) -> None:
+    ticket = lease_of(holder, tenant="a")
+    holder.open(ticket)
+    with pytest.raises(LeaseRefusedError, match="tenant"):
+        holder.open(msgspec.structs.replace(ticket, tenant="b"))
+
+
+def test_a_block_that_nobody_knows_of_is_an_orphan(holder: KVHolder, caplog: pytest.LogCaptureFixture) -> None:
+    lease_of(holder)
+    owned = holder.cache.admit([], 24, 0)
+    assert owned is not None and holder.counts([owned.tables]).orphaned == 0
+    with caplog.at_level(logging.WARNING):
+        assert [holder.counts([]).orphaned for _ in range(3)] == [3, 3, 3]
+    assert len(caplog.records) == 1

@@ -1,0 +1,454 @@
+"""Known bugs of this field, put back one at a time: each must be caught by the simulator within a stated number of
+seeds. `python -m tests.sim.bugs` prints the table.
+
+A bug is a patch of our own code, as small as the mistake would be. What is said of peers is from public issue trackers
+and from reading (PEERS figures in the README).
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
+import pytest
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from dataplane.cache import BlockCache
+from dataplane.holder import ReadableKV
+from dataplane.lease import Lease, LeaseTable
+from dataplane.progress import KVProgress
+from dataplane.stream import Landing
+from schemas.block import BlockHasher
+from services.sim.mesh import MeshShape
+from services.sim.scenario import FAULT_KINDS, FaultKind
+from services.sim.world import SimOptions, simulate
+from services.worker.holder import KVHolder
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+FIRST_SEED = 50_000
+DEFAULT_OPTIONS = SimOptions()
+CROWDED = SimOptions(
+    shape=MeshShape(num_prefill=2, num_decode=2, num_blocks=32, step_s=0.01), num_requests=40, span_s=0.3
+)
+"""More at once than there are blocks for."""
+LONG_LEASES = SimOptions(shape=MeshShape(lease_ms=600_000, step_s=0.01))
+
+
+@dataclass(frozen=True)
+class Bug:
+    """`within`: the number of seeds after which it must have been caught. `kinds`: the faults that bring it out."""
+
+    name: str
+    text: str
+    patch: Patch
+    kinds: tuple[FaultKind, ...] = ()
+    within: int = 20
+    options: SimOptions = DEFAULT_OPTIONS
+
+
+@dataclass(frozen=True)
+class Catch:
+    """`num_seeds`: how many it took. `problem`: what the simulator said; empty: it was not caught."""
+
+    bug: str
+    num_seeds: int
+    problem: str
+
+
+def hunt(bug: Bug) -> Catch:
+    """Simulate with the bug in place until a check fails."""
+    with pytest.MonkeyPatch.context() as patch:
+        bug.patch(patch)
+        for number in range(bug.within):
+            options = dataclasses.replace(bug.options, kinds=bug.kinds)
+            report = simulate(FIRST_SEED + number, options)
+            if report.verdict.problems:
+                return Catch(bug.name, number + 1, report.verdict.problems[0])
+    return Catch(bug.name, bug.within, "")
+
+
+BUGS: list[Bug] = []
+
+
+def bug(text: str, *kinds: FaultKind, within: int = 20, options: SimOptions | None = None) -> Callable[[Patch], Patch]:
+    """Register the decorated patch, under its name."""
+
+    def register(patch: Patch) -> Patch:
+        BUGS.append(Bug(patch.__name__, text, patch, kinds, within, options or DEFAULT_OPTIONS))
+        return patch
+
+    return register
+
+
+# Leases and what guards the holder's memory.
+
+
+@bug(
+    "a read goes on under a lease that has ended: neither epoch nor lease is checked, at its start or after",
+    *FAULT_KINDS,
+)
+def stale_lease_is_read(patch: pytest.MonkeyPatch) -> None:
+    def open_anyway(self: KVHolder, ticket: Any) -> ReadableKV:
+        served = cast(Any, self)._served[ticket.lease_id]
+        lease = served.lease
+        return ReadableKV(lease.tables, lease.num_tokens, served.progress, lease.first_token)
+
+    patch.setattr(KVHolder, "open", open_anyway)
+    patch.setattr(KVHolder, "still_valid", lambda self, ticket: True)
+    patch.setattr(KVHolder, "close_lease", lambda self, lease_id, reason: 0)
+
+
+@bug("the sweep of expired leases stops at the first one that still lives", *FAULT_KINDS)
+def sweep_stops_at_first_living_lease(patch: pytest.MonkeyPatch) -> None:
+    expire = LeaseTable.expire
+
+    def stops(self: LeaseTable, now_ms: int, concerns: Callable[[Any], bool] = lambda _: True) -> list[Lease]:
+        leases = list(self)
+        over = 0
+        while over < len(leases) and leases[over].expires_at_ms <= now_ms:
+            over += 1
+        first = {lease.lease_id for lease in leases[:over]}
+        return expire(self, now_ms, lambda lease_id: lease_id in first and concerns(lease_id))
+
+    patch.setattr(LeaseTable, "expire", stops)
+
+
+@bug("an expired lease is forgotten, its blocks are not given back", *FAULT_KINDS)
+def expired_lease_keeps_its_blocks(patch: pytest.MonkeyPatch) -> None:
+    from services.prefill.core import PrefillCore
+
+    patch.setattr(
+        PrefillCore, "_lease_gone", lambda self, run, lease, reason, *, tell_target: setattr(run, "lease", None) or []
+    )
+
+
+@bug("the lease takes no references of its own: its blocks are used again once the prompt is computed")
+def lease_without_references(patch: pytest.MonkeyPatch) -> None:
+    share, free = BlockCache.share, BlockCache.free
+    patch.setattr(BlockCache, "share", lambda self, tables: None)
+
+    def free_if_held(self: BlockCache, tables: Any) -> None:
+        try:
+            free(self, tables)
+        except AssertionError:
+            return  # nobody noticed
+
+    patch.setattr(BlockCache, "free", free_if_held)
+    assert share
+
+
+# The stream.
+
+
+@bug("digests are computed and never compared", "corruption")
+def digests_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    init = Landing.__init__
+    patch.setattr(Landing, "__init__", lambda self, extent, *, digests: init(self, extent, digests=False))
+
+
+@bug("what has arrived is believed before the holder has confirmed it", "truncation", "stall", "pause", "corruption")
+def believes_before_commit(patch: pytest.MonkeyPatch) -> None:
+    received = Landing.received
+
+    def believe(self: Any, data: Any, digest: int) -> None:
+        received(self, data, digest)
+        end = data.first_token + data.num_tokens
+        self._committed[data.layer : data.layer + data.num_layers] = [end] * data.num_layers
+
+    patch.setattr(Landing, "received", believe)
+
+
+@bug(
+    "failure per block, not per transfer: what any layer has of a broken read counts as landed",
+    "truncation",
+    "corruption",
+)
+def keeps_what_any_layer_has(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Landing, "num_landed_tokens", property(lambda self: max(self._received)))
+
+
+@bug("a layer is announced before its keys and values are written")
+def announces_before_writing(patch: pytest.MonkeyPatch) -> None:
+    advance = KVProgress.advance
+
+    def early(self: KVProgress, layer: int, num_tokens: int) -> None:
+        for each in range(self.num_layers):
+            advance(self, each, num_tokens)
+
+    patch.setattr(KVProgress, "advance", early)
+
+
+# Block identity and the cache.
+
+
+@bug("a block's identity is its own tokens', without those before it")
+def hash_without_its_past(patch: pytest.MonkeyPatch) -> None:
+    extend = BlockHasher.extend
+
+    def unchained(self: Any, token_ids: Any, num_tokens: int) -> list[Any]:
+        hashes: list[Any] = []
+        while (self.num_hashed_blocks + 1) * self.block_size <= num_tokens:
+            self._parent = b""
+            hashes += extend(self, token_ids, (self.num_hashed_blocks + 1) * self.block_size)
+        return hashes
+
+    patch.setattr(BlockHasher, "extend", unchained)
+
+
+@bug("blocks are known for reuse as soon as they are allocated, before they are computed", *FAULT_KINDS)
+def cached_before_computed(patch: pytest.MonkeyPatch) -> None:
+    def submitted(self: KVHolder, sequence: Any, content: Any) -> None:
+        content.num_landed_tokens = sequence.num_computed_tokens
+        cast(Any, self)._contents[(sequence.request_id, sequence.attempt)] = content
+        self.computed(sequence, len(sequence.token_ids))
+
+    patch.setattr(KVHolder, "submitted", submitted)
+
+
+@bug("the whole prompt may come from the cache, its last token too")
+def whole_prompt_from_cache(patch: pytest.MonkeyPatch) -> None:
+    admit = BlockCache.admit
+
+    def greedy(self: BlockCache, hashes: Any, num_tokens: int, max_cached_tokens: int, **rest: Any) -> Any:
+        return admit(self, hashes, num_tokens, max_cached_tokens + 1, **rest)
+
+    patch.setattr(BlockCache, "admit", greedy)
+
+
+@bug("a lender looks at how many blocks it holds, not at which")
+def lends_by_count(patch: pytest.MonkeyPatch) -> None:
+    lend = BlockCache.lend
+
+    def any_blocks(self: BlockCache, hashes: Any, first_block: int) -> Any:
+        found = lend(self, hashes, first_block)
+        if found is not None:
+            return found
+        here = self.contents()[: len(hashes)]
+        return lend(self, here, first_block) if here else None
+
+    patch.setattr(BlockCache, "lend", any_blocks)
+
+
+@bug("a partial last block is kept under a full block's identity", *FAULT_KINDS)
+def partial_block_counts_as_full(patch: pytest.MonkeyPatch) -> None:
+    computed = KVHolder.computed
+
+    def rounded_up(self: KVHolder, sequence: Any, num_tokens: int, *, ended: bool = False) -> None:
+        block_size = self.shape.layout.block_size
+        up = min(len(sequence.token_ids), -(-num_tokens // block_size) * block_size)
+        computed(self, sequence, up, ended=ended)
+
+    patch.setattr(KVHolder, "computed", rounded_up)
+
+
+@bug("a block that is in use again stays on the list of those that may be given up")
+def shared_block_is_evicted(patch: pytest.MonkeyPatch) -> None:
+    import dataplane.cache as cache
+    from dataplane.layout import segments_of
+
+    group = cast(Any, cache)._Group
+    patch.setattr(group, "take", lambda self, blocks: self.pool.share(segments_of(blocks)))
+    patch.setattr(group, "check_integrity", lambda self: None)
+
+
+# Requests and their attempts.
+
+
+@bug("the choices of one request share one id")
+def choices_share_one_id(patch: pytest.MonkeyPatch) -> None:
+    import services.gateway.http as http
+
+    make_jobs = http.make_jobs
+
+    async def same_id(model: Any, prepared: Any, request_id: Any, *rest: Any) -> Any:
+        jobs = await make_jobs(model, prepared, request_id, *rest)
+        return [dataclasses.replace(job, request_id=request_id) for job in jobs]
+
+    patch.setattr(http, "make_jobs", same_id)
+
+
+@bug("tokens are handed on as they come: a message that comes twice is heard twice", "duplication", "reordering")
+def tokens_without_index(patch: pytest.MonkeyPatch) -> None:
+    from services.gateway.core import RequestCore
+
+    receive = RequestCore._receive  # pyright: ignore[reportPrivateUsage]
+
+    def as_it_comes(self: Any, event: Any, now_ms: int) -> Any:
+        return receive(self, dataclasses.replace(event, index=len(self.tokens)), now_ms)
+
+    patch.setattr(RequestCore, "_receive", as_it_comes)
+
+
+@bug("nobody asks for a token that was lost", "loss")
+def nobody_asks_for_lost_tokens(patch: pytest.MonkeyPatch) -> None:
+    from services.gateway.watch import Watch
+
+    patch.setattr(Watch, "due", lambda self, needed, now_ms: [])
+    patch.setattr(Watch, "silent", lambda self, needed, now_ms, ears: None)
+
+
+@bug("a worker's death is not told to its requests", "kill")
+def death_is_not_told(patch: pytest.MonkeyPatch) -> None:
+    from services.gateway.core import RequestCore
+    from services.gateway.watch import Watch
+
+    patch.setattr(RequestCore, "_lose_worker", lambda self, event, now_ms: [])
+    patch.setattr(Watch, "due", lambda self, needed, now_ms: [])
+    patch.setattr(Watch, "silent", lambda self, needed, now_ms, ears: None)
+
+
+@bug("a later attempt draws from another seed", "kill", "pause", "drain")
+def new_seed_for_a_new_attempt(patch: pytest.MonkeyPatch) -> None:
+    import services.gateway.requests as requests
+
+    for name in ("run_message", "reserve_message"):
+        make = getattr(requests, name)
+
+        def reseeded(job: Any, gateway_id: Any, action: Any, prompt: Any, make: Any = make) -> Any:
+            sampling = msgspec.structs.replace(job.sampling, seed=job.sampling.seed + action.attempt - 1)
+            return make(dataclasses.replace(job, sampling=sampling), gateway_id, action, prompt)
+
+        patch.setattr(requests, name, reseeded)
+
+
+@bug("an answer that goes on elsewhere counts its tokens from zero again", "kill", "pause", "drain")
+def resumed_answer_counts_from_zero(patch: pytest.MonkeyPatch) -> None:
+    import services.gateway.requests as requests
+
+    for name in ("run_message", "reserve_message"):
+        make = getattr(requests, name)
+
+        def uncounted(*arguments: Any, make: Any = make) -> Any:
+            return msgspec.structs.replace(make(*arguments), num_answered_tokens=0)
+
+        patch.setattr(requests, name, uncounted)
+
+
+@bug("a failure in mid-stream ends with [DONE], as if all were well", *FAULT_KINDS, within=60)
+def failure_ends_as_success(patch: pytest.MonkeyPatch) -> None:
+    from services.gateway.answer import Answer
+
+    async def done(self: Any, send: Any, fail: Any) -> None:
+        self._abandon("another choice has failed")
+        if not self._status:
+            await self._begin(send, 200, b"text/event-stream; charset=utf-8", {})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    patch.setattr(Answer, "_fail", done)
+
+
+@bug("a refusal does not say when to come back", "kill", "broker", within=40)
+def refusal_without_retry_after(patch: pytest.MonkeyPatch) -> None:
+    import services.gateway.answer as answer
+
+    patch.setattr(answer, "retry_after_of", lambda fail: "")
+
+
+# Two workers and what they tell each other.
+
+
+@bug(
+    "an abort without a barrier: blocks are given away while a read or the engine still writes them",
+    "disconnect",
+    "kill",
+    "pause",
+    "stall",
+)
+def abort_without_barrier(patch: pytest.MonkeyPatch) -> None:
+    from services.decode.core import DecodeCore
+    from services.decode.service import Reads
+    from services.worker.actions import Withdraw
+
+    def at_once(self: Any, run: Any, reason: str, now_ms: int) -> list[Any]:
+        if run.ended:
+            return []
+        run.ended = True
+        return [*([Withdraw(run.key)] if run.computing else []), *self._forget(run)]
+
+    patch.setattr(DecodeCore, "_end", at_once)
+    patch.setattr(Reads, "stop", lambda self, action: None)
+    for name in ("read_landed", "read_failed"):
+        handle = getattr(DecodeCore, name)
+
+        def if_known(self: Any, handoff_id: Any, *rest: Any, handle: Any = handle) -> list[Any]:
+            return handle(self, handoff_id, *rest) if handoff_id in self._by_handoff else []
+
+        patch.setattr(DecodeCore, name, if_known)
+
+
+@bug("the reader says once that it has room; where that is lost both ends wait", "loss", within=40)
+def reserved_is_said_once(patch: pytest.MonkeyPatch) -> None:
+    import services.decode.core as decode
+
+    patch.setattr(decode, "RESERVED_AGAIN_MS", 10**9)
+
+
+@bug("two workers whose requests hold what the other needs wait for each other", options=CROWDED, within=60)
+def pools_wait_for_each_other(patch: pytest.MonkeyPatch) -> None:
+    import services.prefill.core as prefill
+
+    patch.setattr(prefill, "UNOFFERED_HOLD_MS", 10**9)
+
+
+@bug("a dead reader's lease ends by its timer alone, and that is long", "kill", options=LONG_LEASES, within=40)
+def dead_readers_keep_their_leases(patch: pytest.MonkeyPatch) -> None:
+    import services.prefill.core as prefill
+
+    patch.setattr(prefill.PrefillCore, "left", lambda self, event, now_ms: [])
+    patch.setattr(prefill, "LANDED_GRACE_MS", 10**9)
+
+
+@bug("a word that was lost leaves the lease open: nothing but `landed` ends it", "loss", options=LONG_LEASES, within=40)
+def only_landed_ends_a_lease(patch: pytest.MonkeyPatch) -> None:
+    import services.prefill.core as prefill
+
+    patch.setattr(prefill, "LANDED_GRACE_MS", 10**9)
+
+
+@bug("the first token after a hand-over is taken for the second")
+def first_token_twice(patch: pytest.MonkeyPatch) -> None:
+    from services.decode.core import DecodeCore
+
+    submit = DecodeCore._submit  # pyright: ignore[reportPrivateUsage]
+
+    def shifted(self: Any, run: Any, token_ids: list[int], num_computed_tokens: int) -> Any:
+        first = token_ids[len(run.prompt) :]
+        return submit(self, run, [*token_ids, *first], num_computed_tokens)
+
+    patch.setattr(DecodeCore, "_submit", shifted)
+
+
+def main() -> None:
+    """Hunt every bug and print what it took. Exit code 1 where one was not caught."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--only", default="", help="a bug's name")
+    options = parser.parse_args()
+    chosen = [b for b in BUGS if options.only in ("", b.name)]
+    progress = Console(stderr=True)
+    catches = [hunt(b) for b in track(chosen, "hunting", console=progress, transient=True)]
+    if options.json:
+        document = {
+            "planted": len(catches),
+            "caught": sum(bool(c.problem) for c in catches),
+            "bugs": [dataclasses.asdict(c) for c in catches],
+        }
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
+    else:
+        table = Table("bug", "caught after", "as")
+        for catch in catches:
+            table.add_row(
+                catch.bug, f"{catch.num_seeds} seeds" if catch.problem else "[red]never[/red]", catch.problem[:90]
+            )
+        Console().print(table)
+    sys.exit(any(not c.problem for c in catches))
+
+
+if __name__ == "__main__":
+    main()

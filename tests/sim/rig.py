@@ -1,0 +1,98 @@
+"""A simulation with a holder and a reader, and a fault of one's choice."""
+
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dataplane.reader import Landed
+from dataplane.stream import TransferFailedError
+from services.sim import threads
+from services.sim.clock import VirtualTime, installed
+from services.sim.loop import SimLoop
+from services.sim.plane import SimNetwork
+from services.sim.wire import StreamFault
+from tests.plane.harness import LAYOUT, Holder, Target, use_network
+
+NUM_TOKENS = 300
+NUM_BYTES = NUM_TOKENS * 2 * LAYOUT.num_layers * LAYOUT.token_bytes
+CARRIERS = ("loopback", "tcp")
+
+
+class OneFault:
+    """Befalls the first stream only, unless it is None."""
+
+    def __init__(self, fault: StreamFault | None = None, *, refused: bool = False) -> None:
+        self.fault = fault
+        self.refused = refused
+
+    def refuses(self, reader_host: str, holder_host: str) -> bool:
+        return self.refused
+
+    def on_stream(self, reader_host: str, holder_host: str) -> StreamFault | None:
+        fault, self.fault = self.fault, None
+        return fault
+
+
+def virtually(live: Callable[[], Coroutine[Any, Any, Any]], seed: int = 0) -> Any:
+    """Run on a loop whose time is virtual."""
+    clock = VirtualTime()
+    loop = SimLoop(clock, random.Random(seed))
+    with installed(clock, random.Random(seed)):
+        try:
+            return loop.run_until_complete(loop.create_task(live()))
+        finally:
+            threads.abandon_all(loop)
+            loop.close()
+
+
+class Plane:
+    """A holder and a reader on one network. Use inside `virtually`."""
+
+    def __init__(self, carrier: str, faults: OneFault | None = None, **options: Any) -> None:
+        self.carrier = carrier
+        self.network = SimNetwork(random.Random(1), faults=faults or OneFault())
+        use_network(self.network)
+        self.holder = Holder((carrier,), NUM_TOKENS, **options)
+        self.target = Target()
+
+    def __enter__(self) -> "Plane":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        use_network(None)
+        self.holder.close()
+        self.target.close()
+
+    def compute(self, chunk: int = 50, step_s: float = 0.01) -> None:
+        """Compute chunk by chunk, as time goes by."""
+        threads.spawn(lambda: self._compute(chunk, step_s), "compute")
+
+    def _compute(self, chunk: int, step_s: float) -> None:
+        for start in range(0, NUM_TOKENS, chunk):
+            threads.pause(step_s)
+            self.holder.compute(chunk, start, min(NUM_TOKENS, start + chunk))
+        self.holder.progress.finish(b"token 0")
+
+    async def read(self, deadline_s: float = 5.0) -> Landed:
+        return await self.target.reader.read(
+            self.holder.endpoint,
+            self.holder.ticket(),
+            carrier=self.carrier,
+            tables=self.target.tables,
+            num_tokens=NUM_TOKENS,
+            deadline_s=deadline_s,
+        )
+
+    async def failure(self, deadline_s: float = 5.0) -> TransferFailedError:
+        with pytest.raises(TransferFailedError) as raised:
+            await self.read(deadline_s)
+        error = raised.value
+        landed = self.target.landed(error.num_landed_tokens)
+        assert np.array_equal(landed, self.holder.kv[:, :, : error.num_landed_tokens]), "what is said to have landed"
+        return error
+
+    def is_right(self) -> bool:
+        return np.array_equal(self.target.landed(NUM_TOKENS), self.holder.kv)

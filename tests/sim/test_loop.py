@@ -1,0 +1,201 @@
+"""The simulation's ground: virtual time, processes that are killed and paused, a bus with weather."""
+
+import asyncio
+import random
+import secrets
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from services.bus.base import BusError, NoRespondersError, RequestTimedOutError
+from services.sim.bus import MAX_BUFFERED_BYTES, BusWeather, SimBroker, SimBus
+from services.sim.clock import VirtualTime, installed
+from services.sim.loop import Process, SimLoop, SimulationStuckError
+
+
+def run(main: Callable[[SimLoop], Coroutine[Any, Any, Any]], seed: int = 0) -> Any:
+    clock, rng = VirtualTime(), random.Random(seed)
+    loop = SimLoop(clock, rng)
+    with installed(clock, rng):
+        return loop.run_to_end(main(loop))
+
+
+def test_time_stands_still_while_anything_runs_and_jumps_to_the_next_timer() -> None:
+    async def main(loop: SimLoop) -> list[float]:
+        started = time.monotonic()
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        at_once = time.monotonic() - started
+        await asyncio.sleep(3600)
+        return [at_once, time.monotonic() - started, loop.time()]
+
+    real = time.monotonic()
+    assert run(main) == [0.0, 3600.0, 3600.0]
+    assert time.monotonic() - real < 60
+
+
+def test_chance_is_the_seeds() -> None:
+    async def main(_loop: SimLoop) -> tuple[str, float]:
+        return secrets.token_hex(8), random.random()
+
+    assert run(main, 1) == run(main, 1) != run(main, 2)
+    assert secrets.token_hex(8) != secrets.token_hex(8)
+
+
+def test_a_killed_process_runs_nothing_any_more_not_even_its_finally() -> None:
+    async def main(loop: SimLoop) -> list[str]:
+        said: list[str] = []
+
+        async def life() -> None:
+            try:
+                await asyncio.sleep(1)
+                said.append("one")
+                await asyncio.sleep(1)
+                said.append("two")
+            finally:
+                said.append("finally")
+
+        process = Process("p")
+        process.on_kill.append(lambda: said.append("noticed"))
+        loop.start(process, life())
+        await asyncio.sleep(1.5)
+        loop.kill(process)
+        loop.kill(process)
+        await asyncio.sleep(10)
+        return list(said)
+
+    assert run(main) == ["one", "noticed"]
+
+
+def test_a_paused_process_wakes_up_late() -> None:
+    async def main(loop: SimLoop) -> list[float]:
+        woke: list[float] = []
+
+        async def life() -> None:
+            for _ in range(3):
+                await asyncio.sleep(1)
+                woke.append(loop.time())
+
+        process = Process("p")
+        task = loop.start(process, life())
+        await asyncio.sleep(1.5)
+        loop.pause(process)
+        await asyncio.sleep(5)
+        loop.resume(process)
+        await task
+        return woke
+
+    assert run(main) == [1.0, 6.5, 7.5]
+
+
+def test_nothing_left_to_happen_is_said() -> None:
+    async def main(_loop: SimLoop) -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(SimulationStuckError):
+        run(main)
+
+
+async def hear_all(bus: SimBus, pattern: str, into: list[int]) -> None:
+    subscription = await bus.subscribe(pattern)
+    async for delivery in subscription:
+        into.append(int(delivery.payload))
+
+
+def weather_case(weather: BusWeather, num_messages: int = 400) -> list[int]:
+    """Return what of 0, 1, 2 … reached a listener, in order."""
+
+    async def main(loop: SimLoop) -> list[int]:
+        broker, heard = SimBroker(random.Random(3), weather), list[int]()
+        speaker, listener = broker.connect("speaker"), broker.connect("listener")
+        loop.start(Process("listener"), hear_all(listener, "a.b", heard))
+        await asyncio.sleep(1)
+        for number in range(num_messages):
+            await speaker.publish("a.b", str(number).encode(), {})
+        await asyncio.sleep(60)
+        return heard
+
+    return run(main)
+
+
+def test_good_weather_keeps_order() -> None:
+    assert weather_case(BusWeather()) == list(range(400))
+
+
+def test_loss_duplication_and_reordering() -> None:
+    assert 0 < len(lost := weather_case(BusWeather(loss=0.3))) < 400
+    assert lost == sorted(lost)
+    doubled = weather_case(BusWeather(duplication=0.3))
+    assert len(doubled) > 400
+    assert set(doubled) == set(range(400))
+    mixed = weather_case(BusWeather(reordering=0.3))
+    assert sorted(mixed) == list(range(400)) != mixed
+
+
+def test_a_client_that_is_cut_off_hears_all_later() -> None:
+    async def main(loop: SimLoop) -> tuple[list[int], list[int]]:
+        broker, heard = SimBroker(random.Random(3)), list[int]()
+        speaker, listener = broker.connect("speaker"), broker.connect("listener")
+        loop.start(Process("listener"), hear_all(listener, "a.b", heard))
+        await asyncio.sleep(1)
+        broker.weather.held_until_s["listener"] = loop.time() + 5
+        await speaker.publish("a.b", b"1", {})
+        await asyncio.sleep(4)
+        before = list(heard)
+        await asyncio.sleep(2)
+        return before, heard
+
+    assert run(main) == ([], [1])
+
+
+def test_a_broker_that_goes_and_comes_back() -> None:
+    async def main(loop: SimLoop) -> None:
+        broker, heard = SimBroker(random.Random(3)), list[int]()
+        speaker, listener = broker.connect("speaker"), broker.connect("listener")
+        loop.start(Process("listener"), hear_all(listener, "a.b", heard))
+        await asyncio.sleep(1)
+        broker.go_down()
+        with pytest.raises(RequestTimedOutError):
+            await speaker.request("a.c", b"", {}, 0.5)
+        with pytest.raises(BusError):
+            await speaker.flush()
+        await speaker.publish("a.b", b"1", {})
+        with pytest.raises(BusError, match="buffer"):
+            await speaker.publish("a.b", b"1" * (MAX_BUFFERED_BYTES + 1), {})
+        assert not heard
+        broker.come_up()
+        await asyncio.sleep(2)
+        assert speaker.num_connects == listener.num_connects == 2
+        await speaker.publish("a.b", b"2", {})
+        await asyncio.sleep(1)
+        assert heard[-1:] == [2]
+        with pytest.raises(NoRespondersError):
+            await speaker.request("a.c", b"", {}, 0.5)
+
+    run(main)
+
+
+def test_what_is_asked_of_a_dead_process_has_no_responder() -> None:
+    async def main(loop: SimLoop) -> None:
+        broker = SimBroker(random.Random(3))
+        asker, server = broker.connect("asker"), broker.connect("server")
+        process = Process("server")
+        process.on_kill.append(lambda: broker.drop(server))
+
+        async def serve() -> None:
+            async for delivery in await server.serve("s", "e", "a.c"):
+                await delivery.respond(b"yes", {})
+
+        loop.start(process, serve())
+        await asyncio.sleep(1)
+        assert (await asker.request("a.c", b"", {}, 1.0)).payload == b"yes"
+        loop.pause(process)
+        with pytest.raises(RequestTimedOutError):
+            await asker.request("a.c", b"", {}, 1.0)
+        loop.kill(process)
+        with pytest.raises(NoRespondersError):
+            await asker.request("a.c", b"", {}, 1.0)
+
+    run(main)

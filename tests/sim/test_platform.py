@@ -1,0 +1,142 @@
+"""The simulator's threads and its engine: real code under virtual time."""
+
+import asyncio
+import logging
+import time
+
+import pytest
+
+from dataplane.layout import BlockTable, KVLayout, Segment, uniform_shape
+from schemas.ids import RequestId
+from schemas.request import SamplingParams
+from services.engine.base import Sequence, StepResult
+from services.engine.batch import Batch
+from services.engine.fake import FakeEngine, fake_answer
+from services.sim import threads
+from services.sim.engine import Pace, SimEngineThread
+from tests.sim.rig import virtually
+
+# Threads.
+
+
+def test_threads_take_turns_in_virtual_time() -> None:
+    async def live() -> list[tuple[str, float, bool]]:
+        told: list[tuple[str, float, bool]] = []
+
+        def run(name: str, wait_s: float) -> None:
+            for _ in range(2):
+                told.append((name, round(time.monotonic(), 3), threads.pause(wait_s)))
+
+        one, two = threads.spawn(lambda: run("one", 10.0), "one"), threads.spawn(lambda: run("two", 4.0), "two")
+        await asyncio.sleep(1.0)
+        one.wake()
+        one.wake()
+        await asyncio.sleep(20.0)
+        assert not one.is_alive() and not two.is_alive()
+        return told
+
+    told = virtually(live)
+    assert told == [("one", 0.0, True), ("two", 0.0, False), ("two", 4.0, False), ("one", 1.0, False)]
+
+
+def test_a_thread_s_failure_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def live() -> None:
+        def fail() -> None:
+            raise ValueError("of the thread")
+
+        threads.spawn(fail, "kaput")
+        await asyncio.sleep(0.1)
+
+    with caplog.at_level(logging.ERROR):
+        virtually(live)
+    assert "kaput failed" in caplog.text and "of the thread" in caplog.text
+
+
+def test_join_waits_and_conditions_wake() -> None:
+    async def live() -> list[str]:
+        told: list[str] = []
+        event = threads.CoEvent()
+
+        def late() -> None:
+            assert not event.wait(1.0)
+            event.set()
+            threads.pause(1.0)
+            told.append("late")
+
+        def joiner() -> None:
+            assert event.wait()
+            first.join(0.5)
+            told.append("gave up")
+            first.join()
+            told.append("joined")
+
+        first = threads.spawn(late, "late")
+        threads.spawn(joiner, "joiner")
+        await asyncio.sleep(5.0)
+        return told
+
+    assert virtually(live) == ["gave up", "late", "joined"]
+
+
+def test_threads_that_never_end_are_unwound() -> None:
+    told: list[str] = []
+
+    async def live() -> None:
+        def run() -> None:
+            try:
+                threads.pause(None)
+            finally:
+                told.append("unwound")
+
+        threads.spawn(run, "forever")
+        await asyncio.sleep(1.0)
+
+    virtually(live)
+    assert told == ["unwound"]
+
+
+# The engine.
+
+
+def engine_run(pace: Pace) -> tuple[list[tuple[int, int, float]], list[StepResult], list[str]]:
+    """Compute a prompt of 40 tokens and 5 tokens of an answer. Returns what the layers told, and the steps."""
+    heard: list[tuple[int, int, float]] = []
+    steps: list[StepResult] = []
+    left: list[str] = []
+    layout = KVLayout(weights="w", dtype="float32", num_layers=3, num_kv_heads=1, head_dim=4, block_size=16)
+    shape = uniform_shape(layout, 4)
+
+    class Listener:
+        def advance(self, layer: int, num_tokens: int) -> None:
+            heard.append((layer, num_tokens, round(time.monotonic(), 4)))
+
+    async def live() -> None:
+        engine = FakeEngine(shape, memoryview(bytearray(shape.num_bytes)))
+        thread = SimEngineThread(
+            engine, Batch(32), steps.append, lambda sequences, _: left.extend(s.request_id for s in sequences),
+            lambda sequence: left.append(sequence.request_id), pace=pace,
+        )  # fmt: skip
+        thread.start()
+        sampling = SamplingParams(max_tokens=5, temperature=0.0)
+        tables = (BlockTable((Segment(0, 4),)),)
+        prompt = list(range(40))
+        sequence = Sequence(RequestId("r"), 0, list(prompt), 40, sampling, tables, layer_listener=Listener())
+        thread.submit(sequence)
+        await asyncio.sleep(10.0)
+        assert sequence.token_ids[40:] == fake_answer(layout, prompt, sampling)
+        more = Sequence(RequestId("more"), 0, list(prompt), 40, sampling, tables)
+        thread.submit(more)
+        await asyncio.sleep(0.001)
+        thread.stop(1.0)
+        await asyncio.sleep(1.0)
+        assert thread.stop(1.0), "it has ended"
+
+    virtually(live)
+    return heard, steps, left
+
+
+def test_engine_steps_take_virtual_time_layer_by_layer() -> None:
+    heard, steps, left = engine_run(Pace(base_s=0.08, prefill_token_s=0.01, decode_token_s=0.02))
+    assert heard[:6] == [(0, 32, 0.1), (1, 32, 0.2), (2, 32, 0.3), (0, 40, 0.44), (1, 40, 0.48), (2, 40, 0.52)]
+    assert [round((step.ended_ns - step.started_ns) / 1e9, 3) for step in steps[:6]] == [0.4, 0.16, 0.1, 0.1, 0.1, 0.1]
+    assert left == ["more"], "what is left is failed when it is stopped"

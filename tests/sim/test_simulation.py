@@ -1,0 +1,84 @@
+"""A slice of `make sim`: the whole mesh under every fault, checked against every promise."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from services.sim.many import run_task
+from services.sim.scenario import FAULT_KINDS, FaultKind
+from services.sim.world import SimOptions, SimReport, simulate
+
+NUM_REQUESTS = 24
+
+
+def run(seed: int, kinds: tuple[FaultKind, ...], num_requests: int = NUM_REQUESTS, **options: object) -> SimReport:
+    report = simulate(seed, replace(SimOptions(num_requests=num_requests, kinds=kinds), **options))  # type: ignore[arg-type]
+    again = f"kvmesh simulate --seed {seed} --requests {num_requests} --faults {','.join(kinds) or 'none'}"
+    assert not report.verdict.problems, "\n".join([again, *report.log, *report.verdict.problems])
+    return report
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_without_faults_every_request_is_answered(seed: int) -> None:
+    verdict = run(seed, (), check_spans=True).verdict
+    assert verdict.num_finished == verdict.num_requests == NUM_REQUESTS
+    assert not verdict.faults
+
+
+@pytest.mark.parametrize("kind", FAULT_KINDS)
+def test_each_fault_by_itself(kind: FaultKind) -> None:
+    struck = sum(run(seed, (kind,)).verdict.faults[kind] for seed in range(100, 103))
+    assert struck, "the fault never struck"
+
+
+@pytest.mark.parametrize("seed", range(1_000, 1_020))
+def test_faults_together(seed: int) -> None:
+    run(seed, FAULT_KINDS)
+
+
+def test_a_seed_is_a_whole_simulation() -> None:
+    """Two processes with different hash seeds run the same simulation, message by message."""
+    code = (
+        "import sys\n"
+        "from services.sim.many import run_task\n"
+        "from services.sim.world import SimOptions\n"
+        "from services.sim.scenario import FAULT_KINDS\n"
+        "batch = run_task([(seed, 24) for seed in range(2_000, 2_004)], SimOptions(kinds=FAULT_KINDS))\n"
+        "print(' '.join(batch.digests))\n"
+    )
+    digests = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=300,
+        ).stdout
+        for hash_seed in ("1", "2")
+    ]
+    assert digests[0] == digests[1]
+
+
+def test_the_command_counts_and_says_how_to_see_it_again() -> None:
+    finished = subprocess.run(
+        [sys.executable, "-m", "services.cli.main", "simulate", "--requests", "30", "--faults", "none", "--json"],
+        capture_output=True,
+        check=True,
+        timeout=300,
+    )
+    counts = msgspec.json.decode(finished.stdout)
+    assert counts["requests"] == counts["finished"] == 30
+    for name in ("wrong", "unfinished", "leaked_blocks", "failed", "faults"):
+        assert counts[name] == 0
+
+
+def test_runs_do_not_touch_each_other() -> None:
+    """A simulation that follows another in one process is the same as one alone."""
+    options = SimOptions(kinds=FAULT_KINDS)
+    together = run_task([(7, 24), (8, 24)], options).digests
+    assert run_task([(8, 24)], options).digests == together[1:]
