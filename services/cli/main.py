@@ -1,4 +1,4 @@
-"""The `kvmesh` command: `up`, `serve`, `status`, `trace`, `simulate`, `bench`. A person's mistake is one line and exit code 2."""
+"""The `kvmesh` command: one function a subcommand. A person's mistake is one line and exit code 2."""
 
 import sys
 from pathlib import Path

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from schemas import subjects
 from schemas.ids import is_subject_token
 from schemas.message import Message
-from schemas.request import PlaceRequest
+from schemas.request import PlaceRequest, Refused
 from schemas.worker import DescribeFleet, WorkerJoined, WorkerLoad
 from services.bus.base import Bus
 from services.bus.typed import Received, TypedBus
@@ -18,6 +18,10 @@ from services.scheduler.cost import CostLimits
 from services.scheduler.hints import Hints
 from services.scheduler.watch import Watch
 
+LEARN_S = 1.0
+"""Every worker says its load twice a second: before this a scheduler that has just started may not know the fleet, and
+refuses nobody for want of workers."""
+
 
 async def run_scheduler(
     config: MeshConfig, bus: Bus, stop: asyncio.Event, on_ready: Callable[[], None] | None = None
@@ -26,6 +30,8 @@ async def run_scheduler(
     core = core_of(config.scheduler)
     door = TypedBus(bus, "scheduler")
     hints = Hints(door)
+    learnt = asyncio.Event()
+    asyncio.get_running_loop().call_later(LEARN_S, learnt.set)
 
     def hear(received: Received[FleetEvent]) -> None:
         message = received.message
@@ -38,7 +44,11 @@ async def run_scheduler(
 
     async def place(received: Received[PlaceRequest]) -> Message:
         holders = await hints.holders(received.message) if core.asks_directory else ()
-        return core.place(received.message, now_ms(), holders)
+        reply = core.place(received.message, now_ms(), holders)
+        if isinstance(reply, Refused) and reply.reason == "no_worker" and not learnt.is_set():
+            await learnt.wait()
+            reply = core.place(received.message, now_ms(), holders)
+        return reply
 
     async def describe(received: Received[DescribeFleet]) -> Message:
         return core.describe(now_ms())

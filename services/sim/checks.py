@@ -47,6 +47,15 @@ class ModelTruth:
     eos: int
 
 
+def check_peace(number: int, exchange: Exchange, verdict: Verdict) -> None:
+    """Where nothing went wrong nothing fails, and nothing is begun twice."""
+    mesh = exchange.usage.get("kvmesh") if exchange.usage else None
+    if not exchange.done:
+        verdict.problems.append(f"request {number} was not answered although nothing went wrong: {exchange.message}")
+    elif mesh and mesh["num_retries"]:
+        verdict.problems.append(f"request {number} was begun {mesh['num_retries'] + 1} times, nothing went wrong")
+
+
 def check_exchange(number: int, ask: Ask, exchange: Exchange, truth: ModelTruth, verdict: Verdict) -> None:
     """A client has had the right tokens, or the beginning of them and one clear end that is no success."""
     verdict.num_requests += 1

@@ -52,8 +52,7 @@ class FaultActor:
         if not mesh.broker.is_up:
             mesh.broker.come_up()
         for service in list(mesh.services.values()):
-            if service.process.is_paused:
-                mesh.loop.resume(service.process)
+            mesh.resume(service)
             if not service.is_running:
                 mesh.start(service.role, service.name)
         await asyncio.sleep(0)
@@ -91,7 +90,7 @@ class FaultActor:
             self._counts[fault.do] += 1
         self._log.append(f"{asyncio.get_running_loop().time():.4f} {fault}")
         match fault.do:
-            case "kill" | "pause" | "drain" | "partition":
+            case "kill" | "pause" | "drain" | "partition" | "plane_cut":
                 if living := self._mesh.living(fault.target):
                     await self._befall(fault, self._rng.choice(living))
             case "broker":
@@ -120,15 +119,16 @@ class FaultActor:
                 mesh.kill(service)
             case "pause":
                 mesh.loop.pause(service.process)
-            case "partition":
+            case "partition" | "plane_cut":
                 until_s = asyncio.get_running_loop().time() + fault.for_s
-                mesh.broker.weather.held_until_s[service.name] = until_s
+                if fault.do == "partition":
+                    mesh.broker.weather.held_until_s[service.name] = until_s
                 mesh.network.partition(service.name, until_s)
             case _:
                 service.stop.set()
         await asyncio.sleep(fault.for_s)
         if fault.do == "pause":
-            mesh.loop.resume(service.process)
+            mesh.resume(service)
         elif fault.do == "drain" and service.task is not None:
             await asyncio.wait([service.task])
         if fault.do in ("kill", "drain") and not self._is_over:

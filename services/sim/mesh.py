@@ -122,6 +122,7 @@ class SimMesh:
         self._rng = rng
         self._model = _served_model(shape)
         self._starts = itertools.count(1)
+        self._woken_s = -1.0
         self.spans: list[dict[str, object]] | None = None
         """Records of what has ended, where they are kept."""
 
@@ -142,6 +143,16 @@ class SimMesh:
 
     def kill(self, service: Service) -> None:
         self.loop.kill(service.process)
+
+    def resume(self, service: Service) -> None:
+        """Let a paused process go on."""
+        if service.process.is_paused:
+            self._woken_s = self.loop.time()
+            self.loop.resume(service.process)
+
+    def woken_since(self, time_s: float) -> bool:
+        """Say whether a process was paused or has gone on since."""
+        return self._woken_s >= time_s
 
     def living(self, target: str) -> list[Service]:
         """Return the running services of a role, or the one of this name."""

@@ -21,12 +21,12 @@ import msgspec
 from services.errors import UserError
 
 FaultKind = Literal[
-    "kill", "pause", "drain", "broker", "partition", "loss", "duplication", "reordering", "delay",
+    "kill", "pause", "drain", "broker", "partition", "plane_cut", "loss", "duplication", "reordering", "delay",
     "truncation", "corruption", "stall", "slowness", "refusal", "disconnect", "slow_client",
 ]  # fmt: skip
 FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 
-PROCESS_FAULTS: frozenset[FaultKind] = frozenset({"kill", "pause", "drain", "partition"})
+PROCESS_FAULTS: frozenset[FaultKind] = frozenset({"kill", "pause", "drain", "partition", "plane_cut"})
 """Those that befall one process."""
 PHASES = ("place", "run", "reserve", "reserved", "offered", "streaming", "landed", "released", "lease", "stored")
 """Last words of the subjects at which a fault may strike."""
@@ -89,7 +89,9 @@ def random_scenario(rng: random.Random, kinds: Sequence[FaultKind], targets: Seq
 
 def _random_fault(rng: random.Random, kind: FaultKind, targets: Sequence[str], span_s: float) -> Fault:
     phase = rng.choice(PHASES) if rng.random() < 0.5 else ""
-    long_s = {"pause": 5.0, "broker": 5.0, "partition": 4.0, "kill": 2.5, "drain": 2.0}.get(kind, span_s)
+    long_s = {"pause": 5.0, "broker": 5.0, "partition": 4.0, "plane_cut": 4.0, "kill": 2.5, "drain": 2.0}.get(
+        kind, span_s
+    )
     share = {"loss": 0.3, "duplication": 0.5, "reordering": 0.5, "delay": 1.0}.get(kind, 0.8)
     return Fault(
         do=kind,

@@ -34,6 +34,7 @@ class Ask:
             "seed": self.seed,
             "n": self.num_choices,
             "stream": self.stream,
+            "stream_options": {"include_usage": True} if self.stream else None,
             "return_token_ids": True,
         }
 

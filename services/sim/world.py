@@ -11,22 +11,28 @@ import warnings
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
+from schemas import subjects
+from schemas.worker import DescribeFleet, FleetDescribed
+from services.bus.base import BusError
+from services.bus.typed import TypedBus
 from services.sim.bus import SimBroker
-from services.sim.checks import ModelTruth, Verdict, check_exchange
+from services.sim.checks import ModelTruth, Verdict, check_exchange, check_peace
 from services.sim.client import Exchange, post
 from services.sim.clock import VirtualTime, installed
 from services.sim.faults import FaultActor
 from services.sim.loop import SimLoop, SimulationStuckError
 from services.sim.mesh import EOS, LAYOUT, REQUEST_TIMEOUT_S, VOCAB, MeshShape, SimMesh
 from services.sim.plane import SimNetwork
-from services.sim.rest import Held, held_at_rest
+from services.sim.rest import Held, held_at_rest, problems_now
 from services.sim.scenario import FaultKind, Scenario, random_scenario
 from services.sim.traces import trace_problems
 from services.sim.workload import Ask, make_asks
 
 READY_WITHIN_S = 10.0
+WORKER_ROLES = ("prefill", "decode", "aggregated", "store")
 REST_WITHIN_S = 12.0
 """After the last end: leases of lost readers run out, the last of the dead are noticed."""
+CHECK_EVERY_S = 0.25
 END_GRACE_S = 1.0
 """How long after its deadline an answer may take to be over."""
 
@@ -87,6 +93,8 @@ class World:
                 self.verdict.problems.append(f"{type(error).__name__}: {error}")
             for number, (ask, exchange) in enumerate(self.exchanges):
                 check_exchange(number, ask, exchange, ModelTruth(LAYOUT, VOCAB, EOS), self.verdict)
+                if not self.verdict.faults:
+                    check_peace(number, exchange, self.verdict)
         self._digest.update(repr((self.verdict.num_finished, sorted(self.verdict.failed.items()))).encode())
         return SimReport(
             self.seed, self.verdict, self._digest.hexdigest(), self.clock.now_s, self.broker.num_messages,
@@ -111,10 +119,19 @@ class World:
         asks = make_asks(self._chance(), options.num_requests, options.span_s, VOCAB)
         actor = FaultActor(self.mesh, self._chance(), self.verdict.faults, self.log)
         actor.begin(scenario, [exchange for _, exchange in self.exchanges])
+        checking = asyncio.ensure_future(self._check())
         clients = [asyncio.ensure_future(self._ask(ask, actor)) for ask in asks]
         await asyncio.wait(clients, timeout=REQUEST_TIMEOUT_S + options.span_s + END_GRACE_S)
         await actor.heal()
         await self._rest()
+        checking.cancel()
+
+    async def _check(self) -> None:
+        """Look now and then at what must hold at any time. A process that has just woken up has a moment."""
+        while not self.verdict.problems:
+            await asyncio.sleep(CHECK_EVERY_S)
+            if not self.mesh.woken_since(self.clock.now_s - CHECK_EVERY_S):
+                self.verdict.problems += problems_now(self.mesh)
 
     async def _ask(self, ask: Ask, actor: FaultActor) -> None:
         await asyncio.sleep(ask.at_s)
@@ -142,11 +159,29 @@ class World:
             return not held
 
         await self._until(rests, REST_WITHIN_S, "")
+        door = TypedBus(self.broker.connect("inspector"), "inspector")
+        for _ in range(round(REST_WITHIN_S / CHECK_EVERY_S)):
+            missing = await self._missing(door)
+            if not missing:
+                break
+            await asyncio.sleep(CHECK_EVERY_S)
+        else:
+            self.verdict.problems.append(f"the scheduler does not use {', '.join(sorted(missing))} any more")
         if self.mesh.spans is not None:
             with_kills = any(name in self.verdict.faults for name in ("kill", "drain"))
             self.verdict.problems += trace_problems(self.mesh.spans, with_kills=with_kills)
         self.verdict.problems += [what for what, _ in held]
         self.verdict.num_leaked_blocks += sum(num_blocks for _, num_blocks in held)
+
+    async def _missing(self, door: TypedBus) -> set[str]:
+        """Return the workers that a scheduler does not know as ready."""
+        names = {name for role, name in self.mesh.shape.services if role in WORKER_ROLES}
+        try:
+            fleet = await door.ask(subjects.FLEET, (), DescribeFleet(), 1.0)
+        except BusError:
+            return names
+        assert isinstance(fleet, FleetDescribed)
+        return names - {load.worker.worker_id for load in fleet.workers if load.state == "ready"}
 
     def _is_ready(self) -> bool:
         services = self.mesh.services.values()
@@ -205,10 +240,14 @@ def simulate(seed: int, options: SimOptions) -> SimReport:
     return report
 
 
+def _ignore(_unraisable: object) -> None:
+    """Say nothing."""
+
+
 @contextlib.contextmanager
 def _unheard() -> Generator[None]:
     """What was killed complains as it is collected: its coroutines have a `finally` that was never to run."""
-    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    hook, sys.unraisablehook = sys.unraisablehook, _ignore
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)

@@ -116,3 +116,22 @@ def test_a_ring_s_blocks_count_once_and_each_group_has_its_own() -> None:
     assert table.num_leased_blocks == 9 + 2
     assert (lease.first_token, lease.num_tokens) == (64, 140)
     assert table.check(LEASE, lease.epoch, READER, 0).tables == (BlockTable((Segment(3, 9),)), ring)
+
+
+def test_a_lease_is_read_for_its_tenant() -> None:
+    table = LeaseTable()
+    lease = table.grant(
+        lease_id=LEASE,
+        holder=HOLDER,
+        reader=READER,
+        tables=(BlockTable((Segment(0, 2),)),),
+        num_tokens=20,
+        expires_at_ms=100,
+        tenant="acme",
+    )
+    assert table.check(LEASE, lease.epoch, READER, 0, "acme") is lease
+    assert table.check(LEASE, lease.epoch, READER, 0) is lease, "a reader whose tenant nobody asks for"
+    for other in ("", "other"):
+        with pytest.raises(LeaseRefusedError) as raised:
+            table.check(LEASE, lease.epoch, READER, 0, other)
+        assert raised.value.reason == "tenant"

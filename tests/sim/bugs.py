@@ -6,6 +6,7 @@ and from reading (PEERS figures in the README).
 """
 
 import argparse
+import asyncio
 import dataclasses
 import json
 import sys
@@ -33,10 +34,17 @@ from services.worker.holder import KVHolder
 Patch = Callable[[pytest.MonkeyPatch], None]
 FIRST_SEED = 50_000
 DEFAULT_OPTIONS = SimOptions()
-CROWDED = SimOptions(
-    shape=MeshShape(num_prefill=2, num_decode=2, num_blocks=32, step_s=0.01), num_requests=40, span_s=0.3
+HURRIED = SimOptions(
+    shape=MeshShape(num_blocks=32, lease_ms=300, step_s=0.01, policy="least_loaded"), num_requests=40, span_s=0.6
 )
-"""More at once than there are blocks for."""
+"""Leases end while readers are held up, and their blocks are soon used again."""
+OVER_TCP = SimOptions(shape=MeshShape(carrier="tcp", policy="least_loaded"))
+STALE_HINTS = SimOptions(shape=MeshShape(num_prefill=3, num_blocks=40, step_s=0.01), num_requests=40, span_s=0.6)
+"""The directory is behind, and little is kept for long."""
+BUSY = SimOptions(shape=MeshShape(step_s=0.05, policy="least_loaded"), num_requests=80, span_s=4.0)
+"""No worker is ever idle."""
+SLEEPY = SimOptions(shape=MeshShape(step_s=0.02), num_requests=40, span_s=6.0)
+"""Requests go on coming long after the first fault."""
 LONG_LEASES = SimOptions(shape=MeshShape(lease_ms=600_000, step_s=0.01))
 
 
@@ -91,7 +99,9 @@ def bug(text: str, *kinds: FaultKind, within: int = 20, options: SimOptions | No
 
 @bug(
     "a read goes on under a lease that has ended: neither epoch nor lease is checked, at its start or after",
-    *FAULT_KINDS,
+    "plane_cut",
+    "stall",
+    options=HURRIED,
 )
 def stale_lease_is_read(patch: pytest.MonkeyPatch) -> None:
     def open_anyway(self: KVHolder, ticket: Any) -> ReadableKV:
@@ -104,7 +114,7 @@ def stale_lease_is_read(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVHolder, "close_lease", lambda self, lease_id, reason: 0)
 
 
-@bug("the sweep of expired leases stops at the first one that still lives", *FAULT_KINDS)
+@bug("the sweep of expired leases stops at the first one that still lives", "plane_cut", options=HURRIED)
 def sweep_stops_at_first_living_lease(patch: pytest.MonkeyPatch) -> None:
     expire = LeaseTable.expire
 
@@ -152,7 +162,7 @@ def digests_are_not_compared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Landing, "__init__", lambda self, extent, *, digests: init(self, extent, digests=False))
 
 
-@bug("what has arrived is believed before the holder has confirmed it", "truncation", "stall", "pause", "corruption")
+@bug("what has arrived is believed before the holder has confirmed it", "corruption", options=OVER_TCP)
 def believes_before_commit(patch: pytest.MonkeyPatch) -> None:
     received = Landing.received
 
@@ -221,7 +231,14 @@ def whole_prompt_from_cache(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockCache, "admit", greedy)
 
 
-@bug("a lender looks at how many blocks it holds, not at which")
+@bug(
+    "a lender looks at how many blocks it holds, not at which",
+    "delay",
+    "loss",
+    "reordering",
+    options=STALE_HINTS,
+    within=60,
+)
 def lends_by_count(patch: pytest.MonkeyPatch) -> None:
     lend = BlockCache.lend
 
@@ -245,16 +262,6 @@ def partial_block_counts_as_full(patch: pytest.MonkeyPatch) -> None:
         computed(self, sequence, up, ended=ended)
 
     patch.setattr(KVHolder, "computed", rounded_up)
-
-
-@bug("a block that is in use again stays on the list of those that may be given up")
-def shared_block_is_evicted(patch: pytest.MonkeyPatch) -> None:
-    import dataplane.cache as cache
-    from dataplane.layout import segments_of
-
-    group = cast(Any, cache)._Group
-    patch.setattr(group, "take", lambda self, blocks: self.pool.share(segments_of(blocks)))
-    patch.setattr(group, "check_integrity", lambda self: None)
 
 
 # Requests and their attempts.
@@ -389,26 +396,61 @@ def reserved_is_said_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(decode, "RESERVED_AGAIN_MS", 10**9)
 
 
-@bug("two workers whose requests hold what the other needs wait for each other", options=CROWDED, within=60)
-def pools_wait_for_each_other(patch: pytest.MonkeyPatch) -> None:
-    import services.prefill.core as prefill
-
-    patch.setattr(prefill, "UNOFFERED_HOLD_MS", 10**9)
-
-
-@bug("a dead reader's lease ends by its timer alone, and that is long", "kill", options=LONG_LEASES, within=40)
-def dead_readers_keep_their_leases(patch: pytest.MonkeyPatch) -> None:
+@bug(
+    "nothing but the reader's own word ends a lease, however dead it is", "kill", "loss", options=LONG_LEASES, within=40
+)
+def only_the_reader_ends_a_lease(patch: pytest.MonkeyPatch) -> None:
     import services.prefill.core as prefill
 
     patch.setattr(prefill.PrefillCore, "left", lambda self, event, now_ms: [])
+    patch.setattr(prefill.PrefillCore, "attempts", lambda self: {})
     patch.setattr(prefill, "LANDED_GRACE_MS", 10**9)
 
 
-@bug("a word that was lost leaves the lease open: nothing but `landed` ends it", "loss", options=LONG_LEASES, within=40)
-def only_landed_ends_a_lease(patch: pytest.MonkeyPatch) -> None:
-    import services.prefill.core as prefill
+@bug("the heartbeat waits for the engine: a busy worker looks dead", options=BUSY)
+def heartbeat_waits_for_the_engine(patch: pytest.MonkeyPatch) -> None:
+    from services.worker.ears import Ears
+    from services.worker.report import Reporter
 
-    patch.setattr(prefill, "LANDED_GRACE_MS", 10**9)
+    on_ping, load = Ears._on_ping, Reporter.load  # pyright: ignore[reportPrivateUsage]
+
+    async def when_idle(self: Any, received: Any) -> Any:
+        while any(core.num_runs for core in self._worker.cores):
+            await asyncio.sleep(0.01)
+        return await on_ping(self, received)
+
+    def load_when_idle(self: Any, now_ms: int) -> Any:
+        if any(core.num_runs for core in self._worker.cores):
+            raise RuntimeError("later")
+        return load(self, now_ms)
+
+    patch.setattr(Ears, "_on_ping", when_idle)
+    patch.setattr(Reporter, "load", load_when_idle)
+
+
+@bug(
+    "a worker that was declared dead goes on under its old name, and is never used again",
+    "pause",
+    options=SLEEPY,
+    within=30,
+)
+def fenced_worker_never_comes_back(patch: pytest.MonkeyPatch) -> None:
+    from services.worker.shell import Worker
+
+    patch.setattr(Worker, "fence", lambda self, *arguments, **named: None)
+
+
+@bug("what the client has had is computed again and handed on again", "kill", "pause", "drain")
+def resumed_answer_repeats_itself(patch: pytest.MonkeyPatch) -> None:
+    from services.gateway.core import RequestCore
+
+    begin = RequestCore._begin_attempt  # pyright: ignore[reportPrivateUsage]
+
+    def from_zero(self: Any) -> None:
+        self.tokens = []
+        begin(self)
+
+    patch.setattr(RequestCore, "_begin_attempt", from_zero)
 
 
 @bug("the first token after a hand-over is taken for the second")

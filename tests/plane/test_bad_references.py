@@ -1,0 +1,372 @@
+"""Every bad reference to KV, by name: each ends in a typed error, and not a wrong byte is believed.
+
+The holder is a worker's own, with its cache and its leases; readers are threads and sockets as they are.
+"""
+
+import base64
+import queue
+import random
+from collections.abc import Callable, Iterator
+
+import msgspec
+import numpy as np
+import pytest
+
+from dataplane.arena import Arena
+from dataplane.cache import BlockCache
+from dataplane.layout import KVLayout, block_ids, uniform_shape
+from dataplane.lease import Lease
+from dataplane.reader import Landed
+from dataplane.server import PlaneServer
+from dataplane.stream import TransferFailedError, TransferStats
+from dataplane.ticket import Ticket, sign
+from schemas.block import hash_blocks, join_hashes
+from schemas.ids import BlockHash, LeaseId, RequestId, WorkerId
+from schemas.kv import LeaseGranted, RequestLease
+from schemas.request import Refused
+from services.config import WorkerConfig
+from services.worker.holder import KVHolder
+from services.worker.lend import OPEN_WITHIN_MS, LendCore
+from services.worker.limits import WorkerLimits
+from tests.plane.corruption import BitFlip, measure, tapped
+from tests.plane.harness import (
+    DEADLINE_S,
+    HOLDER,
+    KV,
+    LAYOUT,
+    NUM_BLOCKS,
+    READER,
+    SECRET,
+    Holder,
+    Target,
+    now_ms,
+    random_kv,
+    write_kv,
+)
+from tests.plane.test_strangers import proxy
+
+BLOCK = LAYOUT.block_size
+NUM_TOKENS = 18 * BLOCK
+
+
+class Lender:
+    """A worker's holder, as its shell keeps it, without an engine."""
+
+    def __init__(self, carrier: str) -> None:
+        self.shape = uniform_shape(LAYOUT, NUM_BLOCKS)
+        arena = Arena.create(self.shape)
+        self.served: queue.Queue[tuple[LeaseId, str]] = queue.Queue()
+        self.holder = KVHolder(
+            worker_id=HOLDER,
+            incarnation="one",
+            arena=arena,
+            cache=BlockCache(self.shape, chunk_tokens=64),
+            secret=SECRET,
+            make_server=PlaneServer,
+            on_started=lambda _: None,
+            on_served=self._on_served,
+        )
+        limits = WorkerLimits(
+            worker_id=HOLDER, fingerprint=LAYOUT.fingerprint, num_blocks=NUM_BLOCKS, block_size=BLOCK,
+            context_length=4096, vocab_size=1000, eos_token_ids=frozenset(), max_queued=4, lease_ms=60_000,
+        )  # fmt: skip
+        self.lending = LendCore(limits, self.holder.cache, self.holder.leases)
+        self.holder.start(WorkerConfig(carrier=carrier))  # type: ignore[arg-type]
+
+    @property
+    def endpoint(self):
+        assert self.holder.plane is not None
+        return self.holder.plane.endpoint
+
+    def fill(self, prompt: int, num_tokens: int = NUM_TOKENS, tenant: str = "") -> KV:
+        """Compute a prompt, and keep it. Return its KV."""
+        cache, kv = self.holder.cache, random_kv(num_tokens, seed=prompt)
+        hashes = hashes_of(prompt, num_tokens, tenant)
+        with self.holder.lock:
+            allocation = cache.admit([], num_tokens, 0, tenant=tenant)
+            assert allocation is not None, "no room"
+            for layer in range(LAYOUT.num_layers):
+                write_kv(self.holder.arena.array, self.shape, allocation.tables, kv, layer, 0, num_tokens)
+            cache.store(allocation.tables, hashes, 0, num_tokens, 0, ended=True)
+            cache.free(allocation.tables)
+        return kv
+
+    def ask(self, prompt: int = 1, *, first_block: int = 0, tenant: str = "", ago_ms: int = 0, **changes):
+        """Ask for a lease on a prompt's blocks, `ago_ms` before now."""
+        request = RequestLease(
+            request_id=RequestId("r1"), attempt=1, deadline_ms=now_ms() + 600_000, reader=READER,
+            fingerprint=LAYOUT.fingerprint, first_block=first_block, tenant=tenant,
+            block_hashes=join_hashes(hashes_of(prompt, NUM_TOKENS, tenant)[first_block:]),
+        )  # fmt: skip
+        request = msgspec.structs.replace(request, **changes)
+        with self.holder.lock:
+            lease = self.lending.lend(request, now_ms() - ago_ms)
+        return lease if isinstance(lease, Refused) else self.holder.lend(lease, request)
+
+    def lend(self, prompt: int = 1, *, first_block: int = 0, ago_ms: int = 0) -> LeaseGranted:
+        granted = self.ask(prompt, first_block=first_block, ago_ms=ago_ms)
+        assert isinstance(granted, LeaseGranted), granted
+        return granted
+
+    def lease_of(self, granted: LeaseGranted) -> Lease:
+        return next(lease for lease in self.holder.leases if lease.lease_id == granted.lease_id)
+
+    def ticket(self, granted: LeaseGranted, *, secret: bytes = SECRET, **changes) -> str:
+        """Return a ticket for a lease, signed as the holder signs them."""
+        fields = {
+            "lease_id": granted.lease_id, "epoch": granted.epoch, "holder": HOLDER, "reader": READER,
+            "tenant": self.lease_of(granted).tenant, "expires_at_ms": now_ms() + 600_000,
+        }  # fmt: skip
+        return sign(secret, Ticket(**(fields | changes)))
+
+    def end(self, granted: LeaseGranted) -> None:
+        """Take in, as the event loop does, that a lease's read is over."""
+        with self.holder.lock:
+            actions = self.lending.served(granted.lease_id, "ended")
+        for _ in actions:
+            self.holder.close_lease(granted.lease_id, "ended")
+
+    def until_served(self) -> str:
+        return self.served.get(timeout=DEADLINE_S)[1]
+
+    def _on_served(self, lease_id: LeaseId, stats: TransferStats | None, error: str) -> None:
+        self.served.put((lease_id, error))
+
+
+def hashes_of(prompt: int, num_tokens: int = NUM_TOKENS, tenant: str = "") -> list[BlockHash]:
+    tokens = [prompt] * num_tokens
+    return hash_blocks(tokens, BLOCK, model_fingerprint=LAYOUT.fingerprint, tenant=tenant)
+
+
+def blocks_of(lease: Lease) -> set[int]:
+    return set(block_ids(lease.tables[0].segments))
+
+
+@pytest.fixture
+def lender(carrier: str) -> Iterator[Lender]:
+    made = Lender(carrier)
+    made.fill(1)
+    yield made
+    made.holder.close()
+    made.holder.cache.check_integrity()
+
+
+def read(lender: Lender, target: Target, carrier: str, granted: LeaseGranted, **changes) -> Landed:
+    fields = {
+        "ticket": granted.ticket, "first_token": granted.first_token, "num_tokens": granted.num_tokens,
+    } | changes  # fmt: skip
+    return target.reader.read_blocking(target.request(lender.endpoint, carrier=carrier, **fields))
+
+
+def fails(read: Callable[[], Landed]) -> TransferFailedError:
+    with pytest.raises(TransferFailedError) as raised:
+        read()
+    return raised.value
+
+
+def refused(lender: Lender, target: Target, carrier: str, granted: LeaseGranted, **changes) -> tuple[str, str]:
+    """Return why a read is refused before its first byte."""
+    target.arena.array[:] = 0
+    error = fails(lambda: read(lender, target, carrier, granted, **changes))
+    assert error.num_landed_tokens == changes.get("first_token", 0) and not target.arena.array.any(), (
+        "not a byte was written"
+    )
+    return error.code, error.detail
+
+
+def test_a_good_reference(carrier: str, lender: Lender, target: Target) -> None:
+    """The others differ from this one in one thing."""
+    landed = read(lender, target, carrier, lender.lend())
+    assert landed.num_tokens == NUM_TOKENS and np.array_equal(target.landed(NUM_TOKENS), random_kv(NUM_TOKENS, seed=1))
+    assert lender.until_served() == ""
+
+
+def test_unknown_lease(carrier: str, lender: Lender, target: Target) -> None:
+    granted = lender.lend()
+    ticket = lender.ticket(granted, lease_id=LeaseId("read-prefill-0-99"))
+    assert refused(lender, target, carrier, granted, ticket=ticket) == ("lease", "unknown")
+
+
+@pytest.mark.parametrize(("first_token", "num_tokens"), [(0, NUM_TOKENS + 1), (0, BLOCK), (BLOCK, NUM_TOKENS)])
+def test_out_of_range_tokens(carrier: str, lender: Lender, target: Target, first_token: int, num_tokens: int) -> None:
+    """Beyond the lease's end, and before its beginning though the holder has those tokens too."""
+    granted = lender.lend(first_block=2)
+    code, _ = refused(lender, target, carrier, granted, first_token=first_token, num_tokens=num_tokens)
+    assert code == "range"
+
+
+def test_consumed_twice(carrier: str, lender: Lender, target: Target) -> None:
+    granted = lender.lend()
+    read(lender, target, carrier, granted)
+    assert lender.until_served() == ""
+    lender.end(granted)
+    assert refused(lender, target, carrier, granted) == ("lease", "unknown")
+    assert lender.holder.cache.num_cached == NUM_TOKENS // BLOCK
+
+
+def test_stale_after_reuse(carrier: str, lender: Lender, target: Target) -> None:
+    """The lease has ended and its blocks are another prompt's: the old ticket opens nothing, a new one the new KV."""
+    old = lender.lend()
+    old_blocks = blocks_of(lender.lease_of(old))
+    lender.end(old)
+    for prompt in (2, 3):
+        lender.fill(prompt, 40 * BLOCK if prompt == 2 else NUM_TOKENS)
+    assert isinstance(lender.ask(1), Refused), "what is gone is not lent"
+    new = lender.lend(3)
+    assert old_blocks & blocks_of(lender.lease_of(new)), "some of the same blocks"
+    assert refused(lender, target, carrier, old) == ("lease", "unknown")
+    forged = lender.ticket(new, epoch=old.epoch)
+    assert refused(lender, target, carrier, new, ticket=forged) == ("lease", "epoch")
+    read(lender, target, carrier, new)
+    assert np.array_equal(target.landed(NUM_TOKENS), random_kv(NUM_TOKENS, seed=3))
+
+
+@pytest.mark.parametrize("at_look", [1, 2])
+def test_reused_during_a_read(
+    carrier: str, lender: Lender, target: Target, monkeypatch: pytest.MonkeyPatch, at_look: int
+) -> None:
+    """The blocks are given away and written while the stream is open: what was not confirmed before is void."""
+    granted = lender.lend()
+    still_valid, num_looks = lender.holder.still_valid, 0
+
+    def reuse_first(ticket: Ticket) -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == at_look:
+            lender.end(granted)
+            for prompt in (2, 3, 4):
+                lender.fill(prompt)
+        return still_valid(ticket)
+
+    monkeypatch.setattr(lender.holder, "still_valid", reuse_first)
+    error = fails(lambda: read(lender, target, carrier, granted))
+    assert error.code == "holder"
+    landed = error.num_landed_tokens
+    assert landed in ((0,) if at_look == 1 else (0, NUM_TOKENS))
+    assert np.array_equal(target.landed(landed), random_kv(NUM_TOKENS, seed=1)[:, :, :landed])
+    assert lender.until_served(), "the holder knows that it was not read to its end"
+
+
+def test_expired_lease(carrier: str, lender: Lender, target: Target) -> None:
+    granted = lender.lend(ago_ms=OPEN_WITHIN_MS)
+    assert refused(lender, target, carrier, granted) == ("lease", "expired")
+
+
+def test_expired_ticket(carrier: str, lender: Lender, target: Target) -> None:
+    granted = lender.lend()
+    ticket = lender.ticket(granted, expires_at_ms=now_ms() - 1)
+    assert refused(lender, target, carrier, granted, ticket=ticket) == ("ticket", "expired")
+
+
+def test_forged_with_another_secret(carrier: str, lender: Lender, target: Target) -> None:
+    granted = lender.lend()
+    ticket = lender.ticket(granted, secret=b"another mesh's secret")
+    assert refused(lender, target, carrier, granted, ticket=ticket) == ("ticket", "signature")
+
+
+def test_forged_by_a_flipped_bit(carrier: str, lender: Lender, target: Target) -> None:
+    """A bit of any character of a good ticket: of what it says, and of its signature."""
+    granted, rng = lender.lend(), random.Random(1)
+    good = granted.ticket
+    for _ in range(40):
+        at = rng.randrange(len(good))
+        flipped = good[:at] + chr(ord(good[at]) ^ 1 << rng.randrange(6)) + good[at + 1 :]
+        code, detail = refused(lender, target, carrier, granted, ticket=flipped)
+        assert (code, detail) in (("ticket", "signature"), ("ticket", "malformed"))
+
+
+def test_forged_by_another_body(carrier: str, lender: Lender, target: Target) -> None:
+    """The signature is a good one, of another ticket."""
+    granted, other = lender.lend(), lender.lend()
+    body, _, mac = other.ticket.partition(".")
+    said = msgspec.json.decode(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
+    said["lease_id"] = granted.lease_id
+    forged = base64.urlsafe_b64encode(msgspec.json.encode(said)).rstrip(b"=").decode() + "." + mac
+    assert refused(lender, target, carrier, granted, ticket=forged) == ("ticket", "signature")
+
+
+def test_other_tenant_s_lease(carrier: str, lender: Lender, target: Target) -> None:
+    granted = lender.lend()
+    ticket = lender.ticket(granted, tenant="other")
+    assert refused(lender, target, carrier, granted, ticket=ticket) == ("lease", "tenant")
+
+
+def test_other_tenant_s_text(lender: Lender) -> None:
+    """The very same prompt of another tenant has other hashes: it is not here."""
+    lender.fill(2, tenant="acme")
+    assert isinstance(lender.ask(2, tenant="acme"), LeaseGranted)
+    for tenant in ("", "other"):
+        answer = lender.ask(2, tenant=tenant)
+        assert isinstance(answer, Refused) and answer.reason == "gone"
+
+
+def test_truncated_stream(carrier: str, lender: Lender, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends once bytes have been sent, and before they are confirmed."""
+    granted, plane = lender.lend(), lender.holder.plane
+    assert plane is not None
+
+    def cut_all(_: Ticket) -> bool:
+        for stream in list(plane._streams):
+            stream.wire.cut()
+        return True
+
+    monkeypatch.setattr(lender.holder, "still_valid", cut_all)
+    error = fails(lambda: read(lender, target, carrier, granted))
+    assert (error.code, error.num_landed_tokens) == ("closed", 0)
+    assert lender.until_served(), "the holder knows that it was not read to its end"
+
+
+@pytest.mark.parametrize("at", [20, 50, 400, 30_000, 100_000])
+def test_truncated_bytes(make_holder: Callable[..., Holder], target: Target, at: int) -> None:
+    """The network ends it, wherever it stands."""
+    holder = make_holder(("tcp",))
+    holder.compute_all()
+    with proxy(holder, at, "cut") as endpoint:
+        error = fails(lambda: target.reader.read_blocking(target.request(endpoint, holder.ticket(), "tcp", 300)))
+    assert (error.code, error.num_landed_tokens) == ("closed", 0)
+
+
+def test_bit_flipped_payload(carrier: str, lender: Lender, target: Target) -> None:
+    granted, rng = lender.lend(), random.Random(2)
+    for _ in range(10):
+        flip = BitFlip(rng.randrange(NUM_TOKENS * LAYOUT.num_layers * 2 * LAYOUT.token_bytes * 8))
+        with tapped(flip):
+            error = fails(lambda: read(lender, target, carrier, granted))
+        assert flip.done and error.code == "digest"
+        landed = error.num_landed_tokens
+        assert np.array_equal(target.landed(landed), random_kv(NUM_TOKENS, seed=1)[:, :, :landed])
+
+
+def test_wrong_model(carrier: str, lender: Lender) -> None:
+    """Neither a lease nor, with another's ticket, a read."""
+    answer = lender.ask(fingerprint="another model's")
+    assert isinstance(answer, Refused) and answer.reason == "fingerprint"
+    other = Target(KVLayout(**(msgspec.structs.asdict(LAYOUT) | {"weights": "other"})))
+    code, _ = refused(lender, other, carrier, lender.lend())
+    assert code == "fingerprint"
+    other.close()
+
+
+@pytest.mark.parametrize("step", [-1, 1])
+def test_wrong_epoch(carrier: str, lender: Lender, target: Target, step: int) -> None:
+    granted = lender.lend()
+    ticket = lender.ticket(granted, epoch=granted.epoch + step)
+    assert refused(lender, target, carrier, granted, ticket=ticket) == ("lease", "epoch")
+
+
+def test_other_reader_s(carrier: str, lender: Lender, target: Target) -> None:
+    granted = lender.lend()
+    ticket = lender.ticket(granted, reader=WorkerId("decode-1"))
+    assert refused(lender, target, carrier, granted, ticket=ticket) == ("lease", "reader")
+
+
+def test_one_flipped_bit_in_each_of_many_transfers_is_caught(carrier: str) -> None:
+    result = measure(carrier, num_flips=200, num_clean_blocks=10_000)
+    assert (result.num_caught, result.num_wrong, result.num_untouched) == (200, 0, 0)
+    assert result.num_clean_blocks >= 10_000 and result.num_false_alarms == 0
+
+
+def test_without_digests_the_same_bits_are_delivered(carrier: str) -> None:
+    """So the measure can fail."""
+    result = measure(carrier, num_flips=20, digests=False)
+    assert (result.num_caught, result.num_wrong) == (0, 20)
