@@ -233,6 +233,7 @@ class PrefillCore(RoleCore[PrefillRun]):
             lease_id=LeaseId(f"lease-{request.handoff_id}"),
             holder=self._limits.worker_id,
             reader=request.decode_worker,
+            tenant=request.tenant,
             tables=run.tables,
             num_tokens=len(run.prompt),
             expires_at_ms=now_ms + self._limits.lease_ms,

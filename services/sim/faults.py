@@ -53,6 +53,8 @@ class FaultActor:
             mesh.broker.come_up()
         for service in list(mesh.services.values()):
             mesh.resume(service)
+            if service.stop.is_set() and service.task is not None:
+                await asyncio.wait([service.task])  # it drains
             if not service.is_running:
                 mesh.start(service.role, service.name)
         await asyncio.sleep(0)

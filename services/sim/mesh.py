@@ -1,6 +1,7 @@
 """A whole mesh in one loop: every service as it is, an engine that cannot get away with wrong KV, a store."""
 
 import asyncio
+import contextvars
 import itertools
 import mmap
 import random
@@ -14,6 +15,7 @@ from dataplane.layout import ArenaShape, KVLayout, uniform_shape
 from dataplane.server import LeaseGate
 from schemas.ids import WorkerId
 from schemas.worker import WorkerRole
+from services.bus.base import BusError
 from services.config import GatewayConfig, MeshConfig, SchedulerConfig, StoreConfig, WorkerConfig
 from services.directory.service import run_directory
 from services.engine.fake import FakeEngine
@@ -40,6 +42,7 @@ CONTEXT_LENGTH = 256
 LAYOUT = KVLayout(weights="simulated", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=4, block_size=BLOCK_SIZE)
 SECRET = "a secret of the simulation"
 REQUEST_TIMEOUT_S = 20.0
+RESTART_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +126,7 @@ class SimMesh:
         self._model = _served_model(shape)
         self._starts = itertools.count(1)
         self._woken_s = -1.0
+        self._context = contextvars.copy_context()
         self.spans: list[dict[str, object]] | None = None
         """Records of what has ended, where they are kept."""
 
@@ -138,7 +142,7 @@ class SimMesh:
         process.on_kill.append(lambda: self.broker.drop(service.bus))
         process.on_kill.append(lambda: self.network.kill(f"{name}.{number}"))
         self.services[name] = service
-        service.task = self.loop.start(process, self._run(service, f"{name}.{number}"), name)
+        service.task = self.loop.start(process, self._supervised(service, f"{name}.{number}"), name)
         return service
 
     def kill(self, service: Service) -> None:
@@ -157,6 +161,19 @@ class SimMesh:
     def living(self, target: str) -> list[Service]:
         """Return the running services of a role, or the one of this name."""
         return [s for s in self.services.values() if target in (s.role, s.name) and s.is_running]
+
+    async def _supervised(self, service: Service, host: str) -> None:
+        """Run a service; one that cannot start while the broker is away ends with an error, and is started again."""
+        try:
+            await self._run(service, host)
+        except* BusError:
+            service.bus.broker.drop(service.bus)
+            self.network.kill(host)
+            asyncio.get_running_loop().call_later(RESTART_S, self._start_again, service, context=self._context)
+
+    def _start_again(self, service: Service) -> None:
+        if self.services[service.name] is service and not service.process.is_dead:
+            self.start(service.role, service.name)
 
     async def _run(self, service: Service, host: str) -> None:
         exporter = ListExporter(self.spans) if self.spans is not None else None

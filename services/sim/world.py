@@ -160,6 +160,7 @@ class World:
 
         await self._until(rests, REST_WITHIN_S, "")
         door = TypedBus(self.broker.connect("inspector"), "inspector")
+        missing = set[str]()
         for _ in range(round(REST_WITHIN_S / CHECK_EVERY_S)):
             missing = await self._missing(door)
             if not missing:

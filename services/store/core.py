@@ -65,6 +65,7 @@ class StoreCore:
 
     def __init__(self, limits: StoreLimits, layout: KVLayout, num_blocks: int, back_tier: Tier | None) -> None:
         self.limits = limits
+        self.incarnation = limits.incarnation
         self.layout = layout
         self.memory = MemoryIndex(num_blocks)
         self.back_tier: Tier | None = back_tier
@@ -275,6 +276,12 @@ class StoreCore:
         lost = [lease for lease in self.leases if lease.reader == event.worker_id]
         return [ended for lease in lost for ended in self.end_lease(lease.lease_id, "the reader left")]
 
+    def begin(self, incarnation: str) -> list[Lease]:
+        """Others took this store for lost: go on as a new incarnation, with all that is here. Return the leases, which
+        have ended: no reader waits for them any more."""
+        self.incarnation, self._sequence = incarnation, 0
+        return [ended for lease in self.leases for ended in self.end_lease(lease.lease_id, "the store was lost")]
+
     def expire(self, now_ms: int) -> list[Lease]:
         """End what is over its time. Return these leases."""
         return self._freed(self.leases.expire(now_ms))
@@ -310,7 +317,7 @@ class StoreCore:
         end = offset + len(page)
         return Inventory(
             worker_id=self.limits.store_id,
-            incarnation=self.limits.incarnation,
+            incarnation=self.incarnation,
             sequence=self._sequence,
             block_hashes=join_hashes(page),
             next_offset=end if page and end < total else None,
@@ -340,7 +347,7 @@ class StoreCore:
                 self._sequence += 1
                 event = kind(
                     worker_id=self.limits.store_id,
-                    incarnation=self.limits.incarnation,
+                    incarnation=self.incarnation,
                     sequence=self._sequence,
                     block_hashes=join_hashes(hashes),
                     tier=tier,

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import logging
+import secrets
 import socket
 import time
 from collections.abc import Callable
@@ -16,7 +18,16 @@ from schemas.ids import LeaseId
 from schemas.kv import LeaseGranted, RequestLease
 from schemas.message import Message
 from schemas.request import Refused
-from schemas.worker import WorkerDraining, WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad, WorkerRates
+from schemas.worker import (
+    PingWorker,
+    WorkerAlive,
+    WorkerDraining,
+    WorkerInfo,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerLoad,
+    WorkerRates,
+)
 from services.bus.base import Bus
 from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig
@@ -31,6 +42,8 @@ from services.worker.outbox import Outbox
 from services.worker.spans import WorkerSpans
 
 __all__ = ["load_store", "run_store"]
+
+log = logging.getLogger(__name__)
 
 LOAD_INTERVAL_S = 0.5
 LAST_WORDS_S = 5.0
@@ -115,6 +128,7 @@ class Store:
         tasks.create_task(self._outbox.run(), name="outbox")
         await door.serve(tasks, subjects.LEASE, me, self._on_lease)
         await door.serve(tasks, subjects.INVENTORY, me, self._on_inventory)
+        await door.serve(tasks, subjects.PING, me, self._on_ping)
         await door.listen(tasks, subjects.LEFT, ("*",), self._on_left)
         await door.listen(tasks, subjects.COOLING, ("*",), self._puller.offered)
         await door.listen(tasks, subjects.REPLICATE, me, self._puller.replicated)
@@ -127,7 +141,7 @@ class Store:
     async def close(self) -> None:
         """Leave in order: take nothing more, write what waits, let reads end, close plane and tier, say so. Each in
         bounded time."""
-        me, incarnation = (self._store_id,), self.core.limits.incarnation
+        me, incarnation = (self._store_id,), self.core.incarnation
         self.core.draining = True
         self._outbox.put(subjects.DRAINING, me, WorkerDraining(worker_id=self._store_id, incarnation=incarnation))
         await self._puller.close()
@@ -203,8 +217,16 @@ class Store:
             self._spans.transferred(lent.traceparent, "source", span_ns, stats, attributes)
 
     def _on_left(self, received: Received[WorkerLeft]) -> None:
-        if received.message.worker_id != self._store_id:
-            self._end(lambda: self.core.left(received.message))
+        event = received.message
+        if event.worker_id != self._store_id:
+            self._end(lambda: self.core.left(event))
+        elif event.incarnation == self.core.incarnation and not self.core.draining:
+            log.warning("%s was declared lost (%s), and joins anew", self._store_id, event.reason)
+            self._end(lambda: self.core.begin(secrets.token_hex(8)))
+            self._outbox.put(subjects.JOINED, (self._store_id,), WorkerJoined(worker=self._info()))
+
+    async def _on_ping(self, _: Received[PingWorker]) -> Message:
+        return WorkerAlive(worker_id=self._store_id, incarnation=self.core.incarnation, lag_ms=0)
 
     def _end(self, decide: Callable[[], list[Lease]]) -> list[Lent]:
         """End leases, and cut the streams that are still open on them."""
@@ -234,7 +256,7 @@ class Store:
         layout = self.core.layout
         return WorkerInfo(
             worker_id=self._store_id,
-            incarnation=self.core.limits.incarnation,
+            incarnation=self.core.incarnation,
             role="store",
             model=self.parts.model,
             fingerprint=layout.fingerprint,

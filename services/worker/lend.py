@@ -51,6 +51,7 @@ class LendCore:
             lease_id=LeaseId(f"read-{limits.worker_id}-{self.num_asked}"),
             holder=limits.worker_id,
             reader=request.reader,
+            tenant=request.tenant,
             tables=found.tables,
             first_token=request.first_block * limits.block_size,
             num_tokens=found.num_cached_tokens,

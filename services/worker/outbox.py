@@ -17,8 +17,10 @@ log = logging.getLogger(__name__)
 MAX_UNSENT = 10_000
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
 
-REPAIRED = frozenset({subjects.LOAD, subjects.STORED, subjects.EVICTED, subjects.COOLING, subjects.TOKENS})
-"""What may be lost: said again soon, or asked for by whoever misses it."""
+REPAIRED = frozenset(
+    {subjects.LOAD, subjects.STORED, subjects.EVICTED, subjects.COOLING, subjects.REPLICATE, subjects.TOKENS}
+)
+"""What may be lost: said again soon, asked for by whoever misses it, or only a help."""
 
 _MESSAGE_BYTES = 512
 _TOKENS_BYTES = 256

@@ -137,7 +137,9 @@ class RoleCore(ABC, Generic[RunT]):
 
     def _allocate(self, run: RunT) -> bool:
         """Give a run its blocks and what is cached of its prompt. False: there is no room now."""
-        allocation = self._cache.admit(run.content.hashes, run.num_kv_tokens, len(run.prompt) - 1)
+        allocation = self._cache.admit(
+            run.content.hashes, run.num_kv_tokens, len(run.prompt) - 1, tenant=run.content.tenant
+        )
         if allocation is None:
             return False
         run.tables = allocation.tables

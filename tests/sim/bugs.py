@@ -45,6 +45,8 @@ BUSY = SimOptions(shape=MeshShape(step_s=0.05, policy="least_loaded"), num_reque
 """No worker is ever idle."""
 SLEEPY = SimOptions(shape=MeshShape(step_s=0.02), num_requests=40, span_s=6.0)
 """Requests go on coming long after the first fault."""
+ALONE = SimOptions(shape=MeshShape(num_prefill=1, num_decode=1))
+"""Whoever dies is missed."""
 LONG_LEASES = SimOptions(shape=MeshShape(lease_ms=600_000, step_s=0.01))
 
 
@@ -350,7 +352,7 @@ def failure_ends_as_success(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Answer, "_fail", done)
 
 
-@bug("a refusal does not say when to come back", "kill", "broker", within=40)
+@bug("a refusal does not say when to come back", "kill", within=40, options=ALONE)
 def refusal_without_retry_after(patch: pytest.MonkeyPatch) -> None:
     import services.gateway.answer as answer
 

@@ -4,19 +4,22 @@ import asyncio
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dataplane.stream import TransferFailedError
 from schemas import subjects
 from schemas.block import join_hashes
-from schemas.ids import WorkerId
-from schemas.kv import BlocksCooling, LeaseGranted
+from schemas.ids import RequestId, WorkerId
+from schemas.kv import BlocksCooling, LeaseGranted, ReplicateBlocks
 from schemas.request import Refused
+from schemas.worker import PingWorker, WorkerAlive, WorkerLeft
 from services.config import MeshConfig, StoreConfig
 from services.errors import UserError
+from services.runtime import now_ms
 from services.store import core as core_module
 from services.store.load import load_store
-from tests.store.fleet import LAYOUT, SECRET, STORE, arenas, config_of, files_in, fleet, kv_of, store, until
+from tests.store.fleet import LAYOUT, SECRET, STORE, Fleet, arenas, config_of, files_in, fleet, kv_of, store, until
 from tests.store.rig import WINDOWED, hash_of, hashes_of
 
 
@@ -288,6 +291,47 @@ async def test_a_lease_ends_with_its_reader() -> None:
         reader = await around.worker("decode-0")
         await reader.leave()
         await until(lambda: around.loads[-1].blocks.leased == 0)
+
+
+async def incarnation_of(around: Fleet) -> str:
+    alive = await around.door.ask(subjects.PING, (STORE,), PingWorker(), 10)
+    assert isinstance(alive, WorkerAlive) and alive.worker_id == STORE
+    return alive.incarnation
+
+
+async def test_a_store_that_was_declared_lost_joins_anew_with_all_it_has() -> None:
+    async with fleet() as around, store(around, config_of()):
+        worker = await around.worker("prefill-0", *range(10))
+        await worker.cool(*range(10))
+        await until(lambda: around.has("memory", *range(10)))
+        lent, before = await around.ask(*range(4)), await incarnation_of(around)
+        assert isinstance(lent, LeaseGranted)
+        for lost in ("another one", before, before):
+            left = WorkerLeft(worker_id=STORE, incarnation=lost, reason="silent")
+            await around.door.publish(subjects.LEFT, (STORE,), left)
+        await until(lambda: around.heard.count("WorkerJoined") == 2)
+        assert await incarnation_of(around) != before
+        assert around.heard.count("WorkerJoined") == 2, "told once more it stays who it is"
+        with pytest.raises(TransferFailedError):
+            await around.read(lent)
+        assert (await around.inventory())["memory"] == set(hashes_of(*range(10)))
+        assert await around.fetch(*range(10)) == 10
+        await around.gone(worker)
+
+
+async def test_what_a_worker_wants_kept_elsewhere_is_taken() -> None:
+    async with fleet() as around, store(around, config_of()):
+        worker = await around.worker("decode-0", *range(10))
+        offer = ReplicateBlocks(
+            request_id=RequestId("r1"), attempt=1, deadline_ms=now_ms() + 10_000, source=WorkerId("decode-0"),
+            fingerprint=LAYOUT.fingerprint, first_block=5, block_hashes=join_hashes(hashes_of(*range(10))),
+        )  # fmt: skip
+        for changes in ({"fingerprint": "other"}, {"block_hashes": b"cut"}, {"source": "a.b"}, {}):
+            await around.door.publish(subjects.REPLICATE, (STORE,), msgspec.structs.replace(offer, **changes))
+        await until(lambda: around.has("memory", *range(10)))
+        assert len(worker.asked) == 1 and worker.outcomes == ["landed"]
+        await around.gone(worker)
+        assert await around.fetch(*range(10)) == 10
 
 
 async def test_another_models_reader_is_refused() -> None:
