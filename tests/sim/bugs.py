@@ -76,11 +76,14 @@ def hunt(bug: Bug) -> Catch:
     with pytest.MonkeyPatch.context() as patch:
         bug.patch(patch)
         for number in range(bug.within):
-            options = dataclasses.replace(bug.options, kinds=bug.kinds)
-            report = simulate(FIRST_SEED + number, options)
-            if report.verdict.problems:
-                return Catch(bug.name, number + 1, report.verdict.problems[0])
+            if problems := problems_of(bug, number):
+                return Catch(bug.name, number + 1, problems[0])
     return Catch(bug.name, bug.within, "")
+
+
+def problems_of(bug: Bug, number: int) -> list[str]:
+    """Return what the simulator says to one of the bug's seeds: nothing, where the bug is not in place."""
+    return simulate(FIRST_SEED + number, dataclasses.replace(bug.options, kinds=bug.kinds)).verdict.problems
 
 
 BUGS: list[Bug] = []
@@ -476,7 +479,14 @@ def main() -> None:
     options = parser.parse_args()
     chosen = [b for b in BUGS if options.only in ("", b.name)]
     progress = Console(stderr=True)
-    catches = [hunt(b) for b in track(chosen, "hunting", console=progress, transient=True)]
+    catches: list[Catch] = []
+    for each in track(chosen, "hunting", console=progress, transient=True):
+        caught = hunt(each)
+        if caught.problem and (without := problems_of(each, caught.num_seeds - 1)):
+            sys.exit(
+                f"{each.name}: seed {FIRST_SEED + caught.num_seeds - 1} fails without the bug as well: {without[0]}"
+            )
+        catches.append(caught)
     if options.json:
         document = {
             "planted": len(catches),

@@ -1,0 +1,71 @@
+"""What the simulator has found, each kept as the scenario that showed it, with the seed of that day."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from services.sim.mesh import MeshShape
+from services.sim.scenario import Fault, Scenario
+from services.sim.world import SimOptions, simulate
+
+
+@dataclass(frozen=True)
+class Found:
+    """`all_answered`: the faults are such that every request can be answered."""
+
+    name: str
+    seed: int
+    shape: MeshShape
+    faults: tuple[Fault, ...]
+    all_answered: bool = True
+    num_requests: int = 24
+
+
+FOUND = (
+    # It kept the incarnation that had been declared lost, and nobody listened to it any more.
+    Found(
+        "a store that was declared lost comes back",
+        427,
+        MeshShape(has_store=True),
+        (Fault(do="partition", target="store", at_s=0.2, for_s=4.0),),
+    ),
+    # What was published while the broker was away reached it before those who serve had come back.
+    Found(
+        "requests that come while the broker comes back are answered",
+        302,
+        MeshShape(num_prefill=1, policy="least_loaded"),
+        (Fault(do="broker", at_s=0.4, for_s=1.0),),
+    ),
+    Found(
+        "requests under way while the broker is away for five seconds are answered",
+        303,
+        MeshShape(step_s=0.02),
+        (Fault(do="broker", at_s=0.7, for_s=5.0),),
+    ),
+    # A gateway that found no scheduler failed at once; one that had just started knew no worker yet.
+    Found(
+        "requests wait for the only scheduler to start again",
+        326,
+        MeshShape(),
+        (Fault(do="kill", target="scheduler", at_s=0.3, for_s=1.5),),
+    ),
+    # The only scheduler was stopped: what it was asked never came back.
+    Found(
+        "requests wait for the only scheduler to wake up",
+        327,
+        MeshShape(),
+        (Fault(do="pause", target="scheduler", at_s=0.3, for_s=3.0),),
+    ),
+)
+
+
+@pytest.mark.parametrize("found", FOUND, ids=[found.name.replace(" ", "_") for found in FOUND])
+def test_found(found: Found) -> None:
+    scenario = Scenario(faults=found.faults)
+    options = SimOptions(num_requests=found.num_requests, shape=found.shape, scenario=scenario)
+    for seed in (found.seed, found.seed + 1, found.seed + 2):
+        verdict = simulate(seed, options).verdict
+        assert not verdict.problems, "\n".join(verdict.problems)
+        assert verdict.faults
+        if found.all_answered:
+            assert verdict.num_finished == found.num_requests, dict(verdict.failed)
