@@ -19,16 +19,19 @@ def simulate(
     seed: Annotated[int, typer.Option(min=0, help="The first seed; each simulation has one of its own.")] = 0,
     requests: Annotated[int, typer.Option(min=1, help="Requests in all, 24 to a simulation.")] = 240,
     workers: Annotated[int, typer.Option(min=0, max=64, help="Workers of each mesh; 0: as the seed says.")] = 0,
-    faults: Annotated[str, typer.Option(help="all, none, or some of their names with commas.")] = "all",
+    faults: Annotated[str, typer.Option(help="all, none, or some of their names with commas; `list` prints them.")] = "all",
     scenario: Annotated[Path | None, typer.Option(help="A scenario file in place of random faults.")] = None,
     jobs: Annotated[int, typer.Option(min=0, help="Processes; 0: one a core.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Simulate a mesh under faults and check every promise. Exit code 1 where one was broken."""
     from services.sim.many import Batch, run_many, wall_clock
-    from services.sim.scenario import fault_kinds, load_scenario
+    from services.sim.scenario import FAULT_KINDS, fault_kinds, load_scenario
     from services.sim.world import SimOptions
 
+    if faults == "list":
+        sys.stdout.write("\n".join(FAULT_KINDS) + "\n")
+        return
     options = SimOptions(
         num_workers=workers,
         kinds=fault_kinds(faults),

@@ -83,10 +83,8 @@ class World:
 
     def run(self) -> SimReport:
         """Run it to its end."""
-        logging.getLogger("services").setLevel(logging.CRITICAL)
-        logging.getLogger("dataplane").setLevel(logging.CRITICAL)
         self.loop.set_exception_handler(self._on_exception)
-        with installed(self.clock, self._chance()):
+        with _quiet_logs(), installed(self.clock, self._chance()):
             try:
                 self.loop.run_to_end(self._live())
             except (SimulationStuckError, AssertionError) as error:
@@ -239,6 +237,20 @@ def simulate(seed: int, options: SimOptions) -> SimReport:
     with _unheard():
         gc.collect()
     return report
+
+
+@contextlib.contextmanager
+def _quiet_logs() -> Generator[None]:
+    """What goes wrong on purpose fills no log; whoever runs in this process afterwards logs as before."""
+    loggers = [logging.getLogger(name) for name in ("services", "dataplane")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _ignore(_unraisable: object) -> None:

@@ -1,5 +1,6 @@
 """A slice of `make sim`: the whole mesh under every fault, checked against every promise."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -38,6 +39,12 @@ def test_each_fault_by_itself(kind: FaultKind) -> None:
 @pytest.mark.parametrize("seed", range(1_000, 1_020))
 def test_faults_together(seed: int) -> None:
     run(seed, FAULT_KINDS)
+
+
+def test_logs_are_as_before_afterwards() -> None:
+    levels = [logging.getLogger(name).level for name in ("services", "dataplane")]
+    run(0, (), num_requests=1)
+    assert [logging.getLogger(name).level for name in ("services", "dataplane")] == levels
 
 
 def test_a_seed_is_a_whole_simulation() -> None:
