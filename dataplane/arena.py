@@ -5,6 +5,7 @@ The owner's lock on the file tells whoever cleans up that the owner is alive, wh
 """
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -42,14 +43,15 @@ class ArenaTooLargeError(Exception):
         mib = 1 << 20
         super().__init__(
             f"the KV arena needs {needed / mib:.0f} MiB of shared memory, but {SHM_DIR} has {available / mib:.0f} MiB "
-            "left: use fewer blocks, or give the container more (docker: --shm-size)"
+            "left: take less (kv_bytes, --kv-mib), or give the container more (docker: --shm-size)"
         )
         self.needed = needed
         self.available = available
 
 
 class Arena:
-    """Memory for whole blocks, mapped from /dev/shm. Pages are allocated by the kernel when first written.
+    """Memory for whole blocks, mapped from /dev/shm. All pages are taken at once: that there is too little
+    room must show at the start, not as SIGBUS in the middle of a request.
 
     `array` and `buffer` are the KV without the header; both are empty once closed. Views that others took of them stay
     valid: the memory goes when the last of them does.
@@ -68,18 +70,20 @@ class Arena:
         """Return a new arena of this shape, owned by this process. Raises ArenaTooLargeError."""
         num_bytes = shape.num_bytes
         needed = HEADER_BYTES + num_bytes
-        room = os.statvfs(SHM_DIR)
-        if room.f_blocks and needed > (available := room.f_bavail * room.f_frsize):
+        available = _available_bytes()
+        if available is not None and needed > available:
             raise ArenaTooLargeError(needed, available)
         name, nonce = f"kvmesh-{os.getpid()}-{secrets.token_hex(8)}", secrets.token_hex(16)
         path = SHM_DIR / name
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(fd, needed)
+            os.posix_fallocate(fd, 0, needed)
             mapping = mmap.mmap(fd, needed)  # keeps the open file, and with it the lock
-        except BaseException:
+        except BaseException as error:
             path.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENOMEM):  # others were quicker
+                raise ArenaTooLargeError(needed, _available_bytes() or 0) from error
             raise
         finally:
             os.close(fd)
@@ -127,6 +131,12 @@ class Arena:
         self.buffer = memoryview(b"")
         with contextlib.suppress(BufferError):  # views are alive: the last one unmaps
             mapping.close()
+
+
+def _available_bytes() -> int | None:
+    """None: the file system has no limit."""
+    room = os.statvfs(SHM_DIR)
+    return room.f_bavail * room.f_frsize if room.f_blocks else None
 
 
 def remove_stale_arenas() -> list[str]:
