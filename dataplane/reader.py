@@ -177,6 +177,10 @@ class PlaneReader:
         except OSError as error:
             raise run.failed("connect", str(error)) from error
 
+    def release_ended(self) -> None:
+        """Let go of the memory of holders that have ended. To be called now and then."""
+        self._attached.release_unlinked()
+
     def close(self) -> None:
         """Unmap the holders' arenas, close the connections to them."""
         self._attached.close()

@@ -56,7 +56,7 @@ class SharedReader:
 class AttachedArenas:
     """The holders' arenas that this process has mapped, kept: a mapping's first touch of each page is dear.
 
-    Bounded, and an arena that its owner has unlinked is let go at the next attach. Thread-safe.
+    Bounded. Thread-safe.
     """
 
     def __init__(self, max_attached: int = MAX_ATTACHED) -> None:
@@ -68,13 +68,17 @@ class AttachedArenas:
         """Return the KV of the endpoint's arena, read-only. Raises ArenaMissingError."""
         key = (endpoint.arena, endpoint.arena_nonce)
         with self._lock:
-            for gone in [k for k in self._arenas if not (SHM_DIR / k[0]).exists()]:
-                self._arenas.pop(gone).close()
             arena = self._arenas.pop(key, None) or Arena.attach(*key)
             self._arenas[key] = arena  # the one used last is at the end
             while len(self._arenas) > self._max_attached:
                 self._arenas.pop(next(iter(self._arenas))).close()
             return arena.array
+
+    def release_unlinked(self) -> None:
+        """Let go of the arenas whose owners have ended: what is mapped here, nobody else can have."""
+        with self._lock:
+            for gone in [key for key in self._arenas if not (SHM_DIR / key[0]).exists()]:
+                self._arenas.pop(gone).close()
 
     def can_attach(self, endpoint: Endpoint) -> bool:
         """Say whether the endpoint's arena is on this host."""

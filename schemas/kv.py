@@ -16,6 +16,15 @@ class RequestLease(RequestMessage, frozen=True, kw_only=True):
     first_block: int
     block_hashes: bytes
     tenant: str = ""
+    answer_by_ms: int = 0
+    """When the reader waits for the answer no more: what is granted later would be held for nobody. 0: unsaid."""
+
+
+class ReturnLease(RequestMessage, frozen=True, kw_only=True):
+    """The reader does not read under this lease, or no more."""
+
+    reader: WorkerId
+    lease_id: LeaseId
 
 
 class LeaseGranted(RequestMessage, frozen=True, kw_only=True):
@@ -68,6 +77,8 @@ def refuse_lease(request: RequestLease, holder: WorkerId, fingerprint: str, now_
         return refuse(request, "invalid", "a block is named twice")
     if request.deadline_ms <= now_ms:
         return refuse(request, "deadline", "the deadline has passed")
+    if request.answer_by_ms and request.answer_by_ms <= now_ms:
+        return refuse(request, "deadline", f"{request.reader} waits for the answer no more")
     return None
 
 

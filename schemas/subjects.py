@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from schemas.directory import BlocksEvicted, BlocksLocated, BlocksStored, Inventory, LocateBlocks, ReadInventory
 from schemas.handoff import BlocksReserved, HandoffAborted, KVLanded, KVOffered, KVReleased, KVStreaming
-from schemas.kv import BlocksCooling, LeaseGranted, ReplicateBlocks, RequestLease
+from schemas.kv import BlocksCooling, LeaseGranted, ReplicateBlocks, RequestLease, ReturnLease
 from schemas.message import Message
 from schemas.request import (
     AskProgress,
@@ -80,10 +80,11 @@ STORED = Subject("mesh.v1.kv.{}.stored", BlocksStored, (), "directory")
 EVICTED = Subject("mesh.v1.kv.{}.evicted", BlocksEvicted, (), "directory")
 INVENTORY = Subject("mesh.v1.kv.{}.inventory", ReadInventory, (Inventory,), "KV holder")
 LEASE = Subject("mesh.v1.kv.{}.lease", RequestLease, (LeaseGranted, Refused), "KV holder")
+RETURNED = Subject("mesh.v1.kv.{}.returned", ReturnLease, (), "KV holder")
 REPLICATE = Subject("mesh.v1.kv.{}.replicate", ReplicateBlocks, (), "KV holder")
 COOLING = Subject("mesh.v1.kv.{}.cooling", BlocksCooling, (), "store")
 
 SUBJECTS: tuple[Subject, ...] = (
     PLACE, FLEET, JOINED, LOAD, DRAINING, LEFT, PING, PROGRESS, RUN, RESERVE, RESERVED, OFFERED, STREAMING, LANDED,
-    RELEASED, ABORTED, TOKENS, WANTED, CANCEL, LOCATE, STORED, EVICTED, INVENTORY, LEASE, REPLICATE, COOLING,
+    RELEASED, ABORTED, TOKENS, WANTED, CANCEL, LOCATE, STORED, EVICTED, INVENTORY, LEASE, RETURNED, REPLICATE, COOLING,
 )  # fmt: skip

@@ -16,7 +16,7 @@ from dataplane.lease import Lease, LeaseRefusedError, LeaseTable
 from schemas.block import BLOCK_HASH_BYTES, join_hashes, split_hashes
 from schemas.directory import BlocksEvicted, BlocksStored, Inventory, Tier
 from schemas.ids import BlockHash, LeaseId, WorkerId, is_subject_token
-from schemas.kv import ReplicateBlocks, RequestLease, refuse_lease
+from schemas.kv import ReplicateBlocks, RequestLease, ReturnLease, refuse_lease
 from schemas.request import Refused, refuse
 from schemas.worker import BlockCounts, WorkerLeft
 from services.store.index import BackIndex, MemoryIndex
@@ -270,6 +270,11 @@ class StoreCore:
         """The read is over, however it ended. Return the lease, if it was still active."""
         lease = self.leases.end(lease_id, outcome)
         return [] if lease is None else self._freed([lease])
+
+    def returned(self, event: ReturnLease) -> list[Lease]:
+        """The reader does not read, or no more."""
+        is_its_own = any(lease.lease_id == event.lease_id and lease.reader == event.reader for lease in self.leases)
+        return self.end_lease(event.lease_id, "returned") if is_its_own else []
 
     def left(self, event: WorkerLeft) -> list[Lease]:
         """A reader is gone: its leases end. Return them."""

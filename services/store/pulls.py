@@ -3,21 +3,20 @@ never waits for it."""
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from dataplane.layout import BlockTable, segments_of
 from dataplane.reader import PlaneReader
 from dataplane.stream import TransferFailedError
-from schemas import subjects
 from schemas.block import join_hashes
 from schemas.ids import BlockHash, RequestId, WorkerId, new_id
-from schemas.kv import BlocksCooling, LeaseGranted, ReplicateBlocks, RequestLease, is_as_asked
-from schemas.request import Refused
-from services.bus.base import BusError
+from schemas.kv import BlocksCooling, LeaseGranted, ReplicateBlocks, RequestLease
 from services.bus.typed import Received, TypedBus
 from services.runtime import now_ms
 from services.store.backing import Backing, Complaints
 from services.store.core import StoreCore
+from services.worker.borrow import Borrower, NotGrantedError
 
 ASK_TIMEOUT_S = 2.0
 READ_TIMEOUT_S = 30.0
@@ -35,6 +34,10 @@ class _BehindError(Exception):
     """There is no room, and none comes."""
 
 
+class _RoomTakenError(Exception):
+    """Others have taken the room meanwhile."""
+
+
 @dataclass
 class Puller:
     """`carrier`: which one is asked for, or "auto". `changed` is called after blocks came; whoever makes room calls
@@ -50,6 +53,7 @@ class Puller:
     complaints: Complaints
 
     def __post_init__(self) -> None:
+        self._borrower = Borrower(self.door, self.core.layout.block_size)
         self._pulls: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(MAX_PULLS)
         self._room = asyncio.Event()
@@ -86,7 +90,7 @@ class Puller:
         try:
             async with self._slots:
                 await self._pull_all(worker_id)
-        except (BusError, TransferFailedError, _BehindError) as error:
+        except (NotGrantedError, TransferFailedError, _BehindError) as error:
             reason = str(error)
         finally:
             num_left = self.core.end_pull(worker_id)
@@ -101,14 +105,20 @@ class Puller:
             batch = self.core.next_pull(worker_id, min(room, MAX_PULL_BLOCKS))
             if not batch:
                 return
-            answer = await self._ask(worker_id, batch)
-            if isinstance(answer, LeaseGranted):
-                num_refused = 0 if await self._read(answer, batch) else num_refused + 1
-            elif answer.reason == "gone":
+            try:
+                async with self._lease(worker_id, batch) as granted:
+                    await self._read(granted, batch)
+                num_refused = 0
+            except _RoomTakenError:
                 num_refused += 1
-                self.core.passed_over(worker_id, batch[:1])
-            else:
-                return
+            except NotGrantedError as error:
+                if error.reason == "gone":
+                    num_refused += 1
+                    self.core.passed_over(worker_id, batch[:1])
+                elif error.reason:
+                    return
+                else:
+                    raise
 
     async def _wait_for_room(self) -> int:
         """Return how many blocks may be read now. Raises _BehindError when it takes too long for any to be."""
@@ -121,31 +131,29 @@ class Puller:
         except TimeoutError:
             raise _BehindError("the store is behind with its writing, or all of it is on loan") from None
 
-    async def _ask(self, worker_id: WorkerId, batch: list[BlockHash]) -> LeaseGranted | Refused:
+    def _lease(self, worker_id: WorkerId, batch: list[BlockHash]) -> AbstractAsyncContextManager[LeaseGranted]:
+        asked_ms = now_ms()
         request = RequestLease(
             request_id=RequestId(new_id("store")),
             attempt=1,
-            deadline_ms=now_ms() + int(READ_TIMEOUT_S * 1000),
+            deadline_ms=asked_ms + int(READ_TIMEOUT_S * 1000),
+            answer_by_ms=asked_ms + int(ASK_TIMEOUT_S * 1000),
             reader=self.core.limits.store_id,
             fingerprint=self.core.layout.fingerprint,
             first_block=0,
             block_hashes=join_hashes(batch),
         )
-        answer = await self.door.ask(subjects.LEASE, (worker_id,), request, ASK_TIMEOUT_S)
-        assert isinstance(answer, LeaseGranted | Refused)
-        if isinstance(answer, LeaseGranted) and not is_as_asked(request, answer, self.core.layout.block_size):
-            raise TransferFailedError("protocol", f"granted tokens {answer.first_token} to {answer.num_tokens}")
-        return answer
+        return self._borrower.lease(worker_id, request, ASK_TIMEOUT_S)
 
-    async def _read(self, granted: LeaseGranted, batch: list[BlockHash]) -> int:
-        """Read what was granted, as far as there is room, and file it. Return the number of blocks.
+    async def _read(self, granted: LeaseGranted, batch: list[BlockHash]) -> None:
+        """Read what was granted, as far as there is room, and file it.
 
-        Raises TransferFailedError; what landed before is filed.
+        Raises TransferFailedError; what landed before is filed. Raises _RoomTakenError.
         """
         block_size = self.core.layout.block_size
         blocks = self.core.allocate_up_to(granted.num_tokens // block_size)
-        if not blocks:  # others have taken the room meanwhile
-            return 0
+        if not blocks:
+            raise _RoomTakenError
         num_landed = 0
         try:
             await self.reader.read(
@@ -164,7 +172,6 @@ class Puller:
         finally:
             self.core.pulled(blocks, batch[:num_landed], writes=self._writes)
             self.changed()
-        return num_landed
 
     @property
     def _writes(self) -> bool:

@@ -15,7 +15,7 @@ from dataplane.ticket import Ticket, sign
 from schemas import subjects
 from schemas.directory import BlocksStored, ReadInventory
 from schemas.ids import LeaseId
-from schemas.kv import LeaseGranted, RequestLease
+from schemas.kv import LeaseGranted, RequestLease, ReturnLease
 from schemas.message import Message
 from schemas.request import Refused
 from schemas.worker import (
@@ -127,6 +127,7 @@ class Store:
         door, tasks, me = self._door, self._tasks, (self._store_id,)
         tasks.create_task(self._outbox.run(), name="outbox")
         await door.serve(tasks, subjects.LEASE, me, self._on_lease)
+        await door.listen(tasks, subjects.RETURNED, me, self._on_returned)
         await door.serve(tasks, subjects.INVENTORY, me, self._on_inventory)
         await door.serve(tasks, subjects.PING, me, self._on_ping)
         await door.listen(tasks, subjects.LEFT, ("*",), self._on_left)
@@ -211,10 +212,14 @@ class Store:
             attributes = {
                 Key.REQUEST_ID: lent.request.request_id,
                 Key.ATTEMPT: lent.request.attempt,
+                Key.LEASE: lease_id,
                 Key.OUTCOME: error or "landed",
             }
             span_ns = (lent.granted_ns, time.time_ns())
             self._spans.transferred(lent.traceparent, "source", span_ns, stats, attributes)
+
+    def _on_returned(self, received: Received[ReturnLease]) -> None:
+        self._end(lambda: self.core.returned(received.message))
 
     def _on_left(self, received: Received[WorkerLeft]) -> None:
         event = received.message
@@ -231,7 +236,12 @@ class Store:
     def _end(self, decide: Callable[[], list[Lease]]) -> list[Lent]:
         """End leases, and cut the streams that are still open on them."""
         with self._gate.lock:
-            lent = [self._gate.remove(lease) for lease in decide()]
+            ended = decide()
+            lent = [self._gate.remove(lease) for lease in ended]
+        for lease, was in zip(ended, lent, strict=True):
+            if was.traceparent:  # else nobody's trace: a store that takes from us, say
+                num_blocks = sum(segment.num_blocks for segment in lease.tables[0].segments)
+                self._spans.released(was.traceparent, was.granted_ns, lease.lease_id, num_blocks, lease.outcome)
         self._puller.room_made()
         if not len(self.core.leases):
             self._none_lent.set()
@@ -288,6 +298,7 @@ class Store:
             self._end(lambda: self.core.expire(now_ms()))
             self._changed()
             self._outbox.put(subjects.LOAD, (self._store_id,), self._load())
+            self._reader.release_ended()
             await asyncio.sleep(LOAD_INTERVAL_S)
 
     async def _write_behind(self, backing: Backing) -> None:

@@ -68,6 +68,7 @@ class Clockwork:
                 worker.decide(self._tick_leases)
                 self._forget_answers(now_ms())
                 self._say_cooling()
+                worker.reader.release_ended()
             worker.pulse.beat(time.monotonic())
 
     def _tick_leases(self, now: int) -> list[Action]:

@@ -5,7 +5,7 @@ import time
 
 from schemas import subjects
 from schemas.directory import ReadInventory
-from schemas.kv import RequestLease
+from schemas.kv import RequestLease, ReturnLease
 from schemas.message import Message
 from schemas.request import AskProgress, CancelRequest, Progress, Refused
 from schemas.worker import PingWorker, WorkerAlive, WorkerLeft
@@ -27,6 +27,7 @@ class Ears:
         await door.listen(tasks, subjects.LEFT, ("*",), self._on_left)
         await door.serve(tasks, subjects.INVENTORY, me, self._on_inventory)
         await door.serve(tasks, subjects.LEASE, me, self._on_lease)
+        await door.listen(tasks, subjects.RETURNED, me, self._on_returned)
         await door.serve(tasks, subjects.PROGRESS, me, self._on_progress)
         await door.serve(tasks, subjects.PING, me, self._on_ping)
         await door.bus.flush()
@@ -54,6 +55,9 @@ class Ears:
         trace = LeaseTrace(key, received.traceparent, time.time_ns(), is_lent=True)
         worker.lease_traces.granted(lease.lease_id, trace)
         return worker.holder.lend(lease, request)
+
+    def _on_returned(self, received: Received[ReturnLease]) -> None:
+        self._worker.decide(lambda _now: self._worker.lending.returned(received.message))
 
     async def _on_progress(self, received: Received[AskProgress]) -> Message:
         worker, asked = self._worker, received.message

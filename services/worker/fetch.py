@@ -4,21 +4,20 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 from dataplane.reader import Landed, PlaneReader
 from dataplane.stream import TransferFailedError
-from schemas import subjects
 from schemas.block import join_hashes
 from schemas.ids import WorkerId
-from schemas.kv import LeaseGranted, RequestLease, is_as_asked
-from schemas.request import Refused
-from services.bus.base import BusError
+from schemas.kv import LeaseGranted, RequestLease
 from services.bus.typed import TypedBus
 from services.config import WorkerConfig
 from services.runtime import now_ms
 from services.telemetry import AttributeValue, Key
 from services.worker.actions import AttemptKey, Fetch
+from services.worker.borrow import Borrower, NotGrantedError
 from services.worker.content import ReadOutcome
 from services.worker.rates import RateBook
 from services.worker.spans import WorkerSpans
@@ -27,17 +26,13 @@ from services.worker.wire import WireChoice
 
 log = logging.getLogger(__name__)
 
-LEASE_TIMEOUT_S = 2.0
+LEASE_TIMEOUT_MS = 2_000
 """A worker answers from memory, a store may have to look on its disk."""
 READ_BASE_S = 2.0
 READ_BYTES_PER_S_MIN = 20e6
 """A read slower than this is given up: computing would be quicker."""
 
 FetchedCallback = Callable[[AttemptKey, ReadOutcome], None]
-
-
-class NotGrantedError(Exception):
-    """The holder does not lend these blocks, or does not answer."""
 
 
 @dataclass
@@ -58,6 +53,9 @@ class Fetches:
     on_fetched: FetchedCallback
     _closed: bool = False
     _running: dict[AttemptKey, asyncio.Task[None]] = field(default_factory=dict[AttemptKey, "asyncio.Task[None]"])
+
+    def __post_init__(self) -> None:
+        self._borrower = Borrower(self.door, self.block_size)
 
     def start(self, action: Fetch, tasks: asyncio.TaskGroup) -> None:
         if self._closed:
@@ -90,8 +88,8 @@ class Fetches:
         traceparent = action.traceparent or self.spans.traceparent(action.key)
         outcome, landed, failure = ReadOutcome(0), None, ""
         try:
-            granted = await self._ask(action, traceparent)
-            landed = await self._read(action, granted)
+            async with self._lease(action, traceparent) as granted:
+                landed = await self._read(action, granted)
             outcome = ReadOutcome(landed.num_tokens, landed.stats.num_bytes, landed.stats.carrier, is_whole=True)
         except NotGrantedError as error:
             failure = str(error)
@@ -108,31 +106,23 @@ class Fetches:
         with surviving(f"what follows the fetch of {action.key[0]}"):
             self.on_fetched(action.key, outcome)
 
-    async def _ask(self, action: Fetch, traceparent: str) -> LeaseGranted:
-        """Return the lease. Raises NotGrantedError."""
+    def _lease(self, action: Fetch, traceparent: str) -> AbstractAsyncContextManager[LeaseGranted]:
         request_id, attempt = action.key
-        left_ms = action.deadline_ms - now_ms()
+        asked_ms = now_ms()
+        answer_by_ms = min(action.deadline_ms, asked_ms + LEASE_TIMEOUT_MS)
         request = RequestLease(
             request_id=request_id,
             attempt=attempt,
             deadline_ms=action.deadline_ms,
+            answer_by_ms=answer_by_ms,
             reader=self.worker_id,
             fingerprint=self.fingerprint,
             first_block=action.first_block,
             block_hashes=join_hashes(action.block_hashes),
             tenant=action.tenant,
         )
-        timeout_s = max(0.001, min(LEASE_TIMEOUT_S, left_ms / 1000))
-        try:
-            reply = await self.door.ask(subjects.LEASE, (action.source,), request, timeout_s, traceparent)
-        except BusError as error:
-            raise NotGrantedError(f"{action.source} did not answer: {error.reason}") from error
-        if isinstance(reply, Refused):
-            raise NotGrantedError(f"{reply.reason}: {reply.detail}")
-        assert isinstance(reply, LeaseGranted)
-        if not is_as_asked(request, reply, self.block_size):
-            raise NotGrantedError(f"{action.source} granted tokens {reply.first_token} to {reply.num_tokens}, unasked")
-        return reply
+        timeout_s = max(0.001, (answer_by_ms - asked_ms) / 1000)
+        return self._borrower.lease(action.source, request, timeout_s, traceparent)
 
     async def _read(self, action: Fetch, granted: LeaseGranted) -> Landed:
         num_bytes = max(0, granted.num_tokens - granted.first_token) * self.token_bytes

@@ -10,7 +10,7 @@ from dataplane.cache import BlockCache
 from dataplane.lease import Lease, LeaseTable
 from schemas.block import split_hashes
 from schemas.ids import LeaseId
-from schemas.kv import RequestLease, refuse_lease
+from schemas.kv import RequestLease, ReturnLease, refuse_lease
 from schemas.request import Refused, refuse
 from schemas.worker import WorkerLeft
 from services.worker.actions import Action, CloseLease
@@ -69,6 +69,11 @@ class LendCore:
         """The read is over, however it ended."""
         lease = self.leases.end(lease_id, outcome) if lease_id in self._lent else None
         return [] if lease is None else self._gone(lease)
+
+    def returned(self, event: ReturnLease) -> list[Action]:
+        """The reader does not read, or no more."""
+        is_its_own = any(lease.lease_id == event.lease_id and lease.reader == event.reader for lease in self.leases)
+        return self.served(event.lease_id, "returned") if is_its_own else []
 
     def left(self, event: WorkerLeft) -> list[Action]:
         """A reader is gone."""

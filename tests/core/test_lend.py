@@ -6,7 +6,7 @@ import pytest
 from dataplane.lease import Lease, LeaseTable
 from schemas.block import join_hashes
 from schemas.ids import LeaseId, RequestId, WorkerId
-from schemas.kv import LeaseGranted, RequestLease, is_as_asked
+from schemas.kv import LeaseGranted, RequestLease, ReturnLease, is_as_asked
 from schemas.request import Refused
 from schemas.worker import WorkerLeft
 from services.worker.actions import CloseLease
@@ -61,6 +61,7 @@ def test_the_leading_run_that_is_here_is_lent(first_block: int) -> None:
         ({"block_hashes": bytes(16)}, "gone"),
         ({"block_hashes": 2 * request().block_hashes}, "invalid"),
         ({"deadline_ms": 0}, "deadline"),
+        ({"answer_by_ms": 1}, "deadline"),
         ({"reader": "x" * 3000}, "invalid"),
         ({"request_id": "a.b"}, "invalid"),
     ],
@@ -89,6 +90,19 @@ def test_a_lease_that_nobody_opens_ends_soon_and_one_that_is_read_later() -> Non
     assert core.tick(OPEN_WITHIN_MS - 1) == []
     assert core.tick(OPEN_WITHIN_MS) == [CloseLease(unopened.lease_id, "expired")]
     assert len(core.tick(OPEN_WITHIN_MS + 30_000)) == 1
+    assert_all_given_back(core)
+
+
+def test_a_lease_that_is_returned_ends_and_nobody_else_s_does() -> None:
+    core = lender()
+    mine, other = granted(core), granted(core)
+    back = ReturnLease(
+        request_id=RequestId("r1"), attempt=1, deadline_ms=case.DEADLINE_MS, reader=READER, lease_id=mine.lease_id
+    )
+    assert core.returned(msgspec.structs.replace(back, reader=WorkerId("stranger"))) == []
+    assert core.returned(back) == [CloseLease(mine.lease_id, "returned")]
+    assert core.returned(back) == []
+    assert core.served(other.lease_id, "landed")
     assert_all_given_back(core)
 
 

@@ -2,6 +2,7 @@ import gc
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from dataplane import arena as arena_module
 from dataplane.arena import HEADER_BYTES, SHM_DIR, Arena, ArenaMissingError, ArenaTooLargeError, remove_stale_arenas
 from dataplane.layout import uniform_shape
+from dataplane.shm import AttachedArenas
+from schemas.handoff import Endpoint
 from tests.plane.harness import LAYOUT
 
 
@@ -135,3 +138,21 @@ def test_array_is_bytes() -> None:
     assert owned.array.dtype == np.uint8 and owned.array.flags.c_contiguous
     assert arena_module.HEADER_BYTES % 4096 == 0
     owned.close()
+
+
+def test_who_reads_lets_go_of_an_arena_that_its_owner_has_left() -> None:
+    """A mapping holds the memory, whatever became of the name."""
+    attached = AttachedArenas()
+    owners = [Arena.create(uniform_shape(LAYOUT, 4)) for _ in range(2)]
+    for owner in owners:
+        attached.attach(endpoint_of(owner))
+    owners[0].close()
+    attached.release_unlinked()
+    assert owners[0].name not in Path("/proc/self/maps").read_text()
+    assert owners[1].name in Path("/proc/self/maps").read_text()
+    owners[1].close()
+    attached.close()
+
+
+def endpoint_of(arena: Arena) -> Endpoint:
+    return Endpoint(carriers=("shm",), host="", port=0, arena=arena.name, arena_nonce=arena.nonce)

@@ -20,7 +20,7 @@ from schemas.handoff import (
     KVStreaming,
 )
 from schemas.ids import GatewayId, HandoffId, LeaseId, RequestId, WorkerId
-from schemas.kv import BlocksCooling, LeaseGranted, ReplicateBlocks, RequestLease
+from schemas.kv import BlocksCooling, LeaseGranted, ReplicateBlocks, RequestLease, ReturnLease
 from schemas.message import Message
 from schemas.request import (
     AskProgress,
@@ -212,7 +212,10 @@ EXAMPLES: tuple[Message, ...] = (
     BlocksEvicted(**HOLDER, sequence=2, block_hashes=HASHES[:16], tier="memory"),
     ReadInventory(offset=100_000),
     Inventory(**HOLDER, sequence=2, block_hashes=HASHES[16:], next_offset=100_001, tier="remote"),
-    RequestLease(**REQUEST, reader=TARGET, fingerprint="f00d", first_block=3, block_hashes=HASHES, tenant="t"),
+    RequestLease(
+        **REQUEST, reader=TARGET, fingerprint="f00d", first_block=3, block_hashes=HASHES, tenant="t", answer_by_ms=9
+    ),
+    ReturnLease(**REQUEST, reader=TARGET, lease_id=LEASE),
     LeaseGranted(
         **REQUEST,
         worker_id=SOURCE,

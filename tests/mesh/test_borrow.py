@@ -1,0 +1,120 @@
+"""A lease that nobody reads under is given back, whatever became of its reader."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from schemas import subjects
+from schemas.block import BLOCK_HASH_BYTES
+from schemas.handoff import Endpoint
+from schemas.ids import LeaseId, RequestId, WorkerId
+from schemas.kv import LeaseGranted, RequestLease, ReturnLease
+from schemas.request import Refused
+from services.bus.memory import MemoryBroker, MemoryBus
+from services.bus.typed import Received, TypedBus
+from services.worker.borrow import Borrower, NotGrantedError
+
+HOLDER, READER = WorkerId("p-0"), WorkerId("d-0")
+BLOCK_SIZE = 8
+REQUEST = RequestLease(
+    request_id=RequestId("r"), attempt=1, deadline_ms=9, reader=READER, fingerprint="f", first_block=0,
+    block_hashes=bytes(2 * BLOCK_HASH_BYTES),
+)  # fmt: skip
+GRANTED = LeaseGranted(
+    request_id=REQUEST.request_id, attempt=1, deadline_ms=9, worker_id=HOLDER, lease_id=LeaseId("l"), epoch=1,
+    lease_ms=5_000, ticket="", first_token=0, num_tokens=2 * BLOCK_SIZE,
+    endpoint=Endpoint(host="", port=0, carriers=(), arena="", arena_nonce=""),
+)  # fmt: skip
+
+
+@dataclass
+class Holder:
+    reply: LeaseGranted | Refused = GRANTED
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    answers: asyncio.Event = field(default_factory=asyncio.Event)
+    returned: "asyncio.Queue[ReturnLease]" = field(default_factory=lambda: asyncio.Queue[ReturnLease]())
+
+    async def on_lease(self, _: Received[RequestLease]) -> LeaseGranted | Refused:
+        self.asked.set()
+        await self.answers.wait()
+        return self.reply
+
+
+async def with_holder(run: Callable[[Borrower, Holder], Awaitable[None]], timeout_s: float = 30) -> None:
+    broker, holder = MemoryBroker(), Holder()
+    theirs, ours = (TypedBus(MemoryBus(broker), name) for name in ("holder", "reader"))
+    async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as tasks:
+        await theirs.serve(tasks, subjects.LEASE, (HOLDER,), holder.on_lease)
+        await theirs.listen(tasks, subjects.RETURNED, (HOLDER,), lambda r: holder.returned.put_nowait(r.message))
+        await run(Borrower(ours, BLOCK_SIZE), holder)
+        await ours.close()
+        await theirs.close()
+
+
+async def test_a_read_that_ends_well_gives_nothing_back() -> None:
+    async def run(borrower: Borrower, holder: Holder) -> None:
+        holder.answers.set()
+        async with borrower.lease(HOLDER, REQUEST, 5) as granted:
+            assert granted == GRANTED
+        async with borrower.lease(HOLDER, REQUEST, 5):
+            assert holder.returned.empty()
+
+    await with_holder(run)
+
+
+@pytest.mark.parametrize("error", [ValueError, asyncio.CancelledError])
+async def test_a_read_that_fails_gives_back(error: type[BaseException]) -> None:
+    async def run(borrower: Borrower, holder: Holder) -> None:
+        holder.answers.set()
+        with pytest.raises(error):
+            async with borrower.lease(HOLDER, REQUEST, 5):
+                raise error
+        assert (await holder.returned.get()).lease_id == GRANTED.lease_id
+
+    await with_holder(run)
+
+
+async def test_who_is_stopped_while_it_asks_gives_back_what_comes() -> None:
+    async def run(borrower: Borrower, holder: Holder) -> None:
+        async def read() -> None:
+            async with borrower.lease(HOLDER, REQUEST, 5):
+                raise AssertionError("it was stopped before")
+
+        reading = asyncio.create_task(read())
+        await holder.asked.wait()
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        holder.answers.set()
+        back = await holder.returned.get()
+        assert (back.lease_id, back.reader) == (GRANTED.lease_id, READER)
+
+    await with_holder(run)
+
+
+async def test_what_was_not_asked_for_is_given_back_unread() -> None:
+    async def run(borrower: Borrower, holder: Holder) -> None:
+        holder.answers.set()
+        holder.reply = msgspec.structs.replace(GRANTED, num_tokens=3 * BLOCK_SIZE)
+        with pytest.raises(NotGrantedError, match="unasked"):
+            async with borrower.lease(HOLDER, REQUEST, 5):
+                raise AssertionError
+        assert (await holder.returned.get()).lease_id == GRANTED.lease_id
+
+    await with_holder(run)
+
+
+async def test_a_refusal_keeps_its_reason() -> None:
+    async def run(borrower: Borrower, holder: Holder) -> None:
+        holder.answers.set()
+        holder.reply = Refused(request_id=REQUEST.request_id, attempt=1, deadline_ms=9, reason="gone", detail="no")
+        with pytest.raises(NotGrantedError) as raised:
+            async with borrower.lease(HOLDER, REQUEST, 5):
+                raise AssertionError
+        assert raised.value.reason == "gone"
+        assert holder.returned.empty()
+
+    await with_holder(run)
