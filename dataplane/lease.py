@@ -12,6 +12,7 @@ from typing import Literal
 from dataplane.layout import BlockTables, block_ids
 from schemas.ids import LeaseId, WorkerId
 
+NEVER = 2**63 - 1
 RefusalReason = Literal["unknown", "expired", "epoch", "reader", "tenant"]
 
 
@@ -41,6 +42,8 @@ class Lease:
     outcome: str = ""
     tenant: str = ""
     """On whose behalf it is read; "": nobody in particular."""
+    ends_by_ms: int = NEVER
+    """However often it is renewed: a reader that takes a byte now and then must not keep the blocks for ever."""
 
 
 class LeaseRefusedError(Exception):
@@ -86,6 +89,7 @@ class LeaseTable:
         expires_at_ms: int,
         first_token: int = 0,
         tenant: str = "",
+        ends_by_ms: int = NEVER,
     ) -> Lease:
         """Return a new active lease with an epoch of its own. Asserts that no lease of this id is active."""
         assert lease_id not in self._active, f"{lease_id} is already granted"
@@ -97,9 +101,10 @@ class LeaseTable:
             reader,
             tables,
             num_tokens,
-            expires_at_ms,
+            min(expires_at_ms, ends_by_ms),
             first_token,
             tenant=tenant,
+            ends_by_ms=ends_by_ms,
         )
         self._active[lease_id] = lease
         return lease
@@ -126,11 +131,13 @@ class LeaseTable:
         return lease is not None and lease.epoch == epoch and lease.expires_at_ms > now_ms
 
     def renew(self, lease_id: LeaseId, now_ms: int, lease_ms: int) -> Lease:
-        """Let the lease run at least until `now_ms + lease_ms`. Raises LeaseRefusedError when it is not active."""
+        """Let the lease run at least until `now_ms + lease_ms`, within its last end. Raises LeaseRefusedError when it
+        is not active."""
         lease = self._active.get(lease_id)
         if lease is None:
             raise LeaseRefusedError(lease_id, "unknown")
-        renewed = replace(lease, expires_at_ms=max(lease.expires_at_ms, now_ms + lease_ms))
+        until_ms = min(max(lease.expires_at_ms, now_ms + lease_ms), lease.ends_by_ms)
+        renewed = replace(lease, expires_at_ms=until_ms)
         self._active[lease_id] = renewed
         return renewed
 

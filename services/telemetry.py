@@ -6,6 +6,7 @@ file per process, which `kvmesh trace` reads.
 """
 
 import contextlib
+import functools
 import json
 import logging
 import time
@@ -49,7 +50,7 @@ class Key:
     REQUEST_ID = "kvmesh.request_id"
     ATTEMPT = "kvmesh.attempt"
     WORKER = "kvmesh.worker"
-    HANDOFF = "kvmesh.handoff_id"
+    LEASE = "kvmesh.lease_id"
     ROLE = "kvmesh.role"
     OUTCOME = "kvmesh.outcome"
     CARRIER = "kvmesh.carrier"
@@ -106,8 +107,7 @@ class Telemetry:
     """
 
     def __init__(self, service: str, exporter: SpanExporter | None, *, at_once: bool = False) -> None:
-        resource = Resource.create({"service.name": f"kvmesh-{service}", "service.instance.id": service})
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider = TracerProvider(resource=_resource(service), shutdown_on_exit=False)
         if exporter is not None:
             processor = (
                 SimpleSpanProcessor(exporter) if at_once else BatchSpanProcessor(exporter, schedule_delay_millis=500)
@@ -146,6 +146,12 @@ class Telemetry:
     def close(self) -> None:
         """Export what is pending."""
         self._provider.shutdown()
+
+
+@functools.cache
+def _resource(service: str) -> Resource:
+    """Which process speaks. Made once: what is found out about the process does not change."""
+    return Resource.create({"service.name": f"kvmesh-{service}", "service.instance.id": service})
 
 
 class ListExporter(SpanExporter):

@@ -19,9 +19,7 @@ def simulate(
     seed: Annotated[int, typer.Option(min=0, help="The first seed; each simulation has one of its own.")] = 0,
     requests: Annotated[int, typer.Option(min=1, help="Requests in all, 24 to a simulation.")] = 240,
     workers: Annotated[int, typer.Option(min=0, max=64, help="Workers of each mesh; 0: as the seed says.")] = 0,
-    faults: Annotated[
-        str, typer.Option(help="all, none, or names with commas; `list` prints them.")
-    ] = "all",
+    faults: Annotated[str, typer.Option(help="all, none, or names with commas; `list` prints them.")] = "all",
     scenario: Annotated[Path | None, typer.Option(help="A scenario file in place of random faults.")] = None,
     jobs: Annotated[int, typer.Option(min=0, help="Processes; 0: one a core.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,

@@ -48,6 +48,7 @@ STOP_SLACK_S = 10.0
 """What a worker may take to leave, besides what it may take to finish what runs."""
 WORKER_ROLES = ("prefill", "decode", "aggregated")
 BROKER = "nats"
+MAX_PORT = 65_535
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,6 +345,8 @@ def _free_ports(first: int, count: int) -> list[int]:
     """Return `first` and those after it, or free ones for 0. Raises UserError where one is taken."""
     from services.gateway.service import bind
 
+    if first + count - 1 > MAX_PORT:
+        raise UserError(f"{count} gateways from port {first} on need ports above {MAX_PORT}; pass a smaller --port")
     with contextlib.ExitStack() as held:
         socks = [held.enter_context(bind("127.0.0.1", first + at if first else 0)) for at in range(count)]
         return [int(sock.getsockname()[1]) for sock in socks]

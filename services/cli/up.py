@@ -1,11 +1,14 @@
 """`kvmesh up` at the terminal: starts a mesh, says what happens to it, stops it at a signal."""
 
 import asyncio
+import contextlib
+import fcntl
 import json
 import os
 import shutil
 import signal
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import msgspec
@@ -34,13 +37,13 @@ class RunningMesh(msgspec.Struct, frozen=True, kw_only=True):
 
 def run_up(options: UpOptions) -> int:
     """Run a mesh until a signal; return the exit code. Raises UserError."""
-    return asyncio.run(_up(options))
+    with _alone_in(state_dir()):
+        return asyncio.run(_up(options))
 
 
 async def _up(options: UpOptions) -> int:
     console = Console(highlight=False, soft_wrap=True)
     run_dir = state_dir() / "run"
-    _refuse_second(state_dir())
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir(parents=True)
     stop = asyncio.Event()
@@ -155,8 +158,17 @@ def trace_dir() -> Path:
     return state_dir() / "run" / "traces"
 
 
-def _refuse_second(state: Path) -> None:
-    if (mesh := running_mesh()) is not None:
-        raise UserError(
-            f"a mesh already runs from {state} (pid {mesh.pid}, {mesh.url}); stop it, or set KVMESH_STATE_DIR elsewhere"
-        )
+@contextlib.contextmanager
+def _alone_in(state: Path) -> Generator[None]:
+    """Hold the state folder for one mesh, from its first moment on. Raises UserError where another has it."""
+    state.mkdir(parents=True, exist_ok=True)
+    with (state / "lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with its process, however that ends
+        except BlockingIOError as error:
+            mesh = running_mesh()
+            which = f"pid {mesh.pid}, {mesh.url}" if mesh else "it is starting or stopping"
+            raise UserError(
+                f"a mesh already runs from {state} ({which}); stop it, or set KVMESH_STATE_DIR elsewhere"
+            ) from error
+        yield

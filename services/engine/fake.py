@@ -7,18 +7,19 @@ gives another token. A step that would write over what one of its queries still 
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from dataplane.layout import KEY, VALUE, ArenaShape, KVLayout, slot_spans
 from schemas.request import SamplingParams
 from services.engine.base import StepItem
 
-AllRows = npt.NDArray[np.uint8]
-"""[layer and, of each, keys or values; token; byte]"""
+AllRows = Seq[bytes]
+"""Of each layer the keys' and the values', one token after another."""
+MAX_ROWS_KEPT = 16_384
 
 
 class FakeEngine:
@@ -74,11 +75,12 @@ class FakeEngine:
         end = item.start + item.num_tokens
         table = item.sequence.tables[self.layout.group_of_layer[layer]]
         spans = slot_spans(table, self.layout.block_size, item.start, end)
+        token_bytes = self.layout.token_bytes
         for key_or_value in (KEY, VALUE):
-            values = rows[layer * 2 + key_or_value].reshape(-1).data
+            values = rows[layer * 2 + key_or_value]
             written = 0
             for slot, count in spans:
-                num_bytes = count * self.layout.token_bytes
+                num_bytes = count * token_bytes
                 at = self._shape.offset(layer, key_or_value, slot)
                 self._arena[at : at + num_bytes] = values[written : written + num_bytes]
                 written += num_bytes
@@ -97,13 +99,14 @@ class FakeEngine:
         assert self._arena is not None, "the engine is closed"
         digest = xxhash.xxh3_64()
         end = item.start + item.num_tokens
+        token_bytes = self.layout.token_bytes
         for layer in range(self.layout.num_layers):
             table = item.sequence.tables[self.layout.group_of_layer[layer]]
             spans = slot_spans(table, self.layout.block_size, _first_seen(self.layout, layer, end), end)
             for key_or_value in (KEY, VALUE):
                 for slot, count in spans:
                     at = self._shape.offset(layer, key_or_value, slot)
-                    digest.update(self._arena[at : at + count * self.layout.token_bytes])
+                    digest.update(self._arena[at : at + count * token_bytes])
         return _choose(digest.intdigest(), item.sequence.sampling, item.sequence.index, self.vocab_size)
 
 
@@ -113,15 +116,17 @@ def fake_answer(
     """Return the answer that a FakeEngine gives when all KV is right, computed without any arena."""
     tokens = list(prompt)
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
-    rows = _rows(layout, tokens, 0)
+    rows = [bytearray(row) for row in _rows(layout, tokens, 0)]
+    token_bytes = layout.token_bytes
     for index in range(sampling.max_tokens):
         digest = xxhash.xxh3_64()
         if index:
-            rows = np.concatenate((rows, _rows(layout, tokens[-1:], len(tokens) - 1)), axis=1)
+            for row, more in zip(rows, _rows(layout, tokens[-1:], len(tokens) - 1), strict=True):
+                row += more
         for layer in range(layout.num_layers):
-            first = _first_seen(layout, layer, len(tokens))
+            first = _first_seen(layout, layer, len(tokens)) * token_bytes
             for key_or_value in (KEY, VALUE):
-                digest.update(rows[layer * 2 + key_or_value, first:].data)
+                digest.update(memoryview(rows[layer * 2 + key_or_value])[first:])
         tokens.append(_choose(digest.intdigest(), sampling, index, vocab_size))
         if tokens[-1] in stops:
             break
@@ -136,17 +141,28 @@ def _first_seen(layout: KVLayout, layer: int, num_tokens: int) -> int:
 
 def _rows(layout: KVLayout, tokens: Seq[int], start: int) -> AllRows:
     """Return what stands in the arena for `tokens` from position `start` on, in all layers."""
+    if len(tokens) == 1:
+        return _row(layout.num_layers, layout.token_bytes, tokens[0], start)
+    return _rows_of(layout.num_layers, layout.token_bytes, tokens, start)
+
+
+@lru_cache(MAX_ROWS_KEPT)
+def _row(num_layers: int, token_bytes: int, token: int, position: int) -> AllRows:
+    """One token's: what decoding asks for again and again."""
+    return _rows_of(num_layers, token_bytes, (token,), position)
+
+
+def _rows_of(num_layers: int, token_bytes: int, tokens: Seq[int], start: int) -> AllRows:
     positions = np.arange(start, start + len(tokens), dtype=np.uint64)
     words = np.array(tokens, dtype=np.uint64) << np.uint64(32) ^ positions << np.uint64(8)
-    words = words ^ np.arange(layout.num_layers * 2, dtype=np.uint64)[:, None]
+    words = words ^ np.arange(num_layers * 2, dtype=np.uint64)[:, None]
     # splitmix64's finalizer (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
     words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     words ^= words >> np.uint64(31)
-    num_words = -(-layout.token_bytes // 8)
-    return np.ascontiguousarray(
-        np.repeat(words[:, :, None], num_words, axis=2).view(np.uint8)[..., : layout.token_bytes]
-    )
+    num_words = -(-token_bytes // 8)
+    rows = np.repeat(words[:, :, None], num_words, axis=2).view(np.uint8)[..., :token_bytes]
+    return tuple(row.tobytes() for row in rows)
 
 
 def _choose(digest: int, sampling: SamplingParams, index: int, vocab_size: int) -> int:

@@ -74,6 +74,8 @@ class EngineThread:
         self._changed = self._new_condition()
         self._inbox: deque[Sequence | _Cancel] = deque()
         self._stopping = False
+        self.has_failed = False
+        """The thread has ended by itself, by a mistake of ours: nothing is computed here any more."""
         self._batch_load = EngineLoad(0, 0, 0)
         self._thread: threading.Thread | None = None
 
@@ -147,9 +149,13 @@ class EngineThread:
             self._changed.notify()
 
     def _run(self) -> None:
-        while self._take():
-            if items := self._batch.plan():
-                self._step(items)
+        try:
+            while self._take():
+                if items := self._batch.plan():
+                    self._step(items)
+        except Exception:
+            log.exception("the engine's thread has failed")
+            self.has_failed = True
         self._end()
 
     def _take(self) -> bool:
@@ -186,6 +192,7 @@ class EngineThread:
         started_ns = time.time_ns()
         try:
             token_ids = self._engine.step(items)
+            result = self._batch.commit(items, token_ids, started_ns, time.time_ns())
         except Exception as error:
             log.exception("an engine step of %d sequences failed", len(items))
             sequences = [item.sequence for item in items]
@@ -193,10 +200,11 @@ class EngineThread:
                 self._batch.remove(sequence.request_id, sequence.attempt)
             self._tell(self._on_failure, sequences, f"{type(error).__name__}: {error}")
             return
-        self._tell(self._on_step, self._batch.commit(items, token_ids, started_ns, time.time_ns()))
+        self._tell(self._on_step, result)
 
     def _end(self) -> None:
         with self._changed:
+            self._stopping = True
             refused: list[Sequence] = []
             for entry in self._inbox:
                 self._apply(entry, refused)

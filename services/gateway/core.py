@@ -186,9 +186,11 @@ class RequestCore:
                 if not self._needs(worker_id):
                     return []
                 refusal = self._refusal(event.reason, f"{worker_id}: {event.detail}", event.retry_after_ms)
-                if event.reason in ("too_long", "deadline", "invalid"):
+                if event.reason in ("too_long", "deadline"):
                     return self._end(f"refused: {event.reason}", refusal)
-                return self._retry(worker_id, f"refused: {event.reason}", refusal, now_ms, taken=False)
+                # `invalid` is also what a question that came twice is told once its attempt is over.
+                is_over = event.reason == "invalid"
+                return self._retry(worker_id, f"refused: {event.reason}", refusal, now_ms, taken=is_over)
             case WorkerSilent():
                 if not self._needs(worker_id) or self._is_heard(worker_id):
                     return []

@@ -1,5 +1,6 @@
 """The HTTP surface: routes, health, metrics, and errors in OpenAI's shape."""
 
+import asyncio
 import logging
 import time
 from dataclasses import dataclass
@@ -96,11 +97,14 @@ def build_app(gateway: Gateway) -> Litestar:
         return _json(encode_reply(ModelsReply(data=tuple(_model_reply(gateway, name) for name in _names(gateway)))))
 
     @get("/v1/models/{model_id:path}", summary="One model")
-    async def model(model_id: FromPath[str]) -> Response[bytes]:
+    async def model(request: HttpRequest, model_id: FromPath[str]) -> Response[bytes]:
         name = model_id.lstrip("/")
-        if name not in gateway.model.names:
-            error = InvalidRequestError(f"there is no model {name!r} here", "model", "model_not_found", 404)
-            return _error(error_of_invalid(error), 404)
+        try:
+            _tenant_of(gateway, request)
+            if name not in gateway.model.names:
+                raise InvalidRequestError(f"there is no model {name!r} here", "model", "model_not_found", 404)
+        except InvalidRequestError as error:
+            return _error(error_of_invalid(error), error.status)
         return _json(encode_reply(_model_reply(gateway, name)))
 
     @get("/health", summary="Could a request be served now?")
@@ -126,7 +130,7 @@ def build_app(gateway: Gateway) -> Litestar:
 async def _generate(gateway: Gateway, request: HttpRequest, route: str) -> ASGIApp:
     """Return the response that answers a generation, or says what is wrong with it."""
     request_id = RequestId(new_id("req"))
-    body = await _read(request)
+    body = await _read(request, gateway.config.request_timeout_s)
     read_s = time.monotonic()
     parent = request.headers.get("traceparent", "")
     root = gateway.telemetry.start(f"POST {route}", parent, {Key.REQUEST_ID: request_id}, server=True)
@@ -160,9 +164,12 @@ def _tenant_of(gateway: Gateway, request: HttpRequest) -> str:
     return tenant
 
 
-async def _read(request: HttpRequest) -> bytes | InvalidRequestError:
+async def _read(request: HttpRequest, timeout_s: float) -> bytes | InvalidRequestError:
     try:
-        return await request.body()
+        async with asyncio.timeout(timeout_s):
+            return await request.body()
+    except TimeoutError:
+        return InvalidRequestError(f"the body did not come within {timeout_s:g} s", None, "request_timeout", 408)
     except HTTPException as error:
         if error.status_code != 413:
             raise

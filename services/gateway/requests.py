@@ -30,7 +30,7 @@ from schemas.request import (
     TokensEmitted,
     Wanted,
 )
-from schemas.worker import BlockCounts, WorkerJoined, WorkerLeft, WorkerLoad
+from schemas.worker import BlockCounts, WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad
 from services.bus.base import BusError, NoRespondersError, RequestTimedOutError
 from services.bus.typed import Received, TypedBus
 from services.config import GatewayConfig
@@ -76,6 +76,8 @@ PLACE_TIMEOUT_S = 2.0
 
 TICK_S = 0.05
 """How exactly the waits of live requests are kept."""
+INCARNATION_QUIET_MS = 3_000
+"""A worker says its load twice a second: one that is quiet for so long while its name speaks has been replaced."""
 LOAD_KEPT_MS = 10_000
 """A worker's load is forgotten after so long without another."""
 
@@ -226,18 +228,24 @@ class Requests:
         self._lose(WorkerLost(message.worker_id, message.reason))
 
     def _hear_joined(self, received: Received[WorkerJoined]) -> None:
+        self._begin_incarnation(received.message.worker)
+
+    def _begin_incarnation(self, worker: WorkerInfo) -> None:
         """A new incarnation knows nothing of what its predecessor had taken, which nobody may have seen leave."""
-        worker = received.message.worker
         if self._incarnations.get(worker.worker_id) != worker.incarnation:
             self._incarnations[worker.worker_id] = worker.incarnation
             self._lose(WorkerLost(worker.worker_id, "it was restarted", is_back=True))
 
     def _hear_load(self, received: Received[WorkerLoad]) -> None:
-        """A load may be of an incarnation that has been replaced: it names one only where none is known."""
-        worker = received.message.worker
-        self._ears.hear(now_ms())
+        """A load may be of an incarnation that has been replaced: it names one only where none is known, or where the
+        one that is known has said nothing for long. That one's end and the other's beginning were not heard."""
+        worker, time_ms = received.message.worker, now_ms()
+        heard_ms, _ = self._loads.setdefault(worker.worker_id, (time_ms, received.message.blocks))
+        if time_ms - heard_ms > INCARNATION_QUIET_MS and not self._ears.is_deaf(time_ms):
+            self._begin_incarnation(worker)
+        self._ears.hear(time_ms)
         if self._incarnations.setdefault(worker.worker_id, worker.incarnation) == worker.incarnation:
-            self._loads[worker.worker_id] = now_ms(), received.message.blocks
+            self._loads[worker.worker_id] = time_ms, received.message.blocks
 
     def _lose(self, event: WorkerLost) -> None:
         self._ears.hear(now_ms())

@@ -237,6 +237,7 @@ class PrefillCore(RoleCore[PrefillRun]):
             tables=run.tables,
             num_tokens=len(run.prompt),
             expires_at_ms=now_ms + self._limits.lease_ms,
+            ends_by_ms=request.deadline_ms,
         )
         return [OpenLease(run.lease), *(self._offer(run) if run.reserved else ())]
 

@@ -76,6 +76,16 @@ class KnownWorker:
         free = load.blocks.free + load.blocks.cached if load else self.info.num_blocks
         return free - self.num_placed_blocks
 
+    def is_queue(self, num_needed: int) -> bool:
+        """Whether a request of so many blocks must wait for room."""
+        return bool(self.load and self.load.num_queued) or num_needed > self.num_usable_blocks
+
+    def num_at_once(self, num_needed: int) -> int:
+        """How many requests of so many blocks run here beside each other."""
+        load = self.load
+        kept = load.blocks.free + load.blocks.cached if load else self.info.num_blocks
+        return max(1, load.num_running if load else 0, kept // num_needed)
+
 
 def fits(info: WorkerInfo, request: PlaceRequest) -> bool:
     num_tokens = request.num_prompt_tokens + request.max_tokens
@@ -98,17 +108,15 @@ def least_doubted(ways: Sequence[WayT], doubt: Callable[[WayT], int]) -> list[Wa
 
 def wait_of(demand: Demand, prefill: KnownWorker, decode: KnownWorker | None, rates: FleetRates) -> Wait:
     """Predict what a request would wait on these workers: for the prompts before it, and for room to decode."""
-    num_waiting = prefill.num_waiting
     predicted_ms = queue_ms(demand, prefill.contender(), rates)
-    load = (decode or prefill).load
-    if load is not None and load.num_queued:
-        # Room comes as answers end: those who run end within about one answer's time, and let as many in.
-        lacking = needed_blocks(demand, load.worker.block_size) > load.blocks.free + load.blocks.cached
-        answer_ms = demand.max_tokens * rates.step_ms(load.worker.worker_id)
-        predicted_ms += lacking * answer_ms * load.num_queued / max(1, load.num_running)
-    if decode is not None:
-        num_waiting = max(num_waiting, decode.num_waiting)
-    return Wait(predicted_ms, num_waiting, rates.is_measured)
+    decoding = decode or prefill
+    num_needed = needed_blocks(demand, decoding.info.block_size)
+    if decoding.is_queue(num_needed):
+        # Room comes as answers end: those who run end within about one answer's time, and let as many in. It is given
+        # in the order of arrival: whoever is small waits behind whoever is large.
+        answer_ms = demand.max_tokens * rates.step_ms(decoding.info.worker_id)
+        predicted_ms += answer_ms * decoding.num_waiting / decoding.num_at_once(num_needed)
+    return Wait(predicted_ms, max(prefill.num_waiting, decoding.num_waiting), rates.is_measured)
 
 
 def replica_of(decoding: KnownWorker, workers: Iterable[KnownWorker]) -> WorkerId | None:

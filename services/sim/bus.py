@@ -125,6 +125,8 @@ class SimBroker:
         self._by_room: dict[tuple[str, ...], list[SimSubscription]] = {}
         self._open: list[SimSubscription] = []
         """Patterns with a wildcard among their first tokens: people's."""
+        self._listening: dict[str, list[SimSubscription]] = {}
+        """To a subject, found out once; empty again when somebody comes or goes."""
 
     def connect(self, name: str) -> "SimBus":
         bus = SimBus(self, name)
@@ -154,11 +156,13 @@ class SimBroker:
 
     def add(self, subscription: SimSubscription) -> None:
         self._room(subscription.pattern).append(subscription)
+        self._listening.clear()
 
     def forget(self, subscription: SimSubscription) -> None:
         room = self._room(subscription.pattern)
         if subscription in room:
             room.remove(subscription)
+            self._listening.clear()
 
     def route(self, message: _Message) -> None:
         """Hand the message to every listener, and to one member of each queue group; or say that nobody serves."""
@@ -167,7 +171,9 @@ class SimBroker:
             tap(message.subject, message.source.name)
         groups: dict[str, list[SimSubscription]] = {}
         num_heard = 0
-        for subscription in self._heard(tuple(message.subject.split("."))):
+        for subscription in self._listeners(message.subject):
+            if not subscription.bus.is_connected:
+                continue
             num_heard += 1
             if subscription.queue:
                 groups.setdefault(subscription.queue, []).append(subscription)
@@ -189,8 +195,8 @@ class SimBroker:
             return
         now = asyncio.get_running_loop().time()
         at = now + rng.uniform(*weather.delay_s)
-        for name in (source.name, target.name):
-            at = max(at, weather.held_until_s.get(name, 0.0))
+        if held := weather.held_until_s:
+            at = max(at, held.get(source.name, 0.0), held.get(target.name, 0.0))
         if weather.reordering and rng.random() < weather.reordering:
             weather.num_overtaken += 1
             at += rng.uniform(0.0, weather.reordering_s)
@@ -223,13 +229,13 @@ class SimBroker:
         first = pattern[:NATS_PREFIX_TOKENS]
         return self._open if "*" in first or ">" in first else self._by_room.setdefault(first, [])
 
-    def _heard(self, tokens: tuple[str, ...]) -> list[SimSubscription]:
-        candidates = self._by_room.get(tokens[:NATS_PREFIX_TOKENS], ())
-        return [
-            subscription
-            for subscription in (*candidates, *self._open)
-            if subscription.bus.is_connected and matches(subscription.pattern, tokens)
-        ]
+    def _listeners(self, subject: str) -> list[SimSubscription]:
+        found = self._listening.get(subject)
+        if found is None:
+            tokens = tuple(subject.split("."))
+            candidates = (*self._by_room.get(tokens[:NATS_PREFIX_TOKENS], ()), *self._open)
+            found = self._listening[subject] = [s for s in candidates if matches(s.pattern, tokens)]
+        return found
 
 
 class SimBus:

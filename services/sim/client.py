@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from litestar import Litestar
 
+from services.sim.gateway import SimApp
 from services.sim.loop import Process, SimLoop
 
 Message = MutableMapping[str, Any]
@@ -66,10 +66,10 @@ class Exchange:
 
     async def take(self, message: Message) -> None:
         """Read what the gateway sends."""
-        if self.hung_up or self.is_reset:
-            return
         if self.delay_s:
             await asyncio.sleep(self.delay_s)
+        if self.hung_up or self.is_reset:
+            return
         if self.ended.is_set():
             self.num_after_end += 1
             return
@@ -115,7 +115,7 @@ class Exchange:
 
 
 def post(
-    loop: SimLoop, gateway: Process, app: Litestar, path: str, body: Mapping[str, Any], *, delay_s: float = 0.0
+    loop: SimLoop, gateway: Process, app: SimApp, path: str, body: Mapping[str, Any], *, delay_s: float = 0.0
 ) -> Exchange:
     """Send a request; the exchange fills as the gateway answers."""
     exchange = Exchange(delay_s=delay_s)
@@ -124,7 +124,7 @@ def post(
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
         "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
         "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(payload)).encode())],
-        "client": ("client", 1), "server": ("gateway", 80), "state": {}, "app": app, "litestar_app": app,
+        "client": ("client", 1), "server": ("gateway", 80), "state": {},
     }  # fmt: skip
     unread = [payload]
 

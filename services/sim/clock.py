@@ -19,15 +19,22 @@ class VirtualTime:
 
     def __init__(self) -> None:
         self.now_s = 0.0
+        self._now_ns = 0
+        self._unix_ns = EPOCH_NS
+
+    def move_to(self, now_s: float) -> None:
+        self.now_s = now_s
+        self._now_ns = round(now_s * 1e9)
+        self._unix_ns = EPOCH_NS + self._now_ns
 
     def time_ns(self) -> int:
-        return EPOCH_NS + round(self.now_s * 1e9)
+        return self._unix_ns
 
     def monotonic_ns(self) -> int:
-        return round(self.now_s * 1e9)
+        return self._now_ns
 
     def time(self) -> float:
-        return self.time_ns() / 1e9
+        return self._unix_ns / 1e9
 
     def monotonic(self) -> float:
         return self.now_s

@@ -1,7 +1,12 @@
 """A gateway of the simulation: all of it but the socket."""
 
 import asyncio
-from typing import TYPE_CHECKING
+import functools
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, cast
+
+from litestar import Litestar
+from litestar.types import Receive, Scope, Send
 
 from schemas.ids import GatewayId, new_id
 from services.bus.base import Bus
@@ -16,6 +21,34 @@ from services.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from services.sim.mesh import Service
+
+
+_SERVING: ContextVar[Gateway] = ContextVar("serving")
+"""Whose request is being served."""
+
+
+class _Serving:
+    """Stands for the gateway whose request is being served."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(_SERVING.get(), name)
+
+
+@functools.cache
+def _routes() -> Litestar:
+    """The application, made once: making it costs as much as ten requests, and of a gateway it keeps nothing."""
+    return build_app(cast("Gateway", _Serving()))
+
+
+class SimApp:
+    """The application of one gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _SERVING.set(self._gateway)
+        await _routes()(scope, receive, send)
 
 
 async def run_sim_gateway(
@@ -38,7 +71,7 @@ async def run_sim_gateway(
         )
         await requests.listen()
         await bus.flush()
-        service.app = build_app(gateway)
+        service.app = SimApp(gateway)
         await stop.wait()
         gateway.stopping = True
         await requests.wait_idle()

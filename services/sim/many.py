@@ -12,8 +12,8 @@ from services.sim.world import SimOptions, simulate
 
 REQUESTS_PER_RUN = 24
 RUNS_PER_TASK = 8
-TASKS_PER_CHILD = 12
-"""A process starts anew after so many: what was killed in a simulation stays in memory to its end."""
+TASKS_PER_CHILD = 64
+"""A process starts anew after so many: a little of what was killed in a simulation stays in memory to its end."""
 
 
 @dataclass(frozen=True, slots=True)

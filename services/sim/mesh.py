@@ -7,7 +7,7 @@ import mmap
 import random
 from dataclasses import dataclass, field
 
-from litestar import Litestar
+import msgspec
 from tokenizers import Tokenizer, models
 
 from dataplane.arena import HEADER_BYTES, Arena
@@ -24,7 +24,7 @@ from services.gateway.text import TextCodec
 from services.scheduler.service import run_scheduler
 from services.sim.bus import SimBroker, SimBus
 from services.sim.engine import Pace
-from services.sim.gateway import run_sim_gateway
+from services.sim.gateway import SimApp, run_sim_gateway
 from services.sim.loop import Process, SimLoop
 from services.sim.plane import SimNetwork, sim_platform
 from services.store.core import StoreCore
@@ -64,6 +64,13 @@ class MeshShape:
     lease_ms: int = 3_000
     step_s: float = 0.002
     """How long an engine step takes, beside what its tokens take."""
+    drain_s: float = 5.0
+    windows: tuple[int, ...] = ()
+    """Of each layer, as `KVLayout.windows`."""
+
+    @property
+    def layout(self) -> KVLayout:
+        return msgspec.structs.replace(LAYOUT, windows=self.windows)
 
     @property
     def services(self) -> list[tuple[str, str]]:
@@ -86,7 +93,7 @@ class Service:
     bus: SimBus
     stop: asyncio.Event
     task: "asyncio.Task[None] | None" = None
-    app: Litestar | None = None
+    app: SimApp | None = None
     """Of a gateway that is ready."""
     gates: list[LeaseGate] = field(default_factory=list[LeaseGate])
     """Of a KV holder: what guards its blocks."""
@@ -118,7 +125,7 @@ class SimMesh:
                 max_queued=64,
                 carrier=shape.carrier,  # type: ignore[arg-type]
                 lease_ms=shape.lease_ms,
-                drain_s=5.0,
+                drain_s=shape.drain_s,
             ),
             store=StoreConfig(memory_bytes=LAYOUT.block_bytes * 256),
         )
@@ -187,8 +194,8 @@ class SimMesh:
                 await run_sim_gateway(self.config, self._model, service.bus, telemetry, service.stop, service)
             case "store":
                 store = make_store_parts(
-                    self.config, service.name, LAYOUT, SECRET.encode(), model="fake", context_length=CONTEXT_LENGTH,
-                    platform=sim_platform(self.network, host, service.gates.append),
+                    self.config, service.name, self.shape.layout, SECRET.encode(), model="fake",
+                    context_length=CONTEXT_LENGTH, platform=sim_platform(self.network, host, service.gates.append),
                 )  # fmt: skip
                 service.store = store.core
                 await run_store(self.config, store, service.bus, telemetry, service.stop)
@@ -197,11 +204,11 @@ class SimMesh:
                 await run_worker(parts, self.config, service.bus, telemetry, service.stop)
 
     def _parts(self, service: Service, role: WorkerRole, host: str) -> WorkerParts:
-        shape = uniform_shape(LAYOUT, self.shape.num_blocks)
+        shape = uniform_shape(self.shape.layout, self.shape.num_blocks)
         arena = memory_arena(shape, host)
         limits = WorkerLimits(
             worker_id=WorkerId(service.name),
-            fingerprint=LAYOUT.fingerprint,
+            fingerprint=shape.layout.fingerprint,
             num_blocks=self.shape.num_blocks,
             block_size=BLOCK_SIZE,
             context_length=CONTEXT_LENGTH,
@@ -238,6 +245,6 @@ def _served_model(shape: MeshShape) -> ServedModel:
         vocab_size=VOCAB,
         context_length=CONTEXT_LENGTH,
         eos_token_ids=frozenset({EOS}),
-        layout=LAYOUT,
+        layout=shape.layout,
         num_worker_tokens=min(CONTEXT_LENGTH, shape.num_blocks * BLOCK_SIZE),
     )

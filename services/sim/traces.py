@@ -37,17 +37,16 @@ def trace_problems(records: list[Record], *, with_kills: bool) -> list[str]:
 
 
 def _unreleased(trace_id: str, spans: list[Record]) -> list[str]:
-    """Every stream that a holder served ends in a release: its absence is a leak."""
-    served: defaultdict[object, int] = defaultdict(int)
+    """Every lease under which a holder served a stream ends in a release: its absence is a leak."""
+    served, released = set[tuple[str, str]](), set[tuple[str, str]]()
     for span in spans:
         attributes = cast("dict[str, object]", span["attributes"])
+        lease = (str(span["service"]), str(attributes.get(Key.LEASE)))
         if span["name"] == SpanName.KV_TRANSFER and attributes.get(Key.END) == "source":
-            served[span["service"]] += 1
+            served.add(lease)
         elif span["name"] == SpanName.KV_RELEASE:
-            served[span["service"]] -= 1
-    return [
-        f"trace {trace_id}: {service} released fewer leases than it served" for service, n in served.items() if n > 0
-    ]
+            released.add(lease)
+    return [f"trace {trace_id}: {service} never released {lease}" for service, lease in sorted(served - released)]
 
 
 def _ns(record: Record, key: str) -> int:

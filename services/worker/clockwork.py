@@ -48,10 +48,10 @@ class Clockwork:
         """Say the load about twice a second and soon after a change."""
         worker = self._worker
         while True:
+            worker.changed.clear()
             with surviving("reporting the load"):
                 worker.outbox.put(subjects.LOAD, (worker.parts.worker_id,), worker.reporter.load(now_ms()))
             await asyncio.sleep(LOAD_MIN_GAP_S)
-            worker.changed.clear()
             try:
                 async with asyncio.timeout(LOAD_INTERVAL_S):
                     await worker.changed.wait()
@@ -63,6 +63,7 @@ class Clockwork:
         worker.pulse.beat(time.monotonic())
         while True:
             await asyncio.sleep(TICK_INTERVAL_S)
+            worker.check_engine()
             with surviving("a tick"):
                 worker.decide_all(lambda core, now: core.tick(now))
                 worker.decide(self._tick_leases)

@@ -72,7 +72,8 @@ class KVHolder:
     _cooled: set[BlockHash] = field(default_factory=set[BlockHash])
     _moved: set[LeaseId] = field(default_factory=set[LeaseId])
     """Leases whose streams have got on since the clockwork last looked."""
-    _num_orphaned: int = 0
+    num_orphaned: int = 0
+    """Blocks that are in use and nobody's, when they were last counted."""
 
     def __post_init__(self) -> None:
         self.ledger = BlockLedger(self.worker_id, self.incarnation)
@@ -114,9 +115,9 @@ class KVHolder:
         leased = self.leases.num_leased_blocks
         known = num_distinct_blocks(chain(owned, (lease.tables for lease in self.leases)))
         orphaned = total - free - cached - known
-        if orphaned and not self._num_orphaned:
+        if orphaned and not self.num_orphaned:
             log.warning("%s: %d blocks are in use and nobody's", self.worker_id, orphaned)
-        self._num_orphaned = orphaned
+        self.num_orphaned = orphaned
         running = total - free - cached - leased
         return BlockCounts(total=total, free=free, cached=cached, running=running, leased=leased, orphaned=orphaned)
 

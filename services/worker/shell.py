@@ -149,6 +149,11 @@ class Worker:
         """Nothing runs here, and nobody reads."""
         return not any(core.num_runs for core in self.cores) and not len(self.holder.leases)
 
+    def check_engine(self) -> None:
+        """Raise EngineStoppedError where the engine's thread has failed: whoever cannot compute must not look well."""
+        if self._engine.has_failed:
+            raise EngineStoppedError(f"the engine of {self.parts.worker_id} has failed")
+
     def stop_intake(self) -> None:
         """Take no new work and lend no more: the clockwork may end."""
         self._is_leaving = True
@@ -280,9 +285,10 @@ class Worker:
         self.lease_traces.ended(action.lease_id, num_blocks, action.reason)
 
     def forget(self, key: AttemptKey) -> None:
-        """Drop what was kept for an attempt that has ended here."""
+        """Drop what was kept for an attempt that has ended here, and have it said that there is room."""
         self.spans.forget(key)
         self.holder.forget(key)
+        self.changed.set()
 
     # What happens, brought to the loop.
 

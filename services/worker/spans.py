@@ -125,7 +125,7 @@ class WorkerSpans:
         error = _error_of(str(described.get(Key.OUTCOME, "")))
         self.telemetry.record(SpanName.KV_TRANSFER, traceparent, span_ns, described, error=error)
 
-    def released(self, traceparent: str, since_ns: int, num_blocks: int, outcome: str) -> None:
+    def released(self, traceparent: str, since_ns: int, lease_id: LeaseId, num_blocks: int, outcome: str) -> None:
         """Record the end of a lease. Its absence from a trace is a leak."""
         self.telemetry.record(
             SpanName.KV_RELEASE,
@@ -133,6 +133,7 @@ class WorkerSpans:
             (since_ns, time.time_ns()),
             {
                 Key.WORKER: self.worker_id,
+                Key.LEASE: lease_id,
                 Key.NUM_BLOCKS: num_blocks,
                 Key.OUTCOME: outcome,
             },
@@ -157,7 +158,8 @@ class LeaseTrace:
     granted_ns: int
     is_lent: bool = False
     """Not of a hand-over: the attempt is another worker's, or still under way here."""
-    num_ends: int = 0
+    is_served: bool = False
+    is_released: bool = False
 
 
 @dataclass
@@ -177,8 +179,14 @@ class LeaseTraces:
         trace = self._traces.get(lease_id)
         if trace is None:
             return
-        attributes = {Key.REQUEST_ID: trace.key[0], Key.ATTEMPT: trace.key[1], Key.OUTCOME: error or "landed"}
+        attributes = {
+            Key.REQUEST_ID: trace.key[0],
+            Key.ATTEMPT: trace.key[1],
+            Key.LEASE: lease_id,
+            Key.OUTCOME: error or "landed",
+        }
         self.spans.transferred(trace.traceparent, "source", (trace.granted_ns, time.time_ns()), stats, attributes)
+        trace.is_served = True
         self._drop(lease_id, trace)
 
     def ended(self, lease_id: LeaseId, num_blocks: int, reason: str) -> None:
@@ -187,15 +195,16 @@ class LeaseTraces:
         if trace is None:
             return
         since_ns = trace.granted_ns if trace.is_lent else self.spans.first_token_ns(trace.key)
-        self.spans.released(trace.traceparent, since_ns, num_blocks, reason)
+        self.spans.released(trace.traceparent, since_ns, lease_id, num_blocks, reason)
         if not trace.is_lent:
             self.spans.forget(trace.key)
+        trace.is_released = True
         self._drop(lease_id, trace)
 
     def _drop(self, lease_id: LeaseId, trace: LeaseTrace) -> None:
-        """Forget it once the lease has ended and its stream as well; either may come first."""
-        trace.num_ends += 1
-        if trace.num_ends == 2:
+        """Forget it once the lease has ended and its stream as well; either may come first, and a stream that broke
+        before its reader heard a word may be followed by another."""
+        if trace.is_served and trace.is_released:
             self._traces.pop(lease_id, None)
 
 

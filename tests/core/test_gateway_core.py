@@ -236,7 +236,6 @@ ENDINGS: list[tuple[str, Event, str, int]] = [
     ("deadline", DeadlinePassed(), "deadline", 504),
     ("stopping", GatewayStopping(), "draining", 503),
     ("too long for the worker", refused(P1, "too_long"), "context_length_exceeded", 400),
-    ("our message was wrong", refused(D1, "invalid"), "invalid", 500),
     ("deadline at the worker", refused(D1, "deadline"), "deadline", 504),
     ("not to be retried", failed(D1, retryable=False), "engine_failed", 500),
 ]
@@ -251,6 +250,18 @@ def test_what_ends_a_running_request(event: Event, code: str, status: int) -> No
     assert isinstance(fail, Fail)
     assert (fail.code, fail.status) == (code, status)
     assert feed(request, tokens(P1, 0, 1), DeadlinePassed(), ClientGone("bye"), placed(2)) == []
+
+
+def test_an_attempt_that_is_over_already_is_followed_by_another() -> None:
+    """The worker had it, lost it, and its words were lost: a repeat of the question is refused as a repeat."""
+    request = new()
+    feed(request, placed())
+    cancel, ask = request.handle(refused(P1, "invalid"), NOW)
+    assert (cancel, ask) == (SendCancel(1, "refused: invalid"), AskPlacement(2, (P1,), 0))
+    feed(request, placed(2), refused(P1, "invalid", 2), placed(3))
+    last = request.handle(refused(P1, "invalid", 3), NOW)[-1]
+    assert isinstance(last, Fail), "a message that is wrong stays wrong"
+    assert (last.code, last.status) == ("invalid", 500)
 
 
 def test_a_client_that_leaves_and_a_stop_string() -> None:

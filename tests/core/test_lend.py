@@ -93,6 +93,16 @@ def test_a_lease_that_nobody_opens_ends_soon_and_one_that_is_read_later() -> Non
     assert_all_given_back(core)
 
 
+def test_a_reader_that_trickles_has_the_blocks_until_its_deadline_at_most() -> None:
+    core = lender(lease_ms=1_000)
+    lease = granted(core, now_ms=case.DEADLINE_MS - 1_500)
+    for now_ms in range(case.DEADLINE_MS - 1_500, case.DEADLINE_MS, 100):
+        core.leases.renew(lease.lease_id, now_ms, 1_000)  # its stream has moved
+        assert core.tick(now_ms) == []
+    assert core.tick(case.DEADLINE_MS) == [CloseLease(lease.lease_id, "expired")]
+    assert_all_given_back(core)
+
+
 def test_a_lease_that_is_returned_ends_and_nobody_else_s_does() -> None:
     core = lender()
     mine, other = granted(core), granted(core)

@@ -87,7 +87,7 @@ def test_without_rates_the_bound_is_a_number_of_requests_on_every_worker(policy:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_was_placed_and_not_reported_yet_fills_the_queue_too(policy: str) -> None:
-    core = mesh(load("p0", tokens_per_s=1_000), load("d0"), policy=policy)
+    core = mesh(load("p0", tokens_per_s=1_000), load("d0", free=1_000), policy=policy)
     taken = [overload(core, ask(tokens=1_000)) is None for _ in range(15)]
     assert taken == [True] * 11 + [False] * 4
     core.handle(load("p0", waiting=5_000, tokens_per_s=1_000), 100)
@@ -99,13 +99,27 @@ def test_a_decode_worker_without_room_is_a_queue_as_well() -> None:
     prefill = load("p0", tokens_per_s=1_000)
     crowded = load("d0", queued=10, running=2, free=3, step_ms=50)
     assert overload(mesh(prefill, crowded), ask()) == 15_000
-    assert overload(mesh(prefill, load("d0", queued=10, running=2, free=3, cached=50, step_ms=50)), ask()) is None
+    assert overload(mesh(prefill, load("d0", running=2, free=3, cached=50, step_ms=50)), ask()) is None
     assert overload(mesh(prefill, crowded, load("d1")), ask()) is None
+
+
+def test_who_would_fit_waits_behind_those_who_came_first() -> None:
+    """Room is given in the order of arrival: six blocks of room are none while somebody larger waits for more."""
+    crowded = load("d0", queued=10, running=2, free=6, step_ms=50)
+    assert overload(mesh(load("p0", tokens_per_s=1_000), crowded), ask(tokens=50, max_tokens=40)) is None, "10 s"
+    assert overload(mesh(load("p0", tokens_per_s=1_000), crowded), ask(tokens=10, max_tokens=80)) == 10_000, "20 s"
+
+
+def test_a_burst_is_refused_before_the_worker_has_said_that_it_waits() -> None:
+    """26 blocks, 13 a request: two at a time, 5 s each. Nothing is reported of the burst yet."""
+    core = mesh(load("p0", tokens_per_s=10_000), load("d0", free=26, step_ms=50))
+    taken = [overload(core, ask()) is None for _ in range(12)]
+    assert taken == [True] * 4 + [False] * 8
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_tenants_flood_leaves_half_of_the_queue_to_the_others(policy: str) -> None:
-    core = mesh(load("p0", tokens_per_s=1_000), load("d0"), policy=policy)
+    core = mesh(load("p0", tokens_per_s=1_000), load("d0", free=1_000), policy=policy)
     taken = {"flood": 0, "calm": 0}
     for number in range(100):
         tenant = "calm" if number % 20 == 0 else "flood"
@@ -116,7 +130,7 @@ def test_a_tenants_flood_leaves_half_of_the_queue_to_the_others(policy: str) -> 
     assert 10 <= taken["flood"] <= 13, "half of ten seconds, and its turn now and then"
     late = 60_000
     core.handle(load("p0", waiting=9_000, tokens_per_s=1_000), late)
-    core.handle(load("d0"), late)
+    core.handle(load("d0", free=1_000), late)
     assert overload(core, ask(tokens=500, tenant="flood"), late) is None, "nobody else is there any more"
 
 

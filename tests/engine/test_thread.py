@@ -101,6 +101,35 @@ def test_sequences_are_answered_on_the_engine_s_thread(rig: Rig) -> None:
     assert rig.thread.load() == EngineLoad(0, 0, 0)
 
 
+def test_an_engine_that_gives_too_few_tokens_fails_the_step_and_not_the_thread(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeEngine, "step", lambda self, items: [])
+        rig.submit("r")
+        event, name, reason = rig.next()
+        assert (event, name) == ("failed", "r") and "one token per sampling item" in reason
+    rig.submit("s")
+    assert rig.next() == ("ended", "s", "length")
+    assert not rig.thread.has_failed
+
+
+def test_a_thread_that_fails_ends_all_sequences_and_says_so(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan(_self: Batch) -> list[StepItem]:
+        raise RuntimeError("a mistake of ours")
+
+    rig.gate.clear()
+    rig.submit("r")
+    assert rig.in_step.wait(TIMEOUT)
+    monkeypatch.setattr(Batch, "plan", plan)
+    rig.submit("s")
+    rig.gate.set()
+    assert {rig.next() for _ in range(2)} == {("failed", name, "the engine was stopped") for name in ("r", "s")}
+    assert rig.thread.has_failed
+    with pytest.raises(EngineStoppedError):
+        rig.submit("t")
+
+
 def test_a_cancelled_sequence_is_let_go_of_only_after_the_step(rig: Rig) -> None:
     rig.gate.clear()
     rig.submit("r", max_tokens=1000)

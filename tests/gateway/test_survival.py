@@ -15,8 +15,10 @@ from schemas.request import AskWanted, AttemptId, Wanted
 from schemas.worker import BlockCounts, WorkerInfo, WorkerLoad
 from services.config import GatewayConfig, MeshConfig, load_config, write_config
 from services.errors import UserError
+from services.gateway import requests
 from services.gateway.events import Deliver, Finish
 from services.gateway.mailbox import MAX_PARTS, Mailbox
+from services.runtime import now_ms
 from tests.gateway.conftest import OpenRig, Rig
 from tests.gateway.fake_mesh import Conduct
 from tests.gateway.test_failures import C, body, events_of, text_of
@@ -161,6 +163,22 @@ async def test_the_blocks_of_the_workers_are_told(rig: Rig) -> None:
     assert 'worker="d1"' not in (await rig.http.get("/metrics")).text
 
 
+async def test_a_worker_whose_restart_was_not_heard_counts_once_its_old_self_is_quiet(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later_ms = 0
+    monkeypatch.setattr(requests, "now_ms", lambda: now_ms() + later_ms)
+    for worker, time_ms in (("d1", 0), ("p1", 1_400), ("p1", 2_800)):
+        later_ms = time_ms
+        await rig.mesh.door.publish(subjects.LOAD, (worker,), load(worker, free=2))
+        await rig.mesh.door.bus.flush()
+    for time_ms, count in ((2_900, 2), (4_000, 7)):
+        later_ms = time_ms
+        await rig.mesh.door.publish(subjects.LOAD, ("d1",), load("d1", incarnation="2", free=7))
+        metrics = (await rig.http.get("/metrics")).text
+        assert f'kvmesh_kv_blocks{{state="free",worker="d1"}} {count}.0' in metrics
+
+
 async def test_a_client_that_never_reads_stalls_nobody(open_rig: OpenRig) -> None:
     long = [1000 + i % 500 for i in range(4_000)]
     async with open_rig(split=False, send_buffer=4_096) as rig:
@@ -188,6 +206,14 @@ async def test_a_client_that_never_reads_stalls_nobody(open_rig: OpenRig) -> Non
         deaf.close()
 
 
+async def test_a_body_that_never_ends_is_not_waited_for(open_rig: OpenRig) -> None:
+    async with open_rig(timeout_s=0.3) as rig:
+        reader, writer = await asyncio.open_connection("127.0.0.1", rig.http.base_url.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{")
+        assert b" 408 " in await asyncio.wait_for(reader.readline(), 30)
+        writer.close()
+
+
 async def test_what_waits_for_a_client_is_its_own_answer_once() -> None:
     mailbox = Mailbox()
     for index in range(100):
@@ -213,7 +239,8 @@ TENANTS = {"tenants": {"key-a": "a", "key-b": "team_b-2"}}
 async def test_an_unknown_key_is_refused(open_rig: OpenRig, authorization: str) -> None:
     async with open_rig(gateway=TENANTS) as rig:
         headers = {"authorization": authorization} if authorization else {}
-        for answer in (await rig.http.post(C, json=body(rig), headers=headers), await rig.http.get("/v1/models")):
+        gets = [await rig.http.get(path, headers=headers) for path in ("/v1/models", f"/v1/models/{rig.model.name}")]
+        for answer in (await rig.http.post(C, json=body(rig), headers=headers), *gets):
             error = answer.json()["error"]
             assert (answer.status_code, error["code"]) == (401, "invalid_api_key")
         with pytest.raises(openai.AuthenticationError):

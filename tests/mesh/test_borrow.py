@@ -42,13 +42,16 @@ class Holder:
         await self.answers.wait()
         return self.reply
 
+    def on_returned(self, received: Received[ReturnLease]) -> None:
+        self.returned.put_nowait(received.message)
+
 
 async def with_holder(run: Callable[[Borrower, Holder], Awaitable[None]], timeout_s: float = 30) -> None:
     broker, holder = MemoryBroker(), Holder()
     theirs, ours = (TypedBus(MemoryBus(broker), name) for name in ("holder", "reader"))
     async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as tasks:
         await theirs.serve(tasks, subjects.LEASE, (HOLDER,), holder.on_lease)
-        await theirs.listen(tasks, subjects.RETURNED, (HOLDER,), lambda r: holder.returned.put_nowait(r.message))
+        await theirs.listen(tasks, subjects.RETURNED, (HOLDER,), holder.on_returned)
         await run(Borrower(ours, BLOCK_SIZE), holder)
         await ours.close()
         await theirs.close()

@@ -1,5 +1,6 @@
 """`kvmesh` as a user runs it: it says what is wrong in one line, and leaves nothing behind."""
 
+import fcntl
 import io
 import itertools
 import json
@@ -145,6 +146,19 @@ def test_a_port_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert_one_line(run(tmp_path, "up", "--port", port), port, "in use")
+
+
+def test_ports_that_there_are_none_of(tmp_path: Path) -> None:
+    assert_one_line(run(tmp_path, "up", "--port", "65535", "--gateways", "2"), "65535", "--port")
+
+
+def test_a_second_mesh_while_the_first_starts(tmp_path: Path) -> None:
+    """It would empty the folder that the first one's services are about to read."""
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert_one_line(run(tmp_path, "up", "--port", "0"), "already runs", str(tmp_path))
+        assert (tmp_path / "run").is_dir()
 
 
 def test_a_broker_that_is_not_there(tmp_path: Path) -> None:

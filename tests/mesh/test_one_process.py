@@ -27,6 +27,7 @@ from schemas.request import (
 )
 from services.engine.fake import FakeEngine, fake_answer
 from services.runtime import now_ms
+from services.worker import clockwork
 from tests.mesh.one_process import LAYOUT, VOCAB, Client, Route, make_parts, one_process_mesh
 
 
@@ -92,6 +93,20 @@ async def test_cancel_frees_blocks_on_both_sides() -> None:
                         await asyncio.sleep(0.001)
             await client.cancel(f"r{number}")
             await client.until_free()
+
+
+async def test_room_is_told_as_soon_as_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when the load is told next anyway: the scheduler would place by what is no more."""
+    monkeypatch.setattr(clockwork, "LOAD_INTERVAL_S", 3600.0)
+    monkeypatch.setattr(clockwork, "LOAD_MIN_GAP_S", 0.3)  # what changes within the gap is told at its end
+    params = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
+    async with one_process_mesh(
+        make_parts("p-0", "prefill", num_blocks=512), make_parts("d-0", "decode", num_blocks=512)
+    ) as client:
+        await client.send("r", list(range(1, 100)), params)
+        await client.until(lambda fleet: any(load.blocks.running for load in fleet), "running")
+        await client.cancel("r")
+        await client.until_free()
 
 
 async def test_a_deadline_ends_a_request_with_a_typed_failure() -> None:

@@ -18,10 +18,15 @@ from schemas.block import unpack_tokens
 from schemas.ids import GatewayId, LeaseId, WorkerId
 from schemas.request import SamplingParams
 from schemas.worker import PingWorker, WorkerAlive, WorkerDraining, WorkerJoined, WorkerLeft
+from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received
+from services.config import MeshConfig
 from services.engine.fake import FakeEngine, fake_answer
+from services.engine.thread import EngineStoppedError, EngineThread
 from services.runtime import now_ms
+from services.telemetry import Telemetry
 from services.worker.holder import KVHolder
+from services.worker.service import run_worker
 from tests.mesh.one_process import LAYOUT, VOCAB, Answer, Client, Route, make_parts, one_process_mesh
 
 LONG = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
@@ -202,6 +207,22 @@ async def test_a_drain_that_takes_too_long_hands_back() -> None:
         # What it has is still to be had: its gateway goes on elsewhere, and reads it here.
         assert "left" not in gone
         await until(lambda: "left" in gone)
+
+
+async def test_a_worker_whose_engine_s_thread_has_failed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would look well, and answer nothing. Whoever started it starts it again."""
+
+    def take(_self: EngineThread) -> bool:
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr(EngineThread, "_take", take)
+    running = run_worker(
+        make_parts("p-0", "prefill"), MeshConfig(), MemoryBus(MemoryBroker()), Telemetry("p-0", None), asyncio.Event()
+    )
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.timeout(30):
+            await running
+    assert caught.value.subgroup(EngineStoppedError) is not None
 
 
 async def watch(client: Client, worker_id: str) -> list[str]:

@@ -27,7 +27,7 @@ from dataplane.progress import KVProgress
 from dataplane.stream import Landing
 from schemas.block import BlockHasher
 from services.sim.mesh import MeshShape
-from services.sim.scenario import FAULT_KINDS, FaultKind
+from services.sim.scenario import FAULT_KINDS, Fault, FaultKind, Scenario
 from services.sim.world import SimOptions, simulate
 from services.worker.holder import KVHolder
 
@@ -47,6 +47,14 @@ SLEEPY = SimOptions(shape=MeshShape(step_s=0.02), num_requests=40, span_s=6.0)
 """Requests go on coming long after the first fault."""
 ALONE = SimOptions(shape=MeshShape(num_prefill=1, num_decode=1))
 """Whoever dies is missed."""
+RESUMED = SimOptions(
+    shape=MeshShape(num_prefill=1, step_s=0.03, num_blocks=256, policy="least_loaded"),
+    num_requests=40,
+    scenario=Scenario(
+        faults=tuple(Fault(do="kill", target="decode", at_s=at_s, for_s=0.3) for at_s in (0.3, 0.8, 1.3, 1.8))
+    ),
+)
+"""Answers go on where their prompts were computed."""
 LONG_LEASES = SimOptions(shape=MeshShape(lease_ms=600_000, step_s=0.01))
 
 
@@ -257,7 +265,7 @@ def lends_by_count(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockCache, "lend", any_blocks)
 
 
-@bug("a partial last block is kept under a full block's identity", *FAULT_KINDS)
+@bug("a partial last block is kept under a full block's identity", options=RESUMED)
 def partial_block_counts_as_full(patch: pytest.MonkeyPatch) -> None:
     computed = KVHolder.computed
 
@@ -360,6 +368,42 @@ def refusal_without_retry_after(patch: pytest.MonkeyPatch) -> None:
     import services.gateway.answer as answer
 
     patch.setattr(answer, "retry_after_of", lambda fail: "")
+
+
+# What is said of it all.
+
+
+@bug("a lease's end is in no trace")
+def release_is_not_traced(patch: pytest.MonkeyPatch) -> None:
+    from services.worker.spans import LeaseTraces
+
+    patch.setattr(LeaseTraces, "ended", lambda self, lease_id, num_blocks, reason: None)
+
+
+@bug("tokens that were read count as computed as well")
+def read_tokens_count_twice(patch: pytest.MonkeyPatch) -> None:
+    from services.worker.content import PromptKV
+
+    report = PromptKV.report
+
+    def both(self: Any, *, is_prefill: bool = False) -> Any:
+        right = report(self, is_prefill=is_prefill)
+        return msgspec.structs.replace(right, recomputed_tokens=right.recomputed_tokens + right.transferred_tokens)
+
+    patch.setattr(PromptKV, "report", both)
+
+
+@bug("a request that is cancelled is forgotten before its blocks are given back", "disconnect")
+def cancelled_run_keeps_its_blocks(patch: pytest.MonkeyPatch) -> None:
+    from services.decode.core import DecodeCore
+
+    forget = DecodeCore._forget  # pyright: ignore[reportPrivateUsage]
+
+    def keeps(self: Any, run: Any) -> Any:
+        run.tables = () if run.ended else run.tables
+        return forget(self, run)
+
+    patch.setattr(DecodeCore, "_forget", keeps)
 
 
 # Two workers and what they tell each other.

@@ -56,6 +56,19 @@ FOUND = (
         MeshShape(),
         (Fault(do="pause", target="scheduler", at_s=0.3, for_s=3.0),),
     ),
+    # No store ever told of a release; of a worker's lease it was lost where a broken connection was tried again.
+    Found(
+        "what a store lends is released in the request's trace",
+        902,
+        MeshShape(replicate=True, has_store=True, num_blocks=40, step_s=0.01),
+        (Fault(do="duplication", share=0.05, at_s=0.1),),
+    ),
+    Found(
+        "a lease is released in its trace however many streams were opened on it",
+        900,
+        MeshShape(num_blocks=40, step_s=0.01, policy="least_loaded", carrier="tcp"),
+        (Fault(do="truncation", at_s=0.3, share=0.8, for_s=2.0),),
+    ),
 )
 
 

@@ -49,7 +49,7 @@ def ask(*numbers: int, first_block: int = 0, **changes) -> RequestLease:
     fields = {
         "request_id": RequestId("r"),
         "attempt": 1,
-        "deadline_ms": NOW + 10_000,
+        "deadline_ms": NOW + 60_000,
         "reader": READER,
         "fingerprint": LAYOUT.fingerprint,
         "first_block": first_block,

@@ -1,0 +1,183 @@
+"""Carries out a scenario on real processes: signals, the broker's port, the proxy between workers."""
+
+import asyncio
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterable
+from urllib.parse import urlsplit
+
+from services.cli.restart import Child
+from services.errors import UserError
+from services.sim.scenario import Fault, Scenario
+from tests.mesh.faults.client import Stream
+from tests.mesh.faults.ears import Ears
+from tests.mesh.faults.proxy import WIRE_FAULTS, PlaneProxy, hold_port, listening_ports
+from tests.mesh.faults.supervisor import FaultSupervisor
+
+IN_PROCESSES = frozenset({"kill", "pause", "drain", "broker", "plane_cut", "disconnect"}) | WIRE_FAULTS
+"""What can be done to real processes; the others need a bus that misbehaves, which only the simulator has."""
+HANG_UP_EVERY_S = 0.02
+
+
+class FaultActor:
+    """One scenario's. `counts`: the faults that struck; `killed`: whom, in order; `problems`: what a fault brought to
+    light by itself."""
+
+    def __init__(self, supervisor: FaultSupervisor, ears: Ears, proxy: PlaneProxy, rng: random.Random) -> None:
+        self.counts: Counter[str] = Counter()
+        self.killed: list[str] = []
+        self.problems: list[str] = []
+        self.on_kill: Callable[[str], None] = lambda _: None
+        self._supervisor = supervisor
+        self._ears = ears
+        self._proxy = proxy
+        self._rng = rng
+        self._waiting: list[tuple[Fault, int]] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._paused: set[int] = set()
+
+    def begin(self, scenario: Scenario, streams: list[Stream], hang_up: Callable[[Stream], None]) -> None:
+        """Start the scenario's clock. Raises UserError for what cannot be done to processes."""
+        if strange := [fault.do for fault in scenario.faults if fault.do not in IN_PROCESSES]:
+            raise UserError(f"{scenario.name}: {strange[0]} is for the simulator only")
+        self._streams, self._hang_up = streams, hang_up
+        self._ears.hearers.append(self._hear)
+        for fault in scenario.faults:
+            if fault.on:
+                self._waiting.append((fault, fault.nth))
+            else:
+                self._spawn(fault, "", fault.at_s)
+
+    async def heal(self) -> None:
+        """Set right what lasts, and wait for what is under way."""
+        self._waiting.clear()
+        if self._hear in self._ears.hearers:
+            self._ears.hearers.remove(self._hear)
+        for task in self._tasks:
+            await task
+        self._proxy.heal()
+        for pid in self._paused:
+            os.kill(pid, signal.SIGCONT)
+        self._paused.clear()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def living(self, target: str) -> list[Child]:
+        """Return the services of a role or of a name that are there."""
+        children = self._supervisor.children
+        return [
+            c for c in children if target in ("", c.role, c.name) and is_there(c) and c.process.pid not in self._paused
+        ]
+
+    def _hear(self, subject: str, _payload: bytes, _heard_s: float) -> None:
+        word = subject.rsplit(".", 1)[-1]
+        for at, (fault, left) in enumerate(self._waiting):
+            if fault.on == word:
+                if left > 1:
+                    self._waiting[at] = (fault, left - 1)
+                else:
+                    del self._waiting[at]
+                    self._spawn(fault, subject, 0.0)
+                return
+
+    def _spawn(self, fault: Fault, subject: str, after_s: float) -> None:
+        """A fault that waited for a message strikes before anything else is done."""
+        if after_s == 0 and fault.do == "kill":
+            self._kill(self._victims(fault, subject))
+            self.counts["kill"] += 1
+            return
+        self._tasks.append(asyncio.create_task(self._strike(fault, subject, after_s), name=fault.do))
+
+    def _victims(self, fault: Fault, subject: str) -> list[Child]:
+        """Return one of the target's: who is named by the message, if anybody is."""
+        living = self.living(fault.target)
+        named = [child for child in living if child.name in subject.split(".")]
+        return [self._rng.choice(named or living)] if living else []
+
+    def _kill(self, victims: Iterable[Child]) -> None:
+        for child in victims:
+            self.killed.append(child.name)
+            child.kill()
+            self.on_kill(child.name)
+
+    async def _strike(self, fault: Fault, subject: str, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        self.counts[fault.do] += 1
+        match fault.do:
+            case "kill":
+                self._kill(self._victims(fault, subject))
+            case "pause":
+                await self._pause(self._victims(fault, subject), fault.for_s)
+            case "drain":
+                await self._drain(self._victims(fault, subject))
+            case "broker":
+                await self._take_broker_away(fault.for_s)
+            case "plane_cut":
+                for child in self._victims(fault, subject):
+                    for port in listening_ports(child.process.pid):
+                        self._proxy.cut(port)
+                await asyncio.sleep(fault.for_s)
+                self._proxy.heal("plane_cut")
+            case "disconnect":
+                await self._disconnect(fault)
+            case _:
+                self._proxy.strike(fault.do, fault.share)
+                await asyncio.sleep(fault.for_s)
+                self._proxy.heal(fault.do)
+
+    async def _pause(self, victims: list[Child], for_s: float) -> None:
+        for child in victims:
+            pid = child.process.pid
+            os.kill(pid, signal.SIGSTOP)
+            self._paused.add(pid)
+            await asyncio.sleep(for_s)
+            if pid in self._paused:
+                self._paused.discard(pid)
+                os.kill(pid, signal.SIGCONT)
+
+    async def _drain(self, victims: list[Child]) -> None:
+        for child in victims:
+            process = child.process
+            process.send_signal(signal.SIGTERM)
+            if code := await process.wait():
+                self.problems.append(f"{child.name} was drained and ended with code {code}")
+
+    async def _take_broker_away(self, for_s: float) -> None:
+        pid = self._supervisor.broker_pid
+        address = urlsplit(self._supervisor.nats_url)
+        assert pid is not None and address.hostname and address.port
+        os.kill(pid, signal.SIGKILL)
+        for _ in range(1_000):
+            try:
+                held = hold_port(address.hostname, address.port)
+                break
+            except OSError:  # it is still ending
+                await asyncio.sleep(0.001)
+        else:
+            self.problems.append("the broker could not be kept away")
+            return
+        with held:
+            await asyncio.sleep(for_s)
+        while not is_alive(self._supervisor.broker_pid, pid):
+            await asyncio.sleep(0.05)
+
+    async def _disconnect(self, fault: Fault) -> None:
+        """Let so many of the clients hang up, one now and then."""
+        end_s = asyncio.get_running_loop().time() + fault.for_s
+        while asyncio.get_running_loop().time() < end_s:
+            await asyncio.sleep(HANG_UP_EVERY_S)
+            open_streams = [s for s in self._streams if not s.ending]
+            if open_streams and self._rng.random() < fault.share:
+                self._hang_up(self._rng.choice(open_streams))
+
+
+def is_there(child: Child) -> bool:
+    return child.process.returncode is None and child.ready.is_set()
+
+
+def is_alive(pid: int | None, not_pid: int) -> bool:
+    return pid is not None and pid != not_pid

@@ -1,0 +1,116 @@
+"""A client of the mesh over real HTTP: what it was told, token for token, and how its answer ended."""
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import httpx
+
+from tests.mesh.reference import Case
+
+DATA = "data: "
+DONE = "[DONE]"
+
+Ending = Literal["", "finished", "failed", "broken", "hung up", "timeout"]
+
+
+@dataclass(eq=False)
+class Stream:
+    """One request. `broken`: the connection ended without a word; `problem`: a promise that the stream itself broke."""
+
+    number: int
+    case: Case
+    url: str
+    tenant: str
+    tokens: list[int] = field(default_factory=list[int])
+    ending: Ending = ""
+    finish_reason: str = ""
+    error: str = ""
+    problem: str = ""
+    request_id: str = ""
+    workers: tuple[str, ...] = ()
+    num_resumed_tokens: int = 0
+    started_s: float = 0.0
+    ended_s: float = 0.0
+    num_tokens_changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def took_s(self) -> float:
+        return self.ended_s - self.started_s
+
+    async def run(self, http: httpx.AsyncClient, model: str, limit_s: float) -> None:
+        """Ask, and read until the answer ends."""
+        self.started_s = time.monotonic()
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._read(http, model)
+        except TimeoutError:
+            self.ending = "timeout"
+        except httpx.HTTPError as error:
+            self.ending, self.error = "broken", f"{type(error).__name__}: {error}"
+        except asyncio.CancelledError:
+            self.ending = "hung up"
+            raise
+        finally:
+            self.ended_s = time.monotonic()
+            self.num_tokens_changed.set()
+
+    async def until_tokens(self, num_tokens: int) -> None:
+        """Return once so many tokens have come, or none will."""
+        while len(self.tokens) < num_tokens and not self.ending:
+            self.num_tokens_changed.clear()
+            await self.num_tokens_changed.wait()
+
+    async def _read(self, http: httpx.AsyncClient, model: str) -> None:
+        sampling = self.case.sampling
+        body: dict[str, Any] = {
+            "model": model,
+            "prompt": self.case.prompt,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "seed": sampling.seed,
+            "ignore_eos": sampling.ignore_eos,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
+        headers = {"Authorization": f"Bearer {self.tenant}"}
+        is_done = False
+        async with http.stream("POST", f"{self.url}/v1/completions", json=body, headers=headers) as response:
+            if response.status_code != 200:
+                self.ending, self.error = "failed", (await response.aread()).decode(errors="replace")
+                return
+            async for line in response.aiter_lines():
+                if line == DATA + DONE:
+                    is_done = True
+                elif line.startswith(DATA):
+                    if is_done:
+                        self.problem = "something came after [DONE]"
+                    self._take(json.loads(line.removeprefix(DATA)))
+        self._settle(is_done)
+
+    def _take(self, chunk: dict[str, Any]) -> None:
+        if "error" in chunk:
+            self.error = json.dumps(chunk["error"])
+            return
+        for choice in chunk.get("choices", ()):
+            self.tokens += choice.get("token_ids") or ()
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        self.request_id = str(chunk.get("id", self.request_id))
+        if (usage := chunk.get("usage")) and (mesh := usage.get("kvmesh")):
+            self.workers = (mesh["prefill_worker"], mesh["decode_worker"])
+            self.num_resumed_tokens = mesh["resumed_tokens"]
+        self.num_tokens_changed.set()
+
+    def _settle(self, is_done: bool) -> None:
+        if self.error:
+            self.ending = "failed"
+            if is_done or self.finish_reason:
+                self.problem = "a failure that ends as if all were well"
+        elif is_done and self.finish_reason:
+            self.ending = "finished"
+        else:
+            self.ending = "broken"
+            self.problem = "the stream ended without [DONE] and without an error"

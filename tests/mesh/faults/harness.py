@@ -1,0 +1,275 @@
+"""A real mesh that is made to fail: processes, a broker, HTTP, and after every scenario the same questions."""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from schemas.worker import WorkerJoined, WorkerLoad
+from services.cli.supervisor import UpOptions
+from services.engine.demo_model import DEMO_MODEL_DIR
+from services.sim.scenario import Scenario
+from tests.mesh.faults.actor import FaultActor, is_there
+from tests.mesh.faults.client import Stream
+from tests.mesh.faults.ears import Ears
+from tests.mesh.faults.proxy import PlaneProxy, listening_ports
+from tests.mesh.faults.supervisor import PROXY_HOST, REQUEST_TIMEOUT_S, FaultSupervisor
+from tests.mesh.faults.truth import Truth
+
+SCENARIOS = Path(__file__).with_name("scenarios")
+END_GRACE_S = 1.0
+"""How long after its deadline a request may take to be over."""
+CLIENT_LIMIT_S = REQUEST_TIMEOUT_S + 5.0
+REST_WITHIN_S = 30.0
+LEASE_GRACE_S = 1.0
+SPAN_S = 0.8
+WORKER_ROLES = ("prefill", "decode", "aggregated")
+OPTIONS = UpOptions(
+    port=0, num_prefill=2, num_decode=2, num_gateways=2, carrier="tcp", kv_bytes=64 << 20, num_threads=1, drain_s=5.0
+)
+
+
+@dataclass
+class Outcome:
+    """What a scenario came to. `wrong`: answers that nobody should have had. `num_leased_late`: blocks on lease a
+    second after everything had come to rest; `rest_s`: how long that took after the last request's end."""
+
+    name: str
+    num_requests: int = 0
+    num_finished: int = 0
+    num_hung_up: int = 0
+    num_near_ties: int = 0
+    num_late: int = 0
+    num_leased_late: int = 0
+    rest_s: float = 0.0
+    wrong: list[str] = field(default_factory=list[str])
+    failed: list[str] = field(default_factory=list[str])
+    excused: list[str] = field(default_factory=list[str])
+    """Failures that the scenario allows."""
+    problems: list[str] = field(default_factory=list[str])
+    faults: Counter[str] = field(default_factory=Counter[str])
+
+    @property
+    def complaints(self) -> list[str]:
+        """Everything that must not be."""
+        late = [f"{self.num_late} requests were over their deadline"] if self.num_late else []
+        leased = [f"{self.num_leased_late} blocks are still leased"] if self.num_leased_late else []
+        return [*self.wrong, *self.failed, *self.problems, *late, *leased]
+
+
+class FaultMesh:
+    """A mesh of two of each, its proxy, and ears on its bus. Make one with `fault_mesh`."""
+
+    def __init__(self, supervisor: FaultSupervisor, truth: Truth, rng: random.Random) -> None:
+        self.supervisor = supervisor
+        self.truth = truth
+        self.rng = rng
+        self.proxy = PlaneProxy(PROXY_HOST, rng)
+        self.ears = Ears(supervisor.nats_url)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self.http = httpx.AsyncClient(timeout=None, limits=limits)
+        self._num_streams = 0
+        self._opening: set[asyncio.Task[None]] = set()
+        self._running: dict[Stream, asyncio.Task[None]] = {}
+
+    @property
+    def model(self) -> str:
+        assert self.supervisor.checkpoint is not None
+        return self.supervisor.checkpoint.name
+
+    async def open(self) -> None:
+        self.ears.on_joined = self._on_joined
+        await self.ears.open()
+        await self._open_ways()
+        await self.http.get(f"{self.supervisor.url}/health")
+
+    async def close(self) -> None:
+        await self.http.aclose()
+        await self.ears.close()
+        await self.proxy.close()
+
+    def new_stream(self, number: int | None = None, gateway: int | None = None) -> Stream:
+        """Return the next request, of somebody for whom nothing is cached, through one of the gateways."""
+        order, self._num_streams = self._num_streams, self._num_streams + 1
+        case = order % len(self.truth.cases) if number is None else number
+        urls, tenants = self.supervisor.urls, self.supervisor.tenants
+        url = urls[(order if gateway is None else gateway) % len(urls)]
+        return Stream(case, self.truth.cases[case], url, tenants[order % len(tenants)])
+
+    def start(self, stream: Stream) -> "asyncio.Task[None]":
+        """Send a request."""
+        task = asyncio.create_task(stream.run(self.http, self.model, CLIENT_LIMIT_S), name=f"stream {stream.number}")
+        self._running[stream] = task
+        task.add_done_callback(lambda _: self._running.pop(stream, None))
+        return task
+
+    def hang_up(self, stream: Stream) -> None:
+        """Let a client go away without a word."""
+        if task := self._running.get(stream):
+            task.cancel()
+
+    async def run(self, scenario: Scenario, num_streams: int = 12, span_s: float = SPAN_S) -> Outcome:
+        """Carry out a scenario under load, and ask every question afterwards."""
+        streams = [self.new_stream() for _ in range(num_streams)]
+        actor = FaultActor(self.supervisor, self.ears, self.proxy, self.rng)
+        actor.begin(scenario, streams, self.hang_up)
+        sending = [
+            asyncio.create_task(self._send(s, self.rng.uniform(0, span_s) if n else 0)) for n, s in enumerate(streams)
+        ]
+        await asyncio.wait(sending)
+        num_waiting = actor.num_waiting
+        struck = Counter(self.proxy.num_struck)
+        await actor.heal()
+        outcome = Outcome(scenario.name, num_requests=num_streams, faults=actor.counts, problems=actor.problems)
+        if num_waiting:
+            outcome.problems.append(f"{num_waiting} faults never struck")
+        wire = {fault.do for fault in scenario.faults} & {"truncation", "corruption", "stall", "slowness", "refusal"}
+        for kind in wire - set(struck):
+            outcome.problems.append(f"no {kind} ever struck")
+        self.proxy.num_struck.clear()
+        self._judge(streams, scenario, actor, outcome)
+        await self.rest(outcome)
+        return outcome
+
+    async def rest(self, outcome: Outcome) -> None:
+        """Wait until every service is there and nothing is held; note what does not come to pass."""
+        started_s = time.monotonic()
+        if not await self._until_all_there():
+            missing = [child.name for child in self.supervisor.children if not is_there(child)]
+            outcome.problems.append(f"not there after {REST_WITHIN_S:.0f} s: {', '.join(missing) or 'a load'}")
+            return
+        await asyncio.sleep(LEASE_GRACE_S)
+        outcome.num_leased_late += sum(load.blocks.leased for load in self.worker_loads().values())
+        if not await self.ears.until(lambda: not self.held(started_s), REST_WITHIN_S):
+            outcome.problems += self.held(started_s)
+        outcome.rest_s = time.monotonic() - started_s
+
+    async def settle(self) -> None:
+        """Return once every service is there and nothing is held. Raises TimeoutError."""
+        since_s = time.monotonic()
+        if not await self._until_all_there() or not await self.ears.until(
+            lambda: not self.held(since_s), REST_WITHIN_S
+        ):
+            raise TimeoutError(f"no rest within {REST_WITHIN_S:.0f} s: {self.held(since_s)}")
+
+    def worker_loads(self) -> dict[str, WorkerLoad]:
+        """Return what each worker's process that lives now last said."""
+        loads: dict[str, WorkerLoad] = {}
+        for child in self.supervisor.children:
+            load, heard_s = self.ears.loads.get(child.name, (None, 0.0))
+            if load is not None and is_there(child) and heard_s > child.started_s:
+                loads[child.name] = load
+        return loads
+
+    def held(self, since_s: float = 0.0) -> list[str]:
+        """Say which workers hold blocks or requests, or have not spoken since."""
+        loads, found = self.worker_loads(), list[str]()
+        for name in self._worker_names():
+            load = loads.get(name)
+            if load is None or self.ears.loads[name][1] < since_s:
+                found.append(f"{name} says nothing")
+                continue
+            if not is_at_rest(load) or load.state != "ready":
+                found.append(
+                    f"{name} holds {load.blocks}, {load.num_running} run, {load.num_queued} wait, {load.state}"
+                )
+        return found
+
+    async def _send(self, stream: Stream, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        await asyncio.wait([self.start(stream)])
+
+    def _judge(self, streams: Sequence[Stream], scenario: Scenario, actor: FaultActor, outcome: Outcome) -> None:
+        gateways = [child.name for child in self.supervisor.children if child.role == "gateway"]
+        lost_urls = {url for name, url in zip(gateways, self.supervisor.urls, strict=True) if name in actor.killed}
+        near_ties = self.truth.num_near_ties
+        for stream in streams:
+            who = f"request {stream.number} ({stream.request_id})"
+            outcome.num_late += stream.ending == "timeout" or stream.took_s > REQUEST_TIMEOUT_S + END_GRACE_S
+            if problem := self.truth.problem(stream, self.truth.answers[stream.number]):
+                outcome.wrong.append(f"{who}: {problem}")
+            match stream.ending:
+                case "finished":
+                    outcome.num_finished += 1
+                case "hung up":
+                    outcome.num_hung_up += 1
+                case _:
+                    failure = f"{who} {stream.ending}: {stream.error}"
+                    is_excused = scenario.may_fail or stream.url in lost_urls
+                    (outcome.excused if is_excused else outcome.failed).append(failure)
+            if stream.problem and stream.url not in lost_urls:
+                outcome.problems.append(f"{who}: {stream.problem}")
+        outcome.num_near_ties = self.truth.num_near_ties - near_ties
+
+    async def _until_all_there(self) -> bool:
+        """Wait until every service is ready and each worker can be reached through the proxy."""
+        try:
+            async with asyncio.timeout(REST_WITHIN_S):
+                for child in self.supervisor.children:
+                    while not is_there(child):
+                        await asyncio.sleep(0.02)  # a process's end and its successor's start are no events here
+        except TimeoutError:
+            return False
+        await self._open_ways()
+        names = set(self._worker_names())
+        return await self.ears.until(lambda: set(self.worker_loads()) >= names, REST_WITHIN_S)
+
+    def _worker_names(self) -> list[str]:
+        return [child.name for child in self.supervisor.children if child.role in WORKER_ROLES]
+
+    async def _open_ways(self) -> None:
+        for child in self.supervisor.children:
+            if child.role in WORKER_ROLES:
+                for port in listening_ports(child.process.pid):
+                    await self.proxy.open(port)
+
+    def _on_joined(self, _joined: WorkerJoined) -> None:
+        """A worker is there: lead to it."""
+        task = asyncio.create_task(self._open_ways(), name="open ways")
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+
+@asynccontextmanager
+async def fault_mesh(
+    run_dir: Path, truth: Truth, options: UpOptions = OPTIONS, *, seed: int = 0, **settings: bool
+) -> AsyncIterator[FaultMesh]:
+    """Start a mesh; at the end stop it, and make sure that nothing is left."""
+    supervisor = FaultSupervisor(options, run_dir, **settings)
+    mesh: FaultMesh | None = None
+    try:
+        await supervisor.start()
+        supervisor.never_give_up()
+        mesh = FaultMesh(supervisor, truth, random.Random(seed))
+        await mesh.open()
+        yield mesh
+    finally:
+        if mesh is not None:
+            await mesh.close()
+        await supervisor.stop()
+    codes = {child.name: child.process.returncode for child in supervisor.children if child.process.returncode}
+    assert not codes, f"these did not end well: {codes}; see {supervisor.log_dir}"
+    left = _arenas_of({child.process.pid for child in supervisor.children})
+    assert not left, f"shared memory is left behind: {left}"
+
+
+def is_at_rest(load: WorkerLoad) -> bool:
+    """Say whether a worker has nothing of any request."""
+    blocks = load.blocks
+    is_free = blocks.free + blocks.cached == blocks.total and not blocks.leased and not blocks.orphaned
+    return is_free and not load.num_running and not load.num_queued
+
+
+def make_truth(num_cases: int = 16) -> Truth:
+    """Return cases that take a real mesh a second or so."""
+    return Truth(DEMO_MODEL_DIR, num_cases=num_cases, prompt_tokens=(40, 600), answer_tokens=(60, 220))
+
+
+def _arenas_of(pids: set[int]) -> list[str]:
+    return [path.name for pid in pids for path in Path("/dev/shm").glob(f"kvmesh-{pid}-*")]

@@ -1,0 +1,72 @@
+"""The mesh's own supervisor, for a mesh that is made to fail over and over: its services are forked, so that they start
+in a moment, they are never given up, and their data plane leads through a proxy."""
+
+import asyncio
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from services.cli.restart import FIRST_WAIT_S, Restarts
+from services.cli.supervisor import Supervisor, UpOptions
+from services.config import MeshConfig
+from tests.mesh.faults.zygote import ForkedProcess, Zygote
+
+REQUEST_TIMEOUT_S = 30.0
+PROXY_HOST = "127.0.0.2"
+NUM_TENANTS = 2_000
+
+
+class QuickRestarts(Restarts):
+    """Starts again soon, however often: what ends here was killed by us."""
+
+    def ended(self, started_s: float, now_s: float) -> float | None:
+        self.num_restarts += 1
+        return FIRST_WAIT_S
+
+
+class FaultSupervisor(Supervisor):
+    """As `kvmesh up`. `tenants`: API keys; each is somebody for whom nothing is cached yet."""
+
+    def __init__(
+        self, options: UpOptions, run_dir: Path, *, through_proxy: bool = True, digests: bool = True, forks: bool = True
+    ) -> None:
+        super().__init__(options, run_dir)
+        self._through_proxy = through_proxy
+        self._digests = digests
+        self._forks = forks
+        self._zygote: Zygote | None = None
+        self.tenants = [f"tenant-{number}" for number in range(NUM_TENANTS)]
+
+    async def stop(self) -> None:
+        await super().stop()
+        if self._zygote is not None:
+            await self._zygote.stop()
+
+    def never_give_up(self) -> None:
+        """Start again at once whatever ends from now on."""
+        self._nats_restarts = QuickRestarts()
+        for child in self.children:
+            child.restarts = QuickRestarts()
+
+    def _config(self, port: int) -> MeshConfig:
+        config = super()._config(port)
+        replace = msgspec.structs.replace
+        worker = replace(config.worker, advertise_host=PROXY_HOST if self._through_proxy else "", digests=self._digests)
+        gateway = replace(
+            config.gateway, request_timeout_s=REQUEST_TIMEOUT_S, tenants={name: name for name in self.tenants}
+        )
+        return replace(config, worker=worker, gateway=gateway)
+
+    async def _spawn(self, role: str, name: str) -> asyncio.subprocess.Process:
+        if not self._forks:
+            return await super()._spawn(role, name)
+        if self._zygote is None:
+            self._zygote = Zygote()
+        arguments = ["serve", role, "--id", name, "--supervised", "--config", str(self._run_dir / "mesh.toml")]
+        if role == "gateway":
+            names = [name for role, name in self._options.services if role == "gateway"]
+            arguments += ["--port", str(self._ports[names.index(name)])]
+        with (self.log_dir / f"{name}.log").open("ab") as log:
+            process: ForkedProcess = await self._zygote.spawn(arguments, log.fileno())
+        return cast("asyncio.subprocess.Process", process)

@@ -1,0 +1,57 @@
+"""Every scenario file, carried out on real processes and in the simulator."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.sim.mesh import MeshShape
+from services.sim.scenario import load_scenario
+from services.sim.world import SimOptions, simulate
+from tests.mesh.faults.harness import SCENARIOS, FaultMesh, fault_mesh, make_truth
+
+QUICK = {
+    "broker_away", "corruption", "disconnects", "drain_decode", "kill_both_sides", "kill_decode_at_offered",
+    "kill_decode_busy", "kill_gateway", "kill_prefill_at_streaming", "kill_scheduler", "pause_decode_long",
+    "truncation",
+}  # fmt: skip
+"""The slice for every day; `make faults` carries out all of them."""
+FILES = sorted(SCENARIOS.glob("*.toml"))
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def mesh(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultMesh]:
+    """One mesh for all: whatever dies is started again, and must be as good as new."""
+    around = fault_mesh(tmp_path_factory.mktemp("faults"), make_truth())
+    yield runner.run(around.__aenter__())
+    runner.run(around.__aexit__(None, None, None))
+
+
+@pytest.mark.parametrize(
+    "file", [pytest.param(f, id=f.stem, marks=() if f.stem in QUICK else pytest.mark.slow) for f in FILES]
+)
+def test_on_real_processes(file: Path, runner: asyncio.Runner, mesh: FaultMesh) -> None:
+    outcome = runner.run(mesh.run(load_scenario(file)))
+    assert not outcome.complaints, "\n".join(outcome.complaints)
+    assert outcome.num_finished + outcome.num_hung_up + len(outcome.excused) == outcome.num_requests
+    assert outcome.num_finished
+    if outcome.num_hung_up:
+        assert outcome.faults["disconnect"]
+    if outcome.excused:
+        assert "gateway" in file.stem
+
+
+@pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
+def test_in_the_simulator(file: Path) -> None:
+    options = SimOptions(num_requests=24, shape=MeshShape(num_gateways=2), scenario=load_scenario(file))
+    verdict = simulate(1, options).verdict
+    assert not verdict.problems, "\n".join(verdict.problems)
+    assert verdict.faults
+    assert "gateway" in file.stem or not verdict.failed, dict(verdict.failed)

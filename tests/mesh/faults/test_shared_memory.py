@@ -1,0 +1,101 @@
+"""A /dev/shm that is full: the mesh says so at its start, and whoever dies finds room again."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.mesh.test_cli import KVMESH, command_of, environment, our_processes
+
+IN_A_SMALL_ONE = 'mount -t tmpfs -o size="$0" none /dev/shm && exec "$@"'
+ARENA_MIB = 16
+
+
+def small_shm(num_mib: int, *command: str) -> list[str]:
+    """Return the command that runs with a /dev/shm of its own. Skips where this host does not let us."""
+    around = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", IN_A_SMALL_ONE, f"{num_mib}m"]
+    try:
+        subprocess.run([*around, "true"], check=True, capture_output=True, timeout=30)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no mount of our own on this host: {error}")
+    return [*around, *command]
+
+
+def up(state_dir: Path, num_mib: int) -> subprocess.Popen[str]:
+    mesh = [*KVMESH, "up", "--port", "0", "--prefill", "1", "--decode", "2"]
+    return subprocess.Popen(
+        small_shm(num_mib, *mesh, "--kv-mib", str(ARENA_MIB)),
+        env=environment(state_dir),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_too_little_for_all_is_one_clear_line(tmp_path: Path) -> None:
+    process = up(tmp_path, 2 * ARENA_MIB)
+    said, _ = process.communicate(timeout=120)
+    errors = [line for line in said.splitlines() if "error" in line.lower()]
+    assert process.returncode == 2 and len(errors) == 1, said
+    assert "shared memory" in errors[0] and "--kv-mib" in errors[0]
+    assert "Traceback" not in said
+
+
+def test_who_dies_finds_room_again(tmp_path: Path) -> None:
+    """There is room for the living only: what the dead one held must be let go of, by its readers too."""
+    process = up(tmp_path, 3 * ARENA_MIB + 4)
+    try:
+        url = await_url(process)
+        first = our_process(tmp_path, "prefill-0")
+        for number in range(8):  # both decode workers read from it
+            complete(url, number)
+        for _ in range(2):
+            os.kill(first, signal.SIGKILL)
+            first = await_successor(tmp_path, first)
+            for number in range(8, 12):
+                complete(url, number)
+    finally:
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and said.count("is started again") == 2, said
+
+
+def await_url(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "kvmesh is up" in line:
+            return next(word for word in line.split() if word.startswith("http://")).removesuffix("/v1")
+    raise AssertionError("the mesh did not start")
+
+
+def complete(url: str, number: int) -> None:
+    prompt = [7 + (number * 31 + at) % 400 for at in range(200)]
+    body = {"model": "demo_model", "prompt": prompt, "max_tokens": 4, "ignore_eos": True}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+
+
+def our_process(state_dir: Path, name: str) -> int:
+    found = [pid for pid in our_processes(state_dir) if f"--id {name} " in command_of(pid)]
+    assert len(found) == 1, found
+    return found[0]
+
+
+def await_successor(state_dir: Path, pid: int) -> int:
+    """Return the process that came after this one, once the mesh uses it."""
+    status = [*KVMESH, "status", "--json"]
+    until_s = time.monotonic() + 60
+    while time.monotonic() < until_s:
+        told = subprocess.run(
+            status, env=environment(state_dir), capture_output=True, text=True, timeout=60, check=True
+        )
+        workers = {load["worker"]["worker_id"]: load for load in json.loads(told.stdout)["workers"]}
+        now = our_processes(state_dir)
+        if pid not in now and workers.get("prefill-0", {}).get("state") == "ready":
+            return our_process(state_dir, "prefill-0")
+    raise AssertionError("prefill-0 did not come back within a minute")
