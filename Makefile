@@ -1,6 +1,7 @@
 # make up     create the environment, install, start the mesh, serve
 # make test   the same environment, then the whole suite
 # make check  ruff, pyright, import contracts
+# make faults the same to real processes, and the table of what surviving comes to (about an hour)
 # make sim    100,000 requests under every fault, in virtual time; then every planted bug
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UP_FLAGS ?=
@@ -8,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: up setup test check sim bench docs clean
+.PHONY: up setup test check sim faults bench docs clean
 
 up: setup
 	@$(BIN)/kvmesh up $(UP_FLAGS)
@@ -34,6 +35,9 @@ check: setup
 sim: setup
 	$(BIN)/kvmesh simulate --requests 100000 --faults all
 	$(BIN)/python -m tests.sim.bugs
+
+faults: setup
+	$(BIN)/python -m tests.mesh.faults.figures --out .kvmesh/faults.md
 
 bench: setup
 	$(BIN)/python -m tests.bench.bench_carriers

@@ -16,6 +16,7 @@ import msgspec
 
 from services.bus.base import MAX_PAYLOAD_BYTES
 from services.errors import UserError
+from services.ports import free_port, is_free
 
 OLDEST_VERSION = (2, 12)
 START_TIMEOUT_S = 10.0
@@ -54,14 +55,16 @@ class EmbeddedNats:
         second as a rule.
         """
         binary = find_server()
-        if port is not None and not _is_free(port):
+        if port is None:
+            port = free_port()
+        elif not is_free(port):
             raise UserError(f"port {port} is in use, so the broker cannot have it; name another or none")
         folder = state_dir.absolute()
         folder.mkdir(parents=True, exist_ok=True)
         logfile, config = folder / "nats.log", folder / "nats.conf"
         config.write_text(
             _CONFIG.format(
-                port=-1 if port is None else port,  # -1: the server chooses, so nobody can come between
+                port=port,
                 max_payload=MAX_PAYLOAD_BYTES,
                 logfile=json.dumps(str(logfile)),
                 folder=json.dumps(str(folder)),
@@ -144,16 +147,6 @@ def _version(binary: str) -> tuple[int, int]:
         return (0, 0)
     found = re.search(r"v(\d+)\.(\d+)", said)
     return (int(found[1]), int(found[2])) if found else (0, 0)
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: TIME_WAIT is free
-        try:
-            sock.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 def _greet(url: str) -> None:

@@ -40,6 +40,7 @@ from services.config import (
 from services.engine.checkpoint import Checkpoint, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.errors import UserError
+from services.ports import free_port
 from services.scheduler.policy import policy_named
 
 START_TIMEOUT_S = 300.0
@@ -348,5 +349,5 @@ def _free_ports(first: int, count: int) -> list[int]:
     if first + count - 1 > MAX_PORT:
         raise UserError(f"{count} gateways from port {first} on need ports above {MAX_PORT}; pass a smaller --port")
     with contextlib.ExitStack() as held:
-        socks = [held.enter_context(bind("127.0.0.1", first + at if first else 0)) for at in range(count)]
+        socks = [held.enter_context(bind("127.0.0.1", first + at if first else free_port())) for at in range(count)]
         return [int(sock.getsockname()[1]) for sock in socks]

@@ -146,6 +146,7 @@ def test_a_question_asked_again_is_answered_where_its_kv_lies(mesh: Mesh) -> Non
     prompt = fresh(300)
     first = mesh.complete(prompt, ignore_eos=True, return_token_ids=True)
     mesh.wait_until(lambda: _num_located(mesh, prompt) >= 18, "the directory to hear of it")
+    mesh.assert_no_blocks_held()  # as long as a worker says that it is busy, an idle one may be quicker
     again = mesh.complete(prompt, ignore_eos=True, return_token_ids=True)
     assert again["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
     kvmesh = again["usage"]["kvmesh"]

@@ -224,10 +224,8 @@ class FaultMesh:
         return [child.name for child in self.supervisor.children if child.role in WORKER_ROLES]
 
     async def _open_ways(self) -> None:
-        for child in self.supervisor.children:
-            if child.role in WORKER_ROLES:
-                for port in listening_ports(child.process.pid):
-                    await self.proxy.open(port)
+        workers = [child for child in self.supervisor.children if child.role in WORKER_ROLES]
+        await self.proxy.lead_to({port for child in workers for port in listening_ports(child.process.pid)})
 
     def _on_joined(self, _joined: WorkerJoined) -> None:
         """A worker is there: lead to it."""
@@ -238,10 +236,10 @@ class FaultMesh:
 
 @asynccontextmanager
 async def fault_mesh(
-    run_dir: Path, truth: Truth, options: UpOptions = OPTIONS, *, seed: int = 0, **settings: bool
+    run_dir: Path, truth: Truth, options: UpOptions = OPTIONS, *, seed: int = 0
 ) -> AsyncIterator[FaultMesh]:
     """Start a mesh; at the end stop it, and make sure that nothing is left."""
-    supervisor = FaultSupervisor(options, run_dir, **settings)
+    supervisor = FaultSupervisor(options, run_dir)
     mesh: FaultMesh | None = None
     try:
         await supervisor.start()

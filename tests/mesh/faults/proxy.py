@@ -38,17 +38,21 @@ class PlaneProxy:
         self._host = host
         self._rng = rng
         self._servers: dict[int, asyncio.Server] = {}
+        self._opening = asyncio.Lock()
         self._kinds: dict[FaultKind, float] = {}
         self._cut: set[int] = set()
         self._healed = asyncio.Event()
         self._writers: set[asyncio.StreamWriter] = set()
 
-    async def open(self, port: int) -> None:
-        """Lead to this port of 127.0.0.1 from now on."""
-        if port not in self._servers:
-            self._servers[port] = await asyncio.start_server(
-                lambda reader, writer: self._carry(reader, writer, port), self._host, port
-            )
+    async def lead_to(self, ports: set[int]) -> None:
+        """Lead to these ports of 127.0.0.1 from now on, and to no others."""
+        async with self._opening:
+            for port in self._servers.keys() - ports:
+                self._servers.pop(port).close()
+            for port in ports - self._servers.keys():
+                self._servers[port] = await asyncio.start_server(
+                    lambda reader, writer, port=port: self._carry(reader, writer, port), self._host, port
+                )
 
     def strike(self, kind: FaultKind, share: float) -> None:
         """Let a fault befall this share of what crosses from now on. A refusal ends the connections that there are."""

@@ -28,13 +28,8 @@ class QuickRestarts(Restarts):
 class FaultSupervisor(Supervisor):
     """As `kvmesh up`. `tenants`: API keys; each is somebody for whom nothing is cached yet."""
 
-    def __init__(
-        self, options: UpOptions, run_dir: Path, *, through_proxy: bool = True, digests: bool = True, forks: bool = True
-    ) -> None:
+    def __init__(self, options: UpOptions, run_dir: Path) -> None:
         super().__init__(options, run_dir)
-        self._through_proxy = through_proxy
-        self._digests = digests
-        self._forks = forks
         self._zygote: Zygote | None = None
         self.tenants = [f"tenant-{number}" for number in range(NUM_TENANTS)]
 
@@ -52,15 +47,12 @@ class FaultSupervisor(Supervisor):
     def _config(self, port: int) -> MeshConfig:
         config = super()._config(port)
         replace = msgspec.structs.replace
-        worker = replace(config.worker, advertise_host=PROXY_HOST if self._through_proxy else "", digests=self._digests)
-        gateway = replace(
-            config.gateway, request_timeout_s=REQUEST_TIMEOUT_S, tenants={name: name for name in self.tenants}
-        )
+        worker = replace(config.worker, advertise_host=PROXY_HOST)
+        tenants = {name: name for name in self.tenants}
+        gateway = replace(config.gateway, request_timeout_s=REQUEST_TIMEOUT_S, tenants=tenants)
         return replace(config, worker=worker, gateway=gateway)
 
     async def _spawn(self, role: str, name: str) -> asyncio.subprocess.Process:
-        if not self._forks:
-            return await super()._spawn(role, name)
         if self._zygote is None:
             self._zygote = Zygote()
         arguments = ["serve", role, "--id", name, "--supervised", "--config", str(self._run_dir / "mesh.toml")]

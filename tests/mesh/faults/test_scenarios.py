@@ -10,6 +10,8 @@ from services.sim.mesh import MeshShape
 from services.sim.scenario import load_scenario
 from services.sim.world import SimOptions, simulate
 from tests.mesh.faults.harness import SCENARIOS, FaultMesh, fault_mesh, make_truth
+from tests.mesh.faults.kills import Killing
+from tests.mesh.faults.times import PHASES, cancel_to_free, death_to_free
 
 QUICK = {
     "broker_away", "corruption", "disconnects", "drain_decode", "kill_both_sides", "kill_decode_at_offered",
@@ -46,6 +48,21 @@ def test_on_real_processes(file: Path, runner: asyncio.Runner, mesh: FaultMesh) 
         assert outcome.faults["disconnect"]
     if outcome.excused:
         assert "gateway" in file.stem
+
+
+def test_kills_over_and_over(runner: asyncio.Runner, mesh: FaultMesh) -> None:
+    report = runner.run(Killing(mesh, 8, lambda: None).run())
+    assert report.num_kills == 8 and report.num_streams
+    assert not report.wrong and not report.failed
+
+
+def test_a_dead_reader_s_lease_ends(runner: asyncio.Runner, mesh: FaultMesh) -> None:
+    assert len(runner.run(death_to_free(mesh, 2, lambda: None))) == 2
+
+
+@pytest.mark.slow
+def test_a_client_may_hang_up_at_any_time(runner: asyncio.Runner, mesh: FaultMesh) -> None:
+    assert runner.run(cancel_to_free(mesh, 1, lambda: None)).keys() == set(PHASES)
 
 
 @pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])

@@ -1,0 +1,281 @@
+"""`make faults`: what surviving comes to, as a table. Every figure is measured here and now, and can be had alone."""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from services.bench.stats import percentile
+from services.sim.many import run_many, wall_clock
+from services.sim.scenario import FAULT_KINDS, load_scenario
+from services.sim.world import SimOptions
+from tests.mesh.faults.cost import LENGTHS, WARM_UP_REQUESTS, cost_of_checks
+from tests.mesh.faults.harness import SCENARIOS, FaultMesh, Outcome, fault_mesh, make_truth
+from tests.mesh.faults.kills import Killing
+from tests.mesh.faults.times import PHASES, cancel_to_free, death_to_free
+from tests.plane.corruption import Corruption, measure
+
+FREE_AFTER_DEATH_S = 3.0
+FREE_AFTER_CANCEL_S = 0.25
+NO_MEMBER_LEFT = frozenset({"kill_gateway"})
+"""Its own clients lose their answers: a connection cannot outlive its process."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table. `is_met` None: nothing was promised."""
+
+    figure: str
+    measured: str
+    wanted: str
+    is_met: bool | None
+    details: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How much of everything."""
+
+    rounds: int
+    kills: int
+    requests: int
+    flips: int
+    clean_blocks: int
+    deaths: int
+    cancels: int
+    timed: int
+
+
+Advance = Callable[[], None]
+Begin = Callable[[str, int], Advance]
+"""Begins a bar of so many steps."""
+
+
+async def scenarios(sizes: Sizes, begin: Begin) -> list[Row]:
+    """Carry out every scenario file on real processes."""
+    files = sorted(SCENARIOS.glob("*.toml"))
+    advance = begin("scenarios on real processes", len(files) * sizes.rounds)
+    outcomes: list[Outcome] = []
+    async with _mesh() as mesh:
+        for _ in range(sizes.rounds):
+            for file in files:
+                outcomes.append(await mesh.run(load_scenario(file)))
+                advance()
+    killed = [o for o in outcomes if o.faults["kill"] and o.name not in NO_MEMBER_LEFT]
+    num_requests, num_wrong = sum(o.num_requests for o in outcomes), sum(len(o.wrong) for o in outcomes)
+    late, leased = sum(o.num_late for o in outcomes), sum(o.num_leased_late for o in outcomes)
+    failed = [failure for o in killed for failure in o.failed]
+    others = [what for o in outcomes for what in (*o.problems, *(o.failed if o not in killed else ()))]
+    return [
+        _none("wrong outputs", num_wrong, f"{num_requests} requests, {len(outcomes)} scenarios", _all_wrong(outcomes)),
+        _none("not ended by the deadline + 1 s", late, f"{num_requests} requests"),
+        _none(
+            "failed on SIGKILL, two members per role",
+            len(failed), f"{sum(o.num_requests for o in killed)} requests, {len(killed)} scenarios", failed,
+        ),
+        _none("blocks leased 1 s after quiescence", leased, f"{len(outcomes)} scenarios"),
+        _none("anything else that must not be", len(others), f"{len(outcomes)} scenarios", others),
+    ]  # fmt: skip
+
+
+async def kills(sizes: Sizes, begin: Begin) -> list[Row]:
+    """Kill real workers in the middle of answers, over and over."""
+    advance = begin("kills of real workers", sizes.kills)
+    async with _mesh() as mesh:
+        report = await Killing(mesh, sizes.kills, advance).run()
+    around = f"{report.num_kills} kills, {report.num_cut} of a worker with requests; {report.num_streams} answers, "
+    around += f"{report.num_tokens} tokens, {report.num_resumed} answers resumed"
+    if report.num_near_ties:
+        around += f", {report.num_near_ties} proven near-ties"
+    return [
+        _none("answers with tokens lost or doubled", len(report.wrong), around, report.wrong),
+        _none("failed while killing", len(report.failed), f"{report.num_streams} answers", report.failed),
+    ]
+
+
+async def death(sizes: Sizes, begin: Begin) -> list[Row]:
+    """Kill decode workers that are reading."""
+    advance = begin("deaths of a reader", sizes.deaths)
+    async with _mesh() as mesh:
+        times = await death_to_free(mesh, sizes.deaths, advance)
+    return [_times("decode's death to P's blocks free", times, FREE_AFTER_DEATH_S, f"{len(times)} deaths")]
+
+
+async def cancel(sizes: Sizes, begin: Begin) -> list[Row]:
+    """Hang up in every phase."""
+    advance = begin("cancels", sizes.cancels * len(PHASES))
+    async with _mesh() as mesh:
+        by_phase = await cancel_to_free(mesh, sizes.cancels, advance)
+    times = [time for phase in by_phase.values() for time in phase]
+    around = f"{len(times)} cancels in {len(by_phase)} phases"
+    worst = tuple(f"{phase}: at most {1e3 * max(phase_times):.0f} ms" for phase, phase_times in by_phase.items())
+    return [_times("cancel to both sides free", times, FREE_AFTER_CANCEL_S, around, worst)]
+
+
+async def corruption(sizes: Sizes, begin: Begin) -> list[Row]:
+    """Flip bits on both carriers."""
+    carriers = ("tcp", "shm")
+    advance = begin("flipped bits, by carrier", len(carriers))
+    rows: list[Row] = []
+    for carrier in carriers:
+        result = await asyncio.to_thread(measure, carrier, num_flips=sizes.flips, num_clean_blocks=sizes.clean_blocks)
+        rows.append(_corruption(carrier, result))
+        advance()
+    return rows
+
+
+async def simulate(sizes: Sizes, begin: Begin) -> list[Row]:
+    """Run the simulator over both cores."""
+    advance = begin("simulated requests, by the hundred", sizes.requests // 100)
+    shown = 0
+    num_done = 0
+
+    def show(num_requests: int) -> None:
+        nonlocal shown, num_done
+        num_done += num_requests
+        while shown < num_done // 100:
+            advance()
+            shown += 1
+
+    started_s = wall_clock()
+    total = await asyncio.to_thread(
+        lambda: run_many(
+            0, sizes.requests, SimOptions(kinds=FAULT_KINDS), on_batch=lambda batch: show(batch.verdict.num_requests)
+        )
+    )
+    wall_s, verdict = wall_clock() - started_s, total.verdict
+    problems = [f"seed {failure.seed}: {failure.problems[0]}" for failure in total.failures]
+    around = f"{sum(verdict.faults.values())} faults, {verdict.faults['kill']} of them kills; in {wall_s / 60:.1f} min"
+    num_bad = verdict.num_wrong + verdict.num_unfinished + verdict.num_leaked_blocks
+    return [
+        Row("lifetimes simulated", f"{verdict.num_requests} ({around})", "", None),
+        _none("simulated: wrong, unfinished or leaked", num_bad, f"{verdict.num_requests} requests"),
+        _none("simulations that broke any promise", len(problems), f"{total.num_runs} simulations", problems),
+    ]
+
+
+async def bugs(_: Sizes, begin: Begin) -> list[Row]:
+    """Plant every known bug."""
+    advance = begin("planted bugs", 1)
+    command = [sys.executable, "-m", "tests.sim.bugs", "--json"]
+    ran = await asyncio.to_thread(
+        subprocess.run, command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False, text=True
+    )
+    advance()
+    if not ran.stdout:
+        return [Row("bugs caught of bugs planted", "the hunt failed: run python -m tests.sim.bugs", "all", False)]
+    found = json.loads(ran.stdout)
+    seeds = max(bug["num_seeds"] for bug in found["bugs"])
+    measured = f"{found['caught']} of {found['planted']}, each within {seeds} seeds"
+    return [Row("bugs caught of bugs planted", measured, "all, at least 20", found["caught"] == found["planted"] >= 20)]
+
+
+async def cost(sizes: Sizes, begin: Begin) -> list[Row]:
+    """Time the same requests with and without checks."""
+    advance = begin("timed requests", len(LENGTHS) * 2 * (sizes.timed + WARM_UP_REQUESTS))
+    ratios = await cost_of_checks(sizes.timed, advance)
+    measured = "; ".join(f"{n} tokens: TTFT x{first}, second token x{second}" for n, (first, second) in ratios.items())
+    return [Row("what all checks cost", f"{measured} (medians of {sizes.timed} each, tcp)", "", None)]
+
+
+FIGURES: dict[str, Callable[[Sizes, Begin], Awaitable[list[Row]]]] = {
+    each.__name__: each for each in (scenarios, kills, death, cancel, corruption, simulate, bugs, cost)
+}
+
+
+@asynccontextmanager
+async def _mesh() -> AsyncGenerator[FaultMesh]:
+    with tempfile.TemporaryDirectory(prefix="kvmesh-faults-") as folder:
+        async with fault_mesh(Path(folder), make_truth()) as mesh:
+            yield mesh
+
+
+def _none(figure: str, number: int, around: str, details: "list[str] | tuple[str, ...]" = ()) -> Row:
+    """Return the row of something of which there must be none."""
+    return Row(figure, f"{number} ({around})", "0", number == 0, tuple(details))
+
+
+def _all_wrong(outcomes: list[Outcome]) -> list[str]:
+    return [f"{o.name}: {wrong}" for o in outcomes for wrong in o.wrong]
+
+
+def _times(figure: str, times: list[float], limit_s: float, around: str, details: tuple[str, ...] = ()) -> Row:
+    p50, p99 = percentile(times, 50), percentile(times, 99)
+    assert p50 is not None and p99 is not None
+    measured = f"p50 {1e3 * p50:.0f} ms, p99 {1e3 * p99:.0f} ms ({around})"
+    return Row(figure, measured, f"p99 <= {1e3 * limit_s:.0f} ms", p99 <= limit_s, details if p99 > limit_s else ())
+
+
+def _corruption(carrier: str, result: Corruption) -> Row:
+    measured = f"{result.num_caught} of {result.num_flipped}, {result.num_false_alarms} false alarms in "
+    measured += f"{result.num_clean_blocks} clean blocks"
+    is_met = result.num_caught == result.num_flipped and not result.num_wrong and not result.num_false_alarms
+    return Row(f"corruption caught, {carrier}", measured, "all, no false alarm", is_met)
+
+
+def markdown(rows: list[Row]) -> str:
+    """Return the table as Markdown."""
+    lines = ["| figure | measured | wanted |", "|---|---|---|"]
+    lines += [f"| {row.figure} | {row.measured} | {row.wanted or '-'} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, print, write. Exit code 1 where a figure is not as wanted."""
+    parser = argparse.ArgumentParser(prog="make faults", description=__doc__)
+    parser.add_argument("--only", default="", help=f"one of: {', '.join(FIGURES)}; or several with commas")
+    parser.add_argument("--out", type=Path, default=Path(".kvmesh/faults.md"), help="the Markdown table's file")
+    parser.add_argument("--rounds", type=int, default=1, help="how often each scenario")
+    parser.add_argument("--kills", type=int, default=1_000)
+    parser.add_argument("--requests", type=int, default=20_000, help="simulated; make sim does 100,000")
+    parser.add_argument("--flips", type=int, default=1_000, help="flipped bits, on each carrier")
+    parser.add_argument("--clean-blocks", type=int, default=100_000, help="transferred unharmed, on each carrier")
+    parser.add_argument("--deaths", type=int, default=50)
+    parser.add_argument("--cancels", type=int, default=10, help="in each phase")
+    parser.add_argument("--timed", type=int, default=20, help="requests of each length, with checks and without")
+    options = vars(parser.parse_args())
+    out, names = options.pop("out"), [name for name in options.pop("only").split(",") if name] or list(FIGURES)
+    if unknown := [name for name in names if name not in FIGURES]:
+        parser.error(f"no figure is called {unknown[0]!r}; there are: {', '.join(FIGURES)}")
+    console = Console(highlight=False)
+    rows: list[Row] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+
+        def begin(what: str, num_steps: int) -> Advance:
+            task = progress.add_task(what, total=num_steps)
+            return lambda: progress.advance(task)
+
+        for name in names:
+            rows += asyncio.run(_measured(name, Sizes(**options), begin))
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(markdown(rows))  # as far as it goes: what takes long may be stopped
+    table = Table("figure", "measured", "wanted", "")
+    for row in rows:
+        table.add_row(
+            row.figure, row.measured, row.wanted, "" if row.is_met is None else "ok" if row.is_met else "NOT MET"
+        )
+    console.print(table)
+    for row in rows:
+        for detail in row.details[:20] if row.is_met is False else ():
+            console.print(f"{row.figure}: {detail}", markup=False)
+    console.print(f"written to {out}")
+    sys.exit(any(row.is_met is False for row in rows))
+
+
+async def _measured(name: str, sizes: Sizes, begin: Begin) -> list[Row]:
+    return await FIGURES[name](sizes, begin)
+
+
+if __name__ == "__main__":
+    main()
