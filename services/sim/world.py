@@ -32,6 +32,9 @@ from services.sim.workload import Ask, make_asks
 READY_WITHIN_S = 10.0
 WORKER_ROLES = ("prefill", "decode", "aggregated", "store")
 REST_WITHIN_S = 12.0
+NOTHING_IS_LOST = frozenset({"pause", "drain", "disconnect", "slow_client", "corruption", "truncation", "refusal"})
+"""Faults under which every word arrives: leases then end by what is said, and none is left to its time."""
+TOLD_WITHIN_S = 1.0
 """After the last end: leases of lost readers run out, the last of the dead are noticed."""
 CHECK_EVERY_S = 0.25
 END_GRACE_S = 1.0
@@ -157,6 +160,8 @@ class World:
             held[:] = held_at_rest(self.mesh)
             return not held
 
+        if not self.verdict.faults.keys() - NOTHING_IS_LOST:
+            await self._until(rests, TOLD_WITHIN_S, f"not all was given back within {TOLD_WITHIN_S:g} s")
         await self._until(rests, REST_WITHIN_S, "")
         door = TypedBus(self.broker.connect("inspector"), "inspector")
         missing = set[str]()
@@ -240,14 +245,14 @@ def simulate(seed: int, options: SimOptions) -> SimReport:
     was_on = gc.isenabled()
     gc.disable()  # what is collected while it runs would run at a time that no seed decides
     try:
-        world = World(seed, options)
-        report = world.run()
+        with _unheard(), _quiet_logs():
+            world = World(seed, options)
+            report = world.run()
+            del world
+            gc.collect()
     finally:
         if was_on:
             gc.enable()
-    with _unheard(), _quiet_logs():
-        del world
-        gc.collect()
     return report
 
 

@@ -120,6 +120,9 @@ class Worker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self.changed = asyncio.Event()
+        """Set when the load is to be told."""
+        self._usage = (0, 0)
+        """Blocks that can be had, and runs, when last looked at."""
         self.on_submitted: Callable[[AttemptKey, SequenceContent], None] | None = None
         """Hears of every sequence that the engine is given, before its first step."""
         self.idle = asyncio.Event()
@@ -250,7 +253,9 @@ class Worker:
         for event in self.holder.events():
             subject = subjects.STORED if isinstance(event, BlocksStored) else subjects.EVICTED
             self.outbox.put(subject, (self.parts.worker_id,), event)
-        if actions:
+        usage = (self.holder.cache.num_free + self.holder.cache.num_cached, sum(core.num_runs for core in self.cores))
+        if actions or usage != self._usage:  # what was withdrawn ends without a word, and makes room
+            self._usage = usage
             self.changed.set()
         if self.is_idle:
             self.idle.set()
@@ -285,10 +290,9 @@ class Worker:
         self.lease_traces.ended(action.lease_id, num_blocks, action.reason)
 
     def forget(self, key: AttemptKey) -> None:
-        """Drop what was kept for an attempt that has ended here, and have it said that there is room."""
+        """Drop what was kept for an attempt that has ended here."""
         self.spans.forget(key)
         self.holder.forget(key)
-        self.changed.set()
 
     # What happens, brought to the loop.
 

@@ -107,6 +107,11 @@ async def test_room_is_told_as_soon_as_it_is_there(monkeypatch: pytest.MonkeyPat
         await client.until(lambda fleet: any(load.blocks.running for load in fleet), "running")
         await client.cancel("r")
         await client.until_free()
+        for number in range(12):  # wherever it is
+            await client.send(f"r{number}", list(range(number, number + 400)), params)
+            await asyncio.sleep(number * 0.001)
+            await client.cancel(f"r{number}")
+            await client.until_free()
 
 
 async def test_a_deadline_ends_a_request_with_a_typed_failure() -> None:

@@ -55,6 +55,12 @@ RESUMED = SimOptions(
     ),
 )
 """Answers go on where their prompts were computed."""
+CANCELLED = SimOptions(
+    shape=MeshShape(num_prefill=3, policy="least_loaded"),
+    num_requests=60,
+    scenario=Scenario(faults=tuple(Fault(do="disconnect", on="lease", nth=nth, for_s=0.3) for nth in range(1, 7))),
+)
+"""Clients hang up while a worker asks another for KV."""
 LONG_LEASES = SimOptions(shape=MeshShape(lease_ms=600_000, step_s=0.01))
 
 
@@ -454,6 +460,13 @@ def only_the_reader_ends_a_lease(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(prefill.PrefillCore, "left", lambda self, event, now_ms: [])
     patch.setattr(prefill.PrefillCore, "attempts", lambda self: {})
     patch.setattr(prefill, "LANDED_GRACE_MS", 10**9)
+
+
+@bug("a lease that its reader has not used is left to its time", options=CANCELLED)
+def lease_is_not_returned(patch: pytest.MonkeyPatch) -> None:
+    from services.worker.borrow import Borrower
+
+    patch.setattr(Borrower, "_give_back", lambda self, holder, request, granted: None)
 
 
 @bug("the heartbeat waits for the engine: a busy worker looks dead", options=BUSY)
