@@ -50,12 +50,16 @@ def run_many(
     if jobs <= 1:
         return _sum(_each(tasks, options, on_batch))
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=TASKS_PER_CHILD) as pool:
-        waiting = [pool.submit(run_task, task, options) for task in tasks]
-        done: list[Batch] = []
-        for finished in as_completed(waiting):
-            done.append(finished.result())
-            on_batch(done[-1])
+    done: list[Batch] = []
+    wave = jobs * TASKS_PER_CHILD
+    for start in range(0, len(tasks), wave):
+        # A pool a wave, and no `max_tasks_per_child`: with that Python 3.11's pool may wait for ever
+        # (github.com/python/cpython/issues/115634).
+        with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+            waiting = [pool.submit(run_task, task, options) for task in tasks[start : start + wave]]
+            for finished in as_completed(waiting):
+                done.append(finished.result())
+                on_batch(done[-1])
     return _sum(done)
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from services.sim import many
 from services.sim.many import run_task
 from services.sim.scenario import FAULT_KINDS, FaultKind
 from services.sim.world import SimOptions, SimReport, simulate
@@ -69,6 +70,18 @@ def test_a_seed_is_a_whole_simulation() -> None:
         for hash_seed in ("1", "2")
     ]
     assert digests[0] == digests[1]
+
+
+def test_many_simulations_end_whatever_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than the first processes take on."""
+    monkeypatch.setattr(many, "RUNS_PER_TASK", 1)
+    monkeypatch.setattr(many, "TASKS_PER_CHILD", 1)
+    heard: list[int] = []
+    total = many.run_many(
+        0, 5 * many.REQUESTS_PER_RUN, SimOptions(), num_jobs=2, on_batch=lambda batch: heard.append(batch.num_runs)
+    )
+    assert total.num_runs == sum(heard) == len(heard) == 5
+    assert total.verdict.num_finished == 5 * many.REQUESTS_PER_RUN
 
 
 def test_the_command_counts_and_says_how_to_see_it_again() -> None:
