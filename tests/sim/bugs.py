@@ -55,12 +55,12 @@ RESUMED = SimOptions(
     ),
 )
 """Answers go on where their prompts were computed."""
-CANCELLED = SimOptions(
-    shape=MeshShape(num_prefill=3, policy="least_loaded"),
-    num_requests=60,
-    scenario=Scenario(faults=tuple(Fault(do="disconnect", on="lease", nth=nth, for_s=0.3) for nth in range(1, 7))),
+OUT_OF_REACH = SimOptions(
+    shape=MeshShape(has_store=True, num_blocks=40),
+    num_requests=40,
+    scenario=Scenario(faults=(Fault(do="refusal", at_s=0.3, for_s=5.0, share=0.8),)),
 )
-"""Clients hang up while a worker asks another for KV."""
+"""Holders grant leases, and cannot be reached."""
 LONG_LEASES = SimOptions(shape=MeshShape(lease_ms=600_000, step_s=0.01))
 
 
@@ -462,7 +462,7 @@ def only_the_reader_ends_a_lease(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(prefill, "LANDED_GRACE_MS", 10**9)
 
 
-@bug("a lease that its reader has not used is left to its time", options=CANCELLED)
+@bug("a lease that its reader has not used is left to its time", options=OUT_OF_REACH)
 def lease_is_not_returned(patch: pytest.MonkeyPatch) -> None:
     from services.worker.borrow import Borrower
 
