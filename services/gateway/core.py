@@ -153,7 +153,8 @@ class RequestCore:
             case PlaceRefused():
                 message = self._with_troubles(event.detail or event.reason)
                 fail = self._refusal(event.reason, message, event.retry_after_ms)
-                if self._is_under_way and event.reason in ("no_worker", "overloaded", "draining"):
+                # The last worker of a role may be starting again; a full mesh tells new requests so at once.
+                if event.reason == "no_worker" or (self._is_under_way and event.reason in ("overloaded", "draining")):
                     return self._wait(event.retry_after_ms, fail, now_ms)
                 return self._end("", fail)
             case PlaceUnanswered():

@@ -36,6 +36,9 @@ from services.worker.runs import RoleCore
 UNOFFERED_HOLD_MS = 500
 """How long a computed prompt keeps its blocks from a queued run while its decode worker has no room: two workers whose
 runs wait for each other's blocks would otherwise wait for ever. What it gives up stays cached, as long as it can."""
+UNKNOWN_AFTER_MS = 1_500
+"""How long a decode worker may say that it has room for a hand-over that nobody has asked for here. The two requests
+are sent at once: what was not heard by then was taken by a predecessor of this process, or is lost."""
 OFFER_AGAIN_MS = 250
 """The least time between two offers of one lease."""
 LANDED_GRACE_MS = 2_000
@@ -48,7 +51,8 @@ class PrefillCore(RoleCore[PrefillRun]):
     def __init__(self, limits: WorkerLimits, cache: BlockCache, leases: LeaseTable) -> None:
         super().__init__(limits, cache)
         self._leases = leases
-        self._early_reservations: dict[HandoffId, None] = {}
+        self._early_reservations: dict[HandoffId, int] = {}
+        """When each was first heard of."""
 
     @property
     def num_queued_tokens(self) -> int:
@@ -87,13 +91,16 @@ class PrefillCore(RoleCore[PrefillRun]):
         )
         return accepted, self._admit(now_ms)
 
-    def reserved(self, event: BlocksReserved) -> list[Action]:
-        """The decode worker has room: offer as soon as there is a lease. It says so again until it hears the offer."""
+    def reserved(self, event: BlocksReserved, now_ms: int) -> list[Action]:
+        """The decode worker has room: offer as soon as there is a lease. It says so again until it hears the offer, or
+        that there will be none."""
         run = self._by_handoff.get(event.handoff_id)
         if run is None and (event.request_id, event.attempt) in self._past:
             return [self._tell_target(event, "the prefill worker has ended this attempt")]
         if run is None:
-            self._early_reservations[event.handoff_id] = None
+            if now_ms - self._early_reservations.setdefault(event.handoff_id, now_ms) >= UNKNOWN_AFTER_MS:
+                del self._early_reservations[event.handoff_id]
+                return [self._tell_target(event, "the prefill worker knows nothing of it")]
             while len(self._early_reservations) > self._limits.max_queued:
                 del self._early_reservations[next(iter(self._early_reservations))]
             return []

@@ -29,7 +29,7 @@ async def start_prefill(worker: Worker, tasks: asyncio.TaskGroup) -> None:
         return reply
 
     def reserved(received: Received[BlocksReserved]) -> None:
-        worker.decide(lambda _now: core.reserved(received.message))
+        worker.decide(lambda now: core.reserved(received.message, now))
 
     def landed(received: Received[KVLanded]) -> None:
         worker.decide(lambda now: core.landed(received.message, now))

@@ -7,8 +7,8 @@ from dataplane.layout import KVLayout
 from services.sim.client import ChoiceSeen, Exchange
 from services.sim.workload import Ask, is_prefix
 
-NEVER_CODES = frozenset({"deadline", "replay_mismatch", "internal", "invalid", "engine_failed"})
-"""Ends that no fault excuses: faults heal long before the deadline, and the others tell of a mistake of ours."""
+NEVER_CODES = frozenset({"replay_mismatch", "internal", "invalid", "engine_failed"})
+"""Ends that no fault excuses: they tell of a mistake of ours."""
 
 
 @dataclass
@@ -56,8 +56,11 @@ def check_peace(number: int, exchange: Exchange, verdict: Verdict) -> None:
         verdict.problems.append(f"request {number} was begun {mesh['num_retries'] + 1} times, nothing went wrong")
 
 
-def check_exchange(number: int, ask: Ask, exchange: Exchange, truth: ModelTruth, verdict: Verdict) -> None:
-    """A client has had the right tokens, or the beginning of them and one clear end that is no success."""
+def check_exchange(
+    number: int, ask: Ask, exchange: Exchange, truth: ModelTruth, verdict: Verdict, *, may_time_out: bool
+) -> None:
+    """A client has had the right tokens, or the beginning of them and one clear end that is no success.
+    `may_time_out`: something was away for so long that a deadline may pass."""
     verdict.num_requests += 1
     name = f"request {number}"
     if not exchange.ended.is_set():
@@ -85,7 +88,7 @@ def check_exchange(number: int, ask: Ask, exchange: Exchange, truth: ModelTruth,
         verdict.failed["connection_reset"] += 1
     elif exchange.error:
         verdict.failed[exchange.error] += 1
-        if exchange.error in NEVER_CODES:
+        if exchange.error in NEVER_CODES or (exchange.error == "deadline" and not may_time_out):
             verdict.problems.append(f"{name} failed with {exchange.error}: {exchange.message}")
         if exchange.status in (429, 503) and "retry-after" not in exchange.headers:
             verdict.problems.append(f"{name}: {exchange.status} without Retry-After")

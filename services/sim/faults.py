@@ -47,6 +47,9 @@ class FaultActor:
         mesh, weather = self._mesh, self._mesh.broker.weather
         weather.loss = weather.duplication = weather.reordering = 0.0
         weather.delay_s = (0.0001, 0.001)
+        # What a partition holds back is on its way already, and what is said later comes after it.
+        until_s = max(weather.held_until_s.values(), default=0.0)
+        await asyncio.sleep(max(until_s - asyncio.get_running_loop().time(), 0.0))
         weather.held_until_s.clear()
         mesh.network.heal()
         if not mesh.broker.is_up:

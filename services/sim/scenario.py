@@ -87,11 +87,20 @@ def random_scenario(rng: random.Random, kinds: Sequence[FaultKind], targets: Seq
     return Scenario(faults=tuple(faults), may_fail=True)
 
 
+LONG_KINDS: frozenset[FaultKind] = frozenset({"kill", "drain", "partition", "plane_cut", "broker"})
+LONG_SHARE = 0.03
+LONG_S = 40.0
+"""Some of what may last, lasts so long that those who wait for it give up: such ends must be right too. A stopped
+process is not among them: a gateway cannot end anything in its sleep."""
+
+
 def _random_fault(rng: random.Random, kind: FaultKind, targets: Sequence[str], span_s: float) -> Fault:
     phase = rng.choice(PHASES) if rng.random() < 0.5 else ""
     long_s = {"pause": 5.0, "broker": 5.0, "partition": 4.0, "plane_cut": 4.0, "kill": 2.5, "drain": 2.0}.get(
         kind, span_s
     )
+    if kind in LONG_KINDS and rng.random() < LONG_SHARE:
+        long_s = LONG_S
     share = {"loss": 0.3, "duplication": 0.5, "reordering": 0.5, "delay": 1.0}.get(kind, 0.8)
     return Fault(
         do=kind,

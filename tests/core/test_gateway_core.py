@@ -279,7 +279,6 @@ def test_nobody_to_cancel_while_placing() -> None:
 
 
 REFUSALS: list[tuple[RefusalReason, int, int, int]] = [
-    ("no_worker", 1_001, 503, 1_001),
     ("overloaded", 0, 429, 1_000),
     ("draining", 10, 503, 10),
     ("fingerprint", 0, 503, 1_000),
@@ -298,19 +297,24 @@ def test_refusals_of_the_scheduler(reason: RefusalReason, after_ms: int, status:
 
 def test_a_refused_retry_tells_the_whole_story() -> None:
     request = new()
-    (fail,) = feed(request, placed(), refused(P1, "draining"), PlaceRefused(2, "no_worker", "nobody", 0))[4:]
+    (fail,) = feed(request, placed(), refused(P1, "draining"), PlaceRefused(2, "overloaded", "nobody", 0))[4:]
     assert isinstance(fail, Fail)
     assert fail.message == "nobody; before that: attempt 1: p1: busy"
 
 
-def test_a_scheduler_that_does_not_answer_is_asked_again_but_not_for_ever() -> None:
+@pytest.mark.parametrize(
+    ("event", "code"),
+    [(PlaceUnanswered(1, "no reply"), "no_scheduler"), (PlaceRefused(1, "no_worker", "nobody", 1_000), "no_worker")],
+)
+def test_where_nobody_is_there_the_placement_is_asked_again_but_not_for_ever(event: Event, code: str) -> None:
+    """The only scheduler, or the last worker of a role, may be starting again."""
     request, now_ms = new(), NOW
-    while not (actions := request.handle(PlaceUnanswered(1, "no reply"), now_ms)):
+    while not (actions := request.handle(event, now_ms)):
         now_ms = request.wake_ms
         assert request.tick(now_ms, Ears()) == [AskPlacement(1, ())]
     (fail,) = actions
     assert isinstance(fail, Fail)
-    assert (fail.code, fail.status) == ("no_scheduler", 503)
+    assert (fail.code, fail.status, fail.retry_after_ms) == (code, 503, 1_000)
     assert now_ms - NOW >= WatchLimits().place_wait_ms
 
 

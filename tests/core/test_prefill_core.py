@@ -9,7 +9,7 @@ from dataplane.lease import LeaseTable
 from schemas.handoff import HandoffAborted, KVReleased
 from schemas.request import PrefillAccepted, Refused, RunPrefill
 from schemas.worker import WorkerLeft
-from services.prefill.core import PrefillCore
+from services.prefill.core import UNKNOWN_AFTER_MS, PrefillCore
 from services.worker.actions import (
     Action,
     CloseLease,
@@ -69,7 +69,7 @@ def test_a_hand_over_from_acceptance_to_release() -> None:
     bench = Bench()
     submit = one(bench.run(case.run_prefill()), Submit)
     assert submit.lease_id is not None and submit.sequence.max_local_tokens == 1
-    assert isinstance(one(bench.core.reserved(case.reserved()), Offer), Offer)
+    assert isinstance(one(bench.core.reserved(case.reserved(), 0), Offer), Offer)
     actions = bench.computed(submit)
     assert [type(action) for action in actions] == [Emit, FinishLease]  # token 0 goes out before anything waits
     assert one(actions, FinishLease).first_token.token_id == 9
@@ -82,9 +82,19 @@ def test_a_hand_over_from_acceptance_to_release() -> None:
 
 def test_a_reservation_that_is_heard_first_is_offered_at_the_start() -> None:
     bench = Bench()
-    assert bench.core.reserved(case.reserved()) == []
+    assert bench.core.reserved(case.reserved(), 0) == []
     assert [type(a) for a in bench.run(case.run_prefill())] == [OpenLease, Offer, Submit]
-    assert bench.core.reserved(case.reserved()) == []  # heard twice, offered once
+    assert bench.core.reserved(case.reserved(), 0) == []  # heard twice, offered once
+
+
+def test_a_reservation_for_what_nobody_knows_is_refused_in_the_end() -> None:
+    """Of a predecessor's hand-over, or where its request was lost: the reader must not wait for it."""
+    bench = Bench()
+    assert bench.core.reserved(case.reserved(), 0) == []
+    assert bench.core.reserved(case.reserved(), UNKNOWN_AFTER_MS - 1) == []
+    told = one(bench.core.reserved(case.reserved(), UNKNOWN_AFTER_MS), Publish)
+    assert isinstance(told, Publish) and isinstance(told.message, HandoffAborted)
+    assert told.message.handoff_id == case.reserved().handoff_id
 
 
 def test_without_a_hand_over_the_worker_goes_on_decoding() -> None:
@@ -103,7 +113,7 @@ def test_runs_wait_in_order_for_blocks() -> None:
     first = one(bench.run(case.run_prefill(1)), Submit)
     assert bench.run(case.run_prefill(2)) == [] and bench.run(case.run_prefill(3, num_tokens=2)) == []
     assert bench.core.num_queued == 2  # the third would fit, and waits for the second
-    bench.core.reserved(case.reserved(1))
+    bench.core.reserved(case.reserved(1), 0)
     bench.computed(first)
     actions = bench.checked(bench.core.landed(case.landed(1), 20))
     assert [a.sequence.request_id for a in actions if isinstance(a, Submit)] == ["r2", "r3"]
@@ -193,13 +203,13 @@ def test_a_lease_waits_for_a_decode_worker_that_has_no_room_yet() -> None:
     bench.computed(one(bench.run(case.run_prefill()), Submit))
     for now_ms in range(500, 20_000, 500):
         assert bench.checked(bench.core.tick(now_ms)) == []
-    assert isinstance(one(bench.core.reserved(case.reserved()), Offer), Offer)
+    assert isinstance(one(bench.core.reserved(case.reserved(), 0), Offer), Offer)
 
 
 def test_a_lease_is_renewed_while_computing_and_expires_when_the_reader_is_silent() -> None:
     bench = Bench()
     submit = one(bench.run(case.run_prefill()), Submit)
-    bench.core.reserved(case.reserved())
+    bench.core.reserved(case.reserved(), 0)
     for now_ms in range(500, 5000, 500):
         assert bench.checked(bench.core.tick(now_ms)) == []
     bench.checked(bench.core.stepped(case.sampled(submit.sequence, 0, local_end=True), 5000))
@@ -237,7 +247,7 @@ def test_junk_is_passed_over() -> None:
     assert bench.core.cancelled(case.cancel(7), 0) == []
     assert bench.core.removed(("r7", 1), 0) == []
     for number in range(100):
-        bench.core.reserved(case.reserved(number))
+        bench.core.reserved(case.reserved(number), 0)
     bench.assert_empty()
 
 
@@ -259,9 +269,9 @@ def test_a_queued_runs_reservation_is_not_pushed_out_by_strangers() -> None:
     bench = Bench(num_blocks=2)
     first = one(bench.run(case.run_prefill(1)), Submit)
     bench.run(case.run_prefill(2))
-    bench.core.reserved(case.reserved(2))
+    bench.core.reserved(case.reserved(2), 0)
     for number in range(10, 100):
-        bench.core.reserved(case.reserved(number))
+        bench.core.reserved(case.reserved(number), 0)
     bench.computed(first)
     actions = bench.checked(bench.core.aborted(case.aborted(1), 5))
     assert one(actions, Offer).request.request_id == "r2"
@@ -289,7 +299,7 @@ def test_what_is_cached_is_not_computed_and_what_others_hold_is_read() -> None:
 def test_the_offer_goes_out_while_others_are_still_read() -> None:
     bench = Bench()
     fetching(bench)
-    assert isinstance(one(bench.core.reserved(case.reserved()), Offer), Offer)
+    assert isinstance(one(bench.core.reserved(case.reserved(), 0), Offer), Offer)
 
 
 def test_a_refused_lease_costs_a_recompute() -> None:
@@ -347,7 +357,7 @@ def test_a_computed_run_whose_reader_has_no_room_makes_way_for_a_queued_one() ->
 def test_a_run_that_is_being_read_does_not_make_way() -> None:
     bench = Bench(num_blocks=2)
     submit = one(bench.run(case.run_prefill(1)), Submit)
-    bench.core.reserved(case.reserved(1))
+    bench.core.reserved(case.reserved(1), 0)
     bench.computed(submit)
     assert bench.run(case.run_prefill(2), 20) == []
     assert bench.checked(bench.core.tick(900)) == []

@@ -153,11 +153,11 @@ def test_the_source_is_told_of_the_room_again_until_it_offers() -> None:
 def test_who_says_again_that_there_is_room_is_offered_again_but_not_too_often() -> None:
     bench = Bench()
     bench.run(case.run_prefill())
-    assert isinstance(one(bench.prefill.reserved(case.reserved()), Offer), Offer)
+    assert isinstance(one(bench.prefill.reserved(case.reserved(), 0), Offer), Offer)
     assert bench.prefill.tick(1_000) == []
     offers: list[int] = []
     for now in range(1_000, 2_000, 50):
-        assert bench.prefill.reserved(case.reserved()) == []
+        assert bench.prefill.reserved(case.reserved(), 0) == []
         offers += [now for action in bench.prefill.tick(now) if isinstance(action, Offer)]
     assert offers == list(range(1_000, 2_000, OFFER_AGAIN_MS))
 
@@ -166,9 +166,9 @@ def test_who_waits_for_an_offer_that_will_not_come_is_told_so() -> None:
     bench = Bench()
     bench.run(case.run_prefill())
     bench.prefill.cancelled(case.cancel(), 1)  # the abort that this says is lost
-    assert published(bench.prefill.reserved(case.reserved())) == []  # still withdrawing: the lease is over
+    assert published(bench.prefill.reserved(case.reserved(), 0)) == []  # still withdrawing: the lease is over
     bench.prefill.removed(("r1", 1), 2)
-    assert published(bench.prefill.reserved(case.reserved())) == [HandoffAborted]
+    assert published(bench.prefill.reserved(case.reserved(), 0)) == [HandoffAborted]
     bench.assert_empty()
 
 
@@ -176,7 +176,7 @@ def test_who_waits_for_an_offer_that_will_not_come_is_told_so() -> None:
 def test_a_lease_whose_stream_has_ended_waits_only_a_little_for_the_readers_word(error: str) -> None:
     bench = Bench()
     computing = bench.run(case.run_prefill())
-    bench.prefill.reserved(case.reserved())
+    bench.prefill.reserved(case.reserved(), 0)
     bench.computed(computing)
     bench.prefill.served(LEASE, error, 100)
     bench.leases.renew(LEASE, 100, 60_000)
@@ -189,7 +189,7 @@ def test_a_lease_whose_stream_has_ended_waits_only_a_little_for_the_readers_word
 def test_a_reader_whose_stream_broke_early_and_who_says_nothing_ends_the_prefill() -> None:
     bench = Bench()
     bench.run(case.run_prefill())
-    bench.prefill.reserved(case.reserved())
+    bench.prefill.reserved(case.reserved(), 0)
     bench.prefill.served(LEASE, "cut", 100)
     bench.prefill.served(LeaseId("another"), "cut", 100)
     actions = bench.checked(bench.prefill.tick(100 + LANDED_GRACE_MS))
@@ -258,7 +258,7 @@ def test_a_drain_sends_elsewhere_what_waits_and_finishes_the_rest() -> None:
     actions = bench.checked(bench.prefill.drain(5))
     assert [(f.code, f.retryable) for f in failures(actions)] == [("draining", True)]
     assert published(actions) == [HandoffAborted] and bench.prefill.num_queued == 0
-    bench.prefill.reserved(case.reserved(1))
+    bench.prefill.reserved(case.reserved(1), 0)
     assert isinstance(one(bench.computed(computing), FinishLease), FinishLease)
     bench.prefill.landed(case.landed(1), 20)
     reply, _ = bench.prefill.run(case.run_prefill(3), 21)
@@ -278,7 +278,7 @@ def test_a_reservation_that_waits_is_failed_by_a_drain() -> None:
 def test_at_a_drains_end_what_owes_tokens_goes_elsewhere_and_prefixes_stay_for_their_readers() -> None:
     bench = Bench(num_blocks=12)
     finished = bench.run(case.run_prefill(1))
-    bench.prefill.reserved(case.reserved(1))
+    bench.prefill.reserved(case.reserved(1), 0)
     bench.computed(finished)
     bench.run(case.run_prefill(2))
     bench.decode.reserve(case.reserve(3), 0)

@@ -214,7 +214,7 @@ class World:
                 if not self.d.prefill.has((message.request_id, message.attempt)):
                     self.d.execute(self.d.decode.reserve(message, self.now_ms)[1])
             case BlocksReserved():
-                self.p.execute(self.p.prefill.reserved(message))
+                self.p.execute(self.p.prefill.reserved(message, self.now_ms))
             case case.KVOffered():
                 self.d.execute(self.d.decode.offered(message))
             case KVLanded():

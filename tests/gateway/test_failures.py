@@ -120,12 +120,22 @@ async def test_an_overloaded_mesh_says_when_to_come_back(rig: Rig, stream: bool)
         await rig.client.completions.create(model=rig.model.name, prompt="Hi")
 
 
-async def test_all_workers_refuse(rig: Rig) -> None:
-    rig.mesh.conduct = {name: Conduct(refuses="draining") for name in ("p1", "p2", "d1", "d2")}
-    answer = await rig.http.post(C, json=body(rig))
-    assert answer.status_code == 503
-    assert "retry-after" in answer.headers
-    assert len(rig.mesh.places) <= 3
+async def test_all_workers_refuse(open_rig: OpenRig) -> None:
+    async with open_rig(gateway={"place_wait_s": 0.3}) as rig:
+        rig.mesh.retry_after_ms = 100
+        rig.mesh.conduct = {name: Conduct(refuses="draining") for name in ("p1", "p2", "d1", "d2")}
+        answer = await rig.http.post(C, json=body(rig))
+        assert answer.status_code == 503
+        assert "retry-after" in answer.headers
+        assert len(rig.mesh.places) <= 3 + 3
+
+
+async def test_a_request_waits_for_the_last_worker_to_start_again(rig: Rig) -> None:
+    rig.mesh.refusal, rig.mesh.retry_after_ms = "no_worker", 100
+    answer = asyncio.create_task(rig.http.post(C, json=body(rig)))
+    await rig.mesh.until(lambda: len(rig.mesh.places) > 1)
+    rig.mesh.refusal = ""
+    assert (await answer).status_code == 200
 
 
 @pytest.mark.parametrize(("reason", "status"), [("too_long", 400), ("deadline", 504), ("no_worker", 503)])

@@ -69,6 +69,32 @@ FOUND = (
         MeshShape(num_blocks=40, step_s=0.01, policy="least_loaded", carrier="tcp"),
         (Fault(do="truncation", at_s=0.3, share=0.8, for_s=2.0),),
     ),
+    # The restarted prefill worker took the reservations of its predecessor's hand-overs for early ones, and the
+    # requests waited for their deadline; those that came while it started were told at once that there is none.
+    Found(
+        "a decode worker that slept wakes up to a prefill worker that knows nothing",
+        3,
+        MeshShape(num_blocks=40, step_s=0.02),
+        (
+            Fault(do="pause", target="decode-0", at_s=0.3, for_s=2.0),
+            Fault(do="kill", target="prefill-0", at_s=0.6, for_s=0.5),
+            Fault(do="kill", target="prefill-1", at_s=0.9, for_s=0.5),
+        ),
+    ),
+    # The shape of the run of 100,000 in which it was first seen.
+    Found(
+        "a reservation that outlives its hand-over is refused on a bus that loses messages",
+        1892,
+        MeshShape(num_decode=3, replicate=True, num_blocks=40, carrier="tcp", step_s=0.02),
+        (
+            Fault(do="pause", target="decode-2", at_s=0.3558, for_s=2.7246),
+            Fault(do="kill", target="prefill-1", at_s=1.1189, for_s=0.887),
+            Fault(do="pause", target="decode-0", at_s=1.3745, for_s=3.1435),
+            Fault(do="loss", at_s=1.6958, for_s=1.8651, share=0.2436),
+            Fault(do="pause", target="decode-2", at_s=1.8692, for_s=0.6788),
+        ),
+        all_answered=False,
+    ),
 )
 
 
