@@ -24,6 +24,16 @@ from schemas.request import (
     TokensEmitted,
     Wanted,
 )
+from schemas.status import DescribeRequest, DescribeWorker, RequestDescribed, WorkerDescribed
+from schemas.story import (
+    FirstTokenHeard,
+    RequestAccepted,
+    RequestCancelled,
+    RequestFailed,
+    RequestFinished,
+    RequestPlaced,
+    RequestResumed,
+)
 from schemas.worker import (
     DescribeFleet,
     FleetDescribed,
@@ -37,13 +47,17 @@ from schemas.worker import (
 
 
 class Subject(NamedTuple):
-    """One subject: its pattern, what is published or asked there, what may be answered, and who listens."""
+    """One subject: its pattern, what is published or asked there, what may be answered, and who listens.
+
+    `may_be_empty`: a message without a payload stands for what it `carries`, so that any client may ask.
+    """
 
     pattern: str
     carries: type[Message]
     reply: tuple[type[Message], ...] = ()
     listener: str = ""
     queue: str = ""
+    may_be_empty: bool = False
 
     def of(self, *ids: str) -> str:
         """Return the concrete subject. Raises ValueError unless there is exactly one id (or `*`) per token."""
@@ -53,13 +67,14 @@ class Subject(NamedTuple):
 
 
 PLACE = Subject("mesh.v1.schedule.place", PlaceRequest, (Placement, Refused), "scheduler", "scheduler")
-FLEET = Subject("mesh.v1.schedule.fleet", DescribeFleet, (FleetDescribed,), "scheduler", "scheduler")
+FLEET = Subject("mesh.v1.scheduler.status", DescribeFleet, (FleetDescribed,), "scheduler", "scheduler", True)
 JOINED = Subject("mesh.v1.worker.{}.joined", WorkerJoined, (), "scheduler, directory, gateway")
 LOAD = Subject("mesh.v1.worker.{}.load", WorkerLoad, (), "scheduler, directory, gateway")
 DRAINING = Subject("mesh.v1.worker.{}.draining", WorkerDraining, (), "scheduler")
 LEFT = Subject("mesh.v1.worker.{}.left", WorkerLeft, (), "scheduler, directory, gateway, workers")
 PING = Subject("mesh.v1.worker.{}.ping", PingWorker, (WorkerAlive,), "worker")
 PROGRESS = Subject("mesh.v1.worker.{}.progress", AskProgress, (Progress,), "worker")
+WORKER_STATUS = Subject("mesh.v1.worker.{}.status", DescribeWorker, (WorkerDescribed,), "KV holder", "", True)
 RUN = Subject("mesh.v1.prefill.{}.run", RunPrefill, (PrefillAccepted, Refused), "prefill worker")
 RESERVE = Subject(
     "mesh.v1.decode.{}.reserve", ReserveBlocks, (BlocksReserved, ReservationQueued, Refused), "decode worker"
@@ -75,6 +90,18 @@ ABORTED = Subject("mesh.v1.handoff.{}.{}.{}.aborted", HandoffAborted, (), "both 
 TOKENS = Subject("mesh.v1.tokens.{}", TokensEmitted, (), "gateway")
 WANTED = Subject("mesh.v1.gateway.{}.wanted", AskWanted, (Wanted,), "gateway")
 CANCEL = Subject("mesh.v1.request.{}.cancel", CancelRequest, (), "workers")
+# A request's story, for people. One gateway answers where it is; where it does not know, it seeks who does.
+ACCEPTED = Subject("mesh.v1.request.{}.accepted", RequestAccepted, (), "people")
+PLACED = Subject("mesh.v1.request.{}.placed", RequestPlaced, (), "people")
+FIRST_TOKEN = Subject("mesh.v1.request.{}.first_token", FirstTokenHeard, (), "people")
+RESUMED = Subject("mesh.v1.request.{}.resumed", RequestResumed, (), "people")
+FINISHED = Subject("mesh.v1.request.{}.finished", RequestFinished, (), "people")
+FAILED = Subject("mesh.v1.request.{}.failed", RequestFailed, (), "people")
+CANCELLED = Subject("mesh.v1.request.{}.cancelled", RequestCancelled, (), "people")
+REQUEST_STATUS = Subject(
+    "mesh.v1.request.{}.status", DescribeRequest, (RequestDescribed,), "gateway", "gateway", may_be_empty=True
+)
+REQUEST_SOUGHT = Subject("mesh.v1.request.{}.sought", DescribeRequest, (RequestDescribed,), "every gateway")
 LOCATE = Subject("mesh.v1.directory.locate", LocateBlocks, (BlocksLocated,), "directory", "directory")
 STORED = Subject("mesh.v1.kv.{}.stored", BlocksStored, (), "directory")
 EVICTED = Subject("mesh.v1.kv.{}.evicted", BlocksEvicted, (), "directory")
@@ -85,6 +112,8 @@ REPLICATE = Subject("mesh.v1.kv.{}.replicate", ReplicateBlocks, (), "KV holder")
 COOLING = Subject("mesh.v1.kv.{}.cooling", BlocksCooling, (), "store")
 
 SUBJECTS: tuple[Subject, ...] = (
-    PLACE, FLEET, JOINED, LOAD, DRAINING, LEFT, PING, PROGRESS, RUN, RESERVE, RESERVED, OFFERED, STREAMING, LANDED,
-    RELEASED, ABORTED, TOKENS, WANTED, CANCEL, LOCATE, STORED, EVICTED, INVENTORY, LEASE, RETURNED, REPLICATE, COOLING,
+    PLACE, FLEET, JOINED, LOAD, DRAINING, LEFT, PING, PROGRESS, WORKER_STATUS, RUN, RESERVE, RESERVED, OFFERED,
+    STREAMING, LANDED, RELEASED, ABORTED, TOKENS, WANTED, CANCEL, ACCEPTED, PLACED, FIRST_TOKEN, RESUMED, FINISHED,
+    FAILED, CANCELLED, REQUEST_STATUS, REQUEST_SOUGHT, LOCATE, STORED, EVICTED, INVENTORY, LEASE, RETURNED, REPLICATE,
+    COOLING,
 )  # fmt: skip

@@ -45,6 +45,23 @@ from schemas.request import (
     TransferReport,
     Wanted,
 )
+from schemas.status import (
+    DescribeRequest,
+    DescribeWorker,
+    HeldLease,
+    HeldRequest,
+    RequestDescribed,
+    WorkerDescribed,
+)
+from schemas.story import (
+    FirstTokenHeard,
+    RequestAccepted,
+    RequestCancelled,
+    RequestFailed,
+    RequestFinished,
+    RequestPlaced,
+    RequestResumed,
+)
 from schemas.subjects import SUBJECTS
 from schemas.worker import (
     BlockCounts,
@@ -64,6 +81,7 @@ from schemas.worker import (
 
 REQUEST = {"request_id": RequestId("req-9f86d081884c7d65"), "attempt": 2, "deadline_ms": 1_790_000_000_123}
 SOURCE, TARGET, GATEWAY = WorkerId("prefill-0"), WorkerId("decode-0"), GatewayId("gateway-1")
+STORY = REQUEST | {"gateway_id": GATEWAY, "age_ms": 25}
 HANDOFF = {"handoff_id": HandoffId("req-9f86d081884c7d65-2"), "source_worker": SOURCE, "target_worker": TARGET}
 LEASE = LeaseId("lease-5e884898da280471")
 HOLDER = {"worker_id": SOURCE, "incarnation": "inc-1"}
@@ -233,6 +251,47 @@ EXAMPLES: tuple[Message, ...] = (
     WorkerAlive(**HOLDER, lag_ms=12),
     AskProgress(**REQUEST, index=4),
     Progress(**REQUEST, worker_id=TARGET, known=True, tokens=TOKENS[0]),
+    RequestAccepted(**STORY, num_prompt_tokens=100, max_tokens=16, tenant="t"),
+    RequestPlaced(**STORY, prefill_worker=SOURCE, decode_worker=TARGET),
+    FirstTokenHeard(**STORY),
+    RequestResumed(**STORY, num_answered_tokens=3, reason="decode-0 has left: died"),
+    RequestFinished(**STORY, finish_reason="stop", num_tokens=16),
+    RequestFailed(**STORY, code="deadline", detail="the deadline has passed", status=504, num_tokens=3),
+    RequestCancelled(**STORY, reason="the client has disconnected", num_tokens=3),
+    DescribeWorker(),
+    WorkerDescribed(
+        load=LOAD,
+        requests=(
+            HeldRequest(
+                request_id=REQUEST["request_id"],
+                attempt=2,
+                part="decode",
+                stage="receiving",
+                age_ms=40,
+                num_prompt_tokens=100,
+                reading_from=SOURCE,
+            ),
+        ),
+        leases=(HeldLease(lease_id=LEASE, reader=TARGET, num_blocks=7, age_ms=30, left_ms=29_970),),
+        num_requests=1,
+        num_leases=1,
+    ),
+    DescribeRequest(),
+    RequestDescribed(
+        request_id=REQUEST["request_id"],
+        phase="decode",
+        phase_age_ms=900,
+        age_ms=1_000,
+        left_ms=599_000,
+        gateway_id=GATEWAY,
+        attempt=2,
+        prefill_worker=SOURCE,
+        decode_worker=TARGET,
+        num_prompt_tokens=100,
+        num_tokens=9,
+        max_tokens=16,
+        detail="attempt 1: decode-0 has left: died",
+    ),
     AskWanted(worker_id=TARGET, attempts=(AttemptId(request_id=RequestId("req-1"), attempt=2),)),
     Wanted(unwanted=(AttemptId(request_id=RequestId("req-1"), attempt=2),)),
 )
