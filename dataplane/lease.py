@@ -44,6 +44,7 @@ class Lease:
     """On whose behalf it is read; "": nobody in particular."""
     ends_by_ms: int = NEVER
     """However often it is renewed: a reader that takes a byte now and then must not keep the blocks for ever."""
+    granted_ms: int = 0
 
 
 class LeaseRefusedError(Exception):
@@ -90,6 +91,7 @@ class LeaseTable:
         first_token: int = 0,
         tenant: str = "",
         ends_by_ms: int = NEVER,
+        granted_ms: int = 0,
     ) -> Lease:
         """Return a new active lease with an epoch of its own. Asserts that no lease of this id is active."""
         assert lease_id not in self._active, f"{lease_id} is already granted"
@@ -105,6 +107,7 @@ class LeaseTable:
             first_token,
             tenant=tenant,
             ends_by_ms=ends_by_ms,
+            granted_ms=granted_ms,
         )
         self._active[lease_id] = lease
         return lease

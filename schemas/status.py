@@ -9,9 +9,9 @@ from schemas.message import Message
 from schemas.worker import WorkerLoad
 
 RunStage = Literal["queued", "reserved", "fetching", "receiving", "computing", "handing_over", "ending"]
-"""`queued`: it waits for blocks. `reserved`: it has blocks and waits for its KV. `fetching`: it reads what others hold;
-`receiving`: what its prefill worker computes. `handing_over`: computed, and kept for its reader. `ending`: it has ended,
-and its blocks wait for whoever may still write them."""
+"""`queued`: it waits for blocks. `reserved`: it has them, and waits for its KV. `fetching`: it reads what others hold;
+`receiving`: what its prefill worker computes. `handing_over`: computed, and kept for its reader. `ending`: over, and its
+blocks wait for whoever may still write them."""
 
 RequestPhase = Literal["placing", "waiting", "prefill", "decode", "finished", "failed", "cancelled", "unknown"]
 """`waiting`: to ask for a placement again. `unknown`: no gateway knows it; it may have ended a while ago."""
@@ -22,14 +22,17 @@ class DescribeWorker(Message, frozen=True, kw_only=True):
 
 
 class HeldRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt on a worker, `age_ms` after the worker has taken it. `reading_from`: whose KV is coming in."""
+    """One attempt on a worker, `age_ms` after the worker has taken it. `reading_from`: whose KV is coming in.
+
+    `replica`: no attempt of this worker's, blocks of another's that are copied.
+    """
 
     request_id: RequestId
     attempt: int
-    part: Literal["prefill", "decode"]
+    part: Literal["prefill", "decode", "replica"]
     stage: RunStage
     age_ms: int
-    num_prompt_tokens: int
+    num_prompt_tokens: int = 0
     reading_from: str = ""
 
 

@@ -13,6 +13,8 @@ MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
 MAX_WAITING = 65_536
 """Messages that may wait for one subscription's reader; one more is dropped, counted and logged."""
 
+NOTHING: Mapping[str, str] = {}
+
 _FRAME_BYTES = len("NATS/1.0\r\n\r\n")
 _HEADER_BYTES = len(": \r\n")
 
@@ -80,6 +82,10 @@ class Delivery(Protocol):
         """Answer a request. Does nothing for a message that expects no reply. Raises BusError."""
         ...
 
+    def count_failure(self, reason: str) -> None:
+        """Nobody is answered: say so to whoever looks at the service's figures."""
+        ...
+
 
 class Subscription(Protocol):
     """An open ear: iterate it from a task that you own. Iteration ends when it or the bus is closed."""
@@ -92,6 +98,11 @@ class Subscription(Protocol):
 class Bus(Protocol):
     """At most once, in order per publisher and subject. While the broker is away, what is published waits in a bounded
     buffer and goes out once it is back; subscriptions and endpoints come back by themselves."""
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the broker is there."""
+        ...
 
     @property
     def num_connects(self) -> int:
@@ -117,12 +128,15 @@ class Bus(Protocol):
         member."""
         ...
 
-    async def serve(self, service: str, endpoint: str, subject: str, queue: str = "") -> Subscription:
+    async def serve(
+        self, service: str, endpoint: str, subject: str, queue: str = "", metadata: Mapping[str, str] = NOTHING
+    ) -> Subscription:
         """Listen to requests as a named endpoint of a named service, so that tools can list it."""
         ...
 
-    async def announce(self, service: str) -> None:
-        """Be listed as a service that has no endpoints."""
+    async def announce(self, service: str, description: str, metadata: dict[str, str]) -> None:
+        """Be listed as this service, before any of its endpoints is. `metadata` is kept, and looked at whenever
+        somebody asks; its `id` is the connection's name unless it is given."""
         ...
 
     async def flush(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from services.bus.base import (
     MAX_WAITING,
+    NOTHING,
     BusClosedError,
     Delivery,
     NoRespondersError,
@@ -33,6 +34,9 @@ class MemoryDelivery:
         check_size(self.subject, payload, headers)
         if self.reply is not None and not self.reply.done():
             self.reply.set_result(MemoryDelivery(self.subject, payload, dict(headers)))
+
+    def count_failure(self, reason: str) -> None:
+        """Nobody looks."""
 
 
 @dataclass(eq=False)
@@ -76,6 +80,7 @@ class MemoryBus:
         self._broker = broker or MemoryBroker()
         self._requests: set[asyncio.Future[MemoryDelivery]] = set()
         self._closed = False
+        self.is_connected = True
         self.num_connects = 1
         self.num_dropped = 0
 
@@ -103,10 +108,12 @@ class MemoryBus:
         self._broker.subscriptions.append(subscription)
         return subscription
 
-    async def serve(self, service: str, endpoint: str, subject: str, queue: str = "") -> MemorySubscription:
+    async def serve(
+        self, service: str, endpoint: str, subject: str, queue: str = "", metadata: Mapping[str, str] = NOTHING
+    ) -> MemorySubscription:
         return await self.subscribe(subject, queue or endpoint)
 
-    async def announce(self, service: str) -> None:
+    async def announce(self, service: str, description: str, metadata: dict[str, str]) -> None:
         """Nobody lists the services of a process."""
 
     async def flush(self) -> None:

@@ -26,6 +26,7 @@ from nats.micro.service import Endpoint, Service, ServiceConfig
 from services.bus.base import (
     MAX_PAYLOAD_BYTES,
     MAX_WAITING,
+    NOTHING,
     BusClosedError,
     BusError,
     Delivery,
@@ -60,10 +61,14 @@ ResultT = TypeVar("ResultT")
 class NatsDelivery:
     """A message of the client library."""
 
-    __slots__ = ("_bus", "_reply", "expects_reply", "headers", "payload", "subject")
+    __slots__ = ("_bus", "_endpoint", "_received_ns", "_reply", "expects_reply", "headers", "payload", "subject")
 
-    def __init__(self, bus: "NatsBus", message: Msg, *, is_reply: bool = False) -> None:
+    def __init__(
+        self, bus: "NatsBus", message: Msg, *, is_reply: bool = False, endpoint: Endpoint | None = None
+    ) -> None:
         self._bus = bus
+        self._endpoint = endpoint
+        self._received_ns = time.monotonic_ns()
         self._reply = message.reply
         self.subject: str = message.subject
         self.payload: bytes = message.data
@@ -73,6 +78,19 @@ class NatsDelivery:
     async def respond(self, payload: bytes, headers: Mapping[str, str]) -> None:
         if self.expects_reply:
             await self._bus.publish(self._reply, payload, headers)
+        self._count_time()
+
+    def count_failure(self, reason: str) -> None:
+        self._count_time()
+        if self._endpoint is not None:
+            self._endpoint._num_errors += 1  # pyright: ignore[reportPrivateUsage]
+            self._endpoint._last_error = reason  # pyright: ignore
+
+    def _count_time(self) -> None:
+        """The library counts what its callback takes, which only puts the request into our queue."""
+        if (endpoint := self._endpoint) is not None:
+            endpoint._processing_time += time.monotonic_ns() - self._received_ns  # pyright: ignore[reportPrivateUsage]
+            endpoint._average_processing_time = endpoint._processing_time // max(1, endpoint._num_requests)  # pyright: ignore
 
 
 class NatsSubscription:
@@ -98,8 +116,10 @@ class NatsEndpoint:
         self._endpoint: Endpoint | None = None
         self._inbox: asyncio.Queue[Delivery | None] = asyncio.Queue()
 
-    async def open(self, name: str, subject: str, queue: str) -> None:
-        await self._service.add_endpoint(name=name, subject=subject, queue_group=queue, handler=self._handle)
+    async def open(self, name: str, subject: str, queue: str, metadata: Mapping[str, str]) -> None:
+        await self._service.add_endpoint(
+            name=name, subject=subject, queue_group=queue, handler=self._handle, metadata=dict(metadata)
+        )
         self._endpoint = self._service._endpoints[-1]  # pyright: ignore
 
     async def __aiter__(self) -> AsyncIterator[Delivery]:
@@ -126,14 +146,16 @@ class NatsEndpoint:
         if self._inbox.qsize() >= MAX_WAITING:
             self._bus.count_drop(request.subject)
             return
-        self._inbox.put_nowait(NatsDelivery(self._bus, request._msg))  # pyright: ignore[reportPrivateUsage]
+        delivery = NatsDelivery(self._bus, request._msg, endpoint=self._endpoint)  # pyright: ignore[reportPrivateUsage]
+        self._inbox.put_nowait(delivery)
 
 
 class NatsBus:
     """See `Bus`. Make one with `connect`."""
 
-    def __init__(self, client: Client, url: str) -> None:
+    def __init__(self, client: Client, url: str, name: str) -> None:
         self._client = client
+        self._name = name
         self._url = re.sub(r"//[^/]*@", "//", url)  # as it may be shown: without a password
         self._services: dict[str, Service] = {}
         self._endpoints: list[NatsEndpoint] = []
@@ -154,7 +176,7 @@ class NatsBus:
         """Return a connected bus; tries again until `timeout_s` is over. Raises BrokerUnreachableError with a line that
         names the address."""
         client = Client()
-        bus = cls(client, url)
+        bus = cls(client, url, name)
         try:
             await asyncio.wait_for(
                 client.connect(
@@ -235,24 +257,30 @@ class NatsBus:
             raise _bus_error(pattern, error) from error
         return NatsSubscription(self, subscription)
 
-    async def serve(self, service: str, endpoint: str, subject: str, queue: str = "") -> NatsEndpoint:
+    async def serve(
+        self, service: str, endpoint: str, subject: str, queue: str = "", metadata: Mapping[str, str] = NOTHING
+    ) -> NatsEndpoint:
         try:
             opened = NatsEndpoint(self, await self._service(service))
-            await opened.open(endpoint, subject, queue or endpoint)
+            await opened.open(endpoint, subject, queue or endpoint, metadata)
         except nats.errors.Error as error:
             raise _bus_error(subject, error) from error
         self._endpoints.append(opened)
         return opened
 
-    async def announce(self, service: str) -> None:
+    async def announce(self, service: str, description: str, metadata: dict[str, str]) -> None:
         try:
-            await self._service(service)
+            await self._service(service, description, metadata)
         except nats.errors.Error as error:
             raise _bus_error(service, error) from error
 
-    async def _service(self, name: str) -> Service:
+    async def _service(self, name: str, description: str = "", metadata: dict[str, str] | None = None) -> Service:
         if name not in self._services:
-            config = ServiceConfig(name=name, version=SERVICE_VERSION, description=f"kvmesh {name}")
+            identity = {} if metadata is None else metadata
+            identity.setdefault("id", self._name)
+            config = ServiceConfig(
+                name=name, version=SERVICE_VERSION, description=description or f"kvmesh {name}", metadata=identity
+            )
             self._services[name] = await _add_service(self._client, config)
         return self._services[name]
 

@@ -38,13 +38,20 @@ class TypedBus:
     """Publishes, asks, listens and serves messages. `num_dropped` counts what did not decode or came too quickly.
 
     Handlers of `listen` are plain functions that must not block: one subject's messages are handled in order.
+    `identity` is what a service says of itself to whoever lists services; it may change.
     """
 
     bus: Bus
     service: str
+    identity: dict[str, str] = field(default_factory=dict[str, str])
     num_dropped: int = 0
     _subscriptions: list[Subscription] = field(default_factory=list[Subscription])
     _num_dropped_by_bus: int = 0
+
+    async def announce(self, description: str) -> None:
+        """Be listed as a service, before the first endpoint is served. Raises BusError."""
+        self.identity.setdefault("role", self.service)
+        await self.bus.announce(self.service, description, self.identity)
 
     async def publish(self, subject: Subject, ids: tuple[str, ...], message: Message, traceparent: str = "") -> None:
         """Send an event. Raises BusError."""
@@ -81,11 +88,18 @@ class TypedBus:
         tasks: asyncio.TaskGroup,
         subject: Subject,
         ids: tuple[str, ...],
-        handle: Callable[[Received[MessageT]], Awaitable[Message]],
+        handle: Callable[[Received[MessageT]], Awaitable[Message | None]],
+        queue: str = "",
     ) -> None:
-        """Answer requests: each in a task of its own, its reply is what `handle` returns."""
+        """Answer requests: each in a task of its own, its reply is what `handle` returns; None answers nobody. Who is
+        to hear every request, whoever else serves the subject, names a `queue` of its own."""
         endpoint = subject.pattern.rsplit(".", 1)[-1]
-        subscription = await self.bus.serve(self.service, endpoint, subject.of(*ids), subject.queue)
+        metadata = {
+            "carries": subject.carries.__name__,
+            "replies": " or ".join(reply.__name__ for reply in subject.reply),
+            "empty_payload": "accepted" if subject.may_be_empty else "refused",
+        }
+        subscription = await self.bus.serve(self.service, endpoint, subject.of(*ids), queue or subject.queue, metadata)
         self._subscriptions.append(subscription)
         tasks.create_task(self._answer_all(tasks, subscription, subject, handle), name=f"serve {subject.pattern}")
 
@@ -112,17 +126,19 @@ class TypedBus:
         tasks: asyncio.TaskGroup,
         subscription: Subscription,
         subject: Subject,
-        handle: Callable[[Received[MessageT]], Awaitable[Message]],
+        handle: Callable[[Received[MessageT]], Awaitable[Message | None]],
     ) -> None:
         answering: set[asyncio.Task[None]] = set()
         num_refused = 0
         async for delivery in subscription:
             received = self._decode(delivery, subject)
             if received is None:
+                delivery.count_failure("the request does not decode")
                 continue
             if len(answering) >= MAX_ANSWERING:
                 self.num_dropped += 1
                 num_refused += 1
+                delivery.count_failure("too many requests are being answered")
                 if num_refused.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …
                     log.warning("%d requests on %s found too many being answered", num_refused, delivery.subject)
                 continue
@@ -131,12 +147,15 @@ class TypedBus:
             answering.add(task)
             task.add_done_callback(answering.discard)
 
-    async def _answer(self, delivery: Delivery, pending: Awaitable[Message]) -> None:
+    async def _answer(self, delivery: Delivery, pending: Awaitable[Message | None]) -> None:
         try:
             reply = await pending
         except Exception:  # nobody is answered: the asker's own timeout ends its wait
             self.num_dropped += 1
+            delivery.count_failure("answering failed")
             log.exception("answering on %s failed", delivery.subject)
+            return
+        if reply is None:
             return
         try:
             await delivery.respond(encode(reply), headers_of(reply, ""))
@@ -148,12 +167,17 @@ class TypedBus:
             self.num_dropped += num_now - self._num_dropped_by_bus
             self._num_dropped_by_bus = num_now
         try:
-            message = decode(delivery.payload, subject.carries)
+            message = decode(_payload_of(delivery, subject), subject.carries)
         except UndecodableMessageError as error:
             self.num_dropped += 1
             log.warning("dropped %d bytes on %s: %s", len(delivery.payload), delivery.subject, error)
             return None
         return Received(message, delivery.headers.get(TRACEPARENT_HEADER, ""), delivery.subject)
+
+
+def _payload_of(delivery: Delivery, subject: Subject) -> bytes:
+    """Return what is to be decoded. Nothing but a missing payload stands for an empty message."""
+    return b"{}" if subject.may_be_empty and not delivery.payload else delivery.payload
 
 
 def headers_of(message: Message, traceparent: str) -> dict[str, str]:

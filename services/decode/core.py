@@ -70,7 +70,7 @@ class DecodeCore(RoleCore[DecodeRun]):
             refused = check_request(request, prompt, self._limits, now_ms, draining=self.draining, full=full)
             if refused is not None:
                 return refused, []
-            run = DecodeRun(request, prompt, self._limits.content_of(request, prompt))
+            run = DecodeRun(request, prompt, self._limits.content_of(request, prompt), taken_ms=now_ms)
             if run.key in self._runs or request.handoff_id in self._by_handoff:
                 return refuse(request, "invalid", "this hand-over is another request's"), []
             self._runs[run.key] = self._by_handoff[request.handoff_id] = run

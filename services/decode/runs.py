@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 
 from schemas.handoff import HandoffState, KVOffered
+from schemas.ids import WorkerId
 from schemas.request import ReserveBlocks, TransferReport
+from schemas.status import RunStage
 from services.worker.runs import Run
 
 
@@ -31,3 +33,19 @@ class DecodeRun(Run[ReserveBlocks]):
     @property
     def owes_tokens(self) -> bool:
         return not self.ended
+
+    @property
+    def stage(self) -> RunStage:
+        if self.ended:
+            return "ending"
+        if self.computing:
+            return "computing"
+        if self.fetching_from is not None:
+            return "fetching"
+        if self.reading:
+            return "receiving"
+        return "queued" if self.state is HandoffState.NEW else "reserved"
+
+    @property
+    def reading_from(self) -> WorkerId | None:
+        return self.request.prefill_worker if self.reading else self.fetching_from

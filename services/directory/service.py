@@ -44,6 +44,7 @@ class Directory:
 
     async def start(self) -> None:
         door, tasks = self._door, self._tasks
+        await door.announce("knows which worker is said to hold which KV blocks")
         await door.listen(tasks, subjects.JOINED, ("*",), self._heard)
         await door.listen(tasks, subjects.LOAD, ("*",), self._heard)
         await door.listen(tasks, subjects.LEFT, ("*",), self._left)

@@ -98,6 +98,11 @@ class RequestCore:
         workers = f"{self.prefill_worker}→{self.decode_worker}"
         return f"<{self.request_id} attempt {self.attempt} {self.phase} {workers} {len(self.tokens)} tokens>"
 
+    @property
+    def last_trouble(self) -> str:
+        """Why the last attempt that failed did."""
+        return self._troubles[-1] if self._troubles else ""
+
     def start(self) -> list[Action]:
         """Return the first actions. Call once, before any event."""
         return [self._ask_placement()]
@@ -225,7 +230,8 @@ class RequestCore:
         if not self.tokens:
             self.report = self.prefill_report = None
         self._pending: dict[int, int] = {}
-        self._has_first_token = False
+        self.has_first_token = False
+        """The attempt's first token is here, from whichever worker."""
         self._heard_decode = False
         self._finish_reason: FinishReason | None = None
         self._num_final_tokens = 0
@@ -275,7 +281,7 @@ class RequestCore:
                 message = f"{event.worker_id} computed another token at index {index} than the one before it"
                 return self._end("tokens differ", Fail("replay_mismatch", message, 500))
             if index == self.num_answered:
-                self._has_first_token = True
+                self.has_first_token = True
             if len(self.tokens) <= index < self.max_tokens:
                 self._pending[index] = token
         if event.finish_reason is not None and self._finish_reason is None:
@@ -331,14 +337,14 @@ class RequestCore:
             return ()
         if self.decode_worker is None:
             return (self.prefill_worker,)
-        return (self.decode_worker,) if self._has_first_token else (self.decode_worker, self.prefill_worker)
+        return (self.decode_worker,) if self.has_first_token else (self.decode_worker, self.prefill_worker)
 
     def _needs(self, worker_id: WorkerId) -> bool:
         return worker_id in self._needed()
 
     def _is_heard(self, worker_id: WorkerId) -> bool:
         """Its tokens are proof enough that a worker has the request, whatever became of its reply."""
-        return self._heard_decode if worker_id == self.decode_worker else self._has_first_token
+        return self._heard_decode if worker_id == self.decode_worker else self.has_first_token
 
     def _retry(
         self, worker_id: WorkerId, reason: str, fail: Fail, now_ms: int, *, taken: bool = True, exclude: bool = True

@@ -64,6 +64,7 @@ from services.gateway.events import (
 )
 from services.gateway.job import Job, PackedPrompt, continue_prompt, place_request, reserve_message, run_message
 from services.gateway.mailbox import Mailbox
+from services.gateway.story import Stories
 from services.gateway.watch import Ears, WatchLimits
 from services.runtime import now_ms
 from services.telemetry import AttributeValue, Key, SpanName, Telemetry
@@ -112,12 +113,14 @@ class Requests:
     _live: dict[str, LiveRequest] = field(default_factory=dict[str, LiveRequest])
     _incarnations: dict[WorkerId, str] = field(default_factory=dict[WorkerId, str])
     _loads: dict[WorkerId, tuple[int, BlockCounts]] = field(default_factory=dict[WorkerId, tuple[int, BlockCounts]])
+    _stories: Stories = field(init=False)
     _ears: Ears = field(default_factory=Ears)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
     _is_watching: bool = False
 
     def __post_init__(self) -> None:
         self._idle.set()
+        self._stories = Stories(self.gateway_id, self.door, self.tasks)
         self._limits = WatchLimits(
             progress_after_ms=self.config.progress_after_ms,
             worker_silent_ms=self.config.worker_silent_ms,
@@ -149,12 +152,14 @@ class Requests:
         await self.door.listen(self.tasks, subjects.JOINED, ("*",), self._hear_joined)
         await self.door.listen(self.tasks, subjects.LOAD, ("*",), self._hear_load)
         await self.door.serve(self.tasks, subjects.WANTED, (self.gateway_id,), self._say_wanted)
+        await self._stories.listen()
 
     def submit(self, job: Job, choice: int, mailbox: Mailbox) -> LiveRequest:
         """Start a request. It ends with one Finish, Fail or Abandon in the mailbox, by its deadline."""
         core = RequestCore(job.request_id, job.sampling.max_tokens, self.config.max_attempts, self._limits)
         live = self._live[job.request_id] = LiveRequest(job, choice, mailbox, core, job.prompt, now_ms())
         self._idle.clear()
+        self._stories.begin(job, core)
         if not self._is_watching:
             self._is_watching = True
             self._spawn(self._keep_watch(), "watch over requests")
@@ -274,6 +279,7 @@ class Requests:
                     self._spawn(self._ask_progress(live, action), f"progress {live.job.request_id}")
                 case SendCancel():
                     self._spawn(self._cancel(live, action), f"cancel {live.job.request_id}")
+        self._stories.go_on(live.job.request_id, actions)
 
     def _ask_to_run(self, live: LiveRequest, action: SendRun) -> None:
         self.num_resumes += action.num_answered > 0

@@ -47,7 +47,7 @@ async def run_gateway(
     sock = sock or bind(config.gateway.host, config.gateway.port)
     model = await asyncio.to_thread(load_model, config)
     gateway_id = GatewayId(new_id("gateway"))
-    door = TypedBus(bus, "gateway")
+    door = TypedBus(bus, "gateway", identity={"id": gateway_id})
     async with asyncio.TaskGroup() as tasks:
         requests = Requests(config.gateway, gateway_id, door, telemetry, tasks)
         metrics = GatewayMetrics(
@@ -62,8 +62,8 @@ async def run_gateway(
             door=door,
             started_s=int(time.time()),
         )
+        await door.announce("serves the OpenAI API, and owns each request until its end")
         await requests.listen()
-        await bus.announce("gateway")
         await bus.flush()
         server = Server(gateway)
         serving = tasks.create_task(server.serve([sock]), name="http server")

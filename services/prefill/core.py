@@ -74,7 +74,7 @@ class PrefillCore(RoleCore[PrefillRun]):
             refused = check_request(request, prompt, self._limits, now_ms, draining=self.draining, full=full)
             if refused is not None:
                 return refused, []
-            run = PrefillRun(request, prompt, self._limits.content_of(request, prompt))
+            run = PrefillRun(request, prompt, self._limits.content_of(request, prompt), taken_ms=now_ms)
             if run.key in self._runs or request.handoff_id in self._by_handoff:
                 return refuse(request, "invalid", "this hand-over is another request's"), []
             self._runs[run.key] = run
@@ -244,6 +244,7 @@ class PrefillCore(RoleCore[PrefillRun]):
             tables=run.tables,
             num_tokens=len(run.prompt),
             expires_at_ms=now_ms + self._limits.lease_ms,
+            granted_ms=now_ms,
             ends_by_ms=request.deadline_ms,
         )
         return [OpenLease(run.lease), *(self._offer(run) if run.reserved else ())]

@@ -5,6 +5,7 @@ from typing import Literal
 
 from dataplane.lease import Lease
 from schemas.request import RunPrefill
+from schemas.status import RunStage
 from services.worker.runs import Run
 
 Phase = Literal["queued", "fetching", "computing", "withdrawing", "handing_over"]
@@ -37,6 +38,10 @@ class PrefillRun(Run[RunPrefill]):
     @property
     def has_ended(self) -> bool:
         return self.phase == "withdrawing"
+
+    @property
+    def stage(self) -> RunStage:
+        return "ending" if self.phase == "withdrawing" else self.phase
 
     @property
     def owes_tokens(self) -> bool:

@@ -53,6 +53,7 @@ async def run_scheduler(
     async def describe(received: Received[DescribeFleet]) -> Message:
         return core.describe(now_ms())
 
+    await door.announce("decides which workers serve a request")
     async with asyncio.TaskGroup() as tasks:
         watch = Watch(core, door, tasks, config.scheduler.suspect_after_ms / 1e3)
         for subject in (subjects.JOINED, subjects.LOAD, subjects.DRAINING, subjects.LEFT):

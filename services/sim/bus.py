@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 
 from services.bus.base import (
+    NOTHING,
     BusClosedError,
     BusError,
     Delivery,
@@ -82,6 +83,9 @@ class SimDelivery:
         reply = SimDelivery(self.subject, payload, dict(headers))
         asker, reply_id = self.asker, self.reply_id
         self.bus.broker.carry(self.bus, asker, lambda: asker.answered(reply_id, reply))
+
+    def count_failure(self, reason: str) -> None:
+        """Nobody looks."""
 
 
 class SimSubscription:
@@ -283,10 +287,12 @@ class SimBus:
         self.broker.add(subscription)
         return subscription
 
-    async def serve(self, service: str, endpoint: str, subject: str, queue: str = "") -> SimSubscription:
+    async def serve(
+        self, service: str, endpoint: str, subject: str, queue: str = "", metadata: Mapping[str, str] = NOTHING
+    ) -> SimSubscription:
         return await self.subscribe(subject, queue or endpoint)
 
-    async def announce(self, service: str) -> None:
+    async def announce(self, service: str, description: str, metadata: dict[str, str]) -> None:
         """Nobody lists the services of a simulation."""
 
     async def flush(self) -> None:

@@ -258,6 +258,7 @@ class StoreCore:
             first_token=first * block_size,
             num_tokens=(first + len(blocks)) * block_size,
             expires_at_ms=now_ms + self.open_within_ms,
+            granted_ms=now_ms,
             ends_by_ms=request.deadline_ms,
             tenant=request.tenant,
         )

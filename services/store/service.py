@@ -18,6 +18,7 @@ from schemas.ids import LeaseId
 from schemas.kv import LeaseGranted, RequestLease, ReturnLease
 from schemas.message import Message
 from schemas.request import Refused
+from schemas.status import DescribeWorker
 from schemas.worker import (
     PingWorker,
     WorkerAlive,
@@ -38,6 +39,7 @@ from services.store.lender import Lender
 from services.store.load import StoreParts, load_store
 from services.store.pulls import Puller
 from services.telemetry import Key, Telemetry
+from services.worker.describe import describe
 from services.worker.outbox import Outbox
 from services.worker.spans import WorkerSpans
 
@@ -125,11 +127,14 @@ class Store:
             self._complaints.say("windowed", f"{self.parts.model} has windowed layers: the store takes none of its KV")
         self._plane.start()
         door, tasks, me = self._door, self._tasks, (self._store_id,)
+        door.identity |= {"id": self._store_id, "incarnation": self.core.incarnation}
+        await door.announce("keeps KV blocks that workers evict, and lends them")
         tasks.create_task(self._outbox.run(), name="outbox")
         await door.serve(tasks, subjects.LEASE, me, self._on_lease)
         await door.listen(tasks, subjects.RETURNED, me, self._on_returned)
         await door.serve(tasks, subjects.INVENTORY, me, self._on_inventory)
         await door.serve(tasks, subjects.PING, me, self._on_ping)
+        await door.serve(tasks, subjects.WORKER_STATUS, me, self._on_status)
         await door.listen(tasks, subjects.LEFT, ("*",), self._on_left)
         await door.listen(tasks, subjects.COOLING, ("*",), self._puller.offered)
         await door.listen(tasks, subjects.REPLICATE, me, self._puller.replicated)
@@ -228,10 +233,14 @@ class Store:
         elif event.incarnation == self.core.incarnation and not self.core.draining:
             log.warning("%s was declared lost (%s), and joins anew", self._store_id, event.reason)
             self._end(lambda: self.core.begin(secrets.token_hex(8)))
+            self._door.identity["incarnation"] = self.core.incarnation
             self._outbox.put(subjects.JOINED, (self._store_id,), WorkerJoined(worker=self._info()))
 
     async def _on_ping(self, _: Received[PingWorker]) -> Message:
         return WorkerAlive(worker_id=self._store_id, incarnation=self.core.incarnation, lag_ms=0)
+
+    async def _on_status(self, _: Received[DescribeWorker]) -> Message:
+        return describe(self._load(), (), list(self.core.leases), now_ms())
 
     def _end(self, decide: Callable[[], list[Lease]]) -> list[Lent]:
         """End leases, and cut the streams that are still open on them."""

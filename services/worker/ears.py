@@ -8,8 +8,10 @@ from schemas.directory import ReadInventory
 from schemas.kv import RequestLease, ReturnLease
 from schemas.message import Message
 from schemas.request import AskProgress, CancelRequest, Progress, Refused
+from schemas.status import DescribeWorker
 from schemas.worker import PingWorker, WorkerAlive, WorkerLeft
 from services.bus.typed import Received
+from services.runtime import now_ms
 from services.worker.shell import Worker
 from services.worker.spans import LeaseTrace
 
@@ -30,6 +32,7 @@ class Ears:
         await door.listen(tasks, subjects.RETURNED, me, self._on_returned)
         await door.serve(tasks, subjects.PROGRESS, me, self._on_progress)
         await door.serve(tasks, subjects.PING, me, self._on_ping)
+        await door.serve(tasks, subjects.WORKER_STATUS, me, self._on_status)
         await door.bus.flush()
 
     def _on_cancel(self, received: Received[CancelRequest]) -> None:
@@ -71,6 +74,9 @@ class Ears:
             known=key in worker.answers or worker.has(key),
             tokens=worker.answers.since(key, asked.index),
         )
+
+    async def _on_status(self, received: Received[DescribeWorker]) -> Message:
+        return self._worker.reporter.describe(now_ms())
 
     async def _on_ping(self, received: Received[PingWorker]) -> Message:
         worker = self._worker

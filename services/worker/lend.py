@@ -56,6 +56,7 @@ class LendCore:
             first_token=request.first_block * limits.block_size,
             num_tokens=found.num_cached_tokens,
             expires_at_ms=now_ms + min(OPEN_WITHIN_MS, limits.lease_ms),
+            granted_ms=now_ms,
             ends_by_ms=request.deadline_ms,
         )
         self._lent.add(lease.lease_id)

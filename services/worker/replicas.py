@@ -16,6 +16,7 @@ from schemas.block import BLOCK_HASH_BYTES, join_hashes, split_hashes
 from schemas.ids import BlockHash, GatewayId, RequestId, WorkerId, is_subject_token
 from schemas.kv import ReplicateBlocks
 from schemas.request import CancelRequest
+from schemas.status import HeldRequest
 from schemas.worker import WorkerLeft
 from services.engine.base import StepResult
 from services.worker.actions import Action, AttemptKey, Fetch, Publish, StopFetch
@@ -222,6 +223,18 @@ class ReplicaCore:
 
     def attempts(self) -> dict[AttemptKey, GatewayId]:
         return {}
+
+    def held(self, now_ms: int) -> Iterator[HeldRequest]:
+        """Yield the copies that are being read; their age counts from their offer."""
+        for (request_id, attempt), copy in self._reading.items():
+            yield HeldRequest(
+                request_id=request_id,
+                attempt=attempt,
+                part="replica",
+                stage="fetching",
+                age_ms=max(0, now_ms - copy.deadline_ms + READ_WITHIN_MS),
+                reading_from=copy.source,
+            )
 
     def owned_tables(self) -> Iterator[BlockTables]:
         return (copy.tables for copy in self._reading.values())

@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from dataplane.layout import BlockTables
+from schemas.status import WorkerDescribed
 from schemas.worker import WorkerInfo, WorkerLoad
 from services.bus.typed import TypedBus
 from services.engine.thread import EngineThread
+from services.worker.describe import describe
 from services.worker.holder import KVHolder
 from services.worker.load import WorkerParts
 from services.worker.rates import RateBook
@@ -58,6 +60,10 @@ class Reporter:
             num_refused_reads=plane.num_refused + plane.num_junk if plane else 0,
             rates=self.rates.rates(now_ms),
         )
+
+    def describe(self, now_ms: int) -> WorkerDescribed:
+        requests = (held for core in self.cores for held in core.held(now_ms))
+        return describe(self.load(now_ms), requests, list(self.holder.leases), now_ms)
 
     def _owned(self) -> Iterator[BlockTables]:
         for core in self.cores:

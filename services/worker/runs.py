@@ -10,6 +10,7 @@ from dataplane.cache import BlockCache
 from dataplane.layout import BlockTables
 from schemas.ids import GatewayId, HandoffId, WorkerId
 from schemas.request import CancelRequest, FailureCode, ReserveBlocks, RunPrefill
+from schemas.status import HeldRequest, RunStage
 from services.engine.base import Sequence
 from services.worker.actions import Action, AttemptKey
 from services.worker.content import PromptKV, SequenceContent
@@ -31,6 +32,8 @@ class Run(Generic[RequestT]):
     kv: PromptKV | None = None
     """What of the prompt is in place; None while it is queued."""
     fetching_from: WorkerId | None = None
+    taken_ms: int = 0
+    """When this worker took it."""
 
     @property
     def key(self) -> AttemptKey:
@@ -55,6 +58,16 @@ class Run(Generic[RequestT]):
     def owes_tokens(self) -> bool:
         """Its gateway waits for more from this worker."""
         raise NotImplementedError
+
+    @property
+    def stage(self) -> RunStage:
+        """How far it is, for people."""
+        raise NotImplementedError
+
+    @property
+    def reading_from(self) -> WorkerId | None:
+        """Whose KV is coming in."""
+        return self.fetching_from
 
 
 RunT = TypeVar("RunT", bound="Run[RunPrefill] | Run[ReserveBlocks]")
@@ -86,6 +99,19 @@ class RoleCore(ABC, Generic[RunT]):
     def attempts(self) -> dict[AttemptKey, GatewayId]:
         """Return the attempts that go on here, and whose they are."""
         return {run.key: run.request.gateway_id for run in self._runs.values() if not run.has_ended}
+
+    def held(self, now_ms: int) -> Iterator[HeldRequest]:
+        """Yield what goes on here, for people."""
+        for run in self._runs.values():
+            yield HeldRequest(
+                request_id=run.request.request_id,
+                attempt=run.request.attempt,
+                part="prefill" if isinstance(run.request, RunPrefill) else "decode",
+                stage=run.stage,
+                age_ms=max(0, now_ms - run.taken_ms),
+                num_prompt_tokens=len(run.prompt),
+                reading_from=run.reading_from or "",
+            )
 
     def owned_tables(self) -> Iterator[BlockTables]:
         """Yield the tables whose blocks a run here holds references to. Those of leases are the lease table's."""

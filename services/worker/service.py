@@ -38,6 +38,7 @@ async def run_worker(
     try:
         async with asyncio.TaskGroup() as tasks:
             worker.holder.start(config.worker)
+            await worker.announce()
             await start_prefill(worker, tasks)  # a decode worker, too, may serve a request whose KV it holds alone
             if parts.role == "decode":
                 reads = await start_decode(worker, tasks)

@@ -18,7 +18,7 @@ from schemas import subjects
 from schemas.directory import BlocksStored
 from schemas.ids import GatewayId, LeaseId, RequestId
 from schemas.request import RequestTokens, RunPrefill
-from schemas.worker import WorkerJoined, WorkerLeft
+from schemas.worker import WorkerJoined, WorkerLeft, WorkerRole
 from services.bus.base import Bus
 from services.bus.typed import TypedBus
 from services.config import MeshConfig
@@ -61,6 +61,12 @@ log = logging.getLogger(__name__)
 
 TICK_INTERVAL_S = 0.1
 ENGINE_STOP_TIMEOUT_S = 10.0
+
+DESCRIPTIONS: dict[WorkerRole, str] = {
+    "prefill": "computes prompts, and lends their KV",
+    "decode": "reads KV and decodes answers; may serve a request alone",
+    "aggregated": "computes prompts and decodes their answers",
+}
 
 ReplyT = TypeVar("ReplyT")
 
@@ -143,6 +149,11 @@ class Worker:
         self._engine.start()
         tasks.create_task(self.outbox.run(), name="outbox")
 
+    async def announce(self) -> None:
+        """Be listed as a service, before the first ear opens."""
+        self.door.identity |= {"id": self.parts.worker_id, "incarnation": self.holder.incarnation}
+        await self.door.announce(DESCRIPTIONS[self.parts.role])
+
     def join(self) -> None:
         """Say who this is; all ears must be open."""
         self.outbox.put(subjects.JOINED, (self.parts.worker_id,), WorkerJoined(worker=self.reporter.info()))
@@ -212,6 +223,7 @@ class Worker:
         self.execute(actions)
         self.answers.clear()
         self.holder.begin(secrets.token_hex(8))
+        self.door.identity["incarnation"] = self.holder.incarnation
         self.join()
         self.changed.set()
 
