@@ -1,0 +1,225 @@
+"""The story of a request as people hear it, and what they are told when they ask where one is."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from schemas import subjects
+from schemas.ids import GatewayId, RequestId
+from schemas.message import decode
+from schemas.request import SamplingParams
+from schemas.status import RequestDescribed
+from schemas.story import (
+    RequestAccepted,
+    RequestCancelled,
+    RequestFailed,
+    RequestFinished,
+    RequestPlaced,
+    RequestResumed,
+)
+from services.bus.base import BusError
+from services.bus.memory import MemoryBroker, MemoryBus
+from services.bus.typed import TypedBus
+from services.gateway import story
+from services.gateway.core import RequestCore
+from services.gateway.events import Finish
+from services.gateway.job import BlockKey, Job, pack_prompt
+from services.gateway.story import Stories
+from services.runtime import now_ms
+from tests.gateway.conftest import Rig
+from tests.gateway.fake_mesh import Conduct
+from tests.gateway.test_failures import C, body
+
+ENDS = {"finished", "failed", "cancelled"}
+ASK_S = 20.0
+
+
+@dataclass
+class Listener:
+    """What `nats sub 'mesh.v1.request.>'` shows."""
+
+    heard: list[tuple[str, str, bytes, str]] = field(default_factory=list)
+    """Request, last part of the subject, payload, traceparent."""
+
+    async def start(self, rig: Rig) -> "Listener":
+        subscription = await rig.mesh.bus.subscribe("mesh.v1.request.>")
+
+        async def listen() -> None:
+            async for delivery in subscription:
+                _, _, _, request_id, what = delivery.subject.split(".")
+                if what not in ("cancel", "status", "sought"):
+                    traceparent = delivery.headers.get("traceparent", "")
+                    self.heard.append((request_id, what, delivery.payload, traceparent))
+
+        rig.mesh.tasks.create_task(listen())
+        return self
+
+    @property
+    def parts(self) -> list[str]:
+        return [what for _, what, _, _ in self.heard]
+
+    async def ended(self, num: int = 1) -> list[str]:
+        await until(lambda: sum(part in ENDS for part in self.parts) >= num)
+        return self.parts
+
+    def payload(self, what: str) -> bytes:
+        return next(payload for _, part, payload, _ in self.heard if part == what)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+async def where(rig: Rig, request_id: str, payload: bytes = b"") -> RequestDescribed:
+    """Ask as a stock client does."""
+    reply = await rig.mesh.bus.request(subjects.REQUEST_STATUS.of(request_id), payload, {}, ASK_S)
+    return decode(reply.payload, RequestDescribed)
+
+
+async def test_a_request_that_finishes(rig: Rig) -> None:
+    listener = await Listener().start(rig)
+    answer = await rig.http.post(C, json=body(rig, prompt=[5] * 40))
+    assert await listener.ended() == ["accepted", "placed", "first_token", "finished"]
+    request_id, trace_id = answer.headers["x-request-id"], answer.headers["traceparent"].split("-")[1]
+    assert {request for request, *_ in listener.heard} == {request_id}
+    assert {traceparent.split("-")[1] for *_, traceparent in listener.heard} == {trace_id}
+    accepted = decode(listener.payload("accepted"), RequestAccepted)
+    assert (accepted.request_id, accepted.num_prompt_tokens) == (request_id, 40)
+    placed = decode(listener.payload("placed"), RequestPlaced)
+    assert (placed.prefill_worker, placed.decode_worker, placed.attempt) == ("p1", "d1", 1)
+    finished = decode(listener.payload("finished"), RequestFinished)
+    assert (finished.num_tokens, finished.finish_reason) == (len(rig.answer), "stop")
+    assert finished.age_ms >= placed.age_ms >= accepted.age_ms
+
+
+async def test_a_request_that_goes_on_elsewhere(rig: Rig) -> None:
+    listener = await Listener().start(rig)
+    rig.mesh.conduct["d1"] = Conduct(fails_at=4)
+    answer = await rig.http.post(C, json=body(rig))
+    assert await listener.ended() == ["accepted", "placed", "first_token", "resumed", "placed", "finished"]
+    resumed = decode(listener.payload("resumed"), RequestResumed)
+    assert (resumed.attempt, resumed.num_answered_tokens) == (2, 4)
+    assert "d1: it broke" in resumed.reason
+    described = await where(rig, answer.headers["x-request-id"])
+    assert (described.phase, described.attempt, described.decode_worker) == ("finished", 2, "d2")
+
+
+async def test_a_request_that_is_refused(rig: Rig) -> None:
+    listener = await Listener().start(rig)
+    rig.mesh.refusal = "overloaded"
+    answer = await rig.http.post(C, json=body(rig))
+    assert answer.status_code == 429
+    assert await listener.ended() == ["accepted", "failed"]
+    failed = decode(listener.payload("failed"), RequestFailed)
+    assert (failed.code, failed.status, failed.num_tokens) == ("overloaded", 429, 0)
+    described = await where(rig, answer.headers["x-request-id"])
+    assert (described.phase, described.prefill_worker) == ("failed", "")
+    assert described.detail.startswith("overloaded: ")
+
+
+async def test_a_request_whose_client_goes_and_where_it_is_until_then(rig: Rig) -> None:
+    listener = await Listener().start(rig)
+    rig.mesh.gate.clear()
+    async with rig.http.stream("POST", C, json=body(rig, stream=True)) as response:
+        await until(lambda: "first_token" in listener.parts)
+        request_id = response.headers["x-request-id"]
+        running = await where(rig, request_id, b"{}")
+    assert await listener.ended() == ["accepted", "placed", "first_token", "cancelled"]
+    assert (running.phase, running.num_tokens, running.prefill_worker, running.decode_worker) == (
+        "decode",
+        1,
+        "p1",
+        "d1",
+    )
+    assert 0 < running.left_ms <= 60_000 and running.age_ms >= running.phase_age_ms
+    cancelled = decode(listener.payload("cancelled"), RequestCancelled)
+    assert (cancelled.num_tokens, cancelled.reason) == (1, "the client has disconnected")
+    assert (await where(rig, request_id)).phase == "cancelled"
+
+
+async def test_every_choice_has_a_story_of_its_own(rig: Rig) -> None:
+    listener = await Listener().start(rig)
+    await rig.http.post(C, json=body(rig, n=3))
+    await listener.ended(3)
+    by_request: dict[str, list[str]] = {}
+    for request_id, part, _, _ in listener.heard:
+        by_request.setdefault(request_id, []).append(part)
+    assert len(by_request) == 3
+    assert all(parts == ["accepted", "placed", "first_token", "finished"] for parts in by_request.values())
+
+
+async def test_an_unknown_request_gets_an_answer(rig: Rig) -> None:
+    described = await where(rig, "req-of-nobody")
+    assert described == RequestDescribed(request_id=RequestId("req-of-nobody"), phase="unknown")
+
+
+@pytest.mark.parametrize("payload", [b" ", b"null", b"[]", b'{"type":"PingWorker"}', b"where?"])
+async def test_only_nothing_stands_for_an_empty_question(rig: Rig, payload: bytes) -> None:
+    with pytest.raises(BusError):
+        await rig.mesh.bus.request(subjects.REQUEST_STATUS.of("req-1"), payload, {}, 0.5)
+
+
+async def test_other_subjects_take_no_empty_message(rig: Rig) -> None:
+    with pytest.raises(BusError):
+        await rig.mesh.bus.request(subjects.PROGRESS.of("p1"), b"", {}, 0.5)
+
+
+async def job_of(request_id: str) -> Job:
+    key = BlockKey(block_size=16, model_fingerprint="f")
+    return Job(
+        request_id=RequestId(request_id), prompt=await pack_prompt([1, 2, 3], key), key=key,
+        sampling=SamplingParams(max_tokens=4), deadline_ms=now_ms() + 60_000, traceparent="",
+    )  # fmt: skip
+
+
+async def test_whichever_gateway_is_asked_finds_the_one_that_knows() -> None:
+    broker = MemoryBroker()
+    async with asyncio.TaskGroup() as tasks:
+        gateways = [Stories(GatewayId(f"g{n}"), TypedBus(MemoryBus(broker), "gateway"), tasks) for n in range(3)]
+        for gateway in gateways:
+            await gateway.listen()
+        job = await job_of("req-1")
+        gateways[1].begin(job, RequestCore(job.request_id, 4, 3))
+        client = MemoryBus(broker)
+        for _ in range(6):  # a queue group takes turns: each is asked twice
+            reply = await client.request(subjects.REQUEST_STATUS.of("req-1"), b"", {}, ASK_S)
+            described = decode(reply.payload, RequestDescribed)
+            assert (described.phase, described.gateway_id) == ("placing", "g1")
+        for gateway in gateways:
+            await gateway.door.close()
+
+
+async def test_while_the_broker_is_away_only_so_much_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(story, "MAX_TOLD_IN_VAIN", 5)
+    broker = MemoryBroker()
+    bus, ear = MemoryBus(broker), await MemoryBus(broker).subscribe("mesh.>")
+    async with asyncio.TaskGroup() as tasks:
+        stories = Stories(GatewayId("g"), TypedBus(bus, "gateway"), tasks)
+        bus.is_connected = False
+        for number in range(8):
+            stories.begin(await job_of(f"req-{number}"), RequestCore(RequestId(f"req-{number}"), 4, 3))
+        await until(lambda: stories.num_untold == 3)
+        bus.is_connected = True
+        stories.go_on(RequestId("req-7"), [Finish("stop")])
+        await until(lambda: ear.inbox.qsize() == 6)
+        stories.go_on(RequestId("req-7"), [Finish("stop")])  # one end each
+        await asyncio.sleep(0)
+    assert ear.inbox.qsize() == 6
+
+
+async def test_what_has_ended_is_known_for_a_while_and_so_many_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(story, "MAX_ENDED", 2)
+    async with asyncio.TaskGroup() as tasks:
+        stories = Stories(GatewayId("g"), TypedBus(MemoryBus(), "gateway"), tasks)
+        for number in range(3):
+            job = await job_of(f"req-{number}")
+            stories.begin(job, RequestCore(job.request_id, 4, 3))
+            stories.go_on(job.request_id, [Finish("length")])
+        known = [stories.describe(RequestId(f"req-{number}")) for number in range(3)]
+        assert [described and described.phase for described in known] == [None, "finished", "finished"]
+        monkeypatch.setattr(story, "ENDED_KEPT_MS", -1)
+        assert stories.describe(RequestId("req-2")) is None
