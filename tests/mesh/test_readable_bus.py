@@ -1,0 +1,170 @@
+"""The bus as a person with stock NATS tools meets it: nats-py speaks what the `nats` command speaks."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import nats
+import pytest
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from schemas import subjects
+from schemas.message import decode
+from schemas.status import RequestDescribed, WorkerDescribed
+from schemas.subjects import SUBJECTS, Subject
+from schemas.worker import FleetDescribed
+from services.cli.supervisor import UpOptions
+from tests.mesh.processes import Mesh, running_mesh
+
+SERVICES = {"gateway": 2, "scheduler": 1, "directory": 1, "prefill": 1, "decode": 1, "store": 1}
+ASK_S = 20.0
+WORKER = {subjects.PING, subjects.PROGRESS, subjects.WORKER_STATUS, subjects.INVENTORY, subjects.LEASE, subjects.RUN}
+BY_REQUEST = {subjects.REQUEST_STATUS, subjects.REQUEST_SOUGHT}
+SERVED: dict[str, set[Subject]] = {
+    "gateway": {subjects.WANTED, subjects.REQUEST_STATUS, subjects.REQUEST_SOUGHT},
+    "scheduler": {subjects.PLACE, subjects.FLEET},
+    "directory": {subjects.LOCATE},
+    "prefill": WORKER,
+    "decode": {*WORKER, subjects.RESERVE},
+    "store": {subjects.PING, subjects.WORKER_STATUS, subjects.INVENTORY, subjects.LEASE},
+}
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+    options = UpOptions(port=0, num_gateways=2, store="memory")
+    with running_mesh(tmp_path_factory.mktemp("readable"), options) as running:
+        yield running
+
+
+@asynccontextmanager
+async def connected(mesh: Mesh) -> AsyncIterator[Client]:
+    client = await nats.connect(mesh.nats_url)
+    yield client
+    await client.close()
+
+
+async def ask(client: Client, subject: str, payload: bytes = b"") -> bytes:
+    """`nats req SUBJECT ''`"""
+    return (await client.request(subject, payload, timeout=ASK_S)).data
+
+
+async def survey(mesh: Mesh, verb: str) -> list[dict[str, Any]]:
+    """`nats micro ls|info|stats`: every service answers."""
+    async with connected(mesh) as client:
+        inbox = await client.subscribe("replies.survey")
+        await client.publish(f"$SRV.{verb}", b"", reply="replies.survey")
+        replies: list[dict[str, Any]] = []
+        while len(replies) < sum(SERVICES.values()):
+            replies.append(json.loads((await inbox.next_msg(timeout=ASK_S)).data))
+        return replies
+
+
+async def test_the_fleet_answers_an_empty_question(mesh: Mesh) -> None:
+    async with connected(mesh) as client:
+        for payload in (b"", b"{}"):
+            fleet = decode(await ask(client, "mesh.v1.scheduler.status", payload), FleetDescribed)
+            assert {load.worker.worker_id for load in fleet.workers} == {"prefill-0", "decode-0", "store-0"}
+
+
+async def test_a_request_and_its_workers_say_where_it_is(mesh: Mesh) -> None:
+    body = {"model": mesh.model, "prompt": [7] * 100, "max_tokens": 3_000, "ignore_eos": True, "stream": True}
+    async with connected(mesh) as client:
+        with mesh.client.stream("POST", "/v1/completions", json=body) as response:
+            request_id = response.headers["x-request-id"]
+            lines = response.iter_lines()
+            next(lines)
+            for _ in range(4):  # either gateway is asked
+                described = decode(await ask(client, f"mesh.v1.request.{request_id}.status"), RequestDescribed)
+                assert (described.phase, described.request_id, described.max_tokens) == ("decode", request_id, 3_000)
+                assert (described.prefill_worker, described.decode_worker) == ("prefill-0", "decode-0")
+            while True:  # the hand-over may still be under way
+                worker = decode(await ask(client, "mesh.v1.worker.decode-0.status"), WorkerDescribed)
+                [held] = worker.requests
+                assert (held.request_id, held.part, held.num_prompt_tokens) == (request_id, "decode", 100)
+                if held.stage == "computing":
+                    break
+            assert held.age_ms <= described.age_ms + 60_000 and worker.num_requests == 1
+            blocks = worker.load.blocks
+            assert blocks.running > 0 and blocks.total == blocks.free + blocks.cached + blocks.running + blocks.leased
+        while described.phase == "decode":  # until the gateway has seen the client go
+            described = decode(await ask(client, f"mesh.v1.request.{request_id}.status"), RequestDescribed)
+        assert (described.phase, described.detail) == ("cancelled", "the client has disconnected")
+        unknown = decode(await ask(client, "mesh.v1.request.req-none.status"), RequestDescribed)
+        assert unknown.phase == "unknown"
+        store = decode(await ask(client, "mesh.v1.worker.store-0.status"), WorkerDescribed)
+        assert (store.load.worker.role, store.requests, store.leases) == ("store", (), ())
+    await asyncio.to_thread(mesh.assert_no_blocks_held)
+
+
+async def test_every_service_and_endpoint_describes_itself(mesh: Mesh) -> None:
+    found = await survey(mesh, "INFO")
+    names = [service["name"] for service in found]
+    assert {name: names.count(name) for name in names} == SERVICES
+    incarnations = {w.worker.worker_id: w.worker.incarnation for w in mesh.fleet.workers}
+    for service in found:
+        metadata = service["metadata"]
+        assert service["version"] and service["description"] and metadata["role"] == service["name"]
+        assert metadata.get("incarnation") == incarnations.get(metadata["id"])
+        served = {endpoint["subject"]: endpoint for endpoint in service["endpoints"]}
+        expected = {
+            s.pattern.replace("{}", "*" if s in BY_REQUEST else metadata["id"]): s for s in SERVED[service["name"]]
+        }
+        assert set(served) == set(expected)
+        for subject, endpoint in served.items():
+            assert endpoint["metadata"]["carries"] == expected[subject].carries.__name__
+    assert {metadata["id"] for metadata in (service["metadata"] for service in found)} >= set(incarnations)
+
+
+def test_every_subject_with_an_answer_is_served() -> None:
+    assert set().union(*SERVED.values()) == {subject for subject in SUBJECTS if subject.reply}
+
+
+async def test_statistics_count_what_was_asked_and_how_long_it_took(mesh: Mesh) -> None:
+    def status_of(services: list[dict[str, Any]]) -> dict[str, Any]:
+        [directory] = [service for service in services if service["name"] == "directory"]
+        return directory["endpoints"][0]
+
+    before = status_of(await survey(mesh, "STATS"))
+    async with connected(mesh) as client:
+        for request in range(3):
+            question = {"request_id": f"req-{request}", "attempt": 1, "deadline_ms": 2**50, "block_hashes": ""}
+            await ask(client, "mesh.v1.directory.locate", json.dumps(question).encode())
+        await client.publish("mesh.v1.directory.locate", b"not a question", reply="replies.none")
+        await client.flush()
+        while (after := status_of(await survey(mesh, "STATS")))["num_errors"] == before["num_errors"]:
+            pass
+    assert after["num_requests"] - before["num_requests"] >= 4
+    assert after["processing_time"] > before["processing_time"]
+    assert after["last_error"] == "the request does not decode"
+
+
+async def test_one_subscription_tells_a_requests_story_in_order(mesh: Mesh) -> None:
+    async with connected(mesh) as client:
+        heard: list[Msg] = []
+
+        async def note(message: Msg) -> None:
+            heard.append(message)
+
+        await client.subscribe("mesh.>", cb=note)
+        await client.flush()
+        answer = await asyncio.to_thread(mesh.complete, [9, 8, 7] * 30)
+        request_id = answer["usage"]["kvmesh"]["request_id"]
+
+        def story() -> list[str]:
+            mine = [message.subject for message in heard if request_id in message.subject]
+            return [subject.rsplit(".", 1)[-1] for subject in mine]
+
+        async with asyncio.timeout(60):
+            while not {"finished", "released"} <= set(story()):
+                await asyncio.sleep(0.02)
+    told = story()
+    assert [part for part in told if part in ("accepted", "placed", "first_token", "finished")] == [
+        "accepted", "placed", "first_token", "finished",
+    ]  # fmt: skip
+    handed_over = ["reserved", "offered", "streaming", "landed", "released"]
+    assert sorted(set(told) & set(handed_over), key=told.index) == handed_over
+    assert told[0] == "accepted"
