@@ -10,7 +10,7 @@ from schemas.worker import WorkerLoad
 
 RunStage = Literal["queued", "reserved", "fetching", "receiving", "computing", "handing_over", "ending"]
 """`queued`: it waits for blocks. `reserved`: it has them, and waits for its KV. `fetching`: it reads what others hold;
-`receiving`: what its prefill worker computes. `handing_over`: computed, and kept for its reader. `ending`: over, and its
+`receiving`: what its prefill worker computes. `handing_over`: computed, kept for its reader. `ending`: over, and its
 blocks wait for whoever may still write them."""
 
 RequestPhase = Literal["placing", "waiting", "prefill", "decode", "finished", "failed", "cancelled", "unknown"]

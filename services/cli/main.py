@@ -114,12 +114,52 @@ def status(
 def trace(
     request_id: Annotated[str, typer.Argument(help="The last request if left out.")] = "",
     folder: Annotated[Path | None, typer.Option(help="Where span files lie; the last `kvmesh up` if left out.")] = None,
+    slowest: Annotated[
+        bool, typer.Option("--slowest", help="The one that waited longest for its first token.")
+    ] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="The last one that failed.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="A line each: the last ones, the slowest, the failed.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="Of `--list`.")] = 20,
 ) -> None:
     """Show one request's trace as a waterfall."""
-    from services.cli.trace import show_trace
+    from services.cli.trace import show_chosen, show_trace
     from services.cli.up import trace_dir
 
-    show_trace(folder or trace_dir(), request_id or None)
+    spans = folder or trace_dir()
+    if not (slowest or failed or list_):
+        show_trace(spans, request_id or None)
+    elif request_id:
+        raise UserError("name a request, or have one chosen: not both")
+    else:
+        show_chosen(spans, slowest=slowest, failed=failed, limit=limit if list_ else 0)
+
+
+@app.command()
+def top(
+    nats: Annotated[str, typer.Option(help="The mesh's NATS server; the last `kvmesh up` here if left out.")] = "",
+    once: Annotated[bool, typer.Option("--once", help="Listen for a moment, print one frame, and end.")] = False,
+) -> None:
+    """Show what the mesh does, live. Ctrl-C ends it."""
+    from services.cli.top import watch
+    from services.cli.up import nats_url_of
+    from services.runtime import run_until_signal
+
+    url = nats_url_of(nats)
+    run_until_signal(lambda stop: watch(url, stop, once=once))
+
+
+@app.command()
+def tail(
+    request_id: Annotated[str, typer.Argument(help="Everybody's requests if left out.")] = "",
+    nats: Annotated[str, typer.Option(help="The mesh's NATS server; the last `kvmesh up` here if left out.")] = "",
+) -> None:
+    """Follow what the bus says of a request, in order, until its end."""
+    from services.cli.tail import tail as follow
+    from services.cli.up import nats_url_of
+    from services.runtime import run_until_signal
+
+    url = nats_url_of(nats)
+    run_until_signal(lambda stop: follow(url, request_id, stop))
 
 
 def main() -> None:

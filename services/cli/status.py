@@ -9,16 +9,12 @@ from rich.table import Column, Table
 
 from schemas.worker import BlockCounts, FleetDescribed, WorkerLoad
 from services.cli.fleet import describe_fleet
-from services.cli.up import running_mesh
-from services.errors import MeshNotRunningError
+from services.cli.up import nats_url_of, running_mesh
 
 
 def run_status(nats_url: str, *, as_json: bool) -> None:
     """Print the fleet. Raises UserError when there is none."""
-    mesh = running_mesh()
-    url = nats_url or (mesh.nats_url if mesh else "")
-    if not url:
-        raise MeshNotRunningError("no mesh runs here; start one with `kvmesh up`, or pass --nats URL")
+    mesh, url = running_mesh(), nats_url_of(nats_url)
     fleet = asyncio.run(describe_fleet(url))
     if as_json:
         sys.stdout.buffer.write(msgspec.json.encode(fleet) + b"\n")

@@ -1,43 +1,37 @@
-"""`kvmesh trace`: one request's spans, read from the files that the services wrote, as a waterfall."""
+"""`kvmesh trace`: one request's spans as a waterfall, from the files that the services wrote (`recorded.py`)."""
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from services.cli.recorded import (
+    RecordedRequest,
+    SpanRecord,
+    choose,
+    find_trace,
+    is_root,
+    load_spans,
+    recorded_requests,
+)
 from services.errors import UserError
 from services.telemetry import AttributeValue, Key, SpanName
 
-_ROOT_PREFIX = "POST "
-_ID_PREFIXES = ("req-", "cmpl-", "chatcmpl-")
 _SETTLE_S = 2.0
 """Services export every half second; spans older than this are all there."""
 _POLL_INTERVAL_S = 0.1
 _PIPED_WIDTH = 140
 _MIN_BAR, _MAX_BAR = 10, 80
-_MIN_NOTES = 14
+_MIN_NOTES, _WIDE_NOTES = 14, 48
 _GAP = 2
+_TTFT_PART = f"{Key.TTFT_MS.removesuffix('_ms')}."
+"""Prefix of the attributes of a root that say what its TTFT is made of."""
 _ORPHAN = "orphan: its parent was not recorded"
-
-
-class SpanRecord(msgspec.Struct, frozen=True):
-    """A line of a span file. `parent_id` is empty for a span without a parent, `error` for one that went well."""
-
-    trace_id: str
-    span_id: str
-    parent_id: str
-    name: str
-    service: str
-    start_ns: int
-    end_ns: int
-    error: str = ""
-    attributes: dict[str, str | int | float | bool] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,62 +39,31 @@ class _Row:
     span: SpanRecord
     depth: int
     is_orphan: bool
+    has_children: bool = False
 
 
-def load_spans(folder: Path) -> list[SpanRecord]:
-    """Return all spans of a folder's *.jsonl, in no order. Lines that are no span (a torn last one) are skipped; a
-    folder that does not exist is empty."""
-    decoder = msgspec.json.Decoder(SpanRecord)
-    spans: list[SpanRecord] = []
-    for path in sorted(folder.glob("*.jsonl")):
-        for line in path.read_bytes().splitlines():
-            try:
-                spans.append(decoder.decode(line))
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                continue
-    return spans
+def render_waterfall(
+    spans: list[SpanRecord], console: Console, recorded: Mapping[str, SpanRecord] | None = None
+) -> None:
+    """Print one trace: a header, then a row for each span, children under their parents, in time order.
 
-
-def find_trace(spans: list[SpanRecord], request_id: str | None) -> list[SpanRecord]:
-    """Return the spans of a request (as the gateway or the API calls it), or those of the request that started last.
-
-    Where a client has put several requests into one trace, the others' spans are left out. Raises UserError.
+    `recorded`: all spans by their id, to say what it is that is linked.
     """
-    by_id = {span.span_id: span for span in spans}
-    if request_id is None:
-        found = _tops(spans, by_id)
-        if not found:
-            raise UserError("no trace yet: send a request to a running mesh, or name its span files with --folder")
-    else:
-        wanted = _bare_id(request_id)
-        found = [span for span in spans if _bare_id(str(span.attributes.get(Key.REQUEST_ID, ""))) == wanted]
-        if not wanted or not found:
-            raise UserError(
-                f"no trace of {request_id!r}: take the id from the answer's x-request-id, "
-                "or leave it out for the last request"
-            )
-    chosen = max(found, key=lambda span: span.start_ns)
-    trace = [span for span in spans if span.trace_id == chosen.trace_id]
-    root = _top_of(chosen, by_id)
-    if not _is_root(root):
-        return trace
-    return [span for span in trace if (top := _top_of(span, by_id)) is root or not _is_root(top)]
-
-
-def render_waterfall(spans: list[SpanRecord], console: Console) -> None:
-    """Print one trace: a header, then a row for each span, children under their parents, in time order."""
     if not spans:
         return
     rows = _in_tree_order(spans)
     begin, end = min(span.start_ns for span in spans), max(span.end_ns for span in spans)
     console.print(_header(spans, rows), soft_wrap=True)
+    if parts := _ttft_parts(rows[0].span):
+        console.print(Text(parts, style="dim"), soft_wrap=True)
     cells = {
         "span": [_label(row) for row in rows],
         "service": [_plain(row.span.service) for row in rows],
         "start": [f"{(row.span.start_ns - begin) / 1e6:.1f}" for row in rows],
         "ms": [f"{(row.span.end_ns - row.span.start_ns) / 1e6:.1f}" for row in rows],
     }
-    notes = [_notes(row) for row in rows]
+    known = {span.span_id: span for span in spans} | dict(recorded or {})
+    notes = [_notes(row, known) for row in rows]
     bar_width = _fit(cells, max(note.cell_len for note in notes), console.width)
     mark = "#" if console.options.ascii_only else "█"
     table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="dim")
@@ -110,7 +73,7 @@ def render_waterfall(spans: list[SpanRecord], console: Console) -> None:
         table.add_column(_axis(bar_width, end - begin), no_wrap=True)
     table.add_column("", overflow="fold")
     for index, row in enumerate(rows):
-        plain = "bold" if _is_root(row.span) else ""
+        plain = "bold" if is_root(row.span) else ""
         texts = [Text(column[index], style="dim" if title == "service" else plain) for title, column in cells.items()]
         if bar_width:
             texts.append(Text(_bar(row.span, begin, end, bar_width, mark), style="cyan"))
@@ -128,7 +91,7 @@ def _fit(cells: dict[str, list[str]], widest_notes: int, width: int) -> int:
         return width - sum(max(len(title), *map(len, column)) + _GAP for title, column in cells.items())
 
     if (left := room() - _GAP - min(widest_notes, _MIN_NOTES)) >= _MIN_BAR:
-        return max(_MIN_BAR, min(_MAX_BAR, left, room() - _GAP - widest_notes))
+        return max(_MIN_BAR, min(_MAX_BAR, left, room() - _GAP - min(widest_notes, _WIDE_NOTES)))
     if room() < _MIN_NOTES:
         del cells["service"]
     return 0
@@ -136,15 +99,53 @@ def _fit(cells: dict[str, list[str]], widest_notes: int, width: int) -> int:
 
 def show_trace(folder: Path, request_id: str | None) -> None:
     """Print a request's trace, the last one's for None, waiting a moment for spans on their way. Raises UserError."""
-    trace = _load_settled(folder, request_id)
+    spans, trace = _load_settled(folder, request_id)
+    render_waterfall(trace, _console(), {span.span_id: span for span in spans})
+
+
+def show_chosen(folder: Path, *, slowest: bool, failed: bool, limit: int) -> None:
+    """Print the trace of the slowest, or the last failed, of the recorded requests; with a `limit`, a list of so many
+    of them. Raises UserError where there is none."""
+    spans = load_spans(folder)
+    chosen = choose(recorded_requests(spans), slowest=slowest, failed=failed, limit=limit or 1)
+    if not chosen:
+        raise UserError("no request has failed yet" if failed else "no request has ended yet")
+    console = _console()
+    if limit:
+        console.print(list_requests(chosen))
+        return
+    trace = find_trace(spans, chosen[0].request_id)
+    render_waterfall(trace, console, {span.span_id: span for span in spans})
+
+
+def list_requests(requests: list[RecordedRequest]) -> Table:
+    """Return one row a request, times in milliseconds."""
+    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="dim")
+    for title in ("started", "request", "TTFT", "total", "workers", "outcome"):
+        table.add_column(title, no_wrap=title != "outcome", justify="right" if title in ("TTFT", "total") else "left")
+    for request in requests:
+        attributes = request.root.attributes
+        workers = [_plain(attributes[key]) for key in (Key.PREFILL_WORKER, Key.DECODE_WORKER) if attributes.get(key)]
+        table.add_row(
+            time.strftime("%H:%M:%S", time.localtime(request.root.start_ns / 1e9)),
+            _plain(request.request_id),
+            "" if request.ttft_ms is None else f"{request.ttft_ms:.1f}",
+            f"{request.total_ms:.1f}",
+            " → ".join(dict.fromkeys(workers)),
+            Text(_plain(request.outcome), style="red" if request.has_failed else "green"),
+        )
+    return table
+
+
+def _console() -> Console:
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PIPED_WIDTH)  # a file has no width: one that no row is folded at
-    render_waterfall(trace, console)
+    if console.is_terminal:
+        return console
+    return Console(highlight=False, width=_PIPED_WIDTH)  # a file has no width: one that no row is folded at
 
 
-def _load_settled(folder: Path, request_id: str | None) -> list[SpanRecord]:
-    """Return the trace, at the latest after the time that exporting takes."""
+def _load_settled(folder: Path, request_id: str | None) -> tuple[list[SpanRecord], list[SpanRecord]]:
+    """Return all spans, and the request's, at the latest after the time that exporting takes."""
     deadline = time.monotonic() + _SETTLE_S
     while True:
         spans = load_spans(folder)
@@ -156,7 +157,7 @@ def _load_settled(folder: Path, request_id: str | None) -> list[SpanRecord]:
                 raise
         else:
             if is_last or not _is_fresh(trace) or {SpanName.DECODE, SpanName.KV_RELEASE} <= {s.name for s in trace}:
-                return trace
+                return spans, trace
         time.sleep(_POLL_INTERVAL_S)
 
 
@@ -165,43 +166,14 @@ def _is_fresh(spans: list[SpanRecord]) -> bool:
     return not spans or time.time_ns() - max(span.end_ns for span in spans) < _SETTLE_S * 1e9
 
 
-def _is_root(span: SpanRecord) -> bool:
-    """The gateway's span of a request. It has a parent that we never see where the client sent a traceparent."""
-    return span.name.startswith(_ROOT_PREFIX)
-
-
-def _tops(spans: list[SpanRecord], by_id: dict[str, SpanRecord]) -> list[SpanRecord]:
-    """Return the topmost spans that stand for requests: one that has no parent and is no root belongs to none, so it
-    counts only where there is nothing else."""
-    tops = [span for span in spans if _is_root(span) or span.parent_id not in by_id]
-    return [span for span in tops if _is_root(span) or span.parent_id] or tops
-
-
-def _top_of(span: SpanRecord, by_id: dict[str, SpanRecord]) -> SpanRecord:
-    """Return the root above a span, or the highest recorded span where there is none."""
-    seen: set[str] = set()
-    while not _is_root(span) and span.parent_id in by_id and span.span_id not in seen:
-        seen.add(span.span_id)
-        span = by_id[span.parent_id]
-    return span
-
-
-def _bare_id(request_id: str) -> str:
-    """The gateway's id and the API's differ in their prefix only."""
-    for prefix in _ID_PREFIXES:
-        if request_id.startswith(prefix):
-            return request_id.removeprefix(prefix)
-    return request_id
-
-
 def _in_tree_order(spans: list[SpanRecord]) -> list[_Row]:
     """Return every span exactly once, children after their parents, siblings by time; roots before orphans."""
     ids = {span.span_id for span in spans}
     children: defaultdict[str, list[SpanRecord]] = defaultdict(list)
     for span in _by_time(spans):
         children[span.parent_id].append(span)
-    roots = [span for span in spans if _is_root(span) or not span.parent_id]
-    orphans = [span for span in spans if span.parent_id not in ids and not _is_root(span) and span.parent_id]
+    roots = [span for span in spans if is_root(span) or not span.parent_id]
+    orphans = [span for span in spans if span.parent_id not in ids and not is_root(span) and span.parent_id]
     rows: list[_Row] = []
     seen: set[int] = set()
     # The spans themselves come last: damaged files may hold a circle of parents, which has no top.
@@ -213,8 +185,9 @@ def _in_tree_order(spans: list[SpanRecord]) -> list[_Row]:
                 if id(row.span) in seen:
                     continue
                 seen.add(id(row.span))
-                rows.append(row)
-                stack += [_Row(child, row.depth + 1, False) for child in reversed(children[row.span.span_id])]
+                below = children[row.span.span_id]
+                rows.append(replace(row, has_children=bool(below)))
+                stack += [_Row(child, row.depth + 1, False) for child in reversed(below)]
     return rows
 
 
@@ -228,7 +201,7 @@ def _header(spans: list[SpanRecord], rows: list[_Row]) -> Text:
     ids = (span.attributes[Key.REQUEST_ID] for span in spans if Key.REQUEST_ID in span.attributes)
     request_id = first.attributes.get(Key.REQUEST_ID) or next(ids, "unknown request")
     header = Text.assemble((_plain(request_id), "bold"), f"  trace {_plain(first.trace_id)}")
-    if not _is_root(first):
+    if not is_root(first):
         return header.append("  not finished, or its gateway was lost: no root span", style="yellow")
     attributes = first.attributes
     ttft = attributes.get(Key.TTFT_MS)
@@ -244,10 +217,13 @@ def _label(row: _Row) -> str:
     return "  " * row.depth + ("? " if row.is_orphan else "") + _plain(row.span.name)
 
 
-def _notes(row: _Row) -> Text:
+def _notes(row: _Row, known: Mapping[str, SpanRecord]) -> Text:
     """Return the end of a row: the attributes that matter, in short."""
     span = row.span
-    parts = [text for key, write in _SHORT.items() if (text := _short(span.attributes.get(key), write))]
+    # Where the phases of a transfer are spans of their own, its row need not tell them.
+    short = _SHORT if row.has_children else _SHORT | _PHASES
+    parts = [text for key, write in short.items() if (text := _short(span.attributes.get(key), write))]
+    parts += _links(span, known)
     outcome = _plain(span.attributes.get(Key.OUTCOME, ""))
     notes = Text(" ".join(parts), style="dim")
     if outcome and not span.error:
@@ -273,6 +249,37 @@ _SHORT = {
     Key.EXPOSED_MS: "exposed {:.1f} ms",
 }
 """How an attribute is written at the end of a row, in this order."""
+
+
+_PHASES = {
+    Key.LEASE_WAIT_MS: "lease wait {:.1f}",
+    Key.FIRST_BYTE_MS: "first byte {:.1f}",
+    Key.VERIFY_MS: "verify {:.1f} ms",
+}
+"""Of a transfer, in milliseconds."""
+
+
+def _links(span: SpanRecord, known: Mapping[str, SpanRecord]) -> list[str]:
+    """Return what a span is linked to, in short: how many of what name, or whose where it is one of its own kind."""
+    counts: defaultdict[str, int] = defaultdict(int)
+    for traceparent in span.links:
+        linked = known.get(traceparent.split("-")[2] if traceparent.count("-") == 3 else "")
+        if linked is None:
+            counts["unrecorded"] += 1
+        else:
+            counts[linked.service if linked.name == span.name else linked.name] += 1
+    return [f"↔ {_plain(name)}" if count == 1 else f"↔ {count} {_plain(name)}" for name, count in counts.items()]
+
+
+def _ttft_parts(root: SpanRecord) -> str:
+    """Return what the TTFT is made of, where the root says so."""
+    parts = {
+        key.removeprefix(_TTFT_PART).removesuffix("_ms"): value
+        for key, value in root.attributes.items()
+        if key.startswith(_TTFT_PART) and isinstance(value, int | float)
+    }
+    told = " + ".join(f"{_plain(name)} {value:.1f}" for name, value in parts.items())
+    return f"TTFT = {told} = {sum(parts.values()):.1f} ms" if told else ""
 
 
 def _short(value: AttributeValue | None, write: str) -> str:

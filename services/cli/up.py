@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from services.cli.supervisor import Supervisor, UpOptions
 from services.config import state_dir
-from services.errors import UserError
+from services.errors import MeshNotRunningError, UserError
 
 
 class RunningMesh(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,6 +151,14 @@ def running_mesh() -> RunningMesh | None:
     except (OSError, msgspec.DecodeError):
         return None
     return mesh if Path(f"/proc/{mesh.pid}").exists() else None
+
+
+def nats_url_of(given: str) -> str:
+    """Return the URL that was given, else that of the mesh that runs here. Raises MeshNotRunningError."""
+    mesh = running_mesh()
+    if not given and mesh is None:
+        raise MeshNotRunningError("no mesh runs here; start one with `kvmesh up`, or pass --nats URL")
+    return given or (mesh.nats_url if mesh else "")
 
 
 def trace_dir() -> Path:

@@ -261,6 +261,7 @@ class Requests:
         self._act(live, live.core.handle(event, now_ms()))
 
     def _act(self, live: LiveRequest, actions: list[Action]) -> None:
+        self._stories.go_on(live.job.request_id, actions)
         for action in actions:
             match action:
                 case Deliver():
@@ -279,7 +280,6 @@ class Requests:
                     self._spawn(self._ask_progress(live, action), f"progress {live.job.request_id}")
                 case SendCancel():
                     self._spawn(self._cancel(live, action), f"cancel {live.job.request_id}")
-        self._stories.go_on(live.job.request_id, actions)
 
     def _ask_to_run(self, live: LiveRequest, action: SendRun) -> None:
         self.num_resumes += action.num_answered > 0

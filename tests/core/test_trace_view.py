@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from services.cli import trace
-from services.cli.trace import SpanRecord, find_trace, load_spans, render_waterfall, show_trace
+from services.cli.trace import SpanRecord, find_trace, load_spans, render_waterfall, show_chosen, show_trace
 from services.errors import UserError
 from services.telemetry import FileExporter, Key, SpanName, Telemetry
 
@@ -219,7 +219,7 @@ def test_show_waits_for_spans_on_their_way(tmp_path: Path, monkeypatch: pytest.M
     write(tmp_path, whole[-1:])
     monkeypatch.setattr(trace.time, "sleep", lambda _: write(tmp_path, whole))
     drawn: list[list[SpanRecord]] = []
-    monkeypatch.setattr(trace, "render_waterfall", lambda spans, console: drawn.append(spans))
+    monkeypatch.setattr(trace, "render_waterfall", lambda spans, *_: drawn.append(spans))
     show_trace(tmp_path, "req-aa")
     assert drawn == [whole]
 
@@ -230,3 +230,87 @@ def test_show_waits_no_longer_than_exporting_takes(tmp_path: Path, monkeypatch: 
         show_trace(tmp_path, "req-aa")
     with pytest.raises(UserError):
         show_trace(tmp_path / "nowhere", "req-aa")
+
+
+def step(number: int) -> SpanRecord:
+    return span(
+        "engine.step", 1015 + number, 1016 + number, id=f"step-{number}", trace_id=f"s{number}", service="decode-0"
+    )
+
+
+def test_engine_steps_are_no_requests_and_no_part_of_one() -> None:
+    newest = one_request(at=1000)
+    steps = [step(number) for number in range(3)]
+    assert find_trace([*newest, *steps], None) == newest
+    joined = [*newest, span("engine.step", 1016, 1017, id="mine", parent="root-req-aa")]
+    assert find_trace(joined, "req-aa") == newest
+
+
+def test_links_are_told_in_short() -> None:
+    linked = tuple(f"00-s-step{number}-01" for number in range(3))
+    steps = [span("engine.step", 1, 2, id=f"step{number}", trace_id="s") for number in range(3)]
+    reader = span("kv.transfer", 3, 4, id="reader", service="decode-0", links=("00-t1-holder-01", "gibberish"))
+    holder = span("kv.transfer", 3, 4, id="holder", service="prefill-0", links=("00-t1-reader-01",))
+    stream = span("decode.stream", 5, 6, links=linked)
+    console = Console(record=True, width=140, file=io.StringIO(), highlight=False)
+    render_waterfall([reader, holder, stream], console, {s.span_id: s for s in steps})
+    lines = console.export_text().splitlines()
+    assert any("decode-0" in line and "↔ prefill-0 ↔ unrecorded" in line for line in lines)
+    assert any("prefill-0" in line and "↔ decode-0" in line for line in lines)
+    assert any(line.lstrip("? ").startswith("decode.stream") and "↔ 3 engine.step" in line for line in lines)
+
+
+def test_a_transfer_tells_its_phases_once() -> None:
+    phases = {Key.LEASE_WAIT_MS: 1.25, Key.FIRST_BYTE_MS: 2.5, Key.VERIFY_MS: 0.5}
+    transfer = span("kv.transfer", 3, 9, attributes=phases)
+    assert "lease wait 1.2 first byte 2.5 verify 0.5 ms" in draw([transfer])
+    text = draw([transfer, span("kv.lease_wait", 3, 5, parent="kv.transfer")])
+    assert "  kv.lease_wait" in text and "lease wait 1.2" not in text
+
+
+def test_the_parts_of_a_ttft_stand_under_the_header() -> None:
+    attributes = {
+        Key.TTFT_MS: 12.0,
+        "kvmesh.ttft.tokenize_ms": 2.0,
+        "kvmesh.ttft.place_ms": 9.9,
+        Key.REQUEST_ID: "req-aa",
+    }
+    lines = draw([span("POST /v1/completions", 1, 30, attributes=attributes)]).splitlines()
+    assert lines[1].strip() == "TTFT = tokenize 2.0 + place 9.9 = 11.9 ms"
+
+
+def several() -> list[SpanRecord]:
+    """Three requests: a quick one, the slowest, one that failed before it had a token."""
+    quick, slow = one_request("t1", "req-aa", at=0), one_request("t2", "req-bb", at=1_000)
+    slow[-1].attributes[Key.TTFT_MS] = 900.0
+    attributes = {Key.REQUEST_ID: "req-cc", Key.OUTCOME: "overloaded"}
+    failed = span("POST /v1/completions", 2_000, 2_005, trace_id="t3", id="r3", error="full", attributes=attributes)
+    return [failed, *quick, *slow, step(1)]
+
+
+def test_the_slowest_and_the_last_failed_are_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, several())
+    show_chosen(tmp_path, slowest=True, failed=False, limit=0)
+    assert capsys.readouterr().out.startswith("req-bb")
+    show_chosen(tmp_path, slowest=False, failed=True, limit=0)
+    assert capsys.readouterr().out.startswith("req-cc")
+
+
+def test_recorded_requests_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, several())
+
+    def listed(**options: bool) -> list[str]:
+        show_chosen(tmp_path, **{"slowest": False, "failed": False, "limit": 2} | options)
+        return [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:]]
+
+    assert listed() == ["req-bb", "req-cc"]
+    assert listed(slowest=True) == ["req-bb", "req-aa"]
+    assert listed(failed=True) == ["req-cc"]
+
+
+def test_nothing_to_choose_from_is_one_line(tmp_path: Path) -> None:
+    write(tmp_path, one_request())
+    with pytest.raises(UserError, match="no request has failed"):
+        show_chosen(tmp_path, slowest=False, failed=True, limit=0)
+    with pytest.raises(UserError, match="no request has ended"):
+        show_chosen(tmp_path / "nowhere", slowest=True, failed=False, limit=5)

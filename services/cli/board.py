@@ -1,0 +1,144 @@
+"""What `kvmesh top` knows of a mesh, from what is said on the bus. Times are monotonic seconds."""
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from schemas import story
+from schemas.handoff import KVLanded
+from schemas.ids import WorkerId
+from schemas.message import Message
+from schemas.request import TokensEmitted
+from schemas.worker import WorkerLeft, WorkerLoad
+
+WINDOW_S = 10.0
+"""Rates are averages over so long."""
+QUIET_S = 3.0
+"""A worker says its load twice a second: one that has been quiet for longer is shown as silent."""
+FORGET_S = 30.0
+MAX_OPEN_S = 3_600.0
+"""A request whose end was not heard is dropped from the count at its deadline, or after this."""
+MAX_TTFTS = 256
+
+PHASES = ("placing", "prefill", "decode")
+
+
+@dataclass
+class Rate:
+    """How much a second, over the window; over what has been seen while that is less."""
+
+    since_s: float
+    _events: deque[tuple[float, float]] = field(default_factory=deque[tuple[float, float]])
+
+    def add(self, now_s: float, amount: float = 1.0) -> None:
+        self._events.append((now_s, amount))
+
+    def per_s(self, now_s: float) -> float:
+        while self._events and self._events[0][0] < now_s - WINDOW_S:
+            self._events.popleft()
+        return sum(amount for _, amount in self._events) / max(1.0, min(WINDOW_S, now_s - self.since_s))
+
+
+@dataclass
+class Pair:
+    """What has crossed from one worker to another."""
+
+    num_bytes: Rate
+    transfers: Rate
+    carrier: str = ""
+    last_s: float = 0.0
+
+
+@dataclass
+class Board:
+    """Filled by what is heard; read by whoever draws it."""
+
+    began_s: float
+    policy: str = ""
+    is_ready: bool = False
+    loads: dict[WorkerId, tuple[float, WorkerLoad]] = field(default_factory=dict[WorkerId, tuple[float, WorkerLoad]])
+    pairs: dict[tuple[WorkerId, WorkerId], Pair] = field(default_factory=dict[tuple[WorkerId, WorkerId], Pair])
+    ends: Counter[str] = field(default_factory=Counter[str])
+    """Requests that have ended since: finished, cancelled, failed."""
+    failures: Counter[str] = field(default_factory=Counter[str])
+    num_resumed: int = 0
+    ttfts_ms: deque[int] = field(default_factory=lambda: deque[int](maxlen=MAX_TTFTS))
+    _open: dict[str, tuple[str, float]] = field(default_factory=dict[str, tuple[str, float]])
+    """Requests under way: where they are, and when they are dropped at the latest."""
+
+    def __post_init__(self) -> None:
+        self.finished = Rate(self.began_s)
+        self.tokens = Rate(self.began_s)
+
+    def hear(self, message: Message, now_s: float, now_ms: int) -> None:
+        """Take in what was said. `now_ms`: Unix time, the clock of deadlines."""
+        match message:
+            case WorkerLoad():
+                self.loads[message.worker.worker_id] = (now_s, message)
+            case WorkerLeft():
+                self._hear_left(message)
+            case TokensEmitted(requests=requests):
+                self.tokens.add(now_s, sum(len(share.tokens) // 4 for share in requests))
+            case KVLanded():
+                self._hear_landed(message, now_s)
+            case story.StoryMessage():
+                self._hear_story(message, now_s, now_ms)
+            case _:
+                pass
+
+    def _hear_left(self, left: WorkerLeft) -> None:
+        known = self.loads.get(left.worker_id)
+        if known is not None and known[1].worker.incarnation == left.incarnation:
+            del self.loads[left.worker_id]
+
+    def _hear_landed(self, landed: KVLanded, now_s: float) -> None:
+        key = (landed.source_worker, landed.target_worker)
+        pair = self.pairs.get(key)
+        if pair is None:
+            pair = self.pairs[key] = Pair(Rate(self.began_s), Rate(self.began_s))
+        pair.num_bytes.add(now_s, landed.num_bytes)
+        pair.transfers.add(now_s)
+        pair.carrier, pair.last_s = landed.carrier, now_s
+
+    def _hear_story(self, told: story.StoryMessage, now_s: float, now_ms: int) -> None:
+        request_id = told.request_id
+        phase = ""
+        match told:
+            case story.RequestAccepted():
+                phase = "placing"
+            case story.RequestPlaced():
+                phase = "prefill"
+            case story.FirstTokenHeard():
+                phase = "decode"
+                self.ttfts_ms.append(told.age_ms)
+            case story.RequestResumed():
+                phase = "placing"
+                self.num_resumed += 1
+            case story.RequestFinished():
+                self.ends["finished"] += 1
+                self.finished.add(now_s)
+            case story.RequestFailed(code=code):
+                self.ends["failed"] += 1
+                self.failures[code] += 1
+            case story.RequestCancelled():
+                self.ends["cancelled"] += 1
+            case _:
+                return
+        if phase:
+            left_s = min(MAX_OPEN_S, max(0.0, (told.deadline_ms - now_ms) / 1000))
+            self._open[request_id] = (phase, now_s + left_s + 1.0)
+        else:
+            self._open.pop(request_id, None)
+
+    def phases(self, now_s: float) -> Counter[str]:
+        """Return how many requests are where."""
+        for request_id in [request_id for request_id, (_, until_s) in self._open.items() if until_s < now_s]:
+            del self._open[request_id]
+        return Counter(phase for phase, _ in self._open.values())
+
+    def workers(self, now_s: float) -> Iterator[tuple[WorkerLoad, bool]]:
+        """Yield the workers by name, and whether each has been quiet for too long."""
+        for worker_id in [w for w, (heard_s, _) in self.loads.items() if heard_s < now_s - FORGET_S]:
+            del self.loads[worker_id]
+        for _, (heard_s, load) in sorted(self.loads.items()):
+            yield load, heard_s < now_s - QUIET_S

@@ -1,0 +1,145 @@
+"""The requests that span files tell of: which there are, and which spans are whose."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from services.errors import UserError
+from services.telemetry import Key
+
+_ROOT_PREFIX = "POST "
+_ID_PREFIXES = ("req-", "cmpl-", "chatcmpl-")
+_STEP = "engine.step"
+"""Traces of their own: the requests of a step's batch are linked to it."""
+
+
+class SpanRecord(msgspec.Struct, frozen=True):
+    """A line of a span file. `parent_id` is empty for a span without a parent, `error` for one that went well."""
+
+    trace_id: str
+    span_id: str
+    parent_id: str
+    name: str
+    service: str
+    start_ns: int
+    end_ns: int
+    error: str = ""
+    attributes: dict[str, str | int | float | bool] = {}
+    links: tuple[str, ...] = ()
+    """Traceparents of spans that this one has to do with."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRequest:
+    """A request whose root span was recorded. Times in milliseconds; `ttft_ms` None: it had no token."""
+
+    root: SpanRecord
+    request_id: str
+    ttft_ms: float | None
+    total_ms: float
+    outcome: str
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self.root.error)
+
+    @property
+    def slowness_ms(self) -> float:
+        """To its first token; to its end where it had none."""
+        return self.total_ms if self.ttft_ms is None else self.ttft_ms
+
+
+def recorded_requests(spans: list[SpanRecord]) -> list[RecordedRequest]:
+    """Return the requests in the order in which they started."""
+    return [_recorded(span) for span in sorted(spans, key=lambda span: span.start_ns) if is_root(span)]
+
+
+def _recorded(root: SpanRecord) -> RecordedRequest:
+    ttft_ms = root.attributes.get(Key.TTFT_MS)
+    return RecordedRequest(
+        root=root,
+        request_id=str(root.attributes.get(Key.REQUEST_ID, "")),
+        ttft_ms=float(ttft_ms) if isinstance(ttft_ms, int | float) else None,
+        total_ms=(root.end_ns - root.start_ns) / 1e6,
+        outcome=str(root.attributes.get(Key.OUTCOME, "")),
+    )
+
+
+def choose(requests: list[RecordedRequest], *, slowest: bool, failed: bool, limit: int) -> list[RecordedRequest]:
+    """Return up to `limit` of them: the failed ones only, the slowest first, otherwise the last ones in their order."""
+    chosen = [request for request in requests if request.has_failed or not failed]
+    if slowest:
+        return sorted(chosen, key=lambda request: -request.slowness_ms)[:limit]
+    return chosen[-limit:]
+
+
+def load_spans(folder: Path) -> list[SpanRecord]:
+    """Return all spans of a folder's *.jsonl, in no order. Lines that are no span (a torn last one) are skipped; a
+    folder that does not exist is empty."""
+    decoder = msgspec.json.Decoder(SpanRecord)
+    spans: list[SpanRecord] = []
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_bytes().splitlines():
+            try:
+                spans.append(decoder.decode(line))
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue
+    return spans
+
+
+def find_trace(spans: list[SpanRecord], request_id: str | None) -> list[SpanRecord]:
+    """Return the spans of a request (as the gateway or the API calls it), or those of the request that started last.
+
+    Where a client has put several requests into one trace, the others' spans are left out, and so are the engine's
+    steps, which belong to many. Raises UserError.
+    """
+    spans = [span for span in spans if span.name != _STEP]
+    by_id = {span.span_id: span for span in spans}
+    if request_id is None:
+        found = _tops(spans, by_id)
+        if not found:
+            raise UserError("no trace yet: send a request to a running mesh, or name its span files with --folder")
+    else:
+        wanted = bare_id(request_id)
+        found = [span for span in spans if bare_id(str(span.attributes.get(Key.REQUEST_ID, ""))) == wanted]
+        if not wanted or not found:
+            raise UserError(
+                f"no trace of {request_id!r}: take the id from the answer's x-request-id, "
+                "or leave it out for the last request"
+            )
+    chosen = max(found, key=lambda span: span.start_ns)
+    trace = [span for span in spans if span.trace_id == chosen.trace_id]
+    root = _top_of(chosen, by_id)
+    if not is_root(root):
+        return trace
+    return [span for span in trace if (top := _top_of(span, by_id)) is root or not is_root(top)]
+
+
+def is_root(span: SpanRecord) -> bool:
+    """The gateway's span of a request. It has a parent that we never see where the client sent a traceparent."""
+    return span.name.startswith(_ROOT_PREFIX)
+
+
+def _tops(spans: list[SpanRecord], by_id: dict[str, SpanRecord]) -> list[SpanRecord]:
+    """Return the topmost spans that stand for requests: one that has no parent and is no root belongs to none, so it
+    counts only where there is nothing else."""
+    tops = [span for span in spans if is_root(span) or span.parent_id not in by_id]
+    return [span for span in tops if is_root(span) or span.parent_id] or tops
+
+
+def _top_of(span: SpanRecord, by_id: dict[str, SpanRecord]) -> SpanRecord:
+    """Return the root above a span, or the highest recorded span where there is none."""
+    seen: set[str] = set()
+    while not is_root(span) and span.parent_id in by_id and span.span_id not in seen:
+        seen.add(span.span_id)
+        span = by_id[span.parent_id]
+    return span
+
+
+def bare_id(request_id: str) -> str:
+    """The gateway's id and the API's differ in their prefix only."""
+    for prefix in _ID_PREFIXES:
+        if request_id.startswith(prefix):
+            return request_id.removeprefix(prefix)
+    return request_id

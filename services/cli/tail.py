@@ -1,0 +1,227 @@
+"""`kvmesh tail`: what the bus says of a request, in order, a line each, until its end."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.text import Text
+
+from schemas import handoff, kv, story, subjects
+from schemas.directory import LocateBlocks
+from schemas.ids import is_subject_token
+from schemas.message import Message, RequestMessage, UndecodableMessageError, decode
+from schemas.request import CancelRequest, PlaceRequest, ReserveBlocks, RunPrefill
+from schemas.status import DescribeRequest, RequestDescribed
+from schemas.subjects import SUBJECTS, Subject
+from services.bus.base import BusError, Subscription
+from services.bus.memory import matches
+from services.bus.nats import NatsBus
+from services.bus.typed import TypedBus
+from services.cli.recorded import bare_id
+from services.errors import UserError
+
+LINGER_S = 0.5
+"""What follows a request's end is still told: leases are released."""
+ASK_TIMEOUT_S = 2.0
+ENDS = (story.RequestFinished, story.RequestFailed, story.RequestCancelled)
+
+_TOLD = {
+    tuple(subject.pattern.replace("{}", "*").split(".")): subject
+    for subject in SUBJECTS
+    if issubclass(subject.carries, RequestMessage) and subject is not subjects.PROGRESS
+}
+"""What is said of requests, questions after them left out."""
+
+
+class Told(NamedTuple):
+    """One event: who says it or whom it is for, and what."""
+
+    request_id: str
+    event: str
+    who: str
+    what: str
+    is_end: bool
+
+
+def told_of(subject: str, payload: bytes) -> Told | None:
+    """Return what a message says of a request; None where it says nothing of any."""
+    tokens = tuple(subject.split("."))
+    found = next((known for pattern, known in _TOLD.items() if matches(pattern, tokens)), None)
+    if found is None:
+        return None
+    try:
+        message = decode(payload, found.carries)
+    except UndecodableMessageError:
+        return None
+    assert isinstance(message, RequestMessage)
+    who, what = _describe(message, tokens, found)
+    return Told(message.request_id, tokens[-1], who, what, isinstance(message, ENDS))
+
+
+@dataclass
+class Story:
+    """The lines of one request, or of all (`wanted` ""). A request of several choices has a part for each."""
+
+    wanted: str
+    _began: dict[str, float] = field(default_factory=dict[str, float])
+    _open: set[str] = field(default_factory=set[str])
+    has_ended: bool = False
+
+    def hear(self, told: Told, now_s: float) -> Text | None:
+        """Return the line of an event, None where it is another's. `now_s`: Unix time."""
+        if self.wanted and not _is_part(bare_id(told.request_id), self.wanted):
+            return None
+        began_s = self._began.setdefault(told.request_id, now_s)
+        if told.is_end:
+            self._open.discard(told.request_id)
+            self.has_ended = not self._open
+        elif not self.has_ended:
+            self._open.add(told.request_id)
+        clock = time.strftime("%H:%M:%S", time.localtime(now_s)) + f".{int(now_s % 1 * 1000):03}"
+        style = {"finished": "green", "failed": "red", "cancelled": "yellow", "resumed": "yellow"}.get(
+            told.event, "bold"
+        )
+        line = Text.assemble((clock, "dim"), f" {(now_s - began_s) * 1000:+9.1f} ms  ", (f"{told.event:<11}", style))
+        if not self.wanted or "_c" in told.request_id:
+            line.append(f" {told.request_id}", style="cyan")
+        line.append(f" {told.who}", style="magenta")
+        return line.append(f"  {told.what}")
+
+
+async def tail(nats_url: str, request_id: str, stop: asyncio.Event) -> None:
+    """Print until the request's end, or until `stop`; without an id everybody's, for ever. Raises UserError."""
+    bus = await NatsBus.connect(nats_url, "kvmesh-tail")
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        # One subscription: only so is what different services say told in the order in which the broker heard it.
+        subscription = await bus.subscribe("mesh.>")
+        await bus.flush()
+        if request_id and (described := await _where(TypedBus(bus, "tail"), request_id)) is not None:
+            console.print(_where_line(described))
+            if described.phase in ("finished", "failed", "cancelled"):
+                return
+        telling = asyncio.create_task(_tell(subscription, Story(bare_id(request_id)), console))
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait((telling, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        telling.cancel()
+        await asyncio.gather(telling, stopping, return_exceptions=True)
+    finally:
+        await bus.close()
+
+
+async def _tell(subscription: Subscription, story: Story, console: Console) -> None:
+    async for told in _events(subscription, story):
+        if (line := story.hear(told, time.time())) is not None:
+            console.print(line)
+
+
+async def _events(subscription: Subscription, story: Story) -> AsyncIterator[Told]:
+    """Yield what is said, until a while after the story's end."""
+    deliveries = aiter(subscription)
+    ends_s = None
+    while True:
+        if story.wanted and story.has_ended and ends_s is None:
+            ends_s = time.monotonic() + LINGER_S
+        try:
+            async with asyncio.timeout(None if ends_s is None else max(0.0, ends_s - time.monotonic())):
+                delivery = await anext(deliveries)
+        except (TimeoutError, StopAsyncIteration):
+            return
+        if (told := told_of(delivery.subject, delivery.payload)) is not None:
+            yield told
+
+
+async def _where(door: TypedBus, request_id: str) -> RequestDescribed | None:
+    """Return where the request is; None for one that nobody knows, which may be still to come."""
+    token = f"req-{bare_id(request_id)}"
+    if not is_subject_token(token):
+        raise UserError(f"{request_id!r} is no request's id")
+    try:
+        reply = await door.ask(subjects.REQUEST_STATUS, (token,), DescribeRequest(), ASK_TIMEOUT_S)
+    except BusError:
+        return None
+    assert isinstance(reply, RequestDescribed)
+    return None if reply.phase == "unknown" else reply
+
+
+def _is_part(request_id: str, wanted: str) -> bool:
+    """Say whether a request is the wanted one, or one of its choices (`services.gateway.prepare`)."""
+    return request_id == wanted or request_id.startswith(f"{wanted}_c")
+
+
+def _where_line(described: RequestDescribed) -> Text:
+    workers = " → ".join(worker for worker in (described.prefill_worker, described.decode_worker) if worker)
+    where = (
+        f"{described.phase} for {described.phase_age_ms} ms, {described.num_tokens} of {described.max_tokens} tokens"
+    )
+    told = ", ".join(part for part in (where, workers, described.detail) if part)
+    return Text(f"{described.request_id}: {told}", style="dim")
+
+
+def _describe(message: Message, tokens: tuple[str, ...], subject: Subject) -> tuple[str, str]:
+    """Return who, and what."""
+    if isinstance(message, story.StoryMessage):
+        return message.gateway_id, _story_of(message)
+    if isinstance(message, handoff.HandoffMessage):
+        return f"{message.source_worker} → {message.target_worker}", _handoff_of(message)
+    match message:
+        case PlaceRequest(attempt=attempt, num_prompt_tokens=num, excluded_workers=excluded):
+            without = f", not {', '.join(excluded)}" if excluded else ""
+            return subject.listener, f"attempt {attempt}: {num} tokens{without}"
+        case RunPrefill(sources=sources, attempt=attempt):
+            read = f", {len(sources)} sources to read from" if sources else ""
+            return tokens[3], f"attempt {attempt}{read}"
+        case ReserveBlocks(attempt=attempt, prefill_worker=prefill):
+            return tokens[3], f"attempt {attempt}, KV from {prefill}"
+        case CancelRequest(attempt=attempt, reason=reason):
+            return subject.listener, f"attempt {attempt}: {reason}"
+        case LocateBlocks(block_hashes=hashes):
+            return subject.listener, f"{len(hashes) // 16} blocks"
+        case kv.RequestLease(reader=reader, block_hashes=hashes):
+            return tokens[3], f"{reader} asks for {len(hashes) // 16} blocks"
+        case kv.ReturnLease(reader=reader):
+            return tokens[3], f"{reader} reads no more"
+        case kv.ReplicateBlocks(source=source, block_hashes=hashes):
+            return tokens[3], f"{source} has {len(hashes) // 16} blocks to copy"
+        case _:
+            return subject.listener, ""
+
+
+def _story_of(message: story.StoryMessage) -> str:
+    match message:
+        case story.RequestAccepted(num_prompt_tokens=num, max_tokens=limit):
+            return f"{num} tokens, up to {limit} to come"
+        case story.RequestPlaced(prefill_worker=prefill, decode_worker=decode, attempt=attempt):
+            return f"attempt {attempt}: {prefill} → {decode}" if decode else f"attempt {attempt}: {prefill} alone"
+        case story.RequestResumed(num_answered_tokens=num, reason=reason):
+            return f"goes on after {num} tokens; {reason}"
+        case story.RequestFinished(finish_reason=reason, num_tokens=num):
+            return f"{num} tokens in {message.age_ms} ms, {reason}"
+        case story.RequestFailed(code=code, detail=detail, num_tokens=num):
+            return f"{code} after {num} tokens: {detail}"
+        case story.RequestCancelled(reason=reason, num_tokens=num):
+            return f"after {num} tokens: {reason}"
+        case _:
+            return f"{message.age_ms} ms after it was accepted"
+
+
+def _handoff_of(message: handoff.HandoffMessage) -> str:
+    match message:
+        case handoff.BlocksReserved(num_blocks=num):
+            return f"room for {num} blocks"
+        case handoff.KVOffered(num_tokens=num):
+            return f"{num} tokens, under a lease"
+        case handoff.KVStreaming(carrier=carrier):
+            return f"the first bytes are here, over {carrier}"
+        case handoff.KVLanded(num_tokens=num, num_bytes=num_bytes, carrier=carrier):
+            return f"{num} tokens, {num_bytes:,} bytes over {carrier}, verified"
+        case handoff.KVReleased(num_blocks=num):
+            return f"{num} blocks given back"
+        case handoff.HandoffAborted(reason=reason):
+            return reason
+        case _:
+            return ""

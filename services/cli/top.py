@@ -1,0 +1,192 @@
+"""`kvmesh top`: the mesh, live in a terminal. It listens to what is said anyway, and asks the scheduler a little."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+from statistics import quantiles
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Column, Table
+from rich.text import Text
+
+from schemas import subjects
+from schemas.message import Message
+from schemas.worker import BlockCounts, DescribeFleet, FleetDescribed, WorkerLoad
+from services.bus.base import BusError
+from services.bus.nats import NatsBus
+from services.bus.typed import Received, TypedBus
+from services.cli.board import PHASES, WINDOW_S, Board
+from services.runtime import now_ms
+
+FRAME_S = 0.5
+ASK_EVERY_S = 2.0
+ASK_TIMEOUT_S = 2.0
+ONCE_S = 1.5
+"""Long enough to hear every worker's load."""
+MAX_PAIRS = 8
+HEARD = (
+    subjects.LOAD,
+    subjects.LEFT,
+    subjects.TOKENS,
+    subjects.LANDED,
+    subjects.ACCEPTED,
+    subjects.PLACED,
+    subjects.FIRST_TOKEN,
+    subjects.RESUMED,
+    subjects.FINISHED,
+    subjects.FAILED,
+    subjects.CANCELLED,
+)
+POOL_WIDTH = 16
+POOL = (("running", "█", "green"), ("leased", "▓", "magenta"), ("cached", "▒", "cyan"), ("free", "·", "dim"))
+"""The states of blocks as parts of a bar."""
+
+
+async def watch(nats_url: str, stop: asyncio.Event, *, once: bool) -> None:
+    """Draw until `stop`; `once`, or where there is no terminal: one frame. Raises UserError when no broker answers."""
+    bus = await NatsBus.connect(nats_url, "kvmesh-top")
+    door, board, console = TypedBus(bus, "top"), Board(time.monotonic()), Console(highlight=False)
+    async with asyncio.TaskGroup() as tasks:
+        await _listen(door, tasks, board)
+        asking = tasks.create_task(_ask(door, board))
+        if once or not console.is_terminal:
+            await _sleep_or(stop, ONCE_S)
+            console.print(frame(board, time.monotonic(), nats_url))
+        else:
+            with Live(console=console, screen=True, auto_refresh=False) as live:
+                while not stop.is_set():
+                    live.update(frame(board, time.monotonic(), nats_url), refresh=True)
+                    await _sleep_or(stop, FRAME_S)
+        asking.cancel()
+        await door.close()
+
+
+async def _listen(door: TypedBus, tasks: asyncio.TaskGroup, board: Board) -> None:
+    def hear(received: Received[Message]) -> None:
+        board.hear(received.message, time.monotonic(), now_ms())
+
+    for subject in HEARD:
+        await door.listen(tasks, subject, ("*",) * subject.pattern.count("{}"), hear)
+    await door.bus.flush()
+
+
+async def _ask(door: TypedBus, board: Board) -> None:
+    """Ask for what no worker says: the policy, and whether a request could be placed."""
+    while True:
+        try:
+            fleet = await door.ask(subjects.FLEET, (), DescribeFleet(), ASK_TIMEOUT_S)
+        except BusError:
+            board.policy, board.is_ready = "", False
+        else:
+            assert isinstance(fleet, FleetDescribed)
+            board.policy, board.is_ready = fleet.policy, fleet.ready
+        await asyncio.sleep(ASK_EVERY_S)
+
+
+async def _sleep_or(stop: asyncio.Event, seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await stop.wait()
+
+
+def frame(board: Board, now_s: float, nats_url: str) -> RenderableType:
+    """Return what is drawn; 80 columns hold it."""
+    workers = list(board.workers(now_s))
+    parts: list[RenderableType] = [
+        _head(board, nats_url),
+        _requests(board, now_s),
+        Text(),
+        _workers(workers),
+        _legend(),
+    ]
+    if board.pairs:
+        parts += [Text(), _transfers(board, now_s)]
+    parts += [Text(), *_troubles(board, [load for load, _ in workers])]
+    return Group(*parts)
+
+
+def _head(board: Board, nats_url: str) -> Text:
+    state = ("ready", "green") if board.is_ready else ("not ready", "red")
+    policy = f"policy {board.policy}" if board.policy else "no scheduler answers"
+    return Text.assemble(("kvmesh top", "bold"), f"  {nats_url}  {policy}  ", state, time.strftime("  %H:%M:%S"))
+
+
+def _requests(board: Board, now_s: float) -> Text:
+    phases = board.phases(now_s)
+    line = Text.assemble(("requests", "bold"))
+    for phase in PHASES:
+        line.append(f"  {phases[phase]} {phase}", style="" if phases[phase] else "dim")
+    line.append(f"   {board.finished.per_s(now_s):.1f} finished/s  {board.tokens.per_s(now_s):,.0f} tokens/s")
+    if len(board.ttfts_ms) > 1:
+        cuts = quantiles(board.ttfts_ms, n=10, method="inclusive")
+        line.append(f"\nTTFT      p50 {cuts[4]:,.0f} ms  p90 {cuts[8]:,.0f} ms  of the last {len(board.ttfts_ms)}")
+    return line
+
+
+def _workers(workers: list[tuple[WorkerLoad, bool]]) -> Table:
+    headings = ("run", "wait", "to do", "step ms")
+    table = Table(
+        "worker", "role", "state", *(Column(name, justify="right") for name in headings), "KV blocks",
+        Column("free", justify="right"), box=None, padding=(0, 1, 0, 0), header_style="dim",
+    )  # fmt: skip
+    for load, is_quiet in workers:
+        state = Text("silent", style="red") if is_quiet else Text(load.state, style=_STATE_STYLES.get(load.state, ""))
+        step_ms, free = load.rates.decode_step_ms, load.blocks.free / max(1, load.blocks.total)
+        table.add_row(
+            Text(load.worker.worker_id, overflow="ellipsis", no_wrap=True),
+            load.worker.role, state, str(load.num_running), str(load.num_queued), str(load.num_uncomputed_tokens),
+            f"{step_ms:.1f}" if step_ms else "", pool_bar(load.blocks), f"{free:.0%}",
+        )  # fmt: skip
+    return table
+
+
+_STATE_STYLES = {"ready": "green", "draining": "yellow"}
+
+
+def pool_bar(blocks: BlockCounts) -> Text:
+    """Return the pool's states as parts of a bar: whoever has any block is seen."""
+    shares = [getattr(blocks, name) / max(1, blocks.total) for name, _, _ in POOL]
+    widths = [max(1, round(share * POOL_WIDTH)) if share else 0 for share in shares]
+    widths[widths.index(max(widths))] += POOL_WIDTH - sum(widths)
+    return Text.assemble(
+        *((mark * width, style) for (_, mark, style), width in zip(POOL, widths, strict=True) if width)
+    )
+
+
+def _legend() -> Text:
+    return Text("  ".join(f"{mark} {name}" for name, mark, _ in POOL), style="dim", justify="right")
+
+
+def _transfers(board: Board, now_s: float) -> Table:
+    headings = ("per s", "MiB/s", "link MiB/s", "wait ms")
+    table = Table(
+        "KV handed over", "by", *(Column(name, justify="right") for name in headings), box=None, padding=(0, 2, 0, 0),
+        header_style="dim",
+    )  # fmt: skip
+    busiest = sorted(board.pairs.items(), key=lambda item: -item[1].last_s)[:MAX_PAIRS]
+    for (source, target), pair in sorted(busiest):
+        rates = board.loads[target][1].rates.transfers if target in board.loads else ()
+        link = next((rate for rate in rates if rate.source == source), None)
+        table.add_row(
+            f"{source} → {target}", pair.carrier, f"{pair.transfers.per_s(now_s):.1f}",
+            f"{pair.num_bytes.per_s(now_s) / 2**20:,.1f}", f"{link.bytes_per_s / 2**20:,.0f}" if link else "",
+            f"{link.latency_ms:.1f}" if link else "",
+        )  # fmt: skip
+    return table
+
+
+def _troubles(board: Board, loads: list[WorkerLoad]) -> Iterator[Text]:
+    """Yield what has ended how since the start, and what was refused or lost."""
+    ends = ", ".join(f"{board.ends[name]} {name}" for name in ("finished", "cancelled", "failed"))
+    yield Text.assemble(
+        ("since the start", "bold"), f"  {ends}, {board.num_resumed} resumed; rates over {WINDOW_S:.0f} s"
+    )
+    if board.failures:
+        yield Text("failures  " + ", ".join(f"{code} {num}" for code, num in board.failures.most_common()), style="red")
+    refused, dropped = sum(load.num_refused_reads for load in loads), sum(load.num_dropped_messages for load in loads)
+    if refused or dropped:
+        yield Text(f"refused   {refused} reads; {dropped} messages dropped by workers", style="yellow")
+    if orphaned := sum(load.blocks.orphaned for load in loads):
+        yield Text(f"leaked    {orphaned} blocks that no request knows of", style="red")
