@@ -1,7 +1,14 @@
 """The bus as a person with stock NATS tools meets it: nats-py speaks what the `nats` command speaks."""
 
 import asyncio
+import contextlib
 import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -168,3 +175,78 @@ async def test_one_subscription_tells_a_requests_story_in_order(mesh: Mesh) -> N
     handed_over = ["reserved", "offered", "streaming", "landed", "released"]
     assert sorted(set(told) & set(handed_over), key=told.index) == handed_over
     assert told[0] == "accepted"
+
+
+def command(mesh: Mesh, *arguments: str) -> "subprocess.Popen[str]":
+    whole = [sys.executable, "-m", "services.cli.main", *arguments, "--nats", mesh.nats_url]
+    return subprocess.Popen(whole, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+
+
+ENVIRONMENT = os.environ | {"COLUMNS": "80", "PYTHONUNBUFFERED": "1"}
+
+
+def test_tail_that_was_there_before_the_request_tells_its_story(mesh: Mesh) -> None:
+    process = command(mesh, "tail")
+    assert process.stdout is not None
+    heard: list[str] = []
+    while not heard:  # until it listens
+        mesh.complete([3, 1, 4] * 20, max_tokens=2)
+        ready, _, _ = select.select([process.stdout], [], [], 0.2)
+        heard += [process.stdout.readline()] if ready else []
+    request_id = mesh.complete([2, 7, 1] * 20, max_tokens=4)["usage"]["kvmesh"]["request_id"]
+    told: list[str] = []
+    for line in process.stdout:
+        if request_id in line:
+            told.append(line.split()[3])
+            if told[-1] == "finished":
+                break
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+    assert [part for part in told if part in ("accepted", "placed", "first_token", "finished")] == [
+        "accepted", "placed", "first_token", "finished",
+    ]  # fmt: skip
+
+
+def test_tail_of_a_request_ends_with_it(mesh: Mesh) -> None:
+    body = {"model": mesh.model, "prompt": [6] * 50, "max_tokens": 2_500, "ignore_eos": True, "stream": True}
+    with mesh.client.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        request_id = response.headers["x-request-id"]
+        process = command(mesh, "tail", request_id)
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(f"{request_id}: decode for ")
+    told, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+    assert "cancelled" in [line.split()[3] for line in told.splitlines()]
+    again = command(mesh, "tail", request_id.replace("req-", "cmpl-"))
+    told, _ = again.communicate(timeout=60)
+    assert again.returncode == 0 and "cancelled for" in told
+
+
+def test_top_prints_one_frame(mesh: Mesh) -> None:
+    mesh.complete([5, 8] * 30)
+    frame, errors = command(mesh, "top", "--once").communicate(timeout=60)
+    assert errors == "" and max(map(len, frame.splitlines())) <= 80
+    assert all(worker_id in frame for worker_id in ("prefill-0", "decode-0", "store-0"))
+    assert "policy cost" in frame and "since the start" in frame
+
+
+def test_top_in_a_terminal_ends_at_a_signal_and_leaves_it_as_it_was(mesh: Mesh) -> None:
+    ours, theirs = pty.openpty()
+    whole = [sys.executable, "-m", "services.cli.main", "top", "--nats", mesh.nats_url]
+    process = subprocess.Popen(whole, stdout=theirs, stderr=subprocess.PIPE, env=ENVIRONMENT | {"TERM": "xterm"})
+    os.close(theirs)
+    shown = b""
+    while b"decode-0" not in shown:
+        shown += os.read(ours, 65_536)
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(OSError):  # the other end is closed
+        while chunk := os.read(ours, 65_536):
+            shown += chunk
+    assert process.wait(timeout=60) == 0
+    assert process.stderr is not None and process.stderr.read() == b""
+    assert shown.count(b"\x1b[?1049h") == shown.count(b"\x1b[?1049l") == 1  # its screen is given back
+    assert shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l")  # and the cursor
+    os.close(ours)
