@@ -71,7 +71,7 @@ class Directory:
     def _changed(self, received: Received[BlockEvent]) -> None:
         event = received.message
         if len(event.block_hashes) % BLOCK_HASH_BYTES:
-            self._door.num_dropped += 1
+            self._door.drop("malformed")
             log.warning("dropped an event of %s: its hashes are cut", event.worker_id)
             return
         self._carry_out(self.core.changed(event))

@@ -37,7 +37,7 @@ async def run_scheduler(
         message = received.message
         worker_id = message.worker.worker_id if isinstance(message, WorkerJoined | WorkerLoad) else message.worker_id
         if not is_subject_token(worker_id):
-            door.num_dropped += 1
+            door.drop("malformed")
             return
         watch.say(core.handle(message, now_ms()))
         watch.heard()
