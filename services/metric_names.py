@@ -210,7 +210,7 @@ LEASES = MetricName(
 UNREAD_BLOCKS = MetricName(
     "gauge",
     "kvmesh_unread_blocks",
-    "Blocks under leases older than a second that no stream reads now",
+    "Blocks that could be read under a lease for a second, and that no stream reads",
     roles=HOLDERS,
     is_sampled=True,
     is_own=True,

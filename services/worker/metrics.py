@@ -17,7 +17,7 @@ from services.runtime import now_ms
 ReadKind = Literal["handover", "fetch"]
 
 UNREAD_AFTER_MS = 1_000
-"""A reader that was offered a lease opens its stream at once."""
+"""A reader opens its stream as soon as it has its ticket; a computed prompt that none has room for is given up sooner."""
 _LEASE_OUTCOMES = {
     "landed": "landed",
     "returned": "returned",
@@ -32,8 +32,11 @@ _LEASE_OUTCOMES = {
 
 @dataclass(slots=True)
 class _Leased:
+    """`readable_ms`: since when all of it could be read; None: some of it is still being computed."""
+
     granted_ms: int
     num_blocks: int
+    readable_ms: int | None
     is_read: bool = False
 
 
@@ -47,9 +50,15 @@ class LeaseBook:
     def __post_init__(self) -> None:
         self.metrics.on_sample(self._sample)
 
-    def granted(self, lease_id: LeaseId, num_blocks: int) -> None:
-        """A lease was granted; it may be offered more than once."""
-        self._leases.setdefault(lease_id, _Leased(now_ms(), num_blocks))
+    def granted(self, lease_id: LeaseId, num_blocks: int, *, is_computed: bool = True) -> None:
+        """A lease was granted."""
+        time_ms = now_ms()
+        self._leases[lease_id] = _Leased(time_ms, num_blocks, time_ms if is_computed else None)
+
+    def computed(self, lease_id: LeaseId) -> None:
+        """All of it can be read now."""
+        if leased := self._leases.get(lease_id):
+            leased.readable_ms = now_ms()
 
     def reading(self, lease_id: LeaseId, *, is_read: bool) -> None:
         """A stream on it has begun, or ended."""
@@ -70,12 +79,9 @@ class LeaseBook:
         time_ms = now_ms()
         ages_s = [(time_ms - leased.granted_ms) / 1000 for leased in self._leases.values()]
         self.metrics.put(names.LEASES, {(age,): count for age, count in names.by_age(ages_s).items()})
-        unread = [
-            leased.num_blocks
-            for leased in self._leases.values()
-            if not leased.is_read and time_ms - leased.granted_ms > UNREAD_AFTER_MS
-        ]
-        self.metrics.put(names.UNREAD_BLOCKS, {(): sum(unread)})
+        waiting = [leased for leased in self._leases.values() if leased.readable_ms is not None and not leased.is_read]
+        unread = sum(w.num_blocks for w in waiting if time_ms - (w.readable_ms or 0) > UNREAD_AFTER_MS)
+        self.metrics.put(names.UNREAD_BLOCKS, {(): unread})
 
 
 class HolderMetrics:

@@ -234,7 +234,7 @@ class Worker:
                     self.answers.emitted((RequestId(tokens.request_id), tokens.attempt), tokens, now_ms())
                 case OpenLease(lease=lease):
                     self.holder.open_lease(lease)
-                    self.measured.leases.granted(lease.lease_id, num_blocks_of(lease))
+                    self.measured.leases.granted(lease.lease_id, num_blocks_of(lease), is_computed=False)
                 case Fetch():
                     assert self._tasks is not None
                     self._fetches.start(action, self._tasks)
@@ -251,6 +251,7 @@ class Worker:
                     self._offer(lease, request)
                 case FinishLease(lease_id=lease_id, first_token=first):
                     self.holder.finish_lease(lease_id, first, self._last_step_ns)
+                    self.measured.leases.computed(lease_id)
                 case CloseLease():
                     self._close_lease(action)
                 case StartRead():
