@@ -25,7 +25,8 @@ AGES: tuple[tuple[str, float], ...] = (("<1s", 1), ("1-5s", 5), ("5-30s", 30), (
 OLDEST = ">120s"
 AGE_NAMES: Labels = (*(name for name, _ in AGES), OLDEST)
 BLOCK_STATES: Labels = ("free", "cached", "running", "leased", "orphaned")
-TRANSFER_OUTCOMES: Labels = ("landed", "stopped", "refused", *dict.fromkeys(get_args(FailureCode)), "other")
+_READ_CODES = dict.fromkeys(code for codes in get_args(FailureCode) for code in get_args(codes))
+TRANSFER_OUTCOMES: Labels = ("landed", "stopped", "refused", *_READ_CODES, "other")
 LEASE_OUTCOMES: Labels = ("landed", "returned", "cancelled", "reader_left", "silent", "expired", "deadline")
 STRANDED: Labels = ("reader_left", "silent", "expired")
 """Ends of a lease that its reader did not bring about: until then its blocks were held for nobody."""

@@ -17,7 +17,7 @@ from services.runtime import now_ms
 ReadKind = Literal["handover", "fetch"]
 
 UNREAD_AFTER_MS = 1_000
-"""A reader opens its stream as soon as it has its ticket; a computed prompt that none has room for is given up sooner."""
+"""A reader opens its stream as soon as it has its ticket. A prompt that nobody has room for is given up sooner."""
 _LEASE_OUTCOMES = {
     "landed": "landed",
     "returned": "returned",
