@@ -265,7 +265,7 @@ TRANSFER_WIRE_BYTES = MetricName(
 TRANSFER_RATE = MetricName(
     "gauge",
     "kvmesh_transfer_rate_bytes_per_second",
-    "How quickly KV comes from a source of late: what placement reckons with",
+    "How quickly the last read brought its bytes, while they came",
     ("source", "carrier"),
     roles=WORKERS,
     is_sampled=True,

@@ -22,7 +22,9 @@ REQUESTS = "kvmesh_gateway_requests_total"
 
 FAILING = f'sum(rate({REQUESTS}{{outcome!~"ok|invalid|client_gone"}}[$__rate_interval]))'
 WELL: list[Panel] = [
-    figure("Requests", "HTTP requests that end in a second.", "reqps", Query(rate(REQUESTS))),
+    figure(
+        "Requests", "HTTP requests that end in a second. 0 under load: see the alerts.", "reqps", Query(rate(REQUESTS))
+    ),
     figure(
         "Failing",
         "Share of requests that end in an error of ours. Above 0: see *Requests by outcome* for the code, then "
@@ -112,7 +114,7 @@ REQUESTS: list[Panel] = [
     ),
     lines(
         "Engine tokens",
-        "Tokens that the engines compute.",
+        "Tokens that the engines compute. 0 with requests under way: an engine hangs, see *One worker*.",
         "short",
         Query(rate("kvmesh_engine_tokens_total", "phase"), "{{phase}} a second"),
     ),

@@ -70,8 +70,7 @@ MOVED: list[Panel] = [
     ),
     lines(
         "Rate of reads by pair and carrier",
-        "What a read reached of late, and what placement reckons with. One pair far below its like: look at its "
-        "network.",
+        "How quickly the last read brought its bytes. One pair far below its like: look at its network.",
         "Bps",
         Query(
             "max by (source, worker, carrier) (kvmesh_transfer_rate_bytes_per_second)",
@@ -106,7 +105,7 @@ MOVED: list[Panel] = [
     ),
     lines(
         "Bytes saved on the wire",
-        "1 − crossed / read, where KV is compressed.",
+        "1 − crossed / read. 0: nothing is compressed; on a slow network try `--wire-dtype auto`.",
         "percentunit",
         Query(
             f"1 - {rate('kvmesh_transfer_wire_bytes_total', 'carrier')}"

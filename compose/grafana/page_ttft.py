@@ -26,7 +26,12 @@ WHOLE: list[Panel] = [
             "{{part}}",
         ),
     ),
-    lines("Each part, p95", "What the unlucky wait for.", "s", Query(quantile(0.95, PART, "part"), "{{part}}")),
+    lines(
+        "Each part, p95",
+        "What the unlucky wait for: the row of the highest line, below, says what to do.",
+        "s",
+        Query(quantile(0.95, PART, "part"), "{{part}}"),
+    ),
 ]
 BEFORE: list[Panel] = [
     lines(

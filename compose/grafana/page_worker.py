@@ -7,14 +7,14 @@ WORKER = '{worker="$worker"}'
 DOES: list[Panel] = [
     lines(
         "Requests",
-        "Queued: it has no blocks for them. See *Blocks*.",
+        "Queued: it has no blocks for them, see *Blocks*. More workers, or more memory for KV.",
         "short",
         Query(f"sum by (phase) (kvmesh_worker_requests{WORKER})", "{{phase}}"),
         stacked=True,
     ),
     lines(
         "Prompt tokens that wait",
-        "To be computed here, or to be received from another worker.",
+        "To be computed here, or to be received from another worker. Growing to compute: add workers of this role.",
         "short",
         Query(f"sum by (what) (kvmesh_worker_waiting_tokens{WORKER})", "to {{what}}"),
         stacked=True,
@@ -35,7 +35,7 @@ DOES: list[Panel] = [
     ),
     lines(
         "Tokens computed",
-        "By phase.",
+        "By phase. None on a worker with requests: its engine hangs, look at its log.",
         "short",
         Query(rate("kvmesh_engine_tokens_total", "phase", where=WORKER), "{{phase}} a second"),
     ),
@@ -64,7 +64,7 @@ HOLDS: list[Panel] = [
     ),
     lines(
         "Leases by how they ended",
-        "`reader_left`, `silent`, `expired`: the reader was gone.",
+        "`reader_left`, `silent`, `expired`: the reader was gone, look for the worker that died.",
         "short",
         Query(rate("kvmesh_leases_ended_total", "outcome", where=WORKER), "{{outcome}} a second"),
         stacked=True,
@@ -81,21 +81,21 @@ HOLDS: list[Panel] = [
 MOVES: list[Panel] = [
     lines(
         "Read by it",
-        "From whom, by which carrier.",
+        "From whom, by which carrier. `tcp` from a worker on the same machine: its shared memory is not shared.",
         "Bps",
         Query(rate("kvmesh_transfer_bytes_total", "source", "carrier", where=WORKER), "{{source}} {{carrier}}"),
         Query(rate("kvmesh_transfer_bytes_total", where=WORKER) + " or vector(0)", "all"),
     ),
     lines(
         "Read from it",
-        "By whom.",
+        "By whom. One worker that everybody reads from is a bottleneck: `--replicate` spreads its blocks.",
         "Bps",
         Query(rate("kvmesh_transfer_bytes_total", "worker", where='{source="$worker"}'), "{{worker}}"),
         Query(rate("kvmesh_transfer_bytes_total", where='{source="$worker"}') + " or vector(0)", "all"),
     ),
     lines(
         "Its reads by outcome",
-        "`digest`: damaged bytes were caught.",
+        "`digest`: damaged bytes were caught, look for bad memory. `closed`: holders die.",
         "short",
         Query(rate("kvmesh_transfers_total", "outcome", where=WORKER) + " > 0 or vector(0)", "{{outcome}} a second"),
         stacked=True,

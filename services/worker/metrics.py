@@ -16,6 +16,8 @@ from services.runtime import now_ms
 
 ReadKind = Literal["handover", "fetch"]
 
+MAX_PAIRS = 64
+"""Sources and carriers whose rate is told."""
 UNREAD_AFTER_MS = 1_000
 """A reader opens its stream as soon as it has its ticket. A prompt that nobody has room for is given up sooner."""
 _LEASE_OUTCOMES = {
@@ -113,11 +115,16 @@ class HolderMetrics:
             ("receive",): load.num_unreceived_tokens,
         }
         put(names.WAITING_TOKENS, waiting)
-        put(names.TRANSFER_RATE, {(t.source, t.carrier): t.bytes_per_s for t in load.rates.transfers})
 
 
 class WorkerMetrics(HolderMetrics):
     """One worker's."""
+
+    def __init__(self, metrics: Metrics, load: Callable[[], WorkerLoad], block_bytes: int) -> None:
+        super().__init__(metrics, load, block_bytes)
+        self._rates: dict[tuple[str, str], float] = {}
+        """Bytes a second, by source and carrier; the one heard of last is at the end."""
+        metrics.on_sample(lambda: metrics.put(names.TRANSFER_RATE, self._rates))
 
     def stepped(self, result: StepResult) -> None:
         """Take in an engine step."""
@@ -147,6 +154,10 @@ class WorkerMetrics(HolderMetrics):
         metrics.inc(names.TRANSFER_WIRE_BYTES, source, stats.carrier, by=stats.num_wire_bytes)
         metrics.observe(names.TRANSFER_SECONDS, seconds, kind, traceparent=traceparent)
         metrics.observe(names.TRANSFER_SIZE, stats.num_bytes, kind, traceparent=traceparent)
+        self._rates.pop((source, stats.carrier), None)
+        self._rates[(source, stats.carrier)] = stats.num_bytes / max(1e-6, stats.copy_ns / 1e9)
+        if len(self._rates) > MAX_PAIRS:
+            del self._rates[next(iter(self._rates))]
 
     def exposed(self, seconds: float, traceparent: str) -> None:
         """A hand-over landed so long after the prompt was computed."""
