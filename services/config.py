@@ -119,6 +119,9 @@ class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     otlp_endpoint: str = ""
     trace_dir: str = ""
+    metrics_port: int = -1
+    """Where every service serves its metrics; 0 finds a port, -1: nowhere but on a gateway's own port."""
+    metrics_host: str = "127.0.0.1"
 
 
 class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -152,12 +155,17 @@ def load_config(path: Path) -> MeshConfig:
 
 
 def apply_environment(config: MeshConfig) -> MeshConfig:
-    """Return the configuration with KVMESH_NATS_URL, KVMESH_SECRET and OTEL_EXPORTER_OTLP_ENDPOINT laid over it."""
+    """Return the configuration with KVMESH_NATS_URL, KVMESH_SECRET, KVMESH_METRICS_PORT and
+    OTEL_EXPORTER_OTLP_ENDPOINT laid over it. Raises UserError for a port that is no number."""
     nats, telemetry = config.nats, config.telemetry
     if url := os.environ.get("KVMESH_NATS_URL"):
         nats = msgspec.structs.replace(nats, url=url)
     if (endpoint := os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")) and not telemetry.otlp_endpoint:
         telemetry = msgspec.structs.replace(telemetry, otlp_endpoint=endpoint)
+    if port := os.environ.get("KVMESH_METRICS_PORT"):
+        if not port.isdecimal():
+            raise UserError(f"KVMESH_METRICS_PORT must be a port, not {port!r}")
+        telemetry = msgspec.structs.replace(telemetry, metrics_port=int(port))
     secret = os.environ.get("KVMESH_SECRET") or config.secret
     return msgspec.structs.replace(config, nats=nats, telemetry=telemetry, secret=secret)
 

@@ -6,13 +6,24 @@ name and the deadline.
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar, cast
 
 from schemas.message import Message, RequestMessage, UndecodableMessageError, decode, encode
 from schemas.subjects import Subject
-from services.bus.base import Bus, BusClosedError, BusError, Delivery, Subscription
+from services.bus.base import (
+    Bus,
+    BusClosedError,
+    BusError,
+    Delivery,
+    NoRespondersError,
+    RequestTimedOutError,
+    Subscription,
+)
+from services.metric_names import BUS_CONNECTS, BUS_FAILURES, BUS_SECONDS, DROPPED, label_of
+from services.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +54,19 @@ class TypedBus:
 
     bus: Bus
     service: str
+    metrics: Metrics = field(default_factory=Metrics)
     identity: dict[str, str] = field(default_factory=dict[str, str])
     num_dropped: int = 0
     _subscriptions: list[Subscription] = field(default_factory=list[Subscription])
     _num_dropped_by_bus: int = 0
+
+    def __post_init__(self) -> None:
+        self.metrics.on_sample(lambda: self.metrics.put(BUS_CONNECTS, {(): self.bus.num_connects}))
+
+    def drop(self, reason: str, num: int = 1) -> None:
+        """Count messages that came to nothing. `reason`: one of `DROPPED`."""
+        self.num_dropped += num
+        self.metrics.inc(DROPPED, reason, by=num)
 
     async def announce(self, description: str) -> None:
         """Be listed as a service, before the first endpoint is served. Raises BusError."""
@@ -63,12 +83,18 @@ class TypedBus:
     ) -> Message:
         """Send a request and return its typed reply. Raises BusError, also for a reply that is no reply."""
         assert isinstance(message, subject.carries), f"{type(message).__name__} does not belong on {subject.pattern}"
-        concrete = subject.of(*ids)
-        reply = await self.bus.request(concrete, encode(message), headers_of(message, traceparent), timeout_s)
+        concrete, label, started_s = subject.of(*ids), label_of(subject), time.monotonic()
+        try:
+            reply = await self.bus.request(concrete, encode(message), headers_of(message, traceparent), timeout_s)
+        except BusError as error:
+            self.metrics.inc(BUS_FAILURES, label, _failure_of(error))
+            raise
+        self.metrics.observe(BUS_SECONDS, time.monotonic() - started_s, label, traceparent=traceparent)
         try:
             return decode(reply.payload, *subject.reply)
         except UndecodableMessageError as error:
-            self.num_dropped += 1
+            self.drop("undecodable")
+            self.metrics.inc(BUS_FAILURES, label, "unreadable")
             raise BusError(concrete, "an unreadable reply came") from error
 
     async def listen(
@@ -118,7 +144,7 @@ class TypedBus:
                 try:
                     handle(cast("Received[MessageT]", received))
                 except Exception:  # one message must not end a service
-                    self.num_dropped += 1
+                    self.drop("handler_failed")
                     log.exception("handling a message on %s failed", delivery.subject)
 
     async def _answer_all(
@@ -136,7 +162,7 @@ class TypedBus:
                 delivery.count_failure("the request does not decode")
                 continue
             if len(answering) >= MAX_ANSWERING:
-                self.num_dropped += 1
+                self.drop("too_many")
                 num_refused += 1
                 delivery.count_failure("too many requests are being answered")
                 if num_refused.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …
@@ -151,7 +177,7 @@ class TypedBus:
         try:
             reply = await pending
         except Exception:  # nobody is answered: the asker's own timeout ends its wait
-            self.num_dropped += 1
+            self.drop("handler_failed")
             delivery.count_failure("answering failed")
             log.exception("answering on %s failed", delivery.subject)
             return
@@ -164,12 +190,12 @@ class TypedBus:
 
     def _decode(self, delivery: Delivery, subject: Subject) -> Received[Message] | None:
         if self._num_dropped_by_bus != (num_now := self.bus.num_dropped):
-            self.num_dropped += num_now - self._num_dropped_by_bus
+            self.drop("too_slow", num_now - self._num_dropped_by_bus)
             self._num_dropped_by_bus = num_now
         try:
             message = decode(_payload_of(delivery, subject), subject.carries)
         except UndecodableMessageError as error:
-            self.num_dropped += 1
+            self.drop("undecodable")
             log.warning("dropped %d bytes on %s: %s", len(delivery.payload), delivery.subject, error)
             return None
         return Received(message, delivery.headers.get(TRACEPARENT_HEADER, ""), delivery.subject)
@@ -178,6 +204,12 @@ class TypedBus:
 def _payload_of(delivery: Delivery, subject: Subject) -> bytes:
     """Return what is to be decoded. Nothing but a missing payload stands for an empty message."""
     return b"{}" if subject.may_be_empty and not delivery.payload else delivery.payload
+
+
+def _failure_of(error: BusError) -> str:
+    if isinstance(error, NoRespondersError):
+        return "no_responders"
+    return "timed_out" if isinstance(error, RequestTimedOutError) else "failed"
 
 
 def headers_of(message: Message, traceparent: str) -> dict[str, str]:

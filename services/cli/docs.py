@@ -7,6 +7,7 @@ from pathlib import Path
 from schemas.handoff import HANDOFF_TRANSITIONS, HandoffState
 from schemas.subjects import SUBJECTS, Subject
 from services.errors import UserError
+from services.metric_names import ALL, HOLDERS, METRICS, WORKERS
 
 
 def subject_table() -> str:
@@ -25,7 +26,17 @@ def handoff_diagram() -> str:
     return "\n".join([*lines, "```"])
 
 
-SECTIONS = {"subjects": subject_table, "handoff": handoff_diagram}
+def metrics_table() -> str:
+    """Return every metric, its labels, who serves it and what it says, as a Markdown table."""
+    rows = [
+        f"| `{m.shown_name}` | {m.kind} | {', '.join(f'`{label}`' for label in m.shown_labels)} "
+        f"| {_served_by(m.roles)} | {m.text} |"
+        for m in METRICS
+    ]
+    return "\n".join(["| metric | kind | labels | who serves it | what it says |", "|---|---|---|---|---|", *rows])
+
+
+SECTIONS = {"subjects": subject_table, "handoff": handoff_diagram, "metrics": metrics_table}
 
 
 def regenerate(document: str) -> str:
@@ -50,6 +61,15 @@ def main() -> None:
     """Rewrite the document named on the command line."""
     path = Path(sys.argv[1])
     path.write_text(regenerate(path.read_text()))
+
+
+def _served_by(roles: tuple[str, ...]) -> str:
+    if not roles or set(roles) == set(ALL):
+        return "all"
+    others = [role for role in roles if role not in HOLDERS]
+    if set(WORKERS) <= set(roles):
+        others.append("workers, store" if "store" in roles else "workers")
+    return ", ".join(others)
 
 
 def _carries(subject: Subject) -> str:

@@ -91,12 +91,16 @@ def serve(
     config: Annotated[Path, typer.Option(help="The mesh's configuration, mesh.toml.")],
     id: Annotated[str, typer.Option("--id", help="This service's name; role and host name if left out.")] = "",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="A gateway's port; mesh.toml's if 0.")] = 0,
+    metrics_port: Annotated[
+        int, typer.Option(min=-1, max=65_535, help="Where to serve metrics, 0 finds a port; mesh.toml's if -1.")
+    ] = -1,
     supervised: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Run one service of a mesh until SIGTERM."""
-    from services.cli.serve import run_service
+    from services.cli.serve import Ports, run_service
 
-    run_service(role, config, service_id=id, port=port, supervised=supervised)
+    ports = Ports(gateway=port or None, metrics=None if metrics_port < 0 else metrics_port)
+    run_service(role, config, service_id=id, ports=ports, supervised=supervised)
 
 
 @app.command()

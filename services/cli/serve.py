@@ -1,19 +1,22 @@
 """`kvmesh serve ROLE`: one service, configured by a file. Only worker roles import torch."""
 
 import asyncio
+import contextlib
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import msgspec
 
 from schemas.ids import WorkerId, is_subject_token
 from schemas.worker import WorkerRole
 from services.bus.nats import NatsBus
-from services.config import MeshConfig, load_config
+from services.config import MeshConfig, TelemetryConfig, load_config
 from services.errors import UserError
+from services.metric_names import HOLDERS, SERVICE_INFO, metrics_of
+from services.metrics import Metrics
 from services.runtime import configure_logging, run_until_signal, watch_parent
 from services.telemetry import Telemetry, open_telemetry
 
@@ -23,18 +26,26 @@ ERROR_PREFIX = "error: "
 Start = Callable[[NatsBus, Telemetry, asyncio.Event, Callable[[], None]], Awaitable[None]]
 
 
-def run_service(role: str, config_path: Path, *, service_id: str, port: int = 0, supervised: bool) -> None:
+class Ports(NamedTuple):
+    """What the command line says in place of the configuration; None: nothing."""
+
+    gateway: int | None = None
+    metrics: int | None = None
+
+
+def run_service(role: str, config_path: Path, *, service_id: str, ports: Ports = Ports(), supervised: bool) -> None:
     """Serve until a signal, or, supervised, until standard input ends. Raises UserError."""
-    config = load_config(config_path)
-    if port:
-        config = msgspec.structs.replace(config, gateway=msgspec.structs.replace(config.gateway, port=port))
+    config = _with_ports(load_config(config_path), ports)
     name = service_id or f"{role}-{socket.gethostname().split('.')[0]}"
     if not is_subject_token(name):
         raise UserError(f"--id {name!r} may have letters, digits, - and _ only")
     configure_logging(name)
+    metrics = Metrics(name if role in HOLDERS else "")
+    metrics.prepare(metrics_of(role))
+    metrics.on_sample(lambda: metrics.put(SERVICE_INFO, {(name,): 1}))
     try:
-        start = _starter(role, name, config)
-        run_until_signal(lambda stop: _serve(name, config, start, stop, supervised=supervised))
+        start = _starter(role, name, config, metrics)
+        run_until_signal(lambda stop: _serve(name, config, metrics, start, stop, supervised=supervised))
     except UserError as error:
         if not supervised:
             raise
@@ -42,13 +53,21 @@ def run_service(role: str, config_path: Path, *, service_id: str, port: int = 0,
         sys.exit(2)
 
 
-async def _serve(name: str, config: MeshConfig, start: Start, stop: asyncio.Event, *, supervised: bool) -> None:
+async def _serve(
+    name: str, config: MeshConfig, metrics: Metrics, start: Start, stop: asyncio.Event, *, supervised: bool
+) -> None:
     watch = asyncio.create_task(watch_parent(stop), name="watch parent") if supervised else None
     telemetry = open_telemetry(name, config.telemetry)
     bus = await NatsBus.connect(config.nats.url, name, config.nats.connect_timeout_s)
     ends = asyncio.create_task(_end_with(bus, stop), name="watch the bus")
     try:
-        await start(bus, telemetry, stop, lambda: _say(READY_LINE))
+        with contextlib.ExitStack() as while_ready:
+
+            def on_ready() -> None:
+                while_ready.enter_context(_served(metrics, config.telemetry))
+                _say(READY_LINE)
+
+            await start(bus, telemetry, stop, on_ready)
         if ends.done() and ends.result():
             raise UserError(f"the broker at {config.nats.url} has closed the connection for good")
     finally:
@@ -57,6 +76,29 @@ async def _serve(name: str, config: MeshConfig, start: Start, stop: asyncio.Even
             watch.cancel()
         await bus.close()
         telemetry.close()
+
+
+@contextlib.contextmanager
+def _served(metrics: Metrics, config: TelemetryConfig) -> Generator[None]:
+    """Serve the metrics where they are wanted, and keep them fresh. The server's threads end with the process."""
+    server = metrics.start_server(config.metrics_host, config.metrics_port) if config.metrics_port >= 0 else None
+    if server is None:
+        yield
+        return
+    sampling = asyncio.create_task(metrics.keep_sampling(), name="sample the metrics")
+    try:
+        yield
+    finally:
+        sampling.cancel()
+
+
+def _with_ports(config: MeshConfig, ports: Ports) -> MeshConfig:
+    gateway, telemetry = config.gateway, config.telemetry
+    if ports.gateway is not None:
+        gateway = msgspec.structs.replace(gateway, port=ports.gateway)
+    if ports.metrics is not None:
+        telemetry = msgspec.structs.replace(telemetry, metrics_port=ports.metrics)
+    return msgspec.structs.replace(config, gateway=gateway, telemetry=telemetry)
 
 
 async def _end_with(bus: NatsBus, stop: asyncio.Event) -> bool:
@@ -69,7 +111,7 @@ async def _end_with(bus: NatsBus, stop: asyncio.Event) -> bool:
     return True
 
 
-def _starter(role: str, name: str, config: MeshConfig) -> Start:
+def _starter(role: str, name: str, config: MeshConfig, metrics: Metrics) -> Start:
     """Do what is slow (imports, the model) before the loop runs, and return what to run in it."""
     match role:
         case "gateway":
@@ -77,29 +119,29 @@ def _starter(role: str, name: str, config: MeshConfig) -> Start:
 
             sock = bind(config.gateway.host, config.gateway.port)
             return lambda bus, telemetry, stop, ready: run_gateway(
-                config, bus, telemetry, stop, sock=sock, on_ready=ready
+                config, bus, telemetry, stop, sock=sock, on_ready=ready, metrics=metrics
             )
         case "scheduler":
             from services.scheduler.service import run_scheduler
 
-            return lambda bus, telemetry, stop, ready: run_scheduler(config, bus, stop, ready)
+            return lambda bus, telemetry, stop, ready: run_scheduler(config, bus, stop, ready, metrics)
         case "directory":
             from services.directory.service import run_directory
 
-            return lambda bus, telemetry, stop, ready: run_directory(bus, stop, ready)
+            return lambda bus, telemetry, stop, ready: run_directory(bus, stop, ready, metrics)
         case "store":
             from services.store.load import load_store
             from services.store.service import run_store
 
             store = load_store(config, name)
-            return lambda bus, telemetry, stop, ready: run_store(config, store, bus, telemetry, stop, ready)
+            return lambda bus, telemetry, stop, ready: run_store(config, store, bus, telemetry, stop, ready, metrics)
         case _:
             from services.worker.load import load_parts
             from services.worker.service import run_worker
 
             worker_role = cast("WorkerRole", role)
             parts = load_parts(config, worker_role, WorkerId(name))
-            return lambda bus, telemetry, stop, ready: run_worker(parts, config, bus, telemetry, stop, ready)
+            return lambda bus, telemetry, stop, ready: run_worker(parts, config, bus, telemetry, stop, ready, metrics)
 
 
 def _say(line: str) -> None:

@@ -99,6 +99,13 @@ class UpOptions:
         return self.num_prefill + self.num_decode + self.num_aggregated
 
 
+class MetricsTarget(msgspec.Struct, frozen=True):
+    """One entry of a Prometheus file_sd file."""
+
+    targets: list[str]
+    labels: dict[str, str]
+
+
 class Supervisor:
     """`start` raises UserError; what ends by itself after it is started again, and `say` hears of it; `stop` always
     leaves nothing behind."""
@@ -112,6 +119,7 @@ class Supervisor:
         self._children: list[Child] = []
         self._tending: list[asyncio.Task[None]] = []
         self._ports: list[int] = []
+        self._metrics_ports: dict[str, int] = {}
         self.checkpoint: Checkpoint | None = None
         self.nats_url = ""
 
@@ -137,6 +145,16 @@ class Supervisor:
         return [f"http://127.0.0.1:{port}" for port in self._ports]
 
     @property
+    def metrics_targets(self) -> list[MetricsTarget]:
+        """Where each service serves its metrics, as Prometheus' file discovery reads it. They stay the same when
+        services are started again."""
+        return [
+            MetricsTarget(targets=[f"127.0.0.1:{self._metrics_ports[name]}"], labels={"service": name, "role": role})
+            for role, name in self._options.services
+            if name in self._metrics_ports
+        ]
+
+    @property
     def broker_pid(self) -> int | None:
         """None: the broker is not ours."""
         return None if self._nats is None else self._nats.pid
@@ -155,6 +173,7 @@ class Supervisor:
         self.checkpoint = read_checkpoint(options.model or str(DEMO_MODEL_DIR))
         remove_stale_arenas()
         self._ports = _free_ports(options.port, options.num_gateways)
+        self._metrics_ports = _distinct_ports([name for _, name in options.services])
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.nats_url = await self._start_broker()
         write_config(self._config(self._ports[0]), self._run_dir / "mesh.toml")
@@ -274,7 +293,7 @@ class Supervisor:
     async def _spawn(self, role: str, name: str) -> asyncio.subprocess.Process:
         """Start one service. Its standard input is a pipe from us: it ends itself when we are gone."""
         command = ["-m", "services.cli.main", "serve", role, "--id", name, "--supervised"]
-        command += ["--config", str(self._run_dir / "mesh.toml")]
+        command += ["--config", str(self._run_dir / "mesh.toml"), "--metrics-port", str(self._metrics_ports[name])]
         if role == "gateway":
             names = [name for role, name in self._options.services if role == "gateway"]
             command += ["--port", str(self._ports[names.index(name)])]
@@ -340,6 +359,14 @@ def _is_server_url(text: str) -> bool:
 def _named(role: str, count: int) -> list[tuple[str, str]]:
     """The first of a role is called like it."""
     return [(role, role), *((role, f"{role}-{number}") for number in range(1, count))]
+
+
+def _distinct_ports(names: list[str]) -> dict[str, int]:
+    """Return a free port for each name."""
+    ports: set[int] = set()
+    while len(ports) < len(names):
+        ports.add(free_port())
+    return dict(zip(names, sorted(ports), strict=True))
 
 
 def _free_ports(first: int, count: int) -> list[int]:

@@ -47,7 +47,7 @@ async def _up(options: UpOptions) -> int:
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir(parents=True)
     stop = asyncio.Event()
-    state_file = state_dir() / "mesh.json"
+    state_file, metrics_file = state_dir() / "mesh.json", state_dir() / "metrics.json"
 
     def say(text: str) -> None:
         console.print(text)
@@ -66,6 +66,7 @@ async def _up(options: UpOptions) -> int:
         if not await _started(console, supervisor, stop):
             return 130
         _write(state_file, supervisor)
+        _replace(metrics_file, msgspec.json.format(msgspec.json.encode(supervisor.metrics_targets)))
         _greet(console, supervisor, options)
         await stop.wait()
         return 0
@@ -73,6 +74,7 @@ async def _up(options: UpOptions) -> int:
         with console.status("stopping, once more Ctrl-C: at once ..."):
             await supervisor.stop()
         state_file.unlink(missing_ok=True)
+        metrics_file.unlink(missing_ok=True)
 
 
 async def _started(console: Console, supervisor: Supervisor, stop: asyncio.Event) -> bool:
@@ -124,11 +126,12 @@ def _greet(console: Console, supervisor: Supervisor, options: UpOptions) -> None
     command = "kvmesh" if shutil.which("kvmesh") else os.path.relpath(Path(sys.executable).with_name("kvmesh"))
     console.print(f"\nThen [bold]{command} trace[/bold], [bold]{command} status[/bold],")
     console.print(f"or nats sub -s {supervisor.nats_url} 'mesh.>'")
+    console.print(f"Prometheus finds every service's metrics by {os.path.relpath(state_dir() / 'metrics.json')}")
     console.print("Ctrl-C stops everything.")
 
 
 def _write(path: Path, supervisor: Supervisor) -> None:
-    """Say what runs, whole or not at all."""
+    """Say what runs."""
     records = supervisor.records
     mesh = RunningMesh(
         pid=os.getpid(),
@@ -139,8 +142,13 @@ def _write(path: Path, supervisor: Supervisor) -> None:
         restarts={name: record.num_restarts for name, record in records.items() if record.num_restarts},
         given_up=[name for name, record in records.items() if record.is_given_up],
     )
+    _replace(path, msgspec.json.encode(mesh))
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
     whole = path.with_suffix(".new")
-    whole.write_bytes(msgspec.json.encode(mesh))
+    whole.write_bytes(content)
     whole.replace(path)
 
 

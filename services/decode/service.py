@@ -100,8 +100,12 @@ class Reads:
         stats = landed.stats if landed else None
         if stats is not None and first is not None and first.computed_ns:
             # Two machines' clocks may differ; on one host this is what the hand-over added.
-            attributes[Key.EXPOSED_MS] = max(0.0, (stats.landed_ns - first.computed_ns) / 1e6)
-        self.worker.spans.transferred(traceparent, "target", (end.started_ns, time.time_ns()), stats, attributes)
+            exposed_s = max(0.0, (stats.landed_ns - first.computed_ns) / 1e9)
+            attributes[Key.EXPOSED_MS] = exposed_s * 1e3
+            self.worker.measured.exposed(exposed_s, traceparent)
+        span_ns = (end.started_ns, time.time_ns())
+        self.worker.spans.transferred(traceparent, "target", span_ns, stats, attributes)
+        self.worker.measured.read("handover", offer.source_worker, span_ns, stats, failure, traceparent)
         if landed is not None and first is not None:
             self.worker.rates.carried(offer.source_worker, landed.stats, now_ms())
             outcome = ReadOutcome(landed.num_tokens, landed.stats.num_bytes, landed.stats.carrier, is_whole=True)
@@ -140,6 +144,7 @@ async def start_decode(worker: Worker, tasks: asyncio.TaskGroup) -> Reads:
             return refuse(request, "invalid", "this worker serves this attempt alone already")
         worker.spans.accepted(key, received.traceparent)
         reply = worker.answer(lambda now: core.reserve(request, now))
+        worker.measured.refused("reserve", reply)
         if isinstance(reply, Refused):
             worker.forget(key)
         return reply

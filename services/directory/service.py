@@ -12,6 +12,8 @@ from schemas.worker import WorkerJoined, WorkerLeft, WorkerLoad
 from services.bus.base import Bus, BusError
 from services.bus.typed import Received, TypedBus
 from services.directory.core import BlockEvent, DirectoryCore, ReadInventoryOf
+from services.metric_names import DIRECTORY_BLOCKS, DIRECTORY_HOLDERS
+from services.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -20,10 +22,12 @@ FORGET_AFTER_S = 15.0
 """Workers speak twice a second."""
 
 
-async def run_directory(bus: Bus, stop: asyncio.Event, on_ready: Callable[[], None] | None = None) -> None:
+async def run_directory(
+    bus: Bus, stop: asyncio.Event, on_ready: Callable[[], None] | None = None, metrics: Metrics | None = None
+) -> None:
     """Serve until `stop` is set. Starts empty; the first word of each worker makes it read that one's inventory."""
     async with asyncio.TaskGroup() as tasks:
-        directory = Directory(TypedBus(bus, "directory"), tasks)
+        directory = Directory(TypedBus(bus, "directory", metrics or Metrics()), tasks)
         await directory.start()
         if on_ready is not None:
             on_ready()
@@ -41,6 +45,7 @@ class Directory:
         self._running: dict[asyncio.Task[None], None] = {}
         self._sweeping = False
         self._num_losses = self._losses()
+        door.metrics.on_sample(self._sample)
 
     async def start(self) -> None:
         door, tasks = self._door, self._tasks
@@ -72,7 +77,7 @@ class Directory:
     def _changed(self, received: Received[BlockEvent]) -> None:
         event = received.message
         if len(event.block_hashes) % BLOCK_HASH_BYTES:
-            self._door.num_dropped += 1
+            self._door.drop("malformed")
             log.warning("dropped an event of %s: its hashes are cut", event.worker_id)
             return
         self._carry_out(self.core.changed(event))
@@ -98,6 +103,10 @@ class Directory:
         task = self._tasks.create_task(work, name=name)
         self._running[task] = None
         task.add_done_callback(self._running.pop)
+
+    def _sample(self) -> None:
+        self._door.metrics.put(DIRECTORY_BLOCKS, {(): self.core.num_blocks})
+        self._door.metrics.put(DIRECTORY_HOLDERS, {(): self.core.num_holders})
 
     def _losses(self) -> int:
         """Return how often events may have been lost on their way here."""

@@ -12,7 +12,7 @@ from schemas.request import FinishReason, TransferReport
 from services.gateway.events import Abandon, Deliver, Fail, Finish, Output
 from services.gateway.job import Job
 from services.gateway.mailbox import Mailbox
-from services.gateway.metrics import GatewayMetrics
+from services.gateway.metrics import EndedRequest, GatewayMetrics
 from services.gateway.replies import (
     DONE,
     EVENT_STREAM_TYPE,
@@ -213,11 +213,11 @@ class Answer:
                 continue
             text = self._call.texts[number]
             if 0.0 < text.written_s < now_s:
-                self._metrics.itl.observe(now_s - text.written_s)
+                self._metrics.token_gap(now_s - text.written_s)
             text.written_s = now_s
             if self._ttft_s is None:
                 self._ttft_s = now_s - self._call.read_s
-                self._metrics.ttft.observe(self._ttft_s)
+                self._metrics.first_token(self._call.route, self._ttft_s, self._call.root.traceparent)
 
     async def _write_stream(self, send: Send, chunks: list[bytes]) -> None:
         if not chunks:
@@ -285,16 +285,24 @@ class Answer:
 
     def _close(self) -> None:
         """Count the request and end its span."""
-        call, metrics, sources = self._call, self._metrics, sources_of(self._reports()[0])
-        num_completion = self._num_completion_tokens()
-        metrics.requests.labels(call.route, str(self._status), self._outcome).inc()
-        metrics.duration.observe(time.monotonic() - call.read_s)
-        metrics.prompt_tokens.inc(call.num_prompt_tokens)
-        metrics.completion_tokens.inc(num_completion)
-        metrics.cached_tokens.inc(sources.cached_tokens)
-        metrics.transferred_tokens.inc(sources.transferred_tokens)
-        metrics.recomputed_tokens.inc(sources.recomputed_tokens)
-        metrics.retries.inc(self._num_retries())
+        call, num_completion = self._call, self._num_completion_tokens()
+        last_written_s = max(text.written_s for text in call.texts)
+        self._metrics.ended(
+            EndedRequest(
+                route=call.route,
+                status=self._status,
+                outcome=self._outcome,
+                traceparent=call.root.traceparent,
+                duration_s=time.monotonic() - call.read_s,
+                ttft_s=self._ttft_s,
+                last_s=last_written_s - call.read_s,
+                num_prompt_tokens=call.num_prompt_tokens,
+                num_completion_tokens=num_completion,
+                num_choices=len(call.jobs),
+                num_retries=self._num_retries(),
+                sources=sources_of(self._reports()[0]),
+            )
+        )
         last = self._lives[-1].core
         attributes: dict[str, str | int | float] = {
             Key.INPUT_TOKENS: call.num_prompt_tokens,

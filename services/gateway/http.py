@@ -115,8 +115,9 @@ def build_app(gateway: Gateway) -> Litestar:
         return _json(encode_reply(HealthReply(status="ok")))
 
     @get("/metrics", summary="Prometheus metrics")
-    async def metrics() -> Response[bytes]:
-        return Response(gateway.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    async def metrics(request: HttpRequest) -> Response[bytes]:
+        text, content_type = gateway.metrics.render(request.headers.get("accept", ""))
+        return Response(text, media_type=content_type)
 
     return Litestar(
         route_handlers=[completions, chat_completions, models, model, health, metrics],
@@ -142,7 +143,7 @@ async def _generate(gateway: Gateway, request: HttpRequest, route: str) -> ASGIA
             return _refuse_stopping(gateway, route, root)
         call = await _call(gateway, Arrival(request_id, route, tenant, root, read_s), body)
     except InvalidRequestError as error:
-        gateway.metrics.requests.labels(route, str(error.status), "invalid").inc()
+        gateway.metrics.refused(route, error.status, "invalid")
         root.end({Key.OUTCOME: "invalid"}, error.message)
         headers = {"x-request-id": request_id, "traceparent": root.traceparent}
         return _asgi_error(error_of_invalid(error), error.status, headers)
@@ -221,7 +222,7 @@ def _choice_text(model: ServedModel, prepared: Prepared) -> ChoiceText:
 
 def _refuse_stopping(gateway: Gateway, route: str, root: OpenSpan) -> ASGIApp:
     fail = Fail("draining", "this gateway is shutting down", 503, DEFAULT_RETRY_AFTER_MS)
-    gateway.metrics.requests.labels(route, "503", fail.code).inc()
+    gateway.metrics.refused(route, fail.status, fail.code)
     root.end({Key.OUTCOME: fail.code}, fail.message)
     headers = {"retry-after": retry_after_of(fail), "traceparent": root.traceparent}
     return _asgi_error(error_of_fail(fail), fail.status, headers)

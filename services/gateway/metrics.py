@@ -1,93 +1,120 @@
-"""The gateway's metrics: one registry per gateway, so that several may live in one process."""
+"""What a gateway measures: its requests as they end, and those under way when it is asked."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from schemas.ids import WorkerId
 from schemas.worker import BlockCounts
+from services import metric_names as names
+from services.gateway.replies import PromptSources
+from services.metrics import Metrics
 
-TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-DURATION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
+"""Routes as the semantic conventions call them."""
 
 
 class Observed(Protocol):
-    """What is read when the metrics are (`Requests`)."""
+    """What is looked at (`Requests`)."""
 
     num_resumes: int
     num_progress_asked: int
 
     @property
-    def oldest_s(self) -> float: ...
+    def num_live(self) -> int: ...
+
+    def ages_s(self) -> list[float]: ...
+
+    def overdue_s(self) -> float: ...
 
     def block_counts(self) -> dict[WorkerId, BlockCounts]: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedRequest:
+    """One HTTP request, as it ended. `ttft_s` None: it never had a token. `last_s`: from the body being read to the
+    last token being written."""
+
+    route: str
+    status: int
+    outcome: str
+    traceparent: str
+    duration_s: float
+    ttft_s: float | None
+    last_s: float
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_choices: int
+    num_retries: int
+    sources: PromptSources
+
+
 class GatewayMetrics:
-    """`num_dropped`, `num_running` and `observed` are read when the metrics are."""
+    """`model`: what clients call it."""
 
-    def __init__(
-        self, num_dropped: Callable[[], float], num_running: Callable[[], float], observed: Observed | None = None
-    ) -> None:
-        self._registry = CollectorRegistry()
-        if observed is not None:
-            self._registry.register(ObservedCollector(observed))
-        labels = ("route", "status", "outcome")
-        self.requests = Counter(
-            "kvmesh_gateway_requests", "HTTP requests that have ended", labels, registry=self._registry
-        )
-        self.ttft = self._histogram("ttft_seconds", "From the body being read to token 0 being written", TTFT_BUCKETS)
-        self.duration = self._histogram("request_seconds", "From the body being read to the end", DURATION_BUCKETS)
-        self.itl = self._histogram("itl_seconds", "Gap between two writes of tokens of one choice", ITL_BUCKETS)
-        self._tokens = Counter(
-            "kvmesh_gateway_tokens", "Prompt and completion tokens", ("kind",), registry=self._registry
-        )
-        self._sources = Counter(
-            "kvmesh_gateway_prompt_tokens_by_source",
-            "Where the KV of prompts came from",
-            ("source",),
-            registry=self._registry,
-        )
-        self._retries = Counter("kvmesh_gateway_retries", "Attempts after a request's first", registry=self._registry)
-        running = Gauge("kvmesh_gateway_running_requests", "Requests under way", registry=self._registry)
-        running.set_function(num_running)
-        dropped = Gauge("kvmesh_gateway_dropped_messages", "Messages that did not decode", registry=self._registry)
-        dropped.set_function(num_dropped)
-        self.prompt_tokens = self._tokens.labels("prompt")
-        self.completion_tokens = self._tokens.labels("completion")
-        self.cached_tokens = self._sources.labels("cached")
-        self.transferred_tokens = self._sources.labels("transferred")
-        self.recomputed_tokens = self._sources.labels("recomputed")
-        self.retries = self._retries
-
-    def render(self) -> bytes:
-        """Return the Prometheus text format."""
-        return generate_latest(self._registry)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"kvmesh_gateway_{name}", text, registry=self._registry, buckets=buckets)
-
-
-class ObservedCollector(Collector):
-    """Metrics of what others keep, among them the workers' blocks, whose conservation anybody can check here."""
-
-    def __init__(self, observed: Observed) -> None:
+    def __init__(self, metrics: Metrics, model: str, observed: Observed) -> None:
+        self._metrics = metrics
+        self._model = model
         self._observed = observed
+        metrics.on_sample(self._sample)
 
-    def collect(self) -> Iterator[Metric]:
-        observed = self._observed
-        resumes = CounterMetricFamily("kvmesh_resumes", "Attempts that went on with an answer")
-        resumes.add_metric((), observed.num_resumes)
-        asked = CounterMetricFamily("kvmesh_progress_asked", "Questions after requests that had been quiet")
-        asked.add_metric((), observed.num_progress_asked)
-        oldest = GaugeMetricFamily("kvmesh_unfinished_requests_oldest_seconds", "Age of the oldest request under way")
-        oldest.add_metric((), observed.oldest_s)
-        blocks = GaugeMetricFamily("kvmesh_kv_blocks", "KV blocks of each worker", labels=("worker", "state"))
-        for worker_id, counts in observed.block_counts().items():
-            for state in ("free", "cached", "running", "leased", "orphaned"):
-                blocks.add_metric((worker_id, state), getattr(counts, state))
-        yield from (resumes, asked, oldest, blocks)
+    def refused(self, route: str, status: int, outcome: str) -> None:
+        """A request ended before it was placed."""
+        self._metrics.inc(names.REQUESTS, route, str(status), outcome)
+
+    def first_token(self, route: str, ttft_s: float, traceparent: str) -> None:
+        """Token 0 was written."""
+        self._metrics.observe(names.TTFT, ttft_s, *self._gen_ai(route), traceparent=traceparent)
+
+    def observe_ttft_parts(self, parts: Mapping[str, float], traceparent: str = "") -> None:
+        """Take in where a time to first token went: seconds by part (`metric_names.TTFT_PARTS`)."""
+        for part, seconds in parts.items():
+            self._metrics.observe(names.TTFT_PART, seconds, part, traceparent=traceparent)
+
+    def token_gap(self, gap_s: float) -> None:
+        """Two writes of tokens of one choice lay this far apart."""
+        self._metrics.observe(names.ITL, gap_s)
+
+    def ended(self, request: EndedRequest) -> None:
+        """A request that was placed has ended, however it did."""
+        metrics, labels, trace = self._metrics, self._gen_ai(request.route), request.traceparent
+        error_type = "" if request.outcome == "ok" else request.outcome
+        metrics.inc(names.REQUESTS, request.route, str(request.status), request.outcome, traceparent=trace)
+        metrics.observe(names.DURATION, request.duration_s, *labels, error_type, traceparent=trace)
+        metrics.observe(names.TOKEN_USAGE, request.num_prompt_tokens, *labels, "input", traceparent=trace)
+        metrics.observe(names.TOKEN_USAGE, request.num_completion_tokens, *labels, "output", traceparent=trace)
+        num_after_first = request.num_completion_tokens // request.num_choices - 1
+        if request.ttft_s is not None and num_after_first > 0:
+            tpot_s = max(0.0, request.last_s - request.ttft_s) / num_after_first
+            metrics.observe(names.TPOT, tpot_s, *labels, traceparent=trace)
+        sources = request.sources
+        metrics.inc(names.PROMPT_TOKENS, "cached", by=sources.cached_tokens)
+        metrics.inc(names.PROMPT_TOKENS, "transferred", by=sources.transferred_tokens)
+        metrics.inc(names.PROMPT_TOKENS, "recomputed", by=sources.recomputed_tokens)
+        metrics.inc(names.RETRIES, by=request.num_retries)
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """Return the text and its content type."""
+        self._metrics.sample()
+        return self._metrics.render(accept)
+
+    def _gen_ai(self, route: str) -> tuple[str, str, str]:
+        return OPERATIONS[route], names.PROVIDER, self._model
+
+    def _sample(self) -> None:
+        observed, put = self._observed, self._metrics.put
+        ages_s = observed.ages_s()
+        put(names.RESUMES, {(): observed.num_resumes})
+        put(names.PROGRESS_ASKED, {(): observed.num_progress_asked})
+        put(names.RUNNING, {(): observed.num_live})
+        put(names.UNFINISHED, {(age,): count for age, count in names.by_age(ages_s).items()})
+        put(names.OLDEST_REQUEST, {(): max(ages_s, default=0.0)})
+        put(names.OVERDUE, {(): observed.overdue_s()})
+        put(
+            names.KV_BLOCKS, {key: n for w, counts in observed.block_counts().items() for key, n in by_state(w, counts)}
+        )
+
+
+def by_state(worker_id: str, counts: BlockCounts) -> list[tuple[tuple[str, str], int]]:
+    """Return ((worker, state), blocks) of one worker."""
+    return [((worker_id, state), getattr(counts, state)) for state in names.BLOCK_STATES]

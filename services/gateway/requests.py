@@ -106,7 +106,6 @@ class Requests:
     door: TypedBus
     telemetry: Telemetry
     tasks: asyncio.TaskGroup
-    num_bad_tokens: int = 0
     num_resumes: int = 0
     """Attempts that went on with an answer."""
     num_progress_asked: int = 0
@@ -132,11 +131,15 @@ class Requests:
     def num_live(self) -> int:
         return len(self._live)
 
-    @property
-    def oldest_s(self) -> float:
-        """Return the age of the oldest request under way."""
-        started_ms = min((live.started_ms for live in self._live.values()), default=now_ms())
-        return (now_ms() - started_ms) / 1000
+    def ages_s(self) -> list[float]:
+        """Return how long the requests have been under way."""
+        time_ms = now_ms()
+        return [(time_ms - live.started_ms) / 1000 for live in self._live.values()]
+
+    def overdue_s(self) -> float:
+        """Return how long a request is over its deadline, of all the longest; 0: none is."""
+        first_ms = min((live.job.deadline_ms for live in self._live.values()), default=now_ms())
+        return max(0, now_ms() - first_ms) / 1000
 
     def block_counts(self) -> dict[WorkerId, BlockCounts]:
         """Return what the workers last said of their blocks."""
@@ -213,7 +216,7 @@ class Requests:
         try:
             tokens = tuple(unpack_tokens(share.tokens))
         except ValueError:
-            self.num_bad_tokens += 1
+            self.door.drop("malformed")
             log.warning("dropped %d bytes of tokens of %s from %s", len(share.tokens), share.request_id, worker_id)
             return
         self._tell(

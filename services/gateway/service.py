@@ -24,6 +24,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.prepare import ServedModel
 from services.gateway.requests import Requests
 from services.gateway.text import load_text
+from services.metrics import Metrics
 from services.telemetry import Telemetry
 
 DRAIN_S = 5.0
@@ -39,6 +40,7 @@ async def run_gateway(
     *,
     sock: socket.socket | None,
     on_ready: Callable[[], None] | None = None,
+    metrics: Metrics | None = None,
 ) -> None:
     """Serve HTTP until `stop` is set; `sock` None binds to the configured address. Closes socket and bus.
 
@@ -47,18 +49,16 @@ async def run_gateway(
     sock = sock or bind(config.gateway.host, config.gateway.port)
     model = await asyncio.to_thread(load_model, config)
     gateway_id = GatewayId(new_id("gateway"))
-    door = TypedBus(bus, "gateway", identity={"id": gateway_id})
+    metrics = metrics or Metrics()
+    door = TypedBus(bus, "gateway", metrics, {"id": gateway_id})
     async with asyncio.TaskGroup() as tasks:
         requests = Requests(config.gateway, gateway_id, door, telemetry, tasks)
-        metrics = GatewayMetrics(
-            lambda: door.num_dropped + requests.num_bad_tokens, lambda: requests.num_live, requests
-        )
         gateway = Gateway(
             config=config.gateway,
             model=model,
             requests=requests,
             telemetry=telemetry,
-            metrics=metrics,
+            metrics=GatewayMetrics(metrics, model.name, requests),
             door=door,
             started_s=int(time.time()),
         )

@@ -24,6 +24,7 @@ async def start_prefill(worker: Worker, tasks: asyncio.TaskGroup) -> None:
             return refuse(request, "invalid", "this worker decodes this attempt already")
         worker.spans.accepted(key, received.traceparent)
         reply = worker.answer(lambda now: core.run(request, now))
+        worker.measured.refused("run", reply)
         if isinstance(reply, Refused):
             worker.forget(key)
         return reply

@@ -20,6 +20,7 @@ from schemas.worker import (
     WorkerJoined,
     WorkerLeft,
     WorkerLoad,
+    WorkerRole,
 )
 from services.scheduler.admission import Admission, AdmissionLimits
 from services.scheduler.cost import (
@@ -43,6 +44,13 @@ RETRY_AFTER_MS = 1_000
 FleetEvent = WorkerJoined | WorkerLoad | WorkerDraining | WorkerLeft
 Way = tuple[KnownWorker, KnownWorker | None]
 """Who computes the prompt and who decodes; None: the first does both."""
+
+
+class Standing(NamedTuple):
+    """A worker's role, and whether it is `ready`, `suspect` or `draining`."""
+
+    role: WorkerRole
+    state: str
 
 
 class SchedulerLimits(NamedTuple):
@@ -143,6 +151,14 @@ class SchedulerCore:
         ready = any(w.info.role == "aggregated" or partners_of(w, well) for w in well)
         loads = tuple(w.load for w in self._workers.values() if w.load is not None)
         return FleetDescribed(policy=self.policy_name, ready=ready, workers=loads)
+
+    def standing(self, now_ms: int) -> list[Standing]:
+        """Return how each known worker stands."""
+        suspects = {worker_id for worker_id in self._workers if self.liveness.is_suspect(worker_id, now_ms)}
+        return [
+            Standing(worker.info.role, "draining" if worker.draining else "suspect" if key in suspects else "ready")
+            for key, worker in self._workers.items()
+        ]
 
     def _hear(self, event: WorkerJoined | WorkerLoad, info: WorkerInfo, now_ms: int) -> list[WorkerLeft]:
         replaced: list[WorkerLeft] = []

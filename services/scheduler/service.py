@@ -11,11 +11,13 @@ from schemas.worker import DescribeFleet, WorkerJoined, WorkerLoad
 from services.bus.base import Bus
 from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig, SchedulerConfig
+from services.metrics import Metrics
 from services.runtime import now_ms
 from services.scheduler.admission import AdmissionLimits
 from services.scheduler.core import FleetEvent, SchedulerCore, SchedulerLimits
 from services.scheduler.cost import CostLimits
 from services.scheduler.hints import Hints
+from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.watch import Watch
 
 LEARN_S = 1.0
@@ -24,11 +26,17 @@ refuses nobody for want of workers."""
 
 
 async def run_scheduler(
-    config: MeshConfig, bus: Bus, stop: asyncio.Event, on_ready: Callable[[], None] | None = None
+    config: MeshConfig,
+    bus: Bus,
+    stop: asyncio.Event,
+    on_ready: Callable[[], None] | None = None,
+    metrics: Metrics | None = None,
 ) -> None:
     """Serve until `stop` is set. Raises UserError for an unknown policy."""
     core = core_of(config.scheduler)
-    door = TypedBus(bus, "scheduler")
+    metrics = metrics or Metrics()
+    door = TypedBus(bus, "scheduler", metrics)
+    measured = SchedulerMetrics(metrics, core)
     hints = Hints(door)
     learnt = asyncio.Event()
     asyncio.get_running_loop().call_later(LEARN_S, learnt.set)
@@ -37,7 +45,7 @@ async def run_scheduler(
         message = received.message
         worker_id = message.worker.worker_id if isinstance(message, WorkerJoined | WorkerLoad) else message.worker_id
         if not is_subject_token(worker_id):
-            door.num_dropped += 1
+            door.drop("malformed")
             return
         watch.say(core.handle(message, now_ms()))
         watch.heard()
@@ -48,6 +56,7 @@ async def run_scheduler(
         if isinstance(reply, Refused) and reply.reason == "no_worker" and not learnt.is_set():
             await learnt.wait()
             reply = core.place(received.message, now_ms(), holders)
+        measured.placed(reply, received.traceparent)
         return reply
 
     async def describe(received: Received[DescribeFleet]) -> Message:
@@ -55,7 +64,7 @@ async def run_scheduler(
 
     await door.announce("decides which workers serve a request")
     async with asyncio.TaskGroup() as tasks:
-        watch = Watch(core, door, tasks, config.scheduler.suspect_after_ms / 1e3)
+        watch = Watch(core, door, tasks, config.scheduler.suspect_after_ms / 1e3, measured.left)
         for subject in (subjects.JOINED, subjects.LOAD, subjects.DRAINING, subjects.LEFT):
             await door.listen(tasks, subject, ("*",), hear)
         await door.serve(tasks, subjects.PLACE, (), place)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 
 from schemas import subjects
 from schemas.worker import PingWorker, WorkerAlive, WorkerLeft
@@ -19,10 +19,19 @@ PROOF_TIMEOUT_S = 1.0
 
 
 class Watch:
-    """The liveness of `core` on a bus. Each ping is a task of its own, bounded by `ping_timeout_s`."""
+    """The liveness of `core` on a bus. Each ping is a task of its own, bounded by `ping_timeout_s`. `on_left` hears of
+    everybody who is said to have left."""
 
-    def __init__(self, core: SchedulerCore, door: TypedBus, tasks: asyncio.TaskGroup, ping_timeout_s: float) -> None:
+    def __init__(
+        self,
+        core: SchedulerCore,
+        door: TypedBus,
+        tasks: asyncio.TaskGroup,
+        ping_timeout_s: float,
+        on_left: Callable[[WorkerLeft], None],
+    ) -> None:
         self._core = core
+        self._on_left = on_left
         self._door = door
         self._tasks = tasks
         self._ping_timeout_s = ping_timeout_s
@@ -41,6 +50,7 @@ class Watch:
     def say(self, said: list[WorkerLeft]) -> None:
         for left in said:
             log.warning("worker %s has left: %s", left.worker_id, left.reason)
+            self._on_left(left)
             self._start(self._say_left(left), f"say that {left.worker_id} left")
 
     async def run(self) -> None:

@@ -16,6 +16,7 @@ from services.gateway.http import Gateway, build_app
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.prepare import ServedModel
 from services.gateway.requests import Requests
+from services.metrics import Metrics
 from services.runtime import now_ms
 from services.telemetry import Telemetry
 
@@ -56,16 +57,16 @@ async def run_sim_gateway(
 ) -> None:
     """Serve the application that stands in `service.app` until `stop` is set."""
     gateway_id = GatewayId(new_id("gateway"))
-    door = TypedBus(bus, "gateway")
+    metrics = Metrics()
+    door = TypedBus(bus, "gateway", metrics)
     async with asyncio.TaskGroup() as tasks:
         requests = Requests(config.gateway, gateway_id, door, telemetry, tasks)
-        metrics = GatewayMetrics(lambda: door.num_dropped + requests.num_bad_tokens, lambda: requests.num_live)
         gateway = Gateway(
             config=config.gateway,
             model=model,
             requests=requests,
             telemetry=telemetry,
-            metrics=metrics,
+            metrics=GatewayMetrics(metrics, model.name, requests),
             door=door,
             started_s=now_ms() // 1000,
         )

@@ -32,6 +32,7 @@ from schemas.worker import (
 from services.bus.base import Bus
 from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig
+from services.metrics import Metrics
 from services.runtime import now_ms
 from services.store.backing import Backing, Complaints
 from services.store.gate import Lent, StoreGate
@@ -40,6 +41,8 @@ from services.store.load import StoreParts, load_store
 from services.store.pulls import Puller
 from services.telemetry import Key, Telemetry
 from services.worker.describe import describe
+from services.worker.holder import num_blocks_of
+from services.worker.metrics import HolderMetrics
 from services.worker.outbox import Outbox
 from services.worker.spans import WorkerSpans
 
@@ -60,11 +63,13 @@ async def run_store(
     telemetry: Telemetry,
     stop: asyncio.Event,
     on_ready: Callable[[], None] | None = None,
+    metrics: Metrics | None = None,
 ) -> None:
     """Serve until `stop` is set; then leave in order. Takes ownership of the parts."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            store = Store(config, parts, TypedBus(bus, "store"), telemetry, tasks)
+            door = TypedBus(bus, "store", metrics or Metrics(parts.core.limits.store_id))
+            store = Store(config, parts, door, telemetry, tasks)
             await store.start()
             if on_ready is not None:
                 on_ready()
@@ -88,6 +93,7 @@ class Store:
         self._store_id = core.limits.store_id
         self._timeout_s = config.store.timeout_ms / 1000
         self._drain_s = config.worker.drain_s
+        self._measured = HolderMetrics(door.metrics, self._load, core.layout.block_bytes)
         self._door = door
         self._tasks = tasks
         self._loop = asyncio.get_running_loop()
@@ -176,13 +182,16 @@ class Store:
         request = received.message
         refused = self.core.check(request, now_ms())
         if refused is not None:
+            self._measured.refused("lease", refused)
             return refused
         timeout_s = min(round(self._timeout_s * 1000), request.deadline_ms - now_ms()) / 1000
         blocks = await self._lender.collect(request.block_hashes, timeout_s)
         with self._gate.lock:
             lease = self.core.grant(request, blocks, now_ms())
             if isinstance(lease, Refused):
+                self._measured.refused("lease", lease)
                 return lease
+            self._measured.leases.granted(lease.lease_id, num_blocks_of(lease))
             self._gate.add(lease, request, received.traceparent)
         ticket = Ticket(
             lease_id=lease.lease_id,
@@ -209,6 +218,7 @@ class Store:
     def _started(self, lease_id: LeaseId) -> None:
         with self._gate.lock:
             self.core.started(lease_id, now_ms())
+        self._measured.leases.reading(lease_id, is_read=True)
 
     def _served(self, lease_id: LeaseId, stats: TransferStats | None, error: str) -> None:
         for lent in self._end(lambda: self.core.end_lease(lease_id, error or "landed")):
@@ -248,6 +258,7 @@ class Store:
             ended = decide()
             lent = [self._gate.remove(lease) for lease in ended]
         for lease, was in zip(ended, lent, strict=True):
+            self._measured.leases.ended(lease.lease_id, lease.outcome)
             if was.traceparent:  # else nobody's trace: a store that takes from us, say
                 num_blocks = sum(segment.num_blocks for segment in lease.tables[0].segments)
                 self._spans.released(was.traceparent, was.granted_ns, lease.lease_id, num_blocks, lease.outcome)

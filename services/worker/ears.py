@@ -12,6 +12,7 @@ from schemas.status import DescribeWorker
 from schemas.worker import PingWorker, WorkerAlive, WorkerLeft
 from services.bus.typed import Received
 from services.runtime import now_ms
+from services.worker.holder import num_blocks_of
 from services.worker.shell import Worker
 from services.worker.spans import LeaseTrace
 
@@ -53,7 +54,9 @@ class Ears:
         worker, request = self._worker, received.message
         lease = worker.answer(lambda now: (worker.lending.lend(request, now), []))
         if isinstance(lease, Refused):
+            worker.measured.refused("lease", lease)
             return lease
+        worker.measured.leases.granted(lease.lease_id, num_blocks_of(lease))
         key = (request.request_id, request.attempt)
         trace = LeaseTrace(key, received.traceparent, time.time_ns(), is_lent=True)
         worker.lease_traces.granted(lease.lease_id, trace)

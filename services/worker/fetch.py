@@ -19,6 +19,7 @@ from services.telemetry import AttributeValue, Key
 from services.worker.actions import AttemptKey, Fetch
 from services.worker.borrow import Borrower, NotGrantedError
 from services.worker.content import ReadOutcome
+from services.worker.metrics import WorkerMetrics
 from services.worker.rates import RateBook
 from services.worker.spans import WorkerSpans
 from services.worker.survive import surviving
@@ -50,6 +51,7 @@ class Fetches:
     rates: RateBook
     wire: WireChoice
     spans: WorkerSpans
+    measured: WorkerMetrics
     on_fetched: FetchedCallback
     _closed: bool = False
     _running: dict[AttemptKey, asyncio.Task[None]] = field(default_factory=dict[AttemptKey, "asyncio.Task[None]"])
@@ -154,3 +156,4 @@ class Fetches:
         elif failure:
             log.info("%s: nothing (more) of %s from %s: %s", self.worker_id, action.key[0], action.source, failure)
         self.spans.transferred(traceparent, "target", span_ns, stats, attributes)
+        self.measured.read("fetch", action.source, span_ns, stats, failure, traceparent)

@@ -188,7 +188,7 @@ class KVHolder:
         if served is None:
             return 0
         served.progress.fail(reason)
-        return sum(segment.num_blocks for table in served.lease.tables for segment in table.segments)
+        return num_blocks_of(served.lease)
 
     def _ticket(self, lease: Lease, expires_at_ms: int) -> str:
         ticket = Ticket(
@@ -274,6 +274,11 @@ class KVHolder:
 
     def served(self, lease_id: LeaseId, stats: TransferStats | None, error: str) -> None:
         self.on_served(lease_id, stats, error)
+
+
+def num_blocks_of(lease: Lease) -> int:
+    """Return how many blocks a lease names."""
+    return sum(segment.num_blocks for table in lease.tables for segment in table.segments)
 
 
 def num_distinct_blocks(tables: Iterable[BlockTables]) -> int:

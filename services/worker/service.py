@@ -8,6 +8,7 @@ from collections.abc import Callable
 from services.bus.base import Bus
 from services.config import MeshConfig
 from services.decode.service import Reads, start_decode
+from services.metrics import Metrics
 from services.prefill.service import start_prefill
 from services.telemetry import Telemetry
 from services.worker.clockwork import Clockwork, drain
@@ -30,10 +31,11 @@ async def run_worker(
     telemetry: Telemetry,
     stop: asyncio.Event,
     on_ready: Callable[[], None] | None = None,
+    metrics: Metrics | None = None,
 ) -> None:
     """Serve until `stop` is set; then leave in order. Takes ownership of the parts' arena."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    worker = Worker(parts, config, bus, telemetry)
+    worker = Worker(parts, config, bus, telemetry, metrics)
     reads: Reads | None = None
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -25,6 +25,7 @@ from services.config import MeshConfig
 from services.engine.base import Sequence, StepResult
 from services.engine.batch import Batch
 from services.engine.thread import EngineStoppedError, InvalidSequenceError
+from services.metrics import Metrics
 from services.runtime import now_ms
 from services.telemetry import Telemetry
 from services.worker.actions import (
@@ -47,9 +48,10 @@ from services.worker.answers import Answers
 from services.worker.content import ReadOutcome, SequenceContent
 from services.worker.fence import Pulse
 from services.worker.fetch import Fetches
-from services.worker.holder import KVHolder
+from services.worker.holder import KVHolder, num_blocks_of
 from services.worker.lend import LendCore
 from services.worker.load import WorkerParts
+from services.worker.metrics import WorkerMetrics
 from services.worker.outbox import Outbox
 from services.worker.rates import RateBook
 from services.worker.report import Reporter
@@ -74,10 +76,13 @@ ReplyT = TypeVar("ReplyT")
 class Worker:
     """One worker's shell. `decide` is the only way in for whatever may change a core."""
 
-    def __init__(self, parts: WorkerParts, config: MeshConfig, bus: Bus, telemetry: Telemetry) -> None:
+    def __init__(
+        self, parts: WorkerParts, config: MeshConfig, bus: Bus, telemetry: Telemetry, metrics: Metrics | None = None
+    ) -> None:
         self.parts = parts
         self.config = config
-        self.door = TypedBus(bus, parts.role)
+        metrics = metrics or Metrics(parts.worker_id)
+        self.door = TypedBus(bus, parts.role, metrics)
         self.outbox = Outbox(self.door, parts.worker_id)
         self.spans = WorkerSpans(telemetry, parts.worker_id)
         chunk_tokens, caching = config.worker.token_budget, config.worker.prefix_cache
@@ -94,6 +99,8 @@ class Worker:
         self.reader = parts.platform.make_reader(parts.arena, parts.shape)
         self.rates = RateBook(parts.shape.layout.block_bytes // parts.shape.layout.block_size)
         self.wire = WireChoice(config.worker.wire_dtype, parts.shape.layout, self.rates)
+        block_bytes = parts.shape.layout.block_bytes
+        self.measured = WorkerMetrics(metrics, lambda: self.reporter.load(now_ms()), block_bytes)
         self.lending = LendCore(parts.limits, self.holder.cache, self.holder.leases)
         self._fetches = Fetches(
             worker_id=parts.worker_id,
@@ -106,6 +113,7 @@ class Worker:
             rates=self.rates,
             wire=self.wire,
             spans=self.spans,
+            measured=self.measured,
             on_fetched=self._fetched,
         )
         batch = Batch(config.worker.token_budget, context_length=parts.limits.context_length)
@@ -221,6 +229,7 @@ class Worker:
             actions = [action for core in self.cores for action in core.fence(now, reason)]
             actions += self.lending.fence(now, reason)
         self.execute(actions)
+        self.measured.fenced()
         self.answers.clear()
         self.holder.begin(secrets.token_hex(8))
         self.door.identity["incarnation"] = self.holder.incarnation
@@ -237,6 +246,7 @@ class Worker:
                     self.answers.emitted((RequestId(tokens.request_id), tokens.attempt), tokens, now_ms())
                 case OpenLease(lease=lease):
                     self.holder.open_lease(lease)
+                    self.measured.leases.granted(lease.lease_id, num_blocks_of(lease), is_computed=False)
                 case Fetch():
                     assert self._tasks is not None
                     self._fetches.start(action, self._tasks)
@@ -253,6 +263,7 @@ class Worker:
                     self._offer(lease, request)
                 case FinishLease(lease_id=lease_id, first_token=first):
                     self.holder.finish_lease(lease_id, first, self._last_step_ns)
+                    self.measured.leases.computed(lease_id)
                 case CloseLease():
                     self._close_lease(action)
                 case StartRead():
@@ -300,6 +311,7 @@ class Worker:
     def _close_lease(self, action: CloseLease) -> None:
         num_blocks = self.holder.close_lease(action.lease_id, action.reason)
         self.lease_traces.ended(action.lease_id, num_blocks, action.reason)
+        self.measured.leases.ended(action.lease_id, action.reason)
 
     def forget(self, key: AttemptKey) -> None:
         """Drop what was kept for an attempt that has ended here."""
@@ -316,6 +328,7 @@ class Worker:
     def _stepped(self, result: StepResult) -> None:
         self.spans.stepped(result)
         self.rates.stepped(result)
+        self.measured.stepped(result)
         self._last_step_ns = result.ended_ns
         for sequence, num_tokens in result.computed:
             self.holder.computed(sequence, num_tokens)
@@ -352,8 +365,10 @@ class Worker:
     def _started(self, lease_id: LeaseId) -> None:
         with self.holder.lock:
             self.lending.started(lease_id, now_ms())
+        self.measured.leases.reading(lease_id, is_read=True)
 
     def _served(self, lease_id: LeaseId, stats: TransferStats | None, error: str) -> None:
+        self.measured.leases.reading(lease_id, is_read=False)
         self.decide(lambda _now: self.lending.served(lease_id, error or "landed"))
         self.decide(lambda now: [a for owner in self._lease_owners for a in owner.served(lease_id, error, now)])
         self.lease_traces.served(lease_id, stats, error)

@@ -225,10 +225,15 @@ async def test_metrics(rig: Rig) -> None:
     await rig.client.completions.create(model=rig.model.name, prompt="Hi", max_tokens=4)
     text = (await rig.http.get("/metrics")).text
     assert 'kvmesh_gateway_requests_total{outcome="ok",route="/v1/completions",status="200"} 1.0' in text
-    assert 'kvmesh_gateway_tokens_total{kind="completion"} 4.0' in text
+    labels = (
+        f'gen_ai_operation_name="text_completion",gen_ai_provider_name="kvmesh",gen_ai_request_model="{rig.model.name}"'
+    )
+    assert f'gen_ai_client_token_usage_sum{{{labels},gen_ai_token_type="output"}} 4.0' in text
+    assert f'gen_ai_server_request_duration_seconds_count{{error_type="",{labels}}} 1.0' in text
+    assert f"gen_ai_server_time_per_output_token_seconds_count{{{labels}}} 1.0" in text
     num_prompt = len(rig.model.codec.encode("Hi"))
     assert f'kvmesh_gateway_prompt_tokens_by_source_total{{source="transferred"}} {num_prompt}.0' in text
-    assert "kvmesh_gateway_ttft_seconds_count 1.0" in text
+    assert f"gen_ai_server_time_to_first_token_seconds_count{{{labels}}} 1.0" in text
     assert "kvmesh_gateway_running_requests 0.0" in text
 
 

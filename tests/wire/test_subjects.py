@@ -9,7 +9,7 @@ from schemas.handoff import HANDOFF_TRANSITIONS, HandoffState, advance
 from schemas.ids import is_subject_token, new_id
 from schemas.subjects import SUBJECTS, Subject
 from services.bus.memory import matches
-from services.cli.docs import handoff_diagram, main, regenerate, subject_table
+from services.cli.docs import SECTIONS, handoff_diagram, main, regenerate, subject_table
 from services.errors import UserError
 from tests.wire.examples import EXAMPLES, MESSAGE_TYPES
 
@@ -61,27 +61,33 @@ def test_the_table_and_the_diagram_name_everything() -> None:
     )
 
 
+def section(name: str, text: str = "") -> str:
+    return f"<!-- generated: {name} -->\n{text}<!-- end -->\n"
+
+
 def test_a_document_is_rewritten_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "page.md"
-    page.write_text(
-        "a\n<!-- generated: handoff -->\nstale\n<!-- end -->\nb\n<!-- generated: subjects -->\n<!-- end -->\nc\n"
-    )
+    page.write_text("a\n" + "\nb\n".join(section(name, "stale\n") for name in SECTIONS) + "c\n")
     monkeypatch.setattr("sys.argv", ["docs", str(page)])
     main()
     written = page.read_text()
-    assert "stale" not in written and subject_table() in written and handoff_diagram() in written
+    assert "stale" not in written and all(generate() in written for generate in SECTIONS.values())
     assert written.startswith("a\n") and "\nb\n" in written and written.endswith("\nc\n")
     assert regenerate(written) == written
+
+
+WHOLE = [section(name) for name in SECTIONS]
 
 
 @pytest.mark.parametrize(
     "page",
     [
         "",
-        "<!-- generated: handoff -->\n<!-- end -->\n",
-        "<!-- generated: handoff -->\n<!-- generated: subjects -->\n<!-- end -->\n",
-        "<!-- generated: handoff -->\n<!-- end -->\n<!-- generated: subjects -->\n",
-        "<!-- generated: handoff --><!-- end --><!-- generated: subjects --><!-- end --><!-- generated: x -->\n",
+        "".join(WHOLE[1:]),
+        "".join(WHOLE[:-1]) + WHOLE[-1].replace("<!-- end -->", ""),
+        WHOLE[0].replace("<!-- end -->", "") + "".join(WHOLE[1:]),
+        "".join(WHOLE) + WHOLE[0],
+        "".join(WHOLE) + section("x"),
     ],
 )
 def test_a_document_with_wrong_markers_is_refused(page: str) -> None:

@@ -1,0 +1,196 @@
+"""Metrics: one registry a service, and the server that Prometheus scrapes. The only file that knows prometheus_client.
+
+What happens is counted as it happens (`inc`, `observe`). What *is* (blocks, queues, ages) is looked at by the service's
+own loop twice a second (`sample`) and put there whole; the server's thread reads what was put and walks nothing alive.
+What is measured, under which names and labels: `services/metric_names.py`.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal, NamedTuple
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    Metric,
+    ProcessCollector,
+    disable_created_metrics,
+    start_http_server,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+log = logging.getLogger(__name__)
+
+Kind = Literal["counter", "gauge", "histogram"]
+Labels = tuple[str, ...]
+
+MAX_SERIES = 512
+"""Of one metric of one service: what comes after is counted together, as OTHER."""
+OTHER = "other"
+SAMPLE_INTERVAL_S = 0.5
+_SAMPLED_FLAG = 0x01
+
+disable_created_metrics()  # twice the series, for what `process_start_time_seconds` says
+
+
+class MetricName(NamedTuple):
+    """One metric: what is measured, in which unit, by whose eyes. A counter's name is written without `_total`.
+
+    `values`: what each label can be, where that is known: such series begin at 0, so that the first event is an
+    increase. `roles`: who serves it; empty: everybody. `is_sampled`: put by `sample`, not counted as it happens.
+    `is_own`: a label `worker`, which nobody has to give, says whose it is.
+    """
+
+    kind: Kind
+    name: str
+    text: str
+    labels: Labels = ()
+    values: tuple[Labels, ...] = ()
+    buckets: tuple[float, ...] = ()
+    roles: Labels = ()
+    is_sampled: bool = False
+    is_own: bool = False
+
+    @property
+    def shown_labels(self) -> Labels:
+        return ("worker", *self.labels) if self.is_own else self.labels
+
+    @property
+    def shown_name(self) -> str:
+        """As Prometheus stores it; a histogram's has `_bucket`, `_sum` and `_count` behind it."""
+        return f"{self.name}_total" if self.kind == "counter" else self.name
+
+
+class Metrics:
+    """One service's. Thread-safe but for `sample`, which belongs to the loop that the service runs on."""
+
+    def __init__(self, worker: str = "") -> None:
+        self._worker = (worker,)
+        self._registry = CollectorRegistry()
+        self._sampled = _Sampled()
+        self._registry.register(self._sampled)
+        self._instruments: dict[str, Counter | Histogram] = {}
+        self._children: dict[tuple[str, Labels], Counter | Histogram] = {}
+        self._num_series: dict[str, int] = {}
+        self._samplers: list[Callable[[], None]] = []
+
+    def inc(self, metric: MetricName, *labels: str, by: float = 1, traceparent: str = "") -> None:
+        """Count. The trace, where it is sampled, becomes the exemplar."""
+        child = self._child(metric, labels)
+        assert isinstance(child, Counter)
+        child.inc(by, exemplar_of(traceparent))
+
+    def observe(self, metric: MetricName, value: float, *labels: str, traceparent: str = "") -> None:
+        """Take a value into a histogram. The trace, where it is sampled, becomes the exemplar of its bucket."""
+        child = self._child(metric, labels)
+        assert isinstance(child, Histogram)
+        child.observe(value, exemplar_of(traceparent))
+
+    def put(self, metric: MetricName, values: Mapping[Labels, float]) -> None:
+        """Say what a sampled metric is now, all of its series: those that are not named are gone."""
+        assert metric.is_sampled, f"{metric.name} is counted as it happens"
+        assert all(len(labels) == len(metric.labels) for labels in values), f"{metric.name} has {metric.labels}"
+        own = self._worker if metric.is_own else ()
+        bounded = itertools.islice(values.items(), MAX_SERIES)
+        self._sampled.put(metric, {(*own, *labels): value for labels, value in bounded})
+
+    def on_sample(self, sampler: Callable[[], None]) -> None:
+        """Have `sampler` called whenever it is time to `put`."""
+        self._samplers.append(sampler)
+
+    def sample(self) -> None:
+        """Look at what is."""
+        for sampler in self._samplers:
+            try:
+                sampler()
+            except Exception:  # a figure that is lacking must not end a service
+                log.exception("sampling the metrics failed")
+
+    def prepare(self, metrics: tuple[MetricName, ...]) -> None:
+        """Begin at 0 what is counted and has known labels, and say how the process is."""
+        ProcessCollector(registry=self._registry)
+        for metric in metrics:
+            if not metric.is_sampled and len(metric.values) == len(metric.labels):
+                for labels in itertools.product(*metric.values):
+                    self._child(metric, labels)
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """Return the text and its content type: OpenMetrics, with exemplars, for whoever takes it."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+    def start_server(self, host: str, port: int) -> WSGIServer | None:
+        """Serve on a thread of its own; port 0 finds one. None where the port cannot be had: a service does not die
+        for its figures."""
+        try:
+            server, _thread = start_http_server(port, host, self._registry)
+        except OSError as error:
+            log.error("no metrics on %s:%d: %s", host, port, error.strerror or error)
+            return None
+        log.info("metrics on http://%s:%d/metrics", host, server.server_port)
+        return server
+
+    async def keep_sampling(self) -> None:
+        """Sample until cancelled."""
+        while True:
+            self.sample()
+            await asyncio.sleep(SAMPLE_INTERVAL_S)
+
+    def _child(self, metric: MetricName, labels: Labels) -> Counter | Histogram:
+        child = self._children.get((metric.name, labels))
+        return child if child is not None else self._open(metric, labels)
+
+    def _open(self, metric: MetricName, labels: Labels) -> Counter | Histogram:
+        assert not metric.is_sampled, f"{metric.name} is put, not counted"
+        num_series = self._num_series.get(metric.name, 0)
+        if num_series >= MAX_SERIES and any(label != OTHER for label in labels):
+            return self._child(metric, (OTHER,) * len(labels))
+        instrument = self._instruments.get(metric.name)
+        if instrument is None:
+            instrument = self._instruments[metric.name] = self._instrument(metric)
+        shown = (*self._worker, *labels) if metric.is_own else labels
+        child = instrument.labels(*shown) if shown else instrument
+        self._num_series[metric.name] = num_series + 1
+        self._children[(metric.name, labels)] = child
+        return child
+
+    def _instrument(self, metric: MetricName) -> Counter | Histogram:
+        if metric.kind == "counter":
+            return Counter(metric.name, metric.text, metric.shown_labels, registry=self._registry)
+        labels, buckets = metric.shown_labels, metric.buckets
+        return Histogram(metric.name, metric.text, labels, registry=self._registry, buckets=buckets)
+
+
+class _Sampled(Collector):
+    """What was put last. Another thread collects: nothing is changed in place."""
+
+    def __init__(self) -> None:
+        self._values: dict[MetricName, dict[Labels, float]] = {}
+
+    def put(self, metric: MetricName, values: dict[Labels, float]) -> None:
+        self._values = {**self._values, metric: values}
+
+    def collect(self) -> Iterator[Metric]:
+        for metric, values in self._values.items():
+            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            family = kind(metric.name, metric.text, labels=metric.shown_labels)
+            for labels, value in values.items():
+                family.add_metric(labels, value)
+            yield family
+
+
+def exemplar_of(traceparent: str) -> dict[str, str] | None:
+    """Return the exemplar's labels for a W3C traceparent; None where there is none or it is not sampled: a link to a
+    trace that nobody keeps leads nowhere."""
+    parts = traceparent.split("-")
+    try:
+        is_sampled = len(parts) == 4 and int(parts[3], 16) & _SAMPLED_FLAG
+    except ValueError:
+        return None
+    return {"trace_id": parts[1], "span_id": parts[2]} if is_sampled else None
