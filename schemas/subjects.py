@@ -24,6 +24,7 @@ from schemas.request import (
     TokensEmitted,
     Wanted,
 )
+from schemas.trace import KeepTrace
 from schemas.worker import (
     DescribeFleet,
     FleetDescribed,
@@ -83,8 +84,10 @@ LEASE = Subject("mesh.v1.kv.{}.lease", RequestLease, (LeaseGranted, Refused), "K
 RETURNED = Subject("mesh.v1.kv.{}.returned", ReturnLease, (), "KV holder")
 REPLICATE = Subject("mesh.v1.kv.{}.replicate", ReplicateBlocks, (), "KV holder")
 COOLING = Subject("mesh.v1.kv.{}.cooling", BlocksCooling, (), "store")
+KEEP = Subject("mesh.v1.trace.{}.keep", KeepTrace, (), "gateway, worker, store")
 
 SUBJECTS: tuple[Subject, ...] = (
     PLACE, FLEET, JOINED, LOAD, DRAINING, LEFT, PING, PROGRESS, RUN, RESERVE, RESERVED, OFFERED, STREAMING, LANDED,
     RELEASED, ABORTED, TOKENS, WANTED, CANCEL, LOCATE, STORED, EVICTED, INVENTORY, LEASE, RETURNED, REPLICATE, COOLING,
+    KEEP,
 )  # fmt: skip

@@ -10,8 +10,9 @@ from schemas.message import Message
 from schemas.request import AskProgress, CancelRequest, Progress, Refused
 from schemas.worker import PingWorker, WorkerAlive, WorkerLeft
 from services.bus.typed import Received
+from services.keep import keep_traces
 from services.worker.shell import Worker
-from services.worker.spans import LeaseTrace
+from services.worker.transfers import LeaseTrace
 
 
 class Ears:
@@ -30,6 +31,7 @@ class Ears:
         await door.listen(tasks, subjects.RETURNED, me, self._on_returned)
         await door.serve(tasks, subjects.PROGRESS, me, self._on_progress)
         await door.serve(tasks, subjects.PING, me, self._on_ping)
+        await keep_traces(door, tasks, self._worker.telemetry)
         await door.bus.flush()
 
     def _on_cancel(self, received: Received[CancelRequest]) -> None:

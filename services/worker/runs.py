@@ -31,6 +31,8 @@ class Run(Generic[RequestT]):
     kv: PromptKV | None = None
     """What of the prompt is in place; None while it is queued."""
     fetching_from: WorkerId | None = None
+    outcome: str = ""
+    """Why it was ended early."""
 
     @property
     def key(self) -> AttemptKey:
@@ -70,6 +72,7 @@ class RoleCore(ABC, Generic[RunT]):
         self._queue: deque[RunT] = deque()
         self._by_handoff: dict[HandoffId, RunT] = {}
         self._past = PastAttempts()
+        self._ended: list[tuple[AttemptKey, str]] = []
         self.draining = False
 
     @property
@@ -82,6 +85,13 @@ class RoleCore(ABC, Generic[RunT]):
 
     def has(self, key: AttemptKey) -> bool:
         return key in self._runs
+
+    def take_ended(self) -> list[tuple[AttemptKey, str]]:
+        """Return the attempts that have ended here since the last call, and why; "" for those that went well."""
+        if not self._ended:
+            return []
+        ended, self._ended = self._ended, []
+        return ended
 
     def attempts(self) -> dict[AttemptKey, GatewayId]:
         """Return the attempts that go on here, and whose they are."""
@@ -174,6 +184,7 @@ class RoleCore(ABC, Generic[RunT]):
         if run in self._queue:
             self._queue.remove(run)
         del self._runs[run.key]
+        self._ended.append((run.key, run.outcome))
         if run.request.handoff_id is not None:
             self._by_handoff.pop(run.request.handoff_id, None)
         self._past.add(run.key)
