@@ -52,6 +52,8 @@ class ReadableKV:
     num_tokens: int
     progress: KVProgress
     first_token: int = 0
+    traceparent: str = ""
+    """What this end of the transfer is called in its trace: told to the reader."""
 
 
 class LeaseGate(Protocol):
@@ -69,8 +71,8 @@ class LeaseGate(Protocol):
         """The first frame is on its way."""
         ...
 
-    def served(self, lease_id: LeaseId, stats: TransferStats | None, error: str) -> None:
-        """The stream is over; `error` is "" when all was sent and committed. `stats` None: nothing was sent."""
+    def served(self, lease_id: LeaseId, stats: TransferStats, error: str) -> None:
+        """The stream is over; `error` is "" when all was sent and committed."""
         ...
 
 
@@ -136,6 +138,7 @@ class _Opened:
     readable: ReadableKV
     extent: Extent
     source: SequenceMemory
+    peer_traceparent: str
 
 
 class HolderStream:
@@ -186,8 +189,7 @@ class HolderStream:
             error = service.run()
         finally:
             self.is_opened = False
-            stats = service.stats if service.stats.num_frames else None
-            self._context.gate.served(opened.ticket.lease_id, stats, error)
+            self._context.gate.served(opened.ticket.lease_id, service.stats, error)
         return not error
 
     def _open(self, wanted: Open) -> _Opened:
@@ -224,7 +226,7 @@ class HolderStream:
         source = SequenceMemory(self._context.arena.array, shape, readable.tables, wanted.heads)
         if not source.covers(extent, readable.num_tokens):
             raise _RefusedError("range", f"not all that {wanted.num_tokens} tokens need is held any more")
-        return _Opened(ticket, wanted.carrier, readable, extent, source)
+        return _Opened(ticket, wanted.carrier, readable, extent, source, wanted.traceparent)
 
 
 class _Service:
@@ -232,7 +234,13 @@ class _Service:
 
     def __init__(self, context: HolderContext, wire: Wire, opened: _Opened) -> None:
         extent = opened.extent
-        self.stats = TransferStats(opened.carrier, extent.wire_dtype, opened_ns=time.time_ns())
+        self.stats = TransferStats(
+            opened.carrier,
+            extent.wire_dtype,
+            opened_ns=time.time_ns(),
+            traceparent=opened.readable.traceparent,
+            peer_traceparent=opened.peer_traceparent,
+        )
         self._context = context
         self._wire = wire
         self._ticket = opened.ticket
@@ -275,6 +283,7 @@ class _Service:
             num_blocks=self._context.shape.num_blocks if shared else (),
             heads=heads_of(self._context.shape.layout) if shared else NO_HEADS,
             tables=self._readable.tables if shared else (),
+            traceparent=self.stats.traceparent,
         )
         self._unsent = encode_frame(Kind.ACCEPTED, accepted)
 

@@ -5,7 +5,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -59,6 +59,7 @@ class ReadRequest:
 
     `carrier`: "auto" or one by name. `deadline_s`: seconds from now to the end of it all. `heads`: the first and how
     many, counted over all shards; None: all that the reader's arena has. `wire_dtype`: how the bytes cross over tcp.
+    `stats` are filled as the read goes on, however it ends; their `traceparent` is told to the holder.
     """
 
     endpoint: Endpoint
@@ -70,6 +71,7 @@ class ReadRequest:
     deadline_s: float
     heads: tuple[int, int] | None = None
     wire_dtype: WireDtype = "same"
+    stats: TransferStats = field(default_factory=TransferStats)
 
 
 class _NotAnsweredError(WireClosedError):
@@ -108,15 +110,20 @@ class PlaneReader:
         deadline_s: float,
         heads: tuple[int, int] | None = None,
         wire_dtype: WireDtype = "same",
+        stats: TransferStats | None = None,
         on_started: Callable[[str], None] = lambda _: None,
     ) -> Landed:
-        """Return once all is in place. `on_started(carrier)` is called on the loop at the first frame.
+        """Return once all is in place. `on_started(carrier)` is called on the loop at the first frame; `stats` are
+        filled as it goes on.
 
         Raises TransferFailedError, and ValueError when the arena has no such heads or `tables` not all these tokens.
         When it is cancelled, the thread has ended before CancelledError comes out: the blocks may be given to somebody
         else.
         """
-        request = ReadRequest(endpoint, ticket, carrier, tables, first_token, num_tokens, deadline_s, heads, wire_dtype)
+        request = ReadRequest(
+            endpoint, ticket, carrier, tables, first_token, num_tokens, deadline_s, heads, wire_dtype,
+            stats or TransferStats(),
+        )  # fmt: skip
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Landed] = loop.create_future()
         cancellation = Cancellation()
@@ -290,7 +297,8 @@ class _Read:
         """What is wanted, and once a carrier is chosen how it crosses."""
         self.cancellation = cancellation
         self.deadline = time.monotonic() + request.deadline_s
-        self.stats = TransferStats(opened_ns=time.time_ns())
+        self.stats = request.stats
+        self.stats.opened_ns = time.time_ns()
         self._on_started = on_started
         self._landing: Landing | None = None
 
@@ -313,6 +321,7 @@ class _Read:
             num_tokens=request.num_tokens,
             heads=self.extent.heads,
             wire_dtype=self.extent.wire_dtype,
+            traceparent=self.stats.traceparent,
         )
         with contextlib.suppress(WireClosedError):  # a holder that is busy says so and closes, without listening
             wire.send([encode_frame(Kind.OPEN, opening)], self.deadline - time.monotonic())
@@ -328,6 +337,8 @@ class _Read:
         accepted = decode_body(body, Accepted)
         if accepted.carrier != carrier:
             raise ProtocolError(f"asked for {carrier}, accepted as {accepted.carrier}")
+        self.stats.accepted_ns = time.time_ns()
+        self.stats.peer_traceparent = accepted.traceparent
         self._landing = Landing(self.extent, digests=accepted.digests)
         return accepted
 

@@ -115,6 +115,8 @@ class Open(msgspec.Struct, frozen=True, kw_only=True):
     heads: HeadRange
     wire_dtype: WireDtype = "same"
     version: int = VERSION
+    traceparent: str = ""
+    """What the reader's end of the transfer is called in its trace. Nothing depends on it."""
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -126,6 +128,8 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_blocks: tuple[int, ...] = ()
     heads: HeadRange = NO_HEADS
     tables: BlockTables = ()
+    traceparent: str = ""
+    """The same of the holder's end."""
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,7 +148,8 @@ class TransferStats:
 
     `num_bytes`: of KV in the arena. `num_wire_bytes`: of payload as it crossed, which is less where it was compressed.
     `wait_ns`: blocked, with nothing to do. `copy_ns`: moving bytes (over TCP this includes waiting for them).
-    `codec_ns`: packing or unpacking.
+    `codec_ns`: packing or unpacking. `accepted_ns`: the holder has said yes. `traceparent`: of this end's span, as its
+    owner has named it; `peer_traceparent`: of the other's, as it has said.
     """
 
     carrier: str = ""
@@ -153,6 +158,7 @@ class TransferStats:
     num_wire_bytes: int = 0
     num_frames: int = 0
     opened_ns: int = 0
+    accepted_ns: int = 0
     first_byte_ns: int = 0
     last_byte_ns: int = 0
     landed_ns: int = 0
@@ -160,6 +166,8 @@ class TransferStats:
     verify_ns: int = 0
     copy_ns: int = 0
     codec_ns: int = 0
+    traceparent: str = ""
+    peer_traceparent: str = ""
 
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)

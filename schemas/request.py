@@ -120,7 +120,10 @@ class RunPrefill(RequestMessage, frozen=True, kw_only=True):
 
 
 class PrefillAccepted(RequestMessage, frozen=True, kw_only=True):
+    """`accepted_ns`: when, in Unix ns by the worker's clock; 0: not told."""
+
     worker_id: WorkerId
+    accepted_ns: int = 0
 
 
 class ReserveBlocks(RequestMessage, frozen=True, kw_only=True):
@@ -152,6 +155,15 @@ class SourceTokens(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
 
 
+class FirstTokenTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """How a worker came to an attempt's first token, in Unix ns by its own clock."""
+
+    accepted_ns: int
+    first_step_ns: int
+    """The first engine step of it began."""
+    computed_ns: int
+
+
 class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
     """Where the prompt's KV on one worker came from: cached + transferred + recomputed = the prompt.
 
@@ -165,6 +177,8 @@ class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
     transferred_from: tuple[SourceTokens, ...] = ()
     """The transferred tokens by the worker that they were read from."""
     is_prefill: bool = False
+    first_token: FirstTokenTimes | None = None
+    """Of whoever computed the prompt."""
 
 
 class RequestFailure(msgspec.Struct, frozen=True, kw_only=True):

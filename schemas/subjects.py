@@ -34,6 +34,7 @@ from schemas.story import (
     RequestPlaced,
     RequestResumed,
 )
+from schemas.trace import KeepTrace
 from schemas.worker import (
     DescribeFleet,
     FleetDescribed,
@@ -110,10 +111,11 @@ LEASE = Subject("mesh.v1.kv.{}.lease", RequestLease, (LeaseGranted, Refused), "K
 RETURNED = Subject("mesh.v1.kv.{}.returned", ReturnLease, (), "KV holder")
 REPLICATE = Subject("mesh.v1.kv.{}.replicate", ReplicateBlocks, (), "KV holder")
 COOLING = Subject("mesh.v1.kv.{}.cooling", BlocksCooling, (), "store")
+KEEP = Subject("mesh.v1.trace.{}.keep", KeepTrace, (), "gateway, worker, store")
 
 SUBJECTS: tuple[Subject, ...] = (
     PLACE, FLEET, JOINED, LOAD, DRAINING, LEFT, PING, PROGRESS, WORKER_STATUS, RUN, RESERVE, RESERVED, OFFERED,
     STREAMING, LANDED, RELEASED, ABORTED, TOKENS, WANTED, CANCEL, ACCEPTED, PLACED, FIRST_TOKEN, RESUMED, FINISHED,
     FAILED, CANCELLED, REQUEST_STATUS, REQUEST_SOUGHT, LOCATE, STORED, EVICTED, INVENTORY, LEASE, RETURNED, REPLICATE,
-    COOLING,
+    COOLING, KEEP,
 )  # fmt: skip

@@ -122,6 +122,16 @@ class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     metrics_port: int = -1
     """Where every service serves its metrics; 0 finds a port, -1: nowhere but on a gateway's own port."""
     metrics_host: str = "127.0.0.1"
+    sample_ratio: float = 1.0
+    """This share of the traces that begin here is sampled; a client's traceparent decides for itself."""
+    slow_ttft_ms: int = 5_000
+    """A request whose first token took longer is kept, sampled or not; so is one that failed or was resumed."""
+    slow_request_ms: int = 60_000
+    """The same of its whole answer."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.sample_ratio <= 1.0:
+            raise ValueError(f"sample_ratio is a share between 0 and 1, not {self.sample_ratio:g}")
 
 
 class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -155,8 +165,8 @@ def load_config(path: Path) -> MeshConfig:
 
 
 def apply_environment(config: MeshConfig) -> MeshConfig:
-    """Return the configuration with KVMESH_NATS_URL, KVMESH_SECRET, KVMESH_METRICS_PORT and
-    OTEL_EXPORTER_OTLP_ENDPOINT laid over it. Raises UserError for a port that is no number."""
+    """Return the configuration with KVMESH_NATS_URL, KVMESH_SECRET, KVMESH_METRICS_PORT, KVMESH_SAMPLE_RATIO and
+    OpenTelemetry's OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_TRACES_SAMPLER_ARG laid over it. Raises UserError."""
     nats, telemetry = config.nats, config.telemetry
     if url := os.environ.get("KVMESH_NATS_URL"):
         nats = msgspec.structs.replace(nats, url=url)
@@ -166,8 +176,19 @@ def apply_environment(config: MeshConfig) -> MeshConfig:
         if not port.isdecimal():
             raise UserError(f"KVMESH_METRICS_PORT must be a port, not {port!r}")
         telemetry = msgspec.structs.replace(telemetry, metrics_port=int(port))
+    if ratio := os.environ.get("KVMESH_SAMPLE_RATIO") or _otel_ratio():
+        try:
+            telemetry = msgspec.structs.replace(telemetry, sample_ratio=float(ratio))
+        except ValueError as error:
+            raise UserError(f"KVMESH_SAMPLE_RATIO or OTEL_TRACES_SAMPLER_ARG: {error}") from error
     secret = os.environ.get("KVMESH_SECRET") or config.secret
     return msgspec.structs.replace(config, nats=nats, telemetry=telemetry, secret=secret)
+
+
+def _otel_ratio() -> str:
+    """Return the ratio that OpenTelemetry's own variables ask for, if their sampler is one that has a ratio."""
+    sampler = os.environ.get("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    return os.environ.get("OTEL_TRACES_SAMPLER_ARG", "") if sampler.endswith("traceidratio") else ""
 
 
 def require_secret(config: MeshConfig) -> bytes:

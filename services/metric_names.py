@@ -9,6 +9,7 @@ from typing import get_args
 from dataplane.stream import FailureCode
 from schemas import subjects
 from schemas.request import RefusalReason
+from services.gateway.ttft import PARTS
 from services.metrics import Labels, MetricName
 
 GATEWAY: Labels = ("gateway",)
@@ -19,7 +20,7 @@ HOLDERS: Labels = (*WORKERS, "store")
 ALL: Labels = ("gateway", "scheduler", "directory", *HOLDERS)
 
 PROVIDER = "kvmesh"
-TTFT_PARTS: Labels = ("tokenize", "place", "dispatch", "prefill.queue", "prefill.compute", "first_token")
+TTFT_PARTS: Labels = PARTS
 AGES: tuple[tuple[str, float], ...] = (("<1s", 1), ("1-5s", 5), ("5-30s", 30), ("30-120s", 120))
 """Upper bounds in seconds; what is older is OLDEST."""
 OLDEST = ">120s"

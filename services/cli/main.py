@@ -52,6 +52,9 @@ def up(
     ] = False,
     drain_s: Annotated[float, typer.Option(min=0, help="How long a worker may take to finish what runs.")] = 30.0,
     otlp: Annotated[str, typer.Option(help="OTLP/HTTP endpoint for traces; files if left out.")] = "",
+    sample_ratio: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of traces that is kept; what fails or is slow always is.")
+    ] = 1.0,
 ) -> None:
     """Start a whole mesh on this machine and serve the OpenAI API. Ctrl-C stops it."""
     from services.cli.supervisor import UpOptions
@@ -81,6 +84,7 @@ def up(
         replicate=replicate,
         drain_s=drain_s,
         otlp_endpoint=otlp,
+        sample_ratio=sample_ratio,
     )
     raise typer.Exit(run_up(options))
 

@@ -81,6 +81,7 @@ class UpOptions:
     replicate: bool = False
     drain_s: float = WorkerConfig().drain_s
     otlp_endpoint: str = ""
+    sample_ratio: float = 1.0
 
     @property
     def services(self) -> list[tuple[str, str]]:
@@ -286,7 +287,11 @@ class Supervisor:
                 drain_s=options.drain_s,
             ),
             store=_store_config(options),
-            telemetry=TelemetryConfig(otlp_endpoint=options.otlp_endpoint, trace_dir=str(self.trace_dir)),
+            telemetry=TelemetryConfig(
+                otlp_endpoint=options.otlp_endpoint,
+                trace_dir=str(self.trace_dir),
+                sample_ratio=options.sample_ratio,
+            ),
         )
         return apply_environment(config)
 

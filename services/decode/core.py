@@ -195,6 +195,7 @@ class DecodeCore(RoleCore[DecodeRun]):
         run = self._runs.get(key)
         if run is None:
             return []
+        run.outcome = run.outcome or reason
         told: list[Action] = [] if run.ended else [emit_failure(run.request, "engine_failed", reason)]
         return told + self._forget(run)
 
@@ -285,7 +286,7 @@ class DecodeCore(RoleCore[DecodeRun]):
     def _end(self, run: DecodeRun, reason: str, now_ms: int) -> list[Action]:
         if run.ended:
             return []
-        run.ended = True
+        run.ended, run.outcome = True, reason
         if run.reading:
             return [StopRead(run.request.handoff_id)]
         if run.fetching_from is not None:

@@ -2,14 +2,14 @@
 
 import asyncio
 import logging
-import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 
+from dataplane.layout import num_blocks_for
 from dataplane.reader import Landed
-from dataplane.stream import TransferFailedError
+from dataplane.stream import TransferFailedError, TransferStats
 from schemas import subjects
 from schemas.handoff import FirstToken, HandoffAborted, KVOffered
 from schemas.ids import HandoffId
@@ -23,6 +23,7 @@ from services.worker.actions import StartRead, StopRead
 from services.worker.content import ReadOutcome
 from services.worker.shell import Worker
 from services.worker.survive import surviving
+from services.worker.transfers import TransferSpan
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,6 @@ log = logging.getLogger(__name__)
 class ReadEnd(NamedTuple):
     """How a read ended: all came, with the first token, or why not and how much did."""
 
-    started_ns: int
     landed: Landed | None
     first: FirstToken | None
     num_landed_tokens: int
@@ -70,11 +70,11 @@ class Reads:
 
     async def _read(self, action: StartRead) -> None:
         offer = action.offer
-        started_ns = time.time_ns()
         traceparent = self.worker.spans.traceparent((offer.request_id, offer.attempt))
+        span = TransferSpan(self.worker.telemetry, self.worker.parts.worker_id, traceparent)
         landed, first, failure, num_landed = None, None, "", 0
         try:
-            landed = await self._stream(offer, action)
+            landed = await self._stream(action, span.stats)
             first = msgspec.json.decode(landed.trailer, type=FirstToken)
         except TransferFailedError as error:
             failure, num_landed = str(error), error.num_landed_tokens
@@ -87,25 +87,29 @@ class Reads:
             failure = "stopped"  # by `stop` or `close`; the thread has ended
         self._running.pop(offer.handoff_id, None)
         with surviving(f"the end of the read of {offer.handoff_id}"):
-            self._tell(offer, ReadEnd(started_ns, landed, first, num_landed, failure), traceparent)
+            self._tell(action, ReadEnd(landed, first, num_landed, failure), span)
 
-    def _tell(self, offer: KVOffered, end: "ReadEnd", traceparent: str) -> None:
+    def _tell(self, action: StartRead, end: "ReadEnd", span: TransferSpan) -> None:
         """Record a read, and bring the core what came of it."""
-        landed, first, failure = end.landed, end.first, end.failure
+        offer, landed, first, failure = action.offer, end.landed, end.first, end.failure
+        block_size = self.worker.parts.limits.block_size
+        num_tokens = offer.num_tokens if landed is not None else end.num_landed_tokens
         attributes: dict[str, AttributeValue] = {
             Key.REQUEST_ID: offer.request_id,
             Key.ATTEMPT: offer.attempt,
-            Key.OUTCOME: failure or "landed",
+            Key.SOURCE: offer.source_worker,
+            Key.LEASE: offer.lease_id,
+            Key.NUM_BLOCKS: num_blocks_for(max(0, num_tokens - action.first_token), block_size),
+            Key.NUM_CACHED_BLOCKS: action.first_token // block_size,
         }
-        stats = landed.stats if landed else None
-        if stats is not None and first is not None and first.computed_ns:
+        if landed is not None and first is not None and first.computed_ns:
             # Two machines' clocks may differ; on one host this is what the hand-over added.
-            exposed_s = max(0.0, (stats.landed_ns - first.computed_ns) / 1e9)
+            exposed_s = max(0.0, (landed.stats.landed_ns - first.computed_ns) / 1e9)
             attributes[Key.EXPOSED_MS] = exposed_s * 1e3
-            self.worker.measured.exposed(exposed_s, traceparent)
-        span_ns = (end.started_ns, time.time_ns())
-        self.worker.spans.transferred(traceparent, "target", span_ns, stats, attributes)
-        self.worker.measured.read("handover", offer.source_worker, span_ns, stats, failure, traceparent)
+            self.worker.measured.exposed(exposed_s, span.traceparent)
+        span.end(attributes, failure or "landed")
+        stats = landed.stats if landed else None
+        self.worker.measured.read("handover", offer.source_worker, span.started_ns, stats, failure, span.traceparent)
         if landed is not None and first is not None:
             self.worker.rates.carried(offer.source_worker, landed.stats, now_ms())
             outcome = ReadOutcome(landed.num_tokens, landed.stats.num_bytes, landed.stats.carrier, is_whole=True)
@@ -114,7 +118,8 @@ class Reads:
             outcome = ReadOutcome(end.num_landed_tokens)
             self.worker.decide(lambda _now: self.core.read_failed(offer.handoff_id, outcome, failure))
 
-    async def _stream(self, offer: KVOffered, action: StartRead) -> Landed:
+    async def _stream(self, action: StartRead, stats: TransferStats) -> Landed:
+        offer = action.offer
         return await self.worker.reader.read(
             offer.endpoint,
             offer.ticket,
@@ -124,6 +129,7 @@ class Reads:
             wire_dtype=self.worker.wire.dtype(offer.source_worker, now_ms()),
             num_tokens=offer.num_tokens,
             deadline_s=max(0.0, (offer.deadline_ms - now_ms()) / 1000),
+            stats=stats,
             on_started=lambda carrier: self.worker.decide(
                 lambda _now: self.core.read_started(offer.handoff_id, carrier)
             ),
@@ -142,7 +148,7 @@ async def start_decode(worker: Worker, tasks: asyncio.TaskGroup) -> Reads:
         key = (request.request_id, request.attempt)
         if worker.is_elsewhere(core, key):
             return refuse(request, "invalid", "this worker serves this attempt alone already")
-        worker.spans.accepted(key, received.traceparent)
+        worker.spans.accepted(key, received.traceparent, "decode")
         reply = worker.answer(lambda now: core.reserve(request, now))
         worker.measured.refused("reserve", reply)
         if isinstance(reply, Refused):

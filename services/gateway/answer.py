@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from litestar.types import Receive, Scope, Send
 
-from schemas.ids import RequestId
+from schemas.ids import RequestId, WorkerId
 from schemas.request import FinishReason, TransferReport
 from services.gateway.events import Abandon, Deliver, Fail, Finish, Output
 from services.gateway.job import Job
@@ -67,13 +67,15 @@ class ChoiceText:
 
 @dataclass(slots=True, kw_only=True)
 class Call:
-    """One HTTP request to be answered. Times are of the monotonic clock."""
+    """One HTTP request to be answered."""
 
     request_id: RequestId
     route: str
     root: OpenSpan
+    """It began when the HTTP body had been read."""
+    tokenize: OpenSpan
     read_s: float
-    """When the HTTP body had been read."""
+    """When that was, by the monotonic clock."""
     style: Style
     stream: bool
     include_usage: bool
@@ -88,8 +90,7 @@ class Call:
 class Answer:
     """The ASGI response of a generation.
 
-    TTFT is the time from the HTTP body being read to token 0 being written to the client; for an answer that is not
-    streamed, to the moment in which token 0 could have been written.
+    TTFT is as in `ttft.py`; for an answer that is not streamed, to the moment in which token 0 could have been written.
     """
 
     def __init__(self, call: Call, requests: Requests, metrics: GatewayMetrics) -> None:
@@ -105,6 +106,7 @@ class Answer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = self._call
+        call.tokenize.end()
         for number, job in enumerate(call.jobs):
             self._lives.append(self._requests.submit(job, number, self._mailbox))
         async with asyncio.TaskGroup() as tasks:
@@ -218,6 +220,17 @@ class Answer:
             if self._ttft_s is None:
                 self._ttft_s = now_s - self._call.read_s
                 self._metrics.first_token(self._call.route, self._ttft_s, self._call.root.traceparent)
+                self._record_first_token(self._lives[number])
+
+    def _record_first_token(self, live: LiveRequest) -> None:
+        core, root = live.core, self._call.root
+        reports = (core.prefill_report, core.report)
+        times = next((r.first_token for r in reports if r is not None and r.first_token is not None), None)
+        parts = self._requests.spans.first_token(
+            live.job, live.clock, times, root.start_ns, core.prefill_worker or WorkerId("")
+        )
+        root.attributes |= {f"{Key.TTFT_PART}.{part}_ms": seconds * 1000 for part, seconds in parts.items()}
+        self._metrics.observe_ttft_parts(parts, root.traceparent)
 
     async def _write_stream(self, send: Send, chunks: list[bytes]) -> None:
         if not chunks:
@@ -314,7 +327,21 @@ class Answer:
         }
         if self._ttft_s is not None:
             attributes[Key.TTFT_MS] = self._ttft_s * 1000
+        if kept := self._keeps():
+            attributes[Key.KEPT] = kept
+            self._requests.keep_trace(call.root.trace_id, kept)
         call.root.end(attributes, self._error)
+
+    def _keeps(self) -> str:
+        """Return why this request's trace is kept though it was not sampled; empty where it is not."""
+        limits = self._requests.telemetry.config
+        story = {
+            "failed": bool(self._error) and self._outcome != "client_gone",
+            "resumed": self._num_retries() > 0,
+            "slow first token": self._ttft_s is not None and self._ttft_s * 1000 > limits.slow_ttft_ms,
+            "slow": (time.monotonic() - self._call.read_s) * 1000 > limits.slow_request_ms,
+        }
+        return self._requests.spans.keeps(self._call.root, story)
 
 
 async def _send_body(send: Send, body: bytes, *, more: bool) -> None:

@@ -74,6 +74,7 @@ class Arrival:
     route: str
     tenant: str
     root: OpenSpan
+    tokenize: OpenSpan
     read_s: float
 
 
@@ -133,21 +134,24 @@ async def _generate(gateway: Gateway, request: HttpRequest, route: str) -> ASGIA
     request_id = RequestId(new_id("req"))
     body = await _read(request, gateway.config.request_timeout_s)
     read_s = time.monotonic()
-    parent = request.headers.get("traceparent", "")
-    root = gateway.telemetry.start(f"POST {route}", parent, {Key.REQUEST_ID: request_id}, server=True)
+    parent, named = request.headers.get("traceparent", ""), {Key.REQUEST_ID: request_id}
+    root = gateway.telemetry.start(f"POST {route}", parent, named, server=True)
+    tokenize = gateway.telemetry.start(SpanName.TOKENIZE, root.traceparent, named, start_ns=root.start_ns)
     try:
         tenant = _tenant_of(gateway, request)
         if isinstance(body, InvalidRequestError):
             raise body
         if gateway.stopping:
             return _refuse_stopping(gateway, route, root)
-        call = await _call(gateway, Arrival(request_id, route, tenant, root, read_s), body)
+        call = await _call(gateway, Arrival(request_id, route, tenant, root, tokenize, read_s), body)
     except InvalidRequestError as error:
         gateway.metrics.refused(route, error.status, "invalid")
+        tokenize.end(error="invalid")
         root.end({Key.OUTCOME: "invalid"}, error.message)
         headers = {"x-request-id": request_id, "traceparent": root.traceparent}
         return _asgi_error(error_of_invalid(error), error.status, headers)
     except BaseException as error:
+        tokenize.end(error=type(error).__name__)
         root.end({Key.OUTCOME: "failed"}, type(error).__name__)
         raise
     return Answer(call, gateway.requests, gateway.metrics)
@@ -182,12 +186,9 @@ async def _call(gateway: Gateway, arrival: Arrival, payload: bytes) -> Call:
     request_id, route, root = arrival.request_id, arrival.route, arrival.root
     deadline_ms = now_ms() + round(gateway.config.request_timeout_s * 1000)
     body: CompletionBody | ChatBody = decode_chat(payload) if route == CHAT_COMPLETIONS else decode_completion(payload)
-    with gateway.telemetry.span(SpanName.TOKENIZE, root.traceparent, {Key.REQUEST_ID: request_id}) as span:
-        prepared = await prepare(gateway.model, body)
-        jobs = await make_jobs(
-            gateway.model.key_of(arrival.tenant), prepared, request_id, deadline_ms, root.traceparent
-        )
-        span.attributes[Key.NUM_TOKENS] = sum(map(len, prepared.prompts))
+    prepared = await prepare(gateway.model, body)
+    jobs = await make_jobs(gateway.model.key_of(arrival.tenant), prepared, request_id, deadline_ms, root.traceparent)
+    arrival.tokenize.attributes[Key.NUM_TOKENS] = sum(map(len, prepared.prompts))
     choices, model = prepared.choices, gateway.model
     root.attributes[Key.MODEL] = model.name
     style = Style(
@@ -201,6 +202,7 @@ async def _call(gateway: Gateway, arrival: Arrival, payload: bytes) -> Call:
         request_id=request_id,
         route=route,
         root=root,
+        tokenize=arrival.tokenize,
         read_s=arrival.read_s,
         style=style,
         stream=choices.stream,

@@ -5,12 +5,11 @@ after the time of all live requests.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-
-import msgspec
 
 from schemas import subjects
 from schemas.block import unpack_tokens
@@ -22,6 +21,7 @@ from schemas.request import (
     AttemptId,
     CancelRequest,
     Placement,
+    PrefillAccepted,
     Progress,
     Refused,
     RequestTokens,
@@ -30,6 +30,7 @@ from schemas.request import (
     TokensEmitted,
     Wanted,
 )
+from schemas.trace import KeepTrace
 from schemas.worker import BlockCounts, WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad
 from services.bus.base import BusError, NoRespondersError, RequestTimedOutError
 from services.bus.typed import Received, TypedBus
@@ -64,10 +65,12 @@ from services.gateway.events import (
 )
 from services.gateway.job import Job, PackedPrompt, continue_prompt, place_request, reserve_message, run_message
 from services.gateway.mailbox import Mailbox
+from services.gateway.spans import AttemptClock, Dispatch, GatewaySpans
 from services.gateway.story import Stories
 from services.gateway.watch import Ears, WatchLimits
+from services.keep import keep_traces
 from services.runtime import now_ms
-from services.telemetry import AttributeValue, Key, SpanName, Telemetry
+from services.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +98,7 @@ class LiveRequest:
     """Of the attempt under way: the job's, or what an answer goes on from."""
     started_ms: int
     timer: asyncio.TimerHandle | None = None
+    clock: AttemptClock = field(default_factory=AttemptClock)
 
 
 @dataclass
@@ -120,6 +124,7 @@ class Requests:
     def __post_init__(self) -> None:
         self._idle.set()
         self._stories = Stories(self.gateway_id, self.door, self.tasks)
+        self.spans = GatewaySpans(self.telemetry)
         self._limits = WatchLimits(
             progress_after_ms=self.config.progress_after_ms,
             worker_silent_ms=self.config.worker_silent_ms,
@@ -154,6 +159,7 @@ class Requests:
         await self.door.listen(self.tasks, subjects.LEFT, ("*",), self._hear_left)
         await self.door.listen(self.tasks, subjects.JOINED, ("*",), self._hear_joined)
         await self.door.listen(self.tasks, subjects.LOAD, ("*",), self._hear_load)
+        await keep_traces(self.door, self.tasks, self.telemetry)
         await self.door.serve(self.tasks, subjects.WANTED, (self.gateway_id,), self._say_wanted)
         await self._stories.listen()
 
@@ -178,6 +184,11 @@ class Requests:
     def abandon(self, live: LiveRequest, reason: str) -> None:
         """Nobody wants this answer any more: cancel it everywhere."""
         self._tell(live, ClientGone(reason))
+
+    def keep_trace(self, trace_id: str, reason: str) -> None:
+        """Have everybody export what there is of a trace that was not sampled."""
+        self.telemetry.keep(trace_id)
+        self._spawn(self._say_keep(KeepTrace(trace_id=trace_id, reason=reason)), f"keep {trace_id}")
 
     def stop_all(self) -> None:
         """End every request: this gateway stops."""
@@ -273,7 +284,8 @@ class Requests:
                     self._forget(live)
                     live.mailbox.put(live.choice, action)
                 case AskPlacement():
-                    self._spawn(self._place(live, action), f"place {live.job.request_id}")
+                    asked_ns = live.clock.asks(action.attempt)
+                    self._spawn(self._place(live, action, asked_ns), f"place {live.job.request_id}")
                 case SendRun():
                     self._ask_to_run(live, action)
                 case SendReserve():
@@ -299,12 +311,18 @@ class Requests:
         self, live: LiveRequest, subject: subjects.Subject, worker_id: WorkerId, message: RunPrefill | ReserveBlocks
     ) -> None:
         """Send the request to a worker, and take in whether it has taken it."""
+        role = "prefill" if isinstance(message, RunPrefill) else "decode"
+        sent = Dispatch(message.attempt, role, worker_id, live.clock.placed_ns)
         try:
             reply = await self._ask(live, subject, (worker_id,), message, self.config.accept_timeout_s)
         except BusError as error:
+            self.spans.dispatched(live.job, live.clock, sent, 0, error.reason)
             may_have_taken = isinstance(error, RequestTimedOutError) or type(error) is BusError
             self._tell(live, WorkerSilent(message.attempt, worker_id, error.reason, may_have_taken))
             return
+        refusal = reply.reason if isinstance(reply, Refused) else ""
+        accepted_ns = reply.accepted_ns if isinstance(reply, PrefillAccepted) else 0
+        self.spans.dispatched(live.job, live.clock, sent, accepted_ns, refusal)
         if isinstance(reply, Refused):
             refused = WorkerRefused(message.attempt, worker_id, reply.reason, reply.detail, reply.retry_after_ms)
             self._tell(live, refused)
@@ -332,39 +350,21 @@ class Requests:
             self._hear_share(live, worker_id, share)
         self._tell(live, ProgressAnswered(action.attempt, worker_id, outcome))
 
-    async def _place(self, live: LiveRequest, action: AskPlacement) -> None:
+    async def _place(self, live: LiveRequest, action: AskPlacement, asked_ns: int) -> None:
         job = live.job
         live.prompt = prompt = await continue_prompt(job, live.core.tokens[: action.num_answered])
         request = place_request(job, action, prompt)
-        started_ns = time.time_ns()
         try:
             reply = await self._ask(live, subjects.PLACE, (), request, PLACE_TIMEOUT_S)
         except BusError as error:
             event = PlaceUnanswered(action.attempt, error.reason)
         else:
             event = _place_event(action.attempt, reply)
-        self._record_place(job, started_ns, event)
+        placed_ns = time.time_ns()
+        if isinstance(event, Placed):
+            live.clock.placed_ns = placed_ns
+        self.spans.placed(job, (asked_ns, placed_ns), event)
         self._tell(live, event)
-
-    def _record_place(self, job: Job, started_ns: int, event: Placed | PlaceRefused | PlaceUnanswered) -> None:
-        attributes: dict[str, AttributeValue] = {Key.REQUEST_ID: job.request_id, Key.ATTEMPT: event.attempt}
-        error = ""
-        match event:
-            case Placed():
-                attributes[Key.PREFILL_WORKER] = event.prefill_worker
-                attributes[Key.DECODE_WORKER] = event.decode_worker or ""
-                attributes[Key.SOURCES] = ", ".join(
-                    f"{s.worker_id}: blocks {s.first_block} to {s.first_block + s.num_blocks}" for s in event.sources
-                )
-                if event.terms is not None:
-                    terms: dict[str, AttributeValue] = msgspec.structs.asdict(event.terms)
-                    attributes |= {f"{Key.PLACE_TERM}.{name}": value for name, value in terms.items()}
-            case PlaceRefused():
-                error = event.reason
-            case PlaceUnanswered():
-                error = event.detail
-        times_ns = (started_ns, time.time_ns())
-        self.telemetry.record(SpanName.PLACE, job.traceparent, times_ns, attributes, error=error)
 
     async def _cancel(self, live: LiveRequest, action: SendCancel) -> None:
         job = live.job
@@ -375,6 +375,10 @@ class Requests:
             await self.door.publish(subjects.CANCEL, (job.request_id,), message, job.traceparent)
         except BusError as error:  # the workers' own deadlines free the blocks
             log.warning("cannot cancel %s: %s", job.request_id, error)
+
+    async def _say_keep(self, message: KeepTrace) -> None:
+        with contextlib.suppress(BusError):  # then only what is here is kept
+            await self.door.publish(subjects.KEEP, (message.trace_id,), message)
 
     async def _ask(
         self, live: LiveRequest, subject: subjects.Subject, ids: tuple[str, ...], message: Message, timeout_s: float

@@ -178,6 +178,7 @@ class PrefillCore(RoleCore[PrefillRun]):
         run = self._runs.get(key)
         if run is None:
             return []
+        run.outcome = run.outcome or reason
         actions: list[Action] = [] if run.has_ended else [emit_failure(run.request, "engine_failed", reason)]
         actions += self._close_lease(run, "the engine failed", tell_target=not run.has_ended)
         return actions + self._forget(run) + self._admit(now_ms)
@@ -317,6 +318,7 @@ class PrefillCore(RoleCore[PrefillRun]):
     def _end(self, run: PrefillRun, reason: str, now_ms: int, *, tell_target: bool = True) -> list[Action]:
         if run.has_ended:
             return []
+        run.outcome = reason
         actions = self._close_lease(run, reason, tell_target=tell_target)
         if run.phase in ("fetching", "computing"):
             actions.append(Withdraw(run.key) if run.phase == "computing" else StopFetch(run.key))

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import msgspec
+
 from schemas import subjects
 from schemas.handoff import BlocksReserved, HandoffAborted, KVLanded
 from schemas.message import Message
@@ -22,12 +24,13 @@ async def start_prefill(worker: Worker, tasks: asyncio.TaskGroup) -> None:
         key = (request.request_id, request.attempt)
         if worker.is_elsewhere(core, key):
             return refuse(request, "invalid", "this worker decodes this attempt already")
-        worker.spans.accepted(key, received.traceparent)
+        accepted_ns = worker.spans.accepted(key, received.traceparent, "prefill")
         reply = worker.answer(lambda now: core.run(request, now))
         worker.measured.refused("run", reply)
         if isinstance(reply, Refused):
             worker.forget(key)
-        return reply
+            return reply
+        return msgspec.structs.replace(reply, accepted_ns=accepted_ns)
 
     def reserved(received: Received[BlocksReserved]) -> None:
         worker.decide(lambda now: core.reserved(received.message, now))

@@ -30,7 +30,7 @@ from services.sim.plane import SimNetwork, sim_platform
 from services.store.core import StoreCore
 from services.store.load import make_parts as make_store_parts
 from services.store.service import run_store
-from services.telemetry import ListExporter, Telemetry
+from services.telemetry import ListExporter, SpanRecord, Telemetry
 from services.worker.limits import WorkerLimits
 from services.worker.load import WorkerParts
 from services.worker.service import run_worker
@@ -134,7 +134,7 @@ class SimMesh:
         self._starts = itertools.count(1)
         self._woken_s = -1.0
         self._context = contextvars.copy_context()
-        self.spans: list[dict[str, object]] | None = None
+        self.spans: list[SpanRecord] | None = None
         """Records of what has ended, where they are kept."""
 
     def start_all(self) -> None:
@@ -184,7 +184,7 @@ class SimMesh:
 
     async def _run(self, service: Service, host: str) -> None:
         exporter = ListExporter(self.spans) if self.spans is not None else None
-        telemetry = Telemetry(service.name, exporter, at_once=True)
+        telemetry = Telemetry(service.name, exporter, self.config.telemetry, at_once=True)
         match service.role:
             case "scheduler":
                 await run_scheduler(self.config, service.bus, service.stop)

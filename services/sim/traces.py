@@ -1,54 +1,80 @@
-"""Whether the spans of a simulation make whole trees. Pure."""
+"""Whether the spans of a simulation make whole trees, whose parts add up. Pure."""
 
 from collections import defaultdict
-from typing import cast
 
-from services.telemetry import Key, SpanName
+from services.telemetry import Key, SpanName, SpanRecord, parse_traceparent
 
-Record = dict[str, object]
 HTTP_ROOT = "POST "
+TTFT_PARTS = (
+    SpanName.TOKENIZE, SpanName.PLACE, SpanName.DISPATCH, SpanName.PREFILL_QUEUE, SpanName.PREFILL_COMPUTE,
+    SpanName.FIRST_TOKEN,
+)  # fmt: skip
 
 
-def trace_problems(records: list[Record], *, with_kills: bool) -> list[str]:
-    """Return what is wrong: a span whose parent nobody recorded, a lease granted and never released, a span that ends
-    before it begins. Of a process that was killed the last spans are missing: `with_kills` asks for no whole trees."""
+def trace_problems(records: list[SpanRecord], *, with_kills: bool, with_corruption: bool = False) -> list[str]:
+    """Return what is wrong: a span whose parent nobody recorded, a link that leads nowhere, a lease granted and never
+    released, a span that ends before it begins, a TTFT that its parts do not make up. Of a process that was killed the
+    last spans are missing: `with_kills` asks for no whole trees. What the ends of a stream call themselves has no
+    digest: `with_corruption` asks for no links between them."""
+    by_trace: defaultdict[str, list[SpanRecord]] = defaultdict(list)
     problems: list[str] = []
-    by_trace: defaultdict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        by_trace[str(record["trace_id"])].append(record)
-        if _ns(record, "end_ns") < _ns(record, "start_ns"):
-            problems.append(f"span {record['name']} of {record['service']} ends before it begins")
+    for span in records:
+        by_trace[span.trace_id].append(span)
+        if span.end_ns < span.start_ns:
+            problems.append(f"span {span.name} of {span.service} ends before it begins")
+    known = {(span.trace_id, span.span_id) for span in records}
+    if len(known) < len(records):
+        problems.append(f"{len(records) - len(known)} spans have another's name")
     if with_kills:
         return problems
     for trace_id, spans in by_trace.items():
-        roots = [span for span in spans if not span["parent_id"]]
-        if not any(str(root["name"]).startswith(HTTP_ROOT) for root in roots) and len(spans) == len(roots):
-            continue  # what a store reads for itself belongs to no request
+        roots = [span for span in spans if not span.parent_id]
+        if not roots and {span.name for span in spans} <= {SpanName.KV_TRANSFER, SpanName.KV_RELEASE}:
+            continue  # a store reads on by itself when the simulation ends
         if len(roots) != 1:
-            problems.append(f"trace {trace_id} has {len(roots)} roots")
-        known = {span["span_id"] for span in spans}
+            problems.append(f"trace {trace_id} has {len(roots)} roots: {', '.join(root.name for root in roots)}")
         problems += [
-            f"trace {trace_id}: {span['name']} of {span['service']} has no parent"
+            f"trace {trace_id}: {span.name} of {span.service} has no parent"
             for span in spans
-            if span["parent_id"] and span["parent_id"] not in known
+            if span.parent_id and (trace_id, span.parent_id) not in known
         ]
         problems += _unreleased(trace_id, spans)
+        problems += [
+            f"trace {trace_id}: a link of {span.name} of {span.service} leads nowhere"
+            for span in spans
+            for link in span.links
+            if not (span.name == SpanName.KV_TRANSFER and (with_corruption or span.error))  # its reader may read on
+            and ((linked := parse_traceparent(link)) is None or linked[:2] not in known)
+        ]
+        if roots and (residual := ttft_residual(spans)) is not None and abs(residual) > MAX_RESIDUAL:
+            problems.append(f"trace {trace_id}: the parts of the TTFT lack {residual:.1%} of it")
     return problems
 
 
-def _unreleased(trace_id: str, spans: list[Record]) -> list[str]:
+MAX_RESIDUAL = 0.02
+
+
+def ttft_residual(spans: list[SpanRecord]) -> float | None:
+    """Return which share of the root's TTFT the spans of its parts do not make up. None: there is no TTFT to explain by
+    one attempt at one choice, placed and taken at the first word."""
+    root = next((span for span in spans if span.name.startswith(HTTP_ROOT)), None)
+    ttft_ms = root.attributes.get(Key.TTFT_MS) if root else None
+    if not isinstance(ttft_ms, float) or not ttft_ms:
+        return None
+    parts = [s for s in spans if s.name in TTFT_PARTS and s.attributes.get(Key.ROLE) != "decode"]
+    names = [span.name for span in parts if not span.error]
+    if sorted(names) != sorted(TTFT_PARTS) or len(parts) > len(names):
+        return None
+    return 1.0 - sum(span.end_ns - span.start_ns for span in parts) / 1e6 / ttft_ms
+
+
+def _unreleased(trace_id: str, spans: list[SpanRecord]) -> list[str]:
     """Every lease under which a holder served a stream ends in a release: its absence is a leak."""
     served, released = set[tuple[str, str]](), set[tuple[str, str]]()
     for span in spans:
-        attributes = cast("dict[str, object]", span["attributes"])
-        lease = (str(span["service"]), str(attributes.get(Key.LEASE)))
-        if span["name"] == SpanName.KV_TRANSFER and attributes.get(Key.END) == "source":
+        lease = (span.service, str(span.attributes.get(Key.LEASE)))
+        if span.name == SpanName.KV_TRANSFER and span.attributes.get(Key.END) == "source":
             served.add(lease)
-        elif span["name"] == SpanName.KV_RELEASE:
+        elif span.name == SpanName.KV_RELEASE:
             released.add(lease)
     return [f"trace {trace_id}: {service} never released {lease}" for service, lease in sorted(served - released)]
-
-
-def _ns(record: Record, key: str) -> int:
-    value = record[key]
-    return value if isinstance(value, int) else 0

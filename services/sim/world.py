@@ -178,7 +178,10 @@ class World:
             self.verdict.problems.append(f"the scheduler does not use {', '.join(sorted(missing))} any more")
         if self.mesh.spans is not None:
             with_kills = any(name in self.verdict.faults for name in ("kill", "drain"))
-            self.verdict.problems += trace_problems(self.mesh.spans, with_kills=with_kills)
+            with_corruption = "corruption" in self.verdict.faults
+            self.verdict.problems += trace_problems(
+                self.mesh.spans, with_kills=with_kills, with_corruption=with_corruption
+            )
         self.verdict.problems += [what for what, _ in held]
         self.verdict.num_leaked_blocks += sum(num_blocks for _, num_blocks in held)
 

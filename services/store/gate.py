@@ -29,7 +29,8 @@ class Lent:
 class StoreGate:
     """A `LeaseGate`. The event loop changes the leases, holding `lock`; the plane's threads look.
 
-    `on_started` and `on_served` are called on the plane's threads.
+    `on_started`, `on_served` and `name_stream` are called on the plane's threads; the last one is given a lease's
+    traceparent, and returns that of a stream under it.
     """
 
     def __init__(
@@ -37,13 +38,15 @@ class StoreGate:
         leases: LeaseTable,
         num_layers: int,
         on_started: Callable[[LeaseId], None],
-        on_served: Callable[[LeaseId, TransferStats | None, str], None],
+        on_served: Callable[[LeaseId, TransferStats, str], None],
+        name_stream: Callable[[str], str],
     ) -> None:
         self.lock = threading.Lock()
         self._leases = leases
         self._num_layers = num_layers
         self._on_started = on_started
         self._on_served = on_served
+        self._name_stream = name_stream
         self._lent: dict[LeaseId, Lent] = {}
 
     # For the event loop.
@@ -64,9 +67,13 @@ class StoreGate:
     def open(self, ticket: Ticket) -> ReadableKV:
         with self.lock:
             lease = self._leases.check(ticket.lease_id, ticket.epoch, ticket.reader, now_ms(), ticket.tenant)
-            progress = self._lent[lease.lease_id].progress
+            lent = self._lent[lease.lease_id]
         return ReadableKV(
-            tables=lease.tables, num_tokens=lease.num_tokens, progress=progress, first_token=lease.first_token
+            tables=lease.tables,
+            num_tokens=lease.num_tokens,
+            progress=lent.progress,
+            first_token=lease.first_token,
+            traceparent=self._name_stream(lent.traceparent),
         )
 
     def still_valid(self, ticket: Ticket) -> bool:
@@ -76,5 +83,5 @@ class StoreGate:
     def started(self, lease_id: LeaseId, carrier: str) -> None:
         self._on_started(lease_id)
 
-    def served(self, lease_id: LeaseId, stats: TransferStats | None, error: str) -> None:
+    def served(self, lease_id: LeaseId, stats: TransferStats, error: str) -> None:
         self._on_served(lease_id, stats, error)

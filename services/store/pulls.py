@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dataplane.layout import BlockTable, segments_of
 from dataplane.reader import PlaneReader
-from dataplane.stream import TransferFailedError
+from dataplane.stream import TransferFailedError, TransferStats
 from schemas.block import join_hashes
 from schemas.ids import BlockHash, RequestId, WorkerId, new_id
 from schemas.kv import BlocksCooling, LeaseGranted, ReplicateBlocks, RequestLease
@@ -16,7 +16,9 @@ from services.bus.typed import Received, TypedBus
 from services.runtime import now_ms
 from services.store.backing import Backing, Complaints
 from services.store.core import StoreCore
+from services.telemetry import Key, Telemetry
 from services.worker.borrow import Borrower, NotGrantedError
+from services.worker.transfers import TransferSpan
 
 ASK_TIMEOUT_S = 2.0
 READ_TIMEOUT_S = 30.0
@@ -51,12 +53,15 @@ class Puller:
     tasks: asyncio.TaskGroup
     changed: Callable[[], None]
     complaints: Complaints
+    telemetry: Telemetry
 
     def __post_init__(self) -> None:
         self._borrower = Borrower(self.door, self.core.layout.block_size)
         self._pulls: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(MAX_PULLS)
         self._room = asyncio.Event()
+        self._traces: dict[WorkerId, str] = {}
+        """Whose request last wanted something of a worker kept: what is read next is told in its trace."""
 
     def offered(self, received: Received[BlocksCooling]) -> None:
         """A worker says what it will evict soon."""
@@ -66,6 +71,8 @@ class Puller:
 
     def replicated(self, received: Received[ReplicateBlocks]) -> None:
         """A worker says what it has completed, and wants kept elsewhere as well."""
+        if received.traceparent:
+            self._traces[received.message.source] = received.traceparent
         if self.core.replicated(received.message):
             self._begin(received.message.source)
 
@@ -94,6 +101,7 @@ class Puller:
             reason = str(error)
         finally:
             num_left = self.core.end_pull(worker_id)
+            self._traces.pop(worker_id, None)
         if reason:
             self.complaints.say("pull", f"{num_left} blocks of {worker_id} were not taken: {reason}")
 
@@ -105,13 +113,20 @@ class Puller:
             batch = self.core.next_pull(worker_id, min(room, MAX_PULL_BLOCKS))
             if not batch:
                 return
+            span = TransferSpan(self.telemetry, self.core.limits.store_id, self._traces.get(worker_id, ""))
+            outcome, num_landed = "stopped", 0
             try:
-                async with self._lease(worker_id, batch) as granted:
-                    await self._read(granted, batch)
-                num_refused = 0
+                async with self._lease(worker_id, batch, span.story) as granted:
+                    num_landed = await self._read(granted, batch, span.stats)
+                outcome, num_refused = "landed", 0
             except _RoomTakenError:
+                outcome = "no room"
                 num_refused += 1
+            except TransferFailedError as error:
+                outcome, num_landed = str(error), error.num_landed_tokens // self.core.layout.block_size
+                raise
             except NotGrantedError as error:
+                outcome = str(error)
                 if error.reason == "gone":
                     num_refused += 1
                     self.core.passed_over(worker_id, batch[:1])
@@ -119,6 +134,8 @@ class Puller:
                     return
                 else:
                     raise
+            finally:
+                span.end({Key.SOURCE: worker_id, Key.NUM_BLOCKS: num_landed}, outcome)
 
     async def _wait_for_room(self) -> int:
         """Return how many blocks may be read now. Raises _BehindError when it takes too long for any to be."""
@@ -131,7 +148,9 @@ class Puller:
         except TimeoutError:
             raise _BehindError("the store is behind with its writing, or all of it is on loan") from None
 
-    def _lease(self, worker_id: WorkerId, batch: list[BlockHash]) -> AbstractAsyncContextManager[LeaseGranted]:
+    def _lease(
+        self, worker_id: WorkerId, batch: list[BlockHash], traceparent: str
+    ) -> AbstractAsyncContextManager[LeaseGranted]:
         asked_ms = now_ms()
         request = RequestLease(
             request_id=RequestId(new_id("store")),
@@ -143,10 +162,10 @@ class Puller:
             first_block=0,
             block_hashes=join_hashes(batch),
         )
-        return self._borrower.lease(worker_id, request, ASK_TIMEOUT_S)
+        return self._borrower.lease(worker_id, request, ASK_TIMEOUT_S, traceparent)
 
-    async def _read(self, granted: LeaseGranted, batch: list[BlockHash]) -> None:
-        """Read what was granted, as far as there is room, and file it.
+    async def _read(self, granted: LeaseGranted, batch: list[BlockHash], stats: TransferStats) -> int:
+        """Read what was granted, as far as there is room, and file it. Return how many blocks these are.
 
         Raises TransferFailedError; what landed before is filed. Raises _RoomTakenError.
         """
@@ -164,6 +183,7 @@ class Puller:
                 first_token=0,
                 num_tokens=len(blocks) * block_size,
                 deadline_s=READ_TIMEOUT_S,
+                stats=stats,
             )
             num_landed = len(blocks)
         except TransferFailedError as error:
@@ -172,6 +192,7 @@ class Puller:
         finally:
             self.core.pulled(blocks, batch[:num_landed], writes=self._writes)
             self.changed()
+        return num_landed
 
     @property
     def _writes(self) -> bool:

@@ -5,7 +5,6 @@ import contextlib
 import logging
 import secrets
 import socket
-import time
 from collections.abc import Callable
 
 from dataplane.lease import Lease
@@ -32,6 +31,7 @@ from schemas.worker import (
 from services.bus.base import Bus
 from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig
+from services.keep import keep_traces
 from services.metrics import Metrics
 from services.runtime import now_ms
 from services.store.backing import Backing, Complaints
@@ -44,7 +44,7 @@ from services.worker.describe import describe
 from services.worker.holder import num_blocks_of
 from services.worker.metrics import HolderMetrics
 from services.worker.outbox import Outbox
-from services.worker.spans import WorkerSpans
+from services.worker.transfers import HolderSpans
 
 __all__ = ["load_store", "run_store"]
 
@@ -98,7 +98,8 @@ class Store:
         self._tasks = tasks
         self._loop = asyncio.get_running_loop()
         self._outbox = Outbox(door, self._store_id)
-        self._spans = WorkerSpans(telemetry, self._store_id)
+        self._telemetry = telemetry
+        self._spans = HolderSpans(telemetry, self._store_id)
         self._complaints = Complaints()
         self._backing = Backing(parts.tier, parts.values, self._complaints) if parts.tier else None
         self._gate = StoreGate(
@@ -106,6 +107,7 @@ class Store:
             parts.shape.layout.num_layers,
             on_started=lambda lease_id: self._post(self._started, lease_id),
             on_served=lambda lease_id, stats, error: self._post(self._served, lease_id, stats, error),
+            name_stream=telemetry.child_of,
         )
         self._plane = parts.platform.make_server(
             parts.arena, parts.shape, self._gate, parts.secret, _server_options(config)
@@ -121,6 +123,7 @@ class Store:
             tasks=tasks,
             changed=self._changed,
             complaints=self._complaints,
+            telemetry=telemetry,
         )
         self._unwritten = asyncio.Event()
         self._all_written = asyncio.Event()
@@ -144,6 +147,7 @@ class Store:
         await door.listen(tasks, subjects.LEFT, ("*",), self._on_left)
         await door.listen(tasks, subjects.COOLING, ("*",), self._puller.offered)
         await door.listen(tasks, subjects.REPLICATE, me, self._puller.replicated)
+        await keep_traces(door, tasks, self._telemetry)
         await door.bus.flush()
         self._outbox.put(subjects.JOINED, me, WorkerJoined(worker=self._info()))
         self._clockwork.append(tasks.create_task(self._tick(), name="tick"))
@@ -220,7 +224,7 @@ class Store:
             self.core.started(lease_id, now_ms())
         self._measured.leases.reading(lease_id, is_read=True)
 
-    def _served(self, lease_id: LeaseId, stats: TransferStats | None, error: str) -> None:
+    def _served(self, lease_id: LeaseId, stats: TransferStats, error: str) -> None:
         for lent in self._end(lambda: self.core.end_lease(lease_id, error or "landed")):
             if not lent.traceparent:
                 continue  # nobody's trace: a store that takes from us, say
@@ -228,10 +232,8 @@ class Store:
                 Key.REQUEST_ID: lent.request.request_id,
                 Key.ATTEMPT: lent.request.attempt,
                 Key.LEASE: lease_id,
-                Key.OUTCOME: error or "landed",
             }
-            span_ns = (lent.granted_ns, time.time_ns())
-            self._spans.transferred(lent.traceparent, "source", span_ns, stats, attributes)
+            self._spans.served(lent.traceparent, stats, attributes, error)
 
     def _on_returned(self, received: Received[ReturnLease]) -> None:
         self._end(lambda: self.core.returned(received.message))

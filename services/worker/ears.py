@@ -11,10 +11,11 @@ from schemas.request import AskProgress, CancelRequest, Progress, Refused
 from schemas.status import DescribeWorker
 from schemas.worker import PingWorker, WorkerAlive, WorkerLeft
 from services.bus.typed import Received
+from services.keep import keep_traces
 from services.runtime import now_ms
 from services.worker.holder import num_blocks_of
 from services.worker.shell import Worker
-from services.worker.spans import LeaseTrace
+from services.worker.transfers import LeaseTrace
 
 
 class Ears:
@@ -34,6 +35,7 @@ class Ears:
         await door.serve(tasks, subjects.PROGRESS, me, self._on_progress)
         await door.serve(tasks, subjects.PING, me, self._on_ping)
         await door.serve(tasks, subjects.WORKER_STATUS, me, self._on_status)
+        await keep_traces(door, tasks, self._worker.telemetry)
         await door.bus.flush()
 
     def _on_cancel(self, received: Received[CancelRequest]) -> None:

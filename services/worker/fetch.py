@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 from dataplane.reader import Landed, PlaneReader
-from dataplane.stream import TransferFailedError
+from dataplane.stream import TransferFailedError, TransferStats
 from schemas.block import join_hashes
 from schemas.ids import WorkerId
 from schemas.kv import LeaseGranted, RequestLease
@@ -23,6 +23,7 @@ from services.worker.metrics import WorkerMetrics
 from services.worker.rates import RateBook
 from services.worker.spans import WorkerSpans
 from services.worker.survive import surviving
+from services.worker.transfers import TransferSpan
 from services.worker.wire import WireChoice
 
 log = logging.getLogger(__name__)
@@ -86,12 +87,12 @@ class Fetches:
             self.on_fetched(key, ReadOutcome(0))
 
     async def _fetch(self, action: Fetch) -> None:
-        started_ns = time.time_ns()
         traceparent = action.traceparent or self.spans.traceparent(action.key)
+        span = TransferSpan(self.spans.telemetry, self.worker_id, traceparent)
         outcome, landed, failure = ReadOutcome(0), None, ""
         try:
-            async with self._lease(action, traceparent) as granted:
-                landed = await self._read(action, granted)
+            async with self._lease(action, span.story) as granted:
+                landed = await self._read(action, granted, span.stats)
             outcome = ReadOutcome(landed.num_tokens, landed.stats.num_bytes, landed.stats.carrier, is_whole=True)
         except NotGrantedError as error:
             failure = str(error)
@@ -104,7 +105,7 @@ class Fetches:
             failure = "stopped"  # by `stop` or `close`; the thread has ended
         self._running.pop(action.key, None)
         with surviving(f"the end of the fetch of {action.key[0]}"):
-            self._record(action, (started_ns, time.time_ns()), landed, failure, traceparent)
+            self._record(action, span, landed, outcome, failure)
         with surviving(f"what follows the fetch of {action.key[0]}"):
             self.on_fetched(action.key, outcome)
 
@@ -126,7 +127,7 @@ class Fetches:
         timeout_s = max(0.001, (answer_by_ms - asked_ms) / 1000)
         return self._borrower.lease(action.source, request, timeout_s, traceparent)
 
-    async def _read(self, action: Fetch, granted: LeaseGranted) -> Landed:
+    async def _read(self, action: Fetch, granted: LeaseGranted, stats: TransferStats) -> Landed:
         num_bytes = max(0, granted.num_tokens - granted.first_token) * self.token_bytes
         limit_s = READ_BASE_S + num_bytes / READ_BYTES_PER_S_MIN
         return await self.reader.read(
@@ -138,22 +139,26 @@ class Fetches:
             num_tokens=granted.num_tokens,
             wire_dtype=self.wire.dtype(action.source, now_ms()),
             deadline_s=max(0.0, min(limit_s, (action.deadline_ms - now_ms()) / 1000)),
+            stats=stats,
         )
 
     def _record(
-        self, action: Fetch, span_ns: tuple[int, int], landed: Landed | None, failure: str, traceparent: str
+        self, action: Fetch, span: TransferSpan, landed: Landed | None, outcome: ReadOutcome, failure: str
     ) -> None:
+        num_tokens = max(0, outcome.num_landed_tokens - action.first_block * self.block_size)
         attributes: dict[str, AttributeValue] = {
             Key.REQUEST_ID: action.key[0],
             Key.ATTEMPT: action.key[1],
             Key.SOURCE: action.source,
-            Key.OUTCOME: failure or "landed",
+            Key.NUM_BLOCKS: num_tokens // self.block_size,
+            Key.NUM_CACHED_BLOCKS: action.first_block,
+            Key.EXPOSED_MS: (time.time_ns() - span.started_ns) / 1e6,  # nothing is computed meanwhile
         }
         stats = landed.stats if landed else None
         if stats is not None:
-            self.rates.transferred(action.source, span_ns[0], stats, now_ms())
+            self.rates.transferred(action.source, span.started_ns, stats, now_ms())
             self.rates.carried(action.source, stats, now_ms())
         elif failure:
             log.info("%s: nothing (more) of %s from %s: %s", self.worker_id, action.key[0], action.source, failure)
-        self.spans.transferred(traceparent, "target", span_ns, stats, attributes)
-        self.measured.read("fetch", action.source, span_ns, stats, failure, traceparent)
+        span.end(attributes, failure or "landed")
+        self.measured.read("fetch", action.source, span.started_ns, stats, failure, span.traceparent)

@@ -37,8 +37,10 @@ log = logging.getLogger(__name__)
 
 StartedCallback = Callable[[LeaseId], None]
 """The first byte of a read is on its way; called on a plane thread."""
-ServedCallback = Callable[[LeaseId, TransferStats | None, str], None]
-"""(lease, what was sent or None, why it failed or ''); called on a plane thread."""
+ServedCallback = Callable[[LeaseId, TransferStats, str], None]
+"""(lease, what was sent, why it failed or ''); called on a plane thread."""
+NameCallback = Callable[[LeaseId], str]
+"""What this end of a lease's stream is called in its trace; called on a plane thread."""
 
 COOLING_SHARE = 8
 """Once fewer than 1/8 of the blocks are free, the coldest of the cached ones are said to go."""
@@ -65,6 +67,7 @@ class KVHolder:
     make_server: MakeServer
     on_started: StartedCallback
     on_served: ServedCallback
+    name_stream: NameCallback = lambda _: ""
     lock: threading.Lock = field(default_factory=threading.Lock)
     leases: LeaseTable = field(default_factory=LeaseTable)
     _served: dict[LeaseId, ServedLease] = field(default_factory=dict[LeaseId, ServedLease])
@@ -259,6 +262,7 @@ class KVHolder:
             num_tokens=lease.num_tokens,
             progress=served.progress,
             first_token=lease.first_token,
+            traceparent=self.name_stream(lease.lease_id),
         )
 
     def still_valid(self, ticket: Ticket) -> bool:
@@ -272,7 +276,7 @@ class KVHolder:
     def started(self, lease_id: LeaseId, carrier: str) -> None:
         self.on_started(lease_id)
 
-    def served(self, lease_id: LeaseId, stats: TransferStats | None, error: str) -> None:
+    def served(self, lease_id: LeaseId, stats: TransferStats, error: str) -> None:
         self.on_served(lease_id, stats, error)
 
 

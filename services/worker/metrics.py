@@ -1,5 +1,6 @@
 """What a holder of KV measures: its blocks, the leases on them, what it reads, what its engine does."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -139,17 +140,17 @@ class WorkerMetrics(HolderMetrics):
         self,
         kind: ReadKind,
         source: WorkerId,
-        span_ns: tuple[int, int],
+        started_ns: int,
         stats: TransferStats | None,
         failure: str,
         traceparent: str,
     ) -> None:
-        """A read has ended. `failure`: empty, or why, its code in front."""
+        """A read has ended that began at `started_ns`. `failure`: empty, or why, its code in front."""
         metrics = self.metrics
         metrics.inc(names.TRANSFERS, outcome_of(failure), traceparent=traceparent)
         if stats is None:
             return
-        seconds = (span_ns[1] - span_ns[0]) / 1e9
+        seconds = (time.time_ns() - started_ns) / 1e9
         metrics.inc(names.TRANSFER_BYTES, source, stats.carrier, by=stats.num_bytes, traceparent=traceparent)
         metrics.inc(names.TRANSFER_WIRE_BYTES, source, stats.carrier, by=stats.num_wire_bytes)
         metrics.observe(names.TRANSFER_SECONDS, seconds, kind, traceparent=traceparent)

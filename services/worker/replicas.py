@@ -145,6 +145,10 @@ class ReplicaCore:
                 self.offers.ended((sampled.sequence.request_id, sampled.sequence.attempt))
         return [*self.offers.due(now_ms)] if len(self.offers) else []
 
+    def take_ended(self) -> list[tuple[AttemptKey, str]]:
+        """Copies are no attempts: their reads are all that is told of them."""
+        return []
+
     def removed(self, key: AttemptKey, now_ms: int) -> list[Action]:
         self.offers.ended(key)
         return [*self.offers.due(now_ms)]

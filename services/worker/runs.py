@@ -34,6 +34,8 @@ class Run(Generic[RequestT]):
     fetching_from: WorkerId | None = None
     taken_ms: int = 0
     """When this worker took it."""
+    outcome: str = ""
+    """Why it was ended early."""
 
     @property
     def key(self) -> AttemptKey:
@@ -83,6 +85,7 @@ class RoleCore(ABC, Generic[RunT]):
         self._queue: deque[RunT] = deque()
         self._by_handoff: dict[HandoffId, RunT] = {}
         self._past = PastAttempts()
+        self._ended: list[tuple[AttemptKey, str]] = []
         self.draining = False
 
     @property
@@ -95,6 +98,13 @@ class RoleCore(ABC, Generic[RunT]):
 
     def has(self, key: AttemptKey) -> bool:
         return key in self._runs
+
+    def take_ended(self) -> list[tuple[AttemptKey, str]]:
+        """Return the attempts that have ended here since the last call, and why; "" for those that went well."""
+        if not self._ended:
+            return []
+        ended, self._ended = self._ended, []
+        return ended
 
     def attempts(self) -> dict[AttemptKey, GatewayId]:
         """Return the attempts that go on here, and whose they are."""
@@ -200,6 +210,7 @@ class RoleCore(ABC, Generic[RunT]):
         if run in self._queue:
             self._queue.remove(run)
         del self._runs[run.key]
+        self._ended.append((run.key, run.outcome))
         if run.request.handoff_id is not None:
             self._by_handoff.pop(run.request.handoff_id, None)
         self._past.add(run.key)

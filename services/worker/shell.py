@@ -56,7 +56,8 @@ from services.worker.outbox import Outbox
 from services.worker.rates import RateBook
 from services.worker.report import Reporter
 from services.worker.roles import KVReads, LeaseOwner, WorkerCore
-from services.worker.spans import LeaseTrace, LeaseTraces, WorkerSpans
+from services.worker.spans import WorkerSpans
+from services.worker.transfers import LeaseTrace, LeaseTraces
 from services.worker.wire import WireChoice
 
 log = logging.getLogger(__name__)
@@ -84,7 +85,9 @@ class Worker:
         metrics = metrics or Metrics(parts.worker_id)
         self.door = TypedBus(bus, parts.role, metrics)
         self.outbox = Outbox(self.door, parts.worker_id)
+        self.telemetry = telemetry
         self.spans = WorkerSpans(telemetry, parts.worker_id)
+        self.lease_traces = LeaseTraces(self.spans)
         chunk_tokens, caching = config.worker.token_budget, config.worker.prefix_cache
         self.holder = KVHolder(
             worker_id=parts.worker_id,
@@ -95,6 +98,7 @@ class Worker:
             make_server=parts.platform.make_server,
             on_started=lambda lease_id: self._post(self._started, lease_id),
             on_served=lambda lease_id, stats, error: self._post(self._served, lease_id, stats, error),
+            name_stream=self.lease_traces.name_stream,
         )
         self.reader = parts.platform.make_reader(parts.arena, parts.shape)
         self.rates = RateBook(parts.shape.layout.block_bytes // parts.shape.layout.block_size)
@@ -130,7 +134,6 @@ class Worker:
         self.pulse = Pulse(TICK_INTERVAL_S, config.worker.fence_after_ms / 1000)
         self._reads: KVReads | None = None
         self._lease_owners: list[LeaseOwner] = []
-        self.lease_traces = LeaseTraces(self.spans)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self.changed = asyncio.Event()
@@ -242,6 +245,7 @@ class Worker:
         for action in actions:
             match action:
                 case Emit(gateway_id=gateway_id, tokens=tokens):
+                    tokens = tokens if tokens.report is None else self.spans.timed(tokens)
                     emitted.append((gateway_id, tokens))
                     self.answers.emitted((RequestId(tokens.request_id), tokens.attempt), tokens, now_ms())
                 case OpenLease(lease=lease):
@@ -272,6 +276,9 @@ class Worker:
                 case StopRead():
                     assert self._reads is not None
                     self._reads.stop(action)
+        for core in self.cores:
+            for key, outcome in core.take_ended():
+                self.spans.ended(key, outcome)
         self.outbox.put_tokens(emitted)
         for event in self.holder.events():
             subject = subjects.STORED if isinstance(event, BlocksStored) else subjects.EVICTED
@@ -314,7 +321,7 @@ class Worker:
         self.measured.leases.ended(action.lease_id, action.reason)
 
     def forget(self, key: AttemptKey) -> None:
-        """Drop what was kept for an attempt that has ended here."""
+        """Drop what was kept for an attempt that is not taken."""
         self.spans.forget(key)
         self.holder.forget(key)
 
@@ -343,21 +350,19 @@ class Worker:
                 ended.append(sequence)
         self.decide_all(lambda core, now: core.stepped(result, now))
         for sequence in ended:
-            self.forget((sequence.request_id, sequence.attempt))
+            self.holder.forget((sequence.request_id, sequence.attempt))
 
     def _removed(self, sequence: Sequence) -> None:
         key = (sequence.request_id, sequence.attempt)
         self.holder.ended(sequence)
-        if sequence.max_local_tokens is None:
-            self.spans.decoded(sequence, "cancelled")
         self.decide_all(lambda core, now: core.removed(key, now))
-        self.forget(key)
+        self.holder.forget(key)
 
     def _engine_failed(self, sequences: list[Sequence], reason: str) -> None:
         for sequence in sequences:
             key: AttemptKey = (RequestId(sequence.request_id), sequence.attempt)
             self.decide_all(lambda core, now, key=key: core.engine_failed(key, reason, now))
-            self.forget(key)
+            self.holder.forget(key)
 
     def _fetched(self, key: AttemptKey, outcome: ReadOutcome) -> None:
         self.decide_all(lambda core, now: core.fetched(key, outcome, now))
@@ -367,7 +372,7 @@ class Worker:
             self.lending.started(lease_id, now_ms())
         self.measured.leases.reading(lease_id, is_read=True)
 
-    def _served(self, lease_id: LeaseId, stats: TransferStats | None, error: str) -> None:
+    def _served(self, lease_id: LeaseId, stats: TransferStats, error: str) -> None:
         self.measured.leases.reading(lease_id, is_read=False)
         self.decide(lambda _now: self.lending.served(lease_id, error or "landed"))
         self.decide(lambda now: [a for owner in self._lease_owners for a in owner.served(lease_id, error, now)])

@@ -9,13 +9,12 @@ import httpx
 import msgspec
 import openai
 import pytest
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from services.bus.memory import MemoryBus
 from services.config import MeshConfig
 from services.gateway.prepare import ServedModel
 from services.gateway.service import bind, load_model, run_gateway
-from services.telemetry import Telemetry
+from services.telemetry import ListExporter, SpanRecord, Telemetry
 from tests.gateway.fake_mesh import FakeMesh
 
 TEXT = "The harbour of Bergen: 1234 ships – naïve 東京 🙂 and more."
@@ -30,7 +29,7 @@ class Rig:
     url: str
     http: httpx.AsyncClient
     client: openai.AsyncOpenAI
-    spans: InMemorySpanExporter
+    spans: list[SpanRecord]
     telemetry: Telemetry
     answer: list[int]
     stop: asyncio.Event
@@ -59,9 +58,9 @@ def open_rig(model: ServedModel) -> OpenRig:
         limits = msgspec.structs.replace(config.gateway, request_timeout_s=timeout_s, **(gateway or {}))
         config = msgspec.structs.replace(config, gateway=limits)
         answer = [*model.codec.encode(TEXT), min(model.eos_token_ids)]
-        bus, spans = MemoryBus(), InMemorySpanExporter()
+        bus, spans = MemoryBus(), list[SpanRecord]()
         mesh = FakeMesh(bus, model.layout.fingerprint, lambda prompt: answer, **mesh_fields)
-        telemetry = Telemetry("gateway", spans)
+        telemetry = Telemetry("gateway", ListExporter(spans))
         sock = bind("127.0.0.1", 0)
         if send_buffer:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

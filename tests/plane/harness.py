@@ -115,7 +115,7 @@ class Gate:
     before_recheck: Callable[[int], None] = lambda _: None
     num_rechecks: int = 0
     carriers: list[str] = field(default_factory=list)
-    outcomes: list[tuple[TransferStats | None, str]] = field(default_factory=list)
+    outcomes: list[tuple[TransferStats, str]] = field(default_factory=list)
     outcome_known: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
     def open(self, ticket: Ticket) -> ReadableKV:
@@ -132,11 +132,11 @@ class Gate:
     def started(self, lease_id: LeaseId, carrier: str) -> None:
         self.carriers.append(carrier)
 
-    def served(self, lease_id: LeaseId, stats: TransferStats | None, error: str) -> None:
+    def served(self, lease_id: LeaseId, stats: TransferStats, error: str) -> None:
         self.outcomes.append((stats, error))
         self.outcome_known.release()
 
-    def wait_outcome(self) -> tuple[TransferStats | None, str]:
+    def wait_outcome(self) -> tuple[TransferStats, str]:
         if threads.is_thread():
             while not self.outcome_known.acquire(blocking=False):
                 threads.pause(0.001)

@@ -387,7 +387,7 @@ def refusal_without_retry_after(patch: pytest.MonkeyPatch) -> None:
 
 @bug("a lease's end is in no trace")
 def release_is_not_traced(patch: pytest.MonkeyPatch) -> None:
-    from services.worker.spans import LeaseTraces
+    from services.worker.transfers import LeaseTraces
 
     patch.setattr(LeaseTraces, "ended", lambda self, lease_id, num_blocks, reason: None)
 

@@ -163,7 +163,7 @@ class Worker:
     def started(self, lease_id: LeaseId, carrier: str) -> None:
         pass
 
-    def served(self, lease_id: LeaseId, stats: TransferStats | None, error: str) -> None:
+    def served(self, lease_id: LeaseId, stats: TransferStats, error: str) -> None:
         self.outcomes.append(error or "landed")
 
 

@@ -27,6 +27,7 @@ from schemas.request import (
     AskWanted,
     AttemptId,
     CancelRequest,
+    FirstTokenTimes,
     KVSource,
     Placement,
     PlacementTerms,
@@ -63,6 +64,7 @@ from schemas.story import (
     RequestResumed,
 )
 from schemas.subjects import SUBJECTS
+from schemas.trace import KeepTrace
 from schemas.worker import (
     BlockCounts,
     DescribeFleet,
@@ -150,6 +152,7 @@ TOKENS = (
             carrier="shm",
             transferred_from=(SourceTokens(worker_id=SOURCE, num_tokens=48),),
             is_prefill=True,
+            first_token=FirstTokenTimes(accepted_ns=1_800_000_000_000_000_001, first_step_ns=2, computed_ns=3),
         ),
     ),
     RequestTokens(
@@ -192,7 +195,7 @@ EXAMPLES: tuple[Message, ...] = (
         tenant="t",
         replica=TARGET,
     ),
-    PrefillAccepted(**REQUEST, worker_id=SOURCE),
+    PrefillAccepted(**REQUEST, worker_id=SOURCE, accepted_ns=1_800_000_000_000_000_001),
     ReserveBlocks(
         **REQUEST,
         gateway_id=GATEWAY,
@@ -246,6 +249,7 @@ EXAMPLES: tuple[Message, ...] = (
         num_tokens=80,
     ),
     BlocksCooling(**HOLDER, block_hashes=HASHES),
+    KeepTrace(trace_id="0af7651916cd43dd8448eb211c80319c", reason="failed"),
     ReplicateBlocks(**REQUEST, source=SOURCE, fingerprint="f00d", first_block=3, block_hashes=HASHES, tenant="t"),
     PingWorker(),
     WorkerAlive(**HOLDER, lag_ms=12),

@@ -1,0 +1,17 @@
+"""Traces that were not sampled, and turn out to be wanted: every service exports what it has of them."""
+
+import asyncio
+
+from schemas import subjects
+from schemas.trace import KeepTrace
+from services.bus.typed import Received, TypedBus
+from services.telemetry import Telemetry
+
+
+async def keep_traces(door: TypedBus, tasks: asyncio.TaskGroup, telemetry: Telemetry) -> None:
+    """Listen for the traces that are wanted."""
+
+    def keep(received: Received[KeepTrace]) -> None:
+        telemetry.keep(received.message.trace_id)
+
+    await door.listen(tasks, subjects.KEEP, ("*",), keep)

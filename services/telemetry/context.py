@@ -1,0 +1,43 @@
+"""W3C Trace Context, as far as the mesh needs it: what names a span, and whether its trace is sampled."""
+
+import random
+import re
+from typing import NamedTuple
+
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
+_SAMPLED = 1
+
+
+class TraceContext(NamedTuple):
+    """Names a span. Ids are lower-case hexadecimal digits."""
+
+    trace_id: str
+    span_id: str
+    is_sampled: bool
+
+    @property
+    def traceparent(self) -> str:
+        return f"00-{self.trace_id}-{self.span_id}-{self.is_sampled:02x}"
+
+    def child(self) -> "TraceContext":
+        """Return the name of a new span of this trace."""
+        return TraceContext(self.trace_id, new_span_id(), self.is_sampled)
+
+
+def parse_traceparent(text: str) -> TraceContext | None:
+    """Return what a `traceparent` says; None for what is empty or malformed."""
+    match = _TRACEPARENT.fullmatch(text)
+    if match is None:
+        return None
+    return TraceContext(match[1], match[2], bool(int(match[3], 16) & _SAMPLED))
+
+
+def new_trace(ratio: float) -> TraceContext:
+    """Return the name of a new trace's first span; this share of all is sampled, decided by the id, as OpenTelemetry's
+    ratio-based sampler does."""
+    number = random.getrandbits(128) or 1
+    return TraceContext(f"{number:032x}", new_span_id(), number % 2**64 < ratio * 2**64)
+
+
+def new_span_id() -> str:
+    return f"{random.getrandbits(64) or 1:016x}"

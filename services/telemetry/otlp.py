@@ -1,0 +1,61 @@
+"""Spans as OTLP over HTTP. The only file that knows OpenTelemetry."""
+
+import functools
+import logging
+from collections.abc import Sequence
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+from services.telemetry.context import parse_traceparent
+from services.telemetry.record import SpanRecord
+
+_SCOPE = InstrumentationScope("kvmesh")
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+
+
+class OtlpExporter:
+    """Sends to `{endpoint}/v1/traces`. What cannot be sent is lost after a few tries."""
+
+    def __init__(self, endpoint: str) -> None:
+        logging.getLogger("opentelemetry").setLevel(logging.ERROR)
+        self._exporter = OTLPSpanExporter(endpoint=endpoint.rstrip("/") + "/v1/traces")
+
+    def export(self, spans: Sequence[SpanRecord]) -> None:
+        self._exporter.export([_readable(span) for span in spans])
+
+    def close(self) -> None:
+        self._exporter.shutdown()
+
+
+def _readable(span: SpanRecord) -> ReadableSpan:
+    return ReadableSpan(
+        name=span.name,
+        context=_context(span.trace_id, span.span_id),
+        parent=_context(span.trace_id, span.parent_id) if span.parent_id else None,
+        resource=_resource(span.service),
+        attributes=span.attributes,
+        links=[
+            Link(_context(linked.trace_id, linked.span_id))
+            for link in span.links
+            if (linked := parse_traceparent(link)) is not None
+        ],
+        kind=SpanKind.SERVER if span.is_server else SpanKind.INTERNAL,
+        status=Status(StatusCode.ERROR, span.error) if span.error else Status(StatusCode.UNSET),
+        start_time=span.start_ns,
+        end_time=span.end_ns,
+        instrumentation_scope=_SCOPE,
+    )
+
+
+def _context(trace_id: str, span_id: str) -> SpanContext:
+    return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=False, trace_flags=_SAMPLED)
+
+
+@functools.cache
+def _resource(service: str) -> Resource:
+    """Which process speaks. Made once: what is found out about the process does not change."""
+    return Resource.create({"service.name": f"kvmesh-{service}", "service.instance.id": service})

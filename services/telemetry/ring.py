@@ -1,0 +1,40 @@
+"""Spans of traces that nobody has asked for yet: kept for a while, in case somebody does. Pure."""
+
+from services.telemetry.record import SpanRecord
+
+MAX_SPANS = 16_384
+"""Of all traces together: about 10 MiB, and of a busy worker the last minute or so."""
+MAX_KEPT_TRACES = 4_096
+"""So many traces that were asked for are remembered: what comes later of them is wanted too."""
+
+
+class Ring:
+    """The oldest trace goes first where there is no room."""
+
+    def __init__(self, max_spans: int = MAX_SPANS, max_kept: int = MAX_KEPT_TRACES) -> None:
+        self._max_spans = max_spans
+        self._max_kept = max_kept
+        self._spans: dict[str, list[SpanRecord]] = {}
+        self._kept: dict[str, None] = {}
+        self._num_spans = 0
+
+    def __len__(self) -> int:
+        return self._num_spans
+
+    def is_kept(self, trace_id: str) -> bool:
+        return trace_id in self._kept
+
+    def add(self, span: SpanRecord) -> None:
+        self._spans.setdefault(span.trace_id, []).append(span)
+        self._num_spans += 1
+        while self._num_spans > self._max_spans:
+            self._num_spans -= len(self._spans.pop(next(iter(self._spans))))
+
+    def keep(self, trace_id: str) -> list[SpanRecord]:
+        """Return what there is of a trace, and remember that it is wanted."""
+        self._kept[trace_id] = None
+        if len(self._kept) > self._max_kept:
+            del self._kept[next(iter(self._kept))]
+        found = self._spans.pop(trace_id, [])
+        self._num_spans -= len(found)
+        return found

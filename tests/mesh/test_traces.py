@@ -1,0 +1,109 @@
+"""Traces of a real mesh: processes, a broker, HTTP, span files."""
+
+import secrets
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from services.cli.supervisor import UpOptions
+from services.sim.traces import MAX_RESIDUAL, ttft_residual
+from services.telemetry import Key, SpanName, SpanRecord
+from tests.mesh.processes import Mesh, in_parallel, running_mesh
+from tests.sim.trees import GOLDEN, draw
+
+NUM_REQUESTS = 500
+OPTIONS = UpOptions(port=0, num_prefill=1, num_decode=1, kv_bytes=64 << 20, num_threads=1, unsplit_tokens_max=0)
+
+
+def spans_in(folder: Path) -> list[SpanRecord]:
+    """Return what has been written; a last line may still be on its way."""
+    decoder = msgspec.json.Decoder(SpanRecord)
+    lines = [line for path in folder.glob("*.jsonl") for line in path.read_bytes().split(b"\n")[:-1]]
+    return [decoder.decode(line) for line in lines]
+
+
+def traces_in(mesh: Mesh) -> dict[str, list[SpanRecord]]:
+    by_trace: defaultdict[str, list[SpanRecord]] = defaultdict(list)
+    for span in spans_in(mesh.supervisor.trace_dir):
+        by_trace[span.trace_id].append(span)
+    return by_trace
+
+
+def fresh_prompt(num_tokens: int) -> list[int]:
+    return [3 + secrets.randbelow(200) for _ in range(num_tokens)]
+
+
+def ask(mesh: Mesh, num_tokens: int = 60, **fields: object) -> httpx.Response:
+    headers = {"traceparent": str(fields.pop("traceparent"))} if "traceparent" in fields else {}
+    body = {"model": mesh.model, "prompt": fresh_prompt(num_tokens), "max_tokens": 4, "ignore_eos": True} | fields
+    return mesh.client.post("/v1/completions", json=body, headers=headers)
+
+
+def trace_id_of(response: httpx.Response) -> str:
+    return response.headers["traceparent"].split("-")[1]
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+    with running_mesh(tmp_path_factory.mktemp("traced"), OPTIONS) as running:
+        yield running
+
+
+def test_of_500_requests_the_parts_of_the_ttft_add_up(mesh: Mesh) -> None:
+    answers = in_parallel([lambda: ask(mesh) for _ in range(NUM_REQUESTS)], 4)
+    assert all(answer.status_code == 200 for answer in answers)
+    wanted = {trace_id_of(answer) for answer in answers}
+
+    def residuals() -> list[float]:
+        traces = traces_in(mesh)
+        found = [ttft_residual(spans) for trace_id, spans in traces.items() if trace_id in wanted]
+        return [abs(residual) for residual in found if residual is not None]
+
+    mesh.wait_until(lambda: len(residuals()) == NUM_REQUESTS, "the traces of all requests, each with all of its parts")
+    assert sorted(residuals())[int(0.95 * NUM_REQUESTS)] <= MAX_RESIDUAL
+
+
+def test_a_finished_tree_is_the_simulator_s(mesh: Mesh) -> None:
+    """Span by span, with what links them. Over shared memory as over a wire."""
+    answer = ask(mesh, num_tokens=100)
+    trace_id, golden = trace_id_of(answer), (GOLDEN / "finished.txt").read_text()
+
+    def drawn() -> str:
+        spans = spans_in(mesh.supervisor.trace_dir)
+        return draw(spans, trace_id) if any(s.trace_id == trace_id and s.is_server for s in spans) else ""
+
+    mesh.wait_until(lambda: drawn().count("\n") == golden.count("\n"), "all spans of the request")
+    assert drawn() == golden
+
+
+def test_a_transfer_says_what_moved(mesh: Mesh) -> None:
+    trace_id = trace_id_of(ask(mesh, num_tokens=100))
+
+    def ends() -> dict[str, SpanRecord]:
+        spans = traces_in(mesh)[trace_id]
+        return {str(s.attributes[Key.END]): s for s in spans if s.name == SpanName.KV_TRANSFER}
+
+    mesh.wait_until(lambda: len(ends()) == 2, "both ends of the transfer")
+    source, target = ends()["source"], ends()["target"]
+    assert source.attributes[Key.NUM_BYTES] == target.attributes[Key.NUM_BYTES] != 0
+    assert (target.attributes[Key.NUM_BLOCKS], target.attributes[Key.NUM_CACHED_BLOCKS]) == (7, 0)
+    assert target.attributes[Key.SOURCE] == source.attributes[Key.WORKER] == "prefill-0"
+    assert [link.split("-")[2] for link in target.links] == [source.span_id]
+    assert [link.split("-")[2] for link in source.links] == [target.span_id]
+
+
+def test_what_is_not_sampled_is_kept_where_it_fails(mesh: Mesh) -> None:
+    """A client may ask for no trace: then there is none, unless the request fails after workers had it."""
+    quiet, failing = f"{secrets.randbits(128):032x}", f"{secrets.randbits(128):032x}"
+    parent = "b7ad6b7169203331"
+    assert ask(mesh, traceparent=f"00-{quiet}-{parent}-00").status_code == 200
+    with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=mesh.url, timeout=0.5) as client:
+        body = {"model": mesh.model, "prompt": fresh_prompt(50), "max_tokens": 2000, "ignore_eos": True}
+        client.post("/v1/completions", json=body, headers={"traceparent": f"00-{failing}-{parent}-00"})
+    seen = ask(mesh)
+    mesh.wait_until(lambda: trace_id_of(seen) in traces_in(mesh), "a later trace")
+    assert not {quiet, failing} & set(traces_in(mesh)), "a client that hangs up is no failure"
