@@ -119,6 +119,9 @@ class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     otlp_endpoint: str = ""
     trace_dir: str = ""
+    metrics_port: int = -1
+    """Where every service serves its metrics; 0 finds a port, -1: nowhere but on a gateway's own port."""
+    metrics_host: str = "127.0.0.1"
 
 
 class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
