@@ -320,7 +320,7 @@ async def test_a_wrong_password_is_one_line_without_the_password(restricted_url:
 
 
 async def test_a_service_says_who_it_is_now(bus: NatsBus, nats_url: str) -> None:
-    """A worker that joins anew is another incarnation; whoever has no name of its own is called what its connection is."""
+    """A worker that joins anew is another incarnation; who has no name is called what its connection is."""
     server = await NatsBus.connect(nats_url, "its-connection")
     name, identity = f"service-{uuid4().hex[:8]}", {"incarnation": "one"}
     await server.announce(name, "does this and that", identity)
