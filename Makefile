@@ -4,13 +4,14 @@
 # make faults the same to real processes, and the table of what surviving comes to (about an hour)
 # make compose-test   the mesh of compose/ in real containers; says why not where there is no Docker
 # make sim    100,000 requests under every fault, in virtual time; then every planted bug
+# make pages  what a real mesh says on the bus, written into ARCHITECTURE.md; make screenshots: the README's pictures
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: up setup test check sim faults compose-test bench docs clean
+.PHONY: up setup test check sim faults compose-test bench docs pages screenshots clean
 
 up: setup
 	@$(BIN)/kvmesh up $(UP_FLAGS)
@@ -51,6 +52,12 @@ bench: setup
 
 docs: setup
 	$(BIN)/python -m services.cli.docs ARCHITECTURE.md
+
+pages: setup
+	$(BIN)/python -m services.cli.listening ARCHITECTURE.md
+
+screenshots: setup
+	$(BIN)/python -m services.cli.shots services/cli/shots
 
 clean:
 	rm -rf $(VENV) .kvmesh build *.egg-info

@@ -221,11 +221,13 @@ class AskProgress(RequestMessage, frozen=True, kw_only=True):
 
 class Progress(RequestMessage, frozen=True, kw_only=True):
     """What a worker knows of an attempt. `known` False: it has never heard of it, or has forgotten it; it will send
-    nothing. `tokens` None: nothing from the asked index on yet."""
+    nothing. `tokens` None: nothing from the asked index on yet. `is_waiting`: it is in line here, for room or for
+    its KV: there is no hurry to ask again."""
 
     worker_id: WorkerId
     known: bool
     tokens: RequestTokens | None = None
+    is_waiting: bool = False
 
 
 class AttemptId(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager
 from statistics import quantiles
 
 from rich.console import Console, Group, RenderableType
@@ -46,21 +47,30 @@ POOL = (("running", "█", "green"), ("leased", "▓", "magenta"), ("cached", "�
 
 async def watch(nats_url: str, stop: asyncio.Event, *, once: bool) -> None:
     """Draw until `stop`; `once`, or where there is no terminal: one frame. Raises UserError when no broker answers."""
-    bus = await NatsBus.connect(nats_url, "kvmesh-top")
-    door, board, console = TypedBus(bus, "top"), Board(time.monotonic()), Console(highlight=False)
-    async with asyncio.TaskGroup() as tasks:
-        await _listen(door, tasks, board)
-        asking = tasks.create_task(_ask(door, board))
+    board, console = Board(time.monotonic()), Console(highlight=False)
+    async with listening(nats_url, board):
         if once or not console.is_terminal:
             await _sleep_or(stop, ONCE_S)
             console.print(frame(board, time.monotonic(), nats_url))
-        else:
-            with Live(console=console, screen=True, auto_refresh=False) as live:
-                while not stop.is_set():
-                    live.update(frame(board, time.monotonic(), nats_url), refresh=True)
-                    await _sleep_or(stop, FRAME_S)
-        asking.cancel()
-        await door.close()
+            return
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while not stop.is_set():
+                live.update(frame(board, time.monotonic(), nats_url), refresh=True)
+                await _sleep_or(stop, FRAME_S)
+
+
+@asynccontextmanager
+async def listening(nats_url: str, board: Board) -> AsyncGenerator[None]:
+    """Fill the board while the block runs. Raises UserError when no broker answers."""
+    door = TypedBus(await NatsBus.connect(nats_url, "kvmesh-top"), "top")
+    async with asyncio.TaskGroup() as tasks:
+        await _listen(door, tasks, board)
+        asking = tasks.create_task(_ask(door, board))
+        try:
+            yield
+        finally:
+            asking.cancel()
+            await door.close()
 
 
 async def _listen(door: TypedBus, tasks: asyncio.TaskGroup, board: Board) -> None:
@@ -103,7 +113,10 @@ def frame(board: Board, now_s: float, nats_url: str) -> RenderableType:
     ]
     if board.pairs:
         parts += [Text(), _transfers(board, now_s)]
-    parts += [Text(), *_troubles(board, [load for load, _ in workers])]
+    loads = [load for load, _ in workers]
+    if (reads := _reads(loads)) is not None:
+        parts += [Text(), reads]
+    parts += [Text(), *_troubles(board, loads)]
     return Group(*parts)
 
 
@@ -160,20 +173,30 @@ def _legend() -> Text:
 
 
 def _transfers(board: Board, now_s: float) -> Table:
-    headings = ("per s", "MiB/s", "link MiB/s", "wait ms")
-    table = Table(
-        "KV handed over", "by", *(Column(name, justify="right") for name in headings), box=None, padding=(0, 2, 0, 0),
-        header_style="dim",
-    )  # fmt: skip
     busiest = sorted(board.pairs.items(), key=lambda item: -item[1].last_s)[:MAX_PAIRS]
+    table = Table(
+        "KV handed over", "by", *(Column(name, justify="right") for name in ("per s", "MiB/s", "mean KiB")),
+        box=None, padding=(0, 2, 0, 0), header_style="dim",
+    )  # fmt: skip
     for (source, target), pair in sorted(busiest):
-        rates = board.loads[target][1].rates.transfers if target in board.loads else ()
-        link = next((rate for rate in rates if rate.source == source), None)
-        table.add_row(
-            f"{source} → {target}", pair.carrier, f"{pair.transfers.per_s(now_s):.1f}",
-            f"{pair.num_bytes.per_s(now_s) / 2**20:,.1f}", f"{link.bytes_per_s / 2**20:,.0f}" if link else "",
-            f"{link.latency_ms:.1f}" if link else "",
-        )  # fmt: skip
+        per_s, bytes_per_s = pair.transfers.per_s(now_s), pair.num_bytes.per_s(now_s)
+        mean = f"{bytes_per_s / per_s / 2**10:,.0f}" if per_s else ""
+        table.add_row(f"{source} → {target}", pair.carrier, f"{per_s:.1f}", f"{bytes_per_s / 2**20:,.1f}", mean)
+    return table
+
+
+def _reads(loads: list[WorkerLoad]) -> Table | None:
+    """Return how quickly workers read what others hold, as they have measured it; None where none has."""
+    rates = [(load.worker.worker_id, rate) for load in loads for rate in load.rates.transfers]
+    if not rates:
+        return None
+    table = Table(
+        "KV read under a lease", "by", *(Column(name, justify="right") for name in ("link MiB/s", "wait ms")),
+        box=None, padding=(0, 2, 0, 0), header_style="dim",
+    )  # fmt: skip
+    for reader, rate in rates[:MAX_PAIRS]:
+        rates_of = (f"{rate.bytes_per_s / 2**20:,.0f}", f"{rate.latency_ms:.1f}")
+        table.add_row(f"{rate.source} → {reader}", rate.carrier, *rates_of)
     return table
 
 

@@ -124,7 +124,7 @@ def _greet(console: Console, supervisor: Supervisor, options: UpOptions) -> None
         markup=False,
     )
     command = "kvmesh" if shutil.which("kvmesh") else os.path.relpath(Path(sys.executable).with_name("kvmesh"))
-    console.print(f"\nThen [bold]{command} trace[/bold], [bold]{command} status[/bold],")
+    console.print(f"\nThen [bold]{command} trace[/bold], [bold]{command} tail[/bold], [bold]{command} top[/bold],")
     console.print(f"or nats sub -s {supervisor.nats_url} 'mesh.>'")
     console.print(f"Prometheus finds every service's metrics by {os.path.relpath(state_dir() / 'metrics.json')}")
     console.print("Ctrl-C stops everything.")

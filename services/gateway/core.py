@@ -210,7 +210,7 @@ class RequestCore:
         worker_id = event.worker_id
         self._watch.end_question(worker_id)
         if event.outcome == "known":
-            self._watch.hear(worker_id, now_ms)
+            self._watch.hear(worker_id, now_ms, is_waiting=event.is_waiting)
         if not self._needs(worker_id):
             return []
         if event.outcome == "unknown":

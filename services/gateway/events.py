@@ -66,11 +66,12 @@ ProgressOutcome = Literal["known", "unknown", "unserved", "unanswered"]
 
 @dataclass(frozen=True, slots=True)
 class ProgressAnswered:
-    """What became of an AskWorker. The tokens of a reply come as TokensReceived."""
+    """What became of an AskWorker. The tokens of a reply come as TokensReceived. `is_waiting`: it is in line there."""
 
     attempt: int
     worker_id: WorkerId
     outcome: ProgressOutcome
+    is_waiting: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -337,6 +337,7 @@ class Requests:
         timeout_s = self.config.progress_after_ms / 1000
         outcome: ProgressOutcome
         share: RequestTokens | None = None
+        is_waiting = False
         try:
             reply = await self._ask(live, subjects.PROGRESS, (worker_id,), question, timeout_s)
         except NoRespondersError:
@@ -345,10 +346,10 @@ class Requests:
             outcome = "unanswered"
         else:
             assert isinstance(reply, Progress), "the subject's table allows no other reply"
-            outcome, share = "known" if reply.known else "unknown", reply.tokens
+            outcome, share, is_waiting = "known" if reply.known else "unknown", reply.tokens, reply.is_waiting
         if share is not None and (share.request_id, share.attempt) == (job.request_id, action.attempt):
             self._hear_share(live, worker_id, share)
-        self._tell(live, ProgressAnswered(action.attempt, worker_id, outcome))
+        self._tell(live, ProgressAnswered(action.attempt, worker_id, outcome, is_waiting))
 
     async def _place(self, live: LiveRequest, action: AskPlacement, asked_ns: int) -> None:
         job = live.job

@@ -105,7 +105,7 @@ class Stories:
     def go_on(self, request_id: RequestId, actions: list[Action]) -> None:
         """Tell what a request's core has just decided. After its end nothing is told."""
         tale = self._tales.get(request_id)
-        if tale is None:
+        if tale is None or (tale.phase == "decode" and _is_more(actions)):
             return
         core, now = tale.core, now_ms()
         if core.attempt > tale.attempt and core.phase is not Phase.ENDED:
@@ -242,6 +242,11 @@ class Stories:
 
 def _request_of(received: Received[DescribeRequest]) -> RequestId:
     return RequestId(received.subject.split(".")[_REQUEST_TOKEN])
+
+
+def _is_more(actions: list[Action]) -> bool:
+    """Say whether this is but one more piece of an answer that goes on: by far the most of what happens."""
+    return len(actions) == 1 and isinstance(actions[0], Deliver)
 
 
 def _phase_of(core: RequestCore) -> RequestPhase:

@@ -16,6 +16,8 @@ UNSERVED_MS = 300
 """Time between two questions that nobody serves before the worker is taken for dead: it may be reconnecting."""
 DEAF_AFTER_MS = 1_500
 """Any worker says its load twice a second; where nothing at all is heard for this long, the gateway is cut off."""
+WAITING_ROUNDS = 4
+"""An attempt that is in line at a worker is asked after this many times more rarely: hundreds may wait at once."""
 NEVER_MS = 2**62
 
 
@@ -55,6 +57,8 @@ class _Worker:
     asked_ms: int = 0
     unserved_ms: int = 0
     """When nobody served a question; 0 once it was heard."""
+    is_waiting: bool = False
+    """The attempt is in line there, as it said last."""
 
 
 class Watch:
@@ -67,10 +71,10 @@ class Watch:
         """The token that is missing while later ones are here."""
         self._gap_ms = 0
 
-    def hear(self, worker_id: WorkerId, now_ms: int) -> None:
+    def hear(self, worker_id: WorkerId, now_ms: int, *, is_waiting: bool = False) -> None:
         """Take note of a sign of a worker that has the attempt."""
         if worker := self._workers.get(worker_id):
-            worker.sign_ms, worker.unserved_ms = now_ms, 0
+            worker.sign_ms, worker.unserved_ms, worker.is_waiting = now_ms, 0, is_waiting
             worker.may_be_asked = True
 
     def end_accept_wait(self, worker_id: WorkerId) -> None:
@@ -105,8 +109,7 @@ class Watch:
             return None
         for worker_id in needed:
             worker = self._workers[worker_id]
-            heard_ms = max(worker.sign_ms, ears.open_since_ms)
-            if worker.may_be_asked and now_ms - heard_ms >= self._limits.worker_silent_ms:
+            if worker.may_be_asked and now_ms >= self._silent_ms(worker, ears):
                 return worker_id
         return None
 
@@ -125,9 +128,17 @@ class Watch:
         times: list[int] = []
         for worker_id in needed:
             worker = self._workers[worker_id]
-            silent_ms = max(worker.sign_ms, ears.open_since_ms) + self._limits.worker_silent_ms
-            times += [self._due_ms(worker), silent_ms if worker.may_be_asked else NEVER_MS]
+            times += [self._due_ms(worker), self._silent_ms(worker, ears) if worker.may_be_asked else NEVER_MS]
         return min(times, default=NEVER_MS)
+
+    def _quiet_ms(self, worker: _Worker) -> int:
+        """How long a worker may say nothing before it is asked."""
+        return self._limits.progress_after_ms * (WAITING_ROUNDS if worker.is_waiting else 1)
+
+    def _silent_ms(self, worker: _Worker, ears: Ears) -> int:
+        """When a worker that says nothing is lost: it must have been asked for long enough."""
+        unasked_ms = self._quiet_ms(worker) - self._limits.progress_after_ms
+        return max(worker.sign_ms, ears.open_since_ms) + self._limits.worker_silent_ms + unasked_ms
 
     def _due_ms(self, worker: _Worker) -> int:
         if worker.is_asked or not worker.may_be_asked:
@@ -136,7 +147,7 @@ class Watch:
             return 0
         if worker.unserved_ms:
             return worker.unserved_ms + UNSERVED_MS
-        quiet_ms = max(worker.sign_ms, worker.asked_ms) + self._limits.progress_after_ms
+        quiet_ms = max(worker.sign_ms, worker.asked_ms) + self._quiet_ms(worker)
         if self._gap is None:
             return quiet_ms
         if worker.asked_ms >= self._gap_ms:

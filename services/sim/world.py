@@ -26,6 +26,7 @@ from services.sim.mesh import EOS, REQUEST_TIMEOUT_S, VOCAB, MeshShape, SimMesh
 from services.sim.plane import SimNetwork
 from services.sim.rest import Held, held_at_rest, problems_now
 from services.sim.scenario import FaultKind, Scenario, random_scenario
+from services.sim.stories import StoryTap
 from services.sim.traces import trace_problems
 from services.sim.workload import Ask, make_asks
 
@@ -35,6 +36,8 @@ REST_WITHIN_S = 12.0
 """After the last end: leases of lost readers run out, the last of the dead are noticed."""
 NOTHING_IS_LOST = frozenset({"pause", "drain", "disconnect", "slow_client", "corruption", "truncation", "refusal"})
 """Faults under which every word arrives: leases then end by what is said, and none is left to its time."""
+CUTTING = frozenset({"kill", "drain"})
+"""Faults that may end a gateway, and with it the stories of its requests."""
 TOLD_WITHIN_S = 1.0
 CHECK_EVERY_S = 0.25
 LONG_AWAY_S = REQUEST_TIMEOUT_S / 2
@@ -114,7 +117,8 @@ class World:
         self.network = SimNetwork(self._chance())
         shape = options.shape or random_shape(self._chance(), options.num_workers)
         self.mesh = SimMesh(self.loop, self._chance(), shape, self.broker, self.network)
-        self.broker.taps.append(self._note)
+        stories = StoryTap()
+        self.broker.taps += [self._note, stories.hear]
         if options.check_spans:
             self.mesh.spans = []
         self.mesh.start_all()
@@ -130,6 +134,7 @@ class World:
         await asyncio.wait(clients, timeout=REQUEST_TIMEOUT_S + options.span_s + END_GRACE_S)
         await actor.heal()
         await self._rest()
+        self.verdict.problems += stories.problems(may_be_cut=bool(self.verdict.faults.keys() & CUTTING))
         checking.cancel()
 
     async def _check(self) -> None:

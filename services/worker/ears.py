@@ -78,6 +78,7 @@ class Ears:
             worker_id=worker.parts.worker_id,
             known=key in worker.answers or worker.has(key),
             tokens=worker.answers.since(key, asked.index),
+            is_waiting=any(core.is_waiting(key) for core in worker.cores),
         )
 
     async def _on_status(self, received: Received[DescribeWorker]) -> Message:

@@ -225,6 +225,9 @@ class ReplicaCore:
     def has(self, key: AttemptKey) -> bool:
         return key in self._reading
 
+    def is_waiting(self, key: AttemptKey) -> bool:
+        return False
+
     def attempts(self) -> dict[AttemptKey, GatewayId]:
         return {}
 

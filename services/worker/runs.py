@@ -106,6 +106,11 @@ class RoleCore(ABC, Generic[RunT]):
         ended, self._ended = self._ended, []
         return ended
 
+    def is_waiting(self, key: AttemptKey) -> bool:
+        """Say whether this attempt is in line here: nothing of it is computed or received yet."""
+        run = self._runs.get(key)
+        return run is not None and run.stage in ("queued", "reserved")
+
     def attempts(self) -> dict[AttemptKey, GatewayId]:
         """Return the attempts that go on here, and whose they are."""
         return {run.key: run.request.gateway_id for run in self._runs.values() if not run.has_ended}

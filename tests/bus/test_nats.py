@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -316,3 +317,23 @@ async def test_a_wrong_password_is_one_line_without_the_password(restricted_url:
         await NatsBus.connect(restricted_url.replace("://", "://worker:hunter2@"), "test", timeout_s=1.0)
     assert "uthorization" in str(caught.value)
     assert "hunter2" not in str(caught.value)
+
+
+async def test_a_service_says_who_it_is_now(bus: NatsBus, nats_url: str) -> None:
+    """A worker that joins anew is another incarnation; who has no name is called what its connection is."""
+    server = await NatsBus.connect(nats_url, "its-connection")
+    name, identity = f"service-{uuid4().hex[:8]}", {"incarnation": "one"}
+    await server.announce(name, "does this and that", identity)
+    await server.serve(name, "answer", f"test.{name}.answer", metadata={"carries": "Question"})
+
+    async def info() -> dict[str, Any]:
+        return json.loads((await bus.request(f"$SRV.INFO.{name}", b"", {}, LONG_S)).payload)
+
+    first = await info()
+    assert (first["description"], first["metadata"]) == (
+        "does this and that", {"id": "its-connection", "incarnation": "one"},
+    )  # fmt: skip
+    assert first["endpoints"][0]["metadata"] == {"carries": "Question"}
+    identity["incarnation"] = "two"
+    assert (await info())["metadata"]["incarnation"] == "two"
+    await server.close()

@@ -36,8 +36,10 @@ def test_a_decode_workers_requests_by_stage() -> None:
     core.reserve(case.reserve(1), 100)
     core.reserve(case.reserve(2), 300)
     assert stages(core) == [("r1", "reserved", 900, ""), ("r2", "queued", 700, "")]
+    assert core.is_waiting((RequestId("r1"), 1)) and core.is_waiting((RequestId("r2"), 1))
     core.offered(case.offered(1))
     assert stages(core)[0] == ("r1", "receiving", 900, case.PREFILL)
+    assert not core.is_waiting((RequestId("r1"), 1)) and not core.is_waiting((RequestId("r9"), 1))
     core.cancelled(case.cancel(1), 400)
     assert stages(core)[0][1] == "ending"
 

@@ -26,7 +26,7 @@ from services.gateway.events import (
     WorkerLost,
     WorkerSilent,
 )
-from services.gateway.watch import DEAF_AFTER_MS, GAP_MS, UNSERVED_MS, Ears
+from services.gateway.watch import DEAF_AFTER_MS, GAP_MS, UNSERVED_MS, WAITING_ROUNDS, Ears
 from tests.core.test_gateway_core import D1, D2, ENDS, NOW, P1, P2, failed, feed, new, placed, refused, tokens
 
 LEFT_D1 = WorkerLost(D1, "silent")
@@ -88,6 +88,29 @@ def test_a_quiet_worker_is_asked_again_and_again() -> None:
     for round_ in range(1, 6):
         assert clock.run(1_000) == [(round_ * 1_000, AskWorker(1, D1, 1))]
         clock.answer(D1, "known")
+
+
+def test_who_is_in_line_is_asked_more_rarely_until_it_begins() -> None:
+    clock = Clock(tokens(P1, 0, 1))
+    assert clock.run(1_000) == [(1_000, AskWorker(1, D1, 1))]
+    for round_ in (1, 2):
+        clock.tell(ProgressAnswered(1, D1, "known", is_waiting=True))
+        assert clock.run(WAITING_ROUNDS * 1_000) == [(1_000 + round_ * WAITING_ROUNDS * 1_000, AskWorker(1, D1, 1))]
+    clock.tell(ProgressAnswered(1, D1, "known"))
+    assert clock.run(1_000) == [(2_000 + 2 * WAITING_ROUNDS * 1_000, AskWorker(1, D1, 1))]
+
+
+def test_who_is_in_line_and_falls_silent_is_lost_once_it_was_asked_in_vain() -> None:
+    clock = Clock(tokens(P1, 0, 1))
+    clock.run(1_000)
+    clock.tell(ProgressAnswered(1, D1, "known", is_waiting=True))
+    out: list[tuple[int, Action]] = []
+    while not any(isinstance(action, AskPlacement) for _, action in out):
+        out += clock.run(50)
+        if isinstance(out[-1][1] if out else None, AskWorker):
+            clock.answer(D1, "unanswered")
+    assert out[0] == (1_000 + WAITING_ROUNDS * 1_000, AskWorker(1, D1, 1))
+    assert out[-1] == (1_000 + (WAITING_ROUNDS - 1) * 1_000 + 3_000, AskPlacement(2, (D1,), 1))
 
 
 def test_nobody_is_asked_before_it_has_accepted_or_its_wait_is_over() -> None:

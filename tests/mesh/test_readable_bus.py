@@ -23,6 +23,8 @@ from schemas.message import decode
 from schemas.status import RequestDescribed, WorkerDescribed
 from schemas.subjects import SUBJECTS, Subject
 from schemas.worker import FleetDescribed
+from services.cli import listening
+from services.cli.listening import LISTENING
 from services.cli.supervisor import UpOptions
 from tests.mesh.processes import Mesh, running_mesh
 
@@ -250,3 +252,20 @@ def test_top_in_a_terminal_ends_at_a_signal_and_leaves_it_as_it_was(mesh: Mesh) 
     assert shown.count(b"\x1b[?1049h") == shown.count(b"\x1b[?1049l") == 1  # its screen is given back
     assert shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l")  # and the cursor
     os.close(ours)
+
+
+def test_ten_subscriptions_worth_knowing_are_all_heard() -> None:
+    """The page's own command, on a mesh of its own: nothing that it shows is empty."""
+    heard = asyncio.run(listening.hear())
+    empty = [entry.subscription for entry in LISTENING if len(heard.messages[entry.subscription]) < entry.num_shown]
+    assert empty == []
+    story = [
+        subject.rsplit(".", 1)[-1] for subject, _ in heard.messages["mesh.v1.request.>"] if heard.request_id in subject
+    ]
+    assert [part for part in story if part != "cancel"] == [
+        "accepted", "placed", "first_token", "resumed", "placed", "finished",
+    ]  # fmt: skip
+    fleet, worker, request = (payload for _, payload in heard.answers)
+    assert len(decode(fleet, FleetDescribed).workers) == 4
+    assert heard.request_id in {held.request_id for held in decode(worker, WorkerDescribed).requests}
+    assert decode(request, RequestDescribed).phase == "decode"

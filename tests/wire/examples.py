@@ -254,7 +254,7 @@ EXAMPLES: tuple[Message, ...] = (
     PingWorker(),
     WorkerAlive(**HOLDER, lag_ms=12),
     AskProgress(**REQUEST, index=4),
-    Progress(**REQUEST, worker_id=TARGET, known=True, tokens=TOKENS[0]),
+    Progress(**REQUEST, worker_id=TARGET, known=True, tokens=TOKENS[0], is_waiting=True),
     RequestAccepted(**STORY, num_prompt_tokens=100, max_tokens=16, tenant="t"),
     RequestPlaced(**STORY, prefill_worker=SOURCE, decode_worker=TARGET),
     FirstTokenHeard(**STORY),

@@ -1,0 +1,29 @@
+"""The stories of requests, heard as the broker hears them: each begins once and has one end, which nothing follows."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+ENDS = frozenset({"finished", "failed", "cancelled"})
+EVENTS = ENDS | {"accepted", "placed", "first_token", "resumed"}
+
+
+class StoryTap:
+    """A tap of `SimBroker`."""
+
+    def __init__(self) -> None:
+        self._stories: defaultdict[str, list[str]] = defaultdict(list)
+
+    def hear(self, subject: str, _source: str) -> None:
+        tokens = subject.split(".")
+        if tokens[2] == "request" and tokens[-1] in EVENTS:
+            self._stories[tokens[3]].append(tokens[-1])
+
+    def problems(self, *, may_be_cut: bool) -> Iterator[str]:
+        """Say what is wrong with them at rest. `may_be_cut`: gateways died, and with them who would have gone on."""
+        for request_id, story in self._stories.items():
+            if story[0] != "accepted":
+                yield f"the story of {request_id} does not begin: {story}"
+            elif story.count("accepted") > 1 or any(event in ENDS for event in story[:-1]):
+                yield f"the story of {request_id} goes on after its end: {story}"
+            elif story[-1] not in ENDS and not may_be_cut:
+                yield f"the story of {request_id} has no end: {story}"
