@@ -73,9 +73,11 @@ class Prometheus:
 
 @dataclass
 class Load:
-    """Clients that talk on: a prompt that others begin with as well, its answer, another question."""
+    """Clients that talk on: a prompt that others begin with as well, its answer, another question. `talks_on` False:
+    every prompt is new, so that all of its KV is handed over."""
 
     url: str
+    talks_on: bool = True
     failures: list[str] = field(default_factory=list[str])
     num_done: int = 0
     _stop: threading.Event = field(default_factory=threading.Event)
@@ -96,8 +98,8 @@ class Load:
         shared = random.Random(number % 2).choices(WORDS, k=320)
         with httpx.Client(base_url=self.url, timeout=120) as client:
             while not self._stop.is_set():
-                prompt = shared + rng.choices(WORDS, k=700)
-                for _ in range(2):
+                prompt = (shared if self.talks_on else []) + rng.choices(WORDS, k=700)
+                for _ in range(2 if self.talks_on else 1):
                     body = {
                         "model": "demo_model", "prompt": prompt, "max_tokens": 24, "ignore_eos": True, "stream": True,
                         "return_token_ids": True,
@@ -251,12 +253,19 @@ def traces_of(rig: Rig) -> str:
     return "".join(path.read_text() for path in (rig.state_dir / "run" / "traces").glob("gateway-*.jsonl"))
 
 
+def ends(rig: Rig) -> list[Any]:
+    return [
+        (sample["metric"].get("worker"), sample["metric"].get("outcome"), sample["value"][1])
+        for sample in rig.prometheus.query("kvmesh_leases_ended_total > 0")
+    ]
+
+
 @needs_prometheus
 def test_a_decode_worker_killed_under_load_raises_the_alert(rig: Rig) -> None:
     """The threshold: the first sample by which blocks had no reader. Both times are Prometheus' own."""
     stranded = 'sum(kvmesh_stranded_blocks_total{worker=~"prefill.*"})'
     firing = 'ALERTS{alertname="KVStranded", alertstate="firing"}'
-    with Load(rig.url) as clients:
+    with Load(rig.url, talks_on=False) as clients:
         wait(lambda: clients.num_done >= NUM_CLIENTS, lambda: "no load")
         wait(lambda: len(rig.prometheus.query(stranded)) == 1, lambda: "nobody tells stranded blocks")
         before = float(rig.prometheus.query(stranded)[0]["value"][1])
@@ -264,7 +273,7 @@ def test_a_decode_worker_killed_under_load_raises_the_alert(rig: Rig) -> None:
         first_pid = rig.pid_of("decode-0")
         started = rig.prometheus.query('process_start_time_seconds{service="decode-0"}')[0]["value"][1]
         os.kill(first_pid, signal.SIGKILL)
-        wait(lambda: bool(rig.prometheus.query(firing)), lambda: f"no alert; {rig.prometheus.query(stranded)}")
+        wait(lambda: bool(rig.prometheus.query(firing)), lambda: f"no alert: {ends(rig)}", 30)
         crossed_s = min(
             rig.prometheus.first_s(f"{stranded} > {before}", since_s),
             rig.prometheus.first_s("sum(kvmesh_unread_blocks) > 0", since_s),
