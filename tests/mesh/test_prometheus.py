@@ -279,6 +279,7 @@ def test_a_decode_worker_killed_under_load_raises_the_alert(rig: Rig) -> None:
             rig.prometheus.first_s("sum(kvmesh_unread_blocks) > 0", since_s),
         )
         fired_s = rig.prometheus.first_s(firing, since_s)
+        print("FIGURE", crossed_s - since_s, fired_s - crossed_s)
         assert crossed_s <= fired_s <= crossed_s + ALERT_WITHIN_S
         wait(
             lambda: rig.prometheus.first_s('ALERTS{alertname="WorkerDiedUnderLoad"}', since_s) < math.inf,
