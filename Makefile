@@ -1,6 +1,7 @@
 # make up     create the environment, install, start the mesh, serve
 # make test   the same environment, then the whole suite
 # make check  ruff, pyright, import contracts
+# make prometheus-test   a real Prometheus (Debian's, unpacked below .kvmesh where there is none) on a mesh under load
 # make faults the same to real processes, and the table of what surviving comes to (about an hour)
 # make compose-test   the mesh of compose/ in real containers; says why not where there is no Docker
 # make sim    100,000 requests under every fault, in virtual time; then every planted bug
@@ -10,8 +11,10 @@ UP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TOOLS := .kvmesh/tools
+PROMETHEUS := $(or $(shell command -v prometheus),$(TOOLS)/prometheus/usr/bin/prometheus)
 
-.PHONY: up setup test check sim faults compose-test bench docs pages screenshots clean
+.PHONY: up setup test check sim faults compose-test prometheus-test bench docs dashboards pages screenshots clean
 
 up: setup
 	@$(BIN)/kvmesh up $(UP_FLAGS)
@@ -58,6 +61,16 @@ pages: setup
 
 screenshots: setup
 	$(BIN)/python -m services.cli.shots services/cli/shots
+
+dashboards: setup
+	$(BIN)/python compose/grafana/build.py
+
+prometheus-test: setup $(PROMETHEUS)
+	$(BIN)/python -m pytest tests/mesh/test_prometheus.py tests/mesh/test_grafana.py
+
+$(TOOLS)/prometheus/usr/bin/prometheus:
+	mkdir -p $(TOOLS)/prometheus
+	cd $(TOOLS) && apt-get download prometheus && dpkg -x prometheus_*.deb prometheus && rm prometheus_*.deb
 
 clean:
 	rm -rf $(VENV) .kvmesh build *.egg-info

@@ -188,6 +188,8 @@ class _Sampled(Collector):
 def exemplar_of(traceparent: str) -> dict[str, str] | None:
     """Return the exemplar's labels for a W3C traceparent; None where there is none or it is not sampled: a link to a
     trace that nobody keeps leads nowhere."""
+    if not traceparent:
+        return None
     parts = traceparent.split("-")
     try:
         is_sampled = len(parts) == 4 and int(parts[3], 16) & _SAMPLED_FLAG

@@ -133,8 +133,10 @@ class WorkerMetrics(HolderMetrics):
         phase = "mixed" if num_prefill and num_decode else "prefill" if num_prefill else "decode"
         self.metrics.observe(names.STEP_SECONDS, (result.ended_ns - result.started_ns) / 1e9, phase)
         self.metrics.observe(names.BATCH_SIZE, len(result.computed))
-        self.metrics.inc(names.ENGINE_TOKENS, "prefill", by=num_prefill)
-        self.metrics.inc(names.ENGINE_TOKENS, "decode", by=num_decode)
+        if num_prefill:
+            self.metrics.inc(names.ENGINE_TOKENS, "prefill", by=num_prefill)
+        if num_decode:
+            self.metrics.inc(names.ENGINE_TOKENS, "decode", by=num_decode)
 
     def read(
         self,

@@ -5,9 +5,13 @@ import urllib.request
 
 import pytest
 
-from schemas.ids import LeaseId
+from schemas.ids import LeaseId, WorkerId
+from schemas.worker import BlockCounts
 from services import metric_names as names
 from services.cli.docs import metrics_table
+from services.config import MeshConfig, apply_environment
+from services.errors import UserError
+from services.gateway.metrics import GatewayMetrics
 from services.metrics import MAX_SERIES, OTHER, MetricName, Metrics, exemplar_of
 from services.worker import metrics as worker_metrics
 from services.worker.metrics import LeaseBook, outcome_of
@@ -154,6 +158,26 @@ def test_leases_are_told_by_age_by_end_and_by_whether_anybody_reads(monkeypatch:
 def test_a_read_has_one_of_the_known_outcomes(failure: str, outcome: str) -> None:
     assert outcome_of(failure) == outcome
     assert outcome in names.TRANSFER_OUTCOMES
+
+
+def test_the_parts_of_a_time_to_first_token_are_taken_in() -> None:
+    class Nothing:
+        num_resumes = num_progress_asked = num_live = 0
+        ages_s, overdue_s, block_counts = list[float], float, dict[WorkerId, BlockCounts]
+
+    metrics = Metrics()
+    GatewayMetrics(metrics, "m", Nothing()).observe_ttft_parts({"place": 0.002, "prefill.compute": 0.2}, SAMPLED)
+    text = text_of(metrics, OPENMETRICS)
+    assert 'kvmesh_ttft_part_seconds_sum{part="prefill.compute"} 0.2' in text and f'trace_id="{TRACE}"' in text
+
+
+def test_the_environment_gives_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MeshConfig().telemetry.metrics_port == -1
+    monkeypatch.setenv("KVMESH_METRICS_PORT", "9464")
+    assert apply_environment(MeshConfig()).telemetry.metrics_port == 9464
+    monkeypatch.setenv("KVMESH_METRICS_PORT", "none")
+    with pytest.raises(UserError, match="KVMESH_METRICS_PORT"):
+        apply_environment(MeshConfig())
 
 
 def test_names_are_as_prometheus_wants_them() -> None:

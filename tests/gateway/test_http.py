@@ -237,6 +237,23 @@ async def test_metrics(rig: Rig) -> None:
     assert "kvmesh_gateway_running_requests 0.0" in text
 
 
+async def test_metrics_link_to_the_traces_of_requests(rig: Rig) -> None:
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
+    await rig.client.completions.create(model=rig.model.name, prompt="Hi", max_tokens=4, extra_headers=headers)
+    answer = await rig.http.get("/metrics", headers={"accept": "application/openmetrics-text;version=1.0.0"})
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    linked = {line.split("{")[0] for line in answer.text.splitlines() if f'trace_id="{trace_id}"' in line}
+    assert {
+        "gen_ai_server_time_to_first_token_seconds_bucket",
+        "gen_ai_server_request_duration_seconds_bucket",
+        "kvmesh_bus_request_seconds_bucket",
+        "kvmesh_gateway_requests_total",
+    } <= linked
+    assert 'kvmesh_unfinished_requests{age="<1s"} 0.0' in answer.text
+    assert "kvmesh_unfinished_requests_overdue_seconds 0.0" in answer.text
+
+
 async def test_schema(rig: Rig) -> None:
     answer = await rig.http.get("/schema/openapi.json")
     assert answer.status_code == 200
