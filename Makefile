@@ -2,6 +2,7 @@
 # make test   the same environment, then the whole suite
 # make check  ruff, pyright, import contracts
 # make faults the same to real processes, and the table of what surviving comes to (about an hour)
+# make otlp-test  traces in a real back end: installs Arize Phoenix into an environment of its own (a few minutes)
 # make sim    100,000 requests under every fault, in virtual time; then every planted bug
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UP_FLAGS ?=
@@ -9,7 +10,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: up setup test check sim faults bench docs clean
+PHOENIX := .kvmesh/phoenix
+
+.PHONY: up setup test check sim faults otlp-test bench docs clean
 
 up: setup
 	@$(BIN)/kvmesh up $(UP_FLAGS)
@@ -38,6 +41,14 @@ sim: setup
 
 faults: setup
 	$(BIN)/python -m tests.mesh.faults.figures --out .kvmesh/faults.md
+
+otlp-test: setup $(PHOENIX)/.installed
+	$(BIN)/python -m pytest tests/mesh/test_otlp.py tests/mesh/test_phoenix.py
+
+$(PHOENIX)/.installed:
+	$(PYTHON) -m venv $(PHOENIX)
+	$(PHOENIX)/bin/python -m pip install --disable-pip-version-check -q arize-phoenix==20.26.1
+	@touch $@
 
 bench: setup
 	$(BIN)/python -m tests.bench.bench_carriers
