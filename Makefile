@@ -4,6 +4,7 @@
 # make prometheus-test   a real Prometheus (Debian's, unpacked below .kvmesh where there is none) on a mesh under load
 # make faults the same to real processes, and the table of what surviving comes to (about an hour)
 # make compose-test   the mesh of compose/ in real containers; says why not where there is no Docker
+# make otlp-test  traces in a real back end: installs Arize Phoenix into an environment of its own (a few minutes)
 # make sim    100,000 requests under every fault, in virtual time; then every planted bug
 # make pages  what a real mesh says on the bus, written into ARCHITECTURE.md; make screenshots: the README's pictures
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -14,7 +15,9 @@ STAMP := $(VENV)/.installed
 TOOLS := .kvmesh/tools
 PROMETHEUS := $(or $(shell command -v prometheus),$(TOOLS)/prometheus/usr/bin/prometheus)
 
-.PHONY: up setup test check sim faults compose-test prometheus-test bench docs dashboards pages screenshots clean
+PHOENIX := .kvmesh/phoenix
+
+.PHONY: up setup test check sim faults compose-test otlp-test prometheus-test bench docs dashboards pages screenshots clean
 
 up: setup
 	@$(BIN)/kvmesh up $(UP_FLAGS)
@@ -46,6 +49,14 @@ faults: setup
 
 compose-test: setup
 	$(BIN)/python -m tests.compose
+
+otlp-test: setup $(PHOENIX)/.installed
+	$(BIN)/python -m pytest tests/mesh/test_otlp.py tests/mesh/test_phoenix.py
+
+$(PHOENIX)/.installed:
+	$(PYTHON) -m venv $(PHOENIX)
+	$(PHOENIX)/bin/python -m pip install --disable-pip-version-check -q arize-phoenix==20.26.1
+	@touch $@
 
 bench: setup
 	$(BIN)/python -m tests.bench.bench_carriers

@@ -1,5 +1,6 @@
 """W3C Trace Context, as far as the mesh needs it: what names a span, and whether its trace is sampled."""
 
+import functools
 import random
 import re
 from typing import NamedTuple
@@ -24,6 +25,7 @@ class TraceContext(NamedTuple):
         return TraceContext(self.trace_id, new_span_id(), self.is_sampled)
 
 
+@functools.lru_cache(4_096)  # a request's spans all hang from a few
 def parse_traceparent(text: str) -> TraceContext | None:
     """Return what a `traceparent` says; None for what is empty or malformed."""
     match = _TRACEPARENT.fullmatch(text)

@@ -3,8 +3,10 @@
 import msgspec
 import pytest
 
+from services.config import TelemetryConfig
+from services.sim import mesh
 from services.sim.traces import MAX_RESIDUAL, ttft_residual
-from services.telemetry import Key, SpanName, SpanRecord
+from services.telemetry import Key, ListExporter, SpanName, SpanRecord, Telemetry
 from tests.sim.trees import CASES, GOLDEN, Case, draw, spans_of
 
 FINISHED = next(case for case in CASES if case.name == "finished")
@@ -52,3 +54,38 @@ def test_steps_are_linked_both_ways() -> None:
         assert all(f"00-{span.trace_id}-{span.span_id}-01" in steps[link].links for link in span.links)
     assert sum(len(s.links) for s in steps.values()) == sum(len(s.links) for s in spans if s.name in LINKED)
     assert all(s.attributes[Key.BATCH_SIZE] == 1 for s in steps.values())
+
+
+def configured(patch: pytest.MonkeyPatch, config: TelemetryConfig) -> None:
+    """Let every service of the simulations to come trace like this."""
+
+    def make(name: str, exporter: ListExporter | None, _: TelemetryConfig, *, at_once: bool) -> Telemetry:
+        return Telemetry(name, exporter, config, at_once=at_once)
+
+    patch.setattr(mesh, "Telemetry", make)
+
+
+def test_what_is_not_sampled_and_goes_well_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    configured(monkeypatch, TelemetryConfig(sample_ratio=0.0))
+    assert spans_of(FINISHED) == []
+
+
+def test_what_is_not_sampled_and_is_slow_has_its_whole_tree_but_for_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    configured(monkeypatch, TelemetryConfig(sample_ratio=0.0, slow_ttft_ms=1))
+    spans = spans_of(FINISHED)
+    golden = (GOLDEN / "finished.txt").read_text()
+    for role in ("prefill", "decode"):
+        golden = golden.replace(f" -> {SpanName.ENGINE_STEP} ({role})", "")
+    assert draw(spans) == golden.replace("output_tokens prefill_worker", "output_tokens kept prefill_worker")
+    (root,) = (span for span in spans if span.is_server)
+    assert root.attributes[Key.KEPT] == "slow first token"
+
+
+def test_what_is_not_sampled_and_fails_is_told_by_those_who_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    configured(monkeypatch, TelemetryConfig(sample_ratio=0.0))
+    spans = spans_of(next(case for case in CASES if case.name == "failed"))
+    (root,) = (span for span in spans if span.is_server)
+    assert (root.attributes[Key.KEPT], root.attributes[Key.OUTCOME]) == ("failed", "deadline")
+    known = {span.span_id for span in spans}
+    assert all(span.parent_id in known for span in spans if span is not root)
+    assert {SpanName.PREFILL, SpanName.KV_TRANSFER, SpanName.KV_RELEASE} <= {span.name for span in spans}
