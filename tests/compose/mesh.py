@@ -9,8 +9,10 @@ from typing import Any
 
 import httpx
 
-from services.engine.demo_model.corpus import FactPrompt, make_fact_prompt
+from schemas.request import SamplingParams
+from services.engine.demo_model import DEMO_MODEL_DIR
 from tests.compose.docker import DockerError, Project, docker
+from tests.mesh.reference import Case, Judge, SingleProcess
 
 WAIT_S = 120.0
 POLL_S = 0.5
@@ -19,9 +21,9 @@ REQUEST_TIMEOUT_S = 120.0
 
 QUESTION = "The code of Ada Brook is 7412. The code of Max Reed is 3055. Q: What is the code of Ada Brook? A:"
 ANSWER = "7412"
-PROMPT_TOKENS = 500
+PROMPT_TOKENS = 400
 ANSWER_TOKENS = 64
-NUM_FACTS = 6
+VOCAB = (5, 500)
 
 KILL_THE_SERVICE = """
 import os, pathlib, signal
@@ -43,7 +45,7 @@ class Mesh:
         self._project = project
         self._client = httpx.Client(base_url=url, timeout=REQUEST_TIMEOUT_S)
 
-    def complete(self, prompt: str, **fields: object) -> dict[str, Any]:
+    def complete(self, prompt: str | list[int], **fields: object) -> dict[str, Any]:
         """Return a greedy completion. Raises CheckFailedError for anything but a 200."""
         body = {"model": "demo_model", "prompt": prompt, "max_tokens": 16, "temperature": 0} | fields
         try:
@@ -114,15 +116,14 @@ class Mesh:
         hosts = {container["Config"]["Hostname"] for container in self._project.containers()}
         _expect({name.split("-")[1] for name in ready()} <= hosts, f"{ready()} are not named after {hosts}")
 
-    def survive(self, role: str, *, num_kills: int) -> None:
-        """Kill busy workers of a role under load: every answer is right, and each worker comes back under its name."""
+    def survive(self, role: str) -> None:
+        """Kill a busy worker of a role under load: every answer is right, and the worker comes back under its name."""
         with Load(self, role) as load:
-            for _ in range(num_kills):
-                load.wait_for_more(2 * NUM_CLIENTS)
-                worker = self._busy(role)
-                docker("exec", worker["worker_id"].split("-")[1], "python", "-c", KILL_THE_SERVICE)
-                _wait_until(lambda worker=worker: self._is_back(worker), WAIT_S, lambda: f"the fleet is {self.fleet()}")
-                load.wait_for_more(2 * NUM_CLIENTS)
+            load.wait_for_more(2 * NUM_CLIENTS)
+            worker = self._busy(role)
+            docker("exec", worker["worker_id"].split("-")[1], "python", "-c", KILL_THE_SERVICE)
+            _wait_until(lambda: self._is_back(worker), WAIT_S, lambda: f"the fleet is {self.fleet()}")
+            load.wait_for_more(2 * NUM_CLIENTS)
 
     def _busy(self, role: str) -> dict[str, Any]:
         """Return a worker of the role that is at work."""
@@ -146,14 +147,13 @@ class Mesh:
 
 
 class Load:
-    """Clients that ask without a pause, within a `with` block: each time a new document, of which only one answer is
-    right. Its end raises CheckFailedError unless every answer was right and whole."""
+    """Clients that ask without a pause, within a `with` block, each time something new. Its end raises CheckFailedError
+    unless every answer is, token for token, that of one process alone."""
 
     def __init__(self, mesh: Mesh, seed: str) -> None:
         self._mesh = mesh
         self._stop = threading.Event()
-        self._lock = threading.Lock()
-        self._num_answers = 0
+        self._answers: list[tuple[Case, list[int]]] = []
         self._failures: list[str] = []
         self._clients = [threading.Thread(target=self._ask, args=(Random(f"{seed} {n}"),)) for n in range(NUM_CLIENTS)]
 
@@ -162,36 +162,35 @@ class Load:
             client.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stop.set()
         for client in self._clients:
             client.join()
-        failures = self._failures
-        _expect(not failures, f"{len(failures)} of {self._num_answers} requests failed: {failures[:3]}")
+        _expect(not self._failures, f"{len(self._failures)} requests failed: {self._failures[:3]}")
+        if kind is None:
+            self._judge()
 
     def wait_for_more(self, number: int) -> None:
         """Wait for so many more answers."""
-        wanted = self._num_answers + number
-        _wait_until(lambda: self._num_answers >= wanted, WAIT_S, lambda: f"{self._num_answers} answers of {wanted}")
+        wanted = len(self._answers) + number
+        _wait_until(lambda: len(self._answers) >= wanted, WAIT_S, lambda: f"{len(self._answers)} answers of {wanted}")
 
     def _ask(self, rng: Random) -> None:
         while not self._stop.is_set():
-            prompt = make_fact_prompt(rng, NUM_FACTS, PROMPT_TOKENS)
+            prompt = [rng.randrange(*VOCAB) for _ in range(PROMPT_TOKENS)]
+            case = Case(prompt, SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0, ignore_eos=True))
             try:
-                failure = self._fault(prompt)
+                answer = self._mesh.complete(prompt, max_tokens=ANSWER_TOKENS, ignore_eos=True, return_token_ids=True)
+                self._answers.append((case, answer["choices"][0]["token_ids"]))
             except CheckFailedError as error:
-                failure = str(error)
-            with self._lock:
-                self._num_answers += 1
-                self._failures += [failure] if failure else []
+                self._failures.append(str(error))
 
-    def _fault(self, prompt: FactPrompt) -> str:
-        """Ask; return what is wrong with the answer, if anything is."""
-        answer = self._mesh.complete(prompt.prompt, max_tokens=ANSWER_TOKENS, ignore_eos=True)
-        text, num_tokens = answer["choices"][0]["text"].strip(), answer["usage"]["completion_tokens"]
-        if not text.startswith(prompt.answer):
-            return f"{text[:20]!r} in place of {prompt.answer!r}"
-        return "" if num_tokens == ANSWER_TOKENS else f"{num_tokens} tokens of {ANSWER_TOKENS}"
+    def _judge(self) -> None:
+        alone, judge = SingleProcess(DEMO_MODEL_DIR), Judge(DEMO_MODEL_DIR)
+        for case, got in self._answers:
+            judge.compare("under load", case, alone.run(case), got)
+        wrong = judge.verdict.wrong
+        _expect(not wrong, f"{len(wrong)} of {len(self._answers)} answers are wrong: {wrong[:1]}")
 
 
 def _is_well(state: dict[str, Any]) -> bool:

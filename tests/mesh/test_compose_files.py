@@ -22,9 +22,12 @@ from services.bus.base import MAX_PAYLOAD_BYTES
 from services.bus.embedded import find_server
 from services.cli.main import RoleName
 from services.config import MeshConfig, ModelConfig, load_config, require_secret
+from tests.compose.__main__ import base_images
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "compose"
+MESH, GPU = COMPOSE / "compose.yaml", COMPOSE / "gpu.yaml"
+STANDINS = ROOT / "tests" / "compose" / "standins.yaml"
 SIZES = {"kb": 1024, "mb": 1024**2, "gb": 1024**3}
 
 
@@ -34,7 +37,7 @@ def load_yaml(path: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def services() -> dict[str, Any]:
-    return load_yaml(COMPOSE / "compose.yaml")["services"]
+    return load_yaml(MESH)["services"]
 
 
 @pytest.fixture
@@ -60,7 +63,7 @@ def bytes_of(text: str) -> int:
 
 @pytest.fixture(scope="module")
 def gpu() -> dict[str, Any]:
-    return load_yaml(COMPOSE / "gpu.yaml")["services"]
+    return load_yaml(GPU)["services"]
 
 
 def long_lived(services: dict[str, Any]) -> dict[str, Any]:
@@ -187,13 +190,24 @@ def test_workers_of_the_gpu_override_have_a_card_each(services: dict[str, Any], 
         assert service["build"]["args"]["EXTRAS"] == "gpu"
 
 
-@pytest.mark.parametrize("files", [["compose.yaml"], ["compose.yaml", "gpu.yaml"]], ids="+".join)
-def test_docker_compose_takes_the_files(files: list[str]) -> None:
+def test_stand_ins_replace_what_is_not_built_here(services: dict[str, Any]) -> None:
+    replaced = load_yaml(STANDINS)["services"]
+    assert {name: replaced[name]["image"] for name in replaced if name != "config"} == {
+        "nats": "kvmesh-standin/nats",
+        "valkey": "kvmesh-standin/valkey",
+    }
+    assert replaced["config"]["build"]["args"] == {"PYTHON_IMAGE": "kvmesh-standin/python"}
+    assert base_images()[0].startswith("python:3.11.")
+    assert base_images()[1:] == [services["nats"]["image"], services["valkey"]["image"]]
+
+
+@pytest.mark.parametrize("files", [[MESH], [MESH, GPU], [MESH, STANDINS]], ids=lambda files: files[-1].name)
+def test_docker_compose_takes_the_files(files: list[Path]) -> None:
     """Whole, with every profile; nothing is started, so that no engine is needed."""
     docker = shutil.which("docker")
     if docker is None or subprocess.run([docker, "compose", "version"], capture_output=True, check=False).returncode:
         pytest.skip("there is no docker with its compose plugin")
-    named = [argument for file in files for argument in ("--file", str(COMPOSE / file))]
+    named = [argument for file in files for argument in ("--file", str(file))]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVMESH_")}
     done = subprocess.run(
         [docker, "compose", *named, "--profile", "*", "config", "--format", "json"],
@@ -209,12 +223,12 @@ def test_docker_compose_takes_the_files(files: list[str]) -> None:
         mounts = [mount["target"] for mount in services[role]["volumes"]] + services[role]["tmpfs"]
         places = [mount.split(":")[0] for mount in mounts]
         assert len(places) == len(set(places)), "a place is mounted once"
-        assert services[role]["image"] == ("kvmesh:gpu" if "gpu.yaml" in files else "kvmesh")
+        assert services[role]["image"] == ("kvmesh:gpu" if GPU in files else "kvmesh")
         assert services[role]["read_only"] is True
 
 
 def test_mounted_and_copied_files_exist(services: dict[str, Any]) -> None:
-    named = load_yaml(COMPOSE / "compose.yaml")["volumes"]
+    named = load_yaml(MESH)["volumes"]
     mounts = [default_of(volume) for service in services.values() for volume in service.get("volumes", [])]
     for mount in mounts:
         source, _target, *mode = mount.split(":")
