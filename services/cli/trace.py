@@ -31,6 +31,7 @@ _MIN_NOTES, _WIDE_NOTES = 14, 48
 _GAP = 2
 _TTFT_PART = f"{Key.TTFT_MS.removesuffix('_ms')}."
 """Prefix of the attributes of a root that say what its TTFT is made of."""
+_PART_MS_MIN = 0.05
 _ORPHAN = "orphan: its parent was not recorded"
 
 
@@ -278,7 +279,7 @@ def _ttft_parts(root: SpanRecord) -> str:
         for key, value in root.attributes.items()
         if key.startswith(_TTFT_PART) and isinstance(value, int | float)
     }
-    told = " + ".join(f"{_plain(name)} {value:.1f}" for name, value in parts.items())
+    told = " + ".join(f"{_plain(name)} {value:.1f}" for name, value in parts.items() if value >= _PART_MS_MIN)
     return f"TTFT = {told} = {sum(parts.values()):.1f} ms" if told else ""
 
 

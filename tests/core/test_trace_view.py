@@ -273,6 +273,7 @@ def test_the_parts_of_a_ttft_stand_under_the_header() -> None:
         Key.TTFT_MS: 12.0,
         "kvmesh.ttft.tokenize_ms": 2.0,
         "kvmesh.ttft.place_ms": 9.9,
+        "kvmesh.ttft.retry_ms": 0.0,
         Key.REQUEST_ID: "req-aa",
     }
     lines = draw([span("POST /v1/completions", 1, 30, attributes=attributes)]).splitlines()

@@ -110,7 +110,8 @@ def test_the_bus_reads_like_a_story(mesh: Mesh) -> None:
     heard = mesh.call(listen())
     steps = [subject.rsplit(".", 1)[-1] for subject, _ in heard if subject.startswith("mesh.v1.handoff.")]
     assert steps == ["reserved", "offered", "streaming", "landed", "released"]
-    assert heard[0][0] == subjects.PLACE.of()
+    request_id = str(heard[0][1]["request_id"])
+    assert [subject for subject, _ in heard[:2]] == [subjects.ACCEPTED.of(request_id), subjects.PLACE.of()]
     assert {subjects.RUN.of("prefill-0"), subjects.RESERVE.of("decode-0")} <= {subject for subject, _ in heard}
 
 
