@@ -62,6 +62,7 @@ bench: setup
 	$(BIN)/python -m tests.bench.bench_carriers
 	$(BIN)/python -m tests.bench.bench_engine
 	$(BIN)/python -m tests.bench.bench_directory
+	$(BIN)/python -m tests.bench.bench_traces
 	$(BIN)/kvmesh bench ttft
 
 docs: setup

@@ -46,6 +46,14 @@ def trace_problems(records: list[SpanRecord], *, with_kills: bool, with_corrupti
             if not (span.name == SpanName.KV_TRANSFER and (with_corruption or span.error))  # its reader may read on
             and ((linked := parse_traceparent(link)) is None or linked[:2] not in known)
         ]
+        if not with_corruption:
+            problems += [
+                f"trace {trace_id}: a transfer to {span.service} is linked to no holder's"
+                for span in spans
+                if span.name == SpanName.KV_TRANSFER
+                and span.attributes.get(Key.END) == "target"
+                and not (span.error or span.links)
+            ]
         if roots and (residual := ttft_residual(spans)) is not None and abs(residual) > MAX_RESIDUAL:
             problems.append(f"trace {trace_id}: the parts of the TTFT lack {residual:.1%} of it")
     return problems

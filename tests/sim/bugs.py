@@ -392,6 +392,38 @@ def release_is_not_traced(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LeaseTraces, "ended", lambda self, lease_id, num_blocks, reason: None)
 
 
+@bug("a holder does not tell its reader what its end of a transfer is called")
+def transfer_is_not_linked(patch: pytest.MonkeyPatch) -> None:
+    from services.worker.transfers import LeaseTraces
+
+    patch.setattr(LeaseTraces, "name_stream", lambda self, lease_id: "")
+
+
+@bug("a dispatch ends with the reply and not with the worker's acceptance")
+def dispatch_counts_its_way_back(patch: pytest.MonkeyPatch) -> None:
+    from services.gateway.spans import GatewaySpans
+
+    dispatched = GatewaySpans.dispatched
+
+    def untold(self: Any, job: Any, clock: Any, sent: Any, accepted_ns: int, error: str = "") -> None:
+        dispatched(self, job, clock, sent, 0, error)
+
+    patch.setattr(GatewaySpans, "dispatched", untold)
+
+
+@bug("a step is linked to a span that is called otherwise")
+def step_is_linked_to_nothing(patch: pytest.MonkeyPatch) -> None:
+    from services.worker.spans import WorkerSpans
+
+    link = WorkerSpans._link  # pyright: ignore[reportPrivateUsage]
+
+    def misled(self: Any, times: Any, linked: Any) -> None:
+        times.compute = ""
+        link(self, times, linked)
+
+    patch.setattr(WorkerSpans, "_link", misled)
+
+
 @bug("tokens that were read count as computed as well")
 def read_tokens_count_twice(patch: pytest.MonkeyPatch) -> None:
     from services.worker.content import PromptKV
