@@ -6,28 +6,12 @@ from pathlib import Path
 import msgspec
 
 from services.errors import UserError
-from services.telemetry import Key
+from services.telemetry import Key, SpanName, SpanRecord
 
 _ROOT_PREFIX = "POST "
 _ID_PREFIXES = ("req-", "cmpl-", "chatcmpl-")
-_STEP = "engine.step"
+_STEP = SpanName.ENGINE_STEP
 """Traces of their own: the requests of a step's batch are linked to it."""
-
-
-class SpanRecord(msgspec.Struct, frozen=True):
-    """A line of a span file. `parent_id` is empty for a span without a parent, `error` for one that went well."""
-
-    trace_id: str
-    span_id: str
-    parent_id: str
-    name: str
-    service: str
-    start_ns: int
-    end_ns: int
-    error: str = ""
-    attributes: dict[str, str | int | float | bool] = {}
-    links: tuple[str, ...] = ()
-    """Traceparents of spans that this one has to do with."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ _PIPED_WIDTH = 140
 _MIN_BAR, _MAX_BAR = 10, 80
 _MIN_NOTES, _WIDE_NOTES = 14, 48
 _GAP = 2
-_TTFT_PART = f"{Key.TTFT_MS.removesuffix('_ms')}."
+_TTFT_PART = f"{Key.TTFT_PART}."
 """Prefix of the attributes of a root that say what its TTFT is made of."""
 _PART_MS_MIN = 0.05
 _ORPHAN = "orphan: its parent was not recorded"
