@@ -1,4 +1,8 @@
-"""Spans as OTLP over HTTP. The only file that knows OpenTelemetry."""
+"""Spans as OTLP over HTTP. The only file that knows OpenTelemetry.
+
+A span that stands for asking another service is a client's and names it (`peer.service`): a back end draws its service
+graph from these.
+"""
 
 import functools
 import logging
@@ -11,6 +15,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from services.telemetry.context import parse_traceparent
+from services.telemetry.names import Key, SpanName
 from services.telemetry.record import SpanRecord
 
 _SCOPE = InstrumentationScope("kvmesh")
@@ -32,23 +37,38 @@ class OtlpExporter:
 
 
 def _readable(span: SpanRecord) -> ReadableSpan:
+    peer = peer_of(span)
+    kind = SpanKind.CLIENT if peer else SpanKind.SERVER if span.is_server else SpanKind.INTERNAL
     return ReadableSpan(
         name=span.name,
         context=_context(span.trace_id, span.span_id),
         parent=_context(span.trace_id, span.parent_id) if span.parent_id else None,
         resource=_resource(span.service),
-        attributes=span.attributes,
+        attributes={**span.attributes, "peer.service": _service_name(peer)} if peer else span.attributes,
         links=[
             Link(_context(linked.trace_id, linked.span_id))
             for link in span.links
             if (linked := parse_traceparent(link)) is not None
         ],
-        kind=SpanKind.SERVER if span.is_server else SpanKind.INTERNAL,
+        kind=kind,
         status=Status(StatusCode.ERROR, span.error) if span.error else Status(StatusCode.UNSET),
         start_time=span.start_ns,
         end_time=span.end_ns,
         instrumentation_scope=_SCOPE,
     )
+
+
+def peer_of(span: SpanRecord) -> str:
+    """Return the service that a span's service asked; empty where it asked nobody."""
+    match span.name:
+        case SpanName.PLACE:
+            return "scheduler"
+        case SpanName.DISPATCH:
+            return str(span.attributes.get(Key.WORKER, ""))
+        case SpanName.KV_TRANSFER if span.attributes.get(Key.END) == "target":
+            return str(span.attributes.get(Key.SOURCE, ""))
+        case _:
+            return ""
 
 
 def _context(trace_id: str, span_id: str) -> SpanContext:
@@ -58,4 +78,8 @@ def _context(trace_id: str, span_id: str) -> SpanContext:
 @functools.cache
 def _resource(service: str) -> Resource:
     """Which process speaks. Made once: what is found out about the process does not change."""
-    return Resource.create({"service.name": f"kvmesh-{service}", "service.instance.id": service})
+    return Resource.create({"service.name": _service_name(service), "service.instance.id": service})
+
+
+def _service_name(service: str) -> str:
+    return f"kvmesh-{service}"
