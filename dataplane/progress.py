@@ -1,8 +1,7 @@
 """How far a sequence's KV is computed: the bridge from the engine's thread to the threads that serve its readers."""
 
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -16,13 +15,9 @@ class Ready(NamedTuple):
     trailer: bytes | None
     failure: str | None
 
-    def exceeds(self, sent: Sequence[int]) -> bool:
-        """Say whether there is more than `sent`, or an end."""
-        return self.trailer is not None or self.failure is not None or any(map(int.__gt__, self.num_tokens, sent))
-
 
 class KVProgress:
-    """Written by one thread, waited on by any number of others."""
+    """Written by one thread, read by any number of others, whose wakers it calls."""
 
     def __init__(self, num_layers: int, num_tokens: int) -> None:
         self.num_layers = num_layers
@@ -30,7 +25,7 @@ class KVProgress:
         self._ready = [0] * num_layers
         self._trailer: bytes | None = None
         self._failure: str | None = None
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
         self._wakers: tuple[Callable[[], None], ...] = ()
 
     @classmethod
@@ -44,54 +39,43 @@ class KVProgress:
     def advance(self, layer: int, num_tokens: int) -> None:
         """Tokens [0, num_tokens) of this layer are in the arena. Cheap: the engine calls it for each layer."""
         assert num_tokens <= self.num_tokens, f"{num_tokens} tokens are more than the {self.num_tokens} of the lease"
-        with self._changed:
+        with self._lock:
             if num_tokens > self._ready[layer]:
                 self._ready[layer] = num_tokens
                 self._wake()
 
     def finish(self, trailer: bytes = b"") -> None:
         """All layers of all tokens are in the arena; `trailer` goes to the readers behind them."""
-        with self._changed:
+        with self._lock:
             assert min(self._ready) == self.num_tokens, f"finished with layers at {self._ready}"
             self._trailer = trailer
             self._wake()
 
     def fail(self, reason: str) -> None:
         """Nothing more will come, and what has come must not be read any more. Idempotent; also after `finish`."""
-        with self._changed:
+        with self._lock:
             if self._failure is None:
                 self._failure = reason
                 self._wake()
 
     def ready(self) -> Ready:
         """Return what may be read now. A failure hides a trailer."""
-        with self._changed:
+        with self._lock:
             return self._snapshot()
-
-    def wait_ready(self, sent: Sequence[int], timeout_s: float) -> Ready:
-        """Return once a layer has more tokens than `sent` says, or an end; or what there is after `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            while not (ready := self._snapshot()).exceeds(sent):
-                remaining = deadline - time.monotonic()
-                if remaining <= 0 or not self._changed.wait(remaining):
-                    return self._snapshot()
-            return ready
 
     def subscribe(self, waker: Callable[[], None]) -> None:
         """Call `waker` after each change, on the thread that made it. It must be quick and must not raise."""
-        with self._changed:
+        with self._lock:
             self._wakers = (*self._wakers, waker)
 
     def unsubscribe(self, waker: Callable[[], None]) -> None:
         """Stop calling `waker`; it is not running any more when this returns."""
-        with self._changed:
+        with self._lock:
             self._wakers = tuple(w for w in self._wakers if w != waker)
 
     def _snapshot(self) -> Ready:
         return Ready(tuple(self._ready), None if self._failure is not None else self._trailer, self._failure)
 
     def _wake(self) -> None:
-        self._changed.notify_all()
         for waker in self._wakers:
             waker()

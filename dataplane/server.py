@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dataplane import loopback, shm, tcp
 from dataplane.arena import Arena
@@ -52,7 +52,6 @@ class _Live:
     peer: str
     stream: HolderStream
     thread: Thread | None = None
-    opened_at: float = field(default_factory=time.monotonic)
 
 
 class PlaneServer:

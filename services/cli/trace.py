@@ -280,7 +280,7 @@ def _ttft_parts(root: SpanRecord) -> str:
         if key.startswith(_TTFT_PART) and isinstance(value, int | float)
     }
     told = " + ".join(f"{_plain(name)} {value:.1f}" for name, value in parts.items() if value >= _PART_MS_MIN)
-    return f"TTFT = {told} = {sum(parts.values()):.1f} ms" if told else ""
+    return f"TTFT = {told} ms" if told else ""
 
 
 def _short(value: AttributeValue | None, write: str) -> str:

@@ -48,9 +48,6 @@ class BusWeather:
     """How far a message that is overtaken falls behind."""
     held_until_s: dict[str, float] = field(default_factory=dict[str, float])
     """Clients that are cut off: what they say, and what is said to them, waits until then."""
-    num_lost: int = 0
-    num_doubled: int = 0
-    num_overtaken: int = 0
 
 
 @dataclass(slots=True)
@@ -195,20 +192,17 @@ class SimBroker:
             return
         weather, rng = self.weather, self.rng
         if weather.loss and rng.random() < weather.loss:
-            weather.num_lost += 1
             return
         now = asyncio.get_running_loop().time()
         at = now + rng.uniform(*weather.delay_s)
         if held := weather.held_until_s:
             at = max(at, held.get(source.name, 0.0), held.get(target.name, 0.0))
         if weather.reordering and rng.random() < weather.reordering:
-            weather.num_overtaken += 1
             at += rng.uniform(0.0, weather.reordering_s)
         else:
             at = target.last_arrival_s[source] = max(at, target.last_arrival_s.get(source, 0.0) + MIN_GAP_S)
         self._arrive(at, target, arrive)
         if weather.duplication and rng.random() < weather.duplication:
-            weather.num_doubled += 1
             self._arrive(at + rng.uniform(0.0, weather.reordering_s), target, arrive)
 
     def _deliver(self, message: _Message, subscription: SimSubscription) -> None:

@@ -188,11 +188,6 @@ def pause(timeout_s: float | None) -> bool:
     return current().pause(timeout_s)
 
 
-def num_living(loop: asyncio.AbstractEventLoop) -> int:
-    """Return how many threads of this loop have not ended."""
-    return len(_living.get(loop, {}))
-
-
 def abandon_all(loop: asyncio.AbstractEventLoop) -> None:
     """End all threads of a loop that runs no more: those of killed processes would never end."""
     for thread in list(_living.get(loop, {})):

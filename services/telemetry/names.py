@@ -67,7 +67,6 @@ class Key:
     BATCH_SIZE = "kvmesh.batch_size"
     NUM_PREFILL_TOKENS = "kvmesh.num_prefill_tokens"
     NUM_DECODE_TOKENS = "kvmesh.num_decode_tokens"
-    POLICY = "kvmesh.policy"
     SOURCES = "kvmesh.sources"
     PLACE_TERM = "kvmesh.place"
     """Prefix of the terms of a placement (`schemas.request.PlacementTerms`)."""
