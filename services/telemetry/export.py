@@ -1,5 +1,6 @@
 """Where spans go, and the thread that brings them there."""
 
+import logging
 import threading
 import time
 from collections import deque
@@ -11,7 +12,11 @@ import msgspec
 
 from services.telemetry.record import SpanRecord
 
+log = logging.getLogger(__name__)
+
 EXPORT_INTERVAL_S = 0.5
+CLOSE_S = 3.0
+"""How long the last spans may take to leave: a back end that is away must not keep a service from its end."""
 MAX_UNSENT = 65_536
 """Spans that wait to be exported; more are dropped, and counted."""
 MAX_BATCH = 512
@@ -19,7 +24,7 @@ MAX_BATCH = 512
 
 class Exporter(Protocol):
     """Takes in spans in the order in which they were recorded: a parent before its children, where one process
-    records both. Never raises."""
+    records both. Never raises. `close` comes from another thread, and ends an `export` that is still trying."""
 
     def export(self, spans: Sequence[SpanRecord]) -> None: ...
     def close(self) -> None: ...
@@ -45,14 +50,16 @@ class FileExporter:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"{service}-{time.time_ns()}.jsonl"
         self._encoder = msgspec.json.Encoder()
-        self.num_lost = 0
+        self._has_failed = False
 
     def export(self, spans: Sequence[SpanRecord]) -> None:
         try:
             with self._path.open("ab") as file:
                 file.write(self._encoder.encode_lines(spans))
-        except OSError:
-            self.num_lost += len(spans)
+        except OSError as error:
+            if not self._has_failed:  # more lines would not help a full disk
+                log.warning("spans are lost: cannot write %s: %s", self._path, error.strerror or error)
+            self._has_failed = True
 
     def close(self) -> None:
         """Nothing is held open."""
@@ -66,7 +73,8 @@ class Background:
         self._unsent: deque[SpanRecord] = deque()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self.num_dropped = 0
+        self._is_late = False
+        self._num_lost = 0
 
     def put(self, span: SpanRecord) -> None:
         """Take a span in. Never waits."""
@@ -74,16 +82,19 @@ class Background:
             self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
             self._thread.start()
         if len(self._unsent) >= MAX_UNSENT:
-            self.num_dropped += 1
+            self._lose(1)
         else:
             self._unsent.append(span)
 
     def close(self) -> None:
-        """Export what is left, and wait for it."""
+        """Export what is left, as far as it leaves within CLOSE_S."""
         self._closing.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(CLOSE_S)
+        self._is_late = True
         self._exporter.close()
+        if self._unsent:
+            self._lose(len(self._unsent))
 
     def _run(self) -> None:
         while not self._closing.wait(EXPORT_INTERVAL_S):
@@ -91,6 +102,11 @@ class Background:
         self._export()
 
     def _export(self) -> None:
-        while self._unsent:
+        while self._unsent and not self._is_late:
             batch = [self._unsent.popleft() for _ in range(min(MAX_BATCH, len(self._unsent)))]
             self._exporter.export(batch)
+
+    def _lose(self, num: int) -> None:
+        before, self._num_lost = self._num_lost, self._num_lost + num
+        if before.bit_length() != self._num_lost.bit_length():  # the 1st, 2nd, 4th, 8th …
+            log.warning("%d spans are lost: they come faster than they can be exported", self._num_lost)

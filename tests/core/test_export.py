@@ -1,0 +1,74 @@
+"""Spans on their way out: nothing that is in their way keeps a service waiting, and what is lost is said."""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from services.telemetry import SpanRecord
+from services.telemetry import export as export_module
+from services.telemetry.export import Background, FileExporter, ListExporter
+
+
+def span(number: int = 0) -> SpanRecord:
+    return SpanRecord(
+        trace_id=f"{number:032x}", span_id="1" * 16, parent_id="", name="place", service="s", start_ns=1, end_ns=2,
+        attributes={},
+    )  # fmt: skip
+
+
+class Stuck:
+    """A back end that takes the first batch for ever, until it is closed."""
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+
+    def export(self, spans: Sequence[SpanRecord]) -> None:
+        self.closed.wait()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def test_what_is_left_leaves_at_the_end() -> None:
+    records: list[SpanRecord] = []
+    background = Background(ListExporter(records))
+    for number in range(2_000):
+        background.put(span(number))
+    background.close()
+    assert [record.trace_id for record in records] == [f"{number:032x}" for number in range(2_000)]
+
+
+def test_a_stuck_back_end_does_not_keep_a_service_from_its_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(export_module, "CLOSE_S", 0.1)
+    stuck = Stuck()
+    background = Background(stuck)
+    for number in range(2_000):
+        background.put(span(number))
+    background.close()
+    assert stuck.closed.is_set()
+    assert "1488 spans are lost" in caplog.text  # all but the batch that was being sent
+
+
+def test_spans_that_come_too_fast_are_lost_aloud(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(export_module, "MAX_UNSENT", 10)
+    monkeypatch.setattr(export_module, "EXPORT_INTERVAL_S", 3_600.0)
+    records: list[SpanRecord] = []
+    background = Background(ListExporter(records))
+    for number in range(14):
+        background.put(span(number))
+    background.close()
+    assert len(records) == 10 and "4 spans are lost" in caplog.text
+
+
+def test_a_file_that_cannot_be_written_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    exporter = FileExporter(tmp_path / "traces", "s")
+    (tmp_path / "traces").rmdir()
+    exporter.export([span()])
+    exporter.export([span()])
+    assert caplog.text.count("spans are lost") == 1
