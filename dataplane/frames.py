@@ -2,20 +2,22 @@
 
 A frame's bytes are, layer by layer, the keys of its tokens and then their values, in the order of the tokens, of each
 token the heads asked for: the same on both ends however each has cut them into segments and shards. Its digest is
-xxh3-64 over them.
+over them in this order.
 """
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from dataplane.arena import ByteArray
+from dataplane.checksum import Sum64
 from dataplane.extent import Extent, HeadRange, first_kept_block, heads_of
 from dataplane.layout import KEY, VALUE, ArenaShape, BlockTables, num_blocks_for, slot_spans
-from dataplane.stream import Header, TransferStats
+from dataplane.stream import DigestKind, Header, TransferStats
 
 PIECE_BYTES = 512 << 10
 """What is copied before it is digested: it must still be in the core's cache then."""
@@ -114,10 +116,24 @@ def scatter(source: ByteArray, views: Iterable[Rows]) -> None:
     assert at == source.nbytes, f"{at} bytes of {source.nbytes}"
 
 
-def digest(views: Sequence[Rows], stats: TransferStats) -> int:
-    """Return the digest of a frame's bytes."""
+class Hasher(Protocol):
+    """Digests bytes as they come."""
+
+    def update(self, data: memoryview, /) -> None: ...
+    def intdigest(self) -> int: ...
+
+
+def new_hasher(kind: DigestKind) -> Hasher:
+    """Return a digest of this kind over nothing yet."""
+    return Sum64() if kind == "sum64" else xxhash.xxh3_64()
+
+
+def digest(views: Sequence[Rows], stats: TransferStats, kind: DigestKind | None) -> int:
+    """Return the digest of a frame's bytes (0 without a `kind`)."""
+    if kind is None:
+        return 0
     started = time.perf_counter_ns()
-    hasher = xxhash.xxh3_64()
+    hasher = new_hasher(kind)
     for rows in views:
         if rows.flags.c_contiguous:
             hasher.update(rows.data)
@@ -128,15 +144,15 @@ def digest(views: Sequence[Rows], stats: TransferStats) -> int:
     return hasher.intdigest()
 
 
-def copy(sources: Iterable[Rows], targets: Sequence[Rows], stats: TransferStats, *, digests: bool) -> int:
-    """Copy a frame's bytes from one arena to another and return the digest of what arrived (0 without `digests`)."""
-    hasher = xxhash.xxh3_64()
+def copy(sources: Iterable[Rows], targets: Sequence[Rows], stats: TransferStats, kind: DigestKind | None) -> int:
+    """Copy a frame's bytes from one arena to another and return the digest of what arrived (0 without a `kind`)."""
+    hasher = None if kind is None else new_hasher(kind)
     clock = time.perf_counter_ns
     staging = Staging()
     for source, target in _pairs(sources, targets):
         started = clock()
         arrived = target
-        if digests and not target.flags.c_contiguous:  # what is digested lies in one piece
+        if hasher is not None and not target.flags.c_contiguous:  # what is digested lies in one piece
             arrived = staging.take(source.size).reshape(source.shape)
             np.copyto(arrived, source)
             np.copyto(target, arrived)
@@ -144,10 +160,10 @@ def copy(sources: Iterable[Rows], targets: Sequence[Rows], stats: TransferStats,
             np.copyto(target, source)  # lets other threads run, which assigning to a memoryview does not
         copied = clock()
         stats.copy_ns += copied - started
-        if digests:
+        if hasher is not None:
             hasher.update(arrived.data)
             stats.verify_ns += clock() - copied
-    return hasher.intdigest() if digests else 0
+    return 0 if hasher is None else hasher.intdigest()
 
 
 def pieces(rows: Rows) -> Iterator[Rows]:

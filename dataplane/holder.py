@@ -4,22 +4,25 @@ or the reader's going."""
 import contextlib
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dataplane import frames, shm, tcp
+from dataplane import tcp
 from dataplane.arena import Arena
+from dataplane.carriers import holder_carrier
 from dataplane.codec import NotFiniteError
+from dataplane.device import DeviceError
 from dataplane.extent import NO_HEADS, Extent, heads_of
-from dataplane.frames import Rows, SequenceMemory
+from dataplane.frames import SequenceMemory
 from dataplane.layout import ArenaShape, BlockTables
 from dataplane.lease import LeaseRefusedError
-from dataplane.progress import KVProgress
+from dataplane.progress import KVProgress, Ready
 from dataplane.stream import (
     MAX_TRAILER_BYTES,
     VERSION,
     Accepted,
+    Digest,
+    DigestKind,
     Fail,
     FailCode,
     FramePlanner,
@@ -110,25 +113,6 @@ class _EndedError(Exception):
         self.code: FailCode = code
 
 
-class HolderCarrier(Protocol):
-    """How a frame's bytes cross, at the holder's end. `needs_ack`: the reader copies from the holder's memory.
-
-    `load` returns the bytes that are digested: where they lie, or staged until the next call. Raises NotFiniteError.
-    """
-
-    @property
-    def needs_ack(self) -> bool: ...
-    @property
-    def frame_bytes(self) -> int: ...
-    def load(self, data: Header, stats: TransferStats) -> list[Rows]: ...
-    def send(self, wire: Wire, head: bytes, data: Header, payload: Sequence[Rows], timeout_s: float) -> None: ...
-
-
-def holder_carrier(name: str, source: SequenceMemory, extent: Extent) -> HolderCarrier:
-    """Return the holder's end of a carrier."""
-    return tcp.TcpHolder(source, extent) if name == tcp.NAME else shm.SharedHolder(source)
-
-
 @dataclass(slots=True, frozen=True)
 class _Opened:
     """What a reader asked for and may have."""
@@ -138,6 +122,8 @@ class _Opened:
     readable: ReadableKV
     extent: Extent
     source: SequenceMemory
+    digest_kind: DigestKind | None
+    """None: digests are off."""
     peer_traceparent: str
 
 
@@ -226,7 +212,10 @@ class HolderStream:
         source = SequenceMemory(self._context.arena.array, shape, readable.tables, wanted.heads)
         if not source.covers(extent, readable.num_tokens):
             raise _RefusedError("range", f"not all that {wanted.num_tokens} tokens need is held any more")
-        return _Opened(ticket, wanted.carrier, readable, extent, source, wanted.traceparent)
+        kind: DigestKind | None = None
+        if self._context.digests:
+            kind = "xxh3" if extent.codec is not None else wanted.digest_kind
+        return _Opened(ticket, wanted.carrier, readable, extent, source, kind, wanted.traceparent)
 
 
 class _Service:
@@ -246,9 +235,11 @@ class _Service:
         self._ticket = opened.ticket
         self._readable = opened.readable
         self._extent = extent
-        self._carrier = holder_carrier(opened.carrier, opened.source, extent)
+        self._digest_kind = opened.digest_kind
+        self._carrier = holder_carrier(opened.carrier, opened.source, extent, opened.digest_kind)
         self._planner = FramePlanner(extent, self._carrier.frame_bytes)
-        self._uncommitted: deque[tuple[int, int]] = deque()  # sequence and digest
+        self._begun: deque[Header] = deque()
+        self._uncommitted: deque[tuple[int, Digest]] = deque()  # by sequence
         self._num_acked = 0
         self._unsent = b""
         """Commits that go out with the next frame, or before the next wait."""
@@ -262,24 +253,31 @@ class _Service:
                 self._serve(waker)
             except _EndedError as end:
                 if end.tell:
-                    with contextlib.suppress(WireClosedError, WireTimeoutError):
-                        fail = Fail(reason=end.reason[:_MAX_REASON_CHARS], code=end.code)
-                        self._unsent += encode_frame(Kind.FAIL, fail)
-                        self._flush()
-                        self._wire.finish_sending()
+                    self._tell(end)
                 return end.reason
+            except DeviceError as error:
+                self._tell(_EndedError(str(error), tell=True, code="device"))
+                return str(error)
             except (WireClosedError, WireTimeoutError, ProtocolError) as error:
                 return f"the reader has gone: {error}"
             finally:
                 self._readable.progress.unsubscribe(waker.wake)
+                self._carrier.close()
         self.stats.landed_ns = time.time_ns()
         return ""
+
+    def _tell(self, end: _EndedError) -> None:
+        with contextlib.suppress(WireClosedError, WireTimeoutError):
+            self._unsent += encode_frame(Kind.FAIL, Fail(reason=end.reason[:_MAX_REASON_CHARS], code=end.code))
+            self._flush()
+            self._wire.finish_sending()
 
     def _accept(self) -> None:
         shared = self._carrier.needs_ack
         accepted = Accepted(
             carrier=self.stats.carrier,
-            digests=self._context.digests,
+            digests=self._digest_kind is not None,
+            digest_kind="sum64" if self._digest_kind == "sum64" else "xxh3",
             num_blocks=self._context.shape.num_blocks if shared else (),
             heads=heads_of(self._context.shape.layout) if shared else NO_HEADS,
             tables=self._readable.tables if shared else (),
@@ -295,14 +293,28 @@ class _Service:
                 raise _EndedError(ready.failure, tell=True)
             self._take_acks()
             self._commit()  # before asking for room: what has been acked must not hold up what is next
-            data = self._planner.next(ready.num_tokens) if len(self._uncommitted) < MAX_UNACKED_FRAMES else None
-            if data is not None:
-                self._send(data)
+            has_begun = self._begin(ready)
+            if self._begun and (len(self._begun) == self._carrier.max_begun or not has_begun):
+                self._send(self._begun.popleft())
+            elif has_begun:
+                continue
             elif self._planner.all_sent and not self._uncommitted and ready.trailer is not None:
                 return self._end(ready.trailer)
             else:
                 self._flush()
                 self._wait(waker)
+
+    def _begin(self, ready: Ready) -> bool:
+        """Begin the next frame of what is ready, if there is one and room for it."""
+        num_begun = len(self._begun)
+        if num_begun == self._carrier.max_begun or num_begun + len(self._uncommitted) >= MAX_UNACKED_FRAMES:
+            return False
+        data = self._planner.next(ready.num_tokens)
+        if data is None:
+            return False
+        self._carrier.begin(data, max(ready.marks[data.layer : data.layer + data.num_layers]))
+        self._begun.append(data)
+        return True
 
     def _send(self, data: Header) -> None:
         stats = self.stats
@@ -310,20 +322,16 @@ class _Service:
             stats.first_byte_ns = time.time_ns()
             self._context.gate.started(self._ticket.lease_id, stats.carrier)
         try:
-            payload = self._carrier.load(data, stats)
+            digest = self._carrier.send(self._wire, self._unsent, data, stats, self._context.idle_timeout_s)
         except NotFiniteError as error:
             raise _EndedError(
                 f"layer {data.layer}, token {data.first_token}: {error}", tell=True, code="codec"
             ) from error
-        head, self._unsent = self._unsent, b""
-        started = time.perf_counter_ns()
-        self._carrier.send(self._wire, head, data, payload, self._context.idle_timeout_s)
-        stats.copy_ns += time.perf_counter_ns() - started
+        self._unsent = b""
         stats.num_frames += 1
         stats.num_bytes += self._extent.memory_bytes(data.num_layers, data.num_tokens)
         stats.num_wire_bytes += data.length
         stats.last_byte_ns = time.time_ns()
-        digest = frames.digest(payload, stats) if self._context.digests else 0
         self._uncommitted.append((data.sequence, digest))
 
     def _take_acks(self) -> None:
@@ -333,6 +341,7 @@ class _Service:
             if not self._carrier.needs_ack or not self._num_acked < ack.sequence <= self.stats.num_frames:
                 raise ProtocolError(f"ack of frame {ack.sequence} after {self._num_acked}")
             self._num_acked = ack.sequence
+            self._carrier.acked(ack.sequence)
 
     def _commit(self) -> None:
         """Commit the frames that have left this memory, if the lease is good *now*."""
@@ -343,7 +352,7 @@ class _Service:
             raise _EndedError(self._readable.progress.ready().failure or "the lease has ended", tell=True)
         while self._uncommitted and self._uncommitted[0][0] <= num_gone:
             sequence, digest = self._uncommitted.popleft()
-            self._unsent += encode_header(Header(Kind.COMMIT, sequence, digest=digest))
+            self._unsent += encode_header(Header(Kind.COMMIT, sequence, digest=digest()))
 
     def _flush(self) -> None:
         if self._unsent:

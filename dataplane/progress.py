@@ -6,14 +6,16 @@ from typing import NamedTuple
 
 
 class Ready(NamedTuple):
-    """What may be read: of layer l, the first `num_tokens[l]` tokens. At most one of the other two is set.
+    """What may be read: of layer l, the first `num_tokens[l]` tokens. At most one of `trailer` and `failure` is set.
 
-    `trailer`: everything is computed, and this is for the reader. `failure`: nothing more will come.
+    `trailer`: everything is computed, and this is for the reader. `failure`: nothing more will come. `marks`: on a
+    card, a layer's bytes are there once the arena's mark of this number is reached; 0: they are.
     """
 
     num_tokens: tuple[int, ...]
     trailer: bytes | None
     failure: str | None
+    marks: tuple[int, ...]
 
 
 class KVProgress:
@@ -23,6 +25,7 @@ class KVProgress:
         self.num_layers = num_layers
         self.num_tokens = num_tokens
         self._ready = [0] * num_layers
+        self._marks = [0] * num_layers
         self._trailer: bytes | None = None
         self._failure: str | None = None
         self._lock = threading.Lock()
@@ -36,18 +39,22 @@ class KVProgress:
         progress._trailer = trailer
         return progress
 
-    def advance(self, layer: int, num_tokens: int) -> None:
-        """Tokens [0, num_tokens) of this layer are in the arena. Cheap: the engine calls it for each layer."""
+    def advance(self, layer: int, num_tokens: int, mark: int = 0) -> None:
+        """Tokens [0, num_tokens) of this layer are in the arena, once its `mark` is reached. Cheap: the engine calls
+        it for each layer."""
         assert num_tokens <= self.num_tokens, f"{num_tokens} tokens are more than the {self.num_tokens} of the lease"
         with self._lock:
             if num_tokens > self._ready[layer]:
                 self._ready[layer] = num_tokens
+                self._marks[layer] = mark
                 self._wake()
 
     def finish(self, trailer: bytes = b"") -> None:
-        """All layers of all tokens are in the arena; `trailer` goes to the readers behind them."""
+        """All layers of all tokens are in the arena: no mark is to be waited for any more. `trailer` goes to the readers
+        behind them."""
         with self._lock:
             assert min(self._ready) == self.num_tokens, f"finished with layers at {self._ready}"
+            self._marks = [0] * self.num_layers
             self._trailer = trailer
             self._wake()
 
@@ -74,7 +81,8 @@ class KVProgress:
             self._wakers = tuple(w for w in self._wakers if w != waker)
 
     def _snapshot(self) -> Ready:
-        return Ready(tuple(self._ready), None if self._failure is not None else self._trailer, self._failure)
+        trailer = None if self._failure is not None else self._trailer
+        return Ready(tuple(self._ready), trailer, self._failure, tuple(self._marks))
 
     def _wake(self) -> None:
         for waker in self._wakers:

@@ -2,18 +2,20 @@
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from msgspec.structs import replace
 
 from dataplane import loopback, shm, tcp
 from dataplane.arena import Arena, ArenaMissingError, ByteArray
+from dataplane.carriers import ReaderCarrier
 from dataplane.codec import WireDtype
-from dataplane.connect import CarrierImpossibleError, choose_carrier
+from dataplane.connect import BrokenWays, CarrierBrokenError, CarrierImpossibleError, Choice, ReaderPlace, choices
+from dataplane.device import DeviceError
 from dataplane.dial import Cancellation, connect_tcp
 from dataplane.extent import Extent, HeadRange, heads_of
 from dataplane.frames import SequenceMemory
@@ -22,6 +24,8 @@ from dataplane.layout import ArenaShape, BlockTables
 from dataplane.shm import AttachedArenas, SharedReader
 from dataplane.stream import (
     Accepted,
+    Digest,
+    DigestKind,
     Fail,
     FailureCode,
     Header,
@@ -39,6 +43,8 @@ from dataplane.stream import (
 from dataplane.tcp import TcpReader
 from dataplane.wire import SocketWire, Thread, Wire, WireClosedError, WireTimeoutError
 from schemas.handoff import Endpoint
+
+log = logging.getLogger(__name__)
 
 _MAX_FRAMES_PER_ACK = 4
 _FRAME_KINDS = (Kind.DATA, Kind.COMMIT, Kind.END, Kind.FAIL)
@@ -78,14 +84,6 @@ class _NotAnsweredError(WireClosedError):
     """The holder closed the connection without a word."""
 
 
-class ReaderCarrier(Protocol):
-    """How a frame's bytes cross, at the reader's end."""
-
-    @property
-    def needs_ack(self) -> bool: ...
-    def land(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> int: ...
-
-
 class PlaneReader:
     """Reads KV into an arena of this shape. Any number of reads may run at once, each into memory of its own: blocks,
     or heads."""
@@ -97,6 +95,8 @@ class PlaneReader:
         self._connect_timeout_s = connect_timeout_s
         self._attached = AttachedArenas()
         self._idle = IdleConnections()
+        self._broken = BrokenWays()
+        self._place = ReaderPlace(self._attached.can_attach)
 
     async def read(
         self,
@@ -177,8 +177,10 @@ class PlaneReader:
             raise run.failed("deadline", str(error)) from error
         except ProtocolError as error:
             raise run.failed("protocol", str(error)) from error
-        except (ArenaMissingError, CarrierImpossibleError) as error:
+        except (ArenaMissingError, CarrierImpossibleError, CarrierBrokenError) as error:
             raise run.failed("carrier", str(error)) from error
+        except DeviceError as error:
+            raise run.failed("device", str(error)) from error
         except TransferFailedError as error:
             raise run.failed(error.code, error.detail) from error
         except OSError as error:
@@ -194,9 +196,21 @@ class PlaneReader:
         self._idle.close()
 
     def _run(self, run: "_Read", target: SequenceMemory) -> Landed:
+        """Read over the best carrier that can be set up."""
         endpoint = run.request.endpoint
-        carrier = self._choose(run.request.carrier, endpoint)
-        way = way_to(carrier, endpoint)
+        found = self._broken.without(endpoint.arena_nonce, self._choices(run.request.carrier, endpoint))
+        for choice in found[:-1]:
+            try:
+                return self._run_over(choice, run, target)
+            except CarrierBrokenError as error:
+                log.warning("from %s:%d: %s; reading in another way", endpoint.host, endpoint.port, error)
+                self._broken.add(endpoint.arena_nonce, choice.carrier)
+        return self._run_over(found[-1], run, target)
+
+    def _run_over(self, choice: Choice, run: "_Read", target: SequenceMemory) -> Landed:
+        """Read over this carrier, on a connection that is there or a new one. Raises CarrierBrokenError."""
+        carrier, run.stats.reason = choice
+        way = way_to(carrier, run.request.endpoint)
         while (wire := self._idle.take(way)) is not None:
             try:
                 return self._read_on(wire, way, carrier, run, target)
@@ -212,11 +226,11 @@ class PlaneReader:
         try:
             run.cancellation.watch(wire)
             accepted = run.open(wire, carrier, self._fingerprint)
-            if carrier == tcp.NAME:
-                landed = run.land(wire, TcpReader(target, run.extent, digests=accepted.digests))
-            else:
-                source = self._source(carrier, run.request.endpoint, accepted, run.extent)
-                landed = run.land(wire, self._shared_reader(source, target, digests=accepted.digests))
+            landing = self._carrier(carrier, run, accepted, target)
+            try:
+                landed = run.land(wire, landing)
+            finally:
+                landing.close()
             return landed
         finally:
             run.cancellation.unwatch(wire)
@@ -230,6 +244,14 @@ class PlaneReader:
         if timeout_s <= 0:
             raise TimeoutError("the deadline has passed")
         return self._dial(carrier, run.request.endpoint, timeout_s, run.cancellation)
+
+    def _carrier(self, carrier: str, run: "_Read", accepted: Accepted, target: SequenceMemory) -> ReaderCarrier:
+        """Return this end of the carrier. Raises ArenaMissingError, ProtocolError, CarrierBrokenError."""
+        kind = accepted.digest_kind if accepted.digests else None
+        if carrier == tcp.NAME:
+            return TcpReader(target, run.extent, kind)
+        source = self._source(carrier, run.request.endpoint, accepted, run.extent)
+        return self._shared_reader(source, target, kind)
 
     def _source(self, carrier: str, endpoint: Endpoint, accepted: Accepted, extent: Extent) -> SequenceMemory:
         """Return the holder's memory. Raises ArenaMissingError, ProtocolError."""
@@ -255,9 +277,9 @@ class PlaneReader:
         thread.start()
         return thread
 
-    def _choose(self, wanted: str, endpoint: Endpoint) -> str:
-        """Return the carrier to use. Raises CarrierImpossibleError."""
-        return choose_carrier(wanted, endpoint, self._attached.can_attach)
+    def _choices(self, wanted: str, endpoint: Endpoint) -> list[Choice]:
+        """Return the carriers that lead there, best first. Raises CarrierImpossibleError."""
+        return choices(wanted, endpoint, self._place)
 
     def _dial(self, carrier: str, endpoint: Endpoint, timeout_s: float, cancellation: Cancellation) -> Wire:
         if carrier != loopback.NAME:
@@ -278,8 +300,10 @@ class PlaneReader:
             raise ArenaMissingError(endpoint.arena, "the holder has closed")
         return server.arena.array
 
-    def _shared_reader(self, source: SequenceMemory, target: SequenceMemory, *, digests: bool) -> ReaderCarrier:
-        return SharedReader(source, target, digests=digests)
+    def _shared_reader(
+        self, source: SequenceMemory, target: SequenceMemory, digest_kind: DigestKind | None
+    ) -> ReaderCarrier:
+        return SharedReader(source, target, digest_kind)
 
 
 class _Read:
@@ -333,6 +357,8 @@ class _Read:
         body = wire.receive(header.length, self.deadline)
         if header.kind is Kind.REFUSED:
             refused = decode_body(body, Refused)
+            if refused.code == "carrier":
+                raise CarrierBrokenError(carrier, refused.detail)
             raise TransferFailedError(refused.code, refused.detail)
         accepted = decode_body(body, Accepted)
         if accepted.carrier != carrier:
@@ -346,26 +372,38 @@ class _Read:
         """Take frames until the end. Raises whatever ends it early."""
         landing, stats = self._landing, self.stats
         assert landing is not None, "not opened"
-        num_acked = num_copied = 0
+        num_acked = 0
         while True:
-            # A word to the holder costs a switch of threads where cores are scarce: only where it would wait for it.
-            if num_copied - num_acked >= _MAX_FRAMES_PER_ACK or (num_copied > num_acked and not wire.has_unread()):
-                wire.send([encode_header(Header(Kind.ACK, num_copied))], self.deadline - time.monotonic())
-                num_acked = num_copied
+            if carrier.needs_ack and stats.num_frames > num_acked:
+                num_acked = self._acknowledge(wire, carrier, num_acked)
             started = time.perf_counter_ns()
             header = wire.receive_header(self.deadline, *_FRAME_KINDS)
             stats.wait_ns += time.perf_counter_ns() - started
             if header.kind is Kind.DATA:
                 landing.expect(header)
                 landing.received(header, self._land_frame(wire, carrier, header))
-                if carrier.needs_ack:
-                    num_copied = header.sequence
             elif header.kind is Kind.COMMIT:
                 landing.commit(header)
             else:
-                return self._finish(landing, header, bytes(wire.receive(header.length, self.deadline)))
+                body = bytes(wire.receive(header.length, self.deadline))
+                carrier.finish(self.deadline)
+                return self._finish(landing, header, body)
 
-    def _land_frame(self, wire: Wire, carrier: ReaderCarrier, data: Header) -> int:
+    def _acknowledge(self, wire: Wire, carrier: ReaderCarrier, num_acked: int) -> int:
+        """Tell the holder which frames are not needed any more, if it is time to; return how many it has been told.
+
+        A word to the holder costs a switch of threads where cores are scarce: only where it would wait for it.
+        """
+        num_finished = carrier.finished()
+        if num_finished - num_acked < _MAX_FRAMES_PER_ACK:
+            if wire.has_unread():
+                return num_acked
+            if num_finished == num_acked:
+                num_finished = carrier.wait_finished(self.deadline)
+        wire.send([encode_header(Header(Kind.ACK, num_finished))], self.deadline - time.monotonic())
+        return num_finished
+
+    def _land_frame(self, wire: Wire, carrier: ReaderCarrier, data: Header) -> Digest:
         stats = self.stats
         if not stats.num_frames:
             stats.first_byte_ns = time.time_ns()

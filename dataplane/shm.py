@@ -6,12 +6,12 @@ commits. While the reader copies, the holder digests the same bytes.
 
 import contextlib
 import threading
-from collections.abc import Sequence
+import time
 
 from dataplane import frames
 from dataplane.arena import SHM_DIR, Arena, ArenaMissingError, ByteArray
-from dataplane.frames import Rows, SequenceMemory
-from dataplane.stream import Header, TransferStats, encode_header
+from dataplane.frames import SequenceMemory
+from dataplane.stream import Digest, DigestKind, Header, TransferStats, check_no_place, encode_header
 from dataplane.wire import Wire
 from schemas.handoff import Endpoint
 
@@ -25,17 +25,29 @@ class SharedHolder:
 
     needs_ack = True
     frame_bytes = FRAME_BYTES
+    max_begun = 1
 
-    def __init__(self, source: SequenceMemory) -> None:
+    def __init__(self, source: SequenceMemory, digest_kind: DigestKind | None) -> None:
         self._source = source
+        self._digest_kind: DigestKind | None = digest_kind
 
-    def load(self, data: Header, stats: TransferStats) -> list[Rows]:
-        """Return the frame's bytes, where they lie."""
-        return self._source.views(data)
+    def begin(self, data: Header, mark: int) -> None:
+        """Nothing is to be done before: what is announced is there."""
 
-    def send(self, wire: Wire, head: bytes, data: Header, payload: Sequence[Rows], timeout_s: float) -> None:
-        """Send `head` and the frame's header. Raises WireClosedError, WireTimeoutError."""
+    def send(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> Digest:
+        """Send `head` and the frame's header; digest while the reader copies. Raises WireClosedError,
+        WireTimeoutError."""
+        started = time.perf_counter_ns()
         wire.send([head + encode_header(data)], timeout_s)
+        stats.copy_ns += time.perf_counter_ns() - started
+        digest = frames.digest(self._source.views(data), stats, self._digest_kind)
+        return lambda: digest
+
+    def acked(self, sequence: int) -> None:
+        """The reader has finished with all frames up to this one."""
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class SharedReader:
@@ -43,14 +55,35 @@ class SharedReader:
 
     needs_ack = True
 
-    def __init__(self, source: SequenceMemory, target: SequenceMemory, *, digests: bool) -> None:
+    def __init__(self, source: SequenceMemory, target: SequenceMemory, digest_kind: DigestKind | None) -> None:
         self._source = source
         self._target = target
-        self._digests = digests
+        self._digest_kind: DigestKind | None = digest_kind
+        self._num_landed = 0
 
-    def land(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> int:
+    def land(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> Digest:
         """Copy the frame's bytes and return the digest of what arrived."""
-        return frames.copy(self._source.views(data), self._target.views(data), stats, digests=self._digests)
+        check_no_place(data)
+        digest = self._copy(wire, data, stats)
+        self._num_landed = data.sequence
+        return lambda: digest
+
+    def finished(self) -> int:
+        """Return up to which frame the holder's memory is not needed any more."""
+        return self._num_landed
+
+    def wait_finished(self, deadline: float) -> int:
+        """Return the same, once there is one more."""
+        return self._num_landed
+
+    def finish(self, deadline: float) -> None:
+        """All that has landed is in place already."""
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+    def _copy(self, wire: Wire, data: Header, stats: TransferStats) -> int:
+        return frames.copy(self._source.views(data), self._target.views(data), stats, self._digest_kind)
 
 
 class AttachedArenas:

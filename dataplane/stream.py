@@ -2,7 +2,7 @@
 
     reader → Open                     the ticket, the layout's fingerprint, which tokens of which heads are wanted
     holder → Accepted | Refused
-    holder → Data, Commit, …          Data: some tokens of some layers; its bytes cross as the carrier has it
+    holder → Data, Commit, …          Data: some tokens of some layers; its bytes cross as the carrier has it, `at`
     reader → Ack, …                   only where it copies from the holder's memory: it has finished with all up to this
     holder → End | Fail               End: all is committed; carries the holder's trailer
     reader → Open …                   another stream on the same connection, only after an End
@@ -15,7 +15,7 @@ Every frame starts with one header of fixed size; all numbers are little-endian;
 import enum
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
@@ -26,7 +26,7 @@ from dataplane.codec import WireDtype
 from dataplane.extent import NO_HEADS, Extent, HeadRange
 from dataplane.layout import BlockTables
 
-VERSION = 2
+VERSION = 3
 MAX_CONTROL_BYTES = 8 << 10
 """Open, Refused and Fail."""
 MAX_ACCEPTED_BYTES = 1 << 20
@@ -38,7 +38,7 @@ MAX_OUTSTANDING_FRAMES = 16
 """Frames that are sent and not yet committed."""
 
 _MAGIC = b"KV"
-_HEADER = struct.Struct("<2sBBIHHIIIQ")
+_HEADER = struct.Struct("<2sBBIHHIIIQQ")
 HEADER_BYTES = _HEADER.size
 
 RefusalCode = Literal[
@@ -47,11 +47,26 @@ RefusalCode = Literal[
 FailureCode = (
     RefusalCode
     | Literal[
-        "connect", "closed", "deadline", "cancelled", "protocol", "digest", "holder", "codec", "arena", "internal"
+        "connect",
+        "closed",
+        "deadline",
+        "cancelled",
+        "protocol",
+        "digest",
+        "holder",
+        "codec",
+        "arena",
+        "device",
+        "internal",
     ]
 )
-FailCode = Literal["holder", "codec"]
-"""Why a holder ends a stream; "codec": what it holds cannot be compressed, but can be read as it is."""
+FailCode = Literal["holder", "codec", "device"]
+"""Why a holder ends a stream; "codec": what it holds cannot be compressed, but can be read as it is; "device": its card
+failed."""
+DigestKind = Literal["xxh3", "sum64"]
+"""xxh3-64, or where one end has its arena on a card what a card computes as it copies (checksum.py)."""
+Digest = Callable[[], int]
+"""Returns a frame's digest; waits for it where a card computes it. Raises DeviceError."""
 
 
 class Kind(enum.IntEnum):
@@ -92,7 +107,8 @@ class TransferFailedError(Exception):
 
 
 class Header(NamedTuple):
-    """The start of every frame. `length`: bytes of body, or of payload. Fields that a kind does not use are 0."""
+    """The start of every frame. `length`: bytes of body, or of payload. `at`: of Data, where the bytes are to be had,
+    as the carrier has it. Fields that a kind does not use are 0."""
 
     kind: Kind
     sequence: int = 0
@@ -102,10 +118,20 @@ class Header(NamedTuple):
     num_tokens: int = 0
     length: int = 0
     digest: int = 0
+    at: int = 0
+
+
+def check_no_place(data: Header) -> None:
+    """Raise ProtocolError when a frame says where its bytes are, on a carrier that has no such place."""
+    if data.at:
+        raise ProtocolError(f"frame {data.sequence} is said to lie at {data.at}")
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for tokens [first_token, num_tokens) of `heads`, counted over all shards, of what the ticket names."""
+    """Asks for tokens [first_token, num_tokens) of `heads`, counted over all shards, of what the ticket names.
+
+    `digest_kind`: what suits the reader's memory.
+    """
 
     ticket: str
     fingerprint: str
@@ -114,17 +140,31 @@ class Open(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     heads: HeadRange
     wire_dtype: WireDtype = "same"
+    digest_kind: DigestKind = "xxh3"
     version: int = VERSION
     traceparent: str = ""
     """What the reader's end of the transfer is called in its trace. Nothing depends on it."""
 
 
+class DeviceHandles(msgspec.Struct, frozen=True, kw_only=True):
+    """The names by which another process of the host opens an arena on a card: its memory, and the events by which its
+    marks are known, mark n by event (n - 1) modulo their number."""
+
+    memory: bytes
+    num_bytes: int
+    events: tuple[bytes, ...]
+
+
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`num_blocks`, `heads` (all that this holder has) and `tables` tell a reader that copies from the holder's arena
-    where the tokens lie in it; to others they are not told."""
+    where the tokens lie in it, `device` how that is opened on a card; to others they are not told. `staged`: frames lie
+    in the holder's shared memory one by one, each `at` its header's offset."""
 
     carrier: str
     digests: bool
+    digest_kind: DigestKind = "xxh3"
+    staged: bool = False
+    device: DeviceHandles | None = None
     num_blocks: tuple[int, ...] = ()
     heads: HeadRange = NO_HEADS
     tables: BlockTables = ()
@@ -146,10 +186,10 @@ class Fail(msgspec.Struct, frozen=True, kw_only=True):
 class TransferStats:
     """What one stream did, as one end saw it. Points are `time.time_ns()` (0: never), durations nanoseconds.
 
-    `num_bytes`: of KV in the arena. `num_wire_bytes`: of payload as it crossed, which is less where it was compressed.
-    `wait_ns`: blocked, with nothing to do. `copy_ns`: moving bytes (over TCP this includes waiting for them).
-    `codec_ns`: packing or unpacking. `accepted_ns`: the holder has said yes. `traceparent`: of this end's span, as its
-    owner has named it; `peer_traceparent`: of the other's, as it has said.
+    `reason`: why this carrier was taken. `num_bytes`: of KV in the arena. `num_wire_bytes`: of payload as it crossed,
+    which is less where it was compressed. `wait_ns`: blocked, with nothing to do. `copy_ns`: moving bytes (over TCP
+    this includes waiting for them). `codec_ns`: packing or unpacking. `accepted_ns`: the holder has said yes.
+    `traceparent`: of this end's span, as its owner has named it; `peer_traceparent`: of the other's, as it has said.
     """
 
     carrier: str = ""
@@ -168,6 +208,7 @@ class TransferStats:
     codec_ns: int = 0
     traceparent: str = ""
     peer_traceparent: str = ""
+    reason: str = ""
 
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
@@ -187,14 +228,15 @@ def encode_frame(kind: Kind, body: msgspec.Struct) -> bytes:
 
 def decode_header(data: bytes | bytearray | memoryview, *allowed: Kind) -> Header:
     """Return the header of one of the `allowed` kinds. Raises ProtocolError, for an oversized length too."""
-    magic, version, kind, sequence, layer, num_layers, first_token, num_tokens, length, digest = _HEADER.unpack(data)
+    magic, version, kind, *fields = _HEADER.unpack(data)
     if magic != _MAGIC or version != VERSION:
         raise ProtocolError("not a KV stream of this version")
     if kind not in allowed:
         raise ProtocolError(f"frame of kind {kind} where {', '.join(k.name for k in allowed)} may come")
-    if length > _MAX_BODY[kind]:
-        raise ProtocolError(f"{Kind(kind).name} of {length} bytes")
-    return Header(Kind(kind), sequence, layer, num_layers, first_token, num_tokens, length, digest)
+    header = Header(Kind(kind), *fields)
+    if header.length > _MAX_BODY[kind]:
+        raise ProtocolError(f"{header.kind.name} of {header.length} bytes")
+    return header
 
 
 def decode_body(body: bytes | bytearray | memoryview, expected: type[BodyT]) -> BodyT:
@@ -270,7 +312,7 @@ class Landing:
         self._num_tokens = extent.num_tokens
         self._digests = digests
         self._last_sequence = 0
-        self._pending: deque[tuple[Header, int]] = deque()
+        self._pending: deque[tuple[Header, Digest]] = deque()
 
     @property
     def num_landed_tokens(self) -> int:
@@ -293,22 +335,25 @@ class Landing:
             raise ProtocolError(f"no such layers and tokens: {data}")
         if any(received != data.first_token for received in layers):
             raise ProtocolError(f"frame {data.sequence} leaves a gap or comes twice: {data}")
+        if data.digest:
+            raise ProtocolError(f"frame {data.sequence} has its digest too early: {data}")
         if data.length != self._extent.payload_bytes(data.num_layers, data.first_token, data.num_tokens):
             raise ProtocolError(f"frame {data.sequence} has a wrong length: {data}")
 
-    def received(self, data: Header, digest: int) -> None:
-        """The bytes of the expected frame are in place and have this digest."""
+    def received(self, data: Header, digest: Digest) -> None:
+        """The bytes of the expected frame are in place, or on their way there, and have this digest."""
         self._last_sequence = data.sequence
         end = data.first_token + data.num_tokens
         self._received[data.layer : data.layer + data.num_layers] = [end] * data.num_layers
         self._pending.append((data, digest))
 
     def commit(self, commit: Header) -> None:
-        """Believe the oldest pending frame. Raises ProtocolError, and TransferFailedError when its digest differs."""
+        """Believe the oldest pending frame. Raises ProtocolError, TransferFailedError when its digest differs, and what
+        its digest raises."""
         if not self._pending or self._pending[0][0].sequence != commit.sequence:
             raise ProtocolError(f"commit of frame {commit.sequence}, which is not the next one")
         data, digest = self._pending.popleft()
-        if self._digests and digest != commit.digest:
+        if self._digests and digest() != commit.digest:
             raise TransferFailedError("digest", f"frame {data.sequence} (layer {data.layer}, token {data.first_token})")
         end = data.first_token + data.num_tokens
         self._committed[data.layer : data.layer + data.num_layers] = [end] * data.num_layers

@@ -8,13 +8,13 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-import xxhash
 
+from dataplane import frames
 from dataplane.arena import ByteArray
 from dataplane.codec import BlockCodec, NotFiniteError
 from dataplane.extent import Extent
-from dataplane.frames import Rows, SequenceMemory, Staging, gather, scatter
-from dataplane.stream import Header, ProtocolError, TransferStats, encode_header
+from dataplane.frames import Hasher, Rows, SequenceMemory, Staging, gather, new_hasher, scatter
+from dataplane.stream import Digest, DigestKind, Header, ProtocolError, TransferStats, check_no_place, encode_header
 from dataplane.wire import Wire
 
 NAME = "tcp"
@@ -28,14 +28,35 @@ class TcpHolder:
 
     needs_ack = False
     frame_bytes = FRAME_BYTES
+    max_begun = 1
 
-    def __init__(self, source: SequenceMemory, extent: Extent) -> None:
+    def __init__(self, source: SequenceMemory, extent: Extent, digest_kind: DigestKind | None) -> None:
         self._source = source
         self._extent = extent
+        self._digest_kind: DigestKind | None = digest_kind
         self._staging = Staging()
         self._rows = Staging()
 
-    def load(self, data: Header, stats: TransferStats) -> list[Rows]:
+    def begin(self, data: Header, mark: int) -> None:
+        """Nothing is to be done before: what is announced is there."""
+
+    def send(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> Digest:
+        """Send `head`, the frame's header and its bytes. Raises WireClosedError, WireTimeoutError, and NotFiniteError,
+        before anything is sent."""
+        payload = self._load(data, stats)
+        started = time.perf_counter_ns()
+        wire.send([head + encode_header(data), *(rows.reshape(-1) for rows in payload)], timeout_s)
+        stats.copy_ns += time.perf_counter_ns() - started
+        digest = frames.digest(payload, stats, self._digest_kind)
+        return lambda: digest
+
+    def acked(self, sequence: int) -> None:
+        """There are no Acks."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _load(self, data: Header, stats: TransferStats) -> list[Rows]:
         """Return the frame's bytes as they cross; the next call may void them. Raises NotFiniteError."""
         codec = self._extent.codec
         if codec is None and self._source.is_contiguous:
@@ -49,10 +70,6 @@ class TcpHolder:
             self._pack(codec, data, payload)
             stats.codec_ns += time.perf_counter_ns() - started
         return [payload.reshape(1, -1)]
-
-    def send(self, wire: Wire, head: bytes, data: Header, payload: Sequence[Rows], timeout_s: float) -> None:
-        """Send `head`, the frame's header and its bytes. Raises WireClosedError, WireTimeoutError."""
-        wire.send([head + encode_header(data), *(rows.reshape(-1) for rows in payload)], timeout_s)
 
     def _pack(self, codec: BlockCodec, data: Header, payload: ByteArray) -> None:
         size = codec.num_bytes(data.first_token, data.num_tokens)
@@ -71,24 +88,25 @@ class TcpReader:
 
     needs_ack = False
 
-    def __init__(self, target: SequenceMemory, extent: Extent, *, digests: bool) -> None:
+    def __init__(self, target: SequenceMemory, extent: Extent, digest_kind: DigestKind | None) -> None:
         self._target = target
         self._extent = extent
-        self._digests = digests
+        self._digest_kind: DigestKind | None = digest_kind
         self._staging = Staging()
         self._rows = Staging()
 
-    def land(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> int:
+    def land(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> Digest:
         """Put the frame's bytes in place and return the digest of what came. Raises WireClosedError, WireTimeoutError,
         and ProtocolError when it cannot be unpacked."""
+        check_no_place(data)
         codec = self._extent.codec
-        hasher = xxhash.xxh3_64()
+        hasher = None if self._digest_kind is None else new_hasher(self._digest_kind)
         if codec is None and self._target.is_contiguous:
             for target in self._target.views(data):
-                self._receive(wire, target.reshape(-1), hasher, stats, deadline)
-            return hasher.intdigest() if self._digests else 0
+                receive(wire, target.reshape(-1), hasher, stats, deadline)
+            return _digest_of(hasher)
         payload = self._staging.take(data.length)
-        self._receive(wire, payload, hasher, stats, deadline)
+        receive(wire, payload, hasher, stats, deadline)
         started = time.perf_counter_ns()
         if codec is None:
             scatter(payload, self._target.views(data))
@@ -96,22 +114,21 @@ class TcpReader:
         else:
             self._unpack(codec, data, payload)
             stats.codec_ns += time.perf_counter_ns() - started
-        return hasher.intdigest() if self._digests else 0
+        return _digest_of(hasher)
 
-    def _receive(
-        self, wire: Wire, target: ByteArray, hasher: xxhash.xxh3_64, stats: TransferStats, deadline: float
-    ) -> None:
-        clock = time.perf_counter_ns
-        view = target.data
-        while view:
-            started = clock()
-            received = wire.receive_into(view[:_RECEIVE_BYTES], deadline)
-            arrived = clock()
-            stats.copy_ns += arrived - started
-            if self._digests:  # now, while it is in the cache
-                hasher.update(view[:received])
-                stats.verify_ns += clock() - arrived
-            view = view[received:]
+    def finished(self) -> int:
+        """There are no Acks."""
+        return 0
+
+    def wait_finished(self, deadline: float) -> int:
+        """There are no Acks."""
+        return 0
+
+    def finish(self, deadline: float) -> None:
+        """All that has landed is in place already."""
+
+    def close(self) -> None:
+        """Nothing is under way."""
 
     def _unpack(self, codec: BlockCodec, data: Header, payload: ByteArray) -> None:
         size = codec.num_bytes(data.first_token, data.num_tokens)
@@ -125,3 +142,23 @@ class TcpReader:
                 raise ProtocolError(f"frame {data.sequence}: {error}") from error
             if not in_place:
                 scatter(np.ravel(rows), part)
+
+
+def receive(wire: Wire, target: ByteArray, hasher: Hasher | None, stats: TransferStats, deadline: float) -> None:
+    """Fill `target` from the wire and digest what comes. Raises WireClosedError, WireTimeoutError."""
+    clock = time.perf_counter_ns
+    view = target.data
+    while view:
+        started = clock()
+        received = wire.receive_into(view[:_RECEIVE_BYTES], deadline)
+        arrived = clock()
+        stats.copy_ns += arrived - started
+        if hasher is not None:  # now, while it is in the cache
+            hasher.update(view[:received])
+            stats.verify_ns += clock() - arrived
+        view = view[received:]
+
+
+def _digest_of(hasher: Hasher | None) -> Digest:
+    value = 0 if hasher is None else hasher.intdigest()
+    return lambda: value

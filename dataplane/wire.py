@@ -79,6 +79,11 @@ class Wire(Protocol):
         """Nothing has been said that was not taken in: not even the end."""
         ...
 
+    @property
+    def has_ended(self) -> bool:
+        """The peer says nothing more, or this end was cut: whatever of what it said is still unread."""
+        ...
+
     def send(self, buffers: Sequence[Any], timeout_s: float) -> None:
         """Hand all bytes over: when it returns they have left the caller's memory.
 
@@ -156,6 +161,12 @@ class SocketWire:
     @property
     def is_silent(self) -> bool:
         return not self._unread and not self.wait_readable(0)
+
+    @property
+    def has_ended(self) -> bool:
+        poll = select.poll()
+        poll.register(self._sock, select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     def wait_readable(self, timeout_s: float) -> bool:
         """Wait until something or the end of the stream can be read."""

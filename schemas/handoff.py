@@ -24,6 +24,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Name of its shared memory, for a reader on the same host."""
     arena_nonce: str
     """Random text that stands in that memory: proves to the reader that it opened the right one."""
+    card: str = ""
+    """The uuid of the graphics card that the KV lies on; "": in host memory."""
 
 
 class HandoffMessage(RequestMessage, frozen=True, kw_only=True):

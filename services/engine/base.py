@@ -14,9 +14,10 @@ from schemas.request import FinishReason, SamplingParams
 
 
 class LayerListener(Protocol):
-    """Hears, on the engine's thread, that one layer's keys and values of tokens [0, num_tokens) are in the arena."""
+    """Hears, on the engine's thread, that one layer's keys and values of tokens [0, num_tokens) are in the arena; on a
+    card that they will be, once the arena's `mark` is reached (0: they are)."""
 
-    def advance(self, layer: int, num_tokens: int) -> None: ...
+    def advance(self, layer: int, num_tokens: int, mark: int = 0) -> None: ...
 
 
 @dataclass(slots=True, eq=False)

@@ -15,14 +15,15 @@ from typing import Protocol
 
 from dataplane import connect, frames, tcp
 from dataplane.arena import HEADER_BYTES, Arena, ArenaMissingError, ByteArray
-from dataplane.connect import CarrierImpossibleError
+from dataplane.carriers import ReaderCarrier
+from dataplane.connect import CarrierImpossibleError, Choice
 from dataplane.dial import Cancellation
 from dataplane.frames import Rows, SequenceMemory
 from dataplane.layout import ArenaShape
-from dataplane.reader import PlaneReader, ReaderCarrier
+from dataplane.reader import PlaneReader
 from dataplane.server import LeaseGate, PlaneServer, ServerOptions
 from dataplane.shm import SharedReader
-from dataplane.stream import Header, TransferFailedError, TransferStats
+from dataplane.stream import DigestKind, Header, TransferFailedError, TransferStats
 from dataplane.wire import Thread, Wire
 from schemas.handoff import Endpoint
 from services.sim.engine import Pace, SimEngineThread
@@ -257,11 +258,11 @@ class SimPlaneReader(PlaneReader):
     def _start_thread(self, run: Callable[[], None]) -> Thread:
         return spawn(run, "kv-read")
 
-    def _choose(self, wanted: str, endpoint: Endpoint) -> str:
+    def _choices(self, wanted: str, endpoint: Endpoint) -> list[Choice]:
         for carrier in connect.CARRIERS if wanted == connect.AUTO else (wanted,):
             is_near = carrier == tcp.NAME or self._network.arena(endpoint.arena_nonce) is not None
             if carrier in endpoint.carriers and is_near:
-                return carrier
+                return [Choice(carrier, "one simulation")]
         raise CarrierImpossibleError(wanted, endpoint.carriers)
 
     def _dial(self, carrier: str, endpoint: Endpoint, timeout_s: float, cancellation: Cancellation) -> Wire:
@@ -277,17 +278,19 @@ class SimPlaneReader(PlaneReader):
             raise ArenaMissingError(endpoint.arena, "the holder has gone")
         return arena.array
 
-    def _shared_reader(self, source: SequenceMemory, target: SequenceMemory, *, digests: bool) -> ReaderCarrier:
-        return _PacedReader(source, target, digests=digests)
+    def _shared_reader(
+        self, source: SequenceMemory, target: SequenceMemory, digest_kind: DigestKind | None
+    ) -> ReaderCarrier:
+        return _PacedReader(source, target, digest_kind)
 
 
 class _PacedReader(SharedReader):
     """Copies from the holder's memory, piece by piece, while other things happen."""
 
-    def land(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> int:
+    def _copy(self, wire: Wire, data: Header, stats: TransferStats) -> int:
         assert isinstance(wire, SimWire)
         arriving = _paced(wire, self._source.views(data))
-        return frames.copy(arriving, self._target.views(data), stats, digests=self._digests)
+        return frames.copy(arriving, self._target.views(data), stats, self._digest_kind)
 
 
 def _paced(wire: SimWire, views: Sequence[Rows]) -> Iterator[Rows]:

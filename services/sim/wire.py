@@ -222,6 +222,10 @@ class SimWire:
     def is_silent(self) -> bool:
         return not self.has_unread()
 
+    @property
+    def has_ended(self) -> bool:
+        return self._cut or self._incoming.is_ended
+
     def send(self, buffers: Sequence[Any], timeout_s: float) -> None:
         if sum(memoryview(buffer).nbytes for buffer in buffers) <= SMALL_BYTES:
             self._put(b"".join(buffers), timeout_s)

@@ -68,14 +68,14 @@ def tapped(flip: BitFlip) -> Iterator[None]:
     """Damage the KV that a reader of this process takes in: from a socket, or out of the holder's memory."""
     land, copy = TcpReader.land, frames.copy
 
-    def land_damaged(carrier: TcpReader, wire: Any, data: Any, stats: Any, deadline: float) -> int:
+    def land_damaged(carrier: TcpReader, wire: Any, data: Any, stats: Any, deadline: float) -> Any:
         return land(carrier, _Tap(wire, flip), data, stats, deadline)  # type: ignore[arg-type]
 
-    def copy_damaged(sources: Any, targets: Any, stats: Any, *, digests: bool) -> int:
+    def copy_damaged(sources: Any, targets: Any, stats: Any, kind: Any) -> int:
         on_the_way = [rows.copy() for rows in sources]
         for rows in on_the_way:
             flip.pass_on(rows)
-        return copy(on_the_way, targets, stats, digests=digests)
+        return copy(on_the_way, targets, stats, kind)
 
     with (
         mock.patch.object(TcpReader, "land", land_damaged),

@@ -193,7 +193,7 @@ def test_a_block_that_is_begun_waits_for_its_rest() -> None:
     frame = planner.next([40, 40, 20])
     assert frame is not None and (frame.layer, frame.num_layers, frame.num_tokens) == (0, 2, 32)
     landing.expect(frame)
-    landing.received(frame, 0)
+    landing.received(frame, int)
     frame = planner.next([100, 40, 31])
     assert frame is not None and (frame.layer, frame.num_tokens) == (2, 16)
     with pytest.raises(ProtocolError, match="wrong length"):

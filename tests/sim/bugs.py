@@ -191,7 +191,7 @@ def digests_are_not_compared(patch: pytest.MonkeyPatch) -> None:
 def believes_before_commit(patch: pytest.MonkeyPatch) -> None:
     received = Landing.received
 
-    def believe(self: Any, data: Any, digest: int) -> None:
+    def believe(self: Any, data: Any, digest: Any) -> None:
         received(self, data, digest)
         end = data.first_token + data.num_tokens
         self._committed[data.layer : data.layer + data.num_layers] = [end] * data.num_layers
@@ -212,9 +212,9 @@ def keeps_what_any_layer_has(patch: pytest.MonkeyPatch) -> None:
 def announces_before_writing(patch: pytest.MonkeyPatch) -> None:
     advance = KVProgress.advance
 
-    def early(self: KVProgress, layer: int, num_tokens: int) -> None:
+    def early(self: KVProgress, layer: int, num_tokens: int, mark: int = 0) -> None:
         for each in range(self.num_layers):
-            advance(self, each, num_tokens)
+            advance(self, each, num_tokens, mark)
 
     patch.setattr(KVProgress, "advance", early)
 

@@ -1,0 +1,89 @@
+"""Which carrier is taken, and why."""
+
+import pytest
+
+from dataplane.connect import AUTO, BrokenWays, CarrierImpossibleError, Choice, ReaderPlace, choices, offered_carriers
+from schemas.handoff import Endpoint
+
+
+def endpoint(*carriers: str, card: str = "", port: int = 1) -> Endpoint:
+    return Endpoint(host="h", port=port, carriers=carriers, arena="a", arena_nonce="nobody's", card=card)
+
+
+def place(*, same_host: bool = True, card: str = "", maps: tuple[str, ...] = (), has_nccl: bool = False) -> ReaderPlace:
+    return ReaderPlace(lambda _: same_host, card, lambda uuid: uuid in (card, *maps), has_nccl)
+
+
+ALL = ("loopback", "cuda", "nccl", "shm", "tcp")
+
+
+@pytest.mark.parametrize(
+    ("holder_card", "reader", "expected"),
+    [
+        ("", place(), ["shm", "tcp"]),
+        ("", place(same_host=False), ["tcp"]),
+        ("A", place(card="A"), ["cuda", "shm", "tcp"]),
+        ("A", place(card="A", has_nccl=True), ["cuda", "shm", "tcp"]),
+        ("A", place(card="B", maps=("A",), has_nccl=True), ["cuda", "nccl", "shm", "tcp"]),
+        ("A", place(card="B", has_nccl=True), ["nccl", "shm", "tcp"]),
+        ("A", place(card="B", has_nccl=True, same_host=False), ["nccl", "tcp"]),
+        ("A", place(card="B"), ["shm", "tcp"]),
+        ("A", place(card="A", same_host=False), ["tcp"]),
+        ("A", place(has_nccl=True), ["shm", "tcp"]),
+        ("", place(card="A", has_nccl=True), ["shm", "tcp"]),
+    ],
+)
+def test_auto_orders_what_leads_there(holder_card: str, reader: ReaderPlace, expected: list[str]) -> None:
+    assert [c.carrier for c in choices(AUTO, endpoint(*ALL, card=holder_card), reader)] == expected
+
+
+def test_only_what_is_offered() -> None:
+    reader = place(card="A")
+    assert [c.carrier for c in choices(AUTO, endpoint("shm", "tcp", card="A"), reader)] == ["shm", "tcp"]
+    with pytest.raises(CarrierImpossibleError, match=r"'cuda'.*offers shm, tcp"):
+        choices("cuda", endpoint("shm", "tcp", card="A"), reader)
+    with pytest.raises(CarrierImpossibleError, match="offers none"):
+        choices(AUTO, endpoint(), reader)
+    with pytest.raises(CarrierImpossibleError):
+        choices("carrier pigeon", endpoint("carrier pigeon"), reader)
+    with pytest.raises(CarrierImpossibleError):
+        choices("tcp", endpoint("tcp", port=0), reader)
+
+
+def test_reasons_are_for_people() -> None:
+    assert choices("tcp", endpoint("tcp"), place()) == [Choice("tcp", "a network; asked for")]
+    assert choices(AUTO, endpoint("cuda", card="A"), place(card="A")) == [Choice("cuda", "one host, one card")]
+    near = choices(AUTO, endpoint("cuda", "shm", card="A"), place(card="B", maps=("A",)))
+    assert near[0] == Choice("cuda", "one host, cards that see each other's memory")
+    assert near[1].reason == "one host, the holder's and the reader's card staged through host memory"
+    mixed = choices(AUTO, endpoint("shm", "tcp"), place(card="B"))
+    assert mixed[1].reason == "a network, the reader's card staged through host memory"
+
+
+def test_what_is_broken_comes_only_where_nothing_else_is() -> None:
+    broken = BrokenWays()
+    found = [Choice("cuda", "c"), Choice("shm", "s")]
+    broken.add("nonce", "cuda")
+    assert broken.without("nonce", found) == found[1:]
+    assert broken.without("another", found) == found
+    broken.add("nonce", "shm")
+    assert broken.without("nonce", found) == found
+
+
+def test_broken_ways_are_bounded_and_heal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dataplane.connect._MAX_BROKEN", 2)
+    broken = BrokenWays()
+    for nonce in ("one", "two", "three"):
+        broken.add(nonce, "cuda")
+    found = [Choice("cuda", "c"), Choice("shm", "s")]
+    assert [len(broken.without(nonce, found)) for nonce in ("one", "two", "three")] == [2, 1, 1]
+    monkeypatch.setattr("dataplane.connect.BROKEN_S", -1.0)
+    broken.add("two", "cuda")
+    assert broken.without("two", found) == found
+
+
+def test_offered() -> None:
+    assert offered_carriers(AUTO, on_card=False, has_nccl=True) == ("shm", "tcp")
+    assert offered_carriers(AUTO, on_card=True) == ("cuda", "shm", "tcp")
+    assert offered_carriers(AUTO, on_card=True, has_nccl=True) == ("cuda", "nccl", "shm", "tcp")
+    assert offered_carriers("tcp", on_card=True, has_nccl=True) == ("tcp",)
