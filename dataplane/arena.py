@@ -57,6 +57,9 @@ class Arena:
     valid: the memory goes when the last of them does.
     """
 
+    card = ""
+    """It is in host memory."""
+
     def __init__(self, name: str, nonce: str, mapping: mmap.mmap, *, owned: bool) -> None:
         self.name = name
         self.nonce = nonce
@@ -68,7 +71,11 @@ class Arena:
     @classmethod
     def create(cls, shape: ArenaShape) -> "Arena":
         """Return a new arena of this shape, owned by this process. Raises ArenaTooLargeError."""
-        num_bytes = shape.num_bytes
+        return cls.create_bytes(shape.num_bytes)
+
+    @classmethod
+    def create_bytes(cls, num_bytes: int) -> "Arena":
+        """Return so much new memory, owned by this process. Raises ArenaTooLargeError."""
         needed = HEADER_BYTES + num_bytes
         available = _available_bytes()
         if available is not None and needed > available:

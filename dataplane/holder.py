@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dataplane import tcp
-from dataplane.arena import Arena
+from dataplane.carrier import HolderCarrier
 from dataplane.carriers import holder_carrier
 from dataplane.codec import NotFiniteError
+from dataplane.connect import CarrierBrokenError
 from dataplane.device import DeviceError
+from dataplane.device_arena import KVArena
 from dataplane.extent import NO_HEADS, Extent, heads_of
-from dataplane.frames import SequenceMemory
 from dataplane.layout import ArenaShape, BlockTables
 from dataplane.lease import LeaseRefusedError
 from dataplane.progress import KVProgress, Ready
+from dataplane.runs import SequenceRuns
 from dataplane.stream import (
     MAX_TRAILER_BYTES,
     VERSION,
@@ -83,7 +85,7 @@ class LeaseGate(Protocol):
 class HolderContext:
     """What all streams of a server share. Timeouts in seconds."""
 
-    arena: Arena
+    arena: KVArena
     shape: ArenaShape
     gate: LeaseGate
     secret: bytes
@@ -121,7 +123,7 @@ class _Opened:
     carrier: str
     readable: ReadableKV
     extent: Extent
-    source: SequenceMemory
+    end: HolderCarrier
     digest_kind: DigestKind | None
     """None: digests are off."""
     peer_traceparent: str
@@ -209,13 +211,23 @@ class HolderStream:
         if not held.holds(wanted.heads):
             raise _RefusedError("range", f"this holder has {held.num_heads} heads from {held.first} on")
         extent = Extent(shape.layout, wanted.first_token, wanted.num_tokens, wanted.heads, wanted.wire_dtype)
-        source = SequenceMemory(self._context.arena.array, shape, readable.tables, wanted.heads)
+        source = SequenceRuns(shape, readable.tables, wanted.heads)
         if not source.covers(extent, readable.num_tokens):
             raise _RefusedError("range", f"not all that {wanted.num_tokens} tokens need is held any more")
-        kind: DigestKind | None = None
-        if self._context.digests:
-            kind = "xxh3" if extent.codec is not None else wanted.digest_kind
-        return _Opened(ticket, wanted.carrier, readable, extent, source, kind, wanted.traceparent)
+        kind = self._digest_kind(wanted, extent)
+        try:
+            end = holder_carrier(wanted.carrier, self._context.arena, source, extent, kind)
+        except (CarrierBrokenError, DeviceError) as error:
+            raise _RefusedError("carrier", str(error)) from error
+        return _Opened(ticket, wanted.carrier, readable, extent, end, kind, wanted.traceparent)
+
+    def _digest_kind(self, wanted: Open, extent: Extent) -> DigestKind | None:
+        """Return what suits both ends' memory; what is compressed is digested on the host, as it crosses."""
+        if not self._context.digests:
+            return None
+        if extent.codec is not None:
+            return "xxh3"
+        return "sum64" if self._context.arena.card else wanted.digest_kind
 
 
 class _Service:
@@ -236,7 +248,7 @@ class _Service:
         self._readable = opened.readable
         self._extent = extent
         self._digest_kind = opened.digest_kind
-        self._carrier = holder_carrier(opened.carrier, opened.source, extent, opened.digest_kind)
+        self._carrier = opened.end
         self._planner = FramePlanner(extent, self._carrier.frame_bytes)
         self._begun: deque[Header] = deque()
         self._uncommitted: deque[tuple[int, Digest]] = deque()  # by sequence
@@ -273,14 +285,16 @@ class _Service:
             self._wire.finish_sending()
 
     def _accept(self) -> None:
-        shared = self._carrier.needs_ack
+        access = self._carrier.access
         accepted = Accepted(
             carrier=self.stats.carrier,
             digests=self._digest_kind is not None,
             digest_kind="sum64" if self._digest_kind == "sum64" else "xxh3",
-            num_blocks=self._context.shape.num_blocks if shared else (),
-            heads=heads_of(self._context.shape.layout) if shared else NO_HEADS,
-            tables=self._readable.tables if shared else (),
+            staged=access.staged,
+            device=access.device,
+            num_blocks=self._context.shape.num_blocks if access.by_tables else (),
+            heads=heads_of(self._context.shape.layout) if access.by_tables else NO_HEADS,
+            tables=self._readable.tables if access.by_tables else (),
             traceparent=self.stats.traceparent,
         )
         self._unsent = encode_frame(Kind.ACCEPTED, accepted)

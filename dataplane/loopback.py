@@ -3,7 +3,7 @@
 import threading
 from typing import Protocol
 
-from dataplane.arena import Arena
+from dataplane.device_arena import KVArena
 from dataplane.wire import Wire
 
 NAME = "loopback"
@@ -12,7 +12,7 @@ NAME = "loopback"
 class LocalServer(Protocol):
     """A plane server of this process."""
 
-    arena: Arena
+    arena: KVArena
 
     def connect(self) -> Wire:
         """Return the reader's end of a new stream."""

@@ -50,8 +50,8 @@ class KVProgress:
                 self._wake()
 
     def finish(self, trailer: bytes = b"") -> None:
-        """All layers of all tokens are in the arena: no mark is to be waited for any more. `trailer` goes to the readers
-        behind them."""
+        """All layers of all tokens are in the arena: no mark is to be waited for any more. `trailer` goes to
+        the readers behind them."""
         with self._lock:
             assert min(self._ready) == self.num_tokens, f"finished with layers at {self._ready}"
             self._marks = [0] * self.num_layers

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dataplane import loopback, shm, tcp
-from dataplane.arena import Arena
+from dataplane import connect, loopback, shm, tcp
+from dataplane.device_arena import KVArena
 from dataplane.holder import HolderContext, HolderStream, JunkError, LeaseGate, ReadableKV
 from dataplane.layout import ArenaShape
 from dataplane.stream import Kind, Refused, encode_frame
@@ -29,7 +29,7 @@ _WRONG = frozenset({"malformed", "version", "ticket", "fingerprint", "carrier", 
 
 @dataclass(slots=True, frozen=True)
 class ServerOptions:
-    """`carriers`: what is offered, of "loopback", "shm" and "tcp". `advertise_host`: what readers are told to connect
+    """`carriers`: what is offered, of connect.CARRIERS. `advertise_host`: what readers are told to connect
     to, `host` unless given. `open_timeout_s`: within it a stream must have said what it wants. `idle_timeout_s`: a
     reader that takes nothing for so long is cut, and a connection on which no next stream is opened.
     """
@@ -60,7 +60,7 @@ class PlaneServer:
 
     def __init__(
         self,
-        arena: Arena,
+        arena: KVArena,
         shape: ArenaShape,
         gate: LeaseGate,
         secret: bytes,
@@ -97,6 +97,7 @@ class PlaneServer:
             carriers=self.options.carriers,
             arena=self.arena.name,
             arena_nonce=self.arena.nonce,
+            card=self.arena.card,
         )
 
     @property
@@ -133,13 +134,13 @@ class PlaneServer:
     # What the simulator does in its own way.
 
     def _listen(self) -> None:
-        if {shm.NAME, tcp.NAME} & set(self.options.carriers):
+        if set(self.options.carriers) - {loopback.NAME}:
             address = (self.options.host, self.options.port)
             listener = self._listener = socket.create_server(address, backlog=_BACKLOG)
             self._port = listener.getsockname()[1]
             self._acceptor = self._new_thread(lambda: self._accept(listener), "kv-accept")
             self._acceptor.start()
-        if loopback.NAME in self.options.carriers:
+        if {loopback.NAME, connect.CUDA} & set(self.options.carriers):
             loopback.register(self)
 
     def _stop_listening(self) -> None:

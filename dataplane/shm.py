@@ -10,6 +10,7 @@ import time
 
 from dataplane import frames
 from dataplane.arena import SHM_DIR, Arena, ArenaMissingError, ByteArray
+from dataplane.carrier import Access
 from dataplane.frames import SequenceMemory
 from dataplane.stream import Digest, DigestKind, Header, TransferStats, check_no_place, encode_header
 from dataplane.wire import Wire
@@ -24,6 +25,7 @@ class SharedHolder:
     """Announces frames; the bytes stay where they are until the reader's Ack. Also the loopback carrier's holder."""
 
     needs_ack = True
+    access = Access(by_tables=True)
     frame_bytes = FRAME_BYTES
     max_begun = 1
 

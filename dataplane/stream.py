@@ -147,12 +147,14 @@ class Open(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceHandles(msgspec.Struct, frozen=True, kw_only=True):
-    """The names by which another process of the host opens an arena on a card: its memory, and the events by which its
-    marks are known, mark n by event (n - 1) modulo their number."""
+    """The names by which another process of the host opens an arena on a card: its memory, and the events of its marks
+    (device_arena.py)."""
 
-    memory: bytes
+    uuid: str
+    """The card's."""
     num_bytes: int
-    events: tuple[bytes, ...]
+    memory: bytes
+    marks: tuple[bytes, ...]
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

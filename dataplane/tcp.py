@@ -11,6 +11,7 @@ import numpy as np
 
 from dataplane import frames
 from dataplane.arena import ByteArray
+from dataplane.carrier import Access
 from dataplane.codec import BlockCodec, NotFiniteError
 from dataplane.extent import Extent
 from dataplane.frames import Hasher, Rows, SequenceMemory, Staging, gather, new_hasher, scatter
@@ -27,6 +28,7 @@ class TcpHolder:
     """Sends frames. When `send` returns the bytes have left the arena: there is no Ack to wait for."""
 
     needs_ack = False
+    access = Access()
     frame_bytes = FRAME_BYTES
     max_begun = 1
 

@@ -15,8 +15,9 @@ from typing import Protocol
 
 from dataplane import connect, frames, tcp
 from dataplane.arena import HEADER_BYTES, Arena, ArenaMissingError, ByteArray
-from dataplane.carriers import ReaderCarrier
+from dataplane.carrier import ReaderCarrier
 from dataplane.connect import CarrierImpossibleError, Choice
+from dataplane.device_arena import DeviceArena, KVArena
 from dataplane.dial import Cancellation
 from dataplane.frames import Rows, SequenceMemory
 from dataplane.layout import ArenaShape
@@ -140,7 +141,9 @@ class SimNetwork:
 
     def arena(self, nonce: str) -> Arena | None:
         """Return the arena of a process that lives and serves."""
-        return next((s.arena for s in self._servers.values() if s.arena.nonce == nonce), None)
+        arena = next((s.arena for s in self._servers.values() if s.arena.nonce == nonce), None)
+        assert not isinstance(arena, DeviceArena), "a simulated worker has no card"
+        return arena
 
     def connect(self, reader_host: str, endpoint: Endpoint, timeout_s: float, cancellation: Cancellation) -> SimWire:
         """Return the reader's end of a new connection. Raises TransferFailedError."""
@@ -212,7 +215,7 @@ class SimPlaneServer(PlaneServer):
         self,
         network: SimNetwork,
         host: str,
-        arena: Arena,
+        arena: KVArena,
         shape: ArenaShape,
         gate: LeaseGate,
         secret: bytes,
@@ -250,7 +253,7 @@ class SimPlaneServer(PlaneServer):
 class SimPlaneReader(PlaneReader):
     """Reads over the network."""
 
-    def __init__(self, network: SimNetwork, host: str, arena: Arena, shape: ArenaShape) -> None:
+    def __init__(self, network: SimNetwork, host: str, arena: KVArena, shape: ArenaShape) -> None:
         super().__init__(arena, shape)
         self._network = network
         self._host = host
@@ -327,7 +330,7 @@ def sim_platform(
     """Return the platform of one simulated process. `on_gate` is told what guards its blocks."""
 
     def make_server(
-        arena: Arena, shape: ArenaShape, gate: LeaseGate, secret: bytes, options: ServerOptions
+        arena: KVArena, shape: ArenaShape, gate: LeaseGate, secret: bytes, options: ServerOptions
     ) -> PlaneServer:
         on_gate(gate)
         return SimPlaneServer(network, host, arena, shape, gate, secret, options)

@@ -7,6 +7,7 @@ import secrets
 import socket
 from collections.abc import Callable
 
+from dataplane.connect import offered_carriers
 from dataplane.lease import Lease
 from dataplane.server import ServerOptions
 from dataplane.stream import TransferStats
@@ -367,7 +368,7 @@ def _server_options(config: MeshConfig) -> ServerOptions:
     if not advertise_host and settings.plane_host == "0.0.0.0":
         advertise_host = socket.gethostname()  # nobody can connect to "everywhere"; containers resolve this name
     return ServerOptions(
-        carriers=("shm", "tcp") if settings.carrier == "auto" else (settings.carrier,),
+        carriers=offered_carriers(settings.carrier, on_card=False),
         host=settings.plane_host,
         advertise_host=advertise_host,
         digests=settings.digests,

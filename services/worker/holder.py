@@ -10,8 +10,9 @@ from itertools import chain
 
 import msgspec
 
-from dataplane.arena import Arena
 from dataplane.cache import BlockCache
+from dataplane.connect import offered_carriers
+from dataplane.device_arena import KVArena
 from dataplane.layout import ArenaShape, BlockTables
 from dataplane.lease import Lease, LeaseRefusedError, LeaseTable
 from dataplane.progress import KVProgress
@@ -61,7 +62,7 @@ class KVHolder:
 
     worker_id: WorkerId
     incarnation: str
-    arena: Arena
+    arena: KVArena
     cache: BlockCache
     secret: bytes
     make_server: MakeServer
@@ -88,7 +89,7 @@ class KVHolder:
 
     def start(self, config: WorkerConfig) -> None:
         """Serve reads."""
-        carriers = ("shm", "tcp") if config.carrier == "auto" else (config.carrier,)
+        carriers = offered_carriers(config.carrier, on_card=bool(self.arena.card))
         advertise_host = config.advertise_host
         if not advertise_host and config.plane_host == "0.0.0.0":
             advertise_host = socket.gethostname()  # nobody can connect to "everywhere"; containers resolve this name

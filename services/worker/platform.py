@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dataplane.arena import Arena
+from dataplane.device_arena import KVArena
 from dataplane.layout import ArenaShape
 from dataplane.reader import PlaneReader
 from dataplane.server import LeaseGate, PlaneServer, ServerOptions
@@ -17,8 +18,8 @@ from services.engine.thread import EngineThread
 
 MakeArena = Callable[[ArenaShape], Arena]
 """Raises ArenaTooLargeError."""
-MakeServer = Callable[[Arena, ArenaShape, LeaseGate, bytes, ServerOptions], PlaneServer]
-MakeReader = Callable[[Arena, ArenaShape], PlaneReader]
+MakeServer = Callable[[KVArena, ArenaShape, LeaseGate, bytes, ServerOptions], PlaneServer]
+MakeReader = Callable[[KVArena, ArenaShape], PlaneReader]
 
 
 class MakeEngine(Protocol):
