@@ -47,7 +47,7 @@ async def test_cooled_blocks_outlive_their_worker(
         await worker.cool(*range(9, -1, -1))
         await until(lambda: around.has("memory", *range(10)) and around.has(NAMES[kind], *range(10)))
         await around.until_events_tell_all()
-        assert worker.outcomes == ["landed"]
+        await until(lambda: worker.outcomes == ["landed"])
         await around.gone(worker)
         assert await around.fetch(*range(10), carrier=carrier) == 10
         assert await around.fetch(3, 4, 5, first_block=7, carrier=carrier) == 3
