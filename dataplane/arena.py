@@ -68,7 +68,11 @@ class Arena:
     @classmethod
     def create(cls, shape: ArenaShape) -> "Arena":
         """Return a new arena of this shape, owned by this process. Raises ArenaTooLargeError."""
-        num_bytes = shape.num_bytes
+        return cls.create_bytes(shape.num_bytes)
+
+    @classmethod
+    def create_bytes(cls, num_bytes: int) -> "Arena":
+        """Return so much new memory, owned by this process. Raises ArenaTooLargeError."""
         needed = HEADER_BYTES + num_bytes
         available = _available_bytes()
         if available is not None and needed > available:

@@ -42,6 +42,38 @@ class Moves(NamedTuple):
     def num_bytes(self) -> int:
         return self.num_rows * self.row_bytes
 
+    def check(self, source_bytes: int, target_bytes: int | None) -> None:
+        """Raises ValueError when a row lies outside memory of these sizes, or is not aligned: a kernel does not ask."""
+        if self.runs.ndim != 2 or self.runs.shape[1] != 3 or self.runs.dtype != np.int64:
+            raise ValueError(f"runs of {self.runs.dtype} {self.runs.shape}")
+        if not len(self.runs):
+            if self.num_rows:
+                raise ValueError(f"{self.num_rows} rows in no run")
+            return
+        first_rows = self.runs[:, 2]
+        num_rows = np.diff(first_rows, append=self.num_rows)
+        if first_rows[0] or num_rows.min() < 0:
+            raise ValueError("the runs are not in the order of their rows")
+        if self.row_bytes <= 0 or min(self.source_stride, self.target_stride) < self.row_bytes:
+            raise ValueError(f"rows of {self.row_bytes} bytes at {self.source_stride} and {self.target_stride}")
+        sides = ((0, self.source_stride, source_bytes), (1, self.target_stride, target_bytes))
+        for side, stride, num_bytes in sides:
+            if num_bytes is None:
+                continue
+            first = self.runs[:, side]
+            ends = first + (num_rows - 1) * stride + self.row_bytes
+            if first.min() < 0 or ends[num_rows > 0].max(initial=0) > num_bytes:
+                raise ValueError(f"rows outside memory of {num_bytes} bytes")
+            if (stride | self.row_bytes | int(np.bitwise_or.reduce(first))) % ALIGNMENT:
+                raise ValueError(f"rows that do not lie at multiples of {ALIGNMENT} bytes")
+
+
+class SupportsDLPack(Protocol):
+    """What torch and CuPy take over without a copy. One dimension of bytes."""
+
+    def __dlpack__(self, *, stream: object = None) -> object: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
 
 class Stream(Protocol):
     """Work that is done in order, beside other streams."""
@@ -83,6 +115,10 @@ class DeviceMemory(Protocol):
     def pointer(self) -> int: ...
     @property
     def num_bytes(self) -> int: ...
+    @property
+    def exported(self) -> SupportsDLPack:
+        """The same memory as other libraries take it. It must not be used once this is closed."""
+        ...
 
     def close(self) -> None:
         """Free or unmap it: nothing uses it any more. Idempotent."""

@@ -15,8 +15,9 @@ import xxhash
 
 from dataplane.arena import ByteArray
 from dataplane.checksum import Sum64
-from dataplane.extent import Extent, HeadRange, first_kept_block, heads_of
-from dataplane.layout import KEY, VALUE, ArenaShape, BlockTables, num_blocks_for, slot_spans
+from dataplane.extent import Extent, HeadRange
+from dataplane.layout import ArenaShape, BlockTables
+from dataplane.runs import SequenceRuns
 from dataplane.stream import DigestKind, Header, TransferStats
 
 PIECE_BYTES = 512 << 10
@@ -33,37 +34,15 @@ class SequenceMemory:
     def __init__(
         self, array: ByteArray, shape: ArenaShape, tables: BlockTables, heads: HeadRange | None = None
     ) -> None:
-        layout = shape.layout
-        heads = heads_of(layout) if heads is None else heads
-        if not heads_of(layout).holds(heads):
-            raise ValueError(f"{heads} of {heads_of(layout)}")
-        if min(shape.num_blocks) < 0 or shape.num_bytes > array.nbytes or len(tables) != len(shape.num_blocks):
+        self.runs = SequenceRuns(shape, tables, heads)
+        if shape.num_bytes > array.nbytes:
             raise ValueError(f"{shape.num_blocks} blocks do not fit into {array.nbytes} bytes")
-        for table, num_blocks in zip(tables, shape.num_blocks, strict=True):
-            if table.first_block < 0:
-                raise ValueError(f"a table that begins at block {table.first_block}")
-            for first, size in table.segments:
-                if first < 0 or size < 0 or first + size > num_blocks:
-                    raise ValueError(f"no such blocks: {first}+{size} of {num_blocks}")
         self._array = array
-        self._shape = shape
-        self._tables = tables
-        head_bytes = layout.token_bytes // layout.num_kv_heads
-        first_byte = (heads.first - layout.first_head) * head_bytes
-        self._bytes_of_row = slice(first_byte, first_byte + heads.num_heads * head_bytes)
-        self.is_contiguous = heads.num_heads == layout.num_kv_heads
+        self.is_contiguous = self.runs.is_contiguous
 
     def covers(self, extent: Extent, end_token: int) -> bool:
         """Say whether the tables have all of the extent, written up to `end_token`: a ring has only its last round."""
-        size = self._shape.layout.block_size
-        for group, table, start in zip(self._shape.layout.groups, self._tables, extent.group_starts, strict=True):
-            if start >= extent.num_tokens:
-                continue
-            end_block = num_blocks_for(end_token, size)
-            first_block = first_kept_block(table, end_block) if group.window else table.first_block
-            if start < first_block * size or extent.num_tokens > table.end_block * size:
-                return False
-        return True
+        return self.runs.covers(extent, end_token)
 
     def views(self, data: Header) -> list[Rows]:
         """Return the frame's bytes as views, in the frame's order."""
@@ -71,18 +50,16 @@ class SequenceMemory:
 
     def parts(self, data: Header) -> Iterator[list[Rows]]:
         """Yield the views layer by layer, keys and values apart."""
-        layout, array = self._shape.layout, self._array
-        token_bytes, bytes_of_row = layout.token_bytes, self._bytes_of_row
-        for layer in range(data.layer, data.layer + data.num_layers):
-            table = self._tables[layout.group_of_layer[layer]]
-            spans = slot_spans(table, layout.block_size, data.first_token, data.first_token + data.num_tokens)
-            for key_or_value in (KEY, VALUE):
-                part: list[Rows] = []
-                for slot, num_tokens in spans:
-                    at = self._shape.offset(layer, key_or_value, slot)
-                    rows = array[at : at + num_tokens * token_bytes].reshape(num_tokens, token_bytes)
-                    part.append(rows if self.is_contiguous else rows[:, bytes_of_row])
-                yield part
+        runs, array = self.runs, self._array
+        stride, row_offset = runs.stride, runs.row_offset
+        bytes_of_row = slice(row_offset, row_offset + runs.row_bytes)
+        for part in runs.parts(data):
+            views: list[Rows] = []
+            for slot, num_tokens in part.spans:
+                at = part.first_byte - row_offset + slot * stride
+                rows = array[at : at + num_tokens * stride].reshape(num_tokens, stride)
+                views.append(rows if self.is_contiguous else rows[:, bytes_of_row])
+            yield views
 
 
 class Staging:
