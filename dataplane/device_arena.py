@@ -11,29 +11,19 @@ import contextlib
 import threading
 import time
 
-import msgspec
 import numpy as np
 
 from dataplane.arena import Arena, ByteArray
 from dataplane.device import Device, DeviceError, DeviceMemory, Event, Stream, SupportsDLPack
 from dataplane.layout import ArenaShape
 from dataplane.runs import unsuited
+from dataplane.stream import DeviceHandles
 
 NUM_MARKS = 128
 """More than a model has layers: a mark comes round again when the engine has begun another step."""
 READY = 0
 """The mark of what was ready before anybody could ask."""
 _POLL_S = 0.0002
-
-
-class DeviceHandles(msgspec.Struct, frozen=True, kw_only=True):
-    """By what another process on this host opens the arena and its marks."""
-
-    uuid: str
-    """The card's."""
-    num_bytes: int
-    memory: bytes
-    marks: tuple[bytes, ...]
 
 
 class Marks:
@@ -148,10 +138,9 @@ class DeviceArena:
         with self._close_lock:
             if self._handles is None:
                 self._handles = DeviceHandles(
-                    uuid=self.device.uuid,
                     num_bytes=self.num_bytes,
                     memory=self.device.export_memory(self.memory),
-                    marks=self.marks.export(),
+                    events=self.marks.export(),
                 )
             return self._handles
 
@@ -181,7 +170,7 @@ class PeerArena:
 
     def __init__(self, device: Device, handles: DeviceHandles) -> None:
         self._device = device
-        self._handles = handles.marks
+        self._handles = handles.events
         self._events: dict[int, Event] = {}
         self._lock = threading.Lock()
         self.memory = device.open_memory(handles.memory, handles.num_bytes)
