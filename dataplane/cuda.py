@@ -48,13 +48,19 @@ def import_cupy() -> Cuda:
     return Cuda(cast(Any, cupy), cast(Any, runtime), cast(Any, driver), cast(Any, nvrtc))
 
 
-def find_device(index: int = 0) -> "CudaDevice":
-    """Return this process's card of this number. Raises DeviceError: no CuPy, no driver, no such card."""
-    cuda = import_cupy()
+def count_devices(cuda: Cuda | None = None) -> int:
+    """Return how many cards this process can use. Raises DeviceError: no CuPy, no driver, no card."""
+    cuda = import_cupy() if cuda is None else cuda
     try:
-        num_devices = cuda.runtime.getDeviceCount()
+        return cuda.runtime.getDeviceCount()
     except RuntimeError as error:
         raise DeviceError("CUDA", f"no card can be used: {error}") from error
+
+
+def find_device(index: int = 0) -> "CudaDevice":
+    """Return this process's card of this number. Raises DeviceError, in one line: no CuPy, no driver, no such card."""
+    cuda = import_cupy()
+    num_devices = count_devices(cuda)
     if not 0 <= index < num_devices:
         raise DeviceError("CUDA", f"there is no card {index}: {num_devices} can be used")
     return CudaDevice(cuda, index)
