@@ -17,7 +17,7 @@ def why_no_card() -> str:
         return str(error)
 
 
-def needs_gpu(test):  # noqa: ANN001, ANN201 - what pytest's marks take and return
+def needs_gpu(test):
     """Mark a test, or a parameter's `marks`: it runs on a card, and is skipped with the reason elsewhere."""
     return pytest.mark.gpu(pytest.mark.skipif(bool(why_no_card()), reason=f"no card: {why_no_card()}")(test))
 

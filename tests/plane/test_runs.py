@@ -148,7 +148,13 @@ def layout_of(head_dim: int, dtype: str = "bfloat16") -> KVLayout:
 
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "suits"),
-    [(64, "bfloat16", True), (4, "bfloat16", True), (6, "bfloat16", False), (6, "float32", True), (1, "float32", False)],
+    [
+        (64, "bfloat16", True),
+        (4, "bfloat16", True),
+        (6, "bfloat16", False),
+        (6, "float32", True),
+        (1, "float32", False),
+    ],
 )
 def test_layouts_that_suit_a_card(head_dim: int, dtype: str, suits: bool) -> None:
     reason = unsuited(layout_of(head_dim, dtype))
@@ -201,7 +207,7 @@ WRONG = {
 @pytest.mark.parametrize("moves", WRONG.values(), ids=list(WRONG))
 def test_moves_that_a_card_must_not_make(moves: Moves) -> None:
     RIGHT.check(192, 128)
-    with pytest.raises(ValueError):  # noqa: PT011 - each has words of its own
+    with pytest.raises(ValueError):
         moves.check(192, 128)
 
 
