@@ -19,7 +19,7 @@ from dataplane.layout import ArenaShape
 from dataplane.runs import unsuited
 from dataplane.stream import DeviceHandles
 
-NUM_MARKS = 256
+NUM_MARKS = 128
 """More than a model has layers: a mark comes round again when the engine has begun another step."""
 READY = 0
 """The mark of what was ready before anybody could ask."""
