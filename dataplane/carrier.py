@@ -15,6 +15,10 @@ class Access(NamedTuple):
     device: DeviceHandles | None = None
 
 
+class HeldUpError(Exception):
+    """The oldest frame cannot go before the reader's Ack of an earlier one: what that one holds is needed for it."""
+
+
 class HolderCarrier(Protocol):
     """How a frame's bytes cross, at the holder's end. For one thread.
 
@@ -38,7 +42,8 @@ class HolderCarrier(Protocol):
 
     def send(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> Digest:
         """Send `head` and the oldest frame that was begun; return its digest. Without `needs_ack` its bytes have then
-        left the arena. Raises WireClosedError, WireTimeoutError, NotFiniteError."""
+        left the arena. Raises WireClosedError, WireTimeoutError, NotFiniteError, and HeldUpError: nothing was
+        sent, and it may be tried again once an Ack has come."""
         ...
 
     def acked(self, sequence: int) -> None:

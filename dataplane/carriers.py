@@ -1,6 +1,6 @@
 """Which class is which end of which carrier, by where the arenas are."""
 
-from dataplane import shm, tcp
+from dataplane import shm, staged, tcp
 from dataplane.carrier import HolderCarrier
 from dataplane.connect import CarrierBrokenError
 from dataplane.device_arena import DeviceArena, KVArena
@@ -15,6 +15,10 @@ def holder_carrier(
 ) -> HolderCarrier:
     """Return the holder's end of a carrier. Raises DeviceError, and CarrierBrokenError when it cannot be had here."""
     if isinstance(arena, DeviceArena):
+        if name == tcp.NAME:
+            return staged.StagedHolder(arena, source, extent, digest_kind)
+        if name == shm.NAME:
+            return staged.StagedSharedHolder(arena, source, extent, digest_kind)
         raise CarrierBrokenError(name, "this holder's arena is on a card")
     memory = SequenceMemory(arena.array, source)
     if name == tcp.NAME:

@@ -16,8 +16,9 @@ import numpy as np
 from dataplane.arena import Arena, ByteArray
 from dataplane.device import Device, DeviceError, DeviceMemory, Event, Stream, SupportsDLPack
 from dataplane.layout import ArenaShape
+from dataplane.ring import MIN_FRAMES, StagingRing
 from dataplane.runs import unsuited
-from dataplane.stream import DeviceHandles
+from dataplane.stream import MAX_FRAME_BYTES, DeviceHandles
 
 NUM_MARKS = 128
 """More than a model has layers: a mark comes round again when the engine has begun another step."""
@@ -76,8 +77,8 @@ class DeviceArena:
     """A card's memory of this shape, owned by this process.
 
     `staging`: pinned host memory, a file in /dev/shm whose `name` and `nonce` are the arena's: who can map it is on the
-    same host. `mirror`: as many bytes on the card. Raises DeviceError, ArenaTooLargeError, and ValueError when the
-    layout cannot live on a card.
+    same host. `mirror`: as many bytes on the card. `ring`: who has which part of both. Raises DeviceError,
+    ArenaTooLargeError, and ValueError when the layout cannot live on a card.
     """
 
     def __init__(self, device: Device, shape: ArenaShape, staging_bytes: int) -> None:
@@ -86,6 +87,7 @@ class DeviceArena:
         self.device = device
         self.shape = shape
         self.card = device.uuid
+        self.ring = StagingRing(staging_bytes, min(MAX_FRAME_BYTES, staging_bytes // MIN_FRAMES))
         self._file = Arena.create_bytes(staging_bytes)
         self.name, self.nonce = self._file.name, self._file.nonce
         self.staging: ByteArray = self._file.array
@@ -152,6 +154,7 @@ class DeviceArena:
             if self._is_closed:
                 return
             self._is_closed = True
+        self.ring.close()
         if self._marks is not None:
             self._marks.close()
         for memory in self._memories:

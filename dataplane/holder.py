@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dataplane import tcp
-from dataplane.carrier import HolderCarrier
+from dataplane.carrier import HeldUpError, HolderCarrier
 from dataplane.carriers import holder_carrier
 from dataplane.codec import NotFiniteError
 from dataplane.connect import CarrierBrokenError
@@ -127,6 +127,7 @@ class _Opened:
     digest_kind: DigestKind | None
     """None: digests are off."""
     peer_traceparent: str
+    max_frame_bytes: int
 
 
 class HolderStream:
@@ -194,6 +195,8 @@ class HolderStream:
             raise _RefusedError("fingerprint", f"this holder's KV is {context.shape.layout.fingerprint}")
         if wanted.carrier not in context.carriers:
             raise _RefusedError("carrier", f"this holder offers {', '.join(context.carriers)}")
+        if wanted.frame_bytes < 1:
+            raise _RefusedError("malformed", f"frames of {wanted.frame_bytes} bytes")
         if wanted.carrier != tcp.NAME and wanted.wire_dtype != "same":
             raise _RefusedError("malformed", f"nothing is compressed over {wanted.carrier}")
         try:
@@ -219,7 +222,7 @@ class HolderStream:
             end = holder_carrier(wanted.carrier, self._context.arena, source, extent, kind)
         except (CarrierBrokenError, DeviceError) as error:
             raise _RefusedError("carrier", str(error)) from error
-        return _Opened(ticket, wanted.carrier, readable, extent, end, kind, wanted.traceparent)
+        return _Opened(ticket, wanted.carrier, readable, extent, end, kind, wanted.traceparent, wanted.frame_bytes)
 
     def _digest_kind(self, wanted: Open, extent: Extent) -> DigestKind | None:
         """Return what suits both ends' memory; what is compressed is digested on the host, as it crosses."""
@@ -249,7 +252,7 @@ class _Service:
         self._extent = extent
         self._digest_kind = opened.digest_kind
         self._carrier = opened.end
-        self._planner = FramePlanner(extent, self._carrier.frame_bytes)
+        self._planner = FramePlanner(extent, min(self._carrier.frame_bytes, opened.max_frame_bytes))
         self._begun: deque[Header] = deque()
         self._uncommitted: deque[tuple[int, Digest]] = deque()  # by sequence
         self._num_acked = 0
@@ -309,7 +312,11 @@ class _Service:
             self._commit()  # before asking for room: what has been acked must not hold up what is next
             has_begun = self._begin(ready)
             if self._begun and (len(self._begun) == self._carrier.max_begun or not has_begun):
-                self._send(self._begun.popleft())
+                try:
+                    self._send(self._begun[0])
+                except HeldUpError:
+                    self._flush()
+                    self._wait(waker)
             elif has_begun:
                 continue
             elif self._planner.all_sent and not self._uncommitted and ready.trailer is not None:
@@ -341,6 +348,7 @@ class _Service:
             raise _EndedError(
                 f"layer {data.layer}, token {data.first_token}: {error}", tell=True, code="codec"
             ) from error
+        self._begun.popleft()
         self._unsent = b""
         stats.num_frames += 1
         stats.num_bytes += self._extent.memory_bytes(data.num_layers, data.num_tokens)

@@ -13,6 +13,7 @@ from dataplane.dial import Cancellation
 from dataplane.extent import Extent
 from dataplane.layout import BlockTables
 from dataplane.stream import (
+    MAX_FRAME_BYTES,
     Accepted,
     Digest,
     DigestKind,
@@ -87,6 +88,7 @@ class Read:
         self.cancellation = cancellation
         self.digest_kind: DigestKind = "xxh3"
         """What suits this end's memory."""
+        self.max_frame_bytes = MAX_FRAME_BYTES
         self.deadline = time.monotonic() + request.deadline_s
         self.stats = request.stats
         self.stats.opened_ns = time.time_ns()
@@ -113,6 +115,7 @@ class Read:
             heads=self.extent.heads,
             wire_dtype=self.extent.wire_dtype,
             digest_kind=self.digest_kind,
+            frame_bytes=self.max_frame_bytes,
             traceparent=self.stats.traceparent,
         )
         with contextlib.suppress(WireClosedError):  # a holder that is busy says so and closes, without listening

@@ -23,7 +23,8 @@ from dataplane.idle import IdleConnections, Way, way_to
 from dataplane.layout import ArenaShape, BlockTables
 from dataplane.read import Landed, NotAnsweredError, Read, ReadRequest
 from dataplane.runs import SequenceRuns
-from dataplane.shm import AttachedArenas, SharedReader
+from dataplane.shm import ArenaFrames, AttachedArenas, FrameSource, SharedReader
+from dataplane.staged import SharedStagedReader, StagedFrames, StagedReader
 from dataplane.stream import (
     Accepted,
     DigestKind,
@@ -125,7 +126,9 @@ class PlaneReader:
             tokens = f"tokens {request.first_token} to {request.num_tokens}"
             raise ValueError(f"the tables have no slot for each of {tokens}: {request.tables}")
         run = Read(request, wanted, cancellation or Cancellation(), on_started)
-        run.digest_kind = "sum64" if self._arena.card else "xxh3"
+        if isinstance(self._arena, DeviceArena):
+            run.digest_kind = "sum64"
+            run.max_frame_bytes = self._arena.ring.frame_bytes
         try:
             return self._run(run, target)
         except (WireClosedError, ConnectionError) as error:
@@ -206,15 +209,25 @@ class PlaneReader:
     def _carrier(self, carrier: str, run: Read, accepted: Accepted, target: SequenceRuns) -> ReaderCarrier:
         """Return this end of the carrier. Raises ArenaMissingError, ProtocolError, CarrierBrokenError."""
         kind = accepted.digest_kind if accepted.digests else None
-        if isinstance(self._arena, DeviceArena):
-            raise CarrierBrokenError(carrier, "this reader's arena is on a card")
-        memory = SequenceMemory(self._arena.array, target)
+        arena = self._arena
+        if isinstance(arena, DeviceArena):
+            if carrier == tcp.NAME:
+                return StagedReader(arena, target, run.extent, kind)
+            return SharedStagedReader(self._frames(carrier, run, accepted), arena, target, run.extent, kind)
+        memory = SequenceMemory(arena.array, target)
         if carrier == tcp.NAME:
             return TcpReader(memory, run.extent, kind)
+        return self._shared_reader(self._frames(carrier, run, accepted), memory, kind)
+
+    def _frames(self, carrier: str, run: Read, accepted: Accepted) -> FrameSource:
+        """Return where a reader that copies for itself finds the holder's frames. Raises ArenaMissingError,
+        ProtocolError."""
         array = self._memory(carrier, run.request.endpoint)
+        if accepted.staged:
+            return StagedFrames(array, run.extent)
         source = self._source(accepted, run.extent)
         try:
-            return self._shared_reader(SequenceMemory(array, source), memory, kind)
+            return ArenaFrames(SequenceMemory(array, source))
         except ValueError as error:
             raise ProtocolError(f"blocks outside the holder's arena: {error}") from error
 
@@ -266,7 +279,7 @@ class PlaneReader:
         return server.arena.array
 
     def _shared_reader(
-        self, source: SequenceMemory, target: SequenceMemory, digest_kind: DigestKind | None
+        self, source: FrameSource, target: SequenceMemory, digest_kind: DigestKind | None
     ) -> ReaderCarrier:
         return SharedReader(source, target, digest_kind)
 

@@ -7,11 +7,12 @@ commits. While the reader copies, the holder digests the same bytes.
 import contextlib
 import threading
 import time
+from typing import Protocol
 
 from dataplane import frames
 from dataplane.arena import SHM_DIR, Arena, ArenaMissingError, ByteArray
 from dataplane.carrier import Access
-from dataplane.frames import SequenceMemory
+from dataplane.frames import Rows, SequenceMemory
 from dataplane.stream import Digest, DigestKind, Header, TransferStats, check_no_place, encode_header
 from dataplane.wire import Wire
 from schemas.handoff import Endpoint
@@ -19,6 +20,26 @@ from schemas.handoff import Endpoint
 NAME = "shm"
 FRAME_BYTES = 16 << 20
 MAX_ATTACHED = 16
+
+
+class FrameSource(Protocol):
+    """The holder's memory, as a reader sees it that copies from it."""
+
+    def views(self, data: Header) -> list[Rows]:
+        """Return the frame's bytes, in its order. Raises ProtocolError."""
+        ...
+
+
+class ArenaFrames:
+    """A holder's arena: a frame lies where its tokens do."""
+
+    def __init__(self, memory: SequenceMemory) -> None:
+        self._memory = memory
+
+    def views(self, data: Header) -> list[Rows]:
+        """Return the frame's bytes. Raises ProtocolError when it is said to lie elsewhere."""
+        check_no_place(data)
+        return self._memory.views(data)
 
 
 class SharedHolder:
@@ -57,15 +78,14 @@ class SharedReader:
 
     needs_ack = True
 
-    def __init__(self, source: SequenceMemory, target: SequenceMemory, digest_kind: DigestKind | None) -> None:
+    def __init__(self, source: FrameSource, target: SequenceMemory, digest_kind: DigestKind | None) -> None:
         self._source = source
         self._target = target
         self._digest_kind: DigestKind | None = digest_kind
         self._num_landed = 0
 
     def land(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> Digest:
-        """Copy the frame's bytes and return the digest of what arrived."""
-        check_no_place(data)
+        """Copy the frame's bytes and return the digest of what arrived. Raises ProtocolError."""
         digest = self._copy(wire, data, stats)
         self._num_landed = data.sequence
         return lambda: digest

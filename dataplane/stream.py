@@ -130,7 +130,7 @@ def check_no_place(data: Header) -> None:
 class Open(msgspec.Struct, frozen=True, kw_only=True):
     """Asks for tokens [first_token, num_tokens) of `heads`, counted over all shards, of what the ticket names.
 
-    `digest_kind`: what suits the reader's memory.
+    `digest_kind`: what suits the reader's memory. `frame_bytes`: the most of KV that it takes in one frame.
     """
 
     ticket: str
@@ -141,6 +141,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True):
     heads: HeadRange
     wire_dtype: WireDtype = "same"
     digest_kind: DigestKind = "xxh3"
+    frame_bytes: int = MAX_FRAME_BYTES
     version: int = VERSION
     traceparent: str = ""
     """What the reader's end of the transfer is called in its trace. Nothing depends on it."""

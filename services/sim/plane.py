@@ -23,7 +23,7 @@ from dataplane.frames import Rows, SequenceMemory
 from dataplane.layout import ArenaShape
 from dataplane.reader import PlaneReader
 from dataplane.server import LeaseGate, PlaneServer, ServerOptions
-from dataplane.shm import SharedReader
+from dataplane.shm import FrameSource, SharedReader
 from dataplane.stream import DigestKind, Header, TransferFailedError, TransferStats
 from dataplane.wire import Thread, Wire
 from schemas.handoff import Endpoint
@@ -282,7 +282,7 @@ class SimPlaneReader(PlaneReader):
         return arena.array
 
     def _shared_reader(
-        self, source: SequenceMemory, target: SequenceMemory, digest_kind: DigestKind | None
+        self, source: FrameSource, target: SequenceMemory, digest_kind: DigestKind | None
     ) -> ReaderCarrier:
         return _PacedReader(source, target, digest_kind)
 

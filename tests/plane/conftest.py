@@ -8,20 +8,37 @@ from pathlib import Path
 import pytest
 
 from services.sim import threads
-from tests.plane.harness import CARRIERS, DEADLINE_S, SIMULATED, Holder, Target, fast_network, use_network
+from tests.plane.harness import (
+    CARRIERS,
+    DEADLINE_S,
+    SIMULATED,
+    Holder,
+    Target,
+    ends_of,
+    fast_network,
+    name_of,
+    use_cards,
+    use_network,
+)
 
 
 @pytest.fixture(params=CARRIERS)
 def carrier(request: pytest.FixtureRequest) -> str:
-    return request.param
+    return name_of(request.param)
 
 
 @pytest.fixture(autouse=True)
 def simulated(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Say whether the test is over a simulated carrier; then holders and targets are made on a simulated network."""
+    """Say whether the test is over a simulated carrier; then holders and targets are made on a simulated network.
+
+    Where its name says so they are made on cards.
+    """
     is_simulated = _is_simulated(request.node)
     use_network(fast_network() if is_simulated else None)
+    source, target = ends_of(_carrier_of(request.node))
+    use_cards(holder=source == "card", target=target == "card")
     yield is_simulated
+    use_cards(holder=False, target=False)
     use_network(None)
     threads.abandon_closed()
 
@@ -56,9 +73,13 @@ async def _in_thread(test: Callable[[], object]) -> None:
         threads.abandon_all(asyncio.get_running_loop())
 
 
-def _is_simulated(item: pytest.Item) -> bool:
+def _carrier_of(item: pytest.Item) -> str:
     callspec = getattr(item, "callspec", None)
-    return callspec is not None and str(callspec.params.get("carrier", "")).startswith(SIMULATED)
+    return "" if callspec is None else str(callspec.params.get("carrier", ""))
+
+
+def _is_simulated(item: pytest.Item) -> bool:
+    return _carrier_of(item).startswith(SIMULATED)
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,8 @@ from typing import Protocol
 import numpy as np
 
 from dataplane.arena import Arena, ByteArray
+from dataplane.device_arena import DeviceArena, KVArena
+from dataplane.fake_device import FakeDevice, FakeMemory
 from dataplane.layout import ArenaShape, BlockTable, BlockTables, KVLayout, Segment, slot_spans, uniform_shape
 from dataplane.lease import Lease, LeaseTable
 from dataplane.progress import KVProgress
@@ -39,6 +41,19 @@ DEADLINE_S = 60.0
 
 SIMULATED = "sim-"
 """Before the name of a carrier that is a simulated one."""
+STAGED = tuple(f"{ends}:{name}" for ends in ("card>card", "card>host", "host>card") for name in ("tcp", "shm"))
+"""Carriers by way of host memory, with where the holder and the target have their KV."""
+
+
+def name_of(param: str) -> str:
+    """Return the carrier's own name."""
+    return param.removeprefix(SIMULATED).rpartition(":")[2]
+
+
+def ends_of(param: str) -> tuple[str, str]:
+    """Return where the holder and the target of such a carrier have their KV: "card" or "host"."""
+    source, _, target = param.rpartition(":")[0].partition(">")
+    return source or "host", target or "host"
 
 
 class _Simulation:
@@ -51,6 +66,71 @@ class _Simulation:
 def use_network(network: SimNetwork | None) -> None:
     """Make holders and targets on this network from here on; None: on the real one."""
     _Simulation.network = network
+
+
+class _Cards:
+    """Whether holders and targets are made on a card, each on one of its own: a fake one."""
+
+    holder = False
+    target = False
+    seeds = itertools.count()
+
+
+STAGING_BYTES = 1 << 20
+"""Of arenas on fake cards: a few frames of most tests fit, and of some not."""
+
+
+def use_cards(*, holder: bool, target: bool) -> None:
+    """Make holders and targets on fake cards from here on, or not."""
+    _Cards.holder, _Cards.target = holder, target
+
+
+class CardMemory:
+    """An arena on a fake card of its own, whose streams run late, and the stream of what stands for an engine."""
+
+    def __init__(self, shape: ArenaShape, staging_bytes: int = STAGING_BYTES) -> None:
+        self.device = FakeDevice(seed=next(_Cards.seeds))
+        self.arena = DeviceArena(self.device, shape, staging_bytes)
+        self._stream = self.device.new_stream()
+        self._last_mark = 0
+
+    @property
+    def array(self) -> ByteArray:
+        """The KV as it lies on the card now."""
+        assert isinstance(self.arena.memory, FakeMemory)
+        return self.arena.memory.array
+
+    def compute(self, work: Callable[[], None]) -> int:
+        """Let the card do it when it comes to it; return the mark of its end."""
+        self._stream.run(work)
+        self._last_mark = self.arena.mark(self._stream.handle)
+        return self._last_mark
+
+    def wait(self) -> None:
+        """Wait for all that was to be computed."""
+        assert self.arena.wait_ready(self._last_mark, DEADLINE_S), "the card does not come to an end"
+
+    def close(self) -> None:
+        """Close it. What was taken for a transfer has come back, whatever became of the transfer."""
+        if self.device.work.died_of is None:
+            assert not self.arena.ring.used_bytes, f"slots that did not come back: {self.arena.ring.slots}"
+        self._stream.close()
+        self.arena.close()
+        if self.device.work.died_of is None:
+            assert not +self.device.opened, f"left open on the card: {self.device.opened}"
+        self.device.close()
+
+
+class CardProgress(KVProgress):
+    """Of an engine on a card: it has its last token, and with it knows that all is computed, before it finishes."""
+
+    def __init__(self, card: CardMemory, num_layers: int, num_tokens: int) -> None:
+        super().__init__(num_layers, num_tokens)
+        self._card = card
+
+    def finish(self, trailer: bytes = b"") -> None:
+        self._card.wait()
+        super().finish(trailer)
 
 
 def fast_network() -> SimNetwork:
@@ -166,7 +246,8 @@ class Holder:
         self.num_tokens = num_tokens
         self.first_token = first_token
         self.kv = random_kv(num_tokens, self.layout) if kv is None else kv
-        self.arena = Arena.create(self.shape)
+        self.card = CardMemory(self.shape) if _Cards.holder else None
+        self.arena = self.card.arena if self.card is not None else Arena.create(self.shape)
         self.gate = Gate()
         parts = (self.arena, self.shape, self.gate, SECRET, ServerOptions(carriers=carriers, **options))
         if _Simulation.network is None:
@@ -181,8 +262,14 @@ class Holder:
     def endpoint(self) -> Endpoint:
         return self.server.endpoint
 
+    @property
+    def array(self) -> ByteArray:
+        """The KV, wherever it lies."""
+        return _array(self.arena, self.card)
+
     def grant(self, lease_id: str, lease_ms: int = 600_000) -> tuple[Lease, KVProgress]:
-        progress = KVProgress(self.layout.num_layers, self.num_tokens)
+        sizes = (self.layout.num_layers, self.num_tokens)
+        progress = KVProgress(*sizes) if self.card is None else CardProgress(self.card, *sizes)
         with self.gate.lock:
             lease = self.gate.leases.grant(
                 lease_id=LeaseId(lease_id),
@@ -221,8 +308,14 @@ class Holder:
                 self.compute_layer(layer, first, last)
 
     def compute_layer(self, layer: int, start: int, end: int) -> None:
-        write_kv(self.arena.array, self.shape, self.tables, self.kv, layer, start, end)
-        self.progress.advance(layer, end)
+        def write() -> None:
+            write_kv(self.array, self.shape, self.tables, self.kv, layer, start, end)
+
+        if self.card is None:
+            write()
+            self.progress.advance(layer, end)
+        else:
+            self.progress.advance(layer, end, self.card.compute(write))
 
     def compute_all(self, trailer: bytes = b"token 0") -> None:
         self.compute(64)
@@ -230,7 +323,7 @@ class Holder:
 
     def close(self) -> None:
         self.server.close()
-        self.arena.close()
+        _close(self.arena, self.card)
 
 
 class Target:
@@ -242,12 +335,18 @@ class Target:
         self.shape = uniform_shape(layout, NUM_BLOCKS) if shape is None else shape
         self.layout = self.shape.layout
         self.tables = (TARGET,) * len(self.layout.groups) if tables is None else tables
-        self.arena = Arena.create(self.shape)
+        self.card = CardMemory(self.shape) if _Cards.target else None
+        self.arena = self.card.arena if self.card is not None else Arena.create(self.shape)
         if _Simulation.network is None:
             self.reader = PlaneReader(self.arena, self.shape)
         else:
             self.host = f"reader-{next(_Simulation.hosts)}"
             self.reader = SimPlaneReader(_Simulation.network, self.host, self.arena, self.shape)
+
+    @property
+    def array(self) -> ByteArray:
+        """The KV, wherever it lies."""
+        return _array(self.arena, self.card)
 
     def request(self, endpoint: Endpoint, ticket: str, carrier: str, num_tokens: int, **changes) -> ReadRequest:
         fields = {
@@ -268,11 +367,25 @@ class Target:
         return self.reader.read_blocking(request, on_started=on_started)
 
     def landed(self, end: int, start: int = 0) -> KV:
-        return read_kv(self.arena.array, self.shape, self.tables, start, end)
+        return read_kv(self.array, self.shape, self.tables, start, end)
 
     def close(self) -> None:
         self.reader.close()
-        self.arena.close()
+        _close(self.arena, self.card)
+
+
+def _array(arena: KVArena, card: CardMemory | None) -> ByteArray:
+    if card is not None:
+        return card.array
+    assert isinstance(arena, Arena)
+    return arena.array
+
+
+def _close(arena: KVArena, card: CardMemory | None) -> None:
+    if card is None:
+        arena.close()
+    else:
+        card.close()
 
 
 class Thread(Protocol):

@@ -7,15 +7,28 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from dataplane import staged
 from dataplane.layout import BlockTable, KVLayout, Segment
 from dataplane.shm import SharedHolder
 from dataplane.tcp import TcpHolder
-from tests.plane.harness import CARRIERS, DEADLINE_S, LAYOUT, SIMULATED, TARGET, Holder, Target, running, start_thread
+from tests.plane.harness import (
+    CARRIERS,
+    DEADLINE_S,
+    LAYOUT,
+    SIMULATED,
+    STAGED,
+    TARGET,
+    Holder,
+    Target,
+    name_of,
+    running,
+    start_thread,
+)
 
 
-@pytest.fixture(params=[*CARRIERS, *(SIMULATED + carrier for carrier in CARRIERS)])
+@pytest.fixture(params=[*CARRIERS, *(SIMULATED + carrier for carrier in CARRIERS), *STAGED])
 def carrier(request: pytest.FixtureRequest) -> str:
-    return request.param.removeprefix(SIMULATED)
+    return name_of(request.param)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 50, 300])
@@ -52,7 +65,7 @@ def test_layers_arrive_in_any_order(carrier: str, holder: Holder, target: Target
 
 @pytest.mark.parametrize("first_token", [1, 16, 37, 299, 300])
 def test_sends_only_what_the_reader_lacks(carrier: str, holder: Holder, target: Target, first_token: int) -> None:
-    target.arena.array[:] = 0xAB
+    target.array[:] = 0xAB
     holder.compute_all()
     landed = target.read_from(holder, carrier, first_token=first_token)
     assert landed.stats.num_bytes == (300 - first_token) * 2 * LAYOUT.num_layers * LAYOUT.token_bytes
@@ -61,11 +74,11 @@ def test_sends_only_what_the_reader_lacks(carrier: str, holder: Holder, target: 
 
 
 def test_writes_nothing_outside_its_blocks(carrier: str, holder: Holder, target: Target) -> None:
-    target.arena.array[:] = 0xAB
+    target.array[:] = 0xAB
     holder.compute_all()
     target.read_from(holder, carrier)
     num_slots = TARGET.end_block * LAYOUT.block_size
-    written = np.count_nonzero(target.arena.array != 0xAB)
+    written = np.count_nonzero(target.array != 0xAB)
     inside = np.count_nonzero(target.landed(num_slots) != 0xAB)
     assert written == inside == np.count_nonzero(holder.kv != 0xAB)
 
@@ -89,6 +102,7 @@ def test_more_frames_than_may_be_under_way(
 ) -> None:
     monkeypatch.setattr(SharedHolder, "frame_bytes", frame_bytes)
     monkeypatch.setattr(TcpHolder, "frame_bytes", frame_bytes)
+    monkeypatch.setattr(staged, "FRAME_BYTES", frame_bytes)
     with running(holder.compute_all):
         landed = target.read_from(holder, carrier)
     assert landed.stats.num_frames > 20
@@ -133,7 +147,7 @@ def test_many_reads_at_once(carrier: str, make_holder: Callable[..., Holder]) ->
 def test_one_lease_may_be_read_twice(carrier: str, holder: Holder, target: Target) -> None:
     holder.compute_all()
     for _ in range(2):
-        target.arena.array[:] = 0
+        target.array[:] = 0
         target.read_from(holder, carrier)
         assert np.array_equal(target.landed(300), holder.kv)
 

@@ -56,7 +56,7 @@ def test_ticket_that_opens_nothing(
     holder.compute_all()
     error = fails(lambda: target.read_from(holder, carrier, ticket=make_ticket(holder)))
     assert (error.code, error.detail, error.num_landed_tokens) == (code, detail, 0)
-    assert not target.arena.array.any(), "not a byte was written"
+    assert not target.array.any(), "not a byte was written"
     holder.server.close()  # its threads have ended: all is counted
     assert not holder.gate.carriers and not holder.server.num_junk
     assert holder.server.num_refused == (code == "ticket"), "forged is counted; late or ended is not"
@@ -80,7 +80,7 @@ def test_other_layout_is_refused(carrier: str, holder: Holder, field: str) -> No
     holder.compute_all()
     error = fails(lambda: target.read_from(holder, carrier))
     assert error.code == "fingerprint"
-    assert not target.arena.array.any()
+    assert not target.array.any()
     target.close()
 
 
@@ -134,7 +134,7 @@ def test_blocks_reused_while_they_are_read(carrier: str, holder: Holder, target:
     def reuse(num_rechecks: int) -> None:
         if num_rechecks == 2:
             holder.end_lease()
-            holder.arena.array[:] = 0xEE
+            holder.array[:] = 0xEE
 
     holder.gate.before_recheck = reuse
     started = threading.Event()
@@ -244,11 +244,11 @@ async def test_cancelled_in_mid_stream(carrier: str, holder: Holder, target: Tar
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not [t for t in threading.enumerate() if t.name == "kv-read"], "the thread has ended first"
-    target.arena.array[:] = 0xAB
+    target.array[:] = 0xAB
     holder.compute(300, start=20)
     outcome = await asyncio.to_thread(holder.gate.wait_outcome)
     assert "gone" in outcome[1]
-    assert (target.arena.array == 0xAB).all(), "no late write"
+    assert (target.array == 0xAB).all(), "no late write"
 
 
 async def test_cancelled_before_it_has_begun(carrier: str, holder: Holder, target: Target) -> None:
