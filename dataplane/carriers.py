@@ -1,8 +1,8 @@
 """Which class is which end of which carrier, by where the arenas are."""
 
-from dataplane import shm, staged, tcp
+from dataplane import ipc, shm, staged, tcp
 from dataplane.carrier import HolderCarrier
-from dataplane.connect import CarrierBrokenError
+from dataplane.connect import CUDA, CarrierBrokenError
 from dataplane.device_arena import DeviceArena, KVArena
 from dataplane.extent import Extent
 from dataplane.frames import SequenceMemory
@@ -19,6 +19,8 @@ def holder_carrier(
             return staged.StagedHolder(arena, source, extent, digest_kind)
         if name == shm.NAME:
             return staged.StagedSharedHolder(arena, source, extent, digest_kind)
+        if name == CUDA:
+            return ipc.CudaHolder(arena, source, digest_kind)
         raise CarrierBrokenError(name, "this holder's arena is on a card")
     memory = SequenceMemory(arena.array, source)
     if name == tcp.NAME:

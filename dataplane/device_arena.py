@@ -8,8 +8,10 @@ who waits for an old mark may wait longer than it had to, and never too short.
 """
 
 import contextlib
+import logging
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -18,7 +20,10 @@ from dataplane.device import Device, DeviceError, DeviceMemory, Event, Stream, S
 from dataplane.layout import ArenaShape
 from dataplane.ring import MIN_FRAMES, StagingRing
 from dataplane.runs import unsuited
+from dataplane.side import DRAIN_S
 from dataplane.stream import MAX_FRAME_BYTES, DeviceHandles
+
+log = logging.getLogger(__name__)
 
 NUM_MARKS = 128
 """More than a model has layers: a mark comes round again when the engine has begun another step."""
@@ -92,6 +97,8 @@ class DeviceArena:
         self.name, self.nonce = self._file.name, self._file.nonce
         self.staging: ByteArray = self._file.array
         self._close_lock = threading.Lock()
+        self._unused = threading.Condition()
+        self._num_users = 0
         self._is_closed = False
         self._pinned = False
         self._memories: list[DeviceMemory] = []
@@ -148,12 +155,23 @@ class DeviceArena:
                 )
             return self._handles
 
+    def use(self) -> Callable[[], None]:
+        """Keep the memory until what is returned is called, by a reader of this process. Raises DeviceError."""
+        with self._unused:
+            if self._is_closed:
+                raise DeviceError("use an arena", "it is closed")
+            self._num_users += 1
+        return self._give_back
+
     def close(self) -> None:
-        """Free everything; nobody uses it any more. The device stays. Idempotent."""
-        with self._close_lock:
+        """Free everything, once the readers of this process have done with it. The device stays. Idempotent."""
+        with self._unused:
             if self._is_closed:
                 return
             self._is_closed = True
+            if not self._unused.wait_for(lambda: not self._num_users, DRAIN_S):
+                log.warning("%s: %d readers have not ended; its memory stays", self.name, self._num_users)
+                return
         self.ring.close()
         if self._marks is not None:
             self._marks.close()
@@ -164,6 +182,11 @@ class DeviceArena:
                 self.device.unpin(self.staging)
         self.staging = np.empty(0, np.uint8)
         self._file.close()
+
+    def _give_back(self) -> None:
+        with self._unused:
+            self._num_users -= 1
+            self._unused.notify_all()
 
     def _allocate(self, num_bytes: int) -> DeviceMemory:
         self._memories.append(self.device.allocate(num_bytes))

@@ -13,13 +13,22 @@ from dataplane import loopback, shm, tcp
 from dataplane.arena import Arena, ArenaMissingError, ByteArray
 from dataplane.carrier import ReaderCarrier
 from dataplane.codec import WireDtype
-from dataplane.connect import BrokenWays, CarrierBrokenError, CarrierImpossibleError, Choice, ReaderPlace, choices
+from dataplane.connect import (
+    CUDA,
+    BrokenWays,
+    CarrierBrokenError,
+    CarrierImpossibleError,
+    Choice,
+    ReaderPlace,
+    choices,
+)
 from dataplane.device import DeviceError
 from dataplane.device_arena import DeviceArena, KVArena
 from dataplane.dial import Cancellation, connect_tcp
 from dataplane.extent import Extent, HeadRange, heads_of
 from dataplane.frames import SequenceMemory
 from dataplane.idle import IdleConnections, Way, way_to
+from dataplane.ipc import CudaReader, OpenedArenas
 from dataplane.layout import ArenaShape, BlockTables
 from dataplane.read import Landed, NotAnsweredError, Read, ReadRequest
 from dataplane.runs import SequenceRuns
@@ -54,7 +63,10 @@ class PlaneReader:
         self._attached = AttachedArenas()
         self._idle = IdleConnections()
         self._broken = BrokenWays()
-        self._place = ReaderPlace(self._attached.can_attach, arena.card)
+        self._opened = OpenedArenas(arena) if isinstance(arena, DeviceArena) else None
+        self._place = ReaderPlace(self._attached.can_attach)
+        if isinstance(arena, DeviceArena):
+            self._place = ReaderPlace(self._attached.can_attach, arena.card, arena.device.can_map)
 
     async def read(
         self,
@@ -150,10 +162,14 @@ class PlaneReader:
     def release_ended(self) -> None:
         """Let go of the memory of holders that have ended. To be called now and then."""
         self._attached.release_unlinked()
+        if self._opened is not None:
+            self._opened.release_unlinked()
 
     def close(self) -> None:
         """Unmap the holders' arenas, close the connections to them."""
         self._attached.close()
+        if self._opened is not None:
+            self._opened.close()
         self._idle.close()
 
     def _run(self, run: Read, target: SequenceRuns) -> Landed:
@@ -211,6 +227,8 @@ class PlaneReader:
         kind = accepted.digest_kind if accepted.digests else None
         arena = self._arena
         if isinstance(arena, DeviceArena):
+            if carrier == CUDA:
+                return self._cuda_reader(arena, run, accepted, target)
             if carrier == tcp.NAME:
                 return StagedReader(arena, target, run.extent, kind)
             return SharedStagedReader(self._frames(carrier, run, accepted), arena, target, run.extent, kind)
@@ -218,6 +236,24 @@ class PlaneReader:
         if carrier == tcp.NAME:
             return TcpReader(memory, run.extent, kind)
         return self._shared_reader(self._frames(carrier, run, accepted), memory, kind)
+
+    def _cuda_reader(self, arena: DeviceArena, run: Read, accepted: Accepted, target: SequenceRuns) -> ReaderCarrier:
+        endpoint, source = run.request.endpoint, self._source(accepted, run.extent)
+        server = loopback.find(endpoint.arena_nonce)
+        try:
+            if server is not None and isinstance(server.arena, DeviceArena):
+                holder, give_back = server.arena, server.arena.use()
+            elif accepted.device is not None and self._opened is not None:
+                holder, give_back = self._opened.take((endpoint.arena, endpoint.arena_nonce), accepted.device)
+            else:
+                raise ProtocolError("the holder does not name its memory")
+            if source.shape.num_bytes > holder.memory.num_bytes:
+                give_back()
+                raise ProtocolError(f"{source.shape.num_blocks} blocks in {holder.memory.num_bytes} bytes")
+            kind = accepted.digest_kind if accepted.digests else None
+            return CudaReader(holder, source, arena, target, kind, give_back)
+        except DeviceError as error:
+            raise CarrierBrokenError(CUDA, str(error)) from error
 
     def _frames(self, carrier: str, run: Read, accepted: Accepted) -> FrameSource:
         """Return where a reader that copies for itself finds the holder's frames. Raises ArenaMissingError,

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
+from dataplane import loopback
 from dataplane.arena import Arena, ByteArray
 from dataplane.device_arena import DeviceArena, KVArena
 from dataplane.fake_device import FakeDevice, FakeMemory
@@ -43,6 +44,8 @@ SIMULATED = "sim-"
 """Before the name of a carrier that is a simulated one."""
 STAGED = tuple(f"{ends}:{name}" for ends in ("card>card", "card>host", "host>card") for name in ("tcp", "shm"))
 """Carriers by way of host memory, with where the holder and the target have their KV."""
+ON_CARDS = ("card>card:cuda", "peer>peer:cuda")
+"""Carriers between cards. Peers are as two processes are to each other."""
 
 
 def name_of(param: str) -> str:
@@ -51,7 +54,8 @@ def name_of(param: str) -> str:
 
 
 def ends_of(param: str) -> tuple[str, str]:
-    """Return where the holder and the target of such a carrier have their KV: "card" or "host"."""
+    """Return where the holder and the target of such a carrier have their KV: "card", "peer" (a card of another
+    process, or as good as) or "host"."""
     source, _, target = param.rpartition(":")[0].partition(">")
     return source or "host", target or "host"
 
@@ -73,6 +77,7 @@ class _Cards:
 
     holder = False
     target = False
+    are_peers = False
     seeds = itertools.count()
 
 
@@ -80,16 +85,17 @@ STAGING_BYTES = 1 << 20
 """Of arenas on fake cards: a few frames of most tests fit, and of some not."""
 
 
-def use_cards(*, holder: bool, target: bool) -> None:
-    """Make holders and targets on fake cards from here on, or not."""
-    _Cards.holder, _Cards.target = holder, target
+def use_cards(*, holder: bool, target: bool, are_peers: bool = False) -> None:
+    """Make holders and targets on fake cards from here on, or not; as peers each as if it were a process of its own."""
+    _Cards.holder, _Cards.target, _Cards.are_peers = holder, target, are_peers
 
 
 class CardMemory:
     """An arena on a fake card of its own, whose streams run late, and the stream of what stands for an engine."""
 
     def __init__(self, shape: ArenaShape, staging_bytes: int = STAGING_BYTES) -> None:
-        self.device = FakeDevice(seed=next(_Cards.seeds))
+        seed = next(_Cards.seeds)
+        self.device = FakeDevice(seed=seed, owner=f"owner-{seed}" if _Cards.are_peers else "")
         self.arena = DeviceArena(self.device, shape, staging_bytes)
         self._stream = self.device.new_stream()
         self._last_mark = 0
@@ -256,6 +262,8 @@ class Holder:
             self.host = f"holder-{next(_Simulation.hosts)}"
             self.server = SimPlaneServer(_Simulation.network, self.host, *parts)
         self.server.start()
+        if _Cards.are_peers:
+            loopback.unregister(self.server)
         self.lease, self.progress = self.grant("lease-0")
 
     @property

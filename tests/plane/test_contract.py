@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dataplane import staged
+from dataplane.ipc import CudaHolder
 from dataplane.layout import BlockTable, KVLayout, Segment
 from dataplane.shm import SharedHolder
 from dataplane.tcp import TcpHolder
@@ -15,6 +16,7 @@ from tests.plane.harness import (
     CARRIERS,
     DEADLINE_S,
     LAYOUT,
+    ON_CARDS,
     SIMULATED,
     STAGED,
     TARGET,
@@ -26,7 +28,7 @@ from tests.plane.harness import (
 )
 
 
-@pytest.fixture(params=[*CARRIERS, *(SIMULATED + carrier for carrier in CARRIERS), *STAGED])
+@pytest.fixture(params=[*CARRIERS, *(SIMULATED + carrier for carrier in CARRIERS), *STAGED, *ON_CARDS])
 def carrier(request: pytest.FixtureRequest) -> str:
     return name_of(request.param)
 
@@ -87,6 +89,7 @@ def test_frames_are_bounded_and_many(
     carrier: str, make_holder: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SharedHolder, "frame_bytes", 4 << 20)
+    monkeypatch.setattr(CudaHolder, "frame_bytes", 4 << 20)
     layout = KVLayout(weights="w", dtype="bfloat16", num_layers=5, num_kv_heads=8, head_dim=512, block_size=16)
     holder, target = make_holder((carrier,), 311, layout), Target(layout)  # 24 MiB
     holder.compute_all()
@@ -102,6 +105,7 @@ def test_more_frames_than_may_be_under_way(
 ) -> None:
     monkeypatch.setattr(SharedHolder, "frame_bytes", frame_bytes)
     monkeypatch.setattr(TcpHolder, "frame_bytes", frame_bytes)
+    monkeypatch.setattr(CudaHolder, "frame_bytes", frame_bytes)
     monkeypatch.setattr(staged, "FRAME_BYTES", frame_bytes)
     with running(holder.compute_all):
         landed = target.read_from(holder, carrier)

@@ -1,0 +1,117 @@
+"""A stream beside the engine's, for one transfer's work on a card, and an event behind each piece of it.
+
+Nothing that is put here waits for another process, so all of it ends: who closes it can wait for that.
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from dataplane.device import Device, DeviceError, DigestSlot, Event, Stream
+from dataplane.wire import Wire, WireClosedError
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 30.0
+"""A card that has not done by then what was put on a side stream is taken for broken."""
+_LOOK_S = 0.05
+"""Who waits for a card looks so often whether the peer is still there."""
+
+
+class Piece(NamedTuple):
+    """A piece of work. All that was put on the stream for it comes before `event`."""
+
+    event: Event
+    digest: DigestSlot | None
+
+
+class SideStream:
+    """For one thread. `name`: what messages call it."""
+
+    def __init__(self, device: Device, name: str, *, digests: bool) -> None:
+        self._device = device
+        self._name = name
+        self._digests = digests
+        self._idle: list[Event] = []
+        self._pieces: dict[Event, Piece] = {}
+        self._stream = device.new_stream()
+        self._is_closed = False
+
+    def put(self, work: Callable[[Stream, DigestSlot | None], None]) -> Piece:
+        """Let `work` put something on the stream, which the digest is of where there are digests. Raises what it
+        raises, and DeviceError."""
+        digest = self._device.new_digest() if self._digests else None
+        event = self._idle.pop() if self._idle else self._device.new_event()
+        try:
+            work(self._stream, digest)
+            event.record(self._stream)
+        except BaseException:
+            self._idle.append(event)
+            if digest is not None:
+                digest.close()
+            raise
+        piece = self._pieces[event] = Piece(event, digest)
+        return piece
+
+    def settle(self, piece: Piece) -> int:
+        """Return the digest of a piece that is done (0 without digests)."""
+        del self._pieces[piece.event]
+        self._idle.append(piece.event)
+        if piece.digest is None:
+            return 0
+        value = piece.digest.value()
+        piece.digest.close()
+        return value
+
+    def close(self) -> bool:
+        """Wait until nothing is under way any more, and give everything back; say whether that has come, which of a
+        card that has failed is not known. Raises DeviceError when the card does not come to an end. Idempotent."""
+        if self._is_closed:
+            return True
+        self._is_closed = True
+        try:
+            is_drained = self._is_drained()
+            if is_drained:
+                for piece in self._pieces.values():
+                    if piece.digest is not None:
+                        piece.digest.close()
+            return is_drained
+        finally:
+            for event in (*self._idle, *self._pieces):
+                event.close()
+            self._stream.close()
+
+    def _is_drained(self) -> bool:
+        """Wait for the stream's end; say whether it is known to have come. Raises DeviceError when it does not come."""
+        if not self._pieces:
+            return True
+        try:
+            with contextlib.closing(self._device.new_event()) as event:
+                event.record(self._stream)
+                is_done = event.wait(DRAIN_S)
+        except DeviceError as error:
+            log.warning("%s: not known to have ended: %s", self._name, error)
+            return False
+        if not is_done:
+            raise DeviceError("drain", f"what {self._name} has begun has not ended within {DRAIN_S:.0f} s")
+        return True
+
+
+def wait_done(piece: Piece, wire: Wire | None, timeout_s: float) -> bool:
+    """Wait until a piece is done; say whether it is. Raises DeviceError, and WireClosedError when the peer has gone,
+    where there is a `wire` to look at."""
+    deadline = time.monotonic() + timeout_s
+    while not piece.event.wait(max(0.0, min(_LOOK_S, deadline - time.monotonic()))):
+        if wire is not None:
+            check_peer(wire)
+        if time.monotonic() >= deadline:
+            return False
+    return True
+
+
+def check_peer(wire: Wire) -> None:
+    """Raise WireClosedError when the peer has gone, or this end was cut."""
+    if wire.has_ended:
+        raise WireClosedError("the peer has gone")
