@@ -11,6 +11,7 @@ import numpy as np
 
 from dataplane import frames
 from dataplane.layout import BlockTable, Segment, num_blocks_for, uniform_shape
+from dataplane.staged import StagedReader
 from dataplane.stream import TransferFailedError
 from dataplane.tcp import TcpReader
 from dataplane.wire import Wire
@@ -62,11 +63,15 @@ class _Tap:
         self.flip.pass_on(np.frombuffer(view, np.uint8, received))
         return received
 
+    @property
+    def has_ended(self) -> bool:
+        return self.wire.has_ended
+
 
 @contextmanager
 def tapped(flip: BitFlip) -> Iterator[None]:
     """Damage the KV that a reader of this process takes in: from a socket, or out of the holder's memory."""
-    land, copy = TcpReader.land, frames.copy
+    land, land_staged, copy, gather = TcpReader.land, StagedReader.land, frames.copy, frames.gather
 
     def land_damaged(carrier: TcpReader, wire: Any, data: Any, stats: Any, deadline: float) -> Any:
         return land(carrier, _Tap(wire, flip), data, stats, deadline)  # type: ignore[arg-type]
@@ -77,8 +82,17 @@ def tapped(flip: BitFlip) -> Iterator[None]:
             flip.pass_on(rows)
         return copy(on_the_way, targets, stats, kind)
 
+    def land_staged_damaged(carrier: StagedReader, wire: Any, data: Any, stats: Any, deadline: float) -> Any:
+        return land_staged(carrier, _Tap(wire, flip), data, stats, deadline)  # type: ignore[arg-type]
+
+    def gather_damaged(views: Any, target: Any) -> None:
+        gather(views, target)
+        flip.pass_on(target)
+
     with (
         mock.patch.object(TcpReader, "land", land_damaged),
+        mock.patch.object(StagedReader, "land", land_staged_damaged),
+        mock.patch.object(frames, "gather", gather_damaged),
         mock.patch.object(frames, "copy", copy_damaged),
     ):
         yield

@@ -16,7 +16,7 @@ import numpy as np
 
 from dataplane import loopback
 from dataplane.arena import Arena, ByteArray
-from dataplane.device_arena import DeviceArena, KVArena
+from dataplane.device_arena import DeviceArena
 from dataplane.fake_device import FakeDevice, FakeMemory
 from dataplane.layout import ArenaShape, BlockTable, BlockTables, KVLayout, Segment, slot_spans, uniform_shape
 from dataplane.lease import Lease, LeaseTable
@@ -90,10 +90,36 @@ def use_cards(*, holder: bool, target: bool, are_peers: bool = False) -> None:
     _Cards.holder, _Cards.target, _Cards.are_peers = holder, target, are_peers
 
 
+class HostMemory:
+    """An arena in host memory."""
+
+    card = None
+
+    def __init__(self, shape: ArenaShape) -> None:
+        self.arena = Arena.create(shape)
+
+    @property
+    def array(self) -> ByteArray:
+        """The KV."""
+        return self.arena.array
+
+    def compute(self, work: Callable[[], None]) -> int:
+        """Do it; return the mark of what is ready."""
+        work()
+        return 0
+
+    def wait(self) -> None:
+        """All is done."""
+
+    def close(self) -> None:
+        self.arena.close()
+
+
 class CardMemory:
     """An arena on a fake card of its own, whose streams run late, and the stream of what stands for an engine."""
 
     def __init__(self, shape: ArenaShape, staging_bytes: int = STAGING_BYTES) -> None:
+        self.card = self
         seed = next(_Cards.seeds)
         self.device = FakeDevice(seed=seed, owner=f"owner-{seed}" if _Cards.are_peers else "")
         self.arena = DeviceArena(self.device, shape, staging_bytes)
@@ -127,16 +153,26 @@ class CardMemory:
         self.device.close()
 
 
-class CardProgress(KVProgress):
-    """Of an engine on a card: it has its last token, and with it knows that all is computed, before it finishes."""
+class EngineProgress(KVProgress):
+    """Of an engine: it has its last token, and with it knows that all is computed, before it finishes."""
 
-    def __init__(self, card: CardMemory, num_layers: int, num_tokens: int) -> None:
+    def __init__(self, memory: HostMemory | CardMemory, num_layers: int, num_tokens: int) -> None:
         super().__init__(num_layers, num_tokens)
-        self._card = card
+        self._memory = memory
 
     def finish(self, trailer: bytes = b"") -> None:
-        self._card.wait()
+        self._memory.wait()
         super().finish(trailer)
+
+
+def holder_memory(shape: ArenaShape) -> HostMemory | CardMemory:
+    """Return an arena where holders have theirs now."""
+    return CardMemory(shape) if _Cards.holder else HostMemory(shape)
+
+
+def target_memory(shape: ArenaShape) -> HostMemory | CardMemory:
+    """Return an arena where those who read have theirs now."""
+    return CardMemory(shape) if _Cards.target else HostMemory(shape)
 
 
 def fast_network() -> SimNetwork:
@@ -252,8 +288,8 @@ class Holder:
         self.num_tokens = num_tokens
         self.first_token = first_token
         self.kv = random_kv(num_tokens, self.layout) if kv is None else kv
-        self.card = CardMemory(self.shape) if _Cards.holder else None
-        self.arena = self.card.arena if self.card is not None else Arena.create(self.shape)
+        self.memory = holder_memory(self.shape)
+        self.arena, self.card = self.memory.arena, self.memory.card
         self.gate = Gate()
         parts = (self.arena, self.shape, self.gate, SECRET, ServerOptions(carriers=carriers, **options))
         if _Simulation.network is None:
@@ -273,11 +309,10 @@ class Holder:
     @property
     def array(self) -> ByteArray:
         """The KV, wherever it lies."""
-        return _array(self.arena, self.card)
+        return self.memory.array
 
     def grant(self, lease_id: str, lease_ms: int = 600_000) -> tuple[Lease, KVProgress]:
-        sizes = (self.layout.num_layers, self.num_tokens)
-        progress = KVProgress(*sizes) if self.card is None else CardProgress(self.card, *sizes)
+        progress = EngineProgress(self.memory, self.layout.num_layers, self.num_tokens)
         with self.gate.lock:
             lease = self.gate.leases.grant(
                 lease_id=LeaseId(lease_id),
@@ -319,11 +354,7 @@ class Holder:
         def write() -> None:
             write_kv(self.array, self.shape, self.tables, self.kv, layer, start, end)
 
-        if self.card is None:
-            write()
-            self.progress.advance(layer, end)
-        else:
-            self.progress.advance(layer, end, self.card.compute(write))
+        self.progress.advance(layer, end, self.memory.compute(write))
 
     def compute_all(self, trailer: bytes = b"token 0") -> None:
         self.compute(64)
@@ -331,7 +362,7 @@ class Holder:
 
     def close(self) -> None:
         self.server.close()
-        _close(self.arena, self.card)
+        self.memory.close()
 
 
 class Target:
@@ -343,8 +374,8 @@ class Target:
         self.shape = uniform_shape(layout, NUM_BLOCKS) if shape is None else shape
         self.layout = self.shape.layout
         self.tables = (TARGET,) * len(self.layout.groups) if tables is None else tables
-        self.card = CardMemory(self.shape) if _Cards.target else None
-        self.arena = self.card.arena if self.card is not None else Arena.create(self.shape)
+        self.memory = target_memory(self.shape)
+        self.arena, self.card = self.memory.arena, self.memory.card
         if _Simulation.network is None:
             self.reader = PlaneReader(self.arena, self.shape)
         else:
@@ -354,7 +385,7 @@ class Target:
     @property
     def array(self) -> ByteArray:
         """The KV, wherever it lies."""
-        return _array(self.arena, self.card)
+        return self.memory.array
 
     def request(self, endpoint: Endpoint, ticket: str, carrier: str, num_tokens: int, **changes) -> ReadRequest:
         fields = {
@@ -379,21 +410,7 @@ class Target:
 
     def close(self) -> None:
         self.reader.close()
-        _close(self.arena, self.card)
-
-
-def _array(arena: KVArena, card: CardMemory | None) -> ByteArray:
-    if card is not None:
-        return card.array
-    assert isinstance(arena, Arena)
-    return arena.array
-
-
-def _close(arena: KVArena, card: CardMemory | None) -> None:
-    if card is None:
-        arena.close()
-    else:
-        card.close()
+        self.memory.close()
 
 
 class Thread(Protocol):

@@ -4,6 +4,7 @@ The holder is a worker's own, with its cache and its leases; readers are threads
 """
 
 import base64
+import functools
 import queue
 import random
 from collections.abc import Callable, Iterator
@@ -12,7 +13,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from dataplane.arena import Arena
 from dataplane.cache import BlockCache
 from dataplane.layout import KVLayout, block_ids, uniform_shape
 from dataplane.lease import Lease
@@ -30,15 +30,20 @@ from services.worker.lend import OPEN_WITHIN_MS, LendCore
 from services.worker.limits import WorkerLimits
 from tests.plane.corruption import BitFlip, measure, tapped
 from tests.plane.harness import (
+    CARRIERS,
     DEADLINE_S,
     HOLDER,
     KV,
     LAYOUT,
     NUM_BLOCKS,
+    ON_CARDS,
     READER,
     SECRET,
+    STAGED,
     Holder,
     Target,
+    holder_memory,
+    name_of,
     now_ms,
     random_kv,
     write_kv,
@@ -49,17 +54,22 @@ BLOCK = LAYOUT.block_size
 NUM_TOKENS = 18 * BLOCK
 
 
+@pytest.fixture(params=[*CARRIERS, *STAGED, *ON_CARDS])
+def carrier(request: pytest.FixtureRequest) -> str:
+    return name_of(request.param)
+
+
 class Lender:
     """A worker's holder, as its shell keeps it, without an engine."""
 
     def __init__(self, carrier: str) -> None:
         self.shape = uniform_shape(LAYOUT, NUM_BLOCKS)
-        arena = Arena.create(self.shape)
+        self.memory = holder_memory(self.shape)
         self.served: queue.Queue[tuple[LeaseId, str]] = queue.Queue()
         self.holder = KVHolder(
             worker_id=HOLDER,
             incarnation="one",
-            arena=arena,
+            arena=self.memory.arena,
             cache=BlockCache(self.shape, chunk_tokens=64),
             secret=SECRET,
             make_server=PlaneServer,
@@ -86,7 +96,9 @@ class Lender:
             allocation = cache.admit([], num_tokens, 0, tenant=tenant)
             assert allocation is not None, "no room"
             for layer in range(LAYOUT.num_layers):
-                write_kv(self.holder.arena.array, self.shape, allocation.tables, kv, layer, 0, num_tokens)
+                write = functools.partial(write_kv, self.memory.array, self.shape, allocation.tables, kv)
+                self.memory.compute(functools.partial(write, layer, 0, num_tokens))
+            self.memory.wait()
             cache.store(allocation.tables, hashes, 0, num_tokens, 0, ended=True)
             cache.free(allocation.tables)
         return kv
@@ -148,6 +160,7 @@ def lender(carrier: str) -> Iterator[Lender]:
     made.fill(1)
     yield made
     made.holder.close()
+    made.memory.close()
     made.holder.cache.check_integrity()
 
 
@@ -166,11 +179,9 @@ def fails(read: Callable[[], Landed]) -> TransferFailedError:
 
 def refused(lender: Lender, target: Target, carrier: str, granted: LeaseGranted, **changes) -> tuple[str, str]:
     """Return why a read is refused before its first byte."""
-    target.arena.array[:] = 0
+    target.array[:] = 0
     error = fails(lambda: read(lender, target, carrier, granted, **changes))
-    assert error.num_landed_tokens == changes.get("first_token", 0) and not target.arena.array.any(), (
-        "not a byte was written"
-    )
+    assert error.num_landed_tokens == changes.get("first_token", 0) and not target.array.any(), "not a byte was written"
     return error.code, error.detail
 
 

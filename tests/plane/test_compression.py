@@ -1,12 +1,13 @@
 """Reads whose bytes cross a wire compressed: what arrives is close, what is damaged is refused."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
 
+from dataplane import staged
 from dataplane.codec import WireDtype
 from dataplane.extent import Extent, heads_of
 from dataplane.layout import KVLayout
@@ -22,7 +23,7 @@ from dataplane.stream import (
     encode_header,
 )
 from dataplane.tcp import TcpHolder
-from tests.plane.harness import DEADLINE_S, KV, Holder, Target, running
+from tests.plane.harness import DEADLINE_S, KV, Holder, Target, running, use_cards
 from tests.plane.test_strangers import END, commit, hears, impostor, knock, opening, proxy
 
 LAYOUT = KVLayout(weights="w", dtype="bfloat16", num_layers=3, num_kv_heads=2, head_dim=32, block_size=16)
@@ -41,6 +42,18 @@ def as_numbers(kv: np.ndarray, layout: KVLayout) -> np.ndarray:
     return np.ascontiguousarray(kv).view(DTYPES[layout.dtype]).astype(np.float64)
 
 
+@pytest.fixture(params=["host>host", "card>card", "card>host", "host>card"])
+def ends(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where the holder and the target have their KV."""
+    source, _, target = request.param.partition(">")
+    use_cards(holder=source == "card", target=target == "card")
+    yield
+    use_cards(holder=False, target=False)
+
+
+anywhere = pytest.mark.usefixtures("ends")
+
+
 @pytest.fixture
 def holder(make_holder: Callable[..., Holder]) -> Holder:
     return make_holder(("loopback", "shm", "tcp"), layout=LAYOUT, kv=normal_kv(LAYOUT))
@@ -53,6 +66,7 @@ def target():
     made.close()
 
 
+@anywhere
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("wire_dtype", PACKED)
 @pytest.mark.parametrize("chunk", [5, 16, 300])
@@ -117,16 +131,19 @@ def test_frames_are_cut_at_block_borders(
         assert end == 300 or end % 16 == 0
 
 
+@anywhere
 def test_block_that_does_not_fit_a_frame_is_cut(
     holder: Holder, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TcpHolder, "frame_bytes", 7 * 2 * LAYOUT.token_bytes)
+    monkeypatch.setattr(staged, "FRAME_BYTES", 7 * 2 * LAYOUT.token_bytes)
     holder.compute_all()
     landed = target.read_from(holder, "tcp", wire_dtype="int8")
     assert landed.stats.num_frames > 3 * 300 / 7
     assert (abs(as_numbers(target.landed(300), LAYOUT) - as_numbers(holder.kv, LAYOUT)) < 0.03).all()
 
 
+@anywhere
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 @pytest.mark.parametrize("wire_dtype", PACKED)
 def test_what_is_not_finite_fails_and_can_be_read_as_it_is(
@@ -134,17 +151,18 @@ def test_what_is_not_finite_fails_and_can_be_read_as_it_is(
 ) -> None:
     numbers = holder.kv.view(DTYPES[LAYOUT.dtype])
     numbers[1, 0, 250, 3] = number
-    target.arena.array[:] = 0xAB
+    target.array[:] = 0xAB
     holder.compute_all()
     with pytest.raises(TransferFailedError, match="not finite") as raised:
         target.read_from(holder, "tcp", wire_dtype=wire_dtype)
     assert (raised.value.code, raised.value.num_landed_tokens) == ("codec", 0)
-    assert (target.arena.array == 0xAB).all()
+    assert (target.array == 0xAB).all()
     assert "not finite" in holder.gate.wait_outcome()[1]
     target.read_from(holder, "tcp")
     assert np.array_equal(target.landed(300), holder.kv)
 
 
+@anywhere
 @pytest.mark.parametrize("wire_dtype", PACKED)
 @pytest.mark.parametrize("at", [70, 97, 100, 5000, 20_000, 100_000])
 @pytest.mark.parametrize("fault", ["flip", "cut"])
@@ -157,9 +175,10 @@ def test_network_that_damages(holder: Holder, target: Target, wire_dtype: str, a
     assert raised.value.num_landed_tokens == 0
 
 
+@anywhere
 @pytest.mark.parametrize("wire_dtype", PACKED)
 def test_length_is_checked_before_anything_is_written(holder: Holder, target: Target, wire_dtype: WireDtype) -> None:
-    target.arena.array[:] = 0xAB
+    target.array[:] = 0xAB
     right = Extent(
         layout=LAYOUT, first_token=0, num_tokens=300, heads=heads_of(LAYOUT), wire_dtype=wire_dtype
     ).payload_bytes(3, 0, 300)
@@ -171,9 +190,10 @@ def test_length_is_checked_before_anything_is_written(holder: Holder, target: Ta
             with pytest.raises(TransferFailedError) as raised:
                 target.reader.read_blocking(request)
         assert raised.value.code == "protocol"
-        assert (target.arena.array == 0xAB).all()
+        assert (target.array == 0xAB).all()
 
 
+@anywhere
 def test_scale_that_cannot_be_is_refused_where_nobody_digests(holder: Holder, target: Target) -> None:
     extent = Extent(layout=LAYOUT, first_token=0, num_tokens=300, heads=heads_of(LAYOUT), wire_dtype="int8")
     payload = bytearray(extent.payload_bytes(3, 0, 300))
@@ -214,6 +234,7 @@ def test_unknown_compression_is_no_open_of_ours(holder: Holder) -> None:
     assert holder.server.num_junk == 1
 
 
+@anywhere
 async def test_read_takes_the_dtype(holder: Holder, target: Target) -> None:
     holder.compute_all()
     landed = await target.reader.read(

@@ -10,10 +10,16 @@ import numpy as np
 import pytest
 
 from dataplane import frames
+from dataplane.lane import Lane
 from dataplane.reader import Landed
 from dataplane.stream import MAX_TRAILER_BYTES, TransferFailedError
 from schemas.ids import WorkerId
-from tests.plane.harness import DEADLINE_S, LAYOUT, Holder, Target, now_ms, running
+from tests.plane.harness import CARRIERS, DEADLINE_S, LAYOUT, ON_CARDS, STAGED, Holder, Target, name_of, now_ms, running
+
+
+@pytest.fixture(params=[*CARRIERS, *STAGED, *ON_CARDS])
+def carrier(request: pytest.FixtureRequest) -> str:
+    return name_of(request.param)
 
 
 def fails(read: Callable[[], Landed]) -> TransferFailedError:
@@ -179,8 +185,11 @@ def test_flipped_byte(carrier: str, holder: Holder, target: Target, monkeypatch:
         changed[-1][-1, -1] ^= 1
         return digest(changed, stats, kind)
 
-    monkeypatch.setattr(frames, "digest", digest_of_something_else)
     holder.compute_all()
+    if holder.card is None:
+        monkeypatch.setattr(frames, "digest", digest_of_something_else)
+    else:
+        holder.card.device.corrupt_next("download")
     error = fails(lambda: target.read_from(holder, carrier))
     assert (error.code, error.num_landed_tokens) == ("digest", 0)
     assert holder.gate.wait_outcome()[0] is not None
@@ -265,15 +274,23 @@ async def test_cancelled_before_it_has_begun(carrier: str, holder: Holder, targe
 async def test_cancelled_twice(carrier: str, holder: Holder, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second cancellation does not free the blocks under a copy that still runs."""
     copying, go_on = threading.Event(), threading.Event()
-    views = frames.SequenceMemory.views
+    views, bring_in = frames.SequenceMemory.views, Lane.bring_in
 
     def held_up(self, data):
-        if self._array is target.arena.array:
+        if target.card is None and self._array is target.array:
             copying.set()
             assert go_on.wait(DEADLINE_S)
         return views(self, data)
 
+    def held_up_on_the_card(self, slot, runs, data):
+        assert target.card is not None
+        target.card.device.stall()
+        passage = bring_in(self, slot, runs, data)
+        copying.set()
+        return passage
+
     monkeypatch.setattr(frames.SequenceMemory, "views", held_up)
+    monkeypatch.setattr(Lane, "bring_in", held_up_on_the_card)
     holder.compute_all()
     task = asyncio.create_task(_read(target, holder, carrier))
     assert await asyncio.to_thread(copying.wait, DEADLINE_S)
@@ -283,6 +300,8 @@ async def test_cancelled_twice(carrier: str, holder: Holder, target: Target, mon
         await asyncio.sleep(0)
     assert not task.done(), "the thread may still write"
     go_on.set()
+    if target.card is not None:
+        target.card.device.resume()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not [t for t in threading.enumerate() if t.name == "kv-read"]

@@ -1,6 +1,7 @@
 """Windows, shards and tables of every shape: what arrives is what the holder has there, and nothing else is touched."""
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -12,16 +13,16 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from dataplane import frames
+from dataplane import frames, staged
 from dataplane.codec import BlockCodec
 from dataplane.extent import Extent, first_kept_block, heads_of
 from dataplane.layout import ArenaShape, BlockTable, BlockTables, KVLayout, Segment, num_blocks_for, segments_of
 from dataplane.shm import SharedHolder
 from dataplane.stream import TransferFailedError, TransferStats
 from dataplane.tcp import TcpHolder
-from tests.plane.harness import DEADLINE_S, KV, LAYOUT, Holder, Target, running, write_kv
+from tests.plane.harness import CARRIERS, DEADLINE_S, KV, LAYOUT, ON_CARDS, STAGED, Holder, Target, running, write_kv
 
-BLOCK, NUM_HEADS, HEAD_DIM = 4, 4, 2
+BLOCK, NUM_HEADS, HEAD_DIM = 4, 4, 4
 HEAD_BYTES = HEAD_DIM * 2
 
 quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -106,8 +107,9 @@ def holding(carrier: str, case: Case, kv: KV, shape: ArenaShape) -> Iterator[Hol
     try:
         for layer in range(shape.layout.num_layers):
             start = case.source[1][shape.layout.group_of_layer[layer]].first_block * BLOCK
-            write_kv(holder.arena.array, shape, holder.tables, part, layer, start, case.num_tokens)
-            holder.progress.advance(layer, case.num_tokens)
+            write = functools.partial(write_kv, holder.array, shape, holder.tables, part, layer, start)
+            mark = holder.memory.compute(functools.partial(write, case.num_tokens))
+            holder.progress.advance(layer, case.num_tokens, mark)
         holder.progress.finish(b"token 0")
         yield holder
     finally:
@@ -135,7 +137,7 @@ def expected(case: Case, shape: ArenaShape, before: np.ndarray, kv: KV) -> np.nd
 def read_all(carrier: str, case: Case, kv: KV, shape: ArenaShape, **changes) -> tuple[Target, list[TransferStats]]:
     """Read the target shard from all the source shards that have any of it, and return it to be closed."""
     target = Target(shape=shape, tables=case.target[1])
-    target.arena.array[:] = np.random.default_rng(case.seed + 1).integers(0, 256, target.arena.num_bytes, np.uint8)
+    target.array[:] = np.random.default_rng(case.seed + 1).integers(0, 256, target.arena.num_bytes, np.uint8)
     mine, stats = heads_of(shape.layout), []
     for source in shards(case.source[0], case.num_sources):
         theirs = heads_of(source.layout)
@@ -153,6 +155,7 @@ def read_all(carrier: str, case: Case, kv: KV, shape: ArenaShape, **changes) -> 
     return target, stats
 
 
+@pytest.mark.parametrize("carrier", [*CARRIERS, *STAGED, *ON_CARDS], indirect=True)
 @quick
 @given(case=cases())
 def test_what_arrives_is_what_is_there(carrier: str, case: Case) -> None:
@@ -163,11 +166,12 @@ def test_what_arrives_is_what_is_there(carrier: str, case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SharedHolder, "frame_bytes", case.frame_bytes)
         patch.setattr(TcpHolder, "frame_bytes", case.frame_bytes)
+        patch.setattr(staged, "FRAME_BYTES", case.frame_bytes)
         for shard in shards(case.target[0], case.num_targets):
             before = np.random.default_rng(case.seed + 1).integers(0, 256, shard.num_bytes, np.uint8)
             target, stats = read_all(carrier, case, kv, shard)
             try:
-                assert np.array_equal(target.arena.array, expected(case, shard, before, kv))
+                assert np.array_equal(target.array, expected(case, shard, before, kv))
                 starts = Extent(
                     layout=case.layout,
                     first_token=case.first_token,
@@ -180,9 +184,10 @@ def test_what_arrives_is_what_is_there(carrier: str, case: Case) -> None:
                 target.close()
 
 
+@pytest.mark.parametrize("carrier", ["tcp", "card>card:tcp"], indirect=True)
 @quick
 @given(case=cases(), wire_dtype=st.sampled_from(["int8", "fp8"]))
-def test_what_is_compressed_arrives_as_its_codec_says(case: Case, wire_dtype) -> None:
+def test_what_is_compressed_arrives_as_its_codec_says(carrier: str, case: Case, wire_dtype) -> None:
     """Scales are per block of the sequence, whatever the frames, the tables and the shards are."""
     size = (case.layout.num_layers, 2, case.num_tokens, NUM_HEADS * HEAD_DIM)
     numbers = np.random.default_rng(case.seed).standard_normal(size).astype(ml_dtypes.bfloat16)
@@ -190,11 +195,12 @@ def test_what_is_compressed_arrives_as_its_codec_says(case: Case, wire_dtype) ->
     frame_bytes = max(case.frame_bytes, BLOCK * 2 * NUM_HEADS * HEAD_BYTES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TcpHolder, "frame_bytes", frame_bytes)
+        patch.setattr(staged, "FRAME_BYTES", frame_bytes)
         for shard in shards(case.target[0], case.num_targets):
             before = np.random.default_rng(case.seed + 1).integers(0, 256, shard.num_bytes, np.uint8)
-            target, stats = read_all("tcp", case, kv, shard, wire_dtype=wire_dtype)
+            target, stats = read_all(carrier, case, kv, shard, wire_dtype=wire_dtype)
             try:
-                assert np.array_equal(target.arena.array, expected(case, shard, before, squeezed(case, kv, wire_dtype)))
+                assert np.array_equal(target.array, expected(case, shard, before, squeezed(case, kv, wire_dtype)))
                 assert all(s.wire_dtype == wire_dtype for s in stats)
             finally:
                 target.close()
@@ -238,7 +244,7 @@ def test_heads_that_the_holder_does_not_have(carrier: str, make_holder: Callable
     holder, target = make_holder((carrier,), layout=shard), Target(whole)
     holder.compute_all()
     assert code_of(lambda: target.read_from(holder, carrier, heads=heads)) == "range"
-    assert not target.arena.array.any()
+    assert not target.array.any()
     assert target.read_from(holder, carrier, heads=(2, 2)).num_tokens == 300
     target.close()
 
