@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 
-from dataplane import frames
+from dataplane import fake_device, frames, ipc
 from dataplane.layout import BlockTable, Segment, num_blocks_for, uniform_shape
 from dataplane.staged import StagedReader
 from dataplane.stream import TransferFailedError
@@ -70,8 +70,10 @@ class _Tap:
 
 @contextmanager
 def tapped(flip: BitFlip) -> Iterator[None]:
-    """Damage the KV that a reader of this process takes in: from a socket, or out of the holder's memory."""
+    """Damage the KV that a reader of this process takes in: from a socket, or out of a holder's memory or card."""
     land, land_staged, copy, gather = TcpReader.land, StagedReader.land, frames.copy, frames.gather
+    plan, load = ipc.pair_moves, fake_device._load
+    between_arenas: list[Any] = []
 
     def land_damaged(carrier: TcpReader, wire: Any, data: Any, stats: Any, deadline: float) -> Any:
         return land(carrier, _Tap(wire, flip), data, stats, deadline)  # type: ignore[arg-type]
@@ -85,6 +87,16 @@ def tapped(flip: BitFlip) -> Iterator[None]:
     def land_staged_damaged(carrier: StagedReader, wire: Any, data: Any, stats: Any, deadline: float) -> Any:
         return land_staged(carrier, _Tap(wire, flip), data, stats, deadline)  # type: ignore[arg-type]
 
+    def plan_seen(*arguments: Any) -> Any:
+        between_arenas.append(plan(*arguments))
+        return between_arenas[-1]
+
+    def load_damaged(moves: Any, source: Any) -> Any:
+        rows = load(moves, source)
+        if any(moves is each for each in between_arenas):
+            flip.pass_on(rows)
+        return rows
+
     def gather_damaged(views: Any, target: Any) -> None:
         gather(views, target)
         flip.pass_on(target)
@@ -94,6 +106,8 @@ def tapped(flip: BitFlip) -> Iterator[None]:
         mock.patch.object(StagedReader, "land", land_staged_damaged),
         mock.patch.object(frames, "gather", gather_damaged),
         mock.patch.object(frames, "copy", copy_damaged),
+        mock.patch.object(ipc, "pair_moves", plan_seen),
+        mock.patch.object(fake_device, "_load", load_damaged),
     ):
         yield
 

@@ -1,4 +1,5 @@
-"""A holder in a process of its own: `python -m tests.plane.holder_process CARRIERS`. It does what its input says.
+"""A holder in a process of its own: `python -m tests.plane.holder_process PARAM`, a carrier with its ends as the
+harness has it. It does what its input says.
 
 Prints its endpoint and a ticket, then a line per command: `compute START END`, `finish TEXT`, `outcome`, `exit`.
 """
@@ -7,11 +8,12 @@ import sys
 
 import msgspec
 
-from tests.plane.harness import Holder
+from tests.plane.harness import Holder, ends_of, name_of, use_cards
 
 
 def main() -> None:
-    holder = Holder(tuple(sys.argv[1].split(",")))
+    use_cards(holder=ends_of(sys.argv[1])[0] != "host", target=False)
+    holder = Holder((name_of(sys.argv[1]),))
     say(msgspec.json.encode(holder.endpoint).decode())
     say(holder.ticket())
     for line in sys.stdin:

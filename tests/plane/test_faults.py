@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dataplane import frames
+from dataplane.ipc import CudaReader
 from dataplane.lane import Lane
 from dataplane.reader import Landed
 from dataplane.stream import MAX_TRAILER_BYTES, TransferFailedError
@@ -189,7 +190,7 @@ def test_flipped_byte(carrier: str, holder: Holder, target: Target, monkeypatch:
     if holder.card is None:
         monkeypatch.setattr(frames, "digest", digest_of_something_else)
     else:
-        holder.card.device.corrupt_next("download")
+        holder.card.device.corrupt_next("move" if carrier == "cuda" else "download")
     error = fails(lambda: target.read_from(holder, carrier))
     assert (error.code, error.num_landed_tokens) == ("digest", 0)
     assert holder.gate.wait_outcome()[0] is not None
@@ -274,7 +275,7 @@ async def test_cancelled_before_it_has_begun(carrier: str, holder: Holder, targe
 async def test_cancelled_twice(carrier: str, holder: Holder, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second cancellation does not free the blocks under a copy that still runs."""
     copying, go_on = threading.Event(), threading.Event()
-    views, bring_in = frames.SequenceMemory.views, Lane.bring_in
+    views, bring_in, land = frames.SequenceMemory.views, Lane.bring_in, CudaReader.land
 
     def held_up(self, data):
         if target.card is None and self._array is target.array:
@@ -289,8 +290,15 @@ async def test_cancelled_twice(carrier: str, holder: Holder, target: Target, mon
         copying.set()
         return passage
 
+    def held_up_between_cards(self, *arguments):
+        target.card.device.stall()
+        digest = land(self, *arguments)
+        copying.set()
+        return digest
+
     monkeypatch.setattr(frames.SequenceMemory, "views", held_up)
     monkeypatch.setattr(Lane, "bring_in", held_up_on_the_card)
+    monkeypatch.setattr(CudaReader, "land", held_up_between_cards)
     holder.compute_all()
     task = asyncio.create_task(_read(target, holder, carrier))
     assert await asyncio.to_thread(copying.wait, DEADLINE_S)

@@ -14,13 +14,13 @@ from dataplane.arena import SHM_DIR, remove_stale_arenas
 from dataplane.reader import Landed
 from dataplane.stream import TransferFailedError
 from schemas.handoff import Endpoint
-from tests.plane.harness import DEADLINE_S, Target, random_kv, running
+from tests.plane.harness import DEADLINE_S, STAGED, Holder, Target, name_of, random_kv, running
 
 
 class HolderProcess:
-    def __init__(self, carrier: str) -> None:
+    def __init__(self, param: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.plane.holder_process", carrier],
+            [sys.executable, "-m", "tests.plane.holder_process", param],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -49,14 +49,14 @@ class HolderProcess:
         self._process.communicate("exit\n" if self._process.poll() is None else None, timeout=DEADLINE_S)
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=["shm", "tcp", *STAGED, "card>card:cuda"])
 def carrier(request: pytest.FixtureRequest) -> str:
-    return request.param
+    return name_of(request.param)
 
 
 @pytest.fixture
-def process(carrier: str) -> Iterator[HolderProcess]:
-    process = HolderProcess(carrier)
+def process(carrier: str, request: pytest.FixtureRequest) -> Iterator[HolderProcess]:
+    process = HolderProcess(request.node.callspec.params["carrier"])
     yield process
     process.close()
 
@@ -109,3 +109,29 @@ def test_holder_killed_in_mid_stream(carrier: str, process: HolderProcess, targe
     assert raised.value.code == "connect"
     assert process.endpoint.arena in remove_stale_arenas()
     assert not (SHM_DIR / process.endpoint.arena).exists()
+
+
+def test_reader_killed_in_mid_stream(
+    carrier: str, holder: Holder, target: Target, request: pytest.FixtureRequest
+) -> None:
+    """The holder hears of it, keeps nothing for the dead, and serves the next one."""
+    holder.compute(40, end=40)
+    arguments = [request.node.callspec.params["carrier"], msgspec.json.encode(holder.endpoint).decode()]
+    reader = subprocess.Popen(
+        [sys.executable, "-m", "tests.plane.reader_process", *arguments, holder.ticket()],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert reader.stdout is not None
+    with reader.stdout:
+        assert reader.stdout.readline() == "started\n"
+        reader.kill()
+        reader.wait(DEADLINE_S)
+    holder.compute(64, start=40)
+    stats, outcome = holder.gate.wait_outcome()
+    assert outcome.startswith("the reader has gone") and stats.num_frames
+    holder.progress.finish(b"later")
+    assert target.read_from(holder, carrier).trailer == b"later"
+    assert np.array_equal(target.landed(300), holder.kv)
+    remove_stale_arenas()
