@@ -18,6 +18,8 @@ import numpy as np
 from dataplane.cuda import Cuda, CudaDevice, import_cupy
 from dataplane.cuda_kernel import SOURCE
 
+HOST_THREADS = 32
+"""Per block, instead of what is asked for: each is a thread of the host's, and the kernel takes more turns."""
 KERNELS = ("move_rows_8", "move_rows_16")
 _LAUNCH = """
 extern "C" void launch_{name}(unsigned int num_blocks, unsigned int num_threads, void** p) {{
@@ -48,8 +50,7 @@ def host_kernels(source: str | None = None) -> ctypes.CDLL:
 
 
 class HostRuntime:
-    """`open`: addresses and handles that were made and not freed, by kind. `max_threads`: as each thread is one of the
-    host's, a block has fewer than on a card."""
+    """`open`: how many addresses and handles were made and not freed, by kind."""
 
     hostAllocPortable = 1
     hostAllocMapped = 2
@@ -65,7 +66,6 @@ class HostRuntime:
 
     def __init__(self) -> None:
         self.open: Counter[str] = Counter()
-        self.calls: list[str] = []
         self._memory: dict[int, Any] = {}
         self._registered: set[int] = set()
         self._handles = itertools.count(1000)
@@ -158,12 +158,13 @@ class HostRuntime:
 
 
 class HostDriver:
-    """`launches`: name, blocks and threads of each. `num_threads`: per block, instead of what was asked for."""
+    """`launches`: name, blocks and threads of each."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.launches: list[tuple[str, int, int]] = []
         self.num_loaded = 0
         self._library = library
+        self._lock = threading.Lock()  # the host is a card that does one thing at a time
 
     def moduleLoadData(self, image: bytes) -> int:
         self.num_loaded += 1
@@ -180,7 +181,8 @@ class HostDriver:
         assert (grid_y, grid_z, block_y, block_z, shared_bytes, extra) == (1, 1, 1, 1, 0, 0)
         self.launches.append((KERNELS[kernel], num_blocks, num_threads))
         launch = getattr(self._library, f"launch_{KERNELS[kernel]}")
-        launch(num_blocks, num_threads, ctypes.c_void_p(parameters))
+        with self._lock:
+            launch(num_blocks, HOST_THREADS, ctypes.c_void_p(parameters))
 
 
 def host_device(library: ctypes.CDLL | None = None) -> CudaDevice:
