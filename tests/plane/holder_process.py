@@ -1,4 +1,5 @@
-"""A holder in a process of its own: `python -m tests.plane.holder_process CARRIERS`. It does what its input says.
+"""A holder in a process of its own: `python -m tests.plane.holder_process CARRIERS host|card`. It does what its input
+says.
 
 Prints its endpoint and a ticket, then a line per command: `compute START END`, `finish TEXT`, `outcome`, `exit`.
 """
@@ -7,10 +8,11 @@ import sys
 
 import msgspec
 
-from tests.plane.harness import Holder
+from tests.plane.harness import Holder, use_cards
 
 
 def main() -> None:
+    use_cards(holder=sys.argv[2] == "card", target=False)
     holder = Holder(tuple(sys.argv[1].split(",")))
     say(msgspec.json.encode(holder.endpoint).decode())
     say(holder.ticket())

@@ -14,13 +14,13 @@ from dataplane.arena import SHM_DIR, remove_stale_arenas
 from dataplane.reader import Landed
 from dataplane.stream import TransferFailedError
 from schemas.handoff import Endpoint
-from tests.plane.harness import DEADLINE_S, Target, random_kv, running
+from tests.plane.harness import DEADLINE_S, STAGED, Target, ends_of, name_of, random_kv, running
 
 
 class HolderProcess:
-    def __init__(self, carrier: str) -> None:
+    def __init__(self, carrier: str, place: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.plane.holder_process", carrier],
+            [sys.executable, "-m", "tests.plane.holder_process", carrier, place],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -49,14 +49,14 @@ class HolderProcess:
         self._process.communicate("exit\n" if self._process.poll() is None else None, timeout=DEADLINE_S)
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=["shm", "tcp", *STAGED])
 def carrier(request: pytest.FixtureRequest) -> str:
-    return request.param
+    return name_of(request.param)
 
 
 @pytest.fixture
-def process(carrier: str) -> Iterator[HolderProcess]:
-    process = HolderProcess(carrier)
+def process(carrier: str, request: pytest.FixtureRequest) -> Iterator[HolderProcess]:
+    process = HolderProcess(carrier, ends_of(request.node.callspec.params["carrier"])[0])
     yield process
     process.close()
 
