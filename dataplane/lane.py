@@ -15,7 +15,7 @@ from typing import NamedTuple
 from dataplane.arena import ByteArray
 from dataplane.device import DeviceError, DigestSlot, Event
 from dataplane.device_arena import DeviceArena
-from dataplane.ring import Claim, RingClosedError, RingFullError, Slot
+from dataplane.ring import Claim, RingClosedError, Slot
 from dataplane.runs import SequenceRuns, gather_moves, scatter_moves
 from dataplane.stream import Header
 from dataplane.wire import Wire, WireClosedError
@@ -70,7 +70,8 @@ class Lane:
             raise DeviceError("staging", str(error)) from error
 
     def take(self, num_bytes: int, wire: Wire, timeout_s: float) -> Slot:
-        """Return a slot. Raises DeviceError when there is none in time, and WireClosedError when the peer has gone.
+        """Return a slot. Raises RingFullError when there is none in time, WireClosedError when the peer has gone, and
+        DeviceError when the arena is being closed.
 
         Only without a slot: what one who waits here holds would come back to nobody.
         """
@@ -78,7 +79,7 @@ class Lane:
         try:
             claim = self._ring.claim(self._owner, num_bytes)
             return self._await(claim, wire, timeout_s)
-        except (RingClosedError, RingFullError) as error:
+        except RingClosedError as error:
             raise DeviceError("staging", str(error)) from error
 
     def bring_out(self, slot: Slot, source: SequenceRuns, data: Header, mark: int) -> Passage:

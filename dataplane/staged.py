@@ -20,7 +20,7 @@ from dataplane.device_arena import DeviceArena
 from dataplane.extent import Extent
 from dataplane.frames import Rows, Staging, new_hasher
 from dataplane.lane import Lane, Passage, wait_done
-from dataplane.ring import Slot
+from dataplane.ring import RingFullError, Slot
 from dataplane.runs import SequenceRuns
 from dataplane.shm import FrameSource
 from dataplane.stream import (
@@ -142,6 +142,8 @@ class StagedHolder:
             if not wait_done(oldest.passage, wire, timeout_s):
                 raise DeviceError("staging", f"frame {oldest.data.sequence} is not there within {timeout_s:.1f} s")
             return oldest.passage
+        except RingFullError as error:
+            raise DeviceError("staging", str(error)) from error
         finally:
             stats.wait_ns += time.perf_counter_ns() - started
 
@@ -291,10 +293,16 @@ class StagedReader:
             if self._passing:
                 self._settle_oldest(deadline)
             else:
-                slot = self._lane.take(num_bytes, wire, deadline - time.monotonic())
+                slot = self._take_first(num_bytes, wire, deadline)
             stats.wait_ns += time.perf_counter_ns() - started
             if slot is not None:
                 return slot
+
+    def _take_first(self, num_bytes: int, wire: Wire, deadline: float) -> Slot:
+        try:
+            return self._lane.take(num_bytes, wire, deadline - time.monotonic())
+        except RingFullError as error:
+            raise WireTimeoutError(str(error)) from error
 
     def _settle_oldest(self, deadline: float) -> None:
         oldest = self._passing[0]
