@@ -9,7 +9,7 @@ calculation for softmax, 2018). Only sliding-window layers past their window tak
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,15 +39,30 @@ class UnsupportedAttentionError(TypeError):
     """The model asks its attention for something that this function would compute wrongly."""
 
 
+class AttendsStep(Protocol):
+    """The attention of one step, on whatever device."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """Return `[rows, heads, dim]` for q `[heads, rows, dim]` and k, v `[kv_heads, rows, dim]`.
+
+        `window`: a query sees that many tokens, itself included; None: all before it.
+        """
+        ...
+
+
 class KVArena:
     """Tensor views of an arena: per layer the keys and the values, `[slot, kv_head, dim]`."""
 
-    def __init__(self, shape: ArenaShape, buffer: memoryview) -> None:
+    def __init__(self, shape: ArenaShape, buffer: memoryview | Tensor) -> None:
+        """`buffer`: the arena's bytes, on a card as a tensor (uint8)."""
         layout = shape.layout
         if buffer.nbytes < shape.num_bytes:
             raise ValueError(f"{shape.num_blocks} blocks need {shape.num_bytes} bytes, the arena has {buffer.nbytes}")
         dtype = cast(torch.dtype, getattr(torch, layout.dtype))
-        flat = torch.frombuffer(buffer, dtype=dtype, count=shape.num_bytes // dtype.itemsize)
+        if isinstance(buffer, Tensor):
+            flat = buffer[: shape.num_bytes].view(dtype)
+        else:
+            flat = torch.frombuffer(buffer, dtype=dtype, count=shape.num_bytes // dtype.itemsize)
 
         def view(layer: int, key_or_value: int) -> Tensor:
             num_slots = shape.blocks_of_layer(layer) * layout.block_size
@@ -108,7 +123,7 @@ class StepAttention:
 
         `window`: a query sees that many tokens, itself included; None: all before it.
         """
-        self._check(layer, query, key, value, window)
+        check_layer(self.arena, self.num_rows, layer, (query, key, value), window)
         self.layers_seen.append(layer)
         self._write(layer, key.transpose(0, 1), value.transpose(0, 1))
         for plan in self._plans:
@@ -121,20 +136,6 @@ class StepAttention:
             rows = slice(plan.first_row, plan.last_row)
             output[rows] = self._attend_item(plan, layer, query[:, rows], scale, window)
         return output
-
-    def _check(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> None:
-        layout = self.arena.layout
-        kept = layout.groups[layout.group_of_layer[layer]].window
-        if kept and (window is None or window > kept):
-            raise UnsupportedAttentionError(f"layer {layer} sees {window or 'all'} tokens, and only {kept} are kept")
-        shape = (layout.num_kv_heads, self.num_rows, layout.head_dim)
-        if key.shape != shape or value.shape != shape or key.dtype != self.arena.dtype:
-            raise UnsupportedAttentionError(
-                f"layer {layer} has keys {tuple(key.shape)} and values {tuple(value.shape)} of {key.dtype}, "
-                f"where its configuration means {shape} of {self.arena.dtype}"
-            )
-        if query.shape[0] % layout.num_kv_heads or query.shape[2] != layout.head_dim:
-            raise UnsupportedAttentionError(f"layer {layer} has queries {tuple(query.shape)} for keys {shape}")
 
     def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Put k and v, `[rows, kv_heads, dim]`, where they belong: runs as slices, single tokens all in one go."""
@@ -200,6 +201,25 @@ class StepAttention:
         return mask
 
 
+def check_layer(
+    arena: KVArena, num_rows: int, layer: int, tensors: tuple[Tensor, Tensor, Tensor], window: int | None
+) -> None:
+    """Raise UnsupportedAttentionError unless a layer's q, k and v `[heads, rows, dim]` are those of the arena."""
+    layout = arena.layout
+    query, key, value = tensors
+    kept = layout.groups[layout.group_of_layer[layer]].window
+    if kept and (window is None or window > kept):
+        raise UnsupportedAttentionError(f"layer {layer} sees {window or 'all'} tokens, and only {kept} are kept")
+    shape = (layout.num_kv_heads, num_rows, layout.head_dim)
+    if key.shape != shape or value.shape != shape or key.dtype != arena.dtype:
+        raise UnsupportedAttentionError(
+            f"layer {layer} has keys {tuple(key.shape)} and values {tuple(value.shape)} of {key.dtype}, "
+            f"where its configuration means {shape} of {arena.dtype}"
+        )
+    if query.shape[0] % layout.num_kv_heads or query.shape[2] != layout.head_dim:
+        raise UnsupportedAttentionError(f"layer {layer} has queries {tuple(query.shape)} for keys {shape}")
+
+
 def _attend_chunk(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Return causal attention `[1, heads, n, dim]` of queries that are the last n of the keys' m tokens."""
     num_past = key.shape[2] - query.shape[2]
@@ -248,7 +268,7 @@ def paged_attention(
 
     Refuses, rather than ignores, every argument that it does not know. Raises UnsupportedAttentionError.
     """
-    step: StepAttention | None = arguments.pop(STEP_ARGUMENT, None)
+    step: AttendsStep | None = arguments.pop(STEP_ARGUMENT, None)
     scaling: float | None = arguments.pop("scaling", None)
     window: int | None = arguments.pop("sliding_window", None)
     dropout: float = arguments.pop("dropout", 0.0)

@@ -4,6 +4,7 @@ Operators, not plain functions, so that a step can be run without a card on torc
 and shapes and nothing else. On CPU tensors they work under Triton's interpreter only.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -143,3 +144,7 @@ for _name, _function in (
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _function, _key)
     torch.library.register_fake(f"kvmesh::{_name}", _nothing, lib=_library)
+
+write_kv = cast(Callable[..., None], torch.ops.kvmesh.write_kv.default)
+attend_chunks = cast(Callable[..., None], torch.ops.kvmesh.attend_chunks.default)
+attend_singles = cast(Callable[..., None], torch.ops.kvmesh.attend_singles.default)

@@ -1,0 +1,82 @@
+"""Decode steps as recorded graphs: one launch instead of a thousand. Knows sizes and when to record, no CUDA.
+
+A graph does again what it did when it was recorded, on the same memory. So there is one for each of a few batch sizes,
+a step takes the next larger one, and its inputs are written where the recording read them. Rows that are too many are
+padding: they belong to no sequence, write no KV, and nobody reads their logits.
+"""
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+MAX_GRAPH_ROWS = 256
+"""A larger batch computes long enough for its launches to hide behind it."""
+
+
+class Recording(Protocol):
+    """Computes, when replayed, what was recorded, from what lies in the same memory now, into `output`."""
+
+    @property
+    def output(self) -> Tensor: ...
+    def replay(self) -> None: ...
+
+
+class Recorder(Protocol):
+    def record(self, compute: Callable[[], Tensor]) -> Recording:
+        """Call `compute` and return it as a recording. All recordings of a recorder share their working memory."""
+        ...
+
+
+def graph_sizes(max_rows: int) -> tuple[int, ...]:
+    """Return the powers of two up to `max_rows`, and itself, none larger than MAX_GRAPH_ROWS."""
+    most = min(max_rows, MAX_GRAPH_ROWS)
+    sizes = [1 << power for power in range(most.bit_length()) if 1 << power < most]
+    return (*sizes, most)
+
+
+class GraphRunner:
+    """The graphs of one engine. `compute(size)` computes the padded decode of so many rows that lies in the buffer."""
+
+    def __init__(self, recorder: Recorder, compute: Callable[[int], Tensor], max_rows: int) -> None:
+        self.sizes = graph_sizes(max_rows)
+        self.is_broken = False
+        """Recording has failed: every step is computed without a graph."""
+        self._recorder = recorder
+        self._compute = compute
+        self._recordings: dict[int, Recording] = {}
+
+    def size_for(self, num_rows: int) -> int | None:
+        """Return the graph's number of rows for a decode of `num_rows`; None: there is no graph for it."""
+        at = bisect_left(self.sizes, num_rows)
+        return None if self.is_broken or at == len(self.sizes) else self.sizes[at]
+
+    def record(self, size: int) -> bool:
+        """Record the graph of this size; the buffer holds a decode of so many rows. False: it cannot be done."""
+        try:
+            self._compute(size)  # what a first call sets up must not be part of the graph
+            self._recordings[size] = self._recorder.record(lambda: self._compute(size))
+        except Exception as error:  # models and libraries raise whatever they like
+            log.warning("decode runs without CUDA graphs: recording failed (%s: %s)", type(error).__name__, error)
+            self.clear()
+            self.is_broken = True
+        return not self.is_broken
+
+    def run(self, size: int) -> Tensor | None:
+        """Compute the decode that lies in the buffer; return its logits `[size, vocab]`, overwritten by the next run.
+
+        Records the graph if there is none yet. None: there is and will be none.
+        """
+        if size not in self._recordings and not self.record(size):
+            return None
+        recording = self._recordings[size]
+        recording.replay()
+        return recording.output
+
+    def clear(self) -> None:
+        """Let go of all recordings: their memory moves, or goes."""
+        self._recordings.clear()
