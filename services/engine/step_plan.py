@@ -130,7 +130,7 @@ class StepPlanner:
             array[at:until]
             for array, at, until in zip(arrays, (first - kept_from).tolist(), (end - kept_from).tolist(), strict=True)
         ]
-        table = np.concatenate(pieces)
+        table = np.concatenate(pieces) if pieces else np.empty(0, np.int32)
         bases = np.cumsum(lengths) - lengths - first
         slots = table[bases[row_items] + positions // block_size].astype(np.int64) * block_size + positions % block_size
         return GroupTables(table, bases, slots)

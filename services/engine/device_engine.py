@@ -1,0 +1,245 @@
+"""The engine on a card: as `model.py`'s, with the batch's numbers, the attention and the sampler there.
+
+A step is written into pinned memory, goes up in one copy, is launched as a whole, and the host waits once: for its
+tokens. Where nothing is sampled it waits for the end of the step all the same, since what a step has computed counts
+as there when `step` returns. Readers that cannot wait so long follow the marks that the layer listeners are told.
+"""
+
+from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dataplane.layout import BlockTable, KVLayout, Segment, num_blocks_for
+from schemas.ids import RequestId
+from schemas.request import SamplingParams
+from services.engine import paged_ops
+from services.engine.attention import STEP_ARGUMENT, KVArena
+from services.engine.backends import ChunkBackend
+from services.engine.base import EngineFailedError, Sequence, StepItem
+from services.engine.device_attention import (
+    Announcer,
+    DeviceStepAttention,
+    Marks,
+    StepInputs,
+    has_listeners,
+    step_inputs,
+)
+from services.engine.device_sampler import NOT_FINITE, UNSETTLED, choose
+from services.engine.graphs import GraphRunner, Recorder
+from services.engine.sampler import NotFiniteError
+from services.engine.step_plan import BufferTooSmallError, StepFields, StepPlan, StepPlanner, pack
+
+FIRST_BUFFER_BYTES = 1 << 20
+
+
+class Runtime(Protocol):
+    """What a step needs of the card's driver."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def stream_handle(self) -> int:
+        """The driver's name of the stream that steps run on."""
+        ...
+
+    def active(self) -> AbstractContextManager[object]:
+        """Within it the calling thread's work goes to the device and the stream of the engine."""
+        ...
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """Return host memory (uint8) that is copied from asynchronously."""
+        ...
+
+    def fetch(self, tensor: Tensor) -> list[int]:
+        """Copy a tensor of int64 to the host and return it, once all the stream's work is done."""
+        ...
+
+
+class StepBuffer:
+    """A step's numbers on the host and on the device. Grows; whoever keeps views of it is told by `generation`."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.generation = 0
+        self._make(FIRST_BUFFER_BYTES)
+
+    def _make(self, num_bytes: int) -> None:
+        self._host = self._runtime.host_buffer(num_bytes)
+        self._array = self._host.numpy()
+        self.device = torch.empty(num_bytes, dtype=torch.uint8, device=self._runtime.device)
+        self.generation += 1
+
+    def put(self, plan: StepPlan, *, num_rows: int, tile_tokens: int) -> StepFields:
+        """Pack a step and start its copy. The step before must be done: the memory is the same."""
+        try:
+            fields = pack(plan, self._array, num_rows=num_rows, tile_tokens=tile_tokens)
+        except BufferTooSmallError as error:
+            self._make(1 << (error.num_bytes - 1).bit_length())
+            fields = pack(plan, self._array, num_rows=num_rows, tile_tokens=tile_tokens)
+        self.device[: fields.num_bytes].copy_(self._host[: fields.num_bytes], non_blocking=True)
+        return fields
+
+
+class DeviceEngine:
+    """Computes steps on a card and keeps KV in an arena there, which others read and write between layers.
+
+    `step` may run on any one thread at a time. `recorder` None: without graphs. `backend`: what computes chunks in
+    place of our kernel. `max_sequences`: the largest batch that is worth a graph.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        arena: KVArena,
+        *,
+        vocab_size: int,
+        runtime: Runtime,
+        marks: Marks,
+        recorder: Recorder | None = None,
+        backend: ChunkBackend | None = None,
+        max_sequences: int = 256,
+    ) -> None:
+        self.layout: KVLayout = arena.layout
+        self.vocab_size = vocab_size
+        self.model = model
+        self._arena: KVArena | None = arena
+        self._runtime = runtime
+        self._marks = marks
+        self._backend = backend
+        self._planner = StepPlanner(arena.layout)
+        self._tile_tokens = paged_ops.chunks_launch(arena.layout.head_dim, arena.dtype.itemsize).queries
+        self._buffer = StepBuffer(runtime)
+        self._generation = self._buffer.generation
+        self._fields: StepFields | None = None
+        self.graphs = GraphRunner(recorder, self._compute_padded, max_sequences) if recorder is not None else None
+
+    @torch.inference_mode()
+    def step(self, items: Seq[StepItem]) -> list[int]:
+        """Compute the items, write their KV, call the layer listeners, and return one token id per sampling item.
+
+        Raises EngineFailedError when the model did not call its attention once a layer, NotFiniteError when its logits
+        are no numbers, ValueError when a sequence has outgrown its block tables, and what the driver raises.
+        """
+        with self._runtime.active():
+            plan = self._planner.plan(items)
+            logits, inputs = self._compute(items, plan)
+            ids = self._runtime.fetch(choose(logits, plan.draws, inputs.draws))
+            if UNSETTLED in ids:
+                ids = self._runtime.fetch(choose(logits, plan.draws, inputs.draws, all_candidates=True))
+        if bad := ids.count(NOT_FINITE):
+            raise NotFiniteError(f"logits of {bad} of {len(ids)} sequences are not finite")
+        return ids
+
+    @torch.inference_mode()
+    def logits(self, items: Seq[StepItem], rows: Seq[int], *, graph: bool = False) -> Tensor:
+        """Compute the items and return the logits `[len(rows), vocab]`, float32, of these rows of the flat batch."""
+        with self._runtime.active():
+            plan = self._planner.plan(items)._replace(sample_rows=list(rows))
+            return self._compute(items, plan, may_use_graph=graph)[0].clone()
+
+    def close(self) -> None:
+        """Let go of the arena, so that its memory can be closed. Idempotent; not while a step runs."""
+        self._arena = None
+        if self.graphs is not None:
+            self.graphs.clear()
+
+    @torch.inference_mode()
+    def record_graphs(self) -> bool:
+        """Record the graphs of all sizes, the largest first: the others then fit into its memory. False: it failed."""
+        if self.graphs is None:
+            return False
+        with self._runtime.active():
+            return all(self._record(size) for size in reversed(self.graphs.sizes))
+
+    def _record(self, size: int) -> bool:
+        assert self.graphs is not None
+        self._put(self._planner.plan([]), size)
+        return self.graphs.record(size)
+
+    def _compute(
+        self, items: Seq[StepItem], plan: StepPlan, *, may_use_graph: bool = True
+    ) -> tuple[Tensor, StepInputs]:
+        """Return the sampled rows' logits `[samples, vocab]`, float32, and the step's numbers."""
+        if self._arena is None:
+            raise EngineFailedError("the engine is closed")
+        listens = has_listeners(items)
+        if may_use_graph and not listens and plan.is_decode and (found := self._replay(plan)) is not None:
+            return found
+        inputs = step_inputs(self._buffer.device, self._put(plan, plan.num_rows))
+        announcer = Announcer(items, self._marks, self._runtime.stream_handle) if listens else None
+        chunk_attention = None
+        if self._backend is not None and not plan.is_decode:
+            chunk_attention = self._backend.plan(self._arena, plan)
+        attention = DeviceStepAttention(self._arena, inputs, chunk_attention=chunk_attention, on_written=announcer)
+        return self._forward(attention, inputs.sample_rows).float(), inputs
+
+    def _replay(self, plan: StepPlan) -> tuple[Tensor, StepInputs] | None:
+        """Compute a decode by its graph; None: there is none for it."""
+        if self.graphs is None or (size := self.graphs.size_for(plan.num_rows)) is None:
+            return None
+        fields = self._put(plan, size)
+        if (logits := self.graphs.run(size)) is None:
+            return None
+        inputs = step_inputs(self._buffer.device, fields)
+        if len(plan.sample_rows) == plan.num_rows:
+            return logits[: plan.num_rows].float(), inputs
+        return logits.index_select(0, inputs.sample_rows).float(), inputs
+
+    def _compute_padded(self, size: int) -> Tensor:
+        """Compute the decode of `size` rows, padding included, that lies in the buffer; return `[size, vocab]`."""
+        assert self._arena is not None and self._fields is not None
+        inputs = step_inputs(self._buffer.device, self._fields)
+        assert inputs.num_rows == size, "what lies in the buffer is of another size"
+        return self._forward(DeviceStepAttention(self._arena, inputs), None)
+
+    def _forward(self, attention: DeviceStepAttention, rows: Tensor | None) -> Tensor:
+        """Return the logits `[rows, vocab]`. `rows` None: of all."""
+        arguments: dict[str, Any] = {STEP_ARGUMENT: attention}
+        output = self.model(
+            input_ids=attention.inputs.token_ids[None],
+            position_ids=attention.inputs.positions[None],
+            use_cache=False,
+            logits_to_keep=0 if rows is None else rows,
+            **arguments,
+        )
+        if attention.layers_seen != list(range(self.layout.num_layers)):
+            raise EngineFailedError(
+                f"attention ran for layers {attention.layers_seen}, not each of {self.layout.num_layers}"
+            )
+        return cast(Tensor, output.logits)[0]
+
+    def _put(self, plan: StepPlan, num_rows: int) -> StepFields:
+        self._fields = self._buffer.put(plan, num_rows=num_rows, tile_tokens=self._tile_tokens)
+        if self._generation != self._buffer.generation:
+            self._generation = self._buffer.generation
+            if self.graphs is not None:
+                self.graphs.clear()
+        return self._fields
+
+
+def check_graph(engine: DeviceEngine) -> float:
+    """Return how far a graph's logits are off those computed without it, relative to their spread.
+
+    Computes a sequence of two tokens in the first blocks of the arena, which nobody may be using.
+    """
+    layout = engine.layout
+    sequence = Sequence(
+        request_id=RequestId("self-check"),
+        attempt=0,
+        token_ids=[1, 2],
+        num_prompt_tokens=2,
+        sampling=SamplingParams(max_tokens=1),
+        tables=(BlockTable((Segment(0, num_blocks_for(2, layout.block_size)),)),) * len(layout.groups),
+    )
+    first = StepItem(sequence, 0, 1, False)
+    second = replace(first, start=1, samples=True)
+    engine.logits([first], [0])
+    eager = engine.logits([second], [0])
+    graph = engine.logits([second], [0], graph=True)
+    spread = (eager.max() - eager.min()).clamp(min=1e-30)
+    return float((graph - eager).abs().max() / spread)
