@@ -7,7 +7,7 @@ plans a step once for each cache group; it does not know the arena, but its page
 import importlib
 import importlib.util
 import logging
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ def find_backend(layout: KVLayout, device: torch.device) -> ChunkBackend | None:
         return None
     try:
         return FlashInferBackend(importlib.import_module("flashinfer"), device)
-    except Exception as error:  # it loads libraries and may compile: whatever fails there is no reason not to serve
+    except Exception as error:  # noqa: BLE001 - it loads libraries of its own, and our kernel does without it
         log.warning("FlashInfer is installed and cannot be used (%s: %s)", type(error).__name__, error)
         return None
 
@@ -110,8 +110,8 @@ class _FlashInferStep:
         wrapper.plan(
             _indptr(plan.counts[chunks]),
             _indptr(lengths),
-            torch.from_numpy(group.table[entries]).to(query.device, non_blocking=True),
-            torch.from_numpy(((ends - 1) % block_size + 1).astype(np.int32)),
+            _ints(group.table[entries]).to(query.device, non_blocking=True),
+            _ints((ends - 1) % block_size + 1),
             query.shape[1],
             layout.num_kv_heads,
             layout.head_dim,
@@ -126,4 +126,8 @@ class _FlashInferStep:
 
 def _indptr(counts: Any) -> Tensor:
     """Return where each begins, and the end, on the host: FlashInfer plans there."""
-    return cast(Tensor, torch.from_numpy(np.concatenate(([0], np.cumsum(counts))).astype(np.int32)))
+    return _ints(np.concatenate(([0], np.cumsum(counts))))
+
+
+def _ints(numbers: Any) -> Tensor:
+    return torch.as_tensor(numbers, dtype=torch.int32)

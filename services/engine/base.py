@@ -20,6 +20,14 @@ class LayerListener(Protocol):
     def advance(self, layer: int, num_tokens: int, mark: int = 0) -> None: ...
 
 
+class Marks(Protocol):
+    """Points on the stream of an engine on a card, which other streams and processes can wait for (`DeviceArena`)."""
+
+    def mark(self, stream_handle: int) -> int:
+        """Record the next point, behind all that the stream was given so far, and return its number."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One request on one worker. Owned by the engine's thread from submission to its end.

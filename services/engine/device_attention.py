@@ -2,25 +2,17 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from services.engine import paged_ops
 from services.engine.attention import KVArena, check_layer
-from services.engine.base import StepItem
+from services.engine.base import Marks, StepItem
 from services.engine.step_plan import Field, StepFields
 
 _DTYPES = {"<i8": torch.int64, "<i4": torch.int32, "<f8": torch.float64}
-
-
-class Marks(Protocol):
-    """Points on the engine's stream that other streams and processes can wait for (`DeviceArena`)."""
-
-    def mark(self, stream_handle: int) -> int:
-        """Record the next point behind what the stream was given so far, and return its number."""
-        ...
 
 
 class StepInputs(NamedTuple):

@@ -20,11 +20,10 @@ from schemas.request import SamplingParams
 from services.engine import paged_ops
 from services.engine.attention import STEP_ARGUMENT, KVArena
 from services.engine.backends import ChunkBackend
-from services.engine.base import EngineFailedError, Sequence, StepItem
+from services.engine.base import EngineFailedError, Marks, Sequence, StepItem
 from services.engine.device_attention import (
     Announcer,
     DeviceStepAttention,
-    Marks,
     StepInputs,
     has_listeners,
     step_inputs,
@@ -146,7 +145,7 @@ class DeviceEngine:
         """Let go of the arena, so that its memory can be closed. Idempotent; not while a step runs."""
         self._arena = None
         if self.graphs is not None:
-            self.graphs.clear()
+            self.graphs.disable()
 
     @torch.inference_mode()
     def record_graphs(self) -> bool:

@@ -40,9 +40,7 @@ def choose(logits: Tensor, draws: Draws, inputs: Tensor, *, all_candidates: bool
     return token_ids.masked_fill(~torch.isfinite(best), NOT_FINITE)
 
 
-def _draw(
-    logits: Tensor, best: Tensor, inputs: Tensor, *, most: int, has_nucleus: bool, num_candidates: int
-) -> Tensor:
+def _draw(logits: Tensor, best: Tensor, inputs: Tensor, *, most: int, has_nucleus: bool, num_candidates: int) -> Tensor:
     """Return a token id or UNSETTLED per row of `logits` `[m, vocab]`; `best` `[m, 1]` is their maximum.
 
     `inputs` `[4, m, 1]`: temperature, top_k, top_p, number. `most`: the largest top_k that leaves something out, or 0.

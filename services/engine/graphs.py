@@ -44,8 +44,8 @@ class GraphRunner:
 
     def __init__(self, recorder: Recorder, compute: Callable[[int], Tensor], max_rows: int) -> None:
         self.sizes = graph_sizes(max_rows)
-        self.is_broken = False
-        """Recording has failed: every step is computed without a graph."""
+        self.is_disabled = False
+        """Every step is computed without a graph."""
         self._recorder = recorder
         self._compute = compute
         self._recordings: dict[int, Recording] = {}
@@ -53,18 +53,17 @@ class GraphRunner:
     def size_for(self, num_rows: int) -> int | None:
         """Return the graph's number of rows for a decode of `num_rows`; None: there is no graph for it."""
         at = bisect_left(self.sizes, num_rows)
-        return None if self.is_broken or at == len(self.sizes) else self.sizes[at]
+        return None if self.is_disabled or at == len(self.sizes) else self.sizes[at]
 
     def record(self, size: int) -> bool:
         """Record the graph of this size; the buffer holds a decode of so many rows. False: it cannot be done."""
         try:
             self._compute(size)  # what a first call sets up must not be part of the graph
             self._recordings[size] = self._recorder.record(lambda: self._compute(size))
-        except Exception as error:  # models and libraries raise whatever they like
+        except Exception as error:  # noqa: BLE001 - models raise whatever they like, and each step runs without
             log.warning("decode runs without CUDA graphs: recording failed (%s: %s)", type(error).__name__, error)
-            self.clear()
-            self.is_broken = True
-        return not self.is_broken
+            self.disable()
+        return not self.is_disabled
 
     def run(self, size: int) -> Tensor | None:
         """Compute the decode that lies in the buffer; return its logits `[size, vocab]`, overwritten by the next run.
@@ -78,5 +77,10 @@ class GraphRunner:
         return recording.output
 
     def clear(self) -> None:
-        """Let go of all recordings: their memory moves, or goes."""
+        """Let go of all recordings: the memory that they read moves. They are made again when they are needed."""
         self._recordings.clear()
+
+    def disable(self) -> None:
+        """Let go of all recordings, for good."""
+        self.is_disabled = True
+        self.clear()

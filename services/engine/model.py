@@ -4,7 +4,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Sequence as Seq
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -109,9 +109,7 @@ def load_engine(
     dtype = layout.dtype
     arena = KVArena(shape, arena_buffer)
     torch.set_num_threads(num_threads)
-    model = _load_model(checkpoint, dtype)
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise CheckpointError(f"{checkpoint.architecture} cannot keep only some logits: choose another architecture")
+    model = load_model(checkpoint, dtype)
     check_model(model, checkpoint, layout)
     return TransformersEngine(model, arena, vocab_size=checkpoint.vocab_size, num_threads=num_threads)
 
@@ -121,11 +119,35 @@ def check_model(model: PreTrainedModel, checkpoint: Checkpoint, layout: KVLayout
 
     Raises CheckpointError. Uses a small arena of its own.
     """
-    num_tokens = sum(CHECK_CHUNKS)
-    num_blocks = num_blocks_for(num_tokens, layout.block_size)
-    shape = uniform_shape(layout, num_blocks)
+    shape = check_shape(layout)
     arena = KVArena(shape, memoryview(bytearray(shape.num_bytes)))
     engine = TransformersEngine(model, arena, vocab_size=checkpoint.vocab_size, num_threads=torch.get_num_threads())
+    check_logits(engine, model, checkpoint)
+
+
+def check_shape(layout: KVLayout) -> ArenaShape:
+    """Return the shape of an arena that `check_logits` can do with."""
+    return uniform_shape(layout, num_blocks_for(sum(CHECK_CHUNKS), layout.block_size))
+
+
+class ComputesLogits(Protocol):
+    """What is checked of an engine, on whatever device."""
+
+    @property
+    def layout(self) -> KVLayout: ...
+    def logits(self, items: Seq[StepItem], rows: Seq[int]) -> Tensor:
+        """Compute the items and return the logits `[len(rows), vocab]`, float32, of these rows of the flat batch."""
+        ...
+
+
+def check_logits(engine: ComputesLogits, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    """Compare an engine's logits of a few tokens, in the first blocks of its arena, with those of the library.
+
+    Raises CheckpointError.
+    """
+    layout = engine.layout
+    num_tokens = sum(CHECK_CHUNKS)
+    num_blocks = num_blocks_for(num_tokens, layout.block_size)
     sequence = Sequence(
         request_id=RequestId("self-check"),
         attempt=0,
@@ -159,7 +181,8 @@ def check_model(model: PreTrainedModel, checkpoint: Checkpoint, layout: KVLayout
 def _library_logits(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
     _set_attention(model, "eager")
     try:
-        return cast(Tensor, model(input_ids=torch.tensor([token_ids]), use_cache=False).logits)[0].float()
+        input_ids = torch.tensor([token_ids], device=model.device)
+        return cast(Tensor, model(input_ids=input_ids, use_cache=False).logits)[0].float()
     finally:
         _set_attention(model, ATTENTION_NAME)
 
@@ -168,7 +191,8 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
     cast(Any, model).set_attn_implementation(name)
 
 
-def _load_model(checkpoint: Checkpoint, dtype: str) -> PreTrainedModel:
+def load_model(checkpoint: Checkpoint, dtype: str) -> PreTrainedModel:
+    """Return the model with its weights, in host memory, calling our attention. Raises CheckpointError."""
     cast(Any, AttentionInterface).register(ATTENTION_NAME, paged_attention)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -198,6 +222,8 @@ def _load_model(checkpoint: Checkpoint, dtype: str) -> PreTrainedModel:
     missing = sorted(str(key) for key in (*info.get("missing_keys", ()), *info.get("mismatched_keys", ())))
     if missing:
         raise CheckpointError(f"{checkpoint.path} lacks or misshapes weight {missing[0]}: download it again")
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise CheckpointError(f"{checkpoint.architecture} cannot keep only some logits: choose another architecture")
     return model.eval().requires_grad_(False)
 
 

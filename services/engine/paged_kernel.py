@@ -82,7 +82,8 @@ def _attend_tile(
 
 @triton.jit
 def chunks_kernel(
-    query, keys, values, output, table, tiles, chunks, bases, scale, window, query_row, query_head, num_tiles, num_chunks,
+    query, keys, values, output, table, tiles, chunks, bases, scale, window, query_row, query_head,
+    num_tiles, num_chunks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
@@ -214,7 +215,7 @@ def join_kernel(
     best = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     result = tl.zeros([DIM_PADDED], tl.float32)
-    for part in range(0, num_written):
+    for part in range(num_written):
         at = first + part
         other = tl.load(sums + at)
         higher = tl.maximum(best, other)

@@ -58,7 +58,8 @@ def num_parts(num_singles: int, num_kv_heads: int) -> int:
     return min(MAX_PARTS, 1 << (wanted - 1).bit_length())
 
 
-_library = torch.library.Library("kvmesh", "DEF")
+_torch_library = cast(Any, torch.library)
+_library = _torch_library.Library("kvmesh", "DEF")
 _SCHEMAS = {
     "write_kv": "(Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor slots) -> ()",
     "attend_chunks": (
@@ -143,7 +144,7 @@ for _name, _function in (
     _library.define(_name + _SCHEMAS[_name])
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _function, _key)
-    torch.library.register_fake(f"kvmesh::{_name}", _nothing, lib=_library)
+    _torch_library.register_fake(f"kvmesh::{_name}", _nothing, lib=_library)
 
 write_kv = cast(Callable[..., None], torch.ops.kvmesh.write_kv.default)
 attend_chunks = cast(Callable[..., None], torch.ops.kvmesh.attend_chunks.default)

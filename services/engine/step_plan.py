@@ -53,7 +53,7 @@ class GroupTables(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """A step. Arrays are per item, but `token_ids`, `positions` and `row_items` per row and `sample_rows` per sample."""
+    """A step. Arrays are per item, but `token_ids` and `positions` per row and `sample_rows` per sample."""
 
     num_rows: int
     token_ids: list[int]
@@ -146,9 +146,7 @@ class StepPlanner:
         known[id(table)] = found
         return found[1]
 
-    def _check(
-        self, items: Seq[StepItem], kept: tuple[Ints, Ints], needed: tuple[Ints, Ints], ends: Ints
-    ) -> None:
+    def _check(self, items: Seq[StepItem], kept: tuple[Ints, Ints], needed: tuple[Ints, Ints], ends: Ints) -> None:
         """Raise ValueError unless each item's table has the blocks that it needs, both from first to end."""
         late, short = needed[0] < kept[0], needed[1] > kept[1]
         if not (late.any() or short.any()):
