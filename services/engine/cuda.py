@@ -16,8 +16,8 @@ from dataplane.layout import ArenaShape
 from services.engine.attention import KVArena
 from services.engine.base import Marks
 from services.engine.checkpoint import Checkpoint
+from services.engine.device import HostBuffer, Recording
 from services.engine.errors import CheckpointError
-from services.engine.graphs import Recording
 from services.engine.model import load_model
 from services.errors import UserError
 
@@ -78,8 +78,9 @@ class CudaRuntime:
         """Both the device and the stream: torch keeps either per thread."""
         return cast(AbstractContextManager[object], torch.cuda.stream(self.stream))
 
-    def host_buffer(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    def host_buffer(self, num_bytes: int) -> HostBuffer:
+        tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return HostBuffer(tensor, tensor.numpy())
 
     def fetch(self, tensor: Tensor) -> list[int]:
         count = tensor.numel()

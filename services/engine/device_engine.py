@@ -6,9 +6,8 @@ as there when `step` returns. Readers that cannot wait so long follow the marks 
 """
 
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from services.engine import paged_ops
 from services.engine.attention import STEP_ARGUMENT, KVArena
 from services.engine.backends import ChunkBackend
 from services.engine.base import EngineFailedError, Marks, Sequence, StepItem
+from services.engine.device import Recorder, Runtime
 from services.engine.device_attention import (
     Announcer,
     DeviceStepAttention,
@@ -29,34 +29,11 @@ from services.engine.device_attention import (
     step_inputs,
 )
 from services.engine.device_sampler import NOT_FINITE, UNSETTLED, choose
-from services.engine.graphs import GraphRunner, Recorder
+from services.engine.graphs import GraphRunner
 from services.engine.sampler import NotFiniteError
 from services.engine.step_plan import BufferTooSmallError, StepFields, StepPlan, StepPlanner, pack
 
 FIRST_BUFFER_BYTES = 1 << 20
-
-
-class Runtime(Protocol):
-    """What a step needs of the card's driver."""
-
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def stream_handle(self) -> int:
-        """The driver's name of the stream that steps run on."""
-        ...
-
-    def active(self) -> AbstractContextManager[object]:
-        """Within it the calling thread's work goes to the device and the stream of the engine."""
-        ...
-
-    def host_buffer(self, num_bytes: int) -> Tensor:
-        """Return host memory (uint8) that is copied from asynchronously."""
-        ...
-
-    def fetch(self, tensor: Tensor) -> list[int]:
-        """Copy a tensor of int64 to the host and return it, once all the stream's work is done."""
-        ...
 
 
 class StepBuffer:
@@ -69,18 +46,17 @@ class StepBuffer:
 
     def _make(self, num_bytes: int) -> None:
         self._host = self._runtime.host_buffer(num_bytes)
-        self._array = self._host.numpy()
         self.device = torch.empty(num_bytes, dtype=torch.uint8, device=self._runtime.device)
         self.generation += 1
 
     def put(self, plan: StepPlan, *, num_rows: int, tile_tokens: int) -> StepFields:
         """Pack a step and start its copy. The step before must be done: the memory is the same."""
         try:
-            fields = pack(plan, self._array, num_rows=num_rows, tile_tokens=tile_tokens)
+            fields = pack(plan, self._host.array, num_rows=num_rows, tile_tokens=tile_tokens)
         except BufferTooSmallError as error:
             self._make(1 << (error.num_bytes - 1).bit_length())
-            fields = pack(plan, self._array, num_rows=num_rows, tile_tokens=tile_tokens)
-        self.device[: fields.num_bytes].copy_(self._host[: fields.num_bytes], non_blocking=True)
+            fields = pack(plan, self._host.array, num_rows=num_rows, tile_tokens=tile_tokens)
+        self.device[: fields.num_bytes].copy_(self._host.tensor[: fields.num_bytes], non_blocking=True)
         return fields
 
 
@@ -169,7 +145,8 @@ class DeviceEngine:
         listens = has_listeners(items)
         if may_use_graph and not listens and plan.is_decode and (found := self._replay(plan)) is not None:
             return found
-        inputs = step_inputs(self._buffer.device, self._put(plan, plan.num_rows))
+        fields = self._put(plan, plan.num_rows)
+        inputs = step_inputs(self._buffer.device, fields)
         announcer = Announcer(items, self._marks, self._runtime.stream_handle) if listens else None
         chunk_attention = None
         if self._backend is not None and not plan.is_decode:

@@ -11,8 +11,8 @@ from services.engine.attention import KVArena
 from services.engine.backends import ChunkBackend
 from services.engine.base import Marks
 from services.engine.checkpoint import Checkpoint
-from services.engine.device_engine import DeviceEngine, Runtime, check_graph
-from services.engine.graphs import Recorder
+from services.engine.device import Recorder, Runtime
+from services.engine.device_engine import DeviceEngine, check_graph
 from services.engine.model import CHECK_TOLERANCE, check_logits, check_shape
 
 log = logging.getLogger(__name__)

@@ -8,28 +8,15 @@ padding: they belong to no sequence, write no KV, and nobody reads their logits.
 import logging
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Protocol
 
 from torch import Tensor
+
+from services.engine.device import Recorder, Recording
 
 log = logging.getLogger(__name__)
 
 MAX_GRAPH_ROWS = 256
 """A larger batch computes long enough for its launches to hide behind it."""
-
-
-class Recording(Protocol):
-    """Computes, when replayed, what was recorded, from what lies in the same memory now, into `output`."""
-
-    @property
-    def output(self) -> Tensor: ...
-    def replay(self) -> None: ...
-
-
-class Recorder(Protocol):
-    def record(self, compute: Callable[[], Tensor]) -> Recording:
-        """Call `compute` and return it as a recording. All recordings of a recorder share their working memory."""
-        ...
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:

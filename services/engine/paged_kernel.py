@@ -129,7 +129,8 @@ def chunks_kernel(
             asked, best, total, result, keys, values, table, base, kv_head, position, at + tl.arange(0, KEYS),
             low, high, scale, window, KV_HEADS, DIM, DIM_PADDED, BLOCK_SIZE, True, WINDOWED,
         )  # fmt: skip
-    result = result / total[:, None]
+    # A row beyond the chunk's end has seen nothing.
+    result = result / tl.where(total == 0.0, 1.0, total)[:, None]
     at = row[:, None] * (HEADS * DIM) + head * DIM + dim[None, :]
     tl.store(output + at, result.to(output.dtype.element_ty), mask=there)
 

@@ -1,0 +1,191 @@
+"""The engine of a card, its kernels interpreted: tokens are transformers' own, whatever the batch and the blocks."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dataplane.cache import BlockCache, ring_blocks
+from dataplane.layout import ArenaShape, Segment
+from schemas.request import SamplingParams
+from services.engine.base import EngineFailedError, Sequence, StepItem
+from services.engine.batch import Batch
+from services.engine.checkpoint import layout_of, read_checkpoint
+from services.engine.device_engine import DeviceEngine
+from services.engine.sampler import NotFiniteError
+from tests.engine.device_rig import CountedMarks, EagerRecorder, HostRuntime, load_device_engine
+from tests.engine.rig import (
+    BLOCK_SIZE,
+    Allocator,
+    arena_bytes,
+    copy_kv,
+    generate,
+    greedy,
+    load_tiny,
+    make_sequence,
+    num_near_ties,
+    prompt_of,
+    run_batch,
+)
+
+Tiny = Callable[..., Path]
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "llama": {"kv_heads": 1},
+    "mistral": {"sliding_window": 24},
+    "gemma3_text": {"sliding_window": 16, "num_layers": 3, "layer_types": [SLIDING, FULL, SLIDING]},
+}
+NUM_ANSWER_TOKENS = 5
+BUDGET = 29
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("recorder", [None, EagerRecorder()], ids=["eager", "graphs"])
+def test_tokens_equal_generate(tiny: Tiny, name: str, recorder: EagerRecorder | None) -> None:
+    """Windowed groups hold nothing but rings. Three decodes run in a graph of four."""
+    folder = tiny(name, **ARCHITECTURES[name])
+    layout = layout_of(read_checkpoint(str(folder)), block_size=BLOCK_SIZE)
+    blocks = tuple(4 * ring_blocks(g.window, BUDGET, BLOCK_SIZE) if g.window else 40 for g in layout.groups)
+    shape = ArenaShape(layout=layout, num_blocks=blocks)
+    engine = load_device_engine(folder, shape=shape, recorder=recorder)
+    cache, batch = BlockCache(shape, chunk_tokens=BUDGET), Batch(BUDGET)
+    prompts = {f"r{length}": prompt_of(length, seed=length) for length in (1, 37, 90)}
+    for request, prompt in prompts.items():
+        allocation = cache.admit([], len(prompt) + NUM_ANSWER_TOKENS, 0)
+        assert allocation is not None
+        sequence = make_sequence(request, prompt, (), greedy(NUM_ANSWER_TOKENS))
+        sequence.tables = allocation.tables
+        batch.add(sequence)
+    answers = run_batch(engine, batch)
+    ties = sum(
+        num_near_ties(folder, p, answers[r], generate(folder, p, NUM_ANSWER_TOKENS), greedy(NUM_ANSWER_TOKENS))
+        for r, p in prompts.items()
+    )
+    assert ties == 0
+    assert engine.graphs is None or not engine.graphs.is_disabled
+
+
+def run_one(engine: DeviceEngine, prompt: list[int], sampling: SamplingParams, allocator: Allocator) -> list[int]:
+    batch = Batch(40)
+    batch.add(make_sequence("r", prompt, allocator.take(len(prompt) + sampling.max_tokens), sampling))
+    return run_batch(engine, batch)["r"]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 0.9}, {"temperature": 1.3, "top_k": 40, "top_p": 0.9}], ids=["plain", "kept"]
+)
+def test_sampled_tokens_are_those_of_the_engine_on_the_cpu(tiny: Tiny, fields: dict[str, Any]) -> None:
+    sampling = SamplingParams(max_tokens=8, seed=7, **fields)
+    prompt = prompt_of(50)
+    batch = Batch(40)
+    batch.add(make_sequence("r", prompt, Allocator().take(60), sampling))
+    expected = run_batch(load_tiny(tiny()), batch)["r"]
+    assert run_one(load_device_engine(tiny(), recorder=EagerRecorder()), prompt, sampling, Allocator(run=2)) == expected
+
+
+def test_kv_of_the_cpu_goes_on_here(tiny: Tiny) -> None:
+    """A mixed fleet: prefill on the CPU, decode on a card."""
+    source, target = load_tiny(tiny()), load_device_engine(tiny())
+    prompt, sampling = prompt_of(50), greedy(6)
+    batch, segments = Batch(100), Allocator(run=3).take(60)
+    batch.add(make_sequence("r", prompt, segments, sampling))
+    expected = run_batch(source, batch)["r"]
+    other = Allocator(run=2, first=30).take(60)
+    copy_kv(arena_bytes(source), arena_bytes(target), source.layout, (segments, other), len(prompt))  # type: ignore[arg-type]
+    received = make_sequence("r", prompt, other, sampling)
+    received.token_ids.append(expected[0])
+    received.num_computed_tokens = len(prompt)
+    batch.add(received)
+    assert run_batch(target, batch)["r"] == expected[1:]
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.heard: list[tuple[int, int, int]] = []
+
+    def advance(self, layer: int, num_tokens: int, mark: int = 0) -> None:
+        self.heard.append((layer, num_tokens, mark))
+
+
+def test_listeners_hear_of_each_layer_once_with_a_mark(tiny: Tiny) -> None:
+    """Two listeners of one step share its marks; a decode that somebody listens to takes no graph."""
+    recorder = EagerRecorder()
+    engine = load_device_engine(tiny(), recorder=recorder)
+    one, other, allocator = Listener(), Listener(), Allocator()
+    batch = Batch(40)
+    batch.add(make_sequence("a", prompt_of(20), allocator.take(30), greedy(2), listener=one))
+    batch.add(make_sequence("b", prompt_of(10), allocator.take(30), greedy(2), listener=other))
+    batch.add(make_sequence("c", prompt_of(5), allocator.take(30), greedy(4)))
+    before = sum(recording.num_replays for recording in recorder.recordings)
+    run_batch(engine, batch)
+    assert one.heard == [(0, 20, 1), (1, 20, 2), (0, 21, 3), (1, 21, 4)]
+    assert other.heard == [(0, 10, 1), (1, 10, 2), (0, 11, 3), (1, 11, 4)]
+    replays = sum(recording.num_replays for recording in recorder.recordings) - before
+    assert replays == 2, "what is left of c once nobody listens any more"
+
+
+def test_a_layer_is_written_when_it_is_told_of(tiny: Tiny) -> None:
+    class Reader(Listener):
+        def advance(self, layer: int, num_tokens: int, mark: int = 0) -> None:
+            super().advance(layer, num_tokens, mark)
+            arena = engine._arena
+            assert arena is not None
+            assert not arena.keys[layer][:num_tokens].isnan().any()
+            assert not arena.values[layer][:num_tokens].isnan().any()
+
+    engine, batch, reader = load_device_engine(tiny()), Batch(16), Reader()
+    batch.add(make_sequence("r", prompt_of(40), [Segment(0, 8)], greedy(2), listener=reader))
+    run_batch(engine, batch)
+    assert [heard[:2] for heard in reader.heard] == [(layer, n) for n in (16, 32, 40, 41) for layer in range(2)]
+
+
+def test_a_step_waits_once(tiny: Tiny) -> None:
+    engine = load_device_engine(tiny())
+    runtime = engine._runtime
+    assert isinstance(runtime, HostRuntime)
+    batch, steps = Batch(16), 0
+    batch.add(make_sequence("r", prompt_of(40), [Segment(0, 8)], SamplingParams(max_tokens=3, top_p=0.9, seed=1)))
+    before = runtime.num_fetches
+    while items := batch.plan():
+        batch.commit(items, engine.step(items), 0, 0)
+        steps += 1
+    assert steps == 5
+    assert runtime.num_fetches - before == steps, "steps that sample nothing too: what they computed counts as there"
+
+
+def test_bfloat16(tiny: Tiny) -> None:
+    assert len(run_one(load_device_engine(tiny(), dtype="bfloat16"), prompt_of(50), greedy(4), Allocator(run=2))) == 4
+
+
+def step_of(tokens: int, blocks: int) -> list[StepItem]:
+    sequence: Sequence = make_sequence("r", prompt_of(tokens), [Segment(0, blocks)], greedy(1))
+    return [StepItem(sequence, 0, tokens, True)]
+
+
+def test_what_cannot_be_computed_is_refused(tiny: Tiny) -> None:
+    engine = load_device_engine(tiny())
+    with pytest.raises(ValueError, match="past the 8 slots"):
+        engine.step(step_of(9, 1))
+    engine.model.lm_head.weight.data[5] = torch.nan
+    with pytest.raises(NotFiniteError, match="1 of 1"):
+        engine.step(step_of(8, 1))
+    engine.close()
+    with pytest.raises(EngineFailedError, match="closed"):
+        engine.step(step_of(8, 1))
+
+
+def test_a_step_too_large_for_the_buffer_grows_it_and_graphs_are_made_anew(tiny: Tiny) -> None:
+    recorder = EagerRecorder()
+    engine = load_device_engine(tiny(), recorder=recorder)
+    prompt = prompt_of(60)
+    expected = run_one(engine, prompt, greedy(5), Allocator())
+    recorded, old = len(recorder.recordings), engine._buffer
+    old._make(64)
+    assert run_one(engine, prompt, greedy(5), Allocator(first=20)) == expected
+    assert old.device.nbytes >= 1024
+    assert len(recorder.recordings) == recorded + 1, "the one that is used"
+    assert isinstance(engine._marks, CountedMarks)
