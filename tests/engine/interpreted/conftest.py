@@ -26,6 +26,11 @@ else:
 
     InterpreterBuilder.create_dot = create_dot
 
+    from services.engine import paged_ops
+
+    # Interpreted programs run one after another, and each takes a millisecond however little it does.
+    paged_ops.TARGET_PROGRAMS = 6
+
 
 @pytest.fixture(scope="session", autouse=True)
 def few_threads() -> None:

@@ -33,9 +33,11 @@ from tests.engine.rig import (
 Tiny = Callable[..., Path]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+SMALL = {"heads": 2, "kv_heads": 1}
+"""Few programs: the interpreter takes its time for each."""
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "qwen3": {},
-    "llama": {"kv_heads": 1},
+    "qwen3": {"heads": 4, "kv_heads": 2},
+    "llama": {},
     "mistral": {"sliding_window": 24},
     "gemma3_text": {"sliding_window": 16, "num_layers": 3, "layer_types": [SLIDING, FULL, SLIDING]},
 }
@@ -47,13 +49,13 @@ BUDGET = 29
 @pytest.mark.parametrize("recorder", [None, EagerRecorder()], ids=["eager", "graphs"])
 def test_tokens_equal_generate(tiny: Tiny, name: str, recorder: EagerRecorder | None) -> None:
     """Windowed groups hold nothing but rings. Three decodes run in a graph of four."""
-    folder = tiny(name, **ARCHITECTURES[name])
+    folder = tiny(name, **(SMALL | ARCHITECTURES[name]))
     layout = layout_of(read_checkpoint(str(folder)), block_size=BLOCK_SIZE)
     blocks = tuple(4 * ring_blocks(g.window, BUDGET, BLOCK_SIZE) if g.window else 40 for g in layout.groups)
     shape = ArenaShape(layout=layout, num_blocks=blocks)
     engine = load_device_engine(folder, shape=shape, recorder=recorder)
     cache, batch = BlockCache(shape, chunk_tokens=BUDGET), Batch(BUDGET)
-    prompts = {f"r{length}": prompt_of(length, seed=length) for length in (1, 37, 90)}
+    prompts = {f"r{length}": prompt_of(length, seed=length) for length in (1, 23, 60)}
     for request, prompt in prompts.items():
         allocation = cache.admit([], len(prompt) + NUM_ANSWER_TOKENS, 0)
         assert allocation is not None
@@ -83,13 +85,13 @@ def test_sampled_tokens_are_those_of_the_engine_on_the_cpu(tiny: Tiny, fields: d
     prompt = prompt_of(50)
     batch = Batch(40)
     batch.add(make_sequence("r", prompt, Allocator().take(60), sampling))
-    expected = run_batch(load_tiny(tiny()), batch)["r"]
-    assert run_one(load_device_engine(tiny(), recorder=EagerRecorder()), prompt, sampling, Allocator(run=2)) == expected
+    expected = run_batch(load_tiny(tiny(**SMALL)), batch)["r"]
+    assert run_one(load_device_engine(tiny(**SMALL), recorder=EagerRecorder()), prompt, sampling, Allocator(run=2)) == expected
 
 
 def test_kv_of_the_cpu_goes_on_here(tiny: Tiny) -> None:
     """A mixed fleet: prefill on the CPU, decode on a card."""
-    source, target = load_tiny(tiny()), load_device_engine(tiny())
+    source, target = load_tiny(tiny(**SMALL)), load_device_engine(tiny(**SMALL))
     prompt, sampling = prompt_of(50), greedy(6)
     batch, segments = Batch(100), Allocator(run=3).take(60)
     batch.add(make_sequence("r", prompt, segments, sampling))
@@ -114,7 +116,7 @@ class Listener:
 def test_listeners_hear_of_each_layer_once_with_a_mark(tiny: Tiny) -> None:
     """Two listeners of one step share its marks; a decode that somebody listens to takes no graph."""
     recorder = EagerRecorder()
-    engine = load_device_engine(tiny(), recorder=recorder)
+    engine = load_device_engine(tiny(**SMALL), recorder=recorder)
     one, other, allocator = Listener(), Listener(), Allocator()
     batch = Batch(40)
     batch.add(make_sequence("a", prompt_of(20), allocator.take(30), greedy(2), listener=one))
@@ -137,14 +139,14 @@ def test_a_layer_is_written_when_it_is_told_of(tiny: Tiny) -> None:
             assert not arena.keys[layer][:num_tokens].isnan().any()
             assert not arena.values[layer][:num_tokens].isnan().any()
 
-    engine, batch, reader = load_device_engine(tiny()), Batch(16), Reader()
+    engine, batch, reader = load_device_engine(tiny(**SMALL)), Batch(16), Reader()
     batch.add(make_sequence("r", prompt_of(40), [Segment(0, 8)], greedy(2), listener=reader))
     run_batch(engine, batch)
     assert [heard[:2] for heard in reader.heard] == [(layer, n) for n in (16, 32, 40, 41) for layer in range(2)]
 
 
 def test_a_step_waits_once(tiny: Tiny) -> None:
-    engine = load_device_engine(tiny())
+    engine = load_device_engine(tiny(**SMALL))
     runtime = engine._runtime
     assert isinstance(runtime, HostRuntime)
     batch, steps = Batch(16), 0
@@ -158,7 +160,7 @@ def test_a_step_waits_once(tiny: Tiny) -> None:
 
 
 def test_bfloat16(tiny: Tiny) -> None:
-    assert len(run_one(load_device_engine(tiny(), dtype="bfloat16"), prompt_of(50), greedy(4), Allocator(run=2))) == 4
+    assert len(run_one(load_device_engine(tiny(**SMALL), dtype="bfloat16"), prompt_of(50), greedy(4), Allocator(run=2))) == 4
 
 
 def step_of(tokens: int, blocks: int) -> list[StepItem]:
@@ -167,7 +169,7 @@ def step_of(tokens: int, blocks: int) -> list[StepItem]:
 
 
 def test_what_cannot_be_computed_is_refused(tiny: Tiny) -> None:
-    engine = load_device_engine(tiny())
+    engine = load_device_engine(tiny(**SMALL))
     with pytest.raises(ValueError, match="past the 8 slots"):
         engine.step(step_of(9, 1))
     engine.model.lm_head.weight.data[5] = torch.nan
@@ -180,7 +182,7 @@ def test_what_cannot_be_computed_is_refused(tiny: Tiny) -> None:
 
 def test_a_step_too_large_for_the_buffer_grows_it_and_graphs_are_made_anew(tiny: Tiny) -> None:
     recorder = EagerRecorder()
-    engine = load_device_engine(tiny(), recorder=recorder)
+    engine = load_device_engine(tiny(**SMALL), recorder=recorder)
     prompt = prompt_of(60)
     expected = run_one(engine, prompt, greedy(5), Allocator())
     recorded, old = len(recorder.recordings), engine._buffer
