@@ -8,6 +8,9 @@ Chunks: flash attention (Dao, FlashAttention-2, 2023), a program per head and ti
 flash-decoding (Dao et al., 2023), a program per KV head and part of a sequence, all its query heads at once; a second
 kernel joins the parts. How many parts there are is known without knowing the lengths, so that the launch is the same
 at each replay of a CUDA graph.
+
+Triton compiles a kernel anew for a number that is 1 or a multiple of 16, and for memory that is not aligned. Numbers
+that change from step to step are exempt: a step must never wait for a compiler.
 """
 
 # Triton's language is Python to the parser only: its types are not those of the values.
@@ -19,7 +22,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def write_kernel(
     key, value, keys, values, slots, key_row, key_head, value_row, value_head,
     HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
@@ -80,7 +83,10 @@ def _attend_tile(
     return higher, total, result
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["window", "num_tiles", "num_chunks"],
+    do_not_specialize_on_alignment=["bases"],
+)
 def chunks_kernel(
     query, keys, values, output, table, tiles, chunks, bases, scale, window, query_row, query_head,
     num_tiles, num_chunks,
@@ -135,7 +141,10 @@ def chunks_kernel(
     tl.store(output + at, result.to(output.dtype.element_ty), mask=there)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["window", "num_singles", "num_parts"],
+    do_not_specialize_on_alignment=["singles", "bases"],
+)
 def singles_kernel(
     query, keys, values, output, parts, sums, table, singles, bases, scale, window, query_row, query_head,
     num_singles, num_parts,
@@ -195,7 +204,10 @@ def singles_kernel(
             tl.store(totals + sum_at, total, mask=member < GROUP)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["window", "num_singles", "num_parts"],
+    do_not_specialize_on_alignment=["singles"],
+)
 def join_kernel(
     output, parts, sums, singles, window, num_singles, num_parts,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr,

@@ -141,8 +141,7 @@ class StepPlanner:
         """Return a table's blocks as an array. The table is kept with it, so that its id stays its own."""
         found = self._known.get(id(table)) or known.get(id(table))
         if found is None:
-            runs = [np.arange(first, first + count, dtype=np.int32) for first, count in table.segments]
-            found = (table, np.concatenate(runs) if runs else np.empty(0, np.int32))
+            found = (table, _block_array(table))
         known[id(table)] = found
         return found[1]
 
@@ -158,6 +157,13 @@ class StepPlanner:
         raise ValueError(
             f"{name}: token {int(ends[at])} lies past the {int(kept[1][at]) * block_size} slots of this request"
         )
+
+
+def _block_array(table: BlockTable) -> npt.NDArray[np.int32]:
+    """Return `layout.block_ids` as an array, in a few operations however many segments there are."""
+    first, counts = np.array(table.segments, np.int32).reshape(-1, 2).T
+    begins = np.cumsum(counts) - counts
+    return (np.arange(int(counts.sum())) + np.repeat(first - begins, counts)).astype(np.int32)
 
 
 class StepFields(NamedTuple):

@@ -86,7 +86,10 @@ def test_sampled_tokens_are_those_of_the_engine_on_the_cpu(tiny: Tiny, fields: d
     batch = Batch(40)
     batch.add(make_sequence("r", prompt, Allocator().take(60), sampling))
     expected = run_batch(load_tiny(tiny(**SMALL)), batch)["r"]
-    assert run_one(load_device_engine(tiny(**SMALL), recorder=EagerRecorder()), prompt, sampling, Allocator(run=2)) == expected
+    assert (
+        run_one(load_device_engine(tiny(**SMALL), recorder=EagerRecorder()), prompt, sampling, Allocator(run=2))
+        == expected
+    )
 
 
 def test_kv_of_the_cpu_goes_on_here(tiny: Tiny) -> None:
@@ -160,7 +163,10 @@ def test_a_step_waits_once(tiny: Tiny) -> None:
 
 
 def test_bfloat16(tiny: Tiny) -> None:
-    assert len(run_one(load_device_engine(tiny(**SMALL), dtype="bfloat16"), prompt_of(50), greedy(4), Allocator(run=2))) == 4
+    assert (
+        len(run_one(load_device_engine(tiny(**SMALL), dtype="bfloat16"), prompt_of(50), greedy(4), Allocator(run=2)))
+        == 4
+    )
 
 
 def step_of(tokens: int, blocks: int) -> list[StepItem]:

@@ -1,0 +1,143 @@
+"""The kernels as the operators launch them become machine code for each generation of cards, without a card."""
+
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import MockTensor
+
+from services.engine import paged_kernel, paged_ops
+
+SMALLEST_SHARED_BYTES = 99 << 10
+"""What a block may have on sm_86 and sm_89; others have more."""
+
+
+class Driver:
+    """What compiling asks a driver."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+
+class Launch(NamedTuple):
+    name: str
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def compiled(self) -> Any:
+        arguments = [MockTensor(a.dtype) if isinstance(a, torch.Tensor) else a for a in self.arguments]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return getattr(paged_kernel, self.name).warmup(*arguments, grid=self.grid, **self.options)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Return where the operators' launches are noted, in place of being done."""
+    noted: list[Launch] = []
+
+    class Noting:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *arguments, **options: noted.append(Launch(self.name, grid, arguments, options))
+
+    monkeypatch.setattr(paged_ops, "_kernel", Noting)
+    return noted
+
+
+@pytest.fixture
+def on_card() -> Iterator[Callable[[int], None]]:
+    before = driver._active
+    yield lambda capability: driver.set_active(Driver(capability))
+    driver._active = before
+
+
+class Model(NamedTuple):
+    heads: int
+    kv_heads: int
+    dim: int
+    dtype: torch.dtype
+
+
+QWEN = Model(16, 8, 128, torch.bfloat16)
+
+
+def launch_all(model: Model, *, rows: int, window: int, singles: int = 3, chunks: int = 2, tiles: int = 5) -> None:
+    """Call each operator once on tensors that have shapes and nothing else."""
+    query, output = (torch.empty(rows, model.heads, model.dim, dtype=model.dtype) for _ in range(2))
+    key, value = (torch.empty(rows, model.kv_heads, model.dim, dtype=model.dtype) for _ in range(2))
+    keys, values = (torch.empty(32, model.kv_heads, model.dim, dtype=model.dtype) for _ in range(2))
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32)
+
+    paged_ops.write_kv(key, value, keys, values, ints(rows))
+    for bases, kind, attend in (
+        (ints(chunks), (ints(2, tiles), ints(3, chunks)), paged_ops.attend_chunks),
+        (ints(singles), (ints(2, singles),), paged_ops.attend_singles),
+    ):
+        attend(query, keys, values, output, ints(9), *kind, bases, 0.1, window, 16)
+
+
+@pytest.mark.parametrize("window", [0, 24])
+@pytest.mark.parametrize(
+    ("model", "capability"),
+    [
+        (QWEN, 80),
+        (QWEN, 90),
+        (QWEN, 100),
+        (Model(32, 8, 64, torch.float32), 90),
+        (Model(12, 12, 80, torch.float16), 80),
+        (Model(4, 1, 256, torch.bfloat16), 90),
+    ],
+    ids=lambda value: f"sm_{value}" if isinstance(value, int) else f"{value.dim}-{value.dtype}".replace("torch.", ""),
+)
+def test_kernels_become_machine_code(
+    model: Model, capability: int, window: int, launches: list[Launch], on_card: Callable[[int], None]
+) -> None:
+    on_card(capability)
+    launch_all(model, rows=8, window=window)
+    launch_all(model, rows=8, window=window, singles=paged_ops.TARGET_PROGRAMS)  # these are not cut into parts
+    assert [launch.name for launch in launches].count("join_kernel") == 1
+    for launch in launches:
+        kernel = launch.compiled()
+        assert kernel.asm["cubin"]
+        assert kernel.metadata.shared <= SMALLEST_SHARED_BYTES
+
+
+def test_no_step_waits_for_a_compiler(launches: list[Launch], on_card: Callable[[int], None]) -> None:
+    """What changes from step to step, 1s and multiples of 16 included, is not compiled into a kernel."""
+    on_card(90)
+    sizes = [(1, 1, 1, 1), (7, 3, 2, 5), (16, 16, 16, 16), (33, 48, 1, 160)]
+    for rows, singles, chunks, tiles in sizes:
+        launch_all(QWEN, rows=rows, window=0, singles=singles, chunks=chunks, tiles=tiles)
+    kernels: dict[str, set[str]] = {}
+    for launch in launches:
+        kernels.setdefault(launch.name, set()).add(launch.compiled().hash)
+    assert {name: len(hashes) for name, hashes in kernels.items()} == {
+        "write_kernel": 1,
+        "chunks_kernel": 1,
+        "singles_kernel": 1,
+        "join_kernel": 1,
+    }
