@@ -37,6 +37,17 @@ class Driver:
         return GPUTarget("cuda", self.capability, 32)
 
 
+class Placed(MockTensor):
+    """A tensor's type and where it lies: Triton looks at the alignment."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor.dtype)
+        self._pointer = tensor.data_ptr()
+
+    def data_ptr(self) -> int:
+        return self._pointer
+
+
 class Launch(NamedTuple):
     name: str
     grid: tuple[int, ...]
@@ -44,7 +55,7 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
     def compiled(self) -> Any:
-        arguments = [MockTensor(a.dtype) if isinstance(a, torch.Tensor) else a for a in self.arguments]
+        arguments = [Placed(a) if isinstance(a, torch.Tensor) else a for a in self.arguments]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return getattr(paged_kernel, self.name).warmup(*arguments, grid=self.grid, **self.options)
@@ -92,10 +103,11 @@ def launch_all(model: Model, *, rows: int, window: int, singles: int = 3, chunks
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32)
 
-    paged_ops.write_kv(key, value, keys, values, ints(rows))
+    # A second cache group's lie behind the first one's, wherever that ends.
+    paged_ops.write_kv(key, value, keys, values, ints(2, rows)[1])
     for bases, kind, attend in (
-        (ints(chunks), (ints(2, tiles), ints(3, chunks)), paged_ops.attend_chunks),
-        (ints(singles), (ints(2, singles),), paged_ops.attend_singles),
+        (ints(2, chunks)[1], (ints(2, tiles), ints(3, chunks)), paged_ops.attend_chunks),
+        (ints(2, singles)[1], (ints(2, singles),), paged_ops.attend_singles),
     ):
         attend(query, keys, values, output, ints(9), *kind, bases, 0.1, window, 16)
 
