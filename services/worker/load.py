@@ -8,7 +8,7 @@ from dataplane.cache import max_sequence_tokens
 from dataplane.layout import ArenaShape
 from schemas.ids import WorkerId
 from schemas.worker import WorkerRole
-from services.config import MeshConfig, require_secret
+from services.config import MeshConfig, dtype_of, require_secret
 from services.engine.base import Engine
 from services.engine.checkpoint import default_shape, layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
@@ -41,7 +41,10 @@ def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> Wor
     settings = config.worker
     checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR))
     layout = layout_of(
-        checkpoint, dtype=config.model.dtype, block_size=settings.block_size, wire_dtype=settings.wire_dtype
+        checkpoint,
+        dtype=dtype_of(config, checkpoint.dtype),
+        block_size=settings.block_size,
+        wire_dtype=settings.wire_dtype,
     )
     if settings.kv_bytes < layout.block_bytes:
         raise UserError(f"{settings.kv_bytes} bytes hold no block of {layout.block_bytes} bytes: raise --kv-mib")

@@ -216,6 +216,7 @@ def test_a_disk_store_is_in_the_fleet_and_outlives_the_mesh(tmp_path: Path) -> N
 
 def test_the_options_of_up_reach_the_configuration(tmp_path: Path) -> None:
     options = ["--policy", "least_loaded", "--no-prefix-cache", "--pull-tokens-min", "96", "--wire-dtype", "int8"]
+    options += ["--device", "cpu", "--dtype", "bfloat16"]
     up = subprocess.Popen(
         [*KVMESH, "up", "--port", "0", "--kv-mib", "64", *options],
         env=environment(tmp_path),
@@ -231,6 +232,12 @@ def test_the_options_of_up_reach_the_configuration(tmp_path: Path) -> None:
     assert up.wait(60) == 0
     assert (config.scheduler.policy, config.scheduler.pull_tokens_min) == ("least_loaded", 96)
     assert (config.worker.prefix_cache, config.worker.wire_dtype) == (False, "int8")
+    assert (config.worker.device, config.model.dtype) == ("cpu", "bfloat16")
+
+
+def test_a_device_that_is_none(tmp_path: Path) -> None:
+    assert_one_line(run(tmp_path, "up", "--port", "0", "--device", "gpu"), "--device", "cuda:N")
+    assert our_processes(tmp_path) == []
 
 
 def test_cached_blocks_and_stores_are_shown() -> None:
