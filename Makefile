@@ -66,7 +66,7 @@ bench: setup
 	$(BIN)/kvmesh bench ttft
 
 docs: setup
-	$(BIN)/python -m services.cli.docs ARCHITECTURE.md
+	$(BIN)/python -m services.cli.docs ARCHITECTURE.md dataplane/SCALING.md
 
 pages: setup
 	$(BIN)/python -m services.cli.listening ARCHITECTURE.md
