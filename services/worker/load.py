@@ -30,6 +30,8 @@ class WorkerParts:
     engine: Engine
     limits: WorkerLimits
     secret: bytes
+    device: str = "cpu"
+    """What is said of it: `cpu`, or `cuda:0` and the card's name."""
     platform: Platform = THREADS
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from schemas.ids import WorkerId
 from schemas.worker import BlockCounts, FleetDescribed, WorkerInfo, WorkerLoad, WorkerRole
-from services.cli.status import store_table, worker_table
+from services.cli.status import device_lines, store_table, worker_table
 from services.config import load_config
 from services.engine.demo_model import DEMO_MODEL_DIR
 from tests.mesh.test_mesh import QUESTION
@@ -260,6 +260,26 @@ def test_cached_blocks_and_stores_are_shown() -> None:
         rows = [line for line in console.file.getvalue().splitlines() if re.search(r"11 +22 +23 +60", line)]
         shown.append([worker for row in rows for worker in ("decode-0", "prefill-0", "store-0") if worker in row])
     assert shown == [["decode-0", "prefill-0"], ["store-0"]]
+
+
+def test_workers_on_cards_are_shown_and_those_of_a_mesh_without_are_not() -> None:
+    def load(name: str, device: str, role: WorkerRole = "decode") -> WorkerLoad:
+        worker = WorkerInfo(
+            worker_id=WorkerId(name), incarnation="i", role=role, model="m", fingerprint="f", num_blocks=60,
+            block_size=16, context_length=64, device=device,
+        )  # fmt: skip
+        blocks = BlockCounts(total=60, free=60, running=0, leased=0)
+        return WorkerLoad(
+            worker=worker, state="ready", blocks=blocks, num_running=0, num_queued=0, num_uncomputed_tokens=0
+        )
+
+    def lines(*loads: WorkerLoad) -> list[str]:
+        return device_lines(FleetDescribed(policy="cost", ready=True, workers=loads))
+
+    store = load("store-0", "", "store")
+    assert lines(store, load("d-0", "cpu"), load("d-1", "")) == []
+    mixed = lines(store, load("d-2", "cuda:0 H200"), load("d-1", "cpu"), load("d-0", "cuda:0 H200"))
+    assert mixed == ["on cuda:0 H200: d-0, d-2", "on cpu: d-1"]
 
 
 def test_benches_say_what_is_wrong_before_they_start_anything(tmp_path: Path) -> None:
