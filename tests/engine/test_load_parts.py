@@ -1,5 +1,6 @@
 """What a worker is made of, on the CPU and on a card that is a fake one."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,7 +57,7 @@ def load(model: str, device: str, **settings: Any) -> WorkerParts:
 
 
 def arenas() -> set[Path]:
-    return set(SHM_DIR.glob("kvmesh-*"))
+    return set(SHM_DIR.glob(f"kvmesh-{os.getpid()}-*"))
 
 
 @pytest.mark.parametrize("device", ["cpu", "auto"])
@@ -96,7 +97,7 @@ def test_an_engine_that_cannot_be_made_leaves_nothing_behind(model: str, made: M
     with pytest.raises(type(failure), match=str(failure)):
         load(model, "cuda")
     assert arenas() == before
-    assert made.device.num_open == {}
+    assert not any(made.device.opened.values())
 
 
 def test_a_card_that_fails_is_one_line_that_names_it(model: str, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
