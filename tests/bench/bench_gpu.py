@@ -2,8 +2,8 @@
 
 Each section runs in a process of its own, which a card's error or a limit of time ends without the others:
 
-    carriers   `cuda` between two processes on the card against a copy on it; `tcp` and `shm` through host memory against
-               the host link's own copies; NCCL to itself
+    carriers   `cuda` between two processes on the card against a copy on it; `tcp` and `shm` through host memory
+               against the host link's own copies; NCCL to itself
     engine     prefill and decode tokens a second against transformers' `generate` with the same weights
     split      time to the first and the second token with and without the split, and what of a hand-over is exposed
 
@@ -54,7 +54,7 @@ def main() -> None:
 def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the small model, fewer rounds: under nine minutes")
-    parser.add_argument("--model", action="append", choices=MODELS, help="only this one; may be repeated")
+    parser.add_argument("--model", action="append", choices=(*MODELS, "tiny"), help="only this one; may be repeated")
     parser.add_argument("--only", choices=list(SHARES), help="one section")
     parser.add_argument("--out", type=Path, help="write the table as Markdown")
     parser.add_argument("--device", default="cuda:0", help=argparse.SUPPRESS)

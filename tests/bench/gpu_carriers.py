@@ -5,9 +5,7 @@ Every frame's digest is computed and compared at both ends, as always. `device` 
 """
 
 import multiprocessing
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -25,7 +23,7 @@ from dataplane.server import PlaneServer, ReadableKV, ServerOptions
 from dataplane.stream import TransferFailedError, TransferStats
 from dataplane.ticket import sign
 from schemas.handoff import Endpoint
-from tests.bench.bench_carriers import SECRET, TICKET, OpenGate, one_table
+from tests.bench.bench_carriers import SECRET, TICKET, OpenGate, measure, one_table
 from tests.bench.gpu_report import Row, against
 
 LAYOUT = KVLayout(weights="bench", dtype="bfloat16", num_layers=36, num_kv_heads=8, head_dim=128, block_size=16)
@@ -247,14 +245,3 @@ def nccl_rows(bench: Bench) -> Iterator[Row]:
         return
     rate = bench.arena.num_bytes / seconds / 1e9
     yield against(what, "GB/s", rate, bench.gb_per_s["copy"], "a copy on the card")
-
-
-def measure(cases: Mapping[str, Callable[[], object]], num_rounds: int) -> dict[str, float]:
-    """Return each case's median seconds; they take turns, and the first round is not counted."""
-    times: dict[str, list[float]] = {case: [] for case in cases}
-    for _ in range(num_rounds + 1):
-        for case, run in cases.items():
-            started = time.perf_counter()
-            run()
-            times[case].append(time.perf_counter() - started)
-    return {case: statistics.median(seconds[1:]) for case, seconds in times.items()}
