@@ -169,9 +169,9 @@ def on_cpu(checkpoint: Checkpoint, shape: ArenaShape) -> tuple[Engine, None]:
 
 
 def on_card(checkpoint: Checkpoint, shape: ArenaShape, device: str) -> tuple[Engine, Any]:
-    from dataplane.cuda import find_device
     from services.engine.cuda import load_cuda_engine
 
+    from dataplane.cuda import find_device
     from dataplane.device_arena import DeviceArena
 
     card = int(device.partition(":")[2] or 0)
