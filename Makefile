@@ -5,10 +5,12 @@
 # make faults the same to real processes, and the table of what surviving comes to (about an hour)
 # make compose-test   the mesh of compose/ in real containers; says why not where there is no Docker
 # make otlp-test  traces in a real back end: installs Arize Phoenix into an environment of its own (a few minutes)
+# make gpu-test   what needs a graphics card, and only that; make gpu-bench   what the card gives (compose/README.md: what it needs)
 # make sim    100,000 requests under every fault, in virtual time; then every planted bug
 # make pages  what a real mesh says on the bus, written into ARCHITECTURE.md; make screenshots: the README's pictures
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UP_FLAGS ?=
+GPU_BENCH_FLAGS ?= --quick
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -17,7 +19,7 @@ PROMETHEUS := $(or $(shell command -v prometheus),$(TOOLS)/prometheus/usr/bin/pr
 
 PHOENIX := .kvmesh/phoenix
 
-.PHONY: up setup test check sim faults compose-test otlp-test prometheus-test bench docs dashboards pages screenshots clean
+.PHONY: up setup test check sim faults compose-test otlp-test prometheus-test bench gpu-test gpu-bench docs dashboards pages screenshots clean
 
 up: setup
 	@$(BIN)/kvmesh up $(UP_FLAGS)
@@ -65,8 +67,14 @@ bench: setup
 	$(BIN)/python -m tests.bench.bench_traces
 	$(BIN)/kvmesh bench ttft
 
+gpu-test: setup
+	$(BIN)/python -m pytest -m 'gpu and not slow'
+
+gpu-bench: setup
+	$(BIN)/python -m tests.bench.bench_gpu $(GPU_BENCH_FLAGS)
+
 docs: setup
-	$(BIN)/python -m services.cli.docs ARCHITECTURE.md
+	$(BIN)/python -m services.cli.docs ARCHITECTURE.md dataplane/SCALING.md
 
 pages: setup
 	$(BIN)/python -m services.cli.listening ARCHITECTURE.md

@@ -24,6 +24,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     context_length: int
     carriers: tuple[str, ...] = ()
+    device: str = ""
+    """Where its model runs and its KV lies, for people: `cpu`, or `cuda:0` and what the card is called."""
 
 
 class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):

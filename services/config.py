@@ -1,6 +1,7 @@
 """Configuration: one typed file, `mesh.toml`, and the only place that reads the environment."""
 
 import os
+import re
 import secrets
 from pathlib import Path
 from typing import Literal, cast
@@ -10,8 +11,20 @@ import msgspec
 from schemas.ids import is_subject_token
 from services.errors import UserError
 
-Carrier = Literal["auto", "shm", "tcp"]
+Carrier = Literal["auto", "shm", "tcp", "cuda", "nccl"]
 WireDtype = Literal["auto", "same", "int8", "fp8"]
+Dtype = Literal["auto", "checkpoint", "float32", "bfloat16", "float16"]
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+
+MIN_STAGING_BYTES = 32 * 1024 * 1024
+"""Room for a few frames at once (`dataplane.ring`)."""
+
+
+def check_device(device: str) -> str:
+    """Return the device as it stands. Raises ValueError where it is none."""
+    if not _DEVICE.fullmatch(device):
+        raise ValueError(f"a device is cpu, cuda, cuda:N or auto, not {device!r}")
+    return device
 
 
 class NatsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,11 +33,16 @@ class NatsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`path`: a checkpoint folder or a hub id; empty is the demo checkpoint. `name`: what clients call it."""
+    """`path`: a checkpoint folder or a hub id; empty is the demo checkpoint. `name`: what clients call it.
+
+    `dtype`: of weights and KV, and part of the KV's identity: gateway, store and workers must agree on it, so it
+    follows from this file and never from the machine. "checkpoint": what the files have. "auto": that where
+    `worker.device` names a card, else float32.
+    """
 
     path: str = ""
     name: str = ""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Dtype = "auto"
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,6 +100,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Requests that may wait for blocks on one worker; one more is refused."""
     num_threads: int = 0
     """Threads of one worker's tensor operations; 0: the machine's cores shared out over its workers."""
+    device: str = "auto"
+    """Where the model runs and its KV lies: cpu, cuda (the first card), cuda:N, or auto (a card if there is one)."""
+    staging_bytes: int = 64 * 1024 * 1024
+    """Of a worker on a card: the page-locked host memory through which KV passes on its way to `shm` and `tcp`."""
     carrier: Carrier = "auto"
     plane_host: str = "127.0.0.1"
     """Where the data plane listens."""
@@ -97,6 +119,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A worker whose clock stood still for this long takes itself for lost. Less than `silent_after_ms`."""
     wire_dtype: WireDtype = "same"
     """How this worker asks for KV over `tcp`: as it is, compressed, or compressed where that is quicker."""
+
+    def __post_init__(self) -> None:
+        check_device(self.device)
+        if self.staging_bytes < MIN_STAGING_BYTES:
+            raise ValueError(f"staging_bytes are {MIN_STAGING_BYTES} or more, not {self.staging_bytes}")
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -151,6 +178,47 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.secret.encode()
 
 
+def parse_devices(text: str) -> tuple[str, ...]:
+    """Return the devices of a list with commas between. Raises UserError."""
+    try:
+        return tuple(check_device(part.strip()) for part in text.split(","))
+    except ValueError as error:
+        raise UserError(f"--device {text!r}: {error}; one for all workers, or one each: cuda:0,cuda:1") from error
+
+
+def dtype_of(config: MeshConfig, checkpoint_dtype: str) -> str:
+    """Return the dtype of this mesh's weights and KV: the same for every service that reads the same mesh.toml.
+
+    `checkpoint_dtype`: what the checkpoint's files have.
+    """
+    dtype = _settled_dtype(config)
+    return checkpoint_dtype if dtype == "checkpoint" else dtype
+
+
+def with_device(config: MeshConfig, device: str) -> MeshConfig:
+    """Return the configuration of a worker that runs on another device than mesh.toml says. Its dtype stays the mesh's.
+
+    Raises UserError for what is no device.
+    """
+    try:
+        worker = msgspec.structs.replace(config.worker, device=check_device(device))
+    except ValueError as error:
+        raise UserError(f"--device: {error}") from error
+    model = msgspec.structs.replace(config.model, dtype=_settled_dtype(config))
+    return msgspec.structs.replace(config, model=model, worker=worker)
+
+
+def _settled_dtype(config: MeshConfig) -> Dtype:
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    return "checkpoint" if is_card(config.worker.device) else "float32"
+
+
+def is_card(device: str) -> bool:
+    """Say whether a device is named that is a card. "auto" names none."""
+    return device.startswith("cuda")
+
+
 def load_config(path: Path) -> MeshConfig:
     """Read `mesh.toml`; environment variables fill what containers set. Raises UserError for a bad file."""
     try:
@@ -161,6 +229,8 @@ def load_config(path: Path) -> MeshConfig:
         config = msgspec.toml.decode(text, type=MeshConfig)
     except msgspec.DecodeError as error:
         raise UserError(f"{path} is no valid mesh configuration: {error}") from error
+    if device := environment_device():
+        config = msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, device=device))
     return apply_environment(config)
 
 
@@ -183,6 +253,18 @@ def apply_environment(config: MeshConfig) -> MeshConfig:
             raise UserError(f"KVMESH_SAMPLE_RATIO or OTEL_TRACES_SAMPLER_ARG: {error}") from error
     secret = os.environ.get("KVMESH_SECRET") or config.secret
     return msgspec.structs.replace(config, nats=nats, telemetry=telemetry, secret=secret)
+
+
+def environment_device() -> str:
+    """Return KVMESH_DEVICE, which stands for `worker.device` of the file; empty where it is not set.
+
+    Raises UserError.
+    """
+    device = os.environ.get("KVMESH_DEVICE", "")
+    try:
+        return check_device(device) if device else ""
+    except ValueError as error:
+        raise UserError(f"KVMESH_DEVICE: {error}") from error
 
 
 def _otel_ratio() -> str:
@@ -219,8 +301,8 @@ def state_dir() -> Path:
 
 
 def child_environment() -> dict[str, str]:
-    """Return the environment for the processes that `kvmesh up` starts."""
-    return dict(os.environ)
+    """Return the environment for the processes that `kvmesh up` starts: it has decided on their devices."""
+    return {name: value for name, value in os.environ.items() if name != "KVMESH_DEVICE"}
 
 
 def _toml_value(value: object) -> str:

@@ -67,16 +67,16 @@ def run_ttft(lengths: str, num_requests: int, *, url: str, as_json: bool) -> Non
 
 async def _measure(lengths: list[int], num_requests: int) -> Report:
     async with model_folder("") as (checkpoint, num_parameters), split_and_whole(checkpoint) as urls:
-        rows = await _alternate(urls, lengths, num_requests)
+        rows = await alternate(urls, lengths, num_requests)
     return Report(model="random", num_parameters=num_parameters, rows=tuple(rows))
 
 
 async def _measure_url(url: str, lengths: list[int], num_requests: int) -> Report:
-    rows = await _alternate({SPLIT: base_url(url)}, lengths, num_requests)
+    rows = await alternate({SPLIT: base_url(url)}, lengths, num_requests)
     return Report(model=url, num_parameters=None, rows=tuple(rows))
 
 
-async def _alternate(urls: dict[str, str], lengths: list[int], num_requests: int) -> list[Row]:
+async def alternate(urls: dict[str, str], lengths: list[int], num_requests: int) -> list[Row]:
     """Send to each mesh in turn; the order within a round changes every round."""
     rng = random.Random(20261121)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -1,4 +1,4 @@
-"""`kvmesh bench …`: the commands that measure a mesh. Each imports its bench when it runs."""
+"""`kvmesh bench …`: the commands that measure a mesh, or calculate. Each imports its bench when it runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -165,3 +165,17 @@ def compression(
     from services.bench.compression import run_compression
 
     run_compression(lengths, questions, as_json=json)
+
+
+@bench.command()
+def links(
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "1000,4000,32000",
+    tflops: Annotated[float, typer.Option(min=1, help="What a prefill gets out of a card, in TFLOP/s.")] = 400.0,
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens of a prefill's chunk.")] = 512,
+    markdown: Annotated[bool, typer.Option("--markdown", help="As the table of dataplane/SCALING.md.")] = False,
+    json: Json = False,
+) -> None:
+    """What a hand-over takes over links of cards and nodes, by calculation (dataplane/SCALING.md). Measures nothing."""
+    from services.bench.link_report import run_links
+
+    run_links(lengths, tflops, chunk, as_json=json, as_markdown=markdown)

@@ -1,11 +1,13 @@
-"""Writes the generated parts of ARCHITECTURE.md: `python -m services.cli.docs ARCHITECTURE.md`."""
+"""Writes the generated parts of the pages: `python -m services.cli.docs ARCHITECTURE.md dataplane/SCALING.md`."""
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from schemas.handoff import HANDOFF_TRANSITIONS, HandoffState
 from schemas.subjects import SUBJECTS, Subject
+from services.bench import links
 from services.errors import UserError
 from services.metric_names import ALL, HOLDERS, METRICS, WORKERS
 
@@ -36,18 +38,27 @@ def metrics_table() -> str:
     return "\n".join(["| metric | kind | labels | who serves it | what it says |", "|---|---|---|---|---|", *rows])
 
 
-SECTIONS = {"subjects": subject_table, "handoff": handoff_diagram, "metrics": metrics_table}
+Sections = dict[str, Callable[[], str]]
+
+SECTIONS: Sections = {"subjects": subject_table, "handoff": handoff_diagram, "metrics": metrics_table}
+SCALING: Sections = {
+    "tokens": lambda: links.markdown(links.token_table()),
+    "links": lambda: links.markdown(links.link_table(links.LENGTHS)),
+    "published": lambda: links.markdown(links.published_table()),
+}
+PAGES = {"SCALING.md": SCALING}
+"""Those with other sections than ARCHITECTURE.md."""
 
 
-def regenerate(document: str) -> str:
+def regenerate(document: str, sections: Sections = SECTIONS) -> str:
     """Return the document with the text between each `generated` marker and its `end` written anew.
 
     Raises UserError for a section that is missing, has no end, or that nobody generates.
     """
     found = re.findall(r"<!-- generated: (\w+) -->", document)
-    if sorted(found) != sorted(SECTIONS):
-        raise UserError(f"the document must have the sections {', '.join(SECTIONS)} once each, it has {found}")
-    for name, generate in SECTIONS.items():
+    if sorted(found) != sorted(sections):
+        raise UserError(f"the document must have the sections {', '.join(sections)} once each, it has {found}")
+    for name, generate in sections.items():
         start = f"<!-- generated: {name} -->\n"
         before, _, rest = document.partition(start)
         _, end, after = rest.partition("<!-- end -->")
@@ -58,9 +69,9 @@ def regenerate(document: str) -> str:
 
 
 def main() -> None:
-    """Rewrite the document named on the command line."""
-    path = Path(sys.argv[1])
-    path.write_text(regenerate(path.read_text()))
+    """Rewrite the documents named on the command line."""
+    for path in map(Path, sys.argv[1:]):
+        path.write_text(regenerate(path.read_text(), PAGES.get(path.name, SECTIONS)))
 
 
 def _served_by(roles: tuple[str, ...]) -> str:

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from services.cli.bench import bench
 from services.cli.simulate import simulate
-from services.config import Carrier, WireDtype
+from services.config import Carrier, Dtype, WireDtype, parse_devices
 from services.errors import UserError
 
 app = typer.Typer(
@@ -35,6 +35,10 @@ def up(
     directories: Annotated[int, typer.Option(min=1, max=16, help="Directories.")] = 1,
     gateways: Annotated[int, typer.Option(min=1, max=16, help="Gateways, on ports one after another.")] = 1,
     carrier: Annotated[Carrier, typer.Option(help="How KV crosses.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda (cards in turn), cuda:N, or a list dealt out to the workers.")
+    ] = "",
+    dtype: Annotated[Dtype, typer.Option(help="Of weights and KV; auto: float32, the checkpoint's on cards.")] = "auto",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="HTTP port on loopback; 0 finds one.")] = 8000,
     nats: Annotated[str, typer.Option(help="`embedded`, or the URL of a running server.")] = "embedded",
     policy: Annotated[str, typer.Option(help="Placement: cost, least_loaded or round_robin.")] = "cost",
@@ -69,6 +73,8 @@ def up(
         num_directories=directories,
         num_gateways=gateways,
         carrier=carrier,
+        devices=parse_devices(device) if device else (),
+        dtype=dtype,
         port=port,
         nats=nats,
         policy=policy,
@@ -98,13 +104,14 @@ def serve(
     metrics_port: Annotated[
         int, typer.Option(min=-1, max=65_535, help="Where to serve metrics, 0 finds a port; mesh.toml's if -1.")
     ] = -1,
+    device: Annotated[str, typer.Option(help="A worker's: auto, cpu, cuda, cuda:N; mesh.toml's if left out.")] = "",
     supervised: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Run one service of a mesh until SIGTERM."""
-    from services.cli.serve import Ports, run_service
+    from services.cli.serve import Overrides, run_service
 
-    ports = Ports(gateway=port or None, metrics=None if metrics_port < 0 else metrics_port)
-    run_service(role, config, service_id=id, ports=ports, supervised=supervised)
+    overrides = Overrides(gateway=port or None, metrics=None if metrics_port < 0 else metrics_port, device=device)
+    run_service(role, config, service_id=id, overrides=overrides, supervised=supervised)
 
 
 @app.command()

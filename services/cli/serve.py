@@ -13,7 +13,7 @@ import msgspec
 from schemas.ids import WorkerId, is_subject_token
 from schemas.worker import WorkerRole
 from services.bus.nats import NatsBus
-from services.config import MeshConfig, TelemetryConfig, load_config
+from services.config import MeshConfig, TelemetryConfig, load_config, with_device
 from services.errors import UserError
 from services.metric_names import HOLDERS, SERVICE_INFO, metrics_of
 from services.metrics import Metrics
@@ -26,16 +26,19 @@ ERROR_PREFIX = "error: "
 Start = Callable[[NatsBus, Telemetry, asyncio.Event, Callable[[], None]], Awaitable[None]]
 
 
-class Ports(NamedTuple):
-    """What the command line says in place of the configuration; None: nothing."""
+class Overrides(NamedTuple):
+    """What the command line says in place of the configuration: ports, a worker's device; None or empty: nothing."""
 
     gateway: int | None = None
     metrics: int | None = None
+    device: str = ""
 
 
-def run_service(role: str, config_path: Path, *, service_id: str, ports: Ports = Ports(), supervised: bool) -> None:
+def run_service(
+    role: str, config_path: Path, *, service_id: str, overrides: Overrides = Overrides(), supervised: bool
+) -> None:
     """Serve until a signal, or, supervised, until standard input ends. Raises UserError."""
-    config = _with_ports(load_config(config_path), ports)
+    config = _overridden(load_config(config_path), overrides)
     name = service_id or f"{role}-{socket.gethostname().split('.')[0]}"
     if not is_subject_token(name):
         raise UserError(f"--id {name!r} may have letters, digits, - and _ only")
@@ -92,12 +95,14 @@ def _served(metrics: Metrics, config: TelemetryConfig) -> Generator[None]:
         sampling.cancel()
 
 
-def _with_ports(config: MeshConfig, ports: Ports) -> MeshConfig:
+def _overridden(config: MeshConfig, overrides: Overrides) -> MeshConfig:
     gateway, telemetry = config.gateway, config.telemetry
-    if ports.gateway is not None:
-        gateway = msgspec.structs.replace(gateway, port=ports.gateway)
-    if ports.metrics is not None:
-        telemetry = msgspec.structs.replace(telemetry, metrics_port=ports.metrics)
+    if overrides.gateway is not None:
+        gateway = msgspec.structs.replace(gateway, port=overrides.gateway)
+    if overrides.metrics is not None:
+        telemetry = msgspec.structs.replace(telemetry, metrics_port=overrides.metrics)
+    if overrides.device:
+        config = with_device(config, overrides.device)
     return msgspec.structs.replace(config, gateway=gateway, telemetry=telemetry)
 
 

@@ -27,6 +27,8 @@ def run_status(nats_url: str, *, as_json: bool) -> None:
     console.print(worker_table(fleet))
     if any(load.worker.role == "store" for load in fleet.workers):
         console.print(store_table(fleet))
+    for line in device_lines(fleet):
+        console.print(line)
     if mesh is not None and mesh.restarts:
         console.print("started again: " + ", ".join(f"{name} {n}×" for name, n in sorted(mesh.restarts.items())))
     if mesh is not None and mesh.given_up:
@@ -36,6 +38,7 @@ def run_status(nats_url: str, *, as_json: bool) -> None:
         console.print(f"[red]blocks that no request knows of: {listed}[/red]")
 
 
+CPU = "cpu"
 BLOCK_STATES = ("free", "cached", "leased", "total")
 
 
@@ -58,6 +61,15 @@ def store_table(fleet: FleetDescribed) -> Table:
         if load.worker.role == "store":
             table.add_row(load.worker.worker_id, load.state, *map(str, (*_blocks(load.blocks), _junk(load))))
     return table
+
+
+def device_lines(fleet: FleetDescribed) -> list[str]:
+    """Return who runs on which card; nothing where all run on the CPU."""
+    cards: dict[str, list[str]] = {}
+    for load in _sorted(fleet):
+        if load.worker.role != "store":
+            cards.setdefault(load.worker.device or CPU, []).append(load.worker.worker_id)
+    return [] if set(cards) <= {CPU} else [f"on {device}: {', '.join(names)}" for device, names in cards.items()]
 
 
 def _sorted(fleet: FleetDescribed) -> list[WorkerLoad]:

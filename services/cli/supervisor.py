@@ -22,6 +22,7 @@ from services.cli.fleet import wait_known
 from services.cli.restart import Child, Restarts
 from services.config import (
     Carrier,
+    Dtype,
     GatewayConfig,
     MeshConfig,
     ModelConfig,
@@ -33,7 +34,9 @@ from services.config import (
     WorkerConfig,
     apply_environment,
     child_environment,
+    environment_device,
     fresh_secret,
+    is_card,
     state_dir,
     write_config,
 )
@@ -42,6 +45,7 @@ from services.engine.demo_model import DEMO_MODEL_DIR
 from services.errors import UserError
 from services.ports import free_port
 from services.scheduler.policy import policy_named
+from services.worker.devices import Cards, plan_devices, probe_cards
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 15.0
@@ -64,6 +68,10 @@ class UpOptions:
     num_directories: int = 1
     num_gateways: int = 1
     carrier: Carrier = "auto"
+    devices: tuple[str, ...] = ()
+    """One for all workers, or a list that is dealt out to them in the order of `services`. Empty: KVMESH_DEVICE, or
+    auto."""
+    dtype: Dtype = "auto"
     port: int = 8000
     nats: str = "embedded"
     policy: str = "cost"
@@ -96,8 +104,9 @@ class UpOptions:
         return [*pairs, *_named("gateway", self.num_gateways)]
 
     @property
-    def num_workers(self) -> int:
-        return self.num_prefill + self.num_decode + self.num_aggregated
+    def workers(self) -> list[str]:
+        """The names of the workers, in starting order."""
+        return [name for role, name in self.services if role in WORKER_ROLES]
 
 
 class MetricsTarget(msgspec.Struct, frozen=True):
@@ -121,6 +130,8 @@ class Supervisor:
         self._tending: list[asyncio.Task[None]] = []
         self._ports: list[int] = []
         self._metrics_ports: dict[str, int] = {}
+        self.devices: dict[str, str] = {}
+        """Of each worker, once they start: "cpu" or "cuda:N"."""
         self.checkpoint: Checkpoint | None = None
         self.nats_url = ""
 
@@ -173,6 +184,7 @@ class Supervisor:
         _store_config(options)
         self.checkpoint = read_checkpoint(options.model or str(DEMO_MODEL_DIR))
         remove_stale_arenas()
+        self.devices = await self._plan_devices()
         self._ports = _free_ports(options.port, options.num_gateways)
         self._metrics_ports = _distinct_ports([name for _, name in options.services])
         self.log_dir.mkdir(parents=True, exist_ok=True)
@@ -253,6 +265,13 @@ class Supervisor:
         await asyncio.sleep(wait_s)
         return True
 
+    async def _plan_devices(self) -> dict[str, str]:
+        asked, workers = self._options.devices or (environment_device() or "auto",), self._options.workers
+        cards = await probe_cards() if "auto" in asked or "cuda" in asked else Cards()
+        if cards.reason and "auto" in asked:
+            self._say(f"[yellow]no graphics card is used: {escape(cards.reason)}[/yellow]")
+        return dict(zip(workers, plan_devices(asked, cards, len(workers)), strict=True))
+
     async def _start_broker(self) -> str:
         if self._options.nats == "embedded":
             # Not on a helper thread: the server is told to end with the thread that started it.
@@ -265,11 +284,12 @@ class Supervisor:
     def _config(self, port: int) -> MeshConfig:
         options, checkpoint = self._options, self.checkpoint
         assert checkpoint is not None
-        num_threads = options.num_threads or max(1, (os.cpu_count() or 1) // options.num_workers)
+        num_threads = options.num_threads or max(1, (os.cpu_count() or 1) // len(options.workers))
+        on_card = next((device for device in self.devices.values() if is_card(device)), "cpu")
         config = MeshConfig(
             secret=fresh_secret(),
             nats=NatsConfig(url=self.nats_url),
-            model=ModelConfig(path=checkpoint.path, name=checkpoint.name),
+            model=ModelConfig(path=checkpoint.path, name=checkpoint.name, dtype=options.dtype),
             gateway=GatewayConfig(port=port),
             scheduler=SchedulerConfig(
                 policy=options.policy,
@@ -281,6 +301,7 @@ class Supervisor:
                 kv_bytes=options.kv_bytes,
                 token_budget=options.token_budget,
                 num_threads=num_threads,
+                device=on_card,
                 carrier=options.carrier,
                 prefix_cache=options.prefix_cache,
                 wire_dtype=options.wire_dtype,
@@ -299,6 +320,8 @@ class Supervisor:
         """Start one service. Its standard input is a pipe from us: it ends itself when we are gone."""
         command = ["-m", "services.cli.main", "serve", role, "--id", name, "--supervised"]
         command += ["--config", str(self._run_dir / "mesh.toml"), "--metrics-port", str(self._metrics_ports[name])]
+        if name in self.devices:
+            command += ["--device", self.devices[name]]
         if role == "gateway":
             names = [name for role, name in self._options.services if role == "gateway"]
             command += ["--port", str(self._ports[names.index(name)])]

@@ -238,6 +238,7 @@ def _notes(row: _Row, known: Mapping[str, SpanRecord]) -> Text:
 _SHORT = {
     Key.END: "{}",
     Key.CARRIER: "{}",
+    Key.CARRIER_REASON: "({})",
     Key.NUM_BYTES: "bytes",
     Key.GB_PER_S: "{:.2f} GB/s",
     Key.NUM_BLOCKS: "{} blocks",
@@ -287,7 +288,7 @@ def _short(value: AttributeValue | None, write: str) -> str:
     if value is None or value == "":
         return ""
     if isinstance(value, str):
-        return _plain(value)
+        return write.format(_plain(value)) if "{}" in write else _plain(value)  # a damaged file may say anything
     return _size(value) if write == "bytes" else write.format(value)
 
 

@@ -14,7 +14,7 @@ from dataplane.cache import max_sequence_tokens
 from schemas.ids import GatewayId, new_id
 from services.bus.base import Bus
 from services.bus.typed import TypedBus
-from services.config import MeshConfig
+from services.config import MeshConfig, dtype_of
 from services.engine.checkpoint import default_shape, layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.errors import CheckpointError
@@ -138,7 +138,7 @@ def load_model(config: MeshConfig) -> ServedModel:
         checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR))
         layout = layout_of(
             checkpoint,
-            dtype=config.model.dtype,
+            dtype=dtype_of(config, checkpoint.dtype),
             block_size=config.worker.block_size,
             wire_dtype=config.worker.wire_dtype,
         )

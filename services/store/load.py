@@ -9,7 +9,7 @@ from pathlib import Path
 from dataplane.arena import Arena, ArenaTooLargeError
 from dataplane.layout import ArenaShape, KVLayout, uniform_shape
 from schemas.ids import WorkerId
-from services.config import MeshConfig, StoreConfig, require_secret, state_dir
+from services.config import MeshConfig, StoreConfig, dtype_of, require_secret, state_dir
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.errors import UserError
@@ -49,7 +49,7 @@ def load_store(config: MeshConfig, store_id: str) -> StoreParts:
     checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR))
     layout = layout_of(
         checkpoint,
-        dtype=config.model.dtype,
+        dtype=dtype_of(config, checkpoint.dtype),
         block_size=config.worker.block_size,
         wire_dtype=config.worker.wire_dtype,
     )

@@ -43,6 +43,8 @@ class Key:
     ROLE = "kvmesh.role"
     OUTCOME = "kvmesh.outcome"
     CARRIER = "kvmesh.carrier"
+    CARRIER_REASON = "kvmesh.carrier.reason"
+    """Why the reader took it (`dataplane.connect`)."""
     NUM_BYTES = "kvmesh.num_bytes"
     NUM_WIRE_BYTES = "kvmesh.num_wire_bytes"
     WIRE_DTYPE = "kvmesh.wire_dtype"

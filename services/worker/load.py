@@ -1,20 +1,28 @@
-"""Makes what a worker runs on: checkpoint, arena, engine. The only place of the worker that imports torch."""
+"""Makes what a worker runs on: checkpoint, arena, engine; on the CPU or on a card. The only place of the worker that
+imports torch."""
 
+import logging
 import secrets
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dataplane.arena import Arena, ArenaTooLargeError
 from dataplane.cache import max_sequence_tokens
+from dataplane.device import DeviceError
+from dataplane.device_arena import DeviceArena, KVArena
 from dataplane.layout import ArenaShape
 from schemas.ids import WorkerId
 from schemas.worker import WorkerRole
-from services.config import MeshConfig, require_secret
+from services.config import MeshConfig, WorkerConfig, dtype_of, require_secret
 from services.engine.base import Engine
-from services.engine.checkpoint import default_shape, layout_of, read_checkpoint
+from services.engine.checkpoint import Checkpoint, default_shape, layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.errors import UserError
+from services.worker.devices import CPU, card_of
 from services.worker.limits import WorkerLimits
 from services.worker.platform import THREADS, Platform
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,43 +33,43 @@ class WorkerParts:
     incarnation: str
     role: WorkerRole
     model: str
-    arena: Arena
+    arena: KVArena
     shape: ArenaShape
     engine: Engine
     limits: WorkerLimits
     secret: bytes
+    device: str = CPU
+    """What is said of it: `cpu`, or `cuda:0` and what the card is called."""
     platform: Platform = THREADS
 
 
-def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> WorkerParts:
-    """Load the model and map the arena. Raises UserError: no such checkpoint, or no room for its KV."""
-    from services.engine.model import load_engine  # noqa: PLC0415  (seconds of imports)
+class Placed(NamedTuple):
+    """What lies on a device, and what is said of that."""
 
+    arena: KVArena
+    engine: Engine
+    device: str
+
+
+def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> WorkerParts:
+    """Load the model and map the arena. Raises UserError: no such checkpoint, no room for its KV, no such card."""
     secret = require_secret(config)
     settings = config.worker
     checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR))
     layout = layout_of(
-        checkpoint, dtype=config.model.dtype, block_size=settings.block_size, wire_dtype=settings.wire_dtype
+        checkpoint,
+        dtype=dtype_of(config, checkpoint.dtype),
+        block_size=settings.block_size,
+        wire_dtype=settings.wire_dtype,
     )
     if settings.kv_bytes < layout.block_bytes:
         raise UserError(f"{settings.kv_bytes} bytes hold no block of {layout.block_bytes} bytes: raise --kv-mib")
     context_length, token_budget = checkpoint.context_length, settings.token_budget
     shape = default_shape(layout, settings.kv_bytes, context_length=context_length, token_budget=token_budget)
     max_tokens = max_sequence_tokens(shape, token_budget) or context_length
-    try:
-        arena = Arena.create(shape)
-    except ArenaTooLargeError as error:
-        raise UserError(str(error)) from error
-    try:
-        engine = load_engine(
-            checkpoint,
-            arena_buffer=arena.buffer,
-            shape=shape,
-            num_threads=max(1, settings.num_threads),
-        )
-    except BaseException:
-        arena.close()
-        raise
+    card = card_of(settings.device)
+    placed = _on_cpu(checkpoint, shape, settings) if card is None else _on_card(card, checkpoint, shape, settings)
+    log.info("%s of %s runs on %s in %s", role, checkpoint.name, placed.device, layout.dtype)
     limits = WorkerLimits(
         worker_id=worker_id,
         fingerprint=layout.fingerprint,
@@ -78,9 +86,44 @@ def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> Wor
         incarnation=secrets.token_hex(8),
         role=role,
         model=config.model.name or checkpoint.name,
-        arena=arena,
+        arena=placed.arena,
         shape=shape,
-        engine=engine,
+        engine=placed.engine,
         limits=limits,
         secret=secret,
+        device=placed.device,
     )
+
+
+def _on_cpu(checkpoint: Checkpoint, shape: ArenaShape, settings: WorkerConfig) -> Placed:
+    from services.engine.model import load_engine  # noqa: PLC0415  (seconds of imports)
+
+    try:
+        arena = Arena.create(shape)
+    except ArenaTooLargeError as error:
+        raise UserError(str(error)) from error
+    try:
+        num_threads = max(1, settings.num_threads)
+        engine = load_engine(checkpoint, arena_buffer=arena.buffer, shape=shape, num_threads=num_threads)
+    except BaseException:
+        arena.close()
+        raise
+    return Placed(arena, engine, CPU)
+
+
+def _on_card(card: int, checkpoint: Checkpoint, shape: ArenaShape, settings: WorkerConfig) -> Placed:
+    from dataplane.cuda import find_device  # noqa: PLC0415
+    from services.engine.cuda import check_card, load_cuda_engine  # noqa: PLC0415
+
+    check_card(card)  # says what is missing, and what to do
+    try:
+        device = find_device(card)
+        arena = DeviceArena(device, shape, settings.staging_bytes)
+    except (DeviceError, ValueError, ArenaTooLargeError) as error:
+        raise UserError(f"cuda:{card}: {error}") from error
+    try:
+        engine = load_cuda_engine(checkpoint, arena=arena.exported, shape=shape, marks=arena, card=card)
+    except BaseException:
+        arena.close()
+        raise
+    return Placed(arena, engine, f"cuda:{card} {device.name}")

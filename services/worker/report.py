@@ -41,6 +41,7 @@ class Reporter:
             block_size=limits.block_size,
             context_length=limits.context_length,
             carriers=plane.endpoint.carriers if plane else (),
+            device=self.parts.device,
         )
 
     def load(self, now_ms: int) -> WorkerLoad:

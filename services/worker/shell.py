@@ -162,8 +162,11 @@ class Worker:
 
     async def announce(self) -> None:
         """Be listed as a service, before the first ear opens."""
-        self.door.identity |= {"id": self.parts.worker_id, "incarnation": self.holder.incarnation}
-        await self.door.announce(DESCRIPTIONS[self.parts.role])
+        parts = self.parts
+        self.door.identity |= {
+            "id": parts.worker_id, "incarnation": self.holder.incarnation, "device": parts.device,
+        }  # fmt: skip
+        await self.door.announce(DESCRIPTIONS[parts.role])
 
     def join(self) -> None:
         """Say who this is; all ears must be open."""

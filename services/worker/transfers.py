@@ -68,8 +68,10 @@ def described_by(stats: TransferStats) -> dict[str, AttributeValue]:
     if not stats.num_frames:
         return {}
     seconds = max(1, stats.last_byte_ns - stats.first_byte_ns) / 1e9
+    chosen = {Key.CARRIER_REASON: stats.reason} if stats.reason else {}  # it is the reader who chooses
     return {
         Key.CARRIER: stats.carrier,
+        **chosen,
         Key.NUM_BYTES: stats.num_bytes,
         Key.WIRE_DTYPE: stats.wire_dtype,
         Key.NUM_WIRE_BYTES: stats.num_wire_bytes,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from dataplane.stream import TransferStats
 from schemas.ids import RequestId, TokenIds, WorkerId
 from schemas.request import FirstTokenTimes, RequestTokens, SamplingParams, TransferReport
 from services.config import MeshConfig, TelemetryConfig, apply_environment
@@ -16,6 +17,7 @@ from services.telemetry import FileExporter, Key, ListExporter, SpanName, SpanRe
 from services.telemetry.context import new_trace
 from services.telemetry.ring import Ring
 from services.worker.spans import MAX_LINKED_STEPS, WorkerSpans
+from services.worker.transfers import described_by
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -213,3 +215,11 @@ def test_a_transfer_has_a_name_before_it_has_a_parent() -> None:
     transfer, wait = spans
     assert (transfer.parent_id, wait.parent_id) == ("", transfer.span_id)
     assert (wait.name, wait.error) == (SpanName.KV_LEASE_WAIT, "nobody answered")
+
+
+def test_the_reader_s_end_says_why_its_carrier_was_taken() -> None:
+    """The holder's end did not choose, and does not know."""
+    moved = TransferStats(carrier="cuda", reason="one host, one card", num_frames=1, num_bytes=8)
+    assert described_by(moved)[Key.CARRIER_REASON] == "one host, one card"
+    assert Key.CARRIER_REASON not in described_by(TransferStats(carrier="cuda", num_frames=1))
+    assert described_by(TransferStats(carrier="cuda", reason="one host")) == {}, "there was no stream"

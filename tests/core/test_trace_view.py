@@ -33,7 +33,13 @@ def one_request(trace_id: str = "t1", request_id: str = "req-aa", at: int = 1000
         Key.DECODE_WORKER: "decode-0",
         Key.OUTCOME: "stop",
     }
-    moved = {Key.CARRIER: "shm", Key.NUM_BYTES: 3 * 1024 * 1024, Key.GB_PER_S: 1.5, Key.OUTCOME: "landed"}
+    moved = {
+        Key.CARRIER: "shm",
+        Key.CARRIER_REASON: "one host",
+        Key.NUM_BYTES: 3 * 1024 * 1024,
+        Key.GB_PER_S: 1.5,
+        Key.OUTCOME: "landed",
+    }
     decoded = {Key.REQUEST_ID: request_id, Key.NUM_TOKENS: 7, Key.OUTCOME: "stop"}
     release = {Key.NUM_BLOCKS: 4, Key.EXPOSED_MS: 2.0}
     decode = f"decode-{request_id}"
@@ -131,7 +137,7 @@ def test_the_waterfall_is_a_tree_in_time_order() -> None:
         "POST /v1/completions", "  kv.transfer", "  decode", "    decode.queue", "    decode.stream", "  kv.release",
     ]  # fmt: skip
     assert rows[1].split()[:4] == ["kv.transfer", "decode-0", "8.0", "6.0"]
-    assert "shm 3.0 MiB 1.50 GB/s landed" in rows[1]
+    assert "shm (one host) 3.0 MiB 1.50 GB/s landed" in rows[1]
     assert "7 tokens stop" in rows[2]
     assert "4 blocks exposed 2.0 ms" in rows[5]
 
@@ -156,6 +162,8 @@ def test_a_narrow_terminal_hides_no_word(width: int) -> None:
         "decode.stream",
         "28.0",
         "shm",
+        "(one",
+        "host)",
         "3.0",
         "MiB",
         "1.50",

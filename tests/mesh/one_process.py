@@ -40,7 +40,7 @@ from services.directory.service import run_directory
 from services.engine.fake import FakeEngine
 from services.runtime import now_ms
 from services.scheduler.service import run_scheduler
-from services.telemetry import Telemetry
+from services.telemetry import ListExporter, Telemetry
 from services.worker.limits import WorkerLimits
 from services.worker.load import WorkerParts
 from services.worker.service import run_worker
@@ -270,6 +270,7 @@ async def one_process_mesh(
     stops: dict[str, asyncio.Event] | None = None,
     fence_after_ms: int = 20_000,
     drain_s: float = 5.0,
+    exporter: ListExporter | None = None,
 ) -> AsyncGenerator[Client]:
     """Run scheduler, directory and these workers on one loop, and give a client once all are known.
 
@@ -285,7 +286,7 @@ async def one_process_mesh(
         tasks.create_task(run_scheduler(config, MemoryBus(broker), stop))
         tasks.create_task(run_directory(MemoryBus(broker), stop))
         for parts in workers:
-            telemetry = Telemetry(parts.worker_id, None)
+            telemetry = Telemetry(parts.worker_id, exporter, at_once=exporter is not None)
             tasks.create_task(
                 run_worker(parts, config, MemoryBus(broker), telemetry, (stops or {}).get(parts.worker_id, stop))
             )

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from schemas.ids import WorkerId
 from schemas.worker import BlockCounts, FleetDescribed, WorkerInfo, WorkerLoad, WorkerRole
-from services.cli.status import store_table, worker_table
+from services.cli.status import device_lines, store_table, worker_table
 from services.config import load_config
 from services.engine.demo_model import DEMO_MODEL_DIR
 from tests.mesh.test_mesh import QUESTION
@@ -216,6 +216,7 @@ def test_a_disk_store_is_in_the_fleet_and_outlives_the_mesh(tmp_path: Path) -> N
 
 def test_the_options_of_up_reach_the_configuration(tmp_path: Path) -> None:
     options = ["--policy", "least_loaded", "--no-prefix-cache", "--pull-tokens-min", "96", "--wire-dtype", "int8"]
+    options += ["--device", "cpu", "--dtype", "bfloat16"]
     up = subprocess.Popen(
         [*KVMESH, "up", "--port", "0", "--kv-mib", "64", *options],
         env=environment(tmp_path),
@@ -231,6 +232,12 @@ def test_the_options_of_up_reach_the_configuration(tmp_path: Path) -> None:
     assert up.wait(60) == 0
     assert (config.scheduler.policy, config.scheduler.pull_tokens_min) == ("least_loaded", 96)
     assert (config.worker.prefix_cache, config.worker.wire_dtype) == (False, "int8")
+    assert (config.worker.device, config.model.dtype) == ("cpu", "bfloat16")
+
+
+def test_a_device_that_is_none(tmp_path: Path) -> None:
+    assert_one_line(run(tmp_path, "up", "--port", "0", "--device", "gpu"), "--device", "cuda:N")
+    assert our_processes(tmp_path) == []
 
 
 def test_cached_blocks_and_stores_are_shown() -> None:
@@ -253,6 +260,26 @@ def test_cached_blocks_and_stores_are_shown() -> None:
         rows = [line for line in console.file.getvalue().splitlines() if re.search(r"11 +22 +23 +60", line)]
         shown.append([worker for row in rows for worker in ("decode-0", "prefill-0", "store-0") if worker in row])
     assert shown == [["decode-0", "prefill-0"], ["store-0"]]
+
+
+def test_workers_on_cards_are_shown_and_those_of_a_mesh_without_are_not() -> None:
+    def load(name: str, device: str, role: WorkerRole = "decode") -> WorkerLoad:
+        worker = WorkerInfo(
+            worker_id=WorkerId(name), incarnation="i", role=role, model="m", fingerprint="f", num_blocks=60,
+            block_size=16, context_length=64, device=device,
+        )  # fmt: skip
+        blocks = BlockCounts(total=60, free=60, running=0, leased=0)
+        return WorkerLoad(
+            worker=worker, state="ready", blocks=blocks, num_running=0, num_queued=0, num_uncomputed_tokens=0
+        )
+
+    def lines(*loads: WorkerLoad) -> list[str]:
+        return device_lines(FleetDescribed(policy="cost", ready=True, workers=loads))
+
+    store = load("store-0", "", "store")
+    assert lines(store, load("d-0", "cpu"), load("d-1", "")) == []
+    mixed = lines(store, load("d-2", "cuda:0 H200"), load("d-1", "cpu"), load("d-0", "cuda:0 H200"))
+    assert mixed == ["on cuda:0 H200: d-0, d-2", "on cpu: d-1"]
 
 
 def test_benches_say_what_is_wrong_before_they_start_anything(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import yaml
 from services.bus.base import MAX_PAYLOAD_BYTES
 from services.bus.embedded import find_server
 from services.cli.main import RoleName
-from services.config import MeshConfig, ModelConfig, load_config, require_secret
+from services.config import MeshConfig, ModelConfig, dtype_of, load_config, require_secret
 from tests.compose.__main__ import base_images
 
 ROOT = Path(__file__).parents[2]
@@ -139,7 +139,7 @@ def test_images_are_pinned(services: dict[str, Any]) -> None:
     dockerfile = (COMPOSE / "Dockerfile").read_text()
     assert re.search(r"^ARG PYTHON_IMAGE=python:3\.11\.\d+-slim-bookworm$", dockerfile, re.MULTILINE)
     assert set(re.findall(r"^FROM (\S+)", dockerfile, re.MULTILINE)) == {"${PYTHON_IMAGE}"}
-    assert "cupy-cuda12x" in constraints, "what the extra `gpu` installs is pinned, too"
+    assert "cupy-cuda13x" in constraints, "what the extra `gpu` installs is pinned, too"
 
 
 def test_every_served_role_exists(services: dict[str, Any]) -> None:
@@ -181,13 +181,36 @@ def test_the_store_comes_with_its_profile_only(services: dict[str, Any], templat
 
 
 def test_workers_of_the_gpu_override_have_a_card_each(services: dict[str, Any], gpu: dict[str, Any]) -> None:
-    assert set(gpu) == {"prefill", "decode"} <= set(services)
-    for service in gpu.values():
+    assert set(gpu) == {"config", "prefill", "decode"} <= set(services)
+    for service in (gpu["prefill"], gpu["decode"]):
         reserved = service["deploy"]["resources"]["reservations"]["devices"]
         assert [(device["driver"], device["capabilities"]) for device in reserved] == [("nvidia", ["gpu"])]
         assert len(reserved[0]["device_ids"]) == service["deploy"]["replicas"] == 1
         assert service["image"] != services["prefill"]["image"], "the small image stays what it is"
         assert service["build"]["args"]["EXTRAS"] == "gpu"
+        assert not service["build"]["args"]["PIP_EXTRA_INDEX_URL"].count("/cpu"), "PyTorch with CUDA"
+
+
+def test_the_gpu_override_tells_every_service_of_the_cards(
+    gpu: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`config` runs with it; gateway, store and workers read what it writes, and agree on the dtype."""
+    for name, value in gpu["config"]["environment"].items():
+        monkeypatch.setenv(name, value)
+    make_config_module().make_config(COMPOSE / "mesh.toml", tmp_path / "mesh.toml", "")
+    monkeypatch.delenv("KVMESH_DEVICE")
+    config = load_config(tmp_path / "mesh.toml")
+    assert (config.worker.device, dtype_of(config, "bfloat16")) == ("cuda", "bfloat16")
+    assert bytes_of("640mb") > config.worker.staging_bytes
+
+
+def test_the_gpu_image_can_compile_what_triton_launches_kernels_with() -> None:
+    """The second stage is what runs: an argument counts from its own stage's ARG on."""
+    final = (COMPOSE / "Dockerfile").read_text().split("FROM ${PYTHON_IMAGE}\n")[-1]
+    assert 'ARG EXTRAS=""' in final
+    installs = final[final.index("apt-get install") :].splitlines()[0]
+    assert {"gcc", "libc6-dev"} <= set(installs.split())
+    assert final.index("apt-get install") < final.index("USER kvmesh")
 
 
 def test_stand_ins_replace_what_is_not_built_here(services: dict[str, Any]) -> None:

@@ -102,6 +102,7 @@ INFO = WorkerInfo(
     block_size=16,
     context_length=8192,
     carriers=("shm", "tcp"),
+    device="cuda:0 NVIDIA H200",
 )
 RATES = WorkerRates(
     prefill=(PrefillRate(context_tokens=1024, tokens_per_s=3500.5),),

@@ -1,0 +1,102 @@
+"""Which device a worker runs on: the CPU, or one of the machine's graphics cards.
+
+`python -m services.worker.devices` prints what there is, for whoever does not want PyTorch in its own process.
+"""
+
+import asyncio
+import ctypes
+import importlib.util
+import logging
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from services.config import child_environment, is_card
+
+log = logging.getLogger(__name__)
+
+DRIVER = "libcuda.so.1"
+NEEDED = ("cupy", "triton")
+PROBE_TIMEOUT_S = 120.0
+CPU = "cpu"
+
+
+class Cards(msgspec.Struct, frozen=True):
+    """The cards that a worker could run on. `reason`: why there are none, though the machine has a driver for them."""
+
+    num_cards: int = 0
+    reason: str = ""
+
+
+def has_driver() -> bool:
+    """Say whether the machine could have a card. Quick, and imports nothing."""
+    try:
+        ctypes.CDLL(DRIVER)
+    except OSError:
+        return False
+    return True
+
+
+def usable_cards() -> Cards:
+    """Return the cards that PyTorch sees, if all that the data plane needs is installed. Imports PyTorch."""
+    import torch  # noqa: PLC0415 - seconds
+
+    if not torch.cuda.is_available():
+        return Cards(reason="PyTorch sees none: it is built without CUDA, or the driver is too old")
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        return Cards(reason=f"{' and '.join(missing)} not installed: pip install 'kvmesh[gpu]'")
+    return Cards(torch.cuda.device_count())
+
+
+async def probe_cards() -> Cards:
+    """Return the same, found out by a process of its own where the machine has a driver at all."""
+    if not has_driver():
+        return Cards()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "services.worker.devices"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env=child_environment(),
+    )
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            said, _ = await process.communicate()
+        return msgspec.json.decode(said, type=Cards)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        return Cards(reason=f"PyTorch did not say within {PROBE_TIMEOUT_S:.0f} s")
+    except msgspec.DecodeError:
+        return Cards(reason=f"looking for them ended with code {process.returncode}")
+
+
+def plan_devices(asked: Sequence[str], cards: Cards, num_workers: int) -> list[str]:
+    """Return a device for each worker, "cpu" or "cuda:N", out of what was asked for: a list is dealt out in turn.
+
+    `cuda` takes the cards one after another, as many as there are; `auto` is that, or the CPU where there is none. A
+    card that is named and not there is the worker's to complain of: it knows why.
+    """
+    num_cards = max(1, cards.num_cards)
+    planned: list[str] = []
+    for number in range(num_workers):
+        device = asked[number % len(asked)]
+        if device == "auto":
+            device = "cuda" if cards.num_cards else CPU
+        planned.append(f"cuda:{number % num_cards}" if device == "cuda" else device)
+    return planned
+
+
+def card_of(device: str) -> int | None:
+    """Return the number of the card that a worker runs on, None: it runs on the CPU. "auto" looks for itself."""
+    if device == "auto":
+        cards = usable_cards() if has_driver() else Cards()
+        if cards.reason:
+            log.warning("no graphics card is used: %s", cards.reason)
+        return 0 if cards.num_cards else None
+    return int(device.partition(":")[2] or 0) if is_card(device) else None
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(msgspec.json.encode(usable_cards()))

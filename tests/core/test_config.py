@@ -1,0 +1,142 @@
+"""Which device a worker runs on, and which dtype a mesh has: it follows from mesh.toml alone, for every service."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from services.config import (
+    MeshConfig,
+    ModelConfig,
+    WorkerConfig,
+    dtype_of,
+    load_config,
+    parse_devices,
+    with_device,
+    write_config,
+)
+from services.errors import UserError
+from services.worker import devices
+from services.worker.devices import Cards, card_of, plan_devices
+
+
+def mesh(device: str = "auto", dtype: str = "auto") -> MeshConfig:
+    return MeshConfig(model=ModelConfig(dtype=dtype), worker=WorkerConfig(device=device))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "resolved"),
+    [
+        ("auto", "auto", "float32"),
+        ("cpu", "auto", "float32"),
+        ("cuda", "auto", "bfloat16"),
+        ("cuda:3", "auto", "bfloat16"),
+        ("cpu", "checkpoint", "bfloat16"),
+        ("cuda", "float32", "float32"),
+        ("cpu", "float16", "float16"),
+    ],
+)
+def test_the_dtype_follows_from_the_file(device: str, dtype: str, resolved: str) -> None:
+    assert dtype_of(mesh(device, dtype), "bfloat16") == resolved
+
+
+@pytest.mark.parametrize("mesh_device", ["auto", "cpu", "cuda"])
+@pytest.mark.parametrize("own_device", ["cpu", "cuda:1", "auto"])
+def test_a_worker_on_another_device_has_the_dtype_of_the_others(mesh_device: str, own_device: str) -> None:
+    """Gateways and stores read the file and know nothing of the worker's flag."""
+    config = mesh(mesh_device)
+    own = with_device(config, own_device)
+    assert own.worker.device == own_device
+    assert dtype_of(own, "bfloat16") == dtype_of(config, "bfloat16")
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:-1", "CUDA", "cuda:0,cuda:1", "", "cuda:1000"])
+def test_what_is_no_device_is_refused(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="a device is"):
+        with_device(mesh(), device)
+    path = tmp_path / "mesh.toml"
+    path.write_text(f'[worker]\ndevice = "{device}"\n')
+    with pytest.raises(UserError, match="a device is"):
+        load_config(path)
+    if device:
+        path.write_text("")
+        monkeypatch.setenv("KVMESH_DEVICE", device)
+        with pytest.raises(UserError, match="KVMESH_DEVICE: a device is"):
+            load_config(path)
+
+
+def test_the_environment_names_the_device_of_the_whole_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in containers: what writes their mesh.toml hears of it, and all of them read that file."""
+    written = tmp_path / "mesh.toml"
+    monkeypatch.setenv("KVMESH_DEVICE", "cuda")
+    (tmp_path / "template.toml").write_text("")
+    write_config(load_config(tmp_path / "template.toml"), written)
+    monkeypatch.delenv("KVMESH_DEVICE")
+    config = load_config(written)
+    assert (config.worker.device, dtype_of(config, "bfloat16")) == ("cuda", "bfloat16")
+
+
+def test_too_small_a_staging_ring_is_refused() -> None:
+    with pytest.raises(ValueError, match="staging_bytes"):
+        msgspec.structs.replace(WorkerConfig(), staging_bytes=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_cards", "planned"),
+    [
+        ("auto", 0, ["cpu", "cpu", "cpu"]),
+        ("auto", 2, ["cuda:0", "cuda:1", "cuda:0"]),
+        ("cuda", 1, ["cuda:0", "cuda:0", "cuda:0"]),
+        ("cuda", 8, ["cuda:0", "cuda:1", "cuda:2"]),
+        ("cuda", 0, ["cuda:0", "cuda:0", "cuda:0"]),
+        ("cuda:5", 2, ["cuda:5", "cuda:5", "cuda:5"]),
+        ("cuda:1,cuda:0", 2, ["cuda:1", "cuda:0", "cuda:1"]),
+        ("cuda:0, cpu", 1, ["cuda:0", "cpu", "cuda:0"]),
+        ("cpu", 4, ["cpu", "cpu", "cpu"]),
+    ],
+)
+def test_devices_are_dealt_out(asked: str, num_cards: int, planned: list[str]) -> None:
+    assert plan_devices(parse_devices(asked), Cards(num_cards), 3) == planned
+
+
+@pytest.mark.parametrize("asked", ["", "cuda:0,,cpu", "cuda:0;cpu", "tpu"])
+def test_a_list_with_what_is_no_device_is_refused(asked: str) -> None:
+    with pytest.raises(UserError, match="--device"):
+        parse_devices(asked)
+
+
+def test_a_worker_looks_for_a_card_only_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+
+    def look() -> Cards:
+        looked.append("looked")
+        return Cards(2)
+
+    monkeypatch.setattr(devices, "usable_cards", look)
+    monkeypatch.setattr(devices, "has_driver", lambda: True)
+    assert [card_of(device) for device in ("cpu", "cuda", "cuda:0", "cuda:7")] == [None, 0, 0, 7]
+    assert looked == []
+    assert card_of("auto") == 0 and looked == ["looked"]
+    monkeypatch.setattr(devices, "has_driver", lambda: False)
+    assert card_of("auto") is None and looked == ["looked"]
+
+
+def test_a_card_that_cannot_be_used_is_not_silently_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(devices, "has_driver", lambda: True)
+    monkeypatch.setattr(devices, "usable_cards", lambda: Cards(reason="cupy not installed"))
+    assert card_of("auto") is None
+    assert "cupy not installed" in caplog.text
+
+
+async def test_without_a_driver_nothing_is_started_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "has_driver", lambda: False)
+    monkeypatch.setattr(devices.asyncio, "create_subprocess_exec", None)
+    assert await devices.probe_cards() == Cards()
+
+
+async def test_with_a_driver_a_process_of_its_own_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here it says what it says of this machine; that it says anything shows that the two understand each other."""
+    monkeypatch.setattr(devices, "has_driver", lambda: True)
+    assert await devices.probe_cards() == devices.usable_cards()

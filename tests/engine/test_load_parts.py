@@ -1,0 +1,111 @@
+"""What a worker is made of, on the CPU and on a card that is a fake one."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dataplane.arena import SHM_DIR, Arena
+from dataplane.device import DeviceError
+from dataplane.device_arena import DeviceArena
+from dataplane.fake_device import FakeDevice
+from dataplane.layout import ArenaShape
+from schemas.ids import WorkerId
+from services.config import MeshConfig, ModelConfig, WorkerConfig
+from services.engine.make_checkpoint import make_random_checkpoint
+from services.errors import UserError
+from services.worker.load import WorkerParts, load_parts
+
+STAGING_BYTES = 32 << 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_random_checkpoint(tmp_path_factory.mktemp("model") / "tiny", dtype="bfloat16"))
+
+
+class Made:
+    """Stands in for a card and for the engine on it, and notes what they were asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.checked: list[int] = []
+        self.engines: list[dict[str, Any]] = []
+        self.failure: Exception | None = None
+        self.device = FakeDevice()
+        monkeypatch.setattr("services.engine.cuda.check_card", self.checked.append)
+        monkeypatch.setattr("services.engine.cuda.load_cuda_engine", self._load)
+        monkeypatch.setattr("dataplane.cuda.find_device", lambda _: self.device)
+
+    def _load(self, checkpoint: object, **arguments: Any) -> SimpleNamespace:
+        if self.failure is not None:
+            raise self.failure
+        self.engines.append(arguments)
+        return SimpleNamespace(close=lambda: None)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Made:
+    return Made(monkeypatch)
+
+
+def load(model: str, device: str, **settings: Any) -> WorkerParts:
+    worker = WorkerConfig(device=device, kv_bytes=1 << 20, staging_bytes=STAGING_BYTES, **settings)
+    config = MeshConfig(secret="s" * 32, model=ModelConfig(path=model), worker=worker)
+    return load_parts(config, "decode", WorkerId("decode-0"))
+
+
+def arenas() -> set[Path]:
+    return set(SHM_DIR.glob(f"kvmesh-{os.getpid()}-*"))
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_without_a_card_all_is_as_it_was(model: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.worker.devices.has_driver", lambda: False)
+    parts = load(model, device)
+    try:
+        assert isinstance(parts.arena, Arena) and parts.arena.num_bytes == parts.shape.num_bytes
+        assert (parts.device, parts.shape.layout.dtype) == ("cpu", "float32")
+    finally:
+        parts.engine.close()
+        parts.arena.close()
+
+
+def test_on_a_card_the_arena_lies_there_and_the_engine_writes_into_it(model: str, made: Made) -> None:
+    before = arenas()
+    parts = load(model, "cuda:3")
+    try:
+        assert isinstance(parts.arena, DeviceArena)
+        assert parts.device == f"cuda:3 {made.device.name}"
+        assert parts.shape.layout.dtype == "bfloat16", "the checkpoint's own"
+        assert parts.arena.num_bytes == parts.shape.num_bytes
+        assert len(parts.arena.staging) == STAGING_BYTES
+        [arguments] = made.engines
+        shape: ArenaShape = arguments["shape"]
+        assert (shape, arguments["card"], arguments["marks"]) == (parts.shape, 3, parts.arena)
+        assert made.checked == [3]
+    finally:
+        parts.arena.close()
+    assert arenas() == before
+
+
+@pytest.mark.parametrize("failure", [UserError("no room for the weights"), RuntimeError("out of memory")])
+def test_an_engine_that_cannot_be_made_leaves_nothing_behind(model: str, made: Made, failure: Exception) -> None:
+    before = arenas()
+    made.failure = failure
+    with pytest.raises(type(failure), match=str(failure)):
+        load(model, "cuda")
+    assert arenas() == before
+    assert not any(made.device.opened.values())
+
+
+def test_a_card_that_fails_is_one_line_that_names_it(model: str, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(num_bytes: int) -> object:
+        raise DeviceError(f"allocate {num_bytes} bytes", "out of memory")
+
+    before = arenas()
+    monkeypatch.setattr(made.device, "allocate", allocate)
+    with pytest.raises(UserError, match=r"^cuda:1: allocate \d+ bytes: out of memory$"):
+        load(model, "cuda:1")
+    assert arenas() == before
