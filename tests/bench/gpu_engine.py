@@ -169,10 +169,9 @@ def on_cpu(checkpoint: Checkpoint, shape: ArenaShape) -> tuple[Engine, None]:
 
 
 def on_card(checkpoint: Checkpoint, shape: ArenaShape, device: str) -> tuple[Engine, Any]:
-    from services.engine.cuda import load_cuda_engine
-
     from dataplane.cuda import find_device
     from dataplane.device_arena import DeviceArena
+    from services.engine.cuda import load_cuda_engine
 
     card = int(device.partition(":")[2] or 0)
     arena = DeviceArena(find_device(card), shape, STAGING_BYTES)
