@@ -93,6 +93,7 @@ class CudaEvent:
     def __init__(self, device: "CudaDevice", handle: int, *, is_foreign: bool) -> None:
         self.handle = handle
         self.is_foreign = is_foreign
+        self.is_exported = False
         self._device = device
         self._is_closed = False
 
@@ -125,6 +126,8 @@ class CudaEvent:
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
+            if self.is_exported:  # another process may be asking for it: as with memory
+                return
             with contextlib.suppress(DeviceError), self._device.doing("close an event") as cuda:
                 cuda.runtime.eventDestroy(self.handle)
 
@@ -138,6 +141,7 @@ class CudaMemory:
         self._pointer = pointer
         self._num_bytes = num_bytes
         self._is_mapped = is_mapped
+        self.is_exported = False
         self._is_closed = False
 
     @property
@@ -158,6 +162,8 @@ class CudaMemory:
         if self._is_closed:
             return
         self._is_closed = True
+        if self.is_exported:  # to free what another process may have mapped is undefined: it goes with this process
+            return
         with contextlib.suppress(DeviceError), self._device.doing("free memory") as cuda:
             if self._is_mapped:
                 cuda.runtime.ipcCloseMemHandle(self._pointer)
@@ -289,8 +295,11 @@ class CudaDevice:
             cuda.runtime.memcpyAsync(at, source.ctypes.data, source.nbytes, kind, stream.handle)
 
     def export_memory(self, memory: DeviceMemory) -> bytes:
+        assert isinstance(memory, CudaMemory), "memory of another kind of card"
         with self.doing("export memory") as cuda:
-            return cuda.runtime.ipcGetMemHandle(memory.pointer)
+            handle = cuda.runtime.ipcGetMemHandle(memory.pointer)
+        memory.is_exported = True
+        return handle
 
     def open_memory(self, handle: bytes, num_bytes: int) -> CudaMemory:
         if len(handle) != HANDLE_BYTES:
@@ -302,7 +311,9 @@ class CudaDevice:
     def export_event(self, event: Event) -> bytes:
         assert isinstance(event, CudaEvent), "an event of another kind of card"
         with self.doing("export an event") as cuda:
-            return cuda.runtime.ipcGetEventHandle(event.handle)
+            handle = cuda.runtime.ipcGetEventHandle(event.handle)
+        event.is_exported = True
+        return handle
 
     def open_event(self, handle: bytes) -> CudaEvent:
         if len(handle) != HANDLE_BYTES:

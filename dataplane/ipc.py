@@ -19,7 +19,7 @@ from dataplane.carrier import Access
 from dataplane.device import DeviceError, DeviceMemory, DigestSlot, Stream
 from dataplane.device_arena import DeviceArena, PeerArena
 from dataplane.runs import SequenceRuns, gather_moves, pair_moves
-from dataplane.side import Piece, SideStream, check_peer, wait_done
+from dataplane.side import Piece, SideStream, check_peer, wait_done, wait_peer_gone
 from dataplane.stream import DeviceHandles, Digest, DigestKind, Header, ProtocolError, TransferStats, encode_header
 from dataplane.wire import Wire, WireTimeoutError
 
@@ -28,6 +28,8 @@ MAX_OPENED = 64
 """Holders whose memory a reader has open at once."""
 _LOOK_S = 0.01
 """Who waits for a mark looks so often whether the holder is still there."""
+
+_DEATH_S = 0.5
 
 ArenaKey = tuple[str, str]
 """Name and nonce, as the endpoint has them."""
@@ -166,6 +168,9 @@ class CudaReader:
                     raise WireTimeoutError(f"the holder's mark {data.at} was not reached by the deadline")
         except ValueError as error:
             raise ProtocolError(f"frame {data.sequence}: {error}") from error
+        except DeviceError:
+            wait_peer_gone(wire, _DEATH_S)  # a holder's death voids its names before its connection is closed
+            raise
         finally:
             self._stats.wait_ns += time.perf_counter_ns() - started
 

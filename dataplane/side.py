@@ -19,6 +19,8 @@ DRAIN_S = 30.0
 _LOOK_S = 0.05
 """Who waits for a card looks so often whether the peer is still there."""
 
+_PAUSE_S = 0.01
+
 
 class Piece(NamedTuple):
     """A piece of work. All that was put on the stream for it comes before `event`."""
@@ -115,3 +117,11 @@ def check_peer(wire: Wire) -> None:
     """Raise WireClosedError when the peer has gone, or this end was cut."""
     if wire.has_ended:
         raise WireClosedError("the peer has gone")
+
+
+def wait_peer_gone(wire: Wire, timeout_s: float) -> None:
+    """Return after so long, if the peer is still there. Raises WireClosedError when it goes."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        check_peer(wire)
+        time.sleep(_PAUSE_S)
