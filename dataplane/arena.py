@@ -59,6 +59,8 @@ class Arena:
 
     card = ""
     """It is in host memory."""
+    pair_parts = None
+    """No communicator reads host memory."""
 
     def __init__(self, name: str, nonce: str, mapping: mmap.mmap, *, owned: bool) -> None:
         self.name = name

@@ -1,20 +1,39 @@
 """Which class is which end of which carrier, by where the arenas are."""
 
+from typing import NamedTuple
+
 from dataplane import ipc, shm, staged, tcp
 from dataplane.carrier import HolderCarrier
-from dataplane.connect import CUDA, CarrierBrokenError
+from dataplane.connect import CUDA, NCCL, CarrierBrokenError
 from dataplane.device_arena import DeviceArena, KVArena
 from dataplane.extent import Extent
 from dataplane.frames import SequenceMemory
+from dataplane.pair import Pair
+from dataplane.pair_core import HolderCore
+from dataplane.paired import PairedHolder
 from dataplane.runs import SequenceRuns
 from dataplane.stream import DigestKind
 
 
+class Paired(NamedTuple):
+    """The pair that a read is to go over, and what the read is called there."""
+
+    pair: Pair[HolderCore]
+    read_id: int
+
+
 def holder_carrier(
-    name: str, arena: KVArena, source: SequenceRuns, extent: Extent, digest_kind: DigestKind | None
+    name: str,
+    arena: KVArena,
+    source: SequenceRuns,
+    extent: Extent,
+    digest_kind: DigestKind | None,
+    paired: Paired | None = None,
 ) -> HolderCarrier:
     """Return the holder's end of a carrier. Raises DeviceError, and CarrierBrokenError when it cannot be had here."""
     if isinstance(arena, DeviceArena):
+        if name == NCCL and paired is not None:
+            return PairedHolder(*paired, arena, source, digests=digest_kind is not None)
         if name == tcp.NAME:
             return staged.StagedHolder(arena, source, extent, digest_kind)
         if name == shm.NAME:

@@ -98,7 +98,9 @@ def _cuda(endpoint: Endpoint, place: ReaderPlace) -> str | None:
 
 
 def _nccl(endpoint: Endpoint, place: ReaderPlace) -> str | None:
-    if not endpoint.card or not place.card or endpoint.card == place.card or not place.has_nccl:
+    if not endpoint.card or not place.card or endpoint.card == place.card:
+        return None
+    if endpoint.pair is None or not place.has_nccl:
         return None
     return "two cards"
 

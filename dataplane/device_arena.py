@@ -18,6 +18,7 @@ import numpy as np
 from dataplane.arena import Arena, ByteArray
 from dataplane.device import Device, DeviceError, DeviceMemory, Event, Stream, SupportsDLPack
 from dataplane.layout import ArenaShape
+from dataplane.pair import PairParts
 from dataplane.ring import MIN_FRAMES, StagingRing
 from dataplane.runs import unsuited
 from dataplane.side import DRAIN_S
@@ -92,6 +93,8 @@ class DeviceArena:
         self.device = device
         self.shape = shape
         self.card = device.uuid
+        self.pair_parts: PairParts | None = None
+        """With what this card makes communicators; None: it makes none. Set before the arena is served or read into."""
         self.ring = StagingRing(staging_bytes, min(MAX_FRAME_BYTES, staging_bytes // MIN_FRAMES))
         self._file = Arena.create_bytes(staging_bytes)
         self.name, self.nonce = self._file.name, self._file.nonce

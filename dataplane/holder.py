@@ -5,19 +5,19 @@ import contextlib
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
 
 from dataplane import tcp
 from dataplane.carrier import HeldUpError, HolderCarrier
-from dataplane.carriers import holder_carrier
+from dataplane.carriers import Paired, holder_carrier
 from dataplane.codec import NotFiniteError
-from dataplane.connect import CarrierBrokenError
+from dataplane.connect import NCCL, CarrierBrokenError
 from dataplane.device import DeviceError
-from dataplane.device_arena import KVArena
 from dataplane.extent import NO_HEADS, Extent, heads_of
-from dataplane.layout import ArenaShape, BlockTables
+from dataplane.gate import HolderContext, ReadableKV
 from dataplane.lease import LeaseRefusedError
-from dataplane.progress import KVProgress, Ready
+from dataplane.pair_core import PairBrokenError
+from dataplane.pairs import HolderPairs, PairRefusedError
+from dataplane.progress import Ready
 from dataplane.runs import SequenceRuns
 from dataplane.stream import (
     MAX_TRAILER_BYTES,
@@ -31,6 +31,7 @@ from dataplane.stream import (
     Header,
     Kind,
     Open,
+    PairOpen,
     ProtocolError,
     RefusalCode,
     Refused,
@@ -42,57 +43,10 @@ from dataplane.stream import (
 )
 from dataplane.ticket import Ticket, TicketRefusedError, verify
 from dataplane.wire import Waker, Wire, WireClosedError, WireTimeoutError
-from schemas.ids import LeaseId
 
 MAX_UNACKED_FRAMES = 8
 """How far the holder announces and digests ahead of the reader's copying."""
 _MAX_REASON_CHARS = 1000
-
-
-@dataclass(slots=True, frozen=True)
-class ReadableKV:
-    """What a ticket gives access to: tokens [first_token, num_tokens), of a sliding window what its table has."""
-
-    tables: BlockTables
-    num_tokens: int
-    progress: KVProgress
-    first_token: int = 0
-    traceparent: str = ""
-    """What this end of the transfer is called in its trace: told to the reader."""
-
-
-class LeaseGate(Protocol):
-    """The holder's leases, as the plane's threads see them. Every method may be called on any thread."""
-
-    def open(self, ticket: Ticket) -> ReadableKV:
-        """Return what the ticket names. Raises LeaseRefusedError."""
-        ...
-
-    def still_valid(self, ticket: Ticket) -> bool:
-        """Say whether the leased blocks are still what they were when `open` was called."""
-        ...
-
-    def started(self, lease_id: LeaseId, carrier: str) -> None:
-        """The first frame is on its way."""
-        ...
-
-    def served(self, lease_id: LeaseId, stats: TransferStats, error: str) -> None:
-        """The stream is over; `error` is "" when all was sent and committed."""
-        ...
-
-
-@dataclass(slots=True, frozen=True)
-class HolderContext:
-    """What all streams of a server share. Timeouts in seconds."""
-
-    arena: KVArena
-    shape: ArenaShape
-    gate: LeaseGate
-    secret: bytes
-    carriers: tuple[str, ...]
-    digests: bool
-    open_timeout_s: float
-    idle_timeout_s: float
 
 
 class JunkError(Exception):
@@ -138,27 +92,38 @@ class HolderStream:
         self._wire = wire
         self.is_opened = False
         """A stream is under way: a valid ticket was shown."""
+        self.is_pair = False
+        """No stream, but a pair's wire: a valid ticket was shown."""
         self.refused: RefusalCode | None = None
+
+    @property
+    def is_silent(self) -> bool:
+        """It wants nothing, or has not said what."""
+        return not self.is_opened and not self.is_pair
 
     def run(self) -> None:
         """Serve until a stream is refused or broken, or none is opened any more. Raises JunkError when the peer did not
         speak the protocol at all."""
         try:
-            wanted = self._receive_open(self._context.open_timeout_s)
+            wanted = self._receive_open(self._context.open_timeout_s, Kind.OPEN, Kind.PAIR_OPEN)
         except (WireClosedError, WireTimeoutError) as error:
             raise JunkError(str(error)) from error
-        while self._serve(wanted):
+        if isinstance(wanted, PairOpen):
+            self._serve_pair(wanted)
+            return
+        while isinstance(wanted, Open) and self._serve(wanted):
             try:
-                wanted = self._receive_open(self._context.idle_timeout_s)
+                wanted = self._receive_open(self._context.idle_timeout_s, Kind.OPEN)
             except (WireClosedError, WireTimeoutError):
                 return  # the reader needs no more
 
-    def _receive_open(self, timeout_s: float) -> Open:
+    def _receive_open(self, timeout_s: float, *allowed: Kind) -> Open | PairOpen:
         """Return what is said first. Raises JunkError, WireClosedError, WireTimeoutError."""
         try:
-            header = self._wire.receive_header(time.monotonic() + timeout_s, Kind.OPEN)
+            header = self._wire.receive_header(time.monotonic() + timeout_s, *allowed)
             deadline = time.monotonic() + self._context.open_timeout_s
-            return decode_body(self._wire.receive(header.length, deadline), Open)
+            body = self._wire.receive(header.length, deadline)
+            return decode_body(body, Open) if header.kind is Kind.OPEN else decode_body(body, PairOpen)
         except ProtocolError as error:
             raise JunkError(str(error)) from error
 
@@ -167,10 +132,7 @@ class HolderStream:
         try:
             opened = self._open(wanted)
         except _RefusedError as refusal:
-            self.refused = refusal.refused.code
-            with contextlib.suppress(WireClosedError, WireTimeoutError):
-                self._wire.send([encode_frame(Kind.REFUSED, refusal.refused)], self._context.open_timeout_s)
-                self._wire.finish_sending()
+            self._refuse(refusal)
             return False
         service = _Service(self._context, self._wire, opened)
         error = "the plane failed"
@@ -181,15 +143,46 @@ class HolderStream:
             self._context.gate.served(opened.ticket.lease_id, service.stats, error)
         return not error
 
+    def _refuse(self, refusal: _RefusedError) -> None:
+        self.refused = refusal.refused.code
+        self._say_no(refusal)
+
+    def _say_no(self, refusal: _RefusedError) -> None:
+        with contextlib.suppress(WireClosedError, WireTimeoutError):
+            self._wire.send([encode_frame(Kind.REFUSED, refusal.refused)], self._context.open_timeout_s)
+            self._wire.finish_sending()
+
+    def _serve_pair(self, wanted: PairOpen) -> None:
+        """Listen to a pair's wire until the pair is over, or refuse it."""
+        try:
+            reader = self._verify(wanted.ticket).reader
+            self.is_pair = True
+            pair = self._pairs.open(reader, wanted.generation)
+        except PairRefusedError as error:
+            self._say_no(_RefusedError("carrier", error.reason))  # no wrong: offers may be late
+        except _RefusedError as refusal:
+            self._refuse(refusal)
+        else:
+            pair.accept(self._wire)
+
+    @property
+    def _pairs(self) -> HolderPairs:
+        if self._context.pairs is None:
+            raise _RefusedError("carrier", "this holder has no pairs")
+        return self._context.pairs
+
+    def _verify(self, token: str) -> Ticket:
+        try:
+            return verify(self._context.secret, token, time.time_ns() // 1_000_000)
+        except TicketRefusedError as error:
+            raise _RefusedError("ticket", error.reason) from error
+
     def _open(self, wanted: Open) -> _Opened:
         """Return what is to be served. Raises _RefusedError with what the reader is told."""
         context = self._context
         if wanted.version != VERSION:
             raise _RefusedError("version", f"this holder speaks version {VERSION}")
-        try:
-            ticket = verify(context.secret, wanted.ticket, time.time_ns() // 1_000_000)
-        except TicketRefusedError as error:
-            raise _RefusedError("ticket", error.reason) from error
+        ticket = self._verify(wanted.ticket)
         self.is_opened = True  # from here on nobody else's need makes room of it
         if wanted.fingerprint != context.shape.layout.fingerprint:
             raise _RefusedError("fingerprint", f"this holder's KV is {context.shape.layout.fingerprint}")
@@ -219,8 +212,11 @@ class HolderStream:
             raise _RefusedError("range", f"not all that {wanted.num_tokens} tokens need is held any more")
         kind = self._digest_kind(wanted, extent)
         try:
-            end = holder_carrier(wanted.carrier, self._context.arena, source, extent, kind)
-        except (CarrierBrokenError, DeviceError) as error:
+            paired = None
+            if wanted.carrier == NCCL and wanted.pair is not None:
+                paired = Paired(self._pairs.find(ticket.reader, wanted.pair.generation), wanted.pair.read_id)
+            end = holder_carrier(wanted.carrier, self._context.arena, source, extent, kind, paired)
+        except (CarrierBrokenError, DeviceError, PairRefusedError, PairBrokenError, ProtocolError) as error:
             raise _RefusedError("carrier", str(error)) from error
         return _Opened(ticket, wanted.carrier, readable, extent, end, kind, wanted.traceparent, wanted.frame_bytes)
 

@@ -23,6 +23,7 @@ from dataplane.stream import (
     Kind,
     Landing,
     Open,
+    PairRead,
     ProtocolError,
     Refused,
     TransferFailedError,
@@ -88,6 +89,8 @@ class Read:
         self.cancellation = cancellation
         self.digest_kind: DigestKind = "xxh3"
         """What suits this end's memory."""
+        self.pair: PairRead | None = None
+        """Over which pair it crosses, if it does so."""
         self.max_frame_bytes = MAX_FRAME_BYTES
         self.deadline = time.monotonic() + request.deadline_s
         self.stats = request.stats
@@ -115,6 +118,7 @@ class Read:
             heads=self.extent.heads,
             wire_dtype=self.extent.wire_dtype,
             digest_kind=self.digest_kind,
+            pair=self.pair,
             frame_bytes=self.max_frame_bytes,
             traceparent=self.stats.traceparent,
         )

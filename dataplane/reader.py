@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -15,6 +16,7 @@ from dataplane.carrier import ReaderCarrier
 from dataplane.codec import WireDtype
 from dataplane.connect import (
     CUDA,
+    NCCL,
     BrokenWays,
     CarrierBrokenError,
     CarrierImpossibleError,
@@ -30,6 +32,9 @@ from dataplane.frames import SequenceMemory
 from dataplane.idle import IdleConnections, Way, way_to
 from dataplane.ipc import CudaReader, OpenedArenas
 from dataplane.layout import ArenaShape, BlockTables
+from dataplane.pair_core import PairBrokenError
+from dataplane.paired import PairedReader
+from dataplane.pairs import PairRefusedError, ReaderPairs
 from dataplane.read import Landed, NotAnsweredError, Read, ReadRequest
 from dataplane.runs import SequenceRuns
 from dataplane.shm import ArenaFrames, AttachedArenas, FrameSource, SharedReader
@@ -38,6 +43,7 @@ from dataplane.stream import (
     Accepted,
     DigestKind,
     FailureCode,
+    PairRead,
     ProtocolError,
     TransferFailedError,
     TransferStats,
@@ -64,9 +70,11 @@ class PlaneReader:
         self._idle = IdleConnections()
         self._broken = BrokenWays()
         self._opened = OpenedArenas(arena) if isinstance(arena, DeviceArena) else None
+        self._pairs = None if arena.pair_parts is None else ReaderPairs(arena.pair_parts)
         self._place = ReaderPlace(self._attached.can_attach)
         if isinstance(arena, DeviceArena):
-            self._place = ReaderPlace(self._attached.can_attach, arena.card, arena.device.can_map)
+            has_nccl = self._pairs is not None and self._pairs.refusal() is None
+            self._place = ReaderPlace(self._attached.can_attach, arena.card, arena.device.can_map, has_nccl)
 
     async def read(
         self,
@@ -160,10 +168,13 @@ class PlaneReader:
             raise run.failed("connect", str(error)) from error
 
     def release_ended(self) -> None:
-        """Let go of the memory of holders that have ended. To be called now and then."""
+        """Let go of the memory of holders that have ended, and of pairs that are not used. To be called now and
+        then."""
         self._attached.release_unlinked()
         if self._opened is not None:
             self._opened.release_unlinked()
+        if self._pairs is not None:
+            self._pairs.release_idle()
 
     def close(self) -> None:
         """Unmap the holders' arenas, close the connections to them."""
@@ -171,6 +182,8 @@ class PlaneReader:
         if self._opened is not None:
             self._opened.close()
         self._idle.close()
+        if self._pairs is not None:
+            self._pairs.close()
 
     def _run(self, run: Read, target: SequenceRuns) -> Landed:
         """Read over the best carrier that can be set up."""
@@ -187,15 +200,48 @@ class PlaneReader:
     def _run_over(self, choice: Choice, run: Read, target: SequenceRuns) -> Landed:
         """Read over this carrier, on a connection that is there or a new one. Raises CarrierBrokenError."""
         carrier, run.stats.reason = choice
+        if carrier == NCCL:
+            return self._run_paired(run, target)
+        return self._run_on(carrier, run, partial(self._carrier, carrier, run, target))
+
+    def _run_paired(self, run: Read, target: SequenceRuns) -> Landed:
+        """Read over the pair with this holder, which is made now if need be. Raises CarrierBrokenError."""
+        if self._pairs is None or not isinstance(arena := self._arena, DeviceArena):
+            raise CarrierBrokenError(NCCL, "this reader makes no communicators")
+        endpoint, cancellation = run.request.endpoint, run.cancellation
+        try:
+            pair = self._pairs.join(
+                endpoint,
+                run.request.ticket,
+                lambda: self._dial(NCCL, endpoint, self._connect_timeout_s, Cancellation()),
+                run.deadline,
+                lambda: cancellation.is_cancelled,
+            )
+            read_id = pair.decide(lambda core: core.next_read())
+        except (PairRefusedError, PairBrokenError) as error:
+            raise CarrierBrokenError(NCCL, str(error)) from error
+        run.pair = PairRead(generation=pair.generation, read_id=read_id)
+        try:
+            return self._run_on(
+                NCCL, run, lambda accepted: PairedReader(pair, read_id, arena, target, digests=accepted.digests)
+            )
+        finally:
+            run.pair = None
+            pair.leave(read_id)
+
+    def _run_on(self, carrier: str, run: Read, make_end: Callable[[Accepted], ReaderCarrier]) -> Landed:
+        """Read on a connection that is there or a new one. Raises CarrierBrokenError."""
         way = way_to(carrier, run.request.endpoint)
         while (wire := self._idle.take(way)) is not None:
             try:
-                return self._read_on(wire, way, carrier, run, target)
+                return self._read_on(wire, way, carrier, run, make_end)
             except NotAnsweredError:
                 continue  # the holder had just closed it: nothing has been asked of it yet
-        return self._read_on(self._connect(carrier, run), way, carrier, run, target)
+        return self._read_on(self._connect(carrier, run), way, carrier, run, make_end)
 
-    def _read_on(self, wire: Wire, way: Way, carrier: str, run: Read, target: SequenceRuns) -> Landed:
+    def _read_on(
+        self, wire: Wire, way: Way, carrier: str, run: Read, make_end: Callable[[Accepted], ReaderCarrier]
+    ) -> Landed:
         """Read on this connection; it is kept if the stream ends well. Raises NotAnsweredError, and what ends it."""
         landed = None
         wire.reads_ahead = carrier != tcp.NAME
@@ -203,7 +249,7 @@ class PlaneReader:
         try:
             run.cancellation.watch(wire)
             accepted = run.open(wire, carrier, self._fingerprint)
-            landing = self._carrier(carrier, run, accepted, target)
+            landing = make_end(accepted)
             try:
                 landed = run.land(wire, landing)
             finally:
@@ -222,7 +268,7 @@ class PlaneReader:
             raise TimeoutError("the deadline has passed")
         return self._dial(carrier, run.request.endpoint, timeout_s, run.cancellation)
 
-    def _carrier(self, carrier: str, run: Read, accepted: Accepted, target: SequenceRuns) -> ReaderCarrier:
+    def _carrier(self, carrier: str, run: Read, target: SequenceRuns, accepted: Accepted) -> ReaderCarrier:
         """Return this end of the carrier. Raises ArenaMissingError, ProtocolError, CarrierBrokenError."""
         kind = accepted.digest_kind if accepted.digests else None
         arena = self._arena

@@ -8,13 +8,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from dataplane import connect, loopback, shm, tcp
 from dataplane.device_arena import KVArena
-from dataplane.holder import HolderContext, HolderStream, JunkError, LeaseGate, ReadableKV
+from dataplane.gate import HolderContext, LeaseGate, ReadableKV
+from dataplane.holder import HolderStream, JunkError
 from dataplane.layout import ArenaShape
+from dataplane.pairs import HolderPairs
 from dataplane.stream import Kind, Refused, encode_frame
 from dataplane.wire import SocketWire, Thread, Wire, WireClosedError, WireTimeoutError
 from schemas.handoff import Endpoint
+from schemas.ids import WorkerId
 
 __all__ = ["LeaseGate", "PlaneServer", "ReadableKV", "ServerOptions"]
 
@@ -70,6 +75,9 @@ class PlaneServer:
         self.options = options or ServerOptions()
         self.num_junk = 0
         self.num_refused = 0
+        self._pairs: HolderPairs | None = None
+        if arena.pair_parts is not None and connect.NCCL in self.options.carriers:
+            self._pairs = HolderPairs(arena.pair_parts)
         self._context = HolderContext(
             arena=arena,
             shape=shape,
@@ -79,6 +87,7 @@ class PlaneServer:
             digests=self.options.digests,
             open_timeout_s=self.options.open_timeout_s,
             idle_timeout_s=self.options.idle_timeout_s,
+            pairs=self._pairs,
         )
         self._lock = threading.Lock()
         self._streams: list[_Live] = []
@@ -99,6 +108,11 @@ class PlaneServer:
             arena_nonce=self.arena.nonce,
             card=self.arena.card,
         )
+
+    def endpoint_for(self, reader: WorkerId) -> Endpoint:
+        """Return the same, with what only this reader may open. Does not wait."""
+        pair = None if self._pairs is None else self._pairs.offer(reader)
+        return self.endpoint if pair is None else replace(self.endpoint, pair=pair)
 
     @property
     def num_streams(self) -> int:
@@ -130,6 +144,8 @@ class PlaneServer:
         for stream in live:
             if stream.thread is not None:
                 stream.thread.join()
+        if self._pairs is not None:
+            self._pairs.close()
 
     # What the simulator does in its own way.
 
@@ -180,8 +196,9 @@ class PlaneServer:
             if self._closing:
                 wire.close()
                 return False
-            full = len(self._streams) >= self.options.max_streams
-            if full and (silent := next((s for s in self._streams if not s.stream.is_opened), None)) is not None:
+            num_taken = sum(not live.stream.is_pair for live in self._streams)  # pairs have a bound of their own
+            full = num_taken >= self.options.max_streams
+            if full and (silent := next((s for s in self._streams if s.stream.is_silent), None)) is not None:
                 silent.wire.cut()  # one that wants nothing, or has not said what, makes room
                 self._streams.remove(silent)
                 full = False

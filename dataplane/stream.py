@@ -7,6 +7,12 @@
     holder → End | Fail               End: all is committed; carries the holder's trailer
     reader → Open …                   another stream on the same connection, only after an End
 
+A connection may be a pair's instead (pair.py), over which a communicator is agreed upon and kept in step:
+
+    reader → PairOpen                 a ticket, and which of the holder's offers is meant
+    holder → PairAccepted | Refused
+    holder → Slot, …                  what goes next through the communicator: `at` its number, `digest` whose it is
+
 A Commit says that the lease was still good *after* a frame's bytes had left the holder's memory, and what their digest
 was there. A frame is believed once its digest and its Commit are in; nothing waits for a round trip but the last frame.
 Every frame starts with one header of fixed size; all numbers are little-endian; every size has a limit.
@@ -78,6 +84,9 @@ class Kind(enum.IntEnum):
     COMMIT = 6
     END = 7
     FAIL = 8
+    PAIR_OPEN = 9
+    PAIR_ACCEPTED = 10
+    SLOT = 11
 
 
 _MAX_BODY = {
@@ -89,6 +98,9 @@ _MAX_BODY = {
     Kind.COMMIT: 0,
     Kind.END: MAX_TRAILER_BYTES,
     Kind.FAIL: MAX_CONTROL_BYTES,
+    Kind.PAIR_OPEN: MAX_CONTROL_BYTES,
+    Kind.PAIR_ACCEPTED: 0,
+    Kind.SLOT: MAX_FRAME_BYTES,
 }
 
 
@@ -127,6 +139,13 @@ def check_no_place(data: Header) -> None:
         raise ProtocolError(f"frame {data.sequence} is said to lie at {data.at}")
 
 
+class PairRead(msgspec.Struct, frozen=True, kw_only=True):
+    """A read over a pair: which offer it came from, and what the reader calls this read there."""
+
+    generation: int
+    read_id: int
+
+
 class Open(msgspec.Struct, frozen=True, kw_only=True):
     """Asks for tokens [first_token, num_tokens) of `heads`, counted over all shards, of what the ticket names.
 
@@ -141,6 +160,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True):
     heads: HeadRange
     wire_dtype: WireDtype = "same"
     digest_kind: DigestKind = "xxh3"
+    pair: PairRead | None = None
     frame_bytes: int = MAX_FRAME_BYTES
     version: int = VERSION
     traceparent: str = ""
@@ -173,6 +193,13 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tables: BlockTables = ()
     traceparent: str = ""
     """The same of the holder's end."""
+
+
+class PairOpen(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks for the pair of this offer. Any valid ticket of the reader's will do: it tells who asks."""
+
+    ticket: str
+    generation: int
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True):

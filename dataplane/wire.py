@@ -84,6 +84,11 @@ class Wire(Protocol):
         """The peer says nothing more, or this end was cut: whatever of what it said is still unread."""
         ...
 
+    @property
+    def is_cut(self) -> bool:
+        """This end was cut: nobody wants what comes any more."""
+        ...
+
     def send(self, buffers: Sequence[Any], timeout_s: float) -> None:
         """Hand all bytes over: when it returns they have left the caller's memory.
 
@@ -167,6 +172,10 @@ class SocketWire:
         poll = select.poll()
         poll.register(self._sock, select.POLLRDHUP)
         return bool(poll.poll(0))
+
+    @property
+    def is_cut(self) -> bool:
+        return self._cut
 
     def wait_readable(self, timeout_s: float) -> bool:
         """Wait until something or the end of the stream can be read."""

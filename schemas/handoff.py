@@ -13,6 +13,13 @@ from schemas.message import RequestMessage
 from schemas.request import FinishReason
 
 
+class PairOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a holder and one reader make a communicator with (NCCL), once. `generation`: higher for a later offer."""
+
+    unique_id: bytes
+    generation: int
+
+
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Where a holder serves reads. Only ever made by the holder itself."""
 
@@ -26,6 +33,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Random text that stands in that memory: proves to the reader that it opened the right one."""
     card: str = ""
     """The uuid of the graphics card that the KV lies on; "": in host memory."""
+    pair: PairOffer | None = None
+    """For the reader that this is sent to."""
 
 
 class HandoffMessage(RequestMessage, frozen=True, kw_only=True):

@@ -226,6 +226,10 @@ class SimWire:
     def has_ended(self) -> bool:
         return self._cut or self._incoming.is_ended
 
+    @property
+    def is_cut(self) -> bool:
+        return self._cut
+
     def send(self, buffers: Sequence[Any], timeout_s: float) -> None:
         if sum(memoryview(buffer).nbytes for buffer in buffers) <= SMALL_BYTES:
             self._put(b"".join(buffers), timeout_s)

@@ -89,7 +89,9 @@ class KVHolder:
 
     def start(self, config: WorkerConfig) -> None:
         """Serve reads."""
-        carriers = offered_carriers(config.carrier, on_card=bool(self.arena.card))
+        parts = self.arena.pair_parts
+        has_nccl = parts is not None and parts.refusal() is None
+        carriers = offered_carriers(config.carrier, on_card=bool(self.arena.card), has_nccl=has_nccl)
         advertise_host = config.advertise_host
         if not advertise_host and config.plane_host == "0.0.0.0":
             advertise_host = socket.gethostname()  # nobody can connect to "everywhere"; containers resolve this name
@@ -150,7 +152,7 @@ class KVHolder:
             epoch=lease.epoch,
             lease_ms=lease_ms,
             ticket=self._ticket(lease, request.deadline_ms),
-            endpoint=self.plane.endpoint,
+            endpoint=self.plane.endpoint_for(lease.reader),
             fingerprint=self.shape.layout.fingerprint,
             num_tokens=lease.num_tokens,
         )
@@ -169,7 +171,7 @@ class KVHolder:
             epoch=lease.epoch,
             lease_ms=lease.expires_at_ms - now_ms(),
             ticket=self._ticket(lease, request.deadline_ms),
-            endpoint=self.plane.endpoint,
+            endpoint=self.plane.endpoint_for(lease.reader),
             first_token=lease.first_token,
             num_tokens=lease.num_tokens,
         )

@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 
 from dataplane import fake_device, frames, ipc
+from dataplane.fake_communicator import FakeCommunicator
 from dataplane.layout import BlockTable, Segment, num_blocks_for, uniform_shape
 from dataplane.staged import StagedReader
 from dataplane.stream import TransferFailedError
@@ -72,6 +73,7 @@ class _Tap:
 def tapped(flip: BitFlip) -> Iterator[None]:
     """Damage the KV that a reader of this process takes in: from a socket, or out of a holder's memory or card."""
     land, land_staged, copy, gather = TcpReader.land, StagedReader.land, frames.copy, frames.gather
+    receive = FakeCommunicator.receive_now
     plan, load = ipc.pair_moves, fake_device._load
     between_arenas: list[Any] = []
 
@@ -101,7 +103,13 @@ def tapped(flip: BitFlip) -> Iterator[None]:
         gather(views, target)
         flip.pass_on(target)
 
+    def receive_damaged(communicator: FakeCommunicator, *args: Any) -> Any:
+        received = receive(communicator, *args)
+        flip.pass_on(received)
+        return received
+
     with (
+        mock.patch.object(FakeCommunicator, "receive_now", receive_damaged),
         mock.patch.object(TcpReader, "land", land_damaged),
         mock.patch.object(StagedReader, "land", land_staged_damaged),
         mock.patch.object(frames, "gather", gather_damaged),

@@ -16,10 +16,13 @@ import numpy as np
 
 from dataplane import loopback
 from dataplane.arena import Arena, ByteArray
+from dataplane.communicator import LibraryThreads
 from dataplane.device_arena import DeviceArena
+from dataplane.fake_communicator import FakeFabric, FakeLibrary
 from dataplane.fake_device import FakeDevice, FakeMemory
 from dataplane.layout import ArenaShape, BlockTable, BlockTables, KVLayout, Segment, slot_spans, uniform_shape
 from dataplane.lease import Lease, LeaseTable
+from dataplane.pair import PairParts
 from dataplane.progress import KVProgress
 from dataplane.reader import PlaneReader, ReadRequest
 from dataplane.server import PlaneServer, ReadableKV, ServerOptions
@@ -44,8 +47,9 @@ SIMULATED = "sim-"
 """Before the name of a carrier that is a simulated one."""
 STAGED = tuple(f"{ends}:{name}" for ends in ("card>card", "card>host", "host>card") for name in ("tcp", "shm"))
 """Carriers by way of host memory, with where the holder and the target have their KV."""
-ON_CARDS = ("card>card:cuda", "peer>peer:cuda")
-"""Carriers between cards. Peers are as two processes are to each other."""
+ON_CARDS = ("card>card:cuda", "peer>peer:cuda", "apart>apart:nccl")
+"""Carriers between cards. Peers are as two processes are to each other; apart are cards that do not see each other's
+memory."""
 
 
 def name_of(param: str) -> str:
@@ -55,7 +59,7 @@ def name_of(param: str) -> str:
 
 def ends_of(param: str) -> tuple[str, str]:
     """Return where the holder and the target of such a carrier have their KV: "card", "peer" (a card of another
-    process, or as good as) or "host"."""
+    process, or as good as), "apart" (another card) or "host"."""
     source, _, target = param.rpartition(":")[0].partition(">")
     return source or "host", target or "host"
 
@@ -78,16 +82,18 @@ class _Cards:
     holder = False
     target = False
     are_peers = False
+    are_apart = False
     seeds = itertools.count()
 
 
+_FABRIC = FakeFabric()
 STAGING_BYTES = 1 << 20
 """Of arenas on fake cards: a few frames of most tests fit, and of some not."""
 
 
-def use_cards(*, holder: bool, target: bool, are_peers: bool = False) -> None:
+def use_cards(*, holder: bool, target: bool, are_peers: bool = False, are_apart: bool = False) -> None:
     """Make holders and targets on fake cards from here on, or not; as peers each as if it were a process of its own."""
-    _Cards.holder, _Cards.target, _Cards.are_peers = holder, target, are_peers
+    _Cards.holder, _Cards.target, _Cards.are_peers, _Cards.are_apart = holder, target, are_peers, are_apart
 
 
 class HostMemory:
@@ -121,8 +127,11 @@ class CardMemory:
     def __init__(self, shape: ArenaShape, staging_bytes: int = STAGING_BYTES) -> None:
         self.card = self
         seed = next(_Cards.seeds)
-        self.device = FakeDevice(seed=seed, owner=f"owner-{seed}" if _Cards.are_peers else "")
+        uuid = f"GPU-fake-{seed}" if _Cards.are_apart else "GPU-fake-0"
+        self.device = FakeDevice(uuid, seed=seed, owner=f"owner-{seed}" if _Cards.are_peers else "")
+        self.library = FakeLibrary(_FABRIC, self.device)
         self.arena = DeviceArena(self.device, shape, staging_bytes)
+        self.arena.pair_parts = PairParts(self.device, self.library, LibraryThreads())
         self._stream = self.device.new_stream()
         self._last_mark = 0
 
@@ -148,6 +157,7 @@ class CardMemory:
             assert not self.arena.ring.used_bytes, f"slots that did not come back: {self.arena.ring.slots}"
         self._stream.close()
         self.arena.close()
+        assert not self.library.num_alive, "a communicator that nobody has aborted"
         if self.device.work.died_of is None:
             assert not +self.device.opened, f"left open on the card: {self.device.opened}"
         self.device.close()
@@ -291,6 +301,7 @@ class Holder:
         self.memory = holder_memory(self.shape)
         self.arena, self.card = self.memory.arena, self.memory.card
         self.gate = Gate()
+        self._leases: dict[WorkerId, Lease] = {}
         parts = (self.arena, self.shape, self.gate, SECRET, ServerOptions(carriers=carriers, **options))
         if _Simulation.network is None:
             self.server = PlaneServer(*parts)
@@ -304,7 +315,30 @@ class Holder:
 
     @property
     def endpoint(self) -> Endpoint:
-        return self.server.endpoint
+        return self.endpoint_for(READER)
+
+    def endpoint_for(self, reader: WorkerId) -> Endpoint:
+        """Return it as it is sent to the reader, with a pair where there are any: once the library has made an id."""
+        return endpoint_with_pair(self.server, reader)
+
+    def lease_of(self, reader: WorkerId) -> Lease:
+        """Return the lease, or for another than the first reader one more on the same."""
+        if reader == READER:
+            return self.lease
+        with self.gate.lock:
+            lease_id = LeaseId(f"{self.lease.lease_id}-{reader}")
+            if lease_id not in self.gate.readable:
+                self._leases[reader] = self.gate.leases.grant(
+                    lease_id=lease_id,
+                    holder=HOLDER,
+                    reader=reader,
+                    tables=self.tables,
+                    num_tokens=self.num_tokens,
+                    expires_at_ms=self.lease.expires_at_ms,
+                    first_token=self.first_token,
+                )
+                self.gate.readable[lease_id] = self.gate.readable[self.lease.lease_id]
+            return self._leases[reader]
 
     @property
     def array(self) -> ByteArray:
@@ -365,12 +399,29 @@ class Holder:
         self.memory.close()
 
 
+def endpoint_with_pair(server: PlaneServer, reader: WorkerId) -> Endpoint:
+    """Return what is sent to the reader, once the library has made an id if it makes any."""
+    deadline = time.monotonic() + DEADLINE_S
+    while (endpoint := server.endpoint_for(reader)).pair is None and "nccl" in endpoint.carriers:
+        parts = server.arena.pair_parts
+        if parts is None or parts.refusal() is not None or time.monotonic() > deadline:
+            break
+        time.sleep(0.001)
+    return endpoint
+
+
 class Target:
     """A worker that reads."""
 
     def __init__(
-        self, layout: KVLayout = LAYOUT, *, shape: ArenaShape | None = None, tables: BlockTables | None = None
+        self,
+        layout: KVLayout = LAYOUT,
+        *,
+        shape: ArenaShape | None = None,
+        tables: BlockTables | None = None,
+        name: str = READER,
     ) -> None:
+        self.name = WorkerId(name)
         self.shape = uniform_shape(layout, NUM_BLOCKS) if shape is None else shape
         self.layout = self.shape.layout
         self.tables = (TARGET,) * len(self.layout.groups) if tables is None else tables
@@ -401,8 +452,9 @@ class Target:
 
     def read_from(self, holder: Holder, carrier: str, on_started: Callable[[str], None] = lambda _: None, **changes):
         """Read all that the holder's lease is on, on this thread."""
-        fields = {"ticket": holder.ticket(), "num_tokens": holder.num_tokens} | changes
-        request = self.request(holder.endpoint, carrier=carrier, **fields)
+        ticket = holder.ticket(holder.lease_of(self.name))
+        fields = {"ticket": ticket, "num_tokens": holder.num_tokens} | changes
+        request = self.request(holder.endpoint_for(self.name), carrier=carrier, **fields)
         return self.reader.read_blocking(request, on_started=on_started)
 
     def landed(self, end: int, start: int = 0) -> KV:

@@ -42,6 +42,7 @@ from tests.plane.harness import (
     STAGED,
     Holder,
     Target,
+    endpoint_with_pair,
     holder_memory,
     name_of,
     now_ms,
@@ -86,7 +87,7 @@ class Lender:
     @property
     def endpoint(self):
         assert self.holder.plane is not None
-        return self.holder.plane.endpoint
+        return endpoint_with_pair(self.holder.plane, READER)
 
     def fill(self, prompt: int, num_tokens: int = NUM_TOKENS, tenant: str = "") -> KV:
         """Compute a prompt, and keep it. Return its KV."""
@@ -368,7 +369,8 @@ def test_wrong_epoch(carrier: str, lender: Lender, target: Target, step: int) ->
 def test_other_reader_s(carrier: str, lender: Lender, target: Target) -> None:
     granted = lender.lend()
     ticket = lender.ticket(granted, reader=WorkerId("decode-1"))
-    assert refused(lender, target, carrier, granted, ticket=ticket) == ("lease", "reader")
+    code, detail = refused(lender, target, carrier, granted, ticket=ticket)
+    assert (code, detail) == ("lease", "reader") or (carrier, code) == ("nccl", "carrier"), "nor is the pair his"
 
 
 def test_one_flipped_bit_in_each_of_many_transfers_is_caught(carrier: str) -> None:

@@ -3,11 +3,13 @@
 import pytest
 
 from dataplane.connect import AUTO, BrokenWays, CarrierImpossibleError, Choice, ReaderPlace, choices, offered_carriers
-from schemas.handoff import Endpoint
+from schemas.handoff import Endpoint, PairOffer
+
+PAIR = PairOffer(unique_id=b"id", generation=1)
 
 
 def endpoint(*carriers: str, card: str = "", port: int = 1) -> Endpoint:
-    return Endpoint(host="h", port=port, carriers=carriers, arena="a", arena_nonce="nobody's", card=card)
+    return Endpoint(host="h", port=port, carriers=carriers, arena="a", arena_nonce="nobody's", card=card, pair=PAIR)
 
 
 def place(*, same_host: bool = True, card: str = "", maps: tuple[str, ...] = (), has_nccl: bool = False) -> ReaderPlace:

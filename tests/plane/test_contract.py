@@ -10,6 +10,7 @@ import pytest
 from dataplane import staged
 from dataplane.ipc import CudaHolder
 from dataplane.layout import BlockTable, KVLayout, Segment
+from dataplane.paired import PairedHolder
 from dataplane.shm import SharedHolder
 from dataplane.tcp import TcpHolder
 from tests.plane.harness import (
@@ -107,6 +108,7 @@ def test_more_frames_than_may_be_under_way(
     monkeypatch.setattr(TcpHolder, "frame_bytes", frame_bytes)
     monkeypatch.setattr(CudaHolder, "frame_bytes", frame_bytes)
     monkeypatch.setattr(staged, "FRAME_BYTES", frame_bytes)
+    monkeypatch.setattr(PairedHolder, "frame_bytes", frame_bytes)
     with running(holder.compute_all):
         landed = target.read_from(holder, carrier)
     assert landed.stats.num_frames > 20
@@ -139,7 +141,7 @@ def test_digests_can_be_off(carrier: str, make_holder: Callable[..., Holder], ta
 
 def test_many_reads_at_once(carrier: str, make_holder: Callable[..., Holder]) -> None:
     holder = make_holder((carrier,))
-    targets = [Target() for _ in range(6)]
+    targets = [Target(name=f"decode-{number}") for number in range(6)]
     threads = [start_thread(functools.partial(t.read_from, holder, carrier)) for t in targets]
     holder.compute_all()
     for thread, target in zip(threads, targets, strict=True):

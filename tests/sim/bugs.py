@@ -21,7 +21,7 @@ from rich.progress import track
 from rich.table import Table
 
 from dataplane.cache import BlockCache
-from dataplane.holder import ReadableKV
+from dataplane.gate import ReadableKV
 from dataplane.lease import Lease, LeaseTable
 from dataplane.progress import KVProgress
 from dataplane.stream import Landing
