@@ -17,7 +17,7 @@ from dataplane.arena import ByteArray
 GOLDEN = 0x9E3779B97F4A7C15
 WORD_BYTES = 8
 _MASK = (1 << 64) - 1
-_PIECE_WORDS = 8 << 10
+_PIECE_WORDS = 16 << 10
 """What is mixed at a time: the piece, its positions and two arrays between must fit into a core's second cache."""
 
 Words = npt.NDArray[np.uint64]

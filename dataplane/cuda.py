@@ -206,8 +206,9 @@ class CudaDevice:
         with self.doing("look at the card"):
             properties = cuda.runtime.getDeviceProperties(index)
             self._name: str = properties["name"].decode()
-            self._indexes = {_uuid(cuda, i): i for i in range(cuda.runtime.getDeviceCount())}
+            others = (i for i in range(cuda.runtime.getDeviceCount()) if i != index)
             self._uuid = _uuid(cuda, index)
+            self._peer_uuids = {_uuid(cuda, i) for i in others if cuda.runtime.deviceCanAccessPeer(index, i)}
             self._zeroing: int = cuda.runtime.streamCreateWithFlags(cuda.runtime.streamNonBlocking)
             image = compile_kernels(cuda.nvrtc, properties["major"] * 10 + properties["minor"])
             self._kernel = MoveKernel(cuda.runtime, cuda.driver, image, properties["multiProcessorCount"])
@@ -322,11 +323,7 @@ class CudaDevice:
             return CudaEvent(self, cuda.runtime.ipcOpenEventHandle(handle), is_foreign=True)
 
     def can_map(self, uuid: str) -> bool:
-        index = self._indexes.get(uuid)
-        if index is None or index == self.index:
-            return index is not None
-        with self.doing("ask for peer access") as cuda:
-            return bool(cuda.runtime.deviceCanAccessPeer(self.index, index))
+        return uuid == self._uuid or uuid in self._peer_uuids
 
     def close(self) -> None:
         """Idempotent."""

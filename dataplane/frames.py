@@ -15,6 +15,7 @@ import xxhash
 
 from dataplane.arena import ByteArray
 from dataplane.checksum import Sum64
+from dataplane.layout import SlotSpan
 from dataplane.runs import SequenceRuns
 from dataplane.stream import DigestKind, Header, TransferStats
 
@@ -45,9 +46,12 @@ class SequenceMemory:
         runs, array = self.runs, self._array
         stride, row_offset = runs.stride, runs.row_offset
         bytes_of_row = slice(row_offset, row_offset + runs.row_bytes)
+        spans: dict[int, list[SlotSpan]] = {}
         for part in runs.parts(data):
+            if part.group not in spans:
+                spans[part.group] = runs.slot_spans(part.group, data)
             views: list[Rows] = []
-            for slot, num_tokens in part.spans:
+            for slot, num_tokens in spans[part.group]:
                 at = part.first_byte - row_offset + slot * stride
                 rows = array[at : at + num_tokens * stride].reshape(num_tokens, stride)
                 views.append(rows if self.is_contiguous else rows[:, bytes_of_row])

@@ -18,6 +18,7 @@ from dataplane.layout import (
     KEY,
     VALUE,
     ArenaShape,
+    BlockTable,
     BlockTables,
     KVLayout,
     SlotSpan,
@@ -35,7 +36,14 @@ class Part(NamedTuple):
 
     first_byte: int
     group: int
-    spans: list[SlotSpan]
+
+
+class Spans(NamedTuple):
+    """Where a cache group's tokens of a frame lie: slots from `slots[i]` on for those from `starts[i]` on, counted from
+    the frame's first."""
+
+    slots: Int64s
+    starts: Int64s
 
 
 class SequenceRuns:
@@ -57,6 +65,7 @@ class SequenceRuns:
         self.row_offset = (heads.first - layout.first_head) * head_bytes
         """Bytes of a token's row in the arena that come before the heads asked for."""
         self._tables = tables
+        self._borders: dict[int, tuple[Int64s, Int64s]] = {}
 
     @property
     def is_contiguous(self) -> bool:
@@ -76,16 +85,31 @@ class SequenceRuns:
         return True
 
     def parts(self, data: Header) -> Iterator[Part]:
-        """Yield where the frame's rows lie, layer by layer, keys and values apart."""
-        layout = self.shape.layout
-        end_token = data.first_token + data.num_tokens
-        spans: dict[int, list[SlotSpan]] = {}
+        """Yield the frame's parts: layer by layer, keys and values apart."""
         for layer in range(data.layer, data.layer + data.num_layers):
-            group = layout.group_of_layer[layer]
-            if group not in spans:
-                spans[group] = slot_spans(self._tables[group], layout.block_size, data.first_token, end_token)
             for key_or_value in (KEY, VALUE):
-                yield Part(self.shape.offset(layer, key_or_value, 0) + self.row_offset, group, spans[group])
+                first_byte = self.shape.offset(layer, key_or_value, 0) + self.row_offset
+                yield Part(first_byte, self.shape.layout.group_of_layer[layer])
+
+    def slot_spans(self, group: int, data: Header) -> list[SlotSpan]:
+        """Return where a cache group's tokens of the frame lie."""
+        end_token = data.first_token + data.num_tokens
+        return slot_spans(self._tables[group], self.shape.layout.block_size, data.first_token, end_token)
+
+    def spans(self, group: int, data: Header) -> Spans:
+        """Return the same for arithmetic: a frame may have hundreds, and a card is done with it in microseconds."""
+        if group not in self._borders:
+            self._borders[group] = _borders(self._tables[group], self.shape.layout.block_size)
+        tokens, slots = self._borders[group]
+        first_token, end_token = data.first_token, data.first_token + data.num_tokens
+        if not data.num_tokens:
+            return Spans(slots[:0], slots[:0])
+        if first_token < tokens[0] or end_token > tokens[-1]:
+            raise ValueError(f"tokens {first_token} to {end_token} of a table of tokens {tokens[0]} to {tokens[-1]}")
+        first = int(np.searchsorted(tokens, first_token, side="right")) - 1
+        end = int(np.searchsorted(tokens, end_token, side="left"))
+        starts = np.maximum(tokens[first:end], first_token)
+        return Spans(slots[first:end] + (starts - tokens[first:end]), starts - first_token)
 
 
 def unsuited(layout: KVLayout) -> str | None:
@@ -98,18 +122,16 @@ def unsuited(layout: KVLayout) -> str | None:
 
 def gather_moves(source: SequenceRuns, data: Header, first_byte: int = 0) -> Moves:
     """Return the moves that pack a frame's rows, the first at `first_byte` of the target."""
-    first_bytes, num_rows = _runs(source, data)
-    first_rows = _starts(num_rows)
-    runs = np.stack((first_bytes, first_byte + first_rows * source.row_bytes, first_rows), axis=1)
-    return Moves(runs, int(num_rows.sum()), source.row_bytes, source.stride, source.row_bytes)
+    runs = _runs(source, data)
+    packed = first_byte + runs[:, 2] * source.row_bytes
+    return _moves(data, (runs[:, 0], packed, runs[:, 2]), source.row_bytes, source.stride, source.row_bytes)
 
 
 def scatter_moves(target: SequenceRuns, data: Header, first_byte: int = 0) -> Moves:
     """Return the moves that put a frame's packed rows, the first at `first_byte` of the source, where they belong."""
-    first_bytes, num_rows = _runs(target, data)
-    first_rows = _starts(num_rows)
-    runs = np.stack((first_byte + first_rows * target.row_bytes, first_bytes, first_rows), axis=1)
-    return Moves(runs, int(num_rows.sum()), target.row_bytes, target.row_bytes, target.stride)
+    runs = _runs(target, data)
+    packed = first_byte + runs[:, 2] * target.row_bytes
+    return _moves(data, (packed, runs[:, 0], runs[:, 2]), target.row_bytes, target.row_bytes, target.stride)
 
 
 def pair_moves(source: SequenceRuns, target: SequenceRuns, data: Header) -> Moves:
@@ -117,42 +139,53 @@ def pair_moves(source: SequenceRuns, target: SequenceRuns, data: Header) -> Move
     Raises ValueError when the rows are not of the same heads."""
     if source.row_bytes != target.row_bytes:
         raise ValueError(f"rows of {source.row_bytes} and {target.row_bytes} bytes")
-    source_bytes, source_rows = _runs(source, data)
-    target_bytes, target_rows = _runs(target, data)
-    source_starts, target_starts = _starts(source_rows), _starts(target_rows)
-    starts = np.union1d(source_starts, target_starts)  # each is cut at the other's borders
-    at_source = np.searchsorted(source_starts, starts, side="right") - 1
-    at_target = np.searchsorted(target_starts, starts, side="right") - 1
-    runs = np.stack(
-        (
-            source_bytes[at_source] + (starts - source_starts[at_source]) * source.stride,
-            target_bytes[at_target] + (starts - target_starts[at_target]) * target.stride,
-            starts,
-        ),
-        axis=1,
+    runs = _runs(source, data, target)
+    return _moves(data, (runs[:, 0], runs[:, 1], runs[:, 2]), source.row_bytes, source.stride, target.stride)
+
+
+def _moves(
+    data: Header, columns: tuple[Int64s, Int64s, Int64s], row_bytes: int, source_stride: int, target_stride: int
+) -> Moves:
+    num_rows = 2 * data.num_layers * data.num_tokens
+    return Moves(np.stack(columns, axis=1), num_rows, row_bytes, source_stride, target_stride)
+
+
+def _runs(one: SequenceRuns, data: Header, other: SequenceRuns | None = None) -> Int64s:
+    """Return per run the byte offset of its first row at one end, and at the other if there is one, and that row's
+    number: [run, 3]."""
+    ends = one if other is None else other
+    parts: dict[int, list[tuple[int, int, int]]] = {}
+    for index, (part, other_part) in enumerate(zip(one.parts(data), ends.parts(data), strict=True)):
+        parts.setdefault(part.group, []).append((part.first_byte, other_part.first_byte, index * data.num_tokens))
+    runs: list[Int64s] = []
+    for group, firsts in parts.items():
+        spans = other_spans = one.spans(group, data)
+        if other is not None:
+            spans, other_spans = _cut(spans, other.spans(group, data))
+        of_part = np.stack((spans.slots * one.stride, other_spans.slots * ends.stride, spans.starts), axis=1)
+        runs.append((np.array(firsts, np.int64)[:, np.newaxis] + of_part).reshape(-1, 3))
+    if len(runs) == 1:
+        return runs[0]
+    found = np.concatenate(runs) if runs else np.empty((0, 3), np.int64)
+    return found[np.argsort(found[:, 2])]  # groups take turns in the order of layers
+
+
+def _cut(one: Spans, other: Spans) -> tuple[Spans, Spans]:
+    """Return both cut at each other's borders."""
+    starts = np.union1d(one.starts, other.starts)
+    at_one = np.searchsorted(one.starts, starts, side="right") - 1
+    at_other = np.searchsorted(other.starts, starts, side="right") - 1
+    return (
+        Spans(one.slots[at_one] + (starts - one.starts[at_one]), starts),
+        Spans(other.slots[at_other] + (starts - other.starts[at_other]), starts),
     )
-    return Moves(runs, int(source_rows.sum()), source.row_bytes, source.stride, target.stride)
 
 
-def _runs(sequence: SequenceRuns, data: Header) -> tuple[Int64s, Int64s]:
-    """Return the byte offset of each run of rows, and its number of rows."""
-    spans: dict[int, Int64s] = {}
-    first_bytes: list[Int64s] = []
-    num_rows: list[Int64s] = []
-    for part in sequence.parts(data):
-        if part.group not in spans:
-            spans[part.group] = np.array(part.spans, np.int64).reshape(-1, 2)
-        slots = spans[part.group]
-        first_bytes.append(part.first_byte + slots[:, 0] * sequence.stride)
-        num_rows.append(slots[:, 1])
-    if not first_bytes:
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-    return np.concatenate(first_bytes), np.concatenate(num_rows)
-
-
-def _starts(num_rows: Int64s) -> Int64s:
-    """Return the number of each run's first row."""
-    return np.cumsum(num_rows) - num_rows
+def _borders(table: BlockTable, block_size: int) -> tuple[Int64s, Int64s]:
+    """Return the first token of each segment, and of the end, and the first slot of each segment."""
+    segments = np.array([segment for segment in table.segments if segment.num_blocks], np.int64).reshape(-1, 2)
+    blocks = np.concatenate(([table.first_block], table.first_block + np.cumsum(segments[:, 1])))
+    return blocks * block_size, segments[:, 0] * block_size
 
 
 def _check_tables(shape: ArenaShape, tables: BlockTables) -> None:

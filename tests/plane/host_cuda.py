@@ -66,13 +66,18 @@ class HostRuntime:
 
     def __init__(self) -> None:
         self.open: Counter[str] = Counter()
+        self.num_cards = 1
+        self.peers: set[tuple[int, int]] = set()
         self._memory: dict[int, Any] = {}
         self._registered: set[int] = set()
         self._handles = itertools.count(1000)
         self._current = threading.local()
 
     def getDeviceCount(self) -> int:
-        return 1
+        return self.num_cards
+
+    def deviceCanAccessPeer(self, index: int, other: int) -> int:
+        return int((index, other) in self.peers)
 
     def getDevice(self) -> int:
         return getattr(self._current, "index", 0)

@@ -161,6 +161,22 @@ def test_another_cards_memory_needs_peer_access_once(bench: HostBench, monkeypat
     assert asked == [1]
 
 
+def test_peers_map_each_other_and_strangers_do_not(bench: HostBench) -> None:
+    bench.runtime.num_cards, bench.runtime.peers = 3, {(0, 1), (2, 0)}
+    card = CudaDevice(bench.device.cuda, 0)  # pyright: ignore[reportAttributeAccessIssue]
+    uuids = [f"GPU-0102-0000:0{index}:00.0" for index in range(3)]
+    assert card.uuid == uuids[0] and [card.can_map(uuid) for uuid in uuids] == [True, True, False]
+    card.close()
+
+
+def test_room_for_digests_is_used_again(bench: HostBench) -> None:
+    for _ in range(10):
+        digests = [bench.device.new_digest() for _ in range(400)]
+        assert bench.runtime.open["hostAlloc"] == 1
+        for digest in digests:
+            digest.close()
+
+
 def test_the_callers_card_stays_the_threads_own(bench: HostBench) -> None:
     """Other libraries on the thread have a card of their own."""
     bench.runtime.setDevice(3)

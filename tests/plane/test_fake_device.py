@@ -285,6 +285,20 @@ def test_peers_map_each_other_and_strangers_do_not() -> None:
         thing.close()
 
 
+def test_a_handle_does_not_open_what_came_after_it() -> None:
+    """Descriptors are used again at once; names are not."""
+    owner, other = FakeDevice(owner="a"), FakeDevice(owner="b")
+    memory = owner.allocate(64)
+    handle = owner.export_memory(memory)
+    memory.close()
+    for later in [owner.allocate(64) for _ in range(4)]:
+        with pytest.raises(DeviceError):
+            other.open_memory(handle, 64)
+        later.close()
+    owner.close()
+    other.close()
+
+
 def test_memory_of_a_stranger_of_this_process_kills_the_card() -> None:
     cards = [FakeDevice("A"), FakeDevice("B")]
     memory, stream = cards[1].allocate(64), cards[0].new_stream()

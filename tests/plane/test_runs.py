@@ -183,6 +183,30 @@ def test_heads_that_the_arena_does_not_have(heads: HeadRange) -> None:
         SequenceRuns(uniform_shape(layout_of(64), 4), (BlockTable((Segment(0, 4),)),), heads)
 
 
+@pytest.mark.parametrize(("first_token", "num_tokens"), [(0, 17), (15, 4), (60, 5), (64, 1), (200, 8)])
+def test_tokens_that_the_tables_do_not_have(first_token: int, num_tokens: int) -> None:
+    """Blocks 1 to 3: a card's moves and a host's views are refused alike."""
+    shape = uniform_shape(layout_of(64), 4)
+    runs = SequenceRuns(shape, (BlockTable((Segment(2, 2), Segment(0, 1)), first_block=1),))
+    data = Header(Kind.DATA, 0, 0, 1, first_token, num_tokens)
+    memory = SequenceMemory(np.zeros(shape.num_bytes, np.uint8), runs)
+    for plan in (
+        lambda: gather_moves(runs, data),
+        lambda: scatter_moves(runs, data),
+        lambda: pair_moves(runs, runs, data),
+        lambda: memory.views(data),
+    ):
+        with pytest.raises(ValueError, match="token"):
+            plan()
+
+
+def test_a_frame_of_no_tokens_has_no_runs() -> None:
+    runs = SequenceRuns(uniform_shape(layout_of(64), 4), (BlockTable((Segment(2, 2),)),))
+    moves = gather_moves(runs, Header(Kind.DATA, 0, 0, 1, 8, 0))
+    assert moves.runs.shape == (0, 3) and moves.num_rows == 0
+    moves.check(0, 0)
+
+
 RIGHT = Moves(np.array([[0, 64, 0], [128, 0, 2]], np.int64), 4, 32, 32, 32)
 """Two runs of two rows, in 192 bytes and 128."""
 WRONG = {
