@@ -46,7 +46,9 @@ class Lane:
         self._device = arena.device
         self._ring = arena.ring
         self._owner = f"{name}-{next(_numbers)}"
-        self._digests = digests
+        self._has_digests = digests
+        self._digests: list[DigestSlot] = []
+        """Those that a kernel may still write to."""
         self._slots: dict[int, Slot] = {}
         self._events: list[Event] = []
         """Those that nobody uses now."""
@@ -85,27 +87,19 @@ class Lane:
     def bring_out(self, slot: Slot, source: SequenceRuns, data: Header, mark: int) -> Passage:
         """Bring a frame to the host's slot, once the arena's `mark` is reached. Raises DeviceError."""
         digest = self._new_digest()
-        try:
-            self._arena.order(self._stream, mark)
-            moves = gather_moves(source, data, slot.first_byte)
-            self._device.move(self._stream, moves, self._arena.memory, self._arena.mirror, digest)
-            self._device.download(self._stream, self._arena.mirror, slot.first_byte, self.host(slot))
-            return self._record(slot, digest)
-        except BaseException:
-            _close(digest)
-            raise
+        self._arena.order(self._stream, mark)
+        moves = gather_moves(source, data, slot.first_byte)
+        self._device.move(self._stream, moves, self._arena.memory, self._arena.mirror, digest)
+        self._device.download(self._stream, self._arena.mirror, slot.first_byte, self.host(slot))
+        return self._record(slot, digest)
 
     def bring_in(self, slot: Slot, target: SequenceRuns, data: Header) -> Passage:
         """Bring the frame in the host's slot to its place in the arena. Raises DeviceError."""
         digest = self._new_digest()
-        try:
-            self._device.upload(self._stream, self.host(slot), self._arena.mirror, slot.first_byte)
-            moves = scatter_moves(target, data, slot.first_byte)
-            self._device.move(self._stream, moves, self._arena.mirror, self._arena.memory, digest)
-            return self._record(slot, digest)
-        except BaseException:
-            _close(digest)
-            raise
+        self._device.upload(self._stream, self.host(slot), self._arena.mirror, slot.first_byte)
+        moves = scatter_moves(target, data, slot.first_byte)
+        self._device.move(self._stream, moves, self._arena.mirror, self._arena.memory, digest)
+        return self._record(slot, digest)
 
     def settle(self, passage: Passage) -> int:
         """Return the digest of a frame that has passed (0 without digests). The slot is still lent."""
@@ -114,6 +108,7 @@ class Lane:
         if passage.digest is None:
             return 0
         value = passage.digest.value()
+        self._digests.remove(passage.digest)
         passage.digest.close()
         return value
 
@@ -141,9 +136,9 @@ class Lane:
             self._stream.close()
 
     def _give_back(self) -> None:
-        for passage in self._passing.values():
-            _close(passage.digest)
-            self._events.append(passage.event)
+        for digest in self._digests:
+            digest.close()
+        self._events += [passage.event for passage in self._passing.values()]
         self._passing.clear()
         for slot in list(self._slots.values()):
             self.release(slot)
@@ -167,7 +162,10 @@ class Lane:
             claim.cut()
 
     def _new_digest(self) -> DigestSlot | None:
-        return self._device.new_digest() if self._digests else None
+        if not self._has_digests:
+            return None
+        self._digests.append(self._device.new_digest())
+        return self._digests[-1]
 
     def _record(self, slot: Slot, digest: DigestSlot | None) -> Passage:
         event = self._events.pop() if self._events else self._device.new_event()
@@ -188,7 +186,10 @@ class Lane:
                 event.record(self._stream)
                 is_done = event.wait(DRAIN_S)
         except DeviceError as error:
-            log.warning("%s: %d slots of the staging ring are not lent again: %s", self._owner, len(self._slots), error)
+            reason = str(error)  # its frames hold memory that is to go
+            log.warning(
+                "%s: %d slots of the staging ring are not lent again: %s", self._owner, len(self._slots), reason
+            )
             return False
         if not is_done:
             raise DeviceError("drain", f"what {self._owner} has begun has not ended within {DRAIN_S:.0f} s")
@@ -210,8 +211,3 @@ def wait_done(passage: Passage, wire: Wire | None, timeout_s: float) -> bool:
 def _check_peer(wire: Wire) -> None:
     if wire.has_ended:
         raise WireClosedError("the peer has gone")
-
-
-def _close(digest: DigestSlot | None) -> None:
-    if digest is not None:
-        digest.close()

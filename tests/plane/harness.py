@@ -124,15 +124,16 @@ class HostMemory:
 class CardMemory:
     """An arena on a fake card of its own, whose streams run late, and the stream of what stands for an engine."""
 
-    def __init__(self, shape: ArenaShape, staging_bytes: int = STAGING_BYTES) -> None:
+    def __init__(self, shape: ArenaShape, staging_bytes: int | None = None) -> None:
         self.card = self
         seed = next(_Cards.seeds)
         uuid = f"GPU-fake-{seed}" if _Cards.are_apart else "GPU-fake-0"
         self.device = FakeDevice(uuid, seed=seed, owner=f"owner-{seed}" if _Cards.are_peers else "")
         self.library = FakeLibrary(_FABRIC, self.device)
-        self.arena = DeviceArena(self.device, shape, staging_bytes)
+        self.arena = DeviceArena(self.device, shape, STAGING_BYTES if staging_bytes is None else staging_bytes)
         self.arena.pair_parts = PairParts(self.device, self.library, LibraryThreads())
-        self._stream = self.device.new_stream()
+        self.stream = self.device.new_stream()
+        """The engine's."""
         self._last_mark = 0
 
     @property
@@ -143,8 +144,8 @@ class CardMemory:
 
     def compute(self, work: Callable[[], None]) -> int:
         """Let the card do it when it comes to it; return the mark of its end."""
-        self._stream.run(work)
-        self._last_mark = self.arena.mark(self._stream.handle)
+        self.stream.run(work)
+        self._last_mark = self.arena.mark(self.stream.handle)
         return self._last_mark
 
     def wait(self) -> None:
@@ -155,7 +156,7 @@ class CardMemory:
         """Close it. What was taken for a transfer has come back, whatever became of the transfer."""
         if self.device.work.died_of is None:
             assert not self.arena.ring.used_bytes, f"slots that did not come back: {self.arena.ring.slots}"
-        self._stream.close()
+        self.stream.close()
         self.arena.close()
         assert not self.library.num_alive, "a communicator that nobody has aborted"
         if self.device.work.died_of is None:

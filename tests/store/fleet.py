@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from dataplane.arena import Arena
 from dataplane.layout import BlockTable, KVLayout, segments_of, uniform_shape
 from dataplane.lease import LeaseTable
 from dataplane.progress import KVProgress
@@ -34,6 +33,7 @@ from services.store.load import OpenTier, make_parts
 from services.store.service import run_store
 from services.store.values import BlockValues
 from services.telemetry import Telemetry
+from tests.plane.harness import CardMemory, HostMemory
 from tests.store.rig import LAYOUT, hashes_of
 
 SECRET = b"a secret of the tests"
@@ -56,10 +56,11 @@ async def until(holds: Callable[[], bool]) -> None:
 class BlockMemory:
     """An arena whose blocks are read and written whole."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+    def __init__(self, layout: KVLayout, num_blocks: int, *, on_card: bool = False) -> None:
         self.shape = uniform_shape(layout, num_blocks)
-        self.arena = Arena.create(self.shape)
-        self._values = BlockValues(self.arena.array, self.shape)
+        self._memory = CardMemory(self.shape) if on_card else HostMemory(self.shape)
+        self.arena = self._memory.arena
+        self._values = BlockValues(self._memory.array, self.shape)
 
     def put(self, block: int, kv: bytes) -> None:
         at = 0
@@ -69,6 +70,9 @@ class BlockMemory:
 
     def get(self, block: int) -> bytes:
         return b"".join(view.tobytes() for view in self._values.views(block))
+
+    def close(self) -> None:
+        self._memory.close()
 
 
 @dataclass
@@ -82,6 +86,7 @@ class Worker:
     layout: KVLayout = LAYOUT
     refuses: Refused | None = None
     num_tokens_ready: int | None = None
+    on_card: bool = False
     asked: list[list[BlockHash]] = field(default_factory=list)
     outcomes: list[str] = field(default_factory=list)
 
@@ -89,7 +94,7 @@ class Worker:
         self.leases = LeaseTable()
         self.progress: dict[LeaseId, KVProgress] = {}
         self.block_of: dict[BlockHash, int] = {}
-        self.memory = BlockMemory(self.layout, 128)
+        self.memory = BlockMemory(self.layout, 128, on_card=self.on_card)
         options = ServerOptions(carriers=self.carriers)
         self.plane = PlaneServer(self.memory.arena, self.memory.shape, self, SECRET, options)
 
@@ -101,7 +106,7 @@ class Worker:
         for progress in self.progress.values():
             progress.fail("the worker is gone")
         await asyncio.to_thread(self.plane.close)
-        self.memory.arena.close()
+        self.memory.close()
         await self.door.close()
 
     def hold(self, *numbers: int) -> None:
@@ -191,7 +196,8 @@ def granted(
 class Fleet:
     """Everybody around a store, on one broker."""
 
-    def __init__(self, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, tasks: asyncio.TaskGroup, *, on_cards: bool = False) -> None:
+        self.on_cards = on_cards
         self.broker = MemoryBroker()
         self.tasks = tasks
         self.door = TypedBus(MemoryBus(self.broker), "tests")
@@ -203,7 +209,7 @@ class Fleet:
         self.fresh_numbers = itertools.count(1_000)
         """Of blocks that no test names."""
         self._sequences: dict[str, int] = {}
-        self._memory = BlockMemory(LAYOUT, 64)
+        self._memory = BlockMemory(LAYOUT, 64, on_card=on_cards)
         self._reader = PlaneReader(self._memory.arena, self._memory.shape)
 
     async def start(self) -> None:
@@ -219,11 +225,11 @@ class Fleet:
         for worker in self.workers:
             await worker.close()
         self._reader.close()
-        self._memory.arena.close()
+        self._memory.close()
         await self.door.close()
 
     async def worker(self, name: str = "prefill-0", *numbers: int, **options) -> Worker:
-        worker = Worker(WorkerId(name), TypedBus(MemoryBus(self.broker), name), **options)
+        worker = Worker(WorkerId(name), TypedBus(MemoryBus(self.broker), name), on_card=self.on_cards, **options)
         self.workers.append(worker)
         worker.hold(*numbers)
         await worker.start(self.tasks)
@@ -328,9 +334,10 @@ def arenas() -> set[Path]:
 
 
 @asynccontextmanager
-async def fleet() -> AsyncGenerator[Fleet]:
+async def fleet(*, on_cards: bool = False) -> AsyncGenerator[Fleet]:
+    """Run the block among workers and a reader. `on_cards`: these have their KV on cards; a store never has."""
     async with asyncio.TaskGroup() as tasks:
-        around = Fleet(tasks)
+        around = Fleet(tasks, on_cards=on_cards)
         await around.start()
         yield around
         await around.close()

@@ -39,10 +39,12 @@ NAMES = {"memory": "memory", "disk": "disk", "valkey": "remote"}
 
 @pytest.mark.parametrize("kind", ["memory", "disk", "valkey"])
 @pytest.mark.parametrize("carrier", ["shm", "tcp"])
+@pytest.mark.parametrize("on_cards", [False, True])
 async def test_cooled_blocks_outlive_their_worker(
-    kind: str, carrier: str, tmp_path: Path, request: pytest.FixtureRequest
+    kind: str, carrier: str, on_cards: bool, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    async with fleet() as around, store(around, config_of(carrier=carrier, **behind(kind, tmp_path, request))):
+    config = config_of(carrier=carrier, **behind(kind, tmp_path, request))
+    async with fleet(on_cards=on_cards) as around, store(around, config):
         worker = await around.worker("prefill-0", *range(10))
         await worker.cool(*range(9, -1, -1))
         await until(lambda: around.has("memory", *range(10)) and around.has(NAMES[kind], *range(10)))
