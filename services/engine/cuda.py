@@ -6,12 +6,13 @@ What runs here cannot be tried without a card; it is kept to what torch's own ca
 import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dataplane.device import SupportsDLPack
 from dataplane.layout import ArenaShape
 from services.engine.attention import KVArena
 from services.engine.base import Marks
@@ -33,13 +34,6 @@ GIB = 1 << 30
 
 class DeviceUnusableError(UserError):
     """This machine's card cannot be used. One line that says what to do."""
-
-
-class ExportsMemory(Protocol):
-    """Device memory that other libraries see without a copy: an array of bytes (https://dmlc.github.io/dlpack)."""
-
-    def __dlpack__(self, *, stream: Any = None) -> Any: ...
-    def __dlpack_device__(self) -> tuple[Any, int]: ...
 
 
 def check_card(index: int) -> torch.device:
@@ -120,7 +114,7 @@ class _CudaRecording:
 def load_cuda_engine(
     checkpoint: Checkpoint,
     *,
-    arena: ExportsMemory,
+    arena: SupportsDLPack,
     shape: ArenaShape,
     marks: Marks,
     card: int = 0,

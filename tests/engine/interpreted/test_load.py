@@ -1,0 +1,109 @@
+"""What an engine on a card is before it serves: proven, with another library's attention and graphs only if right."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dataplane.layout import ArenaShape, uniform_shape
+from services.engine.attention import KVArena
+from services.engine.backends import FlashInferBackend
+from services.engine.batch import Batch
+from services.engine.checkpoint import layout_of, read_checkpoint
+from services.engine.device_engine import DeviceEngine
+from services.engine.device_load import Card, make_device_engine
+from services.engine.errors import CheckpointError
+from services.engine.model import load_model
+from tests.engine import flashinfer_fake
+from tests.engine.device_rig import CountedMarks, EagerRecorder, EagerRecording, HostRuntime
+from tests.engine.rig import BLOCK_SIZE, Allocator, generate, greedy, make_sequence, prompt_of, run_batch
+
+Tiny = Callable[..., Path]
+
+QWEN: dict[str, Any] = {"heads": 2, "kv_heads": 1}
+MISTRAL: dict[str, Any] = {"heads": 2, "kv_heads": 1, "sliding_window": 24}
+
+
+def load(folder: Path, wrapper: Any = None, recorder: Any = None, model: Any = None) -> DeviceEngine:
+    checkpoint = read_checkpoint(str(folder))
+    shape: ArenaShape = uniform_shape(layout_of(checkpoint, block_size=BLOCK_SIZE), 60)
+    arena = KVArena(shape, torch.zeros(shape.num_bytes, dtype=torch.uint8))  # as a card's memory is
+    backend = None
+    if wrapper is not None:
+        backend = FlashInferBackend(SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=wrapper), torch.device("cpu"))
+    card = Card(HostRuntime(), CountedMarks(), recorder, backend)
+    return make_device_engine(model or load_model(checkpoint, "float32"), checkpoint, arena, card, max_sequences=2)
+
+
+def answers_of(engine: DeviceEngine, prompts: dict[str, list[int]]) -> dict[str, list[int]]:
+    batch, allocator = Batch(29), Allocator(run=3)
+    for name, prompt in prompts.items():
+        batch.add(make_sequence(name, prompt, allocator.take(len(prompt) + 4), greedy(4)))
+    return run_batch(engine, batch)
+
+
+@pytest.mark.parametrize(("name", "fields"), [("qwen3", QWEN), ("mistral", MISTRAL)])
+def test_flashinfer_computes_the_chunks(tiny: Tiny, name: str, fields: dict[str, Any]) -> None:
+    folder = tiny(name, **fields)
+    engine = load(folder, flashinfer_fake.BatchPrefillWithPagedKVCacheWrapper)
+    prompts = {f"r{length}": prompt_of(length, seed=length) for length in (1, 23, 50)}
+    before = flashinfer_fake.BatchPrefillWithPagedKVCacheWrapper.planned
+    answers = answers_of(engine, prompts)
+    assert answers == {r: generate(folder, prompt, 4) for r, prompt in prompts.items()}
+    assert flashinfer_fake.BatchPrefillWithPagedKVCacheWrapper.planned - before == 3, "once for each step with chunks"
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "reason"), [(flashinfer_fake.Wrong, "computes other logits"), (flashinfer_fake.Failing, "no kernel")]
+)
+def test_a_library_that_is_wrong_is_not_used(
+    tiny: Tiny, wrapper: Any, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = load(tiny(**QWEN), wrapper)
+    assert engine._backend is None
+    (said,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert said.startswith("FlashInferBackend is not used") and reason in said
+    prompt = prompt_of(20)
+    assert answers_of(engine, {"r": prompt})["r"] == generate(tiny(**QWEN), prompt, 4)
+
+
+def test_graphs_that_compute_something_else_are_not_used(tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
+    class Stale(EagerRecording):
+        def replay(self) -> None:
+            self.output.copy_(torch.randn_like(self.output))
+
+    class Recorder(EagerRecorder):
+        def record(self, compute: Callable[[], Tensor]) -> EagerRecording:
+            return Stale(compute)
+
+    engine = load(tiny(**QWEN), recorder=Recorder())
+    assert engine.graphs is not None and engine.graphs.is_disabled
+    assert any("theirs are other logits" in r.getMessage() for r in caplog.records)
+    prompt = prompt_of(20)
+    assert answers_of(engine, {"r": prompt})["r"] == generate(tiny(**QWEN), prompt, 4)
+
+
+def test_an_engine_that_computes_something_else_is_refused(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    from services.engine import paged_ops
+
+    attend = paged_ops.attend_chunks
+    monkeypatch.setattr(paged_ops, "attend_chunks", lambda query, *rest: attend(query * 1.5, *rest))
+    with pytest.raises(CheckpointError, match="other logits on paged KV"):
+        load(tiny(**QWEN))
+
+
+def test_a_step_s_chunks_are_left_to_our_kernel_where_they_are_not_side_by_side(tiny: Tiny) -> None:
+    from services.engine.step_plan import StepPlanner
+    from tests.engine.interpreted.test_engine import step_of
+
+    engine = load(tiny(**QWEN), flashinfer_fake.BatchPrefillWithPagedKVCacheWrapper)
+    assert engine._backend is not None and engine._arena is not None
+    planner = StepPlanner(engine.layout)
+    single, chunk = step_of(1, 4), step_of(20, 4)
+    assert engine._backend.plan(engine._arena, planner.plan([*single, *chunk, *chunk])) is not None
+    assert engine._backend.plan(engine._arena, planner.plan([*chunk, *single, *chunk])) is None
