@@ -6,36 +6,34 @@ In: one copy brings the host's slot to the card, one kernel puts its rows where 
 of it waits for another process, so all of it ends; and a slot is lent again only once what uses it has ended.
 """
 
-import contextlib
 import itertools
 import logging
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from dataplane.arena import ByteArray
-from dataplane.device import DeviceError, DigestSlot, Event
+from dataplane.device import DeviceError, DigestSlot, Stream
 from dataplane.device_arena import DeviceArena
 from dataplane.ring import Claim, RingClosedError, Slot
 from dataplane.runs import SequenceRuns, gather_moves, scatter_moves
+from dataplane.side import Piece, SideStream, check_peer
 from dataplane.stream import Header
-from dataplane.wire import Wire, WireClosedError
+from dataplane.wire import Wire
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 30.0
-"""A card that has not done by then what was put on a side stream is taken for broken."""
 _LOOK_S = 0.05
-"""Who waits for the card, or for a slot, looks so often whether the peer is still there."""
+"""Who waits for a slot looks so often whether the peer is still there."""
 
 _numbers = itertools.count(1)
 
 
 class Passage(NamedTuple):
-    """A frame on its way. All that is put on the stream for it comes before `event`."""
+    """A frame on its way."""
 
     slot: Slot
-    event: Event
-    digest: DigestSlot | None
+    piece: Piece
 
 
 class Lane:
@@ -43,18 +41,11 @@ class Lane:
 
     def __init__(self, arena: DeviceArena, name: str, *, digests: bool) -> None:
         self._arena = arena
-        self._device = arena.device
         self._ring = arena.ring
         self._owner = f"{name}-{next(_numbers)}"
-        self._has_digests = digests
-        self._digests: list[DigestSlot] = []
-        """Those that a kernel may still write to."""
         self._slots: dict[int, Slot] = {}
-        self._events: list[Event] = []
-        """Those that nobody uses now."""
         self._passing: dict[int, Passage] = {}
-        self._stream = self._device.new_stream()
-        self._is_closed = False
+        self._side = SideStream(arena.device, self._owner, digests=digests)
 
     @property
     def has_slots(self) -> bool:
@@ -86,31 +77,29 @@ class Lane:
 
     def bring_out(self, slot: Slot, source: SequenceRuns, data: Header, mark: int) -> Passage:
         """Bring a frame to the host's slot, once the arena's `mark` is reached. Raises DeviceError."""
-        digest = self._new_digest()
-        self._arena.order(self._stream, mark)
-        moves = gather_moves(source, data, slot.first_byte)
-        self._device.move(self._stream, moves, self._arena.memory, self._arena.mirror, digest)
-        self._device.download(self._stream, self._arena.mirror, slot.first_byte, self.host(slot))
-        return self._record(slot, digest)
+        moves, arena = gather_moves(source, data, slot.first_byte), self._arena
+
+        def work(stream: Stream, digest: DigestSlot | None) -> None:
+            arena.order(stream, mark)
+            arena.device.move(stream, moves, arena.memory, arena.mirror, digest)
+            arena.device.download(stream, arena.mirror, slot.first_byte, self.host(slot))
+
+        return self._put(slot, work)
 
     def bring_in(self, slot: Slot, target: SequenceRuns, data: Header) -> Passage:
         """Bring the frame in the host's slot to its place in the arena. Raises DeviceError."""
-        digest = self._new_digest()
-        self._device.upload(self._stream, self.host(slot), self._arena.mirror, slot.first_byte)
-        moves = scatter_moves(target, data, slot.first_byte)
-        self._device.move(self._stream, moves, self._arena.mirror, self._arena.memory, digest)
-        return self._record(slot, digest)
+        moves, arena = scatter_moves(target, data, slot.first_byte), self._arena
+
+        def work(stream: Stream, digest: DigestSlot | None) -> None:
+            arena.device.upload(stream, self.host(slot), arena.mirror, slot.first_byte)
+            arena.device.move(stream, moves, arena.mirror, arena.memory, digest)
+
+        return self._put(slot, work)
 
     def settle(self, passage: Passage) -> int:
         """Return the digest of a frame that has passed (0 without digests). The slot is still lent."""
         del self._passing[passage.slot.number]
-        self._events.append(passage.event)
-        if passage.digest is None:
-            return 0
-        value = passage.digest.value()
-        self._digests.remove(passage.digest)
-        passage.digest.close()
-        return value
+        return self._side.settle(passage.piece)
 
     def release(self, slot: Slot) -> None:
         """Give back a slot that nothing passes through any more. Idempotent."""
@@ -124,24 +113,12 @@ class Lane:
         Raises DeviceError when the card does not come to an end. Slots of which it is not known that the card has done
         with them are not lent again.
         """
-        if self._is_closed:
-            return
-        self._is_closed = True
-        try:
-            if self._is_drained():
-                self._give_back()
-        finally:
-            for event in (*self._events, *(passage.event for passage in self._passing.values())):
-                event.close()
-            self._stream.close()
-
-    def _give_back(self) -> None:
-        for digest in self._digests:
-            digest.close()
-        self._events += [passage.event for passage in self._passing.values()]
-        self._passing.clear()
-        for slot in list(self._slots.values()):
-            self.release(slot)
+        if self._side.close():
+            self._passing.clear()
+            for slot in list(self._slots.values()):
+                self.release(slot)
+        elif self._slots:
+            log.warning("%s: %d slots of the staging ring are not lent again", self._owner, len(self._slots))
 
     def _have(self, slot: Slot | None) -> Slot | None:
         if slot is not None:
@@ -154,60 +131,13 @@ class Lane:
             while (left := deadline - time.monotonic()) > _LOOK_S:
                 if (slot := self._have(claim.poll(_LOOK_S))) is not None:
                     return slot
-                _check_peer(wire)
+                check_peer(wire)
             slot = claim.wait(max(0.0, left))
             self._slots[slot.number] = slot
             return slot
         finally:
             claim.cut()
 
-    def _new_digest(self) -> DigestSlot | None:
-        if not self._has_digests:
-            return None
-        self._digests.append(self._device.new_digest())
-        return self._digests[-1]
-
-    def _record(self, slot: Slot, digest: DigestSlot | None) -> Passage:
-        event = self._events.pop() if self._events else self._device.new_event()
-        try:
-            event.record(self._stream)
-        except BaseException:
-            self._events.append(event)
-            raise
-        passage = self._passing[slot.number] = Passage(slot, event, digest)
+    def _put(self, slot: Slot, work: Callable[[Stream, DigestSlot | None], None]) -> Passage:
+        passage = self._passing[slot.number] = Passage(slot, self._side.put(work))
         return passage
-
-    def _is_drained(self) -> bool:
-        """Wait for the stream's end; say whether it is known to have come. Raises DeviceError when it does not come."""
-        if not self._slots:
-            return True
-        try:
-            with contextlib.closing(self._device.new_event()) as event:
-                event.record(self._stream)
-                is_done = event.wait(DRAIN_S)
-        except DeviceError as error:
-            reason = str(error)  # its frames hold memory that is to go
-            log.warning(
-                "%s: %d slots of the staging ring are not lent again: %s", self._owner, len(self._slots), reason
-            )
-            return False
-        if not is_done:
-            raise DeviceError("drain", f"what {self._owner} has begun has not ended within {DRAIN_S:.0f} s")
-        return True
-
-
-def wait_done(passage: Passage, wire: Wire | None, timeout_s: float) -> bool:
-    """Wait until a frame has passed; say whether it has. Raises DeviceError, and WireClosedError when the peer has
-    gone, where there is a `wire` to look at."""
-    deadline = time.monotonic() + timeout_s
-    while not passage.event.wait(max(0.0, min(_LOOK_S, deadline - time.monotonic()))):
-        if wire is not None:
-            _check_peer(wire)
-        if time.monotonic() >= deadline:
-            return False
-    return True
-
-
-def _check_peer(wire: Wire) -> None:
-    if wire.has_ended:
-        raise WireClosedError("the peer has gone")

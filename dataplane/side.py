@@ -38,21 +38,24 @@ class SideStream:
         self._digests = digests
         self._idle: list[Event] = []
         self._pieces: dict[Event, Piece] = {}
+        self._digest_slots: list[DigestSlot] = []
+        self._has_loose_work = False
+        """Something may have been put on the stream that no event stands behind."""
         self._stream = device.new_stream()
         self._is_closed = False
+        self._was_drained = False
 
     def put(self, work: Callable[[Stream, DigestSlot | None], None]) -> Piece:
         """Let `work` put something on the stream, which the digest is of where there are digests. Raises what it
         raises, and DeviceError."""
-        digest = self._device.new_digest() if self._digests else None
+        digest = self._new_digest()
         event = self._idle.pop() if self._idle else self._device.new_event()
         try:
             work(self._stream, digest)
             event.record(self._stream)
         except BaseException:
             self._idle.append(event)
-            if digest is not None:
-                digest.close()
+            self._has_loose_work = True
             raise
         piece = self._pieces[event] = Piece(event, digest)
         return piece
@@ -64,6 +67,7 @@ class SideStream:
         if piece.digest is None:
             return 0
         value = piece.digest.value()
+        self._digest_slots.remove(piece.digest)
         piece.digest.close()
         return value
 
@@ -71,30 +75,36 @@ class SideStream:
         """Wait until nothing is under way any more, and give everything back; say whether that has come, which of a
         card that has failed is not known. Raises DeviceError when the card does not come to an end. Idempotent."""
         if self._is_closed:
-            return True
+            return self._was_drained
         self._is_closed = True
         try:
-            is_drained = self._is_drained()
-            if is_drained:
-                for piece in self._pieces.values():
-                    if piece.digest is not None:
-                        piece.digest.close()
-            return is_drained
+            self._was_drained = self._is_drained()
+            if self._was_drained:  # else a kernel may still write to them
+                for digest in self._digest_slots:
+                    digest.close()
+            return self._was_drained
         finally:
             for event in (*self._idle, *self._pieces):
                 event.close()
             self._stream.close()
 
+    def _new_digest(self) -> DigestSlot | None:
+        if not self._digests:
+            return None
+        self._digest_slots.append(self._device.new_digest())
+        return self._digest_slots[-1]
+
     def _is_drained(self) -> bool:
         """Wait for the stream's end; say whether it is known to have come. Raises DeviceError when it does not come."""
-        if not self._pieces:
+        if not self._pieces and not self._has_loose_work:
             return True
         try:
             with contextlib.closing(self._device.new_event()) as event:
                 event.record(self._stream)
                 is_done = event.wait(DRAIN_S)
         except DeviceError as error:
-            log.warning("%s: not known to have ended: %s", self._name, error)
+            reason = str(error)  # its frames hold memory that is to go
+            log.warning("%s: not known to have ended: %s", self._name, reason)
             return False
         if not is_done:
             raise DeviceError("drain", f"what {self._name} has begun has not ended within {DRAIN_S:.0f} s")

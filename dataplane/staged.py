@@ -19,10 +19,11 @@ from dataplane.device import DeviceError
 from dataplane.device_arena import DeviceArena
 from dataplane.extent import Extent
 from dataplane.frames import Rows, Staging, new_hasher
-from dataplane.lane import Lane, Passage, wait_done
+from dataplane.lane import Lane, Passage
 from dataplane.ring import RingFullError, Slot
 from dataplane.runs import SequenceRuns
 from dataplane.shm import FrameSource
+from dataplane.side import wait_done
 from dataplane.stream import (
     Digest,
     DigestKind,
@@ -139,7 +140,7 @@ class StagedHolder:
             if oldest.passage is None:
                 slot = self._lane.take(_memory_bytes(self._extent, oldest.data), wire, timeout_s)
                 oldest.passage = self._lane.bring_out(slot, self._source, oldest.data, oldest.mark)
-            if not wait_done(oldest.passage, wire, timeout_s):
+            if not wait_done(oldest.passage.piece, wire, timeout_s):
                 raise DeviceError("staging", f"frame {oldest.data.sequence} is not there within {timeout_s:.1f} s")
             return oldest.passage
         except RingFullError as error:
@@ -283,7 +284,7 @@ class StagedReader:
         num_bytes = _memory_bytes(self._extent, data)
         if num_bytes > self._max_bytes:
             raise ProtocolError(f"frame {data.sequence} has {num_bytes} bytes; here fit {self._max_bytes}")
-        while self._passing and self._passing[0].passage.event.is_done():
+        while self._passing and self._passing[0].passage.piece.event.is_done():
             self._settle_oldest(deadline)
         while True:
             slot = self._lane.take_now(num_bytes) if len(self._passing) < MAX_PASSING else None
@@ -306,7 +307,7 @@ class StagedReader:
 
     def _settle_oldest(self, deadline: float) -> None:
         oldest = self._passing[0]
-        if not wait_done(oldest.passage, None, deadline - time.monotonic()):
+        if not wait_done(oldest.passage.piece, None, deadline - time.monotonic()):
             raise WireTimeoutError("the card has not taken a frame in by the deadline")
         oldest.found = self._lane.settle(oldest.passage)
         self._lane.release(oldest.passage.slot)

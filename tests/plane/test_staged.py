@@ -12,16 +12,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from dataplane import lane
+from dataplane import side
 from dataplane.arena import ByteArray
 from dataplane.carrier import HeldUpError
 from dataplane.checksum import sum64
 from dataplane.device import DeviceError
 from dataplane.extent import Extent, heads_of
 from dataplane.fake_device import FakeDevice, FakeMemory
-from dataplane.lane import Lane, wait_done
+from dataplane.lane import Lane
 from dataplane.ring import Slot, StagingRing
 from dataplane.runs import SequenceRuns
+from dataplane.side import wait_done
 from dataplane.staged import StagedHolder, StagedReader, StagedSharedHolder
 from dataplane.stream import (
     Accepted,
@@ -137,7 +138,7 @@ def test_frames_are_brought_out_before_they_are_sent(card: CardMemory, wires: tu
         holder.begin(data, 0)
     card.device.resume()
     passages = [begun.passage for begun in holder._begun]
-    assert all(passage is not None and wait_done(passage, None, DEADLINE_S) for passage in passages)
+    assert all(passage is not None and wait_done(passage.piece, None, DEADLINE_S) for passage in passages)
     for data in frames:
         assert holder.send(wires[0], b"", data, TransferStats(), DEADLINE_S)() == sum64(bytes_of(data))
         assert wires[1].receive_header(DEADLINE_S + 1e9, Kind.DATA) == data
@@ -155,7 +156,7 @@ def test_nothing_is_read_before_its_mark(card: CardMemory, wires: tuple[SocketWi
     mark = card.compute(lambda: write_all(card.array))
     made.begin(data, mark)
     passage = made._begun[0].passage
-    assert passage is not None and not wait_done(passage, None, 0.2)
+    assert passage is not None and not wait_done(passage.piece, None, 0.2)
     with pytest.raises(DeviceError, match=r"frame 1 is not there within 0\.1 s"):
         made.send(wires[0], b"", data, TransferStats(), 0.1)
     card.device.resume()
@@ -173,7 +174,7 @@ def test_frames_are_received_while_others_are_brought_in(
     for data in frames:  # the card does nothing, and none of them waits for it
         wires[0].send([bytes_of(data)], DEADLINE_S)
         digests.append(reader.land(wires[1], data, TransferStats(), 1e12))
-    assert not any(passing.passage.event.is_done() for passing in reader._passing)
+    assert not any(passing.passage.piece.event.is_done() for passing in reader._passing)
     card.device.resume()
     assert [digest() for digest in digests] == [sum64(bytes_of(data)) for data in frames]
     assert not card.arena.ring.used_bytes, "what is in place needs no slot"
@@ -390,7 +391,7 @@ def test_card_that_does_not_come_to_an_end(
     carrier: str, holder: Holder, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The read is over, and with an error; memory that the card may still write to is lent to nobody."""
-    monkeypatch.setattr(lane, "DRAIN_S", 0.1)
+    monkeypatch.setattr(side, "DRAIN_S", 0.1)
     device = card_of(target).device
     device.stall()
     bring_in = Lane.bring_in
