@@ -200,6 +200,14 @@ def test_tokens_that_the_tables_do_not_have(first_token: int, num_tokens: int) -
             plan()
 
 
+def test_segments_without_blocks_are_no_runs() -> None:
+    segments = (Segment(3, 0), Segment(2, 1), Segment(0, 0), Segment(0, 1), Segment(1, 0))
+    runs = SequenceRuns(uniform_shape(layout_of(64), 4), (BlockTable(segments),))
+    moves = gather_moves(runs, Header(Kind.DATA, 0, 0, 1, 0, 32))
+    slot_bytes = runs.stride
+    assert moves.runs[:2, [0, 2]].tolist() == [[32 * slot_bytes, 0], [0, 16]] and len(moves.runs) == 4
+
+
 def test_a_frame_of_no_tokens_has_no_runs() -> None:
     runs = SequenceRuns(uniform_shape(layout_of(64), 4), (BlockTable((Segment(2, 2),)),))
     moves = gather_moves(runs, Header(Kind.DATA, 0, 0, 1, 8, 0))
