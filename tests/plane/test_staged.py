@@ -41,6 +41,7 @@ from tests.plane.harness import (
     DEADLINE_S,
     LAYOUT,
     NUM_BLOCKS,
+    ON_CARDS,
     SOURCE,
     STAGED,
     TARGET,
@@ -240,6 +241,16 @@ def test_frames_of_no_bytes_are_not_asked_for(make_holder: Callable[..., Holder]
     with knock(holder := make_holder(("tcp",))) as sock:
         sock.sendall(opening(holder, "tcp", frame_bytes=0))
         assert b'"malformed"' in hears(sock)
+
+
+@pytest.mark.usefixtures("small_rings")
+@pytest.mark.parametrize("carrier", [*STAGED, *ON_CARDS], indirect=True)
+def test_frames_are_as_small_as_the_ring_wants_only_where_they_pass_through_it(
+    carrier: str, holder: Holder, target: Target
+) -> None:
+    holder.compute_all()
+    stats = target.read_from(holder, carrier).stats
+    assert stats.num_frames >= stats.num_bytes / FRAME if carrier in ("tcp", "shm") else stats.num_frames == 1
 
 
 # Under pressure.
