@@ -10,7 +10,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from dataplane import loopback, shm, tcp
+from dataplane import loopback, shm, staged, tcp
 from dataplane.arena import Arena, ArenaMissingError, ByteArray
 from dataplane.carrier import ReaderCarrier
 from dataplane.codec import WireDtype
@@ -40,6 +40,7 @@ from dataplane.runs import SequenceRuns
 from dataplane.shm import ArenaFrames, AttachedArenas, FrameSource, SharedReader
 from dataplane.staged import SharedStagedReader, StagedFrames, StagedReader
 from dataplane.stream import (
+    MAX_FRAME_BYTES,
     Accepted,
     DigestKind,
     FailureCode,
@@ -148,7 +149,6 @@ class PlaneReader:
         run = Read(request, wanted, cancellation or Cancellation(), on_started)
         if isinstance(self._arena, DeviceArena):
             run.digest_kind = "sum64"
-            run.max_frame_bytes = self._arena.ring.frame_bytes
         try:
             return self._run(run, target)
         except (WireClosedError, ConnectionError) as error:
@@ -200,6 +200,9 @@ class PlaneReader:
     def _run_over(self, choice: Choice, run: Read, target: SequenceRuns) -> Landed:
         """Read over this carrier, on a connection that is there or a new one. Raises CarrierBrokenError."""
         carrier, run.stats.reason = choice
+        run.max_frame_bytes = MAX_FRAME_BYTES
+        if isinstance(self._arena, DeviceArena) and carrier in (shm.NAME, tcp.NAME):
+            run.max_frame_bytes = min(staged.FRAME_BYTES, self._arena.ring.frame_bytes)
         if carrier == NCCL:
             return self._run_paired(run, target)
         return self._run_on(carrier, run, partial(self._carrier, carrier, run, target))

@@ -14,10 +14,10 @@ from tests.plane.harness import (
     SIMULATED,
     Holder,
     Target,
-    ends_of,
     fast_network,
     name_of,
     use_cards,
+    use_ends,
     use_network,
 )
 
@@ -35,8 +35,7 @@ def simulated(request: pytest.FixtureRequest) -> Iterator[bool]:
     """
     is_simulated = _is_simulated(request.node)
     use_network(fast_network() if is_simulated else None)
-    source, target = ends_of(_carrier_of(request.node))
-    use_cards(holder=source != "host", target=target != "host", are_peers=source == "peer", are_apart=source == "apart")
+    use_ends(_carrier_of(request.node))
     yield is_simulated
     use_cards(holder=False, target=False)
     use_network(None)

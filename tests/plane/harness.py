@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+import pytest
 
 from dataplane import loopback
 from dataplane.arena import Arena, ByteArray
 from dataplane.communicator import LibraryThreads
+from dataplane.device import Device
 from dataplane.device_arena import DeviceArena
 from dataplane.fake_communicator import FakeFabric, FakeLibrary
 from dataplane.fake_device import FakeDevice, FakeMemory
@@ -32,6 +34,8 @@ from schemas.handoff import Endpoint
 from schemas.ids import LeaseId, WorkerId
 from services.sim import threads
 from services.sim.plane import SimNetwork, SimPlaneReader, SimPlaneServer
+from tests import gpu
+from tests.gpu import GPU_MARKS
 
 SECRET = b"the mesh's secret"
 LAYOUT = KVLayout(weights="w", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=8, block_size=16)
@@ -52,6 +56,14 @@ ON_CARDS = ("card>card:cuda", "peer>peer:cuda", "apart>apart:nccl")
 memory."""
 
 
+ON_GPU = tuple(
+    pytest.param(f"{ends}:{name}", marks=GPU_MARKS)
+    for ends, names in (("gpu>gpu", ("cuda", "tcp", "shm")), ("gpu>host", ("tcp", "shm")), ("host>gpu", ("tcp", "shm")))
+    for name in names
+)
+"""The same on a real card, where there is one."""
+
+
 def name_of(param: str) -> str:
     """Return the carrier's own name."""
     return param.removeprefix(SIMULATED).rpartition(":")[2]
@@ -59,7 +71,7 @@ def name_of(param: str) -> str:
 
 def ends_of(param: str) -> tuple[str, str]:
     """Return where the holder and the target of such a carrier have their KV: "card", "peer" (a card of another
-    process, or as good as), "apart" (another card) or "host"."""
+    process, or as good as), "apart" (a card whose memory the other does not see), "gpu" (a real card) or "host"."""
     source, _, target = param.rpartition(":")[0].partition(">")
     return source or "host", target or "host"
 
@@ -77,12 +89,11 @@ def use_network(network: SimNetwork | None) -> None:
 
 
 class _Cards:
-    """Whether holders and targets are made on a card, each on one of its own: a fake one."""
+    """Whether holders and targets are made on a card, each on one of its own: a fake one, or all on a real one."""
 
     holder = False
     target = False
-    are_peers = False
-    are_apart = False
+    kind = "card"
     seeds = itertools.count()
 
 
@@ -91,9 +102,15 @@ STAGING_BYTES = 1 << 20
 """Of arenas on fake cards: a few frames of most tests fit, and of some not."""
 
 
-def use_cards(*, holder: bool, target: bool, are_peers: bool = False, are_apart: bool = False) -> None:
-    """Make holders and targets on fake cards from here on, or not; as peers each as if it were a process of its own."""
-    _Cards.holder, _Cards.target, _Cards.are_peers, _Cards.are_apart = holder, target, are_peers, are_apart
+def use_cards(*, holder: bool, target: bool, kind: str = "card") -> None:
+    """Make holders and targets on cards of this kind from here on, or not."""
+    _Cards.holder, _Cards.target, _Cards.kind = holder, target, kind
+
+
+def use_ends(param: str) -> None:
+    """Make holders and targets where the carrier's name says, from here on."""
+    source, target = ends_of(param)
+    use_cards(holder=source != "host", target=target != "host", kind=target if source == "host" else source)
 
 
 class HostMemory:
@@ -108,6 +125,10 @@ class HostMemory:
     def array(self) -> ByteArray:
         """The KV."""
         return self.arena.array
+
+    def fill(self, value: int) -> None:
+        """Set all bytes."""
+        self.array[:] = value
 
     def compute(self, work: Callable[[], None]) -> int:
         """Do it; return the mark of what is ready."""
@@ -127,8 +148,8 @@ class CardMemory:
     def __init__(self, shape: ArenaShape, staging_bytes: int | None = None) -> None:
         self.card = self
         seed = next(_Cards.seeds)
-        uuid = f"GPU-fake-{seed}" if _Cards.are_apart else "GPU-fake-0"
-        self.device = FakeDevice(uuid, seed=seed, owner=f"owner-{seed}" if _Cards.are_peers else "")
+        uuid = f"GPU-fake-{seed}" if _Cards.kind == "apart" else "GPU-fake-0"
+        self.device = FakeDevice(uuid, seed=seed, owner=f"owner-{seed}" if _Cards.kind == "peer" else "")
         self.library = FakeLibrary(_FABRIC, self.device)
         self.arena = DeviceArena(self.device, shape, STAGING_BYTES if staging_bytes is None else staging_bytes)
         self.arena.pair_parts = PairParts(self.device, self.library, LibraryThreads())
@@ -141,6 +162,10 @@ class CardMemory:
         """The KV as it lies on the card now."""
         assert isinstance(self.arena.memory, FakeMemory)
         return self.arena.memory.array
+
+    def fill(self, value: int) -> None:
+        """Set all bytes. Nothing is under way."""
+        self.array[:] = value
 
     def compute(self, work: Callable[[], None]) -> int:
         """Let the card do it when it comes to it; return the mark of its end."""
@@ -164,10 +189,66 @@ class CardMemory:
         self.device.close()
 
 
+class RealCardMemory:
+    """An arena on a card that only its own calls reach. What stands for an engine writes to a copy on the host, which
+    goes up in the order of its stream."""
+
+    card = None
+
+    def __init__(self, shape: ArenaShape, make_device: Callable[[], Device] = gpu.card) -> None:
+        self.device = make_device()
+        self.arena = DeviceArena(self.device, shape, STAGING_BYTES)
+        self.stream = self.device.new_stream()
+        self._copy = np.zeros(shape.num_bytes, np.uint8)
+        self.device.pin(self._copy)
+        self._is_writing = False
+        self._last_mark = 0
+
+    @property
+    def array(self) -> ByteArray:
+        """The KV as it lies on the card now; inside of `compute` what is to go there."""
+        if self._is_writing:
+            return self._copy
+        with contextlib.closing(self.device.new_event()) as event:
+            self.device.download(self.stream, self.arena.memory, 0, self._copy)
+            event.record(self.stream)
+            assert event.wait(DEADLINE_S), "the card does not come to an end"
+        return self._copy.copy()
+
+    def fill(self, value: int) -> None:
+        """Set all bytes."""
+        self.compute(lambda: self._copy.fill(value))
+        self.wait()
+
+    def compute(self, work: Callable[[], None]) -> int:
+        """Let it be on the card when that comes to it; return the mark of its end."""
+        self.wait()  # the copy has gone up
+        self._is_writing = True
+        work()
+        self._is_writing = False
+        self.device.upload(self.stream, self._copy, self.arena.memory, 0)
+        self._last_mark = self.arena.mark(self.stream.handle)
+        return self._last_mark
+
+    def wait(self) -> None:
+        """Wait for all that was to be computed."""
+        assert self.arena.wait_ready(self._last_mark, DEADLINE_S), "the card does not come to an end"
+
+    def close(self) -> None:
+        assert not self.arena.ring.used_bytes, f"slots that did not come back: {self.arena.ring.slots}"
+        self.device.unpin(self._copy)
+        self.stream.close()
+        self.arena.close()
+        self.device.close()
+
+
+Memory = HostMemory | CardMemory | RealCardMemory
+
+
 class EngineProgress(KVProgress):
     """Of an engine: it has its last token, and with it knows that all is computed, before it finishes."""
 
-    def __init__(self, memory: HostMemory | CardMemory, num_layers: int, num_tokens: int) -> None:
+    def __init__(self, memory: Memory, num_layers: int, num_tokens: int) -> None:
         super().__init__(num_layers, num_tokens)
         self._memory = memory
 
@@ -176,14 +257,20 @@ class EngineProgress(KVProgress):
         super().finish(trailer)
 
 
-def holder_memory(shape: ArenaShape) -> HostMemory | CardMemory:
+def holder_memory(shape: ArenaShape) -> Memory:
     """Return an arena where holders have theirs now."""
-    return CardMemory(shape) if _Cards.holder else HostMemory(shape)
+    return _memory(shape, on_card=_Cards.holder)
 
 
-def target_memory(shape: ArenaShape) -> HostMemory | CardMemory:
+def target_memory(shape: ArenaShape) -> Memory:
     """Return an arena where those who read have theirs now."""
-    return CardMemory(shape) if _Cards.target else HostMemory(shape)
+    return _memory(shape, on_card=_Cards.target)
+
+
+def _memory(shape: ArenaShape, *, on_card: bool) -> Memory:
+    if not on_card:
+        return HostMemory(shape)
+    return RealCardMemory(shape) if _Cards.kind == "gpu" else CardMemory(shape)
 
 
 def fast_network() -> SimNetwork:
@@ -310,7 +397,7 @@ class Holder:
             self.host = f"holder-{next(_Simulation.hosts)}"
             self.server = SimPlaneServer(_Simulation.network, self.host, *parts)
         self.server.start()
-        if _Cards.are_peers:
+        if _Cards.kind == "peer":
             loopback.unregister(self.server)
         self.lease, self.progress = self.grant("lease-0")
 

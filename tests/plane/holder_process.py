@@ -8,11 +8,11 @@ import sys
 
 import msgspec
 
-from tests.plane.harness import Holder, ends_of, name_of, use_cards
+from tests.plane.harness import Holder, name_of, use_ends
 
 
 def main() -> None:
-    use_cards(holder=ends_of(sys.argv[1])[0] != "host", target=False)
+    use_ends(sys.argv[1])
     holder = Holder((name_of(sys.argv[1]),))
     say(msgspec.json.encode(holder.endpoint).decode())
     say(holder.ticket())

@@ -9,13 +9,13 @@ import msgspec
 
 from dataplane.stream import TransferFailedError
 from schemas.handoff import Endpoint
-from tests.plane.harness import Target, ends_of, name_of, use_cards
+from tests.plane.harness import Target, name_of, use_ends
 from tests.plane.holder_process import say
 
 
 def main() -> None:
     param, endpoint, ticket = sys.argv[1:]
-    use_cards(holder=False, target=ends_of(param)[1] != "host")
+    use_ends(param)
     target = Target()
     request = target.request(msgspec.json.decode(endpoint, type=Endpoint), ticket, name_of(param), 300)
     try:

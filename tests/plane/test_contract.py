@@ -18,6 +18,7 @@ from tests.plane.harness import (
     DEADLINE_S,
     LAYOUT,
     ON_CARDS,
+    ON_GPU,
     SIMULATED,
     STAGED,
     TARGET,
@@ -29,7 +30,7 @@ from tests.plane.harness import (
 )
 
 
-@pytest.fixture(params=[*CARRIERS, *(SIMULATED + carrier for carrier in CARRIERS), *STAGED, *ON_CARDS])
+@pytest.fixture(params=[*CARRIERS, *(SIMULATED + carrier for carrier in CARRIERS), *STAGED, *ON_CARDS, *ON_GPU])
 def carrier(request: pytest.FixtureRequest) -> str:
     return name_of(request.param)
 
@@ -68,7 +69,7 @@ def test_layers_arrive_in_any_order(carrier: str, holder: Holder, target: Target
 
 @pytest.mark.parametrize("first_token", [1, 16, 37, 299, 300])
 def test_sends_only_what_the_reader_lacks(carrier: str, holder: Holder, target: Target, first_token: int) -> None:
-    target.array[:] = 0xAB
+    target.memory.fill(0xAB)
     holder.compute_all()
     landed = target.read_from(holder, carrier, first_token=first_token)
     assert landed.stats.num_bytes == (300 - first_token) * 2 * LAYOUT.num_layers * LAYOUT.token_bytes
@@ -77,7 +78,7 @@ def test_sends_only_what_the_reader_lacks(carrier: str, holder: Holder, target: 
 
 
 def test_writes_nothing_outside_its_blocks(carrier: str, holder: Holder, target: Target) -> None:
-    target.array[:] = 0xAB
+    target.memory.fill(0xAB)
     holder.compute_all()
     target.read_from(holder, carrier)
     num_slots = TARGET.end_block * LAYOUT.block_size
@@ -153,7 +154,7 @@ def test_many_reads_at_once(carrier: str, make_holder: Callable[..., Holder]) ->
 def test_one_lease_may_be_read_twice(carrier: str, holder: Holder, target: Target) -> None:
     holder.compute_all()
     for _ in range(2):
-        target.array[:] = 0
+        target.memory.fill(0)
         target.read_from(holder, carrier)
         assert np.array_equal(target.landed(300), holder.kv)
 
