@@ -76,14 +76,17 @@ class CudaRuntime:
         tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         return HostBuffer(tensor, tensor.numpy())
 
+    def wait(self) -> None:
+        self._done.record(self.stream)
+        self._done.synchronize()
+
     def fetch(self, tensor: Tensor) -> list[int]:
         count = tensor.numel()
         if count > len(self._tokens):
             self._tokens = torch.empty(1 << (count - 1).bit_length(), dtype=torch.int64, pin_memory=True)
         tokens = self._tokens[:count]
         tokens.copy_(tensor, non_blocking=True)
-        self._done.record(self.stream)
-        self._done.synchronize()
+        self.wait()
         return cast(list[int], tokens.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -137,7 +140,7 @@ def load_cuda_engine(
         parts = Card(runtime, marks, CudaRecorder(runtime), find_backend(shape.layout, device))
         kv = KVArena(shape, torch.from_dlpack(arena))
         engine = make_device_engine(model, checkpoint, kv, parts, max_sequences=max_sequences)
-        runtime.stream.synchronize()
+        runtime.wait()
     return engine
 
 

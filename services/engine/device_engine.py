@@ -101,13 +101,23 @@ class DeviceEngine:
         are no numbers, ValueError when a sequence has outgrown its block tables, and what the driver raises.
         """
         with self._runtime.active():
-            plan = self._planner.plan(items)
-            logits, inputs = self._compute(items, plan)
-            ids = self._runtime.fetch(choose(logits, plan.draws, inputs.draws))
-            if UNSETTLED in ids:
-                ids = self._runtime.fetch(choose(logits, plan.draws, inputs.draws, all_candidates=True))
+            try:
+                ids = self._step(items)
+            except BaseException:
+                # What was launched goes on writing; blocks are given to others once this has raised.
+                self._runtime.wait()
+                raise
         if bad := ids.count(NOT_FINITE):
             raise NotFiniteError(f"logits of {bad} of {len(ids)} sequences are not finite")
+        return ids
+
+    def _step(self, items: Seq[StepItem]) -> list[int]:
+        """Return a token id or NOT_FINITE per sampling item."""
+        plan = self._planner.plan(items)
+        logits, inputs = self._compute(items, plan)
+        ids = self._runtime.fetch(choose(logits, plan.draws, inputs.draws))
+        if UNSETTLED in ids:
+            ids = self._runtime.fetch(choose(logits, plan.draws, inputs.draws, all_candidates=True))
         return ids
 
     @torch.inference_mode()

@@ -25,6 +25,7 @@ class HostRuntime:
 
     def __init__(self) -> None:
         self.num_fetches = 0
+        self.num_waits = 0
 
     def active(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
@@ -32,6 +33,9 @@ class HostRuntime:
     def host_buffer(self, num_bytes: int) -> HostBuffer:
         tensor = torch.full((num_bytes,), 0xEE, dtype=torch.uint8)  # what is not written is no number of ours
         return HostBuffer(tensor, tensor.numpy())
+
+    def wait(self) -> None:
+        self.num_waits += 1
 
     def fetch(self, tensor: Tensor) -> list[int]:
         self.num_fetches += 1

@@ -162,6 +162,22 @@ def test_a_step_waits_once(tiny: Tiny) -> None:
     assert runtime.num_fetches - before == steps, "steps that sample nothing too: what they computed counts as there"
 
 
+def test_a_step_that_fails_ends_on_the_card_before_it_raises(tiny: Tiny) -> None:
+    """Its blocks are somebody else's then."""
+
+    class Failing(Listener):
+        def advance(self, layer: int, num_tokens: int, mark: int = 0) -> None:
+            raise RuntimeError("no such lease")
+
+    engine = load_device_engine(tiny(**SMALL))
+    runtime = engine._runtime
+    assert isinstance(runtime, HostRuntime)
+    sequence = make_sequence("r", prompt_of(8), [Segment(0, 2)], greedy(1), listener=Failing())
+    with pytest.raises(RuntimeError, match="no such lease"):
+        engine.step([StepItem(sequence, 0, 8, True)])
+    assert runtime.num_waits == 1
+
+
 def test_bfloat16(tiny: Tiny) -> None:
     assert (
         len(run_one(load_device_engine(tiny(**SMALL), dtype="bfloat16"), prompt_of(50), greedy(4), Allocator(run=2)))
