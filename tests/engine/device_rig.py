@@ -26,6 +26,7 @@ class HostRuntime:
     def __init__(self) -> None:
         self.num_fetches = 0
         self.num_waits = 0
+        self.failure: Exception | None = None
 
     def active(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
@@ -36,6 +37,8 @@ class HostRuntime:
 
     def wait(self) -> None:
         self.num_waits += 1
+        if self.failure is not None:
+            raise self.failure
 
     def fetch(self, tensor: Tensor) -> list[int]:
         self.num_fetches += 1
