@@ -119,4 +119,8 @@ class EngineFailedError(RuntimeError):
     """A step raised; the sequences that were in it have no result."""
 
 
+class EngineLostError(RuntimeError):
+    """What the engine computes on has failed: no later step will succeed."""
+
+
 StepCallback = Callable[[StepResult], None]

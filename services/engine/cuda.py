@@ -6,7 +6,7 @@ What runs here cannot be tried without a card; it is kept to what torch's own ca
 import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,16 +14,17 @@ from transformers import PreTrainedModel
 
 from dataplane.device import SupportsDLPack
 from dataplane.layout import ArenaShape
+from services.engine import paged_ops
 from services.engine.attention import KVArena
+from services.engine.backends import find_backend
 from services.engine.base import Marks
 from services.engine.checkpoint import Checkpoint
 from services.engine.device import HostBuffer, Recording
+from services.engine.device_engine import DeviceEngine
+from services.engine.device_load import Card, make_device_engine
 from services.engine.errors import CheckpointError
 from services.engine.model import load_model
 from services.errors import UserError
-
-if TYPE_CHECKING:
-    from services.engine.device_engine import DeviceEngine
 
 MIN_CAPABILITY = (8, 0)
 """Ampere: bfloat16, and what Triton's compiler asks for."""
@@ -76,14 +77,17 @@ class CudaRuntime:
         tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         return HostBuffer(tensor, tensor.numpy())
 
+    def wait(self) -> None:
+        self._done.record(self.stream)
+        self._done.synchronize()
+
     def fetch(self, tensor: Tensor) -> list[int]:
         count = tensor.numel()
         if count > len(self._tokens):
             self._tokens = torch.empty(1 << (count - 1).bit_length(), dtype=torch.int64, pin_memory=True)
         tokens = self._tokens[:count]
         tokens.copy_(tensor, non_blocking=True)
-        self._done.record(self.stream)
-        self._done.synchronize()
+        self.wait()
         return cast(list[int], tokens.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -119,7 +123,7 @@ def load_cuda_engine(
     marks: Marks,
     card: int = 0,
     max_sequences: int = 256,
-) -> "DeviceEngine":
+) -> DeviceEngine:
     """Load the weights onto a card and return an engine that has proven itself against the library's own attention.
 
     `arena`: the bytes of an arena of `shape` on this card, nobody's yet: its first blocks are written to. `marks`:
@@ -127,9 +131,6 @@ def load_cuda_engine(
     Raises DeviceUnusableError without a fit card, driver or compiler, CheckpointError as `load_engine`.
     """
     device = check_card(card)
-    from services.engine.backends import find_backend  # noqa: PLC0415 - imports triton
-    from services.engine.device_load import Card, make_device_engine  # noqa: PLC0415
-
     runtime = CudaRuntime(device)
     with runtime.active():
         _check_kernels(device)
@@ -137,14 +138,12 @@ def load_cuda_engine(
         parts = Card(runtime, marks, CudaRecorder(runtime), find_backend(shape.layout, device))
         kv = KVArena(shape, torch.from_dlpack(arena))
         engine = make_device_engine(model, checkpoint, kv, parts, max_sequences=max_sequences)
-        runtime.stream.synchronize()
+        runtime.wait()
     return engine
 
 
 def _check_kernels(device: torch.device) -> None:
     """Compile and launch a small kernel. Raises DeviceUnusableError."""
-    from services.engine import paged_ops  # noqa: PLC0415 - imports triton
-
     try:
         row = torch.zeros(1, 1, 16, device=device)
         paged_ops.write_kv(row, row, row.clone(), row.clone(), torch.zeros(1, dtype=torch.int32, device=device))

@@ -31,6 +31,10 @@ class Runtime(Protocol):
 
     def host_buffer(self, num_bytes: int) -> HostBuffer: ...
 
+    def wait(self) -> None:
+        """Wait until all the stream's work is done."""
+        ...
+
     def fetch(self, tensor: Tensor) -> list[int]:
         """Copy a tensor of int64 to the host and return it, once all the stream's work is done."""
         ...

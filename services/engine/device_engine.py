@@ -19,7 +19,7 @@ from schemas.request import SamplingParams
 from services.engine import paged_ops
 from services.engine.attention import STEP_ARGUMENT, KVArena
 from services.engine.backends import ChunkBackend
-from services.engine.base import EngineFailedError, Marks, Sequence, StepItem
+from services.engine.base import EngineFailedError, EngineLostError, Marks, Sequence, StepItem
 from services.engine.device import Recorder, Runtime
 from services.engine.device_attention import (
     Announcer,
@@ -98,16 +98,35 @@ class DeviceEngine:
         """Compute the items, write their KV, call the layer listeners, and return one token id per sampling item.
 
         Raises EngineFailedError when the model did not call its attention once a layer, NotFiniteError when its logits
-        are no numbers, ValueError when a sequence has outgrown its block tables, and what the driver raises.
+        are no numbers, ValueError when a sequence has outgrown its block tables, EngineLostError when the card fails.
         """
         with self._runtime.active():
-            plan = self._planner.plan(items)
-            logits, inputs = self._compute(items, plan)
-            ids = self._runtime.fetch(choose(logits, plan.draws, inputs.draws))
-            if UNSETTLED in ids:
-                ids = self._runtime.fetch(choose(logits, plan.draws, inputs.draws, all_candidates=True))
+            try:
+                ids = self._step(items)
+            except BaseException:
+                self._end_launched()
+                raise
         if bad := ids.count(NOT_FINITE):
             raise NotFiniteError(f"logits of {bad} of {len(ids)} sequences are not finite")
+        return ids
+
+    def _end_launched(self) -> None:
+        """Wait for what a step that failed has launched: it goes on writing, and its blocks are given to others.
+
+        Raises EngineLostError.
+        """
+        try:
+            self._runtime.wait()
+        except RuntimeError as error:
+            raise EngineLostError(f"the card fails: {str(error).partition(chr(10))[0]}") from error
+
+    def _step(self, items: Seq[StepItem]) -> list[int]:
+        """Return a token id or NOT_FINITE per sampling item."""
+        plan = self._planner.plan(items)
+        logits, inputs = self._compute(items, plan)
+        ids = self._runtime.fetch(choose(logits, plan.draws, inputs.draws))
+        if UNSETTLED in ids:
+            ids = self._runtime.fetch(choose(logits, plan.draws, inputs.draws, all_candidates=True))
         return ids
 
     @torch.inference_mode()
@@ -115,7 +134,9 @@ class DeviceEngine:
         """Compute the items and return the logits `[len(rows), vocab]`, float32, of these rows of the flat batch."""
         with self._runtime.active():
             plan = self._planner.plan(items)._replace(sample_rows=list(rows))
-            return self._compute(items, plan, may_use_graph=graph)[0].clone()
+            logits = self._compute(items, plan, may_use_graph=graph)[0].clone()
+            self._runtime.wait()
+        return logits
 
     def close(self) -> None:
         """Let go of the arena, so that its memory can be closed. Idempotent; not while a step runs."""
@@ -129,7 +150,9 @@ class DeviceEngine:
         if self.graphs is None:
             return False
         with self._runtime.active():
-            return all(self._record(size) for size in reversed(self.graphs.sizes))
+            recorded = all(self._record(size) for size in reversed(self.graphs.sizes))
+            self._runtime.wait()
+        return recorded
 
     def _record(self, size: int) -> bool:
         assert self.graphs is not None
@@ -160,6 +183,7 @@ class DeviceEngine:
             return None
         fields = self._put(plan, size)
         if (logits := self.graphs.run(size)) is None:
+            self._runtime.wait()  # what failed may still read what is written next
             return None
         inputs = step_inputs(self._buffer.device, fields)
         if len(plan.sample_rows) == plan.num_rows:

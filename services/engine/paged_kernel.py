@@ -13,16 +13,19 @@ Triton compiles a kernel anew for a number that is 1 or a multiple of 16, and fo
 that change from step to step are exempt: a step must never wait for a compiler.
 """
 
-# Triton's language is Python to the parser only: its types are not those of the values.
-# pyright: basic, reportUnknownParameterType=false, reportMissingParameterType=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# Triton finds its constants by their annotations, which are not evaluated: its language is not there before `kernels`.
+# pyright: basic, reportInvalidTypeForm=false, reportMissingParameterType=false, reportUnknownParameterType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
+from __future__ import annotations
 
-import triton
-import triton.language as tl
+import functools
+import importlib
+from typing import Any
+
+tl: Any = None
+"""Triton's language, which is Python to the parser only. Machines without a card need not have it."""
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
 def write_kernel(
     key, value, keys, values, slots, key_row, key_head, value_row, value_head,
     HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
@@ -39,7 +42,6 @@ def write_kernel(
         tl.store(values + at, tl.load(value + row * value_row + head * value_head + dim, mask=there), mask=there)
 
 
-@triton.jit
 def _attend_tile(
     query, best, total, result, keys, values, table, base, kv_head, position, seen, low, high, scale, window,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -83,10 +85,6 @@ def _attend_tile(
     return higher, total, result
 
 
-@triton.jit(
-    do_not_specialize=["window", "num_tiles", "num_chunks"],
-    do_not_specialize_on_alignment=["bases"],
-)
 def chunks_kernel(
     query, keys, values, output, table, tiles, chunks, bases, scale, window, query_row, query_head,
     num_tiles, num_chunks,
@@ -141,10 +139,6 @@ def chunks_kernel(
     tl.store(output + at, result.to(output.dtype.element_ty), mask=there)
 
 
-@triton.jit(
-    do_not_specialize=["window", "num_singles", "num_parts"],
-    do_not_specialize_on_alignment=["singles", "bases"],
-)
 def singles_kernel(
     query, keys, values, output, parts, sums, table, singles, bases, scale, window, query_row, query_head,
     num_singles, num_parts,
@@ -204,10 +198,6 @@ def singles_kernel(
             tl.store(totals + sum_at, total, mask=member < GROUP)
 
 
-@triton.jit(
-    do_not_specialize=["window", "num_singles", "num_parts"],
-    do_not_specialize_on_alignment=["singles"],
-)
 def join_kernel(
     output, parts, sums, singles, window, num_singles, num_parts,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr,
@@ -238,3 +228,30 @@ def join_kernel(
         best = higher
     result = result / tl.where(total == 0.0, 1.0, total)
     tl.store(output + row * (HEADS * DIM) + head * DIM + dim, result.to(output.dtype.element_ty), mask=dim < DIM)
+
+
+@functools.cache
+def kernels() -> dict[str, Any]:
+    """Return the kernels by name, as Triton launches them. Raises ImportError where it is not installed."""
+    global tl, _attend_tile
+    triton: Any = importlib.import_module("triton")
+    tl = importlib.import_module("triton.language")
+    _attend_tile = triton.jit(_attend_tile)
+    return {
+        "write_kernel": triton.jit(write_kernel, do_not_specialize_on_alignment=["slots"]),
+        "chunks_kernel": triton.jit(
+            chunks_kernel,
+            do_not_specialize=["window", "num_tiles", "num_chunks"],
+            do_not_specialize_on_alignment=["bases"],
+        ),
+        "singles_kernel": triton.jit(
+            singles_kernel,
+            do_not_specialize=["window", "num_singles", "num_parts"],
+            do_not_specialize_on_alignment=["singles", "bases"],
+        ),
+        "join_kernel": triton.jit(
+            join_kernel,
+            do_not_specialize=["window", "num_singles", "num_parts"],
+            do_not_specialize_on_alignment=["singles"],
+        ),
+    }

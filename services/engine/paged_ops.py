@@ -129,7 +129,7 @@ def _attend_singles(
 
 
 def _kernel(name: str) -> Any:
-    return getattr(cast(Any, paged_kernel), name)
+    return paged_kernel.kernels()[name]
 
 
 def _nothing(*_: object) -> None:

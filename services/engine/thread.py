@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import NamedTuple, Protocol
 
 from schemas.ids import RequestId
-from services.engine.base import Engine, Sequence, StepCallback, StepItem
+from services.engine.base import Engine, EngineLostError, Sequence, StepCallback, StepItem
 from services.engine.batch import Batch
 from services.engine.tables import find_problem
 
@@ -199,6 +199,8 @@ class EngineThread:
             for sequence in sequences:
                 self._batch.remove(sequence.request_id, sequence.attempt)
             self._tell(self._on_failure, sequences, f"{type(error).__name__}: {error}")
+            if isinstance(error, EngineLostError):
+                raise
             return
         self._tell(self._on_step, result)
 

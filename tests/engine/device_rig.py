@@ -25,6 +25,8 @@ class HostRuntime:
 
     def __init__(self) -> None:
         self.num_fetches = 0
+        self.num_waits = 0
+        self.failure: Exception | None = None
 
     def active(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
@@ -32,6 +34,11 @@ class HostRuntime:
     def host_buffer(self, num_bytes: int) -> HostBuffer:
         tensor = torch.full((num_bytes,), 0xEE, dtype=torch.uint8)  # what is not written is no number of ours
         return HostBuffer(tensor, tensor.numpy())
+
+    def wait(self) -> None:
+        self.num_waits += 1
+        if self.failure is not None:
+            raise self.failure
 
     def fetch(self, tensor: Tensor) -> list[int]:
         self.num_fetches += 1

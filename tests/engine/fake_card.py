@@ -120,6 +120,9 @@ class FakeCard:
     def host_buffer(self, num_bytes: int) -> HostBuffer:
         return HostBuffer(torch.empty(num_bytes, dtype=torch.uint8), np.empty(num_bytes, np.uint8))
 
+    def wait(self) -> None:
+        raise AssertionError("no step of these fails")
+
     def fetch(self, tensor: Tensor) -> list[int]:
         assert tensor.device == CARD
         self.fetches.append(tensor.numel())

@@ -34,7 +34,7 @@ def draws_of(wanted: Rows) -> Draws:
 
 def chosen(logits: torch.Tensor, wanted: Rows, *, all_candidates: bool = False) -> list[int]:
     draws = draws_of(wanted)
-    inputs = torch.tensor([list(map(float, values)) for values in draws], dtype=torch.float64)
+    inputs = torch.tensor([list(map(float, values)) for values in draws], dtype=torch.float64, device=logits.device)
     return choose(logits, draws, inputs.view(len(draws), -1), all_candidates=all_candidates).tolist()
 
 

@@ -58,7 +58,7 @@ class Launch(NamedTuple):
         arguments = [Placed(a) if isinstance(a, torch.Tensor) else a for a in self.arguments]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return getattr(paged_kernel, self.name).warmup(*arguments, grid=self.grid, **self.options)
+            return paged_kernel.kernels()[self.name].warmup(*arguments, grid=self.grid, **self.options)
 
 
 @pytest.fixture

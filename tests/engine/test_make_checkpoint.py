@@ -17,11 +17,11 @@ SMALL = {"vocab_size": 300, "num_hidden_layers": 2, "hidden_size": 64, "intermed
 def test_a_known_shape_is_written_in_several_files_and_loads(name: str, tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     folder = make_known_checkpoint(
-        name, tmp_path / name, on_progress=lambda *done: told.append(done), shard_bytes=300_000, **SMALL
+        name, tmp_path / name, on_progress=lambda *done: told.append(done), shard_bytes=600_000, **SMALL
     )
     files = sorted(folder.glob("*.safetensors"))
     assert len(files) == len(told) > 2
-    assert all(file.stat().st_size < 400_000 for file in files[1:])
+    assert all(file.stat().st_size < 700_000 for file in files)
     assert [done for done, _ in told] == sorted({done for done, _ in told})
     assert told[-1][0] == told[-1][1]
     checkpoint = read_checkpoint(str(folder))

@@ -11,7 +11,7 @@ import pytest
 from dataplane.layout import BlockTable, KVLayout, Segment, uniform_shape
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
-from services.engine.base import Sequence, StepItem, StepResult
+from services.engine.base import EngineLostError, Sequence, StepItem, StepResult
 from services.engine.batch import Batch
 from services.engine.fake import FakeEngine, fake_answer
 from services.engine.thread import EngineLoad, EngineStoppedError, EngineThread, InvalidSequenceError
@@ -181,6 +181,18 @@ def test_a_step_that_raises_fails_its_sequences_and_the_thread_lives(rig: Rig) -
     assert rig.next() == ("failed", "a", "RuntimeError: out of luck")
     assert rig.next() == ("ended", "b", "length"), "who was not in the step is not in the failure"
     assert rig.thread.load() == EngineLoad(0, 0, 0)
+
+
+def test_an_engine_that_is_lost_ends_the_thread_and_all_sequences(rig: Rig) -> None:
+    rig.gate.clear()
+    rig.submit("a")
+    assert rig.in_step.wait(TIMEOUT)
+    rig.submit("b")
+    rig.fail_with = EngineLostError("the card fails")
+    rig.gate.set()
+    assert rig.next() == ("failed", "a", "EngineLostError: the card fails")
+    assert rig.next() == ("failed", "b", "the engine was stopped")
+    assert rig.thread.has_failed
 
 
 def test_a_callback_that_raises_does_not_end_the_thread(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,7 @@ import torch
 from dataplane.cache import BlockCache, ring_blocks
 from dataplane.layout import ArenaShape, Segment
 from schemas.request import SamplingParams
-from services.engine.base import EngineFailedError, Sequence, StepItem
+from services.engine.base import EngineFailedError, EngineLostError, Sequence, StepItem
 from services.engine.batch import Batch
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.device_engine import DeviceEngine
@@ -160,6 +160,27 @@ def test_a_step_waits_once(tiny: Tiny) -> None:
         steps += 1
     assert steps == 5
     assert runtime.num_fetches - before == steps, "steps that sample nothing too: what they computed counts as there"
+
+
+def test_a_step_that_fails_ends_on_the_card_before_it_raises(tiny: Tiny) -> None:
+    """Its blocks are somebody else's then."""
+
+    class Failing(Listener):
+        def advance(self, layer: int, num_tokens: int, mark: int = 0) -> None:
+            raise RuntimeError("no such lease")
+
+    engine = load_device_engine(tiny(**SMALL))
+    runtime = engine._runtime
+    assert isinstance(runtime, HostRuntime)
+    sequence = make_sequence("r", prompt_of(8), [Segment(0, 2)], greedy(1), listener=Failing())
+    items = [StepItem(sequence, 0, 8, True)]
+    before = runtime.num_waits
+    with pytest.raises(RuntimeError, match="no such lease"):
+        engine.step(items)
+    assert runtime.num_waits == before + 1
+    runtime.failure = RuntimeError("CUDA error: unspecified launch failure\nCUDA kernel errors might be reported later")
+    with pytest.raises(EngineLostError, match=r"the card fails: CUDA error: unspecified launch failure$"):
+        engine.step(items)
 
 
 def test_bfloat16(tiny: Tiny) -> None:

@@ -1,0 +1,182 @@
+"""An engine on a real card; and what is said where there is none."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dataplane.device_arena import DeviceArena
+from dataplane.layout import ArenaShape, Segment, uniform_shape
+from schemas.request import SamplingParams
+from services.engine.base import StepItem
+from services.engine.batch import Batch
+from services.engine.checkpoint import layout_of, read_checkpoint
+from services.engine.cuda import DeviceUnusableError, check_card, load_cuda_engine
+from services.engine.sampler import sample
+from tests.engine.rig import (
+    BLOCK_SIZE,
+    Allocator,
+    generate,
+    greedy,
+    make_sequence,
+    num_near_ties,
+    prompt_of,
+    run_batch,
+)
+from tests.engine.test_device_sampler import chosen, draws_of, params
+from tests.gpu import card, needs_gpu
+
+Tiny = Callable[..., Path]
+
+STAGING_BYTES = 4 << 20
+MODELS: dict[str, dict[str, Any]] = {"qwen3": {}, "llama": {"kv_heads": 1}, "mistral": {"sliding_window": 24}}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_without_a_card_one_line_says_so() -> None:
+    with pytest.raises(DeviceUnusableError, match="--device cpu") as raised:
+        check_card(0)
+    assert "\n" not in str(raised.value)
+
+
+@needs_gpu
+def test_a_card_that_is_not_there_is_refused() -> None:
+    with pytest.raises(DeviceUnusableError, match="there is no card cuda:99"):
+        check_card(99)
+
+
+class Loaded:
+    """An engine on the card over an arena of its own."""
+
+    def __init__(self, folder: Path, dtype: str, num_blocks: int) -> None:
+        checkpoint = read_checkpoint(str(folder))
+        shape = uniform_shape(layout_of(checkpoint, dtype=dtype, block_size=BLOCK_SIZE), num_blocks)
+        self.shape: ArenaShape = shape
+        self.device = card()
+        self.arena = DeviceArena(self.device, shape, STAGING_BYTES)
+        self.engine = load_cuda_engine(
+            checkpoint, arena=self.arena.exported, shape=shape, marks=self.arena, max_sequences=4
+        )
+
+    def close(self) -> None:
+        self.engine.close()
+        self.arena.close()
+        self.device.close()
+
+
+@pytest.fixture
+def load(tiny: Tiny) -> Iterator[Callable[..., Loaded]]:
+    made: list[Loaded] = []
+
+    def make(name: str = "qwen3", dtype: str = "float32", num_blocks: int = 96) -> Loaded:
+        made.append(Loaded(tiny(name, **MODELS[name]), dtype, num_blocks))
+        return made[-1]
+
+    yield make
+    for loaded in made:
+        loaded.close()
+
+
+def answers_of(loaded: Loaded, prompts: dict[str, list[int]], sampling: SamplingParams) -> dict[str, list[int]]:
+    batch, allocator = Batch(29), Allocator(run=3)
+    for name, prompt in prompts.items():
+        blocks = allocator.take(len(prompt) + sampling.max_tokens)
+        batch.add(make_sequence(name, prompt, blocks, sampling, num_groups=len(loaded.shape.layout.groups)))
+    return run_batch(loaded.engine, batch)
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_equal_generate(load: Callable[..., Loaded], tiny: Tiny, name: str) -> None:
+    prompts = {f"r{length}": prompt_of(length, seed=length) for length in (1, 2, 37, 90, 131)}
+    loaded = load(name)
+    assert loaded.engine.graphs is not None and not loaded.engine.graphs.is_disabled
+    answers, folder = answers_of(loaded, prompts, greedy(12)), tiny(name, **MODELS[name])
+    ties = sum(num_near_ties(folder, p, answers[r], generate(folder, p, 12), greedy(12)) for r, p in prompts.items())
+    assert ties <= 1, "near-ties are rare"
+
+
+@needs_gpu
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_split_answer_is_that_of_a_single_engine(load: Callable[..., Loaded], temperature: float) -> None:
+    """Prefill in one engine, its slots copied to other blocks of another, decode there."""
+    sampling = SamplingParams(max_tokens=16, temperature=temperature, top_p=0.95, top_k=40, seed=7)
+    source, target, prompt = load(), load(num_blocks=64), prompt_of(50)
+    expected = answers_of(source, {"r": prompt}, sampling)["r"]
+    segments = [Segment(40, 7)]
+    batch = Batch(31)
+    batch.add(make_sequence("r", prompt, segments, sampling, max_local_tokens=1))
+    (first,) = run_batch(source.engine, batch)["r"]
+    ours, theirs = source.engine._arena, target.engine._arena
+    assert ours is not None and theirs is not None
+    count = len(prompt)
+    for layer in range(source.shape.layout.num_layers):
+        for kind in ("keys", "values"):
+            moved = getattr(ours, kind)[layer][40 * BLOCK_SIZE : 40 * BLOCK_SIZE + count]
+            getattr(theirs, kind)[layer][8 * BLOCK_SIZE : 8 * BLOCK_SIZE + count] = moved
+    torch.cuda.synchronize()
+    received = make_sequence("r", prompt, [Segment(8, 9)], sampling)
+    received.token_ids.append(first)
+    received.num_computed_tokens = count
+    batch = Batch(31)
+    batch.add(received)
+    assert [first, *run_batch(target.engine, batch)["r"]] == expected
+
+
+@needs_gpu
+def test_graphs_compute_what_is_computed_without_them(load: Callable[..., Loaded]) -> None:
+    """Three sequences in a graph of four."""
+    loaded, items = load(), []
+    for number in range(3):
+        sequence = make_sequence(f"r{number}", prompt_of(40 + number), [Segment(number * 8, 8)], greedy(4))
+        loaded.engine.logits([StepItem(sequence, 0, 39 + number, False)], [0])
+        items.append(StepItem(sequence, 39 + number, 1, True))
+    eager = loaded.engine.logits(items, range(3))
+    graph = loaded.engine.logits(items, range(3), graph=True)
+    torch.testing.assert_close(graph, eager, rtol=1e-5, atol=1e-5)
+
+
+@needs_gpu
+def test_the_sampler_s_tokens_are_those_of_the_cpu() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(60, 50_000) * 3
+    kinds = [{"temperature": 0.0}, {}, {"top_k": 40, "top_p": 0.9}, {"top_p": 0.5, "temperature": 0.7}]
+    wanted = [(params(**kinds[n % 4], seed=n), n) for n in range(60)]
+    assert len(draws_of(wanted).samples) == 45
+    ours = chosen(logits.cuda(), wanted, all_candidates=True)
+    different = sum(a != b for a, b in zip(ours, sample(logits, wanted), strict=True))
+    assert different <= 1, "a near-tie may turn on the last bit of an exponential"
+
+
+@needs_gpu
+def test_no_step_waits_but_for_its_tokens(load: Callable[..., Loaded]) -> None:
+    """torch raises at each call that waits; the engine's own wait is for an event, which it does not count."""
+
+    class Listener:
+        marks: list[int] = []
+
+        def advance(self, layer: int, num_tokens: int, mark: int = 0) -> None:
+            self.marks.append(mark)
+
+    loaded = load(dtype="bfloat16")
+    batch = Batch(29)
+    for number, listener in enumerate((None, Listener())):
+        sampling = SamplingParams(max_tokens=4, temperature=0.8, top_p=0.9, seed=1)
+        batch.add(make_sequence(f"r{number}", prompt_of(40), [Segment(number * 8, 8)], sampling, listener=listener))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run_batch(loaded.engine, batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert Listener.marks == sorted(Listener.marks)
+    assert loaded.arena.wait_ready(Listener.marks[-1], 60)
+
+
+@needs_gpu
+def test_attention_is_that_of_the_cpu() -> None:
+    from tests.engine.attention_cases import CASES, compare
+
+    for case in CASES.values():
+        compare(case, "cuda")
