@@ -85,9 +85,18 @@ def test_on_a_card_the_arena_lies_there_and_the_engine_writes_into_it(model: str
         shape: ArenaShape = arguments["shape"]
         assert (shape, arguments["card"], arguments["marks"]) == (parts.shape, 3, parts.arena)
         assert made.checked == [3]
+        assert parts.arena.pair_parts is not None and parts.arena.pair_parts.device is made.device
     finally:
         parts.arena.close()
     assert arenas() == before
+
+
+@pytest.mark.parametrize(("carrier", "pairs"), [("auto", True), ("nccl", True), ("cuda", False), ("tcp", False)])
+def test_pairs_are_made_where_they_may_be_asked_for(model: str, carrier: str, pairs: bool, made: Made) -> None:
+    parts = load(model, "cuda", carrier=carrier)
+    assert isinstance(parts.arena, DeviceArena)
+    assert (parts.arena.pair_parts is not None) == pairs
+    parts.arena.close()
 
 
 @pytest.mark.parametrize("failure", [UserError("no room for the weights"), RuntimeError("out of memory")])
