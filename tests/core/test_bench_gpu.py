@@ -115,7 +115,7 @@ def test_the_engine_section_runs_on_what_is_no_card(monkeypatch: pytest.MonkeyPa
     rows = section("engine", limit_s=200.0)
     assert [row.what for row in rows] == [
         "tiny: prefill of 100 tokens", "tiny: decode, 2 at once, 512 tokens of context",
-    ]  # fmt: skip
+    ], rows  # fmt: skip
     assert all(row.ratio and row.ratio > 0 and row.aim == gpu_engine.AIM and not row.error for row in rows)
     again = subprocess.run(["ls", tmp_path / "bench-models"], capture_output=True, text=True, check=True)
     assert again.stdout.split() == ["tiny"], "kept for the next run, and nothing half made"
