@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 FRAME_BYTES = 8 << 20
-"""Most bytes of one frame, as the carriers between cards cut them."""
+"""Most bytes of one frame, as `nccl` cuts them."""
 FIXED_MS = 0.5
 """Of one read, ours: opening the stream, its ticket, the last commit. README: a read of one block, 300 to 470 µs."""
 FRAME_US = 30.0

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from services.cli.supervisor import Supervisor, UpOptions
-from services.config import state_dir
+from services.config import is_card, state_dir
 from services.errors import MeshNotRunningError, UserError
 
 
@@ -118,6 +118,9 @@ def _greet(console: Console, supervisor: Supervisor, options: UpOptions) -> None
     console.print(f"[bold green]kvmesh is up[/bold green]  {supervisor.url}/v1  model {checkpoint.name}  {shape}")
     for url in supervisor.urls[1:]:
         console.print(f"          and at  {url}/v1")
+    if any(is_card(device) for device in supervisor.devices.values()):
+        placed = ", ".join(f"{name} {device}" for name, device in supervisor.devices.items())
+        console.print(f"          on      {placed}")
     console.print("\nTry it:\n")
     console.print(
         f"  curl -s {supervisor.url}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'",

@@ -8,11 +8,12 @@ import ctypes
 import importlib.util
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
-from services.config import child_environment, is_card
+from services.config import Carrier, child_environment, is_card
+from services.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,17 @@ def plan_devices(asked: Sequence[str], cards: Cards, num_workers: int) -> list[s
             device = "cuda" if cards.num_cards else CPU
         planned.append(f"cuda:{number % num_cards}" if device == "cuda" else device)
     return planned
+
+
+def check_carrier(carrier: Carrier, devices: Collection[str]) -> None:
+    """Raise UserError where no two of a mesh's workers could hand KV over by the carrier that is asked for."""
+    cards = {device for device in devices if is_card(device)}
+    if carrier == "cuda" and not cards:
+        raise UserError("--carrier cuda leads from card to card: put the workers on one with --device cuda")
+    if carrier == "nccl" and len(cards) < 2:
+        raise UserError(
+            "--carrier nccl leads from one card to another: give the workers two, as in --device cuda:0,cuda:1"
+        )
 
 
 def card_of(device: str) -> int | None:

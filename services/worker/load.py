@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 from dataplane.arena import Arena, ArenaTooLargeError
 from dataplane.cache import max_sequence_tokens
+from dataplane.communicator import LibraryThreads
 from dataplane.device import DeviceError
 from dataplane.device_arena import DeviceArena, KVArena
 from dataplane.layout import ArenaShape
+from dataplane.pair import PairParts
 from schemas.ids import WorkerId
 from schemas.worker import WorkerRole
 from services.config import MeshConfig, WorkerConfig, dtype_of, require_secret
@@ -113,6 +115,7 @@ def _on_cpu(checkpoint: Checkpoint, shape: ArenaShape, settings: WorkerConfig) -
 
 def _on_card(card: int, checkpoint: Checkpoint, shape: ArenaShape, settings: WorkerConfig) -> Placed:
     from dataplane.cuda import find_device  # noqa: PLC0415
+    from dataplane.nccl import NcclLibrary  # noqa: PLC0415
     from services.engine.cuda import check_card, load_cuda_engine  # noqa: PLC0415
 
     check_card(card)  # says what is missing, and what to do
@@ -121,6 +124,8 @@ def _on_card(card: int, checkpoint: Checkpoint, shape: ArenaShape, settings: Wor
         arena = DeviceArena(device, shape, settings.staging_bytes)
     except (DeviceError, ValueError, ArenaTooLargeError) as error:
         raise UserError(f"cuda:{card}: {error}") from error
+    if settings.carrier in ("auto", "nccl"):
+        arena.pair_parts = PairParts(device, NcclLibrary(card), LibraryThreads())
     try:
         engine = load_cuda_engine(checkpoint, arena=arena.exported, shape=shape, marks=arena, card=card)
     except BaseException:

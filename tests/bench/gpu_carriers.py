@@ -182,7 +182,7 @@ class Bench:
             deadline_s=WAIT_S,
         )
         stats = self.reader.read_blocking(request).stats
-        self.reasons[carrier] = stats.reason
+        self.reasons[carrier] = stats.reason.removesuffix("; asked for")
         return stats
 
     def copy_on_the_card(self) -> None:

@@ -1,6 +1,7 @@
 """Which device a worker runs on, and which dtype a mesh has: it follows from mesh.toml alone, for every service."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,7 +18,7 @@ from services.config import (
 )
 from services.errors import UserError
 from services.worker import devices
-from services.worker.devices import Cards, card_of, plan_devices
+from services.worker.devices import Cards, card_of, check_carrier, plan_devices
 
 
 def mesh(device: str = "auto", dtype: str = "auto") -> MeshConfig:
@@ -103,6 +104,26 @@ def test_devices_are_dealt_out(asked: str, num_cards: int, planned: list[str]) -
 def test_a_list_with_what_is_no_device_is_refused(asked: str) -> None:
     with pytest.raises(UserError, match="--device"):
         parse_devices(asked)
+
+
+@pytest.mark.parametrize(
+    ("carrier", "planned", "word"),
+    [
+        ("cuda", ["cpu", "cpu"], "--device cuda"),
+        ("cuda", ["cuda:0", "cpu"], ""),
+        ("nccl", ["cuda:0", "cuda:0", "cpu"], "cuda:0,cuda:1"),
+        ("nccl", ["cuda:0", "cuda:1"], ""),
+        ("auto", ["cpu"], ""),
+        ("shm", ["cpu"], ""),
+        ("tcp", ["cuda:0"], ""),
+    ],
+)
+def test_a_carrier_that_leads_nowhere_is_refused(carrier: Any, planned: list[str], word: str) -> None:
+    if not word:
+        check_carrier(carrier, planned)
+        return
+    with pytest.raises(UserError, match=word):
+        check_carrier(carrier, planned)
 
 
 def test_a_worker_looks_for_a_card_only_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:

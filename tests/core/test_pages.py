@@ -91,3 +91,25 @@ def test_pictures_are_as_wide_as_they_are_told() -> None:
 
     picture("", 61, draw)
     assert widths == [61]
+
+
+@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", "dataplane/SCALING.md", "compose/README.md"])
+def test_a_file_that_a_page_names_is_there(page: str) -> None:
+    text = (ROOT / page).read_text()
+    named = re.findall(r"`((?:tests|services|dataplane|schemas|compose)/[\w./*{}-]+)`", text)
+    named += re.findall(r"\]\(((?!http)[\w./-]+?)(?:#[\w-]+)?\)", text)
+    missing = [name for name in named if not found(name, ROOT / page)]
+    assert not missing
+
+
+def found(name: str, page: Path) -> bool:
+    return any(any(folder.glob(name.rstrip("/"))) for folder in (ROOT, page.parent))
+
+
+def test_the_list_of_what_never_met_a_device_names_files_that_touch_one() -> None:
+    _, _, rest = PAGE.partition("<!-- never met a device -->")
+    listed, end, _ = rest.partition("<!-- end of what never met a device -->")
+    assert end
+    named = set(re.findall(r"`([\w/]+\.py)`", "\n".join(line.split("|")[1] for line in listed.splitlines()[3:])))
+    touching = {"dataplane/cuda.py", "dataplane/nccl.py", "services/engine/cuda.py", "services/worker/load.py"}
+    assert touching <= named

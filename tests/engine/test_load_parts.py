@@ -13,9 +13,11 @@ from dataplane.device_arena import DeviceArena
 from dataplane.fake_device import FakeDevice
 from dataplane.layout import ArenaShape
 from schemas.ids import WorkerId
-from services.config import MeshConfig, ModelConfig, WorkerConfig
+from services.config import MeshConfig, ModelConfig, StoreConfig, WorkerConfig, with_device
 from services.engine.make_checkpoint import make_random_checkpoint
 from services.errors import UserError
+from services.gateway.service import load_model
+from services.store.load import load_store
 from services.worker.load import WorkerParts, load_parts
 
 STAGING_BYTES = 32 << 20
@@ -50,10 +52,14 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
     return Made(monkeypatch)
 
 
-def load(model: str, device: str, **settings: Any) -> WorkerParts:
+def config_of(model: str, device: str, **settings: Any) -> MeshConfig:
     worker = WorkerConfig(device=device, kv_bytes=1 << 20, staging_bytes=STAGING_BYTES, **settings)
-    config = MeshConfig(secret="s" * 32, model=ModelConfig(path=model), worker=worker)
-    return load_parts(config, "decode", WorkerId("decode-0"))
+    store = StoreConfig(memory_bytes=1 << 20)
+    return MeshConfig(secret="s" * 32, model=ModelConfig(path=model), worker=worker, store=store)
+
+
+def load(model: str, device: str, **settings: Any) -> WorkerParts:
+    return load_parts(config_of(model, device, **settings), "decode", WorkerId("decode-0"))
 
 
 def arenas() -> set[Path]:
@@ -85,9 +91,33 @@ def test_on_a_card_the_arena_lies_there_and_the_engine_writes_into_it(model: str
         shape: ArenaShape = arguments["shape"]
         assert (shape, arguments["card"], arguments["marks"]) == (parts.shape, 3, parts.arena)
         assert made.checked == [3]
+        assert parts.arena.pair_parts is not None and parts.arena.pair_parts.device is made.device
     finally:
         parts.arena.close()
     assert arenas() == before
+
+
+@pytest.mark.parametrize("mesh_device", ["cpu", "cuda:1"])
+@pytest.mark.parametrize("own_device", ["", "cpu", "cuda"])
+def test_gateway_store_and_worker_name_the_same_kv(model: str, mesh_device: str, own_device: str, made: Made) -> None:
+    """A worker may run elsewhere than mesh.toml says: its blocks are still those that the others ask for."""
+    config = config_of(model, mesh_device)
+    store = load_store(config, "store-0")
+    store.arena.close()
+    parts = load_parts(with_device(config, own_device) if own_device else config, "decode", WorkerId("d-0"))
+    parts.engine.close()
+    parts.arena.close()
+    assert parts.shape.layout.dtype == ("float32" if mesh_device == "cpu" else "bfloat16")
+    named = {parts.limits.fingerprint, load_model(config).layout.fingerprint, store.values.identity}
+    assert len(named) == 1
+
+
+@pytest.mark.parametrize(("carrier", "pairs"), [("auto", True), ("nccl", True), ("cuda", False), ("tcp", False)])
+def test_pairs_are_made_where_they_may_be_asked_for(model: str, carrier: str, pairs: bool, made: Made) -> None:
+    parts = load(model, "cuda", carrier=carrier)
+    assert isinstance(parts.arena, DeviceArena)
+    assert (parts.arena.pair_parts is not None) == pairs
+    parts.arena.close()
 
 
 @pytest.mark.parametrize("failure", [UserError("no room for the weights"), RuntimeError("out of memory")])

@@ -3,9 +3,12 @@
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
+from dataplane.communicator import LibraryThreads
 from dataplane.device_arena import DeviceArena
+from dataplane.fake_communicator import FakeFabric, FakeLibrary
 from dataplane.fake_device import FakeDevice, FakeMemory
 from dataplane.layout import KVLayout, uniform_shape
+from dataplane.pair import PairParts
 from schemas.worker import WorkerRole
 from services.engine.base import StepItem
 from services.engine.fake import FakeEngine, _rows
@@ -49,10 +52,18 @@ class LateEngine(FakeEngine):
 
 
 def make_card_parts(
-    worker_id: str, role: WorkerRole, device: FakeDevice, *, num_blocks: int = 256, layout: KVLayout = LAYOUT
+    worker_id: str,
+    role: WorkerRole,
+    device: FakeDevice,
+    *,
+    num_blocks: int = 256,
+    layout: KVLayout = LAYOUT,
+    fabric: FakeFabric | None = None,
 ) -> WorkerParts:
-    """Return the parts of a worker whose KV lies on this card."""
+    """Return the parts of a worker whose KV lies on this card. `fabric`: of its communicators, if it can make any."""
     in_memory = make_parts(worker_id, role, num_blocks=num_blocks, layout=layout)
     in_memory.arena.close()
     arena = DeviceArena(device, uniform_shape(layout, num_blocks), STAGING_BYTES)
+    if fabric is not None:
+        arena.pair_parts = PairParts(device, FakeLibrary(fabric, device), LibraryThreads())
     return replace(in_memory, arena=arena, engine=LateEngine(arena), device=f"cuda:0 {device.name}")

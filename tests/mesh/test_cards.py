@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from dataplane.fake_communicator import FakeFabric
 from dataplane.fake_device import FakeDevice
 from schemas.request import SamplingParams
 from services.telemetry import Key, ListExporter, SpanName, SpanRecord
@@ -36,10 +37,10 @@ def cards() -> Iterator[dict[str, FakeDevice]]:
         device.close()
 
 
-def worker(worker_id: str, role: str, device: FakeDevice | None) -> WorkerParts:
+def worker(worker_id: str, role: str, device: FakeDevice | None, fabric: FakeFabric | None) -> WorkerParts:
     if device is None:
         return make_parts(worker_id, role)  # type: ignore[arg-type]
-    return make_card_parts(worker_id, role, device)  # type: ignore[arg-type]
+    return make_card_parts(worker_id, role, device, fabric=fabric)  # type: ignore[arg-type]
 
 
 CASES = {
@@ -47,7 +48,8 @@ CASES = {
     "one card, shm": ("one", "one", "shm", "shm", "one host, the holder's and the reader's card staged"),
     "one card, tcp": ("one", "one", "tcp", "tcp", "a network, the holder's and the reader's card staged"),
     "a peer": ("one", "peer", "auto", "cuda", "one process, cards that see each other's memory"),
-    "two cards": ("one", "other", "auto", "shm", "one host, the holder's and the reader's card staged"),
+    "two cards": ("one", "other", "auto", "nccl", "two cards"),
+    "two cards without NCCL": ("one", "other", "auto", "shm", "one host, the holder's and the reader's card staged"),
     "card to memory": ("one", None, "auto", "shm", "one host, the holder's card staged"),
     "card to memory, tcp": ("one", None, "tcp", "tcp", "a network, the holder's card staged"),
     "memory to card": (None, "one", "auto", "shm", "one host, the reader's card staged"),
@@ -60,9 +62,10 @@ CASES = {
 async def test_answers_are_right_wherever_kv_lies(case: str, cards: dict[str, FakeDevice]) -> None:
     source, target, asked, carrier, reason = CASES[case]
     rng, spans = random.Random(7), list[SpanRecord]()
+    fabric = None if "without" in case else FakeFabric()
     parts = [
-        worker("p-0", "prefill", cards[source] if source else None),
-        worker("d-0", "decode", cards[target] if target else None),
+        worker("p-0", "prefill", cards[source] if source else None, fabric),
+        worker("d-0", "decode", cards[target] if target else None, fabric),
     ]
     async with one_process_mesh(*parts, carrier=asked, exporter=ListExporter(spans)) as client:
         jobs: list[tuple[str, list[int], SamplingParams]] = []

@@ -240,6 +240,19 @@ def test_a_device_that_is_none(tmp_path: Path) -> None:
     assert our_processes(tmp_path) == []
 
 
+def test_a_carrier_between_cards_without_cards(tmp_path: Path) -> None:
+    assert_one_line(run(tmp_path, "up", "--port", "0", "--device", "cpu", "--carrier", "cuda"), "--device cuda")
+    assert our_processes(tmp_path) == []
+
+
+def test_a_card_that_is_not_there(tmp_path: Path) -> None:
+    """The worker finds out; `up` says it once, for both of them."""
+    result = run(tmp_path, "up", "--port", "0", "--device", "cuda:77")
+    assert_one_line(result)
+    assert "cuda" in result.stderr.lower()
+    assert our_processes(tmp_path) == []
+
+
 def test_cached_blocks_and_stores_are_shown() -> None:
     def load(role: WorkerRole) -> WorkerLoad:
         worker = WorkerInfo(

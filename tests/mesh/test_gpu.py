@@ -1,0 +1,102 @@
+"""Whole meshes on a graphics card: what one process on the CPU says, token for token. Needs a card: `make gpu-test`."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.cli.supervisor import UpOptions
+from services.cli.trace import load_spans
+from services.telemetry import Key, SpanName
+from tests.gpu import needs_gpu
+from tests.mesh.processes import Mesh, TokenRecorder, in_parallel, running_mesh
+from tests.mesh.reference import Case, Judge
+from tests.mesh.test_equality import WIDTH, cases, expected, judge, send, single
+
+__all__ = ["cases", "expected", "judge", "single"]  # fixtures
+
+CARD = ("cuda:0",)
+CASES = {
+    "auto": (CARD, "auto", "cuda"),
+    "shm": (CARD, "shm", "shm"),
+    "tcp": (CARD, "tcp", "tcp"),
+    "prefill on a card": (("cuda:0", "cpu"), "auto", "shm"),
+    "decode on a card": (("cpu", "cuda:0"), "auto", "shm"),
+}
+"""The devices of two prefill and two decode workers, in turn; the carrier asked for; the one taken."""
+
+
+def options(devices: tuple[str, ...], carrier: str, **fields: Any) -> UpOptions:
+    """The demo model's weights are float32, and so are its numbers on a card: only rounding differs."""
+    per_worker = tuple(device for device in devices for _ in range(2)) if len(devices) > 1 else devices
+    return UpOptions(
+        num_prefill=2, num_decode=2, carrier=carrier, port=0, devices=per_worker, dtype="float32", **fields  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+@needs_gpu
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", CASES)
+def test_the_split_on_a_card_says_what_one_process_says(
+    case: str,
+    tmp_path: Path,
+    cases: list[Case],
+    expected: list[list[int]],
+    judge: Judge,
+) -> None:
+    devices, asked, taken = CASES[case]
+    with running_mesh(tmp_path, options(devices, asked)) as mesh, TokenRecorder(mesh) as recorder:
+        request_ids = in_parallel([lambda each=each: send(mesh, each) for each in cases], WIDTH)
+        for each, tokens, request_id in zip(cases, expected, request_ids, strict=True):
+            judge.compare(f"{case} and one process", each, tokens, recorder.tokens(request_id))
+        mesh.assert_no_blocks_held()
+        on_cards = [load.worker.device.startswith("cuda:0 ") for load in mesh.fleet.workers]
+        assert sum(on_cards) == (4 if len(devices) == 1 else 2)
+    print(f"\n{case}: {dict(judge.verdict.counts)}")
+    assert not judge.verdict.wrong, judge.verdict.wrong[:5]
+    reads = [
+        s for s in load_spans(tmp_path / "traces") if s.name == SpanName.KV_TRANSFER and Key.CARRIER in s.attributes
+    ]
+    assert {read.attributes[Key.CARRIER] for read in reads} == {taken}
+    assert all(read.attributes.get(Key.CARRIER_REASON) for read in reads if read.attributes[Key.END] == "target")
+
+
+@needs_gpu
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_killed_worker_on_a_card_costs_no_request(
+    role: str,
+    tmp_path: Path,
+    cases: list[Case],
+    expected: list[list[int]],
+    judge: Judge,
+) -> None:
+    """kill -9 while streams are under way; the card's memory of the dead goes with its process."""
+    some = list(zip(cases, expected, strict=True))[:64]
+    with running_mesh(tmp_path, options(CARD, "auto")) as mesh, TokenRecorder(mesh) as recorder:
+        jobs = [lambda each=each: answer(mesh, each) for each, _ in some]
+        jobs.insert(len(jobs) // 2, lambda: kill(mesh, role))
+        request_ids = [request_id for request_id in in_parallel(jobs, WIDTH) if request_id]
+        for (each, tokens), request_id in zip(some, request_ids, strict=True):
+            judge.compare(f"killed {role} and one process", each, tokens, recorder.tokens(request_id))
+        mesh.wait_until(lambda: len(mesh.fleet.workers) == 4, "the killed worker is back")
+        mesh.assert_no_blocks_held()
+        assert sum(record.num_restarts for record in mesh.supervisor.records.values()) == 1
+    assert not judge.verdict.wrong, judge.verdict.wrong[:5]
+
+
+def answer(mesh: Mesh, case: Case) -> str:
+    sampling = case.sampling
+    done = mesh.complete(
+        case.prompt, max_tokens=sampling.max_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
+        top_k=sampling.top_k, seed=sampling.seed, ignore_eos=sampling.ignore_eos,
+    )  # fmt: skip
+    return done["usage"]["kvmesh"]["request_id"]
+
+
+def kill(mesh: Mesh, role: str) -> str:
+    victim = next(child for child in mesh.supervisor.children if child.role == role)
+    os.kill(victim.process.pid, signal.SIGKILL)
+    return ""
