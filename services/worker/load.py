@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from dataplane.arena import Arena, ArenaTooLargeError
 from dataplane.cache import max_sequence_tokens
+from dataplane.connect import NCCL
 from dataplane.device import DeviceError
 from dataplane.device_arena import DeviceArena, KVArena
 from dataplane.layout import ArenaShape
@@ -113,12 +114,17 @@ def _on_cpu(checkpoint: Checkpoint, shape: ArenaShape, settings: WorkerConfig) -
 
 def _on_card(card: int, checkpoint: Checkpoint, shape: ArenaShape, settings: WorkerConfig) -> Placed:
     from dataplane.cuda import find_device  # noqa: PLC0415
+    from dataplane.nccl import pair_parts  # noqa: PLC0415
     from services.engine.cuda import check_card, load_cuda_engine  # noqa: PLC0415
 
     check_card(card)  # says what is missing, and what to do
     try:
         device = find_device(card)
+        parts = pair_parts(device, card)
+        if settings.carrier == NCCL and (refusal := parts.refusal()) is not None:
+            raise UserError(f"the carrier nccl cannot be had: {refusal}")
         arena = DeviceArena(device, shape, settings.staging_bytes)
+        arena.pair_parts = parts
     except (DeviceError, ValueError, ArenaTooLargeError) as error:
         raise UserError(f"cuda:{card}: {error}") from error
     try:
