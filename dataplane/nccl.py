@@ -13,10 +13,9 @@ from collections.abc import Generator
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
-from dataplane.communicator import UNIQUE_ID_BYTES, CommunicatorError
-from dataplane.device import DeviceMemory, Stream
-
-NAME = "nccl"
+from dataplane.communicator import UNIQUE_ID_BYTES, CommunicatorError, LibraryThreads
+from dataplane.device import Device, DeviceMemory, Stream
+from dataplane.pair import PairParts
 
 
 class NcclLibrary:
@@ -101,6 +100,11 @@ class NcclCommunicator:
         finally:  # whatever was raised inside, this thread's group must not stay open
             with _failing_as("a group"):
                 self._nccl.groupEnd()
+
+
+def pair_parts(device: Device, ordinal: int) -> PairParts:
+    """Return with what a worker on the card `ordinal` makes its communicators."""
+    return PairParts(device, NcclLibrary(ordinal), LibraryThreads())
 
 
 def id_bytes(chars: tuple[int, ...]) -> bytes:

@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 from dataplane.arena import Arena, ArenaTooLargeError
 from dataplane.cache import max_sequence_tokens
-from dataplane.communicator import LibraryThreads
+from dataplane.connect import NCCL
 from dataplane.device import DeviceError
 from dataplane.device_arena import DeviceArena, KVArena
 from dataplane.layout import ArenaShape
-from dataplane.pair import PairParts
 from schemas.ids import WorkerId
 from schemas.worker import WorkerRole
 from services.config import MeshConfig, WorkerConfig, dtype_of, require_secret
@@ -115,17 +114,19 @@ def _on_cpu(checkpoint: Checkpoint, shape: ArenaShape, settings: WorkerConfig) -
 
 def _on_card(card: int, checkpoint: Checkpoint, shape: ArenaShape, settings: WorkerConfig) -> Placed:
     from dataplane.cuda import find_device  # noqa: PLC0415
-    from dataplane.nccl import NcclLibrary  # noqa: PLC0415
+    from dataplane.nccl import pair_parts  # noqa: PLC0415
     from services.engine.cuda import check_card, load_cuda_engine  # noqa: PLC0415
 
     check_card(card)  # says what is missing, and what to do
     try:
         device = find_device(card)
+        parts = pair_parts(device, card)
+        if settings.carrier == NCCL and (refusal := parts.refusal()) is not None:
+            raise UserError(f"the carrier nccl cannot be had: {refusal}")
         arena = DeviceArena(device, shape, settings.staging_bytes)
+        arena.pair_parts = parts
     except (DeviceError, ValueError, ArenaTooLargeError) as error:
         raise UserError(f"cuda:{card}: {error}") from error
-    if settings.carrier in ("auto", "nccl"):
-        arena.pair_parts = PairParts(device, NcclLibrary(card), LibraryThreads())
     try:
         engine = load_cuda_engine(checkpoint, arena=arena.exported, shape=shape, marks=arena, card=card)
     except BaseException:

@@ -18,6 +18,7 @@ from schemas.handoff import (
     KVOffered,
     KVReleased,
     KVStreaming,
+    PairOffer,
 )
 from schemas.ids import GatewayId, HandoffId, LeaseId, RequestId, WorkerId
 from schemas.kv import BlocksCooling, LeaseGranted, ReplicateBlocks, RequestLease, ReturnLease
@@ -138,7 +139,15 @@ LOAD = WorkerLoad(
     num_dropped_messages=1,
     num_refused_reads=4,
 )
-ENDPOINT = Endpoint(host="10.0.0.7", port=7001, carriers=("shm", "tcp"), arena="kvmesh-a1", arena_nonce="n0nce")
+ENDPOINT = Endpoint(
+    host="10.0.0.7",
+    port=7001,
+    carriers=("cuda", "nccl", "shm", "tcp"),
+    arena="kvmesh-a1",
+    arena_nonce="n0nce",
+    card="GPU-5e88",
+    pair=PairOffer(unique_id=b"an id of NCCL's", generation=3),
+)
 TOKENS = (
     RequestTokens(
         request_id="req-1",
