@@ -38,6 +38,7 @@ from dataplane.pairs import PairRefusedError, ReaderPairs
 from dataplane.read import Landed, NotAnsweredError, Read, ReadRequest
 from dataplane.runs import SequenceRuns
 from dataplane.shm import ArenaFrames, AttachedArenas, FrameSource, SharedReader
+from dataplane.side import CardStuckError
 from dataplane.staged import SharedStagedReader, StagedFrames, StagedReader
 from dataplane.stream import (
     MAX_FRAME_BYTES,
@@ -60,9 +61,14 @@ log = logging.getLogger(__name__)
 
 class PlaneReader:
     """Reads KV into an arena of this shape. Any number of reads may run at once, each into memory of its own: blocks,
-    or heads."""
+    or heads.
+
+    `is_stuck`: the card did not come to the end of a read, and may still write to its blocks. Nobody may use them, and
+    nothing but the end of this process helps.
+    """
 
     def __init__(self, arena: KVArena, shape: ArenaShape, *, connect_timeout_s: float = 5.0) -> None:
+        self.is_stuck = False
         self._arena = arena
         self._shape = shape
         self._fingerprint = shape.layout.fingerprint
@@ -161,6 +167,7 @@ class PlaneReader:
         except (ArenaMissingError, CarrierImpossibleError, CarrierBrokenError) as error:
             raise run.failed("carrier", str(error)) from error
         except DeviceError as error:
+            self.is_stuck |= isinstance(error, CardStuckError)
             raise run.failed("device", str(error)) from error
         except TransferFailedError as error:
             raise run.failed(error.code, error.detail) from error

@@ -22,6 +22,10 @@ _LOOK_S = 0.05
 _PAUSE_S = 0.01
 
 
+class CardStuckError(DeviceError):
+    """The card does not come to the end of what was put on a side stream: it may still write to the arena."""
+
+
 class Piece(NamedTuple):
     """A piece of work. All that was put on the stream for it comes before `event`."""
 
@@ -73,7 +77,7 @@ class SideStream:
 
     def close(self) -> bool:
         """Wait until nothing is under way any more, and give everything back; say whether that has come, which of a
-        card that has failed is not known. Raises DeviceError when the card does not come to an end. Idempotent."""
+        card that has failed is not known. Raises CardStuckError. Idempotent."""
         if self._is_closed:
             return self._was_drained
         self._is_closed = True
@@ -95,7 +99,7 @@ class SideStream:
         return self._digest_slots[-1]
 
     def _is_drained(self) -> bool:
-        """Wait for the stream's end; say whether it is known to have come. Raises DeviceError when it does not come."""
+        """Wait for the stream's end; say whether it is known to have come. Raises CardStuckError when it does not."""
         if not self._pieces and not self._has_loose_work:
             return True
         try:
@@ -107,7 +111,7 @@ class SideStream:
             log.warning("%s: not known to have ended: %s", self._name, reason)
             return False
         if not is_done:
-            raise DeviceError("drain", f"what {self._name} has begun has not ended within {DRAIN_S:.0f} s")
+            raise CardStuckError("drain", f"what {self._name} has begun has not ended within {DRAIN_S:.0f} s")
         return True
 
 

@@ -38,7 +38,7 @@ MAX_CONTROL_BYTES = 8 << 10
 MAX_ACCEPTED_BYTES = 1 << 20
 """Accepted may name many blocks."""
 MAX_TRAILER_BYTES = 64 << 10
-MAX_FRAME_BYTES = 16 << 20
+MAX_FRAME_BYTES = 128 << 20
 """Payload of one Data frame."""
 MAX_OUTSTANDING_FRAMES = 16
 """Frames that are sent and not yet committed."""

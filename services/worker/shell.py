@@ -178,9 +178,15 @@ class Worker:
         return not any(core.num_runs for core in self.cores) and not len(self.holder.leases)
 
     def check_engine(self) -> None:
-        """Raise EngineStoppedError where the engine's thread has failed: whoever cannot compute must not look well."""
+        """Raise EngineStoppedError where the engine's thread has failed, or the card under a read: whoever cannot
+        compute must not look well."""
         if self._engine.has_failed:
             raise EngineStoppedError(f"the engine of {self.parts.worker_id} has failed")
+        self._check_card()
+
+    def _check_card(self) -> None:
+        if self.reader.is_stuck:
+            raise EngineStoppedError(f"the card of {self.parts.worker_id} does not come to the end of a read")
 
     def stop_intake(self) -> None:
         """Take no new work and lend no more: the clockwork may end."""
@@ -213,7 +219,9 @@ class Worker:
         self.answer(lambda now: (None, decision(now)))
 
     def answer(self, decision: Callable[[int], tuple[ReplyT, list[Action]]]) -> ReplyT:
-        """As `decide`, of a decision that has a reply."""
+        """As `decide`, of a decision that has a reply. Raises EngineStoppedError: nothing is decided any more, and no
+        block given back, once the card may write where it should not."""
+        self._check_card()
         self.look_at_the_clock()
         with self.holder.lock:
             reply, actions = decision(now_ms())

@@ -27,6 +27,7 @@ from services.runtime import now_ms
 from services.telemetry import Telemetry
 from services.worker.holder import KVHolder
 from services.worker.service import run_worker
+from services.worker.shell import Worker
 from tests.mesh.one_process import LAYOUT, VOCAB, Answer, Client, Route, make_parts, one_process_mesh
 
 LONG = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
@@ -223,6 +224,32 @@ async def test_a_worker_whose_engine_s_thread_has_failed_ends(monkeypatch: pytes
         async with asyncio.timeout(30):
             await running
     assert caught.value.subgroup(EngineStoppedError) is not None
+
+
+async def test_a_worker_whose_card_is_stuck_under_a_read_decides_nothing_more_and_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The card may still write to the read's blocks: nobody else may have them."""
+    decided: list[str] = []
+    workers: list[Worker] = []
+    join = Worker.join
+
+    def join_stuck(self: Worker) -> None:
+        join(self)
+        workers.append(self)
+        self.reader.is_stuck = True
+        with pytest.raises(EngineStoppedError, match="card of p-0"):
+            self.decide(lambda now: decided.append("a decision") or [])
+
+    monkeypatch.setattr(Worker, "join", join_stuck)
+    running = run_worker(
+        make_parts("p-0", "prefill"), MeshConfig(), MemoryBus(MemoryBroker()), Telemetry("p-0", None), asyncio.Event()
+    )
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.timeout(30):
+            await running
+    assert caught.value.subgroup(EngineStoppedError) is not None
+    assert workers and not decided
 
 
 async def watch(client: Client, worker_id: str) -> list[str]:

@@ -424,6 +424,7 @@ def test_card_that_does_not_come_to_an_end(
     holder.compute_all()
     error = fails(lambda: target.read_from(holder, carrier, deadline_s=0.3))
     assert error.code == "device" and "has not ended" in error.detail
+    assert target.reader.is_stuck
     assert card_of(target).arena.ring.used_bytes
     device.die()  # the only cure
 
