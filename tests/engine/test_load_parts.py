@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 from dataplane.arena import SHM_DIR, Arena
+from dataplane.communicator import LibraryThreads
 from dataplane.device import DeviceError
 from dataplane.device_arena import DeviceArena
+from dataplane.fake_communicator import FakeFabric, FakeLibrary
 from dataplane.fake_device import FakeDevice
 from dataplane.layout import ArenaShape
+from dataplane.pair import PairParts
 from schemas.ids import WorkerId
 from services.config import MeshConfig, ModelConfig, StoreConfig, WorkerConfig, with_device
 from services.engine.make_checkpoint import make_random_checkpoint
@@ -36,9 +39,12 @@ class Made:
         self.engines: list[dict[str, Any]] = []
         self.failure: Exception | None = None
         self.device = FakeDevice()
+        self.library = FakeLibrary(FakeFabric(), self.device)
         monkeypatch.setattr("services.engine.cuda.check_card", self.checked.append)
         monkeypatch.setattr("services.engine.cuda.load_cuda_engine", self._load)
         monkeypatch.setattr("dataplane.cuda.find_device", lambda _: self.device)
+        parts = PairParts(self.device, self.library, LibraryThreads())
+        monkeypatch.setattr("dataplane.nccl.pair_parts", lambda device, card: parts)
 
     def _load(self, checkpoint: object, **arguments: Any) -> SimpleNamespace:
         if self.failure is not None:
@@ -112,12 +118,17 @@ def test_gateway_store_and_worker_name_the_same_kv(model: str, mesh_device: str,
     assert len(named) == 1
 
 
-@pytest.mark.parametrize(("carrier", "pairs"), [("auto", True), ("nccl", True), ("cuda", False), ("tcp", False)])
-def test_pairs_are_made_where_they_may_be_asked_for(model: str, carrier: str, pairs: bool, made: Made) -> None:
-    parts = load(model, "cuda", carrier=carrier)
-    assert isinstance(parts.arena, DeviceArena)
-    assert (parts.arena.pair_parts is not None) == pairs
-    parts.arena.close()
+@pytest.mark.parametrize("carrier", ["auto", "nccl", "tcp"])
+def test_without_nccl_only_who_asks_for_it_is_refused(model: str, carrier: str, made: Made) -> None:
+    before = arenas()
+    made.library.refused = "the library is not installed"
+    if carrier == "nccl":
+        with pytest.raises(UserError, match="nccl cannot be had: the library is not installed"):
+            load(model, "cuda", carrier=carrier)
+    else:
+        parts = load(model, "cuda", carrier=carrier)
+        parts.arena.close()
+    assert arenas() == before
 
 
 @pytest.mark.parametrize("failure", [UserError("no room for the weights"), RuntimeError("out of memory")])
