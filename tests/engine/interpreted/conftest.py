@@ -11,6 +11,7 @@ if not INTERPRETS:
 else:
     import numpy as np
     import triton.language as tl
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     multiply = InterpreterBuilder.create_dot
@@ -24,7 +25,15 @@ else:
             )
         return multiply(self, left, right, accumulator, *options)
 
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_with_index(tensor, scope):
+        """Triton 3.6 takes arrays of one number for numbers, which numpy 2.4 does not."""
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
     InterpreterBuilder.create_dot = create_dot
+    interpreter._patch_lang_tensor = patch_tensor_with_index
 
     from services.engine import paged_ops
 
