@@ -284,6 +284,31 @@ async def test_cancelled_while_a_frame_is_under_way(
     assert len(card_of(target).library.made) == 1, "the pair is the same"
 
 
+async def test_cancelled_while_the_card_writes(holder: Holder, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame is being scattered: the read ends when it has been, however often it is cancelled."""
+    loop, scattering, take = asyncio.get_running_loop(), asyncio.Event(), ReaderCore.take
+
+    def stalls(core: ReaderCore, *args: Any) -> int | None:
+        buffer = take(core, *args)
+        if buffer is not None:
+            card_of(target).device.stall()
+            loop.call_soon_threadsafe(scattering.set)
+        return buffer
+
+    monkeypatch.setattr(ReaderCore, "take", stalls)
+    holder.compute_all()
+    task = await start_read(target, holder, lambda _: None)
+    await scattering.wait()
+    for _ in range(5):
+        task.cancel()
+        await asyncio.sleep(0.05)
+    assert not task.done(), "the card may still write"
+    card_of(target).device.resume()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert right(target, holder), "it did"
+
+
 # Beside each other.
 
 
