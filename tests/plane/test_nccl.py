@@ -285,7 +285,10 @@ async def test_cancelled_while_a_frame_is_under_way(
 
 
 async def test_cancelled_while_the_card_writes(holder: Holder, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A frame is being scattered: the read ends when it has been, however often it is cancelled."""
+    """A frame is being scattered, and not committed yet: the read ends when it has been, however often it is
+    cancelled."""
+    go_on = threading.Event()
+    holder.gate.before_recheck = lambda _: go_on.wait(DEADLINE_S) and None
     loop, scattering, take = asyncio.get_running_loop(), asyncio.Event(), ReaderCore.take
 
     def stalls(core: ReaderCore, *args: Any) -> int | None:
@@ -306,6 +309,7 @@ async def test_cancelled_while_the_card_writes(holder: Holder, target: Target, m
     card_of(target).device.resume()
     with pytest.raises(asyncio.CancelledError):
         await task
+    go_on.set()
     assert right(target, holder), "it did"
 
 
