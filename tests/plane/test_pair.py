@@ -188,12 +188,12 @@ def test_a_pair_that_cannot_be_made(world: PairWorld, monkeypatch: pytest.Monkey
     MAKING[fault](world)
     with pytest.raises(PairRefusedError):
         world.join(endpoint=endpoint)
-    for card in (world.holder, world.readers[READER]):
-        card.library.refused = None
-        card.library.release()
     monkeypatch.undo()
     quick_again(monkeypatch)
-    assert wait_until(lambda: world.holder.threads.num_abandoned == world.readers[READER].threads.num_abandoned == 0)
+    for card in (world.holder, world.readers[READER]):
+        card.library.refused = None
+        # Again and again: it may only now be on its way to wait for the other rank.
+        assert wait_until(lambda card=card: card.library.release() or card.threads.num_abandoned == 0)
     exchange(*pair_in_time(world), num_frames=5)
 
 
