@@ -57,6 +57,7 @@ class FakeLibrary:
         self.num_alive = 0
         self._failing: Counter[str] = Counter()
         self._stalling: Counter[str] = Counter()
+        self._delaying: Counter[str] = Counter()
         self._num_releases = 0
         self._is_shut = False
 
@@ -93,6 +94,10 @@ class FakeLibrary:
         """The next such call does not return before `release`."""
         self._stalling[call] += 1
 
+    def delay_next(self, call: Call) -> None:
+        """The next such call does nothing before `release`, and then what it should."""
+        self._delaying[call] += 1
+
     def release(self) -> None:
         """Let the calls that wait end, with an error."""
         with self.fabric.changed:
@@ -109,9 +114,13 @@ class FakeLibrary:
     def enter(self, call: Call) -> None:
         """Raises CommunicatorError."""
         with self.fabric.changed:
-            fails, stalls = self._failing[call] > 0, self._stalling[call] > 0
+            fails, stalls, delays = (what[call] > 0 for what in (self._failing, self._stalling, self._delaying))
             self._failing[call] -= fails
             self._stalling[call] -= stalls
+            self._delaying[call] -= delays
+        if delays:
+            with contextlib.suppress(CommunicatorError):
+                self.wait_for(call, lambda: False)
         if stalls:
             self.wait_for(call, lambda: False)
         if fails:

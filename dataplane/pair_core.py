@@ -119,9 +119,7 @@ class PairCore(abc.ABC):
         """No read has a buffer."""
 
     def moved(self, slot: int, now: float) -> None:
-        """The oldest slot under way has crossed."""
-        if self.state is PairState.BROKEN:
-            return  # an abort ends what is under way, too
+        """The oldest slot under way has crossed, or was ended by an abort: once it is over nothing is taken."""
         move = self._under_way.popleft()
         assert move.slot == slot, f"slot {slot} before {move.slot}"
         self._arm(now)

@@ -59,7 +59,7 @@ OFFERED = ("nccl", "shm", "tcp")
 @pytest.fixture(autouse=True)
 def two_cards(monkeypatch: pytest.MonkeyPatch, simulated: bool) -> None:
     """Holders and targets are on cards that do not see each other; limits of time are short."""
-    use_cards(holder=True, target=True, are_apart=True)
+    use_cards(holder=True, target=True, kind="apart")
     monkeypatch.setattr(pair_module, "_WATCH_S", 0.05)
 
 
@@ -138,8 +138,8 @@ def test_asked_for_alone_it_fails_as_a_carrier(holder: Holder, target: Target) -
     card_of(target).library.fail_next("make")
     error = fails(lambda: target.read_from(holder, "nccl"))
     assert error.code == "carrier" and "failed as it was told to" in error.detail
-    card_of(holder).library.release()  # which waits for the reader's rank, as NCCL does
     assert wait_until(lambda: _reads(target, holder)), "the next offer is as good as new"
+    shut(holder)  # its library waits for the reader's rank of the first offer still, as NCCL does
 
 
 def _reads(target: Target, holder: Holder) -> bool:
@@ -186,7 +186,7 @@ def test_a_pair_that_breaks_in_mid_stream(
         assert error.code in ("closed", "device"), error
         assert right(target, holder, error.num_landed_tokens)
     monkeypatch.undo()
-    use_cards(holder=True, target=True, are_apart=True)
+    use_cards(holder=True, target=True, kind="apart")
     holder.progress.finish(b"")
     target.array[:] = 0
     assert wait_until(lambda: _reads(target, holder))
@@ -282,6 +282,35 @@ async def test_cancelled_while_a_frame_is_under_way(
     landed = await asyncio.to_thread(target.read_from, holder, "nccl")
     assert landed.stats.carrier == "nccl" and right(target, holder)
     assert len(card_of(target).library.made) == 1, "the pair is the same"
+
+
+async def test_cancelled_while_the_card_writes(holder: Holder, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame is being scattered, and not committed yet: the read ends when it has been, however often it is
+    cancelled."""
+    go_on = threading.Event()
+    holder.gate.before_recheck = lambda _: go_on.wait(DEADLINE_S) and None
+    loop, scattering, take = asyncio.get_running_loop(), asyncio.Event(), ReaderCore.take
+
+    def stalls(core: ReaderCore, *args: Any) -> int | None:
+        buffer = take(core, *args)
+        if buffer is not None:
+            card_of(target).device.stall()
+            loop.call_soon_threadsafe(scattering.set)
+        return buffer
+
+    monkeypatch.setattr(ReaderCore, "take", stalls)
+    holder.compute_all()
+    task = await start_read(target, holder, lambda _: None)
+    await scattering.wait()
+    for _ in range(5):
+        task.cancel()
+        await asyncio.sleep(0.05)
+    assert not task.done(), "the card may still write"
+    card_of(target).device.resume()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    go_on.set()
+    assert right(target, holder), "it did"
 
 
 # Beside each other.

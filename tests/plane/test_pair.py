@@ -1,6 +1,7 @@
 """Pairs with their threads, over communicators that stall, fail and die: nothing hangs, nothing is left, no byte is
 wrong, and the next offer is as good as new."""
 
+import contextlib
 import random
 import threading
 import time
@@ -42,6 +43,19 @@ def world() -> Iterator[PairWorld]:
     made.close()
     for card in (made.holder, *made.readers.values()):
         card.assert_nothing_left()
+
+
+def pair_in_time(world: PairWorld) -> tuple[Pair[HolderCore], Pair[ReaderCore]]:
+    """Return both ends of a new pair; the holder may hear a moment later than the reader that the last has ended."""
+    made: list[tuple[Pair[HolderCore], Pair[ReaderCore]]] = []
+
+    def is_made() -> bool:
+        with contextlib.suppress(PairRefusedError):
+            made.append(world.pair())
+        return bool(made)
+
+    assert wait_until(is_made)
+    return made[0]
 
 
 def exchange(holder: Pair[HolderCore], reader: Pair[ReaderCore], num_frames: int, seed: int = 0) -> None:
@@ -174,13 +188,13 @@ def test_a_pair_that_cannot_be_made(world: PairWorld, monkeypatch: pytest.Monkey
     MAKING[fault](world)
     with pytest.raises(PairRefusedError):
         world.join(endpoint=endpoint)
-    for card in (world.holder, world.readers[READER]):
-        card.library.refused = None
-        card.library.release()
     monkeypatch.undo()
     quick_again(monkeypatch)
-    assert wait_until(lambda: world.holder.threads.num_abandoned == world.readers[READER].threads.num_abandoned == 0)
-    exchange(*world.pair(), num_frames=5)
+    for card in (world.holder, world.readers[READER]):
+        card.library.refused = None
+        # Again and again: it may only now be on its way to wait for the other rank.
+        assert wait_until(lambda card=card: card.library.release() or card.threads.num_abandoned == 0)
+    exchange(*pair_in_time(world), num_frames=5)
 
 
 CROSSING: dict[str, Fault] = {
@@ -224,7 +238,7 @@ def test_what_is_under_way_when_it_breaks(
         assert "stalls" in fault or wait_until(lambda: holder.is_freed and reader.is_freed)
         monkeypatch.undo()
         quick_again(monkeypatch)
-        exchange(*world.pair(), num_frames=5)
+        exchange(*pair_in_time(world), num_frames=5)
         assert world.pair()[0].generation > holder.generation
 
 
@@ -239,6 +253,7 @@ def test_an_abort_that_does_not_come_back_is_left_and_counted(
         world.holder.library.stall_next("abort")
         holder.fail("the test")
         assert wait_until(lambda reader=reader: reader.is_freed)
+        assert wait_until(lambda: not any(thread.is_alive() for thread in world._threads)), "it is listened to"
         assert not holder.is_freed
         assert world.holder.threads.num_abandoned == 2 * (number + 1), "the abort, and the library's own thread"
     assert world.holder_pairs.offer(READER) is None
@@ -249,17 +264,17 @@ def test_an_abort_that_does_not_come_back_is_left_and_counted(
 
 
 def test_what_comes_back_late_is_aborted(world: PairWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pair has ended while its communicator was being made."""
+    """The pair has ended while its communicator was being made: at both ends, as one rank was late."""
     monkeypatch.setattr(pairs, "JOIN_S", 0.1)
-    world.readers[READER].library.stall_next("make")
+    world.readers[READER].library.delay_next("make")
     endpoint = world.endpoint()
     with pytest.raises(PairRefusedError, match="not made within"):
         world.join(endpoint=endpoint)
     holder = world.holder_pairs.find(READER, endpoint.pair.generation if endpoint.pair else 0)
     holder.fail("the test")
-    world.holder.library.release()
     world.readers[READER].library.release()
     assert wait_until(lambda: holder.is_freed)
+    assert len(world.holder.library.made) == len(world.readers[READER].library.made) == 1, "it was made, and too late"
 
 
 def test_reads_stop_waiting_for_a_pair_when_they_are_cancelled(world: PairWorld) -> None:
@@ -270,6 +285,16 @@ def test_reads_stop_waiting_for_a_pair_when_they_are_cancelled(world: PairWorld)
             world.endpoint(), "ticket", world.dial, time.monotonic() + DEADLINE_S, lambda: True
         )
     assert time.monotonic() - started < DEADLINE_S
+
+
+@pytest.mark.parametrize("end", ["holder", "reader"])
+def test_the_peer_hears_at_once(world: PairWorld, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """By the pair's wire, not when it next looks at the time."""
+    monkeypatch.setattr(pair, "_WATCH_S", 10 * DEADLINE_S)
+    holder, reader = world.pair()
+    (holder if end == "holder" else reader).fail("the test")
+    assert wait_until(lambda: holder.state is reader.state is PairState.BROKEN)
+    assert wait_until(lambda: holder.is_freed and reader.is_freed)
 
 
 # Offers.

@@ -98,6 +98,23 @@ def test_the_limit_is_of_the_oldest_slot_and_starts_anew_with_each() -> None:
     assert "slot 2 did not cross" in core.failure
 
 
+@pytest.mark.parametrize("end", ["holder", "reader"])
+def test_a_slot_that_does_not_cross(end: str) -> None:
+    """No other has to cross for the limit to be set."""
+    core: HolderCore | ReaderCore
+    if end == "holder":
+        core = ready_holder()
+        core.enter(1)
+        posted(core, 1, now=100.0)
+    else:
+        core = ready_reader()
+        core.ordered(Tell(1, 1, 8), 100.0)
+    core.tick(100.0 + SLOT_TIMEOUT_S - 0.01)
+    assert core.state is PairState.READY
+    core.tick(100.0 + SLOT_TIMEOUT_S)
+    assert "slot 1 did not cross" in core.failure
+
+
 def test_it_ends_once_with_the_first_reason() -> None:
     core = ready_reader()
     core.fail("first")
