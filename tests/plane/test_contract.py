@@ -91,6 +91,7 @@ def test_frames_are_bounded_and_many(
     carrier: str, make_holder: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SharedHolder, "frame_bytes", 4 << 20)
+    monkeypatch.setattr(PairedHolder, "frame_bytes", 4 << 20)
     monkeypatch.setattr(CudaHolder, "frame_bytes", 4 << 20)
     layout = KVLayout(weights="w", dtype="bfloat16", num_layers=5, num_kv_heads=8, head_dim=512, block_size=16)
     holder, target = make_holder((carrier,), 311, layout), Target(layout)  # 24 MiB
