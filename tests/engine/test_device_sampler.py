@@ -97,5 +97,12 @@ def test_logits_that_are_no_numbers_are_told(bad: list[float], temperature: floa
     assert chosen(torch.tensor([bad, [0.0, 1.0]]), wanted) == [NOT_FINITE, 1]
 
 
+def test_a_number_on_a_border_is_the_token_s_behind_it() -> None:
+    """And never a token's that has no probability."""
+    draws = Draws([0, 1], [1.0, 1.0], [0, 0], [1.0, 1.0], [0.5, 0.0])
+    inputs = torch.tensor([list(map(float, values)) for values in draws], dtype=torch.float64)
+    assert choose(torch.tensor([[0.0, 0.0], [-math.inf, 0.0]]), draws, inputs).tolist() == [1, 1]
+
+
 def test_no_rows_no_tokens() -> None:
     assert chosen(torch.empty(0, 5), []) == []
