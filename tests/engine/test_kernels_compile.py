@@ -112,19 +112,28 @@ def launch_all(model: Model, *, rows: int, window: int, singles: int = 3, chunks
         attend(query, keys, values, output, ints(9), *kind, bases, 0.1, window, 16)
 
 
-@pytest.mark.parametrize("window", [0, 24])
+SMALL_HEADS = Model(32, 8, 64, torch.float32)
+ODD_HEADS = Model(12, 12, 80, torch.float16)
+LARGE_HEADS = Model(4, 1, 256, torch.bfloat16)
+OFTEN = {(QWEN, 80, 0), (QWEN, 90, 24), (QWEN, 100, 0), (SMALL_HEADS, 90, 0), (LARGE_HEADS, 90, 24)}
+
+
 @pytest.mark.parametrize(
-    ("model", "capability"),
+    ("model", "capability", "window"),
     [
-        (QWEN, 80),
-        (QWEN, 90),
-        (QWEN, 100),
-        (Model(32, 8, 64, torch.float32), 90),
-        (Model(12, 12, 80, torch.float16), 80),
-        (Model(4, 1, 256, torch.bfloat16), 90),
+        pytest.param(
+            model,
+            capability,
+            window,
+            id=f"{model.dim}-{model.dtype}-sm_{capability}-{window}".replace("torch.", ""),
+            marks=() if (model, capability, window) in OFTEN else pytest.mark.slow,
+        )
+        for model, capability in [
+            (QWEN, 80), (QWEN, 90), (QWEN, 100), (SMALL_HEADS, 90), (ODD_HEADS, 80), (LARGE_HEADS, 90)
+        ]
+        for window in (0, 24)
     ],
-    ids=lambda value: f"sm_{value}" if isinstance(value, int) else f"{value.dim}-{value.dtype}".replace("torch.", ""),
-)
+)  # fmt: skip
 def test_kernels_become_machine_code(
     model: Model, capability: int, window: int, launches: list[Launch], on_card: Callable[[int], None]
 ) -> None:

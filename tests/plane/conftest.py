@@ -87,6 +87,7 @@ def nothing_is_left() -> Iterator[None]:
     before = set(threading.enumerate()), _descriptors(), _arenas()
     yield
     gc.collect()  # an error that was raised keeps its frames, and those their views of the arena
+    gc.freeze()  # what outlives a test are modules and the like: not to be looked through after each of the next
     threads = [t for t in threading.enumerate() if t not in before[0]]
     assert not threads, f"left behind: {threads}"
     assert _arenas() <= before[2], "left behind in /dev/shm"

@@ -32,14 +32,13 @@ from tests.plane.corruption import BitFlip, measure, tapped
 from tests.plane.harness import (
     CARRIERS,
     DEADLINE_S,
+    FROM_OR_TO_CARDS,
     HOLDER,
     KV,
     LAYOUT,
     NUM_BLOCKS,
-    ON_CARDS,
     READER,
     SECRET,
-    STAGED,
     Holder,
     Target,
     endpoint_with_pair,
@@ -55,7 +54,7 @@ BLOCK = LAYOUT.block_size
 NUM_TOKENS = 18 * BLOCK
 
 
-@pytest.fixture(params=[*CARRIERS, *STAGED, *ON_CARDS])
+@pytest.fixture(params=[*CARRIERS, *FROM_OR_TO_CARDS])
 def carrier(request: pytest.FixtureRequest) -> str:
     return name_of(request.param)
 

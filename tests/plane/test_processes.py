@@ -14,7 +14,7 @@ from dataplane.arena import SHM_DIR, remove_stale_arenas
 from dataplane.reader import Landed
 from dataplane.stream import TransferFailedError
 from schemas.handoff import Endpoint
-from tests.plane.harness import DEADLINE_S, ON_GPU, STAGED, Holder, Target, name_of, random_kv, running
+from tests.plane.harness import DEADLINE_S, ON_GPU, Holder, Target, name_of, random_kv, running
 
 
 class HolderProcess:
@@ -49,7 +49,7 @@ class HolderProcess:
         self._process.communicate("exit\n" if self._process.poll() is None else None, timeout=DEADLINE_S)
 
 
-@pytest.fixture(params=["shm", "tcp", *STAGED, "card>card:cuda", *ON_GPU])
+@pytest.fixture(params=["shm", "tcp", "card>card:tcp", "card>host:shm", "host>card:tcp", "card>card:cuda", *ON_GPU])
 def carrier(request: pytest.FixtureRequest) -> str:
     return name_of(request.param)
 

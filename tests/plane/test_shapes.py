@@ -20,7 +20,7 @@ from dataplane.layout import ArenaShape, BlockTable, BlockTables, KVLayout, Segm
 from dataplane.shm import SharedHolder
 from dataplane.stream import TransferFailedError, TransferStats
 from dataplane.tcp import TcpHolder
-from tests.plane.harness import CARRIERS, DEADLINE_S, KV, LAYOUT, ON_CARDS, STAGED, Holder, Target, running, write_kv
+from tests.plane.harness import CARRIERS, DEADLINE_S, FROM_OR_TO_CARDS, KV, LAYOUT, Holder, Target, running, write_kv
 
 BLOCK, NUM_HEADS, HEAD_DIM = 4, 4, 4
 HEAD_BYTES = HEAD_DIM * 2
@@ -155,7 +155,7 @@ def read_all(carrier: str, case: Case, kv: KV, shape: ArenaShape, **changes) -> 
     return target, stats
 
 
-@pytest.mark.parametrize("carrier", [*CARRIERS, *STAGED, *ON_CARDS], indirect=True)
+@pytest.mark.parametrize("carrier", [*CARRIERS, *FROM_OR_TO_CARDS], indirect=True)
 @quick
 @given(case=cases())
 def test_what_arrives_is_what_is_there(carrier: str, case: Case) -> None:
