@@ -339,16 +339,13 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def doing(self, what: str) -> Generator[Cuda, None, None]:
-        """Run the block with this card as the thread's; what the libraries raise becomes a DeviceError."""
-        runtime = self.cuda.runtime
+        """Run the block with this card as the thread's, which it stays; what the libraries raise becomes a DeviceError.
+
+        A fresh thread's card is 0: to set that again would make a context there, and take its memory.
+        """
         try:
-            previous = runtime.getDevice()
-            runtime.setDevice(self.index)  # also where it is this one already: it makes the context this thread's
-            try:
-                yield self.cuda
-            finally:
-                if previous != self.index:
-                    runtime.setDevice(previous)
+            self.cuda.runtime.setDevice(self.index)  # where it is this one already it makes the context this thread's
+            yield self.cuda
         except RuntimeError as error:  # all errors of CuPy's bindings are
             raise DeviceError(what, str(error)) from error
 

@@ -209,6 +209,11 @@ class PeerArena:
         self._events: dict[int, Event] = {}
         self._lock = threading.Lock()
         self.memory = device.open_memory(handles.memory, handles.num_bytes)
+        try:
+            self.is_ready(1)  # a reader that can open memory and no events must know before anything is read
+        except (DeviceError, ValueError):
+            self.memory.close()
+            raise
 
     def is_ready(self, mark: int) -> bool:
         """Raises DeviceError, and ValueError when no mark is called so."""

@@ -60,7 +60,9 @@ class CudaHolder:
         self._arena = arena
         self._source = source
         self._begun: deque[tuple[int, Piece | None]] = deque()
-        self._side = None if digest_kind is None else SideStream(arena.device, f"out-{next(_numbers)}", digests=True)
+        self._side: SideStream | None = None
+        if digest_kind is not None:
+            self._side = SideStream(arena.device, f"out-{next(_numbers)}", digests=True, writes=False)
 
     def begin(self, data: Header, mark: int) -> None:
         """Digest the frame once the card has reached the mark. Raises DeviceError."""
@@ -125,7 +127,8 @@ class CudaReader:
         self._digests: dict[int, int] = {}
         self._num_finished = 0
         self._stats = TransferStats()
-        self._side = SideStream(arena.device, f"in-{next(_numbers)}", digests=digest_kind is not None)
+        digests = digest_kind is not None
+        self._side = SideStream(arena.device, f"in-{next(_numbers)}", digests=digests, writes=True)
 
     def land(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> Digest:
         """Begin to copy the frame, once it is there. Raises DeviceError, WireClosedError, WireTimeoutError,
@@ -154,11 +157,10 @@ class CudaReader:
             self._wait_oldest(deadline)
 
     def close(self) -> None:
-        """Wait until the card writes to the arena no more, and give the holder's back. Raises DeviceError."""
-        try:
-            self._side.close()
-        finally:
-            self._give_back()
+        """Wait until the card writes to the arena no more, and give the holder's back, which else it may still read.
+        Raises CardStuckError."""
+        self._side.close()
+        self._give_back()
 
     def _wait_mark(self, wire: Wire, data: Header, deadline: float) -> None:
         started = time.perf_counter_ns()

@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from dataplane.arena import ByteArray
 from dataplane.device import DeviceError, DigestSlot, Stream
@@ -37,15 +37,15 @@ class Passage(NamedTuple):
 
 
 class Lane:
-    """For one thread. `name`: what the ring's messages call it."""
+    """For one thread. `name`: which way it goes."""
 
-    def __init__(self, arena: DeviceArena, name: str, *, digests: bool) -> None:
+    def __init__(self, arena: DeviceArena, name: Literal["in", "out"], *, digests: bool) -> None:
         self._arena = arena
         self._ring = arena.ring
         self._owner = f"{name}-{next(_numbers)}"
         self._slots: dict[int, Slot] = {}
         self._passing: dict[int, Passage] = {}
-        self._side = SideStream(arena.device, self._owner, digests=digests)
+        self._side = SideStream(arena.device, self._owner, digests=digests, writes=name == "in")
 
     @property
     def has_slots(self) -> bool:

@@ -13,7 +13,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
@@ -30,6 +30,8 @@ HOLDER_RANK, READER_RANK, NUM_RANKS = 0, 1, 2
 CLOSE_S = 10.0
 """How long the end of a pair waits for the library."""
 _TELL_S = 5.0
+_OUT_S = 0.5
+"""So long an abort waits for the thread that uses the communicator to come out of it: beside each other they crash."""
 _WATCH_S = 1.0
 """How long a limit of time may be overrun before somebody notices."""
 _POLL_S = 0.0005
@@ -52,6 +54,10 @@ class PairParts:
         return self.library.refusal() or self.threads.refusal()
 
 
+class _OverError(Exception):
+    """The pair is over: its communicator is not to be used any more."""
+
+
 class Pair(Generic[CoreT]):
     """One end. `core` is only used inside `deciding`.
 
@@ -72,6 +78,7 @@ class Pair(Generic[CoreT]):
         self._library_thread: threading.Thread | None = None
         self._abort_thread: threading.Thread | None = None
         self._is_in_use = False
+        self._is_inside = False
         """The library has the buffers."""
         self._is_freed = False
         device = parts.device
@@ -238,12 +245,33 @@ class Pair(Generic[CoreT]):
         if self._wire is not None:
             self._wire.cut()
         if self._communicator is not None:
-            self._abort_thread = self._parts.threads.start(self._communicator.abort, "kv-nccl-abort")
+            communicator = self._communicator
+            self._abort_thread = self._parts.threads.start(lambda: self._abort(communicator), "kv-nccl-abort")
             self._parts.threads.give_up(self._abort_thread)
         if self._library_thread is not None:
             self._parts.threads.give_up(self._library_thread)
 
+    def _abort(self, communicator: Communicator) -> None:
+        """End the communicator, and with it what its thread may hang in; nobody goes in any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_inside, _OUT_S)
+        communicator.abort()
+
     # The library's thread.
+
+    @contextlib.contextmanager
+    def _inside(self) -> Generator[None]:
+        """Use the communicator, which is not ended meanwhile unless this takes too long. Raises _OverError."""
+        with self._changed:
+            if self._core.state is PairState.BROKEN:
+                raise _OverError
+            self._is_inside = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_inside = False
+                self._changed.notify_all()
 
     def _run_library(self) -> None:
         try:
@@ -270,6 +298,8 @@ class Pair(Generic[CoreT]):
             while self._await_work(under_way):
                 self._start_moves(communicator, under_way)
                 self._poll(communicator, under_way)
+        except _OverError:
+            pass
         except (CommunicatorError, DeviceError) as error:
             self.fail(str(error))
         self._leave(under_way)
@@ -290,7 +320,7 @@ class Pair(Generic[CoreT]):
                 move = self._moves.popleft()
             under_way.append(move)
             first_byte = move.buffer * BUFFER_BYTES
-            with communicator.group():
+            with self._inside(), communicator.group():
                 if self._rank == HOLDER_RANK:
                     communicator.send(self.memory, first_byte, move.num_bytes, self._stream)
                 else:
@@ -301,7 +331,9 @@ class Pair(Generic[CoreT]):
         """Tell the core of what has crossed and what has been emptied; wait a little where that was nothing."""
         crossed = self._crossed[under_way[0].buffer] if under_way else None
         has_crossed = crossed is not None and crossed.is_done()
-        if (failure := communicator.failure()) is not None:  # asked after the event: a failure may have ended it
+        with self._inside():
+            failure = communicator.failure()
+        if failure is not None:  # asked after the event: a failure may have ended it
             raise CommunicatorError("an operation under way", failure)
         emptied = self._first_emptying()
         if has_crossed:

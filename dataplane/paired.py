@@ -6,7 +6,7 @@ bytes.
 The kernels here wait for nothing but this process's own engine. What waits for the peer is the library's.
 """
 
-import contextlib
+import logging
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -17,8 +17,11 @@ from dataplane.device_arena import DeviceArena
 from dataplane.pair import BUFFER_BYTES, Pair
 from dataplane.pair_core import HolderCore, ReaderCore
 from dataplane.runs import SequenceRuns, gather_moves, scatter_moves
+from dataplane.side import DRAIN_S, CardStuckError
 from dataplane.stream import Digest, Header, TransferStats, encode_header
 from dataplane.wire import Wire, WireClosedError, WireTimeoutError
+
+log = logging.getLogger(__name__)
 
 _SLICE_S = 0.05
 """How long a wait for this process's own card goes on before it asks whether anybody still wants it."""
@@ -91,10 +94,15 @@ class PairedHolder:
 
     def close(self) -> None:
         """Wait for what gathers, give the buffers back."""
-        with contextlib.suppress(DeviceError):  # a card that has failed reads nothing any more
+        deadline = time.monotonic() + DRAIN_S
+        try:
             for begun in self._begun:
-                while begun.buffer is not None and not self._pair.used[begun.buffer].wait(1.0):
-                    pass
+                if begun.buffer is not None and not self._pair.used[begun.buffer].wait(deadline - time.monotonic()):
+                    raise CardStuckError("drain", f"what is gathered has not ended within {DRAIN_S:.0f} s")
+        except CardStuckError:
+            raise
+        except DeviceError as error:
+            log.warning("a card that has failed reads nothing any more: %s", error)
         for begun in self._begun:
             if begun.digest is not None:
                 begun.digest.close()
@@ -146,7 +154,12 @@ class PairedReader:
         self._landings: deque[_Landing] = deque()
         self._free_events: list[Event] = []
         self._device: Device = arena.device
-        self._stream = self._device.new_stream()
+        self._drained = self._device.new_event()
+        try:
+            self._stream = self._device.new_stream()
+        except DeviceError:
+            self._drained.close()
+            raise
 
     def land(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> Digest:
         """Scatter the frame once it has come. Raises DeviceError, ProtocolError, WireClosedError, WireTimeoutError."""
@@ -183,15 +196,19 @@ class PairedReader:
             _await(self._landings[-1].landed, deadline, None)
 
     def close(self) -> None:
-        """Wait for what is being scattered, give everything back."""
-        with contextlib.suppress(DeviceError):  # a card that has failed writes nothing any more
-            for landing in self._landings:
-                while not landing.landed.wait(1.0):
-                    pass
+        """Wait for what is being scattered, give everything back. Raises CardStuckError."""
+        if self._landings:
+            try:
+                self._drained.record(self._stream)
+                is_done = self._drained.wait(DRAIN_S)
+            except DeviceError as error:
+                raise CardStuckError("drain", f"a frame is not known to have landed: {error}") from None
+            if not is_done:
+                raise CardStuckError("drain", f"what lands has not ended within {DRAIN_S:.0f} s")
         for landing in self._landings:
             self._let_go(landing)
         self._landings.clear()
-        for event in self._free_events:
+        for event in (self._drained, *self._free_events):
             event.close()
         self._stream.close()
         self._pair.leave(self._read_id)

@@ -30,7 +30,7 @@ from dataplane.dial import Cancellation, connect_tcp
 from dataplane.extent import Extent, HeadRange, heads_of
 from dataplane.frames import SequenceMemory
 from dataplane.idle import IdleConnections, Way, way_to
-from dataplane.ipc import CudaReader, OpenedArenas
+from dataplane.ipc import CudaReader, OpenedArenas, SourceArena
 from dataplane.layout import ArenaShape, BlockTables
 from dataplane.pair_core import PairBrokenError
 from dataplane.paired import PairedReader
@@ -294,22 +294,29 @@ class PlaneReader:
         return self._shared_reader(self._frames(carrier, run, accepted), memory, kind)
 
     def _cuda_reader(self, arena: DeviceArena, run: Read, accepted: Accepted, target: SequenceRuns) -> ReaderCarrier:
-        endpoint, source = run.request.endpoint, self._source(accepted, run.extent)
-        server = loopback.find(endpoint.arena_nonce)
+        source = self._source(accepted, run.extent)
         try:
-            if server is not None and isinstance(server.arena, DeviceArena):
-                holder, give_back = server.arena, server.arena.use()
-            elif accepted.device is not None and self._opened is not None:
-                holder, give_back = self._opened.take((endpoint.arena, endpoint.arena_nonce), accepted.device)
-            else:
-                raise ProtocolError("the holder does not name its memory")
-            if source.shape.num_bytes > holder.memory.num_bytes:
+            holder, give_back = self._open_on_card(run.request.endpoint, accepted)
+            try:
+                if source.shape.num_bytes > holder.memory.num_bytes:
+                    raise ProtocolError(f"{source.shape.num_blocks} blocks in {holder.memory.num_bytes} bytes")
+                kind = accepted.digest_kind if accepted.digests else None
+                return CudaReader(holder, source, arena, target, kind, give_back)
+            except BaseException:
                 give_back()
-                raise ProtocolError(f"{source.shape.num_blocks} blocks in {holder.memory.num_bytes} bytes")
-            kind = accepted.digest_kind if accepted.digests else None
-            return CudaReader(holder, source, arena, target, kind, give_back)
+                raise
         except DeviceError as error:
             raise CarrierBrokenError(CUDA, str(error)) from error
+
+    def _open_on_card(self, endpoint: Endpoint, accepted: Accepted) -> tuple[SourceArena, Callable[[], None]]:
+        """Return the holder's arena and what to call when it is not used any more. Raises DeviceError,
+        ProtocolError."""
+        server = loopback.find(endpoint.arena_nonce)
+        if server is not None and isinstance(server.arena, DeviceArena):
+            return server.arena, server.arena.use()
+        if accepted.device is None or self._opened is None:
+            raise ProtocolError("the holder does not name its memory")
+        return self._opened.take((endpoint.arena, endpoint.arena_nonce), accepted.device)
 
     def _frames(self, carrier: str, run: Read, accepted: Accepted) -> FrameSource:
         """Return where a reader that copies for itself finds the holder's frames. Raises ArenaMissingError,

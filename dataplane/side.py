@@ -3,7 +3,6 @@
 Nothing that is put here waits for another process, so all of it ends: who closes it can wait for that.
 """
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ _PAUSE_S = 0.01
 
 
 class CardStuckError(DeviceError):
-    """The card does not come to the end of what was put on a side stream: it may still write to the arena."""
+    """The card is not known to come to the end of what was put on a stream: it may still write to the arena."""
 
 
 class Piece(NamedTuple):
@@ -34,10 +33,11 @@ class Piece(NamedTuple):
 
 
 class SideStream:
-    """For one thread. `name`: what messages call it."""
+    """For one thread. `name`: what messages call it. `writes`: what is put here writes to an arena."""
 
-    def __init__(self, device: Device, name: str, *, digests: bool) -> None:
+    def __init__(self, device: Device, name: str, *, digests: bool, writes: bool) -> None:
         self._device = device
+        self._writes = writes
         self._name = name
         self._digests = digests
         self._idle: list[Event] = []
@@ -45,7 +45,12 @@ class SideStream:
         self._digest_slots: list[DigestSlot] = []
         self._has_loose_work = False
         """Something may have been put on the stream that no event stands behind."""
-        self._stream = device.new_stream()
+        self._drained = device.new_event()
+        try:
+            self._stream = device.new_stream()
+        except DeviceError:
+            self._drained.close()
+            raise
         self._is_closed = False
         self._was_drained = False
 
@@ -88,7 +93,7 @@ class SideStream:
                     digest.close()
             return self._was_drained
         finally:
-            for event in (*self._idle, *self._pieces):
+            for event in (self._drained, *self._idle, *self._pieces):
                 event.close()
             self._stream.close()
 
@@ -103,11 +108,12 @@ class SideStream:
         if not self._pieces and not self._has_loose_work:
             return True
         try:
-            with contextlib.closing(self._device.new_event()) as event:
-                event.record(self._stream)
-                is_done = event.wait(DRAIN_S)
+            self._drained.record(self._stream)
+            is_done = self._drained.wait(DRAIN_S)
         except DeviceError as error:
             reason = str(error)  # its frames hold memory that is to go
+            if self._writes:
+                raise CardStuckError("drain", f"{self._name} is not known to have ended: {reason}") from None
             log.warning("%s: not known to have ended: %s", self._name, reason)
             return False
         if not is_done:

@@ -5,7 +5,7 @@ What runs here cannot be tried without a card; it is kept to what torch's own ca
 
 import importlib.util
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, cast
 
 import torch
@@ -71,7 +71,10 @@ class CudaRuntime:
 
     def active(self) -> AbstractContextManager[object]:
         """Both the device and the stream: torch keeps either per thread."""
-        return cast(AbstractContextManager[object], torch.cuda.stream(self.stream))
+        stack = ExitStack()
+        stack.enter_context(torch.cuda.device(self.device))  # alone, the stream would end by making a context on card 0
+        stack.enter_context(cast(AbstractContextManager[object], torch.cuda.stream(self.stream)))
+        return stack
 
     def host_buffer(self, num_bytes: int) -> HostBuffer:
         tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -96,14 +99,28 @@ class CudaRecorder:
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self._stream = runtime.stream
+        self.start_afresh()
+
+    def start_afresh(self) -> None:
         self._pool = cast(Any, torch.cuda).graph_pool_handle()
 
     def record(self, compute: Callable[[], Tensor]) -> Recording:
+        _prove_silent(compute)
         graph = torch.cuda.CUDAGraph()
         # The plane's threads allocate and ask for events meanwhile, which must not spoil this thread's recording.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             output = compute()
         return _CudaRecording(graph, output)
+
+
+def _prove_silent(compute: Callable[[], Tensor]) -> None:
+    """Run it once where each wait for the card raises: one in a recording would leave torch's allocator recording."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        compute()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 class _CudaRecording:
@@ -152,7 +169,7 @@ def _check_kernels(device: torch.device) -> None:
         reason = str(error).partition("\n")[0][:200]
         raise DeviceUnusableError(
             f"Triton cannot run a kernel on {torch.cuda.get_device_name(device)} ({type(error).__name__}: {reason}): "
-            "it needs a C compiler (gcc) and a driver for CUDA 13, or take --device cpu"
+            "it needs a C compiler (gcc), Python's headers (python3-dev) and a driver for CUDA 13, or take --device cpu"
         ) from error
 
 

@@ -52,3 +52,7 @@ class Recorder(Protocol):
     def record(self, compute: Callable[[], Tensor]) -> Recording:
         """Call `compute` and return it as a recording. All recordings of a recorder share their working memory."""
         ...
+
+    def start_afresh(self) -> None:
+        """All recordings so far are gone, and with them that memory."""
+        ...

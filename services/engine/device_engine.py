@@ -133,9 +133,11 @@ class DeviceEngine:
     def logits(self, items: Seq[StepItem], rows: Seq[int], *, graph: bool = False) -> Tensor:
         """Compute the items and return the logits `[len(rows), vocab]`, float32, of these rows of the flat batch."""
         with self._runtime.active():
-            plan = self._planner.plan(items)._replace(sample_rows=list(rows))
-            logits = self._compute(items, plan, may_use_graph=graph)[0].clone()
-            self._runtime.wait()
+            try:
+                plan = self._planner.plan(items)._replace(sample_rows=list(rows))
+                logits = self._compute(items, plan, may_use_graph=graph)[0].clone()
+            finally:
+                self._end_launched()
         return logits
 
     def close(self) -> None:

@@ -66,6 +66,7 @@ class GraphRunner:
     def clear(self) -> None:
         """Let go of all recordings: the memory that they read moves. They are made again when they are needed."""
         self._recordings.clear()
+        self._recorder.start_afresh()
 
     def disable(self) -> None:
         """Let go of all recordings, for good."""

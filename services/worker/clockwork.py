@@ -69,7 +69,7 @@ class Clockwork:
                 worker.decide(self._tick_leases)
                 self._forget_answers(now_ms())
                 self._say_cooling()
-                worker.reader.release_ended()
+                await asyncio.to_thread(worker.reader.release_ended)  # a driver takes its time to unmap
             worker.pulse.beat(time.monotonic())
 
     def _tick_leases(self, now: int) -> list[Action]:

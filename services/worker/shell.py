@@ -207,7 +207,7 @@ class Worker:
         left = WorkerLeft(worker_id=worker_id, incarnation=incarnation, reason="stopped")
         self.outbox.put(subjects.LEFT, (worker_id,), left)
         self.outbox.close()
-        self.reader.close()
+        await asyncio.to_thread(self.reader.close)
         await asyncio.to_thread(self.holder.close)
 
     def is_elsewhere(self, core: WorkerCore, key: AttemptKey) -> bool:

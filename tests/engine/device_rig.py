@@ -72,6 +72,9 @@ class EagerRecorder:
     def __init__(self) -> None:
         self.recordings: list[EagerRecording] = []
 
+    def start_afresh(self) -> None:
+        """Nothing is shared."""
+
     def record(self, compute: Callable[[], Tensor]) -> EagerRecording:
         self.recordings.append(EagerRecording(compute))
         return self.recordings[-1]

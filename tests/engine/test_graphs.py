@@ -30,6 +30,9 @@ class Rig:
             raise RuntimeError("operation not permitted when stream is capturing")
         return torch.full((size, 3), float(size))
 
+    def start_afresh(self) -> None:
+        """Nothing is shared."""
+
     def record(self, compute: object) -> Recording:
         output = compute()  # type: ignore[operator]
         self.recordings[len(output)] = Recording(output)

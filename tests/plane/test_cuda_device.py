@@ -177,12 +177,13 @@ def test_room_for_digests_is_used_again(bench: HostBench) -> None:
             digest.close()
 
 
-def test_the_callers_card_stays_the_threads_own(bench: HostBench) -> None:
-    """Other libraries on the thread have a card of their own."""
-    bench.runtime.setDevice(3)
+def test_no_other_card_is_touched(bench: HostBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To set a fresh thread's card back to 0 would make a context there, in each worker of the other cards."""
+    chosen: list[int] = []
+    monkeypatch.setattr(bench.runtime, "setDevice", chosen.append)
     bench.allocate(64)
-    assert bench.runtime.getDevice() == 3
-    bench.runtime.setDevice(0)
+    bench.device.new_event().close()
+    assert chosen and set(chosen) == {bench.device.index}
 
 
 def test_a_name_is_of_the_card_and_of_its_place(bench: HostBench) -> None:

@@ -158,8 +158,15 @@ def test_only_the_events_that_are_asked_for_are_opened(arena: DeviceArena, peer:
     opened = PeerArena(peer, arena.handles())
     for mark in (3, 3 + NUM_MARKS, 7):
         assert opened.is_ready(mark)
-    assert peer.opened["event"] == 2
+    assert peer.opened["event"] == 3, "and the first, to know at once that it can be done"
     opened.close()
+
+
+def test_an_arena_whose_events_cannot_be_opened_is_not_opened(arena: DeviceArena, peer: FakeDevice) -> None:
+    peer.fail_next("open_event")
+    with pytest.raises(DeviceError, match="open_event"):
+        PeerArena(peer, arena.handles())
+    assert not +peer.opened
 
 
 def test_handles_of_an_arena_that_has_gone(arena: DeviceArena, peer: FakeDevice) -> None:
@@ -169,7 +176,7 @@ def test_handles_of_an_arena_that_has_gone(arena: DeviceArena, peer: FakeDevice)
     with pytest.raises(DeviceError):
         PeerArena(peer, handles)
     with pytest.raises(DeviceError):
-        opened.is_ready(1)
+        opened.is_ready(2)
     opened.close()
 
 

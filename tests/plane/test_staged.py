@@ -383,7 +383,8 @@ def test_calls_that_fail(carrier: str, holder: Holder, target: Target, what: str
         used = ("download" if end is holder else "upload") if what in ("download", "upload") else what
         card_of(end).device.fail_next(used)
         error = fails(lambda: target.read_from(holder, carrier))
-        assert error.code == ("carrier" if (end, what) == (holder, "new_stream") else "device")
+        is_refused = end is holder and what in ("new_stream", "new_event")
+        assert error.code == ("carrier" if is_refused else "device")
         assert "failed as it was told to" in error.detail
         if error.code == "device":
             knows(holder, carrier, is_its_own=end is holder)
