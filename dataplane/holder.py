@@ -155,9 +155,10 @@ class HolderStream:
     def _serve_pair(self, wanted: PairOpen) -> None:
         """Listen to a pair's wire until the pair is over, or refuse it."""
         try:
-            reader = self._verify(wanted.ticket).reader
+            ticket = self._verify(wanted.ticket)
+            self._check_lease(ticket)
             self.is_pair = True
-            pair = self._pairs.open(reader, wanted.generation)
+            pair = self._pairs.open(ticket.reader, wanted.generation)
         except PairRefusedError as error:
             self._say_no(_RefusedError("carrier", error.reason))  # no wrong: offers may be late
         except _RefusedError as refusal:
@@ -192,11 +193,14 @@ class HolderStream:
             raise _RefusedError("malformed", f"frames of {wanted.frame_bytes} bytes")
         if wanted.carrier != tcp.NAME and wanted.wire_dtype != "same":
             raise _RefusedError("malformed", f"nothing is compressed over {wanted.carrier}")
+        return self._in_range(ticket, wanted, self._check_lease(ticket))
+
+    def _check_lease(self, ticket: Ticket) -> ReadableKV:
+        """Return what the ticket's lease is on. Raises _RefusedError."""
         try:
-            readable = context.gate.open(ticket)
+            return self._context.gate.open(ticket)
         except LeaseRefusedError as error:
             raise _RefusedError("lease", error.reason) from error
-        return self._in_range(ticket, wanted, readable)
 
     def _in_range(self, ticket: Ticket, wanted: Open, readable: ReadableKV) -> _Opened:
         """Return what the lease covers of what is wanted, which is all of it. Raises _RefusedError."""

@@ -34,14 +34,10 @@ from dataplane.stream import (
     encode_frame,
     encode_header,
 )
-from dataplane.ticket import Ticket, sign
 from schemas.ids import WorkerId
 from tests import gpu
 from tests.plane.harness import (
     DEADLINE_S,
-    HOLDER,
-    READER,
-    SECRET,
     Holder,
     Target,
     now_ms,
@@ -370,29 +366,25 @@ def hears(sock: socket.socket) -> bytes:
     return heard
 
 
-def pair_ticket(reader: str = READER, secret: bytes = SECRET, ends_in_ms: int = 60_000) -> str:
-    fields = {"lease_id": "any", "epoch": 1, "holder": HOLDER, "tenant": "", "expires_at_ms": now_ms() + ends_in_ms}
-    return sign(secret, Ticket(reader=WorkerId(reader), **fields))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("ticket", "generation", "code"),
     [
-        (lambda: pair_ticket(secret=b"another"), 1, b'"ticket"'),
-        (lambda: pair_ticket(ends_in_ms=-1), 1, b'"ticket"'),
-        (lambda: "junk", 1, b'"ticket"'),
-        (lambda: pair_ticket("decode-9"), 1, b'"carrier"'),
-        (pair_ticket, 0, b'"carrier"'),
-        (pair_ticket, 2, b'"carrier"'),
-        (pair_ticket, -1, b'"carrier"'),
+        (lambda holder: holder.ticket(secret=b"another"), 1, b'"ticket"'),
+        (lambda holder: holder.ticket(expires_at_ms=now_ms() - 1), 1, b'"ticket"'),
+        (lambda _: "junk", 1, b'"ticket"'),
+        (lambda holder: holder.ticket(reader=WorkerId("decode-9")), 1, b'"lease"'),
+        (lambda holder: holder.ticket(lease_id="another"), 1, b'"lease"'),
+        (Holder.ticket, 0, b'"carrier"'),
+        (Holder.ticket, 2, b'"carrier"'),
+        (Holder.ticket, -1, b'"carrier"'),
     ],
 )
 def test_pairs_that_are_not_theirs(
-    holder: Holder, target: Target, ticket: Callable[[], str], generation: int, code: bytes
+    holder: Holder, target: Target, ticket: Callable[[Holder], str], generation: int, code: bytes
 ) -> None:
     holder.compute_all()
     with knock(holder) as sock:
-        sock.sendall(encode_frame(Kind.PAIR_OPEN, PairOpen(ticket=ticket(), generation=generation)))
+        sock.sendall(encode_frame(Kind.PAIR_OPEN, PairOpen(ticket=ticket(holder), generation=generation)))
         assert code in hears(sock)
     assert target.read_from(holder, "nccl").stats.carrier == "nccl"
     assert right(target, holder)
@@ -405,7 +397,7 @@ def test_a_reader_that_talks_on_a_pair_s_wire(holder: Holder, target: Target, sa
     """Only the holder says slots. The pair ends, the next is whole."""
     generation = holder.endpoint.pair.generation if holder.endpoint.pair else 0
     with knock(holder) as sock:
-        sock.sendall(encode_frame(Kind.PAIR_OPEN, PairOpen(ticket=pair_ticket(), generation=generation)) + said)
+        sock.sendall(encode_frame(Kind.PAIR_OPEN, PairOpen(ticket=holder.ticket(), generation=generation)) + said)
         sock.shutdown(socket.SHUT_WR)
         hears(sock)
     holder.compute_all()
