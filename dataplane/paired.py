@@ -6,35 +6,31 @@ bytes.
 The kernels here wait for nothing but this process's own engine. What waits for the peer is the library's.
 """
 
-import logging
+import itertools
 import time
 from collections import deque
 from dataclasses import dataclass
 
 from dataplane.carrier import Access
-from dataplane.device import Device, DeviceError, DigestSlot, Event
+from dataplane.device import DeviceError, DigestSlot, Stream
 from dataplane.device_arena import DeviceArena
 from dataplane.pair import BUFFER_BYTES, Pair
 from dataplane.pair_core import HolderCore, ReaderCore
 from dataplane.runs import SequenceRuns, gather_moves, scatter_moves
-from dataplane.side import DRAIN_S, CardStuckError
+from dataplane.side import Piece, SideStream, wait_done
 from dataplane.stream import Digest, Header, TransferStats, encode_header
-from dataplane.wire import Wire, WireClosedError, WireTimeoutError
+from dataplane.wire import Wire, WireTimeoutError
 
-log = logging.getLogger(__name__)
-
-_SLICE_S = 0.05
-"""How long a wait for this process's own card goes on before it asks whether anybody still wants it."""
+_numbers = itertools.count(1)
 
 
 @dataclass(slots=True)
 class _Begun:
-    """A frame that is to be sent. `buffer`: None while there was none free."""
+    """A frame that is to be sent. `gathered`: where it is, and when; None while there was no buffer free."""
 
     data: Header
     mark: int
-    buffer: int | None = None
-    digest: DigestSlot | None = None
+    gathered: tuple[int, Piece] | None = None
 
 
 class PairedHolder:
@@ -56,7 +52,7 @@ class PairedHolder:
         self._begun: deque[_Begun] = deque()
         pair.decide(lambda core: core.enter(read_id))
         try:
-            self._stream = arena.device.new_stream()
+            self._side = SideStream(arena.device, f"out-{next(_numbers)}", digests=digests, writes=False)
         except DeviceError:
             pair.leave(read_id)
             raise
@@ -72,13 +68,13 @@ class PairedHolder:
         started = time.perf_counter_ns()
         deadline = time.monotonic() + timeout_s
         begun = self._begun[0]
-        buffer = begun.buffer
-        if buffer is None:
+        if begun.gathered is None:
             buffer = self._pair.wait(lambda core: core.begin(self._read_id), deadline, lambda: wire.has_ended)
-            self._gather(begun, buffer)
-        _await(self._pair.used[buffer], deadline, wire)
+            begun.gathered = self._gather(begun, buffer)
+        buffer, piece = begun.gathered
+        _wait(piece, wire, deadline)
         gathered = time.perf_counter_ns()
-        digest = _take(begun.digest)
+        digest = self._side.settle(piece)
         taken = time.perf_counter_ns()
         slot = self._pair.decide(lambda core: core.post(buffer, data.length, time.monotonic()))
         self._begun.popleft()
@@ -93,49 +89,29 @@ class PairedHolder:
         """There are no Acks."""
 
     def close(self) -> None:
-        """Wait for what gathers, give the buffers back."""
-        deadline = time.monotonic() + DRAIN_S
-        try:
-            for begun in self._begun:
-                if begun.buffer is not None and not self._pair.used[begun.buffer].wait(deadline - time.monotonic()):
-                    raise CardStuckError("drain", f"what is gathered has not ended within {DRAIN_S:.0f} s")
-        except CardStuckError:
-            raise
-        except DeviceError as error:
-            log.warning("a card that has failed reads nothing any more: %s", error)
-        for begun in self._begun:
-            if begun.digest is not None:
-                begun.digest.close()
-        self._begun.clear()
-        self._stream.close()
+        """Wait for what gathers, give the buffers back. Raises CardStuckError."""
+        self._side.close()
         self._pair.leave(self._read_id)
 
     def _gather_begun(self) -> None:
         """Gather what there are buffers for, in the frames' order: a read that waits for a buffer has none, else reads
         could wait for each other's."""
         for begun in self._begun:
-            if begun.buffer is None:
+            if begun.gathered is None:
                 buffer = self._pair.decide(lambda core: core.begin(self._read_id))
                 if buffer is None:
                     return
-                self._gather(begun, buffer)
+                begun.gathered = self._gather(begun, buffer)
 
-    def _gather(self, begun: _Begun, buffer: int) -> None:
-        begun.buffer = buffer
-        device, stream = self._arena.device, self._stream
-        self._arena.order(stream, begun.mark)
-        begun.digest = device.new_digest() if self._digests else None
-        moves = gather_moves(self._source, begun.data, buffer * BUFFER_BYTES)
-        device.move(stream, moves, self._arena.memory, self._pair.memory, begun.digest)
-        self._pair.used[buffer].record(stream)
+    def _gather(self, begun: _Begun, buffer: int) -> tuple[int, Piece]:
+        moves, arena, pair = gather_moves(self._source, begun.data, buffer * BUFFER_BYTES), self._arena, self._pair
 
+        def work(stream: Stream, digest: DigestSlot | None) -> None:
+            arena.order(stream, begun.mark)
+            arena.device.move(stream, moves, arena.memory, pair.memory, digest)
+            pair.used[buffer].record(stream)
 
-@dataclass(slots=True)
-class _Landing:
-    """A frame that is being scattered. `landed`: recorded behind it."""
-
-    landed: Event
-    digest: DigestSlot | None
+        return buffer, self._side.put(work)
 
 
 class PairedReader:
@@ -151,15 +127,8 @@ class PairedReader:
         self._arena = arena
         self._target = target
         self._digests = digests
-        self._landings: deque[_Landing] = deque()
-        self._free_events: list[Event] = []
-        self._device: Device = arena.device
-        self._drained = self._device.new_event()
-        try:
-            self._stream = self._device.new_stream()
-        except DeviceError:
-            self._drained.close()
-            raise
+        self._landings: deque[Piece] = deque()
+        self._side = SideStream(arena.device, f"in-{next(_numbers)}", digests=digests, writes=True)
 
     def land(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> Digest:
         """Scatter the frame once it has come. Raises DeviceError, ProtocolError, WireClosedError, WireTimeoutError."""
@@ -169,15 +138,14 @@ class PairedReader:
         buffer = pair.wait(lambda core: core.take(self._read_id, slot, data.length), deadline, lambda: wire.is_cut)
         arrived = time.perf_counter_ns()
         stats.wait_ns += arrived - started
-        landing = _Landing(
-            self._free_events.pop() if self._free_events else self._device.new_event(),
-            self._device.new_digest() if self._digests else None,
-        )
+        moves, arena = scatter_moves(self._target, data, buffer * BUFFER_BYTES), self._arena
+
+        def work(stream: Stream, digest: DigestSlot | None) -> None:
+            arena.device.move(stream, moves, pair.memory, arena.memory, digest)
+            pair.used[buffer].record(stream)
+
+        landing = self._side.put(work)
         self._landings.append(landing)
-        moves = scatter_moves(self._target, data, buffer * BUFFER_BYTES)
-        self._device.move(self._stream, moves, pair.memory, self._arena.memory, landing.digest)
-        pair.used[buffer].record(self._stream)
-        landing.landed.record(self._stream)
         pair.emptying(slot)
         stats.copy_ns += time.perf_counter_ns() - arrived
         return lambda: self._digest(landing, stats, deadline)
@@ -193,54 +161,23 @@ class PairedReader:
     def finish(self, deadline: float) -> None:
         """Wait until all that has landed is in place. Raises DeviceError, WireTimeoutError."""
         if self._landings:  # the stream's last: the others come before it
-            _await(self._landings[-1].landed, deadline, None)
+            _wait(self._landings[-1], None, deadline)
 
     def close(self) -> None:
         """Wait for what is being scattered, give everything back. Raises CardStuckError."""
-        if self._landings:
-            try:
-                self._drained.record(self._stream)
-                is_done = self._drained.wait(DRAIN_S)
-            except DeviceError as error:
-                raise CardStuckError("drain", f"a frame is not known to have landed: {error}") from None
-            if not is_done:
-                raise CardStuckError("drain", f"what lands has not ended within {DRAIN_S:.0f} s")
-        for landing in self._landings:
-            self._let_go(landing)
-        self._landings.clear()
-        for event in (self._drained, *self._free_events):
-            event.close()
-        self._stream.close()
+        self._side.close()
         self._pair.leave(self._read_id)
 
-    def _digest(self, landing: _Landing, stats: TransferStats, deadline: float) -> int:
+    def _digest(self, landing: Piece, stats: TransferStats, deadline: float) -> int:
         started = time.perf_counter_ns()
-        _await(landing.landed, deadline, None)
-        value = 0 if landing.digest is None else landing.digest.value()
+        _wait(landing, None, deadline)
+        value = self._side.settle(landing)
         self._landings.remove(landing)
-        self._let_go(landing)
-        stats.verify_ns += time.perf_counter_ns() - started
+        stats.verify_ns += time.perf_counter_ns() - started if self._digests else 0
         return value
 
-    def _let_go(self, landing: _Landing) -> None:
-        if landing.digest is not None:
-            landing.digest.close()
-        self._free_events.append(landing.landed)
 
-
-def _take(digest: DigestSlot | None) -> int:
-    """Return the digest of a kernel that is done, and give its slot back."""
-    if digest is None:
-        return 0
-    value = digest.value()
-    digest.close()
-    return value
-
-
-def _await(event: Event, deadline: float, wire: Wire | None) -> None:
+def _wait(piece: Piece, wire: Wire | None, deadline: float) -> None:
     """Wait for this process's own card. Raises DeviceError, WireTimeoutError, WireClosedError when `wire` has ended."""
-    while not event.wait(min(_SLICE_S, max(0.0, deadline - time.monotonic()))):
-        if time.monotonic() >= deadline:
-            raise WireTimeoutError("the card has not come to it within the time allowed")
-        if wire is not None and wire.has_ended:
-            raise WireClosedError("closed while the card was at work")
+    if not wait_done(piece, wire, deadline - time.monotonic()):
+        raise WireTimeoutError("the card has not come to it within the time allowed")
