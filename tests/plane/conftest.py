@@ -89,6 +89,9 @@ def nothing_is_left() -> Iterator[None]:
     gc.collect()  # an error that was raised keeps its frames, and those their views of the arena
     gc.freeze()  # what outlives a test are modules and the like: not to be looked through after each of the next
     threads = [t for t in threading.enumerate() if t not in before[0]]
+    for thread in threads:  # some that nobody need wait for are at their last line
+        thread.join(DEADLINE_S)
+    threads = [t for t in threads if t.is_alive()]
     assert not threads, f"left behind: {threads}"
     assert _arenas() <= before[2], "left behind in /dev/shm"
     assert _descriptors() <= before[1], "descriptors left open"

@@ -18,7 +18,6 @@ from tests.mesh.faults.supervisor import FaultSupervisor
 
 IN_PROCESSES = frozenset({"kill", "pause", "drain", "broker", "plane_cut", "disconnect"}) | WIRE_FAULTS
 """What can be done to real processes; the others need a bus that misbehaves, which only the simulator has."""
-HANG_UP_EVERY_S = 0.02
 
 
 class FaultActor:
@@ -166,12 +165,11 @@ class FaultActor:
             await asyncio.sleep(0.05)
 
     async def _disconnect(self, fault: Fault) -> None:
-        """Let so many of the clients hang up, one now and then."""
-        end_s = asyncio.get_running_loop().time() + fault.for_s
-        while asyncio.get_running_loop().time() < end_s:
-            await asyncio.sleep(HANG_UP_EVERY_S)
-            open_streams = [s for s in self._streams if not s.ending]
-            if open_streams and self._rng.random() < fault.share:
+        """Let this share of the clients hang up, one now and then."""
+        num_clients = max(1, round(fault.share * len(self._streams)))
+        for _ in range(num_clients):
+            await asyncio.sleep(self._rng.uniform(0, 2 * fault.for_s / num_clients))
+            if open_streams := [s for s in self._streams if not s.ending]:
                 self._hang_up(self._rng.choice(open_streams))
 
 
