@@ -45,14 +45,16 @@ class PairRefusedError(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Offered:
-    """What a reader was offered. `pair`: once it has opened it."""
+    """What a reader was offered. `is_taken`: it has opened it. `pair`: once that is made."""
 
     offer: PairOffer
+    is_taken: bool = False
+    is_spent: bool = False
     pair: Pair[HolderCore] | None = None
 
     @property
     def is_over(self) -> bool:
-        return self.pair is not None and self.pair.state is PairState.BROKEN
+        return self.is_spent or (self.pair is not None and self.pair.state is PairState.BROKEN)
 
 
 class HolderPairs:
@@ -101,17 +103,27 @@ class HolderPairs:
             offered = self._offered.get(reader)
             if offered is None or offered.offer.generation != generation or self._is_closed:
                 raise PairRefusedError("no such pair is offered any more")
-            if offered.pair is not None:
-                offered.pair.fail("its reader opens it again")
+            if offered.is_taken:
+                offered.is_spent = True
+                if offered.pair is not None:
+                    offered.pair.fail("its reader opens it again")
                 raise PairRefusedError("the pair was opened before")
             if (refusal := self._parts.refusal()) is not None:
                 raise PairRefusedError(refusal)
-            try:
-                core = HolderCore(generation, time.monotonic())
-                offered.pair = Pair(core, self._parts, offered.offer.unique_id)
-            except DeviceError as error:
-                raise PairRefusedError(str(error)) from error
-            return offered.pair
+            offered.is_taken = True
+        try:  # a driver's time, for which no offer waits
+            pair = Pair(HolderCore(generation, time.monotonic()), self._parts, offered.offer.unique_id)
+        except DeviceError as error:
+            offered.is_spent = True
+            raise PairRefusedError(str(error)) from error
+        with self._lock:
+            offered.pair = pair
+            is_over = offered.is_spent or self._offered.get(reader) is not offered
+        if is_over:
+            pair.fail("its offer is over")
+            pair.free_if_settled()
+            raise PairRefusedError("no such pair is offered any more")
+        return pair
 
     def find(self, reader: WorkerId, generation: int) -> Pair[HolderCore]:
         """Return the pair that the reader has opened. Raises PairRefusedError."""
@@ -135,7 +147,7 @@ class HolderPairs:
             del self._offered[reader]
         if len(self._offered) >= MAX_PAIRS:
             for reader, offered in self._offered.items():
-                if offered.pair is None:
+                if not offered.is_taken:
                     del self._offered[reader]
                     return offered.offer.unique_id
             pairs = {reader: offered.pair for reader, offered in self._offered.items() if offered.pair is not None}
@@ -220,7 +232,7 @@ class ReaderPairs:
                     pair.fail("idle")
                 if pair.is_freed:
                     del self._pairs[nonce]
-                    self._threads.pop(pair)
+            self._threads = {pair: each for pair, each in self._threads.items() if each.is_alive() or not pair.is_freed}
 
     def close(self) -> None:
         """End all of them, and what still reads."""

@@ -2,15 +2,18 @@
 wrong, and the next offer is as good as new."""
 
 import contextlib
+import gc
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from dataplane import communicator, pair, pair_core, pairs
 from dataplane.communicator import CommunicatorError, LibraryThreads
+from dataplane.device import DeviceMemory
 from dataplane.pair import Pair
 from dataplane.pair_core import HolderCore, PairBrokenError, PairState, ReaderCore
 from dataplane.pairs import PairRefusedError
@@ -326,6 +329,51 @@ def test_an_offer_is_opened_once(world: PairWorld) -> None:
     assert holder.state is PairState.BROKEN
 
 
+@pytest.mark.parametrize("meanwhile", ["nothing", "opened again", "ended"])
+def test_offers_do_not_wait_for_the_card(world: PairWorld, monkeypatch: pytest.MonkeyPatch, meanwhile: str) -> None:
+    """They are made on the event loop, while a pair takes the driver's time on a thread."""
+    offer = world.endpoint().pair
+    assert offer is not None
+    device, is_asked, goes_on = world.holder.device, threading.Event(), threading.Event()
+    allocate, ended = device.allocate, list[object]()
+
+    def slowly(num_bytes: int) -> DeviceMemory:
+        is_asked.set()
+        assert goes_on.wait(DEADLINE_S)
+        return allocate(num_bytes)
+
+    monkeypatch.setattr(device, "allocate", slowly)
+
+    def open_it() -> None:
+        try:
+            ended.append(world.holder_pairs.open(READER, offer.generation))
+        except PairRefusedError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=open_it)
+    thread.start()
+    assert is_asked.wait(DEADLINE_S)
+    assert world.holder_pairs.offer(READER) == offer
+    assert world.endpoint("another").pair is not None
+    with pytest.raises(PairRefusedError):
+        world.holder_pairs.find(READER, offer.generation)
+    if meanwhile == "opened again":
+        with pytest.raises(PairRefusedError, match="opened before"):
+            world.holder_pairs.open(READER, offer.generation)
+    if meanwhile == "ended":
+        world.holder_pairs.close()
+    goes_on.set()
+    thread.join(DEADLINE_S)
+    if meanwhile == "nothing":
+        made = world.holder_pairs.find(READER, offer.generation)
+        assert made is ended[0]
+        made.fail("the test")
+        made.free_if_settled()
+    else:
+        assert isinstance(ended[0], PairRefusedError)
+        assert not +device.opened, "all of it is given back"
+
+
 @pytest.mark.parametrize("generation", [0, 2, 99])
 def test_offers_that_were_never_made(world: PairWorld, generation: int) -> None:
     world.endpoint()
@@ -378,6 +426,24 @@ def test_idle_pairs_are_ended_by_the_reader(world: PairWorld, monkeypatch: pytes
     monkeypatch.setattr(pairs, "PAIR_IDLE_S", -1.0)
     world.reader_pairs[READER].release_idle()
     assert wait_until(lambda: holder.is_freed and reader.is_freed)
+
+
+def test_pairs_that_were_replaced_are_forgotten(world: PairWorld) -> None:
+    replaced = weakref.WeakSet[object]()
+    for _ in range(3):
+        holder, reader = world.pair()
+        replaced.add(reader)
+        holder.fail("the test")
+        assert wait_until(lambda reader=reader: reader.is_freed)
+        del reader
+    world.pair()
+
+    def is_forgotten() -> bool:
+        world.reader_pairs[READER].release_idle()
+        gc.collect()
+        return not replaced
+
+    assert wait_until(is_forgotten)
 
 
 def test_ids_that_cannot_be_made_are_not_asked_for_all_the_time() -> None:
