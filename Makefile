@@ -11,6 +11,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UP_FLAGS ?=
 GPU_BENCH_FLAGS ?= --quick
+# A file's tests stay in one process, in their order; TEST_FLAGS= runs all of them in one.
+TEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -34,7 +36,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 test: setup
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_FLAGS)
 
 check: setup
 	$(BIN)/ruff check .

@@ -51,7 +51,10 @@ class AttendsStep(Protocol):
 
 
 class KVArena:
-    """Tensor views of an arena: per layer the keys and the values, `[slot, kv_head, dim]`."""
+    """Tensor views of an arena: per layer the keys and the values, `[slot, kv_head, dim]`.
+
+    `num_blocks`: of the cache group that has the fewest.
+    """
 
     def __init__(self, shape: ArenaShape, buffer: memoryview | Tensor) -> None:
         """`buffer`: the arena's bytes, on a card as a tensor (uint8)."""
@@ -72,6 +75,7 @@ class KVArena:
 
         self.layout = layout
         self.dtype = dtype
+        self.num_blocks = min(shape.num_blocks)
         self.keys = [view(layer, KEY) for layer in range(layout.num_layers)]
         self.values = [view(layer, VALUE) for layer in range(layout.num_layers)]
 

@@ -24,6 +24,7 @@ from services.engine.device_engine import DeviceEngine
 from services.engine.device_load import Card, make_device_engine
 from services.engine.errors import CheckpointError
 from services.engine.model import load_model
+from services.engine.step_plan import StepLimits
 from services.errors import UserError
 
 MIN_CAPABILITY = (8, 0)
@@ -139,12 +140,14 @@ def load_cuda_engine(
     shape: ArenaShape,
     marks: Marks,
     card: int = 0,
+    token_budget: int = 512,
     max_sequences: int = 256,
 ) -> DeviceEngine:
     """Load the weights onto a card and return an engine that has proven itself against the library's own attention.
 
     `arena`: the bytes of an arena of `shape` on this card, nobody's yet: its first blocks are written to. `marks`:
-    where the marks of layer listeners come from. Decodes of up to `max_sequences` sequences run as CUDA graphs.
+    where the marks of layer listeners come from. `token_budget`: the most tokens of a step, `max_sequences`: the most
+    sequences in one, whose decodes run as CUDA graphs.
     Raises DeviceUnusableError without a fit card, driver or compiler, CheckpointError as `load_engine`.
     """
     device = check_card(card)
@@ -154,7 +157,8 @@ def load_cuda_engine(
         model = _to_card(load_model(checkpoint, shape.layout.dtype), checkpoint, device)
         parts = Card(runtime, marks, CudaRecorder(runtime), find_backend(shape.layout, device))
         kv = KVArena(shape, torch.from_dlpack(arena))
-        engine = make_device_engine(model, checkpoint, kv, parts, max_sequences=max_sequences)
+        limits = StepLimits(token_budget, max_sequences, checkpoint.context_length)
+        engine = make_device_engine(model, checkpoint, kv, parts, limits)
         runtime.wait()
     return engine
 

@@ -6,20 +6,17 @@ as there when `step` returns. Readers that cannot wait so long follow the marks 
 """
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dataplane.layout import BlockTable, KVLayout, Segment, num_blocks_for
-from schemas.ids import RequestId
-from schemas.request import SamplingParams
+from dataplane.layout import KVLayout
 from services.engine import paged_ops
 from services.engine.attention import STEP_ARGUMENT, KVArena
 from services.engine.backends import ChunkBackend
-from services.engine.base import EngineFailedError, EngineLostError, Marks, Sequence, StepItem
+from services.engine.base import EngineFailedError, EngineLostError, Marks, StepItem
 from services.engine.device import Recorder, Runtime
 from services.engine.device_attention import (
     Announcer,
@@ -31,18 +28,27 @@ from services.engine.device_attention import (
 from services.engine.device_sampler import NOT_FINITE, UNSETTLED, choose
 from services.engine.graphs import GraphRunner
 from services.engine.sampler import NotFiniteError
-from services.engine.step_plan import BufferTooSmallError, StepFields, StepPlan, StepPlanner, pack
+from services.engine.step_plan import (
+    BufferTooSmallError,
+    StepFields,
+    StepLimits,
+    StepPlan,
+    StepPlanner,
+    largest_step_bytes,
+    pack,
+)
 
-FIRST_BUFFER_BYTES = 1 << 20
+MOST_RESERVED_BYTES = 64 << 20
+"""Of page-locked memory for a step's numbers: more is taken when a step needs it."""
 
 
 class StepBuffer:
     """A step's numbers on the host and on the device. Grows; whoever keeps views of it is told by `generation`."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, num_bytes: int) -> None:
         self._runtime = runtime
         self.generation = 0
-        self._make(FIRST_BUFFER_BYTES)
+        self._make(num_bytes)
 
     def _make(self, num_bytes: int) -> None:
         self._host = self._runtime.host_buffer(num_bytes)
@@ -64,7 +70,7 @@ class DeviceEngine:
     """Computes steps on a card and keeps KV in an arena there, which others read and write between layers.
 
     `step` may run on any one thread at a time. `recorder` None: without graphs. `backend`: what computes chunks in
-    place of our kernel. `max_sequences`: the largest batch that is worth a graph.
+    place of our kernel. `limits`: what is made ready for; a step beyond them is computed, only slower.
     """
 
     def __init__(
@@ -77,7 +83,7 @@ class DeviceEngine:
         marks: Marks,
         recorder: Recorder | None = None,
         backend: ChunkBackend | None = None,
-        max_sequences: int = 256,
+        limits: StepLimits,
     ) -> None:
         self.layout: KVLayout = arena.layout
         self.vocab_size = vocab_size
@@ -88,10 +94,12 @@ class DeviceEngine:
         self._backend = backend
         self._planner = StepPlanner(arena.layout)
         self._tile_tokens = paged_ops.chunks_launch(arena.layout.head_dim, arena.dtype.itemsize).queries
-        self._buffer = StepBuffer(runtime)
+        self._buffer = StepBuffer(runtime, min(MOST_RESERVED_BYTES, largest_step_bytes(arena.layout, limits)))
         self._generation = self._buffer.generation
         self._fields: StepFields | None = None
-        self.graphs = GraphRunner(recorder, self._compute_padded, max_sequences) if recorder is not None else None
+        self.graphs: GraphRunner | None = None
+        if recorder is not None:
+            self.graphs = GraphRunner(recorder, self._compute_padded, limits.num_sequences)
 
     @torch.inference_mode()
     def step(self, items: Seq[StepItem]) -> list[int]:
@@ -222,26 +230,3 @@ class DeviceEngine:
             if self.graphs is not None:
                 self.graphs.clear()
         return self._fields
-
-
-def check_graph(engine: DeviceEngine) -> float:
-    """Return how far a graph's logits are off those computed without it, relative to their spread.
-
-    Computes a sequence of two tokens in the first blocks of the arena, which nobody may be using.
-    """
-    layout = engine.layout
-    sequence = Sequence(
-        request_id=RequestId("self-check"),
-        attempt=0,
-        token_ids=[1, 2],
-        num_prompt_tokens=2,
-        sampling=SamplingParams(max_tokens=1),
-        tables=(BlockTable((Segment(0, num_blocks_for(2, layout.block_size)),)),) * len(layout.groups),
-    )
-    first = StepItem(sequence, 0, 1, False)
-    second = replace(first, start=1, samples=True)
-    engine.logits([first], [0])
-    eager = engine.logits([second], [0])
-    graph = engine.logits([second], [0], graph=True)
-    spread = (eager.max() - eager.min()).clamp(min=1e-30)
-    return float((graph - eager).abs().max() / spread)

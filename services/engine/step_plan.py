@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.layout import BlockTable, KVLayout
+from dataplane.layout import BlockTable, KVLayout, num_blocks_for
 from services.engine.base import StepItem
 from services.engine.sampler import GREEDY_BELOW, uniform
 
@@ -19,6 +19,14 @@ ALIGNMENT = 16
 """Of every field: kernels then read whole vectors of it, and are not compiled anew for other alignments."""
 
 Ints = npt.NDArray[np.int64]
+
+
+class StepLimits(NamedTuple):
+    """The most tokens of a step, sequences in it, and tokens of a sequence."""
+
+    num_tokens: int
+    num_sequences: int
+    sequence_tokens: int
 
 
 class Field(NamedTuple):
@@ -223,6 +231,21 @@ def pack(plan: StepPlan, host: npt.NDArray[np.uint8], *, num_rows: int, tile_tok
         table[passed : passed + group.table.size] = group.table
         passed += group.table.size
     return fields
+
+
+def largest_step_bytes(layout: KVLayout, limits: StepLimits) -> int:
+    """Return a number of bytes that any step within the limits can be packed into."""
+    num_groups = len(layout.groups)
+    return _fields(
+        num_rows=max(limits.num_tokens, limits.num_sequences),  # a graph's padding
+        num_groups=num_groups,
+        num_singles=limits.num_sequences,
+        num_chunks=limits.num_sequences,
+        num_tiles=limits.num_tokens,
+        table_size=num_groups * limits.num_sequences * num_blocks_for(limits.sequence_tokens, layout.block_size),
+        num_samples=limits.num_sequences,
+        num_draws=limits.num_sequences,
+    ).num_bytes
 
 
 class BufferTooSmallError(Exception):

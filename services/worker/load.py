@@ -128,7 +128,14 @@ def _on_card(card: int, checkpoint: Checkpoint, shape: ArenaShape, settings: Wor
     except (DeviceError, ValueError, ArenaTooLargeError) as error:
         raise UserError(f"cuda:{card}: {error}") from error
     try:
-        engine = load_cuda_engine(checkpoint, arena=arena.exported, shape=shape, marks=arena, card=card)
+        engine = load_cuda_engine(
+            checkpoint,
+            arena=arena.exported,
+            shape=shape,
+            marks=arena,
+            card=card,
+            token_budget=settings.token_budget,
+        )
     except BaseException:
         arena.close()
         raise

@@ -175,4 +175,7 @@ def on_card(checkpoint: Checkpoint, shape: ArenaShape, device: str) -> tuple[Eng
 
     card = int(device.partition(":")[2] or 0)
     arena = DeviceArena(find_device(card), shape, STAGING_BYTES)
-    return load_cuda_engine(checkpoint, arena=arena.exported, shape=shape, marks=arena, card=card), arena
+    engine = load_cuda_engine(
+        checkpoint, arena=arena.exported, shape=shape, marks=arena, card=card, token_budget=CHUNK_TOKENS
+    )
+    return engine, arena

@@ -12,11 +12,12 @@ from services.engine.attention import KVArena
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.device import HostBuffer
 from services.engine.device_engine import DeviceEngine
-from services.engine.device_load import Card, make_device_engine
 from services.engine.model import load_model
+from services.engine.step_plan import StepLimits
 from tests.engine.rig import BLOCK_SIZE, NUM_BLOCKS
 
 STREAM = 77
+LIMITS = StepLimits(num_tokens=8, num_sequences=4, sequence_tokens=64)
 
 
 class HostRuntime:
@@ -86,12 +87,20 @@ def load_device_engine(
     shape: ArenaShape | None = None,
     dtype: str = "float32",
     recorder: EagerRecorder | None = None,
-    max_sequences: int = 4,
+    limits: StepLimits = LIMITS,
 ) -> DeviceEngine:
-    """Return an engine as on a card, over NaN in every float."""
+    """Return an engine as on a card, over NaN in every float. It proves nothing first: that is tried by itself."""
     checkpoint = read_checkpoint(str(folder))
     shape = shape or uniform_shape(layout_of(checkpoint, dtype=dtype, block_size=BLOCK_SIZE), NUM_BLOCKS)
     arena = KVArena(shape, torch.full((shape.num_bytes,), 0xFF, dtype=torch.uint8))
-    card = Card(HostRuntime(), CountedMarks(), recorder, None)
-    model = load_model(checkpoint, shape.layout.dtype)
-    return make_device_engine(model, checkpoint, arena, card, max_sequences=max_sequences)
+    engine = DeviceEngine(
+        load_model(checkpoint, shape.layout.dtype),
+        arena,
+        vocab_size=checkpoint.vocab_size,
+        runtime=HostRuntime(),
+        marks=CountedMarks(),
+        recorder=recorder,
+        limits=limits,
+    )
+    assert recorder is None or engine.record_graphs()
+    return engine

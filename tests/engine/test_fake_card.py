@@ -18,6 +18,7 @@ from services.engine.checkpoint import layout_of, read_checkpoint
 pytest.importorskip("triton")
 
 from services.engine.device_engine import DeviceEngine
+from tests.engine.device_rig import LIMITS
 from tests.engine.fake_card import CARD, Copy, FakeCard
 from tests.engine.rig import greedy, make_sequence, prompt_of
 
@@ -58,7 +59,7 @@ def make_engine(folder: Path, card: FakeCard) -> DeviceEngine:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
     card.move(model.eval())
     arena = KVArena(shape, torch.empty(shape.num_bytes, dtype=torch.uint8, device=CARD))
-    return DeviceEngine(model, arena, vocab_size=checkpoint.vocab_size, runtime=card, marks=Marks())
+    return DeviceEngine(model, arena, vocab_size=checkpoint.vocab_size, runtime=card, marks=Marks(), limits=LIMITS)
 
 
 def items(listener: Listener | None, num_groups: int) -> dict[str, list[StepItem]]:

@@ -12,7 +12,15 @@ from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.engine.base import Sequence, StepItem
 from services.engine.sampler import uniform
-from services.engine.step_plan import BufferTooSmallError, StepFields, StepPlanner, field_view, pack
+from services.engine.step_plan import (
+    BufferTooSmallError,
+    StepFields,
+    StepLimits,
+    StepPlanner,
+    field_view,
+    largest_step_bytes,
+    pack,
+)
 
 BLOCK_SIZE = 4
 
@@ -101,6 +109,27 @@ def test_everything_is_what_the_tables_say(wanted: list[Drawn], seed: int, paddi
         if i.sequence.sampling.temperature
     ]
     assert view["draws"].T.tolist() == draws
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    wanted=st.lists(drawn, min_size=1, max_size=6),
+    seed=st.integers(0, 99),
+    tile=st.sampled_from([1, 8, 64]),
+    room=st.integers(0, 2),
+)
+def test_no_step_within_the_limits_is_larger_than_the_largest(
+    wanted: list[Drawn], seed: int, tile: int, room: int
+) -> None:
+    kv = layout(0, 6, 6)
+    items = make_items(kv, wanted, np.random.default_rng(seed))
+    num_rows = sum(item.num_tokens for item in items)
+    longest = max(item.start + item.num_tokens for item in items)
+    limits = StepLimits(num_rows, len(items), longest)
+    assert packed(kv, items, tile=tile)[1].num_bytes <= largest_step_bytes(kv, limits)
+    for item in [item for item in items if item.num_tokens == 1][: room + 1]:  # a decode, padded to a graph's size
+        _, fields = packed(kv, [item], padding=room, tile=tile)
+        assert fields.num_bytes <= largest_step_bytes(kv, StepLimits(1, 1 + room, longest))
 
 
 def test_what_comes_before_a_decode_s_table_is_where_it_was_recorded() -> None:

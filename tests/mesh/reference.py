@@ -39,7 +39,7 @@ class SingleProcess:
             self.checkpoint,
             arena_buffer=self._buffer,
             shape=uniform_shape(layout, self._num_blocks),
-            num_threads=2,
+            num_threads=1,
         )
 
     def run(self, case: Case, number: int = 0) -> list[int]:

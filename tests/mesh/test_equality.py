@@ -78,10 +78,13 @@ def send(mesh: Mesh, case: Case) -> str:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("carrier", ["shm", "tcp"])
-def test_200_requests_16_at_a_time_through_2p2d(
-    carrier: str, tmp_path: Path, cases: list[Case], expected: list[list[int]], judge: Judge
+@pytest.mark.parametrize(
+    ("carrier", "num_requests"), [("shm", 200), ("tcp", 80), pytest.param("tcp", 200, marks=pytest.mark.slow)]
+)
+def test_requests_16_at_a_time_through_2p2d(
+    carrier: str, num_requests: int, tmp_path: Path, cases: list[Case], expected: list[list[int]], judge: Judge
 ) -> None:
+    cases, expected = cases[:num_requests], expected[:num_requests]
     options = UpOptions(num_prefill=2, num_decode=2, carrier=carrier, port=0)  # type: ignore[arg-type]
     with running_mesh(tmp_path, options) as mesh, TokenRecorder(mesh) as recorder:
         jobs = [lambda case=case: send(mesh, case) for case in cases]

@@ -198,13 +198,17 @@ FAILURES: dict[str, Callable[[FakeDevice], object]] = {
 }
 
 
+def arenas() -> set[Path]:
+    return set(Path("/dev/shm").glob(f"kvmesh-{os.getpid()}-*"))
+
+
 @pytest.mark.parametrize("failure", FAILURES)
 def test_an_arena_that_cannot_be_made_leaves_nothing(device: FakeDevice, failure: str) -> None:
-    before = set(Path("/dev/shm").iterdir())
+    before = arenas()
     FAILURES[failure](device)
     with pytest.raises(DeviceError):
         DeviceArena(device, SHAPE, STAGING_BYTES)
-    assert not +device.opened and set(Path("/dev/shm").glob(f"kvmesh-{os.getpid()}-*")) <= before
+    assert not +device.opened and arenas() <= before
 
 
 def test_an_arena_that_does_not_fit(device: FakeDevice) -> None:

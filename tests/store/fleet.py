@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import os
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -330,7 +331,8 @@ def files_in(root: Path) -> list[Path]:
 
 
 def arenas() -> set[Path]:
-    return set(Path("/dev/shm").glob("kvmesh-*"))
+    """Return this process's."""
+    return set(Path("/dev/shm").glob(f"kvmesh-{os.getpid()}-*"))
 
 
 @asynccontextmanager
