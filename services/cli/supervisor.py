@@ -45,7 +45,7 @@ from services.engine.demo_model import DEMO_MODEL_DIR
 from services.errors import UserError
 from services.ports import free_port
 from services.scheduler.policy import policy_named
-from services.worker.devices import Cards, check_carrier, plan_devices, probe_cards
+from services.worker.devices import Cards, check_carrier, check_driver, plan_devices, probe_cards
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 15.0
@@ -271,6 +271,7 @@ class Supervisor:
         if cards.reason and "auto" in asked:
             self._say(f"[yellow]no graphics card is used: {escape(cards.reason)}[/yellow]")
         planned = plan_devices(asked, cards, len(workers))
+        check_driver(planned)
         check_carrier(self._options.carrier, planned)
         return dict(zip(workers, planned, strict=True))
 

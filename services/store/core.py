@@ -76,6 +76,9 @@ class StoreCore:
         self._sequence = 0
         self._num_asked = 0
         self._offers: dict[WorkerId, dict[BlockHash, None]] = {}
+        self._spare: dict[WorkerId, dict[BlockHash, None]] = {}
+        """What is among another worker's offers already: this one is asked should that one not give it."""
+        self._heirs: list[WorkerId] = []
         self._unwritten: deque[tuple[BlockHash, int]] = deque()
         self._num_writing = 0
 
@@ -94,14 +97,17 @@ class StoreCore:
         if len(joined) % BLOCK_HASH_BYTES or not is_subject_token(worker_id):
             self.counts.num_not_taken += 1
             return False
-        offers = self._offers.get(worker_id, {})
+        offers, spare = self._offers.get(worker_id, {}), self._spare.get(worker_id, {})
         for block_hash in split_hashes(joined):
-            if self._is_here(block_hash) or any(block_hash in others for others in self._offers.values()):
+            if self._is_here(block_hash) or block_hash in offers or block_hash in spare:
                 continue
-            if len(offers) >= MAX_OFFERED:
+            is_another_s = any(block_hash in others for others in self._offers.values())
+            if len(offers) + len(spare) >= MAX_OFFERED:
                 self.counts.num_not_taken += 1
             else:
-                offers[block_hash] = None
+                (spare if is_another_s else offers)[block_hash] = None
+        if spare:
+            self._spare[worker_id] = spare
         if not offers or worker_id in self._offers:
             return False
         self._offers[worker_id] = offers
@@ -120,18 +126,39 @@ class StoreCore:
         offers = self._offers[worker_id]
         for block_hash in [block_hash for block_hash in offers if self._is_here(block_hash)]:
             del offers[block_hash]
+            for spare in self._spare.values():
+                spare.pop(block_hash, None)
         return list(islice(offers, max_blocks))
 
     def passed_over(self, worker_id: WorkerId, hashes: Iterable[BlockHash]) -> None:
-        """The worker has given these up before they could be read."""
+        """The worker has given these up before they could be read: whoever else has offered them is asked."""
         for block_hash in hashes:
             self._offers[worker_id].pop(block_hash, None)
+            self._pass_on(block_hash)
 
     def end_pull(self, worker_id: WorkerId) -> int:
-        """Forget what is left of a worker's offers, and return how much that is."""
-        num_left = len(self._offers.pop(worker_id))
-        self.counts.num_not_taken += num_left
-        return num_left
+        """Forget what is left of a worker's offers that nobody else has offered, and return how much that is."""
+        left = [block_hash for block_hash in self._offers.pop(worker_id) if not self._pass_on(block_hash)]
+        self._spare = {each: spare for each, spare in self._spare.items() if spare}
+        self.counts.num_not_taken += len(left)
+        return len(left)
+
+    def take_heirs(self) -> list[WorkerId]:
+        """Return whom to begin to pull from, as others have not given what these had offered too."""
+        heirs, self._heirs = self._heirs, []
+        return heirs
+
+    def _pass_on(self, block_hash: BlockHash) -> bool:
+        """Let another who has offered it be asked. False: nobody has."""
+        heir = next((worker_id for worker_id, spare in self._spare.items() if block_hash in spare), None)
+        if heir is None:
+            return False
+        del self._spare[heir][block_hash]
+        if heir not in self._offers:
+            self._offers[heir] = {}
+            self._heirs.append(heir)
+        self._offers[heir][block_hash] = None
+        return True
 
     def num_pullable(self, *, writes: bool) -> int:
         """Return how many blocks could be read from workers now, and also wait to be written where `writes`."""

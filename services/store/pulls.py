@@ -92,6 +92,10 @@ class Puller:
         self._pulls.add(pull)
         pull.add_done_callback(self._pulls.discard)
 
+    def _begin_heirs(self) -> None:
+        for worker_id in self.core.take_heirs():
+            self._begin(worker_id)
+
     async def _pull(self, worker_id: WorkerId) -> None:
         reason = ""
         try:
@@ -104,6 +108,7 @@ class Puller:
             self._traces.pop(worker_id, None)
         if reason:
             self.complaints.say("pull", f"{num_left} blocks of {worker_id} were not taken: {reason}")
+        self._begin_heirs()
 
     async def _pull_all(self, worker_id: WorkerId) -> None:
         """Take what the worker has offered, and what it offers meanwhile."""
@@ -130,6 +135,7 @@ class Puller:
                 if error.reason == "gone":
                     num_refused += 1
                     self.core.passed_over(worker_id, batch[:1])
+                    self._begin_heirs()
                 elif error.reason:
                     return
                 else:

@@ -89,6 +89,12 @@ def plan_devices(asked: Sequence[str], cards: Cards, num_workers: int) -> list[s
     return planned
 
 
+def check_driver(devices: Collection[str]) -> None:
+    """Raise UserError where a worker is to run on a card and the machine cannot have one."""
+    if any(is_card(device) for device in devices) and not has_driver():
+        raise UserError(f"this machine has no driver for NVIDIA cards ({DRIVER}): install it, or take --device cpu")
+
+
 def check_carrier(carrier: Carrier, devices: Collection[str]) -> None:
     """Raise UserError where no two of a mesh's workers could hand KV over by the carrier that is asked for."""
     cards = {device for device in devices if is_card(device)}

@@ -18,7 +18,7 @@ from services.config import (
 )
 from services.errors import UserError
 from services.worker import devices
-from services.worker.devices import Cards, card_of, check_carrier, plan_devices
+from services.worker.devices import Cards, card_of, check_carrier, check_driver, plan_devices
 
 
 def mesh(device: str = "auto", dtype: str = "auto") -> MeshConfig:
@@ -124,6 +124,18 @@ def test_a_carrier_that_leads_nowhere_is_refused(carrier: Any, planned: list[str
         return
     with pytest.raises(UserError, match=word):
         check_carrier(carrier, planned)
+
+
+@pytest.mark.parametrize("planned", [["cuda:0"], ["cpu", "cuda:77"]])
+def test_a_card_without_a_driver_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, planned: list[str]
+) -> None:
+    monkeypatch.setattr(devices, "has_driver", lambda: False)
+    with pytest.raises(UserError, match="--device cpu"):
+        check_driver(planned)
+    check_driver(["cpu"])
+    monkeypatch.setattr(devices, "has_driver", lambda: True)
+    check_driver(planned)
 
 
 def test_a_worker_looks_for_a_card_only_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:

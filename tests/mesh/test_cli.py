@@ -246,7 +246,7 @@ def test_a_carrier_between_cards_without_cards(tmp_path: Path) -> None:
 
 
 def test_a_card_that_is_not_there(tmp_path: Path) -> None:
-    """The worker finds out; `up` says it once, for both of them."""
+    """Without a driver `up` knows; with one the worker finds out, and `up` says it once, for both of them."""
     result = run(tmp_path, "up", "--port", "0", "--device", "cuda:77")
     assert_one_line(result)
     assert "--device cpu" in result.stderr

@@ -1,5 +1,6 @@
 """What the store decides, with no bus, no thread and no tier."""
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -97,9 +98,44 @@ def test_what_one_worker_gives_is_not_asked_of_another() -> None:
     core = make_core()
     assert offer(core, "a", 1, 2) and offer(core, "b", 2, 3)
     assert core.next_pull(WorkerId("b"), 10) == hashes_of(3)
-    assert core.end_pull(WorkerId("a")) == 2
-    assert not offer(core, "b", 2)
+    assert core.end_pull(WorkerId("a")) == 1, "the other is still to be had"
     assert core.next_pull(WorkerId("b"), 10) == hashes_of(3, 2), "now it is"
+    assert core.take_heirs() == [], "that pull is under way"
+
+
+@pytest.mark.parametrize("how", ["passed over", "pull ended"])
+def test_what_one_worker_does_not_give_is_asked_of_who_offered_it_meanwhile(how: str) -> None:
+    core = make_core()
+    assert offer(core, "a", 1, 2)
+    assert not offer(core, "b", 2) and not offer(core, "c", 2)
+    if how == "passed over":
+        core.passed_over(WorkerId("a"), hashes_of(2))
+    else:
+        assert core.end_pull(WorkerId("a")) == 1
+    assert core.take_heirs() == [WorkerId("b")]
+    assert core.take_heirs() == []
+    assert core.next_pull(WorkerId("b"), 10) == hashes_of(2)
+    assert core.end_pull(WorkerId("b")) == 0
+    assert core.take_heirs() == [WorkerId("c")]
+    assert core.end_pull(WorkerId("c")) == 1, "nobody has it"
+
+
+def test_what_one_worker_gave_is_wanted_of_no_other_until_it_is_gone_again() -> None:
+    core = make_core(num_blocks=1, behind=False)
+    assert offer(core, "a", 1) and not offer(core, "b", 1)
+    pull(core, 1)
+    assert core.next_pull(WorkerId("a"), 10) == []
+    assert core.end_pull(WorkerId("a")) == 0
+    assert core.take_heirs() == []
+    pull(core, 2)  # there is room for one
+    assert offer(core, "b", 1), "nothing is left of the first offer"
+
+
+def test_offers_that_wait_for_another_are_bounded_too() -> None:
+    core = make_core()
+    offer(core, "a", *range(20))
+    offer(core, "b", *range(MAX_OFFERED + 10))
+    assert core.counts.num_not_taken == 10
 
 
 def test_offers_that_are_left_are_counted_and_bounded() -> None:
