@@ -76,13 +76,13 @@ gpu-bench: setup
 	$(BIN)/python -m tests.bench.bench_gpu $(GPU_BENCH_FLAGS)
 
 docs: setup
-	$(BIN)/python -m services.cli.docs ARCHITECTURE.md dataplane/SCALING.md
+	$(BIN)/python -m services.pages.tables ARCHITECTURE.md dataplane/SCALING.md
 
 pages: setup
-	$(BIN)/python -m services.cli.listening ARCHITECTURE.md
+	$(BIN)/python -m services.pages.listening ARCHITECTURE.md
 
 screenshots: setup
-	$(BIN)/python -m services.cli.shots services/cli/shots
+	$(BIN)/python -m services.pages.shots docs/pictures
 
 dashboards: setup
 	$(BIN)/python compose/grafana/build.py

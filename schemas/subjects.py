@@ -9,6 +9,20 @@ from schemas.directory import BlocksEvicted, BlocksLocated, BlocksStored, Invent
 from schemas.handoff import BlocksReserved, HandoffAborted, KVLanded, KVOffered, KVReleased, KVStreaming
 from schemas.kv import BlocksCooling, LeaseGranted, ReplicateBlocks, RequestLease, ReturnLease
 from schemas.message import Message
+from schemas.observe import (
+    DescribeRequest,
+    DescribeWorker,
+    FirstTokenHeard,
+    KeepTrace,
+    RequestAccepted,
+    RequestCancelled,
+    RequestDescribed,
+    RequestFailed,
+    RequestFinished,
+    RequestPlaced,
+    RequestResumed,
+    WorkerDescribed,
+)
 from schemas.request import (
     AskProgress,
     AskWanted,
@@ -24,17 +38,6 @@ from schemas.request import (
     TokensEmitted,
     Wanted,
 )
-from schemas.status import DescribeRequest, DescribeWorker, RequestDescribed, WorkerDescribed
-from schemas.story import (
-    FirstTokenHeard,
-    RequestAccepted,
-    RequestCancelled,
-    RequestFailed,
-    RequestFinished,
-    RequestPlaced,
-    RequestResumed,
-)
-from schemas.trace import KeepTrace
 from schemas.worker import (
     DescribeFleet,
     FleetDescribed,

@@ -17,7 +17,7 @@ Dtype = Literal["auto", "checkpoint", "float32", "bfloat16", "float16"]
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 
 MIN_STAGING_BYTES = 32 * 1024 * 1024
-"""Room for a few frames at once (`dataplane.ring`)."""
+"""Room for a few frames at once (`dataplane.cards.staging_ring`)."""
 
 
 def check_device(device: str) -> str:

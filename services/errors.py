@@ -11,3 +11,10 @@ class BrokerUnreachableError(UserError):
 
 class MeshNotRunningError(UserError):
     """A command that needs a running mesh found none."""
+
+
+class CheckpointError(UserError):
+    """This checkpoint cannot be served."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))

@@ -3,7 +3,7 @@
 import asyncio
 
 from schemas import subjects
-from schemas.trace import KeepTrace
+from schemas.observe import KeepTrace
 from services.bus.typed import Received, TypedBus
 from services.telemetry import Telemetry
 

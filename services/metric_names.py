@@ -6,10 +6,10 @@ with buckets added below and above theirs. Units are seconds, bytes, tokens and 
 
 from typing import get_args
 
-from dataplane.stream import FailureCode
+from dataplane.protocol.stream import FailureCode
 from schemas import subjects
 from schemas.request import RefusalReason
-from services.gateway.ttft import PARTS
+from services.gateway.observe.ttft_parts import PARTS
 from services.metrics import Labels, MetricName
 
 GATEWAY: Labels = ("gateway",)

@@ -4,14 +4,18 @@ A port of that range could be somebody's as soon as its owner is started again; 
 chance be given that very port, and be connected to himself.
 """
 
+import errno
 import random
 import socket
 from pathlib import Path
+
+from services.errors import UserError
 
 FIRST_PORT = 20_000
 NUM_TRIES = 200
 _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_FIRST_LENT = 32_768
+BACKLOG = 2_048
 
 
 def free_port() -> int:
@@ -42,3 +46,21 @@ def _first_lent_port() -> int:
         return int(_RANGE_FILE.read_text().split()[0])
     except (OSError, ValueError, IndexError):
         return _DEFAULT_FIRST_LENT
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket bound to the address, not yet listening. Raises UserError, one line."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        # Listening makes the port ours: without it another process could bind it too.
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(f"port {port} is in use on {host}; pass --port") from error
+        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    sock.setblocking(False)
+    return sock

@@ -4,8 +4,8 @@ import functools
 
 import pytest
 
-from dataplane.cuda import CudaDevice, count_devices, find_device
-from dataplane.device import DeviceError
+from dataplane.cards.cuda.driver import CudaDevice, count_devices, find_device
+from dataplane.cards.device import DeviceError
 
 
 @functools.cache

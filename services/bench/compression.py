@@ -17,14 +17,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from services.bench.arguments import parse_lengths
-from services.bench.load import Client, Completion
-from services.bench.meshes import serving
-from services.cli.supervisor import UpOptions
+from services.bench.drive.arguments import parse_lengths
+from services.bench.drive.driver import Client, Completion
+from services.bench.drive.meshes import serving
 from services.config import WireDtype
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.demo_model.corpus import make_fact_prompt
-from services.gateway.text import TextCodec, load_text
+from services.gateway.api.text import TextCodec, load_text
+from services.launch.supervisor import UpOptions
 
 SAME = "same"
 PACKED: tuple[WireDtype, ...] = ("int8", "fp8")

@@ -21,16 +21,16 @@ from rich.table import Column, Table
 
 from schemas.ids import WorkerId
 from schemas.request import KVSource
-from services.bench.arguments import parse_lengths
-from services.bench.direct import DirectClient
-from services.bench.load import Client, RequestFailedError, open_http
-from services.bench.meshes import model_folder, rotated, running
-from services.bench.model import SHAPE
-from services.bench.stats import choice_crossover, crossover, median, ratio, rounded
-from services.bench.workload import random_tokens
-from services.cli.supervisor import Supervisor, UpOptions
+from services.bench.drive.arguments import parse_lengths
+from services.bench.drive.direct import DirectClient
+from services.bench.drive.driver import Client, RequestFailedError, open_http
+from services.bench.drive.meshes import model_folder, rotated, running
+from services.bench.drive.random_model import SHAPE
+from services.bench.drive.stats import choice_crossover, crossover, median, ratio, rounded
+from services.bench.drive.workload import random_tokens
 from services.config import Carrier
 from services.errors import UserError
+from services.launch.supervisor import Supervisor, UpOptions
 
 PREFILL, DECODE = WorkerId("prefill-0"), WorkerId("decode-0")
 NUM_TOKENS = 2

@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from services.bench.load import Client, Completion
-from services.bench.meshes import RECOMPUTE, Served, reuse_modes, rotated, serving
-from services.bench.sources import SourceShares, shares_of
-from services.bench.stats import percentile, ratio, rounded
-from services.bench.workload import random_tokens
-from services.cli.supervisor import UpOptions
+from services.bench.drive.driver import Client, Completion
+from services.bench.drive.meshes import RECOMPUTE, Served, reuse_modes, rotated, serving
+from services.bench.drive.sources import SourceShares, shares_of
+from services.bench.drive.stats import percentile, ratio, rounded
+from services.bench.drive.workload import random_tokens
 from services.errors import UserError
+from services.launch.supervisor import UpOptions
 
 QUESTION_TOKENS = (32, 64)
 ANSWER_TOKENS = 16

@@ -6,7 +6,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Column, Table
 
-from services.bench.arguments import parse_lengths
+from services.bench.drive.arguments import parse_lengths
 from services.bench.links import LINKS, MODELS, handover, link_table, markdown
 
 MAX_TOKENS = 1 << 20

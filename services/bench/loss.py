@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from dataplane.layout import (
+from dataplane.blocks.layout import (
     KEY,
     VALUE,
     ArenaShape,
@@ -40,11 +40,11 @@ from dataplane.layout import (
 )
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
-from services.bench.load import RequestFailedError
-from services.bench.model import SHAPE, make_model
-from services.bench.stats import percentile, rounded
-from services.bench.workload import random_tokens
-from services.engine import base
+from services.bench.drive.driver import RequestFailedError
+from services.bench.drive.random_model import SHAPE, make_model
+from services.bench.drive.stats import percentile, rounded
+from services.bench.drive.workload import random_tokens
+from services.engine import interface as base
 from services.engine.batch import Batch
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.thread import EngineThread
@@ -319,7 +319,7 @@ def lost_requests(num_lost: int, repeat: int) -> frozenset[int]:
 
 
 def _measure() -> Report:
-    from services.engine.model import load_engine  # noqa: PLC0415 - torch takes seconds
+    from services.engine.cpu.model import load_engine  # noqa: PLC0415 - torch takes seconds
 
     terms = Terms()
     rng = random.Random(SEED)

@@ -18,15 +18,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from services.bench.arguments import parse_lengths, parse_range
-from services.bench.load import Client, Completion, RequestFailedError
-from services.bench.meshes import RECOMPUTE, Served, reuse_modes, rotated, serving
-from services.bench.model import SHAPE
-from services.bench.sources import SourceShares, shares_of
-from services.bench.stats import percentile, ratio, rounded
-from services.bench.workload import random_tokens
-from services.cli.supervisor import UpOptions
+from services.bench.drive.arguments import parse_lengths, parse_range
+from services.bench.drive.driver import Client, Completion, RequestFailedError
+from services.bench.drive.meshes import RECOMPUTE, Served, reuse_modes, rotated, serving
+from services.bench.drive.random_model import SHAPE
+from services.bench.drive.sources import SourceShares, shares_of
+from services.bench.drive.stats import percentile, ratio, rounded
+from services.bench.drive.workload import random_tokens
 from services.errors import UserError
+from services.launch.supervisor import UpOptions
 
 MESSAGE_TOKENS = (64, 128)
 WARM_UP_HISTORY = 512
@@ -107,7 +107,7 @@ def run_multiturn(plan: MultiturnPlan, options: UpOptions, *, url: str, plot: Pa
     else:
         _print(report)
     if plot is not None:
-        from services.bench.plot import plot_turns  # noqa: PLC0415  (slow to import)
+        from services.bench.drive.plot import plot_turns  # noqa: PLC0415  (slow to import)
 
         plot_turns(report.rows, plot)
         Console(stderr=as_json, highlight=False, soft_wrap=True).print(f"plot: {plot.absolute()}")

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from services.bench.arguments import parse_lengths
-from services.bench.load import base_url, model_of
-from services.bench.meshes import SPLIT, WHOLE, split_and_whole
-from services.bench.model import SHAPE
+from services.bench.drive.arguments import parse_lengths
+from services.bench.drive.driver import base_url, model_of
+from services.bench.drive.meshes import SPLIT, WHOLE, split_and_whole
+from services.bench.drive.random_model import SHAPE
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.demo_model.corpus import FactPrompt, make_fact_prompt
 from services.errors import UserError

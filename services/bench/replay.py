@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from services.bench.load import Client, Completion, RequestFailedError
-from services.bench.meshes import serving
-from services.bench.sources import SourceShares, shares_of
-from services.bench.stats import percentile, rounded
-from services.bench.workload import (
+from services.bench.drive.driver import Client, Completion, RequestFailedError
+from services.bench.drive.meshes import serving
+from services.bench.drive.sources import SourceShares, shares_of
+from services.bench.drive.stats import percentile, rounded
+from services.bench.drive.workload import (
     ReplayRequest,
     TraceRequest,
     build_prompt,
@@ -30,8 +30,8 @@ from services.bench.workload import (
     reusable_tokens,
     scale_trace,
 )
-from services.cli.supervisor import UpOptions
 from services.errors import UserError
+from services.launch.supervisor import UpOptions
 
 BLOCK_SIZE = 16
 """The mesh's: what its caches can share at the finest."""

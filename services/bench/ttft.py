@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from services.bench.arguments import parse_lengths
-from services.bench.load import Client, RequestFailedError, base_url, open_http
-from services.bench.meshes import SPLIT, WHOLE, model_folder, split_and_whole
-from services.bench.model import SHAPE
-from services.bench.stats import median, ratio, spread
-from services.bench.workload import random_tokens
+from services.bench.drive.arguments import parse_lengths
+from services.bench.drive.driver import Client, RequestFailedError, base_url, open_http
+from services.bench.drive.meshes import SPLIT, WHOLE, model_folder, split_and_whole
+from services.bench.drive.random_model import SHAPE
+from services.bench.drive.stats import median, ratio, spread
+from services.bench.drive.workload import random_tokens
 
 NUM_TOKENS = 8
 WARM_UP_REQUESTS = 2

@@ -58,7 +58,7 @@ def multiturn(
 ) -> None:
     """Conversations: recompute, prefix cache only, and reads in both directions, interleaved in one run."""
     from services.bench.multiturn import MultiturnPlan, run_multiturn
-    from services.cli.supervisor import UpOptions
+    from services.launch.supervisor import UpOptions
 
     plan = MultiturnPlan(
         history=history,
@@ -89,7 +89,7 @@ def documents(
 ) -> None:
     """Many questions on few long documents, in the same three modes as multiturn."""
     from services.bench.documents import DocumentsPlan, run_documents
-    from services.cli.supervisor import UpOptions
+    from services.launch.supervisor import UpOptions
 
     plan = DocumentsPlan(
         num_documents=documents,
@@ -121,7 +121,7 @@ def replay(
 ) -> None:
     """Replay a trace's arrivals, lengths and shared prefixes; what was reused, and how quick it was."""
     from services.bench.replay import ReplayPlan, run_replay
-    from services.cli.supervisor import UpOptions
+    from services.launch.supervisor import UpOptions
 
     plan = ReplayPlan(path=trace, scale=scale, speed=speed, limit=limit, slo_ttft_ms=slo_ttft_ms, slo_itl_ms=slo_itl_ms)
     options = UpOptions(
@@ -141,7 +141,7 @@ def crossover(
 ) -> None:
     """From which length on reading beats computing, by carrier, and what policy cost chose."""
     from services.bench.crossover import run_crossover
-    from services.cli.supervisor import UpOptions
+    from services.launch.supervisor import UpOptions
 
     options = UpOptions(model=model, pull_tokens_min=pull_tokens_min)
     run_crossover(carrier, lengths, requests, options, as_json=json)

@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from schemas import story
+from schemas import observe as story
 from schemas.handoff import KVLanded
 from schemas.ids import WorkerId
 from schemas.message import Message

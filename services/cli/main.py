@@ -61,8 +61,8 @@ def up(
     ] = 1.0,
 ) -> None:
     """Start a whole mesh on this machine and serve the OpenAI API. Ctrl-C stops it."""
-    from services.cli.supervisor import UpOptions
     from services.cli.up import run_up
+    from services.launch.supervisor import UpOptions
 
     options = UpOptions(
         model=model,
@@ -108,7 +108,7 @@ def serve(
     supervised: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Run one service of a mesh until SIGTERM."""
-    from services.cli.serve import Overrides, run_service
+    from services.launch.serve import Overrides, run_service
 
     overrides = Overrides(gateway=port or None, metrics=None if metrics_port < 0 else metrics_port, device=device)
     run_service(role, config, service_id=id, overrides=overrides, supervised=supervised)

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from schemas.worker import BlockCounts, FleetDescribed, WorkerLoad
-from services.cli.fleet import describe_fleet
 from services.cli.up import nats_url_of, running_mesh
+from services.launch.known_workers import describe_fleet
 
 
 def run_status(nats_url: str, *, as_json: bool) -> None:

@@ -9,12 +9,13 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from schemas import handoff, kv, story, subjects
+from schemas import handoff, kv, subjects
+from schemas import observe as story
 from schemas.directory import LocateBlocks
 from schemas.ids import is_subject_token
 from schemas.message import Message, RequestMessage, UndecodableMessageError, decode
+from schemas.observe import DescribeRequest, RequestDescribed
 from schemas.request import CancelRequest, PlaceRequest, ReserveBlocks, RunPrefill
-from schemas.status import DescribeRequest, RequestDescribed
 from schemas.subjects import SUBJECTS, Subject
 from services.bus.base import BusError, Subscription
 from services.bus.memory import matches
@@ -149,7 +150,7 @@ async def _where(door: TypedBus, request_id: str) -> RequestDescribed | None:
 
 
 def _is_part(request_id: str, wanted: str) -> bool:
-    """Say whether a request is the wanted one, or one of its choices (`services.gateway.prepare`)."""
+    """Say whether a request is the wanted one, or one of its choices (`services.gateway.api.prepare`)."""
     return request_id == wanted or request_id.startswith(f"{wanted}_c")
 
 

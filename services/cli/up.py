@@ -15,9 +15,9 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from services.cli.supervisor import Supervisor, UpOptions
 from services.config import is_card, state_dir
 from services.errors import MeshNotRunningError, UserError
+from services.launch.supervisor import Supervisor, UpOptions
 
 
 class RunningMesh(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ landed prefix; the rest is read from whoever else may hold it, or computed here 
 bad KV costs time, never a token.
 """
 
-from dataplane.layout import num_blocks_for
+from dataplane.blocks.layout import num_blocks_for
 from schemas import subjects
 from schemas.block import pack_tokens
 from schemas.handoff import (
@@ -22,8 +22,8 @@ from schemas.ids import HandoffId
 from schemas.request import KVSource, Refused, RequestTokens, ReservationQueued, ReserveBlocks, refuse
 from schemas.worker import WorkerLeft
 from services.decode.runs import DecodeRun
-from services.engine.base import SampledToken, StepResult
-from services.worker.actions import (
+from services.engine.interface import SampledToken, StepResult
+from services.worker.core.actions import (
     Action,
     AttemptKey,
     Emit,
@@ -34,10 +34,10 @@ from services.worker.actions import (
     Submit,
     Withdraw,
 )
-from services.worker.content import ReadOutcome
-from services.worker.handoff import emit_failure, handoff_fields, next_fetch, publish_event
-from services.worker.limits import check_request, read_prompt
-from services.worker.runs import RoleCore
+from services.worker.core.attempts import RoleCore
+from services.worker.core.content import ReadOutcome
+from services.worker.core.limits import check_request, read_prompt
+from services.worker.core.messages import emit_failure, handoff_fields, next_fetch, publish_event
 
 RESERVED_AGAIN_MS = 500
 """How often the source is told again that there is room, until its offer comes: either word may be lost."""

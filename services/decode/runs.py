@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from schemas.handoff import HandoffState, KVOffered
 from schemas.ids import WorkerId
+from schemas.observe import RunStage
 from schemas.request import ReserveBlocks, TransferReport
-from schemas.status import RunStage
-from services.worker.runs import Run
+from services.worker.core.attempts import Run
 
 
 @dataclass(slots=True, eq=False)

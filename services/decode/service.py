@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from dataplane.layout import num_blocks_for
-from dataplane.reader import Landed
-from dataplane.stream import TransferFailedError, TransferStats
+from dataplane.blocks.layout import num_blocks_for
+from dataplane.ends.reader import Landed
+from dataplane.protocol.stream import TransferFailedError, TransferStats
 from schemas import subjects
 from schemas.handoff import FirstToken, HandoffAborted, KVOffered
 from schemas.ids import HandoffId
@@ -19,11 +19,11 @@ from services.bus.typed import Received
 from services.decode.core import DecodeCore
 from services.runtime import now_ms
 from services.telemetry import AttributeValue, Key
-from services.worker.actions import StartRead, StopRead
-from services.worker.content import ReadOutcome
+from services.worker.core.actions import StartRead, StopRead
+from services.worker.core.content import ReadOutcome
+from services.worker.observe.transfers import TransferSpan
 from services.worker.shell import Worker
 from services.worker.survive import surviving
-from services.worker.transfers import TransferSpan
 
 log = logging.getLogger(__name__)
 

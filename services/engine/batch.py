@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 
 from schemas.ids import RequestId
 from schemas.request import FinishReason
-from services.engine.base import SampledToken, Sequence, StepItem, StepResult
+from services.engine.interface import SampledToken, Sequence, StepItem, StepResult
 
 PREFILL_SHARE = 8
 """While a prompt waits, at least 1/8 of the budget is prefill's."""

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from dataplane.cache import ring_blocks
-from dataplane.layout import ITEM_BYTES, ArenaShape, KVLayout, num_blocks_for, uniform_shape
-from services.engine.errors import CheckpointError
+from dataplane.blocks.cache import ring_blocks
+from dataplane.blocks.layout import ITEM_BYTES, ArenaShape, KVLayout, num_blocks_for, uniform_shape
 from services.engine.weights import read_weights
+from services.errors import CheckpointError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]

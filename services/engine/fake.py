@@ -13,9 +13,9 @@ from itertools import pairwise
 import numpy as np
 import xxhash
 
-from dataplane.layout import KEY, VALUE, ArenaShape, KVLayout, slot_spans
+from dataplane.blocks.layout import KEY, VALUE, ArenaShape, KVLayout, slot_spans
 from schemas.request import SamplingParams
-from services.engine.base import StepItem
+from services.engine.interface import StepItem
 
 AllRows = Seq[bytes]
 """Of each layer the keys' and the values', one token after another."""

@@ -11,8 +11,8 @@ from safetensors import torch as safetensors_torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from services.engine.errors import CheckpointError
 from services.engine.weights import INDEX_FILE
+from services.errors import CheckpointError
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")

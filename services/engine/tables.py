@@ -1,6 +1,6 @@
 """Whether a sequence's block tables can carry it to its end. Pure."""
 
-from dataplane.layout import BlockTable, BlockTables, KVLayout, block_ids, num_blocks_for
+from dataplane.blocks.layout import BlockTable, BlockTables, KVLayout, block_ids, num_blocks_for
 
 
 def find_problem(

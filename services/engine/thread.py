@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import NamedTuple, Protocol
 
 from schemas.ids import RequestId
-from services.engine.base import Engine, EngineLostError, Sequence, StepCallback, StepItem
 from services.engine.batch import Batch
+from services.engine.interface import Engine, EngineLostError, Sequence, StepCallback, StepItem
 from services.engine.tables import find_problem
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import xxhash
 
-from services.engine.errors import CheckpointError
+from services.errors import CheckpointError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

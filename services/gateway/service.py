@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import errno
 import socket
 import time
 from collections.abc import Callable, Generator
@@ -10,26 +9,25 @@ from pathlib import Path
 
 import uvicorn
 
-from dataplane.cache import max_sequence_tokens
+from dataplane.blocks.cache import max_sequence_tokens
 from schemas.ids import GatewayId, new_id
 from services.bus.base import Bus
 from services.bus.typed import TypedBus
 from services.config import MeshConfig, dtype_of
 from services.engine.checkpoint import default_shape, layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
-from services.engine.errors import CheckpointError
-from services.errors import UserError
-from services.gateway.http import Gateway, build_app
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.prepare import ServedModel
-from services.gateway.requests import Requests
-from services.gateway.text import load_text
+from services.errors import CheckpointError, UserError
+from services.gateway.api.prepare import ServedModel
+from services.gateway.api.routes import Gateway, build_app
+from services.gateway.api.text import load_text
+from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.request.driver import Requests
 from services.metrics import Metrics
+from services.ports import BACKLOG, bind
 from services.telemetry import Telemetry
 
 DRAIN_S = 5.0
 """How long running requests may take to end by themselves once the gateway stops."""
-BACKLOG = 2_048
 
 
 async def run_gateway(
@@ -112,24 +110,6 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.ready.set()
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Return a socket bound to the address, not yet listening. Raises UserError, one line."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-        # Listening makes the port ours: without it another process could bind it too.
-        sock.listen(BACKLOG)
-    except OSError as error:
-        sock.close()
-        if error.errno == errno.EADDRINUSE:
-            raise UserError(f"port {port} is in use on {host}; pass --port") from error
-        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-    sock.setblocking(False)
-    return sock
 
 
 def load_model(config: MeshConfig) -> ServedModel:

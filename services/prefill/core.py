@@ -5,17 +5,17 @@ is read from them first, one after another, and whatever does not come is comput
 it under a lease, which ends when the reader has landed, aborted, gone, or been silent too long.
 """
 
-from dataplane.cache import BlockCache
-from dataplane.lease import Lease, LeaseTable
+from dataplane.blocks.cache import BlockCache
+from dataplane.blocks.lease import Lease, LeaseTable
 from schemas import subjects
 from schemas.block import pack_tokens
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, HandoffMessage, KVLanded, KVReleased
 from schemas.ids import HandoffId, LeaseId
 from schemas.request import PrefillAccepted, Refused, RequestTokens, RunPrefill, refuse
 from schemas.worker import WorkerLeft
-from services.engine.base import SampledToken, StepResult
+from services.engine.interface import SampledToken, StepResult
 from services.prefill.runs import PrefillRun
-from services.worker.actions import (
+from services.worker.core.actions import (
     Action,
     AttemptKey,
     CloseLease,
@@ -28,10 +28,10 @@ from services.worker.actions import (
     Submit,
     Withdraw,
 )
-from services.worker.content import ReadOutcome
-from services.worker.handoff import emit_failure, handoff_fields, next_fetch, publish_event
-from services.worker.limits import WorkerLimits, check_request, read_prompt
-from services.worker.runs import RoleCore
+from services.worker.core.attempts import RoleCore
+from services.worker.core.content import ReadOutcome
+from services.worker.core.limits import WorkerLimits, check_request, read_prompt
+from services.worker.core.messages import emit_failure, handoff_fields, next_fetch, publish_event
 
 UNOFFERED_HOLD_MS = 500
 """How long a computed prompt keeps its blocks from a queued run while its decode worker has no room: two workers whose

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from dataplane.lease import Lease
+from dataplane.blocks.lease import Lease
+from schemas.observe import RunStage
 from schemas.request import RunPrefill
-from schemas.status import RunStage
-from services.worker.runs import Run
+from services.worker.core.attempts import Run
 
 Phase = Literal["queued", "fetching", "computing", "withdrawing", "handing_over"]
 

@@ -22,8 +22,10 @@ from schemas.worker import (
     WorkerLoad,
     WorkerRole,
 )
-from services.scheduler.admission import Admission, AdmissionLimits
-from services.scheduler.cost import (
+from services.scheduler.fences import Fences
+from services.scheduler.liveness import Liveness, LivenessLimits, Ping
+from services.scheduler.placement.admission import Admission, AdmissionLimits
+from services.scheduler.placement.cost import (
     DEFAULT_LIMITS,
     CostLimits,
     Demand,
@@ -33,11 +35,9 @@ from services.scheduler.cost import (
     price,
     terms_of,
 )
-from services.scheduler.fences import Fences
-from services.scheduler.fleet import KnownWorker, fits, least_doubted, partners_of, replica_of, wait_of
-from services.scheduler.liveness import Liveness, LivenessLimits, Ping
-from services.scheduler.policy import Phase, Policy, policy_named
-from services.scheduler.rates import RateBook
+from services.scheduler.placement.fleet_view import KnownWorker, fits, least_doubted, partners_of, replica_of, wait_of
+from services.scheduler.placement.known_rates import RateBook
+from services.scheduler.placement.policy import Phase, Policy, policy_named
 
 RETRY_AFTER_MS = 1_000
 

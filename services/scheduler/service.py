@@ -13,11 +13,11 @@ from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig, SchedulerConfig
 from services.metrics import Metrics
 from services.runtime import now_ms
-from services.scheduler.admission import AdmissionLimits
 from services.scheduler.core import FleetEvent, SchedulerCore, SchedulerLimits
-from services.scheduler.cost import CostLimits
-from services.scheduler.hints import Hints
 from services.scheduler.metrics import SchedulerMetrics
+from services.scheduler.placement.admission import AdmissionLimits
+from services.scheduler.placement.cost import CostLimits
+from services.scheduler.placement.hints import Hints
 from services.scheduler.watch import Watch
 
 LEARN_S = 1.0

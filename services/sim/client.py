@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from services.sim.gateway import SimApp
-from services.sim.loop import Process, SimLoop
+from services.sim.platform.gateway import SimApp
+from services.sim.platform.loop import Process, SimLoop
 
 Message = MutableMapping[str, Any]
 

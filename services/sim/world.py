@@ -16,19 +16,19 @@ from schemas import subjects
 from schemas.worker import DescribeFleet, FleetDescribed
 from services.bus.base import BusError
 from services.bus.typed import TypedBus
-from services.sim.bus import SimBroker
-from services.sim.checks import ModelTruth, Verdict, check_exchange, check_peace
 from services.sim.client import Exchange, post
-from services.sim.clock import VirtualTime, installed
 from services.sim.faults import FaultActor
-from services.sim.loop import SimLoop, SimulationStuckError
-from services.sim.mesh import EOS, REQUEST_TIMEOUT_S, VOCAB, MeshShape, SimMesh
-from services.sim.plane import SimNetwork
-from services.sim.rest import Held, held_at_rest, problems_now
+from services.sim.platform.bus import SimBroker
+from services.sim.platform.clock import VirtualTime, installed
+from services.sim.platform.loop import SimLoop, SimulationStuckError
+from services.sim.platform.mesh import EOS, REQUEST_TIMEOUT_S, VOCAB, MeshShape, SimMesh
+from services.sim.platform.plane import SimNetwork
 from services.sim.scenario import FaultKind, Scenario, random_scenario
-from services.sim.stories import StoryTap
-from services.sim.traces import trace_problems
-from services.sim.workload import Ask, make_asks
+from services.sim.verdict.checks import ModelTruth, Verdict, check_exchange, check_peace
+from services.sim.verdict.expected import Ask, make_asks
+from services.sim.verdict.rest import Held, held_at_rest, problems_now
+from services.sim.verdict.stories import StoryTap
+from services.sim.verdict.traces import trace_problems
 
 READY_WITHIN_S = 10.0
 WORKER_ROLES = ("prefill", "decode", "aggregated", "store")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from dataplane.layout import BlockTable, KVLayout, block_ids, segments_of
-from dataplane.lease import Lease, LeaseRefusedError, LeaseTable
+from dataplane.blocks.layout import BlockTable, KVLayout, block_ids, segments_of
+from dataplane.blocks.lease import Lease, LeaseRefusedError, LeaseTable
 from schemas.block import BLOCK_HASH_BYTES, join_hashes, split_hashes
 from schemas.directory import BlocksEvicted, BlocksStored, Inventory, Tier
 from schemas.ids import BlockHash, LeaseId, WorkerId, is_subject_token

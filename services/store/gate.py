@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dataplane.lease import Lease, LeaseTable
-from dataplane.progress import KVProgress
-from dataplane.server import ReadableKV
-from dataplane.stream import TransferStats
-from dataplane.ticket import Ticket
+from dataplane.blocks.lease import Lease, LeaseTable
+from dataplane.blocks.ticket import Ticket
+from dataplane.ends.server import ReadableKV
+from dataplane.protocol.progress import KVProgress
+from dataplane.protocol.stream import TransferStats
 from schemas.ids import LeaseId
 from schemas.kv import RequestLease
 from services.runtime import now_ms

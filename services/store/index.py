@@ -3,8 +3,8 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from dataplane.layout import block_ids, segments_of
-from dataplane.pool import BlockPool
+from dataplane.blocks.layout import block_ids, segments_of
+from dataplane.blocks.pool import BlockPool
 from schemas.ids import BlockHash
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataplane.arena import Arena, ArenaTooLargeError
-from dataplane.layout import ArenaShape, KVLayout, uniform_shape
+from dataplane.blocks.layout import ArenaShape, KVLayout, uniform_shape
+from dataplane.memory.arena import Arena, ArenaTooLargeError
 from schemas.ids import WorkerId
 from services.config import MeshConfig, StoreConfig, dtype_of, require_secret, state_dir
 from services.engine.checkpoint import layout_of, read_checkpoint

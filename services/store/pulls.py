@@ -6,9 +6,9 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
-from dataplane.layout import BlockTable, segments_of
-from dataplane.reader import PlaneReader
-from dataplane.stream import TransferFailedError, TransferStats
+from dataplane.blocks.layout import BlockTable, segments_of
+from dataplane.ends.reader import PlaneReader
+from dataplane.protocol.stream import TransferFailedError, TransferStats
 from schemas.block import join_hashes
 from schemas.ids import BlockHash, RequestId, WorkerId, new_id
 from schemas.kv import BlocksCooling, LeaseGranted, ReplicateBlocks, RequestLease
@@ -17,8 +17,8 @@ from services.runtime import now_ms
 from services.store.backing import Backing, Complaints
 from services.store.core import StoreCore
 from services.telemetry import Key, Telemetry
-from services.worker.borrow import Borrower, NotGrantedError
-from services.worker.transfers import TransferSpan
+from services.worker.kv.borrow import Borrower, NotGrantedError
+from services.worker.observe.transfers import TransferSpan
 
 ASK_TIMEOUT_S = 2.0
 READ_TIMEOUT_S = 30.0

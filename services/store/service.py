@@ -7,18 +7,18 @@ import secrets
 import socket
 from collections.abc import Callable
 
-from dataplane.connect import offered_carriers
-from dataplane.lease import Lease
-from dataplane.server import ServerOptions
-from dataplane.stream import TransferStats
-from dataplane.ticket import Ticket, sign
+from dataplane.blocks.lease import Lease
+from dataplane.blocks.ticket import Ticket, sign
+from dataplane.ends.choice import offered_carriers
+from dataplane.ends.server import ServerOptions
+from dataplane.protocol.stream import TransferStats
 from schemas import subjects
 from schemas.directory import BlocksStored, ReadInventory
 from schemas.ids import LeaseId
 from schemas.kv import LeaseGranted, RequestLease, ReturnLease
 from schemas.message import Message
+from schemas.observe import DescribeWorker
 from schemas.request import Refused
-from schemas.status import DescribeWorker
 from schemas.worker import (
     PingWorker,
     WorkerAlive,
@@ -41,11 +41,11 @@ from services.store.lender import Lender
 from services.store.load import StoreParts, load_store
 from services.store.pulls import Puller
 from services.telemetry import Key, Telemetry
-from services.worker.describe import describe
-from services.worker.holder import num_blocks_of
-from services.worker.metrics import HolderMetrics
+from services.worker.kv.holder import num_blocks_of
+from services.worker.observe.describe import describe
+from services.worker.observe.metrics import HolderMetrics
+from services.worker.observe.transfers import HolderSpans
 from services.worker.outbox import Outbox
-from services.worker.transfers import HolderSpans
 
 __all__ = ["load_store", "run_store"]
 

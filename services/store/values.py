@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-from dataplane.arena import ByteArray
-from dataplane.layout import KEY, VALUE, ArenaShape
+from dataplane.blocks.layout import KEY, VALUE, ArenaShape
+from dataplane.memory.arena import ByteArray
 from schemas.ids import BlockHash
 
 FORMAT_VERSION = 1

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from dataplane.arena import Arena
-from dataplane.device_arena import KVArena
-from dataplane.layout import ArenaShape
-from dataplane.reader import PlaneReader
-from dataplane.server import LeaseGate, PlaneServer, ServerOptions
-from services.engine.base import Engine, Sequence, StepCallback
+from dataplane.blocks.layout import ArenaShape
+from dataplane.cards.device_arena import KVArena
+from dataplane.ends.reader import PlaneReader
+from dataplane.ends.server import LeaseGate, PlaneServer, ServerOptions
+from dataplane.memory.arena import Arena
 from services.engine.batch import Batch
+from services.engine.interface import Engine, Sequence, StepCallback
 from services.engine.thread import EngineThread
 
 MakeArena = Callable[[ArenaShape], Arena]

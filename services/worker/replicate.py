@@ -5,7 +5,7 @@ import asyncio
 from schemas import subjects
 from schemas.kv import ReplicateBlocks
 from services.bus.typed import Received
-from services.worker.replicas import ReplicaCore
+from services.worker.core.replicas import ReplicaCore
 from services.worker.shell import Worker
 
 

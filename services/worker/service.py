@@ -11,11 +11,11 @@ from services.decode.service import Reads, start_decode
 from services.metrics import Metrics
 from services.prefill.service import start_prefill
 from services.telemetry import Telemetry
-from services.worker.clockwork import Clockwork, drain
-from services.worker.ears import Ears
-from services.worker.load import WorkerParts
+from services.worker.inbox import Ears
+from services.worker.parts import WorkerParts
 from services.worker.replicate import start_replication
 from services.worker.shell import Worker
+from services.worker.timers import Clockwork, drain
 
 SWITCH_INTERVAL_S = 0.0005
 """The engine's thread shares the interpreter with the event loop: at Python's 5 ms each hop of a hand-over could wait

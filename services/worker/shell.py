@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from dataplane.cache import BlockCache
-from dataplane.lease import Lease
-from dataplane.stream import TransferStats
+from dataplane.blocks.cache import BlockCache
+from dataplane.blocks.lease import Lease
+from dataplane.protocol.stream import TransferStats
 from schemas import subjects
 from schemas.directory import BlocksStored
 from schemas.ids import GatewayId, LeaseId, RequestId
@@ -22,13 +22,13 @@ from schemas.worker import WorkerJoined, WorkerLeft, WorkerRole
 from services.bus.base import Bus
 from services.bus.typed import TypedBus
 from services.config import MeshConfig
-from services.engine.base import Sequence, StepResult
 from services.engine.batch import Batch
+from services.engine.interface import Sequence, StepResult
 from services.engine.thread import EngineStoppedError, InvalidSequenceError
 from services.metrics import Metrics
 from services.runtime import now_ms
 from services.telemetry import Telemetry
-from services.worker.actions import (
+from services.worker.core.actions import (
     Action,
     AttemptKey,
     CloseLease,
@@ -44,21 +44,21 @@ from services.worker.actions import (
     Submit,
     Withdraw,
 )
-from services.worker.answers import Answers
-from services.worker.content import ReadOutcome, SequenceContent
-from services.worker.fence import Pulse
-from services.worker.fetch import Fetches
-from services.worker.holder import KVHolder, num_blocks_of
-from services.worker.lend import LendCore
-from services.worker.load import WorkerParts
-from services.worker.metrics import WorkerMetrics
+from services.worker.core.answers import Answers
+from services.worker.core.content import ReadOutcome, SequenceContent
+from services.worker.core.heartbeat import Pulse
+from services.worker.core.role import KVReads, LeaseOwner, WorkerCore
+from services.worker.kv.fetch import Fetches
+from services.worker.kv.holder import KVHolder, num_blocks_of
+from services.worker.kv.lending import LendCore
+from services.worker.kv.wire_dtype import WireChoice
+from services.worker.observe.measured_rates import RateBook
+from services.worker.observe.metrics import WorkerMetrics
+from services.worker.observe.report import Reporter
+from services.worker.observe.spans import WorkerSpans
+from services.worker.observe.transfers import LeaseTrace, LeaseTraces
 from services.worker.outbox import Outbox
-from services.worker.rates import RateBook
-from services.worker.report import Reporter
-from services.worker.roles import KVReads, LeaseOwner, WorkerCore
-from services.worker.spans import WorkerSpans
-from services.worker.transfers import LeaseTrace, LeaseTraces
-from services.worker.wire import WireChoice
+from services.worker.parts import WorkerParts
 
 log = logging.getLogger(__name__)
 

@@ -18,14 +18,14 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from dataplane.arena import Arena
-from dataplane.codec import WireDtype
-from dataplane.layout import BlockTable, BlockTables, KVLayout, Segment, uniform_shape
-from dataplane.progress import KVProgress
-from dataplane.reader import PlaneReader, ReadRequest
-from dataplane.server import PlaneServer, ReadableKV, ServerOptions
-from dataplane.stream import TransferStats
-from dataplane.ticket import Ticket, sign
+from dataplane.blocks.layout import BlockTable, BlockTables, KVLayout, Segment, uniform_shape
+from dataplane.blocks.ticket import Ticket, sign
+from dataplane.ends.reader import PlaneReader, ReadRequest
+from dataplane.ends.server import PlaneServer, ReadableKV, ServerOptions
+from dataplane.memory.arena import Arena
+from dataplane.memory.codec import WireDtype
+from dataplane.protocol.progress import KVProgress
+from dataplane.protocol.stream import TransferStats
 from schemas.handoff import Endpoint
 from schemas.ids import LeaseId, WorkerId
 

@@ -4,11 +4,11 @@ import time
 
 import numpy as np
 
-from dataplane.layout import BlockTable, KVLayout, segments_of
+from dataplane.blocks.layout import BlockTable, KVLayout, segments_of
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
-from services.engine.base import Sequence, StepItem
-from services.engine.step_plan import StepPlanner, pack
+from services.engine.cuda.step_plan import StepPlanner, pack
+from services.engine.interface import Sequence, StepItem
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx
 
-from services.cli.supervisor import Supervisor, UpOptions
+from services.launch.supervisor import Supervisor, UpOptions
 
 RATIOS = (0.0, 0.1, 1.0)
 AIMS = {0.1: 0.98, 1.0: 0.95}

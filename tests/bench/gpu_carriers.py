@@ -13,15 +13,15 @@ from multiprocessing.connection import Connection
 import numpy as np
 import torch
 
-from dataplane.device import Device, DeviceError
-from dataplane.device_arena import DeviceArena
-from dataplane.fake_device import FakeDevice
-from dataplane.layout import ArenaShape, KVLayout, uniform_shape
-from dataplane.progress import KVProgress
-from dataplane.reader import PlaneReader, ReadRequest
-from dataplane.server import PlaneServer, ReadableKV, ServerOptions
-from dataplane.stream import TransferFailedError, TransferStats
-from dataplane.ticket import sign
+from dataplane.blocks.layout import ArenaShape, KVLayout, uniform_shape
+from dataplane.blocks.ticket import sign
+from dataplane.cards.device import Device, DeviceError
+from dataplane.cards.device_arena import DeviceArena
+from dataplane.cards.fakes.fake_device import FakeDevice
+from dataplane.ends.reader import PlaneReader, ReadRequest
+from dataplane.ends.server import PlaneServer, ReadableKV, ServerOptions
+from dataplane.protocol.progress import KVProgress
+from dataplane.protocol.stream import TransferFailedError, TransferStats
 from schemas.handoff import Endpoint
 from tests.bench.bench_carriers import SECRET, TICKET, OpenGate, measure, one_table
 from tests.bench.gpu_report import Row, against
@@ -56,7 +56,7 @@ class Spec:
     def open_device(self) -> Device:
         if self.device == "fake":
             return FakeDevice(uuid="GPU-bench")
-        from dataplane.cuda import find_device
+        from dataplane.cards.cuda.driver import find_device
 
         return find_device(int(self.device.partition(":")[2] or 0))
 
@@ -214,8 +214,8 @@ def nccl_rows(bench: Bench) -> Iterator[Row]:
     what = "NCCL, one rank to itself, 8 MiB a group"
     if bench.spec.device == "fake":
         return
-    from dataplane.communicator import CommunicatorError
-    from dataplane.nccl import NcclLibrary
+    from dataplane.cards.nccl.communicator import CommunicatorError
+    from dataplane.cards.nccl.library import NcclLibrary
 
     library = NcclLibrary(int(bench.spec.device.partition(":")[2] or 0))
     if refusal := library.refusal():

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from dataplane.layout import ArenaShape, BlockTable, KVLayout, Segment, num_blocks_for, uniform_shape
+from dataplane.blocks.layout import ArenaShape, BlockTable, KVLayout, Segment, num_blocks_for, uniform_shape
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
-from services.engine.attention import ATTENTION_NAME
-from services.engine.base import Engine, StepItem
-from services.engine.base import Sequence as EngineSequence
 from services.engine.checkpoint import Checkpoint, layout_of, read_checkpoint
+from services.engine.cpu.attention import ATTENTION_NAME
+from services.engine.interface import Engine, StepItem
+from services.engine.interface import Sequence as EngineSequence
 from tests.bench.bench_carriers import measure
 from tests.bench.gpu_models import checkpoint_of
 from tests.bench.gpu_report import Row, against
@@ -163,15 +163,15 @@ class Rig:
 
 
 def on_cpu(checkpoint: Checkpoint, shape: ArenaShape) -> tuple[Engine, None]:
-    from services.engine.model import load_engine
+    from services.engine.cpu.model import load_engine
 
     return load_engine(checkpoint, arena_buffer=memoryview(bytearray(shape.num_bytes)), shape=shape), None
 
 
 def on_card(checkpoint: Checkpoint, shape: ArenaShape, device: str) -> tuple[Engine, Any]:
-    from dataplane.cuda import find_device
-    from dataplane.device_arena import DeviceArena
-    from services.engine.cuda import load_cuda_engine
+    from dataplane.cards.cuda.driver import find_device
+    from dataplane.cards.device_arena import DeviceArena
+    from services.engine.cuda.runtime import load_cuda_engine
 
     card = int(device.partition(":")[2] or 0)
     arena = DeviceArena(find_device(card), shape, STAGING_BYTES)

@@ -7,12 +7,12 @@ processes share the card, and one request is under way at a time.
 import asyncio
 from collections.abc import Iterator, Sequence
 
-from services.bench.meshes import SPLIT, WHOLE, running, urls_of
-from services.bench.stats import percentile
+from services.bench.drive.meshes import SPLIT, WHOLE, running, urls_of
+from services.bench.drive.stats import percentile
 from services.bench.ttft import Row as TtftRow
 from services.bench.ttft import alternate
-from services.cli.supervisor import UpOptions
 from services.cli.trace import load_spans
+from services.launch.supervisor import UpOptions
 from services.telemetry import Key, SpanName, SpanRecord
 from tests.bench.gpu_models import checkpoint_of
 from tests.bench.gpu_report import Row, share, with_and_without

@@ -7,7 +7,7 @@ import pytest
 from services.bus.base import Bus
 from services.bus.memory import MemoryBus
 from services.bus.nats import NatsBus
-from services.sim.bus import SimBroker
+from services.sim.platform.bus import SimBroker
 
 Connect = Callable[[], Awaitable[Bus]]
 

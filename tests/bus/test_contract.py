@@ -20,7 +20,7 @@ from services.bus.base import (
     RequestTimedOutError,
     Subscription,
 )
-from services.sim.bus import SimBus
+from services.sim.platform.bus import SimBus
 from tests.bus.conftest import Connect
 
 LONG_S = 30.0

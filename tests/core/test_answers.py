@@ -5,7 +5,7 @@ import asyncio
 
 import pytest
 
-from dataplane.layout import BlockTable, Segment
+from dataplane.blocks.layout import BlockTable, Segment
 from schemas import subjects
 from schemas.block import pack_tokens, unpack_tokens
 from schemas.ids import GatewayId, RequestId, WorkerId
@@ -13,12 +13,12 @@ from schemas.request import AttemptId, CancelRequest, RequestFailure, RequestTok
 from schemas.worker import WorkerDraining
 from services.bus.memory import MemoryBus
 from services.bus.typed import TypedBus
-from services.worker.actions import AttemptKey
-from services.worker.answers import Answers
-from services.worker.fence import Pulse
-from services.worker.holder import num_distinct_blocks
+from services.worker.core.actions import AttemptKey
+from services.worker.core.answers import Answers
+from services.worker.core.heartbeat import Pulse
+from services.worker.core.wanted import Question, WantedCore
+from services.worker.kv.holder import num_distinct_blocks
 from services.worker.outbox import Outbox
-from services.worker.wanted import Question, WantedCore
 
 KEY: AttemptKey = (RequestId("r"), 1)
 GATEWAY = GatewayId("g")

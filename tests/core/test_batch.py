@@ -7,11 +7,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dataplane.layout import BlockTable, Segment
+from dataplane.blocks.layout import BlockTable, Segment
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
-from services.engine.base import Sequence, StepItem, StepResult
 from services.engine.batch import Batch
+from services.engine.interface import Sequence, StepItem, StepResult
 
 
 def make(

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from services.bench import crossover as crossover_bench
 from services.bench import documents, multiturn, replay
-from services.bench.arguments import parse_lengths, parse_range
 from services.bench.compression import agreement
-from services.bench.load import (
+from services.bench.drive.arguments import parse_lengths, parse_range
+from services.bench.drive.driver import (
     Client,
     Completion,
     EventTimes,
@@ -29,10 +29,10 @@ from services.bench.load import (
     model_of,
     open_http,
 )
-from services.bench.meshes import BOTH, CACHE_ONLY, RECOMPUTE, reuse_modes, rotated
-from services.bench.sources import shares_of
-from services.bench.stats import choice_crossover, crossover, percentile, ratio, spread
-from services.bench.workload import (
+from services.bench.drive.meshes import BOTH, CACHE_ONLY, RECOMPUTE, reuse_modes, rotated
+from services.bench.drive.sources import shares_of
+from services.bench.drive.stats import choice_crossover, crossover, percentile, ratio, spread
+from services.bench.drive.workload import (
     TRACE_BLOCK,
     ReplayRequest,
     TraceRequest,
@@ -42,8 +42,8 @@ from services.bench.workload import (
     reusable_tokens,
     scale_trace,
 )
-from services.cli.supervisor import UpOptions
 from services.errors import UserError
+from services.launch.supervisor import UpOptions
 
 VOCAB = 1024
 
@@ -314,7 +314,7 @@ def test_ratios_of_later_turns() -> None:
 
 
 def test_a_plot_is_written(tmp_path: Path) -> None:
-    from services.bench.plot import plot_turns
+    from services.bench.drive.plot import plot_turns
 
     samples = [
         multiturn.Sample(history=100, turn=turn, mode=mode, completion=completion(turn))
@@ -486,7 +486,7 @@ async def test_the_driver_asks_and_times() -> None:
 
 
 def client_of(http: httpx.AsyncClient, url: str) -> Client:
-    from services.bench.load import ServedModel
+    from services.bench.drive.driver import ServedModel
 
     return Client(http, url, ServedModel("stub", 4096))
 

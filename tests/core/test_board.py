@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from schemas import story
+from schemas import observe as story
 from schemas.handoff import KVLanded
 from schemas.ids import GatewayId, LeaseId, RequestId, TokenIds, WorkerId
 from schemas.request import RequestTokens, TokensEmitted

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dataplane.cache import Allocation, BlockCache, max_sequence_tokens, ring_blocks
-from dataplane.layout import ArenaShape, BlockTables, KVLayout, block_ids, slot_spans, uniform_shape
+from dataplane.blocks.cache import Allocation, BlockCache, max_sequence_tokens, ring_blocks
+from dataplane.blocks.layout import ArenaShape, BlockTables, KVLayout, block_ids, slot_spans, uniform_shape
 from schemas.block import hash_blocks
 from schemas.ids import BlockHash
 

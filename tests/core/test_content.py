@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.layout import BlockTable, KVLayout
-from dataplane.stream import TransferStats
+from dataplane.blocks.layout import BlockTable, KVLayout
+from dataplane.protocol.stream import TransferStats
 from schemas.block import hash_blocks
 from schemas.ids import RequestId, WorkerId
 from schemas.request import KVSource, SamplingParams
-from services.engine.base import Sequence, StepResult
-from services.worker.content import PromptKV, ReadOutcome, SequenceContent
-from services.worker.rates import STALE_MS, RateBook
-from services.worker.wire import WireChoice, compresses
+from services.engine.interface import Sequence, StepResult
+from services.worker.core.content import PromptKV, ReadOutcome, SequenceContent
+from services.worker.kv.wire_dtype import WireChoice, compresses
+from services.worker.observe.measured_rates import STALE_MS, RateBook
 
 ME, A = WorkerId("me"), WorkerId("a")
 

@@ -22,8 +22,8 @@ from schemas.worker import (
     WorkerRole,
 )
 from services.scheduler.core import SchedulerCore
-from services.scheduler.cost import DEFAULT_LIMITS, MAX_SOURCES, CostLimits
-from services.scheduler.rates import (
+from services.scheduler.placement.cost import DEFAULT_LIMITS, MAX_SOURCES, CostLimits
+from services.scheduler.placement.known_rates import (
     START_DECODE_STEP_MS,
     START_LINKS,
     START_PREFILL_TOKENS_PER_S,

@@ -2,14 +2,14 @@
 
 import pytest
 
-from dataplane.layout import BlockTable, Segment
-from dataplane.lease import LeaseTable
+from dataplane.blocks.layout import BlockTable, Segment
+from dataplane.blocks.lease import LeaseTable
 from schemas.ids import LeaseId, RequestId
-from schemas.status import HeldRequest, RunStage
+from schemas.observe import HeldRequest, RunStage
 from services.decode.core import DecodeCore
 from services.prefill.core import PrefillCore
-from services.worker import describe as describing
-from services.worker.describe import describe
+from services.worker.observe import describe as describing
+from services.worker.observe.describe import describe
 from tests.core import worker_cases as case
 from tests.wire.examples import LOAD
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from schemas.ids import RequestId, WorkerId
 from schemas.request import KVSource, RefusalReason, RequestFailure, TransferReport
-from services.gateway import core, events, watch
-from services.gateway.core import Phase, RequestCore
-from services.gateway.events import (
+from services.gateway.request import core, events
+from services.gateway.request import progress_watch as watch
+from services.gateway.request.core import Phase, RequestCore
+from services.gateway.request.events import (
     Abandon,
     Action,
     AskPlacement,
@@ -36,7 +37,7 @@ from services.gateway.events import (
     WorkerRefused,
     WorkerSilent,
 )
-from services.gateway.watch import Ears, WatchLimits
+from services.gateway.request.progress_watch import Ears, WatchLimits
 
 P1, P2, D1, D2 = (WorkerId(name) for name in ("p1", "p2", "d1", "d2"))
 ENDS = (Finish, Fail, Abandon)
@@ -437,5 +438,10 @@ def test_the_core_is_pure(module: ModuleType) -> None:
     tree = ast.parse(inspect.getsource(module))
     imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     imported |= {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    ours = {"schemas.ids", "schemas.request", "services.gateway.events", "services.gateway.watch"}
+    ours = {
+        "schemas.ids",
+        "schemas.request",
+        "services.gateway.request.events",
+        "services.gateway.request.progress_watch",
+    }
     assert imported <= {"enum", "dataclasses", "collections.abc", "typing", *ours}

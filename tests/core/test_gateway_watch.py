@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.ids import WorkerId
-from services.gateway.core import RequestCore
-from services.gateway.events import (
+from services.gateway.request.core import RequestCore
+from services.gateway.request.events import (
     Action,
     AskPlacement,
     AskWorker,
@@ -26,7 +26,7 @@ from services.gateway.events import (
     WorkerLost,
     WorkerSilent,
 )
-from services.gateway.watch import DEAF_AFTER_MS, GAP_MS, UNSERVED_MS, WAITING_ROUNDS, Ears
+from services.gateway.request.progress_watch import DEAF_AFTER_MS, GAP_MS, UNSERVED_MS, WAITING_ROUNDS, Ears
 from tests.core.test_gateway_core import D1, D2, ENDS, NOW, P1, P2, failed, feed, new, placed, refused, tokens
 
 LEFT_D1 = WorkerLost(D1, "silent")

@@ -5,7 +5,7 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from dataplane.layout import (
+from dataplane.blocks.layout import (
     KEY,
     VALUE,
     ArenaShape,

@@ -1,7 +1,7 @@
 import pytest
 
-from dataplane.layout import BlockTable, Segment
-from dataplane.lease import Lease, LeaseRefusedError, LeaseState, LeaseTable
+from dataplane.blocks.layout import BlockTable, Segment
+from dataplane.blocks.lease import Lease, LeaseRefusedError, LeaseState, LeaseTable
 from schemas.ids import LeaseId, WorkerId
 
 HOLDER, READER = WorkerId("p"), WorkerId("d")

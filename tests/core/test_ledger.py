@@ -1,11 +1,11 @@
 """What the directory hears of a worker's blocks."""
 
-from dataplane.cache import ContentChanges
+from dataplane.blocks.cache import ContentChanges
 from schemas.block import hash_blocks, split_hashes
 from schemas.directory import BlocksEvicted, BlocksStored
 from schemas.ids import WorkerId
-from services.worker import ledger as ledger_module
-from services.worker.ledger import BlockLedger
+from services.worker.kv import ledger as ledger_module
+from services.worker.kv.ledger import BlockLedger
 
 HASHES = hash_blocks(range(24), 4, model_fingerprint="f")
 

@@ -3,15 +3,15 @@
 import msgspec
 import pytest
 
-from dataplane.lease import Lease, LeaseTable
+from dataplane.blocks.lease import Lease, LeaseTable
 from schemas.block import join_hashes
 from schemas.ids import LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseGranted, RequestLease, ReturnLease, is_as_asked
 from schemas.request import Refused
 from schemas.worker import WorkerLeft
-from services.worker.actions import CloseLease
-from services.worker.content import SequenceContent
-from services.worker.lend import MAX_LENT, OPEN_WITHIN_MS, LendCore
+from services.worker.core.actions import CloseLease
+from services.worker.core.content import SequenceContent
+from services.worker.kv.lending import MAX_LENT, OPEN_WITHIN_MS, LendCore
 from tests.core import worker_cases as case
 
 READER = WorkerId("p9")

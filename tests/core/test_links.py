@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.layout import KVLayout
+from dataplane.blocks.layout import KVLayout
 from services.bench import links
 from services.bench.link_report import run_links
 from services.bench.links import LINKS, MODELS, MOONCAKE_ROWS, NVLINK, OPT_66B, QWEN, Link, ModelShape, handover
-from services.cli.docs import SCALING, regenerate
+from services.pages.tables import SCALING, regenerate
 
 PAGE = Path(__file__).parents[2] / "dataplane" / "SCALING.md"
 SLOW = Link("slow", 0.5, 1.0)

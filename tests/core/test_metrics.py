@@ -8,13 +8,13 @@ import pytest
 from schemas.ids import LeaseId, WorkerId
 from schemas.worker import BlockCounts
 from services import metric_names as names
-from services.cli.docs import metrics_table
 from services.config import MeshConfig, apply_environment
 from services.errors import UserError
-from services.gateway.metrics import GatewayMetrics
+from services.gateway.observe.metrics import GatewayMetrics
 from services.metrics import MAX_SERIES, OTHER, MetricName, Metrics, exemplar_of
-from services.worker import metrics as worker_metrics
-from services.worker.metrics import LeaseBook, outcome_of
+from services.pages.tables import metrics_table
+from services.worker.observe import metrics as worker_metrics
+from services.worker.observe.metrics import LeaseBook, outcome_of
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-00"

@@ -10,9 +10,9 @@ from rich.text import Text
 
 from schemas.subjects import SUBJECTS
 from services.bus.memory import matches
-from services.cli.listening import END, LISTENING, MAX_TEXT, QUERIES, START, Heard, rewrite, section
-from services.cli.shots import picture
 from services.errors import UserError
+from services.pages.listening import END, LISTENING, MAX_TEXT, QUERIES, START, Heard, rewrite, section
+from services.pages.shots import picture
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "ARCHITECTURE.md").read_text()
@@ -73,7 +73,7 @@ def test_a_picture_is_whole_and_loads_nothing_from_elsewhere() -> None:
 
 @pytest.mark.parametrize("name", ["top", "trace"])
 def test_the_readme_shows_the_pictures(name: str) -> None:
-    path = f"services/cli/shots/{name}.svg"
+    path = f"docs/pictures/{name}.svg"
     assert path in (ROOT / "README.md").read_text()
     _check_picture((ROOT / path).read_text())
 
@@ -111,5 +111,10 @@ def test_the_list_of_what_never_met_a_device_names_files_that_touch_one() -> Non
     listed, end, _ = rest.partition("<!-- end of what never met a device -->")
     assert end
     named = set(re.findall(r"`([\w/]+\.py)`", "\n".join(line.split("|")[1] for line in listed.splitlines()[3:])))
-    touching = {"dataplane/cuda.py", "dataplane/nccl.py", "services/engine/cuda.py", "services/worker/load.py"}
+    touching = {
+        "dataplane/cards/cuda/driver.py",
+        "dataplane/cards/nccl/library.py",
+        "services/engine/cuda/runtime.py",
+        "services/worker/parts.py",
+    }
     assert touching <= named

@@ -2,8 +2,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dataplane.layout import Segment, block_ids
-from dataplane.pool import BlockPool
+from dataplane.blocks.layout import Segment, block_ids
+from dataplane.blocks.pool import BlockPool
 
 
 class PoolMachine(RuleBasedStateMachine):

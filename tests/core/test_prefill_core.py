@@ -5,12 +5,12 @@ from typing import TypeVar
 import msgspec
 import pytest
 
-from dataplane.lease import LeaseTable
+from dataplane.blocks.lease import LeaseTable
 from schemas.handoff import HandoffAborted, KVReleased
 from schemas.request import PrefillAccepted, Refused, RunPrefill
 from schemas.worker import WorkerLeft
 from services.prefill.core import UNKNOWN_AFTER_MS, PrefillCore
-from services.worker.actions import (
+from services.worker.core.actions import (
     Action,
     CloseLease,
     Emit,
@@ -23,7 +23,7 @@ from services.worker.actions import (
     Submit,
     Withdraw,
 )
-from services.worker.content import ReadOutcome
+from services.worker.core.content import ReadOutcome
 from tests.core import worker_cases as case
 
 ActionT = TypeVar("ActionT", bound=Action)

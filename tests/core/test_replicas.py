@@ -7,9 +7,9 @@ from schemas.block import join_hashes, split_hashes
 from schemas.ids import RequestId, WorkerId
 from schemas.kv import ReplicateBlocks
 from schemas.worker import WorkerLeft
-from services.worker.actions import Action, AttemptKey, Fetch, Publish, StopFetch
-from services.worker.content import ReadOutcome, SequenceContent
-from services.worker.replicas import (
+from services.worker.core.actions import Action, AttemptKey, Fetch, Publish, StopFetch
+from services.worker.core.content import ReadOutcome, SequenceContent
+from services.worker.core.replicas import (
     MAX_OFFER_BLOCKS,
     MAX_READ_BLOCKS,
     MAX_READS,

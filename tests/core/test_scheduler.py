@@ -9,7 +9,7 @@ from schemas.request import Placement, PlaceRequest, Refused
 from schemas.worker import BlockCounts, WorkerDraining, WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad, WorkerRole
 from services.errors import UserError
 from services.scheduler.core import SchedulerCore
-from services.scheduler.policy import Candidate, least_loaded, policy_named, round_robin
+from services.scheduler.placement.policy import Candidate, least_loaded, policy_named, round_robin
 
 
 def info(worker_id: str, role: WorkerRole, **fields: object) -> WorkerInfo:

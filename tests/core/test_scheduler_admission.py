@@ -5,9 +5,9 @@ import pytest
 from schemas.ids import RequestId, WorkerId
 from schemas.request import Placement, PlaceRequest, Refused
 from schemas.worker import BlockCounts, PrefillRate, WorkerDraining, WorkerInfo, WorkerLoad, WorkerRates, WorkerRole
-from services.scheduler.admission import MAX_RETRY_MS, MAX_TENANTS, Admission, AdmissionLimits, Wait
 from services.scheduler.core import SchedulerCore, SchedulerLimits
-from services.scheduler.policy import POLICIES
+from services.scheduler.placement.admission import MAX_RETRY_MS, MAX_TENANTS, Admission, AdmissionLimits, Wait
+from services.scheduler.placement.policy import POLICIES
 
 LIMITS = SchedulerLimits(admission=AdmissionLimits(max_queue_ms=10_000, max_queued_requests=8))
 ROLES: dict[str, WorkerRole] = {"p": "prefill", "d": "decode", "a": "aggregated", "s": "store"}

@@ -5,19 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.stream import TransferStats
+from dataplane.protocol.stream import TransferStats
 from schemas.ids import RequestId, TokenIds, WorkerId
 from schemas.request import FirstTokenTimes, RequestTokens, SamplingParams, TransferReport
 from services.config import MeshConfig, TelemetryConfig, apply_environment
-from services.engine.base import SampledToken, Sequence, StepResult
+from services.engine.interface import SampledToken, Sequence, StepResult
 from services.errors import UserError
-from services.gateway.spans import MAX_KEEPS_PER_S, GatewaySpans
-from services.gateway.ttft import PARTS, Milestones, fit_clock, ttft_parts
+from services.gateway.observe.spans import MAX_KEEPS_PER_S, GatewaySpans
+from services.gateway.observe.ttft_parts import PARTS, Milestones, fit_clock, ttft_parts
 from services.telemetry import FileExporter, Key, ListExporter, SpanName, SpanRecord, Telemetry, parse_traceparent
 from services.telemetry.context import new_trace
 from services.telemetry.ring import Ring
-from services.worker.spans import MAX_LINKED_STEPS, WorkerSpans
-from services.worker.transfers import described_by
+from services.worker.observe.spans import MAX_LINKED_STEPS, WorkerSpans
+from services.worker.observe.transfers import described_by
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -206,7 +206,7 @@ def test_a_ratio_that_is_none_is_refused(bad: str, monkeypatch: pytest.MonkeyPat
 
 def test_a_transfer_has_a_name_before_it_has_a_parent() -> None:
     """What belongs to nobody's trace begins one of its own, and its parts lie under it."""
-    from services.worker.transfers import TransferSpan
+    from services.worker.observe.transfers import TransferSpan
 
     made, spans = telemetry()
     span = TransferSpan(made, WorkerId("store-0"), "")

@@ -2,7 +2,8 @@
 
 import pytest
 
-from schemas import story, subjects
+from schemas import observe as story
+from schemas import subjects
 from schemas.ids import RequestId
 from schemas.message import Message, RequestMessage, encode
 from schemas.subjects import SUBJECTS, Subject

@@ -6,9 +6,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from dataplane.cache import BlockCache
-from dataplane.layout import BlockTables, KVLayout, uniform_shape
-from dataplane.shares import TenantShares
+from dataplane.blocks.cache import BlockCache
+from dataplane.blocks.layout import BlockTables, KVLayout, uniform_shape
+from dataplane.blocks.shares import TenantShares
 from schemas.block import hash_blocks
 from schemas.ids import BlockHash
 

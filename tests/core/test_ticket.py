@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.ticket import MAX_TOKEN_CHARS, Ticket, TicketRefusedError, sign, verify
+from dataplane.blocks.ticket import MAX_TOKEN_CHARS, Ticket, TicketRefusedError, sign, verify
 from schemas.ids import LeaseId, WorkerId
 
 SECRET = b"secret"

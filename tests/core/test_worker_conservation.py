@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from schemas.block import join_hashes
 from schemas.ids import RequestId, WorkerId
 from schemas.kv import RequestLease
-from services.worker.content import SequenceContent
+from services.worker.core.content import SequenceContent
 from tests.core import worker_cases as case
 from tests.core.worker_world import World
 

@@ -5,7 +5,7 @@ from typing import TypeVar
 import msgspec
 import pytest
 
-from dataplane.lease import LeaseTable
+from dataplane.blocks.lease import LeaseTable
 from schemas.block import hash_blocks
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded, KVOffered
 from schemas.ids import LeaseId, WorkerId
@@ -13,7 +13,7 @@ from schemas.message import Message
 from schemas.request import PrefillAccepted, Refused, RequestFailure, ReservationQueued, ReserveBlocks, RunPrefill
 from services.decode.core import RESERVED_AGAIN_MS, DecodeCore
 from services.prefill.core import LANDED_GRACE_MS, OFFER_AGAIN_MS, PrefillCore
-from services.worker.actions import (
+from services.worker.core.actions import (
     Action,
     CloseLease,
     Emit,
@@ -26,7 +26,7 @@ from services.worker.actions import (
     Submit,
     Withdraw,
 )
-from services.worker.content import ReadOutcome
+from services.worker.core.content import ReadOutcome
 from tests.core import worker_cases as case
 from tests.core.worker_world import World, token_at
 

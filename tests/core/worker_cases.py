@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import Protocol
 
-from dataplane.cache import BlockCache
-from dataplane.layout import BlockTables, KVLayout, block_ids, uniform_shape
-from dataplane.lease import LeaseTable
+from dataplane.blocks.cache import BlockCache
+from dataplane.blocks.layout import BlockTables, KVLayout, block_ids, uniform_shape
+from dataplane.blocks.lease import LeaseTable
 from schemas.block import pack_tokens
 from schemas.handoff import BlocksReserved, Endpoint, HandoffAborted, KVLanded, KVOffered
 from schemas.ids import GatewayId, HandoffId, LeaseId, RequestId, WorkerId
@@ -18,9 +18,9 @@ from schemas.request import (
     SamplingParams,
     TransferReport,
 )
-from services.engine.base import SampledToken, Sequence, StepResult
-from services.worker.content import SequenceContent
-from services.worker.limits import WorkerLimits
+from services.engine.interface import SampledToken, Sequence, StepResult
+from services.worker.core.content import SequenceContent
+from services.worker.core.limits import WorkerLimits
 
 PREFILL, DECODE, GATEWAY = WorkerId("p0"), WorkerId("d0"), GatewayId("g0")
 DEADLINE_MS = 60_000

@@ -4,7 +4,7 @@ time, threads or bytes. After every event the conservation law is checked on bot
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dataplane.lease import Lease, LeaseTable
+from dataplane.blocks.lease import Lease, LeaseTable
 from schemas.block import unpack_tokens
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded
 from schemas.ids import LeaseId, WorkerId
@@ -13,10 +13,10 @@ from schemas.message import Message
 from schemas.request import CancelRequest, RequestTokens, ReserveBlocks, RunPrefill
 from schemas.worker import WorkerLeft
 from services.decode.core import DecodeCore
-from services.engine.base import Sequence
 from services.engine.batch import Batch
+from services.engine.interface import Sequence
 from services.prefill.core import PrefillCore
-from services.worker.actions import (
+from services.worker.core.actions import (
     Action,
     AttemptKey,
     CloseLease,
@@ -31,8 +31,8 @@ from services.worker.actions import (
     Submit,
     Withdraw,
 )
-from services.worker.content import ReadOutcome, SequenceContent
-from services.worker.lend import LendCore
+from services.worker.core.content import ReadOutcome, SequenceContent
+from services.worker.kv.lending import LendCore
 from tests.core import worker_cases as case
 
 BLOCK = 4

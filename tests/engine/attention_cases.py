@@ -5,15 +5,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dataplane.cache import ring_blocks
-from dataplane.layout import KEY, VALUE, ArenaShape, BlockTable, KVLayout, segments_of, slot_spans
+from dataplane.blocks.cache import ring_blocks
+from dataplane.blocks.layout import KEY, VALUE, ArenaShape, BlockTable, KVLayout, segments_of, slot_spans
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
-from services.engine import paged_ops
-from services.engine.attention import KVArena, StepAttention
-from services.engine.base import Sequence, StepItem
-from services.engine.device_attention import DeviceStepAttention, step_inputs
-from services.engine.step_plan import StepPlanner, pack
+from services.engine.cpu.attention import KVArena, StepAttention
+from services.engine.cuda import paged_ops
+from services.engine.cuda.device_attention import DeviceStepAttention, step_inputs
+from services.engine.cuda.step_plan import StepPlanner, pack
+from services.engine.interface import Sequence, StepItem
 
 NUM_BLOCKS = 120
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}

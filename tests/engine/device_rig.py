@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dataplane.layout import ArenaShape, uniform_shape
-from services.engine.attention import KVArena
+from dataplane.blocks.layout import ArenaShape, uniform_shape
 from services.engine.checkpoint import layout_of, read_checkpoint
-from services.engine.device import HostBuffer
-from services.engine.device_engine import DeviceEngine
-from services.engine.model import load_model
-from services.engine.step_plan import StepLimits
+from services.engine.cpu.attention import KVArena
+from services.engine.cpu.model import load_model
+from services.engine.cuda.device_engine import DeviceEngine
+from services.engine.cuda.protocol import HostBuffer
+from services.engine.cuda.step_plan import StepLimits
 from tests.engine.rig import BLOCK_SIZE, NUM_BLOCKS
 
 STREAM = 77

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from services.engine.device import HostBuffer
+from services.engine.cuda.protocol import HostBuffer
 
 aten = torch.ops.aten
 _OTHER_WAY = {

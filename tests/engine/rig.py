@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
-from dataplane.layout import (
+from dataplane.blocks.layout import (
     KEY,
     VALUE,
     ArenaShape,
@@ -22,11 +22,11 @@ from dataplane.layout import (
 )
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
-from services.engine.base import Engine, LayerListener, Sequence
 from services.engine.batch import Batch
 from services.engine.checkpoint import layout_of, read_checkpoint
+from services.engine.cpu.model import TransformersEngine, load_engine
+from services.engine.interface import Engine, LayerListener, Sequence
 from services.engine.make_checkpoint import make_random_checkpoint
-from services.engine.model import TransformersEngine, load_engine
 from services.engine.sampler import near_tie
 
 NUM_BLOCKS = 96

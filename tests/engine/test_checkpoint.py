@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import services.engine.weights as weights_module
-from dataplane.layout import uniform_shape
+from dataplane.blocks.layout import uniform_shape
 from services.engine.checkpoint import layout_of, read_checkpoint
-from services.engine.errors import CheckpointError
-from services.engine.model import load_engine
+from services.engine.cpu.model import load_engine
+from services.errors import CheckpointError
 from tests.engine.rig import BLOCK_SIZE, load_tiny
 
 Tiny = Callable[..., Path]
@@ -237,7 +237,7 @@ def test_attention_that_would_be_wrong_is_refused(
 
 
 def test_the_self_check_catches_wrong_attention(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    import services.engine.attention as attention
+    import services.engine.cpu.attention as attention
 
     right = attention._attend_chunk
     monkeypatch.setattr(attention, "_attend_chunk", lambda q, k, v, scale: right(q, k, v, scale * 0.9))

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.layout import KVLayout, Segment, uniform_shape
+from dataplane.blocks.layout import KVLayout, Segment, uniform_shape
 from schemas.request import SamplingParams
-from services.engine.base import Engine, StepItem
 from services.engine.batch import Batch
 from services.engine.fake import FakeEngine, fake_answer
+from services.engine.interface import Engine, StepItem
 from tests.engine.rig import Allocator, arena_bytes, copy_kv, greedy, load_tiny, make_sequence, prompt_of, run_batch
 
 NUM_BLOCKS = 64

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from dataplane.device_arena import DeviceArena
-from dataplane.layout import ArenaShape, Segment, uniform_shape
+from dataplane.blocks.layout import ArenaShape, Segment, uniform_shape
+from dataplane.cards.device_arena import DeviceArena
 from schemas.request import SamplingParams
-from services.engine.base import StepItem
 from services.engine.batch import Batch
 from services.engine.checkpoint import layout_of, read_checkpoint
-from services.engine.cuda import DeviceUnusableError, check_card, load_cuda_engine
+from services.engine.cuda.runtime import DeviceUnusableError, check_card, load_cuda_engine
+from services.engine.interface import StepItem
 from services.engine.sampler import sample
 from tests.engine.rig import (
     BLOCK_SIZE,

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.request import SamplingParams
-from services.engine import device_sampler
-from services.engine.device_sampler import NOT_FINITE, UNSETTLED, choose
+from services.engine.cuda import device_sampler
+from services.engine.cuda.device_sampler import NOT_FINITE, UNSETTLED, choose
+from services.engine.cuda.step_plan import Draws
 from services.engine.sampler import GREEDY_BELOW, sample, uniform
-from services.engine.step_plan import Draws
 
 Rows = Seq[tuple[SamplingParams, int]]
 

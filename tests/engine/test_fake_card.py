@@ -9,15 +9,15 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from dataplane.layout import BlockTable, Segment, uniform_shape
+from dataplane.blocks.layout import BlockTable, Segment, uniform_shape
 from schemas.request import SamplingParams
-from services.engine.attention import ATTENTION_NAME, KVArena, paged_attention
-from services.engine.base import StepItem
 from services.engine.checkpoint import layout_of, read_checkpoint
+from services.engine.cpu.attention import ATTENTION_NAME, KVArena, paged_attention
+from services.engine.interface import StepItem
 
 pytest.importorskip("triton")
 
-from services.engine.device_engine import DeviceEngine
+from services.engine.cuda.device_engine import DeviceEngine
 from tests.engine.device_rig import LIMITS
 from tests.engine.fake_card import CARD, Copy, FakeCard
 from tests.engine.rig import greedy, make_sequence, prompt_of

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.engine.graphs import MAX_GRAPH_ROWS, GraphRunner, graph_sizes
+from services.engine.cuda.graphs import MAX_GRAPH_ROWS, GraphRunner, graph_sizes
 
 
 class Recording:

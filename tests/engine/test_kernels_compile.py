@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import MockTensor
 
-from services.engine import paged_kernel, paged_ops
+from services.engine.cuda import paged_kernel, paged_ops
 
 SMALLEST_SHARED_BYTES = 99 << 10
 """What a block may have on sm_86 and sm_89; others have more."""

@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 
-from dataplane.arena import SHM_DIR, Arena
-from dataplane.communicator import LibraryThreads
-from dataplane.device import DeviceError
-from dataplane.device_arena import DeviceArena
-from dataplane.fake_communicator import FakeFabric, FakeLibrary
-from dataplane.fake_device import FakeDevice
-from dataplane.layout import ArenaShape
-from dataplane.pair import PairParts
+from dataplane.blocks.layout import ArenaShape
+from dataplane.cards.device import DeviceError
+from dataplane.cards.device_arena import DeviceArena
+from dataplane.cards.fakes.fake_communicator import FakeFabric, FakeLibrary
+from dataplane.cards.fakes.fake_device import FakeDevice
+from dataplane.cards.nccl.communicator import LibraryThreads
+from dataplane.cards.nccl.pair import PairParts
+from dataplane.memory.arena import SHM_DIR, Arena
 from schemas.ids import WorkerId
 from services.config import MeshConfig, ModelConfig, StoreConfig, WorkerConfig, with_device
 from services.engine.make_checkpoint import make_random_checkpoint
 from services.errors import UserError
 from services.gateway.service import load_model
 from services.store.load import load_store
-from services.worker.load import WorkerParts, load_parts
+from services.worker.parts import WorkerParts, load_parts
 
 STAGING_BYTES = 32 << 20
 
@@ -40,11 +40,11 @@ class Made:
         self.failure: Exception | None = None
         self.device = FakeDevice()
         self.library = FakeLibrary(FakeFabric(), self.device)
-        monkeypatch.setattr("services.engine.cuda.check_card", self.checked.append)
-        monkeypatch.setattr("services.engine.cuda.load_cuda_engine", self._load)
-        monkeypatch.setattr("dataplane.cuda.find_device", lambda _: self.device)
+        monkeypatch.setattr("services.engine.cuda.runtime.check_card", self.checked.append)
+        monkeypatch.setattr("services.engine.cuda.runtime.load_cuda_engine", self._load)
+        monkeypatch.setattr("dataplane.cards.cuda.driver.find_device", lambda _: self.device)
         parts = PairParts(self.device, self.library, LibraryThreads())
-        monkeypatch.setattr("dataplane.nccl.pair_parts", lambda device, card: parts)
+        monkeypatch.setattr("dataplane.cards.nccl.library.pair_parts", lambda device, card: parts)
 
     def _load(self, checkpoint: object, **arguments: Any) -> SimpleNamespace:
         if self.failure is not None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from services.engine.checkpoint import layout_of, read_checkpoint
-from services.engine.errors import CheckpointError
+from services.engine.cpu.model import load_model
 from services.engine.make_checkpoint import KNOWN_SHAPES, make_known_checkpoint
-from services.engine.model import load_model
+from services.errors import CheckpointError
 
 SMALL = {"vocab_size": 300, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96}
 

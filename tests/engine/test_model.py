@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dataplane.layout import Segment
+from dataplane.blocks.layout import Segment
 from schemas.request import SamplingParams
-from services.engine.base import EngineFailedError, StepItem
 from services.engine.batch import Batch
+from services.engine.interface import EngineFailedError, StepItem
 from tests.engine.rig import (
     NUM_BLOCKS,
     Allocator,

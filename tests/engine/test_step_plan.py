@@ -7,12 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.layout import BlockTable, KVLayout, Segment, block_ids, segments_of
+from dataplane.blocks.layout import BlockTable, KVLayout, Segment, block_ids, segments_of
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
-from services.engine.base import Sequence, StepItem
-from services.engine.sampler import uniform
-from services.engine.step_plan import (
+from services.engine.cuda.step_plan import (
     BufferTooSmallError,
     StepFields,
     StepLimits,
@@ -21,6 +19,8 @@ from services.engine.step_plan import (
     largest_step_bytes,
     pack,
 )
+from services.engine.interface import Sequence, StepItem
+from services.engine.sampler import uniform
 
 BLOCK_SIZE = 4
 

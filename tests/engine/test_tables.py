@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.cache import ring_blocks
-from dataplane.layout import BlockTable, BlockTables, KVLayout, Segment, segments_of, uniform_shape
+from dataplane.blocks.cache import ring_blocks
+from dataplane.blocks.layout import BlockTable, BlockTables, KVLayout, Segment, segments_of, uniform_shape
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
-from services.engine.base import Sequence
 from services.engine.batch import Batch
 from services.engine.fake import FakeEngine, fake_answer
+from services.engine.interface import Sequence
 from services.engine.tables import find_problem
 from tests.engine.rig import run_batch
 

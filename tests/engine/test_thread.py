@@ -8,12 +8,12 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
-from dataplane.layout import BlockTable, KVLayout, Segment, uniform_shape
+from dataplane.blocks.layout import BlockTable, KVLayout, Segment, uniform_shape
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
-from services.engine.base import EngineLostError, Sequence, StepItem, StepResult
 from services.engine.batch import Batch
 from services.engine.fake import FakeEngine, fake_answer
+from services.engine.interface import EngineLostError, Sequence, StepItem, StepResult
 from services.engine.thread import EngineLoad, EngineStoppedError, EngineThread, InvalidSequenceError
 
 LAYOUT = KVLayout(weights="fake", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=4, block_size=8)

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from dataplane.cache import BlockCache, ring_blocks
-from dataplane.layout import ArenaShape, BlockTables, KVLayout, block_ids
+from dataplane.blocks.cache import BlockCache, ring_blocks
+from dataplane.blocks.layout import ArenaShape, BlockTables, KVLayout, block_ids
 from schemas.block import hash_blocks
 from schemas.ids import RequestId
-from services.engine.base import Sequence
 from services.engine.batch import Batch
 from services.engine.checkpoint import default_shape, layout_of, read_checkpoint
-from services.engine.errors import CheckpointError
-from services.engine.model import TransformersEngine, load_engine
+from services.engine.cpu.model import TransformersEngine, load_engine
+from services.engine.interface import Sequence
+from services.errors import CheckpointError
 from tests.engine.rig import BLOCK_SIZE, generate, greedy, num_near_ties, prompt_of, run_batch
 
 Tiny = Callable[..., Path]

@@ -12,8 +12,9 @@ import pytest
 
 from services.bus.memory import MemoryBus
 from services.config import MeshConfig
-from services.gateway.prepare import ServedModel
-from services.gateway.service import bind, load_model, run_gateway
+from services.gateway.api.prepare import ServedModel
+from services.gateway.service import load_model, run_gateway
+from services.ports import bind
 from services.telemetry import ListExporter, SpanRecord, Telemetry
 from tests.gateway.fake_mesh import FakeMesh
 

@@ -9,12 +9,13 @@ from schemas.message import encode
 from services.bus.base import MAX_PAYLOAD_BYTES
 from services.config import MeshConfig
 from services.errors import UserError
-from services.gateway import http
-from services.gateway.events import SendRun
-from services.gateway.job import run_message
-from services.gateway.openai import InvalidRequestError, choices_of, decode_completion
-from services.gateway.prepare import ServedModel, make_jobs, prepare
-from services.gateway.service import bind, load_model
+from services.gateway.api import routes as http
+from services.gateway.api.openai import InvalidRequestError, choices_of, decode_completion
+from services.gateway.api.prepare import ServedModel, make_jobs, prepare
+from services.gateway.request.events import SendRun
+from services.gateway.request.job import run_message
+from services.gateway.service import load_model
+from services.ports import bind
 from tests.gateway.conftest import Rig
 
 C, H = "/v1/completions", "/v1/chat/completions"

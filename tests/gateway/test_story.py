@@ -9,24 +9,24 @@ import pytest
 from schemas import subjects
 from schemas.ids import GatewayId, RequestId
 from schemas.message import decode
-from schemas.request import SamplingParams
-from schemas.status import RequestDescribed
-from schemas.story import (
+from schemas.observe import (
     RequestAccepted,
     RequestCancelled,
+    RequestDescribed,
     RequestFailed,
     RequestFinished,
     RequestPlaced,
     RequestResumed,
 )
+from schemas.request import SamplingParams
 from services.bus.base import BusError
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import TypedBus
-from services.gateway import story
-from services.gateway.core import RequestCore
-from services.gateway.events import Finish
-from services.gateway.job import BlockKey, Job, pack_prompt
-from services.gateway.story import Stories
+from services.gateway.observe import story
+from services.gateway.observe.story import Stories
+from services.gateway.request.core import RequestCore
+from services.gateway.request.events import Finish
+from services.gateway.request.job import BlockKey, Job, pack_prompt
 from services.runtime import now_ms
 from tests.gateway.conftest import Rig
 from tests.gateway.fake_mesh import Conduct

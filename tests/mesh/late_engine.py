@@ -3,16 +3,16 @@
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-from dataplane.communicator import LibraryThreads
-from dataplane.device_arena import DeviceArena
-from dataplane.fake_communicator import FakeFabric, FakeLibrary
-from dataplane.fake_device import FakeDevice, FakeMemory
-from dataplane.layout import KVLayout, uniform_shape
-from dataplane.pair import PairParts
+from dataplane.blocks.layout import KVLayout, uniform_shape
+from dataplane.cards.device_arena import DeviceArena
+from dataplane.cards.fakes.fake_communicator import FakeFabric, FakeLibrary
+from dataplane.cards.fakes.fake_device import FakeDevice, FakeMemory
+from dataplane.cards.nccl.communicator import LibraryThreads
+from dataplane.cards.nccl.pair import PairParts
 from schemas.worker import WorkerRole
-from services.engine.base import StepItem
 from services.engine.fake import FakeEngine, _rows
-from services.worker.load import WorkerParts
+from services.engine.interface import StepItem
+from services.worker.parts import WorkerParts
 from tests.mesh.one_process import LAYOUT, VOCAB, make_parts
 
 STAGING_BYTES = 32 << 20

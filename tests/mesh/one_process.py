@@ -5,8 +5,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from dataplane.arena import Arena
-from dataplane.layout import KVLayout, uniform_shape
+from dataplane.blocks.layout import KVLayout, uniform_shape
+from dataplane.memory.arena import Arena
 from schemas import subjects
 from schemas.block import hash_blocks, join_hashes, pack_tokens, unpack_tokens
 from schemas.handoff import BlocksReserved
@@ -41,8 +41,8 @@ from services.engine.fake import FakeEngine
 from services.runtime import now_ms
 from services.scheduler.service import run_scheduler
 from services.telemetry import ListExporter, Telemetry
-from services.worker.limits import WorkerLimits
-from services.worker.load import WorkerParts
+from services.worker.core.limits import WorkerLimits
+from services.worker.parts import WorkerParts
 from services.worker.service import run_worker
 
 VOCAB = 1000

@@ -16,7 +16,7 @@ from schemas.block import unpack_tokens
 from schemas.request import TokensEmitted
 from services.bus.nats import NatsBus
 from services.bus.typed import Received, TypedBus
-from services.cli.supervisor import Supervisor, UpOptions
+from services.launch.supervisor import Supervisor, UpOptions
 
 ResultT = TypeVar("ResultT")
 
@@ -50,7 +50,7 @@ class Mesh:
 
     @property
     def fleet(self) -> Any:
-        from services.cli.fleet import describe_fleet
+        from services.launch.known_workers import describe_fleet
 
         return self.call(describe_fleet(self.nats_url))
 

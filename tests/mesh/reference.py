@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from dataplane.layout import BlockTable, Segment, num_blocks_for, uniform_shape
+from dataplane.blocks.layout import BlockTable, Segment, num_blocks_for, uniform_shape
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
-from services.engine.base import Sequence
 from services.engine.batch import Batch
 from services.engine.checkpoint import Checkpoint, layout_of, read_checkpoint
-from services.engine.model import TransformersEngine, load_engine
+from services.engine.cpu.model import TransformersEngine, load_engine
+from services.engine.interface import Sequence
 from services.engine.sampler import near_tie
 
 BLOCK_SIZE = 16

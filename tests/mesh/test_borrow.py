@@ -15,7 +15,7 @@ from schemas.kv import LeaseGranted, RequestLease, ReturnLease
 from schemas.request import Refused
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received, TypedBus
-from services.worker.borrow import Borrower, NotGrantedError
+from services.worker.kv.borrow import Borrower, NotGrantedError
 
 HOLDER, READER = WorkerId("p-0"), WorkerId("d-0")
 BLOCK_SIZE = 8

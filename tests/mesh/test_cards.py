@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from dataplane.fake_communicator import FakeFabric
-from dataplane.fake_device import FakeDevice
+from dataplane.cards.fakes.fake_communicator import FakeFabric
+from dataplane.cards.fakes.fake_device import FakeDevice
 from schemas.request import SamplingParams
 from services.telemetry import Key, ListExporter, SpanName, SpanRecord
-from services.worker.load import WorkerParts
+from services.worker.parts import WorkerParts
 from tests.mesh.late_engine import make_card_parts
 from tests.mesh.one_process import VOCAB, make_parts, one_process_mesh
 from tests.mesh.test_one_process import expected, sampling

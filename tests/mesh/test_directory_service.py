@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from dataplane.cache import ContentChanges
+from dataplane.blocks.cache import ContentChanges
 from schemas import subjects
 from schemas.block import hash_blocks, join_hashes
 from schemas.directory import BlocksLocated, LocateBlocks, ReadInventory
@@ -16,9 +16,9 @@ from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig, SchedulerConfig
 from services.directory.service import run_directory
-from services.scheduler.hints import BACKOFF_MAX_MS, BACKOFF_MIN_MS, Hints
+from services.scheduler.placement.hints import BACKOFF_MAX_MS, BACKOFF_MIN_MS, Hints
 from services.scheduler.service import run_scheduler
-from services.worker.ledger import BlockLedger
+from services.worker.kv.ledger import BlockLedger
 
 WORKER = WorkerId("prefill-0")
 FAR_AWAY_MS = 2**52

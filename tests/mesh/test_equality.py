@@ -7,9 +7,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from schemas.request import SamplingParams
-from services.cli.supervisor import UpOptions
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.demo_model.corpus import make_fact_prompt
+from services.launch.supervisor import UpOptions
 from tests.mesh.processes import Mesh, TokenRecorder, in_parallel, running_mesh
 from tests.mesh.reference import Case, Judge, SingleProcess
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.cli.supervisor import UpOptions
 from services.cli.trace import load_spans
+from services.launch.supervisor import UpOptions
 from services.telemetry import Key, SpanName
 from tests.gpu import needs_gpu
 from tests.mesh.processes import Mesh, TokenRecorder, in_parallel, running_mesh

@@ -18,9 +18,9 @@ from schemas.directory import BlocksLocated, LocateBlocks
 from schemas.ids import RequestId
 from services.bus.nats import NatsBus
 from services.bus.typed import TypedBus
-from services.cli.supervisor import UpOptions
 from services.cli.trace import SpanRecord, find_trace, load_spans
 from services.engine.demo_model.corpus import make_fact_prompt
+from services.launch.supervisor import UpOptions
 from tests.mesh.processes import Mesh, TokenRecorder, in_parallel, running_mesh
 
 EVERY_SERVICE = {"gateway", "scheduler", "directory", "prefill", "decode"}

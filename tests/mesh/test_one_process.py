@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from dataplane.layout import KVLayout
+from dataplane.blocks.layout import KVLayout
 from schemas import subjects
 from schemas.block import hash_blocks, pack_tokens, split_hashes
 from schemas.directory import Inventory, ReadInventory
@@ -27,7 +27,7 @@ from schemas.request import (
 )
 from services.engine.fake import FakeEngine, fake_answer
 from services.runtime import now_ms
-from services.worker import clockwork
+from services.worker import timers as clockwork
 from tests.mesh.one_process import LAYOUT, VOCAB, Client, Route, make_parts, one_process_mesh
 
 

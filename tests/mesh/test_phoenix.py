@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.cli.supervisor import UpOptions
+from services.launch.supervisor import UpOptions
 from services.ports import free_port
 from services.telemetry import Key, SpanName
 from tests.mesh.processes import Mesh, in_parallel, running_mesh

@@ -20,12 +20,12 @@ from nats.aio.msg import Msg
 
 from schemas import subjects
 from schemas.message import decode
-from schemas.status import RequestDescribed, WorkerDescribed
+from schemas.observe import RequestDescribed, WorkerDescribed
 from schemas.subjects import SUBJECTS, Subject
 from schemas.worker import FleetDescribed
-from services.cli import listening
-from services.cli.listening import LISTENING
-from services.cli.supervisor import UpOptions
+from services.launch.supervisor import UpOptions
+from services.pages import listening
+from services.pages.listening import LISTENING
 from tests.mesh.processes import Mesh, running_mesh
 
 SERVICES = {"gateway": 2, "scheduler": 1, "directory": 1, "prefill": 1, "decode": 1, "store": 1}

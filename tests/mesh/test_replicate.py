@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from dataplane.layout import KVLayout
+from dataplane.blocks.layout import KVLayout
 from schemas import subjects
 from schemas.block import hash_blocks, split_hashes
 from schemas.directory import Inventory, ReadInventory

@@ -9,8 +9,8 @@ from uuid import uuid4
 import httpx
 import pytest
 
-from services.cli.restart import ENDS_WITHIN_S, LONGEST_WAIT_S, MAX_ENDS, SOUND_AFTER_S, Child, Restarts
-from services.cli.supervisor import UpOptions
+from services.launch.restart import ENDS_WITHIN_S, LONGEST_WAIT_S, MAX_ENDS, SOUND_AFTER_S, Child, Restarts
+from services.launch.supervisor import UpOptions
 from tests.mesh.processes import Mesh, running_mesh
 
 

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dataplane import shm, tcp
-from dataplane.layout import KVLayout
-from dataplane.lease import Lease
-from dataplane.ticket import Ticket
+from dataplane.blocks.layout import KVLayout
+from dataplane.blocks.lease import Lease
+from dataplane.blocks.ticket import Ticket
+from dataplane.carriers import shm, tcp
 from schemas.ids import WorkerId
 from schemas.kv import LeaseGranted, RequestLease
 from schemas.request import KVSource, SamplingParams, TransferReport
 from services.engine.fake import fake_answer
-from services.worker.holder import KVHolder
+from services.worker.kv.holder import KVHolder
 from tests.mesh.one_process import LAYOUT, VOCAB, Answer, Client, Route, make_parts, one_process_mesh
 
 BLOCK = LAYOUT.block_size

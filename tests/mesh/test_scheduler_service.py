@@ -26,7 +26,7 @@ from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.nats import NatsBus
 from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig, SchedulerConfig
-from services.scheduler.hints import Hints
+from services.scheduler.placement.hints import Hints
 from services.scheduler.service import run_scheduler
 from tests.mesh.test_directory_service import load_of, question
 

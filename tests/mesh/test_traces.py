@@ -11,8 +11,8 @@ import httpx
 import msgspec
 import pytest
 
-from services.cli.supervisor import UpOptions
-from services.sim.traces import MAX_RESIDUAL, ttft_residual
+from services.launch.supervisor import UpOptions
+from services.sim.verdict.traces import MAX_RESIDUAL, ttft_residual
 from services.telemetry import Key, SpanName, SpanRecord
 from tests.mesh.processes import Mesh, in_parallel, running_mesh
 from tests.sim.trees import GOLDEN, draw

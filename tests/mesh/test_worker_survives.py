@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from dataplane.cache import BlockCache
-from dataplane.lease import LeaseRefusedError
-from dataplane.ticket import Ticket
+from dataplane.blocks.cache import BlockCache
+from dataplane.blocks.lease import LeaseRefusedError
+from dataplane.blocks.ticket import Ticket
 from schemas import subjects
 from schemas.block import unpack_tokens
 from schemas.ids import GatewayId, LeaseId, WorkerId
@@ -25,7 +25,7 @@ from services.engine.fake import FakeEngine, fake_answer
 from services.engine.thread import EngineStoppedError, EngineThread
 from services.runtime import now_ms
 from services.telemetry import Telemetry
-from services.worker.holder import KVHolder
+from services.worker.kv.holder import KVHolder
 from services.worker.service import run_worker
 from services.worker.shell import Worker
 from tests.mesh.one_process import LAYOUT, VOCAB, Answer, Client, Route, make_parts, one_process_mesh

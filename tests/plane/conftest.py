@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.sim import threads
+from services.sim.platform import threads
 from tests.plane.harness import (
     CARRIERS,
     DEADLINE_S,

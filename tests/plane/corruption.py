@@ -9,13 +9,15 @@ from unittest import mock
 
 import numpy as np
 
-from dataplane import fake_device, frames, ipc
-from dataplane.fake_communicator import FakeCommunicator
-from dataplane.layout import BlockTable, Segment, num_blocks_for, uniform_shape
-from dataplane.staged import StagedReader
-from dataplane.stream import TransferFailedError
-from dataplane.tcp import TcpReader
-from dataplane.wire import Wire
+from dataplane.blocks.layout import BlockTable, Segment, num_blocks_for, uniform_shape
+from dataplane.cards import ipc
+from dataplane.cards.fakes import fake_device
+from dataplane.cards.fakes.fake_communicator import FakeCommunicator
+from dataplane.cards.staged import StagedReader
+from dataplane.carriers.tcp import TcpReader
+from dataplane.memory import frames
+from dataplane.protocol.stream import TransferFailedError
+from dataplane.protocol.wire import Wire
 from tests.plane.harness import LAYOUT, Holder, Target
 
 NUM_BLOCKS = 256

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.cuda import find_device
-from dataplane.device import Device
-from dataplane.fake_device import FakeDevice
+from dataplane.cards.cuda.driver import find_device
+from dataplane.cards.device import Device
+from dataplane.cards.fakes.fake_device import FakeDevice
 
 NUM_BYTES = 4096
 DEADLINE_S = 60.0

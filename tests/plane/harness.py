@@ -15,25 +15,25 @@ from typing import Protocol
 import numpy as np
 import pytest
 
-from dataplane import loopback
-from dataplane.arena import Arena, ByteArray
-from dataplane.communicator import LibraryThreads
-from dataplane.device import Device
-from dataplane.device_arena import DeviceArena
-from dataplane.fake_communicator import FakeFabric, FakeLibrary
-from dataplane.fake_device import FakeDevice, FakeMemory
-from dataplane.layout import ArenaShape, BlockTable, BlockTables, KVLayout, Segment, slot_spans, uniform_shape
-from dataplane.lease import Lease, LeaseTable
-from dataplane.pair import PairParts
-from dataplane.progress import KVProgress
-from dataplane.reader import PlaneReader, ReadRequest
-from dataplane.server import PlaneServer, ReadableKV, ServerOptions
-from dataplane.stream import TransferStats
-from dataplane.ticket import Ticket, sign
+from dataplane.blocks.layout import ArenaShape, BlockTable, BlockTables, KVLayout, Segment, slot_spans, uniform_shape
+from dataplane.blocks.lease import Lease, LeaseTable
+from dataplane.blocks.ticket import Ticket, sign
+from dataplane.cards.device import Device
+from dataplane.cards.device_arena import DeviceArena
+from dataplane.cards.fakes.fake_communicator import FakeFabric, FakeLibrary
+from dataplane.cards.fakes.fake_device import FakeDevice, FakeMemory
+from dataplane.cards.nccl.communicator import LibraryThreads
+from dataplane.cards.nccl.pair import PairParts
+from dataplane.carriers import loopback
+from dataplane.ends.reader import PlaneReader, ReadRequest
+from dataplane.ends.server import PlaneServer, ReadableKV, ServerOptions
+from dataplane.memory.arena import Arena, ByteArray
+from dataplane.protocol.progress import KVProgress
+from dataplane.protocol.stream import TransferStats
 from schemas.handoff import Endpoint
 from schemas.ids import LeaseId, WorkerId
-from services.sim import threads
-from services.sim.plane import SimNetwork, SimPlaneReader, SimPlaneServer
+from services.sim.platform import threads
+from services.sim.platform.plane import SimNetwork, SimPlaneReader, SimPlaneServer
 from tests import gpu
 from tests.gpu import GPU_MARKS
 

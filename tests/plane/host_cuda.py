@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.cuda import Cuda, CudaDevice, import_cupy
-from dataplane.cuda_kernel import SOURCE
+from dataplane.cards.cuda.driver import Cuda, CudaDevice, import_cupy
+from dataplane.cards.cuda.kernel import SOURCE
 
 HOST_THREADS = 32
 """Per block, instead of what is asked for: each is a thread of the host's, and the kernel takes more turns."""

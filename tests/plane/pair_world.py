@@ -6,14 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 
-from dataplane.communicator import LibraryThreads
-from dataplane.fake_communicator import FakeFabric, FakeLibrary
-from dataplane.fake_device import FakeDevice, FakeMemory
-from dataplane.pair import BUFFER_BYTES, Pair, PairParts
-from dataplane.pair_core import HolderCore, ReaderCore
-from dataplane.pairs import HolderPairs, PairRefusedError, ReaderPairs
-from dataplane.stream import Header, Kind, PairOpen, Refused, decode_body, encode_frame, encode_header
-from dataplane.wire import SocketWire, Wire
+from dataplane.cards.fakes.fake_communicator import FakeFabric, FakeLibrary
+from dataplane.cards.fakes.fake_device import FakeDevice, FakeMemory
+from dataplane.cards.nccl.communicator import LibraryThreads
+from dataplane.cards.nccl.pair import BUFFER_BYTES, Pair, PairParts
+from dataplane.cards.nccl.pair_core import HolderCore, ReaderCore
+from dataplane.cards.nccl.pairs import HolderPairs, PairRefusedError, ReaderPairs
+from dataplane.protocol.stream import Header, Kind, PairOpen, Refused, decode_body, encode_frame, encode_header
+from dataplane.protocol.wire import SocketWire, Wire
 from schemas.handoff import Endpoint
 from schemas.ids import WorkerId
 

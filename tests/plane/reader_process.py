@@ -7,7 +7,7 @@ import sys
 
 import msgspec
 
-from dataplane.stream import TransferFailedError
+from dataplane.protocol.stream import TransferFailedError
 from schemas.handoff import Endpoint
 from tests.plane.harness import Target, name_of, use_ends
 from tests.plane.holder_process import say

@@ -7,10 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataplane import arena as arena_module
-from dataplane.arena import HEADER_BYTES, SHM_DIR, Arena, ArenaMissingError, ArenaTooLargeError, remove_stale_arenas
-from dataplane.layout import uniform_shape
-from dataplane.shm import AttachedArenas
+from dataplane.blocks.layout import uniform_shape
+from dataplane.carriers.shm import AttachedArenas
+from dataplane.memory import arena as arena_module
+from dataplane.memory.arena import (
+    HEADER_BYTES,
+    SHM_DIR,
+    Arena,
+    ArenaMissingError,
+    ArenaTooLargeError,
+    remove_stale_arenas,
+)
 from schemas.handoff import Endpoint
 from tests.plane.harness import LAYOUT
 
@@ -97,7 +104,7 @@ def test_all_of_it_is_there_from_the_start() -> None:
 
 
 def test_arenas_of_the_dead_are_removed() -> None:
-    leave = "import os; from dataplane.arena import Arena; from dataplane.layout import uniform_shape\n"
+    leave = "import os; from dataplane.memory.arena import Arena; from dataplane.blocks.layout import uniform_shape\n"
     leave += "from tests.plane.harness import LAYOUT\n"
     leave += "print(Arena.create(uniform_shape(LAYOUT, 1)).name, flush=True); os._exit(0)"
     left = subprocess.run([sys.executable, "-c", leave], capture_output=True, text=True, check=True).stdout.strip()

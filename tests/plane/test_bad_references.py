@@ -13,21 +13,21 @@ import msgspec
 import numpy as np
 import pytest
 
-from dataplane.cache import BlockCache
-from dataplane.layout import KVLayout, block_ids, uniform_shape
-from dataplane.lease import Lease
-from dataplane.reader import Landed
-from dataplane.server import PlaneServer
-from dataplane.stream import TransferFailedError, TransferStats
-from dataplane.ticket import Ticket, sign
+from dataplane.blocks.cache import BlockCache
+from dataplane.blocks.layout import KVLayout, block_ids, uniform_shape
+from dataplane.blocks.lease import Lease
+from dataplane.blocks.ticket import Ticket, sign
+from dataplane.ends.reader import Landed
+from dataplane.ends.server import PlaneServer
+from dataplane.protocol.stream import TransferFailedError, TransferStats
 from schemas.block import hash_blocks, join_hashes
 from schemas.ids import BlockHash, LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseGranted, RequestLease
 from schemas.request import Refused
 from services.config import WorkerConfig
-from services.worker.holder import KVHolder
-from services.worker.lend import OPEN_WITHIN_MS, LendCore
-from services.worker.limits import WorkerLimits
+from services.worker.core.limits import WorkerLimits
+from services.worker.kv.holder import KVHolder
+from services.worker.kv.lending import OPEN_WITHIN_MS, LendCore
 from tests.plane.corruption import BitFlip, measure, tapped
 from tests.plane.harness import (
     CARRIERS,

@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given, settings
 
-from dataplane import checksum
-from dataplane.checksum import Sum64, sum64
+from dataplane.memory import checksum
+from dataplane.memory.checksum import Sum64, sum64
 
 MASK = (1 << 64) - 1
 quick = settings(max_examples=200, deadline=None)

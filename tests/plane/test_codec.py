@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 
-from dataplane.codec import LARGEST, BlockCodec, NotFiniteError, PackedDtype, _pack_fp8
+from dataplane.memory.codec import LARGEST, BlockCodec, NotFiniteError, PackedDtype, _pack_fp8
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 PACKED = ("int8", "fp8")

@@ -7,11 +7,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from dataplane import staged
-from dataplane.codec import WireDtype
-from dataplane.extent import Extent, heads_of
-from dataplane.layout import KVLayout
-from dataplane.stream import (
+from dataplane.blocks.layout import KVLayout
+from dataplane.cards import staged
+from dataplane.carriers.tcp import TcpHolder
+from dataplane.memory.codec import WireDtype
+from dataplane.memory.extent import Extent, heads_of
+from dataplane.protocol.stream import (
     Accepted,
     FramePlanner,
     Header,
@@ -22,7 +23,6 @@ from dataplane.stream import (
     encode_frame,
     encode_header,
 )
-from dataplane.tcp import TcpHolder
 from tests.plane.harness import DEADLINE_S, KV, Holder, Target, running, use_cards
 from tests.plane.test_strangers import END, commit, hears, impostor, knock, opening, proxy
 

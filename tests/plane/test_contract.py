@@ -7,12 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from dataplane import staged
-from dataplane.ipc import CudaHolder
-from dataplane.layout import BlockTable, KVLayout, Segment
-from dataplane.paired import PairedHolder
-from dataplane.shm import SharedHolder
-from dataplane.tcp import TcpHolder
+from dataplane.blocks.layout import BlockTable, KVLayout, Segment
+from dataplane.cards import staged
+from dataplane.cards.ipc import CudaHolder
+from dataplane.cards.nccl.paired import PairedHolder
+from dataplane.carriers.shm import SharedHolder
+from dataplane.carriers.tcp import TcpHolder
 from tests.plane.harness import (
     CARRIERS,
     DEADLINE_S,

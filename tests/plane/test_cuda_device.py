@@ -5,12 +5,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from dataplane import cuda, cuda_tables
-from dataplane.checksum import sum64
-from dataplane.cuda import CudaDevice, find_device
-from dataplane.cuda_kernel import NUM_THREADS
-from dataplane.cuda_tables import MAX_TABLES, MIN_TABLE_BYTES
-from dataplane.device import DeviceError, Moves
+from dataplane.cards.cuda import driver as cuda
+from dataplane.cards.cuda import run_tables as cuda_tables
+from dataplane.cards.cuda.driver import CudaDevice, find_device
+from dataplane.cards.cuda.kernel import NUM_THREADS
+from dataplane.cards.cuda.run_tables import MAX_TABLES, MIN_TABLE_BYTES
+from dataplane.cards.device import DeviceError, Moves
+from dataplane.memory.checksum import sum64
 from tests.gpu import why_no_card
 from tests.plane.host_cuda import HostDriver, HostRuntime, host_device, why_no_compiler
 from tests.plane.test_device import Bench, one_run, random_bytes

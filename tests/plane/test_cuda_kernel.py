@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from dataplane import cuda_kernel
-from dataplane.checksum import sum64
-from dataplane.cuda import import_cupy
-from dataplane.cuda_kernel import NUM_THREADS, SOURCE, VECTORS_PER_THREAD, compile_kernels, vector_bytes
-from dataplane.device import DeviceError, Moves
+from dataplane.cards.cuda import kernel as cuda_kernel
+from dataplane.cards.cuda.driver import import_cupy
+from dataplane.cards.cuda.kernel import NUM_THREADS, SOURCE, VECTORS_PER_THREAD, compile_kernels, vector_bytes
+from dataplane.cards.device import DeviceError, Moves
+from dataplane.memory.checksum import sum64
 from tests.plane.host_cuda import KERNELS, host_kernels, why_no_compiler
 
 compiled_for_the_host = pytest.mark.skipif(bool(why_no_compiler()), reason=why_no_compiler())

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from dataplane.checksum import sum64
-from dataplane.device import Device, DeviceError, DeviceMemory, DigestSlot, Event, Moves, Stream
-from dataplane.fake_device import FakeDevice
+from dataplane.cards.device import Device, DeviceError, DeviceMemory, DigestSlot, Event, Moves, Stream
+from dataplane.cards.fakes.fake_device import FakeDevice
+from dataplane.memory.checksum import sum64
 from tests.gpu import GPU_MARKS, card
 from tests.plane.device_process import DEADLINE_S, NUM_BYTES
 from tests.plane.host_cuda import host_device, why_no_compiler

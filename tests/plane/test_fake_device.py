@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from dataplane.device import DeviceError, Moves
-from dataplane.fake_device import FakeDevice
+from dataplane.cards.device import DeviceError, Moves
+from dataplane.cards.fakes.fake_device import FakeDevice
 from tests.plane.test_device import DEADLINE_S, Bench, one_run, random_bytes
 
 

@@ -9,13 +9,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from dataplane import frames
-from dataplane.fake_communicator import FakeCommunicator
-from dataplane.ipc import CudaReader
-from dataplane.lane import Lane
-from dataplane.pair_core import ReaderCore
-from dataplane.reader import Landed
-from dataplane.stream import MAX_TRAILER_BYTES, TransferFailedError
+from dataplane.cards.fakes.fake_communicator import FakeCommunicator
+from dataplane.cards.ipc import CudaReader
+from dataplane.cards.lane import Lane
+from dataplane.cards.nccl.pair_core import ReaderCore
+from dataplane.ends.reader import Landed
+from dataplane.memory import frames
+from dataplane.protocol.stream import MAX_TRAILER_BYTES, TransferFailedError
 from schemas.ids import WorkerId
 from tests.plane.harness import CARRIERS, DEADLINE_S, FROM_OR_TO_CARDS, LAYOUT, Holder, Target, name_of, now_ms, running
 

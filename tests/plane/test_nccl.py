@@ -17,16 +17,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from dataplane import nccl, pair_core, pairs
-from dataplane import pair as pair_module
-from dataplane.communicator import CommunicatorError
-from dataplane.connect import AUTO
-from dataplane.layout import BlockTable, Segment
-from dataplane.nccl import NcclCommunicator, NcclLibrary, id_bytes, id_chars
-from dataplane.pair import BUFFER_BYTES
-from dataplane.pair_core import ReaderCore
-from dataplane.reader import PlaneReader, ReadRequest
-from dataplane.stream import (
+from dataplane.blocks.layout import BlockTable, Segment
+from dataplane.cards.nccl import library as nccl
+from dataplane.cards.nccl import pair as pair_module
+from dataplane.cards.nccl import pair_core, pairs
+from dataplane.cards.nccl.communicator import CommunicatorError
+from dataplane.cards.nccl.library import NcclCommunicator, NcclLibrary, id_bytes, id_chars
+from dataplane.cards.nccl.pair import BUFFER_BYTES
+from dataplane.cards.nccl.pair_core import ReaderCore
+from dataplane.ends.choice import AUTO
+from dataplane.ends.reader import PlaneReader, ReadRequest
+from dataplane.protocol.stream import (
     Header,
     Kind,
     PairOpen,
@@ -66,7 +67,7 @@ def holder(make_holder: Callable[..., Holder]) -> Holder:
 
 @pytest.fixture
 def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dataplane.paired.PairedHolder.frame_bytes", 4096)
+    monkeypatch.setattr("dataplane.cards.nccl.paired.PairedHolder.frame_bytes", 4096)
 
 
 def right(target: Target, holder: Holder, end: int = 300) -> bool:
@@ -461,7 +462,7 @@ def test_it_imports_quietly_and_says_why_it_cannot_be_had() -> None:
     code = """
 import sys, warnings
 warnings.simplefilter("error")
-from dataplane import nccl
+from dataplane.cards.nccl import library as nccl
 assert "cupy" not in sys.modules
 print(nccl.NcclLibrary(0).refusal())
 """
@@ -595,7 +596,7 @@ def test_a_rank_that_does_not_come_is_given_up_on_a_card() -> None:
         pytest.skip(refusal)
     code = """
 import threading, time
-from dataplane.nccl import NcclLibrary
+from dataplane.cards.nccl.library import NcclLibrary
 library = NcclLibrary(0)
 unique_id = library.new_id()
 thread = threading.Thread(target=lambda: library.make(unique_id, 2, 0), daemon=True)
@@ -608,7 +609,7 @@ assert thread.is_alive(), "it came back"
 
 @gpu.needs_gpu
 def test_two_ranks_on_two_cards() -> None:
-    from dataplane.cuda import count_devices
+    from dataplane.cards.cuda.driver import count_devices
 
     if count_devices() < 2:
         pytest.skip("two ranks need two cards: NCCL does not let two share one")

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dataplane import communicator, pair, pair_core, pairs
-from dataplane.communicator import CommunicatorError, LibraryThreads
-from dataplane.device import DeviceMemory
-from dataplane.pair import Pair
-from dataplane.pair_core import HolderCore, PairBrokenError, PairState, ReaderCore
-from dataplane.pairs import PairRefusedError
-from dataplane.stream import ProtocolError
-from dataplane.wire import WireClosedError, WireTimeoutError
+from dataplane.cards.device import DeviceMemory
+from dataplane.cards.nccl import communicator, pair, pair_core, pairs
+from dataplane.cards.nccl.communicator import CommunicatorError, LibraryThreads
+from dataplane.cards.nccl.pair import Pair
+from dataplane.cards.nccl.pair_core import HolderCore, PairBrokenError, PairState, ReaderCore
+from dataplane.cards.nccl.pairs import PairRefusedError
+from dataplane.protocol.stream import ProtocolError
+from dataplane.protocol.wire import WireClosedError, WireTimeoutError
 from schemas.ids import WorkerId
 from tests.plane.pair_world import DEADLINE_S, PairWorld, open_read, receive, send, wait_until
 

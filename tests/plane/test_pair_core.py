@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dataplane.pair_core import (
+from dataplane.cards.nccl.pair_core import (
     INIT_TIMEOUT_S,
     MAX_ORDERED,
     NUM_BUFFERS,
@@ -22,7 +22,7 @@ from dataplane.pair_core import (
     ReaderCore,
     Tell,
 )
-from dataplane.stream import ProtocolError
+from dataplane.protocol.stream import ProtocolError
 
 MAX_BYTES = 1000
 

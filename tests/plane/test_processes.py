@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from dataplane.arena import SHM_DIR, remove_stale_arenas
-from dataplane.reader import Landed
-from dataplane.stream import TransferFailedError
+from dataplane.ends.reader import Landed
+from dataplane.memory.arena import SHM_DIR, remove_stale_arenas
+from dataplane.protocol.stream import TransferFailedError
 from schemas.handoff import Endpoint
 from tests.plane.harness import DEADLINE_S, ON_GPU, Holder, Target, name_of, random_kv, running
 

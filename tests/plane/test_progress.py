@@ -1,6 +1,6 @@
 import pytest
 
-from dataplane.progress import KVProgress, Ready
+from dataplane.protocol.progress import KVProgress, Ready
 
 
 def test_shows_what_is_ready() -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from dataplane import idle
-from dataplane.stream import Accepted, Kind, TransferFailedError, encode_frame
-from dataplane.wire import SocketWire
+from dataplane.ends import idle
+from dataplane.protocol.stream import Accepted, Kind, TransferFailedError, encode_frame
+from dataplane.protocol.wire import SocketWire
 from tests.plane.harness import DEADLINE_S, Holder, Target, running
 from tests.plane.test_strangers import END, commit, data, impostor
 

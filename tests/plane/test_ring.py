@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dataplane.ring import (
+from dataplane.cards.staging_ring import (
     ALIGNMENT,
     HIGH_SHARE,
     LOW_SHARE,

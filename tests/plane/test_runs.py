@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from dataplane import frames
-from dataplane.checksum import sum64
-from dataplane.device import Moves
-from dataplane.extent import Extent, HeadRange, heads_of
-from dataplane.frames import SequenceMemory
-from dataplane.layout import ArenaShape, BlockTable, BlockTables, KVLayout, Segment, uniform_shape
-from dataplane.runs import SequenceRuns, gather_moves, pair_moves, scatter_moves, unsuited
-from dataplane.stream import Header, Kind, TransferStats
+from dataplane.blocks.layout import ArenaShape, BlockTable, BlockTables, KVLayout, Segment, uniform_shape
+from dataplane.cards.device import Moves
+from dataplane.memory import frames
+from dataplane.memory.checksum import sum64
+from dataplane.memory.extent import Extent, HeadRange, heads_of
+from dataplane.memory.frames import SequenceMemory
+from dataplane.memory.rows import SequenceRuns, gather_moves, pair_moves, scatter_moves, unsuited
+from dataplane.protocol.stream import Header, Kind, TransferStats
 from tests.plane.test_shapes import tables
 
 NUM_HEADS, HEAD_DIM = 4, 4

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from dataplane import frames, staged
-from dataplane.codec import BlockCodec
-from dataplane.extent import Extent, first_kept_block, heads_of
-from dataplane.layout import ArenaShape, BlockTable, BlockTables, KVLayout, Segment, num_blocks_for, segments_of
-from dataplane.shm import SharedHolder
-from dataplane.stream import TransferFailedError, TransferStats
-from dataplane.tcp import TcpHolder
+from dataplane.blocks.layout import ArenaShape, BlockTable, BlockTables, KVLayout, Segment, num_blocks_for, segments_of
+from dataplane.cards import staged
+from dataplane.carriers.shm import SharedHolder
+from dataplane.carriers.tcp import TcpHolder
+from dataplane.memory import frames
+from dataplane.memory.codec import BlockCodec
+from dataplane.memory.extent import Extent, first_kept_block, heads_of
+from dataplane.protocol.stream import TransferFailedError, TransferStats
 from tests.plane.harness import CARRIERS, DEADLINE_S, FROM_OR_TO_CARDS, KV, LAYOUT, Holder, Target, running, write_kv
 
 BLOCK, NUM_HEADS, HEAD_DIM = 4, 4, 4

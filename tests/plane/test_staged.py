@@ -12,19 +12,19 @@ import msgspec
 import numpy as np
 import pytest
 
-from dataplane import side
-from dataplane.arena import ByteArray
-from dataplane.carrier import HeldUpError
-from dataplane.checksum import sum64
-from dataplane.device import DeviceError
-from dataplane.extent import Extent, heads_of
-from dataplane.fake_device import FakeDevice, FakeMemory
-from dataplane.lane import Lane
-from dataplane.ring import Slot, StagingRing
-from dataplane.runs import SequenceRuns
-from dataplane.side import wait_done
-from dataplane.staged import StagedHolder, StagedReader, StagedSharedHolder
-from dataplane.stream import (
+from dataplane.cards import side
+from dataplane.cards.device import DeviceError
+from dataplane.cards.fakes.fake_device import FakeDevice, FakeMemory
+from dataplane.cards.lane import Lane
+from dataplane.cards.side import wait_done
+from dataplane.cards.staged import StagedHolder, StagedReader, StagedSharedHolder
+from dataplane.cards.staging_ring import Slot, StagingRing
+from dataplane.carriers.carrier import HeldUpError
+from dataplane.memory.arena import ByteArray
+from dataplane.memory.checksum import sum64
+from dataplane.memory.extent import Extent, heads_of
+from dataplane.memory.rows import SequenceRuns
+from dataplane.protocol.stream import (
     Accepted,
     FramePlanner,
     Header,
@@ -35,7 +35,7 @@ from dataplane.stream import (
     encode_frame,
     encode_header,
 )
-from dataplane.wire import SocketWire
+from dataplane.protocol.wire import SocketWire
 from schemas.handoff import Endpoint
 from tests.plane import harness
 from tests.plane.harness import (

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dataplane.extent import heads_of
-from dataplane.stream import (
+from dataplane.memory.extent import heads_of
+from dataplane.protocol.stream import (
     MAX_CONTROL_BYTES,
     VERSION,
     Accepted,
@@ -161,7 +161,7 @@ def test_any_bytes(shared_holder: Holder, junk: bytes, real: bool) -> None:
 
 @pytest.fixture
 def shared_holder(make_holder: Callable[..., Holder]) -> Holder:
-    logging.getLogger("dataplane.server").setLevel(logging.ERROR)
+    logging.getLogger("dataplane.ends.server").setLevel(logging.ERROR)
     return make_holder(("tcp",))
 
 

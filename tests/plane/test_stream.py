@@ -5,9 +5,9 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from dataplane.extent import Extent, HeadRange, heads_of
-from dataplane.layout import KVLayout
-from dataplane.stream import (
+from dataplane.blocks.layout import KVLayout
+from dataplane.memory.extent import Extent, HeadRange, heads_of
+from dataplane.protocol.stream import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
     MAX_OUTSTANDING_FRAMES,

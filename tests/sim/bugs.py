@@ -20,16 +20,16 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from dataplane.cache import BlockCache
-from dataplane.gate import ReadableKV
-from dataplane.lease import Lease, LeaseTable
-from dataplane.progress import KVProgress
-from dataplane.stream import Landing
+from dataplane.blocks.cache import BlockCache
+from dataplane.blocks.lease import Lease, LeaseTable
+from dataplane.protocol.gate import ReadableKV
+from dataplane.protocol.progress import KVProgress
+from dataplane.protocol.stream import Landing
 from schemas.block import BlockHasher
-from services.sim.mesh import MeshShape
+from services.sim.platform.mesh import MeshShape
 from services.sim.scenario import FAULT_KINDS, Fault, FaultKind, Scenario
 from services.sim.world import SimOptions, simulate
-from services.worker.holder import KVHolder
+from services.worker.kv.holder import KVHolder
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 FIRST_SEED = 50_000
@@ -294,7 +294,7 @@ def partial_block_counts_as_full(patch: pytest.MonkeyPatch) -> None:
 
 @bug("the choices of one request share one id")
 def choices_share_one_id(patch: pytest.MonkeyPatch) -> None:
-    import services.gateway.http as http
+    import services.gateway.api.routes as http
 
     make_jobs = http.make_jobs
 
@@ -307,7 +307,7 @@ def choices_share_one_id(patch: pytest.MonkeyPatch) -> None:
 
 @bug("tokens are handed on as they come: a message that comes twice is heard twice", "duplication", "reordering")
 def tokens_without_index(patch: pytest.MonkeyPatch) -> None:
-    from services.gateway.core import RequestCore
+    from services.gateway.request.core import RequestCore
 
     receive = RequestCore._receive  # pyright: ignore[reportPrivateUsage]
 
@@ -319,7 +319,7 @@ def tokens_without_index(patch: pytest.MonkeyPatch) -> None:
 
 @bug("nobody asks for a token that was lost", "loss")
 def nobody_asks_for_lost_tokens(patch: pytest.MonkeyPatch) -> None:
-    from services.gateway.watch import Watch
+    from services.gateway.request.progress_watch import Watch
 
     patch.setattr(Watch, "due", lambda self, needed, now_ms: [])
     patch.setattr(Watch, "silent", lambda self, needed, now_ms, ears: None)
@@ -327,8 +327,8 @@ def nobody_asks_for_lost_tokens(patch: pytest.MonkeyPatch) -> None:
 
 @bug("a worker's death is not told to its requests", "kill")
 def death_is_not_told(patch: pytest.MonkeyPatch) -> None:
-    from services.gateway.core import RequestCore
-    from services.gateway.watch import Watch
+    from services.gateway.request.core import RequestCore
+    from services.gateway.request.progress_watch import Watch
 
     patch.setattr(RequestCore, "_lose_worker", lambda self, event, now_ms: [])
     patch.setattr(Watch, "due", lambda self, needed, now_ms: [])
@@ -337,7 +337,7 @@ def death_is_not_told(patch: pytest.MonkeyPatch) -> None:
 
 @bug("a later attempt draws from another seed", "kill", "pause", "drain")
 def new_seed_for_a_new_attempt(patch: pytest.MonkeyPatch) -> None:
-    import services.gateway.requests as requests
+    import services.gateway.request.driver as requests
 
     for name in ("run_message", "reserve_message"):
         make = getattr(requests, name)
@@ -351,7 +351,7 @@ def new_seed_for_a_new_attempt(patch: pytest.MonkeyPatch) -> None:
 
 @bug("an answer that goes on elsewhere counts its tokens from zero again", "kill", "pause", "drain")
 def resumed_answer_counts_from_zero(patch: pytest.MonkeyPatch) -> None:
-    import services.gateway.requests as requests
+    import services.gateway.request.driver as requests
 
     for name in ("run_message", "reserve_message"):
         make = getattr(requests, name)
@@ -364,7 +364,7 @@ def resumed_answer_counts_from_zero(patch: pytest.MonkeyPatch) -> None:
 
 @bug("a failure in mid-stream ends with [DONE], as if all were well", options=NO_BROKER)
 def failure_ends_as_success(patch: pytest.MonkeyPatch) -> None:
-    from services.gateway.answer import Answer
+    from services.gateway.api.answer import Answer
 
     async def done(self: Any, send: Any, fail: Any) -> None:
         self._abandon("another choice has failed")
@@ -377,7 +377,7 @@ def failure_ends_as_success(patch: pytest.MonkeyPatch) -> None:
 
 @bug("a refusal does not say when to come back", options=MISSED)
 def refusal_without_retry_after(patch: pytest.MonkeyPatch) -> None:
-    import services.gateway.answer as answer
+    import services.gateway.api.answer as answer
 
     patch.setattr(answer, "retry_after_of", lambda fail: "")
 
@@ -387,21 +387,21 @@ def refusal_without_retry_after(patch: pytest.MonkeyPatch) -> None:
 
 @bug("a lease's end is in no trace")
 def release_is_not_traced(patch: pytest.MonkeyPatch) -> None:
-    from services.worker.transfers import LeaseTraces
+    from services.worker.observe.transfers import LeaseTraces
 
     patch.setattr(LeaseTraces, "ended", lambda self, lease_id, num_blocks, reason: None)
 
 
 @bug("a holder does not tell its reader what its end of a transfer is called")
 def transfer_is_not_linked(patch: pytest.MonkeyPatch) -> None:
-    from services.worker.transfers import LeaseTraces
+    from services.worker.observe.transfers import LeaseTraces
 
     patch.setattr(LeaseTraces, "name_stream", lambda self, lease_id: "")
 
 
 @bug("a dispatch ends with the reply and not with the worker's acceptance")
 def dispatch_counts_its_way_back(patch: pytest.MonkeyPatch) -> None:
-    from services.gateway.spans import GatewaySpans
+    from services.gateway.observe.spans import GatewaySpans
 
     dispatched = GatewaySpans.dispatched
 
@@ -413,7 +413,7 @@ def dispatch_counts_its_way_back(patch: pytest.MonkeyPatch) -> None:
 
 @bug("a step is linked to a span that is called otherwise")
 def step_is_linked_to_nothing(patch: pytest.MonkeyPatch) -> None:
-    from services.worker.spans import WorkerSpans
+    from services.worker.observe.spans import WorkerSpans
 
     link = WorkerSpans._link  # pyright: ignore[reportPrivateUsage]
 
@@ -426,7 +426,7 @@ def step_is_linked_to_nothing(patch: pytest.MonkeyPatch) -> None:
 
 @bug("tokens that were read count as computed as well")
 def read_tokens_count_twice(patch: pytest.MonkeyPatch) -> None:
-    from services.worker.content import PromptKV
+    from services.worker.core.content import PromptKV
 
     report = PromptKV.report
 
@@ -463,7 +463,7 @@ def cancelled_run_keeps_its_blocks(patch: pytest.MonkeyPatch) -> None:
 def abort_without_barrier(patch: pytest.MonkeyPatch) -> None:
     from services.decode.core import DecodeCore
     from services.decode.service import Reads
-    from services.worker.actions import Withdraw
+    from services.worker.core.actions import Withdraw
 
     def at_once(self: Any, run: Any, reason: str, now_ms: int) -> list[Any]:
         if run.ended:
@@ -502,15 +502,15 @@ def only_the_reader_ends_a_lease(patch: pytest.MonkeyPatch) -> None:
 
 @bug("a lease that its reader has not used is left to its time", options=OUT_OF_REACH)
 def lease_is_not_returned(patch: pytest.MonkeyPatch) -> None:
-    from services.worker.borrow import Borrower
+    from services.worker.kv.borrow import Borrower
 
     patch.setattr(Borrower, "_give_back", lambda self, holder, request, granted: None)
 
 
 @bug("the heartbeat waits for the engine: a busy worker looks dead", options=BUSY)
 def heartbeat_waits_for_the_engine(patch: pytest.MonkeyPatch) -> None:
-    from services.worker.ears import Ears
-    from services.worker.report import Reporter
+    from services.worker.inbox import Ears
+    from services.worker.observe.report import Reporter
 
     on_ping, load = Ears._on_ping, Reporter.load  # pyright: ignore[reportPrivateUsage]
 
@@ -542,7 +542,7 @@ def fenced_worker_never_comes_back(patch: pytest.MonkeyPatch) -> None:
 
 @bug("what the client has had is computed again and handed on again", "kill", "pause", "drain")
 def resumed_answer_repeats_itself(patch: pytest.MonkeyPatch) -> None:
-    from services.gateway.core import RequestCore
+    from services.gateway.request.core import RequestCore
 
     begin = RequestCore._begin_attempt  # pyright: ignore[reportPrivateUsage]
 

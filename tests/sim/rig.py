@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataplane.reader import Landed
-from dataplane.stream import TransferFailedError
-from services.sim import threads
-from services.sim.clock import VirtualTime, installed
-from services.sim.loop import SimLoop
-from services.sim.plane import SimNetwork
-from services.sim.wire import StreamFault
+from dataplane.ends.reader import Landed
+from dataplane.protocol.stream import TransferFailedError
+from services.sim.platform import threads
+from services.sim.platform.clock import VirtualTime, installed
+from services.sim.platform.connection import StreamFault
+from services.sim.platform.loop import SimLoop
+from services.sim.platform.plane import SimNetwork
 from tests.plane.harness import LAYOUT, Holder, Target, use_network
 
 NUM_TOKENS = 300

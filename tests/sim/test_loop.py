@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from services.bus.base import BusError, NoRespondersError, RequestTimedOutError
-from services.sim.bus import MAX_BUFFERED_BYTES, BusWeather, SimBroker, SimBus
-from services.sim.clock import VirtualTime, installed
-from services.sim.loop import Process, SimLoop, SimulationStuckError
+from services.sim.platform.bus import MAX_BUFFERED_BYTES, BusWeather, SimBroker, SimBus
+from services.sim.platform.clock import VirtualTime, installed
+from services.sim.platform.loop import Process, SimLoop, SimulationStuckError
 
 
 def run(main: Callable[[SimLoop], Coroutine[Any, Any, Any]], seed: int = 0) -> Any:

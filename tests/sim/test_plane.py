@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from dataplane.stream import TransferFailedError
-from services.sim.plane import SimNetwork
-from services.sim.wire import StreamFault
+from dataplane.protocol.stream import TransferFailedError
+from services.sim.platform.connection import StreamFault
+from services.sim.platform.plane import SimNetwork
 from tests.plane.harness import Holder, Target, use_network
 from tests.sim.rig import CARRIERS, NUM_BYTES, NUM_TOKENS, OneFault, Plane, virtually
 

@@ -6,14 +6,14 @@ import time
 
 import pytest
 
-from dataplane.layout import BlockTable, KVLayout, Segment, uniform_shape
+from dataplane.blocks.layout import BlockTable, KVLayout, Segment, uniform_shape
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
-from services.engine.base import Sequence, StepResult
 from services.engine.batch import Batch
 from services.engine.fake import FakeEngine, fake_answer
-from services.sim import threads
-from services.sim.engine import Pace, SimEngineThread
+from services.engine.interface import Sequence, StepResult
+from services.sim.platform import threads
+from services.sim.platform.engine import Pace, SimEngineThread
 from tests.sim.rig import virtually
 
 # Threads.

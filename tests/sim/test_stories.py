@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.sim.stories import StoryTap
+from services.sim.verdict.stories import StoryTap
 
 WHOLE = ["accepted", "placed", "first_token", "resumed", "placed", "finished"]
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from services.sim import world
-from services.sim.mesh import MeshShape
+from services.sim.platform.mesh import MeshShape
 from services.sim.scenario import Fault, Scenario
-from services.sim.traces import HTTP_ROOT
-from services.sim.workload import Ask
+from services.sim.verdict.expected import Ask
+from services.sim.verdict.traces import HTTP_ROOT
 from services.sim.world import SimOptions, simulate
 from services.telemetry import Key, SpanName, SpanRecord, parse_traceparent
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from dataplane.layout import BlockTable, KVLayout, segments_of, uniform_shape
-from dataplane.lease import LeaseTable
-from dataplane.progress import KVProgress
-from dataplane.reader import PlaneReader
-from dataplane.server import PlaneServer, ReadableKV, ServerOptions
-from dataplane.stream import TransferStats
-from dataplane.ticket import Ticket, sign
+from dataplane.blocks.layout import BlockTable, KVLayout, segments_of, uniform_shape
+from dataplane.blocks.lease import LeaseTable
+from dataplane.blocks.ticket import Ticket, sign
+from dataplane.ends.reader import PlaneReader
+from dataplane.ends.server import PlaneServer, ReadableKV, ServerOptions
+from dataplane.protocol.progress import KVProgress
+from dataplane.protocol.stream import TransferStats
 from schemas import subjects
 from schemas.block import join_hashes, split_hashes
 from schemas.directory import BlocksEvicted, BlocksStored, Inventory, ReadInventory

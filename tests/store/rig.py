@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import valkey
 
-from dataplane.layout import ArenaShape, KVLayout, uniform_shape
+from dataplane.blocks.layout import ArenaShape, KVLayout, uniform_shape
 from schemas.ids import BlockHash
 from services.store.values import BlockValues
 

@@ -5,8 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dataplane.layout import block_ids
-from dataplane.lease import Lease
+from dataplane.blocks.layout import block_ids
+from dataplane.blocks.lease import Lease
 from schemas.block import join_hashes, split_hashes
 from schemas.directory import BlocksEvicted, BlocksStored
 from schemas.ids import BlockHash, RequestId, WorkerId

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dataplane.stream import TransferFailedError
+from dataplane.protocol.stream import TransferFailedError
 from schemas import subjects
 from schemas.block import join_hashes
 from schemas.ids import RequestId, WorkerId

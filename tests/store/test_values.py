@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.layout import KVLayout
+from dataplane.blocks.layout import KVLayout
 from services.store.values import HEADER_BYTES, BadValueError
 from tests.store.rig import LAYOUT, Memory, hash_of
 

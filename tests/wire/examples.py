@@ -23,6 +23,22 @@ from schemas.handoff import (
 from schemas.ids import GatewayId, HandoffId, LeaseId, RequestId, WorkerId
 from schemas.kv import BlocksCooling, LeaseGranted, ReplicateBlocks, RequestLease, ReturnLease
 from schemas.message import Message
+from schemas.observe import (
+    DescribeRequest,
+    DescribeWorker,
+    FirstTokenHeard,
+    HeldLease,
+    HeldRequest,
+    KeepTrace,
+    RequestAccepted,
+    RequestCancelled,
+    RequestDescribed,
+    RequestFailed,
+    RequestFinished,
+    RequestPlaced,
+    RequestResumed,
+    WorkerDescribed,
+)
 from schemas.request import (
     AskProgress,
     AskWanted,
@@ -47,25 +63,7 @@ from schemas.request import (
     TransferReport,
     Wanted,
 )
-from schemas.status import (
-    DescribeRequest,
-    DescribeWorker,
-    HeldLease,
-    HeldRequest,
-    RequestDescribed,
-    WorkerDescribed,
-)
-from schemas.story import (
-    FirstTokenHeard,
-    RequestAccepted,
-    RequestCancelled,
-    RequestFailed,
-    RequestFinished,
-    RequestPlaced,
-    RequestResumed,
-)
 from schemas.subjects import SUBJECTS
-from schemas.trace import KeepTrace
 from schemas.worker import (
     BlockCounts,
     DescribeFleet,

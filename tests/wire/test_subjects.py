@@ -9,8 +9,8 @@ from schemas.handoff import HANDOFF_TRANSITIONS, HandoffState, advance
 from schemas.ids import is_subject_token, new_id
 from schemas.subjects import SUBJECTS, Subject
 from services.bus.memory import matches
-from services.cli.docs import SECTIONS, handoff_diagram, main, regenerate, subject_table
 from services.errors import UserError
+from services.pages.tables import SECTIONS, handoff_diagram, main, regenerate, subject_table
 from tests.wire.examples import EXAMPLES, MESSAGE_TYPES
 
 ARCHITECTURE = Path(__file__).parents[2] / "ARCHITECTURE.md"

@@ -35,9 +35,8 @@ else:
     InterpreterBuilder.create_dot = create_dot
     interpreter._patch_lang_tensor = patch_tensor_with_index
 
-    from services.engine import paged_ops
+    from services.engine.cuda import paged_ops
 
-    # Interpreted programs run one after another, and each takes a millisecond however little it does.
     paged_ops.TARGET_PROGRAMS = 6
 
 

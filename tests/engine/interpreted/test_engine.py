@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from dataplane.cache import BlockCache, ring_blocks
-from dataplane.layout import ArenaShape, Segment
+from dataplane.blocks.cache import BlockCache, ring_blocks
+from dataplane.blocks.layout import ArenaShape, Segment
 from schemas.request import SamplingParams
-from services.engine.base import EngineFailedError, EngineLostError, Sequence, StepItem
 from services.engine.batch import Batch
 from services.engine.checkpoint import layout_of, read_checkpoint
-from services.engine.device_engine import DeviceEngine
+from services.engine.cuda.device_engine import DeviceEngine
+from services.engine.interface import EngineFailedError, EngineLostError, Sequence, StepItem
 from services.engine.sampler import NotFiniteError
 from tests.engine.device_rig import CountedMarks, EagerRecorder, HostRuntime, load_device_engine
 from tests.engine.rig import (

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from services.engine import paged_ops
-from services.engine.device_attention import DeviceStepAttention, step_inputs
-from services.engine.step_plan import StepPlanner, pack
+from services.engine.cuda import paged_ops
+from services.engine.cuda.device_attention import DeviceStepAttention, step_inputs
+from services.engine.cuda.step_plan import StepPlanner, pack
 from tests.engine.attention_cases import CASES, arenas, compare, make_items
 
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from dataplane.layout import ArenaShape, uniform_shape
-from services.engine.attention import KVArena
-from services.engine.backends import FlashInferBackend
+from dataplane.blocks.layout import ArenaShape, uniform_shape
 from services.engine.batch import Batch
 from services.engine.checkpoint import layout_of, read_checkpoint
-from services.engine.device_engine import DeviceEngine
-from services.engine.device_load import Card, make_device_engine
-from services.engine.errors import CheckpointError
-from services.engine.model import load_model
-from services.engine.step_plan import StepLimits
+from services.engine.cpu.attention import KVArena
+from services.engine.cpu.model import load_model
+from services.engine.cuda.backends import FlashInferBackend
+from services.engine.cuda.device_engine import DeviceEngine
+from services.engine.cuda.device_load import Card, make_device_engine
+from services.engine.cuda.step_plan import StepLimits
+from services.errors import CheckpointError
 from tests.engine import flashinfer_fake
 from tests.engine.device_rig import LIMITS, CountedMarks, EagerRecorder, EagerRecording, HostRuntime
 from tests.engine.rig import BLOCK_SIZE, Allocator, generate, greedy, make_sequence, prompt_of, run_batch
@@ -97,7 +97,7 @@ def test_graphs_that_compute_something_else_are_not_used(tiny: Tiny, caplog: pyt
 
 
 def test_an_engine_that_computes_something_else_is_refused(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    from services.engine import paged_ops
+    from services.engine.cuda import paged_ops
 
     attend = paged_ops.attend_chunks
     monkeypatch.setattr(paged_ops, "attend_chunks", lambda query, *rest: attend(query * 1.5, *rest))
@@ -106,7 +106,7 @@ def test_an_engine_that_computes_something_else_is_refused(tiny: Tiny, monkeypat
 
 
 def test_a_step_s_chunks_are_left_to_our_kernel_where_they_are_not_side_by_side(tiny: Tiny) -> None:
-    from services.engine.step_plan import StepPlanner
+    from services.engine.cuda.step_plan import StepPlanner
     from tests.engine.interpreted.test_engine import step_of
 
     engine = load(tiny(**QWEN), flashinfer_fake.BatchPrefillWithPagedKVCacheWrapper)
@@ -139,7 +139,7 @@ class Noted(DeviceEngine):
 def test_the_largest_step_is_computed_before_anybody_is_served(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, limits: StepLimits, num_blocks: int, largest: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr("services.engine.device_load.DeviceEngine", Noted)
+    monkeypatch.setattr("services.engine.cuda.device_load.DeviceEngine", Noted)
     engine = load(tiny(**QWEN), limits=limits, num_blocks=num_blocks)
     assert isinstance(engine, Noted)
     assert engine.steps == [largest]

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from urllib.parse import urlsplit
 
-from services.cli.restart import Child
 from services.errors import UserError
+from services.launch.restart import Child
 from services.sim.scenario import Fault, Scenario
 from tests.mesh.faults.client import Stream
 from tests.mesh.faults.ears import Ears

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import msgspec
 
-from services.bench.load import Client, open_http
-from services.bench.meshes import model_folder
-from services.bench.model import SHAPE
-from services.bench.stats import median, ratio
-from services.bench.workload import random_tokens
-from services.cli.supervisor import Supervisor, UpOptions
+from services.bench.drive.driver import Client, open_http
+from services.bench.drive.meshes import model_folder
+from services.bench.drive.random_model import SHAPE
+from services.bench.drive.stats import median, ratio
+from services.bench.drive.workload import random_tokens
 from services.config import MeshConfig
+from services.launch.supervisor import Supervisor, UpOptions
 
 NUM_TOKENS = 4
 LENGTHS = (1_000, 4_000)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from services.bench.stats import percentile
+from services.bench.drive.stats import percentile
 from services.sim.many import run_many, wall_clock
 from services.sim.scenario import FAULT_KINDS, load_scenario
 from services.sim.world import SimOptions

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 
 from schemas.worker import WorkerJoined, WorkerLoad
-from services.cli.supervisor import UpOptions
 from services.engine.demo_model import DEMO_MODEL_DIR
+from services.launch.supervisor import UpOptions
 from services.sim.scenario import Scenario
 from tests.mesh.faults.actor import FaultActor, is_there
 from tests.mesh.faults.client import Stream

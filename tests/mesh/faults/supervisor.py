@@ -7,9 +7,9 @@ from typing import cast
 
 import msgspec
 
-from services.cli.restart import FIRST_WAIT_S, Restarts
-from services.cli.supervisor import Supervisor, UpOptions
 from services.config import MeshConfig
+from services.launch.restart import FIRST_WAIT_S, Restarts
+from services.launch.supervisor import Supervisor, UpOptions
 from tests.mesh.faults.zygote import ForkedProcess, Zygote
 
 REQUEST_TIMEOUT_S = 30.0

@@ -23,13 +23,13 @@ from services.engine.demo_model import DEMO_MODEL_DIR
 
 MODULES = (
     "services.bus.nats",
-    "services.cli.serve",
+    "services.launch.serve",
     "services.directory.service",
-    "services.engine.model",
+    "services.engine.cpu.model",
     "services.gateway.service",
     "services.scheduler.service",
     "services.store.service",
-    "services.worker.load",
+    "services.worker.parts",
     "services.worker.service",
 )
 """What a service imports as it starts."""

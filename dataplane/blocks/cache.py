@@ -1,0 +1,322 @@
+"""What lies in an arena's blocks: which are in use, and which are kept for their content. Pure bookkeeping.
+
+A full block whose content is known by its hash stays after its request, and is given up, the least recently used
+first, when room is needed; of several tenants the one that has more than its share (`shares.py`). A
+sequence is admitted with all the blocks that it can come to need, so that it never waits half way.
+
+Each cache group (`KVLayout.groups`) has blocks of its own. In a group with a window a sequence's own blocks form a
+ring: they are written over once no query can see them any more, so their content is only known for sure, and kept, at
+its end.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from dataplane.blocks.layout import ArenaShape, BlockTable, BlockTables, block_ids, num_blocks_for, segments_of
+from dataplane.blocks.pool import BlockPool
+from dataplane.blocks.shares import TenantShares
+from schemas.ids import BlockHash
+
+
+@dataclass(slots=True, frozen=True)
+class Allocation:
+    """A sequence's blocks. The KV of its first `num_cached_tokens` tokens is in them already."""
+
+    tables: BlockTables
+    num_cached_tokens: int
+
+
+@dataclass(slots=True)
+class ContentChanges:
+    """Content that came, and content that went, since it was last asked for. In the order of the first group."""
+
+    stored: list[BlockHash] = field(default_factory=list[BlockHash])
+    evicted: list[BlockHash] = field(default_factory=list[BlockHash])
+
+
+class BlockCache:
+    """The blocks of one arena. Every method is atomic. Not thread-safe.
+
+    `chunk_tokens`: the most tokens that an engine step writes of one sequence; a ring has room for them beside its
+    window. `caching` False: nothing is kept.
+    """
+
+    def __init__(self, shape: ArenaShape, *, chunk_tokens: int, caching: bool = True) -> None:
+        self.shape = shape
+        self.layout = shape.layout
+        self._chunk_tokens = chunk_tokens
+        self._caching = caching
+        self._groups = [_Group(num_blocks) for num_blocks in shape.num_blocks]
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(group.pool.num_blocks for group in self._groups)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that hold nothing."""
+        return sum(group.pool.num_free for group in self._groups)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody uses and that are kept for their content."""
+        return sum(len(group.idle) for group in self._groups)
+
+    def admit(
+        self, hashes: Sequence[BlockHash], num_tokens: int, max_cached_tokens: int, *, tenant: str = ""
+    ) -> Allocation | None:
+        """Return blocks for `num_tokens` tokens, a reference to each; None where there is no room now.
+
+        They begin with what is cached of the blocks `hashes` (of the sequence, from its first on), at most
+        `max_cached_tokens` tokens of it.
+        """
+        block_size = self.layout.block_size
+        num_blocks = num_blocks_for(num_tokens, block_size)
+        num_cached = self._num_matching(hashes[: min(max_cached_tokens // block_size, num_blocks)])
+        shared = [self._blocks_of(index, hashes, 0, num_cached) for index in range(len(self._groups))]
+        sizes = self._sizes(num_cached, num_blocks)
+        if any(len(b) + n > g.pool.num_blocks for g, b, n in zip(self._groups, shared, sizes, strict=True)):
+            # A ring and the window before it together are more than there is: it could wait for ever.
+            num_cached, shared, sizes = 0, [list[int]() for _ in self._groups], self._sizes(0, num_blocks)
+        for group, blocks, size in zip(self._groups, shared, sizes, strict=True):
+            if size > group.pool.num_free + len(group.idle) - group.num_idle_of(blocks):
+                return None
+        tables: list[BlockTable] = []
+        for group, blocks, size in zip(self._groups, shared, sizes, strict=True):
+            group.take(blocks)
+            own = group.allocate(size, tenant)
+            rest = num_blocks - num_cached
+            rounds = num_blocks_for(rest, size) if size else 0
+            table = [*blocks, *(own * rounds)[:rest]]
+            tables.append(BlockTable(segments_of(table), num_cached - len(blocks)))
+        return Allocation(tuple(tables), num_cached * block_size)
+
+    def lend(self, hashes: Sequence[BlockHash], first_block: int) -> Allocation | None:
+        """Return what is here of the blocks `first_block`, `first_block` + 1, … with these hashes, a reference to each.
+
+        As many from the first on as a reader could go on from; its `num_cached_tokens` is where they end. None: none.
+        """
+        num_found = self._num_matching(hashes, first_block)
+        if not num_found:
+            return None
+        tables: list[BlockTable] = []
+        for index, group in enumerate(self._groups):
+            blocks = self._blocks_of(index, hashes, first_block, first_block + num_found)
+            group.take(blocks)
+            tables.append(BlockTable(segments_of(blocks), first_block + num_found - len(blocks)))
+        return Allocation(tuple(tables), (first_block + num_found) * self.layout.block_size)
+
+    def holds(self, block_hash: BlockHash) -> bool:
+        """Say whether a block with this content is here."""
+        return block_hash in self._groups[0].block_of
+
+    def admit_spare(self, first_block: int, num_blocks: int, *, tenant: str = "") -> BlockTables | None:
+        """Return blocks to be filled with the blocks `first_block`, `first_block` + 1, … of a sequence, a reference to
+        each. Nothing is given up for them: None where fewer are free. Not for layouts with windows."""
+        assert not self.layout.is_windowed, "blocks of windowed layers are of no use by themselves"
+        group = self._groups[0]
+        if not 0 < num_blocks <= group.pool.num_free:
+            return None
+        return (BlockTable(segments_of(group.allocate(num_blocks, tenant)), first_block),)
+
+    def keep(self, tables: BlockTables, hashes: Sequence[BlockHash]) -> None:
+        """Take in that the first `len(hashes)` blocks of spare tables are filled."""
+        if self._caching:
+            for block, block_hash in zip(block_ids(tables[0].segments), hashes, strict=False):
+                self._groups[0].put(block, block_hash)
+
+    def share(self, tables: BlockTables) -> None:
+        """Add a reference to each block."""
+        for group, table in zip(self._groups, tables, strict=True):
+            group.take(_distinct(table))
+
+    def free(self, tables: BlockTables) -> None:
+        """Drop a reference to each block. What is known by its content stays as long as there is room."""
+        for group, table in zip(self._groups, tables, strict=True):
+            group.release(_distinct(table))
+
+    def store(
+        self,
+        tables: BlockTables,
+        hashes: Sequence[BlockHash],
+        first_block: int,
+        num_tokens: int,
+        num_landed_tokens: int,
+        *,
+        ended: bool,
+    ) -> None:
+        """Take in that the KV of a sequence's first `num_tokens` tokens is in place; `hashes` are its blocks'.
+
+        Blocks before `first_block` were taken in before. The first `num_landed_tokens` were not computed here: of
+        groups with a window only what these still need is in place. `ended`: nothing of it will be written any more.
+        """
+        if not self._caching:
+            return
+        block_size = self.layout.block_size
+        num_full = min(num_tokens // block_size, len(hashes))
+        for index, (group, table) in enumerate(zip(self._groups, tables, strict=True)):
+            window = self.layout.groups[index].window
+            if window and not ended:
+                continue
+            blocks = block_ids(table.segments)
+            in_place = self.layout.first_needed_block(index, num_landed_tokens)
+            first = max(table.first_block, in_place if window else first_block)
+            if window:  # what its ring has written over since is gone
+                last_written = num_blocks_for(num_tokens, block_size)
+                position_of = {blocks[at - table.first_block]: at for at in range(table.first_block, last_written)}
+                kept = [at for at in range(first, num_full) if position_of[blocks[at - table.first_block]] == at]
+            else:
+                kept = list(range(first, num_full))
+            for at in kept:
+                group.put(blocks[at - table.first_block], hashes[at])
+
+    def take_changes(self) -> ContentChanges:
+        """Return what came and went since the last call; content that did both is in neither list."""
+        first = self._groups[0]
+        changes, first.changes = first.changes, {}
+        for group in self._groups[1:]:
+            group.changes.clear()
+        return ContentChanges(
+            stored=[block_hash for block_hash, came in changes.items() if came],
+            evicted=[block_hash for block_hash, came in changes.items() if not came],
+        )
+
+    def coldest(self, num_blocks: int) -> list[BlockHash]:
+        """Return the content of the blocks that would be given up first."""
+        first = self._groups[0]
+        return [first.hash_of[block] for block in first.idle.victims(num_blocks)]
+
+    def num_of(self, tenant: str) -> int:
+        """Return how many blocks a tenant's sequences use or have left here."""
+        return sum(group.idle.num_of(tenant) for group in self._groups)
+
+    def contents(self) -> list[BlockHash]:
+        """Return the hashes of all that is here."""
+        return list(self._groups[0].block_of)
+
+    def check_integrity(self) -> None:
+        """Assert conservation in every group."""
+        for group in self._groups:
+            group.check_integrity()
+
+    def _sizes(self, num_cached: int, num_blocks: int) -> list[int]:
+        """Return how many blocks of its own a sequence needs in each group, beside its first `num_cached`."""
+        block_size = self.layout.block_size
+        rest = num_blocks - num_cached
+        return [
+            min(rest, ring_blocks(group.window, self._chunk_tokens, block_size)) if group.window else rest
+            for group in self.layout.groups
+        ]
+
+    def _num_matching(self, hashes: Sequence[BlockHash], first_block: int = 0) -> int:
+        """Return how many of these blocks, the first of which is `first_block`, are here, so that one can go on."""
+        num_found = len(hashes)
+        for index, group in enumerate(self._groups):
+            if not self.layout.groups[index].window:
+                found = 0
+                while found < num_found and hashes[found] in group.block_of:
+                    found += 1
+                num_found = found
+        while num_found and not all(
+            hashes[at - first_block] in group.block_of
+            for index, group in enumerate(self._groups)
+            if self.layout.groups[index].window
+            for at in self._needed(index, first_block, first_block + num_found)
+        ):
+            num_found -= 1
+        return num_found
+
+    def _needed(self, group: int, first_block: int, end_block: int) -> range:
+        """Return the blocks that a group needs of [first_block, end_block) to go on from there."""
+        needed = self.layout.first_needed_block(group, end_block * self.layout.block_size)
+        return range(min(max(first_block, needed), end_block), end_block)
+
+    def _blocks_of(self, group: int, hashes: Sequence[BlockHash], first_block: int, end_block: int) -> list[int]:
+        block_of = self._groups[group].block_of
+        return [block_of[hashes[at - first_block]] for at in self._needed(group, first_block, end_block)]
+
+
+class _Group:
+    """One cache group's blocks. The cache itself holds one reference to each block whose content it knows."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.block_of: dict[BlockHash, int] = {}
+        self.hash_of: dict[int, BlockHash] = {}
+        self.idle = TenantShares(num_blocks)
+        """Blocks that only the cache refers to."""
+        self.changes: dict[BlockHash, bool] = {}
+
+    def num_idle_of(self, blocks: Iterable[int]) -> int:
+        return sum(block in self.idle for block in blocks)
+
+    def take(self, blocks: Sequence[int]) -> None:
+        self.pool.share(segments_of(blocks))
+        for block in blocks:
+            self.idle.uses(block)
+
+    def allocate(self, num_blocks: int, tenant: str) -> list[int]:
+        """Return fresh blocks; the caller has checked that there are enough."""
+        if (num_missing := num_blocks - self.pool.num_free) > 0:
+            for block in self.idle.victims(num_missing, tenant=tenant, num_wanted=num_blocks):
+                self._evict(block)
+        segments = self.pool.allocate(num_blocks)
+        assert segments is not None
+        blocks = block_ids(segments)
+        self.idle.took(tenant, blocks)
+        return blocks
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop references. A sequence's last blocks are given up before its first, which more prompts share."""
+        self.idle.freed(self.pool.free(segments_of(blocks)))
+        for block in reversed(blocks):
+            if block in self.hash_of and self.pool.num_references(block) == 1:
+                self.idle.idles(block)
+
+    def put(self, block: int, block_hash: BlockHash) -> None:
+        """Keep a block in use for its content, unless the same content is kept already."""
+        if block_hash in self.block_of:
+            return
+        assert block not in self.hash_of, "a block that is known by its content was written"
+        self.pool.share(segments_of([block]))
+        self.block_of[block_hash] = block
+        self.hash_of[block] = block_hash
+        self._note(block_hash, came=True)
+
+    def check_integrity(self) -> None:
+        self.pool.check_integrity()
+        assert {h: b for b, h in self.hash_of.items()} == self.block_of, "both maps say the same"
+        idle = {block for block in self.hash_of if self.pool.num_references(block) == 1}
+        in_use = {block for block in range(self.pool.num_blocks) if self.pool.num_references(block)}
+        self.idle.check_integrity(in_use, idle)
+
+    def _evict(self, block: int) -> None:
+        block_hash = self.hash_of.pop(block)
+        del self.block_of[block_hash]
+        self.idle.freed(self.pool.free(segments_of([block])))
+        self._note(block_hash, came=False)
+
+    def _note(self, block_hash: BlockHash, *, came: bool) -> None:
+        if self.changes.pop(block_hash, came) == came:
+            self.changes[block_hash] = came
+
+
+def _distinct(table: BlockTable) -> list[int]:
+    """Return a table's blocks, each once: a ring names them again and again."""
+    return list(dict.fromkeys(block_ids(table.segments)))
+
+
+def max_sequence_tokens(shape: ArenaShape, chunk_tokens: int) -> int:
+    """Return how many tokens the longest sequence may have that an empty arena can hold, 0 where there is no bound."""
+    block_size = shape.layout.block_size
+    bounds = [
+        num_blocks * block_size
+        for group, num_blocks in zip(shape.layout.groups, shape.num_blocks, strict=True)
+        if not group.window or ring_blocks(group.window, chunk_tokens, block_size) > num_blocks
+    ]
+    return min(bounds, default=0)
+
+
+def ring_blocks(window: int, chunk_tokens: int, block_size: int) -> int:
+    """Return the blocks of a ring in which a chunk can be written while its first token still sees its window."""
+    return num_blocks_for(window + chunk_tokens, block_size) + 2

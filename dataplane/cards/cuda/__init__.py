@@ -1,0 +1,1 @@
+"""A CUDA card: the driver by CuPy, and the one kernel."""

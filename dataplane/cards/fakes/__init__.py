@@ -1,0 +1,1 @@
+"""Cards that are not there, for tests and for machines without one."""

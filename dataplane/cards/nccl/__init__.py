@@ -1,0 +1,1 @@
+"""KV between two cards: a communicator for each pair of workers."""

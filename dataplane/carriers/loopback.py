@@ -1,0 +1,41 @@
+"""The carrier inside one process: as shm, but the reader has the holder's arena already, and no port is involved."""
+
+import threading
+from typing import Protocol
+
+from dataplane.cards.device_arena import KVArena
+from dataplane.protocol.wire import Wire
+
+NAME = "loopback"
+
+
+class LocalServer(Protocol):
+    """A plane server of this process."""
+
+    arena: KVArena
+
+    def connect(self) -> Wire:
+        """Return the reader's end of a new stream."""
+        ...
+
+
+_lock = threading.Lock()
+_servers: dict[str, LocalServer] = {}
+"""By the nonce of their arenas."""
+
+
+def register(server: LocalServer) -> None:
+    """Let readers of this process find the server."""
+    with _lock:
+        _servers[server.arena.nonce] = server
+
+
+def unregister(server: LocalServer) -> None:
+    with _lock:
+        _servers.pop(server.arena.nonce, None)
+
+
+def find(arena_nonce: str) -> LocalServer | None:
+    """Return the server of this process that serves this arena."""
+    with _lock:
+        return _servers.get(arena_nonce)

@@ -1,0 +1,200 @@
+"""The reader's side of the stream protocol: one read, from its Open to its End or whatever ends it early."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dataplane.blocks.layout import BlockTables
+from dataplane.carriers import tcp
+from dataplane.carriers.carrier import ReaderCarrier
+from dataplane.ends.choice import CarrierBrokenError
+from dataplane.ends.dial import Cancellation
+from dataplane.memory.codec import WireDtype
+from dataplane.memory.extent import Extent
+from dataplane.protocol.stream import (
+    MAX_FRAME_BYTES,
+    Accepted,
+    Digest,
+    DigestKind,
+    Fail,
+    FailureCode,
+    Header,
+    Kind,
+    Landing,
+    Open,
+    PairRead,
+    ProtocolError,
+    Refused,
+    TransferFailedError,
+    TransferStats,
+    decode_body,
+    encode_frame,
+    encode_header,
+)
+from dataplane.protocol.wire import Wire, WireClosedError
+from schemas.handoff import Endpoint
+
+_MAX_FRAMES_PER_ACK = 4
+_FRAME_KINDS = (Kind.DATA, Kind.COMMIT, Kind.END, Kind.FAIL)
+
+
+@dataclass(slots=True, frozen=True)
+class Landed:
+    """All `num_tokens` tokens are in place and verified. `trailer` is what the holder sent behind them."""
+
+    num_tokens: int
+    trailer: bytes
+    stats: TransferStats
+
+
+@dataclass(slots=True, frozen=True)
+class ReadRequest:
+    """Tokens [first_token, num_tokens) of what `ticket` names, to be put where `tables` have these positions.
+
+    `carrier`: "auto" or one by name. `deadline_s`: seconds from now to the end of it all. `heads`: the first and how
+    many, counted over all shards; None: all that the reader's arena has. `wire_dtype`: how the bytes cross over tcp.
+    `stats` are filled as the read goes on, however it ends; their `traceparent` is told to the holder.
+    """
+
+    endpoint: Endpoint
+    ticket: str
+    carrier: str
+    tables: BlockTables
+    first_token: int
+    num_tokens: int
+    deadline_s: float
+    heads: tuple[int, int] | None = None
+    wire_dtype: WireDtype = "same"
+    stats: TransferStats = field(default_factory=TransferStats)
+
+
+class NotAnsweredError(WireClosedError):
+    """The holder closed the connection without a word."""
+
+
+class Read:
+    """The state of one read: how far it has come, whatever ends it."""
+
+    def __init__(
+        self,
+        request: ReadRequest,
+        extent: Extent,
+        cancellation: Cancellation,
+        on_started: Callable[[str], None],
+    ) -> None:
+        self.request = request
+        self.extent = extent
+        """What is wanted, and once a carrier is chosen how it crosses."""
+        self.cancellation = cancellation
+        self.digest_kind: DigestKind = "xxh3"
+        """What suits this end's memory."""
+        self.pair: PairRead | None = None
+        """Over which pair it crosses, if it does so."""
+        self.max_frame_bytes = MAX_FRAME_BYTES
+        self.deadline = time.monotonic() + request.deadline_s
+        self.stats = request.stats
+        self.stats.opened_ns = time.time_ns()
+        self._on_started = on_started
+        self._landing: Landing | None = None
+
+    def failed(self, code: FailureCode, detail: str) -> TransferFailedError:
+        """Return the error with which the read ends, with what has landed so far."""
+        landed = self.request.first_token if self._landing is None else self._landing.num_landed_tokens
+        return TransferFailedError(code, detail, landed)
+
+    def open(self, wire: Wire, carrier: str, fingerprint: str) -> Accepted:
+        """Ask, and return the holder's answer. Raises TransferFailedError when it says no."""
+        request = self.request
+        if carrier == tcp.NAME:  # on one host nothing is gained by making less of it
+            self.extent = self.extent.over_wire(request.wire_dtype)
+        self.stats.carrier, self.stats.wire_dtype = carrier, self.extent.wire_dtype
+        opening = Open(
+            ticket=request.ticket,
+            fingerprint=fingerprint,
+            carrier=carrier,
+            first_token=request.first_token,
+            num_tokens=request.num_tokens,
+            heads=self.extent.heads,
+            wire_dtype=self.extent.wire_dtype,
+            digest_kind=self.digest_kind,
+            pair=self.pair,
+            frame_bytes=self.max_frame_bytes,
+            traceparent=self.stats.traceparent,
+        )
+        with contextlib.suppress(WireClosedError):  # a holder that is busy says so and closes, without listening
+            wire.send([encode_frame(Kind.OPEN, opening)], self.deadline - time.monotonic())
+        try:
+            header = wire.receive_header(self.deadline, Kind.ACCEPTED, Kind.REFUSED)
+        except WireClosedError as error:
+            self.cancellation.check()
+            raise NotAnsweredError(str(error)) from error
+        body = wire.receive(header.length, self.deadline)
+        if header.kind is Kind.REFUSED:
+            refused = decode_body(body, Refused)
+            if refused.code == "carrier":
+                raise CarrierBrokenError(carrier, refused.detail)
+            raise TransferFailedError(refused.code, refused.detail)
+        accepted = decode_body(body, Accepted)
+        if accepted.carrier != carrier:
+            raise ProtocolError(f"asked for {carrier}, accepted as {accepted.carrier}")
+        self.stats.accepted_ns = time.time_ns()
+        self.stats.peer_traceparent = accepted.traceparent
+        self._landing = Landing(self.extent, digests=accepted.digests)
+        return accepted
+
+    def land(self, wire: Wire, carrier: ReaderCarrier) -> Landed:
+        """Take frames until the end. Raises whatever ends it early."""
+        landing, stats = self._landing, self.stats
+        assert landing is not None, "not opened"
+        num_acked = 0
+        while True:
+            if carrier.needs_ack and stats.num_frames > num_acked:
+                num_acked = self._acknowledge(wire, carrier, num_acked)
+            started = time.perf_counter_ns()
+            header = wire.receive_header(self.deadline, *_FRAME_KINDS)
+            stats.wait_ns += time.perf_counter_ns() - started
+            if header.kind is Kind.DATA:
+                landing.expect(header)
+                landing.received(header, self._land_frame(wire, carrier, header))
+            elif header.kind is Kind.COMMIT:
+                landing.commit(header)
+            else:
+                body = bytes(wire.receive(header.length, self.deadline))
+                carrier.finish(self.deadline)
+                return self._finish(landing, header, body)
+
+    def _acknowledge(self, wire: Wire, carrier: ReaderCarrier, num_acked: int) -> int:
+        """Tell the holder which frames are not needed any more, if it is time to; return how many it has been told.
+
+        A word to the holder costs a switch of threads where cores are scarce: only where it would wait for it.
+        """
+        num_finished = carrier.finished()
+        if num_finished - num_acked < _MAX_FRAMES_PER_ACK:
+            if wire.has_unread():
+                return num_acked
+            if num_finished == num_acked:
+                num_finished = carrier.wait_finished(self.deadline)
+        wire.send([encode_header(Header(Kind.ACK, num_finished))], self.deadline - time.monotonic())
+        return num_finished
+
+    def _land_frame(self, wire: Wire, carrier: ReaderCarrier, data: Header) -> Digest:
+        stats = self.stats
+        if not stats.num_frames:
+            stats.first_byte_ns = time.time_ns()
+            self._on_started(stats.carrier)
+        self.cancellation.check()
+        digest = carrier.land(wire, data, stats, self.deadline)
+        stats.num_frames += 1
+        stats.num_bytes += self.extent.memory_bytes(data.num_layers, data.num_tokens)
+        stats.num_wire_bytes += data.length
+        stats.last_byte_ns = time.time_ns()
+        return digest
+
+    def _finish(self, landing: Landing, header: Header, body: bytes) -> Landed:
+        if header.kind is Kind.FAIL:
+            fail = decode_body(body, Fail)
+            raise TransferFailedError(fail.code, fail.reason)
+        landing.end(header, body)
+        self.stats.landed_ns = time.time_ns()
+        return Landed(self.request.num_tokens, body, self.stats)

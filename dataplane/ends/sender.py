@@ -1,0 +1,400 @@
+"""A connection, as the holder serves it: on one thread, stream after stream, each from the reader's Open to End, Fail
+or the reader's going."""
+
+import contextlib
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from dataplane.blocks.lease import LeaseRefusedError
+from dataplane.blocks.ticket import Ticket, TicketRefusedError, verify
+from dataplane.cards.device import DeviceError
+from dataplane.cards.nccl.pair_core import PairBrokenError
+from dataplane.cards.nccl.pairs import HolderPairs, PairRefusedError
+from dataplane.carriers.carrier import HeldUpError, HolderCarrier
+from dataplane.ends.carrier_ends import Paired, holder_carrier, tcp
+from dataplane.ends.choice import NCCL, CarrierBrokenError
+from dataplane.memory.codec import NotFiniteError
+from dataplane.memory.extent import NO_HEADS, Extent, heads_of
+from dataplane.memory.rows import SequenceRuns
+from dataplane.protocol.gate import HolderContext, ReadableKV
+from dataplane.protocol.progress import Ready
+from dataplane.protocol.stream import (
+    MAX_TRAILER_BYTES,
+    VERSION,
+    Accepted,
+    Digest,
+    DigestKind,
+    Fail,
+    FailCode,
+    FramePlanner,
+    Header,
+    Kind,
+    Open,
+    PairOpen,
+    ProtocolError,
+    RefusalCode,
+    Refused,
+    TransferStats,
+    decode_body,
+    digest_of,
+    encode_frame,
+    encode_header,
+)
+from dataplane.protocol.wire import Waker, Wire, WireClosedError, WireTimeoutError
+
+MAX_UNACKED_FRAMES = 8
+"""How far the holder announces and digests ahead of the reader's copying."""
+_MAX_REASON_CHARS = 1000
+
+
+class JunkError(Exception):
+    """What came is no Open of ours: a stranger, a scanner, or a peer that never says what it wants."""
+
+
+class _RefusedError(Exception):
+    def __init__(self, code: RefusalCode, detail: str) -> None:
+        super().__init__(detail)
+        self.refused = Refused(code=code, detail=detail)
+
+
+class _EndedError(Exception):
+    """The stream cannot go on. `tell`: the reader is still there to hear it."""
+
+    def __init__(self, reason: str, *, tell: bool, code: FailCode = "holder") -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.tell = tell
+        self.code: FailCode = code
+
+
+@dataclass(slots=True, frozen=True)
+class _Opened:
+    """What a reader asked for and may have."""
+
+    ticket: Ticket
+    carrier: str
+    readable: ReadableKV
+    extent: Extent
+    end: HolderCarrier
+    digest_kind: DigestKind | None
+    """None: digests are off."""
+    peer_traceparent: str
+    max_frame_bytes: int
+
+
+class HolderStream:
+    """Serves one reader on `wire`, which stays the caller's to close."""
+
+    def __init__(self, context: HolderContext, wire: Wire) -> None:
+        self._context = context
+        self._wire = wire
+        self.is_opened = False
+        """A stream is under way: a valid ticket was shown."""
+        self.is_pair = False
+        """No stream, but a pair's wire: a valid ticket was shown."""
+        self.refused: RefusalCode | None = None
+
+    @property
+    def is_silent(self) -> bool:
+        """It wants nothing, or has not said what."""
+        return not self.is_opened and not self.is_pair
+
+    def run(self) -> None:
+        """Serve until a stream is refused or broken, or none is opened any more. Raises JunkError when the peer did not
+        speak the protocol at all."""
+        try:
+            wanted = self._receive_open(self._context.open_timeout_s, Kind.OPEN, Kind.PAIR_OPEN)
+        except (WireClosedError, WireTimeoutError) as error:
+            raise JunkError(str(error)) from error
+        if isinstance(wanted, PairOpen):
+            self._serve_pair(wanted)
+            return
+        while isinstance(wanted, Open) and self._serve(wanted):
+            try:
+                wanted = self._receive_open(self._context.idle_timeout_s, Kind.OPEN)
+            except (WireClosedError, WireTimeoutError):
+                return  # the reader needs no more
+
+    def _receive_open(self, timeout_s: float, *allowed: Kind) -> Open | PairOpen:
+        """Return what is said first. Raises JunkError, WireClosedError, WireTimeoutError."""
+        try:
+            header = self._wire.receive_header(time.monotonic() + timeout_s, *allowed)
+            deadline = time.monotonic() + self._context.open_timeout_s
+            body = self._wire.receive(header.length, deadline)
+            return decode_body(body, Open) if header.kind is Kind.OPEN else decode_body(body, PairOpen)
+        except ProtocolError as error:
+            raise JunkError(str(error)) from error
+
+    def _serve(self, wanted: Open) -> bool:
+        """Serve one stream; say whether it ended well, so that another may follow."""
+        try:
+            opened = self._open(wanted)
+        except _RefusedError as refusal:
+            self._refuse(refusal)
+            return False
+        service = _Service(self._context, self._wire, opened)
+        error = "the plane failed"
+        try:
+            error = service.run()
+        finally:
+            self.is_opened = False
+            self._context.gate.served(opened.ticket.lease_id, service.stats, error)
+        return not error
+
+    def _refuse(self, refusal: _RefusedError) -> None:
+        self.refused = refusal.refused.code
+        self._say_no(refusal)
+
+    def _say_no(self, refusal: _RefusedError) -> None:
+        with contextlib.suppress(WireClosedError, WireTimeoutError):
+            self._wire.send([encode_frame(Kind.REFUSED, refusal.refused)], self._context.open_timeout_s)
+            self._wire.finish_sending()
+
+    def _serve_pair(self, wanted: PairOpen) -> None:
+        """Listen to a pair's wire until the pair is over, or refuse it."""
+        try:
+            ticket = self._verify(wanted.ticket)
+            self._check_lease(ticket)
+            self.is_pair = True
+            pair = self._pairs.open(ticket.reader, wanted.generation)
+        except PairRefusedError as error:
+            self._say_no(_RefusedError("carrier", error.reason))  # no wrong: offers may be late
+        except _RefusedError as refusal:
+            self._refuse(refusal)
+        else:
+            pair.accept(self._wire)
+
+    @property
+    def _pairs(self) -> HolderPairs:
+        if self._context.pairs is None:
+            raise _RefusedError("carrier", "this holder has no pairs")
+        return self._context.pairs
+
+    def _verify(self, token: str) -> Ticket:
+        try:
+            return verify(self._context.secret, token, time.time_ns() // 1_000_000)
+        except TicketRefusedError as error:
+            raise _RefusedError("ticket", error.reason) from error
+
+    def _open(self, wanted: Open) -> _Opened:
+        """Return what is to be served. Raises _RefusedError with what the reader is told."""
+        context = self._context
+        if wanted.version != VERSION:
+            raise _RefusedError("version", f"this holder speaks version {VERSION}")
+        ticket = self._verify(wanted.ticket)
+        self.is_opened = True  # from here on nobody else's need makes room of it
+        if wanted.fingerprint != context.shape.layout.fingerprint:
+            raise _RefusedError("fingerprint", f"this holder's KV is {context.shape.layout.fingerprint}")
+        if wanted.carrier not in context.carriers:
+            raise _RefusedError("carrier", f"this holder offers {', '.join(context.carriers)}")
+        if wanted.frame_bytes < 1:
+            raise _RefusedError("malformed", f"frames of {wanted.frame_bytes} bytes")
+        if wanted.carrier != tcp.NAME and wanted.wire_dtype != "same":
+            raise _RefusedError("malformed", f"nothing is compressed over {wanted.carrier}")
+        return self._in_range(ticket, wanted, self._check_lease(ticket))
+
+    def _check_lease(self, ticket: Ticket) -> ReadableKV:
+        """Return what the ticket's lease is on. Raises _RefusedError."""
+        try:
+            return self._context.gate.open(ticket)
+        except LeaseRefusedError as error:
+            raise _RefusedError("lease", error.reason) from error
+
+    def _in_range(self, ticket: Ticket, wanted: Open, readable: ReadableKV) -> _Opened:
+        """Return what the lease covers of what is wanted, which is all of it. Raises _RefusedError."""
+        shape, held = self._context.shape, heads_of(self._context.shape.layout)
+        if not 0 <= readable.first_token <= wanted.first_token <= wanted.num_tokens <= readable.num_tokens:
+            detail = f"the lease is on tokens {readable.first_token} to {readable.num_tokens}"
+            raise _RefusedError("range", detail)
+        if not held.holds(wanted.heads):
+            raise _RefusedError("range", f"this holder has {held.num_heads} heads from {held.first} on")
+        extent = Extent(shape.layout, wanted.first_token, wanted.num_tokens, wanted.heads, wanted.wire_dtype)
+        source = SequenceRuns(shape, readable.tables, wanted.heads)
+        if not source.covers(extent, readable.num_tokens):
+            raise _RefusedError("range", f"not all that {wanted.num_tokens} tokens need is held any more")
+        kind = self._digest_kind(wanted, extent)
+        try:
+            paired = None
+            if wanted.carrier == NCCL and wanted.pair is not None:
+                paired = Paired(self._pairs.find(ticket.reader, wanted.pair.generation), wanted.pair.read_id)
+            end = holder_carrier(wanted.carrier, self._context.arena, source, extent, kind, paired)
+        except (CarrierBrokenError, DeviceError, PairRefusedError, PairBrokenError, ProtocolError) as error:
+            raise _RefusedError("carrier", str(error)) from error
+        return _Opened(ticket, wanted.carrier, readable, extent, end, kind, wanted.traceparent, wanted.frame_bytes)
+
+    def _digest_kind(self, wanted: Open, extent: Extent) -> DigestKind | None:
+        """Return what suits both ends' memory; what is compressed is digested on the host, as it crosses."""
+        if not self._context.digests:
+            return None
+        if extent.codec is not None:
+            return "xxh3"
+        return "sum64" if self._context.arena.card else wanted.digest_kind
+
+
+class _Service:
+    """Sends what is ready, commits what has left, waits for the engine and the reader at once."""
+
+    def __init__(self, context: HolderContext, wire: Wire, opened: _Opened) -> None:
+        extent = opened.extent
+        self.stats = TransferStats(
+            opened.carrier,
+            extent.wire_dtype,
+            opened_ns=time.time_ns(),
+            traceparent=opened.readable.traceparent,
+            peer_traceparent=opened.peer_traceparent,
+        )
+        self._context = context
+        self._wire = wire
+        self._ticket = opened.ticket
+        self._readable = opened.readable
+        self._extent = extent
+        self._digest_kind = opened.digest_kind
+        self._carrier = opened.end
+        self._planner = FramePlanner(extent, min(self._carrier.frame_bytes, opened.max_frame_bytes))
+        self._begun: deque[Header] = deque()
+        self._uncommitted: deque[tuple[int, Digest]] = deque()  # by sequence
+        self._num_acked = 0
+        self._unsent = b""
+        """Commits that go out with the next frame, or before the next wait."""
+
+    def run(self) -> str:
+        """Serve; return "" or why it ended early. The reader has been told where it could be."""
+        with self._wire.waker() as waker:
+            self._readable.progress.subscribe(waker.wake)  # under its lock, and never after `unsubscribe`
+            try:
+                self._accept()
+                self._serve(waker)
+            except _EndedError as end:
+                if end.tell:
+                    self._tell(end)
+                return end.reason
+            except DeviceError as error:
+                self._tell(_EndedError(str(error), tell=True, code="device"))
+                return str(error)
+            except (WireClosedError, WireTimeoutError, ProtocolError) as error:
+                return f"the reader has gone: {error}"
+            finally:
+                self._readable.progress.unsubscribe(waker.wake)
+                self._carrier.close()
+        self.stats.landed_ns = time.time_ns()
+        return ""
+
+    def _tell(self, end: _EndedError) -> None:
+        with contextlib.suppress(WireClosedError, WireTimeoutError):
+            self._unsent += encode_frame(Kind.FAIL, Fail(reason=end.reason[:_MAX_REASON_CHARS], code=end.code))
+            self._flush()
+            self._wire.finish_sending()
+
+    def _accept(self) -> None:
+        access = self._carrier.access
+        accepted = Accepted(
+            carrier=self.stats.carrier,
+            digests=self._digest_kind is not None,
+            digest_kind="sum64" if self._digest_kind == "sum64" else "xxh3",
+            staged=access.staged,
+            device=access.device,
+            num_blocks=self._context.shape.num_blocks if access.by_tables else (),
+            heads=heads_of(self._context.shape.layout) if access.by_tables else NO_HEADS,
+            tables=self._readable.tables if access.by_tables else (),
+            traceparent=self.stats.traceparent,
+        )
+        self._unsent = encode_frame(Kind.ACCEPTED, accepted)
+
+    def _serve(self, waker: Waker) -> None:
+        while True:
+            waker.clear()
+            ready = self._readable.progress.ready()
+            if ready.failure is not None:
+                raise _EndedError(ready.failure, tell=True)
+            self._take_acks()
+            self._commit()  # before asking for room: what has been acked must not hold up what is next
+            has_begun = self._begin(ready)
+            if self._begun and (len(self._begun) == self._carrier.max_begun or not has_begun):
+                try:
+                    self._send(self._begun[0])
+                except HeldUpError:
+                    self._flush()
+                    self._wait(waker)
+            elif has_begun:
+                continue
+            elif self._planner.all_sent and not self._uncommitted and ready.trailer is not None:
+                return self._end(ready.trailer)
+            else:
+                self._flush()
+                self._wait(waker)
+
+    def _begin(self, ready: Ready) -> bool:
+        """Begin the next frame of what is ready, if there is one and room for it."""
+        num_begun = len(self._begun)
+        if num_begun == self._carrier.max_begun or num_begun + len(self._uncommitted) >= MAX_UNACKED_FRAMES:
+            return False
+        data = self._planner.next(ready.num_tokens)
+        if data is None:
+            return False
+        self._carrier.begin(data, max(ready.marks[data.layer : data.layer + data.num_layers]))
+        self._begun.append(data)
+        return True
+
+    def _send(self, data: Header) -> None:
+        stats = self.stats
+        if not stats.num_frames:
+            stats.first_byte_ns = time.time_ns()
+            self._context.gate.started(self._ticket.lease_id, stats.carrier)
+        try:
+            digest = self._carrier.send(self._wire, self._unsent, data, stats, self._context.idle_timeout_s)
+        except NotFiniteError as error:
+            raise _EndedError(
+                f"layer {data.layer}, token {data.first_token}: {error}", tell=True, code="codec"
+            ) from error
+        self._begun.popleft()
+        self._unsent = b""
+        stats.num_frames += 1
+        stats.num_bytes += self._extent.memory_bytes(data.num_layers, data.num_tokens)
+        stats.num_wire_bytes += data.length
+        stats.last_byte_ns = time.time_ns()
+        self._uncommitted.append((data.sequence, digest))
+
+    def _take_acks(self) -> None:
+        """Take in the reader's Acks that are there. Raises WireClosedError when it has gone, ProtocolError."""
+        while self._wire.has_unread():
+            ack = self._wire.receive_header(time.monotonic() + self._context.idle_timeout_s, Kind.ACK)
+            if not self._carrier.needs_ack or not self._num_acked < ack.sequence <= self.stats.num_frames:
+                raise ProtocolError(f"ack of frame {ack.sequence} after {self._num_acked}")
+            self._num_acked = ack.sequence
+            self._carrier.acked(ack.sequence)
+
+    def _commit(self) -> None:
+        """Commit the frames that have left this memory, if the lease is good *now*."""
+        num_gone = self._num_acked if self._carrier.needs_ack else self.stats.num_frames
+        if not self._uncommitted or self._uncommitted[0][0] > num_gone:
+            return
+        if not self._context.gate.still_valid(self._ticket):
+            raise _EndedError(self._readable.progress.ready().failure or "the lease has ended", tell=True)
+        while self._uncommitted and self._uncommitted[0][0] <= num_gone:
+            sequence, digest = self._uncommitted.popleft()
+            self._unsent += encode_header(Header(Kind.COMMIT, sequence, digest=digest()))
+
+    def _flush(self) -> None:
+        if self._unsent:
+            self._wire.send([self._unsent], self._context.idle_timeout_s)
+            self._unsent = b""
+
+    def _end(self, trailer: bytes) -> None:
+        if len(trailer) > MAX_TRAILER_BYTES:
+            raise _EndedError(f"the trailer has {len(trailer)} bytes", tell=True)
+        if not self._context.gate.still_valid(self._ticket):
+            raise _EndedError("the lease has ended", tell=True)
+        self._unsent += encode_header(Header(Kind.END, length=len(trailer), digest=digest_of(trailer))) + trailer
+        self._flush()
+
+    def _wait(self, waker: Waker) -> None:
+        """Wait for the engine, or a word of the reader."""
+        started = time.perf_counter_ns()
+        moved = waker.wait(self._context.idle_timeout_s)
+        self.stats.wait_ns += time.perf_counter_ns() - started
+        if not moved:
+            if self._uncommitted:
+                raise _EndedError("the reader copies nothing", tell=False)
+            if not self._context.gate.still_valid(self._ticket):
+                raise _EndedError("the lease has ended", tell=True)

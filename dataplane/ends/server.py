@@ -1,0 +1,245 @@
+"""Serves reads of one arena: a listening socket for all carriers, a thread per stream, bounded."""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from dataplane.blocks.layout import ArenaShape
+from dataplane.cards.device_arena import KVArena
+from dataplane.cards.nccl.pairs import HolderPairs
+from dataplane.carriers import loopback, shm, tcp
+from dataplane.ends import choice as connect
+from dataplane.ends.sender import HolderStream, JunkError
+from dataplane.protocol.gate import HolderContext, LeaseGate, ReadableKV
+from dataplane.protocol.stream import Kind, Refused, encode_frame
+from dataplane.protocol.wire import SocketWire, Thread, Wire, WireClosedError, WireTimeoutError
+from schemas.handoff import Endpoint
+from schemas.ids import WorkerId
+
+__all__ = ["LeaseGate", "PlaneServer", "ReadableKV", "ServerOptions"]
+
+log = logging.getLogger(__name__)
+
+_LOG_INTERVAL_S = 1.0
+_MAX_LOGGED_PEERS = 256
+_BACKLOG = 64
+# A lease that has ended meanwhile is no such wrong: its reader was only late.
+_WRONG = frozenset({"malformed", "version", "ticket", "fingerprint", "carrier", "range"})
+
+
+@dataclass(slots=True, frozen=True)
+class ServerOptions:
+    """`carriers`: what is offered, of connect.CARRIERS. `advertise_host`: what readers are told to connect
+    to, `host` unless given. `open_timeout_s`: within it a stream must have said what it wants. `idle_timeout_s`: a
+    reader that takes nothing for so long is cut, and a connection on which no next stream is opened.
+    """
+
+    carriers: tuple[str, ...] = (shm.NAME, tcp.NAME)
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise_host: str = ""
+    digests: bool = True
+    max_streams: int = 64
+    open_timeout_s: float = 5.0
+    idle_timeout_s: float = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A connection, and who serves its streams."""
+
+    wire: Wire
+    peer: str
+    stream: HolderStream
+    thread: Thread | None = None
+
+
+class PlaneServer:
+    """Streams what `gate` allows out of `arena`. `num_junk` counts peers that did not speak the protocol,
+    `num_refused` readers that asked for what is not theirs."""
+
+    def __init__(
+        self,
+        arena: KVArena,
+        shape: ArenaShape,
+        gate: LeaseGate,
+        secret: bytes,
+        options: ServerOptions | None = None,
+    ) -> None:
+        self.arena = arena
+        self.options = options or ServerOptions()
+        self.num_junk = 0
+        self.num_refused = 0
+        self._pairs: HolderPairs | None = None
+        if arena.pair_parts is not None and connect.NCCL in self.options.carriers:
+            self._pairs = HolderPairs(arena.pair_parts)
+        self._context = HolderContext(
+            arena=arena,
+            shape=shape,
+            gate=gate,
+            secret=secret,
+            carriers=self.options.carriers,
+            digests=self.options.digests,
+            open_timeout_s=self.options.open_timeout_s,
+            idle_timeout_s=self.options.idle_timeout_s,
+            pairs=self._pairs,
+        )
+        self._lock = threading.Lock()
+        self._streams: list[_Live] = []
+        self._closing = False
+        self._listener: socket.socket | None = None
+        self._port = 0
+        self._acceptor: Thread | None = None
+        self._logged_at: dict[str, float] = {}
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where readers find this server. Only after `start`."""
+        return Endpoint(
+            host=self.options.advertise_host or self.options.host,
+            port=self._port,
+            carriers=self.options.carriers,
+            arena=self.arena.name,
+            arena_nonce=self.arena.nonce,
+            card=self.arena.card,
+        )
+
+    def endpoint_for(self, reader: WorkerId) -> Endpoint:
+        """Return the same, with what only this reader may open. Does not wait."""
+        pair = None if self._pairs is None else self._pairs.offer(reader)
+        return self.endpoint if pair is None else replace(self.endpoint, pair=pair)
+
+    @property
+    def num_streams(self) -> int:
+        """The streams under way, not the connections that wait for a next one."""
+        with self._lock:
+            return sum(live.stream.is_opened for live in self._streams)
+
+    def start(self) -> None:
+        """Listen and serve. Raises OSError when the address cannot be bound."""
+        assert self._acceptor is None and not self._closing, "a server is started once"
+        self._listen()
+
+    def connect(self) -> Wire:
+        """Return the reader's end of a new stream inside this process. Raises ConnectionError when closing."""
+        ours, theirs = self._pair()
+        if not self._admit(ours, "this process"):
+            theirs.close()
+            raise ConnectionRefusedError("the plane server is closing")
+        return theirs
+
+    def close(self) -> None:
+        """Cut all streams and wait for their threads: when it returns, nothing reads the arena. Idempotent."""
+        with self._lock:
+            self._closing = True
+            live = list(self._streams)
+        self._stop_listening()
+        for stream in live:
+            stream.wire.cut()
+        for stream in live:
+            if stream.thread is not None:
+                stream.thread.join()
+        if self._pairs is not None:
+            self._pairs.close()
+
+    # What the simulator does in its own way.
+
+    def _listen(self) -> None:
+        if set(self.options.carriers) - {loopback.NAME}:
+            address = (self.options.host, self.options.port)
+            listener = self._listener = socket.create_server(address, backlog=_BACKLOG)
+            self._port = listener.getsockname()[1]
+            self._acceptor = self._new_thread(lambda: self._accept(listener), "kv-accept")
+            self._acceptor.start()
+        if {loopback.NAME, connect.CUDA} & set(self.options.carriers):
+            loopback.register(self)
+
+    def _stop_listening(self) -> None:
+        loopback.unregister(self)
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+        if self._acceptor is not None:
+            self._acceptor.join()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _pair(self) -> tuple[Wire, Wire]:
+        """Return the holder's and the reader's end of a new wire."""
+        ours, theirs = socket.socketpair()
+        return SocketWire(ours, reads_ahead=True), SocketWire(theirs)
+
+    def _new_thread(self, run: Callable[[], None], name: str) -> Thread:
+        return threading.Thread(target=run, name=name, daemon=True)
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, address = listener.accept()
+            except OSError as error:
+                if self._closing:
+                    return
+                self._log_peer("accept", f"cannot accept: {error}")
+                time.sleep(0.05)  # out of descriptors: a moment for streams to end; connections wait in the backlog
+                continue
+            self._admit(SocketWire(sock, reads_ahead=True), address[0])
+
+    def _admit(self, wire: Wire, peer: str) -> bool:
+        """Start a thread that serves `wire`, or say no. Says whether the wire was taken at all."""
+        live = _Live(wire, peer, HolderStream(self._context, wire))
+        with self._lock:
+            if self._closing:
+                wire.close()
+                return False
+            num_taken = sum(not live.stream.is_pair for live in self._streams)  # pairs have a bound of their own
+            full = num_taken >= self.options.max_streams
+            if full and (silent := next((s for s in self._streams if s.stream.is_silent), None)) is not None:
+                silent.wire.cut()  # one that wants nothing, or has not said what, makes room
+                self._streams.remove(silent)
+                full = False
+            if not full:
+                self._streams.append(live)
+                live.thread = self._new_thread(lambda: self._serve(live), "kv-serve")
+                live.thread.start()
+        if full:
+            refused = Refused(code="busy", detail=f"{self.options.max_streams} streams are open")
+            with contextlib.suppress(WireClosedError, WireTimeoutError):
+                wire.send([encode_frame(Kind.REFUSED, refused)], _LOG_INTERVAL_S)
+            wire.close()
+        return True
+
+    def _serve(self, live: _Live) -> None:
+        try:
+            live.stream.run()
+            if live.stream.refused in _WRONG:
+                with self._lock:
+                    self.num_refused += 1
+        except JunkError as junk:
+            if not self._closing:
+                with self._lock:
+                    self.num_junk += 1
+                self._log_peer(live.peer, f"dropped what is no KV reader: {junk}")
+        except Exception:
+            log.exception("serving a KV stream to %s failed", live.peer)
+        finally:
+            with self._lock:
+                if live in self._streams:
+                    self._streams.remove(live)
+            live.wire.close()
+
+    def _log_peer(self, peer: str, text: str) -> None:
+        """Log a line, at most one per peer and second: anybody may knock as often as he likes."""
+        now = time.monotonic()
+        with self._lock:
+            if now - self._logged_at.get(peer, -_LOG_INTERVAL_S) < _LOG_INTERVAL_S:
+                return
+            if len(self._logged_at) >= _MAX_LOGGED_PEERS:
+                self._logged_at.clear()
+            self._logged_at[peer] = now
+        log.warning("peer %s: %s", peer, text)

@@ -1,0 +1,1 @@
+"""Bytes: arenas, the rows of a frame in them, digests, compression."""

@@ -1,0 +1,174 @@
+"""The memory that holds a worker's KV: a file in /dev/shm that readers on the same host may map too.
+
+A header page comes first. It holds a nonce, by which a reader knows that it opened the arena that it was told of.
+The owner's lock on the file tells whoever cleans up that the owner is alive, whatever its process id is to them.
+"""
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import stat
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from dataplane.blocks.layout import ArenaShape
+
+SHM_DIR = Path("/dev/shm")
+HEADER_BYTES = 4096
+_HEADER = struct.Struct("<8s32sQ")  # magic, nonce, bytes of KV
+_MAGIC = b"KVARENA1"
+_NAME = re.compile(r"kvmesh-(\d{1,10})-[0-9a-f]{16}")
+
+ByteArray = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+
+class ArenaMissingError(Exception):
+    """There is no arena of this name and nonce on this host, or this process may not read it."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"arena {name!r}: {reason}")
+        self.name = name
+
+
+class ArenaTooLargeError(Exception):
+    """The shared memory has no room. Sizes in bytes."""
+
+    def __init__(self, needed: int, available: int) -> None:
+        mib = 1 << 20
+        super().__init__(
+            f"the KV arena needs {needed / mib:.0f} MiB of shared memory, but {SHM_DIR} has {available / mib:.0f} MiB "
+            "left: take less (kv_bytes, --kv-mib), or give the container more (docker: --shm-size)"
+        )
+        self.needed = needed
+        self.available = available
+
+
+class Arena:
+    """Memory for whole blocks, mapped from /dev/shm. All pages are taken at once: that there is too little
+    room must show at the start, not as SIGBUS in the middle of a request.
+
+    `array` and `buffer` are the KV without the header; both are empty once closed. Views that others took of them stay
+    valid: the memory goes when the last of them does.
+    """
+
+    card = ""
+    """It is in host memory."""
+    pair_parts = None
+    """No communicator reads host memory."""
+
+    def __init__(self, name: str, nonce: str, mapping: mmap.mmap, *, owned: bool) -> None:
+        self.name = name
+        self.nonce = nonce
+        self.owned = owned
+        self._mapping: mmap.mmap | None = mapping
+        self.array: ByteArray = np.frombuffer(mapping, np.uint8, offset=HEADER_BYTES)
+        self.buffer = memoryview(mapping)[HEADER_BYTES:]
+
+    @classmethod
+    def create(cls, shape: ArenaShape) -> "Arena":
+        """Return a new arena of this shape, owned by this process. Raises ArenaTooLargeError."""
+        return cls.create_bytes(shape.num_bytes)
+
+    @classmethod
+    def create_bytes(cls, num_bytes: int) -> "Arena":
+        """Return so much new memory, owned by this process. Raises ArenaTooLargeError."""
+        needed = HEADER_BYTES + num_bytes
+        available = _available_bytes()
+        if available is not None and needed > available:
+            raise ArenaTooLargeError(needed, available)
+        name, nonce = f"kvmesh-{os.getpid()}-{secrets.token_hex(8)}", secrets.token_hex(16)
+        path = SHM_DIR / name
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.posix_fallocate(fd, 0, needed)
+            mapping = mmap.mmap(fd, needed)  # keeps the open file, and with it the lock
+        except BaseException as error:
+            path.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENOMEM):  # others were quicker
+                raise ArenaTooLargeError(needed, _available_bytes() or 0) from error
+            raise
+        finally:
+            os.close(fd)
+        mapping[: _HEADER.size] = _HEADER.pack(_MAGIC, nonce.encode(), num_bytes)
+        return cls(name, nonce, mapping, owned=True)
+
+    @classmethod
+    def attach(cls, name: str, nonce: str) -> "Arena":
+        """Map another process's arena, read-only. Raises ArenaMissingError."""
+        if not _NAME.fullmatch(name):
+            raise ArenaMissingError(name, "no arena has such a name")
+        try:
+            fd = os.open(SHM_DIR / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise ArenaMissingError(name, error.strerror or str(error)) from error
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_size < HEADER_BYTES:
+                raise ArenaMissingError(name, "no header")
+            mapping = mmap.mmap(fd, status.st_size, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            raise ArenaMissingError(name, str(error)) from error
+        finally:
+            os.close(fd)
+        magic, found, num_bytes = _HEADER.unpack_from(mapping)
+        if (magic, found, num_bytes) != (_MAGIC, nonce.encode(errors="replace"), status.st_size - HEADER_BYTES):
+            mapping.close()
+            raise ArenaMissingError(name, "another arena has this name")
+        return cls(name, nonce, mapping, owned=False)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.array.nbytes
+
+    def close(self) -> None:
+        """Let go of the memory and, as its owner, of its name. Idempotent."""
+        mapping, self._mapping = self._mapping, None
+        if mapping is None:
+            return
+        if self.owned:
+            (SHM_DIR / self.name).unlink(missing_ok=True)
+        self.array = np.empty(0, np.uint8)
+        with contextlib.suppress(BufferError):  # somebody made a view of it
+            self.buffer.release()
+        self.buffer = memoryview(b"")
+        with contextlib.suppress(BufferError):  # views are alive: the last one unmaps
+            mapping.close()
+
+
+def _available_bytes() -> int | None:
+    """None: the file system has no limit."""
+    room = os.statvfs(SHM_DIR)
+    return room.f_bavail * room.f_frsize if room.f_blocks else None
+
+
+def remove_stale_arenas() -> list[str]:
+    """Unlink the arenas whose owners have died without closing them, and return their names."""
+    removed: list[str] = []
+    for path in SHM_DIR.glob("kvmesh-*"):
+        named = _NAME.fullmatch(path.name)
+        if named is None or Path(f"/proc/{named[1]}").exists():
+            continue
+        with contextlib.suppress(OSError):
+            if not _is_locked(path):
+                path.unlink()
+                removed.append(path.name)
+    return removed
+
+
+def _is_locked(path: Path) -> bool:
+    """Say whether an owner lives. A process of another PID namespace has no entry in our /proc, but it has its lock."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False

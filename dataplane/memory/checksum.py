@@ -1,0 +1,93 @@
+"""The digest of a frame that a card copies: a kernel adds it up in any order, and the host gets the same number.
+
+Of the frame's bytes as little-endian 64-bit words w[0], w[1], …, the end padded with zeros, it is
+
+    sum over i of mix(w[i] ^ ((i + 1) · 0x9E3779B97F4A7C15))   mod 2^64
+
+with splitmix64's finalizer as `mix` (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014; its
+constants are Stafford's variant 13). A word that changes, or that stands elsewhere, changes its summand. It detects
+errors; against forgers the connection protects, as it does for xxh3.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.memory.arena import ByteArray
+
+GOLDEN = 0x9E3779B97F4A7C15
+WORD_BYTES = 8
+_MASK = (1 << 64) - 1
+_PIECE_WORDS = 16 << 10
+"""What is mixed at a time: the piece, its positions and two arrays between must fit into a core's second cache."""
+
+Words = npt.NDArray[np.uint64]
+_STEPS = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
+_LAST_SHIFT = np.uint64(31)
+_POSITIONS: Words = np.arange(1, _PIECE_WORDS + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+"""(i + 1) · GOLDEN of a frame's first words; a later piece's are these plus a multiple of GOLDEN."""
+_POSITIONS.flags.writeable = False
+
+
+class Sum64:
+    """The digest of bytes that come piece by piece, of any lengths. For one thread."""
+
+    def __init__(self) -> None:
+        self._sum = 0
+        self._num_words = 0
+        self._rest = b""
+        """Bytes of a word that is not whole yet."""
+        self._mixed: Words = np.empty(_PIECE_WORDS, np.uint64)
+        self._shifted: Words = np.empty(_PIECE_WORDS, np.uint64)
+
+    def update(self, data: ByteArray | bytes | bytearray | memoryview) -> None:
+        """Add what comes next. An array must be contiguous."""
+        view = (data.data if isinstance(data, np.ndarray) else memoryview(data)).cast("B")
+        if self._rest:
+            missing = WORD_BYTES - len(self._rest)
+            self._rest += bytes(view[:missing])
+            view = view[missing:]
+            if len(self._rest) < WORD_BYTES:
+                return
+            self._add(np.frombuffer(self._rest, "<u8"))
+            self._rest = b""
+        num_words = len(view) // WORD_BYTES
+        self._add(np.frombuffer(view, "<u8", num_words) if num_words else np.empty(0, np.uint64))
+        self._rest = bytes(view[num_words * WORD_BYTES :])
+
+    def intdigest(self) -> int:
+        """Return the digest of what has come so far."""
+        if not self._rest:
+            return self._sum
+        word = int.from_bytes(self._rest, "little")
+        return (self._sum + mix(word ^ ((self._num_words + 1) * GOLDEN & _MASK))) & _MASK
+
+    def _add(self, words: Words) -> None:
+        total = 0
+        for at in range(0, len(words), _PIECE_WORDS):
+            piece = words[at : at + _PIECE_WORDS]
+            mixed, shifted = self._mixed[: len(piece)], self._shifted[: len(piece)]
+            np.add(_POSITIONS[: len(piece)], np.uint64((self._num_words + at) * GOLDEN & _MASK), out=mixed)
+            np.bitwise_xor(mixed, piece, out=mixed)
+            for shift, factor in _STEPS:
+                np.right_shift(mixed, shift, out=shifted)
+                np.bitwise_xor(mixed, shifted, out=mixed)
+                np.multiply(mixed, factor, out=mixed)
+            np.right_shift(mixed, _LAST_SHIFT, out=shifted)
+            np.bitwise_xor(mixed, shifted, out=mixed)
+            total += int(mixed.sum())
+        self._num_words += len(words)
+        self._sum = (self._sum + total) & _MASK
+
+
+def sum64(data: ByteArray | bytes | bytearray | memoryview) -> int:
+    """Return the digest of these bytes."""
+    hasher = Sum64()
+    hasher.update(data)
+    return hasher.intdigest()
+
+
+def mix(word: int) -> int:
+    """Return splitmix64's finalizer of a word."""
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    word = (word ^ word >> 27) * 0x94D049BB133111EB & _MASK
+    return word ^ word >> 31

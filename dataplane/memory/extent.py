@@ -1,0 +1,87 @@
+"""What one stream carries of a sequence: which tokens of which layer, which heads, and in how many bytes. Pure."""
+
+from typing import NamedTuple
+
+from dataplane.blocks.layout import ITEM_BYTES, BlockTable, KVLayout, block_ids
+from dataplane.memory.codec import BlockCodec, WireDtype
+
+
+class HeadRange(NamedTuple):
+    """A run of the model's KV heads, over all shards."""
+
+    first: int
+    num_heads: int
+
+    def holds(self, other: "HeadRange") -> bool:
+        """Say whether `other` is a range that lies in this one."""
+        end, other_end = self.first + self.num_heads, other.first + other.num_heads
+        return other.num_heads > 0 and self.first <= other.first and other_end <= end
+
+
+NO_HEADS = HeadRange(0, 0)
+
+
+def heads_of(layout: KVLayout) -> HeadRange:
+    """Return the heads that a worker with this layout holds."""
+    return HeadRange(layout.first_head, layout.num_kv_heads)
+
+
+class Extent:
+    """Tokens [first_token, num_tokens) of `heads`. Of layers with a window only what that can still see.
+
+    `layout` is either end's: they differ in the heads held, which does not matter here. `group_starts`, `layer_starts`:
+    the first token that crosses. `row_bytes`: of one token's keys (or values) of these heads in one layer of an arena.
+    `cut_tokens`: frames end at a multiple of so many tokens where they can, as a block that is cut needs two scales.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        first_token: int,
+        num_tokens: int,
+        heads: HeadRange,
+        wire_dtype: WireDtype = "same",
+    ) -> None:
+        size = layout.block_size
+        self.layout = layout
+        self.first_token = first_token
+        self.num_tokens = num_tokens
+        self.heads = heads
+        self.wire_dtype: WireDtype = wire_dtype
+        needed = [layout.first_needed_block(group, num_tokens) for group in range(len(layout.groups))]
+        self.group_starts = [max(first_token, block * size) for block in needed]
+        self.layer_starts = [self.group_starts[group] for group in layout.group_of_layer]
+        self.row_bytes = heads.num_heads * layout.head_dim * ITEM_BYTES[layout.dtype]
+        self.codec: BlockCodec | None = None
+        self.cut_tokens = 1
+        if wire_dtype != "same":
+            self.codec = BlockCodec(wire_dtype, layout.dtype, heads.num_heads, layout.head_dim, size)
+            self.cut_tokens = size
+
+    def over_wire(self, wire_dtype: WireDtype) -> "Extent":
+        """Return the same, with its bytes as they cross."""
+        if wire_dtype == self.wire_dtype:
+            return self
+        return Extent(self.layout, self.first_token, self.num_tokens, self.heads, wire_dtype)
+
+    def memory_bytes(self, num_layers: int, num_tokens: int) -> int:
+        """Return the bytes of so many tokens of so many layers in an arena."""
+        return num_layers * num_tokens * 2 * self.row_bytes
+
+    def payload_bytes(self, num_layers: int, first_token: int, num_tokens: int) -> int:
+        """Return the bytes of a frame."""
+        if self.codec is None:
+            return self.memory_bytes(num_layers, num_tokens)
+        return num_layers * 2 * self.codec.num_bytes(first_token, num_tokens)
+
+
+def first_kept_block(table: BlockTable, end_block: int) -> int:
+    """Return the block from which on, up to `end_block`, none lies where a later one was written: of a ring the last
+    round, of any other table all."""
+    blocks = block_ids(table.segments)[: max(0, end_block - table.first_block)]
+    seen: set[int] = set()
+    for index in range(len(blocks) - 1, -1, -1):
+        if blocks[index] in seen:
+            return table.first_block + index + 1
+        seen.add(blocks[index])
+    return table.first_block

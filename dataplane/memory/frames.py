@@ -1,0 +1,160 @@
+"""Where a frame's bytes lie in an arena, and how they are copied and digested.
+
+A frame's bytes are, layer by layer, the keys of its tokens and then their values, in the order of the tokens, of each
+token the heads asked for: the same on both ends however each has cut them into segments and shards. Its digest is
+over them in this order.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from dataplane.blocks.layout import SlotSpan
+from dataplane.memory.arena import ByteArray
+from dataplane.memory.checksum import Sum64
+from dataplane.memory.rows import SequenceRuns
+from dataplane.protocol.stream import DigestKind, Header, TransferStats
+
+PIECE_BYTES = 512 << 10
+"""What is copied before it is digested: it must still be in the core's cache then."""
+
+Rows = npt.NDArray[np.uint8]
+"""[token, byte]. Contiguous where all heads of the arena are meant, else a part of each of its rows."""
+
+
+class SequenceMemory:
+    """A sequence's rows as views of an arena in host memory, which they keep alive. Raises ValueError when the arena is
+    smaller than its shape says."""
+
+    def __init__(self, array: ByteArray, runs: SequenceRuns) -> None:
+        if runs.shape.num_bytes > array.nbytes:
+            raise ValueError(f"{runs.shape.num_blocks} blocks do not fit into {array.nbytes} bytes")
+        self.runs = runs
+        self._array = array
+        self.is_contiguous = self.runs.is_contiguous
+
+    def views(self, data: Header) -> list[Rows]:
+        """Return the frame's bytes as views, in the frame's order."""
+        return [rows for part in self.parts(data) for rows in part]
+
+    def parts(self, data: Header) -> Iterator[list[Rows]]:
+        """Yield the views layer by layer, keys and values apart."""
+        runs, array = self.runs, self._array
+        stride, row_offset = runs.stride, runs.row_offset
+        bytes_of_row = slice(row_offset, row_offset + runs.row_bytes)
+        spans: dict[int, list[SlotSpan]] = {}
+        for part in runs.parts(data):
+            if part.group not in spans:
+                spans[part.group] = runs.slot_spans(part.group, data)
+            views: list[Rows] = []
+            for slot, num_tokens in spans[part.group]:
+                at = part.first_byte - row_offset + slot * stride
+                rows = array[at : at + num_tokens * stride].reshape(num_tokens, stride)
+                views.append(rows if self.is_contiguous else rows[:, bytes_of_row])
+            yield views
+
+
+class Staging:
+    """Memory between an arena and a wire, used again for each frame. For one thread."""
+
+    def __init__(self) -> None:
+        self._memory: ByteArray = np.empty(0, np.uint8)
+
+    def take(self, num_bytes: int) -> ByteArray:
+        """Return that many bytes; what was taken before is void."""
+        if self._memory.nbytes < num_bytes:
+            self._memory = np.empty(num_bytes, np.uint8)
+        return self._memory[:num_bytes]
+
+
+def gather(views: Iterable[Rows], target: ByteArray) -> None:
+    """Copy the views' bytes into `target`, which has room for exactly these."""
+    at = 0
+    for rows in views:
+        np.copyto(target[at : at + rows.size].reshape(rows.shape), rows)
+        at += rows.size
+    assert at == target.nbytes, f"{at} bytes in {target.nbytes}"
+
+
+def scatter(source: ByteArray, views: Iterable[Rows]) -> None:
+    """Copy `source`, which has exactly their bytes, into the views."""
+    at = 0
+    for rows in views:
+        np.copyto(rows, source[at : at + rows.size].reshape(rows.shape))
+        at += rows.size
+    assert at == source.nbytes, f"{at} bytes of {source.nbytes}"
+
+
+class Hasher(Protocol):
+    """Digests bytes as they come."""
+
+    def update(self, data: memoryview, /) -> None: ...
+    def intdigest(self) -> int: ...
+
+
+def new_hasher(kind: DigestKind) -> Hasher:
+    """Return a digest of this kind over nothing yet."""
+    return Sum64() if kind == "sum64" else xxhash.xxh3_64()
+
+
+def digest(views: Sequence[Rows], stats: TransferStats, kind: DigestKind | None) -> int:
+    """Return the digest of a frame's bytes (0 without a `kind`)."""
+    if kind is None:
+        return 0
+    started = time.perf_counter_ns()
+    hasher = new_hasher(kind)
+    for rows in views:
+        if rows.flags.c_contiguous:
+            hasher.update(rows.data)
+        else:
+            for piece in pieces(rows):
+                hasher.update(np.ascontiguousarray(piece).data)
+    stats.verify_ns += time.perf_counter_ns() - started
+    return hasher.intdigest()
+
+
+def copy(sources: Iterable[Rows], targets: Sequence[Rows], stats: TransferStats, kind: DigestKind | None) -> int:
+    """Copy a frame's bytes from one arena to another and return the digest of what arrived (0 without a `kind`)."""
+    hasher = None if kind is None else new_hasher(kind)
+    clock = time.perf_counter_ns
+    staging = Staging()
+    for source, target in _pairs(sources, targets):
+        started = clock()
+        arrived = target
+        if hasher is not None and not target.flags.c_contiguous:  # what is digested lies in one piece
+            arrived = staging.take(source.size).reshape(source.shape)
+            np.copyto(arrived, source)
+            np.copyto(target, arrived)
+        else:
+            np.copyto(target, source)  # lets other threads run, which assigning to a memoryview does not
+        copied = clock()
+        stats.copy_ns += copied - started
+        if hasher is not None:
+            hasher.update(arrived.data)
+            stats.verify_ns += clock() - copied
+    return 0 if hasher is None else hasher.intdigest()
+
+
+def pieces(rows: Rows) -> Iterator[Rows]:
+    """Cut into pieces of at most PIECE_BYTES, or of one row."""
+    size = max(1, PIECE_BYTES // rows.shape[1])
+    for at in range(0, len(rows), size):
+        yield rows[at : at + size]
+
+
+def _pairs(sources: Iterable[Rows], targets: Sequence[Rows]) -> Iterator[tuple[Rows, Rows]]:
+    """Cut both sides at each other's borders, and so that no piece is longer than PIECE_BYTES, or one row."""
+    remaining = iter(targets)
+    target = next(remaining)
+    max_rows = max(1, PIECE_BYTES // target.shape[1])
+    for source in sources:
+        while len(source):
+            if not len(target):
+                target = next(remaining)
+            size = min(len(source), len(target), max_rows)
+            yield source[:size], target[:size]
+            source, target = source[size:], target[size:]

@@ -1,0 +1,60 @@
+"""What the plane's threads need of a holder: its leases, and what all of its streams share."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from dataplane.blocks.layout import ArenaShape, BlockTables
+from dataplane.blocks.ticket import Ticket
+from dataplane.cards.device_arena import KVArena
+from dataplane.cards.nccl.pairs import HolderPairs
+from dataplane.protocol.progress import KVProgress
+from dataplane.protocol.stream import TransferStats
+from schemas.ids import LeaseId
+
+
+@dataclass(slots=True, frozen=True)
+class ReadableKV:
+    """What a ticket gives access to: tokens [first_token, num_tokens), of a sliding window what its table has."""
+
+    tables: BlockTables
+    num_tokens: int
+    progress: KVProgress
+    first_token: int = 0
+    traceparent: str = ""
+    """What this end of the transfer is called in its trace: told to the reader."""
+
+
+class LeaseGate(Protocol):
+    """The holder's leases, as the plane's threads see them. Every method may be called on any thread."""
+
+    def open(self, ticket: Ticket) -> ReadableKV:
+        """Return what the ticket names. Raises LeaseRefusedError."""
+        ...
+
+    def still_valid(self, ticket: Ticket) -> bool:
+        """Say whether the leased blocks are still what they were when `open` was called."""
+        ...
+
+    def started(self, lease_id: LeaseId, carrier: str) -> None:
+        """The first frame is on its way."""
+        ...
+
+    def served(self, lease_id: LeaseId, stats: TransferStats, error: str) -> None:
+        """The stream is over; `error` is "" when all was sent and committed."""
+        ...
+
+
+@dataclass(slots=True, frozen=True)
+class HolderContext:
+    """What all streams of a server share. Timeouts in seconds."""
+
+    arena: KVArena
+    shape: ArenaShape
+    gate: LeaseGate
+    secret: bytes
+    carriers: tuple[str, ...]
+    digests: bool
+    open_timeout_s: float
+    idle_timeout_s: float
+    pairs: HolderPairs | None = None
+    """Over which readers on other cards read; None: there are none."""

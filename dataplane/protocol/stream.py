@@ -1,0 +1,396 @@
+"""The one stream protocol of every carrier, without I/O: what is said, its limits, what comes next, what to believe.
+
+    reader → Open                     the ticket, the layout's fingerprint, which tokens of which heads are wanted
+    holder → Accepted | Refused
+    holder → Data, Commit, …          Data: some tokens of some layers; its bytes cross as the carrier has it, `at`
+    reader → Ack, …                   only where it copies from the holder's memory: it has finished with all up to this
+    holder → End | Fail               End: all is committed; carries the holder's trailer
+    reader → Open …                   another stream on the same connection, only after an End
+
+A connection may be a pair's instead (pair.py), over which a communicator is agreed upon and kept in step:
+
+    reader → PairOpen                 a ticket, and which of the holder's offers is meant
+    holder → PairAccepted | Refused
+    holder → Slot, …                  what goes next through the communicator: `at` its number, `digest` whose it is
+
+A Commit says that the lease was still good *after* a frame's bytes had left the holder's memory, and what their digest
+was there. A frame is believed once its digest and its Commit are in; nothing waits for a round trip but the last frame.
+Every frame starts with one header of fixed size; all numbers are little-endian; every size has a limit.
+"""
+
+import enum
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeVar
+
+import msgspec
+import xxhash
+
+from dataplane.blocks.layout import BlockTables
+from dataplane.memory.codec import WireDtype
+from dataplane.memory.extent import NO_HEADS, Extent, HeadRange
+
+VERSION = 3
+MAX_CONTROL_BYTES = 8 << 10
+"""Open, Refused and Fail."""
+MAX_ACCEPTED_BYTES = 1 << 20
+"""Accepted may name many blocks."""
+MAX_TRAILER_BYTES = 64 << 10
+MAX_FRAME_BYTES = 128 << 20
+"""Payload of one Data frame."""
+MAX_OUTSTANDING_FRAMES = 16
+"""Frames that are sent and not yet committed."""
+
+_MAGIC = b"KV"
+_HEADER = struct.Struct("<2sBBIHHIIIQQ")
+HEADER_BYTES = _HEADER.size
+
+RefusalCode = Literal[
+    "malformed", "version", "ticket", "lease", "fingerprint", "carrier", "range", "busy", "closing", "internal"
+]
+FailureCode = (
+    RefusalCode
+    | Literal[
+        "connect",
+        "closed",
+        "deadline",
+        "cancelled",
+        "protocol",
+        "digest",
+        "holder",
+        "codec",
+        "arena",
+        "device",
+        "internal",
+    ]
+)
+FailCode = Literal["holder", "codec", "device"]
+"""Why a holder ends a stream; "codec": what it holds cannot be compressed, but can be read as it is; "device": its card
+failed."""
+DigestKind = Literal["xxh3", "sum64"]
+"""xxh3-64, or where one end has its arena on a card what a card computes as it copies (checksum.py)."""
+Digest = Callable[[], int]
+"""Returns a frame's digest; waits for it where a card computes it. Raises DeviceError."""
+
+
+class Kind(enum.IntEnum):
+    OPEN = 1
+    ACCEPTED = 2
+    REFUSED = 3
+    DATA = 4
+    ACK = 5
+    COMMIT = 6
+    END = 7
+    FAIL = 8
+    PAIR_OPEN = 9
+    PAIR_ACCEPTED = 10
+    SLOT = 11
+
+
+_MAX_BODY = {
+    Kind.OPEN: MAX_CONTROL_BYTES,
+    Kind.ACCEPTED: MAX_ACCEPTED_BYTES,
+    Kind.REFUSED: MAX_CONTROL_BYTES,
+    Kind.DATA: MAX_FRAME_BYTES,
+    Kind.ACK: 0,
+    Kind.COMMIT: 0,
+    Kind.END: MAX_TRAILER_BYTES,
+    Kind.FAIL: MAX_CONTROL_BYTES,
+    Kind.PAIR_OPEN: MAX_CONTROL_BYTES,
+    Kind.PAIR_ACCEPTED: 0,
+    Kind.SLOT: MAX_FRAME_BYTES,
+}
+
+
+class ProtocolError(Exception):
+    """The peer sent what the protocol does not allow here."""
+
+
+class TransferFailedError(Exception):
+    """A read ended early. Tokens from its first up to `num_landed_tokens` are in place, verified and committed."""
+
+    def __init__(self, code: FailureCode, detail: str, num_landed_tokens: int = 0) -> None:
+        super().__init__(f"{code}: {detail}")
+        self.code: FailureCode = code
+        self.detail = detail
+        self.num_landed_tokens = num_landed_tokens
+
+
+class Header(NamedTuple):
+    """The start of every frame. `length`: bytes of body, or of payload. `at`: of Data, where the bytes are to be had,
+    as the carrier has it. Fields that a kind does not use are 0."""
+
+    kind: Kind
+    sequence: int = 0
+    layer: int = 0
+    num_layers: int = 0
+    first_token: int = 0
+    num_tokens: int = 0
+    length: int = 0
+    digest: int = 0
+    at: int = 0
+
+
+def check_no_place(data: Header) -> None:
+    """Raise ProtocolError when a frame says where its bytes are, on a carrier that has no such place."""
+    if data.at:
+        raise ProtocolError(f"frame {data.sequence} is said to lie at {data.at}")
+
+
+class PairRead(msgspec.Struct, frozen=True, kw_only=True):
+    """A read over a pair: which offer it came from, and what the reader calls this read there."""
+
+    generation: int
+    read_id: int
+
+
+class Open(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks for tokens [first_token, num_tokens) of `heads`, counted over all shards, of what the ticket names.
+
+    `digest_kind`: what suits the reader's memory. `frame_bytes`: the most of KV that it takes in one frame.
+    """
+
+    ticket: str
+    fingerprint: str
+    carrier: str
+    first_token: int
+    num_tokens: int
+    heads: HeadRange
+    wire_dtype: WireDtype = "same"
+    digest_kind: DigestKind = "xxh3"
+    pair: PairRead | None = None
+    frame_bytes: int = MAX_FRAME_BYTES
+    version: int = VERSION
+    traceparent: str = ""
+    """What the reader's end of the transfer is called in its trace. Nothing depends on it."""
+
+
+class DeviceHandles(msgspec.Struct, frozen=True, kw_only=True):
+    """The names by which another process of the host opens an arena on a card: its memory, and the events of its marks
+    (device_arena.py)."""
+
+    uuid: str
+    """The card's."""
+    num_bytes: int
+    memory: bytes
+    marks: tuple[bytes, ...]
+
+
+class Accepted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`num_blocks`, `heads` (all that this holder has) and `tables` tell a reader that copies from the holder's arena
+    where the tokens lie in it, `device` how that is opened on a card; to others they are not told. `staged`: frames lie
+    in the holder's shared memory one by one, each `at` its header's offset."""
+
+    carrier: str
+    digests: bool
+    digest_kind: DigestKind = "xxh3"
+    staged: bool = False
+    device: DeviceHandles | None = None
+    num_blocks: tuple[int, ...] = ()
+    heads: HeadRange = NO_HEADS
+    tables: BlockTables = ()
+    traceparent: str = ""
+    """The same of the holder's end."""
+
+
+class PairOpen(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks for the pair of this offer. Any valid ticket of the reader's will do: it tells who asks."""
+
+    ticket: str
+    generation: int
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True):
+    code: RefusalCode
+    detail: str
+
+
+class Fail(msgspec.Struct, frozen=True, kw_only=True):
+    reason: str
+    code: FailCode = "holder"
+
+
+@dataclass(slots=True)
+class TransferStats:
+    """What one stream did, as one end saw it. Points are `time.time_ns()` (0: never), durations nanoseconds.
+
+    `reason`: why this carrier was taken. `num_bytes`: of KV in the arena. `num_wire_bytes`: of payload as it crossed,
+    which is less where it was compressed. `wait_ns`: blocked, with nothing to do. `copy_ns`: moving bytes (over TCP
+    this includes waiting for them). `codec_ns`: packing or unpacking. `accepted_ns`: the holder has said yes.
+    `traceparent`: of this end's span, as its owner has named it; `peer_traceparent`: of the other's, as it has said.
+    """
+
+    carrier: str = ""
+    wire_dtype: WireDtype = "same"
+    num_bytes: int = 0
+    num_wire_bytes: int = 0
+    num_frames: int = 0
+    opened_ns: int = 0
+    accepted_ns: int = 0
+    first_byte_ns: int = 0
+    last_byte_ns: int = 0
+    landed_ns: int = 0
+    wait_ns: int = 0
+    verify_ns: int = 0
+    copy_ns: int = 0
+    codec_ns: int = 0
+    traceparent: str = ""
+    peer_traceparent: str = ""
+    reason: str = ""
+
+
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
+
+
+def encode_header(header: Header) -> bytes:
+    """Return the header's bytes."""
+    return _HEADER.pack(_MAGIC, VERSION, *header)
+
+
+def encode_frame(kind: Kind, body: msgspec.Struct) -> bytes:
+    """Return a whole frame with a JSON body. Asserts its limit."""
+    text = msgspec.json.encode(body)
+    assert len(text) <= _MAX_BODY[kind], f"{kind.name} of {len(text)} bytes"
+    return encode_header(Header(kind, length=len(text))) + text
+
+
+def decode_header(data: bytes | bytearray | memoryview, *allowed: Kind) -> Header:
+    """Return the header of one of the `allowed` kinds. Raises ProtocolError, for an oversized length too."""
+    magic, version, kind, *fields = _HEADER.unpack(data)
+    if magic != _MAGIC or version != VERSION:
+        raise ProtocolError("not a KV stream of this version")
+    if kind not in allowed:
+        raise ProtocolError(f"frame of kind {kind} where {', '.join(k.name for k in allowed)} may come")
+    header = Header(Kind(kind), *fields)
+    if header.length > _MAX_BODY[kind]:
+        raise ProtocolError(f"{header.kind.name} of {header.length} bytes")
+    return header
+
+
+def decode_body(body: bytes | bytearray | memoryview, expected: type[BodyT]) -> BodyT:
+    """Return the JSON body. Raises ProtocolError."""
+    try:
+        return msgspec.json.decode(body, type=expected)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"{expected.__name__}: {error}") from error
+
+
+def digest_of(data: bytes) -> int:
+    """Return the digest of a few bytes."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+class FramePlanner:
+    """The holder's side: which frame to send next, so that the tokens that land grow as a prefix over all layers."""
+
+    def __init__(self, extent: Extent, frame_bytes: int) -> None:
+        assert 0 < frame_bytes <= MAX_FRAME_BYTES
+        self.sent = list(extent.layer_starts)
+        self._extent = extent
+        self._num_tokens = extent.num_tokens
+        self._max_rows = max(1, frame_bytes // extent.memory_bytes(1, 1))
+        self._num_frames = 0
+
+    @property
+    def all_sent(self) -> bool:
+        return min(self.sent) >= self._num_tokens
+
+    def next(self, ready: Sequence[int]) -> Header | None:
+        """Return the next Data frame of what is `ready`, or None; it counts as sent.
+
+        The layer that is furthest behind comes first; with it go those layers after it that stand at the same tokens,
+        while they fit, so that what piled up for a slow reader costs few frames.
+        """
+        sent, extent = self.sent, self._extent
+        ends = [self._end(tokens) for tokens in ready]
+        behind = [(sent[i], i) for i in range(len(sent)) if sent[i] < ends[i]]
+        if not behind:
+            return None
+        first, layer = min(behind)
+        end = self._cut(first, min(ends[layer], first + self._max_rows))
+        num_layers = 1
+        max_layers = min(self._max_rows // (end - first), len(sent) - layer)
+        while num_layers < max_layers:
+            other = layer + num_layers
+            if sent[other] != first or ends[other] < end:
+                break
+            num_layers += 1
+        sent[layer : layer + num_layers] = [end] * num_layers
+        self._num_frames += 1
+        length = extent.payload_bytes(num_layers, first, end - first)
+        return Header(Kind.DATA, self._num_frames, layer, num_layers, first, end - first, length)
+
+    def _end(self, ready: int) -> int:
+        """Return how far what is ready may be sent: a block that is begun waits for its rest."""
+        return self._num_tokens if ready >= self._num_tokens else ready - ready % self._extent.cut_tokens
+
+    def _cut(self, first: int, end: int) -> int:
+        """Return where a frame that could go to `end` ends."""
+        border = end - end % self._extent.cut_tokens
+        return border if first < border and end < self._num_tokens else end
+
+
+class Landing:
+    """The reader's side: which frames may come, and how much of what came may be believed."""
+
+    def __init__(self, extent: Extent, *, digests: bool) -> None:
+        self._received = list(extent.layer_starts)
+        self._committed = list(extent.layer_starts)
+        self._extent = extent
+        self._num_tokens = extent.num_tokens
+        self._digests = digests
+        self._last_sequence = 0
+        self._pending: deque[tuple[Header, Digest]] = deque()
+
+    @property
+    def num_landed_tokens(self) -> int:
+        """Tokens from the sequence's start that are in place over all layers, verified and committed.
+
+        With windows all or nothing: what the last token's window sees is not what an earlier token's does.
+        """
+        landed = min(self._committed)
+        if self._extent.layout.is_windowed and landed < self._num_tokens:
+            return self._extent.first_token
+        return landed
+
+    def expect(self, data: Header) -> None:
+        """Check a Data header before any of its bytes is written. Raises ProtocolError."""
+        layers = self._received[data.layer : data.layer + data.num_layers]
+        end = data.first_token + data.num_tokens
+        if data.sequence != self._last_sequence + 1 or len(self._pending) >= MAX_OUTSTANDING_FRAMES:
+            raise ProtocolError(f"frame {data.sequence} after {self._last_sequence}, {len(self._pending)} uncommitted")
+        if not data.num_tokens or not data.num_layers or len(layers) != data.num_layers or end > self._num_tokens:
+            raise ProtocolError(f"no such layers and tokens: {data}")
+        if any(received != data.first_token for received in layers):
+            raise ProtocolError(f"frame {data.sequence} leaves a gap or comes twice: {data}")
+        if data.digest:
+            raise ProtocolError(f"frame {data.sequence} has its digest too early: {data}")
+        if data.length != self._extent.payload_bytes(data.num_layers, data.first_token, data.num_tokens):
+            raise ProtocolError(f"frame {data.sequence} has a wrong length: {data}")
+
+    def received(self, data: Header, digest: Digest) -> None:
+        """The bytes of the expected frame are in place, or on their way there, and have this digest."""
+        self._last_sequence = data.sequence
+        end = data.first_token + data.num_tokens
+        self._received[data.layer : data.layer + data.num_layers] = [end] * data.num_layers
+        self._pending.append((data, digest))
+
+    def commit(self, commit: Header) -> None:
+        """Believe the oldest pending frame. Raises ProtocolError, TransferFailedError when its digest differs, and what
+        its digest raises."""
+        if not self._pending or self._pending[0][0].sequence != commit.sequence:
+            raise ProtocolError(f"commit of frame {commit.sequence}, which is not the next one")
+        data, digest = self._pending.popleft()
+        if self._digests and digest() != commit.digest:
+            raise TransferFailedError("digest", f"frame {data.sequence} (layer {data.layer}, token {data.first_token})")
+        end = data.first_token + data.num_tokens
+        self._committed[data.layer : data.layer + data.num_layers] = [end] * data.num_layers
+
+    def end(self, end: Header, trailer: bytes) -> None:
+        """Check that nothing is missing. Raises ProtocolError, and TransferFailedError when the trailer was damaged."""
+        if self._pending or self.num_landed_tokens < self._num_tokens:
+            raise ProtocolError(f"ended after {self.num_landed_tokens} of {self._num_tokens} tokens")
+        if end.digest != digest_of(trailer):
+            raise TransferFailedError("digest", "the trailer")

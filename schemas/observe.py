@@ -1,0 +1,147 @@
+"""What is said for people and their tools; no decision hangs on it. Ages are in milliseconds.
+
+A request's events are told by its gateway: `nats sub 'mesh.v1.request.>'`. A request has one `accepted` and one end:
+`finished`, `failed` or `cancelled`; their ages count from `accepted`. Anybody may ask what a worker does, and where a
+request is, with an empty message. `KeepTrace` asks everybody for the spans of one trace.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from schemas.ids import GatewayId, LeaseId, RequestId, WorkerId
+from schemas.message import Message, RequestMessage
+from schemas.request import FinishReason
+from schemas.worker import WorkerLoad
+
+RunStage = Literal["queued", "reserved", "fetching", "receiving", "computing", "handing_over", "ending"]
+"""`queued`: it waits for blocks. `reserved`: it has them, and waits for its KV. `fetching`: it reads what others hold;
+`receiving`: what its prefill worker computes. `handing_over`: computed, kept for its reader. `ending`: over, and its
+blocks wait for whoever may still write them."""
+
+RequestPhase = Literal["placing", "waiting", "prefill", "decode", "finished", "failed", "cancelled", "unknown"]
+"""`waiting`: to ask for a placement again. `unknown`: no gateway knows it; it may have ended a while ago."""
+
+
+class DescribeWorker(Message, frozen=True, kw_only=True):
+    """What does this worker do?"""
+
+
+class HeldRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt on a worker, `age_ms` after the worker has taken it. `reading_from`: whose KV is coming in.
+
+    `replica`: no attempt of this worker's, blocks of another's that are copied.
+    """
+
+    request_id: RequestId
+    attempt: int
+    part: Literal["prefill", "decode", "replica"]
+    stage: RunStage
+    age_ms: int
+    num_prompt_tokens: int = 0
+    reading_from: str = ""
+
+
+class HeldLease(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks that `reader` may read. `left_ms`: until it expires, unless it is renewed."""
+
+    lease_id: LeaseId
+    reader: WorkerId
+    num_blocks: int
+    age_ms: int
+    left_ms: int
+
+
+class WorkerDescribed(Message, frozen=True, kw_only=True):
+    """The oldest first; of many requests or leases only so many are listed. What is read how quickly from whom stands
+    in `load.rates.transfers`."""
+
+    load: WorkerLoad
+    requests: tuple[HeldRequest, ...] = ()
+    leases: tuple[HeldLease, ...] = ()
+    num_requests: int = 0
+    num_leases: int = 0
+
+
+class DescribeRequest(Message, frozen=True, kw_only=True):
+    """Where is this request now, and since when?"""
+
+
+class RequestDescribed(Message, frozen=True, kw_only=True):
+    """Where a request is. `phase_age_ms`: for how long it has been there; `left_ms`: until its deadline."""
+
+    request_id: RequestId
+    phase: RequestPhase
+    phase_age_ms: int = 0
+    age_ms: int = 0
+    left_ms: int = 0
+    gateway_id: GatewayId = GatewayId("")
+    attempt: int = 0
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    max_tokens: int = 0
+    detail: str = ""
+    """Why it ended, or why this is not its first attempt."""
+
+
+class StoryMessage(RequestMessage, frozen=True, kw_only=True):
+    """What happened, `age_ms` after the gateway had accepted the request."""
+
+    gateway_id: GatewayId
+    age_ms: int = 0
+
+
+class RequestAccepted(StoryMessage, frozen=True, kw_only=True):
+    """The body is read, checked and tokenized: a placement is asked for."""
+
+    num_prompt_tokens: int
+    max_tokens: int
+    tenant: str = ""
+
+
+class RequestPlaced(StoryMessage, frozen=True, kw_only=True):
+    """The attempt goes to these workers. Without a `decode_worker` the first serves it alone."""
+
+    prefill_worker: WorkerId
+    decode_worker: WorkerId | None = None
+
+
+class FirstTokenHeard(StoryMessage, frozen=True, kw_only=True):
+    """The answer's first token is on its way to the client."""
+
+
+class RequestResumed(StoryMessage, frozen=True, kw_only=True):
+    """The attempt before this one came to nothing more, `reason` says why: what the client has had goes along."""
+
+    num_answered_tokens: int
+    reason: str
+
+
+class RequestFinished(StoryMessage, frozen=True, kw_only=True):
+    finish_reason: FinishReason
+    num_tokens: int
+
+
+class RequestFailed(StoryMessage, frozen=True, kw_only=True):
+    """`status` is HTTP's, for an answer that had not begun."""
+
+    code: str
+    detail: str
+    status: int
+    num_tokens: int
+
+
+class RequestCancelled(StoryMessage, frozen=True, kw_only=True):
+    """Nobody wants the answer any more."""
+
+    reason: str
+    num_tokens: int
+
+
+class KeepTrace(Message, frozen=True, kw_only=True):
+    """Export what there is of this trace, though it was not sampled. `trace_id`: 32 hexadecimal digits."""
+
+    trace_id: str
+    reason: str

@@ -1,0 +1,131 @@
+"""Asks workers directly, as a gateway does: the only way to say from whom KV is to be read, whatever it costs."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+from schemas import subjects
+from schemas.block import hash_blocks, join_hashes, pack_tokens
+from schemas.directory import BlocksLocated, LocateBlocks
+from schemas.ids import GatewayId, RequestId, WorkerId, new_id
+from schemas.request import KVSource, Refused, RequestTokens, RunPrefill, SamplingParams, TokensEmitted, TransferReport
+from schemas.worker import WorkerInfo
+from services.bench.drive.driver import RequestFailedError
+from services.bus.base import BusError
+from services.bus.nats import NatsBus
+from services.bus.typed import Received, TypedBus
+from services.launch.known_workers import describe_fleet
+from services.runtime import now_ms
+
+TIMEOUT_S = 120.0
+LOCATE_EVERY_S = 0.01
+
+
+class FirstToken(NamedTuple):
+    """When it came, from sending the request, and what the worker says of its prompt."""
+
+    ttft_ms: float
+    report: TransferReport
+
+
+class DirectClient:
+    """One mesh's bus. `open` it; requests may run at once."""
+
+    def __init__(self, door: TypedBus, gateway_id: GatewayId, worker: WorkerInfo) -> None:
+        self._door = door
+        self._gateway_id = gateway_id
+        self._worker = worker
+        self._waiting: dict[RequestId, asyncio.Queue[RequestTokens]] = {}
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, nats_url: str) -> "AsyncGenerator[DirectClient]":
+        """Connect, and listen for tokens. Raises UserError where no mesh answers."""
+        fleet = await describe_fleet(nats_url)
+        bus = await NatsBus.connect(nats_url, "kvmesh-bench")
+        door = TypedBus(bus, "bench")
+        client = cls(door, GatewayId(new_id("bench")), fleet.workers[0].worker)
+        async with asyncio.TaskGroup() as tasks:
+            await door.listen(tasks, subjects.TOKENS, (client._gateway_id,), client._hear)
+            await bus.flush()
+            try:
+                yield client
+            finally:
+                await door.close()
+
+    @property
+    def block_size(self) -> int:
+        return self._worker.block_size
+
+    async def first_token(
+        self, worker_id: WorkerId, prompt: Sequence[int], sources: tuple[KVSource, ...] = ()
+    ) -> FirstToken:
+        """Have one worker compute one token, reading first from the sources. Raises RequestFailedError."""
+        request = RunPrefill(
+            request_id=RequestId(new_id("req")),
+            attempt=1,
+            deadline_ms=now_ms() + int(TIMEOUT_S * 1e3),
+            gateway_id=self._gateway_id,
+            prompt=pack_tokens(prompt),
+            sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+            sources=sources,
+        )
+        inbox: asyncio.Queue[RequestTokens] = asyncio.Queue()
+        self._waiting[request.request_id] = inbox
+        started = time.perf_counter()
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                reply = await self._door.ask(subjects.RUN, (worker_id,), request, TIMEOUT_S)
+                if isinstance(reply, Refused):
+                    raise RequestFailedError(f"{worker_id} refused a request: {reply.reason}, {reply.detail}")
+                return await _wait_first(inbox, started)
+        except (BusError, TimeoutError) as error:
+            raise RequestFailedError(
+                f"{worker_id} did not answer a request: {error or type(error).__name__}"
+            ) from error
+        finally:
+            del self._waiting[request.request_id]
+
+    async def wait_located(self, prompt: Sequence[int], holder: WorkerId) -> int:
+        """Return how many blocks of the prompt `holder` has, once the directory knows of all that are full."""
+        hashes = hash_blocks(prompt, self.block_size, model_fingerprint=self._worker.fingerprint)
+        request_id = RequestId(new_id("locate"))
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:
+                located = await self._door.ask(
+                    subjects.LOCATE,
+                    (),
+                    LocateBlocks(
+                        request_id=request_id,
+                        attempt=1,
+                        deadline_ms=now_ms() + 1_000,
+                        block_hashes=join_hashes(hashes),
+                    ),
+                    TIMEOUT_S,
+                )
+                assert isinstance(located, BlocksLocated)
+                if any(h.worker_id == holder and h.num_blocks == len(hashes) for h in located.holders):
+                    return len(hashes)
+                await asyncio.sleep(LOCATE_EVERY_S)  # nobody announces what the directory has heard
+
+    def _hear(self, received: Received[TokensEmitted]) -> None:
+        for share in received.message.requests:
+            if inbox := self._waiting.get(RequestId(share.request_id)):
+                inbox.put_nowait(share)
+
+
+async def _wait_first(inbox: "asyncio.Queue[RequestTokens]", started: float) -> FirstToken:
+    """Wait for the only token; what the worker reports may come with it or after it."""
+    ttft_ms: float | None = None
+    while True:
+        share = await inbox.get()
+        if share.failure is not None:
+            raise RequestFailedError(f"a worker failed a request: {share.failure.detail}")
+        if share.tokens and ttft_ms is None:
+            ttft_ms = (time.perf_counter() - started) * 1e3
+        if share.finish_reason is not None:
+            if ttft_ms is None:
+                raise RequestFailedError("a worker ended a request without a token")
+            return FirstToken(ttft_ms, share.report or TransferReport())

@@ -1,0 +1,121 @@
+"""The meshes that a bench starts for itself, of equal size: what is not being asked is idle."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from services.bench.drive.driver import Client, base_url, open_http
+from services.bench.drive.random_model import SHAPE, make_model
+from services.engine.checkpoint import read_checkpoint
+from services.launch.supervisor import Supervisor, UpOptions
+
+SPLIT, WHOLE = "split", "whole"
+RECOMPUTE, CACHE_ONLY, BOTH = "recompute", "prefix_cache_only", "both_directions"
+
+
+@asynccontextmanager
+async def running(meshes: Mapping[str, UpOptions]) -> AsyncGenerator[dict[str, Supervisor]]:
+    """Start every mesh, one after another, and stop them all at the end. Raises UserError."""
+    async with AsyncExitStack() as stack:
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvmesh-bench-")))
+        supervisors: dict[str, Supervisor] = {}
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            for name, options in meshes.items():
+                progress.add_task(f"starting the mesh {name!r}", total=None)
+                supervisors[name] = await stack.enter_async_context(_mesh(options, root / name))
+        yield supervisors
+
+
+@asynccontextmanager
+async def split_and_whole(model: str) -> AsyncGenerator[dict[str, str]]:
+    """Run one prefill and one decode worker, and beside them two workers that do both; give the URL of each mesh."""
+    split = UpOptions(model=model, port=0)
+    whole = UpOptions(model=model, port=0, num_prefill=0, num_decode=0, num_aggregated=2)
+    async with running({SPLIT: split, WHOLE: whole}) as supervisors:
+        yield urls_of(supervisors)
+
+
+def reuse_modes(options: UpOptions) -> dict[str, UpOptions]:
+    """Return the three ways to serve text that was seen before: compute it again, keep what each worker computed,
+    read it from whoever has it. All else is equal."""
+    return {
+        RECOMPUTE: replace(options, prefix_cache=False, policy="least_loaded"),
+        CACHE_ONLY: replace(options, policy="least_loaded"),
+        BOTH: replace(options, policy="cost"),
+    }
+
+
+def urls_of(supervisors: Mapping[str, Supervisor]) -> dict[str, str]:
+    return {name: supervisor.url for name, supervisor in supervisors.items()}
+
+
+@asynccontextmanager
+async def model_folder(model: str) -> AsyncGenerator[tuple[str, int | None]]:
+    """Give a checkpoint and its number of parameters: `model` as it is, or fresh random weights where it is empty."""
+    if model:
+        yield model, None
+        return
+    with tempfile.TemporaryDirectory(prefix="kvmesh-bench-model-") as folder:
+        path, num_parameters = await asyncio.to_thread(make_model, Path(folder))
+        yield str(path), num_parameters
+
+
+class Served(NamedTuple):
+    """What a bench asks: a client for each mesh by its name, and what prompts for them may be made of."""
+
+    clients: dict[str, Client]
+    vocab_size: int
+    num_parameters: int | None
+
+    @property
+    def context_length(self) -> int:
+        return min(client.model.context_length for client in self.clients.values()) or SHAPE["context_length"]
+
+    @property
+    def model(self) -> str:
+        return next(iter(self.clients.values())).model.id
+
+
+@asynccontextmanager
+async def serving(
+    meshes: Callable[[UpOptions], Mapping[str, UpOptions]], options: UpOptions, url: str = ""
+) -> AsyncGenerator[Served]:
+    """Start what `meshes` makes of the options; or use the gateway at `url`, under that name. Raises UserError.
+
+    Without a model in the options it has random weights.
+    """
+    async with AsyncExitStack() as stack:
+        http = await stack.enter_async_context(open_http())
+        if url:
+            client = await Client.open(http, base_url(url))
+            yield Served({base_url(url): client}, SHAPE["vocab"], None)
+            return
+        model, num_parameters = await stack.enter_async_context(model_folder(options.model))
+        supervisors = await stack.enter_async_context(running(meshes(replace(options, model=model, port=0))))
+        clients = {name: await Client.open(http, supervisor.url) for name, supervisor in supervisors.items()}
+        yield Served(clients, read_checkpoint(model).vocab_size, num_parameters)
+
+
+def rotated(names: Iterable[str], turn: int) -> list[str]:
+    """Return the names, beginning with another one each turn: whoever comes first has no advantage."""
+    names = list(names)
+    start = turn % len(names)
+    return [*names[start:], *names[:start]]
+
+
+@asynccontextmanager
+async def _mesh(options: UpOptions, run_dir: Path) -> AsyncGenerator[Supervisor]:
+    supervisor = Supervisor(options, run_dir)
+    try:
+        await supervisor.start()
+        yield supervisor
+    finally:
+        await supervisor.stop()

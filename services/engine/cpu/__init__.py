@@ -1,0 +1,1 @@
+"""The engine on the processor."""

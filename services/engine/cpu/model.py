@@ -1,0 +1,240 @@
+"""The engine proper: a transformers model whose attention is ours, one flat ragged batch a step."""
+
+import inspect
+import logging
+import threading
+from collections.abc import Sequence as Seq
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from dataplane.blocks.layout import ArenaShape, BlockTable, KVLayout, Segment, num_blocks_for, uniform_shape
+from schemas.ids import RequestId
+from schemas.request import SamplingParams
+from services.engine.checkpoint import Checkpoint
+from services.engine.cpu.attention import (
+    ATTENTION_NAME,
+    STEP_ARGUMENT,
+    KVArena,
+    StepAttention,
+    UnsupportedAttentionError,
+    paged_attention,
+)
+from services.engine.interface import EngineFailedError, Sequence, StepItem
+from services.engine.sampler import sample
+from services.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+CHECK_CHUNKS = (13, 6, 1)
+"""What the self-check computes, a step each: a first chunk, one with a past, and a decode."""
+CHECK_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
+"""Largest difference, relative to the logits' spread, that rounding alone is allowed to make."""
+
+
+class TransformersEngine:
+    """Computes steps with a transformers model and keeps KV in an arena that others may read and write between layers.
+
+    `step` may run on any one thread at a time. `close` lets go of the arena's buffer.
+    """
+
+    def __init__(self, model: PreTrainedModel, arena: KVArena, *, vocab_size: int, num_threads: int) -> None:
+        self.layout: KVLayout = arena.layout
+        self.vocab_size = vocab_size
+        self.model = model
+        self._arena: KVArena | None = arena
+        self._num_threads = num_threads
+        self._thread: int | None = None
+
+    def step(self, items: Seq[StepItem]) -> list[int]:
+        """Compute the items, write their KV, call the layer listeners, and return one token id per sampling item.
+
+        Raises EngineFailedError when the model did not call its attention once a layer, NotFiniteError when its logits
+        are no numbers, ValueError when a sequence has outgrown its block tables.
+        """
+        rows, params = _sampling_rows(items)
+        return sample(self.logits(items, rows), params)
+
+    @torch.inference_mode()
+    def logits(self, items: Seq[StepItem], rows: Seq[int]) -> Tensor:
+        """Compute the items and return the logits `[len(rows), vocab]`, float32, of these rows of the flat batch."""
+        if self._arena is None:
+            raise EngineFailedError("the engine is closed")
+        if self._thread != threading.get_ident():
+            # OpenMP keeps its number of threads per calling thread.
+            torch.set_num_threads(self._num_threads)
+            self._thread = threading.get_ident()
+        attention = StepAttention(self._arena, items)
+        token_ids: list[int] = []
+        positions: list[int] = []
+        for item in items:
+            end = item.start + item.num_tokens
+            token_ids += item.sequence.token_ids[item.start : end]
+            positions += range(item.start, end)
+        arguments: dict[str, Any] = {STEP_ARGUMENT: attention}
+        output = self.model(
+            input_ids=torch.tensor([token_ids]),
+            position_ids=torch.tensor([positions]),
+            use_cache=False,
+            logits_to_keep=torch.tensor(rows, dtype=torch.long),
+            **arguments,
+        )
+        if attention.layers_seen != list(range(self.layout.num_layers)):
+            raise EngineFailedError(
+                f"attention ran for layers {attention.layers_seen}, not each of {self.layout.num_layers}"
+            )
+        return cast(Tensor, output.logits)[0].float()
+
+    def close(self) -> None:
+        """Let go of the arena, so that its memory can be closed. Idempotent; not while a step runs."""
+        self._arena = None
+
+
+def load_engine(
+    checkpoint: Checkpoint,
+    *,
+    arena_buffer: memoryview,
+    shape: ArenaShape,
+    num_threads: int = 1,
+) -> TransformersEngine:
+    """Load the weights and return an engine that has proven itself against the library's own attention.
+
+    Raises CheckpointError when transformers lacks the architecture, weights are missing, the model does not go through
+    the attention interface in every layer, or its logits differ from those of the library's eager attention.
+    """
+    layout = shape.layout
+    dtype = layout.dtype
+    arena = KVArena(shape, arena_buffer)
+    torch.set_num_threads(num_threads)
+    model = load_model(checkpoint, dtype)
+    check_model(model, checkpoint, layout)
+    return TransformersEngine(model, arena, vocab_size=checkpoint.vocab_size, num_threads=num_threads)
+
+
+def check_model(model: PreTrainedModel, checkpoint: Checkpoint, layout: KVLayout) -> None:
+    """Compare the paged, chunked logits of a few tokens with the library's own. Also removes first-call latency.
+
+    Raises CheckpointError. Uses a small arena of its own.
+    """
+    shape = check_shape(layout)
+    arena = KVArena(shape, memoryview(bytearray(shape.num_bytes)))
+    engine = TransformersEngine(model, arena, vocab_size=checkpoint.vocab_size, num_threads=torch.get_num_threads())
+    check_logits(engine, model, checkpoint)
+
+
+def check_shape(layout: KVLayout) -> ArenaShape:
+    """Return the shape of an arena that `check_logits` can do with."""
+    return uniform_shape(layout, num_blocks_for(sum(CHECK_CHUNKS), layout.block_size))
+
+
+class ComputesLogits(Protocol):
+    """What is checked of an engine, on whatever device."""
+
+    @property
+    def layout(self) -> KVLayout: ...
+    def logits(self, items: Seq[StepItem], rows: Seq[int]) -> Tensor:
+        """Compute the items and return the logits `[len(rows), vocab]`, float32, of these rows of the flat batch."""
+        ...
+
+
+def check_logits(engine: ComputesLogits, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    """Compare an engine's logits of a few tokens, in the first blocks of its arena, with those of the library.
+
+    Raises CheckpointError.
+    """
+    layout = engine.layout
+    num_tokens = sum(CHECK_CHUNKS)
+    num_blocks = num_blocks_for(num_tokens, layout.block_size)
+    sequence = Sequence(
+        request_id=RequestId("self-check"),
+        attempt=0,
+        token_ids=[(7 * position + 3) % checkpoint.vocab_size for position in range(num_tokens)],
+        num_prompt_tokens=num_tokens,
+        sampling=SamplingParams(max_tokens=1),
+        tables=(BlockTable((Segment(0, num_blocks),)),) * len(layout.groups),
+    )
+    paged: list[Tensor] = []
+    start = 0
+    try:
+        for num_chunk_tokens in CHECK_CHUNKS:
+            item = StepItem(sequence, start, num_chunk_tokens, True)
+            paged.append(engine.logits([item], range(num_chunk_tokens)))
+            start += num_chunk_tokens
+    except (UnsupportedAttentionError, EngineFailedError) as error:
+        raise CheckpointError(
+            f"{checkpoint.architecture} cannot run on paged KV ({error}): choose another architecture"
+        ) from error
+    ours, theirs = torch.cat(paged), _library_logits(model, sequence.token_ids)
+    difference = float((ours - theirs).abs().max() / (theirs.max() - theirs.min()).clamp(min=1e-30))
+    if not difference <= CHECK_TOLERANCE[layout.dtype]:
+        raise CheckpointError(
+            f"{checkpoint.architecture} computes other logits on paged KV (off by {difference:.1e} of their spread): "
+            "choose another architecture"
+        )
+    log.debug("self-check of %s: logits within %.1e of their spread", checkpoint.name, difference)
+
+
+@torch.inference_mode()
+def _library_logits(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
+    _set_attention(model, "eager")
+    try:
+        input_ids = torch.tensor([token_ids], device=model.device)
+        return cast(Tensor, model(input_ids=input_ids, use_cache=False).logits)[0].float()
+    finally:
+        _set_attention(model, ATTENTION_NAME)
+
+
+def _set_attention(model: PreTrainedModel, name: str) -> None:
+    cast(Any, model).set_attn_implementation(name)
+
+
+def load_model(checkpoint: Checkpoint, dtype: str) -> PreTrainedModel:
+    """Return the model with its weights, in host memory, calling our attention. Raises CheckpointError."""
+    cast(Any, AttentionInterface).register(ATTENTION_NAME, paged_attention)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        cast(Any, AutoConfig).from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"transformers does not know the architecture {checkpoint.architecture}: choose another, or upgrade it"
+        ) from error
+    try:
+        loaded = cast(Any, AutoModelForCausalLM).from_pretrained(
+            checkpoint.path,
+            dtype=getattr(torch, dtype),
+            attn_implementation=ATTENTION_NAME,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # the library raises whatever its model classes do
+        reason = str(error).partition("\n")[0][:200]
+        raise CheckpointError(
+            f"transformers cannot load {checkpoint.path} ({type(error).__name__}: {reason}): "
+            "download it again, or choose another"
+        ) from error
+    model, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
+    missing = sorted(str(key) for key in (*info.get("missing_keys", ()), *info.get("mismatched_keys", ())))
+    if missing:
+        raise CheckpointError(f"{checkpoint.path} lacks or misshapes weight {missing[0]}: download it again")
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise CheckpointError(f"{checkpoint.architecture} cannot keep only some logits: choose another architecture")
+    return model.eval().requires_grad_(False)
+
+
+def _sampling_rows(items: Seq[StepItem]) -> tuple[list[int], list[tuple[SamplingParams, int]]]:
+    """Return the rows of the flat batch that are sampled from, each with its parameters and its answer index."""
+    rows: list[int] = []
+    params: list[tuple[SamplingParams, int]] = []
+    end = 0
+    for item in items:
+        end += item.num_tokens
+        if item.samples:
+            rows.append(end - 1)
+            params.append((item.sequence.sampling, item.sequence.index))
+    return rows, params

@@ -1,0 +1,126 @@
+"""What a worker needs of an engine: a batch of sequences goes in, KV is written in place, tokens come out.
+
+Nothing here knows torch or who computes; a fake and the transformers engine implement the same protocol.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dataplane.blocks.layout import BlockTables, KVLayout
+from schemas.ids import RequestId
+from schemas.request import FinishReason, SamplingParams
+
+
+class LayerListener(Protocol):
+    """Hears, on the engine's thread, that one layer's keys and values of tokens [0, num_tokens) are in the arena; on a
+    card that they will be, once the arena's `mark` is reached (0: they are)."""
+
+    def advance(self, layer: int, num_tokens: int, mark: int = 0) -> None: ...
+
+
+class Marks(Protocol):
+    """Points on the stream of an engine on a card, which other streams and processes can wait for (`DeviceArena`)."""
+
+    def mark(self, stream_handle: int) -> int:
+        """Record the next point, behind all that the stream was given so far, and return its number."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request on one worker. Owned by the engine's thread from submission to its end.
+
+    `token_ids` is the prompt and what was generated; keys and values of `token_ids[:num_computed_tokens]` are in the
+    arena, as far as a cache group's window still needs them: `tables` says where, one table per group of the layout.
+    A windowed group's table may be a ring, which the engine need not know: each block table entry is where that block
+    lies, and no step writes a block that a query of the same step still sees.
+
+    `max_local_tokens` bounds what is generated *here* (1 on a prefill worker that hands over).
+    `stop_token_ids` are the model's EOS ids; `sampling` may say to ignore them, its own stop tokens always end.
+    `index` is the answer's index of the next token to be sampled.
+    """
+
+    request_id: RequestId
+    attempt: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    tables: BlockTables
+    num_computed_tokens: int = 0
+    max_local_tokens: int | None = None
+    layer_listener: LayerListener | None = None
+    num_local_tokens: int = 0
+    stop_token_ids: frozenset[int] = field(default_factory=frozenset[int])
+
+    @property
+    def index(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+
+@dataclass(slots=True, frozen=True)
+class StepItem:
+    """Compute tokens [start, start + num_tokens) of a sequence; sample where `samples` (its last known token)."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+@dataclass(slots=True, frozen=True)
+class SampledToken:
+    """A token of the answer. `local_end`: the sequence has left this engine (finished, or ready to be handed over)."""
+
+    sequence: Sequence
+    index: int
+    token_id: int
+    finish_reason: FinishReason | None
+    local_end: bool
+
+
+@dataclass(slots=True, frozen=True)
+class StepResult:
+    """One engine step. Times are `time.time_ns()`."""
+
+    started_ns: int
+    ended_ns: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    computed: tuple[tuple[Sequence, int], ...]
+    """Each sequence of the step and its number of computed tokens after it."""
+    sampled: tuple[SampledToken, ...]
+
+
+class Engine(Protocol):
+    """Runs one step at a time on one thread. `layout` is the shape of the KV that it writes.
+
+    Token ids lie in [0, vocab_size).
+    """
+
+    layout: KVLayout
+    vocab_size: int
+
+    def step(self, items: Seq[StepItem]) -> list[int]:
+        """Compute the items, write their KV, call the layer listeners, and return one token id per sampling item."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the arena's memory. No step may follow."""
+        ...
+
+
+class EngineFailedError(RuntimeError):
+    """A step raised; the sequences that were in it have no result."""
+
+
+class EngineLostError(RuntimeError):
+    """What the engine computes on has failed: no later step will succeed."""
+
+
+StepCallback = Callable[[StepResult], None]

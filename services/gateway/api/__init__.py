@@ -1,0 +1,1 @@
+"""HTTP and OpenAI's API: what is asked, how it is answered."""

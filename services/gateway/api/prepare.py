@@ -1,0 +1,145 @@
+"""From a body to jobs: render, tokenize, check lengths, hash blocks."""
+
+import secrets
+from dataclasses import dataclass
+
+from dataplane.blocks.layout import KVLayout
+from schemas.ids import RequestId
+from schemas.request import SamplingParams
+from services.bus.base import MAX_PAYLOAD_BYTES
+from services.gateway.api.openai import (
+    DEFAULT_COMPLETION_TOKENS,
+    MAX_CHOICES,
+    ChatBody,
+    Choices,
+    CompletionBody,
+    InvalidRequestError,
+    Prompt,
+    choices_of,
+    messages_of,
+    prompts_of,
+)
+from services.gateway.api.text import ChatTemplateError, TextCodec
+from services.gateway.request.job import BlockKey, Job, pack_prompt
+
+ENVELOPE_BYTES = 4_096
+"""What a RunPrefill or ReserveBlocks may need beside its prompt."""
+SEED_MASK = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """What the gateway needs to know of the checkpoint. `names`: all that clients may call it."""
+
+    name: str
+    names: frozenset[str]
+    codec: TextCodec
+    vocab_size: int
+    context_length: int
+    eos_token_ids: frozenset[int]
+    layout: KVLayout
+    num_worker_tokens: int
+    """How many tokens one worker's arena holds."""
+
+    def key_of(self, tenant: str) -> BlockKey:
+        layout = self.layout
+        return BlockKey(block_size=layout.block_size, model_fingerprint=layout.fingerprint, tenant=tenant)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """An HTTP request, checked and tokenized: one prompt or several, each answered `choices.n` times."""
+
+    choices: Choices
+    prompts: tuple[list[int], ...]
+    max_tokens: tuple[int, ...]
+
+
+async def prepare(model: ServedModel, body: CompletionBody | ChatBody) -> Prepared:
+    """Return what is to be computed. Raises InvalidRequestError. Long prompts are tokenized in a thread."""
+    choices = choices_of(body, model.vocab_size)
+    if choices.model not in model.names:
+        raise InvalidRequestError(f"there is no model {choices.model!r} here", "model", "model_not_found", 404)
+    if isinstance(body, ChatBody):
+        param = "messages"
+        token_ids = [await _encode_chat(model, body)]
+    else:
+        param = "prompt"
+        asked = prompts_of(body, model.vocab_size)
+        if len(asked) * choices.n > MAX_CHOICES:
+            raise InvalidRequestError(f"prompts times `n` is over {MAX_CHOICES}", "prompt")
+        token_ids = [await _encode(model, prompt) for prompt in asked]
+    default = None if isinstance(body, ChatBody) else DEFAULT_COMPLETION_TOKENS
+    limits = [_max_tokens(model, choices, len(ids), default, param) for ids in token_ids]
+    return Prepared(choices=choices, prompts=tuple(token_ids), max_tokens=tuple(limits))
+
+
+async def make_jobs(
+    key: BlockKey, prepared: Prepared, request_id: RequestId, deadline_ms: int, traceparent: str
+) -> list[Job]:
+    """Return one job per choice, in the order of their indexes; a prompt's choices differ by their seeds only."""
+    choices = prepared.choices
+    base_seed = secrets.randbits(62) if choices.seed is None else choices.seed
+    jobs: list[Job] = []
+    is_single = len(prepared.prompts) * choices.n == 1
+    for prompt, max_tokens in zip(prepared.prompts, prepared.max_tokens, strict=True):
+        packed = await pack_prompt(prompt, key)
+        for number in range(choices.n):
+            job = Job(
+                request_id=request_id if is_single else RequestId(f"{request_id}_c{len(jobs)}"),
+                prompt=packed,
+                key=key,
+                sampling=_sampling(choices, max_tokens, (base_seed + number) & SEED_MASK),
+                deadline_ms=deadline_ms,
+                traceparent=traceparent,
+            )
+            jobs.append(job)
+    return jobs
+
+
+def _sampling(choices: Choices, max_tokens: int, seed: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=choices.temperature,
+        top_p=choices.top_p,
+        top_k=choices.top_k,
+        seed=seed,
+        stop_token_ids=choices.stop_token_ids,
+        ignore_eos=choices.ignore_eos,
+    )
+
+
+async def _encode_chat(model: ServedModel, body: ChatBody) -> list[int]:
+    try:
+        text = model.codec.render_chat(messages_of(body))
+    except ChatTemplateError as error:
+        raise InvalidRequestError(str(error), "messages") from error
+    # The template writes the special tokens itself.
+    return await model.codec.encode_async(text, add_special_tokens=False)
+
+
+async def _encode(model: ServedModel, prompt: Prompt) -> list[int]:
+    return await model.codec.encode_async(prompt) if isinstance(prompt, str) else prompt
+
+
+def _max_tokens(model: ServedModel, choices: Choices, num_prompt: int, default: int | None, param: str) -> int:
+    """Return how many tokens this prompt's answer may have. Raises InvalidRequestError where there is no room."""
+    if num_prompt == 0:
+        raise InvalidRequestError(f"`{param}` comes to no tokens", param)
+    num_bytes = -(-num_prompt * 4 // 3) * 4 + ENVELOPE_BYTES  # four bytes a token, in base64
+    if num_bytes > MAX_PAYLOAD_BYTES:
+        message = f"a prompt of {num_prompt} tokens does not fit into a message of {MAX_PAYLOAD_BYTES} bytes"
+        raise InvalidRequestError(message, param, "request_too_large", 413)
+    rest = model.context_length - num_prompt
+    asked = choices.max_tokens
+    if rest < max(1, asked or 1):
+        message = (
+            f"the model's context holds {model.context_length} tokens, and this asks for "
+            f"{num_prompt + (asked or 1)}: {num_prompt} of prompt and {asked or 1} of answer"
+        )
+        field = choices.max_tokens_param if asked is not None and rest >= 1 else param
+        raise InvalidRequestError(message, field, "context_length_exceeded")
+    if asked is not None:
+        return asked
+    room = max(1, min(rest, model.num_worker_tokens - num_prompt))
+    return room if default is None else min(room, default)

@@ -1,0 +1,281 @@
+"""The HTTP surface: routes, health, metrics, and errors in OpenAI's shape."""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+from litestar import Litestar, Request, Response, get, post
+from litestar.datastructures import State
+from litestar.exceptions import HTTPException
+from litestar.openapi import OpenAPIConfig
+from litestar.params import FromPath
+from litestar.response.base import ASGIResponse
+from litestar.types import ASGIApp
+
+from schemas import subjects
+from schemas.ids import RequestId, new_id
+from schemas.worker import DescribeFleet, FleetDescribed
+from services.bus.base import BusError
+from services.bus.typed import TypedBus
+from services.config import GatewayConfig
+from services.gateway.api.answer import Answer, Call, ChoiceText
+from services.gateway.api.openai import ChatBody, CompletionBody, InvalidRequestError, decode_chat, decode_completion
+from services.gateway.api.prepare import Prepared, ServedModel, make_jobs, prepare
+from services.gateway.api.replies import (
+    ErrorReply,
+    HealthReply,
+    ModelReply,
+    ModelsReply,
+    Style,
+    encode_reply,
+    error_of_fail,
+    error_of_invalid,
+    retry_after_of,
+)
+from services.gateway.api.text import StopMatcher
+from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.request.core import DEFAULT_RETRY_AFTER_MS
+from services.gateway.request.driver import Requests
+from services.gateway.request.events import Fail
+from services.runtime import now_ms
+from services.telemetry import Key, OpenSpan, SpanName, Telemetry
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 24 * 1024 * 1024
+"""Room for the largest prompt that fits into a bus message, written as JSON token ids."""
+HEALTH_TIMEOUT_S = 2.0
+COMPLETIONS = "/v1/completions"
+CHAT_COMPLETIONS = "/v1/chat/completions"
+
+HttpRequest = Request[object, object, State]
+
+
+@dataclass(kw_only=True)
+class Gateway:
+    """What the routes share. `stopping`: intake has ended."""
+
+    config: GatewayConfig
+    model: ServedModel
+    requests: Requests
+    telemetry: Telemetry
+    metrics: GatewayMetrics
+    door: TypedBus
+    started_s: int
+    stopping: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What is known of a generation before its body is understood."""
+
+    request_id: RequestId
+    route: str
+    tenant: str
+    root: OpenSpan
+    tokenize: OpenSpan
+    read_s: float
+
+
+def build_app(gateway: Gateway) -> Litestar:
+    """Return the ASGI application of one gateway."""
+
+    @post(COMPLETIONS, summary="OpenAI completions")
+    async def completions(request: HttpRequest) -> ASGIApp:
+        return await _generate(gateway, request, COMPLETIONS)
+
+    @post(CHAT_COMPLETIONS, summary="OpenAI chat completions")
+    async def chat_completions(request: HttpRequest) -> ASGIApp:
+        return await _generate(gateway, request, CHAT_COMPLETIONS)
+
+    @get("/v1/models", summary="The model that is served")
+    async def models(request: HttpRequest) -> Response[bytes]:
+        try:
+            _tenant_of(gateway, request)
+        except InvalidRequestError as error:
+            return _error(error_of_invalid(error), error.status)
+        return _json(encode_reply(ModelsReply(data=tuple(_model_reply(gateway, name) for name in _names(gateway)))))
+
+    @get("/v1/models/{model_id:path}", summary="One model")
+    async def model(request: HttpRequest, model_id: FromPath[str]) -> Response[bytes]:
+        name = model_id.lstrip("/")
+        try:
+            _tenant_of(gateway, request)
+            if name not in gateway.model.names:
+                raise InvalidRequestError(f"there is no model {name!r} here", "model", "model_not_found", 404)
+        except InvalidRequestError as error:
+            return _error(error_of_invalid(error), error.status)
+        return _json(encode_reply(_model_reply(gateway, name)))
+
+    @get("/health", summary="Could a request be served now?")
+    async def health() -> Response[bytes]:
+        reason = await _unhealthy_reason(gateway)
+        if reason:
+            return _json(encode_reply(HealthReply(status="unavailable", reason=reason)), 503)
+        return _json(encode_reply(HealthReply(status="ok")))
+
+    @get("/metrics", summary="Prometheus metrics")
+    async def metrics(request: HttpRequest) -> Response[bytes]:
+        text, content_type = gateway.metrics.render(request.headers.get("accept", ""))
+        return Response(text, media_type=content_type)
+
+    return Litestar(
+        route_handlers=[completions, chat_completions, models, model, health, metrics],
+        exception_handlers={HTTPException: _on_http_exception, Exception: _on_exception},
+        request_max_body_size=MAX_BODY_BYTES,
+        logging_config=None,
+        openapi_config=OpenAPIConfig(title="kvmesh", version="1"),
+    )
+
+
+async def _generate(gateway: Gateway, request: HttpRequest, route: str) -> ASGIApp:
+    """Return the response that answers a generation, or says what is wrong with it."""
+    request_id = RequestId(new_id("req"))
+    body = await _read(request, gateway.config.request_timeout_s)
+    read_s = time.monotonic()
+    parent, named = request.headers.get("traceparent", ""), {Key.REQUEST_ID: request_id}
+    root = gateway.telemetry.start(f"POST {route}", parent, named, server=True)
+    tokenize = gateway.telemetry.start(SpanName.TOKENIZE, root.traceparent, named, start_ns=root.start_ns)
+    try:
+        tenant = _tenant_of(gateway, request)
+        if isinstance(body, InvalidRequestError):
+            raise body
+        if gateway.stopping:
+            return _refuse_stopping(gateway, route, root)
+        call = await _call(gateway, Arrival(request_id, route, tenant, root, tokenize, read_s), body)
+    except InvalidRequestError as error:
+        gateway.metrics.refused(route, error.status, "invalid")
+        tokenize.end(error="invalid")
+        root.end({Key.OUTCOME: "invalid"}, error.message)
+        headers = {"x-request-id": request_id, "traceparent": root.traceparent}
+        return _asgi_error(error_of_invalid(error), error.status, headers)
+    except BaseException as error:
+        tokenize.end(error=type(error).__name__)
+        root.end({Key.OUTCOME: "failed"}, type(error).__name__)
+        raise
+    return Answer(call, gateway.requests, gateway.metrics)
+
+
+def _tenant_of(gateway: Gateway, request: HttpRequest) -> str:
+    """Return whose request this is. Raises InvalidRequestError for a key that is missing or unknown."""
+    tenants = gateway.config.tenants
+    if not tenants:
+        return ""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    tenant = tenants.get(key.strip()) if scheme.lower() == "bearer" else None
+    if tenant is None:
+        raise InvalidRequestError("this API key is missing or unknown", None, "invalid_api_key", 401)
+    return tenant
+
+
+async def _read(request: HttpRequest, timeout_s: float) -> bytes | InvalidRequestError:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await request.body()
+    except TimeoutError:
+        return InvalidRequestError(f"the body did not come within {timeout_s:g} s", None, "request_timeout", 408)
+    except HTTPException as error:
+        if error.status_code != 413:
+            raise
+        return InvalidRequestError(f"the body is over {MAX_BODY_BYTES} bytes", None, "request_too_large", 413)
+
+
+async def _call(gateway: Gateway, arrival: Arrival, payload: bytes) -> Call:
+    """Check and tokenize a body. Raises InvalidRequestError."""
+    request_id, route, root = arrival.request_id, arrival.route, arrival.root
+    deadline_ms = now_ms() + round(gateway.config.request_timeout_s * 1000)
+    body: CompletionBody | ChatBody = decode_chat(payload) if route == CHAT_COMPLETIONS else decode_completion(payload)
+    prepared = await prepare(gateway.model, body)
+    jobs = await make_jobs(gateway.model.key_of(arrival.tenant), prepared, request_id, deadline_ms, root.traceparent)
+    arrival.tokenize.attributes[Key.NUM_TOKENS] = sum(map(len, prepared.prompts))
+    choices, model = prepared.choices, gateway.model
+    root.attributes[Key.MODEL] = model.name
+    style = Style(
+        chat=route == CHAT_COMPLETIONS,
+        hex_id=request_id.removeprefix("req-"),
+        created=int(time.time()),
+        model=choices.model,
+        include_usage=choices.include_usage,
+    )
+    return Call(
+        request_id=request_id,
+        route=route,
+        root=root,
+        tokenize=arrival.tokenize,
+        read_s=arrival.read_s,
+        style=style,
+        stream=choices.stream,
+        include_usage=choices.include_usage,
+        jobs=jobs,
+        texts=[_choice_text(model, prepared) for _ in jobs],
+        num_prompt_tokens=sum(map(len, prepared.prompts)),
+        choices_per_prompt=choices.n,
+        return_token_ids=choices.return_token_ids,
+        timeout_s=gateway.config.request_timeout_s,
+    )
+
+
+def _choice_text(model: ServedModel, prepared: Prepared) -> ChoiceText:
+    choices = prepared.choices
+    hidden = set(choices.stop_token_ids) | (set[int]() if choices.ignore_eos else model.eos_token_ids)
+    return ChoiceText(model.codec.detokenizer(), StopMatcher(choices.stops), hidden)
+
+
+def _refuse_stopping(gateway: Gateway, route: str, root: OpenSpan) -> ASGIApp:
+    fail = Fail("draining", "this gateway is shutting down", 503, DEFAULT_RETRY_AFTER_MS)
+    gateway.metrics.refused(route, fail.status, fail.code)
+    root.end({Key.OUTCOME: fail.code}, fail.message)
+    headers = {"retry-after": retry_after_of(fail), "traceparent": root.traceparent}
+    return _asgi_error(error_of_fail(fail), fail.status, headers)
+
+
+async def _unhealthy_reason(gateway: Gateway) -> str:
+    """Say why no request could be served now; empty if one could."""
+    if gateway.stopping:
+        return "this gateway is shutting down"
+    try:
+        fleet = await gateway.door.ask(subjects.FLEET, (), DescribeFleet(), HEALTH_TIMEOUT_S)
+    except BusError as error:
+        return f"no scheduler answers: {error.reason}"
+    assert isinstance(fleet, FleetDescribed), "the subject's table allows no other reply"
+    if not fleet.ready:
+        return f"no request could be placed: {len(fleet.workers)} workers are known, and they are not enough"
+    fingerprint = gateway.model.layout.fingerprint
+    if all(load.worker.fingerprint != fingerprint for load in fleet.workers):
+        return f"no worker serves this gateway's model {gateway.model.name} ({fingerprint})"
+    return ""
+
+
+def _names(gateway: Gateway) -> list[str]:
+    """The name that clients should use stands first."""
+    return [gateway.model.name, *sorted(gateway.model.names - {gateway.model.name})]
+
+
+def _model_reply(gateway: Gateway, name: str) -> ModelReply:
+    return ModelReply(id=name, created=gateway.started_s, context_length=gateway.model.context_length)
+
+
+def _on_http_exception(request: HttpRequest, error: HTTPException) -> Response[bytes]:
+    """404, 405 and their like, in OpenAI's shape."""
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    invalid = InvalidRequestError(message, status=error.status_code)
+    return _error(error_of_invalid(invalid), error.status_code, dict(error.headers or {}))
+
+
+def _on_exception(request: HttpRequest, error: Exception) -> Response[bytes]:
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return _error(error_of_fail(Fail("internal", "an internal error; see the gateway's log", 500)), 500)
+
+
+def _error(reply: ErrorReply, status: int, headers: dict[str, str] | None = None) -> Response[bytes]:
+    return _json(encode_reply(reply), status, headers)
+
+
+def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response[bytes]:
+    return Response(body, status_code=status, media_type="application/json", headers=headers)
+
+
+def _asgi_error(reply: ErrorReply, status: int, headers: dict[str, str]) -> ASGIApp:
+    """Like `_error`, for a route whose other answer is an ASGI application."""
+    return ASGIResponse(body=encode_reply(reply), status_code=status, media_type="application/json", headers=headers)

@@ -1,0 +1,1 @@
+"""What a gateway measures and what it tells people of its requests."""

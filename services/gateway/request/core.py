@@ -1,0 +1,413 @@
+"""One request's life, pure: events come in, actions go out. The shell in `requests.py` carries them out.
+
+Tokens depend on the prompt, the seed and their index only, so a later attempt goes on where the answer stopped: what
+the client has had becomes part of the attempt's prompt. Up to `max_attempts` attempts in a row may give the client
+nothing. A token that comes again and differs ends the request with an error. An attempt that had workers and did not
+finish there is always cancelled. After its one end (Finish, Fail or Abandon) a request ignores everything.
+
+What was under way waits for workers and schedulers to come back. What nobody has begun is refused at once where there
+is no room for it, so that the client can come back itself; a scheduler that does not answer has a few seconds.
+"""
+
+import enum
+from collections.abc import Sequence
+
+from schemas.ids import HandoffId, RequestId, WorkerId
+from schemas.request import FinishReason, RefusalReason, RequestFailure, TransferReport
+from services.gateway.request.events import (
+    Abandon,
+    Action,
+    AskPlacement,
+    AskWorker,
+    ClientGone,
+    DeadlinePassed,
+    Deliver,
+    Event,
+    Fail,
+    Finish,
+    GatewayStopping,
+    Placed,
+    PlaceEvent,
+    PlaceRefused,
+    PlaceUnanswered,
+    ProgressAnswered,
+    SendCancel,
+    SendReserve,
+    SendRun,
+    StopMatched,
+    TokensReceived,
+    WorkerAccepted,
+    WorkerLost,
+    WorkerRefused,
+    WorkerSilent,
+)
+from services.gateway.request.progress_watch import NEVER_MS, Ears, Watch, WatchLimits
+
+DEFAULT_RETRY_AFTER_MS = 1_000
+PAUSE_MIN_MS = 100
+PAUSE_MAX_MS = 1_000
+"""Between two questions for a placement of what is under way, whatever the refusal says."""
+MAX_TROUBLES = 8
+"""So many failed attempts are told in an error message, the last ones."""
+
+
+class Phase(enum.StrEnum):
+    PLACING = "placing"
+    WAITING = "waiting"
+    """To ask for a placement again."""
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class RequestCore:
+    """The state of one request. `max_tokens` 1 is never split: there is nothing to decode elsewhere."""
+
+    def __init__(
+        self, request_id: RequestId, max_tokens: int, max_attempts: int, limits: WatchLimits | None = None
+    ) -> None:
+        self.request_id = request_id
+        self.max_tokens = max_tokens
+        self.max_attempts = max_attempts
+        self.phase = Phase.PLACING
+        self.attempt = 0
+        self.prefill_worker: WorkerId | None = None
+        self.decode_worker: WorkerId | None = None
+        self.report: TransferReport | None = None
+        """Where the prompt's KV came from on the worker that decoded, in the first attempt that gave tokens."""
+        self.prefill_report: TransferReport | None = None
+        """The same of the prefill worker of a split request."""
+        self.tokens: list[int] = []
+        """What the client has. Survives attempts."""
+        self.num_answered = 0
+        """So many of them are part of this attempt's prompt."""
+        self.wake_ms = 0
+        """`tick` has nothing to do before."""
+        self._limits = limits or WatchLimits()
+        self._excluded: list[WorkerId] = []
+        self._troubles: list[str] = []
+        self._num_vain = 0
+        """Attempts in a row that gave the client nothing."""
+        self._is_under_way = False
+        """Somebody has worked on it."""
+        self._num_untaken = 0
+        self._waiting_since_ms = 0
+        """Since then nobody has worked on what is under way."""
+        self._begin_attempt()
+
+    def __repr__(self) -> str:
+        workers = f"{self.prefill_worker}→{self.decode_worker}"
+        return f"<{self.request_id} attempt {self.attempt} {self.phase} {workers} {len(self.tokens)} tokens>"
+
+    @property
+    def last_trouble(self) -> str:
+        """Why the last attempt that failed did."""
+        return self._troubles[-1] if self._troubles else ""
+
+    def start(self) -> list[Action]:
+        """Return the first actions. Call once, before any event."""
+        return [self._ask_placement()]
+
+    def handle(self, event: Event, now_ms: int) -> list[Action]:
+        """Take in what has happened; return what is to be done, in order."""
+        if self.phase is Phase.ENDED:
+            return []
+        match event:
+            case TokensReceived():
+                return self._receive(event, now_ms) if self._concerns(event) else []
+            case WorkerLost():
+                return self._lose_worker(event, now_ms)
+            case StopMatched():
+                return self._end("a stop string was reached", Finish("stop"))
+            case DeadlinePassed():
+                return self._end("deadline", self._deadline("the request's deadline passed"))
+            case ClientGone():
+                return self._end(event.reason, Abandon(event.reason))
+            case GatewayStopping():
+                stopping = Fail("draining", "this gateway is shutting down", 503, DEFAULT_RETRY_AFTER_MS)
+                return self._end("gateway stopping", stopping)
+            case Placed() | PlaceRefused() | PlaceUnanswered():
+                is_awaited = self.phase is Phase.PLACING and event.attempt == self.attempt
+                return self._placing(event, now_ms) if is_awaited else []
+            case _:
+                is_ours = self.phase is Phase.RUNNING and event.attempt == self.attempt
+                return self._running(event, now_ms) if is_ours else []
+
+    def tick(self, now_ms: int, ears: Ears) -> list[Action]:
+        """Return what the time makes necessary: questions, another attempt, the end of a wait."""
+        if now_ms < self.wake_ms:
+            return []
+        self.wake_ms = NEVER_MS
+        if self.phase is Phase.WAITING:
+            self.phase = Phase.PLACING
+            return [self._ask_placement()]
+        if self.phase is not Phase.RUNNING:
+            return []
+        needed = self._needed()
+        silent = self._watch.silent(needed, now_ms, ears)
+        if silent is not None:
+            fail = Fail("worker_failed", f"{silent} has been silent", 502)
+            return self._retry(silent, "a worker is silent", fail, now_ms)
+        due = self._watch.due(needed, now_ms)
+        self.wake_ms = self._watch.next_ms(needed, ears)
+        return [AskWorker(self.attempt, worker_id, len(self.tokens)) for worker_id in due]
+
+    def _placing(self, event: PlaceEvent, now_ms: int) -> list[Action]:
+        match event:
+            case Placed():
+                return self._run(event, now_ms)
+            case PlaceRefused():
+                message = self._with_troubles(event.detail or event.reason)
+                fail = self._refusal(event.reason, message, event.retry_after_ms)
+                # The last worker of a role may be starting again; a full mesh tells new requests so at once.
+                if event.reason == "no_worker" or (self._is_under_way and event.reason in ("overloaded", "draining")):
+                    return self._wait(event.retry_after_ms, fail, now_ms)
+                return self._end("", fail)
+            case PlaceUnanswered():
+                message = self._with_troubles(f"no scheduler answers ({event.detail})")
+                fail = Fail("no_scheduler", message, 503, DEFAULT_RETRY_AFTER_MS)
+                return self._wait(PAUSE_MIN_MS, fail, now_ms)
+
+    def _wait(self, pause_ms: int, fail: Fail, now_ms: int) -> list[Action]:
+        """Ask for a placement again in a while; fail where that has gone on for long enough."""
+        self._waiting_since_ms = self._waiting_since_ms or now_ms
+        limit_ms = self._limits.resume_wait_ms if self._is_under_way else self._limits.place_wait_ms
+        if now_ms - self._waiting_since_ms >= limit_ms:
+            return self._end("", fail)
+        self.phase = Phase.WAITING
+        self.wake_ms = now_ms + min(max(pause_ms, PAUSE_MIN_MS), PAUSE_MAX_MS)
+        return []
+
+    def _running(
+        self, event: WorkerRefused | WorkerAccepted | WorkerSilent | ProgressAnswered, now_ms: int
+    ) -> list[Action]:
+        worker_id = event.worker_id
+        self.wake_ms = 0
+        match event:
+            case WorkerAccepted():
+                self._watch.hear(worker_id, now_ms)
+                return []
+            case ProgressAnswered():
+                return self._progress(event, now_ms)
+            case WorkerRefused():
+                if not self._needs(worker_id):
+                    return []
+                refusal = self._refusal(event.reason, f"{worker_id}: {event.detail}", event.retry_after_ms)
+                if event.reason in ("too_long", "deadline"):
+                    return self._end(f"refused: {event.reason}", refusal)
+                # `invalid` is also what a question that came twice is told once its attempt is over.
+                is_over = event.reason == "invalid"
+                return self._retry(worker_id, f"refused: {event.reason}", refusal, now_ms, taken=is_over)
+            case WorkerSilent():
+                if not self._needs(worker_id) or self._is_heard(worker_id):
+                    return []
+                if event.may_have_taken:
+                    self._watch.end_accept_wait(worker_id)
+                    return []
+                lost = Fail("worker_failed", f"{worker_id} did not answer: {event.detail}", 502)
+                return self._retry(worker_id, "a worker did not answer", lost, now_ms, taken=False)
+
+    def _progress(self, event: ProgressAnswered, now_ms: int) -> list[Action]:
+        worker_id = event.worker_id
+        self._watch.end_question(worker_id)
+        if event.outcome == "known":
+            self._watch.hear(worker_id, now_ms, is_waiting=event.is_waiting)
+        if not self._needs(worker_id):
+            return []
+        if event.outcome == "unknown":
+            fail = Fail("worker_failed", f"{worker_id} does not know the request any more", 502)
+            return self._retry(worker_id, "a worker does not know it", fail, now_ms)
+        if event.outcome == "unserved" and self._watch.is_dead(worker_id, now_ms):
+            fail = Fail("worker_failed", f"{worker_id} is gone: nobody serves its requests", 502)
+            return self._retry(worker_id, "a worker is gone", fail, now_ms)
+        return []
+
+    def _begin_attempt(self) -> None:
+        self.attempt += 1
+        self.phase = Phase.PLACING
+        self.wake_ms = NEVER_MS
+        self.num_answered = len(self.tokens)
+        self.prefill_worker = self.decode_worker = None
+        if not self.tokens:
+            self.report = self.prefill_report = None
+        self._pending: dict[int, int] = {}
+        self.has_first_token = False
+        """The attempt's first token is here, from whichever worker."""
+        self._heard_decode = False
+        self._finish_reason: FinishReason | None = None
+        self._num_final_tokens = 0
+        self._watch = Watch(self._limits, (), 0)
+
+    def _ask_placement(self) -> AskPlacement:
+        return AskPlacement(self.attempt, tuple(self._excluded), self.num_answered)
+
+    def _run(self, event: Placed, now_ms: int) -> list[Action]:
+        self.phase = Phase.RUNNING
+        prefill, answered = event.prefill_worker, self.num_answered
+        self.prefill_worker = prefill
+        self.decode_worker = decode = event.decode_worker if self.max_tokens - answered > 1 else None
+        self._watch = Watch(self._limits, (prefill,) if decode is None else (prefill, decode), now_ms)
+        self.wake_ms = 0
+        if decode is None:
+            return [SendRun(self.attempt, prefill, None, None, event.sources, answered, event.replica)]
+        handoff_id = HandoffId(f"{self.request_id}-{self.attempt}")
+        return [
+            SendRun(self.attempt, prefill, decode, handoff_id, event.sources, answered, event.replica),
+            SendReserve(self.attempt, prefill, decode, handoff_id, event.sources, answered, event.replica),
+        ]
+
+    def _concerns(self, event: TokensReceived) -> bool:
+        """Only this attempt's own workers may speak."""
+        return (
+            event.attempt == self.attempt
+            and self.phase is Phase.RUNNING
+            and event.worker_id in (self.prefill_worker, self.decode_worker)
+            and event.index >= 0
+        )
+
+    def _receive(self, event: TokensReceived, now_ms: int) -> list[Action]:
+        self._watch.hear(event.worker_id, now_ms)
+        if event.report is not None and self.num_answered == 0:
+            if event.report.is_prefill:
+                self.prefill_report = event.report
+            else:
+                self.report = event.report
+        if event.failure is not None:
+            return self._fail_worker(event.worker_id, event.failure, now_ms)
+        if event.worker_id == self.decode_worker:
+            self._heard_decode = True
+        for index, token in enumerate(event.tokens, event.index):
+            known = self.tokens[index] if index < len(self.tokens) else self._pending.get(index, token)
+            if known != token:
+                message = f"{event.worker_id} computed another token at index {index} than the one before it"
+                return self._end("tokens differ", Fail("replay_mismatch", message, 500))
+            if index == self.num_answered:
+                self.has_first_token = True
+            if len(self.tokens) <= index < self.max_tokens:
+                self._pending[index] = token
+        if event.finish_reason is not None and self._finish_reason is None:
+            self._finish_reason = event.finish_reason
+            self._num_final_tokens = min(event.index + len(event.tokens), self.max_tokens)
+        actions = self._deliver()
+        has_gap = bool(self._pending) or self._finish_reason is not None
+        if self.phase is Phase.RUNNING and self._watch.set_gap(len(self.tokens) if has_gap else None, now_ms):
+            self.wake_ms = 0
+        return actions
+
+    def _deliver(self) -> list[Action]:
+        """Hand on what is next in order; end where the last token is among it."""
+        start = len(self.tokens)
+        limit = self.max_tokens if self._finish_reason is None else self._num_final_tokens
+        while len(self.tokens) < limit and (token := self._pending.pop(len(self.tokens), None)) is not None:
+            self.tokens.append(token)
+        actions: list[Action] = []
+        if len(self.tokens) > start:
+            actions.append(Deliver(start, tuple(self.tokens[start:])))
+        if self._finish_reason is None or len(self.tokens) < self._num_final_tokens:
+            return actions
+        if len(self.tokens) > self._num_final_tokens:
+            message = f"attempt {self.attempt} ended after {self._num_final_tokens} tokens, an earlier one went on"
+            return self._end("answers differ", Fail("replay_mismatch", message, 500))
+        if self.decode_worker is not None and not self._heard_decode:
+            actions.append(SendCancel(self.attempt, "finished on the prefill worker"))
+        self.phase = Phase.ENDED
+        return [*actions, Finish(self._finish_reason)]
+
+    def _fail_worker(self, worker_id: WorkerId, failure: RequestFailure, now_ms: int) -> list[Action]:
+        if not self._needs(worker_id):
+            return []
+        fail = Fail(failure.code, f"{worker_id}: {failure.detail}", _FAILURE_STATUS.get(failure.code, 500))
+        if fail.status == 504:
+            fail = self._deadline(fail.message)
+        if failure.retryable:
+            return self._retry(worker_id, failure.code, fail, now_ms)
+        return self._end(failure.code, fail)
+
+    def _lose_worker(self, event: WorkerLost, now_ms: int) -> list[Action]:
+        actions: list[Action] = []
+        if self._needs(event.worker_id):
+            fail = Fail("worker_failed", f"{event.worker_id} has left: {event.reason}", 502)
+            actions = self._retry(event.worker_id, "a worker has left", fail, now_ms, exclude=not event.is_back)
+        elif event.worker_id in self._excluded:  # whoever comes back under this name has failed nobody
+            self._excluded.remove(event.worker_id)
+        return actions
+
+    def _needed(self) -> Sequence[WorkerId]:
+        """A split request's prefill worker may go once its token is here: without it the decode worker recomputes."""
+        if self.phase is not Phase.RUNNING or self.prefill_worker is None:
+            return ()
+        if self.decode_worker is None:
+            return (self.prefill_worker,)
+        return (self.decode_worker,) if self.has_first_token else (self.decode_worker, self.prefill_worker)
+
+    def _needs(self, worker_id: WorkerId) -> bool:
+        return worker_id in self._needed()
+
+    def _is_heard(self, worker_id: WorkerId) -> bool:
+        """Its tokens are proof enough that a worker has the request, whatever became of its reply."""
+        return self._heard_decode if worker_id == self.decode_worker else self.has_first_token
+
+    def _retry(
+        self, worker_id: WorkerId, reason: str, fail: Fail, now_ms: int, *, taken: bool = True, exclude: bool = True
+    ) -> list[Action]:
+        """Give this attempt up and begin another, if possible without `worker_id`; fail where it was the last.
+
+        Not `taken`: nobody has worked on it. Time bounds such attempts and no number does.
+        """
+        self._troubles = [*self._troubles[1 - MAX_TROUBLES :], f"attempt {self.attempt}: {fail.message}"]
+        has_progressed = len(self.tokens) > self.num_answered
+        self._is_under_way |= taken or has_progressed
+        if taken or has_progressed:
+            self._waiting_since_ms, self._num_untaken = now_ms, 0
+        else:
+            self._num_untaken += 1
+        if has_progressed:
+            self._num_vain = 0
+        elif taken:
+            self._num_vain += 1
+        if len(self.tokens) >= self.max_tokens:  # only its end has not been heard
+            return self._end(reason, Finish("length"))
+        told = Fail(fail.code, self._all_troubles(), fail.status, fail.retry_after_ms)
+        if self._num_vain >= self.max_attempts:
+            return self._end(reason, told)
+        cancel = SendCancel(self.attempt, reason)
+        if worker_id in self._excluded:
+            self._excluded.remove(worker_id)
+        if exclude:
+            self._excluded.append(worker_id)
+        self._begin_attempt()
+        if self._num_untaken > 1:
+            return [cancel, *self._wait(PAUSE_MIN_MS * self._num_untaken, told, now_ms)]
+        return [cancel, self._ask_placement()]
+
+    def _end(self, reason: str, output: Finish | Fail | Abandon) -> list[Action]:
+        """End the request; workers that have the attempt are told to let go."""
+        cancels: list[Action] = [SendCancel(self.attempt, reason)] if self.phase is Phase.RUNNING else []
+        self.phase = Phase.ENDED
+        return [*cancels, output]
+
+    def _refusal(self, reason: RefusalReason, message: str, retry_after_ms: int) -> Fail:
+        match reason:
+            case "too_long":
+                return Fail("context_length_exceeded", message, 400)
+            case "deadline":
+                return self._deadline(message)
+            case "invalid":
+                return Fail("invalid", message, 500)
+            case "overloaded":
+                return Fail("overloaded", message, 429, retry_after_ms or DEFAULT_RETRY_AFTER_MS)
+            case _:
+                return Fail(reason, message, 503, retry_after_ms or DEFAULT_RETRY_AFTER_MS)
+
+    def _deadline(self, message: str) -> Fail:
+        placing = "while it was being placed"
+        where = {Phase.PLACING: placing, Phase.WAITING: placing, Phase.RUNNING: f"after {len(self.tokens)} tokens"}
+        return Fail("deadline", f"{message} {where.get(self.phase, '')}".rstrip(), 504)
+
+    def _with_troubles(self, message: str) -> str:
+        return f"{message}; before that: {self._all_troubles()}" if self._troubles else message
+
+    def _all_troubles(self) -> str:
+        return "; ".join(self._troubles)
+
+
+_FAILURE_STATUS = {"transfer_failed": 502, "worker_failed": 502, "deadline": 504, "draining": 503}

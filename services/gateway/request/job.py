@@ -1,0 +1,112 @@
+"""One choice of an HTTP request as it is sent to the scheduler and the workers."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from schemas.block import hash_blocks, join_hashes, num_tokens, pack_tokens, unpack_tokens
+from schemas.ids import GatewayId, RequestId, TokenIds
+from schemas.request import PlaceRequest, ReserveBlocks, RunPrefill, SamplingParams
+from services.gateway.request.events import AskPlacement, SendReserve, SendRun
+
+MAX_INLINE_TOKENS = 4_096
+"""Packing and hashing more than this takes milliseconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockKey:
+    """What makes equal text equal blocks."""
+
+    block_size: int
+    model_fingerprint: str
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPrompt:
+    """A prompt as it travels, and its block hashes, joined."""
+
+    token_ids: TokenIds
+    block_hashes: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One choice, ready to be placed."""
+
+    request_id: RequestId
+    prompt: PackedPrompt
+    key: BlockKey
+    sampling: SamplingParams
+    deadline_ms: int
+    traceparent: str
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return num_tokens(self.prompt.token_ids)
+
+
+async def pack_prompt(prompt: Sequence[int], key: BlockKey) -> PackedPrompt:
+    """Pack and hash a prompt; a long one in a thread."""
+    if len(prompt) <= MAX_INLINE_TOKENS:
+        return _pack(prompt, key)
+    return await asyncio.to_thread(_pack, prompt, key)
+
+
+async def continue_prompt(job: Job, answered: Sequence[int]) -> PackedPrompt:
+    """Return the prompt of an attempt that goes on after the tokens that were answered."""
+    if not answered:
+        return job.prompt
+    return await pack_prompt([*unpack_tokens(job.prompt.token_ids), *answered], job.key)
+
+
+def place_request(job: Job, action: AskPlacement, prompt: PackedPrompt) -> PlaceRequest:
+    return PlaceRequest(
+        request_id=job.request_id,
+        attempt=action.attempt,
+        deadline_ms=job.deadline_ms,
+        num_prompt_tokens=num_tokens(prompt.token_ids),
+        max_tokens=job.sampling.max_tokens - action.num_answered,
+        block_hashes=prompt.block_hashes,
+        excluded_workers=action.excluded_workers,
+        tenant=job.key.tenant,
+    )
+
+
+def run_message(job: Job, gateway_id: GatewayId, action: SendRun, prompt: PackedPrompt) -> RunPrefill:
+    return RunPrefill(
+        request_id=job.request_id,
+        attempt=action.attempt,
+        deadline_ms=job.deadline_ms,
+        gateway_id=gateway_id,
+        prompt=prompt.token_ids,
+        sampling=job.sampling,
+        handoff_id=action.handoff_id,
+        decode_worker=action.decode_worker,
+        sources=action.sources,
+        num_answered_tokens=action.num_answered,
+        tenant=job.key.tenant,
+        replica=action.replica,
+    )
+
+
+def reserve_message(job: Job, gateway_id: GatewayId, action: SendReserve, prompt: PackedPrompt) -> ReserveBlocks:
+    return ReserveBlocks(
+        request_id=job.request_id,
+        attempt=action.attempt,
+        deadline_ms=job.deadline_ms,
+        gateway_id=gateway_id,
+        handoff_id=action.handoff_id,
+        prefill_worker=action.prefill_worker,
+        prompt=prompt.token_ids,
+        sampling=job.sampling,
+        sources=action.sources,
+        num_answered_tokens=action.num_answered,
+        tenant=job.key.tenant,
+        replica=action.replica,
+    )
+
+
+def _pack(prompt: Sequence[int], key: BlockKey) -> PackedPrompt:
+    hashes = hash_blocks(prompt, key.block_size, model_fingerprint=key.model_fingerprint, tenant=key.tenant)
+    return PackedPrompt(pack_tokens(prompt), join_hashes(hashes))

@@ -1,0 +1,1 @@
+"""A mesh as child processes: started with progress, watched, started again, stopped."""

@@ -1,0 +1,106 @@
+"""Starting again what ends by itself: when, how often, and when no more."""
+
+import asyncio
+import contextlib
+import signal
+from collections import deque
+from dataclasses import dataclass, field
+
+from services.launch.serve import ERROR_PREFIX, READY_LINE
+
+FIRST_WAIT_S = 0.2
+LONGEST_WAIT_S = 5.0
+SOUND_AFTER_S = 30.0
+"""Who has lived for this long has started well: the next end is the first of its row."""
+MAX_ENDS = 10
+"""So many ends in a row within ENDS_WITHIN_S, and it is given up."""
+ENDS_WITHIN_S = 60.0
+
+
+@dataclass
+class Restarts:
+    """One process's record. Pure: times are given."""
+
+    num_restarts: int = 0
+    is_given_up: bool = False
+    _ends_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=MAX_ENDS))
+
+    def ended(self, started_s: float, now_s: float) -> float | None:
+        """Return how long to wait before it is started again; None: no more."""
+        if now_s - started_s >= SOUND_AFTER_S:
+            self._ends_s.clear()
+        self._ends_s.append(now_s)
+        if len(self._ends_s) == MAX_ENDS and now_s - self._ends_s[0] <= ENDS_WITHIN_S:
+            self.is_given_up = True
+            return None
+        self.num_restarts += 1
+        return min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (len(self._ends_s) - 1))
+
+
+@dataclass
+class Child:
+    """One service's process, and those that came after it."""
+
+    role: str
+    name: str
+    process: asyncio.subprocess.Process
+    started_s: float
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    error: str = ""
+    restarts: Restarts = field(default_factory=Restarts)
+    _reader: asyncio.Task[None] | None = None
+
+    def follow(self) -> None:
+        """Begin to hear what the process says."""
+        self._reader = asyncio.create_task(self._read_lines(self.process), name=f"read {self.name}")
+
+    def succeed(self, process: asyncio.subprocess.Process, started_s: float) -> None:
+        """Another process has taken the place of the one that has ended."""
+        self.process, self.started_s, self.error = process, started_s, ""
+        self.ready.clear()
+        self.follow()
+
+    async def wait_ended(self) -> None:
+        """Return once the process has ended and its last line is read."""
+        if self._reader is not None:
+            await asyncio.shield(self._reader)
+        await self.process.wait()
+
+    def last_words(self) -> str:
+        """Say how the process ended."""
+        code = self.process.returncode
+        assert code is not None
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        return f"{self.name} {how}" + (f" ({self.error})" if self.error else "")
+
+    async def stop(self, timeout_s: float) -> bool:
+        """Ask it to end, and make it after `timeout_s`. False: it had to be made."""
+        if self.process.returncode is not None:
+            return True
+        for number in (signal.SIGTERM, signal.SIGCONT):  # one that was stopped must run to hear it
+            self._signal(number)
+        try:
+            await asyncio.wait_for(self.process.wait(), timeout_s)
+        except TimeoutError:
+            self.kill()
+            await self.process.wait()
+            return False
+        return True
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(number)
+
+    async def _read_lines(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        async for raw in process.stdout:
+            line = raw.decode(errors="replace").strip()
+            if line == READY_LINE:
+                self.ready.set()
+            elif line.startswith(ERROR_PREFIX):
+                self.error = line.removeprefix(ERROR_PREFIX)
+        await process.wait()

@@ -1,0 +1,158 @@
+"""`kvmesh serve ROLE`: one service, configured by a file. Only worker roles import torch."""
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Generator
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import msgspec
+
+from schemas.ids import WorkerId, is_subject_token
+from schemas.worker import WorkerRole
+from services.bus.nats import NatsBus
+from services.config import MeshConfig, TelemetryConfig, load_config, with_device
+from services.errors import UserError
+from services.metric_names import HOLDERS, SERVICE_INFO, metrics_of
+from services.metrics import Metrics
+from services.ports import bind
+from services.runtime import configure_logging, run_until_signal, watch_parent
+from services.telemetry import Telemetry, open_telemetry
+
+READY_LINE = "ready"
+ERROR_PREFIX = "error: "
+
+Start = Callable[[NatsBus, Telemetry, asyncio.Event, Callable[[], None]], Awaitable[None]]
+
+
+class Overrides(NamedTuple):
+    """What the command line says in place of the configuration: ports, a worker's device; None or empty: nothing."""
+
+    gateway: int | None = None
+    metrics: int | None = None
+    device: str = ""
+
+
+NO_OVERRIDES = Overrides()
+
+
+def run_service(
+    role: str, config_path: Path, *, service_id: str, overrides: Overrides = NO_OVERRIDES, supervised: bool
+) -> None:
+    """Serve until a signal, or, supervised, until standard input ends. Raises UserError."""
+    config = _overridden(load_config(config_path), overrides)
+    name = service_id or f"{role}-{socket.gethostname().split('.')[0]}"
+    if not is_subject_token(name):
+        raise UserError(f"--id {name!r} may have letters, digits, - and _ only")
+    configure_logging(name)
+    metrics = Metrics(name if role in HOLDERS else "")
+    metrics.prepare(metrics_of(role))
+    metrics.on_sample(lambda: metrics.put(SERVICE_INFO, {(name,): 1}))
+    try:
+        start = _starter(role, name, config, metrics)
+        run_until_signal(lambda stop: _serve(name, config, metrics, start, stop, supervised=supervised))
+    except UserError as error:
+        if not supervised:
+            raise
+        _say(f"{ERROR_PREFIX}{error}")  # the supervisor prints it once, for all its services
+        sys.exit(2)
+
+
+async def _serve(
+    name: str, config: MeshConfig, metrics: Metrics, start: Start, stop: asyncio.Event, *, supervised: bool
+) -> None:
+    watch = asyncio.create_task(watch_parent(stop), name="watch parent") if supervised else None
+    telemetry = open_telemetry(name, config.telemetry)
+    bus = await NatsBus.connect(config.nats.url, name, config.nats.connect_timeout_s)
+    ends = asyncio.create_task(_end_with(bus, stop), name="watch the bus")
+    try:
+        with contextlib.ExitStack() as while_ready:
+
+            def on_ready() -> None:
+                while_ready.enter_context(_served(metrics, config.telemetry))
+                _say(READY_LINE)
+
+            await start(bus, telemetry, stop, on_ready)
+        if ends.done() and ends.result():
+            raise UserError(f"the broker at {config.nats.url} has closed the connection for good")
+    finally:
+        ends.cancel()
+        if watch is not None:
+            watch.cancel()
+        await bus.close()
+        telemetry.close()
+
+
+@contextlib.contextmanager
+def _served(metrics: Metrics, config: TelemetryConfig) -> Generator[None]:
+    """Serve the metrics where they are wanted, and keep them fresh. The server's threads end with the process."""
+    server = metrics.start_server(config.metrics_host, config.metrics_port) if config.metrics_port >= 0 else None
+    if server is None:
+        yield
+        return
+    sampling = asyncio.create_task(metrics.keep_sampling(), name="sample the metrics")
+    try:
+        yield
+    finally:
+        sampling.cancel()
+
+
+def _overridden(config: MeshConfig, overrides: Overrides) -> MeshConfig:
+    gateway, telemetry = config.gateway, config.telemetry
+    if overrides.gateway is not None:
+        gateway = msgspec.structs.replace(gateway, port=overrides.gateway)
+    if overrides.metrics is not None:
+        telemetry = msgspec.structs.replace(telemetry, metrics_port=overrides.metrics)
+    if overrides.device:
+        config = with_device(config, overrides.device)
+    return msgspec.structs.replace(config, gateway=gateway, telemetry=telemetry)
+
+
+async def _end_with(bus: NatsBus, stop: asyncio.Event) -> bool:
+    """Set `stop` when the broker has sent us away: without it a service is deaf, and whoever started it should know.
+    False: it was we who closed."""
+    await bus.closed.wait()
+    if stop.is_set():
+        return False
+    stop.set()
+    return True
+
+
+def _starter(role: str, name: str, config: MeshConfig, metrics: Metrics) -> Start:
+    """Do what is slow (imports, the model) before the loop runs, and return what to run in it."""
+    match role:
+        case "gateway":
+            from services.gateway.service import run_gateway
+
+            sock = bind(config.gateway.host, config.gateway.port)
+            return lambda bus, telemetry, stop, ready: run_gateway(
+                config, bus, telemetry, stop, sock=sock, on_ready=ready, metrics=metrics
+            )
+        case "scheduler":
+            from services.scheduler.service import run_scheduler
+
+            return lambda bus, telemetry, stop, ready: run_scheduler(config, bus, stop, ready, metrics)
+        case "directory":
+            from services.directory.service import run_directory
+
+            return lambda bus, telemetry, stop, ready: run_directory(bus, stop, ready, metrics)
+        case "store":
+            from services.store.load import load_store
+            from services.store.service import run_store
+
+            store = load_store(config, name)
+            return lambda bus, telemetry, stop, ready: run_store(config, store, bus, telemetry, stop, ready, metrics)
+        case _:
+            from services.worker.parts import load_parts
+            from services.worker.service import run_worker
+
+            worker_role = cast("WorkerRole", role)
+            parts = load_parts(config, worker_role, WorkerId(name))
+            return lambda bus, telemetry, stop, ready: run_worker(parts, config, bus, telemetry, stop, ready, metrics)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,409 @@
+"""A mesh as child processes: a broker and one process per service, started with progress, started again when they end,
+stopped in order, nothing left behind."""
+
+import asyncio
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+from rich.markup import escape
+from rich.progress import Progress
+
+from dataplane.memory.arena import remove_stale_arenas
+from services.bus.embedded import EmbeddedNats
+from services.bus.nats import NatsBus
+from services.config import (
+    Carrier,
+    Dtype,
+    GatewayConfig,
+    MeshConfig,
+    ModelConfig,
+    NatsConfig,
+    SchedulerConfig,
+    StoreConfig,
+    TelemetryConfig,
+    WireDtype,
+    WorkerConfig,
+    apply_environment,
+    child_environment,
+    environment_device,
+    fresh_secret,
+    is_card,
+    state_dir,
+    write_config,
+)
+from services.engine.checkpoint import Checkpoint, read_checkpoint
+from services.engine.demo_model import DEMO_MODEL_DIR
+from services.errors import UserError
+from services.launch.known_workers import wait_known
+from services.launch.restart import Child, Restarts
+from services.ports import bind, free_port
+from services.scheduler.placement.policy import policy_named
+from services.worker.devices import Cards, check_carrier, check_driver, plan_devices, probe_cards
+
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 15.0
+STOP_SLACK_S = 10.0
+"""What a worker may take to leave, besides what it may take to finish what runs."""
+WORKER_ROLES = ("prefill", "decode", "aggregated")
+BROKER = "nats"
+MAX_PORT = 65_535
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpOptions:
+    """What `kvmesh up` was asked for."""
+
+    model: str = ""
+    num_prefill: int = 1
+    num_decode: int = 1
+    num_aggregated: int = 0
+    num_schedulers: int = 1
+    num_directories: int = 1
+    num_gateways: int = 1
+    carrier: Carrier = "auto"
+    devices: tuple[str, ...] = ()
+    """One for all workers, or a list that is dealt out to them in the order of `services`. Empty: KVMESH_DEVICE, or
+    auto."""
+    dtype: Dtype = "auto"
+    port: int = 8000
+    nats: str = "embedded"
+    policy: str = "cost"
+    prefix_cache: bool = True
+    pull_tokens_min: int = SchedulerConfig().pull_tokens_min
+    unsplit_tokens_max: int = SchedulerConfig().unsplit_tokens_max
+    wire_dtype: WireDtype = "same"
+    store: str = ""
+    """Empty: none. Else `memory`, `disk`, or the URL of a Redis or Valkey server."""
+    store_bytes: int = StoreConfig().max_bytes
+    store_dir: str = ""
+    kv_bytes: int = 512 * 1024 * 1024
+    token_budget: int = 512
+    num_threads: int = 0
+    replicate: bool = False
+    drain_s: float = WorkerConfig().drain_s
+    otlp_endpoint: str = ""
+    sample_ratio: float = 1.0
+
+    @property
+    def services(self) -> list[tuple[str, str]]:
+        """(role, name) of every process, in starting order."""
+        pairs = [*_named("scheduler", self.num_schedulers), *_named("directory", self.num_directories)]
+        if self.store:
+            pairs.append(("store", "store-0"))
+        for role, count in (
+            ("prefill", self.num_prefill), ("decode", self.num_decode), ("aggregated", self.num_aggregated),
+        ):  # fmt: skip
+            pairs += [(role, f"{role}-{number}") for number in range(count)]
+        return [*pairs, *_named("gateway", self.num_gateways)]
+
+    @property
+    def workers(self) -> list[str]:
+        """The names of the workers, in starting order."""
+        return [name for role, name in self.services if role in WORKER_ROLES]
+
+
+class MetricsTarget(msgspec.Struct, frozen=True):
+    """One entry of a Prometheus file_sd file."""
+
+    targets: list[str]
+    labels: dict[str, str]
+
+
+class Supervisor:
+    """`start` raises UserError; what ends by itself after it is started again, and `say` hears of it; `stop` always
+    leaves nothing behind."""
+
+    def __init__(self, options: UpOptions, run_dir: Path, say: Callable[[str], None] = lambda _: None) -> None:
+        self._options = options
+        self._run_dir = run_dir
+        self._say = say
+        self._nats: EmbeddedNats | None = None
+        self._nats_restarts = Restarts()
+        self._children: list[Child] = []
+        self._tending: list[asyncio.Task[None]] = []
+        self._ports: list[int] = []
+        self._metrics_ports: dict[str, int] = {}
+        self.devices: dict[str, str] = {}
+        """Of each worker, once they start: "cpu" or "cuda:N"."""
+        self.checkpoint: Checkpoint | None = None
+        self.nats_url = ""
+
+    @property
+    def log_dir(self) -> Path:
+        return self._run_dir / "logs"
+
+    @property
+    def trace_dir(self) -> Path:
+        return self._run_dir / "traces"
+
+    @property
+    def children(self) -> list[Child]:
+        return self._children
+
+    @property
+    def url(self) -> str:
+        """The first gateway's."""
+        return self.urls[0] if self._ports else ""
+
+    @property
+    def urls(self) -> list[str]:
+        return [f"http://127.0.0.1:{port}" for port in self._ports]
+
+    @property
+    def metrics_targets(self) -> list[MetricsTarget]:
+        """Where each service serves its metrics, as Prometheus' file discovery reads it. They stay the same when
+        services are started again."""
+        return [
+            MetricsTarget(targets=[f"127.0.0.1:{self._metrics_ports[name]}"], labels={"service": name, "role": role})
+            for role, name in self._options.services
+            if name in self._metrics_ports
+        ]
+
+    @property
+    def broker_pid(self) -> int | None:
+        """None: the broker is not ours."""
+        return None if self._nats is None else self._nats.pid
+
+    @property
+    def records(self) -> dict[str, Restarts]:
+        """How often each process was started again, ours of the broker too."""
+        own = {} if self._nats is None else {BROKER: self._nats_restarts}
+        return own | {child.name: child.restarts for child in self._children}
+
+    async def start(self, progress: Progress | None = None) -> None:
+        """Start everything and return when all of it is ready to serve."""
+        options = self._options
+        policy_named(options.policy)
+        _store_config(options)
+        self.checkpoint = read_checkpoint(options.model or str(DEMO_MODEL_DIR))
+        remove_stale_arenas()
+        self.devices = await self._plan_devices()
+        self._ports = _free_ports(options.port, options.num_gateways)
+        self._metrics_ports = _distinct_ports([name for _, name in options.services])
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self.nats_url = await self._start_broker()
+        write_config(self._config(self._ports[0]), self._run_dir / "mesh.toml")
+        for role, name in options.services:
+            child = Child(role, name, await self._spawn(role, name), time.monotonic())
+            self._children.append(child)
+            child.follow()
+        await self._wait_ready(progress)
+        self._tending = [asyncio.create_task(self._tend(child), name=f"tend {child.name}") for child in self._children]
+        if self._nats is not None:
+            self._tending.append(asyncio.create_task(self._tend_broker(), name="tend the broker"))
+
+    async def stop(self) -> None:
+        """Stop intake first (the gateways), then the workers, the store, then what they talk through. Each stage has
+        its time, after which it is killed."""
+        for task in self._tending:
+            task.cancel()
+        await asyncio.gather(*self._tending, return_exceptions=True)
+        order = {"gateway": 0, "prefill": 1, "aggregated": 1, "decode": 2, "store": 3}
+        for stage in (0, 1, 2, 3, 4):
+            await asyncio.gather(*(self._stop(c) for c in self._children if order.get(c.role, 4) == stage))
+        for child in self._children:
+            await child.wait_ended()
+        if self._nats is not None:
+            await asyncio.to_thread(self._nats.stop)
+        remove_stale_arenas()
+
+    def kill(self) -> None:
+        """Give those that `stop` waits for no more time."""
+        for child in self._children:
+            child.kill()
+
+    async def _stop(self, child: Child) -> None:
+        timeout_s = self._options.drain_s + STOP_SLACK_S if child.role in WORKER_ROLES else STOP_TIMEOUT_S
+        if not await child.stop(timeout_s):
+            self._say(f"[red]{child.name} did not stop within {timeout_s:.0f} s and was killed[/red]")
+
+    async def _tend(self, child: Child) -> None:
+        """Start a service again whenever it ends by itself, until it is given up."""
+        while True:
+            await child.wait_ended()
+            if not await self._again(child.restarts, child.started_s, child.last_words()):
+                return
+            if child.role in WORKER_ROLES:
+                remove_stale_arenas()
+            try:
+                child.succeed(await self._spawn(child.role, child.name), time.monotonic())
+            except OSError as error:
+                self._say(
+                    f"[red]{child.name} could not be started: {error}[/red]"
+                )  # what has ended is waited for again
+
+    async def _tend_broker(self) -> None:
+        """The same for the broker, on the port that everybody knows."""
+        assert self._nats is not None
+        port = urlsplit(self._nats.url).port
+        while True:
+            started_s = time.monotonic()
+            code = await asyncio.to_thread(self._nats.wait)
+            if not await self._again(self._nats_restarts, started_s, f"{BROKER} ended with code {code}"):
+                return
+            try:
+                # Not on a helper thread: the server is told to end with the thread that started it.
+                self._nats = EmbeddedNats.start(port, self._run_dir)
+            except UserError as error:
+                self._say(f"[red]{error}[/red]")  # and once more: what we wait for has ended already
+
+    async def _again(self, restarts: Restarts, started_s: float, last_words: str) -> bool:
+        """Say what ended and wait until it is time to start it again. False: it is given up."""
+        wait_s = restarts.ended(started_s, time.monotonic())
+        last_words = escape(last_words)
+        if wait_s is None:
+            self._say(f"[red]{last_words}, once too often: it is not started again[/red]; see {self.log_dir}")
+            return False
+        self._say(f"[yellow]{last_words}[/yellow]; it is started again")
+        await asyncio.sleep(wait_s)
+        return True
+
+    async def _plan_devices(self) -> dict[str, str]:
+        asked, workers = self._options.devices or (environment_device() or "auto",), self._options.workers
+        cards = await probe_cards() if "auto" in asked or "cuda" in asked else Cards()
+        if cards.reason and "auto" in asked:
+            self._say(f"[yellow]no graphics card is used: {escape(cards.reason)}[/yellow]")
+        planned = plan_devices(asked, cards, len(workers))
+        check_driver(planned)
+        check_carrier(self._options.carrier, planned)
+        return dict(zip(workers, planned, strict=True))
+
+    async def _start_broker(self) -> str:
+        if self._options.nats == "embedded":
+            # Not on a helper thread: the server is told to end with the thread that started it.
+            self._nats = EmbeddedNats.start(None, self._run_dir)
+            return self._nats.url
+        bus = await NatsBus.connect(self._options.nats, "kvmesh-up")
+        await bus.close()
+        return self._options.nats
+
+    def _config(self, port: int) -> MeshConfig:
+        options, checkpoint = self._options, self.checkpoint
+        assert checkpoint is not None
+        num_threads = options.num_threads or max(1, (os.cpu_count() or 1) // len(options.workers))
+        on_card = next((device for device in self.devices.values() if is_card(device)), "cpu")
+        config = MeshConfig(
+            secret=fresh_secret(),
+            nats=NatsConfig(url=self.nats_url),
+            model=ModelConfig(path=checkpoint.path, name=checkpoint.name, dtype=options.dtype),
+            gateway=GatewayConfig(port=port),
+            scheduler=SchedulerConfig(
+                policy=options.policy,
+                pull_tokens_min=options.pull_tokens_min,
+                unsplit_tokens_max=options.unsplit_tokens_max,
+                replicate=options.replicate,
+            ),
+            worker=WorkerConfig(
+                kv_bytes=options.kv_bytes,
+                token_budget=options.token_budget,
+                num_threads=num_threads,
+                device=on_card,
+                carrier=options.carrier,
+                prefix_cache=options.prefix_cache,
+                wire_dtype=options.wire_dtype,
+                drain_s=options.drain_s,
+            ),
+            store=_store_config(options),
+            telemetry=TelemetryConfig(
+                otlp_endpoint=options.otlp_endpoint,
+                trace_dir=str(self.trace_dir),
+                sample_ratio=options.sample_ratio,
+            ),
+        )
+        return apply_environment(config)
+
+    async def _spawn(self, role: str, name: str) -> asyncio.subprocess.Process:
+        """Start one service. Its standard input is a pipe from us: it ends itself when we are gone."""
+        command = ["-m", "services.cli.main", "serve", role, "--id", name, "--supervised"]
+        command += ["--config", str(self._run_dir / "mesh.toml"), "--metrics-port", str(self._metrics_ports[name])]
+        if name in self.devices:
+            command += ["--device", self.devices[name]]
+        if role == "gateway":
+            names = [name for role, name in self._options.services if role == "gateway"]
+            command += ["--port", str(self._ports[names.index(name)])]
+        with (self.log_dir / f"{name}.log").open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                sys.executable,
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env=child_environment(),
+                start_new_session=True,  # Ctrl-C reaches us alone: the order of stopping is ours
+            )
+
+    async def _wait_ready(self, progress: Progress | None) -> None:
+        task = progress.add_task("starting", total=len(self._children)) if progress else None
+        waits = {asyncio.create_task(c.ready.wait()): c for c in self._children}
+        ends = {asyncio.create_task(c.wait_ended()): c for c in self._children}
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                pending: set[asyncio.Task[object]] = {*waits, *ends}
+                while remaining := [c.name for t, c in waits.items() if not t.done()]:
+                    if progress and task is not None:
+                        started = len(waits) - len(remaining)
+                        progress.update(task, completed=started, description=f"starting {', '.join(remaining)}")
+                    done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                    for failed in [child for task, child in ends.items() if task in done]:
+                        raise UserError(failed.error or f"{failed.last_words()}; see {self.log_dir}")
+                if progress and task is not None:
+                    progress.update(task, completed=len(waits), description="waiting for the scheduler to know them")
+                workers = {c.name for c in self._children if c.role not in ("gateway", "scheduler", "directory")}
+                await wait_known(self.nats_url, workers, self._options.num_schedulers)
+        except TimeoutError as error:
+            raise UserError(f"the mesh was not ready within {START_TIMEOUT_S:.0f} s; see {self.log_dir}") from error
+        finally:
+            for waiting in (*waits, *ends):
+                waiting.cancel()
+
+
+def _store_config(options: UpOptions) -> StoreConfig:
+    """Return what the store is to be. Raises UserError for a kind that there is none of.
+
+    The disk tier lies beside the run folder, which every start empties: it outlives the mesh.
+    """
+    path = Path(options.store_dir).absolute() if options.store_dir else state_dir() / "store"
+    store = StoreConfig(path=str(path), max_bytes=options.store_bytes)
+    if options.store in ("", "memory"):
+        return store
+    if options.store != "disk" and not _is_server_url(options.store):
+        kinds = "memory, disk, redis://host:port/0 or valkey://host:port/0"
+        raise UserError(f"--store {options.store!r} is no store: give {kinds}, or leave it out")
+    return msgspec.structs.replace(store, url=options.store)
+
+
+def _is_server_url(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        return url.scheme in ("redis", "valkey") and bool(url.hostname) and url.port != 0
+    except ValueError:  # a port that is no number, a bracket that never closes
+        return False
+
+
+def _named(role: str, count: int) -> list[tuple[str, str]]:
+    """The first of a role is called like it."""
+    return [(role, role), *((role, f"{role}-{number}") for number in range(1, count))]
+
+
+def _distinct_ports(names: list[str]) -> dict[str, int]:
+    """Return a free port for each name."""
+    ports: set[int] = set()
+    while len(ports) < len(names):
+        ports.add(free_port())
+    return dict(zip(names, sorted(ports), strict=True))
+
+
+def _free_ports(first: int, count: int) -> list[int]:
+    """Return `first` and those after it, or free ones for 0. Raises UserError where one is taken."""
+    if first + count - 1 > MAX_PORT:
+        raise UserError(f"{count} gateways from port {first} on need ports above {MAX_PORT}; pass a smaller --port")
+    with contextlib.ExitStack() as held:
+        socks = [held.enter_context(bind("127.0.0.1", first + at if first else free_port())) for at in range(count)]
+        return [int(sock.getsockname()[1]) for sock in socks]

@@ -1,0 +1,178 @@
+"""Writes "Listening" into a page, as a real mesh says it: `python -m services.pages.listening ARCHITECTURE.md`.
+
+Ids and times are another's each time, so the page is written on demand; a test checks that what it names is said.
+"""
+
+import asyncio
+import json
+import sys
+import textwrap
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from schemas.observe import RequestDescribed
+from services.bus.base import Delivery
+from services.bus.nats import NatsBus
+from services.errors import UserError
+from services.pages.scene import TIMEOUT_S, Scene, running_mesh
+
+START, END = "<!-- heard: listening -->\n", "<!-- end of what was heard -->"
+WIDTH = 140
+MAX_TEXT = 48
+"""Of one string: hashes are longer."""
+MAX_ANSWER_LINES = 5
+LEFT_OUT = frozenset(
+    {"type", "request_id", "worker_id", "handoff_id", "source_worker", "target_worker", "gateway_id", "deadline_ms"}
+    | {
+        "attempt",
+        "lease_id",
+        "epoch",
+        "lease_ms",
+        "ticket",
+        "endpoint",
+        "fingerprint",
+        "incarnation",
+        "worker",
+        "rates",
+    }
+    | {"tenant", "answer_by_ms", "sequence", "num_unreceived_tokens", "num_dropped_messages", "num_refused_reads"}
+)
+"""What the subject says already, and what only programs read."""
+
+
+class Listening(NamedTuple):
+    """A subscription, what it tells, and how many messages of it are shown."""
+
+    subscription: str
+    tells: str
+    num_shown: int = 2
+
+
+LISTENING = (
+    Listening("mesh.v1.request.>", "the story of every request, from `accepted` to its one end", 7),
+    Listening("mesh.v1.request.*.failed", "whom we failed, and why: empty on a good day", 1),
+    Listening("mesh.v1.request.*.resumed", "answers that went on elsewhere, and what had happened", 1),
+    Listening("mesh.v1.handoff.>", "every hand-over of KV, in five words", 5),
+    Listening("mesh.v1.handoff.*.*.*.landed", "what has crossed, from whom to whom, how large"),
+    Listening("mesh.v1.worker.*.left", "workers that stopped, died or fell silent", 1),
+    Listening("mesh.v1.worker.*.load", "what every worker has to do: twice a second each", 1),
+    Listening("mesh.v1.kv.*.lease", "who asks whom for KV that lies there already"),
+    Listening("mesh.v1.kv.*.stored", "which blocks can be had where from now on", 1),
+    Listening("mesh.v1.tokens.*", "the answers themselves, a message an engine step: much of it", 1),
+)
+
+QUERIES = ("mesh.v1.scheduler.status", "mesh.v1.worker.{worker}.status", "mesh.v1.request.{request}.status")
+"""The fleet; one worker, its requests and its leases by age; where a request is, and since when."""
+
+
+@dataclass
+class Heard:
+    """What came on each subscription, first things first, and what the queries answered."""
+
+    request_id: str = ""
+    messages: dict[str, list[tuple[str, bytes]]] = field(default_factory=dict[str, list[tuple[str, bytes]]])
+    answers: list[tuple[str, bytes]] = field(default_factory=list[tuple[str, bytes]])
+
+
+async def hear() -> Heard:
+    """Run a mesh, let something of everything happen, and return what was heard."""
+    heard = Heard()
+    async with running_mesh() as supervisor, _connected(supervisor.nats_url) as bus, asyncio.TaskGroup() as tasks:
+        listeners = [tasks.create_task(_listen(bus, listening.subscription, heard)) for listening in LISTENING]
+        await asyncio.sleep(0)
+        await bus.flush()
+
+        async def ask(described: RequestDescribed) -> None:
+            for pattern in QUERIES:
+                subject = pattern.format(worker=described.decode_worker, request=described.request_id)
+                heard.answers.append((subject, (await bus.request(subject, b"", {}, TIMEOUT_S)).payload))
+
+        async with Scene(supervisor, bus) as scene:
+            heard.request_id = await scene.play(ask)
+        for listener in listeners:
+            listener.cancel()
+    return heard
+
+
+@asynccontextmanager
+async def _connected(url: str) -> AsyncGenerator[NatsBus]:
+    bus = await NatsBus.connect(url, "kvmesh-listening")
+    yield bus
+    await bus.close()
+
+
+async def _listen(bus: NatsBus, pattern: str, heard: Heard) -> None:
+    messages = heard.messages[pattern] = []
+    async for delivery in await bus.subscribe(pattern):
+        if not _is_question(delivery):
+            messages.append((delivery.subject, delivery.payload))
+
+
+def _is_question(delivery: Delivery) -> bool:
+    """Ours, after where a request is: no part of its story."""
+    return delivery.subject.endswith((".status", ".sought"))
+
+
+def section(heard: Heard) -> str:
+    """Return what stands between the markers."""
+    rows = [f"| `{listening.subscription}` | {listening.tells} |" for listening in LISTENING]
+    lines = ["| `nats sub` | what it tells |", "|---|---|", *rows, "", "```"]
+    for listening in LISTENING:
+        lines.append(f"$ nats sub '{listening.subscription}'")
+        for subject, payload in _shown(listening, heard):
+            lines += [_cut(subject), _cut(f"  {_brief(payload)}")]
+        lines.append("")
+    for subject, payload in heard.answers:
+        told = textwrap.wrap(_brief(payload), WIDTH - 2, max_lines=MAX_ANSWER_LINES, placeholder=" …")
+        lines += [f"$ nats req {subject} ''", *(f"  {line}" for line in told)]
+    return "\n".join([*lines, "```"])
+
+
+def _shown(listening: Listening, heard: Heard) -> list[tuple[str, bytes]]:
+    """Return the first messages; of what is a story, those of the request that had the most to tell."""
+    messages = heard.messages[listening.subscription]
+    if listening.num_shown > 2:
+        messages = [(subject, payload) for subject, payload in messages if heard.request_id in subject]
+    return messages[: listening.num_shown]
+
+
+def _brief(payload: bytes) -> str:
+    return json.dumps(_without(json.loads(payload)), ensure_ascii=False).replace('"', "")
+
+
+def _without(value: object) -> object:
+    """Return the value without what is left out, at any depth."""
+    if isinstance(value, list):
+        return [_without(item) for item in cast("list[object]", value)]
+    if isinstance(value, str) and len(value) > MAX_TEXT:
+        return f"{value[:MAX_TEXT]}…"
+    if isinstance(value, dict):
+        members = cast("dict[str, object]", value)
+        return {key: _without(member) for key, member in members.items() if key not in LEFT_OUT}
+    return value
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= WIDTH else f"{text[: WIDTH - 1]}…"
+
+
+def rewrite(document: str, text: str) -> str:
+    """Return the document with `text` between its markers. Raises UserError where it has none."""
+    before, start, rest = document.partition(START)
+    _, end, after = rest.partition(END)
+    if not start or not end:
+        raise UserError(f"the document has no {START.strip()} … {END}")
+    return f"{before}{start}{text}\n{end}{after}"
+
+
+def main() -> None:
+    """Rewrite the document named on the command line."""
+    path = Path(sys.argv[1])
+    path.write_text(rewrite(path.read_text(), section(asyncio.run(hear()))))
+
+
+if __name__ == "__main__":
+    main()

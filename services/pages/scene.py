@@ -1,0 +1,108 @@
+"""A real mesh in a folder of its own and something for it to do, for the pages and pictures that are made of it."""
+
+import asyncio
+import random
+import tempfile
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from schemas import subjects
+from schemas.observe import DescribeRequest, RequestDescribed
+from services.bus.base import Bus
+from services.bus.typed import TypedBus
+from services.launch.supervisor import Supervisor, UpOptions
+
+KV_BYTES = 8 * 1024 * 1024
+"""So few that a request may be too large for every worker."""
+OPTIONS = UpOptions(port=0, num_prefill=2, num_decode=2, kv_bytes=KV_BYTES, replicate=True)
+TIMEOUT_S = 120.0
+TOO_LARGE = 6_000
+"""Tokens of a prompt that the model's context holds, and no worker."""
+LONG_ANSWER = 600
+EVENTS_UNTIL_KILL = 30
+SEED = 20261121
+SETTLE_S = 1.0
+"""For what follows a request's end, and for spans to be written."""
+
+
+@asynccontextmanager
+async def running_mesh(options: UpOptions = OPTIONS) -> AsyncGenerator[Supervisor]:
+    """Run a mesh of processes while the block runs. Raises UserError."""
+    with tempfile.TemporaryDirectory(prefix="kvmesh-scene-") as folder:
+        supervisor = Supervisor(options, Path(folder))
+        try:
+            await supervisor.start()
+            yield supervisor
+        finally:
+            await supervisor.stop()
+
+
+class Scene:
+    """Requests to one mesh. Prompts are random tokens: nobody has them cached unless they are said again."""
+
+    def __init__(self, supervisor: Supervisor, bus: Bus) -> None:
+        assert supervisor.checkpoint is not None
+        self._supervisor = supervisor
+        self._model = supervisor.checkpoint.name
+        self._rng = random.Random(SEED)
+        self._door = TypedBus(bus, "scene")
+        self._client = httpx.AsyncClient(base_url=supervisor.url, timeout=TIMEOUT_S)
+
+    async def __aenter__(self) -> "Scene":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.aclose()
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        return [self._rng.randrange(5, 500) for _ in range(num_tokens)]
+
+    async def complete(self, prompt: list[int], max_tokens: int) -> str:
+        """Return the request's id, however it ended."""
+        reply = await self._client.post("/v1/completions", json=self._body(prompt, max_tokens))
+        return reply.headers["x-request-id"]
+
+    async def play(self, at_work: Callable[[RequestDescribed], Awaitable[None]]) -> str:
+        """Let something of everything happen: an answer, a request that no worker has room for, and an answer whose
+        decode worker is killed, just after `at_work`. Return the last one's id."""
+        await self.complete(self.prompt(300), 40)
+        await self.complete(self.prompt(TOO_LARGE), 40)
+        request_id = await self._outlive(at_work)
+        await asyncio.sleep(SETTLE_S)
+        return request_id
+
+    async def _outlive(self, at_work: Callable[[RequestDescribed], Awaitable[None]]) -> str:
+        """Ask for a long answer, and kill who decodes it on the way. Return the request's id."""
+        body = self._body(self.prompt(400), LONG_ANSWER) | {"stream": True}
+        async with self._client.stream("POST", "/v1/completions", json=body) as response:
+            request_id, num_events = response.headers["x-request-id"], 0
+            async for line in response.aiter_lines():
+                num_events += line.startswith("data:")
+                if line and num_events == EVENTS_UNTIL_KILL:
+                    described = await self._where(request_id)
+                    await at_work(described)
+                    self._kill(described.decode_worker)
+            return request_id
+
+    async def _where(self, request_id: str) -> RequestDescribed:
+        described = await self._door.ask(subjects.REQUEST_STATUS, (request_id,), DescribeRequest(), TIMEOUT_S)
+        assert isinstance(described, RequestDescribed)
+        return described
+
+    def _kill(self, name: str) -> None:
+        for child in self._supervisor.children:
+            if child.name == name:
+                child.process.kill()
+
+    def _body(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+        return {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+        }

@@ -1,0 +1,1 @@
+"""Where a request goes, and what that costs. Pure."""

@@ -1,0 +1,306 @@
+"""Placement by cost: who computes, who decodes, who lends KV. Pure.
+
+Every way to serve a request is priced in milliseconds from measured rates, and the cheapest is taken: the predicted
+time to first token (queue, reads, computation), what the hand-over exposes, what computing costs those who decode on
+the same worker, and how full the batch is that it will decode in.
+"""
+
+import heapq
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from schemas.directory import HolderPrefix
+from schemas.ids import WorkerId
+from schemas.request import KVSource, PlacementTerms
+from schemas.worker import WorkerInfo
+from services.scheduler.placement.known_rates import FleetRates
+
+MAX_SOURCES = 4
+"""Each one is a round trip, one after the other."""
+MAX_ALTERNATIVES = 3
+STALL_WEIGHT = 0.2
+"""What a pause of a running answer counts beside as long a wait for a first token. More buys steadier answers with
+later first tokens."""
+LOAD_WEIGHT = 1.0
+"""A request already in the batch counts as one decode step."""
+OVERLAPPED_SHARE = 0.25
+"""What a hand-over costs that hides behind the computation: it takes both workers' memory bandwidth."""
+NO_ROOM_MS = 500.0
+"""Blocks are short: the request waits for another one's end."""
+EQUAL_MS, EQUAL_SHARE = 1.0, 0.02
+"""Costs this close are equal: the rates are no better than that, and the load should spread."""
+
+
+class CostLimits(NamedTuple):
+    """The operator's floor for reads, and how much a decode worker may compute by itself."""
+
+    pull_tokens_min: int = 64
+    unsplit_tokens_max: int = 512
+
+
+DEFAULT_LIMITS = CostLimits()
+
+
+class Demand(NamedTuple):
+    """What is asked for."""
+
+    num_prompt_tokens: int
+    max_tokens: int
+
+
+class Contender(NamedTuple):
+    """A worker that could serve. Loads include what was placed on it since it last spoke."""
+
+    info: WorkerInfo
+    num_waiting_tokens: int
+    """Prompt tokens that it computes before a new request's."""
+    num_requests: int
+    num_running: int
+    """Those that an engine step is shared with."""
+    num_free_blocks: int
+    num_kept_blocks: int = 0
+    """Kept for their content, and given up when room is needed."""
+
+    @property
+    def worker_id(self) -> WorkerId:
+        return self.info.worker_id
+
+
+class Gathering(NamedTuple):
+    """Where the KV of a prompt comes from on one worker: its own blocks, others' in order, then computation."""
+
+    num_cached_tokens: int
+    num_pulled_tokens: int
+    num_computed_tokens: int
+    pull_ms: float
+    compute_ms: float
+    sources: tuple[KVSource, ...] = ()
+
+
+class Piece(NamedTuple):
+    """What one holder could lend from a block on. `saved_ms`: what the reader would compute it in, less the read."""
+
+    source: WorkerId
+    num_tokens: int
+    read_ms: float
+    saved_ms: float
+
+
+class Option(NamedTuple):
+    """One way to serve. Without `decode` the first worker does it alone."""
+
+    prefill: Contender
+    decode: Contender | None
+    gathering: Gathering
+    num_cached_tokens: int
+    """On both workers."""
+    queue_ms: float
+    handover_ms: float
+    stall_ms: float
+    load_ms: float
+
+    def __str__(self) -> str:
+        way = f"{self.prefill.worker_id}→{self.decode.worker_id}" if self.decode else f"{self.prefill.worker_id} alone"
+        return f"{way} {self.cost_ms:.1f} ms"
+
+    @property
+    def ttft_ms(self) -> float:
+        return self.queue_ms + self.gathering.pull_ms + self.gathering.compute_ms
+
+    @property
+    def cost_ms(self) -> float:
+        return self.ttft_ms + self.handover_ms + self.stall_ms + self.load_ms
+
+
+def choose(options: Sequence[Option]) -> Option:
+    """Return the cheapest. Among equals the least loaded, then the one that holds more, then the first."""
+    least_ms = min(option.cost_ms for option in options)
+    limit_ms = least_ms + EQUAL_MS + EQUAL_SHARE * least_ms
+    return min((option for option in options if option.cost_ms <= limit_ms), key=_load_order)
+
+
+def price(
+    demand: Demand,
+    contenders: Sequence[Contender],
+    holders: Sequence[HolderPrefix],
+    rates: FleetRates,
+    limits: CostLimits = DEFAULT_LIMITS,
+    not_asked: Collection[WorkerId] = (),
+) -> list[Option]:
+    """Return every way to serve, in the order of `contenders`: alone on an aggregated worker, alone on a decode worker
+    that holds most of the prompt, or split over two. Workers of other roles only lend, and those `not_asked` do not."""
+    held = held_blocks(holders)
+    lending = [run for run in holders if run.worker_id not in not_asked]
+    decoding = [c for c in contenders if c.info.role == "decode"]
+    options: list[Option] = []
+    for contender in contenders:
+        if contender.info.role == "store":
+            continue
+        partners: list[Contender] = []
+        if contender.info.role == "prefill":
+            partners = [d for d in decoding if d.info.fingerprint == contender.info.fingerprint]
+            if not partners:
+                continue
+        num_held_blocks = held.get(contender.worker_id, 0)
+        gathering = gather(demand, contender.info, num_held_blocks, lending, rates, limits)
+        if partners:
+            options += [_split(demand, contender, d, gathering, held.get(d.worker_id, 0), rates) for d in partners]
+        elif contender.info.role == "aggregated" or _may_serve_alone(demand, gathering, limits):
+            options.append(_alone(demand, contender, gathering, rates))
+    return options
+
+
+def held_blocks(holders: Iterable[HolderPrefix]) -> dict[WorkerId, int]:
+    """Return how many blocks of the prompt's beginning each worker holds."""
+    held: dict[WorkerId, int] = {}
+    for run in holders:
+        if run.first_block == 0:
+            held[run.worker_id] = max(run.num_blocks, held.get(run.worker_id, 0))
+    return held
+
+
+def gather(
+    demand: Demand,
+    reader: WorkerInfo,
+    num_held_blocks: int,
+    holders: Sequence[HolderPrefix],
+    rates: FleetRates,
+    limits: CostLimits = DEFAULT_LIMITS,
+) -> Gathering:
+    """Plan a prompt's KV on `reader`: extend what it holds by whoever lends the next block quickest, as long as reading
+    beats computing. The last token is always computed."""
+    block_size, num_prompt_tokens = reader.block_size, demand.num_prompt_tokens
+    end_block = (num_prompt_tokens - 1) // block_size
+    cached = at = min(num_held_blocks, end_block)
+    sources: list[KVSource] = []
+    pull_ms = 0.0
+    while at < end_block and len(sources) < MAX_SOURCES:
+        pieces = [
+            _piece(reader, run, at, end_block, rates)
+            for run in holders
+            if run.first_block <= at < run.first_block + run.num_blocks and run.worker_id != reader.worker_id
+        ]
+        worth = [piece for piece in pieces if piece.num_tokens >= limits.pull_tokens_min and piece.saved_ms > 0]
+        if not worth:
+            break
+        best = min(worth, key=lambda piece: piece.read_ms / piece.num_tokens)
+        sources.append(KVSource(worker_id=best.source, first_block=at, num_blocks=best.num_tokens // block_size))
+        at += best.num_tokens // block_size
+        pull_ms += best.read_ms
+    return Gathering(
+        num_cached_tokens=cached * block_size,
+        num_pulled_tokens=(at - cached) * block_size,
+        num_computed_tokens=num_prompt_tokens - at * block_size,
+        pull_ms=pull_ms,
+        compute_ms=rates.compute_ms(reader.worker_id, at * block_size, num_prompt_tokens),
+        sources=tuple(sources),
+    )
+
+
+def terms_of(chosen: Option, options: Iterable[Option]) -> PlacementTerms:
+    """Return what the decision was made of, and the best of what it was made against."""
+    others = heapq.nsmallest(MAX_ALTERNATIVES, (o for o in options if o is not chosen), key=lambda o: o.cost_ms)
+    gathering = chosen.gathering
+    return PlacementTerms(
+        ttft_ms=round(chosen.ttft_ms, 3),
+        queue_ms=round(chosen.queue_ms, 3),
+        pull_ms=round(gathering.pull_ms, 3),
+        compute_ms=round(gathering.compute_ms, 3),
+        handover_ms=round(chosen.handover_ms, 3),
+        stall_ms=round(chosen.stall_ms, 3),
+        cached_tokens=gathering.num_cached_tokens,
+        pulled_tokens=gathering.num_pulled_tokens,
+        computed_tokens=gathering.num_computed_tokens,
+        alternatives="; ".join(str(other) for other in others),
+    )
+
+
+def needed_blocks(demand: Demand, block_size: int) -> int:
+    """Return how many blocks the prompt and the answer fill."""
+    return -(-(demand.num_prompt_tokens + demand.max_tokens) // block_size)
+
+
+def _piece(reader: WorkerInfo, run: HolderPrefix, at: int, end_block: int, rates: FleetRates) -> Piece:
+    num_tokens = (min(run.first_block + run.num_blocks, end_block) - at) * reader.block_size
+    first_token = at * reader.block_size
+    link = rates.link(reader.worker_id, run.worker_id, run.tier)
+    read_ms = link.read_ms(num_tokens * rates.token_bytes(reader.worker_id))
+    compute_ms = rates.compute_ms(reader.worker_id, first_token, first_token + num_tokens)
+    return Piece(run.worker_id, num_tokens, read_ms, compute_ms - read_ms)
+
+
+def _may_serve_alone(demand: Demand, gathering: Gathering, limits: CostLimits) -> bool:
+    """A decode worker computes little, and only where it would otherwise lend most of the prompt away."""
+    holds_most = 2 * gathering.num_cached_tokens >= demand.num_prompt_tokens
+    return holds_most and gathering.num_computed_tokens <= limits.unsplit_tokens_max
+
+
+def _alone(demand: Demand, worker: Contender, gathering: Gathering, rates: FleetRates) -> Option:
+    wait_ms = _room_ms(demand, worker, gathering.num_cached_tokens)
+    return Option(
+        prefill=worker,
+        decode=None,
+        gathering=gathering,
+        num_cached_tokens=gathering.num_cached_tokens,
+        queue_ms=queue_ms(demand, worker, rates) + wait_ms,
+        handover_ms=0.0,
+        stall_ms=gathering.compute_ms * worker.num_running * STALL_WEIGHT,
+        load_ms=_load_ms(worker, rates),
+    )
+
+
+def _split(
+    demand: Demand,
+    prefill: Contender,
+    decode: Contender,
+    gathering: Gathering,
+    num_held_blocks: int,
+    rates: FleetRates,
+) -> Option:
+    """Price a split. The decode worker reads what it lacks while the prompt is computed: what takes longer than the
+    computation shows, and what does not is not free either."""
+    reader = decode.info
+    num_held_tokens = min(num_held_blocks * reader.block_size, demand.num_prompt_tokens - 1)
+    num_bytes = (demand.num_prompt_tokens - num_held_tokens) * rates.token_bytes(reader.worker_id)
+    stream_ms = rates.link(reader.worker_id, prefill.worker_id).stream_ms(num_bytes)
+    exposed_ms = max(stream_ms - gathering.compute_ms, stream_ms * OVERLAPPED_SHARE)
+    return Option(
+        prefill=prefill,
+        decode=decode,
+        gathering=gathering,
+        num_cached_tokens=gathering.num_cached_tokens + num_held_tokens,
+        queue_ms=queue_ms(demand, prefill, rates),
+        handover_ms=exposed_ms + _room_ms(demand, decode, num_held_tokens),
+        stall_ms=0.0,
+        load_ms=_load_ms(decode, rates),
+    )
+
+
+def queue_ms(demand: Demand, worker: Contender, rates: FleetRates) -> float:
+    """Predict when this worker gets to a new prompt. Those in line are taken to be as long as it: their context decides
+    their speed."""
+    whole_ms = rates.compute_ms(worker.worker_id, 0, demand.num_prompt_tokens)
+    return worker.num_waiting_tokens * whole_ms / demand.num_prompt_tokens
+
+
+def _load_ms(worker: Contender, rates: FleetRates) -> float:
+    return worker.num_requests * rates.step_ms(worker.worker_id) * LOAD_WEIGHT
+
+
+def _room_ms(demand: Demand, worker: Contender, num_held_tokens: int) -> float:
+    block_size = worker.info.block_size
+    lacking = needed_blocks(demand, block_size) - num_held_tokens // block_size
+    return NO_ROOM_MS if lacking > worker.num_free_blocks + worker.num_kept_blocks else 0.0
+
+
+def _load_order(option: Option) -> tuple[int, int, int, bool, int, int]:
+    """The less loaded, then who needs no hand-over, then who holds more."""
+    decoding = option.decode or option.prefill
+    return (
+        option.prefill.num_waiting_tokens,
+        option.prefill.num_requests,
+        decoding.num_requests,
+        option.decode is not None,
+        -option.num_cached_tokens,
+        -decoding.num_free_blocks,
+    )

@@ -1,0 +1,1 @@
+"""The whole mesh in one process under virtual time."""

@@ -1,0 +1,71 @@
+"""The engine's thread of a simulation: the real one's code in a cooperative thread, with steps that take time."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from services.engine.batch import Batch
+from services.engine.fake import FakeEngine
+from services.engine.interface import Engine, Sequence, StepCallback, StepItem
+from services.engine.thread import Changes, EngineThread
+from services.sim.platform.threads import CoCondition, CoThread, pause, spawn
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long a step takes, in seconds."""
+
+    base_s: float = 0.001
+    prefill_token_s: float = 0.0001
+    decode_token_s: float = 0.0005
+
+    def step_s(self, items: Seq[StepItem]) -> float:
+        num_decode = sum(item.num_tokens == 1 for item in items)
+        num_prefill = sum(item.num_tokens for item in items) - num_decode
+        return self.base_s + self.prefill_token_s * num_prefill + self.decode_token_s * num_decode
+
+
+class SimEngineThread(EngineThread):
+    """Runs an engine's steps, each as long as `pace` says; of a FakeEngine spread over its layers."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        batch: Batch,
+        on_step: StepCallback,
+        on_failure: Callable[[list[Sequence], str], None],
+        on_removed: Callable[[Sequence], None],
+        pace: Pace | None = None,
+    ) -> None:
+        super().__init__(engine, batch, on_step, on_failure, on_removed)
+        self._pace = Pace() if pace is None else pace
+        self._cooperative: CoThread | None = None
+        self._layer_s = 0.0
+        self._has_layers = isinstance(engine, FakeEngine)
+        if isinstance(engine, FakeEngine):
+            engine.before_layer = self._compute_layer
+
+    def start(self) -> None:
+        self._cooperative = spawn(self._run, "engine")
+
+    def stop(self, timeout: float) -> bool:
+        """As the real one; called on the loop itself it cannot wait, and the thread ends as the loop goes on."""
+        self._ask_to_stop()
+        if self._cooperative is None:
+            return True
+        self._cooperative.join(timeout)
+        return not self._cooperative.is_alive()
+
+    def _new_condition(self) -> Changes:
+        return CoCondition()
+
+    def _step(self, items: list[StepItem]) -> None:
+        step_s = self._pace.step_s(items)
+        if self._has_layers:
+            self._layer_s = step_s / (self._engine.layout.num_layers + 1)
+        else:
+            pause(step_s)
+        super()._step(items)
+
+    def _compute_layer(self, _items: Seq[StepItem], _layer: int) -> None:
+        pause(self._layer_s)

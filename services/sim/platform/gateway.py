@@ -1,0 +1,79 @@
+"""A gateway of the simulation: all of it but the socket."""
+
+import asyncio
+import functools
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, cast
+
+from litestar import Litestar
+from litestar.types import Receive, Scope, Send
+
+from schemas.ids import GatewayId, new_id
+from services.bus.base import Bus
+from services.bus.typed import TypedBus
+from services.config import MeshConfig
+from services.gateway.api.prepare import ServedModel
+from services.gateway.api.routes import Gateway, build_app
+from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.request.driver import Requests
+from services.metrics import Metrics
+from services.runtime import now_ms
+from services.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from services.sim.platform.mesh import Service
+
+
+_SERVING: ContextVar[Gateway] = ContextVar("serving")
+"""Whose request is being served."""
+
+
+class _Serving:
+    """Stands for the gateway whose request is being served."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(_SERVING.get(), name)
+
+
+@functools.cache
+def _routes() -> Litestar:
+    """The application, made once: making it costs as much as ten requests, and of a gateway it keeps nothing."""
+    return build_app(cast("Gateway", _Serving()))
+
+
+class SimApp:
+    """The application of one gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _SERVING.set(self._gateway)
+        await _routes()(scope, receive, send)
+
+
+async def run_sim_gateway(
+    config: MeshConfig, model: ServedModel, bus: Bus, telemetry: Telemetry, stop: asyncio.Event, service: "Service"
+) -> None:
+    """Serve the application that stands in `service.app` until `stop` is set."""
+    gateway_id = GatewayId(new_id("gateway"))
+    metrics = Metrics()
+    door = TypedBus(bus, "gateway", metrics)
+    async with asyncio.TaskGroup() as tasks:
+        requests = Requests(config.gateway, gateway_id, door, telemetry, tasks)
+        gateway = Gateway(
+            config=config.gateway,
+            model=model,
+            requests=requests,
+            telemetry=telemetry,
+            metrics=GatewayMetrics(metrics, model.name, requests),
+            door=door,
+            started_s=now_ms() // 1000,
+        )
+        await requests.listen()
+        await bus.flush()
+        service.app = SimApp(gateway)
+        await stop.wait()
+        gateway.stopping = True
+        await requests.wait_idle()
+        await door.close()

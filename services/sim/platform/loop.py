@@ -1,0 +1,214 @@
+"""An event loop with virtual time and seeded scheduling, and the processes that live on it.
+
+Time stands still while anything can run, then jumps to the next timer. Within one process callbacks run in order, as
+on any loop; which process is next is chance. A process can be killed (nothing of it runs any more, not even its
+`finally`) and paused (what it would run waits).
+"""
+
+import asyncio
+import contextvars
+import heapq
+import random
+from asyncio import events
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from services.sim.platform.clock import VirtualTime
+from services.sim.platform.threads import CoThread, abandon_all
+
+ResultT = TypeVar("ResultT")
+
+PROCESS: contextvars.ContextVar["Process | None"] = contextvars.ContextVar("process", default=None)
+"""Whose code is running. Every callback carries it in its context."""
+
+MAX_CALLBACKS_AT_ONCE = 2_000_000
+"""More without a tick of the clock are a loop that never ends."""
+EXECUTOR_S = (0.0002, 0.003)
+"""How long work that was given to another thread takes."""
+
+
+class SimulationStuckError(Exception):
+    """Nothing is left that could ever happen, or too much happens at once."""
+
+
+class Process:
+    """One simulated operating-system process: a name, its queue of callbacks, whether it runs."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.queue: deque[events.Handle] = deque()
+        self.is_paused = False
+        self.is_dead = False
+        self.is_listed = False
+        """It stands in the loop's list of those that can run."""
+        self.on_kill: list[Callable[[], None]] = []
+        """What the rest of the world notices of its death."""
+        self.tasks: list[asyncio.Task[Any]] = []
+        """Kept to the end of the simulation: a collected coroutine would still run its `finally`."""
+
+    def __repr__(self) -> str:
+        state = "dead" if self.is_dead else "paused" if self.is_paused else "running"
+        return f"<process {self.name} {state}>"
+
+
+class _Handle(events.Handle):
+    """As any, and made at half the cost: nobody debugs this loop by tracebacks of where callbacks come from."""
+
+    __slots__ = ()
+
+    def __init__(self, callback: Any, args: Any, loop: "SimLoop", context: contextvars.Context | None) -> None:
+        self._context = contextvars.copy_context() if context is None else context
+        self._loop = loop
+        self._callback = callback
+        self._args = args
+        self._cancelled = False
+        self._repr = None
+        self._source_traceback = None
+
+
+class SimLoop(asyncio.BaseEventLoop):
+    """Runs everything of one simulation. Not for sockets, signals or subprocesses."""
+
+    def __init__(self, clock: VirtualTime, rng: random.Random) -> None:
+        super().__init__()
+        self._clock = clock
+        self._rng = rng
+        self._world = Process("world")
+        self._runnable: list[Process] = []
+        self._timers: list[tuple[float, int, events.TimerHandle]] = []
+        self._num_timers = 0
+        self._num_at_once = 0
+        self.num_callbacks = 0
+
+    # Processes.
+
+    def start(self, process: Process, work: Coroutine[Any, Any, ResultT], name: str = "") -> "asyncio.Task[ResultT]":
+        """Run a coroutine as part of a process."""
+        context = contextvars.copy_context()
+        context.run(PROCESS.set, process)
+        task = self.create_task(work, name=name or process.name, context=context)
+        process.tasks.append(task)
+        return task
+
+    def kill(self, process: Process) -> None:
+        """End a process as SIGKILL does."""
+        if process.is_dead:
+            return
+        process.is_dead = True
+        process.queue.clear()
+        for notice in process.on_kill:
+            notice()
+
+    def pause(self, process: Process) -> None:
+        process.is_paused = True
+
+    def resume(self, process: Process) -> None:
+        process.is_paused = False
+        self._list(process)
+
+    def run_to_end(self, main: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Run until `main` returns. What is left then is left as it is: a killed process's tasks never end."""
+        try:
+            return self.run_until_complete(self.create_task(main, name="world"))
+        finally:
+            abandon_all(self)
+            for task in asyncio.all_tasks(self):
+                task._log_destroy_pending = False  # pyright: ignore
+
+    # What asyncio calls.
+
+    def time(self) -> float:
+        return self._clock.now_s
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
+        handle = events.TimerHandle(when, callback, args, self, context)
+        self._num_timers += 1
+        heapq.heappush(self._timers, (when, self._num_timers, handle))
+        return handle
+
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
+        return self.call_at(self._clock.now_s + delay, callback, *args, context=context)
+
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
+        handle = _Handle(callback, args, self, context)
+        self._push(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon
+
+    def run_in_executor(self, executor: Any, func: Callable[..., ResultT], *args: Any) -> "asyncio.Future[ResultT]":
+        """Do the work in a cooperative thread, a moment later."""
+        done: asyncio.Future[ResultT] = self.create_future()
+
+        def run() -> None:
+            if done.done():
+                return
+            try:
+                done.set_result(func(*args))
+            except Exception as error:  # noqa: BLE001  (it is raised where the work is awaited)
+                done.set_exception(error)
+
+        self.call_later(self._rng.uniform(*EXECUTOR_S), CoThread(run, "executor").start)
+        return done
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """A cancelled timer is passed over when its time comes."""
+
+    def _process_events(self, event_list: Any) -> None:
+        raise NotImplementedError("there are no sockets here")
+
+    def _run_once(self) -> None:
+        """Run callbacks, one at a time, until the loop is to stop; where there is none, move the clock to the next
+        timer."""
+        runnable, chance = self._runnable, self._rng.random
+        while not self._stopping:  # pyright: ignore
+            if not runnable:
+                self._advance()
+                if not runnable:
+                    continue  # whoever the clock woke is dead or paused
+            at = int(chance() * len(runnable)) if len(runnable) > 1 else 0
+            process = runnable[at]
+            queue = process.queue
+            handle = queue.popleft() if queue and not process.is_paused else None
+            if not queue or process.is_paused:
+                process.is_listed = False
+                runnable[at] = runnable[-1]
+                runnable.pop()
+            if handle is None or handle._cancelled:  # pyright: ignore
+                continue
+            self.num_callbacks += 1
+            self._num_at_once += 1
+            if self._num_at_once > MAX_CALLBACKS_AT_ONCE:
+                at_s = self._clock.now_s
+                raise SimulationStuckError(f"{MAX_CALLBACKS_AT_ONCE} callbacks at {at_s} s; last: {handle}")
+            handle._run()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+
+    def _advance(self) -> None:
+        timers = self._timers
+        while timers and timers[0][2].cancelled():
+            heapq.heappop(timers)
+        if not timers:
+            if self._stopping:  # pyright: ignore
+                self._list(self._world)
+                return
+            raise SimulationStuckError("nothing can ever happen again")
+        now = max(self._clock.now_s, timers[0][0])
+        self._clock.move_to(now)
+        self._num_at_once = 0
+        while timers and timers[0][0] <= now:
+            handle = heapq.heappop(timers)[2]
+            if not handle.cancelled():
+                self._push(handle)
+
+    def _push(self, handle: asyncio.Handle) -> None:
+        process = handle._context.get(PROCESS) or self._world  # pyright: ignore
+        if process.is_dead:
+            return
+        process.queue.append(handle)
+        self._list(process)
+
+    def _list(self, process: Process) -> None:
+        if not process.is_listed and not process.is_paused and not process.is_dead:
+            process.is_listed = True
+            self._runnable.append(process)

@@ -1,0 +1,250 @@
+"""A whole mesh in one loop: every service as it is, an engine that cannot get away with wrong KV, a store."""
+
+import asyncio
+import contextvars
+import itertools
+import mmap
+import random
+from dataclasses import dataclass, field
+
+import msgspec
+from tokenizers import Tokenizer, models
+
+from dataplane.blocks.layout import ArenaShape, KVLayout, uniform_shape
+from dataplane.ends.server import LeaseGate
+from dataplane.memory.arena import HEADER_BYTES, Arena
+from schemas.ids import WorkerId
+from schemas.worker import WorkerRole
+from services.bus.base import BusError
+from services.config import GatewayConfig, MeshConfig, SchedulerConfig, StoreConfig, WorkerConfig
+from services.directory.service import run_directory
+from services.engine.fake import FakeEngine
+from services.gateway.api.prepare import ServedModel
+from services.gateway.api.text import TextCodec
+from services.scheduler.service import run_scheduler
+from services.sim.platform.bus import SimBroker, SimBus
+from services.sim.platform.engine import Pace
+from services.sim.platform.gateway import SimApp, run_sim_gateway
+from services.sim.platform.loop import Process, SimLoop
+from services.sim.platform.plane import SimNetwork, sim_platform
+from services.store.core import StoreCore
+from services.store.load import make_parts as make_store_parts
+from services.store.service import run_store
+from services.telemetry import ListExporter, SpanRecord, Telemetry
+from services.worker.core.limits import WorkerLimits
+from services.worker.parts import WorkerParts
+from services.worker.service import run_worker
+
+VOCAB = 61
+EOS = 0
+BLOCK_SIZE = 4
+CONTEXT_LENGTH = 256
+LAYOUT = KVLayout(weights="simulated", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=4, block_size=BLOCK_SIZE)
+SECRET = "a secret of the simulation"
+REQUEST_TIMEOUT_S = 20.0
+RESTART_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshShape:
+    """How many of what. `num_blocks`: of each worker's arena."""
+
+    num_prefill: int = 2
+    num_decode: int = 2
+    num_aggregated: int = 0
+    num_schedulers: int = 1
+    num_directories: int = 1
+    num_gateways: int = 1
+    has_store: bool = False
+    replicate: bool = False
+    num_blocks: int = 96
+    token_budget: int = 32
+    policy: str = "cost"
+    carrier: str = "auto"
+    lease_ms: int = 3_000
+    step_s: float = 0.002
+    """How long an engine step takes, beside what its tokens take."""
+    drain_s: float = 5.0
+    windows: tuple[int, ...] = ()
+    """Of each layer, as `KVLayout.windows`."""
+
+    @property
+    def layout(self) -> KVLayout:
+        return msgspec.structs.replace(LAYOUT, windows=self.windows)
+
+    @property
+    def services(self) -> list[tuple[str, str]]:
+        """(role, name) of every process."""
+        counts = {
+            "scheduler": self.num_schedulers, "directory": self.num_directories, "store": int(self.has_store),
+            "prefill": self.num_prefill, "decode": self.num_decode, "aggregated": self.num_aggregated,
+            "gateway": self.num_gateways,
+        }  # fmt: skip
+        return [(role, f"{role}-{number}") for role, count in counts.items() for number in range(count)]
+
+
+@dataclass(eq=False)
+class Service:
+    """One service of the mesh and the process that runs it now."""
+
+    role: str
+    name: str
+    process: Process
+    bus: SimBus
+    stop: asyncio.Event
+    task: "asyncio.Task[None] | None" = None
+    app: SimApp | None = None
+    """Of a gateway that is ready."""
+    gates: list[LeaseGate] = field(default_factory=list[LeaseGate])
+    """Of a KV holder: what guards its blocks."""
+    store: StoreCore | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return not self.process.is_dead and self.task is not None and not self.task.done()
+
+
+class SimMesh:
+    """Starts, kills, pauses and restarts the services of one mesh."""
+
+    def __init__(self, loop: SimLoop, rng: random.Random, shape: MeshShape, broker: SimBroker, network: SimNetwork):
+        self.loop = loop
+        self.shape = shape
+        self.broker = broker
+        self.network = network
+        self.services: dict[str, Service] = {}
+        self.config = MeshConfig(
+            secret=SECRET,
+            gateway=GatewayConfig(request_timeout_s=REQUEST_TIMEOUT_S),
+            scheduler=SchedulerConfig(
+                policy=shape.policy, pull_tokens_min=BLOCK_SIZE, unsplit_tokens_max=16, replicate=shape.replicate
+            ),
+            worker=WorkerConfig(
+                block_size=BLOCK_SIZE,
+                token_budget=shape.token_budget,
+                max_queued=64,
+                carrier=shape.carrier,  # type: ignore[arg-type]
+                lease_ms=shape.lease_ms,
+                drain_s=shape.drain_s,
+            ),
+            store=StoreConfig(memory_bytes=LAYOUT.block_bytes * 256),
+        )
+        self._rng = rng
+        self._model = _served_model(shape)
+        self._starts = itertools.count(1)
+        self._woken_s = -1.0
+        self._context = contextvars.copy_context()
+        self.spans: list[SpanRecord] | None = None
+        """Records of what has ended, where they are kept."""
+
+    def start_all(self) -> None:
+        for role, name in self.shape.services:
+            self.start(role, name)
+
+    def start(self, role: str, name: str) -> Service:
+        """Start a process for this service, as new as after `exec`."""
+        number = next(self._starts)
+        process = Process(name)
+        service = Service(role, name, process, self.broker.connect(name), asyncio.Event())
+        process.on_kill.append(lambda: self.broker.drop(service.bus))
+        process.on_kill.append(lambda: self.network.kill(f"{name}.{number}"))
+        self.services[name] = service
+        service.task = self.loop.start(process, self._supervised(service, f"{name}.{number}"), name)
+        return service
+
+    def kill(self, service: Service) -> None:
+        self.loop.kill(service.process)
+
+    def resume(self, service: Service) -> None:
+        """Let a paused process go on."""
+        if service.process.is_paused:
+            self._woken_s = self.loop.time()
+            self.loop.resume(service.process)
+
+    def woken_since(self, time_s: float) -> bool:
+        """Say whether a process was paused or has gone on since."""
+        return self._woken_s >= time_s
+
+    def living(self, target: str) -> list[Service]:
+        """Return the running services of a role, or the one of this name."""
+        return [s for s in self.services.values() if target in (s.role, s.name) and s.is_running]
+
+    async def _supervised(self, service: Service, host: str) -> None:
+        """Run a service; one that cannot start while the broker is away ends with an error, and is started again."""
+        try:
+            await self._run(service, host)
+        except* BusError:
+            service.bus.broker.drop(service.bus)
+            self.network.kill(host)
+            asyncio.get_running_loop().call_later(RESTART_S, self._start_again, service, context=self._context)
+
+    def _start_again(self, service: Service) -> None:
+        if self.services[service.name] is service and not service.process.is_dead:
+            self.start(service.role, service.name)
+
+    async def _run(self, service: Service, host: str) -> None:
+        exporter = ListExporter(self.spans) if self.spans is not None else None
+        telemetry = Telemetry(service.name, exporter, self.config.telemetry, at_once=True)
+        match service.role:
+            case "scheduler":
+                await run_scheduler(self.config, service.bus, service.stop)
+            case "directory":
+                await run_directory(service.bus, service.stop)
+            case "gateway":
+                await run_sim_gateway(self.config, self._model, service.bus, telemetry, service.stop, service)
+            case "store":
+                store = make_store_parts(
+                    self.config, service.name, self.shape.layout, SECRET.encode(), model="fake",
+                    context_length=CONTEXT_LENGTH, platform=sim_platform(self.network, host, service.gates.append),
+                )  # fmt: skip
+                service.store = store.core
+                await run_store(self.config, store, service.bus, telemetry, service.stop)
+            case role:
+                parts = self._parts(service, role, host)  # type: ignore[arg-type]
+                await run_worker(parts, self.config, service.bus, telemetry, service.stop)
+
+    def _parts(self, service: Service, role: WorkerRole, host: str) -> WorkerParts:
+        shape = uniform_shape(self.shape.layout, self.shape.num_blocks)
+        arena = memory_arena(shape, host)
+        limits = WorkerLimits(
+            worker_id=WorkerId(service.name),
+            fingerprint=shape.layout.fingerprint,
+            num_blocks=self.shape.num_blocks,
+            block_size=BLOCK_SIZE,
+            context_length=CONTEXT_LENGTH,
+            vocab_size=VOCAB,
+            eos_token_ids=frozenset({EOS}),
+            max_queued=self.config.worker.max_queued,
+            lease_ms=self.shape.lease_ms,
+        )
+        return WorkerParts(
+            worker_id=limits.worker_id,
+            incarnation=host,
+            role=role,
+            model="fake",
+            arena=arena,
+            shape=shape,
+            engine=FakeEngine(shape, arena.buffer, vocab_size=VOCAB),
+            limits=limits,
+            secret=SECRET.encode(),
+            platform=sim_platform(self.network, host, service.gates.append, Pace(base_s=self.shape.step_s)),
+        )
+
+
+def memory_arena(shape: ArenaShape, host: str) -> Arena:
+    """Return an arena in memory of its own, with no name on this machine."""
+    return Arena(host, f"nonce-{host}", mmap.mmap(-1, HEADER_BYTES + shape.num_bytes), owned=False)
+
+
+def _served_model(shape: MeshShape) -> ServedModel:
+    vocabulary = {f"t{number}": number for number in range(VOCAB)}
+    return ServedModel(
+        name="fake",
+        names=frozenset({"fake"}),
+        codec=TextCodec(Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="t1"))),
+        vocab_size=VOCAB,
+        context_length=CONTEXT_LENGTH,
+        eos_token_ids=frozenset({EOS}),
+        layout=shape.layout,
+        num_worker_tokens=min(CONTEXT_LENGTH, shape.num_blocks * BLOCK_SIZE),
+    )

@@ -1,0 +1,345 @@
+"""The data plane of a simulation: the real holder and reader, in cooperative threads, over a network that is as bad as
+it is told to be.
+
+A process is named by its host: `name` or, started again, `name.2`. Carriers as on one machine: "loopback" and "shm"
+copy straight from the holder's arena, at the reader's own time; over "tcp" the bytes cross.
+"""
+
+import contextvars
+import functools
+import mmap
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from dataplane.blocks.layout import ArenaShape
+from dataplane.cards.device_arena import DeviceArena, KVArena
+from dataplane.carriers import tcp
+from dataplane.carriers.carrier import ReaderCarrier
+from dataplane.carriers.shm import FrameSource, SharedReader
+from dataplane.ends import choice as connect
+from dataplane.ends.choice import CarrierImpossibleError, Choice
+from dataplane.ends.dial import Cancellation
+from dataplane.ends.reader import PlaneReader
+from dataplane.ends.server import LeaseGate, PlaneServer, ServerOptions
+from dataplane.memory import frames
+from dataplane.memory.arena import HEADER_BYTES, Arena, ArenaMissingError, ByteArray
+from dataplane.memory.frames import Rows, SequenceMemory
+from dataplane.protocol.stream import DigestKind, Header, TransferFailedError, TransferStats
+from dataplane.protocol.wire import Thread, Wire
+from schemas.handoff import Endpoint
+from services.sim.platform.connection import Link, SimWire, StreamFault, StreamFaultKind
+from services.sim.platform.engine import Pace, SimEngineThread
+from services.sim.platform.threads import CoThread, current, pause, spawn
+from services.worker.platform import Platform
+
+_STREAM_FAULTS: tuple[StreamFaultKind, ...] = ("truncation", "corruption", "stall", "slowness")
+_FIRST_PORT = 1024
+_PAUSES_PER_FRAME = 3
+_MIN_COPIED_BYTES = 1024
+
+
+class StreamFaults(Protocol):
+    """Decides what befalls the streams from one process to another, as each is opened."""
+
+    def refuses(self, reader_host: str, holder_host: str) -> bool:
+        """Say whether a new connection is refused."""
+        ...
+
+    def on_stream(self, reader_host: str, holder_host: str) -> StreamFault | None: ...
+
+
+class ChanceFaults:
+    """Each kind befalls its share of the streams."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.shares: dict[str, float] = {}
+        """By kind: a StreamFaultKind, or "refusal"."""
+        self._rng = rng
+
+    def refuses(self, reader_host: str, holder_host: str) -> bool:
+        return self._strikes("refusal")
+
+    def on_stream(self, reader_host: str, holder_host: str) -> StreamFault | None:
+        for kind in _STREAM_FAULTS:
+            if self._strikes(kind):
+                at_byte = int(2 ** self._rng.uniform(0.0, 14.0))  # among the first words as often as in the KV
+                return StreamFault(kind, at_byte, self._rng.uniform(0.02, 3.0))
+        return None
+
+    def _strikes(self, kind: str) -> bool:
+        share = self.shares.get(kind, 0.0)
+        return share > 0.0 and self._rng.random() < share
+
+
+class SimNetwork:
+    """Who listens where, and the links between them. One a simulation."""
+
+    def __init__(
+        self,
+        rng: random.Random,
+        *,
+        latency_s: tuple[float, float] = (0.0001, 0.0006),
+        bytes_per_s: float = 5e6,
+        faults: StreamFaults | None = None,
+    ) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._chance = ChanceFaults(random.Random(rng.getrandbits(64)))
+        self._faults = self._chance if faults is None else faults
+        self._rng = rng
+        self._latency_s = latency_s
+        self._servers: dict[tuple[str, int], SimPlaneServer] = {}
+        self._next_port = _FIRST_PORT
+        self._links: dict[Link, None] = {}
+        self._held_until: dict[tuple[str, str], float] = {}
+        self._dialling: dict[CoThread, None] = {}
+        self._dead: set[str] = set()
+
+    @property
+    def num_links(self) -> int:
+        """Connections that at least one end has open."""
+        return len(self._links)
+
+    # What goes wrong.
+
+    def kill(self, host: str) -> None:
+        """A process has died: its connections break, nobody reaches it or its memory any more."""
+        self._dead.add(host)
+        for address in [address for address in self._servers if address[0] == host]:
+            del self._servers[address]
+        for link in [link for link in self._links if host in (link.reader_host, link.holder_host)]:
+            link.shatter()
+            del self._links[link]
+
+    def partition(self, name: str, until_s: float, other: str = "") -> None:
+        """Let nothing pass between the process of this name and the other, or all, before this time. No error."""
+        self._held_until[(name, other)] = until_s
+        self._tell_all()
+
+    def set_fault(self, kind: str, share: float) -> None:
+        """Let this befall so many of the streams that are opened from now on."""
+        self._chance.shares[kind] = share
+
+    def heal(self) -> None:
+        """Nothing goes wrong any more. The dead stay dead."""
+        self._chance.shares.clear()
+        self._held_until.clear()
+        self._tell_all()
+
+    # What the plane's ends do.
+
+    def listen(self, host: str, server: "SimPlaneServer") -> int:
+        """Let readers find this server; return its port. Raises OSError when the process is said to be dead."""
+        if host in self._dead:
+            raise OSError(f"{host} is dead")
+        self._next_port += 1
+        self._servers[(host, self._next_port)] = server
+        return self._next_port
+
+    def unlisten(self, server: "SimPlaneServer") -> None:
+        for address in [address for address, found in self._servers.items() if found is server]:
+            del self._servers[address]
+
+    def arena(self, nonce: str) -> Arena | None:
+        """Return the arena of a process that lives and serves."""
+        arena = next((s.arena for s in self._servers.values() if s.arena.nonce == nonce), None)
+        assert not isinstance(arena, DeviceArena), "a simulated worker has no card"
+        return arena
+
+    def connect(self, reader_host: str, endpoint: Endpoint, timeout_s: float, cancellation: Cancellation) -> SimWire:
+        """Return the reader's end of a new connection. Raises TransferFailedError."""
+        latency_s = self._rng.uniform(*self._latency_s)
+        self._pass(reader_host, endpoint.host, 2 * latency_s, timeout_s, cancellation)
+        server = self._servers.get((endpoint.host, endpoint.port))
+        if server is None or reader_host in self._dead or self._faults.refuses(reader_host, endpoint.host):
+            raise TransferFailedError("connect", f"{endpoint.host}:{endpoint.port}: connection refused")
+        link = Link(reader_host, endpoint.host, latency_s=latency_s, bytes_per_s=self.bytes_per_s)
+        link.held_until = functools.partial(self._held, reader_host, endpoint.host)
+        link.on_closed = lambda: self._links.pop(link, None)
+        self._links[link] = None
+        ours, theirs = link.ends()
+        if not server.admit(ours, reader_host):
+            theirs.close()
+            raise TransferFailedError("connect", f"{endpoint.host}:{endpoint.port}: connection refused")
+        return theirs
+
+    def begin_stream(self, wire: SimWire) -> None:
+        """A read begins on this connection: decide what befalls it."""
+        link = wire.link
+        link.to_reader.befall(self._faults.on_stream(link.reader_host, link.holder_host))
+
+    def _pass(self, source: str, target: str, takes_s: float, timeout_s: float, cancellation: Cancellation) -> None:
+        """Wait as long as a first word takes to pass. Raises TransferFailedError."""
+        deadline, done_at = time.monotonic() + timeout_s, time.monotonic() + takes_s
+        dialling = _Dialling(current())
+        cancellation.watch(dialling)
+        self._dialling[dialling.thread] = None
+        try:
+            while (now := time.monotonic()) < (ready_at := max(done_at, self._held(source, target))):
+                if now >= deadline:
+                    raise TransferFailedError("connect", f"{target}: timed out")
+                pause(min(deadline, ready_at) - now)
+                cancellation.check()
+        finally:
+            del self._dialling[dialling.thread]
+            cancellation.unwatch(dialling)
+
+    def _held(self, a: str, b: str) -> float:
+        """Return until when nothing passes between these two."""
+        if not self._held_until:
+            return 0.0
+        names = (_name_of(a), _name_of(b))
+        held = (until for (one, other), until in self._held_until.items() if one in names and other in ("", *names))
+        return max(held, default=0.0)
+
+    def _tell_all(self) -> None:
+        for link in self._links:
+            link.tell_readers()
+        for thread in self._dialling:
+            thread.wake()
+
+
+class _Dialling:
+    """A thread that waits to be connected."""
+
+    def __init__(self, thread: CoThread) -> None:
+        self.thread = thread
+
+    def cut(self) -> None:
+        self.thread.wake()
+
+
+class SimPlaneServer(PlaneServer):
+    """Serves on the network. `close` does not wait, on the loop: the streams end as the loop goes on."""
+
+    def __init__(
+        self,
+        network: SimNetwork,
+        host: str,
+        arena: KVArena,
+        shape: ArenaShape,
+        gate: LeaseGate,
+        secret: bytes,
+        options: ServerOptions | None = None,
+    ) -> None:
+        super().__init__(arena, shape, gate, secret, options)
+        self._network = network
+        self._host = host
+        self._home = contextvars.copy_context()
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(
+            host=self._host,
+            port=self._port,
+            carriers=self.options.carriers,
+            arena=self.arena.name,
+            arena_nonce=self.arena.nonce,
+        )
+
+    def admit(self, wire: SimWire, reader_host: str) -> bool:
+        """Serve a new connection, or say no."""
+        return self._admit(wire, reader_host)
+
+    def _listen(self) -> None:
+        self._port = self._network.listen(self._host, self)
+
+    def _stop_listening(self) -> None:
+        self._network.unlisten(self)
+
+    def _new_thread(self, run: Callable[[], None], name: str) -> Thread:
+        return CoThread(run, name, self._home)
+
+
+class SimPlaneReader(PlaneReader):
+    """Reads over the network."""
+
+    def __init__(self, network: SimNetwork, host: str, arena: KVArena, shape: ArenaShape) -> None:
+        super().__init__(arena, shape)
+        self._network = network
+        self._host = host
+
+    def _start_thread(self, run: Callable[[], None]) -> Thread:
+        return spawn(run, "kv-read")
+
+    def _choices(self, wanted: str, endpoint: Endpoint) -> list[Choice]:
+        for carrier in connect.CARRIERS if wanted == connect.AUTO else (wanted,):
+            is_near = carrier == tcp.NAME or self._network.arena(endpoint.arena_nonce) is not None
+            if carrier in endpoint.carriers and is_near:
+                return [Choice(carrier, "one simulation")]
+        raise CarrierImpossibleError(wanted, endpoint.carriers)
+
+    def _dial(self, carrier: str, endpoint: Endpoint, timeout_s: float, cancellation: Cancellation) -> Wire:
+        return self._network.connect(self._host, endpoint, timeout_s, cancellation)
+
+    def _begin(self, wire: Wire) -> None:
+        assert isinstance(wire, SimWire)
+        self._network.begin_stream(wire)
+
+    def _memory(self, carrier: str, endpoint: Endpoint) -> ByteArray:
+        arena = self._network.arena(endpoint.arena_nonce)
+        if arena is None:
+            raise ArenaMissingError(endpoint.arena, "the holder has gone")
+        return arena.array
+
+    def _shared_reader(
+        self, source: FrameSource, target: SequenceMemory, digest_kind: DigestKind | None
+    ) -> ReaderCarrier:
+        return _PacedReader(source, target, digest_kind)
+
+
+class _PacedReader(SharedReader):
+    """Copies from the holder's memory, piece by piece, while other things happen."""
+
+    def _copy(self, wire: Wire, data: Header, stats: TransferStats) -> int:
+        assert isinstance(wire, SimWire)
+        arriving = _paced(wire, self._source.views(data))
+        return frames.copy(arriving, self._target.views(data), stats, self._digest_kind)
+
+
+def _paced(wire: SimWire, views: Sequence[Rows]) -> Iterator[Rows]:
+    total = sum(rows.nbytes for rows in views)
+    step = max(_MIN_COPIED_BYTES, -(-total // _PAUSES_PER_FRAME))
+    room = 0
+    for rows in views:
+        num_rows = max(1, step // rows.shape[1])
+        for at in range(0, len(rows), num_rows):
+            piece = rows[at : at + num_rows]
+            if room <= 0:
+                pause(wire.link.transfer_s(min(step, total)))
+                room = step
+            room -= piece.nbytes
+            total -= piece.nbytes
+            yield wire.copied(piece)
+
+
+def _name_of(host: str) -> str:
+    return host.partition(".")[0]
+
+
+def memory_arena(shape: ArenaShape, host: str) -> Arena:
+    """Return an arena in memory of its own, with no name on this machine."""
+    return Arena(host, f"nonce-{host}", mmap.mmap(-1, HEADER_BYTES + shape.num_bytes), owned=False)
+
+
+def sim_platform(
+    network: SimNetwork,
+    host: str,
+    on_gate: Callable[[LeaseGate], None] = lambda _: None,
+    pace: Pace | None = None,
+) -> Platform:
+    """Return the platform of one simulated process. `on_gate` is told what guards its blocks."""
+
+    def make_server(
+        arena: KVArena, shape: ArenaShape, gate: LeaseGate, secret: bytes, options: ServerOptions
+    ) -> PlaneServer:
+        on_gate(gate)
+        return SimPlaneServer(network, host, arena, shape, gate, secret, options)
+
+    return Platform(
+        make_arena=functools.partial(memory_arena, host=host),
+        make_server=make_server,
+        make_reader=lambda arena, shape: SimPlaneReader(network, host, arena, shape),
+        make_engine=functools.partial(SimEngineThread, pace=pace or Pace()),
+    )

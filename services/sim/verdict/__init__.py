@@ -1,0 +1,1 @@
+"""What must be true of a simulation, during it and after it."""

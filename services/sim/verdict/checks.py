@@ -1,0 +1,123 @@
+"""The truths that hold after every simulation, whatever went wrong in it."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from dataplane.blocks.layout import KVLayout
+from services.sim.client import ChoiceSeen, Exchange
+from services.sim.verdict.expected import Ask, is_prefix
+
+NEVER_CODES = frozenset({"replay_mismatch", "internal", "invalid", "engine_failed"})
+"""Ends that no fault excuses: they tell of a mistake of ours."""
+
+
+@dataclass
+class Verdict:
+    """What a simulation came to. `problems` empty: all is well. `failed` counts error codes."""
+
+    num_requests: int = 0
+    num_finished: int = 0
+    num_cancelled: int = 0
+    num_wrong: int = 0
+    num_unfinished: int = 0
+    num_leaked_blocks: int = 0
+    failed: Counter[str] = field(default_factory=Counter[str])
+    faults: Counter[str] = field(default_factory=Counter[str])
+    problems: list[str] = field(default_factory=list[str])
+
+    def add(self, other: "Verdict") -> None:
+        """Count another simulation in."""
+        self.num_requests += other.num_requests
+        self.num_finished += other.num_finished
+        self.num_cancelled += other.num_cancelled
+        self.num_wrong += other.num_wrong
+        self.num_unfinished += other.num_unfinished
+        self.num_leaked_blocks += other.num_leaked_blocks
+        self.failed += other.failed
+        self.faults += other.faults
+        self.problems += other.problems
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTruth:
+    """What the reference answers are made with."""
+
+    layout: KVLayout
+    vocab_size: int
+    eos: int
+
+
+def check_peace(number: int, exchange: Exchange, verdict: Verdict) -> None:
+    """Where nothing went wrong nothing fails, and nothing is begun twice."""
+    mesh = exchange.usage.get("kvmesh") if exchange.usage else None
+    if not exchange.done:
+        verdict.problems.append(f"request {number} was not answered although nothing went wrong: {exchange.message}")
+    elif mesh and mesh["num_retries"]:
+        verdict.problems.append(f"request {number} was begun {mesh['num_retries'] + 1} times, nothing went wrong")
+
+
+def check_exchange(
+    number: int, ask: Ask, exchange: Exchange, truth: ModelTruth, verdict: Verdict, *, may_time_out: bool
+) -> None:
+    """A client has had the right tokens, or the beginning of them and one clear end that is no success.
+    `may_time_out`: something was away for so long that a deadline may pass."""
+    verdict.num_requests += 1
+    name = f"request {number}"
+    if not exchange.ended.is_set():
+        verdict.num_unfinished += 1
+        verdict.problems.append(f"{name} never ended")
+        return
+    if exchange.num_after_end:
+        verdict.problems.append(f"{name}: {exchange.num_after_end} pieces came after its end")
+    is_whole = exchange.done
+    for index in range(ask.num_choices):
+        tokens, reason = truth_of(ask, index, truth)
+        seen = exchange.choices.get(index, ChoiceSeen())
+        problem = _problem_of(seen, tokens, reason, is_whole=is_whole)
+        if problem:
+            verdict.num_wrong += 1
+            verdict.problems.append(f"{name} choice {index}: {problem}: {seen.token_ids}, right is {tokens}")
+    if is_whole:
+        verdict.num_finished += 1
+        if exchange.status != 200:
+            verdict.problems.append(f"{name}: a whole answer with status {exchange.status}")
+        check_usage(name, ask, exchange, verdict)
+    elif exchange.hung_up:
+        verdict.num_cancelled += 1
+    elif exchange.is_reset:
+        verdict.failed["connection_reset"] += 1
+    elif exchange.error:
+        verdict.failed[exchange.error] += 1
+        if exchange.error in NEVER_CODES or (exchange.error == "deadline" and not may_time_out):
+            verdict.problems.append(f"{name} failed with {exchange.error}: {exchange.message}")
+        if exchange.status in (429, 503) and "retry-after" not in exchange.headers:
+            verdict.problems.append(f"{name}: {exchange.status} without Retry-After")
+    else:
+        verdict.problems.append(f"{name} ended with neither an answer nor an error")
+
+
+def check_usage(name: str, ask: Ask, exchange: Exchange, verdict: Verdict) -> None:
+    """Every prompt token is accounted for once."""
+    mesh = exchange.usage.get("kvmesh") if exchange.usage else None
+    if not mesh:
+        return
+    for where in (mesh, mesh["prefill"]):
+        if where is None:
+            continue
+        total = where["cached_tokens"] + where["transferred_tokens"] + where["recomputed_tokens"]
+        if total != len(ask.prompt):
+            verdict.problems.append(f"{name}: usage tells of {total} prompt tokens, there are {len(ask.prompt)}")
+
+
+def truth_of(ask: Ask, index: int, truth: ModelTruth) -> tuple[list[int], str]:
+    return ask.reference(truth.layout, index, truth.vocab_size, truth.eos)
+
+
+def _problem_of(seen: ChoiceSeen, tokens: list[int], reason: str, *, is_whole: bool) -> str:
+    if not is_prefix(seen.token_ids, tokens):
+        return "wrong tokens"
+    if seen.finish_reason and (seen.token_ids != tokens or seen.finish_reason != reason):
+        return f"finished with {seen.finish_reason!r} after {len(seen.token_ids)} tokens"
+    if is_whole and not seen.finish_reason:
+        return "a whole answer without a finish reason"
+    return ""

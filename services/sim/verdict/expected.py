@@ -1,0 +1,88 @@
+"""What the clients of a simulation ask, and what they must get. Pure."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dataplane.blocks.layout import KVLayout
+from schemas.request import SamplingParams
+from services.engine.fake import fake_answer
+
+PARAGRAPH_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One HTTP request, and when it is sent."""
+
+    at_s: float
+    prompt: tuple[int, ...]
+    max_tokens: int
+    temperature: float
+    seed: int
+    num_choices: int
+    stream: bool
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {
+            "model": "fake",
+            "prompt": list(self.prompt),
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "n": self.num_choices,
+            "stream": self.stream,
+            "stream_options": {"include_usage": True} if self.stream else None,
+            "return_token_ids": True,
+        }
+
+    def reference(self, layout: KVLayout, choice: int, vocab_size: int, eos: int) -> tuple[list[int], str]:
+        """Return the only right answer and its finish reason."""
+        sampling = SamplingParams(
+            max_tokens=self.max_tokens, temperature=self.temperature, seed=(self.seed + choice) & (2**63 - 1)
+        )
+        tokens = fake_answer(layout, self.prompt, sampling, vocab_size=vocab_size, eos=(eos,))
+        return tokens, "stop" if tokens[-1] == eos else "length"
+
+
+def make_asks(rng: random.Random, num_requests: int, span_s: float, vocab_size: int) -> list[Ask]:
+    """Return requests over `span_s` seconds. Many begin alike, as conversations and documents do; some are the same
+    again; some are made of the same few paragraphs in another order."""
+    stems = [_tokens(rng, rng.randint(4, 40), vocab_size) for _ in range(max(2, num_requests // 6))]
+    paragraphs = [_tokens(rng, PARAGRAPH_TOKENS, vocab_size) for _ in range(6)]
+    prompts: list[tuple[int, ...]] = []
+    for _ in range(num_requests):
+        kind = rng.random()
+        if kind < 0.15 and prompts:
+            prompt = rng.choice(prompts)
+        elif kind < 0.35:
+            prompt = tuple(token for _ in range(rng.randint(1, 8)) for token in rng.choice(paragraphs))
+        else:
+            stem = rng.choice(stems) if rng.random() < 0.7 else []
+            own = _tokens(rng, rng.choice((1, 3, 9, 25, 60)), vocab_size)
+            prompt = (*stem[: rng.randint(0, len(stem))], *own)
+        prompts.append(prompt)
+    asks = [
+        Ask(
+            at_s=rng.uniform(0.0, span_s),
+            prompt=prompt,
+            max_tokens=rng.choice((1, 2, 4, 9, 17, 30)),
+            temperature=rng.choice((0.0, 1.0)),
+            seed=rng.randrange(2**31),
+            num_choices=rng.choice((1, 1, 1, 1, 1, 2, 3)),
+            stream=rng.random() < 0.8,
+        )
+        for prompt in prompts
+    ]
+    return sorted(asks, key=lambda ask: ask.at_s)
+
+
+def _tokens(rng: random.Random, num_tokens: int, vocab_size: int) -> list[int]:
+    """EOS (0) may stand in a prompt as well."""
+    return [rng.randrange(vocab_size) for _ in range(num_tokens)]
+
+
+def is_prefix(tokens: Sequence[int], reference: Sequence[int]) -> bool:
+    return len(tokens) <= len(reference) and list(tokens) == list(reference[: len(tokens)])

@@ -1,0 +1,110 @@
+"""What a worker can take on, and the checks that every request passes at its door. Pure."""
+
+from dataclasses import dataclass
+
+from schemas.block import unpack_tokens
+from schemas.ids import TokenIds, WorkerId, is_subject_token
+from schemas.request import RefusalReason, Refused, ReserveBlocks, RunPrefill, SamplingParams, refuse
+from services.worker.core.actions import AttemptKey
+from services.worker.core.content import SequenceContent
+
+RETRY_AFTER_MS = 500
+MAX_SOURCES = 16
+"""A source that does not answer costs seconds."""
+
+
+@dataclass(slots=True, frozen=True)
+class WorkerLimits:
+    """`lease_ms`: how long a reader may be silent once all is computed. `num_blocks`: the most that one sequence may
+    fill."""
+
+    worker_id: WorkerId
+    fingerprint: str
+    num_blocks: int
+    block_size: int
+    context_length: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    max_queued: int
+    lease_ms: int
+
+    def content_of(self, request: RunPrefill | ReserveBlocks, prompt: list[int]) -> SequenceContent:
+        """Return the identities of the blocks of a request's prompt."""
+        return SequenceContent(
+            prompt, self.block_size, self.fingerprint, tenant=request.tenant, replica=request.replica
+        )
+
+    def stop_token_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        """Return the tokens that end this request's answer."""
+        eos = frozenset[int]() if sampling.ignore_eos else self.eos_token_ids
+        return eos | frozenset(sampling.stop_token_ids)
+
+
+class PastAttempts:
+    """The attempts that have ended here, or were cancelled before they came: a cancel may overtake what it cancels, and
+    a message may come again after all is over. Bounded."""
+
+    def __init__(self, max_attempts: int = 4_096) -> None:
+        self._max_attempts = max_attempts
+        self._keys: dict[AttemptKey, None] = {}
+
+    def __contains__(self, key: AttemptKey) -> bool:
+        return key in self._keys
+
+    def add(self, key: AttemptKey) -> None:
+        self._keys[key] = None
+        if len(self._keys) > self._max_attempts:
+            del self._keys[next(iter(self._keys))]
+
+    def refuse(self, request: RunPrefill | ReserveBlocks) -> Refused | None:
+        """Return the refusal of an attempt that is over."""
+        if (request.request_id, request.attempt) not in self._keys:
+            return None
+        return refuse(request, "invalid", "this attempt has ended here, or was cancelled before it came")
+
+
+def _ids_of(request: RunPrefill | ReserveBlocks) -> list[str]:
+    """Return the ids that become part of a subject or a ticket."""
+    ids: list[str | None] = [request.request_id, request.gateway_id, request.handoff_id]
+    ids.append(request.decode_worker if isinstance(request, RunPrefill) else request.prefill_worker)
+    ids += [source.worker_id for source in request.sources]
+    return [text for text in ids if text is not None]
+
+
+def read_prompt(packed: TokenIds) -> list[int]:
+    """Return the prompt's token ids; none where the bytes are no token ids, which `check_request` refuses."""
+    return [] if len(packed) % 4 else unpack_tokens(packed)
+
+
+def check_request(
+    request: RunPrefill | ReserveBlocks,
+    prompt: list[int],
+    limits: WorkerLimits,
+    now_ms: int,
+    *,
+    draining: bool,
+    full: bool,
+) -> Refused | None:
+    """Return why this request cannot be taken, or None."""
+    num_answered = request.num_answered_tokens
+    num_tokens = len(prompt) - num_answered + request.sampling.max_tokens
+    hands_over = isinstance(request, RunPrefill) and request.handoff_id is not None
+    num_kv_tokens = len(prompt) if hands_over else num_tokens - 1
+    reason: tuple[RefusalReason, str, int] | None = None
+    if draining:
+        reason = ("draining", f"{limits.worker_id} is draining", RETRY_AFTER_MS)
+    elif request.deadline_ms <= now_ms:
+        reason = ("deadline", "the deadline has passed", 0)
+    elif isinstance(request, RunPrefill) and (request.handoff_id is None) != (request.decode_worker is None):
+        reason = ("invalid", "a hand-over needs both its id and its decode worker", 0)
+    elif not all(map(is_subject_token, _ids_of(request))) or len(request.sources) > MAX_SOURCES:
+        reason = ("invalid", f"an id that is no word of letters, digits, - and _, or over {MAX_SOURCES} sources", 0)
+    elif not prompt or request.sampling.max_tokens < 1 or max(prompt) >= limits.vocab_size:
+        reason = ("invalid", "an empty prompt, no tokens to generate, or a token outside the vocabulary", 0)
+    elif not 0 <= num_answered < min(len(prompt), request.sampling.max_tokens):
+        reason = ("invalid", f"{num_answered} tokens of the answer leave no prompt or no token to generate", 0)
+    elif num_tokens > limits.context_length or num_kv_tokens > limits.num_blocks * limits.block_size:
+        reason = ("too_long", f"{num_tokens} tokens do not fit", 0)
+    elif full:
+        reason = ("overloaded", f"{limits.worker_id} has {limits.max_queued} requests waiting", RETRY_AFTER_MS)
+    return None if reason is None else refuse(request, *reason)

@@ -1,0 +1,1 @@
+"""The KV that a worker holds, lends and reads."""
