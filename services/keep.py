@@ -8,10 +8,10 @@ from services.bus.typed import Received, TypedBus
 from services.telemetry import Telemetry
 
 
-async def keep_traces(door: TypedBus, tasks: asyncio.TaskGroup, telemetry: Telemetry) -> None:
+async def keep_traces(bus: TypedBus, tasks: asyncio.TaskGroup, telemetry: Telemetry) -> None:
     """Listen for the traces that are wanted."""
 
     def keep(received: Received[KeepTrace]) -> None:
         telemetry.keep(received.message.trace_id)
 
-    await door.listen(tasks, subjects.KEEP, ("*",), keep)
+    await bus.listen(tasks, subjects.KEEP, ("*",), keep)

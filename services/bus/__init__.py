@@ -1,1 +1,1 @@
-"""The message bus: one small protocol, NATS and memory behind it, and the typed door that services use."""
+"""The message bus: one small protocol, NATS and memory behind it, and the typed bus that services use."""

@@ -1,4 +1,4 @@
-"""The typed door to the bus: messages are decoded once, here; past it everything is typed.
+"""The typed bus: messages are decoded once, here; past it everything is typed.
 
 What does not decode is counted, logged with its subject, and dropped. Headers carry the trace context, the schema's
 name and the deadline.
@@ -52,7 +52,7 @@ class TypedBus:
     `identity` is what a service says of itself to whoever lists services; it may change.
     """
 
-    bus: Bus
+    connection: Bus
     service: str
     metrics: Metrics = field(default_factory=Metrics)
     identity: dict[str, str] = field(default_factory=dict[str, str])
@@ -61,7 +61,7 @@ class TypedBus:
     _num_dropped_by_bus: int = 0
 
     def __post_init__(self) -> None:
-        self.metrics.on_sample(lambda: self.metrics.put(BUS_CONNECTS, {(): self.bus.num_connects}))
+        self.metrics.on_sample(lambda: self.metrics.put(BUS_CONNECTS, {(): self.connection.num_connects}))
 
     def drop(self, reason: str, num: int = 1) -> None:
         """Count messages that came to nothing. `reason`: one of `DROPPED`."""
@@ -71,12 +71,12 @@ class TypedBus:
     async def announce(self, description: str) -> None:
         """Be listed as a service, before the first endpoint is served. Raises BusError."""
         self.identity.setdefault("role", self.service)
-        await self.bus.announce(self.service, description, self.identity)
+        await self.connection.announce(self.service, description, self.identity)
 
     async def publish(self, subject: Subject, ids: tuple[str, ...], message: Message, traceparent: str = "") -> None:
         """Send an event. Raises BusError."""
         assert isinstance(message, subject.carries), f"{type(message).__name__} does not belong on {subject.pattern}"
-        await self.bus.publish(subject.of(*ids), encode(message), headers_of(message, traceparent))
+        await self.connection.publish(subject.of(*ids), encode(message), headers_of(message, traceparent))
 
     async def ask(
         self, subject: Subject, ids: tuple[str, ...], message: Message, timeout_s: float, traceparent: str = ""
@@ -85,7 +85,9 @@ class TypedBus:
         assert isinstance(message, subject.carries), f"{type(message).__name__} does not belong on {subject.pattern}"
         concrete, label, started_s = subject.of(*ids), label_of(subject), time.monotonic()
         try:
-            reply = await self.bus.request(concrete, encode(message), headers_of(message, traceparent), timeout_s)
+            reply = await self.connection.request(
+                concrete, encode(message), headers_of(message, traceparent), timeout_s
+            )
         except BusError as error:
             self.metrics.inc(BUS_FAILURES, label, _failure_of(error))
             raise
@@ -105,7 +107,7 @@ class TypedBus:
         handle: Callable[[Received[MessageT]], None],
     ) -> None:
         """Subscribe now, and hand every message to `handle` from a task of `tasks` until the bus closes."""
-        subscription = await self.bus.subscribe(subject.of(*ids))
+        subscription = await self.connection.subscribe(subject.of(*ids))
         self._subscriptions.append(subscription)
         tasks.create_task(self._read(subscription, subject, handle), name=f"listen {subject.pattern}")
 
@@ -125,7 +127,9 @@ class TypedBus:
             "replies": " or ".join(reply.__name__ for reply in subject.reply),
             "empty_payload": "accepted" if subject.may_be_empty else "refused",
         }
-        subscription = await self.bus.serve(self.service, endpoint, subject.of(*ids), queue or subject.queue, metadata)
+        subscription = await self.connection.serve(
+            self.service, endpoint, subject.of(*ids), queue or subject.queue, metadata
+        )
         self._subscriptions.append(subscription)
         tasks.create_task(self._answer_all(tasks, subscription, subject, handle), name=f"serve {subject.pattern}")
 
@@ -133,7 +137,7 @@ class TypedBus:
         """Stop listening; then close the bus."""
         for subscription in self._subscriptions:
             await subscription.close()
-        await self.bus.close()
+        await self.connection.close()
 
     async def _read(
         self, subscription: Subscription, subject: Subject, handle: Callable[[Received[MessageT]], None]
@@ -189,7 +193,7 @@ class TypedBus:
             log.warning("a reply could not be sent: %s", error)
 
     def _decode(self, delivery: Delivery, subject: Subject) -> Received[Message] | None:
-        if self._num_dropped_by_bus != (num_now := self.bus.num_dropped):
+        if self._num_dropped_by_bus != (num_now := self.connection.num_dropped):
             self.drop("too_slow", num_now - self._num_dropped_by_bus)
             self._num_dropped_by_bus = num_now
         try:

@@ -94,13 +94,13 @@ class Story:
 
 async def tail(nats_url: str, request_id: str, stop: asyncio.Event) -> None:
     """Print until the request's end, or until `stop`; without an id everybody's, for ever. Raises UserError."""
-    bus = await NatsBus.connect(nats_url, "kvmesh-tail")
+    connection = await NatsBus.connect(nats_url, "kvmesh-tail")
     console = Console(highlight=False, soft_wrap=True)
     try:
         # One subscription: only so is what different services say told in the order in which the broker heard it.
-        subscription = await bus.subscribe("mesh.>")
-        await bus.flush()
-        if request_id and (described := await _where(TypedBus(bus, "tail"), request_id)) is not None:
+        subscription = await connection.subscribe("mesh.>")
+        await connection.flush()
+        if request_id and (described := await _where(TypedBus(connection, "tail"), request_id)) is not None:
             console.print(_where_line(described))
             if described.phase in ("finished", "failed", "cancelled"):
                 return
@@ -111,7 +111,7 @@ async def tail(nats_url: str, request_id: str, stop: asyncio.Event) -> None:
         telling.cancel()
         await asyncio.gather(telling, stopping, return_exceptions=True)
     finally:
-        await bus.close()
+        await connection.close()
 
 
 async def _tell(subscription: Subscription, story: Story, console: Console) -> None:
@@ -136,13 +136,13 @@ async def _events(subscription: Subscription, story: Story) -> AsyncIterator[Tol
             yield told
 
 
-async def _where(door: TypedBus, request_id: str) -> RequestDescribed | None:
+async def _where(bus: TypedBus, request_id: str) -> RequestDescribed | None:
     """Return where the request is; None for one that nobody knows, which may be still to come."""
     token = f"req-{bare_id(request_id)}"
     if not is_subject_token(token):
         raise UserError(f"{request_id!r} is no request's id")
     try:
-        reply = await door.ask(subjects.REQUEST_STATUS, (token,), DescribeRequest(), ASK_TIMEOUT_S)
+        reply = await bus.ask(subjects.REQUEST_STATUS, (token,), DescribeRequest(), ASK_TIMEOUT_S)
     except BusError:
         return None
     assert isinstance(reply, RequestDescribed)

@@ -62,31 +62,31 @@ async def watch(nats_url: str, stop: asyncio.Event, *, once: bool) -> None:
 @asynccontextmanager
 async def listening(nats_url: str, board: Board) -> AsyncGenerator[None]:
     """Fill the board while the block runs. Raises UserError when no broker answers."""
-    door = TypedBus(await NatsBus.connect(nats_url, "kvmesh-top"), "top")
+    bus = TypedBus(await NatsBus.connect(nats_url, "kvmesh-top"), "top")
     async with asyncio.TaskGroup() as tasks:
-        await _listen(door, tasks, board)
-        asking = tasks.create_task(_ask(door, board))
+        await _listen(bus, tasks, board)
+        asking = tasks.create_task(_ask(bus, board))
         try:
             yield
         finally:
             asking.cancel()
-            await door.close()
+            await bus.close()
 
 
-async def _listen(door: TypedBus, tasks: asyncio.TaskGroup, board: Board) -> None:
+async def _listen(bus: TypedBus, tasks: asyncio.TaskGroup, board: Board) -> None:
     def hear(received: Received[Message]) -> None:
         board.hear(received.message, time.monotonic(), now_ms())
 
     for subject in HEARD:
-        await door.listen(tasks, subject, ("*",) * subject.pattern.count("{}"), hear)
-    await door.bus.flush()
+        await bus.listen(tasks, subject, ("*",) * subject.pattern.count("{}"), hear)
+    await bus.connection.flush()
 
 
-async def _ask(door: TypedBus, board: Board) -> None:
+async def _ask(bus: TypedBus, board: Board) -> None:
     """Ask for what no worker says: the policy, and whether a request could be placed."""
     while True:
         try:
-            fleet = await door.ask(subjects.FLEET, (), DescribeFleet(), ASK_TIMEOUT_S)
+            fleet = await bus.ask(subjects.FLEET, (), DescribeFleet(), ASK_TIMEOUT_S)
         except BusError:
             board.policy, board.is_ready = "", False
         else:

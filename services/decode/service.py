@@ -161,7 +161,7 @@ async def start_decode(worker: Worker, tasks: asyncio.TaskGroup) -> Reads:
     def aborted(received: Received[HandoffAborted]) -> None:
         worker.decide(lambda _now: core.aborted(received.message))
 
-    await worker.door.serve(tasks, subjects.RESERVE, (worker_id,), reserve)
-    await worker.door.listen(tasks, subjects.OFFERED, ("*", worker_id, "*"), offered)
-    await worker.door.listen(tasks, subjects.ABORTED, ("*", worker_id, "*"), aborted)
+    await worker.bus.serve(tasks, subjects.RESERVE, (worker_id,), reserve)
+    await worker.bus.listen(tasks, subjects.OFFERED, ("*", worker_id, "*"), offered)
+    await worker.bus.listen(tasks, subjects.ABORTED, ("*", worker_id, "*"), aborted)
     return reads

@@ -23,11 +23,11 @@ FORGET_AFTER_S = 15.0
 
 
 async def run_directory(
-    bus: Bus, stop: asyncio.Event, on_ready: Callable[[], None] | None = None, metrics: Metrics | None = None
+    connection: Bus, stop: asyncio.Event, on_ready: Callable[[], None] | None = None, metrics: Metrics | None = None
 ) -> None:
     """Serve until `stop` is set. Starts empty; the first word of each worker makes it read that one's inventory."""
     async with asyncio.TaskGroup() as tasks:
-        directory = Directory(TypedBus(bus, "directory", metrics or Metrics()), tasks)
+        directory = Directory(TypedBus(connection, "directory", metrics or Metrics()), tasks)
         await directory.start()
         if on_ready is not None:
             on_ready()
@@ -38,31 +38,31 @@ async def run_directory(
 class Directory:
     """The core on a bus."""
 
-    def __init__(self, door: TypedBus, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, bus: TypedBus, tasks: asyncio.TaskGroup) -> None:
         self.core = DirectoryCore()
-        self._door = door
+        self._bus = bus
         self._tasks = tasks
         self._running: dict[asyncio.Task[None], None] = {}
         self._sweeping = False
         self._num_losses = self._losses()
-        door.metrics.on_sample(self._sample)
+        bus.metrics.on_sample(self._sample)
 
     async def start(self) -> None:
-        door, tasks = self._door, self._tasks
-        await door.announce("knows which worker is said to hold which KV blocks")
-        await door.listen(tasks, subjects.JOINED, ("*",), self._heard)
-        await door.listen(tasks, subjects.LOAD, ("*",), self._heard)
-        await door.listen(tasks, subjects.LEFT, ("*",), self._left)
-        await door.listen(tasks, subjects.STORED, ("*",), self._changed)
-        await door.listen(tasks, subjects.EVICTED, ("*",), self._changed)
-        await door.serve(tasks, subjects.LOCATE, (), self._locate)
-        await door.bus.flush()
+        bus, tasks = self._bus, self._tasks
+        await bus.announce("knows which worker is said to hold which KV blocks")
+        await bus.listen(tasks, subjects.JOINED, ("*",), self._heard)
+        await bus.listen(tasks, subjects.LOAD, ("*",), self._heard)
+        await bus.listen(tasks, subjects.LEFT, ("*",), self._left)
+        await bus.listen(tasks, subjects.STORED, ("*",), self._changed)
+        await bus.listen(tasks, subjects.EVICTED, ("*",), self._changed)
+        await bus.serve(tasks, subjects.LOCATE, (), self._locate)
+        await bus.connection.flush()
         self._start(self._forget_silent(), "forget the silent")
 
     async def close(self) -> None:
         for task in list(self._running):
             task.cancel()
-        await self._door.close()
+        await self._bus.close()
 
     def _heard(self, received: Received[WorkerJoined | WorkerLoad]) -> None:
         if self._num_losses != (num_losses := self._losses()):
@@ -77,7 +77,7 @@ class Directory:
     def _changed(self, received: Received[BlockEvent]) -> None:
         event = received.message
         if len(event.block_hashes) % BLOCK_HASH_BYTES:
-            self._door.drop("malformed")
+            self._bus.drop("malformed")
             log.warning("dropped an event of %s: its hashes are cut", event.worker_id)
             return
         self._carry_out(self.core.changed(event))
@@ -105,12 +105,12 @@ class Directory:
         task.add_done_callback(self._running.pop)
 
     def _sample(self) -> None:
-        self._door.metrics.put(DIRECTORY_BLOCKS, {(): self.core.num_blocks})
-        self._door.metrics.put(DIRECTORY_HOLDERS, {(): self.core.num_holders})
+        self._bus.metrics.put(DIRECTORY_BLOCKS, {(): self.core.num_blocks})
+        self._bus.metrics.put(DIRECTORY_HOLDERS, {(): self.core.num_holders})
 
     def _losses(self) -> int:
         """Return how often events may have been lost on their way here."""
-        return self._door.bus.num_connects + self._door.bus.num_dropped
+        return self._bus.connection.num_connects + self._bus.connection.num_dropped
 
     async def _forget_silent(self) -> None:
         while True:
@@ -130,7 +130,7 @@ class Directory:
         """Read one page. A worker that does not answer is asked again when it speaks next."""
         request = ReadInventory(offset=wanted.offset)
         try:
-            page = await self._door.ask(subjects.INVENTORY, (wanted.worker_id,), request, INVENTORY_TIMEOUT_S)
+            page = await self._bus.ask(subjects.INVENTORY, (wanted.worker_id,), request, INVENTORY_TIMEOUT_S)
         except (BusError, ValueError) as error:
             log.warning("no inventory from %s: %s", wanted.worker_id, error)
             self.core.inventory_failed(wanted)

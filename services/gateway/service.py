@@ -32,7 +32,7 @@ DRAIN_S = 5.0
 
 async def run_gateway(
     config: MeshConfig,
-    bus: Bus,
+    connection: Bus,
     telemetry: Telemetry,
     stop: asyncio.Event,
     *,
@@ -48,21 +48,21 @@ async def run_gateway(
     model = await asyncio.to_thread(load_model, config)
     gateway_id = GatewayId(new_id("gateway"))
     metrics = metrics or Metrics()
-    door = TypedBus(bus, "gateway", metrics, {"id": gateway_id})
+    bus = TypedBus(connection, "gateway", metrics, {"id": gateway_id})
     async with asyncio.TaskGroup() as tasks:
-        requests = Requests(config.gateway, gateway_id, door, telemetry, tasks)
+        requests = Requests(config.gateway, gateway_id, bus, telemetry, tasks)
         gateway = Gateway(
             config=config.gateway,
             model=model,
             requests=requests,
             telemetry=telemetry,
             metrics=GatewayMetrics(metrics, model.name, requests),
-            door=door,
+            bus=bus,
             started_s=int(time.time()),
         )
-        await door.announce("serves the OpenAI API, and owns each request until its end")
+        await bus.announce("serves the OpenAI API, and owns each request until its end")
         await requests.listen()
-        await bus.flush()
+        await connection.flush()
         server = Server(gateway)
         serving = tasks.create_task(server.serve([sock]), name="http server")
         await server.ready.wait()
@@ -70,7 +70,7 @@ async def run_gateway(
             on_ready()
         await stop.wait()
         await _stop(gateway, server, serving)
-        await door.close()
+        await bus.close()
 
 
 async def _stop(gateway: Gateway, server: "Server", serving: asyncio.Task[None]) -> None:

@@ -17,13 +17,13 @@ ANSWERS_OF_EACH = 5
 
 async def describe_fleet(nats_url: str) -> FleetDescribed:
     """Ask once. Raises MeshNotRunningError when no scheduler answers, UserError when no broker does."""
-    bus = await NatsBus.connect(nats_url, "kvmesh-status")
+    connection = await NatsBus.connect(nats_url, "kvmesh-status")
     try:
-        return await _ask(TypedBus(bus, "status"))
+        return await _ask(TypedBus(connection, "status"))
     except BusError as error:
         raise MeshNotRunningError(f"no scheduler answers at {nats_url} ({error.reason})") from error
     finally:
-        await bus.close()
+        await connection.close()
 
 
 async def wait_known(nats_url: str, worker_ids: Set[str], num_schedulers: int = 1) -> None:
@@ -33,22 +33,22 @@ async def wait_known(nats_url: str, worker_ids: Set[str], num_schedulers: int = 
     of them has not been heard.
     """
     num_wanted = 1 if num_schedulers == 1 else ANSWERS_OF_EACH * num_schedulers
-    bus = await NatsBus.connect(nats_url, "kvmesh-up")
-    door = TypedBus(bus, "up")
+    connection = await NatsBus.connect(nats_url, "kvmesh-up")
+    bus = TypedBus(connection, "up")
     num_right = 0
     try:
         while num_right < num_wanted:
             try:
-                known = {load.worker.worker_id for load in (await _ask(door)).workers}
+                known = {load.worker.worker_id for load in (await _ask(bus)).workers}
             except BusError:
                 known = set[str]()  # it is starting
             num_right = num_right + 1 if known >= worker_ids else 0
             await asyncio.sleep(0 if num_right else ASK_INTERVAL_S)
     finally:
-        await bus.close()
+        await connection.close()
 
 
-async def _ask(door: TypedBus) -> FleetDescribed:
-    reply = await door.ask(subjects.FLEET, (), DescribeFleet(), timeout_s=ASK_TIMEOUT_S)
+async def _ask(bus: TypedBus) -> FleetDescribed:
+    reply = await bus.ask(subjects.FLEET, (), DescribeFleet(), timeout_s=ASK_TIMEOUT_S)
     assert isinstance(reply, FleetDescribed)
     return reply

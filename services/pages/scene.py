@@ -44,12 +44,12 @@ async def running_mesh(options: UpOptions = OPTIONS) -> AsyncGenerator[Superviso
 class Scene:
     """Requests to one mesh. Prompts are random tokens: nobody has them cached unless they are said again."""
 
-    def __init__(self, supervisor: Supervisor, bus: Bus) -> None:
+    def __init__(self, supervisor: Supervisor, connection: Bus) -> None:
         assert supervisor.checkpoint is not None
         self._supervisor = supervisor
         self._model = supervisor.checkpoint.name
         self._rng = random.Random(SEED)
-        self._door = TypedBus(bus, "scene")
+        self._bus = TypedBus(connection, "scene")
         self._client = httpx.AsyncClient(base_url=supervisor.url, timeout=TIMEOUT_S)
 
     async def __aenter__(self) -> "Scene":
@@ -89,7 +89,7 @@ class Scene:
             return request_id
 
     async def _where(self, request_id: str) -> RequestDescribed:
-        described = await self._door.ask(subjects.REQUEST_STATUS, (request_id,), DescribeRequest(), TIMEOUT_S)
+        described = await self._bus.ask(subjects.REQUEST_STATUS, (request_id,), DescribeRequest(), TIMEOUT_S)
         assert isinstance(described, RequestDescribed)
         return described
 

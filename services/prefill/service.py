@@ -41,7 +41,7 @@ async def start_prefill(worker: Worker, tasks: asyncio.TaskGroup) -> None:
     def aborted(received: Received[HandoffAborted]) -> None:
         worker.decide(lambda now: core.aborted(received.message, now))
 
-    await worker.door.serve(tasks, subjects.RUN, (worker_id,), run)
-    await worker.door.listen(tasks, subjects.RESERVED, (worker_id, "*", "*"), reserved)
-    await worker.door.listen(tasks, subjects.LANDED, (worker_id, "*", "*"), landed)
-    await worker.door.listen(tasks, subjects.ABORTED, (worker_id, "*", "*"), aborted)
+    await worker.bus.serve(tasks, subjects.RUN, (worker_id,), run)
+    await worker.bus.listen(tasks, subjects.RESERVED, (worker_id, "*", "*"), reserved)
+    await worker.bus.listen(tasks, subjects.LANDED, (worker_id, "*", "*"), landed)
+    await worker.bus.listen(tasks, subjects.ABORTED, (worker_id, "*", "*"), aborted)

@@ -27,7 +27,7 @@ refuses nobody for want of workers."""
 
 async def run_scheduler(
     config: MeshConfig,
-    bus: Bus,
+    connection: Bus,
     stop: asyncio.Event,
     on_ready: Callable[[], None] | None = None,
     metrics: Metrics | None = None,
@@ -35,9 +35,9 @@ async def run_scheduler(
     """Serve until `stop` is set. Raises UserError for an unknown policy."""
     core = core_of(config.scheduler)
     metrics = metrics or Metrics()
-    door = TypedBus(bus, "scheduler", metrics)
+    bus = TypedBus(connection, "scheduler", metrics)
     measured = SchedulerMetrics(metrics, core)
-    hints = Hints(door)
+    hints = Hints(bus)
     learnt = asyncio.Event()
     asyncio.get_running_loop().call_later(LEARN_S, learnt.set)
 
@@ -45,7 +45,7 @@ async def run_scheduler(
         message = received.message
         worker_id = message.worker.worker_id if isinstance(message, WorkerJoined | WorkerLoad) else message.worker_id
         if not is_subject_token(worker_id):
-            door.drop("malformed")
+            bus.drop("malformed")
             return
         watch.say(core.handle(message, now_ms()))
         watch.heard()
@@ -62,21 +62,21 @@ async def run_scheduler(
     async def describe(received: Received[DescribeFleet]) -> Message:
         return core.describe(now_ms())
 
-    await door.announce("decides which workers serve a request")
+    await bus.announce("decides which workers serve a request")
     async with asyncio.TaskGroup() as tasks:
-        watch = Watch(core, door, tasks, config.scheduler.suspect_after_ms / 1e3, measured.left)
+        watch = Watch(core, bus, tasks, config.scheduler.suspect_after_ms / 1e3, measured.left)
         for subject in (subjects.JOINED, subjects.LOAD, subjects.DRAINING, subjects.LEFT):
-            await door.listen(tasks, subject, ("*",), hear)
-        await door.serve(tasks, subjects.PLACE, (), place)
-        await door.serve(tasks, subjects.FLEET, (), describe)
-        await bus.flush()
+            await bus.listen(tasks, subject, ("*",), hear)
+        await bus.serve(tasks, subjects.PLACE, (), place)
+        await bus.serve(tasks, subjects.FLEET, (), describe)
+        await connection.flush()
         watching = tasks.create_task(watch.run(), name="watch over the workers")
         if on_ready is not None:
             on_ready()
         await stop.wait()
         watching.cancel()
         watch.close()
-        await door.close()
+        await bus.close()
 
 
 def core_of(settings: SchedulerConfig) -> SchedulerCore:

@@ -25,21 +25,21 @@ class Watch:
     def __init__(
         self,
         core: SchedulerCore,
-        door: TypedBus,
+        bus: TypedBus,
         tasks: asyncio.TaskGroup,
         ping_timeout_s: float,
         on_left: Callable[[WorkerLeft], None],
     ) -> None:
         self._core = core
         self._on_left = on_left
-        self._door = door
+        self._bus = bus
         self._tasks = tasks
         self._ping_timeout_s = ping_timeout_s
         self._running: dict[asyncio.Task[None], None] = {}
         self._is_proving = False
         self._wake = asyncio.Event()
         self._num_seen = 0
-        self._num_connects = door.bus.num_connects
+        self._num_connects = bus.connection.num_connects
 
     def heard(self) -> None:
         """Somebody has spoken: one not known before is pinged at once."""
@@ -80,13 +80,13 @@ class Watch:
         task.add_done_callback(self._running.pop)
 
     def _notice_outage(self) -> None:
-        if self._num_connects != (num_connects := self._door.bus.num_connects):
+        if self._num_connects != (num_connects := self._bus.connection.num_connects):
             self._num_connects = num_connects
             self._core.liveness.reconnected(now_ms())
 
     async def _ping(self, ping: Ping) -> None:
         try:
-            alive = await self._door.ask(subjects.PING, (ping.worker_id,), PingWorker(), self._ping_timeout_s)
+            alive = await self._bus.ask(subjects.PING, (ping.worker_id,), PingWorker(), self._ping_timeout_s)
         except NoRespondersError:
             self._notice_outage()
             self.say(self._core.unserved(ping, now_ms()))
@@ -101,7 +101,7 @@ class Watch:
         """A round trip to the broker: without it nobody's silence counts."""
         try:
             async with asyncio.timeout(PROOF_TIMEOUT_S):
-                await self._door.bus.flush()
+                await self._bus.connection.flush()
         except (BusError, BrokerUnreachableError, TimeoutError):
             return
         finally:
@@ -110,6 +110,6 @@ class Watch:
 
     async def _say_left(self, left: WorkerLeft) -> None:
         try:
-            await self._door.publish(subjects.LEFT, (left.worker_id,), left)
+            await self._bus.publish(subjects.LEFT, (left.worker_id,), left)
         except BusError as error:
             log.warning("could not say that %s left: %s", left.worker_id, error)

@@ -172,10 +172,10 @@ class World:
         if not self.verdict.faults.keys() - NOTHING_IS_LOST:
             await self._until(rests, TOLD_WITHIN_S, f"not all was given back within {TOLD_WITHIN_S:g} s")
         await self._until(rests, REST_WITHIN_S, "")
-        door = TypedBus(self.broker.connect("inspector"), "inspector")
+        bus = TypedBus(self.broker.connect("inspector"), "inspector")
         missing = set[str]()
         for _ in range(round(REST_WITHIN_S / CHECK_EVERY_S)):
-            missing = await self._missing(door)
+            missing = await self._missing(bus)
             if not missing:
                 break
             await asyncio.sleep(CHECK_EVERY_S)
@@ -190,11 +190,11 @@ class World:
         self.verdict.problems += [what for what, _ in held]
         self.verdict.num_leaked_blocks += sum(num_blocks for _, num_blocks in held)
 
-    async def _missing(self, door: TypedBus) -> set[str]:
+    async def _missing(self, bus: TypedBus) -> set[str]:
         """Return the workers that a scheduler does not know as ready."""
         names = {name for role, name in self.mesh.shape.services if role in WORKER_ROLES}
         try:
-            fleet = await door.ask(subjects.FLEET, (), DescribeFleet(), 1.0)
+            fleet = await bus.ask(subjects.FLEET, (), DescribeFleet(), 1.0)
         except BusError:
             return names
         assert isinstance(fleet, FleetDescribed)

@@ -47,7 +47,7 @@ class Puller:
 
     core: StoreCore
     backing: Backing | None
-    door: TypedBus
+    bus: TypedBus
     reader: PlaneReader
     carrier: str
     tasks: asyncio.TaskGroup
@@ -56,7 +56,7 @@ class Puller:
     telemetry: Telemetry
 
     def __post_init__(self) -> None:
-        self._borrower = Borrower(self.door, self.core.layout.block_size)
+        self._borrower = Borrower(self.bus, self.core.layout.block_size)
         self._pulls: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(MAX_PULLS)
         self._room = asyncio.Event()

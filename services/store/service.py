@@ -60,7 +60,7 @@ FLUSH_TIMEOUT_S = 5.0
 async def run_store(
     config: MeshConfig,
     parts: StoreParts,
-    bus: Bus,
+    connection: Bus,
     telemetry: Telemetry,
     stop: asyncio.Event,
     on_ready: Callable[[], None] | None = None,
@@ -69,8 +69,8 @@ async def run_store(
     """Serve until `stop` is set; then leave in order. Takes ownership of the parts."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            door = TypedBus(bus, "store", metrics or Metrics(parts.core.limits.store_id))
-            store = Store(config, parts, door, telemetry, tasks)
+            bus = TypedBus(connection, "store", metrics or Metrics(parts.core.limits.store_id))
+            store = Store(config, parts, bus, telemetry, tasks)
             await store.start()
             if on_ready is not None:
                 on_ready()
@@ -86,7 +86,7 @@ class Store:
     """The core on a bus, a plane and a tier."""
 
     def __init__(
-        self, config: MeshConfig, parts: StoreParts, door: TypedBus, telemetry: Telemetry, tasks: asyncio.TaskGroup
+        self, config: MeshConfig, parts: StoreParts, bus: TypedBus, telemetry: Telemetry, tasks: asyncio.TaskGroup
     ) -> None:
         core = parts.core
         self.parts = parts
@@ -94,11 +94,11 @@ class Store:
         self._store_id = core.limits.store_id
         self._timeout_s = config.store.timeout_ms / 1000
         self._drain_s = config.worker.drain_s
-        self._measured = HolderMetrics(door.metrics, self._load, core.layout.block_bytes)
-        self._door = door
+        self._measured = HolderMetrics(bus.metrics, self._load, core.layout.block_bytes)
+        self._bus = bus
         self._tasks = tasks
         self._loop = asyncio.get_running_loop()
-        self._outbox = Outbox(door, self._store_id)
+        self._outbox = Outbox(bus, self._store_id)
         self._telemetry = telemetry
         self._spans = HolderSpans(telemetry, self._store_id)
         self._complaints = Complaints()
@@ -118,7 +118,7 @@ class Store:
         self._puller = Puller(
             core=core,
             backing=self._backing,
-            door=door,
+            bus=bus,
             reader=self._reader,
             carrier=config.worker.carrier,
             tasks=tasks,
@@ -136,20 +136,20 @@ class Store:
         if not self.core.takes_blocks:
             self._complaints.say("windowed", f"{self.parts.model} has windowed layers: the store takes none of its KV")
         self._plane.start()
-        door, tasks, me = self._door, self._tasks, (self._store_id,)
-        door.identity |= {"id": self._store_id, "incarnation": self.core.incarnation}
-        await door.announce("keeps KV blocks that workers evict, and lends them")
+        bus, tasks, me = self._bus, self._tasks, (self._store_id,)
+        bus.identity |= {"id": self._store_id, "incarnation": self.core.incarnation}
+        await bus.announce("keeps KV blocks that workers evict, and lends them")
         tasks.create_task(self._outbox.run(), name="outbox")
-        await door.serve(tasks, subjects.LEASE, me, self._on_lease)
-        await door.listen(tasks, subjects.RETURNED, me, self._on_returned)
-        await door.serve(tasks, subjects.INVENTORY, me, self._on_inventory)
-        await door.serve(tasks, subjects.PING, me, self._on_ping)
-        await door.serve(tasks, subjects.WORKER_STATUS, me, self._on_status)
-        await door.listen(tasks, subjects.LEFT, ("*",), self._on_left)
-        await door.listen(tasks, subjects.COOLING, ("*",), self._puller.offered)
-        await door.listen(tasks, subjects.REPLICATE, me, self._puller.replicated)
-        await keep_traces(door, tasks, self._telemetry)
-        await door.bus.flush()
+        await bus.serve(tasks, subjects.LEASE, me, self._on_lease)
+        await bus.listen(tasks, subjects.RETURNED, me, self._on_returned)
+        await bus.serve(tasks, subjects.INVENTORY, me, self._on_inventory)
+        await bus.serve(tasks, subjects.PING, me, self._on_ping)
+        await bus.serve(tasks, subjects.WORKER_STATUS, me, self._on_status)
+        await bus.listen(tasks, subjects.LEFT, ("*",), self._on_left)
+        await bus.listen(tasks, subjects.COOLING, ("*",), self._puller.offered)
+        await bus.listen(tasks, subjects.REPLICATE, me, self._puller.replicated)
+        await keep_traces(bus, tasks, self._telemetry)
+        await bus.connection.flush()
         self._outbox.put(subjects.JOINED, me, WorkerJoined(worker=self._info()))
         self._clockwork.append(tasks.create_task(self._tick(), name="tick"))
         if self._backing is not None:
@@ -179,7 +179,7 @@ class Store:
         with contextlib.suppress(TimeoutError):  # the bus may be away for good
             async with asyncio.timeout(LAST_WORDS_S):
                 await self._outbox.sent.wait()
-        await self._door.close()
+        await self._bus.close()
 
     # Lending.
 
@@ -246,7 +246,7 @@ class Store:
         elif event.incarnation == self.core.incarnation and not self.core.draining:
             log.warning("%s was declared lost (%s), and joins anew", self._store_id, event.reason)
             self._end(lambda: self.core.begin(secrets.token_hex(8)))
-            self._door.identity["incarnation"] = self.core.incarnation
+            self._bus.identity["incarnation"] = self.core.incarnation
             self._outbox.put(subjects.JOINED, (self._store_id,), WorkerJoined(worker=self._info()))
 
     async def _on_ping(self, _: Received[PingWorker]) -> Message:
@@ -308,7 +308,7 @@ class Store:
             num_running=len(self.core.leases),
             num_queued=0,
             num_uncomputed_tokens=0,
-            num_dropped_messages=self._door.num_dropped,
+            num_dropped_messages=self._bus.num_dropped,
             num_refused_reads=self._plane.num_refused + self._plane.num_junk,
             rates=WorkerRates(kv_token_bytes=layout.block_bytes // layout.block_size),
         )

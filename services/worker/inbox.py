@@ -18,7 +18,7 @@ from services.worker.observe.transfers import LeaseTrace
 from services.worker.shell import Worker
 
 
-class Ears:
+class Inbox:
     """One worker's, beside those of its roles."""
 
     def __init__(self, worker: Worker) -> None:
@@ -26,17 +26,17 @@ class Ears:
 
     async def open(self, tasks: asyncio.TaskGroup) -> None:
         """Return once all ears are open."""
-        door, me = self._worker.door, (self._worker.parts.worker_id,)
-        await door.listen(tasks, subjects.CANCEL, ("*",), self._on_cancel)
-        await door.listen(tasks, subjects.LEFT, ("*",), self._on_left)
-        await door.serve(tasks, subjects.INVENTORY, me, self._on_inventory)
-        await door.serve(tasks, subjects.LEASE, me, self._on_lease)
-        await door.listen(tasks, subjects.RETURNED, me, self._on_returned)
-        await door.serve(tasks, subjects.PROGRESS, me, self._on_progress)
-        await door.serve(tasks, subjects.PING, me, self._on_ping)
-        await door.serve(tasks, subjects.WORKER_STATUS, me, self._on_status)
-        await keep_traces(door, tasks, self._worker.telemetry)
-        await door.bus.flush()
+        bus, me = self._worker.bus, (self._worker.parts.worker_id,)
+        await bus.listen(tasks, subjects.CANCEL, ("*",), self._on_cancel)
+        await bus.listen(tasks, subjects.LEFT, ("*",), self._on_left)
+        await bus.serve(tasks, subjects.INVENTORY, me, self._on_inventory)
+        await bus.serve(tasks, subjects.LEASE, me, self._on_lease)
+        await bus.listen(tasks, subjects.RETURNED, me, self._on_returned)
+        await bus.serve(tasks, subjects.PROGRESS, me, self._on_progress)
+        await bus.serve(tasks, subjects.PING, me, self._on_ping)
+        await bus.serve(tasks, subjects.WORKER_STATUS, me, self._on_status)
+        await keep_traces(bus, tasks, self._worker.telemetry)
+        await bus.connection.flush()
 
     def _on_cancel(self, received: Received[CancelRequest]) -> None:
         self._worker.decide_all(lambda core, now: core.cancelled(received.message, now))

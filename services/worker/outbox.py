@@ -40,13 +40,13 @@ class Outbox:
 
     def __init__(
         self,
-        door: TypedBus,
+        bus: TypedBus,
         worker_id: WorkerId,
         *,
         max_unsent: int = MAX_UNSENT,
         max_unsent_bytes: int = MAX_UNSENT_BYTES,
     ) -> None:
-        self._door = door
+        self._bus = bus
         self._worker_id = worker_id
         self._max_unsent = max_unsent
         self._max_unsent_bytes = max_unsent_bytes
@@ -95,7 +95,7 @@ class Outbox:
                 break
             subject, ids, message, traceparent, _ = self._take(next(iter(self._waiting)))
             try:
-                await self._door.publish(subject, ids, message, traceparent)
+                await self._bus.publish(subject, ids, message, traceparent)
             except Exception as error:  # noqa: BLE001  (one message that cannot be sent must not keep the others)
                 self.num_unsent += 1
                 log.warning("could not send %s: %s", type(message).__name__, error)

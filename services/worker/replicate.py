@@ -18,5 +18,5 @@ async def start_replication(worker: Worker, tasks: asyncio.TaskGroup) -> Replica
     def offered(received: Received[ReplicateBlocks]) -> None:
         worker.decide(lambda now: core.offered(received.message, received.traceparent, now))
 
-    await worker.door.listen(tasks, subjects.REPLICATE, (worker.parts.worker_id,), offered)
+    await worker.bus.listen(tasks, subjects.REPLICATE, (worker.parts.worker_id,), offered)
     return core

@@ -11,7 +11,7 @@ from services.decode.service import Reads, start_decode
 from services.metrics import Metrics
 from services.prefill.service import start_prefill
 from services.telemetry import Telemetry
-from services.worker.inbox import Ears
+from services.worker.inbox import Inbox
 from services.worker.parts import WorkerParts
 from services.worker.replicate import start_replication
 from services.worker.shell import Worker
@@ -27,7 +27,7 @@ LAST_WORDS_S = 5.0
 async def run_worker(
     parts: WorkerParts,
     config: MeshConfig,
-    bus: Bus,
+    connection: Bus,
     telemetry: Telemetry,
     stop: asyncio.Event,
     on_ready: Callable[[], None] | None = None,
@@ -35,7 +35,7 @@ async def run_worker(
 ) -> None:
     """Serve until `stop` is set; then leave in order. Takes ownership of the parts' arena."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    worker = Worker(parts, config, bus, telemetry, metrics)
+    worker = Worker(parts, config, connection, telemetry, metrics)
     reads: Reads | None = None
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -46,7 +46,7 @@ async def run_worker(
                 reads = await start_decode(worker, tasks)
             await start_replication(worker, tasks)
             await worker.start(tasks)
-            await Ears(worker).open(tasks)
+            await Inbox(worker).open(tasks)
             worker.join()
             clockwork = tasks.create_task(Clockwork(worker).run(), name="clockwork")
             if on_ready is not None:
@@ -62,6 +62,6 @@ async def run_worker(
             with contextlib.suppress(TimeoutError):  # the bus may be away for good
                 async with asyncio.timeout(LAST_WORDS_S):
                     await worker.outbox.sent.wait()
-            await worker.door.close()
+            await worker.bus.close()
     finally:
         worker.holder.close()  # whatever ended us, the memory is given back

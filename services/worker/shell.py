@@ -78,13 +78,18 @@ class Worker:
     """One worker's shell. `decide` is the only way in for whatever may change a core."""
 
     def __init__(
-        self, parts: WorkerParts, config: MeshConfig, bus: Bus, telemetry: Telemetry, metrics: Metrics | None = None
+        self,
+        parts: WorkerParts,
+        config: MeshConfig,
+        connection: Bus,
+        telemetry: Telemetry,
+        metrics: Metrics | None = None,
     ) -> None:
         self.parts = parts
         self.config = config
         metrics = metrics or Metrics(parts.worker_id)
-        self.door = TypedBus(bus, parts.role, metrics)
-        self.outbox = Outbox(self.door, parts.worker_id)
+        self.bus = TypedBus(connection, parts.role, metrics)
+        self.outbox = Outbox(self.bus, parts.worker_id)
         self.telemetry = telemetry
         self.spans = WorkerSpans(telemetry, parts.worker_id)
         self.lease_traces = LeaseTraces(self.spans)
@@ -112,7 +117,7 @@ class Worker:
             block_size=parts.limits.block_size,
             token_bytes=self.rates.token_bytes,
             config=config.worker,
-            door=self.door,
+            bus=self.bus,
             reader=self.reader,
             rates=self.rates,
             wire=self.wire,
@@ -129,7 +134,7 @@ class Worker:
             on_removed=lambda sequence: self._post(self._removed, sequence),
         )
         self.cores: list[WorkerCore] = []
-        self.reporter = Reporter(parts, self.holder, self._engine, self.rates, self.door, self.cores)
+        self.reporter = Reporter(parts, self.holder, self._engine, self.rates, self.bus, self.cores)
         self.answers = Answers()
         self.pulse = Pulse(TICK_INTERVAL_S, config.worker.fence_after_ms / 1000)
         self._reads: KVReads | None = None
@@ -163,10 +168,10 @@ class Worker:
     async def announce(self) -> None:
         """Be listed as a service, before the first ear opens."""
         parts = self.parts
-        self.door.identity |= {
+        self.bus.identity |= {
             "id": parts.worker_id, "incarnation": self.holder.incarnation, "device": parts.device,
         }  # fmt: skip
-        await self.door.announce(DESCRIPTIONS[parts.role])
+        await self.bus.announce(DESCRIPTIONS[parts.role])
 
     def join(self) -> None:
         """Say who this is; all ears must be open."""
@@ -246,7 +251,7 @@ class Worker:
         self.measured.fenced()
         self.answers.clear()
         self.holder.begin(secrets.token_hex(8))
-        self.door.identity["incarnation"] = self.holder.incarnation
+        self.bus.identity["incarnation"] = self.holder.incarnation
         self.join()
         self.changed.set()
 

@@ -90,11 +90,11 @@ class Clockwork:
             self._worker.outbox.put(subjects.COOLING, (me,), message)
 
     async def _ask_gateways(self) -> None:
-        door = self._worker.door
+        bus = self._worker.bus
         while True:
             await asyncio.sleep(SUSPICIOUS_INTERVAL_S if self._wanted.suspects else ROUND_INTERVAL_S)
             with surviving("asking the gateways"):
-                questions = self._wanted.due(self._worker.attempts(), door.bus.num_connects, now_ms())
+                questions = self._wanted.due(self._worker.attempts(), bus.connection.num_connects, now_ms())
                 await asyncio.gather(*map(self._ask, questions))
 
     async def _ask(self, question: Question) -> None:
@@ -102,7 +102,7 @@ class Clockwork:
         message = AskWanted(worker_id=worker.parts.worker_id, attempts=question.attempts)
         unwanted: list[AttemptKey] = []
         try:
-            reply = await worker.door.ask(subjects.WANTED, (question.gateway_id,), message, ANSWER_TIMEOUT_S)
+            reply = await worker.bus.ask(subjects.WANTED, (question.gateway_id,), message, ANSWER_TIMEOUT_S)
         except NoRespondersError:
             unwanted = self._wanted.unserved(question, now_ms())
             if unwanted:

@@ -110,17 +110,17 @@ async def measure_service(num_rounds: int) -> dict[str, float]:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(run_directory(MemoryBus(broker), stop, ready.set))
         await ready.wait()
-        door = TypedBus(MemoryBus(broker), "bench")
+        bus = TypedBus(MemoryBus(broker), "bench")
         for number in range(NUM_HOLDERS):
             held = prefix[: lengths.randint(1, PREFIX_BLOCKS) * BLOCK_HASH_BYTES]
-            await door.publish(subjects.STORED, (holder(number),), stored(holder(number), 1, held))
+            await bus.publish(subjects.STORED, (holder(number),), stored(holder(number), 1, held))
         for _ in range(num_rounds):
             started = time.perf_counter()
-            located = await door.ask(subjects.LOCATE, (), question, 5)
+            located = await bus.ask(subjects.LOCATE, (), question, 5)
             spent_s.append(time.perf_counter() - started)
             assert isinstance(located, BlocksLocated) and located.holders
         stop.set()
-        await door.close()
+        await bus.close()
     return percentiles(spent_s)
 
 

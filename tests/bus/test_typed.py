@@ -1,4 +1,4 @@
-"""The typed door: decoded once, counted and dropped where that fails."""
+"""The typed bus: decoded once, counted and dropped where that fails."""
 
 import asyncio
 import time
@@ -41,20 +41,20 @@ class Ear:
                 await self._arrived.wait()
 
 
-async def serve_inventory(door: TypedBus, tasks: asyncio.TaskGroup) -> None:
+async def serve_inventory(bus: TypedBus, tasks: asyncio.TaskGroup) -> None:
     async def answer(received: Received[ReadInventory]) -> Message:
         block_hashes = bytes(received.message.offset)
         return Inventory(worker_id=WORKER, incarnation="a", sequence=1, block_hashes=block_hashes)
 
-    await door.serve(tasks, subjects.INVENTORY, (WORKER,), answer)
-    await door.bus.flush()
+    await bus.serve(tasks, subjects.INVENTORY, (WORKER,), answer)
+    await bus.connection.flush()
 
 
 async def test_a_message_arrives_typed_with_trace_and_subject(connect: Connect) -> None:
     listener, speaker, ear = TypedBus(await connect(), "l"), TypedBus(await connect(), "s"), Ear()
     async with asyncio.TaskGroup() as tasks:
         await listener.listen(tasks, subjects.LEFT, ("*",), ear.hear)
-        await listener.bus.flush()
+        await listener.connection.flush()
         await speaker.publish(subjects.LEFT, (WORKER,), left("done"), TRACEPARENT)
         await ear.wait_for("done")
         await listener.close()
@@ -74,9 +74,9 @@ async def test_junk_is_counted_and_dropped_and_good_messages_go_on(connect: Conn
     listener, speaker, ear = TypedBus(await connect(), "l"), TypedBus(await connect(), "s"), Ear()
     async with asyncio.TaskGroup() as tasks:
         await listener.listen(tasks, subjects.LEFT, ("*",), ear.hear)
-        await listener.bus.flush()
+        await listener.connection.flush()
         await speaker.publish(subjects.LEFT, (WORKER,), left("one"))
-        await speaker.bus.publish(subjects.LEFT.of(WORKER), junk, {})
+        await speaker.connection.publish(subjects.LEFT.of(WORKER), junk, {})
         await speaker.publish(subjects.LEFT, (WORKER,), left("two"))
         await ear.wait_for("two")
         await listener.close()
@@ -89,8 +89,8 @@ async def test_the_headers_name_schema_deadline_and_trace(bus: Bus) -> None:
     await bus.flush()
     deadline_ms = time.time_ns() // 1_000_000 + 60_000
     locate = LocateBlocks(request_id=RequestId("r"), attempt=2, deadline_ms=deadline_ms, block_hashes=b"")
-    door = TypedBus(bus, "s")
-    asking = asyncio.create_task(door.ask(subjects.LOCATE, (), locate, LONG_S, TRACEPARENT))
+    typed = TypedBus(bus, "s")
+    asking = asyncio.create_task(typed.ask(subjects.LOCATE, (), locate, LONG_S, TRACEPARENT))
     async with asyncio.timeout(LONG_S):
         delivery = await anext(aiter(ear))
     assert delivery.headers[SCHEMA_HEADER] == "LocateBlocks"
@@ -100,7 +100,7 @@ async def test_the_headers_name_schema_deadline_and_trace(bus: Bus) -> None:
     await delivery.respond(b'{"type":"BlocksLocated"}', {})
     with pytest.raises(BusError, match="unreadable reply"):
         await asking
-    assert door.num_dropped == 1
+    assert typed.num_dropped == 1
 
 
 async def test_a_request_gets_its_typed_reply_and_junk_gets_none(connect: Connect) -> None:
@@ -108,8 +108,8 @@ async def test_a_request_gets_its_typed_reply_and_junk_gets_none(connect: Connec
     async with asyncio.TaskGroup() as tasks:
         await serve_inventory(server, tasks)
         with pytest.raises(RequestTimedOutError):
-            await client.bus.request(subjects.INVENTORY.of(WORKER), b"junk", {}, 0.05)
-        await client.bus.publish(subjects.INVENTORY.of(WORKER), encode(ReadInventory()), {})
+            await client.connection.request(subjects.INVENTORY.of(WORKER), b"junk", {}, 0.05)
+        await client.connection.publish(subjects.INVENTORY.of(WORKER), encode(ReadInventory()), {})
         asked = [client.ask(subjects.INVENTORY, (WORKER,), ReadInventory(offset=n), LONG_S) for n in range(50)]
         replies = await asyncio.gather(*asked)
         await server.close()
@@ -138,14 +138,14 @@ async def test_a_message_on_the_wrong_subject_is_our_own_bug(bus: Bus) -> None:
         await TypedBus(bus, "c").publish(subjects.LEFT, (WORKER,), stored)
 
 
-async def test_closing_the_door_ends_its_tasks(bus: Bus) -> None:
-    door, ear = TypedBus(bus, "d"), Ear()
+async def test_closing_the_bus_ends_its_tasks(bus: Bus) -> None:
+    typed, ear = TypedBus(bus, "d"), Ear()
     async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as tasks:
-        await door.listen(tasks, subjects.LEFT, ("*",), ear.hear)
-        await serve_inventory(door, tasks)
-        await door.close()
+        await typed.listen(tasks, subjects.LEFT, ("*",), ear.hear)
+        await serve_inventory(typed, tasks)
+        await typed.close()
     with pytest.raises(BusClosedError):
-        await door.publish(subjects.LEFT, (WORKER,), left("late"))
+        await typed.publish(subjects.LEFT, (WORKER,), left("late"))
 
 
 async def test_so_many_answers_are_in_progress_and_no_more(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ async def test_so_many_answers_are_in_progress_and_no_more(connect: Connect, mon
 
     async with asyncio.TaskGroup() as tasks:
         await server.serve(tasks, subjects.INVENTORY, (WORKER,), answer)
-        await server.bus.flush()
+        await server.connection.flush()
         asked = [
             tasks.create_task(client.ask(subjects.INVENTORY, (WORKER,), ReadInventory(), LONG_S)) for _ in range(3)
         ]

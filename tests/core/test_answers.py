@@ -161,10 +161,10 @@ def cancel(number: int) -> CancelRequest:
 
 
 async def test_what_repairs_itself_makes_room_for_what_does_not() -> None:
-    bus = MemoryBus()
-    door, me = TypedBus(bus, "w"), WorkerId("w")
-    outbox = Outbox(door, me, max_unsent=3)
-    subscription = await bus.subscribe("mesh.v1.>")
+    connection = MemoryBus()
+    bus, me = TypedBus(connection, "w"), WorkerId("w")
+    outbox = Outbox(bus, me, max_unsent=3)
+    subscription = await connection.subscribe("mesh.v1.>")
     outbox.put(subjects.CANCEL, ("r0",), cancel(0))
     for index in range(3):
         outbox.put_tokens([(GATEWAY, said(index, 7))])
@@ -175,19 +175,19 @@ async def test_what_repairs_itself_makes_room_for_what_does_not() -> None:
     outbox.put(subjects.DRAINING, (me,), draining)  # nothing is left that repairs itself: the oldest goes
     outbox.close()
     await outbox.run()
-    await bus.close()
+    await connection.close()
     got = [delivery.subject.split(".", 3)[-1] async for delivery in subscription]
     assert got == ["r1.cancel", "w.draining", "w.draining"] and outbox.num_unsent == 4
 
 
 async def test_what_cannot_be_sent_keeps_nothing_else_waiting() -> None:
-    bus = MemoryBus()
-    outbox = Outbox(TypedBus(bus, "w"), WorkerId("w"))
-    subscription = await bus.subscribe("mesh.v1.>")
+    connection = MemoryBus()
+    outbox = Outbox(TypedBus(connection, "w"), WorkerId("w"))
+    subscription = await connection.subscribe("mesh.v1.>")
     outbox.put(subjects.CANCEL, ("r0",), WorkerDraining(worker_id=WorkerId("w"), incarnation="i"))  # no such pair
     outbox.put(subjects.CANCEL, ("r1",), cancel(1))
     outbox.close()
     async with asyncio.timeout(10):
         await outbox.run()
-    await bus.close()
+    await connection.close()
     assert [delivery.subject async for delivery in subscription] == ["mesh.v1.request.r1.cancel"]

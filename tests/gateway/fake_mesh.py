@@ -61,7 +61,7 @@ class Conduct:
 class FakeMesh:
     """`answers(prompt)` gives the tokens, the last of which ends the answer."""
 
-    bus: Bus
+    connection: Bus
     fingerprint: str
     answers: Callable[[list[int]], list[int]]
     split: bool = True
@@ -85,18 +85,18 @@ class FakeMesh:
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         self.gate.set()
         self.tasks = tasks
-        self.door = TypedBus(self.bus, "fake")
+        self.bus = TypedBus(self.connection, "fake")
         if self.serves_scheduler:
-            await self.door.serve(tasks, subjects.PLACE, (), self._place)
-            await self.door.serve(tasks, subjects.FLEET, (), self._describe)
+            await self.bus.serve(tasks, subjects.PLACE, (), self._place)
+            await self.bus.serve(tasks, subjects.FLEET, (), self._describe)
         for worker in PREFILL_WORKERS:
-            await self.door.serve(tasks, subjects.RUN, (worker,), self._runner(worker))
+            await self.bus.serve(tasks, subjects.RUN, (worker,), self._runner(worker))
         for worker in (*PREFILL_WORKERS, *DECODE_WORKERS):
             if not self.conduct.get(worker, Conduct()).is_gone:
-                await self.door.serve(tasks, subjects.PROGRESS, (worker,), self._prober(worker))
+                await self.bus.serve(tasks, subjects.PROGRESS, (worker,), self._prober(worker))
         for worker in DECODE_WORKERS:
-            await self.door.serve(tasks, subjects.RESERVE, (worker,), self._reserver(worker))
-        await self.door.listen(tasks, subjects.CANCEL, ("*",), self._hear_cancel)
+            await self.bus.serve(tasks, subjects.RESERVE, (worker,), self._reserver(worker))
+        await self.bus.listen(tasks, subjects.CANCEL, ("*",), self._hear_cancel)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(20), self.changed:
@@ -104,11 +104,11 @@ class FakeMesh:
 
     async def lose(self, worker: str) -> None:
         left = WorkerLeft(worker_id=WorkerId(worker), incarnation="1", reason="silent")
-        await self.door.publish(subjects.LEFT, (worker,), left)
+        await self.bus.publish(subjects.LEFT, (worker,), left)
 
     async def emit(self, gateway_id: str, worker: str, *shares: RequestTokens) -> None:
         message = TokensEmitted(worker_id=WorkerId(worker), requests=shares)
-        await self.door.publish(subjects.TOKENS, (gateway_id,), message)
+        await self.bus.publish(subjects.TOKENS, (gateway_id,), message)
 
     async def _notify(self) -> None:
         async with self.changed:
@@ -147,7 +147,7 @@ class FakeMesh:
         return FleetDescribed(policy="fake", ready=self.ready, workers=(load,))
 
     async def ask_wanted(self, gateway_id: str, question: AskWanted) -> Message:
-        return await self.door.ask(subjects.WANTED, (gateway_id,), question, 5.0)
+        return await self.bus.ask(subjects.WANTED, (gateway_id,), question, 5.0)
 
     def _prober(self, worker: str):
         async def progress(received: Received[AskProgress]) -> Message:

@@ -67,7 +67,7 @@ def joined(incarnation: str) -> WorkerJoined:
 
 
 async def test_news_of_a_predecessor_is_ignored(rig: Rig) -> None:
-    await rig.mesh.door.publish(subjects.JOINED, ("d1",), joined("2"))
+    await rig.mesh.bus.publish(subjects.JOINED, ("d1",), joined("2"))
     rig.mesh.gate.clear()
     asked = asyncio.create_task(rig.http.post(C, json=body(rig)))
     await rig.mesh.until(lambda: len(rig.mesh.reserves) == 1)
@@ -82,7 +82,7 @@ async def test_a_worker_that_restarts_is_replaced(rig: Rig) -> None:
     asked = asyncio.create_task(rig.http.post(C, json=body(rig)))
     await rig.mesh.until(lambda: len(rig.mesh.reserves) == 1)
     rig.mesh.conduct.clear()
-    await rig.mesh.door.publish(subjects.JOINED, ("d1",), joined("2"))
+    await rig.mesh.bus.publish(subjects.JOINED, ("d1",), joined("2"))
     assert (await asked).json()["choices"][0]["text"] == rig.text
     assert rig.mesh.places[1].excluded_workers == ()  # the new incarnation has failed nobody
 

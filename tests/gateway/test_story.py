@@ -44,7 +44,7 @@ class Listener:
     """Request, last part of the subject, payload, traceparent."""
 
     async def start(self, rig: Rig) -> "Listener":
-        subscription = await rig.mesh.bus.subscribe("mesh.v1.request.>")
+        subscription = await rig.mesh.connection.subscribe("mesh.v1.request.>")
 
         async def listen() -> None:
             async for delivery in subscription:
@@ -76,7 +76,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 async def where(rig: Rig, request_id: str, payload: bytes = b"") -> RequestDescribed:
     """Ask as a stock client does."""
-    reply = await rig.mesh.bus.request(subjects.REQUEST_STATUS.of(request_id), payload, {}, ASK_S)
+    reply = await rig.mesh.connection.request(subjects.REQUEST_STATUS.of(request_id), payload, {}, ASK_S)
     return decode(reply.payload, RequestDescribed)
 
 
@@ -160,12 +160,12 @@ async def test_an_unknown_request_gets_an_answer(rig: Rig) -> None:
 @pytest.mark.parametrize("payload", [b" ", b"null", b"[]", b'{"type":"PingWorker"}', b"where?"])
 async def test_only_nothing_stands_for_an_empty_question(rig: Rig, payload: bytes) -> None:
     with pytest.raises(BusError):
-        await rig.mesh.bus.request(subjects.REQUEST_STATUS.of("req-1"), payload, {}, 0.5)
+        await rig.mesh.connection.request(subjects.REQUEST_STATUS.of("req-1"), payload, {}, 0.5)
 
 
 async def test_other_subjects_take_no_empty_message(rig: Rig) -> None:
     with pytest.raises(BusError):
-        await rig.mesh.bus.request(subjects.PROGRESS.of("p1"), b"", {}, 0.5)
+        await rig.mesh.connection.request(subjects.PROGRESS.of("p1"), b"", {}, 0.5)
 
 
 async def job_of(request_id: str) -> Job:
@@ -190,20 +190,20 @@ async def test_whichever_gateway_is_asked_finds_the_one_that_knows() -> None:
             described = decode(reply.payload, RequestDescribed)
             assert (described.phase, described.gateway_id) == ("placing", "g1")
         for gateway in gateways:
-            await gateway.door.close()
+            await gateway.bus.close()
 
 
 async def test_while_the_broker_is_away_only_so_much_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(story, "MAX_TOLD_IN_VAIN", 5)
     broker = MemoryBroker()
-    bus, ear = MemoryBus(broker), await MemoryBus(broker).subscribe("mesh.>")
+    connection, ear = MemoryBus(broker), await MemoryBus(broker).subscribe("mesh.>")
     async with asyncio.TaskGroup() as tasks:
-        stories = Stories(GatewayId("g"), TypedBus(bus, "gateway"), tasks)
-        bus.is_connected = False
+        stories = Stories(GatewayId("g"), TypedBus(connection, "gateway"), tasks)
+        connection.is_connected = False
         for number in range(8):
             stories.begin(await job_of(f"req-{number}"), RequestCore(RequestId(f"req-{number}"), 4, 3))
         await until(lambda: stories.num_untold == 3)
-        bus.is_connected = True
+        connection.is_connected = True
         stories.go_on(RequestId("req-7"), [Finish("stop")])
         await until(lambda: ear.inbox.qsize() == 6)
         stories.go_on(RequestId("req-7"), [Finish("stop")])  # one end each

@@ -99,10 +99,10 @@ async def test_a_worker_that_is_gone_without_a_word_is_replaced(open_rig: OpenRi
 async def test_a_silent_worker_is_replaced_while_others_are_heard(open_rig: OpenRig) -> None:
     async with open_rig(gateway=QUICK, conduct={"d1": Conduct(hangs_at=3, is_gone=True)}) as rig:
         # Somebody listens, and never answers: a stopped process.
-        stopped = await rig.mesh.bus.subscribe(subjects.PROGRESS.of("d1"))
+        stopped = await rig.mesh.connection.subscribe(subjects.PROGRESS.of("d1"))
         asked = asyncio.create_task(rig.http.post(C, json=body(rig)))
         while not asked.done():
-            await rig.mesh.door.publish(subjects.LOAD, ("p1",), load("p1"))
+            await rig.mesh.bus.publish(subjects.LOAD, ("p1",), load("p1"))
             await asyncio.wait([asked], timeout=0.2)
         await stopped.close()
         assert (await asked).json()["choices"][0]["text"] == rig.text
@@ -154,8 +154,8 @@ async def test_workers_learn_what_is_still_wanted(rig: Rig) -> None:
 
 
 async def test_the_blocks_of_the_workers_are_told(rig: Rig) -> None:
-    await rig.mesh.door.publish(subjects.LOAD, ("d1",), load("d1", free=2, cached=3, leased=4, orphaned=1))
-    await rig.mesh.door.publish(subjects.LOAD, ("d1",), load("d1", incarnation="0"))  # a predecessor that woke up
+    await rig.mesh.bus.publish(subjects.LOAD, ("d1",), load("d1", free=2, cached=3, leased=4, orphaned=1))
+    await rig.mesh.bus.publish(subjects.LOAD, ("d1",), load("d1", incarnation="0"))  # a predecessor that woke up
     metrics = (await rig.http.get("/metrics")).text
     for state, count in {"free": 2, "cached": 3, "running": 0, "leased": 4, "orphaned": 1}.items():
         assert f'kvmesh_kv_blocks{{state="{state}",worker="d1"}} {count}.0' in metrics
@@ -170,11 +170,11 @@ async def test_a_worker_whose_restart_was_not_heard_counts_once_its_old_self_is_
     monkeypatch.setattr(requests, "now_ms", lambda: now_ms() + later_ms)
     for worker, time_ms in (("d1", 0), ("p1", 1_400), ("p1", 2_800)):
         later_ms = time_ms
-        await rig.mesh.door.publish(subjects.LOAD, (worker,), load(worker, free=2))
-        await rig.mesh.door.bus.flush()
+        await rig.mesh.bus.publish(subjects.LOAD, (worker,), load(worker, free=2))
+        await rig.mesh.bus.connection.flush()
     for time_ms, count in ((2_900, 2), (4_000, 7)):
         later_ms = time_ms
-        await rig.mesh.door.publish(subjects.LOAD, ("d1",), load("d1", incarnation="2", free=7))
+        await rig.mesh.bus.publish(subjects.LOAD, ("d1",), load("d1", incarnation="2", free=7))
         metrics = (await rig.http.get("/metrics")).text
         assert f'kvmesh_kv_blocks{{state="free",worker="d1"}} {count}.0' in metrics
 

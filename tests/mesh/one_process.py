@@ -122,7 +122,7 @@ class Client:
     def __init__(self, broker: MemoryBroker, tasks: asyncio.TaskGroup, fingerprint: str = LAYOUT.fingerprint) -> None:
         self.fingerprint = fingerprint
         self.gateway_id = GatewayId("gateway-test")
-        self.door = TypedBus(MemoryBus(broker), "client")
+        self.bus = TypedBus(MemoryBus(broker), "client")
         self._tasks = tasks
         self._answers: dict[str, Answer] = {}
         self.events: list[str] = []
@@ -130,9 +130,9 @@ class Client:
         """As a bus that loses them."""
 
     async def start(self) -> None:
-        await self.door.listen(self._tasks, subjects.TOKENS, (self.gateway_id,), self._on_tokens)
-        await self.door.serve(self._tasks, subjects.WANTED, (self.gateway_id,), self._say_wanted)
-        subscription = await self.door.bus.subscribe("mesh.v1.handoff.>")
+        await self.bus.listen(self._tasks, subjects.TOKENS, (self.gateway_id,), self._on_tokens)
+        await self.bus.serve(self._tasks, subjects.WANTED, (self.gateway_id,), self._say_wanted)
+        subscription = await self.bus.connection.subscribe("mesh.v1.handoff.>")
 
         async def note() -> None:
             async for delivery in subscription:
@@ -152,7 +152,7 @@ class Client:
             max_tokens=max_tokens,
             block_hashes=join_hashes(hashes),
         )
-        placement = await self.door.ask(subjects.PLACE, (), request, 10)
+        placement = await self.bus.ask(subjects.PLACE, (), request, 10)
         assert isinstance(placement, Placement), placement
         return placement
 
@@ -186,7 +186,7 @@ class Client:
             decode_worker=placement.decode_worker,
             sources=placement.sources,
         )
-        asked = [self.door.ask(subjects.RUN, (placement.prefill_worker,), run, 30)]
+        asked = [self.bus.ask(subjects.RUN, (placement.prefill_worker,), run, 30)]
         if placement.decode_worker is not None and handoff_id is not None:
             reserve = ReserveBlocks(
                 request_id=RequestId(request_id),
@@ -199,7 +199,7 @@ class Client:
                 sampling=sampling,
                 sources=placement.sources,
             )
-            asked.append(self.door.ask(subjects.RESERVE, (placement.decode_worker,), reserve, 30))
+            asked.append(self.bus.ask(subjects.RESERVE, (placement.decode_worker,), reserve, 30))
         replies = await asyncio.gather(*asked)
         assert isinstance(replies[0], PrefillAccepted), replies[0]
         assert len(replies) == 1 or isinstance(replies[1], BlocksReserved | ReservationQueued), replies[1]
@@ -217,10 +217,10 @@ class Client:
         message = CancelRequest(
             request_id=RequestId(request_id), attempt=1, deadline_ms=now_ms() + 1000, reason="client gone"
         )
-        await self.door.publish(subjects.CANCEL, (request_id,), message)
+        await self.bus.publish(subjects.CANCEL, (request_id,), message)
 
     async def fleet(self) -> tuple[WorkerLoad, ...]:
-        reply = await self.door.ask(subjects.FLEET, (), DescribeFleet(), 10)
+        reply = await self.bus.ask(subjects.FLEET, (), DescribeFleet(), 10)
         assert isinstance(reply, FleetDescribed)
         return reply.workers
 
@@ -239,12 +239,12 @@ class Client:
         del self._answers[request_id]
 
     async def listen(self, subject: Subject, handle: Callable[[Received[MessageT]], None]) -> None:
-        await self.door.listen(self._tasks, subject, ("*",), handle)
-        await self.door.bus.flush()
+        await self.bus.listen(self._tasks, subject, ("*",), handle)
+        await self.bus.connection.flush()
 
     async def ask_progress(self, worker_id: str, request_id: str, index: int) -> Progress:
         question = AskProgress(request_id=RequestId(request_id), attempt=1, deadline_ms=now_ms() + 10_000, index=index)
-        reply = await self.door.ask(subjects.PROGRESS, (worker_id,), question, 10)
+        reply = await self.bus.ask(subjects.PROGRESS, (worker_id,), question, 10)
         assert isinstance(reply, Progress)
         return reply
 
@@ -298,4 +298,4 @@ async def one_process_mesh(
         stop.set()
         for one in (stops or {}).values():
             one.set()
-        await client.door.close()
+        await client.bus.close()

@@ -129,14 +129,14 @@ class TokenRecorder:
         return [by_index[index] for index in range(len(by_index))]
 
     async def _listen(self) -> None:
-        bus = await NatsBus.connect(self._mesh.nats_url, "recorder")
-        door = TypedBus(bus, "recorder")
+        connection = await NatsBus.connect(self._mesh.nats_url, "recorder")
+        bus = TypedBus(connection, "recorder")
         async with asyncio.TaskGroup() as tasks:
-            await door.listen(tasks, subjects.TOKENS, ("*",), self._hear)
-            await bus.flush()
+            await bus.listen(tasks, subjects.TOKENS, ("*",), self._hear)
+            await connection.flush()
             self._ready.set()
             await self._stop.wait()
-            await door.close()
+            await bus.close()
 
     def _hear(self, received: Received[TokensEmitted]) -> None:
         for tokens in received.message.requests:

@@ -48,15 +48,15 @@ def hashes_of(tokens: list[int]) -> list[BlockHash]:
 class FakeWorker:
     """A ledger on the bus, and a client of the directory."""
 
-    def __init__(self, bus: MemoryBus, worker_id: WorkerId = WORKER) -> None:
+    def __init__(self, connection: MemoryBus, worker_id: WorkerId = WORKER) -> None:
         self.worker_id = worker_id
         self.ledger = BlockLedger(worker_id, "1")
         self.contents: list[BlockHash] = []
-        self.door = TypedBus(bus, "prefill")
+        self.bus = TypedBus(connection, "prefill")
         self.num_inventories = 0
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
-        await self.door.serve(tasks, subjects.INVENTORY, (self.worker_id,), self._inventory)
+        await self.bus.serve(tasks, subjects.INVENTORY, (self.worker_id,), self._inventory)
 
     async def _inventory(self, received: Received[ReadInventory]) -> Message:
         self.num_inventories += 1
@@ -67,12 +67,12 @@ class FakeWorker:
         self.contents += hashes
         (event,) = self.ledger.events(ContentChanges(stored=hashes))
         if not lost:
-            await self.door.publish(subjects.STORED, (self.worker_id,), event)
+            await self.bus.publish(subjects.STORED, (self.worker_id,), event)
 
     async def locate(self, tokens: list[int]) -> int:
         hashes = join_hashes(hashes_of(tokens))
         request = LocateBlocks(request_id=RequestId("r"), attempt=1, deadline_ms=0, block_hashes=hashes)
-        reply = await self.door.ask(subjects.LOCATE, (), request, 5)
+        reply = await self.bus.ask(subjects.LOCATE, (), request, 5)
         assert isinstance(reply, BlocksLocated)
         return reply.holders[0].num_blocks if reply.holders else 0
 
@@ -83,14 +83,14 @@ class FakeWorker:
 
 
 async def test_a_lost_event_is_repaired_and_a_restart_rebuilt() -> None:
-    bus, stop = MemoryBus(), asyncio.Event()
+    connection, stop = MemoryBus(), asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
-        worker = FakeWorker(bus)
+        worker = FakeWorker(connection)
         await worker.start(tasks)
         first = asyncio.Event()
-        tasks.create_task(run_directory(bus, first))
+        tasks.create_task(run_directory(connection, first))
         await asyncio.sleep(0)
-        await worker.door.publish(subjects.LOAD, (WORKER,), LOAD)
+        await worker.bus.publish(subjects.LOAD, (WORKER,), LOAD)
         await worker.store(list(range(8)))
         await worker.until_located(list(range(8)), 2)
         await worker.store(list(range(100, 112)), lost=True)
@@ -105,7 +105,7 @@ async def test_a_lost_event_is_repaired_and_a_restart_rebuilt() -> None:
         await successor.start(tasks)
         tasks.create_task(run_directory(again, stop))
         await asyncio.sleep(0)
-        await successor.door.publish(subjects.LOAD, (WORKER,), LOAD)
+        await successor.bus.publish(subjects.LOAD, (WORKER,), LOAD)
         await successor.until_located(list(range(100, 112)), 3)
         assert before >= 1 and successor.num_inventories == 1
         first.set()
@@ -119,8 +119,8 @@ def question(tokens: list[int]) -> PlaceRequest:
     )  # fmt: skip
 
 
-async def place(door: TypedBus, tokens: list[int]) -> Placement:
-    placement = await door.ask(subjects.PLACE, (), question(tokens), 5)
+async def place(bus: TypedBus, tokens: list[int]) -> Placement:
+    placement = await bus.ask(subjects.PLACE, (), question(tokens), 5)
     assert isinstance(placement, Placement), placement
     return placement
 
@@ -130,20 +130,20 @@ async def test_the_scheduler_names_the_sources_that_the_directory_knows_and_plac
     config = MeshConfig(scheduler=SchedulerConfig(policy="cost"))
     tokens = list(range(1_000))
     async with asyncio.TaskGroup() as tasks:
-        bus = MemoryBus(broker)
-        holder = FakeWorker(bus, WorkerId("decode-0"))
+        connection = MemoryBus(broker)
+        holder = FakeWorker(connection, WorkerId("decode-0"))
         await holder.start(tasks)
         directory = tasks.create_task(run_directory(MemoryBus(broker), directory_stop))
         tasks.create_task(run_scheduler(config, MemoryBus(broker), stop))
         await asyncio.sleep(0)
         loads = (LOAD, load_of("decode-0", "decode"), load_of("decode-1", "decode"))
         for load in loads:
-            await holder.door.publish(subjects.LOAD, (load.worker.worker_id,), load)
+            await holder.bus.publish(subjects.LOAD, (load.worker.worker_id,), load)
         await holder.store(tokens[:400])
         await holder.until_located(tokens, 100)
 
         # What the decode worker holds is less than half, so the prompt is split, and read back from there.
-        placement = await place(holder.door, tokens)
+        placement = await place(holder.bus, tokens)
         assert (placement.prefill_worker, placement.decode_worker) == ("prefill-0", "decode-0")
         assert placement.sources == (KVSource(worker_id=WorkerId("decode-0"), first_block=0, num_blocks=100),)
         assert placement.terms is not None
@@ -152,24 +152,24 @@ async def test_the_scheduler_names_the_sources_that_the_directory_knows_and_plac
         # A holder whose incarnation the fleet does not know is no source.
         again = load_of("decode-0", "decode", incarnation="2")
         left = WorkerLeft(worker_id=WorkerId("decode-0"), incarnation="1", reason="stopped")
-        await holder.door.publish(subjects.LEFT, ("decode-0",), left)
+        await holder.bus.publish(subjects.LEFT, ("decode-0",), left)
         await holder.until_located(tokens, 0)
-        assert (await place(holder.door, tokens)).sources == ()
-        await holder.door.publish(subjects.LOAD, ("decode-0",), again)
+        assert (await place(holder.bus, tokens)).sources == ()
+        await holder.bus.publish(subjects.LOAD, ("decode-0",), again)
 
         # Without a directory a placement has no hints, and is made all the same.
         directory_stop.set()
         await directory
         for _ in range(3):
-            placement = await place(holder.door, tokens)
+            placement = await place(holder.bus, tokens)
             assert placement.sources == () and placement.prefill_worker == "prefill-0"
         stop.set()
-        await bus.close()
+        await connection.close()
 
 
 async def test_a_directory_that_does_not_answer_is_left_alone_for_longer_and_longer() -> None:
-    bus, now_ms = MemoryBus(), 1_000
-    ear = await bus.subscribe(subjects.LOCATE.of())  # hears, and says nothing
+    connection, now_ms = MemoryBus(), 1_000
+    ear = await connection.subscribe(subjects.LOCATE.of())  # hears, and says nothing
     num_heard = 0
 
     async def listen() -> None:
@@ -179,7 +179,7 @@ async def test_a_directory_that_does_not_answer_is_left_alone_for_longer_and_lon
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(listen())
-        hints = Hints(TypedBus(bus, "scheduler"), clock=lambda: now_ms)
+        hints = Hints(TypedBus(connection, "scheduler"), clock=lambda: now_ms)
         quiet_ms = BACKOFF_MIN_MS
         for number in range(1, 8):
             assert await hints.holders(question([1, 2, 3, 4])) == () and num_heard == number
@@ -187,7 +187,7 @@ async def test_a_directory_that_does_not_answer_is_left_alone_for_longer_and_lon
             assert await hints.holders(question([1, 2, 3, 4])) == () and num_heard == number
             now_ms += 1
             quiet_ms = min(2 * quiet_ms, BACKOFF_MAX_MS)
-        await bus.close()
+        await connection.close()
 
 
 async def test_two_directories_say_the_same_and_both_hear_who_has_left() -> None:
@@ -201,18 +201,18 @@ async def test_two_directories_say_the_same_and_both_hear_who_has_left() -> None
         await worker.store(tokens)
         tasks.create_task(run_directory(MemoryBus(broker), stops[1]))  # a later one, which starts with nothing
         await asyncio.sleep(0)
-        await worker.door.publish(subjects.LOAD, (WORKER,), LOAD)
+        await worker.bus.publish(subjects.LOAD, (WORKER,), LOAD)
         for _ in range(6):  # they take turns
             await worker.until_located(tokens, 2)
         while [await worker.locate(tokens) for _ in range(4)] != [2] * 4:
             await asyncio.sleep(0.01)
         left = WorkerLeft(worker_id=WORKER, incarnation="1", reason="died")
-        await worker.door.publish(subjects.LEFT, (WORKER,), left)
+        await worker.bus.publish(subjects.LEFT, (WORKER,), left)
         while [await worker.locate(tokens) for _ in range(4)] != [0] * 4:
             await asyncio.sleep(0.01)
         for stop in stops:
             stop.set()
-        await worker.door.close()
+        await worker.bus.close()
 
 
 async def test_an_inventory_that_never_comes_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,34 +226,34 @@ async def test_an_inventory_that_never_comes_is_asked_for_again(monkeypatch: pyt
         await worker.store(tokens, lost=True)
         tasks.create_task(run_directory(MemoryBus(broker), stop))
         await asyncio.sleep(0)
-        await worker.door.publish(subjects.LOAD, (WORKER,), LOAD)
+        await worker.bus.publish(subjects.LOAD, (WORKER,), LOAD)
         async for _ in ear:
             break
         await deaf.close()
         await worker.start(tasks)
         while await worker.locate(tokens) != 2:
-            await worker.door.publish(subjects.LOAD, (WORKER,), LOAD)
+            await worker.bus.publish(subjects.LOAD, (WORKER,), LOAD)
             await asyncio.sleep(0.01)
         stop.set()
-        await worker.door.close()
+        await worker.bus.close()
 
 
 async def test_what_was_lost_in_an_outage_is_read_from_the_inventory() -> None:
     broker, stop = MemoryBroker(), asyncio.Event()
     tokens = list(range(8))
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-        worker, bus = FakeWorker(MemoryBus(broker)), MemoryBus(broker)
+        worker, connection = FakeWorker(MemoryBus(broker)), MemoryBus(broker)
         await worker.start(tasks)
-        tasks.create_task(run_directory(bus, stop))
+        tasks.create_task(run_directory(connection, stop))
         await asyncio.sleep(0)
-        await worker.door.publish(subjects.LOAD, (WORKER,), LOAD)
+        await worker.bus.publish(subjects.LOAD, (WORKER,), LOAD)
         while worker.num_inventories == 0:
             await asyncio.sleep(0)
         await worker.store(tokens, lost=True)
-        await worker.door.publish(subjects.LOAD, (WORKER,), LOAD)
+        await worker.bus.publish(subjects.LOAD, (WORKER,), LOAD)
         assert await worker.locate(tokens) == 0
-        bus.num_connects += 1
-        await worker.door.publish(subjects.LOAD, (WORKER,), LOAD)
+        connection.num_connects += 1
+        await worker.bus.publish(subjects.LOAD, (WORKER,), LOAD)
         await worker.until_located(tokens, 2)
         stop.set()
-        await worker.door.close()
+        await worker.bus.close()

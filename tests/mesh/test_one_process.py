@@ -147,11 +147,11 @@ async def test_a_read_that_is_stopped_before_its_first_step_is_concluded() -> No
     """A cancel right behind an offer: the read's task has not run yet, and its blocks must come back all the same."""
     async with one_process_mesh(make_parts("p-0", "prefill"), make_parts("d-0", "decode")) as client:
         reserve = reservation(client, 0)
-        assert isinstance(await client.door.ask(subjects.RESERVE, ("d-0",), reserve, 10), BlocksReserved)
+        assert isinstance(await client.bus.ask(subjects.RESERVE, ("d-0",), reserve, 10), BlocksReserved)
         await client.until(lambda fleet: any(w.blocks.running for w in fleet), "the reservation")
         offer = offer_for(reserve)
         # Without a pause between them, both are handled before the read's task has its first turn.
-        offering = client.door.publish(subjects.OFFERED, ("p-0", "d-0", "r0-1"), offer)
+        offering = client.bus.publish(subjects.OFFERED, ("p-0", "d-0", "r0-1"), offer)
         await asyncio.gather(offering, client.cancel("r0"))
         await client.until_free()
 
@@ -193,7 +193,7 @@ async def test_a_worker_stops_although_reservations_wait_for_blocks() -> None:
     async with asyncio.timeout(60):
         async with one_process_mesh(make_parts("p-0", "prefill"), make_parts("d-0", "decode", num_blocks=10)) as client:
             replies = [
-                await client.door.ask(subjects.RESERVE, ("d-0",), reservation(client, n, max_tokens=70), 10)
+                await client.bus.ask(subjects.RESERVE, ("d-0",), reservation(client, n, max_tokens=70), 10)
                 for n in range(4)
             ]
             await client.until(lambda fleet: sum(w.num_queued for w in fleet) == 3, "a queue")
@@ -213,10 +213,10 @@ async def test_a_bad_offer_costs_a_recompute_and_nothing_else(change: dict[str, 
     async with one_process_mesh(make_parts("p-0", "prefill"), make_parts("d-0", "decode")) as client:
         reserve = reservation(client, 0)
         answer = client.expect("r0")
-        assert isinstance(await client.door.ask(subjects.RESERVE, ("d-0",), reserve, 10), BlocksReserved)
+        assert isinstance(await client.bus.ask(subjects.RESERVE, ("d-0",), reserve, 10), BlocksReserved)
         host, port = change.pop("endpoint", ("127.0.0.1", 1))  # type: ignore[misc]
         endpoint = Endpoint(host=host, port=port, carriers=("tcp",), arena="none", arena_nonce="none")
-        await client.door.publish(
+        await client.bus.publish(
             subjects.OFFERED,
             ("p-0", "d-0", "r0-1"),
             msgspec.structs.replace(offer_for(reserve), endpoint=endpoint, **change),
@@ -239,7 +239,7 @@ async def test_of_a_cancelled_prompt_only_what_was_computed_is_told_and_lent() -
         async def until_inventory(holds: Callable[[Inventory], bool]) -> None:
             async with asyncio.timeout(30):
                 while True:
-                    page = await client.door.ask(subjects.INVENTORY, ("p-0",), ReadInventory(), 10)
+                    page = await client.bus.ask(subjects.INVENTORY, ("p-0",), ReadInventory(), 10)
                     assert isinstance(page, Inventory)
                     if holds(page):
                         return
@@ -252,7 +252,7 @@ async def test_of_a_cancelled_prompt_only_what_was_computed_is_told_and_lent() -
             await until_inventory(lambda page, first=hashes[0]: first in split_hashes(page.block_hashes))
             await client.cancel(f"r{number}")
             await client.until_free()
-            page = await client.door.ask(subjects.INVENTORY, ("p-0",), ReadInventory(), 10)
+            page = await client.bus.ask(subjects.INVENTORY, ("p-0",), ReadInventory(), 10)
             assert isinstance(page, Inventory)
             told = split_hashes(page.block_hashes)
             num_told = sum(block_hash in told for block_hash in hashes)
@@ -275,16 +275,16 @@ async def test_hostile_messages_end_no_worker() -> None:
         )  # fmt: skip
         for worker in ("p-0", "d-0"):
             for change in ({}, {"first_block": -5}, {"deadline_ms": 10**400}, {"reader": "d-0", "first_block": 2**70}):
-                reply = await client.door.ask(subjects.LEASE, (worker,), msgspec.structs.replace(lease, **change), 10)
+                reply = await client.bus.ask(subjects.LEASE, (worker,), msgspec.structs.replace(lease, **change), 10)
                 assert isinstance(reply, Refused)
         run = RunPrefill(
             request_id=RequestId("twice"), attempt=1, deadline_ms=now_ms() + 60_000, gateway_id=client.gateway_id,
             prompt=pack_tokens([1, 2, 3]), sampling=SamplingParams(max_tokens=2_000, ignore_eos=True),
         )  # fmt: skip
         client.expect("twice")
-        assert isinstance(await client.door.ask(subjects.RUN, ("d-0",), run, 10), PrefillAccepted)
+        assert isinstance(await client.bus.ask(subjects.RUN, ("d-0",), run, 10), PrefillAccepted)
         same = msgspec.structs.replace(reservation(client, 0), request_id=RequestId("twice"))
-        assert isinstance(await client.door.ask(subjects.RESERVE, ("d-0",), same, 10), Refused)
+        assert isinstance(await client.bus.ask(subjects.RESERVE, ("d-0",), same, 10), Refused)
         await client.cancel("twice")
         answer = await client.complete("after", [4, 5, 6], params)
         assert answer.token_ids == expected([4, 5, 6], params)

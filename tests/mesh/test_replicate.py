@@ -39,20 +39,20 @@ def fleet(num_blocks: int = 256, layout: KVLayout = LAYOUT) -> list:
 
 def name_replica(client: Client, replica: WorkerId, tenant: str = "") -> None:
     """Let every request of this client name a replica, as the scheduler would."""
-    ask = type(client.door).ask
+    ask = type(client.bus).ask
 
     async def with_replica(
         subject: Subject, ids: tuple[str, ...], message: Message, timeout_s: float, traceparent: str = ""
     ) -> Message:
         if isinstance(message, RunPrefill | ReserveBlocks):
             message = msgspec.structs.replace(message, replica=replica, tenant=tenant)
-        return await ask(client.door, subject, ids, message, timeout_s, traceparent)
+        return await ask(client.bus, subject, ids, message, timeout_s, traceparent)
 
-    client.door.ask = with_replica  # type: ignore[method-assign]
+    client.bus.ask = with_replica  # type: ignore[method-assign]
 
 
 async def held_by(client: Client, holder: WorkerId) -> set[BlockHash]:
-    reply = await client.door.ask(subjects.INVENTORY, (holder,), ReadInventory(), 10)
+    reply = await client.bus.ask(subjects.INVENTORY, (holder,), ReadInventory(), 10)
     assert isinstance(reply, Inventory)
     return set(split_hashes(reply.block_hashes))
 
@@ -68,13 +68,13 @@ async def until_held(client: Client, holder: WorkerId, tokens: list[int], tenant
 @asynccontextmanager
 async def store_beside(client: Client, num_blocks: int = 256) -> AsyncGenerator[None]:
     """Run a store on the client's bus."""
-    assert isinstance(client.door.bus, MemoryBus)
+    assert isinstance(client.bus.connection, MemoryBus)
     settings = WorkerConfig(block_size=BLOCK, lease_ms=5_000)
     config = MeshConfig(store=StoreConfig(memory_bytes=num_blocks * LAYOUT.block_bytes), worker=settings)
     parts = make_store_parts(config, STORE, LAYOUT, SECRET, model="fake", context_length=4096)
     stop, ready = asyncio.Event(), asyncio.Event()
-    bus = MemoryBus(client.door.bus._broker)  # pyright: ignore[reportPrivateUsage]
-    running = asyncio.create_task(run_store(config, parts, bus, Telemetry(STORE, None), stop, ready.set))
+    connection = MemoryBus(client.bus.connection._broker)  # pyright: ignore[reportPrivateUsage]
+    running = asyncio.create_task(run_store(config, parts, connection, Telemetry(STORE, None), stop, ready.set))
     await ready.wait()
     try:
         yield

@@ -28,14 +28,14 @@ async def resume(
         prompt=pack_tokens([*prompt, *so_far]), sampling=params, num_answered_tokens=len(so_far), tenant="t",
         handoff_id=handoff_id if split else None, decode_worker=WorkerId("d0") if split else None,
     )  # fmt: skip
-    asked = [client.door.ask(subjects.RUN, ("p0",), run, 30)]
+    asked = [client.bus.ask(subjects.RUN, ("p0",), run, 30)]
     if split:
         reserve = ReserveBlocks(
             request_id=request_id, attempt=1, deadline_ms=run.deadline_ms, gateway_id=client.gateway_id,
             handoff_id=handoff_id, prefill_worker=WorkerId("p0"), prompt=run.prompt, sampling=params,
             num_answered_tokens=len(so_far), tenant="t",
         )  # fmt: skip
-        asked.append(client.door.ask(subjects.RESERVE, ("d0",), reserve, 30))
+        asked.append(client.bus.ask(subjects.RESERVE, ("d0",), reserve, 30))
     replies = await asyncio.gather(*asked)
     assert isinstance(replies[0], PrefillAccepted) and not any(isinstance(reply, Refused) for reply in replies)
     async with asyncio.timeout(60):

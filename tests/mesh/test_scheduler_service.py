@@ -37,23 +37,23 @@ QUICK = SchedulerConfig(ping_interval_ms=20, suspect_after_ms=200, silent_after_
 class FakeWorker:
     """Says twice in a while that it lives, and answers pings: unless it is stopped."""
 
-    def __init__(self, bus: Bus, worker_id: str, role: WorkerRole) -> None:
+    def __init__(self, connection: Bus, worker_id: str, role: WorkerRole) -> None:
         self.load = load_of(worker_id, role)
-        self.door = TypedBus(bus, "worker")
+        self.bus = TypedBus(connection, "worker")
         self.going = asyncio.Event()
         self.going.set()
         self.num_pings = 0
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
-        await self.door.serve(tasks, subjects.PING, (self.load.worker.worker_id,), self._answer)
-        await self.door.publish(subjects.JOINED, (self.load.worker.worker_id,), WorkerJoined(worker=self.load.worker))
+        await self.bus.serve(tasks, subjects.PING, (self.load.worker.worker_id,), self._answer)
+        await self.bus.publish(subjects.JOINED, (self.load.worker.worker_id,), WorkerJoined(worker=self.load.worker))
         await self.say()
 
     async def say(self) -> None:
-        await self.door.publish(subjects.LOAD, (self.load.worker.worker_id,), self.load)
+        await self.bus.publish(subjects.LOAD, (self.load.worker.worker_id,), self.load)
 
     async def kill(self) -> None:
-        await self.door.close()
+        await self.bus.close()
 
     async def _answer(self, received: Received[PingWorker]) -> Message:
         self.num_pings += 1
@@ -65,24 +65,24 @@ class FakeWorker:
 class Client:
     """Hears who has left, and asks the scheduler."""
 
-    def __init__(self, bus: Bus) -> None:
-        self.door = TypedBus(bus, "gateway")
+    def __init__(self, connection: Bus) -> None:
+        self.bus = TypedBus(connection, "gateway")
         self.left: asyncio.Queue[WorkerLeft] = asyncio.Queue()
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
-        await self.door.listen(tasks, subjects.LEFT, ("*",), lambda heard: self.left.put_nowait(heard.message))
+        await self.bus.listen(tasks, subjects.LEFT, ("*",), lambda heard: self.left.put_nowait(heard.message))
 
     async def next_left(self) -> tuple[str, str, str]:
         left = await asyncio.wait_for(self.left.get(), PATIENCE_S)
         return left.worker_id, left.incarnation, left.reason
 
     async def place(self) -> Placement | Refused:
-        reply = await self.door.ask(subjects.PLACE, (), question(list(range(100))), PATIENCE_S)
+        reply = await self.bus.ask(subjects.PLACE, (), question(list(range(100))), PATIENCE_S)
         assert isinstance(reply, Placement | Refused)
         return reply
 
     async def workers(self) -> set[str]:
-        reply = await self.door.ask(subjects.FLEET, (), DescribeFleet(), PATIENCE_S)
+        reply = await self.bus.ask(subjects.FLEET, (), DescribeFleet(), PATIENCE_S)
         assert isinstance(reply, FleetDescribed)
         return {load.worker.worker_id for load in reply.workers}
 
@@ -103,7 +103,7 @@ async def mesh(num_schedulers: int = 1) -> AsyncIterator[tuple[asyncio.TaskGroup
         yield tasks, broker, client
         for stop in stops:
             stop.set()
-        await client.door.close()
+        await client.bus.close()
 
 
 async def keep_saying(*workers: FakeWorker) -> None:
@@ -189,7 +189,7 @@ async def test_one_of_two_schedulers_is_enough() -> None:
         stops[1].set()
         for worker in workers:
             await worker.kill()
-        await client.door.close()
+        await client.bus.close()
 
 
 class StuckBus(MemoryBus):
@@ -245,7 +245,7 @@ async def test_a_broker_that_is_away_for_longer_than_a_silence_takes_nobody_for_
         server.stop()
         await asyncio.sleep(1.5 * MeshConfig().scheduler.silent_after_ms / 1e3)
         server = EmbeddedNats.start(int(server.url.rsplit(":", 1)[1]), tmp_path)
-        while not all(bus.is_connected for bus in buses):
+        while not all(connection.is_connected for connection in buses):
             await asyncio.sleep(0.01)
         await pinged(*workers)
         assert await client.workers() == {"p0", "d0"} and client.left.empty()
@@ -255,5 +255,5 @@ async def test_a_broker_that_is_away_for_longer_than_a_silence_takes_nobody_for_
         assert await client.next_left() == ("p0", "1", "died")
         await workers[1].kill()
         stop.set()
-        await client.door.close()
+        await client.bus.close()
     server.stop()

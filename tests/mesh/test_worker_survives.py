@@ -62,7 +62,7 @@ async def has_tokens(answer: Answer, num_tokens: int = 5) -> None:
 
 
 async def ping(client: Client, worker_id: str) -> WorkerAlive:
-    reply = await client.door.ask(subjects.PING, (worker_id,), PingWorker(), 10)
+    reply = await client.bus.ask(subjects.PING, (worker_id,), PingWorker(), 10)
     assert isinstance(reply, WorkerAlive)
     return reply
 
@@ -146,12 +146,12 @@ async def test_a_worker_that_was_declared_lost_ends_its_runs_and_joins_anew(capl
         answer = await client.send("r0", PROMPT, LONG, route=ROUTE)
         await has_tokens(answer)
         other = WorkerLeft(worker_id=WorkerId("d-0"), incarnation="another", reason="silent")
-        await client.door.publish(subjects.LEFT, ("d-0",), other)
+        await client.bus.publish(subjects.LEFT, ("d-0",), other)
         await asyncio.sleep(0)
         assert (await ping(client, "d-0")).incarnation == "d-0-1", "that was another one"
         left = WorkerLeft(worker_id=WorkerId("d-0"), incarnation="d-0-1", reason="silent")
         with caplog.at_level(logging.WARNING):
-            await client.door.publish(subjects.LEFT, ("d-0",), left)
+            await client.bus.publish(subjects.LEFT, ("d-0",), left)
             await until(lambda: bool(joined))
         (message,) = joined
         assert message.worker.worker_id == "d-0" and message.worker.incarnation != "d-0-1"

@@ -82,7 +82,7 @@ class Worker:
     its streams stop, and wait for what never comes."""
 
     worker_id: WorkerId
-    door: TypedBus
+    bus: TypedBus
     carriers: tuple[str, ...] = ("shm", "tcp")
     layout: KVLayout = LAYOUT
     refuses: Refused | None = None
@@ -101,14 +101,14 @@ class Worker:
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         self.plane.start()
-        await self.door.serve(tasks, subjects.LEASE, (self.worker_id,), self._on_lease)
+        await self.bus.serve(tasks, subjects.LEASE, (self.worker_id,), self._on_lease)
 
     async def close(self) -> None:
         for progress in self.progress.values():
             progress.fail("the worker is gone")
         await asyncio.to_thread(self.plane.close)
         self.memory.close()
-        await self.door.close()
+        await self.bus.close()
 
     def hold(self, *numbers: int) -> None:
         for block_hash in hashes_of(*numbers):
@@ -122,11 +122,11 @@ class Worker:
     async def cool(self, *numbers: int) -> None:
         joined = join_hashes(hashes_of(*numbers))
         message = BlocksCooling(worker_id=self.worker_id, incarnation="w", block_hashes=joined)
-        await self.door.publish(subjects.COOLING, (self.worker_id,), message)
+        await self.bus.publish(subjects.COOLING, (self.worker_id,), message)
 
     async def leave(self) -> None:
         message = WorkerLeft(worker_id=self.worker_id, incarnation="w", reason="stopped")
-        await self.door.publish(subjects.LEFT, (self.worker_id,), message)
+        await self.bus.publish(subjects.LEFT, (self.worker_id,), message)
 
     async def _on_lease(self, received: Received[RequestLease]) -> Message:
         request = received.message
@@ -201,7 +201,7 @@ class Fleet:
         self.on_cards = on_cards
         self.broker = MemoryBroker()
         self.tasks = tasks
-        self.door = TypedBus(MemoryBus(self.broker), "tests")
+        self.bus = TypedBus(MemoryBus(self.broker), "tests")
         self.workers: list[Worker] = []
         self.held: dict[str, dict[str, set[BlockHash]]] = {}
         """Incarnation → tier → what its events say is there."""
@@ -214,11 +214,11 @@ class Fleet:
         self._reader = PlaneReader(self._memory.arena, self._memory.shape)
 
     async def start(self) -> None:
-        await self.door.listen(self.tasks, subjects.STORED, (STORE,), self._on_change)
-        await self.door.listen(self.tasks, subjects.EVICTED, (STORE,), self._on_change)
-        await self.door.listen(self.tasks, subjects.LOAD, (STORE,), self._on_load)
+        await self.bus.listen(self.tasks, subjects.STORED, (STORE,), self._on_change)
+        await self.bus.listen(self.tasks, subjects.EVICTED, (STORE,), self._on_change)
+        await self.bus.listen(self.tasks, subjects.LOAD, (STORE,), self._on_load)
         for subject in (subjects.JOINED, subjects.DRAINING, subjects.LEFT):
-            await self.door.listen(
+            await self.bus.listen(
                 self.tasks, subject, (STORE,), lambda received: self.heard.append(type(received.message).__name__)
             )
 
@@ -227,7 +227,7 @@ class Fleet:
             await worker.close()
         self._reader.close()
         self._memory.close()
-        await self.door.close()
+        await self.bus.close()
 
     async def worker(self, name: str = "prefill-0", *numbers: int, **options) -> Worker:
         worker = Worker(WorkerId(name), TypedBus(MemoryBus(self.broker), name), on_card=self.on_cards, **options)
@@ -258,7 +258,7 @@ class Fleet:
             first_block=first_block,
             block_hashes=join_hashes(hashes_of(*numbers)),
         )
-        answer = await self.door.ask(subjects.LEASE, (STORE,), request, PATIENCE_S)
+        answer = await self.bus.ask(subjects.LEASE, (STORE,), request, PATIENCE_S)
         assert isinstance(answer, LeaseGranted | Refused)
         return answer
 
@@ -298,7 +298,7 @@ class Fleet:
         held: dict[str, set[BlockHash]] = {}
         offset: int | None = 0
         while offset is not None:
-            page = await self.door.ask(subjects.INVENTORY, (STORE,), ReadInventory(offset=offset), PATIENCE_S)
+            page = await self.bus.ask(subjects.INVENTORY, (STORE,), ReadInventory(offset=offset), PATIENCE_S)
             assert isinstance(page, Inventory)
             held.setdefault(page.tier, set()).update(split_hashes(page.block_hashes))
             offset = page.next_offset
@@ -358,8 +358,8 @@ async def store(
     """Run a store beside the block; it has left when the block has."""
     parts = make_parts(config, STORE, layout, SECRET, model="m", context_length=4096, open_behind=open_behind)
     stop, ready = asyncio.Event(), asyncio.Event()
-    bus = MemoryBus(around.broker)
-    running = asyncio.create_task(run_store(config, parts, bus, Telemetry(STORE, None), stop, ready.set))
+    connection = MemoryBus(around.broker)
+    running = asyncio.create_task(run_store(config, parts, connection, Telemetry(STORE, None), stop, ready.set))
     waiting = asyncio.create_task(ready.wait())
     await asyncio.wait([running, waiting], return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()

@@ -242,7 +242,7 @@ async def test_an_offer_of_nobody_costs_nothing(caplog: pytest.LogCaptureFixture
     async with fleet() as around, store(around, config_of()):
         ghost = await around.worker("prefill-0", 1)
         await around.gone(ghost)
-        await around.door.publish(*cooling("prefill-0", 1))
+        await around.bus.publish(*cooling("prefill-0", 1))
         await until(lambda: "were not taken" in caplog.text)
         worker = await around.worker("prefill-0", 1)
         await worker.cool(1)
@@ -296,7 +296,7 @@ async def test_a_lease_ends_with_its_reader() -> None:
 
 
 async def incarnation_of(around: Fleet) -> str:
-    alive = await around.door.ask(subjects.PING, (STORE,), PingWorker(), 10)
+    alive = await around.bus.ask(subjects.PING, (STORE,), PingWorker(), 10)
     assert isinstance(alive, WorkerAlive) and alive.worker_id == STORE
     return alive.incarnation
 
@@ -310,7 +310,7 @@ async def test_a_store_that_was_declared_lost_joins_anew_with_all_it_has() -> No
         assert isinstance(lent, LeaseGranted)
         for lost in ("another one", before, before):
             left = WorkerLeft(worker_id=STORE, incarnation=lost, reason="silent")
-            await around.door.publish(subjects.LEFT, (STORE,), left)
+            await around.bus.publish(subjects.LEFT, (STORE,), left)
         await until(lambda: around.heard.count("WorkerJoined") == 2)
         assert await incarnation_of(around) != before
         assert around.heard.count("WorkerJoined") == 2, "told once more it stays who it is"
@@ -329,7 +329,7 @@ async def test_what_a_worker_wants_kept_elsewhere_is_taken() -> None:
             fingerprint=LAYOUT.fingerprint, first_block=5, block_hashes=join_hashes(hashes_of(*range(10))),
         )  # fmt: skip
         for changes in ({"fingerprint": "other"}, {"block_hashes": b"cut"}, {"source": "a.b"}, {}):
-            await around.door.publish(subjects.REPLICATE, (STORE,), msgspec.structs.replace(offer, **changes))
+            await around.bus.publish(subjects.REPLICATE, (STORE,), msgspec.structs.replace(offer, **changes))
         await until(lambda: around.has("memory", *range(10)))
         assert len(worker.asked) == 1 and worker.outcomes == ["landed"]
         await around.gone(worker)

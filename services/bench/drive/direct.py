@@ -33,8 +33,8 @@ class FirstToken(NamedTuple):
 class DirectClient:
     """One mesh's bus. `open` it; requests may run at once."""
 
-    def __init__(self, door: TypedBus, gateway_id: GatewayId, worker: WorkerInfo) -> None:
-        self._door = door
+    def __init__(self, bus: TypedBus, gateway_id: GatewayId, worker: WorkerInfo) -> None:
+        self._bus = bus
         self._gateway_id = gateway_id
         self._worker = worker
         self._waiting: dict[RequestId, asyncio.Queue[RequestTokens]] = {}
@@ -44,16 +44,16 @@ class DirectClient:
     async def open(cls, nats_url: str) -> "AsyncGenerator[DirectClient]":
         """Connect, and listen for tokens. Raises UserError where no mesh answers."""
         fleet = await describe_fleet(nats_url)
-        bus = await NatsBus.connect(nats_url, "kvmesh-bench")
-        door = TypedBus(bus, "bench")
-        client = cls(door, GatewayId(new_id("bench")), fleet.workers[0].worker)
+        connection = await NatsBus.connect(nats_url, "kvmesh-bench")
+        bus = TypedBus(connection, "bench")
+        client = cls(bus, GatewayId(new_id("bench")), fleet.workers[0].worker)
         async with asyncio.TaskGroup() as tasks:
-            await door.listen(tasks, subjects.TOKENS, (client._gateway_id,), client._hear)
-            await bus.flush()
+            await bus.listen(tasks, subjects.TOKENS, (client._gateway_id,), client._hear)
+            await connection.flush()
             try:
                 yield client
             finally:
-                await door.close()
+                await bus.close()
 
     @property
     def block_size(self) -> int:
@@ -77,7 +77,7 @@ class DirectClient:
         started = time.perf_counter()
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                reply = await self._door.ask(subjects.RUN, (worker_id,), request, TIMEOUT_S)
+                reply = await self._bus.ask(subjects.RUN, (worker_id,), request, TIMEOUT_S)
                 if isinstance(reply, Refused):
                     raise RequestFailedError(f"{worker_id} refused a request: {reply.reason}, {reply.detail}")
                 return await _wait_first(inbox, started)
@@ -94,7 +94,7 @@ class DirectClient:
         request_id = RequestId(new_id("locate"))
         async with asyncio.timeout(TIMEOUT_S):
             while True:
-                located = await self._door.ask(
+                located = await self._bus.ask(
                     subjects.LOCATE,
                     (),
                     LocateBlocks(

@@ -61,7 +61,7 @@ class Gateway:
     requests: Requests
     telemetry: Telemetry
     metrics: GatewayMetrics
-    door: TypedBus
+    bus: TypedBus
     started_s: int
     stopping: bool = False
 
@@ -235,7 +235,7 @@ async def _unhealthy_reason(gateway: Gateway) -> str:
     if gateway.stopping:
         return "this gateway is shutting down"
     try:
-        fleet = await gateway.door.ask(subjects.FLEET, (), DescribeFleet(), HEALTH_TIMEOUT_S)
+        fleet = await gateway.bus.ask(subjects.FLEET, (), DescribeFleet(), HEALTH_TIMEOUT_S)
     except BusError as error:
         return f"no scheduler answers: {error.reason}"
     assert isinstance(fleet, FleetDescribed), "the subject's table allows no other reply"

@@ -77,7 +77,7 @@ class Stories:
     """All requests of one gateway, as people see them. Those that have ended are known for a while."""
 
     gateway_id: GatewayId
-    door: TypedBus
+    bus: TypedBus
     tasks: asyncio.TaskGroup
     num_untold: int = 0
     _tales: dict[RequestId, Tale] = field(default_factory=dict[RequestId, Tale])
@@ -90,8 +90,8 @@ class Stories:
 
     async def listen(self) -> None:
         """Answer where a request is: whichever gateway is asked finds out."""
-        await self.door.serve(self.tasks, subjects.REQUEST_STATUS, ("*",), self._on_status)
-        await self.door.serve(self.tasks, subjects.REQUEST_SOUGHT, ("*",), self._on_sought, queue=self.gateway_id)
+        await self.bus.serve(self.tasks, subjects.REQUEST_STATUS, ("*",), self._on_status)
+        await self.bus.serve(self.tasks, subjects.REQUEST_SOUGHT, ("*",), self._on_sought, queue=self.gateway_id)
 
     def begin(self, job: Job, core: RequestCore) -> None:
         now = now_ms()
@@ -203,7 +203,7 @@ class Stories:
         if (described := self.describe(request_id)) is not None:
             return described
         try:
-            return await self.door.ask(subjects.REQUEST_SOUGHT, (request_id,), DescribeRequest(), SEEK_TIMEOUT_S)
+            return await self.bus.ask(subjects.REQUEST_SOUGHT, (request_id,), DescribeRequest(), SEEK_TIMEOUT_S)
         except BusError:  # no gateway has said that it knows it
             return RequestDescribed(request_id=request_id, phase="unknown")
 
@@ -226,12 +226,12 @@ class Stories:
         """Send what waits, in order."""
         while self._waiting:
             subject, message, traceparent = self._waiting.popleft()
-            self._num_in_vain = 0 if self.door.bus.is_connected else self._num_in_vain + 1
+            self._num_in_vain = 0 if self.bus.connection.is_connected else self._num_in_vain + 1
             if self._num_in_vain > MAX_TOLD_IN_VAIN:
                 self._count_untold()
                 continue
             try:
-                await self.door.publish(subject, (message.request_id,), message, traceparent)
+                await self.bus.publish(subject, (message.request_id,), message, traceparent)
             except BusError:
                 self._count_untold()
         self._is_sending = False

@@ -107,7 +107,7 @@ class Requests:
 
     config: GatewayConfig
     gateway_id: GatewayId
-    door: TypedBus
+    bus: TypedBus
     telemetry: Telemetry
     tasks: asyncio.TaskGroup
     num_resumes: int = 0
@@ -123,7 +123,7 @@ class Requests:
 
     def __post_init__(self) -> None:
         self._idle.set()
-        self._stories = Stories(self.gateway_id, self.door, self.tasks)
+        self._stories = Stories(self.gateway_id, self.bus, self.tasks)
         self.spans = GatewaySpans(self.telemetry)
         self._limits = WatchLimits(
             progress_after_ms=self.config.progress_after_ms,
@@ -155,12 +155,12 @@ class Requests:
 
     async def listen(self) -> None:
         """Subscribe to the tokens of this gateway and to workers that come and go."""
-        await self.door.listen(self.tasks, subjects.TOKENS, (self.gateway_id,), self._hear_tokens)
-        await self.door.listen(self.tasks, subjects.LEFT, ("*",), self._hear_left)
-        await self.door.listen(self.tasks, subjects.JOINED, ("*",), self._hear_joined)
-        await self.door.listen(self.tasks, subjects.LOAD, ("*",), self._hear_load)
-        await keep_traces(self.door, self.tasks, self.telemetry)
-        await self.door.serve(self.tasks, subjects.WANTED, (self.gateway_id,), self._say_wanted)
+        await self.bus.listen(self.tasks, subjects.TOKENS, (self.gateway_id,), self._hear_tokens)
+        await self.bus.listen(self.tasks, subjects.LEFT, ("*",), self._hear_left)
+        await self.bus.listen(self.tasks, subjects.JOINED, ("*",), self._hear_joined)
+        await self.bus.listen(self.tasks, subjects.LOAD, ("*",), self._hear_load)
+        await keep_traces(self.bus, self.tasks, self.telemetry)
+        await self.bus.serve(self.tasks, subjects.WANTED, (self.gateway_id,), self._say_wanted)
         await self._stories.listen()
 
     def submit(self, job: Job, choice: int, mailbox: Mailbox) -> LiveRequest:
@@ -227,7 +227,7 @@ class Requests:
         try:
             tokens = tuple(unpack_tokens(share.tokens))
         except ValueError:
-            self.door.drop("malformed")
+            self.bus.drop("malformed")
             log.warning("dropped %d bytes of tokens of %s from %s", len(share.tokens), share.request_id, worker_id)
             return
         self._tell(
@@ -373,13 +373,13 @@ class Requests:
             request_id=job.request_id, attempt=action.attempt, deadline_ms=job.deadline_ms, reason=action.reason
         )
         try:
-            await self.door.publish(subjects.CANCEL, (job.request_id,), message, job.traceparent)
+            await self.bus.publish(subjects.CANCEL, (job.request_id,), message, job.traceparent)
         except BusError as error:  # the workers' own deadlines free the blocks
             log.warning("cannot cancel %s: %s", job.request_id, error)
 
     async def _say_keep(self, message: KeepTrace) -> None:
         with contextlib.suppress(BusError):  # then only what is here is kept
-            await self.door.publish(subjects.KEEP, (message.trace_id,), message)
+            await self.bus.publish(subjects.KEEP, (message.trace_id,), message)
 
     async def _ask(
         self, live: LiveRequest, subject: subjects.Subject, ids: tuple[str, ...], message: Message, timeout_s: float
@@ -387,7 +387,7 @@ class Requests:
         """Ask on behalf of a request, for no longer than it has. Any answer, the broker's too, is heard."""
         left_s = (live.job.deadline_ms - now_ms()) / 1000
         try:
-            reply = await self.door.ask(subject, ids, message, max(0.001, min(timeout_s, left_s)), live.job.traceparent)
+            reply = await self.bus.ask(subject, ids, message, max(0.001, min(timeout_s, left_s)), live.job.traceparent)
         except NoRespondersError:
             self._ears.hear(now_ms())
             raise

@@ -21,8 +21,8 @@ BACKOFF_MIN_MS, BACKOFF_MAX_MS = 100, 1_000
 class Hints:
     """A client of the directory. One that is down or slow costs a request `LOCATE_TIMEOUT_S`, then nothing."""
 
-    def __init__(self, door: TypedBus, clock: Callable[[], int] = now_ms) -> None:
-        self._door = door
+    def __init__(self, bus: TypedBus, clock: Callable[[], int] = now_ms) -> None:
+        self._bus = bus
         self._clock = clock
         self._quiet_until_ms = 0
         self._backoff_ms = 0
@@ -39,7 +39,7 @@ class Hints:
         )
         try:
             async with asyncio.timeout(2 * LOCATE_TIMEOUT_S):  # sending may wait as well
-                located = await self._door.ask(subjects.LOCATE, (), question, LOCATE_TIMEOUT_S)
+                located = await self._bus.ask(subjects.LOCATE, (), question, LOCATE_TIMEOUT_S)
         except (BusError, TimeoutError) as error:
             self._back_off(error)
             return ()

@@ -53,27 +53,32 @@ class SimApp:
 
 
 async def run_sim_gateway(
-    config: MeshConfig, model: ServedModel, bus: Bus, telemetry: Telemetry, stop: asyncio.Event, service: "Service"
+    config: MeshConfig,
+    model: ServedModel,
+    connection: Bus,
+    telemetry: Telemetry,
+    stop: asyncio.Event,
+    service: "Service",
 ) -> None:
     """Serve the application that stands in `service.app` until `stop` is set."""
     gateway_id = GatewayId(new_id("gateway"))
     metrics = Metrics()
-    door = TypedBus(bus, "gateway", metrics)
+    bus = TypedBus(connection, "gateway", metrics)
     async with asyncio.TaskGroup() as tasks:
-        requests = Requests(config.gateway, gateway_id, door, telemetry, tasks)
+        requests = Requests(config.gateway, gateway_id, bus, telemetry, tasks)
         gateway = Gateway(
             config=config.gateway,
             model=model,
             requests=requests,
             telemetry=telemetry,
             metrics=GatewayMetrics(metrics, model.name, requests),
-            door=door,
+            bus=bus,
             started_s=now_ms() // 1000,
         )
         await requests.listen()
-        await bus.flush()
+        await connection.flush()
         service.app = SimApp(gateway)
         await stop.wait()
         gateway.stopping = True
         await requests.wait_idle()
-        await door.close()
+        await bus.close()

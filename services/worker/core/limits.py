@@ -1,4 +1,4 @@
-"""What a worker can take on, and the checks that every request passes at its door. Pure."""
+"""What a worker can take on, and the checks that every request must pass. Pure."""
 
 from dataclasses import dataclass
 

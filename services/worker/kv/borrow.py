@@ -28,8 +28,8 @@ class NotGrantedError(Exception):
 class Borrower:
     """One reader's: a worker, or a store."""
 
-    def __init__(self, door: TypedBus, block_size: int) -> None:
-        self._door = door
+    def __init__(self, bus: TypedBus, block_size: int) -> None:
+        self._bus = bus
         self._block_size = block_size
         self._tasks: set[asyncio.Task[object]] = set()
 
@@ -39,7 +39,7 @@ class Borrower:
     ) -> AsyncGenerator[LeaseGranted]:
         """Hold a lease for the time of one read, which ends it; one that is left by an error or by a cancellation is
         given back. Raises NotGrantedError."""
-        asking = self._spawn(self._door.ask(subjects.LEASE, (holder,), request, timeout_s, traceparent))
+        asking = self._spawn(self._bus.ask(subjects.LEASE, (holder,), request, timeout_s, traceparent))
         try:
             reply = await asyncio.shield(asking)
         except asyncio.CancelledError:
@@ -73,7 +73,7 @@ class Borrower:
 
         async def say() -> None:
             with contextlib.suppress(BusError):  # then its time ends it
-                await self._door.publish(subjects.RETURNED, (holder,), returned)
+                await self._bus.publish(subjects.RETURNED, (holder,), returned)
 
         self._spawn(say())
 

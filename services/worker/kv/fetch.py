@@ -47,7 +47,7 @@ class Fetches:
     token_bytes: int
     """Of one token over all layers."""
     config: WorkerConfig
-    door: TypedBus
+    bus: TypedBus
     reader: PlaneReader
     rates: RateBook
     wire: WireChoice
@@ -58,7 +58,7 @@ class Fetches:
     _running: dict[AttemptKey, asyncio.Task[None]] = field(default_factory=dict[AttemptKey, "asyncio.Task[None]"])
 
     def __post_init__(self) -> None:
-        self._borrower = Borrower(self.door, self.block_size)
+        self._borrower = Borrower(self.bus, self.block_size)
 
     def start(self, action: Fetch, tasks: asyncio.TaskGroup) -> None:
         if self._closed:

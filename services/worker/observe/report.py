@@ -25,7 +25,7 @@ class Reporter:
     holder: KVHolder
     engine: EngineThread
     rates: RateBook
-    door: TypedBus
+    bus: TypedBus
     cores: list[WorkerCore]
     owners: list[OwnedTables] = field(default_factory=list[OwnedTables])
 
@@ -57,7 +57,7 @@ class Reporter:
             num_queued=num_queued,
             num_uncomputed_tokens=engine.num_uncomputed_tokens + num_queued_tokens + num_unreceived_tokens,
             num_unreceived_tokens=num_unreceived_tokens,
-            num_dropped_messages=self.door.num_dropped,
+            num_dropped_messages=self.bus.num_dropped,
             num_refused_reads=plane.num_refused + plane.num_junk if plane else 0,
             rates=self.rates.rates(now_ms),
         )
