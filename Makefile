@@ -55,7 +55,7 @@ compose-test: setup
 	$(BIN)/python -m tests.compose
 
 otlp-test: setup $(PHOENIX)/.installed
-	$(BIN)/python -m pytest tests/mesh/test_otlp.py tests/mesh/test_phoenix.py
+	$(BIN)/python -m pytest tests/telemetry/test_otlp.py tests/telemetry/test_phoenix.py
 
 $(PHOENIX)/.installed:
 	$(PYTHON) -m venv $(PHOENIX)
@@ -88,7 +88,7 @@ dashboards: setup
 	$(BIN)/python compose/grafana/build.py
 
 prometheus-test: setup $(PROMETHEUS)
-	$(BIN)/python -m pytest tests/mesh/test_prometheus.py tests/mesh/test_grafana.py
+	$(BIN)/python -m pytest tests/telemetry/test_prometheus.py tests/telemetry/test_grafana.py
 
 $(TOOLS)/prometheus/usr/bin/prometheus:
 	mkdir -p $(TOOLS)/prometheus

@@ -27,7 +27,7 @@ from services.gateway.request.events import (
     WorkerSilent,
 )
 from services.gateway.request.progress_watch import DEAF_AFTER_MS, GAP_MS, UNSERVED_MS, WAITING_ROUNDS, Ears
-from tests.core.test_gateway_core import D1, D2, ENDS, NOW, P1, P2, failed, feed, new, placed, refused, tokens
+from tests.gateway.test_gateway_core import D1, D2, ENDS, NOW, P1, P2, failed, feed, new, placed, refused, tokens
 
 LEFT_D1 = WorkerLost(D1, "silent")
 

@@ -12,7 +12,7 @@ from schemas.worker import WorkerAlive, WorkerDraining, WorkerInfo, WorkerJoined
 from services.scheduler.core import FleetEvent, SchedulerCore
 from services.scheduler.fences import MAX_FENCES, REPEAT_MS, Fences
 from services.scheduler.liveness import SETTLE_MS, Liveness, LivenessLimits, Ping
-from tests.core.test_scheduler import D0, P0, P1, ask, fleet, info, load, placed, refused
+from tests.scheduler.test_scheduler import D0, P0, P1, ask, fleet, info, load, placed, refused
 
 W = WorkerId("w")
 LIMITS = LivenessLimits()

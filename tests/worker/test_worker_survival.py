@@ -27,8 +27,8 @@ from services.worker.core.actions import (
     Withdraw,
 )
 from services.worker.core.content import ReadOutcome
-from tests.core import worker_cases as case
-from tests.core.worker_world import World, token_at
+from tests.worker import worker_cases as case
+from tests.worker.worker_world import World, token_at
 
 ActionT = TypeVar("ActionT", bound=Action)
 LEASE = LeaseId("lease-r1-1")

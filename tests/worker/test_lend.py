@@ -12,7 +12,7 @@ from schemas.worker import WorkerLeft
 from services.worker.core.actions import CloseLease
 from services.worker.core.content import SequenceContent
 from services.worker.kv.lending import MAX_LENT, OPEN_WITHIN_MS, LendCore
-from tests.core import worker_cases as case
+from tests.worker import worker_cases as case
 
 READER = WorkerId("p9")
 

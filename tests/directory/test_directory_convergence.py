@@ -13,7 +13,7 @@ from schemas.ids import WorkerId
 from schemas.worker import WorkerInfo, WorkerLeft
 from services.directory.core import MAX_RESTARTS, BlockEvent, DirectoryCore, ReadInventoryOf
 from services.directory.map import MAX_LATER_RUNS, MAX_PREFIXES, TIERS
-from tests.core.test_directory import block, evicted, info, joined, stored
+from tests.directory.test_directory import block, evicted, info, joined, stored
 
 WORKERS = [WorkerId(name) for name in "abc"]
 NUMBERS = st.integers(0, 11)

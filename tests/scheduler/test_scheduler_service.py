@@ -28,7 +28,7 @@ from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig, SchedulerConfig
 from services.scheduler.placement.hints import Hints
 from services.scheduler.service import run_scheduler
-from tests.mesh.test_directory_service import load_of, question
+from tests.directory.test_directory_service import load_of, question
 
 PATIENCE_S = 60
 QUICK = SchedulerConfig(ping_interval_ms=20, suspect_after_ms=200, silent_after_ms=600)

@@ -33,7 +33,7 @@ from services.worker.core.actions import (
 )
 from services.worker.core.content import ReadOutcome, SequenceContent
 from services.worker.kv.lending import LendCore
-from tests.core import worker_cases as case
+from tests.worker import worker_cases as case
 
 BLOCK = 4
 

@@ -8,8 +8,8 @@ from schemas.block import join_hashes
 from schemas.ids import RequestId, WorkerId
 from schemas.kv import RequestLease
 from services.worker.core.content import SequenceContent
-from tests.core import worker_cases as case
-from tests.core.worker_world import World
+from tests.worker import worker_cases as case
+from tests.worker.worker_world import World
 
 Event = tuple[str, int, int]
 EVENTS = (

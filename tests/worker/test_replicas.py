@@ -19,7 +19,7 @@ from services.worker.core.replicas import (
     ReplicaCore,
     ReplicaOffers,
 )
-from tests.core import worker_cases as case
+from tests.worker import worker_cases as case
 
 BLOCK = 4
 SOURCE, REPLICA = WorkerId("d9"), case.DECODE

@@ -23,7 +23,7 @@ import httpx
 import pytest
 
 from services.ports import free_port
-from tests.mesh.test_grafana import PAGES, load, panels_of, rules
+from tests.telemetry.test_grafana import PAGES, load, panels_of, rules
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / ".kvmesh" / "tools" / "prometheus" / "usr" / "bin"

@@ -10,8 +10,8 @@ from services.decode.core import DecodeCore
 from services.prefill.core import PrefillCore
 from services.worker.observe import describe as describing
 from services.worker.observe.describe import describe
-from tests.core import worker_cases as case
 from tests.wire.examples import LOAD
+from tests.worker import worker_cases as case
 
 NOW = 1_000
 

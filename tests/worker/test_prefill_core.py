@@ -24,7 +24,7 @@ from services.worker.core.actions import (
     Withdraw,
 )
 from services.worker.core.content import ReadOutcome
-from tests.core import worker_cases as case
+from tests.worker import worker_cases as case
 
 ActionT = TypeVar("ActionT", bound=Action)
 

@@ -7,7 +7,7 @@ import pytest
 
 from schemas.ids import WorkerId
 from schemas.worker import WorkerRole
-from tests.core.scheduler_simulation import BLOCK_SIZE, SimRequest, Simulation, SimWorker
+from tests.scheduler.scheduler_simulation import BLOCK_SIZE, SimRequest, Simulation, SimWorker
 
 SEEDS = range(4)
 NOISE_ALLOWED = 1.05

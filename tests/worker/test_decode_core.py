@@ -13,7 +13,7 @@ from services.decode.core import DecodeCore
 from services.prefill.core import PrefillCore
 from services.worker.core.actions import Action, Emit, Fetch, Publish, StartRead, StopFetch, StopRead, Submit, Withdraw
 from services.worker.core.content import ReadOutcome
-from tests.core import worker_cases as case
+from tests.worker import worker_cases as case
 
 ActionT = TypeVar("ActionT", bound=Action)
 HANDOFF = case.offered().handoff_id
