@@ -1,6 +1,7 @@
 """One simulation from one seed: a mesh, its clients, what goes wrong, and the verdict."""
 
 import asyncio
+import atexit
 import contextlib
 import functools
 import gc
@@ -253,19 +254,24 @@ def random_shape(rng: random.Random, num_workers: int = 0) -> MeshShape:
 
 def simulate(seed: int, options: SimOptions) -> SimReport:
     """Run the simulation of one seed, and clear it away."""
+    with undisturbed():
+        return World(seed, options).run()
+
+
+@contextlib.contextmanager
+def undisturbed() -> Generator[None]:
+    """Run a simulation inside, and keep no reference to it: nothing is collected while it runs, and what it leaves is
+    cleared away at the end, without a complaint."""
     _spare_what_stays()
     was_on = gc.isenabled()
     gc.disable()  # what is collected while it runs would run at a time that no seed decides
     try:
         with _unheard(), _quiet_logs():
-            world = World(seed, options)
-            report = world.run()
-            del world
+            yield
             gc.collect()
     finally:
         if was_on:
             gc.enable()
-    return report
 
 
 @functools.cache
@@ -273,6 +279,7 @@ def _spare_what_stays() -> None:
     """Once in a process: let the collector pass over what is there already, modules above all."""
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # else libraries that count their objects call them leaked
 
 
 @contextlib.contextmanager
