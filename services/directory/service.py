@@ -6,8 +6,7 @@ from collections.abc import Callable, Coroutine
 
 from schemas import subjects
 from schemas.block import BLOCK_HASH_BYTES, split_hashes
-from schemas.directory import BlocksLocated, Inventory, LocateBlocks, ReadInventory
-from schemas.message import Message
+from schemas.directory import BlocksLocated, LocateBlocks, ReadInventory
 from schemas.worker import WorkerJoined, WorkerLeft, WorkerLoad
 from services.bus.base import Bus, BusError
 from services.bus.typed import Received, TypedBus
@@ -82,7 +81,7 @@ class Directory:
             return
         self._carry_out(self.core.changed(event))
 
-    async def _locate(self, received: Received[LocateBlocks]) -> Message:
+    async def _locate(self, received: Received[LocateBlocks]) -> BlocksLocated:
         request = received.message
         whole = len(request.block_hashes) - len(request.block_hashes) % BLOCK_HASH_BYTES
         return BlocksLocated(
@@ -135,7 +134,6 @@ class Directory:
             log.warning("no inventory from %s: %s", wanted.worker_id, error)
             self.core.inventory_failed(wanted)
             return
-        assert isinstance(page, Inventory)
         if len(page.block_hashes) % BLOCK_HASH_BYTES:
             self.core.inventory_failed(wanted)
             return

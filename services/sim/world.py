@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
 from schemas import subjects
-from schemas.worker import DescribeFleet, FleetDescribed
+from schemas.worker import DescribeFleet
 from services.bus.base import BusError
 from services.bus.typed import TypedBus
 from services.sim.client import Exchange, post
@@ -197,7 +197,6 @@ class World:
             fleet = await bus.ask(subjects.FLEET, (), DescribeFleet(), 1.0)
         except BusError:
             return names
-        assert isinstance(fleet, FleetDescribed)
         return names - {load.worker.worker_id for load in fleet.workers if load.state == "ready"}
 
     def _is_ready(self) -> bool:

@@ -15,7 +15,6 @@ from dataplane.blocks.cache import BlockCache
 from dataplane.blocks.lease import Lease
 from dataplane.protocol.stream import TransferStats
 from schemas import subjects
-from schemas.directory import BlocksStored
 from schemas.ids import GatewayId, LeaseId, RequestId
 from schemas.request import RequestTokens, RunPrefill
 from schemas.worker import WorkerJoined, WorkerLeft, WorkerRole
@@ -296,9 +295,7 @@ class Worker:
             for key, outcome in core.take_ended():
                 self.spans.ended(key, outcome)
         self.outbox.put_tokens(emitted)
-        for event in self.holder.events():
-            subject = subjects.STORED if isinstance(event, BlocksStored) else subjects.EVICTED
-            self.outbox.put(subject, (self.parts.worker_id,), event)
+        self.outbox.put_block_events(self.holder.events())
         usage = (self.holder.cache.num_free + self.holder.cache.num_cached, sum(core.num_runs for core in self.cores))
         if actions or usage != self._usage:  # what was withdrawn ends without a word, and makes room
             self._usage = usage
