@@ -98,6 +98,7 @@ class World:
             try:
                 self.loop.run_to_end(self._live())
             except (SimulationStuckError, AssertionError) as error:
+                # As in a test: an assertion of the mesh's own code that fails is what a run looks for.
                 self.verdict.problems.append(f"{type(error).__name__}: {error}")
             truth = ModelTruth(self.mesh.shape.layout, VOCAB, EOS)
             may_time_out = any(fault.for_s >= LONG_AWAY_S for fault in self.scenario.faults)

@@ -22,8 +22,8 @@ from services.bus.base import Bus
 from services.bus.typed import TypedBus
 from services.config import MeshConfig
 from services.engine.batch import Batch
-from services.engine.interface import Sequence, StepResult
-from services.engine.thread import EngineStoppedError, InvalidSequenceError
+from services.engine.interface import InvalidSequenceError, Sequence, StepResult
+from services.engine.thread import EngineStoppedError
 from services.metrics import Metrics
 from services.runtime import now_ms
 from services.telemetry import Telemetry
