@@ -214,7 +214,7 @@ async def test_two_directories_say_the_same_and_both_hear_who_has_left() -> None
 
 
 async def test_an_inventory_that_never_comes_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.directory.service.INVENTORY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("services.directory.limits.INVENTORY_TIMEOUT_S", 0.05)
     broker, stop = MemoryBroker(), asyncio.Event()
     tokens = list(range(8))
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
