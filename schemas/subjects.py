@@ -1,9 +1,11 @@
 """Every subject of the mesh and what it carries, on one screen. `{}` marks a token that an id fills.
 
-A subject's `reply` is empty for an event. The table in ARCHITECTURE.md is generated from SUBJECTS.
+Of a request (`Subject`) the table says what may be answered; an event has no reply. The table in ARCHITECTURE.md is
+generated from SUBJECTS.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from schemas.directory import BlocksEvicted, BlocksLocated, BlocksStored, Inventory, LocateBlocks, ReadInventory
 from schemas.handoff import BlocksReserved, HandoffAborted, KVLanded, KVOffered, KVReleased, KVStreaming
@@ -49,17 +51,23 @@ from schemas.worker import (
     WorkerLoad,
 )
 
+CarriesT = TypeVar("CarriesT", bound=Message)
+ReplyT = TypeVar("ReplyT", bound=Message | None)
 
-class Subject(NamedTuple):
+
+@dataclass(frozen=True)
+class Subject(Generic[CarriesT, ReplyT]):
     """One subject: its pattern, what is published or asked there, what may be answered, and who listens.
 
+    The type says the same: `Subject[PlaceRequest, Placement | Refused]` is a request that has two kinds of reply,
+    `Subject[WorkerLeft, None]` is an event. `queue`: the group of which one member answers, where there are several.
     `may_be_empty`: a message without a payload stands for what it `carries`, so that any client may ask.
     """
 
     pattern: str
-    carries: type[Message]
-    reply: tuple[type[Message], ...] = ()
-    listener: str = ""
+    carries: type[CarriesT]
+    reply: tuple[type[ReplyT], ...]
+    listener: str
     queue: str = ""
     may_be_empty: bool = False
 
@@ -70,12 +78,17 @@ class Subject(NamedTuple):
         return self.pattern.format(*ids)
 
 
+def _event(pattern: str, carries: type[CarriesT], listener: str) -> Subject[CarriesT, None]:
+    """Return the subject of an event: nobody answers it, and asking it is a type error."""
+    return Subject(pattern, carries, (), listener)
+
+
 PLACE = Subject("mesh.v1.schedule.place", PlaceRequest, (Placement, Refused), "scheduler", "scheduler")
 FLEET = Subject("mesh.v1.scheduler.status", DescribeFleet, (FleetDescribed,), "scheduler", "scheduler", True)
-JOINED = Subject("mesh.v1.worker.{}.joined", WorkerJoined, (), "scheduler, directory, gateway")
-LOAD = Subject("mesh.v1.worker.{}.load", WorkerLoad, (), "scheduler, directory, gateway")
-DRAINING = Subject("mesh.v1.worker.{}.draining", WorkerDraining, (), "scheduler")
-LEFT = Subject("mesh.v1.worker.{}.left", WorkerLeft, (), "scheduler, directory, gateway, workers")
+JOINED = _event("mesh.v1.worker.{}.joined", WorkerJoined, "scheduler, directory, gateway")
+LOAD = _event("mesh.v1.worker.{}.load", WorkerLoad, "scheduler, directory, gateway")
+DRAINING = _event("mesh.v1.worker.{}.draining", WorkerDraining, "scheduler")
+LEFT = _event("mesh.v1.worker.{}.left", WorkerLeft, "scheduler, directory, gateway, workers")
 PING = Subject("mesh.v1.worker.{}.ping", PingWorker, (WorkerAlive,), "worker")
 PROGRESS = Subject("mesh.v1.worker.{}.progress", AskProgress, (Progress,), "worker")
 WORKER_STATUS = Subject("mesh.v1.worker.{}.status", DescribeWorker, (WorkerDescribed,), "KV holder", "", True)
@@ -85,38 +98,38 @@ RESERVE = Subject(
 )
 # Source, target, hand-over: with both workers in the subject each end listens once, for all its hand-overs, and no
 # event can arrive before its reader has subscribed.
-RESERVED = Subject("mesh.v1.handoff.{}.{}.{}.reserved", BlocksReserved, (), "prefill worker")
-OFFERED = Subject("mesh.v1.handoff.{}.{}.{}.offered", KVOffered, (), "decode worker")
-STREAMING = Subject("mesh.v1.handoff.{}.{}.{}.streaming", KVStreaming, (), "people")
-LANDED = Subject("mesh.v1.handoff.{}.{}.{}.landed", KVLanded, (), "prefill worker")
-RELEASED = Subject("mesh.v1.handoff.{}.{}.{}.released", KVReleased, (), "people")
-ABORTED = Subject("mesh.v1.handoff.{}.{}.{}.aborted", HandoffAborted, (), "both workers")
-TOKENS = Subject("mesh.v1.tokens.{}", TokensEmitted, (), "gateway")
+RESERVED = _event("mesh.v1.handoff.{}.{}.{}.reserved", BlocksReserved, "prefill worker")
+OFFERED = _event("mesh.v1.handoff.{}.{}.{}.offered", KVOffered, "decode worker")
+STREAMING = _event("mesh.v1.handoff.{}.{}.{}.streaming", KVStreaming, "people")
+LANDED = _event("mesh.v1.handoff.{}.{}.{}.landed", KVLanded, "prefill worker")
+RELEASED = _event("mesh.v1.handoff.{}.{}.{}.released", KVReleased, "people")
+ABORTED = _event("mesh.v1.handoff.{}.{}.{}.aborted", HandoffAborted, "both workers")
+TOKENS = _event("mesh.v1.tokens.{}", TokensEmitted, "gateway")
 WANTED = Subject("mesh.v1.gateway.{}.wanted", AskWanted, (Wanted,), "gateway")
-CANCEL = Subject("mesh.v1.request.{}.cancel", CancelRequest, (), "workers")
+CANCEL = _event("mesh.v1.request.{}.cancel", CancelRequest, "workers")
 # A request's story, for people. One gateway answers where it is; where it does not know, it seeks who does.
-ACCEPTED = Subject("mesh.v1.request.{}.accepted", RequestAccepted, (), "people")
-PLACED = Subject("mesh.v1.request.{}.placed", RequestPlaced, (), "people")
-FIRST_TOKEN = Subject("mesh.v1.request.{}.first_token", FirstTokenHeard, (), "people")
-RESUMED = Subject("mesh.v1.request.{}.resumed", RequestResumed, (), "people")
-FINISHED = Subject("mesh.v1.request.{}.finished", RequestFinished, (), "people")
-FAILED = Subject("mesh.v1.request.{}.failed", RequestFailed, (), "people")
-CANCELLED = Subject("mesh.v1.request.{}.cancelled", RequestCancelled, (), "people")
+ACCEPTED = _event("mesh.v1.request.{}.accepted", RequestAccepted, "people")
+PLACED = _event("mesh.v1.request.{}.placed", RequestPlaced, "people")
+FIRST_TOKEN = _event("mesh.v1.request.{}.first_token", FirstTokenHeard, "people")
+RESUMED = _event("mesh.v1.request.{}.resumed", RequestResumed, "people")
+FINISHED = _event("mesh.v1.request.{}.finished", RequestFinished, "people")
+FAILED = _event("mesh.v1.request.{}.failed", RequestFailed, "people")
+CANCELLED = _event("mesh.v1.request.{}.cancelled", RequestCancelled, "people")
 REQUEST_STATUS = Subject(
     "mesh.v1.request.{}.status", DescribeRequest, (RequestDescribed,), "gateway", "gateway", may_be_empty=True
 )
 REQUEST_SOUGHT = Subject("mesh.v1.request.{}.sought", DescribeRequest, (RequestDescribed,), "every gateway")
 LOCATE = Subject("mesh.v1.directory.locate", LocateBlocks, (BlocksLocated,), "directory", "directory")
-STORED = Subject("mesh.v1.kv.{}.stored", BlocksStored, (), "directory")
-EVICTED = Subject("mesh.v1.kv.{}.evicted", BlocksEvicted, (), "directory")
+STORED = _event("mesh.v1.kv.{}.stored", BlocksStored, "directory")
+EVICTED = _event("mesh.v1.kv.{}.evicted", BlocksEvicted, "directory")
 INVENTORY = Subject("mesh.v1.kv.{}.inventory", ReadInventory, (Inventory,), "KV holder")
 LEASE = Subject("mesh.v1.kv.{}.lease", RequestLease, (LeaseGranted, Refused), "KV holder")
-RETURNED = Subject("mesh.v1.kv.{}.returned", ReturnLease, (), "KV holder")
-REPLICATE = Subject("mesh.v1.kv.{}.replicate", ReplicateBlocks, (), "KV holder")
-COOLING = Subject("mesh.v1.kv.{}.cooling", BlocksCooling, (), "store")
-KEEP = Subject("mesh.v1.trace.{}.keep", KeepTrace, (), "gateway, worker, store")
+RETURNED = _event("mesh.v1.kv.{}.returned", ReturnLease, "KV holder")
+REPLICATE = _event("mesh.v1.kv.{}.replicate", ReplicateBlocks, "KV holder")
+COOLING = _event("mesh.v1.kv.{}.cooling", BlocksCooling, "store")
+KEEP = _event("mesh.v1.trace.{}.keep", KeepTrace, "gateway, worker, store")
 
-SUBJECTS: tuple[Subject, ...] = (
+SUBJECTS: tuple[Subject[Any, Any], ...] = (
     PLACE, FLEET, JOINED, LOAD, DRAINING, LEFT, PING, PROGRESS, WORKER_STATUS, RUN, RESERVE, RESERVED, OFFERED,
     STREAMING, LANDED, RELEASED, ABORTED, TOKENS, WANTED, CANCEL, ACCEPTED, PLACED, FIRST_TOKEN, RESUMED, FINISHED,
     FAILED, CANCELLED, REQUEST_STATUS, REQUEST_SOUGHT, LOCATE, STORED, EVICTED, INVENTORY, LEASE, RETURNED, REPLICATE,

@@ -4,7 +4,7 @@
 with buckets added below and above theirs. Units are seconds, bytes, tokens and blocks.
 """
 
-from typing import get_args
+from typing import Any, get_args
 
 from dataplane.protocol.stream import FailureCode
 from schemas import subjects
@@ -43,7 +43,7 @@ _BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _BYTES = tuple(float(4**power) for power in range(7, 18))
 
 
-def label_of(subject: subjects.Subject) -> str:
+def label_of(subject: subjects.Subject[Any, Any]) -> str:
     """Return a subject's pattern, which bounds what a label can be, as people write it."""
     return subject.pattern.replace("{}", "*")
 

@@ -9,10 +9,10 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from schemas.message import Message, RequestMessage, UndecodableMessageError, decode, encode
-from schemas.subjects import Subject
+from schemas.subjects import CarriesT, Subject
 from services.bus.base import (
     Bus,
     BusClosedError,
@@ -27,7 +27,8 @@ from services.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-MessageT = TypeVar("MessageT", bound=Message)
+ReplyT = TypeVar("ReplyT", bound=Message)
+HeardT_co = TypeVar("HeardT_co", bound=Message, covariant=True)
 
 TRACEPARENT_HEADER = "traceparent"
 SCHEMA_HEADER = "Kvmesh-Schema"
@@ -36,10 +37,10 @@ MAX_ANSWERING = 4_096
 """Requests of one subject that may be answered at a time; one more is left to its asker's timeout."""
 
 
-class Received(NamedTuple, Generic[MessageT]):
+class Received(NamedTuple, Generic[HeardT_co]):
     """A decoded message, its sender's trace context (W3C traceparent, empty if none) and its subject."""
 
-    message: MessageT
+    message: HeardT_co
     traceparent: str
     subject: str
 
@@ -73,16 +74,26 @@ class TypedBus:
         self.identity.setdefault("role", self.service)
         await self.connection.announce(self.service, description, self.identity)
 
-    async def publish(self, subject: Subject, ids: tuple[str, ...], message: Message, traceparent: str = "") -> None:
+    async def publish(
+        self, subject: Subject[CarriesT, None], ids: tuple[str, ...], message: CarriesT, traceparent: str = ""
+    ) -> None:
         """Send an event. Raises BusError."""
-        assert isinstance(message, subject.carries), f"{type(message).__name__} does not belong on {subject.pattern}"
+        _check_carries(subject, message)
         await self.connection.publish(subject.of(*ids), encode(message), headers_of(message, traceparent))
 
     async def ask(
-        self, subject: Subject, ids: tuple[str, ...], message: Message, timeout_s: float, traceparent: str = ""
-    ) -> Message:
-        """Send a request and return its typed reply. Raises BusError, also for a reply that is no reply."""
-        assert isinstance(message, subject.carries), f"{type(message).__name__} does not belong on {subject.pattern}"
+        self,
+        subject: Subject[CarriesT, ReplyT],
+        ids: tuple[str, ...],
+        message: CarriesT,
+        timeout_s: float,
+        traceparent: str = "",
+    ) -> ReplyT:
+        """Send a request and return its reply, one of the types that the subject allows.
+
+        Raises BusError: nobody serves it, no reply came in time, or what came is no such reply.
+        """
+        _check_carries(subject, message)
         concrete, label, started_s = subject.of(*ids), label_of(subject), time.monotonic()
         try:
             reply = await self.connection.request(
@@ -102,9 +113,9 @@ class TypedBus:
     async def listen(
         self,
         tasks: asyncio.TaskGroup,
-        subject: Subject,
+        subject: Subject[CarriesT, Any],
         ids: tuple[str, ...],
-        handle: Callable[[Received[MessageT]], None],
+        handle: Callable[[Received[CarriesT]], None],
     ) -> None:
         """Subscribe now, and hand every message to `handle` from a task of `tasks` until the bus closes."""
         subscription = await self.connection.subscribe(subject.of(*ids))
@@ -114,9 +125,9 @@ class TypedBus:
     async def serve(
         self,
         tasks: asyncio.TaskGroup,
-        subject: Subject,
+        subject: Subject[CarriesT, ReplyT],
         ids: tuple[str, ...],
-        handle: Callable[[Received[MessageT]], Awaitable[Message | None]],
+        handle: Callable[[Received[CarriesT]], Awaitable[ReplyT | None]],
         queue: str = "",
     ) -> None:
         """Answer requests: each in a task of its own, its reply is what `handle` returns; None answers nobody. Who is
@@ -140,13 +151,16 @@ class TypedBus:
         await self.connection.close()
 
     async def _read(
-        self, subscription: Subscription, subject: Subject, handle: Callable[[Received[MessageT]], None]
+        self,
+        subscription: Subscription,
+        subject: Subject[CarriesT, Any],
+        handle: Callable[[Received[CarriesT]], None],
     ) -> None:
         async for delivery in subscription:
             received = self._decode(delivery, subject)
             if received is not None:
                 try:
-                    handle(cast("Received[MessageT]", received))
+                    handle(received)
                 except Exception:  # one message must not end a service
                     self.drop("handler_failed")
                     log.exception("handling a message on %s failed", delivery.subject)
@@ -155,8 +169,8 @@ class TypedBus:
         self,
         tasks: asyncio.TaskGroup,
         subscription: Subscription,
-        subject: Subject,
-        handle: Callable[[Received[MessageT]], Awaitable[Message | None]],
+        subject: Subject[CarriesT, ReplyT],
+        handle: Callable[[Received[CarriesT]], Awaitable[ReplyT | None]],
     ) -> None:
         answering: set[asyncio.Task[None]] = set()
         num_refused = 0
@@ -172,7 +186,7 @@ class TypedBus:
                 if num_refused.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …
                     log.warning("%d requests on %s found too many being answered", num_refused, delivery.subject)
                 continue
-            answer = self._answer(delivery, handle(cast("Received[MessageT]", received)))
+            answer = self._answer(delivery, handle(received))
             task = tasks.create_task(answer, name=f"answer {delivery.subject}")
             answering.add(task)
             task.add_done_callback(answering.discard)
@@ -192,7 +206,7 @@ class TypedBus:
         except (BusClosedError, BusError) as error:
             log.warning("a reply could not be sent: %s", error)
 
-    def _decode(self, delivery: Delivery, subject: Subject) -> Received[Message] | None:
+    def _decode(self, delivery: Delivery, subject: Subject[CarriesT, Any]) -> Received[CarriesT] | None:
         if self._num_dropped_by_bus != (num_now := self.connection.num_dropped):
             self.drop("too_slow", num_now - self._num_dropped_by_bus)
             self._num_dropped_by_bus = num_now
@@ -205,7 +219,12 @@ class TypedBus:
         return Received(message, delivery.headers.get(TRACEPARENT_HEADER, ""), delivery.subject)
 
 
-def _payload_of(delivery: Delivery, subject: Subject) -> bytes:
+def _check_carries(subject: Subject[Any, Any], message: Message) -> None:
+    """Assert what the types say, for callers that hold subjects of several types (a queue of messages)."""
+    assert isinstance(message, subject.carries), f"{type(message).__name__} does not belong on {subject.pattern}"
+
+
+def _payload_of(delivery: Delivery, subject: Subject[Any, Any]) -> bytes:
     """Return what is to be decoded. Nothing but a missing payload stands for an empty message."""
     return b"{}" if subject.may_be_empty and not delivery.payload else delivery.payload
 

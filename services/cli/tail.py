@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
@@ -145,7 +145,6 @@ async def _where(bus: TypedBus, request_id: str) -> RequestDescribed | None:
         reply = await bus.ask(subjects.REQUEST_STATUS, (token,), DescribeRequest(), ASK_TIMEOUT_S)
     except BusError:
         return None
-    assert isinstance(reply, RequestDescribed)
     return None if reply.phase == "unknown" else reply
 
 
@@ -163,7 +162,7 @@ def _where_line(described: RequestDescribed) -> Text:
     return Text(f"{described.request_id}: {told}", style="dim")
 
 
-def _describe(message: Message, tokens: tuple[str, ...], subject: Subject) -> tuple[str, str]:
+def _describe(message: Message, tokens: tuple[str, ...], subject: Subject[Any, Any]) -> tuple[str, str]:
     """Return who, and what."""
     if isinstance(message, story.StoryMessage):
         return message.gateway_id, _story_of(message)

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from statistics import quantiles
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -14,7 +15,8 @@ from rich.text import Text
 
 from schemas import subjects
 from schemas.message import Message
-from schemas.worker import BlockCounts, DescribeFleet, FleetDescribed, WorkerLoad
+from schemas.subjects import Subject
+from schemas.worker import BlockCounts, DescribeFleet, WorkerLoad
 from services.bus.base import BusError
 from services.bus.nats import NatsBus
 from services.bus.typed import Received, TypedBus
@@ -27,7 +29,7 @@ ASK_TIMEOUT_S = 2.0
 ONCE_S = 1.5
 """Long enough to hear every worker's load."""
 MAX_PAIRS = 8
-HEARD = (
+HEARD: tuple[Subject[Any, None], ...] = (
     subjects.LOAD,
     subjects.LEFT,
     subjects.TOKENS,
@@ -90,7 +92,6 @@ async def _ask(bus: TypedBus, board: Board) -> None:
         except BusError:
             board.policy, board.is_ready = "", False
         else:
-            assert isinstance(fleet, FleetDescribed)
             board.policy, board.is_ready = fleet.policy, fleet.ready
         await asyncio.sleep(ASK_EVERY_S)
 

@@ -11,10 +11,9 @@ from dataplane.blocks.layout import num_blocks_for
 from dataplane.ends.reader import Landed
 from dataplane.protocol.stream import TransferFailedError, TransferStats
 from schemas import subjects
-from schemas.handoff import FirstToken, HandoffAborted, KVOffered
+from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVOffered
 from schemas.ids import HandoffId
-from schemas.message import Message
-from schemas.request import Refused, ReserveBlocks, refuse
+from schemas.request import Refused, ReservationQueued, ReserveBlocks, refuse
 from services.bus.typed import Received
 from services.decode.core import DecodeCore
 from services.runtime import now_ms
@@ -143,7 +142,7 @@ async def start_decode(worker: Worker, tasks: asyncio.TaskGroup) -> Reads:
     reads = Reads(worker, core, tasks)
     worker.add_core(core, reads=reads)
 
-    async def reserve(received: Received[ReserveBlocks]) -> Message:
+    async def reserve(received: Received[ReserveBlocks]) -> BlocksReserved | ReservationQueued | Refused:
         request = received.message
         key = (request.request_id, request.attempt)
         if worker.is_elsewhere(core, key):

@@ -1,8 +1,8 @@
 """Block → holders, from numbered worker events. Pure.
 
 Each incarnation of a worker numbers its events from 1. An event out of turn means that something was missed: the
-worker's inventory is read, and the events that came meanwhile are applied after it. A new incarnation's first word
-drops what the old one held.
+worker's inventory is read, page by page, and the events that came meanwhile are applied after it. A new incarnation's
+first word drops what the old one held.
 """
 
 from collections.abc import Sequence
@@ -11,65 +11,63 @@ from dataclasses import dataclass, field
 from schemas.block import split_hashes
 from schemas.directory import BlocksEvicted, BlocksStored, HolderPrefix, Inventory, Tier
 from schemas.ids import BlockHash, WorkerId
-from schemas.worker import WorkerInfo, WorkerLeft
+from services.directory import limits
+from services.directory.events import (
+    Action,
+    BlocksChanged,
+    Event,
+    EventsMissed,
+    PageMissing,
+    PageRead,
+    ReadPage,
+    Sweep,
+    WorkerGone,
+    WorkerHeard,
+)
 from services.directory.map import BlockMap, Owner
-
-MAX_PENDING_EVENTS = 10_000
-"""Events kept while an inventory is read; one more starts the reading anew."""
-MAX_RESTARTS = 3
-"""Of one reading whose pages were of different moments; after that the worker's next word begins another."""
-SWEEP_BLOCKS = 20_000
-"""A few milliseconds."""
 
 BlockEvent = BlocksStored | BlocksEvicted
 
 
-@dataclass(slots=True, frozen=True)
-class ReadInventoryOf:
-    """Ask this worker for its inventory from `offset` on, and bring the page, or say that it failed.
-
-    `reading`: which reading of this worker the page belongs to; pages of one that was given up are not mixed in.
-    """
-
-    worker_id: WorkerId
-    incarnation: str
-    offset: int = 0
-    reading: int = 0
-
-
 @dataclass(slots=True, eq=False)
 class Holder:
-    """One incarnation of a worker. `sequence`: the last event in its blocks. While `is_reading`, what comes is kept.
-    `unread`: its inventory is needed and could not be had. `is_heard`: since the last `forget_silent`."""
+    """One incarnation of a worker."""
 
     worker_id: WorkerId
     incarnation: str
+    heard_ms: int
     sequence: int = 0
+    """The last event that its blocks contain."""
     bits: dict[Tier, int] = field(default_factory=dict[Tier, int])
     is_reading: bool = False
-    unread: bool = False
-    is_heard: bool = True
+    """Its inventory is being read; events wait in `pending`."""
+    must_read: bool = False
+    """Its inventory is needed, and is read once the worker speaks again."""
     reading: int = 0
-    """Counts its readings."""
+    """The number of its latest reading."""
     num_restarts: int = 0
     page_sequence: int | None = None
+    """The event after which the reading's pages were written; None before the first page."""
     page_bits: dict[Tier, int] = field(default_factory=dict[Tier, int])
-    """What the pages tell so far; takes the place of `bits` with the last of them."""
+    """What the pages contain so far; takes the place of `bits` with the last of them."""
     pending: dict[int, BlockEvent] = field(default_factory=dict[int, BlockEvent])
+    """Events that cannot be applied yet, by their number."""
 
-    def read_from(self, offset: int) -> list[ReadInventoryOf]:
-        return [ReadInventoryOf(self.worker_id, self.incarnation, offset, self.reading)]
+    def read_from(self, offset: int) -> list[Action]:
+        return [ReadPage(self.worker_id, self.incarnation, offset, self.reading)]
 
 
 class DirectoryCore:
-    """The map. Methods that take in what was said return the inventories to be read for it to be whole."""
+    """Who holds which block. `handle` and `tick` return what is to be done about it; `now_ms` never goes back much."""
 
     def __init__(self) -> None:
         self._map = BlockMap()
         self._holders: dict[WorkerId, Holder] = {}
         self._ended: dict[tuple[WorkerId, str], None] = {}
+        """Incarnations that are over, the oldest first: nothing late brings their blocks back."""
         self._asked: set[tuple[WorkerId, str]] = set()
         """Ended incarnations that were heard of since: an answer proves that they live, a late message does not."""
+        self._is_sweeping = False
 
     @property
     def num_blocks(self) -> int:
@@ -80,28 +78,78 @@ class DirectoryCore:
     def num_holders(self) -> int:
         return len(self._holders)
 
-    @property
-    def needs_sweep(self) -> bool:
-        return self._map.needs_sweep
+    def handle(self, event: Event, now_ms: int) -> list[Action]:
+        """Take in what has happened."""
+        match event:
+            case WorkerHeard(worker_id=worker_id, incarnation=incarnation):
+                actions = self._heard(worker_id, incarnation, now_ms)
+            case WorkerGone(worker_id=worker_id, incarnation=incarnation):
+                actions = self._gone(worker_id, incarnation)
+            case BlocksChanged(message=message):
+                actions = self._changed(message, now_ms)
+            case PageRead(asked=asked, page=page):
+                actions = self._read(asked, page, now_ms)
+            case PageMissing(asked=asked):
+                actions = self._missing(asked)
+            case EventsMissed():
+                actions = self._read_all_again()
+        return [*actions, *self._start_sweep()]
 
-    def heard(self, info: WorkerInfo) -> list[ReadInventoryOf]:
-        """A worker has said that it lives. An incarnation not known before is asked for what it holds."""
-        if self._is_ended(info.worker_id, info.incarnation):
-            return self._ask_ended(info.worker_id, info.incarnation)
-        known = self._holders.get(info.worker_id)
-        if known is not None and known.incarnation == info.incarnation:
-            known.is_heard = True
-            return self._start_reading(known) if known.unread and not known.is_reading else []
-        return self._start_reading(self._replace(info.worker_id, info.incarnation))
+    def tick(self, now_ms: int) -> list[Action]:
+        """Forget the holders that have been silent for long."""
+        for holder in list(self._holders.values()):
+            if now_ms - holder.heard_ms > limits.FORGET_AFTER_MS:
+                self._drop(holder)
+        return self._start_sweep()
 
-    def changed(self, event: BlockEvent) -> list[ReadInventoryOf]:
-        """Take in what a worker stored or evicted."""
+    def locate(self, hashes: Sequence[BlockHash]) -> tuple[HolderPrefix, ...]:
+        """Return who holds a prefix of these blocks, and who holds a run that begins later; the longest of each first
+        (`BlockMap.locate`)."""
+        return self._map.locate(hashes)
+
+    def sweep(self, num_blocks: int | None = None) -> bool:
+        """Clear what gone holders held from a slice of the map. Returns whether there is more to do.
+
+        Their blocks are in no answer any more; this gives back memory, and bits for other holders.
+        """
+        self._is_sweeping = self._map.sweep(limits.SWEEP_BLOCKS if num_blocks is None else num_blocks)
+        return self._is_sweeping
+
+    def check_integrity(self) -> None:
+        """Assert that the map shows what the holders have, and nobody else's."""
+        self._map.check_integrity()
+        shown = [bit for holder in self._holders.values() for bit in holder.bits.values()]
+        assert self._map.shown_bits == sum(shown), "the holders' bits are shown, each once"
+
+    def _heard(self, worker_id: WorkerId, incarnation: str, now_ms: int) -> list[Action]:
+        """An incarnation that was not known before is asked for what it holds."""
+        if self._is_ended(worker_id, incarnation):
+            return self._ask_ended(worker_id, incarnation)
+        known = self._holders.get(worker_id)
+        if known is not None and known.incarnation == incarnation:
+            known.heard_ms = now_ms
+            return self._start_reading(known) if known.must_read and not known.is_reading else []
+        return self._start_reading(self._replace(worker_id, incarnation, now_ms))
+
+    def _gone(self, worker_id: WorkerId, incarnation: str) -> list[Action]:
+        self._ended[(worker_id, incarnation)] = None
+        self._asked.discard((worker_id, incarnation))
+        if len(self._ended) > limits.MAX_ENDED:
+            oldest = next(iter(self._ended))
+            del self._ended[oldest]
+            self._asked.discard(oldest)
+        holder = self._holders.get(worker_id)
+        if holder is not None and holder.incarnation == incarnation:
+            self._drop(holder)
+        return []
+
+    def _changed(self, event: BlockEvent, now_ms: int) -> list[Action]:
         if self._is_ended(event.worker_id, event.incarnation):
             return []
         holder = self._holders.get(event.worker_id)
         if holder is None or holder.incarnation != event.incarnation:
-            holder = self._replace(event.worker_id, event.incarnation)
-        holder.is_heard = True
+            holder = self._replace(event.worker_id, event.incarnation, now_ms)
+        holder.heard_ms = now_ms
         if event.sequence <= holder.sequence:
             return []  # heard before, or in the inventory already
         holder.pending[event.sequence] = event
@@ -109,20 +157,19 @@ class DirectoryCore:
             self._apply_pending(holder)
         if not holder.pending:
             return []
-        if holder.is_reading and len(holder.pending) <= MAX_PENDING_EVENTS:
+        if holder.is_reading and len(holder.pending) <= limits.MAX_PENDING_EVENTS:
             return []
         return self._start_reading(holder)
 
-    def inventory(self, asked: ReadInventoryOf, page: Inventory) -> list[ReadInventoryOf]:
-        """Take in the page that was asked for. Pages of different moments make a new start."""
+    def _read(self, asked: ReadPage, page: Inventory, now_ms: int) -> list[Action]:
+        """Take in a page. Pages of different moments make a new start."""
         key = (page.worker_id, page.incarnation)
         if key != (asked.worker_id, asked.incarnation):
-            self.inventory_failed(asked)
-            return []
+            return self._missing(asked)
         if key in self._asked:
             self._asked.discard(key)
             self._ended.pop(key, None)
-            return self._start_reading(self._replace(*key))
+            return self._start_reading(self._replace(*key, now_ms))
         holder = self._reader_of(asked)
         if holder is None:
             return []
@@ -135,71 +182,44 @@ class DirectoryCore:
         self._adopt_pages(holder)
         return self._start_reading(holder) if holder.pending else []
 
-    def inventory_failed(self, asked: ReadInventoryOf) -> None:
-        """The worker did not answer. Its next word asks again."""
+    def _missing(self, asked: ReadPage) -> list[Action]:
+        """The worker's next word has it asked again."""
         self._asked.discard((asked.worker_id, asked.incarnation))
         holder = self._reader_of(asked)
         if holder is not None:
             self._drop_pages(holder)
-            holder.is_reading, holder.unread = False, True
+            holder.is_reading, holder.must_read = False, True
+        return []
 
-    def left(self, event: WorkerLeft) -> None:
-        """This incarnation is over: what it held is gone, and nothing late brings it back."""
-        self._ended[(event.worker_id, event.incarnation)] = None
-        self._asked.discard((event.worker_id, event.incarnation))
-        if len(self._ended) > MAX_PENDING_EVENTS:
-            oldest = next(iter(self._ended))
-            del self._ended[oldest]
-            self._asked.discard(oldest)
-        holder = self._holders.get(event.worker_id)
-        if holder is not None and holder.incarnation == event.incarnation:
-            self._drop(holder)
-
-    def doubt_all(self) -> None:
-        """Events may have been lost without another after them to show it: each worker's next word has its inventory
-        read."""
+    def _read_all_again(self) -> list[Action]:
+        """Each worker's next word has its inventory read."""
         for holder in self._holders.values():
-            holder.unread = True
+            holder.must_read = True
+        return []
 
-    def forget_silent(self) -> None:
-        """Drop the holders not heard of since the last call. Whoever would say that they have left may have ended too;
-        one that speaks again is read again."""
-        for holder in list(self._holders.values()):
-            if not holder.is_heard:
-                self._drop(holder)
-            holder.is_heard = False
-
-    def locate(self, hashes: Sequence[BlockHash]) -> tuple[HolderPrefix, ...]:
-        """Return who holds a prefix of these blocks, and who holds a run that begins later; the longest of each first
-        (`BlockMap.locate`)."""
-        return self._map.locate(hashes)
-
-    def sweep(self, num_blocks: int = SWEEP_BLOCKS) -> bool:
-        """Clear what gone holders held from a slice of the map. Returns whether there is more to do."""
-        return self._map.sweep(num_blocks)
-
-    def check_integrity(self) -> None:
-        """Assert that the map shows what the holders have, and nobody else's."""
-        self._map.check_integrity()
-        shown = [bit for holder in self._holders.values() for bit in holder.bits.values()]
-        assert self._map.shown_bits == sum(shown), "the holders' bits are shown, each once"
+    def _start_sweep(self) -> list[Action]:
+        """One sweep at a time clears all that has gone, also what goes while it runs."""
+        if self._is_sweeping or not self._map.needs_sweep:
+            return []
+        self._is_sweeping = True
+        return [Sweep()]
 
     def _is_ended(self, worker_id: WorkerId, incarnation: str) -> bool:
         return (worker_id, incarnation) in self._ended
 
-    def _ask_ended(self, worker_id: WorkerId, incarnation: str) -> list[ReadInventoryOf]:
+    def _ask_ended(self, worker_id: WorkerId, incarnation: str) -> list[Action]:
         """It was declared dead and speaks, or the message is late: only the worker can say which."""
         if (worker_id, incarnation) in self._asked:
             return []
         self._asked.add((worker_id, incarnation))
-        return [ReadInventoryOf(worker_id, incarnation)]
+        return [ReadPage(worker_id, incarnation)]
 
-    def _replace(self, worker_id: WorkerId, incarnation: str) -> Holder:
+    def _replace(self, worker_id: WorkerId, incarnation: str, now_ms: int) -> Holder:
         old = self._holders.get(worker_id)
         if old is not None:
             self._drop(old)
             self._ended[(worker_id, old.incarnation)] = None
-        holder = self._holders[worker_id] = Holder(worker_id, incarnation)
+        holder = self._holders[worker_id] = Holder(worker_id, incarnation, now_ms)
         return holder
 
     def _drop(self, holder: Holder) -> None:
@@ -211,27 +231,26 @@ class DirectoryCore:
         self._map.retire(holder.page_bits.values())
         holder.page_bits, holder.page_sequence = {}, None
 
-    def _reader_of(self, asked: ReadInventoryOf) -> Holder | None:
+    def _reader_of(self, asked: ReadPage) -> Holder | None:
         """Return the holder whose reading under way this page belongs to."""
         holder = self._holders.get(asked.worker_id)
         if holder is None or not holder.is_reading:
             return None
         return holder if (holder.incarnation, holder.reading) == (asked.incarnation, asked.reading) else None
 
-    def _start_reading(self, holder: Holder) -> list[ReadInventoryOf]:
+    def _start_reading(self, holder: Holder) -> list[Action]:
         self._drop_pages(holder)
-        holder.is_reading, holder.unread = True, False
+        holder.is_reading, holder.must_read = True, False
         holder.reading += 1
-        while len(holder.pending) > MAX_PENDING_EVENTS:
+        while len(holder.pending) > limits.MAX_PENDING_EVENTS:
             del holder.pending[min(holder.pending)]
         return holder.read_from(0)
 
-    def _restart_reading(self, holder: Holder, asked: ReadInventoryOf) -> list[ReadInventoryOf]:
-        """Its contents changed between two pages. A worker that changes all the time must not be asked all the time."""
-        if holder.num_restarts >= MAX_RESTARTS:
+    def _restart_reading(self, holder: Holder, asked: ReadPage) -> list[Action]:
+        """Its contents have changed between two pages."""
+        if holder.num_restarts >= limits.MAX_RESTARTS:
             holder.num_restarts = 0
-            self.inventory_failed(asked)
-            return []
+            return self._missing(asked)
         holder.num_restarts += 1
         return self._start_reading(holder)
 

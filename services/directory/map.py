@@ -12,11 +12,7 @@ from typing import NamedTuple
 
 from schemas.directory import HolderPrefix, Tier
 from schemas.ids import BlockHash, WorkerId
-
-MAX_PREFIXES = 32
-MAX_LATER_RUNS = 32
-MAX_SHARED_MASKS = 100_000
-"""Sharing begins anew beyond it; blocks that have their integer keep it."""
+from services.directory import limits
 
 TIERS: tuple[Tier, ...] = ("arena", "memory", "disk", "remote")
 """The fastest first."""
@@ -100,7 +96,7 @@ class BlockMap:
 
     def add(self, bit: int, hashes: Iterable[BlockHash]) -> None:
         masks, shared = self._masks, self._shared
-        if len(shared) > MAX_SHARED_MASKS:
+        if len(shared) > limits.MAX_SHARED_MASKS:
             shared.clear()
         for block_hash in hashes:
             before = masks.get(block_hash, 0)
@@ -110,7 +106,7 @@ class BlockMap:
 
     def remove(self, bit: int, hashes: Iterable[BlockHash]) -> None:
         masks, shared = self._masks, self._shared
-        if len(shared) > MAX_SHARED_MASKS:
+        if len(shared) > limits.MAX_SHARED_MASKS:
             shared.clear()
         for block_hash in hashes:
             before = masks.get(block_hash, 0)
@@ -151,8 +147,8 @@ class BlockMap:
         prefixes = [run for run in runs if run.first_block == 0]
         later = [run for run in runs if run.first_block > 0]
         return (
-            *heapq.nsmallest(MAX_PREFIXES, prefixes, _longest_first),
-            *heapq.nsmallest(MAX_LATER_RUNS, later, _longest_first),
+            *heapq.nsmallest(limits.MAX_PREFIXES, prefixes, _longest_first),
+            *heapq.nsmallest(limits.MAX_LATER_RUNS, later, _longest_first),
         )
 
     def check_integrity(self) -> None:

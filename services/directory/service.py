@@ -6,20 +6,30 @@ from collections.abc import Callable, Coroutine
 
 from schemas import subjects
 from schemas.block import BLOCK_HASH_BYTES, split_hashes
-from schemas.directory import BlocksLocated, Inventory, LocateBlocks, ReadInventory
-from schemas.message import Message
+from schemas.directory import BlocksEvicted, BlocksLocated, BlocksStored, LocateBlocks, ReadInventory
+from schemas.subjects import CarriesT, Subject
 from schemas.worker import WorkerJoined, WorkerLeft, WorkerLoad
 from services.bus.base import Bus, BusError
 from services.bus.typed import Received, TypedBus
-from services.directory.core import BlockEvent, DirectoryCore, ReadInventoryOf
+from services.directory import limits
+from services.directory.core import DirectoryCore
+from services.directory.events import (
+    Action,
+    BlocksChanged,
+    Event,
+    EventsMissed,
+    PageMissing,
+    PageRead,
+    ReadPage,
+    Sweep,
+    WorkerGone,
+    WorkerHeard,
+)
 from services.metric_names import DIRECTORY_BLOCKS, DIRECTORY_HOLDERS
 from services.metrics import Metrics
+from services.runtime import now_ms
 
 log = logging.getLogger(__name__)
-
-INVENTORY_TIMEOUT_S = 2.0
-FORGET_AFTER_S = 15.0
-"""Workers speak twice a second."""
 
 
 async def run_directory(
@@ -43,46 +53,42 @@ class Directory:
         self._bus = bus
         self._tasks = tasks
         self._running: dict[asyncio.Task[None], None] = {}
-        self._sweeping = False
         self._num_losses = self._losses()
         bus.metrics.on_sample(self._sample)
 
     async def start(self) -> None:
-        bus, tasks = self._bus, self._tasks
-        await bus.announce("knows which worker is said to hold which KV blocks")
-        await bus.listen(tasks, subjects.JOINED, ("*",), self._heard)
-        await bus.listen(tasks, subjects.LOAD, ("*",), self._heard)
-        await bus.listen(tasks, subjects.LEFT, ("*",), self._left)
-        await bus.listen(tasks, subjects.STORED, ("*",), self._changed)
-        await bus.listen(tasks, subjects.EVICTED, ("*",), self._changed)
-        await bus.serve(tasks, subjects.LOCATE, (), self._locate)
-        await bus.connection.flush()
-        self._start(self._forget_silent(), "forget the silent")
+        """Listen and answer from now on. Raises BusError."""
+        await self._bus.announce("knows which worker is said to hold which KV blocks")
+        await self._listen(subjects.JOINED, _worker_heard)
+        await self._listen(subjects.LOAD, _worker_heard)
+        await self._listen(subjects.LEFT, _worker_gone)
+        await self._listen(subjects.STORED, _blocks_changed)
+        await self._listen(subjects.EVICTED, _blocks_changed)
+        await self._bus.serve(self._tasks, subjects.LOCATE, (), self._locate)
+        await self._bus.connection.flush()
+        self._start(self._tick(), "forget the silent")
 
     async def close(self) -> None:
+        """Stop reading, listening and answering, and close the bus."""
         for task in list(self._running):
             task.cancel()
         await self._bus.close()
 
-    def _heard(self, received: Received[WorkerJoined | WorkerLoad]) -> None:
-        if self._num_losses != (num_losses := self._losses()):
-            self._num_losses = num_losses
-            self.core.doubt_all()
-        self._carry_out(self.core.heard(received.message.worker))
+    async def _listen(self, subject: Subject[CarriesT, None], event_of: Callable[[CarriesT], Event]) -> None:
+        """Bring the core what every worker says on this subject. `event_of` raises ValueError for what is malformed."""
 
-    def _left(self, received: Received[WorkerLeft]) -> None:
-        self.core.left(received.message)
-        self._carry_out([])
+        def hear(received: Received[CarriesT]) -> None:
+            try:
+                event = event_of(received.message)
+            except ValueError as error:
+                self._bus.drop("malformed")
+                log.warning("dropped a message on %s: %s", received.subject, error)
+                return
+            self._handle(event)
 
-    def _changed(self, received: Received[BlockEvent]) -> None:
-        event = received.message
-        if len(event.block_hashes) % BLOCK_HASH_BYTES:
-            self._bus.drop("malformed")
-            log.warning("dropped an event of %s: its hashes are cut", event.worker_id)
-            return
-        self._carry_out(self.core.changed(event))
+        await self._bus.listen(self._tasks, subject, ("*",), hear)
 
-    async def _locate(self, received: Received[LocateBlocks]) -> Message:
+    async def _locate(self, received: Received[LocateBlocks]) -> BlocksLocated:
         request = received.message
         whole = len(request.block_hashes) - len(request.block_hashes) % BLOCK_HASH_BYTES
         return BlocksLocated(
@@ -92,12 +98,19 @@ class Directory:
             holders=self.core.locate(split_hashes(request.block_hashes[:whole])),
         )
 
-    def _carry_out(self, wanted: list[ReadInventoryOf]) -> None:
-        for read in wanted:
-            self._start(self._read(read), f"inventory {read.worker_id}")
-        if self.core.needs_sweep and not self._sweeping:
-            self._sweeping = True
-            self._start(self._sweep(), "sweep")
+    def _handle(self, event: Event) -> None:
+        if self._num_losses != (num_losses := self._losses()):
+            self._num_losses = num_losses
+            self._carry_out(self.core.handle(EventsMissed(), now_ms()))
+        self._carry_out(self.core.handle(event, now_ms()))
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case ReadPage():
+                    self._start(self._read(action), f"inventory {action.worker_id}")
+                case Sweep():
+                    self._start(self._sweep(), "sweep")
 
     def _start(self, work: Coroutine[None, None, None], name: str) -> None:
         task = self._tasks.create_task(work, name=name)
@@ -109,34 +122,48 @@ class Directory:
         self._bus.metrics.put(DIRECTORY_HOLDERS, {(): self.core.num_holders})
 
     def _losses(self) -> int:
-        """Return how often events may have been lost on their way here."""
+        """Return how often events may have been lost on their way here: outages, and messages that the bus dropped."""
         return self._bus.connection.num_connects + self._bus.connection.num_dropped
 
-    async def _forget_silent(self) -> None:
+    async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(FORGET_AFTER_S)
-            self.core.forget_silent()
-            self._carry_out([])
+            await asyncio.sleep(limits.TICK_S)
+            self._carry_out(self.core.tick(now_ms()))
 
     async def _sweep(self) -> None:
-        """Forget the blocks of holders that are gone, between two questions."""
+        """Sweep a slice at a time, so that questions are answered in between."""
         more = True
         while more:
             more = self.core.sweep()
             await asyncio.sleep(0)
-        self._sweeping = False
 
-    async def _read(self, wanted: ReadInventoryOf) -> None:
-        """Read one page. A worker that does not answer is asked again when it speaks next."""
+    async def _read(self, wanted: ReadPage) -> None:
+        """Ask for one page, and bring the core what came of it."""
         request = ReadInventory(offset=wanted.offset)
         try:
-            page = await self._bus.ask(subjects.INVENTORY, (wanted.worker_id,), request, INVENTORY_TIMEOUT_S)
+            page = await self._bus.ask(subjects.INVENTORY, (wanted.worker_id,), request, limits.INVENTORY_TIMEOUT_S)
+            _check_hashes(page.block_hashes)
         except (BusError, ValueError) as error:
             log.warning("no inventory from %s: %s", wanted.worker_id, error)
-            self.core.inventory_failed(wanted)
-            return
-        assert isinstance(page, Inventory)
-        if len(page.block_hashes) % BLOCK_HASH_BYTES:
-            self.core.inventory_failed(wanted)
-            return
-        self._carry_out(self.core.inventory(wanted, page))
+            self._handle(PageMissing(wanted))
+        else:
+            self._handle(PageRead(wanted, page))
+
+
+def _worker_heard(message: WorkerJoined | WorkerLoad) -> WorkerHeard:
+    return WorkerHeard(message.worker.worker_id, message.worker.incarnation)
+
+
+def _worker_gone(message: WorkerLeft) -> WorkerGone:
+    return WorkerGone(message.worker_id, message.incarnation)
+
+
+def _blocks_changed(message: BlocksStored | BlocksEvicted) -> BlocksChanged:
+    _check_hashes(message.block_hashes)
+    return BlocksChanged(message)
+
+
+def _check_hashes(joined: bytes) -> None:
+    """Raise ValueError for joined block hashes of which the last is cut."""
+    if len(joined) % BLOCK_HASH_BYTES:
+        raise ValueError("its block hashes are cut")

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 
 from schemas.ids import RequestId
 from schemas.request import FinishReason
-from services.engine.interface import SampledToken, Sequence, StepItem, StepResult
+from services.engine.interface import InvalidSequenceError, SampledToken, Sequence, StepItem, StepResult
 
 PREFILL_SHARE = 8
 """While a prompt waits, at least 1/8 of the budget is prefill's."""
@@ -65,11 +65,17 @@ class Batch:
         return max(total - 1, len(sequence.token_ids))
 
     def add(self, sequence: Sequence) -> None:
-        """Put a sequence in line. At least its last known token must be uncomputed: its logits give the next one."""
+        """Put a sequence in line. At least its last known token must be uncomputed: its logits give the next one.
+
+        Raises InvalidSequenceError for one that is here already, has nothing to compute, or has had all its tokens.
+        """
         key = _key(sequence)
-        assert key not in self._prefill and key not in self._decode, f"{key} is in the batch already"
-        assert 0 <= sequence.num_computed_tokens < len(sequence.token_ids), f"{key} has nothing to compute"
-        assert sequence.index < sequence.sampling.max_tokens, f"{key} has had all its tokens"
+        if key in self._prefill or key in self._decode:
+            raise InvalidSequenceError(f"{key} is in the batch already")
+        if not 0 <= sequence.num_computed_tokens < len(sequence.token_ids):
+            raise InvalidSequenceError(f"{key} has nothing to compute")
+        if sequence.index >= sequence.sampling.max_tokens:
+            raise InvalidSequenceError(f"{key} has had all its tokens")
         self._queue_for(sequence)[key] = sequence
 
     def remove(self, request_id: RequestId, attempt: int) -> Sequence | None:

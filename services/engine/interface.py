@@ -119,6 +119,10 @@ class EngineFailedError(RuntimeError):
     """A step raised; the sequences that were in it have no result."""
 
 
+class InvalidSequenceError(ValueError):
+    """The sequence cannot be computed, and would fail the step of everybody who is in it."""
+
+
 class EngineLostError(RuntimeError):
     """What the engine computes on has failed: no later step will succeed."""
 

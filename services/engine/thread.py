@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from schemas.ids import RequestId
 from services.engine.batch import Batch
-from services.engine.interface import Engine, EngineLostError, Sequence, StepCallback, StepItem
+from services.engine.interface import Engine, EngineLostError, InvalidSequenceError, Sequence, StepCallback, StepItem
 from services.engine.tables import find_problem
 
 log = logging.getLogger(__name__)
@@ -30,10 +30,6 @@ class EngineLoad(NamedTuple):
 
 class EngineStoppedError(RuntimeError):
     """The engine's thread takes nothing any more."""
-
-
-class InvalidSequenceError(ValueError):
-    """The sequence could not be computed: it would fail everybody's step."""
 
 
 class Changes(Protocol):
@@ -183,8 +179,8 @@ class EngineThread:
             return self._batch.remove(*entry)
         try:
             self._batch.add(entry)
-        except AssertionError:
-            log.exception("%s cannot be computed", entry.request_id)
+        except InvalidSequenceError:
+            log.exception("the batch does not take %s", entry.request_id)
             refused.append(entry)
         return None
 

@@ -49,6 +49,4 @@ async def wait_known(nats_url: str, worker_ids: Set[str], num_schedulers: int = 
 
 
 async def _ask(bus: TypedBus) -> FleetDescribed:
-    reply = await bus.ask(subjects.FLEET, (), DescribeFleet(), timeout_s=ASK_TIMEOUT_S)
-    assert isinstance(reply, FleetDescribed)
-    return reply
+    return await bus.ask(subjects.FLEET, (), DescribeFleet(), timeout_s=ASK_TIMEOUT_S)

@@ -89,9 +89,7 @@ class Scene:
             return request_id
 
     async def _where(self, request_id: str) -> RequestDescribed:
-        described = await self._bus.ask(subjects.REQUEST_STATUS, (request_id,), DescribeRequest(), TIMEOUT_S)
-        assert isinstance(described, RequestDescribed)
-        return described
+        return await self._bus.ask(subjects.REQUEST_STATUS, (request_id,), DescribeRequest(), TIMEOUT_S)
 
     def _kill(self, name: str) -> None:
         for child in self._supervisor.children:

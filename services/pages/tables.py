@@ -4,6 +4,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from schemas.handoff import HANDOFF_TRANSITIONS, HandoffState
 from schemas.subjects import SUBJECTS, Subject
@@ -83,12 +84,12 @@ def _served_by(roles: tuple[str, ...]) -> str:
     return ", ".join(others)
 
 
-def _carries(subject: Subject) -> str:
+def _carries(subject: Subject[Any, Any]) -> str:
     carried = f"`{subject.carries.__name__}`"
     return f"{carried} → {' or '.join(f'`{reply.__name__}`' for reply in subject.reply)}" if subject.reply else carried
 
 
-def _listener(subject: Subject) -> str:
+def _listener(subject: Subject[Any, Any]) -> str:
     return f"{subject.listener} (queue group)" if subject.queue else subject.listener
 
 

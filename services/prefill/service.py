@@ -6,8 +6,7 @@ import msgspec
 
 from schemas import subjects
 from schemas.handoff import BlocksReserved, HandoffAborted, KVLanded
-from schemas.message import Message
-from schemas.request import Refused, RunPrefill, refuse
+from schemas.request import PrefillAccepted, Refused, RunPrefill, refuse
 from services.bus.typed import Received
 from services.prefill.core import PrefillCore
 from services.worker.shell import Worker
@@ -19,7 +18,7 @@ async def start_prefill(worker: Worker, tasks: asyncio.TaskGroup) -> None:
     core = PrefillCore(worker.parts.limits, worker.holder.cache, worker.holder.leases)
     worker.add_core(core, leases=core)
 
-    async def run(received: Received[RunPrefill]) -> Message:
+    async def run(received: Received[RunPrefill]) -> PrefillAccepted | Refused:
         request = received.message
         key = (request.request_id, request.attempt)
         if worker.is_elsewhere(core, key):

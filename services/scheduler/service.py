@@ -5,9 +5,8 @@ from collections.abc import Callable
 
 from schemas import subjects
 from schemas.ids import is_subject_token
-from schemas.message import Message
-from schemas.request import PlaceRequest, Refused
-from schemas.worker import DescribeFleet, WorkerJoined, WorkerLoad
+from schemas.request import Placement, PlaceRequest, Refused
+from schemas.worker import DescribeFleet, FleetDescribed, WorkerJoined, WorkerLoad
 from services.bus.base import Bus
 from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig, SchedulerConfig
@@ -50,7 +49,7 @@ async def run_scheduler(
         watch.say(core.handle(message, now_ms()))
         watch.heard()
 
-    async def place(received: Received[PlaceRequest]) -> Message:
+    async def place(received: Received[PlaceRequest]) -> Placement | Refused:
         holders = await hints.holders(received.message) if core.asks_directory else ()
         reply = core.place(received.message, now_ms(), holders)
         if isinstance(reply, Refused) and reply.reason == "no_worker" and not learnt.is_set():
@@ -59,14 +58,16 @@ async def run_scheduler(
         measured.placed(reply, received.traceparent)
         return reply
 
-    async def describe(received: Received[DescribeFleet]) -> Message:
+    async def describe(received: Received[DescribeFleet]) -> FleetDescribed:
         return core.describe(now_ms())
 
     await bus.announce("decides which workers serve a request")
     async with asyncio.TaskGroup() as tasks:
         watch = Watch(core, bus, tasks, config.scheduler.suspect_after_ms / 1e3, measured.left)
-        for subject in (subjects.JOINED, subjects.LOAD, subjects.DRAINING, subjects.LEFT):
-            await bus.listen(tasks, subject, ("*",), hear)
+        await bus.listen(tasks, subjects.JOINED, ("*",), hear)
+        await bus.listen(tasks, subjects.LOAD, ("*",), hear)
+        await bus.listen(tasks, subjects.DRAINING, ("*",), hear)
+        await bus.listen(tasks, subjects.LEFT, ("*",), hear)
         await bus.serve(tasks, subjects.PLACE, (), place)
         await bus.serve(tasks, subjects.FLEET, (), describe)
         await connection.flush()

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Coroutine
 
 from schemas import subjects
-from schemas.worker import PingWorker, WorkerAlive, WorkerLeft
+from schemas.worker import PingWorker, WorkerLeft
 from services.bus.base import BusError, NoRespondersError
 from services.bus.typed import TypedBus
 from services.errors import BrokerUnreachableError
@@ -94,7 +94,6 @@ class Watch:
         except BusError:
             self._core.liveness.unanswered(ping)
         else:
-            assert isinstance(alive, WorkerAlive)
             self._core.answered(ping, alive, now_ms())
 
     async def _prove(self) -> None:

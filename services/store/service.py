@@ -13,11 +13,10 @@ from dataplane.ends.choice import offered_carriers
 from dataplane.ends.server import ServerOptions
 from dataplane.protocol.stream import TransferStats
 from schemas import subjects
-from schemas.directory import BlocksStored, ReadInventory
+from schemas.directory import Inventory, ReadInventory
 from schemas.ids import LeaseId
 from schemas.kv import LeaseGranted, RequestLease, ReturnLease
-from schemas.message import Message
-from schemas.observe import DescribeWorker
+from schemas.observe import DescribeWorker, WorkerDescribed
 from schemas.request import Refused
 from schemas.worker import (
     PingWorker,
@@ -183,7 +182,7 @@ class Store:
 
     # Lending.
 
-    async def _on_lease(self, received: Received[RequestLease]) -> Message:
+    async def _on_lease(self, received: Received[RequestLease]) -> LeaseGranted | Refused:
         request = received.message
         refused = self.core.check(request, now_ms())
         if refused is not None:
@@ -249,10 +248,10 @@ class Store:
             self._bus.identity["incarnation"] = self.core.incarnation
             self._outbox.put(subjects.JOINED, (self._store_id,), WorkerJoined(worker=self._info()))
 
-    async def _on_ping(self, _: Received[PingWorker]) -> Message:
+    async def _on_ping(self, _: Received[PingWorker]) -> WorkerAlive:
         return WorkerAlive(worker_id=self._store_id, incarnation=self.core.incarnation, lag_ms=0)
 
-    async def _on_status(self, _: Received[DescribeWorker]) -> Message:
+    async def _on_status(self, _: Received[DescribeWorker]) -> WorkerDescribed:
         return describe(self._load(), (), list(self.core.leases), now_ms())
 
     def _end(self, decide: Callable[[], list[Lease]]) -> list[Lent]:
@@ -274,14 +273,12 @@ class Store:
 
     def _changed(self) -> None:
         """Say what came and what went, and have written what waits for it."""
-        for event in self.core.take_events():
-            subject = subjects.STORED if isinstance(event, BlocksStored) else subjects.EVICTED
-            self._outbox.put(subject, (self._store_id,), event)
+        self._outbox.put_block_events(self.core.take_events())
         if self.core.num_unwritten:
             self._unwritten.set()
         self._puller.room_made()
 
-    async def _on_inventory(self, received: Received[ReadInventory]) -> Message:
+    async def _on_inventory(self, received: Received[ReadInventory]) -> Inventory:
         self._changed()  # what a page has is in the events up to its number
         return self.core.inventory(received.message.offset)
 

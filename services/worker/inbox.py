@@ -4,10 +4,9 @@ import asyncio
 import time
 
 from schemas import subjects
-from schemas.directory import ReadInventory
-from schemas.kv import RequestLease, ReturnLease
-from schemas.message import Message
-from schemas.observe import DescribeWorker
+from schemas.directory import Inventory, ReadInventory
+from schemas.kv import LeaseGranted, RequestLease, ReturnLease
+from schemas.observe import DescribeWorker, WorkerDescribed
 from schemas.request import AskProgress, CancelRequest, Progress, Refused
 from schemas.worker import PingWorker, WorkerAlive, WorkerLeft
 from services.bus.typed import Received
@@ -49,10 +48,10 @@ class Inbox:
         elif event.incarnation == worker.holder.incarnation:
             worker.fence(f"it was declared lost: {event.reason}")
 
-    async def _on_inventory(self, received: Received[ReadInventory]) -> Message:
+    async def _on_inventory(self, received: Received[ReadInventory]) -> Inventory:
         return self._worker.holder.inventory(received.message.offset)
 
-    async def _on_lease(self, received: Received[RequestLease]) -> Message:
+    async def _on_lease(self, received: Received[RequestLease]) -> LeaseGranted | Refused:
         worker, request = self._worker, received.message
         lease = worker.answer(lambda now: (worker.lending.lend(request, now), []))
         if isinstance(lease, Refused):
@@ -67,7 +66,7 @@ class Inbox:
     def _on_returned(self, received: Received[ReturnLease]) -> None:
         self._worker.decide(lambda _now: self._worker.lending.returned(received.message))
 
-    async def _on_progress(self, received: Received[AskProgress]) -> Message:
+    async def _on_progress(self, received: Received[AskProgress]) -> Progress:
         worker, asked = self._worker, received.message
         worker.look_at_the_clock()
         key = (asked.request_id, asked.attempt)
@@ -81,10 +80,10 @@ class Inbox:
             is_waiting=any(core.is_waiting(key) for core in worker.cores),
         )
 
-    async def _on_status(self, received: Received[DescribeWorker]) -> Message:
+    async def _on_status(self, received: Received[DescribeWorker]) -> WorkerDescribed:
         return self._worker.reporter.describe(now_ms())
 
-    async def _on_ping(self, received: Received[PingWorker]) -> Message:
+    async def _on_ping(self, received: Received[PingWorker]) -> WorkerAlive:
         worker = self._worker
         worker.look_at_the_clock()
         lag_ms = worker.pulse.lag_ms(time.monotonic())

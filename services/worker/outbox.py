@@ -3,13 +3,15 @@
 import asyncio
 import logging
 from collections import defaultdict, deque
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from schemas import subjects
+from schemas.directory import BlocksEvicted, BlocksStored
 from schemas.ids import GatewayId, WorkerId
 from schemas.message import Message
 from schemas.request import RequestTokens, TokensEmitted
-from schemas.subjects import Subject
+from schemas.subjects import CarriesT, Subject
 from services.bus.typed import TypedBus
 
 log = logging.getLogger(__name__)
@@ -27,7 +29,7 @@ _TOKENS_BYTES = 256
 
 
 class Entry(NamedTuple):
-    subject: Subject
+    subject: Subject[Any, None]
     ids: tuple[str, ...]
     message: Message
     traceparent: str
@@ -65,7 +67,9 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put(self, subject: Subject, ids: tuple[str, ...], message: Message, traceparent: str = "") -> None:
+    def put(
+        self, subject: Subject[CarriesT, None], ids: tuple[str, ...], message: CarriesT, traceparent: str = ""
+    ) -> None:
         entry = Entry(subject, ids, message, traceparent, _size_of(message))
         self._num_put += 1
         self._waiting[self._num_put] = entry
@@ -84,6 +88,14 @@ class Outbox:
         for gateway_id, requests in by_gateway.items():
             message = TokensEmitted(worker_id=self._worker_id, requests=tuple(requests))
             self.put(subjects.TOKENS, (gateway_id,), message)
+
+    def put_block_events(self, events: Iterable[BlocksStored | BlocksEvicted]) -> None:
+        """Send what was stored and evicted here, in this order."""
+        for event in events:
+            if isinstance(event, BlocksStored):
+                self.put(subjects.STORED, (self._worker_id,), event)
+            else:
+                self.put(subjects.EVICTED, (self._worker_id,), event)
 
     async def run(self) -> None:
         """Send until `close`."""

@@ -15,7 +15,6 @@ from dataplane.blocks.cache import BlockCache
 from dataplane.blocks.lease import Lease
 from dataplane.protocol.stream import TransferStats
 from schemas import subjects
-from schemas.directory import BlocksStored
 from schemas.ids import GatewayId, LeaseId, RequestId
 from schemas.request import RequestTokens, RunPrefill
 from schemas.worker import WorkerJoined, WorkerLeft, WorkerRole
@@ -23,8 +22,8 @@ from services.bus.base import Bus
 from services.bus.typed import TypedBus
 from services.config import MeshConfig
 from services.engine.batch import Batch
-from services.engine.interface import Sequence, StepResult
-from services.engine.thread import EngineStoppedError, InvalidSequenceError
+from services.engine.interface import InvalidSequenceError, Sequence, StepResult
+from services.engine.thread import EngineStoppedError
 from services.metrics import Metrics
 from services.runtime import now_ms
 from services.telemetry import Telemetry
@@ -296,9 +295,7 @@ class Worker:
             for key, outcome in core.take_ended():
                 self.spans.ended(key, outcome)
         self.outbox.put_tokens(emitted)
-        for event in self.holder.events():
-            subject = subjects.STORED if isinstance(event, BlocksStored) else subjects.EVICTED
-            self.outbox.put(subject, (self.parts.worker_id,), event)
+        self.outbox.put_block_events(self.holder.events())
         usage = (self.holder.cache.num_free + self.holder.cache.num_cached, sum(core.num_runs for core in self.cores))
         if actions or usage != self._usage:  # what was withdrawn ends without a word, and makes room
             self._usage = usage

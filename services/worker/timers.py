@@ -8,7 +8,7 @@ import time
 from schemas import subjects
 from schemas.block import join_hashes
 from schemas.kv import BlocksCooling
-from schemas.request import AskWanted, Wanted
+from schemas.request import AskWanted
 from schemas.worker import WorkerDraining
 from services.bus.base import BusError, NoRespondersError
 from services.runtime import now_ms
@@ -110,7 +110,6 @@ class Clockwork:
         except BusError:
             self._wanted.unanswered(question)
         else:
-            assert isinstance(reply, Wanted), "the subject's table allows no other reply"
             unwanted = self._wanted.answered(question, reply.unwanted)
         for key in unwanted:
             worker.decide_all(lambda core, now, key=key: core.unwanted(key, now))

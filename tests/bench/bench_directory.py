@@ -18,13 +18,13 @@ from pathlib import Path
 
 from schemas import subjects
 from schemas.block import BLOCK_HASH_BYTES, join_hashes, split_hashes
-from schemas.directory import BlocksLocated, BlocksStored, Inventory, LocateBlocks
+from schemas.directory import BlocksStored, Inventory, LocateBlocks
 from schemas.ids import BlockHash, RequestId, WorkerId
 from schemas.message import decode, encode
-from schemas.worker import WorkerInfo, WorkerLeft
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import TypedBus
 from services.directory.core import DirectoryCore
+from services.directory.events import BlocksChanged, PageRead, ReadPage, WorkerGone, WorkerHeard
 from services.directory.service import run_directory
 
 PREFIX_BLOCKS = 625
@@ -80,7 +80,7 @@ def load(num_blocks: int) -> tuple[DirectoryCore, dict[str, float]]:
         number = first // EVENT_BLOCKS % NUM_HOLDERS
         sequences[number] += 1
         event = stored(holder(number), sequences[number], random_hashes(min(EVENT_BLOCKS, num_blocks - first)))
-        spent_s += timed(lambda event=event: core.changed(event))
+        spent_s += timed(lambda event=event: core.handle(BlocksChanged(event), 0))
         if first % (EVENT_BLOCKS * 1_000) == 0:
             report(f"loading {first:,} of {num_blocks:,} blocks")
     assert core.num_blocks == num_blocks
@@ -93,7 +93,7 @@ def hold_prefixes(core: DirectoryCore, prefix: list[BlockHash], workers: list[tu
     lengths = random.Random(1)
     for worker_id, sequence in workers:
         held = prefix[: lengths.randint(1, len(prefix))]
-        assert core.changed(stored(worker_id, sequence, join_hashes(held))) == []
+        assert core.handle(BlocksChanged(stored(worker_id, sequence, join_hashes(held))), 0) == []
 
 
 def measure_locate(core: DirectoryCore, prefix: list[BlockHash], num_rounds: int) -> dict[str, float]:
@@ -118,7 +118,7 @@ async def measure_service(num_rounds: int) -> dict[str, float]:
             started = time.perf_counter()
             located = await bus.ask(subjects.LOCATE, (), question, 5)
             spent_s.append(time.perf_counter() - started)
-            assert isinstance(located, BlocksLocated) and located.holders
+            assert located.holders
         stop.set()
         await bus.close()
     return percentiles(spent_s)
@@ -136,12 +136,9 @@ def rebuild(num_blocks: int) -> float:
 
     def run() -> None:
         for worker_id, page in pages.items():
-            info = WorkerInfo(
-                worker_id=worker_id, incarnation="1", role="prefill", model="m", fingerprint="f",
-                num_blocks=each, block_size=16, context_length=10_000,
-            )  # fmt: skip
-            (asked,) = core.heard(info)
-            core.inventory(asked, decode(page, Inventory))
+            (asked,) = core.handle(WorkerHeard(worker_id, "1"), 0)
+            assert isinstance(asked, ReadPage)
+            core.handle(PageRead(asked, decode(page, Inventory)), 0)
 
     spent_s = timed(run)
     assert core.num_blocks == num_blocks
@@ -152,11 +149,14 @@ def drop(core: DirectoryCore, num_blocks: int) -> dict[str, float]:
     """Return how long it takes until a holder is out of the answers, and until its blocks are gone from the map."""
     worker_id, before = WorkerId("dropped"), core.num_blocks
     for at in range(0, num_blocks, 1_000):
-        core.changed(stored(worker_id, at // 1_000 + 1, random_hashes(1_000)))
-    left_s = timed(lambda: core.left(WorkerLeft(worker_id=worker_id, incarnation="1", reason="stopped")))
+        core.handle(BlocksChanged(stored(worker_id, at // 1_000 + 1, random_hashes(1_000))), 0)
+    left_s = timed(lambda: core.handle(WorkerGone(worker_id, "1"), 0))
     slices = list[float]()
-    while core.needs_sweep:
-        slices.append(timed(core.sweep))
+    more = True
+    while more:
+        started = time.perf_counter()
+        more = core.sweep()
+        slices.append(time.perf_counter() - started)
     assert core.num_blocks == before
     return {"out_of_answers_ms": left_s * 1e3, "swept_ms": sum(slices) * 1e3, "longest_slice_ms": max(slices) * 1e3}
 

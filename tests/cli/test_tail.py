@@ -1,5 +1,7 @@
 """`kvmesh tail`: which messages are a request's story, and how they read."""
 
+from typing import Any
+
 import pytest
 
 from schemas import observe as story
@@ -17,12 +19,12 @@ def example(kind: type[Message]) -> Message:
     return next(message for message in EXAMPLES if type(message) is kind)
 
 
-def concrete(subject: Subject) -> str:
+def concrete(subject: Subject[Any, Any]) -> str:
     return subject.pattern.replace("{}", "some-id")
 
 
 @pytest.mark.parametrize("subject", TOLD, ids=lambda subject: subject.pattern)
-def test_everything_said_of_a_request_is_a_line(subject: Subject) -> None:
+def test_everything_said_of_a_request_is_a_line(subject: Subject[Any, Any]) -> None:
     told = told_of(concrete(subject), encode(example(subject.carries)))
     assert told is not None and told.request_id == REQUEST["request_id"]
     assert told.event == subject.pattern.rsplit(".", 1)[-1] and told.who and told.what
@@ -30,7 +32,7 @@ def test_everything_said_of_a_request_is_a_line(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("subject", [s for s in SUBJECTS if s not in TOLD], ids=lambda subject: subject.pattern)
-def test_what_is_said_of_nobody_is_none(subject: Subject) -> None:
+def test_what_is_said_of_nobody_is_none(subject: Subject[Any, Any]) -> None:
     assert told_of(concrete(subject), encode(example(subject.carries))) is None
 
 

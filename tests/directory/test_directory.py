@@ -5,9 +5,18 @@ from collections.abc import Iterable
 from schemas.block import join_hashes
 from schemas.directory import BlocksEvicted, BlocksStored, HolderPrefix, Inventory, Tier
 from schemas.ids import BlockHash, WorkerId
-from schemas.worker import WorkerInfo, WorkerLeft
-from services.directory.core import MAX_PENDING_EVENTS, DirectoryCore, ReadInventoryOf
-from services.directory.map import MAX_LATER_RUNS, MAX_PREFIXES
+from services.directory.core import DirectoryCore
+from services.directory.events import (
+    BlocksChanged,
+    Event,
+    PageMissing,
+    PageRead,
+    ReadPage,
+    Sweep,
+    WorkerGone,
+    WorkerHeard,
+)
+from services.directory.limits import MAX_LATER_RUNS, MAX_PENDING_EVENTS, MAX_PREFIXES
 
 A, B = WorkerId("a"), WorkerId("b")
 
@@ -22,18 +31,20 @@ def joined(numbers: Iterable[int]) -> bytes:
 
 def stored(
     worker: WorkerId, sequence: int, *numbers: int, incarnation: str = "1", tier: Tier = "arena"
-) -> BlocksStored:
-    return BlocksStored(
+) -> BlocksChanged:
+    message = BlocksStored(
         worker_id=worker, incarnation=incarnation, sequence=sequence, block_hashes=joined(numbers), tier=tier
     )
+    return BlocksChanged(message)
 
 
 def evicted(
     worker: WorkerId, sequence: int, *numbers: int, incarnation: str = "1", tier: Tier = "arena"
-) -> BlocksEvicted:
-    return BlocksEvicted(
+) -> BlocksChanged:
+    message = BlocksEvicted(
         worker_id=worker, incarnation=incarnation, sequence=sequence, block_hashes=joined(numbers), tier=tier
     )
+    return BlocksChanged(message)
 
 
 def page(
@@ -54,15 +65,17 @@ def page(
     )
 
 
-def info(worker: WorkerId, incarnation: str = "1") -> WorkerInfo:
-    return WorkerInfo(
-        worker_id=worker, incarnation=incarnation, role="prefill", model="m", fingerprint="f", num_blocks=1,
-        block_size=16, context_length=1,
-    )  # fmt: skip
+def heard(worker: WorkerId, incarnation: str = "1") -> WorkerHeard:
+    return WorkerHeard(worker, incarnation)
 
 
-def asked(worker: WorkerId, offset: int = 0, *, reading: int = 1, incarnation: str = "1") -> ReadInventoryOf:
-    return ReadInventoryOf(worker, incarnation, offset, reading)
+def handle(core: DirectoryCore, event: Event) -> list[ReadPage]:
+    """Bring the core an event, and return the pages that it asks for."""
+    return [action for action in core.handle(event, 0) if isinstance(action, ReadPage)]
+
+
+def asked(worker: WorkerId, offset: int = 0, *, reading: int = 1, incarnation: str = "1") -> ReadPage:
+    return ReadPage(worker, incarnation, offset, reading)
 
 
 def locate(core: DirectoryCore, *numbers: int) -> tuple[HolderPrefix, ...]:
@@ -82,14 +95,14 @@ def runs(core: DirectoryCore, *numbers: int) -> list[tuple[str, int, int, str]]:
 def swept(core: DirectoryCore) -> DirectoryCore:
     while core.sweep(2):
         core.check_integrity()
-    assert not core.needs_sweep
+    assert core.tick(0) == [], "there is no more to be swept"
     return core
 
 
 def test_prefixes_first_then_runs_that_begin_later_the_longest_of_each_in_front() -> None:
     core = DirectoryCore()
-    core.changed(stored(A, 1, 1, 2, 4))
-    core.changed(stored(B, 1, 1, 3, 4, 5))
+    handle(core, stored(A, 1, 1, 2, 4))
+    handle(core, stored(B, 1, 1, 3, 4, 5))
     assert runs(core, 1, 2, 3, 4, 5) == [
         ("a", 0, 2, "arena"), ("b", 0, 1, "arena"), ("b", 2, 3, "arena"), ("a", 3, 1, "arena"),
     ]  # fmt: skip
@@ -99,13 +112,13 @@ def test_prefixes_first_then_runs_that_begin_later_the_longest_of_each_in_front(
 
 def test_a_run_names_the_slowest_of_its_blocks_tiers() -> None:
     core = DirectoryCore()
-    core.changed(stored(A, 1, 1, 2, 3, 4, tier="disk"))
-    core.changed(stored(A, 2, 1, 2, tier="memory"))
+    handle(core, stored(A, 1, 1, 2, 3, 4, tier="disk"))
+    handle(core, stored(A, 2, 1, 2, tier="memory"))
     assert runs(core, 1, 2) == [("a", 0, 2, "memory")]
     assert runs(core, 1, 2, 3) == [("a", 0, 3, "disk")]
-    core.changed(evicted(A, 3, 1, 2, tier="disk"))
+    handle(core, evicted(A, 3, 1, 2, tier="disk"))
     assert runs(core, 1, 2, 3, 4) == [("a", 0, 4, "disk")]
-    core.changed(evicted(A, 4, 1, tier="memory"))
+    handle(core, evicted(A, 4, 1, tier="memory"))
     assert runs(core, 1, 2, 3, 4) == [("a", 1, 3, "disk")]
 
 
@@ -113,8 +126,8 @@ def test_long_lists_are_cut_to_the_longest() -> None:
     core = DirectoryCore()
     numbers = list(range(1, 101))
     for n in numbers:
-        core.changed(stored(WorkerId(f"p{n}"), 1, *numbers[:n]))
-        core.changed(stored(WorkerId(f"q{n}"), 1, *numbers[n:]))
+        handle(core, stored(WorkerId(f"p{n}"), 1, *numbers[:n]))
+        handle(core, stored(WorkerId(f"q{n}"), 1, *numbers[n:]))
     found = locate(core, *numbers)
     assert [run.num_blocks for run in found[:MAX_PREFIXES]] == list(range(100, 100 - MAX_PREFIXES, -1))
     later = found[MAX_PREFIXES:]
@@ -124,157 +137,157 @@ def test_long_lists_are_cut_to_the_longest() -> None:
 
 def test_evicted_blocks_are_gone() -> None:
     core = DirectoryCore()
-    core.changed(stored(A, 1, 1, 2))
-    core.changed(evicted(A, 2, 2))
+    handle(core, stored(A, 1, 1, 2))
+    handle(core, evicted(A, 2, 2))
     assert located(core, 1, 2) == {"a": 1}
     assert core.num_blocks == 1
 
 
 def test_evicted_from_one_tier_is_still_in_the_other() -> None:
     core = DirectoryCore()
-    core.changed(stored(A, 1, 1, tier="memory"))
-    core.changed(stored(A, 2, 1, tier="disk"))
-    core.changed(evicted(A, 3, 1, tier="memory"))
+    handle(core, stored(A, 1, 1, tier="memory"))
+    handle(core, stored(A, 2, 1, tier="disk"))
+    handle(core, evicted(A, 3, 1, tier="memory"))
     assert runs(core, 1) == [("a", 0, 1, "disk")]
 
 
 def test_a_repeated_event_changes_nothing() -> None:
     core = DirectoryCore()
-    core.changed(stored(A, 1, 1))
-    core.changed(evicted(A, 2, 1))
-    assert core.changed(stored(A, 1, 1)) == []
+    handle(core, stored(A, 1, 1))
+    handle(core, evicted(A, 2, 1))
+    assert handle(core, stored(A, 1, 1)) == []
     assert located(core, 1) == {}
 
 
 def test_a_gap_is_repaired_from_the_inventory() -> None:
     core = DirectoryCore()
-    core.changed(stored(A, 1, 1))
-    assert core.changed(stored(A, 3, 3)) == [asked(A)]
-    assert core.changed(evicted(A, 4, 1)) == []  # kept; one reading at a time
+    handle(core, stored(A, 1, 1))
+    assert handle(core, stored(A, 3, 3)) == [asked(A)]
+    assert handle(core, evicted(A, 4, 1)) == []  # kept; one reading at a time
     assert located(core, 1) == {"a": 1}
-    assert core.inventory(asked(A), page(A, 3, 1, 2, 3)) == []
+    assert handle(core, PageRead(asked(A), page(A, 3, 1, 2, 3))) == []
     assert located(core, 2, 3) == {"a": 2} and located(core, 1) == {}
 
 
 def test_a_gap_behind_the_inventory_is_read_again() -> None:
     core = DirectoryCore()
-    core.changed(stored(A, 2, 2))
-    core.changed(stored(A, 5, 5))
-    assert core.inventory(asked(A), page(A, 3, 2)) == [asked(A, reading=2)]
-    assert core.inventory(asked(A, reading=2), page(A, 5, 2, 5)) == []
+    handle(core, stored(A, 2, 2))
+    handle(core, stored(A, 5, 5))
+    assert handle(core, PageRead(asked(A), page(A, 3, 2))) == [asked(A, reading=2)]
+    assert handle(core, PageRead(asked(A, reading=2), page(A, 5, 2, 5))) == []
     assert located(core, 2, 5) == {"a": 2}
 
 
 def test_pages_of_different_moments_start_anew() -> None:
     core = DirectoryCore()
-    assert core.heard(info(A)) == [asked(A)]
-    assert core.inventory(asked(A), page(A, 1, 1, following=1)) == [asked(A, 1)]
-    assert core.inventory(asked(A, 1), page(A, 2, 2)) == [asked(A, reading=2)]
-    assert core.inventory(asked(A, reading=2), page(A, 2, 2, following=1)) == [asked(A, 1, reading=2)]
+    assert handle(core, heard(A)) == [asked(A)]
+    assert handle(core, PageRead(asked(A), page(A, 1, 1, following=1))) == [asked(A, 1)]
+    assert handle(core, PageRead(asked(A, 1), page(A, 2, 2))) == [asked(A, reading=2)]
+    assert handle(core, PageRead(asked(A, reading=2), page(A, 2, 2, following=1))) == [asked(A, 1, reading=2)]
     assert located(core, 2) == {}, "half an inventory is not shown"
-    assert core.inventory(asked(A, 1, reading=2), page(A, 2, 3)) == []
+    assert handle(core, PageRead(asked(A, 1, reading=2), page(A, 2, 3))) == []
     assert located(core, 2, 3) == {"a": 2} and located(core, 1) == {}
 
 
 def test_a_late_page_of_a_reading_that_was_given_up_is_not_mixed_in() -> None:
     core = DirectoryCore()
-    assert core.heard(info(A)) == [asked(A)]
-    core.inventory(asked(A), page(A, 0, 1, 2, following=2))
+    assert handle(core, heard(A)) == [asked(A)]
+    handle(core, PageRead(asked(A), page(A, 0, 1, 2, following=2)))
     for number in range(MAX_PENDING_EVENTS):
-        assert core.changed(stored(A, 2 + number)) == []
-    assert core.changed(stored(A, 2 + MAX_PENDING_EVENTS)) == [asked(A, reading=2)]
-    assert core.inventory(asked(A, 2), page(A, 0, 3)) == []  # the last page of the first reading, late
+        assert handle(core, stored(A, 2 + number)) == []
+    assert handle(core, stored(A, 2 + MAX_PENDING_EVENTS)) == [asked(A, reading=2)]
+    assert handle(core, PageRead(asked(A, 2), page(A, 0, 3))) == []  # the last page of the first reading, late
     assert located(core, 1) == {} and located(core, 3) == {}
-    core.inventory(asked(A, reading=2), page(A, 2 + MAX_PENDING_EVENTS, 1, 2, 3))
+    handle(core, PageRead(asked(A, reading=2), page(A, 2 + MAX_PENDING_EVENTS, 1, 2, 3)))
     assert located(core, 1, 2, 3) == {"a": 3}
 
 
 def test_pages_are_of_one_tier_each() -> None:
     core = DirectoryCore()
-    core.heard(info(A))
-    core.inventory(asked(A), page(A, 1, 1, tier="memory", following=1))
-    core.inventory(asked(A, 1), page(A, 1, 1, 2, tier="disk"))
+    handle(core, heard(A))
+    handle(core, PageRead(asked(A), page(A, 1, 1, tier="memory", following=1)))
+    handle(core, PageRead(asked(A, 1), page(A, 1, 1, 2, tier="disk")))
     assert runs(core, 1, 2) == [("a", 0, 2, "disk")] and runs(core, 1) == [("a", 0, 1, "memory")]
 
 
 def test_an_inventory_replaces_what_was_known() -> None:
     core = DirectoryCore()
-    core.changed(stored(A, 1, 1, 2, 3))
-    core.changed(stored(A, 3, 9))
-    core.inventory(asked(A), page(A, 3, 2, 9))
+    handle(core, stored(A, 1, 1, 2, 3))
+    handle(core, stored(A, 3, 9))
+    handle(core, PageRead(asked(A), page(A, 3, 2, 9)))
     assert located(core, 1) == {} and located(core, 2) == {"a": 1} and located(core, 9) == {"a": 1}
     assert swept(core).num_blocks == 2
 
 
 def test_a_restarted_directory_reads_each_worker_it_hears_once() -> None:
     core = DirectoryCore()
-    assert core.heard(info(A)) == [asked(A)]
-    assert core.heard(info(A)) == []
-    core.inventory(asked(A), page(A, 7, 1, 2))
-    assert core.changed(stored(A, 8, 3)) == []
+    assert handle(core, heard(A)) == [asked(A)]
+    assert handle(core, heard(A)) == []
+    handle(core, PageRead(asked(A), page(A, 7, 1, 2)))
+    assert handle(core, stored(A, 8, 3)) == []
     assert located(core, 1, 2, 3) == {"a": 3}
 
 
 def test_an_inventory_that_fails_is_asked_for_by_the_next_event() -> None:
     core = DirectoryCore()
-    wanted = core.changed(stored(A, 2, 2))
-    core.inventory_failed(wanted[0])
-    assert core.changed(stored(A, 3, 3)) == [asked(A, reading=2)]
+    wanted = handle(core, stored(A, 2, 2))
+    handle(core, PageMissing(wanted[0]))
+    assert handle(core, stored(A, 3, 3)) == [asked(A, reading=2)]
 
 
 def test_an_answer_of_another_incarnation_is_a_failure() -> None:
     core = DirectoryCore()
-    core.heard(info(A))
-    assert core.inventory(asked(A), page(A, 1, 1, incarnation="2")) == []
+    handle(core, heard(A))
+    assert handle(core, PageRead(asked(A), page(A, 1, 1, incarnation="2"))) == []
     assert located(core, 1) == {}
-    assert core.heard(info(A)) == [asked(A, reading=2)]
+    assert handle(core, heard(A)) == [asked(A, reading=2)]
 
 
 def test_a_restarted_worker_loses_its_old_entries_at_once_and_for_good() -> None:
     core = DirectoryCore()
-    core.changed(stored(A, 1, 1, 2))
-    core.changed(stored(A, 1, 9, incarnation="2"))
+    handle(core, stored(A, 1, 1, 2))
+    handle(core, stored(A, 1, 9, incarnation="2"))
     assert located(core, 1) == {} and located(core, 9) == {"a": 1}
-    assert core.changed(stored(A, 2, 3)) == []  # late, of the old incarnation
-    questions = core.heard(info(A, "1"))  # late, or declared dead too early: only the worker can say
-    assert questions == [ReadInventoryOf(A, "1")] and core.heard(info(A, "1")) == []
-    core.inventory_failed(questions[0])
+    assert handle(core, stored(A, 2, 3)) == []  # late, of the old incarnation
+    questions = handle(core, heard(A, "1"))  # late, or declared dead too early: only the worker can say
+    assert questions == [ReadPage(A, "1")] and handle(core, heard(A, "1")) == []
+    handle(core, PageMissing(questions[0]))
     assert located(core, 3) == {} and located(core, 9) == {"a": 1}
     assert swept(core).num_blocks == 1
 
 
 def test_a_worker_that_was_declared_dead_and_speaks_is_believed_once_it_answers() -> None:
     core = DirectoryCore()
-    core.changed(stored(A, 1, 1))
-    core.left(WorkerLeft(worker_id=A, incarnation="1", reason="silent"))
-    assert core.heard(info(A)) == [ReadInventoryOf(A, "1")]
-    assert core.inventory(ReadInventoryOf(A, "1"), page(A, 1, 1)) == [asked(A)]
-    assert core.inventory(asked(A), page(A, 1, 1)) == []
+    handle(core, stored(A, 1, 1))
+    handle(core, WorkerGone(A, "1"))
+    assert handle(core, heard(A)) == [ReadPage(A, "1")]
+    assert handle(core, PageRead(ReadPage(A, "1"), page(A, 1, 1))) == [asked(A)]
+    assert handle(core, PageRead(asked(A), page(A, 1, 1))) == []
     assert located(core, 1) == {"a": 1}
 
 
 def test_a_worker_that_left_is_gone_but_its_successor_is_not() -> None:
     core = DirectoryCore()
-    core.changed(stored(A, 1, 1, incarnation="2"))
-    core.left(WorkerLeft(worker_id=A, incarnation="1", reason="silent"))
+    handle(core, stored(A, 1, 1, incarnation="2"))
+    handle(core, WorkerGone(A, "1"))
     assert located(core, 1) == {"a": 1}
-    core.left(WorkerLeft(worker_id=A, incarnation="2", reason="stopped"))
+    handle(core, WorkerGone(A, "2"))
     assert located(core, 1) == {} and core.num_holders == 0
-    assert core.changed(stored(A, 2, 1, incarnation="2")) == []
+    assert handle(core, stored(A, 2, 1, incarnation="2")) == []
 
 
 def test_a_bit_is_used_again_only_after_its_blocks_are_swept() -> None:
     """Else what a gone holder had would be said to lie with the next one."""
     core = DirectoryCore()
-    core.changed(stored(A, 1, *range(10)))
-    core.left(WorkerLeft(worker_id=A, incarnation="1", reason="stopped"))
-    core.changed(stored(B, 1, 50))
+    handle(core, stored(A, 1, *range(10)))
+    assert core.handle(WorkerGone(A, "1"), 0) == [Sweep()]
+    assert core.handle(stored(B, 1, 50), 0) == [], "one sweep at a time"
     assert located(core, 0) == {}
-    assert core.sweep(3) and core.needs_sweep  # half way
-    core.changed(stored(WorkerId("c"), 1, 51))
+    assert core.sweep(3), "half way"
+    handle(core, stored(WorkerId("c"), 1, 51))
     assert [located(core, n) for n in range(10)] == [{}] * 10
     swept(core)
-    core.changed(stored(WorkerId("d"), 1, 52))
+    handle(core, stored(WorkerId("d"), 1, 52))
     assert [located(core, n) for n in range(10)] == [{}] * 10
     assert (located(core, 50), located(core, 52)) == ({"b": 1}, {"d": 1})
     assert core.num_blocks == 3

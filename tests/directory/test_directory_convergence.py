@@ -8,16 +8,25 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.directory import BlocksEvicted, BlocksStored, HolderPrefix, Inventory, Tier
+from schemas.directory import HolderPrefix, Inventory, Tier
 from schemas.ids import WorkerId
-from schemas.worker import WorkerInfo, WorkerLeft
-from services.directory.core import MAX_RESTARTS, BlockEvent, DirectoryCore, ReadInventoryOf
-from services.directory.map import MAX_LATER_RUNS, MAX_PREFIXES, TIERS
-from tests.directory.test_directory import block, evicted, info, joined, stored
+from services.directory.core import DirectoryCore
+from services.directory.events import (
+    BlocksChanged,
+    EventsMissed,
+    PageMissing,
+    PageRead,
+    ReadPage,
+    WorkerGone,
+    WorkerHeard,
+)
+from services.directory.limits import FORGET_AFTER_MS, MAX_LATER_RUNS, MAX_PREFIXES, MAX_RESTARTS
+from services.directory.map import TIERS
+from tests.directory.test_directory import block, evicted, handle, heard, joined, stored
 
 WORKERS = [WorkerId(name) for name in "abc"]
 NUMBERS = st.integers(0, 11)
-Said = BlockEvent | WorkerInfo | WorkerLeft
+Said = BlocksChanged | WorkerHeard | WorkerGone
 
 
 @dataclass
@@ -29,7 +38,7 @@ class ModelHolder:
     tiers: dict[Tier, set[int]] = field(default_factory=dict)
     sequence: int = 0
 
-    def change(self, numbers: list[int], tier: Tier, *, store: bool) -> BlockEvent:
+    def change(self, numbers: list[int], tier: Tier, *, store: bool) -> BlocksChanged:
         self.sequence += 1
         held = self.tiers.setdefault(tier, set())
         (held.update if store else held.difference_update)(numbers)
@@ -80,7 +89,7 @@ def told(runs: tuple[HolderPrefix, ...]) -> set[tuple[str, str, int, int, str]]:
 def settle(
     core: DirectoryCore,
     living: dict[WorkerId, ModelHolder],
-    wanted: list[ReadInventoryOf],
+    wanted: list[ReadPage],
     data: st.DataObject | None = None,
 ) -> None:
     """Carry out readings; with `data` in any order and some in vain. Those of incarnations that are gone always are."""
@@ -91,9 +100,9 @@ def settle(
         holder = living[read.worker_id]
         in_vain = data is not None and data.draw(st.integers(0, 9)) == 9
         if read.incarnation != holder.incarnation or in_vain:
-            core.inventory_failed(read)
+            handle(core, PageMissing(read))
         else:
-            wanted += core.inventory(read, holder.inventory(min(read.offset, holder_pages(holder) - 1)))
+            wanted += handle(core, PageRead(read, holder.inventory(min(read.offset, holder_pages(holder) - 1))))
         core.check_integrity()
     raise AssertionError("reads without end")
 
@@ -102,21 +111,10 @@ def holder_pages(holder: ModelHolder) -> int:
     return max(1, sum(-(-len(held) // 3) for held in holder.tiers.values()))
 
 
-def say(core: DirectoryCore, message: Said) -> list[ReadInventoryOf]:
-    match message:
-        case WorkerInfo():
-            return core.heard(message)
-        case WorkerLeft():
-            core.left(message)
-            return []
-        case BlocksStored() | BlocksEvicted():
-            return core.changed(message)
-
-
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_it_converges_to_what_the_workers_hold(data: st.DataObject) -> None:
-    core, wanted = DirectoryCore(), list[ReadInventoryOf]()
+    core, wanted = DirectoryCore(), list[ReadPage]()
     said: list[Said] = []
     living: dict[WorkerId, ModelHolder] = {}
     for worker_id in WORKERS:
@@ -127,12 +125,12 @@ def test_it_converges_to_what_the_workers_hold(data: st.DataObject) -> None:
                 tier = data.draw(st.sampled_from(TIERS[:3]))
                 event = holder.change(numbers, tier, store=data.draw(st.integers(0, 2)) > 0)
                 said += [event] * data.draw(st.sampled_from([0, 1, 1, 1, 2]))  # lost, once, twice
-            said.append(info(worker_id, incarnation))
+            said.append(heard(worker_id, incarnation))
             if data.draw(st.integers(0, 3)) == 0:  # rightly or not
-                said.append(WorkerLeft(worker_id=worker_id, incarnation=incarnation, reason="silent"))
+                said.append(WorkerGone(worker_id, incarnation))
     in_order = data.draw(st.booleans())
     for message in said if in_order else data.draw(st.permutations(said)):  # else late
-        wanted += say(core, message)
+        wanted += handle(core, message)
         core.check_integrity()
         match data.draw(st.integers(0, 5)):
             case 0:
@@ -142,13 +140,13 @@ def test_it_converges_to_what_the_workers_hold(data: st.DataObject) -> None:
             case 2 if data.draw(st.integers(0, 5)) == 0:
                 core, wanted = DirectoryCore(), []  # its own restart
             case 3 if data.draw(st.integers(0, 3)) == 0:
-                core.forget_silent()
+                core.tick(FORGET_AFTER_MS + 1)
             case 4 if data.draw(st.integers(0, 3)) == 0:
-                core.doubt_all()
+                handle(core, EventsMissed())
     for _ in range(4):  # the living go on speaking
         for worker_id, holder in living.items():
-            wanted += core.heard(info(worker_id, holder.incarnation))
-            wanted += core.changed(holder.change([99], "arena", store=True))
+            wanted += handle(core, heard(worker_id, holder.incarnation))
+            wanted += handle(core, holder.change([99], "arena", store=True))
         settle(core, living, wanted)
     while core.sweep(3):
         core.check_integrity()
@@ -172,7 +170,7 @@ def test_locate_equals_a_scan_of_every_holder(data: st.DataObject) -> None:
         for tier in data.draw(st.sets(st.sampled_from(TIERS), min_size=1)):
             start = data.draw(st.integers(0, 20)) if data.draw(st.booleans()) else 0
             held = [n for n in range(start, 20) if data.draw(st.integers(0, 15)) > 0]
-            core.changed(holder.change(held, tier, store=True))
+            handle(core, holder.change(held, tier, store=True))
     runs = core.locate([block(n) for n in numbers])
     truth = scan(holders, numbers)
     assert told(runs) <= truth and len(told(runs)) == len(runs)
@@ -193,18 +191,18 @@ def test_two_directories_that_hear_the_same_in_any_order_say_the_same(data: st.D
     for worker_id in WORKERS:
         for incarnation in ("1", "2"):
             holder = living[worker_id] = ModelHolder(worker_id, incarnation)
-            said.append(info(worker_id, incarnation))
+            said.append(heard(worker_id, incarnation))
             said += [holder.change(data.draw(st.lists(NUMBERS, min_size=1)), "arena", store=True) for _ in range(2)]
-        said.append(WorkerLeft(worker_id=worker_id, incarnation="1", reason="died"))
+        said.append(WorkerGone(worker_id, "1"))
     for core in cores:
-        wanted = list[ReadInventoryOf]()
+        wanted = list[ReadPage]()
         for message in data.draw(st.permutations(said + data.draw(st.lists(st.sampled_from(said), max_size=9)))):
-            wanted += say(core, message)
+            wanted += handle(core, message)
             if data.draw(st.booleans()):
                 settle(core, living, wanted, data)
         for _ in range(3):
             for worker_id, holder in living.items():
-                wanted += core.heard(info(worker_id, holder.incarnation))
+                wanted += handle(core, heard(worker_id, holder.incarnation))
             settle(core, living, wanted)
     for number in range(12):
         truth = scan(list(living.values()), [number])
@@ -214,23 +212,23 @@ def test_two_directories_that_hear_the_same_in_any_order_say_the_same(data: st.D
 def test_an_outage_makes_every_inventory_be_read_again_for_events_that_nothing_shows_to_be_lost() -> None:
     core, holder = DirectoryCore(), ModelHolder(WORKERS[0], "1")
     living = {WORKERS[0]: holder}
-    settle(core, living, core.heard(info(WORKERS[0], "1")))
+    settle(core, living, handle(core, heard(WORKERS[0], "1")))
     holder.change([1, 2], "arena", store=True)  # nobody hears it, and nothing comes after it
-    assert core.heard(info(WORKERS[0], "1")) == [] and core.locate([block(1)]) == ()
-    core.doubt_all()
-    settle(core, living, core.heard(info(WORKERS[0], "1")))
+    assert handle(core, heard(WORKERS[0], "1")) == [] and core.locate([block(1)]) == ()
+    handle(core, EventsMissed())
+    settle(core, living, handle(core, heard(WORKERS[0], "1")))
     assert told(core.locate([block(1), block(2)])) == scan([holder], [1, 2])
-    assert core.heard(info(WORKERS[0], "1")) == []
+    assert handle(core, heard(WORKERS[0], "1")) == []
 
 
 def test_an_outage_during_a_reading_makes_it_be_read_once_more() -> None:
     core, holder = DirectoryCore(), ModelHolder(WORKERS[0], "1")
-    (read,) = core.heard(info(WORKERS[0], "1"))
+    (read,) = handle(core, heard(WORKERS[0], "1"))
     page = holder.inventory(0)
     holder.change([1], "arena", store=True)
-    core.doubt_all()
-    assert core.inventory(read, page) == []
-    settle(core, {WORKERS[0]: holder}, core.heard(info(WORKERS[0], "1")))
+    handle(core, EventsMissed())
+    assert handle(core, PageRead(read, page)) == []
+    settle(core, {WORKERS[0]: holder}, handle(core, heard(WORKERS[0], "1")))
     assert told(core.locate([block(1)])) == scan([holder], [1])
 
 
@@ -238,15 +236,15 @@ def test_a_worker_that_changes_all_the_time_is_not_asked_all_the_time() -> None:
     core, holder = DirectoryCore(), ModelHolder(WORKERS[0], "1")
     holder.change(list(range(9)), "arena", store=True)
     num_pages = 0
-    wanted = core.heard(info(WORKERS[0], "1"))
+    wanted = handle(core, heard(WORKERS[0], "1"))
     while wanted:
         (read,) = wanted
         num_pages += 1
-        wanted = core.inventory(read, holder.inventory(read.offset))
+        wanted = handle(core, PageRead(read, holder.inventory(read.offset)))
         holder.sequence += 1
     assert num_pages == 2 * (MAX_RESTARTS + 1)
     holder.sequence += 1
-    settle(core, {WORKERS[0]: holder}, core.heard(info(WORKERS[0], "1")))
+    settle(core, {WORKERS[0]: holder}, handle(core, heard(WORKERS[0], "1")))
     assert told(core.locate([block(1)])) == scan([holder], [1])
 
 
@@ -254,10 +252,10 @@ def test_a_holder_that_nobody_has_heard_of_for_long_is_forgotten_and_read_again_
     core, holder = DirectoryCore(), ModelHolder(WORKERS[0], "1")
     holder.change([1], "arena", store=True)
     living = {WORKERS[0]: holder}
-    settle(core, living, core.heard(info(WORKERS[0], "1")))
-    core.forget_silent()
+    settle(core, living, handle(core, heard(WORKERS[0], "1")))
+    core.tick(FORGET_AFTER_MS)
     assert told(core.locate([block(1)])) == scan([holder], [1])
-    core.forget_silent()
+    core.tick(FORGET_AFTER_MS + 1)
     assert core.locate([block(1)]) == () and core.num_holders == 0
-    settle(core, living, core.heard(info(WORKERS[0], "1")))
+    settle(core, living, handle(core, heard(WORKERS[0], "1")))
     assert told(core.locate([block(1)])) == scan([holder], [1])

@@ -7,9 +7,8 @@ import pytest
 from dataplane.blocks.cache import ContentChanges
 from schemas import subjects
 from schemas.block import hash_blocks, join_hashes
-from schemas.directory import BlocksLocated, LocateBlocks, ReadInventory
+from schemas.directory import Inventory, LocateBlocks, ReadInventory
 from schemas.ids import BlockHash, RequestId, WorkerId
-from schemas.message import Message
 from schemas.request import KVSource, Placement, PlaceRequest
 from schemas.worker import BlockCounts, WorkerInfo, WorkerLeft, WorkerLoad, WorkerRole
 from services.bus.memory import MemoryBroker, MemoryBus
@@ -58,7 +57,7 @@ class FakeWorker:
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         await self.bus.serve(tasks, subjects.INVENTORY, (self.worker_id,), self._inventory)
 
-    async def _inventory(self, received: Received[ReadInventory]) -> Message:
+    async def _inventory(self, received: Received[ReadInventory]) -> Inventory:
         self.num_inventories += 1
         return self.ledger.inventory(self.contents, received.message.offset)
 
@@ -73,7 +72,6 @@ class FakeWorker:
         hashes = join_hashes(hashes_of(tokens))
         request = LocateBlocks(request_id=RequestId("r"), attempt=1, deadline_ms=0, block_hashes=hashes)
         reply = await self.bus.ask(subjects.LOCATE, (), request, 5)
-        assert isinstance(reply, BlocksLocated)
         return reply.holders[0].num_blocks if reply.holders else 0
 
     async def until_located(self, tokens: list[int], num_blocks: int) -> None:
@@ -216,7 +214,7 @@ async def test_two_directories_say_the_same_and_both_hear_who_has_left() -> None
 
 
 async def test_an_inventory_that_never_comes_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.directory.service.INVENTORY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("services.directory.limits.INVENTORY_TIMEOUT_S", 0.05)
     broker, stop = MemoryBroker(), asyncio.Event()
     tokens = list(range(8))
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:

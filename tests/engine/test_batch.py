@@ -11,7 +11,7 @@ from dataplane.blocks.layout import BlockTable, Segment
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.engine.batch import Batch
-from services.engine.interface import Sequence, StepItem, StepResult
+from services.engine.interface import InvalidSequenceError, Sequence, StepItem, StepResult
 
 
 def make(
@@ -192,7 +192,7 @@ def test_wrong_use_is_refused() -> None:
     batch = Batch(8)
     batch.add(make("r", 3))
     for sequence in (make("r", 3), make("done", 3, num_computed_tokens=3), make("full", 3, max_tokens=1, answer=(1,))):
-        with pytest.raises(AssertionError):
+        with pytest.raises(InvalidSequenceError):
             batch.add(sequence)
     with pytest.raises(AssertionError):
         batch.commit(batch.plan(), [], 0, 0)

@@ -8,7 +8,6 @@ from schemas import subjects
 from schemas.block import pack_tokens, unpack_tokens
 from schemas.handoff import BlocksReserved
 from schemas.ids import HandoffId, WorkerId
-from schemas.message import Message
 from schemas.request import (
     AskProgress,
     AskWanted,
@@ -27,6 +26,7 @@ from schemas.request import (
     SourceTokens,
     TokensEmitted,
     TransferReport,
+    Wanted,
 )
 from schemas.worker import BlockCounts, DescribeFleet, FleetDescribed, WorkerInfo, WorkerLeft, WorkerLoad
 from services.bus.base import Bus
@@ -118,7 +118,7 @@ class FakeMesh:
         self.cancels.append(received.message)
         self.tasks.create_task(self._notify())
 
-    async def _place(self, received: Received[PlaceRequest]) -> Message:
+    async def _place(self, received: Received[PlaceRequest]) -> Placement | Refused:
         request = received.message
         self.places.append(request)
         self.place_traces.append(received.traceparent)
@@ -135,7 +135,7 @@ class FakeMesh:
             decode_worker=WorkerId(decoders[0]) if self.split else None,
         )
 
-    async def _describe(self, received: Received[DescribeFleet]) -> Message:
+    async def _describe(self, received: Received[DescribeFleet]) -> FleetDescribed:
         info = WorkerInfo(
             worker_id=WorkerId("p1"), incarnation="1", role="prefill", model="demo", fingerprint=self.fingerprint,
             num_blocks=1, block_size=16, context_length=1,
@@ -146,11 +146,11 @@ class FakeMesh:
         )  # fmt: skip
         return FleetDescribed(policy="fake", ready=self.ready, workers=(load,))
 
-    async def ask_wanted(self, gateway_id: str, question: AskWanted) -> Message:
+    async def ask_wanted(self, gateway_id: str, question: AskWanted) -> Wanted:
         return await self.bus.ask(subjects.WANTED, (gateway_id,), question, 5.0)
 
     def _prober(self, worker: str):
-        async def progress(received: Received[AskProgress]) -> Message:
+        async def progress(received: Received[AskProgress]) -> Progress:
             question = received.message
             self.questions.append(question)
             await self._notify()
@@ -165,7 +165,7 @@ class FakeMesh:
         return progress
 
     def _runner(self, worker: str):
-        async def run(received: Received[RunPrefill]) -> Message:
+        async def run(received: Received[RunPrefill]) -> PrefillAccepted | Refused:
             message = received.message
             self.runs.append(message)
             self.run_traces.append(received.traceparent)
@@ -184,7 +184,7 @@ class FakeMesh:
         return run
 
     def _reserver(self, worker: str):
-        async def reserve(received: Received[ReserveBlocks]) -> Message:
+        async def reserve(received: Received[ReserveBlocks]) -> BlocksReserved | Refused:
             message = received.message
             self.reserves.append(message)
             await self._notify()

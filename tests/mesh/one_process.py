@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from dataplane.blocks.layout import KVLayout, uniform_shape
 from dataplane.memory.arena import Arena
@@ -11,7 +12,6 @@ from schemas import subjects
 from schemas.block import hash_blocks, join_hashes, pack_tokens, unpack_tokens
 from schemas.handoff import BlocksReserved
 from schemas.ids import GatewayId, HandoffId, RequestId, WorkerId
-from schemas.message import Message
 from schemas.request import (
     AskProgress,
     AskWanted,
@@ -31,10 +31,10 @@ from schemas.request import (
     TransferReport,
     Wanted,
 )
-from schemas.subjects import Subject
-from schemas.worker import DescribeFleet, FleetDescribed, WorkerLoad, WorkerRole
+from schemas.subjects import CarriesT, Subject
+from schemas.worker import DescribeFleet, WorkerLoad, WorkerRole
 from services.bus.memory import MemoryBroker, MemoryBus
-from services.bus.typed import MessageT, Received, TypedBus
+from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig, SchedulerConfig, WorkerConfig
 from services.directory.service import run_directory
 from services.engine.fake import FakeEngine
@@ -221,7 +221,6 @@ class Client:
 
     async def fleet(self) -> tuple[WorkerLoad, ...]:
         reply = await self.bus.ask(subjects.FLEET, (), DescribeFleet(), 10)
-        assert isinstance(reply, FleetDescribed)
         return reply.workers
 
     async def until(self, holds: "asyncio.Future[bool] | object", what: str) -> None:
@@ -238,17 +237,15 @@ class Client:
         """Want it no more."""
         del self._answers[request_id]
 
-    async def listen(self, subject: Subject, handle: Callable[[Received[MessageT]], None]) -> None:
+    async def listen(self, subject: Subject[CarriesT, Any], handle: Callable[[Received[CarriesT]], None]) -> None:
         await self.bus.listen(self._tasks, subject, ("*",), handle)
         await self.bus.connection.flush()
 
     async def ask_progress(self, worker_id: str, request_id: str, index: int) -> Progress:
         question = AskProgress(request_id=RequestId(request_id), attempt=1, deadline_ms=now_ms() + 10_000, index=index)
-        reply = await self.bus.ask(subjects.PROGRESS, (worker_id,), question, 10)
-        assert isinstance(reply, Progress)
-        return reply
+        return await self.bus.ask(subjects.PROGRESS, (worker_id,), question, 10)
 
-    async def _say_wanted(self, received: Received[AskWanted]) -> Message:
+    async def _say_wanted(self, received: Received[AskWanted]) -> Wanted:
         """Wants all that was asked for here."""
         unknown = [attempt for attempt in received.message.attempts if attempt.request_id not in self._answers]
         return Wanted(unwanted=tuple(unknown))

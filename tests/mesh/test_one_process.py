@@ -240,7 +240,6 @@ async def test_of_a_cancelled_prompt_only_what_was_computed_is_told_and_lent() -
             async with asyncio.timeout(30):
                 while True:
                     page = await client.bus.ask(subjects.INVENTORY, ("p-0",), ReadInventory(), 10)
-                    assert isinstance(page, Inventory)
                     if holds(page):
                         return
                     await asyncio.sleep(0.002)
@@ -253,7 +252,6 @@ async def test_of_a_cancelled_prompt_only_what_was_computed_is_told_and_lent() -
             await client.cancel(f"r{number}")
             await client.until_free()
             page = await client.bus.ask(subjects.INVENTORY, ("p-0",), ReadInventory(), 10)
-            assert isinstance(page, Inventory)
             told = split_hashes(page.block_hashes)
             num_told = sum(block_hash in told for block_hash in hashes)
             assert 0 < num_told < len(hashes) and set(hashes[:num_told]) <= set(told)

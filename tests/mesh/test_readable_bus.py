@@ -32,7 +32,7 @@ SERVICES = {"gateway": 2, "scheduler": 1, "directory": 1, "prefill": 1, "decode"
 ASK_S = 20.0
 WORKER = {subjects.PING, subjects.PROGRESS, subjects.WORKER_STATUS, subjects.INVENTORY, subjects.LEASE, subjects.RUN}
 BY_REQUEST = {subjects.REQUEST_STATUS, subjects.REQUEST_SOUGHT}
-SERVED: dict[str, set[Subject]] = {
+SERVED: dict[str, set[Subject[Any, Any]]] = {
     "gateway": {subjects.WANTED, subjects.REQUEST_STATUS, subjects.REQUEST_SOUGHT},
     "scheduler": {subjects.PLACE, subjects.FLEET},
     "directory": {subjects.LOCATE},

@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 
 from schemas import subjects
-from schemas.directory import LocateBlocks
-from schemas.message import Message
+from schemas.directory import BlocksLocated, LocateBlocks
 from schemas.request import Placement, PlaceRequest, Refused
 from schemas.worker import (
     DescribeFleet,
-    FleetDescribed,
     PingWorker,
     WorkerAlive,
     WorkerJoined,
@@ -55,7 +53,7 @@ class FakeWorker:
     async def kill(self) -> None:
         await self.bus.close()
 
-    async def _answer(self, received: Received[PingWorker]) -> Message:
+    async def _answer(self, received: Received[PingWorker]) -> WorkerAlive:
         self.num_pings += 1
         await self.going.wait()
         worker = self.load.worker
@@ -77,13 +75,10 @@ class Client:
         return left.worker_id, left.incarnation, left.reason
 
     async def place(self) -> Placement | Refused:
-        reply = await self.bus.ask(subjects.PLACE, (), question(list(range(100))), PATIENCE_S)
-        assert isinstance(reply, Placement | Refused)
-        return reply
+        return await self.bus.ask(subjects.PLACE, (), question(list(range(100))), PATIENCE_S)
 
     async def workers(self) -> set[str]:
         reply = await self.bus.ask(subjects.FLEET, (), DescribeFleet(), PATIENCE_S)
-        assert isinstance(reply, FleetDescribed)
         return {load.worker.worker_id for load in reply.workers}
 
 
@@ -206,7 +201,7 @@ async def test_a_placement_waits_for_no_directory_that_hangs() -> None:
         hanging = TypedBus(MemoryBus(broker), "directory")
         asked = asyncio.Event()
 
-        async def never(received: Received[LocateBlocks]) -> Message:
+        async def never(received: Received[LocateBlocks]) -> BlocksLocated:
             asked.set()
             return await asyncio.get_running_loop().create_future()
 

@@ -19,11 +19,10 @@ from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferStats
 from schemas import subjects
 from schemas.block import join_hashes, split_hashes
-from schemas.directory import BlocksEvicted, BlocksStored, Inventory, ReadInventory
+from schemas.directory import BlocksEvicted, BlocksStored, ReadInventory
 from schemas.handoff import Endpoint
 from schemas.ids import BlockHash, LeaseId, RequestId, WorkerId, new_id
 from schemas.kv import BlocksCooling, LeaseGranted, RequestLease
-from schemas.message import Message
 from schemas.request import Refused, refuse
 from schemas.worker import WorkerLeft, WorkerLoad
 from services.bus.memory import MemoryBroker, MemoryBus
@@ -128,7 +127,7 @@ class Worker:
         message = WorkerLeft(worker_id=self.worker_id, incarnation="w", reason="stopped")
         await self.bus.publish(subjects.LEFT, (self.worker_id,), message)
 
-    async def _on_lease(self, received: Received[RequestLease]) -> Message:
+    async def _on_lease(self, received: Received[RequestLease]) -> LeaseGranted | Refused:
         request = received.message
         hashes = split_hashes(request.block_hashes)
         self.asked.append(hashes)
@@ -258,9 +257,7 @@ class Fleet:
             first_block=first_block,
             block_hashes=join_hashes(hashes_of(*numbers)),
         )
-        answer = await self.bus.ask(subjects.LEASE, (STORE,), request, PATIENCE_S)
-        assert isinstance(answer, LeaseGranted | Refused)
-        return answer
+        return await self.bus.ask(subjects.LEASE, (STORE,), request, PATIENCE_S)
 
     async def read(self, grant: LeaseGranted, carrier: str = "auto") -> list[bytes]:
         """Read what was granted into blocks of our own, and return these blocks' bytes."""
@@ -299,7 +296,6 @@ class Fleet:
         offset: int | None = 0
         while offset is not None:
             page = await self.bus.ask(subjects.INVENTORY, (STORE,), ReadInventory(offset=offset), PATIENCE_S)
-            assert isinstance(page, Inventory)
             held.setdefault(page.tier, set()).update(split_hashes(page.block_hashes))
             offset = page.next_offset
         return {tier: hashes for tier, hashes in held.items() if hashes}

@@ -1,6 +1,7 @@
 """The one table of subjects, and what is generated from it."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ each_subject = pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: 
 
 
 @each_subject
-def test_a_subject_is_made_of_valid_tokens(subject: Subject) -> None:
+def test_a_subject_is_made_of_valid_tokens(subject: Subject[Any, Any]) -> None:
     assert subject.pattern.startswith("mesh.v1.")
     assert all(token == "{}" or is_subject_token(token) for token in subject.pattern.split("."))
     assert subject.listener
@@ -27,7 +28,7 @@ def test_a_subject_is_made_of_valid_tokens(subject: Subject) -> None:
 
 
 @each_subject
-def test_a_subject_takes_exactly_its_ids(subject: Subject) -> None:
+def test_a_subject_takes_exactly_its_ids(subject: Subject[Any, Any]) -> None:
     num_ids = subject.pattern.count("{}")
     concrete = subject.of(*(new_id("w") for _ in range(num_ids)))
     assert matches(tuple(subject.of(*["*"] * num_ids).split(".")), tuple(concrete.split(".")))

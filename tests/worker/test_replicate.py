@@ -7,6 +7,7 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from dataplane.blocks.layout import KVLayout
 from schemas import subjects
 from schemas.block import hash_blocks, split_hashes
-from schemas.directory import Inventory, ReadInventory
+from schemas.directory import ReadInventory
 from schemas.ids import BlockHash, WorkerId
 from schemas.message import Message
 from schemas.request import ReserveBlocks, RunPrefill
@@ -42,8 +43,8 @@ def name_replica(client: Client, replica: WorkerId, tenant: str = "") -> None:
     ask = type(client.bus).ask
 
     async def with_replica(
-        subject: Subject, ids: tuple[str, ...], message: Message, timeout_s: float, traceparent: str = ""
-    ) -> Message:
+        subject: Subject[Any, Any], ids: tuple[str, ...], message: Message, timeout_s: float, traceparent: str = ""
+    ) -> Any:
         if isinstance(message, RunPrefill | ReserveBlocks):
             message = msgspec.structs.replace(message, replica=replica, tenant=tenant)
         return await ask(client.bus, subject, ids, message, timeout_s, traceparent)
@@ -53,7 +54,6 @@ def name_replica(client: Client, replica: WorkerId, tenant: str = "") -> None:
 
 async def held_by(client: Client, holder: WorkerId) -> set[BlockHash]:
     reply = await client.bus.ask(subjects.INVENTORY, (holder,), ReadInventory(), 10)
-    assert isinstance(reply, Inventory)
     return set(split_hashes(reply.block_hashes))
 
 

@@ -62,9 +62,7 @@ async def has_tokens(answer: Answer, num_tokens: int = 5) -> None:
 
 
 async def ping(client: Client, worker_id: str) -> WorkerAlive:
-    reply = await client.bus.ask(subjects.PING, (worker_id,), PingWorker(), 10)
-    assert isinstance(reply, WorkerAlive)
-    return reply
+    return await client.bus.ask(subjects.PING, (worker_id,), PingWorker(), 10)
 
 
 def right(prompt: list[int], params: SamplingParams) -> list[int]:

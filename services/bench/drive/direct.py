@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from schemas import subjects
 from schemas.block import hash_blocks, join_hashes, pack_tokens
-from schemas.directory import BlocksLocated, LocateBlocks
+from schemas.directory import LocateBlocks
 from schemas.ids import GatewayId, RequestId, WorkerId, new_id
 from schemas.request import KVSource, Refused, RequestTokens, RunPrefill, SamplingParams, TokensEmitted, TransferReport
 from schemas.worker import WorkerInfo
@@ -105,7 +105,6 @@ class DirectClient:
                     ),
                     TIMEOUT_S,
                 )
-                assert isinstance(located, BlocksLocated)
                 if any(h.worker_id == holder and h.num_blocks == len(hashes) for h in located.holders):
                     return len(hashes)
                 await asyncio.sleep(LOCATE_EVERY_S)  # nobody announces what the directory has heard

@@ -8,13 +8,12 @@ import asyncio
 import logging
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import msgspec
 
 from schemas import subjects
 from schemas.ids import GatewayId, RequestId
-from schemas.message import Message
 from schemas.observe import (
     DescribeRequest,
     FirstTokenHeard,
@@ -38,6 +37,8 @@ from services.runtime import now_ms
 
 log = logging.getLogger(__name__)
 
+StoryT = TypeVar("StoryT", bound=StoryMessage)
+
 MAX_UNTOLD = 2_000
 """Messages that may wait to be sent; beyond it the oldest go untold."""
 MAX_TOLD_IN_VAIN = 2_000
@@ -57,6 +58,12 @@ class _Fields(TypedDict):
     deadline_ms: int
     gateway_id: GatewayId
     age_ms: int
+
+
+class _Unsent(NamedTuple):
+    subject: Subject[Any, None]
+    message: StoryMessage
+    traceparent: str
 
 
 @dataclass(slots=True)
@@ -84,7 +91,7 @@ class Stories:
     _ended: OrderedDict[RequestId, tuple[int, RequestDescribed]] = field(
         default_factory=OrderedDict[RequestId, tuple[int, RequestDescribed]]
     )
-    _waiting: deque[tuple[Subject, StoryMessage, str]] = field(default_factory=deque[tuple[Subject, StoryMessage, str]])
+    _waiting: deque[_Unsent] = field(default_factory=deque[_Unsent])
     _is_sending: bool = False
     _num_in_vain: int = 0
 
@@ -198,7 +205,7 @@ class Stories:
 
     # Questions.
 
-    async def _on_status(self, received: Received[DescribeRequest]) -> Message:
+    async def _on_status(self, received: Received[DescribeRequest]) -> RequestDescribed:
         request_id = _request_of(received)
         if (described := self.describe(request_id)) is not None:
             return described
@@ -207,17 +214,17 @@ class Stories:
         except BusError:  # no gateway has said that it knows it
             return RequestDescribed(request_id=request_id, phase="unknown")
 
-    async def _on_sought(self, received: Received[DescribeRequest]) -> Message | None:
+    async def _on_sought(self, received: Received[DescribeRequest]) -> RequestDescribed | None:
         """Only who knows the request says something: the asker takes the first answer."""
         return self.describe(_request_of(received))
 
     # Telling.
 
-    def _tell(self, subject: Subject, message: StoryMessage, job: Job) -> None:
+    def _tell(self, subject: Subject[StoryT, None], message: StoryT, job: Job) -> None:
         if len(self._waiting) >= MAX_UNTOLD:
             self._waiting.popleft()
             self._count_untold()
-        self._waiting.append((subject, message, job.traceparent))
+        self._waiting.append(_Unsent(subject, message, job.traceparent))
         if not self._is_sending:
             self._is_sending = True
             self.tasks.create_task(self._send(), name="tell the story")

@@ -10,11 +10,12 @@ import logging
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from schemas import subjects
 from schemas.block import unpack_tokens
+from schemas.handoff import BlocksReserved
 from schemas.ids import GatewayId, WorkerId
-from schemas.message import Message
 from schemas.observe import KeepTrace
 from schemas.request import (
     AskProgress,
@@ -23,17 +24,18 @@ from schemas.request import (
     CancelRequest,
     Placement,
     PrefillAccepted,
-    Progress,
     Refused,
     RequestTokens,
+    ReservationQueued,
     ReserveBlocks,
     RunPrefill,
     TokensEmitted,
     Wanted,
 )
+from schemas.subjects import CarriesT, Subject
 from schemas.worker import BlockCounts, WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad
 from services.bus.base import BusError, NoRespondersError, RequestTimedOutError
-from services.bus.typed import Received, TypedBus
+from services.bus.typed import Received, ReplyT, TypedBus
 from services.config import GatewayConfig
 from services.gateway.observe.spans import AttemptClock, Dispatch, GatewaySpans
 from services.gateway.observe.story import Stories
@@ -73,6 +75,9 @@ from services.runtime import now_ms
 from services.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
+
+WorkT = TypeVar("WorkT", bound=RunPrefill | ReserveBlocks)
+TakenT = TypeVar("TakenT", bound=PrefillAccepted | BlocksReserved | ReservationQueued | Refused)
 
 PLACE_TIMEOUT_S = 2.0
 """A scheduler answers from memory; one that does not within this is dead or drowning."""
@@ -208,7 +213,7 @@ class Requests:
                 self._act(live, live.core.tick(time_ms, self._ears))
         self._is_watching = False
 
-    async def _say_wanted(self, received: Received[AskWanted]) -> Message:
+    async def _say_wanted(self, received: Received[AskWanted]) -> Wanted:
         return Wanted(unwanted=tuple(a for a in received.message.attempts if not self._wants(a)))
 
     def _wants(self, attempt: AttemptId) -> bool:
@@ -308,7 +313,7 @@ class Requests:
         self._spawn(ask, f"reserve {live.job.request_id}")
 
     async def _ask_worker(
-        self, live: LiveRequest, subject: subjects.Subject, worker_id: WorkerId, message: RunPrefill | ReserveBlocks
+        self, live: LiveRequest, subject: Subject[WorkT, TakenT], worker_id: WorkerId, message: WorkT
     ) -> None:
         """Send the request to a worker, and take in whether it has taken it."""
         role = "prefill" if isinstance(message, RunPrefill) else "decode"
@@ -345,7 +350,6 @@ class Requests:
         except BusError:
             outcome = "unanswered"
         else:
-            assert isinstance(reply, Progress), "the subject's table allows no other reply"
             outcome, share, is_waiting = "known" if reply.known else "unknown", reply.tokens, reply.is_waiting
         if share is not None and (share.request_id, share.attempt) == (job.request_id, action.attempt):
             self._hear_share(live, worker_id, share)
@@ -382,8 +386,13 @@ class Requests:
             await self.bus.publish(subjects.KEEP, (message.trace_id,), message)
 
     async def _ask(
-        self, live: LiveRequest, subject: subjects.Subject, ids: tuple[str, ...], message: Message, timeout_s: float
-    ) -> Message:
+        self,
+        live: LiveRequest,
+        subject: Subject[CarriesT, ReplyT],
+        ids: tuple[str, ...],
+        message: CarriesT,
+        timeout_s: float,
+    ) -> ReplyT:
         """Ask on behalf of a request, for no longer than it has. Any answer, the broker's too, is heard."""
         left_s = (live.job.deadline_ms - now_ms()) / 1000
         try:
@@ -405,8 +414,7 @@ class Requests:
             self._idle.set()
 
 
-def _place_event(attempt: int, reply: Message) -> Placed | PlaceRefused:
+def _place_event(attempt: int, reply: Placement | Refused) -> Placed | PlaceRefused:
     if isinstance(reply, Placement):
         return Placed(attempt, reply.prefill_worker, reply.decode_worker, reply.sources, reply.terms, reply.replica)
-    assert isinstance(reply, Refused), "the subject's table allows no third reply"
     return PlaceRefused(attempt, reply.reason, reply.detail, reply.retry_after_ms)

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 
 from schemas import subjects
-from schemas.directory import BlocksLocated, HolderPrefix, LocateBlocks
+from schemas.directory import HolderPrefix, LocateBlocks
 from schemas.request import PlaceRequest
 from services.bus.base import BusError
 from services.bus.typed import TypedBus
@@ -43,7 +43,6 @@ class Hints:
         except (BusError, TimeoutError) as error:
             self._back_off(error)
             return ()
-        assert isinstance(located, BlocksLocated)
         self._backoff_ms = 0
         return located.holders
 

@@ -1,6 +1,7 @@
 """What a worker's cores decide, for its shell to carry out in order."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from dataplane.blocks.layout import BlockTables
 from dataplane.blocks.lease import Lease
@@ -50,7 +51,7 @@ class Emit:
 
 @dataclass(slots=True, frozen=True)
 class Publish:
-    subject: Subject
+    subject: Subject[Any, None]
     ids: tuple[str, ...]
     message: Message
     key: AttemptKey | None = None

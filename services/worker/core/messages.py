@@ -1,6 +1,6 @@
 """What both ends of a hand-over do the same way. Pure."""
 
-from typing import TypedDict
+from typing import TypedDict, TypeVar
 
 from dataplane.blocks.layout import BlockTables
 from schemas.handoff import HandoffMessage
@@ -9,6 +9,8 @@ from schemas.request import FailureCode, RequestFailure, RequestTokens, ReserveB
 from schemas.subjects import Subject
 from services.worker.core.actions import AttemptKey, Emit, Fetch, Publish
 from services.worker.core.content import PromptKV, SequenceContent
+
+EventT = TypeVar("EventT", bound=HandoffMessage)
 
 
 class HandoffFields(TypedDict):
@@ -42,7 +44,7 @@ def handoff_fields(request: RunPrefill | ReserveBlocks | HandoffMessage, worker_
     }
 
 
-def publish_event(subject: Subject, message: HandoffMessage) -> Publish:
+def publish_event(subject: Subject[EventT, None], message: EventT) -> Publish:
     """Return the action that publishes an event of a hand-over."""
     ids = (message.source_worker, message.target_worker, message.handoff_id)
     return Publish(subject, ids, message, (message.request_id, message.attempt))

@@ -9,7 +9,6 @@ from typing import TypeVar
 from schemas import subjects
 from schemas.ids import WorkerId
 from schemas.kv import LeaseGranted, RequestLease, ReturnLease, is_as_asked
-from schemas.message import Message
 from schemas.request import Refused
 from services.bus.base import BusError
 from services.bus.typed import TypedBus
@@ -49,7 +48,6 @@ class Borrower:
             raise NotGrantedError(f"{holder} did not answer: {error.reason}") from error
         if isinstance(reply, Refused):
             raise NotGrantedError(f"{reply.reason}: {reply.detail}", reply.reason)
-        assert isinstance(reply, LeaseGranted)
         try:
             if not is_as_asked(request, reply, self._block_size):
                 raise NotGrantedError(f"{holder} granted tokens {reply.first_token} to {reply.num_tokens}, unasked")
@@ -58,7 +56,9 @@ class Borrower:
             self._give_back(holder, request, reply)
             raise
 
-    def _granted_to_nobody(self, holder: WorkerId, request: RequestLease, asking: "asyncio.Task[Message]") -> None:
+    def _granted_to_nobody(
+        self, holder: WorkerId, request: RequestLease, asking: "asyncio.Task[LeaseGranted | Refused]"
+    ) -> None:
         if not asking.cancelled() and asking.exception() is None and isinstance(reply := asking.result(), LeaseGranted):
             self._give_back(holder, request, reply)
 

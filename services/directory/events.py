@@ -1,0 +1,78 @@
+"""What can happen to the directory, and what its core asks the shell to do about it."""
+
+from dataclasses import dataclass
+
+from schemas.directory import BlocksEvicted, BlocksStored, Inventory
+from schemas.ids import WorkerId
+
+# What the shell is asked to do.
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPage:
+    """Ask this worker for its inventory from `offset` on, and bring the answer: PageRead or PageMissing.
+
+    `reading` says which reading of this worker the page belongs to; a page of one that was given up is not mixed in.
+    """
+
+    worker_id: WorkerId
+    incarnation: str
+    offset: int = 0
+    reading: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Call `DirectoryCore.sweep` until it says that there is no more to do."""
+
+
+Action = ReadPage | Sweep
+
+
+# What can happen.
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHeard:
+    """A worker has said that it lives."""
+
+    worker_id: WorkerId
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGone:
+    """This incarnation of a worker has left, or was declared lost."""
+
+    worker_id: WorkerId
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksChanged:
+    """A worker has stored or evicted blocks. The hashes of `message` are whole."""
+
+    message: BlocksStored | BlocksEvicted
+
+
+@dataclass(frozen=True, slots=True)
+class PageRead:
+    """The worker has answered."""
+
+    asked: ReadPage
+    page: Inventory
+
+
+@dataclass(frozen=True, slots=True)
+class PageMissing:
+    """The worker has not answered, or not with an inventory."""
+
+    asked: ReadPage
+
+
+@dataclass(frozen=True, slots=True)
+class EventsMissed:
+    """Events may have been lost on their way here, without a later one that would show the gap."""
+
+
+Event = WorkerHeard | WorkerGone | BlocksChanged | PageRead | PageMissing | EventsMissed
