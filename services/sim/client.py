@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from services.sim.platform.gateway import SimApp
+from services.sim.gateway import SimApp
 from services.sim.platform.loop import Process, SimLoop
 
 Message = MutableMapping[str, Any]

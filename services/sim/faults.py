@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 from services.sim.client import Exchange
-from services.sim.platform.mesh import Service, SimMesh
+from services.sim.mesh import Service, SimMesh
 from services.sim.scenario import Fault, Scenario
 
 SLOW_READ_S = 0.05

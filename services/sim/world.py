@@ -18,10 +18,10 @@ from services.bus.base import BusError
 from services.bus.typed import TypedBus
 from services.sim.client import Exchange, post
 from services.sim.faults import FaultActor
+from services.sim.mesh import EOS, REQUEST_TIMEOUT_S, VOCAB, MeshShape, SimMesh
 from services.sim.platform.bus import SimBroker
 from services.sim.platform.clock import VirtualTime, installed
 from services.sim.platform.loop import SimLoop, SimulationStuckError
-from services.sim.platform.mesh import EOS, REQUEST_TIMEOUT_S, VOCAB, MeshShape, SimMesh
 from services.sim.platform.plane import SimNetwork
 from services.sim.scenario import FaultKind, Scenario, random_scenario
 from services.sim.verdict.checks import ModelTruth, Verdict, check_exchange, check_peace

@@ -1,5 +1,9 @@
 """The one list of span names and attribute keys."""
 
+TTFT_PARTS = ("tokenize", "retry", "place", "dispatch", "prefill.queue", "prefill.compute", "first_token")
+"""What a time to first token is made of, in order of time (`services.gateway.observe.ttft_parts`): names of attributes
+behind `Key.TTFT_PART`, and of a metric's label."""
+
 
 class SpanName:
     """Every span of the mesh. The root is named after the HTTP route."""

@@ -26,7 +26,7 @@ from dataplane.protocol.gate import ReadableKV
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import Landing
 from schemas.block import BlockHasher
-from services.sim.platform.mesh import MeshShape
+from services.sim.mesh import MeshShape
 from services.sim.scenario import FAULT_KINDS, Fault, FaultKind, Scenario
 from services.sim.world import SimOptions, simulate
 from services.worker.kv.holder import KVHolder

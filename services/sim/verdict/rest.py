@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from services.runtime import now_ms
-from services.sim.platform.mesh import SimMesh
+from services.sim.mesh import SimMesh
 from services.store.core import StoreCore
 from services.worker.kv.holder import KVHolder
 

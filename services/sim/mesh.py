@@ -3,16 +3,14 @@
 import asyncio
 import contextvars
 import itertools
-import mmap
 import random
 from dataclasses import dataclass, field
 
 import msgspec
 from tokenizers import Tokenizer, models
 
-from dataplane.blocks.layout import ArenaShape, KVLayout, uniform_shape
+from dataplane.blocks.layout import KVLayout, uniform_shape
 from dataplane.ends.server import LeaseGate
-from dataplane.memory.arena import HEADER_BYTES, Arena
 from schemas.ids import WorkerId
 from schemas.worker import WorkerRole
 from services.bus.base import BusError
@@ -22,11 +20,11 @@ from services.engine.fake import FakeEngine
 from services.gateway.api.prepare import ServedModel
 from services.gateway.api.text import TextCodec
 from services.scheduler.service import run_scheduler
+from services.sim.gateway import SimApp, run_sim_gateway
 from services.sim.platform.bus import SimBroker, SimBus
 from services.sim.platform.engine import Pace
-from services.sim.platform.gateway import SimApp, run_sim_gateway
 from services.sim.platform.loop import Process, SimLoop
-from services.sim.platform.plane import SimNetwork, sim_platform
+from services.sim.platform.plane import SimNetwork, memory_arena, sim_platform
 from services.store.core import StoreCore
 from services.store.load import make_parts as make_store_parts
 from services.store.service import run_store
@@ -98,6 +96,10 @@ class Service:
     gates: list[LeaseGate] = field(default_factory=list[LeaseGate])
     """Of a KV holder: what guards its blocks."""
     store: StoreCore | None = None
+
+    def serve(self, app: SimApp) -> None:
+        """A gateway is ready to answer clients."""
+        self.app = app
 
     @property
     def is_running(self) -> bool:
@@ -191,7 +193,9 @@ class SimMesh:
             case "directory":
                 await run_directory(service.bus, service.stop)
             case "gateway":
-                await run_sim_gateway(self.config, self._model, service.bus, telemetry, service.stop, service)
+                await run_sim_gateway(
+                    self.config, self._model, service.bus, telemetry, service.stop, on_ready=service.serve
+                )
             case "store":
                 store = make_store_parts(
                     self.config, service.name, self.shape.layout, SECRET.encode(), model="fake",
@@ -229,11 +233,6 @@ class SimMesh:
             secret=SECRET.encode(),
             platform=sim_platform(self.network, host, service.gates.append, Pace(base_s=self.shape.step_s)),
         )
-
-
-def memory_arena(shape: ArenaShape, host: str) -> Arena:
-    """Return an arena in memory of its own, with no name on this machine."""
-    return Arena(host, f"nonce-{host}", mmap.mmap(-1, HEADER_BYTES + shape.num_bytes), owned=False)
 
 
 def _served_model(shape: MeshShape) -> ServedModel:

@@ -2,8 +2,9 @@
 
 import asyncio
 import functools
+from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from litestar import Litestar
 from litestar.types import Receive, Scope, Send
@@ -19,10 +20,6 @@ from services.gateway.request.driver import Requests
 from services.metrics import Metrics
 from services.runtime import now_ms
 from services.telemetry import Telemetry
-
-if TYPE_CHECKING:
-    from services.sim.platform.mesh import Service
-
 
 _SERVING: ContextVar[Gateway] = ContextVar("serving")
 """Whose request is being served."""
@@ -58,9 +55,9 @@ async def run_sim_gateway(
     connection: Bus,
     telemetry: Telemetry,
     stop: asyncio.Event,
-    service: "Service",
+    on_ready: Callable[[SimApp], None],
 ) -> None:
-    """Serve the application that stands in `service.app` until `stop` is set."""
+    """Run a gateway until `stop` is set. `on_ready` gets its application once it can answer."""
     gateway_id = GatewayId(new_id("gateway"))
     metrics = Metrics()
     bus = TypedBus(connection, "gateway", metrics)
@@ -77,7 +74,7 @@ async def run_sim_gateway(
         )
         await requests.listen()
         await connection.flush()
-        service.app = SimApp(gateway)
+        on_ready(SimApp(gateway))
         await stop.wait()
         gateway.stopping = True
         await requests.wait_idle()
