@@ -25,15 +25,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from services.telemetry.limits import MAX_SERIES, SAMPLE_INTERVAL_S
+
 log = logging.getLogger(__name__)
 
 Kind = Literal["counter", "gauge", "histogram"]
 Labels = tuple[str, ...]
 
-MAX_SERIES = 512
-"""Of one metric of one service: what comes after is counted together, as OTHER."""
 OTHER = "other"
-SAMPLE_INTERVAL_S = 0.5
 _SAMPLED_FLAG = 0x01
 
 disable_created_metrics()  # twice the series, for what `process_start_time_seconds` says

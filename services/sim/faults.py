@@ -6,10 +6,9 @@ import random
 from collections import Counter
 
 from services.sim.client import Exchange
+from services.sim.limits import SLOW_READ_S
 from services.sim.mesh import Service, SimMesh
 from services.sim.scenario import Fault, Scenario
-
-SLOW_READ_S = 0.05
 
 
 class FaultActor:

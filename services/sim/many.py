@@ -26,7 +26,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class SimBatch:
     """What several seeds came to."""
 
     verdict: Verdict
@@ -42,15 +42,15 @@ def run_many(
     options: SimOptions,
     *,
     num_jobs: int = 0,
-    on_batch: Callable[[Batch], None] = lambda _: None,
-) -> Batch:
+    on_batch: Callable[[SimBatch], None] = lambda _: None,
+) -> SimBatch:
     """Simulate `num_requests` requests, `REQUESTS_PER_RUN` to a seed, from this seed on. Return the sum."""
     tasks = list(_tasks(seed, num_requests))
     jobs = min(num_jobs or os.cpu_count() or 1, len(tasks))
     if jobs <= 1:
         return _sum(_each(tasks, options, on_batch))
     context = multiprocessing.get_context("spawn")
-    done: list[Batch] = []
+    done: list[SimBatch] = []
     wave = jobs * TASKS_PER_CHILD
     for start in range(0, len(tasks), wave):
         # A pool a wave, and no `max_tasks_per_child`: with that Python 3.11's pool may wait for ever
@@ -63,7 +63,7 @@ def run_many(
     return _sum(done)
 
 
-def run_task(runs: list[tuple[int, int]], options: SimOptions) -> Batch:
+def run_task(runs: list[tuple[int, int]], options: SimOptions) -> SimBatch:
     """Simulate these (seed, number of requests)."""
     verdict, failures, digests, virtual_s = Verdict(), list[Failure](), list[str](), 0.0
     for seed, num_requests in runs:
@@ -73,7 +73,7 @@ def run_task(runs: list[tuple[int, int]], options: SimOptions) -> Batch:
         digests.append(report.digest)
         if report.verdict.problems:
             failures.append(Failure(seed, num_requests, tuple(report.verdict.problems)))
-    return Batch(verdict, tuple(failures), len(runs), virtual_s, tuple(digests))
+    return SimBatch(verdict, tuple(failures), len(runs), virtual_s, tuple(digests))
 
 
 def _tasks(seed: int, num_requests: int) -> Iterator[list[tuple[int, int]]]:
@@ -88,20 +88,22 @@ def _tasks(seed: int, num_requests: int) -> Iterator[list[tuple[int, int]]]:
         yield runs
 
 
-def _each(tasks: list[list[tuple[int, int]]], options: SimOptions, on_batch: Callable[[Batch], None]) -> list[Batch]:
-    done: list[Batch] = []
+def _each(
+    tasks: list[list[tuple[int, int]]], options: SimOptions, on_batch: Callable[[SimBatch], None]
+) -> list[SimBatch]:
+    done: list[SimBatch] = []
     for task in tasks:
         done.append(run_task(task, options))
         on_batch(done[-1])
     return done
 
 
-def _sum(batches: list[Batch]) -> Batch:
+def _sum(batches: list[SimBatch]) -> SimBatch:
     verdict = Verdict()
     for batch in batches:
         verdict.add(batch.verdict)
     failures = sorted((f for batch in batches for f in batch.failures), key=lambda f: f.seed)
-    return Batch(
+    return SimBatch(
         verdict,
         tuple(failures),
         sum(batch.num_runs for batch in batches),

@@ -21,6 +21,7 @@ from services.gateway.api.prepare import ServedModel
 from services.gateway.api.text import TextCodec
 from services.scheduler.service import run_scheduler
 from services.sim.gateway import SimApp, run_sim_gateway
+from services.sim.limits import REQUEST_TIMEOUT_S, RESTART_S
 from services.sim.platform.bus import SimBroker, SimBus
 from services.sim.platform.engine import Pace
 from services.sim.platform.loop import Process, SimLoop
@@ -39,8 +40,6 @@ BLOCK_SIZE = 4
 CONTEXT_LENGTH = 256
 LAYOUT = KVLayout(weights="simulated", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=4, block_size=BLOCK_SIZE)
 SECRET = "a secret of the simulation"
-REQUEST_TIMEOUT_S = 20.0
-RESTART_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)

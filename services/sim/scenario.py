@@ -19,6 +19,7 @@ from typing import Literal, get_args
 import msgspec
 
 from services.errors import UserError
+from services.sim.limits import LONG_S
 
 FaultKind = Literal[
     "kill", "pause", "drain", "broker", "partition", "plane_cut", "loss", "duplication", "reordering", "delay",
@@ -89,9 +90,6 @@ def random_scenario(rng: random.Random, kinds: Sequence[FaultKind], targets: Seq
 
 LONG_KINDS: frozenset[FaultKind] = frozenset({"kill", "drain", "partition", "plane_cut", "broker"})
 LONG_SHARE = 0.03
-LONG_S = 40.0
-"""Some of what may last, lasts so long that those who wait for it give up: such ends must be right too. A stopped
-process is not among them: a gateway cannot end anything in its sleep."""
 
 
 def _random_fault(rng: random.Random, kind: FaultKind, targets: Sequence[str], span_s: float) -> Fault:

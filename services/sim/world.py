@@ -18,7 +18,16 @@ from services.bus.base import BusError
 from services.bus.typed import TypedBus
 from services.sim.client import Exchange, post
 from services.sim.faults import FaultActor
-from services.sim.mesh import EOS, REQUEST_TIMEOUT_S, VOCAB, MeshShape, SimMesh
+from services.sim.limits import (
+    CHECK_INTERVAL_S,
+    END_GRACE_S,
+    LONG_AWAY_S,
+    READY_WITHIN_S,
+    REQUEST_TIMEOUT_S,
+    REST_WITHIN_S,
+    RETURNED_WITHIN_S,
+)
+from services.sim.mesh import EOS, VOCAB, MeshShape, SimMesh
 from services.sim.platform.bus import SimBroker
 from services.sim.platform.clock import VirtualTime, installed
 from services.sim.platform.loop import SimLoop, SimulationStuckError
@@ -30,20 +39,11 @@ from services.sim.verdict.rest import Held, held_at_rest, problems_now
 from services.sim.verdict.stories import StoryTap
 from services.sim.verdict.traces import trace_problems
 
-READY_WITHIN_S = 10.0
 WORKER_ROLES = ("prefill", "decode", "aggregated", "store")
-REST_WITHIN_S = 12.0
-"""After the last end: leases of lost readers run out, the last of the dead are noticed."""
 NOTHING_IS_LOST = frozenset({"pause", "drain", "disconnect", "slow_client", "corruption", "truncation", "refusal"})
 """Faults under which every word arrives: leases then end by what is said, and none is left to its time."""
 CUTTING = frozenset({"kill", "drain"})
 """Faults that may end a gateway, and with it the stories of its requests."""
-TOLD_WITHIN_S = 1.0
-CHECK_EVERY_S = 0.25
-LONG_AWAY_S = REQUEST_TIMEOUT_S / 2
-"""What lasts longer may cost a request its deadline; what heals before may not."""
-END_GRACE_S = 1.0
-"""How long after its deadline an answer may take to be over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +140,8 @@ class World:
     async def _check(self) -> None:
         """Look now and then at what must hold at any time. A process that has just woken up has a moment."""
         while not self.verdict.problems:
-            await asyncio.sleep(CHECK_EVERY_S)
-            if not self.mesh.woken_since(self.clock.now_s - CHECK_EVERY_S):
+            await asyncio.sleep(CHECK_INTERVAL_S)
+            if not self.mesh.woken_since(self.clock.now_s - CHECK_INTERVAL_S):
                 self.verdict.problems += problems_now(self.mesh)
 
     async def _ask(self, ask: Ask, actor: FaultActor) -> None:
@@ -170,15 +170,15 @@ class World:
             return not held
 
         if not self.verdict.faults.keys() - NOTHING_IS_LOST:
-            await self._until(rests, TOLD_WITHIN_S, f"not all was given back within {TOLD_WITHIN_S:g} s")
+            await self._until(rests, RETURNED_WITHIN_S, f"not all was given back within {RETURNED_WITHIN_S:g} s")
         await self._until(rests, REST_WITHIN_S, "")
         bus = TypedBus(self.broker.connect("inspector"), "inspector")
         missing = set[str]()
-        for _ in range(round(REST_WITHIN_S / CHECK_EVERY_S)):
+        for _ in range(round(REST_WITHIN_S / CHECK_INTERVAL_S)):
             missing = await self._missing(bus)
             if not missing:
                 break
-            await asyncio.sleep(CHECK_EVERY_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
         else:
             self.verdict.problems.append(f"the scheduler does not use {', '.join(sorted(missing))} any more")
         if self.mesh.spans is not None:

@@ -10,16 +10,10 @@ from typing import Protocol
 
 import msgspec
 
+from services.telemetry.limits import CLOSE_S, EXPORT_INTERVAL_S, MAX_BATCH, MAX_UNSENT
 from services.telemetry.record import SpanRecord
 
 log = logging.getLogger(__name__)
-
-EXPORT_INTERVAL_S = 0.5
-CLOSE_S = 3.0
-"""How long the last spans may take to leave: a back end that is away must not keep a service from its end."""
-MAX_UNSENT = 65_536
-"""Spans that wait to be exported; more are dropped, and counted."""
-MAX_BATCH = 512
 
 
 class Exporter(Protocol):

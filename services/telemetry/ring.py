@@ -1,11 +1,7 @@
 """Spans of traces that nobody has asked for yet: kept for a while, in case somebody does. Pure."""
 
+from services.telemetry.limits import MAX_KEPT_TRACES, MAX_SPANS
 from services.telemetry.record import SpanRecord
-
-MAX_SPANS = 16_384
-"""Of all traces together: about 10 MiB, and of a busy worker the last minute or so."""
-MAX_KEPT_TRACES = 4_096
-"""So many traces that were asked for are remembered: what comes later of them is wanted too."""
 
 
 class Ring:

@@ -22,12 +22,8 @@ from services.bus.base import (
     check_size,
 )
 from services.bus.memory import matches
+from services.sim.limits import MAX_BUFFERED_BYTES, MESSAGE_GAP_S, RECONNECT_S
 
-MAX_BUFFERED_BYTES = 2 * 1024 * 1024
-"""As the NATS client's `pending_size`."""
-RECONNECT_S = (0.02, 0.4)
-MIN_GAP_S = 1e-7
-"""Between two messages on one way, so that they stay in order."""
 NATS_PREFIX_TOKENS = 3
 """Our subjects' first tokens, which no pattern but a person's leaves open."""
 
@@ -200,7 +196,7 @@ class SimBroker:
         if weather.reordering and rng.random() < weather.reordering:
             at += rng.uniform(0.0, weather.reordering_s)
         else:
-            at = target.last_arrival_s[source] = max(at, target.last_arrival_s.get(source, 0.0) + MIN_GAP_S)
+            at = target.last_arrival_s[source] = max(at, target.last_arrival_s.get(source, 0.0) + MESSAGE_GAP_S)
         self._arrive(at, target, arrive)
         if weather.duplication and rng.random() < weather.duplication:
             self._arrive(at + rng.uniform(0.0, weather.reordering_s), target, arrive)

@@ -1,4 +1,4 @@
-"""A connection between two simulated processes: latency, bandwidth, a bounded buffer, and what can befall it."""
+"""A connection between two simulated processes: latency, bandwidth, a bounded buffer, and what can begin_stream it."""
 
 import contextlib
 import time
@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 from dataplane.memory.frames import Rows
 from dataplane.protocol.stream import HEADER_BYTES, Header, Kind, decode_header
 from dataplane.protocol.wire import Waker, WireClosedError, WireTimeoutError
+from services.sim.limits import CONNECTION_LINGER_S
 from services.sim.platform.threads import CoThread, current, pause
 
 BUFFER_BYTES = 64 << 10
@@ -18,7 +19,6 @@ SMALL_BYTES = 1024
 """A message of no more takes no time to hand over."""
 _MIN_PIECE_BYTES = 1024
 _MAX_PIECES = 3
-_LINGER_S = 1.0
 _NEVER = float("inf")
 
 StreamFaultKind = Literal["truncation", "corruption", "stall", "slowness"]
@@ -40,8 +40,8 @@ class StreamFault:
 class Pipe:
     """Bytes on their way in one direction."""
 
-    def __init__(self, link: "Link") -> None:
-        self._link = link
+    def __init__(self, connection: "Connection") -> None:
+        self._connection = connection
         self._chunks: deque[tuple[float, memoryview]] = deque()
         self._last_at = 0.0
         self._end_at = _NEVER
@@ -58,16 +58,16 @@ class Pipe:
         self.writer: CoThread | None = None
         """Waits for room."""
 
-    def befall(self, fault: StreamFault | None) -> None:
+    def begin_stream(self, fault: StreamFault | None) -> None:
         """Count the bytes from here on; this happens to them."""
         self._fault, self._num_crossed = fault, 0
-        self._link.delay_s = 0.0
+        self._connection.delay_s = 0.0
 
     def ready_at(self) -> float:
         """Return when there is something to take in, if only the end."""
         if self._chunks:
-            return max(self._chunks[0][0], self._link.held_until())
-        return max(self._end_at, self._link.held_until()) if self.is_ended else _NEVER
+            return max(self._chunks[0][0], self._connection.held_until())
+        return max(self._end_at, self._connection.held_until()) if self.is_ended else _NEVER
 
     def put(self, data: bytes) -> None:
         """Send. The caller has seen to it that there is room."""
@@ -77,10 +77,10 @@ class Pipe:
             data = self._struck(self._fault, data)
         self._num_crossed += len(data)
         if data:
-            at = self._last_at = max(time.monotonic() + self._link.latency_s, self._last_at, self._stalled_until)
+            at = self._last_at = max(time.monotonic() + self._connection.latency_s, self._last_at, self._stalled_until)
             self._chunks.append((at, memoryview(data)))
             self.num_bytes += len(data)
-            self.tell_reader()
+            self.notify_reader()
 
     def take(self, num_bytes: int) -> memoryview:
         """Return at most so many bytes of what is there. Raises WireClosedError at the end."""
@@ -105,12 +105,12 @@ class Pipe:
                 rows = rows.copy()
                 rows[divmod(max(0, at), rows.shape[1])] ^= 1 << fault.at_byte % 8
             elif fault.kind == "truncation":
-                self._link.shatter()
+                self._connection.reset()
                 raise WireClosedError("the connection was reset")
             elif fault.kind == "stall":
                 pause(fault.for_s)
             else:
-                self._link.delay_s = fault.for_s / 1024
+                self._connection.delay_s = fault.for_s / 1024
         self._num_crossed += rows.nbytes
         return rows
 
@@ -118,17 +118,17 @@ class Pipe:
         """Nothing more comes."""
         if not self.is_ended:
             self.is_ended = True
-            self._end_at = max(time.monotonic() + self._link.latency_s, self._last_at)
-            self.tell_reader()
+            self._end_at = max(time.monotonic() + self._connection.latency_s, self._last_at)
+            self.notify_reader()
 
-    def shatter(self) -> None:
+    def reset(self) -> None:
         """Nothing more comes, and nothing more is taken in."""
         self.end()
         self.is_broken = True
         if self.writer is not None:
             self.writer.wake()
 
-    def tell_reader(self) -> None:
+    def notify_reader(self) -> None:
         """Let whoever waits for bytes wake when there are some."""
         if self.reader is not None:
             self.reader.wake_at(self.ready_at())
@@ -142,19 +142,19 @@ class Pipe:
             self._stalled_until = time.monotonic() + fault.for_s
             return data
         if fault.kind == "slowness":
-            self._link.delay_s = fault.for_s / 1024
+            self._connection.delay_s = fault.for_s / 1024
             return data
         self._num_crossed = fault.at_byte
         before = data[:at]
         if before:
-            at_s = self._last_at = max(time.monotonic() + self._link.latency_s, self._last_at)
+            at_s = self._last_at = max(time.monotonic() + self._connection.latency_s, self._last_at)
             self._chunks.append((at_s, memoryview(before)))
             self.num_bytes += len(before)
-        self._link.shatter()
+        self._connection.reset()
         return b""
 
 
-class Link:
+class Connection:
     """Two pipes between the processes on `reader_host` and `holder_host`. `held_until`: nothing arrives before it."""
 
     def __init__(self, reader_host: str, holder_host: str, *, latency_s: float, bytes_per_s: float) -> None:
@@ -177,22 +177,22 @@ class Link:
         """Return the holder's and the reader's."""
         return SimWire(self, self.to_holder, self.to_reader), SimWire(self, self.to_reader, self.to_holder)
 
-    def shatter(self) -> None:
+    def reset(self) -> None:
         """Break it: both ends notice when they next use it, or now."""
-        self.to_reader.shatter()
-        self.to_holder.shatter()
+        self.to_reader.reset()
+        self.to_holder.reset()
 
-    def tell_readers(self) -> None:
+    def notify_readers(self) -> None:
         """What holds it has changed."""
-        self.to_reader.tell_reader()
-        self.to_holder.tell_reader()
+        self.to_reader.notify_reader()
+        self.to_holder.notify_reader()
 
 
 class SimWire:
-    """One end of a link, as `dataplane.protocol.wire.Wire`. Used by one cooperative thread."""
+    """One end of a connection, as `dataplane.protocol.wire.Wire`. Used by one cooperative thread."""
 
-    def __init__(self, link: Link, incoming: Pipe, outgoing: Pipe) -> None:
-        self.link = link
+    def __init__(self, connection: Connection, incoming: Pipe, outgoing: Pipe) -> None:
+        self.connection = connection
         self.reads_ahead = False
         self._incoming = incoming
         self._outgoing = outgoing
@@ -237,11 +237,11 @@ class SimWire:
         for piece in _pieces(buffers):
             data = b"".join(piece)
             self._put(data, timeout_s)
-            pause(self.link.transfer_s(len(data)))
+            pause(self.connection.transfer_s(len(data)))
 
     def finish_sending(self) -> None:
         self._outgoing.end()
-        deadline = time.monotonic() + _LINGER_S
+        deadline = time.monotonic() + CONNECTION_LINGER_S
         with contextlib.suppress(WireClosedError, WireTimeoutError):
             while True:
                 self._await_something(deadline)
@@ -261,12 +261,12 @@ class SimWire:
                 if thread is not None:
                     thread.wake()
             self._outgoing.end()
-            self._incoming.shatter()
+            self._incoming.reset()
 
     def close(self) -> None:
         self.cut()
         if self._outgoing.is_broken:  # the other end is closed as well
-            self.link.on_closed()
+            self.connection.on_closed()
 
     def _await_something(self, deadline: float) -> None:
         """Return when `take` does. Raises WireClosedError, WireTimeoutError."""

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from services.sim.limits import EXECUTOR_S, MAX_CALLBACKS_AT_ONCE
 from services.sim.platform.clock import VirtualTime
 from services.sim.platform.threads import CoThread, abandon_all
 
@@ -21,11 +22,6 @@ ResultT = TypeVar("ResultT")
 
 PROCESS: contextvars.ContextVar["Process | None"] = contextvars.ContextVar("process", default=None)
 """Whose code is running. Every callback carries it in its context."""
-
-MAX_CALLBACKS_AT_ONCE = 2_000_000
-"""More without a tick of the clock are a loop that never ends."""
-EXECUTOR_S = (0.0002, 0.003)
-"""How long work that was given to another thread takes."""
 
 
 class SimulationStuckError(Exception):

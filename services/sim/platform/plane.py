@@ -29,7 +29,7 @@ from dataplane.memory.frames import Rows, SequenceMemory
 from dataplane.protocol.stream import DigestKind, Header, TransferFailedError, TransferStats
 from dataplane.protocol.wire import Thread, Wire
 from schemas.handoff import Endpoint
-from services.sim.platform.connection import Link, SimWire, StreamFault, StreamFaultKind
+from services.sim.platform.connection import Connection, SimWire, StreamFault, StreamFaultKind
 from services.sim.platform.engine import Pace, SimEngineThread
 from services.sim.platform.threads import CoThread, current, pause, spawn
 from services.worker.platform import Platform
@@ -74,7 +74,7 @@ class ChanceFaults:
 
 
 class SimNetwork:
-    """Who listens where, and the links between them. One a simulation."""
+    """Who listens where, and the connections between them. One a simulation."""
 
     def __init__(
         self,
@@ -91,15 +91,15 @@ class SimNetwork:
         self._latency_s = latency_s
         self._servers: dict[tuple[str, int], SimPlaneServer] = {}
         self._next_port = _FIRST_PORT
-        self._links: dict[Link, None] = {}
+        self._connections: dict[Connection, None] = {}
         self._held_until: dict[tuple[str, str], float] = {}
         self._dialling: dict[CoThread, None] = {}
         self._dead: set[str] = set()
 
     @property
-    def num_links(self) -> int:
+    def num_connections(self) -> int:
         """Connections that at least one end has open."""
-        return len(self._links)
+        return len(self._connections)
 
     # What goes wrong.
 
@@ -108,24 +108,26 @@ class SimNetwork:
         self._dead.add(host)
         for address in [address for address in self._servers if address[0] == host]:
             del self._servers[address]
-        for link in [link for link in self._links if host in (link.reader_host, link.holder_host)]:
-            link.shatter()
-            del self._links[link]
+        for connection in [
+            connection for connection in self._connections if host in (connection.reader_host, connection.holder_host)
+        ]:
+            connection.reset()
+            del self._connections[connection]
 
     def partition(self, name: str, until_s: float, other: str = "") -> None:
         """Let nothing pass between the process of this name and the other, or all, before this time. No error."""
         self._held_until[(name, other)] = until_s
-        self._tell_all()
+        self._notify_all()
 
     def set_fault(self, kind: str, share: float) -> None:
-        """Let this befall so many of the streams that are opened from now on."""
+        """Let this begin_stream so many of the streams that are opened from now on."""
         self._chance.shares[kind] = share
 
     def heal(self) -> None:
         """Nothing goes wrong any more. The dead stay dead."""
         self._chance.shares.clear()
         self._held_until.clear()
-        self._tell_all()
+        self._notify_all()
 
     # What the plane's ends do.
 
@@ -154,11 +156,11 @@ class SimNetwork:
         server = self._servers.get((endpoint.host, endpoint.port))
         if server is None or reader_host in self._dead or self._faults.refuses(reader_host, endpoint.host):
             raise TransferFailedError("connect", f"{endpoint.host}:{endpoint.port}: connection refused")
-        link = Link(reader_host, endpoint.host, latency_s=latency_s, bytes_per_s=self.bytes_per_s)
-        link.held_until = functools.partial(self._held, reader_host, endpoint.host)
-        link.on_closed = lambda: self._links.pop(link, None)
-        self._links[link] = None
-        ours, theirs = link.ends()
+        connection = Connection(reader_host, endpoint.host, latency_s=latency_s, bytes_per_s=self.bytes_per_s)
+        connection.held_until = functools.partial(self._held, reader_host, endpoint.host)
+        connection.on_closed = lambda: self._connections.pop(connection, None)
+        self._connections[connection] = None
+        ours, theirs = connection.ends()
         if not server.admit(ours, reader_host):
             theirs.close()
             raise TransferFailedError("connect", f"{endpoint.host}:{endpoint.port}: connection refused")
@@ -166,13 +168,13 @@ class SimNetwork:
 
     def begin_stream(self, wire: SimWire) -> None:
         """A read begins on this connection: decide what befalls it."""
-        link = wire.link
-        link.to_reader.befall(self._faults.on_stream(link.reader_host, link.holder_host))
+        connection = wire.connection
+        connection.to_reader.begin_stream(self._faults.on_stream(connection.reader_host, connection.holder_host))
 
     def _pass(self, source: str, target: str, takes_s: float, timeout_s: float, cancellation: Cancellation) -> None:
         """Wait as long as a first word takes to pass. Raises TransferFailedError."""
         deadline, done_at = time.monotonic() + timeout_s, time.monotonic() + takes_s
-        dialling = _Dialling(current())
+        dialling = _Connecting(current())
         cancellation.watch(dialling)
         self._dialling[dialling.thread] = None
         try:
@@ -193,14 +195,14 @@ class SimNetwork:
         held = (until for (one, other), until in self._held_until.items() if one in names and other in ("", *names))
         return max(held, default=0.0)
 
-    def _tell_all(self) -> None:
-        for link in self._links:
-            link.tell_readers()
+    def _notify_all(self) -> None:
+        for connection in self._connections:
+            connection.notify_readers()
         for thread in self._dialling:
             thread.wake()
 
 
-class _Dialling:
+class _Connecting:
     """A thread that waits to be connected."""
 
     def __init__(self, thread: CoThread) -> None:
@@ -307,7 +309,7 @@ def _paced(wire: SimWire, views: Sequence[Rows]) -> Iterator[Rows]:
         for at in range(0, len(rows), num_rows):
             piece = rows[at : at + num_rows]
             if room <= 0:
-                pause(wire.link.transfer_s(min(step, total)))
+                pause(wire.connection.transfer_s(min(step, total)))
                 room = step
             room -= piece.nbytes
             total -= piece.nbytes

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from services.runtime import now_ms
+from services.sim.limits import OVERDUE_MS
 from services.sim.mesh import SimMesh
 from services.store.core import StoreCore
 from services.worker.kv.holder import KVHolder
@@ -13,10 +14,6 @@ class Held(NamedTuple):
 
     what: str
     num_blocks: int
-
-
-OVERDUE_MS = 1_000
-"""How long after its expiry a lease may be found open: the sweep goes by a clock of its own."""
 
 
 def problems_now(mesh: SimMesh) -> list[str]:
