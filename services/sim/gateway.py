@@ -1,4 +1,4 @@
-"""A gateway of the simulation: all of it but the socket."""
+"""A simulated gateway: the real one without its socket."""
 
 import asyncio
 import functools
@@ -22,11 +22,11 @@ from services.runtime import now_ms
 from services.telemetry import Telemetry
 
 _SERVING: ContextVar[Gateway] = ContextVar("serving")
-"""Whose request is being served."""
+"""The gateway whose request is being served."""
 
 
 class _Serving:
-    """Stands for the gateway whose request is being served."""
+    """Stands in the one Litestar application for the gateway whose request is being served."""
 
     def __getattr__(self, name: str) -> object:
         return getattr(_SERVING.get(), name)
@@ -34,12 +34,13 @@ class _Serving:
 
 @functools.cache
 def _routes() -> Litestar:
-    """The application, made once: making it costs as much as ten requests, and of a gateway it keeps nothing."""
+    """Return the application. It is made once, as making it costs as much as ten requests; it keeps no state of a
+    gateway."""
     return build_app(cast("Gateway", _Serving()))
 
 
 class SimApp:
-    """The application of one gateway."""
+    """The ASGI application of one gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway

@@ -1,4 +1,4 @@
-"""Many simulations, over the machine's cores, with progress."""
+"""Many simulations, spread over the machine's cores."""
 
 import multiprocessing
 import os
@@ -13,12 +13,13 @@ from services.sim.world import SimOptions, simulate
 REQUESTS_PER_RUN = 24
 RUNS_PER_TASK = 8
 TASKS_PER_CHILD = 64
-"""A process starts anew after so many: a little of what was killed in a simulation stays in memory to its end."""
+"""A worker process of the pool ends after so many tasks: killed coroutines of a simulation stay in memory until
+then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One simulation that broke a promise, and how to see it again."""
+    """One simulation that broke a promise, and what is needed to run it again."""
 
     seed: int
     num_requests: int
@@ -27,7 +28,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class SimBatch:
-    """What several seeds came to."""
+    """The sum of several simulations. `digests`: one for each, in order."""
 
     verdict: Verdict
     failures: tuple[Failure, ...]
@@ -44,7 +45,10 @@ def run_many(
     num_jobs: int = 0,
     on_batch: Callable[[SimBatch], None] = lambda _: None,
 ) -> SimBatch:
-    """Simulate `num_requests` requests, `REQUESTS_PER_RUN` to a seed, from this seed on. Return the sum."""
+    """Simulate `num_requests` requests, `REQUESTS_PER_RUN` for each seed, starting with `seed`. Return the sum.
+
+    `num_jobs` 0: one process for each core. `on_batch` is called with each part as it is done.
+    """
     tasks = list(_tasks(seed, num_requests))
     jobs = min(num_jobs or os.cpu_count() or 1, len(tasks))
     if jobs <= 1:
@@ -64,7 +68,7 @@ def run_many(
 
 
 def run_task(runs: list[tuple[int, int]], options: SimOptions) -> SimBatch:
-    """Simulate these (seed, number of requests)."""
+    """Simulate each pair of seed and number of requests."""
     verdict, failures, digests, virtual_s = Verdict(), list[Failure](), list[str](), 0.0
     for seed, num_requests in runs:
         report = simulate(seed, replace(options, num_requests=num_requests))
@@ -113,5 +117,5 @@ def _sum(batches: list[SimBatch]) -> SimBatch:
 
 
 def wall_clock() -> float:
-    """Return real seconds: read outside any simulation."""
+    """Return real monotonic seconds. Simulations replace `time.monotonic` while they run; call this outside them."""
     return time.monotonic()

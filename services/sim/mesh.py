@@ -1,4 +1,5 @@
-"""A whole mesh in one loop: every service as it is, an engine that cannot get away with wrong KV, a store."""
+"""A simulated mesh: every service's own code on one event loop, with an engine whose tokens depend on the KV it
+reads."""
 
 import asyncio
 import contextvars
@@ -44,7 +45,7 @@ SECRET = "a secret of the simulation"
 
 @dataclass(frozen=True, kw_only=True)
 class MeshShape:
-    """How many of what. `num_blocks`: of each worker's arena."""
+    """The size of a mesh, and its settings. `num_blocks`: of each worker's arena."""
 
     num_prefill: int = 2
     num_decode: int = 2
@@ -60,10 +61,10 @@ class MeshShape:
     carrier: str = "auto"
     lease_ms: int = 3_000
     step_s: float = 0.002
-    """How long an engine step takes, beside what its tokens take."""
+    """The fixed part of an engine step's time; its tokens add to it."""
     drain_s: float = 5.0
     windows: tuple[int, ...] = ()
-    """Of each layer, as `KVLayout.windows`."""
+    """For each layer, as `KVLayout.windows`."""
 
     @property
     def layout(self) -> KVLayout:
@@ -82,7 +83,7 @@ class MeshShape:
 
 @dataclass(eq=False)
 class Service:
-    """One service of the mesh and the process that runs it now."""
+    """One service, and the process that runs it now."""
 
     role: str
     name: str
@@ -91,9 +92,9 @@ class Service:
     stop: asyncio.Event
     task: "asyncio.Task[None] | None" = None
     app: SimApp | None = None
-    """Of a gateway that is ready."""
+    """The application of a gateway that is ready."""
     gates: list[LeaseGate] = field(default_factory=list[LeaseGate])
-    """Of a KV holder: what guards its blocks."""
+    """For a KV holder: what answers for its leases towards the data plane."""
     store: StoreCore | None = None
 
     def serve(self, app: SimApp) -> None:
@@ -136,14 +137,14 @@ class SimMesh:
         self._woken_s = -1.0
         self._context = contextvars.copy_context()
         self.spans: list[SpanRecord] | None = None
-        """Records of what has ended, where they are kept."""
+        """Where the spans of all services are collected. None: they are not kept."""
 
     def start_all(self) -> None:
         for role, name in self.shape.services:
             self.start(role, name)
 
     def start(self, role: str, name: str) -> Service:
-        """Start a process for this service, as new as after `exec`."""
+        """Start a process for this service. It shares no state with its predecessor."""
         number = next(self._starts)
         process = Process(name)
         service = Service(role, name, process, self.broker.connect(name), asyncio.Event())
@@ -163,7 +164,7 @@ class SimMesh:
             self.loop.resume(service.process)
 
     def woken_since(self, time_s: float) -> bool:
-        """Say whether a process was paused or has gone on since."""
+        """Say whether a process was paused at this time, or has been resumed since."""
         return self._woken_s >= time_s
 
     def living(self, target: str) -> list[Service]:

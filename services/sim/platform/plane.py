@@ -1,8 +1,7 @@
-"""The data plane of a simulation: the real holder and reader, in cooperative threads, over a network that is as bad as
-it is told to be.
+"""The data plane of a simulation: the real holder and reader in cooperative threads, over a network with faults.
 
-A process is named by its host: `name` or, started again, `name.2`. Carriers as on one machine: "loopback" and "shm"
-copy straight from the holder's arena, at the reader's own time; over "tcp" the bytes cross.
+A process is named by its host: `name`, or `name.2` when it was started again. Carriers as on one machine: "loopback"
+and "shm" copy from the holder's arena at the reader's own pace; over "tcp" the bytes cross.
 """
 
 import contextvars
@@ -41,7 +40,7 @@ _MIN_COPIED_BYTES = 1024
 
 
 class StreamFaults(Protocol):
-    """Decides what befalls the streams from one process to another, as each is opened."""
+    """Decides which fault a stream gets, as it is opened."""
 
     def refuses(self, reader_host: str, holder_host: str) -> bool:
         """Say whether a new connection is refused."""
@@ -51,7 +50,7 @@ class StreamFaults(Protocol):
 
 
 class ChanceFaults:
-    """Each kind befalls its share of the streams."""
+    """Each kind of fault happens to its share of the streams."""
 
     def __init__(self, rng: random.Random) -> None:
         self.shares: dict[str, float] = {}
@@ -74,7 +73,7 @@ class ChanceFaults:
 
 
 class SimNetwork:
-    """Who listens where, and the connections between them. One a simulation."""
+    """The listening servers and the connections between them. One for each simulation."""
 
     def __init__(
         self,
@@ -104,7 +103,7 @@ class SimNetwork:
     # What goes wrong.
 
     def kill(self, host: str) -> None:
-        """A process has died: its connections break, nobody reaches it or its memory any more."""
+        """A process has died: its connections break, and neither its server nor its memory can be reached."""
         self._dead.add(host)
         for address in [address for address in self._servers if address[0] == host]:
             del self._servers[address]
@@ -115,16 +114,17 @@ class SimNetwork:
             del self._connections[connection]
 
     def partition(self, name: str, until_s: float, other: str = "") -> None:
-        """Let nothing pass between the process of this name and the other, or all, before this time. No error."""
+        """Hold back everything between the process of this name and `other`, or all others, until this time. Nobody
+        gets an error."""
         self._held_until[(name, other)] = until_s
         self._notify_all()
 
     def set_fault(self, kind: str, share: float) -> None:
-        """Let this begin_stream so many of the streams that are opened from now on."""
+        """Give this fault to such a share of the streams that are opened from now on."""
         self._chance.shares[kind] = share
 
     def heal(self) -> None:
-        """Nothing goes wrong any more. The dead stay dead."""
+        """End all faults and partitions. Dead processes stay dead."""
         self._chance.shares.clear()
         self._held_until.clear()
         self._notify_all()
@@ -132,7 +132,7 @@ class SimNetwork:
     # What the plane's ends do.
 
     def listen(self, host: str, server: "SimPlaneServer") -> int:
-        """Let readers find this server; return its port. Raises OSError when the process is said to be dead."""
+        """Make this server reachable; return its port. Raises OSError when its process has been killed."""
         if host in self._dead:
             raise OSError(f"{host} is dead")
         self._next_port += 1
@@ -144,7 +144,7 @@ class SimNetwork:
             del self._servers[address]
 
     def arena(self, nonce: str) -> Arena | None:
-        """Return the arena of a process that lives and serves."""
+        """Return the arena of a process that is alive and serves; None for any other."""
         arena = next((s.arena for s in self._servers.values() if s.arena.nonce == nonce), None)
         assert not isinstance(arena, DeviceArena), "a simulated worker has no card"
         return arena
@@ -167,12 +167,12 @@ class SimNetwork:
         return theirs
 
     def begin_stream(self, wire: SimWire) -> None:
-        """A read begins on this connection: decide what befalls it."""
+        """A read begins on this connection: decide which fault it gets."""
         connection = wire.connection
         connection.to_reader.begin_stream(self._faults.on_stream(connection.reader_host, connection.holder_host))
 
     def _pass(self, source: str, target: str, takes_s: float, timeout_s: float, cancellation: Cancellation) -> None:
-        """Wait as long as a first word takes to pass. Raises TransferFailedError."""
+        """Wait as long as the handshake takes. Raises TransferFailedError."""
         deadline, done_at = time.monotonic() + timeout_s, time.monotonic() + takes_s
         dialling = _Connecting(current())
         cancellation.watch(dialling)
@@ -188,7 +188,7 @@ class SimNetwork:
             cancellation.unwatch(dialling)
 
     def _held(self, a: str, b: str) -> float:
-        """Return until when nothing passes between these two."""
+        """Return until when nothing passes between these two, in monotonic seconds; 0 where nothing is held back."""
         if not self._held_until:
             return 0.0
         names = (_name_of(a), _name_of(b))
@@ -213,7 +213,8 @@ class _Connecting:
 
 
 class SimPlaneServer(PlaneServer):
-    """Serves on the network. `close` does not wait, on the loop: the streams end as the loop goes on."""
+    """A plane server on the simulated network. On the loop `close` does not wait: the streams end as the loop goes
+    on."""
 
     def __init__(
         self,
@@ -241,7 +242,7 @@ class SimPlaneServer(PlaneServer):
         )
 
     def admit(self, wire: SimWire, reader_host: str) -> bool:
-        """Serve a new connection, or say no."""
+        """Serve a new connection. False: it is refused."""
         return self._admit(wire, reader_host)
 
     def _listen(self) -> None:
@@ -255,7 +256,7 @@ class SimPlaneServer(PlaneServer):
 
 
 class SimPlaneReader(PlaneReader):
-    """Reads over the network."""
+    """A plane reader on the simulated network."""
 
     def __init__(self, network: SimNetwork, host: str, arena: KVArena, shape: ArenaShape) -> None:
         super().__init__(arena, shape)
@@ -292,7 +293,7 @@ class SimPlaneReader(PlaneReader):
 
 
 class _PacedReader(SharedReader):
-    """Copies from the holder's memory, piece by piece, while other things happen."""
+    """Copies from the holder's memory piece by piece, so that other threads run in between."""
 
     def _copy(self, wire: Wire, data: Header, stats: TransferStats) -> int:
         assert isinstance(wire, SimWire)
@@ -321,7 +322,7 @@ def _name_of(host: str) -> str:
 
 
 def memory_arena(shape: ArenaShape, host: str) -> Arena:
-    """Return an arena in memory of its own, with no name on this machine."""
+    """Return an arena in memory of its own, without a name on this machine."""
     return Arena(host, f"nonce-{host}", mmap.mmap(-1, HEADER_BYTES + shape.num_bytes), owned=False)
 
 
@@ -331,7 +332,8 @@ def sim_platform(
     on_gate: Callable[[LeaseGate], None] = lambda _: None,
     pace: Pace | None = None,
 ) -> Platform:
-    """Return the platform of one simulated process. `on_gate` is told what guards its blocks."""
+    """Return the platform of one simulated process. `on_gate` is called with each lease gate that a server is made
+    with."""
 
     def make_server(
         arena: KVArena, shape: ArenaShape, gate: LeaseGate, secret: bytes, options: ServerOptions
