@@ -1,8 +1,9 @@
-"""Errors that a person sees. Each is one line that says what to do; internal ones live beside what raises them."""
+"""Errors that a person sees, each one line that says what to do. Internal errors stand beside the code that raises
+them."""
 
 
 class UserError(Exception):
-    """Something the person at the keyboard can mend: printed as one line, exit code 2."""
+    """Something that the person at the keyboard can mend: printed as one line, exit code 2."""
 
 
 class BrokerUnreachableError(UserError):
@@ -14,7 +15,7 @@ class MeshNotRunningError(UserError):
 
 
 class CheckpointError(UserError):
-    """This checkpoint cannot be served."""
+    """This checkpoint cannot be served. The message is folded into one line."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))

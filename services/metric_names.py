@@ -9,8 +9,8 @@ from typing import Any, get_args
 from dataplane.protocol.stream import FailureCode
 from schemas import subjects
 from schemas.request import RefusalReason
-from services.gateway.observe.ttft_parts import PARTS
 from services.metrics import Labels, MetricName
+from services.telemetry.names import TTFT_PARTS
 
 GATEWAY: Labels = ("gateway",)
 SCHEDULER: Labels = ("scheduler",)
@@ -20,7 +20,6 @@ HOLDERS: Labels = (*WORKERS, "store")
 ALL: Labels = ("gateway", "scheduler", "directory", *HOLDERS)
 
 PROVIDER = "kvmesh"
-TTFT_PARTS: Labels = PARTS
 AGES: tuple[tuple[str, float], ...] = (("<1s", 1), ("1-5s", 5), ("5-30s", 30), ("30-120s", 120))
 """Upper bounds in seconds; what is older is OLDEST."""
 OLDEST = ">120s"

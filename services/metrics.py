@@ -1,8 +1,9 @@
-"""Metrics: one registry a service, and the server that Prometheus scrapes. The only file that knows prometheus_client.
+"""Metrics: one registry for each service, and the server that Prometheus scrapes. The only file that imports
+prometheus_client.
 
-What happens is counted as it happens (`inc`, `observe`). What *is* (blocks, queues, ages) is looked at by the service's
-own loop twice a second (`sample`) and put there whole; the server's thread reads what was put and walks nothing alive.
-What is measured, under which names and labels: `services/metric_names.py`.
+Events are counted as they happen (`inc`, `observe`). The present state (blocks, queues, ages) is read by the service's
+own loop twice a second (`sample`), which replaces all values at once; the server's thread reads only these values.
+Names and labels: `services/metric_names.py`.
 """
 
 import asyncio
@@ -25,26 +26,25 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from services.telemetry.limits import MAX_SERIES, SAMPLE_INTERVAL_S
+
 log = logging.getLogger(__name__)
 
 Kind = Literal["counter", "gauge", "histogram"]
 Labels = tuple[str, ...]
 
-MAX_SERIES = 512
-"""Of one metric of one service: what comes after is counted together, as OTHER."""
 OTHER = "other"
-SAMPLE_INTERVAL_S = 0.5
 _SAMPLED_FLAG = 0x01
 
 disable_created_metrics()  # twice the series, for what `process_start_time_seconds` says
 
 
 class MetricName(NamedTuple):
-    """One metric: what is measured, in which unit, by whose eyes. A counter's name is written without `_total`.
+    """One metric: its kind, name, text and labels. A counter's name is written without `_total`.
 
     `values`: what each label can be, where that is known: such series begin at 0, so that the first event is an
-    increase. `roles`: who serves it; empty: everybody. `is_sampled`: put by `sample`, not counted as it happens.
-    `is_own`: a label `worker`, which nobody has to give, says whose it is.
+    increase. `roles`: who serves it; empty: everybody. `is_sampled`: set by `sample`, not counted. `is_own`: it has a
+    label `worker`, filled with the service's own name.
     """
 
     kind: Kind
@@ -68,7 +68,7 @@ class MetricName(NamedTuple):
 
 
 class Metrics:
-    """One service's. Thread-safe but for `sample`, which belongs to the loop that the service runs on."""
+    """One service's metrics. Thread-safe except `sample`, which is for the loop that the service runs on."""
 
     def __init__(self, worker: str = "") -> None:
         self._worker = (worker,)
@@ -81,19 +81,19 @@ class Metrics:
         self._samplers: list[Callable[[], None]] = []
 
     def inc(self, metric: MetricName, *labels: str, by: float = 1, traceparent: str = "") -> None:
-        """Count. The trace, where it is sampled, becomes the exemplar."""
+        """Count. A sampled trace becomes the exemplar."""
         child = self._child(metric, labels)
         assert isinstance(child, Counter)
         child.inc(by, exemplar_of(traceparent))
 
     def observe(self, metric: MetricName, value: float, *labels: str, traceparent: str = "") -> None:
-        """Take a value into a histogram. The trace, where it is sampled, becomes the exemplar of its bucket."""
+        """Add a value to a histogram. A sampled trace becomes the exemplar of its bucket."""
         child = self._child(metric, labels)
         assert isinstance(child, Histogram)
         child.observe(value, exemplar_of(traceparent))
 
     def put(self, metric: MetricName, values: Mapping[Labels, float]) -> None:
-        """Say what a sampled metric is now, all of its series: those that are not named are gone."""
+        """Set all series of a sampled metric; those that are not named are removed."""
         assert metric.is_sampled, f"{metric.name} is counted as it happens"
         assert all(len(labels) == len(metric.labels) for labels in values), f"{metric.name} has {metric.labels}"
         own = self._worker if metric.is_own else ()
@@ -105,7 +105,7 @@ class Metrics:
         self._samplers.append(sampler)
 
     def sample(self) -> None:
-        """Look at what is."""
+        """Call every sampler. One that raises is logged."""
         for sampler in self._samplers:
             try:
                 sampler()
@@ -113,7 +113,7 @@ class Metrics:
                 log.exception("sampling the metrics failed")
 
     def prepare(self, metrics: tuple[MetricName, ...]) -> None:
-        """Begin at 0 what is counted and has known labels, and say how the process is."""
+        """Begin at 0 what is counted and has known labels, and add the process's own metrics."""
         ProcessCollector(registry=self._registry)
         for metric in metrics:
             if not metric.is_sampled and len(metric.values) == len(metric.labels):
@@ -121,13 +121,13 @@ class Metrics:
                     self._child(metric, labels)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
-        """Return the text and its content type: OpenMetrics, with exemplars, for whoever takes it."""
+        """Return the text and its content type: OpenMetrics, with exemplars, where it is accepted."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
     def start_server(self, host: str, port: int) -> WSGIServer | None:
-        """Serve on a thread of its own; port 0 finds one. None where the port cannot be had: a service does not die
-        for its figures."""
+        """Serve on a thread of its own; port 0 finds one. None where the port cannot be had: a service runs on
+        without."""
         try:
             server, _thread = start_http_server(port, host, self._registry)
         except OSError as error:
@@ -168,7 +168,7 @@ class Metrics:
 
 
 class _Sampled(Collector):
-    """What was put last. Another thread collects: nothing is changed in place."""
+    """The values that were set last. Another thread collects: nothing is changed in place."""
 
     def __init__(self) -> None:
         self._values: dict[MetricName, dict[Labels, float]] = {}
@@ -186,8 +186,7 @@ class _Sampled(Collector):
 
 
 def exemplar_of(traceparent: str) -> dict[str, str] | None:
-    """Return the exemplar's labels for a W3C traceparent; None where there is none or it is not sampled: a link to a
-    trace that nobody keeps leads nowhere."""
+    """Return the exemplar's labels for a W3C traceparent; None where it is empty, malformed or not sampled."""
     if not traceparent:
         return None
     parts = traceparent.split("-")

@@ -1,7 +1,7 @@
-"""Ports that stay ours: outside the range from which the system gives ports to whoever connects somewhere.
+"""Free ports outside the range from which the system takes ports for outgoing connections.
 
-A port of that range could be somebody's as soon as its owner is started again; and who knocks at it meanwhile may by
-chance be given that very port, and be connected to himself.
+A port of that range may be somebody else's by the time its owner is started again; and a client that connects to it
+meanwhile may be given that very port and be connected to itself.
 """
 
 import errno
@@ -19,7 +19,7 @@ BACKLOG = 2_048
 
 
 def free_port() -> int:
-    """Return a port of 127.0.0.1 that nobody has. It is not held: another may come between."""
+    """Return a free port of 127.0.0.1. It is not held: another process may take it."""
     end = _first_lent_port()
     for port in random.sample(range(FIRST_PORT, end), min(NUM_TRIES, end - FIRST_PORT)) if end > FIRST_PORT else []:
         if is_free(port):

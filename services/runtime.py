@@ -1,4 +1,4 @@
-"""What every service's process does the same way: its clock, its log, its signals, its end."""
+"""What every service's process does alike: clock, logging, signals, shutdown."""
 
 import asyncio
 import logging
@@ -47,7 +47,8 @@ def run_until_signal(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
 
 
 async def watch_parent(stop: asyncio.Event) -> None:
-    """Set `stop` when standard input ends: `kvmesh up` holds the other end, so nothing outlives it, however it dies."""
+    """Set `stop` when standard input ends. `kvmesh up` holds the other end, so that no service outlives it, however it
+    dies."""
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin

@@ -18,7 +18,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from services.bench.drive.arguments import parse_lengths
-from services.bench.drive.driver import Client, Completion
+from services.bench.drive.http_client import Client, Completion
 from services.bench.drive.meshes import serving
 from services.config import WireDtype
 from services.engine.demo_model import DEMO_MODEL_DIR

@@ -23,7 +23,7 @@ from schemas.ids import WorkerId
 from schemas.request import KVSource
 from services.bench.drive.arguments import parse_lengths
 from services.bench.drive.direct import DirectClient
-from services.bench.drive.driver import Client, RequestFailedError, open_http
+from services.bench.drive.http_client import Client, RequestFailedError, open_http
 from services.bench.drive.meshes import model_folder, rotated, running
 from services.bench.drive.random_model import SHAPE
 from services.bench.drive.stats import choice_crossover, crossover, median, ratio, rounded
@@ -40,7 +40,7 @@ MIN_LENGTH = 32
 SEED = 20261121
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
+class CrossoverSample(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt length, once. `chose_read`: what `cost` did; its time is the gateway's client's."""
 
     carrier: str
@@ -51,7 +51,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     chose_read: bool
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class CrossoverRow(msgspec.Struct, frozen=True, kw_only=True):
     """Medians. `lost_ms`: what the policy's choice, taken by majority, costs over the better one."""
 
     length: int
@@ -75,10 +75,10 @@ class CarrierReport(msgspec.Struct, frozen=True, kw_only=True):
     crossover_at_most: bool
     policy_crossover_tokens: float | None
     policy_over_measured: float | None
-    rows: tuple[Row, ...]
+    rows: tuple[CrossoverRow, ...]
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class CrossoverReport(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     num_parameters: int | None
     pull_tokens_min: int
@@ -108,7 +108,7 @@ def parse_carriers(text: str) -> list[Carrier]:
     return [known[name] for name in dict.fromkeys(names)]
 
 
-def carrier_report(carrier: str, samples: Sequence[Sample]) -> CarrierReport:
+def carrier_report(carrier: str, samples: Sequence[CrossoverSample]) -> CarrierReport:
     """Return one carrier's rows, and where the two ways cross."""
     lengths = sorted({sample.length for sample in samples})
     rows = [_row([sample for sample in samples if sample.length == length]) for length in lengths]
@@ -124,13 +124,13 @@ def carrier_report(carrier: str, samples: Sequence[Sample]) -> CarrierReport:
     )
 
 
-def _row(samples: Sequence[Sample]) -> Row:
+def _row(samples: Sequence[CrossoverSample]) -> CrossoverRow:
     read, computed = median([s.read_ms for s in samples]), median([s.computed_ms for s in samples])
     share = sum(sample.chose_read for sample in samples) / len(samples)
     lost = None
     if read is not None and computed is not None:
         lost = round((read if share >= 0.5 else computed) - min(read, computed), 2)
-    return Row(
+    return CrossoverRow(
         length=samples[0].length,
         num_requests=len(samples),
         read_ms=read,
@@ -142,7 +142,7 @@ def _row(samples: Sequence[Sample]) -> Row:
     )
 
 
-async def _run(carriers: list[Carrier], lengths: list[int], num_requests: int, options: UpOptions) -> Report:
+async def _run(carriers: list[Carrier], lengths: list[int], num_requests: int, options: UpOptions) -> CrossoverReport:
     async with model_folder(options.model) as (model, num_parameters):
         # The decode worker, which holds everything, is not to serve alone: then there would be nothing to choose.
         meshes = {
@@ -153,7 +153,7 @@ async def _run(carriers: list[Carrier], lengths: list[int], num_requests: int, o
             samples = await _measure(supervisors, lengths, num_requests)
             checkpoint = next(iter(supervisors.values())).checkpoint
     assert checkpoint is not None
-    return Report(
+    return CrossoverReport(
         model=checkpoint.name,
         num_parameters=num_parameters,
         pull_tokens_min=options.pull_tokens_min,
@@ -161,10 +161,10 @@ async def _run(carriers: list[Carrier], lengths: list[int], num_requests: int, o
     )
 
 
-async def _measure(supervisors: dict[str, Supervisor], lengths: list[int], num_requests: int) -> list[Sample]:
+async def _measure(supervisors: dict[str, Supervisor], lengths: list[int], num_requests: int) -> list[CrossoverSample]:
     """Go through all lengths on one mesh after the other, again and again."""
     rng = random.Random(SEED)
-    samples: list[Sample] = []
+    samples: list[CrossoverSample] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(open_http())
@@ -197,7 +197,7 @@ class Probe:
         self._rng = rng
         self._vocab_size = vocab_size
 
-    async def measure(self, length: int, number: int) -> Sample:
+    async def measure(self, length: int, number: int) -> CrossoverSample:
         """Time three fresh prompts of this length. Raises RequestFailedError where what was to be read was not."""
         times: dict[str, float] = {}
         chose_read = False
@@ -213,7 +213,7 @@ class Probe:
                     completion = await self._client.complete(prompt, NUM_TOKENS)
                     times[way] = completion.ttft_ms
                     chose_read = completion.usage.computing.transferred_tokens > 0
-        return Sample(
+        return CrossoverSample(
             carrier=self._carrier,
             length=length,
             read_ms=times["read"],
@@ -241,7 +241,7 @@ class Probe:
         return prompt, await self._direct.wait_located(held, DECODE)
 
 
-def _print(report: Report) -> None:
+def _print(report: CrossoverReport) -> None:
     console = Console(highlight=False, soft_wrap=True)
     headings = ("tokens", "read ms", "computed ms", "ratio", "cost reads", "lost by it, ms", "through the gateway, ms")
     for carrier in report.carriers:

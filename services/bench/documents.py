@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from services.bench.drive.driver import Client, Completion
+from services.bench.drive.http_client import Client, Completion
 from services.bench.drive.meshes import RECOMPUTE, Served, reuse_modes, rotated, serving
 from services.bench.drive.sources import SourceShares, shares_of
 from services.bench.drive.stats import percentile, ratio, rounded
@@ -40,14 +40,14 @@ class DocumentsPlan:
     concurrency: int
 
 
-class Question(msgspec.Struct, frozen=True, kw_only=True):
+class DocumentQuestion(msgspec.Struct, frozen=True, kw_only=True):
     """`is_first`: nobody has asked about this document before."""
 
     prompt: tuple[int, ...]
     is_first: bool
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class DocumentsRow(msgspec.Struct, frozen=True, kw_only=True):
     """One mode. The ratios are to recomputing, at p50."""
 
     mode: str
@@ -62,13 +62,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     later_sources: SourceShares
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class DocumentsReport(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     num_parameters: int | None
     num_documents: int
     document_tokens: int
     later_ttft_p50_ratio: dict[str, float | None]
-    rows: tuple[Row, ...]
+    rows: tuple[DocumentsRow, ...]
 
 
 def run_documents(plan: DocumentsPlan, options: UpOptions, *, url: str, as_json: bool) -> None:
@@ -82,21 +82,21 @@ def run_documents(plan: DocumentsPlan, options: UpOptions, *, url: str, as_json:
 
 def make_questions(
     rng: random.Random, *, num_documents: int, document_tokens: int, num_questions: int, vocab_size: int
-) -> list[Question]:
+) -> list[DocumentQuestion]:
     """Return the questions of one round, shuffled; each prompt is its document, then the question."""
     documents = [random_tokens(rng, document_tokens, vocab_size) for _ in range(num_documents)]
     order = [number for number in range(num_documents) for _ in range(num_questions)]
     rng.shuffle(order)
     seen = set[int]()
-    questions: list[Question] = []
+    questions: list[DocumentQuestion] = []
     for number in order:
         text = random_tokens(rng, rng.randint(*QUESTION_TOKENS), vocab_size)
-        questions.append(Question(prompt=(*documents[number], *text), is_first=number not in seen))
+        questions.append(DocumentQuestion(prompt=(*documents[number], *text), is_first=number not in seen))
         seen.add(number)
     return questions
 
 
-def rows_of(answers: dict[str, list[tuple[Question, Completion]]]) -> list[Row]:
+def rows_of(answers: dict[str, list[tuple[DocumentQuestion, Completion]]]) -> list[DocumentsRow]:
     """Return a row for each mode."""
 
     def times(mode: str, *, first: bool) -> list[float]:
@@ -106,7 +106,7 @@ def rows_of(answers: dict[str, list[tuple[Question, Completion]]]) -> list[Row]:
         return ratio(percentile(times(mode, first=first), 50), percentile(times(RECOMPUTE, first=first), 50))
 
     return [
-        Row(
+        DocumentsRow(
             mode=mode,
             num_first=len(times(mode, first=True)),
             num_later=len(times(mode, first=False)),
@@ -122,13 +122,13 @@ def rows_of(answers: dict[str, list[tuple[Question, Completion]]]) -> list[Row]:
     ]
 
 
-async def _run(plan: DocumentsPlan, options: UpOptions, url: str) -> Report:
+async def _run(plan: DocumentsPlan, options: UpOptions, url: str) -> DocumentsReport:
     async with serving(reuse_modes, options, url) as served:
         longest = plan.document_tokens + QUESTION_TOKENS[1] + ANSWER_TOKENS
         if longest > served.context_length:
             raise UserError(f"{longest} tokens do not fit the model's context, {served.context_length}")
         rows = rows_of(await _measure(plan, served))
-    return Report(
+    return DocumentsReport(
         model=served.model,
         num_parameters=served.num_parameters,
         num_documents=plan.num_documents,
@@ -138,16 +138,16 @@ async def _run(plan: DocumentsPlan, options: UpOptions, url: str) -> Report:
     )
 
 
-async def _measure(plan: DocumentsPlan, served: Served) -> dict[str, list[tuple[Question, Completion]]]:
+async def _measure(plan: DocumentsPlan, served: Served) -> dict[str, list[tuple[DocumentQuestion, Completion]]]:
     """Ask the same questions of every mesh, a round at a time; no two meshes are ever busy at once."""
     rng = random.Random(SEED)
-    answers: dict[str, list[tuple[Question, Completion]]] = {mode: [] for mode in served.clients}
+    answers: dict[str, list[tuple[DocumentQuestion, Completion]]] = {mode: [] for mode in served.clients}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         total = plan.num_rounds * plan.num_documents * plan.num_questions * len(served.clients)
         task = progress.add_task("warming up", total=total)
 
-        def make(document_tokens: int, num_questions: int) -> list[Question]:
+        def make(document_tokens: int, num_questions: int) -> list[DocumentQuestion]:
             return make_questions(
                 rng,
                 num_documents=plan.num_documents,
@@ -169,17 +169,17 @@ async def _measure(plan: DocumentsPlan, served: Served) -> dict[str, list[tuple[
     return answers
 
 
-async def _ask_all(client: Client, questions: Sequence[Question], concurrency: int) -> list[Completion]:
+async def _ask_all(client: Client, questions: Sequence[DocumentQuestion], concurrency: int) -> list[Completion]:
     slots = asyncio.Semaphore(concurrency)
 
-    async def ask(question: Question) -> Completion:
+    async def ask(question: DocumentQuestion) -> Completion:
         async with slots:
             return await client.complete(question.prompt, ANSWER_TOKENS)
 
     return await asyncio.gather(*map(ask, questions))
 
 
-def _print(report: Report) -> None:
+def _print(report: DocumentsReport) -> None:
     console = Console(highlight=False)
     headings = ("mode", "first: p50 / p75 ms", "ratio", "later: p50 / p75 ms", "ratio", "later prompts' tokens")
     table = Table(

@@ -48,7 +48,7 @@ class ModelShape(NamedTuple):
         return 2 * self.num_parameters * (end - start) + attention
 
 
-class Link(NamedTuple):
+class LinkSpec(NamedTuple):
     """One direction of a link between two cards. `gb_per_s`: raw; `efficiency`: the share that was measured of it."""
 
     name: str
@@ -83,25 +83,25 @@ MODELS = (
 )
 OPT_66B = ModelShape("OPT-66B", 64, 72, 72, 128, 66e9)
 
-NVLINK = Link("NVLink 4", 450.0, 380 / 450)
+NVLINK = LinkSpec("NVLink 4", 450.0, 380 / 450)
 LINKS = (
     NVLINK,
-    Link("400 Gb/s InfiniBand, RoCE", 50.0, 47 / 50),
-    Link("PCIe 5 × 16 to the host", 64.0, 52.8 / 64),
-    Link("200 Gb/s InfiniBand, RoCE", 25.0, 24 / 25),
-    Link("25 Gb/s Ethernet, TCP", 3.125, 1460 / 1538),
+    LinkSpec("400 Gb/s InfiniBand, RoCE", 50.0, 47 / 50),
+    LinkSpec("PCIe 5 × 16 to the host", 64.0, 52.8 / 64),
+    LinkSpec("200 Gb/s InfiniBand, RoCE", 25.0, 24 / 25),
+    LinkSpec("25 Gb/s Ethernet, TCP", 3.125, 1460 / 1538),
 )
-MOONCAKE = Link("8 × 200 Gb/s RoCE, Mooncake", 200.0, 0.776, frame_us=0.0)
+MOONCAKE = LinkSpec("8 × 200 Gb/s RoCE, Mooncake", 200.0, 0.776, frame_us=0.0)
 """Efficiency and the fixed half millisecond are fitted to the nine times that it publishes."""
 
 
-def whole_ms(model: ModelShape, num_tokens: int, link: Link) -> float:
+def whole_ms(model: ModelShape, num_tokens: int, link: LinkSpec) -> float:
     """Return how long the KV of a prompt takes once all of it is there."""
     return link.fixed_ms + link.frames_ms(num_tokens * model.token_bytes)
 
 
 def handover(
-    model: ModelShape, num_tokens: int, link: Link, *, tflops: float = TFLOPS, chunk_tokens: int = CHUNK_TOKENS
+    model: ModelShape, num_tokens: int, link: LinkSpec, *, tflops: float = TFLOPS, chunk_tokens: int = CHUNK_TOKENS
 ) -> Handover:
     """Return what handing a prompt over takes while and after it is computed in chunks, layer by layer."""
     ready_ms = crossed_ms = 0.0

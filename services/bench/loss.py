@@ -40,10 +40,11 @@ from dataplane.blocks.layout import (
 )
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
-from services.bench.drive.driver import RequestFailedError
+from services.bench.drive.http_client import RequestFailedError
 from services.bench.drive.random_model import SHAPE, make_model
 from services.bench.drive.stats import percentile, rounded
 from services.bench.drive.workload import random_tokens
+from services.bench.limits import BATCH_TIMEOUT_S, ENGINE_STOP_TIMEOUT_S
 from services.engine import interface as base
 from services.engine.batch import Batch
 from services.engine.checkpoint import layout_of, read_checkpoint
@@ -56,8 +57,6 @@ NUM_REQUESTS = 8
 NUMBERS_LOST = (0, 1, 4, 8)
 BLOCK_SIZE = 16
 REPEATS = 5
-BATCH_TIMEOUT_S = 600.0
-STOP_TIMEOUT_S = 30.0
 SEED = 20261121
 
 
@@ -95,7 +94,7 @@ class Plan(NamedTuple):
         return served + sum(sequence.num_uncomputed_tokens for sequence in self.recomputed)
 
 
-class Outcome(NamedTuple):
+class BatchOutcome(NamedTuple):
     """Of one batch, by request number. `times_ms`: of its tokens, from submission on; `steps`: which brought them."""
 
     num_recomputed_tokens: int
@@ -117,7 +116,7 @@ class Samples:
     step_ms: list[float] = field(default_factory=list[float])
     num_differing: int = 0
 
-    def add(self, outcome: Outcome, lost: frozenset[int], expected: dict[int, list[int]]) -> None:
+    def add(self, outcome: BatchOutcome, lost: frozenset[int], expected: dict[int, list[int]]) -> None:
         self.num_recomputed_tokens = outcome.num_recomputed_tokens
         self.step_ms += outcome.step_ms
         self.num_differing += sum(outcome.tokens[number] != tokens for number, tokens in expected.items())
@@ -130,7 +129,7 @@ class Samples:
             self.ready_steps += [after - before for before, after in pairwise([0, *outcome.steps[number]])]
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class LossRow(msgspec.Struct, frozen=True, kw_only=True):
     """All repeats of one way and number lost; times in milliseconds. None where there are no such requests.
 
     TTFT runs from the batch's submission to a request's next token. `ready_steps_max`: the most engine steps that a
@@ -152,12 +151,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     num_differing: int
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class LossReport(msgspec.Struct, frozen=True, kw_only=True):
     num_parameters: int
     num_requests: int
     terms: Terms
     repeats: int
-    rows: tuple[Row, ...]
+    rows: tuple[LossRow, ...]
 
 
 def run_loss(*, as_json: bool) -> None:
@@ -221,7 +220,7 @@ class LossBench:
         self.expected: dict[int, list[int]] = self.run("ours", frozenset()).tokens
         """The answers when nothing is lost."""
 
-    def run(self, way: Way, lost: frozenset[int]) -> Outcome:
+    def run(self, way: Way, lost: frozenset[int]) -> BatchOutcome:
         """Lose KV and run one batch. Raises RequestFailedError."""
         plan = plan_batch(way, self._requests, lost, self._terms)
         self._arena[:] = self._snapshot
@@ -267,12 +266,12 @@ class _Run:
         self._num_recomputing = len(plan.recomputed)
         self._num_serving = len(plan.served)
         self._numbers = {sequence.request_id: number for number, sequence in enumerate(plan.served)}
-        self._outcome = Outcome(plan.num_recomputed_tokens, {}, {}, {}, [])
+        self._outcome = BatchOutcome(plan.num_recomputed_tokens, {}, {}, {}, [])
         self._failure = ""
         self._started = 0.0
         self._ended = threading.Event()
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> BatchOutcome:
         """Run to the end. Raises RequestFailedError."""
         self._started = time.perf_counter()
         for sequence in self._plan.recomputed or self._plan.served:
@@ -282,7 +281,7 @@ class _Run:
             if not self._ended.wait(BATCH_TIMEOUT_S):
                 raise RequestFailedError(f"a batch did not end within {BATCH_TIMEOUT_S:.0f} s")
         finally:
-            self._thread.stop(STOP_TIMEOUT_S)
+            self._thread.stop(ENGINE_STOP_TIMEOUT_S)
         if self._failure:
             raise RequestFailedError(self._failure)
         return self._outcome
@@ -318,7 +317,7 @@ def lost_requests(num_lost: int, repeat: int) -> frozenset[int]:
     return frozenset((repeat + index) % NUM_REQUESTS for index in range(num_lost))
 
 
-def _measure() -> Report:
+def _measure() -> LossReport:
     from services.engine.cpu.model import load_engine  # noqa: PLC0415 - torch takes seconds
 
     terms = Terms()
@@ -334,7 +333,7 @@ def _measure() -> Report:
         samples = _interleave(LossBench(engine, arena, prompts, terms))
     finally:
         engine.close()
-    return Report(
+    return LossReport(
         num_parameters=num_parameters,
         num_requests=NUM_REQUESTS,
         terms=terms,
@@ -359,8 +358,8 @@ def _interleave(bench: LossBench) -> dict[tuple[int, Way], Samples]:
     return samples
 
 
-def _row(num_lost: int, way: Way, samples: Samples) -> Row:
-    return Row(
+def _row(num_lost: int, way: Way, samples: Samples) -> LossRow:
+    return LossRow(
         num_lost=num_lost,
         way=way,
         recomputed_tokens=samples.num_recomputed_tokens,
@@ -381,7 +380,7 @@ def _percentile(values: list[float], percent: float) -> float | None:
     return rounded(percentile(values, percent))
 
 
-def _print(report: Report) -> None:
+def _print(report: LossReport) -> None:
     console = Console(highlight=False)
     headings = ("computed\ntokens", "lost TTFT\np50/max", "ready TTFT\np50/max", "ready ITL\np50/p99/max")
     columns = [Column(heading, justify="right") for heading in (*headings, "steps/\ntoken", "longest\nstep")]

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from services.bench.drive.arguments import parse_lengths, parse_range
-from services.bench.drive.driver import Client, Completion, RequestFailedError
+from services.bench.drive.http_client import Client, Completion, RequestFailedError
 from services.bench.drive.meshes import RECOMPUTE, Served, reuse_modes, rotated, serving
 from services.bench.drive.random_model import SHAPE
 from services.bench.drive.sources import SourceShares, shares_of
@@ -58,7 +58,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
         return sum(map(len, self.messages)) + sum(self.answer_lengths)
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
+class TurnSample(msgspec.Struct, frozen=True, kw_only=True):
     """One turn of one conversation; turns count from 1."""
 
     history: int
@@ -67,7 +67,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     completion: Completion
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class TurnRow(msgspec.Struct, frozen=True, kw_only=True):
     """One turn of all conversations with a history of this length. The ratio is to recomputing, at p50."""
 
     history: int
@@ -79,7 +79,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     ratio: float | None
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class MultiturnReport(msgspec.Struct, frozen=True, kw_only=True):
     """`by_history` has the same ratios as `later_turns_ttft_p50_ratio`, by history length. Later turns: 2 and on."""
 
     model: str
@@ -92,7 +92,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     later_turns_ttft_p50_ratio: dict[str, float | None]
     by_history: dict[str, dict[str, float | None]]
     later_turns_sources: dict[str, SourceShares]
-    rows: tuple[Row, ...]
+    rows: tuple[TurnRow, ...]
 
 
 def run_multiturn(plan: MultiturnPlan, options: UpOptions, *, url: str, plot: Path | None, as_json: bool) -> None:
@@ -131,18 +131,18 @@ def make_conversations(
     return made
 
 
-def rows_of(samples: Sequence[Sample]) -> list[Row]:
+def rows_of(samples: Sequence[TurnSample]) -> list[TurnRow]:
     """Return the rows by history length, turn and mode."""
     key = sorted({(sample.history, sample.turn) for sample in samples})
     modes = list(dict.fromkeys(sample.mode for sample in samples))
-    rows: list[Row] = []
+    rows: list[TurnRow] = []
     for history, turn in key:
         times = {
             mode: [s.completion.ttft_ms for s in samples if (s.history, s.turn, s.mode) == (history, turn, mode)]
             for mode in modes
         }
         rows += [
-            Row(
+            TurnRow(
                 history=history,
                 turn=turn,
                 mode=mode,
@@ -156,7 +156,7 @@ def rows_of(samples: Sequence[Sample]) -> list[Row]:
     return rows
 
 
-def later_ratios(samples: Sequence[Sample]) -> dict[str, float | None]:
+def later_ratios(samples: Sequence[TurnSample]) -> dict[str, float | None]:
     """Return each mode's median over turns 2 and on, as a part of recomputing's."""
     times: dict[str, list[float]] = {}
     for sample in samples:
@@ -183,14 +183,14 @@ async def converse(client: Client, conversation: Conversation, think_ms: int) ->
     return completions
 
 
-async def _run(plan: MultiturnPlan, options: UpOptions, url: str) -> Report:
+async def _run(plan: MultiturnPlan, options: UpOptions, url: str) -> MultiturnReport:
     histories = parse_lengths(plan.history, "--history", SHAPE["context_length"] if not options.model else sys.maxsize)
     output = parse_range(plan.output, "--output")
     async with serving(reuse_modes, options, url) as served:
         samples = await _measure(plan, histories, output, served)
     later = [sample for sample in samples if sample.turn > 1]
     modes = list(served.clients)
-    return Report(
+    return MultiturnReport(
         model=served.model,
         num_parameters=served.num_parameters,
         num_prefill=options.num_prefill,
@@ -205,7 +205,9 @@ async def _run(plan: MultiturnPlan, options: UpOptions, url: str) -> Report:
     )
 
 
-async def _measure(plan: MultiturnPlan, histories: list[int], output: tuple[int, int], served: Served) -> list[Sample]:
+async def _measure(
+    plan: MultiturnPlan, histories: list[int], output: tuple[int, int], served: Served
+) -> list[TurnSample]:
     """Hold the same conversations on every mesh, a group at a time; no two meshes are ever busy at once."""
     seeds = itertools.count(SEED)
     num_groups = -(-plan.num_conversations // plan.concurrency)
@@ -222,7 +224,7 @@ async def _measure(plan: MultiturnPlan, histories: list[int], output: tuple[int,
     for number in range(num_groups):
         count = min(plan.concurrency, plan.num_conversations - number * plan.concurrency)
         groups += [group(history, count, plan.num_turns) for history in histories]
-    samples: list[Sample] = []
+    samples: list[TurnSample] = []
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
@@ -236,7 +238,7 @@ async def _measure(plan: MultiturnPlan, histories: list[int], output: tuple[int,
                 progress.update(task, description=f"{conversations[0].history} tokens, {mode}")
                 held = await _hold(served.clients[mode], conversations, plan.think_ms)
                 samples += [
-                    Sample(history=conversation.history, turn=turn, mode=mode, completion=completion)
+                    TurnSample(history=conversation.history, turn=turn, mode=mode, completion=completion)
                     for conversation, completions in zip(conversations, held, strict=True)
                     for turn, completion in enumerate(completions, start=1)
                 ]
@@ -249,7 +251,7 @@ async def _hold(client: Client, conversations: Sequence[Conversation], think_ms:
     return await asyncio.gather(*(converse(client, conversation, think_ms) for conversation in conversations))
 
 
-def _print(report: Report) -> None:
+def _print(report: MultiturnReport) -> None:
     console = Console(highlight=False, soft_wrap=True)
     size = f", {report.num_parameters / 1e6:.1f} M parameters" if report.num_parameters else ""
     modes = list(dict.fromkeys(row.mode for row in report.rows))

@@ -15,9 +15,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from services.bench.drive.arguments import parse_lengths
-from services.bench.drive.driver import base_url, model_of
+from services.bench.drive.http_client import base_url, model_of
 from services.bench.drive.meshes import SPLIT, WHOLE, split_and_whole
 from services.bench.drive.random_model import SHAPE
+from services.bench.limits import REQUEST_TIMEOUT_S
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.demo_model.corpus import FactPrompt, make_fact_prompt
 from services.errors import UserError
@@ -66,7 +67,7 @@ async def _run(lengths: list[int], num_questions: int, url: str) -> list[Quality
 async def _measure(urls: dict[str, str], lengths: list[int], num_questions: int) -> list[QualityRow]:
     rng = random.Random(SEED)
     rows: list[QualityRow] = []
-    async with httpx.AsyncClient(timeout=600) as client:
+    async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S) as client:
         model = (await model_of(client, urls[SPLIT])).id
         with Progress(console=Console(stderr=True), transient=True) as progress:
             for length in lengths:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from services.bench.drive.driver import Client, Completion, RequestFailedError
+from services.bench.drive.http_client import Client, Completion, RequestFailedError
 from services.bench.drive.meshes import serving
 from services.bench.drive.sources import SourceShares, shares_of
 from services.bench.drive.stats import percentile, rounded
@@ -52,7 +52,7 @@ class ReplayPlan:
     slo_itl_ms: float
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class ReplayOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """One request: when it was sent, against the trace's time, and how it went (None: it failed)."""
 
     sent_s: float
@@ -61,7 +61,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     """`reuse_bound`: the part of the prompts' tokens that one cache without bound would have had."""
 
     model: str
@@ -116,8 +116,8 @@ def is_within(completion: Completion, slo_ttft_ms: float, slo_itl_ms: float) -> 
 
 
 def report_of(
-    plan: ReplayPlan, requests: Sequence[ReplayRequest], outcomes: Sequence[Outcome], *, model: str, trace: str
-) -> Report:
+    plan: ReplayPlan, requests: Sequence[ReplayRequest], outcomes: Sequence[ReplayOutcome], *, model: str, trace: str
+) -> ReplayReport:
     """Return what the outcomes, in the requests' order, come to."""
     done = [outcome.completion for outcome in outcomes if outcome.completion is not None]
     ends_s = [o.sent_s + (o.completion.total_ms / 1e3 if o.completion else 0.0) for o in outcomes]
@@ -128,7 +128,7 @@ def report_of(
     ttfts = [completion.ttft_ms for completion in done]
     gaps = [gap for completion in done for gap in completion.gaps_ms]
     num_within = sum(is_within(completion, plan.slo_ttft_ms, plan.slo_itl_ms) for completion in done)
-    return Report(
+    return ReplayReport(
         model=model,
         trace=trace,
         scale=plan.scale,
@@ -155,7 +155,7 @@ def report_of(
     )
 
 
-async def _run(plan: ReplayPlan, options: UpOptions, url: str, trace: list[TraceRequest], name: str) -> Report:
+async def _run(plan: ReplayPlan, options: UpOptions, url: str, trace: list[TraceRequest], name: str) -> ReplayReport:
     async with serving(lambda given: {"replay": given}, options, url) as served:
         client = next(iter(served.clients.values()))
         requests = scale_trace(trace, scale=plan.scale, speed=plan.speed, context_length=served.context_length)
@@ -165,7 +165,7 @@ async def _run(plan: ReplayPlan, options: UpOptions, url: str, trace: list[Trace
     return report_of(plan, requests, outcomes, model=served.model, trace=name)
 
 
-async def _replay(client: Client, requests: Sequence[ReplayRequest], vocab_size: int) -> list[Outcome]:
+async def _replay(client: Client, requests: Sequence[ReplayRequest], vocab_size: int) -> list[ReplayOutcome]:
     """Send each request at its time."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
@@ -175,7 +175,7 @@ async def _replay(client: Client, requests: Sequence[ReplayRequest], vocab_size:
         started = time.perf_counter()
         num_open = num_failed = 0
 
-        async def send(request: ReplayRequest) -> Outcome:
+        async def send(request: ReplayRequest) -> ReplayOutcome:
             nonlocal num_open, num_failed
             await asyncio.sleep(started + request.at_s - time.perf_counter())
             prompt = build_prompt(request, vocab_size)
@@ -183,10 +183,10 @@ async def _replay(client: Client, requests: Sequence[ReplayRequest], vocab_size:
             num_open += 1
             try:
                 completion = await client.complete(prompt, request.num_output_tokens)
-                return Outcome(sent_s=sent_s, late_s=sent_s - request.at_s, completion=completion)
+                return ReplayOutcome(sent_s=sent_s, late_s=sent_s - request.at_s, completion=completion)
             except RequestFailedError as error:
                 num_failed += 1
-                return Outcome(sent_s=sent_s, late_s=sent_s - request.at_s, error=str(error))
+                return ReplayOutcome(sent_s=sent_s, late_s=sent_s - request.at_s, error=str(error))
             finally:
                 num_open -= 1
                 progress.update(task, advance=1, description=f"replaying, {num_open} open, {num_failed} failed")
@@ -194,7 +194,7 @@ async def _replay(client: Client, requests: Sequence[ReplayRequest], vocab_size:
         return await asyncio.gather(*map(send, requests))
 
 
-def _print(report: Report) -> None:
+def _print(report: ReplayReport) -> None:
     console = Console(highlight=False, soft_wrap=True)
     total = max(1, report.sources.prompt_tokens)
     table = Table("", "", show_header=False, title=f"{report.num_requests} requests, {report.trace}")

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from services.bench.drive.arguments import parse_lengths
-from services.bench.drive.driver import Client, RequestFailedError, base_url, open_http
+from services.bench.drive.http_client import Client, RequestFailedError, base_url, open_http
 from services.bench.drive.meshes import SPLIT, WHOLE, model_folder, split_and_whole
 from services.bench.drive.random_model import SHAPE
 from services.bench.drive.stats import median, ratio, spread
@@ -34,7 +34,7 @@ class Timing(NamedTuple):
     second_ms: float
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class TtftRow(msgspec.Struct, frozen=True, kw_only=True):
     """Medians at one prompt length. Without a mesh to compare with, the ratios are None."""
 
     length: int
@@ -49,10 +49,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     without_split_iqr_ms: float | None = None
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class TtftReport(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     num_parameters: int | None
-    rows: tuple[Row, ...]
+    rows: tuple[TtftRow, ...]
 
 
 def run_ttft(lengths: str, num_requests: int, *, url: str, as_json: bool) -> None:
@@ -65,22 +65,22 @@ def run_ttft(lengths: str, num_requests: int, *, url: str, as_json: bool) -> Non
         _print(report)
 
 
-async def _measure(lengths: list[int], num_requests: int) -> Report:
+async def _measure(lengths: list[int], num_requests: int) -> TtftReport:
     async with model_folder("") as (checkpoint, num_parameters), split_and_whole(checkpoint) as urls:
         rows = await alternate(urls, lengths, num_requests)
-    return Report(model="random", num_parameters=num_parameters, rows=tuple(rows))
+    return TtftReport(model="random", num_parameters=num_parameters, rows=tuple(rows))
 
 
-async def _measure_url(url: str, lengths: list[int], num_requests: int) -> Report:
+async def _measure_url(url: str, lengths: list[int], num_requests: int) -> TtftReport:
     rows = await alternate({SPLIT: base_url(url)}, lengths, num_requests)
-    return Report(model=url, num_parameters=None, rows=tuple(rows))
+    return TtftReport(model=url, num_parameters=None, rows=tuple(rows))
 
 
-async def alternate(urls: dict[str, str], lengths: list[int], num_requests: int) -> list[Row]:
+async def alternate(urls: dict[str, str], lengths: list[int], num_requests: int) -> list[TtftRow]:
     """Send to each mesh in turn; the order within a round changes every round."""
     rng = random.Random(20261121)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    rows: list[Row] = []
+    rows: list[TtftRow] = []
     async with open_http() as http:
         clients = {mode: await Client.open(http, url) for mode, url in urls.items()}
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -106,10 +106,10 @@ async def _time_one(client: Client, prompt: list[int]) -> Timing:
     return Timing(completion.ttft_ms, completion.ttft_ms + completion.gaps_ms[0])
 
 
-def _row(length: int, split: list[Timing], whole: list[Timing]) -> Row:
+def _row(length: int, split: list[Timing], whole: list[Timing]) -> TtftRow:
     first_split, second_split = median([t.first_ms for t in split]), median([t.second_ms for t in split])
     first_whole, second_whole = median([t.first_ms for t in whole]), median([t.second_ms for t in whole])
-    return Row(
+    return TtftRow(
         length=length,
         num_requests=len(split),
         with_split_ms=first_split,
@@ -123,7 +123,7 @@ def _row(length: int, split: list[Timing], whole: list[Timing]) -> Row:
     )
 
 
-def _print(report: Report) -> None:
+def _print(report: TtftReport) -> None:
     console = Console(highlight=False)
     size = f", {report.num_parameters / 1e6:.1f} M parameters" if report.num_parameters else ""
     headings = ("tokens", "requests", "split ms", "whole ms", "ratio", "2nd: split ms", "whole ms", "ratio")

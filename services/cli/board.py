@@ -10,15 +10,7 @@ from schemas.ids import WorkerId
 from schemas.message import Message
 from schemas.request import TokensEmitted
 from schemas.worker import WorkerLeft, WorkerLoad
-
-WINDOW_S = 10.0
-"""Rates are averages over so long."""
-QUIET_S = 3.0
-"""A worker says its load twice a second: one that has been quiet for longer is shown as silent."""
-FORGET_S = 30.0
-MAX_OPEN_S = 3_600.0
-"""A request whose end was not heard is dropped from the count at its deadline, or after this."""
-MAX_TTFTS = 256
+from services.cli.limits import FORGET_AFTER_S, MAX_TTFTS, OPEN_REQUEST_MAX_S, RATE_WINDOW_S, SILENT_AFTER_S
 
 PHASES = ("placing", "prefill", "decode")
 
@@ -34,13 +26,13 @@ class Rate:
         self._events.append((now_s, amount))
 
     def per_s(self, now_s: float) -> float:
-        while self._events and self._events[0][0] < now_s - WINDOW_S:
+        while self._events and self._events[0][0] < now_s - RATE_WINDOW_S:
             self._events.popleft()
-        return sum(amount for _, amount in self._events) / max(1.0, min(WINDOW_S, now_s - self.since_s))
+        return sum(amount for _, amount in self._events) / max(1.0, min(RATE_WINDOW_S, now_s - self.since_s))
 
 
 @dataclass
-class Pair:
+class Traffic:
     """What has crossed from one worker to another."""
 
     num_bytes: Rate
@@ -57,7 +49,7 @@ class Board:
     policy: str = ""
     is_ready: bool = False
     loads: dict[WorkerId, tuple[float, WorkerLoad]] = field(default_factory=dict[WorkerId, tuple[float, WorkerLoad]])
-    pairs: dict[tuple[WorkerId, WorkerId], Pair] = field(default_factory=dict[tuple[WorkerId, WorkerId], Pair])
+    pairs: dict[tuple[WorkerId, WorkerId], Traffic] = field(default_factory=dict[tuple[WorkerId, WorkerId], Traffic])
     ends: Counter[str] = field(default_factory=Counter[str])
     """Requests that have ended since: finished, cancelled, failed."""
     failures: Counter[str] = field(default_factory=Counter[str])
@@ -95,7 +87,7 @@ class Board:
         key = (landed.source_worker, landed.target_worker)
         pair = self.pairs.get(key)
         if pair is None:
-            pair = self.pairs[key] = Pair(Rate(self.began_s), Rate(self.began_s))
+            pair = self.pairs[key] = Traffic(Rate(self.began_s), Rate(self.began_s))
         pair.num_bytes.add(now_s, landed.num_bytes)
         pair.transfers.add(now_s)
         pair.carrier, pair.last_s = landed.carrier, now_s
@@ -125,7 +117,7 @@ class Board:
             case _:
                 return
         if phase:
-            left_s = min(MAX_OPEN_S, max(0.0, (told.deadline_ms - now_ms) / 1000))
+            left_s = min(OPEN_REQUEST_MAX_S, max(0.0, (told.deadline_ms - now_ms) / 1000))
             self._open[request_id] = (phase, now_s + left_s + 1.0)
         else:
             self._open.pop(request_id, None)
@@ -138,7 +130,7 @@ class Board:
 
     def workers(self, now_s: float) -> Iterator[tuple[WorkerLoad, bool]]:
         """Yield the workers by name, and whether each has been quiet for too long."""
-        for worker_id in [w for w, (heard_s, _) in self.loads.items() if heard_s < now_s - FORGET_S]:
+        for worker_id in [w for w, (heard_s, _) in self.loads.items() if heard_s < now_s - FORGET_AFTER_S]:
             del self.loads[worker_id]
         for _, (heard_s, load) in sorted(self.loads.items()):
-            yield load, heard_s < now_s - QUIET_S
+            yield load, heard_s < now_s - SILENT_AFTER_S

@@ -25,7 +25,7 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Simulate a mesh under faults and check every promise. Exit code 1 where one was broken."""
-    from services.sim.many import Batch, run_many, wall_clock
+    from services.sim.many import SimBatch, run_many, wall_clock
     from services.sim.scenario import FAULT_KINDS, fault_kinds, load_scenario
     from services.sim.world import SimOptions
 
@@ -49,7 +49,7 @@ def simulate(
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("requests", total=requests)
 
-        def show(batch: Batch) -> None:
+        def show(batch: SimBatch) -> None:
             progress.advance(bar, batch.verdict.num_requests)
 
         total = run_many(seed, requests, options, num_jobs=jobs, on_batch=show)
@@ -75,9 +75,9 @@ def _replay(failure: "object", rest: str) -> str:
 
 
 def _print_json(total: "object", rest: str, wall_s: float) -> None:
-    from services.sim.many import Batch
+    from services.sim.many import SimBatch
 
-    assert isinstance(total, Batch)
+    assert isinstance(total, SimBatch)
     verdict = total.verdict
     document = {
         "requests": verdict.num_requests,
@@ -101,9 +101,9 @@ def _print_json(total: "object", rest: str, wall_s: float) -> None:
 
 
 def _print_table(total: "object", rest: str, wall_s: float) -> None:
-    from services.sim.many import Batch
+    from services.sim.many import SimBatch
 
-    assert isinstance(total, Batch)
+    assert isinstance(total, SimBatch)
     console, verdict = Console(highlight=False), total.verdict
     table = Table(title=f"{total.num_runs} simulations, {total.virtual_s:.0f} s of virtual time in {wall_s:.0f} s")
     table.add_column("what")

@@ -21,12 +21,10 @@ from services.bus.base import BusError, Subscription
 from services.bus.memory import matches
 from services.bus.nats import NatsBus
 from services.bus.typed import TypedBus
+from services.cli.limits import ASK_TIMEOUT_S, TAIL_LINGER_S
 from services.cli.recorded import bare_id
 from services.errors import UserError
 
-LINGER_S = 0.5
-"""What follows a request's end is still told: leases are released."""
-ASK_TIMEOUT_S = 2.0
 ENDS = (story.RequestFinished, story.RequestFailed, story.RequestCancelled)
 
 _TOLD = {
@@ -126,7 +124,7 @@ async def _events(subscription: Subscription, story: Story) -> AsyncIterator[Tol
     ends_s = None
     while True:
         if story.wanted and story.has_ended and ends_s is None:
-            ends_s = time.monotonic() + LINGER_S
+            ends_s = time.monotonic() + TAIL_LINGER_S
         try:
             async with asyncio.timeout(None if ends_s is None else max(0.0, ends_s - time.monotonic())):
                 delivery = await anext(deliveries)

@@ -20,14 +20,10 @@ from schemas.worker import BlockCounts, DescribeFleet, WorkerLoad
 from services.bus.base import BusError
 from services.bus.nats import NatsBus
 from services.bus.typed import Received, TypedBus
-from services.cli.board import PHASES, WINDOW_S, Board
+from services.cli.board import PHASES, Board
+from services.cli.limits import ASK_INTERVAL_S, ASK_TIMEOUT_S, FRAME_INTERVAL_S, ONE_FRAME_AFTER_S, RATE_WINDOW_S
 from services.runtime import now_ms
 
-FRAME_S = 0.5
-ASK_EVERY_S = 2.0
-ASK_TIMEOUT_S = 2.0
-ONCE_S = 1.5
-"""Long enough to hear every worker's load."""
 MAX_PAIRS = 8
 HEARD: tuple[Subject[Any, None], ...] = (
     subjects.LOAD,
@@ -52,13 +48,13 @@ async def watch(nats_url: str, stop: asyncio.Event, *, once: bool) -> None:
     board, console = Board(time.monotonic()), Console(highlight=False)
     async with listening(nats_url, board):
         if once or not console.is_terminal:
-            await _sleep_or(stop, ONCE_S)
+            await _sleep_or(stop, ONE_FRAME_AFTER_S)
             console.print(frame(board, time.monotonic(), nats_url))
             return
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while not stop.is_set():
                 live.update(frame(board, time.monotonic(), nats_url), refresh=True)
-                await _sleep_or(stop, FRAME_S)
+                await _sleep_or(stop, FRAME_INTERVAL_S)
 
 
 @asynccontextmanager
@@ -93,7 +89,7 @@ async def _ask(bus: TypedBus, board: Board) -> None:
             board.policy, board.is_ready = "", False
         else:
             board.policy, board.is_ready = fleet.policy, fleet.ready
-        await asyncio.sleep(ASK_EVERY_S)
+        await asyncio.sleep(ASK_INTERVAL_S)
 
 
 async def _sleep_or(stop: asyncio.Event, seconds: float) -> None:
@@ -205,7 +201,7 @@ def _troubles(board: Board, loads: list[WorkerLoad]) -> Iterator[Text]:
     """Yield what has ended how since the start, and what was refused or lost."""
     ends = ", ".join(f"{board.ends[name]} {name}" for name in ("finished", "cancelled", "failed"))
     yield Text.assemble(
-        ("since the start", "bold"), f"  {ends}, {board.num_resumed} resumed; rates over {WINDOW_S:.0f} s"
+        ("since the start", "bold"), f"  {ends}, {board.num_resumed} resumed; rates over {RATE_WINDOW_S:.0f} s"
     )
     if board.failures:
         yield Text("failures  " + ", ".join(f"{code} {num}" for code, num in board.failures.most_common()), style="red")

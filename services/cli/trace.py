@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from services.cli.limits import TRACE_POLL_INTERVAL_S, TRACE_SETTLE_S
 from services.cli.recorded import (
     RecordedRequest,
     SpanRecord,
@@ -22,9 +23,6 @@ from services.cli.recorded import (
 from services.errors import UserError
 from services.telemetry import AttributeValue, Key, SpanName
 
-_SETTLE_S = 2.0
-"""Services export every half second; spans older than this are all there."""
-_POLL_INTERVAL_S = 0.1
 _PIPED_WIDTH = 140
 _MIN_BAR, _MAX_BAR = 10, 80
 _MIN_NOTES, _WIDE_NOTES = 14, 48
@@ -147,7 +145,7 @@ def _console() -> Console:
 
 def _load_settled(folder: Path, request_id: str | None) -> tuple[list[SpanRecord], list[SpanRecord]]:
     """Return all spans, and the request's, at the latest after the time that exporting takes."""
-    deadline = time.monotonic() + _SETTLE_S
+    deadline = time.monotonic() + TRACE_SETTLE_S
     while True:
         spans = load_spans(folder)
         is_last = time.monotonic() >= deadline or not folder.exists()
@@ -159,12 +157,12 @@ def _load_settled(folder: Path, request_id: str | None) -> tuple[list[SpanRecord
         else:
             if is_last or not _is_fresh(trace) or {SpanName.DECODE, SpanName.KV_RELEASE} <= {s.name for s in trace}:
                 return spans, trace
-        time.sleep(_POLL_INTERVAL_S)
+        time.sleep(TRACE_POLL_INTERVAL_S)
 
 
 def _is_fresh(spans: list[SpanRecord]) -> bool:
     """Say whether more spans may be on their way."""
-    return not spans or time.time_ns() - max(span.end_ns for span in spans) < _SETTLE_S * 1e9
+    return not spans or time.time_ns() - max(span.end_ns for span in spans) < TRACE_SETTLE_S * 1e9
 
 
 def _in_tree_order(spans: list[SpanRecord]) -> list[_Row]:

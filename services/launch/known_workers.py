@@ -9,10 +9,7 @@ from services.bus.base import BusError
 from services.bus.nats import NatsBus
 from services.bus.typed import TypedBus
 from services.errors import MeshNotRunningError
-
-ASK_TIMEOUT_S = 3.0
-ASK_INTERVAL_S = 0.05
-ANSWERS_OF_EACH = 5
+from services.launch.limits import ANSWERS_OF_EACH, ASK_INTERVAL_S, ASK_TIMEOUT_S
 
 
 async def describe_fleet(nats_url: str) -> FleetDescribed:

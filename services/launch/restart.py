@@ -6,15 +6,8 @@ import signal
 from collections import deque
 from dataclasses import dataclass, field
 
+from services.launch.limits import ENDS_WITHIN_S, FIRST_WAIT_S, LONGEST_WAIT_S, MAX_ENDS, SOUND_AFTER_S
 from services.launch.serve import ERROR_PREFIX, READY_LINE
-
-FIRST_WAIT_S = 0.2
-LONGEST_WAIT_S = 5.0
-SOUND_AFTER_S = 30.0
-"""Who has lived for this long has started well: the next end is the first of its row."""
-MAX_ENDS = 10
-"""So many ends in a row within ENDS_WITHIN_S, and it is given up."""
-ENDS_WITHIN_S = 60.0
 
 
 @dataclass

@@ -17,7 +17,8 @@ from schemas.observe import RequestDescribed
 from services.bus.base import Delivery
 from services.bus.nats import NatsBus
 from services.errors import UserError
-from services.pages.scene import TIMEOUT_S, Scene, running_mesh
+from services.pages.limits import TIMEOUT_S
+from services.pages.scene import Scene, running_mesh
 
 START, END = "<!-- heard: listening -->\n", "<!-- end of what was heard -->"
 WIDTH = 140

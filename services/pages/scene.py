@@ -15,18 +15,16 @@ from schemas.observe import DescribeRequest, RequestDescribed
 from services.bus.base import Bus
 from services.bus.typed import TypedBus
 from services.launch.supervisor import Supervisor, UpOptions
+from services.pages.limits import SETTLE_S, TIMEOUT_S
 
 KV_BYTES = 8 * 1024 * 1024
 """So few that a request may be too large for every worker."""
 OPTIONS = UpOptions(port=0, num_prefill=2, num_decode=2, kv_bytes=KV_BYTES, replicate=True)
-TIMEOUT_S = 120.0
 TOO_LARGE = 6_000
 """Tokens of a prompt that the model's context holds, and no worker."""
 LONG_ANSWER = 600
 EVENTS_UNTIL_KILL = 30
 SEED = 20261121
-SETTLE_S = 1.0
-"""For what follows a request's end, and for spans to be written."""
 
 
 @asynccontextmanager

@@ -16,12 +16,12 @@ from services.cli.board import Board
 from services.cli.recorded import find_trace, load_spans
 from services.cli.trace import render_waterfall
 from services.launch.supervisor import UpOptions
-from services.pages.scene import SETTLE_S, Scene, running_mesh
+from services.pages.limits import SETTLE_S, WATCH_S
+from services.pages.scene import Scene, running_mesh
 
 OPTIONS = UpOptions(port=0, num_prefill=2, num_decode=2, kv_bytes=48 * 1024 * 1024)
 TOP_WIDTH, TRACE_WIDTH = 80, 120
 NUM_CLIENTS = 10
-WATCH_S = 8.0
 PROMPT_TOKENS = (100, 400, 900)
 ANSWER_TOKENS = 48
 TRACED_TOKENS = 1_500

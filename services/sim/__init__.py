@@ -1,1 +1,6 @@
-"""The whole mesh in one process under virtual time, with a hostile network: `kvmesh simulate`, and `make sim`."""
+"""The simulator: the whole mesh in one process and virtual time, with faults (`kvmesh simulate`, `make sim`).
+
+`world` runs one seed, `many` runs many; `mesh` starts the services, `client` sends the requests, `scenario` says which
+faults there are and `faults` causes them. What the services run on is in `platform/`, what must be true of a run in
+`verdict/`.
+"""

@@ -1,6 +1,6 @@
-"""An HTTP client of the simulation: speaks ASGI to a gateway's application, as a browser would speak HTTP to its port.
+"""A simulated HTTP client. It speaks ASGI to a gateway's application, without a socket.
 
-It may hang up, read slowly, or lose its connection because the gateway has died.
+It may close its connection, read slowly, or lose its connection because the gateway has died.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from services.sim.platform.gateway import SimApp
+from services.sim.gateway import SimApp
 from services.sim.platform.loop import Process, SimLoop
 
 Message = MutableMapping[str, Any]
@@ -18,7 +18,7 @@ Message = MutableMapping[str, Any]
 
 @dataclass
 class ChoiceSeen:
-    """What a client has had of one choice."""
+    """What a client has received of one choice of the answer."""
 
     token_ids: list[int] = field(default_factory=list[int])
     text: str = ""
@@ -27,8 +27,11 @@ class ChoiceSeen:
 
 @dataclass
 class Exchange:
-    """One request and what came back. `error`: the code of an error body or event. `done`: `[DONE]` came, or a whole
-    answer. `is_reset`: the connection broke."""
+    """One request and the client's view of its answer.
+
+    `error`: the code of an error body or event. `done`: `[DONE]` or a whole answer was received. `is_reset`: the
+    gateway's process died, or it ended the connection without an end of the answer.
+    """
 
     choices: dict[int, ChoiceSeen] = field(default_factory=dict[int, ChoiceSeen])
     status: int = 0
@@ -39,7 +42,7 @@ class Exchange:
     is_reset: bool = False
     hung_up: bool = False
     num_after_end: int = 0
-    """What came after the answer had ended: never anything."""
+    """Events and pieces received after the answer's end: must stay 0."""
     usage: dict[str, Any] = field(default_factory=dict[str, Any])
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     delay_s: float = 0.0
@@ -55,7 +58,7 @@ class Exchange:
         self.ended.set()
 
     def reset(self) -> None:
-        """The gateway's process has died."""
+        """The gateway's process has died: the connection breaks."""
         if not self.ended.is_set():
             self.is_reset = True
             self.ended.set()
@@ -65,7 +68,7 @@ class Exchange:
         return {"type": "http.disconnect"}
 
     async def take(self, message: Message) -> None:
-        """Read what the gateway sends."""
+        """Take in one ASGI message of the gateway."""
         if self.delay_s:
             await asyncio.sleep(self.delay_s)
         if self.hung_up or self.is_reset:
@@ -117,7 +120,7 @@ class Exchange:
 def post(
     loop: SimLoop, gateway: Process, app: SimApp, path: str, body: Mapping[str, Any], *, delay_s: float = 0.0
 ) -> Exchange:
-    """Send a request; the exchange fills as the gateway answers."""
+    """Send a request. The returned exchange is filled while the gateway answers."""
     exchange = Exchange(delay_s=delay_s)
     payload = msgspec.json.encode(body)
     scope = {

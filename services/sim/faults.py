@@ -1,4 +1,4 @@
-"""Makes things go wrong in a simulation, as a scenario says, and sets them right again."""
+"""Causes the faults of a scenario in a simulated mesh, and repairs them at the end."""
 
 import asyncio
 import contextvars
@@ -6,14 +6,13 @@ import random
 from collections import Counter
 
 from services.sim.client import Exchange
-from services.sim.platform.mesh import Service, SimMesh
+from services.sim.limits import SLOW_READ_S
+from services.sim.mesh import Service, SimMesh
 from services.sim.scenario import Fault, Scenario
-
-SLOW_READ_S = 0.05
 
 
 class FaultActor:
-    """Carries out one scenario's faults."""
+    """Carries out the faults of one scenario."""
 
     def __init__(self, mesh: SimMesh, rng: random.Random, counts: Counter[str], log: list[str]) -> None:
         self._mesh = mesh
@@ -21,17 +20,18 @@ class FaultActor:
         self._counts = counts
         self._log = log
         self._waiting: list[tuple[Fault, int]] = []
-        """Faults that strike at a message, and how many of these are still to come."""
+        """Faults that wait for a message, and how many such messages are still to come before each."""
         self._tasks: list[asyncio.Task[None]] = []
         self._disconnect_share = 0.0
         self._slow_share = 0.0
         self._is_over = False
         self._context = contextvars.copy_context()
-        """Not that of the process whose message a fault waited for: it may be the one that is paused."""
+        """Faults run in this context. Where a message causes one, the context at hand is that of the sender's process,
+        which may be the one that is paused."""
         mesh.broker.taps.append(self._hear)
 
     def begin(self, scenario: Scenario, _exchanges: list[Exchange]) -> None:
-        """Start the clock of the scenario."""
+        """Start the scenario's clock."""
         for fault in scenario.faults:
             if fault.on:
                 self._waiting.append((fault, fault.nth))
@@ -39,7 +39,7 @@ class FaultActor:
                 self._spawn(fault, fault.at_s)
 
     async def heal(self) -> None:
-        """Set everything right: nothing is cut, stopped or dead any more."""
+        """Repair everything: no partition, no paused process, every dead service started again."""
         self._is_over = True
         self._waiting.clear()
         for task in self._tasks:
@@ -63,11 +63,11 @@ class FaultActor:
         await asyncio.sleep(0)
 
     def read_delay_s(self) -> float:
-        """Return how slowly the next client reads."""
+        """Return the delay of each read of the next client, in seconds."""
         return SLOW_READ_S if self._slow_share and self._rng.random() < self._slow_share else 0.0
 
     def watch_client(self, exchange: Exchange) -> None:
-        """Let a client hang up, perhaps."""
+        """Close a client's connection at some time, as often as the scenario says."""
         if self._disconnect_share and self._rng.random() < self._disconnect_share:
             self._counts["disconnect"] += 1
             asyncio.get_running_loop().call_later(self._rng.uniform(0.0, 0.4), exchange.hang_up)

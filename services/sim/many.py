@@ -1,4 +1,4 @@
-"""Many simulations, over the machine's cores, with progress."""
+"""Many simulations, spread over the machine's cores."""
 
 import multiprocessing
 import os
@@ -13,12 +13,13 @@ from services.sim.world import SimOptions, simulate
 REQUESTS_PER_RUN = 24
 RUNS_PER_TASK = 8
 TASKS_PER_CHILD = 64
-"""A process starts anew after so many: a little of what was killed in a simulation stays in memory to its end."""
+"""A worker process of the pool ends after so many tasks: killed coroutines of a simulation stay in memory until
+then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One simulation that broke a promise, and how to see it again."""
+    """One simulation that broke a promise, and what is needed to run it again."""
 
     seed: int
     num_requests: int
@@ -26,8 +27,8 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """What several seeds came to."""
+class SimBatch:
+    """The sum of several simulations. `digests`: one for each, in order."""
 
     verdict: Verdict
     failures: tuple[Failure, ...]
@@ -42,15 +43,18 @@ def run_many(
     options: SimOptions,
     *,
     num_jobs: int = 0,
-    on_batch: Callable[[Batch], None] = lambda _: None,
-) -> Batch:
-    """Simulate `num_requests` requests, `REQUESTS_PER_RUN` to a seed, from this seed on. Return the sum."""
+    on_batch: Callable[[SimBatch], None] = lambda _: None,
+) -> SimBatch:
+    """Simulate `num_requests` requests, `REQUESTS_PER_RUN` for each seed, starting with `seed`. Return the sum.
+
+    `num_jobs` 0: one process for each core. `on_batch` is called with each part as it is done.
+    """
     tasks = list(_tasks(seed, num_requests))
     jobs = min(num_jobs or os.cpu_count() or 1, len(tasks))
     if jobs <= 1:
         return _sum(_each(tasks, options, on_batch))
     context = multiprocessing.get_context("spawn")
-    done: list[Batch] = []
+    done: list[SimBatch] = []
     wave = jobs * TASKS_PER_CHILD
     for start in range(0, len(tasks), wave):
         # A pool a wave, and no `max_tasks_per_child`: with that Python 3.11's pool may wait for ever
@@ -63,8 +67,8 @@ def run_many(
     return _sum(done)
 
 
-def run_task(runs: list[tuple[int, int]], options: SimOptions) -> Batch:
-    """Simulate these (seed, number of requests)."""
+def run_task(runs: list[tuple[int, int]], options: SimOptions) -> SimBatch:
+    """Simulate each pair of seed and number of requests."""
     verdict, failures, digests, virtual_s = Verdict(), list[Failure](), list[str](), 0.0
     for seed, num_requests in runs:
         report = simulate(seed, replace(options, num_requests=num_requests))
@@ -73,7 +77,7 @@ def run_task(runs: list[tuple[int, int]], options: SimOptions) -> Batch:
         digests.append(report.digest)
         if report.verdict.problems:
             failures.append(Failure(seed, num_requests, tuple(report.verdict.problems)))
-    return Batch(verdict, tuple(failures), len(runs), virtual_s, tuple(digests))
+    return SimBatch(verdict, tuple(failures), len(runs), virtual_s, tuple(digests))
 
 
 def _tasks(seed: int, num_requests: int) -> Iterator[list[tuple[int, int]]]:
@@ -88,20 +92,22 @@ def _tasks(seed: int, num_requests: int) -> Iterator[list[tuple[int, int]]]:
         yield runs
 
 
-def _each(tasks: list[list[tuple[int, int]]], options: SimOptions, on_batch: Callable[[Batch], None]) -> list[Batch]:
-    done: list[Batch] = []
+def _each(
+    tasks: list[list[tuple[int, int]]], options: SimOptions, on_batch: Callable[[SimBatch], None]
+) -> list[SimBatch]:
+    done: list[SimBatch] = []
     for task in tasks:
         done.append(run_task(task, options))
         on_batch(done[-1])
     return done
 
 
-def _sum(batches: list[Batch]) -> Batch:
+def _sum(batches: list[SimBatch]) -> SimBatch:
     verdict = Verdict()
     for batch in batches:
         verdict.add(batch.verdict)
     failures = sorted((f for batch in batches for f in batch.failures), key=lambda f: f.seed)
-    return Batch(
+    return SimBatch(
         verdict,
         tuple(failures),
         sum(batch.num_runs for batch in batches),
@@ -111,5 +117,5 @@ def _sum(batches: list[Batch]) -> Batch:
 
 
 def wall_clock() -> float:
-    """Return real seconds: read outside any simulation."""
+    """Return real monotonic seconds. Simulations replace `time.monotonic` while they run; call this outside them."""
     return time.monotonic()

@@ -19,6 +19,7 @@ from typing import Literal, get_args
 import msgspec
 
 from services.errors import UserError
+from services.sim.limits import LONG_S
 
 FaultKind = Literal[
     "kill", "pause", "drain", "broker", "partition", "plane_cut", "loss", "duplication", "reordering", "delay",
@@ -27,13 +28,13 @@ FaultKind = Literal[
 FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 
 PROCESS_FAULTS: frozenset[FaultKind] = frozenset({"kill", "pause", "drain", "partition", "plane_cut"})
-"""Those that befall one process."""
+"""Faults of one process."""
 PHASES = ("place", "run", "reserve", "reserved", "offered", "streaming", "landed", "released", "lease", "stored")
-"""Last words of the subjects at which a fault may strike."""
+"""Last tokens of the subjects at which a fault may happen."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """`share`: of the messages, streams or clients that it befalls while it lasts."""
+    """One fault. `share`: of the messages, streams or clients that it happens to while it lasts."""
 
     do: FaultKind
     target: str = ""
@@ -45,13 +46,13 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`may_fail`: some requests may end with an error; else every one must be answered."""
+    """Faults, and whether some requests may end with an error (`may_fail`) or every one must be answered."""
 
     faults: tuple[Fault, ...] = ()
     name: str = ""
     may_fail: bool = False
     text: str = ""
-    """What it is about, for people."""
+    """What the scenario tests, for people."""
 
 
 def load_scenario(path: Path) -> Scenario:
@@ -89,9 +90,6 @@ def random_scenario(rng: random.Random, kinds: Sequence[FaultKind], targets: Seq
 
 LONG_KINDS: frozenset[FaultKind] = frozenset({"kill", "drain", "partition", "plane_cut", "broker"})
 LONG_SHARE = 0.03
-LONG_S = 40.0
-"""Some of what may last, lasts so long that those who wait for it give up: such ends must be right too. A stopped
-process is not among them: a gateway cannot end anything in its sleep."""
 
 
 def _random_fault(rng: random.Random, kind: FaultKind, targets: Sequence[str], span_s: float) -> Fault:

@@ -1,4 +1,4 @@
-"""One simulation from one seed: a mesh, its clients, what goes wrong, and the verdict."""
+"""One simulation from one seed: a mesh, its clients, the faults, and the verdict."""
 
 import asyncio
 import atexit
@@ -19,10 +19,19 @@ from services.bus.base import BusError
 from services.bus.typed import TypedBus
 from services.sim.client import Exchange, post
 from services.sim.faults import FaultActor
+from services.sim.limits import (
+    CHECK_INTERVAL_S,
+    END_GRACE_S,
+    LONG_AWAY_S,
+    READY_WITHIN_S,
+    REQUEST_TIMEOUT_S,
+    REST_WITHIN_S,
+    RETURNED_WITHIN_S,
+)
+from services.sim.mesh import EOS, VOCAB, MeshShape, SimMesh
 from services.sim.platform.bus import SimBroker
 from services.sim.platform.clock import VirtualTime, installed
 from services.sim.platform.loop import SimLoop, SimulationStuckError
-from services.sim.platform.mesh import EOS, REQUEST_TIMEOUT_S, VOCAB, MeshShape, SimMesh
 from services.sim.platform.plane import SimNetwork
 from services.sim.scenario import FaultKind, Scenario, random_scenario
 from services.sim.verdict.checks import ModelTruth, Verdict, check_exchange, check_peace
@@ -31,26 +40,17 @@ from services.sim.verdict.rest import Held, held_at_rest, problems_now
 from services.sim.verdict.stories import StoryTap
 from services.sim.verdict.traces import trace_problems
 
-READY_WITHIN_S = 10.0
 WORKER_ROLES = ("prefill", "decode", "aggregated", "store")
-REST_WITHIN_S = 12.0
-"""After the last end: leases of lost readers run out, the last of the dead are noticed."""
 NOTHING_IS_LOST = frozenset({"pause", "drain", "disconnect", "slow_client", "corruption", "truncation", "refusal"})
-"""Faults under which every word arrives: leases then end by what is said, and none is left to its time."""
+"""Faults that lose no message: every lease is then ended by a message and none by its time."""
 CUTTING = frozenset({"kill", "drain"})
-"""Faults that may end a gateway, and with it the stories of its requests."""
-TOLD_WITHIN_S = 1.0
-CHECK_EVERY_S = 0.25
-LONG_AWAY_S = REQUEST_TIMEOUT_S / 2
-"""What lasts longer may cost a request its deadline; what heals before may not."""
-END_GRACE_S = 1.0
-"""How long after its deadline an answer may take to be over."""
+"""Faults that may end a gateway, and with it the events of its requests."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimOptions:
-    """What to simulate. `shape` None: made from the seed, with `num_workers` workers. `kinds`: the faults that a random
-    scenario may have; `scenario` takes its place."""
+    """What to simulate. `shape` None: made from the seed, with `num_workers` workers (0: as the seed says). `kinds`:
+    the faults that a random scenario may have; `scenario` takes its place."""
 
     num_requests: int = 24
     num_workers: int = 0
@@ -58,14 +58,14 @@ class SimOptions:
     scenario: Scenario | None = None
     shape: MeshShape | None = None
     span_s: float = 1.5
-    """Within how many seconds the requests are sent."""
+    """The requests are sent within so many seconds."""
     check_spans: bool = True
     """Keep all spans, and check that they make whole trees."""
 
 
 @dataclass
 class SimReport:
-    """`digest`: equal for equal runs."""
+    """The result of a simulation. `digest`: equal for equal runs. `log`: the faults in order."""
 
     seed: int
     verdict: Verdict
@@ -77,7 +77,7 @@ class SimReport:
 
 
 class World:
-    """Everything of one simulation."""
+    """One simulation: `run` it once."""
 
     def __init__(self, seed: int, options: SimOptions) -> None:
         self.seed = seed
@@ -87,13 +87,13 @@ class World:
         self.loop = SimLoop(self.clock, self._chance())
         self.verdict = Verdict()
         self.log: list[str] = []
-        """What went wrong on purpose, in order, for people."""
+        """The faults in order, for people."""
         self._digest = hashlib.blake2b(digest_size=16)
         self.exchanges: list[tuple[Ask, Exchange]] = []
         self.scenario = options.scenario or Scenario()
 
     def run(self) -> SimReport:
-        """Run it to its end."""
+        """Run to the end. Call it once."""
         self.loop.set_exception_handler(self._on_exception)
         with _quiet_logs(), installed(self.clock, self._chance()):
             try:
@@ -140,10 +140,10 @@ class World:
         checking.cancel()
 
     async def _check(self) -> None:
-        """Look now and then at what must hold at any time. A process that has just woken up has a moment."""
+        """Check every so often what must hold at any time. Not just after a process was resumed: it needs a moment."""
         while not self.verdict.problems:
-            await asyncio.sleep(CHECK_EVERY_S)
-            if not self.mesh.woken_since(self.clock.now_s - CHECK_EVERY_S):
+            await asyncio.sleep(CHECK_INTERVAL_S)
+            if not self.mesh.woken_since(self.clock.now_s - CHECK_INTERVAL_S):
                 self.verdict.problems += problems_now(self.mesh)
 
     async def _ask(self, ask: Ask, actor: FaultActor) -> None:
@@ -164,7 +164,7 @@ class World:
         await exchange.ended.wait()
 
     async def _rest(self) -> None:
-        """Wait until nothing is left of the requests; say what is."""
+        """Wait until nothing is held for a request any more; otherwise record what is."""
         held: list[Held] = []
 
         def rests() -> bool:
@@ -172,15 +172,15 @@ class World:
             return not held
 
         if not self.verdict.faults.keys() - NOTHING_IS_LOST:
-            await self._until(rests, TOLD_WITHIN_S, f"not all was given back within {TOLD_WITHIN_S:g} s")
+            await self._until(rests, RETURNED_WITHIN_S, f"not all was given back within {RETURNED_WITHIN_S:g} s")
         await self._until(rests, REST_WITHIN_S, "")
         bus = TypedBus(self.broker.connect("inspector"), "inspector")
         missing = set[str]()
-        for _ in range(round(REST_WITHIN_S / CHECK_EVERY_S)):
+        for _ in range(round(REST_WITHIN_S / CHECK_INTERVAL_S)):
             missing = await self._missing(bus)
             if not missing:
                 break
-            await asyncio.sleep(CHECK_EVERY_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
         else:
             self.verdict.problems.append(f"the scheduler does not use {', '.join(sorted(missing))} any more")
         if self.mesh.spans is not None:
@@ -193,7 +193,7 @@ class World:
         self.verdict.num_leaked_blocks += sum(num_blocks for _, num_blocks in held)
 
     async def _missing(self, bus: TypedBus) -> set[str]:
-        """Return the workers that a scheduler does not know as ready."""
+        """Return the workers that the scheduler does not know as ready."""
         names = {name for role, name in self.mesh.shape.services if role in WORKER_ROLES}
         try:
             fleet = await bus.ask(subjects.FLEET, (), DescribeFleet(), 1.0)
@@ -215,7 +215,7 @@ class World:
             await asyncio.sleep(0.1)
 
     def _chance(self) -> random.Random:
-        """Return a source of chance of its own, so that more use of one changes no other."""
+        """Return a random generator of its own, so that more use of one changes no other."""
         return random.Random(self.rng.getrandbits(64))
 
     def _note(self, subject: str, source: str) -> None:
@@ -228,7 +228,7 @@ class World:
 
 
 def random_shape(rng: random.Random, num_workers: int = 0) -> MeshShape:
-    """Return a small mesh: two prefill and two decode workers most often."""
+    """Return a small mesh, most often with two prefill and two decode workers."""
     num_prefill, num_decode = rng.choice(((2, 2), (2, 2), (1, 2), (3, 2), (2, 3)))
     if num_workers:
         num_prefill = max(1, num_workers // 2)
@@ -253,7 +253,7 @@ def random_shape(rng: random.Random, num_workers: int = 0) -> MeshShape:
 
 
 def simulate(seed: int, options: SimOptions) -> SimReport:
-    """Run the simulation of one seed, and clear it away."""
+    """Run the simulation of one seed, and free its memory."""
     with undisturbed():
         return World(seed, options).run()
 
@@ -276,7 +276,8 @@ def undisturbed() -> Generator[None]:
 
 @functools.cache
 def _spare_what_stays() -> None:
-    """Once in a process: let the collector pass over what is there already, modules above all."""
+    """Exclude modules and whatever else is there before the first simulation from garbage collection. Once in a
+    process."""
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # else libraries that count their objects call them leaked
@@ -284,7 +285,7 @@ def _spare_what_stays() -> None:
 
 @contextlib.contextmanager
 def _quiet_logs() -> Generator[None]:
-    """What goes wrong on purpose fills no log; whoever runs in this process afterwards logs as before."""
+    """Silence the services' logs, which would be full of caused faults, while the block runs."""
     loggers = [logging.getLogger(name) for name in ("services", "dataplane")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -297,12 +298,12 @@ def _quiet_logs() -> Generator[None]:
 
 
 def _ignore(_unraisable: object) -> None:
-    """Say nothing."""
+    """Ignore it."""
 
 
 @contextlib.contextmanager
 def _unheard() -> Generator[None]:
-    """What was killed complains as it is collected: its coroutines have a `finally` that was never to run."""
+    """Silence the complaints of killed coroutines as they are collected: their `finally` was never to run."""
     hook, sys.unraisablehook = sys.unraisablehook, _ignore
     try:
         with warnings.catch_warnings():

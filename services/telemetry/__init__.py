@@ -1,7 +1,7 @@
-"""Traces: what spans and attributes are called, who makes, samples and keeps them, and where they go.
+"""Traces: names of spans and attributes, how spans are made and sampled, and where they are exported.
 
-Spans of work that happens on other threads are recorded after the fact, with explicit times: no span is held open on
-a hot path. A trace context travels as a W3C traceparent string. Only `otlp.py` knows OpenTelemetry.
+Spans of work on other threads are recorded after the fact, with explicit times: no span is held open on a hot path. A
+trace context travels as a W3C traceparent string. Only `otlp.py` imports OpenTelemetry.
 """
 
 from services.telemetry.context import TraceContext, parse_traceparent

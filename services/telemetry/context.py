@@ -1,4 +1,4 @@
-"""W3C Trace Context, as far as the mesh needs it: what names a span, and whether its trace is sampled."""
+"""W3C Trace Context, as far as the mesh needs it: ids, and whether a trace is sampled."""
 
 import functools
 import random
@@ -10,7 +10,7 @@ _SAMPLED = 1
 
 
 class TraceContext(NamedTuple):
-    """Names a span. Ids are lower-case hexadecimal digits."""
+    """A span's ids, in lower-case hexadecimal digits, and its trace's sampling decision."""
 
     trace_id: str
     span_id: str
@@ -21,13 +21,13 @@ class TraceContext(NamedTuple):
         return f"00-{self.trace_id}-{self.span_id}-{self.is_sampled:02x}"
 
     def child(self) -> "TraceContext":
-        """Return the name of a new span of this trace."""
+        """Return the ids of a new span of this trace."""
         return TraceContext(self.trace_id, new_span_id(), self.is_sampled)
 
 
 @functools.lru_cache(4_096)  # a request's spans all hang from a few
 def parse_traceparent(text: str) -> TraceContext | None:
-    """Return what a `traceparent` says; None for what is empty or malformed."""
+    """Return what a `traceparent` says; None where it is empty or malformed."""
     match = _TRACEPARENT.fullmatch(text)
     if match is None:
         return None
@@ -35,8 +35,8 @@ def parse_traceparent(text: str) -> TraceContext | None:
 
 
 def new_trace(ratio: float) -> TraceContext:
-    """Return the name of a new trace's first span; this share of all is sampled, decided by the id, as OpenTelemetry's
-    ratio-based sampler does."""
+    """Return the ids of a new trace's first span. The trace id decides whether it is sampled: this ratio of all are, as
+    with OpenTelemetry's ratio-based sampler."""
     number = random.getrandbits(128) or 1
     return TraceContext(f"{number:032x}", new_span_id(), number % 2**64 < ratio * 2**64)
 

@@ -1,4 +1,4 @@
-"""Where spans go, and the thread that brings them there."""
+"""Exporters of spans, and the thread that calls them."""
 
 import logging
 import threading
@@ -10,28 +10,25 @@ from typing import Protocol
 
 import msgspec
 
+from services.telemetry.limits import CLOSE_S, EXPORT_INTERVAL_S, MAX_BATCH, MAX_UNSENT
 from services.telemetry.record import SpanRecord
 
 log = logging.getLogger(__name__)
 
-EXPORT_INTERVAL_S = 0.5
-CLOSE_S = 3.0
-"""How long the last spans may take to leave: a back end that is away must not keep a service from its end."""
-MAX_UNSENT = 65_536
-"""Spans that wait to be exported; more are dropped, and counted."""
-MAX_BATCH = 512
-
 
 class Exporter(Protocol):
-    """Takes in spans in the order in which they were recorded: a parent before its children, where one process
-    records both. Never raises. `close` comes from another thread, and ends an `export` that is still trying."""
+    """Takes spans in the order in which they were recorded: a parent before its children where one process records
+    both.
+
+    `export` never raises. `close` is called from another thread, and ends an `export` that still tries.
+    """
 
     def export(self, spans: Sequence[SpanRecord]) -> None: ...
     def close(self) -> None: ...
 
 
 class ListExporter:
-    """Keeps what has ended in a list, for a simulation or a test to look at."""
+    """Appends spans to a list, for a simulation or a test."""
 
     def __init__(self, records: list[SpanRecord]) -> None:
         self._records = records
@@ -40,11 +37,11 @@ class ListExporter:
         self._records += spans
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Does nothing: nothing is held open."""
 
 
 class FileExporter:
-    """Appends one JSON object a span to `{dir}/{service}-{started}.jsonl`, which `kvmesh trace` reads."""
+    """Appends one JSON object for each span to `{dir}/{service}-{started}.jsonl`, which `kvmesh trace` reads."""
 
     def __init__(self, folder: Path, service: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,11 +59,11 @@ class FileExporter:
             self._has_failed = True
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Does nothing: nothing is held open."""
 
 
 class Background:
-    """Hands spans to an exporter every half second, on a thread of its own."""
+    """Passes spans to an exporter every EXPORT_INTERVAL_S, on a thread of its own."""
 
     def __init__(self, exporter: Exporter) -> None:
         self._exporter = exporter
@@ -77,7 +74,7 @@ class Background:
         self._num_lost = 0
 
     def put(self, span: SpanRecord) -> None:
-        """Take a span in. Never waits."""
+        """Queue a span for export. Never waits; where MAX_UNSENT wait already the span is dropped and counted."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
             self._thread.start()
@@ -87,7 +84,7 @@ class Background:
             self._unsent.append(span)
 
     def close(self) -> None:
-        """Export what is left, as far as it leaves within CLOSE_S."""
+        """Export what is left, as far as this takes no longer than CLOSE_S."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join(CLOSE_S)

@@ -1,5 +1,9 @@
 """The one list of span names and attribute keys."""
 
+TTFT_PARTS = ("tokenize", "retry", "place", "dispatch", "prefill.queue", "prefill.compute", "first_token")
+"""What a time to first token is made of, in order of time (`services.gateway.observe.ttft_parts`): names of attributes
+behind `Key.TTFT_PART`, and of a metric's label."""
+
 
 class SpanName:
     """Every span of the mesh. The root is named after the HTTP route."""
@@ -15,22 +19,22 @@ class SpanName:
     PREFILL_QUEUE = "prefill.queue"
     PREFILL_COMPUTE = "prefill.compute"
     KV_TRANSFER = "kv.transfer"
-    """One at each end, linked to each other; those of the reader's end have the phases."""
+    """One at each end, linked to each other. The reader's end has the phases as children."""
     KV_LEASE_WAIT = "kv.lease_wait"
-    """Until the holder lets us read: the lease asked for, the connection, the ticket checked."""
+    """Until the holder lets us read: the lease asked for, the connection made, the ticket checked."""
     KV_FIRST_BYTE = "kv.first_byte"
     """Until the first frame: of a prompt that is being computed, the wait for its first layer."""
     KV_STREAM = "kv.stream"
     """From the first frame to the last."""
     KV_VERIFY = "kv.verify"
-    """After the last frame, until it is believed: the holder's last word that the lease held all along."""
+    """After the last frame, until the holder has confirmed that the lease held to the end."""
     DECODE = "decode"
     DECODE_QUEUE = "decode.queue"
     DECODE_FIRST_STEP = "decode.first_step"
     DECODE_STREAM = "decode.stream"
     KV_RELEASE = "kv.release"
     ENGINE_STEP = "engine.step"
-    """A trace of its own: a step is of many requests, and is linked to them."""
+    """In a trace of its own, linked to the requests of its batch."""
 
 
 class Key:
@@ -44,13 +48,13 @@ class Key:
     OUTCOME = "kvmesh.outcome"
     CARRIER = "kvmesh.carrier"
     CARRIER_REASON = "kvmesh.carrier.reason"
-    """Why the reader took it (`dataplane.ends.choice`)."""
+    """Why the reader chose it (`dataplane.ends.choice`)."""
     NUM_BYTES = "kvmesh.num_bytes"
     NUM_WIRE_BYTES = "kvmesh.num_wire_bytes"
     WIRE_DTYPE = "kvmesh.wire_dtype"
     NUM_BLOCKS = "kvmesh.num_blocks"
     NUM_CACHED_BLOCKS = "kvmesh.num_cached_blocks"
-    """Of the prompt's blocks, those that the reader had already."""
+    """How many of the prompt's blocks the reader had already."""
     NUM_TOKENS = "kvmesh.num_tokens"
     GB_PER_S = "kvmesh.gb_per_s"
     LEASE_WAIT_MS = "kvmesh.lease_wait_ms"
@@ -65,7 +69,7 @@ class Key:
     TTFT_PART = "kvmesh.ttft"
     """Prefix of the parts of a TTFT, in milliseconds (`services.gateway.observe.ttft_parts`)."""
     KEPT = "kvmesh.kept"
-    """Why a trace that was not sampled is here."""
+    """Why a trace that was not sampled was exported after all."""
     BATCH_SIZE = "kvmesh.batch_size"
     NUM_PREFILL_TOKENS = "kvmesh.num_prefill_tokens"
     NUM_DECODE_TOKENS = "kvmesh.num_decode_tokens"

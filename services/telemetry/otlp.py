@@ -1,7 +1,7 @@
-"""Spans as OTLP over HTTP. The only file that knows OpenTelemetry.
+"""Exports spans as OTLP over HTTP. The only file that imports OpenTelemetry.
 
-A span that stands for asking another service is a client's and names it (`peer.service`): a back end draws its service
-graph from these.
+A span that stands for a question to another service is of kind client and names that service (`peer.service`), from
+which a back end draws its service graph.
 """
 
 import functools
@@ -23,7 +23,7 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
 class OtlpExporter:
-    """Sends to `{endpoint}/v1/traces`. What cannot be sent is lost after a few tries."""
+    """Sends to `{endpoint}/v1/traces`. What cannot be sent after a few tries is lost."""
 
     def __init__(self, endpoint: str) -> None:
         logging.getLogger("opentelemetry").setLevel(logging.ERROR)
@@ -59,7 +59,7 @@ def _readable(span: SpanRecord) -> ReadableSpan:
 
 
 def peer_of(span: SpanRecord) -> str:
-    """Return the service that a span's service asked; empty where it asked nobody."""
+    """Return the service that a span's service asked; empty where it asked none."""
     match span.name:
         case SpanName.PLACE:
             return "scheduler"
@@ -77,7 +77,7 @@ def _context(trace_id: str, span_id: str) -> SpanContext:
 
 @functools.cache
 def _resource(service: str) -> Resource:
-    """Which process speaks. Made once: what is found out about the process does not change."""
+    """Return the resource that describes the process. Cached: it does not change."""
     return Resource.create({"service.name": _service_name(service), "service.instance.id": service})
 
 

@@ -9,8 +9,8 @@ Attributes = Mapping[str, AttributeValue]
 
 
 class SpanRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Times are Unix ns. `parent_id` is empty for the first of a trace, `error` for one that went well. `links`:
-    traceparents of spans that it has to do with, in whatever trace."""
+    """One span. Times are Unix ns. `parent_id` is empty for the first span of a trace, `error` for success. `links`:
+    traceparents of related spans, in any trace."""
 
     trace_id: str
     span_id: str
@@ -23,4 +23,4 @@ class SpanRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     attributes: dict[str, AttributeValue]
     links: tuple[str, ...] = ()
     is_server: bool = False
-    """It stands for a request that came from outside."""
+    """It stands for a request from outside the mesh."""

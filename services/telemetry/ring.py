@@ -1,15 +1,11 @@
-"""Spans of traces that nobody has asked for yet: kept for a while, in case somebody does. Pure."""
+"""Spans of traces that are not sampled, kept for a while in case they are asked for. Pure."""
 
+from services.telemetry.limits import MAX_KEPT_TRACES, MAX_SPANS
 from services.telemetry.record import SpanRecord
-
-MAX_SPANS = 16_384
-"""Of all traces together: about 10 MiB, and of a busy worker the last minute or so."""
-MAX_KEPT_TRACES = 4_096
-"""So many traces that were asked for are remembered: what comes later of them is wanted too."""
 
 
 class Ring:
-    """The oldest trace goes first where there is no room."""
+    """Holds up to `max_spans` spans. Where there is no room the oldest trace is dropped."""
 
     def __init__(self, max_spans: int = MAX_SPANS, max_kept: int = MAX_KEPT_TRACES) -> None:
         self._max_spans = max_spans
@@ -31,7 +27,7 @@ class Ring:
             self._num_spans -= len(self._spans.pop(next(iter(self._spans))))
 
     def keep(self, trace_id: str) -> list[SpanRecord]:
-        """Return what there is of a trace, and remember that it is wanted."""
+        """Return what there is of a trace, and remember that its later spans are wanted."""
         self._kept[trace_id] = None
         if len(self._kept) > self._max_kept:
             del self._kept[next(iter(self._kept))]

@@ -1,7 +1,7 @@
-"""Makes spans for one service, and decides which of them leave it.
+"""Makes the spans of one service, and decides which of them are exported.
 
-Sampling is parent-based: whoever begins a trace decides for all, and its word travels in the traceparent. Spans of
-traces that are not sampled wait in a ring, in case the trace turns out to be one that somebody will ask about.
+Sampling is parent-based: whoever begins a trace decides for all, and the traceparent carries the decision. Spans of
+traces that are not sampled wait in a ring, in case the trace is asked for later.
 """
 
 import time
@@ -18,7 +18,7 @@ from services.telemetry.ring import Ring
 
 @dataclass(slots=True)
 class OpenSpan:
-    """A span that is still running."""
+    """A span that has not ended."""
 
     telemetry: "Telemetry"
     name: str
@@ -55,9 +55,9 @@ class OpenSpan:
 
 
 class Telemetry:
-    """`exporter` None: spans have names (so that contexts travel) and are kept nowhere.
+    """One service's spans. `exporter` None: spans have ids, so that contexts travel, and are not kept.
 
-    `at_once`: each span is exported as it ends, on the caller's thread. All but `child_of` is for one thread.
+    `at_once`: each span is exported as it ends, on the caller's thread. Not thread-safe, except `child_of`.
     """
 
     def __init__(
@@ -78,15 +78,15 @@ class Telemetry:
         start_ns: int = 0,
         server: bool = False,
     ) -> OpenSpan:
-        """Start a span under a traceparent (a new trace where it is empty or malformed), now or at `start_ns`."""
+        """Start a span under a traceparent (in a new trace where that is empty or malformed), now or at `start_ns`."""
         above = parse_traceparent(parent)
         context = above.child() if above else new_trace(self.config.sample_ratio)
         parent_id = above.span_id if above else ""
         return OpenSpan(self, name, context, parent_id, start_ns or time.time_ns(), server, dict(attributes or {}))
 
     def child_of(self, parent: str) -> str:
-        """Return the traceparent of a span that will be recorded under `parent` later, for what is linked to it
-        meanwhile; without a parent that of the first span of a new trace. May be called on any thread."""
+        """Return the traceparent of a span that will be recorded under `parent` later, so that others can link to it
+        meanwhile. Without a parent it is the first span of a new trace. Thread-safe."""
         above = parse_traceparent(parent)
         return (above.child() if above else new_trace(self.config.sample_ratio)).traceparent
 
@@ -101,9 +101,9 @@ class Telemetry:
         own: str = "",
         links: Iterable[str] = (),
     ) -> str:
-        """Record a span that has happened, from Unix time to Unix time in ns. Return its traceparent.
+        """Record a span that has ended. `times_ns`: its start and end in Unix ns. Return its traceparent.
 
-        `own`: the name that `child_of` gave it. `links`: traceparents. Without a parent it begins a trace.
+        `own`: what `child_of` returned for it. `links`: traceparents. Without a parent it begins a trace.
         """
         above = parse_traceparent(parent)
         context = parse_traceparent(own) or (above.child() if above else new_trace(self.config.sample_ratio))
@@ -113,19 +113,19 @@ class Telemetry:
     def record_apart(
         self, name: str, times_ns: tuple[int, int], attributes: Attributes, *, links: Iterable[str] = ()
     ) -> str:
-        """Record a span in a trace of its own, which is sampled because what it links to is. Return its traceparent."""
+        """Record a span in a trace of its own, sampled because what it links to is. Return its traceparent."""
         context = new_trace(1.0)
         self._record(name, context, "", times_ns, attributes, "", tuple(links))
         return context.traceparent
 
     def keep(self, trace_id: str) -> None:
-        """Export what there is of a trace that was not sampled, and for a while what comes of it."""
+        """Export what there is of a trace that was not sampled, and for a while its later spans."""
         if self._exporter is not None and not self._ring.is_kept(trace_id):
             for span in self._ring.keep(trace_id):
                 self._send(span)
 
     def take(self, span: SpanRecord, *, is_sampled: bool) -> None:
-        """A span has ended."""
+        """Export a span that has ended, or keep it in the ring."""
         if self._exporter is None:
             return
         if is_sampled or self._ring.is_kept(span.trace_id):
@@ -134,7 +134,7 @@ class Telemetry:
             self._ring.add(span)
 
     def close(self) -> None:
-        """Export what is pending."""
+        """Export what is pending, and close the exporter."""
         if self._background is not None:
             self._background.close()
         elif self._exporter is not None:
@@ -175,7 +175,8 @@ class Telemetry:
 
 
 def open_telemetry(service: str, config: TelemetryConfig) -> Telemetry:
-    """Return the service's telemetry: OTLP where an endpoint is configured, else a file, else nothing kept."""
+    """Return the service's telemetry: to OTLP where an endpoint is configured, else to a file where a folder is, else
+    nowhere."""
     if config.otlp_endpoint:
         from services.telemetry.otlp import OtlpExporter  # noqa: PLC0415  (slow import)
 

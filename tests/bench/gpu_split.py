@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from services.bench.drive.meshes import SPLIT, WHOLE, running, urls_of
 from services.bench.drive.stats import percentile
-from services.bench.ttft import Row as TtftRow
-from services.bench.ttft import alternate
+from services.bench.ttft import TtftRow, alternate
 from services.cli.trace import load_spans
 from services.launch.supervisor import UpOptions
 from services.telemetry import Key, SpanName, SpanRecord

@@ -17,14 +17,14 @@ from services.bench import crossover as crossover_bench
 from services.bench import documents, multiturn, replay
 from services.bench.compression import agreement
 from services.bench.drive.arguments import parse_lengths, parse_range
-from services.bench.drive.driver import (
+from services.bench.drive.http_client import (
     Client,
     Completion,
     EventTimes,
-    MeshUsage,
+    ReportedMeshUsage,
+    ReportedUsage,
     RequestFailedError,
     Source,
-    Usage,
     base_url,
     model_of,
     open_http,
@@ -48,13 +48,14 @@ from services.launch.supervisor import UpOptions
 VOCAB = 1024
 
 
-def completion(ttft_ms: float, *, gaps_ms: Sequence[float] = (), usage: Usage | None = None) -> Completion:
+def completion(ttft_ms: float, *, gaps_ms: Sequence[float] = (), usage: ReportedUsage | None = None) -> Completion:
     return Completion(
         ttft_ms=ttft_ms,
         gaps_ms=tuple(gaps_ms),
         total_ms=ttft_ms + sum(gaps_ms),
         token_ids=(),
-        usage=usage or Usage(prompt_tokens=100, completion_tokens=1, kvmesh=MeshUsage(recomputed_tokens=100)),
+        usage=usage
+        or ReportedUsage(prompt_tokens=100, completion_tokens=1, kvmesh=ReportedMeshUsage(recomputed_tokens=100)),
     )
 
 
@@ -112,7 +113,7 @@ def test_what_a_chooser_takes_for_the_crossover() -> None:
 
 def test_a_carriers_report_compares_the_policy_with_the_measurement() -> None:
     samples = [
-        crossover_bench.Sample(
+        crossover_bench.CrossoverSample(
             carrier="shm", length=length, read_ms=4, computed_ms=computed, cost_ms=9, chose_read=length >= 400
         )
         for length, computed in ((100, 2.0), (200, 8.0), (400, 16.0))
@@ -295,7 +296,7 @@ def test_conversations_share_nothing_and_are_the_same_each_time() -> None:
 
 def test_ratios_of_later_turns() -> None:
     samples = [
-        multiturn.Sample(history=history, turn=turn, mode=mode, completion=completion(ms * history))
+        multiturn.TurnSample(history=history, turn=turn, mode=mode, completion=completion(ms * history))
         for history in (1, 10)
         for mode, ms in ((RECOMPUTE, 100.0), (CACHE_ONLY, 50.0), (BOTH, 20.0))
         for turn in (1, 2, 3)
@@ -317,7 +318,7 @@ def test_a_plot_is_written(tmp_path: Path) -> None:
     from services.bench.drive.plot import plot_turns
 
     samples = [
-        multiturn.Sample(history=100, turn=turn, mode=mode, completion=completion(turn))
+        multiturn.TurnSample(history=100, turn=turn, mode=mode, completion=completion(turn))
         for turn in (1, 2)
         for mode in (RECOMPUTE, BOTH)
     ]
@@ -337,7 +338,7 @@ def test_questions_on_documents() -> None:
 
 
 def test_rows_of_documents() -> None:
-    first, later = (documents.Question(prompt=(1,), is_first=is_first) for is_first in (True, False))
+    first, later = (documents.DocumentQuestion(prompt=(1,), is_first=is_first) for is_first in (True, False))
     answers = {
         RECOMPUTE: [(first, completion(100)), (later, completion(100))],
         BOTH: [(first, completion(90)), (later, completion(10)), (later, completion(30))],
@@ -352,19 +353,21 @@ def test_rows_of_documents() -> None:
 
 
 def test_sources_are_those_of_the_worker_that_computed_the_prompt() -> None:
-    split = MeshUsage(
+    split = ReportedMeshUsage(
         transferred_tokens=100,
         prefill=Source(
             cached_tokens=10, transferred_tokens=30, transferred_from={"a": 20, "b": 10}, recomputed_tokens=60
         ),
     )
-    alone = MeshUsage(cached_tokens=40, transferred_tokens=20, transferred_from={"b": 20}, recomputed_tokens=40)
-    shares = shares_of([Usage(prompt_tokens=100, completion_tokens=1, kvmesh=usage) for usage in (split, alone)])
+    alone = ReportedMeshUsage(cached_tokens=40, transferred_tokens=20, transferred_from={"b": 20}, recomputed_tokens=40)
+    shares = shares_of(
+        [ReportedUsage(prompt_tokens=100, completion_tokens=1, kvmesh=usage) for usage in (split, alone)]
+    )
     assert (shares.cached_tokens, shares.transferred_tokens, shares.recomputed_tokens) == (50, 50, 100)
     assert shares.transferred_from == {"a": 20, "b": 30} and shares.reused_share == 0.5
     assert shares.words == "25% cached, 25% read (a 10%, b 15%), 50% computed"
-    untold = MeshUsage(transferred_tokens=100, prefill_worker="a", decode_worker="b")
-    assert shares_of([Usage(prompt_tokens=100, completion_tokens=1, kvmesh=untold)]).reused_share == 0
+    untold = ReportedMeshUsage(transferred_tokens=100, prefill_worker="a", decode_worker="b")
+    assert shares_of([ReportedUsage(prompt_tokens=100, completion_tokens=1, kvmesh=untold)]).reused_share == 0
 
 
 @pytest.mark.parametrize(
@@ -378,13 +381,15 @@ def test_the_slo(ttft_ms: float, gaps_ms: list[float], expected: bool) -> None:
 def test_a_replays_report() -> None:
     plan = replay.ReplayPlan(path=None, scale=16, speed=1, limit=0, slo_ttft_ms=100, slo_itl_ms=50)
     requests = scaled([request(0, [0, 1]), request(1, [0, 2]), request(2, [0, 3]), request(3, [0, 4])])
-    cached = Usage(prompt_tokens=64, completion_tokens=1, kvmesh=MeshUsage(cached_tokens=16, recomputed_tokens=48))
-    fresh = Usage(prompt_tokens=64, completion_tokens=1, kvmesh=MeshUsage(recomputed_tokens=64))
+    cached = ReportedUsage(
+        prompt_tokens=64, completion_tokens=1, kvmesh=ReportedMeshUsage(cached_tokens=16, recomputed_tokens=48)
+    )
+    fresh = ReportedUsage(prompt_tokens=64, completion_tokens=1, kvmesh=ReportedMeshUsage(recomputed_tokens=64))
     outcomes = [
-        replay.Outcome(sent_s=1, late_s=0, completion=completion(50, usage=fresh)),
-        replay.Outcome(sent_s=2, late_s=0, completion=completion(1_000, usage=cached)),
-        replay.Outcome(sent_s=3, late_s=0.5, completion=completion(50, gaps_ms=[20, 30], usage=cached)),
-        replay.Outcome(sent_s=2.5, late_s=0, error="no"),
+        replay.ReplayOutcome(sent_s=1, late_s=0, completion=completion(50, usage=fresh)),
+        replay.ReplayOutcome(sent_s=2, late_s=0, completion=completion(1_000, usage=cached)),
+        replay.ReplayOutcome(sent_s=3, late_s=0.5, completion=completion(50, gaps_ms=[20, 30], usage=cached)),
+        replay.ReplayOutcome(sent_s=2.5, late_s=0, error="no"),
     ]
     report = replay.report_of(plan, requests, outcomes, model="m", trace="t")
     assert (report.num_requests, report.num_failed, report.failures) == (4, 1, {"no": 1})
@@ -486,9 +491,9 @@ async def test_the_driver_asks_and_times() -> None:
 
 
 def client_of(http: httpx.AsyncClient, url: str) -> Client:
-    from services.bench.drive.driver import ServedModel
+    from services.bench.drive.http_client import ListedModel
 
-    return Client(http, url, ServedModel("stub", 4096))
+    return Client(http, url, ListedModel("stub", 4096))
 
 
 async def test_a_conversation_repeats_what_was_said() -> None:

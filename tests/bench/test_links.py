@@ -9,11 +9,11 @@ import pytest
 from dataplane.blocks.layout import KVLayout
 from services.bench import links
 from services.bench.link_report import run_links
-from services.bench.links import LINKS, MODELS, MOONCAKE_ROWS, NVLINK, OPT_66B, QWEN, Link, ModelShape, handover
+from services.bench.links import LINKS, MODELS, MOONCAKE_ROWS, NVLINK, OPT_66B, QWEN, LinkSpec, ModelShape, handover
 from services.pages.tables import SCALING, regenerate
 
 PAGE = Path(__file__).parents[2] / "dataplane" / "SCALING.md"
-SLOW = Link("slow", 0.5, 1.0)
+SLOW = LinkSpec("slow", 0.5, 1.0)
 IDS = [row.what + ", " + row.unit for row in links.published()]
 
 
@@ -49,7 +49,7 @@ def test_a_prefill_is_the_sum_of_its_chunks() -> None:
 
 @pytest.mark.parametrize("link", [*LINKS, SLOW], ids=lambda link: link.name)
 @pytest.mark.parametrize("num_tokens", [1, 511, 513, 4000])
-def test_overlapping_hides_something_and_never_more_than_there_is(link: Link, num_tokens: int) -> None:
+def test_overlapping_hides_something_and_never_more_than_there_is(link: LinkSpec, num_tokens: int) -> None:
     over = handover(QWEN, num_tokens, link)
     num_chunks = -(-num_tokens // links.CHUNK_TOKENS)
     frames_more_ms = QWEN.num_layers * num_chunks * link.frame_us / 1e3
@@ -69,7 +69,7 @@ def test_what_a_quick_link_exposes_does_not_grow_with_the_prompt() -> None:
 def test_from_the_rate_at_which_a_link_keeps_up_the_last_layer_alone_is_exposed() -> None:
     for model in MODELS:
         rate = links.hidden_from_gb_per_s(model)
-        quick, slow = (Link("", share * rate, 1.0, fixed_ms=0.0, frame_us=0.0) for share in (1.05, 0.5))
+        quick, slow = (LinkSpec("", share * rate, 1.0, fixed_ms=0.0, frame_us=0.0) for share in (1.05, 0.5))
         last_layer_ms = 488 * model.token_bytes / model.num_layers / quick.bytes_per_ms
         assert handover(model, 1000, quick).exposed_ms == pytest.approx(last_layer_ms)
         assert handover(model, 1000, slow).exposed_ms > 0.4 * handover(model, 1000, slow).prefill_ms

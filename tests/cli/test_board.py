@@ -11,7 +11,8 @@ from schemas.handoff import KVLanded
 from schemas.ids import GatewayId, LeaseId, RequestId, TokenIds, WorkerId
 from schemas.request import RequestTokens, TokensEmitted
 from schemas.worker import BlockCounts, TransferRate, WorkerLeft, WorkerLoad, WorkerRates
-from services.cli.board import FORGET_S, QUIET_S, WINDOW_S, Board
+from services.cli.board import Board
+from services.cli.limits import FORGET_AFTER_S, RATE_WINDOW_S, SILENT_AFTER_S
 from services.cli.top import POOL_WIDTH, frame, pool_bar
 from tests.wire import examples
 
@@ -77,20 +78,20 @@ def test_rates_are_averages_over_the_window() -> None:
     for at in (9.0, 10.0):
         tokens = RequestTokens(request_id="req-1", attempt=1, index=0, tokens=TokenIds(bytes(4 * 50)))
         board.hear(TokensEmitted(worker_id=examples.TARGET, requests=(tokens,)), at, NOW_MS)
-    assert board.tokens.per_s(WINDOW_S) == pytest.approx(100 / WINDOW_S)
-    assert board.tokens.per_s(9.5 + WINDOW_S) == pytest.approx(50 / WINDOW_S)
+    assert board.tokens.per_s(RATE_WINDOW_S) == pytest.approx(100 / RATE_WINDOW_S)
+    assert board.tokens.per_s(9.5 + RATE_WINDOW_S) == pytest.approx(50 / RATE_WINDOW_S)
     assert board.tokens.per_s(99.0) == 0
 
 
 def test_a_worker_is_silent_then_forgotten_and_one_that_leaves_goes_at_once() -> None:
     board = busy()
-    assert [quiet for _, quiet in board.workers(9.0 + QUIET_S + 0.1)] == [True, True, True]
+    assert [quiet for _, quiet in board.workers(9.0 + SILENT_AFTER_S + 0.1)] == [True, True, True]
     stale = WorkerLeft(worker_id=examples.SOURCE, incarnation="another", reason="died")
     board.hear(stale, 9.5, NOW_MS)
     assert examples.SOURCE in board.loads
     board.hear(msgspec.structs.replace(stale, incarnation=examples.INFO.incarnation), 9.5, NOW_MS)
     assert examples.SOURCE not in board.loads
-    assert list(board.workers(9.0 + FORGET_S + 1)) == []
+    assert list(board.workers(9.0 + FORGET_AFTER_S + 1)) == []
 
 
 def draw(board: Board, width: int) -> str:

@@ -233,7 +233,7 @@ def test_show_waits_for_spans_on_their_way(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_show_waits_no_longer_than_exporting_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace, "_SETTLE_S", 0.3)
+    monkeypatch.setattr(trace, "TRACE_SETTLE_S", 0.3)
     with pytest.raises(UserError, match="x-request-id"):
         show_trace(tmp_path, "req-aa")
     with pytest.raises(UserError):

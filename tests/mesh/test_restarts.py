@@ -9,7 +9,8 @@ from uuid import uuid4
 import httpx
 import pytest
 
-from services.launch.restart import ENDS_WITHIN_S, LONGEST_WAIT_S, MAX_ENDS, SOUND_AFTER_S, Child, Restarts
+from services.launch.limits import ENDS_WITHIN_S, LONGEST_WAIT_S, MAX_ENDS, SOUND_AFTER_S
+from services.launch.restart import Child, Restarts
 from services.launch.supervisor import UpOptions
 from tests.mesh.processes import Mesh, running_mesh
 

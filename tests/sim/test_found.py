@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from services.sim.platform.mesh import MeshShape
+from services.sim.mesh import MeshShape
 from services.sim.scenario import Fault, Scenario
 from services.sim.world import SimOptions, simulate
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from services.bus.base import BusError, NoRespondersError, RequestTimedOutError
-from services.sim.platform.bus import MAX_BUFFERED_BYTES, BusWeather, SimBroker, SimBus
+from services.sim.limits import MAX_BUFFERED_BYTES
+from services.sim.platform.bus import BusWeather, SimBroker, SimBus
 from services.sim.platform.clock import VirtualTime, installed
 from services.sim.platform.loop import Process, SimLoop, SimulationStuckError
 

@@ -48,7 +48,7 @@ def test_truncation_keeps_what_has_landed(carrier: str, at_byte: int) -> None:
             assert (error.num_landed_tokens > 0) == (at_byte == NUM_BYTES // 2)
             await asyncio.sleep(0.1)
             assert plane.holder.gate.outcomes or at_byte == 0, "the holder was told"
-            assert plane.network.num_links == 0
+            assert plane.network.num_connections == 0
             await plane.read()
             assert plane.is_right(), "the next read is as good as any"
 

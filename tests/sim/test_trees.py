@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from services.config import TelemetryConfig
-from services.sim.platform import mesh
+from services.sim import mesh
 from services.sim.verdict.traces import MAX_RESIDUAL, ttft_residual
 from services.telemetry import Key, ListExporter, SpanName, SpanRecord, Telemetry
 from tests.sim.trees import CASES, GOLDEN, Case, draw, spans_of

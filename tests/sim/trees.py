@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from services.sim import world
-from services.sim.platform.mesh import MeshShape
+from services.sim.mesh import MeshShape
 from services.sim.scenario import Fault, Scenario
 from services.sim.verdict.expected import Ask
 from services.sim.verdict.traces import HTTP_ROOT

@@ -11,8 +11,9 @@ from services import metric_names as names
 from services.config import MeshConfig, apply_environment
 from services.errors import UserError
 from services.gateway.observe.metrics import GatewayMetrics
-from services.metrics import MAX_SERIES, OTHER, MetricName, Metrics, exemplar_of
+from services.metrics import OTHER, MetricName, Metrics, exemplar_of
 from services.pages.tables import metrics_table
+from services.telemetry.limits import MAX_SERIES
 from services.worker.observe import metrics as worker_metrics
 from services.worker.observe.metrics import LeaseBook, outcome_of
 

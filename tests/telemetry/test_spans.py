@@ -12,9 +12,10 @@ from services.config import MeshConfig, TelemetryConfig, apply_environment
 from services.engine.interface import SampledToken, Sequence, StepResult
 from services.errors import UserError
 from services.gateway.observe.spans import MAX_KEEPS_PER_S, GatewaySpans
-from services.gateway.observe.ttft_parts import PARTS, Milestones, fit_clock, ttft_parts
+from services.gateway.observe.ttft_parts import Milestones, fit_clock, ttft_parts
 from services.telemetry import FileExporter, Key, ListExporter, SpanName, SpanRecord, Telemetry, parse_traceparent
 from services.telemetry.context import new_trace
+from services.telemetry.names import TTFT_PARTS
 from services.telemetry.ring import Ring
 from services.worker.observe.spans import MAX_LINKED_STEPS, WorkerSpans
 from services.worker.observe.transfers import described_by
@@ -161,7 +162,7 @@ def test_the_parts_add_up_whatever_the_worker_s_clock_says(offset_ns: int) -> No
     told = FirstTokenTimes(accepted_ns=170 + offset_ns, first_step_ns=200 + offset_ns, computed_ns=350 + offset_ns)
     fitted = fit_clock(told, SEEN.placed_ns, SEEN.written_ns)
     parts = ttft_parts(SEEN, fitted)
-    assert tuple(parts) == PARTS
+    assert tuple(parts) == TTFT_PARTS
     assert sum(parts.values()) == pytest.approx(300e-9)
     assert min(parts.values()) >= 0.0
     assert parts["prefill.compute"] == pytest.approx(150e-9), "a duration is the same by any clock"

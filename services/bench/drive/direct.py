@@ -12,18 +12,16 @@ from schemas.directory import LocateBlocks
 from schemas.ids import GatewayId, RequestId, WorkerId, new_id
 from schemas.request import KVSource, Refused, RequestTokens, RunPrefill, SamplingParams, TokensEmitted, TransferReport
 from schemas.worker import WorkerInfo
-from services.bench.drive.driver import RequestFailedError
+from services.bench.drive.http_client import RequestFailedError
+from services.bench.limits import DIRECT_TIMEOUT_S, LOCATE_INTERVAL_S
 from services.bus.base import BusError
 from services.bus.nats import NatsBus
 from services.bus.typed import Received, TypedBus
 from services.launch.known_workers import describe_fleet
 from services.runtime import now_ms
 
-TIMEOUT_S = 120.0
-LOCATE_EVERY_S = 0.01
 
-
-class FirstToken(NamedTuple):
+class TimedFirstToken(NamedTuple):
     """When it came, from sending the request, and what the worker says of its prompt."""
 
     ttft_ms: float
@@ -61,12 +59,12 @@ class DirectClient:
 
     async def first_token(
         self, worker_id: WorkerId, prompt: Sequence[int], sources: tuple[KVSource, ...] = ()
-    ) -> FirstToken:
+    ) -> TimedFirstToken:
         """Have one worker compute one token, reading first from the sources. Raises RequestFailedError."""
         request = RunPrefill(
             request_id=RequestId(new_id("req")),
             attempt=1,
-            deadline_ms=now_ms() + int(TIMEOUT_S * 1e3),
+            deadline_ms=now_ms() + int(DIRECT_TIMEOUT_S * 1e3),
             gateway_id=self._gateway_id,
             prompt=pack_tokens(prompt),
             sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
@@ -76,8 +74,8 @@ class DirectClient:
         self._waiting[request.request_id] = inbox
         started = time.perf_counter()
         try:
-            async with asyncio.timeout(TIMEOUT_S):
-                reply = await self._bus.ask(subjects.RUN, (worker_id,), request, TIMEOUT_S)
+            async with asyncio.timeout(DIRECT_TIMEOUT_S):
+                reply = await self._bus.ask(subjects.RUN, (worker_id,), request, DIRECT_TIMEOUT_S)
                 if isinstance(reply, Refused):
                     raise RequestFailedError(f"{worker_id} refused a request: {reply.reason}, {reply.detail}")
                 return await _wait_first(inbox, started)
@@ -92,7 +90,7 @@ class DirectClient:
         """Return how many blocks of the prompt `holder` has, once the directory knows of all that are full."""
         hashes = hash_blocks(prompt, self.block_size, model_fingerprint=self._worker.fingerprint)
         request_id = RequestId(new_id("locate"))
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(DIRECT_TIMEOUT_S):
             while True:
                 located = await self._bus.ask(
                     subjects.LOCATE,
@@ -103,11 +101,11 @@ class DirectClient:
                         deadline_ms=now_ms() + 1_000,
                         block_hashes=join_hashes(hashes),
                     ),
-                    TIMEOUT_S,
+                    DIRECT_TIMEOUT_S,
                 )
                 if any(h.worker_id == holder and h.num_blocks == len(hashes) for h in located.holders):
                     return len(hashes)
-                await asyncio.sleep(LOCATE_EVERY_S)  # nobody announces what the directory has heard
+                await asyncio.sleep(LOCATE_INTERVAL_S)  # nobody announces what the directory has heard
 
     def _hear(self, received: Received[TokensEmitted]) -> None:
         for share in received.message.requests:
@@ -115,7 +113,7 @@ class DirectClient:
                 inbox.put_nowait(share)
 
 
-async def _wait_first(inbox: "asyncio.Queue[RequestTokens]", started: float) -> FirstToken:
+async def _wait_first(inbox: "asyncio.Queue[RequestTokens]", started: float) -> TimedFirstToken:
     """Wait for the only token; what the worker reports may come with it or after it."""
     ttft_ms: float | None = None
     while True:
@@ -127,4 +125,4 @@ async def _wait_first(inbox: "asyncio.Queue[RequestTokens]", started: float) -> 
         if share.finish_reason is not None:
             if ttft_ms is None:
                 raise RequestFailedError("a worker ended a request without a token")
-            return FirstToken(ttft_ms, share.report or TransferReport())
+            return TimedFirstToken(ttft_ms, share.report or TransferReport())

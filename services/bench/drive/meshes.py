@@ -11,7 +11,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from services.bench.drive.driver import Client, base_url, open_http
+from services.bench.drive.http_client import Client, base_url, open_http
 from services.bench.drive.random_model import SHAPE, make_model
 from services.engine.checkpoint import read_checkpoint
 from services.launch.supervisor import Supervisor, UpOptions

@@ -2,19 +2,31 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 from matplotlib.figure import Figure
 
 from services.errors import UserError
 
-if TYPE_CHECKING:
-    from services.bench.multiturn import Row
-
 COLORS = ("#8c8c8c", "#2a78b5", "#d1602a")
 
 
-def plot_turns(rows: "Sequence[Row]", path: Path) -> None:
+class TurnTimes(Protocol):
+    """One turn of conversations whose history has `history` tokens, in one mode; times in milliseconds."""
+
+    @property
+    def history(self) -> int: ...
+    @property
+    def turn(self) -> int: ...
+    @property
+    def mode(self) -> str: ...
+    @property
+    def ttft_p50_ms(self) -> float | None: ...
+    @property
+    def ttft_p75_ms(self) -> float | None: ...
+
+
+def plot_turns(rows: Sequence[TurnTimes], path: Path) -> None:
     """Write TTFT by turn: a panel for each history length, a line for each mode, a band from p50 to p75.
 
     Raises UserError where the file cannot be written.

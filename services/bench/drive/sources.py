@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from services.bench.drive.driver import Usage
+from services.bench.drive.http_client import ReportedUsage
 
 
 class SourceShares(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +30,7 @@ class SourceShares(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.cached_tokens / total:.0%} cached, {read}, {self.recomputed_tokens / total:.0%} computed"
 
 
-def shares_of(usages: Sequence[Usage]) -> SourceShares:
+def shares_of(usages: Sequence[ReportedUsage]) -> SourceShares:
     """Sum what each request's usage tells."""
     views = [usage.computing for usage in usages]
     readings = Counter[str]()

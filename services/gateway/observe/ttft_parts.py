@@ -8,8 +8,7 @@ before is `retry`.
 from typing import NamedTuple
 
 from schemas.request import FirstTokenTimes
-
-PARTS = ("tokenize", "retry", "place", "dispatch", "prefill.queue", "prefill.compute", "first_token")
+from services.telemetry.names import TTFT_PARTS
 
 
 class Milestones(NamedTuple):
@@ -51,5 +50,6 @@ def ttft_parts(seen: Milestones, times: FirstTokenTimes) -> dict[str, float]:
         seen.written_ns,
     )
     return {
-        part: (end_ns - start_ns) / 1e9 for part, start_ns, end_ns in zip(PARTS, borders[:-1], borders[1:], strict=True)
+        part: (end_ns - start_ns) / 1e9
+        for part, start_ns, end_ns in zip(TTFT_PARTS, borders[:-1], borders[1:], strict=True)
     }

@@ -1,7 +1,7 @@
-"""A bus inside one process whose network is as bad as it is told to be. Passes the same contract suite as NATS.
+"""A message bus inside one process that loses, delays, doubles and reorders as it is told. Passes NATS' contract suite.
 
-It keeps NATS's promises unless a fault says otherwise: at most once, in order per connection, an answer at once where
-nobody serves a subject. While the broker is away clients keep what they publish, within a bound, and connect again.
+Without faults it keeps NATS' promises: at most once, in order for each connection, an answer at once where nobody
+serves a subject. While the broker is away clients keep what they publish, within a bound, and reconnect.
 """
 
 import asyncio
@@ -22,32 +22,28 @@ from services.bus.base import (
     check_size,
 )
 from services.bus.memory import matches
+from services.sim.limits import MAX_BUFFERED_BYTES, MESSAGE_GAP_S, RECONNECT_S
 
-MAX_BUFFERED_BYTES = 2 * 1024 * 1024
-"""As the NATS client's `pending_size`."""
-RECONNECT_S = (0.02, 0.4)
-MIN_GAP_S = 1e-7
-"""Between two messages on one way, so that they stay in order."""
 NATS_PREFIX_TOKENS = 3
-"""Our subjects' first tokens, which no pattern but a person's leaves open."""
+"""Subscriptions are indexed by so many first tokens of a subject; only people's patterns have wildcards there."""
 
 Context = contextvars.Context
 Tap = Callable[[str, str], None]
-"""(subject, who said it): sees every message that reaches the broker."""
+"""(subject, name of the sender): called for every message that reaches the broker."""
 
 
 @dataclass
 class BusWeather:
-    """How messages travel. Probabilities are per message and receiver, times in seconds."""
+    """How messages travel. Probabilities are for each message and receiver, times in seconds."""
 
     delay_s: tuple[float, float] = (0.0001, 0.001)
     loss: float = 0.0
     duplication: float = 0.0
     reordering: float = 0.0
     reordering_s: float = 0.05
-    """How far a message that is overtaken falls behind."""
+    """How much later a message arrives that others overtake."""
     held_until_s: dict[str, float] = field(default_factory=dict[str, float])
-    """Clients that are cut off: what they say, and what is said to them, waits until then."""
+    """By client: it is cut off until then. What it sends and what is sent to it waits."""
 
 
 @dataclass(slots=True)
@@ -65,7 +61,7 @@ class SimDelivery:
     payload: bytes
     headers: Mapping[str, str]
     bus: "SimBus | None" = None
-    """Who would answer."""
+    """The client that answers."""
     asker: "SimBus | None" = None
     reply_id: int = 0
 
@@ -82,7 +78,7 @@ class SimDelivery:
         self.bus.broker.carry(self.bus, asker, lambda: asker.answered(reply_id, reply))
 
     def count_failure(self, reason: str) -> None:
-        """Nobody looks."""
+        """A simulation counts no failures of endpoints."""
 
 
 class SimSubscription:
@@ -110,7 +106,7 @@ class SimSubscription:
 
 
 class SimBroker:
-    """What the buses of one simulation share. It goes down and comes back; its clients connect again."""
+    """The broker that the buses of one simulation share. It can go down and come back."""
 
     def __init__(self, rng: random.Random, weather: BusWeather | None = None) -> None:
         self.weather = weather or BusWeather()
@@ -119,15 +115,16 @@ class SimBroker:
         self.taps: list[Tap] = []
         self.num_messages = 0
         self._context = contextvars.copy_context()
-        """The network's own: what is on its way arrives even when its sender has died."""
+        """Deliveries run in this context, not in their sender's: a message on its way arrives even where its sender has
+        died."""
         self._epoch = 0
         self._turn = itertools.count()
         self._buses: list[SimBus] = []
         self._by_room: dict[tuple[str, ...], list[SimSubscription]] = {}
         self._open: list[SimSubscription] = []
-        """Patterns with a wildcard among their first tokens: people's."""
+        """Subscriptions with a wildcard among their first tokens."""
         self._listening: dict[str, list[SimSubscription]] = {}
-        """To a subject, found out once; empty again when somebody comes or goes."""
+        """The subscriptions that match a subject. Cleared when a subscription is added or removed."""
 
     def connect(self, name: str) -> "SimBus":
         bus = SimBus(self, name)
@@ -135,20 +132,20 @@ class SimBroker:
         return bus
 
     def go_down(self) -> None:
-        """The broker dies: what is on its way is lost, every client is cut off."""
+        """The broker dies: messages on their way are lost, every client is disconnected."""
         self.is_up = False
         self._epoch += 1
         for bus in self._buses:
             bus.is_connected = False
 
     def come_up(self) -> None:
-        """The broker is back; its clients find out one after another."""
+        """The broker is back. Its clients reconnect one after another."""
         self.is_up = True
         for bus in self._buses:
             self._later(self.rng.uniform(*RECONNECT_S), bus.connected)
 
     def drop(self, bus: "SimBus") -> None:
-        """A client has gone: nobody listens there any more."""
+        """A client has disconnected for good: remove its subscriptions."""
         bus.is_connected = False
         if bus in self._buses:
             self._buses.remove(bus)
@@ -166,7 +163,8 @@ class SimBroker:
             self._listening.clear()
 
     def route(self, message: _Message) -> None:
-        """Hand the message to every listener, and to one member of each queue group; or say that nobody serves."""
+        """Deliver a message to every subscription and to one member of each queue group. A request that nobody serves
+        is answered with NoRespondersError."""
         self.num_messages += 1
         for tap in self.taps:
             tap(message.subject, message.source.name)
@@ -187,7 +185,7 @@ class SimBroker:
             self.carry(source, source, lambda: source.unanswered(reply_id, NoRespondersError(subject)))
 
     def carry(self, source: "SimBus", target: "SimBus", arrive: Callable[[], None]) -> None:
-        """Let something travel from one client to another: late, twice, or never, as the weather is."""
+        """Carry something from one client to another: delayed, twice or never, as `conditions` say."""
         if not (source.is_connected and target.is_connected):
             return
         weather, rng = self.weather, self.rng
@@ -200,7 +198,7 @@ class SimBroker:
         if weather.reordering and rng.random() < weather.reordering:
             at += rng.uniform(0.0, weather.reordering_s)
         else:
-            at = target.last_arrival_s[source] = max(at, target.last_arrival_s.get(source, 0.0) + MIN_GAP_S)
+            at = target.last_arrival_s[source] = max(at, target.last_arrival_s.get(source, 0.0) + MESSAGE_GAP_S)
         self._arrive(at, target, arrive)
         if weather.duplication and rng.random() < weather.duplication:
             self._arrive(at + rng.uniform(0.0, weather.reordering_s), target, arrive)
@@ -237,7 +235,7 @@ class SimBroker:
 
 
 class SimBus:
-    """See `Bus`. One client's connection."""
+    """One client's connection. See `services.bus.base.Bus`."""
 
     def __init__(self, broker: SimBroker, name: str) -> None:
         self.broker = broker
@@ -287,7 +285,7 @@ class SimBus:
         return await self.subscribe(subject, queue or endpoint)
 
     async def announce(self, service: str, description: str, metadata: dict[str, str]) -> None:
-        """Nobody lists the services of a simulation."""
+        """Does nothing: nobody lists the services of a simulation."""
 
     async def flush(self) -> None:
         if self._is_closed:
@@ -310,7 +308,7 @@ class SimBus:
     # For the broker.
 
     def connected(self) -> None:
-        """The broker is there again: send what was kept."""
+        """The broker is reachable again: publish what was kept."""
         if self._is_closed or self.is_connected or not self.broker.is_up:
             return
         self.is_connected = True
@@ -330,7 +328,7 @@ class SimBus:
             waiting.set_exception(error)
 
     def check(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> None:
-        """Raise BusClosedError, MessageTooLargeError."""
+        """Check that the message may be sent. Raises BusClosedError, MessageTooLargeError."""
         if self._is_closed:
             raise BusClosedError(subject)
         check_size(subject, payload, headers)

@@ -1,7 +1,7 @@
-"""Virtual time and seeded chance in place of the machine's, for all code that runs while they are installed.
+"""Virtual time and seeded randomness in place of the machine's.
 
-Product code reads the clock as `time.…` and makes ids with `secrets.…`; both modules' functions are exchanged for as
-long as a simulation runs, and put back after it. So the code is the one that runs in production, line by line.
+Product code reads the clock through the module `time` and makes ids through `secrets`. Functions of both modules are
+replaced while a simulation runs, and restored after it: product code runs unchanged.
 """
 
 import contextlib
@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Generator
 
 EPOCH_NS = 1_800_000_000_000_000_000
-"""Unix time at which every simulation begins."""
+"""Unix time at which every simulation begins, in ns."""
 
 
 class VirtualTime:
-    """Seconds since the simulation began. Only the loop moves it."""
+    """Seconds since the simulation began. Only the loop advances it."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -42,7 +42,7 @@ class VirtualTime:
 
 @contextlib.contextmanager
 def installed(clock: VirtualTime, rng: random.Random) -> Generator[None]:
-    """Exchange the process's clock and its sources of chance. One simulation at a time."""
+    """Replace the process's clock and its sources of randomness while the block runs. One simulation at a time."""
     state = random.getstate()
     random.seed(rng.getrandbits(64))  # span ids come from the module's own generator
 

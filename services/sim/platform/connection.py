@@ -1,4 +1,4 @@
-"""A connection between two simulated processes: latency, bandwidth, a bounded buffer, and what can befall it."""
+"""A connection between two simulated processes: latency, bandwidth, a bounded buffer, and faults."""
 
 import contextlib
 import time
@@ -10,15 +10,15 @@ from typing import Any, Literal, Self
 from dataplane.memory.frames import Rows
 from dataplane.protocol.stream import HEADER_BYTES, Header, Kind, decode_header
 from dataplane.protocol.wire import Waker, WireClosedError, WireTimeoutError
+from services.sim.limits import CONNECTION_LINGER_S
 from services.sim.platform.threads import CoThread, current, pause
 
 BUFFER_BYTES = 64 << 10
-"""What is on its way and not taken in yet: with more a sender waits."""
+"""Bytes in flight, at most. A sender waits until the receiver has taken some."""
 SMALL_BYTES = 1024
-"""A message of no more takes no time to hand over."""
+"""A message of at most so many bytes is handed over at once; a longer one takes its time."""
 _MIN_PIECE_BYTES = 1024
 _MAX_PIECES = 3
-_LINGER_S = 1.0
 _NEVER = float("inf")
 
 StreamFaultKind = Literal["truncation", "corruption", "stall", "slowness"]
@@ -26,10 +26,10 @@ StreamFaultKind = Literal["truncation", "corruption", "stall", "slowness"]
 
 @dataclass(frozen=True, slots=True)
 class StreamFault:
-    """Befalls a stream at byte `at_byte` of what goes to the reader, copied memory counted like bytes on the wire.
+    """A fault of one stream, at byte `at_byte` of what goes to the reader. Copied memory counts like bytes on the wire.
 
-    Truncation: the connection breaks there. Corruption: a bit of that byte is flipped. Stall: nothing for `for_s`.
-    Slowness: from there on every KiB takes `for_s` longer.
+    Truncation: the connection breaks there. Corruption: one bit of that byte is flipped. Stall: nothing moves for
+    `for_s`. Slowness: from there on every KiB takes `for_s` longer.
     """
 
     kind: StreamFaultKind
@@ -38,10 +38,10 @@ class StreamFault:
 
 
 class Pipe:
-    """Bytes on their way in one direction."""
+    """The bytes in flight in one direction."""
 
-    def __init__(self, link: "Link") -> None:
-        self._link = link
+    def __init__(self, connection: "Connection") -> None:
+        self._connection = connection
         self._chunks: deque[tuple[float, memoryview]] = deque()
         self._last_at = 0.0
         self._end_at = _NEVER
@@ -49,41 +49,41 @@ class Pipe:
         self._fault: StreamFault | None = None
         self._stalled_until = 0.0
         self.num_bytes = 0
-        """On their way, or not taken in yet."""
+        """Bytes in flight."""
         self.is_ended = False
         self.is_broken = False
-        """Nobody will ever take anything in."""
+        """The receiver has closed: nothing will be taken any more."""
         self.reader: CoThread | None = None
-        """Waits for bytes."""
+        """The thread that waits for bytes."""
         self.writer: CoThread | None = None
-        """Waits for room."""
+        """The thread that waits for room."""
 
-    def befall(self, fault: StreamFault | None) -> None:
-        """Count the bytes from here on; this happens to them."""
+    def begin_stream(self, fault: StreamFault | None) -> None:
+        """Count bytes from here on; `fault` happens to them."""
         self._fault, self._num_crossed = fault, 0
-        self._link.delay_s = 0.0
+        self._connection.delay_s = 0.0
 
     def ready_at(self) -> float:
-        """Return when there is something to take in, if only the end."""
+        """Return when something can be taken, the end of the stream included: monotonic seconds, infinity for never."""
         if self._chunks:
-            return max(self._chunks[0][0], self._link.held_until())
-        return max(self._end_at, self._link.held_until()) if self.is_ended else _NEVER
+            return max(self._chunks[0][0], self._connection.held_until())
+        return max(self._end_at, self._connection.held_until()) if self.is_ended else _NEVER
 
     def put(self, data: bytes) -> None:
-        """Send. The caller has seen to it that there is room."""
+        """Send. The caller has waited until there is room."""
         if self.is_ended or self.is_broken:
             return
         if self._fault is not None and self._num_crossed + len(data) > self._fault.at_byte:
             data = self._struck(self._fault, data)
         self._num_crossed += len(data)
         if data:
-            at = self._last_at = max(time.monotonic() + self._link.latency_s, self._last_at, self._stalled_until)
+            at = self._last_at = max(time.monotonic() + self._connection.latency_s, self._last_at, self._stalled_until)
             self._chunks.append((at, memoryview(data)))
             self.num_bytes += len(data)
-            self.tell_reader()
+            self.notify_reader()
 
     def take(self, num_bytes: int) -> memoryview:
-        """Return at most so many bytes of what is there. Raises WireClosedError at the end."""
+        """Return at most so many of the bytes that have arrived. Raises WireClosedError at the end."""
         if not self._chunks:
             raise WireClosedError("closed by the peer")
         at, data = self._chunks.popleft()
@@ -96,7 +96,7 @@ class Pipe:
         return data
 
     def copied(self, rows: Rows) -> Rows:
-        """Return what arrives of memory that the reader copies from the holder's. Raises WireClosedError."""
+        """Return how rows arrive that the reader copies from the holder's memory. Raises WireClosedError."""
         fault = self._fault
         if fault is not None and self._num_crossed + rows.nbytes > fault.at_byte:
             at = fault.at_byte - self._num_crossed
@@ -105,31 +105,31 @@ class Pipe:
                 rows = rows.copy()
                 rows[divmod(max(0, at), rows.shape[1])] ^= 1 << fault.at_byte % 8
             elif fault.kind == "truncation":
-                self._link.shatter()
+                self._connection.reset()
                 raise WireClosedError("the connection was reset")
             elif fault.kind == "stall":
                 pause(fault.for_s)
             else:
-                self._link.delay_s = fault.for_s / 1024
+                self._connection.delay_s = fault.for_s / 1024
         self._num_crossed += rows.nbytes
         return rows
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """The sender has closed: nothing more comes."""
         if not self.is_ended:
             self.is_ended = True
-            self._end_at = max(time.monotonic() + self._link.latency_s, self._last_at)
-            self.tell_reader()
+            self._end_at = max(time.monotonic() + self._connection.latency_s, self._last_at)
+            self.notify_reader()
 
-    def shatter(self) -> None:
-        """Nothing more comes, and nothing more is taken in."""
+    def reset(self) -> None:
+        """The connection breaks: nothing more comes, and nothing more is taken."""
         self.end()
         self.is_broken = True
         if self.writer is not None:
             self.writer.wake()
 
-    def tell_reader(self) -> None:
-        """Let whoever waits for bytes wake when there are some."""
+    def notify_reader(self) -> None:
+        """Let the thread that waits for bytes wake when there are some."""
         if self.reader is not None:
             self.reader.wake_at(self.ready_at())
 
@@ -142,27 +142,27 @@ class Pipe:
             self._stalled_until = time.monotonic() + fault.for_s
             return data
         if fault.kind == "slowness":
-            self._link.delay_s = fault.for_s / 1024
+            self._connection.delay_s = fault.for_s / 1024
             return data
         self._num_crossed = fault.at_byte
         before = data[:at]
         if before:
-            at_s = self._last_at = max(time.monotonic() + self._link.latency_s, self._last_at)
+            at_s = self._last_at = max(time.monotonic() + self._connection.latency_s, self._last_at)
             self._chunks.append((at_s, memoryview(before)))
             self.num_bytes += len(before)
-        self._link.shatter()
+        self._connection.reset()
         return b""
 
 
-class Link:
-    """Two pipes between the processes on `reader_host` and `holder_host`. `held_until`: nothing arrives before it."""
+class Connection:
+    """Two pipes between the processes on `reader_host` and `holder_host`. Nothing arrives before `held_until()`."""
 
     def __init__(self, reader_host: str, holder_host: str, *, latency_s: float, bytes_per_s: float) -> None:
         self.reader_host = reader_host
         self.holder_host = holder_host
         self.latency_s = latency_s
         self.delay_s = 0.0
-        """How much longer each byte takes."""
+        """Additional time for each byte, in seconds."""
         self._bytes_per_s = bytes_per_s
         self.held_until: Callable[[], float] = lambda: 0.0
         self.on_closed: Callable[[], None] = lambda: None
@@ -170,29 +170,29 @@ class Link:
         self.to_holder = Pipe(self)
 
     def transfer_s(self, num_bytes: int) -> float:
-        """Return how long so many bytes take to leave or to be copied."""
+        """Return how long so many bytes take to be sent or copied, in seconds."""
         return num_bytes / self._bytes_per_s + num_bytes * self.delay_s
 
     def ends(self) -> "tuple[SimWire, SimWire]":
-        """Return the holder's and the reader's."""
+        """Return the holder's end and the reader's."""
         return SimWire(self, self.to_holder, self.to_reader), SimWire(self, self.to_reader, self.to_holder)
 
-    def shatter(self) -> None:
-        """Break it: both ends notice when they next use it, or now."""
-        self.to_reader.shatter()
-        self.to_holder.shatter()
+    def reset(self) -> None:
+        """Break the connection. Each end notices at its next use, or now if it waits."""
+        self.to_reader.reset()
+        self.to_holder.reset()
 
-    def tell_readers(self) -> None:
-        """What holds it has changed."""
-        self.to_reader.tell_reader()
-        self.to_holder.tell_reader()
+    def notify_readers(self) -> None:
+        """`held_until` has changed: waiting threads look again."""
+        self.to_reader.notify_reader()
+        self.to_holder.notify_reader()
 
 
 class SimWire:
-    """One end of a link, as `dataplane.protocol.wire.Wire`. Used by one cooperative thread."""
+    """One end of a connection, as `dataplane.protocol.wire.Wire`. Used by one cooperative thread."""
 
-    def __init__(self, link: Link, incoming: Pipe, outgoing: Pipe) -> None:
-        self.link = link
+    def __init__(self, connection: Connection, incoming: Pipe, outgoing: Pipe) -> None:
+        self.connection = connection
         self.reads_ahead = False
         self._incoming = incoming
         self._outgoing = outgoing
@@ -237,11 +237,11 @@ class SimWire:
         for piece in _pieces(buffers):
             data = b"".join(piece)
             self._put(data, timeout_s)
-            pause(self.link.transfer_s(len(data)))
+            pause(self.connection.transfer_s(len(data)))
 
     def finish_sending(self) -> None:
         self._outgoing.end()
-        deadline = time.monotonic() + _LINGER_S
+        deadline = time.monotonic() + CONNECTION_LINGER_S
         with contextlib.suppress(WireClosedError, WireTimeoutError):
             while True:
                 self._await_something(deadline)
@@ -251,7 +251,7 @@ class SimWire:
         return _SimWaker(self, self._incoming)
 
     def copied(self, rows: Rows) -> Rows:
-        """Return what arrives at this end of memory that it copies from the other's."""
+        """Return how rows arrive at this end that it copies from the other end's memory."""
         return self._incoming.copied(rows)
 
     def cut(self) -> None:
@@ -261,15 +261,15 @@ class SimWire:
                 if thread is not None:
                     thread.wake()
             self._outgoing.end()
-            self._incoming.shatter()
+            self._incoming.reset()
 
     def close(self) -> None:
         self.cut()
         if self._outgoing.is_broken:  # the other end is closed as well
-            self.link.on_closed()
+            self.connection.on_closed()
 
     def _await_something(self, deadline: float) -> None:
-        """Return when `take` does. Raises WireClosedError, WireTimeoutError."""
+        """Return once `take` can be called without waiting. Raises WireClosedError, WireTimeoutError."""
         incoming = self._incoming
         while True:
             now = time.monotonic()
@@ -344,7 +344,7 @@ class _SimWaker:
 
 
 def _pieces(buffers: Sequence[Any]) -> "list[list[memoryview]]":
-    """Cut what is sent into a few pieces, which leave one after another."""
+    """Cut what is sent into at most a few pieces, which leave one after another."""
     views = [memoryview(buffer).cast("B") for buffer in buffers]
     size = max(_MIN_PIECE_BYTES, -(-sum(map(len, views)) // _MAX_PIECES))
     pieces: list[list[memoryview]] = [[]]

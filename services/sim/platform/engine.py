@@ -1,4 +1,5 @@
-"""The engine's thread of a simulation: the real one's code in a cooperative thread, with steps that take time."""
+"""The engine's thread of a simulated worker: the real code in a cooperative thread, with steps that take virtual
+time."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -26,7 +27,7 @@ class Pace:
 
 
 class SimEngineThread(EngineThread):
-    """Runs an engine's steps, each as long as `pace` says; of a FakeEngine spread over its layers."""
+    """Runs an engine's steps, each as long as `pace` says. With a FakeEngine the time is spread over its layers."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class SimEngineThread(EngineThread):
         self._cooperative = spawn(self._run, "engine")
 
     def stop(self, timeout: float) -> bool:
-        """As the real one; called on the loop itself it cannot wait, and the thread ends as the loop goes on."""
+        """As the real one. Called on the loop itself it cannot wait: the thread ends as the loop goes on."""
         self._ask_to_stop()
         if self._cooperative is None:
             return True

@@ -1,8 +1,8 @@
-"""An event loop with virtual time and seeded scheduling, and the processes that live on it.
+"""An event loop with virtual time and seeded scheduling, and the processes that run on it.
 
-Time stands still while anything can run, then jumps to the next timer. Within one process callbacks run in order, as
-on any loop; which process is next is chance. A process can be killed (nothing of it runs any more, not even its
-`finally`) and paused (what it would run waits).
+Time stands still while anything can run, then jumps to the next timer. Callbacks of one process run in order, as on any
+loop; which process runs next is random. A process can be killed (nothing of it runs any more, not even a `finally`) and
+paused (its callbacks wait).
 """
 
 import asyncio
@@ -14,22 +14,18 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from services.sim.limits import EXECUTOR_S, MAX_CALLBACKS_AT_ONCE
 from services.sim.platform.clock import VirtualTime
 from services.sim.platform.threads import CoThread, abandon_all
 
 ResultT = TypeVar("ResultT")
 
 PROCESS: contextvars.ContextVar["Process | None"] = contextvars.ContextVar("process", default=None)
-"""Whose code is running. Every callback carries it in its context."""
-
-MAX_CALLBACKS_AT_ONCE = 2_000_000
-"""More without a tick of the clock are a loop that never ends."""
-EXECUTOR_S = (0.0002, 0.003)
-"""How long work that was given to another thread takes."""
+"""The process whose code is running. Every callback carries it in its context."""
 
 
 class SimulationStuckError(Exception):
-    """Nothing is left that could ever happen, or too much happens at once."""
+    """No timer and no callback is left, or too many callbacks run without a tick of the clock."""
 
 
 class Process:
@@ -41,11 +37,11 @@ class Process:
         self.is_paused = False
         self.is_dead = False
         self.is_listed = False
-        """It stands in the loop's list of those that can run."""
+        """It is in the loop's list of processes that can run."""
         self.on_kill: list[Callable[[], None]] = []
-        """What the rest of the world notices of its death."""
+        """Called when it dies: what the rest of the world notices."""
         self.tasks: list[asyncio.Task[Any]] = []
-        """Kept to the end of the simulation: a collected coroutine would still run its `finally`."""
+        """Kept to the end of the simulation: a task that is collected would run its `finally`."""
 
     def __repr__(self) -> str:
         state = "dead" if self.is_dead else "paused" if self.is_paused else "running"
@@ -53,7 +49,7 @@ class Process:
 
 
 class _Handle(events.Handle):
-    """As any, and made at half the cost: nobody debugs this loop by tracebacks of where callbacks come from."""
+    """As asyncio's own, at half its cost: it records no traceback of where the callback comes from."""
 
     __slots__ = ()
 
@@ -68,7 +64,7 @@ class _Handle(events.Handle):
 
 
 class SimLoop(asyncio.BaseEventLoop):
-    """Runs everything of one simulation. Not for sockets, signals or subprocesses."""
+    """The event loop of one simulation. Not for sockets, signals or subprocesses."""
 
     def __init__(self, clock: VirtualTime, rng: random.Random) -> None:
         super().__init__()
@@ -108,7 +104,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self._list(process)
 
     def run_to_end(self, main: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Run until `main` returns. What is left then is left as it is: a killed process's tasks never end."""
+        """Run until `main` returns. Tasks that are left, those of killed processes, stay as they are."""
         try:
             return self.run_until_complete(self.create_task(main, name="world"))
         finally:
@@ -138,7 +134,7 @@ class SimLoop(asyncio.BaseEventLoop):
     call_soon_threadsafe = call_soon
 
     def run_in_executor(self, executor: Any, func: Callable[..., ResultT], *args: Any) -> "asyncio.Future[ResultT]":
-        """Do the work in a cooperative thread, a moment later."""
+        """Run the function in a cooperative thread, a moment later."""
         done: asyncio.Future[ResultT] = self.create_future()
 
         def run() -> None:
@@ -153,13 +149,13 @@ class SimLoop(asyncio.BaseEventLoop):
         return done
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """A cancelled timer is passed over when its time comes."""
+        """Does nothing: a cancelled timer is skipped when its time comes."""
 
     def _process_events(self, event_list: Any) -> None:
         raise NotImplementedError("there are no sockets here")
 
     def _run_once(self) -> None:
-        """Run callbacks, one at a time, until the loop is to stop; where there is none, move the clock to the next
+        """Run callbacks one at a time until the loop is to stop. Where there is none, advance the clock to the next
         timer."""
         runnable, chance = self._runnable, self._rng.random
         while not self._stopping:  # pyright: ignore

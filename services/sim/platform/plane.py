@@ -1,8 +1,7 @@
-"""The data plane of a simulation: the real holder and reader, in cooperative threads, over a network that is as bad as
-it is told to be.
+"""The data plane of a simulation: the real holder and reader in cooperative threads, over a network with faults.
 
-A process is named by its host: `name` or, started again, `name.2`. Carriers as on one machine: "loopback" and "shm"
-copy straight from the holder's arena, at the reader's own time; over "tcp" the bytes cross.
+A process is named by its host: `name`, or `name.2` when it was started again. Carriers as on one machine: "loopback"
+and "shm" copy from the holder's arena at the reader's own pace; over "tcp" the bytes cross.
 """
 
 import contextvars
@@ -29,7 +28,7 @@ from dataplane.memory.frames import Rows, SequenceMemory
 from dataplane.protocol.stream import DigestKind, Header, TransferFailedError, TransferStats
 from dataplane.protocol.wire import Thread, Wire
 from schemas.handoff import Endpoint
-from services.sim.platform.connection import Link, SimWire, StreamFault, StreamFaultKind
+from services.sim.platform.connection import Connection, SimWire, StreamFault, StreamFaultKind
 from services.sim.platform.engine import Pace, SimEngineThread
 from services.sim.platform.threads import CoThread, current, pause, spawn
 from services.worker.platform import Platform
@@ -41,7 +40,7 @@ _MIN_COPIED_BYTES = 1024
 
 
 class StreamFaults(Protocol):
-    """Decides what befalls the streams from one process to another, as each is opened."""
+    """Decides which fault a stream gets, as it is opened."""
 
     def refuses(self, reader_host: str, holder_host: str) -> bool:
         """Say whether a new connection is refused."""
@@ -51,7 +50,7 @@ class StreamFaults(Protocol):
 
 
 class ChanceFaults:
-    """Each kind befalls its share of the streams."""
+    """Each kind of fault happens to its share of the streams."""
 
     def __init__(self, rng: random.Random) -> None:
         self.shares: dict[str, float] = {}
@@ -74,7 +73,7 @@ class ChanceFaults:
 
 
 class SimNetwork:
-    """Who listens where, and the links between them. One a simulation."""
+    """The listening servers and the connections between them. One for each simulation."""
 
     def __init__(
         self,
@@ -91,46 +90,49 @@ class SimNetwork:
         self._latency_s = latency_s
         self._servers: dict[tuple[str, int], SimPlaneServer] = {}
         self._next_port = _FIRST_PORT
-        self._links: dict[Link, None] = {}
+        self._connections: dict[Connection, None] = {}
         self._held_until: dict[tuple[str, str], float] = {}
         self._dialling: dict[CoThread, None] = {}
         self._dead: set[str] = set()
 
     @property
-    def num_links(self) -> int:
+    def num_connections(self) -> int:
         """Connections that at least one end has open."""
-        return len(self._links)
+        return len(self._connections)
 
     # What goes wrong.
 
     def kill(self, host: str) -> None:
-        """A process has died: its connections break, nobody reaches it or its memory any more."""
+        """A process has died: its connections break, and neither its server nor its memory can be reached."""
         self._dead.add(host)
         for address in [address for address in self._servers if address[0] == host]:
             del self._servers[address]
-        for link in [link for link in self._links if host in (link.reader_host, link.holder_host)]:
-            link.shatter()
-            del self._links[link]
+        for connection in [
+            connection for connection in self._connections if host in (connection.reader_host, connection.holder_host)
+        ]:
+            connection.reset()
+            del self._connections[connection]
 
     def partition(self, name: str, until_s: float, other: str = "") -> None:
-        """Let nothing pass between the process of this name and the other, or all, before this time. No error."""
+        """Hold back everything between the process of this name and `other`, or all others, until this time. Nobody
+        gets an error."""
         self._held_until[(name, other)] = until_s
-        self._tell_all()
+        self._notify_all()
 
     def set_fault(self, kind: str, share: float) -> None:
-        """Let this befall so many of the streams that are opened from now on."""
+        """Give this fault to such a share of the streams that are opened from now on."""
         self._chance.shares[kind] = share
 
     def heal(self) -> None:
-        """Nothing goes wrong any more. The dead stay dead."""
+        """End all faults and partitions. Dead processes stay dead."""
         self._chance.shares.clear()
         self._held_until.clear()
-        self._tell_all()
+        self._notify_all()
 
     # What the plane's ends do.
 
     def listen(self, host: str, server: "SimPlaneServer") -> int:
-        """Let readers find this server; return its port. Raises OSError when the process is said to be dead."""
+        """Make this server reachable; return its port. Raises OSError when its process has been killed."""
         if host in self._dead:
             raise OSError(f"{host} is dead")
         self._next_port += 1
@@ -142,7 +144,7 @@ class SimNetwork:
             del self._servers[address]
 
     def arena(self, nonce: str) -> Arena | None:
-        """Return the arena of a process that lives and serves."""
+        """Return the arena of a process that is alive and serves; None for any other."""
         arena = next((s.arena for s in self._servers.values() if s.arena.nonce == nonce), None)
         assert not isinstance(arena, DeviceArena), "a simulated worker has no card"
         return arena
@@ -154,25 +156,25 @@ class SimNetwork:
         server = self._servers.get((endpoint.host, endpoint.port))
         if server is None or reader_host in self._dead or self._faults.refuses(reader_host, endpoint.host):
             raise TransferFailedError("connect", f"{endpoint.host}:{endpoint.port}: connection refused")
-        link = Link(reader_host, endpoint.host, latency_s=latency_s, bytes_per_s=self.bytes_per_s)
-        link.held_until = functools.partial(self._held, reader_host, endpoint.host)
-        link.on_closed = lambda: self._links.pop(link, None)
-        self._links[link] = None
-        ours, theirs = link.ends()
+        connection = Connection(reader_host, endpoint.host, latency_s=latency_s, bytes_per_s=self.bytes_per_s)
+        connection.held_until = functools.partial(self._held, reader_host, endpoint.host)
+        connection.on_closed = lambda: self._connections.pop(connection, None)
+        self._connections[connection] = None
+        ours, theirs = connection.ends()
         if not server.admit(ours, reader_host):
             theirs.close()
             raise TransferFailedError("connect", f"{endpoint.host}:{endpoint.port}: connection refused")
         return theirs
 
     def begin_stream(self, wire: SimWire) -> None:
-        """A read begins on this connection: decide what befalls it."""
-        link = wire.link
-        link.to_reader.befall(self._faults.on_stream(link.reader_host, link.holder_host))
+        """A read begins on this connection: decide which fault it gets."""
+        connection = wire.connection
+        connection.to_reader.begin_stream(self._faults.on_stream(connection.reader_host, connection.holder_host))
 
     def _pass(self, source: str, target: str, takes_s: float, timeout_s: float, cancellation: Cancellation) -> None:
-        """Wait as long as a first word takes to pass. Raises TransferFailedError."""
+        """Wait as long as the handshake takes. Raises TransferFailedError."""
         deadline, done_at = time.monotonic() + timeout_s, time.monotonic() + takes_s
-        dialling = _Dialling(current())
+        dialling = _Connecting(current())
         cancellation.watch(dialling)
         self._dialling[dialling.thread] = None
         try:
@@ -186,21 +188,21 @@ class SimNetwork:
             cancellation.unwatch(dialling)
 
     def _held(self, a: str, b: str) -> float:
-        """Return until when nothing passes between these two."""
+        """Return until when nothing passes between these two, in monotonic seconds; 0 where nothing is held back."""
         if not self._held_until:
             return 0.0
         names = (_name_of(a), _name_of(b))
         held = (until for (one, other), until in self._held_until.items() if one in names and other in ("", *names))
         return max(held, default=0.0)
 
-    def _tell_all(self) -> None:
-        for link in self._links:
-            link.tell_readers()
+    def _notify_all(self) -> None:
+        for connection in self._connections:
+            connection.notify_readers()
         for thread in self._dialling:
             thread.wake()
 
 
-class _Dialling:
+class _Connecting:
     """A thread that waits to be connected."""
 
     def __init__(self, thread: CoThread) -> None:
@@ -211,7 +213,8 @@ class _Dialling:
 
 
 class SimPlaneServer(PlaneServer):
-    """Serves on the network. `close` does not wait, on the loop: the streams end as the loop goes on."""
+    """A plane server on the simulated network. On the loop `close` does not wait: the streams end as the loop goes
+    on."""
 
     def __init__(
         self,
@@ -239,7 +242,7 @@ class SimPlaneServer(PlaneServer):
         )
 
     def admit(self, wire: SimWire, reader_host: str) -> bool:
-        """Serve a new connection, or say no."""
+        """Serve a new connection. False: it is refused."""
         return self._admit(wire, reader_host)
 
     def _listen(self) -> None:
@@ -253,7 +256,7 @@ class SimPlaneServer(PlaneServer):
 
 
 class SimPlaneReader(PlaneReader):
-    """Reads over the network."""
+    """A plane reader on the simulated network."""
 
     def __init__(self, network: SimNetwork, host: str, arena: KVArena, shape: ArenaShape) -> None:
         super().__init__(arena, shape)
@@ -290,7 +293,7 @@ class SimPlaneReader(PlaneReader):
 
 
 class _PacedReader(SharedReader):
-    """Copies from the holder's memory, piece by piece, while other things happen."""
+    """Copies from the holder's memory piece by piece, so that other threads run in between."""
 
     def _copy(self, wire: Wire, data: Header, stats: TransferStats) -> int:
         assert isinstance(wire, SimWire)
@@ -307,7 +310,7 @@ def _paced(wire: SimWire, views: Sequence[Rows]) -> Iterator[Rows]:
         for at in range(0, len(rows), num_rows):
             piece = rows[at : at + num_rows]
             if room <= 0:
-                pause(wire.link.transfer_s(min(step, total)))
+                pause(wire.connection.transfer_s(min(step, total)))
                 room = step
             room -= piece.nbytes
             total -= piece.nbytes
@@ -319,7 +322,7 @@ def _name_of(host: str) -> str:
 
 
 def memory_arena(shape: ArenaShape, host: str) -> Arena:
-    """Return an arena in memory of its own, with no name on this machine."""
+    """Return an arena in memory of its own, without a name on this machine."""
     return Arena(host, f"nonce-{host}", mmap.mmap(-1, HEADER_BYTES + shape.num_bytes), owned=False)
 
 
@@ -329,7 +332,8 @@ def sim_platform(
     on_gate: Callable[[LeaseGate], None] = lambda _: None,
     pace: Pace | None = None,
 ) -> Platform:
-    """Return the platform of one simulated process. `on_gate` is told what guards its blocks."""
+    """Return the platform of one simulated process. `on_gate` is called with each lease gate that a server is made
+    with."""
 
     def make_server(
         arena: KVArena, shape: ArenaShape, gate: LeaseGate, secret: bytes, options: ServerOptions

@@ -1,7 +1,8 @@
-"""Threads that take turns on an event loop: code that blocks, as the plane's and the engine's does, runs as it is.
+"""Threads that take turns on an event loop. Code that blocks, as the data plane's and the engine's does, runs
+unchanged.
 
-Each is a greenlet. While one waits, the loop runs; nothing else interrupts it. On a loop with virtual time waiting
-takes no time at all. Of what a thread does the loop sees callbacks in the context in which the thread was made.
+Each thread is a greenlet. While one waits the loop runs; nothing else interrupts a thread. On a loop with virtual time
+waiting takes no real time. The loop sees a thread as callbacks in the context in which it was made.
 """
 
 import asyncio
@@ -19,15 +20,15 @@ log = logging.getLogger(__name__)
 _FOREVER = float("inf")
 
 _living: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[CoThread, None]]" = WeakKeyDictionary()
-"""Kept until they end: a waiting thread that is collected would be unwound at a time of the collector's choice."""
+"""Threads are kept until they end: the collector would unwind a waiting one at a time that no seed decides."""
 
 
 class NotAThreadError(RuntimeError):
-    """Only a cooperative thread can wait."""
+    """Code outside a cooperative thread tried to wait."""
 
 
 class CoThread:
-    """One thread, on the loop that runs when it is started. As a `threading.Thread`, and `wake`."""
+    """One thread on the loop on which it is started. Like `threading.Thread`, with `wake` and `pause`."""
 
     def __init__(self, run: Callable[[], None], name: str, context: contextvars.Context | None = None) -> None:
         self.name = name
@@ -53,7 +54,7 @@ class CoThread:
         return self._loop is not None and not self._ended
 
     def start(self) -> None:
-        """Run as soon as the loop comes to it."""
+        """Run as soon as the loop gets to it."""
         assert self._loop is None, "a thread is started once"
         loop = self._loop = asyncio.get_running_loop()
         _living.setdefault(loop, {})[self] = None
@@ -61,13 +62,13 @@ class CoThread:
         self.wake()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for its end where that is possible; on the loop itself return at once."""
+        """Wait for its end where this is called in a cooperative thread; on the loop itself return at once."""
         deadline = _FOREVER if timeout is None else time.monotonic() + timeout
         while self.is_alive() and is_thread() and (remaining := deadline - time.monotonic()) > 0:
             self._ended_condition.wait(None if timeout is None else remaining)
 
     def wake(self) -> None:
-        """End its `pause`. Nothing if it does not wait."""
+        """End its `pause`. Does nothing if it does not wait."""
         if self._is_waiting and not self._is_woken:
             assert self._loop is not None
             if self._loop.is_closed():
@@ -95,7 +96,7 @@ class CoThread:
         return woken
 
     def abandon(self) -> None:
-        """Unwind it where it stands. Only when its loop runs no more."""
+        """Unwind it where it stands. Only once its loop has stopped."""
         self._abandoned = True
         if self._timer is not None:
             self._timer.cancel()
@@ -106,7 +107,7 @@ class CoThread:
         self._greenlet.throw(GreenletExit)
 
     def _arm(self) -> None:
-        """Have the timer ring at `_until` or before it: one that rings too early is set again then."""
+        """Set the timer for `_until` or earlier. One that fires too early is set again then."""
         timer = self._timer
         if self._until == _FOREVER or (timer is not None and timer.when() <= self._until):
             return
@@ -156,7 +157,7 @@ class CoThread:
 
 
 class _Greenlet(greenlet):
-    """Knows its thread."""
+    """Refers to its thread."""
 
     def __init__(self, thread: CoThread, run: Callable[[], None]) -> None:
         super().__init__(run)
@@ -164,14 +165,14 @@ class _Greenlet(greenlet):
 
 
 def spawn(run: Callable[[], None], name: str, context: contextvars.Context | None = None) -> CoThread:
-    """Start a thread on the running loop, in this context or the present one."""
+    """Start a thread on the running loop, in `context` or a copy of the present one."""
     thread = CoThread(run, name, context)
     thread.start()
     return thread
 
 
 def current() -> CoThread:
-    """Return the thread that runs. Raises NotAThreadError."""
+    """Return the running thread. Raises NotAThreadError."""
     now = getcurrent()
     if not isinstance(now, _Greenlet):
         raise NotAThreadError("this code does not run in a cooperative thread")
@@ -184,12 +185,12 @@ def is_thread() -> bool:
 
 
 def pause(timeout_s: float | None) -> bool:
-    """Let everything else run until this thread is woken (True) or the time is over (False)."""
+    """Wait until this thread is woken (True) or the time is over (False). Everything else runs meanwhile."""
     return current().pause(timeout_s)
 
 
 def abandon_all(loop: asyncio.AbstractEventLoop) -> None:
-    """End all threads of a loop that runs no more: those of killed processes would never end."""
+    """End all threads of a loop that has stopped: those of killed processes would never end."""
     for thread in list(_living.get(loop, {})):
         thread.abandon()
     _living.pop(loop, None)
@@ -202,7 +203,8 @@ def abandon_closed() -> None:
 
 
 class CoCondition:
-    """As a `threading.Condition` among threads of one loop. Its lock is none: nobody may pause inside but in `wait`."""
+    """Like `threading.Condition`, for threads of one loop. Its lock does nothing: no thread may pause while it holds
+    it, but in `wait`."""
 
     def __init__(self) -> None:
         self._waiting: dict[CoThread, None] = {}
@@ -231,7 +233,7 @@ class CoCondition:
 
 
 class CoEvent:
-    """As a `threading.Event` among threads of one loop."""
+    """Like `threading.Event`, for threads of one loop."""
 
     def __init__(self) -> None:
         self._is_set = False

@@ -1,1 +1,1 @@
-"""What must be true of a simulation, during it and after it."""
+"""What must be true of a simulation, during the run and after it."""

@@ -1,4 +1,4 @@
-"""The truths that hold after every simulation, whatever went wrong in it."""
+"""What must be true of every answer, whatever faults there were, and the sum of it over a simulation."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -8,12 +8,12 @@ from services.sim.client import ChoiceSeen, Exchange
 from services.sim.verdict.expected import Ask, is_prefix
 
 NEVER_CODES = frozenset({"replay_mismatch", "internal", "invalid", "engine_failed"})
-"""Ends that no fault excuses: they tell of a mistake of ours."""
+"""Errors that no fault excuses: each shows a mistake in the mesh."""
 
 
 @dataclass
 class Verdict:
-    """What a simulation came to. `problems` empty: all is well. `failed` counts error codes."""
+    """The result of a simulation. It passed where `problems` is empty. `failed` counts error codes."""
 
     num_requests: int = 0
     num_finished: int = 0
@@ -26,7 +26,7 @@ class Verdict:
     problems: list[str] = field(default_factory=list[str])
 
     def add(self, other: "Verdict") -> None:
-        """Count another simulation in."""
+        """Add another simulation's result."""
         self.num_requests += other.num_requests
         self.num_finished += other.num_finished
         self.num_cancelled += other.num_cancelled
@@ -40,7 +40,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class ModelTruth:
-    """What the reference answers are made with."""
+    """What the reference answers are computed with."""
 
     layout: KVLayout
     vocab_size: int
@@ -48,7 +48,7 @@ class ModelTruth:
 
 
 def check_peace(number: int, exchange: Exchange, verdict: Verdict) -> None:
-    """Where nothing went wrong nothing fails, and nothing is begun twice."""
+    """Check a request of a simulation without faults: it is answered, by its first attempt."""
     mesh = exchange.usage.get("kvmesh") if exchange.usage else None
     if not exchange.done:
         verdict.problems.append(f"request {number} was not answered although nothing went wrong: {exchange.message}")
@@ -59,8 +59,10 @@ def check_peace(number: int, exchange: Exchange, verdict: Verdict) -> None:
 def check_exchange(
     number: int, ask: Ask, exchange: Exchange, truth: ModelTruth, verdict: Verdict, *, may_time_out: bool
 ) -> None:
-    """A client has had the right tokens, or the beginning of them and one clear end that is no success.
-    `may_time_out`: something was away for so long that a deadline may pass."""
+    """Check one request: the right tokens, or a prefix of them and one clear error.
+
+    `may_time_out`: a fault lasted so long that the deadline may pass.
+    """
     verdict.num_requests += 1
     name = f"request {number}"
     if not exchange.ended.is_set():
@@ -97,7 +99,7 @@ def check_exchange(
 
 
 def check_usage(name: str, ask: Ask, exchange: Exchange, verdict: Verdict) -> None:
-    """Every prompt token is accounted for once."""
+    """Check that the usage accounts for every prompt token once."""
     mesh = exchange.usage.get("kvmesh") if exchange.usage else None
     if not mesh:
         return

@@ -1,4 +1,4 @@
-"""What the clients of a simulation ask, and what they must get. Pure."""
+"""The requests of a simulation's clients, and the only right answers to them. Pure."""
 
 import random
 from collections.abc import Sequence
@@ -48,8 +48,8 @@ class Ask:
 
 
 def make_asks(rng: random.Random, num_requests: int, span_s: float, vocab_size: int) -> list[Ask]:
-    """Return requests over `span_s` seconds. Many begin alike, as conversations and documents do; some are the same
-    again; some are made of the same few paragraphs in another order."""
+    """Return requests over `span_s` seconds. Many share a prefix, as conversations and documents do; some are repeated;
+    some consist of the same few paragraphs in another order."""
     stems = [_tokens(rng, rng.randint(4, 40), vocab_size) for _ in range(max(2, num_requests // 6))]
     paragraphs = [_tokens(rng, PARAGRAPH_TOKENS, vocab_size) for _ in range(6)]
     prompts: list[tuple[int, ...]] = []
@@ -80,7 +80,7 @@ def make_asks(rng: random.Random, num_requests: int, span_s: float, vocab_size: 
 
 
 def _tokens(rng: random.Random, num_tokens: int, vocab_size: int) -> list[int]:
-    """EOS (0) may stand in a prompt as well."""
+    """Return random tokens. EOS (0) may be among them."""
     return [rng.randrange(vocab_size) for _ in range(num_tokens)]
 
 

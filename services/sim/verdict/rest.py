@@ -1,26 +1,25 @@
-"""What must be so once every request has ended: nothing runs, nothing is leased, every block is accounted for."""
+"""What must be true at any time, and what must be true once every request has ended: no lease open, every block free or
+cached."""
 
 from typing import NamedTuple
 
 from services.runtime import now_ms
-from services.sim.platform.mesh import SimMesh
+from services.sim.limits import OVERDUE_MS
+from services.sim.mesh import SimMesh
 from services.store.core import StoreCore
 from services.worker.kv.holder import KVHolder
 
 
 class Held(NamedTuple):
-    """What somebody still holds and nobody needs any more."""
+    """Something that is still held after all requests have ended."""
 
     what: str
     num_blocks: int
 
 
-OVERDUE_MS = 1_000
-"""How long after its expiry a lease may be found open: the sweep goes by a clock of its own."""
-
-
 def problems_now(mesh: SimMesh) -> list[str]:
-    """Return what must not be at any time: a worker's books that do not add up, a lease that outlives its time."""
+    """Return what is wrong now: block counts that do not add up, leases open after their expiry, blocks of no
+    request."""
     problems: list[str] = []
     for service in mesh.services.values():
         if not service.is_running or service.process.is_paused:
@@ -41,7 +40,7 @@ def problems_now(mesh: SimMesh) -> list[str]:
 
 
 def held_at_rest(mesh: SimMesh) -> list[Held]:
-    """Return what is still held. Asserts that every cache's own books are right."""
+    """Return what is still held. Raises AssertionError where a cache's own counts do not add up."""
     held: list[Held] = []
     for service in mesh.services.values():
         if not service.is_running or service.process.is_paused:

@@ -1,4 +1,4 @@
-"""The stories of requests, heard as the broker hears them: each begins once and has one end, which nothing follows."""
+"""Checks the events of each request as the broker saw them: one beginning, one end, and nothing after the end."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ EVENTS = ENDS | {"accepted", "placed", "first_token", "resumed"}
 
 
 class StoryTap:
-    """A tap of `SimBroker`."""
+    """Collects request events. `hear` is a tap of `SimBroker`."""
 
     def __init__(self) -> None:
         self._stories: defaultdict[str, list[str]] = defaultdict(list)
@@ -19,7 +19,8 @@ class StoryTap:
             self._stories[tokens[3]].append(tokens[-1])
 
     def problems(self, *, may_be_cut: bool) -> Iterator[str]:
-        """Say what is wrong with them at rest. `may_be_cut`: gateways died, and with them who would have gone on."""
+        """Yield what is wrong once all requests have ended. `may_be_cut`: gateways have died, and their requests'
+        events may lack an end."""
         for request_id, story in self._stories.items():
             if story[0] != "accepted":
                 yield f"the story of {request_id} does not begin: {story}"

@@ -1,4 +1,4 @@
-"""Whether the spans of a simulation make whole trees, whose parts add up. Pure."""
+"""Checks that the spans of a simulation make whole trees and that the parts of a TTFT add up to it. Pure."""
 
 from collections import defaultdict
 
@@ -12,10 +12,12 @@ TTFT_PARTS = (
 
 
 def trace_problems(records: list[SpanRecord], *, with_kills: bool, with_corruption: bool = False) -> list[str]:
-    """Return what is wrong: a span whose parent nobody recorded, a link that leads nowhere, a lease granted and never
-    released, a span that ends before it begins, a TTFT that its parts do not make up. Of a process that was killed the
-    last spans are missing: `with_kills` asks for no whole trees. What the ends of a stream call themselves has no
-    digest: `with_corruption` asks for no links between them."""
+    """Return what is wrong: a span whose parent was not recorded, a link to no recorded span, a lease granted and never
+    released, a span that ends before it begins, a TTFT that its parts do not add up to.
+
+    `with_kills`: killed processes lose their last spans, so trees need not be whole. `with_corruption`: the span ids
+    that the two ends of a stream exchange have no digest, so links between them are not checked.
+    """
     by_trace: defaultdict[str, list[SpanRecord]] = defaultdict(list)
     problems: list[str] = []
     for span in records:
@@ -63,8 +65,8 @@ MAX_RESIDUAL = 0.02
 
 
 def ttft_residual(spans: list[SpanRecord]) -> float | None:
-    """Return which share of the root's TTFT the spans of its parts do not make up. None: there is no TTFT to explain by
-    one attempt at one choice, placed and taken at the first word."""
+    """Return which share of the root's TTFT its parts lack. None where there is no TTFT, or more than one attempt or
+    choice."""
     root = next((span for span in spans if span.name.startswith(HTTP_ROOT)), None)
     ttft_ms = root.attributes.get(Key.TTFT_MS) if root else None
     if not isinstance(ttft_ms, float) or not ttft_ms:
@@ -77,7 +79,7 @@ def ttft_residual(spans: list[SpanRecord]) -> float | None:
 
 
 def _unreleased(trace_id: str, spans: list[SpanRecord]) -> list[str]:
-    """Every lease under which a holder served a stream ends in a release: its absence is a leak."""
+    """Return the leases under which a holder served a stream and that have no release span: each is a leak."""
     served, released = set[tuple[str, str]](), set[tuple[str, str]]()
     for span in spans:
         lease = (span.service, str(span.attributes.get(Key.LEASE)))

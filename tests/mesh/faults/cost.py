@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from services.bench.drive.driver import Client, open_http
+from services.bench.drive.http_client import Client, open_http
 from services.bench.drive.meshes import model_folder
 from services.bench.drive.random_model import SHAPE
 from services.bench.drive.stats import median, ratio

@@ -8,7 +8,8 @@ from typing import cast
 import msgspec
 
 from services.config import MeshConfig
-from services.launch.restart import FIRST_WAIT_S, Restarts
+from services.launch.limits import FIRST_WAIT_S
+from services.launch.restart import Restarts
 from services.launch.supervisor import Supervisor, UpOptions
 from tests.mesh.faults.zygote import ForkedProcess, Zygote
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.sim.platform.mesh import MeshShape
+from services.sim.mesh import MeshShape
 from services.sim.scenario import load_scenario
 from services.sim.world import SimOptions, simulate
 from tests.mesh.faults.harness import SCENARIOS, FaultMesh, fault_mesh, make_truth

@@ -1,9 +1,10 @@
-"""A gateway of the simulation: all of it but the socket."""
+"""A simulated gateway: the real one without its socket."""
 
 import asyncio
 import functools
+from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from litestar import Litestar
 from litestar.types import Receive, Scope, Send
@@ -20,16 +21,12 @@ from services.metrics import Metrics
 from services.runtime import now_ms
 from services.telemetry import Telemetry
 
-if TYPE_CHECKING:
-    from services.sim.platform.mesh import Service
-
-
 _SERVING: ContextVar[Gateway] = ContextVar("serving")
-"""Whose request is being served."""
+"""The gateway whose request is being served."""
 
 
 class _Serving:
-    """Stands for the gateway whose request is being served."""
+    """Stands in the one Litestar application for the gateway whose request is being served."""
 
     def __getattr__(self, name: str) -> object:
         return getattr(_SERVING.get(), name)
@@ -37,12 +34,13 @@ class _Serving:
 
 @functools.cache
 def _routes() -> Litestar:
-    """The application, made once: making it costs as much as ten requests, and of a gateway it keeps nothing."""
+    """Return the application. It is made once, as making it costs as much as ten requests; it keeps no state of a
+    gateway."""
     return build_app(cast("Gateway", _Serving()))
 
 
 class SimApp:
-    """The application of one gateway."""
+    """The ASGI application of one gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -58,9 +56,9 @@ async def run_sim_gateway(
     connection: Bus,
     telemetry: Telemetry,
     stop: asyncio.Event,
-    service: "Service",
+    on_ready: Callable[[SimApp], None],
 ) -> None:
-    """Serve the application that stands in `service.app` until `stop` is set."""
+    """Run a gateway until `stop` is set. `on_ready` gets its application once it can answer."""
     gateway_id = GatewayId(new_id("gateway"))
     metrics = Metrics()
     bus = TypedBus(connection, "gateway", metrics)
@@ -77,7 +75,7 @@ async def run_sim_gateway(
         )
         await requests.listen()
         await connection.flush()
-        service.app = SimApp(gateway)
+        on_ready(SimApp(gateway))
         await stop.wait()
         gateway.stopping = True
         await requests.wait_idle()

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import httpx
 import msgspec
 
+from services.bench.limits import REQUEST_TIMEOUT_S
 from services.errors import UserError
 
-REQUEST_TIMEOUT_S = 600.0
 DATA = "data: "
 
 
@@ -22,7 +22,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     recomputed_tokens: int = 0
 
 
-class MeshUsage(Source, frozen=True, kw_only=True):
+class ReportedMeshUsage(Source, frozen=True, kw_only=True):
     """`usage.kvmesh`: the decoding worker's view, and the prefill worker's where the request was split."""
 
     request_id: str = ""
@@ -32,10 +32,10 @@ class MeshUsage(Source, frozen=True, kw_only=True):
     prefill: Source | None = None
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
+class ReportedUsage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
-    kvmesh: MeshUsage = MeshUsage()
+    kvmesh: ReportedMeshUsage = ReportedMeshUsage()
 
     @property
     def computing(self) -> Source:
@@ -55,14 +55,14 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     total_ms: float
     token_ids: tuple[int, ...]
     """The answer; empty where it was not asked for."""
-    usage: Usage
+    usage: ReportedUsage
 
 
 class RequestFailedError(UserError):
     """A request got an error, or no whole answer."""
 
 
-class ServedModel(msgspec.Struct, frozen=True):
+class ListedModel(msgspec.Struct, frozen=True):
     """What a gateway serves, as `/v1/models` tells."""
 
     id: str
@@ -72,7 +72,7 @@ class ServedModel(msgspec.Struct, frozen=True):
 class Client:
     """One gateway, as its clients reach it. Raises UserError on opening where none answers."""
 
-    def __init__(self, http: httpx.AsyncClient, url: str, model: ServedModel) -> None:
+    def __init__(self, http: httpx.AsyncClient, url: str, model: ListedModel) -> None:
         self._http = http
         self._url = url
         self.model = model
@@ -114,7 +114,7 @@ class EventTimes:
     def __init__(self) -> None:
         self._arrivals_ms: list[float] = []
         self._token_ids: list[int] = []
-        self._usage: Usage | None = None
+        self._usage: ReportedUsage | None = None
 
     def feed(self, data: bytes, at_ms: float) -> None:
         """Take one event. Raises RequestFailedError when it is an error or none of ours."""
@@ -153,7 +153,7 @@ class EventTimes:
         )
 
 
-async def model_of(http: httpx.AsyncClient, url: str) -> ServedModel:
+async def model_of(http: httpx.AsyncClient, url: str) -> ListedModel:
     """Return the model that a gateway serves. Raises UserError when none answers."""
     try:
         reply = (await http.get(f"{url}/v1/models")).raise_for_status().content
@@ -174,10 +174,10 @@ def base_url(url: str) -> str:
 
 
 class _Models(msgspec.Struct, frozen=True):
-    data: list[ServedModel]
+    data: list[ListedModel]
 
 
-class _Choice(msgspec.Struct, frozen=True):
+class _ChoiceEvent(msgspec.Struct, frozen=True):
     token_ids: list[int] | None = None
     finish_reason: str | None = None
 
@@ -187,8 +187,8 @@ class _Error(msgspec.Struct, frozen=True):
 
 
 class _Chunk(msgspec.Struct, frozen=True):
-    choices: list[_Choice] = []
-    usage: Usage | None = None
+    choices: list[_ChoiceEvent] = []
+    usage: ReportedUsage | None = None
     error: _Error | None = None
 
 

@@ -1,18 +1,17 @@
-"""A whole mesh in one loop: every service as it is, an engine that cannot get away with wrong KV, a store."""
+"""A simulated mesh: every service's own code on one event loop, with an engine whose tokens depend on the KV it
+reads."""
 
 import asyncio
 import contextvars
 import itertools
-import mmap
 import random
 from dataclasses import dataclass, field
 
 import msgspec
 from tokenizers import Tokenizer, models
 
-from dataplane.blocks.layout import ArenaShape, KVLayout, uniform_shape
+from dataplane.blocks.layout import KVLayout, uniform_shape
 from dataplane.ends.server import LeaseGate
-from dataplane.memory.arena import HEADER_BYTES, Arena
 from schemas.ids import WorkerId
 from schemas.worker import WorkerRole
 from services.bus.base import BusError
@@ -22,11 +21,12 @@ from services.engine.fake import FakeEngine
 from services.gateway.api.prepare import ServedModel
 from services.gateway.api.text import TextCodec
 from services.scheduler.service import run_scheduler
+from services.sim.gateway import SimApp, run_sim_gateway
+from services.sim.limits import REQUEST_TIMEOUT_S, RESTART_S
 from services.sim.platform.bus import SimBroker, SimBus
 from services.sim.platform.engine import Pace
-from services.sim.platform.gateway import SimApp, run_sim_gateway
 from services.sim.platform.loop import Process, SimLoop
-from services.sim.platform.plane import SimNetwork, sim_platform
+from services.sim.platform.plane import SimNetwork, memory_arena, sim_platform
 from services.store.core import StoreCore
 from services.store.load import make_parts as make_store_parts
 from services.store.service import run_store
@@ -41,13 +41,11 @@ BLOCK_SIZE = 4
 CONTEXT_LENGTH = 256
 LAYOUT = KVLayout(weights="simulated", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=4, block_size=BLOCK_SIZE)
 SECRET = "a secret of the simulation"
-REQUEST_TIMEOUT_S = 20.0
-RESTART_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshShape:
-    """How many of what. `num_blocks`: of each worker's arena."""
+    """The size of a mesh, and its settings. `num_blocks`: of each worker's arena."""
 
     num_prefill: int = 2
     num_decode: int = 2
@@ -63,10 +61,10 @@ class MeshShape:
     carrier: str = "auto"
     lease_ms: int = 3_000
     step_s: float = 0.002
-    """How long an engine step takes, beside what its tokens take."""
+    """The fixed part of an engine step's time; its tokens add to it."""
     drain_s: float = 5.0
     windows: tuple[int, ...] = ()
-    """Of each layer, as `KVLayout.windows`."""
+    """For each layer, as `KVLayout.windows`."""
 
     @property
     def layout(self) -> KVLayout:
@@ -85,7 +83,7 @@ class MeshShape:
 
 @dataclass(eq=False)
 class Service:
-    """One service of the mesh and the process that runs it now."""
+    """One service, and the process that runs it now."""
 
     role: str
     name: str
@@ -94,10 +92,14 @@ class Service:
     stop: asyncio.Event
     task: "asyncio.Task[None] | None" = None
     app: SimApp | None = None
-    """Of a gateway that is ready."""
+    """The application of a gateway that is ready."""
     gates: list[LeaseGate] = field(default_factory=list[LeaseGate])
-    """Of a KV holder: what guards its blocks."""
+    """For a KV holder: what answers for its leases towards the data plane."""
     store: StoreCore | None = None
+
+    def serve(self, app: SimApp) -> None:
+        """A gateway is ready to answer clients."""
+        self.app = app
 
     @property
     def is_running(self) -> bool:
@@ -135,14 +137,14 @@ class SimMesh:
         self._woken_s = -1.0
         self._context = contextvars.copy_context()
         self.spans: list[SpanRecord] | None = None
-        """Records of what has ended, where they are kept."""
+        """Where the spans of all services are collected. None: they are not kept."""
 
     def start_all(self) -> None:
         for role, name in self.shape.services:
             self.start(role, name)
 
     def start(self, role: str, name: str) -> Service:
-        """Start a process for this service, as new as after `exec`."""
+        """Start a process for this service. It shares no state with its predecessor."""
         number = next(self._starts)
         process = Process(name)
         service = Service(role, name, process, self.broker.connect(name), asyncio.Event())
@@ -162,7 +164,7 @@ class SimMesh:
             self.loop.resume(service.process)
 
     def woken_since(self, time_s: float) -> bool:
-        """Say whether a process was paused or has gone on since."""
+        """Say whether a process was paused at this time, or has been resumed since."""
         return self._woken_s >= time_s
 
     def living(self, target: str) -> list[Service]:
@@ -191,7 +193,9 @@ class SimMesh:
             case "directory":
                 await run_directory(service.bus, service.stop)
             case "gateway":
-                await run_sim_gateway(self.config, self._model, service.bus, telemetry, service.stop, service)
+                await run_sim_gateway(
+                    self.config, self._model, service.bus, telemetry, service.stop, on_ready=service.serve
+                )
             case "store":
                 store = make_store_parts(
                     self.config, service.name, self.shape.layout, SECRET.encode(), model="fake",
@@ -229,11 +233,6 @@ class SimMesh:
             secret=SECRET.encode(),
             platform=sim_platform(self.network, host, service.gates.append, Pace(base_s=self.shape.step_s)),
         )
-
-
-def memory_arena(shape: ArenaShape, host: str) -> Arena:
-    """Return an arena in memory of its own, with no name on this machine."""
-    return Arena(host, f"nonce-{host}", mmap.mmap(-1, HEADER_BYTES + shape.num_bytes), owned=False)
 
 
 def _served_model(shape: MeshShape) -> ServedModel:

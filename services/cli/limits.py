@@ -1,0 +1,29 @@
+"""How long the commands wait, and how much of what they hear they keep. Seconds, unless the name says otherwise."""
+
+ASK_TIMEOUT_S = 2.0
+"""A question of `kvmesh top` or `kvmesh tail` over the bus."""
+
+RATE_WINDOW_S = 10.0
+"""`kvmesh top`: rates are averages over so long."""
+SILENT_AFTER_S = 3.0
+"""A worker publishes its load twice a second: one that has not for so long is shown as silent."""
+FORGET_AFTER_S = 30.0
+"""And after so long it is not shown any more."""
+OPEN_REQUEST_MAX_S = 3_600.0
+"""A request whose end was not heard is dropped from the count at its deadline, or after this."""
+MAX_TTFTS = 256
+"""The percentiles of the time to first token are those of so many requests."""
+FRAME_INTERVAL_S = 0.5
+"""Between two drawings."""
+ASK_INTERVAL_S = 2.0
+"""Between two questions to the scheduler."""
+ONE_FRAME_AFTER_S = 1.5
+"""`--once` listens for so long: every worker has published its load by then."""
+
+TAIL_LINGER_S = 0.5
+"""`kvmesh tail` goes on for so long after a request's end: leases are released then."""
+
+TRACE_SETTLE_S = 2.0
+"""Services export every half second: of a trace whose last span is older than this, all spans are there."""
+TRACE_POLL_INTERVAL_S = 0.1
+"""Between two looks at the span files, until then."""

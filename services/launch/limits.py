@@ -1,0 +1,26 @@
+"""How long a mesh of child processes may take to start and to stop, and how often a process is started again."""
+
+START_TIMEOUT_S = 300.0
+"""From the first process to the last one ready. Loading a large model takes most of it."""
+STOP_TIMEOUT_S = 15.0
+"""A service that is no worker, from SIGTERM to its end; then it is killed."""
+STOP_SLACK_S = 10.0
+"""A worker may take so long beyond its `drain_s`."""
+
+ASK_TIMEOUT_S = 3.0
+"""A question to the scheduler."""
+ASK_INTERVAL_S = 0.05
+"""Between two of them, until it knows all workers."""
+ANSWERS_OF_EACH = 5
+"""Right answers in a row for each scheduler that there is: a question reaches any one of them."""
+
+FIRST_WAIT_S = 0.2
+"""From a process' first end to its next start; doubled with each end that follows."""
+LONGEST_WAIT_S = 5.0
+"""The wait grows to this."""
+SOUND_AFTER_S = 30.0
+"""A process that has lived for this long has started well: its next end counts as the first again."""
+MAX_ENDS = 10
+"""So many ends in a row within ENDS_WITHIN_S, and the process is given up."""
+ENDS_WITHIN_S = 60.0
+"""See MAX_ENDS."""

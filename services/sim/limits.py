@@ -1,0 +1,40 @@
+"""Times and bounds of a simulation, in virtual seconds unless the name says otherwise.
+
+Those of the simulated machine come first, then those that a simulation is judged by.
+"""
+
+REQUEST_TIMEOUT_S = 20.0
+"""The gateways' `request_timeout_s`: every request's deadline."""
+RESTART_S = 0.5
+"""From a process' failed start to its next."""
+EXECUTOR_S = (0.0002, 0.003)
+"""Work that is given to another thread takes between these."""
+RECONNECT_S = (0.02, 0.4)
+"""A client of the broker finds out between these that it is back."""
+MESSAGE_GAP_S = 1e-7
+"""At least so long between two messages from one client to another: they stay in order."""
+MAX_BUFFERED_BYTES = 2 * 1024 * 1024
+"""What a client keeps of what it publishes while the broker is away: `pending_size` of the NATS client."""
+CONNECTION_LINGER_S = 1.0
+"""After its last byte an end of a connection reads on for so long, until the other end has closed."""
+SLOW_READ_S = 0.05
+"""What a slow client takes for each piece of an answer."""
+LONG_S = 40.0
+"""Some faults last so long that those who wait give up: such ends must be right too."""
+MAX_CALLBACKS_AT_ONCE = 2_000_000
+"""More callbacks without a tick of the clock are a loop that never ends."""
+
+READY_WITHIN_S = 10.0
+"""From the start of all services to a mesh that serves."""
+REST_WITHIN_S = 12.0
+"""After the last request's end: leases of lost readers run out, the last of the dead are noticed."""
+RETURNED_WITHIN_S = 1.0
+"""The same where no message was lost: every lease is then ended by a message, and none by its time."""
+CHECK_INTERVAL_S = 0.25
+"""Between two looks at what must hold at any time."""
+LONG_AWAY_S = REQUEST_TIMEOUT_S / 2
+"""A fault that lasts longer may cost a request its deadline; a shorter one may not."""
+END_GRACE_S = 1.0
+"""How long after its deadline an answer may take to end."""
+OVERDUE_MS = 1_000
+"""How long after its expiry a lease may be found open: the sweep goes by a clock of its own."""
