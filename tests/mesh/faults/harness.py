@@ -90,6 +90,10 @@ class FaultMesh:
         await self.http.get(f"{self.supervisor.url}/health")
 
     async def close(self) -> None:
+        tasks = [*self._running.values(), *self._opening]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)  # nobody opens the proxy again once it is closed
         await self.http.aclose()
         await self.ears.close()
         await self.proxy.close()
@@ -104,8 +108,7 @@ class FaultMesh:
 
     def start(self, stream: Stream) -> "asyncio.Task[None]":
         """Send a request."""
-        task = asyncio.create_task(stream.run(self.http, self.model, CLIENT_LIMIT_S), name=f"stream {stream.number}")
-        self._running[stream] = task
+        task = self._running[stream] = stream.start(self.http, self.model, CLIENT_LIMIT_S)
         task.add_done_callback(lambda _: self._running.pop(stream, None))
         return task
 
