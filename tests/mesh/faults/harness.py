@@ -21,6 +21,7 @@ from tests.mesh.faults.ears import Ears
 from tests.mesh.faults.proxy import PlaneProxy, listening_ports
 from tests.mesh.faults.supervisor import PROXY_HOST, REQUEST_TIMEOUT_S, FaultSupervisor
 from tests.mesh.faults.truth import Truth
+from tests.mesh.zygote import Zygote
 
 SCENARIOS = Path(__file__).with_name("scenarios")
 END_GRACE_S = 1.0
@@ -239,10 +240,10 @@ class FaultMesh:
 
 @asynccontextmanager
 async def fault_mesh(
-    run_dir: Path, truth: Truth, options: UpOptions = OPTIONS, *, seed: int = 0
+    run_dir: Path, truth: Truth, zygote: Zygote, options: UpOptions = OPTIONS, *, seed: int = 0
 ) -> AsyncIterator[FaultMesh]:
     """Start a mesh; at the end stop it, and make sure that nothing is left."""
-    supervisor = FaultSupervisor(options, run_dir)
+    supervisor = FaultSupervisor(options, run_dir, zygote)
     mesh: FaultMesh | None = None
     try:
         await supervisor.start()
