@@ -1,11 +1,14 @@
 """What all tests share."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from hypothesis import settings
 
 from services.bus.embedded import EmbeddedNats
+from tests.mesh import processes
+from tests.mesh.forked import ForkingLoop
 
 # No test is judged by the clock: CI's machines are slow at times.
 settings.register_profile("kvmesh", deadline=None)
@@ -18,3 +21,17 @@ def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server = EmbeddedNats.start(None, tmp_path_factory.mktemp("nats"))
     yield server.url
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def forking() -> Iterator[ForkingLoop]:
+    """Where the services of real meshes are forked, for the whole session."""
+    loop = ForkingLoop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(scope="session")
+def running_mesh(forking: ForkingLoop) -> processes.RunningMesh:
+    """Starts real meshes: `with running_mesh(run_dir, options) as mesh`."""
+    return partial(processes.running_mesh, forking)

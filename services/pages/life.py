@@ -33,7 +33,7 @@ from services.sim.platform.bus import SimBroker
 from services.sim.platform.clock import VirtualTime, installed
 from services.sim.platform.engine import Pace
 from services.sim.platform.loop import PROCESS, SimLoop
-from services.sim.platform.mesh import MeshShape, Service, SimMesh, memory_arena
+from services.sim.mesh import MeshShape, Service, SimMesh, memory_arena
 from services.sim.platform.plane import SimNetwork, sim_platform
 from services.sim.world import undisturbed
 from services.worker.parts import WorkerParts

@@ -5,7 +5,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,12 +17,13 @@ from schemas.request import TokensEmitted
 from services.bus.nats import NatsBus
 from services.bus.typed import Received, TypedBus
 from services.launch.supervisor import Supervisor, UpOptions
+from tests.mesh.forked import ForkedSupervisor, ForkingLoop
 
 ResultT = TypeVar("ResultT")
 
 
 class Mesh:
-    """A running mesh, and a loop in a thread of its own for what is asynchronous."""
+    """A running mesh, and the loop in a thread of its own for what is asynchronous."""
 
     def __init__(self, supervisor: Supervisor, run_dir: Path, loop: asyncio.AbstractEventLoop) -> None:
         self.supervisor = supervisor
@@ -77,27 +78,21 @@ class Mesh:
         )
 
 
+RunningMesh = Callable[..., AbstractContextManager[Mesh]]
+"""`running_mesh` for this session: takes the run's folder, the options of `kvmesh up`, and `forked`."""
+
+
 @contextmanager
-def running_mesh(run_dir: Path, options: UpOptions) -> Iterator[Mesh]:
-    """Start a mesh in processes and stop it."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="mesh loop")
-    thread.start()
-    supervisor = Supervisor(options, run_dir)
-
-    def call(coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(timeout=300)
-
+def running_mesh(forking: ForkingLoop, run_dir: Path, options: UpOptions, *, forked: bool = True) -> Iterator[Mesh]:
+    """Start a mesh in processes and stop it. Not `forked`: each imports everything itself, as under `kvmesh up`."""
+    supervisor = ForkedSupervisor(options, run_dir, forking.zygote) if forked else Supervisor(options, run_dir)
     try:
-        call(supervisor.start())
-        mesh = Mesh(supervisor, run_dir, loop)
+        forking.run(supervisor.start(), 300)
+        mesh = Mesh(supervisor, run_dir, forking.loop)
         yield mesh
         mesh.client.close()
     finally:
-        call(supervisor.stop())
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+        forking.run(supervisor.stop(), 300)
         for child in supervisor.children:
             assert child.process.returncode == 0, (child.name, (supervisor.log_dir / f"{child.name}.log").read_text())
 

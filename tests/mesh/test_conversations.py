@@ -12,7 +12,7 @@ from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.make_checkpoint import make_random_checkpoint
 from services.launch.supervisor import UpOptions
-from tests.mesh.processes import Mesh, in_parallel, running_mesh
+from tests.mesh.processes import Mesh, RunningMesh, in_parallel
 from tests.mesh.reference import Case, Judge, SingleProcess
 
 NUM_CONVERSATIONS, NUM_TURNS, WIDTH = 10, 4, 5
@@ -47,7 +47,13 @@ def talk(mesh: Mesh, number: int, *, ignore_eos: bool = True) -> list[tuple[Case
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("carrier", "num_blocks", "store"), [("shm", 4096, ""), ("tcp", 64, "disk")])
 def test_conversations(
-    carrier: str, num_blocks: int, store: str, tmp_path: Path, single: SingleProcess, judge: Judge
+    carrier: str,
+    num_blocks: int,
+    store: str,
+    running_mesh: RunningMesh,
+    tmp_path: Path,
+    single: SingleProcess,
+    judge: Judge,
 ) -> None:
     """With 64 blocks a worker everything is evicted all the time; a store then keeps what the workers cannot."""
     block_bytes = layout_of(read_checkpoint(str(DEMO_MODEL_DIR))).block_bytes
@@ -90,7 +96,9 @@ def test_conversations(
         pytest.param("mistral", {"num_layers": 3}, marks=pytest.mark.slow),
     ],
 )
-def test_hybrid_models_say_what_transformers_says(architecture: str, fields: dict[str, Any], tmp_path: Path) -> None:
+def test_hybrid_models_say_what_transformers_says(
+    architecture: str, fields: dict[str, Any], running_mesh: RunningMesh, tmp_path: Path
+) -> None:
     """Conversations longer than the window, through splits, prefix hits and reads: the library's own tokens."""
     folder = make_random_checkpoint(
         tmp_path / "model", architecture=architecture, vocab=512, context_length=2048, sliding_window=64, **fields

@@ -10,7 +10,7 @@ from schemas.request import SamplingParams
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.demo_model.corpus import make_fact_prompt
 from services.launch.supervisor import UpOptions
-from tests.mesh.processes import Mesh, TokenRecorder, in_parallel, running_mesh
+from tests.mesh.processes import Mesh, RunningMesh, TokenRecorder, in_parallel
 from tests.mesh.reference import Case, Judge, SingleProcess
 
 NUM_REQUESTS = 200
@@ -82,7 +82,13 @@ def send(mesh: Mesh, case: Case) -> str:
     ("carrier", "num_requests"), [("shm", 200), ("tcp", 80), pytest.param("tcp", 200, marks=pytest.mark.slow)]
 )
 def test_requests_16_at_a_time_through_2p2d(
-    carrier: str, num_requests: int, tmp_path: Path, cases: list[Case], expected: list[list[int]], judge: Judge
+    carrier: str,
+    num_requests: int,
+    running_mesh: RunningMesh,
+    tmp_path: Path,
+    cases: list[Case],
+    expected: list[list[int]],
+    judge: Judge,
 ) -> None:
     cases, expected = cases[:num_requests], expected[:num_requests]
     options = UpOptions(num_prefill=2, num_decode=2, carrier=carrier, port=0)  # type: ignore[arg-type]

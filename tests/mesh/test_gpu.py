@@ -11,7 +11,7 @@ from services.cli.trace import load_spans
 from services.launch.supervisor import UpOptions
 from services.telemetry import Key, SpanName
 from tests.gpu import needs_gpu
-from tests.mesh.processes import Mesh, TokenRecorder, in_parallel, running_mesh
+from tests.mesh.processes import Mesh, RunningMesh, TokenRecorder, in_parallel
 from tests.mesh.reference import Case, Judge
 from tests.mesh.test_equality import WIDTH, cases, expected, judge, send, single
 
@@ -41,13 +41,14 @@ def options(devices: tuple[str, ...], carrier: str, **fields: Any) -> UpOptions:
 @pytest.mark.parametrize("case", CASES)
 def test_the_split_on_a_card_says_what_one_process_says(
     case: str,
+    running_mesh: RunningMesh,
     tmp_path: Path,
     cases: list[Case],
     expected: list[list[int]],
     judge: Judge,
 ) -> None:
     devices, asked, taken = CASES[case]
-    with running_mesh(tmp_path, options(devices, asked)) as mesh, TokenRecorder(mesh) as recorder:
+    with running_mesh(tmp_path, options(devices, asked), forked=False) as mesh, TokenRecorder(mesh) as recorder:
         request_ids = in_parallel([lambda each=each: send(mesh, each) for each in cases], WIDTH)
         for each, tokens, request_id in zip(cases, expected, request_ids, strict=True):
             judge.compare(f"{case} and one process", each, tokens, recorder.tokens(request_id))
@@ -68,6 +69,7 @@ def test_the_split_on_a_card_says_what_one_process_says(
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_killed_worker_on_a_card_costs_no_request(
     role: str,
+    running_mesh: RunningMesh,
     tmp_path: Path,
     cases: list[Case],
     expected: list[list[int]],
@@ -75,7 +77,7 @@ def test_a_killed_worker_on_a_card_costs_no_request(
 ) -> None:
     """kill -9 while streams are under way; the card's memory of the dead goes with its process."""
     some = list(zip(cases, expected, strict=True))[:64]
-    with running_mesh(tmp_path, options(CARD, "auto")) as mesh, TokenRecorder(mesh) as recorder:
+    with running_mesh(tmp_path, options(CARD, "auto"), forked=False) as mesh, TokenRecorder(mesh) as recorder:
         jobs = [lambda each=each: answer(mesh, each) for each, _ in some]
         jobs.insert(len(jobs) // 2, lambda: kill(mesh, role))
         request_ids = [request_id for request_id in in_parallel(jobs, WIDTH) if request_id]

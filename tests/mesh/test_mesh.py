@@ -21,7 +21,7 @@ from services.bus.typed import TypedBus
 from services.cli.trace import SpanRecord, find_trace, load_spans
 from services.engine.demo_model.corpus import make_fact_prompt
 from services.launch.supervisor import UpOptions
-from tests.mesh.processes import Mesh, TokenRecorder, in_parallel, running_mesh
+from tests.mesh.processes import Mesh, RunningMesh, TokenRecorder, in_parallel
 
 EVERY_SERVICE = {"gateway", "scheduler", "directory", "prefill", "decode"}
 QUESTION = "The code of Ada Brook is 7412. The code of Max Reed is 3055. Q: What is the code of Ada Brook? A:"
@@ -36,7 +36,7 @@ def fresh(num_tokens: int = 40) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+def mesh(running_mesh: RunningMesh, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     with running_mesh(tmp_path_factory.mktemp("mesh"), UpOptions(port=0)) as running:
         yield running
 
@@ -310,7 +310,7 @@ def test_the_log_files_are_quiet(mesh: Mesh) -> None:
         assert "Traceback" not in log.read_text(), log.read_text()[-3000:]
 
 
-def test_without_the_split_one_worker_does_both(tmp_path: Path) -> None:
+def test_without_the_split_one_worker_does_both(running_mesh: RunningMesh, tmp_path: Path) -> None:
     options = UpOptions(num_prefill=0, num_decode=0, num_aggregated=1, port=0)
     with running_mesh(tmp_path, options) as whole:
         answer = whole.complete(QUESTION)
@@ -321,7 +321,7 @@ def test_without_the_split_one_worker_does_both(tmp_path: Path) -> None:
         whole.assert_no_blocks_held()
 
 
-def test_a_mesh_without_workers_says_503_and_when_to_try_again(tmp_path: Path) -> None:
+def test_a_mesh_without_workers_says_503_and_when_to_try_again(running_mesh: RunningMesh, tmp_path: Path) -> None:
     options = UpOptions(num_prefill=1, num_decode=0, port=0)
     with running_mesh(tmp_path, options) as half:
         response = half.client.post("/v1/completions", json={"model": half.model, "prompt": "x"})

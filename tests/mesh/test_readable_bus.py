@@ -26,7 +26,7 @@ from schemas.worker import FleetDescribed
 from services.launch.supervisor import UpOptions
 from services.pages import listening
 from services.pages.listening import LISTENING
-from tests.mesh.processes import Mesh, running_mesh
+from tests.mesh.processes import Mesh, RunningMesh
 
 SERVICES = {"gateway": 2, "scheduler": 1, "directory": 1, "prefill": 1, "decode": 1, "store": 1}
 ASK_S = 20.0
@@ -43,7 +43,7 @@ SERVED: dict[str, set[Subject[Any, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+def mesh(running_mesh: RunningMesh, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     options = UpOptions(port=0, num_gateways=2, store="memory")
     with running_mesh(tmp_path_factory.mktemp("readable"), options) as running:
         yield running

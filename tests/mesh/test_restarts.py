@@ -12,11 +12,11 @@ import pytest
 from services.launch.limits import ENDS_WITHIN_S, LONGEST_WAIT_S, MAX_ENDS, SOUND_AFTER_S
 from services.launch.restart import Child, Restarts
 from services.launch.supervisor import UpOptions
-from tests.mesh.processes import Mesh, running_mesh
+from tests.mesh.processes import Mesh, RunningMesh
 
 
 @pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+def mesh(running_mesh: RunningMesh, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     options = UpOptions(port=0, num_schedulers=2, num_directories=2, num_gateways=2, kv_bytes=64 * 1024 * 1024)
     with running_mesh(tmp_path_factory.mktemp("restarts"), options) as running:
         yield running

@@ -15,7 +15,7 @@ import pytest
 from services.launch.supervisor import UpOptions
 from services.ports import free_port
 from services.telemetry import Key, SpanName
-from tests.mesh.processes import Mesh, in_parallel, running_mesh
+from tests.mesh.processes import Mesh, RunningMesh, in_parallel
 
 PHOENIX = Path(__file__).parents[2] / ".kvmesh" / "phoenix" / "bin" / "phoenix"
 NUM_PLAIN, NUM_CANCELLED, NUM_INVALID = 80, 14, 6
@@ -102,7 +102,9 @@ def one(mesh: Mesh, number: int) -> str:
     return answer.headers["traceparent"].split("-")[1]
 
 
-def test_100_requests_make_100_whole_trees_and_no_orphan(phoenix: httpx.Client, tmp_path: Path) -> None:
+def test_100_requests_make_100_whole_trees_and_no_orphan(
+    phoenix: httpx.Client, running_mesh: RunningMesh, tmp_path: Path
+) -> None:
     options = UpOptions(
         port=0, num_prefill=2, num_decode=2, kv_bytes=64 << 20, num_threads=1, unsplit_tokens_max=0,
         otlp_endpoint=str(phoenix.base_url).rstrip("/"),

@@ -14,7 +14,7 @@ import pytest
 from services.launch.supervisor import UpOptions
 from services.sim.verdict.traces import MAX_RESIDUAL, ttft_residual
 from services.telemetry import Key, SpanName, SpanRecord
-from tests.mesh.processes import Mesh, in_parallel, running_mesh
+from tests.mesh.processes import Mesh, RunningMesh, in_parallel
 from tests.sim.trees import GOLDEN, draw
 
 NUM_REQUESTS = 500
@@ -50,7 +50,7 @@ def trace_id_of(response: httpx.Response) -> str:
 
 
 @pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+def mesh(running_mesh: RunningMesh, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     with running_mesh(tmp_path_factory.mktemp("traced"), OPTIONS) as running:
         yield running
 

@@ -40,28 +40,36 @@ class Stream:
     def took_s(self) -> float:
         return self.ended_s - self.started_s
 
-    async def run(self, http: httpx.AsyncClient, model: str, limit_s: float) -> None:
-        """Ask, and read until the answer ends."""
+    def start(self, http: httpx.AsyncClient, model: str, limit_s: float) -> "asyncio.Task[None]":
+        """Ask, and read until the answer ends. Whoever cancels the task hangs up.
+
+        The ending is set from the task's result, not inside the task: a task that is cancelled before its first step
+        runs none of its code, and its stream has an ending all the same."""
         self.started_s = time.monotonic()
-        try:
-            async with asyncio.timeout(limit_s):
-                await self._read(http, model)
-        except TimeoutError:
-            self.ending = "timeout"
-        except httpx.HTTPError as error:
-            self.ending, self.error = "broken", f"{type(error).__name__}: {error}"
-        except asyncio.CancelledError:
-            self.ending = "hung up"
-            raise
-        finally:
-            self.ended_s = time.monotonic()
-            self.num_tokens_changed.set()
+        task = asyncio.create_task(self._run(http, model, limit_s), name=f"stream {self.number}")
+        task.add_done_callback(self._end)
+        return task
 
     async def until_tokens(self, num_tokens: int) -> None:
         """Return once so many tokens have come, or none will."""
         while len(self.tokens) < num_tokens and not self.ending:
             self.num_tokens_changed.clear()
             await self.num_tokens_changed.wait()
+
+    async def _run(self, http: httpx.AsyncClient, model: str, limit_s: float) -> None:
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._read(http, model)
+        except TimeoutError:
+            self.ending = "timeout"
+
+    def _end(self, task: "asyncio.Task[None]") -> None:
+        if task.cancelled():
+            self.ending = "hung up"
+        elif error := task.exception():
+            self.ending, self.error = "broken", f"{type(error).__name__}: {error}"
+        self.ended_s = time.monotonic()
+        self.num_tokens_changed.set()
 
     async def _read(self, http: httpx.AsyncClient, model: str) -> None:
         sampling = self.case.sampling

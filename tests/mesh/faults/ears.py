@@ -41,6 +41,7 @@ class Ears:
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
+            await asyncio.wait([self._task])
         if self._bus is not None:
             await self._bus.close()
 

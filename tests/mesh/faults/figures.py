@@ -23,6 +23,7 @@ from tests.mesh.faults.cost import LENGTHS, WARM_UP_REQUESTS, cost_of_checks
 from tests.mesh.faults.harness import SCENARIOS, FaultMesh, Outcome, fault_mesh, make_truth
 from tests.mesh.faults.kills import Killing
 from tests.mesh.faults.times import PHASES, cancel_to_free, death_to_free
+from tests.mesh.zygote import Zygote
 from tests.plane.corruption import Corruption, measure
 
 FREE_AFTER_DEATH_S = 3.0
@@ -195,9 +196,13 @@ FIGURES: dict[str, Callable[[Sizes, Begin], Awaitable[list[Row]]]] = {
 
 @asynccontextmanager
 async def _mesh() -> AsyncGenerator[FaultMesh]:
-    with tempfile.TemporaryDirectory(prefix="kvmesh-faults-") as folder:
-        async with fault_mesh(Path(folder), make_truth()) as mesh:
-            yield mesh
+    zygote = Zygote()
+    try:
+        with tempfile.TemporaryDirectory(prefix="kvmesh-faults-") as folder:
+            async with fault_mesh(Path(folder), make_truth(), zygote) as mesh:
+                yield mesh
+    finally:
+        await zygote.stop()
 
 
 def _none(figure: str, number: int, around: str, details: "list[str] | tuple[str, ...]" = ()) -> Row:

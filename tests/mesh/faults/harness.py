@@ -21,6 +21,7 @@ from tests.mesh.faults.ears import Ears
 from tests.mesh.faults.proxy import PlaneProxy, listening_ports
 from tests.mesh.faults.supervisor import PROXY_HOST, REQUEST_TIMEOUT_S, FaultSupervisor
 from tests.mesh.faults.truth import Truth
+from tests.mesh.zygote import Zygote
 
 SCENARIOS = Path(__file__).with_name("scenarios")
 END_GRACE_S = 1.0
@@ -90,6 +91,10 @@ class FaultMesh:
         await self.http.get(f"{self.supervisor.url}/health")
 
     async def close(self) -> None:
+        tasks = [*self._running.values(), *self._opening]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)  # nobody opens the proxy again once it is closed
         await self.http.aclose()
         await self.ears.close()
         await self.proxy.close()
@@ -104,8 +109,7 @@ class FaultMesh:
 
     def start(self, stream: Stream) -> "asyncio.Task[None]":
         """Send a request."""
-        task = asyncio.create_task(stream.run(self.http, self.model, CLIENT_LIMIT_S), name=f"stream {stream.number}")
-        self._running[stream] = task
+        task = self._running[stream] = stream.start(self.http, self.model, CLIENT_LIMIT_S)
         task.add_done_callback(lambda _: self._running.pop(stream, None))
         return task
 
@@ -236,10 +240,10 @@ class FaultMesh:
 
 @asynccontextmanager
 async def fault_mesh(
-    run_dir: Path, truth: Truth, options: UpOptions = OPTIONS, *, seed: int = 0
+    run_dir: Path, truth: Truth, zygote: Zygote, options: UpOptions = OPTIONS, *, seed: int = 0
 ) -> AsyncIterator[FaultMesh]:
     """Start a mesh; at the end stop it, and make sure that nothing is left."""
-    supervisor = FaultSupervisor(options, run_dir)
+    supervisor = FaultSupervisor(options, run_dir, zygote)
     mesh: FaultMesh | None = None
     try:
         await supervisor.start()

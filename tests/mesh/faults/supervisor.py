@@ -1,17 +1,16 @@
-"""The mesh's own supervisor, for a mesh that is made to fail over and over: its services are forked, so that they start
-in a moment, they are never given up, and their data plane leads through a proxy."""
+"""The mesh's own supervisor, for a mesh that is made to fail over and over: its services are never given up, and their
+data plane leads through a proxy."""
 
-import asyncio
 from pathlib import Path
-from typing import cast
 
 import msgspec
 
 from services.config import MeshConfig
 from services.launch.limits import FIRST_WAIT_S
 from services.launch.restart import Restarts
-from services.launch.supervisor import Supervisor, UpOptions
-from tests.mesh.faults.zygote import ForkedProcess, Zygote
+from services.launch.supervisor import UpOptions
+from tests.mesh.forked import ForkedSupervisor
+from tests.mesh.zygote import Zygote
 
 REQUEST_TIMEOUT_S = 30.0
 PROXY_HOST = "127.0.0.2"
@@ -26,18 +25,12 @@ class QuickRestarts(Restarts):
         return FIRST_WAIT_S
 
 
-class FaultSupervisor(Supervisor):
+class FaultSupervisor(ForkedSupervisor):
     """As `kvmesh up`. `tenants`: API keys; each is somebody for whom nothing is cached yet."""
 
-    def __init__(self, options: UpOptions, run_dir: Path) -> None:
-        super().__init__(options, run_dir)
-        self._zygote: Zygote | None = None
+    def __init__(self, options: UpOptions, run_dir: Path, zygote: Zygote) -> None:
+        super().__init__(options, run_dir, zygote)
         self.tenants = [f"tenant-{number}" for number in range(NUM_TENANTS)]
-
-    async def stop(self) -> None:
-        await super().stop()
-        if self._zygote is not None:
-            await self._zygote.stop()
 
     def never_give_up(self) -> None:
         """Start again at once whatever ends from now on."""
@@ -52,14 +45,3 @@ class FaultSupervisor(Supervisor):
         tenants = {name: name for name in self.tenants}
         gateway = replace(config.gateway, request_timeout_s=REQUEST_TIMEOUT_S, tenants=tenants)
         return replace(config, worker=worker, gateway=gateway)
-
-    async def _spawn(self, role: str, name: str) -> asyncio.subprocess.Process:
-        if self._zygote is None:
-            self._zygote = Zygote()
-        arguments = ["serve", role, "--id", name, "--supervised", "--config", str(self._run_dir / "mesh.toml")]
-        if role == "gateway":
-            names = [name for role, name in self._options.services if role == "gateway"]
-            arguments += ["--port", str(self._ports[names.index(name)])]
-        with (self.log_dir / f"{name}.log").open("ab") as log:
-            process: ForkedProcess = await self._zygote.spawn(arguments, log.fileno())
-        return cast("asyncio.subprocess.Process", process)

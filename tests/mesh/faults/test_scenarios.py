@@ -1,6 +1,5 @@
 """Every scenario file, carried out on real processes and in the simulator."""
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from services.sim.world import SimOptions, simulate
 from tests.mesh.faults.harness import SCENARIOS, FaultMesh, fault_mesh, make_truth
 from tests.mesh.faults.kills import Killing
 from tests.mesh.faults.times import PHASES, cancel_to_free, death_to_free
+from tests.mesh.forked import ForkingLoop
 
 QUICK = {
     "broker_away", "corruption", "disconnects", "drain_decode", "kill_both_sides", "kill_decode_at_offered",
@@ -23,24 +23,18 @@ FILES = sorted(SCENARIOS.glob("*.toml"))
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as runner:
-        yield runner
-
-
-@pytest.fixture(scope="module")
-def mesh(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultMesh]:
+def mesh(forking: ForkingLoop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultMesh]:
     """One mesh for all: whatever dies is started again, and must be as good as new."""
-    around = fault_mesh(tmp_path_factory.mktemp("faults"), make_truth())
-    yield runner.run(around.__aenter__())
-    runner.run(around.__aexit__(None, None, None))
+    around = fault_mesh(tmp_path_factory.mktemp("faults"), make_truth(), forking.zygote)
+    yield forking.run(around.__aenter__())
+    forking.run(around.__aexit__(None, None, None))
 
 
 @pytest.mark.parametrize(
     "file", [pytest.param(f, id=f.stem, marks=() if f.stem in QUICK else pytest.mark.slow) for f in FILES]
 )
-def test_on_real_processes(file: Path, runner: asyncio.Runner, mesh: FaultMesh) -> None:
-    outcome = runner.run(mesh.run(load_scenario(file)))
+def test_on_real_processes(file: Path, forking: ForkingLoop, mesh: FaultMesh) -> None:
+    outcome = forking.run(mesh.run(load_scenario(file)))
     assert not outcome.complaints, "\n".join(outcome.complaints)
     assert outcome.num_finished + outcome.num_hung_up + len(outcome.excused) == outcome.num_requests
     assert outcome.num_finished
@@ -50,19 +44,19 @@ def test_on_real_processes(file: Path, runner: asyncio.Runner, mesh: FaultMesh) 
         assert "gateway" in file.stem
 
 
-def test_kills_over_and_over(runner: asyncio.Runner, mesh: FaultMesh) -> None:
-    report = runner.run(Killing(mesh, 8, lambda: None).run())
+def test_kills_over_and_over(forking: ForkingLoop, mesh: FaultMesh) -> None:
+    report = forking.run(Killing(mesh, 8, lambda: None).run())
     assert report.num_kills == 8 and report.num_streams
     assert not report.wrong and not report.failed
 
 
-def test_a_dead_reader_s_lease_ends(runner: asyncio.Runner, mesh: FaultMesh) -> None:
-    assert len(runner.run(death_to_free(mesh, 2, lambda: None))) == 2
+def test_a_dead_reader_s_lease_ends(forking: ForkingLoop, mesh: FaultMesh) -> None:
+    assert len(forking.run(death_to_free(mesh, 2, lambda: None))) == 2
 
 
 @pytest.mark.slow
-def test_a_client_may_hang_up_at_any_time(runner: asyncio.Runner, mesh: FaultMesh) -> None:
-    assert runner.run(cancel_to_free(mesh, 1, lambda: None)).keys() == set(PHASES)
+def test_a_client_may_hang_up_at_any_time(forking: ForkingLoop, mesh: FaultMesh) -> None:
+    assert forking.run(cancel_to_free(mesh, 1, lambda: None)).keys() == set(PHASES)
 
 
 @pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])

@@ -70,7 +70,7 @@ class Zygote:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._server = subprocess.Popen([sys.executable, "-m", "tests.mesh.faults.zygote"], stdin=theirs.fileno())
+            self._server = subprocess.Popen([sys.executable, "-m", "tests.mesh.zygote"], stdin=theirs.fileno())
         self._socket = ours
         self._socket.setblocking(False)
         self._processes: dict[int, ForkedProcess] = {}
@@ -90,7 +90,12 @@ class Zygote:
         self._socket.sendmsg([json.dumps(arguments).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
         os.close(stdin_read)
         os.close(stdout_write)
-        pid = await forked
+        try:
+            pid = await forked
+        except asyncio.CancelledError:  # its standard input ends, and it with it
+            os.close(stdin_write)
+            os.close(stdout_read)
+            raise
         reader = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(stdout_read, "rb", buffering=0)
@@ -116,7 +121,9 @@ class Zygote:
             case {"ready": _}:
                 self._ready.set()
             case {"forked": pid}:
-                self._orders.pop(0).set_result(pid)
+                order = self._orders.pop(0)
+                if not order.cancelled():
+                    order.set_result(pid)
             case {"ended": pid, "code": code}:
                 if pid in self._processes:
                     self._processes.pop(pid).end(code)
