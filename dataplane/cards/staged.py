@@ -20,14 +20,13 @@ from dataplane.carriers.shm import FrameSource
 from dataplane.carriers.tcp import receive
 from dataplane.memory import frames
 from dataplane.memory.arena import ByteArray
-from dataplane.memory.checksum import sum64
+from dataplane.memory.checksum import DigestKind, sum64
 from dataplane.memory.codec import BlockCodec, NotFiniteError
 from dataplane.memory.extent import Extent
 from dataplane.memory.frames import Rows, Staging, new_hasher
 from dataplane.memory.rows import SequenceRuns
 from dataplane.protocol.stream import (
     Digest,
-    DigestKind,
     Header,
     ProtocolError,
     TransferFailedError,

@@ -10,13 +10,13 @@ from dataplane.carriers import tcp
 from dataplane.carriers.carrier import ReaderCarrier
 from dataplane.ends.choice import CarrierBrokenError
 from dataplane.ends.dial import Cancellation
+from dataplane.memory.checksum import DigestKind
 from dataplane.memory.codec import WireDtype
 from dataplane.memory.extent import Extent
 from dataplane.protocol.stream import (
     MAX_FRAME_BYTES,
     Accepted,
     Digest,
-    DigestKind,
     Fail,
     FailureCode,
     Header,

@@ -38,6 +38,7 @@ from dataplane.ends.dial import Cancellation, connect_tcp
 from dataplane.ends.idle import IdleConnections, Way, way_to
 from dataplane.ends.read import Landed, NotAnsweredError, Read, ReadRequest
 from dataplane.memory.arena import Arena, ArenaMissingError, ByteArray
+from dataplane.memory.checksum import DigestKind
 from dataplane.memory.codec import WireDtype
 from dataplane.memory.extent import Extent, HeadRange, heads_of
 from dataplane.memory.frames import SequenceMemory
@@ -45,7 +46,6 @@ from dataplane.memory.rows import SequenceRuns
 from dataplane.protocol.stream import (
     MAX_FRAME_BYTES,
     Accepted,
-    DigestKind,
     FailureCode,
     PairRead,
     ProtocolError,

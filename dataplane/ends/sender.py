@@ -14,6 +14,7 @@ from dataplane.cards.nccl.pairs import HolderPairs, PairRefusedError
 from dataplane.carriers.carrier import HeldUpError, HolderCarrier
 from dataplane.ends.carrier_ends import Paired, holder_carrier, tcp
 from dataplane.ends.choice import NCCL, CarrierBrokenError
+from dataplane.memory.checksum import DigestKind
 from dataplane.memory.codec import NotFiniteError
 from dataplane.memory.extent import NO_HEADS, Extent, heads_of
 from dataplane.memory.rows import SequenceRuns
@@ -24,7 +25,6 @@ from dataplane.protocol.stream import (
     VERSION,
     Accepted,
     Digest,
-    DigestKind,
     Fail,
     FailCode,
     FramePlanner,

@@ -29,6 +29,7 @@ import msgspec
 import xxhash
 
 from dataplane.blocks.layout import BlockTables
+from dataplane.memory.checksum import DigestKind
 from dataplane.memory.codec import WireDtype
 from dataplane.memory.extent import NO_HEADS, Extent, HeadRange
 
@@ -69,8 +70,6 @@ FailureCode = (
 FailCode = Literal["holder", "codec", "device"]
 """Why a holder ends a stream; "codec": what it holds cannot be compressed, but can be read as it is; "device": its card
 failed."""
-DigestKind = Literal["xxh3", "sum64"]
-"""xxh3-64, or where one end has its arena on a card what a card computes as it copies (checksum.py)."""
 Digest = Callable[[], int]
 """Returns a frame's digest; waits for it where a card computes it. Raises DeviceError."""
 

@@ -25,8 +25,9 @@ from dataplane.ends.reader import PlaneReader
 from dataplane.ends.server import LeaseGate, PlaneServer, ServerOptions
 from dataplane.memory import frames
 from dataplane.memory.arena import HEADER_BYTES, Arena, ArenaMissingError, ByteArray
+from dataplane.memory.checksum import DigestKind
 from dataplane.memory.frames import Rows, SequenceMemory
-from dataplane.protocol.stream import DigestKind, Header, TransferFailedError, TransferStats
+from dataplane.protocol.stream import Header, TransferFailedError, TransferStats
 from dataplane.protocol.wire import Thread, Wire
 from schemas.handoff import Endpoint
 from services.sim.platform.connection import Link, SimWire, StreamFault, StreamFaultKind
