@@ -25,6 +25,7 @@ from dataplane.memory.codec import BlockCodec, NotFiniteError
 from dataplane.memory.extent import Extent
 from dataplane.memory.frames import Rows, Staging, new_hasher
 from dataplane.memory.rows import SequenceRuns
+from dataplane.protocol.reasons import FailureCode
 from dataplane.protocol.stream import (
     Digest,
     Header,
@@ -322,7 +323,7 @@ class StagedReader:
         if passing.host_digest is None:
             return passing.found
         if passing.found != passing.expected:
-            raise TransferFailedError("digest", f"frame {data.sequence} has changed on its way to the card")
+            raise TransferFailedError(FailureCode.DIGEST, f"frame {data.sequence} has changed on its way to the card")
         return passing.host_digest
 
 

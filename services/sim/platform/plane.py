@@ -27,6 +27,7 @@ from dataplane.memory import frames
 from dataplane.memory.arena import HEADER_BYTES, Arena, ArenaMissingError, ByteArray
 from dataplane.memory.checksum import DigestKind
 from dataplane.memory.frames import Rows, SequenceMemory
+from dataplane.protocol.reasons import FailureCode
 from dataplane.protocol.stream import Header, TransferFailedError, TransferStats
 from dataplane.protocol.wire import Thread, Wire
 from schemas.handoff import Endpoint
@@ -154,7 +155,7 @@ class SimNetwork:
         self._pass(reader_host, endpoint.host, 2 * latency_s, timeout_s, cancellation)
         server = self._servers.get((endpoint.host, endpoint.port))
         if server is None or reader_host in self._dead or self._faults.refuses(reader_host, endpoint.host):
-            raise TransferFailedError("connect", f"{endpoint.host}:{endpoint.port}: connection refused")
+            raise TransferFailedError(FailureCode.CONNECT, f"{endpoint.host}:{endpoint.port}: connection refused")
         link = Link(reader_host, endpoint.host, latency_s=latency_s, bytes_per_s=self.bytes_per_s)
         link.held_until = functools.partial(self._held, reader_host, endpoint.host)
         link.on_closed = lambda: self._links.pop(link, None)
@@ -162,7 +163,7 @@ class SimNetwork:
         ours, theirs = link.ends()
         if not server.admit(ours, reader_host):
             theirs.close()
-            raise TransferFailedError("connect", f"{endpoint.host}:{endpoint.port}: connection refused")
+            raise TransferFailedError(FailureCode.CONNECT, f"{endpoint.host}:{endpoint.port}: connection refused")
         return theirs
 
     def begin_stream(self, wire: SimWire) -> None:
@@ -179,7 +180,7 @@ class SimNetwork:
         try:
             while (now := time.monotonic()) < (ready_at := max(done_at, self._held(source, target))):
                 if now >= deadline:
-                    raise TransferFailedError("connect", f"{target}: timed out")
+                    raise TransferFailedError(FailureCode.CONNECT, f"{target}: timed out")
                 pause(min(deadline, ready_at) - now)
                 cancellation.check()
         finally:
