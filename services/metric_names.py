@@ -6,7 +6,7 @@ with buckets added below and above theirs. Units are seconds, bytes, tokens and 
 
 from typing import Any, get_args
 
-from dataplane.protocol.stream import FailureCode
+from dataplane.protocol.reasons import FailureCode
 from schemas import subjects
 from schemas.request import RefusalReason
 from services.metrics import Labels, MetricName
@@ -25,8 +25,7 @@ AGES: tuple[tuple[str, float], ...] = (("<1s", 1), ("1-5s", 5), ("5-30s", 30), (
 OLDEST = ">120s"
 AGE_NAMES: Labels = (*(name for name, _ in AGES), OLDEST)
 BLOCK_STATES: Labels = ("free", "cached", "running", "leased", "orphaned")
-_READ_CODES = dict.fromkeys(code for codes in get_args(FailureCode) for code in get_args(codes))
-TRANSFER_OUTCOMES: Labels = ("landed", "stopped", "refused", *_READ_CODES, "other")
+TRANSFER_OUTCOMES: Labels = ("landed", "stopped", "refused", *(code.value for code in FailureCode), "other")
 LEASE_OUTCOMES: Labels = ("landed", "returned", "cancelled", "reader_left", "silent", "expired", "deadline")
 STRANDED: Labels = ("reader_left", "silent", "expired")
 """Ends of a lease that its reader did not bring about: until then its blocks were held for nobody."""

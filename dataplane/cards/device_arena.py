@@ -17,11 +17,11 @@ import numpy as np
 
 from dataplane.blocks.layout import ArenaShape
 from dataplane.cards.device import Device, DeviceError, DeviceMemory, Event, Stream, SupportsDLPack
+from dataplane.cards.moves import unsuited
 from dataplane.cards.nccl.pair import PairParts
 from dataplane.cards.side import DRAIN_S
 from dataplane.cards.staging_ring import MIN_FRAMES, StagingRing
 from dataplane.memory.arena import Arena, ByteArray
-from dataplane.memory.rows import unsuited
 from dataplane.protocol.stream import MAX_FRAME_BYTES, DeviceHandles
 
 log = logging.getLogger(__name__)

@@ -16,19 +16,13 @@ from typing import Protocol
 
 from dataplane.cards.device import DeviceError, DeviceMemory, DigestSlot, Stream
 from dataplane.cards.device_arena import DeviceArena, PeerArena
+from dataplane.cards.moves import gather_moves, pair_moves
 from dataplane.cards.side import Piece, SideStream, check_peer, wait_done, wait_peer_gone
 from dataplane.carriers.carrier import Access
 from dataplane.memory.arena import SHM_DIR
-from dataplane.memory.rows import SequenceRuns, gather_moves, pair_moves
-from dataplane.protocol.stream import (
-    DeviceHandles,
-    Digest,
-    DigestKind,
-    Header,
-    ProtocolError,
-    TransferStats,
-    encode_header,
-)
+from dataplane.memory.checksum import DigestKind
+from dataplane.memory.rows import SequenceRuns
+from dataplane.protocol.stream import DeviceHandles, Digest, Header, ProtocolError, TransferStats, encode_header
 from dataplane.protocol.wire import Wire, WireTimeoutError
 
 FRAME_BYTES = 128 << 20

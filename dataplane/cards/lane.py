@@ -14,10 +14,11 @@ from typing import Literal, NamedTuple
 
 from dataplane.cards.device import DeviceError, DigestSlot, Stream
 from dataplane.cards.device_arena import DeviceArena
+from dataplane.cards.moves import gather_moves, scatter_moves
 from dataplane.cards.side import Piece, SideStream, check_peer
 from dataplane.cards.staging_ring import Claim, RingClosedError, Slot
 from dataplane.memory.arena import ByteArray
-from dataplane.memory.rows import SequenceRuns, gather_moves, scatter_moves
+from dataplane.memory.rows import SequenceRuns
 from dataplane.protocol.stream import Header
 from dataplane.protocol.wire import Wire
 

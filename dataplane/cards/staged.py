@@ -20,14 +20,14 @@ from dataplane.carriers.shm import FrameSource
 from dataplane.carriers.tcp import receive
 from dataplane.memory import frames
 from dataplane.memory.arena import ByteArray
-from dataplane.memory.checksum import sum64
+from dataplane.memory.checksum import DigestKind, sum64
 from dataplane.memory.codec import BlockCodec, NotFiniteError
 from dataplane.memory.extent import Extent
 from dataplane.memory.frames import Rows, Staging, new_hasher
 from dataplane.memory.rows import SequenceRuns
+from dataplane.protocol.reasons import FailureCode
 from dataplane.protocol.stream import (
     Digest,
-    DigestKind,
     Header,
     ProtocolError,
     TransferFailedError,
@@ -323,7 +323,7 @@ class StagedReader:
         if passing.host_digest is None:
             return passing.found
         if passing.found != passing.expected:
-            raise TransferFailedError("digest", f"frame {data.sequence} has changed on its way to the card")
+            raise TransferFailedError(FailureCode.DIGEST, f"frame {data.sequence} has changed on its way to the card")
         return passing.host_digest
 
 

@@ -12,8 +12,9 @@ from typing import Protocol
 from dataplane.carriers.carrier import Access
 from dataplane.memory import frames
 from dataplane.memory.arena import SHM_DIR, Arena, ArenaMissingError, ByteArray
+from dataplane.memory.checksum import DigestKind
 from dataplane.memory.frames import Rows, SequenceMemory
-from dataplane.protocol.stream import Digest, DigestKind, Header, TransferStats, check_no_place, encode_header
+from dataplane.protocol.stream import Digest, Header, TransferStats, check_no_place, encode_header
 from dataplane.protocol.wire import Wire
 from schemas.handoff import Endpoint
 

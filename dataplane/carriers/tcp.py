@@ -12,18 +12,11 @@ import numpy as np
 from dataplane.carriers.carrier import Access
 from dataplane.memory import frames
 from dataplane.memory.arena import ByteArray
+from dataplane.memory.checksum import DigestKind
 from dataplane.memory.codec import BlockCodec, NotFiniteError
 from dataplane.memory.extent import Extent
 from dataplane.memory.frames import Hasher, Rows, SequenceMemory, Staging, gather, new_hasher, scatter
-from dataplane.protocol.stream import (
-    Digest,
-    DigestKind,
-    Header,
-    ProtocolError,
-    TransferStats,
-    check_no_place,
-    encode_header,
-)
+from dataplane.protocol.stream import Digest, Header, ProtocolError, TransferStats, check_no_place, encode_header
 from dataplane.protocol.wire import Wire
 
 NAME = "tcp"

@@ -10,10 +10,10 @@ from dataplane.cards.nccl.paired import PairedHolder
 from dataplane.carriers import shm, tcp
 from dataplane.carriers.carrier import HolderCarrier
 from dataplane.ends.choice import CUDA, NCCL, CarrierBrokenError
+from dataplane.memory.checksum import DigestKind
 from dataplane.memory.extent import Extent
 from dataplane.memory.frames import SequenceMemory
 from dataplane.memory.rows import SequenceRuns
-from dataplane.protocol.stream import DigestKind
 
 
 class Paired(NamedTuple):

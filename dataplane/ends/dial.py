@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Protocol
 
+from dataplane.protocol.reasons import FailureCode
 from dataplane.protocol.stream import TransferFailedError
 from schemas.handoff import Endpoint
 
@@ -42,7 +43,7 @@ class Cancellation:
 
     def check(self) -> None:
         if self._cancelled:
-            raise TransferFailedError("cancelled", "the reader was cancelled")
+            raise TransferFailedError(FailureCode.CANCELLED, "the reader was cancelled")
 
     def cancel(self) -> None:
         """From any thread; idempotent."""
@@ -69,7 +70,7 @@ def connect_tcp(endpoint: Endpoint, timeout_s: float, cancellation: Cancellation
     try:
         addresses = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError, OverflowError) as error:
-        raise TransferFailedError("connect", f"{endpoint.host[:100]}: {error}") from error
+        raise TransferFailedError(FailureCode.CONNECT, f"{endpoint.host[:100]}: {error}") from error
     reason = "no address"
     for family, kind, protocol, _, address in addresses:
         sock = socket.socket(family, kind, protocol)
@@ -90,4 +91,4 @@ def connect_tcp(endpoint: Endpoint, timeout_s: float, cancellation: Cancellation
             return sock
         finally:
             cancellation.unwatch(dialling)
-    raise TransferFailedError("connect", f"{endpoint.host}:{endpoint.port}: {reason}")
+    raise TransferFailedError(FailureCode.CONNECT, f"{endpoint.host}:{endpoint.port}: {reason}")

@@ -10,15 +10,15 @@ from dataplane.carriers import tcp
 from dataplane.carriers.carrier import ReaderCarrier
 from dataplane.ends.choice import CarrierBrokenError
 from dataplane.ends.dial import Cancellation
+from dataplane.memory.checksum import DigestKind
 from dataplane.memory.codec import WireDtype
 from dataplane.memory.extent import Extent
+from dataplane.protocol.reasons import FailureCode, RefusalCode
 from dataplane.protocol.stream import (
     MAX_FRAME_BYTES,
     Accepted,
     Digest,
-    DigestKind,
     Fail,
-    FailureCode,
     Header,
     Kind,
     Landing,
@@ -132,9 +132,9 @@ class Read:
         body = wire.receive(header.length, self.deadline)
         if header.kind is Kind.REFUSED:
             refused = decode_body(body, Refused)
-            if refused.code == "carrier":
+            if refused.code is RefusalCode.CARRIER:
                 raise CarrierBrokenError(carrier, refused.detail)
-            raise TransferFailedError(refused.code, refused.detail)
+            raise TransferFailedError(FailureCode(refused.code), refused.detail)
         accepted = decode_body(body, Accepted)
         if accepted.carrier != carrier:
             raise ProtocolError(f"asked for {carrier}, accepted as {accepted.carrier}")
@@ -194,7 +194,7 @@ class Read:
     def _finish(self, landing: Landing, header: Header, body: bytes) -> Landed:
         if header.kind is Kind.FAIL:
             fail = decode_body(body, Fail)
-            raise TransferFailedError(fail.code, fail.reason)
+            raise TransferFailedError(FailureCode(fail.code), fail.reason)
         landing.end(header, body)
         self.stats.landed_ns = time.time_ns()
         return Landed(self.request.num_tokens, body, self.stats)

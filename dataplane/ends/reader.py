@@ -38,15 +38,15 @@ from dataplane.ends.dial import Cancellation, connect_tcp
 from dataplane.ends.idle import IdleConnections, Way, way_to
 from dataplane.ends.read import Landed, NotAnsweredError, Read, ReadRequest
 from dataplane.memory.arena import Arena, ArenaMissingError, ByteArray
+from dataplane.memory.checksum import DigestKind
 from dataplane.memory.codec import WireDtype
 from dataplane.memory.extent import Extent, HeadRange, heads_of
 from dataplane.memory.frames import SequenceMemory
 from dataplane.memory.rows import SequenceRuns
+from dataplane.protocol.reasons import FailureCode
 from dataplane.protocol.stream import (
     MAX_FRAME_BYTES,
     Accepted,
-    DigestKind,
-    FailureCode,
     PairRead,
     ProtocolError,
     TransferFailedError,
@@ -159,21 +159,21 @@ class PlaneReader:
         try:
             return self._run(run, target)
         except (WireClosedError, ConnectionError) as error:
-            code: FailureCode = "cancelled" if run.cancellation.is_cancelled else "closed"
+            code = FailureCode.CANCELLED if run.cancellation.is_cancelled else FailureCode.CLOSED
             raise run.failed(code, str(error)) from error
         except (WireTimeoutError, TimeoutError) as error:
-            raise run.failed("deadline", str(error)) from error
+            raise run.failed(FailureCode.DEADLINE, str(error)) from error
         except ProtocolError as error:
-            raise run.failed("protocol", str(error)) from error
+            raise run.failed(FailureCode.PROTOCOL, str(error)) from error
         except (ArenaMissingError, CarrierImpossibleError, CarrierBrokenError) as error:
-            raise run.failed("carrier", str(error)) from error
+            raise run.failed(FailureCode.CARRIER, str(error)) from error
         except DeviceError as error:
             self.is_stuck |= isinstance(error, CardStuckError)
-            raise run.failed("device", str(error)) from error
+            raise run.failed(FailureCode.MEMORY, str(error)) from error
         except TransferFailedError as error:
             raise run.failed(error.code, error.detail) from error
         except OSError as error:
-            raise run.failed("connect", str(error)) from error
+            raise run.failed(FailureCode.CONNECT, str(error)) from error
 
     def release_ended(self) -> None:
         """Let go of the memory of holders that have ended, and of pairs that are not used. To be called now and

@@ -14,26 +14,25 @@ from dataplane.cards.nccl.pairs import HolderPairs, PairRefusedError
 from dataplane.carriers.carrier import HeldUpError, HolderCarrier
 from dataplane.ends.carrier_ends import Paired, holder_carrier, tcp
 from dataplane.ends.choice import NCCL, CarrierBrokenError
+from dataplane.memory.checksum import DigestKind
 from dataplane.memory.codec import NotFiniteError
 from dataplane.memory.extent import NO_HEADS, Extent, heads_of
 from dataplane.memory.rows import SequenceRuns
 from dataplane.protocol.gate import HolderContext, ReadableKV
 from dataplane.protocol.progress import Ready
+from dataplane.protocol.reasons import FailCode, RefusalCode
 from dataplane.protocol.stream import (
     MAX_TRAILER_BYTES,
     VERSION,
     Accepted,
     Digest,
-    DigestKind,
     Fail,
-    FailCode,
     FramePlanner,
     Header,
     Kind,
     Open,
     PairOpen,
     ProtocolError,
-    RefusalCode,
     Refused,
     TransferStats,
     decode_body,
@@ -61,7 +60,7 @@ class _RefusedError(Exception):
 class _EndedError(Exception):
     """The stream cannot go on. `tell`: the reader is still there to hear it."""
 
-    def __init__(self, reason: str, *, tell: bool, code: FailCode = "holder") -> None:
+    def __init__(self, reason: str, *, tell: bool, code: FailCode = FailCode.HOLDER) -> None:
         super().__init__(reason)
         self.reason = reason
         self.tell = tell
@@ -159,7 +158,7 @@ class HolderStream:
             self.is_pair = True
             pair = self._pairs.open(ticket.reader, wanted.generation)
         except PairRefusedError as error:
-            self._say_no(_RefusedError("carrier", error.reason))  # no wrong: offers may be late
+            self._say_no(_RefusedError(RefusalCode.CARRIER, error.reason))  # no wrong: offers may be late
         except _RefusedError as refusal:
             self._refuse(refusal)
         else:
@@ -168,30 +167,30 @@ class HolderStream:
     @property
     def _pairs(self) -> HolderPairs:
         if self._context.pairs is None:
-            raise _RefusedError("carrier", "this holder has no pairs")
+            raise _RefusedError(RefusalCode.CARRIER, "this holder has no pairs")
         return self._context.pairs
 
     def _verify(self, token: str) -> Ticket:
         try:
             return verify(self._context.secret, token, time.time_ns() // 1_000_000)
         except TicketRefusedError as error:
-            raise _RefusedError("ticket", error.reason) from error
+            raise _RefusedError(RefusalCode.TICKET, error.reason) from error
 
     def _open(self, wanted: Open) -> _Opened:
         """Return what is to be served. Raises _RefusedError with what the reader is told."""
         context = self._context
         if wanted.version != VERSION:
-            raise _RefusedError("version", f"this holder speaks version {VERSION}")
+            raise _RefusedError(RefusalCode.VERSION, f"this holder speaks version {VERSION}")
         ticket = self._verify(wanted.ticket)
         self.is_opened = True  # from here on nobody else's need makes room of it
         if wanted.fingerprint != context.shape.layout.fingerprint:
-            raise _RefusedError("fingerprint", f"this holder's KV is {context.shape.layout.fingerprint}")
+            raise _RefusedError(RefusalCode.FINGERPRINT, f"this holder's KV is {context.shape.layout.fingerprint}")
         if wanted.carrier not in context.carriers:
-            raise _RefusedError("carrier", f"this holder offers {', '.join(context.carriers)}")
+            raise _RefusedError(RefusalCode.CARRIER, f"this holder offers {', '.join(context.carriers)}")
         if wanted.frame_bytes < 1:
-            raise _RefusedError("malformed", f"frames of {wanted.frame_bytes} bytes")
+            raise _RefusedError(RefusalCode.MALFORMED, f"frames of {wanted.frame_bytes} bytes")
         if wanted.carrier != tcp.NAME and wanted.wire_dtype != "same":
-            raise _RefusedError("malformed", f"nothing is compressed over {wanted.carrier}")
+            raise _RefusedError(RefusalCode.MALFORMED, f"nothing is compressed over {wanted.carrier}")
         return self._in_range(ticket, wanted, self._check_lease(ticket))
 
     def _check_lease(self, ticket: Ticket) -> ReadableKV:
@@ -199,20 +198,20 @@ class HolderStream:
         try:
             return self._context.gate.open(ticket)
         except LeaseRefusedError as error:
-            raise _RefusedError("lease", error.reason) from error
+            raise _RefusedError(RefusalCode.LEASE, error.reason) from error
 
     def _in_range(self, ticket: Ticket, wanted: Open, readable: ReadableKV) -> _Opened:
         """Return what the lease covers of what is wanted, which is all of it. Raises _RefusedError."""
         shape, held = self._context.shape, heads_of(self._context.shape.layout)
         if not 0 <= readable.first_token <= wanted.first_token <= wanted.num_tokens <= readable.num_tokens:
             detail = f"the lease is on tokens {readable.first_token} to {readable.num_tokens}"
-            raise _RefusedError("range", detail)
+            raise _RefusedError(RefusalCode.RANGE, detail)
         if not held.holds(wanted.heads):
-            raise _RefusedError("range", f"this holder has {held.num_heads} heads from {held.first} on")
+            raise _RefusedError(RefusalCode.RANGE, f"this holder has {held.num_heads} heads from {held.first} on")
         extent = Extent(shape.layout, wanted.first_token, wanted.num_tokens, wanted.heads, wanted.wire_dtype)
         source = SequenceRuns(shape, readable.tables, wanted.heads)
         if not source.covers(extent, readable.num_tokens):
-            raise _RefusedError("range", f"not all that {wanted.num_tokens} tokens need is held any more")
+            raise _RefusedError(RefusalCode.RANGE, f"not all that {wanted.num_tokens} tokens need is held any more")
         kind = self._digest_kind(wanted, extent)
         try:
             paired = None
@@ -220,7 +219,7 @@ class HolderStream:
                 paired = Paired(self._pairs.find(ticket.reader, wanted.pair.generation), wanted.pair.read_id)
             end = holder_carrier(wanted.carrier, self._context.arena, source, extent, kind, paired)
         except (CarrierBrokenError, DeviceError, PairRefusedError, PairBrokenError, ProtocolError) as error:
-            raise _RefusedError("carrier", str(error)) from error
+            raise _RefusedError(RefusalCode.CARRIER, str(error)) from error
         return _Opened(ticket, wanted.carrier, readable, extent, end, kind, wanted.traceparent, wanted.frame_bytes)
 
     def _digest_kind(self, wanted: Open, extent: Extent) -> DigestKind | None:
@@ -270,7 +269,7 @@ class _Service:
                     self._tell(end)
                 return end.reason
             except DeviceError as error:
-                self._tell(_EndedError(str(error), tell=True, code="device"))
+                self._tell(_EndedError(str(error), tell=True, code=FailCode.MEMORY))
                 return str(error)
             except (WireClosedError, WireTimeoutError, ProtocolError) as error:
                 return f"the reader has gone: {error}"
@@ -345,7 +344,7 @@ class _Service:
             digest = self._carrier.send(self._wire, self._unsent, data, stats, self._context.idle_timeout_s)
         except NotFiniteError as error:
             raise _EndedError(
-                f"layer {data.layer}, token {data.first_token}: {error}", tell=True, code="codec"
+                f"layer {data.layer}, token {data.first_token}: {error}", tell=True, code=FailCode.CODEC
             ) from error
         self._begun.popleft()
         self._unsent = b""

@@ -17,6 +17,7 @@ from dataplane.carriers import loopback, shm, tcp
 from dataplane.ends import choice as connect
 from dataplane.ends.sender import HolderStream, JunkError
 from dataplane.protocol.gate import HolderContext, LeaseGate, ReadableKV
+from dataplane.protocol.reasons import RefusalCode
 from dataplane.protocol.stream import Kind, Refused, encode_frame
 from dataplane.protocol.wire import SocketWire, Thread, Wire, WireClosedError, WireTimeoutError
 from schemas.handoff import Endpoint
@@ -29,8 +30,17 @@ log = logging.getLogger(__name__)
 _LOG_INTERVAL_S = 1.0
 _MAX_LOGGED_PEERS = 256
 _BACKLOG = 64
-# A lease that has ended meanwhile is no such wrong: its reader was only late.
-_WRONG = frozenset({"malformed", "version", "ticket", "fingerprint", "carrier", "range"})
+_WRONG = frozenset(
+    {
+        RefusalCode.MALFORMED,
+        RefusalCode.VERSION,
+        RefusalCode.TICKET,
+        RefusalCode.FINGERPRINT,
+        RefusalCode.CARRIER,
+        RefusalCode.RANGE,
+    }
+)
+"""What no reader of ours asks for. A lease that has ended meanwhile is none of these: its reader was only late."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -208,7 +218,7 @@ class PlaneServer:
                 live.thread = self._new_thread(lambda: self._serve(live), "kv-serve")
                 live.thread.start()
         if full:
-            refused = Refused(code="busy", detail=f"{self.options.max_streams} streams are open")
+            refused = Refused(code=RefusalCode.BUSY, detail=f"{self.options.max_streams} streams are open")
             with contextlib.suppress(WireClosedError, WireTimeoutError):
                 wire.send([encode_frame(Kind.REFUSED, refused)], _LOG_INTERVAL_S)
             wire.close()

@@ -1,4 +1,4 @@
-"""The digest of a frame that a card copies: a kernel adds it up in any order, and the host gets the same number.
+"""The digest of a frame that can be summed in any order, as a kernel that copies does; the host gets the same number.
 
 Of the frame's bytes as little-endian 64-bit words w[0], w[1], …, the end padded with zeros, it is
 
@@ -9,10 +9,15 @@ constants are Stafford's variant 13). A word that changes, or that stands elsewh
 errors; against forgers the connection protects, as it does for xxh3.
 """
 
+from typing import Literal
+
 import numpy as np
 import numpy.typing as npt
 
 from dataplane.memory.arena import ByteArray
+
+DigestKind = Literal["xxh3", "sum64"]
+"""What a frame is digested with: xxh3-64, or where one end computes it as it copies, in any order, the sum below."""
 
 GOLDEN = 0x9E3779B97F4A7C15
 WORD_BYTES = 8

@@ -1,6 +1,6 @@
 """What one stream carries of a sequence: which tokens of which layer, which heads, and in how many bytes. Pure."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from dataplane.blocks.layout import ITEM_BYTES, BlockTable, KVLayout, block_ids
 from dataplane.memory.codec import BlockCodec, WireDtype
@@ -19,6 +19,19 @@ class HeadRange(NamedTuple):
 
 
 NO_HEADS = HeadRange(0, 0)
+
+
+class Frame(Protocol):
+    """Some tokens of some layers that cross at once: `num_tokens` from `first_token`, `num_layers` from `layer` on."""
+
+    @property
+    def layer(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def first_token(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
 
 
 def heads_of(layout: KVLayout) -> HeadRange:

@@ -15,15 +15,22 @@ import xxhash
 
 from dataplane.blocks.layout import SlotSpan
 from dataplane.memory.arena import ByteArray
-from dataplane.memory.checksum import Sum64
+from dataplane.memory.checksum import DigestKind, Sum64
+from dataplane.memory.extent import Frame
 from dataplane.memory.rows import SequenceRuns
-from dataplane.protocol.stream import DigestKind, Header, TransferStats
 
 PIECE_BYTES = 512 << 10
 """What is copied before it is digested: it must still be in the core's cache then."""
 
 Rows = npt.NDArray[np.uint8]
 """[token, byte]. Contiguous where all heads of the arena are meant, else a part of each of its rows."""
+
+
+class CopyTimes(Protocol):
+    """Nanoseconds spent so far, to which whoever copies and digests adds its own."""
+
+    copy_ns: int
+    verify_ns: int
 
 
 class SequenceMemory:
@@ -37,19 +44,19 @@ class SequenceMemory:
         self._array = array
         self.is_contiguous = self.runs.is_contiguous
 
-    def views(self, data: Header) -> list[Rows]:
+    def views(self, frame: Frame) -> list[Rows]:
         """Return the frame's bytes as views, in the frame's order."""
-        return [rows for part in self.parts(data) for rows in part]
+        return [rows for part in self.parts(frame) for rows in part]
 
-    def parts(self, data: Header) -> Iterator[list[Rows]]:
+    def parts(self, frame: Frame) -> Iterator[list[Rows]]:
         """Yield the views layer by layer, keys and values apart."""
         runs, array = self.runs, self._array
         stride, row_offset = runs.stride, runs.row_offset
         bytes_of_row = slice(row_offset, row_offset + runs.row_bytes)
         spans: dict[int, list[SlotSpan]] = {}
-        for part in runs.parts(data):
+        for part in runs.parts(frame):
             if part.group not in spans:
-                spans[part.group] = runs.slot_spans(part.group, data)
+                spans[part.group] = runs.slot_spans(part.group, frame)
             views: list[Rows] = []
             for slot, num_tokens in spans[part.group]:
                 at = part.first_byte - row_offset + slot * stride
@@ -101,7 +108,7 @@ def new_hasher(kind: DigestKind) -> Hasher:
     return Sum64() if kind == "sum64" else xxhash.xxh3_64()
 
 
-def digest(views: Sequence[Rows], stats: TransferStats, kind: DigestKind | None) -> int:
+def digest(views: Sequence[Rows], times: CopyTimes, kind: DigestKind | None) -> int:
     """Return the digest of a frame's bytes (0 without a `kind`)."""
     if kind is None:
         return 0
@@ -113,11 +120,11 @@ def digest(views: Sequence[Rows], stats: TransferStats, kind: DigestKind | None)
         else:
             for piece in pieces(rows):
                 hasher.update(np.ascontiguousarray(piece).data)
-    stats.verify_ns += time.perf_counter_ns() - started
+    times.verify_ns += time.perf_counter_ns() - started
     return hasher.intdigest()
 
 
-def copy(sources: Iterable[Rows], targets: Sequence[Rows], stats: TransferStats, kind: DigestKind | None) -> int:
+def copy(sources: Iterable[Rows], targets: Sequence[Rows], times: CopyTimes, kind: DigestKind | None) -> int:
     """Copy a frame's bytes from one arena to another and return the digest of what arrived (0 without a `kind`)."""
     hasher = None if kind is None else new_hasher(kind)
     clock = time.perf_counter_ns
@@ -132,10 +139,10 @@ def copy(sources: Iterable[Rows], targets: Sequence[Rows], stats: TransferStats,
         else:
             np.copyto(target, source)  # lets other threads run, which assigning to a memoryview does not
         copied = clock()
-        stats.copy_ns += copied - started
+        times.copy_ns += copied - started
         if hasher is not None:
             hasher.update(arrived.data)
-            stats.verify_ns += clock() - copied
+            times.verify_ns += clock() - copied
     return 0 if hasher is None else hasher.intdigest()
 
 

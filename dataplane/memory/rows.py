@@ -1,8 +1,8 @@
-"""Where a frame's rows lie in an arena, and the moves that copy them on a card. Pure.
+"""Where a frame's rows lie in an arena. Pure.
 
 A row is one token's keys (or values) of the heads asked for in one layer. A frame's rows are, layer by layer, the
 keys of its tokens and then their values, in the order of the tokens: the same on both ends, however each has cut them
-into segments and shards. `frames.py` makes views of host memory of the same geometry.
+into segments and shards. `frames.py` makes views of host memory of it.
 """
 
 from collections.abc import Iterator
@@ -18,14 +18,11 @@ from dataplane.blocks.layout import (
     ArenaShape,
     BlockTable,
     BlockTables,
-    KVLayout,
     SlotSpan,
     num_blocks_for,
     slot_spans,
 )
-from dataplane.cards.device import ALIGNMENT, Moves
-from dataplane.memory.extent import Extent, HeadRange, first_kept_block, heads_of
-from dataplane.protocol.stream import Header
+from dataplane.memory.extent import Extent, Frame, HeadRange, first_kept_block, heads_of
 
 Int64s = npt.NDArray[np.int64]
 
@@ -84,25 +81,25 @@ class SequenceRuns:
                 return False
         return True
 
-    def parts(self, data: Header) -> Iterator[Part]:
+    def parts(self, frame: Frame) -> Iterator[Part]:
         """Yield the frame's parts: layer by layer, keys and values apart."""
-        for layer in range(data.layer, data.layer + data.num_layers):
+        for layer in range(frame.layer, frame.layer + frame.num_layers):
             for key_or_value in (KEY, VALUE):
                 first_byte = self.shape.offset(layer, key_or_value, 0) + self.row_offset
                 yield Part(first_byte, self.shape.layout.group_of_layer[layer])
 
-    def slot_spans(self, group: int, data: Header) -> list[SlotSpan]:
+    def slot_spans(self, group: int, frame: Frame) -> list[SlotSpan]:
         """Return where a cache group's tokens of the frame lie."""
-        end_token = data.first_token + data.num_tokens
-        return slot_spans(self._tables[group], self.shape.layout.block_size, data.first_token, end_token)
+        end_token = frame.first_token + frame.num_tokens
+        return slot_spans(self._tables[group], self.shape.layout.block_size, frame.first_token, end_token)
 
-    def spans(self, group: int, data: Header) -> Spans:
-        """Return the same for arithmetic: a frame may have hundreds, and a card is done with it in microseconds."""
+    def spans(self, group: int, frame: Frame) -> Spans:
+        """Return the same as arrays, for who has hundreds of them in a frame and only microseconds for it."""
         if group not in self._borders:
             self._borders[group] = _borders(self._tables[group], self.shape.layout.block_size)
         tokens, slots = self._borders[group]
-        first_token, end_token = data.first_token, data.first_token + data.num_tokens
-        if not data.num_tokens:
+        first_token, end_token = frame.first_token, frame.first_token + frame.num_tokens
+        if not frame.num_tokens:
             return Spans(slots[:0], slots[:0])
         if first_token < tokens[0] or end_token > tokens[-1]:
             raise ValueError(f"tokens {first_token} to {end_token} of a table of tokens {tokens[0]} to {tokens[-1]}")
@@ -110,75 +107,6 @@ class SequenceRuns:
         end = int(np.searchsorted(tokens, end_token, side="left"))
         starts = np.maximum(tokens[first:end], first_token)
         return Spans(slots[first:end] + (starts - tokens[first:end]), starts - first_token)
-
-
-def unsuited(layout: KVLayout) -> str | None:
-    """Say why KV of this layout cannot live on a card, or None: it can."""
-    head_bytes = layout.head_dim * ITEM_BYTES[layout.dtype]
-    if head_bytes % ALIGNMENT:
-        return f"a head of {layout.head_dim} {layout.dtype} has {head_bytes} bytes, not a multiple of {ALIGNMENT}"
-    return None
-
-
-def gather_moves(source: SequenceRuns, data: Header, first_byte: int = 0) -> Moves:
-    """Return the moves that pack a frame's rows, the first at `first_byte` of the target."""
-    runs = _runs(source, data)
-    packed = first_byte + runs[:, 2] * source.row_bytes
-    return _moves(data, (runs[:, 0], packed, runs[:, 2]), source.row_bytes, source.stride, source.row_bytes)
-
-
-def scatter_moves(target: SequenceRuns, data: Header, first_byte: int = 0) -> Moves:
-    """Return the moves that put a frame's packed rows, the first at `first_byte` of the source, where they belong."""
-    runs = _runs(target, data)
-    packed = first_byte + runs[:, 2] * target.row_bytes
-    return _moves(data, (packed, runs[:, 0], runs[:, 2]), target.row_bytes, target.row_bytes, target.stride)
-
-
-def pair_moves(source: SequenceRuns, target: SequenceRuns, data: Header) -> Moves:
-    """Return the moves that copy a frame's rows from one arena to another, whatever the tables and shards of each.
-    Raises ValueError when the rows are not of the same heads."""
-    if source.row_bytes != target.row_bytes:
-        raise ValueError(f"rows of {source.row_bytes} and {target.row_bytes} bytes")
-    runs = _runs(source, data, target)
-    return _moves(data, (runs[:, 0], runs[:, 1], runs[:, 2]), source.row_bytes, source.stride, target.stride)
-
-
-def _moves(
-    data: Header, columns: tuple[Int64s, Int64s, Int64s], row_bytes: int, source_stride: int, target_stride: int
-) -> Moves:
-    num_rows = 2 * data.num_layers * data.num_tokens
-    return Moves(np.stack(columns, axis=1), num_rows, row_bytes, source_stride, target_stride)
-
-
-def _runs(one: SequenceRuns, data: Header, other: SequenceRuns | None = None) -> Int64s:
-    """Return per run the byte offset of its first row at one end, and at the other if there is one, and that row's
-    number: [run, 3]."""
-    ends = one if other is None else other
-    parts: dict[int, list[tuple[int, int, int]]] = {}
-    for index, (part, other_part) in enumerate(zip(one.parts(data), ends.parts(data), strict=True)):
-        parts.setdefault(part.group, []).append((part.first_byte, other_part.first_byte, index * data.num_tokens))
-    runs: list[Int64s] = []
-    for group, firsts in parts.items():
-        spans = other_spans = one.spans(group, data)
-        if other is not None:
-            spans, other_spans = _cut(spans, other.spans(group, data))
-        of_part = np.stack((spans.slots * one.stride, other_spans.slots * ends.stride, spans.starts), axis=1)
-        runs.append((np.array(firsts, np.int64)[:, np.newaxis] + of_part).reshape(-1, 3))
-    if len(runs) == 1:
-        return runs[0]
-    found = np.concatenate(runs) if runs else np.empty((0, 3), np.int64)
-    return found[np.argsort(found[:, 2])]  # groups take turns in the order of layers
-
-
-def _cut(one: Spans, other: Spans) -> tuple[Spans, Spans]:
-    """Return both cut at each other's borders."""
-    starts = np.union1d(one.starts, other.starts)
-    at_one = np.searchsorted(one.starts, starts, side="right") - 1
-    at_other = np.searchsorted(other.starts, starts, side="right") - 1
-    return (
-        Spans(one.slots[at_one] + (starts - one.starts[at_one]), starts),
-        Spans(other.slots[at_other] + (starts - other.starts[at_other]), starts),
-    )
 
 
 def _borders(table: BlockTable, block_size: int) -> tuple[Int64s, Int64s]:

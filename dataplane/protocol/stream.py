@@ -23,14 +23,16 @@ import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import xxhash
 
 from dataplane.blocks.layout import BlockTables
+from dataplane.memory.checksum import DigestKind
 from dataplane.memory.codec import WireDtype
 from dataplane.memory.extent import NO_HEADS, Extent, HeadRange
+from dataplane.protocol.reasons import FailCode, FailureCode, RefusalCode
 
 VERSION = 3
 MAX_CONTROL_BYTES = 8 << 10
@@ -47,30 +49,6 @@ _MAGIC = b"KV"
 _HEADER = struct.Struct("<2sBBIHHIIIQQ")
 HEADER_BYTES = _HEADER.size
 
-RefusalCode = Literal[
-    "malformed", "version", "ticket", "lease", "fingerprint", "carrier", "range", "busy", "closing", "internal"
-]
-FailureCode = (
-    RefusalCode
-    | Literal[
-        "connect",
-        "closed",
-        "deadline",
-        "cancelled",
-        "protocol",
-        "digest",
-        "holder",
-        "codec",
-        "arena",
-        "device",
-        "internal",
-    ]
-)
-FailCode = Literal["holder", "codec", "device"]
-"""Why a holder ends a stream; "codec": what it holds cannot be compressed, but can be read as it is; "device": its card
-failed."""
-DigestKind = Literal["xxh3", "sum64"]
-"""xxh3-64, or where one end has its arena on a card what a card computes as it copies (checksum.py)."""
 Digest = Callable[[], int]
 """Returns a frame's digest; waits for it where a card computes it. Raises DeviceError."""
 
@@ -209,7 +187,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
 
 class Fail(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
-    code: FailCode = "holder"
+    code: FailCode = FailCode.HOLDER
 
 
 @dataclass(slots=True)
@@ -384,7 +362,9 @@ class Landing:
             raise ProtocolError(f"commit of frame {commit.sequence}, which is not the next one")
         data, digest = self._pending.popleft()
         if self._digests and digest() != commit.digest:
-            raise TransferFailedError("digest", f"frame {data.sequence} (layer {data.layer}, token {data.first_token})")
+            raise TransferFailedError(
+                FailureCode.DIGEST, f"frame {data.sequence} (layer {data.layer}, token {data.first_token})"
+            )
         end = data.first_token + data.num_tokens
         self._committed[data.layer : data.layer + data.num_layers] = [end] * data.num_layers
 
@@ -393,4 +373,4 @@ class Landing:
         if self._pending or self.num_landed_tokens < self._num_tokens:
             raise ProtocolError(f"ended after {self.num_landed_tokens} of {self._num_tokens} tokens")
         if end.digest != digest_of(trailer):
-            raise TransferFailedError("digest", "the trailer")
+            raise TransferFailedError(FailureCode.DIGEST, "the trailer")

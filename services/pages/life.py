@@ -29,11 +29,11 @@ from services.engine.cpu.model import load_engine
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.gateway.service import load_model
 from services.sim.client import Exchange, post
+from services.sim.mesh import MeshShape, Service, SimMesh, memory_arena
 from services.sim.platform.bus import SimBroker
 from services.sim.platform.clock import VirtualTime, installed
 from services.sim.platform.engine import Pace
 from services.sim.platform.loop import PROCESS, SimLoop
-from services.sim.mesh import MeshShape, Service, SimMesh, memory_arena
 from services.sim.platform.plane import SimNetwork, sim_platform
 from services.sim.world import undisturbed
 from services.worker.parts import WorkerParts

@@ -12,6 +12,7 @@ from dataplane.cards.nccl.communicator import LibraryThreads
 from dataplane.cards.nccl.pair import BUFFER_BYTES, Pair, PairParts
 from dataplane.cards.nccl.pair_core import HolderCore, ReaderCore
 from dataplane.cards.nccl.pairs import HolderPairs, PairRefusedError, ReaderPairs
+from dataplane.protocol.reasons import RefusalCode
 from dataplane.protocol.stream import Header, Kind, PairOpen, Refused, decode_body, encode_frame, encode_header
 from dataplane.protocol.wire import SocketWire, Wire
 from schemas.handoff import Endpoint
@@ -84,7 +85,9 @@ class PairWorld:
             try:
                 pair = self.holder_pairs.open(reader, opening.generation)
             except PairRefusedError as error:
-                wire.send([encode_frame(Kind.REFUSED, Refused(code="carrier", detail=error.reason))], DEADLINE_S)
+                wire.send(
+                    [encode_frame(Kind.REFUSED, Refused(code=RefusalCode.CARRIER, detail=error.reason))], DEADLINE_S
+                )
                 return
             wire.send([encode_header(Header(Kind.PAIR_ACCEPTED))], DEADLINE_S)
             pair.listen(wire)

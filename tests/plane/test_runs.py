@@ -10,11 +10,12 @@ from hypothesis import given, settings
 
 from dataplane.blocks.layout import ArenaShape, BlockTable, BlockTables, KVLayout, Segment, uniform_shape
 from dataplane.cards.device import Moves
+from dataplane.cards.moves import gather_moves, pair_moves, scatter_moves, unsuited
 from dataplane.memory import frames
 from dataplane.memory.checksum import sum64
 from dataplane.memory.extent import Extent, HeadRange, heads_of
 from dataplane.memory.frames import SequenceMemory
-from dataplane.memory.rows import SequenceRuns, gather_moves, pair_moves, scatter_moves, unsuited
+from dataplane.memory.rows import SequenceRuns
 from dataplane.protocol.stream import Header, Kind, TransferStats
 from tests.plane.test_shapes import tables
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 from dataplane.cards.device import DeviceError, DigestSlot, Stream
 from dataplane.cards.device_arena import DeviceArena
+from dataplane.cards.moves import gather_moves, scatter_moves
 from dataplane.cards.nccl.pair import BUFFER_BYTES, Pair
 from dataplane.cards.nccl.pair_core import HolderCore, ReaderCore
 from dataplane.cards.side import Piece, SideStream, wait_done
 from dataplane.carriers.carrier import Access
-from dataplane.memory.rows import SequenceRuns, gather_moves, scatter_moves
+from dataplane.memory.rows import SequenceRuns
 from dataplane.protocol.stream import Digest, Header, TransferStats, encode_header
 from dataplane.protocol.wire import Wire, WireTimeoutError
 

@@ -16,6 +16,7 @@ from dataplane.cards.device import DeviceError
 from dataplane.cards.nccl.communicator import CommunicatorError
 from dataplane.cards.nccl.pair import BUFFER_BYTES, CoreT, Pair, PairParts
 from dataplane.cards.nccl.pair_core import HolderCore, PairBrokenError, PairState, ReaderCore
+from dataplane.protocol.reasons import FailureCode, RefusalCode
 from dataplane.protocol.stream import (
     Kind,
     PairOpen,
@@ -222,8 +223,8 @@ class ReaderPairs:
             pair.wait(_ready, min(deadline, patience), is_over)
         except PairBrokenError as error:
             refused = self._refused.get(pair)
-            if refused is not None and refused.code != "carrier":
-                raise TransferFailedError(refused.code, refused.detail) from error
+            if refused is not None and refused.code is not RefusalCode.CARRIER:
+                raise TransferFailedError(FailureCode(refused.code), refused.detail) from error
             raise PairRefusedError(str(error)) from error
         except WireTimeoutError as error:
             if patience > deadline:

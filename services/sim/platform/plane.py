@@ -24,8 +24,10 @@ from dataplane.ends.reader import PlaneReader
 from dataplane.ends.server import LeaseGate, PlaneServer, ServerOptions
 from dataplane.memory import frames
 from dataplane.memory.arena import HEADER_BYTES, Arena, ArenaMissingError, ByteArray
+from dataplane.memory.checksum import DigestKind
 from dataplane.memory.frames import Rows, SequenceMemory
-from dataplane.protocol.stream import DigestKind, Header, TransferFailedError, TransferStats
+from dataplane.protocol.reasons import FailureCode
+from dataplane.protocol.stream import Header, TransferFailedError, TransferStats
 from dataplane.protocol.wire import Thread, Wire
 from schemas.handoff import Endpoint
 from services.sim.platform.connection import Connection, SimWire, StreamFault, StreamFaultKind
@@ -155,7 +157,7 @@ class SimNetwork:
         self._pass(reader_host, endpoint.host, 2 * latency_s, timeout_s, cancellation)
         server = self._servers.get((endpoint.host, endpoint.port))
         if server is None or reader_host in self._dead or self._faults.refuses(reader_host, endpoint.host):
-            raise TransferFailedError("connect", f"{endpoint.host}:{endpoint.port}: connection refused")
+            raise TransferFailedError(FailureCode.CONNECT, f"{endpoint.host}:{endpoint.port}: connection refused")
         connection = Connection(reader_host, endpoint.host, latency_s=latency_s, bytes_per_s=self.bytes_per_s)
         connection.held_until = functools.partial(self._held, reader_host, endpoint.host)
         connection.on_closed = lambda: self._connections.pop(connection, None)
@@ -163,7 +165,7 @@ class SimNetwork:
         ours, theirs = connection.ends()
         if not server.admit(ours, reader_host):
             theirs.close()
-            raise TransferFailedError("connect", f"{endpoint.host}:{endpoint.port}: connection refused")
+            raise TransferFailedError(FailureCode.CONNECT, f"{endpoint.host}:{endpoint.port}: connection refused")
         return theirs
 
     def begin_stream(self, wire: SimWire) -> None:
@@ -180,7 +182,7 @@ class SimNetwork:
         try:
             while (now := time.monotonic()) < (ready_at := max(done_at, self._held(source, target))):
                 if now >= deadline:
-                    raise TransferFailedError("connect", f"{target}: timed out")
+                    raise TransferFailedError(FailureCode.CONNECT, f"{target}: timed out")
                 pause(min(deadline, ready_at) - now)
                 cancellation.check()
         finally:
