@@ -27,7 +27,6 @@ from services.sim.platform.engine import Pace
 from services.sim.platform.gateway import SimApp, run_sim_gateway
 from services.sim.platform.loop import Process, SimLoop
 from services.sim.platform.plane import SimNetwork, sim_platform
-from services.store.core import StoreCore
 from services.store.load import make_parts as make_store_parts
 from services.store.service import run_store
 from services.telemetry import ListExporter, SpanRecord, Telemetry
@@ -97,7 +96,6 @@ class Service:
     """Of a gateway that is ready."""
     gates: list[LeaseGate] = field(default_factory=list[LeaseGate])
     """Of a KV holder: what guards its blocks."""
-    store: StoreCore | None = None
 
     @property
     def is_running(self) -> bool:
@@ -197,7 +195,6 @@ class SimMesh:
                     self.config, service.name, self.shape.layout, SECRET.encode(), model="fake",
                     context_length=CONTEXT_LENGTH, platform=sim_platform(self.network, host, service.gates.append),
                 )  # fmt: skip
-                service.store = store.core
                 await run_store(self.config, store, service.bus, telemetry, service.stop)
             case role:
                 parts = self._parts(service, role, host)  # type: ignore[arg-type]

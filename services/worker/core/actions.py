@@ -3,24 +3,17 @@
 from dataclasses import dataclass
 
 from dataplane.blocks.layout import BlockTables
-from dataplane.blocks.lease import Lease
 from schemas.handoff import FirstToken, KVOffered
-from schemas.ids import BlockHash, GatewayId, HandoffId, LeaseId, RequestId, WorkerId
+from schemas.ids import BlockHash, GatewayId, HandoffId, RequestId, WorkerId
 from schemas.message import Message
 from schemas.request import RequestTokens, RunPrefill
 from schemas.subjects import Subject
 from services.engine.interface import Sequence
 from services.worker.core.content import SequenceContent
+from services.worker.kv.leases import Grant
 
 AttemptKey = tuple[RequestId, int]
 """One attempt at one request."""
-
-
-@dataclass(slots=True, frozen=True)
-class OpenLease:
-    """Let the plane serve this lease as its layers are computed."""
-
-    lease: Lease
 
 
 @dataclass(slots=True, frozen=True)
@@ -30,7 +23,7 @@ class Submit:
 
     sequence: Sequence
     content: SequenceContent
-    lease_id: LeaseId | None = None
+    lease: Grant | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,7 +54,7 @@ class Publish:
 class Offer:
     """Sign a ticket for the lease and publish KVOffered."""
 
-    lease: Lease
+    lease: Grant
     request: RunPrefill
 
 
@@ -69,16 +62,15 @@ class Offer:
 class FinishLease:
     """All is computed: the stream may end with this."""
 
-    lease_id: LeaseId
+    lease: Grant
     first_token: FirstToken
 
 
 @dataclass(slots=True, frozen=True)
 class CloseLease:
-    """The lease has ended. A stream still open on it is failed with `reason`."""
+    """The lease has ended, and its blocks are given back: fail a stream that is still open on it."""
 
-    lease_id: LeaseId
-    reason: str
+    lease: Grant
 
 
 @dataclass(slots=True, frozen=True)
@@ -120,16 +112,5 @@ class StopFetch:
 
 
 Action = (
-    OpenLease
-    | Fetch
-    | StopFetch
-    | Submit
-    | Withdraw
-    | Emit
-    | Publish
-    | Offer
-    | FinishLease
-    | CloseLease
-    | StartRead
-    | StopRead
+    Fetch | StopFetch | Submit | Withdraw | Emit | Publish | Offer | FinishLease | CloseLease | StartRead | StopRead
 )
