@@ -10,7 +10,7 @@ import msgspec
 
 from schemas.ids import HandoffId, LeaseId, WorkerId
 from schemas.message import RequestMessage
-from schemas.request import FinishReason
+from schemas.request import AttemptEnd, FinishReason
 
 
 class PairOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,8 +76,11 @@ class KVReleased(HandoffMessage, frozen=True, kw_only=True):
 
 
 class HandoffAborted(HandoffMessage, frozen=True, kw_only=True):
+    """One end has given up. `reason` is for people."""
+
     reason: str
     lease_id: LeaseId | None = None
+    end: AttemptEnd = AttemptEnd.FAILED
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,10 +1,68 @@
 """Reading KV from whoever holds it: ask the holder for a lease, then read on the data plane."""
 
+import enum
+
 from schemas.block import BLOCK_HASH_BYTES, split_hashes
 from schemas.handoff import Endpoint
 from schemas.ids import LeaseId, WorkerId, is_subject_token
 from schemas.message import Message, RequestMessage
 from schemas.request import Refused, refuse
+
+
+class LeaseEnd(enum.StrEnum):
+    """Why a lease has ended."""
+
+    LANDED = "landed"
+    """Its reader has all."""
+    RETURNED = "returned"
+    """Its reader has given it back."""
+    UNNEEDED = "unneeded"
+    """The answer that it was for is complete without it. Counted as cancelled."""
+    CANCELLED = "cancelled"
+    """Its attempt has ended, the read has failed, or the holder needs the blocks or stops."""
+    READER_LEFT = "reader_left"
+    SILENT = "silent"
+    """Its stream is over, and its reader said nothing more."""
+    EXPIRED = "expired"
+    DEADLINE = "deadline"
+    """The request's deadline has passed."""
+
+    @property
+    def is_good(self) -> bool:
+        """Nothing has failed."""
+        return self in (LeaseEnd.LANDED, LeaseEnd.UNNEEDED)
+
+
+class ReadEnd(enum.StrEnum):
+    """How a read of KV has ended, for its reader: well, for want of a lease, or as the plane says that it failed."""
+
+    LANDED = "landed"
+    STOPPED = "stopped"
+    """Its reader needs it no more."""
+    REFUSED = "refused"
+    """No lease: the holder does not lend, or does not answer."""
+    MALFORMED = "malformed"
+    VERSION = "version"
+    TICKET = "ticket"
+    LEASE = "lease"
+    FINGERPRINT = "fingerprint"
+    CARRIER = "carrier"
+    RANGE = "range"
+    BUSY = "busy"
+    CLOSING = "closing"
+    INTERNAL = "internal"
+    CONNECT = "connect"
+    CLOSED = "closed"
+    DEADLINE = "deadline"
+    CANCELLED = "cancelled"
+    PROTOCOL = "protocol"
+    DIGEST = "digest"
+    HOLDER = "holder"
+    CODEC = "codec"
+    ARENA = "arena"
+    DEVICE = "device"
+    OTHER = "other"
+    """What nobody has foreseen; the text beside it says what."""
 
 
 class RequestLease(RequestMessage, frozen=True, kw_only=True):

@@ -1,5 +1,6 @@
 """What a gateway asks of the scheduler and the workers, and what comes back."""
 
+import enum
 from typing import Literal
 
 import msgspec
@@ -206,10 +207,23 @@ class TokensEmitted(Message, frozen=True, kw_only=True):
     requests: tuple[RequestTokens, ...]
 
 
+class AttemptEnd(enum.StrEnum):
+    """Why an attempt ends on a worker before it has come to its own end there."""
+
+    COMPLETE = "complete"
+    """The answer is complete: the rest is not needed."""
+    CANCELLED = "cancelled"
+    """Nobody wants it any more, or it goes on elsewhere."""
+    DEADLINE = "deadline"
+    """The request's deadline has passed."""
+    FAILED = "failed"
+
+
 class CancelRequest(RequestMessage, frozen=True, kw_only=True):
-    """Stop working on this attempt and give its blocks back."""
+    """Stop working on this attempt and give its blocks back. `reason` is for people."""
 
     reason: str
+    end: AttemptEnd = AttemptEnd.CANCELLED
 
 
 class AskProgress(RequestMessage, frozen=True, kw_only=True):

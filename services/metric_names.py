@@ -6,8 +6,8 @@ with buckets added below and above theirs. Units are seconds, bytes, tokens and 
 
 from typing import Any, get_args
 
-from dataplane.protocol.reasons import FailureCode
 from schemas import subjects
+from schemas.kv import LeaseEnd, ReadEnd
 from schemas.request import RefusalReason
 from services.metrics import Labels, MetricName
 from services.telemetry.names import TTFT_PARTS
@@ -25,9 +25,9 @@ AGES: tuple[tuple[str, float], ...] = (("<1s", 1), ("1-5s", 5), ("5-30s", 30), (
 OLDEST = ">120s"
 AGE_NAMES: Labels = (*(name for name, _ in AGES), OLDEST)
 BLOCK_STATES: Labels = ("free", "cached", "running", "leased", "orphaned")
-TRANSFER_OUTCOMES: Labels = ("landed", "stopped", "refused", *(code.value for code in FailureCode), "other")
-LEASE_OUTCOMES: Labels = ("landed", "returned", "cancelled", "reader_left", "silent", "expired", "deadline")
-STRANDED: Labels = ("reader_left", "silent", "expired")
+TRANSFER_OUTCOMES: Labels = tuple(ReadEnd)
+LEASE_OUTCOMES: Labels = tuple(end for end in LeaseEnd if end is not LeaseEnd.UNNEEDED)
+STRANDED: Labels = (LeaseEnd.READER_LEFT, LeaseEnd.SILENT, LeaseEnd.EXPIRED)
 """Ends of a lease that its reader did not bring about: until then its blocks were held for nobody."""
 REASONS: Labels = get_args(RefusalReason)
 

@@ -6,7 +6,6 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from dataplane.blocks.lease import LeaseRefusedError
 from dataplane.blocks.ticket import Ticket, TicketRefusedError, verify
 from dataplane.cards.device import DeviceError
 from dataplane.cards.nccl.pair_core import PairBrokenError
@@ -18,7 +17,7 @@ from dataplane.memory.checksum import DigestKind
 from dataplane.memory.codec import NotFiniteError
 from dataplane.memory.extent import NO_HEADS, Extent, heads_of
 from dataplane.memory.rows import SequenceRuns
-from dataplane.protocol.gate import HolderContext, ReadableKV
+from dataplane.protocol.gate import HolderContext, LeaseRefusedError, ReadableKV
 from dataplane.protocol.progress import Ready
 from dataplane.protocol.reasons import FailCode, RefusalCode
 from dataplane.protocol.stream import (

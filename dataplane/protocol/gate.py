@@ -1,7 +1,7 @@
 """What the plane's threads need of a holder: its leases, and what all of its streams share."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from dataplane.blocks.layout import ArenaShape, BlockTables
 from dataplane.blocks.ticket import Ticket
@@ -10,6 +10,18 @@ from dataplane.cards.nccl.pairs import HolderPairs
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferStats
 from schemas.ids import LeaseId
+
+LeaseRefusalReason = Literal["unknown", "expired", "epoch", "reader", "tenant"]
+"""`epoch`: the ticket is of an earlier grant. `reader`, `tenant`: it is another's."""
+
+
+class LeaseRefusedError(Exception):
+    """A read under this lease is not allowed (any more)."""
+
+    def __init__(self, lease_id: LeaseId, reason: LeaseRefusalReason) -> None:
+        super().__init__(f"lease {lease_id} refused: {reason}")
+        self.lease_id = lease_id
+        self.reason: LeaseRefusalReason = reason
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,7 +48,7 @@ class LeaseGate(Protocol):
         ...
 
     def started(self, lease_id: LeaseId, carrier: str) -> None:
-        """The first frame is on its way."""
+        """The first frame is on its way, over `carrier`."""
         ...
 
     def served(self, lease_id: LeaseId, stats: TransferStats, error: str) -> None:

@@ -296,7 +296,7 @@ class DecodeCore(RoleCore[DecodeRun]):
         return [self._publish_aborted(run, reason), *self._forget(run)]  # the source waits for room here
 
     def _publish_aborted(self, run: DecodeRun, reason: str) -> Publish:
-        aborted = HandoffAborted(**handoff_fields(run.request, self._limits.worker_id), reason=reason)
+        aborted = HandoffAborted(**handoff_fields(run.request, self._limits.worker_id), reason=reason, end=run.end)
         return publish_event(subjects.ABORTED, aborted)
 
     def _forget(self, run: DecodeRun) -> list[Action]:

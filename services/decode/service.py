@@ -13,6 +13,7 @@ from dataplane.protocol.stream import TransferFailedError, TransferStats
 from schemas import subjects
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVOffered
 from schemas.ids import HandoffId
+from schemas.kv import ReadEnd
 from schemas.request import Refused, ReservationQueued, ReserveBlocks, refuse
 from services.bus.typed import Received
 from services.decode.core import DecodeCore
@@ -27,13 +28,15 @@ from services.worker.survive import surviving
 log = logging.getLogger(__name__)
 
 
-class ReadEnd(NamedTuple):
+class _Ended(NamedTuple):
     """How a read ended: all came, with the first token, or why not and how much did."""
 
     landed: Landed | None
     first: FirstToken | None
     num_landed_tokens: int
-    failure: str
+    end: ReadEnd
+    detail: str
+    """How it ended for people, where there is more to say."""
 
 
 @dataclass
@@ -58,7 +61,7 @@ class Reads:
     def _ended_before_it_began(self, handoff_id: HandoffId) -> None:
         """A task that is cancelled before its first step runs none of its code."""
         if self._running.pop(handoff_id, None) is not None:
-            self.worker.decide(lambda _now: self.core.read_failed(handoff_id, ReadOutcome(0), "stopped"))
+            self.worker.decide(lambda _now: self.core.read_failed(handoff_id, ReadOutcome(0), ReadEnd.STOPPED))
 
     async def close(self) -> None:
         """End every read and wait for its thread."""
@@ -71,28 +74,29 @@ class Reads:
         offer = action.offer
         traceparent = self.worker.spans.traceparent((offer.request_id, offer.attempt))
         span = TransferSpan(self.worker.telemetry, self.worker.parts.worker_id, traceparent)
-        landed, first, failure, num_landed = None, None, "", 0
+        landed, first, end, detail, num_landed = None, None, ReadEnd.LANDED, "", 0
         try:
             landed = await self._stream(action, span.stats)
             first = msgspec.json.decode(landed.trailer, type=FirstToken)
         except TransferFailedError as error:
-            failure, num_landed = str(error), error.num_landed_tokens
+            end, detail, num_landed = ReadEnd(error.code), str(error), error.num_landed_tokens
         except msgspec.DecodeError as error:
-            failure, num_landed = f"the stream's end is unreadable: {error}", offer.num_tokens
+            end, detail = ReadEnd.OTHER, f"the stream's end is unreadable: {error}"
+            num_landed = offer.num_tokens
         except Exception as error:  # noqa: BLE001  (one bad offer must not take the other requests along)
             log.warning("a read of %s failed: %r", offer.handoff_id, error)
-            failure = f"{type(error).__name__}: {error}"
+            end, detail = ReadEnd.OTHER, f"{type(error).__name__}: {error}"
         except asyncio.CancelledError:
-            failure = "stopped"  # by `stop` or `close`; the thread has ended
+            end = ReadEnd.STOPPED  # by `stop` or `close`; the thread has ended
         self._running.pop(offer.handoff_id, None)
         with surviving(f"the end of the read of {offer.handoff_id}"):
-            self._tell(action, ReadEnd(landed, first, num_landed, failure), span)
+            self._tell(action, _Ended(landed, first, num_landed, end, detail), span)
 
-    def _tell(self, action: StartRead, end: "ReadEnd", span: TransferSpan) -> None:
+    def _tell(self, action: StartRead, ended: _Ended, span: TransferSpan) -> None:
         """Record a read, and bring the core what came of it."""
-        offer, landed, first, failure = action.offer, end.landed, end.first, end.failure
+        offer, landed, first, end = action.offer, ended.landed, ended.first, ended.end
         block_size = self.worker.parts.limits.block_size
-        num_tokens = offer.num_tokens if landed is not None else end.num_landed_tokens
+        num_tokens = offer.num_tokens if landed is not None else ended.num_landed_tokens
         attributes: dict[str, AttributeValue] = {
             Key.REQUEST_ID: offer.request_id,
             Key.ATTEMPT: offer.attempt,
@@ -106,16 +110,16 @@ class Reads:
             exposed_s = max(0.0, (landed.stats.landed_ns - first.computed_ns) / 1e9)
             attributes[Key.EXPOSED_MS] = exposed_s * 1e3
             self.worker.measured.exposed(exposed_s, span.traceparent)
-        span.end(attributes, failure or "landed")
+        span.end(attributes, end, ended.detail)
         stats = landed.stats if landed else None
-        self.worker.measured.read("handover", offer.source_worker, span.started_ns, stats, failure, span.traceparent)
+        self.worker.measured.read("handover", offer.source_worker, span.started_ns, stats, end, span.traceparent)
         if landed is not None and first is not None:
             self.worker.rates.carried(offer.source_worker, landed.stats, now_ms())
             outcome = ReadOutcome(landed.num_tokens, landed.stats.num_bytes, landed.stats.carrier, is_whole=True)
             self.worker.decide(lambda _now, first=first: self.core.read_landed(offer.handoff_id, outcome, first))
         else:
-            outcome = ReadOutcome(end.num_landed_tokens)
-            self.worker.decide(lambda _now: self.core.read_failed(offer.handoff_id, outcome, failure))
+            outcome, reason = ReadOutcome(ended.num_landed_tokens), ended.detail or end.value
+            self.worker.decide(lambda _now: self.core.read_failed(offer.handoff_id, outcome, reason))
 
     async def _stream(self, action: StartRead, stats: TransferStats) -> Landed:
         offer = action.offer

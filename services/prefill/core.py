@@ -6,12 +6,13 @@ it under a lease, which ends when the reader has landed, aborted, gone, or been 
 """
 
 from dataplane.blocks.cache import BlockCache
-from dataplane.blocks.lease import Lease, LeaseTable
+from dataplane.protocol.progress import KVProgress
 from schemas import subjects
 from schemas.block import pack_tokens
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, HandoffMessage, KVLanded, KVReleased
 from schemas.ids import HandoffId, LeaseId
-from schemas.request import PrefillAccepted, Refused, RequestTokens, RunPrefill, refuse
+from schemas.kv import LeaseEnd
+from schemas.request import AttemptEnd, PrefillAccepted, Refused, RequestTokens, RunPrefill, refuse
 from schemas.worker import WorkerLeft
 from services.engine.interface import SampledToken, StepResult
 from services.prefill.runs import PrefillRun
@@ -22,7 +23,6 @@ from services.worker.core.actions import (
     Emit,
     FinishLease,
     Offer,
-    OpenLease,
     Publish,
     StopFetch,
     Submit,
@@ -32,6 +32,7 @@ from services.worker.core.attempts import RoleCore
 from services.worker.core.content import ReadOutcome
 from services.worker.core.limits import WorkerLimits, check_request, read_prompt
 from services.worker.core.messages import emit_failure, handoff_fields, next_fetch, publish_event
+from services.worker.kv.leases import Grant, LeaseTable
 
 UNOFFERED_HOLD_MS = 500
 """How long a computed prompt keeps its blocks from a queued run while its decode worker has no room: two workers whose
@@ -43,6 +44,14 @@ OFFER_AGAIN_MS = 250
 """The least time between two offers of one lease."""
 LANDED_GRACE_MS = 2_000
 """How long a lease waits for the reader's word once its stream has ended, well or not: the word may be lost."""
+
+_LEASE_ENDS = {
+    AttemptEnd.COMPLETE: LeaseEnd.UNNEEDED,
+    AttemptEnd.CANCELLED: LeaseEnd.CANCELLED,
+    AttemptEnd.DEADLINE: LeaseEnd.DEADLINE,
+    AttemptEnd.FAILED: LeaseEnd.CANCELLED,
+}
+"""What becomes of the lease of an attempt that ends early."""
 
 
 class PrefillCore(RoleCore[PrefillRun]):
@@ -104,8 +113,11 @@ class PrefillCore(RoleCore[PrefillRun]):
             while len(self._early_reservations) > self._limits.max_queued:
                 del self._early_reservations[next(iter(self._early_reservations))]
             return []
-        run.reserved, run.offer_again = True, run.offered and run.closes_ms is None
-        return [] if run.lease is None else self._offer(run)
+        run.reserved = True
+        if run.lease is None:
+            return []
+        run.offer_again = run.lease.is_offered and run.lease.closes_ms is None
+        return self._offer(run)
 
     def fetched(self, key: AttemptKey, outcome: ReadOutcome, now_ms: int) -> list[Action]:
         """A fetch has ended and writes no more: go on with the next source, or compute the rest."""
@@ -124,19 +136,21 @@ class PrefillCore(RoleCore[PrefillRun]):
         run = self._by_handoff.get(event.handoff_id)
         if run is None or run.lease is None or run.lease.lease_id != event.lease_id:
             return []
-        return self._release(run, "landed", now_ms)
+        return self._release(run, now_ms)
 
     def aborted(self, event: HandoffAborted, now_ms: int) -> list[Action]:
         """The reader has given up. It computes by itself what it lacks, so what is still to come is not needed."""
         run = self._by_handoff.get(event.handoff_id)
-        return [] if run is None else self._end(run, event.reason, now_ms, tell_target=False)
+        if run is None or run.has_ended:
+            return []
+        run.end = event.end
+        return self._end(run, event.reason, now_ms, tell_target=False)
 
-    def served(self, lease_id: LeaseId, error: str, now_ms: int) -> list[Action]:
-        """The stream of a lease has ended, well ('') or not. The reader says what came of it; if it says nothing, it
-        may be dead, or its word was lost."""
-        for run in self._runs.values():
-            if run.lease is not None and run.lease.lease_id == lease_id:
-                run.closes_ms = now_ms + LANDED_GRACE_MS
+    def served(self, lease: Grant, now_ms: int) -> list[Action]:
+        """The stream of a lease has ended, well or not. The reader says what came of it; if it says nothing, it may be
+        dead, or its word was lost."""
+        if not lease.is_lent:
+            lease.closes_ms = now_ms + LANDED_GRACE_MS
         return []
 
     def fence(self, now_ms: int, reason: str) -> list[Action]:
@@ -150,7 +164,7 @@ class PrefillCore(RoleCore[PrefillRun]):
             if self._runs.get(run.key) is not run:
                 continue  # it made way for a queued one that an ended one before it let in
             if run.request.decode_worker == event.worker_id:
-                actions += self._end(run, "the reader left", now_ms)
+                actions += self._end(run, "the reader left", now_ms, lease_end=LeaseEnd.READER_LEFT)
             elif run.fetching_from == event.worker_id:
                 actions.append(StopFetch(run.key))
         return actions
@@ -180,7 +194,7 @@ class PrefillCore(RoleCore[PrefillRun]):
             return []
         run.outcome = run.outcome or reason
         actions: list[Action] = [] if run.has_ended else [emit_failure(run.request, "engine_failed", reason)]
-        actions += self._close_lease(run, "the engine failed", tell_target=not run.has_ended)
+        actions += self._close_lease(run, LeaseEnd.CANCELLED, "the engine failed", tell_target=not run.has_ended)
         return actions + self._forget(run) + self._admit(now_ms)
 
     def tick(self, now_ms: int) -> list[Action]:
@@ -192,20 +206,22 @@ class PrefillCore(RoleCore[PrefillRun]):
             if run.request.deadline_ms <= now_ms and not run.has_ended:
                 if run.owes_tokens:
                     actions.append(emit_failure(run.request, "deadline", "the deadline passed during prefill"))
-                actions += self._end(run, "deadline", now_ms)
+                actions += self._end(run, "deadline", now_ms, lease_end=LeaseEnd.DEADLINE)
                 continue
-            if run.closes_ms is not None and run.closes_ms <= now_ms:
-                actions += self._end(run, "the stream has ended, and its reader said nothing more", now_ms)
+            lease = run.lease
+            if lease is not None and lease.closes_ms is not None and lease.closes_ms <= now_ms:
+                detail = "the stream has ended, and its reader said nothing more"
+                actions += self._end(run, detail, now_ms, lease_end=LeaseEnd.SILENT)
                 continue
-            if run.lease is not None and (run.phase in ("fetching", "computing") or not run.offered):
+            if lease is not None and (run.phase in ("fetching", "computing") or not lease.is_offered):
                 # Nobody can be reading yet: the reader's silence is no reason to end the lease.
-                self._leases.renew(run.lease.lease_id, now_ms, self._limits.lease_ms)
+                self._leases.renew(lease, now_ms, self._limits.lease_ms)
         run_of = {run.lease.lease_id: run for run in self._runs.values() if run.lease is not None}
-        for lease in self._leases.expire(now_ms, run_of.__contains__):
+        for lease in self._leases.expire(now_ms, lambda lease: lease.lease_id in run_of, "the lease expired"):
             run = run_of[lease.lease_id]
-            actions += self._lease_gone(run, lease, "the lease expired", tell_target=True)
+            actions += self._lease_gone(run, lease, tell_target=True)
             if self._runs.get(run.key) is run:
-                actions += self._end(run, "the lease expired", now_ms, tell_target=False)
+                actions += self._end(run, lease.outcome, now_ms, tell_target=False)
         return actions + self._offer_again(now_ms) + self._admit(now_ms)
 
     def _admit(self, now_ms: int) -> list[Action]:
@@ -217,7 +233,8 @@ class PrefillCore(RoleCore[PrefillRun]):
                 if (stuck := self._unoffered(now_ms)) is None:
                     break
                 reason = "the decode worker has no room and the blocks are needed"
-                actions += self._close_lease(stuck, reason, tell_target=True) + self._forget(stuck)
+                actions += self._close_lease(stuck, LeaseEnd.CANCELLED, reason, tell_target=True)
+                actions += self._forget(stuck)
                 continue
             self._queue.popleft()
             assert run.kv is not None
@@ -227,7 +244,8 @@ class PrefillCore(RoleCore[PrefillRun]):
 
     def _unoffered(self, now_ms: int) -> PrefillRun | None:
         """Return the run that has waited longest for its decode worker to have room, if that is too long."""
-        waiting = [run for run in self._runs.values() if run.phase == "handing_over" and not run.offered]
+        computed = [run for run in self._runs.values() if run.phase == "handing_over"]
+        waiting = [run for run in computed if run.lease is not None and not run.lease.is_offered]
         oldest = min(waiting, key=lambda run: run.computed_ms, default=None)
         return oldest if oldest is not None and now_ms - oldest.computed_ms >= UNOFFERED_HOLD_MS else None
 
@@ -242,13 +260,16 @@ class PrefillCore(RoleCore[PrefillRun]):
             holder=self._limits.worker_id,
             reader=request.decode_worker,
             tenant=request.tenant,
+            request_id=request.request_id,
+            attempt=request.attempt,
             tables=run.tables,
             num_tokens=len(run.prompt),
+            progress=KVProgress(self._cache.layout.num_layers, len(run.prompt)),
             expires_at_ms=now_ms + self._limits.lease_ms,
             granted_ms=now_ms,
             ends_by_ms=request.deadline_ms,
         )
-        return [OpenLease(run.lease), *(self._offer(run) if run.reserved else ())]
+        return self._offer(run) if run.reserved else []
 
     def _assemble(self, run: PrefillRun) -> list[Action]:
         """Read the next piece that somebody is said to hold; with none left, compute."""
@@ -261,13 +282,13 @@ class PrefillCore(RoleCore[PrefillRun]):
             return [fetch]
         run.phase = "computing"
         sequence = self._sequence(run, list(run.prompt), kv.num_present_tokens, 1 if run.is_split else None)
-        return [Submit(sequence, run.content, run.lease.lease_id if run.lease else None)]
+        return [Submit(sequence, run.content, run.lease)]
 
     def _offer(self, run: PrefillRun) -> list[Action]:
         assert run.lease is not None
-        if run.offered:
+        if run.lease.is_offered:
             return []
-        run.offered = True
+        run.lease.is_offered = True
         return [Offer(run.lease, run.request)]
 
     def _offer_again(self, now_ms: int) -> list[Action]:
@@ -295,31 +316,39 @@ class PrefillCore(RoleCore[PrefillRun]):
             return actions
         if run.lease is None:
             return actions + self._forget(run)
-        self._leases.renew(run.lease.lease_id, now_ms, self._limits.lease_ms)
+        self._leases.renew(run.lease, now_ms, self._limits.lease_ms)
         self._give_back(run)
         run.phase, run.computed_ms = "handing_over", now_ms
         first = FirstToken(token_id=sampled.token_id, finish_reason=sampled.finish_reason)
-        return [*actions, FinishLease(run.lease.lease_id, first)]
+        return [*actions, FinishLease(run.lease, first)]
 
-    def _release(self, run: PrefillRun, outcome: str, now_ms: int) -> list[Action]:
+    def _release(self, run: PrefillRun, now_ms: int) -> list[Action]:
         lease = run.lease
         assert lease is not None
-        actions = self._close_lease(run, outcome)
+        actions = self._close_lease(run, LeaseEnd.LANDED)
         released = KVReleased(
             **handoff_fields(run.request, self._limits.worker_id),
             lease_id=lease.lease_id,
-            num_blocks=sum(segment.num_blocks for table in lease.tables for segment in table.segments),
+            num_blocks=lease.num_blocks,
         )
         actions.append(publish_event(subjects.RELEASED, released))
         if run.phase == "handing_over":
             actions += self._forget(run)
         return actions + self._admit(now_ms)
 
-    def _end(self, run: PrefillRun, reason: str, now_ms: int, *, tell_target: bool = True) -> list[Action]:
+    def _end(
+        self,
+        run: PrefillRun,
+        reason: str,
+        now_ms: int,
+        *,
+        lease_end: LeaseEnd | None = None,
+        tell_target: bool = True,
+    ) -> list[Action]:
         if run.has_ended:
             return []
         run.outcome = reason
-        actions = self._close_lease(run, reason, tell_target=tell_target)
+        actions = self._close_lease(run, lease_end or _LEASE_ENDS[run.end], reason, tell_target=tell_target)
         if run.phase in ("fetching", "computing"):
             actions.append(Withdraw(run.key) if run.phase == "computing" else StopFetch(run.key))
             run.phase = "withdrawing"
@@ -327,17 +356,19 @@ class PrefillCore(RoleCore[PrefillRun]):
             actions += self._forget(run)
         return actions + self._admit(now_ms)
 
-    def _close_lease(self, run: PrefillRun, reason: str, *, tell_target: bool = False) -> list[Action]:
+    def _close_lease(
+        self, run: PrefillRun, end: LeaseEnd, detail: str = "", *, tell_target: bool = False
+    ) -> list[Action]:
         if run.lease is None:
-            return [self._tell_target(run.request, reason)] if tell_target and run.is_split else []
-        lease = self._leases.end(run.lease.lease_id, reason)
-        return [] if lease is None else self._lease_gone(run, lease, reason, tell_target=tell_target)
+            return [self._tell_target(run.request, detail)] if tell_target and run.is_split else []
+        lease = self._leases.end(run.lease.lease_id, end, detail)
+        return [] if lease is None else self._lease_gone(run, lease, tell_target=tell_target)
 
-    def _lease_gone(self, run: PrefillRun, lease: Lease, reason: str, *, tell_target: bool) -> list[Action]:
+    def _lease_gone(self, run: PrefillRun, lease: Grant, *, tell_target: bool) -> list[Action]:
         self._cache.free(lease.tables)
         run.lease = None
-        actions: list[Action] = [CloseLease(lease.lease_id, reason)]
-        return [*actions, self._tell_target(run.request, reason)] if tell_target else actions
+        actions: list[Action] = [CloseLease(lease)]
+        return [*actions, self._tell_target(run.request, lease.outcome)] if tell_target else actions
 
     def _tell_target(self, request: RunPrefill | HandoffMessage, reason: str) -> Publish:
         aborted = HandoffAborted(**handoff_fields(request, self._limits.worker_id), reason=reason)

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from dataplane.blocks.lease import Lease
 from schemas.observe import RunStage
 from schemas.request import RunPrefill
 from services.worker.core.attempts import Run
+from services.worker.kv.leases import Grant
 
 Phase = Literal["queued", "fetching", "computing", "withdrawing", "handing_over"]
 
@@ -16,16 +16,13 @@ class PrefillRun(Run[RunPrefill]):
     """One attempt on this worker."""
 
     phase: Phase = "queued"
-    lease: Lease | None = None
+    lease: Grant | None = None
     computed_ms: int = 0
     reserved: bool = False
     """The decode worker has said that it has room."""
-    offered: bool = False
     offer_again: bool = False
     """The decode worker has said so again: it may not have heard the offer."""
     offered_again_ms: int = 0
-    closes_ms: int | None = None
-    """The stream has ended: how long the lease waits for the reader's word."""
 
     @property
     def is_split(self) -> bool:

@@ -27,7 +27,6 @@ from services.sim.platform.bus import SimBroker, SimBus
 from services.sim.platform.engine import Pace
 from services.sim.platform.loop import Process, SimLoop
 from services.sim.platform.plane import SimNetwork, memory_arena, sim_platform
-from services.store.core import StoreCore
 from services.store.load import make_parts as make_store_parts
 from services.store.service import run_store
 from services.telemetry import ListExporter, SpanRecord, Telemetry
@@ -95,7 +94,6 @@ class Service:
     """The application of a gateway that is ready."""
     gates: list[LeaseGate] = field(default_factory=list[LeaseGate])
     """For a KV holder: what answers for its leases towards the data plane."""
-    store: StoreCore | None = None
 
     def serve(self, app: SimApp) -> None:
         """A gateway is ready to answer clients."""
@@ -201,7 +199,6 @@ class SimMesh:
                     self.config, service.name, self.shape.layout, SECRET.encode(), model="fake",
                     context_length=CONTEXT_LENGTH, platform=sim_platform(self.network, host, service.gates.append),
                 )  # fmt: skip
-                service.store = store.core
                 await run_store(self.config, store, service.bus, telemetry, service.stop)
             case role:
                 parts = self._parts(service, role, host)  # type: ignore[arg-type]

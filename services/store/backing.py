@@ -12,17 +12,11 @@ from typing import NamedTuple
 
 from schemas.ids import BlockHash
 from services.store.core import WriteBatch
+from services.store.limits import BATCH_BYTES, COMPLAINT_INTERVAL_S, MAX_LOADS, PAUSE_S
 from services.store.tiers import BackTier, TierError, TierFullError
 from services.store.values import BadValueError, BlockValues
 
 log = logging.getLogger(__name__)
-
-MAX_LOADS = 4
-PAUSE_S = 5.0
-"""How long a tier that failed is left alone: readers must not wait for its timeout again and again."""
-BATCH_BYTES = 8 << 20
-"""About what one word with the tier carries."""
-_LOG_INTERVAL_S = 10.0
 
 
 class Loaded(NamedTuple):
@@ -43,7 +37,7 @@ class Written(NamedTuple):
 class Complaints:
     """A line of the log for each kind of trouble, at most one in a while. Any thread."""
 
-    def __init__(self, interval_s: float = _LOG_INTERVAL_S) -> None:
+    def __init__(self, interval_s: float = COMPLAINT_INTERVAL_S) -> None:
         self._interval_s = interval_s
         self._lock = threading.Lock()
         self._said_at: dict[str, float] = {}

@@ -6,36 +6,28 @@ them needs goes when room is needed, the least recently used first. What lies be
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from dataplane.blocks.layout import BlockTable, KVLayout, block_ids, segments_of
-from dataplane.blocks.lease import Lease, LeaseRefusedError, LeaseTable
+from dataplane.blocks.cache import Allocation, ContentChanges
+from dataplane.blocks.layout import BlockTable, BlockTables, KVLayout, block_ids, segments_of
 from schemas.block import BLOCK_HASH_BYTES, join_hashes, split_hashes
-from schemas.directory import BlocksEvicted, BlocksStored, Inventory, Tier
-from schemas.ids import BlockHash, LeaseId, WorkerId, is_subject_token
-from schemas.kv import ReplicateBlocks, RequestLease, ReturnLease, refuse_lease
-from schemas.request import Refused, refuse
-from schemas.worker import BlockCounts, WorkerLeft
+from schemas.directory import Tier
+from schemas.ids import BlockHash, WorkerId, is_subject_token
+from schemas.kv import ReplicateBlocks
 from services.store.index import BackIndex, MemoryIndex
-
-OPEN_WITHIN_MS = 5_000
-MAX_LEASES = 256
-MAX_OFFERED = 1_024
-"""Blocks that may wait to be read from one worker; what it offers beyond is not taken."""
-INVENTORY_PAGE_BLOCKS = 100_000
-RETRY_AFTER_MS = 500
+from services.store.limits import MAX_OFFERED_BLOCKS
 
 
 @dataclass(slots=True, frozen=True)
 class StoreLimits:
     """`lease_ms`: how long one read may take. `max_bytes` bounds the tier behind memory, whose values have
-    `value_bytes` each. `max_unwritten`: blocks that may wait to be written there."""
+    `value_bytes` each. `max_unwritten`: blocks that may wait to be written there. With what `LendCore` needs."""
 
-    store_id: WorkerId
-    incarnation: str
+    worker_id: WorkerId
+    fingerprint: str
+    block_size: int
     lease_ms: int
     value_bytes: int = 0
     max_bytes: int = 0
@@ -61,20 +53,16 @@ class StoreCounts:
 
 
 class StoreCore:
-    """Every method is atomic. Not thread-safe; the leases are changed by `grant`, `started` and what ends one."""
+    """The memory of `LendCore`, and what keeps it filled. Every method is atomic. Not thread-safe."""
 
     def __init__(self, limits: StoreLimits, layout: KVLayout, num_blocks: int, back_tier: Tier | None) -> None:
         self.limits = limits
-        self.incarnation = limits.incarnation
         self.layout = layout
         self.memory = MemoryIndex(num_blocks)
         self.back_tier: Tier | None = back_tier
         self.back = BackIndex(limits.max_bytes // limits.value_bytes if back_tier else 0)
-        self.leases = LeaseTable()
         self.counts = StoreCounts()
         self.draining = False
-        self._sequence = 0
-        self._num_asked = 0
         self._offers: dict[WorkerId, dict[BlockHash, None]] = {}
         self._spare: dict[WorkerId, dict[BlockHash, None]] = {}
         """What is among another worker's offers already: this one is asked should that one not give it."""
@@ -102,7 +90,7 @@ class StoreCore:
             if self._is_here(block_hash) or block_hash in offers or block_hash in spare:
                 continue
             is_another_s = any(block_hash in others for others in self._offers.values())
-            if len(offers) + len(spare) >= MAX_OFFERED:
+            if len(offers) + len(spare) >= MAX_OFFERED_BLOCKS:
                 self.counts.num_not_taken += 1
             else:
                 (spare if is_another_s else offers)[block_hash] = None
@@ -212,23 +200,34 @@ class StoreCore:
         self.memory.release([block for _, block in self._unwritten])
         self._unwritten.clear()
 
-    # Lending.
+    # Lending: the blocks of `LendCore`.
 
     @property
-    def open_within_ms(self) -> int:
-        """Return how long a lease waits for its read to begin."""
-        return min(OPEN_WITHIN_MS, self.limits.lease_ms)
+    def num_blocks(self) -> int:
+        return self.memory.pool.num_blocks
 
-    def check(self, request: RequestLease, now_ms: int) -> Refused | None:
-        """Return why no lease can be had, whatever is here."""
-        limits = self.limits
-        if (refused := refuse_lease(request, limits.store_id, self.layout.fingerprint, now_ms)) is not None:
-            return refused
-        if self.draining:
-            return refuse(request, "draining", f"{limits.store_id} is draining", RETRY_AFTER_MS)
-        if len(self.leases) >= MAX_LEASES:
-            return refuse(request, "overloaded", f"{MAX_LEASES} leases are open", RETRY_AFTER_MS)
-        return None
+    @property
+    def num_free(self) -> int:
+        """Blocks that hold nothing."""
+        return self.memory.num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody uses and that are kept for their content."""
+        return self.memory.num_cached
+
+    def lend(self, hashes: Sequence[BlockHash], first_block: int) -> Allocation | None:
+        """Return the leading run of these blocks that is in memory, a reference to each, at a reader's positions from
+        `first_block` on; None: not even the first."""
+        blocks = self.take(hashes)
+        if not blocks:
+            return None
+        table = BlockTable(segments_of(blocks), first_block)
+        return Allocation((table,), (first_block + len(blocks)) * self.layout.block_size)
+
+    def free(self, tables: BlockTables) -> None:
+        """Drop a reference to each block."""
+        self.give_back(block_ids(tables[0].segments))
 
     def take(self, hashes: Sequence[BlockHash]) -> list[int]:
         """Return the blocks of the leading run that is in memory, a reference to each."""
@@ -267,124 +266,23 @@ class StoreCore:
         """Drop a reference to each of a sequence's blocks; its last are given up before its first."""
         self.memory.release(blocks[::-1])
 
-    def grant(self, request: RequestLease, blocks: Sequence[int], now_ms: int) -> Lease | Refused:
-        """Grant a lease on these blocks, which were taken for it, or give them back and say why not."""
-        if not blocks:
-            detail = f"{self.limits.store_id} does not have these blocks, or not in time"
-            return self.check(request, now_ms) or refuse(request, "gone", detail)
-        if (refused := self.check(request, now_ms)) is not None:
-            self.give_back(blocks)
-            return refused
-        self._num_asked += 1
-        block_size, first = self.layout.block_size, request.first_block
-        return self.leases.grant(
-            lease_id=LeaseId(f"read-{self.limits.store_id}-{self._num_asked}"),
-            holder=self.limits.store_id,
-            reader=request.reader,
-            tables=(BlockTable(segments_of(blocks), first),),
-            first_token=first * block_size,
-            num_tokens=(first + len(blocks)) * block_size,
-            expires_at_ms=now_ms + self.open_within_ms,
-            granted_ms=now_ms,
-            ends_by_ms=request.deadline_ms,
-            tenant=request.tenant,
-        )
-
-    def started(self, lease_id: LeaseId, now_ms: int) -> None:
-        """The read has begun: it may take its full time. Nothing where the lease has ended meanwhile."""
-        with suppress(LeaseRefusedError):
-            self.leases.renew(lease_id, now_ms, self.limits.lease_ms)
-
-    def end_lease(self, lease_id: LeaseId, outcome: str) -> list[Lease]:
-        """The read is over, however it ended. Return the lease, if it was still active."""
-        lease = self.leases.end(lease_id, outcome)
-        return [] if lease is None else self._freed([lease])
-
-    def returned(self, event: ReturnLease) -> list[Lease]:
-        """The reader does not read, or no more."""
-        is_its_own = any(lease.lease_id == event.lease_id and lease.reader == event.reader for lease in self.leases)
-        return self.end_lease(event.lease_id, "returned") if is_its_own else []
-
-    def left(self, event: WorkerLeft) -> list[Lease]:
-        """A reader is gone: its leases end. Return them."""
-        lost = [lease for lease in self.leases if lease.reader == event.worker_id]
-        return [ended for lease in lost for ended in self.end_lease(lease.lease_id, "the reader left")]
-
-    def begin(self, incarnation: str) -> list[Lease]:
-        """Others took this store for lost: go on as a new incarnation, with all that is here. Return the leases, which
-        have ended: no reader waits for them any more."""
-        self.incarnation, self._sequence = incarnation, 0
-        return [ended for lease in self.leases for ended in self.end_lease(lease.lease_id, "the store was lost")]
-
-    def expire(self, now_ms: int) -> list[Lease]:
-        """End what is over its time. Return these leases."""
-        return self._freed(self.leases.expire(now_ms))
-
     # What the others hear.
 
-    def block_counts(self) -> BlockCounts:
-        """Return the conservation law's terms; what is being filled or written counts as running."""
-        memory, total = self.memory, self.memory.pool.num_blocks
-        free, cached, leased = memory.num_free, memory.num_cached, self.leases.num_leased_blocks
-        return BlockCounts(total=total, free=free, cached=cached, leased=leased, running=total - free - cached - leased)
+    def take_changes(self) -> list[tuple[Tier, ContentChanges]]:
+        """Return what came to each tier and what went since the last call."""
+        changes: list[tuple[Tier, ContentChanges]] = [("memory", self.memory.changes.take())]
+        return changes if self.back_tier is None else [*changes, (self.back_tier, self.back.changes.take())]
 
-    def take_events(self) -> list[BlocksStored | BlocksEvicted]:
-        """Return the numbered events for what has changed since the last call."""
-        events = self._events("memory", *self.memory.changes.take())
-        if self.back_tier is not None:
-            events += self._events(self.back_tier, *self.back.changes.take())
-        return events
-
-    def inventory(self, offset: int) -> Inventory:
-        """Return a page of what is held now: memory's blocks, then those behind it."""
+    def contents(self) -> list[tuple[Tier, list[BlockHash]]]:
+        """Return what each tier has now: memory's blocks, then those behind it."""
         held: list[tuple[Tier, list[BlockHash]]] = [("memory", self.memory.hashes())]
-        if self.back_tier is not None:
-            held.append((self.back_tier, self.back.hashes()))
-        total = sum(len(hashes) for _, hashes in held)
-        tier, page, passed = held[0][0], list[BlockHash](), 0
-        for name, hashes in held:
-            at = offset - passed
-            passed += len(hashes)
-            if 0 <= at < len(hashes):
-                tier, page = name, hashes[at : at + INVENTORY_PAGE_BLOCKS]
-                break
-        end = offset + len(page)
-        return Inventory(
-            worker_id=self.limits.store_id,
-            incarnation=self.incarnation,
-            sequence=self._sequence,
-            block_hashes=join_hashes(page),
-            next_offset=end if page and end < total else None,
-            tier=tier,
-        )
+        return held if self.back_tier is None else [*held, (self.back_tier, self.back.hashes())]
 
     def check_integrity(self) -> None:
         """Assert conservation, and the bound."""
         self.memory.check_integrity()
         assert len(self.back) <= self.back.max_values, "the bound holds"
-        assert self.block_counts().running >= 0, "every block is in one state"
+        assert self.num_free + self.num_cached <= self.num_blocks, "every block is in one state"
 
     def _is_here(self, block_hash: BlockHash) -> bool:
         return block_hash in self.memory or block_hash in self.back
-
-    def _freed(self, leases: list[Lease]) -> list[Lease]:
-        for lease in leases:
-            self.give_back(block_ids(lease.tables[0].segments))
-        return leases
-
-    def _events(
-        self, tier: Tier, stored: Sequence[BlockHash], evicted: Sequence[BlockHash]
-    ) -> list[BlocksStored | BlocksEvicted]:
-        events: list[BlocksStored | BlocksEvicted] = []
-        for kind, hashes in ((BlocksEvicted, evicted), (BlocksStored, stored)):
-            if hashes:
-                self._sequence += 1
-                event = kind(
-                    worker_id=self.limits.store_id,
-                    incarnation=self.incarnation,
-                    sequence=self._sequence,
-                    block_hashes=join_hashes(hashes),
-                    tier=tier,
-                )
-                events.append(event)
-        return events

@@ -18,6 +18,7 @@ from typing import BinaryIO
 from schemas.directory import Tier
 from schemas.ids import BlockHash
 from services.errors import UserError
+from services.store.limits import SCAN_PROGRESS_INTERVAL_S
 from services.store.tiers import Entry, TierError, TierFullError, Value
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,6 @@ log = logging.getLogger(__name__)
 _NAME = re.compile(r"([0-9a-f]{32})\.kv")
 _TEMPORARY_SUFFIX = ".tmp"
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_PROGRESS_INTERVAL_S = 5.0
 
 
 class DiskTier:
@@ -64,7 +64,7 @@ class DiskTier:
                     elif named or file.name.endswith(_TEMPORARY_SUFFIX):
                         Path(file.path).unlink(missing_ok=True)
                         num_removed += 1
-                if time.monotonic() - logged_at > _PROGRESS_INTERVAL_S:
+                if time.monotonic() - logged_at > SCAN_PROGRESS_INTERVAL_S:
                     logged_at = time.monotonic()
                     log.warning("reading %s: %d blocks so far", self.folder, len(found))
         except OSError as error:

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from dataplane.blocks.cache import ContentChanges
 from dataplane.blocks.layout import block_ids, segments_of
 from dataplane.blocks.pool import BlockPool
 from schemas.ids import BlockHash
@@ -19,10 +20,11 @@ class TierChanges:
         if self._changes.pop(block_hash, came) == came:
             self._changes[block_hash] = came
 
-    def take(self) -> tuple[list[BlockHash], list[BlockHash]]:
+    def take(self) -> ContentChanges:
         """Return what came and what went."""
         changes, self._changes = self._changes, {}
-        return [h for h, came in changes.items() if came], [h for h, came in changes.items() if not came]
+        stored = [block_hash for block_hash, came in changes.items() if came]
+        return ContentChanges(stored, [block_hash for block_hash, came in changes.items() if not came])
 
 
 class MemoryIndex:

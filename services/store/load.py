@@ -31,6 +31,7 @@ OpenTier = Callable[[StoreConfig, BlockValues], BackTier | None]
 class StoreParts:
     """A store's memory, what it knows of its tiers, and what it says of itself."""
 
+    incarnation: str
     model: str
     context_length: int
     arena: Arena
@@ -90,8 +91,9 @@ def make_parts(
             raise UserError(f"store.max_bytes = {settings.max_bytes} hold no block of {values.value_bytes} bytes")
         tier = (open_behind or open_tier)(settings, values)
         limits = StoreLimits(
-            store_id=WorkerId(store_id),
-            incarnation=secrets.token_hex(8),
+            worker_id=WorkerId(store_id),
+            fingerprint=layout.fingerprint,
+            block_size=layout.block_size,
             lease_ms=config.worker.lease_ms,
             value_bytes=values.value_bytes,
             max_bytes=settings.max_bytes,
@@ -104,6 +106,7 @@ def make_parts(
         arena.close()
         raise
     return StoreParts(
+        incarnation=secrets.token_hex(8),
         model=model,
         context_length=context_length,
         arena=arena,

@@ -11,7 +11,7 @@ from dataplane.ends.reader import PlaneReader
 from dataplane.protocol.stream import TransferFailedError, TransferStats
 from schemas.block import join_hashes
 from schemas.ids import BlockHash, RequestId, WorkerId, new_id
-from schemas.kv import BlocksCooling, LeaseGranted, ReplicateBlocks, RequestLease
+from schemas.kv import BlocksCooling, LeaseGranted, ReadEnd, ReplicateBlocks, RequestLease
 from services.bus.typed import Received, TypedBus
 from services.runtime import now_ms
 from services.store.backing import Backing, Complaints
@@ -118,20 +118,21 @@ class Puller:
             batch = self.core.next_pull(worker_id, min(room, MAX_PULL_BLOCKS))
             if not batch:
                 return
-            span = TransferSpan(self.telemetry, self.core.limits.store_id, self._traces.get(worker_id, ""))
-            outcome, num_landed = "stopped", 0
+            span = TransferSpan(self.telemetry, self.core.limits.worker_id, self._traces.get(worker_id, ""))
+            end, detail, num_landed = ReadEnd.STOPPED, "", 0
             try:
                 async with self._lease(worker_id, batch, span.story) as granted:
                     num_landed = await self._read(granted, batch, span.stats)
-                outcome, num_refused = "landed", 0
+                end, num_refused = ReadEnd.LANDED, 0
             except _RoomTakenError:
-                outcome = "no room"
+                detail = "no room"
                 num_refused += 1
             except TransferFailedError as error:
-                outcome, num_landed = str(error), error.num_landed_tokens // self.core.layout.block_size
+                end, detail = ReadEnd(error.code), str(error)
+                num_landed = error.num_landed_tokens // self.core.layout.block_size
                 raise
             except NotGrantedError as error:
-                outcome = str(error)
+                end, detail = error.end, str(error)
                 if error.reason == "gone":
                     num_refused += 1
                     self.core.passed_over(worker_id, batch[:1])
@@ -141,7 +142,7 @@ class Puller:
                 else:
                     raise
             finally:
-                span.end({Key.SOURCE: worker_id, Key.NUM_BLOCKS: num_landed}, outcome)
+                span.end({Key.SOURCE: worker_id, Key.NUM_BLOCKS: num_landed}, end, detail)
 
     async def _wait_for_room(self) -> int:
         """Return how many blocks may be read now. Raises _BehindError when it takes too long for any to be."""
@@ -163,7 +164,7 @@ class Puller:
             attempt=1,
             deadline_ms=asked_ms + int(READ_TIMEOUT_S * 1000),
             answer_by_ms=asked_ms + int(ASK_TIMEOUT_S * 1000),
-            reader=self.core.limits.store_id,
+            reader=self.core.limits.worker_id,
             fingerprint=self.core.layout.fingerprint,
             first_block=0,
             block_hashes=join_hashes(batch),

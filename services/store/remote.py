@@ -21,13 +21,13 @@ from schemas.block import BLOCK_HASH_BYTES
 from schemas.directory import Tier
 from schemas.ids import BlockHash
 from services.errors import UserError
+from services.store.limits import SCAN_PROGRESS_INTERVAL_S
 from services.store.tiers import Entry, TierError, TierFullError, Value
 
 log = logging.getLogger(__name__)
 
 SCHEMES = ("redis", "rediss", "valkey", "valkeys")
 _SCAN_COUNT = 1_000
-_PROGRESS_INTERVAL_S = 5.0
 
 
 class _Pipeline(Protocol):
@@ -95,7 +95,7 @@ class ValkeyTier:
                     block_hash = self._hash_of(key)
                     if block_hash is not None and size == self._value_bytes and isinstance(ttl_ms, int):
                         ttls_ms[block_hash] = ttl_ms
-                if time.monotonic() - logged_at > _PROGRESS_INTERVAL_S:
+                if time.monotonic() - logged_at > SCAN_PROGRESS_INTERVAL_S:
                     logged_at = time.monotonic()
                     log.warning("reading the keys of %s: %d blocks so far", self._address, len(ttls_ms))
         # Each use renews the time to live: it tells the order of use.

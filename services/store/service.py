@@ -4,17 +4,11 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import socket
 from collections.abc import Callable
 
-from dataplane.blocks.lease import Lease
-from dataplane.blocks.ticket import Ticket, sign
-from dataplane.ends.choice import offered_carriers
-from dataplane.ends.server import ServerOptions
 from dataplane.protocol.stream import TransferStats
 from schemas import subjects
 from schemas.directory import Inventory, ReadInventory
-from schemas.ids import LeaseId
 from schemas.kv import LeaseGranted, RequestLease, ReturnLease
 from schemas.observe import DescribeWorker, WorkerDescribed
 from schemas.request import Refused
@@ -35,12 +29,16 @@ from services.keep import keep_traces
 from services.metrics import Metrics
 from services.runtime import now_ms
 from services.store.backing import Backing, Complaints
-from services.store.gate import Lent, StoreGate
-from services.store.lender import Lender
+from services.store.core import StoreCore
+from services.store.limits import FLUSH_TIMEOUT_S, LAST_WORDS_S, LOAD_INTERVAL_S
 from services.store.load import StoreParts, load_store
+from services.store.loader import Loader
 from services.store.pulls import Puller
-from services.telemetry import Key, Telemetry
-from services.worker.kv.holder import num_blocks_of
+from services.telemetry import Telemetry
+from services.worker.core.actions import Action, CloseLease
+from services.worker.kv.holder import KVHolder
+from services.worker.kv.leases import Grant, LeaseTable
+from services.worker.kv.lending import EndAll, LendCore, LendEvent, Stopping, StreamEnded, StreamStarted
 from services.worker.observe.describe import describe
 from services.worker.observe.metrics import HolderMetrics
 from services.worker.observe.transfers import HolderSpans
@@ -49,11 +47,6 @@ from services.worker.outbox import Outbox
 __all__ = ["load_store", "run_store"]
 
 log = logging.getLogger(__name__)
-
-LOAD_INTERVAL_S = 0.5
-LAST_WORDS_S = 5.0
-FLUSH_TIMEOUT_S = 5.0
-"""How long a store that is stopped goes on writing behind memory."""
 
 
 async def run_store(
@@ -68,7 +61,7 @@ async def run_store(
     """Serve until `stop` is set; then leave in order. Takes ownership of the parts."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            bus = TypedBus(connection, "store", metrics or Metrics(parts.core.limits.store_id))
+            bus = TypedBus(connection, "store", metrics or Metrics(parts.core.limits.worker_id))
             store = Store(config, parts, bus, telemetry, tasks)
             await store.start()
             if on_ready is not None:
@@ -82,38 +75,44 @@ async def run_store(
 
 
 class Store:
-    """The core on a bus, a plane and a tier."""
+    """A holder like a worker's, whose memory is filled from what workers give and from the tier behind it."""
 
     def __init__(
         self, config: MeshConfig, parts: StoreParts, bus: TypedBus, telemetry: Telemetry, tasks: asyncio.TaskGroup
     ) -> None:
         core = parts.core
+        self._config = config
         self.parts = parts
         self.core = core
-        self._store_id = core.limits.store_id
+        self._store_id = core.limits.worker_id
         self._timeout_s = config.store.timeout_ms / 1000
         self._drain_s = config.worker.drain_s
-        self._measured = HolderMetrics(bus.metrics, self._load, core.layout.block_bytes)
         self._bus = bus
         self._tasks = tasks
         self._loop = asyncio.get_running_loop()
         self._outbox = Outbox(bus, self._store_id)
         self._telemetry = telemetry
-        self._spans = HolderSpans(telemetry, self._store_id)
         self._complaints = Complaints()
         self._backing = Backing(parts.tier, parts.values, self._complaints) if parts.tier else None
-        self._gate = StoreGate(
-            core.leases,
-            parts.shape.layout.num_layers,
-            on_started=lambda lease_id: self._post(self._started, lease_id),
-            on_served=lambda lease_id, stats, error: self._post(self._served, lease_id, stats, error),
+        leases = LeaseTable()
+        self._measured = HolderMetrics(bus.metrics, self._load, leases, core.layout.block_bytes)
+        self._holder = KVHolder[StoreCore](
+            worker_id=self._store_id,
+            incarnation=parts.incarnation,
+            arena=parts.arena,
+            shape=parts.shape,
+            memory=core,
+            secret=parts.secret,
+            make_server=parts.platform.make_server,
+            on_started=lambda lease: self._post(self._started, lease),
+            on_served=lambda lease, stats, error: self._post(self._served, lease, stats, error),
             name_stream=telemetry.child_of,
+            observers=(self._measured, HolderSpans(telemetry, self._store_id)),
+            leases=leases,
         )
-        self._plane = parts.platform.make_server(
-            parts.arena, parts.shape, self._gate, parts.secret, _server_options(config)
-        )
+        self._lending = LendCore(core.limits, core, leases)
         self._reader = parts.platform.make_reader(parts.arena, parts.shape)
-        self._lender = Lender(core, self._backing, tasks, self._changed)
+        self._loader = Loader(core, self._backing, tasks, self._changed)
         self._puller = Puller(
             core=core,
             backing=self._backing,
@@ -128,15 +127,16 @@ class Store:
         self._unwritten = asyncio.Event()
         self._all_written = asyncio.Event()
         self._none_lent = asyncio.Event()
+        """Set when the last lease ends."""
         self._clockwork: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Serve reads, listen, and say so."""
         if not self.core.takes_blocks:
             self._complaints.say("windowed", f"{self.parts.model} has windowed layers: the store takes none of its KV")
-        self._plane.start()
+        self._holder.start(self._config.worker)
         bus, tasks, me = self._bus, self._tasks, (self._store_id,)
-        bus.identity |= {"id": self._store_id, "incarnation": self.core.incarnation}
+        bus.identity |= {"id": self._store_id, "incarnation": self._holder.incarnation}
         await bus.announce("keeps KV blocks that workers evict, and lends them")
         tasks.create_task(self._outbox.run(), name="outbox")
         await bus.serve(tasks, subjects.LEASE, me, self._on_lease)
@@ -155,20 +155,20 @@ class Store:
             self._clockwork.append(tasks.create_task(self._write_behind(self._backing), name="write behind"))
 
     async def close(self) -> None:
-        """Leave in order: take nothing more, write what waits, let reads end, close plane and tier, say so. Each in
-        bounded time."""
-        me, incarnation = (self._store_id,), self.core.incarnation
+        """Leave in order: take nothing more, write what waits, lend until nobody reads, close plane and tier, say so.
+        Each in bounded time."""
+        me, incarnation = (self._store_id,), self._holder.incarnation
         self.core.draining = True
         self._outbox.put(subjects.DRAINING, me, WorkerDraining(worker_id=self._store_id, incarnation=incarnation))
         await self._puller.close()
-        await self._lender.close()
         await self._flush()
         await self._until_read()
+        self._decide(Stopping())
+        await self._loader.close()
         for task in self._clockwork:
             task.cancel()
-        for lease in self.core.leases:
-            self._end(lambda lease_id=lease.lease_id: self.core.end_lease(lease_id, "the store is stopping"))
-        await asyncio.to_thread(self._plane.close)
+        self._decide(EndAll("the store is stopping"))
+        await asyncio.to_thread(self._holder.stop_serving)
         self._reader.close()
         if self._backing is not None:
             await asyncio.to_thread(self._backing.close)
@@ -184,129 +184,100 @@ class Store:
 
     async def _on_lease(self, received: Received[RequestLease]) -> LeaseGranted | Refused:
         request = received.message
-        refused = self.core.check(request, now_ms())
-        if refused is not None:
-            self._measured.refused("lease", refused)
-            return refused
-        timeout_s = min(round(self._timeout_s * 1000), request.deadline_ms - now_ms()) / 1000
-        blocks = await self._lender.collect(request.block_hashes, timeout_s)
-        with self._gate.lock:
-            lease = self.core.grant(request, blocks, now_ms())
-            if isinstance(lease, Refused):
-                self._measured.refused("lease", lease)
-                return lease
-            self._measured.leases.granted(lease.lease_id, num_blocks_of(lease))
-            self._gate.add(lease, request, received.traceparent)
-        ticket = Ticket(
-            lease_id=lease.lease_id,
-            epoch=lease.epoch,
-            holder=lease.holder,
-            reader=lease.reader,
-            tenant=lease.tenant,
-            expires_at_ms=lease.expires_at_ms,
-        )
-        return LeaseGranted(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            deadline_ms=request.deadline_ms,
-            worker_id=self._store_id,
-            lease_id=lease.lease_id,
-            epoch=lease.epoch,
-            lease_ms=self.core.open_within_ms,
-            ticket=sign(self.parts.secret, ticket),
-            endpoint=self._plane.endpoint,
-            first_token=lease.first_token,
-            num_tokens=lease.num_tokens,
-        )
+        refused = self._lending.refusal(request, now_ms())
+        if refused is None:
+            timeout_s = min(round(self._timeout_s * 1000), request.deadline_ms - now_ms()) / 1000
+            async with self._loader.held(request.block_hashes, timeout_s):
+                with self._holder.lock:
+                    granted = self._lending.answer(request, now_ms())
+            if not isinstance(granted, Refused):
+                return self._holder.lend(granted, request, received.traceparent)
+            refused = granted
+        self._measured.refused("lease", refused)
+        return refused
 
-    def _started(self, lease_id: LeaseId) -> None:
-        with self._gate.lock:
-            self.core.started(lease_id, now_ms())
-        self._measured.leases.reading(lease_id, is_read=True)
+    def _started(self, lease: Grant) -> None:
+        lease.is_read = True
+        self._decide(StreamStarted(lease))
 
-    def _served(self, lease_id: LeaseId, stats: TransferStats, error: str) -> None:
-        for lent in self._end(lambda: self.core.end_lease(lease_id, error or "landed")):
-            if not lent.traceparent:
-                continue  # nobody's trace: a store that takes from us, say
-            attributes = {
-                Key.REQUEST_ID: lent.request.request_id,
-                Key.ATTEMPT: lent.request.attempt,
-                Key.LEASE: lease_id,
-            }
-            self._spans.served(lent.traceparent, stats, attributes, error)
+    def _served(self, lease: Grant, stats: TransferStats, error: str) -> None:
+        self._decide(StreamEnded(lease, error))
+        self._holder.stream_ended(lease, stats, error)
 
     def _on_returned(self, received: Received[ReturnLease]) -> None:
-        self._end(lambda: self.core.returned(received.message))
+        self._decide(received.message)
 
     def _on_left(self, received: Received[WorkerLeft]) -> None:
         event = received.message
         if event.worker_id != self._store_id:
-            self._end(lambda: self.core.left(event))
-        elif event.incarnation == self.core.incarnation and not self.core.draining:
+            self._decide(event)
+        elif event.incarnation == self._holder.incarnation and not self.core.draining:
             log.warning("%s was declared lost (%s), and joins anew", self._store_id, event.reason)
-            self._end(lambda: self.core.begin(secrets.token_hex(8)))
-            self._bus.identity["incarnation"] = self.core.incarnation
+            self._decide(EndAll("the store was lost"))
+            self._holder.begin(secrets.token_hex(8))
+            self._bus.identity["incarnation"] = self._holder.incarnation
             self._outbox.put(subjects.JOINED, (self._store_id,), WorkerJoined(worker=self._info()))
 
     async def _on_ping(self, _: Received[PingWorker]) -> WorkerAlive:
-        return WorkerAlive(worker_id=self._store_id, incarnation=self.core.incarnation, lag_ms=0)
+        return WorkerAlive(worker_id=self._store_id, incarnation=self._holder.incarnation, lag_ms=0)
 
     async def _on_status(self, _: Received[DescribeWorker]) -> WorkerDescribed:
-        return describe(self._load(), (), list(self.core.leases), now_ms())
+        return describe(self._load(), (), list(self._holder.leases), now_ms())
 
-    def _end(self, decide: Callable[[], list[Lease]]) -> list[Lent]:
-        """End leases, and cut the streams that are still open on them."""
-        with self._gate.lock:
-            ended = decide()
-            lent = [self._gate.remove(lease) for lease in ended]
-        for lease, was in zip(ended, lent, strict=True):
-            self._measured.leases.ended(lease.lease_id, lease.outcome)
-            if was.traceparent:  # else nobody's trace: a store that takes from us, say
-                num_blocks = sum(segment.num_blocks for segment in lease.tables[0].segments)
-                self._spans.released(was.traceparent, was.granted_ns, lease.lease_id, num_blocks, lease.outcome)
-        self._puller.room_made()
-        if not len(self.core.leases):
+    def _decide(self, event: LendEvent) -> None:
+        """Let the leases take in what has happened, and carry out what follows."""
+        with self._holder.lock:
+            actions = self._lending.handle(event, now_ms())
+        self._execute(actions)
+
+    def _execute(self, actions: list[Action]) -> None:
+        for action in actions:
+            assert isinstance(action, CloseLease), "nothing is computed here"
+            self._holder.close_lease(action.lease)
+        if actions:
+            self._puller.room_made()
+        if not len(self._holder.leases):
             self._none_lent.set()
-        return lent
 
     # What the others hear.
 
     def _changed(self) -> None:
         """Say what came and what went, and have written what waits for it."""
-        self._outbox.put_block_events(self.core.take_events())
+        for tier, changes in self.core.take_changes():
+            self._outbox.put_block_events(self._holder.ledger.events(changes, tier))
         if self.core.num_unwritten:
             self._unwritten.set()
         self._puller.room_made()
 
     async def _on_inventory(self, received: Received[ReadInventory]) -> Inventory:
         self._changed()  # what a page has is in the events up to its number
-        return self.core.inventory(received.message.offset)
+        return self._holder.ledger.inventory(self.core.contents(), received.message.offset)
 
     def _info(self) -> WorkerInfo:
-        layout = self.core.layout
+        layout, plane = self.core.layout, self._holder.plane
         return WorkerInfo(
             worker_id=self._store_id,
-            incarnation=self.core.incarnation,
+            incarnation=self._holder.incarnation,
             role="store",
             model=self.parts.model,
             fingerprint=layout.fingerprint,
             num_blocks=self.core.memory.pool.num_blocks,
             block_size=layout.block_size,
             context_length=self.parts.context_length,
-            carriers=self._plane.endpoint.carriers,
+            carriers=plane.endpoint.carriers if plane else (),
         )
 
     def _load(self) -> WorkerLoad:
-        layout = self.core.layout
+        layout, plane = self.core.layout, self._holder.plane
         return WorkerLoad(
             worker=self._info(),
             state="draining" if self.core.draining else "ready",
-            blocks=self.core.block_counts(),
-            num_running=len(self.core.leases),
+            blocks=self._holder.counts(),
+            num_running=len(self._holder.leases),
             num_queued=0,
             num_uncomputed_tokens=0,
             num_dropped_messages=self._bus.num_dropped,
-            num_refused_reads=self._plane.num_refused + self._plane.num_junk,
+            num_refused_reads=plane.num_refused + plane.num_junk if plane else 0,
             rates=WorkerRates(kv_token_bytes=layout.block_bytes // layout.block_size),
         )
 
@@ -315,7 +286,9 @@ class Store:
     async def _tick(self) -> None:
         """Say the load, and end what is over its time."""
         while True:
-            self._end(lambda: self.core.expire(now_ms()))
+            with self._holder.lock:
+                over = self._lending.tick(now_ms())
+            self._execute(over)
             self._changed()
             self._outbox.put(subjects.LOAD, (self._store_id,), self._load())
             self._reader.release_ended()
@@ -347,7 +320,7 @@ class Store:
 
     async def _until_read(self) -> None:
         """Wait until nothing is on loan, at most as long as a worker may take to stop."""
-        if len(self.core.leases):
+        if len(self._holder.leases):
             self._none_lent.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._drain_s):
@@ -357,16 +330,3 @@ class Store:
         """From a plane's thread to the loop."""
         with contextlib.suppress(RuntimeError):  # the loop has ended, and with it every lease
             self._loop.call_soon_threadsafe(handle, *arguments)
-
-
-def _server_options(config: MeshConfig) -> ServerOptions:
-    settings = config.worker
-    advertise_host = settings.advertise_host
-    if not advertise_host and settings.plane_host == "0.0.0.0":
-        advertise_host = socket.gethostname()  # nobody can connect to "everywhere"; containers resolve this name
-    return ServerOptions(
-        carriers=offered_carriers(settings.carrier, on_card=False),
-        host=settings.plane_host,
-        advertise_host=advertise_host,
-        digests=settings.digests,
-    )

@@ -12,8 +12,6 @@ from schemas.worker import PingWorker, WorkerAlive, WorkerLeft
 from services.bus.typed import Received
 from services.keep import keep_traces
 from services.runtime import now_ms
-from services.worker.kv.holder import num_blocks_of
-from services.worker.observe.transfers import LeaseTrace
 from services.worker.shell import Worker
 
 
@@ -44,7 +42,7 @@ class Inbox:
         worker, event = self._worker, received.message
         if event.worker_id != worker.parts.worker_id:
             worker.decide_all(lambda core, now: core.left(event, now))
-            worker.decide(lambda _now: worker.lending.left(event))
+            worker.decide(lambda now: worker.lending.handle(event, now))
         elif event.incarnation == worker.holder.incarnation:
             worker.fence(f"it was declared lost: {event.reason}")
 
@@ -53,18 +51,14 @@ class Inbox:
 
     async def _on_lease(self, received: Received[RequestLease]) -> LeaseGranted | Refused:
         worker, request = self._worker, received.message
-        lease = worker.answer(lambda now: (worker.lending.lend(request, now), []))
-        if isinstance(lease, Refused):
-            worker.measured.refused("lease", lease)
-            return lease
-        worker.measured.leases.granted(lease.lease_id, num_blocks_of(lease))
-        key = (request.request_id, request.attempt)
-        trace = LeaseTrace(key, received.traceparent, time.time_ns(), is_lent=True)
-        worker.lease_traces.granted(lease.lease_id, trace)
-        return worker.holder.lend(lease, request)
+        granted = worker.answer(lambda now: (worker.lending.answer(request, now), []))
+        worker.measured.refused("lease", granted)
+        if isinstance(granted, Refused):
+            return granted
+        return worker.holder.lend(granted, request, received.traceparent)
 
     def _on_returned(self, received: Received[ReturnLease]) -> None:
-        self._worker.decide(lambda _now: self._worker.lending.returned(received.message))
+        self._worker.decide(lambda now: self._worker.lending.handle(received.message, now))
 
     async def _on_progress(self, received: Received[AskProgress]) -> Progress:
         worker, asked = self._worker, received.message

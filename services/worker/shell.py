@@ -12,10 +12,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from dataplane.blocks.cache import BlockCache
-from dataplane.blocks.lease import Lease
 from dataplane.protocol.stream import TransferStats
 from schemas import subjects
-from schemas.ids import GatewayId, LeaseId, RequestId
+from schemas.ids import GatewayId, RequestId
 from schemas.request import RequestTokens, RunPrefill
 from schemas.worker import WorkerJoined, WorkerLeft, WorkerRole
 from services.bus.base import Bus
@@ -35,7 +34,6 @@ from services.worker.core.actions import (
     Fetch,
     FinishLease,
     Offer,
-    OpenLease,
     Publish,
     StartRead,
     StopFetch,
@@ -47,15 +45,16 @@ from services.worker.core.answers import Answers
 from services.worker.core.content import ReadOutcome, SequenceContent
 from services.worker.core.heartbeat import Pulse
 from services.worker.core.role import KVReads, LeaseOwner, WorkerCore
+from services.worker.kv.contents import WorkerHolder
 from services.worker.kv.fetch import Fetches
-from services.worker.kv.holder import KVHolder, num_blocks_of
-from services.worker.kv.lending import LendCore
+from services.worker.kv.leases import Grant, LeaseTable
+from services.worker.kv.lending import EndAll, LendCore, StreamEnded, StreamStarted
 from services.worker.kv.wire_dtype import WireChoice
 from services.worker.observe.measured_rates import RateBook
 from services.worker.observe.metrics import WorkerMetrics
 from services.worker.observe.report import Reporter
 from services.worker.observe.spans import WorkerSpans
-from services.worker.observe.transfers import LeaseTrace, LeaseTraces
+from services.worker.observe.transfers import HolderSpans
 from services.worker.outbox import Outbox
 from services.worker.parts import WorkerParts
 
@@ -91,25 +90,27 @@ class Worker:
         self.outbox = Outbox(self.bus, parts.worker_id)
         self.telemetry = telemetry
         self.spans = WorkerSpans(telemetry, parts.worker_id)
-        self.lease_traces = LeaseTraces(self.spans)
+        leases, block_bytes = LeaseTable(), parts.shape.layout.block_bytes
+        self.measured = WorkerMetrics(metrics, lambda: self.reporter.load(now_ms()), leases, block_bytes)
         chunk_tokens, caching = config.worker.token_budget, config.worker.prefix_cache
-        self.holder = KVHolder(
+        self.holder = WorkerHolder(
             worker_id=parts.worker_id,
             incarnation=parts.incarnation,
             arena=parts.arena,
-            cache=BlockCache(parts.shape, chunk_tokens=chunk_tokens, caching=caching),
+            shape=parts.shape,
+            memory=BlockCache(parts.shape, chunk_tokens=chunk_tokens, caching=caching),
             secret=parts.secret,
             make_server=parts.platform.make_server,
-            on_started=lambda lease_id: self._post(self._started, lease_id),
-            on_served=lambda lease_id, stats, error: self._post(self._served, lease_id, stats, error),
-            name_stream=self.lease_traces.name_stream,
+            on_started=lambda lease: self._post(self._started, lease),
+            on_served=lambda lease, stats, error: self._post(self._served, lease, stats, error),
+            name_stream=telemetry.child_of,
+            observers=(self.measured, HolderSpans(telemetry, parts.worker_id)),
+            leases=leases,
         )
         self.reader = parts.platform.make_reader(parts.arena, parts.shape)
         self.rates = RateBook(parts.shape.layout.block_bytes // parts.shape.layout.block_size)
         self.wire = WireChoice(config.worker.wire_dtype, parts.shape.layout, self.rates)
-        block_bytes = parts.shape.layout.block_bytes
-        self.measured = WorkerMetrics(metrics, lambda: self.reporter.load(now_ms()), block_bytes)
-        self.lending = LendCore(parts.limits, self.holder.cache, self.holder.leases)
+        self.lending = LendCore(parts.limits, self.holder.cache, leases)
         self._fetches = Fetches(
             worker_id=parts.worker_id,
             fingerprint=parts.limits.fingerprint,
@@ -193,9 +194,8 @@ class Worker:
             raise EngineStoppedError(f"the card of {self.parts.worker_id} does not come to the end of a read")
 
     def stop_intake(self) -> None:
-        """Take no new work and lend no more: the clockwork may end."""
+        """Take no new work: the clockwork may end. What is here is lent until `close`."""
         self._is_leaving = True
-        self.lending.draining = True
         for core in self.cores:
             core.draining = True
 
@@ -245,7 +245,7 @@ class Worker:
         with self.holder.lock:
             now = now_ms()
             actions = [action for core in self.cores for action in core.fence(now, reason)]
-            actions += self.lending.fence(now, reason)
+            actions += self.lending.handle(EndAll(reason), now)
         self.execute(actions)
         self.measured.fenced()
         self.answers.clear()
@@ -263,9 +263,6 @@ class Worker:
                     tokens = tokens if tokens.report is None else self.spans.timed(tokens)
                     emitted.append((gateway_id, tokens))
                     self.answers.emitted((RequestId(tokens.request_id), tokens.attempt), tokens, now_ms())
-                case OpenLease(lease=lease):
-                    self.holder.open_lease(lease)
-                    self.measured.leases.granted(lease.lease_id, num_blocks_of(lease), is_computed=False)
                 case Fetch():
                     assert self._tasks is not None
                     self._fetches.start(action, self._tasks)
@@ -280,11 +277,10 @@ class Worker:
                     self.outbox.put(subject, ids, message, self.spans.traceparent(key))
                 case Offer(lease=lease, request=request):
                     self._offer(lease, request)
-                case FinishLease(lease_id=lease_id, first_token=first):
-                    self.holder.finish_lease(lease_id, first, self._last_step_ns)
-                    self.measured.leases.computed(lease_id)
-                case CloseLease():
-                    self._close_lease(action)
+                case FinishLease(lease=lease, first_token=first):
+                    self.holder.finish_lease(lease, first, self._last_step_ns)
+                case CloseLease(lease=lease):
+                    self.holder.close_lease(lease)
                 case StartRead():
                     assert self._reads is not None
                     self._reads.start(action)
@@ -292,8 +288,8 @@ class Worker:
                     assert self._reads is not None
                     self._reads.stop(action)
         for core in self.cores:
-            for key, outcome in core.take_ended():
-                self.spans.ended(key, outcome)
+            for ended in core.take_ended():
+                self.spans.ended(ended)
         self.outbox.put_tokens(emitted)
         self.outbox.put_block_events(self.holder.events())
         usage = (self.holder.cache.num_free + self.holder.cache.num_cached, sum(core.num_runs for core in self.cores))
@@ -309,8 +305,8 @@ class Worker:
 
     def _submit(self, action: Submit) -> None:
         sequence = action.sequence
-        if action.lease_id is not None:
-            sequence.layer_listener = self.holder.start_computing(action.lease_id, sequence.num_computed_tokens)
+        if action.lease is not None:
+            sequence.layer_listener = self.holder.start_computing(action.lease, sequence.num_computed_tokens)
         self.holder.submitted(sequence, action.content)
         if self.on_submitted is not None:
             self.on_submitted((RequestId(sequence.request_id), sequence.attempt), action.content)
@@ -320,18 +316,11 @@ class Worker:
         except (EngineStoppedError, InvalidSequenceError) as error:
             self._post(self._engine_failed, [sequence], str(error))
 
-    def _offer(self, lease: Lease, request: RunPrefill) -> None:
-        key = (request.request_id, request.attempt)
-        offer = self.holder.offer(lease, request, self.parts.limits.lease_ms)
-        traceparent = self.spans.traceparent(key)
-        self.lease_traces.granted(lease.lease_id, LeaseTrace(key, traceparent, time.time_ns()))
+    def _offer(self, lease: Grant, request: RunPrefill) -> None:
+        traceparent = self.spans.traceparent((request.request_id, request.attempt))
+        offer = self.holder.offer(lease, request, self.parts.limits.lease_ms, traceparent)
         ids = (offer.source_worker, offer.target_worker, offer.handoff_id)
         self.outbox.put(subjects.OFFERED, ids, offer, traceparent)
-
-    def _close_lease(self, action: CloseLease) -> None:
-        num_blocks = self.holder.close_lease(action.lease_id, action.reason)
-        self.lease_traces.ended(action.lease_id, num_blocks, action.reason)
-        self.measured.leases.ended(action.lease_id, action.reason)
 
     def forget(self, key: AttemptKey) -> None:
         """Drop what was kept for an attempt that is not taken."""
@@ -380,16 +369,16 @@ class Worker:
     def _fetched(self, key: AttemptKey, outcome: ReadOutcome) -> None:
         self.decide_all(lambda core, now: core.fetched(key, outcome, now))
 
-    def _started(self, lease_id: LeaseId) -> None:
+    def _started(self, lease: Grant) -> None:
+        lease.is_read = True
         with self.holder.lock:
-            self.lending.started(lease_id, now_ms())
-        self.measured.leases.reading(lease_id, is_read=True)
+            self.lending.handle(StreamStarted(lease), now_ms())
 
-    def _served(self, lease_id: LeaseId, stats: TransferStats, error: str) -> None:
-        self.measured.leases.reading(lease_id, is_read=False)
-        self.decide(lambda _now: self.lending.served(lease_id, error or "landed"))
-        self.decide(lambda now: [a for owner in self._lease_owners for a in owner.served(lease_id, error, now)])
-        self.lease_traces.served(lease_id, stats, error)
+    def _served(self, lease: Grant, stats: TransferStats, error: str) -> None:
+        lease.is_read = False
+        self.decide(lambda now: self.lending.handle(StreamEnded(lease, error), now))
+        self.decide(lambda now: [a for owner in self._lease_owners for a in owner.served(lease, now)])
+        self.holder.stream_ended(lease, stats, error)
 
     def decide_all(self, decision: Callable[[WorkerCore, int], list[Action]]) -> None:
         self.decide(lambda now: [action for core in self.cores for action in decision(core, now)])

@@ -12,7 +12,7 @@ from schemas.request import AskWanted
 from schemas.worker import WorkerDraining
 from services.bus.base import BusError, NoRespondersError
 from services.runtime import now_ms
-from services.worker.core.actions import Action, AttemptKey
+from services.worker.core.actions import AttemptKey
 from services.worker.core.wanted import Question, WantedCore
 from services.worker.shell import TICK_INTERVAL_S, Worker
 from services.worker.survive import surviving
@@ -66,15 +66,11 @@ class Clockwork:
             worker.check_engine()
             with surviving("a tick"):
                 worker.decide_all(lambda core, now: core.tick(now))
-                worker.decide(self._tick_leases)
+                worker.decide(lambda now: worker.lending.tick(now))
                 self._forget_answers(now_ms())
                 self._say_cooling()
                 await asyncio.to_thread(worker.reader.release_ended)  # a driver takes its time to unmap
             worker.pulse.beat(time.monotonic())
-
-    def _tick_leases(self, now: int) -> list[Action]:
-        self._worker.holder.renew_moved(now, self._worker.parts.limits.lease_ms)
-        return self._worker.lending.tick(now)
 
     def _forget_answers(self, now: int) -> None:
         answers = self._worker.answers

@@ -59,7 +59,7 @@ class FakeWorker:
 
     async def _inventory(self, received: Received[ReadInventory]) -> Inventory:
         self.num_inventories += 1
-        return self.ledger.inventory(self.contents, received.message.offset)
+        return self.ledger.inventory([("arena", self.contents)], received.message.offset)
 
     async def store(self, tokens: list[int], *, lost: bool = False) -> None:
         hashes = hashes_of(tokens)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.ids import RequestId, WorkerId
-from schemas.request import KVSource, RefusalReason, RequestFailure, TransferReport
+from schemas.request import AttemptEnd, KVSource, RefusalReason, RequestFailure, TransferReport
 from services.gateway.request import core, events
 from services.gateway.request import progress_watch as watch
 from services.gateway.request.core import Phase, RequestCore
@@ -42,6 +42,9 @@ from services.gateway.request.progress_watch import Ears, WatchLimits
 P1, P2, D1, D2 = (WorkerId(name) for name in ("p1", "p2", "d1", "d2"))
 ENDS = (Finish, Fail, Abandon)
 NOW = 1_000_000
+
+FINISHED_ON_PREFILL = SendCancel(1, "finished on the prefill worker", AttemptEnd.COMPLETE)
+STOP_REACHED = SendCancel(1, "a stop string was reached", AttemptEnd.COMPLETE)
 
 
 def new(max_tokens: int = 100, max_attempts: int = 3) -> RequestCore:
@@ -108,7 +111,11 @@ def test_one_token_is_never_split() -> None:
 def test_a_split_request_that_ends_at_token_0_lets_the_decode_worker_go() -> None:
     request = new()
     actions = feed(request, placed(), tokens(P1, 0, 7, finish="stop"))[2:]
-    assert actions == [Deliver(0, (7,)), SendCancel(1, "finished on the prefill worker"), Finish("stop")]
+    assert actions == [
+        Deliver(0, (7,)),
+        SendCancel(1, "finished on the prefill worker", AttemptEnd.COMPLETE),
+        Finish("stop"),
+    ]
 
 
 def test_a_finish_waits_for_token_0() -> None:
@@ -271,7 +278,10 @@ def test_a_client_that_leaves_and_a_stop_string() -> None:
     assert request.handle(ClientGone("bye"), NOW) == [SendCancel(1, "bye"), Abandon("bye")]
     request = new()
     feed(request, placed(), tokens(P1, 0, 1))
-    assert request.handle(StopMatched(), NOW) == [SendCancel(1, "a stop string was reached"), Finish("stop")]
+    assert request.handle(StopMatched(), NOW) == [
+        SendCancel(1, "a stop string was reached", AttemptEnd.COMPLETE),
+        Finish("stop"),
+    ]
 
 
 def test_nobody_to_cancel_while_placing() -> None:

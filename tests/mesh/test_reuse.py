@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dataplane.blocks.layout import KVLayout
-from dataplane.blocks.lease import Lease
 from dataplane.blocks.ticket import Ticket
 from dataplane.carriers import shm, tcp
 from schemas.ids import WorkerId
@@ -22,6 +21,7 @@ from schemas.kv import LeaseGranted, RequestLease
 from schemas.request import KVSource, SamplingParams, TransferReport
 from services.engine.fake import fake_answer
 from services.worker.kv.holder import KVHolder
+from services.worker.kv.leases import Grant
 from tests.mesh.one_process import LAYOUT, VOCAB, Answer, Client, Route, make_parts, one_process_mesh
 
 BLOCK = LAYOUT.block_size
@@ -247,8 +247,8 @@ async def test_a_grant_that_was_not_asked_for_is_not_read(monkeypatch: pytest.Mo
     """A holder that says that it has more, or something else, costs a recompute."""
     honest = KVHolder.lend
 
-    def lend(self: KVHolder, lease: Lease, request: RequestLease) -> LeaseGranted:
-        return msgspec.structs.replace(honest(self, lease, request), first_token=8)
+    def lend(self: KVHolder, grant: Grant, request: RequestLease, traceparent: str) -> LeaseGranted:
+        return msgspec.structs.replace(honest(self, grant, request, traceparent), first_token=8)
 
     async with one_process_mesh(*fleet()) as client:
         prompt = [random.Random(9).randrange(1, VOCAB) for _ in range(64)]

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from dataplane.blocks.layout import ArenaShape, BlockTable, BlockTables, KVLayout, Segment, slot_spans, uniform_shape
-from dataplane.blocks.lease import Lease, LeaseTable
 from dataplane.blocks.ticket import Ticket, sign
 from dataplane.cards.device import Device
 from dataplane.cards.device_arena import DeviceArena
@@ -31,9 +30,11 @@ from dataplane.memory.arena import Arena, ByteArray
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferStats
 from schemas.handoff import Endpoint
-from schemas.ids import LeaseId, WorkerId
+from schemas.ids import LeaseId, RequestId, WorkerId
+from schemas.kv import LeaseEnd
 from services.sim.platform import threads
 from services.sim.platform.plane import SimNetwork, SimPlaneReader, SimPlaneServer
+from services.worker.kv.leases import Grant, LeaseTable
 from tests import gpu
 from tests.gpu import GPU_MARKS
 
@@ -352,7 +353,7 @@ class Gate:
         self.num_rechecks += 1
         self.before_recheck(self.num_rechecks)
         with self.lock:
-            return self.leases.is_current(ticket.lease_id, ticket.epoch, now_ms())
+            return self.leases.current(ticket.lease_id, ticket.epoch, now_ms()) is not None
 
     def started(self, lease_id: LeaseId, carrier: str) -> None:
         self.carriers.append(carrier)
@@ -394,7 +395,7 @@ class Holder:
         self.memory = holder_memory(self.shape)
         self.arena, self.card = self.memory.arena, self.memory.card
         self.gate = Gate()
-        self._leases: dict[WorkerId, Lease] = {}
+        self._leases: dict[WorkerId, Grant] = {}
         parts = (self.arena, self.shape, self.gate, SECRET, ServerOptions(carriers=carriers, **options))
         if _Simulation.network is None:
             self.server = PlaneServer(*parts)
@@ -414,7 +415,7 @@ class Holder:
         """Return it as it is sent to the reader, with a pair where there are any: once the library has made an id."""
         return endpoint_with_pair(self.server, reader)
 
-    def lease_of(self, reader: WorkerId) -> Lease:
+    def lease_of(self, reader: WorkerId) -> Grant:
         """Return the lease, or for another than the first reader one more on the same."""
         if reader == READER:
             return self.lease
@@ -425,8 +426,11 @@ class Holder:
                     lease_id=lease_id,
                     holder=HOLDER,
                     reader=reader,
+                    request_id=RequestId("r1"),
+                    attempt=1,
                     tables=self.tables,
                     num_tokens=self.num_tokens,
+                    progress=self.progress,
                     expires_at_ms=self.lease.expires_at_ms,
                     first_token=self.first_token,
                 )
@@ -438,22 +442,25 @@ class Holder:
         """The KV, wherever it lies."""
         return self.memory.array
 
-    def grant(self, lease_id: str, lease_ms: int = 600_000) -> tuple[Lease, KVProgress]:
+    def grant(self, lease_id: str, lease_ms: int = 600_000) -> tuple[Grant, KVProgress]:
         progress = EngineProgress(self.memory, self.layout.num_layers, self.num_tokens)
         with self.gate.lock:
             lease = self.gate.leases.grant(
                 lease_id=LeaseId(lease_id),
                 holder=HOLDER,
                 reader=READER,
+                request_id=RequestId("r1"),
+                attempt=1,
                 tables=self.tables,
                 num_tokens=self.num_tokens,
+                progress=progress,
                 expires_at_ms=now_ms() + lease_ms,
                 first_token=self.first_token,
             )
             self.gate.readable[lease.lease_id] = ReadableKV(self.tables, self.num_tokens, progress, self.first_token)
         return lease, progress
 
-    def ticket(self, lease: Lease | None = None, secret: bytes = SECRET, **changes) -> str:
+    def ticket(self, lease: Grant | None = None, secret: bytes = SECRET, **changes) -> str:
         lease = lease or self.lease
         fields = {
             "lease_id": lease.lease_id,
@@ -467,7 +474,7 @@ class Holder:
 
     def end_lease(self) -> None:
         with self.gate.lock:
-            self.gate.leases.end(self.lease.lease_id, "ended by the test")
+            self.gate.leases.end(self.lease.lease_id, LeaseEnd.CANCELLED)
 
     def compute(self, chunk: int, start: int = 0, end: int | None = None) -> None:
         """Compute tokens [start, end) as an engine does: chunk by chunk, layer by layer."""

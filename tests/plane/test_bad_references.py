@@ -15,7 +15,6 @@ import pytest
 
 from dataplane.blocks.cache import BlockCache
 from dataplane.blocks.layout import KVLayout, block_ids, uniform_shape
-from dataplane.blocks.lease import Lease
 from dataplane.blocks.ticket import Ticket, sign
 from dataplane.ends.reader import Landed
 from dataplane.ends.server import PlaneServer
@@ -26,8 +25,10 @@ from schemas.kv import LeaseGranted, RequestLease
 from schemas.request import Refused
 from services.config import WorkerConfig
 from services.worker.core.limits import WorkerLimits
-from services.worker.kv.holder import KVHolder
-from services.worker.kv.lending import OPEN_WITHIN_MS, LendCore
+from services.worker.kv.contents import WorkerHolder
+from services.worker.kv.leases import Grant
+from services.worker.kv.lending import LendCore, StreamEnded
+from services.worker.limits import OPEN_LEASE_WITHIN_MS
 from tests.plane.corruption import BitFlip, measure, tapped
 from tests.plane.harness import (
     CARRIERS,
@@ -66,11 +67,12 @@ class Lender:
         self.shape = uniform_shape(LAYOUT, NUM_BLOCKS)
         self.memory = holder_memory(self.shape)
         self.served: queue.Queue[tuple[LeaseId, str]] = queue.Queue()
-        self.holder = KVHolder(
+        self.holder = WorkerHolder(
             worker_id=HOLDER,
             incarnation="one",
             arena=self.memory.arena,
-            cache=BlockCache(self.shape, chunk_tokens=64),
+            shape=self.shape,
+            memory=BlockCache(self.shape, chunk_tokens=64),
             secret=SECRET,
             make_server=PlaneServer,
             on_started=lambda _: None,
@@ -112,15 +114,15 @@ class Lender:
         )  # fmt: skip
         request = msgspec.structs.replace(request, **changes)
         with self.holder.lock:
-            lease = self.lending.lend(request, now_ms() - ago_ms)
-        return lease if isinstance(lease, Refused) else self.holder.lend(lease, request)
+            lease = self.lending.answer(request, now_ms() - ago_ms)
+        return lease if isinstance(lease, Refused) else self.holder.lend(lease, request, "")
 
     def lend(self, prompt: int = 1, *, first_block: int = 0, ago_ms: int = 0) -> LeaseGranted:
         granted = self.ask(prompt, first_block=first_block, ago_ms=ago_ms)
         assert isinstance(granted, LeaseGranted), granted
         return granted
 
-    def lease_of(self, granted: LeaseGranted) -> Lease:
+    def lease_of(self, granted: LeaseGranted) -> Grant:
         return next(lease for lease in self.holder.leases if lease.lease_id == granted.lease_id)
 
     def ticket(self, granted: LeaseGranted, *, secret: bytes = SECRET, **changes) -> str:
@@ -134,15 +136,15 @@ class Lender:
     def end(self, granted: LeaseGranted) -> None:
         """Take in, as the event loop does, that a lease's read is over."""
         with self.holder.lock:
-            actions = self.lending.served(granted.lease_id, "ended")
-        for _ in actions:
-            self.holder.close_lease(granted.lease_id, "ended")
+            lease = self.lease_of(granted)
+            self.lending.handle(StreamEnded(lease), now_ms())
+        self.holder.close_lease(lease)
 
     def until_served(self) -> str:
         return self.served.get(timeout=DEADLINE_S)[1]
 
-    def _on_served(self, lease_id: LeaseId, stats: TransferStats | None, error: str) -> None:
-        self.served.put((lease_id, error))
+    def _on_served(self, lease: Grant, stats: TransferStats, error: str) -> None:
+        self.served.put((lease.lease_id, error))
 
 
 def hashes_of(prompt: int, num_tokens: int = NUM_TOKENS, tenant: str = "") -> list[BlockHash]:
@@ -150,7 +152,7 @@ def hashes_of(prompt: int, num_tokens: int = NUM_TOKENS, tenant: str = "") -> li
     return hash_blocks(tokens, BLOCK, model_fingerprint=LAYOUT.fingerprint, tenant=tenant)
 
 
-def blocks_of(lease: Lease) -> set[int]:
+def blocks_of(lease: Grant) -> set[int]:
     return set(block_ids(lease.tables[0].segments))
 
 
@@ -259,7 +261,7 @@ def test_reused_during_a_read(
 
 
 def test_expired_lease(carrier: str, lender: Lender, target: Target) -> None:
-    granted = lender.lend(ago_ms=OPEN_WITHIN_MS)
+    granted = lender.lend(ago_ms=OPEN_LEASE_WITHIN_MS)
     assert refused(lender, target, carrier, granted) == ("lease", "expired")
 
 

@@ -21,15 +21,16 @@ from rich.progress import track
 from rich.table import Table
 
 from dataplane.blocks.cache import BlockCache
-from dataplane.blocks.lease import Lease, LeaseTable
-from dataplane.protocol.gate import ReadableKV
+from dataplane.protocol.gate import LeaseRefusedError, ReadableKV
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import Landing
 from schemas.block import BlockHasher
 from services.sim.mesh import MeshShape
 from services.sim.scenario import FAULT_KINDS, Fault, FaultKind, Scenario
 from services.sim.world import SimOptions, simulate
+from services.worker.kv.contents import WorkerHolder
 from services.worker.kv.holder import KVHolder
+from services.worker.kv.leases import Grant, LeaseTable
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 FIRST_SEED = 50_000
@@ -129,27 +130,29 @@ def bug(text: str, *kinds: FaultKind, within: int = 20, options: SimOptions | No
     options=HURRIED,
 )
 def stale_lease_is_read(patch: pytest.MonkeyPatch) -> None:
-    def open_anyway(self: KVHolder, ticket: Any) -> ReadableKV:
-        served = cast(Any, self)._served[ticket.lease_id]
-        lease = served.lease
-        return ReadableKV(lease.tables, lease.num_tokens, served.progress, lease.first_token)
+    def open_anyway(self: KVHolder[Any], ticket: Any) -> ReadableKV:
+        lease = self.leases.find(ticket.lease_id)
+        if lease is None:
+            raise LeaseRefusedError(ticket.lease_id, "unknown")
+        return ReadableKV(lease.tables, lease.num_tokens, lease.progress, lease.first_token)
 
     patch.setattr(KVHolder, "open", open_anyway)
     patch.setattr(KVHolder, "still_valid", lambda self, ticket: True)
-    patch.setattr(KVHolder, "close_lease", lambda self, lease_id, reason: 0)
+    patch.setattr(KVHolder, "close_lease", lambda self, lease: None)
 
 
 @bug("the sweep of expired leases stops at the first one that still lives", "plane_cut", options=HURRIED)
 def sweep_stops_at_first_living_lease(patch: pytest.MonkeyPatch) -> None:
     expire = LeaseTable.expire
 
-    def stops(self: LeaseTable, now_ms: int, concerns: Callable[[Any], bool] = lambda _: True) -> list[Lease]:
+    def stops(
+        self: LeaseTable, now_ms: int, concerns: Callable[[Grant], bool] = lambda _: True, detail: str = ""
+    ) -> list[Grant]:
         leases = list(self)
         over = 0
         while over < len(leases) and leases[over].expires_at_ms <= now_ms:
             over += 1
-        first = {lease.lease_id for lease in leases[:over]}
-        return expire(self, now_ms, lambda lease_id: lease_id in first and concerns(lease_id))
+        return expire(self, now_ms, lambda lease: lease in leases[:over] and concerns(lease), detail)
 
     patch.setattr(LeaseTable, "expire", stops)
 
@@ -159,7 +162,7 @@ def expired_lease_keeps_its_blocks(patch: pytest.MonkeyPatch) -> None:
     from services.prefill.core import PrefillCore
 
     patch.setattr(
-        PrefillCore, "_lease_gone", lambda self, run, lease, reason, *, tell_target: setattr(run, "lease", None) or []
+        PrefillCore, "_lease_gone", lambda self, run, lease, *, tell_target: setattr(run, "lease", None) or []
     )
 
 
@@ -238,12 +241,12 @@ def hash_without_its_past(patch: pytest.MonkeyPatch) -> None:
 
 @bug("blocks are known for reuse as soon as they are allocated, before they are computed", *FAULT_KINDS)
 def cached_before_computed(patch: pytest.MonkeyPatch) -> None:
-    def submitted(self: KVHolder, sequence: Any, content: Any) -> None:
+    def submitted(self: WorkerHolder, sequence: Any, content: Any) -> None:
         content.num_landed_tokens = sequence.num_computed_tokens
         cast(Any, self)._contents[(sequence.request_id, sequence.attempt)] = content
         self.computed(sequence, len(sequence.token_ids))
 
-    patch.setattr(KVHolder, "submitted", submitted)
+    patch.setattr(WorkerHolder, "submitted", submitted)
 
 
 @bug("the whole prompt may come from the cache, its last token too")
@@ -279,14 +282,14 @@ def lends_by_count(patch: pytest.MonkeyPatch) -> None:
 
 @bug("a partial last block is kept under a full block's identity", options=RESUMED)
 def partial_block_counts_as_full(patch: pytest.MonkeyPatch) -> None:
-    computed = KVHolder.computed
+    computed = WorkerHolder.computed
 
-    def rounded_up(self: KVHolder, sequence: Any, num_tokens: int, *, ended: bool = False) -> None:
+    def rounded_up(self: WorkerHolder, sequence: Any, num_tokens: int, *, ended: bool = False) -> None:
         block_size = self.shape.layout.block_size
         up = min(len(sequence.token_ids), -(-num_tokens // block_size) * block_size)
         computed(self, sequence, up, ended=ended)
 
-    patch.setattr(KVHolder, "computed", rounded_up)
+    patch.setattr(WorkerHolder, "computed", rounded_up)
 
 
 # Requests and their attempts.
@@ -387,16 +390,20 @@ def refusal_without_retry_after(patch: pytest.MonkeyPatch) -> None:
 
 @bug("a lease's end is in no trace")
 def release_is_not_traced(patch: pytest.MonkeyPatch) -> None:
-    from services.worker.observe.transfers import LeaseTraces
+    from services.worker.observe.transfers import HolderSpans
 
-    patch.setattr(LeaseTraces, "ended", lambda self, lease_id, num_blocks, reason: None)
+    patch.setattr(HolderSpans, "lease_ended", lambda self, lease: None)
 
 
 @bug("a holder does not tell its reader what its end of a transfer is called")
 def transfer_is_not_linked(patch: pytest.MonkeyPatch) -> None:
-    from services.worker.observe.transfers import LeaseTraces
+    start = KVHolder.start
 
-    patch.setattr(LeaseTraces, "name_stream", lambda self, lease_id: "")
+    def nameless(self: KVHolder[Any], config: Any) -> None:
+        self.name_stream = lambda _: ""
+        start(self, config)
+
+    patch.setattr(KVHolder, "start", nameless)
 
 
 @bug("a dispatch ends with the reply and not with the worker's acceptance")

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from dataplane.blocks.layout import BlockTable, KVLayout, segments_of, uniform_shape
-from dataplane.blocks.lease import LeaseTable
 from dataplane.blocks.ticket import Ticket, sign
 from dataplane.ends.reader import PlaneReader
 from dataplane.ends.server import PlaneServer, ReadableKV, ServerOptions
@@ -33,6 +32,7 @@ from services.store.load import OpenTier, make_parts
 from services.store.service import run_store
 from services.store.values import BlockValues
 from services.telemetry import Telemetry
+from services.worker.kv.leases import LeaseTable
 from tests.plane.harness import CardMemory, HostMemory
 from tests.store.rig import LAYOUT, hashes_of
 
@@ -92,7 +92,6 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.leases = LeaseTable()
-        self.progress: dict[LeaseId, KVProgress] = {}
         self.block_of: dict[BlockHash, int] = {}
         self.memory = BlockMemory(self.layout, 128, on_card=self.on_card)
         options = ServerOptions(carriers=self.carriers)
@@ -103,8 +102,8 @@ class Worker:
         await self.bus.serve(tasks, subjects.LEASE, (self.worker_id,), self._on_lease)
 
     async def close(self) -> None:
-        for progress in self.progress.values():
-            progress.fail("the worker is gone")
+        for lease in self.leases:
+            lease.progress.fail("the worker is gone")
         await asyncio.to_thread(self.plane.close)
         self.memory.close()
         await self.bus.close()
@@ -144,26 +143,31 @@ class Worker:
             lease_id=LeaseId(new_id("lease")),
             holder=self.worker_id,
             reader=request.reader,
+            request_id=request.request_id,
+            attempt=request.attempt,
             tables=(table,),
             num_tokens=num_tokens,
+            progress=self._progress(num_tokens),
             expires_at_ms=now_ms() + 60_000,
         )
-        if self.num_tokens_ready is None:
-            self.progress[lease.lease_id] = KVProgress.completed(self.layout.num_layers, num_tokens)
-        else:  # it stops there
-            progress = self.progress[lease.lease_id] = KVProgress(self.layout.num_layers, num_tokens)
-            for layer in range(self.layout.num_layers):
-                progress.advance(layer, min(num_tokens, self.num_tokens_ready))
         return granted(request, self.worker_id, lease.lease_id, lease.epoch, self.plane.endpoint, num_tokens)
+
+    def _progress(self, num_tokens: int) -> KVProgress:
+        if self.num_tokens_ready is None:
+            return KVProgress.completed(self.layout.num_layers, num_tokens)
+        progress = KVProgress(self.layout.num_layers, num_tokens)
+        for layer in range(self.layout.num_layers):
+            progress.advance(layer, min(num_tokens, self.num_tokens_ready))  # it stops there
+        return progress
 
     # `LeaseGate`.
 
     def open(self, ticket: Ticket) -> ReadableKV:
         lease = self.leases.check(ticket.lease_id, ticket.epoch, ticket.reader, now_ms())
-        return ReadableKV(tables=lease.tables, num_tokens=lease.num_tokens, progress=self.progress[ticket.lease_id])
+        return ReadableKV(tables=lease.tables, num_tokens=lease.num_tokens, progress=lease.progress)
 
     def still_valid(self, ticket: Ticket) -> bool:
-        return self.leases.is_current(ticket.lease_id, ticket.epoch, now_ms())
+        return self.leases.current(ticket.lease_id, ticket.epoch, now_ms()) is not None
 
     def started(self, lease_id: LeaseId, carrier: str) -> None:
         pass

@@ -6,26 +6,32 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dataplane.blocks.layout import block_ids
-from dataplane.blocks.lease import Lease
 from schemas.block import join_hashes, split_hashes
 from schemas.directory import BlocksEvicted, BlocksStored
 from schemas.ids import BlockHash, RequestId, WorkerId
 from schemas.kv import RequestLease
 from schemas.request import Refused
 from schemas.worker import WorkerLeft
-from services.store import core as core_module
-from services.store.core import MAX_LEASES, MAX_OFFERED, OPEN_WITHIN_MS, StoreCore, StoreLimits, WriteBatch
+from services.store.core import StoreCore, StoreLimits, WriteBatch
+from services.store.limits import MAX_OFFERED_BLOCKS
+from services.worker.core.actions import Action, CloseLease
+from services.worker.kv import ledger as ledger_module
+from services.worker.kv.leases import Grant, LeaseTable
+from services.worker.kv.ledger import BlockLedger
+from services.worker.kv.lending import EndAll, LendCore, StreamEnded, StreamStarted
+from services.worker.limits import MAX_LENT_LEASES, OPEN_LEASE_WITHIN_MS
 from tests.store.rig import LAYOUT, WINDOWED, hash_of, hashes_of
 
-WORKER, READER = WorkerId("prefill-0"), WorkerId("decode-0")
+WORKER, READER, STORE = WorkerId("prefill-0"), WorkerId("decode-0"), WorkerId("store-0")
 NOW = 1_000_000
 LEASE_MS = 30_000
 
 
 def make_core(num_blocks: int = 8, max_values: int = 100, *, behind: bool = True, layout=LAYOUT) -> StoreCore:
     limits = StoreLimits(
-        store_id=WorkerId("store-0"),
-        incarnation="i",
+        worker_id=STORE,
+        fingerprint=layout.fingerprint,
+        block_size=layout.block_size,
         lease_ms=LEASE_MS,
         value_bytes=10,
         max_bytes=10 * max_values + 9,
@@ -59,10 +65,22 @@ def ask(*numbers: int, first_block: int = 0, **changes) -> RequestLease:
     return RequestLease(**(fields | changes))
 
 
-def lend(core: StoreCore, *numbers: int, first_block: int = 0) -> Lease:
-    lease = core.grant(ask(*numbers, first_block=first_block), core.take(hashes_of(*numbers)), NOW)
-    assert isinstance(lease, Lease)
+def lending(core: StoreCore) -> LendCore:
+    return LendCore(core.limits, core, LeaseTable())
+
+
+def lend(lender: LendCore, *numbers: int, first_block: int = 0) -> Grant:
+    lease = lender.answer(ask(*numbers, first_block=first_block), NOW)
+    assert isinstance(lease, Grant)
     return lease
+
+
+def num_running(core: StoreCore, leases: LeaseTable) -> int:
+    return core.num_blocks - core.num_free - core.num_cached - leases.num_leased_blocks
+
+
+def events_of(core: StoreCore, ledger: BlockLedger) -> list[BlocksStored | BlocksEvicted]:
+    return [event for tier, changes in core.take_changes() for event in ledger.events(changes, tier)]
 
 
 def offer(core: StoreCore, worker: str, *numbers: int) -> bool:
@@ -134,16 +152,16 @@ def test_what_one_worker_gave_is_wanted_of_no_other_until_it_is_gone_again() -> 
 def test_offers_that_wait_for_another_are_bounded_too() -> None:
     core = make_core()
     offer(core, "a", *range(20))
-    offer(core, "b", *range(MAX_OFFERED + 10))
+    offer(core, "b", *range(MAX_OFFERED_BLOCKS + 10))
     assert core.counts.num_not_taken == 10
 
 
 def test_offers_that_are_left_are_counted_and_bounded() -> None:
     core = make_core()
-    offer(core, "a", *range(MAX_OFFERED + 10))
+    offer(core, "a", *range(MAX_OFFERED_BLOCKS + 10))
     assert core.counts.num_not_taken == 10
-    assert core.end_pull(WorkerId("a")) == MAX_OFFERED
-    assert core.counts.num_not_taken == MAX_OFFERED + 10
+    assert core.end_pull(WorkerId("a")) == MAX_OFFERED_BLOCKS
+    assert core.counts.num_not_taken == MAX_OFFERED_BLOCKS + 10
 
 
 def test_an_offer_that_is_no_list_of_hashes_is_not_taken() -> None:
@@ -255,55 +273,63 @@ def test_what_cannot_be_written_stays_in_memory() -> None:
 def test_a_lease_is_on_the_readers_own_positions() -> None:
     core = make_core()
     pull(core, 1, 2, 3)
-    lease = lend(core, 1, 2, 7, first_block=5)
+    lease = lend(lending(core), 1, 2, 7, first_block=5)
     assert (lease.first_token, lease.num_tokens) == (5 * 8, 7 * 8)
     (table,) = lease.tables
     assert (table.first_block, table.end_block) == (5, 7)
-    assert lease.expires_at_ms == NOW + OPEN_WITHIN_MS
+    assert lease.expires_at_ms == NOW + OPEN_LEASE_WITHIN_MS
 
 
 def test_leased_blocks_outlast_any_pressure() -> None:
     core = make_core(num_blocks=4, behind=False)
     pull(core, 1, 2, writes=False)
-    lease = lend(core, 1, 2)
+    lease = lend(lending(core), 1, 2)
     for number in range(10, 20):
         pull(core, number, writes=False)
     assert core.memory.take(hashes_of(1, 2)) == block_ids(lease.tables[0].segments)
     assert core.memory.allocate(3) is None
 
 
+def closed(actions: list[Action]) -> list[Grant]:
+    leases = [action.lease for action in actions if isinstance(action, CloseLease)]
+    assert len(leases) == len(actions)
+    return leases
+
+
 def test_a_lease_ends_once_whichever_way_it_ends() -> None:
     core = make_core()
+    lender = lending(core)
     pull(core, 1, 2, 3, writes=False)
-    first, second, third = lend(core, 1), lend(core, 1, 2), lend(core, 3)
-    assert core.block_counts().leased == 3
-    assert [lease.lease_id for lease in core.end_lease(first.lease_id, "landed")] == [first.lease_id]
-    assert core.end_lease(first.lease_id, "again") == []
-    core.started(third.lease_id, NOW)
-    assert [lease.lease_id for lease in core.expire(NOW + OPEN_WITHIN_MS)] == [second.lease_id]
-    assert core.expire(NOW + LEASE_MS - 1) == []
+    first, second, third = lend(lender, 1), lend(lender, 1, 2), lend(lender, 3)
+    assert lender.leases.num_leased_blocks == 3
+    assert closed(lender.handle(StreamEnded(first), NOW)) == [first]
+    assert lender.handle(StreamEnded(first, "again"), NOW) == []
+    lender.handle(StreamStarted(third), NOW)
+    assert closed(lender.tick(NOW + OPEN_LEASE_WITHIN_MS)) == [second]
+    assert lender.tick(NOW + LEASE_MS - 1) == []
     left = WorkerLeft(worker_id=READER, incarnation="x", reason="gone")
-    assert [lease.lease_id for lease in core.left(left)] == [third.lease_id]
-    core.started(third.lease_id, NOW)
-    counts = core.block_counts()
-    assert (counts.free, counts.cached, counts.leased, counts.running) == (5, 3, 0, 0)
+    assert closed(lender.handle(left, NOW)) == [third]
+    lender.handle(StreamStarted(third), NOW)
+    assert (core.num_free, core.num_cached, lender.leases.num_leased_blocks) == (5, 3, 0)
+    assert num_running(core, lender.leases) == 0
 
 
 def test_only_the_leavers_leases_end() -> None:
     core = make_core()
+    lender = lending(core)
     pull(core, 1)
-    lend(core, 1)
-    assert core.left(WorkerLeft(worker_id=WorkerId("decode-1"), incarnation="x", reason="gone")) == []
-    assert len(core.leases) == 1
+    lend(lender, 1)
+    assert lender.handle(WorkerLeft(worker_id=WorkerId("decode-1"), incarnation="x", reason="gone"), NOW) == []
+    assert len(lender.leases) == 1
 
 
 def refusal(core: StoreCore, request: RequestLease) -> str:
-    refused = core.check(request, NOW)
+    refused = lending(core).refusal(request, NOW)
     assert isinstance(refused, Refused)
     return refused.reason
 
 
-def test_what_is_refused_at_the_door() -> None:
+def test_what_is_refused_whatever_is_here() -> None:
     core = make_core()
     assert refusal(core, ask(1, fingerprint="another")) == "fingerprint"
     assert refusal(core, ask()) == "invalid"
@@ -311,27 +337,26 @@ def test_what_is_refused_at_the_door() -> None:
     assert refusal(core, ask(1, block_hashes=b"cut")) == "invalid"
     assert refusal(core, ask(1, 2, 1)) == "invalid"
     assert refusal(core, ask(1, deadline_ms=NOW)) == "deadline"
-    assert core.check(ask(1), NOW) is None
+    assert lending(core).refusal(ask(1), NOW) is None
     core.draining = True
-    assert refusal(core, ask(1)) == "draining"
+    assert lending(core).refusal(ask(1), NOW) is None, "as long as it drains it lends"
 
 
 def test_there_is_a_bound_on_open_leases() -> None:
     core = make_core()
+    lender = lending(core)
     pull(core, 1)
-    for _ in range(MAX_LEASES):
-        lend(core, 1)
-    taken = core.take(hashes_of(1))
-    refused = core.grant(ask(1), taken, NOW)
+    for _ in range(MAX_LENT_LEASES):
+        lend(lender, 1)
+    refused = lender.answer(ask(1), NOW)
     assert isinstance(refused, Refused) and refused.reason == "overloaded"
-    for lease in core.leases:
-        core.end_lease(lease.lease_id, "landed")
+    assert len(lender.handle(EndAll("over"), NOW)) == MAX_LENT_LEASES
     write_all(core)
-    assert core.block_counts().cached == 1, "what was taken for the refused one has been given back"
+    assert core.num_cached == 1, "nothing was taken for the refused one"
 
 
 def test_what_is_not_here_is_gone() -> None:
-    refused = make_core().grant(ask(1), [], NOW)
+    refused = lending(make_core()).answer(ask(1), NOW)
     assert isinstance(refused, Refused) and refused.reason == "gone"
 
 
@@ -374,31 +399,32 @@ def test_events_are_numbered_and_of_one_tier_each() -> None:
     core = make_core(num_blocks=4, max_values=1)
     pull(core, 1, 2)
     write_all(core)
-    events = core.take_events()
+    ledger = BlockLedger(STORE, "i")
+    events = events_of(core, ledger)
     assert [(type(e), e.sequence, e.tier, split_hashes(e.block_hashes)) for e in events] == [
         (BlocksStored, 1, "memory", hashes_of(1, 2)),
         (BlocksStored, 2, "disk", hashes_of(2)),
     ]
     pull(core, 3, 4)
     write_all(core)
-    assert [(type(e), e.sequence, e.tier, split_hashes(e.block_hashes)) for e in core.take_events()] == [
+    assert [(type(e), e.sequence, e.tier, split_hashes(e.block_hashes)) for e in events_of(core, ledger)] == [
         (BlocksStored, 3, "memory", hashes_of(3, 4)),
         (BlocksEvicted, 4, "disk", hashes_of(2)),
         (BlocksStored, 5, "disk", hashes_of(4)),
     ]
-    assert core.take_events() == []
+    assert events_of(core, ledger) == []
 
 
 def test_an_inventory_has_pages_of_one_tier_each(monkeypatch) -> None:
-    monkeypatch.setattr(core_module, "INVENTORY_PAGE_BLOCKS", 2)
-    core = make_core()
+    monkeypatch.setattr(ledger_module, "INVENTORY_PAGE_BLOCKS", 2)
+    core, ledger = make_core(), BlockLedger(STORE, "i")
     core.back.restore(hashes_of(11, 12, 13))
     pull(core, 1, 2, 3, writes=False)
-    core.take_events()
+    events_of(core, ledger)
     pages = []
     offset: int | None = 0
     while offset is not None:
-        page = core.inventory(offset)
+        page = ledger.inventory(core.contents(), offset)
         pages.append((page.tier, split_hashes(page.block_hashes), page.sequence))
         offset = page.next_offset
     assert pages == [
@@ -410,14 +436,14 @@ def test_an_inventory_has_pages_of_one_tier_each(monkeypatch) -> None:
 
 
 def test_an_empty_stores_inventory_is_one_empty_page() -> None:
-    page = make_core().inventory(0)
+    page = BlockLedger(STORE, "i").inventory(make_core().contents(), 0)
     assert (page.block_hashes, page.next_offset, page.sequence) == (b"", None, 0)
 
 
 def test_an_inventory_of_a_tier_alone() -> None:
     core = make_core()
     core.back.restore(hashes_of(1))
-    page = core.inventory(0)
+    page = BlockLedger(STORE, "i").inventory(core.contents(), 0)
     assert (page.tier, split_hashes(page.block_hashes), page.next_offset) == ("disk", hashes_of(1), None)
 
 
@@ -434,9 +460,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.leased: dict[str, list[BlockHash]] = {}
         self.told: dict[str, set[BlockHash]] = {"memory": set(), "disk": set()}
         self.last_sequence = 0
+        self.lender, self.ledger = lending(self.core), BlockLedger(STORE, "i")
 
     def in_use(self) -> set[int]:
-        leased = {b for lease in self.core.leases for b in block_ids(lease.tables[0].segments)}
+        leased = {b for lease in self.lender.leases for b in block_ids(lease.tables[0].segments)}
         return leased | {block for batch in self.writing for block in batch.blocks}
 
     @rule(numbers=numbers, writes=st.booleans(), landed=st.integers(0, 5))
@@ -479,24 +506,22 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(numbers=numbers, first_block=st.integers(0, 3))
     def lend(self, numbers: list[int], first_block: int) -> None:
-        hashes = hashes_of(*numbers)
-        blocks = self.core.take(hashes)
-        lease = self.core.grant(ask(*numbers, first_block=first_block), blocks, NOW)
-        if isinstance(lease, Lease):
-            self.leased[lease.lease_id] = hashes[: len(blocks)]
+        lease = self.lender.answer(ask(*numbers, first_block=first_block), NOW)
+        if isinstance(lease, Grant):
+            self.leased[lease.lease_id] = hashes_of(*numbers)[: lease.num_blocks]
 
     @precondition(lambda self: self.leased)
     @rule(data=st.data())
     def end_lease(self, data: st.DataObject) -> None:
         lease_id = data.draw(st.sampled_from(sorted(self.leased)))
         del self.leased[lease_id]
-        for lease in self.core.leases:
+        for lease in self.lender.leases:
             if lease.lease_id == lease_id:
-                assert len(self.core.end_lease(lease.lease_id, "landed")) == 1
+                assert closed(self.lender.handle(StreamEnded(lease), NOW)) == [lease]
 
     @invariant()
     def leases_hold_what_they_were_granted_on(self) -> None:
-        for lease in self.core.leases:
+        for lease in self.lender.leases:
             blocks = block_ids(lease.tables[0].segments)
             assert [self.content[block] for block in blocks] == self.leased[lease.lease_id]
 
@@ -504,12 +529,11 @@ class StoreMachine(RuleBasedStateMachine):
     def the_bounds_hold(self) -> None:
         self.core.check_integrity()
         assert len(self.core.back) <= 3 and self.core.num_unwritten <= self.core.limits.max_unwritten
-        counts = self.core.block_counts()
-        assert counts.total == counts.free + counts.cached + counts.running + counts.leased
+        assert num_running(self.core, self.lender.leases) >= 0
 
     @invariant()
     def the_events_tell_the_truth(self) -> None:
-        for event in self.core.take_events():
+        for event in events_of(self.core, self.ledger):
             assert event.sequence == self.last_sequence + 1
             self.last_sequence += 1
             hashes = set(split_hashes(event.block_hashes))

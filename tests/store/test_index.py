@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dataplane.blocks.cache import ContentChanges
 from schemas.ids import BlockHash
 from services.store.index import BackIndex, MemoryIndex
 from tests.store.rig import hash_of, hashes_of
@@ -24,7 +25,7 @@ def test_the_least_recently_used_goes_first() -> None:
     memory.release(memory.take([hash_of(1)]))
     assert memory.allocate(2) is not None
     assert memory.hashes() == hashes_of(1)
-    assert memory.changes.take() == ([], hashes_of(2, 3))
+    assert memory.changes.take() == ContentChanges([], hashes_of(2, 3))
 
 
 def test_what_is_referred_to_is_never_given_up() -> None:
@@ -51,7 +52,7 @@ def test_the_same_content_is_kept_once() -> None:
     memory.put(again[0], hash_of(1))
     memory.release(again)
     assert memory.num_free == 3
-    assert memory.changes.take() == ([], [])
+    assert memory.changes.take() == ContentChanges()
 
 
 def test_what_came_and_went_between_two_looks_is_not_mentioned() -> None:
@@ -61,7 +62,7 @@ def test_what_came_and_went_between_two_looks_is_not_mentioned() -> None:
         assert blocks
         memory.put(blocks[0], hash_of(number))
         memory.release(blocks)
-    assert memory.changes.take() == (hashes_of(3), hashes_of(1))
+    assert memory.changes.take() == ContentChanges(hashes_of(3), hashes_of(1))
 
 
 def test_a_used_value_stays_behind_memory() -> None:
@@ -85,7 +86,7 @@ def test_what_was_there_is_cut_to_the_bound() -> None:
     back = BackIndex(2)
     assert back.restore(hashes_of(1, 2, 3)) == hashes_of(1)
     assert back.hashes() == hashes_of(2, 3)
-    assert back.changes.take() == ([], []), "the inventory tells, not an event"
+    assert back.changes.take() == ContentChanges(), "the inventory tells, not an event"
 
 
 Step = tuple[str, int, int]
@@ -123,7 +124,8 @@ def test_whatever_happens_nothing_leased_changes_and_the_events_tell_the_truth(h
         elif kind == "drop":
             back.drop(hashes[0])
         for name, index in (("memory", memory), ("back", back)):
-            stored, evicted = index.changes.take()
+            changes = index.changes.take()
+            stored, evicted = changes.stored, changes.evicted
             assert not told[name] & set(stored), "nothing comes twice"
             assert told[name] >= set(evicted), "only what was there goes"
             told[name] = (told[name] | set(stored)) - set(evicted)

@@ -17,8 +17,8 @@ from schemas.worker import PingWorker, WorkerLeft
 from services.config import MeshConfig, StoreConfig
 from services.errors import UserError
 from services.runtime import now_ms
-from services.store import core as core_module
 from services.store.load import load_store
+from services.worker.kv import lending as lending_module
 from tests.store.fleet import LAYOUT, SECRET, STORE, Fleet, arenas, config_of, files_in, fleet, kv_of, store, until
 from tests.store.rig import WINDOWED, hash_of, hashes_of
 
@@ -269,7 +269,7 @@ async def test_a_model_with_windows_is_not_taken(caplog: pytest.LogCaptureFixtur
 
 
 async def test_a_lease_that_is_not_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_module, "OPEN_WITHIN_MS", 1_500)
+    monkeypatch.setattr(lending_module, "OPEN_LEASE_WITHIN_MS", 1_500)
     async with fleet() as around, store(around, config_of()):
         worker = await around.worker("prefill-0", 1, 2)
         await worker.cool(1, 2)

@@ -2,10 +2,15 @@
 
 import threading
 import urllib.request
+from typing import get_args
 
 import pytest
 
-from schemas.ids import LeaseId, WorkerId
+from dataplane.blocks.layout import BlockTable, Segment
+from dataplane.protocol.progress import KVProgress
+from dataplane.protocol.stream import FailureCode
+from schemas.ids import LeaseId, RequestId, WorkerId
+from schemas.kv import LeaseEnd, ReadEnd
 from schemas.worker import BlockCounts
 from services import metric_names as names
 from services.config import MeshConfig, apply_environment
@@ -14,8 +19,10 @@ from services.gateway.observe.metrics import GatewayMetrics
 from services.metrics import OTHER, MetricName, Metrics, exemplar_of
 from services.pages.tables import metrics_table
 from services.telemetry.limits import MAX_SERIES
+from services.worker.kv.leases import Grant, LeaseTable
 from services.worker.observe import metrics as worker_metrics
-from services.worker.observe.metrics import LeaseBook, outcome_of
+from services.worker.observe.metrics import HolderMetrics
+from tests.wire.examples import LOAD
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-00"
@@ -113,52 +120,54 @@ def test_the_server_reads_while_everything_changes() -> None:
 def test_leases_are_told_by_age_by_end_and_by_whether_anybody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     time_ms = 0
     monkeypatch.setattr(worker_metrics, "now_ms", lambda: time_ms)
-    metrics = Metrics("w")
-    book = LeaseBook(metrics)
+    metrics, leases = Metrics("w"), LeaseTable()
+    measured = HolderMetrics(metrics, lambda: LOAD, leases, 1)
 
     def shown() -> dict[str, float]:
         metrics.sample()
         lines = (line.rsplit(" ", 1) for line in text_of(metrics).splitlines() if not line.startswith("#"))
-        return {name: float(value) for name, value in lines if float(value)}
+        told = ("kvmesh_leases", "kvmesh_unread", "kvmesh_stranded")
+        return {name: float(value) for name, value in lines if name.startswith(told) and float(value)}
 
-    filling, read, alone = LeaseId("filling"), LeaseId("read"), LeaseId("alone")
-    book.granted(filling, 5, is_computed=False)
-    book.granted(read, 3)
-    book.granted(alone, 2)
-    book.reading(read, is_read=True)
+    def granted(lease_id: str, num_blocks: int, readable_ms: int = 0) -> Grant:
+        grant = leases.grant(
+            lease_id=LeaseId(lease_id), holder=WorkerId("w"), reader=WorkerId("d"),
+            request_id=RequestId("r"), attempt=1, tables=(BlockTable((Segment(0, num_blocks),)),),
+            num_tokens=num_blocks, expires_at_ms=100_000,
+            progress=KVProgress(1, num_blocks),
+        )  # fmt: skip
+        grant.readable_ns = readable_ms * 1_000_000
+        return grant
+
+    def end(grant: Grant, why: LeaseEnd) -> None:
+        leases.end(grant.lease_id, why)
+        measured.lease_ended(grant)
+
+    filling, read, alone = granted("filling", 5), granted("read", 3, 1), granted("alone", 2, 1)
+    read.is_read = True
     assert shown() == {'kvmesh_leases{age="<1s",worker="w"}': 3}
     time_ms = 1_500
     assert shown() == {'kvmesh_leases{age="1-5s",worker="w"}': 3, 'kvmesh_unread_blocks{worker="w"}': 2}
-    book.computed(filling)
+    filling.readable_ns = 1_500 * 1_000_000
     time_ms = 40_000
     assert shown()['kvmesh_unread_blocks{worker="w"}'] == 7
-    book.ended(read, "landed")
-    book.ended(alone, "the reader left")
-    book.ended(alone, "the reader left")
-    book.ended(filling, "the client has disconnected")
+    end(read, LeaseEnd.LANDED)
+    end(alone, LeaseEnd.READER_LEFT)
+    end(filling, LeaseEnd.CANCELLED)
+    end(granted("unneeded", 1), LeaseEnd.UNNEEDED)
     assert shown() == {
         'kvmesh_leases_ended_total{outcome="landed",worker="w"}': 1,
         'kvmesh_leases_ended_total{outcome="reader_left",worker="w"}': 1,
-        'kvmesh_leases_ended_total{outcome="cancelled",worker="w"}': 1,
+        'kvmesh_leases_ended_total{outcome="cancelled",worker="w"}': 2,
         'kvmesh_stranded_blocks_total{reason="reader_left",worker="w"}': 2,
     }
 
 
-@pytest.mark.parametrize(
-    ("failure", "outcome"),
-    [
-        ("", "landed"),
-        ("stopped", "stopped"),
-        ("digest: frame 3 (layer 1, token 0)", "digest"),
-        ("closed: the peer is gone", "closed"),
-        ("gone: decode-0 does not hold these blocks (any more)", "refused"),
-        ("decode-0 did not answer: nobody serves requests", "refused"),
-        ("KeyError: 3", "other"),
-    ],
-)
-def test_a_read_has_one_of_the_known_outcomes(failure: str, outcome: str) -> None:
-    assert outcome_of(failure) == outcome
-    assert outcome in names.TRANSFER_OUTCOMES
+def test_every_failure_of_a_read_is_one_of_the_known_ends() -> None:
+    codes = {code for codes in get_args(FailureCode) for code in get_args(codes)}
+    assert codes <= set(ReadEnd)
+    assert set(ReadEnd) - codes == {ReadEnd.LANDED, ReadEnd.STOPPED, ReadEnd.REFUSED, ReadEnd.OTHER}
+    assert tuple(ReadEnd) == names.TRANSFER_OUTCOMES
 
 
 def test_the_parts_of_a_time_to_first_token_are_taken_in() -> None:

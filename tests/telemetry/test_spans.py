@@ -7,7 +7,8 @@ import pytest
 
 from dataplane.protocol.stream import TransferStats
 from schemas.ids import RequestId, TokenIds, WorkerId
-from schemas.request import FirstTokenTimes, RequestTokens, SamplingParams, TransferReport
+from schemas.kv import ReadEnd
+from schemas.request import AttemptEnd, FirstTokenTimes, RequestTokens, SamplingParams, TransferReport
 from services.config import MeshConfig, TelemetryConfig, apply_environment
 from services.engine.interface import SampledToken, Sequence, StepResult
 from services.errors import UserError
@@ -17,6 +18,7 @@ from services.telemetry import FileExporter, Key, ListExporter, SpanName, SpanRe
 from services.telemetry.context import new_trace
 from services.telemetry.names import TTFT_PARTS
 from services.telemetry.ring import Ring
+from services.worker.core.attempts import EndedAttempt
 from services.worker.observe.spans import MAX_LINKED_STEPS, WorkerSpans
 from services.worker.observe.transfers import described_by
 
@@ -95,7 +97,7 @@ def test_a_parent_is_written_before_its_children(tmp_path: Path) -> None:
     spans = WorkerSpans(made, "prefill-0")
     key = (RequestId("req-1"), 1)
     spans.accepted(key, f"00-{TRACE}-{SPAN}-01", "prefill")
-    spans.ended(key, "cancelled")
+    spans.ended(EndedAttempt(key, AttemptEnd.CANCELLED, "cancelled"))
     made.close()
     (file,) = tmp_path.iterdir()
     names = [line.split(b'"name":"')[1].split(b'"')[0] for line in file.read_bytes().splitlines()]
@@ -126,7 +128,7 @@ def test_steps_are_recorded_for_sampled_requests_within_their_caps(flags: str) -
         spans.stepped(step(seq, 10_000 + 10 * number, samples=True))
     spans.prefilled(seq)
     spans.decoded(seq, "length")
-    spans.ended(key, "")
+    spans.ended(EndedAttempt(key, AttemptEnd.FAILED, ""))
     by_name = {span.name: span for span in recorded if span.trace_id == TRACE}
     steps = [span for span in recorded if span.name == SpanName.ENGINE_STEP]
     if flags == "00":
@@ -212,7 +214,7 @@ def test_a_transfer_has_a_name_before_it_has_a_parent() -> None:
     made, spans = telemetry()
     span = TransferSpan(made, WorkerId("store-0"), "")
     assert span.story == span.stats.traceparent
-    span.end({Key.NUM_BLOCKS: 0}, "nobody answered")
+    span.end({Key.NUM_BLOCKS: 0}, ReadEnd.REFUSED, "nobody answered")
     transfer, wait = spans
     assert (transfer.parent_id, wait.parent_id) == ("", transfer.span_id)
     assert (wait.name, wait.error) == (SpanName.KV_LEASE_WAIT, "nobody answered")

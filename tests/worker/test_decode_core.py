@@ -5,7 +5,6 @@ from typing import TypeVar
 import msgspec
 import pytest
 
-from dataplane.blocks.lease import LeaseTable
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded, KVStreaming
 from schemas.request import Refused, ReservationQueued
 from schemas.worker import WorkerLeft
@@ -13,6 +12,7 @@ from services.decode.core import DecodeCore
 from services.prefill.core import PrefillCore
 from services.worker.core.actions import Action, Emit, Fetch, Publish, StartRead, StopFetch, StopRead, Submit, Withdraw
 from services.worker.core.content import ReadOutcome
+from services.worker.kv.leases import LeaseTable
 from tests.worker import worker_cases as case
 
 ActionT = TypeVar("ActionT", bound=Action)

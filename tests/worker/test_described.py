@@ -3,11 +3,12 @@
 import pytest
 
 from dataplane.blocks.layout import BlockTable, Segment
-from dataplane.blocks.lease import LeaseTable
+from dataplane.protocol.progress import KVProgress
 from schemas.ids import LeaseId, RequestId
 from schemas.observe import HeldRequest, RunStage
 from services.decode.core import DecodeCore
 from services.prefill.core import PrefillCore
+from services.worker.kv.leases import LeaseTable
 from services.worker.observe import describe as describing
 from services.worker.observe.describe import describe
 from tests.wire.examples import LOAD
@@ -55,6 +56,7 @@ def test_the_oldest_of_many_are_listed_and_all_are_counted(monkeypatch: pytest.M
         leases.grant(
             lease_id=LeaseId(f"l{granted_ms}"), holder=case.PREFILL, reader=case.DECODE, num_tokens=4,
             tables=(BlockTable((Segment(0, 1),)),), expires_at_ms=5_000, granted_ms=granted_ms,
+            request_id=RequestId("r1"), attempt=1, progress=KVProgress(1, 4),
         )  # fmt: skip
     described = describe(LOAD, requests, leases, NOW)
     assert [held.request_id for held in described.requests] == ["r30", "r10"]

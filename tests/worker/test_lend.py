@@ -3,15 +3,18 @@
 import msgspec
 import pytest
 
-from dataplane.blocks.lease import Lease, LeaseTable
+from dataplane.blocks.cache import BlockCache
+from dataplane.protocol.progress import KVProgress
 from schemas.block import join_hashes
 from schemas.ids import LeaseId, RequestId, WorkerId
-from schemas.kv import LeaseGranted, RequestLease, ReturnLease, is_as_asked
+from schemas.kv import LeaseEnd, LeaseGranted, RequestLease, ReturnLease, is_as_asked
 from schemas.request import Refused
 from schemas.worker import WorkerLeft
-from services.worker.core.actions import CloseLease
+from services.worker.core.actions import Action, CloseLease
 from services.worker.core.content import SequenceContent
-from services.worker.kv.lending import MAX_LENT, OPEN_WITHIN_MS, LendCore
+from services.worker.kv.leases import Grant, LeaseTable
+from services.worker.kv.lending import EndAll, LendCore, Stopping, StreamEnded, StreamStarted
+from services.worker.limits import MAX_LENT_LEASES, OPEN_LEASE_WITHIN_MS
 from tests.worker import worker_cases as case
 
 READER = WorkerId("p9")
@@ -31,15 +34,28 @@ def lender(num_kept: int = 12, *, lease_ms: int = 30_000) -> LendCore:
     return LendCore(case.limits(case.DECODE, lease_ms=lease_ms), cache, LeaseTable())
 
 
-def granted(core: LendCore, asked: RequestLease | None = None, now_ms: int = 0) -> Lease:
-    lease = core.lend(asked or request(), now_ms)
-    assert isinstance(lease, Lease), lease
-    case.check_blocks(core.cache, core.leases)
+def granted(core: LendCore, asked: RequestLease | None = None, now_ms: int = 0) -> Grant:
+    lease = core.answer(asked or request(), now_ms)
+    assert isinstance(lease, Grant), lease
+    case.check_blocks(cache_of(core), core.leases)
     return lease
 
 
+def cache_of(core: LendCore) -> BlockCache:
+    assert isinstance(core.memory, BlockCache)
+    return core.memory
+
+
+def ended(actions: list[Action]) -> list[tuple[Grant, LeaseEnd]]:
+    """Return the leases that these actions close, and why."""
+    leases = [action.lease for action in actions if isinstance(action, CloseLease)]
+    assert len(leases) == len(actions)
+    return [(lease, lease.end) for lease in leases if lease.end is not None]
+
+
 def assert_all_given_back(core: LendCore) -> None:
-    assert len(core.leases) == 0 and core.cache.num_free + core.cache.num_cached == core.cache.num_blocks
+    cache = core.memory
+    assert len(core.leases) == 0 and cache.num_free + cache.num_cached == cache.num_blocks
 
 
 @pytest.mark.parametrize("first_block", [0, 1, 2])
@@ -48,7 +64,7 @@ def test_the_leading_run_that_is_here_is_lent(first_block: int) -> None:
     lease = granted(core, request(first_block))
     assert (lease.first_token, lease.num_tokens, lease.tables[0].first_block) == (first_block * 4, 12, first_block)
     assert core.leases.num_leased_blocks == 3 - first_block
-    assert core.cache.num_cached == first_block
+    assert core.memory.num_cached == first_block
 
 
 @pytest.mark.parametrize(
@@ -68,7 +84,7 @@ def test_the_leading_run_that_is_here_is_lent(first_block: int) -> None:
 )
 def test_what_is_not_here_or_not_right_is_refused(changes: dict[str, object], reason: str) -> None:
     core = lender()
-    refused = core.lend(msgspec.structs.replace(request(), **changes), 1)
+    refused = core.answer(msgspec.structs.replace(request(), **changes), 1)
     assert isinstance(refused, Refused) and refused.reason == reason
     assert_all_given_back(core)
 
@@ -76,20 +92,20 @@ def test_what_is_not_here_or_not_right_is_refused(changes: dict[str, object], re
 def test_lent_blocks_are_not_given_to_others_until_the_read_is_over() -> None:
     core = lender()
     lease = granted(core)
-    assert core.cache.admit([], 6 * 4, 0) is None
-    assert core.served(lease.lease_id, "landed") == [CloseLease(lease.lease_id, "landed")]
-    assert core.served(lease.lease_id, "landed") == []
+    assert cache_of(core).admit([], 6 * 4, 0) is None
+    assert ended(core.handle(StreamEnded(lease), 0)) == [(lease, LeaseEnd.LANDED)]
+    assert core.handle(StreamEnded(lease), 0) == []
     assert_all_given_back(core)
-    assert core.cache.admit([], 6 * 4, 0) is not None
+    assert cache_of(core).admit([], 6 * 4, 0) is not None
 
 
 def test_a_lease_that_nobody_opens_ends_soon_and_one_that_is_read_later() -> None:
     core = lender()
     unopened, opened = granted(core), granted(core)
-    core.started(opened.lease_id, OPEN_WITHIN_MS - 1)
-    assert core.tick(OPEN_WITHIN_MS - 1) == []
-    assert core.tick(OPEN_WITHIN_MS) == [CloseLease(unopened.lease_id, "expired")]
-    assert len(core.tick(OPEN_WITHIN_MS + 30_000)) == 1
+    core.handle(StreamStarted(opened), OPEN_LEASE_WITHIN_MS - 1)
+    assert core.tick(OPEN_LEASE_WITHIN_MS - 1) == []
+    assert ended(core.tick(OPEN_LEASE_WITHIN_MS)) == [(unopened, LeaseEnd.EXPIRED)]
+    assert len(core.tick(OPEN_LEASE_WITHIN_MS + 30_000)) == 1
     assert_all_given_back(core)
 
 
@@ -97,9 +113,9 @@ def test_a_reader_that_trickles_has_the_blocks_until_its_deadline_at_most() -> N
     core = lender(lease_ms=1_000)
     lease = granted(core, now_ms=case.DEADLINE_MS - 1_500)
     for now_ms in range(case.DEADLINE_MS - 1_500, case.DEADLINE_MS, 100):
-        core.leases.renew(lease.lease_id, now_ms, 1_000)  # its stream has moved
+        lease.has_moved = True
         assert core.tick(now_ms) == []
-    assert core.tick(case.DEADLINE_MS) == [CloseLease(lease.lease_id, "expired")]
+    assert ended(core.tick(case.DEADLINE_MS)) == [(lease, LeaseEnd.EXPIRED)]
     assert_all_given_back(core)
 
 
@@ -109,36 +125,49 @@ def test_a_lease_that_is_returned_ends_and_nobody_else_s_does() -> None:
     back = ReturnLease(
         request_id=RequestId("r1"), attempt=1, deadline_ms=case.DEADLINE_MS, reader=READER, lease_id=mine.lease_id
     )
-    assert core.returned(msgspec.structs.replace(back, reader=WorkerId("stranger"))) == []
-    assert core.returned(back) == [CloseLease(mine.lease_id, "returned")]
-    assert core.returned(back) == []
-    assert core.served(other.lease_id, "landed")
+    assert core.handle(msgspec.structs.replace(back, reader=WorkerId("stranger")), 0) == []
+    assert ended(core.handle(back, 0)) == [(mine, LeaseEnd.RETURNED)]
+    assert core.handle(back, 0) == []
+    assert core.handle(StreamEnded(other), 0)
     assert_all_given_back(core)
 
 
 def test_a_reader_that_left_gives_back() -> None:
     core = lender()
     lease = granted(core)
-    assert core.left(WorkerLeft(worker_id=WorkerId("other"), incarnation="a", reason="silent")) == []
-    assert core.left(WorkerLeft(worker_id=READER, incarnation="a", reason="silent")) == [
-        CloseLease(lease.lease_id, "the reader left")
-    ]
+    assert core.handle(WorkerLeft(worker_id=WorkerId("other"), incarnation="a", reason="silent"), 0) == []
+    left = core.handle(WorkerLeft(worker_id=READER, incarnation="a", reason="silent"), 0)
+    assert ended(left) == [(lease, LeaseEnd.READER_LEFT)]
     assert_all_given_back(core)
 
 
 def test_leases_are_bounded() -> None:
     core = lender()
-    for _ in range(MAX_LENT):
+    for _ in range(MAX_LENT_LEASES):
         granted(core)
-    refused = core.lend(request(), 0)
+    refused = core.answer(request(), 0)
     assert isinstance(refused, Refused) and refused.reason == "overloaded" and refused.retry_after_ms > 0
 
 
-def test_a_draining_worker_lends_nothing() -> None:
+def test_a_holder_that_is_about_to_stop_lends_nothing_more() -> None:
     core = lender()
-    core.draining = True
-    refused = core.lend(request(), 0)
-    assert isinstance(refused, Refused) and refused.reason == "draining"
+    lease = granted(core)
+    assert core.handle(Stopping(), 0) == []
+    refused = core.answer(request(), 0)
+    assert isinstance(refused, Refused) and refused.reason == "draining" and refused.retry_after_ms > 0
+    assert ended(core.handle(StreamEnded(lease), 0)) == [(lease, LeaseEnd.LANDED)]
+
+
+def test_who_ends_all_ends_what_was_asked_for_only() -> None:
+    core = lender()
+    lent = granted(core)
+    offered = core.leases.grant(
+        lease_id=LeaseId("lease-1"), holder=case.DECODE, reader=READER, request_id=RequestId("r2"), attempt=1,
+        tables=(), num_tokens=4, progress=KVProgress(1, 4), expires_at_ms=10,
+    )  # fmt: skip
+    assert core.handle(StreamEnded(offered), 0) == [] and core.tick(20) == []
+    assert ended(core.handle(EndAll("declared lost"), 0)) == [(lent, LeaseEnd.CANCELLED)]
+    assert lent.outcome == "declared lost" and list(core.leases) == [offered]
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from typing import TypeVar
 import msgspec
 import pytest
 
-from dataplane.blocks.lease import LeaseTable
 from schemas.handoff import HandoffAborted, KVReleased
+from schemas.kv import LeaseEnd
 from schemas.request import PrefillAccepted, Refused, RunPrefill
 from schemas.worker import WorkerLeft
 from services.prefill.core import UNKNOWN_AFTER_MS, PrefillCore
@@ -17,13 +17,13 @@ from services.worker.core.actions import (
     Fetch,
     FinishLease,
     Offer,
-    OpenLease,
     Publish,
     StopFetch,
     Submit,
     Withdraw,
 )
 from services.worker.core.content import ReadOutcome
+from services.worker.kv.leases import LeaseTable
 from tests.worker import worker_cases as case
 
 ActionT = TypeVar("ActionT", bound=Action)
@@ -68,14 +68,14 @@ def one(actions: list[Action], kind: type[ActionT]) -> ActionT:
 def test_a_hand_over_from_acceptance_to_release() -> None:
     bench = Bench()
     submit = one(bench.run(case.run_prefill()), Submit)
-    assert submit.lease_id is not None and submit.sequence.max_local_tokens == 1
+    assert submit.lease is not None and submit.sequence.max_local_tokens == 1
     assert isinstance(one(bench.core.reserved(case.reserved(), 0), Offer), Offer)
     actions = bench.computed(submit)
     assert [type(action) for action in actions] == [Emit, FinishLease]  # token 0 goes out before anything waits
     assert one(actions, FinishLease).first_token.token_id == 9
     assert bench.leases.num_leased_blocks == 2
     actions = bench.checked(bench.core.landed(case.landed(), 20))
-    assert one(actions, CloseLease).reason == "landed"
+    assert one(actions, CloseLease).lease.end is LeaseEnd.LANDED
     assert isinstance(one(actions, Publish).message, KVReleased)
     bench.assert_empty()
 
@@ -83,7 +83,7 @@ def test_a_hand_over_from_acceptance_to_release() -> None:
 def test_a_reservation_that_is_heard_first_is_offered_at_the_start() -> None:
     bench = Bench()
     assert bench.core.reserved(case.reserved(), 0) == []
-    assert [type(a) for a in bench.run(case.run_prefill())] == [OpenLease, Offer, Submit]
+    assert [type(a) for a in bench.run(case.run_prefill())] == [Offer, Submit]
     assert bench.core.reserved(case.reserved(), 0) == []  # heard twice, offered once
 
 
@@ -100,7 +100,7 @@ def test_a_reservation_for_what_nobody_knows_is_refused_in_the_end() -> None:
 def test_without_a_hand_over_the_worker_goes_on_decoding() -> None:
     bench = Bench()
     submit = one(bench.run(case.run_prefill(split=False)), Submit)
-    assert submit.lease_id is None and submit.sequence.max_local_tokens is None
+    assert submit.lease is None and submit.sequence.max_local_tokens is None
     assert sum(s.num_blocks for s in submit.sequence.tables[0].segments) == 3  # 6 + 5 - 1 tokens in blocks of 4
     assert one(bench.core.stepped(case.sampled(submit.sequence, 0), 1), Emit).tokens.index == 0
     step = case.sampled(submit.sequence, 1, finish="stop", local_end=True)
@@ -183,7 +183,8 @@ def test_an_abort_by_the_reader_ends_lease_and_run() -> None:
     bench = Bench()
     submit = one(bench.run(case.run_prefill()), Submit)
     bench.computed(submit)
-    assert one(bench.core.aborted(case.aborted(), 5), CloseLease).reason == "gave up"
+    lease = one(bench.core.aborted(case.aborted(), 5), CloseLease).lease
+    assert (lease.end, lease.outcome) == (LeaseEnd.CANCELLED, "gave up")
     assert bench.core.aborted(case.aborted(), 5) == []
     bench.assert_empty()
 
@@ -215,7 +216,8 @@ def test_a_lease_is_renewed_while_computing_and_expires_when_the_reader_is_silen
     bench.checked(bench.core.stepped(case.sampled(submit.sequence, 0, local_end=True), 5000))
     assert bench.core.tick(5900) == []
     actions = bench.checked(bench.core.tick(6001))
-    assert one(actions, CloseLease).reason == "the lease expired"
+    lease = one(actions, CloseLease).lease
+    assert (lease.end, lease.outcome) == (LeaseEnd.EXPIRED, "the lease expired")
     assert isinstance(one(actions, Publish).message, HandoffAborted)
     bench.assert_empty()
 
@@ -290,7 +292,7 @@ def test_what_is_cached_is_not_computed_and_what_others_hold_is_read() -> None:
     second = one(bench.checked(bench.core.fetched(first.key, ReadOutcome(8, 1, "shm", is_whole=True), 1)), Fetch)
     assert (second.source, second.first_block, len(second.block_hashes)) == ("s0", 2, 2)  # not itself, not beyond a gap
     submit = one(bench.checked(bench.core.fetched(second.key, ReadOutcome(12, 1, "tcp"), 2)), Submit)
-    assert submit.sequence.num_computed_tokens == 12 and submit.lease_id is not None
+    assert submit.sequence.num_computed_tokens == 12 and submit.lease is not None
     report = one(bench.computed(submit), Emit).tokens.report
     assert report is not None and report.is_prefill
     assert (report.cached_tokens, case.by_source(report), report.recomputed_tokens) == (4, {"d0": 4, "s0": 4}, 6)

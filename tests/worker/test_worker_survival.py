@@ -5,7 +5,6 @@ from typing import TypeVar
 import msgspec
 import pytest
 
-from dataplane.blocks.lease import LeaseTable
 from schemas.block import hash_blocks
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded, KVOffered
 from schemas.ids import LeaseId, WorkerId
@@ -27,6 +26,7 @@ from services.worker.core.actions import (
     Withdraw,
 )
 from services.worker.core.content import ReadOutcome
+from services.worker.kv.leases import LeaseTable
 from tests.worker import worker_cases as case
 from tests.worker.worker_world import World, token_at
 
@@ -172,14 +172,14 @@ def test_who_waits_for_an_offer_that_will_not_come_is_told_so() -> None:
     bench.assert_empty()
 
 
-@pytest.mark.parametrize("error", ["", "cut"])
-def test_a_lease_whose_stream_has_ended_waits_only_a_little_for_the_readers_word(error: str) -> None:
+def test_a_lease_whose_stream_has_ended_waits_only_a_little_for_the_readers_word() -> None:
     bench = Bench()
     computing = bench.run(case.run_prefill())
     bench.prefill.reserved(case.reserved(), 0)
     bench.computed(computing)
-    bench.prefill.served(LEASE, error, 100)
-    bench.leases.renew(LEASE, 100, 60_000)
+    (lease,) = bench.leases
+    bench.prefill.served(lease, 100)
+    bench.leases.renew(lease, 100, 60_000)
     assert bench.prefill.tick(100 + LANDED_GRACE_MS - 1) == []
     actions = bench.checked(bench.prefill.tick(100 + LANDED_GRACE_MS))
     assert isinstance(one(actions, CloseLease), CloseLease) and published(actions) == [HandoffAborted]
@@ -190,8 +190,8 @@ def test_a_reader_whose_stream_broke_early_and_who_says_nothing_ends_the_prefill
     bench = Bench()
     bench.run(case.run_prefill())
     bench.prefill.reserved(case.reserved(), 0)
-    bench.prefill.served(LEASE, "cut", 100)
-    bench.prefill.served(LeaseId("another"), "cut", 100)
+    (lease,) = bench.leases
+    bench.prefill.served(lease, 100)
     actions = bench.checked(bench.prefill.tick(100 + LANDED_GRACE_MS))
     assert {type(a) for a in actions} == {CloseLease, Publish, Withdraw}
     bench.prefill.removed(("r1", 1), 3_000)

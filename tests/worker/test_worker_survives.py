@@ -11,11 +11,13 @@ import msgspec
 import pytest
 
 from dataplane.blocks.cache import BlockCache
-from dataplane.blocks.lease import LeaseRefusedError
 from dataplane.blocks.ticket import Ticket
+from dataplane.protocol.gate import LeaseRefusedError
+from dataplane.protocol.progress import KVProgress
 from schemas import subjects
 from schemas.block import unpack_tokens
-from schemas.ids import GatewayId, LeaseId, WorkerId
+from schemas.ids import GatewayId, LeaseId, RequestId, WorkerId
+from schemas.kv import LeaseEnd
 from schemas.request import SamplingParams
 from schemas.worker import PingWorker, WorkerAlive, WorkerDraining, WorkerJoined, WorkerLeft
 from services.bus.memory import MemoryBroker, MemoryBus
@@ -25,10 +27,12 @@ from services.engine.fake import FakeEngine, fake_answer
 from services.engine.thread import EngineStoppedError, EngineThread
 from services.runtime import now_ms
 from services.telemetry import Telemetry
-from services.worker.kv.holder import KVHolder
+from services.worker.kv.contents import WorkerHolder
+from services.worker.kv.lending import LendCore
 from services.worker.service import run_worker
 from services.worker.shell import Worker
 from tests.mesh.one_process import LAYOUT, VOCAB, Answer, Client, Route, make_parts, one_process_mesh
+from tests.worker import worker_cases
 
 LONG = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
 PROMPT = list(range(1, 60))
@@ -291,15 +295,15 @@ async def test_no_block_is_ever_orphaned() -> None:
     assert seen == {0}
 
 
-def lease_of(holder: KVHolder, tenant: str = "") -> Ticket:
+def lease_of(holder: WorkerHolder, tenant: str = "") -> Ticket:
     """Return the ticket of a lease that lasts until 1 s from now."""
     allocation = holder.cache.admit([], 16, 0)
     assert allocation is not None
     lease = holder.leases.grant(
         lease_id=LeaseId("l"), holder=holder.worker_id, reader=WorkerId("d-0"), tables=allocation.tables,
-        num_tokens=16, expires_at_ms=now_ms() + 1_000, tenant=tenant,
+        num_tokens=16, expires_at_ms=now_ms() + 1_000, tenant=tenant, request_id=RequestId("r"), attempt=1,
+        progress=KVProgress(holder.shape.layout.num_layers, 16),
     )  # fmt: skip
-    holder.open_lease(lease)
     return Ticket(
         lease_id=lease.lease_id, epoch=lease.epoch, holder=lease.holder, reader=lease.reader, tenant=tenant,
         expires_at_ms=lease.expires_at_ms,
@@ -307,42 +311,44 @@ def lease_of(holder: KVHolder, tenant: str = "") -> Ticket:
 
 
 @pytest.fixture
-def holder() -> Generator[KVHolder]:
+def holder() -> Generator[WorkerHolder]:
     parts = make_parts("p-0", "prefill")
-    made = KVHolder(
-        worker_id=parts.worker_id, incarnation="i", arena=parts.arena, secret=parts.secret,
-        cache=BlockCache(parts.shape, chunk_tokens=64), make_server=parts.platform.make_server,
-        on_started=lambda _lease_id: None, on_served=lambda _lease_id, _stats, _error: None,
+    made = WorkerHolder(
+        worker_id=parts.worker_id, incarnation="i", arena=parts.arena, secret=parts.secret, shape=parts.shape,
+        memory=BlockCache(parts.shape, chunk_tokens=64), make_server=parts.platform.make_server,
+        on_started=lambda _lease: None, on_served=lambda _lease, _stats, _error: None,
     )  # fmt: skip
     yield made
     parts.engine.close()
     made.close()
 
 
-def test_a_stream_that_gets_on_keeps_its_lease(holder: KVHolder) -> None:
+def test_a_stream_that_gets_on_keeps_its_lease(holder: WorkerHolder) -> None:
     ticket = lease_of(holder)
-    (before,) = holder.leases
-    holder.renew_moved(now_ms() + 900, 5_000)
-    assert list(holder.leases) == [before], "nothing has moved"
+    lending = LendCore(worker_cases.limits(WorkerId("p-0"), lease_ms=5_000), holder.cache, holder.leases)
+    (lease,) = holder.leases
+    before_ms = lease.expires_at_ms
+    lending.tick(now_ms() + 900)
+    assert lease.expires_at_ms == before_ms, "nothing has moved"
     assert holder.still_valid(ticket)
-    holder.renew_moved(before.expires_at_ms, 5_000)
-    (after,) = holder.leases
-    assert after.expires_at_ms == before.expires_at_ms + 5_000
-    holder.renew_moved(after.expires_at_ms, 5_000)
-    assert list(holder.leases) == [after], "nothing has moved since"
+    lending.tick(before_ms)
+    assert lease.expires_at_ms == before_ms + 5_000
+    lending.tick(before_ms + 5_000)
+    assert lease.expires_at_ms == before_ms + 5_000, "nothing has moved since"
     assert holder.still_valid(ticket)
-    holder.leases.end(ticket.lease_id, "landed")
-    holder.renew_moved(0, 5_000)  # it has ended meanwhile
+    holder.leases.end(ticket.lease_id, LeaseEnd.LANDED)
+    lending.tick(0)  # it has ended meanwhile
+    assert lease.expires_at_ms == before_ms + 5_000 and not holder.still_valid(ticket)
 
 
-def test_another_tenants_ticket_opens_nothing(holder: KVHolder) -> None:
+def test_another_tenants_ticket_opens_nothing(holder: WorkerHolder) -> None:
     ticket = lease_of(holder, tenant="a")
     holder.open(ticket)
     with pytest.raises(LeaseRefusedError, match="tenant"):
         holder.open(msgspec.structs.replace(ticket, tenant="b"))
 
 
-def test_a_block_that_nobody_knows_of_is_an_orphan(holder: KVHolder, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_block_that_nobody_knows_of_is_an_orphan(holder: WorkerHolder, caplog: pytest.LogCaptureFixture) -> None:
     lease_of(holder)
     owned = holder.cache.admit([], 24, 0)
     assert owned is not None and holder.counts([owned.tables]).orphaned == 0

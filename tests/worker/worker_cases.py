@@ -5,7 +5,6 @@ from typing import Protocol
 
 from dataplane.blocks.cache import BlockCache
 from dataplane.blocks.layout import BlockTables, KVLayout, block_ids, uniform_shape
-from dataplane.blocks.lease import LeaseTable
 from schemas.block import pack_tokens
 from schemas.handoff import BlocksReserved, Endpoint, HandoffAborted, KVLanded, KVOffered
 from schemas.ids import GatewayId, HandoffId, LeaseId, RequestId, WorkerId
@@ -21,6 +20,7 @@ from schemas.request import (
 from services.engine.interface import SampledToken, Sequence, StepResult
 from services.worker.core.content import SequenceContent
 from services.worker.core.limits import WorkerLimits
+from services.worker.kv.leases import LeaseTable
 
 PREFILL, DECODE, GATEWAY = WorkerId("p0"), WorkerId("d0"), GatewayId("g0")
 DEADLINE_MS = 60_000

@@ -4,7 +4,6 @@ time, threads or bytes. After every event the conservation law is checked on bot
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dataplane.blocks.lease import Lease, LeaseTable
 from schemas.block import unpack_tokens
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded
 from schemas.ids import LeaseId, WorkerId
@@ -32,7 +31,8 @@ from services.worker.core.actions import (
     Withdraw,
 )
 from services.worker.core.content import ReadOutcome, SequenceContent
-from services.worker.kv.lending import LendCore
+from services.worker.kv.leases import Grant, LeaseTable
+from services.worker.kv.lending import EndAll, LendCore, StreamEnded
 from tests.worker import worker_cases as case
 
 BLOCK = 4
@@ -108,10 +108,11 @@ class WorkerWorld:
                     self.reads[offer.handoff_id] = action
                 case StopRead(handoff_id=handoff_id):
                     assert handoff_id in self.reads
-                case FinishLease(lease_id=lease_id, first_token=first):
-                    self.finished[lease_id] = first
-                case CloseLease(lease_id=lease_id):
-                    self.finished.pop(lease_id, None)
+                case FinishLease(lease=lease, first_token=first):
+                    self.finished[lease.lease_id] = first
+                case CloseLease(lease=lease):
+                    assert lease.end is not None, "it is said to have ended"
+                    self.finished.pop(lease.lease_id, None)
                 case _:
                     pass
 
@@ -166,6 +167,12 @@ class WorkerWorld:
                 self._computed(sequence, sequence.num_computed_tokens, ended=True)
         self.both(lambda core: core.stepped(result, now_ms))
 
+    def stream_ended(self, lease_id: LeaseId, now_ms: int) -> None:
+        """The stream of a hand-over is over, if its lease is not forgotten."""
+        if (lease := self.leases.find(lease_id)) is not None:
+            self.leases.told(lease)
+            self.execute(self.prefill.served(lease, now_ms))
+
     def end_fetch(self, index: int, share: int, now_ms: int) -> None:
         """One fetch ends with a part of what it asked for."""
         if self.fetches:
@@ -186,7 +193,7 @@ class World:
         self.sent: list[type[Message]] = []
         self.p = WorkerWorld(case.PREFILL, num_blocks, self._send)
         self.d = WorkerWorld(case.DECODE, num_blocks, self._send)
-        self.lent: list[Lease] = []
+        self.lent: list[Grant] = []
 
     def _send(self, message: Message) -> None:
         self.bus.append(message)
@@ -253,31 +260,31 @@ class World:
         first = self.p.finished.get(offer.lease_id)
         if whole and first is not None:
             outcome = ReadOutcome(offer.num_tokens, 1, "tcp", is_whole=True)
-            self.p.execute(self.p.prefill.served(offer.lease_id, "", self.now_ms))
+            self.p.stream_ended(offer.lease_id, self.now_ms)
             self.d.execute(self.d.decode.read_landed(offer.handoff_id, outcome, first))
         else:
             outcome = ReadOutcome(action.first_token + index % (offer.num_tokens - action.first_token + 1))
-            self.p.execute(self.p.prefill.served(offer.lease_id, "cut", self.now_ms))
+            self.p.stream_ended(offer.lease_id, self.now_ms)
             self.d.execute(self.d.decode.read_failed(offer.handoff_id, outcome, "cut"))
 
     def lend(self, number: int, request: RequestLease) -> None:
         worker = self.worker(number)
-        lease = worker.lending.lend(request, self.now_ms)
-        if isinstance(lease, Lease):
+        lease = worker.lending.answer(request, self.now_ms)
+        if isinstance(lease, Grant):
             self.lent.append(lease)
 
     def end_lent(self, index: int) -> None:
         if self.lent:
             lease = self.lent.pop(index % len(self.lent))
             worker = self.p if lease.holder == case.PREFILL else self.d
-            worker.execute(worker.lending.served(lease.lease_id, "landed"))
+            worker.execute(worker.lending.handle(StreamEnded(lease), self.now_ms))
 
     def fence(self, number: int) -> None:
         """One is declared dead: it ends all and tells no gateway, and the other hears of it or not."""
         worker = self.worker(number)
         num_emitted = len(worker.emitted)
         worker.both(lambda core: core.fence(self.now_ms, "declared dead"))
-        worker.execute(worker.lending.fence(self.now_ms, "declared dead"))
+        worker.execute(worker.lending.handle(EndAll("declared dead"), self.now_ms))
         assert len(worker.emitted) == num_emitted and len(worker.leases) == 0
         assert not worker.prefill.attempts() and not worker.decode.attempts()
 
@@ -286,7 +293,7 @@ class World:
         other = self.d if number % 2 else self.p
         event = WorkerLeft(worker_id=self.worker(number).worker_id, incarnation="a", reason="silent")
         other.both(lambda core: core.left(event, self.now_ms))
-        other.execute(other.lending.left(event))
+        other.execute(other.lending.handle(event, self.now_ms))
 
     def drain(self, number: int) -> None:
         worker = self.worker(number)

@@ -13,7 +13,7 @@ import enum
 from collections.abc import Sequence
 
 from schemas.ids import HandoffId, RequestId, WorkerId
-from schemas.request import FinishReason, RefusalReason, RequestFailure, TransferReport
+from schemas.request import AttemptEnd, FinishReason, RefusalReason, RequestFailure, TransferReport
 from services.gateway.request.events import (
     Abandon,
     Action,
@@ -117,9 +117,10 @@ class RequestCore:
             case WorkerLost():
                 return self._lose_worker(event, now_ms)
             case StopMatched():
-                return self._end("a stop string was reached", Finish("stop"))
+                return self._end("a stop string was reached", Finish("stop"), AttemptEnd.COMPLETE)
             case DeadlinePassed():
-                return self._end("deadline", self._deadline("the request's deadline passed"))
+                deadline = self._deadline("the request's deadline passed")
+                return self._end("deadline", deadline, AttemptEnd.DEADLINE)
             case ClientGone():
                 return self._end(event.reason, Abandon(event.reason))
             case GatewayStopping():
@@ -308,7 +309,7 @@ class RequestCore:
             message = f"attempt {self.attempt} ended after {self._num_final_tokens} tokens, an earlier one went on"
             return self._end("answers differ", Fail("replay_mismatch", message, 500))
         if self.decode_worker is not None and not self._heard_decode:
-            actions.append(SendCancel(self.attempt, "finished on the prefill worker"))
+            actions.append(SendCancel(self.attempt, "finished on the prefill worker", AttemptEnd.COMPLETE))
         self.phase = Phase.ENDED
         return [*actions, Finish(self._finish_reason)]
 
@@ -320,7 +321,8 @@ class RequestCore:
             fail = self._deadline(fail.message)
         if failure.retryable:
             return self._retry(worker_id, failure.code, fail, now_ms)
-        return self._end(failure.code, fail)
+        end = AttemptEnd.DEADLINE if failure.code == "deadline" else AttemptEnd.CANCELLED
+        return self._end(failure.code, fail, end)
 
     def _lose_worker(self, event: WorkerLost, now_ms: int) -> list[Action]:
         actions: list[Action] = []
@@ -379,9 +381,11 @@ class RequestCore:
             return [cancel, *self._wait(PAUSE_MIN_MS * self._num_untaken, told, now_ms)]
         return [cancel, self._ask_placement()]
 
-    def _end(self, reason: str, output: Finish | Fail | Abandon) -> list[Action]:
-        """End the request; workers that have the attempt are told to let go."""
-        cancels: list[Action] = [SendCancel(self.attempt, reason)] if self.phase is Phase.RUNNING else []
+    def _end(
+        self, reason: str, output: Finish | Fail | Abandon, end: AttemptEnd = AttemptEnd.CANCELLED
+    ) -> list[Action]:
+        """End the request; workers that have the attempt are told to let go, and why."""
+        cancels: list[Action] = [SendCancel(self.attempt, reason, end)] if self.phase is Phase.RUNNING else []
         self.phase = Phase.ENDED
         return [*cancels, output]
 

@@ -374,7 +374,11 @@ class Requests:
     async def _cancel(self, live: LiveRequest, action: SendCancel) -> None:
         job = live.job
         message = CancelRequest(
-            request_id=job.request_id, attempt=action.attempt, deadline_ms=job.deadline_ms, reason=action.reason
+            request_id=job.request_id,
+            attempt=action.attempt,
+            deadline_ms=job.deadline_ms,
+            reason=action.reason,
+            end=action.end,
         )
         try:
             await self.bus.publish(subjects.CANCEL, (job.request_id,), message, job.traceparent)

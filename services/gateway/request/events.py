@@ -4,7 +4,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from schemas.ids import HandoffId, WorkerId
-from schemas.request import FinishReason, KVSource, PlacementTerms, RefusalReason, RequestFailure, TransferReport
+from schemas.request import (
+    AttemptEnd,
+    FinishReason,
+    KVSource,
+    PlacementTerms,
+    RefusalReason,
+    RequestFailure,
+    TransferReport,
+)
 
 # What can happen to a request.
 
@@ -164,8 +172,11 @@ class AskWorker:
 
 @dataclass(frozen=True, slots=True)
 class SendCancel:
+    """`reason` is for people."""
+
     attempt: int
     reason: str
+    end: AttemptEnd = AttemptEnd.CANCELLED
 
 
 @dataclass(frozen=True, slots=True)

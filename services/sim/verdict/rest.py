@@ -6,7 +6,7 @@ from typing import NamedTuple
 from services.runtime import now_ms
 from services.sim.limits import OVERDUE_MS
 from services.sim.mesh import SimMesh
-from services.store.core import StoreCore
+from services.worker.kv.contents import WorkerHolder
 from services.worker.kv.holder import KVHolder
 
 
@@ -26,7 +26,7 @@ def problems_now(mesh: SimMesh) -> list[str]:
             continue
         tables = [gate.leases for gate in service.gates if isinstance(gate, KVHolder)]
         for gate in service.gates:
-            if isinstance(gate, KVHolder):
+            if isinstance(gate, WorkerHolder):
                 gate.cache.check_integrity()
         for leases in tables:
             late = [lease.lease_id for lease in leases if lease.expires_at_ms + OVERDUE_MS < now_ms()]
@@ -46,14 +46,14 @@ def held_at_rest(mesh: SimMesh) -> list[Held]:
         if not service.is_running or service.process.is_paused:
             continue
         for gate in service.gates:
-            if isinstance(gate, KVHolder):
+            if isinstance(gate, WorkerHolder):
                 held += _of_worker(service.name, gate)
-        if service.store is not None:
-            held += _of_store(service.name, service.store)
+            elif isinstance(gate, KVHolder) and (num_leases := len(gate.leases)):
+                held.append(Held(f"{service.name}: {num_leases} leases are open", num_leases))
     return held
 
 
-def _of_worker(name: str, holder: KVHolder) -> list[Held]:
+def _of_worker(name: str, holder: WorkerHolder) -> list[Held]:
     cache = holder.cache
     cache.check_integrity()
     held: list[Held] = []
@@ -63,8 +63,3 @@ def _of_worker(name: str, holder: KVHolder) -> list[Held]:
     elif num_held:
         held.append(Held(f"{name}: {num_held} blocks are neither free nor cached", num_held))
     return held
-
-
-def _of_store(name: str, core: StoreCore) -> list[Held]:
-    num_leases = len(core.leases)
-    return [Held(f"{name}: {num_leases} leases are open", num_leases)] if num_leases else []

@@ -4,24 +4,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from dataplane.blocks.layout import BlockTables
-from dataplane.blocks.lease import Lease
 from schemas.handoff import FirstToken, KVOffered
-from schemas.ids import BlockHash, GatewayId, HandoffId, LeaseId, RequestId, WorkerId
+from schemas.ids import BlockHash, GatewayId, HandoffId, RequestId, WorkerId
 from schemas.message import Message
 from schemas.request import RequestTokens, RunPrefill
 from schemas.subjects import Subject
 from services.engine.interface import Sequence
 from services.worker.core.content import SequenceContent
+from services.worker.kv.leases import Grant
 
 AttemptKey = tuple[RequestId, int]
 """One attempt at one request."""
-
-
-@dataclass(slots=True, frozen=True)
-class OpenLease:
-    """Let the plane serve this lease as its layers are computed."""
-
-    lease: Lease
 
 
 @dataclass(slots=True, frozen=True)
@@ -31,7 +24,7 @@ class Submit:
 
     sequence: Sequence
     content: SequenceContent
-    lease_id: LeaseId | None = None
+    lease: Grant | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,7 +55,7 @@ class Publish:
 class Offer:
     """Sign a ticket for the lease and publish KVOffered."""
 
-    lease: Lease
+    lease: Grant
     request: RunPrefill
 
 
@@ -70,16 +63,15 @@ class Offer:
 class FinishLease:
     """All is computed: the stream may end with this."""
 
-    lease_id: LeaseId
+    lease: Grant
     first_token: FirstToken
 
 
 @dataclass(slots=True, frozen=True)
 class CloseLease:
-    """The lease has ended. A stream still open on it is failed with `reason`."""
+    """The lease has ended, and its blocks are given back: fail a stream that is still open on it."""
 
-    lease_id: LeaseId
-    reason: str
+    lease: Grant
 
 
 @dataclass(slots=True, frozen=True)
@@ -121,16 +113,5 @@ class StopFetch:
 
 
 Action = (
-    OpenLease
-    | Fetch
-    | StopFetch
-    | Submit
-    | Withdraw
-    | Emit
-    | Publish
-    | Offer
-    | FinishLease
-    | CloseLease
-    | StartRead
-    | StopRead
+    Fetch | StopFetch | Submit | Withdraw | Emit | Publish | Offer | FinishLease | CloseLease | StartRead | StopRead
 )

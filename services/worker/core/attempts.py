@@ -4,13 +4,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from dataplane.blocks.cache import BlockCache
 from dataplane.blocks.layout import BlockTables
 from schemas.ids import GatewayId, HandoffId, WorkerId
 from schemas.observe import HeldRequest, RunStage
-from schemas.request import CancelRequest, FailureCode, ReserveBlocks, RunPrefill
+from schemas.request import AttemptEnd, CancelRequest, FailureCode, ReserveBlocks, RunPrefill
 from services.engine.interface import Sequence
 from services.worker.core.actions import Action, AttemptKey
 from services.worker.core.content import PromptKV, SequenceContent
@@ -18,6 +18,14 @@ from services.worker.core.limits import PastAttempts, WorkerLimits
 from services.worker.core.messages import emit_failure
 
 RequestT = TypeVar("RequestT", RunPrefill, ReserveBlocks)
+
+
+class EndedAttempt(NamedTuple):
+    """An attempt that goes on here no more. `outcome`: why it was ended early, for people; "": it came to its end."""
+
+    key: AttemptKey
+    end: AttemptEnd
+    outcome: str
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +43,9 @@ class Run(Generic[RequestT]):
     taken_ms: int = 0
     """When this worker took it."""
     outcome: str = ""
-    """Why it was ended early."""
+    """Why it was ended early, for people."""
+    end: AttemptEnd = AttemptEnd.FAILED
+    """The same for code, once it was ended early."""
 
     @property
     def key(self) -> AttemptKey:
@@ -85,7 +95,7 @@ class RoleCore(ABC, Generic[RunT]):
         self._queue: deque[RunT] = deque()
         self._by_handoff: dict[HandoffId, RunT] = {}
         self._past = PastAttempts()
-        self._ended: list[tuple[AttemptKey, str]] = []
+        self._ended: list[EndedAttempt] = []
         self.draining = False
 
     @property
@@ -99,8 +109,8 @@ class RoleCore(ABC, Generic[RunT]):
     def has(self, key: AttemptKey) -> bool:
         return key in self._runs
 
-    def take_ended(self) -> list[tuple[AttemptKey, str]]:
-        """Return the attempts that have ended here since the last call, and why; "" for those that went well."""
+    def take_ended(self) -> list[EndedAttempt]:
+        """Return the attempts that have ended here since the last call."""
         if not self._ended:
             return []
         ended, self._ended = self._ended, []
@@ -133,11 +143,11 @@ class RoleCore(ABC, Generic[RunT]):
         return (run.tables for run in self._runs.values() if run.tables)
 
     def cancelled(self, event: CancelRequest, now_ms: int) -> list[Action]:
-        return self._cancel((event.request_id, event.attempt), event.reason, now_ms)
+        return self._cancel((event.request_id, event.attempt), event.end, event.reason, now_ms)
 
     def unwanted(self, key: AttemptKey, now_ms: int) -> list[Action]:
         """Its gateway has ended this attempt, or is dead: as a cancel that was lost."""
-        return self._cancel(key, "nobody wants it any more", now_ms)
+        return self._cancel(key, AttemptEnd.CANCELLED, "nobody wants it any more", now_ms)
 
     def drain(self, now_ms: int) -> list[Action]:
         """Take no new work. What waits for blocks goes elsewhere at once, the rest goes on."""
@@ -163,10 +173,13 @@ class RoleCore(ABC, Generic[RunT]):
     def _end(self, run: RunT, reason: str, now_ms: int) -> list[Action]:
         """End a run early. Its blocks are free once neither a read nor the engine can write them."""
 
-    def _cancel(self, key: AttemptKey, reason: str, now_ms: int) -> list[Action]:
+    def _cancel(self, key: AttemptKey, end: AttemptEnd, reason: str, now_ms: int) -> list[Action]:
         self._past.add(key)
         run = self._runs.get(key)
-        return [] if run is None else self._end(run, reason, now_ms)
+        if run is None or run.has_ended:
+            return []
+        run.end = end
+        return self._end(run, reason, now_ms)
 
     def _fail(self, run: RunT, code: FailureCode, detail: str, now_ms: int) -> list[Action]:
         return [emit_failure(run.request, code, detail), *self._end(run, detail, now_ms)]
@@ -215,7 +228,7 @@ class RoleCore(ABC, Generic[RunT]):
         if run in self._queue:
             self._queue.remove(run)
         del self._runs[run.key]
-        self._ended.append((run.key, run.outcome))
+        self._ended.append(EndedAttempt(run.key, run.end, run.outcome))
         if run.request.handoff_id is not None:
             self._by_handoff.pop(run.request.handoff_id, None)
         self._past.add(run.key)

@@ -20,6 +20,7 @@ from schemas.request import CancelRequest
 from schemas.worker import WorkerLeft
 from services.engine.interface import StepResult
 from services.worker.core.actions import Action, AttemptKey, Fetch, Publish, StopFetch
+from services.worker.core.attempts import EndedAttempt
 from services.worker.core.content import ReadOutcome, SequenceContent
 from services.worker.core.limits import WorkerLimits
 
@@ -145,7 +146,7 @@ class ReplicaCore:
                 self.offers.ended((sampled.sequence.request_id, sampled.sequence.attempt))
         return [*self.offers.due(now_ms)] if len(self.offers) else []
 
-    def take_ended(self) -> list[tuple[AttemptKey, str]]:
+    def take_ended(self) -> list[EndedAttempt]:
         """Copies are no attempts: their reads are all that is told of them."""
         return []
 

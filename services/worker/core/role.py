@@ -4,13 +4,15 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from dataplane.blocks.layout import BlockTables
-from schemas.ids import GatewayId, LeaseId
+from schemas.ids import GatewayId
 from schemas.observe import HeldRequest
 from schemas.request import CancelRequest
 from schemas.worker import WorkerLeft
 from services.engine.interface import StepResult
 from services.worker.core.actions import Action, AttemptKey, StartRead, StopRead
+from services.worker.core.attempts import EndedAttempt
 from services.worker.core.content import ReadOutcome
+from services.worker.kv.leases import Grant
 
 
 class WorkerCore(Protocol):
@@ -31,8 +33,8 @@ class WorkerCore(Protocol):
     def removed(self, key: AttemptKey, now_ms: int) -> list[Action]: ...
     def engine_failed(self, key: AttemptKey, reason: str, now_ms: int) -> list[Action]: ...
     def fetched(self, key: AttemptKey, outcome: ReadOutcome, now_ms: int) -> list[Action]: ...
-    def take_ended(self) -> list[tuple[AttemptKey, str]]:
-        """Return the attempts that have ended here since the last call, and why; "" for those that went well."""
+    def take_ended(self) -> list[EndedAttempt]:
+        """Return the attempts that have ended here since the last call."""
         ...
 
     def has(self, key: AttemptKey) -> bool: ...
@@ -59,4 +61,4 @@ class KVReads(Protocol):
 class LeaseOwner(Protocol):
     """A core that grants leases of its own and hears how their streams ended."""
 
-    def served(self, lease_id: LeaseId, error: str, now_ms: int) -> list[Action]: ...
+    def served(self, lease: Grant, now_ms: int) -> list[Action]: ...

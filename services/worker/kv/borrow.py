@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from schemas import subjects
 from schemas.ids import WorkerId
-from schemas.kv import LeaseGranted, RequestLease, ReturnLease, is_as_asked
-from schemas.request import Refused
+from schemas.kv import LeaseGranted, ReadEnd, RequestLease, ReturnLease, is_as_asked
+from schemas.request import RefusalReason, Refused
 from services.bus.base import BusError
 from services.bus.typed import TypedBus
 
@@ -17,11 +17,13 @@ ResultT = TypeVar("ResultT")
 
 
 class NotGrantedError(Exception):
-    """The holder does not lend these blocks, or does not answer. `reason`: as it refused, or empty."""
+    """The holder does not lend these blocks, or does not answer. `reason`: as it refused; None: it did not refuse, but
+    say nothing or something else. `end`: what that makes of the read."""
 
-    def __init__(self, text: str, reason: str = "") -> None:
+    def __init__(self, text: str, reason: RefusalReason | None = None, end: ReadEnd = ReadEnd.REFUSED) -> None:
         super().__init__(text)
         self.reason = reason
+        self.end = end
 
 
 class Borrower:
@@ -50,7 +52,8 @@ class Borrower:
             raise NotGrantedError(f"{reply.reason}: {reply.detail}", reply.reason)
         try:
             if not is_as_asked(request, reply, self._block_size):
-                raise NotGrantedError(f"{holder} granted tokens {reply.first_token} to {reply.num_tokens}, unasked")
+                detail = f"{holder} granted tokens {reply.first_token} to {reply.num_tokens}, unasked"
+                raise NotGrantedError(detail, end=ReadEnd.OTHER)
             yield reply
         except BaseException:
             self._give_back(holder, request, reply)

@@ -11,7 +11,7 @@ from dataplane.ends.reader import Landed, PlaneReader
 from dataplane.protocol.stream import TransferFailedError, TransferStats
 from schemas.block import join_hashes
 from schemas.ids import WorkerId
-from schemas.kv import LeaseGranted, RequestLease
+from schemas.kv import LeaseGranted, ReadEnd, RequestLease
 from services.bus.typed import TypedBus
 from services.config import WorkerConfig
 from services.runtime import now_ms
@@ -89,23 +89,23 @@ class Fetches:
     async def _fetch(self, action: Fetch) -> None:
         traceparent = action.traceparent or self.spans.traceparent(action.key)
         span = TransferSpan(self.spans.telemetry, self.worker_id, traceparent)
-        outcome, landed, failure = ReadOutcome(0), None, ""
+        outcome, landed, end, detail = ReadOutcome(0), None, ReadEnd.LANDED, ""
         try:
             async with self._lease(action, span.story) as granted:
                 landed = await self._read(action, granted, span.stats)
             outcome = ReadOutcome(landed.num_tokens, landed.stats.num_bytes, landed.stats.carrier, is_whole=True)
         except NotGrantedError as error:
-            failure = str(error)
+            end, detail = error.end, str(error)
         except TransferFailedError as error:
-            failure, outcome = str(error), ReadOutcome(error.num_landed_tokens)
+            end, detail, outcome = ReadEnd(error.code), str(error), ReadOutcome(error.num_landed_tokens)
         except Exception as error:  # noqa: BLE001  (one bad holder must not take the other requests along)
             log.warning("a fetch of %s from %s failed: %r", action.key[0], action.source, error)
-            failure = f"{type(error).__name__}: {error}"
+            end, detail = ReadEnd.OTHER, f"{type(error).__name__}: {error}"
         except asyncio.CancelledError:
-            failure = "stopped"  # by `stop` or `close`; the thread has ended
+            end = ReadEnd.STOPPED  # by `stop` or `close`; the thread has ended
         self._running.pop(action.key, None)
         with surviving(f"the end of the fetch of {action.key[0]}"):
-            self._record(action, span, landed, outcome, failure)
+            self._record(action, span, landed, outcome, end, detail)
         with surviving(f"what follows the fetch of {action.key[0]}"):
             self.on_fetched(action.key, outcome)
 
@@ -143,7 +143,13 @@ class Fetches:
         )
 
     def _record(
-        self, action: Fetch, span: TransferSpan, landed: Landed | None, outcome: ReadOutcome, failure: str
+        self,
+        action: Fetch,
+        span: TransferSpan,
+        landed: Landed | None,
+        outcome: ReadOutcome,
+        end: ReadEnd,
+        detail: str,
     ) -> None:
         num_tokens = max(0, outcome.num_landed_tokens - action.first_block * self.block_size)
         attributes: dict[str, AttributeValue] = {
@@ -158,7 +164,8 @@ class Fetches:
         if stats is not None:
             self.rates.transferred(action.source, span.started_ns, stats, now_ms())
             self.rates.carried(action.source, stats, now_ms())
-        elif failure:
-            log.info("%s: nothing (more) of %s from %s: %s", self.worker_id, action.key[0], action.source, failure)
-        span.end(attributes, failure or "landed")
-        self.measured.read("fetch", action.source, span.started_ns, stats, failure, span.traceparent)
+        else:
+            why = detail or end
+            log.info("%s: nothing (more) of %s from %s: %s", self.worker_id, action.key[0], action.source, why)
+        span.end(attributes, end, detail)
+        self.measured.read("fetch", action.source, span.started_ns, stats, end, span.traceparent)

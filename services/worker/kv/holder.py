@@ -1,91 +1,83 @@
-"""The blocks that a worker holds: what lies in them, leases, the plane that serves them, what the directory hears."""
+"""A holder's blocks as others read them: its leases, and the plane that serves them. A worker's and the store's."""
 
-import contextlib
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from dataplane.blocks.cache import BlockCache
 from dataplane.blocks.layout import ArenaShape, BlockTables
-from dataplane.blocks.lease import Lease, LeaseRefusedError, LeaseTable
 from dataplane.blocks.ticket import Ticket, sign
 from dataplane.cards.device_arena import KVArena
 from dataplane.ends.choice import offered_carriers
 from dataplane.ends.server import PlaneServer, ReadableKV, ServerOptions
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferStats
-from schemas.directory import BlocksEvicted, BlocksStored, Inventory
 from schemas.handoff import FirstToken, KVOffered
-from schemas.ids import BlockHash, LeaseId, WorkerId
+from schemas.ids import LeaseId, WorkerId
 from schemas.kv import LeaseGranted, RequestLease
 from schemas.request import RunPrefill
 from schemas.worker import BlockCounts
 from services.config import WorkerConfig
-from services.engine.interface import Sequence
 from services.runtime import now_ms
-from services.worker.core.actions import AttemptKey
-from services.worker.core.content import SequenceContent
 from services.worker.core.messages import handoff_fields
+from services.worker.kv.leases import Grant, LeaseTable
 from services.worker.kv.ledger import BlockLedger
+from services.worker.kv.lending import LentMemory
 from services.worker.platform import MakeServer
 
 log = logging.getLogger(__name__)
 
-StartedCallback = Callable[[LeaseId], None]
-"""The first byte of a read is on its way; called on a plane thread."""
-ServedCallback = Callable[[LeaseId, TransferStats, str], None]
-"""(lease, what was sent, why it failed or ''); called on a plane thread."""
-NameCallback = Callable[[LeaseId], str]
-"""What this end of a lease's stream is called in its trace; called on a plane thread."""
-
-COOLING_SHARE = 8
-"""Once fewer than 1/8 of the blocks are free, the coldest of the cached ones are said to go."""
-MAX_COOLING_BLOCKS = 256
+MemoryT = TypeVar("MemoryT", bound=LentMemory)
 
 
-@dataclass(slots=True)
-class ServedLease:
-    """A lease as the plane's threads see it."""
+class LeaseObserver(Protocol):
+    """Hears what becomes of leases, on the event loop."""
 
-    lease: Lease
-    progress: KVProgress
+    def stream_ended(self, lease: Grant, stats: TransferStats, error: str) -> None:
+        """A read under the lease is over. `error`: why it failed; "": all was sent."""
+        ...
+
+    def lease_ended(self, lease: Grant) -> None: ...
 
 
-@dataclass
-class KVHolder:
-    """One worker's blocks. Its state is changed on the event loop, under `lock`; the plane's threads only look."""
+@dataclass(kw_only=True)
+class KVHolder(Generic[MemoryT]):
+    """One process's blocks. The leases are changed on the event loop, under `lock`; the plane's threads only look.
+
+    `on_started` (the first byte of a read is on its way) and `on_served` (a read is over; why it failed, or "") are
+    called on the plane's threads, as is `name_stream`, which returns a new traceparent under the given one.
+    """
 
     worker_id: WorkerId
     incarnation: str
     arena: KVArena
-    cache: BlockCache
+    shape: ArenaShape
+    memory: MemoryT
     secret: bytes
     make_server: MakeServer
-    on_started: StartedCallback
-    on_served: ServedCallback
-    name_stream: NameCallback = lambda _: ""
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    on_started: Callable[[Grant], None]
+    on_served: Callable[[Grant, TransferStats, str], None]
+    name_stream: Callable[[str], str] = lambda _: ""
+    observers: tuple[LeaseObserver, ...] = ()
     leases: LeaseTable = field(default_factory=LeaseTable)
-    _served: dict[LeaseId, ServedLease] = field(default_factory=dict[LeaseId, ServedLease])
-    _contents: dict[AttemptKey, SequenceContent] = field(default_factory=dict[AttemptKey, SequenceContent])
-    _cooled: set[BlockHash] = field(default_factory=set[BlockHash])
-    _moved: set[LeaseId] = field(default_factory=set[LeaseId])
-    """Leases whose streams have got on since the clockwork last looked."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    plane: PlaneServer | None = None
     num_orphaned: int = 0
     """Blocks that are in use and nobody's, when they were last counted."""
 
     def __post_init__(self) -> None:
         self.ledger = BlockLedger(self.worker_id, self.incarnation)
-        self.plane: PlaneServer | None = None
 
-    @property
-    def shape(self) -> ArenaShape:
-        return self.cache.shape
+    def begin(self, incarnation: str) -> None:
+        """Go on as a new incarnation. What is held stays: it is content, and still right."""
+        self.incarnation = incarnation
+        self.ledger.begin(incarnation)
 
     def start(self, config: WorkerConfig) -> None:
         """Serve reads."""
@@ -101,26 +93,27 @@ class KVHolder:
         self.plane = self.make_server(self.arena, self.shape, self, self.secret, options)
         self.plane.start()
 
-    def close(self) -> None:
-        """Stop serving, then give the memory back."""
-        for served in list(self._served.values()):
-            served.progress.fail("the holder is stopping")
+    def stop_serving(self) -> None:
+        """End every stream, and wait for their threads. Idempotent."""
+        for grant in self.leases:
+            grant.progress.fail("the holder is stopping")
         if self.plane is not None:
             self.plane.close()
+
+    def close(self) -> None:
+        """Stop serving, then give the memory back."""
+        self.stop_serving()
         self.arena.close()
 
-    def begin(self, incarnation: str) -> None:
-        """Go on as a new incarnation. What is cached stays: it is content, and still right."""
-        self.incarnation = incarnation
-        self.ledger.begin(incarnation)
-
-    def counts(self, owned: Iterable[BlockTables]) -> BlockCounts:
+    def counts(self, owned: Iterable[BlockTables] | None = None) -> BlockCounts:
         """Return the conservation law's terms: total = free + cached + running + leased. `owned`: the tables of all who
-        hold references here, leases aside."""
-        total, free, cached = self.cache.num_blocks, self.cache.num_free, self.cache.num_cached
+        hold references here, leases aside; None: that is not known, and no block is looked for as an orphan."""
+        total, free, cached = self.memory.num_blocks, self.memory.num_free, self.memory.num_cached
         leased = self.leases.num_leased_blocks
-        known = num_distinct_blocks(chain(owned, (lease.tables for lease in self.leases)))
-        orphaned = total - free - cached - known
+        orphaned = 0
+        if owned is not None:
+            known = num_distinct_blocks(chain(owned, (grant.tables for grant in self.leases)))
+            orphaned = total - free - cached - known
         if orphaned and not self.num_orphaned:
             log.warning("%s: %d blocks are in use and nobody's", self.worker_id, orphaned)
         self.num_orphaned = orphaned
@@ -129,163 +122,107 @@ class KVHolder:
 
     # Leases, for the event loop.
 
-    def open_lease(self, lease: Lease) -> None:
-        """Let the plane serve a lease as its layers are computed."""
-        self._served[lease.lease_id] = ServedLease(lease, KVProgress(self.shape.layout.num_layers, lease.num_tokens))
-
-    def start_computing(self, lease_id: LeaseId, num_present_tokens: int) -> KVProgress | None:
-        """What is in place already may be read; return who hears of the rest. None: the lease has ended."""
-        served = self._served.get(lease_id)
-        if served is None:
-            return None
+    def start_computing(self, grant: Grant, num_present_tokens: int) -> KVProgress:
+        """What is in place already may be read; return who hears of the rest."""
         if num_present_tokens:
             for layer in range(self.shape.layout.num_layers):
-                served.progress.advance(layer, num_present_tokens)
-        return served.progress
+                grant.progress.advance(layer, num_present_tokens)
+        return grant.progress
 
-    def offer(self, lease: Lease, request: RunPrefill, lease_ms: int) -> KVOffered:
-        """Return the signed offer of a lease."""
+    def offer(self, grant: Grant, request: RunPrefill, lease_ms: int, traceparent: str) -> KVOffered:
+        """Return the signed offer of a hand-over's lease, which belongs to this trace."""
         assert self.plane is not None, "a holder that does not serve cannot offer"
+        grant.traceparent = traceparent
         return KVOffered(
             **handoff_fields(request, self.worker_id),
-            lease_id=lease.lease_id,
-            epoch=lease.epoch,
+            lease_id=grant.lease_id,
+            epoch=grant.epoch,
             lease_ms=lease_ms,
-            ticket=self._ticket(lease, request.deadline_ms),
-            endpoint=self.plane.endpoint_for(lease.reader),
+            ticket=self._ticket(grant, request.deadline_ms),
+            endpoint=self.plane.endpoint_for(grant.reader),
             fingerprint=self.shape.layout.fingerprint,
-            num_tokens=lease.num_tokens,
+            num_tokens=grant.num_tokens,
         )
 
-    def lend(self, lease: Lease, request: RequestLease) -> LeaseGranted:
-        """Let the plane serve a lease on what is all here, and return its signed terms."""
+    def lend(self, grant: Grant, request: RequestLease, traceparent: str) -> LeaseGranted:
+        """Return the signed terms of a lease on what is all here, which belongs to this trace."""
         assert self.plane is not None, "a holder that does not serve cannot lend"
-        progress = KVProgress.completed(self.shape.layout.num_layers, lease.num_tokens)
-        self._served[lease.lease_id] = ServedLease(lease, progress)
+        grant.traceparent, grant.readable_ns = traceparent, time.time_ns()
         return LeaseGranted(
             request_id=request.request_id,
             attempt=request.attempt,
             deadline_ms=request.deadline_ms,
             worker_id=self.worker_id,
-            lease_id=lease.lease_id,
-            epoch=lease.epoch,
-            lease_ms=lease.expires_at_ms - now_ms(),
-            ticket=self._ticket(lease, request.deadline_ms),
-            endpoint=self.plane.endpoint_for(lease.reader),
-            first_token=lease.first_token,
-            num_tokens=lease.num_tokens,
+            lease_id=grant.lease_id,
+            epoch=grant.epoch,
+            lease_ms=grant.expires_at_ms - now_ms(),
+            ticket=self._ticket(grant, request.deadline_ms),
+            endpoint=self.plane.endpoint_for(grant.reader),
+            first_token=grant.first_token,
+            num_tokens=grant.num_tokens,
         )
 
-    def finish_lease(self, lease_id: LeaseId, first: FirstToken, computed_ns: int) -> None:
+    def finish_lease(self, grant: Grant, first: FirstToken, computed_ns: int) -> None:
         """All is computed: the stream may end."""
-        if served := self._served.get(lease_id):
-            served.progress.finish(msgspec.json.encode(msgspec.structs.replace(first, computed_ns=computed_ns)))
+        grant.readable_ns = computed_ns
+        grant.progress.finish(msgspec.json.encode(msgspec.structs.replace(first, computed_ns=computed_ns)))
 
-    def renew_moved(self, now_ms: int, lease_ms: int) -> None:
-        """A stream that gets on may take longer than its lease's first time."""
-        moved, self._moved = self._moved, set()
-        for lease_id in moved:
-            with contextlib.suppress(LeaseRefusedError):  # it has ended meanwhile
-                self.leases.renew(lease_id, now_ms, lease_ms)
+    def close_lease(self, grant: Grant) -> None:
+        """The lease has ended: fail a stream that is still open on it."""
+        grant.progress.fail(grant.outcome)
+        for observer in self.observers:
+            observer.lease_ended(grant)
 
-    def close_lease(self, lease_id: LeaseId, reason: str) -> int:
-        """The lease has ended: fail a stream that is still open on it. Return its number of blocks."""
-        served = self._served.pop(lease_id, None)
-        if served is None:
-            return 0
-        served.progress.fail(reason)
-        return num_blocks_of(served.lease)
+    def stream_ended(self, grant: Grant, stats: TransferStats, error: str) -> None:
+        """A read under this lease is over, as `on_served` has said."""
+        self.leases.told(grant)
+        for observer in self.observers:
+            observer.stream_ended(grant, stats, error)
 
-    def _ticket(self, lease: Lease, expires_at_ms: int) -> str:
+    def _ticket(self, grant: Grant, expires_at_ms: int) -> str:
         ticket = Ticket(
-            lease_id=lease.lease_id,
-            epoch=lease.epoch,
-            holder=lease.holder,
-            reader=lease.reader,
-            tenant=lease.tenant,
+            lease_id=grant.lease_id,
+            epoch=grant.epoch,
+            holder=grant.holder,
+            reader=grant.reader,
+            tenant=grant.tenant,
             expires_at_ms=expires_at_ms,
         )
         return sign(self.secret, ticket)
-
-    # What lies in the blocks, for the event loop.
-
-    def submitted(self, sequence: Sequence, content: SequenceContent) -> None:
-        """Take in what of a sequence is in place before the engine has it."""
-        content.num_landed_tokens = sequence.num_computed_tokens
-        self._contents[(sequence.request_id, sequence.attempt)] = content
-        self.computed(sequence, sequence.num_computed_tokens)
-
-    def computed(self, sequence: Sequence, num_tokens: int, *, ended: bool = False) -> None:
-        """Take in that a sequence's first `num_tokens` tokens have their KV here. `ended`: no more will be written."""
-        content = self._contents.get((sequence.request_id, sequence.attempt))
-        num_full_blocks = num_tokens // self.shape.layout.block_size
-        if content is None or (num_full_blocks == content.num_stored_blocks and not ended):
-            return  # most decode steps fill no block
-        hashes = content.extend(sequence.token_ids, num_tokens)
-        num_stored, num_landed = content.num_stored_blocks, content.num_landed_tokens
-        self.cache.store(sequence.tables, hashes, num_stored, num_tokens, num_landed, ended=ended)
-        content.num_stored_blocks = num_full_blocks
-
-    def ended(self, sequence: Sequence) -> None:
-        """The engine has let go of a sequence; its blocks are still its own."""
-        self.computed(sequence, sequence.num_computed_tokens, ended=True)
-        self.forget((sequence.request_id, sequence.attempt))
-
-    def forget(self, key: AttemptKey) -> None:
-        self._contents.pop(key, None)
-
-    def events(self) -> list[BlocksStored | BlocksEvicted]:
-        """Return what the directory has to hear of what came and went since the last call."""
-        changes = self.cache.take_changes()
-        self._cooled.difference_update(changes.evicted)
-        return self.ledger.events(changes)
-
-    def inventory(self, offset: int) -> Inventory:
-        return self.ledger.inventory(self.cache.contents(), offset)
-
-    def cooling(self) -> list[BlockHash]:
-        """Return the blocks that will go soon and have not been named yet, while room is scarce."""
-        if self.cache.num_free * COOLING_SHARE >= self.cache.num_blocks:
-            return []
-        if len(self._cooled) > self.cache.num_blocks:
-            self._cooled.clear()
-        named = [block for block in self.cache.coldest(MAX_COOLING_BLOCKS) if block not in self._cooled]
-        self._cooled.update(named)
-        return named
 
     # `LeaseGate`, for the plane's threads.
 
     def open(self, ticket: Ticket) -> ReadableKV:
         """Return what a ticket gives access to. Raises LeaseRefusedError."""
         with self.lock:
-            lease = self.leases.check(ticket.lease_id, ticket.epoch, ticket.reader, now_ms(), ticket.tenant)
-            served = self._served[lease.lease_id]
-        return ReadableKV(
-            tables=lease.tables,
-            num_tokens=lease.num_tokens,
-            progress=served.progress,
-            first_token=lease.first_token,
-            traceparent=self.name_stream(lease.lease_id),
-        )
+            grant = self.leases.check(ticket.lease_id, ticket.epoch, ticket.reader, now_ms(), ticket.tenant)
+            return ReadableKV(
+                tables=grant.tables,
+                num_tokens=grant.num_tokens,
+                progress=grant.progress,
+                first_token=grant.first_token,
+                traceparent=self.name_stream(grant.traceparent),
+            )
 
     def still_valid(self, ticket: Ticket) -> bool:
         """Say whether the leased blocks are still what they were."""
         with self.lock:
-            is_current = self.leases.is_current(ticket.lease_id, ticket.epoch, now_ms())
-            if is_current:
-                self._moved.add(ticket.lease_id)
-            return is_current
+            grant = self.leases.current(ticket.lease_id, ticket.epoch, now_ms())
+            if grant is not None:
+                grant.has_moved = True
+            return grant is not None
 
     def started(self, lease_id: LeaseId, carrier: str) -> None:
-        self.on_started(lease_id)
+        if (grant := self._find(lease_id)) is not None:
+            self.on_started(grant)
 
     def served(self, lease_id: LeaseId, stats: TransferStats, error: str) -> None:
-        self.on_served(lease_id, stats, error)
+        if (grant := self._find(lease_id)) is not None:
+            self.on_served(grant, stats, error)
 
-
-def num_blocks_of(lease: Lease) -> int:
-    """Return how many blocks a lease names."""
-    return sum(segment.num_blocks for table in lease.tables for segment in table.segments)
+    def _find(self, lease_id: LeaseId) -> Grant | None:
+        with self.lock:
+            return self.leases.find(lease_id)
 
 
 def num_distinct_blocks(tables: Iterable[BlockTables]) -> int:

@@ -1,98 +1,180 @@
-"""Which blocks this worker lends to readers that ask for a lease, and until when. Pure.
+"""Which blocks a holder lends to readers that ask for a lease, and until when. Pure.
 
 A lease is for one read. It ends when that has ended, when its reader has left, or by its time: a short one until the
-read begins, then the worker's own.
+read begins, then the holder's own. A holder that drains goes on lending until it stops.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from dataplane.blocks.cache import BlockCache
-from dataplane.blocks.lease import Lease, LeaseTable
+from dataplane.blocks.cache import Allocation
+from dataplane.blocks.layout import BlockTables, KVLayout
+from dataplane.protocol.progress import KVProgress
 from schemas.block import split_hashes
-from schemas.ids import LeaseId
-from schemas.kv import RequestLease, ReturnLease, refuse_lease
+from schemas.ids import BlockHash, LeaseId, WorkerId
+from schemas.kv import LeaseEnd, RequestLease, ReturnLease, refuse_lease
 from schemas.request import Refused, refuse
 from schemas.worker import WorkerLeft
 from services.worker.core.actions import Action, CloseLease
-from services.worker.core.limits import RETRY_AFTER_MS, WorkerLimits
+from services.worker.kv.leases import Grant, LeaseTable
+from services.worker.limits import LEASE_RETRY_AFTER_MS, MAX_LENT_LEASES, OPEN_LEASE_WITHIN_MS
 
-OPEN_WITHIN_MS = 5_000
-"""How long a lease waits for its read to begin."""
-MAX_LENT = 256
+
+class LentMemory(Protocol):
+    """Where the lent blocks lie: a worker's block cache, or the store's memory."""
+
+    @property
+    def layout(self) -> KVLayout: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def num_free(self) -> int:
+        """Blocks that hold nothing."""
+        ...
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody uses and that are kept for their content."""
+        ...
+
+    def lend(self, hashes: Sequence[BlockHash], first_block: int) -> Allocation | None:
+        """Return what is here of the blocks `first_block`, `first_block` + 1, … with these hashes, a reference to each;
+        None: not even the first."""
+        ...
+
+    def free(self, tables: BlockTables) -> None:
+        """Drop a reference to each block."""
+        ...
+
+
+class LendLimits(Protocol):
+    """`lease_ms`: how long a reader may be silent once its read has begun."""
+
+    @property
+    def worker_id(self) -> WorkerId: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def lease_ms(self) -> int: ...
+
+
+# What can happen. What a reader says comes as the message itself.
+
+
+@dataclass(slots=True, frozen=True)
+class StreamStarted:
+    """The first frame of a read under this lease is on its way."""
+
+    lease: Grant
+
+
+@dataclass(slots=True, frozen=True)
+class StreamEnded:
+    """A read under this lease is over. `error`: why it failed, for people; "": all was sent."""
+
+    lease: Grant
+    error: str = ""
+
+
+@dataclass(slots=True, frozen=True)
+class EndAll:
+    """No reader is served any more: the others take this holder for dead, or it stops."""
+
+    detail: str
+
+
+@dataclass(slots=True, frozen=True)
+class Stopping:
+    """The holder is about to stop serving: what is lent from now on would be cut off."""
+
+
+LendEvent = ReturnLease | WorkerLeft | StreamStarted | StreamEnded | EndAll | Stopping
 
 
 @dataclass
 class LendCore:
-    """The leases that were asked for; those of hand-overs are the prefill core's."""
+    """The leases that readers have asked for; those of hand-overs are the prefill core's."""
 
-    limits: WorkerLimits
-    cache: BlockCache
+    limits: LendLimits
+    memory: LentMemory
     leases: LeaseTable
     num_asked: int = 0
-    draining: bool = False
+    is_stopping: bool = False
 
-    def __post_init__(self) -> None:
-        self._lent: set[LeaseId] = set()
+    def handle(self, event: LendEvent, now_ms: int) -> list[Action]:
+        """Take in what has happened; return what is to be done, in order."""
+        match event:
+            case StreamStarted(lease=lease):
+                if lease.is_lent:  # the read may take the holder's full time
+                    self.leases.renew(lease, now_ms, self.limits.lease_ms)
+                return []
+            case StreamEnded(lease=lease, error=error):
+                return self._end([lease], LeaseEnd.CANCELLED if error else LeaseEnd.LANDED, error)
+            case ReturnLease(lease_id=lease_id, reader=reader):
+                return self._end(
+                    [g for g in self.leases if (g.lease_id, g.reader) == (lease_id, reader)], LeaseEnd.RETURNED
+                )
+            case WorkerLeft(worker_id=reader):
+                lost = [grant for grant in self.leases if grant.reader == reader]
+                return self._end(lost, LeaseEnd.READER_LEFT, "the reader left")
+            case EndAll(detail=detail):
+                return self._end(list(self.leases), LeaseEnd.CANCELLED, detail)
+            case Stopping():
+                self.is_stopping = True
+                return []
 
-    def lend(self, request: RequestLease, now_ms: int) -> Lease | Refused:
+    def tick(self, now_ms: int) -> list[Action]:
+        """Keep every lease whose stream gets on, whoever granted it; end the lent ones that are over their time."""
+        for grant in self.leases.take_moved():
+            self.leases.renew(grant, now_ms, self.limits.lease_ms)
+        return [self._closed(grant) for grant in self.leases.expire(now_ms, lambda grant: grant.is_lent)]
+
+    def refusal(self, request: RequestLease, now_ms: int) -> Refused | None:
+        """Return why this request cannot be granted, whatever is here; None: that depends on what is here."""
+        holder = self.limits.worker_id
+        if (refused := refuse_lease(request, holder, self.limits.fingerprint, now_ms)) is not None:
+            return refused
+        if self.is_stopping:
+            return refuse(request, "draining", f"{holder} is about to stop", LEASE_RETRY_AFTER_MS)
+        if self.leases.num_lent >= MAX_LENT_LEASES:
+            return refuse(request, "overloaded", f"{MAX_LENT_LEASES} leases are open", LEASE_RETRY_AFTER_MS)
+        return None
+
+    def answer(self, request: RequestLease, now_ms: int) -> Grant | Refused:
         """Grant a lease on the leading run of the asked blocks that is here, or say why not."""
         limits = self.limits
-        if (refused := refuse_lease(request, limits.worker_id, limits.fingerprint, now_ms)) is not None:
+        if (refused := self.refusal(request, now_ms)) is not None:
             return refused
-        if self.draining:
-            return refuse(request, "draining", f"{limits.worker_id} is draining", RETRY_AFTER_MS)
-        if len(self._lent) >= MAX_LENT:
-            return refuse(request, "overloaded", f"{MAX_LENT} leases are open", RETRY_AFTER_MS)
-        found = self.cache.lend(split_hashes(request.block_hashes), request.first_block)
+        found = self.memory.lend(split_hashes(request.block_hashes), request.first_block)
         if found is None:
             return refuse(request, "gone", f"{limits.worker_id} does not hold these blocks (any more)")
         self.num_asked += 1
-        lease = self.leases.grant(
+        return self.leases.grant(
             lease_id=LeaseId(f"read-{limits.worker_id}-{self.num_asked}"),
             holder=limits.worker_id,
             reader=request.reader,
+            request_id=request.request_id,
+            attempt=request.attempt,
             tenant=request.tenant,
             tables=found.tables,
             first_token=request.first_block * limits.block_size,
             num_tokens=found.num_cached_tokens,
-            expires_at_ms=now_ms + min(OPEN_WITHIN_MS, limits.lease_ms),
+            progress=KVProgress.completed(self.memory.layout.num_layers, found.num_cached_tokens),
+            expires_at_ms=now_ms + min(OPEN_LEASE_WITHIN_MS, limits.lease_ms),
             granted_ms=now_ms,
             ends_by_ms=request.deadline_ms,
+            is_lent=True,
         )
-        self._lent.add(lease.lease_id)
-        return lease
 
-    def started(self, lease_id: LeaseId, now_ms: int) -> None:
-        """The read has begun: it may take the worker's full time."""
-        if lease_id in self._lent:
-            self.leases.renew(lease_id, now_ms, self.limits.lease_ms)
+    def _end(self, grants: Sequence[Grant], end: LeaseEnd, detail: str = "") -> list[Action]:
+        """End those of these leases that are lent and active, and give their blocks back."""
+        lent = [grant for grant in grants if grant.is_lent]
+        ended = [self.leases.end(grant.lease_id, end, detail) for grant in lent if grant.end is None]
+        return [self._closed(grant) for grant in ended if grant is not None]
 
-    def served(self, lease_id: LeaseId, outcome: str) -> list[Action]:
-        """The read is over, however it ended."""
-        lease = self.leases.end(lease_id, outcome) if lease_id in self._lent else None
-        return [] if lease is None else self._gone(lease)
-
-    def returned(self, event: ReturnLease) -> list[Action]:
-        """The reader does not read, or no more."""
-        is_its_own = any(lease.lease_id == event.lease_id and lease.reader == event.reader for lease in self.leases)
-        return self.served(event.lease_id, "returned") if is_its_own else []
-
-    def left(self, event: WorkerLeft) -> list[Action]:
-        """A reader is gone."""
-        lost = [lease for lease in self.leases if lease.lease_id in self._lent and lease.reader == event.worker_id]
-        return [action for lease in lost for action in self.served(lease.lease_id, "the reader left")]
-
-    def fence(self, now_ms: int, reason: str) -> list[Action]:
-        """This worker has been declared dead: no reader waits for it any more."""
-        lent = [lease.lease_id for lease in self.leases if lease.lease_id in self._lent]
-        return [action for lease_id in lent for action in self.served(lease_id, reason)]
-
-    def tick(self, now_ms: int) -> list[Action]:
-        """End what is over its time."""
-        over = self.leases.expire(now_ms, self._lent.__contains__)
-        return [action for lease in over for action in self._gone(lease)]
-
-    def _gone(self, lease: Lease) -> list[Action]:
-        self._lent.discard(lease.lease_id)
-        self.cache.free(lease.tables)
-        return [CloseLease(lease.lease_id, lease.outcome)]
+    def _closed(self, grant: Grant) -> CloseLease:
+        self.memory.free(grant.tables)
+        return CloseLease(grant)

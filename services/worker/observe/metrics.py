@@ -2,105 +2,56 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Literal
 
 from dataplane.protocol.stream import TransferStats
-from schemas.ids import LeaseId, WorkerId
-from schemas.message import Message
+from schemas.ids import WorkerId
+from schemas.kv import LeaseEnd, ReadEnd
 from schemas.request import Refused
 from schemas.worker import WorkerLoad
 from services import metric_names as names
 from services.engine.interface import StepResult
 from services.metrics import Metrics
 from services.runtime import now_ms
+from services.worker.kv.leases import Grant, LeaseTable
+from services.worker.limits import MAX_MEASURED_PAIRS, UNREAD_AFTER_MS
 
 ReadKind = Literal["handover", "fetch"]
-
-MAX_PAIRS = 64
-"""Sources and carriers whose rate is told."""
-UNREAD_AFTER_MS = 1_000
-"""A reader opens its stream as soon as it has its ticket. A prompt that nobody has room for is given up sooner."""
-_LEASE_OUTCOMES = {
-    "landed": "landed",
-    "returned": "returned",
-    "the reader left": "reader_left",
-    "expired": "expired",
-    "the lease expired": "expired",
-    "the stream has ended, and its reader said nothing more": "silent",
-    "deadline": "deadline",
-}
-"""By the reasons that the cores give. What ends a lease otherwise is a cancellation, in words of its own."""
-
-
-@dataclass(slots=True)
-class _Leased:
-    """`readable_ms`: since when all of it could be read; None: some of it is still being computed."""
-
-    granted_ms: int
-    num_blocks: int
-    readable_ms: int | None
-    is_read: bool = False
-
-
-@dataclass
-class LeaseBook:
-    """The active leases of one holder, as far as they are measured."""
-
-    metrics: Metrics
-    _leases: dict[LeaseId, _Leased] = field(default_factory=dict[LeaseId, _Leased])
-
-    def __post_init__(self) -> None:
-        self.metrics.on_sample(self._sample)
-
-    def granted(self, lease_id: LeaseId, num_blocks: int, *, is_computed: bool = True) -> None:
-        """A lease was granted."""
-        time_ms = now_ms()
-        self._leases[lease_id] = _Leased(time_ms, num_blocks, time_ms if is_computed else None)
-
-    def computed(self, lease_id: LeaseId) -> None:
-        """All of it can be read now."""
-        if leased := self._leases.get(lease_id):
-            leased.readable_ms = now_ms()
-
-    def reading(self, lease_id: LeaseId, *, is_read: bool) -> None:
-        """A stream on it has begun, or ended."""
-        if leased := self._leases.get(lease_id):
-            leased.is_read = is_read
-
-    def ended(self, lease_id: LeaseId, reason: str) -> None:
-        """It has ended: only the first time counts."""
-        leased = self._leases.pop(lease_id, None)
-        if leased is None:
-            return
-        outcome = _LEASE_OUTCOMES.get(reason, "cancelled")
-        self.metrics.inc(names.LEASES_ENDED, outcome)
-        if outcome in names.STRANDED:
-            self.metrics.inc(names.STRANDED_BLOCKS, outcome, by=leased.num_blocks)
-
-    def _sample(self) -> None:
-        time_ms = now_ms()
-        ages_s = [(time_ms - leased.granted_ms) / 1000 for leased in self._leases.values()]
-        self.metrics.put(names.LEASES, {(age,): count for age, count in names.by_age(ages_s).items()})
-        waiting = [leased for leased in self._leases.values() if leased.readable_ms is not None and not leased.is_read]
-        unread = sum(w.num_blocks for w in waiting if time_ms - (w.readable_ms or 0) > UNREAD_AFTER_MS)
-        self.metrics.put(names.UNREAD_BLOCKS, {(): unread})
 
 
 class HolderMetrics:
     """What a worker and the store have in common. `load` says how things stand."""
 
-    def __init__(self, metrics: Metrics, load: Callable[[], WorkerLoad], block_bytes: int) -> None:
+    def __init__(self, metrics: Metrics, load: Callable[[], WorkerLoad], leases: LeaseTable, block_bytes: int) -> None:
         self.metrics = metrics
-        self.leases = LeaseBook(metrics)
+        self._leases = leases
         self._load = load
         self._block_bytes = block_bytes
         metrics.on_sample(self._sample)
+        metrics.on_sample(self._sample_leases)
 
-    def refused(self, what: str, reply: Message) -> None:
+    def refused(self, what: str, reply: object) -> None:
         """Count a reply, where it is a refusal."""
         if isinstance(reply, Refused):
             self.metrics.inc(names.REFUSALS, what, reply.reason)
+
+    def stream_ended(self, lease: Grant, stats: TransferStats, error: str) -> None:
+        """What a holder sends is counted by its readers."""
+
+    def lease_ended(self, lease: Grant) -> None:
+        """Count how a lease has ended, and its blocks where they were held for nobody."""
+        end = LeaseEnd.CANCELLED if lease.end is None or lease.end is LeaseEnd.UNNEEDED else lease.end
+        self.metrics.inc(names.LEASES_ENDED, end)
+        if end in names.STRANDED:
+            self.metrics.inc(names.STRANDED_BLOCKS, end, by=lease.num_blocks)
+
+    def _sample_leases(self) -> None:
+        time_ms, leases = now_ms(), list(self._leases)
+        ages_s = [(time_ms - lease.granted_ms) / 1000 for lease in leases]
+        self.metrics.put(names.LEASES, {(age,): count for age, count in names.by_age(ages_s).items()})
+        waiting = [lease for lease in leases if lease.readable_ns and not lease.is_read]
+        unread = sum(w.num_blocks for w in waiting if time_ms - w.readable_ns // 1_000_000 > UNREAD_AFTER_MS)
+        self.metrics.put(names.UNREAD_BLOCKS, {(): unread})
 
     def _sample(self) -> None:
         load, put = self._load(), self.metrics.put
@@ -121,8 +72,8 @@ class HolderMetrics:
 class WorkerMetrics(HolderMetrics):
     """One worker's."""
 
-    def __init__(self, metrics: Metrics, load: Callable[[], WorkerLoad], block_bytes: int) -> None:
-        super().__init__(metrics, load, block_bytes)
+    def __init__(self, metrics: Metrics, load: Callable[[], WorkerLoad], leases: LeaseTable, block_bytes: int) -> None:
+        super().__init__(metrics, load, leases, block_bytes)
         self._rates: dict[tuple[str, str], float] = {}
         """Bytes a second, by source and carrier; the one heard of last is at the end."""
         metrics.on_sample(lambda: metrics.put(names.TRANSFER_RATE, self._rates))
@@ -144,12 +95,12 @@ class WorkerMetrics(HolderMetrics):
         source: WorkerId,
         started_ns: int,
         stats: TransferStats | None,
-        failure: str,
+        end: ReadEnd,
         traceparent: str,
     ) -> None:
-        """A read has ended that began at `started_ns`. `failure`: empty, or why, its code in front."""
+        """A read has ended that began at `started_ns` (Unix time). `stats` None: it has not landed."""
         metrics = self.metrics
-        metrics.inc(names.TRANSFERS, outcome_of(failure), traceparent=traceparent)
+        metrics.inc(names.TRANSFERS, end, traceparent=traceparent)
         if stats is None:
             return
         seconds = (time.time_ns() - started_ns) / 1e9
@@ -159,7 +110,7 @@ class WorkerMetrics(HolderMetrics):
         metrics.observe(names.TRANSFER_SIZE, stats.num_bytes, kind, traceparent=traceparent)
         self._rates.pop((source, stats.carrier), None)
         self._rates[(source, stats.carrier)] = stats.num_bytes / max(1e-6, stats.copy_ns / 1e9)
-        if len(self._rates) > MAX_PAIRS:
+        if len(self._rates) > MAX_MEASURED_PAIRS:
             del self._rates[next(iter(self._rates))]
 
     def exposed(self, seconds: float, traceparent: str) -> None:
@@ -169,13 +120,3 @@ class WorkerMetrics(HolderMetrics):
     def fenced(self) -> None:
         """It begins as a new incarnation."""
         self.metrics.inc(names.FENCES)
-
-
-def outcome_of(failure: str) -> str:
-    """Return a read's outcome (`metric_names.TRANSFER_OUTCOMES`) by the words that it failed with."""
-    if not failure:
-        return "landed"
-    code = failure.partition(":")[0]
-    if code in names.TRANSFER_OUTCOMES:
-        return code
-    return "refused" if code in names.REASONS or "did not answer" in failure else "other"

@@ -9,7 +9,7 @@ from schemas.worker import WorkerInfo, WorkerLoad
 from services.bus.typed import TypedBus
 from services.engine.thread import EngineThread
 from services.worker.core.role import WorkerCore
-from services.worker.kv.holder import KVHolder
+from services.worker.kv.contents import WorkerHolder
 from services.worker.observe.describe import describe
 from services.worker.observe.measured_rates import RateBook
 from services.worker.parts import WorkerParts
@@ -22,7 +22,7 @@ class Reporter:
     """Describes one worker. `owners`: who holds references to blocks beside cores and leases."""
 
     parts: WorkerParts
-    holder: KVHolder
+    holder: WorkerHolder
     engine: EngineThread
     rates: RateBook
     bus: TypedBus

@@ -6,17 +6,17 @@ from typing import Literal
 
 import msgspec
 
-from schemas.request import FirstTokenTimes, RequestTokens
+from schemas.request import AttemptEnd, FirstTokenTimes, RequestTokens
 from services.engine.interface import Sequence, StepResult
 from services.telemetry import AttributeValue, Key, SpanName, Telemetry, parse_traceparent
 from services.worker.core.actions import AttemptKey
+from services.worker.core.attempts import EndedAttempt
 
 MAX_ATTEMPTS = 4_096
 MAX_LINKED_STEPS = 16
 """So many steps of a prompt, and of an answer, are recorded and linked: a long answer has thousands."""
 
 Asked = Literal["prefill", "decode"]
-GOOD_ENDS = frozenset({"", "landed", "stop", "length", "finished on the prefill worker", "a stop string was reached"})
 
 
 @dataclass(slots=True)
@@ -122,35 +122,31 @@ class WorkerSpans:
         key = (sequence.request_id, sequence.attempt)
         times = self._times.get(key)
         if times is not None and times.first_step_ns and times.computes_prompt and not times.has_prefill:
-            self._record_prefill(key, times, times.first_token_ns, "")
+            self._record_prefill(key, times, times.first_token_ns)
 
-    def decoded(self, sequence: Sequence, outcome: str) -> None:
-        """Record an answer's computation."""
+    def decoded(self, sequence: Sequence, finish_reason: str) -> None:
+        """Record an answer's computation, which has come to its end."""
         key = (sequence.request_id, sequence.attempt)
         times = self._times.get(key)
         if times is not None and times.first_step_ns:
-            self._record_decode(key, times, times.last_step_ns, outcome)
+            self._record_decode(key, times, times.last_step_ns, finish_reason)
 
-    def ended(self, key: AttemptKey, outcome: str) -> None:
+    def ended(self, ended: EndedAttempt) -> None:
         """An attempt goes on here no more: record what of it has not been, and forget it."""
+        key, end, outcome = ended
         times = self._times.pop(key, None)
         if times is None:
             return
-        now_ns = time.time_ns()
+        now_ns, error = time.time_ns(), "" if end is AttemptEnd.COMPLETE else outcome
         if not times.has_prefill and (times.asked == "prefill" or times.computes_prompt):
-            self._record_prefill(key, times, now_ns, outcome)
+            self._record_prefill(key, times, now_ns, outcome, error)
         is_begun = bool(times.submitted_ns if times.asked == "decode" else times.first_token_ns)
         if times.decodes and not times.has_decode and (is_begun or (times.asked == "decode" and outcome)):
-            self._record_decode(key, times, now_ns, outcome)
+            self._record_decode(key, times, now_ns, outcome, error)
 
     def forget(self, key: AttemptKey) -> None:
         """Nothing came of it."""
         self._times.pop(key, None)
-
-    def first_token_ns(self, key: AttemptKey) -> int:
-        """Return when the prompt's last step ended, or now where it has not."""
-        times = self._times.get(key)
-        return times.first_token_ns if times and times.first_token_ns else time.time_ns()
 
     def _link(self, times: AttemptTimes, linked: list[tuple[list[str], str]]) -> None:
         """Note what a step is to be linked to, within the bounds."""
@@ -162,24 +158,26 @@ class WorkerSpans:
             times.stream = times.stream or self.telemetry.child_of(times.traceparent)
             linked.append((times.stream_steps, times.stream))
 
-    def _record_prefill(self, key: AttemptKey, times: AttemptTimes, end_ns: int, outcome: str) -> None:
+    def _record_prefill(
+        self, key: AttemptKey, times: AttemptTimes, end_ns: int, outcome: str = "", error: str = ""
+    ) -> None:
         times.has_prefill = True
         record, first_step_ns = self.telemetry.record, times.first_step_ns or end_ns
         span_ns = (times.accepted_ns, end_ns)
         attributes = self._attributes(key, outcome) | {Key.NUM_TOKENS: times.num_prompt_tokens}
-        parent = record(SpanName.PREFILL, times.traceparent, span_ns, attributes, error=error_of(outcome))
+        parent = record(SpanName.PREFILL, times.traceparent, span_ns, attributes, error=error)
         record(SpanName.PREFILL_QUEUE, parent, (times.accepted_ns, first_step_ns), {})
         if times.first_step_ns:
             compute_ns = (first_step_ns, end_ns)
             record(SpanName.PREFILL_COMPUTE, parent, compute_ns, {}, own=times.compute, links=times.compute_steps)
 
-    def _record_decode(self, key: AttemptKey, times: AttemptTimes, end_ns: int, outcome: str) -> None:
+    def _record_decode(self, key: AttemptKey, times: AttemptTimes, end_ns: int, outcome: str, error: str = "") -> None:
         times.has_decode = True
         record, started_ns = self.telemetry.record, times.submitted_ns or times.accepted_ns
         first_step_ns = times.first_step_ns or end_ns
         first_end_ns = times.first_token_ns or times.last_step_ns or end_ns
         attributes = self._attributes(key, outcome) | {Key.NUM_TOKENS: times.num_tokens}
-        parent = record(SpanName.DECODE, times.traceparent, (started_ns, end_ns), attributes, error=error_of(outcome))
+        parent = record(SpanName.DECODE, times.traceparent, (started_ns, end_ns), attributes, error=error)
         record(SpanName.DECODE_QUEUE, parent, (started_ns, first_step_ns), {})
         if times.first_step_ns:
             stream_ns = (first_end_ns, end_ns)
@@ -193,8 +191,3 @@ class WorkerSpans:
             Key.WORKER: self.worker_id,
         }
         return attributes | {Key.OUTCOME: outcome} if outcome else attributes
-
-
-def error_of(outcome: str) -> str:
-    """Return what a span says of how it ended, where that was not well."""
-    return "" if outcome in GOOD_ENDS else outcome

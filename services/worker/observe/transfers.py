@@ -4,13 +4,9 @@ import time
 from dataclasses import dataclass, field
 
 from dataplane.protocol.stream import TransferStats
-from schemas.ids import LeaseId
+from schemas.kv import ReadEnd
 from services.telemetry import Attributes, AttributeValue, Key, SpanName, Telemetry
-from services.worker.core.actions import AttemptKey
-from services.worker.observe.spans import WorkerSpans, error_of
-
-MAX_LEASE_TRACES = 1_024
-"""A lease that no reader ever opened has no stream that could end."""
+from services.worker.kv.leases import Grant
 
 
 @dataclass(slots=True)
@@ -32,9 +28,10 @@ class TransferSpan:
         """The traceparent for the holder's words of the lease."""
         return self.traceparent or self.stats.traceparent
 
-    def end(self, attributes: Attributes, outcome: str) -> None:
-        """Record it, with the phases that it came to."""
-        stats, end_ns = self.stats, time.time_ns()
+    def end(self, attributes: Attributes, end: ReadEnd, detail: str = "") -> None:
+        """Record it, with the phases that it came to. `detail`: how it ended for people, where there is more to say."""
+        stats, end_ns, outcome = self.stats, time.time_ns(), detail or end.value
+        error = "" if end is ReadEnd.LANDED else outcome
         described = dict(attributes) | {Key.END: "target", Key.WORKER: self.worker_id, Key.OUTCOME: outcome}
         if stats.accepted_ns:
             described[Key.LEASE_WAIT_MS] = (stats.accepted_ns - self.started_ns) / 1e6
@@ -45,7 +42,7 @@ class TransferSpan:
             self.traceparent,
             (self.started_ns, end_ns),
             described | described_by(stats),
-            error=error_of(outcome),
+            error=error,
             own=stats.traceparent,
             links=links_of(stats),
         )
@@ -57,7 +54,7 @@ class TransferSpan:
             (SpanName.KV_VERIFY, stats.landed_ns),
         ):
             if not phase_ns:
-                self.telemetry.record(name, parent, (reached_ns, end_ns), {}, error=error_of(outcome))
+                self.telemetry.record(name, parent, (reached_ns, end_ns), {}, error=error)
                 return
             self.telemetry.record(name, parent, (reached_ns, phase_ns), {})
             reached_ns = phase_ns
@@ -86,94 +83,46 @@ def links_of(stats: TransferStats) -> tuple[str, ...]:
 
 @dataclass
 class HolderSpans:
-    """What a holder records of its leases."""
+    """Records the spans of a holder's leases. A lease that belongs to no trace is told in none."""
 
     telemetry: Telemetry
     worker_id: str
 
-    def served(self, traceparent: str, stats: TransferStats, attributes: Attributes, error: str) -> None:
+    def stream_ended(self, lease: Grant, stats: TransferStats, error: str) -> None:
         """Record the holder's end of a transfer."""
-        outcome = error or "landed"
-        described = dict(attributes) | {Key.END: "source", Key.WORKER: self.worker_id, Key.OUTCOME: outcome}
+        if not lease.traceparent:
+            return
+        attributes: dict[str, AttributeValue] = {
+            Key.REQUEST_ID: lease.request_id,
+            Key.ATTEMPT: lease.attempt,
+            Key.LEASE: lease.lease_id,
+            Key.END: "source",
+            Key.WORKER: self.worker_id,
+            Key.OUTCOME: error or ReadEnd.LANDED.value,
+        }
         if stats.first_byte_ns:
-            described[Key.FIRST_BYTE_MS] = (stats.first_byte_ns - stats.opened_ns) / 1e6
+            attributes[Key.FIRST_BYTE_MS] = (stats.first_byte_ns - stats.opened_ns) / 1e6
         self.telemetry.record(
             SpanName.KV_TRANSFER,
-            traceparent,
+            lease.traceparent,
             (stats.opened_ns, time.time_ns()),
-            described | described_by(stats),
-            error=error_of(outcome),
+            attributes | described_by(stats),
+            error="" if lease.end is not None and lease.end.is_good else error,
             own=stats.traceparent,
             links=links_of(stats),
         )
 
-    def released(self, traceparent: str, since_ns: int, lease_id: LeaseId, num_blocks: int, outcome: str) -> None:
-        """Record the end of a lease. Its absence from a trace is a leak."""
+    def lease_ended(self, lease: Grant) -> None:
+        """Record the end of a lease, since all of it could be read. Its absence from a trace is a leak."""
+        if not lease.traceparent:
+            return
         attributes = {
             Key.WORKER: self.worker_id,
-            Key.LEASE: lease_id,
-            Key.NUM_BLOCKS: num_blocks,
-            Key.OUTCOME: outcome,
+            Key.LEASE: lease.lease_id,
+            Key.NUM_BLOCKS: lease.num_blocks,
+            Key.OUTCOME: lease.outcome,
         }
-        span_ns = (since_ns, time.time_ns())
-        self.telemetry.record(SpanName.KV_RELEASE, traceparent, span_ns, attributes, error=error_of(outcome))
-
-
-@dataclass(slots=True)
-class LeaseTrace:
-    """What the spans of a lease need: of its stream, and of its release."""
-
-    key: AttemptKey
-    traceparent: str
-    granted_ns: int
-    is_lent: bool = False
-    """Not of a hand-over: the attempt is another worker's, or still under way here."""
-    is_served: bool = False
-    is_released: bool = False
-
-
-@dataclass
-class LeaseTraces:
-    """The leases that are granted, as far as their spans are not recorded."""
-
-    spans: WorkerSpans
-    _traces: dict[LeaseId, LeaseTrace] = field(default_factory=dict[LeaseId, LeaseTrace])
-
-    def __post_init__(self) -> None:
-        self._holder = HolderSpans(self.spans.telemetry, self.spans.worker_id)
-
-    def granted(self, lease_id: LeaseId, trace: LeaseTrace) -> None:
-        self._traces[lease_id] = trace
-        if len(self._traces) > MAX_LEASE_TRACES:
-            del self._traces[next(iter(self._traces))]
-
-    def name_stream(self, lease_id: LeaseId) -> str:
-        """Return what this end of a stream is called that begins now. On any thread."""
-        trace = self._traces.get(lease_id)
-        return self.spans.telemetry.child_of(trace.traceparent) if trace else ""
-
-    def served(self, lease_id: LeaseId, stats: TransferStats, error: str) -> None:
-        """Record the source's end of a transfer."""
-        trace = self._traces.get(lease_id)
-        if trace is None:
-            return
-        attributes = {Key.REQUEST_ID: trace.key[0], Key.ATTEMPT: trace.key[1], Key.LEASE: lease_id}
-        self._holder.served(trace.traceparent, stats, attributes, error)
-        trace.is_served = True
-        self._drop(lease_id, trace)
-
-    def ended(self, lease_id: LeaseId, num_blocks: int, reason: str) -> None:
-        """Record a lease's release."""
-        trace = self._traces.get(lease_id)
-        if trace is None:
-            return
-        since_ns = trace.granted_ns if trace.is_lent else self.spans.first_token_ns(trace.key)
-        self._holder.released(trace.traceparent, since_ns, lease_id, num_blocks, reason)
-        trace.is_released = True
-        self._drop(lease_id, trace)
-
-    def _drop(self, lease_id: LeaseId, trace: LeaseTrace) -> None:
-        """Forget it once the lease has ended and its stream as well; either may come first, and a stream that broke
-        before its reader heard a word may be followed by another."""
-        if trace.is_served and trace.is_released:
-            self._traces.pop(lease_id, None)
+        now_ns = time.time_ns()
+        error = "" if lease.end is not None and lease.end.is_good else lease.outcome
+        span_ns = (lease.readable_ns or now_ns, now_ns)
+        self.telemetry.record(SpanName.KV_RELEASE, lease.traceparent, span_ns, attributes, error=error)

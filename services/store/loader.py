@@ -1,16 +1,18 @@
-"""Collects the blocks of a lease: what is in memory, and what can be brought there in time."""
+"""Brings blocks from behind memory before they are lent, as far as that can be done in time."""
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 from schemas.block import split_hashes
 from schemas.ids import BlockHash
-from services.store.backing import MAX_LOADS, Backing
+from services.store.backing import Backing
 from services.store.core import StoreCore
+from services.store.limits import MAX_LOADS
 
 
-class Lender:
+class Loader:
     """A block is loaded once, however many ask for it at a time; a few loads run at once, the others wait in turn."""
 
     def __init__(
@@ -23,8 +25,26 @@ class Lender:
         self._slots = asyncio.Semaphore(MAX_LOADS)
         self._loads: dict[BlockHash, asyncio.Task[None]] = {}
 
-    async def collect(self, joined: bytes, timeout_s: float) -> list[int]:
-        """Return the blocks of the leading run of these hashes that is here within `timeout_s`, a reference to each."""
+    @asynccontextmanager
+    async def held(self, joined: bytes, timeout_s: float) -> AsyncGenerator[None]:
+        """Keep in memory, for the time of the block, the leading run of these (joined) hashes that is there within
+        `timeout_s`."""
+        blocks = await self._collect(joined, timeout_s)
+        try:
+            yield
+        finally:
+            self._core.give_back(blocks)
+
+    async def close(self) -> None:
+        """End the waiting for loads; a thread that still runs fills blocks that nobody else gets."""
+        loads = set(self._loads.values())
+        for load in loads:
+            load.cancel()
+        if loads:
+            await asyncio.wait(loads)
+
+    async def _collect(self, joined: bytes, timeout_s: float) -> list[int]:
+        """Return the blocks of that run, a reference to each."""
         hashes = split_hashes(joined)
         deadline = time.monotonic() + timeout_s
         blocks: list[int] = []
@@ -35,14 +55,6 @@ class Lender:
                 break
             blocks += more
         return blocks
-
-    async def close(self) -> None:
-        """End the waiting for loads; a thread that still runs fills blocks that nobody else gets."""
-        loads = set(self._loads.values())
-        for load in loads:
-            load.cancel()
-        if loads:
-            await asyncio.wait(loads)
 
     async def _fetch(self, hashes: Sequence[BlockHash], deadline: float) -> list[int]:
         """Bring the leading run that lies behind memory, as far as time and room allow, and take it.

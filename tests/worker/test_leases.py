@@ -1,20 +1,29 @@
+"""Which leases there are, and who may read under them."""
+
 import pytest
 
 from dataplane.blocks.layout import BlockTable, Segment
-from dataplane.blocks.lease import Lease, LeaseRefusedError, LeaseState, LeaseTable
-from schemas.ids import LeaseId, WorkerId
+from dataplane.protocol.gate import LeaseRefusedError
+from dataplane.protocol.progress import KVProgress
+from schemas.ids import LeaseId, RequestId, WorkerId
+from schemas.kv import LeaseEnd
+from services.worker.kv import leases as leases_module
+from services.worker.kv.leases import Grant, LeaseTable
 
 HOLDER, READER = WorkerId("p"), WorkerId("d")
 LEASE = LeaseId("lease-1")
 
 
-def grant(table: LeaseTable, lease_id: LeaseId = LEASE, expires_at_ms: int = 100, *segments: Segment) -> Lease:
+def grant(table: LeaseTable, lease_id: LeaseId = LEASE, expires_at_ms: int = 100, *segments: Segment) -> Grant:
     return table.grant(
         lease_id=lease_id,
         holder=HOLDER,
         reader=READER,
+        request_id=RequestId("r1"),
+        attempt=1,
         tables=(BlockTable(segments or (Segment(0, 2),)),),
         num_tokens=20,
+        progress=KVProgress(1, 20),
         expires_at_ms=expires_at_ms,
     )
 
@@ -30,23 +39,23 @@ def test_lease_is_read_by_its_reader_in_its_epoch_in_its_time() -> None:
     table = LeaseTable()
     assert refusal(table, 1) == "unknown"
     lease = grant(table)
-    assert table.check(LEASE, lease.epoch, READER, 99) == lease
-    assert table.is_current(LEASE, lease.epoch, 99)
+    assert table.check(LEASE, lease.epoch, READER, 99) is lease
+    assert table.current(LEASE, lease.epoch, 99) is lease
     assert refusal(table, lease.epoch, now_ms=100) == "expired"
-    assert not table.is_current(LEASE, lease.epoch, 100)
+    assert table.current(LEASE, lease.epoch, 100) is None
     assert refusal(table, lease.epoch, WorkerId("other")) == "reader"
     assert refusal(table, lease.epoch + 1) == "epoch"
-    assert not table.is_current(LEASE, lease.epoch + 1, 0)
+    assert table.current(LEASE, lease.epoch + 1, 0) is None
 
 
 def test_every_grant_has_an_epoch_of_its_own() -> None:
     table = LeaseTable()
     first = grant(table)
-    table.end(LEASE, "landed")
+    table.end(LEASE, LeaseEnd.LANDED)
     second = grant(table)
     assert second.epoch > first.epoch
     assert refusal(table, first.epoch) == "epoch"
-    assert not table.is_current(LEASE, first.epoch, 0)
+    assert table.current(LEASE, first.epoch, 0) is None
 
 
 def test_active_lease_is_not_granted_again() -> None:
@@ -59,11 +68,12 @@ def test_active_lease_is_not_granted_again() -> None:
 def test_end_is_for_one_caller_only() -> None:
     table = LeaseTable()
     lease = grant(table)
-    ended = table.end(LEASE, "landed")
-    assert ended is not None
-    assert (ended.state, ended.outcome, ended.tables) == (LeaseState.ENDED, "landed", lease.tables)
-    assert table.end(LEASE, "aborted") is None
-    assert table.end(LeaseId("never"), "x") is None
+    assert (lease.end, lease.outcome) == (None, "")
+    assert table.end(LEASE, LeaseEnd.LANDED) is lease
+    assert (lease.end, lease.outcome) == (LeaseEnd.LANDED, "landed")
+    assert table.end(LEASE, LeaseEnd.CANCELLED) is None
+    assert table.end(LeaseId("never"), LeaseEnd.CANCELLED) is None
+    assert lease.end is LeaseEnd.LANDED
     assert refusal(table, lease.epoch) == "unknown"
     assert len(table) == 0 and table.num_leased_blocks == 0
 
@@ -75,19 +85,48 @@ def test_expire_ends_what_is_over_in_order() -> None:
     assert [lease.lease_id for lease in table.expire(20)] == ["a", "b"]
     assert table.expire(20) == []
     (last,) = table.expire(30)
-    assert (last.lease_id, last.state) == ("c", LeaseState.EXPIRED)
+    assert (last.lease_id, last.end) == ("c", LeaseEnd.EXPIRED)
 
 
 def test_renew_never_shortens_and_revives_nothing() -> None:
     table = LeaseTable()
-    grant(table)
-    assert table.renew(LEASE, 50, 10).expires_at_ms == 100
-    renewed = table.renew(LEASE, 95, 10)
-    assert renewed.expires_at_ms == 105
-    assert table.check(LEASE, renewed.epoch, READER, 104) == renewed
+    lease = grant(table)
+    table.renew(lease, 50, 10)
+    assert lease.expires_at_ms == 100
+    table.renew(lease, 95, 10)
+    assert lease.expires_at_ms == 105
+    assert table.check(LEASE, lease.epoch, READER, 104) is lease
     table.expire(105)
-    with pytest.raises(LeaseRefusedError):
-        table.renew(LEASE, 105, 10)
+    table.renew(lease, 105, 10)
+    assert lease.expires_at_ms == 105 and refusal(table, lease.epoch) == "unknown"
+
+
+def test_an_ended_lease_is_remembered_until_its_stream_has_been_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases_module, "MAX_ENDED_LEASES", 2)
+    table = LeaseTable()
+    read, later, never, last = (grant(table, LeaseId(name)) for name in ("read", "later", "never", "last"))
+    table.told(read)
+    assert table.find(read.lease_id) is read, "another stream may follow"
+    for lease in (read, later):
+        table.end(lease.lease_id, LeaseEnd.LANDED)
+    assert table.find(read.lease_id) is None and table.find(later.lease_id) is later
+    table.told(later)
+    assert table.find(later.lease_id) is None
+    table.end(never.lease_id, LeaseEnd.EXPIRED)
+    again = grant(table, LeaseId("again"))
+    for lease in (last, again):
+        table.end(lease.lease_id, LeaseEnd.EXPIRED)
+    assert table.find(never.lease_id) is None, "the oldest makes room"
+    assert table.find(last.lease_id) is last and table.find(again.lease_id) is again
+
+
+def test_a_stream_that_has_got_on_is_told_of_once() -> None:
+    table = LeaseTable()
+    lease = grant(table)
+    assert table.take_moved() == []
+    lease.has_moved = True
+    assert table.take_moved() == [lease]
+    assert table.take_moved() == []
 
 
 def test_blocks_under_two_leases_count_once() -> None:
@@ -97,7 +136,7 @@ def test_blocks_under_two_leases_count_once() -> None:
     assert table.num_leased_blocks == 6 + 2 + 1
     assert [lease.lease_id for lease in table] == ["a", "b"]
     for lease in table:
-        table.end(lease.lease_id, "x")
+        table.end(lease.lease_id, LeaseEnd.LANDED)
     assert table.num_leased_blocks == 0
 
 
@@ -108,8 +147,11 @@ def test_a_ring_s_blocks_count_once_and_each_group_has_its_own() -> None:
         lease_id=LEASE,
         holder=HOLDER,
         reader=READER,
+        request_id=RequestId("r1"),
+        attempt=1,
         tables=(BlockTable((Segment(3, 9),)), ring),
         num_tokens=140,
+        progress=KVProgress(1, 140),
         expires_at_ms=100,
         first_token=64,
     )
@@ -124,8 +166,11 @@ def test_a_lease_is_read_for_its_tenant() -> None:
         lease_id=LEASE,
         holder=HOLDER,
         reader=READER,
+        request_id=RequestId("r1"),
+        attempt=1,
         tables=(BlockTable((Segment(0, 2),)),),
         num_tokens=20,
+        progress=KVProgress(1, 20),
         expires_at_ms=100,
         tenant="acme",
     )

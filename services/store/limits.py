@@ -1,0 +1,29 @@
+"""The times and limits of the store that are not configured. What it lends is bounded as a worker's
+(`services/worker/limits.py`)."""
+
+# What it takes from workers.
+
+MAX_OFFERED_BLOCKS = 1_024
+"""Blocks that may wait to be read from one worker; what it offers beyond is not taken."""
+
+# The tier behind memory.
+
+MAX_LOADS = 4
+"""Loads from the tier at a time, a thread each."""
+PAUSE_S = 5.0
+"""How long a tier that failed is left alone: readers must not wait for its timeout again and again."""
+BATCH_BYTES = 8 << 20
+"""About what one call of the tier carries."""
+COMPLAINT_INTERVAL_S = 10.0
+"""At most one line of the log in so long for each kind of trouble."""
+SCAN_PROGRESS_INTERVAL_S = 5.0
+"""How often a long scan of the disk says how far it is."""
+
+# By the clock.
+
+LOAD_INTERVAL_S = 0.5
+"""How often the store says its load and ends what is over its time."""
+FLUSH_TIMEOUT_S = 5.0
+"""How long a store that is stopped goes on writing behind memory."""
+LAST_WORDS_S = 5.0
+"""How long a store that is stopped waits for the bus to take its last messages."""

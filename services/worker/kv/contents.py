@@ -1,0 +1,71 @@
+"""What lies in a worker's blocks: what its engine's sequences leave there, and what the directory hears of it."""
+
+from dataclasses import dataclass, field
+
+from dataplane.blocks.cache import BlockCache
+from schemas.directory import BlocksEvicted, BlocksStored, Inventory
+from schemas.ids import BlockHash
+from services.engine.interface import Sequence
+from services.worker.core.actions import AttemptKey
+from services.worker.core.content import SequenceContent
+from services.worker.kv.holder import KVHolder
+from services.worker.limits import COOLING_SHARE, MAX_COOLING_BLOCKS
+
+
+@dataclass(kw_only=True)
+class WorkerHolder(KVHolder[BlockCache]):
+    """One worker's blocks. All of this is for the event loop."""
+
+    _contents: dict[AttemptKey, SequenceContent] = field(default_factory=dict[AttemptKey, SequenceContent])
+    _cooled: set[BlockHash] = field(default_factory=set[BlockHash])
+    """Blocks that have been named as those that go next, and are still here."""
+
+    @property
+    def cache(self) -> BlockCache:
+        return self.memory
+
+    def submitted(self, sequence: Sequence, content: SequenceContent) -> None:
+        """Take in what of a sequence is in place before the engine has it."""
+        content.num_landed_tokens = sequence.num_computed_tokens
+        self._contents[(sequence.request_id, sequence.attempt)] = content
+        self.computed(sequence, sequence.num_computed_tokens)
+
+    def computed(self, sequence: Sequence, num_tokens: int, *, ended: bool = False) -> None:
+        """Take in that a sequence's first `num_tokens` tokens have their KV here. `ended`: no more will be written."""
+        content = self._contents.get((sequence.request_id, sequence.attempt))
+        num_full_blocks = num_tokens // self.shape.layout.block_size
+        if content is None or (num_full_blocks == content.num_stored_blocks and not ended):
+            return  # most decode steps fill no block
+        hashes = content.extend(sequence.token_ids, num_tokens)
+        num_stored, num_landed = content.num_stored_blocks, content.num_landed_tokens
+        self.cache.store(sequence.tables, hashes, num_stored, num_tokens, num_landed, ended=ended)
+        content.num_stored_blocks = num_full_blocks
+
+    def ended(self, sequence: Sequence) -> None:
+        """The engine has let go of a sequence; its blocks are still its own."""
+        self.computed(sequence, sequence.num_computed_tokens, ended=True)
+        self.forget((sequence.request_id, sequence.attempt))
+
+    def forget(self, key: AttemptKey) -> None:
+        """Nothing more is written of this attempt."""
+        self._contents.pop(key, None)
+
+    def events(self) -> list[BlocksStored | BlocksEvicted]:
+        """Return what the directory has to hear of what came and went since the last call."""
+        changes = self.cache.take_changes()
+        self._cooled.difference_update(changes.evicted)
+        return self.ledger.events(changes)
+
+    def inventory(self, offset: int) -> Inventory:
+        """Return a page of what is held now, from the `offset`-th block on."""
+        return self.ledger.inventory([("arena", self.cache.contents())], offset)
+
+    def cooling(self) -> list[BlockHash]:
+        """Return the blocks that will go soon and have not been named yet, while room is scarce."""
+        if self.cache.num_free * COOLING_SHARE >= self.cache.num_blocks:
+            return []
+        if len(self._cooled) > self.cache.num_blocks:
+            self._cooled.clear()
+        named = [block for block in self.cache.coldest(MAX_COOLING_BLOCKS) if block not in self._cooled]
+        self._cooled.update(named)
+        return named
