@@ -14,15 +14,17 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from dataplane.cards.device import DeviceError, DeviceMemory, DigestSlot, Stream
-from dataplane.cards.device_arena import DeviceArena, PeerArena
+from dataplane.cards.device_arena import DeviceArena, DeviceHandles, PeerArena
 from dataplane.cards.moves import gather_moves, pair_moves
 from dataplane.cards.side import Piece, SideStream, check_peer, wait_done, wait_peer_gone
 from dataplane.carriers.carrier import Access
 from dataplane.memory.arena import SHM_DIR
 from dataplane.memory.checksum import DigestKind
 from dataplane.memory.rows import SequenceRuns
-from dataplane.protocol.stream import DeviceHandles, Digest, Header, ProtocolError, TransferStats, encode_header
+from dataplane.protocol.stream import Digest, Header, ProtocolError, TransferStats, encode_header
 from dataplane.protocol.wire import Wire, WireTimeoutError
 
 FRAME_BYTES = 128 << 20
@@ -57,8 +59,13 @@ class CudaHolder:
     frame_bytes = FRAME_BYTES
     max_begun = 1
 
+    @property
+    def ahead(self) -> "CudaHolder":
+        """It digests frames as they are announced."""
+        return self
+
     def __init__(self, arena: DeviceArena, source: SequenceRuns, digest_kind: DigestKind | None) -> None:
-        self.access = Access(by_tables=True, device=arena.handles())
+        self.access = Access(by_tables=True, names=msgspec.to_builtins(arena.handles()))
         self._arena = arena
         self._source = source
         self._begun: deque[tuple[int, Piece | None]] = deque()

@@ -24,6 +24,8 @@ _PAUSE_S = 0.01
 class CardStuckError(DeviceError):
     """The card is not known to come to the end of what was put on a stream: it may still write to the arena."""
 
+    may_still_write = True
+
 
 class Piece(NamedTuple):
     """A piece of work. All that was put on the stream for it comes before `event`."""

@@ -44,20 +44,6 @@ MAX_BEGUN = 3
 MAX_PASSING = 4
 
 
-class StagedFrames:
-    """A holder's staging memory: each frame lies there packed, at the offset that its header names."""
-
-    def __init__(self, array: ByteArray, extent: Extent) -> None:
-        self._array = array
-        self._row_bytes = extent.row_bytes
-
-    def views(self, data: Header) -> list[Rows]:
-        """Return the frame's bytes. Raises ProtocolError when they lie outside."""
-        if data.at + data.length > self._array.nbytes:
-            raise ProtocolError(f"frame {data.sequence} is said to lie at {data.at} of {self._array.nbytes} bytes")
-        return [self._array[data.at : data.at + data.length].reshape(-1, self._row_bytes)]
-
-
 @dataclass(slots=True, eq=False)
 class _Begun:
     data: Header
@@ -71,6 +57,11 @@ class StagedHolder:
     needs_ack = False
     access = Access()
     max_begun = MAX_BEGUN
+
+    @property
+    def ahead(self) -> "StagedHolder":
+        """It brings frames out to the host."""
+        return self
 
     def __init__(
         self, arena: DeviceArena, source: SequenceRuns, extent: Extent, digest_kind: DigestKind | None

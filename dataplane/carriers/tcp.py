@@ -31,7 +31,7 @@ class TcpHolder:
     needs_ack = False
     access = Access()
     frame_bytes = FRAME_BYTES
-    max_begun = 1
+    ahead = None
 
     def __init__(self, source: SequenceMemory, extent: Extent, digest_kind: DigestKind | None) -> None:
         self._source = source
@@ -39,9 +39,6 @@ class TcpHolder:
         self._digest_kind: DigestKind | None = digest_kind
         self._staging = Staging()
         self._rows = Staging()
-
-    def begin(self, data: Header, mark: int) -> None:
-        """Nothing is to be done before: what is announced is there."""
 
     def send(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> Digest:
         """Send `head`, the frame's header and its bytes. Raises WireClosedError, WireTimeoutError, and NotFiniteError,

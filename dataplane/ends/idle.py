@@ -13,11 +13,11 @@ MAX_IDLE_S = 10.0
 MAX_IDLE_PER_HOLDER = 4
 MAX_IDLE = 64
 
-Way = tuple[str, int, str]
+HolderKey = tuple[str, int, str]
 """Host, port and the arena's nonce: a holder that has started again is another one."""
 
 
-def way_to(carrier: str, endpoint: Endpoint) -> Way:
+def holder_key(carrier: str, endpoint: Endpoint) -> HolderKey:
     """Return what the connections that serve this read have in common."""
     if carrier == loopback.NAME:
         return ("", 0, endpoint.arena_nonce)
@@ -26,7 +26,7 @@ def way_to(carrier: str, endpoint: Endpoint) -> Way:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class _Idle:
-    way: Way
+    key: HolderKey
     wire: Wire
     since: float
 
@@ -43,23 +43,23 @@ class IdleConnections:
         with self._lock:
             return len(self._idle)
 
-    def take(self, way: Way) -> Wire | None:
+    def take(self, key: HolderKey) -> Wire | None:
         """Return a connection to this holder that has been silent since its stream ended, or None."""
         with self._lock:
             self._drop_old()
             for idle in reversed(self._idle):
-                if idle.way == way:
+                if idle.key == key:
                     self._idle.remove(idle)
                     if not _has_something(idle.wire):
                         return idle.wire
                     idle.wire.close()
         return None
 
-    def put(self, way: Way, wire: Wire) -> None:
+    def put(self, key: HolderKey, wire: Wire) -> None:
         """Keep the connection, or close it."""
         with self._lock:
             self._drop_old()
-            same = [idle for idle in self._idle if idle.way == way]
+            same = [idle for idle in self._idle if idle.key == key]
             if len(same) >= MAX_IDLE_PER_HOLDER:
                 self._drop(same[0])
             elif len(self._idle) >= MAX_IDLE:
@@ -67,7 +67,7 @@ class IdleConnections:
             if self._closed:
                 wire.close()
             else:
-                self._idle.append(_Idle(way, wire, time.monotonic()))
+                self._idle.append(_Idle(key, wire, time.monotonic()))
 
     def close(self) -> None:
         """Close all, and whatever comes later."""

@@ -8,15 +8,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from msgspec.structs import replace
-
 from dataplane.blocks.layout import ArenaShape
-from dataplane.cards.device_arena import KVArena
-from dataplane.cards.nccl.pairs import HolderPairs
 from dataplane.carriers import loopback, shm, tcp
-from dataplane.ends import choice as connect
-from dataplane.ends.sender import HolderStream, JunkError
-from dataplane.protocol.gate import HolderContext, LeaseGate, ReadableKV
+from dataplane.carriers.arena import KVArena
+from dataplane.ends.sender import HolderContext, HolderStream, JunkError
+from dataplane.protocol.gate import LeaseGate, ReadableKV
 from dataplane.protocol.reasons import RefusalCode
 from dataplane.protocol.stream import Kind, Refused, encode_frame
 from dataplane.protocol.wire import SocketWire, Thread, Wire, WireClosedError, WireTimeoutError
@@ -45,7 +41,7 @@ _WRONG = frozenset(
 
 @dataclass(slots=True, frozen=True)
 class ServerOptions:
-    """`carriers`: what is offered, of connect.CARRIERS. `advertise_host`: what readers are told to connect
+    """`carriers`: what is offered, of those of the arena. `advertise_host`: what readers are told to connect
     to, `host` unless given. `open_timeout_s`: within it a stream must have said what it wants. `idle_timeout_s`: a
     reader that takes nothing for so long is cut, and a connection on which no next stream is opened.
     """
@@ -86,11 +82,9 @@ class PlaneServer:
         self.options = options or ServerOptions()
         self.num_junk = 0
         self.num_refused = 0
-        self._pairs: HolderPairs | None = None
-        if arena.pair_parts is not None and connect.NCCL in self.options.carriers:
-            self._pairs = HolderPairs(arena.pair_parts)
+        self._side = arena.as_holder(self.options.carriers)
         self._context = HolderContext(
-            arena=arena,
+            side=self._side,
             shape=shape,
             gate=gate,
             secret=secret,
@@ -98,7 +92,6 @@ class PlaneServer:
             digests=self.options.digests,
             open_timeout_s=self.options.open_timeout_s,
             idle_timeout_s=self.options.idle_timeout_s,
-            pairs=self._pairs,
         )
         self._lock = threading.Lock()
         self._streams: list[_Live] = []
@@ -111,19 +104,18 @@ class PlaneServer:
     @property
     def endpoint(self) -> Endpoint:
         """Where readers find this server. Only after `start`."""
-        return Endpoint(
+        endpoint = Endpoint(
             host=self.options.advertise_host or self.options.host,
             port=self._port,
             carriers=self.options.carriers,
             arena=self.arena.name,
             arena_nonce=self.arena.nonce,
-            card=self.arena.card,
         )
+        return self._side.describe(endpoint)
 
     def endpoint_for(self, reader: WorkerId) -> Endpoint:
         """Return the same, with what only this reader may open. Does not wait."""
-        pair = None if self._pairs is None else self._pairs.offer(reader)
-        return self.endpoint if pair is None else replace(self.endpoint, pair=pair)
+        return self._side.describe(self.endpoint, reader)
 
     @property
     def num_streams(self) -> int:
@@ -155,8 +147,7 @@ class PlaneServer:
         for stream in live:
             if stream.thread is not None:
                 stream.thread.join()
-        if self._pairs is not None:
-            self._pairs.close()
+        self._side.close()
 
     # What the simulator does in its own way.
 
@@ -167,8 +158,7 @@ class PlaneServer:
             self._port = listener.getsockname()[1]
             self._acceptor = self._new_thread(lambda: self._accept(listener), "kv-accept")
             self._acceptor.start()
-        if {loopback.NAME, connect.CUDA} & set(self.options.carriers):
-            loopback.register(self)
+        loopback.register(self)
 
     def _stop_listening(self) -> None:
         loopback.unregister(self)

@@ -7,11 +7,11 @@
     holder → End | Fail               End: all is committed; carries the holder's trailer
     reader → Open …                   another stream on the same connection, only after an End
 
-A connection may be a pair's instead (pair.py), over which a communicator is agreed upon and kept in step:
+A connection may be a pair's instead, over which two workers keep in step what moves their frames (pair.py):
 
     reader → PairOpen                 a ticket, and which of the holder's offers is meant
     holder → PairAccepted | Refused
-    holder → Slot, …                  what goes next through the communicator: `at` its number, `digest` whose it is
+    holder → Slot, …                  what goes next between the two: `at` its number, `digest` whose it is
 
 A Commit says that the lease was still good *after* a frame's bytes had left the holder's memory, and what their digest
 was there. A frame is believed once its digest and its Commit are in; nothing waits for a round trip but the last frame.
@@ -50,7 +50,7 @@ _HEADER = struct.Struct("<2sBBIHHIIIQQ")
 HEADER_BYTES = _HEADER.size
 
 Digest = Callable[[], int]
-"""Returns a frame's digest; waits for it where a card computes it. Raises DeviceError."""
+"""Returns a frame's digest; waits for it where it is still being computed. Raises MemoryFailedError."""
 
 
 class Kind(enum.IntEnum):
@@ -145,27 +145,16 @@ class Open(msgspec.Struct, frozen=True, kw_only=True):
     """What the reader's end of the transfer is called in its trace. Nothing depends on it."""
 
 
-class DeviceHandles(msgspec.Struct, frozen=True, kw_only=True):
-    """The names by which another process of the host opens an arena on a card: its memory, and the events of its marks
-    (device_arena.py)."""
-
-    uuid: str
-    """The card's."""
-    num_bytes: int
-    memory: bytes
-    marks: tuple[bytes, ...]
-
-
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`num_blocks`, `heads` (all that this holder has) and `tables` tell a reader that copies from the holder's arena
-    where the tokens lie in it, `device` how that is opened on a card; to others they are not told. `staged`: frames lie
-    in the holder's shared memory one by one, each `at` its header's offset."""
+    where the tokens lie in it; to others they are not told. `names`: by which that memory is opened, where its carrier
+    needs any. `staged`: frames lie in the holder's shared memory one by one, each `at` its header's offset."""
 
     carrier: str
     digests: bool
     digest_kind: DigestKind = "xxh3"
     staged: bool = False
-    device: DeviceHandles | None = None
+    names: dict[str, object] | None = msgspec.field(default=None, name="device")
     num_blocks: tuple[int, ...] = ()
     heads: HeadRange = NO_HEADS
     tables: BlockTables = ()

@@ -40,12 +40,12 @@ from services.config import (
 )
 from services.engine.checkpoint import Checkpoint, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
+from services.engine.devices import Cards, check_carrier, check_driver, plan_devices, probe_cards
 from services.errors import UserError
 from services.launch.known_workers import wait_known
 from services.launch.restart import Child, Restarts
 from services.ports import bind, free_port
 from services.scheduler.placement.policy import policy_named
-from services.worker.devices import Cards, check_carrier, check_driver, plan_devices, probe_cards
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 15.0

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from dataplane.blocks.lease import Lease
 from dataplane.blocks.ticket import Ticket, sign
-from dataplane.ends.choice import offered_carriers
+from dataplane.carriers.arena import KVArena
 from dataplane.ends.server import ServerOptions
 from dataplane.protocol.stream import TransferStats
 from schemas import subjects
@@ -111,7 +111,7 @@ class Store:
             name_stream=telemetry.child_of,
         )
         self._plane = parts.platform.make_server(
-            parts.arena, parts.shape, self._gate, parts.secret, _server_options(config)
+            parts.arena, parts.shape, self._gate, parts.secret, _server_options(config, parts.arena)
         )
         self._reader = parts.platform.make_reader(parts.arena, parts.shape)
         self._lender = Lender(core, self._backing, tasks, self._changed)
@@ -362,13 +362,13 @@ class Store:
             self._loop.call_soon_threadsafe(handle, *arguments)
 
 
-def _server_options(config: MeshConfig) -> ServerOptions:
+def _server_options(config: MeshConfig, arena: KVArena) -> ServerOptions:
     settings = config.worker
     advertise_host = settings.advertise_host
     if not advertise_host and settings.plane_host == "0.0.0.0":
         advertise_host = socket.gethostname()  # nobody can connect to "everywhere"; containers resolve this name
     return ServerOptions(
-        carriers=offered_carriers(settings.carrier, on_card=False),
+        carriers=arena.offered(settings.carrier),
         host=settings.plane_host,
         advertise_host=advertise_host,
         digests=settings.digests,

@@ -25,7 +25,7 @@ from dataplane.cards.nccl.communicator import CommunicatorError
 from dataplane.cards.nccl.library import NcclCommunicator, NcclLibrary, id_bytes, id_chars
 from dataplane.cards.nccl.pair import BUFFER_BYTES
 from dataplane.cards.nccl.pair_core import ReaderCore
-from dataplane.ends.choice import AUTO
+from dataplane.carriers.arena import AUTO
 from dataplane.ends.reader import PlaneReader, ReadRequest
 from dataplane.protocol.stream import (
     Header,
@@ -410,7 +410,7 @@ def test_reads_over_a_pair_that_is_not_theirs(holder: Holder, target: Target) ->
     """A read names its pair; a read of another name, or of a pair that is not open, is refused."""
     holder.compute_all()
     request = target.request(holder.endpoint, holder.ticket(), "nccl", 300)
-    joined = target.reader._pairs
+    joined = target.reader._side.pairs
     assert joined is not None
     original = joined.join
 
@@ -432,8 +432,8 @@ def test_damage_between_the_kernels_is_found(holder: Holder, target: Target, mon
     """A bit of a pair's buffer changes after it was received and before it is scattered."""
     holder.compute_all()
     target.read_from(holder, "nccl")
-    assert target.reader._pairs is not None
-    (pair,) = target.reader._pairs._pairs.values()
+    assert target.reader._side.pairs is not None
+    (pair,) = target.reader._side.pairs._pairs.values()
     take = ReaderCore.take
 
     def damaged(core: ReaderCore, *args: Any) -> int | None:

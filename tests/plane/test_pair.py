@@ -16,7 +16,7 @@ from dataplane.cards.nccl import communicator, pair, pair_core, pairs
 from dataplane.cards.nccl.communicator import CommunicatorError, LibraryThreads
 from dataplane.cards.nccl.pair import Pair
 from dataplane.cards.nccl.pair_core import HolderCore, PairBrokenError, PairState, ReaderCore
-from dataplane.cards.nccl.pairs import PairRefusedError
+from dataplane.carriers.arena import PairRefusedError
 from dataplane.protocol.stream import ProtocolError
 from dataplane.protocol.wire import WireClosedError, WireTimeoutError
 from schemas.ids import WorkerId

@@ -133,7 +133,7 @@ def test_old_ones_are_closed(carrier: str, holder: Holder, target: Target, monke
     target.read_from(holder, carrier)
     (thread,) = serving()
     monkeypatch.setattr(idle, "MAX_IDLE_S", -1.0)
-    assert target.reader._idle.take(idle.way_to(carrier, holder.endpoint)) is None
+    assert target.reader._idle.take(idle.holder_key(carrier, holder.endpoint)) is None
     thread.join(DEADLINE_S)
     assert idle_in(target) == 0 and not serving()
 
@@ -158,7 +158,7 @@ def test_who_says_more_than_the_end_is_not_asked_again(
     with impostor(accepted + data() + commit() + END + more) as endpoint:
         request = target.request(endpoint, holder.ticket(), "tcp", 300)
         assert target.reader.read_blocking(request).num_tokens == 300
-        assert target.reader._idle.take(idle.way_to("tcp", endpoint)) is None
+        assert target.reader._idle.take(idle.holder_key("tcp", endpoint)) is None
         target.reader.close()
 
 

@@ -16,6 +16,7 @@ from dataplane.cards.device import DeviceError
 from dataplane.cards.nccl.communicator import CommunicatorError
 from dataplane.cards.nccl.pair import BUFFER_BYTES, CoreT, Pair, PairParts
 from dataplane.cards.nccl.pair_core import HolderCore, PairBrokenError, PairState, ReaderCore
+from dataplane.carriers.arena import PairRefusedError
 from dataplane.protocol.reasons import FailureCode, RefusalCode
 from dataplane.protocol.stream import (
     Kind,
@@ -42,14 +43,6 @@ _RETRY_S = 30.0
 _MADE_ROOM = "it has made room for another"
 
 NameT = TypeVar("NameT")
-
-
-class PairRefusedError(Exception):
-    """There is no such pair, or it cannot be made. `reason` is for the peer."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
 
 
 @dataclass(slots=True, eq=False)

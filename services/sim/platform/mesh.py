@@ -3,16 +3,14 @@
 import asyncio
 import contextvars
 import itertools
-import mmap
 import random
 from dataclasses import dataclass, field
 
 import msgspec
 from tokenizers import Tokenizer, models
 
-from dataplane.blocks.layout import ArenaShape, KVLayout, uniform_shape
+from dataplane.blocks.layout import KVLayout, uniform_shape
 from dataplane.ends.server import LeaseGate
-from dataplane.memory.arena import HEADER_BYTES, Arena
 from schemas.ids import WorkerId
 from schemas.worker import WorkerRole
 from services.bus.base import BusError
@@ -26,7 +24,7 @@ from services.sim.platform.bus import SimBroker, SimBus
 from services.sim.platform.engine import Pace
 from services.sim.platform.gateway import SimApp, run_sim_gateway
 from services.sim.platform.loop import Process, SimLoop
-from services.sim.platform.plane import SimNetwork, sim_platform
+from services.sim.platform.plane import SimNetwork, memory_arena, sim_platform
 from services.store.core import StoreCore
 from services.store.load import make_parts as make_store_parts
 from services.store.service import run_store
@@ -229,11 +227,6 @@ class SimMesh:
             secret=SECRET.encode(),
             platform=sim_platform(self.network, host, service.gates.append, Pace(base_s=self.shape.step_s)),
         )
-
-
-def memory_arena(shape: ArenaShape, host: str) -> Arena:
-    """Return an arena in memory of its own, with no name on this machine."""
-    return Arena(host, f"nonce-{host}", mmap.mmap(-1, HEADER_BYTES + shape.num_bytes), owned=False)
 
 
 def _served_model(shape: MeshShape) -> ServedModel:

@@ -1,6 +1,6 @@
 """Which device a worker runs on: the CPU, or one of the machine's graphics cards.
 
-`python -m services.worker.devices` prints what there is, for whoever does not want PyTorch in its own process.
+`python -m services.engine.devices` prints what there is, for whoever does not want PyTorch in its own process.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ async def probe_cards() -> Cards:
         return Cards()
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "services.worker.devices"),
+        *("-m", "services.engine.devices"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
         env=child_environment(),
