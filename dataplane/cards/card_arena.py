@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from dataplane import limits as plane_limits
 from dataplane.blocks.layout import ArenaShape
-from dataplane.cards import staged
+from dataplane.cards import limits
 from dataplane.cards.device import Device, DeviceError
 from dataplane.cards.device_arena import DeviceArena, DeviceHandles
 from dataplane.cards.ipc import CudaHolder, CudaReader, OpenedArenas, SourceArena
@@ -23,7 +24,7 @@ from dataplane.carriers.shm import AttachedArenas, holder_frames, holder_runs
 from dataplane.memory.checksum import DigestKind
 from dataplane.memory.extent import Extent
 from dataplane.memory.rows import SequenceRuns
-from dataplane.protocol.stream import MAX_FRAME_BYTES, Accepted, Open, PairRead, ProtocolError
+from dataplane.protocol.stream import Accepted, Open, PairRead, ProtocolError
 from schemas.handoff import Endpoint
 from schemas.ids import WorkerId
 
@@ -209,7 +210,7 @@ class CardReaderSide:
 class PairedApproach:
     """A read over a pair with the holder."""
 
-    frame_bytes = MAX_FRAME_BYTES
+    frame_bytes = plane_limits.MAX_FRAME_BYTES
 
     def __init__(self, pair: Pair[ReaderCore], read_id: int, arena: CardArena, target: SequenceRuns) -> None:
         self.pair = PairRead(generation=pair.generation, read_id=read_id)
@@ -232,9 +233,9 @@ class CardApproach:
     pair = None
 
     def __init__(self, side: CardReaderSide, carrier: str, asked: ReadAsked) -> None:
-        self.frame_bytes = MAX_FRAME_BYTES
+        self.frame_bytes = plane_limits.MAX_FRAME_BYTES
         if carrier != CUDA:
-            self.frame_bytes = min(staged.FRAME_BYTES, side.arena.ring.frame_bytes)
+            self.frame_bytes = min(limits.STAGED_FRAME_BYTES, side.arena.ring.frame_bytes)
         self._side = side
         self._carrier = carrier
         self._asked = asked

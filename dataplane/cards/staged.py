@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from dataplane.cards import limits
 from dataplane.cards.device import DeviceError
 from dataplane.cards.device_arena import DeviceArena
 from dataplane.cards.lane import Lane, Passage
@@ -37,12 +38,6 @@ from dataplane.protocol.stream import (
 )
 from dataplane.protocol.wire import Wire, WireTimeoutError
 
-FRAME_BYTES = 4 << 20
-"""Large enough for the host link's full speed, and small enough for many streams to have some in one ring."""
-MAX_BEGUN = 3
-"""One is being sent, one is on its way to the host, one is being packed."""
-MAX_PASSING = 4
-
 
 @dataclass(slots=True, eq=False)
 class _Begun:
@@ -56,7 +51,7 @@ class StagedHolder:
 
     needs_ack = False
     access = Access()
-    max_begun = MAX_BEGUN
+    max_begun = limits.MAX_BEGUN
 
     @property
     def ahead(self) -> "StagedHolder":
@@ -278,7 +273,7 @@ class StagedReader:
         while self._passing and self._passing[0].passage.piece.event.is_done():
             self._settle_oldest(deadline)
         while True:
-            slot = self._lane.take_now(num_bytes) if len(self._passing) < MAX_PASSING else None
+            slot = self._lane.take_now(num_bytes) if len(self._passing) < limits.MAX_PASSING else None
             if slot is not None:
                 return slot
             started = time.perf_counter_ns()
@@ -355,7 +350,7 @@ def _frame_bytes(arena: DeviceArena, extent: Extent) -> int:
     """Return how large frames out of this arena are. Raises DeviceError when not a token fits."""
     if extent.memory_bytes(1, 1) > arena.ring.frame_bytes:
         raise DeviceError("staging", f"{extent.memory_bytes(1, 1)} bytes of a token; here fit {arena.ring.frame_bytes}")
-    return min(FRAME_BYTES, arena.ring.frame_bytes)
+    return min(limits.STAGED_FRAME_BYTES, arena.ring.frame_bytes)
 
 
 def _memory_bytes(extent: Extent, data: Header) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from dataplane import limits
 from dataplane.blocks.layout import ArenaShape
 from dataplane.carriers import loopback, shm, tcp
 from dataplane.carriers.arena import AUTO, PairListener, ReadAsked
@@ -14,7 +15,7 @@ from dataplane.memory.checksum import DigestKind
 from dataplane.memory.extent import Extent
 from dataplane.memory.frames import SequenceMemory
 from dataplane.memory.rows import SequenceRuns
-from dataplane.protocol.stream import MAX_FRAME_BYTES, Accepted, Open
+from dataplane.protocol.stream import Accepted, Open
 from schemas.handoff import Endpoint
 from schemas.ids import WorkerId
 
@@ -133,7 +134,7 @@ class HostApproach:
     """A read over one of these carriers."""
 
     pair = None
-    frame_bytes = MAX_FRAME_BYTES
+    frame_bytes = limits.MAX_FRAME_BYTES
 
     def __init__(self, side: HostReaderSide, carrier: str, asked: ReadAsked) -> None:
         self._side = side

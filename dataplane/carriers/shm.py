@@ -11,6 +11,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from dataplane import limits
 from dataplane.blocks.layout import ArenaShape
 from dataplane.carriers.carrier import Access
 from dataplane.memory import frames
@@ -32,8 +33,6 @@ from dataplane.protocol.wire import Wire
 from schemas.handoff import Endpoint
 
 NAME = "shm"
-FRAME_BYTES = 16 << 20
-MAX_ATTACHED = 16
 
 
 class FrameSource(Protocol):
@@ -75,7 +74,7 @@ class SharedHolder:
 
     needs_ack = True
     access = Access(by_tables=True)
-    frame_bytes = FRAME_BYTES
+    frame_bytes = limits.SHM_FRAME_BYTES
     ahead = None
 
     def __init__(self, source: SequenceMemory, digest_kind: DigestKind | None) -> None:
@@ -167,7 +166,7 @@ class AttachedArenas:
     Bounded. Thread-safe.
     """
 
-    def __init__(self, max_attached: int = MAX_ATTACHED) -> None:
+    def __init__(self, max_attached: int = limits.MAX_ATTACHED) -> None:
         self._max_attached = max_attached
         self._lock = threading.Lock()
         self._arenas: dict[tuple[str, str], Arena] = {}

@@ -5,12 +5,9 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from dataplane import limits
 from dataplane.carriers.arena import AUTO, ReaderPlace
 from schemas.handoff import Endpoint
-
-BROKEN_S = 60.0
-"""A carrier that could not be set up towards a holder is left out for so long, while there is another."""
-_MAX_BROKEN = 256
 
 
 class CarrierImpossibleError(Exception):
@@ -56,8 +53,8 @@ class BrokenCarriers:
     def add(self, arena_nonce: str, carrier: str) -> None:
         with self._lock:
             self._until.pop((arena_nonce, carrier), None)
-            self._until[(arena_nonce, carrier)] = time.monotonic() + BROKEN_S
-            while len(self._until) > _MAX_BROKEN:
+            self._until[(arena_nonce, carrier)] = time.monotonic() + limits.BROKEN_S
+            while len(self._until) > limits.MAX_BROKEN:
                 del self._until[next(iter(self._until))]
 
     def without(self, arena_nonce: str, found: Sequence[Choice]) -> list[Choice]:

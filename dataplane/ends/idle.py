@@ -4,14 +4,10 @@ import threading
 import time
 from dataclasses import dataclass
 
+from dataplane import limits
 from dataplane.carriers import loopback
 from dataplane.protocol.wire import Wire
 from schemas.handoff import Endpoint
-
-MAX_IDLE_S = 10.0
-"""Less than a holder waits, so that it is seldom the holder who ends it."""
-MAX_IDLE_PER_HOLDER = 4
-MAX_IDLE = 64
 
 HolderKey = tuple[str, int, str]
 """Host, port and the arena's nonce: a holder that has started again is another one."""
@@ -60,9 +56,9 @@ class IdleConnections:
         with self._lock:
             self._drop_old()
             same = [idle for idle in self._idle if idle.key == key]
-            if len(same) >= MAX_IDLE_PER_HOLDER:
+            if len(same) >= limits.MAX_IDLE_PER_HOLDER:
                 self._drop(same[0])
-            elif len(self._idle) >= MAX_IDLE:
+            elif len(self._idle) >= limits.MAX_IDLE:
                 self._drop(self._idle[0])
             if self._closed:
                 wire.close()
@@ -77,7 +73,7 @@ class IdleConnections:
                 self._drop(self._idle[0])
 
     def _drop_old(self) -> None:
-        oldest = time.monotonic() - MAX_IDLE_S
+        oldest = time.monotonic() - limits.MAX_IDLE_S
         while self._idle and self._idle[0].since < oldest:
             self._drop(self._idle[0])
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from dataplane import limits
 from dataplane.blocks.layout import BlockTables
 from dataplane.carriers import tcp
 from dataplane.carriers.arena import Approach
@@ -33,7 +34,6 @@ from dataplane.protocol.stream import (
 from dataplane.protocol.wire import Wire, WireClosedError
 from schemas.handoff import Endpoint
 
-_MAX_FRAMES_PER_ACK = 4
 _FRAME_KINDS = (Kind.DATA, Kind.COMMIT, Kind.END, Kind.FAIL)
 
 
@@ -165,7 +165,7 @@ class Read:
         A word to the holder costs a switch of threads where cores are scarce: only where it would wait for it.
         """
         num_finished = carrier.finished()
-        if num_finished - num_acked < _MAX_FRAMES_PER_ACK:
+        if num_finished - num_acked < limits.MAX_FRAMES_PER_ACK:
             if wire.has_unread():
                 return num_acked
             if num_finished == num_acked:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from dataplane import limits
 from dataplane.blocks.layout import ArenaShape, BlockTables
 from dataplane.carriers import loopback, tcp
 from dataplane.carriers.arena import Approach, KVArena, ReadAsked, ReaderSide
@@ -38,7 +39,12 @@ class PlaneReader:
     """
 
     def __init__(
-        self, arena: KVArena, shape: ArenaShape, *, connect_timeout_s: float = 5.0, side: ReaderSide | None = None
+        self,
+        arena: KVArena,
+        shape: ArenaShape,
+        *,
+        connect_timeout_s: float = limits.CONNECT_S,
+        side: ReaderSide | None = None,
     ) -> None:
         self.is_stuck = False
         self._shape = shape

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+from dataplane import limits
 from dataplane.blocks.layout import ArenaShape
 from dataplane.blocks.lease import LeaseRefusedError
 from dataplane.blocks.ticket import Ticket, TicketRefusedError, verify
@@ -20,7 +21,6 @@ from dataplane.protocol.gate import LeaseGate, ReadableKV
 from dataplane.protocol.progress import Ready
 from dataplane.protocol.reasons import FailCode, RefusalCode
 from dataplane.protocol.stream import (
-    MAX_TRAILER_BYTES,
     VERSION,
     Accepted,
     Digest,
@@ -39,10 +39,6 @@ from dataplane.protocol.stream import (
     encode_header,
 )
 from dataplane.protocol.wire import Waker, Wire, WireClosedError, WireTimeoutError
-
-MAX_UNACKED_FRAMES = 8
-"""How far the holder announces and digests ahead of the reader's copying."""
-_MAX_REASON_CHARS = 1000
 
 
 class JunkError(Exception):
@@ -288,7 +284,7 @@ class _Service:
 
     def _tell(self, end: _EndedError) -> None:
         with contextlib.suppress(WireClosedError, WireTimeoutError):
-            self._unsent += encode_frame(Kind.FAIL, Fail(reason=end.reason[:_MAX_REASON_CHARS], code=end.code))
+            self._unsent += encode_frame(Kind.FAIL, Fail(reason=end.reason[: limits.MAX_REASON_CHARS], code=end.code))
             self._flush()
             self._wire.finish_sending()
 
@@ -333,7 +329,7 @@ class _Service:
     def _begin(self, ready: Ready) -> bool:
         """Begin the next frame of what is ready, if there is one and room for it."""
         num_begun = len(self._begun)
-        if num_begun == self._max_begun or num_begun + len(self._uncommitted) >= MAX_UNACKED_FRAMES:
+        if num_begun == self._max_begun or num_begun + len(self._uncommitted) >= limits.MAX_UNACKED_FRAMES:
             return False
         data = self._planner.next(ready.num_tokens)
         if data is None:
@@ -388,7 +384,7 @@ class _Service:
             self._unsent = b""
 
     def _end(self, trailer: bytes) -> None:
-        if len(trailer) > MAX_TRAILER_BYTES:
+        if len(trailer) > limits.MAX_TRAILER_BYTES:
             raise _EndedError(f"the trailer has {len(trailer)} bytes", tell=True)
         if not self._context.gate.still_valid(self._ticket):
             raise _EndedError("the lease has ended", tell=True)

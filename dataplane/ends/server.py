@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from dataplane import limits
 from dataplane.blocks.layout import ArenaShape
 from dataplane.carriers import loopback, shm, tcp
 from dataplane.carriers.arena import KVArena
@@ -23,9 +24,6 @@ __all__ = ["LeaseGate", "PlaneServer", "ReadableKV", "ServerOptions"]
 
 log = logging.getLogger(__name__)
 
-_LOG_INTERVAL_S = 1.0
-_MAX_LOGGED_PEERS = 256
-_BACKLOG = 64
 _WRONG = frozenset(
     {
         RefusalCode.MALFORMED,
@@ -51,9 +49,9 @@ class ServerOptions:
     port: int = 0
     advertise_host: str = ""
     digests: bool = True
-    max_streams: int = 64
-    open_timeout_s: float = 5.0
-    idle_timeout_s: float = 30.0
+    max_streams: int = limits.MAX_STREAMS
+    open_timeout_s: float = limits.OPEN_S
+    idle_timeout_s: float = limits.HOLDER_IDLE_S
 
 
 @dataclass(slots=True, eq=False)
@@ -154,7 +152,7 @@ class PlaneServer:
     def _listen(self) -> None:
         if set(self.options.carriers) - {loopback.NAME}:
             address = (self.options.host, self.options.port)
-            listener = self._listener = socket.create_server(address, backlog=_BACKLOG)
+            listener = self._listener = socket.create_server(address, backlog=limits.BACKLOG)
             self._port = listener.getsockname()[1]
             self._acceptor = self._new_thread(lambda: self._accept(listener), "kv-accept")
             self._acceptor.start()
@@ -186,7 +184,9 @@ class PlaneServer:
                 if self._closing:
                     return
                 self._log_peer("accept", f"cannot accept: {error}")
-                time.sleep(0.05)  # out of descriptors: a moment for streams to end; connections wait in the backlog
+                time.sleep(
+                    limits.ACCEPT_PAUSE_S
+                )  # out of descriptors: a moment for streams to end; connections wait in the backlog
                 continue
             self._admit(SocketWire(sock, reads_ahead=True), address[0])
 
@@ -210,7 +210,7 @@ class PlaneServer:
         if full:
             refused = Refused(code=RefusalCode.BUSY, detail=f"{self.options.max_streams} streams are open")
             with contextlib.suppress(WireClosedError, WireTimeoutError):
-                wire.send([encode_frame(Kind.REFUSED, refused)], _LOG_INTERVAL_S)
+                wire.send([encode_frame(Kind.REFUSED, refused)], limits.BUSY_SEND_S)
             wire.close()
         return True
 
@@ -237,9 +237,9 @@ class PlaneServer:
         """Log a line, at most one per peer and second: anybody may knock as often as he likes."""
         now = time.monotonic()
         with self._lock:
-            if now - self._logged_at.get(peer, -_LOG_INTERVAL_S) < _LOG_INTERVAL_S:
+            if now - self._logged_at.get(peer, -limits.LOG_INTERVAL_S) < limits.LOG_INTERVAL_S:
                 return
-            if len(self._logged_at) >= _MAX_LOGGED_PEERS:
+            if len(self._logged_at) >= limits.MAX_LOGGED_PEERS:
                 self._logged_at.clear()
             self._logged_at[peer] = now
         log.warning("peer %s: %s", peer, text)

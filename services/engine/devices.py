@@ -13,13 +13,13 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from services.config import Carrier, child_environment, is_card
+from services.engine import limits
 from services.errors import UserError
 
 log = logging.getLogger(__name__)
 
 DRIVER = "libcuda.so.1"
 NEEDED = ("cupy", "triton")
-PROBE_TIMEOUT_S = 120.0
 CPU = "cpu"
 
 
@@ -62,13 +62,13 @@ async def probe_cards() -> Cards:
         env=child_environment(),
     )
     try:
-        async with asyncio.timeout(PROBE_TIMEOUT_S):
+        async with asyncio.timeout(limits.PROBE_TIMEOUT_S):
             said, _ = await process.communicate()
         return msgspec.json.decode(said, type=Cards)
     except TimeoutError:
         process.kill()
         await process.wait()
-        return Cards(reason=f"PyTorch did not say within {PROBE_TIMEOUT_S:.0f} s")
+        return Cards(reason=f"PyTorch did not say within {limits.PROBE_TIMEOUT_S:.0f} s")
     except msgspec.DecodeError:
         return Cards(reason=f"looking for them ended with code {process.returncode}")
 

@@ -86,13 +86,13 @@ def test_what_is_broken_comes_only_where_nothing_else_is() -> None:
 
 
 def test_broken_carriers_are_bounded_and_heal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dataplane.ends.choice._MAX_BROKEN", 2)
+    monkeypatch.setattr("dataplane.limits.MAX_BROKEN", 2)
     broken = BrokenCarriers()
     for nonce in ("one", "two", "three"):
         broken.add(nonce, "cuda")
     found = [Choice("cuda", "c"), Choice("shm", "s")]
     assert [len(broken.without(nonce, found)) for nonce in ("one", "two", "three")] == [2, 1, 1]
-    monkeypatch.setattr("dataplane.ends.choice.BROKEN_S", -1.0)
+    monkeypatch.setattr("dataplane.limits.BROKEN_S", -1.0)
     broken.add("two", "cuda")
     assert broken.without("two", found) == found
 

@@ -36,10 +36,8 @@ from services.engine.cuda.step_plan import (
     pack,
 )
 from services.engine.interface import EngineFailedError, EngineLostError, StepItem
+from services.engine.limits import MOST_RESERVED_BYTES
 from services.engine.sampler import NotFiniteError
-
-MOST_RESERVED_BYTES = 64 << 20
-"""Of page-locked memory for a step's numbers: more is taken when a step needs it."""
 
 
 class StepBuffer:
