@@ -16,8 +16,8 @@ from dataplane.cards.nccl.communicator import LibraryThreads
 from dataplane.cards.nccl.pair import PairParts
 from dataplane.memory.arena import SHM_DIR, Arena
 from schemas.ids import WorkerId
+from services.bench.drive.make_checkpoint import make_random_checkpoint
 from services.config import MeshConfig, ModelConfig, StoreConfig, WorkerConfig, with_device
-from services.engine.make_checkpoint import make_random_checkpoint
 from services.errors import UserError
 from services.gateway.service import load_model
 from services.store.load import load_store
