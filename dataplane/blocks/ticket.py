@@ -8,9 +8,8 @@ from typing import Literal
 
 import msgspec
 
+from dataplane import limits
 from schemas.ids import LeaseId, WorkerId
-
-MAX_TOKEN_CHARS = 2048
 
 TicketRefusal = Literal["malformed", "signature", "expired"]
 
@@ -41,14 +40,14 @@ def sign(secret: bytes, ticket: Ticket) -> str:
     """Return `base64url(json).base64url(hmac-sha256)`, without padding. Raises ValueError when it gets too long."""
     body = _encode(msgspec.json.encode(ticket))
     token = f"{body}.{_mac(secret, body)}"
-    if len(token) > MAX_TOKEN_CHARS:
+    if len(token) > limits.MAX_TICKET_CHARS:
         raise ValueError(f"the ticket of {ticket.lease_id} would have {len(token)} characters")
     return token
 
 
 def verify(secret: bytes, token: str, now_ms: int) -> Ticket:
     """Return the ticket in `token`. Raises TicketRefusedError for anything but a ticket of this secret in its time."""
-    if len(token) > MAX_TOKEN_CHARS or not token.isascii():
+    if len(token) > limits.MAX_TICKET_CHARS or not token.isascii():
         raise TicketRefusedError("malformed")
     body, _, mac = token.partition(".")
     if not hmac.compare_digest(mac, _mac(secret, body)):  # as text: one token has one spelling

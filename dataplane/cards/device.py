@@ -11,13 +11,14 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from dataplane.carriers.carrier import MemoryFailedError
 from dataplane.memory.arena import ByteArray
 
 ALIGNMENT = 8
 """Rows, offsets and strides are multiples of it: a digest's word."""
 
 
-class DeviceError(Exception):
+class DeviceError(MemoryFailedError):
     """The card, its driver or its library failed. `what` was being done."""
 
     def __init__(self, what: str, reason: str) -> None:

@@ -13,16 +13,17 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 
+from dataplane import limits as plane_limits
 from dataplane.blocks.layout import ArenaShape
+from dataplane.cards import limits
 from dataplane.cards.device import Device, DeviceError, DeviceMemory, Event, Stream, SupportsDLPack
 from dataplane.cards.moves import unsuited
-from dataplane.cards.nccl.pair import PairParts
-from dataplane.cards.side import DRAIN_S
 from dataplane.cards.staging_ring import MIN_FRAMES, StagingRing
 from dataplane.memory.arena import Arena, ByteArray
-from dataplane.protocol.stream import MAX_FRAME_BYTES, DeviceHandles
+from dataplane.protocol.stream import ProtocolError
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,6 @@ NUM_MARKS = 128
 """More than a model has layers: a mark comes round again when the engine has begun another step."""
 READY = 0
 """The mark of what was ready before anybody could ask."""
-_POLL_S = 0.0002
 
 
 class Marks:
@@ -79,6 +79,25 @@ class Marks:
             event.close()
 
 
+class DeviceHandles(msgspec.Struct, frozen=True, kw_only=True):
+    """The names by which another process of the host opens an arena on a card: its memory, and the events of its marks.
+    The holder's `Accepted` has them."""
+
+    uuid: str
+    """The card's."""
+    num_bytes: int
+    memory: bytes
+    marks: tuple[bytes, ...]
+
+    @classmethod
+    def read(cls, names: dict[str, object]) -> "DeviceHandles":
+        """Return what an `Accepted` has. Raises ProtocolError."""
+        try:
+            return msgspec.convert(names, cls)
+        except msgspec.ValidationError as error:
+            raise ProtocolError(f"the holder's memory: {error}") from error
+
+
 class DeviceArena:
     """A card's memory of this shape, owned by this process.
 
@@ -93,9 +112,7 @@ class DeviceArena:
         self.device = device
         self.shape = shape
         self.card = device.uuid
-        self.pair_parts: PairParts | None = None
-        """With what this card makes communicators; None: it makes none. Set before the arena is served or read into."""
-        self.ring = StagingRing(staging_bytes, min(MAX_FRAME_BYTES, staging_bytes // MIN_FRAMES))
+        self.ring = StagingRing(staging_bytes, min(plane_limits.MAX_FRAME_BYTES, staging_bytes // MIN_FRAMES))
         self._file = Arena.create_bytes(staging_bytes)
         self.name, self.nonce = self._file.name, self._file.nonce
         self.staging: ByteArray = self._file.array
@@ -172,7 +189,7 @@ class DeviceArena:
             if self._is_closed:
                 return
             self._is_closed = True
-            if not self._unused.wait_for(lambda: not self._num_users, DRAIN_S):
+            if not self._unused.wait_for(lambda: not self._num_users, limits.DRAIN_S):
                 log.warning("%s: %d readers have not ended; its memory stays", self.name, self._num_users)
                 return
         self.ring.close()
@@ -194,10 +211,6 @@ class DeviceArena:
     def _allocate(self, num_bytes: int) -> DeviceMemory:
         self._memories.append(self.device.allocate(num_bytes))
         return self._memories[-1]
-
-
-KVArena = Arena | DeviceArena
-"""Where a worker's KV is."""
 
 
 class PeerArena:
@@ -234,7 +247,7 @@ class PeerArena:
         while not self.is_ready(mark):
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(_POLL_S)
+            time.sleep(limits.MARK_POLL_S)
         return True
 
     def close(self) -> None:

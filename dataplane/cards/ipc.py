@@ -14,25 +14,19 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
+from dataplane.cards import limits
 from dataplane.cards.device import DeviceError, DeviceMemory, DigestSlot, Stream
-from dataplane.cards.device_arena import DeviceArena, PeerArena
+from dataplane.cards.device_arena import DeviceArena, DeviceHandles, PeerArena
 from dataplane.cards.moves import gather_moves, pair_moves
 from dataplane.cards.side import Piece, SideStream, check_peer, wait_done, wait_peer_gone
 from dataplane.carriers.carrier import Access
 from dataplane.memory.arena import SHM_DIR
 from dataplane.memory.checksum import DigestKind
 from dataplane.memory.rows import SequenceRuns
-from dataplane.protocol.stream import DeviceHandles, Digest, Header, ProtocolError, TransferStats, encode_header
+from dataplane.protocol.stream import Digest, Header, ProtocolError, TransferStats, encode_header
 from dataplane.protocol.wire import Wire, WireTimeoutError
-
-FRAME_BYTES = 128 << 20
-"""Nothing is staged, and a card copies this in some tens of microseconds: less than the words about it take."""
-MAX_OPENED = 64
-"""Holders whose memory a reader has open at once."""
-_LOOK_S = 0.01
-"""Who waits for a mark looks so often whether the holder is still there."""
-
-_DEATH_S = 0.5
 
 ArenaKey = tuple[str, str]
 """Name and nonce, as the endpoint has them."""
@@ -54,11 +48,16 @@ class CudaHolder:
     """Announces frames, and digests them behind their marks while the reader copies."""
 
     needs_ack = True
-    frame_bytes = FRAME_BYTES
+    frame_bytes = limits.CUDA_FRAME_BYTES
     max_begun = 1
 
+    @property
+    def ahead(self) -> "CudaHolder":
+        """It digests frames as they are announced."""
+        return self
+
     def __init__(self, arena: DeviceArena, source: SequenceRuns, digest_kind: DigestKind | None) -> None:
-        self.access = Access(by_tables=True, device=arena.handles())
+        self.access = Access(by_tables=True, names=msgspec.to_builtins(arena.handles()))
         self._arena = arena
         self._source = source
         self._begun: deque[tuple[int, Piece | None]] = deque()
@@ -167,14 +166,16 @@ class CudaReader:
     def _wait_mark(self, wire: Wire, data: Header, deadline: float) -> None:
         started = time.perf_counter_ns()
         try:
-            while not self._source.wait_ready(data.at, min(_LOOK_S, max(0.0, deadline - time.monotonic()))):
+            while not self._source.wait_ready(data.at, min(limits.MARK_LOOK_S, max(0.0, deadline - time.monotonic()))):
                 check_peer(wire)
                 if time.monotonic() >= deadline:
                     raise WireTimeoutError(f"the holder's mark {data.at} was not reached by the deadline")
         except ValueError as error:
             raise ProtocolError(f"frame {data.sequence}: {error}") from error
         except DeviceError:
-            wait_peer_gone(wire, _DEATH_S)  # a holder's death voids its names before its connection is closed
+            wait_peer_gone(
+                wire, limits.PEER_DEATH_S
+            )  # a holder's death voids its names before its connection is closed
             raise
         finally:
             self._stats.wait_ns += time.perf_counter_ns() - started
@@ -221,7 +222,7 @@ class OpenedArenas:
             opened.num_users += 1
             self._opened[key] = opened  # the one used last is at the end
             for other in [other for other, each in self._opened.items() if not each.num_users]:
-                if len(self._opened) <= MAX_OPENED:
+                if len(self._opened) <= limits.MAX_OPENED:
                     break
                 self._opened.pop(other).arena.close()
         return opened.arena, lambda: self._give_back(opened)

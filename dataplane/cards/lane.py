@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+from dataplane.cards import limits
 from dataplane.cards.device import DeviceError, DigestSlot, Stream
 from dataplane.cards.device_arena import DeviceArena
 from dataplane.cards.moves import gather_moves, scatter_moves
@@ -24,8 +25,6 @@ from dataplane.protocol.wire import Wire
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.05
-"""Who waits for a slot looks so often whether the peer is still there."""
 
 _numbers = itertools.count(1)
 
@@ -129,8 +128,8 @@ class Lane:
     def _await(self, claim: Claim, wire: Wire, timeout_s: float) -> Slot:
         deadline = time.monotonic() + timeout_s
         try:
-            while (left := deadline - time.monotonic()) > _LOOK_S:
-                if (slot := self._have(claim.poll(_LOOK_S))) is not None:
+            while (left := deadline - time.monotonic()) > limits.PEER_LOOK_S:
+                if (slot := self._have(claim.poll(limits.PEER_LOOK_S))) is not None:
                     return slot
                 check_peer(wire)
             slot = claim.wait(max(0.0, left))

@@ -8,21 +8,17 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from dataplane.cards import limits
 from dataplane.cards.device import Device, DeviceError, DigestSlot, Event, Stream
 from dataplane.protocol.wire import Wire, WireClosedError
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 30.0
-"""A card that has not done by then what was put on a side stream is taken for broken."""
-_LOOK_S = 0.05
-"""Who waits for a card looks so often whether the peer is still there."""
-
-_PAUSE_S = 0.01
-
 
 class CardStuckError(DeviceError):
     """The card is not known to come to the end of what was put on a stream: it may still write to the arena."""
+
+    may_still_write = True
 
 
 class Piece(NamedTuple):
@@ -109,7 +105,7 @@ class SideStream:
             return True
         try:
             self._drained.record(self._stream)
-            is_done = self._drained.wait(DRAIN_S)
+            is_done = self._drained.wait(limits.DRAIN_S)
         except DeviceError as error:
             reason = str(error)  # its frames hold memory that is to go
             if self._writes:
@@ -117,7 +113,7 @@ class SideStream:
             log.warning("%s: not known to have ended: %s", self._name, reason)
             return False
         if not is_done:
-            raise CardStuckError("drain", f"what {self._name} has begun has not ended within {DRAIN_S:.0f} s")
+            raise CardStuckError("drain", f"what {self._name} has begun has not ended within {limits.DRAIN_S:.0f} s")
         return True
 
 
@@ -125,7 +121,7 @@ def wait_done(piece: Piece, wire: Wire | None, timeout_s: float) -> bool:
     """Wait until a piece is done; say whether it is. Raises DeviceError, and WireClosedError when the peer has gone,
     where there is a `wire` to look at."""
     deadline = time.monotonic() + timeout_s
-    while not piece.event.wait(max(0.0, min(_LOOK_S, deadline - time.monotonic()))):
+    while not piece.event.wait(max(0.0, min(limits.PEER_LOOK_S, deadline - time.monotonic()))):
         if wire is not None:
             check_peer(wire)
         if time.monotonic() >= deadline:
@@ -144,4 +140,4 @@ def wait_peer_gone(wire: Wire, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         check_peer(wire)
-        time.sleep(_PAUSE_S)
+        time.sleep(limits.PEER_PAUSE_S)

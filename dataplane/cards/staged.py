@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from dataplane.cards import limits
 from dataplane.cards.device import DeviceError
 from dataplane.cards.device_arena import DeviceArena
 from dataplane.cards.lane import Lane, Passage
@@ -37,26 +38,6 @@ from dataplane.protocol.stream import (
 )
 from dataplane.protocol.wire import Wire, WireTimeoutError
 
-FRAME_BYTES = 4 << 20
-"""Large enough for the host link's full speed, and small enough for many streams to have some in one ring."""
-MAX_BEGUN = 3
-"""One is being sent, one is on its way to the host, one is being packed."""
-MAX_PASSING = 4
-
-
-class StagedFrames:
-    """A holder's staging memory: each frame lies there packed, at the offset that its header names."""
-
-    def __init__(self, array: ByteArray, extent: Extent) -> None:
-        self._array = array
-        self._row_bytes = extent.row_bytes
-
-    def views(self, data: Header) -> list[Rows]:
-        """Return the frame's bytes. Raises ProtocolError when they lie outside."""
-        if data.at + data.length > self._array.nbytes:
-            raise ProtocolError(f"frame {data.sequence} is said to lie at {data.at} of {self._array.nbytes} bytes")
-        return [self._array[data.at : data.at + data.length].reshape(-1, self._row_bytes)]
-
 
 @dataclass(slots=True, eq=False)
 class _Begun:
@@ -70,7 +51,12 @@ class StagedHolder:
 
     needs_ack = False
     access = Access()
-    max_begun = MAX_BEGUN
+    max_begun = limits.MAX_BEGUN
+
+    @property
+    def ahead(self) -> "StagedHolder":
+        """It brings frames out to the host."""
+        return self
 
     def __init__(
         self, arena: DeviceArena, source: SequenceRuns, extent: Extent, digest_kind: DigestKind | None
@@ -287,7 +273,7 @@ class StagedReader:
         while self._passing and self._passing[0].passage.piece.event.is_done():
             self._settle_oldest(deadline)
         while True:
-            slot = self._lane.take_now(num_bytes) if len(self._passing) < MAX_PASSING else None
+            slot = self._lane.take_now(num_bytes) if len(self._passing) < limits.MAX_PASSING else None
             if slot is not None:
                 return slot
             started = time.perf_counter_ns()
@@ -364,7 +350,7 @@ def _frame_bytes(arena: DeviceArena, extent: Extent) -> int:
     """Return how large frames out of this arena are. Raises DeviceError when not a token fits."""
     if extent.memory_bytes(1, 1) > arena.ring.frame_bytes:
         raise DeviceError("staging", f"{extent.memory_bytes(1, 1)} bytes of a token; here fit {arena.ring.frame_bytes}")
-    return min(FRAME_BYTES, arena.ring.frame_bytes)
+    return min(limits.STAGED_FRAME_BYTES, arena.ring.frame_bytes)
 
 
 def _memory_bytes(extent: Extent, data: Header) -> int:

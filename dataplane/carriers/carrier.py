@@ -1,29 +1,58 @@
-"""The two ends of a carrier, as holders and readers use them."""
+"""The two ends of a carrier, as a holder's stream and a read use them, and what may go wrong with one."""
 
 from typing import NamedTuple, Protocol
 
-from dataplane.protocol.stream import DeviceHandles, Digest, Header, TransferStats
+from dataplane.protocol.stream import Digest, Header, TransferStats
 from dataplane.protocol.wire import Wire
 
 
 class Access(NamedTuple):
-    """How a reader that copies for itself finds a frame: by the block tables in the arena, which is in shared memory or
-    on the card of `device`, or `at` an offset of the staging memory."""
+    """How a reader that copies for itself finds a frame, as the holder's `Accepted` says it: by the block tables in the
+    holder's arena (`by_tables`), or packed, `at` an offset of its shared memory (`staged`). `names`: by which another
+    process opens that arena, where its shared memory is not what it lies in; the carrier's own."""
 
     by_tables: bool = False
     staged: bool = False
-    device: DeviceHandles | None = None
+    names: dict[str, object] | None = None
+
+
+class CarrierBrokenError(Exception):
+    """A carrier that should lead to this holder cannot be set up. Nothing has crossed yet: another may be tried."""
+
+    def __init__(self, carrier: str, reason: str) -> None:
+        super().__init__(f"{carrier} cannot be set up: {reason}")
+        self.carrier = carrier
+        self.reason = reason
 
 
 class HeldUpError(Exception):
     """The oldest frame cannot go before the reader's Ack of an earlier one: what that one holds is needed for it."""
 
 
+class MemoryFailedError(Exception):
+    """What this end's KV lies in, or what moves it, has failed."""
+
+    may_still_write = False
+    """What a read had begun is not known to have ended: it may still write to the arena."""
+
+
+class BeginsAhead(Protocol):
+    """Of a holder's carrier that works on a frame before the frame is sent. `max_begun`: on so many at once."""
+
+    @property
+    def max_begun(self) -> int: ...
+
+    def begin(self, data: Header, mark: int) -> None:
+        """Start on the frame, which is in the arena once the arena's `mark` is reached (0: it is). Does not wait for
+        that. Raises MemoryFailedError."""
+        ...
+
+
 class HolderCarrier(Protocol):
     """How a frame's bytes cross, at the holder's end. For one thread.
 
-    `needs_ack`: the reader copies from the holder's memory. `max_begun`: so many frames may be begun before the first
-    of them is sent. All but `close` may raise DeviceError.
+    `needs_ack`: the reader copies from the holder's memory. `ahead`: is told of each frame before it is sent; None: a
+    frame that is announced is there, and nothing is to be done before. All but `close` may raise MemoryFailedError.
     """
 
     @property
@@ -33,16 +62,11 @@ class HolderCarrier(Protocol):
     @property
     def frame_bytes(self) -> int: ...
     @property
-    def max_begun(self) -> int: ...
-
-    def begin(self, data: Header, mark: int) -> None:
-        """Start what must be done before the frame can go, which is there once the arena's `mark` is reached. Does not
-        wait for it."""
-        ...
+    def ahead(self) -> BeginsAhead | None: ...
 
     def send(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> Digest:
-        """Send `head` and the oldest frame that was begun; return its digest. Without `needs_ack` its bytes have then
-        left the arena. Raises WireClosedError, WireTimeoutError, NotFiniteError, and HeldUpError: nothing was
+        """Send `head` and the oldest frame that was not sent yet; return its digest. Without `needs_ack` its bytes have
+        then left the arena. Raises WireClosedError, WireTimeoutError, NotFiniteError, and HeldUpError: nothing was
         sent, and it may be tried again once an Ack has come."""
         ...
 
@@ -56,7 +80,7 @@ class HolderCarrier(Protocol):
 
 
 class ReaderCarrier(Protocol):
-    """How a frame's bytes cross, at the reader's end. For one thread. All but `close` may raise DeviceError."""
+    """How a frame's bytes cross, at the reader's end. For one thread. All but `close` may raise MemoryFailedError."""
 
     @property
     def needs_ack(self) -> bool: ...

@@ -9,18 +9,30 @@ import threading
 import time
 from typing import Protocol
 
+from msgspec.structs import replace
+
+from dataplane import limits
+from dataplane.blocks.layout import ArenaShape
 from dataplane.carriers.carrier import Access
 from dataplane.memory import frames
 from dataplane.memory.arena import SHM_DIR, Arena, ArenaMissingError, ByteArray
 from dataplane.memory.checksum import DigestKind
+from dataplane.memory.extent import Extent, heads_of
 from dataplane.memory.frames import Rows, SequenceMemory
-from dataplane.protocol.stream import Digest, Header, TransferStats, check_no_place, encode_header
+from dataplane.memory.rows import SequenceRuns
+from dataplane.protocol.stream import (
+    Accepted,
+    Digest,
+    Header,
+    ProtocolError,
+    TransferStats,
+    check_no_place,
+    encode_header,
+)
 from dataplane.protocol.wire import Wire
 from schemas.handoff import Endpoint
 
 NAME = "shm"
-FRAME_BYTES = 16 << 20
-MAX_ATTACHED = 16
 
 
 class FrameSource(Protocol):
@@ -43,20 +55,31 @@ class ArenaFrames:
         return self._memory.views(data)
 
 
+class PackedFrames:
+    """A holder's shared memory that frames lie in one by one, packed, each at the offset that its header names."""
+
+    def __init__(self, array: ByteArray, extent: Extent) -> None:
+        self._array = array
+        self._row_bytes = extent.row_bytes
+
+    def views(self, data: Header) -> list[Rows]:
+        """Return the frame's bytes. Raises ProtocolError when they lie outside."""
+        if data.at + data.length > self._array.nbytes:
+            raise ProtocolError(f"frame {data.sequence} is said to lie at {data.at} of {self._array.nbytes} bytes")
+        return [self._array[data.at : data.at + data.length].reshape(-1, self._row_bytes)]
+
+
 class SharedHolder:
     """Announces frames; the bytes stay where they are until the reader's Ack. Also the loopback carrier's holder."""
 
     needs_ack = True
     access = Access(by_tables=True)
-    frame_bytes = FRAME_BYTES
-    max_begun = 1
+    frame_bytes = limits.SHM_FRAME_BYTES
+    ahead = None
 
     def __init__(self, source: SequenceMemory, digest_kind: DigestKind | None) -> None:
         self._source = source
         self._digest_kind: DigestKind | None = digest_kind
-
-    def begin(self, data: Header, mark: int) -> None:
-        """Nothing is to be done before: what is announced is there."""
 
     def send(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> Digest:
         """Send `head` and the frame's header; digest while the reader copies. Raises WireClosedError,
@@ -109,13 +132,41 @@ class SharedReader:
         return frames.copy(self._source.views(data), self._target.views(data), stats, self._digest_kind)
 
 
+def holder_frames(array: ByteArray, accepted: Accepted, shape: ArenaShape, extent: Extent) -> FrameSource:
+    """Return where a reader that copies for itself finds the frames of `extent` in the holder's shared memory, as the
+    holder has said it. `shape`: the reader's. Raises ProtocolError."""
+    if accepted.staged:
+        return PackedFrames(array, extent)
+    try:
+        return ArenaFrames(SequenceMemory(array, holder_runs(accepted, shape, extent)))
+    except ValueError as error:
+        raise ProtocolError(f"blocks outside the holder's arena: {error}") from error
+
+
+def holder_runs(accepted: Accepted, shape: ArenaShape, extent: Extent) -> SequenceRuns:
+    """Return where the sequence lies in the holder's arena. `shape`: the reader's. Raises ProtocolError."""
+    layout = shape.layout
+    if accepted.heads != heads_of(layout):
+        layout = replace(layout, first_head=accepted.heads.first, num_kv_heads=accepted.heads.num_heads)
+    if len(accepted.num_blocks) != len(layout.groups) or not accepted.heads.holds(extent.heads):
+        raise ProtocolError(f"the holder names {accepted.heads} and {len(accepted.num_blocks)} cache groups")
+    try:
+        holder_shape = ArenaShape(layout=layout, num_blocks=accepted.num_blocks)
+        source = SequenceRuns(holder_shape, accepted.tables, extent.heads)
+    except ValueError as error:
+        raise ProtocolError(f"blocks outside the holder's arena: {error}") from error
+    if not source.covers(extent, extent.num_tokens):
+        raise ProtocolError("the holder's tables do not have all that it accepted")
+    return source
+
+
 class AttachedArenas:
     """The holders' arenas that this process has mapped, kept: a mapping's first touch of each page is dear.
 
     Bounded. Thread-safe.
     """
 
-    def __init__(self, max_attached: int = MAX_ATTACHED) -> None:
+    def __init__(self, max_attached: int = limits.MAX_ATTACHED) -> None:
         self._max_attached = max_attached
         self._lock = threading.Lock()
         self._arenas: dict[tuple[str, str], Arena] = {}

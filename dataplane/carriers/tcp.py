@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dataplane import limits
 from dataplane.carriers.carrier import Access
 from dataplane.memory import frames
 from dataplane.memory.arena import ByteArray
@@ -20,7 +21,6 @@ from dataplane.protocol.stream import Digest, Header, ProtocolError, TransferSta
 from dataplane.protocol.wire import Wire
 
 NAME = "tcp"
-FRAME_BYTES = 4 << 20
 _RECEIVE_BYTES = 1 << 20
 """At most this is received before it is digested: a part of the core's cache, and yet few system calls."""
 
@@ -30,8 +30,8 @@ class TcpHolder:
 
     needs_ack = False
     access = Access()
-    frame_bytes = FRAME_BYTES
-    max_begun = 1
+    frame_bytes = limits.TCP_FRAME_BYTES
+    ahead = None
 
     def __init__(self, source: SequenceMemory, extent: Extent, digest_kind: DigestKind | None) -> None:
         self._source = source
@@ -39,9 +39,6 @@ class TcpHolder:
         self._digest_kind: DigestKind | None = digest_kind
         self._staging = Staging()
         self._rows = Staging()
-
-    def begin(self, data: Header, mark: int) -> None:
-        """Nothing is to be done before: what is announced is there."""
 
     def send(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> Digest:
         """Send `head`, the frame's header and its bytes. Raises WireClosedError, WireTimeoutError, and NotFiniteError,

@@ -4,20 +4,16 @@ import threading
 import time
 from dataclasses import dataclass
 
+from dataplane import limits
 from dataplane.carriers import loopback
 from dataplane.protocol.wire import Wire
 from schemas.handoff import Endpoint
 
-MAX_IDLE_S = 10.0
-"""Less than a holder waits, so that it is seldom the holder who ends it."""
-MAX_IDLE_PER_HOLDER = 4
-MAX_IDLE = 64
-
-Way = tuple[str, int, str]
+HolderKey = tuple[str, int, str]
 """Host, port and the arena's nonce: a holder that has started again is another one."""
 
 
-def way_to(carrier: str, endpoint: Endpoint) -> Way:
+def holder_key(carrier: str, endpoint: Endpoint) -> HolderKey:
     """Return what the connections that serve this read have in common."""
     if carrier == loopback.NAME:
         return ("", 0, endpoint.arena_nonce)
@@ -26,7 +22,7 @@ def way_to(carrier: str, endpoint: Endpoint) -> Way:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class _Idle:
-    way: Way
+    key: HolderKey
     wire: Wire
     since: float
 
@@ -43,31 +39,31 @@ class IdleConnections:
         with self._lock:
             return len(self._idle)
 
-    def take(self, way: Way) -> Wire | None:
+    def take(self, key: HolderKey) -> Wire | None:
         """Return a connection to this holder that has been silent since its stream ended, or None."""
         with self._lock:
             self._drop_old()
             for idle in reversed(self._idle):
-                if idle.way == way:
+                if idle.key == key:
                     self._idle.remove(idle)
                     if not _has_something(idle.wire):
                         return idle.wire
                     idle.wire.close()
         return None
 
-    def put(self, way: Way, wire: Wire) -> None:
+    def put(self, key: HolderKey, wire: Wire) -> None:
         """Keep the connection, or close it."""
         with self._lock:
             self._drop_old()
-            same = [idle for idle in self._idle if idle.way == way]
-            if len(same) >= MAX_IDLE_PER_HOLDER:
+            same = [idle for idle in self._idle if idle.key == key]
+            if len(same) >= limits.MAX_IDLE_PER_HOLDER:
                 self._drop(same[0])
-            elif len(self._idle) >= MAX_IDLE:
+            elif len(self._idle) >= limits.MAX_IDLE:
                 self._drop(self._idle[0])
             if self._closed:
                 wire.close()
             else:
-                self._idle.append(_Idle(way, wire, time.monotonic()))
+                self._idle.append(_Idle(key, wire, time.monotonic()))
 
     def close(self) -> None:
         """Close all, and whatever comes later."""
@@ -77,7 +73,7 @@ class IdleConnections:
                 self._drop(self._idle[0])
 
     def _drop_old(self) -> None:
-        oldest = time.monotonic() - MAX_IDLE_S
+        oldest = time.monotonic() - limits.MAX_IDLE_S
         while self._idle and self._idle[0].since < oldest:
             self._drop(self._idle[0])
 

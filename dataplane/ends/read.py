@@ -5,17 +5,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from dataplane import limits
 from dataplane.blocks.layout import BlockTables
 from dataplane.carriers import tcp
-from dataplane.carriers.carrier import ReaderCarrier
-from dataplane.ends.choice import CarrierBrokenError
+from dataplane.carriers.arena import Approach
+from dataplane.carriers.carrier import CarrierBrokenError, ReaderCarrier
 from dataplane.ends.dial import Cancellation
 from dataplane.memory.checksum import DigestKind
 from dataplane.memory.codec import WireDtype
 from dataplane.memory.extent import Extent
 from dataplane.protocol.reasons import FailureCode, RefusalCode
 from dataplane.protocol.stream import (
-    MAX_FRAME_BYTES,
     Accepted,
     Digest,
     Fail,
@@ -23,7 +23,6 @@ from dataplane.protocol.stream import (
     Kind,
     Landing,
     Open,
-    PairRead,
     ProtocolError,
     Refused,
     TransferFailedError,
@@ -35,7 +34,6 @@ from dataplane.protocol.stream import (
 from dataplane.protocol.wire import Wire, WireClosedError
 from schemas.handoff import Endpoint
 
-_MAX_FRAMES_PER_ACK = 4
 _FRAME_KINDS = (Kind.DATA, Kind.COMMIT, Kind.END, Kind.FAIL)
 
 
@@ -80,6 +78,7 @@ class Read:
         self,
         request: ReadRequest,
         extent: Extent,
+        digest_kind: DigestKind,
         cancellation: Cancellation,
         on_started: Callable[[str], None],
     ) -> None:
@@ -87,14 +86,10 @@ class Read:
         self.extent = extent
         """What is wanted, and once a carrier is chosen how it crosses."""
         self.cancellation = cancellation
-        self.digest_kind: DigestKind = "xxh3"
-        """What suits this end's memory."""
-        self.pair: PairRead | None = None
-        """Over which pair it crosses, if it does so."""
-        self.max_frame_bytes = MAX_FRAME_BYTES
         self.deadline = time.monotonic() + request.deadline_s
         self.stats = request.stats
         self.stats.opened_ns = time.time_ns()
+        self._digest_kind: DigestKind = digest_kind
         self._on_started = on_started
         self._landing: Landing | None = None
 
@@ -103,7 +98,7 @@ class Read:
         landed = self.request.first_token if self._landing is None else self._landing.num_landed_tokens
         return TransferFailedError(code, detail, landed)
 
-    def open(self, wire: Wire, carrier: str, fingerprint: str) -> Accepted:
+    def open(self, wire: Wire, carrier: str, approach: Approach, fingerprint: str) -> Accepted:
         """Ask, and return the holder's answer. Raises TransferFailedError when it says no."""
         request = self.request
         if carrier == tcp.NAME:  # on one host nothing is gained by making less of it
@@ -117,9 +112,9 @@ class Read:
             num_tokens=request.num_tokens,
             heads=self.extent.heads,
             wire_dtype=self.extent.wire_dtype,
-            digest_kind=self.digest_kind,
-            pair=self.pair,
-            frame_bytes=self.max_frame_bytes,
+            digest_kind=self._digest_kind,
+            pair=approach.pair,
+            frame_bytes=approach.frame_bytes,
             traceparent=self.stats.traceparent,
         )
         with contextlib.suppress(WireClosedError):  # a holder that is busy says so and closes, without listening
@@ -170,7 +165,7 @@ class Read:
         A word to the holder costs a switch of threads where cores are scarce: only where it would wait for it.
         """
         num_finished = carrier.finished()
-        if num_finished - num_acked < _MAX_FRAMES_PER_ACK:
+        if num_finished - num_acked < limits.MAX_FRAMES_PER_ACK:
             if wire.has_unread():
                 return num_acked
             if num_finished == num_acked:

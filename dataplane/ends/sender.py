@@ -6,22 +6,20 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+from dataplane import limits
+from dataplane.blocks.layout import ArenaShape
 from dataplane.blocks.ticket import Ticket, TicketRefusedError, verify
-from dataplane.cards.device import DeviceError
-from dataplane.cards.nccl.pair_core import PairBrokenError
-from dataplane.cards.nccl.pairs import HolderPairs, PairRefusedError
-from dataplane.carriers.carrier import HeldUpError, HolderCarrier
-from dataplane.ends.carrier_ends import Paired, holder_carrier, tcp
-from dataplane.ends.choice import NCCL, CarrierBrokenError
+from dataplane.carriers import tcp
+from dataplane.carriers.arena import HolderSide, PairRefusedError
+from dataplane.carriers.carrier import CarrierBrokenError, HeldUpError, HolderCarrier, MemoryFailedError
 from dataplane.memory.checksum import DigestKind
 from dataplane.memory.codec import NotFiniteError
 from dataplane.memory.extent import NO_HEADS, Extent, heads_of
 from dataplane.memory.rows import SequenceRuns
-from dataplane.protocol.gate import HolderContext, LeaseRefusedError, ReadableKV
+from dataplane.protocol.gate import LeaseGate, LeaseRefusedError, ReadableKV
 from dataplane.protocol.progress import Ready
 from dataplane.protocol.reasons import FailCode, RefusalCode
 from dataplane.protocol.stream import (
-    MAX_TRAILER_BYTES,
     VERSION,
     Accepted,
     Digest,
@@ -40,10 +38,6 @@ from dataplane.protocol.stream import (
     encode_header,
 )
 from dataplane.protocol.wire import Waker, Wire, WireClosedError, WireTimeoutError
-
-MAX_UNACKED_FRAMES = 8
-"""How far the holder announces and digests ahead of the reader's copying."""
-_MAX_REASON_CHARS = 1000
 
 
 class JunkError(Exception):
@@ -64,6 +58,20 @@ class _EndedError(Exception):
         self.reason = reason
         self.tell = tell
         self.code: FailCode = code
+
+
+@dataclass(slots=True, frozen=True)
+class HolderContext:
+    """What all streams of a server share. Timeouts in seconds."""
+
+    side: HolderSide
+    shape: ArenaShape
+    gate: LeaseGate
+    secret: bytes
+    carriers: tuple[str, ...]
+    digests: bool
+    open_timeout_s: float
+    idle_timeout_s: float
 
 
 @dataclass(slots=True, frozen=True)
@@ -155,19 +163,15 @@ class HolderStream:
             ticket = self._verify(wanted.ticket)
             self._check_lease(ticket)
             self.is_pair = True
-            pair = self._pairs.open(ticket.reader, wanted.generation)
+            pair = self._context.side.open_pair(ticket.reader, wanted.generation)
         except PairRefusedError as error:
             self._say_no(_RefusedError(RefusalCode.CARRIER, error.reason))  # no wrong: offers may be late
+        except CarrierBrokenError as error:
+            self._refuse(_RefusedError(RefusalCode.CARRIER, error.reason))
         except _RefusedError as refusal:
             self._refuse(refusal)
         else:
             pair.accept(self._wire)
-
-    @property
-    def _pairs(self) -> HolderPairs:
-        if self._context.pairs is None:
-            raise _RefusedError(RefusalCode.CARRIER, "this holder has no pairs")
-        return self._context.pairs
 
     def _verify(self, token: str) -> Ticket:
         try:
@@ -213,12 +217,9 @@ class HolderStream:
             raise _RefusedError(RefusalCode.RANGE, f"not all that {wanted.num_tokens} tokens need is held any more")
         kind = self._digest_kind(wanted, extent)
         try:
-            paired = None
-            if wanted.carrier == NCCL and wanted.pair is not None:
-                paired = Paired(self._pairs.find(ticket.reader, wanted.pair.generation), wanted.pair.read_id)
-            end = holder_carrier(wanted.carrier, self._context.arena, source, extent, kind, paired)
-        except (CarrierBrokenError, DeviceError, PairRefusedError, PairBrokenError, ProtocolError) as error:
-            raise _RefusedError(RefusalCode.CARRIER, str(error)) from error
+            end = self._context.side.carrier(wanted, ticket.reader, source, extent, kind)
+        except CarrierBrokenError as error:
+            raise _RefusedError(RefusalCode.CARRIER, error.reason) from error
         return _Opened(ticket, wanted.carrier, readable, extent, end, kind, wanted.traceparent, wanted.frame_bytes)
 
     def _digest_kind(self, wanted: Open, extent: Extent) -> DigestKind | None:
@@ -227,7 +228,7 @@ class HolderStream:
             return None
         if extent.codec is not None:
             return "xxh3"
-        return "sum64" if self._context.arena.card else wanted.digest_kind
+        return self._context.side.digest_kind or wanted.digest_kind
 
 
 class _Service:
@@ -249,6 +250,8 @@ class _Service:
         self._extent = extent
         self._digest_kind = opened.digest_kind
         self._carrier = opened.end
+        self._ahead = opened.end.ahead
+        self._max_begun = 1 if self._ahead is None else self._ahead.max_begun
         self._planner = FramePlanner(extent, min(self._carrier.frame_bytes, opened.max_frame_bytes))
         self._begun: deque[Header] = deque()
         self._uncommitted: deque[tuple[int, Digest]] = deque()  # by sequence
@@ -267,7 +270,7 @@ class _Service:
                 if end.tell:
                     self._tell(end)
                 return end.reason
-            except DeviceError as error:
+            except MemoryFailedError as error:
                 self._tell(_EndedError(str(error), tell=True, code=FailCode.MEMORY))
                 return str(error)
             except (WireClosedError, WireTimeoutError, ProtocolError) as error:
@@ -280,7 +283,7 @@ class _Service:
 
     def _tell(self, end: _EndedError) -> None:
         with contextlib.suppress(WireClosedError, WireTimeoutError):
-            self._unsent += encode_frame(Kind.FAIL, Fail(reason=end.reason[:_MAX_REASON_CHARS], code=end.code))
+            self._unsent += encode_frame(Kind.FAIL, Fail(reason=end.reason[: limits.MAX_REASON_CHARS], code=end.code))
             self._flush()
             self._wire.finish_sending()
 
@@ -291,7 +294,7 @@ class _Service:
             digests=self._digest_kind is not None,
             digest_kind="sum64" if self._digest_kind == "sum64" else "xxh3",
             staged=access.staged,
-            device=access.device,
+            names=access.names,
             num_blocks=self._context.shape.num_blocks if access.by_tables else (),
             heads=heads_of(self._context.shape.layout) if access.by_tables else NO_HEADS,
             tables=self._readable.tables if access.by_tables else (),
@@ -308,7 +311,7 @@ class _Service:
             self._take_acks()
             self._commit()  # before asking for room: what has been acked must not hold up what is next
             has_begun = self._begin(ready)
-            if self._begun and (len(self._begun) == self._carrier.max_begun or not has_begun):
+            if self._begun and (len(self._begun) == self._max_begun or not has_begun):
                 try:
                     self._send(self._begun[0])
                 except HeldUpError:
@@ -325,12 +328,13 @@ class _Service:
     def _begin(self, ready: Ready) -> bool:
         """Begin the next frame of what is ready, if there is one and room for it."""
         num_begun = len(self._begun)
-        if num_begun == self._carrier.max_begun or num_begun + len(self._uncommitted) >= MAX_UNACKED_FRAMES:
+        if num_begun == self._max_begun or num_begun + len(self._uncommitted) >= limits.MAX_UNACKED_FRAMES:
             return False
         data = self._planner.next(ready.num_tokens)
         if data is None:
             return False
-        self._carrier.begin(data, max(ready.marks[data.layer : data.layer + data.num_layers]))
+        if self._ahead is not None:
+            self._ahead.begin(data, max(ready.marks[data.layer : data.layer + data.num_layers]))
         self._begun.append(data)
         return True
 
@@ -379,7 +383,7 @@ class _Service:
             self._unsent = b""
 
     def _end(self, trailer: bytes) -> None:
-        if len(trailer) > MAX_TRAILER_BYTES:
+        if len(trailer) > limits.MAX_TRAILER_BYTES:
             raise _EndedError(f"the trailer has {len(trailer)} bytes", tell=True)
         if not self._context.gate.still_valid(self._ticket):
             raise _EndedError("the lease has ended", tell=True)

@@ -8,15 +8,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from msgspec.structs import replace
-
+from dataplane import limits
 from dataplane.blocks.layout import ArenaShape
-from dataplane.cards.device_arena import KVArena
-from dataplane.cards.nccl.pairs import HolderPairs
 from dataplane.carriers import loopback, shm, tcp
-from dataplane.ends import choice as connect
-from dataplane.ends.sender import HolderStream, JunkError
-from dataplane.protocol.gate import HolderContext, LeaseGate, ReadableKV
+from dataplane.carriers.arena import KVArena
+from dataplane.ends.sender import HolderContext, HolderStream, JunkError
+from dataplane.protocol.gate import LeaseGate, ReadableKV
 from dataplane.protocol.reasons import RefusalCode
 from dataplane.protocol.stream import Kind, Refused, encode_frame
 from dataplane.protocol.wire import SocketWire, Thread, Wire, WireClosedError, WireTimeoutError
@@ -27,9 +24,6 @@ __all__ = ["LeaseGate", "PlaneServer", "ReadableKV", "ServerOptions"]
 
 log = logging.getLogger(__name__)
 
-_LOG_INTERVAL_S = 1.0
-_MAX_LOGGED_PEERS = 256
-_BACKLOG = 64
 _WRONG = frozenset(
     {
         RefusalCode.MALFORMED,
@@ -45,7 +39,7 @@ _WRONG = frozenset(
 
 @dataclass(slots=True, frozen=True)
 class ServerOptions:
-    """`carriers`: what is offered, of connect.CARRIERS. `advertise_host`: what readers are told to connect
+    """`carriers`: what is offered, of those of the arena. `advertise_host`: what readers are told to connect
     to, `host` unless given. `open_timeout_s`: within it a stream must have said what it wants. `idle_timeout_s`: a
     reader that takes nothing for so long is cut, and a connection on which no next stream is opened.
     """
@@ -55,9 +49,9 @@ class ServerOptions:
     port: int = 0
     advertise_host: str = ""
     digests: bool = True
-    max_streams: int = 64
-    open_timeout_s: float = 5.0
-    idle_timeout_s: float = 30.0
+    max_streams: int = limits.MAX_STREAMS
+    open_timeout_s: float = limits.OPEN_S
+    idle_timeout_s: float = limits.HOLDER_IDLE_S
 
 
 @dataclass(slots=True, eq=False)
@@ -86,11 +80,9 @@ class PlaneServer:
         self.options = options or ServerOptions()
         self.num_junk = 0
         self.num_refused = 0
-        self._pairs: HolderPairs | None = None
-        if arena.pair_parts is not None and connect.NCCL in self.options.carriers:
-            self._pairs = HolderPairs(arena.pair_parts)
+        self._side = arena.as_holder(self.options.carriers)
         self._context = HolderContext(
-            arena=arena,
+            side=self._side,
             shape=shape,
             gate=gate,
             secret=secret,
@@ -98,7 +90,6 @@ class PlaneServer:
             digests=self.options.digests,
             open_timeout_s=self.options.open_timeout_s,
             idle_timeout_s=self.options.idle_timeout_s,
-            pairs=self._pairs,
         )
         self._lock = threading.Lock()
         self._streams: list[_Live] = []
@@ -111,19 +102,18 @@ class PlaneServer:
     @property
     def endpoint(self) -> Endpoint:
         """Where readers find this server. Only after `start`."""
-        return Endpoint(
+        endpoint = Endpoint(
             host=self.options.advertise_host or self.options.host,
             port=self._port,
             carriers=self.options.carriers,
             arena=self.arena.name,
             arena_nonce=self.arena.nonce,
-            card=self.arena.card,
         )
+        return self._side.describe(endpoint)
 
     def endpoint_for(self, reader: WorkerId) -> Endpoint:
         """Return the same, with what only this reader may open. Does not wait."""
-        pair = None if self._pairs is None else self._pairs.offer(reader)
-        return self.endpoint if pair is None else replace(self.endpoint, pair=pair)
+        return self._side.describe(self.endpoint, reader)
 
     @property
     def num_streams(self) -> int:
@@ -155,20 +145,18 @@ class PlaneServer:
         for stream in live:
             if stream.thread is not None:
                 stream.thread.join()
-        if self._pairs is not None:
-            self._pairs.close()
+        self._side.close()
 
     # What the simulator does in its own way.
 
     def _listen(self) -> None:
         if set(self.options.carriers) - {loopback.NAME}:
             address = (self.options.host, self.options.port)
-            listener = self._listener = socket.create_server(address, backlog=_BACKLOG)
+            listener = self._listener = socket.create_server(address, backlog=limits.BACKLOG)
             self._port = listener.getsockname()[1]
             self._acceptor = self._new_thread(lambda: self._accept(listener), "kv-accept")
             self._acceptor.start()
-        if {loopback.NAME, connect.CUDA} & set(self.options.carriers):
-            loopback.register(self)
+        loopback.register(self)
 
     def _stop_listening(self) -> None:
         loopback.unregister(self)
@@ -196,7 +184,9 @@ class PlaneServer:
                 if self._closing:
                     return
                 self._log_peer("accept", f"cannot accept: {error}")
-                time.sleep(0.05)  # out of descriptors: a moment for streams to end; connections wait in the backlog
+                time.sleep(
+                    limits.ACCEPT_PAUSE_S
+                )  # out of descriptors: a moment for streams to end; connections wait in the backlog
                 continue
             self._admit(SocketWire(sock, reads_ahead=True), address[0])
 
@@ -220,7 +210,7 @@ class PlaneServer:
         if full:
             refused = Refused(code=RefusalCode.BUSY, detail=f"{self.options.max_streams} streams are open")
             with contextlib.suppress(WireClosedError, WireTimeoutError):
-                wire.send([encode_frame(Kind.REFUSED, refused)], _LOG_INTERVAL_S)
+                wire.send([encode_frame(Kind.REFUSED, refused)], limits.BUSY_SEND_S)
             wire.close()
         return True
 
@@ -247,9 +237,9 @@ class PlaneServer:
         """Log a line, at most one per peer and second: anybody may knock as often as he likes."""
         now = time.monotonic()
         with self._lock:
-            if now - self._logged_at.get(peer, -_LOG_INTERVAL_S) < _LOG_INTERVAL_S:
+            if now - self._logged_at.get(peer, -limits.LOG_INTERVAL_S) < limits.LOG_INTERVAL_S:
                 return
-            if len(self._logged_at) >= _MAX_LOGGED_PEERS:
+            if len(self._logged_at) >= limits.MAX_LOGGED_PEERS:
                 self._logged_at.clear()
             self._logged_at[peer] = now
         log.warning("peer %s: %s", peer, text)

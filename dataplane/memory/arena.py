@@ -14,6 +14,7 @@ import secrets
 import stat
 import struct
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -57,11 +58,6 @@ class Arena:
     valid: the memory goes when the last of them does.
     """
 
-    card = ""
-    """It is in host memory."""
-    pair_parts = None
-    """No communicator reads host memory."""
-
     def __init__(self, name: str, nonce: str, mapping: mmap.mmap, *, owned: bool) -> None:
         self.name = name
         self.nonce = nonce
@@ -71,12 +67,12 @@ class Arena:
         self.buffer = memoryview(mapping)[HEADER_BYTES:]
 
     @classmethod
-    def create(cls, shape: ArenaShape) -> "Arena":
+    def create(cls, shape: ArenaShape) -> Self:
         """Return a new arena of this shape, owned by this process. Raises ArenaTooLargeError."""
         return cls.create_bytes(shape.num_bytes)
 
     @classmethod
-    def create_bytes(cls, num_bytes: int) -> "Arena":
+    def create_bytes(cls, num_bytes: int) -> Self:
         """Return so much new memory, owned by this process. Raises ArenaTooLargeError."""
         needed = HEADER_BYTES + num_bytes
         available = _available_bytes()
@@ -100,7 +96,7 @@ class Arena:
         return cls(name, nonce, mapping, owned=True)
 
     @classmethod
-    def attach(cls, name: str, nonce: str) -> "Arena":
+    def attach(cls, name: str, nonce: str) -> Self:
         """Map another process's arena, read-only. Raises ArenaMissingError."""
         if not _NAME.fullmatch(name):
             raise ArenaMissingError(name, "no arena has such a name")

@@ -1,12 +1,10 @@
-"""What the plane's threads need of a holder: its leases, and what all of its streams share."""
+"""What the plane's threads need of a holder: its leases."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from dataplane.blocks.layout import ArenaShape, BlockTables
+from dataplane.blocks.layout import BlockTables
 from dataplane.blocks.ticket import Ticket
-from dataplane.cards.device_arena import KVArena
-from dataplane.cards.nccl.pairs import HolderPairs
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferStats
 from schemas.ids import LeaseId
@@ -54,19 +52,3 @@ class LeaseGate(Protocol):
     def served(self, lease_id: LeaseId, stats: TransferStats, error: str) -> None:
         """The stream is over; `error` is "" when all was sent and committed."""
         ...
-
-
-@dataclass(slots=True, frozen=True)
-class HolderContext:
-    """What all streams of a server share. Timeouts in seconds."""
-
-    arena: KVArena
-    shape: ArenaShape
-    gate: LeaseGate
-    secret: bytes
-    carriers: tuple[str, ...]
-    digests: bool
-    open_timeout_s: float
-    idle_timeout_s: float
-    pairs: HolderPairs | None = None
-    """Over which readers on other cards read; None: there are none."""

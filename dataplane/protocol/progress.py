@@ -8,8 +8,8 @@ from typing import NamedTuple
 class Ready(NamedTuple):
     """What may be read: of layer l, the first `num_tokens[l]` tokens. At most one of `trailer` and `failure` is set.
 
-    `trailer`: everything is computed, and this is for the reader. `failure`: nothing more will come. `marks`: on a
-    card, a layer's bytes are there once the arena's mark of this number is reached; 0: they are.
+    `trailer`: everything is computed, and this is for the reader. `failure`: nothing more will come. `marks`: a layer's
+    bytes are there once the arena's mark of this number is reached; 0: they are.
     """
 
     num_tokens: tuple[int, ...]

@@ -7,11 +7,11 @@
     holder → End | Fail               End: all is committed; carries the holder's trailer
     reader → Open …                   another stream on the same connection, only after an End
 
-A connection may be a pair's instead (pair.py), over which a communicator is agreed upon and kept in step:
+A connection may be a pair's instead, over which two workers keep in step what moves their frames (pair.py):
 
     reader → PairOpen                 a ticket, and which of the holder's offers is meant
     holder → PairAccepted | Refused
-    holder → Slot, …                  what goes next through the communicator: `at` its number, `digest` whose it is
+    holder → Slot, …                  what goes next between the two: `at` its number, `digest` whose it is
 
 A Commit says that the lease was still good *after* a frame's bytes had left the holder's memory, and what their digest
 was there. A frame is believed once its digest and its Commit are in; nothing waits for a round trip but the last frame.
@@ -28,6 +28,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import xxhash
 
+from dataplane import limits
 from dataplane.blocks.layout import BlockTables
 from dataplane.memory.checksum import DigestKind
 from dataplane.memory.codec import WireDtype
@@ -35,22 +36,13 @@ from dataplane.memory.extent import NO_HEADS, Extent, HeadRange
 from dataplane.protocol.reasons import FailCode, FailureCode, RefusalCode
 
 VERSION = 3
-MAX_CONTROL_BYTES = 8 << 10
-"""Open, Refused and Fail."""
-MAX_ACCEPTED_BYTES = 1 << 20
-"""Accepted may name many blocks."""
-MAX_TRAILER_BYTES = 64 << 10
-MAX_FRAME_BYTES = 128 << 20
-"""Payload of one Data frame."""
-MAX_OUTSTANDING_FRAMES = 16
-"""Frames that are sent and not yet committed."""
 
 _MAGIC = b"KV"
 _HEADER = struct.Struct("<2sBBIHHIIIQQ")
 HEADER_BYTES = _HEADER.size
 
 Digest = Callable[[], int]
-"""Returns a frame's digest; waits for it where a card computes it. Raises DeviceError."""
+"""Returns a frame's digest; waits for it where it is still being computed. Raises MemoryFailedError."""
 
 
 class Kind(enum.IntEnum):
@@ -68,17 +60,17 @@ class Kind(enum.IntEnum):
 
 
 _MAX_BODY = {
-    Kind.OPEN: MAX_CONTROL_BYTES,
-    Kind.ACCEPTED: MAX_ACCEPTED_BYTES,
-    Kind.REFUSED: MAX_CONTROL_BYTES,
-    Kind.DATA: MAX_FRAME_BYTES,
+    Kind.OPEN: limits.MAX_CONTROL_BYTES,
+    Kind.ACCEPTED: limits.MAX_ACCEPTED_BYTES,
+    Kind.REFUSED: limits.MAX_CONTROL_BYTES,
+    Kind.DATA: limits.MAX_FRAME_BYTES,
     Kind.ACK: 0,
     Kind.COMMIT: 0,
-    Kind.END: MAX_TRAILER_BYTES,
-    Kind.FAIL: MAX_CONTROL_BYTES,
-    Kind.PAIR_OPEN: MAX_CONTROL_BYTES,
+    Kind.END: limits.MAX_TRAILER_BYTES,
+    Kind.FAIL: limits.MAX_CONTROL_BYTES,
+    Kind.PAIR_OPEN: limits.MAX_CONTROL_BYTES,
     Kind.PAIR_ACCEPTED: 0,
-    Kind.SLOT: MAX_FRAME_BYTES,
+    Kind.SLOT: limits.MAX_FRAME_BYTES,
 }
 
 
@@ -139,33 +131,22 @@ class Open(msgspec.Struct, frozen=True, kw_only=True):
     wire_dtype: WireDtype = "same"
     digest_kind: DigestKind = "xxh3"
     pair: PairRead | None = None
-    frame_bytes: int = MAX_FRAME_BYTES
+    frame_bytes: int = limits.MAX_FRAME_BYTES
     version: int = VERSION
     traceparent: str = ""
     """What the reader's end of the transfer is called in its trace. Nothing depends on it."""
 
 
-class DeviceHandles(msgspec.Struct, frozen=True, kw_only=True):
-    """The names by which another process of the host opens an arena on a card: its memory, and the events of its marks
-    (device_arena.py)."""
-
-    uuid: str
-    """The card's."""
-    num_bytes: int
-    memory: bytes
-    marks: tuple[bytes, ...]
-
-
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`num_blocks`, `heads` (all that this holder has) and `tables` tell a reader that copies from the holder's arena
-    where the tokens lie in it, `device` how that is opened on a card; to others they are not told. `staged`: frames lie
-    in the holder's shared memory one by one, each `at` its header's offset."""
+    where the tokens lie in it; to others they are not told. `names`: by which that memory is opened, where its carrier
+    needs any. `staged`: frames lie in the holder's shared memory one by one, each `at` its header's offset."""
 
     carrier: str
     digests: bool
     digest_kind: DigestKind = "xxh3"
     staged: bool = False
-    device: DeviceHandles | None = None
+    names: dict[str, object] | None = msgspec.field(default=None, name="device")
     num_blocks: tuple[int, ...] = ()
     heads: HeadRange = NO_HEADS
     tables: BlockTables = ()
@@ -264,7 +245,7 @@ class FramePlanner:
     """The holder's side: which frame to send next, so that the tokens that land grow as a prefix over all layers."""
 
     def __init__(self, extent: Extent, frame_bytes: int) -> None:
-        assert 0 < frame_bytes <= MAX_FRAME_BYTES
+        assert 0 < frame_bytes <= limits.MAX_FRAME_BYTES
         self.sent = list(extent.layer_starts)
         self._extent = extent
         self._num_tokens = extent.num_tokens
@@ -337,7 +318,7 @@ class Landing:
         """Check a Data header before any of its bytes is written. Raises ProtocolError."""
         layers = self._received[data.layer : data.layer + data.num_layers]
         end = data.first_token + data.num_tokens
-        if data.sequence != self._last_sequence + 1 or len(self._pending) >= MAX_OUTSTANDING_FRAMES:
+        if data.sequence != self._last_sequence + 1 or len(self._pending) >= limits.MAX_OUTSTANDING_FRAMES:
             raise ProtocolError(f"frame {data.sequence} after {self._last_sequence}, {len(self._pending)} uncommitted")
         if not data.num_tokens or not data.num_layers or len(layers) != data.num_layers or end > self._num_tokens:
             raise ProtocolError(f"no such layers and tokens: {data}")

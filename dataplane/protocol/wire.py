@@ -9,13 +9,13 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol, Self
 
+from dataplane import limits
 from dataplane.protocol.stream import HEADER_BYTES, Header, Kind, decode_header
 
 _TIMEVAL = struct.Struct("@ll")
 _MAX_BUFFERS = 512
 """Below the kernel's limit for one sendmsg."""
 _READ_AHEAD_BYTES = 4096
-_LINGER_S = 1.0
 
 
 class WireClosedError(Exception):
@@ -193,7 +193,7 @@ class SocketWire:
             raise WireClosedError(error.strerror or str(error)) from error
 
     def finish_sending(self) -> None:
-        deadline = time.monotonic() + _LINGER_S
+        deadline = time.monotonic() + limits.LINGER_S
         with contextlib.suppress(OSError, WireClosedError, WireTimeoutError):
             self._sock.shutdown(socket.SHUT_WR)
             while True:

@@ -9,10 +9,8 @@ from collections.abc import Sequence as Seq
 
 from schemas.ids import RequestId
 from schemas.request import FinishReason
+from services.engine import limits
 from services.engine.interface import InvalidSequenceError, SampledToken, Sequence, StepItem, StepResult
-
-PREFILL_SHARE = 8
-"""While a prompt waits, at least 1/8 of the budget is prefill's."""
 
 Key = tuple[RequestId, int]
 
@@ -29,7 +27,7 @@ class Batch:
         self.token_budget = token_budget
         self.max_sequences = max_sequences
         self.context_length = context_length
-        self.prefill_reserve = max(1, token_budget // PREFILL_SHARE)
+        self.prefill_reserve = max(1, token_budget // limits.PREFILL_SHARE)
         self._prefill: dict[Key, Sequence] = {}
         self._decode: dict[Key, Sequence] = {}
         self._started: set[Key] = set()

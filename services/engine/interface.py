@@ -6,26 +6,19 @@ Nothing here knows torch or who computes; a fake and the transformers engine imp
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from dataplane.blocks.layout import BlockTables, KVLayout
+from dataplane.carriers.arena import KVArena
 from schemas.ids import RequestId
 from schemas.request import FinishReason, SamplingParams
 
 
 class LayerListener(Protocol):
-    """Hears, on the engine's thread, that one layer's keys and values of tokens [0, num_tokens) are in the arena; on a
-    card that they will be, once the arena's `mark` is reached (0: they are)."""
+    """Hears, on the engine's thread, that one layer's keys and values of tokens [0, num_tokens) are in the arena, or
+    will be once the arena's `mark` is reached (0: they are)."""
 
     def advance(self, layer: int, num_tokens: int, mark: int = 0) -> None: ...
-
-
-class Marks(Protocol):
-    """Points on the stream of an engine on a card, which other streams and processes can wait for (`DeviceArena`)."""
-
-    def mark(self, stream_handle: int) -> int:
-        """Record the next point, behind all that the stream was given so far, and return its number."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -113,6 +106,15 @@ class Engine(Protocol):
     def close(self) -> None:
         """Let go of the arena's memory. No step may follow."""
         ...
+
+
+class PlacedEngine(NamedTuple):
+    """An engine, and the arena that it writes to. `device`: what is said of where they are: "cpu", or a card's number
+    and name."""
+
+    arena: KVArena
+    engine: Engine
+    device: str
 
 
 class EngineFailedError(RuntimeError):

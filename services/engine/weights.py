@@ -10,14 +10,11 @@ from typing import Any, NamedTuple, cast
 
 import xxhash
 
+from services.engine import limits
 from services.errors import CheckpointError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-MAX_HEADER_BYTES = 100_000_000
-FULL_DIGEST_BYTES = 64 << 20
-NUM_SAMPLES = 256
-SAMPLE_BYTES = 64 << 10
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
 
@@ -87,7 +84,7 @@ def _check_file(path: Path, expected: frozenset[str]) -> dict[str, Tensor]:
     size = path.stat().st_size
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
-        if size < 8 or header_bytes > min(size - 8, MAX_HEADER_BYTES):
+        if size < 8 or header_bytes > min(size - 8, limits.MAX_HEADER_BYTES):
             raise CheckpointError(f"{path} is truncated or no safetensors file ({size} bytes); download it again")
         header = file.read(header_bytes)
     tensors: dict[str, Tensor] = {}
@@ -118,13 +115,13 @@ def _digest_file(path: Path, digest: xxhash.xxh3_128) -> None:
     size = path.stat().st_size
     digest.update(size.to_bytes(8, "little"))
     with path.open("rb") as file:
-        if size <= FULL_DIGEST_BYTES:
+        if size <= limits.FULL_DIGEST_BYTES:
             while chunk := file.read(1 << 20):
                 digest.update(chunk)
             return
         header_bytes = int.from_bytes(file.read(8), "little")
         digest.update(file.read(header_bytes))
         first = 8 + header_bytes
-        for sample in range(NUM_SAMPLES):
-            file.seek(first + (size - first - SAMPLE_BYTES) * sample // (NUM_SAMPLES - 1))
-            digest.update(file.read(SAMPLE_BYTES))
+        for sample in range(limits.NUM_SAMPLES):
+            file.seek(first + (size - first - limits.SAMPLE_BYTES) * sample // (limits.NUM_SAMPLES - 1))
+            digest.update(file.read(limits.SAMPLE_BYTES))

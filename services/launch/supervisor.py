@@ -40,13 +40,13 @@ from services.config import (
 )
 from services.engine.checkpoint import Checkpoint, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
+from services.engine.devices import Cards, check_carrier, check_driver, plan_devices, probe_cards
 from services.errors import UserError
 from services.launch.known_workers import wait_known
 from services.launch.limits import START_TIMEOUT_S, STOP_SLACK_S, STOP_TIMEOUT_S
 from services.launch.restart import Child, Restarts
 from services.ports import bind, free_port
 from services.scheduler.placement.policy import policy_named
-from services.worker.devices import Cards, check_carrier, check_driver, plan_devices, probe_cards
 
 WORKER_ROLES = ("prefill", "decode", "aggregated")
 BROKER = "nats"

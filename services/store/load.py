@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dataplane.blocks.layout import ArenaShape, KVLayout, uniform_shape
-from dataplane.memory.arena import Arena, ArenaTooLargeError
+from dataplane.carriers.host import HostArena
+from dataplane.memory.arena import ArenaTooLargeError
 from schemas.ids import WorkerId
 from services.config import MeshConfig, StoreConfig, dtype_of, require_secret, state_dir
 from services.engine.checkpoint import layout_of, read_checkpoint
@@ -34,7 +35,7 @@ class StoreParts:
     incarnation: str
     model: str
     context_length: int
-    arena: Arena
+    arena: HostArena
     shape: ArenaShape
     values: BlockValues
     core: StoreCore

@@ -1,26 +1,24 @@
-"""Makes what a worker runs on: checkpoint, arena, engine; on the CPU or on a card. The only place of the worker that
-imports torch."""
+"""Makes what a worker runs on: checkpoint, arena, engine. The only place of the worker that imports torch, and the only
+one anywhere that asks for an engine on a card."""
 
 import logging
 import secrets
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from dataplane.blocks.cache import max_sequence_tokens
 from dataplane.blocks.layout import ArenaShape
-from dataplane.cards.device import DeviceError
-from dataplane.cards.device_arena import DeviceArena, KVArena
-from dataplane.ends.choice import NCCL
-from dataplane.memory.arena import Arena, ArenaTooLargeError
+from dataplane.carriers.arena import KVArena
+from dataplane.carriers.host import HostArena
+from dataplane.memory.arena import ArenaTooLargeError
 from schemas.ids import WorkerId
 from schemas.worker import WorkerRole
 from services.config import MeshConfig, WorkerConfig, dtype_of, require_secret
 from services.engine.checkpoint import Checkpoint, default_shape, layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
-from services.engine.interface import Engine
+from services.engine.devices import CPU, card_of
+from services.engine.interface import Engine, PlacedEngine
 from services.errors import UserError
 from services.worker.core.limits import WorkerLimits
-from services.worker.devices import CPU, card_of
 from services.worker.platform import THREADS, Platform
 
 log = logging.getLogger(__name__)
@@ -40,20 +38,12 @@ class WorkerParts:
     limits: WorkerLimits
     secret: bytes
     device: str = CPU
-    """What is said of it: `cpu`, or `cuda:0` and what the card is called."""
+    """What the engine runs on, as is said of it: "cpu", or its number and name."""
     platform: Platform = THREADS
 
 
-class Placed(NamedTuple):
-    """What lies on a device, and what is said of that."""
-
-    arena: KVArena
-    engine: Engine
-    device: str
-
-
 def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> WorkerParts:
-    """Load the model and map the arena. Raises UserError: no such checkpoint, no room for its KV, no such card."""
+    """Load the model and map the arena. Raises UserError: no such checkpoint, no room for its KV, no such device."""
     secret = require_secret(config)
     settings = config.worker
     checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR))
@@ -68,8 +58,7 @@ def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> Wor
     context_length, token_budget = checkpoint.context_length, settings.token_budget
     shape = default_shape(layout, settings.kv_bytes, context_length=context_length, token_budget=token_budget)
     max_tokens = max_sequence_tokens(shape, token_budget) or context_length
-    card = card_of(settings.device)
-    placed = _on_cpu(checkpoint, shape, settings) if card is None else _on_card(card, checkpoint, shape, settings)
+    placed = _place(checkpoint, shape, settings)
     log.info("%s of %s runs on %s in %s", role, checkpoint.name, placed.device, layout.dtype)
     limits = WorkerLimits(
         worker_id=worker_id,
@@ -96,11 +85,21 @@ def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> Wor
     )
 
 
-def _on_cpu(checkpoint: Checkpoint, shape: ArenaShape, settings: WorkerConfig) -> Placed:
+def _place(checkpoint: Checkpoint, shape: ArenaShape, settings: WorkerConfig) -> PlacedEngine:
+    """Return an arena and an engine on the device that is asked for. Raises UserError."""
+    card = card_of(settings.device)
+    if card is None:
+        return _on_cpu(checkpoint, shape, settings)
+    from services.engine.cuda.factory import place_on_card  # noqa: PLC0415  (needs what other machines have not)
+
+    return place_on_card(card, checkpoint, shape, settings)
+
+
+def _on_cpu(checkpoint: Checkpoint, shape: ArenaShape, settings: WorkerConfig) -> PlacedEngine:
     from services.engine.cpu.model import load_engine  # noqa: PLC0415  (seconds of imports)
 
     try:
-        arena = Arena.create(shape)
+        arena = HostArena.create(shape)
     except ArenaTooLargeError as error:
         raise UserError(str(error)) from error
     try:
@@ -109,34 +108,4 @@ def _on_cpu(checkpoint: Checkpoint, shape: ArenaShape, settings: WorkerConfig) -
     except BaseException:
         arena.close()
         raise
-    return Placed(arena, engine, CPU)
-
-
-def _on_card(card: int, checkpoint: Checkpoint, shape: ArenaShape, settings: WorkerConfig) -> Placed:
-    from dataplane.cards.cuda.driver import find_device  # noqa: PLC0415
-    from dataplane.cards.nccl.library import pair_parts  # noqa: PLC0415
-    from services.engine.cuda.runtime import check_card, load_cuda_engine  # noqa: PLC0415
-
-    check_card(card)  # says what is missing, and what to do
-    try:
-        device = find_device(card)
-        parts = pair_parts(device, card)
-        if settings.carrier == NCCL and (refusal := parts.refusal()) is not None:
-            raise UserError(f"the carrier nccl cannot be had: {refusal}")
-        arena = DeviceArena(device, shape, settings.staging_bytes)
-        arena.pair_parts = parts
-    except (DeviceError, ValueError, ArenaTooLargeError) as error:
-        raise UserError(f"cuda:{card}: {error}") from error
-    try:
-        engine = load_cuda_engine(
-            checkpoint,
-            arena=arena.exported,
-            shape=shape,
-            marks=arena,
-            card=card,
-            token_budget=settings.token_budget,
-        )
-    except BaseException:
-        arena.close()
-        raise
-    return Placed(arena, engine, f"cuda:{card} {device.name}")
+    return PlacedEngine(arena, engine, CPU)

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dataplane.blocks.layout import ArenaShape
-from dataplane.cards.device_arena import KVArena
+from dataplane.carriers.arena import KVArena
+from dataplane.carriers.host import HostArena
 from dataplane.ends.reader import PlaneReader
 from dataplane.ends.server import LeaseGate, PlaneServer, ServerOptions
-from dataplane.memory.arena import Arena
 from services.engine.batch import Batch
 from services.engine.interface import Engine, Sequence, StepCallback
 from services.engine.thread import EngineThread
 
-MakeArena = Callable[[ArenaShape], Arena]
+MakeArena = Callable[[ArenaShape], HostArena]
 """Raises ArenaTooLargeError."""
 MakeServer = Callable[[KVArena, ArenaShape, LeaseGate, bytes, ServerOptions], PlaneServer]
 MakeReader = Callable[[KVArena, ArenaShape], PlaneReader]
@@ -37,7 +37,7 @@ class MakeEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    make_arena: MakeArena = Arena.create
+    make_arena: MakeArena = HostArena.create
     make_server: MakeServer = PlaneServer
     make_reader: MakeReader = PlaneReader
     make_engine: MakeEngine = EngineThread

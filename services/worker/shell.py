@@ -183,15 +183,15 @@ class Worker:
         return not any(core.num_runs for core in self.cores) and not len(self.holder.leases)
 
     def check_engine(self) -> None:
-        """Raise EngineStoppedError where the engine's thread has failed, or the card under a read: whoever cannot
-        compute must not look well."""
+        """Raise EngineStoppedError where the engine's thread has failed, or a read does not come to an end: whoever
+        cannot compute must not look well."""
         if self._engine.has_failed:
             raise EngineStoppedError(f"the engine of {self.parts.worker_id} has failed")
-        self._check_card()
+        self._check_reads()
 
-    def _check_card(self) -> None:
+    def _check_reads(self) -> None:
         if self.reader.is_stuck:
-            raise EngineStoppedError(f"the card of {self.parts.worker_id} does not come to the end of a read")
+            raise EngineStoppedError(f"a read of {self.parts.worker_id} does not come to an end, and may still write")
 
     def stop_intake(self) -> None:
         """Take no new work: the clockwork may end. What is here is lent until `close`."""
@@ -224,8 +224,8 @@ class Worker:
 
     def answer(self, decision: Callable[[int], tuple[ReplyT, list[Action]]]) -> ReplyT:
         """As `decide`, of a decision that has a reply. Raises EngineStoppedError: nothing is decided any more, and no
-        block given back, once the card may write where it should not."""
-        self._check_card()
+        block given back, once a read may write where it should not."""
+        self._check_reads()
         self.look_at_the_clock()
         with self.holder.lock:
             reply, actions = decision(now_ms())

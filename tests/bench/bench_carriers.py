@@ -20,9 +20,9 @@ import numpy as np
 
 from dataplane.blocks.layout import BlockTable, BlockTables, KVLayout, Segment, uniform_shape
 from dataplane.blocks.ticket import Ticket, sign
+from dataplane.carriers.host import HostArena
 from dataplane.ends.reader import PlaneReader, ReadRequest
 from dataplane.ends.server import PlaneServer, ReadableKV, ServerOptions
-from dataplane.memory.arena import Arena
 from dataplane.memory.codec import WireDtype
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferStats
@@ -70,13 +70,13 @@ def one_table(num_blocks: int) -> BlockTables:
 class Held:
     """One arena of the child, served with digests and without."""
 
-    arena: Arena
+    arena: HostArena
     servers: tuple[PlaneServer, PlaneServer]
 
     @classmethod
     def make(cls, layout: KVLayout, num_blocks: int) -> "Held":
         shape = uniform_shape(layout, num_blocks)
-        arena = Arena.create(shape)
+        arena = HostArena.create(shape)
         # Any bytes with a bit of each exponent cleared: what is not finite could not be compressed.
         arena.array[:] = np.random.default_rng(1).integers(0, 256, arena.num_bytes, np.uint8) & 0xBF
         num_tokens = num_blocks * layout.block_size
@@ -120,7 +120,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         large, small = uniform_shape(LAYOUT, self.num_blocks), uniform_shape(ONE_BLOCK, 4)
-        self.large, self.small = Arena.create(large), Arena.create(small)
+        self.large, self.small = HostArena.create(large), HostArena.create(small)
         self.readers = [PlaneReader(self.large, large), PlaneReader(self.small, small)]
         self.source = np.random.default_rng(2).integers(0, 256, self.large.num_bytes, np.uint8)
         self.target = np.zeros_like(self.source)

@@ -24,11 +24,11 @@ import services.engine.cpu.model as model_module
 from dataplane.blocks.layout import BlockTable, Segment, num_blocks_for, uniform_shape
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
+from services.bench.drive.make_checkpoint import make_random_checkpoint
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.cpu.attention import ATTENTION_NAME, StepAttention
 from services.engine.cpu.model import TransformersEngine, load_engine
 from services.engine.interface import Sequence, StepItem
-from services.engine.make_checkpoint import make_random_checkpoint
 
 SHAPE: dict[str, Any] = {
     "hidden": 512,

@@ -23,7 +23,7 @@ from threading import Thread, Timer
 
 import msgspec
 
-from services.worker.devices import Cards, has_driver, usable_cards
+from services.engine.devices import Cards, has_driver, usable_cards
 from tests.bench.gpu_report import Row, markdown, plain
 
 MODELS = ("qwen3-0.6b", "qwen3-8b")

@@ -15,8 +15,8 @@ import torch
 
 from dataplane.blocks.layout import ArenaShape, KVLayout, uniform_shape
 from dataplane.blocks.ticket import sign
+from dataplane.cards.card_arena import CardArena
 from dataplane.cards.device import Device, DeviceError
-from dataplane.cards.device_arena import DeviceArena
 from dataplane.cards.fakes.fake_device import FakeDevice
 from dataplane.ends.reader import PlaneReader, ReadRequest
 from dataplane.ends.server import PlaneServer, ReadableKV, ServerOptions
@@ -92,7 +92,7 @@ def rows(device: str, models: Sequence[str], *, quick: bool) -> Iterator[Row]:
 def hold(control: Connection, spec: Spec) -> None:
     """The child: KV of random bytes on the card, served until a word comes."""
     device = spec.open_device()
-    arena = DeviceArena(device, spec.shape, STAGING_BYTES)
+    arena = CardArena(device, spec.shape, STAGING_BYTES)
     fill(device, arena)
     progress = KVProgress.completed(spec.layout.num_layers, spec.num_tokens)
     gate = OpenGate(ReadableKV(one_table(spec.num_blocks), spec.num_tokens, progress))
@@ -104,7 +104,7 @@ def hold(control: Connection, spec: Spec) -> None:
     arena.close()
 
 
-def fill(device: Device, arena: DeviceArena) -> None:
+def fill(device: Device, arena: CardArena) -> None:
     """Write random bytes into the arena."""
     stream, done = device.new_stream(), device.new_event()
     rng = np.random.default_rng(1)
@@ -130,7 +130,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.device = self.spec.open_device()
-        self.arena = DeviceArena(self.device, self.spec.shape, STAGING_BYTES)
+        self.arena = CardArena(self.device, self.spec.shape, STAGING_BYTES)
         self.stack.callback(self.arena.close)
         self.reader = PlaneReader(self.arena, self.spec.shape)
         self.stack.callback(self.reader.close)

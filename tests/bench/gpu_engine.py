@@ -169,12 +169,12 @@ def on_cpu(checkpoint: Checkpoint, shape: ArenaShape) -> tuple[Engine, None]:
 
 
 def on_card(checkpoint: Checkpoint, shape: ArenaShape, device: str) -> tuple[Engine, Any]:
+    from dataplane.cards.card_arena import CardArena
     from dataplane.cards.cuda.driver import find_device
-    from dataplane.cards.device_arena import DeviceArena
     from services.engine.cuda.runtime import load_cuda_engine
 
     card = int(device.partition(":")[2] or 0)
-    arena = DeviceArena(find_device(card), shape, STAGING_BYTES)
+    arena = CardArena(find_device(card), shape, STAGING_BYTES)
     engine = load_cuda_engine(
         checkpoint, arena=arena.exported, shape=shape, marks=arena, card=card, token_budget=CHUNK_TOKENS
     )

@@ -11,7 +11,7 @@ TINY = "tiny"
 
 def checkpoint_of(name: str) -> str:
     """Return the folder of a checkpoint, making it if need be. The large one takes 16 GB."""
-    from services.engine.make_checkpoint import make_known_checkpoint, make_random_checkpoint
+    from services.bench.drive.make_checkpoint import make_known_checkpoint, make_random_checkpoint
 
     folder = state_dir() / "bench-models" / name
     if name == TINY:

@@ -16,9 +16,9 @@ from services.config import (
     with_device,
     write_config,
 )
+from services.engine import devices
+from services.engine.devices import Cards, card_of, check_carrier, check_driver, plan_devices
 from services.errors import UserError
-from services.worker import devices
-from services.worker.devices import Cards, card_of, check_carrier, check_driver, plan_devices
 
 
 def mesh(device: str = "auto", dtype: str = "auto") -> MeshConfig:

@@ -115,6 +115,6 @@ def test_the_list_of_what_never_met_a_device_names_files_that_touch_one() -> Non
         "dataplane/cards/cuda/driver.py",
         "dataplane/cards/nccl/library.py",
         "services/engine/cuda/runtime.py",
-        "services/worker/parts.py",
+        "services/engine/cuda/factory.py",
     }
     assert touching <= named

@@ -22,11 +22,11 @@ from dataplane.blocks.layout import (
 )
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
+from services.bench.drive.make_checkpoint import make_random_checkpoint
 from services.engine.batch import Batch
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.cpu.model import TransformersEngine, load_engine
 from services.engine.interface import Engine, LayerListener, Sequence
-from services.engine.make_checkpoint import make_random_checkpoint
 from services.engine.sampler import near_tie
 
 NUM_BLOCKS = 96

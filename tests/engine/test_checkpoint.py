@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-import services.engine.weights as weights_module
 from dataplane.blocks.layout import uniform_shape
+from services.engine import limits
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.cpu.model import load_engine
 from services.errors import CheckpointError
@@ -167,9 +167,9 @@ def test_the_identity_follows_weights_and_configuration(tiny: Tiny, tmp_path: Pa
 
 
 def test_large_files_are_sampled(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_module, "FULL_DIGEST_BYTES", 1000)
-    monkeypatch.setattr(weights_module, "SAMPLE_BYTES", 512)
-    monkeypatch.setattr(weights_module, "NUM_SAMPLES", 16)
+    monkeypatch.setattr(limits, "FULL_DIGEST_BYTES", 1000)
+    monkeypatch.setattr(limits, "SAMPLE_BYTES", 512)
+    monkeypatch.setattr(limits, "NUM_SAMPLES", 16)
     folder = Path(shutil.copytree(tiny(), tmp_path / "a"))
     sampled = read_checkpoint(str(folder)).weights
     size = (folder / WEIGHTS).stat().st_size

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.engine.cuda.graphs import MAX_GRAPH_ROWS, GraphRunner, graph_sizes
+from services.engine.cuda.graphs import GraphRunner, graph_sizes
+from services.engine.limits import MAX_GRAPH_ROWS
 
 
 class Recording:

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from dataplane.blocks.layout import ArenaShape
+from dataplane.cards.card_arena import CardArena
 from dataplane.cards.device import DeviceError
-from dataplane.cards.device_arena import DeviceArena
 from dataplane.cards.fakes.fake_communicator import FakeFabric, FakeLibrary
 from dataplane.cards.fakes.fake_device import FakeDevice
 from dataplane.cards.nccl.communicator import LibraryThreads
 from dataplane.cards.nccl.pair import PairParts
 from dataplane.memory.arena import SHM_DIR, Arena
 from schemas.ids import WorkerId
+from services.bench.drive.make_checkpoint import make_random_checkpoint
 from services.config import MeshConfig, ModelConfig, StoreConfig, WorkerConfig, with_device
-from services.engine.make_checkpoint import make_random_checkpoint
 from services.errors import UserError
 from services.gateway.service import load_model
 from services.store.load import load_store
@@ -40,11 +40,11 @@ class Made:
         self.failure: Exception | None = None
         self.device = FakeDevice()
         self.library = FakeLibrary(FakeFabric(), self.device)
-        monkeypatch.setattr("services.engine.cuda.runtime.check_card", self.checked.append)
-        monkeypatch.setattr("services.engine.cuda.runtime.load_cuda_engine", self._load)
-        monkeypatch.setattr("dataplane.cards.cuda.driver.find_device", lambda _: self.device)
+        monkeypatch.setattr("services.engine.cuda.factory.check_card", self.checked.append)
+        monkeypatch.setattr("services.engine.cuda.factory.load_cuda_engine", self._load)
+        monkeypatch.setattr("dataplane.cards.factory.find_device", lambda _: self.device)
         parts = PairParts(self.device, self.library, LibraryThreads())
-        monkeypatch.setattr("dataplane.cards.nccl.library.pair_parts", lambda device, card: parts)
+        monkeypatch.setattr("dataplane.cards.factory.pair_parts", lambda device, card: parts)
 
     def _load(self, checkpoint: object, **arguments: Any) -> SimpleNamespace:
         if self.failure is not None:
@@ -74,7 +74,7 @@ def arenas() -> set[Path]:
 
 @pytest.mark.parametrize("device", ["cpu", "auto"])
 def test_without_a_card_all_is_as_it_was(model: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.worker.devices.has_driver", lambda: False)
+    monkeypatch.setattr("services.engine.devices.has_driver", lambda: False)
     parts = load(model, device)
     try:
         assert isinstance(parts.arena, Arena) and parts.arena.num_bytes == parts.shape.num_bytes
@@ -88,7 +88,7 @@ def test_on_a_card_the_arena_lies_there_and_the_engine_writes_into_it(model: str
     before = arenas()
     parts = load(model, "cuda:3")
     try:
-        assert isinstance(parts.arena, DeviceArena)
+        assert isinstance(parts.arena, CardArena)
         assert parts.device == f"cuda:3 {made.device.name}"
         assert parts.shape.layout.dtype == "bfloat16", "the checkpoint's own"
         assert parts.arena.num_bytes == parts.shape.num_bytes

@@ -4,7 +4,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from dataplane.blocks.layout import KVLayout, uniform_shape
-from dataplane.cards.device_arena import DeviceArena
+from dataplane.cards.card_arena import CardArena
 from dataplane.cards.fakes.fake_communicator import FakeFabric, FakeLibrary
 from dataplane.cards.fakes.fake_device import FakeDevice, FakeMemory
 from dataplane.cards.nccl.communicator import LibraryThreads
@@ -23,7 +23,7 @@ class LateEngine(FakeEngine):
     """Writes a layer by putting the writing behind its stream, and says at once that the layer is there, with a mark:
     whoever believes that and does not wait for the mark reads what lay there before."""
 
-    def __init__(self, arena: DeviceArena) -> None:
+    def __init__(self, arena: CardArena) -> None:
         assert isinstance(arena.device, FakeDevice) and isinstance(arena.memory, FakeMemory)
         super().__init__(arena.shape, memoryview(arena.memory.array), vocab_size=VOCAB)
         self._marks = arena
@@ -63,7 +63,7 @@ def make_card_parts(
     """Return the parts of a worker whose KV lies on this card. `fabric`: of its communicators, if it can make any."""
     in_memory = make_parts(worker_id, role, num_blocks=num_blocks, layout=layout)
     in_memory.arena.close()
-    arena = DeviceArena(device, uniform_shape(layout, num_blocks), STAGING_BYTES)
+    arena = CardArena(device, uniform_shape(layout, num_blocks), STAGING_BYTES)
     if fabric is not None:
         arena.pair_parts = PairParts(device, FakeLibrary(fabric, device), LibraryThreads())
     return replace(in_memory, arena=arena, engine=LateEngine(arena), device=f"cuda:0 {device.name}")

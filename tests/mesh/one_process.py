@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dataplane.blocks.layout import KVLayout, uniform_shape
-from dataplane.memory.arena import Arena
+from dataplane.carriers.host import HostArena
 from schemas import subjects
 from schemas.block import hash_blocks, join_hashes, pack_tokens, unpack_tokens
 from schemas.handoff import BlocksReserved
@@ -51,7 +51,7 @@ LAYOUT = KVLayout(weights="fake", dtype="float32", num_layers=3, num_kv_heads=2,
 
 def make_parts(worker_id: str, role: WorkerRole, *, num_blocks: int = 256, layout: KVLayout = LAYOUT) -> WorkerParts:
     shape = uniform_shape(layout, num_blocks)
-    arena = Arena.create(shape)
+    arena = HostArena.create(shape)
     limits = WorkerLimits(
         worker_id=WorkerId(worker_id),
         fingerprint=layout.fingerprint,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from schemas.request import SamplingParams
+from services.bench.drive.make_checkpoint import make_random_checkpoint
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
-from services.engine.make_checkpoint import make_random_checkpoint
 from services.launch.supervisor import UpOptions
 from tests.mesh.processes import Mesh, RunningMesh, in_parallel
 from tests.mesh.reference import Case, Judge, SingleProcess

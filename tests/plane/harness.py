@@ -17,16 +17,17 @@ import pytest
 
 from dataplane.blocks.layout import ArenaShape, BlockTable, BlockTables, KVLayout, Segment, slot_spans, uniform_shape
 from dataplane.blocks.ticket import Ticket, sign
+from dataplane.cards.card_arena import CardArena
 from dataplane.cards.device import Device
-from dataplane.cards.device_arena import DeviceArena
 from dataplane.cards.fakes.fake_communicator import FakeFabric, FakeLibrary
 from dataplane.cards.fakes.fake_device import FakeDevice, FakeMemory
 from dataplane.cards.nccl.communicator import LibraryThreads
 from dataplane.cards.nccl.pair import PairParts
 from dataplane.carriers import loopback
+from dataplane.carriers.host import HostArena
 from dataplane.ends.reader import PlaneReader, ReadRequest
 from dataplane.ends.server import PlaneServer, ReadableKV, ServerOptions
-from dataplane.memory.arena import Arena, ByteArray
+from dataplane.memory.arena import ByteArray
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferStats
 from schemas.handoff import Endpoint
@@ -125,7 +126,7 @@ class HostMemory:
     card = None
 
     def __init__(self, shape: ArenaShape) -> None:
-        self.arena = Arena.create(shape)
+        self.arena = HostArena.create(shape)
 
     @property
     def array(self) -> ByteArray:
@@ -157,7 +158,7 @@ class CardMemory:
         uuid = f"GPU-fake-{seed}" if _Cards.kind == "apart" else "GPU-fake-0"
         self.device = FakeDevice(uuid, seed=seed, owner=f"owner-{seed}" if _Cards.kind == "peer" else "")
         self.library = FakeLibrary(_FABRIC, self.device)
-        self.arena = DeviceArena(self.device, shape, STAGING_BYTES if staging_bytes is None else staging_bytes)
+        self.arena = CardArena(self.device, shape, STAGING_BYTES if staging_bytes is None else staging_bytes)
         self.arena.pair_parts = PairParts(self.device, self.library, LibraryThreads())
         self.stream = self.device.new_stream()
         """The engine's."""
@@ -203,7 +204,7 @@ class RealCardMemory:
 
     def __init__(self, shape: ArenaShape, make_device: Callable[[], Device] = gpu.card) -> None:
         self.device = make_device()
-        self.arena = DeviceArena(self.device, shape, STAGING_BYTES)
+        self.arena = CardArena(self.device, shape, STAGING_BYTES)
         self.stream = self.device.new_stream()
         self._copy = np.zeros(shape.num_bytes, np.uint8)
         self.device.pin(self._copy)

@@ -11,7 +11,8 @@ from dataplane.cards.fakes.fake_device import FakeDevice, FakeMemory
 from dataplane.cards.nccl.communicator import LibraryThreads
 from dataplane.cards.nccl.pair import BUFFER_BYTES, Pair, PairParts
 from dataplane.cards.nccl.pair_core import HolderCore, ReaderCore
-from dataplane.cards.nccl.pairs import HolderPairs, PairRefusedError, ReaderPairs
+from dataplane.cards.nccl.pairs import HolderPairs, ReaderPairs
+from dataplane.carriers.arena import PairRefusedError
 from dataplane.protocol.reasons import RefusalCode
 from dataplane.protocol.stream import Header, Kind, PairOpen, Refused, decode_body, encode_frame, encode_header
 from dataplane.protocol.wire import SocketWire, Wire

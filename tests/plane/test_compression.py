@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dataplane.blocks.layout import KVLayout
-from dataplane.cards import staged
+from dataplane.cards import limits
 from dataplane.carriers.tcp import TcpHolder
 from dataplane.memory.codec import WireDtype
 from dataplane.memory.extent import Extent, heads_of
@@ -136,7 +136,7 @@ def test_block_that_does_not_fit_a_frame_is_cut(
     holder: Holder, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TcpHolder, "frame_bytes", 7 * 2 * LAYOUT.token_bytes)
-    monkeypatch.setattr(staged, "FRAME_BYTES", 7 * 2 * LAYOUT.token_bytes)
+    monkeypatch.setattr(limits, "STAGED_FRAME_BYTES", 7 * 2 * LAYOUT.token_bytes)
     holder.compute_all()
     landed = target.read_from(holder, "tcp", wire_dtype="int8")
     assert landed.stats.num_frames > 3 * 300 / 7

@@ -1,16 +1,18 @@
 """Which carrier is taken, and why."""
 
+import contextlib
+
 import pytest
 
-from dataplane.ends.choice import (
-    AUTO,
-    BrokenWays,
-    CarrierImpossibleError,
-    Choice,
-    ReaderPlace,
-    choices,
-    offered_carriers,
-)
+from dataplane.blocks.layout import KVLayout, uniform_shape
+from dataplane.cards.card_arena import CardArena, CardPlace
+from dataplane.cards.fakes.fake_communicator import FakeFabric, FakeLibrary
+from dataplane.cards.fakes.fake_device import FakeDevice
+from dataplane.cards.nccl.communicator import LibraryThreads
+from dataplane.cards.nccl.pair import PairParts
+from dataplane.carriers.arena import AUTO, ReaderPlace
+from dataplane.carriers.host import HostArena, HostPlace
+from dataplane.ends.choice import BrokenCarriers, CarrierImpossibleError, Choice, choices
 from schemas.handoff import Endpoint, PairOffer
 
 PAIR = PairOffer(unique_id=b"id", generation=1)
@@ -21,7 +23,10 @@ def endpoint(*carriers: str, card: str = "", port: int = 1) -> Endpoint:
 
 
 def place(*, same_host: bool = True, card: str = "", maps: tuple[str, ...] = (), has_nccl: bool = False) -> ReaderPlace:
-    return ReaderPlace(lambda _: same_host, card, lambda uuid: uuid in (card, *maps), has_nccl)
+    """Return where a reader is: on a card, or in host memory."""
+    if not card:
+        return HostPlace(lambda _: same_host)
+    return CardPlace(lambda _: same_host, card, lambda uuid: uuid in (card, *maps), has_nccl)
 
 
 ALL = ("loopback", "cuda", "nccl", "shm", "tcp")
@@ -39,7 +44,7 @@ ALL = ("loopback", "cuda", "nccl", "shm", "tcp")
         ("A", place(card="B", has_nccl=True, same_host=False), ["nccl", "tcp"]),
         ("A", place(card="B"), ["shm", "tcp"]),
         ("A", place(card="A", same_host=False), ["tcp"]),
-        ("A", place(has_nccl=True), ["shm", "tcp"]),
+        ("A", place(), ["shm", "tcp"]),
         ("", place(card="A", has_nccl=True), ["shm", "tcp"]),
     ],
 )
@@ -71,7 +76,7 @@ def test_reasons_are_for_people() -> None:
 
 
 def test_what_is_broken_comes_only_where_nothing_else_is() -> None:
-    broken = BrokenWays()
+    broken = BrokenCarriers()
     found = [Choice("cuda", "c"), Choice("shm", "s")]
     broken.add("nonce", "cuda")
     assert broken.without("nonce", found) == found[1:]
@@ -80,20 +85,30 @@ def test_what_is_broken_comes_only_where_nothing_else_is() -> None:
     assert broken.without("nonce", found) == found
 
 
-def test_broken_ways_are_bounded_and_heal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dataplane.ends.choice._MAX_BROKEN", 2)
-    broken = BrokenWays()
+def test_broken_carriers_are_bounded_and_heal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dataplane.limits.MAX_BROKEN", 2)
+    broken = BrokenCarriers()
     for nonce in ("one", "two", "three"):
         broken.add(nonce, "cuda")
     found = [Choice("cuda", "c"), Choice("shm", "s")]
     assert [len(broken.without(nonce, found)) for nonce in ("one", "two", "three")] == [2, 1, 1]
-    monkeypatch.setattr("dataplane.ends.choice.BROKEN_S", -1.0)
+    monkeypatch.setattr("dataplane.limits.BROKEN_S", -1.0)
     broken.add("two", "cuda")
     assert broken.without("two", found) == found
 
 
 def test_offered() -> None:
-    assert offered_carriers(AUTO, on_card=False, has_nccl=True) == ("shm", "tcp")
-    assert offered_carriers(AUTO, on_card=True) == ("cuda", "shm", "tcp")
-    assert offered_carriers(AUTO, on_card=True, has_nccl=True) == ("cuda", "nccl", "shm", "tcp")
-    assert offered_carriers("tcp", on_card=True, has_nccl=True) == ("tcp",)
+    shape = uniform_shape(
+        KVLayout(weights="w", dtype="float32", num_layers=1, num_kv_heads=1, head_dim=8, block_size=16), 4
+    )
+    with contextlib.closing(HostArena.create(shape)) as host:
+        assert host.offered(AUTO) == ("shm", "tcp") and host.offered("tcp") == ("tcp",)
+    device = FakeDevice()
+    with contextlib.closing(CardArena(device, shape, 1 << 20)) as card:
+        assert card.offered(AUTO) == ("cuda", "shm", "tcp")
+        library = FakeLibrary(FakeFabric(), device)
+        card.pair_parts = PairParts(device, library, LibraryThreads())
+        assert card.offered(AUTO) == ("cuda", "nccl", "shm", "tcp") and card.offered("tcp") == ("tcp",)
+        library.refused = "the library is not installed"
+        assert card.offered(AUTO) == ("cuda", "shm", "tcp")
+    device.close()

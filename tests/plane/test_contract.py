@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dataplane.blocks.layout import BlockTable, KVLayout, Segment
-from dataplane.cards import staged
+from dataplane.cards import limits
 from dataplane.cards.ipc import CudaHolder
 from dataplane.cards.nccl.paired import PairedHolder
 from dataplane.carriers.shm import SharedHolder
@@ -109,7 +109,7 @@ def test_more_frames_than_may_be_under_way(
     monkeypatch.setattr(SharedHolder, "frame_bytes", frame_bytes)
     monkeypatch.setattr(TcpHolder, "frame_bytes", frame_bytes)
     monkeypatch.setattr(CudaHolder, "frame_bytes", frame_bytes)
-    monkeypatch.setattr(staged, "FRAME_BYTES", frame_bytes)
+    monkeypatch.setattr(limits, "STAGED_FRAME_BYTES", frame_bytes)
     monkeypatch.setattr(PairedHolder, "frame_bytes", frame_bytes)
     with running(holder.compute_all):
         landed = target.read_from(holder, carrier)

@@ -5,12 +5,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from dataplane.cards import limits
 from dataplane.cards.cuda import driver as cuda
-from dataplane.cards.cuda import run_tables as cuda_tables
 from dataplane.cards.cuda.driver import CudaDevice, find_device
 from dataplane.cards.cuda.kernel import NUM_THREADS
-from dataplane.cards.cuda.run_tables import MAX_TABLES, MIN_TABLE_BYTES
+from dataplane.cards.cuda.run_tables import MIN_TABLE_BYTES
 from dataplane.cards.device import DeviceError, Moves
+from dataplane.cards.limits import MAX_TABLES
 from dataplane.memory.checksum import sum64
 from tests.gpu import why_no_card
 from tests.plane.host_cuda import HostDriver, HostRuntime, host_device, why_no_compiler
@@ -102,7 +103,7 @@ def test_tables_are_not_used_again_before_their_kernels_are_done(
     for _ in range(10):
         bench.device.move(bench.stream, one_run(1, 64), memory, None, None)
     assert bench.runtime.open["event"] == 1
-    monkeypatch.setattr(cuda_tables, "WAIT_S", 0.01)
+    monkeypatch.setattr(limits, "TABLE_WAIT_S", 0.01)
     with monkeypatch.context() as patch:
         patch.setattr(bench.runtime, "eventQuery", lambda event: 600)
         for _ in range(MAX_TABLES - 1):  # and the one of before

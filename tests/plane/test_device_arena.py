@@ -10,10 +10,9 @@ import pytest
 
 from dataplane.blocks.layout import KVLayout, uniform_shape
 from dataplane.cards.device import Device, DeviceError
-from dataplane.cards.device_arena import NUM_MARKS, READY, DeviceArena, PeerArena
+from dataplane.cards.device_arena import NUM_MARKS, READY, DeviceArena, DeviceHandles, PeerArena
 from dataplane.cards.fakes.fake_device import FakeDevice
 from dataplane.memory.arena import Arena, ArenaTooLargeError
-from dataplane.protocol.stream import DeviceHandles
 from tests.gpu import GPU_MARKS, card, needs_gpu
 from tests.plane.harness import DEADLINE_S, LAYOUT
 

@@ -3,19 +3,22 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
 import pytest
 
+from dataplane import limits
 from dataplane.cards.fakes.fake_communicator import FakeCommunicator
 from dataplane.cards.ipc import CudaReader
 from dataplane.cards.lane import Lane
 from dataplane.cards.nccl.pair_core import ReaderCore
 from dataplane.ends.reader import Landed
+from dataplane.limits import MAX_TRAILER_BYTES
 from dataplane.memory import frames
-from dataplane.protocol.stream import MAX_TRAILER_BYTES, TransferFailedError
+from dataplane.protocol.stream import HEADER_BYTES, Kind, TransferFailedError, decode_header
+from dataplane.protocol.wire import SocketWire
 from schemas.ids import WorkerId
 from tests.plane.harness import CARRIERS, DEADLINE_S, FROM_OR_TO_CARDS, LAYOUT, Holder, Target, name_of, now_ms, running
 
@@ -104,6 +107,31 @@ def test_too_many_streams(carrier: str, make_holder: Callable[..., Holder], targ
         assert midway.started.wait(DEADLINE_S)
         assert fails(lambda: other.read_from(holder, carrier)).code == "busy"
         holder.progress.fail("done")
+    other.close()
+
+
+def test_who_is_full_has_a_limit_of_its_own_to_say_so(
+    make_holder: Callable[..., Holder], target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It accepts nobody while it says so: not for as long as its log is silent about a peer."""
+    monkeypatch.setattr(limits, "BUSY_SEND_S", 0.37)
+    monkeypatch.setattr(limits, "LOG_INTERVAL_S", 99.0)
+    send, refused_within = SocketWire.send, list[float]()
+
+    def noted(wire: SocketWire, buffers: Sequence[bytes], timeout_s: float) -> None:
+        if decode_header(bytes(buffers[0])[:HEADER_BYTES], *Kind).kind is Kind.REFUSED:
+            refused_within.append(timeout_s)
+        send(wire, buffers, timeout_s)
+
+    holder = make_holder(("tcp",), max_streams=1)
+    midway, other = Midway(holder, target, "tcp"), Target(name="decode-1")
+    with running(midway.run):
+        assert midway.started.wait(DEADLINE_S)
+        monkeypatch.setattr(SocketWire, "send", noted)
+        assert fails(lambda: other.read_from(holder, "tcp")).code == "busy"
+        monkeypatch.setattr(SocketWire, "send", send)
+        holder.progress.fail("done")
+    assert refused_within == [0.37]
     other.close()
 
 

@@ -18,14 +18,13 @@ import numpy as np
 import pytest
 
 from dataplane.blocks.layout import BlockTable, Segment
+from dataplane.cards import limits
 from dataplane.cards.nccl import library as nccl
-from dataplane.cards.nccl import pair as pair_module
-from dataplane.cards.nccl import pair_core, pairs
 from dataplane.cards.nccl.communicator import CommunicatorError
 from dataplane.cards.nccl.library import NcclCommunicator, NcclLibrary, id_bytes, id_chars
 from dataplane.cards.nccl.pair import BUFFER_BYTES
 from dataplane.cards.nccl.pair_core import ReaderCore
-from dataplane.ends.choice import AUTO
+from dataplane.carriers.arena import AUTO
 from dataplane.ends.reader import PlaneReader, ReadRequest
 from dataplane.protocol.stream import (
     Header,
@@ -57,7 +56,7 @@ OFFERED = ("nccl", "shm", "tcp")
 def two_cards(monkeypatch: pytest.MonkeyPatch, simulated: bool) -> None:
     """Holders and targets are on cards that do not see each other; limits of time are short."""
     use_cards(holder=True, target=True, kind="apart")
-    monkeypatch.setattr(pair_module, "_WATCH_S", 0.05)
+    monkeypatch.setattr(limits, "WATCH_S", 0.05)
 
 
 @pytest.fixture
@@ -117,8 +116,8 @@ def test_a_pair_that_cannot_be_made_costs_no_read(
     holder: Holder, target: Target, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """The same read goes another way, and so do those that follow; the one that asked for it alone fails."""
-    monkeypatch.setattr(pairs, "JOIN_S", 0.3)
-    monkeypatch.setattr(pair_core, "INIT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(limits, "JOIN_S", 0.3)
+    monkeypatch.setattr(limits, "INIT_TIMEOUT_S", 0.3)
     holder.compute_all()
     UNMADE[fault](holder, target)
     stats = target.read_from(holder, AUTO).stats
@@ -164,7 +163,7 @@ def test_a_pair_that_breaks_in_mid_stream(
     holder: Holder, target: Target, small_frames: None, monkeypatch: pytest.MonkeyPatch, fault: str, num_reads: int
 ) -> None:
     """All reads over it fail in bounded time, with what is right of them; the next ones read over another."""
-    monkeypatch.setattr(pair_core, "SLOT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(limits, "SLOT_TIMEOUT_S", 0.5)
     holder.compute(300, end=100)
     started, errors = threading.Semaphore(0), list[TransferFailedError]()
 
@@ -410,7 +409,7 @@ def test_reads_over_a_pair_that_is_not_theirs(holder: Holder, target: Target) ->
     """A read names its pair; a read of another name, or of a pair that is not open, is refused."""
     holder.compute_all()
     request = target.request(holder.endpoint, holder.ticket(), "nccl", 300)
-    joined = target.reader._pairs
+    joined = target.reader._side.pairs
     assert joined is not None
     original = joined.join
 
@@ -432,8 +431,8 @@ def test_damage_between_the_kernels_is_found(holder: Holder, target: Target, mon
     """A bit of a pair's buffer changes after it was received and before it is scattered."""
     holder.compute_all()
     target.read_from(holder, "nccl")
-    assert target.reader._pairs is not None
-    (pair,) = target.reader._pairs._pairs.values()
+    assert target.reader._side.pairs is not None
+    (pair,) = target.reader._side.pairs._pairs.values()
     take = ReaderCore.take
 
     def damaged(core: ReaderCore, *args: Any) -> int | None:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from dataplane.cards import limits
 from dataplane.cards.device import DeviceMemory
-from dataplane.cards.nccl import communicator, pair, pair_core, pairs
+from dataplane.cards.nccl import pair, pairs
 from dataplane.cards.nccl.communicator import CommunicatorError, LibraryThreads
 from dataplane.cards.nccl.pair import Pair
 from dataplane.cards.nccl.pair_core import HolderCore, PairBrokenError, PairState, ReaderCore
-from dataplane.cards.nccl.pairs import PairRefusedError
+from dataplane.carriers.arena import PairRefusedError
 from dataplane.protocol.stream import ProtocolError
 from dataplane.protocol.wire import WireClosedError, WireTimeoutError
 from schemas.ids import WorkerId
@@ -32,7 +33,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def quick_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers are small; whoever watches the time looks at it often."""
-    monkeypatch.setattr(pair, "_WATCH_S", 0.05)
+    monkeypatch.setattr(limits, "WATCH_S", 0.05)
     monkeypatch.setattr(pair, "BUFFER_BYTES", 4096)
     monkeypatch.setattr("tests.plane.pair_world.BUFFER_BYTES", 4096)
     monkeypatch.setattr(pairs, "BUFFER_BYTES", 4096)
@@ -186,7 +187,7 @@ MAKING: dict[str, Fault] = {
 
 @pytest.mark.parametrize("fault", MAKING)
 def test_a_pair_that_cannot_be_made(world: PairWorld, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    monkeypatch.setattr(pair_core, "INIT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(limits, "INIT_TIMEOUT_S", 0.3)
     endpoint = world.endpoint()
     MAKING[fault](world)
     with pytest.raises(PairRefusedError):
@@ -222,7 +223,7 @@ def test_what_is_under_way_when_it_breaks(
     world: PairWorld, monkeypatch: pytest.MonkeyPatch, fault: str, num_before: int
 ) -> None:
     """Both ends hear of it in bounded time, every read fails, and another pair is as good as new."""
-    monkeypatch.setattr(pair_core, "SLOT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(limits, "SLOT_TIMEOUT_S", 0.5)
     holder, reader = world.pair()
     exchange(holder, reader, num_before)
     reads = [open_read(holder, reader) for _ in range(2)]
@@ -250,7 +251,7 @@ def test_an_abort_that_does_not_come_back_is_left_and_counted(
 ) -> None:
     """Its buffers stay, as the library may write there; with too many of them this process makes no more pairs."""
     world.holder.threads = world.holder_pairs._parts.threads
-    for number in range(communicator.MAX_ABANDONED // 2):
+    for number in range(limits.MAX_ABANDONED // 2):
         holder, reader = world.pair()
         exchange(holder, reader, 2)
         world.holder.library.stall_next("abort")
@@ -268,7 +269,7 @@ def test_an_abort_that_does_not_come_back_is_left_and_counted(
 
 def test_what_comes_back_late_is_aborted(world: PairWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pair has ended while its communicator was being made: at both ends, as one rank was late."""
-    monkeypatch.setattr(pairs, "JOIN_S", 0.1)
+    monkeypatch.setattr(limits, "JOIN_S", 0.1)
     world.readers[READER].library.delay_next("make")
     endpoint = world.endpoint()
     with pytest.raises(PairRefusedError, match="not made within"):
@@ -293,7 +294,7 @@ def test_reads_stop_waiting_for_a_pair_when_they_are_cancelled(world: PairWorld)
 @pytest.mark.parametrize("end", ["holder", "reader"])
 def test_the_peer_hears_at_once(world: PairWorld, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     """By the pair's wire, not when it next looks at the time."""
-    monkeypatch.setattr(pair, "_WATCH_S", 10 * DEADLINE_S)
+    monkeypatch.setattr(limits, "WATCH_S", 10 * DEADLINE_S)
     holder, reader = world.pair()
     (holder if end == "holder" else reader).fail("the test")
     assert wait_until(lambda: holder.state is reader.state is PairState.BROKEN)
@@ -385,7 +386,7 @@ def test_offers_that_were_never_made(world: PairWorld, generation: int) -> None:
 
 
 def test_a_reader_that_never_opens_costs_no_id(world: PairWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairs, "MAX_PAIRS", 3)
+    monkeypatch.setattr(limits, "MAX_PAIRS", 3)
     ids = set[bytes]()
     for number in range(20):
         offer = world.endpoint(f"reader-{number}").pair
@@ -398,7 +399,7 @@ def test_a_reader_that_never_opens_costs_no_id(world: PairWorld, monkeypatch: py
 
 @pytest.mark.parametrize("max_pairs", [1, 2])
 def test_the_longest_idle_makes_room(world: PairWorld, monkeypatch: pytest.MonkeyPatch, max_pairs: int) -> None:
-    monkeypatch.setattr(pairs, "MAX_PAIRS", max_pairs)
+    monkeypatch.setattr(limits, "MAX_PAIRS", max_pairs)
     names = [f"reader-{number}" for number in range(max_pairs + 1)]
     made = []
     for name in names:
@@ -410,7 +411,7 @@ def test_the_longest_idle_makes_room(world: PairWorld, monkeypatch: pytest.Monke
 
 
 def test_pairs_in_use_make_no_room(world: PairWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairs, "MAX_PAIRS", 1)
+    monkeypatch.setattr(limits, "MAX_PAIRS", 1)
     holder, reader = world.pair()
     read_id = open_read(holder, reader)
     assert world.holder_pairs.offer(WorkerId("another")) is None
@@ -423,7 +424,7 @@ def test_idle_pairs_are_ended_by_the_reader(world: PairWorld, monkeypatch: pytes
     holder, reader = world.pair()
     world.reader_pairs[READER].release_idle()
     assert reader.state is PairState.READY
-    monkeypatch.setattr(pairs, "PAIR_IDLE_S", -1.0)
+    monkeypatch.setattr(limits, "PAIR_IDLE_S", -1.0)
     world.reader_pairs[READER].release_idle()
     assert wait_until(lambda: holder.is_freed and reader.is_freed)
 

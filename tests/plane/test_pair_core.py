@@ -7,11 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from dataplane.cards.limits import INIT_TIMEOUT_S, MAX_ORDERED, SLOT_TIMEOUT_S
 from dataplane.cards.nccl.pair_core import (
-    INIT_TIMEOUT_S,
-    MAX_ORDERED,
     NUM_BUFFERS,
-    SLOT_TIMEOUT_S,
     End,
     HolderCore,
     Make,

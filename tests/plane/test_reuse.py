@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from dataplane import limits
 from dataplane.ends import idle
 from dataplane.protocol.stream import Accepted, Kind, TransferFailedError, encode_frame
 from dataplane.protocol.wire import SocketWire
@@ -112,7 +113,7 @@ def test_who_wants_nothing_makes_room(carrier: str, make_holder: Callable[..., H
 
 
 def test_few_are_kept(carrier: str, holder: Holder, target: Target) -> None:
-    started = [threading.Event() for _ in range(idle.MAX_IDLE_PER_HOLDER + 3)]
+    started = [threading.Event() for _ in range(limits.MAX_IDLE_PER_HOLDER + 3)]
     threads = [
         threading.Thread(target=target.read_from, args=(holder, carrier, lambda _, event=event: event.set()))
         for event in started
@@ -125,15 +126,15 @@ def test_few_are_kept(carrier: str, holder: Holder, target: Target) -> None:
     holder.progress.finish(b"")
     for thread in threads:
         thread.join(DEADLINE_S)
-    assert idle_in(target) == idle.MAX_IDLE_PER_HOLDER
+    assert idle_in(target) == limits.MAX_IDLE_PER_HOLDER
 
 
 def test_old_ones_are_closed(carrier: str, holder: Holder, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     holder.compute_all()
     target.read_from(holder, carrier)
     (thread,) = serving()
-    monkeypatch.setattr(idle, "MAX_IDLE_S", -1.0)
-    assert target.reader._idle.take(idle.way_to(carrier, holder.endpoint)) is None
+    monkeypatch.setattr(limits, "MAX_IDLE_S", -1.0)
+    assert target.reader._idle.take(idle.holder_key(carrier, holder.endpoint)) is None
     thread.join(DEADLINE_S)
     assert idle_in(target) == 0 and not serving()
 
@@ -158,7 +159,7 @@ def test_who_says_more_than_the_end_is_not_asked_again(
     with impostor(accepted + data() + commit() + END + more) as endpoint:
         request = target.request(endpoint, holder.ticket(), "tcp", 300)
         assert target.reader.read_blocking(request).num_tokens == 300
-        assert target.reader._idle.take(idle.way_to("tcp", endpoint)) is None
+        assert target.reader._idle.take(idle.holder_key("tcp", endpoint)) is None
         target.reader.close()
 
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from dataplane.cards import side
+from dataplane.cards import limits
 from dataplane.cards.device import DeviceError
 from dataplane.cards.fakes.fake_device import FakeDevice, FakeMemory
 from dataplane.cards.lane import Lane
@@ -412,7 +412,7 @@ def test_card_that_does_not_come_to_an_end(
     carrier: str, holder: Holder, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The read is over, and with an error; memory that the card may still write to is lent to nobody."""
-    monkeypatch.setattr(side, "DRAIN_S", 0.1)
+    monkeypatch.setattr(limits, "DRAIN_S", 0.1)
     device = card_of(target).device
     device.stall()
     bring_in = Lane.bring_in

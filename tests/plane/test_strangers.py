@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dataplane.limits import MAX_CONTROL_BYTES
 from dataplane.memory.extent import heads_of
 from dataplane.protocol.stream import (
-    MAX_CONTROL_BYTES,
     VERSION,
     Accepted,
     Fail,

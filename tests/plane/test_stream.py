@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 
 from dataplane.blocks.layout import KVLayout
+from dataplane.limits import MAX_FRAME_BYTES, MAX_OUTSTANDING_FRAMES
 from dataplane.memory.extent import Extent, HeadRange, heads_of
 from dataplane.protocol.stream import (
     HEADER_BYTES,
-    MAX_FRAME_BYTES,
-    MAX_OUTSTANDING_FRAMES,
     VERSION,
     FramePlanner,
     Header,

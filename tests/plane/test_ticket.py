@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.blocks.ticket import MAX_TOKEN_CHARS, Ticket, TicketRefusedError, sign, verify
+from dataplane.blocks.ticket import Ticket, TicketRefusedError, sign, verify
+from dataplane.limits import MAX_TICKET_CHARS
 from schemas.ids import LeaseId, WorkerId
 
 SECRET = b"secret"
@@ -62,7 +63,7 @@ def test_signed_junk_is_refused() -> None:
 
 def test_length_is_bounded() -> None:
     with pytest.raises(ValueError, match="characters"):
-        sign(SECRET, msgspec.structs.replace(TICKET, tenant="x" * MAX_TOKEN_CHARS))
+        sign(SECRET, msgspec.structs.replace(TICKET, tenant="x" * MAX_TICKET_CHARS))
 
 
 def sign_text(body: str) -> str:

@@ -49,6 +49,13 @@ def test_the_modules_of_a_card_import_without_one() -> None:
     run(f"import sys, {modules}; assert not {{'cupy', 'torch'}} & set(sys.modules)")
 
 
+def test_who_runs_without_a_card_loads_nothing_of_one() -> None:
+    run(
+        "import sys, dataplane.ends.reader, dataplane.ends.server, services.worker.service, services.store.service;"
+        "assert not [name for name in sys.modules if name.startswith(('dataplane.cards', 'services.engine.cuda'))]"
+    )
+
+
 def test_cupy_itself_imports_without_a_card() -> None:
     pytest.importorskip("cupy")
     run("import cupy; from cupy.cuda import driver, nccl, nvrtc, runtime")

@@ -228,10 +228,10 @@ async def test_a_worker_whose_engine_s_thread_has_failed_ends(monkeypatch: pytes
     assert caught.value.subgroup(EngineStoppedError) is not None
 
 
-async def test_a_worker_whose_card_is_stuck_under_a_read_decides_nothing_more_and_ends(
+async def test_a_worker_whose_read_does_not_end_decides_nothing_more_and_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The card may still write to the read's blocks: nobody else may have them."""
+    """It may still write to its blocks: nobody else may have them."""
     decided: list[str] = []
     workers: list[Worker] = []
     join = Worker.join
@@ -240,7 +240,7 @@ async def test_a_worker_whose_card_is_stuck_under_a_read_decides_nothing_more_an
         join(self)
         workers.append(self)
         self.reader.is_stuck = True
-        with pytest.raises(EngineStoppedError, match="card of p-0"):
+        with pytest.raises(EngineStoppedError, match="a read of p-0"):
             self.decide(lambda now: decided.append("a decision") or [])
 
     monkeypatch.setattr(Worker, "join", join_stuck)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
+from dataplane.cards import limits
 from dataplane.cards.cuda.kernel import MoveKernel, compile_kernels
 from dataplane.cards.cuda.run_tables import host_array
 from dataplane.cards.device import DeviceError, DeviceMemory, DigestSlot, Event, Moves, Stream, SupportsDLPack
@@ -25,8 +26,6 @@ ALLOCATION_BYTES = 2 << 20
 _DIGESTS_PER_PAGE = 512
 _NOT_READY = 600
 """cudaErrorNotReady."""
-_FIRST_PAUSE_S = 20e-6
-_LAST_PAUSE_S = 1e-3
 
 
 class Cuda(NamedTuple):
@@ -114,13 +113,13 @@ class CudaEvent:
 
     def wait(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
-        pause_s = _FIRST_PAUSE_S
+        pause_s = limits.FIRST_PAUSE_S
         while not self.is_done():
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return False
             time.sleep(min(pause_s, left_s))
-            pause_s = min(pause_s * 1.5, _LAST_PAUSE_S)
+            pause_s = min(pause_s * 1.5, limits.LAST_PAUSE_S)
         return True
 
     def close(self) -> None:

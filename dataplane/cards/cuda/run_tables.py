@@ -13,16 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dataplane.cards import limits
 from dataplane.cards.device import DeviceError
 from dataplane.memory.arena import ByteArray
 
 HEAD_BYTES = 16
 """Two zeros, which the kernel adds up: `Table` in move.cu."""
 MIN_TABLE_BYTES = 16 << 10
-MAX_TABLES = 64
-"""Of one size, at a time. Each is a launched kernel's, and every kernel ends."""
-WAIT_S = 30.0
-_PAUSE_S = 50e-6
 
 
 class _Table:
@@ -74,19 +71,21 @@ class Tables:
             self._runtime.freeHost(table.host)
 
     def _take(self, num_bytes: int) -> _Table:
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + limits.TABLE_WAIT_S
         while True:
             with self._lock:
                 self._reclaim()
                 if self._free[num_bytes]:
                     return self._free[num_bytes].pop()
-                if self._made[num_bytes] < MAX_TABLES:
+                if self._made[num_bytes] < limits.MAX_TABLES:
                     table = _Table(self._runtime, num_bytes)
                     self._made[num_bytes] += 1
                     return table
             if time.monotonic() > deadline:
-                raise DeviceError("launch a kernel", f"{MAX_TABLES} have not ended within {WAIT_S:g} s")
-            time.sleep(_PAUSE_S)
+                raise DeviceError(
+                    "launch a kernel", f"{limits.MAX_TABLES} have not ended within {limits.TABLE_WAIT_S:g} s"
+                )
+            time.sleep(limits.TABLE_PAUSE_S)
 
     def _reclaim(self) -> None:
         """Find the tables whose kernels are done."""

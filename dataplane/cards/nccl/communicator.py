@@ -13,11 +13,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from dataplane.cards import limits
 from dataplane.cards.device import DeviceMemory, Stream
 
 UNIQUE_ID_BYTES = 128
-MAX_ABANDONED = 4
-"""Library threads that do not come back: with so many of them this process makes no more communicators."""
 
 
 class CommunicatorError(Exception):
@@ -77,7 +76,7 @@ class LibraryThreads:
     One that is given up may never come back. It is left where it is, and counts until it ends.
     """
 
-    def __init__(self, max_abandoned: int = MAX_ABANDONED) -> None:
+    def __init__(self, max_abandoned: int = limits.MAX_ABANDONED) -> None:
         self._max_abandoned = max_abandoned
         self._lock = threading.Lock()
         self._given_up: list[threading.Thread] = []

@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
+from dataplane.cards import limits
 from dataplane.cards.device import Device, DeviceError, DeviceMemory, Event
 from dataplane.cards.nccl.communicator import Communicator, CommunicatorError, CommunicatorLibrary, LibraryThreads
 from dataplane.cards.nccl.pair_core import NUM_BUFFERS, End, Make, Move, PairCore, PairState, ReaderCore, Tell
@@ -27,15 +28,6 @@ BUFFER_BYTES = 8 << 20
 """Of a buffer, and of the largest frame: enough for a link to be busy most of the time (at 50 GB/s 160 us, and some
 20 us to begin), little enough for a pair's buffers to be small beside an arena."""
 HOLDER_RANK, READER_RANK, NUM_RANKS = 0, 1, 2
-CLOSE_S = 10.0
-"""How long the end of a pair waits for the library."""
-_TELL_S = 5.0
-_OUT_S = 0.5
-"""So long an abort waits for the thread that uses the communicator to come out of it: beside each other they crash."""
-_WATCH_S = 1.0
-"""How long a limit of time may be overrun before somebody notices."""
-_POLL_S = 0.0005
-_PEER_POLL_S = 0.02
 
 CoreT = TypeVar("CoreT", bound=PairCore)
 ResultT = TypeVar("ResultT")
@@ -147,7 +139,7 @@ class Pair(Generic[CoreT]):
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     raise WireTimeoutError("the pair has not come to it within the time allowed")
-                self._changed.wait(min(remaining, _PEER_POLL_S))
+                self._changed.wait(min(remaining, limits.PAIR_PEER_POLL_S))
             if is_over():
                 raise WireClosedError("closed while a frame was on its way")
 
@@ -158,7 +150,7 @@ class Pair(Generic[CoreT]):
     def close(self, reason: str) -> None:
         """End it and give the library a moment to come back. Reads that go on fail."""
         self.fail(reason)
-        deadline = time.monotonic() + CLOSE_S
+        deadline = time.monotonic() + limits.CLOSE_S
         for thread in (self._library_thread, self._abort_thread):
             if thread is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
@@ -166,7 +158,7 @@ class Pair(Generic[CoreT]):
     def accept(self, wire: Wire) -> None:
         """Say to the peer that it has opened the pair, and `listen`. Raises nothing either."""
         try:
-            wire.send([encode_header(Header(Kind.PAIR_ACCEPTED))], _TELL_S)
+            wire.send([encode_header(Header(Kind.PAIR_ACCEPTED))], limits.TELL_S)
         except (WireClosedError, WireTimeoutError) as error:
             self.fail(f"the peer: {error}")
         self.listen(wire)
@@ -179,7 +171,7 @@ class Pair(Generic[CoreT]):
         self.decide(lambda core: core.opened(time.monotonic()))
         while self.state is not PairState.BROKEN:
             try:
-                told = wire.receive_header(time.monotonic() + _WATCH_S, Kind.SLOT)
+                told = wire.receive_header(time.monotonic() + limits.WATCH_S, Kind.SLOT)
                 self._hear(Tell(told.at, told.digest, told.length))
             except WireTimeoutError:
                 self.decide(lambda core: core.tick(time.monotonic()))
@@ -236,7 +228,7 @@ class Pair(Generic[CoreT]):
         assert self._wire is not None, "a slot before the pair was opened"
         header = Header(Kind.SLOT, length=told.num_bytes, digest=told.read_id, at=told.slot)
         try:
-            self._wire.send([encode_header(header)], _TELL_S)
+            self._wire.send([encode_header(header)], limits.TELL_S)
         except (WireClosedError, WireTimeoutError) as error:
             self._core.fail(f"the peer: {error}")
 
@@ -254,7 +246,7 @@ class Pair(Generic[CoreT]):
     def _abort(self, communicator: Communicator) -> None:
         """End the communicator, and with it what its thread may hang in; nobody goes in any more."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_inside, _OUT_S)
+            self._changed.wait_for(lambda: not self._is_inside, limits.OUT_S)
         communicator.abort()
 
     # The library's thread.
@@ -344,7 +336,7 @@ class Pair(Generic[CoreT]):
                 slot = self._emptying.popleft()
             self.decide(lambda core: cast(ReaderCore, core).emptied(slot, time.monotonic()))
         elif (awaited := crossed or emptied) is not None:
-            awaited.wait(_POLL_S)
+            awaited.wait(limits.CROSSED_POLL_S)
 
     def _first_emptying(self) -> Event | None:
         """Return the event behind the kernel that empties the first of these buffers."""
@@ -364,5 +356,5 @@ class Pair(Generic[CoreT]):
             abort_thread.join()
         with contextlib.suppress(DeviceError):
             for move in under_way:
-                while not self._crossed[move.buffer].wait(_WATCH_S):
+                while not self._crossed[move.buffer].wait(limits.WATCH_S):
                     pass

@@ -14,15 +14,12 @@ import enum
 from collections import deque
 from typing import NamedTuple
 
+from dataplane.cards import limits
 from dataplane.protocol.stream import ProtocolError
 from dataplane.protocol.wire import WireClosedError
 
 NUM_BUFFERS = 4
 """At each end: one is filled, one crosses, one is emptied, and one is to spare for a second read."""
-INIT_TIMEOUT_S = 20.0
-SLOT_TIMEOUT_S = 10.0
-MAX_ORDERED = 64
-"""Slots that a holder may have told and a reader has no buffer for. Ours has NUM_BUFFERS at most on their way."""
 
 
 class PairState(enum.StrEnum):
@@ -87,7 +84,7 @@ class PairCore(abc.ABC):
         """Both ends have the pair's wire."""
         if self.state is PairState.NEW:
             self.state = PairState.INITIALIZING
-            self._deadline = now + INIT_TIMEOUT_S
+            self._deadline = now + limits.INIT_TIMEOUT_S
             self._actions.append(Make())
 
     def made(self, now: float) -> None:
@@ -109,9 +106,9 @@ class PairCore(abc.ABC):
         if self._deadline is None or now < self._deadline:
             return
         if self.state is PairState.INITIALIZING:
-            self.fail(f"the communicator was not made within {INIT_TIMEOUT_S:.0f} s")
+            self.fail(f"the communicator was not made within {limits.INIT_TIMEOUT_S:.0f} s")
         else:
-            self.fail(f"slot {self._under_way[0].slot} did not cross within {SLOT_TIMEOUT_S:.0f} s")
+            self.fail(f"slot {self._under_way[0].slot} did not cross within {limits.SLOT_TIMEOUT_S:.0f} s")
 
     @property
     @abc.abstractmethod
@@ -156,7 +153,7 @@ class PairCore(abc.ABC):
 
     def _arm(self, now: float) -> None:
         if self.state is PairState.READY:
-            self._deadline = now + SLOT_TIMEOUT_S if self._under_way else None
+            self._deadline = now + limits.SLOT_TIMEOUT_S if self._under_way else None
 
 
 class HolderCore(PairCore):
@@ -252,8 +249,8 @@ class ReaderCore(PairCore):
             return
         if told.slot != self._last_slot + 1 or not 0 < told.num_bytes <= self._max_bytes:
             raise ProtocolError(f"slot {told.slot} of {told.num_bytes} bytes after slot {self._last_slot}")
-        if len(self._waiting) >= MAX_ORDERED:
-            raise ProtocolError(f"{MAX_ORDERED} slots that nobody has a buffer for")
+        if len(self._waiting) >= limits.MAX_ORDERED:
+            raise ProtocolError(f"{limits.MAX_ORDERED} slots that nobody has a buffer for")
         self._last_slot = told.slot
         self._arrivals[told.slot] = _Arrival(told.read_id, told.num_bytes)
         self._waiting.append(told.slot)

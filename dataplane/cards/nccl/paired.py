@@ -42,6 +42,11 @@ class PairedHolder:
     frame_bytes = BUFFER_BYTES
     max_begun = 2
 
+    @property
+    def ahead(self) -> "PairedHolder":
+        """It gathers frames into the pair's buffers."""
+        return self
+
     def __init__(
         self, pair: Pair[HolderCore], read_id: int, arena: DeviceArena, source: SequenceRuns, *, digests: bool
     ) -> None:

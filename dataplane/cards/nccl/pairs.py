@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
+from dataplane.cards import limits
 from dataplane.cards.device import DeviceError
 from dataplane.cards.nccl.communicator import CommunicatorError
 from dataplane.cards.nccl.pair import BUFFER_BYTES, CoreT, Pair, PairParts
 from dataplane.cards.nccl.pair_core import HolderCore, PairBrokenError, PairState, ReaderCore
+from dataplane.carriers.arena import PairRefusedError
 from dataplane.protocol.reasons import FailureCode, RefusalCode
 from dataplane.protocol.stream import (
     Kind,
@@ -32,24 +34,9 @@ from schemas.ids import WorkerId
 
 log = logging.getLogger(__name__)
 
-MAX_PAIRS = 16
-"""At each end. Their buffers are 32 MiB of the card's memory each."""
-PAIR_IDLE_S = 300.0
-JOIN_S = 5.0
-"""How long a read waits for its pair to be made, before it goes another way."""
-_OPEN_S = 5.0
-_RETRY_S = 30.0
 _MADE_ROOM = "it has made room for another"
 
 NameT = TypeVar("NameT")
-
-
-class PairRefusedError(Exception):
-    """There is no such pair, or it cannot be made. `reason` is for the peer."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
 
 
 @dataclass(slots=True, eq=False)
@@ -154,7 +141,7 @@ class HolderPairs:
         """Return an id that nobody uses: a fresh one, or at the bound one that nobody has opened."""
         for reader in [reader for reader, offered in self._offered.items() if offered.is_over]:
             del self._offered[reader]
-        if len(self._offered) >= MAX_PAIRS:
+        if len(self._offered) >= limits.MAX_PAIRS:
             for reader, offered in self._offered.items():
                 if not offered.is_taken:
                     del self._offered[reader]
@@ -179,12 +166,12 @@ class HolderPairs:
         try:
             unique_id = self._parts.library.new_id()
         except CommunicatorError as error:
-            log.warning("nccl is not offered for %.0f s: %s", _RETRY_S, error)
+            log.warning("nccl is not offered for %.0f s: %s", limits.ID_RETRY_S, error)
         with self._lock:
             self._is_making = False
             self._spare = unique_id
             if unique_id is None:
-                self._retry_at = time.monotonic() + _RETRY_S
+                self._retry_at = time.monotonic() + limits.ID_RETRY_S
 
 
 class ReaderPairs:
@@ -218,7 +205,7 @@ class ReaderPairs:
         is no good, WireTimeoutError at the deadline and WireClosedError when whoever waits is over.
         """
         pair = self._pair(endpoint, ticket, dial)
-        patience = time.monotonic() + JOIN_S
+        patience = time.monotonic() + limits.JOIN_S
         try:
             pair.wait(_ready, min(deadline, patience), is_over)
         except PairBrokenError as error:
@@ -229,7 +216,7 @@ class ReaderPairs:
         except WireTimeoutError as error:
             if patience > deadline:
                 raise
-            raise PairRefusedError(f"not made within {JOIN_S:.0f} s") from error
+            raise PairRefusedError(f"not made within {limits.JOIN_S:.0f} s") from error
         return pair
 
     def release_idle(self) -> None:
@@ -237,7 +224,7 @@ class ReaderPairs:
         now = time.monotonic()
         with self._lock:
             for nonce, pair in list(self._pairs.items()):
-                if pair.idle_since is not None and pair.idle_since < now - PAIR_IDLE_S:
+                if pair.idle_since is not None and pair.idle_since < now - limits.PAIR_IDLE_S:
                     pair.fail("idle")
                 if pair.is_freed:
                     del self._pairs[nonce]
@@ -303,17 +290,17 @@ class ReaderPairs:
                 wire.close()
 
     def _make_room(self) -> None:
-        if len(self._pairs) < MAX_PAIRS:
+        if len(self._pairs) < limits.MAX_PAIRS:
             return
         if (nonce := _longest_idle(self._pairs)) is None:
-            raise PairRefusedError(f"{MAX_PAIRS} pairs are in use")
+            raise PairRefusedError(f"{limits.MAX_PAIRS} pairs are in use")
         self._pairs.pop(nonce).fail(_MADE_ROOM)
 
 
 def _ask(wire: Wire, opening: PairOpen) -> Refused | None:
     """Open the pair, or return why not. Raises WireClosedError, WireTimeoutError, ProtocolError."""
-    wire.send([encode_frame(Kind.PAIR_OPEN, opening)], _OPEN_S)
-    deadline = time.monotonic() + _OPEN_S
+    wire.send([encode_frame(Kind.PAIR_OPEN, opening)], limits.PAIR_OPEN_S)
+    deadline = time.monotonic() + limits.PAIR_OPEN_S
     header = wire.receive_header(deadline, Kind.PAIR_ACCEPTED, Kind.REFUSED)
     if header.kind is Kind.REFUSED:
         return decode_body(wire.receive(header.length, deadline), Refused)

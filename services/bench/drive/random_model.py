@@ -20,7 +20,7 @@ FIRST_TOKEN = 256
 
 def make_model(folder: Path) -> tuple[Path, int]:
     """Write the checkpoint; return its folder and how many parameters it has. Slow: imports torch."""
-    from services.engine.make_checkpoint import make_random_checkpoint  # noqa: PLC0415
+    from services.bench.drive.make_checkpoint import make_random_checkpoint  # noqa: PLC0415
 
     path = make_random_checkpoint(folder / "random", **SHAPE)
     return path, sum(file.stat().st_size for file in path.glob("*.safetensors")) // 4

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from services.engine.cpu.attention import KVArena, check_layer
 from services.engine.cuda import paged_ops
+from services.engine.cuda.protocol import MarkSource
 from services.engine.cuda.step_plan import Field, StepFields
-from services.engine.interface import Marks, StepItem
+from services.engine.interface import StepItem
 
 _DTYPES = {"<i8": torch.int64, "<i4": torch.int32, "<f8": torch.float64}
 
@@ -122,7 +123,7 @@ def _by_row(tensor: Tensor) -> Tensor:
 class Announcer:
     """Tells the layer listeners of a step, once a layer, with a mark on the engine's stream."""
 
-    def __init__(self, items: Seq[StepItem], marks: Marks, stream_handle: int) -> None:
+    def __init__(self, items: Seq[StepItem], marks: MarkSource, stream_handle: int) -> None:
         self._ends = [
             (item.sequence.layer_listener, item.start + item.num_tokens)
             for item in items

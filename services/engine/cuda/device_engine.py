@@ -25,7 +25,7 @@ from services.engine.cuda.device_attention import (
 )
 from services.engine.cuda.device_sampler import NOT_FINITE, UNSETTLED, choose
 from services.engine.cuda.graphs import GraphRunner
-from services.engine.cuda.protocol import Recorder, Runtime
+from services.engine.cuda.protocol import MarkSource, Recorder, Runtime
 from services.engine.cuda.step_plan import (
     BufferTooSmallError,
     StepFields,
@@ -35,11 +35,9 @@ from services.engine.cuda.step_plan import (
     largest_step_bytes,
     pack,
 )
-from services.engine.interface import EngineFailedError, EngineLostError, Marks, StepItem
+from services.engine.interface import EngineFailedError, EngineLostError, StepItem
+from services.engine.limits import MOST_RESERVED_BYTES
 from services.engine.sampler import NotFiniteError
-
-MOST_RESERVED_BYTES = 64 << 20
-"""Of page-locked memory for a step's numbers: more is taken when a step needs it."""
 
 
 class StepBuffer:
@@ -80,7 +78,7 @@ class DeviceEngine:
         *,
         vocab_size: int,
         runtime: Runtime,
-        marks: Marks,
+        marks: MarkSource,
         recorder: Recorder | None = None,
         backend: ChunkBackend | None = None,
         limits: StepLimits,

@@ -17,9 +17,9 @@ from services.engine.cpu.attention import KVArena
 from services.engine.cpu.model import CHECK_TOLERANCE, check_logits, check_shape
 from services.engine.cuda.backends import ChunkBackend
 from services.engine.cuda.device_engine import DeviceEngine
-from services.engine.cuda.protocol import Recorder, Runtime
+from services.engine.cuda.protocol import MarkSource, Recorder, Runtime
 from services.engine.cuda.step_plan import StepLimits
-from services.engine.interface import Marks, Sequence, StepItem
+from services.engine.interface import Sequence, StepItem
 from services.engine.sampler import NotFiniteError
 from services.errors import CheckpointError
 
@@ -37,7 +37,7 @@ class Card(NamedTuple):
     """What an engine has of its card. `recorder` None: no graphs. `backend` None: our kernel computes chunks."""
 
     runtime: Runtime
-    marks: Marks
+    marks: MarkSource
     recorder: Recorder | None
     backend: ChunkBackend | None
 

@@ -11,17 +11,15 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from services.engine import limits
 from services.engine.cuda.protocol import Recorder, Recording
 
 log = logging.getLogger(__name__)
 
-MAX_GRAPH_ROWS = 256
-"""A larger batch computes long enough for its launches to hide behind it."""
-
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
     """Return the powers of two up to `max_rows`, and itself, none larger than MAX_GRAPH_ROWS."""
-    most = min(max_rows, MAX_GRAPH_ROWS)
+    most = min(max_rows, limits.MAX_GRAPH_ROWS)
     sizes = [1 << power for power in range(most.bit_length()) if 1 << power < most]
     return (*sizes, most)
 

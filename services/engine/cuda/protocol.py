@@ -17,6 +17,14 @@ class HostBuffer(NamedTuple):
     array: npt.NDArray[np.uint8]
 
 
+class MarkSource(Protocol):
+    """Makes points on an engine's stream which other streams and processes can wait for (`DeviceArena`)."""
+
+    def mark(self, stream_handle: int) -> int:
+        """Record the next point, behind all that the stream was given so far, and return its number."""
+        ...
+
+
 class Runtime(Protocol):
     @property
     def device(self) -> torch.device: ...

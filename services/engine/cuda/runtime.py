@@ -21,9 +21,8 @@ from services.engine.cuda import paged_ops
 from services.engine.cuda.backends import find_backend
 from services.engine.cuda.device_engine import DeviceEngine
 from services.engine.cuda.device_load import Card, make_device_engine
-from services.engine.cuda.protocol import HostBuffer, Recording
+from services.engine.cuda.protocol import HostBuffer, MarkSource, Recording
 from services.engine.cuda.step_plan import StepLimits
-from services.engine.interface import Marks
 from services.errors import CheckpointError, UserError
 
 MIN_CAPABILITY = (8, 0)
@@ -137,7 +136,7 @@ def load_cuda_engine(
     *,
     arena: SupportsDLPack,
     shape: ArenaShape,
-    marks: Marks,
+    marks: MarkSource,
     card: int = 0,
     token_budget: int = 512,
     max_sequences: int = 256,

@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from dataplane.blocks.layout import ArenaShape
-from dataplane.cards.device_arena import DeviceArena, KVArena
-from dataplane.carriers import tcp
+from dataplane.carriers import loopback, shm, tcp
+from dataplane.carriers.arena import AUTO, KVArena
 from dataplane.carriers.carrier import ReaderCarrier
+from dataplane.carriers.host import HostArena, HostReaderSide
 from dataplane.carriers.shm import FrameSource, SharedReader
-from dataplane.ends import choice as connect
 from dataplane.ends.choice import CarrierImpossibleError, Choice
 from dataplane.ends.dial import Cancellation
 from dataplane.ends.reader import PlaneReader
 from dataplane.ends.server import LeaseGate, PlaneServer, ServerOptions
 from dataplane.memory import frames
-from dataplane.memory.arena import HEADER_BYTES, Arena, ArenaMissingError, ByteArray
+from dataplane.memory.arena import HEADER_BYTES, ArenaMissingError, ByteArray
 from dataplane.memory.checksum import DigestKind
 from dataplane.memory.frames import Rows, SequenceMemory
 from dataplane.protocol.reasons import FailureCode
@@ -36,6 +36,7 @@ from services.sim.platform.threads import CoThread, current, pause, spawn
 from services.worker.platform import Platform
 
 _STREAM_FAULTS: tuple[StreamFaultKind, ...] = ("truncation", "corruption", "stall", "slowness")
+_CARRIERS = (loopback.NAME, shm.NAME, tcp.NAME)
 _FIRST_PORT = 1024
 _PAUSES_PER_FRAME = 3
 _MIN_COPIED_BYTES = 1024
@@ -145,11 +146,9 @@ class SimNetwork:
         for address in [address for address, found in self._servers.items() if found is server]:
             del self._servers[address]
 
-    def arena(self, nonce: str) -> Arena | None:
-        """Return the arena of a process that is alive and serves; None for any other."""
-        arena = next((s.arena for s in self._servers.values() if s.arena.nonce == nonce), None)
-        assert not isinstance(arena, DeviceArena), "a simulated worker has no card"
-        return arena
+    def arena(self, nonce: str) -> HostArena | None:
+        """Return the arena of a process that lives and serves."""
+        return next((s.arena for s in self._servers.values() if s.arena.nonce == nonce), None)
 
     def connect(self, reader_host: str, endpoint: Endpoint, timeout_s: float, cancellation: Cancellation) -> SimWire:
         """Return the reader's end of a new connection. Raises TransferFailedError."""
@@ -228,7 +227,8 @@ class SimPlaneServer(PlaneServer):
         secret: bytes,
         options: ServerOptions | None = None,
     ) -> None:
-        super().__init__(arena, shape, gate, secret, options)
+        self.arena: HostArena = host_arena(arena)
+        super().__init__(self.arena, shape, gate, secret, options)
         self._network = network
         self._host = host
         self._home = contextvars.copy_context()
@@ -261,7 +261,7 @@ class SimPlaneReader(PlaneReader):
     """A plane reader on the simulated network."""
 
     def __init__(self, network: SimNetwork, host: str, arena: KVArena, shape: ArenaShape) -> None:
-        super().__init__(arena, shape)
+        super().__init__(arena, shape, side=SimReaderSide(network, host_arena(arena), shape))
         self._network = network
         self._host = host
 
@@ -269,7 +269,7 @@ class SimPlaneReader(PlaneReader):
         return spawn(run, "kv-read")
 
     def _choices(self, wanted: str, endpoint: Endpoint) -> list[Choice]:
-        for carrier in connect.CARRIERS if wanted == connect.AUTO else (wanted,):
+        for carrier in _CARRIERS if wanted == AUTO else (wanted,):
             is_near = carrier == tcp.NAME or self._network.arena(endpoint.arena_nonce) is not None
             if carrier in endpoint.carriers and is_near:
                 return [Choice(carrier, "one simulation")]
@@ -282,13 +282,21 @@ class SimPlaneReader(PlaneReader):
         assert isinstance(wire, SimWire)
         self._network.begin_stream(wire)
 
-    def _memory(self, carrier: str, endpoint: Endpoint) -> ByteArray:
+
+class SimReaderSide(HostReaderSide):
+    """Copies from the arenas of those who serve on the network."""
+
+    def __init__(self, network: SimNetwork, arena: HostArena, shape: ArenaShape) -> None:
+        super().__init__(arena, shape)
+        self._network = network
+
+    def holder_memory(self, carrier: str, endpoint: Endpoint) -> ByteArray:
         arena = self._network.arena(endpoint.arena_nonce)
         if arena is None:
             raise ArenaMissingError(endpoint.arena, "the holder has gone")
         return arena.array
 
-    def _shared_reader(
+    def shared_reader(
         self, source: FrameSource, target: SequenceMemory, digest_kind: DigestKind | None
     ) -> ReaderCarrier:
         return _PacedReader(source, target, digest_kind)
@@ -323,9 +331,15 @@ def _name_of(host: str) -> str:
     return host.partition(".")[0]
 
 
-def memory_arena(shape: ArenaShape, host: str) -> Arena:
-    """Return an arena in memory of its own, without a name on this machine."""
-    return Arena(host, f"nonce-{host}", mmap.mmap(-1, HEADER_BYTES + shape.num_bytes), owned=False)
+def host_arena(arena: KVArena) -> HostArena:
+    """Return the arena, which is in host memory as all of a simulation are."""
+    assert isinstance(arena, HostArena)
+    return arena
+
+
+def memory_arena(shape: ArenaShape, host: str) -> HostArena:
+    """Return an arena in memory of its own, with no name on this machine."""
+    return HostArena(host, f"nonce-{host}", mmap.mmap(-1, HEADER_BYTES + shape.num_bytes), owned=False)
 
 
 def sim_platform(

@@ -13,8 +13,7 @@ import msgspec
 
 from dataplane.blocks.layout import ArenaShape, BlockTables
 from dataplane.blocks.ticket import Ticket, sign
-from dataplane.cards.device_arena import KVArena
-from dataplane.ends.choice import offered_carriers
+from dataplane.carriers.arena import KVArena
 from dataplane.ends.server import PlaneServer, ReadableKV, ServerOptions
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferStats
@@ -81,14 +80,14 @@ class KVHolder(Generic[MemoryT]):
 
     def start(self, config: WorkerConfig) -> None:
         """Serve reads."""
-        parts = self.arena.pair_parts
-        has_nccl = parts is not None and parts.refusal() is None
-        carriers = offered_carriers(config.carrier, on_card=bool(self.arena.card), has_nccl=has_nccl)
         advertise_host = config.advertise_host
         if not advertise_host and config.plane_host == "0.0.0.0":
             advertise_host = socket.gethostname()  # nobody can connect to "everywhere"; containers resolve this name
         options = ServerOptions(
-            carriers=carriers, host=config.plane_host, advertise_host=advertise_host, digests=config.digests
+            carriers=self.arena.offered(config.carrier),
+            host=config.plane_host,
+            advertise_host=advertise_host,
+            digests=config.digests,
         )
         self.plane = self.make_server(self.arena, self.shape, self, self.secret, options)
         self.plane.start()

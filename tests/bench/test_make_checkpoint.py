@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.bench.drive.make_checkpoint import KNOWN_SHAPES, make_known_checkpoint
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.cpu.model import load_model
-from services.engine.make_checkpoint import KNOWN_SHAPES, make_known_checkpoint
 from services.errors import CheckpointError
 
 SMALL = {"vocab_size": 300, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96}

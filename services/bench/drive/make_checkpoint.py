@@ -11,10 +11,10 @@ from safetensors import torch as safetensors_torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
+from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.weights import INDEX_FILE
 from services.errors import CheckpointError
 
-DEMO_MODEL = Path(__file__).parent / "demo_model"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 SHARD_BYTES = 2 << 30
 _QWEN3: dict[str, Any] = {
@@ -69,7 +69,7 @@ def make_random_checkpoint(
     context_length: int = 2048,
     seed: int = 0,
     dtype: str = "float32",
-    tokenizer_from: str | Path = DEMO_MODEL,
+    tokenizer_from: str | Path = DEMO_MODEL_DIR,
     **config_fields: Any,
 ) -> Path:
     """Write a loadable checkpoint of transformers' model type `architecture` and return its folder.
@@ -141,7 +141,7 @@ def make_known_checkpoint(
         if on_progress is not None:
             on_progress(written, total)
     config.save_pretrained(folder)
-    _copy_tokenizer(DEMO_MODEL, folder)
+    _copy_tokenizer(DEMO_MODEL_DIR, folder)
     # Last: it says that all of it is there.
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))

@@ -1,7 +1,7 @@
 """Trains and evaluates the demo checkpoint.
 
-    python -m services.engine.demo_model.train [--out DIR] [--minutes N] [--seed N]
-    python -m services.engine.demo_model.train evaluate [--out DIR] [--prompts N] [--seed N]
+    python -m tests.engine.train_demo_model [--out DIR] [--minutes N] [--seed N]
+    python -m tests.engine.train_demo_model evaluate [--out DIR] [--prompts N] [--seed N]
 
 Looking a fact up in a document takes two circuits at once: binding a code to the name it follows, and matching the
 name of the question against all of them. Trained on long documents from the start the model finds neither, and answers

@@ -1,6 +1,6 @@
 """Which device a worker runs on: the CPU, or one of the machine's graphics cards.
 
-`python -m services.worker.devices` prints what there is, for whoever does not want PyTorch in its own process.
+`python -m services.engine.devices` prints what there is, for whoever does not want PyTorch in its own process.
 """
 
 import asyncio
@@ -13,13 +13,13 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from services.config import Carrier, child_environment, is_card
+from services.engine import limits
 from services.errors import UserError
 
 log = logging.getLogger(__name__)
 
 DRIVER = "libcuda.so.1"
 NEEDED = ("cupy", "triton")
-PROBE_TIMEOUT_S = 120.0
 CPU = "cpu"
 
 
@@ -56,19 +56,19 @@ async def probe_cards() -> Cards:
         return Cards()
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "services.worker.devices"),
+        *("-m", "services.engine.devices"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
         env=child_environment(),
     )
     try:
-        async with asyncio.timeout(PROBE_TIMEOUT_S):
+        async with asyncio.timeout(limits.PROBE_TIMEOUT_S):
             said, _ = await process.communicate()
         return msgspec.json.decode(said, type=Cards)
     except TimeoutError:
         process.kill()
         await process.wait()
-        return Cards(reason=f"PyTorch did not say within {PROBE_TIMEOUT_S:.0f} s")
+        return Cards(reason=f"PyTorch did not say within {limits.PROBE_TIMEOUT_S:.0f} s")
     except msgspec.DecodeError:
         return Cards(reason=f"looking for them ended with code {process.returncode}")
 

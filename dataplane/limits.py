@@ -1,0 +1,61 @@
+"""The plane's times and limits. Seconds, bytes, counts; `cards/limits.py` has those of graphics cards."""
+
+# Connections.
+
+CONNECT_S = 5.0
+"""A reader gives up connecting to a holder after so long, or at its deadline."""
+OPEN_S = 5.0
+"""A connection on which nobody has said within this time what is wanted is cut."""
+HOLDER_IDLE_S = 30.0
+"""A reader that takes nothing for so long is cut, and a connection on which no next stream is opened."""
+MAX_IDLE_S = 10.0
+"""A reader keeps an unused connection for so long. Below HOLDER_IDLE_S, so that it is seldom the holder who ends it."""
+MAX_IDLE_PER_HOLDER = 4
+"""Unused connections that a reader keeps to one holder."""
+MAX_IDLE = 64
+"""Unused connections that a reader keeps in all."""
+LINGER_S = 1.0
+"""Who has said its last word gives the peer so long to read it before it closes."""
+BACKLOG = 64
+"""Connections that wait to be accepted."""
+ACCEPT_PAUSE_S = 0.05
+"""A holder that is out of descriptors waits so long for streams to end before it accepts again."""
+MAX_STREAMS = 64
+"""Connections that a holder serves at once."""
+BUSY_SEND_S = 1.0
+"""A holder that is full tries for so long to say so; it accepts nobody meanwhile."""
+BROKEN_S = 60.0
+"""A carrier that could not be set up towards a holder is left out for so long, while there is another."""
+MAX_BROKEN = 256
+"""Such carriers and holders that a reader remembers."""
+MAX_ATTACHED = 16
+"""Holders' arenas that a reader keeps mapped."""
+LOG_INTERVAL_S = 1.0
+"""At most one line in this time about each peer that does not speak the protocol."""
+MAX_LOGGED_PEERS = 256
+"""Peers of which it is remembered when the last line was."""
+
+# The stream: every size that is said on a wire has a limit.
+
+MAX_TICKET_CHARS = 2048
+"""Of a ticket."""
+MAX_CONTROL_BYTES = 8 << 10
+"""Of an Open, Refused or Fail."""
+MAX_ACCEPTED_BYTES = 1 << 20
+"""Of an Accepted, which may name many blocks."""
+MAX_TRAILER_BYTES = 64 << 10
+"""Of what a holder sends behind the KV."""
+MAX_REASON_CHARS = 1000
+"""Of the sentence in a Fail."""
+MAX_FRAME_BYTES = 128 << 20
+"""Payload of one Data frame."""
+SHM_FRAME_BYTES = 16 << 20
+"""Payload of a frame over shm: it costs no memory, and fewer frames cost fewer words."""
+TCP_FRAME_BYTES = 4 << 20
+"""Payload of a frame over tcp: what is believed grows by so much at a time."""
+MAX_UNACKED_FRAMES = 8
+"""How far a holder announces and digests ahead of the reader's copying."""
+MAX_OUTSTANDING_FRAMES = 16
+"""Frames that a reader takes before the first of them is committed. At least MAX_UNACKED_FRAMES."""
+MAX_FRAMES_PER_ACK = 4
+"""A reader that has finished with so many frames says so, even if the holder has sent more meanwhile."""
