@@ -6,7 +6,7 @@ import pytest
 
 from schemas.ids import GatewayId, HandoffId, RequestId, WorkerId
 from schemas.message import encode
-from services.bus.base import MAX_PAYLOAD_BYTES
+from services.bus.limits import MAX_PAYLOAD_BYTES
 from services.config import MeshConfig
 from services.errors import UserError
 from services.gateway.api import routes as http

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from dataplane.blocks.layout import KVLayout
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
-from services.bus.base import MAX_PAYLOAD_BYTES
+from services.bus.limits import MAX_PAYLOAD_BYTES
 from services.gateway.api.openai import (
     DEFAULT_COMPLETION_TOKENS,
     MAX_CHOICES,
