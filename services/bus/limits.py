@@ -21,7 +21,7 @@ WAITING_BYTES = 8 * MAX_PAYLOAD_BYTES
 """What may wait for one subscription's reader, in bytes."""
 
 RECONNECT_WAIT_S = 0.2
-"""At least, between two attempts to connect again; up to twice as long, so that clients do not all come back at once."""
+"""At least, between two attempts to connect; up to twice as long, so that clients do not all come back at once."""
 
 PING_INTERVAL_S = 5
 """A broker whose machine is gone closes no connection: after three pings without an answer it counts as away."""
