@@ -9,13 +9,11 @@ import msgspec
 
 from schemas.ids import WorkerId
 from schemas.request import FirstTokenTimes
+from services.gateway import limits
 from services.gateway.observe.ttft_parts import Milestones, fit_clock, ttft_parts
-from services.gateway.request.events import Placed, PlaceRefused, PlaceUnanswered
+from services.gateway.request.events import PlaceGranted, PlaceRefused, PlaceUnanswered
 from services.gateway.request.job import Job
 from services.telemetry import AttributeValue, Key, OpenSpan, SpanName, Telemetry
-
-MAX_KEEPS_PER_S = 50
-"""Of the traces that were not sampled: a mesh that fails all its requests must not drown in words about them."""
 
 
 @dataclass(slots=True)
@@ -54,11 +52,11 @@ class GatewaySpans:
     _second: int = 0
     _num_kept: int = 0
 
-    def placed(self, job: Job, span_ns: tuple[int, int], event: Placed | PlaceRefused | PlaceUnanswered) -> None:
+    def placed(self, job: Job, span_ns: tuple[int, int], event: PlaceGranted | PlaceRefused | PlaceUnanswered) -> None:
         attributes: dict[str, AttributeValue] = {Key.REQUEST_ID: job.request_id, Key.ATTEMPT: event.attempt}
         error = ""
         match event:
-            case Placed():
+            case PlaceGranted():
                 attributes[Key.PREFILL_WORKER] = event.prefill_worker
                 attributes[Key.DECODE_WORKER] = event.decode_worker or ""
                 attributes[Key.SOURCES] = ", ".join(
@@ -114,4 +112,4 @@ class GatewaySpans:
         second = time.time_ns() // 1_000_000_000
         self._num_kept = self._num_kept + 1 if second == self._second else 1
         self._second = second
-        return reason if self._num_kept <= MAX_KEEPS_PER_S else ""
+        return reason if self._num_kept <= limits.MAX_KEEPS_PER_S else ""

@@ -10,7 +10,14 @@ from schemas.request import FinishReason, KVSource, PlacementTerms, RefusalReaso
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class Submitted:
+    """The request begins. The first event of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceGranted:
+    """A scheduler has named workers. `decode_worker` None: the prefill worker serves the request alone."""
+
     attempt: int
     prefill_worker: WorkerId
     decode_worker: WorkerId | None
@@ -21,6 +28,8 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class PlaceRefused:
+    """A scheduler has refused. `retry_after_ms` 0: it did not say when to ask again."""
+
     attempt: int
     reason: RefusalReason
     detail: str
@@ -37,6 +46,8 @@ class PlaceUnanswered:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRefused:
+    """A worker does not take the attempt."""
+
     attempt: int
     worker_id: WorkerId
     reason: RefusalReason
@@ -46,13 +57,15 @@ class WorkerRefused:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAccepted:
+    """A worker has taken the attempt."""
+
     attempt: int
     worker_id: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSilent:
-    """A worker did not say that it has taken the request. `may_have_taken`: its yes may be what was lost."""
+    """A worker has not answered whether it takes the attempt. `may_have_taken`: its reply may be what was lost."""
 
     attempt: int
     worker_id: WorkerId
@@ -66,7 +79,8 @@ ProgressOutcome = Literal["known", "unknown", "unserved", "unanswered"]
 
 @dataclass(frozen=True, slots=True)
 class ProgressAnswered:
-    """What became of an AskWorker. The tokens of a reply come as TokensReceived. `is_waiting`: it is in line there."""
+    """What came of an AskWorker. The tokens of a reply come as TokensReceived. `is_waiting`: the attempt is in line
+    there."""
 
     attempt: int
     worker_id: WorkerId
@@ -76,6 +90,9 @@ class ProgressAnswered:
 
 @dataclass(frozen=True, slots=True)
 class TokensReceived:
+    """What a worker says of an attempt. `index` is the answer's index of the first token; none may be there where the
+    attempt has ended (`finish_reason`, `failure`) or only a `report` comes."""
+
     attempt: int
     worker_id: WorkerId
     index: int
@@ -101,22 +118,25 @@ class StopMatched:
 
 @dataclass(frozen=True, slots=True)
 class DeadlinePassed:
-    pass
+    """The request's deadline is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientGone:
+    """Nobody reads the answer any more."""
+
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayStopping:
-    pass
+    """This gateway ends, and its requests with it."""
 
 
-PlaceEvent = Placed | PlaceRefused | PlaceUnanswered
+PlaceEvent = PlaceGranted | PlaceRefused | PlaceUnanswered
 AttemptEvent = PlaceEvent | WorkerRefused | WorkerAccepted | WorkerSilent | ProgressAnswered
-Event = AttemptEvent | TokensReceived | WorkerLost | StopMatched | DeadlinePassed | ClientGone | GatewayStopping
+RequestEvent = Submitted | StopMatched | DeadlinePassed | ClientGone | GatewayStopping
+Event = AttemptEvent | TokensReceived | WorkerLost | RequestEvent
 
 
 # What the shell is asked to do.
@@ -124,7 +144,8 @@ Event = AttemptEvent | TokensReceived | WorkerLost | StopMatched | DeadlinePasse
 
 @dataclass(frozen=True, slots=True)
 class AskPlacement:
-    """`num_answered`: so many tokens of the answer are there already, and belong to the attempt's prompt."""
+    """Ask a scheduler for workers. `num_answered`: so many tokens of the answer are there already, and belong to the
+    attempt's prompt."""
 
     attempt: int
     excluded_workers: tuple[WorkerId, ...]
@@ -133,6 +154,8 @@ class AskPlacement:
 
 @dataclass(frozen=True, slots=True)
 class SendRun:
+    """Send the attempt to its prefill worker; without a decode worker it computes the answer, too."""
+
     attempt: int
     prefill_worker: WorkerId
     decode_worker: WorkerId | None
@@ -144,6 +167,8 @@ class SendRun:
 
 @dataclass(frozen=True, slots=True)
 class SendReserve:
+    """Have the decode worker of a split attempt reserve its blocks."""
+
     attempt: int
     prefill_worker: WorkerId
     decode_worker: WorkerId
@@ -155,7 +180,7 @@ class SendReserve:
 
 @dataclass(frozen=True, slots=True)
 class AskWorker:
-    """What has this attempt come to at this worker? `index`: the first token that is lacking."""
+    """Ask a worker what has come of the attempt. `index`: of the first token that is missing."""
 
     attempt: int
     worker_id: WorkerId
@@ -164,6 +189,8 @@ class AskWorker:
 
 @dataclass(frozen=True, slots=True)
 class SendCancel:
+    """Tell all workers to let go of the attempt."""
+
     attempt: int
     reason: str
 
@@ -178,11 +205,13 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
+    """The answer is complete."""
+
     reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True)
-class Fail:
+class FailRequest:
     """The request ends with an error. `status` is HTTP's, for an answer that has not begun."""
 
     code: str
@@ -198,5 +227,5 @@ class Abandon:
     reason: str
 
 
-Output = Deliver | Finish | Fail | Abandon
+Output = Deliver | Finish | FailRequest | Abandon
 Action = AskPlacement | SendRun | SendReserve | AskWorker | SendCancel | Output
