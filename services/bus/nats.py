@@ -322,7 +322,7 @@ class NatsBus:
         text = str(error) or type(error).__name__
         if "permissions violation" in text.lower():
             self._denied = text
-        # Every attempt to connect that fails comes here: who connects is told once, by the exception.
+        # Every attempt to connect that fails comes here: who connects gets the last of them, as an exception.
         log.log(logging.WARNING if self.is_connected else logging.DEBUG, "bus: %s", text)
 
     async def _on_disconnected(self) -> None:
@@ -367,7 +367,7 @@ def _forget_unsent(client: Client) -> None:
 
 async def _cancellable(operation: Awaitable[ResultT]) -> ResultT:
     """Await one of the library's operations. It swallows a cancellation that reaches it while it flushes its buffer,
-    and the task that was told to end would go on."""
+    and the task that was cancelled would go on."""
     task = asyncio.current_task()
     assert task is not None
     num_before = task.cancelling()

@@ -21,8 +21,8 @@ from services.gateway import limits
 from services.gateway.api.prepare import GatewayModel
 from services.gateway.api.routes import Gateway, build_app
 from services.gateway.api.text import load_text
-from services.gateway.driver import Requests
 from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.requests import Requests
 from services.metrics import Metrics
 from services.ports import BACKLOG, bind
 from services.telemetry import Telemetry

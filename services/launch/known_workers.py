@@ -11,8 +11,12 @@ from services.bus.typed import TypedBus
 from services.errors import MeshNotRunningError
 
 ASK_TIMEOUT_S = 3.0
+"""For a scheduler's answer, which it gives from memory."""
 ASK_INTERVAL_S = 0.05
+"""Between two questions while workers are missing: they start within seconds."""
 ANSWERS_OF_EACH = 5
+"""Right answers in a row, of each of several schedulers on average. They are answered by one of them at random: with
+five each it is unlikely that one has not been asked."""
 
 
 async def describe_fleet(nats_url: str) -> FleetDescribed:

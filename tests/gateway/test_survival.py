@@ -15,7 +15,7 @@ from schemas.request import AskWanted, AttemptId
 from schemas.worker import BlockCounts, WorkerInfo, WorkerLoad
 from services.config import GatewayConfig, MeshConfig, load_config, write_config
 from services.errors import UserError
-from services.gateway import driver as requests
+from services.gateway import requests
 from services.gateway.limits import MAX_PARTS
 from services.gateway.request.events import Deliver, Finish
 from services.gateway.request.mailbox import Mailbox

@@ -23,7 +23,7 @@ TIMEOUT_S = 120.0
 LOCATE_EVERY_S = 0.01
 
 
-class FirstToken(NamedTuple):
+class MeasuredFirstToken(NamedTuple):
     """When it came, from sending the request, and what the worker says of its prompt."""
 
     ttft_ms: float
@@ -61,7 +61,7 @@ class DirectClient:
 
     async def first_token(
         self, worker_id: WorkerId, prompt: Sequence[int], sources: tuple[KVSource, ...] = ()
-    ) -> FirstToken:
+    ) -> MeasuredFirstToken:
         """Have one worker compute one token, reading first from the sources. Raises RequestFailedError."""
         request = RunPrefill(
             request_id=RequestId(new_id("req")),
@@ -115,7 +115,7 @@ class DirectClient:
                 inbox.put_nowait(share)
 
 
-async def _wait_first(inbox: "asyncio.Queue[RequestTokens]", started: float) -> FirstToken:
+async def _wait_first(inbox: "asyncio.Queue[RequestTokens]", started: float) -> MeasuredFirstToken:
     """Wait for the only token; what the worker reports may come with it or after it."""
     ttft_ms: float | None = None
     while True:
@@ -127,4 +127,4 @@ async def _wait_first(inbox: "asyncio.Queue[RequestTokens]", started: float) -> 
         if share.finish_reason is not None:
             if ttft_ms is None:
                 raise RequestFailedError("a worker ended a request without a token")
-            return FirstToken(ttft_ms, share.report or TransferReport())
+            return MeasuredFirstToken(ttft_ms, share.report or TransferReport())

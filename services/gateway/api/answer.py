@@ -26,12 +26,12 @@ from services.gateway.api.replies import (
 )
 from services.gateway.api.text import Detokenizer, StopMatcher
 from services.gateway.asking import LiveRequest
-from services.gateway.driver import Requests
 from services.gateway.observe.metrics import EndedRequest, GatewayMetrics
 from services.gateway.request.events import Abandon, Deliver, FailRequest, Finish, Output
 from services.gateway.request.job import Job
 from services.gateway.request.mailbox import Mailbox
-from services.gateway.request.sources import sources_of
+from services.gateway.request.prompt_sources import sources_of
+from services.gateway.requests import Requests
 from services.telemetry import Key, OpenSpan
 
 
@@ -89,7 +89,7 @@ class Call:
 class Answer:
     """The ASGI response of a generation.
 
-    TTFT is as in `ttft.py`; for an answer that is not streamed, to the moment in which token 0 could have been written.
+    TTFT is as in `observe/ttft_parts.py`; of an answer that is not streamed, it ends when token 0 could be written.
     """
 
     def __init__(self, call: Call, requests: Requests, metrics: GatewayMetrics) -> None:
@@ -266,7 +266,7 @@ class Answer:
 
     def _reports(self) -> tuple[list[TransferReport], list[TransferReport]]:
         """Return what the decoding and the prefill workers say of each prompt's first choice. An answer that ended
-        before its decode worker could say anything is told by its prefill worker."""
+        before its decode worker could say anything is reported by its prefill worker."""
         cores = [live.core for live in self._lives[:: self._call.choices_per_prompt]]
         decoding = [core.report or core.prefill_report for core in cores]
         return [r for r in decoding if r is not None], [c.prefill_report for c in cores if c.prefill_report is not None]

@@ -8,7 +8,7 @@ import msgspec
 from schemas.request import FinishReason
 from services.gateway.api.openai import InvalidRequestError
 from services.gateway.request.events import FailRequest
-from services.gateway.request.sources import PromptSources
+from services.gateway.request.prompt_sources import PromptSources
 
 DONE = b"data: [DONE]\n\n"
 JSON_TYPE = b"application/json"
@@ -33,9 +33,9 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class MeshUsageReply(PromptSources, frozen=True, kw_only=True):
-    """Our extension: what happened to the request. The sources are those of the worker that decoded; `prefill` tells
+    """Our extension: what happened to the request. The sources are those of the worker that decoded; `prefill` says
     the same of the prefill worker of a split request. Both are of the first attempt that gave tokens. Workers are
-    those of the last attempt of the last choice; of a prompt with several choices the first one's sources are told."""
+    those of the last attempt of the last choice; of a prompt with several choices the first one's sources are given."""
 
     prefill: PromptSources | None
     request_id: str

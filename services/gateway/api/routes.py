@@ -35,9 +35,9 @@ from services.gateway.api.replies import (
     retry_after_of,
 )
 from services.gateway.api.text import StopMatcher
-from services.gateway.driver import Requests
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.events import FailRequest
+from services.gateway.requests import Requests
 from services.runtime import now_ms
 from services.telemetry import Key, OpenSpan, SpanName, Telemetry
 

@@ -72,7 +72,7 @@ class GatewaySpans:
         self.telemetry.record(SpanName.PLACE, job.traceparent, span_ns, attributes, error=error)
 
     def dispatched(self, job: Job, clock: AttemptClock, sent: Dispatch, accepted_ns: int, error: str = "") -> None:
-        """A worker has taken an attempt, at this time by its own clock (0: not told), or has not."""
+        """A worker has taken an attempt, at this time by its own clock (0: unknown), or has not."""
         if sent.attempt == clock.attempt:
             if sent.role in clock.dispatched:
                 return  # its first token came before its reply
@@ -90,7 +90,7 @@ class GatewaySpans:
     def first_token(
         self, job: Job, clock: AttemptClock, times: FirstTokenTimes | None, read_ns: int, prefill_worker: WorkerId
     ) -> dict[str, float]:
-        """Token 0 has been written just now. Return the parts of the TTFT in seconds; none where its worker told no
+        """Token 0 has been written just now. Return the parts of the TTFT in seconds; none where its worker sent no
         times."""
         written_ns = time.time_ns()
         fitted = fit_clock(times, clock.placed_ns, written_ns) if times else None

@@ -59,7 +59,7 @@ class _Unsent(NamedTuple):
 
 
 @dataclass(slots=True)
-class Story:
+class RequestStory:
     """How much of one request's story has been published. Times are Unix ms."""
 
     job: Job
@@ -79,7 +79,7 @@ class Stories:
     bus: TypedBus
     tasks: asyncio.TaskGroup
     num_dropped: int = 0
-    _stories: dict[RequestId, Story] = field(default_factory=dict[RequestId, Story])
+    _stories: dict[RequestId, RequestStory] = field(default_factory=dict[RequestId, RequestStory])
     _ended: OrderedDict[RequestId, tuple[int, RequestDescribed]] = field(
         default_factory=OrderedDict[RequestId, tuple[int, RequestDescribed]]
     )
@@ -90,7 +90,7 @@ class Stories:
     def begin(self, job: Job, core: RequestCore) -> None:
         """A request was accepted. `core` is read while the request is under way."""
         now = now_ms()
-        story = self._stories[job.request_id] = Story(job, core, now, phase_ms=now)
+        story = self._stories[job.request_id] = RequestStory(job, core, now, phase_ms=now)
         accepted = RequestAccepted(
             **self._fields(story, now),
             num_prompt_tokens=job.num_prompt_tokens,
@@ -137,7 +137,7 @@ class Stories:
         ended_ms, described = self._ended[request_id]
         return msgspec.structs.replace(described, phase_age_ms=now - ended_ms)
 
-    def _end(self, story: Story, end: Finish | FailRequest | Abandon, now: int) -> None:
+    def _end(self, story: RequestStory, end: Finish | FailRequest | Abandon, now: int) -> None:
         fields, num_tokens, job = self._fields(story, now), len(story.core.tokens), story.job
         match end:
             case Finish(reason=reason):
@@ -164,7 +164,7 @@ class Stories:
                 return
             del self._ended[oldest]
 
-    def _fields(self, story: Story, now: int) -> _Fields:
+    def _fields(self, story: RequestStory, now: int) -> _Fields:
         return {
             "request_id": story.job.request_id,
             "attempt": story.core.attempt,
@@ -173,7 +173,7 @@ class Stories:
             "age_ms": now - story.accepted_ms,
         }
 
-    def _described(self, story: Story, now: int) -> RequestDescribed:
+    def _described(self, story: RequestStory, now: int) -> RequestDescribed:
         job, core = story.job, story.core
         return RequestDescribed(
             request_id=job.request_id,

@@ -1,4 +1,4 @@
-"""One request's life, pure: events come in, actions go out. The shell in `driver.py` carries them out.
+"""One request's life, pure: events come in, actions go out. The shell in `requests.py` carries them out.
 
 Tokens depend on the prompt, the seed and their index only, so a later attempt goes on where the answer stopped: what
 the client has had becomes part of the attempt's prompt. Up to `max_attempts` attempts in a row may give the client
@@ -166,7 +166,7 @@ class RequestCore:
             case PlaceRefused():
                 message = self._with_troubles(event.detail or event.reason)
                 fail = self._refusal(event.reason, message, event.retry_after_ms)
-                # The last worker of a role may be starting again; a full mesh tells new requests so at once.
+                # The last worker of a role may be starting again. A full mesh refuses new requests at once.
                 if event.reason == "no_worker" or (self._is_under_way and event.reason in ("overloaded", "draining")):
                     return self._wait(event.retry_after_ms, fail, now_ms)
                 return self._end("", fail)
@@ -202,7 +202,7 @@ class RequestCore:
                 refusal = self._refusal(event.reason, f"{worker_id}: {event.detail}", event.retry_after_ms)
                 if event.reason in ("too_long", "deadline"):
                     return self._end(f"refused: {event.reason}", refusal)
-                # `invalid` is also what a question that came twice is told once its attempt is over.
+                # `invalid` is also the reply to a message that comes a second time once its attempt is over.
                 is_over = event.reason == "invalid"
                 return self._retry(worker_id, f"refused: {event.reason}", refusal, now_ms, taken=is_over)
             case WorkerSilent():
@@ -381,9 +381,9 @@ class RequestCore:
             self._num_vain += 1
         if len(self.tokens) >= self.max_tokens:  # only its end has not been heard
             return self._end(reason, Finish("length"))
-        told = FailRequest(fail.code, self._all_troubles(), fail.status, fail.retry_after_ms)
+        fail_all = FailRequest(fail.code, self._all_troubles(), fail.status, fail.retry_after_ms)
         if self._num_vain >= self.max_attempts:
-            return self._end(reason, told)
+            return self._end(reason, fail_all)
         cancel = SendCancel(self.attempt, reason)
         if worker_id in self._excluded:
             self._excluded.remove(worker_id)
@@ -391,11 +391,11 @@ class RequestCore:
             self._excluded.append(worker_id)
         self._begin_attempt()
         if self._num_untaken > 1:
-            return [cancel, *self._wait(PAUSE_MIN_MS * self._num_untaken, told, now_ms)]
+            return [cancel, *self._wait(PAUSE_MIN_MS * self._num_untaken, fail_all, now_ms)]
         return [cancel, self._ask_placement()]
 
     def _end(self, reason: str, output: Finish | FailRequest | Abandon) -> list[Action]:
-        """End the request; workers that have the attempt are told to let go."""
+        """End the request, and cancel the attempt at the workers that have it."""
         cancels: list[Action] = [SendCancel(self.attempt, reason)] if self.phase is Phase.RUNNING else []
         self.phase = Phase.ENDED
         return [*cancels, output]

@@ -14,8 +14,8 @@ from services.bus.typed import TypedBus
 from services.config import MeshConfig
 from services.gateway.api.prepare import GatewayModel
 from services.gateway.api.routes import Gateway, build_app
-from services.gateway.driver import Requests
 from services.gateway.observe.metrics import GatewayMetrics
+from services.gateway.requests import Requests
 from services.metrics import Metrics
 from services.runtime import now_ms
 from services.telemetry import Telemetry
