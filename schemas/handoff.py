@@ -38,12 +38,16 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HandoffMessage(RequestMessage, frozen=True, kw_only=True):
+    """An event of one hand-over, from its prefill worker (source) to its decode worker (target)."""
+
     handoff_id: HandoffId
     source_worker: WorkerId
     target_worker: WorkerId
 
 
 class BlocksReserved(HandoffMessage, frozen=True, kw_only=True):
+    """The target has room for the prompt's KV. Reply to ReserveBlocks, and an event to the source."""
+
     num_blocks: int
 
 
@@ -60,10 +64,14 @@ class KVOffered(HandoffMessage, frozen=True, kw_only=True):
 
 
 class KVStreaming(HandoffMessage, frozen=True, kw_only=True):
+    """The first byte has come to the target."""
+
     carrier: str
 
 
 class KVLanded(HandoffMessage, frozen=True, kw_only=True):
+    """All KV is in the target's blocks, and verified. `num_bytes`: as they lie in memory."""
+
     lease_id: LeaseId
     carrier: str
     num_tokens: int
@@ -71,12 +79,14 @@ class KVLanded(HandoffMessage, frozen=True, kw_only=True):
 
 
 class KVReleased(HandoffMessage, frozen=True, kw_only=True):
+    """The source's lease has ended, and its blocks with it."""
+
     lease_id: LeaseId
     num_blocks: int
 
 
 class HandoffAborted(HandoffMessage, frozen=True, kw_only=True):
-    """One end has given up. `reason` is for people."""
+    """Either end has given the hand-over up. `reason` is for people."""
 
     reason: str
     lease_id: LeaseId | None = None
@@ -94,6 +104,8 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HandoffState(enum.StrEnum):
+    """How far a hand-over has come, at either end."""
+
     NEW = "new"
     RESERVED = "reserved"
     OFFERED = "offered"

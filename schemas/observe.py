@@ -1,8 +1,8 @@
 """What is said for people and their tools; no decision hangs on it. Ages are in milliseconds.
 
-A request's events are told by its gateway: `nats sub 'mesh.v1.request.>'`. A request has one `accepted` and one end:
-`finished`, `failed` or `cancelled`; their ages count from `accepted`. Anybody may ask what a worker does, and where a
-request is, with an empty message. `KeepTrace` asks everybody for the spans of one trace.
+A request's events are published by its gateway: `nats sub 'mesh.v1.request.>'`. A request has one `accepted` and one
+end: `finished`, `failed` or `cancelled`; their ages count from `accepted`. Anybody may ask what a worker does, and
+where a request is, with an empty message. `KeepTrace` asks everybody for the spans of one trace.
 """
 
 from typing import Literal
@@ -113,19 +113,21 @@ class FirstTokenHeard(StoryMessage, frozen=True, kw_only=True):
 
 
 class RequestResumed(StoryMessage, frozen=True, kw_only=True):
-    """The attempt before this one came to nothing more, `reason` says why: what the client has had goes along."""
+    """The attempt before this one has failed, `reason` says why; this one goes on after what the client has had."""
 
     num_answered_tokens: int
     reason: str
 
 
 class RequestFinished(StoryMessage, frozen=True, kw_only=True):
+    """The answer is complete."""
+
     finish_reason: FinishReason
     num_tokens: int
 
 
 class RequestFailed(StoryMessage, frozen=True, kw_only=True):
-    """`status` is HTTP's, for an answer that had not begun."""
+    """The request has ended with an error. `status` is HTTP's, for an answer that had not begun."""
 
     code: str
     detail: str

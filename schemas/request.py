@@ -121,7 +121,7 @@ class RunPrefill(RequestMessage, frozen=True, kw_only=True):
 
 
 class PrefillAccepted(RequestMessage, frozen=True, kw_only=True):
-    """`accepted_ns`: when, in Unix ns by the worker's clock; 0: not told."""
+    """The worker has taken the attempt. `accepted_ns`: when, in Unix ns by the worker's clock; 0: unknown."""
 
     worker_id: WorkerId
     accepted_ns: int = 0
@@ -152,6 +152,8 @@ class ReservationQueued(RequestMessage, frozen=True, kw_only=True):
 
 
 class SourceTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens whose KV was read from this worker or store."""
+
     worker_id: WorkerId
     num_tokens: int
 
@@ -183,6 +185,8 @@ class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why an attempt has failed on a worker. `retryable`: another worker may do better."""
+
     code: FailureCode
     detail: str
     retryable: bool
@@ -227,7 +231,7 @@ class CancelRequest(RequestMessage, frozen=True, kw_only=True):
 
 
 class AskProgress(RequestMessage, frozen=True, kw_only=True):
-    """What has this attempt come to? The gateway asks where tokens are missing or nothing has been heard for a while:
+    """What has come of this attempt? The gateway asks where tokens are missing or nothing has been heard for a while:
     the bus may lose a message. `index`: the first token of the answer that it lacks."""
 
     index: int
@@ -245,6 +249,8 @@ class Progress(RequestMessage, frozen=True, kw_only=True):
 
 
 class AttemptId(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt at one request; the first is 1."""
+
     request_id: RequestId
     attempt: int
 

@@ -70,6 +70,8 @@ class WorkerRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerJoined(Message, frozen=True, kw_only=True):
+    """A worker, or a new incarnation of one, takes work from now on."""
+
     worker: WorkerInfo
 
 
@@ -92,11 +94,16 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
 
 
 class WorkerDraining(Message, frozen=True, kw_only=True):
+    """A worker takes no new work, and ends once what it has is done."""
+
     worker_id: WorkerId
     incarnation: str
 
 
 class WorkerLeft(Message, frozen=True, kw_only=True):
+    """This incarnation of a worker is over: it says so itself, or a scheduler has declared it lost. `reason` is for
+    people."""
+
     worker_id: WorkerId
     incarnation: str
     reason: str
@@ -107,7 +114,7 @@ class PingWorker(Message, frozen=True, kw_only=True):
 
 
 class WorkerAlive(Message, frozen=True, kw_only=True):
-    """The worker's event loop runs. `lag_ms`: how late its clockwork last was."""
+    """The worker's event loop runs. `lag_ms`: how late its event loop last was for a timer."""
 
     worker_id: WorkerId
     incarnation: str

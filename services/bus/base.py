@@ -7,11 +7,7 @@ answer at all, so every request has its own timeout.
 from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
-MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
-"""Set in our NATS configuration as well; a message above it, headers included, is refused before it is sent."""
-
-MAX_WAITING = 65_536
-"""Messages that may wait for one subscription's reader; one more is dropped, counted and logged."""
+from services.bus import limits
 
 NOTHING: Mapping[str, str] = {}
 
@@ -46,10 +42,12 @@ class MessageTooLargeError(BusError):
     """The payload is over the bus's limit."""
 
     def __init__(self, subject: str, num_bytes: int) -> None:
-        super().__init__(subject, f"a message of {num_bytes} bytes is over the limit of {MAX_PAYLOAD_BYTES}")
+        super().__init__(subject, f"a message of {num_bytes} bytes is over the limit of {limits.MAX_PAYLOAD_BYTES}")
 
 
-def check_size(subject: str, payload: bytes, headers: Mapping[str, str], max_bytes: int = MAX_PAYLOAD_BYTES) -> None:
+def check_size(
+    subject: str, payload: bytes, headers: Mapping[str, str], max_bytes: int = limits.MAX_PAYLOAD_BYTES
+) -> None:
     """Raise MessageTooLargeError for what the broker would refuse: it counts headers as well as payload, and closes the
     connection of a client that sends more."""
     num_bytes = len(payload) + _FRAME_BYTES
@@ -83,16 +81,18 @@ class Delivery(Protocol):
         ...
 
     def count_failure(self, reason: str) -> None:
-        """Nobody is answered: say so to whoever looks at the service's figures."""
+        """Count a request that is not answered in the statistics that the service shows; `reason` is for people."""
         ...
 
 
 class Subscription(Protocol):
-    """An open ear: iterate it from a task that you own. Iteration ends when it or the bus is closed."""
+    """What has come on a subject, to be iterated by one task of its owner. Ends when it or the bus is closed."""
 
     def __aiter__(self) -> AsyncIterator[Delivery]: ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Take no more. What has come is still iterated."""
+        ...
 
 
 class Bus(Protocol):
@@ -106,12 +106,12 @@ class Bus(Protocol):
 
     @property
     def num_connects(self) -> int:
-        """How often the bus has connected. What was said between two of them may not have been heard."""
+        """How often the bus has connected. What others published between two connections may be lost."""
         ...
 
     @property
     def num_dropped(self) -> int:
-        """Messages that came and were dropped because their reader was too slow."""
+        """Messages that came and were dropped, as `MAX_WAITING` others waited for their reader already."""
         ...
 
     async def publish(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> None:
@@ -131,7 +131,10 @@ class Bus(Protocol):
     async def serve(
         self, service: str, endpoint: str, subject: str, queue: str = "", metadata: Mapping[str, str] = NOTHING
     ) -> Subscription:
-        """Listen to requests as a named endpoint of a named service, so that tools can list it."""
+        """Listen to requests as a named endpoint of a named service, so that tools can list it.
+
+        Of the members of a queue group (`queue`, or the endpoint's name) one hears each request. `metadata` is listed.
+        """
         ...
 
     async def announce(self, service: str, description: str, metadata: dict[str, str]) -> None:
@@ -140,7 +143,10 @@ class Bus(Protocol):
         ...
 
     async def flush(self) -> None:
-        """Return when all that was said before has reached the broker: subscriptions are live after it."""
+        """Return when all that was sent before has reached the broker: subscriptions are live after it. Raises BusError
+        while the broker is away, BusClosedError."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End all subscriptions, endpoints and requests, and the connection. Raises nothing."""
+        ...

@@ -14,14 +14,11 @@ from pathlib import Path
 
 import msgspec
 
-from services.bus.base import MAX_PAYLOAD_BYTES
+from services.bus import limits
 from services.errors import UserError
 from services.ports import free_port, is_free
 
 OLDEST_VERSION = (2, 12)
-START_TIMEOUT_S = 10.0
-STOP_TIMEOUT_S = 10.0
-_POLL_INTERVAL_S = 0.02
 _PR_SET_PDEATHSIG = 1
 _LIBC: ctypes.CDLL | None = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 """Loaded here: between fork and exec nothing may be imported or allocated that another thread could have locked."""
@@ -65,7 +62,7 @@ class EmbeddedNats:
         config.write_text(
             _CONFIG.format(
                 port=port,
-                max_payload=MAX_PAYLOAD_BYTES,
+                max_payload=limits.MAX_PAYLOAD_BYTES,
                 logfile=json.dumps(str(logfile)),
                 folder=json.dumps(str(folder)),
             )
@@ -90,21 +87,21 @@ class EmbeddedNats:
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
         try:
-            self._process.wait(STOP_TIMEOUT_S)
+            self._process.wait(limits.STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
     def _wait_for_url(self, folder: Path) -> str:
         """Return the address that the server writes once it listens. Raises TimeoutError, also when it has ended."""
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + limits.START_TIMEOUT_S
         while self._process.poll() is None and time.monotonic() < deadline:
             for path in folder.glob(f"*_{self.pid}.ports"):
                 with contextlib.suppress(msgspec.DecodeError):  # it is still being written
                     ports = msgspec.json.decode(path.read_bytes(), type=_Ports)
                     _greet(ports.nats[0])
                     return ports.nats[0]
-            time.sleep(_POLL_INTERVAL_S)
+            time.sleep(limits.POLL_INTERVAL_S)
         raise TimeoutError
 
 
@@ -142,7 +139,9 @@ def _spawn(command: list[str]) -> "subprocess.Popen[bytes]":
 
 def _version(binary: str) -> tuple[int, int]:
     try:
-        said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
+        said = subprocess.run(
+            [binary, "--version"], capture_output=True, text=True, timeout=limits.VERSION_TIMEOUT_S, check=False
+        ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return (0, 0)
     found = re.search(r"v(\d+)\.(\d+)", said)
@@ -153,7 +152,7 @@ def _greet(url: str) -> None:
     """Return once the server has sent its greeting. Raises TimeoutError when it does not."""
     host, port = url.removeprefix("nats://").rsplit(":", 1)
     try:
-        with socket.create_connection((host, int(port)), timeout=START_TIMEOUT_S) as sock:
+        with socket.create_connection((host, int(port)), timeout=limits.START_TIMEOUT_S) as sock:
             if not sock.recv(5):
                 raise TimeoutError
     except OSError as error:

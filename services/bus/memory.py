@@ -6,8 +6,8 @@ import logging
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from services.bus import limits
 from services.bus.base import (
-    MAX_WAITING,
     NOTHING,
     BusClosedError,
     Delivery,
@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class MemoryDelivery:
+    """See `Delivery`. `reply` is where a request's asker waits; None for an event."""
+
     subject: str
     payload: bytes
     headers: Mapping[str, str]
@@ -36,11 +38,13 @@ class MemoryDelivery:
             self.reply.set_result(MemoryDelivery(self.subject, payload, dict(headers)))
 
     def count_failure(self, reason: str) -> None:
-        """Nobody looks."""
+        """Does nothing: there are no statistics to look at."""
 
 
 @dataclass(eq=False)
 class MemorySubscription:
+    """See `Subscription`. `pattern` is split into its tokens; None in the inbox ends the iteration."""
+
     bus: "MemoryBus"
     pattern: tuple[str, ...]
     queue: str
@@ -53,7 +57,7 @@ class MemorySubscription:
 
     def offer(self, delivery: MemoryDelivery) -> None:
         """Take a message in, unless too many wait already."""
-        if self.inbox.qsize() < MAX_WAITING:
+        if self.inbox.qsize() < limits.MAX_WAITING:
             self.inbox.put_nowait(delivery)
             return
         if self.bus.num_dropped == 0:
@@ -61,7 +65,7 @@ class MemorySubscription:
         self.bus.num_dropped += 1
 
     async def close(self) -> None:
-        self.bus.forget(self)
+        self.bus.remove(self)
         self.inbox.put_nowait(None)
 
 
@@ -114,7 +118,7 @@ class MemoryBus:
         return await self.subscribe(subject, queue or endpoint)
 
     async def announce(self, service: str, description: str, metadata: dict[str, str]) -> None:
-        """Nobody lists the services of a process."""
+        """Does nothing: nobody lists the services of a process."""
 
     async def flush(self) -> None:
         if self._closed:
@@ -129,7 +133,7 @@ class MemoryBus:
             if not reply.done():
                 reply.set_exception(BusClosedError())
 
-    def forget(self, subscription: MemorySubscription) -> None:
+    def remove(self, subscription: MemorySubscription) -> None:
         if subscription in self._broker.subscriptions:
             self._broker.subscriptions.remove(subscription)
 

@@ -23,9 +23,8 @@ from nats.aio.transport import TcpTransport
 from nats.micro.request import Request
 from nats.micro.service import Endpoint, Service, ServiceConfig
 
+from services.bus import limits
 from services.bus.base import (
-    MAX_PAYLOAD_BYTES,
-    MAX_WAITING,
     NOTHING,
     BusClosedError,
     BusError,
@@ -39,19 +38,6 @@ from services.errors import BrokerUnreachableError
 log = logging.getLogger(__name__)
 
 SERVICE_VERSION = "0.1.0"
-FLUSH_TIMEOUT_S = 10
-CLOSE_TIMEOUT_S = 5
-BUFFER_BYTES = 2 * MAX_PAYLOAD_BYTES
-"""What may wait for a broker that is away; above it publishing is an error."""
-WAITING_BYTES = 8 * MAX_PAYLOAD_BYTES
-"""What may wait for one subscription's reader."""
-RECONNECT_WAIT_S = 0.2
-PING_INTERVAL_S = 5
-"""A broker whose machine is gone closes no connection: after three silent pings it is taken for away."""
-SETTLE_S = 2.0
-"""For this long after a reconnect, a request that nobody serves is asked again rather than given up."""
-ASK_AGAIN_S = 0.1
-DROP_LOG_INTERVAL_S = 5.0
 
 _BUFFER_FULL = "the broker is away and the send buffer is full"
 
@@ -94,6 +80,8 @@ class NatsDelivery:
 
 
 class NatsSubscription:
+    """See `Subscription`."""
+
     def __init__(self, bus: "NatsBus", subscription: ClientSubscription) -> None:
         self._bus = bus
         self._subscription = subscription
@@ -143,7 +131,7 @@ class NatsEndpoint:
             self._inbox.put_nowait(None)
 
     async def _handle(self, request: Request) -> None:
-        if self._inbox.qsize() >= MAX_WAITING:
+        if self._inbox.qsize() >= limits.MAX_WAITING:
             self._bus.count_drop(request.subject)
             return
         delivery = NatsDelivery(self._bus, request._msg, endpoint=self._endpoint)  # pyright: ignore[reportPrivateUsage]
@@ -164,15 +152,15 @@ class NatsBus:
         self.num_dropped = 0
         self.closed = asyncio.Event()
         """Set once the connection is closed for good, by us or by the broker."""
-        self._reconnected_s = -SETTLE_S
-        self._drop_logged_s = -DROP_LOG_INTERVAL_S
+        self._reconnected_s = -limits.SETTLE_S
+        self._drop_logged_s = -limits.DROP_LOG_INTERVAL_S
 
     @property
     def is_connected(self) -> bool:
         return self._client.is_connected
 
     @classmethod
-    async def connect(cls, url: str, name: str, timeout_s: float = 5.0) -> "NatsBus":
+    async def connect(cls, url: str, name: str, timeout_s: float = limits.CONNECT_TIMEOUT_S) -> "NatsBus":
         """Return a connected bus; tries again until `timeout_s` is over. Raises BrokerUnreachableError with a line that
         names the address."""
         client = Client()
@@ -189,10 +177,10 @@ class NatsBus:
                     connect_timeout=max(1, int(timeout_s)),
                     max_reconnect_attempts=-1,
                     # Clients that were cut off together do not come back together.
-                    reconnect_time_wait=RECONNECT_WAIT_S * random.uniform(1, 2),  # pyright: ignore[reportArgumentType]
+                    reconnect_time_wait=limits.RECONNECT_WAIT_S * random.uniform(1, 2),  # pyright: ignore[reportArgumentType]
                     allow_reconnect=True,
-                    pending_size=BUFFER_BYTES,
-                    ping_interval=PING_INTERVAL_S,
+                    pending_size=limits.BUFFER_BYTES,
+                    ping_interval=limits.PING_INTERVAL_S,
                 ),
                 timeout_s,
             )
@@ -205,9 +193,9 @@ class NatsBus:
                 f"no NATS server answers at {bus._url} ({reason}); start one, or run with --nats embedded"
             ) from error
         bus.num_connects += 1
-        if client.max_payload < MAX_PAYLOAD_BYTES:
+        if client.max_payload < limits.MAX_PAYLOAD_BYTES:
             log.warning(
-                "the broker allows %d bytes a message, fewer than our %d", client.max_payload, MAX_PAYLOAD_BYTES
+                "the broker allows %d bytes a message, fewer than our %d", client.max_payload, limits.MAX_PAYLOAD_BYTES
             )
         return bus
 
@@ -220,7 +208,7 @@ class NatsBus:
 
     async def request(self, subject: str, payload: bytes, headers: Mapping[str, str], timeout_s: float) -> Delivery:
         self._check_size(subject, payload, headers)
-        if not self.is_connected and self._client.pending_data_size + len(payload) > BUFFER_BYTES:
+        if not self.is_connected and self._client.pending_data_size + len(payload) > limits.BUFFER_BYTES:
             # The library finds that out too, and would then keep the request's place for ever.
             raise BusError(subject, _BUFFER_FULL)
         ends_s = time.monotonic() + timeout_s
@@ -231,9 +219,9 @@ class NatsBus:
             except NoRespondersError:
                 # Who serves it may be on its way back to the broker, as we were a moment ago.
                 now_s = time.monotonic()
-                if now_s - self._reconnected_s > SETTLE_S or now_s + ASK_AGAIN_S > ends_s:
+                if now_s - self._reconnected_s > limits.SETTLE_S or now_s + limits.ASK_AGAIN_S > ends_s:
                     raise
-            await asyncio.sleep(ASK_AGAIN_S)
+            await asyncio.sleep(limits.ASK_AGAIN_S)
             timeout_s = ends_s - time.monotonic()
 
     async def _ask(self, subject: str, payload: bytes, headers: Mapping[str, str], timeout_s: float) -> Msg:
@@ -250,7 +238,10 @@ class NatsBus:
         try:
             subscription = await _cancellable(
                 self._client.subscribe(  # pyright: ignore[reportUnknownMemberType]
-                    pattern, queue=queue, pending_msgs_limit=MAX_WAITING, pending_bytes_limit=WAITING_BYTES
+                    pattern,
+                    queue=queue,
+                    pending_msgs_limit=limits.MAX_WAITING,
+                    pending_bytes_limit=limits.WAITING_BYTES,
                 )
             )
         except nats.errors.Error as error:
@@ -291,8 +282,8 @@ class NatsBus:
             raise BusError("the bus", "the broker is away")
         try:
             # The library's ping overtakes what still lies in its send buffer, which the first round trip empties.
-            await self._client.flush(timeout=FLUSH_TIMEOUT_S)
-            await self._client.flush(timeout=FLUSH_TIMEOUT_S)
+            await self._client.flush(timeout=limits.FLUSH_TIMEOUT_S)
+            await self._client.flush(timeout=limits.FLUSH_TIMEOUT_S)
         except nats.errors.Error as error:
             raise _bus_error("the bus", error) from error
         if self._denied:
@@ -305,7 +296,7 @@ class NatsBus:
         if not client.is_connected:
             _forget_unsent(client)
         closing = asyncio.create_task(client.close(), name="close the bus")
-        await asyncio.wait({closing}, timeout=CLOSE_TIMEOUT_S)
+        await asyncio.wait({closing}, timeout=limits.CLOSE_TIMEOUT_S)
         if not closing.done():
             _forget_unsent(client)
         try:
@@ -315,12 +306,12 @@ class NatsBus:
             await client.close()
 
     def _check_size(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> None:
-        check_size(subject, payload, headers, min(MAX_PAYLOAD_BYTES, self._client.max_payload))
+        check_size(subject, payload, headers, min(limits.MAX_PAYLOAD_BYTES, self._client.max_payload))
 
     def count_drop(self, subject: str) -> None:
         """A message came that its reader was too slow for."""
         self.num_dropped += 1
-        if time.monotonic() - self._drop_logged_s >= DROP_LOG_INTERVAL_S:
+        if time.monotonic() - self._drop_logged_s >= limits.DROP_LOG_INTERVAL_S:
             self._drop_logged_s = time.monotonic()
             log.warning("dropped a message on %s, %d by now: its reader is too slow", subject, self.num_dropped)
 
@@ -331,7 +322,7 @@ class NatsBus:
         text = str(error) or type(error).__name__
         if "permissions violation" in text.lower():
             self._denied = text
-        # Every attempt to connect that fails comes here: who connects is told once, by the exception.
+        # Every attempt to connect that fails comes here: who connects gets the last of them, as an exception.
         log.log(logging.WARNING if self.is_connected else logging.DEBUG, "bus: %s", text)
 
     async def _on_disconnected(self) -> None:
@@ -376,7 +367,7 @@ def _forget_unsent(client: Client) -> None:
 
 async def _cancellable(operation: Awaitable[ResultT]) -> ResultT:
     """Await one of the library's operations. It swallows a cancellation that reaches it while it flushes its buffer,
-    and the task that was told to end would go on."""
+    and the task that was cancelled would go on."""
     task = asyncio.current_task()
     assert task is not None
     num_before = task.cancelling()

@@ -13,6 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from schemas.message import Message, RequestMessage, UndecodableMessageError, decode, encode
 from schemas.subjects import CarriesT, Subject
+from services.bus import limits
 from services.bus.base import (
     Bus,
     BusClosedError,
@@ -33,8 +34,6 @@ HeardT_co = TypeVar("HeardT_co", bound=Message, covariant=True)
 TRACEPARENT_HEADER = "traceparent"
 SCHEMA_HEADER = "Kvmesh-Schema"
 DEADLINE_HEADER = "Kvmesh-Deadline-Ms"
-MAX_ANSWERING = 4_096
-"""Requests of one subject that may be answered at a time; one more is left to its asker's timeout."""
 
 
 class Received(NamedTuple, Generic[HeardT_co]):
@@ -179,7 +178,7 @@ class TypedBus:
             if received is None:
                 delivery.count_failure("the request does not decode")
                 continue
-            if len(answering) >= MAX_ANSWERING:
+            if len(answering) >= limits.MAX_ANSWERING:
                 self.drop("too_many")
                 num_refused += 1
                 delivery.count_failure("too many requests are being answered")

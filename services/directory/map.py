@@ -119,7 +119,10 @@ class BlockMap:
                 del masks[block_hash]
 
     def sweep(self, num_blocks: int) -> bool:
-        """Clear gone bits from this many blocks. Returns whether there is more to do."""
+        """Clear gone bits from this many blocks. Returns whether there is more to do.
+
+        One round goes over the blocks that there were at its beginning: nobody adds a bit that is gone to a later one.
+        """
         if not self._swept_bits:
             self._swept_bits, self._sweeping = self._gone, list(self._masks) if self._gone else []
         self.remove(self._swept_bits, self._sweeping[-num_blocks:])
@@ -135,6 +138,9 @@ class BlockMap:
         runs: list[HolderPrefix] = []
         open_runs: dict[WorkerId, OpenRun] = {}
         stored_before, before = 0, 0
+        # Along the prompt the set of holders changes rarely; only where it does, runs begin and end. Equal sets are one
+        # object (see above), so that a block is passed with one comparison of identities. Where sharing has begun anew
+        # two equal sets may be two objects: then `changed` is 0, and nothing is missed.
         for at, block_hash in enumerate(hashes):
             stored = self._masks.get(block_hash, 0)
             if stored is stored_before:
@@ -159,7 +165,11 @@ class BlockMap:
         assert all(mask and not mask & ~owned for mask in self._masks.values()), "no block without a holder"
 
     def _follow(self, open_runs: dict[WorkerId, OpenRun], changed: int, at: int) -> list[HolderPrefix]:
-        """Begin, go on with or end the runs of those whose bits change at block `at`; return what has ended."""
+        """Begin, go on with or end the runs of those whose bits change at block `at`; return what has ended.
+
+        A holder has a bit for each tier, so a run goes on while any of its bits is set: a block may lie in another tier
+        than the one before it.
+        """
         toggled: dict[WorkerId, int] = {}
         while changed:
             lowest = changed & -changed

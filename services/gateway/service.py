@@ -17,17 +17,15 @@ from services.config import MeshConfig, dtype_of
 from services.engine.checkpoint import default_shape, layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.errors import CheckpointError, UserError
-from services.gateway.api.prepare import ServedModel
+from services.gateway import limits
+from services.gateway.api.prepare import GatewayModel
 from services.gateway.api.routes import Gateway, build_app
 from services.gateway.api.text import load_text
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.request.driver import Requests
+from services.gateway.requests import Requests
 from services.metrics import Metrics
 from services.ports import BACKLOG, bind
 from services.telemetry import Telemetry
-
-DRAIN_S = 5.0
-"""How long running requests may take to end by themselves once the gateway stops."""
 
 
 async def run_gateway(
@@ -78,7 +76,7 @@ async def _stop(gateway: Gateway, server: "Server", serving: asyncio.Task[None])
     gateway.stopping = True
     server.should_exit = True
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(DRAIN_S):
+        async with asyncio.timeout(limits.DRAIN_S):
             await gateway.requests.wait_idle()
     gateway.requests.stop_all()
     await serving
@@ -98,7 +96,7 @@ class Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             backlog=BACKLOG,
-            timeout_graceful_shutdown=round(DRAIN_S) + 2,
+            timeout_graceful_shutdown=round(limits.DRAIN_S) + 2,
         )
         super().__init__(options)
         self.ready = asyncio.Event()
@@ -112,7 +110,7 @@ class Server(uvicorn.Server):
         self.ready.set()
 
 
-def load_model(config: MeshConfig) -> ServedModel:
+def load_model(config: MeshConfig) -> GatewayModel:
     """Read what the gateway needs of the configured checkpoint. Raises UserError."""
     try:
         checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR))
@@ -130,7 +128,7 @@ def load_model(config: MeshConfig) -> ServedModel:
         )
     except CheckpointError as error:
         raise UserError(str(error)) from error
-    return ServedModel(
+    return GatewayModel(
         name=config.model.name or checkpoint.name,
         names=frozenset({checkpoint.name, config.model.name or checkpoint.name}),
         codec=load_text(Path(checkpoint.path)),

@@ -13,10 +13,10 @@ from schemas.ids import GatewayId, new_id
 from services.bus.base import Bus
 from services.bus.typed import TypedBus
 from services.config import MeshConfig
-from services.gateway.api.prepare import ServedModel
+from services.gateway.api.prepare import GatewayModel
 from services.gateway.api.routes import Gateway, build_app
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.request.driver import Requests
+from services.gateway.requests import Requests
 from services.metrics import Metrics
 from services.runtime import now_ms
 from services.telemetry import Telemetry
@@ -52,7 +52,7 @@ class SimApp:
 
 async def run_sim_gateway(
     config: MeshConfig,
-    model: ServedModel,
+    model: GatewayModel,
     connection: Bus,
     telemetry: Telemetry,
     stop: asyncio.Event,

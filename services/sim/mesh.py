@@ -18,7 +18,7 @@ from services.bus.base import BusError
 from services.config import GatewayConfig, MeshConfig, SchedulerConfig, StoreConfig, WorkerConfig
 from services.directory.service import run_directory
 from services.engine.fake import FakeEngine
-from services.gateway.api.prepare import ServedModel
+from services.gateway.api.prepare import GatewayModel
 from services.gateway.api.text import TextCodec
 from services.scheduler.service import run_scheduler
 from services.sim.gateway import SimApp, run_sim_gateway
@@ -232,9 +232,9 @@ class SimMesh:
         )
 
 
-def _served_model(shape: MeshShape) -> ServedModel:
+def _served_model(shape: MeshShape) -> GatewayModel:
     vocabulary = {f"t{number}": number for number in range(VOCAB)}
-    return ServedModel(
+    return GatewayModel(
         name="fake",
         names=frozenset({"fake"}),
         codec=TextCodec(Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="t1"))),

@@ -8,10 +8,7 @@ from uuid import uuid4
 
 import pytest
 
-import services.bus.memory
-import services.bus.nats
 from services.bus.base import (
-    MAX_PAYLOAD_BYTES,
     Bus,
     BusClosedError,
     Delivery,
@@ -20,6 +17,7 @@ from services.bus.base import (
     RequestTimedOutError,
     Subscription,
 )
+from services.bus.limits import MAX_PAYLOAD_BYTES
 from services.sim.platform.bus import SimBus
 from tests.bus.conftest import Connect
 
@@ -302,8 +300,7 @@ async def test_a_reader_that_is_too_slow_loses_messages_and_that_is_counted(
 ) -> None:
     if isinstance(bus, SimBus):
         pytest.skip("its readers are never that slow")
-    for module in (services.bus.memory, services.bus.nats):
-        monkeypatch.setattr(module, "MAX_WAITING", 4)
+    monkeypatch.setattr("services.bus.limits.MAX_WAITING", 4)
     ear = await bus.subscribe(f"{root}.news")
     await bus.flush()
     for number in range(10):

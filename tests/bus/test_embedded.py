@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from services.bus import embedded
-from services.bus.base import MAX_PAYLOAD_BYTES
 from services.bus.embedded import EmbeddedNats, find_server
+from services.bus.limits import MAX_PAYLOAD_BYTES
 from services.bus.nats import NatsBus
 from services.errors import UserError
 from tests.bus.conftest import until

@@ -14,7 +14,8 @@ import pytest
 
 from services.bus.base import BusClosedError, BusError, RequestTimedOutError
 from services.bus.embedded import EmbeddedNats
-from services.bus.nats import BUFFER_BYTES, NatsBus
+from services.bus.limits import BUFFER_BYTES
+from services.bus.nats import NatsBus
 from services.errors import BrokerUnreachableError
 from tests.bus.conftest import until
 
@@ -182,7 +183,7 @@ async def test_a_full_buffer_is_an_error_and_keeps_nothing(start_server: StartSe
 
 
 async def test_an_endpoint_takes_in_so_many_requests(bus: NatsBus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.bus.nats.MAX_WAITING", 2)
+    monkeypatch.setattr("services.bus.limits.MAX_WAITING", 2)
     subject = f"test.{uuid4().hex}"
     served = await bus.serve("slow", "slow", subject)
     await bus.flush()

@@ -149,7 +149,7 @@ async def test_closing_the_bus_ends_its_tasks(bus: Bus) -> None:
 
 
 async def test_so_many_answers_are_in_progress_and_no_more(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.bus.typed.MAX_ANSWERING", 3)
+    monkeypatch.setattr("services.bus.limits.MAX_ANSWERING", 3)
     server, client = TypedBus(await connect(), "server"), TypedBus(await connect(), "client")
     may_answer, num_begun = asyncio.Event(), 0
 

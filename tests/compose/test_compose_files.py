@@ -18,8 +18,8 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from services.bus.base import MAX_PAYLOAD_BYTES
 from services.bus.embedded import find_server
+from services.bus.limits import MAX_PAYLOAD_BYTES
 from services.cli.main import RoleName
 from services.config import MeshConfig, ModelConfig, dtype_of, load_config, require_secret
 from tests.compose.__main__ import base_images

@@ -12,7 +12,7 @@ import pytest
 
 from services.bus.memory import MemoryBus
 from services.config import MeshConfig
-from services.gateway.api.prepare import ServedModel
+from services.gateway.api.prepare import GatewayModel
 from services.gateway.service import load_model, run_gateway
 from services.ports import bind
 from services.telemetry import ListExporter, SpanRecord, Telemetry
@@ -26,7 +26,7 @@ class Rig:
     """A gateway on a free port, a fake mesh behind it."""
 
     mesh: FakeMesh
-    model: ServedModel
+    model: GatewayModel
     url: str
     http: httpx.AsyncClient
     client: openai.AsyncOpenAI
@@ -42,7 +42,7 @@ class Rig:
 
 
 @pytest.fixture(scope="session")
-def model() -> ServedModel:
+def model() -> GatewayModel:
     return load_model(MeshConfig())
 
 
@@ -50,7 +50,7 @@ OpenRig = Callable[..., contextlib.AbstractAsyncContextManager[Rig]]
 
 
 @pytest.fixture
-def open_rig(model: ServedModel) -> OpenRig:
+def open_rig(model: GatewayModel) -> OpenRig:
     @contextlib.asynccontextmanager
     async def open_it(
         timeout_s: float = 60.0, gateway: dict[str, Any] | None = None, send_buffer: int = 0, **mesh_fields

@@ -6,12 +6,12 @@ import pytest
 
 from schemas.ids import GatewayId, HandoffId, RequestId, WorkerId
 from schemas.message import encode
-from services.bus.base import MAX_PAYLOAD_BYTES
+from services.bus.limits import MAX_PAYLOAD_BYTES
 from services.config import MeshConfig
 from services.errors import UserError
-from services.gateway.api import routes as http
 from services.gateway.api.openai import InvalidRequestError, choices_of, decode_completion
-from services.gateway.api.prepare import ServedModel, make_jobs, prepare
+from services.gateway.api.prepare import GatewayModel, make_jobs, prepare
+from services.gateway.limits import MAX_BODY_BYTES
 from services.gateway.request.events import SendRun
 from services.gateway.request.job import run_message
 from services.gateway.service import load_model
@@ -161,13 +161,13 @@ async def test_wrong_paths_and_methods(rig: Rig, method: str, path: str, status:
 
 
 async def test_a_body_over_the_limit(rig: Rig) -> None:
-    content = b'{"model": "x", "prompt": "' + b"x" * http.MAX_BODY_BYTES + b'"}'
+    content = b'{"model": "x", "prompt": "' + b"x" * MAX_BODY_BYTES + b'"}'
     answer = await rig.http.post(C, content=content)
     assert answer.status_code == 413
     assert answer.json()["error"]["code"] == "request_too_large"
 
 
-def huge(model: ServedModel, num_tokens: int) -> bytes:
+def huge(model: GatewayModel, num_tokens: int) -> bytes:
     return f'{{"model": "{model.name}", "max_tokens": 1, "prompt": [{"1," * (num_tokens - 1)}1]}}'.encode()
 
 
@@ -177,10 +177,10 @@ async def test_a_prompt_over_the_bus_limit(rig: Rig) -> None:
     assert str(MAX_PAYLOAD_BYTES) in answer.json()["error"]["message"]
 
 
-async def test_what_passes_the_limit_fits(model: ServedModel) -> None:
+async def test_what_passes_the_limit_fits(model: GatewayModel) -> None:
     import msgspec
 
-    large = ServedModel(**{f: getattr(model, f) for f in model.__slots__} | {"context_length": 10**7})
+    large = GatewayModel(**{f: getattr(model, f) for f in model.__slots__} | {"context_length": 10**7})
     w = WorkerId("w" * 100)
     fits = MAX_PAYLOAD_BYTES // 16 * 3 - 1_000
     prepared = await prepare(large, decode_completion(huge(model, fits)))

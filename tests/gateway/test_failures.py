@@ -251,7 +251,7 @@ async def test_duplicates_and_strangers_are_ignored(rig: Rig) -> None:
 
 
 async def test_stopping_ends_what_runs(open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.gateway.service.DRAIN_S", 0.1)
+    monkeypatch.setattr("services.gateway.limits.DRAIN_S", 0.1)
     async with open_rig() as rig:
         rig.mesh.conduct["d1"] = Conduct(hangs_at=1)
         asked = asyncio.create_task(rig.http.post(C, json=body(rig)))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from schemas.ids import RequestId, WorkerId
 from schemas.request import AttemptEnd, KVSource, RefusalReason, RequestFailure, TransferReport
+from services.gateway import fleet, limits
 from services.gateway.request import core, events
 from services.gateway.request import progress_watch as watch
 from services.gateway.request.core import Phase, RequestCore
@@ -22,16 +23,17 @@ from services.gateway.request.events import (
     DeadlinePassed,
     Deliver,
     Event,
-    Fail,
+    FailRequest,
     Finish,
     GatewayStopping,
-    Placed,
+    PlaceGranted,
     PlaceRefused,
     PlaceUnanswered,
     SendCancel,
     SendReserve,
     SendRun,
     StopMatched,
+    Submitted,
     TokensReceived,
     WorkerLost,
     WorkerRefused,
@@ -40,16 +42,16 @@ from services.gateway.request.events import (
 from services.gateway.request.progress_watch import Ears, WatchLimits
 
 P1, P2, D1, D2 = (WorkerId(name) for name in ("p1", "p2", "d1", "d2"))
-ENDS = (Finish, Fail, Abandon)
+ENDS = (Finish, FailRequest, Abandon)
 NOW = 1_000_000
 
 FINISHED_ON_PREFILL = SendCancel(1, "finished on the prefill worker", AttemptEnd.COMPLETE)
 STOP_REACHED = SendCancel(1, "a stop string was reached", AttemptEnd.COMPLETE)
 
 
-def new(max_tokens: int = 100, max_attempts: int = 3) -> RequestCore:
-    request = RequestCore(RequestId("req-1"), max_tokens, max_attempts)
-    assert request.start() == [AskPlacement(1, ())]
+def new(max_tokens: int = 100, max_attempts: int = 3, ears: Ears | None = None) -> RequestCore:
+    request = RequestCore(RequestId("req-1"), max_tokens, max_attempts, ears=ears)
+    assert request.handle(Submitted(), NOW) == [AskPlacement(1, ())]
     return request
 
 
@@ -57,8 +59,8 @@ def feed(request: RequestCore, *events: Event) -> list[Action]:
     return [action for event in events for action in request.handle(event, NOW)]
 
 
-def placed(attempt: int = 1, prefill: WorkerId = P1, decode: WorkerId | None = D1) -> Placed:
-    return Placed(attempt, prefill, decode)
+def placed(attempt: int = 1, prefill: WorkerId = P1, decode: WorkerId | None = D1) -> PlaceGranted:
+    return PlaceGranted(attempt, prefill, decode)
 
 
 def tokens(worker: WorkerId, index: int, *ids: int, attempt: int = 1, finish: str | None = None) -> TokensReceived:
@@ -137,7 +139,7 @@ def test_recomputed_token_0_is_hidden_if_equal_and_an_error_if_not() -> None:
     assert request.handle(tokens(D1, 0, 1, 2), NOW) == [Deliver(1, (2,))]
     cancel, fail = request.handle(tokens(D1, 1, 99), NOW)
     assert cancel == SendCancel(1, "tokens differ")
-    assert isinstance(fail, Fail)
+    assert isinstance(fail, FailRequest)
     assert (fail.code, fail.status) == ("replay_mismatch", 500)
 
 
@@ -237,7 +239,7 @@ def test_a_shorter_replay_is_an_error() -> None:
     request = new()
     feed(request, placed(), tokens(P1, 0, 1), tokens(D1, 1, 2, 3), WorkerLost(D1, "silent"), placed(2, P2, D2))
     actions = feed(request, tokens(P2, 0, 1, attempt=2), tokens(D2, 1, 2, attempt=2, finish="stop"))
-    assert [type(a) for a in actions] == [SendCancel, Fail]
+    assert [type(a) for a in actions] == [SendCancel, FailRequest]
 
 
 ENDINGS: list[tuple[str, Event, str, int]] = [
@@ -255,7 +257,7 @@ def test_what_ends_a_running_request(event: Event, code: str, status: int) -> No
     feed(request, placed())
     cancel, fail = request.handle(event, NOW)
     assert isinstance(cancel, SendCancel)
-    assert isinstance(fail, Fail)
+    assert isinstance(fail, FailRequest)
     assert (fail.code, fail.status) == (code, status)
     assert feed(request, tokens(P1, 0, 1), DeadlinePassed(), ClientGone("bye"), placed(2)) == []
 
@@ -268,7 +270,7 @@ def test_an_attempt_that_is_over_already_is_followed_by_another() -> None:
     assert (cancel, ask) == (SendCancel(1, "refused: invalid"), AskPlacement(2, (P1,), 0))
     feed(request, placed(2), refused(P1, "invalid", 2), placed(3))
     last = request.handle(refused(P1, "invalid", 3), NOW)[-1]
-    assert isinstance(last, Fail), "a message that is wrong stays wrong"
+    assert isinstance(last, FailRequest), "a message that is wrong stays wrong"
     assert (last.code, last.status) == ("invalid", 500)
 
 
@@ -286,7 +288,7 @@ def test_a_client_that_leaves_and_a_stop_string() -> None:
 
 def test_nobody_to_cancel_while_placing() -> None:
     assert new().handle(ClientGone("bye"), NOW) == [Abandon("bye")]
-    assert [type(a) for a in new().handle(DeadlinePassed(), NOW)] == [Fail]
+    assert [type(a) for a in new().handle(DeadlinePassed(), NOW)] == [FailRequest]
 
 
 REFUSALS: list[tuple[RefusalReason, int, int, int]] = [
@@ -301,7 +303,7 @@ REFUSALS: list[tuple[RefusalReason, int, int, int]] = [
 @pytest.mark.parametrize(("reason", "after_ms", "status", "retry_after_ms"), REFUSALS)
 def test_refusals_of_the_scheduler(reason: RefusalReason, after_ms: int, status: int, retry_after_ms: int) -> None:
     (fail,) = new().handle(PlaceRefused(1, reason, "why", after_ms), NOW)
-    assert isinstance(fail, Fail)
+    assert isinstance(fail, FailRequest)
     assert (fail.status, fail.retry_after_ms) == (status, retry_after_ms)
     assert "why" in fail.message
 
@@ -309,7 +311,7 @@ def test_refusals_of_the_scheduler(reason: RefusalReason, after_ms: int, status:
 def test_a_refused_retry_tells_the_whole_story() -> None:
     request = new()
     (fail,) = feed(request, placed(), refused(P1, "draining"), PlaceRefused(2, "overloaded", "nobody", 0))[4:]
-    assert isinstance(fail, Fail)
+    assert isinstance(fail, FailRequest)
     assert fail.message == "nobody; before that: attempt 1: p1: busy"
 
 
@@ -322,9 +324,9 @@ def test_where_nobody_is_there_the_placement_is_asked_again_but_not_for_ever(eve
     request, now_ms = new(), NOW
     while not (actions := request.handle(event, now_ms)):
         now_ms = request.wake_ms
-        assert request.tick(now_ms, Ears()) == [AskPlacement(1, ())]
+        assert request.tick(now_ms) == [AskPlacement(1, ())]
     (fail,) = actions
-    assert isinstance(fail, Fail)
+    assert isinstance(fail, FailRequest)
     assert (fail.code, fail.status, fail.retry_after_ms) == (code, 503, 1_000)
     assert now_ms - NOW >= WatchLimits().place_wait_ms
 
@@ -332,10 +334,10 @@ def test_where_nobody_is_there_the_placement_is_asked_again_but_not_for_ever(eve
 def test_refusals_of_what_nobody_took_end_by_time_with_the_last_reason() -> None:
     request, now_ms = new(max_attempts=2), NOW
     actions = feed(request, placed(), failed(P1), placed(2, P2), refused(P2, "overloaded", attempt=2))
-    while not isinstance(actions[-1], Fail):
+    while not isinstance(actions[-1], FailRequest):
         if request.phase is Phase.WAITING:
             now_ms = request.wake_ms
-            request.tick(now_ms, Ears())
+            request.tick(now_ms)
         request.handle(placed(request.attempt, P2), now_ms)
         actions = request.handle(refused(P2, "overloaded", attempt=request.attempt), now_ms)
     fail = actions[-1]
@@ -362,7 +364,7 @@ def test_the_reports_are_those_of_the_first_attempt_that_gave_tokens() -> None:
 
 def test_the_sources_of_a_placement_go_to_both_workers() -> None:
     sources = (KVSource(worker_id=D1, first_block=0, num_blocks=3),)
-    run, reserve = new().handle(Placed(1, P1, D1, sources), NOW)
+    run, reserve = new().handle(PlaceGranted(1, P1, D1, sources), NOW)
     assert isinstance(run, SendRun) and isinstance(reserve, SendReserve)
     assert run.sources == reserve.sources == sources
 
@@ -443,7 +445,7 @@ def test_whatever_happens(events: list[Event]) -> None:
     assert must_cancel <= set(cancels)
 
 
-@pytest.mark.parametrize("module", [core, events, watch])
+@pytest.mark.parametrize("module", [core, events, fleet, limits, watch])
 def test_the_core_is_pure(module: ModuleType) -> None:
     tree = ast.parse(inspect.getsource(module))
     imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
@@ -451,6 +453,8 @@ def test_the_core_is_pure(module: ModuleType) -> None:
     ours = {
         "schemas.ids",
         "schemas.request",
+        "schemas.worker",
+        "services.gateway.limits",
         "services.gateway.request.events",
         "services.gateway.request.progress_watch",
     }

@@ -14,7 +14,7 @@ from services.gateway.request.events import (
     DeadlinePassed,
     Deliver,
     Event,
-    Fail,
+    FailRequest,
     Finish,
     PlaceRefused,
     PlaceUnanswered,
@@ -43,9 +43,9 @@ class Clock:
     """A request, its time, and somebody else who is heard all the time."""
 
     def __init__(self, *events: Event, max_tokens: int = 100) -> None:
-        self.request = new(max_tokens)
         self.now_ms = NOW
         self.ears = hearing()
+        self.request = new(max_tokens, ears=self.ears)
         feed(self.request, placed(), WorkerAccepted(1, P1), WorkerAccepted(1, D1), *events)
 
     def tell(self, *events: Event) -> list[Action]:
@@ -58,7 +58,7 @@ class Clock:
             self.now_ms += 50
             if heard:
                 self.ears.hear(self.now_ms)
-            out += [(self.now_ms - NOW, action) for action in self.request.tick(self.now_ms, self.ears)]
+            out += [(self.now_ms - NOW, action) for action in self.request.tick(self.now_ms)]
         return out
 
     def answer(self, worker: WorkerId, outcome: ProgressOutcome, attempt: int = 1) -> list[Action]:
@@ -115,7 +115,7 @@ def test_who_is_in_line_and_falls_silent_is_lost_once_it_was_asked_in_vain() -> 
 
 def test_nobody_is_asked_before_it_has_accepted_or_its_wait_is_over() -> None:
     clock = Clock()
-    clock.request = new()
+    clock.request = new(ears=clock.ears)
     feed(clock.request, placed())
     assert clock.run(5_000) == []
     clock.tell(WorkerSilent(1, P1, "no reply", may_have_taken=True))
@@ -195,7 +195,7 @@ def test_an_answer_survives_any_number_of_kills() -> None:
 def test_attempts_in_a_row_without_a_token_are_bounded() -> None:
     request = new(max_attempts=2)
     feed(request, placed(), tokens(P1, 0, 1), LEFT_D1, placed(2), failed(D1, attempt=2), placed(3))
-    assert isinstance(feed(request, failed(D1, attempt=3))[-1], Fail)
+    assert isinstance(feed(request, failed(D1, attempt=3))[-1], FailRequest)
 
 
 def test_refusals_of_what_the_client_has_begun_are_bounded_by_time() -> None:
@@ -209,7 +209,7 @@ def test_refusals_of_what_the_client_has_begun_are_bounded_by_time() -> None:
     assert clock.now_ms - NOW >= 30_000
     assert attempt < 50  # the pauses grow
     fail = out[-1]
-    assert isinstance(fail, Fail) and fail.code == "draining"
+    assert isinstance(fail, FailRequest) and fail.code == "draining"
     assert len(fail.message) < 1_000
 
 
@@ -232,16 +232,16 @@ def test_what_is_under_way_waits_for_a_placement(event: Event) -> None:
     while not out:
         out = clock.tell(event)
         asked_ms += [at_ms for at_ms, action in clock.run(1_000) if action == AskPlacement(2, (D1,), 1)]
-    assert isinstance(out[-1], Fail)
+    assert isinstance(out[-1], FailRequest)
     assert (len(asked_ms), asked_ms[-1]) == (30, 29_000 + (400 if isinstance(event, PlaceRefused) else 100))
 
 
 def test_what_nobody_has_begun_does_not_wait() -> None:
     request = new()
-    assert isinstance(request.handle(PlaceRefused(1, "overloaded", "", 1_000), NOW)[-1], Fail)
+    assert isinstance(request.handle(PlaceRefused(1, "overloaded", "", 1_000), NOW)[-1], FailRequest)
     request = new()
     out = feed(request, placed(), refused(D1, "overloaded"), PlaceRefused(2, "overloaded", "", 1_000))
-    assert isinstance(out[-1], Fail)
+    assert isinstance(out[-1], FailRequest)
     assert (out[-1].status, out[-1].retry_after_ms) == (429, 1_000)
 
 
@@ -256,7 +256,7 @@ def test_a_worker_that_left_or_came_back_is_not_excluded(event: Event) -> None:
 def test_a_deadline_while_waiting() -> None:
     clock = Clock(tokens(P1, 0, 1), LEFT_D1, PlaceRefused(2, "no_worker", "", 0))
     (fail,) = clock.tell(DeadlinePassed())
-    assert isinstance(fail, Fail) and fail.code == "deadline"
+    assert isinstance(fail, FailRequest) and fail.code == "deadline"
     assert clock.run(2_000) == []
 
 
@@ -298,14 +298,14 @@ def _end(index: int) -> str | None:
 @settings(max_examples=400, deadline=None)
 @given(steps(), st.sampled_from([10, 20]))
 def test_one_end_and_a_prefix_of_the_reference(script: list[Step], max_tokens: int) -> None:
-    request: RequestCore = new(max_tokens)
     now_ms, ears = NOW, hearing()
+    request: RequestCore = new(max_tokens, ears=ears)
     actions = request.handle(placed(), now_ms)
     for step in [*script, DeadlinePassed(), 5_000]:
         if isinstance(step, int):
             now_ms += step
             ears.hear(now_ms)
-            actions += request.tick(now_ms, ears)
+            actions += request.tick(now_ms)
         else:
             actions += request.handle(step, now_ms)
     delivered: list[int] = []

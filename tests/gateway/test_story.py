@@ -22,7 +22,7 @@ from schemas.request import SamplingParams
 from services.bus.base import BusError
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import TypedBus
-from services.gateway.observe import story
+from services.gateway import limits
 from services.gateway.observe.story import Stories
 from services.gateway.request.core import RequestCore
 from services.gateway.request.events import Finish
@@ -181,7 +181,9 @@ async def test_whichever_gateway_is_asked_finds_the_one_that_knows() -> None:
     async with asyncio.TaskGroup() as tasks:
         gateways = [Stories(GatewayId(f"g{n}"), TypedBus(MemoryBus(broker), "gateway"), tasks) for n in range(3)]
         for gateway in gateways:
-            await gateway.listen()
+            bus, me = gateway.bus, gateway.gateway_id
+            await bus.serve(tasks, subjects.REQUEST_STATUS, ("*",), gateway.on_status)
+            await bus.serve(tasks, subjects.REQUEST_SOUGHT, ("*",), gateway.on_sought, queue=me)
         job = await job_of("req-1")
         gateways[1].begin(job, RequestCore(job.request_id, 4, 3))
         client = MemoryBus(broker)
@@ -194,7 +196,7 @@ async def test_whichever_gateway_is_asked_finds_the_one_that_knows() -> None:
 
 
 async def test_while_the_broker_is_away_only_so_much_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(story, "MAX_TOLD_IN_VAIN", 5)
+    monkeypatch.setattr(limits, "MAX_BUFFERED", 5)
     broker = MemoryBroker()
     connection, ear = MemoryBus(broker), await MemoryBus(broker).subscribe("mesh.>")
     async with asyncio.TaskGroup() as tasks:
@@ -202,7 +204,7 @@ async def test_while_the_broker_is_away_only_so_much_is_kept(monkeypatch: pytest
         connection.is_connected = False
         for number in range(8):
             stories.begin(await job_of(f"req-{number}"), RequestCore(RequestId(f"req-{number}"), 4, 3))
-        await until(lambda: stories.num_untold == 3)
+        await until(lambda: stories.num_dropped == 3)
         connection.is_connected = True
         stories.go_on(RequestId("req-7"), [Finish("stop")])
         await until(lambda: ear.inbox.qsize() == 6)
@@ -212,7 +214,7 @@ async def test_while_the_broker_is_away_only_so_much_is_kept(monkeypatch: pytest
 
 
 async def test_what_has_ended_is_known_for_a_while_and_so_many_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(story, "MAX_ENDED", 2)
+    monkeypatch.setattr(limits, "MAX_ENDED", 2)
     async with asyncio.TaskGroup() as tasks:
         stories = Stories(GatewayId("g"), TypedBus(MemoryBus(), "gateway"), tasks)
         for number in range(3):
@@ -221,5 +223,5 @@ async def test_what_has_ended_is_known_for_a_while_and_so_many_of_it(monkeypatch
             stories.go_on(job.request_id, [Finish("length")])
         known = [stories.describe(RequestId(f"req-{number}")) for number in range(3)]
         assert [described and described.phase for described in known] == [None, "finished", "finished"]
-        monkeypatch.setattr(story, "ENDED_KEPT_MS", -1)
+        monkeypatch.setattr(limits, "ENDED_KEPT_MS", -1)
         assert stories.describe(RequestId("req-2")) is None

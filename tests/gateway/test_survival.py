@@ -15,9 +15,10 @@ from schemas.request import AskWanted, AttemptId
 from schemas.worker import BlockCounts, WorkerInfo, WorkerLoad
 from services.config import GatewayConfig, MeshConfig, load_config, write_config
 from services.errors import UserError
-from services.gateway.request import driver as requests
+from services.gateway import requests
+from services.gateway.limits import MAX_PARTS
 from services.gateway.request.events import Deliver, Finish
-from services.gateway.request.mailbox import MAX_PARTS, Mailbox
+from services.gateway.request.mailbox import Mailbox
 from services.runtime import now_ms
 from tests.gateway.conftest import OpenRig, Rig
 from tests.gateway.fake_mesh import Conduct

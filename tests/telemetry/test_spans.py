@@ -12,7 +12,8 @@ from schemas.request import AttemptEnd, FirstTokenTimes, RequestTokens, Sampling
 from services.config import MeshConfig, TelemetryConfig, apply_environment
 from services.engine.interface import SampledToken, Sequence, StepResult
 from services.errors import UserError
-from services.gateway.observe.spans import MAX_KEEPS_PER_S, GatewaySpans
+from services.gateway.limits import MAX_KEEPS_PER_S
+from services.gateway.observe.spans import GatewaySpans
 from services.gateway.observe.ttft_parts import Milestones, fit_clock, ttft_parts
 from services.telemetry import FileExporter, Key, ListExporter, SpanName, SpanRecord, Telemetry, parse_traceparent
 from services.telemetry.context import new_trace

@@ -21,7 +21,7 @@ from services.launch.known_workers import describe_fleet
 from services.runtime import now_ms
 
 
-class TimedFirstToken(NamedTuple):
+class MeasuredFirstToken(NamedTuple):
     """When it came, from sending the request, and what the worker says of its prompt."""
 
     ttft_ms: float
@@ -59,7 +59,7 @@ class DirectClient:
 
     async def first_token(
         self, worker_id: WorkerId, prompt: Sequence[int], sources: tuple[KVSource, ...] = ()
-    ) -> TimedFirstToken:
+    ) -> MeasuredFirstToken:
         """Have one worker compute one token, reading first from the sources. Raises RequestFailedError."""
         request = RunPrefill(
             request_id=RequestId(new_id("req")),
@@ -113,7 +113,7 @@ class DirectClient:
                 inbox.put_nowait(share)
 
 
-async def _wait_first(inbox: "asyncio.Queue[RequestTokens]", started: float) -> TimedFirstToken:
+async def _wait_first(inbox: "asyncio.Queue[RequestTokens]", started: float) -> MeasuredFirstToken:
     """Wait for the only token; what the worker reports may come with it or after it."""
     ttft_ms: float | None = None
     while True:
@@ -125,4 +125,4 @@ async def _wait_first(inbox: "asyncio.Queue[RequestTokens]", started: float) -> 
         if share.finish_reason is not None:
             if ttft_ms is None:
                 raise RequestFailedError("a worker ended a request without a token")
-            return TimedFirstToken(ttft_ms, share.report or TransferReport())
+            return MeasuredFirstToken(ttft_ms, share.report or TransferReport())

@@ -9,31 +9,30 @@ from litestar.types import Receive, Scope, Send
 
 from schemas.ids import RequestId, WorkerId
 from schemas.request import FinishReason, TransferReport
+from services.gateway import limits
 from services.gateway.api.replies import (
     DONE,
     EVENT_STREAM_TYPE,
     JSON_TYPE,
     FinishedChoice,
-    MeshUsage,
+    MeshUsageReply,
     Style,
-    Usage,
+    UsageReply,
     encode_reply,
     error_of_fail,
     event,
     retry_after_of,
-    sources_of,
     usage_of,
 )
 from services.gateway.api.text import Detokenizer, StopMatcher
+from services.gateway.asking import LiveRequest
 from services.gateway.observe.metrics import EndedRequest, GatewayMetrics
-from services.gateway.request.driver import LiveRequest, Requests
-from services.gateway.request.events import Abandon, Deliver, Fail, Finish, Output
+from services.gateway.request.events import Abandon, Deliver, FailRequest, Finish, Output
 from services.gateway.request.job import Job
 from services.gateway.request.mailbox import Mailbox
+from services.gateway.request.prompt_sources import sources_of
+from services.gateway.requests import Requests
 from services.telemetry import Key, OpenSpan
-
-WRITE_GRACE_S = 5.0
-"""How long after the deadline a slow reader may still take what was written."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +89,7 @@ class Call:
 class Answer:
     """The ASGI response of a generation.
 
-    TTFT is as in `ttft.py`; for an answer that is not streamed, to the moment in which token 0 could have been written.
+    TTFT is as in `observe/ttft_parts.py`; of an answer that is not streamed, it ends when token 0 could be written.
     """
 
     def __init__(self, call: Call, requests: Requests, metrics: GatewayMetrics) -> None:
@@ -112,7 +111,7 @@ class Answer:
         async with asyncio.TaskGroup() as tasks:
             watcher = tasks.create_task(self._watch(receive), name=f"watch client of {call.request_id}")
             try:
-                async with asyncio.timeout(call.timeout_s + WRITE_GRACE_S):
+                async with asyncio.timeout(call.timeout_s + limits.WRITE_GRACE_S):
                     await (self._stream(send) if call.stream else self._whole(send))
             except TimeoutError:
                 self._outcome, self._error = "slow_client", "the client did not read its answer by the deadline"
@@ -142,7 +141,7 @@ class Answer:
                     case Finish(reason=reason):
                         num_open -= 1
                         chunks.append(self._last_chunk(number, reason))
-                    case Fail() as fail:
+                    case FailRequest() as fail:
                         await self._write_stream(send, chunks)
                         await self._fail(send, fail)
                         return
@@ -168,7 +167,7 @@ class Answer:
                     case Finish(reason=reason):
                         num_open -= 1
                         text.parts.append(text.finish(reason))
-                    case Fail() as fail:
+                    case FailRequest() as fail:
                         await self._fail(send, fail)
                         return
                     case Abandon(reason=reason):
@@ -186,7 +185,7 @@ class Answer:
 
     def _settle(self, number: int, output: Output) -> Output:
         """Once a choice's text has reached its stop string it is complete, whatever else became of the request."""
-        if self._call.texts[number].matcher.matched and isinstance(output, Fail):
+        if self._call.texts[number].matcher.matched and isinstance(output, FailRequest):
             return Finish("stop")
         return output
 
@@ -246,7 +245,7 @@ class Answer:
         encoded.append((b"content-type", content_type))
         await send({"type": "http.response.start", "status": status, "headers": encoded})
 
-    async def _fail(self, send: Send, fail: Fail) -> None:
+    async def _fail(self, send: Send, fail: FailRequest) -> None:
         """Answer with an error; in the middle of a stream, with an error event and no [DONE]."""
         self._outcome, self._error = fail.code, fail.message
         self._abandon("another choice has failed")
@@ -267,15 +266,15 @@ class Answer:
 
     def _reports(self) -> tuple[list[TransferReport], list[TransferReport]]:
         """Return what the decoding and the prefill workers say of each prompt's first choice. An answer that ended
-        before its decode worker could say anything is told by its prefill worker."""
+        before its decode worker could say anything is reported by its prefill worker."""
         cores = [live.core for live in self._lives[:: self._call.choices_per_prompt]]
         decoding = [core.report or core.prefill_report for core in cores]
         return [r for r in decoding if r is not None], [c.prefill_report for c in cores if c.prefill_report is not None]
 
-    def _usage(self) -> Usage:
+    def _usage(self) -> UsageReply:
         (reports, prefills), last = self._reports(), self._lives[-1].core
         sources = sources_of(reports)
-        mesh = MeshUsage(
+        mesh = MeshUsageReply(
             request_id=self._call.request_id,
             cached_tokens=sources.cached_tokens,
             transferred_tokens=sources.transferred_tokens,

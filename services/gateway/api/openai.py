@@ -10,15 +10,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from services.gateway import limits
 from services.gateway.api.text import ChatMessage
-
-MAX_CHOICES = 128
-"""Most answers of one HTTP request: prompts times `n`."""
-MAX_N = 16
-MAX_STOPS = 4
-MAX_STOP_CHARACTERS = 256
-MAX_STOP_TOKEN_IDS = 64
-DEFAULT_COMPLETION_TOKENS = 16
 
 BodyT = TypeVar("BodyT", bound="CommonBody")
 NumberT = TypeVar("NumberT", int, float)
@@ -156,7 +149,7 @@ def choices_of(body: CompletionBody | ChatBody, vocab_size: int) -> Choices:
     name, max_tokens = _max_tokens(body)
     return Choices(
         model=body.model,
-        n=_within("n", body.n, 1, 1, MAX_N),
+        n=_within("n", body.n, 1, 1, limits.MAX_N),
         max_tokens=max_tokens,
         max_tokens_param=name,
         temperature=_within("temperature", body.temperature, 1.0, 0.0, 2.0),
@@ -248,17 +241,17 @@ def _seed(seed: int | None) -> int | None:
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(stops) > MAX_STOPS:
-        raise InvalidRequestError(f"`stop` holds {len(stops)} strings, more than {MAX_STOPS}", "stop")
-    if any(not text or len(text) > MAX_STOP_CHARACTERS for text in stops):
-        raise InvalidRequestError(f"a `stop` string must have 1 to {MAX_STOP_CHARACTERS} characters", "stop")
+    if len(stops) > limits.MAX_STOPS:
+        raise InvalidRequestError(f"`stop` holds {len(stops)} strings, more than {limits.MAX_STOPS}", "stop")
+    if any(not text or len(text) > limits.MAX_STOP_CHARACTERS for text in stops):
+        raise InvalidRequestError(f"a `stop` string must have 1 to {limits.MAX_STOP_CHARACTERS} characters", "stop")
     return stops
 
 
 def _stop_token_ids(token_ids: list[int] | None, vocab_size: int) -> tuple[int, ...]:
     found = tuple(token_ids or ())
-    if len(found) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequestError(f"`stop_token_ids` holds more than {MAX_STOP_TOKEN_IDS} ids", "stop_token_ids")
+    if len(found) > limits.MAX_STOP_TOKEN_IDS:
+        raise InvalidRequestError(f"`stop_token_ids` holds more than {limits.MAX_STOP_TOKEN_IDS} ids", "stop_token_ids")
     _check_vocabulary(found, vocab_size, "stop_token_ids")
     return found
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from dataplane.blocks.layout import KVLayout
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
-from services.bus.base import MAX_PAYLOAD_BYTES
+from services.bus.limits import MAX_PAYLOAD_BYTES
+from services.gateway import limits
 from services.gateway.api.openai import (
-    DEFAULT_COMPLETION_TOKENS,
-    MAX_CHOICES,
     ChatBody,
     Choices,
     CompletionBody,
@@ -22,13 +21,11 @@ from services.gateway.api.openai import (
 from services.gateway.api.text import ChatTemplateError, TextCodec
 from services.gateway.request.job import BlockKey, Job, pack_prompt
 
-ENVELOPE_BYTES = 4_096
-"""What a RunPrefill or ReserveBlocks may need beside its prompt."""
 SEED_MASK = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
+class GatewayModel:
     """What the gateway needs to know of the checkpoint. `names`: all that clients may call it."""
 
     name: str
@@ -55,7 +52,7 @@ class Prepared:
     max_tokens: tuple[int, ...]
 
 
-async def prepare(model: ServedModel, body: CompletionBody | ChatBody) -> Prepared:
+async def prepare(model: GatewayModel, body: CompletionBody | ChatBody) -> Prepared:
     """Return what is to be computed. Raises InvalidRequestError. Long prompts are tokenized in a thread."""
     choices = choices_of(body, model.vocab_size)
     if choices.model not in model.names:
@@ -66,12 +63,12 @@ async def prepare(model: ServedModel, body: CompletionBody | ChatBody) -> Prepar
     else:
         param = "prompt"
         asked = prompts_of(body, model.vocab_size)
-        if len(asked) * choices.n > MAX_CHOICES:
-            raise InvalidRequestError(f"prompts times `n` is over {MAX_CHOICES}", "prompt")
+        if len(asked) * choices.n > limits.MAX_CHOICES:
+            raise InvalidRequestError(f"prompts times `n` is over {limits.MAX_CHOICES}", "prompt")
         token_ids = [await _encode(model, prompt) for prompt in asked]
-    default = None if isinstance(body, ChatBody) else DEFAULT_COMPLETION_TOKENS
-    limits = [_max_tokens(model, choices, len(ids), default, param) for ids in token_ids]
-    return Prepared(choices=choices, prompts=tuple(token_ids), max_tokens=tuple(limits))
+    default = None if isinstance(body, ChatBody) else limits.DEFAULT_COMPLETION_TOKENS
+    max_tokens = [_max_tokens(model, choices, len(ids), default, param) for ids in token_ids]
+    return Prepared(choices=choices, prompts=tuple(token_ids), max_tokens=tuple(max_tokens))
 
 
 async def make_jobs(
@@ -109,7 +106,7 @@ def _sampling(choices: Choices, max_tokens: int, seed: int) -> SamplingParams:
     )
 
 
-async def _encode_chat(model: ServedModel, body: ChatBody) -> list[int]:
+async def _encode_chat(model: GatewayModel, body: ChatBody) -> list[int]:
     try:
         text = model.codec.render_chat(messages_of(body))
     except ChatTemplateError as error:
@@ -118,15 +115,15 @@ async def _encode_chat(model: ServedModel, body: ChatBody) -> list[int]:
     return await model.codec.encode_async(text, add_special_tokens=False)
 
 
-async def _encode(model: ServedModel, prompt: Prompt) -> list[int]:
+async def _encode(model: GatewayModel, prompt: Prompt) -> list[int]:
     return await model.codec.encode_async(prompt) if isinstance(prompt, str) else prompt
 
 
-def _max_tokens(model: ServedModel, choices: Choices, num_prompt: int, default: int | None, param: str) -> int:
+def _max_tokens(model: GatewayModel, choices: Choices, num_prompt: int, default: int | None, param: str) -> int:
     """Return how many tokens this prompt's answer may have. Raises InvalidRequestError where there is no room."""
     if num_prompt == 0:
         raise InvalidRequestError(f"`{param}` comes to no tokens", param)
-    num_bytes = -(-num_prompt * 4 // 3) * 4 + ENVELOPE_BYTES  # four bytes a token, in base64
+    num_bytes = -(-num_prompt * 4 // 3) * 4 + limits.ENVELOPE_BYTES  # four bytes a token, in base64
     if num_bytes > MAX_PAYLOAD_BYTES:
         message = f"a prompt of {num_prompt} tokens does not fit into a message of {MAX_PAYLOAD_BYTES} bytes"
         raise InvalidRequestError(message, param, "request_too_large", 413)

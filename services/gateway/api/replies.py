@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from schemas.ids import WorkerId
-from schemas.request import FinishReason, TransferReport
+from schemas.request import FinishReason
 from services.gateway.api.openai import InvalidRequestError
-from services.gateway.request.events import Fail
+from services.gateway.request.events import FailRequest
+from services.gateway.request.prompt_sources import PromptSources
 
 DONE = b"data: [DONE]\n\n"
 JSON_TYPE = b"application/json"
@@ -32,20 +32,10 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
-class PromptSources(msgspec.Struct, frozen=True, kw_only=True):
-    """Where prompts' KV came from on one worker each: cached + transferred + recomputed = the prompts' tokens."""
-
-    cached_tokens: int
-    transferred_tokens: int
-    recomputed_tokens: int
-    transferred_from: dict[WorkerId, int]
-    """The transferred tokens by the worker or store that they were read from."""
-
-
-class MeshUsage(PromptSources, frozen=True, kw_only=True):
-    """Our extension: what happened to the request. The sources are those of the worker that decoded; `prefill` tells
+class MeshUsageReply(PromptSources, frozen=True, kw_only=True):
+    """Our extension: what happened to the request. The sources are those of the worker that decoded; `prefill` says
     the same of the prefill worker of a split request. Both are of the first attempt that gave tokens. Workers are
-    those of the last attempt of the last choice; of a prompt with several choices the first one's sources are told."""
+    those of the last attempt of the last choice; of a prompt with several choices the first one's sources are given."""
 
     prefill: PromptSources | None
     request_id: str
@@ -57,12 +47,12 @@ class MeshUsage(PromptSources, frozen=True, kw_only=True):
     """What the client had before the last attempt that went on with it."""
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
+class UsageReply(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    kvmesh: MeshUsage
+    kvmesh: MeshUsageReply
 
 
 class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +110,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     choices: tuple[Choice, ...]
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    usage: UsageReply | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ModelReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,10 +163,10 @@ class Style:
             choice = TextChoice(index=index, text=text, finish_reason=finish_reason, token_ids=ids)
         return event(self._reply((choice,), self._chunk_object, self._chunk_usage))
 
-    def usage_chunk(self, usage: Usage) -> bytes:
+    def usage_chunk(self, usage: UsageReply) -> bytes:
         return event(self._reply((), self._chunk_object, usage))
 
-    def whole(self, answers: Sequence[FinishedChoice], usage: Usage) -> bytes:
+    def whole(self, answers: Sequence[FinishedChoice], usage: UsageReply) -> bytes:
         """Return the whole answer's JSON."""
         choices: list[Choice] = []
         for index, (text, reason, token_ids) in enumerate(answers):
@@ -189,35 +179,21 @@ class Style:
         kind = "chat.completion" if self._chat else "text_completion"
         return _encode(self._reply(tuple(choices), kind, usage))
 
-    def _reply(self, choices: tuple[Choice, ...], kind: str, usage: Usage | msgspec.UnsetType | None) -> Reply:
+    def _reply(self, choices: tuple[Choice, ...], kind: str, usage: UsageReply | msgspec.UnsetType | None) -> Reply:
         return Reply(id=self._id, object=kind, created=self._created, model=self._model, choices=choices, usage=usage)
 
 
-def usage_of(num_prompt: int, num_completion: int, mesh: MeshUsage) -> Usage:
+def usage_of(num_prompt: int, num_completion: int, mesh: MeshUsageReply) -> UsageReply:
     """Return the usage. OpenAI's cached tokens are those that nobody had to compute for this request."""
     computing = mesh.prefill or mesh
     is_split = mesh.decode_worker != mesh.prefill_worker
     reused = computing.cached_tokens + (0 if is_split and not mesh.prefill else computing.transferred_tokens)
-    return Usage(
+    return UsageReply(
         prompt_tokens=num_prompt,
         completion_tokens=num_completion,
         total_tokens=num_prompt + num_completion,
         prompt_tokens_details=PromptTokensDetails(min(reused, num_prompt)),
         kvmesh=mesh,
-    )
-
-
-def sources_of(reports: Sequence[TransferReport]) -> PromptSources:
-    """Return what several prompts' reports come to."""
-    transferred_from: dict[WorkerId, int] = {}
-    for report in reports:
-        for source in report.transferred_from:
-            transferred_from[source.worker_id] = transferred_from.get(source.worker_id, 0) + source.num_tokens
-    return PromptSources(
-        cached_tokens=sum(max(0, report.cached_tokens) for report in reports),
-        transferred_tokens=sum(max(0, report.transferred_tokens) for report in reports),
-        recomputed_tokens=sum(max(0, report.recomputed_tokens) for report in reports),
-        transferred_from=transferred_from,
     )
 
 
@@ -230,7 +206,7 @@ def encode_reply(reply: msgspec.Struct) -> bytes:
     return _encode(reply)
 
 
-def error_of_fail(fail: Fail) -> ErrorReply:
+def error_of_fail(fail: FailRequest) -> ErrorReply:
     kind = {400: "invalid_request_error", 429: "rate_limit_error", 504: "timeout_error"}.get(
         fail.status, "server_error"
     )
@@ -242,6 +218,6 @@ def error_of_invalid(error: InvalidRequestError) -> ErrorReply:
     return ErrorReply(body)
 
 
-def retry_after_of(fail: Fail) -> str:
+def retry_after_of(fail: FailRequest) -> str:
     """Return the Retry-After header's value in whole seconds; empty where asking again will not help."""
     return str(-(-fail.retry_after_ms // 1000)) if fail.retry_after_ms > 0 else ""

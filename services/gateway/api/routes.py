@@ -19,9 +19,10 @@ from schemas.worker import DescribeFleet
 from services.bus.base import BusError
 from services.bus.typed import TypedBus
 from services.config import GatewayConfig
+from services.gateway import limits
 from services.gateway.api.answer import Answer, Call, ChoiceText
 from services.gateway.api.openai import ChatBody, CompletionBody, InvalidRequestError, decode_chat, decode_completion
-from services.gateway.api.prepare import Prepared, ServedModel, make_jobs, prepare
+from services.gateway.api.prepare import GatewayModel, Prepared, make_jobs, prepare
 from services.gateway.api.replies import (
     ErrorReply,
     HealthReply,
@@ -35,17 +36,13 @@ from services.gateway.api.replies import (
 )
 from services.gateway.api.text import StopMatcher
 from services.gateway.observe.metrics import GatewayMetrics
-from services.gateway.request.core import DEFAULT_RETRY_AFTER_MS
-from services.gateway.request.driver import Requests
-from services.gateway.request.events import Fail
+from services.gateway.request.events import FailRequest
+from services.gateway.requests import Requests
 from services.runtime import now_ms
 from services.telemetry import Key, OpenSpan, SpanName, Telemetry
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 24 * 1024 * 1024
-"""Room for the largest prompt that fits into a bus message, written as JSON token ids."""
-HEALTH_TIMEOUT_S = 2.0
 COMPLETIONS = "/v1/completions"
 CHAT_COMPLETIONS = "/v1/chat/completions"
 
@@ -57,7 +54,7 @@ class Gateway:
     """What the routes share. `stopping`: intake has ended."""
 
     config: GatewayConfig
-    model: ServedModel
+    model: GatewayModel
     requests: Requests
     telemetry: Telemetry
     metrics: GatewayMetrics
@@ -123,7 +120,7 @@ def build_app(gateway: Gateway) -> Litestar:
     return Litestar(
         route_handlers=[completions, chat_completions, models, model, health, metrics],
         exception_handlers={HTTPException: _on_http_exception, Exception: _on_exception},
-        request_max_body_size=MAX_BODY_BYTES,
+        request_max_body_size=limits.MAX_BODY_BYTES,
         logging_config=None,
         openapi_config=OpenAPIConfig(title="kvmesh", version="1"),
     )
@@ -178,7 +175,7 @@ async def _read(request: HttpRequest, timeout_s: float) -> bytes | InvalidReques
     except HTTPException as error:
         if error.status_code != 413:
             raise
-        return InvalidRequestError(f"the body is over {MAX_BODY_BYTES} bytes", None, "request_too_large", 413)
+        return InvalidRequestError(f"the body is over {limits.MAX_BODY_BYTES} bytes", None, "request_too_large", 413)
 
 
 async def _call(gateway: Gateway, arrival: Arrival, payload: bytes) -> Call:
@@ -216,14 +213,14 @@ async def _call(gateway: Gateway, arrival: Arrival, payload: bytes) -> Call:
     )
 
 
-def _choice_text(model: ServedModel, prepared: Prepared) -> ChoiceText:
+def _choice_text(model: GatewayModel, prepared: Prepared) -> ChoiceText:
     choices = prepared.choices
     hidden = set(choices.stop_token_ids) | (set[int]() if choices.ignore_eos else model.eos_token_ids)
     return ChoiceText(model.codec.detokenizer(), StopMatcher(choices.stops), hidden)
 
 
 def _refuse_stopping(gateway: Gateway, route: str, root: OpenSpan) -> ASGIApp:
-    fail = Fail("draining", "this gateway is shutting down", 503, DEFAULT_RETRY_AFTER_MS)
+    fail = FailRequest("draining", "this gateway is shutting down", 503, limits.DEFAULT_RETRY_AFTER_MS)
     gateway.metrics.refused(route, fail.status, fail.code)
     root.end({Key.OUTCOME: fail.code}, fail.message)
     headers = {"retry-after": retry_after_of(fail), "traceparent": root.traceparent}
@@ -235,7 +232,7 @@ async def _unhealthy_reason(gateway: Gateway) -> str:
     if gateway.stopping:
         return "this gateway is shutting down"
     try:
-        fleet = await gateway.bus.ask(subjects.FLEET, (), DescribeFleet(), HEALTH_TIMEOUT_S)
+        fleet = await gateway.bus.ask(subjects.FLEET, (), DescribeFleet(), limits.HEALTH_TIMEOUT_S)
     except BusError as error:
         return f"no scheduler answers: {error.reason}"
     if not fleet.ready:
@@ -264,7 +261,7 @@ def _on_http_exception(request: HttpRequest, error: HTTPException) -> Response[b
 
 def _on_exception(request: HttpRequest, error: Exception) -> Response[bytes]:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return _error(error_of_fail(Fail("internal", "an internal error; see the gateway's log", 500)), 500)
+    return _error(error_of_fail(FailRequest("internal", "an internal error; see the gateway's log", 500)), 500)
 
 
 def _error(reply: ErrorReply, status: int, headers: dict[str, str] | None = None) -> Response[bytes]:

@@ -16,11 +16,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from services.errors import UserError
+from services.gateway import limits
 
-MAX_INLINE_CHARACTERS = 4_000
-"""Tokenizing more than this takes many milliseconds, which the event loop should not stand still for."""
 REPLACEMENT = "\ufffd"
-MAX_HELD_TOKENS = 32
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +53,7 @@ class TextCodec:
 
     async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Like `encode`; a long text is tokenized in a thread, so that the event loop stays quick."""
-        if len(text) <= MAX_INLINE_CHARACTERS:
+        if len(text) <= limits.MAX_INLINE_CHARACTERS:
             return self.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
 
@@ -111,7 +109,7 @@ class Detokenizer:
             return ""
         # Garbage that never becomes a character must not be decoded again from its start for each of its tokens.
         num_held = len(self._window) - self._num_returned
-        if num_held > MAX_HELD_TOKENS and REPLACEMENT in self._codec.decode([token_id]):
+        if num_held > limits.MAX_HELD_TOKENS and REPLACEMENT in self._codec.decode([token_id]):
             return ""
         text = self._codec.decode(self._window)
         if text.endswith(REPLACEMENT) or len(text) <= len(self._returned_text):

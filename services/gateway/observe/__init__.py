@@ -1,1 +1,1 @@
-"""What a gateway measures and what it tells people of its requests."""
+"""What a gateway measures of its requests, and what it publishes of them for people."""

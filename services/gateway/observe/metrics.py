@@ -7,7 +7,7 @@ from typing import Protocol
 from schemas.ids import WorkerId
 from schemas.worker import BlockCounts
 from services import metric_names as names
-from services.gateway.api.replies import PromptSources
+from services.gateway.request.prompt_sources import PromptSources
 from services.metrics import Metrics
 
 OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}

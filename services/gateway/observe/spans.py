@@ -9,13 +9,11 @@ import msgspec
 
 from schemas.ids import WorkerId
 from schemas.request import FirstTokenTimes
+from services.gateway import limits
 from services.gateway.observe.ttft_parts import Milestones, fit_clock, ttft_parts
-from services.gateway.request.events import Placed, PlaceRefused, PlaceUnanswered
+from services.gateway.request.events import PlaceGranted, PlaceRefused, PlaceUnanswered
 from services.gateway.request.job import Job
 from services.telemetry import AttributeValue, Key, OpenSpan, SpanName, Telemetry
-
-MAX_KEEPS_PER_S = 50
-"""Of the traces that were not sampled: a mesh that fails all its requests must not drown in words about them."""
 
 
 @dataclass(slots=True)
@@ -54,11 +52,11 @@ class GatewaySpans:
     _second: int = 0
     _num_kept: int = 0
 
-    def placed(self, job: Job, span_ns: tuple[int, int], event: Placed | PlaceRefused | PlaceUnanswered) -> None:
+    def placed(self, job: Job, span_ns: tuple[int, int], event: PlaceGranted | PlaceRefused | PlaceUnanswered) -> None:
         attributes: dict[str, AttributeValue] = {Key.REQUEST_ID: job.request_id, Key.ATTEMPT: event.attempt}
         error = ""
         match event:
-            case Placed():
+            case PlaceGranted():
                 attributes[Key.PREFILL_WORKER] = event.prefill_worker
                 attributes[Key.DECODE_WORKER] = event.decode_worker or ""
                 attributes[Key.SOURCES] = ", ".join(
@@ -74,7 +72,7 @@ class GatewaySpans:
         self.telemetry.record(SpanName.PLACE, job.traceparent, span_ns, attributes, error=error)
 
     def dispatched(self, job: Job, clock: AttemptClock, sent: Dispatch, accepted_ns: int, error: str = "") -> None:
-        """A worker has taken an attempt, at this time by its own clock (0: not told), or has not."""
+        """A worker has taken an attempt, at this time by its own clock (0: unknown), or has not."""
         if sent.attempt == clock.attempt:
             if sent.role in clock.dispatched:
                 return  # its first token came before its reply
@@ -92,7 +90,7 @@ class GatewaySpans:
     def first_token(
         self, job: Job, clock: AttemptClock, times: FirstTokenTimes | None, read_ns: int, prefill_worker: WorkerId
     ) -> dict[str, float]:
-        """Token 0 has been written just now. Return the parts of the TTFT in seconds; none where its worker told no
+        """Token 0 has been written just now. Return the parts of the TTFT in seconds; none where its worker sent no
         times."""
         written_ns = time.time_ns()
         fitted = fit_clock(times, clock.placed_ns, written_ns) if times else None
@@ -114,4 +112,4 @@ class GatewaySpans:
         second = time.time_ns() // 1_000_000_000
         self._num_kept = self._num_kept + 1 if second == self._second else 1
         self._second = second
-        return reason if self._num_kept <= MAX_KEEPS_PER_S else ""
+        return reason if self._num_kept <= limits.MAX_KEEPS_PER_S else ""

@@ -3,7 +3,7 @@
 Tokens depend on the prompt, the seed and their index only, so a later attempt goes on where the answer stopped: what
 the client has had becomes part of the attempt's prompt. Up to `max_attempts` attempts in a row may give the client
 nothing. A token that comes again and differs ends the request with an error. An attempt that had workers and did not
-finish there is always cancelled. After its one end (Finish, Fail or Abandon) a request ignores everything.
+finish there is always cancelled. After its one end (Finish, FailRequest or Abandon) a request ignores everything.
 
 What was under way waits for workers and schedulers to come back. What nobody has begun is refused at once where there
 is no room for it, so that the client can come back itself; a scheduler that does not answer has a few seconds.
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from schemas.ids import HandoffId, RequestId, WorkerId
 from schemas.request import AttemptEnd, FinishReason, RefusalReason, RequestFailure, TransferReport
+from services.gateway.limits import DEFAULT_RETRY_AFTER_MS, MAX_TROUBLES, PAUSE_MAX_MS, PAUSE_MIN_MS
 from services.gateway.request.events import (
     Abandon,
     Action,
@@ -23,11 +24,11 @@ from services.gateway.request.events import (
     DeadlinePassed,
     Deliver,
     Event,
-    Fail,
+    FailRequest,
     Finish,
     GatewayStopping,
-    Placed,
     PlaceEvent,
+    PlaceGranted,
     PlaceRefused,
     PlaceUnanswered,
     ProgressAnswered,
@@ -35,6 +36,7 @@ from services.gateway.request.events import (
     SendReserve,
     SendRun,
     StopMatched,
+    Submitted,
     TokensReceived,
     WorkerAccepted,
     WorkerLost,
@@ -43,27 +45,33 @@ from services.gateway.request.events import (
 )
 from services.gateway.request.progress_watch import NEVER_MS, Ears, Watch, WatchLimits
 
-DEFAULT_RETRY_AFTER_MS = 1_000
-PAUSE_MIN_MS = 100
-PAUSE_MAX_MS = 1_000
-"""Between two questions for a placement of what is under way, whatever the refusal says."""
-MAX_TROUBLES = 8
-"""So many failed attempts are told in an error message, the last ones."""
-
 
 class Phase(enum.StrEnum):
+    """What a request is waiting for."""
+
     PLACING = "placing"
+    """For a scheduler's answer; or it has not been submitted yet."""
     WAITING = "waiting"
-    """To ask for a placement again."""
+    """For the time at which it asks for a placement again."""
     RUNNING = "running"
+    """For its workers' tokens."""
     ENDED = "ended"
 
 
 class RequestCore:
-    """The state of one request. `max_tokens` 1 is never split: there is nothing to decode elsewhere."""
+    """The state of one request. `handle` and `tick` return what is to be done, in order.
+
+    `max_tokens` 1 is never split: there is nothing to decode elsewhere. `ears` says when this gateway last heard
+    anything at all; it is shared by its requests, and only read here.
+    """
 
     def __init__(
-        self, request_id: RequestId, max_tokens: int, max_attempts: int, limits: WatchLimits | None = None
+        self,
+        request_id: RequestId,
+        max_tokens: int,
+        max_attempts: int,
+        limits: WatchLimits | None = None,
+        ears: Ears | None = None,
     ) -> None:
         self.request_id = request_id
         self.max_tokens = max_tokens
@@ -83,15 +91,17 @@ class RequestCore:
         self.wake_ms = 0
         """`tick` has nothing to do before."""
         self._limits = limits or WatchLimits()
+        self._ears = ears or Ears()
         self._excluded: list[WorkerId] = []
         self._troubles: list[str] = []
         self._num_vain = 0
         """Attempts in a row that gave the client nothing."""
         self._is_under_way = False
-        """Somebody has worked on it."""
+        """A worker has taken an attempt, or has sent tokens."""
         self._num_untaken = 0
+        """Attempts in a row that no worker has taken."""
         self._waiting_since_ms = 0
-        """Since then nobody has worked on what is under way."""
+        """When a worker last had an attempt of it, or when it began to wait; 0: neither has happened."""
         self._begin_attempt()
 
     def __repr__(self) -> str:
@@ -103,15 +113,13 @@ class RequestCore:
         """Why the last attempt that failed did."""
         return self._troubles[-1] if self._troubles else ""
 
-    def start(self) -> list[Action]:
-        """Return the first actions. Call once, before any event."""
-        return [self._ask_placement()]
-
     def handle(self, event: Event, now_ms: int) -> list[Action]:
-        """Take in what has happened; return what is to be done, in order."""
+        """Take in what has happened. The first event is Submitted, and comes once."""
         if self.phase is Phase.ENDED:
             return []
         match event:
+            case Submitted():
+                return [self._ask_placement()]
             case TokensReceived():
                 return self._receive(event, now_ms) if self._concerns(event) else []
             case WorkerLost():
@@ -124,16 +132,16 @@ class RequestCore:
             case ClientGone():
                 return self._end(event.reason, Abandon(event.reason))
             case GatewayStopping():
-                stopping = Fail("draining", "this gateway is shutting down", 503, DEFAULT_RETRY_AFTER_MS)
+                stopping = FailRequest("draining", "this gateway is shutting down", 503, DEFAULT_RETRY_AFTER_MS)
                 return self._end("gateway stopping", stopping)
-            case Placed() | PlaceRefused() | PlaceUnanswered():
+            case PlaceGranted() | PlaceRefused() | PlaceUnanswered():
                 is_awaited = self.phase is Phase.PLACING and event.attempt == self.attempt
                 return self._placing(event, now_ms) if is_awaited else []
             case _:
                 is_ours = self.phase is Phase.RUNNING and event.attempt == self.attempt
                 return self._running(event, now_ms) if is_ours else []
 
-    def tick(self, now_ms: int, ears: Ears) -> list[Action]:
+    def tick(self, now_ms: int) -> list[Action]:
         """Return what the time makes necessary: questions, another attempt, the end of a wait."""
         if now_ms < self.wake_ms:
             return []
@@ -144,31 +152,31 @@ class RequestCore:
         if self.phase is not Phase.RUNNING:
             return []
         needed = self._needed()
-        silent = self._watch.silent(needed, now_ms, ears)
+        silent = self._watch.silent(needed, now_ms, self._ears)
         if silent is not None:
-            fail = Fail("worker_failed", f"{silent} has been silent", 502)
+            fail = FailRequest("worker_failed", f"{silent} has been silent", 502)
             return self._retry(silent, "a worker is silent", fail, now_ms)
         due = self._watch.due(needed, now_ms)
-        self.wake_ms = self._watch.next_ms(needed, ears)
+        self.wake_ms = self._watch.next_ms(needed, self._ears)
         return [AskWorker(self.attempt, worker_id, len(self.tokens)) for worker_id in due]
 
     def _placing(self, event: PlaceEvent, now_ms: int) -> list[Action]:
         match event:
-            case Placed():
+            case PlaceGranted():
                 return self._run(event, now_ms)
             case PlaceRefused():
                 message = self._with_troubles(event.detail or event.reason)
                 fail = self._refusal(event.reason, message, event.retry_after_ms)
-                # The last worker of a role may be starting again; a full mesh tells new requests so at once.
+                # The last worker of a role may be starting again. A full mesh refuses new requests at once.
                 if event.reason == "no_worker" or (self._is_under_way and event.reason in ("overloaded", "draining")):
                     return self._wait(event.retry_after_ms, fail, now_ms)
                 return self._end("", fail)
             case PlaceUnanswered():
                 message = self._with_troubles(f"no scheduler answers ({event.detail})")
-                fail = Fail("no_scheduler", message, 503, DEFAULT_RETRY_AFTER_MS)
+                fail = FailRequest("no_scheduler", message, 503, DEFAULT_RETRY_AFTER_MS)
                 return self._wait(PAUSE_MIN_MS, fail, now_ms)
 
-    def _wait(self, pause_ms: int, fail: Fail, now_ms: int) -> list[Action]:
+    def _wait(self, pause_ms: int, fail: FailRequest, now_ms: int) -> list[Action]:
         """Ask for a placement again in a while; fail where that has gone on for long enough."""
         self._waiting_since_ms = self._waiting_since_ms or now_ms
         limit_ms = self._limits.resume_wait_ms if self._is_under_way else self._limits.place_wait_ms
@@ -195,7 +203,7 @@ class RequestCore:
                 refusal = self._refusal(event.reason, f"{worker_id}: {event.detail}", event.retry_after_ms)
                 if event.reason in ("too_long", "deadline"):
                     return self._end(f"refused: {event.reason}", refusal)
-                # `invalid` is also what a question that came twice is told once its attempt is over.
+                # `invalid` is also the reply to a message that comes a second time once its attempt is over.
                 is_over = event.reason == "invalid"
                 return self._retry(worker_id, f"refused: {event.reason}", refusal, now_ms, taken=is_over)
             case WorkerSilent():
@@ -204,7 +212,7 @@ class RequestCore:
                 if event.may_have_taken:
                     self._watch.end_accept_wait(worker_id)
                     return []
-                lost = Fail("worker_failed", f"{worker_id} did not answer: {event.detail}", 502)
+                lost = FailRequest("worker_failed", f"{worker_id} did not answer: {event.detail}", 502)
                 return self._retry(worker_id, "a worker did not answer", lost, now_ms, taken=False)
 
     def _progress(self, event: ProgressAnswered, now_ms: int) -> list[Action]:
@@ -215,10 +223,10 @@ class RequestCore:
         if not self._needs(worker_id):
             return []
         if event.outcome == "unknown":
-            fail = Fail("worker_failed", f"{worker_id} does not know the request any more", 502)
+            fail = FailRequest("worker_failed", f"{worker_id} does not know the request any more", 502)
             return self._retry(worker_id, "a worker does not know it", fail, now_ms)
         if event.outcome == "unserved" and self._watch.is_dead(worker_id, now_ms):
-            fail = Fail("worker_failed", f"{worker_id} is gone: nobody serves its requests", 502)
+            fail = FailRequest("worker_failed", f"{worker_id} is gone: nobody serves its requests", 502)
             return self._retry(worker_id, "a worker is gone", fail, now_ms)
         return []
 
@@ -241,7 +249,7 @@ class RequestCore:
     def _ask_placement(self) -> AskPlacement:
         return AskPlacement(self.attempt, tuple(self._excluded), self.num_answered)
 
-    def _run(self, event: Placed, now_ms: int) -> list[Action]:
+    def _run(self, event: PlaceGranted, now_ms: int) -> list[Action]:
         self.phase = Phase.RUNNING
         prefill, answered = event.prefill_worker, self.num_answered
         self.prefill_worker = prefill
@@ -280,7 +288,7 @@ class RequestCore:
             known = self.tokens[index] if index < len(self.tokens) else self._pending.get(index, token)
             if known != token:
                 message = f"{event.worker_id} computed another token at index {index} than the one before it"
-                return self._end("tokens differ", Fail("replay_mismatch", message, 500))
+                return self._end("tokens differ", FailRequest("replay_mismatch", message, 500))
             if index == self.num_answered:
                 self.has_first_token = True
             if len(self.tokens) <= index < self.max_tokens:
@@ -307,7 +315,7 @@ class RequestCore:
             return actions
         if len(self.tokens) > self._num_final_tokens:
             message = f"attempt {self.attempt} ended after {self._num_final_tokens} tokens, an earlier one went on"
-            return self._end("answers differ", Fail("replay_mismatch", message, 500))
+            return self._end("answers differ", FailRequest("replay_mismatch", message, 500))
         if self.decode_worker is not None and not self._heard_decode:
             actions.append(SendCancel(self.attempt, "finished on the prefill worker", AttemptEnd.COMPLETE))
         self.phase = Phase.ENDED
@@ -316,7 +324,7 @@ class RequestCore:
     def _fail_worker(self, worker_id: WorkerId, failure: RequestFailure, now_ms: int) -> list[Action]:
         if not self._needs(worker_id):
             return []
-        fail = Fail(failure.code, f"{worker_id}: {failure.detail}", _FAILURE_STATUS.get(failure.code, 500))
+        fail = FailRequest(failure.code, f"{worker_id}: {failure.detail}", _FAILURE_STATUS.get(failure.code, 500))
         if fail.status == 504:
             fail = self._deadline(fail.message)
         if failure.retryable:
@@ -327,7 +335,7 @@ class RequestCore:
     def _lose_worker(self, event: WorkerLost, now_ms: int) -> list[Action]:
         actions: list[Action] = []
         if self._needs(event.worker_id):
-            fail = Fail("worker_failed", f"{event.worker_id} has left: {event.reason}", 502)
+            fail = FailRequest("worker_failed", f"{event.worker_id} has left: {event.reason}", 502)
             actions = self._retry(event.worker_id, "a worker has left", fail, now_ms, exclude=not event.is_back)
         elif event.worker_id in self._excluded:  # whoever comes back under this name has failed nobody
             self._excluded.remove(event.worker_id)
@@ -349,7 +357,14 @@ class RequestCore:
         return self._heard_decode if worker_id == self.decode_worker else self.has_first_token
 
     def _retry(
-        self, worker_id: WorkerId, reason: str, fail: Fail, now_ms: int, *, taken: bool = True, exclude: bool = True
+        self,
+        worker_id: WorkerId,
+        reason: str,
+        fail: FailRequest,
+        now_ms: int,
+        *,
+        taken: bool = True,
+        exclude: bool = True,
     ) -> list[Action]:
         """Give this attempt up and begin another, if possible without `worker_id`; fail where it was the last.
 
@@ -368,9 +383,9 @@ class RequestCore:
             self._num_vain += 1
         if len(self.tokens) >= self.max_tokens:  # only its end has not been heard
             return self._end(reason, Finish("length"))
-        told = Fail(fail.code, self._all_troubles(), fail.status, fail.retry_after_ms)
+        fail_all = FailRequest(fail.code, self._all_troubles(), fail.status, fail.retry_after_ms)
         if self._num_vain >= self.max_attempts:
-            return self._end(reason, told)
+            return self._end(reason, fail_all)
         cancel = SendCancel(self.attempt, reason)
         if worker_id in self._excluded:
             self._excluded.remove(worker_id)
@@ -378,34 +393,34 @@ class RequestCore:
             self._excluded.append(worker_id)
         self._begin_attempt()
         if self._num_untaken > 1:
-            return [cancel, *self._wait(PAUSE_MIN_MS * self._num_untaken, told, now_ms)]
+            return [cancel, *self._wait(PAUSE_MIN_MS * self._num_untaken, fail_all, now_ms)]
         return [cancel, self._ask_placement()]
 
     def _end(
-        self, reason: str, output: Finish | Fail | Abandon, end: AttemptEnd = AttemptEnd.CANCELLED
+        self, reason: str, output: Finish | FailRequest | Abandon, end: AttemptEnd = AttemptEnd.CANCELLED
     ) -> list[Action]:
-        """End the request; workers that have the attempt are told to let go, and why."""
+        """End the request, and cancel the attempt at the workers that have it."""
         cancels: list[Action] = [SendCancel(self.attempt, reason, end)] if self.phase is Phase.RUNNING else []
         self.phase = Phase.ENDED
         return [*cancels, output]
 
-    def _refusal(self, reason: RefusalReason, message: str, retry_after_ms: int) -> Fail:
+    def _refusal(self, reason: RefusalReason, message: str, retry_after_ms: int) -> FailRequest:
         match reason:
             case "too_long":
-                return Fail("context_length_exceeded", message, 400)
+                return FailRequest("context_length_exceeded", message, 400)
             case "deadline":
                 return self._deadline(message)
             case "invalid":
-                return Fail("invalid", message, 500)
+                return FailRequest("invalid", message, 500)
             case "overloaded":
-                return Fail("overloaded", message, 429, retry_after_ms or DEFAULT_RETRY_AFTER_MS)
+                return FailRequest("overloaded", message, 429, retry_after_ms or DEFAULT_RETRY_AFTER_MS)
             case _:
-                return Fail(reason, message, 503, retry_after_ms or DEFAULT_RETRY_AFTER_MS)
+                return FailRequest(reason, message, 503, retry_after_ms or DEFAULT_RETRY_AFTER_MS)
 
-    def _deadline(self, message: str) -> Fail:
+    def _deadline(self, message: str) -> FailRequest:
         placing = "while it was being placed"
         where = {Phase.PLACING: placing, Phase.WAITING: placing, Phase.RUNNING: f"after {len(self.tokens)} tokens"}
-        return Fail("deadline", f"{message} {where.get(self.phase, '')}".rstrip(), 504)
+        return FailRequest("deadline", f"{message} {where.get(self.phase, '')}".rstrip(), 504)
 
     def _with_troubles(self, message: str) -> str:
         return f"{message}; before that: {self._all_troubles()}" if self._troubles else message

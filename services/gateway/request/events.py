@@ -18,7 +18,14 @@ from schemas.request import (
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class Submitted:
+    """The request begins. The first event of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceGranted:
+    """A scheduler has named workers. `decode_worker` None: the prefill worker serves the request alone."""
+
     attempt: int
     prefill_worker: WorkerId
     decode_worker: WorkerId | None
@@ -29,6 +36,8 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class PlaceRefused:
+    """A scheduler has refused. `retry_after_ms` 0: it did not say when to ask again."""
+
     attempt: int
     reason: RefusalReason
     detail: str
@@ -45,6 +54,8 @@ class PlaceUnanswered:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRefused:
+    """A worker does not take the attempt."""
+
     attempt: int
     worker_id: WorkerId
     reason: RefusalReason
@@ -54,13 +65,15 @@ class WorkerRefused:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAccepted:
+    """A worker has taken the attempt."""
+
     attempt: int
     worker_id: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSilent:
-    """A worker did not say that it has taken the request. `may_have_taken`: its yes may be what was lost."""
+    """A worker has not answered whether it takes the attempt. `may_have_taken`: its reply may be what was lost."""
 
     attempt: int
     worker_id: WorkerId
@@ -74,7 +87,8 @@ ProgressOutcome = Literal["known", "unknown", "unserved", "unanswered"]
 
 @dataclass(frozen=True, slots=True)
 class ProgressAnswered:
-    """What became of an AskWorker. The tokens of a reply come as TokensReceived. `is_waiting`: it is in line there."""
+    """What came of an AskWorker. The tokens of a reply come as TokensReceived. `is_waiting`: the attempt is in line
+    there."""
 
     attempt: int
     worker_id: WorkerId
@@ -84,6 +98,9 @@ class ProgressAnswered:
 
 @dataclass(frozen=True, slots=True)
 class TokensReceived:
+    """What a worker says of an attempt. `index` is the answer's index of the first token; none may be there where the
+    attempt has ended (`finish_reason`, `failure`) or only a `report` comes."""
+
     attempt: int
     worker_id: WorkerId
     index: int
@@ -109,22 +126,25 @@ class StopMatched:
 
 @dataclass(frozen=True, slots=True)
 class DeadlinePassed:
-    pass
+    """The request's deadline is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientGone:
+    """Nobody reads the answer any more."""
+
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayStopping:
-    pass
+    """This gateway ends, and its requests with it."""
 
 
-PlaceEvent = Placed | PlaceRefused | PlaceUnanswered
+PlaceEvent = PlaceGranted | PlaceRefused | PlaceUnanswered
 AttemptEvent = PlaceEvent | WorkerRefused | WorkerAccepted | WorkerSilent | ProgressAnswered
-Event = AttemptEvent | TokensReceived | WorkerLost | StopMatched | DeadlinePassed | ClientGone | GatewayStopping
+RequestEvent = Submitted | StopMatched | DeadlinePassed | ClientGone | GatewayStopping
+Event = AttemptEvent | TokensReceived | WorkerLost | RequestEvent
 
 
 # What the shell is asked to do.
@@ -132,7 +152,8 @@ Event = AttemptEvent | TokensReceived | WorkerLost | StopMatched | DeadlinePasse
 
 @dataclass(frozen=True, slots=True)
 class AskPlacement:
-    """`num_answered`: so many tokens of the answer are there already, and belong to the attempt's prompt."""
+    """Ask a scheduler for workers. `num_answered`: so many tokens of the answer are there already, and belong to the
+    attempt's prompt."""
 
     attempt: int
     excluded_workers: tuple[WorkerId, ...]
@@ -141,6 +162,8 @@ class AskPlacement:
 
 @dataclass(frozen=True, slots=True)
 class SendRun:
+    """Send the attempt to its prefill worker; without a decode worker it computes the answer, too."""
+
     attempt: int
     prefill_worker: WorkerId
     decode_worker: WorkerId | None
@@ -152,6 +175,8 @@ class SendRun:
 
 @dataclass(frozen=True, slots=True)
 class SendReserve:
+    """Have the decode worker of a split attempt reserve its blocks."""
+
     attempt: int
     prefill_worker: WorkerId
     decode_worker: WorkerId
@@ -163,7 +188,7 @@ class SendReserve:
 
 @dataclass(frozen=True, slots=True)
 class AskWorker:
-    """What has this attempt come to at this worker? `index`: the first token that is lacking."""
+    """Ask a worker what has come of the attempt. `index`: of the first token that is missing."""
 
     attempt: int
     worker_id: WorkerId
@@ -172,7 +197,7 @@ class AskWorker:
 
 @dataclass(frozen=True, slots=True)
 class SendCancel:
-    """`reason` is for people."""
+    """Tell all workers to let go of the attempt. `reason` is for people."""
 
     attempt: int
     reason: str
@@ -189,11 +214,13 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
+    """The answer is complete."""
+
     reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True)
-class Fail:
+class FailRequest:
     """The request ends with an error. `status` is HTTP's, for an answer that has not begun."""
 
     code: str
@@ -209,5 +236,5 @@ class Abandon:
     reason: str
 
 
-Output = Deliver | Finish | Fail | Abandon
+Output = Deliver | Finish | FailRequest | Abandon
 Action = AskPlacement | SendRun | SendReserve | AskWorker | SendCancel | Output

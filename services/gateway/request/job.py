@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from schemas.block import hash_blocks, join_hashes, num_tokens, pack_tokens, unpack_tokens
 from schemas.ids import GatewayId, RequestId, TokenIds
 from schemas.request import PlaceRequest, ReserveBlocks, RunPrefill, SamplingParams
+from services.gateway import limits
 from services.gateway.request.events import AskPlacement, SendReserve, SendRun
-
-MAX_INLINE_TOKENS = 4_096
-"""Packing and hashing more than this takes milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +46,7 @@ class Job:
 
 async def pack_prompt(prompt: Sequence[int], key: BlockKey) -> PackedPrompt:
     """Pack and hash a prompt; a long one in a thread."""
-    if len(prompt) <= MAX_INLINE_TOKENS:
+    if len(prompt) <= limits.MAX_INLINE_TOKENS:
         return _pack(prompt, key)
     return await asyncio.to_thread(_pack, prompt, key)
 

@@ -3,10 +3,8 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from services.gateway.request.events import Abandon, Deliver, Fail, Finish, Output
-
-MAX_PARTS = 16
-"""Tokens are handed on as they came, up to so many times; what comes after joins the last."""
+from services.gateway import limits
+from services.gateway.request.events import Abandon, Deliver, FailRequest, Finish, Output
 
 
 @dataclass(slots=True)
@@ -15,7 +13,7 @@ class _Waiting:
 
     index: int = 0
     parts: list[list[int]] = field(default_factory=list[list[int]])
-    end: Finish | Fail | Abandon | None = None
+    end: Finish | FailRequest | Abandon | None = None
 
 
 class Mailbox:
@@ -35,7 +33,7 @@ class Mailbox:
         if isinstance(output, Deliver):
             if not waiting.parts:
                 waiting.index = output.index
-            if len(waiting.parts) < MAX_PARTS:
+            if len(waiting.parts) < limits.MAX_PARTS:
                 waiting.parts.append([])
             waiting.parts[-1] += output.tokens
         else:

@@ -1,0 +1,96 @@
+"""Times and limits of a gateway that nobody has to set; what a user may set stands in `config.py`."""
+
+# HTTP.
+
+MAX_BODY_BYTES = 24 * 1024 * 1024
+"""Of a request's body: room for the largest prompt that fits into a bus message, written as JSON token ids."""
+
+MAX_CHOICES = 128
+"""Answers of one HTTP request, which are prompts times `n`: each is a request of its own to the mesh."""
+
+MAX_N = 16
+"""Answers to one prompt, OpenAI's `n`."""
+
+MAX_STOPS = 4
+"""Stop strings of a request, as in OpenAI's API."""
+
+MAX_STOP_CHARACTERS = 256
+"""Of one stop string: text that may be its beginning is held back from the client."""
+
+MAX_STOP_TOKEN_IDS = 64
+"""They travel to the workers with each attempt."""
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""Of a completion that names no `max_tokens`: OpenAI's own default."""
+
+DEFAULT_RETRY_AFTER_MS = 1_000
+"""What a refusal says of when to come back, where whoever refused did not say."""
+
+WRITE_GRACE_S = 5.0
+"""How long after the deadline a client that reads slowly may still take what was written."""
+
+HEALTH_TIMEOUT_S = 2.0
+"""For the scheduler's answer to a health check; as for a placement."""
+
+DRAIN_S = 5.0
+"""How long running requests may take to end by themselves once the gateway stops."""
+
+# Work on the event loop: what takes longer runs in a thread, so that nobody's tokens wait for it.
+
+MAX_INLINE_CHARACTERS = 4_000
+"""Of a text that is tokenized on the event loop; a longer one takes many milliseconds."""
+
+MAX_INLINE_TOKENS = 4_096
+"""Of a prompt that is packed and hashed on the event loop; more takes milliseconds."""
+
+# One request.
+
+ENVELOPE_BYTES = 4_096
+"""What a RunPrefill or ReserveBlocks may need beside its prompt, of the bus's largest message."""
+
+PLACE_TIMEOUT_S = 2.0
+"""A scheduler answers from memory; one that does not within this is dead or overloaded."""
+
+TICK_S = 0.05
+"""How exactly the waits of requests under way are kept."""
+
+PAUSE_MIN_MS = 100
+PAUSE_MAX_MS = 1_000
+"""Between two questions for a placement of what is under way, whatever the refusal says."""
+
+MAX_TROUBLES = 8
+"""Failed attempts that an error message describes: the last ones."""
+
+MAX_PARTS = 16
+"""Deliveries of one choice that a slow client's mailbox keeps apart; the tokens of later ones join the last."""
+
+MAX_HELD_TOKENS = 32
+"""Tokens that are decoded together in search of a whole character. Bytes that never become one would else be decoded
+again from their beginning for each token."""
+
+# The workers, as the gateway hears of them.
+
+INCARNATION_QUIET_MS = 3_000
+"""A worker says its load twice a second: one that is quiet for so long while its name speaks has been replaced."""
+
+LOAD_KEPT_MS = 10_000
+"""A worker's load is forgotten after so long without another."""
+
+# What is published of requests for people (`observe/`).
+
+MAX_UNSENT = 2_000
+"""Messages that may wait to be sent; beyond it the oldest are dropped."""
+
+MAX_BUFFERED = 2_000
+"""Messages that go into the send buffer while the broker is away: the buffer is there for what requests need."""
+
+MAX_ENDED = 1_000
+ENDED_KEPT_MS = 300_000
+"""Requests that have ended and can still be asked for: so many, and for so long."""
+
+SEEK_TIMEOUT_S = 0.25
+"""How long the other gateways have to say that they know a request."""
+
+MAX_KEEPS_PER_S = 50
+"""Traces that were not sampled and are kept after all: a mesh that fails all its requests must not drown in messages
+about them."""
