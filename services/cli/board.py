@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from schemas import observe as story
+from schemas import observe
 from schemas.handoff import KVLanded
 from schemas.ids import WorkerId
 from schemas.message import Message
@@ -73,8 +73,8 @@ class Board:
                 self.tokens.add(now_s, sum(len(share.tokens) // 4 for share in requests))
             case KVLanded():
                 self._hear_landed(message, now_s)
-            case story.StoryMessage():
-                self._hear_story(message, now_s, now_ms)
+            case observe.StoryMessage():
+                self._hear_event(message, now_s, now_ms)
             case _:
                 pass
 
@@ -92,32 +92,32 @@ class Board:
         pair.transfers.add(now_s)
         pair.carrier, pair.last_s = landed.carrier, now_s
 
-    def _hear_story(self, told: story.StoryMessage, now_s: float, now_ms: int) -> None:
-        request_id = told.request_id
+    def _hear_event(self, event: observe.StoryMessage, now_s: float, now_ms: int) -> None:
+        request_id = event.request_id
         phase = ""
-        match told:
-            case story.RequestAccepted():
+        match event:
+            case observe.RequestAccepted():
                 phase = "placing"
-            case story.RequestPlaced():
+            case observe.RequestPlaced():
                 phase = "prefill"
-            case story.FirstTokenHeard():
+            case observe.FirstTokenHeard():
                 phase = "decode"
-                self.ttfts_ms.append(told.age_ms)
-            case story.RequestResumed():
+                self.ttfts_ms.append(event.age_ms)
+            case observe.RequestResumed():
                 phase = "placing"
                 self.num_resumed += 1
-            case story.RequestFinished():
+            case observe.RequestFinished():
                 self.ends["finished"] += 1
                 self.finished.add(now_s)
-            case story.RequestFailed(code=code):
+            case observe.RequestFailed(code=code):
                 self.ends["failed"] += 1
                 self.failures[code] += 1
-            case story.RequestCancelled():
+            case observe.RequestCancelled():
                 self.ends["cancelled"] += 1
             case _:
                 return
         if phase:
-            left_s = min(OPEN_REQUEST_MAX_S, max(0.0, (told.deadline_ms - now_ms) / 1000))
+            left_s = min(OPEN_REQUEST_MAX_S, max(0.0, (event.deadline_ms - now_ms) / 1000))
             self._open[request_id] = (phase, now_s + left_s + 1.0)
         else:
             self._open.pop(request_id, None)
