@@ -1,1 +1,1 @@
-"""Load tools for people who run a mesh. They speak HTTP, as a client does."""
+"""The measurements of `kvmesh bench`, one module each. All but `crossover` and `loss` speak HTTP, as a client does."""

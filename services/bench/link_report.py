@@ -1,4 +1,4 @@
-"""`kvmesh bench links` at the terminal."""
+"""Prints `kvmesh bench links`."""
 
 import sys
 
@@ -14,7 +14,7 @@ HEADINGS = ("link", "KV, MiB", "prefill ms", "all at once ms", "exposed ms")
 
 
 def run_links(lengths: str, tflops: float, chunk_tokens: int, *, as_json: bool, as_markdown: bool) -> None:
-    """Print what hand-overs take. Raises UserError for lengths that are no lengths."""
+    """Print the time of hand-overs over each link. Raises UserError for invalid lengths."""
     wanted = parse_lengths(lengths, "--lengths", MAX_TOKENS)
     if as_markdown:
         sys.stdout.write(markdown(link_table(wanted, tflops, chunk_tokens)) + "\n")

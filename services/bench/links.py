@@ -14,7 +14,7 @@ from typing import NamedTuple
 FRAME_BYTES = 8 << 20
 """Most bytes of one frame, as `nccl` cuts them."""
 FIXED_MS = 0.5
-"""Of one read, ours: opening the stream, its ticket, the last commit. README: a read of one block, 300 to 470 µs."""
+"""Of one read: opening the stream, its ticket, the last Commit. README: a read of one block takes 300 to 470 µs."""
 FRAME_US = 30.0
 """Of one frame: NCCL's time for a small message between two nodes, 31 µs (nccl-tests #214)."""
 TFLOPS = 400.0
@@ -25,7 +25,7 @@ LENGTHS = (1_000, 4_000, 32_000)
 
 
 class ModelShape(NamedTuple):
-    """What decides about a model's KV and its prefill."""
+    """The properties of a model on which the size of its KV and the time of its prefill depend."""
 
     name: str
     num_layers: int
@@ -49,7 +49,7 @@ class ModelShape(NamedTuple):
 
 
 class LinkSpec(NamedTuple):
-    """One direction of a link between two cards. `gb_per_s`: raw; `efficiency`: the share that was measured of it."""
+    """One direction of a link between two cards. `efficiency`: the measured share of the raw `gb_per_s`."""
 
     name: str
     gb_per_s: float
@@ -145,7 +145,7 @@ MOONCAKE_ROWS = (
 
 
 def published() -> Iterator[Published]:
-    """Yield what is known from elsewhere beside what the formulas give."""
+    """Yield published figures, each beside what the formulas give."""
     for num_tokens, mib, ms in MOONCAKE_ROWS:
         sent, name = num_tokens + 16, f"Mooncake, Qwen3-8B, {num_tokens:,} tokens"
         yield Published(name, mib, sent * QWEN.token_bytes / 2**20, "MiB", 0.015)
@@ -170,7 +170,7 @@ def link_table(lengths: Sequence[int], tflops: float = TFLOPS, chunk_tokens: int
 
 
 def token_table(tflops: float = TFLOPS) -> list[list[str]]:
-    """Return the rows of the table of what one token weighs."""
+    """Return the rows of the table of a token's KV, the heading first."""
     return [
         ["model", "KV of a token", "of a token and layer", "hidden by the prefill from"],
         *(
@@ -182,7 +182,7 @@ def token_table(tflops: float = TFLOPS) -> list[list[str]]:
 
 
 def published_table() -> list[list[str]]:
-    """Return the rows of the comparison with what others publish."""
+    """Return the rows of the comparison with published figures, the heading first."""
     rows = [["what", "published", "this model", "off by"]]
     for row in published():
         off = row.modelled / row.published - 1
@@ -193,7 +193,7 @@ def published_table() -> list[list[str]]:
 
 
 def markdown(rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
-    """Return the rows as a Markdown table; all columns but the first ones stand right."""
+    """Return the rows as a Markdown table. All columns but the first `num_left` are aligned right."""
     head, *body = rows
     rule = ["---"] * num_left + ["--:"] * (len(head) - num_left)
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *body))
