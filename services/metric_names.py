@@ -29,7 +29,7 @@ _READ_CODES = dict.fromkeys(code for codes in get_args(FailureCode) for code in 
 TRANSFER_OUTCOMES: Labels = ("landed", "stopped", "refused", *_READ_CODES, "other")
 LEASE_OUTCOMES: Labels = ("landed", "returned", "cancelled", "reader_left", "silent", "expired", "deadline")
 STRANDED: Labels = ("reader_left", "silent", "expired")
-"""Ends of a lease that its reader did not bring about: until then its blocks were held for nobody."""
+"""Ends of a lease that its reader did not cause: until then its blocks were held in vain."""
 REASONS: Labels = get_args(RefusalReason)
 
 _MESSAGE_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -43,14 +43,14 @@ _BYTES = tuple(float(4**power) for power in range(7, 18))
 
 
 def label_of(subject: subjects.Subject) -> str:
-    """Return a subject's pattern, which bounds what a label can be, as people write it."""
+    """Return a subject's pattern with wildcards: the label of its messages, of which there are few."""
     return subject.pattern.replace("{}", "*")
 
 
 _GEN_AI: Labels = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
 
 
-# What clients see. Told by the gateway.
+# Requests. Served by the gateway.
 
 TTFT = MetricName(
     "histogram",
@@ -145,7 +145,7 @@ OVERDUE = MetricName(
     is_sampled=True,
 )
 
-# What is decided. Told by the scheduler and the directory.
+# Placement. Served by the scheduler and the directory.
 
 DECISIONS = MetricName(
     "counter",
@@ -187,7 +187,7 @@ DIRECTORY_HOLDERS = MetricName(
     "gauge", "kvmesh_directory_holders", "Holders that the directory knows", roles=DIRECTORY, is_sampled=True
 )
 
-# Who holds what.
+# Blocks and leases.
 
 KV_BLOCKS = MetricName(
     "gauge",
@@ -235,7 +235,7 @@ STRANDED_BLOCKS = MetricName(
     is_own=True,
 )
 
-# What moved. Told by the reader.
+# Transfers. Served by the reader.
 
 TRANSFERS = MetricName(
     "counter",
@@ -308,7 +308,7 @@ REFUSED_READS = MetricName(
     is_own=True,
 )
 
-# What is computed.
+# The engine.
 
 WORKER_REQUESTS = MetricName(
     "gauge",
@@ -363,7 +363,7 @@ FENCES = MetricName(
     is_own=True,
 )
 
-# Everybody.
+# All services.
 
 SERVICE_INFO = MetricName("gauge", "kvmesh_service_info", "1, with the service's name", ("name",), is_sampled=True)
 BUS_SECONDS = MetricName(
@@ -398,12 +398,12 @@ METRICS: tuple[MetricName, ...] = tuple(value for value in list(globals().values
 
 
 def metrics_of(role: str) -> tuple[MetricName, ...]:
-    """Return what a service of this role serves."""
+    """Return the metrics that a service of this role serves."""
     return tuple(metric for metric in METRICS if not metric.roles or role in metric.roles)
 
 
 def by_age(ages_s: list[float]) -> dict[str, int]:
-    """Return how many are of which age."""
+    """Return the number of ages (seconds) in each class of AGE_NAMES."""
     counts = dict.fromkeys(AGE_NAMES, 0)
     for age_s in ages_s:
         counts[next((name for name, bound in AGES if age_s < bound), OLDEST)] += 1

@@ -1,4 +1,4 @@
-"""`kvmesh bench …`: the commands that measure a mesh, or calculate. Each imports its bench when it runs."""
+"""The subcommands of `kvmesh bench`. Each imports its measurement when it runs."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""The `kvmesh` command: one function a subcommand. A person's mistake is one line and exit code 2."""
+"""The entry point of `kvmesh`, one function for each subcommand. A UserError is one line and exit code 2."""
 
 import sys
 from pathlib import Path
@@ -178,7 +178,7 @@ def tail(
 
 
 def main() -> None:
-    """Entry point. A UserError becomes one line on standard error and exit code 2."""
+    """Run the command. A UserError becomes one line on standard error and exit code 2."""
     try:
         app()
     except UserError as error:

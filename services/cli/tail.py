@@ -1,4 +1,4 @@
-"""`kvmesh tail`: what the bus says of a request, in order, a line each, until its end."""
+"""`kvmesh tail`: prints the messages about a request, a line each in their order, until its end."""
 
 import asyncio
 import time
@@ -31,11 +31,11 @@ _REQUEST_SUBJECTS = {
     for subject in SUBJECTS
     if issubclass(subject.carries, RequestMessage) and subject is not subjects.PROGRESS
 }
-"""What is said of requests, questions after them left out."""
+"""The subjects of messages about requests, by their tokens. Questions about their progress are left out."""
 
 
 class TailEvent(NamedTuple):
-    """One event: who says it or whom it is for, and what."""
+    """One message about a request. `who`: its sender or its receiver; `what`: its text."""
 
     request_id: str
     name: str
@@ -45,7 +45,7 @@ class TailEvent(NamedTuple):
 
 
 def event_of(subject: str, payload: bytes) -> TailEvent | None:
-    """Return what a message says of a request; None where it says nothing of any."""
+    """Return the event of a message; None for one that is not about a request, or does not decode."""
     tokens = tuple(subject.split("."))
     found = next((known for pattern, known in _REQUEST_SUBJECTS.items() if matches(pattern, tokens)), None)
     if found is None:
@@ -61,7 +61,8 @@ def event_of(subject: str, payload: bytes) -> TailEvent | None:
 
 @dataclass
 class Tail:
-    """The lines of one request, or of all (`wanted` ""). A request of several choices has a part for each."""
+    """Turns events into lines, of one request or, where `wanted` is empty, of all. Each choice of a request is a
+    part of its own."""
 
     wanted: str
     _began: dict[str, float] = field(default_factory=dict[str, float])
@@ -69,7 +70,7 @@ class Tail:
     has_ended: bool = False
 
     def hear(self, event: TailEvent, now_s: float) -> Text | None:
-        """Return the line of an event, None where it is another's. `now_s`: Unix time."""
+        """Return the event's line; None where it belongs to another request. `now_s`: Unix time."""
         if self.wanted and not _is_part(bare_id(event.request_id), self.wanted):
             return None
         began_s = self._began.setdefault(event.request_id, now_s)
@@ -90,7 +91,8 @@ class Tail:
 
 
 async def tail(nats_url: str, request_id: str, stop: asyncio.Event) -> None:
-    """Print until the request's end, or until `stop`; without an id everybody's, for ever. Raises UserError."""
+    """Print until the request's end, or until `stop`; without an id the messages about all requests. Raises
+    UserError."""
     connection = await NatsBus.connect(nats_url, "kvmesh-tail")
     console = Console(highlight=False, soft_wrap=True)
     try:
@@ -118,7 +120,7 @@ async def _print(subscription: Subscription, tail: Tail, console: Console) -> No
 
 
 async def _events(subscription: Subscription, tail: Tail) -> AsyncIterator[TailEvent]:
-    """Yield what is said, until a while after the tail's end."""
+    """Yield events, until TAIL_LINGER_S after the request's end."""
     deliveries = aiter(subscription)
     ends_s = None
     while True:
@@ -134,7 +136,7 @@ async def _events(subscription: Subscription, tail: Tail) -> AsyncIterator[TailE
 
 
 async def _where(bus: TypedBus, request_id: str) -> RequestDescribed | None:
-    """Return where the request is; None for one that nobody knows, which may be still to come."""
+    """Return what a gateway knows of the request; None where no gateway knows it: it may still come."""
     token = f"req-{bare_id(request_id)}"
     if not is_subject_token(token):
         raise UserError(f"{request_id!r} is no request's id")
@@ -161,7 +163,7 @@ def _where_line(described: RequestDescribed) -> Text:
 
 
 def _describe(message: Message, tokens: tuple[str, ...], subject: Subject) -> tuple[str, str]:
-    """Return who, and what."""
+    """Return the fields `who` and `what` of the event."""
     if isinstance(message, observe.StoryMessage):
         return message.gateway_id, _event_text(message)
     if isinstance(message, handoff.HandoffMessage):
