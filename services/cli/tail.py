@@ -23,6 +23,7 @@ from services.bus.typed import TypedBus
 from services.cli.limits import ASK_TIMEOUT_S, TAIL_LINGER_S
 from services.cli.recorded import bare_id
 from services.errors import UserError
+from services.runtime import ended_before
 
 ENDS = (observe.RequestFinished, observe.RequestFailed, observe.RequestCancelled)
 
@@ -103,12 +104,7 @@ async def tail(nats_url: str, request_id: str, stop: asyncio.Event) -> None:
             console.print(_where_line(described))
             if described.phase in ("finished", "failed", "cancelled"):
                 return
-        printing = asyncio.create_task(_print(subscription, Tail(bare_id(request_id)), console))
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait((printing, stopping), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        printing.cancel()
-        await asyncio.gather(printing, stopping, return_exceptions=True)
+        await ended_before(stop, _print(subscription, Tail(bare_id(request_id)), console))
     finally:
         await connection.close()
 

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from services.config import is_card, state_dir
 from services.errors import MeshNotRunningError, UserError
 from services.launch.supervisor import Supervisor, UpOptions
+from services.runtime import ended_before
 
 
 class RunningMesh(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,16 +82,7 @@ async def _started(console: Console, supervisor: Supervisor, stop: asyncio.Event
     """Start the mesh, with a progress bar. False: a signal came first. Raises UserError."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        starting = asyncio.create_task(supervisor.start(progress))
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if not starting.done():
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
-            return False
-        starting.result()
-        return True
+        return await ended_before(stop, supervisor.start(progress))
 
 
 def _greet(console: Console, supervisor: Supervisor, options: UpOptions) -> None:

@@ -342,8 +342,8 @@ class Supervisor:
 
     async def _wait_ready(self, progress: Progress | None) -> None:
         task = progress.add_task("starting", total=len(self._children)) if progress else None
-        waits = {asyncio.create_task(c.ready.wait()): c for c in self._children}
-        ends = {asyncio.create_task(c.wait_ended()): c for c in self._children}
+        waits = {asyncio.create_task(c.ready.wait(), name=f"{c.name} is ready"): c for c in self._children}
+        ends = {asyncio.create_task(c.wait_ended(), name=f"{c.name} has ended"): c for c in self._children}
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 pending: set[asyncio.Task[object]] = {*waits, *ends}

@@ -129,8 +129,8 @@ class World:
         requests = make_requests(self._new_rng(), options.num_requests, options.span_s, VOCAB)
         actor = FaultActor(self.mesh, self._new_rng(), self.verdict.faults, self.log)
         actor.begin(self.scenario, [exchange for _, exchange in self.exchanges])
-        checking = asyncio.ensure_future(self._check())
-        clients = [asyncio.ensure_future(self._send(request, actor)) for request in requests]
+        checking = self.loop.create_task(self._check(), name="check")
+        clients = [self.loop.create_task(self._send(request, actor), name="client") for request in requests]
         await asyncio.wait(clients, timeout=REQUEST_TIMEOUT_S + options.span_s + END_GRACE_S)
         await actor.heal()
         await self._rest()
