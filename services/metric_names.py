@@ -29,14 +29,14 @@ _READ_CODES = dict.fromkeys(code for codes in get_args(FailureCode) for code in 
 TRANSFER_OUTCOMES: Labels = ("landed", "stopped", "refused", *_READ_CODES, "other")
 LEASE_OUTCOMES: Labels = ("landed", "returned", "cancelled", "reader_left", "silent", "expired", "deadline")
 STRANDED: Labels = ("reader_left", "silent", "expired")
-"""Ends of a lease that its reader did not cause: until then its blocks were held in vain."""
+"""Ends of a lease that its reader did not cause: until then its blocks were held for nothing."""
 REASONS: Labels = get_args(RefusalReason)
 
-_MESSAGE_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
-_PART_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
-_TTFT_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 30, 60)
-_TPOT_SECONDS = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
-_REQUEST_SECONDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, 163.84, 600)
+_MESSAGE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+_PART_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 30, 60)
+_TPOT_BUCKETS = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+_REQUEST_BUCKETS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, 163.84, 600)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304, 16777216, 67108864)
 _BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _BYTES = tuple(float(4**power) for power in range(7, 18))
@@ -57,7 +57,7 @@ TTFT = MetricName(
     "gen_ai_server_time_to_first_token_seconds",
     "From the request's body being read to token 0 being written",
     _GEN_AI,
-    buckets=_TTFT_SECONDS,
+    buckets=_TTFT_BUCKETS,
     roles=GATEWAY,
 )
 TPOT = MetricName(
@@ -65,7 +65,7 @@ TPOT = MetricName(
     "gen_ai_server_time_per_output_token_seconds",
     "Mean time of an answer's tokens after its first",
     _GEN_AI,
-    buckets=_TPOT_SECONDS,
+    buckets=_TPOT_BUCKETS,
     roles=GATEWAY,
 )
 DURATION = MetricName(
@@ -73,7 +73,7 @@ DURATION = MetricName(
     "gen_ai_server_request_duration_seconds",
     "From the request's body being read to its end; error_type is empty for what went well",
     (*_GEN_AI, "error_type"),
-    buckets=_REQUEST_SECONDS,
+    buckets=_REQUEST_BUCKETS,
     roles=GATEWAY,
 )
 TOKEN_USAGE = MetricName(
@@ -90,14 +90,14 @@ TTFT_PART = MetricName(
     "Where the time to first token went: its parts add up to it",
     ("part",),
     (TTFT_PARTS,),
-    _PART_SECONDS,
+    _PART_BUCKETS,
     GATEWAY,
 )
 ITL = MetricName(
     "histogram",
     "kvmesh_gateway_itl_seconds",
     "Gap between two writes of tokens of one choice",
-    buckets=_MESSAGE_SECONDS,
+    buckets=_MESSAGE_BUCKETS,
     roles=GATEWAY,
 )
 REQUESTS = MetricName(
@@ -277,7 +277,7 @@ TRANSFER_SECONDS = MetricName(
     "A read from asking to its end; of a hand-over this includes computing the prompt",
     ("kind",),
     (("handover", "fetch"),),
-    _PART_SECONDS,
+    _PART_BUCKETS,
     WORKERS,
     is_own=True,
 )
@@ -295,7 +295,7 @@ EXPOSED = MetricName(
     "histogram",
     "kvmesh_handover_exposed_seconds",
     "What a hand-over took beyond the prompt's computation",
-    buckets=_PART_SECONDS,
+    buckets=_PART_BUCKETS,
     roles=WORKERS,
     is_own=True,
 )
@@ -334,7 +334,7 @@ STEP_SECONDS = MetricName(
     "An engine step, by what it computed",
     ("phase",),
     (("prefill", "decode", "mixed"),),
-    _PART_SECONDS,
+    _PART_BUCKETS,
     WORKERS,
     is_own=True,
 )
@@ -371,7 +371,7 @@ BUS_SECONDS = MetricName(
     "kvmesh_bus_request_seconds",
     "A question over NATS until its answer",
     ("subject",),
-    buckets=_MESSAGE_SECONDS,
+    buckets=_MESSAGE_BUCKETS,
 )
 BUS_FAILURES = MetricName(
     "counter",

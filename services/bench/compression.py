@@ -71,7 +71,7 @@ def agreement(exact: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -
     return sum(shares) / len(shares) if shares else 1.0
 
 
-def ways(options: UpOptions) -> dict[str, UpOptions]:
+def mesh_options(options: UpOptions) -> dict[str, UpOptions]:
     """Return a mesh for each way to send KV. Each request is split, so that all KV crosses."""
     tcp = replace(options, carrier="tcp", prefix_cache=False, policy="least_loaded")
     return {SAME: tcp} | {dtype: replace(tcp, wire_dtype=dtype) for dtype in PACKED}
@@ -81,7 +81,7 @@ async def _run(lengths: list[int], num_questions: int) -> list[CompressionRow]:
     codec = load_text(Path(DEMO_MODEL_DIR))
     rng = random.Random(SEED)
     rows: list[CompressionRow] = []
-    async with serving(ways, UpOptions(model=str(DEMO_MODEL_DIR))) as served:
+    async with serving(mesh_options, UpOptions(model=str(DEMO_MODEL_DIR))) as served:
         with Progress(console=Console(stderr=True), transient=True) as progress:
             for length in lengths:
                 task = progress.add_task(f"{length} tokens", total=len(served.clients) * num_questions)
@@ -92,7 +92,7 @@ async def _run(lengths: list[int], num_questions: int) -> list[CompressionRow]:
                     done = await _ask_all(client, prompts, lambda task=task: progress.advance(task))
                     answers[way] = [completion.token_ids for completion in done]
                 for way, found in answers.items():
-                    right = [_says(codec, ids, fact.answer) for ids, fact in zip(found, facts, strict=True)]
+                    right = [_is_right(codec, ids, fact.answer) for ids, fact in zip(found, facts, strict=True)]
                     rows.append(
                         CompressionRow(
                             length=length,
@@ -118,7 +118,7 @@ async def _ask_all(client: Client, prompts: Sequence[Sequence[int]], on_done: Ca
     return await asyncio.gather(*(ask(prompt) for prompt in prompts))
 
 
-def _says(codec: TextCodec, token_ids: Sequence[int], answer: str) -> bool:
+def _is_right(codec: TextCodec, token_ids: Sequence[int], answer: str) -> bool:
     """Say whether the text begins with the answer: no stop string ends it."""
     detokenizer = codec.detokenizer()
     text = detokenizer.feed(list(token_ids)) + detokenizer.flush()

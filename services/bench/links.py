@@ -1,4 +1,4 @@
-"""`kvmesh bench links`: what a hand-over takes over a link, and what of it a prefill does not hide. Pure arithmetic.
+"""`kvmesh bench links`: the time of a hand-over over a link, and what of it a prefill does not hide. Calculated.
 
     hand-over, all at once    fixed + frames · (frame overhead + bytes of a frame / (raw rate · efficiency))
     exposed, layer by layer   each layer of each chunk crosses once it is computed and its predecessor has crossed: what
@@ -8,8 +8,15 @@ Rates of links and efficiencies are published ones (dataplane/SCALING.md names t
 """
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+import msgspec
+from rich.console import Console
+from rich.table import Column, Table
+
+from services.bench.drive.arguments import parse_lengths
 
 FRAME_BYTES = 8 << 20
 """Most bytes of one frame, as `nccl` cuts them."""
@@ -22,6 +29,36 @@ TFLOPS = 400.0
 CHUNK_TOKENS = 512
 """`worker.token_budget`."""
 LENGTHS = (1_000, 4_000, 32_000)
+MAX_TOKENS = 1 << 20
+"""The longest prompt that may be asked for."""
+HEADINGS = ("link", "KV, MiB", "prefill ms", "all at once ms", "exposed ms")
+
+
+def run_links(lengths: str, tflops: float, chunk_tokens: int, *, as_json: bool, as_markdown: bool) -> None:
+    """Print the time of hand-overs over each link. Raises UserError for invalid lengths."""
+    wanted = parse_lengths(lengths, "--lengths", MAX_TOKENS)
+    if as_markdown:
+        sys.stdout.write(markdown(link_table(wanted, tflops, chunk_tokens)) + "\n")
+        return
+    cases = [(model, n, link) for model in MODELS for n in wanted for link in LINKS]
+    over = [handover(m, n, link, tflops=tflops, chunk_tokens=chunk_tokens) for m, n, link in cases]
+    if as_json:
+        rows = [
+            {"model": model.name, "num_tokens": n, "link": link.name, **each._asdict()}
+            for (model, n, link), each in zip(cases, over, strict=True)
+        ]
+        sys.stdout.buffer.write(msgspec.json.encode({"rows": rows}) + b"\n")
+        return
+    console = Console(highlight=False)
+    console.print(f"calculated; layer by layer in chunks of {chunk_tokens} tokens, prefill at {tflops:g} TFLOP/s")
+    table = Table("prompt", *(Column(heading, justify="right") for heading in HEADINGS))
+    shown = ""
+    for (model, n, link), each in zip(cases, over, strict=True):
+        prompt = f"{model.name}, {n:,}"
+        times = (f"{value:,.1f}" for value in each[1:])
+        table.add_row("" if prompt == shown else prompt, link.name, f"{each.num_bytes / 2**20:,.0f}", *times)
+        shown = prompt
+    console.print(table)
 
 
 class ModelShape(NamedTuple):

@@ -176,6 +176,6 @@ def links(
     json: Json = False,
 ) -> None:
     """What a hand-over takes over links of cards and nodes, by calculation (dataplane/SCALING.md). Measures nothing."""
-    from services.bench.link_report import run_links
+    from services.bench.links import run_links
 
     run_links(lengths, tflops, chunk, as_json=json, as_markdown=markdown)

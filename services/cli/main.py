@@ -165,7 +165,7 @@ def top(
 
 @app.command()
 def tail(
-    request_id: Annotated[str, typer.Argument(help="Everybody's requests if left out.")] = "",
+    request_id: Annotated[str, typer.Argument(help="All requests if left out.")] = "",
     nats: Annotated[str, typer.Option(help="The mesh's NATS server; the last `kvmesh up` here if left out.")] = "",
 ) -> None:
     """Follow what the bus says of a request, in order, until its end."""

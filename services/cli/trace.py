@@ -281,8 +281,8 @@ def _ttft_parts(root: SpanRecord) -> str:
         for key, value in root.attributes.items()
         if key.startswith(_TTFT_PART) and isinstance(value, int | float)
     }
-    told = " + ".join(f"{_plain(name)} {value:.1f}" for name, value in parts.items() if value >= _PART_MS_MIN)
-    return f"TTFT = {told} ms" if told else ""
+    total = " + ".join(f"{_plain(name)} {value:.1f}" for name, value in parts.items() if value >= _PART_MS_MIN)
+    return f"TTFT = {total} ms" if total else ""
 
 
 def _short(value: AttributeValue | None, write: str) -> str:

@@ -70,7 +70,7 @@ class Child:
         """End it by SIGTERM, after `timeout_s` by SIGKILL. False: it had to be killed."""
         if self.process.returncode is not None:
             return True
-        for number in (signal.SIGTERM, signal.SIGCONT):  # one that was stopped must run to hear it
+        for number in (signal.SIGTERM, signal.SIGCONT):  # a stopped process must run to get the first
             self._signal(number)
         try:
             await asyncio.wait_for(self.process.wait(), timeout_s)

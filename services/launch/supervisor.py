@@ -237,7 +237,7 @@ class Supervisor:
             except OSError as error:
                 self._say(
                     f"[red]{child.name} could not be started: {error}[/red]"
-                )  # what has ended is waited for again
+                )  # the loop waits for the old process, which has ended already
 
     async def _keep_broker_running(self) -> None:
         """Start the broker again whenever it ends, on the same port."""
@@ -249,10 +249,10 @@ class Supervisor:
             if not await self._wait_to_restart(self._nats_restarts, started_s, f"{BROKER} ended with code {code}"):
                 return
             try:
-                # Not on a helper thread: the server is told to end with the thread that started it.
+                # Not on a helper thread: the server is started so that it ends with the thread that started it.
                 self._nats = EmbeddedNats.start(port, self._run_dir)
             except UserError as error:
-                self._say(f"[red]{error}[/red]")  # and once more: what we wait for has ended already
+                self._say(f"[red]{error}[/red]")  # and once more: the process that is waited for has ended already
 
     async def _wait_to_restart(self, restarts: Restarts, started_s: float, how_it_ended: str) -> bool:
         """Report what ended, and wait until it is time to start it again. False: it is given up."""
@@ -277,7 +277,7 @@ class Supervisor:
 
     async def _start_broker(self) -> str:
         if self._options.nats == "embedded":
-            # Not on a helper thread: the server is told to end with the thread that started it.
+            # Not on a helper thread: the server is started so that it ends with the thread that started it.
             self._nats = EmbeddedNats.start(None, self._run_dir)
             return self._nats.url
         bus = await NatsBus.connect(self._options.nats, "kvmesh-up")

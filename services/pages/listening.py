@@ -127,8 +127,8 @@ def section(heard: Heard) -> str:
             lines += [_cut(subject), _cut(f"  {_brief(payload)}")]
         lines.append("")
     for subject, payload in heard.answers:
-        told = textwrap.wrap(_brief(payload), WIDTH - 2, max_lines=MAX_ANSWER_LINES, placeholder=" …")
-        lines += [f"$ nats req {subject} ''", *(f"  {line}" for line in told)]
+        answer = textwrap.wrap(_brief(payload), WIDTH - 2, max_lines=MAX_ANSWER_LINES, placeholder=" …")
+        lines += [f"$ nats req {subject} ''", *(f"  {line}" for line in answer)]
     return "\n".join([*lines, "```"])
 
 

@@ -136,7 +136,7 @@ class FaultActor:
             mesh.resume(service)
         elif fault.do == "drain" and service.task is not None:
             await asyncio.wait([service.task])
-        is_gone = mesh.services[service.name] is service and not service.is_running  # nobody has started it again
+        is_gone = mesh.services[service.name] is service and not service.is_running  # it was not started again
         if fault.do in ("kill", "drain") and is_gone and not self._is_over:
             mesh.start(service.role, service.name)
 

@@ -149,7 +149,7 @@ class World:
         gateways = [s for s in self.mesh.living("gateway") if s.app is not None]
         if not gateways:
             exchange = Exchange()
-            exchange.reset()  # nobody listens on the port
+            exchange.reset()  # no gateway listens on the port
             self.exchanges.append((request, exchange))
             return
         gateway = gateways[request.seed % len(gateways)]

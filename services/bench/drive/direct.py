@@ -106,7 +106,7 @@ class DirectClient:
                 assert isinstance(located, BlocksLocated)
                 if any(h.worker_id == holder and h.num_blocks == len(hashes) for h in located.holders):
                     return len(hashes)
-                await asyncio.sleep(LOCATE_INTERVAL_S)  # nobody announces what the directory has heard
+                await asyncio.sleep(LOCATE_INTERVAL_S)  # the directory publishes nothing to wait for
 
     def _hear(self, received: Received[TokensEmitted]) -> None:
         for share in received.message.requests:

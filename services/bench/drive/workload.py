@@ -169,7 +169,7 @@ def make_trace(
                     timestamp=round(at_ms),
                     input_length=TRACE_BLOCK * len(ids) + tail,
                     output_length=rng.randint(32, 640),
-                    hash_ids=(*ids, next_id),  # nobody else has this last, partial block
+                    hash_ids=(*ids, next_id),  # this last, partial block is in no other prompt
                 )
             )
             next_id += 1

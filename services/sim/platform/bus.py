@@ -96,7 +96,7 @@ class SimSubscription:
     async def __aiter__(self) -> AsyncIterator[Delivery]:
         while (delivery := await self._inbox.get()) is not None:
             yield delivery
-        self._inbox.put_nowait(None)  # for whoever iterates once more
+        self._inbox.put_nowait(None)  # for another iteration
 
     async def close(self) -> None:
         if not self.is_closed:

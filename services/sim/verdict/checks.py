@@ -108,7 +108,9 @@ def check_usage(name: str, request: ClientRequest, exchange: Exchange, verdict: 
             continue
         total = where["cached_tokens"] + where["transferred_tokens"] + where["recomputed_tokens"]
         if total != len(request.prompt):
-            verdict.problems.append(f"{name}: usage tells of {total} prompt tokens, there are {len(request.prompt)}")
+            verdict.problems.append(
+                f"{name}: usage accounts for {total} prompt tokens, there are {len(request.prompt)}"
+            )
 
 
 def truth_of(request: ClientRequest, index: int, truth: ModelTruth) -> tuple[list[int], str]:
