@@ -1,4 +1,4 @@
-"""Traces that were not sampled, and turn out to be wanted: every service exports what it has of them."""
+"""Exports traces that were not sampled and are asked for later: every service exports what it has of them."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from services.telemetry import Telemetry
 
 
 async def keep_traces(bus: TypedBus, tasks: asyncio.TaskGroup, telemetry: Telemetry) -> None:
-    """Listen for the traces that are wanted."""
+    """Subscribe to requests for traces."""
 
     def keep(received: Received[KeepTrace]) -> None:
         telemetry.keep(received.message.trace_id)

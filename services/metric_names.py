@@ -28,35 +28,35 @@ BLOCK_STATES: Labels = ("free", "cached", "running", "leased", "orphaned")
 TRANSFER_OUTCOMES: Labels = tuple(ReadEnd)
 LEASE_OUTCOMES: Labels = tuple(end for end in LeaseEnd if end is not LeaseEnd.UNNEEDED)
 STRANDED: Labels = (LeaseEnd.READER_LEFT, LeaseEnd.SILENT, LeaseEnd.EXPIRED)
-"""Ends of a lease that its reader did not bring about: until then its blocks were held for nobody."""
+"""Ends of a lease that its reader did not cause: until then its blocks were held for nothing."""
 REASONS: Labels = get_args(RefusalReason)
 
-_MESSAGE_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
-_PART_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
-_TTFT_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 30, 60)
-_TPOT_SECONDS = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
-_REQUEST_SECONDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, 163.84, 600)
+_MESSAGE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+_PART_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 30, 60)
+_TPOT_BUCKETS = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+_REQUEST_BUCKETS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, 163.84, 600)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304, 16777216, 67108864)
 _BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _BYTES = tuple(float(4**power) for power in range(7, 18))
 
 
 def label_of(subject: subjects.Subject[Any, Any]) -> str:
-    """Return a subject's pattern, which bounds what a label can be, as people write it."""
+    """Return a subject's pattern with wildcards: the label of its messages, of which there are few."""
     return subject.pattern.replace("{}", "*")
 
 
 _GEN_AI: Labels = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
 
 
-# What clients see. Told by the gateway.
+# Requests. Served by the gateway.
 
 TTFT = MetricName(
     "histogram",
     "gen_ai_server_time_to_first_token_seconds",
     "From the request's body being read to token 0 being written",
     _GEN_AI,
-    buckets=_TTFT_SECONDS,
+    buckets=_TTFT_BUCKETS,
     roles=GATEWAY,
 )
 TPOT = MetricName(
@@ -64,7 +64,7 @@ TPOT = MetricName(
     "gen_ai_server_time_per_output_token_seconds",
     "Mean time of an answer's tokens after its first",
     _GEN_AI,
-    buckets=_TPOT_SECONDS,
+    buckets=_TPOT_BUCKETS,
     roles=GATEWAY,
 )
 DURATION = MetricName(
@@ -72,7 +72,7 @@ DURATION = MetricName(
     "gen_ai_server_request_duration_seconds",
     "From the request's body being read to its end; error_type is empty for what went well",
     (*_GEN_AI, "error_type"),
-    buckets=_REQUEST_SECONDS,
+    buckets=_REQUEST_BUCKETS,
     roles=GATEWAY,
 )
 TOKEN_USAGE = MetricName(
@@ -89,14 +89,14 @@ TTFT_PART = MetricName(
     "Where the time to first token went: its parts add up to it",
     ("part",),
     (TTFT_PARTS,),
-    _PART_SECONDS,
+    _PART_BUCKETS,
     GATEWAY,
 )
 ITL = MetricName(
     "histogram",
     "kvmesh_gateway_itl_seconds",
     "Gap between two writes of tokens of one choice",
-    buckets=_MESSAGE_SECONDS,
+    buckets=_MESSAGE_BUCKETS,
     roles=GATEWAY,
 )
 REQUESTS = MetricName(
@@ -144,7 +144,7 @@ OVERDUE = MetricName(
     is_sampled=True,
 )
 
-# What is decided. Told by the scheduler and the directory.
+# Placement. Served by the scheduler and the directory.
 
 DECISIONS = MetricName(
     "counter",
@@ -186,7 +186,7 @@ DIRECTORY_HOLDERS = MetricName(
     "gauge", "kvmesh_directory_holders", "Holders that the directory knows", roles=DIRECTORY, is_sampled=True
 )
 
-# Who holds what.
+# Blocks and leases.
 
 KV_BLOCKS = MetricName(
     "gauge",
@@ -234,7 +234,7 @@ STRANDED_BLOCKS = MetricName(
     is_own=True,
 )
 
-# What moved. Told by the reader.
+# Transfers. Served by the reader.
 
 TRANSFERS = MetricName(
     "counter",
@@ -276,7 +276,7 @@ TRANSFER_SECONDS = MetricName(
     "A read from asking to its end; of a hand-over this includes computing the prompt",
     ("kind",),
     (("handover", "fetch"),),
-    _PART_SECONDS,
+    _PART_BUCKETS,
     WORKERS,
     is_own=True,
 )
@@ -294,7 +294,7 @@ EXPOSED = MetricName(
     "histogram",
     "kvmesh_handover_exposed_seconds",
     "What a hand-over took beyond the prompt's computation",
-    buckets=_PART_SECONDS,
+    buckets=_PART_BUCKETS,
     roles=WORKERS,
     is_own=True,
 )
@@ -307,7 +307,7 @@ REFUSED_READS = MetricName(
     is_own=True,
 )
 
-# What is computed.
+# The engine.
 
 WORKER_REQUESTS = MetricName(
     "gauge",
@@ -333,7 +333,7 @@ STEP_SECONDS = MetricName(
     "An engine step, by what it computed",
     ("phase",),
     (("prefill", "decode", "mixed"),),
-    _PART_SECONDS,
+    _PART_BUCKETS,
     WORKERS,
     is_own=True,
 )
@@ -362,7 +362,7 @@ FENCES = MetricName(
     is_own=True,
 )
 
-# Everybody.
+# All services.
 
 SERVICE_INFO = MetricName("gauge", "kvmesh_service_info", "1, with the service's name", ("name",), is_sampled=True)
 BUS_SECONDS = MetricName(
@@ -370,7 +370,7 @@ BUS_SECONDS = MetricName(
     "kvmesh_bus_request_seconds",
     "A question over NATS until its answer",
     ("subject",),
-    buckets=_MESSAGE_SECONDS,
+    buckets=_MESSAGE_BUCKETS,
 )
 BUS_FAILURES = MetricName(
     "counter",
@@ -397,12 +397,12 @@ METRICS: tuple[MetricName, ...] = tuple(value for value in list(globals().values
 
 
 def metrics_of(role: str) -> tuple[MetricName, ...]:
-    """Return what a service of this role serves."""
+    """Return the metrics that a service of this role serves."""
     return tuple(metric for metric in METRICS if not metric.roles or role in metric.roles)
 
 
 def by_age(ages_s: list[float]) -> dict[str, int]:
-    """Return how many are of which age."""
+    """Return the number of ages (seconds) in each class of AGE_NAMES."""
     counts = dict.fromkeys(AGE_NAMES, 0)
     for age_s in ages_s:
         counts[next((name for name, bound in AGES if age_s < bound), OLDEST)] += 1

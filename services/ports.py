@@ -1,6 +1,6 @@
 """Free ports outside the range from which the system takes ports for outgoing connections.
 
-A port of that range may be somebody else's by the time its owner is started again; and a client that connects to it
+Another process may have a port of that range by the time its owner is started again; and a client that connects to it
 meanwhile may be given that very port and be connected to itself.
 """
 

@@ -5,7 +5,8 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 import uvloop
 
@@ -44,6 +45,22 @@ def run_until_signal(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
         if len(group.exceptions) == 1:
             raise group.exceptions[0] from None
         raise
+
+
+async def ended_before(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Run `work` until it ends (True) or `stop` is set (False), then cancel it. Raises what `work` raises."""
+    working = asyncio.create_task(work, name="work until a stop")
+    stopping = asyncio.create_task(stop.wait(), name="wait for the stop")
+    try:
+        await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+            return True
+        return False
+    finally:
+        for task in (working, stopping):
+            task.cancel()
+        await asyncio.gather(working, stopping, return_exceptions=True)
 
 
 async def watch_parent(stop: asyncio.Event) -> None:

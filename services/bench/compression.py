@@ -1,8 +1,8 @@
-"""`kvmesh bench compression`: what compressing KV on the wire costs in quality. Measured, never assumed.
+"""`kvmesh bench compression`: what compressing KV on the wire costs in quality.
 
-The demo model answers the same questions, and goes on from the same texts, in a mesh that sends KV as it is and in
-one for each way to compress, all over tcp. Exact match: the answer is the fact. Greedy agreement: the share of tokens
-before the first that differs from what exact KV gives; after it the texts are different texts.
+The demo model answers the same questions in a mesh that sends KV as it is and in one for each way to compress, all over
+tcp. Exact match: the answer is the fact. Greedy agreement: the share of tokens before the first that differs from the
+answer with exact KV.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ SAME = "same"
 PACKED: tuple[WireDtype, ...] = ("int8", "fp8")
 NUM_FACTS = 6
 NUM_TOKENS = 48
-"""Of each answer: the fact, and what the model goes on to say."""
+"""Of each answer: the fact, and some tokens that the model adds to it."""
 WIDTH = 4
 SEED = 20261121
 
 
 class CompressionRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to send KV, at one prompt length."""
+    """The result for one way to send KV and one prompt length (tokens). Shares are from 0 to 1."""
 
     length: int
     wire_dtype: str
@@ -47,7 +47,7 @@ class CompressionRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_compression(lengths: str, num_questions: int, *, as_json: bool) -> None:
-    """Measure and print. Raises UserError for lengths that are no lengths."""
+    """Measure and print. Raises UserError for invalid lengths."""
     wanted = parse_lengths(lengths, "--lengths", 4_000)
     rows = asyncio.run(_run(wanted, num_questions))
     if as_json:
@@ -63,7 +63,7 @@ def run_compression(lengths: str, num_questions: int, *, as_json: bool) -> None:
 
 
 def agreement(exact: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:
-    """Return the mean share of tokens before the first difference. 1 for no answers at all."""
+    """Return the mean share of tokens before the first difference; 1 where there are no answers."""
     shares: list[float] = []
     for right, other in zip(exact, others, strict=True):
         same = next((at for at, (a, b) in enumerate(zip(right, other, strict=False)) if a != b), len(right))
@@ -71,8 +71,8 @@ def agreement(exact: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -
     return sum(shares) / len(shares) if shares else 1.0
 
 
-def ways(options: UpOptions) -> dict[str, UpOptions]:
-    """Return a mesh for each way to send KV; everything is split, so that all of it crosses."""
+def mesh_options(options: UpOptions) -> dict[str, UpOptions]:
+    """Return a mesh for each way to send KV. Each request is split, so that all KV crosses."""
     tcp = replace(options, carrier="tcp", prefix_cache=False, policy="least_loaded")
     return {SAME: tcp} | {dtype: replace(tcp, wire_dtype=dtype) for dtype in PACKED}
 
@@ -81,7 +81,7 @@ async def _run(lengths: list[int], num_questions: int) -> list[CompressionRow]:
     codec = load_text(Path(DEMO_MODEL_DIR))
     rng = random.Random(SEED)
     rows: list[CompressionRow] = []
-    async with serving(ways, UpOptions(model=str(DEMO_MODEL_DIR))) as served:
+    async with serving(mesh_options, UpOptions(model=str(DEMO_MODEL_DIR))) as served:
         with Progress(console=Console(stderr=True), transient=True) as progress:
             for length in lengths:
                 task = progress.add_task(f"{length} tokens", total=len(served.clients) * num_questions)
@@ -92,7 +92,7 @@ async def _run(lengths: list[int], num_questions: int) -> list[CompressionRow]:
                     done = await _ask_all(client, prompts, lambda task=task: progress.advance(task))
                     answers[way] = [completion.token_ids for completion in done]
                 for way, found in answers.items():
-                    right = [_says(codec, ids, fact.answer) for ids, fact in zip(found, facts, strict=True)]
+                    right = [_is_right(codec, ids, fact.answer) for ids, fact in zip(found, facts, strict=True)]
                     rows.append(
                         CompressionRow(
                             length=length,
@@ -118,8 +118,8 @@ async def _ask_all(client: Client, prompts: Sequence[Sequence[int]], on_done: Ca
     return await asyncio.gather(*(ask(prompt) for prompt in prompts))
 
 
-def _says(codec: TextCodec, token_ids: Sequence[int], answer: str) -> bool:
-    """The model goes on after its answer, as nobody stops it: what comes first counts."""
+def _is_right(codec: TextCodec, token_ids: Sequence[int], answer: str) -> bool:
+    """Say whether the text begins with the answer: no stop string ends it."""
     detokenizer = codec.detokenizer()
     text = detokenizer.feed(list(token_ids)) + detokenizer.flush()
     return text.strip().startswith(answer)

@@ -1,8 +1,9 @@
-"""`kvmesh bench crossover`: from which prompt length on is reading KV quicker than computing it, and does `cost` know?
+"""`kvmesh bench crossover`: from which prompt length is it quicker to read KV than to compute it, and does policy
+`cost` choose so?
 
-Per carrier one mesh of a prefill and a decode worker. All but a prompt's last block is put on the decode worker; then
-the prefill worker is told to read it, or told of nobody and computes. Nothing else differs. A third prompt goes through
-the gateway, where policy `cost` chooses.
+For each carrier one mesh of a prefill and a decode worker. All but a prompt's last block is put on the decode worker;
+then the prefill worker computes the prompt, with that worker as a source or without. A third prompt goes through the
+gateway, where `cost` chooses.
 """
 
 import asyncio
@@ -34,14 +35,15 @@ from services.launch.supervisor import Supervisor, UpOptions
 
 PREFILL, DECODE = WorkerId("prefill-0"), WorkerId("decode-0")
 NUM_TOKENS = 2
-"""Of the answers to what `cost` places: two make a split worth while."""
+"""Tokens of the answers to prompts that `cost` places: with one token alone a split is not worth while."""
 WARM_UP_LENGTHS = (256, 1_000, 2_000)
 MIN_LENGTH = 32
 SEED = 20261121
 
 
 class CrossoverSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt length, once. `chose_read`: what `cost` did; its time is the gateway's client's."""
+    """The three times for one prompt length (tokens), measured once. `cost_ms` is measured by a client of the
+    gateway; `chose_read`: policy `cost` had the prompt's KV read."""
 
     carrier: str
     length: int
@@ -52,7 +54,7 @@ class CrossoverSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CrossoverRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Medians. `lost_ms`: what the policy's choice, taken by majority, costs over the better one."""
+    """Medians of one prompt length. `lost_ms`: what the policy's choice, by majority, costs over the better one."""
 
     length: int
     num_requests: int
@@ -65,9 +67,10 @@ class CrossoverRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CarrierReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Lengths in tokens from which on reading is quicker, and from which on `cost` reads; None: at none of these.
+    """One carrier: the lengths in tokens from which reading is quicker, and from which `cost` reads. None: at no
+    length.
 
-    `at_most`: reading was quicker at every length, so that the crossover lies at the first or below.
+    `crossover_at_most`: reading was quicker at every length, so the crossover is at the first or below.
     """
 
     carrier: str
@@ -86,7 +89,7 @@ class CrossoverReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_crossover(carriers: str, lengths: str, num_requests: int, options: UpOptions, *, as_json: bool) -> None:
-    """Measure and print. Raises UserError for carriers or lengths that are none."""
+    """Measure and print. Raises UserError for invalid carriers or lengths."""
     wanted = sorted(set(parse_lengths(lengths, "--lengths", SHAPE["context_length"] - NUM_TOKENS)))
     if wanted[0] < MIN_LENGTH:
         raise UserError(
@@ -100,7 +103,7 @@ def run_crossover(carriers: str, lengths: str, num_requests: int, options: UpOpt
 
 
 def parse_carriers(text: str) -> list[Carrier]:
-    """Return the carriers of a comma-separated list. Raises UserError for one that there is none of."""
+    """Return the carriers of a comma-separated list. Raises UserError for an unknown one."""
     known: dict[str, Carrier] = {name: name for name in get_args(Carrier)}
     names = [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in known]:
@@ -109,7 +112,7 @@ def parse_carriers(text: str) -> list[Carrier]:
 
 
 def carrier_report(carrier: str, samples: Sequence[CrossoverSample]) -> CarrierReport:
-    """Return one carrier's rows, and where the two ways cross."""
+    """Return one carrier's rows, and the lengths at which the two ways cross."""
     lengths = sorted({sample.length for sample in samples})
     rows = [_row([sample for sample in samples if sample.length == length]) for length in lengths]
     measured = crossover(lengths, [row.read_ms or 0.0 for row in rows], [row.computed_ms or 0.0 for row in rows])
@@ -162,7 +165,7 @@ async def _run(carriers: list[Carrier], lengths: list[int], num_requests: int, o
 
 
 async def _measure(supervisors: dict[str, Supervisor], lengths: list[int], num_requests: int) -> list[CrossoverSample]:
-    """Go through all lengths on one mesh after the other, again and again."""
+    """Measure every length on every mesh, `num_requests` times, in an order that changes."""
     rng = random.Random(SEED)
     samples: list[CrossoverSample] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -188,7 +191,7 @@ async def _measure(supervisors: dict[str, Supervisor], lengths: list[int], num_r
 
 
 class Probe:
-    """Measures one mesh."""
+    """Measures one mesh, one request at a time."""
 
     def __init__(self, carrier: str, direct: DirectClient, client: Client, rng: random.Random, vocab_size: int) -> None:
         self._carrier = carrier
@@ -198,7 +201,7 @@ class Probe:
         self._vocab_size = vocab_size
 
     async def measure(self, length: int, number: int) -> CrossoverSample:
-        """Time three fresh prompts of this length. Raises RequestFailedError where what was to be read was not."""
+        """Time three fresh prompts of this length. Raises RequestFailedError where KV that was to be read was not."""
         times: dict[str, float] = {}
         chose_read = False
         for way in rotated(("read", "computed", "cost"), number):

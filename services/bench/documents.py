@@ -1,7 +1,7 @@
-"""`kvmesh bench documents`: many questions on few long documents, in any order, some at once.
+"""`kvmesh bench documents`: many questions on few long documents, in random order, some at once.
 
-Each round has fresh documents. The first question on a document pays for it; what a later one pays depends on whether
-the worker that computes it has the document, or can read it from one that has.
+Each round has fresh documents. The first question on a document has to be computed; the time of later ones depends on
+whether their worker has the document's KV, or can read it from one that has.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ SEED = 20261121
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentsPlan:
-    """What was asked for. `num_questions`: on each document."""
+    """The command's options. `num_questions`: on each document."""
 
     num_documents: int
     document_tokens: int
@@ -41,14 +41,14 @@ class DocumentsPlan:
 
 
 class DocumentQuestion(msgspec.Struct, frozen=True, kw_only=True):
-    """`is_first`: nobody has asked about this document before."""
+    """One question and its document as one prompt. `is_first`: the first one on this document."""
 
     prompt: tuple[int, ...]
     is_first: bool
 
 
 class DocumentsRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One mode. The ratios are to recomputing, at p50."""
+    """The result of one mode. The ratios are to recomputing, at p50."""
 
     mode: str
     num_first: int
@@ -139,7 +139,7 @@ async def _run(plan: DocumentsPlan, options: UpOptions, url: str) -> DocumentsRe
 
 
 async def _measure(plan: DocumentsPlan, served: Served) -> dict[str, list[tuple[DocumentQuestion, Completion]]]:
-    """Ask the same questions of every mesh, a round at a time; no two meshes are ever busy at once."""
+    """Ask every mesh the same questions, a round at a time. Only one mesh is busy at any time."""
     rng = random.Random(SEED)
     answers: dict[str, list[tuple[DocumentQuestion, Completion]]] = {mode: [] for mode in served.clients}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -1,4 +1,4 @@
-"""`kvmesh bench links`: what a hand-over takes over a link, and what of it a prefill does not hide. Pure arithmetic.
+"""`kvmesh bench links`: the time of a hand-over over a link, and what of it a prefill does not hide. Calculated.
 
     hand-over, all at once    fixed + frames · (frame overhead + bytes of a frame / (raw rate · efficiency))
     exposed, layer by layer   each layer of each chunk crosses once it is computed and its predecessor has crossed: what
@@ -8,13 +8,20 @@ Rates of links and efficiencies are published ones (dataplane/SCALING.md names t
 """
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+import msgspec
+from rich.console import Console
+from rich.table import Column, Table
+
+from services.bench.drive.arguments import parse_lengths
 
 FRAME_BYTES = 8 << 20
 """Most bytes of one frame, as `nccl` cuts them."""
 FIXED_MS = 0.5
-"""Of one read, ours: opening the stream, its ticket, the last commit. README: a read of one block, 300 to 470 µs."""
+"""Of one read: opening the stream, its ticket, the last Commit. README: a read of one block takes 300 to 470 µs."""
 FRAME_US = 30.0
 """Of one frame: NCCL's time for a small message between two nodes, 31 µs (nccl-tests #214)."""
 TFLOPS = 400.0
@@ -22,10 +29,40 @@ TFLOPS = 400.0
 CHUNK_TOKENS = 512
 """`worker.token_budget`."""
 LENGTHS = (1_000, 4_000, 32_000)
+MAX_TOKENS = 1 << 20
+"""The longest prompt that may be asked for."""
+HEADINGS = ("link", "KV, MiB", "prefill ms", "all at once ms", "exposed ms")
+
+
+def run_links(lengths: str, tflops: float, chunk_tokens: int, *, as_json: bool, as_markdown: bool) -> None:
+    """Print the time of hand-overs over each link. Raises UserError for invalid lengths."""
+    wanted = parse_lengths(lengths, "--lengths", MAX_TOKENS)
+    if as_markdown:
+        sys.stdout.write(markdown(link_table(wanted, tflops, chunk_tokens)) + "\n")
+        return
+    cases = [(model, n, link) for model in MODELS for n in wanted for link in LINKS]
+    over = [handover(m, n, link, tflops=tflops, chunk_tokens=chunk_tokens) for m, n, link in cases]
+    if as_json:
+        rows = [
+            {"model": model.name, "num_tokens": n, "link": link.name, **each._asdict()}
+            for (model, n, link), each in zip(cases, over, strict=True)
+        ]
+        sys.stdout.buffer.write(msgspec.json.encode({"rows": rows}) + b"\n")
+        return
+    console = Console(highlight=False)
+    console.print(f"calculated; layer by layer in chunks of {chunk_tokens} tokens, prefill at {tflops:g} TFLOP/s")
+    table = Table("prompt", *(Column(heading, justify="right") for heading in HEADINGS))
+    shown = ""
+    for (model, n, link), each in zip(cases, over, strict=True):
+        prompt = f"{model.name}, {n:,}"
+        times = (f"{value:,.1f}" for value in each[1:])
+        table.add_row("" if prompt == shown else prompt, link.name, f"{each.num_bytes / 2**20:,.0f}", *times)
+        shown = prompt
+    console.print(table)
 
 
 class ModelShape(NamedTuple):
-    """What decides about a model's KV and its prefill."""
+    """The properties of a model on which the size of its KV and the time of its prefill depend."""
 
     name: str
     num_layers: int
@@ -49,7 +86,7 @@ class ModelShape(NamedTuple):
 
 
 class LinkSpec(NamedTuple):
-    """One direction of a link between two cards. `gb_per_s`: raw; `efficiency`: the share that was measured of it."""
+    """One direction of a link between two cards. `efficiency`: the measured share of the raw `gb_per_s`."""
 
     name: str
     gb_per_s: float
@@ -145,7 +182,7 @@ MOONCAKE_ROWS = (
 
 
 def published() -> Iterator[Published]:
-    """Yield what is known from elsewhere beside what the formulas give."""
+    """Yield published figures, each beside what the formulas give."""
     for num_tokens, mib, ms in MOONCAKE_ROWS:
         sent, name = num_tokens + 16, f"Mooncake, Qwen3-8B, {num_tokens:,} tokens"
         yield Published(name, mib, sent * QWEN.token_bytes / 2**20, "MiB", 0.015)
@@ -170,7 +207,7 @@ def link_table(lengths: Sequence[int], tflops: float = TFLOPS, chunk_tokens: int
 
 
 def token_table(tflops: float = TFLOPS) -> list[list[str]]:
-    """Return the rows of the table of what one token weighs."""
+    """Return the rows of the table of a token's KV, the heading first."""
     return [
         ["model", "KV of a token", "of a token and layer", "hidden by the prefill from"],
         *(
@@ -182,7 +219,7 @@ def token_table(tflops: float = TFLOPS) -> list[list[str]]:
 
 
 def published_table() -> list[list[str]]:
-    """Return the rows of the comparison with what others publish."""
+    """Return the rows of the comparison with published figures, the heading first."""
     rows = [["what", "published", "this model", "off by"]]
     for row in published():
         off = row.modelled / row.published - 1
@@ -193,7 +230,7 @@ def published_table() -> list[list[str]]:
 
 
 def markdown(rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
-    """Return the rows as a Markdown table; all columns but the first ones stand right."""
+    """Return the rows as a Markdown table. All columns but the first `num_left` are aligned right."""
     head, *body = rows
     rule = ["---"] * num_left + ["--:"] * (len(head) - num_left)
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *body))

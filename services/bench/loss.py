@@ -1,12 +1,12 @@
-"""`kvmesh bench loss`: what it costs a batch that some of its requests' KV arrives only in part.
+"""`kvmesh bench loss`: what it costs a batch that a part of its requests' KV is lost on the way.
 
-One engine thread decodes a batch of eight requests whose prompts' KV was to arrive; that of some stopped half way.
-Three ways to go on, interleaved:
-- ours: what landed is kept, the rest is chunked prefill inside the running batch;
-- recompute: who lost anything computes its whole prompt inside the running batch;
-- naive: the batch fails as one; all its prompts are computed from token 0 before anybody decodes.
+One engine thread decodes a batch of eight requests whose prompts' KV was sent to it; for some of them it arrived only
+half. Three ways to go on, interleaved:
+- ours: what arrived is kept, the rest is chunked prefill inside the running batch;
+- recompute: each request that lost KV computes its whole prompt inside the running batch;
+- naive: the batch fails as one; all its prompts are computed from token 0 before any request decodes.
 
-Before each batch, KV that no request counts as computed is overwritten with NaN: nothing lost can be used after all.
+Before each batch, KV that no request counts as computed is overwritten with NaN, so that no lost KV can be used.
 """
 
 import random
@@ -61,7 +61,7 @@ SEED = 20261121
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """The batch to be measured: `landed_tokens` of a prompt of `prompt_tokens` are there where the rest was lost.
+    """The batch to be measured. Of a request that lost KV, `landed_tokens` of its `prompt_tokens` have arrived.
 
     `num_tokens` are decoded after the one that came with the prompt's KV.
     """
@@ -73,7 +73,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(NamedTuple):
-    """A prompt whose KV lies in `tables`, and the token that its prefill brought."""
+    """A prompt whose KV is in `tables`, and the token that its prefill produced."""
 
     number: int
     prompt: list[int]
@@ -82,20 +82,21 @@ class Request(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What the engine is to do: `recomputed` all end before any of `served` begins."""
+    """What the engine computes: all of `recomputed`, and then `served`."""
 
     recomputed: tuple[base.Sequence, ...]
     served: tuple[base.Sequence, ...]
 
     @property
     def num_recomputed_tokens(self) -> int:
-        """Tokens of prompts that are computed; a served sequence's last token is its answer's."""
+        """How many prompt tokens are computed; the last token of a served sequence belongs to its answer."""
         served = sum(sequence.num_uncomputed_tokens - 1 for sequence in self.served)
         return served + sum(sequence.num_uncomputed_tokens for sequence in self.recomputed)
 
 
 class BatchOutcome(NamedTuple):
-    """Of one batch, by request number. `times_ms`: of its tokens, from submission on; `steps`: which brought them."""
+    """The result of one batch, by request number. `times_ms`: of each token, from the batch's submission; `steps`:
+    the number of the step that produced it."""
 
     num_recomputed_tokens: int
     times_ms: dict[int, list[float]]
@@ -106,7 +107,7 @@ class BatchOutcome(NamedTuple):
 
 @dataclass(slots=True)
 class Samples:
-    """All batches of one way and number lost."""
+    """The results of all batches of one way and number of losing requests."""
 
     num_recomputed_tokens: int = 0
     lost_ttft_ms: list[float] = field(default_factory=list[float])
@@ -130,10 +131,11 @@ class Samples:
 
 
 class LossRow(msgspec.Struct, frozen=True, kw_only=True):
-    """All repeats of one way and number lost; times in milliseconds. None where there are no such requests.
+    """The row of one way and number of losing requests; times in milliseconds. None where there are no such requests.
 
-    TTFT runs from the batch's submission to a request's next token. `ready_steps_max`: the most engine steps that a
-    ready request waited for one token; 1 is the least. `num_differing`: answers unlike those of a batch without loss.
+    TTFT is from the batch's submission to a request's next token. `ready_steps_max`: the most engine steps that a
+    request without loss waited for one token; 1 is the least. `num_differing`: answers unlike those of a batch without
+    loss.
     """
 
     num_lost: int
@@ -160,7 +162,7 @@ class LossReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_loss(*, as_json: bool) -> None:
-    """Measure and print. Raises RequestFailedError when a batch does not come to its end."""
+    """Measure and print. Raises RequestFailedError where a batch does not end."""
     report = _measure()
     if as_json:
         sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
@@ -169,7 +171,8 @@ def run_loss(*, as_json: bool) -> None:
 
 
 def plan_batch(way: Way, requests: Sequence[Request], lost: frozenset[int], terms: Terms) -> Plan:
-    """Return how a batch goes on whose requests `lost` have only their landed prefix. Without loss all ways are one."""
+    """Return how a batch goes on whose requests `lost` have only the KV that arrived. Without loss all ways are
+    equal."""
     kept = {"ours": terms.landed_tokens, "recompute": 0, "naive": terms.prompt_tokens}[way]
     return Plan(
         recomputed=tuple(prefill_sequence(r.number, r.prompt, r.tables) for r in requests if way == "naive" and lost),
@@ -178,7 +181,7 @@ def plan_batch(way: Way, requests: Sequence[Request], lost: frozenset[int], term
 
 
 def prefill_sequence(number: int, prompt: list[int], tables: BlockTables) -> base.Sequence:
-    """Return a sequence that computes a prompt's KV and one token."""
+    """Return a sequence that computes a prompt's KV and samples one token."""
     return base.Sequence(
         request_id=RequestId(f"loss-{number}"),
         attempt=0,
@@ -199,7 +202,7 @@ def _served(request: Request, num_computed_tokens: int, terms: Terms) -> base.Se
 
 
 def arena_shape(layout: KVLayout, terms: Terms) -> ArenaShape:
-    """Return the arena that holds one batch."""
+    """Return the shape of an arena that holds one batch."""
     return uniform_shape(layout, NUM_REQUESTS * _blocks_of_request(layout, terms))
 
 
@@ -208,7 +211,7 @@ def _blocks_of_request(layout: KVLayout, terms: Terms) -> int:
 
 
 class LossBench:
-    """Batches on one engine, each on the KV of the same prompts. `arena` is the engine's, of `arena_shape`."""
+    """Runs batches on one engine, each on the KV of the same prompts. `arena` is the engine's, of `arena_shape`."""
 
     def __init__(self, engine: base.Engine, arena: memoryview, prompts: Sequence[list[int]], terms: Terms) -> None:
         self._engine = engine
@@ -218,10 +221,10 @@ class LossBench:
         self._requests = self._prefill(prompts)
         self._snapshot = bytes(arena)
         self.expected: dict[int, list[int]] = self.run("ours", frozenset()).tokens
-        """The answers when nothing is lost."""
+        """The answers without loss."""
 
     def run(self, way: Way, lost: frozenset[int]) -> BatchOutcome:
-        """Lose KV and run one batch. Raises RequestFailedError."""
+        """Run one batch after the KV of `lost` was overwritten. Raises RequestFailedError."""
         plan = plan_batch(way, self._requests, lost, self._terms)
         self._arena[:] = self._snapshot
         for sequence in plan.recomputed or plan.served:
@@ -245,7 +248,7 @@ class LossBench:
 
 
 def _forget_uncomputed(arena: memoryview, shape: ArenaShape, sequence: base.Sequence) -> None:
-    """Overwrite what the sequence does not count as computed: bytes of ones are NaN in every float."""
+    """Overwrite the KV that the sequence does not count as computed. Bytes of ones are NaN in every float type."""
     layout = shape.layout
     for layer in range(layout.num_layers):
         table = sequence.tables[layout.group_of_layer[layer]]
@@ -258,7 +261,7 @@ def _forget_uncomputed(arena: memoryview, shape: ArenaShape, sequence: base.Sequ
 
 
 class _Run:
-    """One batch on an engine thread of its own. All is submitted before the first step: chance orders nothing."""
+    """One batch on an engine thread of its own. All is submitted before the first step, so that the order is fixed."""
 
     def __init__(self, engine: base.Engine, plan: Plan, token_budget: int) -> None:
         self._thread = EngineThread(engine, Batch(token_budget), self._on_step, self._on_failure, self._on_removed)
@@ -313,7 +316,7 @@ class _Run:
 
 
 def lost_requests(num_lost: int, repeat: int) -> frozenset[int]:
-    """Return which requests lose their KV: others each repeat, so that no place in the line is favoured."""
+    """Return which requests lose their KV: others in each repeat."""
     return frozenset((repeat + index) % NUM_REQUESTS for index in range(num_lost))
 
 
@@ -343,7 +346,7 @@ def _measure() -> LossReport:
 
 
 def _interleave(bench: LossBench) -> dict[tuple[int, Way], Samples]:
-    """Run each way with each number lost in every repeat; another way comes first each time."""
+    """Run each way with each number of losing requests in every repeat, starting with another way each time."""
     samples: dict[tuple[int, Way], Samples] = {(num_lost, way): Samples() for num_lost in NUMBERS_LOST for way in WAYS}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:

@@ -1,8 +1,8 @@
-"""`kvmesh bench multiturn`: conversations whose every turn repeats all that was said, as chats and agents do.
+"""`kvmesh bench multiturn`: conversations, whose every prompt repeats all that came before.
 
-Each turn's prompt is the one before, the model's real answer, and a new message. Three meshes of the same size hold the
-same conversations in turns: one computes every prompt anew, one keeps what each worker computed, one reads from whoever
-has it. Time to first token is from sending the request to the first token's event.
+Each turn's prompt is the previous one, the model's answer, and a new message. Three meshes of the same size hold the
+same conversations in turns: one computes every prompt anew, one keeps what each worker computed, one reads KV from any
+worker that has it. Time to first token is from sending the request to the first token's event.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ SEED = 20261121
 
 @dataclass(frozen=True, kw_only=True)
 class MultiturnPlan:
-    """What was asked for. `num_conversations`: for each history length, and each mesh."""
+    """The command's options. `num_conversations`: for each history length, in each mesh."""
 
     history: str
     output: str
@@ -47,7 +47,7 @@ class MultiturnPlan:
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user says, turn by turn (the first message is the history), and how long the answers are to be."""
+    """One conversation's messages, of which the first is the history, and the lengths of its answers, all in tokens."""
 
     history: int
     messages: tuple[tuple[int, ...], ...]
@@ -59,7 +59,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurnSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn of one conversation; turns count from 1."""
+    """One turn of one conversation, in one mode. Turns count from 1."""
 
     history: int
     turn: int
@@ -68,7 +68,7 @@ class TurnSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurnRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn of all conversations with a history of this length. The ratio is to recomputing, at p50."""
+    """One turn of all conversations with a history of this length, in one mode. The ratio is to recomputing, at p50."""
 
     history: int
     turn: int
@@ -96,7 +96,7 @@ class MultiturnReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_multiturn(plan: MultiturnPlan, options: UpOptions, *, url: str, plot: Path | None, as_json: bool) -> None:
-    """Measure, print, and plot. Raises UserError for a plan that is none."""
+    """Measure, print, and plot. Raises UserError for invalid options."""
     if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"--plot {plot}: name a .png, .svg or .pdf file")
     if plot is not None and not plot.parent.is_dir():
@@ -116,7 +116,7 @@ def run_multiturn(plan: MultiturnPlan, options: UpOptions, *, url: str, plot: Pa
 def make_conversations(
     seed: int, history: int, *, num_turns: int, count: int, output: tuple[int, int], vocab_size: int
 ) -> list[Conversation]:
-    """Return conversations that share nothing with each other, nor with those of another seed."""
+    """Return conversations that share no prefix with each other, nor with those of another seed."""
     rng = random.Random(seed)
     made: list[Conversation] = []
     for _ in range(count):
@@ -157,7 +157,7 @@ def rows_of(samples: Sequence[TurnSample]) -> list[TurnRow]:
 
 
 def later_ratios(samples: Sequence[TurnSample]) -> dict[str, float | None]:
-    """Return each mode's median over turns 2 and on, as a part of recomputing's."""
+    """Return each mode's median TTFT over the turns from 2 on, divided by recomputing's."""
     times: dict[str, list[float]] = {}
     for sample in samples:
         if sample.turn > 1:
@@ -167,7 +167,8 @@ def later_ratios(samples: Sequence[TurnSample]) -> dict[str, float | None]:
 
 
 async def converse(client: Client, conversation: Conversation, think_ms: int) -> list[Completion]:
-    """Hold one conversation. Raises RequestFailedError, also where the gateway does not give the answer's tokens."""
+    """Hold one conversation. Raises RequestFailedError, also where the gateway does not return the answer's token
+    ids."""
     completions: list[Completion] = []
     prompt: list[int] = []
     for turn, (message, num_answer) in enumerate(zip(conversation.messages, conversation.answer_lengths, strict=True)):
@@ -208,7 +209,7 @@ async def _run(plan: MultiturnPlan, options: UpOptions, url: str) -> MultiturnRe
 async def _measure(
     plan: MultiturnPlan, histories: list[int], output: tuple[int, int], served: Served
 ) -> list[TurnSample]:
-    """Hold the same conversations on every mesh, a group at a time; no two meshes are ever busy at once."""
+    """Hold the same conversations in every mesh, a group at a time. Only one mesh is busy at any time."""
     seeds = itertools.count(SEED)
     num_groups = -(-plan.num_conversations // plan.concurrency)
 

@@ -1,7 +1,7 @@
-"""`kvmesh bench quality`: the end-to-end quality check. Fresh facts, one question each, exact match.
+"""`kvmesh bench quality`: how often the demo model's answers are exactly right, with and without the split.
 
-The same questions go to a mesh with the split and to one without. An answer that differs between them would show KV
-that was not what it should be.
+The same questions on fresh facts go to a mesh with the split and to one without. An answer that differs between them
+would show wrong KV.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class QualityRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_quality(lengths: str, num_questions: int, *, url: str, as_json: bool) -> None:
-    """Measure and print. Raises UserError for lengths that are no lengths."""
+    """Measure and print. Raises UserError for invalid lengths, and where a request fails."""
     rows = asyncio.run(_run(parse_lengths(lengths, "--lengths", SHAPE["context_length"]), num_questions, url))
     if as_json:
         sys.stdout.buffer.write(msgspec.json.encode({"rows": rows}) + b"\n")

@@ -1,7 +1,7 @@
 """`kvmesh bench replay`: a trace's arrival times, lengths and shared prefixes, scaled to the model and the machine.
 
-Requests are sent when the trace says, whatever has become of those before them. The prompts' tokens are made from the
-trace's hash ids, so that what could be reused there can be reused here.
+Each request is sent at the trace's time, whether or not earlier ones have ended. The prompts' tokens are made from the
+trace's hash ids, so that prompts share the prefixes that they share in the trace.
 """
 
 import asyncio
@@ -34,15 +34,15 @@ from services.errors import UserError
 from services.launch.supervisor import UpOptions
 
 BLOCK_SIZE = 16
-"""The mesh's: what its caches can share at the finest."""
+"""The mesh's block size in tokens: caches share full blocks."""
 GENERATED_CONVERSATIONS = 60
 SEED = 20261121
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayPlan:
-    """What was asked for. Without a path a trace is made up. `limit` 0: all of it. The SLO is a client's: time to first
-    token, and the mean time between tokens."""
+    """The command's options. `path` None: a made-up trace; `limit` 0: all of the trace. The SLO is a client's: time
+    to first token, and mean time between tokens."""
 
     path: Path | None
     scale: float
@@ -53,7 +53,7 @@ class ReplayPlan:
 
 
 class ReplayOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """One request: when it was sent, against the trace's time, and how it went (None: it failed)."""
+    """One request: when it was sent, how late that was, and its answer; None where it failed with `error`."""
 
     sent_s: float
     late_s: float
@@ -62,7 +62,7 @@ class ReplayOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
-    """`reuse_bound`: the part of the prompts' tokens that one cache without bound would have had."""
+    """The result. `reuse_bound`: the share of prompt tokens that a cache of unlimited size would have had."""
 
     model: str
     trace: str
@@ -90,7 +90,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_replay(plan: ReplayPlan, options: UpOptions, *, url: str, as_json: bool) -> None:
-    """Replay and print. Raises UserError for a bad trace, before anything is started."""
+    """Replay and print. Raises UserError for a bad trace, before a mesh is started."""
     if plan.path is None:
         name, trace = "made up", make_trace(GENERATED_CONVERSATIONS, seed=SEED)
     else:
@@ -118,7 +118,7 @@ def is_within(completion: Completion, slo_ttft_ms: float, slo_itl_ms: float) -> 
 def report_of(
     plan: ReplayPlan, requests: Sequence[ReplayRequest], outcomes: Sequence[ReplayOutcome], *, model: str, trace: str
 ) -> ReplayReport:
-    """Return what the outcomes, in the requests' order, come to."""
+    """Return the result of these outcomes, which are in the order of the requests."""
     done = [outcome.completion for outcome in outcomes if outcome.completion is not None]
     ends_s = [o.sent_s + (o.completion.total_ms / 1e3 if o.completion else 0.0) for o in outcomes]
     duration_s = max(ends_s, default=0.0) - min((o.sent_s for o in outcomes), default=0.0)

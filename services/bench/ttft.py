@@ -28,14 +28,14 @@ WARM_UP_REQUESTS = 2
 
 
 class Timing(NamedTuple):
-    """Of one request, in milliseconds from its sending."""
+    """The times of one request's first two tokens, in milliseconds from sending it."""
 
     first_ms: float
     second_ms: float
 
 
 class TtftRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Medians at one prompt length. Without a mesh to compare with, the ratios are None."""
+    """Medians at one prompt length. The ratios are None where there is no mesh to compare with."""
 
     length: int
     num_requests: int
@@ -56,7 +56,7 @@ class TtftReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_ttft(lengths: str, num_requests: int, *, url: str, as_json: bool) -> None:
-    """Measure and print. Raises UserError for lengths that are no lengths."""
+    """Measure and print. Raises UserError for invalid lengths."""
     wanted = parse_lengths(lengths, "--lengths", SHAPE["context_length"] - NUM_TOKENS)
     report = asyncio.run(_measure_url(url, wanted, num_requests) if url else _measure(wanted, num_requests))
     if as_json:
@@ -77,7 +77,7 @@ async def _measure_url(url: str, lengths: list[int], num_requests: int) -> TtftR
 
 
 async def alternate(urls: dict[str, str], lengths: list[int], num_requests: int) -> list[TtftRow]:
-    """Send to each mesh in turn; the order within a round changes every round."""
+    """Send requests to each mesh in turn. The order of the meshes changes every round."""
     rng = random.Random(20261121)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     rows: list[TtftRow] = []

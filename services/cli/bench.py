@@ -1,4 +1,4 @@
-"""`kvmesh bench …`: the commands that measure a mesh, or calculate. Each imports its bench when it runs."""
+"""The subcommands of `kvmesh bench`. Each imports its measurement when it runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -176,6 +176,6 @@ def links(
     json: Json = False,
 ) -> None:
     """What a hand-over takes over links of cards and nodes, by calculation (dataplane/SCALING.md). Measures nothing."""
-    from services.bench.link_report import run_links
+    from services.bench.links import run_links
 
     run_links(lengths, tflops, chunk, as_json=json, as_markdown=markdown)

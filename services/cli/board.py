@@ -1,10 +1,10 @@
-"""What `kvmesh top` knows of a mesh, from what is said on the bus. Times are monotonic seconds."""
+"""The state of a mesh as `kvmesh top` shows it, kept from messages on the bus. Times are monotonic seconds."""
 
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from schemas import observe as story
+from schemas import observe
 from schemas.handoff import KVLanded
 from schemas.ids import WorkerId
 from schemas.message import Message
@@ -17,7 +17,7 @@ PHASES = ("placing", "prefill", "decode")
 
 @dataclass
 class Rate:
-    """How much a second, over the window; over what has been seen while that is less."""
+    """A rate per second over the last RATE_WINDOW_S, or since `since_s` where that is less."""
 
     since_s: float
     _events: deque[tuple[float, float]] = field(default_factory=deque[tuple[float, float]])
@@ -33,7 +33,7 @@ class Rate:
 
 @dataclass
 class Traffic:
-    """What has crossed from one worker to another."""
+    """The KV that one worker has read from another."""
 
     num_bytes: Rate
     transfers: Rate
@@ -43,7 +43,7 @@ class Traffic:
 
 @dataclass
 class Board:
-    """Filled by what is heard; read by whoever draws it."""
+    """What is known of a mesh. `hear` adds a message; the other methods return what to draw."""
 
     began_s: float
     policy: str = ""
@@ -51,19 +51,19 @@ class Board:
     loads: dict[WorkerId, tuple[float, WorkerLoad]] = field(default_factory=dict[WorkerId, tuple[float, WorkerLoad]])
     pairs: dict[tuple[WorkerId, WorkerId], Traffic] = field(default_factory=dict[tuple[WorkerId, WorkerId], Traffic])
     ends: Counter[str] = field(default_factory=Counter[str])
-    """Requests that have ended since: finished, cancelled, failed."""
+    """Ended requests by outcome: finished, cancelled, failed."""
     failures: Counter[str] = field(default_factory=Counter[str])
     num_resumed: int = 0
     ttfts_ms: deque[int] = field(default_factory=lambda: deque[int](maxlen=MAX_TTFTS))
     _open: dict[str, tuple[str, float]] = field(default_factory=dict[str, tuple[str, float]])
-    """Requests under way: where they are, and when they are dropped at the latest."""
+    """Running requests: the phase of each, and when it is dropped at the latest."""
 
     def __post_init__(self) -> None:
         self.finished = Rate(self.began_s)
         self.tokens = Rate(self.began_s)
 
     def hear(self, message: Message, now_s: float, now_ms: int) -> None:
-        """Take in what was said. `now_ms`: Unix time, the clock of deadlines."""
+        """Add a message. `now_s`: monotonic; `now_ms`: Unix time, the clock of deadlines."""
         match message:
             case WorkerLoad():
                 self.loads[message.worker.worker_id] = (now_s, message)
@@ -73,8 +73,8 @@ class Board:
                 self.tokens.add(now_s, sum(len(share.tokens) // 4 for share in requests))
             case KVLanded():
                 self._hear_landed(message, now_s)
-            case story.StoryMessage():
-                self._hear_story(message, now_s, now_ms)
+            case observe.StoryMessage():
+                self._hear_event(message, now_s, now_ms)
             case _:
                 pass
 
@@ -92,44 +92,44 @@ class Board:
         pair.transfers.add(now_s)
         pair.carrier, pair.last_s = landed.carrier, now_s
 
-    def _hear_story(self, told: story.StoryMessage, now_s: float, now_ms: int) -> None:
-        request_id = told.request_id
+    def _hear_event(self, event: observe.StoryMessage, now_s: float, now_ms: int) -> None:
+        request_id = event.request_id
         phase = ""
-        match told:
-            case story.RequestAccepted():
+        match event:
+            case observe.RequestAccepted():
                 phase = "placing"
-            case story.RequestPlaced():
+            case observe.RequestPlaced():
                 phase = "prefill"
-            case story.FirstTokenHeard():
+            case observe.FirstTokenHeard():
                 phase = "decode"
-                self.ttfts_ms.append(told.age_ms)
-            case story.RequestResumed():
+                self.ttfts_ms.append(event.age_ms)
+            case observe.RequestResumed():
                 phase = "placing"
                 self.num_resumed += 1
-            case story.RequestFinished():
+            case observe.RequestFinished():
                 self.ends["finished"] += 1
                 self.finished.add(now_s)
-            case story.RequestFailed(code=code):
+            case observe.RequestFailed(code=code):
                 self.ends["failed"] += 1
                 self.failures[code] += 1
-            case story.RequestCancelled():
+            case observe.RequestCancelled():
                 self.ends["cancelled"] += 1
             case _:
                 return
         if phase:
-            left_s = min(OPEN_REQUEST_MAX_S, max(0.0, (told.deadline_ms - now_ms) / 1000))
+            left_s = min(OPEN_REQUEST_MAX_S, max(0.0, (event.deadline_ms - now_ms) / 1000))
             self._open[request_id] = (phase, now_s + left_s + 1.0)
         else:
             self._open.pop(request_id, None)
 
     def phases(self, now_s: float) -> Counter[str]:
-        """Return how many requests are where."""
+        """Return the number of running requests in each phase."""
         for request_id in [request_id for request_id, (_, until_s) in self._open.items() if until_s < now_s]:
             del self._open[request_id]
         return Counter(phase for phase, _ in self._open.values())
 
     def workers(self, now_s: float) -> Iterator[tuple[WorkerLoad, bool]]:
-        """Yield the workers by name, and whether each has been quiet for too long."""
+        """Yield the last load of each worker, by name, and whether the worker has been silent for SILENT_AFTER_S."""
         for worker_id in [w for w, (heard_s, _) in self.loads.items() if heard_s < now_s - FORGET_AFTER_S]:
             del self.loads[worker_id]
         for _, (heard_s, load) in sorted(self.loads.items()):

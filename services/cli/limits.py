@@ -1,4 +1,4 @@
-"""How long the commands wait, and how much of what they hear they keep. Seconds, unless the name says otherwise."""
+"""How long the commands wait, and how much they keep of what they receive. Times are in seconds."""
 
 ASK_TIMEOUT_S = 2.0
 """A question of `kvmesh top` or `kvmesh tail` over the bus."""

@@ -1,4 +1,4 @@
-"""The `kvmesh` command: one function a subcommand. A person's mistake is one line and exit code 2."""
+"""The entry point of `kvmesh`, one function for each subcommand. A UserError is one line and exit code 2."""
 
 import sys
 from pathlib import Path
@@ -165,7 +165,7 @@ def top(
 
 @app.command()
 def tail(
-    request_id: Annotated[str, typer.Argument(help="Everybody's requests if left out.")] = "",
+    request_id: Annotated[str, typer.Argument(help="All requests if left out.")] = "",
     nats: Annotated[str, typer.Option(help="The mesh's NATS server; the last `kvmesh up` here if left out.")] = "",
 ) -> None:
     """Follow what the bus says of a request, in order, until its end."""
@@ -178,7 +178,7 @@ def tail(
 
 
 def main() -> None:
-    """Entry point. A UserError becomes one line on standard error and exit code 2."""
+    """Run the command. A UserError becomes one line on standard error and exit code 2."""
     try:
         app()
     except UserError as error:

@@ -1,4 +1,4 @@
-"""The requests that span files tell of: which there are, and which spans are whose."""
+"""Reads span files and finds the spans of a request in them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from services.telemetry import Key, SpanName, SpanRecord
 _ROOT_PREFIX = "POST "
 _ID_PREFIXES = ("req-", "cmpl-", "chatcmpl-")
 _STEP = SpanName.ENGINE_STEP
-"""Traces of their own: the requests of a step's batch are linked to it."""
+"""An engine step is in a trace of its own, linked to the requests of its batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,12 @@ class RecordedRequest:
 
     @property
     def slowness_ms(self) -> float:
-        """To its first token; to its end where it had none."""
+        """The time to the first token, or to the end where there was none."""
         return self.total_ms if self.ttft_ms is None else self.ttft_ms
 
 
 def recorded_requests(spans: list[SpanRecord]) -> list[RecordedRequest]:
-    """Return the requests in the order in which they started."""
+    """Return the requests by their start."""
     return [_recorded(span) for span in sorted(spans, key=lambda span: span.start_ns) if is_root(span)]
 
 
@@ -51,7 +51,8 @@ def _recorded(root: SpanRecord) -> RecordedRequest:
 
 
 def choose(requests: list[RecordedRequest], *, slowest: bool, failed: bool, limit: int) -> list[RecordedRequest]:
-    """Return up to `limit` of them: the failed ones only, the slowest first, otherwise the last ones in their order."""
+    """Return up to `limit` requests: of the failed ones only, or of all; the slowest first, or the last ones by
+    start."""
     chosen = [request for request in requests if request.has_failed or not failed]
     if slowest:
         return sorted(chosen, key=lambda request: -request.slowness_ms)[:limit]
@@ -59,8 +60,8 @@ def choose(requests: list[RecordedRequest], *, slowest: bool, failed: bool, limi
 
 
 def load_spans(folder: Path) -> list[SpanRecord]:
-    """Return all spans of a folder's *.jsonl, in no order. Lines that are no span (a torn last one) are skipped; a
-    folder that does not exist is empty."""
+    """Return all spans of a folder's *.jsonl, in no order. Lines that do not decode are skipped (the last may be cut
+    short); a missing folder has none."""
     decoder = msgspec.json.Decoder(SpanRecord)
     spans: list[SpanRecord] = []
     for path in sorted(folder.glob("*.jsonl")):
@@ -73,10 +74,10 @@ def load_spans(folder: Path) -> list[SpanRecord]:
 
 
 def find_trace(spans: list[SpanRecord], request_id: str | None) -> list[SpanRecord]:
-    """Return the spans of a request (as the gateway or the API calls it), or those of the request that started last.
+    """Return the spans of a request, by the gateway's id or the API's, or of the request that started last.
 
-    Where a client has put several requests into one trace, the others' spans are left out, and so are the engine's
-    steps, which belong to many. Raises UserError.
+    Where a client has put several requests into one trace, the spans of the others are left out; so are the engine's
+    steps, which belong to many requests. Raises UserError where there is no such request.
     """
     spans = [span for span in spans if span.name != _STEP]
     by_id = {span.span_id: span for span in spans}
@@ -101,13 +102,14 @@ def find_trace(spans: list[SpanRecord], request_id: str | None) -> list[SpanReco
 
 
 def is_root(span: SpanRecord) -> bool:
-    """The gateway's span of a request. It has a parent that we never see where the client sent a traceparent."""
+    """Say whether this is a gateway's span of a request. Where the client sent a traceparent its parent is the
+    client's span, which is not recorded here."""
     return span.name.startswith(_ROOT_PREFIX)
 
 
 def _tops(spans: list[SpanRecord], by_id: dict[str, SpanRecord]) -> list[SpanRecord]:
-    """Return the topmost spans that stand for requests: one that has no parent and is no root belongs to none, so it
-    counts only where there is nothing else."""
+    """Return the topmost spans that stand for requests. A span without a parent that is no root belongs to no
+    request, and counts only where there is no other."""
     tops = [span for span in spans if is_root(span) or span.parent_id not in by_id]
     return [span for span in tops if is_root(span) or span.parent_id] or tops
 
@@ -122,7 +124,7 @@ def _top_of(span: SpanRecord, by_id: dict[str, SpanRecord]) -> SpanRecord:
 
 
 def bare_id(request_id: str) -> str:
-    """The gateway's id and the API's differ in their prefix only."""
+    """Return a request's id without its prefix, in which the gateway's and the API's differ."""
     for prefix in _ID_PREFIXES:
         if request_id.startswith(prefix):
             return request_id.removeprefix(prefix)

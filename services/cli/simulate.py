@@ -1,4 +1,4 @@
-"""`kvmesh simulate`: a mesh, its clients and everything that can go wrong, in one process and virtual time."""
+"""`kvmesh simulate`: runs simulations and prints their result."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""`kvmesh status`: the fleet as the scheduler sees it."""
+"""`kvmesh status`: the workers as a scheduler knows them."""
 
 import asyncio
 import sys
@@ -13,7 +13,7 @@ from services.launch.known_workers import describe_fleet
 
 
 def run_status(nats_url: str, *, as_json: bool) -> None:
-    """Print the fleet. Raises UserError when there is none."""
+    """Print the workers. Raises UserError where no scheduler answers."""
     mesh, url = running_mesh(), nats_url_of(nats_url)
     fleet = asyncio.run(describe_fleet(url))
     if as_json:
@@ -43,7 +43,8 @@ BLOCK_STATES = ("free", "cached", "leased", "total")
 
 
 def worker_table(fleet: FleetDescribed) -> Table:
-    """Narrow enough for 80 columns. Blocks by state; `run`, `wait`: requests; `to do`: prompt tokens."""
+    """Return the table of all workers but stores, at most 80 columns wide. Blocks by state; `run`, `wait`: requests;
+    `to do`: prompt tokens; `junk`: dropped messages and refused reads."""
     headings = ("role", "state", "run", "wait", "to do", *BLOCK_STATES, "junk")
     table = Table("worker", *(Column(name, justify="right") for name in headings), box=None, padding=(0, 1, 0, 0))
     for load in _sorted(fleet):
@@ -54,7 +55,7 @@ def worker_table(fleet: FleetDescribed) -> Table:
 
 
 def store_table(fleet: FleetDescribed) -> Table:
-    """Stores hold KV and compute nothing. Their blocks are those of the memory tier."""
+    """Return the table of the stores. Their blocks are those of the memory tier."""
     headings = ("state", *BLOCK_STATES, "junk")
     table = Table("store", *(Column(name, justify="right") for name in headings), box=None, padding=(0, 1, 0, 0))
     for load in _sorted(fleet):
@@ -64,7 +65,7 @@ def store_table(fleet: FleetDescribed) -> Table:
 
 
 def device_lines(fleet: FleetDescribed) -> list[str]:
-    """Return who runs on which card; nothing where all run on the CPU."""
+    """Return a line for each device with its workers; no lines where all run on the CPU."""
     cards: dict[str, list[str]] = {}
     for load in _sorted(fleet):
         if load.worker.role != "store":

@@ -1,4 +1,4 @@
-"""`kvmesh tail`: what the bus says of a request, in order, a line each, until its end."""
+"""`kvmesh tail`: prints the messages about a request, a line each in their order, until its end."""
 
 import asyncio
 import time
@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from schemas import handoff, kv, subjects
-from schemas import observe as story
+from schemas import handoff, kv, observe, subjects
 from schemas.directory import LocateBlocks
 from schemas.ids import is_subject_token
 from schemas.message import Message, RequestMessage, UndecodableMessageError, decode
@@ -24,31 +23,32 @@ from services.bus.typed import TypedBus
 from services.cli.limits import ASK_TIMEOUT_S, TAIL_LINGER_S
 from services.cli.recorded import bare_id
 from services.errors import UserError
+from services.runtime import ended_before
 
-ENDS = (story.RequestFinished, story.RequestFailed, story.RequestCancelled)
+ENDS = (observe.RequestFinished, observe.RequestFailed, observe.RequestCancelled)
 
-_TOLD = {
+_REQUEST_SUBJECTS = {
     tuple(subject.pattern.replace("{}", "*").split(".")): subject
     for subject in SUBJECTS
     if issubclass(subject.carries, RequestMessage) and subject is not subjects.PROGRESS
 }
-"""What is said of requests, questions after them left out."""
+"""The subjects of messages about requests, by their tokens. Questions about their progress are left out."""
 
 
-class Told(NamedTuple):
-    """One event: who says it or whom it is for, and what."""
+class TailEvent(NamedTuple):
+    """One message about a request. `who`: its sender or its receiver; `what`: its text."""
 
     request_id: str
-    event: str
+    name: str
     who: str
     what: str
     is_end: bool
 
 
-def told_of(subject: str, payload: bytes) -> Told | None:
-    """Return what a message says of a request; None where it says nothing of any."""
+def event_of(subject: str, payload: bytes) -> TailEvent | None:
+    """Return the event of a message; None for one that is not about a request, or does not decode."""
     tokens = tuple(subject.split("."))
-    found = next((known for pattern, known in _TOLD.items() if matches(pattern, tokens)), None)
+    found = next((known for pattern, known in _REQUEST_SUBJECTS.items() if matches(pattern, tokens)), None)
     if found is None:
         return None
     try:
@@ -57,85 +57,82 @@ def told_of(subject: str, payload: bytes) -> Told | None:
         return None
     assert isinstance(message, RequestMessage)
     who, what = _describe(message, tokens, found)
-    return Told(message.request_id, tokens[-1], who, what, isinstance(message, ENDS))
+    return TailEvent(message.request_id, tokens[-1], who, what, isinstance(message, ENDS))
 
 
 @dataclass
-class Story:
-    """The lines of one request, or of all (`wanted` ""). A request of several choices has a part for each."""
+class Tail:
+    """Turns events into lines, of one request or, where `wanted` is empty, of all. Each choice of a request is a
+    part of its own."""
 
     wanted: str
     _began: dict[str, float] = field(default_factory=dict[str, float])
     _open: set[str] = field(default_factory=set[str])
     has_ended: bool = False
 
-    def hear(self, told: Told, now_s: float) -> Text | None:
-        """Return the line of an event, None where it is another's. `now_s`: Unix time."""
-        if self.wanted and not _is_part(bare_id(told.request_id), self.wanted):
+    def hear(self, event: TailEvent, now_s: float) -> Text | None:
+        """Return the event's line; None where it belongs to another request. `now_s`: Unix time."""
+        if self.wanted and not _is_part(bare_id(event.request_id), self.wanted):
             return None
-        began_s = self._began.setdefault(told.request_id, now_s)
-        if told.is_end:
-            self._open.discard(told.request_id)
+        began_s = self._began.setdefault(event.request_id, now_s)
+        if event.is_end:
+            self._open.discard(event.request_id)
             self.has_ended = not self._open
         elif not self.has_ended:
-            self._open.add(told.request_id)
+            self._open.add(event.request_id)
         clock = time.strftime("%H:%M:%S", time.localtime(now_s)) + f".{int(now_s % 1 * 1000):03}"
         style = {"finished": "green", "failed": "red", "cancelled": "yellow", "resumed": "yellow"}.get(
-            told.event, "bold"
+            event.name, "bold"
         )
-        line = Text.assemble((clock, "dim"), f" {(now_s - began_s) * 1000:+9.1f} ms  ", (f"{told.event:<11}", style))
-        if not self.wanted or "_c" in told.request_id:
-            line.append(f" {told.request_id}", style="cyan")
-        line.append(f" {told.who}", style="magenta")
-        return line.append(f"  {told.what}")
+        line = Text.assemble((clock, "dim"), f" {(now_s - began_s) * 1000:+9.1f} ms  ", (f"{event.name:<11}", style))
+        if not self.wanted or "_c" in event.request_id:
+            line.append(f" {event.request_id}", style="cyan")
+        line.append(f" {event.who}", style="magenta")
+        return line.append(f"  {event.what}")
 
 
 async def tail(nats_url: str, request_id: str, stop: asyncio.Event) -> None:
-    """Print until the request's end, or until `stop`; without an id everybody's, for ever. Raises UserError."""
+    """Print until the request's end, or until `stop`; without an id the messages about all requests. Raises
+    UserError."""
     connection = await NatsBus.connect(nats_url, "kvmesh-tail")
     console = Console(highlight=False, soft_wrap=True)
     try:
-        # One subscription: only so is what different services say told in the order in which the broker heard it.
+        # One subscription for all services: messages then come in the order in which the broker received them.
         subscription = await connection.subscribe("mesh.>")
         await connection.flush()
         if request_id and (described := await _where(TypedBus(connection, "tail"), request_id)) is not None:
             console.print(_where_line(described))
             if described.phase in ("finished", "failed", "cancelled"):
                 return
-        telling = asyncio.create_task(_tell(subscription, Story(bare_id(request_id)), console))
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait((telling, stopping), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        telling.cancel()
-        await asyncio.gather(telling, stopping, return_exceptions=True)
+        await ended_before(stop, _print(subscription, Tail(bare_id(request_id)), console))
     finally:
         await connection.close()
 
 
-async def _tell(subscription: Subscription, story: Story, console: Console) -> None:
-    async for told in _events(subscription, story):
-        if (line := story.hear(told, time.time())) is not None:
+async def _print(subscription: Subscription, tail: Tail, console: Console) -> None:
+    async for event in _events(subscription, tail):
+        if (line := tail.hear(event, time.time())) is not None:
             console.print(line)
 
 
-async def _events(subscription: Subscription, story: Story) -> AsyncIterator[Told]:
-    """Yield what is said, until a while after the story's end."""
+async def _events(subscription: Subscription, tail: Tail) -> AsyncIterator[TailEvent]:
+    """Yield events, until TAIL_LINGER_S after the request's end."""
     deliveries = aiter(subscription)
     ends_s = None
     while True:
-        if story.wanted and story.has_ended and ends_s is None:
+        if tail.wanted and tail.has_ended and ends_s is None:
             ends_s = time.monotonic() + TAIL_LINGER_S
         try:
             async with asyncio.timeout(None if ends_s is None else max(0.0, ends_s - time.monotonic())):
                 delivery = await anext(deliveries)
         except (TimeoutError, StopAsyncIteration):
             return
-        if (told := told_of(delivery.subject, delivery.payload)) is not None:
-            yield told
+        if (event := event_of(delivery.subject, delivery.payload)) is not None:
+            yield event
 
 
 async def _where(bus: TypedBus, request_id: str) -> RequestDescribed | None:
-    """Return where the request is; None for one that nobody knows, which may be still to come."""
+    """Return what a gateway knows of the request; None where no gateway knows it: it may still come."""
     token = f"req-{bare_id(request_id)}"
     if not is_subject_token(token):
         raise UserError(f"{request_id!r} is no request's id")
@@ -156,16 +153,16 @@ def _where_line(described: RequestDescribed) -> Text:
     where = (
         f"{described.phase} for {described.phase_age_ms} ms, {described.num_tokens} of {described.max_tokens} tokens"
     )
-    told = ", ".join(part for part in (where, workers, described.detail) if part)
-    return Text(f"{described.request_id}: {told}", style="dim")
+    text = ", ".join(part for part in (where, workers, described.detail) if part)
+    return Text(f"{described.request_id}: {text}", style="dim")
 
 
 def _describe(message: Message, tokens: tuple[str, ...], subject: Subject[Any, Any]) -> tuple[str, str]:
-    """Return who, and what."""
-    if isinstance(message, story.StoryMessage):
-        return message.gateway_id, _story_of(message)
+    """Return the fields `who` and `what` of the event."""
+    if isinstance(message, observe.StoryMessage):
+        return message.gateway_id, _event_text(message)
     if isinstance(message, handoff.HandoffMessage):
-        return f"{message.source_worker} → {message.target_worker}", _handoff_of(message)
+        return f"{message.source_worker} → {message.target_worker}", _handoff_text(message)
     match message:
         case PlaceRequest(attempt=attempt, num_prompt_tokens=num, excluded_workers=excluded):
             without = f", not {', '.join(excluded)}" if excluded else ""
@@ -189,25 +186,25 @@ def _describe(message: Message, tokens: tuple[str, ...], subject: Subject[Any, A
             return subject.listener, ""
 
 
-def _story_of(message: story.StoryMessage) -> str:
+def _event_text(message: observe.StoryMessage) -> str:
     match message:
-        case story.RequestAccepted(num_prompt_tokens=num, max_tokens=limit):
+        case observe.RequestAccepted(num_prompt_tokens=num, max_tokens=limit):
             return f"{num} tokens, up to {limit} to come"
-        case story.RequestPlaced(prefill_worker=prefill, decode_worker=decode, attempt=attempt):
+        case observe.RequestPlaced(prefill_worker=prefill, decode_worker=decode, attempt=attempt):
             return f"attempt {attempt}: {prefill} → {decode}" if decode else f"attempt {attempt}: {prefill} alone"
-        case story.RequestResumed(num_answered_tokens=num, reason=reason):
+        case observe.RequestResumed(num_answered_tokens=num, reason=reason):
             return f"goes on after {num} tokens; {reason}"
-        case story.RequestFinished(finish_reason=reason, num_tokens=num):
+        case observe.RequestFinished(finish_reason=reason, num_tokens=num):
             return f"{num} tokens in {message.age_ms} ms, {reason}"
-        case story.RequestFailed(code=code, detail=detail, num_tokens=num):
+        case observe.RequestFailed(code=code, detail=detail, num_tokens=num):
             return f"{code} after {num} tokens: {detail}"
-        case story.RequestCancelled(reason=reason, num_tokens=num):
+        case observe.RequestCancelled(reason=reason, num_tokens=num):
             return f"after {num} tokens: {reason}"
         case _:
             return f"{message.age_ms} ms after it was accepted"
 
 
-def _handoff_of(message: handoff.HandoffMessage) -> str:
+def _handoff_text(message: handoff.HandoffMessage) -> str:
     match message:
         case handoff.BlocksReserved(num_blocks=num):
             return f"room for {num} blocks"

@@ -1,4 +1,4 @@
-"""`kvmesh top`: the mesh, live in a terminal. It listens to what is said anyway, and asks the scheduler a little."""
+"""`kvmesh top`: the mesh live in a terminal, drawn from messages on the bus and from questions to a scheduler."""
 
 import asyncio
 import contextlib
@@ -40,11 +40,12 @@ HEARD: tuple[Subject[Any, None], ...] = (
 )
 POOL_WIDTH = 16
 POOL = (("running", "█", "green"), ("leased", "▓", "magenta"), ("cached", "▒", "cyan"), ("free", "·", "dim"))
-"""The states of blocks as parts of a bar."""
+"""States of blocks, and how each is drawn in a worker's bar."""
 
 
 async def watch(nats_url: str, stop: asyncio.Event, *, once: bool) -> None:
-    """Draw until `stop`; `once`, or where there is no terminal: one frame. Raises UserError when no broker answers."""
+    """Draw until `stop`; with `once`, or without a terminal, draw one frame. Raises UserError where no broker
+    answers."""
     board, console = Board(time.monotonic()), Console(highlight=False)
     async with listening(nats_url, board):
         if once or not console.is_terminal:
@@ -59,7 +60,7 @@ async def watch(nats_url: str, stop: asyncio.Event, *, once: bool) -> None:
 
 @asynccontextmanager
 async def listening(nats_url: str, board: Board) -> AsyncGenerator[None]:
-    """Fill the board while the block runs. Raises UserError when no broker answers."""
+    """Keep the board up to date while the block runs. Raises UserError where no broker answers."""
     bus = TypedBus(await NatsBus.connect(nats_url, "kvmesh-top"), "top")
     async with asyncio.TaskGroup() as tasks:
         await _listen(bus, tasks, board)
@@ -81,7 +82,7 @@ async def _listen(bus: TypedBus, tasks: asyncio.TaskGroup, board: Board) -> None
 
 
 async def _ask(bus: TypedBus, board: Board) -> None:
-    """Ask for what no worker says: the policy, and whether a request could be placed."""
+    """Ask the scheduler for the policy and whether a request could be placed, which no worker publishes."""
     while True:
         try:
             fleet = await bus.ask(subjects.FLEET, (), DescribeFleet(), ASK_TIMEOUT_S)
@@ -99,7 +100,7 @@ async def _sleep_or(stop: asyncio.Event, seconds: float) -> None:
 
 
 def frame(board: Board, now_s: float, nats_url: str) -> RenderableType:
-    """Return what is drawn; 80 columns hold it."""
+    """Return one frame, at most 80 columns wide."""
     workers = list(board.workers(now_s))
     parts: list[RenderableType] = [
         _head(board, nats_url),
@@ -156,7 +157,7 @@ _STATE_STYLES = {"ready": "green", "draining": "yellow"}
 
 
 def pool_bar(blocks: BlockCounts) -> Text:
-    """Return the pool's states as parts of a bar: whoever has any block is seen."""
+    """Return the bar of a worker's blocks. Every state that has a block gets at least one character."""
     shares = [getattr(blocks, name) / max(1, blocks.total) for name, _, _ in POOL]
     widths = [max(1, round(share * POOL_WIDTH)) if share else 0 for share in shares]
     widths[widths.index(max(widths))] += POOL_WIDTH - sum(widths)
@@ -183,7 +184,7 @@ def _transfers(board: Board, now_s: float) -> Table:
 
 
 def _reads(loads: list[WorkerLoad]) -> Table | None:
-    """Return how quickly workers read what others hold, as they have measured it; None where none has."""
+    """Return the table of measured read rates; None where no worker has measured one."""
     rates = [(load.worker.worker_id, rate) for load in loads for rate in load.rates.transfers]
     if not rates:
         return None
@@ -198,7 +199,7 @@ def _reads(loads: list[WorkerLoad]) -> Table | None:
 
 
 def _troubles(board: Board, loads: list[WorkerLoad]) -> Iterator[Text]:
-    """Yield what has ended how since the start, and what was refused or lost."""
+    """Yield the lines on ended requests, failures, and refused or dropped messages."""
     ends = ", ".join(f"{board.ends[name]} {name}" for name in ("finished", "cancelled", "failed"))
     yield Text.assemble(
         ("since the start", "bold"), f"  {ends}, {board.num_resumed} resumed; rates over {RATE_WINDOW_S:.0f} s"

@@ -28,7 +28,7 @@ _MIN_BAR, _MAX_BAR = 10, 80
 _MIN_NOTES, _WIDE_NOTES = 14, 48
 _GAP = 2
 _TTFT_PART = f"{Key.TTFT_PART}."
-"""Prefix of the attributes of a root that say what its TTFT is made of."""
+"""Prefix of the root's attributes that hold the parts of its TTFT."""
 _PART_MS_MIN = 0.05
 _ORPHAN = "orphan: its parent was not recorded"
 
@@ -44,9 +44,9 @@ class _Row:
 def render_waterfall(
     spans: list[SpanRecord], console: Console, recorded: Mapping[str, SpanRecord] | None = None
 ) -> None:
-    """Print one trace: a header, then a row for each span, children under their parents, in time order.
+    """Print one trace: a header, then a row for each span, children under their parents, in order of time.
 
-    `recorded`: all spans by their id, to say what it is that is linked.
+    `recorded`: all spans by their id, to name those that are linked to.
     """
     if not spans:
         return
@@ -84,7 +84,8 @@ def render_waterfall(
 
 
 def _fit(cells: dict[str, list[str]], widest_notes: int, width: int) -> int:
-    """Return how wide the bars may be, 0 where there is no room for them; take out the column that then has to go."""
+    """Return the width of the bars, 0 where there is no room for them. Removes from `cells` the column for which
+    there is no room either."""
 
     def room() -> int:
         return width - sum(max(len(title), *map(len, column)) + _GAP for title, column in cells.items())
@@ -97,14 +98,15 @@ def _fit(cells: dict[str, list[str]], widest_notes: int, width: int) -> int:
 
 
 def show_trace(folder: Path, request_id: str | None) -> None:
-    """Print a request's trace, the last one's for None, waiting a moment for spans on their way. Raises UserError."""
+    """Print a request's trace, or the last request's for None. Waits a moment for spans that are not written yet.
+    Raises UserError."""
     spans, trace = _load_settled(folder, request_id)
     render_waterfall(trace, _console(), {span.span_id: span for span in spans})
 
 
 def show_chosen(folder: Path, *, slowest: bool, failed: bool, limit: int) -> None:
-    """Print the trace of the slowest, or the last failed, of the recorded requests; with a `limit`, a list of so many
-    of them. Raises UserError where there is none."""
+    """Print the trace of the slowest or the last failed request; with a `limit`, a list of so many requests. Raises
+    UserError where there is none."""
     spans = load_spans(folder)
     chosen = choose(recorded_requests(spans), slowest=slowest, failed=failed, limit=limit or 1)
     if not chosen:
@@ -118,7 +120,7 @@ def show_chosen(folder: Path, *, slowest: bool, failed: bool, limit: int) -> Non
 
 
 def list_requests(requests: list[RecordedRequest]) -> Table:
-    """Return one row a request, times in milliseconds."""
+    """Return a table with a row for each request, times in milliseconds."""
     table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="dim")
     for title in ("started", "request", "TTFT", "total", "workers", "outcome"):
         table.add_column(title, no_wrap=title != "outcome", justify="right" if title in ("TTFT", "total") else "left")
@@ -144,7 +146,7 @@ def _console() -> Console:
 
 
 def _load_settled(folder: Path, request_id: str | None) -> tuple[list[SpanRecord], list[SpanRecord]]:
-    """Return all spans, and the request's, at the latest after the time that exporting takes."""
+    """Return all spans, and the request's. Waits up to TRACE_SETTLE_S for spans that are not written yet."""
     deadline = time.monotonic() + TRACE_SETTLE_S
     while True:
         spans = load_spans(folder)
@@ -166,7 +168,7 @@ def _is_fresh(spans: list[SpanRecord]) -> bool:
 
 
 def _in_tree_order(spans: list[SpanRecord]) -> list[_Row]:
-    """Return every span exactly once, children after their parents, siblings by time; roots before orphans."""
+    """Return every span once, children after their parents, siblings by time, spans without a recorded parent last."""
     ids = {span.span_id for span in spans}
     children: defaultdict[str, list[SpanRecord]] = defaultdict(list)
     for span in _by_time(spans):
@@ -195,7 +197,7 @@ def _by_time(spans: Iterable[SpanRecord]) -> list[SpanRecord]:
 
 
 def _header(spans: list[SpanRecord], rows: list[_Row]) -> Text:
-    """Return the line over the waterfall: what the root says, or that there is none."""
+    """Return the header: the request's id, trace, TTFT, workers and outcome, as far as the root span has them."""
     first = rows[0].span
     ids = (span.attributes[Key.REQUEST_ID] for span in spans if Key.REQUEST_ID in span.attributes)
     request_id = first.attributes.get(Key.REQUEST_ID) or next(ids, "unknown request")
@@ -217,7 +219,7 @@ def _label(row: _Row) -> str:
 
 
 def _notes(row: _Row, known: Mapping[str, SpanRecord]) -> Text:
-    """Return the end of a row: the attributes that matter, in short."""
+    """Return the text at the end of a row: selected attributes, links, outcome or error."""
     span = row.span
     # Where the phases of a transfer are spans of their own, its row need not tell them.
     short = _SHORT if row.has_children else _SHORT | _PHASES
@@ -248,7 +250,7 @@ _SHORT = {
     Key.SOURCE: "from {}",
     Key.EXPOSED_MS: "exposed {:.1f} ms",
 }
-"""How an attribute is written at the end of a row, in this order."""
+"""How attributes are written at the end of a row, in this order."""
 
 
 _PHASES = {
@@ -256,11 +258,12 @@ _PHASES = {
     Key.FIRST_BYTE_MS: "first byte {:.1f}",
     Key.VERIFY_MS: "verify {:.1f} ms",
 }
-"""Of a transfer, in milliseconds."""
+"""The phases of a transfer, in milliseconds."""
 
 
 def _links(span: SpanRecord, known: Mapping[str, SpanRecord]) -> list[str]:
-    """Return what a span is linked to, in short: how many of what name, or whose where it is one of its own kind."""
+    """Return a span's links: how many there are to spans of each name, or to which service where they have its own
+    name."""
     counts: defaultdict[str, int] = defaultdict(int)
     for traceparent in span.links:
         linked = known.get(traceparent.split("-")[2] if traceparent.count("-") == 3 else "")
@@ -272,14 +275,14 @@ def _links(span: SpanRecord, known: Mapping[str, SpanRecord]) -> list[str]:
 
 
 def _ttft_parts(root: SpanRecord) -> str:
-    """Return what the TTFT is made of, where the root says so."""
+    """Return the parts of the TTFT as a sum; empty where the root has none."""
     parts = {
         key.removeprefix(_TTFT_PART).removesuffix("_ms"): value
         for key, value in root.attributes.items()
         if key.startswith(_TTFT_PART) and isinstance(value, int | float)
     }
-    told = " + ".join(f"{_plain(name)} {value:.1f}" for name, value in parts.items() if value >= _PART_MS_MIN)
-    return f"TTFT = {told} ms" if told else ""
+    total = " + ".join(f"{_plain(name)} {value:.1f}" for name, value in parts.items() if value >= _PART_MS_MIN)
+    return f"TTFT = {total} ms" if total else ""
 
 
 def _short(value: AttributeValue | None, write: str) -> str:
@@ -299,13 +302,13 @@ def _size(num_bytes: float) -> str:
 
 
 def _axis(width: int, length_ns: int) -> str:
-    """Return the bars' heading: the common time axis."""
+    """Return the heading of the bars: the time axis."""
     end = f"{length_ns / 1e6:.0f} ms"
     return "0" + end.rjust(width - 1)
 
 
 def _bar(span: SpanRecord, begin: int, end: int, width: int, mark: str) -> str:
-    """Return a span's bar: never empty, never over the axis."""
+    """Return a span's bar, at least one character long and within the axis."""
     length = max(1, end - begin)
     first = min(width - 1, (span.start_ns - begin) * width // length)
     last = min(width, max(first + 1, -(-(span.end_ns - begin) * width // length)))
@@ -313,5 +316,5 @@ def _bar(span: SpanRecord, begin: int, end: int, width: int, mark: str) -> str:
 
 
 def _plain(value: AttributeValue) -> str:
-    """Return text for one line of a terminal: what a span says may come from a client."""
+    """Return the value as printable text on one line: a span may contain what a client sent."""
     return "".join(char if char.isprintable() else " " for char in str(value))

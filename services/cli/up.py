@@ -1,4 +1,4 @@
-"""`kvmesh up` at the terminal: starts a mesh, says what happens to it, stops it at a signal."""
+"""`kvmesh up`: starts a mesh, prints what happens to it, and stops it at a signal."""
 
 import asyncio
 import contextlib
@@ -18,21 +18,22 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from services.config import is_card, state_dir
 from services.errors import MeshNotRunningError, UserError
 from services.launch.supervisor import Supervisor, UpOptions
+from services.runtime import ended_before
 
 
 class RunningMesh(msgspec.Struct, frozen=True, kw_only=True):
-    """What a running `kvmesh up` leaves in its state folder for `kvmesh status` and `kvmesh trace`."""
+    """The content of `mesh.json` in the state folder, for other commands while a mesh runs."""
 
     pid: int
     url: str
     nats_url: str
     trace_dir: str
     other_urls: list[str] = []
-    """Of the gateways but the first."""
+    """Addresses of the gateways after the first."""
     restarts: dict[str, int] = {}
-    """How often a service was started again, of those that were."""
+    """How often each service was started again, of those that were."""
     given_up: list[str] = []
-    """Services that ended too often."""
+    """Services that ended too often, and are not started again."""
 
 
 def run_up(options: UpOptions) -> int:
@@ -78,19 +79,10 @@ async def _up(options: UpOptions) -> int:
 
 
 async def _started(console: Console, supervisor: Supervisor, stop: asyncio.Event) -> bool:
-    """Start the mesh under a progress bar. False: a signal came first. Raises UserError."""
+    """Start the mesh, with a progress bar. False: a signal came first. Raises UserError."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        starting = asyncio.create_task(supervisor.start(progress))
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if not starting.done():
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
-            return False
-        starting.result()
-        return True
+        return await ended_before(stop, supervisor.start(progress))
 
 
 def _greet(console: Console, supervisor: Supervisor, options: UpOptions) -> None:
@@ -134,7 +126,7 @@ def _greet(console: Console, supervisor: Supervisor, options: UpOptions) -> None
 
 
 def _write(path: Path, supervisor: Supervisor) -> None:
-    """Say what runs."""
+    """Write the state file."""
     records = supervisor.records
     mesh = RunningMesh(
         pid=os.getpid(),
@@ -149,14 +141,14 @@ def _write(path: Path, supervisor: Supervisor) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
+    """Replace a file atomically."""
     whole = path.with_suffix(".new")
     whole.write_bytes(content)
     whole.replace(path)
 
 
 def running_mesh() -> RunningMesh | None:
-    """Return the mesh that `kvmesh up` runs from this state folder, if it still lives."""
+    """Return the mesh that runs from this state folder; None where none does."""
     try:
         mesh = msgspec.json.decode((state_dir() / "mesh.json").read_bytes(), type=RunningMesh)
     except (OSError, msgspec.DecodeError):
@@ -165,7 +157,7 @@ def running_mesh() -> RunningMesh | None:
 
 
 def nats_url_of(given: str) -> str:
-    """Return the URL that was given, else that of the mesh that runs here. Raises MeshNotRunningError."""
+    """Return the given URL, or that of the mesh that runs here. Raises MeshNotRunningError where there is neither."""
     mesh = running_mesh()
     if not given and mesh is None:
         raise MeshNotRunningError("no mesh runs here; start one with `kvmesh up`, or pass --nats URL")
@@ -173,13 +165,13 @@ def nats_url_of(given: str) -> str:
 
 
 def trace_dir() -> Path:
-    """Return where the last `kvmesh up` of this state folder wrote its spans."""
+    """Return the folder in which the last `kvmesh up` of this state folder wrote its spans."""
     return state_dir() / "run" / "traces"
 
 
 @contextlib.contextmanager
 def _alone_in(state: Path) -> Generator[None]:
-    """Hold the state folder for one mesh, from its first moment on. Raises UserError where another has it."""
+    """Lock the state folder while the block runs. Raises UserError where another mesh has it."""
     state.mkdir(parents=True, exist_ok=True)
     with (state / "lock").open("a") as lock:
         try:

@@ -1,1 +1,1 @@
-"""A mesh as child processes: started with progress, watched, started again, stopped."""
+"""Runs a mesh as child processes: starts, watches, restarts and stops them. `serve` is what runs in each child."""

@@ -1,4 +1,4 @@
-"""Starting again what ends by itself: when, how often, and when no more."""
+"""When to start a process again, and the record of each child process."""
 
 import asyncio
 import contextlib
@@ -12,14 +12,14 @@ from services.launch.serve import ERROR_PREFIX, READY_LINE
 
 @dataclass
 class Restarts:
-    """One process's record. Pure: times are given."""
+    """Decides when a process that has ended is started again. Pure: times are given."""
 
     num_restarts: int = 0
     is_given_up: bool = False
     _ends_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=MAX_ENDS))
 
     def ended(self, started_s: float, now_s: float) -> float | None:
-        """Return how long to wait before it is started again; None: no more."""
+        """Return how long to wait before it is started again, in seconds; None: it is given up."""
         if now_s - started_s >= SOUND_AFTER_S:
             self._ends_s.clear()
         self._ends_s.append(now_s)
@@ -32,7 +32,7 @@ class Restarts:
 
 @dataclass
 class Child:
-    """One service's process, and those that came after it."""
+    """One service's process, and those that replace it."""
 
     role: str
     name: str
@@ -44,22 +44,22 @@ class Child:
     _reader: asyncio.Task[None] | None = None
 
     def follow(self) -> None:
-        """Begin to hear what the process says."""
+        """Start to read the process's standard output."""
         self._reader = asyncio.create_task(self._read_lines(self.process), name=f"read {self.name}")
 
-    def succeed(self, process: asyncio.subprocess.Process, started_s: float) -> None:
-        """Another process has taken the place of the one that has ended."""
+    def replace(self, process: asyncio.subprocess.Process, started_s: float) -> None:
+        """The process has ended; take over the one that replaces it."""
         self.process, self.started_s, self.error = process, started_s, ""
         self.ready.clear()
         self.follow()
 
     async def wait_ended(self) -> None:
-        """Return once the process has ended and its last line is read."""
+        """Return once the process has ended and all of its output was read."""
         if self._reader is not None:
             await asyncio.shield(self._reader)
         await self.process.wait()
 
-    def last_words(self) -> str:
+    def describe_end(self) -> str:
         """Say how the process ended."""
         code = self.process.returncode
         assert code is not None
@@ -67,10 +67,10 @@ class Child:
         return f"{self.name} {how}" + (f" ({self.error})" if self.error else "")
 
     async def stop(self, timeout_s: float) -> bool:
-        """Ask it to end, and make it after `timeout_s`. False: it had to be made."""
+        """End it by SIGTERM, after `timeout_s` by SIGKILL. False: it had to be killed."""
         if self.process.returncode is not None:
             return True
-        for number in (signal.SIGTERM, signal.SIGCONT):  # one that was stopped must run to hear it
+        for number in (signal.SIGTERM, signal.SIGCONT):  # a stopped process must run to get the first
             self._signal(number)
         try:
             await asyncio.wait_for(self.process.wait(), timeout_s)

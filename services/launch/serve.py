@@ -1,4 +1,4 @@
-"""`kvmesh serve ROLE`: one service, configured by a file. Only worker roles import torch."""
+"""`kvmesh serve ROLE`: runs one service, configured by a file. Only worker roles import torch."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ Start = Callable[[NatsBus, Telemetry, asyncio.Event, Callable[[], None]], Awaita
 
 
 class Overrides(NamedTuple):
-    """What the command line says in place of the configuration: ports, a worker's device; None or empty: nothing."""
+    """What the command line sets in place of the configuration: ports, a worker's device. None or empty: nothing."""
 
     gateway: int | None = None
     metrics: int | None = None
@@ -87,7 +87,8 @@ async def _serve(
 
 @contextlib.contextmanager
 def _served(metrics: Metrics, config: TelemetryConfig) -> Generator[None]:
-    """Serve the metrics where they are wanted, and keep them fresh. The server's threads end with the process."""
+    """Serve the metrics, where a port is configured, while the block runs. The server's threads end with the
+    process."""
     server = metrics.start_server(config.metrics_host, config.metrics_port) if config.metrics_port >= 0 else None
     if server is None:
         yield
@@ -111,8 +112,10 @@ def _overridden(config: MeshConfig, overrides: Overrides) -> MeshConfig:
 
 
 async def _end_with(bus: NatsBus, stop: asyncio.Event) -> bool:
-    """Set `stop` when the broker has sent us away: without it a service is deaf, and whoever started it should know.
-    False: it was we who closed."""
+    """Set `stop` when the broker has closed the connection for good: the service would get no message any more.
+
+    False: the connection was closed by us.
+    """
     await bus.closed.wait()
     if stop.is_set():
         return False
@@ -121,7 +124,7 @@ async def _end_with(bus: NatsBus, stop: asyncio.Event) -> bool:
 
 
 def _starter(role: str, name: str, config: MeshConfig, metrics: Metrics) -> Start:
-    """Do what is slow (imports, the model) before the loop runs, and return what to run in it."""
+    """Do what is slow (imports, loading the model) before the loop runs, and return what to run in it."""
     match role:
         case "gateway":
             from services.gateway.service import run_gateway

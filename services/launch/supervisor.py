@@ -1,5 +1,4 @@
-"""A mesh as child processes: a broker and one process per service, started with progress, started again when they end,
-stopped in order, nothing left behind."""
+"""Runs a broker and one process for each service: starts them, starts them again when they end, stops them in order."""
 
 import asyncio
 import contextlib
@@ -55,7 +54,7 @@ MAX_PORT = 65_535
 
 @dataclass(frozen=True, kw_only=True)
 class UpOptions:
-    """What `kvmesh up` was asked for."""
+    """The options of `kvmesh up`."""
 
     model: str = ""
     num_prefill: int = 1
@@ -66,8 +65,8 @@ class UpOptions:
     num_gateways: int = 1
     carrier: Carrier = "auto"
     devices: tuple[str, ...] = ()
-    """One for all workers, or a list that is dealt out to them in the order of `services`. Empty: KVMESH_DEVICE, or
-    auto."""
+    """One device for all workers, or several that the workers get in turn, in the order of `services`. Empty:
+    KVMESH_DEVICE, or "auto"."""
     dtype: Dtype = "auto"
     port: int = 8000
     nats: str = "embedded"
@@ -114,8 +113,10 @@ class MetricsTarget(msgspec.Struct, frozen=True):
 
 
 class Supervisor:
-    """`start` raises UserError; what ends by itself after it is started again, and `say` hears of it; `stop` always
-    leaves nothing behind."""
+    """Runs one mesh. Call `start`, which raises UserError, and always `stop`, which leaves no process behind.
+
+    Services that end by themselves are started again; `say` is called with a line on each such event.
+    """
 
     def __init__(self, options: UpOptions, run_dir: Path, say: Callable[[str], None] = lambda _: None) -> None:
         self._options = options
@@ -124,11 +125,11 @@ class Supervisor:
         self._nats: EmbeddedNats | None = None
         self._nats_restarts = Restarts()
         self._children: list[Child] = []
-        self._tending: list[asyncio.Task[None]] = []
+        self._restarters: list[asyncio.Task[None]] = []
         self._ports: list[int] = []
         self._metrics_ports: dict[str, int] = {}
         self.devices: dict[str, str] = {}
-        """Of each worker, once they start: "cpu" or "cuda:N"."""
+        """The device of each worker, once they start: "cpu" or "cuda:N"."""
         self.checkpoint: Checkpoint | None = None
         self.nats_url = ""
 
@@ -146,7 +147,7 @@ class Supervisor:
 
     @property
     def url(self) -> str:
-        """The first gateway's."""
+        """The first gateway's address."""
         return self.urls[0] if self._ports else ""
 
     @property
@@ -155,8 +156,8 @@ class Supervisor:
 
     @property
     def metrics_targets(self) -> list[MetricsTarget]:
-        """Where each service serves its metrics, as Prometheus' file discovery reads it. They stay the same when
-        services are started again."""
+        """The addresses of the services' metrics, for Prometheus' file discovery. A service that is started again
+        keeps its own."""
         return [
             MetricsTarget(targets=[f"127.0.0.1:{self._metrics_ports[name]}"], labels={"service": name, "role": role})
             for role, name in self._options.services
@@ -165,17 +166,17 @@ class Supervisor:
 
     @property
     def broker_pid(self) -> int | None:
-        """None: the broker is not ours."""
+        """None: the broker was not started here."""
         return None if self._nats is None else self._nats.pid
 
     @property
     def records(self) -> dict[str, Restarts]:
-        """How often each process was started again, ours of the broker too."""
+        """The record of restarts of each process, the broker included where it is ours."""
         own = {} if self._nats is None else {BROKER: self._nats_restarts}
         return own | {child.name: child.restarts for child in self._children}
 
     async def start(self, progress: Progress | None = None) -> None:
-        """Start everything and return when all of it is ready to serve."""
+        """Start everything, and return once all services are ready. Raises UserError."""
         options = self._options
         policy_named(options.policy)
         _store_config(options)
@@ -192,16 +193,18 @@ class Supervisor:
             self._children.append(child)
             child.follow()
         await self._wait_ready(progress)
-        self._tending = [asyncio.create_task(self._tend(child), name=f"tend {child.name}") for child in self._children]
+        self._restarters = [
+            asyncio.create_task(self._keep_running(child), name=f"keep {child.name} running")
+            for child in self._children
+        ]
         if self._nats is not None:
-            self._tending.append(asyncio.create_task(self._tend_broker(), name="tend the broker"))
+            self._restarters.append(asyncio.create_task(self._keep_broker_running(), name="keep the broker running"))
 
     async def stop(self) -> None:
-        """Stop intake first (the gateways), then the workers, the store, then what they talk through. Each stage has
-        its time, after which it is killed."""
-        for task in self._tending:
+        """Stop the gateways, then the workers, the store, and the rest. What does not stop in time is killed."""
+        for task in self._restarters:
             task.cancel()
-        await asyncio.gather(*self._tending, return_exceptions=True)
+        await asyncio.gather(*self._restarters, return_exceptions=True)
         order = {"gateway": 0, "prefill": 1, "aggregated": 1, "decode": 2, "store": 3}
         for stage in (0, 1, 2, 3, 4):
             await asyncio.gather(*(self._stop(c) for c in self._children if order.get(c.role, 4) == stage))
@@ -212,7 +215,7 @@ class Supervisor:
         remove_stale_arenas()
 
     def kill(self) -> None:
-        """Give those that `stop` waits for no more time."""
+        """Kill all services at once. `stop` then returns soon."""
         for child in self._children:
             child.kill()
 
@@ -221,44 +224,44 @@ class Supervisor:
         if not await child.stop(timeout_s):
             self._say(f"[red]{child.name} did not stop within {timeout_s:.0f} s and was killed[/red]")
 
-    async def _tend(self, child: Child) -> None:
+    async def _keep_running(self, child: Child) -> None:
         """Start a service again whenever it ends by itself, until it is given up."""
         while True:
             await child.wait_ended()
-            if not await self._again(child.restarts, child.started_s, child.last_words()):
+            if not await self._wait_to_restart(child.restarts, child.started_s, child.describe_end()):
                 return
             if child.role in WORKER_ROLES:
                 remove_stale_arenas()
             try:
-                child.succeed(await self._spawn(child.role, child.name), time.monotonic())
+                child.replace(await self._spawn(child.role, child.name), time.monotonic())
             except OSError as error:
                 self._say(
                     f"[red]{child.name} could not be started: {error}[/red]"
-                )  # what has ended is waited for again
+                )  # the loop waits for the old process, which has ended already
 
-    async def _tend_broker(self) -> None:
-        """The same for the broker, on the port that everybody knows."""
+    async def _keep_broker_running(self) -> None:
+        """Start the broker again whenever it ends, on the same port."""
         assert self._nats is not None
         port = urlsplit(self._nats.url).port
         while True:
             started_s = time.monotonic()
             code = await asyncio.to_thread(self._nats.wait)
-            if not await self._again(self._nats_restarts, started_s, f"{BROKER} ended with code {code}"):
+            if not await self._wait_to_restart(self._nats_restarts, started_s, f"{BROKER} ended with code {code}"):
                 return
             try:
-                # Not on a helper thread: the server is told to end with the thread that started it.
+                # Not on a helper thread: the server is started so that it ends with the thread that started it.
                 self._nats = EmbeddedNats.start(port, self._run_dir)
             except UserError as error:
-                self._say(f"[red]{error}[/red]")  # and once more: what we wait for has ended already
+                self._say(f"[red]{error}[/red]")  # and once more: the process that is waited for has ended already
 
-    async def _again(self, restarts: Restarts, started_s: float, last_words: str) -> bool:
-        """Say what ended and wait until it is time to start it again. False: it is given up."""
+    async def _wait_to_restart(self, restarts: Restarts, started_s: float, how_it_ended: str) -> bool:
+        """Report what ended, and wait until it is time to start it again. False: it is given up."""
         wait_s = restarts.ended(started_s, time.monotonic())
-        last_words = escape(last_words)
+        how_it_ended = escape(how_it_ended)
         if wait_s is None:
-            self._say(f"[red]{last_words}, once too often: it is not started again[/red]; see {self.log_dir}")
+            self._say(f"[red]{how_it_ended}, once too often: it is not started again[/red]; see {self.log_dir}")
             return False
-        self._say(f"[yellow]{last_words}[/yellow]; it is started again")
+        self._say(f"[yellow]{how_it_ended}[/yellow]; it is started again")
         await asyncio.sleep(wait_s)
         return True
 
@@ -274,7 +277,7 @@ class Supervisor:
 
     async def _start_broker(self) -> str:
         if self._options.nats == "embedded":
-            # Not on a helper thread: the server is told to end with the thread that started it.
+            # Not on a helper thread: the server is started so that it ends with the thread that started it.
             self._nats = EmbeddedNats.start(None, self._run_dir)
             return self._nats.url
         bus = await NatsBus.connect(self._options.nats, "kvmesh-up")
@@ -317,7 +320,8 @@ class Supervisor:
         return apply_environment(config)
 
     async def _spawn(self, role: str, name: str) -> asyncio.subprocess.Process:
-        """Start one service. Its standard input is a pipe from us: it ends itself when we are gone."""
+        """Start one service. It ends by itself when its standard input, a pipe from us, is closed: when we have
+        ended."""
         command = ["-m", "services.cli.main", "serve", role, "--id", name, "--supervised"]
         command += ["--config", str(self._run_dir / "mesh.toml"), "--metrics-port", str(self._metrics_ports[name])]
         if name in self.devices:
@@ -338,8 +342,8 @@ class Supervisor:
 
     async def _wait_ready(self, progress: Progress | None) -> None:
         task = progress.add_task("starting", total=len(self._children)) if progress else None
-        waits = {asyncio.create_task(c.ready.wait()): c for c in self._children}
-        ends = {asyncio.create_task(c.wait_ended()): c for c in self._children}
+        waits = {asyncio.create_task(c.ready.wait(), name=f"{c.name} is ready"): c for c in self._children}
+        ends = {asyncio.create_task(c.wait_ended(), name=f"{c.name} has ended"): c for c in self._children}
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 pending: set[asyncio.Task[object]] = {*waits, *ends}
@@ -349,7 +353,7 @@ class Supervisor:
                         progress.update(task, completed=started, description=f"starting {', '.join(remaining)}")
                     done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                     for failed in [child for task, child in ends.items() if task in done]:
-                        raise UserError(failed.error or f"{failed.last_words()}; see {self.log_dir}")
+                        raise UserError(failed.error or f"{failed.describe_end()}; see {self.log_dir}")
                 if progress and task is not None:
                     progress.update(task, completed=len(waits), description="waiting for the scheduler to know them")
                 workers = {c.name for c in self._children if c.role not in ("gateway", "scheduler", "directory")}
@@ -362,9 +366,9 @@ class Supervisor:
 
 
 def _store_config(options: UpOptions) -> StoreConfig:
-    """Return what the store is to be. Raises UserError for a kind that there is none of.
+    """Return the store's configuration. Raises UserError for an unknown kind of store.
 
-    The disk tier lies beside the run folder, which every start empties: it outlives the mesh.
+    The disk tier is kept beside the run folder, which every start empties: it outlives the mesh.
     """
     path = Path(options.store_dir).absolute() if options.store_dir else state_dir() / "store"
     store = StoreConfig(path=str(path), max_bytes=options.store_bytes)
@@ -385,7 +389,7 @@ def _is_server_url(text: str) -> bool:
 
 
 def _named(role: str, count: int) -> list[tuple[str, str]]:
-    """The first of a role is called like it."""
+    """Return (role, name) for `count` services. The first is named like its role."""
     return [(role, role), *((role, f"{role}-{number}") for number in range(1, count))]
 
 

@@ -1,6 +1,6 @@
-"""Writes "Listening" into a page, as a real mesh says it: `python -m services.pages.listening ARCHITECTURE.md`.
+"""Writes the section "Listening" from what a real mesh publishes: `python -m services.pages.listening ARCHITECTURE.md`.
 
-Ids and times are another's each time, so the page is written on demand; a test checks that what it names is said.
+Ids and times differ each time, so the page is written on demand; a test checks that the named messages are published.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from services.pages.scene import Scene, running_mesh
 START, END = "<!-- heard: listening -->\n", "<!-- end of what was heard -->"
 WIDTH = 140
 MAX_TEXT = 48
-"""Of one string: hashes are longer."""
+"""Characters of one string that are shown; hashes are longer."""
 MAX_ANSWER_LINES = 5
 LEFT_OUT = frozenset(
     {"type", "request_id", "worker_id", "handoff_id", "source_worker", "target_worker", "gateway_id", "deadline_ms"}
@@ -41,37 +41,37 @@ LEFT_OUT = frozenset(
     }
     | {"tenant", "answer_by_ms", "sequence", "num_unreceived_tokens", "num_dropped_messages", "num_refused_reads"}
 )
-"""What the subject says already, and what only programs read."""
+"""Fields that are not shown: they are in the subject already, or only programs use them."""
 
 
 class Listening(NamedTuple):
-    """A subscription, what it tells, and how many messages of it are shown."""
+    """One subscription. `shows`: what it is good for; `num_shown`: how many of its messages are shown."""
 
     subscription: str
-    tells: str
+    shows: str
     num_shown: int = 2
 
 
 LISTENING = (
-    Listening("mesh.v1.request.>", "the story of every request, from `accepted` to its one end", 7),
-    Listening("mesh.v1.request.*.failed", "whom we failed, and why: empty on a good day", 1),
-    Listening("mesh.v1.request.*.resumed", "answers that went on elsewhere, and what had happened", 1),
-    Listening("mesh.v1.handoff.>", "every hand-over of KV, in five words", 5),
+    Listening("mesh.v1.request.>", "the events of every request, from `accepted` to its one end", 7),
+    Listening("mesh.v1.request.*.failed", "requests that failed, and why: empty on a good day", 1),
+    Listening("mesh.v1.request.*.resumed", "answers that were continued on other workers, and why", 1),
+    Listening("mesh.v1.handoff.>", "every hand-over of KV, in five events", 5),
     Listening("mesh.v1.handoff.*.*.*.landed", "what has crossed, from whom to whom, how large"),
-    Listening("mesh.v1.worker.*.left", "workers that stopped, died or fell silent", 1),
+    Listening("mesh.v1.worker.*.left", "workers that stopped, died or were silent for too long", 1),
     Listening("mesh.v1.worker.*.load", "what every worker has to do: twice a second each", 1),
-    Listening("mesh.v1.kv.*.lease", "who asks whom for KV that lies there already"),
-    Listening("mesh.v1.kv.*.stored", "which blocks can be had where from now on", 1),
-    Listening("mesh.v1.tokens.*", "the answers themselves, a message an engine step: much of it", 1),
+    Listening("mesh.v1.kv.*.lease", "who asks whom for KV that is cached there"),
+    Listening("mesh.v1.kv.*.stored", "which blocks a worker has from now on", 1),
+    Listening("mesh.v1.tokens.*", "the answers' tokens, a message for each engine step: many", 1),
 )
 
 QUERIES = ("mesh.v1.scheduler.status", "mesh.v1.worker.{worker}.status", "mesh.v1.request.{request}.status")
-"""The fleet; one worker, its requests and its leases by age; where a request is, and since when."""
+"""Questions: the workers; one worker with its requests and leases; where a request is."""
 
 
 @dataclass
 class Heard:
-    """What came on each subscription, first things first, and what the queries answered."""
+    """The messages of each subscription, in order, and the replies to the questions."""
 
     request_id: str = ""
     messages: dict[str, list[tuple[str, bytes]]] = field(default_factory=dict[str, list[tuple[str, bytes]]])
@@ -79,7 +79,7 @@ class Heard:
 
 
 async def hear() -> Heard:
-    """Run a mesh, let something of everything happen, and return what was heard."""
+    """Run a mesh and the scene, and return what was published."""
     heard = Heard()
     async with running_mesh() as supervisor, _connected(supervisor.nats_url) as bus, asyncio.TaskGroup() as tasks:
         listeners = [tasks.create_task(_listen(bus, listening.subscription, heard)) for listening in LISTENING]
@@ -113,27 +113,27 @@ async def _listen(bus: NatsBus, pattern: str, heard: Heard) -> None:
 
 
 def _is_question(delivery: Delivery) -> bool:
-    """Ours, after where a request is: no part of its story."""
+    """Say whether this is a question of our own about a request."""
     return delivery.subject.endswith((".status", ".sought"))
 
 
 def section(heard: Heard) -> str:
-    """Return what stands between the markers."""
-    rows = [f"| `{listening.subscription}` | {listening.tells} |" for listening in LISTENING]
-    lines = ["| `nats sub` | what it tells |", "|---|---|", *rows, "", "```"]
+    """Return the text between the markers."""
+    rows = [f"| `{listening.subscription}` | {listening.shows} |" for listening in LISTENING]
+    lines = ["| `nats sub` | what it shows |", "|---|---|", *rows, "", "```"]
     for listening in LISTENING:
         lines.append(f"$ nats sub '{listening.subscription}'")
         for subject, payload in _shown(listening, heard):
             lines += [_cut(subject), _cut(f"  {_brief(payload)}")]
         lines.append("")
     for subject, payload in heard.answers:
-        told = textwrap.wrap(_brief(payload), WIDTH - 2, max_lines=MAX_ANSWER_LINES, placeholder=" …")
-        lines += [f"$ nats req {subject} ''", *(f"  {line}" for line in told)]
+        answer = textwrap.wrap(_brief(payload), WIDTH - 2, max_lines=MAX_ANSWER_LINES, placeholder=" …")
+        lines += [f"$ nats req {subject} ''", *(f"  {line}" for line in answer)]
     return "\n".join([*lines, "```"])
 
 
 def _shown(listening: Listening, heard: Heard) -> list[tuple[str, bytes]]:
-    """Return the first messages; of what is a story, those of the request that had the most to tell."""
+    """Return the messages to show. Where many are shown, those of the one request with the most events."""
     messages = heard.messages[listening.subscription]
     if listening.num_shown > 2:
         messages = [(subject, payload) for subject, payload in messages if heard.request_id in subject]
@@ -145,7 +145,7 @@ def _brief(payload: bytes) -> str:
 
 
 def _without(value: object) -> object:
-    """Return the value without what is left out, at any depth."""
+    """Return the value without the fields that are not shown, at any depth."""
     if isinstance(value, list):
         return [_without(item) for item in cast("list[object]", value)]
     if isinstance(value, str) and len(value) > MAX_TEXT:

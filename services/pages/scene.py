@@ -1,4 +1,4 @@
-"""A real mesh in a folder of its own and something for it to do, for the pages and pictures that are made of it."""
+"""A real mesh in a folder of its own, and requests to it, for pages and pictures."""
 
 import asyncio
 import random
@@ -18,10 +18,10 @@ from services.launch.supervisor import Supervisor, UpOptions
 from services.pages.limits import SETTLE_S, TIMEOUT_S
 
 KV_BYTES = 8 * 1024 * 1024
-"""So few that a request may be too large for every worker."""
+"""So little that a request may be too large for every worker."""
 OPTIONS = UpOptions(port=0, num_prefill=2, num_decode=2, kv_bytes=KV_BYTES, replicate=True)
 TOO_LARGE = 6_000
-"""Tokens of a prompt that the model's context holds, and no worker."""
+"""Tokens of a prompt that fits the model's context and no worker."""
 LONG_ANSWER = 600
 EVENTS_UNTIL_KILL = 30
 SEED = 20261121
@@ -40,7 +40,7 @@ async def running_mesh(options: UpOptions = OPTIONS) -> AsyncGenerator[Superviso
 
 
 class Scene:
-    """Requests to one mesh. Prompts are random tokens: nobody has them cached unless they are said again."""
+    """Sends requests to one mesh. Prompts are random tokens, so that none is cached unless it is sent again."""
 
     def __init__(self, supervisor: Supervisor, connection: Bus) -> None:
         assert supervisor.checkpoint is not None
@@ -65,8 +65,8 @@ class Scene:
         return reply.headers["x-request-id"]
 
     async def play(self, at_work: Callable[[RequestDescribed], Awaitable[None]]) -> str:
-        """Let something of everything happen: an answer, a request that no worker has room for, and an answer whose
-        decode worker is killed, just after `at_work`. Return the last one's id."""
+        """Cause each kind of event: an answer, a request for which no worker has room, and an answer whose decode
+        worker is killed just after `at_work` was called. Return the last request's id."""
         await self.complete(self.prompt(300), 40)
         await self.complete(self.prompt(TOO_LARGE), 40)
         request_id = await self._outlive(at_work)
@@ -74,7 +74,7 @@ class Scene:
         return request_id
 
     async def _outlive(self, at_work: Callable[[RequestDescribed], Awaitable[None]]) -> str:
-        """Ask for a long answer, and kill who decodes it on the way. Return the request's id."""
+        """Request a long answer, and kill its decode worker on the way. Return the request's id."""
         body = self._body(self.prompt(400), LONG_ANSWER) | {"stream": True}
         async with self._client.stream("POST", "/v1/completions", json=body) as response:
             request_id, num_events = response.headers["x-request-id"], 0

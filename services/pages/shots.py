@@ -78,7 +78,7 @@ async def take(folder: Path) -> None:
 
 
 async def _watch(nats_url: str, scene: Scene) -> RenderableType:
-    """Return what `kvmesh top` draws in the middle of some work."""
+    """Return a frame of `kvmesh top` of a mesh at work."""
     board, ends = Board(time.monotonic()), asyncio.Event()
 
     async def client(number: int) -> None:

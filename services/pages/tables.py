@@ -48,7 +48,7 @@ SCALING: Sections = {
     "published": lambda: links.markdown(links.published_table()),
 }
 PAGES = {"SCALING.md": SCALING}
-"""Those with other sections than ARCHITECTURE.md."""
+"""The sections of pages other than ARCHITECTURE.md."""
 
 
 def regenerate(document: str, sections: Sections = SECTIONS) -> str:

@@ -44,13 +44,13 @@ class FaultActor:
         self._waiting.clear()
         for task in self._tasks:
             task.cancel()
-        mesh, weather = self._mesh, self._mesh.broker.weather
-        weather.loss = weather.duplication = weather.reordering = 0.0
-        weather.delay_s = (0.0001, 0.001)
+        mesh, conditions = self._mesh, self._mesh.broker.conditions
+        conditions.loss = conditions.duplication = conditions.reordering = 0.0
+        conditions.delay_s = (0.0001, 0.001)
         # What a partition holds back is on its way already, and what is said later comes after it.
-        until_s = max(weather.held_until_s.values(), default=0.0)
+        until_s = max(conditions.held_until_s.values(), default=0.0)
         await asyncio.sleep(max(until_s - asyncio.get_running_loop().time(), 0.0))
-        weather.held_until_s.clear()
+        conditions.held_until_s.clear()
         mesh.network.heal()
         if not mesh.broker.is_up:
             mesh.broker.come_up()
@@ -97,13 +97,13 @@ class FaultActor:
         match fault.do:
             case "kill" | "pause" | "drain" | "partition" | "plane_cut":
                 if living := self._mesh.living(fault.target):
-                    await self._befall(fault, self._rng.choice(living))
+                    await self._strike_service(fault, self._rng.choice(living))
             case "broker":
                 self._mesh.broker.go_down()
                 await asyncio.sleep(fault.for_s)
                 self._mesh.broker.come_up()
             case "loss" | "duplication" | "reordering" | "delay":
-                await self._weather(fault)
+                await self._degrade_bus(fault)
             case "disconnect":
                 self._disconnect_share = fault.share
                 await asyncio.sleep(fault.for_s)
@@ -117,7 +117,7 @@ class FaultActor:
                 await asyncio.sleep(fault.for_s)
                 self._mesh.network.set_fault(fault.do, 0.0)
 
-    async def _befall(self, fault: Fault, service: Service) -> None:
+    async def _strike_service(self, fault: Fault, service: Service) -> None:
         mesh = self._mesh
         match fault.do:
             case "kill":
@@ -127,7 +127,7 @@ class FaultActor:
             case "partition" | "plane_cut":
                 until_s = asyncio.get_running_loop().time() + fault.for_s
                 if fault.do == "partition":
-                    mesh.broker.weather.held_until_s[service.name] = until_s
+                    mesh.broker.conditions.held_until_s[service.name] = until_s
                 mesh.network.partition(service.name, until_s)
             case _:
                 service.stop.set()
@@ -136,28 +136,28 @@ class FaultActor:
             mesh.resume(service)
         elif fault.do == "drain" and service.task is not None:
             await asyncio.wait([service.task])
-        is_gone = mesh.services[service.name] is service and not service.is_running  # nobody has started it again
+        is_gone = mesh.services[service.name] is service and not service.is_running  # it was not started again
         if fault.do in ("kill", "drain") and is_gone and not self._is_over:
             mesh.start(service.role, service.name)
 
-    async def _weather(self, fault: Fault) -> None:
-        weather = self._mesh.broker.weather
+    async def _degrade_bus(self, fault: Fault) -> None:
+        conditions = self._mesh.broker.conditions
         match fault.do:
             case "loss":
-                weather.loss = fault.share
+                conditions.loss = fault.share
             case "duplication":
-                weather.duplication = fault.share
+                conditions.duplication = fault.share
             case "reordering":
-                weather.reordering = fault.share
+                conditions.reordering = fault.share
             case _:
-                weather.delay_s = (0.0001, 0.2 * fault.share)
+                conditions.delay_s = (0.0001, 0.2 * fault.share)
         await asyncio.sleep(fault.for_s)
         match fault.do:
             case "loss":
-                weather.loss = 0.0
+                conditions.loss = 0.0
             case "duplication":
-                weather.duplication = 0.0
+                conditions.duplication = 0.0
             case "reordering":
-                weather.reordering = 0.0
+                conditions.reordering = 0.0
             case _:
-                weather.delay_s = (0.0001, 0.001)
+                conditions.delay_s = (0.0001, 0.001)

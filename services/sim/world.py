@@ -34,16 +34,16 @@ from services.sim.platform.clock import VirtualTime, installed
 from services.sim.platform.loop import SimLoop, SimulationStuckError
 from services.sim.platform.plane import SimNetwork
 from services.sim.scenario import FaultKind, Scenario, random_scenario
-from services.sim.verdict.checks import ModelTruth, Verdict, check_exchange, check_peace
-from services.sim.verdict.expected import Ask, make_asks
+from services.sim.verdict.checks import ModelTruth, Verdict, check_exchange, check_faultless
+from services.sim.verdict.expected import ClientRequest, make_requests
+from services.sim.verdict.request_events import RequestEventTap
 from services.sim.verdict.rest import Held, held_at_rest, problems_now
-from services.sim.verdict.stories import StoryTap
 from services.sim.verdict.traces import trace_problems
 
 WORKER_ROLES = ("prefill", "decode", "aggregated", "store")
-NOTHING_IS_LOST = frozenset({"pause", "drain", "disconnect", "slow_client", "corruption", "truncation", "refusal"})
+LOSSLESS_FAULTS = frozenset({"pause", "drain", "disconnect", "slow_client", "corruption", "truncation", "refusal"})
 """Faults that lose no message: every lease is then ended by a message and none by its time."""
-CUTTING = frozenset({"kill", "drain"})
+GATEWAY_FAULTS = frozenset({"kill", "drain"})
 """Faults that may end a gateway, and with it the events of its requests."""
 
 
@@ -84,18 +84,18 @@ class World:
         self.options = options
         self.rng = random.Random(f"kvmesh {seed}")
         self.clock = VirtualTime()
-        self.loop = SimLoop(self.clock, self._chance())
+        self.loop = SimLoop(self.clock, self._new_rng())
         self.verdict = Verdict()
         self.log: list[str] = []
         """The faults in order, for people."""
         self._digest = hashlib.blake2b(digest_size=16)
-        self.exchanges: list[tuple[Ask, Exchange]] = []
+        self.exchanges: list[tuple[ClientRequest, Exchange]] = []
         self.scenario = options.scenario or Scenario()
 
     def run(self) -> SimReport:
         """Run to the end. Call it once."""
         self.loop.set_exception_handler(self._on_exception)
-        with _quiet_logs(), installed(self.clock, self._chance()):
+        with _quiet_logs(), installed(self.clock, self._new_rng()):
             try:
                 self.loop.run_to_end(self._live())
             except (SimulationStuckError, AssertionError) as error:
@@ -103,10 +103,10 @@ class World:
                 self.verdict.problems.append(f"{type(error).__name__}: {error}")
             truth = ModelTruth(self.mesh.shape.layout, VOCAB, EOS)
             may_time_out = any(fault.for_s >= LONG_AWAY_S for fault in self.scenario.faults)
-            for number, (ask, exchange) in enumerate(self.exchanges):
-                check_exchange(number, ask, exchange, truth, self.verdict, may_time_out=may_time_out)
+            for number, (request, exchange) in enumerate(self.exchanges):
+                check_exchange(number, request, exchange, truth, self.verdict, may_time_out=may_time_out)
                 if not self.verdict.faults:
-                    check_peace(number, exchange, self.verdict)
+                    check_faultless(number, exchange, self.verdict)
         self._digest.update(repr((self.verdict.num_finished, sorted(self.verdict.failed.items()))).encode())
         return SimReport(
             self.seed, self.verdict, self._digest.hexdigest(), self.clock.now_s, self.broker.num_messages,
@@ -115,28 +115,28 @@ class World:
 
     async def _live(self) -> None:
         options = self.options
-        self.broker = SimBroker(self._chance())
-        self.network = SimNetwork(self._chance())
-        shape = options.shape or random_shape(self._chance(), options.num_workers)
-        self.mesh = SimMesh(self.loop, self._chance(), shape, self.broker, self.network)
-        stories = StoryTap()
-        self.broker.taps += [self._note, stories.hear]
+        self.broker = SimBroker(self._new_rng())
+        self.network = SimNetwork(self._new_rng())
+        shape = options.shape or random_shape(self._new_rng(), options.num_workers)
+        self.mesh = SimMesh(self.loop, self._new_rng(), shape, self.broker, self.network)
+        events = RequestEventTap()
+        self.broker.taps += [self._note, events.hear]
         if options.check_spans:
             self.mesh.spans = []
         self.mesh.start_all()
         await self._until(self._is_ready, READY_WITHIN_S, "the mesh was never ready")
         if options.scenario is None:
             names = [name for _, name in shape.services]
-            self.scenario = random_scenario(self._chance(), options.kinds, names, options.span_s * 1.3)
-        asks = make_asks(self._chance(), options.num_requests, options.span_s, VOCAB)
-        actor = FaultActor(self.mesh, self._chance(), self.verdict.faults, self.log)
+            self.scenario = random_scenario(self._new_rng(), options.kinds, names, options.span_s * 1.3)
+        requests = make_requests(self._new_rng(), options.num_requests, options.span_s, VOCAB)
+        actor = FaultActor(self.mesh, self._new_rng(), self.verdict.faults, self.log)
         actor.begin(self.scenario, [exchange for _, exchange in self.exchanges])
-        checking = asyncio.ensure_future(self._check())
-        clients = [asyncio.ensure_future(self._ask(ask, actor)) for ask in asks]
+        checking = self.loop.create_task(self._check(), name="check")
+        clients = [self.loop.create_task(self._send(request, actor), name="client") for request in requests]
         await asyncio.wait(clients, timeout=REQUEST_TIMEOUT_S + options.span_s + END_GRACE_S)
         await actor.heal()
         await self._rest()
-        self.verdict.problems += stories.problems(may_be_cut=bool(self.verdict.faults.keys() & CUTTING))
+        self.verdict.problems += events.problems(may_be_cut=bool(self.verdict.faults.keys() & GATEWAY_FAULTS))
         checking.cancel()
 
     async def _check(self) -> None:
@@ -146,20 +146,20 @@ class World:
             if not self.mesh.woken_since(self.clock.now_s - CHECK_INTERVAL_S):
                 self.verdict.problems += problems_now(self.mesh)
 
-    async def _ask(self, ask: Ask, actor: FaultActor) -> None:
-        await asyncio.sleep(ask.at_s)
+    async def _send(self, request: ClientRequest, actor: FaultActor) -> None:
+        await asyncio.sleep(request.at_s)
         gateways = [s for s in self.mesh.living("gateway") if s.app is not None]
         if not gateways:
             exchange = Exchange()
-            exchange.reset()  # nobody listens on the port
-            self.exchanges.append((ask, exchange))
+            exchange.reset()  # no gateway listens on the port
+            self.exchanges.append((request, exchange))
             return
-        gateway = gateways[ask.seed % len(gateways)]
+        gateway = gateways[request.seed % len(gateways)]
         assert gateway.app is not None
         exchange = post(
-            self.loop, gateway.process, gateway.app, "/v1/completions", ask.body, delay_s=actor.read_delay_s()
+            self.loop, gateway.process, gateway.app, "/v1/completions", request.body, delay_s=actor.read_delay_s()
         )
-        self.exchanges.append((ask, exchange))
+        self.exchanges.append((request, exchange))
         actor.watch_client(exchange)
         await exchange.ended.wait()
 
@@ -171,7 +171,7 @@ class World:
             held[:] = held_at_rest(self.mesh)
             return not held
 
-        if not self.verdict.faults.keys() - NOTHING_IS_LOST:
+        if not self.verdict.faults.keys() - LOSSLESS_FAULTS:
             await self._until(rests, RETURNED_WITHIN_S, f"not all was given back within {RETURNED_WITHIN_S:g} s")
         await self._until(rests, REST_WITHIN_S, "")
         bus = TypedBus(self.broker.connect("inspector"), "inspector")
@@ -214,7 +214,7 @@ class World:
                 return
             await asyncio.sleep(0.1)
 
-    def _chance(self) -> random.Random:
+    def _new_rng(self) -> random.Random:
         """Return a random generator of its own, so that more use of one changes no other."""
         return random.Random(self.rng.getrandbits(64))
 
@@ -262,11 +262,11 @@ def simulate(seed: int, options: SimOptions) -> SimReport:
 def undisturbed() -> Generator[None]:
     """Run a simulation inside, and keep no reference to it: nothing is collected while it runs, and what it leaves is
     cleared away at the end, without a complaint."""
-    _spare_what_stays()
+    _freeze_loaded_modules()
     was_on = gc.isenabled()
     gc.disable()  # what is collected while it runs would run at a time that no seed decides
     try:
-        with _unheard(), _quiet_logs():
+        with _quiet_unraisable(), _quiet_logs():
             yield
             gc.collect()
     finally:
@@ -275,7 +275,7 @@ def undisturbed() -> Generator[None]:
 
 
 @functools.cache
-def _spare_what_stays() -> None:
+def _freeze_loaded_modules() -> None:
     """Exclude modules and whatever else is there before the first simulation from garbage collection. Once in a
     process."""
     gc.collect()
@@ -302,7 +302,7 @@ def _ignore(_unraisable: object) -> None:
 
 
 @contextlib.contextmanager
-def _unheard() -> Generator[None]:
+def _quiet_unraisable() -> Generator[None]:
     """Silence the complaints of killed coroutines as they are collected: their `finally` was never to run."""
     hook, sys.unraisablehook = sys.unraisablehook, _ignore
     try:

@@ -8,8 +8,18 @@ import pytest
 
 from dataplane.blocks.layout import KVLayout
 from services.bench import links
-from services.bench.link_report import run_links
-from services.bench.links import LINKS, MODELS, MOONCAKE_ROWS, NVLINK, OPT_66B, QWEN, LinkSpec, ModelShape, handover
+from services.bench.links import (
+    LINKS,
+    MODELS,
+    MOONCAKE_ROWS,
+    NVLINK,
+    OPT_66B,
+    QWEN,
+    LinkSpec,
+    ModelShape,
+    handover,
+    run_links,
+)
 from services.pages.tables import SCALING, regenerate
 
 PAGE = Path(__file__).parents[2] / "dataplane" / "SCALING.md"

@@ -9,7 +9,7 @@ from schemas import subjects
 from schemas.ids import RequestId
 from schemas.message import Message, RequestMessage, encode
 from schemas.subjects import SUBJECTS, Subject
-from services.cli.tail import Story, Told, told_of
+from services.cli.tail import Tail, TailEvent, event_of
 from tests.wire.examples import EXAMPLES, GATEWAY, REQUEST
 
 TOLD = [s for s in SUBJECTS if issubclass(s.carries, RequestMessage) and s is not subjects.PROGRESS]
@@ -25,29 +25,29 @@ def concrete(subject: Subject[Any, Any]) -> str:
 
 @pytest.mark.parametrize("subject", TOLD, ids=lambda subject: subject.pattern)
 def test_everything_said_of_a_request_is_a_line(subject: Subject[Any, Any]) -> None:
-    told = told_of(concrete(subject), encode(example(subject.carries)))
+    told = event_of(concrete(subject), encode(example(subject.carries)))
     assert told is not None and told.request_id == REQUEST["request_id"]
-    assert told.event == subject.pattern.rsplit(".", 1)[-1] and told.who and told.what
+    assert told.name == subject.pattern.rsplit(".", 1)[-1] and told.who and told.what
     assert told.is_end == (subject in (subjects.FINISHED, subjects.FAILED, subjects.CANCELLED))
 
 
 @pytest.mark.parametrize("subject", [s for s in SUBJECTS if s not in TOLD], ids=lambda subject: subject.pattern)
 def test_what_is_said_of_nobody_is_none(subject: Subject[Any, Any]) -> None:
-    assert told_of(concrete(subject), encode(example(subject.carries))) is None
+    assert event_of(concrete(subject), encode(example(subject.carries))) is None
 
 
 @pytest.mark.parametrize("payload", [b"", b"{}", b"junk", b'{"type":"WorkerLoad"}'])
 def test_junk_is_no_line(payload: bytes) -> None:
-    assert told_of("mesh.v1.request.req-1.accepted", payload) is None
-    assert told_of("elsewhere.request.req-1.accepted", payload) is None
+    assert event_of("mesh.v1.request.req-1.accepted", payload) is None
+    assert event_of("elsewhere.request.req-1.accepted", payload) is None
 
 
-def said(request_id: str, event: str = "accepted", *, is_end: bool = False) -> Told:
-    return Told(RequestId(request_id), event, GATEWAY, "what", is_end)
+def said(request_id: str, event: str = "accepted", *, is_end: bool = False) -> TailEvent:
+    return TailEvent(RequestId(request_id), event, GATEWAY, "what", is_end)
 
 
 def test_only_the_wanted_request_is_told_until_its_end() -> None:
-    heard = Story("aa")
+    heard = Tail("aa")
     assert heard.hear(said("req-bb"), 1.0) is None
     line = heard.hear(said("req-aa"), 1.0)
     assert line is not None and "accepted" in line.plain and "req-aa" not in line.plain
@@ -60,7 +60,7 @@ def test_only_the_wanted_request_is_told_until_its_end() -> None:
 
 
 def test_a_request_of_several_choices_ends_with_the_last_of_them() -> None:
-    heard = Story("aa")
+    heard = Tail("aa")
     for number in (0, 1):
         line = heard.hear(said(f"req-aa_c{number}"), 1.0)
         assert line is not None and f"req-aa_c{number}" in line.plain
@@ -71,12 +71,12 @@ def test_a_request_of_several_choices_ends_with_the_last_of_them() -> None:
 
 
 def test_without_an_id_everybody_is_told_by_name() -> None:
-    heard = Story("")
+    heard = Tail("")
     lines = [heard.hear(said(request_id), 1.0) for request_id in ("req-aa", "req-bb")]
     assert [line is not None and line.plain.split()[4] for line in lines] == ["req-aa", "req-bb"]
 
 
 def test_a_request_that_goes_on_says_why() -> None:
     resumed = example(story.RequestResumed)
-    told = told_of("mesh.v1.request.req-1.resumed", encode(resumed))
+    told = event_of("mesh.v1.request.req-1.resumed", encode(resumed))
     assert told is not None and told.what == "goes on after 3 tokens; decode-0 has left: died"

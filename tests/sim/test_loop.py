@@ -1,4 +1,4 @@
-"""The simulation's ground: virtual time, processes that are killed and paused, a bus with weather."""
+"""What a simulation runs on: virtual time, processes that are killed and paused, a bus with faults."""
 
 import asyncio
 import random
@@ -11,7 +11,7 @@ import pytest
 
 from services.bus.base import BusError, NoRespondersError, RequestTimedOutError
 from services.sim.limits import MAX_BUFFERED_BYTES
-from services.sim.platform.bus import BusWeather, SimBroker, SimBus
+from services.sim.platform.bus import BusConditions, SimBroker, SimBus
 from services.sim.platform.clock import VirtualTime, installed
 from services.sim.platform.loop import Process, SimLoop, SimulationStuckError
 
@@ -105,11 +105,11 @@ async def hear_all(bus: SimBus, pattern: str, into: list[int]) -> None:
         into.append(int(delivery.payload))
 
 
-def weather_case(weather: BusWeather, num_messages: int = 400) -> list[int]:
+def heard_under(conditions: BusConditions, num_messages: int = 400) -> list[int]:
     """Return what of 0, 1, 2 … reached a listener, in order."""
 
     async def main(loop: SimLoop) -> list[int]:
-        broker, heard = SimBroker(random.Random(3), weather), list[int]()
+        broker, heard = SimBroker(random.Random(3), conditions), list[int]()
         speaker, listener = broker.connect("speaker"), broker.connect("listener")
         loop.start(Process("listener"), hear_all(listener, "a.b", heard))
         await asyncio.sleep(1)
@@ -121,17 +121,17 @@ def weather_case(weather: BusWeather, num_messages: int = 400) -> list[int]:
     return run(main)
 
 
-def test_good_weather_keeps_order() -> None:
-    assert weather_case(BusWeather()) == list(range(400))
+def test_without_faults_order_is_kept() -> None:
+    assert heard_under(BusConditions()) == list(range(400))
 
 
 def test_loss_duplication_and_reordering() -> None:
-    assert 0 < len(lost := weather_case(BusWeather(loss=0.3))) < 400
+    assert 0 < len(lost := heard_under(BusConditions(loss=0.3))) < 400
     assert lost == sorted(lost)
-    doubled = weather_case(BusWeather(duplication=0.3))
+    doubled = heard_under(BusConditions(duplication=0.3))
     assert len(doubled) > 400
     assert set(doubled) == set(range(400))
-    mixed = weather_case(BusWeather(reordering=0.3))
+    mixed = heard_under(BusConditions(reordering=0.3))
     assert sorted(mixed) == list(range(400)) != mixed
 
 
@@ -141,7 +141,7 @@ def test_a_client_that_is_cut_off_hears_all_later() -> None:
         speaker, listener = broker.connect("speaker"), broker.connect("listener")
         loop.start(Process("listener"), hear_all(listener, "a.b", heard))
         await asyncio.sleep(1)
-        broker.weather.held_until_s["listener"] = loop.time() + 5
+        broker.conditions.held_until_s["listener"] = loop.time() + 5
         await speaker.publish("a.b", b"1", {})
         await asyncio.sleep(4)
         before = list(heard)

@@ -13,7 +13,7 @@ import pytest
 from services.sim import world
 from services.sim.mesh import MeshShape
 from services.sim.scenario import Fault, Scenario
-from services.sim.verdict.expected import Ask
+from services.sim.verdict.expected import ClientRequest
 from services.sim.verdict.traces import HTTP_ROOT
 from services.sim.world import SimOptions, simulate
 from services.telemetry import Key, SpanName, SpanRecord, parse_traceparent
@@ -71,12 +71,12 @@ def spans_of(case: Case) -> list[SpanRecord]:
         spans.extend(records)
         return check(records, with_kills=with_kills, with_corruption=with_corruption)
 
-    ask = Ask(
+    ask = ClientRequest(
         at_s=0.1, prompt=tuple(range(1, 41)), max_tokens=case.max_tokens, temperature=1.0, seed=7, num_choices=1,
         stream=True,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world, "make_asks", lambda *_: [ask])
+        patch.setattr(world, "make_requests", lambda *_: [ask])
         patch.setattr(world, "trace_problems", keep)
         scenario = Scenario(faults=case.faults, may_fail=True)
         report = simulate(case.seed, SimOptions(num_requests=1, scenario=scenario, shape=case.shape))

@@ -1,1 +1,1 @@
-"""What the benches share: load, meshes, models, figures."""
+"""What the measurements share: meshes and models to measure, clients, workloads, statistics."""

@@ -1,10 +1,11 @@
-"""What people write behind a bench's options. Pure."""
+"""Parses the values of options. Pure."""
 
 from services.errors import UserError
 
 
 def parse_lengths(text: str, option: str, limit: int) -> list[int]:
-    """Return the lengths of a comma-separated list, as they stand. Raises UserError for what is none."""
+    """Return the lengths of a comma-separated list, in its order. Raises UserError where one is not from 1 to
+    `limit`."""
     try:
         lengths = [int(length) for length in text.split(",")]
     except ValueError as error:
@@ -15,7 +16,7 @@ def parse_lengths(text: str, option: str, limit: int) -> list[int]:
 
 
 def parse_range(text: str, option: str) -> tuple[int, int]:
-    """Return the least and the most of `32..64`; one number is both. Raises UserError for what is neither."""
+    """Return the bounds of a range such as `32..64`; a single number is both. Raises UserError for anything else."""
     least, separator, most = text.partition("..")
     try:
         bounds = (int(least), int(most) if separator else int(least))

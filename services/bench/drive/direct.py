@@ -1,4 +1,4 @@
-"""Asks workers directly, as a gateway does: the only way to say from whom KV is to be read, whatever it costs."""
+"""Sends requests to workers over the bus, as a gateway does: the only way to choose what KV is read from whom."""
 
 import asyncio
 import time
@@ -21,15 +21,15 @@ from services.launch.known_workers import describe_fleet
 from services.runtime import now_ms
 
 
-class MeasuredFirstToken(NamedTuple):
-    """When it came, from sending the request, and what the worker says of its prompt."""
+class TimedFirstToken(NamedTuple):
+    """The time to the first token from sending the request, and the worker's account of the prompt."""
 
     ttft_ms: float
     report: TransferReport
 
 
 class DirectClient:
-    """One mesh's bus. `open` it; requests may run at once."""
+    """A client on one mesh's bus. Make it with `open`. Requests may run concurrently."""
 
     def __init__(self, bus: TypedBus, gateway_id: GatewayId, worker: WorkerInfo) -> None:
         self._bus = bus
@@ -40,7 +40,7 @@ class DirectClient:
     @classmethod
     @asynccontextmanager
     async def open(cls, nats_url: str) -> "AsyncGenerator[DirectClient]":
-        """Connect, and listen for tokens. Raises UserError where no mesh answers."""
+        """Connect, and subscribe to tokens. Raises UserError where no mesh answers."""
         fleet = await describe_fleet(nats_url)
         connection = await NatsBus.connect(nats_url, "kvmesh-bench")
         bus = TypedBus(connection, "bench")
@@ -59,8 +59,8 @@ class DirectClient:
 
     async def first_token(
         self, worker_id: WorkerId, prompt: Sequence[int], sources: tuple[KVSource, ...] = ()
-    ) -> MeasuredFirstToken:
-        """Have one worker compute one token, reading first from the sources. Raises RequestFailedError."""
+    ) -> TimedFirstToken:
+        """Have one worker compute one token, after it has read from the sources. Raises RequestFailedError."""
         request = RunPrefill(
             request_id=RequestId(new_id("req")),
             attempt=1,
@@ -87,7 +87,7 @@ class DirectClient:
             del self._waiting[request.request_id]
 
     async def wait_located(self, prompt: Sequence[int], holder: WorkerId) -> int:
-        """Return how many blocks of the prompt `holder` has, once the directory knows of all that are full."""
+        """Return how many full blocks the prompt has, once the directory says that `holder` has all of them."""
         hashes = hash_blocks(prompt, self.block_size, model_fingerprint=self._worker.fingerprint)
         request_id = RequestId(new_id("locate"))
         async with asyncio.timeout(DIRECT_TIMEOUT_S):
@@ -105,7 +105,7 @@ class DirectClient:
                 )
                 if any(h.worker_id == holder and h.num_blocks == len(hashes) for h in located.holders):
                     return len(hashes)
-                await asyncio.sleep(LOCATE_INTERVAL_S)  # nobody announces what the directory has heard
+                await asyncio.sleep(LOCATE_INTERVAL_S)  # the directory publishes nothing to wait for
 
     def _hear(self, received: Received[TokensEmitted]) -> None:
         for share in received.message.requests:
@@ -113,8 +113,8 @@ class DirectClient:
                 inbox.put_nowait(share)
 
 
-async def _wait_first(inbox: "asyncio.Queue[RequestTokens]", started: float) -> MeasuredFirstToken:
-    """Wait for the only token; what the worker reports may come with it or after it."""
+async def _wait_first(inbox: "asyncio.Queue[RequestTokens]", started: float) -> TimedFirstToken:
+    """Wait for the only token. The worker's account of the prompt may come with it or after it."""
     ttft_ms: float | None = None
     while True:
         share = await inbox.get()
@@ -125,4 +125,4 @@ async def _wait_first(inbox: "asyncio.Queue[RequestTokens]", started: float) -> 
         if share.finish_reason is not None:
             if ttft_ms is None:
                 raise RequestFailedError("a worker ended a request without a token")
-            return MeasuredFirstToken(ttft_ms, share.report or TransferReport())
+            return TimedFirstToken(ttft_ms, share.report or TransferReport())

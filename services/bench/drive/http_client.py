@@ -1,4 +1,4 @@
-"""The load driver: sends one streaming completion, times its events as a client sees them, and reads its usage."""
+"""A client of a gateway that times a streamed answer's events and reads its usage."""
 
 import itertools
 import time
@@ -39,7 +39,7 @@ class ReportedUsage(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def computing(self) -> Source:
-        """The view of the worker that computed the prompt. Where it is not told, all counts as computed."""
+        """The account of the worker that computed the prompt. Where it is missing all tokens count as computed."""
         if self.kvmesh.prefill is not None:
             return self.kvmesh.prefill
         is_split = self.kvmesh.prefill_worker != self.kvmesh.decode_worker
@@ -47,14 +47,14 @@ class ReportedUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished request. Times are in milliseconds from its sending; the last event is at `total_ms`."""
+    """One finished request. Times are in milliseconds from sending it; `total_ms`: at its last event."""
 
     ttft_ms: float
     gaps_ms: tuple[float, ...]
-    """Between one event with tokens and the next."""
+    """Between consecutive events with tokens."""
     total_ms: float
     token_ids: tuple[int, ...]
-    """The answer; empty where it was not asked for."""
+    """The answer; empty where token ids were not asked for."""
     usage: ReportedUsage
 
 
@@ -63,14 +63,14 @@ class RequestFailedError(UserError):
 
 
 class ListedModel(msgspec.Struct, frozen=True):
-    """What a gateway serves, as `/v1/models` tells."""
+    """One model of the list at `/v1/models`."""
 
     id: str
     context_length: int = 0
 
 
 class Client:
-    """One gateway, as its clients reach it. Raises UserError on opening where none answers."""
+    """A client of one gateway. Make it with `open`, which raises UserError where no gateway answers."""
 
     def __init__(self, http: httpx.AsyncClient, url: str, model: ListedModel) -> None:
         self._http = http
@@ -109,7 +109,7 @@ class Client:
 
 
 class EventTimes:
-    """Gathers one stream's events. Knows no clock."""
+    """Collects the events of one stream; their times are given."""
 
     def __init__(self) -> None:
         self._arrivals_ms: list[float] = []
@@ -117,7 +117,7 @@ class EventTimes:
         self._usage: ReportedUsage | None = None
 
     def feed(self, data: bytes, at_ms: float) -> None:
-        """Take one event. Raises RequestFailedError when it is an error or none of ours."""
+        """Add one event. Raises RequestFailedError for an error, and for an event that does not decode."""
         try:
             chunk = _chunks.decode(data)
         except msgspec.DecodeError as error:
@@ -131,7 +131,7 @@ class EventTimes:
                 self._arrivals_ms.append(at_ms)
 
     def fail(self, body: bytes) -> None:
-        """Raise RequestFailedError with what the gateway says."""
+        """Raise RequestFailedError with the gateway's message."""
         try:
             error = _chunks.decode(body).error
         except msgspec.DecodeError:
@@ -140,7 +140,7 @@ class EventTimes:
         raise RequestFailedError(f"the mesh failed a request: {message}")
 
     def completion(self, total_ms: float) -> Completion:
-        """Return what the stream came to. Raises RequestFailedError when something is missing."""
+        """Return the finished request. Raises RequestFailedError where tokens or usage are missing."""
         if self._usage is None or not self._arrivals_ms:
             raise RequestFailedError("a stream ended without its tokens or its usage")
         times = self._arrivals_ms
@@ -163,13 +163,13 @@ async def model_of(http: httpx.AsyncClient, url: str) -> ListedModel:
 
 
 def open_http() -> httpx.AsyncClient:
-    """Return an HTTP client that holds no request back."""
+    """Return an HTTP client without a limit on connections."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     return httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, limits=limits)
 
 
 def base_url(url: str) -> str:
-    """Return a gateway's address without the API's path, which people add as often as not."""
+    """Return a gateway's address without the API's path, which people often add."""
     return url.rstrip("/").removesuffix("/v1")
 
 

@@ -1,4 +1,4 @@
-"""The meshes that a bench starts for itself, of equal size: what is not being asked is idle."""
+"""Starts the meshes that a measurement compares. All have the same size; only one is busy at a time."""
 
 import asyncio
 import tempfile
@@ -36,7 +36,7 @@ async def running(meshes: Mapping[str, UpOptions]) -> AsyncGenerator[dict[str, S
 
 @asynccontextmanager
 async def split_and_whole(model: str) -> AsyncGenerator[dict[str, str]]:
-    """Run one prefill and one decode worker, and beside them two workers that do both; give the URL of each mesh."""
+    """Run a mesh with one prefill and one decode worker and one with two aggregated workers; give the URL of each."""
     split = UpOptions(model=model, port=0)
     whole = UpOptions(model=model, port=0, num_prefill=0, num_decode=0, num_aggregated=2)
     async with running({SPLIT: split, WHOLE: whole}) as supervisors:
@@ -44,8 +44,8 @@ async def split_and_whole(model: str) -> AsyncGenerator[dict[str, str]]:
 
 
 def reuse_modes(options: UpOptions) -> dict[str, UpOptions]:
-    """Return the three ways to serve text that was seen before: compute it again, keep what each worker computed,
-    read it from whoever has it. All else is equal."""
+    """Return the options of three meshes that differ in their reuse of KV: none, each worker's own prefix cache,
+    reads from any worker."""
     return {
         RECOMPUTE: replace(options, prefix_cache=False, policy="least_loaded"),
         CACHE_ONLY: replace(options, policy="least_loaded"),
@@ -59,7 +59,8 @@ def urls_of(supervisors: Mapping[str, Supervisor]) -> dict[str, str]:
 
 @asynccontextmanager
 async def model_folder(model: str) -> AsyncGenerator[tuple[str, int | None]]:
-    """Give a checkpoint and its number of parameters: `model` as it is, or fresh random weights where it is empty."""
+    """Give a checkpoint and its number of parameters: `model` (number unknown: None), or random weights where it is
+    empty."""
     if model:
         yield model, None
         return
@@ -69,7 +70,7 @@ async def model_folder(model: str) -> AsyncGenerator[tuple[str, int | None]]:
 
 
 class Served(NamedTuple):
-    """What a bench asks: a client for each mesh by its name, and what prompts for them may be made of."""
+    """The meshes under measurement: a client for each by its name, and what prompts may consist of."""
 
     clients: dict[str, Client]
     vocab_size: int
@@ -88,9 +89,9 @@ class Served(NamedTuple):
 async def serving(
     meshes: Callable[[UpOptions], Mapping[str, UpOptions]], options: UpOptions, url: str = ""
 ) -> AsyncGenerator[Served]:
-    """Start what `meshes` makes of the options; or use the gateway at `url`, under that name. Raises UserError.
+    """Start the meshes that `meshes` makes of the options, or use the gateway at `url` under that name.
 
-    Without a model in the options it has random weights.
+    Without a model in the options it has random weights. Raises UserError.
     """
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(open_http())
@@ -105,7 +106,7 @@ async def serving(
 
 
 def rotated(names: Iterable[str], turn: int) -> list[str]:
-    """Return the names, beginning with another one each turn: whoever comes first has no advantage."""
+    """Return the names, starting with another one each turn, so that no mesh is always measured first."""
     names = list(names)
     start = turn % len(names)
     return [*names[start:], *names[:start]]

@@ -1,4 +1,4 @@
-"""Plots of measurements. Imports matplotlib: import this late."""
+"""Plots measurements. Imports matplotlib, which is slow: import this module where it is used."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The model that benches serve: random weights, so that its size and its context can be chosen."""
+"""A model with random weights, so that its size and context length can be chosen."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ SHAPE: dict[str, Any] = {
 }
 """About 5 million parameters: 10,000 tokens take seconds on one core."""
 FIRST_TOKEN = 256
-"""Token ids below are the tokenizer's special ones and single bytes; prompts are made of the others."""
+"""Token ids below are special tokens and single bytes; prompts consist of others."""
 
 
 def make_model(folder: Path) -> tuple[Path, int]:

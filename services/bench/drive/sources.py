@@ -1,4 +1,4 @@
-"""Where prompts' tokens came from, summed over requests: the view of the workers that computed the prompts. Pure."""
+"""Sums over requests how their prompts' KV was obtained: cached, read, computed. Pure."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from services.bench.drive.http_client import ReportedUsage
 
 
 class SourceShares(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompt tokens: held by the worker itself, read from others (by each of them), computed."""
+    """Numbers of prompt tokens: cached by the worker itself, read from others (in all and from each), computed."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -23,7 +23,7 @@ class SourceShares(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """All of it in one line, as parts of the whole."""
+        """The shares in one line, in per cent."""
         total = max(1, self.prompt_tokens)
         readings = ", ".join(f"{worker} {count / total:.0%}" for worker, count in sorted(self.transferred_from.items()))
         read = f"{self.transferred_tokens / total:.0%} read" + (f" ({readings})" if readings else "")
@@ -31,7 +31,7 @@ class SourceShares(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def shares_of(usages: Sequence[ReportedUsage]) -> SourceShares:
-    """Sum what each request's usage tells."""
+    """Return the sum over the requests' usages."""
     views = [usage.computing for usage in usages]
     readings = Counter[str]()
     for view in views:

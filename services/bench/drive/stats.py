@@ -1,11 +1,11 @@
-"""What the benches make of their measurements. Pure."""
+"""Statistics of measurements. Pure."""
 
 import math
 from collections.abc import Sequence
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """Return the percentile, interpolated between the two nearest values; None of nothing."""
+    """Return the percentile, interpolated between the two nearest values; None for no values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -29,16 +29,16 @@ def median(values: Sequence[float]) -> float | None:
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """Return the interquartile range; None of fewer than four values."""
+    """Return the interquartile range; None for fewer than four values."""
     low, high = percentile(values, 25), percentile(values, 75)
     return None if len(values) < 4 or low is None or high is None else round(high - low, 2)
 
 
 def crossover(lengths: Sequence[int], costs: Sequence[float], rival_costs: Sequence[float]) -> float | None:
-    """Return the length from which on `costs` stay below `rival_costs`; None where they are not below at the last.
+    """Return the length from which `costs` stay below `rival_costs`; None where they are not below at the last length.
 
-    Between two measured lengths the logarithm of the quotient is taken for linear in the logarithm of the length.
-    `lengths` ascend. Where `costs` are below everywhere this is the first length.
+    `lengths` ascend. Between two lengths the logarithm of the quotient is taken as linear in the logarithm of the
+    length. Where `costs` are below everywhere this is the first length.
     """
     logs = [math.log(cost / rival) for cost, rival in zip(costs, rival_costs, strict=True)]
     if not logs or logs[-1] >= 0:
@@ -54,9 +54,9 @@ def crossover(lengths: Sequence[int], costs: Sequence[float], rival_costs: Seque
 
 
 def choice_crossover(lengths: Sequence[int], choices: Sequence[bool]) -> float | None:
-    """Return the length from which on a chooser says yes: the geometric mean of its last no and the yes after it.
+    """Return the length from which every choice is yes: the geometric mean of the last no and the yes after it.
 
-    None where it says no at the last length; the first length where it says yes everywhere.
+    None where the last choice is no; the first length where every choice is yes.
     """
     if not choices or not choices[-1]:
         return None

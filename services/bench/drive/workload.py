@@ -1,7 +1,7 @@
-"""Requests to replay: traces read, scaled and made. Pure; a trace's hash ids become real token blocks.
+"""Traces of requests to replay: read, scaled to a machine, or made up. Pure.
 
-A trace has one JSON object a line: `timestamp` in ms, `input_length` and `output_length` in tokens, and `hash_ids`, one
-for each block of 512 prompt tokens (the last may be partial). Equal ids are equal prefixes.
+A trace has one JSON object on each line: `timestamp` in ms, `input_length` and `output_length` in tokens, and
+`hash_ids`, one for each block of 512 prompt tokens (the last may be partial). Equal ids mean equal prefixes.
 """
 
 import random
@@ -15,7 +15,7 @@ from services.errors import UserError
 
 TRACE_BLOCK = 512
 SYSTEM_BLOCKS = 4
-"""Length of a generated conversation's shared system prompt."""
+"""Blocks of a generated conversation's shared system prompt."""
 
 
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +28,8 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request, scaled to a machine. Block i of the prompt is `block_tokens` tokens made from `hash_ids[i]`."""
+    """One request, scaled. Block i of the prompt is `block_tokens` tokens made from `hash_ids[i]`. `is_cut`: the
+    prompt was shortened to fit the model's context."""
 
     at_s: float
     num_prompt_tokens: int
@@ -39,7 +40,7 @@ class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_trace(lines: Iterable[str | bytes], name: str) -> list[TraceRequest]:
-    """Return a trace's requests by time of arrival. Raises UserError, naming the line, for one that is none."""
+    """Return a trace's requests by time of arrival. Raises UserError, naming the line, for an invalid one."""
     requests: list[TraceRequest] = []
     parents: dict[int, int | None] = {}
     for number, line in enumerate(lines, start=1):
@@ -58,7 +59,7 @@ def parse_trace(lines: Iterable[str | bytes], name: str) -> list[TraceRequest]:
 
 
 def _problem(request: TraceRequest) -> str:
-    """Return what is wrong with a line that decodes, or nothing."""
+    """Return what is wrong with a decoded line; empty where nothing is."""
     if request.timestamp < 0 or request.input_length < 1 or request.output_length < 0:
         return "`timestamp` and `output_length` must be 0 or more, and `input_length` 1 or more"
     num_blocks = -(-request.input_length // TRACE_BLOCK)
@@ -68,7 +69,7 @@ def _problem(request: TraceRequest) -> str:
 
 
 def _broken_chain(request: TraceRequest, parents: dict[int, int | None]) -> str:
-    """Return which id follows another block than it did before (equal ids would be unequal prefixes), or nothing."""
+    """Return a message where an id follows another block than before, else an empty string."""
     parent: int | None = None
     for hash_id in request.hash_ids:
         if parents.setdefault(hash_id, parent) != parent:
@@ -80,10 +81,10 @@ def _broken_chain(request: TraceRequest, parents: dict[int, int | None]) -> str:
 def scale_trace(
     trace: Sequence[TraceRequest], *, scale: float, speed: float, context_length: int
 ) -> list[ReplayRequest]:
-    """Return the trace with its lengths divided by `scale` and its arrival times, from the first on, by `speed`.
+    """Return the trace with its lengths divided by `scale` and its arrival times, counted from the first, by `speed`.
 
-    A prompt that does not fit `context_length` beside its answer is cut at its end, an answer only where it alone
-    leaves no room. Raises UserError for a scale that leaves nothing of a block.
+    A prompt that does not fit `context_length` beside its answer is cut at its end; an answer is cut only where it
+    alone does not fit. Raises UserError for values out of range.
     """
     if not 0 < scale <= TRACE_BLOCK or speed <= 0:
         raise UserError(f"--scale must lie over 0 and be at most {TRACE_BLOCK}, --speed over 0")
@@ -110,7 +111,7 @@ def scale_trace(
 
 
 def build_prompt(request: ReplayRequest, vocab_size: int) -> list[int]:
-    """Return the prompt's tokens. Equal ids give equal tokens, in every process and at every call."""
+    """Return the prompt's tokens. Equal ids give equal tokens, in every process."""
     tokens: list[int] = []
     for hash_id in request.hash_ids:
         tokens += block_of(hash_id, request.block_tokens, vocab_size)
@@ -124,15 +125,15 @@ def block_of(hash_id: int, num_tokens: int, vocab_size: int) -> tuple[int, ...]:
 
 
 def random_tokens(rng: random.Random, num_tokens: int, vocab_size: int) -> list[int]:
-    """Return plain tokens, none of them special."""
+    """Return random tokens, none of them special."""
     first = min(FIRST_TOKEN, vocab_size // 2)
     return [rng.randrange(first, vocab_size) for _ in range(num_tokens)]
 
 
 def reusable_tokens(requests: Sequence[ReplayRequest], block_size: int) -> int:
-    """Return how many prompt tokens one cache without bound would have had: the trace's own limit of reuse.
+    """Return how many prompt tokens a cache of unlimited size would have had: the most that can be reused.
 
-    It keeps every prompt from its arrival on, in full blocks of `block_size` tokens, and never gives a whole prompt.
+    It keeps each prompt from its arrival on, in full blocks of `block_size` tokens, and never all of a prompt's tokens.
     """
     seen: dict[int, int] = {}
     total = 0
@@ -149,8 +150,8 @@ def reusable_tokens(requests: Sequence[ReplayRequest], block_size: int) -> int:
 def make_trace(
     num_conversations: int, *, seed: int, turns: int = 4, num_systems: int = 3, duration_s: float = 60.0
 ) -> list[TraceRequest]:
-    """Return a made-up trace: conversations that begin with one of a few system prompts, each turn of which repeats
-    what came before and adds to it."""
+    """Return a made-up trace of conversations. Each begins with one of a few system prompts, and each turn's prompt
+    is the previous one and more."""
     rng = random.Random(seed)
     next_id = SYSTEM_BLOCKS * num_systems
     requests: list[TraceRequest] = []
@@ -168,7 +169,7 @@ def make_trace(
                     timestamp=round(at_ms),
                     input_length=TRACE_BLOCK * len(ids) + tail,
                     output_length=rng.randint(32, 640),
-                    hash_ids=(*ids, next_id),  # nobody else has this last, partial block
+                    hash_ids=(*ids, next_id),  # this last, partial block is in no other prompt
                 )
             )
             next_id += 1

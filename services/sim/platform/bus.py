@@ -33,7 +33,7 @@ Tap = Callable[[str, str], None]
 
 
 @dataclass
-class BusWeather:
+class BusConditions:
     """How messages travel. Probabilities are for each message and receiver, times in seconds."""
 
     delay_s: tuple[float, float] = (0.0001, 0.001)
@@ -96,7 +96,7 @@ class SimSubscription:
     async def __aiter__(self) -> AsyncIterator[Delivery]:
         while (delivery := await self._inbox.get()) is not None:
             yield delivery
-        self._inbox.put_nowait(None)  # for whoever iterates once more
+        self._inbox.put_nowait(None)  # for another iteration
 
     async def close(self) -> None:
         if not self.is_closed:
@@ -108,8 +108,8 @@ class SimSubscription:
 class SimBroker:
     """The broker that the buses of one simulation share. It can go down and come back."""
 
-    def __init__(self, rng: random.Random, weather: BusWeather | None = None) -> None:
-        self.weather = weather or BusWeather()
+    def __init__(self, rng: random.Random, conditions: BusConditions | None = None) -> None:
+        self.conditions = conditions or BusConditions()
         self.rng = rng
         self.is_up = True
         self.taps: list[Tap] = []
@@ -188,20 +188,20 @@ class SimBroker:
         """Carry something from one client to another: delayed, twice or never, as `conditions` say."""
         if not (source.is_connected and target.is_connected):
             return
-        weather, rng = self.weather, self.rng
-        if weather.loss and rng.random() < weather.loss:
+        conditions, rng = self.conditions, self.rng
+        if conditions.loss and rng.random() < conditions.loss:
             return
         now = asyncio.get_running_loop().time()
-        at = now + rng.uniform(*weather.delay_s)
-        if held := weather.held_until_s:
+        at = now + rng.uniform(*conditions.delay_s)
+        if held := conditions.held_until_s:
             at = max(at, held.get(source.name, 0.0), held.get(target.name, 0.0))
-        if weather.reordering and rng.random() < weather.reordering:
-            at += rng.uniform(0.0, weather.reordering_s)
+        if conditions.reordering and rng.random() < conditions.reordering:
+            at += rng.uniform(0.0, conditions.reordering_s)
         else:
             at = target.last_arrival_s[source] = max(at, target.last_arrival_s.get(source, 0.0) + MESSAGE_GAP_S)
         self._arrive(at, target, arrive)
-        if weather.duplication and rng.random() < weather.duplication:
-            self._arrive(at + rng.uniform(0.0, weather.reordering_s), target, arrive)
+        if conditions.duplication and rng.random() < conditions.duplication:
+            self._arrive(at + rng.uniform(0.0, conditions.reordering_s), target, arrive)
 
     def _deliver(self, message: _Message, subscription: SimSubscription) -> None:
         delivery = SimDelivery(
@@ -292,7 +292,7 @@ class SimBus:
             raise BusClosedError
         if not self.is_connected:
             raise BusError("the bus", "the broker is away")
-        await asyncio.sleep(self.broker.weather.delay_s[1] * 2)
+        await asyncio.sleep(self.broker.conditions.delay_s[1] * 2)
 
     async def close(self) -> None:
         if self._is_closed:

@@ -74,7 +74,7 @@ class Pipe:
         if self.is_ended or self.is_broken:
             return
         if self._fault is not None and self._num_crossed + len(data) > self._fault.at_byte:
-            data = self._struck(self._fault, data)
+            data = self._apply(self._fault, data)
         self._num_crossed += len(data)
         if data:
             at = self._last_at = max(time.monotonic() + self._connection.latency_s, self._last_at, self._stalled_until)
@@ -133,7 +133,7 @@ class Pipe:
         if self.reader is not None:
             self.reader.wake_at(self.ready_at())
 
-    def _struck(self, fault: StreamFault, data: bytes) -> bytes:
+    def _apply(self, fault: StreamFault, data: bytes) -> bytes:
         self._fault = None
         at = max(0, fault.at_byte - self._num_crossed)
         if fault.kind == "corruption":

@@ -162,7 +162,7 @@ class SimLoop(asyncio.BaseEventLoop):
             if not runnable:
                 self._advance()
                 if not runnable:
-                    continue  # whoever the clock woke is dead or paused
+                    continue  # the processes of these timers are dead or paused
             at = int(chance() * len(runnable)) if len(runnable) > 1 else 0
             process = runnable[at]
             queue = process.queue

@@ -87,8 +87,8 @@ class SimNetwork:
         faults: StreamFaults | None = None,
     ) -> None:
         self.bytes_per_s = bytes_per_s
-        self._chance = ChanceFaults(random.Random(rng.getrandbits(64)))
-        self._faults = self._chance if faults is None else faults
+        self._chance_faults = ChanceFaults(random.Random(rng.getrandbits(64)))
+        self._faults = self._chance_faults if faults is None else faults
         self._rng = rng
         self._latency_s = latency_s
         self._servers: dict[tuple[str, int], SimPlaneServer] = {}
@@ -124,11 +124,11 @@ class SimNetwork:
 
     def set_fault(self, kind: str, share: float) -> None:
         """Give this fault to such a share of the streams that are opened from now on."""
-        self._chance.shares[kind] = share
+        self._chance_faults.shares[kind] = share
 
     def heal(self) -> None:
         """End all faults and partitions. Dead processes stay dead."""
-        self._chance.shares.clear()
+        self._chance_faults.shares.clear()
         self._held_until.clear()
         self._notify_all()
 

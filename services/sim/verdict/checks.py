@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from dataplane.blocks.layout import KVLayout
 from services.sim.client import ChoiceSeen, Exchange
-from services.sim.verdict.expected import Ask, is_prefix
+from services.sim.verdict.expected import ClientRequest, is_prefix
 
 NEVER_CODES = frozenset({"replay_mismatch", "internal", "invalid", "engine_failed"})
 """Errors that no fault excuses: each shows a mistake in the mesh."""
@@ -47,7 +47,7 @@ class ModelTruth:
     eos: int
 
 
-def check_peace(number: int, exchange: Exchange, verdict: Verdict) -> None:
+def check_faultless(number: int, exchange: Exchange, verdict: Verdict) -> None:
     """Check a request of a simulation without faults: it is answered, by its first attempt."""
     mesh = exchange.usage.get("kvmesh") if exchange.usage else None
     if not exchange.done:
@@ -57,7 +57,7 @@ def check_peace(number: int, exchange: Exchange, verdict: Verdict) -> None:
 
 
 def check_exchange(
-    number: int, ask: Ask, exchange: Exchange, truth: ModelTruth, verdict: Verdict, *, may_time_out: bool
+    number: int, request: ClientRequest, exchange: Exchange, truth: ModelTruth, verdict: Verdict, *, may_time_out: bool
 ) -> None:
     """Check one request: the right tokens, or a prefix of them and one clear error.
 
@@ -72,8 +72,8 @@ def check_exchange(
     if exchange.num_after_end:
         verdict.problems.append(f"{name}: {exchange.num_after_end} pieces came after its end")
     is_whole = exchange.done
-    for index in range(ask.num_choices):
-        tokens, reason = truth_of(ask, index, truth)
+    for index in range(request.num_choices):
+        tokens, reason = truth_of(request, index, truth)
         seen = exchange.choices.get(index, ChoiceSeen())
         problem = _problem_of(seen, tokens, reason, is_whole=is_whole)
         if problem:
@@ -83,7 +83,7 @@ def check_exchange(
         verdict.num_finished += 1
         if exchange.status != 200:
             verdict.problems.append(f"{name}: a whole answer with status {exchange.status}")
-        check_usage(name, ask, exchange, verdict)
+        check_usage(name, request, exchange, verdict)
     elif exchange.hung_up:
         verdict.num_cancelled += 1
     elif exchange.is_reset:
@@ -98,7 +98,7 @@ def check_exchange(
         verdict.problems.append(f"{name} ended with neither an answer nor an error")
 
 
-def check_usage(name: str, ask: Ask, exchange: Exchange, verdict: Verdict) -> None:
+def check_usage(name: str, request: ClientRequest, exchange: Exchange, verdict: Verdict) -> None:
     """Check that the usage accounts for every prompt token once."""
     mesh = exchange.usage.get("kvmesh") if exchange.usage else None
     if not mesh:
@@ -107,12 +107,14 @@ def check_usage(name: str, ask: Ask, exchange: Exchange, verdict: Verdict) -> No
         if where is None:
             continue
         total = where["cached_tokens"] + where["transferred_tokens"] + where["recomputed_tokens"]
-        if total != len(ask.prompt):
-            verdict.problems.append(f"{name}: usage tells of {total} prompt tokens, there are {len(ask.prompt)}")
+        if total != len(request.prompt):
+            verdict.problems.append(
+                f"{name}: usage accounts for {total} prompt tokens, there are {len(request.prompt)}"
+            )
 
 
-def truth_of(ask: Ask, index: int, truth: ModelTruth) -> tuple[list[int], str]:
-    return ask.reference(truth.layout, index, truth.vocab_size, truth.eos)
+def truth_of(request: ClientRequest, index: int, truth: ModelTruth) -> tuple[list[int], str]:
+    return request.reference(truth.layout, index, truth.vocab_size, truth.eos)
 
 
 def _problem_of(seen: ChoiceSeen, tokens: list[int], reason: str, *, is_whole: bool) -> str:

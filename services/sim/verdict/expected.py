@@ -13,7 +13,7 @@ PARAGRAPH_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class ClientRequest:
     """One HTTP request, and when it is sent."""
 
     at_s: float
@@ -47,7 +47,7 @@ class Ask:
         return tokens, "stop" if tokens[-1] == eos else "length"
 
 
-def make_asks(rng: random.Random, num_requests: int, span_s: float, vocab_size: int) -> list[Ask]:
+def make_requests(rng: random.Random, num_requests: int, span_s: float, vocab_size: int) -> list[ClientRequest]:
     """Return requests over `span_s` seconds. Many share a prefix, as conversations and documents do; some are repeated;
     some consist of the same few paragraphs in another order."""
     stems = [_tokens(rng, rng.randint(4, 40), vocab_size) for _ in range(max(2, num_requests // 6))]
@@ -64,8 +64,8 @@ def make_asks(rng: random.Random, num_requests: int, span_s: float, vocab_size: 
             own = _tokens(rng, rng.choice((1, 3, 9, 25, 60)), vocab_size)
             prompt = (*stem[: rng.randint(0, len(stem))], *own)
         prompts.append(prompt)
-    asks = [
-        Ask(
+    requests = [
+        ClientRequest(
             at_s=rng.uniform(0.0, span_s),
             prompt=prompt,
             max_tokens=rng.choice((1, 2, 4, 9, 17, 30)),
@@ -76,7 +76,7 @@ def make_asks(rng: random.Random, num_requests: int, span_s: float, vocab_size: 
         )
         for prompt in prompts
     ]
-    return sorted(asks, key=lambda ask: ask.at_s)
+    return sorted(requests, key=lambda request: request.at_s)
 
 
 def _tokens(rng: random.Random, num_tokens: int, vocab_size: int) -> list[int]:

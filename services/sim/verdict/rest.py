@@ -32,7 +32,7 @@ def problems_now(mesh: SimMesh) -> list[str]:
             late = [lease.lease_id for lease in leases if lease.expires_at_ms + OVERDUE_MS < now_ms()]
             problems += [f"{service.name}: {lease_id} has expired and is still open" for lease_id in late]
         problems += [
-            f"{service.name}: {gate.num_orphaned} blocks are in use and nobody's"
+            f"{service.name}: {gate.num_orphaned} blocks are in use and belong to no request"
             for gate in service.gates
             if isinstance(gate, KVHolder) and gate.num_orphaned
         ]

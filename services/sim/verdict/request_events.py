@@ -7,24 +7,24 @@ ENDS = frozenset({"finished", "failed", "cancelled"})
 EVENTS = ENDS | {"accepted", "placed", "first_token", "resumed"}
 
 
-class StoryTap:
+class RequestEventTap:
     """Collects request events. `hear` is a tap of `SimBroker`."""
 
     def __init__(self) -> None:
-        self._stories: defaultdict[str, list[str]] = defaultdict(list)
+        self._events: defaultdict[str, list[str]] = defaultdict(list)
 
     def hear(self, subject: str, _source: str) -> None:
         tokens = subject.split(".")
         if tokens[2] == "request" and tokens[-1] in EVENTS:
-            self._stories[tokens[3]].append(tokens[-1])
+            self._events[tokens[3]].append(tokens[-1])
 
     def problems(self, *, may_be_cut: bool) -> Iterator[str]:
         """Yield what is wrong once all requests have ended. `may_be_cut`: gateways have died, and their requests'
         events may lack an end."""
-        for request_id, story in self._stories.items():
-            if story[0] != "accepted":
-                yield f"the story of {request_id} does not begin: {story}"
-            elif story.count("accepted") > 1 or any(event in ENDS for event in story[:-1]):
-                yield f"the story of {request_id} goes on after its end: {story}"
-            elif story[-1] not in ENDS and not may_be_cut:
-                yield f"the story of {request_id} has no end: {story}"
+        for request_id, names in self._events.items():
+            if names[0] != "accepted":
+                yield f"the events of {request_id} do not begin: {names}"
+            elif names.count("accepted") > 1 or any(event in ENDS for event in names[:-1]):
+                yield f"the events of {request_id} go on after their end: {names}"
+            elif names[-1] not in ENDS and not may_be_cut:
+                yield f"the events of {request_id} have no end: {names}"
