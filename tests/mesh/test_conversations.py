@@ -93,7 +93,7 @@ def test_conversations(
     ("architecture", "fields"),
     [
         ("gemma3_text", {"num_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}),
-        pytest.param("mistral", {"num_layers": 3}, marks=pytest.mark.slow),
+        ("mistral", {"num_layers": 3}),
     ],
 )
 def test_hybrid_models_say_what_transformers_says(

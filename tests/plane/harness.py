@@ -54,11 +54,7 @@ STAGED = tuple(f"{ends}:{name}" for ends in ("card>card", "card>host", "host>car
 ON_CARDS = ("card>card:cuda", "peer>peer:cuda", "apart>apart:nccl")
 """Carriers between cards. Peers are as two processes are to each other; apart are cards that do not see each other's
 memory."""
-_OFTEN = ("card>card:tcp", "card>host:shm", "host>card:shm", "card>card:cuda", "apart>apart:nccl")
-FROM_OR_TO_CARDS = tuple(
-    pytest.param(each, marks=() if each in _OFTEN else pytest.mark.slow) for each in (*STAGED, *ON_CARDS)
-)
-"""All of them, some only in the full-size run: where a carrier is tried for dozens of faults."""
+FROM_OR_TO_CARDS = (*STAGED, *ON_CARDS)
 
 
 ON_GPU = tuple(

@@ -13,12 +13,6 @@ from tests.mesh.faults.kills import Killing
 from tests.mesh.faults.times import PHASES, cancel_to_free, death_to_free
 from tests.mesh.forked import ForkingLoop
 
-QUICK = {
-    "broker_away", "corruption", "disconnects", "drain_decode", "kill_both_sides", "kill_decode_at_offered",
-    "kill_decode_busy", "kill_gateway", "kill_prefill_at_streaming", "kill_scheduler", "pause_decode_long",
-    "truncation",
-}  # fmt: skip
-"""The slice for every day; `make faults` carries out all of them."""
 FILES = sorted(SCENARIOS.glob("*.toml"))
 
 
@@ -30,9 +24,7 @@ def mesh(forking: ForkingLoop, tmp_path_factory: pytest.TempPathFactory) -> Iter
     forking.run(around.__aexit__(None, None, None))
 
 
-@pytest.mark.parametrize(
-    "file", [pytest.param(f, id=f.stem, marks=() if f.stem in QUICK else pytest.mark.slow) for f in FILES]
-)
+@pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
 def test_on_real_processes(file: Path, forking: ForkingLoop, mesh: FaultMesh) -> None:
     outcome = forking.run(mesh.run(load_scenario(file)))
     assert not outcome.complaints, "\n".join(outcome.complaints)
