@@ -26,8 +26,9 @@ CARRIERS = ("loopback", "shm", "tcp", "card>host:shm", "host>card:tcp", "card>ca
 """Every carrier; of those that go through host memory, one for each direction."""
 BUGS = (
     "expired_lease_keeps_its_blocks", "lease_without_references", "keeps_what_any_layer_has",
-    "announces_before_writing", "hash_without_its_past", "whole_prompt_from_cache", "tokens_without_index", "failure_ends_as_success",
-    "transfer_is_not_linked", "read_tokens_count_twice", "lease_is_not_returned", "fenced_worker_never_comes_back",
+    "announces_before_writing", "hash_without_its_past", "whole_prompt_from_cache", "tokens_without_index",
+    "failure_ends_as_success", "transfer_is_not_linked", "read_tokens_count_twice", "lease_is_not_returned",
+    "fenced_worker_never_comes_back",
 )  # fmt: skip
 """Some of each chapter, caught by the first seeds. `make sim` hunts all of them."""
 
