@@ -16,7 +16,7 @@ from services.bus.base import BusClosedError, BusError, RequestTimedOutError
 from services.bus.embedded import EmbeddedNats
 from services.bus.nats import BUFFER_BYTES, NatsBus
 from services.errors import BrokerUnreachableError
-from tests.bus.conftest import until
+from tests.waiting import until
 
 LONG_S = 30.0
 

@@ -18,16 +18,6 @@ WIDTH = 16
 
 
 @pytest.fixture(scope="module")
-def single() -> SingleProcess:
-    return SingleProcess(DEMO_MODEL_DIR)
-
-
-@pytest.fixture(scope="module")
-def judge() -> Judge:
-    return Judge(DEMO_MODEL_DIR)
-
-
-@pytest.fixture(scope="module")
 def cases() -> list[Case]:
     """Mixed lengths, from one token to thousands; every second one sampled."""
     rng = random.Random(7)

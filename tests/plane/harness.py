@@ -29,7 +29,7 @@ from dataplane.ends.reader import PlaneReader, ReadRequest
 from dataplane.ends.server import PlaneServer, ReadableKV, ServerOptions
 from dataplane.memory.arena import Arena, ByteArray
 from dataplane.protocol.progress import KVProgress
-from dataplane.protocol.stream import TransferStats
+from dataplane.protocol.stream import TransferFailedError, TransferStats
 from schemas.handoff import Endpoint
 from schemas.ids import LeaseId, WorkerId
 from services.sim.platform import threads
@@ -566,6 +566,13 @@ def start_thread(run: Callable[[], object]) -> Thread:
     thread = threading.Thread(target=run, name="test-helper")
     thread.start()
     return thread
+
+
+def fails(read: Callable[[], object]) -> TransferFailedError:
+    """Carry out a read that must fail, and return its error."""
+    with pytest.raises(TransferFailedError) as raised:
+        read()
+    return raised.value
 
 
 @contextlib.contextmanager

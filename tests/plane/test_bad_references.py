@@ -19,7 +19,7 @@ from dataplane.blocks.lease import Lease
 from dataplane.blocks.ticket import Ticket, sign
 from dataplane.ends.reader import Landed
 from dataplane.ends.server import PlaneServer
-from dataplane.protocol.stream import TransferFailedError, TransferStats
+from dataplane.protocol.stream import TransferStats
 from schemas.block import hash_blocks, join_hashes
 from schemas.ids import BlockHash, LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseGranted, RequestLease
@@ -42,6 +42,7 @@ from tests.plane.harness import (
     Holder,
     Target,
     endpoint_with_pair,
+    fails,
     holder_memory,
     name_of,
     now_ms,
@@ -169,12 +170,6 @@ def read(lender: Lender, target: Target, carrier: str, granted: LeaseGranted, **
         "ticket": granted.ticket, "first_token": granted.first_token, "num_tokens": granted.num_tokens,
     } | changes  # fmt: skip
     return target.reader.read_blocking(target.request(lender.endpoint, carrier=carrier, **fields))
-
-
-def fails(read: Callable[[], Landed]) -> TransferFailedError:
-    with pytest.raises(TransferFailedError) as raised:
-        read()
-    return raised.value
 
 
 def refused(lender: Lender, target: Target, carrier: str, granted: LeaseGranted, **changes) -> tuple[str, str]:

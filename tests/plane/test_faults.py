@@ -17,18 +17,23 @@ from dataplane.ends.reader import Landed
 from dataplane.memory import frames
 from dataplane.protocol.stream import MAX_TRAILER_BYTES, TransferFailedError
 from schemas.ids import WorkerId
-from tests.plane.harness import CARRIERS, DEADLINE_S, FROM_OR_TO_CARDS, LAYOUT, Holder, Target, name_of, now_ms, running
+from tests.plane.harness import (
+    CARRIERS,
+    DEADLINE_S,
+    FROM_OR_TO_CARDS,
+    LAYOUT,
+    Holder,
+    Target,
+    fails,
+    name_of,
+    now_ms,
+    running,
+)
 
 
 @pytest.fixture(params=[*CARRIERS, *FROM_OR_TO_CARDS])
 def carrier(request: pytest.FixtureRequest) -> str:
     return name_of(request.param)
-
-
-def fails(read: Callable[[], Landed]) -> TransferFailedError:
-    with pytest.raises(TransferFailedError) as raised:
-        read()
-    return raised.value
 
 
 class Midway:

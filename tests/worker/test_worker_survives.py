@@ -4,7 +4,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -29,6 +29,7 @@ from services.worker.kv.holder import KVHolder
 from services.worker.service import run_worker
 from services.worker.shell import Worker
 from tests.mesh.one_process import LAYOUT, VOCAB, Answer, Client, Route, make_parts, one_process_mesh
+from tests.waiting import until
 
 LONG = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
 PROMPT = list(range(1, 60))
@@ -45,16 +46,6 @@ async def two_workers(step_s: float = 0.0, **more: object) -> AsyncGenerator[Cli
         one.engine.before_step = lambda _items: time.sleep(step_s)
     async with one_process_mesh(*parts, **more) as client:  # type: ignore[arg-type]
         yield client
-
-
-async def until(holds: Callable[[], bool | Awaitable[bool]]) -> None:
-    """Wait, generously."""
-    async with asyncio.timeout(60):
-        while True:
-            held = holds()
-            if held if isinstance(held, bool) else await held:
-                return
-            await asyncio.sleep(0.01)
 
 
 async def has_tokens(answer: Answer, num_tokens: int = 5) -> None:
