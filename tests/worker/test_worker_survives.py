@@ -147,7 +147,11 @@ async def test_a_worker_that_was_declared_lost_ends_its_runs_and_joins_anew(capl
         (message,) = joined
         assert message.worker.worker_id == "d-0" and message.worker.incarnation != "d-0-1"
         assert "joins anew" in caplog.text
-        assert not (await client.ask_progress("d-0", "r0", 0)).known
+
+        async def is_forgotten() -> bool:
+            return not (await client.ask_progress("d-0", "r0", 0)).known
+
+        await until(is_forgotten)  # the engine's step under way ends first
         await client.until(lambda fleet: len(fleet) == 2, "both are there again")
         await client.until_free()
         assert answer.failure is None and not answer.ended.is_set(), "its gateway was told nothing"
