@@ -1,5 +1,8 @@
 # make up     create the environment, install, start the mesh, serve
-# make test   the same environment, then the whole suite
+# make test   the same environment, then the suite with a share of its large matrices (tests/share.py): minutes
+# make test-all    everything that needs no card; make test-rest: what make test leaves out
+# make test-debug  the services' own tests once more, under asyncio's debug mode
+# make test-repeat the scenarios of make test that kill real processes, 100 times; REPEAT_FLAGS='--rounds 5': fewer
 # make check  ruff, pyright, import contracts
 # make prometheus-test   a real Prometheus (Debian's, unpacked below .kvmesh where there is none) on a mesh under load
 # make faults the same to real processes, and the table of what surviving comes to (about an hour)
@@ -11,9 +14,12 @@
 #             that requests pass through; make screenshots: the README's pictures
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UP_FLAGS ?=
+REPEAT_FLAGS ?= --rounds 100
 GPU_BENCH_FLAGS ?= --quick
 # A file's tests stay in one process, in their order; TEST_FLAGS= runs all of them in one.
 TEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_FLAGS)
+ASYNC_ROOMS := tests/bus tests/directory tests/gateway tests/scheduler tests/store tests/worker
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -22,7 +28,7 @@ PROMETHEUS := $(or $(shell command -v prometheus),$(TOOLS)/prometheus/usr/bin/pr
 
 PHOENIX := .kvmesh/phoenix
 
-.PHONY: up setup test check sim faults compose-test otlp-test prometheus-test bench gpu-test gpu-bench docs dashboards pages screenshots clean
+.PHONY: up setup test test-all test-rest test-debug test-repeat check sim faults compose-test otlp-test prometheus-test bench gpu-test gpu-bench docs dashboards pages screenshots clean
 
 up: setup
 	@$(BIN)/kvmesh up $(UP_FLAGS)
@@ -37,7 +43,19 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_FLAGS)
+	$(PYTEST)
+
+test-all: setup
+	$(PYTEST) -m ''
+
+test-rest: setup
+	$(PYTEST) -m 'slow or matrix'
+
+test-debug: setup
+	PYTHONASYNCIODEBUG=1 PYTHONDEVMODE=1 $(PYTEST) $(ASYNC_ROOMS)
+
+test-repeat: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mesh.faults.repeat $(REPEAT_FLAGS)
 
 check: setup
 	$(BIN)/ruff check .

@@ -7,12 +7,19 @@ import pytest
 from hypothesis import settings
 
 from services.bus.embedded import EmbeddedNats
+from tests import share
 from tests.mesh import processes
 from tests.mesh.forked import ForkingLoop
 
 # No test is judged by the clock: CI's machines are slow at times.
 settings.register_profile("kvmesh", deadline=None)
 settings.load_profile("kvmesh")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Before those are left out that `make test` leaves out. Who is named by its id runs, whatever its share."""
+    share.mark_rest(items, config.rootpath, is_whole=not any("::" in argument for argument in config.args))
 
 
 @pytest.fixture(scope="session")

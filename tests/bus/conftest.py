@@ -1,4 +1,3 @@
-import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -10,13 +9,6 @@ from services.bus.nats import NatsBus
 from services.sim.platform.bus import SimBroker
 
 Connect = Callable[[], Awaitable[Bus]]
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Wait, generously, for something that another process brings about."""
-    async with asyncio.timeout(60):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture(params=["memory", "nats", "sim"])

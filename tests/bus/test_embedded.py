@@ -13,7 +13,7 @@ from services.bus.embedded import EmbeddedNats, find_server
 from services.bus.limits import MAX_PAYLOAD_BYTES
 from services.bus.nats import NatsBus
 from services.errors import UserError
-from tests.bus.conftest import until
+from tests.waiting import until
 
 PARENT = """
 import sys, time

@@ -17,7 +17,7 @@ from services.bus.embedded import EmbeddedNats
 from services.bus.limits import BUFFER_BYTES
 from services.bus.nats import NatsBus
 from services.errors import BrokerUnreachableError
-from tests.bus.conftest import until
+from tests.waiting import until
 
 LONG_S = 30.0
 
@@ -263,11 +263,14 @@ async def test_an_unreachable_broker_is_one_line(caplog: pytest.LogCaptureFixtur
 
 
 async def test_something_that_is_no_broker_is_one_line() -> None:
-    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    writers: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(lambda reader, writer: writers.append(writer), "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(BrokerUnreachableError, match=f"127.0.0.1:{port}"):
             await NatsBus.connect(f"nats://127.0.0.1:{port}", "test", timeout_s=0.3)
+        for writer in writers:
+            writer.close()
 
 
 @pytest.mark.parametrize("url", ["nats://host:port", "nats://", "gibberish://x y"])

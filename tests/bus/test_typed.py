@@ -12,7 +12,8 @@ from schemas.message import decode, encode
 from schemas.worker import WorkerDraining, WorkerLeft
 from services.bus.base import Bus, BusClosedError, BusError, NoRespondersError, RequestTimedOutError
 from services.bus.typed import DEADLINE_HEADER, SCHEMA_HEADER, TRACEPARENT_HEADER, Received, TypedBus
-from tests.bus.conftest import Connect, until
+from tests.bus.conftest import Connect
+from tests.waiting import until
 
 LONG_S = 30.0
 WORKER = WorkerId("w0")

@@ -115,7 +115,6 @@ def launch_all(model: Model, *, rows: int, window: int, singles: int = 3, chunks
 SMALL_HEADS = Model(32, 8, 64, torch.float32)
 ODD_HEADS = Model(12, 12, 80, torch.float16)
 LARGE_HEADS = Model(4, 1, 256, torch.bfloat16)
-OFTEN = {(QWEN, 80, 0), (QWEN, 90, 24), (QWEN, 100, 0), (SMALL_HEADS, 90, 0), (LARGE_HEADS, 90, 24)}
 
 
 @pytest.mark.parametrize(
@@ -126,7 +125,6 @@ OFTEN = {(QWEN, 80, 0), (QWEN, 90, 24), (QWEN, 100, 0), (SMALL_HEADS, 90, 0), (L
             capability,
             window,
             id=f"{model.dim}-{model.dtype}-sm_{capability}-{window}".replace("torch.", ""),
-            marks=() if (model, capability, window) in OFTEN else pytest.mark.slow,
         )
         for model, capability in [
             (QWEN, 80), (QWEN, 90), (QWEN, 100), (SMALL_HEADS, 90), (ODD_HEADS, 80), (LARGE_HEADS, 90)

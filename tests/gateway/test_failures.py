@@ -16,6 +16,8 @@ from tests.gateway.conftest import OpenRig, Rig
 from tests.gateway.fake_mesh import Conduct
 
 C = "/v1/completions"
+SHORT_WAIT = {"place_wait_s": 0.3}
+"""How long a request waits for somebody who could serve it."""
 
 
 def body(rig: Rig, **fields: object) -> dict[str, object]:
@@ -121,7 +123,7 @@ async def test_an_overloaded_mesh_says_when_to_come_back(rig: Rig, stream: bool)
 
 
 async def test_all_workers_refuse(open_rig: OpenRig) -> None:
-    async with open_rig(gateway={"place_wait_s": 0.3}) as rig:
+    async with open_rig(gateway=SHORT_WAIT) as rig:
         rig.mesh.retry_after_ms = 100
         rig.mesh.conduct = {name: Conduct(refuses="draining") for name in ("p1", "p2", "d1", "d2")}
         answer = await rig.http.post(C, json=body(rig))
@@ -139,15 +141,16 @@ async def test_a_request_waits_for_the_last_worker_to_start_again(rig: Rig) -> N
 
 
 @pytest.mark.parametrize(("reason", "status"), [("too_long", 400), ("deadline", 504), ("no_worker", 503)])
-async def test_refusals_of_the_scheduler(rig: Rig, reason: str, status: int) -> None:
-    rig.mesh.refusal = reason
-    answer = await rig.http.post(C, json=body(rig))
-    assert answer.status_code == status
-    assert f"{reason} for a test" in answer.json()["error"]["message"]
+async def test_refusals_of_the_scheduler(open_rig: OpenRig, reason: str, status: int) -> None:
+    async with open_rig(gateway=SHORT_WAIT) as rig:
+        rig.mesh.refusal = reason
+        answer = await rig.http.post(C, json=body(rig))
+        assert answer.status_code == status
+        assert f"{reason} for a test" in answer.json()["error"]["message"]
 
 
 async def test_no_scheduler(open_rig: OpenRig) -> None:
-    async with open_rig(serves_scheduler=False) as rig:
+    async with open_rig(gateway=SHORT_WAIT, serves_scheduler=False) as rig:
         with pytest.raises(openai.InternalServerError) as caught:
             await rig.client.completions.create(model=rig.model.name, prompt="Hi")
         assert (caught.value.status_code, caught.value.code) == (503, "no_scheduler")

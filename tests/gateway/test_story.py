@@ -1,7 +1,6 @@
 """The story of a request as people hear it, and what they are told when they ask where one is."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -31,6 +30,7 @@ from services.runtime import now_ms
 from tests.gateway.conftest import Rig
 from tests.gateway.fake_mesh import Conduct
 from tests.gateway.test_failures import C, body
+from tests.waiting import until
 
 ENDS = {"finished", "failed", "cancelled"}
 ASK_S = 20.0
@@ -66,12 +66,6 @@ class Listener:
 
     def payload(self, what: str) -> bytes:
         return next(payload for _, part, payload, _ in self.heard if part == what)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 async def where(rig: Rig, request_id: str, payload: bytes = b"") -> RequestDescribed:

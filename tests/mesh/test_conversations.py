@@ -19,16 +19,6 @@ NUM_CONVERSATIONS, NUM_TURNS, WIDTH = 10, 4, 5
 FIRST_TOKENS = range(40, 500)
 
 
-@pytest.fixture(scope="module")
-def single() -> SingleProcess:
-    return SingleProcess(DEMO_MODEL_DIR)
-
-
-@pytest.fixture(scope="module")
-def judge() -> Judge:
-    return Judge(DEMO_MODEL_DIR)
-
-
 def talk(mesh: Mesh, number: int, *, ignore_eos: bool = True) -> list[tuple[Case, list[int], dict[str, Any]]]:
     """Hold one conversation; return each turn's case, answer and usage."""
     rng = random.Random(number)
@@ -93,7 +83,7 @@ def test_conversations(
     ("architecture", "fields"),
     [
         ("gemma3_text", {"num_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}),
-        pytest.param("mistral", {"num_layers": 3}, marks=pytest.mark.slow),
+        ("mistral", {"num_layers": 3}),
     ],
 )
 def test_hybrid_models_say_what_transformers_says(

@@ -18,16 +18,6 @@ WIDTH = 16
 
 
 @pytest.fixture(scope="module")
-def single() -> SingleProcess:
-    return SingleProcess(DEMO_MODEL_DIR)
-
-
-@pytest.fixture(scope="module")
-def judge() -> Judge:
-    return Judge(DEMO_MODEL_DIR)
-
-
-@pytest.fixture(scope="module")
 def cases() -> list[Case]:
     """Mixed lengths, from one token to thousands; every second one sampled."""
     rng = random.Random(7)
@@ -78,9 +68,7 @@ def send(mesh: Mesh, case: Case) -> str:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("carrier", "num_requests"), [("shm", 200), ("tcp", 80), pytest.param("tcp", 200, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("carrier", "num_requests"), [("shm", 200), ("tcp", 80), ("tcp", 200)])
 def test_requests_16_at_a_time_through_2p2d(
     carrier: str,
     num_requests: int,

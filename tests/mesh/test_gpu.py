@@ -13,9 +13,9 @@ from services.telemetry import Key, SpanName
 from tests.gpu import needs_gpu
 from tests.mesh.processes import Mesh, RunningMesh, TokenRecorder, in_parallel
 from tests.mesh.reference import Case, Judge
-from tests.mesh.test_equality import WIDTH, cases, expected, judge, send, single
+from tests.mesh.test_equality import WIDTH, cases, expected, send
 
-__all__ = ["cases", "expected", "judge", "single"]  # fixtures
+__all__ = ["cases", "expected"]  # fixtures
 
 CARD = ("cuda:0",)
 CASES = {

@@ -29,7 +29,7 @@ from dataplane.ends.reader import PlaneReader, ReadRequest
 from dataplane.ends.server import PlaneServer, ReadableKV, ServerOptions
 from dataplane.memory.arena import ByteArray
 from dataplane.protocol.progress import KVProgress
-from dataplane.protocol.stream import TransferStats
+from dataplane.protocol.stream import TransferFailedError, TransferStats
 from schemas.handoff import Endpoint
 from schemas.ids import LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseEnd
@@ -56,11 +56,7 @@ STAGED = tuple(f"{ends}:{name}" for ends in ("card>card", "card>host", "host>car
 ON_CARDS = ("card>card:cuda", "peer>peer:cuda", "apart>apart:nccl")
 """Carriers between cards. Peers are as two processes are to each other; apart are cards that do not see each other's
 memory."""
-_OFTEN = ("card>card:tcp", "card>host:shm", "host>card:shm", "card>card:cuda", "apart>apart:nccl")
-FROM_OR_TO_CARDS = tuple(
-    pytest.param(each, marks=() if each in _OFTEN else pytest.mark.slow) for each in (*STAGED, *ON_CARDS)
-)
-"""All of them, some only in the full-size run: where a carrier is tried for dozens of faults."""
+FROM_OR_TO_CARDS = (*STAGED, *ON_CARDS)
 
 
 ON_GPU = tuple(
@@ -578,6 +574,13 @@ def start_thread(run: Callable[[], object]) -> Thread:
     thread = threading.Thread(target=run, name="test-helper")
     thread.start()
     return thread
+
+
+def fails(read: Callable[[], object]) -> TransferFailedError:
+    """Carry out a read that must fail, and return its error."""
+    with pytest.raises(TransferFailedError) as raised:
+        read()
+    return raised.value
 
 
 @contextlib.contextmanager

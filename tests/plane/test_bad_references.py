@@ -18,7 +18,7 @@ from dataplane.blocks.layout import KVLayout, block_ids, uniform_shape
 from dataplane.blocks.ticket import Ticket, sign
 from dataplane.ends.reader import Landed
 from dataplane.ends.server import PlaneServer
-from dataplane.protocol.stream import TransferFailedError, TransferStats
+from dataplane.protocol.stream import TransferStats
 from schemas.block import hash_blocks, join_hashes
 from schemas.ids import BlockHash, LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseGranted, RequestLease
@@ -43,6 +43,7 @@ from tests.plane.harness import (
     Holder,
     Target,
     endpoint_with_pair,
+    fails,
     holder_memory,
     name_of,
     now_ms,
@@ -171,12 +172,6 @@ def read(lender: Lender, target: Target, carrier: str, granted: LeaseGranted, **
         "ticket": granted.ticket, "first_token": granted.first_token, "num_tokens": granted.num_tokens,
     } | changes  # fmt: skip
     return target.reader.read_blocking(target.request(lender.endpoint, carrier=carrier, **fields))
-
-
-def fails(read: Callable[[], Landed]) -> TransferFailedError:
-    with pytest.raises(TransferFailedError) as raised:
-        read()
-    return raised.value
 
 
 def refused(lender: Lender, target: Target, carrier: str, granted: LeaseGranted, **changes) -> tuple[str, str]:

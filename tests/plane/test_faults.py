@@ -20,18 +20,23 @@ from dataplane.memory import frames
 from dataplane.protocol.stream import HEADER_BYTES, Kind, TransferFailedError, decode_header
 from dataplane.protocol.wire import SocketWire
 from schemas.ids import WorkerId
-from tests.plane.harness import CARRIERS, DEADLINE_S, FROM_OR_TO_CARDS, LAYOUT, Holder, Target, name_of, now_ms, running
+from tests.plane.harness import (
+    CARRIERS,
+    DEADLINE_S,
+    FROM_OR_TO_CARDS,
+    LAYOUT,
+    Holder,
+    Target,
+    fails,
+    name_of,
+    now_ms,
+    running,
+)
 
 
 @pytest.fixture(params=[*CARRIERS, *FROM_OR_TO_CARDS])
 def carrier(request: pytest.FixtureRequest) -> str:
     return name_of(request.param)
-
-
-def fails(read: Callable[[], Landed]) -> TransferFailedError:
-    with pytest.raises(TransferFailedError) as raised:
-        read()
-    return raised.value
 
 
 class Midway:

@@ -49,6 +49,7 @@ from tests.plane.harness import (
     CardMemory,
     Holder,
     Target,
+    fails,
     name_of,
     random_kv,
     running,
@@ -109,12 +110,6 @@ def bytes_of(data: Header) -> bytes:
 def write_all(array: ByteArray) -> None:
     for layer in range(LAYOUT.num_layers):
         write_kv(array, SHAPE, (SOURCE,), KV, layer, 0, 300)
-
-
-def fails(read: Callable[[], object]) -> TransferFailedError:
-    with pytest.raises(TransferFailedError) as raised:
-        read()
-    return raised.value
 
 
 def fill(ring: StagingRing) -> list[Slot]:

@@ -32,9 +32,14 @@ def test_without_faults_every_request_is_answered(seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", FAULT_KINDS)
-def test_each_fault_by_itself(kind: FaultKind) -> None:
-    struck = sum(run(seed, (kind,)).verdict.faults[kind] for seed in range(100, 103))
-    assert struck, "the fault never struck"
+@pytest.mark.parametrize("num_times", [1, 3])
+def test_each_fault_by_itself(num_times: int, kind: FaultKind) -> None:
+    num_struck = 0
+    for seed in range(100, 110):
+        num_struck += run(seed, (kind,)).verdict.faults[kind] > 0
+        if num_struck == num_times:
+            return
+    raise AssertionError(f"it struck in {num_struck} simulations")
 
 
 @pytest.mark.parametrize("seed", range(1_000, 1_020))

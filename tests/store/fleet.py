@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,12 +45,6 @@ def kv_of(block_hash: BlockHash, layout: KVLayout = LAYOUT) -> bytes:
     """Return the KV that this block has wherever it lies."""
     seed = int.from_bytes(block_hash, "big")
     return np.random.default_rng(seed).integers(0, 256, layout.block_bytes, np.uint8).tobytes()
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not holds():
-            await asyncio.sleep(0.005)
 
 
 class BlockMemory:

@@ -13,8 +13,9 @@ from schemas.kv import LeaseGranted
 from services.store import backing as backing_module
 from services.store import pulls, service
 from services.store.tiers import DictTier, TierError, TierFullError, Value
-from tests.store.fleet import Fleet, config_of, files_in, fleet, store, until
+from tests.store.fleet import Fleet, config_of, files_in, fleet, store
 from tests.store.rig import hash_of, hashes_of, running_server
+from tests.waiting import until
 
 
 class Mischief(DictTier):

@@ -1,18 +1,78 @@
-"""Rules that no linter has: one owner each for the environment and for tasks outside a group."""
+"""Rules that no linter has: one owner for the environment, tasks in groups, no assert that stands for a check, files
+that stay readable."""
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
+
+from schemas.subjects import SUBJECTS
 
 ROOTS = ("schemas", "dataplane", "services")
 
+TASKS_OUTSIDE_A_GROUP = {
+    "services/bus/nats.py": "closing the connection is waited for with a limit, and ends whoever closed it",
+    "services/cli/tail.py": "two are waited for, whichever ends first",
+    "services/cli/up.py": "two are waited for, whichever ends first",
+    "services/launch/restart.py": "hears a process, and ends with it",
+    "services/launch/serve.py": "watch the parent, the bus, the metrics while a service runs: cancelled when it ends",
+    "services/launch/supervisor.py": "tend processes until the supervisor stops: cancelled then",
+    "services/sim/faults.py": "the simulator's own faults, awaited when they are healed",
+    "services/sim/platform/loop.py": "the simulator's loop is what a task is made on",
+    "services/sim/world.py": "the simulated clients, waited for together with a limit",
+    "services/worker/kv/borrow.py": "what is given back outlives the reader who borrowed it",
+}
+"""Every other task belongs to an asyncio.TaskGroup, which ends it and hears of its error."""
+CATCH_ASSERTIONS = {
+    "services/engine/thread.py": "validates by the asserts of others: it is to raise what is meant",
+    "services/sim/world.py": "the simulator reports every assertion of the code under test as a problem",
+}
+ASSERT_REPLIES = {
+    "services/bench/drive/direct.py", "services/cli/tail.py", "services/cli/top.py", "services/directory/service.py",
+    "services/gateway/api/routes.py", "services/gateway/request/driver.py", "services/launch/known_workers.py",
+    "services/pages/scene.py", "services/scheduler/placement/hints.py", "services/scheduler/watch.py",
+    "services/sim/world.py", "services/worker/kv/borrow.py", "services/worker/timers.py",
+}  # fmt: skip
+"""Those that still narrow a reply to its type: a subject is to say what its replies are. None may be added."""
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    for root in ROOTS:
+        for path in sorted(Path(root).rglob("*.py")):
+            yield path.as_posix(), path.read_text()
+
+
+def trees() -> Iterator[tuple[str, ast.Module]]:
+    for name, source in sources():
+        yield name, ast.parse(source)
+
 
 def lines_with(pattern: str) -> set[str]:
-    found = set[str]()
-    for root in ROOTS:
-        for path in Path(root).rglob("*.py"):
-            if re.search(pattern, path.read_text()):
-                found.add(path.as_posix())
-    return found
+    return {name for name, source in sources() if re.search(pattern, source)}
+
+
+def is_name(node: ast.expr, *names: str) -> bool:
+    return isinstance(node, ast.Name) and node.id in names
+
+
+def makes_bare_task(node: ast.AST) -> bool:
+    """Say whether this is `asyncio.create_task(...)`, `ensure_future(...)` or `loop.create_task(...)`. A group's own
+    `create_task` is the only other one."""
+    if not isinstance(node, ast.Call):
+        return False
+    match node.func:
+        case ast.Attribute(attr="ensure_future") | ast.Name(id="ensure_future" | "create_task"):
+            return True
+        case ast.Attribute(attr="create_task", value=owner):
+            return not names_a_group(owner)
+        case _:
+            return False
+
+
+def names_a_group(owner: ast.expr) -> bool:
+    """`tasks`, `self._tasks`, `group` …: what a TaskGroup is called here."""
+    name = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
+    return name.strip("_").endswith(("tasks", "group"))
 
 
 def test_the_environment_is_read_in_one_place() -> None:
@@ -40,12 +100,47 @@ def test_no_pickle_no_eval() -> None:
     assert lines_with(r"\bpickle\b|(?<![.\w])eval\(|(?<![.\w])exec\(|shell=True") == set()
 
 
+def test_tasks_belong_to_a_group() -> None:
+    found = {name for name, tree in trees() if any(makes_bare_task(node) for node in ast.walk(tree))}
+    assert found - TASKS_OUTSIDE_A_GROUP.keys() == set()
+
+
+def test_the_rule_sees_a_task_outside_a_group() -> None:
+    def is_bare(code: str) -> bool:
+        return any(makes_bare_task(node) for node in ast.walk(ast.parse(code)))
+
+    for code in ("asyncio.create_task(f())", "create_task(f())", "asyncio.ensure_future(f())"):
+        assert is_bare(code), code
+    assert is_bare("self._loop.create_task(f())") and is_bare("asyncio.get_running_loop().create_task(f())")
+    assert not is_bare("tasks.create_task(f())") and not is_bare("self._tasks.create_task(f())")
+
+
+def test_nothing_is_made_of_an_assertion_that_failed() -> None:
+    """An assert is about us: it is neither caught nor raised as validation of what others said."""
+
+    def catches(node: ast.AST) -> bool:
+        if not isinstance(node, ast.ExceptHandler) or node.type is None:
+            return False
+        return any(is_name(each, "AssertionError") for each in ast.walk(node.type) if isinstance(each, ast.expr))
+
+    found = {name for name, tree in trees() if any(catches(node) for node in ast.walk(tree))}
+    assert found - CATCH_ASSERTIONS.keys() == set()
+
+
+def test_replies_are_typed() -> None:
+    """A question's reply has the type that its subject declares: nobody narrows it by an assert."""
+    replies = {reply.__name__ for subject in SUBJECTS for reply in subject.reply}
+
+    def narrows(node: ast.AST) -> bool:
+        if not isinstance(node, ast.Assert) or not isinstance(node.test, ast.Call):
+            return False
+        return is_name(node.test.func, "isinstance") and is_name(node.test.args[1], *replies)
+
+    found = {name for name, tree in trees() if any(narrows(node) for node in ast.walk(tree))}
+    assert found - ASSERT_REPLIES == set()
+
+
 def test_files_stay_readable() -> None:
     """A screen or three; a longer file is a second thing waiting to be named."""
-    long = {
-        path.as_posix(): lines
-        for root in ROOTS
-        for path in Path(root).rglob("*.py")
-        if (lines := path.read_text().count("\n")) > 420
-    }
+    long = {name: source.count("\n") for name, source in sources() if source.count("\n") > 420}
     assert not long

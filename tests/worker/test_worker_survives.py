@@ -4,7 +4,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -32,6 +32,7 @@ from services.worker.kv.lending import LendCore
 from services.worker.service import run_worker
 from services.worker.shell import Worker
 from tests.mesh.one_process import LAYOUT, VOCAB, Answer, Client, Route, make_parts, one_process_mesh
+from tests.waiting import until
 from tests.worker import worker_cases
 
 LONG = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
@@ -49,16 +50,6 @@ async def two_workers(step_s: float = 0.0, **more: object) -> AsyncGenerator[Cli
         one.engine.before_step = lambda _items: time.sleep(step_s)
     async with one_process_mesh(*parts, **more) as client:  # type: ignore[arg-type]
         yield client
-
-
-async def until(holds: Callable[[], bool | Awaitable[bool]]) -> None:
-    """Wait, generously."""
-    async with asyncio.timeout(60):
-        while True:
-            held = holds()
-            if held if isinstance(held, bool) else await held:
-                return
-            await asyncio.sleep(0.01)
 
 
 async def has_tokens(answer: Answer, num_tokens: int = 5) -> None:
@@ -158,7 +149,11 @@ async def test_a_worker_that_was_declared_lost_ends_its_runs_and_joins_anew(capl
         (message,) = joined
         assert message.worker.worker_id == "d-0" and message.worker.incarnation != "d-0-1"
         assert "joins anew" in caplog.text
-        assert not (await client.ask_progress("d-0", "r0", 0)).known
+
+        async def is_forgotten() -> bool:
+            return not (await client.ask_progress("d-0", "r0", 0)).known
+
+        await until(is_forgotten)  # the engine's step under way ends first
         await client.until(lambda fleet: len(fleet) == 2, "both are there again")
         await client.until_free()
         assert answer.failure is None and not answer.ended.is_set(), "its gateway was told nothing"

@@ -60,8 +60,18 @@ class Outcome:
     def complaints(self) -> list[str]:
         """Everything that must not be, however slow the machine is: leases that last are in `num_leased_late`, and in
         `problems` once all patience is over."""
-        late = [f"{self.num_late} requests were over their deadline"] if self.num_late else []
-        return [*self.wrong, *self.failed, *self.problems, *late]
+        found = [*self.wrong, *self.failed, *self.problems]
+        if self.num_late:
+            found.append(f"{self.num_late} requests were over their deadline")
+        if not self.num_finished:
+            found.append("no request finished")
+        if self.num_finished + self.num_hung_up + len(self.excused) + len(self.failed) != self.num_requests:
+            found.append(f"the ends of {self.num_requests} requests do not add up")
+        if self.num_hung_up and not self.faults["disconnect"]:
+            found.append(f"{self.num_hung_up} hung up that nobody told to")
+        if self.excused and "gateway" not in self.name:
+            found.append(f"failures that only a gateway's death excuses: {self.excused}")
+        return found
 
 
 class FaultMesh:

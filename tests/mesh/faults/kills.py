@@ -28,6 +28,10 @@ class KillReport:
     wrong: list[str] = field(default_factory=list[str])
     failed: list[str] = field(default_factory=list[str])
 
+    @property
+    def complaints(self) -> list[str]:
+        return [*self.wrong, *self.failed]
+
 
 class Killing:
     """Keeps streams open, kills workers in the middle of them, and compares every token."""

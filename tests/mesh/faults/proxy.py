@@ -151,9 +151,12 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 
 
 def hold_port(host: str, port: int) -> socket.socket:
-    """Take a port so that nobody can listen on it, and nobody is answered there, until the socket is closed."""
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the last owner may linger
-    sock.bind((host, port))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    """Take a port so that nobody can listen on it, and nobody is answered there, until the socket is closed. Raises
+    OSError."""
+    with contextlib.ExitStack() as unless_taken:
+        sock = unless_taken.enter_context(socket.socket())
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the last owner may linger
+        sock.bind((host, port))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        unless_taken.pop_all()
     return sock

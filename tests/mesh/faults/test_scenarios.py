@@ -13,12 +13,7 @@ from tests.mesh.faults.kills import Killing
 from tests.mesh.faults.times import PHASES, cancel_to_free, death_to_free
 from tests.mesh.forked import ForkingLoop
 
-QUICK = {
-    "broker_away", "corruption", "disconnects", "drain_decode", "kill_both_sides", "kill_decode_at_offered",
-    "kill_decode_busy", "kill_gateway", "kill_prefill_at_streaming", "kill_scheduler", "pause_decode_long",
-    "truncation",
-}  # fmt: skip
-"""The slice for every day; `make faults` carries out all of them."""
+NUM_KILLS, NUM_DEATHS = 8, 2
 FILES = sorted(SCENARIOS.glob("*.toml"))
 
 
@@ -30,28 +25,20 @@ def mesh(forking: ForkingLoop, tmp_path_factory: pytest.TempPathFactory) -> Iter
     forking.run(around.__aexit__(None, None, None))
 
 
-@pytest.mark.parametrize(
-    "file", [pytest.param(f, id=f.stem, marks=() if f.stem in QUICK else pytest.mark.slow) for f in FILES]
-)
+@pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
 def test_on_real_processes(file: Path, forking: ForkingLoop, mesh: FaultMesh) -> None:
     outcome = forking.run(mesh.run(load_scenario(file)))
     assert not outcome.complaints, "\n".join(outcome.complaints)
-    assert outcome.num_finished + outcome.num_hung_up + len(outcome.excused) == outcome.num_requests
-    assert outcome.num_finished
-    if outcome.num_hung_up:
-        assert outcome.faults["disconnect"]
-    if outcome.excused:
-        assert "gateway" in file.stem
 
 
 def test_kills_over_and_over(forking: ForkingLoop, mesh: FaultMesh) -> None:
-    report = forking.run(Killing(mesh, 8, lambda: None).run())
-    assert report.num_kills == 8 and report.num_streams
-    assert not report.wrong and not report.failed
+    report = forking.run(Killing(mesh, NUM_KILLS, lambda: None).run())
+    assert report.num_kills == NUM_KILLS and report.num_streams
+    assert not report.complaints, "\n".join(report.complaints)
 
 
 def test_a_dead_reader_s_lease_ends(forking: ForkingLoop, mesh: FaultMesh) -> None:
-    assert len(forking.run(death_to_free(mesh, 2, lambda: None))) == 2
+    assert len(forking.run(death_to_free(mesh, NUM_DEATHS, lambda: None))) == NUM_DEATHS
 
 
 @pytest.mark.slow

@@ -46,6 +46,7 @@ def test_too_little_for_all_is_one_clear_line(tmp_path: Path) -> None:
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_who_dies_finds_room_again(tmp_path: Path) -> None:
     """There is room for the living only: what the dead one held must be let go of, by its readers too."""
     process = up(tmp_path, 3 * ARENA_MIB + 4)

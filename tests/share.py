@@ -1,0 +1,140 @@
+"""Which cases of the large matrices `make test` runs; `make test-all` runs every case.
+
+Cases beyond a matrix's share are marked `matrix` as they are collected. The share is the same at every run, and chosen
+so that every carrier, every role and every fault is met somewhere in `make test` (tests/style/test_share.py). Rules:
+
+- `Covering`: no value of any parameter is left out; each is met at least once, in as few cases as that takes.
+- `Values`: all cases with these values of one parameter.
+- `Ids`: these cases. They are named where some cost much more, or mean more, than others.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+SCENARIOS = (
+    "broker_away", "corruption", "disconnects", "drain_decode", "kill_both_sides", "kill_decode_at_offered",
+    "kill_directory", "kill_gateway", "kill_prefill_at_streaming", "kill_scheduler", "pause_decode_long", "refusal",
+    "stall", "truncation",
+)  # fmt: skip
+"""On real processes. In the simulator `make test` carries out every scenario."""
+CARRIERS = ("loopback", "shm", "tcp", "card>host:shm", "host>card:tcp", "card>card:cuda", "apart>apart:nccl")
+"""Every carrier; of those that go through host memory, one for each direction."""
+BUGS = (
+    "expired_lease_keeps_its_blocks", "lease_without_references", "keeps_what_any_layer_has",
+    "announces_before_writing", "hash_without_its_past", "whole_prompt_from_cache", "tokens_without_index",
+    "failure_ends_as_success", "transfer_is_not_linked", "read_tokens_count_twice", "lease_is_not_returned",
+    "fenced_worker_never_comes_back",
+)  # fmt: skip
+"""Some of each chapter, caught by the first seeds. `make sim` hunts all of them."""
+
+
+class Rule(Protocol):
+    """Chooses the cases of one test that belong to the share."""
+
+    def chosen(self, cases: Sequence[pytest.Function]) -> list[pytest.Function]: ...
+
+    def unmet(self, cases: Sequence[pytest.Function]) -> list[str]:
+        """Return what the rule names and no case has: the table has fallen behind the tests."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ids:
+    """`names`: patterns of the ids between a test's brackets."""
+
+    names: tuple[str, ...]
+
+    def chosen(self, cases: Sequence[pytest.Function]) -> list[pytest.Function]:
+        return [case for case in cases if any(fnmatchcase(case.callspec.id, name) for name in self.names)]
+
+    def unmet(self, cases: Sequence[pytest.Function]) -> list[str]:
+        return [name for name in self.names if not any(fnmatchcase(case.callspec.id, name) for case in cases)]
+
+
+@dataclass(frozen=True)
+class Values:
+    """Tests without the parameter are left whole."""
+
+    parameter: str
+    values: tuple[object, ...]
+
+    def chosen(self, cases: Sequence[pytest.Function]) -> list[pytest.Function]:
+        return [case for case in cases if case.callspec.params.get(self.parameter, self.values[0]) in self.values]
+
+    def unmet(self, cases: Sequence[pytest.Function]) -> list[str]:
+        return []  # a file's tests need not have all of them
+
+
+@dataclass(frozen=True)
+class Covering:
+    def chosen(self, cases: Sequence[pytest.Function]) -> list[pytest.Function]:
+        """Greedily: next is whoever brings most that is new, the first of equals."""
+        values = {case: {(name, id(value)) for name, value in case.callspec.params.items()} for case in cases}
+        missing, taken = set[tuple[str, int]]().union(*values.values()), list[pytest.Function]()
+        while missing:
+            best = max(cases, key=lambda case: len(values[case] & missing))
+            missing -= values[best]
+            taken.append(best)
+        return taken
+
+    def unmet(self, cases: Sequence[pytest.Function]) -> list[str]:
+        return []
+
+
+OFTEN = Values("carrier", CARRIERS)
+
+SHARES: Mapping[str, Rule] = {
+    "tests/cli/test_cli.py::test_up_serves_and_leaves_nothing_behind": Ids(("2", "9")),  # Ctrl-C, and kill -9
+    "tests/engine/interpreted/test_engine.py": Covering(),
+    "tests/engine/interpreted/test_kernels.py": Covering(),
+    "tests/engine/interpreted/test_load.py::test_each_graph_is_compared": Ids(("4",)),
+    "tests/engine/interpreted/test_load.py::test_flashinfer_computes_the_chunks": Ids(("mistral*",)),
+    "tests/engine/interpreted/test_load.py::test_the_largest_step_is_computed_before_anybody_is_served": Ids(
+        ("limits0*", "limits3*")
+    ),
+    # Each generation of cards, with and without a window, the largest heads: those need most of a card.
+    "tests/engine/test_kernels_compile.py::test_kernels_become_machine_code": Ids(
+        ("80-float16-sm_80-24", "256-bfloat16-sm_90-24", "128-bfloat16-sm_100-0")
+    ),
+    "tests/mesh/faults/test_scenarios.py::test_on_real_processes": Ids(SCENARIOS),
+    "tests/mesh/test_conversations.py::test_hybrid_models_say_what_transformers_says": Ids(("gemma3_text*",)),
+    "tests/mesh/test_equality.py::test_requests_16_at_a_time_through_2p2d": Ids(("shm-200", "tcp-80")),
+    "tests/mesh/test_reuse.py::test_every_combination_gives_the_tokens_of_a_single_process": Covering(),
+    "tests/plane/test_bad_references.py": OFTEN,
+    "tests/plane/test_contract.py": Covering(),
+    "tests/plane/test_faults.py": OFTEN,
+    "tests/plane/test_processes.py": OFTEN,
+    "tests/plane/test_shapes.py": OFTEN,
+    "tests/plane/test_staged.py": OFTEN,
+    "tests/sim/test_bugs.py::test_caught": Ids(BUGS),
+    "tests/sim/test_found.py::test_found": Ids(("*-0",)),
+    "tests/sim/test_simulation.py::test_each_fault_by_itself": Ids(("1-*",)),
+    "tests/sim/test_simulation.py::test_faults_together": Ids(tuple(str(seed) for seed in range(1_000, 1_008))),
+    "tests/sim/test_simulation.py::test_without_faults_every_request_is_answered": Ids(("0", "1", "2")),
+}
+"""By file, or by file and test."""
+
+
+def mark_rest(items: Iterable[pytest.Item], root: Path, *, is_whole: bool) -> None:
+    """Mark what is beyond its matrix's share. `is_whole`: files were collected whole.
+
+    Raises pytest.UsageError where a rule names a case that there is not."""
+    tests: dict[tuple[str, str], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("gpu"):
+            tests.setdefault((item.path.relative_to(root).as_posix(), item.originalname), []).append(item)
+    for (file, name), cases in tests.items():
+        rule = SHARES.get(f"{file}::{name}") or SHARES.get(file)
+        if rule is None or not is_whole:
+            continue
+        if unmet := rule.unmet(cases):
+            raise pytest.UsageError(f"tests/share.py: {file}::{name} has no case {', '.join(unmet)}")
+        chosen = rule.chosen(cases)
+        for case in cases:
+            if case not in chosen:
+                case.add_marker("matrix")
