@@ -509,10 +509,10 @@ def lease_is_not_returned(patch: pytest.MonkeyPatch) -> None:
 
 @bug("the heartbeat waits for the engine: a busy worker looks dead", options=BUSY)
 def heartbeat_waits_for_the_engine(patch: pytest.MonkeyPatch) -> None:
-    from services.worker.inbox import Ears
+    from services.worker.inbox import Inbox
     from services.worker.observe.report import Reporter
 
-    on_ping, load = Ears._on_ping, Reporter.load  # pyright: ignore[reportPrivateUsage]
+    on_ping, load = Inbox._on_ping, Reporter.load  # pyright: ignore[reportPrivateUsage]
 
     async def when_idle(self: Any, received: Any) -> Any:
         while any(core.num_runs for core in self._worker.cores):
@@ -524,7 +524,7 @@ def heartbeat_waits_for_the_engine(patch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("later")
         return load(self, now_ms)
 
-    patch.setattr(Ears, "_on_ping", when_idle)
+    patch.setattr(Inbox, "_on_ping", when_idle)
     patch.setattr(Reporter, "load", load_when_idle)
 
 
