@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataplane import limits
 from dataplane.blocks.layout import ArenaShape, BlockTables
 from dataplane.carriers import loopback, tcp
-from dataplane.carriers.arena import Approach, KVArena, ReadAsked, ReaderSide
 from dataplane.carriers.carrier import CarrierBrokenError, MemoryFailedError
+from dataplane.carriers.kv_arena import Approach, KVArena, ReadAsked, ReaderSide
 from dataplane.ends.choice import BrokenCarriers, CarrierImpossibleError, Choice, choices
 from dataplane.ends.dial import Cancellation, connect_tcp
 from dataplane.ends.idle import HolderKey, IdleConnections, holder_key

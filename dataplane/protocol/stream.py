@@ -161,12 +161,12 @@ class PairOpen(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True):
+class StreamRefused(msgspec.Struct, frozen=True, kw_only=True):
     code: RefusalCode
     detail: str
 
 
-class Fail(msgspec.Struct, frozen=True, kw_only=True):
+class StreamFailed(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     code: FailCode = FailCode.HOLDER
 

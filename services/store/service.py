@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from dataplane.blocks.lease import Lease
 from dataplane.blocks.ticket import Ticket, sign
-from dataplane.carriers.arena import KVArena
+from dataplane.carriers.kv_arena import KVArena
 from dataplane.ends.server import ServerOptions
 from dataplane.protocol.stream import TransferStats
 from schemas import subjects

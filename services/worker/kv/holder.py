@@ -14,7 +14,7 @@ from dataplane.blocks.cache import BlockCache
 from dataplane.blocks.layout import ArenaShape, BlockTables
 from dataplane.blocks.lease import Lease, LeaseRefusedError, LeaseTable
 from dataplane.blocks.ticket import Ticket, sign
-from dataplane.carriers.arena import KVArena
+from dataplane.carriers.kv_arena import KVArena
 from dataplane.ends.server import PlaneServer, ReadableKV, ServerOptions
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferStats
