@@ -1,4 +1,10 @@
-"""The reader's side of the stream protocol: one read, from its Open to its End or whatever ends it early."""
+"""The reader's side of the stream protocol: one read, from its Open to its End or whatever ends it early.
+
+A frame is verified in three steps, all of them on this read's thread: before a byte is written `Landing.expect` checks
+its header against what was asked for; the carrier's `land` puts it in place and returns the digest of what arrived; and
+`Landing.commit` compares that with the digest in the holder's Commit, which says too that the lease still held after
+the bytes had left. Only then do its tokens count (`Landing.num_landed_tokens`, in `protocol/stream.py`).
+"""
 
 import contextlib
 import time

@@ -1,4 +1,9 @@
-"""Reads KV into an arena: over which carrier, on which connection, into what memory. A thread for each read."""
+"""Reads KV into an arena: over which carrier, on which connection, into what memory. A thread for each read.
+
+`PlaneReader.read` → `_run` (tries the carriers, best first) → `_read_on` (one connection) → `Read` in `read.py`, which
+speaks the stream protocol and is where a frame is verified. The arena's side (`kv_arena.py`) says which carriers lead
+here and makes this end of them; `carriers/__init__.py` says how to add one.
+"""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What a pair of workers needs of NCCL, without NCCL: `nccl.py` has the real one, `fake_communicator.py` one of threads
+"""What a pair of workers needs of NCCL, without NCCL: `library.py` has the real one, `fake_communicator.py` one of threads
 that can stall, fail and die.
 
 What may block, by NCCL's documents and its makers' answers, and what is done about it: making a communicator waits for
