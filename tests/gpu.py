@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from dataplane.cards.cuda.driver import CudaDevice, count_devices, find_device
+from dataplane.cards.cuda.cuda_driver import CudaDevice, count_devices, find_device
 from dataplane.cards.device import DeviceError
 
 

@@ -155,13 +155,18 @@ class BlockCache:
         block_size = self.layout.block_size
         num_full = min(num_tokens // block_size, len(hashes))
         for index, (group, table) in enumerate(zip(self._groups, tables, strict=True)):
+            # `at` below is a block's position in the sequence, counted from its beginning; `blocks[at - first_block of
+            # the table]` is the block that holds it.
             window = self.layout.groups[index].window
             if window and not ended:
-                continue
+                continue  # its ring is still being written over: what lies where is known only at the end
             blocks = block_ids(table.segments)
             in_place = self.layout.first_needed_block(index, num_landed_tokens)
             first = max(table.first_block, in_place if window else first_block)
-            if window:  # what its ring has written over since is gone
+            if window:
+                # The table names a ring's blocks again and again, a later position over an earlier one: a block holds
+                # the last position that was written to it, and what it had before is gone. The block that was begun
+                # last counts as written too, or a full one that it has begun to write over would be kept.
                 last_written = num_blocks_for(num_tokens, block_size)
                 position_of = {blocks[at - table.first_block]: at for at in range(table.first_block, last_written)}
                 kept = [at for at in range(first, num_full) if position_of[blocks[at - table.first_block]] == at]

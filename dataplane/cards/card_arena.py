@@ -12,14 +12,14 @@ from dataplane.cards import limits
 from dataplane.cards.device import Device, DeviceError
 from dataplane.cards.device_arena import DeviceArena, DeviceHandles
 from dataplane.cards.ipc import CudaHolder, CudaReader, OpenedArenas, SourceArena
-from dataplane.cards.nccl.pair import Pair, PairParts
+from dataplane.cards.nccl.pair import PairEnd, PairParts
 from dataplane.cards.nccl.pair_core import HolderCore, PairBrokenError, ReaderCore
 from dataplane.cards.nccl.paired import PairedHolder, PairedReader
 from dataplane.cards.nccl.pairs import HolderPairs, ReaderPairs
 from dataplane.cards.staged import SharedStagedReader, StagedHolder, StagedReader, StagedSharedHolder
 from dataplane.carriers import loopback, shm, tcp
-from dataplane.carriers.arena import AUTO, Approach, PairRefusedError, ReadAsked
 from dataplane.carriers.carrier import CarrierBrokenError, HolderCarrier, ReaderCarrier
+from dataplane.carriers.kv_arena import AUTO, Approach, PairRefusedError, ReadAsked
 from dataplane.carriers.shm import AttachedArenas, holder_frames, holder_runs
 from dataplane.memory.checksum import DigestKind
 from dataplane.memory.extent import Extent
@@ -76,7 +76,7 @@ class CardHolderSide:
         except (DeviceError, PairRefusedError, PairBrokenError, ProtocolError) as error:
             raise CarrierBrokenError(wanted.carrier, str(error)) from error
 
-    def open_pair(self, reader: WorkerId, generation: int) -> Pair[HolderCore]:
+    def open_pair(self, reader: WorkerId, generation: int) -> PairEnd[HolderCore]:
         """Return the pair of this offer. Raises PairRefusedError, CarrierBrokenError."""
         return self._known_pairs().open(reader, generation)
 
@@ -212,7 +212,7 @@ class PairedApproach:
 
     frame_bytes = plane_limits.MAX_FRAME_BYTES
 
-    def __init__(self, pair: Pair[ReaderCore], read_id: int, arena: CardArena, target: SequenceRuns) -> None:
+    def __init__(self, pair: PairEnd[ReaderCore], read_id: int, arena: CardArena, target: SequenceRuns) -> None:
         self.pair = PairRead(generation=pair.generation, read_id=read_id)
         self._pair = pair
         self._arena = arena

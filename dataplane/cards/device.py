@@ -1,5 +1,6 @@
-"""What the plane needs of a graphics card: memory, streams, events, one kernel. `cuda.py` has the real one,
-`fake_device.py` one of numpy and threads whose streams run late, as a card's do. Both pass tests/plane/test_device.py.
+"""What the plane needs of a graphics card: memory, streams, events, one kernel. `cuda_driver.py` has the real
+one, `fake_device.py` one of numpy and threads whose streams run late, as a card's do. Both pass
+tests/plane/test_device.py.
 
 A call that takes a stream returns before its work is done; work of one stream is done in order. Nothing is ever put
 behind an event of another process: a holder that dies would leave a write pending that nobody can call back. What

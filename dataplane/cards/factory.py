@@ -2,7 +2,7 @@
 
 from dataplane.blocks.layout import ArenaShape
 from dataplane.cards.card_arena import NCCL, CardArena
-from dataplane.cards.cuda.driver import find_device
+from dataplane.cards.cuda.cuda_driver import find_device
 from dataplane.cards.device import DeviceError
 from dataplane.cards.nccl.library import pair_parts
 from dataplane.memory.arena import ArenaTooLargeError

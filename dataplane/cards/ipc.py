@@ -20,7 +20,7 @@ from dataplane.cards import limits
 from dataplane.cards.device import DeviceError, DeviceMemory, DigestSlot, Stream
 from dataplane.cards.device_arena import DeviceArena, DeviceHandles, PeerArena
 from dataplane.cards.moves import gather_moves, pair_moves
-from dataplane.cards.side import Piece, SideStream, check_peer, wait_done, wait_peer_gone
+from dataplane.cards.side import SideStream, WorkPiece, check_peer, wait_done, wait_peer_gone
 from dataplane.carriers.carrier import Access
 from dataplane.memory.arena import SHM_DIR
 from dataplane.memory.checksum import DigestKind
@@ -60,7 +60,7 @@ class CudaHolder:
         self.access = Access(by_tables=True, names=msgspec.to_builtins(arena.handles()))
         self._arena = arena
         self._source = source
-        self._begun: deque[tuple[int, Piece | None]] = deque()
+        self._begun: deque[tuple[int, WorkPiece | None]] = deque()
         self._side: SideStream | None = None
         if digest_kind is not None:
             self._side = SideStream(arena.device, f"out-{next(_numbers)}", digests=True, writes=False)
@@ -94,7 +94,7 @@ class CudaHolder:
         if self._side is not None:
             self._side.close()
 
-    def _settle(self, piece: Piece, wire: Wire, stats: TransferStats, timeout_s: float) -> int:
+    def _settle(self, piece: WorkPiece, wire: Wire, stats: TransferStats, timeout_s: float) -> int:
         assert self._side is not None, "a piece was put on it"
         started = time.perf_counter_ns()
         if not wait_done(piece, wire, timeout_s):
@@ -124,7 +124,7 @@ class CudaReader:
         self._runs = runs
         self._arena = arena
         self._target = target
-        self._copying: deque[tuple[int, Piece]] = deque()
+        self._copying: deque[tuple[int, WorkPiece]] = deque()
         self._digests: dict[int, int] = {}
         self._num_finished = 0
         self._stats = TransferStats()
@@ -210,7 +210,7 @@ class OpenedArenas:
     def __init__(self, arena: DeviceArena) -> None:
         self._device = arena.device
         self._lock = threading.Lock()
-        self._opened: dict[ArenaKey, _Opened] = {}
+        self._opened: dict[ArenaKey, _OpenedArena] = {}
         self._is_closed = False
 
     def take(self, key: ArenaKey, handles: DeviceHandles) -> tuple[PeerArena, Callable[[], None]]:
@@ -218,7 +218,7 @@ class OpenedArenas:
         with self._lock:
             if self._is_closed:
                 raise DeviceError("open memory", "the reader is closing")
-            opened = self._opened.pop(key, None) or _Opened(PeerArena(self._device, handles))
+            opened = self._opened.pop(key, None) or _OpenedArena(PeerArena(self._device, handles))
             opened.num_users += 1
             self._opened[key] = opened  # the one used last is at the end
             for other in [other for other, each in self._opened.items() if not each.num_users]:
@@ -244,13 +244,13 @@ class OpenedArenas:
             self._is_closed = True
         self._let_go(lambda _: True)
 
-    def _give_back(self, opened: "_Opened") -> None:
+    def _give_back(self, opened: "_OpenedArena") -> None:
         with self._lock:
             opened.num_users -= 1
             opened.close_unused()
 
 
-class _Opened:
+class _OpenedArena:
     def __init__(self, arena: PeerArena) -> None:
         self.arena = arena
         self.num_users = 0

@@ -16,7 +16,7 @@ from dataplane.cards import limits
 from dataplane.cards.device import DeviceError, DigestSlot, Stream
 from dataplane.cards.device_arena import DeviceArena
 from dataplane.cards.moves import gather_moves, scatter_moves
-from dataplane.cards.side import Piece, SideStream, check_peer
+from dataplane.cards.side import SideStream, WorkPiece, check_peer
 from dataplane.cards.staging_ring import Claim, RingClosedError, Slot
 from dataplane.memory.arena import ByteArray
 from dataplane.memory.rows import SequenceRuns
@@ -33,7 +33,7 @@ class Passage(NamedTuple):
     """A frame on its way."""
 
     slot: Slot
-    piece: Piece
+    piece: WorkPiece
 
 
 class Lane:

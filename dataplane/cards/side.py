@@ -21,7 +21,7 @@ class CardStuckError(DeviceError):
     may_still_write = True
 
 
-class Piece(NamedTuple):
+class WorkPiece(NamedTuple):
     """A piece of work. All that was put on the stream for it comes before `event`."""
 
     event: Event
@@ -37,7 +37,7 @@ class SideStream:
         self._name = name
         self._digests = digests
         self._idle: list[Event] = []
-        self._pieces: dict[Event, Piece] = {}
+        self._pieces: dict[Event, WorkPiece] = {}
         self._digest_slots: list[DigestSlot] = []
         self._has_loose_work = False
         """Something may have been put on the stream that no event stands behind."""
@@ -50,7 +50,7 @@ class SideStream:
         self._is_closed = False
         self._was_drained = False
 
-    def put(self, work: Callable[[Stream, DigestSlot | None], None]) -> Piece:
+    def put(self, work: Callable[[Stream, DigestSlot | None], None]) -> WorkPiece:
         """Let `work` put something on the stream, which the digest is of where there are digests. Raises what it
         raises, and DeviceError."""
         digest = self._new_digest()
@@ -62,10 +62,10 @@ class SideStream:
             self._idle.append(event)
             self._has_loose_work = True
             raise
-        piece = self._pieces[event] = Piece(event, digest)
+        piece = self._pieces[event] = WorkPiece(event, digest)
         return piece
 
-    def settle(self, piece: Piece) -> int:
+    def settle(self, piece: WorkPiece) -> int:
         """Return the digest of a piece that is done (0 without digests)."""
         del self._pieces[piece.event]
         self._idle.append(piece.event)
@@ -117,7 +117,7 @@ class SideStream:
         return True
 
 
-def wait_done(piece: Piece, wire: Wire | None, timeout_s: float) -> bool:
+def wait_done(piece: WorkPiece, wire: Wire | None, timeout_s: float) -> bool:
     """Wait until a piece is done; say whether it is. Raises DeviceError, and WireClosedError when the peer has gone,
     where there is a `wire` to look at."""
     deadline = time.monotonic() + timeout_s

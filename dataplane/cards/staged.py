@@ -22,7 +22,7 @@ from dataplane.carriers.tcp import receive
 from dataplane.memory import frames
 from dataplane.memory.arena import ByteArray
 from dataplane.memory.checksum import DigestKind, sum64
-from dataplane.memory.codec import BlockCodec, NotFiniteError
+from dataplane.memory.codec import BlockCodec, KVNotFiniteError
 from dataplane.memory.extent import Extent
 from dataplane.memory.frames import Rows, Staging, new_hasher
 from dataplane.memory.rows import SequenceRuns
@@ -40,7 +40,7 @@ from dataplane.protocol.wire import Wire, WireTimeoutError
 
 
 @dataclass(slots=True, eq=False)
-class _Begun:
+class _BegunFrame:
     data: Header
     mark: int
     passage: Passage | None = None
@@ -66,17 +66,17 @@ class StagedHolder:
         self._extent = extent
         self._digest_kind: DigestKind | None = digest_kind
         self._packed = Staging()
-        self._begun: deque[_Begun] = deque()
+        self._begun: deque[_BegunFrame] = deque()
         self._lane = Lane(arena, "out", digests=digest_kind is not None)
 
     def begin(self, data: Header, mark: int) -> None:
         """Bring the frame out once the card has reached the mark, if there is room for it now. Raises DeviceError."""
-        self._begun.append(_Begun(data, mark))
+        self._begun.append(_BegunFrame(data, mark))
         self._bring_out()
 
     def send(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> Digest:
         """Send `head` and the oldest frame, once it is here. Raises DeviceError, WireClosedError, WireTimeoutError, and
-        NotFiniteError, before anything is sent."""
+        KVNotFiniteError, before anything is sent."""
         passage = self._arrived(wire, stats, timeout_s)
         digest = self._settled(passage, stats)
         header, payload, digest = self._frame(data, passage.slot, digest, stats)
@@ -98,7 +98,7 @@ class StagedHolder:
     def _frame(
         self, data: Header, slot: Slot, digest: int, stats: TransferStats
     ) -> tuple[bytes, tuple[ByteArray, ...], int]:
-        """Return the frame's header, what follows it, and the digest of that. Raises NotFiniteError."""
+        """Return the frame's header, what follows it, and the digest of that. Raises KVNotFiniteError."""
         payload, codec = self._lane.host(slot), self._extent.codec
         if codec is not None:
             if self._digest_kind is not None and sum64(payload) != digest:
@@ -142,7 +142,7 @@ class StagedHolder:
         return digest
 
     def _pack(self, codec: BlockCodec, data: Header, rows: ByteArray, stats: TransferStats) -> ByteArray:
-        """Return the frame as it crosses; the next call voids it. Raises NotFiniteError."""
+        """Return the frame as it crosses; the next call voids it. Raises KVNotFiniteError."""
         started = time.perf_counter_ns()
         packed = self._packed.take(data.length)
         for part, target in _codec_parts(self._extent, codec, data, rows, packed):
@@ -260,7 +260,7 @@ class StagedReader:
         try:
             for part, source in _codec_parts(self._extent, codec, data, rows, packed):
                 codec.decode(source, data.first_token, part)
-        except NotFiniteError as error:
+        except KVNotFiniteError as error:
             raise ProtocolError(f"frame {data.sequence}: {error}") from error
         stats.codec_ns += time.perf_counter_ns() - started
 

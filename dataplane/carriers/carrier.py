@@ -66,7 +66,7 @@ class HolderCarrier(Protocol):
 
     def send(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> Digest:
         """Send `head` and the oldest frame that was not sent yet; return its digest. Without `needs_ack` its bytes have
-        then left the arena. Raises WireClosedError, WireTimeoutError, NotFiniteError, and HeldUpError: nothing was
+        then left the arena. Raises WireClosedError, WireTimeoutError, KVNotFiniteError, and HeldUpError: nothing was
         sent, and it may be tried again once an Ack has come."""
         ...
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from dataplane import limits
 from dataplane.blocks.layout import ArenaShape
 from dataplane.carriers import loopback, shm, tcp
-from dataplane.carriers.arena import AUTO, PairListener, ReadAsked
 from dataplane.carriers.carrier import CarrierBrokenError, HolderCarrier, ReaderCarrier
+from dataplane.carriers.kv_arena import AUTO, PairListener, ReadAsked
 from dataplane.carriers.shm import AttachedArenas, FrameSource, SharedHolder, SharedReader, holder_frames
 from dataplane.carriers.tcp import TcpHolder, TcpReader
 from dataplane.memory.arena import Arena, ArenaMissingError, ByteArray

@@ -3,7 +3,7 @@
 import threading
 from typing import Protocol
 
-from dataplane.carriers.arena import KVArena
+from dataplane.carriers.kv_arena import KVArena
 from dataplane.protocol.wire import Wire
 
 NAME = "loopback"

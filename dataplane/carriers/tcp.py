@@ -14,7 +14,7 @@ from dataplane.carriers.carrier import Access
 from dataplane.memory import frames
 from dataplane.memory.arena import ByteArray
 from dataplane.memory.checksum import DigestKind
-from dataplane.memory.codec import BlockCodec, NotFiniteError
+from dataplane.memory.codec import BlockCodec, KVNotFiniteError
 from dataplane.memory.extent import Extent
 from dataplane.memory.frames import Hasher, Rows, SequenceMemory, Staging, gather, new_hasher, scatter
 from dataplane.protocol.stream import Digest, Header, ProtocolError, TransferStats, check_no_place, encode_header
@@ -41,8 +41,8 @@ class TcpHolder:
         self._rows = Staging()
 
     def send(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> Digest:
-        """Send `head`, the frame's header and its bytes. Raises WireClosedError, WireTimeoutError, and NotFiniteError,
-        before anything is sent."""
+        """Send `head`, the frame's header and its bytes. Raises WireClosedError, WireTimeoutError, and
+        KVNotFiniteError, before anything is sent."""
         payload = self._load(data, stats)
         started = time.perf_counter_ns()
         wire.send([head + encode_header(data), *(rows.reshape(-1) for rows in payload)], timeout_s)
@@ -57,7 +57,7 @@ class TcpHolder:
         """Nothing is held."""
 
     def _load(self, data: Header, stats: TransferStats) -> list[Rows]:
-        """Return the frame's bytes as they cross; the next call may void them. Raises NotFiniteError."""
+        """Return the frame's bytes as they cross; the next call may void them. Raises KVNotFiniteError."""
         codec = self._extent.codec
         if codec is None and self._source.is_contiguous:
             return self._source.views(data)
@@ -138,7 +138,7 @@ class TcpReader:
             in_place = len(part) == 1 and self._target.is_contiguous
             try:
                 codec.decode(wire_bytes, data.first_token, part[0] if in_place else rows)
-            except NotFiniteError as error:
+            except KVNotFiniteError as error:
                 raise ProtocolError(f"frame {data.sequence}: {error}") from error
             if not in_place:
                 scatter(np.ravel(rows), part)

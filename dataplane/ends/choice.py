@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dataplane import limits
-from dataplane.carriers.arena import AUTO, ReaderPlace
+from dataplane.carriers.kv_arena import AUTO, ReaderPlace
 from schemas.handoff import Endpoint
 
 

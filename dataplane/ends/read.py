@@ -1,4 +1,10 @@
-"""The reader's side of the stream protocol: one read, from its Open to its End or whatever ends it early."""
+"""The reader's side of the stream protocol: one read, from its Open to its End or whatever ends it early.
+
+A frame is verified in three steps, all of them on this read's thread: before a byte is written `Landing.expect` checks
+its header against what was asked for; the carrier's `land` puts it in place and returns the digest of what arrived; and
+`Landing.commit` compares that with the digest in the holder's Commit, which says too that the lease still held after
+the bytes had left. Only then do its tokens count (`Landing.num_landed_tokens`, in `protocol/stream.py`).
+"""
 
 import contextlib
 import time
@@ -8,8 +14,8 @@ from dataclasses import dataclass, field
 from dataplane import limits
 from dataplane.blocks.layout import BlockTables
 from dataplane.carriers import tcp
-from dataplane.carriers.arena import Approach
 from dataplane.carriers.carrier import CarrierBrokenError, ReaderCarrier
+from dataplane.carriers.kv_arena import Approach
 from dataplane.ends.dial import Cancellation
 from dataplane.memory.checksum import DigestKind
 from dataplane.memory.codec import WireDtype
@@ -18,13 +24,13 @@ from dataplane.protocol.reasons import FailureCode, RefusalCode
 from dataplane.protocol.stream import (
     Accepted,
     Digest,
-    Fail,
     Header,
     Kind,
     Landing,
     Open,
     ProtocolError,
-    Refused,
+    StreamFailed,
+    StreamRefused,
     TransferFailedError,
     TransferStats,
     decode_body,
@@ -126,7 +132,7 @@ class Read:
             raise NotAnsweredError(str(error)) from error
         body = wire.receive(header.length, self.deadline)
         if header.kind is Kind.REFUSED:
-            refused = decode_body(body, Refused)
+            refused = decode_body(body, StreamRefused)
             if refused.code is RefusalCode.CARRIER:
                 raise CarrierBrokenError(carrier, refused.detail)
             raise TransferFailedError(FailureCode(refused.code), refused.detail)
@@ -188,7 +194,7 @@ class Read:
 
     def _finish(self, landing: Landing, header: Header, body: bytes) -> Landed:
         if header.kind is Kind.FAIL:
-            fail = decode_body(body, Fail)
+            fail = decode_body(body, StreamFailed)
             raise TransferFailedError(FailureCode(fail.code), fail.reason)
         landing.end(header, body)
         self.stats.landed_ns = time.time_ns()

@@ -1,4 +1,9 @@
-"""Reads KV into an arena: over which carrier, on which connection, into what memory. A thread for each read."""
+"""Reads KV into an arena: over which carrier, on which connection, into what memory. A thread for each read.
+
+`PlaneReader.read` → `_run` (tries the carriers, best first) → `_read_on` (one connection) → `Read` in `read.py`, which
+speaks the stream protocol and is where a frame is verified. The arena's side (`kv_arena.py`) says which carriers lead
+here and makes this end of them; `carriers/__init__.py` says how to add one.
+"""
 
 import asyncio
 import contextlib
@@ -10,8 +15,8 @@ from collections.abc import Callable
 from dataplane import limits
 from dataplane.blocks.layout import ArenaShape, BlockTables
 from dataplane.carriers import loopback, tcp
-from dataplane.carriers.arena import Approach, KVArena, ReadAsked, ReaderSide
 from dataplane.carriers.carrier import CarrierBrokenError, MemoryFailedError
+from dataplane.carriers.kv_arena import Approach, KVArena, ReadAsked, ReaderSide
 from dataplane.ends.choice import BrokenCarriers, CarrierImpossibleError, Choice, choices
 from dataplane.ends.dial import Cancellation, connect_tcp
 from dataplane.ends.idle import HolderKey, IdleConnections, holder_key

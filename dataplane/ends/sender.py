@@ -10,10 +10,10 @@ from dataplane import limits
 from dataplane.blocks.layout import ArenaShape
 from dataplane.blocks.ticket import Ticket, TicketRefusedError, verify
 from dataplane.carriers import tcp
-from dataplane.carriers.arena import HolderSide, PairRefusedError
 from dataplane.carriers.carrier import CarrierBrokenError, HeldUpError, HolderCarrier, MemoryFailedError
+from dataplane.carriers.kv_arena import HolderSide, PairRefusedError
 from dataplane.memory.checksum import DigestKind
-from dataplane.memory.codec import NotFiniteError
+from dataplane.memory.codec import KVNotFiniteError
 from dataplane.memory.extent import NO_HEADS, Extent, heads_of
 from dataplane.memory.rows import SequenceRuns
 from dataplane.protocol.gate import LeaseGate, LeaseRefusedError, ReadableKV
@@ -23,14 +23,14 @@ from dataplane.protocol.stream import (
     VERSION,
     Accepted,
     Digest,
-    Fail,
     FramePlanner,
     Header,
     Kind,
     Open,
     PairOpen,
     ProtocolError,
-    Refused,
+    StreamFailed,
+    StreamRefused,
     TransferStats,
     decode_body,
     digest_of,
@@ -47,7 +47,7 @@ class JunkError(Exception):
 class _RefusedError(Exception):
     def __init__(self, code: RefusalCode, detail: str) -> None:
         super().__init__(detail)
-        self.refused = Refused(code=code, detail=detail)
+        self.refused = StreamRefused(code=code, detail=detail)
 
 
 class _EndedError(Exception):
@@ -283,7 +283,9 @@ class _Service:
 
     def _tell(self, end: _EndedError) -> None:
         with contextlib.suppress(WireClosedError, WireTimeoutError):
-            self._unsent += encode_frame(Kind.FAIL, Fail(reason=end.reason[: limits.MAX_REASON_CHARS], code=end.code))
+            self._unsent += encode_frame(
+                Kind.FAIL, StreamFailed(reason=end.reason[: limits.MAX_REASON_CHARS], code=end.code)
+            )
             self._flush()
             self._wire.finish_sending()
 
@@ -345,7 +347,7 @@ class _Service:
             self._context.gate.started(self._ticket.lease_id, stats.carrier)
         try:
             digest = self._carrier.send(self._wire, self._unsent, data, stats, self._context.idle_timeout_s)
-        except NotFiniteError as error:
+        except KVNotFiniteError as error:
             raise _EndedError(
                 f"layer {data.layer}, token {data.first_token}: {error}", tell=True, code=FailCode.CODEC
             ) from error

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from dataplane import limits
 from dataplane.blocks.layout import ArenaShape
 from dataplane.carriers import loopback, shm, tcp
-from dataplane.carriers.arena import KVArena
+from dataplane.carriers.kv_arena import KVArena
 from dataplane.ends.sender import HolderContext, HolderStream, JunkError
 from dataplane.protocol.gate import LeaseGate, ReadableKV
 from dataplane.protocol.reasons import RefusalCode
-from dataplane.protocol.stream import Kind, Refused, encode_frame
+from dataplane.protocol.stream import Kind, StreamRefused, encode_frame
 from dataplane.protocol.wire import SocketWire, Thread, Wire, WireClosedError, WireTimeoutError
 from schemas.handoff import Endpoint
 from schemas.ids import WorkerId
@@ -208,7 +208,7 @@ class PlaneServer:
                 live.thread = self._new_thread(lambda: self._serve(live), "kv-serve")
                 live.thread.start()
         if full:
-            refused = Refused(code=RefusalCode.BUSY, detail=f"{self.options.max_streams} streams are open")
+            refused = StreamRefused(code=RefusalCode.BUSY, detail=f"{self.options.max_streams} streams are open")
             with contextlib.suppress(WireClosedError, WireTimeoutError):
                 wire.send([encode_frame(Kind.REFUSED, refused)], limits.BUSY_SEND_S)
             wire.close()

@@ -28,7 +28,7 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _FLOAT32_TINY = float(np.finfo(np.float32).tiny)
 
 
-class NotFiniteError(ValueError):
+class KVNotFiniteError(ValueError):
     """An infinity or a NaN: no scale fits it. In what is to be compressed, or among the scales that came."""
 
 
@@ -64,7 +64,7 @@ class BlockCodec:
         return self._scale_bytes(first_token, num_tokens) + num_tokens * self._num_heads * self._head_dim
 
     def encode(self, rows: Bytes, first_token: int, out: Bytes) -> None:
-        """Pack contiguous rows [token, byte] into `out`. Raises NotFiniteError."""
+        """Pack contiguous rows [token, byte] into `out`. Raises KVNotFiniteError."""
         num_tokens = len(rows)
         scales, packed = self._split(out, first_token, num_tokens)
         numbers = rows.reshape(-1).view(self._storage.numbers).reshape(packed.shape)
@@ -78,13 +78,13 @@ class BlockCodec:
             block += len(tile)
 
     def decode(self, wire: Bytes, first_token: int, rows: Bytes) -> None:
-        """Unpack into contiguous rows [token, byte]. Raises NotFiniteError, before it writes anything."""
+        """Unpack into contiguous rows [token, byte]. Raises KVNotFiniteError, before it writes anything."""
         num_tokens = len(rows)
         scales, packed = self._split(wire, first_token, num_tokens)
         with np.errstate(over="ignore", invalid="ignore"):
             reach = (scales * LARGEST[self._packed]).astype(self._storage.numbers)
         if not np.isfinite(reach.astype(np.float32)).all() or (scales < 0).any():
-            raise NotFiniteError("a scale is negative, not finite, or too large for the arena's numbers")
+            raise KVNotFiniteError("a scale is negative, not finite, or too large for the arena's numbers")
         numbers = rows.reshape(-1).view(self._storage.numbers).reshape(packed.shape)
         block = 0
         for start, end, tile_shape in self._tiles(first_token, num_tokens):
@@ -120,12 +120,12 @@ class BlockCodec:
         return tiles
 
     def _scales(self, tile: npt.NDArray[np.generic]) -> tuple[Floats, Floats]:
-        """Return each block and head's scale, and what to multiply its numbers with. Raises NotFiniteError."""
+        """Return each block and head's scale, and what to multiply its numbers with. Raises KVNotFiniteError."""
         storage = self._storage
         magnitudes = tile.view(storage.bits) & storage.magnitude  # floats without sign are ordered as their bits are
         peaks = magnitudes.max(axis=1).max(axis=-1)
         if (peaks >= storage.infinity).any():
-            raise NotFiniteError("KV that is not finite cannot be compressed")
+            raise KVNotFiniteError("KV that is not finite cannot be compressed")
         largest = LARGEST[self._packed]
         scales = peaks.view(storage.numbers).astype(np.float32) / np.float32(largest)
         # Rounded up, the largest number of all would be read back as an infinity.

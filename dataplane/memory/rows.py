@@ -2,7 +2,7 @@
 
 A row is one token's keys (or values) of the heads asked for in one layer. A frame's rows are, layer by layer, the
 keys of its tokens and then their values, in the order of the tokens: the same on both ends, however each has cut them
-into segments and shards. `frames.py` makes views of host memory of it.
+into segments and shards. `frames.py` makes views of host memory from it.
 """
 
 from collections.abc import Iterator

@@ -7,7 +7,7 @@
     holder → End | Fail               End: all is committed; carries the holder's trailer
     reader → Open …                   another stream on the same connection, only after an End
 
-A connection may be a pair's instead, over which two workers keep in step what moves their frames (pair.py):
+A connection may be a pair's instead, over which two workers keep in step what moves their frames:
 
     reader → PairOpen                 a ticket, and which of the holder's offers is meant
     holder → PairAccepted | Refused
@@ -161,12 +161,12 @@ class PairOpen(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True):
+class StreamRefused(msgspec.Struct, frozen=True, kw_only=True):
     code: RefusalCode
     detail: str
 
 
-class Fail(msgspec.Struct, frozen=True, kw_only=True):
+class StreamFailed(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     code: FailCode = FailCode.HOLDER
 
@@ -262,6 +262,8 @@ class FramePlanner:
         The layer that is furthest behind comes first; with it go those layers after it that stand at the same tokens,
         while they fit, so that what piled up for a slow reader costs few frames.
         """
+        # What has landed counts only as far as every layer has it, so the layer with the fewest tokens sent is worth
+        # most; of equals the first, as layers are computed in this order.
         sent, extent = self.sent, self._extent
         ends = [self._end(tokens) for tokens in ready]
         behind = [(sent[i], i) for i in range(len(sent)) if sent[i] < ends[i]]
@@ -269,6 +271,8 @@ class FramePlanner:
             return None
         first, layer = min(behind)
         end = self._cut(first, min(ends[layer], first + self._max_rows))
+        # A frame is a rectangle of layers by tokens: a layer joins if it begins where the first one does and has as
+        # much ready. A frame has room for `_max_rows` tokens of one layer, or fewer of several.
         num_layers = 1
         max_layers = min(self._max_rows // (end - first), len(sent) - layer)
         while num_layers < max_layers:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from dataplane.blocks.layout import BlockTables, KVLayout
-from dataplane.carriers.arena import KVArena
+from dataplane.carriers.kv_arena import KVArena
 from schemas.ids import RequestId
 from schemas.request import FinishReason, SamplingParams
 

@@ -23,11 +23,11 @@ FIRST_CANDIDATES = 1024
 """Most top_p sets are far smaller than a vocabulary: try so many before sorting all of it."""
 
 
-class NotFiniteError(ArithmeticError):
+class LogitsNotFiniteError(ArithmeticError):
     """The model computed logits that are no numbers: its input, its KV or its weights are broken."""
 
 
-class _Choice(NamedTuple):
+class _Candidates(NamedTuple):
     """The tokens that may be drawn, in id order, and their cumulative probability (float64, ends at `total`)."""
 
     token_ids: Tensor
@@ -48,13 +48,13 @@ def uniform(seed: int, index: int) -> float:
 def sample(logits: Tensor, params: Seq[tuple[SamplingParams, int]]) -> list[int]:
     """Return one token id per row of `logits` ([n, vocab]); `params` holds each row's parameters and index.
 
-    Temperature 0 (or nearly) is greedy. Raises NotFiniteError when a row holds NaN or has no finite maximum.
+    Temperature 0 (or nearly) is greedy. Raises LogitsNotFiniteError when a row holds NaN or has no finite maximum.
     """
     if not params:
         return []
     best, best_ids = logits.max(dim=-1)
     if not bool(torch.isfinite(best).all()):
-        raise NotFiniteError(
+        raise LogitsNotFiniteError(
             f"logits of {int((~torch.isfinite(best)).sum())} of {len(params)} sequences are not finite"
         )
     token_ids = cast(list[int], best_ids.tolist())  # pyright: ignore[reportUnknownMemberType]
@@ -99,7 +99,7 @@ def _weights(row: Tensor, best: Tensor, temperature: float) -> Tensor:
     return torch.exp((row - best) / temperature)
 
 
-def _choice(row: Tensor, sampling: SamplingParams) -> _Choice:
+def _choice(row: Tensor, sampling: SamplingParams) -> _Candidates:
     """Return what `row` ([vocab], float32) leaves to draw from."""
     best = row.max()
     kept = _top_k(row, sampling.top_k)
@@ -109,7 +109,7 @@ def _choice(row: Tensor, sampling: SamplingParams) -> _Choice:
     weights = _weights(row if kept is None else row[kept], best, sampling.temperature)
     cumulative = torch.cumsum(weights, dim=0, dtype=torch.float64)
     token_ids = torch.arange(len(row)) if kept is None else kept
-    return _Choice(token_ids, cumulative, float(cumulative[-1]))
+    return _Candidates(token_ids, cumulative, float(cumulative[-1]))
 
 
 def _top_k(row: Tensor, top_k: int) -> Tensor | None:
@@ -142,7 +142,7 @@ def _partial_sums(row: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor
     return ordered, partial, min(count, len(ordered))
 
 
-def _position(choice: _Choice, number: float) -> int:
+def _position(choice: _Candidates, number: float) -> int:
     """Return where `number` of [0, 1) falls: the first position whose cumulative probability exceeds it."""
     at = int(torch.searchsorted(choice.cumulative, number * choice.total, right=True))
     if at < len(choice.token_ids):
@@ -151,7 +151,7 @@ def _position(choice: _Choice, number: float) -> int:
     return int(torch.searchsorted(choice.cumulative, choice.total))
 
 
-def _draw(choice: _Choice, number: float) -> int:
+def _draw(choice: _Candidates, number: float) -> int:
     return int(choice.token_ids[_position(choice, number)])
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from dataplane.blocks.cache import max_sequence_tokens
 from dataplane.blocks.layout import ArenaShape
-from dataplane.carriers.arena import KVArena
 from dataplane.carriers.host import HostArena
+from dataplane.carriers.kv_arena import KVArena
 from dataplane.memory.arena import ArenaTooLargeError
 from schemas.ids import WorkerId
 from schemas.worker import WorkerRole

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dataplane.blocks.layout import ArenaShape
-from dataplane.carriers.arena import KVArena
 from dataplane.carriers.host import HostArena
+from dataplane.carriers.kv_arena import KVArena
 from dataplane.ends.reader import PlaneReader
 from dataplane.ends.server import LeaseGate, PlaneServer, ServerOptions
 from services.engine.batch import Batch

@@ -56,7 +56,7 @@ class Spec:
     def open_device(self) -> Device:
         if self.device == "fake":
             return FakeDevice(uuid="GPU-bench")
-        from dataplane.cards.cuda.driver import find_device
+        from dataplane.cards.cuda.cuda_driver import find_device
 
         return find_device(int(self.device.partition(":")[2] or 0))
 

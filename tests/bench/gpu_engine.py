@@ -170,8 +170,8 @@ def on_cpu(checkpoint: Checkpoint, shape: ArenaShape) -> tuple[Engine, None]:
 
 def on_card(checkpoint: Checkpoint, shape: ArenaShape, device: str) -> tuple[Engine, Any]:
     from dataplane.cards.card_arena import CardArena
-    from dataplane.cards.cuda.driver import find_device
-    from services.engine.cuda.runtime import load_cuda_engine
+    from dataplane.cards.cuda.cuda_driver import find_device
+    from services.engine.cuda.cuda_runtime import load_cuda_engine
 
     card = int(device.partition(":")[2] or 0)
     arena = CardArena(find_device(card), shape, STAGING_BYTES)

@@ -112,9 +112,9 @@ def test_the_list_of_what_never_met_a_device_names_files_that_touch_one() -> Non
     assert end
     named = set(re.findall(r"`([\w/]+\.py)`", "\n".join(line.split("|")[1] for line in listed.splitlines()[3:])))
     touching = {
-        "dataplane/cards/cuda/driver.py",
+        "dataplane/cards/cuda/cuda_driver.py",
         "dataplane/cards/nccl/library.py",
-        "services/engine/cuda/runtime.py",
+        "services/engine/cuda/cuda_runtime.py",
         "services/engine/cuda/factory.py",
     }
     assert touching <= named

@@ -9,7 +9,7 @@ from dataplane.blocks.cache import ring_blocks
 from dataplane.blocks.layout import KEY, VALUE, ArenaShape, BlockTable, KVLayout, segments_of, slot_spans
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
-from services.engine.cpu.attention import KVArena, StepAttention
+from services.engine.cpu.attention import KVTensors, StepAttention
 from services.engine.cuda import paged_ops
 from services.engine.cuda.device_attention import DeviceStepAttention, step_inputs
 from services.engine.cuda.step_plan import StepPlanner, pack
@@ -74,11 +74,11 @@ def make_items(case: Case, generator: np.random.Generator) -> list[StepItem]:
     return items
 
 
-def arenas(case: Case, items: list[StepItem], layer: int, device: str = "cpu") -> tuple[KVArena, KVArena]:
+def arenas(case: Case, items: list[StepItem], layer: int, device: str = "cpu") -> tuple[KVTensors, KVTensors]:
     """Return two arenas of NaN, the second on `device`, with the same random KV of what is still seen of the past."""
     shape = ArenaShape(layout=layout_of(case), num_blocks=(NUM_BLOCKS,))
-    one = KVArena(shape, torch.full((shape.num_bytes,), 0xFF, dtype=torch.uint8))
-    other = KVArena(shape, torch.full((shape.num_bytes,), 0xFF, dtype=torch.uint8, device=device))
+    one = KVTensors(shape, torch.full((shape.num_bytes,), 0xFF, dtype=torch.uint8))
+    other = KVTensors(shape, torch.full((shape.num_bytes,), 0xFF, dtype=torch.uint8, device=device))
     for item in items:
         first = max(0, item.start - case.window + 1) if case.window else 0
         for slot, count in slot_spans(item.sequence.tables[0], case.block_size, first, item.start):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dataplane.blocks.layout import ArenaShape, uniform_shape
 from services.engine.checkpoint import layout_of, read_checkpoint
-from services.engine.cpu.attention import KVArena
+from services.engine.cpu.attention import KVTensors
 from services.engine.cpu.model import load_model
 from services.engine.cuda.device_engine import DeviceEngine
 from services.engine.cuda.protocol import HostBuffer
@@ -92,7 +92,7 @@ def load_device_engine(
     """Return an engine as on a card, over NaN in every float. It proves nothing first: that is tried by itself."""
     checkpoint = read_checkpoint(str(folder))
     shape = shape or uniform_shape(layout_of(checkpoint, dtype=dtype, block_size=BLOCK_SIZE), NUM_BLOCKS)
-    arena = KVArena(shape, torch.full((shape.num_bytes,), 0xFF, dtype=torch.uint8))
+    arena = KVTensors(shape, torch.full((shape.num_bytes,), 0xFF, dtype=torch.uint8))
     engine = DeviceEngine(
         load_model(checkpoint, shape.layout.dtype),
         arena,

@@ -12,7 +12,7 @@ from dataplane.cards.device_arena import DeviceArena
 from schemas.request import SamplingParams
 from services.engine.batch import Batch
 from services.engine.checkpoint import layout_of, read_checkpoint
-from services.engine.cuda.runtime import DeviceUnusableError, check_card, load_cuda_engine
+from services.engine.cuda.cuda_runtime import DeviceUnusableError, check_card, load_cuda_engine
 from services.engine.interface import StepItem
 from services.engine.sampler import sample
 from tests.engine.rig import (

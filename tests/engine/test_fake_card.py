@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from dataplane.blocks.layout import BlockTable, Segment, uniform_shape
 from schemas.request import SamplingParams
 from services.engine.checkpoint import layout_of, read_checkpoint
-from services.engine.cpu.attention import ATTENTION_NAME, KVArena, paged_attention
+from services.engine.cpu.attention import ATTENTION_NAME, KVTensors, paged_attention
 from services.engine.interface import StepItem
 
 pytest.importorskip("triton")
@@ -58,7 +58,7 @@ def make_engine(folder: Path, card: FakeCard) -> DeviceEngine:
     config = AutoConfig.from_pretrained(folder)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
     card.move(model.eval())
-    arena = KVArena(shape, torch.empty(shape.num_bytes, dtype=torch.uint8, device=CARD))
+    arena = KVTensors(shape, torch.empty(shape.num_bytes, dtype=torch.uint8, device=CARD))
     return DeviceEngine(model, arena, vocab_size=checkpoint.vocab_size, runtime=card, marks=Marks(), limits=LIMITS)
 
 

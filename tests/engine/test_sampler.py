@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from schemas.request import SamplingParams
-from services.engine.sampler import NEAR_TIE, NotFiniteError, near_tie, sample, uniform
+from services.engine.sampler import NEAR_TIE, LogitsNotFiniteError, near_tie, sample, uniform
 
 
 def params(**fields: float) -> SamplingParams:
@@ -116,7 +116,7 @@ def test_large_vocabulary_with_a_flat_nucleus() -> None:
 @pytest.mark.parametrize("bad", [[math.nan, 1.0], [1.0, math.nan], [-math.inf, -math.inf], [math.inf, 0.0]])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_no_numbers_are_refused(bad: list[float], temperature: float) -> None:
-    with pytest.raises(NotFiniteError):
+    with pytest.raises(LogitsNotFiniteError):
         sample(torch.tensor([bad]), [(params(temperature=temperature), 0)])
 
 

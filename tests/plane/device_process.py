@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.cards.cuda.driver import find_device
+from dataplane.cards.cuda.cuda_driver import find_device
 from dataplane.cards.device import Device
 from dataplane.cards.fakes.fake_device import FakeDevice
 

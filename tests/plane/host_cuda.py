@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.cards.cuda.driver import Cuda, CudaDevice, import_cupy
+from dataplane.cards.cuda.cuda_driver import Cuda, CudaDevice, import_cupy
 from dataplane.cards.cuda.kernel import SOURCE
 
 HOST_THREADS = 32

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataplane.cards.fakes.fake_communicator import FakeFabric, FakeLibrary
 from dataplane.cards.fakes.fake_device import FakeDevice, FakeMemory
 from dataplane.cards.nccl.communicator import LibraryThreads
-from dataplane.cards.nccl.pair import BUFFER_BYTES, Pair, PairParts
+from dataplane.cards.nccl.pair import BUFFER_BYTES, PairEnd, PairParts
 from dataplane.cards.nccl.pair_core import HolderCore, ReaderCore
 from dataplane.cards.nccl.pairs import HolderPairs, ReaderPairs
-from dataplane.carriers.arena import PairRefusedError
+from dataplane.carriers.kv_arena import PairRefusedError
 from dataplane.protocol.reasons import RefusalCode
-from dataplane.protocol.stream import Header, Kind, PairOpen, Refused, decode_body, encode_frame, encode_header
+from dataplane.protocol.stream import Header, Kind, PairOpen, StreamRefused, decode_body, encode_frame, encode_header
 from dataplane.protocol.wire import SocketWire, Wire
 from schemas.handoff import Endpoint
 from schemas.ids import WorkerId
@@ -87,13 +87,14 @@ class PairWorld:
                 pair = self.holder_pairs.open(reader, opening.generation)
             except PairRefusedError as error:
                 wire.send(
-                    [encode_frame(Kind.REFUSED, Refused(code=RefusalCode.CARRIER, detail=error.reason))], DEADLINE_S
+                    [encode_frame(Kind.REFUSED, StreamRefused(code=RefusalCode.CARRIER, detail=error.reason))],
+                    DEADLINE_S,
                 )
                 return
             wire.send([encode_header(Header(Kind.PAIR_ACCEPTED))], DEADLINE_S)
             pair.listen(wire)
 
-    def join(self, name: str = "decode-0", endpoint: Endpoint | None = None) -> Pair[ReaderCore]:
+    def join(self, name: str = "decode-0", endpoint: Endpoint | None = None) -> PairEnd[ReaderCore]:
         return self.reader_pairs[name].join(
             endpoint or self.endpoint(name),
             "ticket",
@@ -102,7 +103,7 @@ class PairWorld:
             lambda: False,
         )
 
-    def pair(self, name: str = "decode-0") -> tuple[Pair[HolderCore], Pair[ReaderCore]]:
+    def pair(self, name: str = "decode-0") -> tuple[PairEnd[HolderCore], PairEnd[ReaderCore]]:
         """Return both ends of a pair that is ready at both."""
         reader = self.join(name)
         holder = self.holder_pairs.find(WorkerId(name), reader.generation)
@@ -123,13 +124,13 @@ class PairWorld:
             card.device.close()
 
 
-def open_read(holder: Pair[HolderCore], reader: Pair[ReaderCore]) -> int:
+def open_read(holder: PairEnd[HolderCore], reader: PairEnd[ReaderCore]) -> int:
     read_id = reader.decide(lambda core: core.next_read())
     holder.decide(lambda core: core.enter(read_id))
     return read_id
 
 
-def send(holder: Pair[HolderCore], read_id: int, payload: bytes) -> int:
+def send(holder: PairEnd[HolderCore], read_id: int, payload: bytes) -> int:
     """Send bytes as a frame, and return the slot."""
     deadline = time.monotonic() + DEADLINE_S
     buffer = holder.wait(lambda core: core.begin(read_id), deadline, lambda: False)
@@ -138,7 +139,7 @@ def send(holder: Pair[HolderCore], read_id: int, payload: bytes) -> int:
     return holder.decide(lambda core: core.post(buffer, len(payload), time.monotonic()))
 
 
-def receive(reader: Pair[ReaderCore], read_id: int, slot: int, num_bytes: int) -> bytes:
+def receive(reader: PairEnd[ReaderCore], read_id: int, slot: int, num_bytes: int) -> bytes:
     """Return the bytes that came in the slot."""
     deadline = time.monotonic() + DEADLINE_S
     buffer = reader.wait(lambda core: core.take(read_id, slot, num_bytes), deadline, lambda: False)
@@ -147,6 +148,6 @@ def receive(reader: Pair[ReaderCore], read_id: int, slot: int, num_bytes: int) -
     return received
 
 
-def memory(pair: Pair[HolderCore] | Pair[ReaderCore]) -> FakeMemory:
+def memory(pair: PairEnd[HolderCore] | PairEnd[ReaderCore]) -> FakeMemory:
     assert isinstance(pair.memory, FakeMemory)
     return pair.memory

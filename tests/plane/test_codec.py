@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 
-from dataplane.memory.codec import LARGEST, BlockCodec, NotFiniteError, PackedDtype, _pack_fp8
+from dataplane.memory.codec import LARGEST, BlockCodec, KVNotFiniteError, PackedDtype, _pack_fp8
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 PACKED = ("int8", "fp8")
@@ -117,7 +117,7 @@ def test_what_is_not_finite_is_refused(packed: PackedDtype, dtype: str, number: 
     codec = BlockCodec(packed, dtype, 2, 4, 16)
     numbers = np.ones((100, 2, 4), DTYPES[dtype])
     numbers[at, 1, 3] = number
-    with pytest.raises(NotFiniteError):
+    with pytest.raises(KVNotFiniteError):
         codec.encode(as_bytes(numbers), 7, np.empty(codec.num_bytes(7, 100), np.uint8))
 
 
@@ -129,7 +129,7 @@ def test_scale_that_cannot_be_is_refused_and_nothing_written(packed: PackedDtype
     wire = np.zeros(codec.num_bytes(0, 40), np.uint8)
     wire[8:12] = np.array([scale], "<f4").view(np.uint8)
     rows = np.full((40, 8 * np.dtype(DTYPES[dtype]).itemsize), 0xCC, np.uint8)
-    with pytest.raises(NotFiniteError):
+    with pytest.raises(KVNotFiniteError):
         codec.decode(wire, 0, rows)
     assert (rows == 0xCC).all()
 

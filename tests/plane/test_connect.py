@@ -10,8 +10,8 @@ from dataplane.cards.fakes.fake_communicator import FakeFabric, FakeLibrary
 from dataplane.cards.fakes.fake_device import FakeDevice
 from dataplane.cards.nccl.communicator import LibraryThreads
 from dataplane.cards.nccl.pair import PairParts
-from dataplane.carriers.arena import AUTO, ReaderPlace
 from dataplane.carriers.host import HostArena, HostPlace
+from dataplane.carriers.kv_arena import AUTO, ReaderPlace
 from dataplane.ends.choice import BrokenCarriers, CarrierImpossibleError, Choice, choices
 from schemas.handoff import Endpoint, PairOffer
 

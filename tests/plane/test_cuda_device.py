@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from dataplane.cards import limits
-from dataplane.cards.cuda import driver as cuda
-from dataplane.cards.cuda.driver import CudaDevice, find_device
+from dataplane.cards.cuda import cuda_driver as cuda
+from dataplane.cards.cuda.cuda_driver import CudaDevice, find_device
 from dataplane.cards.cuda.kernel import NUM_THREADS
 from dataplane.cards.cuda.run_tables import MIN_TABLE_BYTES
 from dataplane.cards.device import DeviceError, Moves

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from dataplane.cards.cuda import kernel as cuda_kernel
-from dataplane.cards.cuda.driver import import_cupy
+from dataplane.cards.cuda.cuda_driver import import_cupy
 from dataplane.cards.cuda.kernel import NUM_THREADS, SOURCE, VECTORS_PER_THREAD, compile_kernels, vector_bytes
 from dataplane.cards.device import DeviceError, Moves
 from dataplane.memory.checksum import sum64

@@ -24,7 +24,7 @@ from dataplane.cards.nccl.communicator import CommunicatorError
 from dataplane.cards.nccl.library import NcclCommunicator, NcclLibrary, id_bytes, id_chars
 from dataplane.cards.nccl.pair import BUFFER_BYTES
 from dataplane.cards.nccl.pair_core import ReaderCore
-from dataplane.carriers.arena import AUTO
+from dataplane.carriers.kv_arena import AUTO
 from dataplane.ends.reader import PlaneReader, ReadRequest
 from dataplane.protocol.stream import (
     Header,
@@ -608,7 +608,7 @@ assert thread.is_alive(), "it came back"
 
 @gpu.needs_gpu
 def test_two_ranks_on_two_cards() -> None:
-    from dataplane.cards.cuda.driver import count_devices
+    from dataplane.cards.cuda.cuda_driver import count_devices
 
     if count_devices() < 2:
         pytest.skip("two ranks need two cards: NCCL does not let two share one")

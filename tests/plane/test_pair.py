@@ -15,9 +15,9 @@ from dataplane.cards import limits
 from dataplane.cards.device import DeviceMemory
 from dataplane.cards.nccl import pair, pairs
 from dataplane.cards.nccl.communicator import CommunicatorError, LibraryThreads
-from dataplane.cards.nccl.pair import Pair
+from dataplane.cards.nccl.pair import PairEnd
 from dataplane.cards.nccl.pair_core import HolderCore, PairBrokenError, PairState, ReaderCore
-from dataplane.carriers.arena import PairRefusedError
+from dataplane.carriers.kv_arena import PairRefusedError
 from dataplane.protocol.stream import ProtocolError
 from dataplane.protocol.wire import WireClosedError, WireTimeoutError
 from schemas.ids import WorkerId
@@ -49,9 +49,9 @@ def world() -> Iterator[PairWorld]:
         card.assert_nothing_left()
 
 
-def pair_in_time(world: PairWorld) -> tuple[Pair[HolderCore], Pair[ReaderCore]]:
+def pair_in_time(world: PairWorld) -> tuple[PairEnd[HolderCore], PairEnd[ReaderCore]]:
     """Return both ends of a new pair; the holder may hear a moment later than the reader that the last has ended."""
-    made: list[tuple[Pair[HolderCore], Pair[ReaderCore]]] = []
+    made: list[tuple[PairEnd[HolderCore], PairEnd[ReaderCore]]] = []
 
     def is_made() -> bool:
         with contextlib.suppress(PairRefusedError):
@@ -62,7 +62,7 @@ def pair_in_time(world: PairWorld) -> tuple[Pair[HolderCore], Pair[ReaderCore]]:
     return made[0]
 
 
-def exchange(holder: Pair[HolderCore], reader: Pair[ReaderCore], num_frames: int, seed: int = 0) -> None:
+def exchange(holder: PairEnd[HolderCore], reader: PairEnd[ReaderCore], num_frames: int, seed: int = 0) -> None:
     """Send frames in a read of their own and look at each."""
     rng = random.Random(seed)
     read_id = open_read(holder, reader)

@@ -45,7 +45,7 @@ def test_an_engine_is_asked_for_its_kernels_only_where_there_is_a_card() -> None
 
 
 def test_the_modules_of_a_card_import_without_one() -> None:
-    modules = "dataplane.cards.cuda.driver, dataplane.cards.cuda.kernel, dataplane.cards.device_arena"
+    modules = "dataplane.cards.cuda.cuda_driver, dataplane.cards.cuda.kernel, dataplane.cards.device_arena"
     run(f"import sys, {modules}; assert not {{'cupy', 'torch'}} & set(sys.modules)")
 
 
@@ -65,7 +65,7 @@ def test_a_machine_without_cupy_is_told_so() -> None:
     code = """
 import sys
 sys.modules["cupy"] = None
-from dataplane.cards.cuda.driver import find_device
+from dataplane.cards.cuda.cuda_driver import find_device
 from dataplane.cards.device import DeviceError
 try:
     find_device()

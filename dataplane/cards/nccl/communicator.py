@@ -1,5 +1,5 @@
-"""What a pair of workers needs of NCCL, without NCCL: `nccl.py` has the real one, `fake_communicator.py` one of threads
-that can stall, fail and die.
+"""What a pair of workers needs of NCCL, without NCCL: `library.py` has the real one, `fake_communicator.py` one of
+threads that can stall, fail and die.
 
 What may block, by NCCL's documents and its makers' answers, and what is done about it: making a communicator waits for
 the other rank, without any limit of time; the end of the first group waits for it as well, as connections are made at

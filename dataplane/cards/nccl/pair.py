@@ -50,7 +50,7 @@ class _OverError(Exception):
     """The pair is over: its communicator is not to be used any more."""
 
 
-class Pair(Generic[CoreT]):
+class PairEnd(Generic[CoreT]):
     """One end. `core` is only used inside `deciding`.
 
     `memory`: of the buffers, one behind the other. `filled`: an event per buffer, recorded by a read behind its last

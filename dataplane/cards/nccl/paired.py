@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from dataplane.cards.device import DeviceError, DigestSlot, Stream
 from dataplane.cards.device_arena import DeviceArena
 from dataplane.cards.moves import gather_moves, scatter_moves
-from dataplane.cards.nccl.pair import BUFFER_BYTES, Pair
+from dataplane.cards.nccl.pair import BUFFER_BYTES, PairEnd
 from dataplane.cards.nccl.pair_core import HolderCore, ReaderCore
-from dataplane.cards.side import Piece, SideStream, wait_done
+from dataplane.cards.side import SideStream, WorkPiece, wait_done
 from dataplane.carriers.carrier import Access
 from dataplane.memory.rows import SequenceRuns
 from dataplane.protocol.stream import Digest, Header, TransferStats, encode_header
@@ -31,7 +31,7 @@ class _Begun:
 
     data: Header
     mark: int
-    gathered: tuple[int, Piece] | None = None
+    gathered: tuple[int, WorkPiece] | None = None
 
 
 class PairedHolder:
@@ -48,7 +48,7 @@ class PairedHolder:
         return self
 
     def __init__(
-        self, pair: Pair[HolderCore], read_id: int, arena: DeviceArena, source: SequenceRuns, *, digests: bool
+        self, pair: PairEnd[HolderCore], read_id: int, arena: DeviceArena, source: SequenceRuns, *, digests: bool
     ) -> None:
         self._pair = pair
         self._read_id = read_id
@@ -109,7 +109,7 @@ class PairedHolder:
                     return
                 begun.gathered = self._gather(begun, buffer)
 
-    def _gather(self, begun: _Begun, buffer: int) -> tuple[int, Piece]:
+    def _gather(self, begun: _Begun, buffer: int) -> tuple[int, WorkPiece]:
         moves, arena, pair = gather_moves(self._source, begun.data, buffer * BUFFER_BYTES), self._arena, self._pair
 
         def work(stream: Stream, digest: DigestSlot | None) -> None:
@@ -126,14 +126,14 @@ class PairedReader:
     needs_ack = False
 
     def __init__(
-        self, pair: Pair[ReaderCore], read_id: int, arena: DeviceArena, target: SequenceRuns, *, digests: bool
+        self, pair: PairEnd[ReaderCore], read_id: int, arena: DeviceArena, target: SequenceRuns, *, digests: bool
     ) -> None:
         self._pair = pair
         self._read_id = read_id
         self._arena = arena
         self._target = target
         self._digests = digests
-        self._landings: deque[Piece] = deque()
+        self._landings: deque[WorkPiece] = deque()
         self._side = SideStream(arena.device, f"in-{next(_numbers)}", digests=digests, writes=True)
 
     def land(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> Digest:
@@ -174,7 +174,7 @@ class PairedReader:
         self._side.close()
         self._pair.leave(self._read_id)
 
-    def _digest(self, landing: Piece, stats: TransferStats, deadline: float) -> int:
+    def _digest(self, landing: WorkPiece, stats: TransferStats, deadline: float) -> int:
         started = time.perf_counter_ns()
         _wait(landing, None, deadline)
         value = self._side.settle(landing)
@@ -183,7 +183,7 @@ class PairedReader:
         return value
 
 
-def _wait(piece: Piece, wire: Wire | None, deadline: float) -> None:
+def _wait(piece: WorkPiece, wire: Wire | None, deadline: float) -> None:
     """Wait for this process's own card. Raises DeviceError, WireTimeoutError, WireClosedError when `wire` has ended."""
     if not wait_done(piece, wire, deadline - time.monotonic()):
         raise WireTimeoutError("the card has not come to it within the time allowed")

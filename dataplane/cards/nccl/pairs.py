@@ -15,15 +15,15 @@ from weakref import WeakKeyDictionary
 from dataplane.cards import limits
 from dataplane.cards.device import DeviceError
 from dataplane.cards.nccl.communicator import CommunicatorError
-from dataplane.cards.nccl.pair import BUFFER_BYTES, CoreT, Pair, PairParts
+from dataplane.cards.nccl.pair import BUFFER_BYTES, CoreT, PairEnd, PairParts
 from dataplane.cards.nccl.pair_core import HolderCore, PairBrokenError, PairState, ReaderCore
-from dataplane.carriers.arena import PairRefusedError
+from dataplane.carriers.kv_arena import PairRefusedError
 from dataplane.protocol.reasons import FailureCode, RefusalCode
 from dataplane.protocol.stream import (
     Kind,
     PairOpen,
     ProtocolError,
-    Refused,
+    StreamRefused,
     TransferFailedError,
     decode_body,
     encode_frame,
@@ -46,7 +46,7 @@ class _Offered:
     offer: PairOffer
     is_taken: bool = False
     is_spent: bool = False
-    pair: Pair[HolderCore] | None = None
+    pair: PairEnd[HolderCore] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -93,7 +93,7 @@ class HolderPairs:
             offered = self._offered[reader] = _Offered(PairOffer(unique_id=unique_id, generation=self._generation))
             return offered.offer
 
-    def open(self, reader: WorkerId, generation: int) -> Pair[HolderCore]:
+    def open(self, reader: WorkerId, generation: int) -> PairEnd[HolderCore]:
         """Return this end of what the reader was offered, to be listened to. Raises PairRefusedError."""
         with self._lock:
             offered = self._offered.get(reader)
@@ -108,7 +108,7 @@ class HolderPairs:
                 raise PairRefusedError(refusal)
             offered.is_taken = True
         try:  # a driver's time, for which no offer waits
-            pair = Pair(HolderCore(generation, time.monotonic()), self._parts, offered.offer.unique_id)
+            pair = PairEnd(HolderCore(generation, time.monotonic()), self._parts, offered.offer.unique_id)
         except DeviceError as error:
             offered.is_spent = True
             raise PairRefusedError(str(error)) from error
@@ -121,7 +121,7 @@ class HolderPairs:
             raise PairRefusedError("no such pair is offered any more")
         return pair
 
-    def find(self, reader: WorkerId, generation: int) -> Pair[HolderCore]:
+    def find(self, reader: WorkerId, generation: int) -> PairEnd[HolderCore]:
         """Return the pair that the reader has opened. Raises PairRefusedError."""
         with self._lock:
             offered = self._offered.get(reader)
@@ -180,10 +180,10 @@ class ReaderPairs:
     def __init__(self, parts: PairParts) -> None:
         self._parts = parts
         self._lock = threading.Lock()
-        self._pairs: dict[str, Pair[ReaderCore]] = {}
+        self._pairs: dict[str, PairEnd[ReaderCore]] = {}
         """By the nonce of the holder's arena."""
-        self._threads: dict[Pair[ReaderCore], threading.Thread] = {}
-        self._refused: WeakKeyDictionary[Pair[ReaderCore], Refused] = WeakKeyDictionary()
+        self._threads: dict[PairEnd[ReaderCore], threading.Thread] = {}
+        self._refused: WeakKeyDictionary[PairEnd[ReaderCore], StreamRefused] = WeakKeyDictionary()
         """What holders have said no to."""
         self._is_closed = False
 
@@ -198,7 +198,7 @@ class ReaderPairs:
         dial: Callable[[], Wire],
         deadline: float,
         is_over: Callable[[], bool],
-    ) -> Pair[ReaderCore]:
+    ) -> PairEnd[ReaderCore]:
         """Return the pair with this holder, made now if need be, once it is ready. `dial` connects to the holder.
 
         Raises PairRefusedError when there can be none or it is not ready in time, TransferFailedError when the ticket
@@ -242,7 +242,7 @@ class ReaderPairs:
         for thread in threads:
             thread.join()
 
-    def _pair(self, endpoint: Endpoint, ticket: str, dial: Callable[[], Wire]) -> Pair[ReaderCore]:
+    def _pair(self, endpoint: Endpoint, ticket: str, dial: Callable[[], Wire]) -> PairEnd[ReaderCore]:
         offer = endpoint.pair
         with self._lock:
             known = self._pairs.get(endpoint.arena_nonce)
@@ -257,7 +257,7 @@ class ReaderPairs:
             self._make_room()
             try:
                 core = ReaderCore(offer.generation, time.monotonic(), BUFFER_BYTES)
-                pair = Pair(core, self._parts, offer.unique_id)
+                pair = PairEnd(core, self._parts, offer.unique_id)
             except DeviceError as error:
                 raise PairRefusedError(str(error)) from error
             self._pairs[endpoint.arena_nonce] = pair
@@ -269,7 +269,7 @@ class ReaderPairs:
             thread.start()
             return pair
 
-    def _open_and_listen(self, pair: Pair[ReaderCore], opening: PairOpen, dial: Callable[[], Wire]) -> None:
+    def _open_and_listen(self, pair: PairEnd[ReaderCore], opening: PairOpen, dial: Callable[[], Wire]) -> None:
         """Connect the pair's wire, and listen until the pair is over."""
         wire = None
         try:
@@ -297,13 +297,13 @@ class ReaderPairs:
         self._pairs.pop(nonce).fail(_MADE_ROOM)
 
 
-def _ask(wire: Wire, opening: PairOpen) -> Refused | None:
+def _ask(wire: Wire, opening: PairOpen) -> StreamRefused | None:
     """Open the pair, or return why not. Raises WireClosedError, WireTimeoutError, ProtocolError."""
     wire.send([encode_frame(Kind.PAIR_OPEN, opening)], limits.PAIR_OPEN_S)
     deadline = time.monotonic() + limits.PAIR_OPEN_S
     header = wire.receive_header(deadline, Kind.PAIR_ACCEPTED, Kind.REFUSED)
     if header.kind is Kind.REFUSED:
-        return decode_body(wire.receive(header.length, deadline), Refused)
+        return decode_body(wire.receive(header.length, deadline), StreamRefused)
     return None
 
 
@@ -312,14 +312,14 @@ def _ready(core: ReaderCore) -> bool | None:
     return True if core.state is PairState.READY else None
 
 
-def _longest_idle(pairs: Mapping[NameT, Pair[CoreT]]) -> NameT | None:
+def _longest_idle(pairs: Mapping[NameT, PairEnd[CoreT]]) -> NameT | None:
     """Return whose pair may best be done without, or None: all are in use."""
     idle = {name: pair.idle_since for name, pair in pairs.items()}
     since = {name: at for name, at in idle.items() if at is not None}
     return min(since, key=lambda name: since[name]) if since else None
 
 
-def _close_all(pairs: Sequence[Pair[CoreT]]) -> None:
+def _close_all(pairs: Sequence[PairEnd[CoreT]]) -> None:
     for pair in pairs:
         pair.fail("this process ends it")
     for pair in pairs:

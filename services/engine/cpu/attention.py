@@ -50,7 +50,7 @@ class AttendsStep(Protocol):
         ...
 
 
-class KVArena:
+class KVTensors:
     """Tensor views of an arena: per layer the keys and the values, `[slot, kv_head, dim]`.
 
     `num_blocks`: of the cache group that has the fewest.
@@ -105,7 +105,7 @@ class _ItemPlan:
 class StepAttention:
     """The attention of one step. `attend` is called once per layer with q, k and v of the flat batch."""
 
-    def __init__(self, arena: KVArena, items: Seq[StepItem]) -> None:
+    def __init__(self, arena: KVTensors, items: Seq[StepItem]) -> None:
         self.arena = arena
         self.layers_seen: list[int] = []
         self._plans: list[_ItemPlan] = []
@@ -206,7 +206,7 @@ class StepAttention:
 
 
 def check_layer(
-    arena: KVArena, num_rows: int, layer: int, tensors: tuple[Tensor, Tensor, Tensor], window: int | None
+    arena: KVTensors, num_rows: int, layer: int, tensors: tuple[Tensor, Tensor, Tensor], window: int | None
 ) -> None:
     """Raise UnsupportedAttentionError unless a layer's q, k and v `[heads, rows, dim]` are those of the arena."""
     layout = arena.layout

@@ -18,7 +18,7 @@ from services.engine.checkpoint import Checkpoint
 from services.engine.cpu.attention import (
     ATTENTION_NAME,
     STEP_ARGUMENT,
-    KVArena,
+    KVTensors,
     StepAttention,
     UnsupportedAttentionError,
     paged_attention,
@@ -41,19 +41,19 @@ class TransformersEngine:
     `step` may run on any one thread at a time. `close` lets go of the arena's buffer.
     """
 
-    def __init__(self, model: PreTrainedModel, arena: KVArena, *, vocab_size: int, num_threads: int) -> None:
+    def __init__(self, model: PreTrainedModel, arena: KVTensors, *, vocab_size: int, num_threads: int) -> None:
         self.layout: KVLayout = arena.layout
         self.vocab_size = vocab_size
         self.model = model
-        self._arena: KVArena | None = arena
+        self._arena: KVTensors | None = arena
         self._num_threads = num_threads
         self._thread: int | None = None
 
     def step(self, items: Seq[StepItem]) -> list[int]:
         """Compute the items, write their KV, call the layer listeners, and return one token id per sampling item.
 
-        Raises EngineFailedError when the model did not call its attention once a layer, NotFiniteError when its logits
-        are no numbers, ValueError when a sequence has outgrown its block tables.
+        Raises EngineFailedError when the model did not call its attention once a layer, LogitsNotFiniteError when its
+        logits are no numbers, ValueError when a sequence has outgrown its block tables.
         """
         rows, params = _sampling_rows(items)
         return sample(self.logits(items, rows), params)
@@ -107,7 +107,7 @@ def load_engine(
     """
     layout = shape.layout
     dtype = layout.dtype
-    arena = KVArena(shape, arena_buffer)
+    arena = KVTensors(shape, arena_buffer)
     torch.set_num_threads(num_threads)
     model = load_model(checkpoint, dtype)
     check_model(model, checkpoint, layout)
@@ -120,7 +120,7 @@ def check_model(model: PreTrainedModel, checkpoint: Checkpoint, layout: KVLayout
     Raises CheckpointError. Uses a small arena of its own.
     """
     shape = check_shape(layout)
-    arena = KVArena(shape, memoryview(bytearray(shape.num_bytes)))
+    arena = KVTensors(shape, memoryview(bytearray(shape.num_bytes)))
     engine = TransformersEngine(model, arena, vocab_size=checkpoint.vocab_size, num_threads=torch.get_num_threads())
     check_logits(engine, model, checkpoint)
 

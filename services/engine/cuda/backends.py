@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dataplane.blocks.layout import KVLayout
-from services.engine.cpu.attention import KVArena
+from services.engine.cpu.attention import KVTensors
 from services.engine.cuda.device_attention import ChunkAttention
 from services.engine.cuda.step_plan import StepPlan
 
@@ -27,7 +27,7 @@ HEAD_DIMS = frozenset({64, 128, 256})
 
 
 class ChunkBackend(Protocol):
-    def plan(self, arena: KVArena, plan: StepPlan) -> ChunkAttention | None:
+    def plan(self, arena: KVTensors, plan: StepPlan) -> ChunkAttention | None:
         """Return what computes the chunks of this step; None: our kernel."""
         ...
 
@@ -53,7 +53,7 @@ class FlashInferBackend:
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: dict[_PlanKey, Any] = {}
 
-    def plan(self, arena: KVArena, plan: StepPlan) -> ChunkAttention | None:
+    def plan(self, arena: KVTensors, plan: StepPlan) -> ChunkAttention | None:
         """None when the chunks' rows are not side by side in the batch."""
         chunks = np.flatnonzero(plan.counts > 1)
         if not len(chunks) or chunks[-1] - chunks[0] + 1 != len(chunks):
@@ -78,7 +78,7 @@ class _PlanKey(NamedTuple):
 class _FlashInferStep:
     """One step's chunks. Plans at the first layer that asks: only layers know their scale."""
 
-    def __init__(self, backend: FlashInferBackend, arena: KVArena, plan: StepPlan, chunks: Any) -> None:
+    def __init__(self, backend: FlashInferBackend, arena: KVTensors, plan: StepPlan, chunks: Any) -> None:
         self._backend = backend
         self._arena = arena
         self._plan = plan

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from services.engine.cpu.attention import KVArena, check_layer
+from services.engine.cpu.attention import KVTensors, check_layer
 from services.engine.cuda import paged_ops
 from services.engine.cuda.protocol import MarkSource
 from services.engine.cuda.step_plan import Field, StepFields
@@ -72,7 +72,7 @@ class DeviceStepAttention:
 
     def __init__(
         self,
-        arena: KVArena,
+        arena: KVTensors,
         inputs: StepInputs,
         *,
         chunk_attention: ChunkAttention | None = None,

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dataplane.blocks.layout import KVLayout
-from services.engine.cpu.attention import STEP_ARGUMENT, KVArena
+from services.engine.cpu.attention import STEP_ARGUMENT, KVTensors
 from services.engine.cuda import paged_ops
 from services.engine.cuda.backends import ChunkBackend
 from services.engine.cuda.device_attention import (
@@ -37,7 +37,7 @@ from services.engine.cuda.step_plan import (
 )
 from services.engine.interface import EngineFailedError, EngineLostError, StepItem
 from services.engine.limits import MOST_RESERVED_BYTES
-from services.engine.sampler import NotFiniteError
+from services.engine.sampler import LogitsNotFiniteError
 
 
 class StepBuffer:
@@ -74,7 +74,7 @@ class DeviceEngine:
     def __init__(
         self,
         model: PreTrainedModel,
-        arena: KVArena,
+        arena: KVTensors,
         *,
         vocab_size: int,
         runtime: Runtime,
@@ -86,7 +86,7 @@ class DeviceEngine:
         self.layout: KVLayout = arena.layout
         self.vocab_size = vocab_size
         self.model = model
-        self._arena: KVArena | None = arena
+        self._arena: KVTensors | None = arena
         self._runtime = runtime
         self._marks = marks
         self._backend = backend
@@ -103,8 +103,9 @@ class DeviceEngine:
     def step(self, items: Seq[StepItem]) -> list[int]:
         """Compute the items, write their KV, call the layer listeners, and return one token id per sampling item.
 
-        Raises EngineFailedError when the model did not call its attention once a layer, NotFiniteError when its logits
-        are no numbers, ValueError when a sequence has outgrown its block tables, EngineLostError when the card fails.
+        Raises EngineFailedError when the model did not call its attention once a layer, LogitsNotFiniteError when its
+        logits are no numbers, ValueError when a sequence has outgrown its block tables, EngineLostError when the card
+        fails.
         """
         with self._runtime.active():
             try:
@@ -113,7 +114,7 @@ class DeviceEngine:
                 self._end_launched()
                 raise
         if bad := ids.count(NOT_FINITE):
-            raise NotFiniteError(f"logits of {bad} of {len(ids)} sequences are not finite")
+            raise LogitsNotFiniteError(f"logits of {bad} of {len(ids)} sequences are not finite")
         return ids
 
     def _end_launched(self) -> None:

@@ -13,14 +13,14 @@ from dataplane.blocks.layout import BlockTable, Segment, num_blocks_for
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.engine.checkpoint import Checkpoint
-from services.engine.cpu.attention import KVArena
+from services.engine.cpu.attention import KVTensors
 from services.engine.cpu.model import CHECK_TOLERANCE, check_logits, check_shape
 from services.engine.cuda.backends import ChunkBackend
 from services.engine.cuda.device_engine import DeviceEngine
 from services.engine.cuda.protocol import MarkSource, Recorder, Runtime
 from services.engine.cuda.step_plan import StepLimits
 from services.engine.interface import Sequence, StepItem
-from services.engine.sampler import NotFiniteError
+from services.engine.sampler import LogitsNotFiniteError
 from services.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Card(NamedTuple):
 
 
 def make_device_engine(
-    model: PreTrainedModel, checkpoint: Checkpoint, arena: KVArena, card: Card, limits: StepLimits
+    model: PreTrainedModel, checkpoint: Checkpoint, arena: KVTensors, card: Card, limits: StepLimits
 ) -> DeviceEngine:
     """Return an engine over `arena`, proven, its kernels compiled, its memory taken and its graphs recorded.
 
@@ -58,7 +58,7 @@ def make_device_engine(
 
 
 def _engine(
-    model: PreTrainedModel, checkpoint: Checkpoint, arena: KVArena, card: Card, limits: StepLimits
+    model: PreTrainedModel, checkpoint: Checkpoint, arena: KVTensors, card: Card, limits: StepLimits
 ) -> DeviceEngine:
     return DeviceEngine(
         model,
@@ -72,10 +72,12 @@ def _engine(
     )
 
 
-def _proven_backend(model: PreTrainedModel, checkpoint: Checkpoint, arena: KVArena, card: Card) -> ChunkBackend | None:
+def _proven_backend(
+    model: PreTrainedModel, checkpoint: Checkpoint, arena: KVTensors, card: Card
+) -> ChunkBackend | None:
     """Check the engine with and, should it fail, without the backend; return the one that is right."""
     shape = check_shape(arena.layout)
-    small = KVArena(shape, torch.zeros(shape.num_bytes, dtype=torch.uint8, device=card.runtime.device))
+    small = KVTensors(shape, torch.zeros(shape.num_bytes, dtype=torch.uint8, device=card.runtime.device))
     plain = card._replace(recorder=None, backend=None)
     if card.backend is not None:
         try:
@@ -88,7 +90,7 @@ def _proven_backend(model: PreTrainedModel, checkpoint: Checkpoint, arena: KVAre
     return card.backend
 
 
-def compute_largest(engine: DeviceEngine, name: str, arena: KVArena, limits: StepLimits) -> None:
+def compute_largest(engine: DeviceEngine, name: str, arena: KVTensors, limits: StepLimits) -> None:
     """Compute a step as large as any will be: what it needs of the card is then had, or missed, before anybody is
     served. All of it samples, in all of the sampler's ways. Raises CheckpointError when there is no room for it."""
     started = time.monotonic()
@@ -99,7 +101,7 @@ def compute_largest(engine: DeviceEngine, name: str, arena: KVArena, limits: Ste
     items = [StepItem(_sequence(arena, 0, [1], draw), 0, 1, True) for draw in islice(cycle(DRAWS), num_singles)]
     items.append(StepItem(_sequence(arena, 0, [1] * num_tokens, DRAWS[0]), 0, num_tokens, True))
     try:
-        with contextlib.suppress(NotFiniteError):  # of a text that nobody wrote
+        with contextlib.suppress(LogitsNotFiniteError):  # of a text that nobody wrote
             engine.step(items)
     except torch.OutOfMemoryError as error:
         raise CheckpointError(
@@ -109,7 +111,7 @@ def compute_largest(engine: DeviceEngine, name: str, arena: KVArena, limits: Ste
     log.info("computed a step of %d tokens in %.1f s", num_singles + num_tokens, time.monotonic() - started)
 
 
-def _record_graphs(engine: DeviceEngine, arena: KVArena, tolerance: float) -> None:
+def _record_graphs(engine: DeviceEngine, arena: KVTensors, tolerance: float) -> None:
     """Record the graphs and compare them with what they were recorded from; without them the engine works, slower."""
     if engine.graphs is None:
         return
@@ -129,7 +131,7 @@ def _record_graphs(engine: DeviceEngine, arena: KVArena, tolerance: float) -> No
     log.info("recorded %d CUDA graphs in %.1f s", len(engine.graphs.sizes), time.monotonic() - started)
 
 
-def check_graph(engine: DeviceEngine, arena: KVArena, size: int) -> float:
+def check_graph(engine: DeviceEngine, arena: KVTensors, size: int) -> float:
     """Return how far the logits of the graph for `size` sequences are off those computed without it, relative to their
     spread.
 
@@ -151,7 +153,7 @@ def check_graph(engine: DeviceEngine, arena: KVArena, size: int) -> float:
     return float((graph - eager).abs().max() / spread)
 
 
-def _sequence(arena: KVArena, block: int, token_ids: list[int], sampling: SamplingParams) -> Sequence:
+def _sequence(arena: KVTensors, block: int, token_ids: list[int], sampling: SamplingParams) -> Sequence:
     """Return one that lies in the blocks from `block` on, in each cache group."""
     layout = arena.layout
     table = BlockTable((Segment(block, num_blocks_for(len(token_ids), layout.block_size)),))

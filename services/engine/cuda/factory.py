@@ -5,7 +5,7 @@ from dataplane.blocks.layout import ArenaShape
 from dataplane.cards.factory import CardRefusedError, make_card_arena
 from services.config import WorkerConfig
 from services.engine.checkpoint import Checkpoint
-from services.engine.cuda.runtime import check_card, load_cuda_engine
+from services.engine.cuda.cuda_runtime import check_card, load_cuda_engine
 from services.engine.interface import PlacedEngine
 from services.errors import UserError
 

@@ -1,4 +1,4 @@
-"""What a step on a card needs of the card's driver. `cuda.py` has the real one."""
+"""What a step on a card needs of the card's driver. `cuda_runtime.py` has the real one."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -14,9 +14,9 @@ from typing import Protocol
 
 from dataplane.blocks.layout import ArenaShape
 from dataplane.carriers import loopback, shm, tcp
-from dataplane.carriers.arena import AUTO, KVArena
 from dataplane.carriers.carrier import ReaderCarrier
 from dataplane.carriers.host import HostArena, HostReaderSide
+from dataplane.carriers.kv_arena import AUTO, KVArena
 from dataplane.carriers.shm import FrameSource, SharedReader
 from dataplane.ends.choice import CarrierImpossibleError, Choice
 from dataplane.ends.dial import Cancellation
@@ -175,7 +175,7 @@ class SimNetwork:
     def _pass(self, source: str, target: str, takes_s: float, timeout_s: float, cancellation: Cancellation) -> None:
         """Wait as long as the handshake takes. Raises TransferFailedError."""
         deadline, done_at = time.monotonic() + timeout_s, time.monotonic() + takes_s
-        dialling = _Connecting(current())
+        dialling = _SimDialling(current())
         cancellation.watch(dialling)
         self._dialling[dialling.thread] = None
         try:
@@ -203,7 +203,7 @@ class SimNetwork:
             thread.wake()
 
 
-class _Connecting:
+class _SimDialling:
     """A thread that waits to be connected."""
 
     def __init__(self, thread: CoThread) -> None:

@@ -13,7 +13,7 @@ import msgspec
 
 from dataplane.blocks.layout import ArenaShape, BlockTables
 from dataplane.blocks.ticket import Ticket, sign
-from dataplane.carriers.arena import KVArena
+from dataplane.carriers.kv_arena import KVArena
 from dataplane.ends.server import PlaneServer, ReadableKV, ServerOptions
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferStats

@@ -14,7 +14,7 @@ from services.engine.batch import Batch
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.cuda.device_engine import DeviceEngine
 from services.engine.interface import EngineFailedError, EngineLostError, Sequence, StepItem
-from services.engine.sampler import NotFiniteError
+from services.engine.sampler import LogitsNotFiniteError
 from tests.engine.device_rig import CountedMarks, EagerRecorder, HostRuntime, load_device_engine
 from tests.engine.rig import (
     BLOCK_SIZE,
@@ -200,7 +200,7 @@ def test_what_cannot_be_computed_is_refused(tiny: Tiny) -> None:
     with pytest.raises(ValueError, match="past the 8 slots"):
         engine.step(step_of(9, 1))
     engine.model.lm_head.weight.data[5] = torch.nan
-    with pytest.raises(NotFiniteError, match="1 of 1"):
+    with pytest.raises(LogitsNotFiniteError, match="1 of 1"):
         engine.step(step_of(8, 1))
     engine.close()
     with pytest.raises(EngineFailedError, match="closed"):

@@ -13,7 +13,7 @@ from torch import Tensor
 from dataplane.blocks.layout import ArenaShape, uniform_shape
 from services.engine.batch import Batch
 from services.engine.checkpoint import layout_of, read_checkpoint
-from services.engine.cpu.attention import KVArena
+from services.engine.cpu.attention import KVTensors
 from services.engine.cpu.model import load_model
 from services.engine.cuda.backends import FlashInferBackend
 from services.engine.cuda.device_engine import DeviceEngine
@@ -40,7 +40,7 @@ def load(
 ) -> DeviceEngine:
     checkpoint = read_checkpoint(str(folder))
     shape: ArenaShape = uniform_shape(layout_of(checkpoint, block_size=BLOCK_SIZE), num_blocks)
-    arena = KVArena(shape, torch.zeros(shape.num_bytes, dtype=torch.uint8))  # as a card's memory is
+    arena = KVTensors(shape, torch.zeros(shape.num_bytes, dtype=torch.uint8))  # as a card's memory is
     backend = None
     if wrapper is not None:
         backend = FlashInferBackend(SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=wrapper), torch.device("cpu"))

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from dataplane.blocks.layout import ArenaShape
 from dataplane.cards.device import SupportsDLPack
 from services.engine.checkpoint import Checkpoint
-from services.engine.cpu.attention import KVArena
+from services.engine.cpu.attention import KVTensors
 from services.engine.cpu.model import load_model
 from services.engine.cuda import paged_ops
 from services.engine.cuda.backends import find_backend
@@ -154,7 +154,7 @@ def load_cuda_engine(
         _check_kernels(device)
         model = _to_card(load_model(checkpoint, shape.layout.dtype), checkpoint, device)
         parts = Card(runtime, marks, CudaRecorder(runtime), find_backend(shape.layout, device))
-        kv = KVArena(shape, torch.from_dlpack(arena))
+        kv = KVTensors(shape, torch.from_dlpack(arena))
         limits = StepLimits(token_budget, max_sequences, checkpoint.context_length)
         engine = make_device_engine(model, checkpoint, kv, parts, limits)
         runtime.wait()
