@@ -127,8 +127,6 @@ class Store:
         )
         self._unwritten = asyncio.Event()
         self._all_written = asyncio.Event()
-        self._none_lent = asyncio.Event()
-        """Set when the last lease ends."""
         self._clockwork: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -163,7 +161,7 @@ class Store:
         self._outbox.put(subjects.DRAINING, me, WorkerDraining(worker_id=self._store_id, incarnation=incarnation))
         await self._puller.close()
         await self._flush()
-        await self._until_read()
+        await self._holder.until_unread(self._drain_s)
         self._decide(Stopping())
         await self._loader.close()
         for task in self._clockwork:
@@ -237,8 +235,6 @@ class Store:
             self._holder.close_lease(action.lease)
         if actions:
             self._puller.room_made()
-        if not len(self._holder.leases):
-            self._none_lent.set()
 
     # What the others hear.
 
@@ -320,14 +316,6 @@ class Store:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_TIMEOUT_S):
                 await self._all_written.wait()
-
-    async def _until_read(self) -> None:
-        """Wait until nothing is on loan, at most as long as a worker may take to stop."""
-        if len(self._holder.leases):
-            self._none_lent.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._drain_s):
-                    await self._none_lent.wait()
 
     def _post(self, handle: Callable[..., None], *arguments: object) -> None:
         """From a plane's thread to the loop."""

@@ -13,8 +13,10 @@ LEASE_RETRY_AFTER_MS = 500
 UNREAD_AFTER_MS = 1_000
 """A lease that nobody reads for so long, though all of it could be read, is counted as unread: a reader opens its
 stream as soon as it has its ticket."""
+READERS_COME_S = 1.0
+"""How long a worker that hands back waits for those who go on elsewhere to come for what it has."""
 READERS_STAY_S = 2.0
-"""How long a worker that leaves waits for the reads under its leases, at each of its last steps."""
+"""How long it then waits for their reads to end; and again, whatever it lends meanwhile, before it stops serving."""
 
 # What lies in the blocks.
 
