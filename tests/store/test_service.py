@@ -418,7 +418,7 @@ def test_what_is_wrong_at_the_start_is_one_clear_line(settings: dict[str, object
 def test_a_store_of_the_demo_model(tmp_path: Path) -> None:
     settings = StoreConfig(url="disk", path=str(tmp_path), memory_bytes=8 << 20)
     parts = load_store(MeshConfig(secret=SECRET.decode(), store=settings), "store-0")
-    assert parts.core.memory.num_free > 0 and parts.tier is not None
+    assert parts.memory.num_free > 0 and parts.tier is not None
     parts.arena.close()
     parts.tier.close()
 
