@@ -14,8 +14,8 @@ from services.config import MeshConfig, StoreConfig, dtype_of, require_secret, s
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.errors import UserError
-from services.store.core import StoreCore, StoreLimits
 from services.store.disk import DiskTier
+from services.store.memory import StoreLimits, StoreMemory
 from services.store.remote import SCHEMES, ValkeyTier
 from services.store.tiers import BackTier, TierError
 from services.store.values import BlockValues
@@ -38,7 +38,7 @@ class StoreParts:
     arena: HostArena
     shape: ArenaShape
     values: BlockValues
-    core: StoreCore
+    memory: StoreMemory
     tier: BackTier | None
     secret: bytes
     platform: Platform = THREADS
@@ -100,9 +100,9 @@ def make_parts(
             max_bytes=settings.max_bytes,
             max_unwritten=max(1, num_blocks // 4),
         )
-        core = StoreCore(limits, layout, num_blocks, tier.name if tier else None)
+        memory = StoreMemory(limits, layout, num_blocks, tier.name if tier else None)
         if tier is not None:
-            _restore(core, tier)
+            _restore(memory, tier)
     except BaseException:
         arena.close()
         raise
@@ -113,7 +113,7 @@ def make_parts(
         arena=arena,
         shape=shape,
         values=values,
-        core=core,
+        memory=memory,
         tier=tier,
         secret=secret,
         platform=platform,
@@ -138,10 +138,10 @@ def open_tier(settings: StoreConfig, values: BlockValues) -> BackTier | None:
     raise UserError("the store's URL is none: give disk, redis://host:port/0 or valkey://host:port/0, or leave it out")
 
 
-def _restore(core: StoreCore, tier: BackTier) -> None:
+def _restore(memory: StoreMemory, tier: BackTier) -> None:
     """Take in what the tier has. Raises UserError."""
     try:
-        surplus = core.back.restore(entry.block_hash for entry in tier.scan())
+        surplus = memory.back.restore(entry.block_hash for entry in tier.scan())
         tier.delete(surplus)
     except TierError as error:
         tier.close()

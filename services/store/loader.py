@@ -8,17 +8,17 @@ from contextlib import asynccontextmanager
 from schemas.block import split_hashes
 from schemas.ids import BlockHash
 from services.store.backing import Backing
-from services.store.core import StoreCore
 from services.store.limits import MAX_LOADS
+from services.store.memory import StoreMemory
 
 
 class Loader:
     """A block is loaded once, however many ask for it at a time; a few loads run at once, the others wait in turn."""
 
     def __init__(
-        self, core: StoreCore, backing: Backing | None, tasks: asyncio.TaskGroup, changed: Callable[[], None]
+        self, memory: StoreMemory, backing: Backing | None, tasks: asyncio.TaskGroup, changed: Callable[[], None]
     ) -> None:
-        self._core = core
+        self._memory = memory
         self._backing = backing
         self._tasks = tasks
         self._changed = changed
@@ -33,7 +33,7 @@ class Loader:
         try:
             yield
         finally:
-            self._core.give_back(blocks)
+            self._memory.give_back(blocks)
 
     async def close(self) -> None:
         """End the waiting for loads; a thread that still runs fills blocks that nobody else gets."""
@@ -50,7 +50,7 @@ class Loader:
         blocks: list[int] = []
         while len(blocks) < len(hashes):
             rest = hashes[len(blocks) :]
-            more = self._core.take(rest) or await self._fetch(rest, deadline)
+            more = self._memory.take(rest) or await self._fetch(rest, deadline)
             if not more:
                 break
             blocks += more
@@ -64,21 +64,21 @@ class Loader:
         load = self._loads.get(hashes[0]) or await self._begin_load(hashes, deadline)
         if load is not None:
             await asyncio.wait([load], timeout=max(0.0, deadline - time.monotonic()))
-        return self._core.take(hashes)
+        return self._memory.take(hashes)
 
     async def _begin_load(self, hashes: Sequence[BlockHash], deadline: float) -> asyncio.Task[None] | None:
         """Wait for a turn, and load what is needed then; None where nothing can be loaded, or need be any more."""
         backing = self._backing
-        if backing is None or not self._core.behind(hashes[:1]):
+        if backing is None or not self._memory.behind(hashes[:1]):
             return None
         try:
             async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                 await self._slots.acquire()
         except TimeoutError:
             return None
-        run = self._core.behind(hashes) if backing.is_up else []
+        run = self._memory.behind(hashes) if backing.is_up else []
         run = next((run[:at] for at, block_hash in enumerate(run) if block_hash in self._loads), run)
-        blocks = self._core.allocate_up_to(len(run))
+        blocks = self._memory.allocate_up_to(len(run))
         if not blocks:
             self._slots.release()
             return self._loads.get(hashes[0])
@@ -94,5 +94,5 @@ class Loader:
             self._slots.release()
             for block_hash in hashes:
                 del self._loads[block_hash]
-        self._core.loaded(blocks, hashes[: loaded.num_loaded], loaded.lost)
+        self._memory.loaded(blocks, hashes[: loaded.num_loaded], loaded.lost)
         self._changed()

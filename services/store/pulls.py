@@ -15,7 +15,7 @@ from schemas.kv import BlocksCooling, LeaseGranted, ReadEnd, ReplicateBlocks, Re
 from services.bus.typed import Received, TypedBus
 from services.runtime import now_ms
 from services.store.backing import Backing, Complaints
-from services.store.core import StoreCore
+from services.store.core import BlocksGone, Event, NotTaken, PullEnded, StartPull, StoreCore
 from services.telemetry import Key, Telemetry
 from services.worker.kv.borrow import Borrower, NotGrantedError
 from services.worker.observe.transfers import TransferSpan
@@ -56,7 +56,7 @@ class Puller:
     telemetry: Telemetry
 
     def __post_init__(self) -> None:
-        self._borrower = Borrower(self.bus, self.core.layout.block_size)
+        self._borrower = Borrower(self.bus, self.core.memory.layout.block_size)
         self._pulls: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(MAX_PULLS)
         self._room = asyncio.Event()
@@ -65,16 +65,13 @@ class Puller:
 
     def offered(self, received: Received[BlocksCooling]) -> None:
         """A worker says what it will evict soon."""
-        offer = received.message
-        if self.core.offered(offer.worker_id, offer.block_hashes):
-            self._begin(offer.worker_id)
+        self._handle(received.message)
 
     def replicated(self, received: Received[ReplicateBlocks]) -> None:
         """A worker says what it has completed, and wants kept elsewhere as well."""
         if received.traceparent:
             self._traces[received.message.source] = received.traceparent
-        if self.core.replicated(received.message):
-            self._begin(received.message.source)
+        self._handle(received.message)
 
     def room_made(self) -> None:
         self._room.set()
@@ -87,14 +84,18 @@ class Puller:
         if pulls:
             await asyncio.wait(pulls)
 
-    def _begin(self, worker_id: WorkerId) -> None:
-        pull = self.tasks.create_task(self._pull(worker_id), name=f"pull {worker_id}")
-        self._pulls.add(pull)
-        pull.add_done_callback(self._pulls.discard)
-
-    def _begin_heirs(self) -> None:
-        for worker_id in self.core.take_heirs():
-            self._begin(worker_id)
+    def _handle(self, event: Event, reason: str = "") -> None:
+        """Let the core take in what has happened, and carry out what follows. `reason`: why a pull ended early."""
+        for action in self.core.handle(event, now_ms()):
+            match action:
+                case StartPull(worker_id=worker_id):
+                    pull = self.tasks.create_task(self._pull(worker_id), name=f"pull {worker_id}")
+                    self._pulls.add(pull)
+                    pull.add_done_callback(self._pulls.discard)
+                case NotTaken(worker_id=worker_id, num_blocks=num_blocks):
+                    if reason:
+                        text = f"{num_blocks} blocks of {worker_id} were not taken: {reason}"
+                        self.complaints.say("pull", text)
 
     async def _pull(self, worker_id: WorkerId) -> None:
         reason = ""
@@ -104,11 +105,8 @@ class Puller:
         except (NotGrantedError, TransferFailedError, _BehindError) as error:
             reason = str(error)
         finally:
-            num_left = self.core.end_pull(worker_id)
             self._traces.pop(worker_id, None)
-        if reason:
-            self.complaints.say("pull", f"{num_left} blocks of {worker_id} were not taken: {reason}")
-        self._begin_heirs()
+            self._handle(PullEnded(worker_id), reason)
 
     async def _pull_all(self, worker_id: WorkerId) -> None:
         """Take what the worker has offered, and what it offers meanwhile."""
@@ -118,7 +116,7 @@ class Puller:
             batch = self.core.next_pull(worker_id, min(room, MAX_PULL_BLOCKS))
             if not batch:
                 return
-            span = TransferSpan(self.telemetry, self.core.limits.worker_id, self._traces.get(worker_id, ""))
+            span = TransferSpan(self.telemetry, self.core.memory.limits.worker_id, self._traces.get(worker_id, ""))
             end, detail, num_landed = ReadEnd.STOPPED, "", 0
             try:
                 async with self._lease(worker_id, batch, span.story) as granted:
@@ -129,14 +127,13 @@ class Puller:
                 num_refused += 1
             except TransferFailedError as error:
                 end, detail = ReadEnd(error.code), str(error)
-                num_landed = error.num_landed_tokens // self.core.layout.block_size
+                num_landed = error.num_landed_tokens // self.core.memory.layout.block_size
                 raise
             except NotGrantedError as error:
                 end, detail = error.end, str(error)
                 if error.reason == "gone":
                     num_refused += 1
-                    self.core.passed_over(worker_id, batch[:1])
-                    self._begin_heirs()
+                    self._handle(BlocksGone(worker_id, tuple(batch[:1])))
                 elif error.reason:
                     return
                 else:
@@ -148,7 +145,7 @@ class Puller:
         """Return how many blocks may be read now. Raises _BehindError when it takes too long for any to be."""
         try:
             async with asyncio.timeout(ROOM_TIMEOUT_S):
-                while not (room := self.core.num_pullable(writes=self._writes)):
+                while not (room := self.core.memory.num_pullable(writes=self._writes)):
                     self._room.clear()
                     await self._room.wait()
                 return room
@@ -164,8 +161,8 @@ class Puller:
             attempt=1,
             deadline_ms=asked_ms + int(READ_TIMEOUT_S * 1000),
             answer_by_ms=asked_ms + int(ASK_TIMEOUT_S * 1000),
-            reader=self.core.limits.worker_id,
-            fingerprint=self.core.layout.fingerprint,
+            reader=self.core.memory.limits.worker_id,
+            fingerprint=self.core.memory.layout.fingerprint,
             first_block=0,
             block_hashes=join_hashes(batch),
         )
@@ -176,8 +173,8 @@ class Puller:
 
         Raises TransferFailedError; what landed before is filed. Raises _RoomTakenError.
         """
-        block_size = self.core.layout.block_size
-        blocks = self.core.allocate_up_to(granted.num_tokens // block_size)
+        block_size = self.core.memory.layout.block_size
+        blocks = self.core.memory.allocate_up_to(granted.num_tokens // block_size)
         if not blocks:
             raise _RoomTakenError
         num_landed = 0
@@ -197,7 +194,7 @@ class Puller:
             num_landed = error.num_landed_tokens // block_size  # verified all the same
             raise
         finally:
-            self.core.pulled(blocks, batch[:num_landed], writes=self._writes)
+            self.core.memory.pulled(blocks, batch[:num_landed], writes=self._writes)
             self.changed()
         return num_landed
 

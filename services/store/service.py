@@ -29,10 +29,11 @@ from services.keep import keep_traces
 from services.metrics import Metrics
 from services.runtime import now_ms
 from services.store.backing import Backing, Complaints
-from services.store.core import StoreCore
+from services.store.core import DrainBegun, StoreCore
 from services.store.limits import FLUSH_TIMEOUT_S, LAST_WORDS_S, LOAD_INTERVAL_S
 from services.store.load import StoreParts, load_store
 from services.store.loader import Loader
+from services.store.memory import StoreMemory
 from services.store.pulls import Puller
 from services.telemetry import Telemetry
 from services.worker.core.actions import Action, CloseLease
@@ -61,7 +62,7 @@ async def run_store(
     """Serve until `stop` is set; then leave in order. Takes ownership of the parts."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            bus = TypedBus(connection, "store", metrics or Metrics(parts.core.limits.worker_id))
+            bus = TypedBus(connection, "store", metrics or Metrics(parts.memory.limits.worker_id))
             store = Store(config, parts, bus, telemetry, tasks)
             await store.start()
             if on_ready is not None:
@@ -80,11 +81,12 @@ class Store:
     def __init__(
         self, config: MeshConfig, parts: StoreParts, bus: TypedBus, telemetry: Telemetry, tasks: asyncio.TaskGroup
     ) -> None:
-        core = parts.core
+        memory, core = parts.memory, StoreCore(parts.memory)
         self._config = config
         self.parts = parts
         self.core = core
-        self._store_id = core.limits.worker_id
+        self._memory = memory
+        self._store_id = memory.limits.worker_id
         self._timeout_s = config.store.timeout_ms / 1000
         self._drain_s = config.worker.drain_s
         self._bus = bus
@@ -95,13 +97,13 @@ class Store:
         self._complaints = Complaints()
         self._backing = Backing(parts.tier, parts.values, self._complaints) if parts.tier else None
         leases = LeaseTable()
-        self._measured = HolderMetrics(bus.metrics, self._load, leases, core.layout.block_bytes)
-        self._holder = KVHolder[StoreCore](
+        self._measured = HolderMetrics(bus.metrics, self._load, leases, memory.layout.block_bytes)
+        self._holder = KVHolder[StoreMemory](
             worker_id=self._store_id,
             incarnation=parts.incarnation,
             arena=parts.arena,
             shape=parts.shape,
-            memory=core,
+            memory=memory,
             secret=parts.secret,
             make_server=parts.platform.make_server,
             on_started=lambda lease: self._post(self._started, lease),
@@ -110,9 +112,9 @@ class Store:
             observers=(self._measured, HolderSpans(telemetry, self._store_id)),
             leases=leases,
         )
-        self._lending = LendCore(core.limits, core, leases)
+        self._lending = LendCore(memory.limits, memory, leases)
         self._reader = parts.platform.make_reader(parts.arena, parts.shape)
-        self._loader = Loader(core, self._backing, tasks, self._changed)
+        self._loader = Loader(memory, self._backing, tasks, self._changed)
         self._puller = Puller(
             core=core,
             backing=self._backing,
@@ -126,8 +128,6 @@ class Store:
         )
         self._unwritten = asyncio.Event()
         self._all_written = asyncio.Event()
-        self._none_lent = asyncio.Event()
-        """Set when the last lease ends."""
         self._clockwork: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -158,11 +158,11 @@ class Store:
         """Leave in order: take nothing more, write what waits, lend until nobody reads, close plane and tier, say so.
         Each in bounded time."""
         me, incarnation = (self._store_id,), self._holder.incarnation
-        self.core.draining = True
+        self.core.handle(DrainBegun(), now_ms())
         self._outbox.put(subjects.DRAINING, me, WorkerDraining(worker_id=self._store_id, incarnation=incarnation))
         await self._puller.close()
         await self._flush()
-        await self._until_read()
+        await self._holder.until_unread(self._drain_s)
         self._decide(Stopping())
         await self._loader.close()
         for task in self._clockwork:
@@ -236,39 +236,37 @@ class Store:
             self._holder.close_lease(action.lease)
         if actions:
             self._puller.room_made()
-        if not len(self._holder.leases):
-            self._none_lent.set()
 
     # What the others hear.
 
     def _changed(self) -> None:
         """Say what came and what went, and have written what waits for it."""
-        for tier, changes in self.core.take_changes():
+        for tier, changes in self._memory.take_changes():
             self._outbox.put_block_events(self._holder.ledger.events(changes, tier))
-        if self.core.num_unwritten:
+        if self._memory.num_unwritten:
             self._unwritten.set()
         self._puller.room_made()
 
     async def _on_inventory(self, received: Received[ReadInventory]) -> Inventory:
         self._changed()  # what a page has is in the events up to its number
-        return self._holder.ledger.inventory(self.core.contents(), received.message.offset)
+        return self._holder.ledger.inventory(self._memory.contents(), received.message.offset)
 
     def _info(self) -> WorkerInfo:
-        layout, plane = self.core.layout, self._holder.plane
+        layout, plane = self._memory.layout, self._holder.plane
         return WorkerInfo(
             worker_id=self._store_id,
             incarnation=self._holder.incarnation,
             role="store",
             model=self.parts.model,
             fingerprint=layout.fingerprint,
-            num_blocks=self.core.memory.pool.num_blocks,
+            num_blocks=self._memory.num_blocks,
             block_size=layout.block_size,
             context_length=self.parts.context_length,
             carriers=plane.endpoint.carriers if plane else (),
         )
 
     def _load(self) -> WorkerLoad:
-        layout, plane = self.core.layout, self._holder.plane
+        layout, plane = self._memory.layout, self._holder.plane
         return WorkerLoad(
             worker=self._info(),
             state="draining" if self.core.draining else "ready",
@@ -298,12 +296,12 @@ class Store:
         while True:
             await self._unwritten.wait()
             self._unwritten.clear()
-            while (batch := self.core.start_write(backing.batch_blocks)) is not None:
+            while (batch := self._memory.start_write(backing.batch_blocks)) is not None:
                 self._changed()  # what goes is said before it is gone
                 written = await backing.write(batch)
-                given_up = self.core.end_write(batch, written.hashes, full=written.full)
+                given_up = self._memory.end_write(batch, written.hashes, full=written.full)
                 if written.failed and not written.full:
-                    self.core.drop_unwritten()
+                    self._memory.drop_unwritten()
                 self._changed()
                 if given_up:
                     await backing.delete(given_up)
@@ -311,20 +309,12 @@ class Store:
 
     async def _flush(self) -> None:
         """Wait, within bounds, until all is written that can be."""
-        if self._backing is None or not self._backing.is_up or not self.core.num_unwritten:
+        if self._backing is None or not self._backing.is_up or not self._memory.num_unwritten:
             return
         self._all_written.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_TIMEOUT_S):
                 await self._all_written.wait()
-
-    async def _until_read(self) -> None:
-        """Wait until nothing is on loan, at most as long as a worker may take to stop."""
-        if len(self._holder.leases):
-            self._none_lent.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._drain_s):
-                    await self._none_lent.wait()
 
     def _post(self, handle: Callable[..., None], *arguments: object) -> None:
         """From a plane's thread to the loop."""

@@ -1,5 +1,10 @@
 """The times and limits of a worker that are not configured."""
 
+# Taking requests.
+
+RETRY_AFTER_MS = 500
+"""What a refused request is told to wait: a queue has moved on by then."""
+
 # Lending.
 
 OPEN_LEASE_WITHIN_MS = 5_000
@@ -8,13 +13,9 @@ MAX_LENT_LEASES = 256
 """So many leases that readers have asked for may be open; who asks for one more is told to come back."""
 MAX_ENDED_LEASES = 1_024
 """So many leases are remembered that have ended before a stream on them was told of; most were never opened."""
-LEASE_RETRY_AFTER_MS = 500
-"""When a reader may ask again that was refused a lease for now."""
 UNREAD_AFTER_MS = 1_000
 """A lease that nobody reads for so long, though all of it could be read, is counted as unread: a reader opens its
 stream as soon as it has its ticket."""
-READERS_STAY_S = 2.0
-"""How long a worker that leaves waits for the reads under its leases, at each of its last steps."""
 
 # What lies in the blocks.
 
@@ -24,6 +25,13 @@ MAX_COOLING_BLOCKS = 256
 """So many blocks are named at a time as those that go next."""
 INVENTORY_PAGE_BLOCKS = 100_000
 """Blocks in one page of an inventory: 2.2 MB of JSON, far below the bus limit."""
+
+# Stopping.
+
+READERS_COME_S = 1.0
+"""How long a worker that hands back waits for those who go on elsewhere to come for what it has."""
+READERS_STAY_S = 2.0
+"""How long it then waits until they have read it; and again, whatever it lends meanwhile, before it stops serving."""
 
 # What is told of transfers.
 

@@ -48,8 +48,9 @@ from services.worker.core.role import KVReads, LeaseOwner, WorkerCore
 from services.worker.kv.contents import WorkerHolder
 from services.worker.kv.fetch import Fetches
 from services.worker.kv.leases import Grant, LeaseTable
-from services.worker.kv.lending import EndAll, LendCore, StreamEnded, StreamStarted
+from services.worker.kv.lending import EndAll, LendCore, Stopping, StreamEnded, StreamStarted
 from services.worker.kv.wire_dtype import WireChoice
+from services.worker.limits import READERS_STAY_S
 from services.worker.observe.measured_rates import RateBook
 from services.worker.observe.metrics import WorkerMetrics
 from services.worker.observe.report import Reporter
@@ -204,10 +205,15 @@ class Worker:
         await self._fetches.close()
 
     async def close(self) -> None:
-        """Leave in order: end the engine, say so, close the plane, send what is left."""
+        """Leave in order: end the engine, lend until nobody reads, say so, close the plane, send what is left."""
         worker_id, incarnation = self.parts.worker_id, self.holder.incarnation
         if await asyncio.to_thread(self._engine.stop, ENGINE_STOP_TIMEOUT_S):
             self.parts.engine.close()
+        await self.holder.until_unread(READERS_STAY_S)
+        with self.holder.lock:
+            actions = self.lending.handle(Stopping(), now_ms())
+            actions += self.lending.handle(EndAll("the worker is stopping"), now_ms())
+        self.execute(actions)
         left = WorkerLeft(worker_id=worker_id, incarnation=incarnation, reason="stopped")
         self.outbox.put(subjects.LEFT, (worker_id,), left)
         self.outbox.close()

@@ -14,6 +14,7 @@ from services.bus.base import BusError, NoRespondersError
 from services.runtime import now_ms
 from services.worker.core.actions import AttemptKey
 from services.worker.core.wanted import Question, WantedCore
+from services.worker.limits import READERS_COME_S, READERS_STAY_S
 from services.worker.shell import TICK_INTERVAL_S, Worker
 from services.worker.survive import surviving
 
@@ -25,9 +26,6 @@ ROUND_INTERVAL_S = 1.0
 SUSPICIOUS_INTERVAL_S = 0.5
 """Until the next round where a gateway may be dead."""
 ANSWER_TIMEOUT_S = 1.0
-READERS_COME_S = 1.0
-"""How long a worker that hands back waits for those who go on elsewhere to come for what it has."""
-READERS_STAY_S = 2.0
 
 
 class Clockwork:
@@ -112,8 +110,8 @@ class Clockwork:
 
 
 async def drain(worker: Worker, timeout_s: float) -> None:
-    """Take no new work; return once all that runs has ended and nobody reads here, or the time is over. What is left
-    then goes on elsewhere, and its KV may be read here for a moment more."""
+    """Take no new work, and go on lending; return once all that runs has ended and nobody reads here, or the time is
+    over. What is left then goes on elsewhere, and its KV may be read here for a moment more."""
     me, incarnation = worker.parts.worker_id, worker.holder.incarnation
     worker.outbox.put(subjects.DRAINING, (me,), WorkerDraining(worker_id=me, incarnation=incarnation))
     worker.decide_all(lambda core, now: core.drain(now))
@@ -129,5 +127,7 @@ async def drain(worker: Worker, timeout_s: float) -> None:
 async def _until_idle(worker: Worker, timeout_s: float) -> bool:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
-            await worker.idle.wait()
+            while not worker.is_idle:  # a lease may have been granted since `idle` was set
+                await worker.idle.wait()
+                await asyncio.sleep(0)
     return worker.is_idle

@@ -136,9 +136,13 @@ def stale_lease_is_read(patch: pytest.MonkeyPatch) -> None:
             raise LeaseRefusedError(ticket.lease_id, "unknown")
         return ReadableKV(lease.tables, lease.num_tokens, lease.progress, lease.first_token)
 
+    def close_without_a_word(self: KVHolder[Any], lease: Grant) -> None:
+        for observer in self.observers:
+            observer.lease_ended(lease)
+
     patch.setattr(KVHolder, "open", open_anyway)
     patch.setattr(KVHolder, "still_valid", lambda self, ticket: True)
-    patch.setattr(KVHolder, "close_lease", lambda self, lease: None)
+    patch.setattr(KVHolder, "close_lease", close_without_a_word)
 
 
 @bug("the sweep of expired leases stops at the first one that still lives", "plane_cut", options=HURRIED)

@@ -9,12 +9,14 @@ from dataplane.blocks.layout import block_ids
 from schemas.block import join_hashes, split_hashes
 from schemas.directory import BlocksEvicted, BlocksStored
 from schemas.ids import BlockHash, RequestId, WorkerId
-from schemas.kv import RequestLease
+from schemas.kv import BlocksCooling, RequestLease
 from schemas.request import Refused
 from schemas.worker import WorkerLeft
-from services.store.core import StoreCore, StoreLimits, WriteBatch
+from services.store.core import Action, BlocksGone, DrainBegun, NotTaken, PullEnded, StartPull, StoreCore
 from services.store.limits import MAX_OFFERED_BLOCKS
-from services.worker.core.actions import Action, CloseLease
+from services.store.memory import StoreLimits, StoreMemory, WriteBatch
+from services.worker.core.actions import Action as LeaseAction
+from services.worker.core.actions import CloseLease
 from services.worker.kv import ledger as ledger_module
 from services.worker.kv.leases import Grant, LeaseTable
 from services.worker.kv.ledger import BlockLedger
@@ -37,19 +39,19 @@ def make_core(num_blocks: int = 8, max_values: int = 100, *, behind: bool = True
         max_bytes=10 * max_values + 9,
         max_unwritten=max(1, num_blocks // 2),
     )
-    return StoreCore(limits, layout, num_blocks, "disk" if behind else None)
+    return StoreCore(StoreMemory(limits, layout, num_blocks, "disk" if behind else None))
 
 
 def pull(core: StoreCore, *numbers: int, writes: bool = True) -> None:
     """Take these blocks in, as if a worker had given them."""
-    blocks = core.memory.allocate(len(numbers))
+    blocks = core.memory.index.allocate(len(numbers))
     assert blocks is not None
-    core.pulled(blocks, hashes_of(*numbers), writes=writes)
+    core.memory.pulled(blocks, hashes_of(*numbers), writes=writes)
 
 
 def write_all(core: StoreCore) -> None:
-    while (batch := core.start_write(4)) is not None:
-        core.end_write(batch, batch.hashes)
+    while (batch := core.memory.start_write(4)) is not None:
+        core.memory.end_write(batch, batch.hashes)
 
 
 def ask(*numbers: int, first_block: int = 0, **changes) -> RequestLease:
@@ -66,7 +68,7 @@ def ask(*numbers: int, first_block: int = 0, **changes) -> RequestLease:
 
 
 def lending(core: StoreCore) -> LendCore:
-    return LendCore(core.limits, core, LeaseTable())
+    return LendCore(core.memory.limits, core.memory, LeaseTable())
 
 
 def lend(lender: LendCore, *numbers: int, first_block: int = 0) -> Grant:
@@ -76,15 +78,35 @@ def lend(lender: LendCore, *numbers: int, first_block: int = 0) -> Grant:
 
 
 def num_running(core: StoreCore, leases: LeaseTable) -> int:
-    return core.num_blocks - core.num_free - core.num_cached - leases.num_leased_blocks
+    return core.memory.num_blocks - core.memory.num_free - core.memory.num_cached - leases.num_leased_blocks
 
 
 def events_of(core: StoreCore, ledger: BlockLedger) -> list[BlocksStored | BlocksEvicted]:
-    return [event for tier, changes in core.take_changes() for event in ledger.events(changes, tier)]
+    return [event for tier, changes in core.memory.take_changes() for event in ledger.events(changes, tier)]
 
 
 def offer(core: StoreCore, worker: str, *numbers: int) -> bool:
-    return core.offered(WorkerId(worker), join_hashes(hashes_of(*numbers)))
+    """Return whether a pull from this worker begins."""
+    actions = core.handle(cooling(worker, join_hashes(hashes_of(*numbers))), NOW)
+    assert actions in ([], [StartPull(WorkerId(worker))])
+    return bool(actions)
+
+
+def cooling(worker: str, joined: bytes) -> BlocksCooling:
+    return BlocksCooling(worker_id=WorkerId(worker), incarnation="i", block_hashes=joined)
+
+
+def end_pull(core: StoreCore, worker: str) -> tuple[int, list[str]]:
+    """Return how many blocks are left, and from whom a pull begins instead."""
+    first, *begun = core.handle(PullEnded(WorkerId(worker)), NOW)
+    assert isinstance(first, NotTaken) and first.worker_id == worker
+    return first.num_blocks, begun_from(begun)
+
+
+def begun_from(actions: list[Action]) -> list[str]:
+    started = [action.worker_id for action in actions if isinstance(action, StartPull)]
+    assert len(started) == len(actions)
+    return [*started]
 
 
 # Taking.
@@ -93,7 +115,7 @@ def offer(core: StoreCore, worker: str, *numbers: int) -> bool:
 def test_only_what_is_nowhere_is_wanted() -> None:
     core = make_core()
     pull(core, 1)
-    core.back.put(hash_of(2))
+    core.memory.back.put(hash_of(2))
     assert offer(core, "a", 1, 2, 3, 3, 4)
     assert core.next_pull(WorkerId("a"), 10) == hashes_of(3, 4)
     assert not offer(core, "b", 1, 2)
@@ -106,9 +128,9 @@ def test_there_is_one_pull_from_a_worker_and_it_takes_later_offers_along() -> No
     assert core.next_pull(WorkerId("a"), 2) == hashes_of(1, 2)
     pull(core, 1, 2)
     assert core.next_pull(WorkerId("a"), 2) == hashes_of(3)
-    core.passed_over(WorkerId("a"), hashes_of(3))
+    assert core.handle(BlocksGone(WorkerId("a"), (hash_of(3),)), NOW) == []
     assert core.next_pull(WorkerId("a"), 2) == []
-    assert core.end_pull(WorkerId("a")) == 0
+    assert end_pull(core, "a") == (0, [])
     assert offer(core, "a", 4)
 
 
@@ -116,9 +138,8 @@ def test_what_one_worker_gives_is_not_asked_of_another() -> None:
     core = make_core()
     assert offer(core, "a", 1, 2) and offer(core, "b", 2, 3)
     assert core.next_pull(WorkerId("b"), 10) == hashes_of(3)
-    assert core.end_pull(WorkerId("a")) == 1, "the other is still to be had"
+    assert end_pull(core, "a") == (1, []), "the other is still to be had, from a pull that is under way"
     assert core.next_pull(WorkerId("b"), 10) == hashes_of(3, 2), "now it is"
-    assert core.take_heirs() == [], "that pull is under way"
 
 
 @pytest.mark.parametrize("how", ["passed over", "pull ended"])
@@ -127,15 +148,12 @@ def test_what_one_worker_does_not_give_is_asked_of_who_offered_it_meanwhile(how:
     assert offer(core, "a", 1, 2)
     assert not offer(core, "b", 2) and not offer(core, "c", 2)
     if how == "passed over":
-        core.passed_over(WorkerId("a"), hashes_of(2))
+        assert begun_from(core.handle(BlocksGone(WorkerId("a"), (hash_of(2),)), NOW)) == ["b"]
     else:
-        assert core.end_pull(WorkerId("a")) == 1
-    assert core.take_heirs() == [WorkerId("b")]
-    assert core.take_heirs() == []
+        assert end_pull(core, "a") == (1, ["b"])
     assert core.next_pull(WorkerId("b"), 10) == hashes_of(2)
-    assert core.end_pull(WorkerId("b")) == 0
-    assert core.take_heirs() == [WorkerId("c")]
-    assert core.end_pull(WorkerId("c")) == 1, "nobody has it"
+    assert end_pull(core, "b") == (0, ["c"])
+    assert end_pull(core, "c") == (1, []), "nobody has it"
 
 
 def test_what_one_worker_gave_is_wanted_of_no_other_until_it_is_gone_again() -> None:
@@ -143,8 +161,7 @@ def test_what_one_worker_gave_is_wanted_of_no_other_until_it_is_gone_again() -> 
     assert offer(core, "a", 1) and not offer(core, "b", 1)
     pull(core, 1)
     assert core.next_pull(WorkerId("a"), 10) == []
-    assert core.end_pull(WorkerId("a")) == 0
-    assert core.take_heirs() == []
+    assert end_pull(core, "a") == (0, [])
     pull(core, 2)  # there is room for one
     assert offer(core, "b", 1), "nothing is left of the first offer"
 
@@ -153,21 +170,21 @@ def test_offers_that_wait_for_another_are_bounded_too() -> None:
     core = make_core()
     offer(core, "a", *range(20))
     offer(core, "b", *range(MAX_OFFERED_BLOCKS + 10))
-    assert core.counts.num_not_taken == 10
+    assert core.num_not_taken == 10
 
 
 def test_offers_that_are_left_are_counted_and_bounded() -> None:
     core = make_core()
     offer(core, "a", *range(MAX_OFFERED_BLOCKS + 10))
-    assert core.counts.num_not_taken == 10
-    assert core.end_pull(WorkerId("a")) == MAX_OFFERED_BLOCKS
-    assert core.counts.num_not_taken == MAX_OFFERED_BLOCKS + 10
+    assert core.num_not_taken == 10
+    assert end_pull(core, "a") == (MAX_OFFERED_BLOCKS, [])
+    assert core.num_not_taken == MAX_OFFERED_BLOCKS + 10
 
 
 def test_an_offer_that_is_no_list_of_hashes_is_not_taken() -> None:
     core = make_core()
-    assert not core.offered(WORKER, b"seventeen bytes!!")
-    assert core.counts.num_not_taken == 1
+    assert core.handle(cooling(WORKER, b"seventeen bytes!!"), NOW) == []
+    assert core.num_not_taken == 1
 
 
 def test_windowed_layers_are_not_taken() -> None:
@@ -178,35 +195,35 @@ def test_windowed_layers_are_not_taken() -> None:
 
 def test_a_store_that_leaves_takes_nothing() -> None:
     core = make_core()
-    core.draining = True
+    core.handle(DrainBegun(), NOW)
     assert not offer(core, "a", 1)
 
 
 def test_a_slow_tier_slows_the_taking_not_the_worker() -> None:
     core = make_core(num_blocks=8)
     pull(core, 1, 2, 3)
-    assert core.num_pullable(writes=True) == 1
-    assert core.num_pullable(writes=False) == 5
-    batch = core.start_write(8)
+    assert core.memory.num_pullable(writes=True) == 1
+    assert core.memory.num_pullable(writes=False) == 5
+    batch = core.memory.start_write(8)
     assert batch is not None
-    assert core.num_pullable(writes=True) == 1, "what is being written still waits"
-    core.end_write(batch, batch.hashes)
-    assert core.num_pullable(writes=True) == 4
+    assert core.memory.num_pullable(writes=True) == 1, "what is being written still waits"
+    core.memory.end_write(batch, batch.hashes)
+    assert core.memory.num_pullable(writes=True) == 4
 
 
 def test_the_worker_names_the_coldest_first_and_so_they_go() -> None:
     core = make_core(num_blocks=3, behind=False)
     pull(core, 3, 2, 1, writes=False)
     pull(core, 9, writes=False)
-    assert set(core.memory.hashes()) == set(hashes_of(9, 1, 2))
+    assert set(core.memory.index.hashes()) == set(hashes_of(9, 1, 2))
 
 
 def test_while_the_tier_is_down_memory_takes_blocks_alone() -> None:
     core = make_core(num_blocks=4)
     pull(core, 1, 2, writes=False)
-    assert core.start_write(4) is None
-    assert core.counts.num_unwritten == 2
-    assert core.num_pullable(writes=False) == 4
+    assert core.memory.start_write(4) is None
+    assert core.memory.num_not_written == 2
+    assert core.memory.num_pullable(writes=False) == 4
 
 
 # Writing through.
@@ -215,10 +232,10 @@ def test_while_the_tier_is_down_memory_takes_blocks_alone() -> None:
 def test_what_waits_to_be_written_is_not_given_up() -> None:
     core = make_core(num_blocks=4)
     pull(core, 1, 2)
-    assert core.memory.allocate(3) is None
+    assert core.memory.index.allocate(3) is None
     write_all(core)
-    assert core.memory.allocate(4) is not None
-    assert core.behind(hashes_of(1, 2)) == hashes_of(1, 2)
+    assert core.memory.index.allocate(4) is not None
+    assert core.memory.behind(hashes_of(1, 2)) == hashes_of(1, 2)
 
 
 def test_the_bound_holds_and_the_coldest_goes_first() -> None:
@@ -226,19 +243,19 @@ def test_the_bound_holds_and_the_coldest_goes_first() -> None:
     for number in range(1, 6):
         pull(core, number)
         if number == 4:
-            core.give_back(core.take(hashes_of(2)))
+            core.memory.give_back(core.memory.take(hashes_of(2)))
         write_all(core)
-        core.check_integrity()
-    assert set(core.back.hashes()) == set(hashes_of(2, 4, 5))
+        core.memory.check_integrity()
+    assert set(core.memory.back.hashes()) == set(hashes_of(2, 4, 5))
 
 
 def test_a_batch_is_never_larger_than_the_bound() -> None:
     core = make_core(num_blocks=8, max_values=2)
     pull(core, 1, 2, 3)
-    batch = core.start_write(8)
+    batch = core.memory.start_write(8)
     assert batch is not None and batch.hashes == hashes_of(1, 2)
-    core.end_write(batch, batch.hashes)
-    batch = core.start_write(8)
+    core.memory.end_write(batch, batch.hashes)
+    batch = core.memory.start_write(8)
     assert batch == WriteBatch(hashes_of(3), batch.blocks if batch else [], hashes_of(1))
 
 
@@ -247,24 +264,24 @@ def test_a_full_tier_gives_up_as_much_as_it_lacked() -> None:
     pull(core, 1, 2, 3)
     write_all(core)
     pull(core, 4, 5)
-    batch = core.start_write(4)
+    batch = core.memory.start_write(4)
     assert batch is not None and not batch.evicted
-    assert core.end_write(batch, batch.hashes[:1], full=True) == hashes_of(1)
-    assert core.back.hashes() == hashes_of(2, 3, 4)
-    assert core.counts.num_unwritten == 1
-    core.check_integrity()
+    assert core.memory.end_write(batch, batch.hashes[:1], full=True) == hashes_of(1)
+    assert core.memory.back.hashes() == hashes_of(2, 3, 4)
+    assert core.memory.num_not_written == 1
+    core.memory.check_integrity()
 
 
 def test_what_cannot_be_written_stays_in_memory() -> None:
     core = make_core(num_blocks=8)
     pull(core, 1, 2, 3)
-    batch = core.start_write(1)
+    batch = core.memory.start_write(1)
     assert batch is not None
-    core.end_write(batch, [])
-    core.drop_unwritten()
-    assert core.start_write(4) is None and core.counts.num_unwritten == 3
-    assert len(core.take(hashes_of(1, 2, 3))) == 3
-    core.check_integrity()
+    core.memory.end_write(batch, [])
+    core.memory.drop_unwritten()
+    assert core.memory.start_write(4) is None and core.memory.num_not_written == 3
+    assert len(core.memory.take(hashes_of(1, 2, 3))) == 3
+    core.memory.check_integrity()
 
 
 # Lending.
@@ -286,11 +303,11 @@ def test_leased_blocks_outlast_any_pressure() -> None:
     lease = lend(lending(core), 1, 2)
     for number in range(10, 20):
         pull(core, number, writes=False)
-    assert core.memory.take(hashes_of(1, 2)) == block_ids(lease.tables[0].segments)
-    assert core.memory.allocate(3) is None
+    assert core.memory.index.take(hashes_of(1, 2)) == block_ids(lease.tables[0].segments)
+    assert core.memory.index.allocate(3) is None
 
 
-def closed(actions: list[Action]) -> list[Grant]:
+def closed(actions: list[LeaseAction]) -> list[Grant]:
     leases = [action.lease for action in actions if isinstance(action, CloseLease)]
     assert len(leases) == len(actions)
     return leases
@@ -310,7 +327,7 @@ def test_a_lease_ends_once_whichever_way_it_ends() -> None:
     left = WorkerLeft(worker_id=READER, incarnation="x", reason="gone")
     assert closed(lender.handle(left, NOW)) == [third]
     lender.handle(StreamStarted(third), NOW)
-    assert (core.num_free, core.num_cached, lender.leases.num_leased_blocks) == (5, 3, 0)
+    assert (core.memory.num_free, core.memory.num_cached, lender.leases.num_leased_blocks) == (5, 3, 0)
     assert num_running(core, lender.leases) == 0
 
 
@@ -338,7 +355,7 @@ def test_what_is_refused_whatever_is_here() -> None:
     assert refusal(core, ask(1, 2, 1)) == "invalid"
     assert refusal(core, ask(1, deadline_ms=NOW)) == "deadline"
     assert lending(core).refusal(ask(1), NOW) is None
-    core.draining = True
+    core.handle(DrainBegun(), NOW)
     assert lending(core).refusal(ask(1), NOW) is None, "as long as it drains it lends"
 
 
@@ -352,7 +369,7 @@ def test_there_is_a_bound_on_open_leases() -> None:
     assert isinstance(refused, Refused) and refused.reason == "overloaded"
     assert len(lender.handle(EndAll("over"), NOW)) == MAX_LENT_LEASES
     write_all(core)
-    assert core.num_cached == 1, "nothing was taken for the refused one"
+    assert core.memory.num_cached == 1, "nothing was taken for the refused one"
 
 
 def test_what_is_not_here_is_gone() -> None:
@@ -367,14 +384,14 @@ def test_loading_brings_back_what_memory_gave_up() -> None:
     pull(core, 3, 4)
     write_all(core)
     pull(core, 5, 6, writes=False)
-    assert core.take(hashes_of(1, 2)) == []
-    run = core.behind(hashes_of(1, 2, 9))
+    assert core.memory.take(hashes_of(1, 2)) == []
+    run = core.memory.behind(hashes_of(1, 2, 9))
     assert run == hashes_of(1, 2)
-    blocks = core.allocate_up_to(len(run))
-    core.loaded(blocks, run[:1], lost=run[1:])
-    assert core.behind(hashes_of(2)) == [] and core.counts.num_lost == 1
-    assert core.take(hashes_of(1, 2)) == blocks[:1]
-    core.check_integrity()
+    blocks = core.memory.allocate_up_to(len(run))
+    core.memory.loaded(blocks, run[:1], lost=run[1:])
+    assert core.memory.behind(hashes_of(2)) == [] and core.memory.num_lost == 1
+    assert core.memory.take(hashes_of(1, 2)) == blocks[:1]
+    core.memory.check_integrity()
 
 
 def test_a_run_behind_memory_ends_where_memory_goes_on() -> None:
@@ -382,14 +399,14 @@ def test_a_run_behind_memory_ends_where_memory_goes_on() -> None:
     pull(core, 1, 2, 3)
     write_all(core)
     pull(core, 4, writes=False)
-    core.back.put(hash_of(5))
-    assert core.behind(hashes_of(5, 4)) == hashes_of(5)
+    core.memory.back.put(hash_of(5))
+    assert core.memory.behind(hashes_of(5, 4)) == hashes_of(5)
 
 
 def test_no_more_is_loaded_than_there_is_room_for() -> None:
     core = make_core(num_blocks=4)
-    assert len(core.allocate_up_to(9)) == 4
-    assert core.allocate_up_to(9) == []
+    assert len(core.memory.allocate_up_to(9)) == 4
+    assert core.memory.allocate_up_to(9) == []
 
 
 # What the directory hears.
@@ -418,13 +435,13 @@ def test_events_are_numbered_and_of_one_tier_each() -> None:
 def test_an_inventory_has_pages_of_one_tier_each(monkeypatch) -> None:
     monkeypatch.setattr(ledger_module, "INVENTORY_PAGE_BLOCKS", 2)
     core, ledger = make_core(), BlockLedger(STORE, "i")
-    core.back.restore(hashes_of(11, 12, 13))
+    core.memory.back.restore(hashes_of(11, 12, 13))
     pull(core, 1, 2, 3, writes=False)
     events_of(core, ledger)
     pages = []
     offset: int | None = 0
     while offset is not None:
-        page = ledger.inventory(core.contents(), offset)
+        page = ledger.inventory(core.memory.contents(), offset)
         pages.append((page.tier, split_hashes(page.block_hashes), page.sequence))
         offset = page.next_offset
     assert pages == [
@@ -436,14 +453,14 @@ def test_an_inventory_has_pages_of_one_tier_each(monkeypatch) -> None:
 
 
 def test_an_empty_stores_inventory_is_one_empty_page() -> None:
-    page = BlockLedger(STORE, "i").inventory(make_core().contents(), 0)
+    page = BlockLedger(STORE, "i").inventory(make_core().memory.contents(), 0)
     assert (page.block_hashes, page.next_offset, page.sequence) == (b"", None, 0)
 
 
 def test_an_inventory_of_a_tier_alone() -> None:
     core = make_core()
-    core.back.restore(hashes_of(1))
-    page = BlockLedger(STORE, "i").inventory(core.contents(), 0)
+    core.memory.back.restore(hashes_of(1))
+    page = BlockLedger(STORE, "i").inventory(core.memory.contents(), 0)
     assert (page.tier, split_hashes(page.block_hashes), page.next_offset) == ("disk", hashes_of(1), None)
 
 
@@ -468,20 +485,20 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(numbers=numbers, writes=st.booleans(), landed=st.integers(0, 5))
     def pull(self, numbers: list[int], writes: bool, landed: int) -> None:
-        if not self.core.offered(WORKER, join_hashes(hashes_of(*numbers))):
+        if not offer(self.core, WORKER, *numbers):
             return
-        hashes = self.core.next_pull(WORKER, self.core.num_pullable(writes=writes))
-        self.core.end_pull(WORKER)
-        blocks = self.core.memory.allocate(len(hashes))
+        hashes = self.core.next_pull(WORKER, self.core.memory.num_pullable(writes=writes))
+        self.core.handle(PullEnded(WORKER), NOW)
+        blocks = self.core.memory.index.allocate(len(hashes))
         if blocks is None:
             return
         assert not self.in_use() & set(blocks)
         self.content.update(zip(blocks, hashes, strict=True))
-        self.core.pulled(blocks, hashes[:landed], writes=writes)
+        self.core.memory.pulled(blocks, hashes[:landed], writes=writes)
 
     @rule(size=st.integers(1, 4))
     def start_write(self, size: int) -> None:
-        if (batch := self.core.start_write(size)) is not None:
+        if (batch := self.core.memory.start_write(size)) is not None:
             assert [self.content[block] for block in batch.blocks] == batch.hashes
             self.writing.append(batch)
 
@@ -489,20 +506,20 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(written=st.integers(0, 4), full=st.booleans())
     def end_write(self, written: int, full: bool) -> None:
         batch = self.writing.pop(0)
-        self.core.end_write(batch, batch.hashes[:written], full=full)
+        self.core.memory.end_write(batch, batch.hashes[:written], full=full)
 
     @rule()
     def drop_unwritten(self) -> None:
-        self.core.drop_unwritten()
+        self.core.memory.drop_unwritten()
 
     @rule(numbers=numbers, filled=st.integers(0, 5), is_lost=st.booleans())
     def load(self, numbers: list[int], filled: int, is_lost: bool) -> None:
-        run = self.core.behind(hashes_of(*numbers))
-        blocks = self.core.allocate_up_to(len(run))
+        run = self.core.memory.behind(hashes_of(*numbers))
+        blocks = self.core.memory.allocate_up_to(len(run))
         assert not self.in_use() & set(blocks)
         run = run[: len(blocks)]
         self.content.update(zip(blocks, run, strict=True))
-        self.core.loaded(blocks, run[:filled], run[filled : filled + 1] if is_lost else [])
+        self.core.memory.loaded(blocks, run[:filled], run[filled : filled + 1] if is_lost else [])
 
     @rule(numbers=numbers, first_block=st.integers(0, 3))
     def lend(self, numbers: list[int], first_block: int) -> None:
@@ -527,8 +544,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_bounds_hold(self) -> None:
-        self.core.check_integrity()
-        assert len(self.core.back) <= 3 and self.core.num_unwritten <= self.core.limits.max_unwritten
+        self.core.memory.check_integrity()
+        assert (
+            len(self.core.memory.back) <= 3 and self.core.memory.num_unwritten <= self.core.memory.limits.max_unwritten
+        )
         assert num_running(self.core, self.lender.leases) >= 0
 
     @invariant()
@@ -541,7 +560,10 @@ class StoreMachine(RuleBasedStateMachine):
                 self.told[event.tier] |= hashes
             else:
                 self.told[event.tier] -= hashes
-        assert self.told == {"memory": set(self.core.memory.hashes()), "disk": set(self.core.back.hashes())}
+        assert self.told == {
+            "memory": set(self.core.memory.index.hashes()),
+            "disk": set(self.core.memory.back.hashes()),
+        }
 
 
 TestStoreMachine = StoreMachine.TestCase

@@ -355,6 +355,34 @@ async def test_a_store_joins_and_leaves_like_a_worker() -> None:
         assert around.heard == ["WorkerJoined", "WorkerDraining", "WorkerLeft"]
 
 
+async def test_a_draining_store_lends_until_its_last_lease_has_ended(tmp_path: Path) -> None:
+    async with fleet() as around:
+        leave, is_filled = asyncio.Event(), asyncio.Event()
+
+        async def serve() -> None:
+            async with store(around, config_of(url="disk", path=str(tmp_path))):
+                worker = await around.worker("prefill-0", 1, 2, 3)
+                await worker.cool(1, 2, 3)
+                await until(lambda: around.has("memory", 1, 2, 3))
+                is_filled.set()
+                await leave.wait()
+
+        serving = asyncio.create_task(serve())
+        await is_filled.wait()
+        first = await around.ask(1, 2)
+        assert isinstance(first, LeaseGranted)
+        leave.set()
+        await until(lambda: "WorkerDraining" in around.heard)
+        second = await around.ask(3)
+        assert isinstance(second, LeaseGranted)
+        assert await around.read(first) == [kv_of(hash_of(1)), kv_of(hash_of(2))]
+        await around.fetch(1)
+        assert around.heard[-1] == "WorkerDraining", "somebody reads"
+        assert await around.read(second) == [kv_of(hash_of(3))]
+        await serving
+        await until(lambda: around.heard[-1] == "WorkerLeft")
+
+
 async def test_a_stop_in_the_middle_of_everything(tmp_path: Path) -> None:
     """Pulls that do not end, leases that nobody reads: the store leaves all the same, and its memory with it."""
     before = arenas()
@@ -391,7 +419,7 @@ def test_what_is_wrong_at_the_start_is_one_clear_line(settings: dict[str, object
 def test_a_store_of_the_demo_model(tmp_path: Path) -> None:
     settings = StoreConfig(url="disk", path=str(tmp_path), memory_bytes=8 << 20)
     parts = load_store(MeshConfig(secret=SECRET.decode(), store=settings), "store-0")
-    assert parts.core.memory.num_free > 0 and parts.tier is not None
+    assert parts.memory.num_free > 0 and parts.tier is not None
     parts.arena.close()
     parts.tier.close()
 

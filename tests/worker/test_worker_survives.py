@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import random
+import threading
 import time
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager
@@ -15,10 +16,10 @@ from dataplane.blocks.ticket import Ticket
 from dataplane.protocol.gate import LeaseRefusedError
 from dataplane.protocol.progress import KVProgress
 from schemas import subjects
-from schemas.block import unpack_tokens
+from schemas.block import hash_blocks, join_hashes, unpack_tokens
 from schemas.ids import GatewayId, LeaseId, RequestId, WorkerId
-from schemas.kv import LeaseEnd
-from schemas.request import SamplingParams
+from schemas.kv import LeaseEnd, LeaseGranted, RequestLease, ReturnLease
+from schemas.request import Refused, SamplingParams
 from schemas.worker import PingWorker, WorkerAlive, WorkerDraining, WorkerJoined, WorkerLeft
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received
@@ -27,6 +28,8 @@ from services.engine.fake import FakeEngine, fake_answer
 from services.engine.thread import EngineStoppedError, EngineThread
 from services.runtime import now_ms
 from services.telemetry import Telemetry
+from services.worker import shell as worker_shell
+from services.worker import timers
 from services.worker.kv.contents import WorkerHolder
 from services.worker.kv.lending import LendCore
 from services.worker.service import run_worker
@@ -190,6 +193,71 @@ async def test_a_drain_lets_what_runs_finish() -> None:
         assert answer.token_ids == right(PROMPT, params) and answer.failure is None
         await until(lambda: "left" in gone)
         assert gone == ["draining", "left"]
+
+
+async def ask_lease(client: Client, prompt: list[int]) -> LeaseGranted | Refused:
+    """Ask d-0 for what it has of a prompt."""
+    hashes = hash_blocks(prompt, LAYOUT.block_size, model_fingerprint=client.fingerprint)
+    request = RequestLease(
+        request_id=RequestId("reader"), attempt=1, deadline_ms=now_ms() + 60_000, reader=WorkerId("x-0"),
+        fingerprint=client.fingerprint, first_block=0, block_hashes=join_hashes(hashes),
+    )  # fmt: skip
+    reply = await client.bus.ask(subjects.LEASE, ("d-0",), request, 10)
+    assert isinstance(reply, LeaseGranted | Refused)
+    return reply
+
+
+async def give_back(client: Client, lease: LeaseGranted | Refused) -> None:
+    assert isinstance(lease, LeaseGranted), lease
+    returned = ReturnLease(
+        request_id=lease.request_id, attempt=1, deadline_ms=lease.deadline_ms, reader=WorkerId("x-0"),
+        lease_id=lease.lease_id,
+    )  # fmt: skip
+    await client.bus.publish(subjects.RETURNED, ("d-0",), returned)
+
+
+async def test_a_draining_worker_lends_until_its_last_lease_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop, is_stopping, may_stop = asyncio.Event(), threading.Event(), threading.Event()
+    stop_engine = EngineThread.stop
+
+    def stop_later(self: EngineThread, timeout_s: float) -> bool:
+        is_stopping.set()
+        may_stop.wait(60)
+        return stop_engine(self, timeout_s)
+
+    monkeypatch.setattr(EngineThread, "stop", stop_later)
+    monkeypatch.setattr(worker_shell, "READERS_STAY_S", 60.0)
+    async with two_workers(stops={"d-0": stop}) as client:
+        await client.complete("r0", PROMPT, SamplingParams(max_tokens=1, temperature=0.0), route=Route(WorkerId("d-0")))
+        early = await ask_lease(client, PROMPT)
+        gone = await watch(client, "d-0")
+        stop.set()
+        await until(lambda: gone == ["draining"])
+        second = await ask_lease(client, PROMPT)
+        for lease in (early, second):
+            await give_back(client, lease)
+        await until(is_stopping.is_set)
+        late = await ask_lease(client, PROMPT)  # its work is done, and its engine about to end
+        may_stop.set()
+        last = await ask_lease(client, PROMPT)
+        await give_back(client, late)
+        await asyncio.sleep(0.05)
+        assert gone == ["draining"], "somebody reads"
+        await give_back(client, last)
+        await until(lambda: "left" in gone)
+
+
+async def test_a_worker_leaves_in_the_end_whoever_keeps_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = asyncio.Event()
+    for module, name in ((timers, "READERS_COME_S"), (timers, "READERS_STAY_S"), (worker_shell, "READERS_STAY_S")):
+        monkeypatch.setattr(module, name, 0.05)
+    async with two_workers(stops={"d-0": stop}, drain_s=0.1) as client:
+        await client.complete("r0", PROMPT, SamplingParams(max_tokens=1, temperature=0.0), route=Route(WorkerId("d-0")))
+        lease = await ask_lease(client, PROMPT)
+        assert isinstance(lease, LeaseGranted) and lease.lease_ms > 1_000
+        gone = await watch(client, "d-0")
+        stop.set()
+        await until(lambda: "left" in gone)
 
 
 async def test_a_drain_that_takes_too_long_hands_back() -> None:

@@ -7,8 +7,8 @@ from schemas.ids import TokenIds, WorkerId, is_subject_token
 from schemas.request import RefusalReason, Refused, ReserveBlocks, RunPrefill, SamplingParams, refuse
 from services.worker.core.actions import AttemptKey
 from services.worker.core.content import SequenceContent
+from services.worker.limits import RETRY_AFTER_MS
 
-RETRY_AFTER_MS = 500
 MAX_SOURCES = 16
 """A source that does not answer costs seconds."""
 

@@ -1,5 +1,7 @@
 """A holder's blocks as others read them: its leases, and the plane that serves them. A worker's and the store's."""
 
+import asyncio
+import contextlib
 import logging
 import socket
 import threading
@@ -69,6 +71,8 @@ class KVHolder(Generic[MemoryT]):
     plane: PlaneServer | None = None
     num_orphaned: int = 0
     """Blocks that are in use and nobody's, when they were last counted."""
+    _unread: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the last lease has ended."""
 
     def __post_init__(self) -> None:
         self.ledger = BlockLedger(self.worker_id, self.incarnation)
@@ -171,6 +175,16 @@ class KVHolder(Generic[MemoryT]):
         grant.progress.fail(grant.outcome)
         for observer in self.observers:
             observer.lease_ended(grant)
+        if not len(self.leases):
+            self._unread.set()
+
+    async def until_unread(self, timeout_s: float) -> None:
+        """Return once no lease is active, also those that are granted meanwhile, or the time is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while len(self.leases):
+                    self._unread.clear()
+                    await self._unread.wait()
 
     def stream_ended(self, grant: Grant, stats: TransferStats, error: str) -> None:
         """A read under this lease is over, as `on_served` has said."""

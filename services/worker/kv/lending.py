@@ -18,7 +18,7 @@ from schemas.request import Refused, refuse
 from schemas.worker import WorkerLeft
 from services.worker.core.actions import Action, CloseLease
 from services.worker.kv.leases import Grant, LeaseTable
-from services.worker.limits import LEASE_RETRY_AFTER_MS, MAX_LENT_LEASES, OPEN_LEASE_WITHIN_MS
+from services.worker.limits import MAX_LENT_LEASES, OPEN_LEASE_WITHIN_MS, RETRY_AFTER_MS
 
 
 class LentMemory(Protocol):
@@ -138,9 +138,9 @@ class LendCore:
         if (refused := refuse_lease(request, holder, self.limits.fingerprint, now_ms)) is not None:
             return refused
         if self.is_stopping:
-            return refuse(request, "draining", f"{holder} is about to stop", LEASE_RETRY_AFTER_MS)
+            return refuse(request, "draining", f"{holder} is about to stop", RETRY_AFTER_MS)
         if self.leases.num_lent >= MAX_LENT_LEASES:
-            return refuse(request, "overloaded", f"{MAX_LENT_LEASES} leases are open", LEASE_RETRY_AFTER_MS)
+            return refuse(request, "overloaded", f"{MAX_LENT_LEASES} leases are open", RETRY_AFTER_MS)
         return None
 
     def answer(self, request: RequestLease, now_ms: int) -> Grant | Refused:

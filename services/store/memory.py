@@ -1,0 +1,199 @@
+"""What the store holds: in memory, and on the tier behind it. Pure bookkeeping.
+
+A block of memory is referred to by the leases on it, the read that fills it, the write that has not ended; what none of
+them needs goes when room is needed, the least recently used first. What lies behind memory is bounded by its bytes.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dataplane.blocks.cache import Allocation, ContentChanges
+from dataplane.blocks.layout import BlockTable, BlockTables, KVLayout, block_ids, segments_of
+from schemas.directory import Tier
+from schemas.ids import BlockHash, WorkerId
+from services.store.index import BackIndex, MemoryIndex
+
+
+@dataclass(slots=True, frozen=True)
+class StoreLimits:
+    """`lease_ms`: how long one read may take. `max_bytes` bounds the tier behind memory, whose values have
+    `value_bytes` each. `max_unwritten`: blocks that may wait to be written there. With what `LendCore` needs."""
+
+    worker_id: WorkerId
+    fingerprint: str
+    block_size: int
+    lease_ms: int
+    value_bytes: int = 0
+    max_bytes: int = 0
+    max_unwritten: int = 0
+
+
+class WriteBatch(NamedTuple):
+    """Blocks to be written behind memory, a reference to each, after `evicted` has been deleted there."""
+
+    hashes: list[BlockHash]
+    blocks: list[int]
+    evicted: list[BlockHash]
+
+
+class StoreMemory:
+    """The blocks of the arena and what is known of the tier behind them. Every method is atomic. Not thread-safe.
+
+    `num_not_written`: blocks that were read and not written behind memory, as that was slow or down. `num_lost`: those
+    that were damaged or gone there when they were asked for.
+    """
+
+    def __init__(self, limits: StoreLimits, layout: KVLayout, num_blocks: int, back_tier: Tier | None) -> None:
+        self.limits = limits
+        self.layout = layout
+        self.index = MemoryIndex(num_blocks)
+        self.back_tier: Tier | None = back_tier
+        self.back = BackIndex(limits.max_bytes // limits.value_bytes if back_tier else 0)
+        self.num_not_written = 0
+        self.num_lost = 0
+        self._unwritten: deque[tuple[BlockHash, int]] = deque()
+        self._num_writing = 0
+
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        """Say whether it is in memory or behind it."""
+        return block_hash in self.index or block_hash in self.back
+
+    # Taking blocks in.
+
+    def num_pullable(self, *, writes: bool) -> int:
+        """Return how many blocks could be read from workers now, and also wait to be written where `writes`."""
+        room = self.index.num_free + self.index.num_cached
+        return max(0, min(room, self.limits.max_unwritten - self.num_unwritten)) if writes else room
+
+    def pulled(self, blocks: Sequence[int], hashes: Sequence[BlockHash], *, writes: bool) -> None:
+        """Take in that the first `len(hashes)` of these blocks are filled; the references are given back.
+
+        Without `writes`, as there is nothing behind memory or it is down, they stay in memory alone.
+        """
+        for block, block_hash in zip(blocks, hashes, strict=False):
+            self.index.put(block, block_hash)
+            if self.back_tier is None or block_hash in self.back:
+                continue
+            if not writes or self.num_unwritten >= self.limits.max_unwritten:
+                self.num_not_written += 1
+                continue
+            self.index.share([block])
+            self._unwritten.append((block_hash, block))
+        self.index.release(blocks)  # the coldest first: so does the worker name them
+
+    # Writing through.
+
+    @property
+    def num_unwritten(self) -> int:
+        return len(self._unwritten) + self._num_writing
+
+    def start_write(self, max_blocks: int) -> WriteBatch | None:
+        """Return what to write next, if anything."""
+        num_blocks = min(max_blocks, len(self._unwritten), self.back.max_values - self._num_writing)
+        if num_blocks <= 0:
+            return None
+        batch = [self._unwritten.popleft() for _ in range(num_blocks)]
+        self._num_writing += num_blocks
+        evicted = self.back.make_room(self._num_writing)
+        return WriteBatch([block_hash for block_hash, _ in batch], [block for _, block in batch], evicted)
+
+    def end_write(self, batch: WriteBatch, written: Sequence[BlockHash], *, full: bool = False) -> list[BlockHash]:
+        """Take in what of a batch was written. `full`: the rest had no room, so as much is given up; return what."""
+        self._num_writing -= len(batch.hashes)
+        self.num_not_written += len(batch.hashes) - len(written)
+        for block_hash in written:
+            self.back.put(block_hash)
+        self.index.release(batch.blocks)
+        return self.back.give_up(len(batch.hashes) - len(written)) if full else []
+
+    def drop_unwritten(self) -> None:
+        """Leave what waits to be written in memory alone."""
+        self.num_not_written += len(self._unwritten)
+        self.index.release([block for _, block in self._unwritten])
+        self._unwritten.clear()
+
+    # Lending: the blocks of `LendCore`.
+
+    @property
+    def num_blocks(self) -> int:
+        return self.index.pool.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that hold nothing."""
+        return self.index.num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody uses and that are kept for their content."""
+        return self.index.num_cached
+
+    def lend(self, hashes: Sequence[BlockHash], first_block: int) -> Allocation | None:
+        """Return the leading run of these blocks that is in memory, a reference to each, at a reader's positions from
+        `first_block` on; None: not even the first."""
+        blocks = self.take(hashes)
+        if not blocks:
+            return None
+        table = BlockTable(segments_of(blocks), first_block)
+        return Allocation((table,), (first_block + len(blocks)) * self.layout.block_size)
+
+    def free(self, tables: BlockTables) -> None:
+        """Drop a reference to each block."""
+        self.give_back(block_ids(tables[0].segments))
+
+    def take(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """Return the blocks of the leading run that is in memory, a reference to each."""
+        blocks = self.index.take(hashes)
+        self.back.touch(hashes[: len(blocks)])
+        return blocks
+
+    def behind(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+        """Return the leading run that is behind memory and not in it."""
+        run: list[BlockHash] = []
+        for block_hash in hashes:
+            if block_hash not in self.back or block_hash in self.index:
+                break
+            run.append(block_hash)
+        return run
+
+    def allocate_up_to(self, num_blocks: int) -> list[int]:
+        """Return blocks to be filled, fewer where there is less room, a reference to each."""
+        room = self.index.num_free + self.index.num_cached
+        blocks = self.index.allocate(min(num_blocks, room))
+        assert blocks is not None, "there is room"
+        return blocks
+
+    def loaded(self, blocks: Sequence[int], hashes: Sequence[BlockHash], lost: Sequence[BlockHash]) -> None:
+        """Take in that the first `len(hashes)` of these blocks are filled from behind memory, and what was not there.
+
+        The references are given back.
+        """
+        for block, block_hash in zip(blocks, hashes, strict=False):
+            self.index.put(block, block_hash)
+        self.give_back(blocks)
+        self.back.touch(hashes)
+        self.num_lost += sum(self.back.drop(block_hash) for block_hash in lost)
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Drop a reference to each of a sequence's blocks; its last are given up before its first."""
+        self.index.release(blocks[::-1])
+
+    # What the others hear.
+
+    def take_changes(self) -> list[tuple[Tier, ContentChanges]]:
+        """Return what came to each tier and what went since the last call."""
+        changes: list[tuple[Tier, ContentChanges]] = [("memory", self.index.changes.take())]
+        return changes if self.back_tier is None else [*changes, (self.back_tier, self.back.changes.take())]
+
+    def contents(self) -> list[tuple[Tier, list[BlockHash]]]:
+        """Return what each tier has now: memory's blocks, then those behind it."""
+        held: list[tuple[Tier, list[BlockHash]]] = [("memory", self.index.hashes())]
+        return held if self.back_tier is None else [*held, (self.back_tier, self.back.hashes())]
+
+    def check_integrity(self) -> None:
+        """Assert conservation, and the bound."""
+        self.index.check_integrity()
+        assert len(self.back) <= self.back.max_values, "the bound holds"
+        assert self.num_free + self.num_cached <= self.num_blocks, "every block is in one state"
