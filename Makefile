@@ -88,8 +88,9 @@ bench: setup
 	$(BIN)/python -m tests.bench.bench_traces
 	$(BIN)/kvmesh bench ttft
 
+# What libraries warn of where there is a card is not known yet: it is shown, and fails nothing.
 gpu-test: setup
-	$(BIN)/python -m pytest -m 'gpu and not slow'
+	$(BIN)/python -m pytest -m 'gpu and not slow' -W default
 
 gpu-bench: setup
 	$(BIN)/python -m tests.bench.bench_gpu $(GPU_BENCH_FLAGS)

@@ -119,6 +119,8 @@ def section_rows(section: str, arguments: argparse.Namespace, limit_s: float) ->
         process.kill()
         code = process.wait()
         collector.join()
+        process.stdout.close()
+        process.stderr.close()
     if code:
         last = " / ".join(line.strip() for line in errors[-STDERR_LINES:])
         why = f"over its {limit_s:.0f} s" if is_late else f"code {code}"

@@ -108,6 +108,7 @@ def test_a_section_that_fails_or_takes_too_long_is_a_row(monkeypatch: pytest.Mon
     assert "ended early, code 1" in failed.error and len(failed.error) < 2000
 
 
+@pytest.mark.slow  # a process that imports everything
 def test_the_engine_section_runs_on_what_is_no_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As a process of its own, rows and all: that it runs is what can be tried here."""
     monkeypatch.setenv("KVMESH_STATE_DIR", str(tmp_path))

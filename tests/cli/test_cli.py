@@ -11,7 +11,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -35,6 +37,18 @@ def environment(state_dir: Path) -> dict[str, str]:
 def run(state_dir: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     command = [*KVMESH, *arguments]
     return subprocess.run(command, env=environment(state_dir), capture_output=True, text=True, timeout=120, check=False)
+
+
+@contextmanager
+def stopped_with(up: "subprocess.Popen[str]", number: signal.Signals = signal.SIGINT) -> Iterator[Iterator[str]]:
+    """Read what `kvmesh up` says; at the end send it a signal, wait for it, and close the pipe."""
+    assert up.stdout is not None
+    with up:
+        try:
+            yield up.stdout
+        finally:
+            up.send_signal(number)
+            up.wait(60)
 
 
 def assert_one_line(result: "subprocess.CompletedProcess[str]", *words: str) -> None:
@@ -67,10 +81,9 @@ def our_processes(state_dir: Path) -> list[int]:
 def test_up_serves_and_leaves_nothing_behind(tmp_path: Path, stop_with: signal.Signals) -> None:
     command = [*KVMESH, "up", "--port", "0", "--policy", "round_robin", "--kv-mib", "64"]
     up = subprocess.Popen(command, env=environment(tmp_path), stdout=subprocess.PIPE, text=True)
-    assert up.stdout is not None
-    try:
+    with stopped_with(up, stop_with) as lines:
         said = ""
-        for line in up.stdout:
+        for line in lines:
             said += line
             if "Ctrl-C" in line:
                 break
@@ -85,9 +98,7 @@ def test_up_serves_and_leaves_nothing_behind(tmp_path: Path, stop_with: signal.S
         assert trace.returncode == 0 and "kv.transfer" in trace.stdout, trace
         workers = our_processes(tmp_path)
         assert any(_arenas(workers)), "the test looks for the wrong names"
-    finally:
-        up.send_signal(stop_with)
-    assert up.wait(60) == (0 if stop_with != signal.SIGKILL else -signal.SIGKILL)
+    assert up.returncode == (0 if stop_with != signal.SIGKILL else -signal.SIGKILL)
     _wait_until_gone(tmp_path)
     assert not any(_arenas(workers))
 
@@ -95,17 +106,14 @@ def test_up_serves_and_leaves_nothing_behind(tmp_path: Path, stop_with: signal.S
 def test_what_dies_is_started_again_and_said(tmp_path: Path) -> None:
     command = [*KVMESH, "up", "--port", "0", "--gateways", "2", "--kv-mib", "64", "--drain-s", "5"]
     up = subprocess.Popen(command, env=environment(tmp_path), stdout=subprocess.PIPE, text=True)
-    assert up.stdout is not None
-    try:
-        said = "".join(itertools.takewhile(lambda line: "Ctrl-C" not in line, up.stdout))
+    with stopped_with(up) as lines:
+        said = "".join(itertools.takewhile(lambda line: "Ctrl-C" not in line, lines))
         assert len(re.findall(r"http://127.0.0.1:\d+/v1 ", said.replace("\n", " "))) == 2 and "2 gateways" in said
         [decode] = [pid for pid in our_processes(tmp_path) if "--id decode-0" in command_of(pid)]
         os.kill(decode, signal.SIGKILL)
-        assert "decode-0 was killed by signal 9; it is started again" in up.stdout.readline()
+        assert "decode-0 was killed by signal 9; it is started again" in next(lines)
         assert "started again: decode-0 1×" in run(tmp_path, "status", *_broker(tmp_path)).stdout
-    finally:
-        up.send_signal(signal.SIGINT)  # the new one is still starting
-    assert up.wait(60) == 0
+    assert up.returncode == 0  # though the new one was still starting
     assert our_processes(tmp_path) == [] and not any(_arenas([decode]))
 
 
@@ -206,16 +214,13 @@ def test_a_disk_store_is_in_the_fleet_and_outlives_the_mesh(tmp_path: Path) -> N
     command = [*KVMESH, "up", "--port", "0", "--kv-mib", "64", "--store", "disk", "--store-mib", "64"]
     for _ in range(2):
         up = subprocess.Popen(command, env=environment(tmp_path), stdout=subprocess.PIPE, text=True)
-        assert up.stdout is not None
-        try:
-            said = "".join(itertools.takewhile(lambda line: "Ctrl-C" not in line, up.stdout))
+        with stopped_with(up) as lines:
+            said = "".join(itertools.takewhile(lambda line: "Ctrl-C" not in line, lines))
             assert "store" in said
             workers = json.loads(run(tmp_path, "status", "--json").stdout)["workers"]
             assert [w["worker"]["worker_id"] for w in workers if w["worker"]["role"] == "store"] == ["store-0"]
             (tmp_path / "store" / "kept").touch()
-        finally:
-            up.send_signal(signal.SIGINT)
-        assert up.wait(60) == 0
+        assert up.returncode == 0
         assert (tmp_path / "store" / "kept").exists()
     assert our_processes(tmp_path) == []
 

@@ -26,8 +26,8 @@ def small_shm(num_mib: int, *command: str) -> list[str]:
     return [*around, *command]
 
 
-def up(state_dir: Path, num_mib: int) -> subprocess.Popen[str]:
-    mesh = [*KVMESH, "up", "--port", "0", "--prefill", "1", "--decode", "2"]
+def up(state_dir: Path, num_mib: int, num_decode: int) -> subprocess.Popen[str]:
+    mesh = [*KVMESH, "up", "--port", "0", "--prefill", "1", "--decode", str(num_decode)]
     return subprocess.Popen(
         small_shm(num_mib, *mesh, "--kv-mib", str(ARENA_MIB)),
         env=environment(state_dir),
@@ -38,7 +38,7 @@ def up(state_dir: Path, num_mib: int) -> subprocess.Popen[str]:
 
 
 def test_too_little_for_all_is_one_clear_line(tmp_path: Path) -> None:
-    process = up(tmp_path, 2 * ARENA_MIB)
+    process = up(tmp_path, ARENA_MIB + 4, num_decode=1)
     said, _ = process.communicate(timeout=120)
     errors = [line for line in said.splitlines() if "error" in line.lower()]
     assert process.returncode == 2 and len(errors) == 1, said
@@ -49,7 +49,7 @@ def test_too_little_for_all_is_one_clear_line(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_who_dies_finds_room_again(tmp_path: Path) -> None:
     """There is room for the living only: what the dead one held must be let go of, by its readers too."""
-    process = up(tmp_path, 3 * ARENA_MIB + 4)
+    process = up(tmp_path, 3 * ARENA_MIB + 4, num_decode=2)
     try:
         url = await_url(process)
         first = our_process(tmp_path, "prefill-0")
