@@ -63,7 +63,8 @@ class Backing:
         self._values = values
         self._complaints = complaints
         self._paused_until = 0.0
-        self._doomed: dict[BlockHash, None] = {}
+        self._to_delete: dict[BlockHash, None] = {}
+        """What was given up and could not be deleted yet: it goes with the next write."""
         self._loads = ThreadPoolExecutor(MAX_LOADS, "store-load")
         self._writes = ThreadPoolExecutor(1, "store-write")
 
@@ -73,7 +74,7 @@ class Backing:
         return time.monotonic() >= self._paused_until
 
     async def load(self, hashes: Sequence[BlockHash], blocks: Sequence[int], deadline: float) -> Loaded:
-        """Fill blocks until `deadline` (monotonic): then no further word with the tier is begun."""
+        """Fill blocks until `deadline` (monotonic): then no further call of the tier is begun."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._loads, self._load, hashes, blocks, deadline)
 
@@ -86,7 +87,7 @@ class Backing:
         await asyncio.get_running_loop().run_in_executor(self._writes, self._delete, hashes)
 
     def close(self) -> None:
-        """Let go of the tier; does not wait for a word that it does not answer."""
+        """Let go of the tier; does not wait for a call that it does not answer."""
         self._loads.shutdown(wait=False, cancel_futures=True)
         self._writes.shutdown(wait=False, cancel_futures=True)
         self.tier.close()
@@ -123,8 +124,8 @@ class Backing:
 
     def _write(self, batch: WriteBatch) -> Written:
         try:
-            self._doomed.update(dict.fromkeys(batch.evicted))
-            self._delete_doomed()
+            self._to_delete.update(dict.fromkeys(batch.evicted))
+            self._delete_pending()
             packed = zip(batch.hashes, batch.blocks, strict=True)
             self.tier.write({block_hash: self._values.pack(block_hash, block) for block_hash, block in packed})
         except TierFullError as error:
@@ -136,16 +137,16 @@ class Backing:
         return Written(batch.hashes)
 
     def _delete(self, hashes: Sequence[BlockHash]) -> None:
-        self._doomed.update(dict.fromkeys(hashes))
+        self._to_delete.update(dict.fromkeys(hashes))
         try:
-            self._delete_doomed()
+            self._delete_pending()
         except TierError as error:
             self._failed(error)
 
-    def _delete_doomed(self) -> None:
-        if self._doomed:
-            self.tier.delete(list(self._doomed))
-            self._doomed.clear()
+    def _delete_pending(self) -> None:
+        if self._to_delete:
+            self.tier.delete(list(self._to_delete))
+            self._to_delete.clear()
 
     def _failed(self, error: TierError) -> None:
         self._paused_until = time.monotonic() + PAUSE_S

@@ -61,7 +61,7 @@ class Puller:
         self._slots = asyncio.Semaphore(MAX_PULLS)
         self._room = asyncio.Event()
         self._traces: dict[WorkerId, str] = {}
-        """Whose request last wanted something of a worker kept: what is read next is told in its trace."""
+        """The trace of the request that last wanted blocks of a worker kept: the next read belongs to it."""
 
     def offered(self, received: Received[BlocksCooling]) -> None:
         """A worker says what it will evict soon."""

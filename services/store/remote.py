@@ -52,7 +52,7 @@ class _Client(Protocol):
 
 
 class ValkeyTier:
-    """The values of one model's KV (`identity`) on a server. `timeout_s` bounds every word with it."""
+    """The values of one model's KV (`identity`) on a server. `timeout_s` bounds every exchange with it."""
 
     name: Tier = "remote"
 

@@ -98,6 +98,7 @@ class Store:
         self._backing = Backing(parts.tier, parts.values, self._complaints) if parts.tier else None
         leases = LeaseTable()
         self._measured = HolderMetrics(bus.metrics, self._load, leases, memory.layout.block_bytes)
+        lease_spans = HolderSpans(telemetry, self._store_id)
         self._holder = KVHolder[StoreMemory](
             worker_id=self._store_id,
             incarnation=parts.incarnation,
@@ -109,7 +110,8 @@ class Store:
             on_started=lambda lease: self._post(self._started, lease),
             on_served=lambda lease, stats, error: self._post(self._served, lease, stats, error),
             name_stream=telemetry.child_of,
-            observers=(self._measured, HolderSpans(telemetry, self._store_id)),
+            observes_ends=(self._measured.lease_ended, lease_spans.lease_ended),
+            observes_streams=(lease_spans.stream_ended,),
             leases=leases,
         )
         self._lending = LendCore(memory.limits, memory, leases)

@@ -10,9 +10,9 @@ RETRY_AFTER_MS = 500
 OPEN_LEASE_WITHIN_MS = 5_000
 """How long a lease that a reader has asked for waits for its read to begin."""
 MAX_LENT_LEASES = 256
-"""So many leases that readers have asked for may be open; who asks for one more is told to come back."""
+"""So many leases that readers have asked for may be open; whoever asks for one more is refused for now."""
 MAX_ENDED_LEASES = 1_024
-"""So many leases are remembered that have ended before a stream on them was told of; most were never opened."""
+"""So many leases are remembered that have ended before any stream on them; most of these are never opened."""
 UNREAD_AFTER_MS = 1_000
 """A lease that nobody reads for so long, though all of it could be read, is counted as unread: a reader opens its
 stream as soon as it has its ticket."""
@@ -33,10 +33,10 @@ READERS_COME_S = 1.0
 READERS_STAY_S = 2.0
 """How long it then waits until they have read it; and again, whatever it lends meanwhile, before it stops serving."""
 
-# What is told of transfers.
+# Metrics.
 
 MAX_MEASURED_PAIRS = 64
-"""Sources and carriers whose rate is told in the metrics."""
+"""Pairs of source and carrier whose rate is in the metrics: those read over last."""
 
 # Compression on the wire.
 

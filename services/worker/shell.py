@@ -93,6 +93,7 @@ class Worker:
         self.spans = WorkerSpans(telemetry, parts.worker_id)
         leases, block_bytes = LeaseTable(), parts.shape.layout.block_bytes
         self.measured = WorkerMetrics(metrics, lambda: self.reporter.load(now_ms()), leases, block_bytes)
+        lease_spans = HolderSpans(telemetry, parts.worker_id)
         chunk_tokens, caching = config.worker.token_budget, config.worker.prefix_cache
         self.holder = WorkerHolder(
             worker_id=parts.worker_id,
@@ -105,7 +106,8 @@ class Worker:
             on_started=lambda lease: self._post(self._started, lease),
             on_served=lambda lease, stats, error: self._post(self._served, lease, stats, error),
             name_stream=telemetry.child_of,
-            observers=(self.measured, HolderSpans(telemetry, parts.worker_id)),
+            observes_ends=(self.measured.lease_ended, lease_spans.lease_ended),
+            observes_streams=(lease_spans.stream_ended,),
             leases=leases,
         )
         self.reader = parts.platform.make_reader(parts.arena, parts.shape)
@@ -381,7 +383,6 @@ class Worker:
             self.lending.handle(StreamStarted(lease), now_ms())
 
     def _served(self, lease: Grant, stats: TransferStats, error: str) -> None:
-        lease.is_read = False
         self.decide(lambda now: self.lending.handle(StreamEnded(lease, error), now))
         self.decide(lambda now: [a for owner in self._lease_owners for a in owner.served(lease, now)])
         self.holder.stream_ended(lease, stats, error)

@@ -134,11 +134,12 @@ def stale_lease_is_read(patch: pytest.MonkeyPatch) -> None:
         lease = self.leases.find(ticket.lease_id)
         if lease is None:
             raise LeaseRefusedError(ticket.lease_id, "unknown")
-        return ReadableKV(lease.tables, lease.num_tokens, lease.progress, lease.first_token)
+        name = self.name_stream(lease.traceparent)
+        return ReadableKV(lease.tables, lease.num_tokens, lease.progress, lease.first_token, name)
 
     def close_without_a_word(self: KVHolder[Any], lease: Grant) -> None:
-        for observer in self.observers:
-            observer.lease_ended(lease)
+        for observe in self.observes_ends:
+            observe(lease)
 
     patch.setattr(KVHolder, "open", open_anyway)
     patch.setattr(KVHolder, "still_valid", lambda self, ticket: True)

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from dataplane.blocks.layout import BlockTable, Segment
+from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferStats
-from schemas.ids import RequestId, TokenIds, WorkerId
-from schemas.kv import ReadEnd
+from schemas.ids import LeaseId, RequestId, TokenIds, WorkerId
+from schemas.kv import LeaseEnd, ReadEnd
 from schemas.request import AttemptEnd, FirstTokenTimes, RequestTokens, SamplingParams, TransferReport
 from services.config import MeshConfig, TelemetryConfig, apply_environment
 from services.engine.interface import SampledToken, Sequence, StepResult
@@ -20,8 +22,9 @@ from services.telemetry.context import new_trace
 from services.telemetry.names import TTFT_PARTS
 from services.telemetry.ring import Ring
 from services.worker.core.attempts import EndedAttempt
+from services.worker.kv.leases import LeaseTable
 from services.worker.observe.spans import MAX_LINKED_STEPS, WorkerSpans
-from services.worker.observe.transfers import described_by
+from services.worker.observe.transfers import HolderSpans, described_by
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -227,3 +230,30 @@ def test_the_reader_s_end_says_why_its_carrier_was_taken() -> None:
     assert described_by(moved)[Key.CARRIER_REASON] == "one host, one card"
     assert Key.CARRIER_REASON not in described_by(TransferStats(carrier="cuda", num_frames=1))
     assert described_by(TransferStats(carrier="cuda", reason="one host")) == {}, "there was no stream"
+
+
+@pytest.mark.parametrize(
+    ("end", "detail", "outcome", "error"),
+    [
+        (LeaseEnd.LANDED, "", "landed", ""),
+        (LeaseEnd.UNNEEDED, "a stop string was reached", "a stop string was reached", ""),
+        (LeaseEnd.READER_LEFT, "the reader left", "the reader left", "the reader left"),
+        (LeaseEnd.EXPIRED, "", "expired", "expired"),
+    ],
+)
+def test_a_lease_is_released_in_its_trace(end: LeaseEnd, detail: str, outcome: str, error: str) -> None:
+    found: list[SpanRecord] = []
+    spans = HolderSpans(Telemetry("prefill-0", ListExporter(found), at_once=True), "prefill-0")
+    leases = LeaseTable()
+    for lease_id, traceparent in (("of nobody's trace", ""), ("traced", f"00-{TRACE}-{SPAN}-01")):
+        lease = leases.grant(
+            lease_id=LeaseId(lease_id), holder=WorkerId("prefill-0"), reader=WorkerId("decode-0"),
+            request_id=RequestId("req-1"), attempt=1, tables=(BlockTable((Segment(0, 3),)),), num_tokens=3,
+            progress=KVProgress(1, 3), expires_at_ms=1,
+        )  # fmt: skip
+        lease.traceparent, lease.readable_ns = traceparent, 5
+        leases.end(lease.lease_id, end, detail)
+        spans.lease_ended(lease)
+    (span,) = found
+    assert (span.name, span.trace_id, span.parent_id, span.start_ns) == (SpanName.KV_RELEASE, TRACE, SPAN, 5)
+    assert (span.attributes[Key.OUTCOME], span.error, span.attributes[Key.NUM_BLOCKS]) == (outcome, error, 3)

@@ -101,16 +101,16 @@ def test_renew_never_shortens_and_revives_nothing() -> None:
     assert lease.expires_at_ms == 105 and refusal(table, lease.epoch) == "unknown"
 
 
-def test_an_ended_lease_is_remembered_until_its_stream_has_been_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ended_lease_is_remembered_until_its_stream_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases_module, "MAX_ENDED_LEASES", 2)
     table = LeaseTable()
     read, later, never, last = (grant(table, LeaseId(name)) for name in ("read", "later", "never", "last"))
-    table.told(read)
+    table.stream_ended(read)
     assert table.find(read.lease_id) is read, "another stream may follow"
     for lease in (read, later):
         table.end(lease.lease_id, LeaseEnd.LANDED)
     assert table.find(read.lease_id) is None and table.find(later.lease_id) is later
-    table.told(later)
+    table.stream_ended(later)
     assert table.find(later.lease_id) is None
     table.end(never.lease_id, LeaseEnd.EXPIRED)
     again = grant(table, LeaseId("again"))
@@ -120,7 +120,7 @@ def test_an_ended_lease_is_remembered_until_its_stream_has_been_told_of(monkeypa
     assert table.find(last.lease_id) is last and table.find(again.lease_id) is again
 
 
-def test_a_stream_that_has_got_on_is_told_of_once() -> None:
+def test_a_stream_that_makes_progress_counts_once() -> None:
     table = LeaseTable()
     lease = grant(table)
     assert table.take_moved() == []

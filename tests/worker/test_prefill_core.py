@@ -7,7 +7,7 @@ import pytest
 
 from schemas.handoff import HandoffAborted, KVReleased
 from schemas.kv import LeaseEnd
-from schemas.request import PrefillAccepted, Refused, RunPrefill
+from schemas.request import AttemptEnd, PrefillAccepted, Refused, RunPrefill
 from schemas.worker import WorkerLeft
 from services.prefill.core import UNKNOWN_AFTER_MS, PrefillCore
 from services.worker.core.actions import (
@@ -186,6 +186,30 @@ def test_an_abort_by_the_reader_ends_lease_and_run() -> None:
     lease = one(bench.core.aborted(case.aborted(), 5), CloseLease).lease
     assert (lease.end, lease.outcome) == (LeaseEnd.CANCELLED, "gave up")
     assert bench.core.aborted(case.aborted(), 5) == []
+    bench.assert_empty()
+
+
+@pytest.mark.parametrize(
+    ("end", "lease_end"),
+    [
+        (AttemptEnd.COMPLETE, LeaseEnd.UNNEEDED),
+        (AttemptEnd.CANCELLED, LeaseEnd.CANCELLED),
+        (AttemptEnd.DEADLINE, LeaseEnd.DEADLINE),
+        (AttemptEnd.FAILED, LeaseEnd.CANCELLED),
+    ],
+)
+@pytest.mark.parametrize("who", ["gateway", "reader"])
+def test_why_an_attempt_ends_is_why_its_lease_does(who: str, end: AttemptEnd, lease_end: LeaseEnd) -> None:
+    bench = Bench()
+    bench.computed(one(bench.run(case.run_prefill()), Submit))
+    if who == "gateway":
+        actions = bench.core.cancelled(msgspec.structs.replace(case.cancel(), end=end), 20)
+    else:
+        actions = bench.core.aborted(msgspec.structs.replace(case.aborted(), end=end), 20)
+    lease = one(bench.checked(actions), CloseLease).lease
+    assert lease.end is lease_end and lease.end.is_good == (end is AttemptEnd.COMPLETE)
+    (ended,) = bench.core.take_ended()
+    assert (ended.end, ended.outcome) == (end, lease.outcome)
     bench.assert_empty()
 
 

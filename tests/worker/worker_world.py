@@ -170,7 +170,7 @@ class WorkerWorld:
     def stream_ended(self, lease_id: LeaseId, now_ms: int) -> None:
         """The stream of a hand-over is over, if its lease is not forgotten."""
         if (lease := self.leases.find(lease_id)) is not None:
-            self.leases.told(lease)
+            self.leases.stream_ended(lease)
             self.execute(self.prefill.served(lease, now_ms))
 
     def end_fetch(self, index: int, share: int, now_ms: int) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -37,22 +37,17 @@ log = logging.getLogger(__name__)
 MemoryT = TypeVar("MemoryT", bound=LentMemory)
 
 
-class LeaseObserver(Protocol):
-    """Hears what becomes of leases, on the event loop."""
-
-    def stream_ended(self, lease: Grant, stats: TransferStats, error: str) -> None:
-        """A read under the lease is over. `error`: why it failed; "": all was sent."""
-        ...
-
-    def lease_ended(self, lease: Grant) -> None: ...
+StreamEndedCallback = Callable[[Grant, TransferStats, str], None]
+"""A read under this lease is over: what was sent, and why it failed, for people; "": all was sent."""
 
 
 @dataclass(kw_only=True)
 class KVHolder(Generic[MemoryT]):
     """One process's blocks. The leases are changed on the event loop, under `lock`; the plane's threads only look.
 
-    `on_started` (the first byte of a read is on its way) and `on_served` (a read is over; why it failed, or "") are
-    called on the plane's threads, as is `name_stream`, which returns a new traceparent under the given one.
+    `on_started` (the first byte of a read is on its way) and `on_served` are called on the plane's threads, as is
+    `name_stream`, which returns a new traceparent under the given one. `observes_ends` and `observes_streams` are
+    called on the event loop when a lease, or a read under one, has ended: for metrics and spans.
     """
 
     worker_id: WorkerId
@@ -63,9 +58,10 @@ class KVHolder(Generic[MemoryT]):
     secret: bytes
     make_server: MakeServer
     on_started: Callable[[Grant], None]
-    on_served: Callable[[Grant, TransferStats, str], None]
+    on_served: StreamEndedCallback
     name_stream: Callable[[str], str] = lambda _: ""
-    observers: tuple[LeaseObserver, ...] = ()
+    observes_ends: tuple[Callable[[Grant], None], ...] = ()
+    observes_streams: tuple[StreamEndedCallback, ...] = ()
     leases: LeaseTable = field(default_factory=LeaseTable)
     lock: threading.Lock = field(default_factory=threading.Lock)
     plane: PlaneServer | None = None
@@ -173,8 +169,8 @@ class KVHolder(Generic[MemoryT]):
     def close_lease(self, grant: Grant) -> None:
         """The lease has ended: fail a stream that is still open on it."""
         grant.progress.fail(grant.outcome)
-        for observer in self.observers:
-            observer.lease_ended(grant)
+        for observe in self.observes_ends:
+            observe(grant)
         if not len(self.leases):
             self._unread.set()
 
@@ -188,9 +184,9 @@ class KVHolder(Generic[MemoryT]):
 
     def stream_ended(self, grant: Grant, stats: TransferStats, error: str) -> None:
         """A read under this lease is over, as `on_served` has said."""
-        self.leases.told(grant)
-        for observer in self.observers:
-            observer.stream_ended(grant, stats, error)
+        self.leases.stream_ended(grant)
+        for observe in self.observes_streams:
+            observe(grant, stats, error)
 
     def _ticket(self, grant: Grant, expires_at_ms: int) -> str:
         ticket = Ticket(

@@ -56,11 +56,11 @@ class Grant:
     is_read: bool = False
     """A stream on it is under way."""
     has_moved: bool = False
-    """A stream on it has got on since `take_moved`."""
+    """A stream on it has made progress since `take_moved`."""
     closes_ms: int | None = None
-    """Of a hand-over whose stream is over: until when it waits for the reader's word."""
-    is_told: bool = False
-    """The end of a stream on it has been heard of."""
+    """Of a hand-over whose stream has ended: until when it waits for the reader to say what came of it."""
+    had_stream: bool = False
+    """A stream on it has ended, and that is recorded."""
     traceparent: str = ""
     """The trace that it belongs to; "": none."""
 
@@ -86,7 +86,7 @@ class LeaseTable:
     def __init__(self) -> None:
         self._active: dict[LeaseId, Grant] = {}
         self._ended: dict[LeaseId, Grant] = {}
-        """Those whose stream has not been told of yet: it may still be under way, or has never been opened."""
+        """Those without the end of a stream: one may still be under way, or none was ever opened."""
         self._last_epoch = 0
 
     def __len__(self) -> int:
@@ -152,7 +152,7 @@ class LeaseTable:
         return grant
 
     def find(self, lease_id: LeaseId) -> Grant | None:
-        """Return the lease, also one that has ended while its stream has not been told of."""
+        """Return the lease, also one that has ended before any stream on it has."""
         return self._active.get(lease_id) or self._ended.get(lease_id)
 
     def check(self, lease_id: LeaseId, epoch: int, reader: WorkerId, now_ms: int, tenant: str | None = None) -> Grant:
@@ -195,7 +195,7 @@ class LeaseTable:
         if grant is None:
             return None
         grant.end, grant.detail = end, detail
-        if not grant.is_told:
+        if not grant.had_stream:
             self._ended[lease_id] = grant
             if len(self._ended) > MAX_ENDED_LEASES:
                 del self._ended[next(iter(self._ended))]
@@ -211,9 +211,9 @@ class LeaseTable:
             self.end(grant.lease_id, LeaseEnd.EXPIRED, detail)
         return over
 
-    def told(self, grant: Grant) -> None:
-        """A stream on it has ended, and that was heard of: once the lease has ended too it is forgotten. A stream that
-        broke before its reader heard a word may be followed by another."""
-        grant.is_told, grant.is_read = True, False
+    def stream_ended(self, grant: Grant) -> None:
+        """A stream on it has ended: once the lease has ended too it is forgotten. Until then another may follow, where
+        this one broke before it brought anything."""
+        grant.had_stream, grant.is_read = True, False
         if grant.end is not None:
             self._ended.pop(grant.lease_id, None)

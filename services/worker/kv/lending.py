@@ -127,7 +127,7 @@ class LendCore:
                 return []
 
     def tick(self, now_ms: int) -> list[Action]:
-        """Keep every lease whose stream gets on, whoever granted it; end the lent ones that are over their time."""
+        """Renew every lease whose stream makes progress, whoever granted it; end the lent ones whose time is over."""
         for grant in self.leases.take_moved():
             self.leases.renew(grant, now_ms, self.limits.lease_ms)
         return [self._closed(grant) for grant in self.leases.expire(now_ms, lambda grant: grant.is_lent)]

@@ -35,9 +35,6 @@ class HolderMetrics:
         if isinstance(reply, Refused):
             self.metrics.inc(names.REFUSALS, what, reply.reason)
 
-    def stream_ended(self, lease: Grant, stats: TransferStats, error: str) -> None:
-        """What a holder sends is counted by its readers."""
-
     def lease_ended(self, lease: Grant) -> None:
         """Count how a lease has ended, and its blocks where they were held for nobody."""
         end = LeaseEnd.CANCELLED if lease.end is None or lease.end is LeaseEnd.UNNEEDED else lease.end

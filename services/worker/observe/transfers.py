@@ -25,7 +25,7 @@ class TransferSpan:
 
     @property
     def story(self) -> str:
-        """The traceparent for the holder's words of the lease."""
+        """The traceparent that the holder is asked for a lease with."""
         return self.traceparent or self.stats.traceparent
 
     def end(self, attributes: Attributes, end: ReadEnd, detail: str = "") -> None:
@@ -83,7 +83,7 @@ def links_of(stats: TransferStats) -> tuple[str, ...]:
 
 @dataclass
 class HolderSpans:
-    """Records the spans of a holder's leases. A lease that belongs to no trace is told in none."""
+    """Records the spans of a holder's leases. A lease that belongs to no trace gets none."""
 
     telemetry: Telemetry
     worker_id: str
