@@ -42,8 +42,8 @@ from services.store.load import StoreParts, load_store
 from services.store.pulls import Puller
 from services.telemetry import Key, Telemetry
 from services.worker.kv.holder import num_blocks_of
-from services.worker.observe.describe import describe
 from services.worker.observe.metrics import HolderMetrics
+from services.worker.observe.report import describe
 from services.worker.observe.transfers import HolderSpans
 from services.worker.outbox import Outbox
 

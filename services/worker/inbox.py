@@ -1,32 +1,41 @@
-"""The messages that a worker of any role hears, brought to its cores."""
+"""The messages that a worker hears: of each subject, what is done with it."""
 
 import asyncio
-import time
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from schemas import subjects
 from schemas.directory import ReadInventory
-from schemas.kv import RequestLease, ReturnLease
+from schemas.ids import WorkerId
+from schemas.kv import ReplicateBlocks, RequestLease, ReturnLease
 from schemas.message import Message
 from schemas.observe import DescribeWorker
-from schemas.request import AskProgress, CancelRequest, Progress, Refused
-from schemas.worker import PingWorker, WorkerAlive, WorkerLeft
-from services.bus.typed import Received
+from schemas.request import AskProgress, CancelRequest
+from schemas.worker import PingWorker, WorkerLeft
+from services.bus.typed import Received, TypedBus
 from services.keep import keep_traces
-from services.runtime import now_ms
-from services.worker.kv.holder import num_blocks_of
-from services.worker.observe.transfers import LeaseTrace
+from services.telemetry import Telemetry
+from services.worker.core.events import CopyOffered, ReserveAsked, RunAsked
+from services.worker.roles import Role, Subscription
 from services.worker.shell import Worker
 
 
 class Inbox:
-    """One worker's, beside those of its roles."""
+    """One worker's, those of its roles among them."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, worker_id: WorkerId, bus: TypedBus, telemetry: Telemetry) -> None:
         self._worker = worker
+        self._worker_id = worker_id
+        self._bus = bus
+        self._telemetry = telemetry
 
     async def open(self, tasks: asyncio.TaskGroup) -> None:
-        """Return once all ears are open."""
-        bus, me = self._worker.bus, (self._worker.parts.worker_id,)
+        """Return once all subscriptions are there."""
+        bus, me = self._bus, (self._worker_id,)
+        for role in self._worker.roles:
+            for subscription in role.subscriptions:
+                await self._subscribe(tasks, role, subscription)
+        await bus.listen(tasks, subjects.REPLICATE, me, self._on_copy_offered)
         await bus.listen(tasks, subjects.CANCEL, ("*",), self._on_cancel)
         await bus.listen(tasks, subjects.LEFT, ("*",), self._on_left)
         await bus.serve(tasks, subjects.INVENTORY, me, self._on_inventory)
@@ -35,57 +44,59 @@ class Inbox:
         await bus.serve(tasks, subjects.PROGRESS, me, self._on_progress)
         await bus.serve(tasks, subjects.PING, me, self._on_ping)
         await bus.serve(tasks, subjects.WORKER_STATUS, me, self._on_status)
-        await keep_traces(bus, tasks, self._worker.telemetry)
+        await keep_traces(bus, tasks, self._telemetry)
         await bus.connection.flush()
 
+    async def _subscribe(self, tasks: asyncio.TaskGroup, role: Role, subscription: Subscription) -> None:
+        subject, ids = subscription.subject, subscription.ids
+        if subject.reply:
+            await self._bus.serve(tasks, subject, ids, self._answer(role, subscription))
+        else:
+            await self._bus.listen(tasks, subject, ids, self._hear(role, subscription))
+
+    def _answer(
+        self, role: Role, subscription: Subscription
+    ) -> Callable[[Received[Message]], Awaitable[Message | None]]:
+        async def answer(received: Received[Any]) -> Message | None:
+            event = subscription.event(received)
+            assert isinstance(event, RunAsked | ReserveAsked), "the only questions that roles are asked"
+            reply = self._worker.ask(event, role)
+            self._worker.count_refusal(subscription.refused_as, reply)
+            return reply
+
+        return answer
+
+    def _hear(self, role: Role, subscription: Subscription) -> Callable[[Received[Message]], None]:
+        def hear(received: Received[Any]) -> None:
+            self._worker.handle(subscription.event(received), role)
+
+        return hear
+
+    def _on_copy_offered(self, received: Received[ReplicateBlocks]) -> None:
+        self._worker.handle(CopyOffered(received.message, received.traceparent))
+
     def _on_cancel(self, received: Received[CancelRequest]) -> None:
-        self._worker.decide_all(lambda core, now: core.cancelled(received.message, now))
+        self._worker.handle(received.message)
 
     def _on_left(self, received: Received[WorkerLeft]) -> None:
-        worker, event = self._worker, received.message
-        if event.worker_id != worker.parts.worker_id:
-            worker.decide_all(lambda core, now: core.left(event, now))
-            worker.decide(lambda _now: worker.lending.left(event))
-        elif event.incarnation == worker.holder.incarnation:
-            worker.fence(f"it was declared lost: {event.reason}")
+        self._worker.left(received.message)
 
     async def _on_inventory(self, received: Received[ReadInventory]) -> Message:
-        return self._worker.holder.inventory(received.message.offset)
+        return self._worker.inventory(received.message.offset)
 
     async def _on_lease(self, received: Received[RequestLease]) -> Message:
-        worker, request = self._worker, received.message
-        lease = worker.answer(lambda now: (worker.lending.lend(request, now), []))
-        if isinstance(lease, Refused):
-            worker.measured.refused("lease", lease)
-            return lease
-        worker.measured.leases.granted(lease.lease_id, num_blocks_of(lease))
-        key = (request.request_id, request.attempt)
-        trace = LeaseTrace(key, received.traceparent, time.time_ns(), is_lent=True)
-        worker.lease_traces.granted(lease.lease_id, trace)
-        return worker.holder.lend(lease, request)
+        reply = self._worker.lend(received.message, received.traceparent)
+        self._worker.count_refusal("lease", reply)
+        return reply
 
     def _on_returned(self, received: Received[ReturnLease]) -> None:
-        self._worker.decide(lambda _now: self._worker.lending.returned(received.message))
+        self._worker.handle(received.message)
 
     async def _on_progress(self, received: Received[AskProgress]) -> Message:
-        worker, asked = self._worker, received.message
-        worker.look_at_the_clock()
-        key = (asked.request_id, asked.attempt)
-        return Progress(
-            request_id=asked.request_id,
-            attempt=asked.attempt,
-            deadline_ms=asked.deadline_ms,
-            worker_id=worker.parts.worker_id,
-            known=key in worker.answers or worker.has(key),
-            tokens=worker.answers.since(key, asked.index),
-            is_waiting=any(core.is_waiting(key) for core in worker.cores),
-        )
+        return self._worker.progress(received.message)
 
-    async def _on_status(self, received: Received[DescribeWorker]) -> Message:
-        return self._worker.reporter.describe(now_ms())
+    async def _on_status(self, _: Received[DescribeWorker]) -> Message:
+        return self._worker.describe()
 
-    async def _on_ping(self, received: Received[PingWorker]) -> Message:
-        worker = self._worker
-        worker.look_at_the_clock()
-        lag_ms = worker.pulse.lag_ms(time.monotonic())
-        return WorkerAlive(worker_id=worker.parts.worker_id, incarnation=worker.holder.incarnation, lag_ms=lag_ms)
+    async def _on_ping(self, _: Received[PingWorker]) -> Message:
+        return self._worker.alive()

@@ -19,7 +19,7 @@ from services.engine.checkpoint import Checkpoint, default_shape, layout_of, rea
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.interface import Engine
 from services.errors import UserError
-from services.worker.core.limits import WorkerLimits
+from services.worker.core.checks import WorkerLimits
 from services.worker.devices import CPU, card_of
 from services.worker.platform import THREADS, Platform
 

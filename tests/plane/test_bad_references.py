@@ -25,7 +25,7 @@ from schemas.ids import BlockHash, LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseGranted, RequestLease
 from schemas.request import Refused
 from services.config import WorkerConfig
-from services.worker.core.limits import WorkerLimits
+from services.worker.core.checks import WorkerLimits
 from services.worker.kv.holder import KVHolder
 from services.worker.kv.lending import OPEN_WITHIN_MS, LendCore
 from tests.plane.corruption import BitFlip, measure, tapped

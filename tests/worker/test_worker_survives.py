@@ -23,10 +23,12 @@ from services.bus.typed import Received
 from services.config import MeshConfig
 from services.engine.fake import FakeEngine, fake_answer
 from services.engine.thread import EngineStoppedError, EngineThread
+from services.launch.worker_roles import run_worker
+from services.prefill.core import PrefillCore
 from services.runtime import now_ms
 from services.telemetry import Telemetry
+from services.worker.core.events import DrainBegun, Event
 from services.worker.kv.holder import KVHolder
-from services.worker.service import run_worker
 from services.worker.shell import Worker
 from tests.mesh.one_process import LAYOUT, VOCAB, Answer, Client, Route, make_parts, one_process_mesh
 
@@ -230,16 +232,17 @@ async def test_a_worker_whose_card_is_stuck_under_a_read_decides_nothing_more_an
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The card may still write to the read's blocks: nobody else may have them."""
-    decided: list[str] = []
+    decided: list[Event] = []
     workers: list[Worker] = []
     join = Worker.join
 
     def join_stuck(self: Worker) -> None:
         join(self)
         workers.append(self)
-        self.reader.is_stuck = True
+        self._reader.is_stuck = True
+        monkeypatch.setattr(PrefillCore, "handle", lambda core, event, now_ms: decided.append(event) or [])
         with pytest.raises(EngineStoppedError, match="card of p-0"):
-            self.decide(lambda now: decided.append("a decision") or [])
+            self.handle(DrainBegun())
 
     monkeypatch.setattr(Worker, "join", join_stuck)
     running = run_worker(

@@ -21,6 +21,7 @@ from services.directory.service import run_directory
 from services.engine.fake import FakeEngine
 from services.gateway.api.prepare import ServedModel
 from services.gateway.api.text import TextCodec
+from services.launch.worker_roles import run_worker
 from services.scheduler.service import run_scheduler
 from services.sim.platform.bus import SimBroker, SimBus
 from services.sim.platform.engine import Pace
@@ -31,9 +32,8 @@ from services.store.core import StoreCore
 from services.store.load import make_parts as make_store_parts
 from services.store.service import run_store
 from services.telemetry import ListExporter, SpanRecord, Telemetry
-from services.worker.core.limits import WorkerLimits
+from services.worker.core.checks import WorkerLimits
 from services.worker.parts import WorkerParts
-from services.worker.service import run_worker
 
 VOCAB = 61
 EOS = 0

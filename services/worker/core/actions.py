@@ -2,18 +2,22 @@
 
 from dataclasses import dataclass
 
-from dataplane.blocks.layout import BlockTables
 from dataplane.blocks.lease import Lease
-from schemas.handoff import FirstToken, KVOffered
-from schemas.ids import BlockHash, GatewayId, HandoffId, LeaseId, RequestId, WorkerId
+from schemas.handoff import FirstToken
+from schemas.ids import GatewayId, LeaseId
 from schemas.message import Message
 from schemas.request import RequestTokens, RunPrefill
 from schemas.subjects import Subject
 from services.engine.interface import Sequence
-from services.worker.core.content import SequenceContent
+from services.worker.core.attempts import AnyAttempt, Attempt, Read
+from services.worker.core.content import AttemptKey
 
-AttemptKey = tuple[RequestId, int]
-"""One attempt at one request."""
+
+@dataclass(slots=True, frozen=True)
+class Reply:
+    """Answer the question that this event was."""
+
+    message: Message
 
 
 @dataclass(slots=True, frozen=True)
@@ -25,17 +29,17 @@ class OpenLease:
 
 @dataclass(slots=True, frozen=True)
 class Submit:
-    """Give the sequence to the engine. What of it is in place already, and what it computes, is taken in as `content`;
-    with a lease it is also served to the reader."""
+    """Give the sequence to the engine. What of it is in place already, and what it computes, is taken in as the
+    attempt's content; with a lease it is also served to the reader."""
 
     sequence: Sequence
-    content: SequenceContent
+    attempt: AnyAttempt
     lease_id: LeaseId | None = None
 
 
 @dataclass(slots=True, frozen=True)
 class Withdraw:
-    """Take the sequence back from the engine; `removed` says when its blocks are no longer written."""
+    """Take the sequence back from the engine; `SequenceRemoved` says when its blocks are no longer written."""
 
     key: AttemptKey
 
@@ -53,8 +57,8 @@ class Publish:
     subject: Subject
     ids: tuple[str, ...]
     message: Message
-    key: AttemptKey | None = None
-    """Whose trace it belongs to."""
+    traceparent: str = ""
+    """Of the request that it belongs to."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,7 +66,7 @@ class Offer:
     """Sign a ticket for the lease and publish KVOffered."""
 
     lease: Lease
-    request: RunPrefill
+    attempt: Attempt[RunPrefill]
 
 
 @dataclass(slots=True, frozen=True)
@@ -83,46 +87,28 @@ class CloseLease:
 
 @dataclass(slots=True, frozen=True)
 class StartRead:
-    """Read what is offered from `first_token` on."""
+    """Read this; `ReadEnded` says what came of it."""
 
-    offer: KVOffered
-    tables: BlockTables
-    first_token: int
+    read: Read
 
 
 @dataclass(slots=True, frozen=True)
 class StopRead:
-    """End the read; `read_failed` says when its blocks are no longer written."""
+    """End the read; `ReadEnded` says when its blocks are no longer written."""
 
-    handoff_id: HandoffId
-
-
-@dataclass(slots=True, frozen=True)
-class Fetch:
-    """Ask `source` for a lease on the blocks from `first_block` on, and read them; `fetched` says what came of it."""
-
-    key: AttemptKey
-    source: WorkerId
-    first_block: int
-    block_hashes: tuple[BlockHash, ...]
-    tables: BlockTables
-    deadline_ms: int
-    tenant: str = ""
-    traceparent: str = ""
-    """Whose trace it belongs to, where that is not the attempt's."""
+    read: Read
 
 
 @dataclass(slots=True, frozen=True)
-class StopFetch:
-    """End the fetch; `fetched` says when its blocks are no longer written."""
+class AttemptEnded:
+    """The attempt goes on here no more, and its blocks are given back: what is to be recorded of it can be."""
 
-    key: AttemptKey
+    attempt: AnyAttempt
 
 
 Action = (
-    OpenLease
-    | Fetch
-    | StopFetch
+    Reply
+    | OpenLease
     | Submit
     | Withdraw
     | Emit
@@ -132,4 +118,5 @@ Action = (
     | CloseLease
     | StartRead
     | StopRead
+    | AttemptEnded
 )

@@ -28,7 +28,6 @@ from schemas.worker import BlockCounts
 from services.config import WorkerConfig
 from services.engine.interface import Sequence
 from services.runtime import now_ms
-from services.worker.core.actions import AttemptKey
 from services.worker.core.content import SequenceContent
 from services.worker.core.messages import handoff_fields
 from services.worker.kv.ledger import BlockLedger
@@ -72,7 +71,6 @@ class KVHolder:
     lock: threading.Lock = field(default_factory=threading.Lock)
     leases: LeaseTable = field(default_factory=LeaseTable)
     _served: dict[LeaseId, ServedLease] = field(default_factory=dict[LeaseId, ServedLease])
-    _contents: dict[AttemptKey, SequenceContent] = field(default_factory=dict[AttemptKey, SequenceContent])
     _cooled: set[BlockHash] = field(default_factory=set[BlockHash])
     _moved: set[LeaseId] = field(default_factory=set[LeaseId])
     """Leases whose streams have got on since the clockwork last looked."""
@@ -176,10 +174,10 @@ class KVHolder:
             num_tokens=lease.num_tokens,
         )
 
-    def finish_lease(self, lease_id: LeaseId, first: FirstToken, computed_ns: int) -> None:
+    def finish_lease(self, lease_id: LeaseId, first: FirstToken) -> None:
         """All is computed: the stream may end."""
         if served := self._served.get(lease_id):
-            served.progress.finish(msgspec.json.encode(msgspec.structs.replace(first, computed_ns=computed_ns)))
+            served.progress.finish(msgspec.json.encode(first))
 
     def renew_moved(self, now_ms: int, lease_ms: int) -> None:
         """A stream that gets on may take longer than its lease's first time."""
@@ -212,27 +210,21 @@ class KVHolder:
     def submitted(self, sequence: Sequence, content: SequenceContent) -> None:
         """Take in what of a sequence is in place before the engine has it."""
         content.num_landed_tokens = sequence.num_computed_tokens
-        self._contents[(sequence.request_id, sequence.attempt)] = content
-        self.computed(sequence, sequence.num_computed_tokens)
+        self.computed(sequence, content, sequence.num_computed_tokens)
 
-    def computed(self, sequence: Sequence, num_tokens: int, *, ended: bool = False) -> None:
+    def computed(self, sequence: Sequence, content: SequenceContent, num_tokens: int, *, ended: bool = False) -> None:
         """Take in that a sequence's first `num_tokens` tokens have their KV here. `ended`: no more will be written."""
-        content = self._contents.get((sequence.request_id, sequence.attempt))
         num_full_blocks = num_tokens // self.shape.layout.block_size
-        if content is None or (num_full_blocks == content.num_stored_blocks and not ended):
+        if num_full_blocks == content.num_stored_blocks and not ended:
             return  # most decode steps fill no block
         hashes = content.extend(sequence.token_ids, num_tokens)
         num_stored, num_landed = content.num_stored_blocks, content.num_landed_tokens
         self.cache.store(sequence.tables, hashes, num_stored, num_tokens, num_landed, ended=ended)
         content.num_stored_blocks = num_full_blocks
 
-    def ended(self, sequence: Sequence) -> None:
+    def ended(self, sequence: Sequence, content: SequenceContent) -> None:
         """The engine has let go of a sequence; its blocks are still its own."""
-        self.computed(sequence, sequence.num_computed_tokens, ended=True)
-        self.forget((sequence.request_id, sequence.attempt))
-
-    def forget(self, key: AttemptKey) -> None:
-        self._contents.pop(key, None)
+        self.computed(sequence, content, sequence.num_computed_tokens, ended=True)
 
     def events(self) -> list[BlocksStored | BlocksEvicted]:
         """Return what the directory has to hear of what came and went since the last call."""

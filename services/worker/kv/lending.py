@@ -14,7 +14,8 @@ from schemas.kv import RequestLease, ReturnLease, refuse_lease
 from schemas.request import Refused, refuse
 from schemas.worker import WorkerLeft
 from services.worker.core.actions import Action, CloseLease
-from services.worker.core.limits import RETRY_AFTER_MS, WorkerLimits
+from services.worker.core.checks import WorkerLimits
+from services.worker.limits import RETRY_AFTER_MS
 
 OPEN_WITHIN_MS = 5_000
 """How long a lease waits for its read to begin."""

@@ -9,7 +9,7 @@ from dataplane.blocks.layout import ITEM_BYTES, KVLayout
 from dataplane.memory.codec import BlockCodec, WireDtype
 from schemas.ids import WorkerId
 from services.config import WireDtype as WireSetting
-from services.worker.observe.measured_rates import RateBook
+from services.worker.observe.measured_rates import MeasuredRates
 
 PACKED_DTYPE: WireDtype = "int8"
 """What `auto` compresses to: as many bytes as fp8, and closer."""
@@ -52,7 +52,7 @@ class WireChoice:
 
     setting: WireSetting
     layout: KVLayout
-    rates: RateBook
+    rates: MeasuredRates
     _codec_bytes_per_s: float = field(default=0.0)
 
     def measure(self) -> None:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from dataplane.protocol.stream import TransferStats
 from schemas.ids import LeaseId
 from services.telemetry import Attributes, AttributeValue, Key, SpanName, Telemetry
-from services.worker.core.actions import AttemptKey
-from services.worker.observe.spans import WorkerSpans, error_of
+from services.worker.core.attempts import AttemptTimes
+from services.worker.core.content import AttemptKey
+from services.worker.observe.spans import error_of
 
 MAX_LEASE_TRACES = 1_024
 """A lease that no reader ever opened has no stream that could end."""
@@ -126,8 +127,8 @@ class LeaseTrace:
     key: AttemptKey
     traceparent: str
     granted_ns: int
-    is_lent: bool = False
-    """Not of a hand-over: the attempt is another worker's, or still under way here."""
+    computed: AttemptTimes | None = None
+    """Of the attempt that computes it; None: it was lent, and all of it was here."""
     is_served: bool = False
     is_released: bool = False
 
@@ -136,11 +137,12 @@ class LeaseTrace:
 class LeaseTraces:
     """The leases that are granted, as far as their spans are not recorded."""
 
-    spans: WorkerSpans
+    telemetry: Telemetry
+    worker_id: str
     _traces: dict[LeaseId, LeaseTrace] = field(default_factory=dict[LeaseId, LeaseTrace])
 
     def __post_init__(self) -> None:
-        self._holder = HolderSpans(self.spans.telemetry, self.spans.worker_id)
+        self._holder = HolderSpans(self.telemetry, self.worker_id)
 
     def granted(self, lease_id: LeaseId, trace: LeaseTrace) -> None:
         self._traces[lease_id] = trace
@@ -150,7 +152,7 @@ class LeaseTraces:
     def name_stream(self, lease_id: LeaseId) -> str:
         """Return what this end of a stream is called that begins now. On any thread."""
         trace = self._traces.get(lease_id)
-        return self.spans.telemetry.child_of(trace.traceparent) if trace else ""
+        return self.telemetry.child_of(trace.traceparent) if trace else ""
 
     def served(self, lease_id: LeaseId, stats: TransferStats, error: str) -> None:
         """Record the source's end of a transfer."""
@@ -167,7 +169,7 @@ class LeaseTraces:
         trace = self._traces.get(lease_id)
         if trace is None:
             return
-        since_ns = trace.granted_ns if trace.is_lent else self.spans.first_token_ns(trace.key)
+        since_ns = trace.granted_ns if trace.computed is None else trace.computed.first_token_ns or time.time_ns()
         self._holder.released(trace.traceparent, since_ns, lease_id, num_blocks, reason)
         trace.is_released = True
         self._drop(lease_id, trace)
