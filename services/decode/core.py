@@ -25,8 +25,8 @@ from schemas.request import KVSource, RequestTokens, ReservationQueued, ReserveB
 from schemas.worker import WorkerLeft
 from services.decode.limits import RESERVED_AGAIN_MS
 from services.engine.interface import SampledToken
-from services.worker.core.actions import Action, Publish, Reply, StartRead, StopRead, Submit, Withdraw
-from services.worker.core.attempts import Attempt, Read
+from services.worker.core.actions import Action, Publish, SendReply, StartRead, StopRead, Submit, Withdraw
+from services.worker.core.attempts import Attempt, KVRead
 from services.worker.core.content import ReadOutcome
 from services.worker.core.events import Event, ReadEnded, ReadStarted, ReserveAsked
 from services.worker.core.messages import handoff_fields, publish_event
@@ -39,7 +39,7 @@ class DecodeAttempt(Attempt[ReserveBlocks]):
 
     state: HandoffState = HandoffState.NEW
     reserved_ms: int | None = None
-    """When its source was last told that there is room, as far as the clock has been heard since."""
+    """When its source was last told that there is room; None until the first tick after the first time."""
     offer: KVOffered | None = None
     computing: bool = False
     ended: bool = False
@@ -93,18 +93,18 @@ class DecodeCore(RoleCore[DecodeAttempt]):
     def _reserve(self, event: ReserveAsked, now_ms: int) -> list[Action]:
         """Make room, now or as soon as there are blocks, or say why not."""
         attempt = self._take(event, now_ms)
-        if isinstance(attempt, Reply):
+        if isinstance(attempt, SendReply):
             return [attempt]
         request, actions = attempt.request, self._admit(now_ms)
         if attempt.state is not HandoffState.NEW:
-            return [Reply(self._room_for(attempt)), *actions]
+            return [SendReply(self._room_for(attempt)), *actions]
         queued = ReservationQueued(
             request_id=request.request_id,
             attempt=request.attempt,
             deadline_ms=request.deadline_ms,
             worker_id=self._limits.worker_id,
         )
-        return [Reply(queued), *actions]
+        return [SendReply(queued), *actions]
 
     def _offered(self, offer: KVOffered) -> list[Action]:
         """The source has begun: open the stream."""
@@ -119,7 +119,7 @@ class DecodeCore(RoleCore[DecodeAttempt]):
         assert attempt.kv is not None
         attempt.state = advance(attempt.state, HandoffState.OFFERED)
         attempt.offer = offer
-        attempt.read = Read(attempt.key, offer, attempt.tables, attempt.kv.num_present_tokens, attempt.traceparent)
+        attempt.read = KVRead(attempt.key, offer, attempt.tables, attempt.kv.num_present_tokens, attempt.traceparent)
         return [StartRead(attempt.read)]
 
     def _read_started(self, event: ReadStarted) -> list[Action]:

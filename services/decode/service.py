@@ -9,16 +9,16 @@ from services.decode.core import DecodeCore
 from services.worker.core.checks import WorkerLimits
 from services.worker.core.events import ReserveAsked
 from services.worker.observe.spans import times_of
-from services.worker.roles import Role, Subscription, message_of
+from services.worker.roles import Role, RoleSubject, message_of
 
 
 def decode_role(limits: WorkerLimits, cache: BlockCache, _leases: LeaseTable) -> Role:
     """Return the role that reads prompts' KV and decodes answers."""
     me = limits.worker_id
     subscriptions = (
-        Subscription(subjects.RESERVE, (me,), _reserve_asked, "reserve"),
-        Subscription(subjects.OFFERED, ("*", me, "*"), message_of),
-        Subscription(subjects.ABORTED, ("*", me, "*"), message_of),
+        RoleSubject(subjects.RESERVE, (me,), _reserve_asked, "reserve"),
+        RoleSubject(subjects.OFFERED, ("*", me, "*"), message_of),
+        RoleSubject(subjects.ABORTED, ("*", me, "*"), message_of),
     )
     return Role(DecodeCore(limits, cache), subscriptions)
 

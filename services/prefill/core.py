@@ -26,7 +26,7 @@ from services.worker.core.actions import (
     Offer,
     OpenLease,
     Publish,
-    Reply,
+    SendReply,
     StopRead,
     Submit,
     Withdraw,
@@ -51,10 +51,10 @@ class PrefillAttempt(Attempt[RunPrefill]):
     """The decode worker has said that it has room."""
     offered: bool = False
     offer_again: bool = False
-    """The decode worker has said so again: it may not have heard the offer."""
+    """The decode worker has said so again: the offer may have been lost."""
     offered_again_ms: int = 0
     closes_ms: int | None = None
-    """The stream has ended: how long the lease waits for the reader's word."""
+    """The stream has ended: until when the lease waits for the reader to say what came of it."""
 
     @property
     def is_split(self) -> bool:
@@ -110,7 +110,7 @@ class PrefillCore(RoleCore[PrefillAttempt]):
     def _run(self, event: RunAsked, now_ms: int) -> list[Action]:
         """Take a prompt, or say why not."""
         attempt = self._take(event, now_ms)
-        if isinstance(attempt, Reply):
+        if isinstance(attempt, SendReply):
             return [attempt]
         request = attempt.request
         if request.handoff_id is not None and self._early_reservations.pop(request.handoff_id, None) is not None:
@@ -122,7 +122,7 @@ class PrefillCore(RoleCore[PrefillAttempt]):
             worker_id=self._limits.worker_id,
             accepted_ns=attempt.times.accepted_ns,
         )
-        return [Reply(accepted), *self._admit(now_ms)]
+        return [SendReply(accepted), *self._admit(now_ms)]
 
     def _reserved(self, event: BlocksReserved, now_ms: int) -> list[Action]:
         """The decode worker has room: offer as soon as there is a lease. It says so again until it hears the offer, or
@@ -153,7 +153,7 @@ class PrefillCore(RoleCore[PrefillAttempt]):
         return [] if attempt is None else self._end(attempt, event.reason, now_ms, tell_target=False)
 
     def _stream_ended(self, event: StreamEnded, now_ms: int) -> list[Action]:
-        """The reader says what came of it; if it says nothing, it may be dead, or its word was lost."""
+        """The reader says what came of it; if it says nothing, it may be dead, or its message was lost."""
         for attempt in self.attempts.values():
             if attempt.lease is not None and attempt.lease.lease_id == event.lease_id:
                 attempt.closes_ms = now_ms + LANDED_GRACE_MS
@@ -270,7 +270,7 @@ class PrefillCore(RoleCore[PrefillAttempt]):
         return [Offer(attempt.lease, attempt)]
 
     def _offer_again(self, now_ms: int) -> list[Action]:
-        """Repeat the offers that may not have been heard."""
+        """Repeat the offers that may have been lost."""
         actions: list[Action] = []
         for attempt in self.attempts.values():
             is_due = now_ms - attempt.offered_again_ms >= OFFER_AGAIN_MS

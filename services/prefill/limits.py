@@ -9,4 +9,4 @@ are sent at once: what was not heard by then was taken by a predecessor of this 
 OFFER_AGAIN_MS = 250
 """The least time between two offers of one lease."""
 LANDED_GRACE_MS = 2_000
-"""How long a lease waits for the reader's word once its stream has ended, well or not: the word may be lost."""
+"""How long a lease waits for its reader's message once the stream has ended, well or not: the message may be lost."""

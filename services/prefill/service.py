@@ -9,17 +9,17 @@ from services.prefill.core import PrefillCore
 from services.worker.core.checks import WorkerLimits
 from services.worker.core.events import RunAsked
 from services.worker.observe.spans import times_of
-from services.worker.roles import Role, Subscription, message_of
+from services.worker.roles import Role, RoleSubject, message_of
 
 
 def prefill_role(limits: WorkerLimits, cache: BlockCache, leases: LeaseTable) -> Role:
     """Return the role that computes prompts, and hands over or decodes."""
     me = limits.worker_id
     subscriptions = (
-        Subscription(subjects.RUN, (me,), _run_asked, "run"),
-        Subscription(subjects.RESERVED, (me, "*", "*"), message_of),
-        Subscription(subjects.LANDED, (me, "*", "*"), message_of),
-        Subscription(subjects.ABORTED, (me, "*", "*"), message_of),
+        RoleSubject(subjects.RUN, (me,), _run_asked, "run"),
+        RoleSubject(subjects.RESERVED, (me, "*", "*"), message_of),
+        RoleSubject(subjects.LANDED, (me, "*", "*"), message_of),
+        RoleSubject(subjects.ABORTED, (me, "*", "*"), message_of),
     )
     return Role(PrefillCore(limits, cache, leases), subscriptions)
 

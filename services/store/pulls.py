@@ -15,9 +15,9 @@ from services.runtime import now_ms
 from services.store.backing import Backing, Complaints
 from services.store.core import StoreCore
 from services.telemetry import Key, Telemetry
-from services.worker.core.attempts import Read, WantedLease
+from services.worker.core.attempts import KVRead, WantedLease
 from services.worker.core.events import ReadEnded
-from services.worker.kv.reads import Finished, NoRoomError, ReaderSettings, Reads
+from services.worker.kv.reads import Finished, KVReads, NoRoomError, ReaderSettings
 
 READ_TIMEOUT_S = 30.0
 ROOM_TIMEOUT_S = 2.0
@@ -64,7 +64,7 @@ class Puller:
             carrier=self.carrier,
             base_s=READ_TIMEOUT_S,
         )
-        self._reads = Reads(
+        self._reads = KVReads(
             settings=settings,
             bus=self.bus,
             reader=self.reader,
@@ -176,7 +176,7 @@ class Puller:
         num_landed = 0
         try:
             ended = await self._reads.carry_out(
-                Read(key, lease, (), traceparent=self._traces.get(worker_id, "")), place
+                KVRead(key, lease, (), traceparent=self._traces.get(worker_id, "")), place
             )
             num_landed = ended.outcome.num_landed_tokens // block_size  # verified, even where the read broke
         finally:

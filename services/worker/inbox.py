@@ -16,7 +16,7 @@ from services.bus.typed import Received, TypedBus
 from services.keep import keep_traces
 from services.telemetry import Telemetry
 from services.worker.core.events import CopyOffered, ReserveAsked, RunAsked
-from services.worker.roles import Role, Subscription
+from services.worker.roles import Role, RoleSubject
 from services.worker.shell import Worker
 
 
@@ -47,7 +47,7 @@ class Inbox:
         await keep_traces(bus, tasks, self._telemetry)
         await bus.connection.flush()
 
-    async def _subscribe(self, tasks: asyncio.TaskGroup, role: Role, subscription: Subscription) -> None:
+    async def _subscribe(self, tasks: asyncio.TaskGroup, role: Role, subscription: RoleSubject) -> None:
         subject, ids = subscription.subject, subscription.ids
         if subject.reply:
             await self._bus.serve(tasks, subject, ids, self._answer(role, subscription))
@@ -55,7 +55,7 @@ class Inbox:
             await self._bus.listen(tasks, subject, ids, self._hear(role, subscription))
 
     def _answer(
-        self, role: Role, subscription: Subscription
+        self, role: Role, subscription: RoleSubject
     ) -> Callable[[Received[Message]], Awaitable[Message | None]]:
         async def answer(received: Received[Any]) -> Message | None:
             event = subscription.event(received)
@@ -66,7 +66,7 @@ class Inbox:
 
         return answer
 
-    def _hear(self, role: Role, subscription: Subscription) -> Callable[[Received[Message]], None]:
+    def _hear(self, role: Role, subscription: RoleSubject) -> Callable[[Received[Message]], None]:
         def hear(received: Received[Any]) -> None:
             self._worker.handle(subscription.event(received), role)
 

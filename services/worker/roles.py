@@ -13,8 +13,8 @@ from services.worker.core.events import Event
 from services.worker.core.role import RoleCore
 
 
-class Subscription(NamedTuple):
-    """The messages of one subject are events to a role's core. A subject that is answered gets the core's `Reply`;
+class RoleSubject(NamedTuple):
+    """The messages of one subject are events to a role's core. A subject that is answered gets the core's `SendReply`;
     `refused_as`: under what its refusals are counted."""
 
     subject: Subject
@@ -28,7 +28,7 @@ class Role:
     """One role of one worker."""
 
     core: RoleCore[Any]
-    subscriptions: tuple[Subscription, ...]
+    subscriptions: tuple[RoleSubject, ...]
 
 
 MakeRole = Callable[[WorkerLimits, BlockCache, LeaseTable], Role]

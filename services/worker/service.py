@@ -14,7 +14,7 @@ from services.worker.limits import SWITCH_INTERVAL_S
 from services.worker.parts import WorkerParts
 from services.worker.roles import MakeRole
 from services.worker.shell import Worker
-from services.worker.timers import Clockwork, drain
+from services.worker.timers import Timers, drain
 
 
 async def run_roles(
@@ -37,12 +37,12 @@ async def run_roles(
             await worker.start(tasks)
             await Inbox(worker, parts.worker_id, bus, telemetry).open(tasks)
             worker.join()
-            clockwork = tasks.create_task(Clockwork(worker, parts.worker_id, bus).run(), name="clockwork")
+            timers = tasks.create_task(Timers(worker, parts.worker_id, bus).run(), name="timers")
             if on_ready is not None:
                 on_ready()
             await stop.wait()
             await drain(worker, config.worker.drain_s)
-            clockwork.cancel()
+            timers.cancel()
             await worker.leave()
     finally:
         worker.close_memory()

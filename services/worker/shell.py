@@ -39,7 +39,7 @@ from services.worker.core.actions import (
     Offer,
     OpenLease,
     Publish,
-    Reply,
+    SendReply,
     StartRead,
     StopRead,
     Submit,
@@ -63,7 +63,7 @@ from services.worker.core.heartbeat import Pulse
 from services.worker.core.replicas import ReplicaCore
 from services.worker.kv.holder import KVHolder, num_blocks_of
 from services.worker.kv.lending import LendCore
-from services.worker.kv.reads import ReaderSettings, Reads
+from services.worker.kv.reads import KVReads, ReaderSettings
 from services.worker.kv.wire_dtype import WireChoice
 from services.worker.limits import (
     ENGINE_STOP_TIMEOUT_S,
@@ -142,7 +142,7 @@ class Worker:
         )
         self._pulse = Pulse(TICK_INTERVAL_S, settings.fence_after_ms / 1000)
         self._loop: asyncio.AbstractEventLoop
-        self._reads: Reads
+        self._reads: KVReads
         self._changed = asyncio.Event()
         """Set when the load is to be told."""
         self._idle = asyncio.Event()
@@ -171,7 +171,7 @@ class Worker:
             base_s=READ_BASE_S,
             token_s=self._rates.token_bytes / READ_BYTES_PER_S_MIN,
         )
-        self._reads = Reads(
+        self._reads = KVReads(
             settings=reader_settings,
             bus=self._bus,
             reader=self._reader,
@@ -381,7 +381,7 @@ class Worker:
         reply: Message | None = None
         for action in actions:
             match action:
-                case Reply(message=reply):
+                case SendReply(message=reply):
                     pass
                 case Emit(gateway_id=gateway_id, tokens=tokens):
                     emitted.append((gateway_id, tokens))

@@ -28,7 +28,7 @@ from services.worker.survive import surviving
 log = logging.getLogger(__name__)
 
 
-class Clockwork:
+class Timers:
     """One worker's timers."""
 
     def __init__(self, worker: Worker, worker_id: WorkerId, bus: TypedBus) -> None:

@@ -464,7 +464,7 @@ def cancelled_run_keeps_its_blocks(patch: pytest.MonkeyPatch) -> None:
 def abort_without_barrier(patch: pytest.MonkeyPatch) -> None:
     from services.decode.core import DecodeCore
     from services.worker.core.actions import Withdraw
-    from services.worker.kv.reads import Reads
+    from services.worker.kv.reads import KVReads
 
     def at_once(self: Any, attempt: Any, reason: str, now_ms: int) -> list[Any]:
         if attempt.ended:
@@ -473,7 +473,7 @@ def abort_without_barrier(patch: pytest.MonkeyPatch) -> None:
         return [*([Withdraw(attempt.key)] if attempt.computing else []), *self._forget(attempt, now_ms)]
 
     patch.setattr(DecodeCore, "_end", at_once)
-    patch.setattr(Reads, "stop", lambda self, read: None)
+    patch.setattr(KVReads, "stop", lambda self, read: None)
 
 
 @bug("the reader says once that it has room; where that is lost both ends wait", "loss", within=40)
@@ -496,12 +496,12 @@ def only_the_reader_ends_a_lease(patch: pytest.MonkeyPatch) -> None:
 
 @bug("a lease that its reader has not used is left to its time", options=OUT_OF_REACH)
 def lease_is_not_returned(patch: pytest.MonkeyPatch) -> None:
-    from services.worker.kv.reads import Reads
+    from services.worker.kv.reads import KVReads
 
     async def keeps(self: Any, holder: Any, request: Any, granted: Any) -> None:
         return None
 
-    patch.setattr(Reads, "_give_back", keeps)
+    patch.setattr(KVReads, "_give_back", keeps)
 
 
 @bug("the heartbeat waits for the engine: a busy worker looks dead", options=BUSY)

@@ -19,7 +19,7 @@ from services.prefill.core import PrefillAttempt, PrefillCore
 from services.telemetry import FileExporter, Key, ListExporter, SpanName, SpanRecord, Telemetry, parse_traceparent
 from services.telemetry.context import new_trace
 from services.telemetry.ring import Ring
-from services.worker.core.actions import Emit, Reply, Submit
+from services.worker.core.actions import Emit, SendReply, Submit
 from services.worker.core.content import AttemptKey, SequenceContent
 from services.worker.core.events import RunAsked
 from services.worker.limits import MAX_LINKED_STEPS
@@ -168,7 +168,7 @@ def test_the_first_word_tells_how_its_worker_came_to_it() -> None:
     asked = RunAsked(case.run_prefill(split=False), times_of(f"00-{TRACE}-{SPAN}-01"))
     submit = case.one(core.handle(asked, 0), Submit)
     again = RunAsked(asked.request, times_of(f"00-{TRACE}-{SPAN}-01"))
-    reply = case.one(core.handle(again, 1), Reply).message
+    reply = case.one(core.handle(again, 1), SendReply).message
     accepted_ns = asked.times.accepted_ns
     assert isinstance(reply, PrefillAccepted) and reply.accepted_ns == accepted_ns, "a repeat changes nothing"
     spans.submitted(submit.attempt, submit.sequence)

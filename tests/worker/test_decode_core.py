@@ -12,7 +12,7 @@ from schemas.worker import WorkerLeft
 from services.decode.core import DecodeCore
 from services.prefill.core import PrefillCore
 from services.worker.core.actions import Action, Emit, Publish, StartRead, StopRead, Submit, Withdraw
-from services.worker.core.attempts import Read
+from services.worker.core.attempts import KVRead
 from services.worker.core.content import ReadOutcome
 from services.worker.core.events import DrainBegun, Event, ReadEnded, ReadStarted, SequenceFailed, SequenceRemoved
 from tests.worker import worker_cases as case
@@ -32,12 +32,12 @@ class Bench:
     def hear(self, event: Event, now_ms: int = 0) -> list[Action]:
         return case.hear(self.core, event, now_ms)
 
-    def reading(self) -> Read:
+    def reading(self) -> KVRead:
         case.ask(self.core, case.reserve())
         return one(self.hear(case.offered()), StartRead).read
 
     @property
-    def read(self) -> Read:
+    def read(self) -> KVRead:
         """The read under way of the one attempt."""
         (attempt,) = self.core.attempts.values()
         assert attempt.read is not None

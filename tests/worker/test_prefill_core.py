@@ -22,7 +22,7 @@ from services.worker.core.actions import (
     Submit,
     Withdraw,
 )
-from services.worker.core.attempts import Read
+from services.worker.core.attempts import KVRead
 from services.worker.core.events import Event, SequenceFailed, SequenceRemoved
 from tests.worker import worker_cases as case
 from tests.worker.worker_cases import one
@@ -276,7 +276,7 @@ def test_a_queued_runs_reservation_is_not_pushed_out_by_strangers() -> None:
     assert one(actions, Offer).attempt.key[0] == "r2"
 
 
-def fetching(bench: Bench, *, num_tokens: int = 18, split: bool = True) -> Read:
+def fetching(bench: Bench, *, num_tokens: int = 18, split: bool = True) -> KVRead:
     sources = (case.source("d0", 0, 2), case.source("p0", 0, 9), case.source("d7", 3, 1), case.source("s0", 1, 9))
     return one(bench.run(case.run_prefill(num_tokens=num_tokens, split=split, sources=sources)), StartRead).read
 

@@ -19,7 +19,7 @@ from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received, TypedBus
 from services.runtime import now_ms
 from services.telemetry import Telemetry
-from services.worker.kv.reads import NotGrantedError, ReaderSettings, Reads
+from services.worker.kv.reads import KVReads, NotGrantedError, ReaderSettings
 
 HOLDER, READER = WorkerId("p-0"), WorkerId("d-0")
 BLOCK_SIZE = 8
@@ -38,10 +38,10 @@ def request() -> RequestLease:
     return msgspec.structs.replace(REQUEST, answer_by_ms=now_ms() + 5_000)
 
 
-def reads_of(bus: TypedBus, tasks: asyncio.TaskGroup) -> Reads:
+def reads_of(bus: TypedBus, tasks: asyncio.TaskGroup) -> KVReads:
     settings = ReaderSettings(reader_id=READER, fingerprint="f", block_size=BLOCK_SIZE, carrier="tcp", base_s=1.0)
     reader = cast("PlaneReader", None)  # nothing is read here
-    return Reads(settings, bus, reader, Telemetry(READER, None), tasks, record=lambda _: None)
+    return KVReads(settings, bus, reader, Telemetry(READER, None), tasks, record=lambda _: None)
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Holder:
         self.returned.put_nowait(received.message)
 
 
-async def with_holder(run: Callable[[Reads, Holder], Awaitable[None]], timeout_s: float = 30) -> None:
+async def with_holder(run: Callable[[KVReads, Holder], Awaitable[None]], timeout_s: float = 30) -> None:
     broker, holder = MemoryBroker(), Holder()
     theirs, ours = (TypedBus(MemoryBus(broker), name) for name in ("holder", "reader"))
     async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as tasks:
@@ -72,7 +72,7 @@ async def with_holder(run: Callable[[Reads, Holder], Awaitable[None]], timeout_s
 
 
 async def test_a_read_that_ends_well_gives_nothing_back() -> None:
-    async def run(reads: Reads, holder: Holder) -> None:
+    async def run(reads: KVReads, holder: Holder) -> None:
         holder.answers.set()
         async with reads.lease(request(), HOLDER) as granted:
             assert granted == GRANTED
@@ -84,7 +84,7 @@ async def test_a_read_that_ends_well_gives_nothing_back() -> None:
 
 @pytest.mark.parametrize("error", [ValueError, asyncio.CancelledError])
 async def test_a_read_that_fails_gives_back(error: type[BaseException]) -> None:
-    async def run(reads: Reads, holder: Holder) -> None:
+    async def run(reads: KVReads, holder: Holder) -> None:
         holder.answers.set()
         with pytest.raises(error):
             async with reads.lease(request(), HOLDER):
@@ -95,7 +95,7 @@ async def test_a_read_that_fails_gives_back(error: type[BaseException]) -> None:
 
 
 async def test_who_is_stopped_while_it_asks_gives_back_what_comes() -> None:
-    async def run(reads: Reads, holder: Holder) -> None:
+    async def run(reads: KVReads, holder: Holder) -> None:
         async def read() -> None:
             async with reads.lease(request(), HOLDER):
                 raise AssertionError("it was stopped before")
@@ -113,7 +113,7 @@ async def test_who_is_stopped_while_it_asks_gives_back_what_comes() -> None:
 
 
 async def test_what_was_not_asked_for_is_given_back_unread() -> None:
-    async def run(reads: Reads, holder: Holder) -> None:
+    async def run(reads: KVReads, holder: Holder) -> None:
         holder.answers.set()
         holder.reply = msgspec.structs.replace(GRANTED, num_tokens=3 * BLOCK_SIZE)
         with pytest.raises(NotGrantedError, match="unasked"):
@@ -125,7 +125,7 @@ async def test_what_was_not_asked_for_is_given_back_unread() -> None:
 
 
 async def test_a_refusal_keeps_its_reason() -> None:
-    async def run(reads: Reads, holder: Holder) -> None:
+    async def run(reads: KVReads, holder: Holder) -> None:
         holder.answers.set()
         holder.reply = Refused(request_id=REQUEST.request_id, attempt=1, deadline_ms=9, reason="gone", detail="no")
         with pytest.raises(NotGrantedError) as raised:

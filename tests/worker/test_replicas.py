@@ -12,7 +12,7 @@ from schemas.kv import ReplicateBlocks
 from schemas.worker import WorkerLeft
 from services.prefill.core import PrefillCore
 from services.worker.core.actions import Action, Publish, StartRead, StopRead, Submit
-from services.worker.core.attempts import Read, WantedLease
+from services.worker.core.attempts import KVRead, WantedLease
 from services.worker.core.content import AttemptKey, SequenceContent
 from services.worker.core.events import CopyOffered, DrainBegun, Fenced, SequenceFailed, SequenceRemoved
 from services.worker.core.replica_offer import ReplicaOffer
@@ -57,23 +57,23 @@ def check(core: ReplicaCore) -> None:
     case.check_blocks(core._cache, None, copies=core.reading.values())
 
 
-def heard(core: ReplicaCore, message: ReplicateBlocks, traceparent: str = "", now_ms: int = 0) -> list[Read]:
+def heard(core: ReplicaCore, message: ReplicateBlocks, traceparent: str = "", now_ms: int = 0) -> list[KVRead]:
     """Return the reads that an offer brings about."""
     return reads(core, core.handle(CopyOffered(message, traceparent), now_ms))
 
 
-def reads(core: ReplicaCore, actions: list[Action]) -> list[Read]:
+def reads(core: ReplicaCore, actions: list[Action]) -> list[KVRead]:
     check(core)
     return [action.read for action in actions if isinstance(action, StartRead)]
 
 
-def landed(core: ReplicaCore, read: Read, num_blocks: int) -> list[Read]:
+def landed(core: ReplicaCore, read: KVRead, num_blocks: int) -> list[KVRead]:
     _, first_block, _ = case.wanted(read)
     num_tokens = (first_block + num_blocks) * BLOCK if num_blocks else 0
     return reads(core, core.handle(case.brings(read, num_tokens), 0))
 
 
-def hashes_of(read: Read) -> tuple[BlockHash, ...]:
+def hashes_of(read: KVRead) -> tuple[BlockHash, ...]:
     assert isinstance(read.lease, WantedLease)
     return read.lease.block_hashes
 

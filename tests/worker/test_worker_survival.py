@@ -25,7 +25,7 @@ from services.worker.core.actions import (
     Submit,
     Withdraw,
 )
-from services.worker.core.attempts import Read, WantedLease
+from services.worker.core.attempts import KVRead, WantedLease
 from services.worker.core.content import ReadOutcome
 from services.worker.core.events import (
     AttemptUnwanted,
@@ -64,11 +64,11 @@ class Bench:
         sequence = one(actions, Submit).sequence
         return self.checked(case.hear(self.prefill, case.sampled(sequence, sequence.index, local_end=True), 10))
 
-    def reading(self) -> Read:
+    def reading(self) -> KVRead:
         case.ask(self.decode, case.reserve())
         return one(self.checked(case.hear(self.decode, case.offered())), StartRead).read
 
-    def read_of(self, request_id: str) -> Read:
+    def read_of(self, request_id: str) -> KVRead:
         read = self.decode.attempts[(RequestId(request_id), 1)].read
         assert read is not None
         return read

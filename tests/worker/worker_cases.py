@@ -20,8 +20,8 @@ from schemas.request import (
     TransferReport,
 )
 from services.engine.interface import SampledToken, Sequence, StepResult
-from services.worker.core.actions import Action, AttemptEnded, Reply
-from services.worker.core.attempts import Attempt, AttemptTimes, Read, WantedLease
+from services.worker.core.actions import Action, AttemptEnded, SendReply
+from services.worker.core.attempts import Attempt, AttemptTimes, KVRead, WantedLease
 from services.worker.core.checks import WorkerLimits
 from services.worker.core.content import ReadOutcome, SequenceContent
 from services.worker.core.events import Event, ReadEnded, ReserveAsked, RunAsked
@@ -173,7 +173,7 @@ def asked(request: RunPrefill | ReserveBlocks) -> RunAsked | ReserveAsked:
 def ask(core: Core, request: RunPrefill | ReserveBlocks, now_ms: int = 0) -> tuple[Message, list[Action]]:
     """Ask a core for something; return its reply, and what it does."""
     first, *actions = hear(core, asked(request), now_ms)
-    assert isinstance(first, Reply)
+    assert isinstance(first, SendReply)
     return first.message, actions
 
 
@@ -183,13 +183,13 @@ def one(actions: list[Action], kind: type[ActionT]) -> ActionT:
     return found[0]
 
 
-def wanted(read: Read) -> tuple[str, int, int]:
+def wanted(read: KVRead) -> tuple[str, int, int]:
     """Return whom a lease is asked of, and for which blocks: the first, and how many."""
     assert isinstance(read.lease, WantedLease)
     return read.holder, read.lease.first_block, len(read.lease.block_hashes)
 
 
-def brings(read: Read, *outcome: Any, **more: Any) -> ReadEnded:
+def brings(read: KVRead, *outcome: Any, **more: Any) -> ReadEnded:
     """Return the event of a read that has ended with this ReadOutcome."""
     return ReadEnded(read, ReadOutcome(*outcome, **more))
 

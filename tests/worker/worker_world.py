@@ -29,7 +29,7 @@ from services.worker.core.actions import (
     Submit,
     Withdraw,
 )
-from services.worker.core.attempts import Read, WantedLease
+from services.worker.core.attempts import KVRead, WantedLease
 from services.worker.core.content import AttemptKey, ReadOutcome
 from services.worker.core.events import (
     AttemptUnwanted,
@@ -64,7 +64,7 @@ class WorkerWorld:
     emitted: list[RequestTokens] = field(default_factory=list[RequestTokens])
     running: dict[AttemptKey, Sequence] = field(default_factory=dict[AttemptKey, Sequence])
     withdrawn: list[AttemptKey] = field(default_factory=list[AttemptKey])
-    reads: list[Read] = field(default_factory=list[Read])
+    reads: list[KVRead] = field(default_factory=list[KVRead])
     finished: dict[LeaseId, FirstToken] = field(default_factory=dict[LeaseId, FirstToken])
 
     def __post_init__(self) -> None:
@@ -94,11 +94,11 @@ class WorkerWorld:
         )
 
     @property
-    def fetches(self) -> list[Read]:
+    def fetches(self) -> list[KVRead]:
         return [read for read in self.reads if not read.is_hand_over]
 
     @property
-    def hand_overs(self) -> list[Read]:
+    def hand_overs(self) -> list[KVRead]:
         return [read for read in self.reads if read.is_hand_over]
 
     def handle(self, event: Event, now_ms: int) -> None:

@@ -9,12 +9,12 @@ from schemas.message import Message
 from schemas.request import RequestTokens, RunPrefill
 from schemas.subjects import Subject
 from services.engine.interface import Sequence
-from services.worker.core.attempts import AnyAttempt, Attempt, Read
+from services.worker.core.attempts import AnyAttempt, Attempt, KVRead
 from services.worker.core.content import AttemptKey
 
 
 @dataclass(slots=True, frozen=True)
-class Reply:
+class SendReply:
     """Answer the question that this event was."""
 
     message: Message
@@ -89,14 +89,14 @@ class CloseLease:
 class StartRead:
     """Read this; `ReadEnded` says what came of it."""
 
-    read: Read
+    read: KVRead
 
 
 @dataclass(slots=True, frozen=True)
 class StopRead:
     """End the read; `ReadEnded` says when its blocks are no longer written."""
 
-    read: Read
+    read: KVRead
 
 
 @dataclass(slots=True, frozen=True)
@@ -107,7 +107,7 @@ class AttemptEnded:
 
 
 Action = (
-    Reply
+    SendReply
     | OpenLease
     | Submit
     | Withdraw

@@ -1,4 +1,4 @@
-"""What a worker knows of one attempt: one record, from its acceptance to the last word about it. Pure.
+"""What a worker knows of one attempt: one record, from its acceptance until its blocks are given back. Pure.
 
 The role's core owns it and keeps it in its `attempts`. Whoever acts on an attempt (the holder of blocks, the spans,
 the reads) is given the record, or what it needs of it, and keeps no copy.
@@ -46,7 +46,7 @@ class WantedLease:
 
 
 @dataclass(slots=True, frozen=True, eq=False)
-class Read:
+class KVRead:
     """One read of KV into the blocks of `tables`: from `first_token` of a hand-over that was offered, or under a lease
     that is asked for first. Until `ReadEnded` comes, the blocks may still be written."""
 
@@ -162,10 +162,10 @@ class Attempt(Generic[RequestT]):
     tables: BlockTables = ()
     kv: PromptKV | None = None
     """What of the prompt is in place; None while it is queued."""
-    read: Read | None = None
+    read: KVRead | None = None
     """What may still write its blocks, beside the engine."""
     replica_offer: ReplicaOffer | None = None
-    """What its replica has heard of its blocks; None: it has no replica, or fills no blocks (any more)."""
+    """What its replica has been offered of its blocks; None: it has no replica, or fills no blocks (any more)."""
     outcome: str = ""
     """Why it was ended early."""
 

@@ -9,13 +9,13 @@ from schemas.kv import ReplicateBlocks, ReturnLease
 from schemas.request import CancelRequest, RefusalReason, ReserveBlocks, RunPrefill
 from schemas.worker import WorkerLeft
 from services.engine.interface import StepResult
-from services.worker.core.attempts import AttemptTimes, Read
+from services.worker.core.attempts import AttemptTimes, KVRead
 from services.worker.core.content import AttemptKey, ReadOutcome
 
 
 @dataclass(frozen=True, slots=True)
 class RunAsked:
-    """A gateway wants a prompt computed. Answered by a `Reply`. `times`: its trace, and when it came."""
+    """A gateway wants a prompt computed. Answered by a `SendReply`. `times`: its trace, and when it came."""
 
     request: RunPrefill
     times: AttemptTimes
@@ -23,7 +23,7 @@ class RunAsked:
 
 @dataclass(frozen=True, slots=True)
 class ReserveAsked:
-    """A gateway wants room for an answer. Answered by a `Reply`. `times`: its trace, and when it came."""
+    """A gateway wants room for an answer. Answered by a `SendReply`. `times`: its trace, and when it came."""
 
     request: ReserveBlocks
     times: AttemptTimes
@@ -41,7 +41,7 @@ class CopyOffered:
 class ReadStarted:
     """The first byte of a hand-over is here."""
 
-    read: Read
+    read: KVRead
     carrier: str
 
 
@@ -50,7 +50,7 @@ class ReadEnded:
     """A read has ended and writes no more. `failure`: why not all came; empty: it did. `refusal`: where the holder
     refused the lease. `first_token`: with a hand-over that landed."""
 
-    read: Read
+    read: KVRead
     outcome: ReadOutcome
     failure: str = ""
     refusal: RefusalReason | None = None

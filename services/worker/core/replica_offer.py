@@ -12,7 +12,7 @@ from services.worker.limits import MAX_OFFER_BLOCKS, OFFER_BLOCKS, OFFER_INTERVA
 
 @dataclass(slots=True)
 class ReplicaOffer:
-    """What `replica` has heard so far of the blocks that a sequence of `source` fills: at most one message in
+    """What `replica` has been offered so far of the blocks that a sequence of `source` fills: at most one message in
     `OFFER_INTERVAL_MS`, or for `OFFER_BLOCKS`."""
 
     key: AttemptKey

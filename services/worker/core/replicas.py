@@ -17,7 +17,7 @@ from schemas.kv import ReplicateBlocks
 from schemas.observe import HeldRequest
 from schemas.worker import WorkerLeft
 from services.worker.core.actions import Action, StartRead, StopRead
-from services.worker.core.attempts import Read, WantedLease
+from services.worker.core.attempts import KVRead, WantedLease
 from services.worker.core.checks import WorkerLimits
 from services.worker.core.events import CopyOffered, DrainBegun, DrainOver, Event, Fenced, ReadEnded
 from services.worker.limits import (
@@ -50,7 +50,7 @@ class ReplicaCore:
         self.draining = False
         self.num_dropped = 0
         """Offers, in whole or in part, that there was no room for."""
-        self.reading: dict[Read, BlockCopy] = {}
+        self.reading: dict[KVRead, BlockCopy] = {}
         self._limits = limits
         self._cache = cache
         self._waiting: deque[BlockCopy] = deque()
@@ -177,7 +177,7 @@ class ReplicaCore:
             lease = WantedLease(copy.source, copy.first_block, hashes, deadline_ms, copy.tenant)
             first_token = copy.first_block * self._limits.block_size
             copy.hashes, copy.tables = hashes, tables
-            read = Read(key, lease, tables, first_token, copy.traceparent)
+            read = KVRead(key, lease, tables, first_token, copy.traceparent)
             self.reading[read] = copy
             actions.append(StartRead(read))
         return actions

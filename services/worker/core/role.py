@@ -18,8 +18,8 @@ from schemas.request import (
 )
 from schemas.worker import WorkerLeft
 from services.engine.interface import SampledToken, Sequence, StepResult
-from services.worker.core.actions import Action, AttemptEnded, Emit, Publish, Reply, StartRead
-from services.worker.core.attempts import AnyAttempt, PastAttempts, Read, SentAnswer, WantedLease
+from services.worker.core.actions import Action, AttemptEnded, Emit, Publish, SendReply, StartRead
+from services.worker.core.attempts import AnyAttempt, KVRead, PastAttempts, SentAnswer, WantedLease
 from services.worker.core.checks import WorkerLimits, check_request, read_prompt
 from services.worker.core.content import AttemptKey, PromptKV
 from services.worker.core.events import (
@@ -133,11 +133,11 @@ class RoleCore(ABC, Generic[AttemptT]):
 
     # Taking and ending, the same for all.
 
-    def _take(self, event: RunAsked | ReserveAsked, now_ms: int) -> AttemptT | Reply:
+    def _take(self, event: RunAsked | ReserveAsked, now_ms: int) -> AttemptT | SendReply:
         """Return the attempt that this message has begun, now or before, or the refusal."""
         request, limits = event.request, self._limits
         if (refused := self.past.refuse(request)) is not None:
-            return Reply(refused)
+            return SendReply(refused)
         known = self.attempts.get((request.request_id, request.attempt))
         if known is not None and known.request.handoff_id == request.handoff_id:
             return known
@@ -145,9 +145,9 @@ class RoleCore(ABC, Generic[AttemptT]):
         full = len(self._queue) >= limits.max_queued
         refused = check_request(request, prompt, limits, now_ms, draining=self.draining, full=full)
         if refused is not None:
-            return Reply(refused)
+            return SendReply(refused)
         if known is not None or request.handoff_id in self._by_handoff:
-            return Reply(refuse(request, "invalid", "this hand-over is another request's"))
+            return SendReply(refuse(request, "invalid", "this hand-over is another request's"))
         attempt: AttemptT = self.record(  # type: ignore[assignment]
             request, prompt, limits.content_of(request, prompt), event.times, taken_ms=now_ms
         )
@@ -307,7 +307,7 @@ class RoleCore(ABC, Generic[AttemptT]):
         request = attempt.request
         lease = WantedLease(piece.source, piece.first_block, tuple(hashes), request.deadline_ms, request.tenant)
         first_token = piece.first_block * self._limits.block_size
-        attempt.read = Read(attempt.key, lease, attempt.tables, first_token, attempt.traceparent)
+        attempt.read = KVRead(attempt.key, lease, attempt.tables, first_token, attempt.traceparent)
         return StartRead(attempt.read)
 
     def _to_engine(

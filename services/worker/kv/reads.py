@@ -28,7 +28,7 @@ from services.bus.base import BusError
 from services.bus.typed import TypedBus
 from services.runtime import now_ms
 from services.telemetry import Telemetry
-from services.worker.core.attempts import Read, WantedLease
+from services.worker.core.attempts import KVRead, WantedLease
 from services.worker.core.content import ReadOutcome
 from services.worker.core.events import ReadEnded, ReadStarted
 from services.worker.limits import LEASE_TIMEOUT_MS
@@ -49,7 +49,7 @@ class NotGrantedError(Exception):
         self.reason: RefusalReason | None = reason
 
 
-class Terms(NamedTuple):
+class ReadTerms(NamedTuple):
     """What may be read, of an offer or of a granted lease, and where it goes."""
 
     endpoint: Endpoint
@@ -90,7 +90,7 @@ class ReaderSettings:
 
 
 @dataclass
-class Reads:
+class KVReads:
     """The reads of one worker, or of a store. A read's task ends only when its thread writes no more.
 
     `on_event` hears of what happens to reads that were started with `start`; `record` of every read that has ended.
@@ -105,10 +105,10 @@ class Reads:
     on_event: Callable[[ReadStarted | ReadEnded], object] = lambda _: None
     wire_dtype: Callable[[WorkerId], WireDtype] = lambda _: "same"
     """How a holder is asked for its KV."""
-    _running: dict[Read, asyncio.Task[None]] = field(default_factory=dict[Read, "asyncio.Task[None]"])
+    _running: dict[KVRead, asyncio.Task[None]] = field(default_factory=dict[KVRead, "asyncio.Task[None]"])
     _closed: bool = False
 
-    def start(self, read: Read) -> None:
+    def start(self, read: KVRead) -> None:
         """Begin a read in a task of its own; `ReadEnded` follows, in a later turn of the loop."""
         if self._closed:
             asyncio.get_running_loop().call_soon(self.on_event, ReadEnded(read, ReadOutcome(0), STOPPED))
@@ -116,7 +116,7 @@ class Reads:
         task = self._running[read] = self.tasks.create_task(self._run(read), name=f"read {read.key[0]}")
         task.add_done_callback(lambda _: self._ended_before_it_began(read))
 
-    def stop(self, read: Read) -> None:
+    def stop(self, read: KVRead) -> None:
         """End a read; `ReadEnded` follows once its thread has ended."""
         if task := self._running.get(read):
             task.cancel()
@@ -129,7 +129,7 @@ class Reads:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
-    async def carry_out(self, read: Read, place: Place | None = None) -> ReadEnded:
+    async def carry_out(self, read: KVRead, place: Place | None = None) -> ReadEnded:
         """Read, record it, and return what came of it. `place`: where it goes, if that depends on what is granted."""
         span = TransferSpan(self.telemetry, self.settings.reader_id, read.traceparent)
         landed, ended = None, ReadEnded(read, ReadOutcome(0), STOPPED)
@@ -156,7 +156,7 @@ class Reads:
                 self.record(Finished(ended, span, landed))
         return ended
 
-    async def _run(self, read: Read) -> None:
+    async def _run(self, read: KVRead) -> None:
         try:
             ended = await self.carry_out(read)
         except asyncio.CancelledError:  # by `stop` or `close`
@@ -165,23 +165,23 @@ class Reads:
         with surviving(f"what follows the read of {read.key[0]}"):
             self.on_event(ended)
 
-    def _ended_before_it_began(self, read: Read) -> None:
+    def _ended_before_it_began(self, read: KVRead) -> None:
         """A task that is cancelled before its first step runs none of its code."""
         if self._running.pop(read, None) is not None:
             self.on_event(ReadEnded(read, ReadOutcome(0), STOPPED))
 
     @asynccontextmanager
-    async def _terms(self, read: Read, traceparent: str, place: Place | None) -> AsyncGenerator[Terms]:
+    async def _terms(self, read: KVRead, traceparent: str, place: Place | None) -> AsyncGenerator[ReadTerms]:
         """Hold what allows a read, for as long as it takes. Raises NotGrantedError and NoRoomError."""
         lease = read.lease
         if isinstance(lease, KVOffered):
-            yield Terms(lease.endpoint, lease.ticket, read.tables, read.first_token, lease.num_tokens)
+            yield ReadTerms(lease.endpoint, lease.ticket, read.tables, read.first_token, lease.num_tokens)
             return
         async with self.lease(self._request_of(read, lease), lease.holder, traceparent) as granted:
             tables, num_tokens = place(granted) if place is not None else (read.tables, granted.num_tokens)
-            yield Terms(granted.endpoint, granted.ticket, tables, granted.first_token, num_tokens)
+            yield ReadTerms(granted.endpoint, granted.ticket, tables, granted.first_token, num_tokens)
 
-    def _request_of(self, read: Read, lease: WantedLease) -> RequestLease:
+    def _request_of(self, read: KVRead, lease: WantedLease) -> RequestLease:
         request_id, attempt = read.key
         return RequestLease(
             request_id=request_id,
@@ -195,7 +195,7 @@ class Reads:
             tenant=lease.tenant,
         )
 
-    async def _stream(self, read: Read, terms: Terms, stats: TransferStats) -> Landed:
+    async def _stream(self, read: KVRead, terms: ReadTerms, stats: TransferStats) -> Landed:
         left_s = max(0.0, (read.lease.deadline_ms - now_ms()) / 1000)
         num_tokens = max(0, terms.num_tokens - terms.first_token)
         # A hand-over's stream takes as long as its prompt's computation.
@@ -213,7 +213,7 @@ class Reads:
             on_started=lambda carrier: self._started(read, carrier),
         )
 
-    def _started(self, read: Read, carrier: str) -> None:
+    def _started(self, read: KVRead, carrier: str) -> None:
         if read.is_hand_over:
             self.on_event(ReadStarted(read, carrier))
 
