@@ -10,10 +10,11 @@ from schemas.ids import WorkerId
 from schemas.kv import ReplicateBlocks, RequestLease, ReturnLease
 from schemas.message import Message
 from schemas.observe import DescribeWorker
-from schemas.request import AskProgress, CancelRequest
+from schemas.request import AskProgress, CancelRequest, refuse
 from schemas.worker import PingWorker, WorkerLeft
 from services.bus.typed import Received, TypedBus
 from services.keep import keep_traces
+from services.runtime import now_ms
 from services.telemetry import Telemetry
 from services.worker.core.events import CopyOffered, ReserveAsked, RunAsked
 from services.worker.roles import Role, RoleSubject
@@ -25,6 +26,9 @@ class Inbox:
 
     def __init__(self, worker: Worker, worker_id: WorkerId, bus: TypedBus, telemetry: Telemetry) -> None:
         self._worker = worker
+        self._cores = worker.cores
+        self._reporter = worker.reporter
+        self._measured = worker.measured
         self._worker_id = worker_id
         self._bus = bus
         self._telemetry = telemetry
@@ -32,7 +36,7 @@ class Inbox:
     async def open(self, tasks: asyncio.TaskGroup) -> None:
         """Return once all subscriptions are there."""
         bus, me = self._bus, (self._worker_id,)
-        for role in self._worker.roles:
+        for role in self._cores.roles:
             for subscription in role.subscriptions:
                 await self._subscribe(tasks, role, subscription)
         await bus.listen(tasks, subjects.REPLICATE, me, self._on_copy_offered)
@@ -60,11 +64,19 @@ class Inbox:
         async def answer(received: Received[Any]) -> Message | None:
             event = subscription.event(received)
             assert isinstance(event, RunAsked | ReserveAsked), "the only questions that roles are asked"
-            reply = self._worker.ask(event, role)
-            self._worker.count_refusal(subscription.refused_as, reply)
+            reply = self._begin(event, role)
+            if reply is not None:
+                self._measured.refused(subscription.refused_as, reply)
             return reply
 
         return answer
+
+    def _begin(self, event: RunAsked | ReserveAsked, role: Role) -> Message | None:
+        """Let a role begin an attempt, unless another one of this worker has it: the engine could not tell them
+        apart."""
+        if self._cores.is_elsewhere((event.request.request_id, event.request.attempt), role):
+            return refuse(event.request, "invalid", "another role of this worker has this attempt already")
+        return self._worker.handle(event, role)
 
     def _hear(self, role: Role, subscription: RoleSubject) -> Callable[[Received[Message]], None]:
         def hear(received: Received[Any]) -> None:
@@ -82,21 +94,22 @@ class Inbox:
         self._worker.left(received.message)
 
     async def _on_inventory(self, received: Received[ReadInventory]) -> Message:
-        return self._worker.inventory(received.message.offset)
+        return self._reporter.inventory(received.message.offset)
 
     async def _on_lease(self, received: Received[RequestLease]) -> Message:
         reply = self._worker.lend(received.message, received.traceparent)
-        self._worker.count_refusal("lease", reply)
+        self._measured.refused("lease", reply)
         return reply
 
     def _on_returned(self, received: Received[ReturnLease]) -> None:
         self._worker.handle(received.message)
 
     async def _on_progress(self, received: Received[AskProgress]) -> Message:
-        return self._worker.progress(received.message)
+        self._worker.look_at_the_clock()
+        return self._reporter.progress(received.message)
 
     async def _on_status(self, _: Received[DescribeWorker]) -> Message:
-        return self._worker.describe()
+        return self._reporter.describe(now_ms())
 
     async def _on_ping(self, _: Received[PingWorker]) -> Message:
         return self._worker.alive()

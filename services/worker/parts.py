@@ -13,7 +13,7 @@ from dataplane.cards.device_arena import DeviceArena, KVArena
 from dataplane.ends.choice import NCCL
 from dataplane.memory.arena import Arena, ArenaTooLargeError
 from schemas.ids import WorkerId
-from schemas.worker import WorkerRole
+from schemas.worker import WorkerInfo, WorkerRole
 from services.config import MeshConfig, WorkerConfig, dtype_of, require_secret
 from services.engine.checkpoint import Checkpoint, default_shape, layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
@@ -42,6 +42,21 @@ class WorkerParts:
     device: str = CPU
     """What is said of it: `cpu`, or `cuda:0` and what the card is called."""
     platform: Platform = THREADS
+
+    def info(self) -> WorkerInfo:
+        """Return who this is, as far as that is known before it serves."""
+        limits = self.limits
+        return WorkerInfo(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            role=self.role,
+            model=self.model,
+            fingerprint=limits.fingerprint,
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            context_length=limits.context_length,
+            device=self.device,
+        )
 
 
 class Placed(NamedTuple):

@@ -36,8 +36,8 @@ async def run_roles(
         async with asyncio.TaskGroup() as tasks:
             await worker.start(tasks)
             await Inbox(worker, parts.worker_id, bus, telemetry).open(tasks)
-            worker.join()
-            timers = tasks.create_task(Timers(worker, parts.worker_id, bus).run(), name="timers")
+            worker.reporter.tell_joined()
+            timers = tasks.create_task(Timers(worker, worker.cores, parts.worker_id, bus).run(), name="timers")
             if on_ready is not None:
                 on_ready()
             await stop.wait()

@@ -22,6 +22,7 @@ from services.worker.limits import (
     SUSPICIOUS_INTERVAL_S,
     TICK_INTERVAL_S,
 )
+from services.worker.roles import Cores
 from services.worker.shell import Worker
 from services.worker.survive import surviving
 
@@ -31,8 +32,9 @@ log = logging.getLogger(__name__)
 class Timers:
     """One worker's timers."""
 
-    def __init__(self, worker: Worker, worker_id: WorkerId, bus: TypedBus) -> None:
+    def __init__(self, worker: Worker, cores: Cores, worker_id: WorkerId, bus: TypedBus) -> None:
         self._worker = worker
+        self._cores = cores
         self._worker_id = worker_id
         self._bus = bus
         self._wanted = WantedCore()
@@ -66,7 +68,7 @@ class Timers:
         while True:
             await asyncio.sleep(SUSPICIOUS_INTERVAL_S if self._wanted.suspects else ROUND_INTERVAL_S)
             with surviving("asking the gateways"):
-                questions = self._wanted.due(self._worker.wanted_by(), self._bus.connection.num_connects, now_ms())
+                questions = self._wanted.due(self._cores.wanted_by(), self._bus.connection.num_connects, now_ms())
                 await asyncio.gather(*map(self._ask, questions))
 
     async def _ask(self, question: Question) -> None:

@@ -512,12 +512,12 @@ def heartbeat_waits_for_the_engine(patch: pytest.MonkeyPatch) -> None:
     on_ping, load = Inbox._on_ping, Reporter.load  # pyright: ignore[reportPrivateUsage]
 
     async def when_idle(self: Any, received: Any) -> Any:
-        while any(role.core.attempts for role in self._worker.roles):
+        while any(role.core.attempts for role in self._cores.roles):
             await asyncio.sleep(0.01)
         return await on_ping(self, received)
 
     def load_when_idle(self: Any, now_ms: int) -> Any:
-        if any(role.core.attempts for role in self.roles):
+        if any(role.core.attempts for role in self.cores.roles):
             raise RuntimeError("later")
         return load(self, now_ms)
 

@@ -234,17 +234,17 @@ async def test_a_worker_whose_card_is_stuck_under_a_read_decides_nothing_more_an
     """The card may still write to the read's blocks: nobody else may have them."""
     decided: list[Event] = []
     workers: list[Worker] = []
-    join = Worker.join
+    start = Worker.start
 
-    def join_stuck(self: Worker) -> None:
-        join(self)
+    async def start_stuck(self: Worker, tasks: asyncio.TaskGroup) -> None:
+        await start(self, tasks)
         workers.append(self)
         self._reader.is_stuck = True
         monkeypatch.setattr(PrefillCore, "handle", lambda core, event, now_ms: decided.append(event) or [])
         with pytest.raises(EngineStoppedError, match="card of p-0"):
             self.handle(DrainBegun())
 
-    monkeypatch.setattr(Worker, "join", join_stuck)
+    monkeypatch.setattr(Worker, "start", start_stuck)
     running = run_worker(
         make_parts("p-0", "prefill"), MeshConfig(), MemoryBus(MemoryBroker()), Telemetry("p-0", None), asyncio.Event()
     )

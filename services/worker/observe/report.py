@@ -1,35 +1,38 @@
 """What a worker says of itself: who it is, what it has to do, and, to whoever asks, what it is doing."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
 
-from dataplane.blocks.layout import BlockTables
 from dataplane.blocks.lease import Lease
+from schemas import subjects
+from schemas.block import join_hashes
+from schemas.directory import BlocksStored, Inventory
+from schemas.kv import BlocksCooling
 from schemas.observe import HeldLease, HeldRequest, WorkerDescribed
-from schemas.worker import WorkerInfo, WorkerLoad
+from schemas.request import AskProgress, Progress
+from schemas.worker import WorkerDraining, WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad
 from services.bus.typed import TypedBus
 from services.engine.thread import EngineThread
-from services.worker.core.attempts import AnyAttempt
-from services.worker.core.replicas import ReplicaCore
 from services.worker.kv.holder import KVHolder
 from services.worker.limits import MAX_LISTED
 from services.worker.observe.measured_rates import MeasuredRates
-from services.worker.roles import Role
+from services.worker.outbox import Outbox
+from services.worker.roles import Cores
 
 
 @dataclass
 class Reporter:
-    """Describes one worker. `identity`: what of it never changes."""
+    """Describes one worker. `identity`: what of it is known before it serves."""
 
     identity: WorkerInfo
     holder: KVHolder
     engine: EngineThread
     rates: MeasuredRates
     bus: TypedBus
-    roles: Sequence[Role]
-    replicas: ReplicaCore
+    outbox: Outbox
+    cores: Cores
 
     def info(self) -> WorkerInfo:
         """Return who this is now."""
@@ -39,15 +42,15 @@ class Reporter:
 
     def load(self, now_ms: int) -> WorkerLoad:
         """Return what there is to do at `now_ms` (Unix ms)."""
-        engine, plane, attempts = self.engine.load(), self.holder.plane, list(self._attempts())
-        num_queued = sum(role.core.num_queued for role in self.roles)
-        num_queued_tokens = sum(attempt.num_queued_tokens for attempt in attempts)
-        num_unreceived_tokens = sum(attempt.num_unreceived_tokens for attempt in attempts)
+        engine, plane, roles = self.engine.load(), self.holder.plane, self.cores.roles
+        num_queued = sum(role.core.num_queued for role in roles)
+        num_queued_tokens = sum(attempt.num_queued_tokens for attempt in self.cores.attempts())
+        num_unreceived_tokens = sum(attempt.num_unreceived_tokens for attempt in self.cores.attempts())
         return WorkerLoad(
             worker=self.info(),
-            state="draining" if any(role.core.draining for role in self.roles) else "ready",
-            blocks=self.holder.counts(self._owned()),
-            num_running=len(attempts) + len(self.replicas.reading) - num_queued,
+            state="draining" if any(role.core.draining for role in roles) else "ready",
+            blocks=self.holder.counts(self.cores.tables()),
+            num_running=self.cores.num_running - num_queued,
             num_queued=num_queued,
             num_uncomputed_tokens=engine.num_uncomputed_tokens + num_queued_tokens + num_unreceived_tokens,
             num_unreceived_tokens=num_unreceived_tokens,
@@ -58,16 +61,58 @@ class Reporter:
 
     def describe(self, now_ms: int) -> WorkerDescribed:
         """Return what goes on here at `now_ms` (Unix ms)."""
-        requests = [*(attempt.held(now_ms) for attempt in self._attempts()), *self.replicas.held(now_ms)]
-        return describe(self.load(now_ms), requests, list(self.holder.leases), now_ms)
+        return describe(self.load(now_ms), self.cores.held(now_ms), list(self.holder.leases), now_ms)
 
-    def _attempts(self) -> Iterator[AnyAttempt]:
-        return (attempt for role in self.roles for attempt in role.core.attempts.values())
+    def tell_joined(self) -> None:
+        """Say who this is; all subscriptions must be there."""
+        self.outbox.put(subjects.JOINED, (self.identity.worker_id,), WorkerJoined(worker=self.info()))
 
-    def _owned(self) -> Iterator[BlockTables]:
-        """Yield the tables whose blocks somebody here holds references to. Those of leases are the lease table's."""
-        yield from (attempt.tables for attempt in self._attempts() if attempt.tables)
-        yield from (copy.tables for copy in self.replicas.reading.values())
+    def tell_draining(self) -> None:
+        """Say that this worker takes no new work."""
+        me = self.identity.worker_id
+        self.outbox.put(subjects.DRAINING, (me,), WorkerDraining(worker_id=me, incarnation=self.holder.incarnation))
+
+    def tell_left(self) -> None:
+        """Say that this worker stops."""
+        me = self.identity.worker_id
+        left = WorkerLeft(worker_id=me, incarnation=self.holder.incarnation, reason="stopped")
+        self.outbox.put(subjects.LEFT, (me,), left)
+
+    def tell_load(self, now_ms: int) -> None:
+        """Say what there is to do."""
+        self.outbox.put(subjects.LOAD, (self.identity.worker_id,), self.load(now_ms))
+
+    def tell_blocks(self) -> None:
+        """Say which blocks have come and gone since the last time."""
+        for event in self.holder.events():
+            subject = subjects.STORED if isinstance(event, BlocksStored) else subjects.EVICTED
+            self.outbox.put(subject, (self.identity.worker_id,), event)
+
+    def tell_cooling(self) -> None:
+        """Say which blocks will go soon, where room is scarce."""
+        me = self.identity.worker_id
+        if cooling := self.holder.cooling():
+            hashes = join_hashes(cooling)
+            message = BlocksCooling(worker_id=me, incarnation=self.holder.incarnation, block_hashes=hashes)
+            self.outbox.put(subjects.COOLING, (me,), message)
+
+    def inventory(self, offset: int) -> Inventory:
+        """Return a page of the blocks that are here."""
+        return self.holder.inventory(offset)
+
+    def progress(self, asked: AskProgress) -> Progress:
+        """Return what an attempt has come to here."""
+        key = (asked.request_id, asked.attempt)
+        attempt, answer = self.cores.find(key), self.cores.answer_of(key)
+        return Progress(
+            request_id=asked.request_id,
+            attempt=asked.attempt,
+            deadline_ms=asked.deadline_ms,
+            worker_id=self.identity.worker_id,
+            known=answer is not None,
+            tokens=answer.since(key, asked.index) if answer is not None else None,
+            is_waiting=attempt is not None and attempt.stage in ("queued", "reserved"),
+        )
 
 
 def describe(
