@@ -1,9 +1,11 @@
-"""What a decode worker decides. Pure: messages, reads, engine results and the time come in, actions go out.
+"""What a decode worker decides. Pure: events and the time come in, actions go out.
 
-A run waits for blocks, then for the offer, reads what it has not cached, and decodes. A read that fails keeps its
+An attempt waits for blocks, then for the offer, reads what it has not cached, and decodes. A read that fails keeps its
 landed prefix; the rest is read from whoever else may hold it, or computed here as chunked prefill in the running batch:
 bad KV costs time, never a token.
 """
+
+from dataclasses import dataclass
 
 from dataplane.blocks.layout import num_blocks_for
 from schemas import subjects
@@ -18,287 +20,267 @@ from schemas.handoff import (
     KVStreaming,
     advance,
 )
-from schemas.ids import HandoffId
-from schemas.request import KVSource, Refused, RequestTokens, ReservationQueued, ReserveBlocks, refuse
+from schemas.observe import RunStage
+from schemas.request import KVSource, RequestTokens, ReservationQueued, ReserveBlocks, TransferReport
 from schemas.worker import WorkerLeft
-from services.decode.runs import DecodeRun
-from services.engine.interface import SampledToken, StepResult
-from services.worker.core.actions import (
-    Action,
-    AttemptKey,
-    Emit,
-    Publish,
-    StartRead,
-    StopFetch,
-    StopRead,
-    Submit,
-    Withdraw,
-)
-from services.worker.core.attempts import RoleCore
+from services.decode.limits import RESERVED_AGAIN_MS
+from services.engine.interface import SampledToken
+from services.worker.core.actions import Action, Publish, SendReply, StartRead, StopRead, Submit, Withdraw
+from services.worker.core.attempts import Attempt, KVRead
 from services.worker.core.content import ReadOutcome
-from services.worker.core.limits import check_request, read_prompt
-from services.worker.core.messages import emit_failure, handoff_fields, next_fetch, publish_event
-
-RESERVED_AGAIN_MS = 500
-"""How often the source is told again that there is room, until its offer comes: either word may be lost."""
+from services.worker.core.events import Event, ReadEnded, ReadStarted, ReserveAsked
+from services.worker.core.messages import handoff_fields, publish_event
+from services.worker.core.role import RoleCore
 
 
-class DecodeCore(RoleCore[DecodeRun]):
-    """Owns the runs of one worker; shares its blocks with the worker's other cores."""
+@dataclass(slots=True, eq=False)
+class DecodeAttempt(Attempt[ReserveBlocks]):
+    """One attempt at decoding an answer. `computing`: the engine may write its blocks."""
+
+    state: HandoffState = HandoffState.NEW
+    reserved_ms: int | None = None
+    """When its source was last told that there is room; None until the first tick after the first time."""
+    offer: KVOffered | None = None
+    computing: bool = False
+    ended: bool = False
+    source_left: bool = False
+    lost_reason: str = ""
+    """Why its source will not offer, learnt while it was waiting for blocks."""
+    report: TransferReport | None = None
+    """Where its prompt's KV came from, until that is told with its first token."""
 
     @property
-    def num_queued_tokens(self) -> int:
-        """Prompt tokens that wait to be computed here: none, what is to be computed is with the engine."""
-        return 0
+    def has_ended(self) -> bool:
+        return self.ended
+
+    @property
+    def owes_tokens(self) -> bool:
+        return not self.ended
+
+    @property
+    def stage(self) -> RunStage:
+        if self.ended:
+            return "ending"
+        if self.computing:
+            return "computing"
+        if self.read is not None:
+            return "receiving" if self.read.is_hand_over else "fetching"
+        return "queued" if self.state is HandoffState.NEW else "reserved"
 
     @property
     def num_unreceived_tokens(self) -> int:
-        """Prompt tokens whose KV is not here yet."""
-        waiting = [run for run in self._runs.values() if not run.computing and not run.ended]
-        return sum(len(run.prompt) - (run.kv.num_present_tokens if run.kv else 0) for run in waiting)
+        return 0 if self.computing or self.ended else self.num_missing_tokens
 
-    def reserve(
-        self, request: ReserveBlocks, now_ms: int
-    ) -> tuple[BlocksReserved | ReservationQueued | Refused, list[Action]]:
+
+class DecodeCore(RoleCore[DecodeAttempt]):
+    """Owns the attempts at decoding answers; shares its blocks with the worker's other cores."""
+
+    record = DecodeAttempt
+
+    def handle(self, event: Event, now_ms: int) -> list[Action]:
+        match event:
+            case ReserveAsked():
+                return self._reserve(event, now_ms)
+            case KVOffered():
+                return self._offered(event)
+            case ReadStarted():
+                return self._read_started(event)
+            case HandoffAborted():
+                return self._aborted(event)
+            case _:
+                return super().handle(event, now_ms)
+
+    def _reserve(self, event: ReserveAsked, now_ms: int) -> list[Action]:
         """Make room, now or as soon as there are blocks, or say why not."""
-        if (refused := self._past.refuse(request)) is not None:
-            return refused, []
-        run = self._repeated(request)
-        if run is None:
-            prompt = read_prompt(request.prompt)
-            full = len(self._queue) >= self._limits.max_queued
-            refused = check_request(request, prompt, self._limits, now_ms, draining=self.draining, full=full)
-            if refused is not None:
-                return refused, []
-            run = DecodeRun(request, prompt, self._limits.content_of(request, prompt), taken_ms=now_ms)
-            if run.key in self._runs or request.handoff_id in self._by_handoff:
-                return refuse(request, "invalid", "this hand-over is another request's"), []
-            self._runs[run.key] = self._by_handoff[request.handoff_id] = run
-            self._queue.append(run)
-        actions = self._admit()
-        if run.state is not HandoffState.NEW:
-            return self._reserved(run), actions
+        attempt = self._take(event, now_ms)
+        if isinstance(attempt, SendReply):
+            return [attempt]
+        request, actions = attempt.request, self._admit(now_ms)
+        if attempt.state is not HandoffState.NEW:
+            return [SendReply(self._room_for(attempt)), *actions]
         queued = ReservationQueued(
             request_id=request.request_id,
             attempt=request.attempt,
             deadline_ms=request.deadline_ms,
             worker_id=self._limits.worker_id,
         )
-        return queued, actions
+        return [SendReply(queued), *actions]
 
-    def offered(self, offer: KVOffered) -> list[Action]:
+    def _offered(self, offer: KVOffered) -> list[Action]:
         """The source has begun: open the stream."""
-        run = self._by_handoff.get(offer.handoff_id)
-        if run is None:
+        attempt = self._by_handoff.get(offer.handoff_id)
+        if attempt is None:
             aborted = HandoffAborted(**handoff_fields(offer, self._limits.worker_id), reason="no such reservation")
             return [publish_event(subjects.ABORTED, aborted)]
-        if run.state is not HandoffState.RESERVED:
+        if attempt.state is not HandoffState.RESERVED:
             return []  # a repeated offer, or one for a hand-over that has ended
-        if offer.fingerprint != self._limits.fingerprint or offer.num_tokens != len(run.prompt):
-            return self._go_without(run, "the offered KV is of another model or prompt")
-        assert run.kv is not None
-        run.state = advance(run.state, HandoffState.OFFERED)
-        run.offer, run.reading = offer, True
-        return [StartRead(offer, run.tables, run.kv.num_present_tokens)]
+        if offer.fingerprint != self._limits.fingerprint or offer.num_tokens != len(attempt.prompt):
+            return self._go_without(attempt, "the offered KV is of another model or prompt")
+        assert attempt.kv is not None
+        attempt.state = advance(attempt.state, HandoffState.OFFERED)
+        attempt.offer = offer
+        attempt.read = KVRead(attempt.key, offer, attempt.tables, attempt.kv.num_present_tokens, attempt.traceparent)
+        return [StartRead(attempt.read)]
 
-    def read_started(self, handoff_id: HandoffId, carrier: str) -> list[Action]:
-        """The first byte is here."""
-        run = self._by_handoff.get(handoff_id)
-        if run is None or run.state is not HandoffState.OFFERED:
+    def _read_started(self, event: ReadStarted) -> list[Action]:
+        """The first byte of a hand-over is here."""
+        attempt = self.attempts.get(event.read.key)
+        if attempt is None or attempt.read is not event.read or attempt.state is not HandoffState.OFFERED:
             return []
-        run.state = advance(run.state, HandoffState.STREAMING)
-        streaming = KVStreaming(**handoff_fields(run.request, self._limits.worker_id), carrier=carrier)
-        return [publish_event(subjects.STREAMING, streaming)]
+        return self._streaming(attempt, event.carrier)
 
-    def read_landed(self, handoff_id: HandoffId, outcome: ReadOutcome, first: FirstToken) -> list[Action]:
+    def _streaming(self, attempt: DecodeAttempt, carrier: str) -> list[Action]:
+        attempt.state = advance(attempt.state, HandoffState.STREAMING)
+        streaming = KVStreaming(**handoff_fields(attempt.request, self._limits.worker_id), carrier=carrier)
+        return [publish_event(subjects.STREAMING, streaming, attempt.traceparent)]
+
+    def _read_on(self, attempt: DecodeAttempt, event: ReadEnded, now_ms: int) -> list[Action]:
+        if event.first_token is not None:
+            return self._landed(attempt, event.outcome, event.first_token, now_ms)
+        if attempt.ended:
+            gave_up = [self._publish_aborted(attempt, event.reason)] if event.read.is_hand_over else []
+            return [*gave_up, *self._forget(attempt, now_ms)]
+        assert attempt.kv is not None
+        attempt.kv.landed(event.read.holder, event.outcome)
+        return self._go_without(attempt, event.reason) if event.read.is_hand_over else self._assemble(attempt)
+
+    def _landed(self, attempt: DecodeAttempt, outcome: ReadOutcome, first: FirstToken, now_ms: int) -> list[Action]:
         """All is here and verified: say so, and decode from token 1 on."""
-        run = self._by_handoff[handoff_id]
-        run.reading = False
-        assert run.offer is not None and run.kv is not None
+        assert attempt.offer is not None and attempt.kv is not None
         actions: list[Action] = []
-        if run.state is HandoffState.OFFERED:  # so short that nothing was said of its start
-            actions += self.read_started(handoff_id, outcome.carrier)
-        if run.state is HandoffState.STREAMING:
-            run.state = advance(run.state, HandoffState.LANDED)
+        if attempt.state is HandoffState.OFFERED:  # so short that nothing was said of its start
+            actions += self._streaming(attempt, outcome.carrier)
+        if attempt.state is HandoffState.STREAMING:
+            attempt.state = advance(attempt.state, HandoffState.LANDED)
             landed = KVLanded(
-                **handoff_fields(run.request, self._limits.worker_id),
-                lease_id=run.offer.lease_id,
+                **handoff_fields(attempt.request, self._limits.worker_id),
+                lease_id=attempt.offer.lease_id,
                 carrier=outcome.carrier,
                 num_tokens=outcome.num_landed_tokens,
                 num_bytes=outcome.num_bytes,
             )
-            actions.append(publish_event(subjects.LANDED, landed))
-        if run.ended or first.finish_reason is not None:
-            return actions + self._forget(run)
-        run.kv.landed(run.request.prefill_worker, outcome)
-        run.report = run.kv.report()
-        return [*actions, self._submit(run, [*run.prompt, first.token_id], len(run.prompt))]
+            actions.append(publish_event(subjects.LANDED, landed, attempt.traceparent))
+        if attempt.ended or first.finish_reason is not None:
+            return actions + self._forget(attempt, now_ms)
+        attempt.kv.landed(attempt.request.prefill_worker, outcome)
+        attempt.report = attempt.kv.report()
+        return [*actions, self._submit(attempt, [*attempt.prompt, first.token_id], len(attempt.prompt))]
 
-    def read_failed(self, handoff_id: HandoffId, outcome: ReadOutcome, reason: str) -> list[Action]:
-        """The read has stopped and writes no more; get what is missing elsewhere."""
-        run = self._by_handoff[handoff_id]
-        run.reading = False
-        if run.ended:
-            return [self._publish_aborted(run, reason), *self._forget(run)]
-        assert run.kv is not None
-        run.kv.landed(run.request.prefill_worker, outcome)
-        return self._go_without(run, reason)
-
-    def fetched(self, key: AttemptKey, outcome: ReadOutcome, now_ms: int) -> list[Action]:
-        """A fetch has ended and writes no more: go on with the next source, or compute the rest."""
-        run = self._runs.get(key)
-        if run is None or run.fetching_from is None:
-            return []
-        assert run.kv is not None
-        source, run.fetching_from = run.fetching_from, None
-        if run.ended:
-            return self._forget(run)
-        run.kv.landed(source, outcome)
-        return self._assemble(run)
-
-    def aborted(self, event: HandoffAborted) -> list[Action]:
+    def _aborted(self, event: HandoffAborted) -> list[Action]:
         """The source will send no (more) KV."""
-        run = self._by_handoff.get(event.handoff_id)
-        return [] if run is None else self._lose_source(run, event.reason)
+        attempt = self._by_handoff.get(event.handoff_id)
+        return [] if attempt is None else self._lose_source(attempt, event.reason)
 
-    def left(self, event: WorkerLeft, now_ms: int) -> list[Action]:
+    def _worker_left(self, event: WorkerLeft, now_ms: int) -> list[Action]:
         """A source is gone."""
         actions: list[Action] = []
-        for run in list(self._runs.values()):
-            if run.fetching_from == event.worker_id:
-                actions.append(StopFetch(run.key))
-            elif run.request.prefill_worker == event.worker_id:
-                run.source_left = True
-                actions += self._lose_source(run, "the prefill worker left")
+        for attempt in list(self.attempts.values()):
+            read = attempt.read
+            if read is not None and not read.is_hand_over and read.holder == event.worker_id:
+                actions.append(StopRead(read))
+            elif attempt.request.prefill_worker == event.worker_id:
+                attempt.source_left = True
+                actions += self._lose_source(attempt, "the prefill worker left")
         return actions
 
-    def stepped(self, result: StepResult, now_ms: int) -> list[Action]:
-        """Send on what an engine step gave. Sequences of other cores are passed over."""
-        actions: list[Action] = []
-        for sampled in result.sampled:
-            run = self._runs.get((sampled.sequence.request_id, sampled.sequence.attempt))
-            if run is None:
-                continue
-            if not run.ended:
-                actions += self._sampled(run, sampled)
-            elif sampled.local_end:  # it ended before it could be withdrawn
-                actions += self._forget(run)
-        return actions + self._admit()  # the step may have ended a run of the worker's other core
-
-    def removed(self, key: AttemptKey, now_ms: int) -> list[Action]:
-        """The engine has let go of a sequence that was withdrawn."""
-        run = self._runs.get(key)
-        return self._admit() if run is None else self._forget(run)
-
-    def engine_failed(self, key: AttemptKey, reason: str, now_ms: int) -> list[Action]:
-        """A step raised; the engine has dropped the sequence."""
-        run = self._runs.get(key)
-        if run is None:
-            return []
-        run.outcome = run.outcome or reason
-        told: list[Action] = [] if run.ended else [emit_failure(run.request, "engine_failed", reason)]
-        return told + self._forget(run)
-
-    def tick(self, now_ms: int) -> list[Action]:
+    def _on_time(self, now_ms: int) -> list[Action]:
         """Enforce deadlines, and say again that there is room where no offer has come."""
         actions: list[Action] = []
-        for run in [run for run in self._runs.values() if not run.ended]:
-            if run.request.deadline_ms <= now_ms:
-                waited_for = "decode" if run.computing else "its KV"
-                actions += self._fail(run, "deadline", f"the deadline passed while waiting for {waited_for}", now_ms)
-            elif run.state is HandoffState.RESERVED:
-                if run.reserved_ms is not None and now_ms - run.reserved_ms >= RESERVED_AGAIN_MS:
-                    actions.append(publish_event(subjects.RESERVED, self._reserved(run)))
-                    run.reserved_ms = now_ms
-                run.reserved_ms = now_ms if run.reserved_ms is None else run.reserved_ms
-        return actions + self._admit()
+        for attempt in [attempt for attempt in self.attempts.values() if not attempt.ended]:
+            if attempt.request.deadline_ms <= now_ms:
+                detail = f"the deadline passed while waiting for {'decode' if attempt.computing else 'its KV'}"
+                actions += self._fail(attempt, "deadline", detail, now_ms)
+            elif attempt.state is HandoffState.RESERVED:
+                if attempt.reserved_ms is not None and now_ms - attempt.reserved_ms >= RESERVED_AGAIN_MS:
+                    actions.append(self._publish_reserved(attempt))
+                    attempt.reserved_ms = now_ms
+                attempt.reserved_ms = now_ms if attempt.reserved_ms is None else attempt.reserved_ms
+        return actions + self._admit(now_ms)
 
-    def _admit(self) -> list[Action]:
-        """Reserve for queued runs, first come first served, while there are blocks."""
+    def _admit(self, now_ms: int) -> list[Action]:
         actions: list[Action] = []
         while self._queue:
-            run = self._queue[0]
-            if not self._allocate(run):
+            attempt = self._queue[0]
+            if not self._allocate(attempt):
                 break
             self._queue.popleft()
-            run.state = advance(run.state, HandoffState.RESERVED)
-            actions.append(publish_event(subjects.RESERVED, self._reserved(run)))
-            if run.lost_reason:
-                actions += self._go_without(run, run.lost_reason)
+            attempt.state = advance(attempt.state, HandoffState.RESERVED)
+            actions.append(self._publish_reserved(attempt))
+            if attempt.lost_reason:
+                actions += self._go_without(attempt, attempt.lost_reason)
         return actions
 
-    def _reserved(self, run: DecodeRun) -> BlocksReserved:
-        num_blocks = num_blocks_for(run.num_kv_tokens, self._limits.block_size)
-        return BlocksReserved(**handoff_fields(run.request, self._limits.worker_id), num_blocks=num_blocks)
+    def _room_for(self, attempt: DecodeAttempt) -> BlocksReserved:
+        num_blocks = num_blocks_for(attempt.num_kv_tokens, self._limits.block_size)
+        return BlocksReserved(**handoff_fields(attempt.request, self._limits.worker_id), num_blocks=num_blocks)
 
-    def _go_without(self, run: DecodeRun, reason: str) -> list[Action]:
+    def _publish_reserved(self, attempt: DecodeAttempt) -> Publish:
+        return publish_event(subjects.RESERVED, self._room_for(attempt), attempt.traceparent)
+
+    def _go_without(self, attempt: DecodeAttempt, reason: str) -> list[Action]:
         """The hand-over brings no more. Whoever is said to hold a part of the prompt is asked, the prefill worker among
         them: what it has computed may be cached there."""
-        assert run.kv is not None
-        run.state = advance(run.state, HandoffState.ABORTED)
-        source = run.request.prefill_worker
-        if not run.source_left:
-            num_blocks = num_blocks_for(len(run.prompt), self._limits.block_size)
-            run.kv.sources.append(KVSource(worker_id=source, first_block=0, num_blocks=num_blocks))
-        run.kv.sources.extend(run.request.sources)
-        return [self._publish_aborted(run, reason), *self._assemble(run)]
+        assert attempt.kv is not None
+        attempt.state = advance(attempt.state, HandoffState.ABORTED)
+        source = attempt.request.prefill_worker
+        if not attempt.source_left:
+            num_blocks = num_blocks_for(len(attempt.prompt), self._limits.block_size)
+            attempt.kv.sources.append(KVSource(worker_id=source, first_block=0, num_blocks=num_blocks))
+        attempt.kv.sources.extend(attempt.request.sources)
+        return [self._publish_aborted(attempt, reason), *self._assemble(attempt)]
 
-    def _assemble(self, run: DecodeRun) -> list[Action]:
+    def _assemble(self, attempt: DecodeAttempt) -> list[Action]:
         """Read the next piece that somebody is said to hold; with none left, compute. The prompt's last token is always
         computed here, as it must be to sample token 0 again (the same one: it depends on prompt and seed only)."""
-        assert run.kv is not None
-        if self.draining:
-            run.kv.sources.clear()
-        if (fetch := next_fetch(run.request, run.kv, run.content, run.tables, self._limits.worker_id)) is not None:
-            run.fetching_from = fetch.source
-            return [fetch]
-        run.kv.keep_at_most(len(run.prompt) - 1)
-        run.report = run.kv.report()
-        return [self._submit(run, list(run.prompt), run.kv.num_present_tokens)]
+        if (start := self._read_next(attempt)) is not None:
+            return [start]
+        assert attempt.kv is not None
+        attempt.kv.keep_at_most(len(attempt.prompt) - 1)
+        attempt.report = attempt.kv.report()
+        return [self._submit(attempt, list(attempt.prompt), attempt.kv.num_present_tokens)]
 
-    def _submit(self, run: DecodeRun, token_ids: list[int], num_computed_tokens: int) -> Submit:
-        run.computing = True
-        return Submit(self._sequence(run, token_ids, num_computed_tokens), run.content)
+    def _submit(self, attempt: DecodeAttempt, token_ids: list[int], num_computed_tokens: int) -> Submit:
+        attempt.computing = True
+        return Submit(self._to_engine(attempt, token_ids, num_computed_tokens), attempt)
 
-    def _lose_source(self, run: DecodeRun, reason: str) -> list[Action]:
-        if run.ended or run.computing or run.fetching_from is not None:
+    def _lose_source(self, attempt: DecodeAttempt, reason: str) -> list[Action]:
+        read = attempt.read
+        if attempt.ended or attempt.computing or (read is not None and not read.is_hand_over):
             return []
-        if run.state is HandoffState.NEW:
-            run.lost_reason = reason
+        if attempt.state is HandoffState.NEW:
+            attempt.lost_reason = reason
             return []
-        if run.reading:
-            return [StopRead(run.request.handoff_id)]
-        return self._go_without(run, reason)
+        return self._go_without(attempt, reason) if read is None else [StopRead(read)]
 
-    def _sampled(self, run: DecodeRun, sampled: SampledToken) -> list[Action]:
-        report, run.report = run.report, None
+    def _sampled(self, attempt: DecodeAttempt, sampled: SampledToken, ended_ns: int, now_ms: int) -> list[Action]:
+        report, attempt.report = attempt.report, None
         tokens = RequestTokens(
-            request_id=run.request.request_id,
-            attempt=run.request.attempt,
+            request_id=attempt.request.request_id,
+            attempt=attempt.request.attempt,
             index=sampled.index,
             tokens=pack_tokens([sampled.token_id]),
             finish_reason=sampled.finish_reason,
             report=report,
         )
-        actions: list[Action] = [Emit(run.request.gateway_id, tokens)]
-        return actions + self._forget(run) if sampled.local_end else actions
+        actions: list[Action] = [self._emit(attempt, tokens)]
+        return actions + self._forget(attempt, now_ms) if sampled.local_end else actions
 
-    def _end(self, run: DecodeRun, reason: str, now_ms: int) -> list[Action]:
-        if run.ended:
+    def _end(self, attempt: DecodeAttempt, reason: str, now_ms: int) -> list[Action]:
+        if attempt.ended:
             return []
-        run.ended, run.outcome = True, reason
-        if run.reading:
-            return [StopRead(run.request.handoff_id)]
-        if run.fetching_from is not None:
-            return [StopFetch(run.key)]
-        if run.computing:
-            return [Withdraw(run.key)]
-        return [self._publish_aborted(run, reason), *self._forget(run)]  # the source waits for room here
+        attempt.ended, attempt.outcome = True, reason
+        if attempt.read is not None:
+            return [StopRead(attempt.read)]
+        if attempt.computing:
+            return [Withdraw(attempt.key)]
+        # The source waits for room here.
+        return [self._publish_aborted(attempt, reason), *self._forget(attempt, now_ms)]
 
-    def _publish_aborted(self, run: DecodeRun, reason: str) -> Publish:
-        aborted = HandoffAborted(**handoff_fields(run.request, self._limits.worker_id), reason=reason, end=run.end)
-        return publish_event(subjects.ABORTED, aborted)
+    def _publish_aborted(self, attempt: DecodeAttempt, reason: str) -> Publish:
+        fields = handoff_fields(attempt.request, self._limits.worker_id)
+        aborted = HandoffAborted(**fields, reason=reason, end=attempt.end)
+        return publish_event(subjects.ABORTED, aborted, attempt.traceparent)
 
-    def _forget(self, run: DecodeRun) -> list[Action]:
-        """Drop the run and its blocks, and let the next one in."""
-        return super()._forget(run) + self._admit()
+    def _forget(self, attempt: DecodeAttempt, now_ms: int) -> list[Action]:
+        """Drop the attempt and its blocks, and let the next one in."""
+        return super()._forget(attempt, now_ms) + self._admit(now_ms)

@@ -148,8 +148,8 @@ def _starter(role: str, name: str, config: MeshConfig, metrics: Metrics) -> Star
             store = load_store(config, name)
             return lambda bus, telemetry, stop, ready: run_store(config, store, bus, telemetry, stop, ready, metrics)
         case _:
+            from services.launch.worker_roles import run_worker
             from services.worker.parts import load_parts
-            from services.worker.service import run_worker
 
             worker_role = cast("WorkerRole", role)
             parts = load_parts(config, worker_role, WorkerId(name))

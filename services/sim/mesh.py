@@ -20,6 +20,7 @@ from services.directory.service import run_directory
 from services.engine.fake import FakeEngine
 from services.gateway.api.prepare import GatewayModel
 from services.gateway.api.text import TextCodec
+from services.launch.worker_roles import run_worker
 from services.scheduler.service import run_scheduler
 from services.sim.gateway import SimApp, run_sim_gateway
 from services.sim.limits import REQUEST_TIMEOUT_S, RESTART_S
@@ -30,9 +31,8 @@ from services.sim.platform.plane import SimNetwork, memory_arena, sim_platform
 from services.store.load import make_parts as make_store_parts
 from services.store.service import run_store
 from services.telemetry import ListExporter, SpanRecord, Telemetry
-from services.worker.core.limits import WorkerLimits
+from services.worker.core.checks import WorkerLimits
 from services.worker.parts import WorkerParts
-from services.worker.service import run_worker
 
 VOCAB = 61
 EOS = 0

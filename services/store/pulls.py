@@ -1,26 +1,25 @@
-"""Takes in what workers are about to evict, or want kept elsewhere as well: asks for a lease, reads, files. A worker
-never waits for it."""
+"""Takes in what workers are about to evict, or want kept elsewhere as well: chooses what to read, and files what came.
+A worker never waits for it."""
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from dataplane.blocks.layout import BlockTable, segments_of
+from dataplane.blocks.layout import BlockTable, BlockTables, segments_of
 from dataplane.ends.reader import PlaneReader
-from dataplane.protocol.stream import TransferFailedError, TransferStats
-from schemas.block import join_hashes
 from schemas.ids import BlockHash, RequestId, WorkerId, new_id
-from schemas.kv import BlocksCooling, LeaseGranted, ReadEnd, ReplicateBlocks, RequestLease
+from schemas.kv import BlocksCooling, LeaseGranted, ReadEnd, ReplicateBlocks
 from services.bus.typed import Received, TypedBus
 from services.runtime import now_ms
 from services.store.backing import Backing, Complaints
 from services.store.core import BlocksGone, Event, NotTaken, PullEnded, StartPull, StoreCore
 from services.telemetry import Key, Telemetry
-from services.worker.kv.borrow import Borrower, NotGrantedError
-from services.worker.observe.transfers import TransferSpan
+from services.worker.core.attempts import KVRead, WantedLease
+from services.worker.core.events import ReadEnded
+from services.worker.kv.reads import KVReads, NoRoomError, ReaderSettings
+from services.worker.observe.transfers import FinishedRead
 
-ASK_TIMEOUT_S = 2.0
 READ_TIMEOUT_S = 30.0
 ROOM_TIMEOUT_S = 2.0
 """How long a pull waits for the store itself: for blocks to be written behind memory, or leases to end."""
@@ -32,12 +31,15 @@ MAX_REFUSALS = 16
 """Offered blocks in a row that the worker has given up meanwhile; one more, and the rest is taken for gone as well."""
 
 
-class _BehindError(Exception):
-    """There is no room, and none comes."""
+class PullFailedError(Exception):
+    """No more can be taken of this worker now: there is no room, or it does not answer, or a read broke."""
 
 
-class _RoomTakenError(Exception):
-    """Others have taken the room meanwhile."""
+class Pulled(NamedTuple):
+    """What came of one read. `had_no_room`: what was granted had no place here any more."""
+
+    ended: ReadEnded
+    had_no_room: bool
 
 
 @dataclass
@@ -56,7 +58,21 @@ class Puller:
     telemetry: Telemetry
 
     def __post_init__(self) -> None:
-        self._borrower = Borrower(self.bus, self.core.memory.layout.block_size)
+        settings = ReaderSettings(
+            reader_id=self.core.memory.limits.worker_id,
+            fingerprint=self.core.memory.layout.fingerprint,
+            block_size=self.core.memory.layout.block_size,
+            carrier=self.carrier,
+            base_s=READ_TIMEOUT_S,
+        )
+        self._reads = KVReads(
+            settings=settings,
+            bus=self.bus,
+            reader=self.reader,
+            telemetry=self.telemetry,
+            tasks=self.tasks,
+            record=self._record,
+        )
         self._pulls: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(MAX_PULLS)
         self._room = asyncio.Event()
@@ -102,7 +118,7 @@ class Puller:
         try:
             async with self._slots:
                 await self._pull_all(worker_id)
-        except (NotGrantedError, TransferFailedError, _BehindError) as error:
+        except PullFailedError as error:
             reason = str(error)
         finally:
             self._traces.pop(worker_id, None)
@@ -116,33 +132,21 @@ class Puller:
             batch = self.core.next_pull(worker_id, min(room, MAX_PULL_BLOCKS))
             if not batch:
                 return
-            span = TransferSpan(self.telemetry, self.core.memory.limits.worker_id, self._traces.get(worker_id, ""))
-            end, detail, num_landed = ReadEnd.STOPPED, "", 0
-            try:
-                async with self._lease(worker_id, batch, span.story) as granted:
-                    num_landed = await self._read(granted, batch, span.stats)
-                end, num_refused = ReadEnd.LANDED, 0
-            except _RoomTakenError:
-                detail = "no room"
+            pulled = await self._read(worker_id, batch)
+            if pulled.ended.end is ReadEnd.LANDED:
+                num_refused = 0
+            elif pulled.had_no_room:
                 num_refused += 1
-            except TransferFailedError as error:
-                end, detail = ReadEnd(error.code), str(error)
-                num_landed = error.num_landed_tokens // self.core.memory.layout.block_size
-                raise
-            except NotGrantedError as error:
-                end, detail = error.end, str(error)
-                if error.reason == "gone":
-                    num_refused += 1
-                    self._handle(BlocksGone(worker_id, tuple(batch[:1])))
-                elif error.reason:
-                    return
-                else:
-                    raise
-            finally:
-                span.end({Key.SOURCE: worker_id, Key.NUM_BLOCKS: num_landed}, end, detail)
+            elif pulled.ended.refusal == "gone":
+                num_refused += 1
+                self._handle(BlocksGone(worker_id, tuple(batch[:1])))
+            elif pulled.ended.refusal is not None:
+                return
+            else:
+                raise PullFailedError(pulled.ended.reason)
 
     async def _wait_for_room(self) -> int:
-        """Return how many blocks may be read now. Raises _BehindError when it takes too long for any to be."""
+        """Return how many blocks may be read now. Raises PullFailedError when it takes too long for any to be."""
         try:
             async with asyncio.timeout(ROOM_TIMEOUT_S):
                 while not (room := self.core.memory.num_pullable(writes=self._writes)):
@@ -150,53 +154,39 @@ class Puller:
                     await self._room.wait()
                 return room
         except TimeoutError:
-            raise _BehindError("the store is behind with its writing, or all of it is on loan") from None
+            raise PullFailedError("the store is behind with its writing, or all of it is on loan") from None
 
-    def _lease(
-        self, worker_id: WorkerId, batch: list[BlockHash], traceparent: str
-    ) -> AbstractAsyncContextManager[LeaseGranted]:
-        asked_ms = now_ms()
-        request = RequestLease(
-            request_id=RequestId(new_id("store")),
-            attempt=1,
-            deadline_ms=asked_ms + int(READ_TIMEOUT_S * 1000),
-            answer_by_ms=asked_ms + int(ASK_TIMEOUT_S * 1000),
-            reader=self.core.memory.limits.worker_id,
-            fingerprint=self.core.memory.layout.fingerprint,
-            first_block=0,
-            block_hashes=join_hashes(batch),
-        )
-        return self._borrower.lease(worker_id, request, ASK_TIMEOUT_S, traceparent)
+    async def _read(self, worker_id: WorkerId, batch: list[BlockHash]) -> Pulled:
+        """Read what of a batch is granted, as far as there is room then, and file what lands."""
+        block_size, blocks, had_no_room = self.core.memory.layout.block_size, list[int](), False
 
-    async def _read(self, granted: LeaseGranted, batch: list[BlockHash], stats: TransferStats) -> int:
-        """Read what was granted, as far as there is room, and file it. Return how many blocks these are.
+        def place(granted: LeaseGranted) -> tuple[BlockTables, int]:
+            nonlocal blocks, had_no_room
+            blocks = self.core.memory.allocate_up_to(granted.num_tokens // block_size)
+            had_no_room = not blocks
+            if had_no_room:  # others have taken it meanwhile
+                raise NoRoomError
+            return (BlockTable(segments_of(blocks)),), len(blocks) * block_size
 
-        Raises TransferFailedError; what landed before is filed. Raises _RoomTakenError.
-        """
-        block_size = self.core.memory.layout.block_size
-        blocks = self.core.memory.allocate_up_to(granted.num_tokens // block_size)
-        if not blocks:
-            raise _RoomTakenError
+        deadline_ms = now_ms() + int(READ_TIMEOUT_S * 1000)
+        lease = WantedLease(worker_id, 0, tuple(batch), deadline_ms)
+        key = (RequestId(new_id("store")), 1)
         num_landed = 0
         try:
-            await self.reader.read(
-                granted.endpoint,
-                granted.ticket,
-                carrier=self.carrier,
-                tables=(BlockTable(segments_of(blocks)),),
-                first_token=0,
-                num_tokens=len(blocks) * block_size,
-                deadline_s=READ_TIMEOUT_S,
-                stats=stats,
+            ended = await self._reads.carry_out(
+                KVRead(key, lease, (), traceparent=self._traces.get(worker_id, "")), place
             )
-            num_landed = len(blocks)
-        except TransferFailedError as error:
-            num_landed = error.num_landed_tokens // block_size  # verified all the same
-            raise
+            num_landed = ended.outcome.num_landed_tokens // block_size  # verified, even where the read broke
         finally:
-            self.core.memory.pulled(blocks, batch[:num_landed], writes=self._writes)
-            self.changed()
-        return num_landed
+            if blocks:
+                self.core.memory.pulled(blocks, batch[:num_landed], writes=self._writes)
+                self.changed()
+        return Pulled(ended, had_no_room)
+
+    def _record(self, finished: FinishedRead) -> None:
+        ended = finished.ended
+        num_blocks = ended.outcome.num_landed_tokens // self.core.memory.layout.block_size
+        finished.span.end({Key.SOURCE: ended.read.holder, Key.NUM_BLOCKS: num_blocks}, ended.end, ended.detail)
 
     @property
     def _writes(self) -> bool:

@@ -37,13 +37,14 @@ from services.store.memory import StoreMemory
 from services.store.pulls import Puller
 from services.telemetry import Telemetry
 from services.worker.core.actions import Action, CloseLease
+from services.worker.core.events import Event, Fenced, Stopping, StreamEnded, StreamStarted
+from services.worker.core.leases import Grant, LeaseTable
+from services.worker.core.lending import LendCore
 from services.worker.kv.holder import KVHolder
-from services.worker.kv.leases import Grant, LeaseTable
-from services.worker.kv.lending import EndAll, LendCore, LendEvent, Stopping, StreamEnded, StreamStarted
-from services.worker.observe.describe import describe
 from services.worker.observe.metrics import HolderMetrics
 from services.worker.observe.transfers import HolderSpans
 from services.worker.outbox import Outbox
+from services.worker.report import describe
 
 __all__ = ["load_store", "run_store"]
 
@@ -169,7 +170,7 @@ class Store:
         await self._loader.close()
         for task in self._clockwork:
             task.cancel()
-        self._decide(EndAll("the store is stopping"))
+        self._decide(Fenced("the store is stopping"))
         await asyncio.to_thread(self._holder.stop_serving)
         self._reader.close()
         if self._backing is not None:
@@ -215,7 +216,7 @@ class Store:
             self._decide(event)
         elif event.incarnation == self._holder.incarnation and not self.core.draining:
             log.warning("%s was declared lost (%s), and joins anew", self._store_id, event.reason)
-            self._decide(EndAll("the store was lost"))
+            self._decide(Fenced("the store was lost"))
             self._holder.begin(secrets.token_hex(8))
             self._bus.identity["incarnation"] = self._holder.incarnation
             self._outbox.put(subjects.JOINED, (self._store_id,), WorkerJoined(worker=self._info()))
@@ -226,7 +227,7 @@ class Store:
     async def _on_status(self, _: Received[DescribeWorker]) -> WorkerDescribed:
         return describe(self._load(), (), list(self._holder.leases), now_ms())
 
-    def _decide(self, event: LendEvent) -> None:
+    def _decide(self, event: Event) -> None:
         """Let the leases take in what has happened, and carry out what follows."""
         with self._holder.lock:
             actions = self._lending.handle(event, now_ms())

@@ -1,29 +1,45 @@
-"""The messages that a worker of any role hears, brought to its cores."""
+"""The messages that a worker hears: of each subject, what is done with it."""
 
 import asyncio
-import time
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from schemas import subjects
 from schemas.directory import Inventory, ReadInventory
-from schemas.kv import LeaseGranted, RequestLease, ReturnLease
+from schemas.ids import WorkerId
+from schemas.kv import LeaseGranted, ReplicateBlocks, RequestLease, ReturnLease
+from schemas.message import Message
 from schemas.observe import DescribeWorker, WorkerDescribed
-from schemas.request import AskProgress, CancelRequest, Progress, Refused
+from schemas.request import AskProgress, CancelRequest, Progress, Refused, refuse
 from schemas.worker import PingWorker, WorkerAlive, WorkerLeft
-from services.bus.typed import Received
+from services.bus.typed import Received, TypedBus
 from services.keep import keep_traces
 from services.runtime import now_ms
+from services.telemetry import Telemetry
+from services.worker.core.events import CopyOffered, ReserveAsked, RunAsked
+from services.worker.roles import Role, RoleSubject
 from services.worker.shell import Worker
 
 
 class Inbox:
-    """One worker's, beside those of its roles."""
+    """One worker's, those of its roles among them."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, worker_id: WorkerId, bus: TypedBus, telemetry: Telemetry) -> None:
         self._worker = worker
+        self._cores = worker.cores
+        self._reporter = worker.reporter
+        self._measured = worker.measured
+        self._worker_id = worker_id
+        self._bus = bus
+        self._telemetry = telemetry
 
     async def open(self, tasks: asyncio.TaskGroup) -> None:
-        """Return once all ears are open."""
-        bus, me = self._worker.bus, (self._worker.parts.worker_id,)
+        """Return once all subscriptions are there."""
+        bus, me = self._bus, (self._worker_id,)
+        for role in self._cores.roles:
+            for subscription in role.subscriptions:
+                await self._subscribe(tasks, role, subscription)
+        await bus.listen(tasks, subjects.REPLICATE, me, self._on_copy_offered)
         await bus.listen(tasks, subjects.CANCEL, ("*",), self._on_cancel)
         await bus.listen(tasks, subjects.LEFT, ("*",), self._on_left)
         await bus.serve(tasks, subjects.INVENTORY, me, self._on_inventory)
@@ -32,53 +48,68 @@ class Inbox:
         await bus.serve(tasks, subjects.PROGRESS, me, self._on_progress)
         await bus.serve(tasks, subjects.PING, me, self._on_ping)
         await bus.serve(tasks, subjects.WORKER_STATUS, me, self._on_status)
-        await keep_traces(bus, tasks, self._worker.telemetry)
+        await keep_traces(bus, tasks, self._telemetry)
         await bus.connection.flush()
 
+    async def _subscribe(self, tasks: asyncio.TaskGroup, role: Role, subscription: RoleSubject) -> None:
+        subject, ids = subscription.subject, subscription.ids
+        if subject.reply:
+            await self._bus.serve(tasks, subject, ids, self._answer(role, subscription))
+        else:
+            await self._bus.listen(tasks, subject, ids, self._hear(role, subscription))
+
+    def _answer(
+        self, role: Role, subscription: RoleSubject
+    ) -> Callable[[Received[Message]], Awaitable[Message | None]]:
+        async def answer(received: Received[Any]) -> Message | None:
+            event = subscription.event(received)
+            assert isinstance(event, RunAsked | ReserveAsked), "the only questions that roles are asked"
+            reply = self._begin(event, role)
+            if reply is not None:
+                self._measured.refused(subscription.refused_as, reply)
+            return reply
+
+        return answer
+
+    def _begin(self, event: RunAsked | ReserveAsked, role: Role) -> Message | None:
+        """Let a role begin an attempt, unless another one of this worker has it: the engine could not tell them
+        apart."""
+        if self._cores.is_elsewhere((event.request.request_id, event.request.attempt), role):
+            return refuse(event.request, "invalid", "another role of this worker has this attempt already")
+        return self._worker.handle(event, role)
+
+    def _hear(self, role: Role, subscription: RoleSubject) -> Callable[[Received[Message]], None]:
+        def hear(received: Received[Any]) -> None:
+            self._worker.handle(subscription.event(received), role)
+
+        return hear
+
+    def _on_copy_offered(self, received: Received[ReplicateBlocks]) -> None:
+        self._worker.handle(CopyOffered(received.message, received.traceparent))
+
     def _on_cancel(self, received: Received[CancelRequest]) -> None:
-        self._worker.decide_all(lambda core, now: core.cancelled(received.message, now))
+        self._worker.handle(received.message)
 
     def _on_left(self, received: Received[WorkerLeft]) -> None:
-        worker, event = self._worker, received.message
-        if event.worker_id != worker.parts.worker_id:
-            worker.decide_all(lambda core, now: core.left(event, now))
-            worker.decide(lambda now: worker.lending.handle(event, now))
-        elif event.incarnation == worker.holder.incarnation:
-            worker.fence(f"it was declared lost: {event.reason}")
+        self._worker.left(received.message)
 
     async def _on_inventory(self, received: Received[ReadInventory]) -> Inventory:
-        return self._worker.holder.inventory(received.message.offset)
+        return self._reporter.inventory(received.message.offset)
 
     async def _on_lease(self, received: Received[RequestLease]) -> LeaseGranted | Refused:
-        worker, request = self._worker, received.message
-        granted = worker.answer(lambda now: (worker.lending.answer(request, now), []))
-        worker.measured.refused("lease", granted)
-        if isinstance(granted, Refused):
-            return granted
-        return worker.holder.lend(granted, request, received.traceparent)
+        reply = self._worker.lend(received.message, received.traceparent)
+        self._measured.refused("lease", reply)
+        return reply
 
     def _on_returned(self, received: Received[ReturnLease]) -> None:
-        self._worker.decide(lambda now: self._worker.lending.handle(received.message, now))
+        self._worker.handle(received.message)
 
     async def _on_progress(self, received: Received[AskProgress]) -> Progress:
-        worker, asked = self._worker, received.message
-        worker.look_at_the_clock()
-        key = (asked.request_id, asked.attempt)
-        return Progress(
-            request_id=asked.request_id,
-            attempt=asked.attempt,
-            deadline_ms=asked.deadline_ms,
-            worker_id=worker.parts.worker_id,
-            known=key in worker.answers or worker.has(key),
-            tokens=worker.answers.since(key, asked.index),
-            is_waiting=any(core.is_waiting(key) for core in worker.cores),
-        )
+        self._worker.look_at_the_clock()
+        return self._reporter.progress(received.message)
 
-    async def _on_status(self, received: Received[DescribeWorker]) -> WorkerDescribed:
-        return self._worker.reporter.describe(now_ms())
+    async def _on_status(self, _: Received[DescribeWorker]) -> WorkerDescribed:
+        return self._reporter.describe(now_ms())
 
-    async def _on_ping(self, received: Received[PingWorker]) -> WorkerAlive:
-        worker = self._worker
-        worker.look_at_the_clock()
-        lag_ms = worker.pulse.lag_ms(time.monotonic())
-        return WorkerAlive(worker_id=worker.parts.worker_id, incarnation=worker.holder.incarnation, lag_ms=lag_ms)
+    async def _on_ping(self, _: Received[PingWorker]) -> WorkerAlive:
+        return self._worker.alive()

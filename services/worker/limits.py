@@ -1,9 +1,12 @@
-"""The times and limits of a worker that are not configured."""
+"""The times and limits of a worker, whatever its role. What is set per mesh is in `config.py`; a role's own are in
+`services/prefill/limits.py` and `services/decode/limits.py`."""
 
 # Taking requests.
 
 RETRY_AFTER_MS = 500
 """What a refused request is told to wait: a queue has moved on by then."""
+MAX_SOURCES = 16
+"""Of one request: a source that does not answer costs seconds."""
 
 # Lending.
 
@@ -26,13 +29,6 @@ MAX_COOLING_BLOCKS = 256
 INVENTORY_PAGE_BLOCKS = 100_000
 """Blocks in one page of an inventory: 2.2 MB of JSON, far below the bus limit."""
 
-# Stopping.
-
-READERS_COME_S = 1.0
-"""How long a worker that hands back waits for those who go on elsewhere to come for what it has."""
-READERS_STAY_S = 2.0
-"""How long it then waits until they have read it; and again, whatever it lends meanwhile, before it stops serving."""
-
 # Metrics.
 
 MAX_MEASURED_PAIRS = 64
@@ -46,3 +42,77 @@ CODEC_SAMPLE_BLOCKS = 64
 """Blocks of KV with which the codec is measured at the start."""
 CODEC_ROUNDS = 3
 """How often it is measured; the quickest counts."""
+
+# What is remembered of attempts that have ended.
+
+RETAIN_ANSWER_MS = 60_000
+"""How long an ended attempt's answer is kept for a gateway that has missed some of it."""
+MAX_PAST_ATTEMPTS = 4_096
+"""Attempts that have ended, or were cancelled before they came: a late message must not begin them again."""
+
+# Reading from other holders.
+
+LEASE_TIMEOUT_MS = 2_000
+"""How long a lease is waited for: a worker answers from memory, a store may have to look on its disk."""
+READ_BASE_S = 2.0
+READ_BYTES_PER_S_MIN = 20e6
+"""A read that takes longer than `READ_BASE_S` and its bytes at this rate is given up: computing would be quicker."""
+
+# Copies: blocks that are kept on a second holder, so that they outlive their worker.
+
+OFFER_INTERVAL_MS = 250
+"""The least time between two offers of one sequence's new blocks to its replica, unless `OFFER_BLOCKS` are new."""
+OFFER_BLOCKS = 8
+MAX_OFFER_BLOCKS = 1_024
+"""Of one message."""
+READ_WITHIN_MS = 10_000
+"""How long an offer of blocks stands: the source gives the blocks up when it needs the room."""
+MAX_COPY_READS = 2
+"""Copies are read beside the requests' own reads, and must not slow them."""
+MAX_COPY_BLOCKS = 64
+"""What a source has to keep for one read of a copy."""
+MAX_COPIES_WAITING = 64
+SPARE_SHARE = 4
+"""Copies are taken in only while more than this part of all blocks is free: a quarter."""
+
+# What goes by the clock.
+
+TICK_INTERVAL_S = 0.1
+"""How often deadlines and leases are looked at."""
+LOAD_INTERVAL_S = 0.5
+"""The load is told at least this often; the scheduler and the gateways count on it."""
+LOAD_MIN_GAP_S = 0.05
+"""After a change the load is told soon, and many changes in a row are told once."""
+ROUND_INTERVAL_S = 1.0
+"""Between two rounds of asking the gateways which attempts they still want."""
+SUSPICIOUS_INTERVAL_S = 0.5
+"""The same, where a gateway may be dead."""
+ANSWER_TIMEOUT_S = 1.0
+"""How long a gateway's answer to that is waited for."""
+
+# Stopping.
+
+ENGINE_STOP_TIMEOUT_S = 10.0
+"""How long the engine's running step is waited for."""
+READERS_COME_S = 1.0
+"""How long a worker that hands back waits for those who go on elsewhere to come for what it has."""
+READERS_STAY_S = 2.0
+"""How long it then waits until they have read it; and again, whatever it lends meanwhile, before it stops serving."""
+LAST_WORDS_S = 5.0
+"""How long the last messages are waited for: the bus may be away for good."""
+
+# The process.
+
+SWITCH_INTERVAL_S = 0.0005
+"""The engine's thread shares the interpreter with the event loop: at Python's 5 ms each hop of a hand-over could wait
+that long."""
+MAX_UNSENT = 10_000
+"""Messages that wait to be sent while the bus is away; beyond it the oldest of what may be lost goes."""
+MAX_UNSENT_BYTES = 64 * 1024 * 1024
+
+# What it says of itself.
+
+MAX_LISTED = 200
+"""Requests, and leases, in one description of a worker: the oldest."""
+MAX_LINKED_STEPS = 16
+"""So many steps of a prompt, and of an answer, are recorded and linked: a long answer has thousands."""

@@ -13,11 +13,9 @@ from schemas.message import Message
 from schemas.request import RequestTokens, TokensEmitted
 from schemas.subjects import CarriesT, Subject
 from services.bus.typed import TypedBus
+from services.worker.limits import MAX_UNSENT, MAX_UNSENT_BYTES
 
 log = logging.getLogger(__name__)
-
-MAX_UNSENT = 10_000
-MAX_UNSENT_BYTES = 64 * 1024 * 1024
 
 REPAIRED = frozenset(
     {subjects.LOAD, subjects.STORED, subjects.EVICTED, subjects.COOLING, subjects.REPLICATE, subjects.TOKENS}
@@ -28,7 +26,9 @@ _MESSAGE_BYTES = 512
 _TOKENS_BYTES = 256
 
 
-class Entry(NamedTuple):
+class Unsent(NamedTuple):
+    """A message that waits to be sent, and about how much memory it takes."""
+
     subject: Subject[Any, None]
     ids: tuple[str, ...]
     message: Message
@@ -52,7 +52,7 @@ class Outbox:
         self._worker_id = worker_id
         self._max_unsent = max_unsent
         self._max_unsent_bytes = max_unsent_bytes
-        self._waiting: dict[int, Entry] = {}
+        self._waiting: dict[int, Unsent] = {}
         """In the order in which they go out."""
         self._repaired: deque[int] = deque()
         """Those of them that may be lost, and some that are sent already."""
@@ -70,7 +70,7 @@ class Outbox:
     def put(
         self, subject: Subject[CarriesT, None], ids: tuple[str, ...], message: CarriesT, traceparent: str = ""
     ) -> None:
-        entry = Entry(subject, ids, message, traceparent, _size_of(message))
+        entry = Unsent(subject, ids, message, traceparent, _size_of(message))
         self._num_put += 1
         self._waiting[self._num_put] = entry
         self._num_bytes += entry.num_bytes
@@ -118,7 +118,7 @@ class Outbox:
         self._closed = True
         self._changed.set()
 
-    def _take(self, number: int) -> Entry:
+    def _take(self, number: int) -> Unsent:
         entry = self._waiting.pop(number)
         self._num_bytes -= entry.num_bytes
         if len(self._repaired) > 2 * self._max_unsent:

@@ -11,14 +11,14 @@ from dataplane.carriers.host import HostArena
 from dataplane.carriers.kv_arena import KVArena
 from dataplane.memory.arena import ArenaTooLargeError
 from schemas.ids import WorkerId
-from schemas.worker import WorkerRole
+from schemas.worker import WorkerInfo, WorkerRole
 from services.config import MeshConfig, WorkerConfig, dtype_of, require_secret
 from services.engine.checkpoint import Checkpoint, default_shape, layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.devices import CPU, card_of
 from services.engine.interface import Engine, PlacedEngine
 from services.errors import UserError
-from services.worker.core.limits import WorkerLimits
+from services.worker.core.checks import WorkerLimits
 from services.worker.platform import THREADS, Platform
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,21 @@ class WorkerParts:
     device: str = CPU
     """What the engine runs on, as is said of it: "cpu", or its number and name."""
     platform: Platform = THREADS
+
+    def info(self) -> WorkerInfo:
+        """Return who this is, as far as that is known before it serves."""
+        limits = self.limits
+        return WorkerInfo(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            role=self.role,
+            model=self.model,
+            fingerprint=limits.fingerprint,
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            context_length=limits.context_length,
+            device=self.device,
+        )
 
 
 def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> WorkerParts:

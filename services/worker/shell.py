@@ -1,6 +1,7 @@
-"""The shell around a worker's cores: carries out what they decide, in order, and brings them what happens.
+"""The shell around a worker's cores: brings them what happens, and carries out what they decide, in order.
 
-Cores run on the event loop only. The engine's and the plane's threads post what they have to say to the loop.
+Cores run on the event loop only. The engine's and the plane's threads post what they have to say to the loop. The rest
+of this package calls the shell's methods, and has no part of its state.
 """
 
 import asyncio
@@ -9,60 +10,70 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from typing import TypeVar
 
 from dataplane.blocks.cache import BlockCache
 from dataplane.protocol.stream import TransferStats
 from schemas import subjects
-from schemas.ids import GatewayId, RequestId
-from schemas.request import RequestTokens, RunPrefill
-from schemas.worker import WorkerJoined, WorkerLeft, WorkerRole
-from services.bus.base import Bus
+from schemas.ids import GatewayId
+from schemas.kv import LeaseGranted, RequestLease
+from schemas.message import Message
+from schemas.request import Refused, RequestTokens
+from schemas.worker import WorkerAlive, WorkerLeft, WorkerRole
 from services.bus.typed import TypedBus
 from services.config import MeshConfig
-from services.engine.batch import Batch
-from services.engine.interface import InvalidSequenceError, Sequence, StepResult
 from services.engine.thread import EngineStoppedError
 from services.metrics import Metrics
 from services.runtime import now_ms
 from services.telemetry import Telemetry
 from services.worker.core.actions import (
     Action,
-    AttemptKey,
+    AttemptEnded,
     CloseLease,
     Emit,
-    Fetch,
     FinishLease,
     Offer,
     Publish,
+    SendReply,
     StartRead,
-    StopFetch,
     StopRead,
     Submit,
     Withdraw,
 )
-from services.worker.core.answers import Answers
-from services.worker.core.content import ReadOutcome, SequenceContent
+from services.worker.core.events import (
+    DrainBegun,
+    DrainOver,
+    Event,
+    Fenced,
+    Stopping,
+    StreamEnded,
+    StreamStarted,
+)
 from services.worker.core.heartbeat import Pulse
-from services.worker.core.role import KVReads, LeaseOwner, WorkerCore
+from services.worker.core.leases import Grant, LeaseTable
+from services.worker.core.lending import LendCore
+from services.worker.core.replicas import ReplicaCore
+from services.worker.engine_feed import EngineFeed
 from services.worker.kv.contents import WorkerHolder
-from services.worker.kv.fetch import Fetches
-from services.worker.kv.leases import Grant, LeaseTable
-from services.worker.kv.lending import EndAll, LendCore, Stopping, StreamEnded, StreamStarted
+from services.worker.kv.reads import KVReads, ReaderSettings
 from services.worker.kv.wire_dtype import WireChoice
-from services.worker.limits import READERS_STAY_S
-from services.worker.observe.measured_rates import RateBook
+from services.worker.limits import (
+    LAST_WORDS_S,
+    READ_BASE_S,
+    READ_BYTES_PER_S_MIN,
+    READERS_STAY_S,
+    TICK_INTERVAL_S,
+)
+from services.worker.observe.measured_rates import MeasuredRates
 from services.worker.observe.metrics import WorkerMetrics
-from services.worker.observe.report import Reporter
+from services.worker.observe.read_records import ReadRecords
 from services.worker.observe.spans import WorkerSpans
 from services.worker.observe.transfers import HolderSpans
 from services.worker.outbox import Outbox
 from services.worker.parts import WorkerParts
+from services.worker.report import Reporter
+from services.worker.roles import Cores, MakeRole, Role
 
 log = logging.getLogger(__name__)
-
-TICK_INTERVAL_S = 0.1
-ENGINE_STOP_TIMEOUT_S = 10.0
 
 DESCRIPTIONS: dict[WorkerRole, str] = {
     "prefill": "computes prompts, and lends their KV",
@@ -70,330 +81,323 @@ DESCRIPTIONS: dict[WorkerRole, str] = {
     "aggregated": "computes prompts and decodes their answers",
 }
 
-ReplyT = TypeVar("ReplyT")
-
 
 class Worker:
-    """One worker's shell. `decide` is the only way in for whatever may change a core."""
+    """One worker's shell. `handle` is the only way in for whatever may change an attempt."""
 
     def __init__(
         self,
         parts: WorkerParts,
+        make_roles: tuple[MakeRole, ...],
         config: MeshConfig,
-        connection: Bus,
+        bus: TypedBus,
         telemetry: Telemetry,
-        metrics: Metrics | None = None,
+        metrics: Metrics,
     ) -> None:
-        self.parts = parts
-        self.config = config
-        metrics = metrics or Metrics(parts.worker_id)
-        self.bus = TypedBus(connection, parts.role, metrics)
-        self.outbox = Outbox(self.bus, parts.worker_id)
-        self.telemetry = telemetry
-        self.spans = WorkerSpans(telemetry, parts.worker_id)
-        leases, block_bytes = LeaseTable(), parts.shape.layout.block_bytes
-        self.measured = WorkerMetrics(metrics, lambda: self.reporter.load(now_ms()), leases, block_bytes)
-        lease_spans = HolderSpans(telemetry, parts.worker_id)
-        chunk_tokens, caching = config.worker.token_budget, config.worker.prefix_cache
-        self.holder = WorkerHolder(
+        layout, settings = parts.shape.layout, config.worker
+        self._parts = parts
+        self._config = config
+        self._bus = bus
+        self._telemetry = telemetry
+        self._outbox = Outbox(bus, parts.worker_id)
+        self._spans = WorkerSpans(telemetry, parts.worker_id)
+        leases, lease_spans = LeaseTable(), HolderSpans(telemetry, parts.worker_id)
+        self.measured = WorkerMetrics(metrics, lambda: self.reporter.load(now_ms()), leases, layout.block_bytes)
+        self._holder = WorkerHolder(
             worker_id=parts.worker_id,
             incarnation=parts.incarnation,
             arena=parts.arena,
             shape=parts.shape,
-            memory=BlockCache(parts.shape, chunk_tokens=chunk_tokens, caching=caching),
+            memory=BlockCache(parts.shape, chunk_tokens=settings.token_budget, caching=settings.prefix_cache),
             secret=parts.secret,
             make_server=parts.platform.make_server,
-            on_started=lambda lease: self._post(self._started, lease),
-            on_served=lambda lease, stats, error: self._post(self._served, lease, stats, error),
+            on_started=lambda lease: self._post(self._on_stream_started, lease),
+            on_served=lambda lease, stats, error: self._post(self._on_stream_ended, lease, stats, error),
             name_stream=telemetry.child_of,
             observes_ends=(self.measured.lease_ended, lease_spans.lease_ended),
             observes_streams=(lease_spans.stream_ended,),
             leases=leases,
         )
-        self.reader = parts.platform.make_reader(parts.arena, parts.shape)
-        self.rates = RateBook(parts.shape.layout.block_bytes // parts.shape.layout.block_size)
-        self.wire = WireChoice(config.worker.wire_dtype, parts.shape.layout, self.rates)
-        self.lending = LendCore(parts.limits, self.holder.cache, leases)
-        self._fetches = Fetches(
-            worker_id=parts.worker_id,
-            fingerprint=parts.limits.fingerprint,
-            block_size=parts.limits.block_size,
-            token_bytes=self.rates.token_bytes,
-            config=config.worker,
-            bus=self.bus,
-            reader=self.reader,
-            rates=self.rates,
-            wire=self.wire,
-            spans=self.spans,
-            measured=self.measured,
-            on_fetched=self._fetched,
+        self._reader = parts.platform.make_reader(parts.arena, parts.shape)
+        self._rates = MeasuredRates(layout.block_bytes // layout.block_size)
+        self._wire = WireChoice(settings.wire_dtype, layout, self._rates)
+        self._lending = LendCore(parts.limits, self._holder.cache, leases)
+        roles = tuple(make(parts.limits, self._holder.cache, leases) for make in make_roles)
+        self.cores = Cores(roles, ReplicaCore(parts.limits, self._holder.cache))
+        self._feed = EngineFeed(
+            parts,
+            settings.token_budget,
+            self._holder,
+            self.cores,
+            self._spans,
+            self._rates,
+            self.measured,
+            post=self._post,
+            handle=self.handle,
         )
-        batch = Batch(config.worker.token_budget, context_length=parts.limits.context_length)
-        self._engine = parts.platform.make_engine(
-            parts.engine,
-            batch,
-            on_step=lambda result: self._post(self._stepped, result),
-            on_failure=lambda sequences, reason: self._post(self._engine_failed, sequences, reason),
-            on_removed=lambda sequence: self._post(self._removed, sequence),
+        self.reporter = Reporter(
+            parts.info(), self._holder, self._feed.engine, self._rates, bus, self._outbox, self.cores
         )
-        self.cores: list[WorkerCore] = []
-        self.reporter = Reporter(parts, self.holder, self._engine, self.rates, self.bus, self.cores)
-        self.answers = Answers()
-        self.pulse = Pulse(TICK_INTERVAL_S, config.worker.fence_after_ms / 1000)
-        self._reads: KVReads | None = None
-        self._lease_owners: list[LeaseOwner] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._tasks: asyncio.TaskGroup | None = None
-        self.changed = asyncio.Event()
+        self._pulse = Pulse(TICK_INTERVAL_S, settings.fence_after_ms / 1000)
+        self._loop: asyncio.AbstractEventLoop
+        self._reads: KVReads
+        self._changed = asyncio.Event()
         """Set when the load is to be told."""
-        self._usage = (0, 0)
-        """Blocks that can be had, and runs, when last looked at."""
-        self.on_submitted: Callable[[AttemptKey, SequenceContent], None] | None = None
-        """Hears of every sequence that the engine is given, before its first step."""
-        self.idle = asyncio.Event()
+        self._idle = asyncio.Event()
         """Set while the worker is idle, as of the last decision."""
+        self._usage = (0, 0)
+        """Blocks that can be had, and what runs, when last looked at."""
         self._is_leaving = False
-        self._last_step_ns = 0
 
-    def add_core(self, core: WorkerCore, *, reads: KVReads | None = None, leases: LeaseOwner | None = None) -> None:
-        """Give the worker a role. `leases`: the core, where it grants leases of its own."""
-        self.cores.append(core)
-        self._reads = reads or self._reads
-        self._lease_owners += [leases] if leases is not None else []
+    # From the start to the end.
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Start the engine, and send what is decided."""
-        self._loop, self._tasks = asyncio.get_running_loop(), tasks
-        await asyncio.to_thread(self.wire.measure)
-        self._engine.start()
-        tasks.create_task(self.outbox.run(), name="outbox")
-
-    async def announce(self) -> None:
-        """Be listed as a service, before the first ear opens."""
-        parts = self.parts
-        self.bus.identity |= {
-            "id": parts.worker_id, "incarnation": self.holder.incarnation, "device": parts.device,
+        """Serve reads, be listed as a service, start the engine, and send what is decided."""
+        parts, settings, layout = self._parts, self._config.worker, self._parts.shape.layout
+        self._loop = asyncio.get_running_loop()
+        self._holder.start(settings)
+        self._bus.identity |= {
+            "id": parts.worker_id, "incarnation": self._holder.incarnation, "device": parts.device,
         }  # fmt: skip
-        await self.bus.announce(DESCRIPTIONS[parts.role])
+        await self._bus.announce(DESCRIPTIONS[parts.role])
+        await asyncio.to_thread(self._wire.measure)
+        reader_settings = ReaderSettings(
+            reader_id=parts.worker_id,
+            fingerprint=parts.limits.fingerprint,
+            block_size=parts.limits.block_size,
+            carrier=settings.carrier,
+            base_s=READ_BASE_S,
+            token_s=self._rates.token_bytes / READ_BYTES_PER_S_MIN,
+        )
+        self._reads = KVReads(
+            settings=reader_settings,
+            bus=self._bus,
+            reader=self._reader,
+            telemetry=self._telemetry,
+            tasks=tasks,
+            record=ReadRecords(layout.block_size, self._rates, self.measured).record,
+            on_event=self.handle,
+            wire_dtype=lambda holder: self._wire.dtype(holder, now_ms()),
+        )
+        self._feed.engine.start()
+        tasks.create_task(self._outbox.run(), name="outbox")
 
-    def join(self) -> None:
-        """Say who this is; all ears must be open."""
-        self.outbox.put(subjects.JOINED, (self.parts.worker_id,), WorkerJoined(worker=self.reporter.info()))
+    def begin_drain(self) -> None:
+        """Take no new work; what runs goes on."""
+        self.reporter.tell_draining()
+        self.handle(DrainBegun())
+        self._changed.set()
 
-    @property
-    def is_idle(self) -> bool:
-        """Nothing runs here, and nobody reads."""
-        return not any(core.num_runs for core in self.cores) and not len(self.holder.leases)
+    def end_drain(self) -> None:
+        """What still runs goes on elsewhere; its KV may be read here for a moment more."""
+        self.handle(DrainOver())
+
+    async def wait_until_idle(self, timeout_s: float) -> bool:
+        """Say whether nothing runs here and nobody reads, at the latest after `timeout_s` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self._is_idle:  # a lease may have been granted since `_idle` was set
+                    await self._idle.wait()
+                    await asyncio.sleep(0)
+        return self._is_idle
+
+    async def leave(self) -> None:
+        """Leave in order: end reads and engine, lend until nobody reads, say so, close the plane, send what is left."""
+        self._is_leaving = True
+        for core in self.cores:
+            core.draining = True
+        await self._reads.close()
+        await asyncio.to_thread(self._feed.stop)
+        await self._holder.until_unread(READERS_STAY_S)
+        with self._holder.lock:
+            actions = self._lending.handle(Stopping(), now_ms())
+            actions += self._lending.handle(Fenced("the worker is stopping"), now_ms())
+        self._execute(actions)
+        self.reporter.tell_left()
+        self._outbox.close()
+        await asyncio.to_thread(self._reader.close)
+        await asyncio.to_thread(self._holder.close)
+        with contextlib.suppress(TimeoutError):  # the bus may be away for good
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._outbox.sent.wait()
+        await self._bus.close()
+
+    def close_memory(self) -> None:
+        """Give the memory back, whatever ended the worker."""
+        self._holder.close()
+
+    # Deciding.
+
+    def handle(self, event: Event, role: Role | None = None) -> Message | None:
+        """Let the cores decide, or those of one `role` alone, and carry out what they say. Return the reply to an event
+        that is a question. Raises EngineStoppedError: nothing is decided any more, and no block given back, once a
+        read may write where it should not."""
+        self._check_reads()
+        self.look_at_the_clock()
+        return self._decide(event, role)
+
+    def tick(self) -> None:
+        """Do what the time makes necessary. Raises EngineStoppedError."""
+        self._check_reads()
+        self.look_at_the_clock()
+        with self._holder.lock:
+            now = now_ms()
+            actions = [action for core in self.cores for action in core.tick(now)]
+            actions += self._lending.tick(now)
+        self._execute(actions)
+        self.reporter.tell_cooling()
+
+    def look_at_the_clock(self) -> None:
+        """Before anything is done: a worker that stood still must not go on as if nothing had happened."""
+        if self._pulse.stood_still(time.monotonic()):
+            self._fence("it stood still")
+
+    def beat(self) -> None:
+        """The clock has ticked."""
+        self._pulse.beat(time.monotonic())
 
     def check_engine(self) -> None:
         """Raise EngineStoppedError where the engine's thread has failed, or a read does not come to an end: whoever
         cannot compute must not look well."""
-        if self._engine.has_failed:
-            raise EngineStoppedError(f"the engine of {self.parts.worker_id} has failed")
+        if self._feed.engine.has_failed:
+            raise EngineStoppedError(f"the engine of {self._parts.worker_id} has failed")
         self._check_reads()
 
-    def _check_reads(self) -> None:
-        if self.reader.is_stuck:
-            raise EngineStoppedError(f"a read of {self.parts.worker_id} does not come to an end, and may still write")
+    def release_reads(self) -> None:
+        """Let go of what reads that have ended had open. Blocks: a driver takes its time to unmap."""
+        self._reader.release_ended()
 
-    def stop_intake(self) -> None:
-        """Take no new work: the clockwork may end. What is here is lent until `close`."""
-        self._is_leaving = True
-        for core in self.cores:
-            core.draining = True
-
-    async def stop_fetches(self) -> None:
-        """End what is being read from other holders."""
-        await self._fetches.close()
-
-    async def close(self) -> None:
-        """Leave in order: end the engine, lend until nobody reads, say so, close the plane, send what is left."""
-        worker_id, incarnation = self.parts.worker_id, self.holder.incarnation
-        if await asyncio.to_thread(self._engine.stop, ENGINE_STOP_TIMEOUT_S):
-            self.parts.engine.close()
-        await self.holder.until_unread(READERS_STAY_S)
-        with self.holder.lock:
-            actions = self.lending.handle(Stopping(), now_ms())
-            actions += self.lending.handle(EndAll("the worker is stopping"), now_ms())
-        self.execute(actions)
-        left = WorkerLeft(worker_id=worker_id, incarnation=incarnation, reason="stopped")
-        self.outbox.put(subjects.LEFT, (worker_id,), left)
-        self.outbox.close()
-        await asyncio.to_thread(self.reader.close)
-        await asyncio.to_thread(self.holder.close)
-
-    def is_elsewhere(self, core: WorkerCore, key: AttemptKey) -> bool:
-        """Say whether another core of this worker has this attempt: the engine could not tell them apart."""
-        return any(other.has(key) for other in self.cores if other is not core)
-
-    def decide(self, decision: Callable[[int], list[Action]]) -> None:
-        """Let a core decide at the present time, and carry out what it says."""
-        self.answer(lambda now: (None, decision(now)))
-
-    def answer(self, decision: Callable[[int], tuple[ReplyT, list[Action]]]) -> ReplyT:
-        """As `decide`, of a decision that has a reply. Raises EngineStoppedError: nothing is decided any more, and no
-        block given back, once a read may write where it should not."""
+    def lend(self, request: RequestLease, traceparent: str) -> LeaseGranted | Refused:
+        """Grant a lease on blocks that are here, or refuse it."""
         self._check_reads()
         self.look_at_the_clock()
-        with self.holder.lock:
-            reply, actions = decision(now_ms())
-        self.execute(actions)
-        return reply
+        with self._holder.lock:
+            granted = self._lending.answer(request, now_ms())
+        self._execute([])
+        return granted if isinstance(granted, Refused) else self._holder.lend(granted, request, traceparent)
 
-    def look_at_the_clock(self) -> None:
-        """Before anything is done: a worker that stood still must not go on as if nothing had happened."""
-        if self.pulse.stood_still(time.monotonic()):
-            self.fence("it stood still")
+    def left(self, event: WorkerLeft) -> None:
+        """Somebody has left; or this worker is said to have."""
+        if event.worker_id != self._parts.worker_id:
+            self.handle(event)
+        elif event.incarnation == self._holder.incarnation:
+            self._fence(f"it was declared lost: {event.reason}")
 
-    def fence(self, reason: str) -> None:
-        """Others take this worker for lost: end all that runs, and go on as a new incarnation."""
-        if self._is_leaving:
-            return
-        log.warning("%s ends %d attempts and joins anew: %s", self.parts.worker_id, len(self.attempts()), reason)
-        with self.holder.lock:
-            now = now_ms()
-            actions = [action for core in self.cores for action in core.fence(now, reason)]
-            actions += self.lending.handle(EndAll(reason), now)
-        self.execute(actions)
-        self.measured.fenced()
-        self.answers.clear()
-        self.holder.begin(secrets.token_hex(8))
-        self.bus.identity["incarnation"] = self.holder.incarnation
-        self.join()
-        self.changed.set()
+    # What others ask.
 
-    def execute(self, actions: list[Action]) -> None:
-        """Carry out actions in order; the tokens among them go out as one message a gateway."""
-        emitted: list[tuple[GatewayId, RequestTokens]] = []
-        for action in actions:
-            match action:
-                case Emit(gateway_id=gateway_id, tokens=tokens):
-                    tokens = tokens if tokens.report is None else self.spans.timed(tokens)
-                    emitted.append((gateway_id, tokens))
-                    self.answers.emitted((RequestId(tokens.request_id), tokens.attempt), tokens, now_ms())
-                case Fetch():
-                    assert self._tasks is not None
-                    self._fetches.start(action, self._tasks)
-                case StopFetch(key=key):
-                    self._fetches.stop(key)
-                case Submit():
-                    self._submit(action)
-                case Withdraw(key=(request_id, attempt)):
-                    with contextlib.suppress(EngineStoppedError):  # its end fails the sequence anyway
-                        self._engine.cancel(request_id, attempt)
-                case Publish(subject=subject, ids=ids, message=message, key=key):
-                    self.outbox.put(subject, ids, message, self.spans.traceparent(key))
-                case Offer(lease=lease, request=request):
-                    self._offer(lease, request)
-                case FinishLease(lease=lease, first_token=first):
-                    self.holder.finish_lease(lease, first, self._last_step_ns)
-                case CloseLease(lease=lease):
-                    self.holder.close_lease(lease)
-                case StartRead():
-                    assert self._reads is not None
-                    self._reads.start(action)
-                case StopRead():
-                    assert self._reads is not None
-                    self._reads.stop(action)
-        for core in self.cores:
-            for ended in core.take_ended():
-                self.spans.ended(ended)
-        self.outbox.put_tokens(emitted)
-        self.outbox.put_block_events(self.holder.events())
-        usage = (self.holder.cache.num_free + self.holder.cache.num_cached, sum(core.num_runs for core in self.cores))
-        if actions or usage != self._usage:  # what was withdrawn ends without a word, and makes room
-            self._usage = usage
-            self.changed.set()
-        if self.is_idle:
-            self.idle.set()
-        else:
-            self.idle.clear()
+    def report_load(self) -> None:
+        """Tell the load. What changes from now on ends the next `wait_for_change`."""
+        self._changed.clear()
+        self.reporter.tell_load(now_ms())
+
+    async def wait_for_change(self, timeout_s: float) -> None:
+        """Return once there is a load to tell, at the latest after `timeout_s` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+
+    def alive(self) -> WorkerAlive:
+        """Return a sign of life."""
+        self.look_at_the_clock()
+        lag_ms = self._pulse.lag_ms(time.monotonic())
+        return WorkerAlive(worker_id=self._parts.worker_id, incarnation=self._holder.incarnation, lag_ms=lag_ms)
 
     # What the cores ask for.
 
-    def _submit(self, action: Submit) -> None:
-        sequence = action.sequence
-        if action.lease is not None:
-            sequence.layer_listener = self.holder.start_computing(action.lease, sequence.num_computed_tokens)
-        self.holder.submitted(sequence, action.content)
-        if self.on_submitted is not None:
-            self.on_submitted((RequestId(sequence.request_id), sequence.attempt), action.content)
-        self.spans.submitted(sequence)
-        try:
-            self._engine.submit(sequence)
-        except (EngineStoppedError, InvalidSequenceError) as error:
-            self._post(self._engine_failed, [sequence], str(error))
+    def _decide(self, event: Event, role: Role | None = None) -> Message | None:
+        cores = self.cores if role is None else (role.core,)
+        with self._holder.lock:
+            now = now_ms()
+            actions = [action for core in cores for action in core.handle(event, now)]
+            actions += self._lending.handle(event, now)
+        return self._execute(actions)
 
-    def _offer(self, lease: Grant, request: RunPrefill) -> None:
-        traceparent = self.spans.traceparent((request.request_id, request.attempt))
-        offer = self.holder.offer(lease, request, self.parts.limits.lease_ms, traceparent)
-        ids = (offer.source_worker, offer.target_worker, offer.handoff_id)
-        self.outbox.put(subjects.OFFERED, ids, offer, traceparent)
+    def _execute(self, actions: list[Action]) -> Message | None:
+        """Carry out actions in order; the tokens among them go out as one message a gateway. Return the reply among
+        them."""
+        emitted: list[tuple[GatewayId, RequestTokens]] = []
+        reply: Message | None = None
+        for action in actions:
+            match action:
+                case SendReply(message=reply):
+                    pass
+                case Emit(gateway_id=gateway_id, tokens=tokens):
+                    emitted.append((gateway_id, tokens))
+                case Publish(subject=subject, ids=ids, message=message, traceparent=traceparent):
+                    self._outbox.put(subject, ids, message, traceparent)
+                case Submit():
+                    self._feed.submit(action)
+                case Withdraw(key=key):
+                    self._feed.withdraw(key)
+                case StartRead(read=read):
+                    self._reads.start(read)
+                case StopRead(read=read):
+                    self._reads.stop(read)
+                case AttemptEnded(attempt=ended):
+                    self._spans.ended(ended)
+                case _:
+                    self._execute_lease(action)
+        self._outbox.put_tokens(emitted)
+        self.reporter.tell_blocks()
+        cache = self._holder.cache
+        usage = (cache.num_free + cache.num_cached, self.cores.num_running)
+        if len(actions) > (reply is not None) or usage != self._usage:
+            self._usage = usage
+            self._changed.set()
+        if self._is_idle:
+            self._idle.set()
+        else:
+            self._idle.clear()
+        return reply
 
-    def forget(self, key: AttemptKey) -> None:
-        """Drop what was kept for an attempt that is not taken."""
-        self.spans.forget(key)
-        self.holder.forget(key)
+    def _execute_lease(self, action: Offer | FinishLease | CloseLease) -> None:
+        match action:
+            case Offer(lease=lease, attempt=attempt):
+                lease_ms, traceparent = self._parts.limits.lease_ms, attempt.traceparent
+                offer = self._holder.offer(lease, attempt.request, lease_ms, traceparent)
+                ids = (offer.source_worker, offer.target_worker, offer.handoff_id)
+                self._outbox.put(subjects.OFFERED, ids, offer, traceparent)
+            case FinishLease(lease=lease, first_token=first):
+                self._holder.finish_lease(lease, first)
+            case CloseLease(lease=lease):
+                self._holder.close_lease(lease)
 
-    # What happens, brought to the loop.
+    # What happens on other threads, brought to the loop.
 
     def _post(self, handle: Callable[..., None], *arguments: object) -> None:
-        assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop has ended, and with it all that runs here
             self._loop.call_soon_threadsafe(handle, *arguments)
 
-    def _stepped(self, result: StepResult) -> None:
-        self.spans.stepped(result)
-        self.rates.stepped(result)
-        self.measured.stepped(result)
-        self._last_step_ns = result.ended_ns
-        for sequence, num_tokens in result.computed:
-            self.holder.computed(sequence, num_tokens)
-        ended: list[Sequence] = []
-        for sampled in result.sampled:
-            sequence = sampled.sequence
-            self.spans.prefilled(sequence)
-            if sampled.local_end:
-                self.holder.ended(sequence)
-            if sampled.local_end and sequence.max_local_tokens is None:
-                self.spans.decoded(sequence, sampled.finish_reason or "")
-                ended.append(sequence)
-        self.decide_all(lambda core, now: core.stepped(result, now))
-        for sequence in ended:
-            self.holder.forget((sequence.request_id, sequence.attempt))
-
-    def _removed(self, sequence: Sequence) -> None:
-        key = (sequence.request_id, sequence.attempt)
-        self.holder.ended(sequence)
-        self.decide_all(lambda core, now: core.removed(key, now))
-        self.holder.forget(key)
-
-    def _engine_failed(self, sequences: list[Sequence], reason: str) -> None:
-        for sequence in sequences:
-            key: AttemptKey = (RequestId(sequence.request_id), sequence.attempt)
-            self.decide_all(lambda core, now, key=key: core.engine_failed(key, reason, now))
-            self.holder.forget(key)
-
-    def _fetched(self, key: AttemptKey, outcome: ReadOutcome) -> None:
-        self.decide_all(lambda core, now: core.fetched(key, outcome, now))
-
-    def _started(self, lease: Grant) -> None:
+    def _on_stream_started(self, lease: Grant) -> None:
         lease.is_read = True
-        with self.holder.lock:
-            self.lending.handle(StreamStarted(lease), now_ms())
+        with self._holder.lock:
+            self._lending.handle(StreamStarted(lease), now_ms())
 
-    def _served(self, lease: Grant, stats: TransferStats, error: str) -> None:
-        self.decide(lambda now: self.lending.handle(StreamEnded(lease, error), now))
-        self.decide(lambda now: [a for owner in self._lease_owners for a in owner.served(lease, now)])
-        self.holder.stream_ended(lease, stats, error)
+    def _on_stream_ended(self, lease: Grant, stats: TransferStats, error: str) -> None:
+        lease.is_read = False
+        self.handle(StreamEnded(lease, error))
+        self._holder.stream_ended(lease, stats, error)
 
-    def decide_all(self, decision: Callable[[WorkerCore, int], list[Action]]) -> None:
-        self.decide(lambda now: [action for core in self.cores for action in decision(core, now)])
+    # Being alive.
 
-    def attempts(self) -> dict[AttemptKey, GatewayId]:
-        """Return what goes on here, and whose it is."""
-        return {key: gateway_id for core in self.cores for key, gateway_id in core.attempts().items()}
+    def _check_reads(self) -> None:
+        if self._reader.is_stuck:
+            raise EngineStoppedError(f"a read of {self._parts.worker_id} does not come to an end, and may still write")
 
-    def has(self, key: AttemptKey) -> bool:
-        """Say whether any role has this attempt."""
-        return any(core.has(key) for core in self.cores)
+    def _fence(self, reason: str) -> None:
+        """Others take this worker for lost: end all that runs, and go on as a new incarnation."""
+        if self._is_leaving:
+            return
+        num_running = len(self.cores.wanted_by())
+        log.warning("%s ends %d attempts and joins anew: %s", self._parts.worker_id, num_running, reason)
+        self._decide(Fenced(reason))
+        self.measured.fenced()
+        self._holder.begin(secrets.token_hex(8))
+        self._bus.identity["incarnation"] = self._holder.incarnation
+        self.reporter.tell_joined()
+        self._changed.set()
+
+    @property
+    def _is_idle(self) -> bool:
+        """Nothing runs here, and nobody reads."""
+        return not self.cores.num_running and not len(self._holder.leases)

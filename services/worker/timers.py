@@ -1,38 +1,42 @@
 """What a worker does by the clock: report its load, keep time, ask who still wants its work; and how it drains."""
 
 import asyncio
-import contextlib
 import logging
-import time
 
 from schemas import subjects
-from schemas.block import join_hashes
-from schemas.kv import BlocksCooling
+from schemas.ids import WorkerId
 from schemas.request import AskWanted
-from schemas.worker import WorkerDraining
 from services.bus.base import BusError, NoRespondersError
+from services.bus.typed import TypedBus
 from services.runtime import now_ms
-from services.worker.core.actions import AttemptKey
+from services.worker.core.content import AttemptKey
+from services.worker.core.events import AttemptUnwanted
 from services.worker.core.wanted import Question, WantedCore
-from services.worker.limits import READERS_COME_S, READERS_STAY_S
-from services.worker.shell import TICK_INTERVAL_S, Worker
+from services.worker.limits import (
+    ANSWER_TIMEOUT_S,
+    LOAD_INTERVAL_S,
+    LOAD_MIN_GAP_S,
+    READERS_COME_S,
+    READERS_STAY_S,
+    ROUND_INTERVAL_S,
+    SUSPICIOUS_INTERVAL_S,
+    TICK_INTERVAL_S,
+)
+from services.worker.roles import Cores
+from services.worker.shell import Worker
 from services.worker.survive import surviving
 
 log = logging.getLogger(__name__)
 
-LOAD_INTERVAL_S = 0.5
-LOAD_MIN_GAP_S = 0.05
-ROUND_INTERVAL_S = 1.0
-SUSPICIOUS_INTERVAL_S = 0.5
-"""Until the next round where a gateway may be dead."""
-ANSWER_TIMEOUT_S = 1.0
 
+class Timers:
+    """One worker's timers."""
 
-class Clockwork:
-    """One worker's."""
-
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, cores: Cores, worker_id: WorkerId, bus: TypedBus) -> None:
         self._worker = worker
+        self._cores = cores
+        self._worker_id = worker_id
+        self._bus = bus
         self._wanted = WantedCore()
 
     async def run(self) -> None:
@@ -44,59 +48,34 @@ class Clockwork:
 
     async def _report_load(self) -> None:
         """Say the load about twice a second and soon after a change."""
-        worker = self._worker
         while True:
-            worker.changed.clear()
             with surviving("reporting the load"):
-                worker.outbox.put(subjects.LOAD, (worker.parts.worker_id,), worker.reporter.load(now_ms()))
+                self._worker.report_load()
             await asyncio.sleep(LOAD_MIN_GAP_S)
-            try:
-                async with asyncio.timeout(LOAD_INTERVAL_S):
-                    await worker.changed.wait()
-            except TimeoutError:
-                pass
+            await self._worker.wait_for_change(LOAD_INTERVAL_S)
 
     async def _tick(self) -> None:
-        worker = self._worker
-        worker.pulse.beat(time.monotonic())
+        self._worker.beat()
         while True:
             await asyncio.sleep(TICK_INTERVAL_S)
-            worker.check_engine()
+            self._worker.check_engine()
             with surviving("a tick"):
-                worker.decide_all(lambda core, now: core.tick(now))
-                worker.decide(lambda now: worker.lending.tick(now))
-                self._forget_answers(now_ms())
-                self._say_cooling()
-                await asyncio.to_thread(worker.reader.release_ended)  # a driver takes its time to unmap
-            worker.pulse.beat(time.monotonic())
-
-    def _forget_answers(self, now: int) -> None:
-        answers = self._worker.answers
-        for key in answers.going_on():
-            if not self._worker.has(key):
-                answers.ended(key, now)
-        answers.forget_old(now)
-
-    def _say_cooling(self) -> None:
-        holder, me = self._worker.holder, self._worker.parts.worker_id
-        if cooling := holder.cooling():
-            message = BlocksCooling(worker_id=me, incarnation=holder.incarnation, block_hashes=join_hashes(cooling))
-            self._worker.outbox.put(subjects.COOLING, (me,), message)
+                self._worker.tick()
+                await asyncio.to_thread(self._worker.release_reads)
+            self._worker.beat()
 
     async def _ask_gateways(self) -> None:
-        bus = self._worker.bus
         while True:
             await asyncio.sleep(SUSPICIOUS_INTERVAL_S if self._wanted.suspects else ROUND_INTERVAL_S)
             with surviving("asking the gateways"):
-                questions = self._wanted.due(self._worker.attempts(), bus.connection.num_connects, now_ms())
+                questions = self._wanted.due(self._cores.wanted_by(), self._bus.connection.num_connects, now_ms())
                 await asyncio.gather(*map(self._ask, questions))
 
     async def _ask(self, question: Question) -> None:
-        worker = self._worker
-        message = AskWanted(worker_id=worker.parts.worker_id, attempts=question.attempts)
+        message = AskWanted(worker_id=self._worker_id, attempts=question.attempts)
         unwanted: list[AttemptKey] = []
         try:
-            reply = await worker.bus.ask(subjects.WANTED, (question.gateway_id,), message, ANSWER_TIMEOUT_S)
+            reply = await self._bus.ask(subjects.WANTED, (question.gateway_id,), message, ANSWER_TIMEOUT_S)
         except NoRespondersError:
             unwanted = self._wanted.unserved(question, now_ms())
             if unwanted:
@@ -106,28 +85,16 @@ class Clockwork:
         else:
             unwanted = self._wanted.answered(question, reply.unwanted)
         for key in unwanted:
-            worker.decide_all(lambda core, now, key=key: core.unwanted(key, now))
+            self._worker.handle(AttemptUnwanted(key))
 
 
 async def drain(worker: Worker, timeout_s: float) -> None:
     """Take no new work, and go on lending; return once all that runs has ended and nobody reads here, or the time is
     over. What is left then goes on elsewhere, and its KV may be read here for a moment more."""
-    me, incarnation = worker.parts.worker_id, worker.holder.incarnation
-    worker.outbox.put(subjects.DRAINING, (me,), WorkerDraining(worker_id=me, incarnation=incarnation))
-    worker.decide_all(lambda core, now: core.drain(now))
-    worker.changed.set()
-    if await _until_idle(worker, timeout_s):
+    worker.begin_drain()
+    if await worker.wait_until_idle(timeout_s):
         return
-    log.warning("%s hands back what still runs after %g s", me, timeout_s)
-    worker.decide_all(lambda core, now: core.hand_back(now))
+    log.warning("what still runs after %g s is handed back", timeout_s)
+    worker.end_drain()
     await asyncio.sleep(READERS_COME_S)
-    await _until_idle(worker, READERS_STAY_S)
-
-
-async def _until_idle(worker: Worker, timeout_s: float) -> bool:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            while not worker.is_idle:  # a lease may have been granted since `idle` was set
-                await worker.idle.wait()
-                await asyncio.sleep(0)
-    return worker.is_idle
+    await worker.wait_until_idle(READERS_STAY_S)

@@ -38,12 +38,12 @@ from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig, SchedulerConfig, WorkerConfig
 from services.directory.service import run_directory
 from services.engine.fake import FakeEngine
+from services.launch.worker_roles import run_worker
 from services.runtime import now_ms
 from services.scheduler.service import run_scheduler
 from services.telemetry import ListExporter, Telemetry
-from services.worker.core.limits import WorkerLimits
+from services.worker.core.checks import WorkerLimits
 from services.worker.parts import WorkerParts
-from services.worker.service import run_worker
 
 VOCAB = 1000
 LAYOUT = KVLayout(weights="fake", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=8, block_size=8)

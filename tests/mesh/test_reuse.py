@@ -20,8 +20,8 @@ from schemas.ids import WorkerId
 from schemas.kv import LeaseGranted, RequestLease
 from schemas.request import KVSource, SamplingParams, TransferReport
 from services.engine.fake import fake_answer
+from services.worker.core.leases import Grant
 from services.worker.kv.holder import KVHolder
-from services.worker.kv.leases import Grant
 from tests.mesh.one_process import LAYOUT, VOCAB, Answer, Client, Route, make_parts, one_process_mesh
 
 BLOCK = LAYOUT.block_size

@@ -35,7 +35,7 @@ from schemas.ids import LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseEnd
 from services.sim.platform import threads
 from services.sim.platform.plane import SimNetwork, SimPlaneReader, SimPlaneServer
-from services.worker.kv.leases import Grant, LeaseTable
+from services.worker.core.leases import Grant, LeaseTable
 from tests import gpu
 from tests.gpu import GPU_MARKS
 

@@ -24,10 +24,10 @@ from schemas.ids import BlockHash, LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseGranted, RequestLease
 from schemas.request import Refused
 from services.config import WorkerConfig
-from services.worker.core.limits import WorkerLimits
+from services.worker.core.checks import WorkerLimits
+from services.worker.core.leases import Grant
+from services.worker.core.lending import LendCore, StreamEnded
 from services.worker.kv.contents import WorkerHolder
-from services.worker.kv.leases import Grant
-from services.worker.kv.lending import LendCore, StreamEnded
 from services.worker.limits import OPEN_LEASE_WITHIN_MS
 from tests.plane.corruption import BitFlip, measure, tapped
 from tests.plane.harness import (

@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
@@ -28,9 +28,9 @@ from schemas.block import BlockHasher
 from services.sim.mesh import MeshShape
 from services.sim.scenario import FAULT_KINDS, Fault, FaultKind, Scenario
 from services.sim.world import SimOptions, simulate
+from services.worker.core.leases import Grant, LeaseTable
 from services.worker.kv.contents import WorkerHolder
 from services.worker.kv.holder import KVHolder
-from services.worker.kv.leases import Grant, LeaseTable
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 FIRST_SEED = 50_000
@@ -167,7 +167,9 @@ def expired_lease_keeps_its_blocks(patch: pytest.MonkeyPatch) -> None:
     from services.prefill.core import PrefillCore
 
     patch.setattr(
-        PrefillCore, "_lease_gone", lambda self, run, lease, *, tell_target: setattr(run, "lease", None) or []
+        PrefillCore,
+        "_lease_gone",
+        lambda self, attempt, lease, *, tell_target: setattr(attempt, "lease", None) or [],
     )
 
 
@@ -248,8 +250,7 @@ def hash_without_its_past(patch: pytest.MonkeyPatch) -> None:
 def cached_before_computed(patch: pytest.MonkeyPatch) -> None:
     def submitted(self: WorkerHolder, sequence: Any, content: Any) -> None:
         content.num_landed_tokens = sequence.num_computed_tokens
-        cast(Any, self)._contents[(sequence.request_id, sequence.attempt)] = content
-        self.computed(sequence, len(sequence.token_ids))
+        self.computed(sequence, content, len(sequence.token_ids))
 
     patch.setattr(WorkerHolder, "submitted", submitted)
 
@@ -289,10 +290,10 @@ def lends_by_count(patch: pytest.MonkeyPatch) -> None:
 def partial_block_counts_as_full(patch: pytest.MonkeyPatch) -> None:
     computed = WorkerHolder.computed
 
-    def rounded_up(self: WorkerHolder, sequence: Any, num_tokens: int, *, ended: bool = False) -> None:
+    def rounded_up(self: WorkerHolder, sequence: Any, content: Any, num_tokens: int, *, ended: bool = False) -> None:
         block_size = self.shape.layout.block_size
         up = min(len(sequence.token_ids), -(-num_tokens // block_size) * block_size)
-        computed(self, sequence, up, ended=ended)
+        computed(self, sequence, content, up, ended=ended)
 
     patch.setattr(WorkerHolder, "computed", rounded_up)
 
@@ -455,9 +456,9 @@ def cancelled_run_keeps_its_blocks(patch: pytest.MonkeyPatch) -> None:
 
     forget = DecodeCore._forget  # pyright: ignore[reportPrivateUsage]
 
-    def keeps(self: Any, run: Any) -> Any:
-        run.tables = () if run.ended else run.tables
-        return forget(self, run)
+    def keeps(self: Any, attempt: Any, now_ms: int) -> Any:
+        attempt.tables = () if attempt.ended else attempt.tables
+        return forget(self, attempt, now_ms)
 
     patch.setattr(DecodeCore, "_forget", keeps)
 
@@ -474,24 +475,17 @@ def cancelled_run_keeps_its_blocks(patch: pytest.MonkeyPatch) -> None:
 )
 def abort_without_barrier(patch: pytest.MonkeyPatch) -> None:
     from services.decode.core import DecodeCore
-    from services.decode.service import Reads
     from services.worker.core.actions import Withdraw
+    from services.worker.kv.reads import KVReads
 
-    def at_once(self: Any, run: Any, reason: str, now_ms: int) -> list[Any]:
-        if run.ended:
+    def at_once(self: Any, attempt: Any, reason: str, now_ms: int) -> list[Any]:
+        if attempt.ended:
             return []
-        run.ended = True
-        return [*([Withdraw(run.key)] if run.computing else []), *self._forget(run)]
+        attempt.ended = True
+        return [*([Withdraw(attempt.key)] if attempt.computing else []), *self._forget(attempt, now_ms)]
 
     patch.setattr(DecodeCore, "_end", at_once)
-    patch.setattr(Reads, "stop", lambda self, action: None)
-    for name in ("read_landed", "read_failed"):
-        handle = getattr(DecodeCore, name)
-
-        def if_known(self: Any, handoff_id: Any, *rest: Any, handle: Any = handle) -> list[Any]:
-            return handle(self, handoff_id, *rest) if handoff_id in self._by_handoff else []
-
-        patch.setattr(DecodeCore, name, if_known)
+    patch.setattr(KVReads, "stop", lambda self, read: None)
 
 
 @bug("the reader says once that it has room; where that is lost both ends wait", "loss", within=40)
@@ -507,32 +501,35 @@ def reserved_is_said_once(patch: pytest.MonkeyPatch) -> None:
 def only_the_reader_ends_a_lease(patch: pytest.MonkeyPatch) -> None:
     import services.prefill.core as prefill
 
-    patch.setattr(prefill.PrefillCore, "left", lambda self, event, now_ms: [])
-    patch.setattr(prefill.PrefillCore, "attempts", lambda self: {})
+    patch.setattr(prefill.PrefillCore, "_worker_left", lambda self, event, now_ms: [])
+    patch.setattr(prefill.PrefillCore, "wanted_by", lambda self: {})
     patch.setattr(prefill, "LANDED_GRACE_MS", 10**9)
 
 
 @bug("a lease that its reader has not used is left to its time", options=OUT_OF_REACH)
 def lease_is_not_returned(patch: pytest.MonkeyPatch) -> None:
-    from services.worker.kv.borrow import Borrower
+    from services.worker.kv.reads import KVReads
 
-    patch.setattr(Borrower, "_give_back", lambda self, holder, request, granted: None)
+    async def keeps(self: Any, holder: Any, request: Any, granted: Any) -> None:
+        return None
+
+    patch.setattr(KVReads, "_give_back", keeps)
 
 
 @bug("the heartbeat waits for the engine: a busy worker looks dead", options=BUSY)
 def heartbeat_waits_for_the_engine(patch: pytest.MonkeyPatch) -> None:
     from services.worker.inbox import Inbox
-    from services.worker.observe.report import Reporter
+    from services.worker.report import Reporter
 
     on_ping, load = Inbox._on_ping, Reporter.load  # pyright: ignore[reportPrivateUsage]
 
     async def when_idle(self: Any, received: Any) -> Any:
-        while any(core.num_runs for core in self._worker.cores):
+        while any(role.core.attempts for role in self._cores.roles):
             await asyncio.sleep(0.01)
         return await on_ping(self, received)
 
     def load_when_idle(self: Any, now_ms: int) -> Any:
-        if any(core.num_runs for core in self._worker.cores):
+        if any(role.core.attempts for role in self.cores.roles):
             raise RuntimeError("later")
         return load(self, now_ms)
 
@@ -549,7 +546,7 @@ def heartbeat_waits_for_the_engine(patch: pytest.MonkeyPatch) -> None:
 def fenced_worker_never_comes_back(patch: pytest.MonkeyPatch) -> None:
     from services.worker.shell import Worker
 
-    patch.setattr(Worker, "fence", lambda self, *arguments, **named: None)
+    patch.setattr(Worker, "_fence", lambda self, *arguments, **named: None)
 
 
 @bug("what the client has had is computed again and handed on again", "kill", "pause", "drain")
@@ -571,9 +568,9 @@ def first_token_twice(patch: pytest.MonkeyPatch) -> None:
 
     submit = DecodeCore._submit  # pyright: ignore[reportPrivateUsage]
 
-    def shifted(self: Any, run: Any, token_ids: list[int], num_computed_tokens: int) -> Any:
-        first = token_ids[len(run.prompt) :]
-        return submit(self, run, [*token_ids, *first], num_computed_tokens)
+    def shifted(self: Any, attempt: Any, token_ids: list[int], num_computed_tokens: int) -> Any:
+        first = token_ids[len(attempt.prompt) :]
+        return submit(self, attempt, [*token_ids, *first], num_computed_tokens)
 
     patch.setattr(DecodeCore, "_submit", shifted)
 

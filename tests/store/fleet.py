@@ -32,7 +32,7 @@ from services.store.load import OpenTier, make_parts
 from services.store.service import run_store
 from services.store.values import BlockValues
 from services.telemetry import Telemetry
-from services.worker.kv.leases import LeaseTable
+from services.worker.core.leases import LeaseTable
 from tests.plane.harness import CardMemory, HostMemory
 from tests.store.rig import LAYOUT, hashes_of
 

@@ -17,10 +17,11 @@ from services.store.limits import MAX_OFFERED_BLOCKS
 from services.store.memory import StoreLimits, StoreMemory, WriteBatch
 from services.worker.core.actions import Action as LeaseAction
 from services.worker.core.actions import CloseLease
+from services.worker.core.events import Fenced, StreamEnded, StreamStarted
+from services.worker.core.leases import Grant, LeaseTable
+from services.worker.core.lending import LendCore
 from services.worker.kv import ledger as ledger_module
-from services.worker.kv.leases import Grant, LeaseTable
 from services.worker.kv.ledger import BlockLedger
-from services.worker.kv.lending import EndAll, LendCore, StreamEnded, StreamStarted
 from services.worker.limits import MAX_LENT_LEASES, OPEN_LEASE_WITHIN_MS
 from tests.store.rig import LAYOUT, WINDOWED, hash_of, hashes_of
 
@@ -367,7 +368,7 @@ def test_there_is_a_bound_on_open_leases() -> None:
         lend(lender, 1)
     refused = lender.answer(ask(1), NOW)
     assert isinstance(refused, Refused) and refused.reason == "overloaded"
-    assert len(lender.handle(EndAll("over"), NOW)) == MAX_LENT_LEASES
+    assert len(lender.handle(Fenced("over"), NOW)) == MAX_LENT_LEASES
     write_all(core)
     assert core.memory.num_cached == 1, "nothing was taken for the refused one"
 

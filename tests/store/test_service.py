@@ -18,7 +18,7 @@ from services.config import MeshConfig, StoreConfig
 from services.errors import UserError
 from services.runtime import now_ms
 from services.store.load import load_store
-from services.worker.kv import lending as lending_module
+from services.worker.core import lending as lending_module
 from tests.store.fleet import LAYOUT, SECRET, STORE, Fleet, arenas, config_of, files_in, fleet, kv_of, store
 from tests.store.rig import WINDOWED, hash_of, hashes_of
 from tests.waiting import until

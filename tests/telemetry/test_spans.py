@@ -8,25 +8,46 @@ import pytest
 from dataplane.blocks.layout import BlockTable, Segment
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferStats
-from schemas.ids import LeaseId, RequestId, TokenIds, WorkerId
+from schemas.block import pack_tokens
+from schemas.ids import GatewayId, LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseEnd, ReadEnd
-from schemas.request import AttemptEnd, FirstTokenTimes, RequestTokens, SamplingParams, TransferReport
+from schemas.request import (
+    AttemptEnd,
+    FirstTokenTimes,
+    PrefillAccepted,
+    RunPrefill,
+    SamplingParams,
+)
 from services.config import MeshConfig, TelemetryConfig, apply_environment
 from services.engine.interface import SampledToken, Sequence, StepResult
 from services.errors import UserError
 from services.gateway.limits import MAX_KEEPS_PER_S
 from services.gateway.observe.spans import GatewaySpans
 from services.gateway.observe.ttft_parts import Milestones, fit_clock, ttft_parts
+from services.prefill.core import PrefillAttempt, PrefillCore
 from services.telemetry import FileExporter, Key, ListExporter, SpanName, SpanRecord, Telemetry, parse_traceparent
 from services.telemetry.context import new_trace
 from services.telemetry.names import TTFT_PARTS
 from services.telemetry.ring import Ring
-from services.worker.core.attempts import EndedAttempt
-from services.worker.kv.leases import LeaseTable
-from services.worker.observe.spans import MAX_LINKED_STEPS, WorkerSpans
+from services.worker.core.actions import Emit, SendReply, Submit
+from services.worker.core.content import AttemptKey, SequenceContent
+from services.worker.core.events import RunAsked
+from services.worker.core.leases import LeaseTable
+from services.worker.limits import MAX_LINKED_STEPS
+from services.worker.observe.spans import WorkerSpans, times_of
 from services.worker.observe.transfers import HolderSpans, described_by
+from tests.worker import worker_cases as case
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+def attempt_of(traceparent: str) -> PrefillAttempt:
+    """Return an attempt that has just come."""
+    request = RunPrefill(
+        request_id=RequestId("req-1"), attempt=1, deadline_ms=1, gateway_id=GatewayId("g"),
+        prompt=pack_tokens([1, 2, 3]), sampling=SamplingParams(max_tokens=100),
+    )  # fmt: skip
+    return PrefillAttempt(request, [1, 2, 3], SequenceContent([1, 2, 3], 8, "f"), times_of(traceparent))
 
 
 def telemetry(ratio: float = 1.0, service: str = "worker-0") -> tuple[Telemetry, list[SpanRecord]]:
@@ -99,9 +120,9 @@ def test_a_ring_has_a_bound_and_gives_up_the_oldest_trace() -> None:
 def test_a_parent_is_written_before_its_children(tmp_path: Path) -> None:
     made = Telemetry("prefill-0", FileExporter(tmp_path, "prefill-0"))
     spans = WorkerSpans(made, "prefill-0")
-    key = (RequestId("req-1"), 1)
-    spans.accepted(key, f"00-{TRACE}-{SPAN}-01", "prefill")
-    spans.ended(EndedAttempt(key, AttemptEnd.CANCELLED, "cancelled"))
+    attempt = attempt_of(f"00-{TRACE}-{SPAN}-01")
+    attempt.outcome, attempt.end = "cancelled", AttemptEnd.CANCELLED
+    spans.ended(attempt)
     made.close()
     (file,) = tmp_path.iterdir()
     names = [line.split(b'"name":"')[1].split(b'"')[0] for line in file.read_bytes().splitlines()]
@@ -123,16 +144,19 @@ def step(seq: Sequence, at_ns: int, *, samples: bool) -> StepResult:
 @pytest.mark.parametrize("flags", ["00", "01"])
 def test_steps_are_recorded_for_sampled_requests_within_their_caps(flags: str) -> None:
     made, recorded = telemetry()
-    spans, seq, key = WorkerSpans(made, "worker-0"), sequence(), (RequestId("req-1"), 1)
-    spans.accepted(key, f"00-{TRACE}-{SPAN}-{flags}", "prefill")
-    spans.submitted(seq)
+    spans, seq, attempt = WorkerSpans(made, "worker-0"), sequence(), attempt_of(f"00-{TRACE}-{SPAN}-{flags}")
+
+    def find(_: AttemptKey) -> PrefillAttempt:
+        return attempt
+
+    spans.submitted(attempt, seq)
     for number in range(2 * MAX_LINKED_STEPS):
-        spans.stepped(step(seq, 10 * number + 10, samples=False))
+        spans.stepped(step(seq, 10 * number + 10, samples=False), find)
     for number in range(2 * MAX_LINKED_STEPS):
-        spans.stepped(step(seq, 10_000 + 10 * number, samples=True))
-    spans.prefilled(seq)
-    spans.decoded(seq, "length")
-    spans.ended(EndedAttempt(key, AttemptEnd.FAILED, ""))
+        spans.stepped(step(seq, 10_000 + 10 * number, samples=True), find)
+    spans.prefilled(attempt)
+    spans.decoded(attempt, "length")
+    spans.ended(attempt)
     by_name = {span.name: span for span in recorded if span.trace_id == TRACE}
     steps = [span for span in recorded if span.name == SpanName.ENGINE_STEP]
     if flags == "00":
@@ -148,13 +172,20 @@ def test_steps_are_recorded_for_sampled_requests_within_their_caps(flags: str) -
 
 def test_the_first_word_tells_how_its_worker_came_to_it() -> None:
     made, _ = telemetry()
-    spans, seq, key = WorkerSpans(made, "worker-0"), sequence(1), (RequestId("req-1"), 1)
-    accepted_ns = spans.accepted(key, f"00-{TRACE}-{SPAN}-01", "prefill")
-    assert spans.accepted(key, f"00-{TRACE}-{SPAN}-01", "prefill") == accepted_ns, "a repeat changes nothing"
-    spans.submitted(seq)
-    spans.stepped(step(seq, accepted_ns + 100, samples=True))
-    word = RequestTokens(request_id="req-1", attempt=1, index=0, tokens=TokenIds(b""), report=TransferReport())
-    report = spans.timed(word).report
+    spans, core = (
+        WorkerSpans(made, "worker-0"),
+        PrefillCore(case.limits(case.PREFILL), case.block_cache(), LeaseTable()),
+    )
+    asked = RunAsked(case.run_prefill(split=False), times_of(f"00-{TRACE}-{SPAN}-01"))
+    submit = case.one(core.handle(asked, 0), Submit)
+    again = RunAsked(asked.request, times_of(f"00-{TRACE}-{SPAN}-01"))
+    reply = case.one(core.handle(again, 1), SendReply).message
+    accepted_ns = asked.times.accepted_ns
+    assert isinstance(reply, PrefillAccepted) and reply.accepted_ns == accepted_ns, "a repeat changes nothing"
+    spans.submitted(submit.attempt, submit.sequence)
+    result = step(submit.sequence, accepted_ns + 100, samples=True)
+    spans.stepped(result, core.attempts.get)
+    report = case.one(core.handle(result, 2), Emit).tokens.report
     assert report is not None and report.first_token == FirstTokenTimes(
         accepted_ns=accepted_ns, first_step_ns=accepted_ns + 100, computed_ns=accepted_ns + 105
     )

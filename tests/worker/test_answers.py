@@ -13,12 +13,17 @@ from schemas.request import AttemptId, CancelRequest, RequestFailure, RequestTok
 from schemas.worker import WorkerDraining
 from services.bus.memory import MemoryBus
 from services.bus.typed import TypedBus
-from services.worker.core.actions import AttemptKey
-from services.worker.core.answers import Answers
+from services.prefill.core import PrefillCore
+from services.worker.core.actions import Submit
+from services.worker.core.attempts import PastAttempts, SentAnswer
+from services.worker.core.content import AttemptKey
 from services.worker.core.heartbeat import Pulse
+from services.worker.core.leases import LeaseTable
 from services.worker.core.wanted import Question, WantedCore
 from services.worker.kv.holder import num_distinct_blocks
+from services.worker.limits import RETAIN_ANSWER_MS
 from services.worker.outbox import Outbox
+from tests.worker import worker_cases as case
 
 KEY: AttemptKey = (RequestId("r"), 1)
 GATEWAY = GatewayId("g")
@@ -29,51 +34,62 @@ def said(index: int, *token_ids: int, **more: object) -> RequestTokens:
 
 
 def test_words_are_given_again_from_any_token_on() -> None:
-    answers = Answers()
+    answer = SentAnswer()
     report = TransferReport(cached_tokens=3)
-    answers.emitted(KEY, said(4, 40, report=report), 0)
-    answers.emitted(KEY, said(5, 50), 1)
-    answers.emitted(KEY, said(6, 60, finish_reason="stop"), 2)
+    answer.add(said(4, 40, report=report))
+    answer.add(said(5, 50))
+    answer.add(said(6, 60, finish_reason="stop"))
     for index, start, tokens in [(0, 4, [40, 50, 60]), (5, 5, [50, 60]), (7, 7, []), (9, 7, [])]:
-        again = answers.since(KEY, index)
+        again = answer.since(KEY, index)
         assert again is not None and again.index == start and unpack_tokens(again.tokens) == tokens
         assert again.finish_reason == "stop" and again.report == report
-    assert answers.since((RequestId("r"), 2), 0) is None
 
 
 def test_nothing_new_is_none() -> None:
-    answers = Answers()
-    answers.emitted(KEY, said(0, 1), 0)
-    assert answers.since(KEY, 1) is None and KEY in answers
+    answer = SentAnswer()
+    assert answer.is_empty and answer.since(KEY, 0) is None
+    answer.add(said(0, 1))
+    assert answer.since(KEY, 1) is None and not answer.is_empty
 
 
 def test_a_failure_after_tokens_is_told_with_them() -> None:
-    answers = Answers()
-    answers.emitted(KEY, said(0, 1, 2), 0)
-    answers.emitted(KEY, said(0, failure=RequestFailure(code="draining", detail="", retryable=True)), 1)
-    again = answers.since(KEY, 1)
+    answer = SentAnswer()
+    answer.add(said(0, 1, 2))
+    answer.add(said(0, failure=RequestFailure(code="draining", detail="", retryable=True)))
+    again = answer.since(KEY, 1)
     assert again is not None and unpack_tokens(again.tokens) == [2] and again.failure is not None
 
 
 def test_words_are_kept_while_the_attempt_goes_on_and_a_while_after() -> None:
-    answers = Answers(retain_ms=100)
-    answers.emitted(KEY, said(0, 1), 0)
-    answers.forget_old(10_000)
-    assert KEY in answers and answers.going_on() == [KEY]
-    answers.ended(KEY, 10_000)
-    answers.forget_old(10_099)
-    assert KEY in answers
-    answers.forget_old(10_100)
-    assert KEY not in answers and len(answers) == 0
+    core = PrefillCore(case.limits(case.PREFILL), case.block_cache(), LeaseTable())
+    _, actions = case.ask(core, case.run_prefill(split=False))
+    sequence, key = case.one(actions, Submit).sequence, (RequestId("r1"), 1)
+    core.handle(case.sampled(sequence, 0), 1)
+    core.tick(50_000)
+    going_on = core.answer_of(key)
+    assert going_on is not None and going_on.since(key, 0) is not None
+    core.handle(case.sampled(sequence, 1, finish="stop", local_end=True), 50_000)
+    core.tick(50_000 + RETAIN_ANSWER_MS - 1)
+    assert core.answer_of(key) is going_on and key not in core.attempts
+    core.tick(50_000 + RETAIN_ANSWER_MS)
+    assert core.answer_of(key) is None and key in core.past
 
 
 def test_only_so_many_ended_answers_are_kept() -> None:
-    answers = Answers(max_ended=2)
-    for number in range(4):
-        key = (RequestId(f"r{number}"), 1)
-        answers.emitted(key, said(0, 1), number)
-        answers.ended(key, number)
-    assert [number for number in range(4) if (RequestId(f"r{number}"), 1) in answers] == [2, 3]
+    past = PastAttempts(max_attempts=2)
+    keys = [(RequestId(f"r{number}"), 1) for number in range(4)]
+    for number, key in enumerate(keys):
+        answer = SentAnswer()
+        answer.add(said(0, 1))
+        past.ended(key, answer, number)
+    assert [past.answer(key) is not None for key in keys] == [False, False, True, True]
+    assert [key in past for key in keys] == [False, False, True, True]
+
+
+def test_an_attempt_that_has_said_nothing_is_not_known_once_it_is_over() -> None:
+    past = PastAttempts()
+    past.ended(KEY, SentAnswer(), 0)
+    assert past.answer(KEY) is None and KEY in past
 
 
 def attempts(*numbers: int, gateway: GatewayId = GATEWAY) -> dict[AttemptKey, GatewayId]:

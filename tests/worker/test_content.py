@@ -12,7 +12,7 @@ from schemas.request import KVSource, SamplingParams
 from services.engine.interface import Sequence, StepResult
 from services.worker.core.content import PromptKV, ReadOutcome, SequenceContent
 from services.worker.kv.wire_dtype import WireChoice, compresses
-from services.worker.observe.measured_rates import STALE_MS, RateBook
+from services.worker.observe.measured_rates import STALE_MS, MeasuredRates
 
 ME, A = WorkerId("me"), WorkerId("a")
 
@@ -78,7 +78,7 @@ def step(num_prefill: int, num_decode: int, context: int, ms: float) -> StepResu
 
 
 def test_prefill_rates_by_context_and_the_price_of_a_decode_step() -> None:
-    book = RateBook(token_bytes=64)
+    book = MeasuredRates(token_bytes=64)
     assert book.rates(0).prefill == () and book.rates(0).decode_step_ms == 0
     book.stepped(step(0, 4, 50, 10))
     book.stepped(step(100, 0, 100, 50))
@@ -91,7 +91,7 @@ def test_prefill_rates_by_context_and_the_price_of_a_decode_step() -> None:
 
 
 def test_transfer_rates_are_per_pair_and_carrier_and_forgotten_in_time() -> None:
-    book = RateBook(token_bytes=64)
+    book = MeasuredRates(token_bytes=64)
     stats = TransferStats(carrier="tcp", num_bytes=10_000_000, first_byte_ns=7_000_000, landed_ns=17_000_000)
     book.transferred(A, 2_000_000, stats, 1_000)
     small = TransferStats(carrier="shm", num_bytes=100, first_byte_ns=3_000_000, landed_ns=4_000_000)
@@ -119,7 +119,7 @@ def test_a_wire_is_compressed_where_it_is_slow(link: float, codec: float, item_b
 
 def test_auto_measures_a_pair_as_it_is_before_it_compresses() -> None:
     layout = KVLayout(weights="w", dtype="float32", num_layers=2, num_kv_heads=2, head_dim=64, block_size=16)
-    book = RateBook(token_bytes=64)
+    book = MeasuredRates(token_bytes=64)
     auto = WireChoice("auto", layout, book)
     auto.measure()
     assert auto.dtype(A, 0) == "same"

@@ -1,22 +1,24 @@
 """The decode worker's decisions, step by step."""
 
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 import pytest
 
-from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded, KVStreaming
+from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, HandoffMessage, KVLanded, KVStreaming
+from schemas.kv import ReadEnd
 from schemas.request import Refused, ReservationQueued
 from schemas.worker import WorkerLeft
 from services.decode.core import DecodeCore
 from services.prefill.core import PrefillCore
-from services.worker.core.actions import Action, Emit, Fetch, Publish, StartRead, StopFetch, StopRead, Submit, Withdraw
+from services.worker.core.actions import Action, Emit, Publish, StartRead, StopRead, Submit, Withdraw
+from services.worker.core.attempts import KVRead
 from services.worker.core.content import ReadOutcome
-from services.worker.kv.leases import LeaseTable
+from services.worker.core.events import DrainBegun, Event, ReadEnded, ReadStarted, SequenceFailed, SequenceRemoved
+from services.worker.core.leases import LeaseTable
 from tests.worker import worker_cases as case
+from tests.worker.worker_cases import one
 
-ActionT = TypeVar("ActionT", bound=Action)
-HANDOFF = case.offered().handoff_id
 WHOLE = ReadOutcome(num_landed_tokens=6, num_bytes=100, carrier="shm", is_whole=True)
 FIRST = FirstToken(token_id=9)
 
@@ -28,25 +30,37 @@ class Bench:
         self.cache = case.block_cache(num_blocks)
         self.core = DecodeCore(case.limits(case.DECODE, num_blocks=num_blocks, max_queued=max_queued), self.cache)
 
-    def reading(self) -> StartRead:
-        self.core.reserve(case.reserve(), 0)
-        return one(self.core.offered(case.offered()), StartRead)
+    def hear(self, event: Event, now_ms: int = 0) -> list[Action]:
+        return case.hear(self.core, event, now_ms)
+
+    def reading(self) -> KVRead:
+        case.ask(self.core, case.reserve())
+        return one(self.hear(case.offered()), StartRead).read
+
+    @property
+    def read(self) -> KVRead:
+        """The read under way of the one attempt."""
+        (attempt,) = self.core.attempts.values()
+        assert attempt.read is not None
+        return attempt.read
+
+    def whole(self, first: FirstToken) -> list[Action]:
+        """The hand-over lands."""
+        return self.hear(ReadEnded(self.read, WHOLE, first_token=first))
+
+    def broken(self, reason: str, *outcome: Any) -> list[Action]:
+        """The hand-over breaks, after it has brought this."""
+        return self.hear(ReadEnded(self.read, ReadOutcome(*outcome), ReadEnd.CLOSED, reason))
 
     def nobody_has_it(self, actions: list[Action]) -> list[Action]:
-        """Let every fetch among the actions, and those that follow, come back with nothing; return the last actions."""
-        while fetches := [action for action in actions if isinstance(action, Fetch)]:
-            actions = self.core.fetched(fetches[0].key, ReadOutcome(0), 1)
+        """Let every read among the actions, and those that follow, come back with nothing; return the last actions."""
+        while reads := [action.read for action in actions if isinstance(action, StartRead)]:
+            actions = self.hear(case.brings(reads[0], 0), 1)
         return actions
 
     def assert_empty(self) -> None:
         case.check_blocks(self.cache, None, self.core)
-        assert (self.cache.num_free, self.core.num_runs, self.core.num_queued) == (self.cache.num_blocks, 0, 0)
-
-
-def one(actions: list[Action], kind: type[ActionT]) -> ActionT:
-    found = [action for action in actions if isinstance(action, kind)]
-    assert len(found) == 1, actions
-    return found[0]
+        assert (self.cache.num_free, len(self.core.attempts), self.core.num_queued) == (self.cache.num_blocks, 0, 0)
 
 
 def published(actions: list[Action]) -> list[type]:
@@ -55,18 +69,18 @@ def published(actions: list[Action]) -> list[type]:
 
 def test_a_hand_over_from_reservation_to_the_last_token() -> None:
     bench = Bench()
-    reply, actions = bench.core.reserve(case.reserve(), 0)
+    reply, actions = case.ask(bench.core, case.reserve(), 0)
     assert isinstance(reply, BlocksReserved) and published(actions) == [BlocksReserved]
-    read = one(bench.core.offered(case.offered()), StartRead)
+    read = one(bench.hear(case.offered()), StartRead).read
     assert sum(s.num_blocks for s in read.tables[0].segments) == 3  # 6 + 5 - 1 tokens in blocks of 4
-    assert published(bench.core.read_started(HANDOFF, "shm")) == [KVStreaming]
-    actions = bench.core.read_landed(HANDOFF, WHOLE, FIRST)
+    assert published(bench.hear(ReadStarted(read, "shm"))) == [KVStreaming]
+    actions = bench.whole(FIRST)
     assert published(actions) == [KVLanded]
     sequence = one(actions, Submit).sequence
     assert (sequence.token_ids[-1], sequence.num_computed_tokens, sequence.index) == (9, 6, 1)
-    emit = one(bench.core.stepped(case.sampled(sequence, 1), 1), Emit)
+    emit = one(bench.hear(case.sampled(sequence, 1), 1), Emit)
     assert emit.tokens.report is not None and emit.tokens.report.transferred_tokens == 6
-    emit = one(bench.core.stepped(case.sampled(sequence, 2, finish="length", local_end=True), 2), Emit)
+    emit = one(bench.hear(case.sampled(sequence, 2, finish="length", local_end=True), 2), Emit)
     assert (emit.tokens.finish_reason, emit.tokens.report) == ("length", None)
     bench.assert_empty()
 
@@ -74,13 +88,13 @@ def test_a_hand_over_from_reservation_to_the_last_token() -> None:
 def test_a_read_too_short_to_be_seen_starting_still_says_all_steps() -> None:
     bench = Bench()
     bench.reading()
-    assert published(bench.core.read_landed(HANDOFF, WHOLE, FIRST)) == [KVStreaming, KVLanded]
+    assert published(bench.whole(FIRST)) == [KVStreaming, KVLanded]
 
 
 def test_an_answer_that_ended_with_token_0_is_not_decoded() -> None:
     bench = Bench()
     bench.reading()
-    actions = bench.core.read_landed(HANDOFF, WHOLE, FirstToken(token_id=0, finish_reason="stop"))
+    actions = bench.whole(FirstToken(token_id=0, finish_reason="stop"))
     assert published(actions) == [KVStreaming, KVLanded] and not [a for a in actions if isinstance(a, Submit)]
     bench.assert_empty()
 
@@ -89,38 +103,39 @@ def test_an_answer_that_ended_with_token_0_is_not_decoded() -> None:
 def test_what_did_not_land_is_computed_here(landed: int, kept: int) -> None:
     bench = Bench()
     bench.reading()
-    actions = bench.core.read_failed(HANDOFF, ReadOutcome(landed, 10, "tcp"), "digest")
+    actions = bench.broken("digest", landed, 10, "tcp")
     assert published(actions) == [HandoffAborted]
     sequence = one(bench.nobody_has_it(actions), Submit).sequence
     assert (len(sequence.token_ids), sequence.num_computed_tokens, sequence.index) == (6, kept, 0)
-    report = one(bench.core.stepped(case.sampled(sequence, 0), 1), Emit).tokens.report
+    report = one(bench.hear(case.sampled(sequence, 0), 1), Emit).tokens.report
     assert report is not None and (report.transferred_tokens, report.recomputed_tokens) == (kept, 6 - kept)
 
 
 @pytest.mark.parametrize("offer", [case.offered(fingerprint="other"), case.offered(num_tokens=5)])
 def test_foreign_kv_is_not_read(offer: case.KVOffered) -> None:
     bench = Bench()
-    bench.core.reserve(case.reserve(), 0)
-    actions = bench.core.offered(offer)
+    case.ask(bench.core, case.reserve(), 0)
+    actions = bench.hear(offer)
     assert published(actions) == [HandoffAborted]
     assert one(bench.nobody_has_it(actions), Submit).sequence.num_computed_tokens == 0
 
 
 def test_an_offer_without_a_reservation_is_declined() -> None:
     bench = Bench()
-    assert published(bench.core.offered(case.offered(7))) == [HandoffAborted]
+    assert published(bench.hear(case.offered(7))) == [HandoffAborted]
     bench.reading()
-    assert bench.core.offered(case.offered()) == []  # repeated
+    assert bench.hear(case.offered()) == []  # repeated
 
 
 def test_a_reservation_waits_for_blocks_and_is_answered_then() -> None:
     bench = Bench(num_blocks=3)
-    bench.core.reserve(case.reserve(1), 0)
-    reply, actions = bench.core.reserve(case.reserve(2), 0)
+    case.ask(bench.core, case.reserve(1), 0)
+    reply, actions = case.ask(bench.core, case.reserve(2), 0)
     assert isinstance(reply, ReservationQueued) and actions == []
     assert bench.core.num_queued == 1
-    actions = bench.core.cancelled(case.cancel(1), 1)
-    assert [a.key for a in actions if isinstance(a, Publish)] in ([("r2", 1), ("r1", 1)], [("r1", 1), ("r2", 1)])
+    actions = bench.hear(case.cancel(1), 1)
+    said = [a.message for a in actions if isinstance(a, Publish)]
+    assert {m.request_id for m in said if isinstance(m, HandoffMessage)} == {"r1", "r2"}
     assert published(actions) == [BlocksReserved, HandoffAborted] or published(actions) == [
         HandoffAborted,
         BlocksReserved,
@@ -130,26 +145,26 @@ def test_a_reservation_waits_for_blocks_and_is_answered_then() -> None:
 def test_a_full_queue_and_a_passed_deadline_are_refused() -> None:
     bench = Bench(num_blocks=3, max_queued=1)
     for number in (1, 2):
-        bench.core.reserve(case.reserve(number), 0)
+        case.ask(bench.core, case.reserve(number), 0)
     for request, reason in ((case.reserve(3), "overloaded"), (case.reserve(4, deadline_ms=0), "deadline")):
-        reply, _ = bench.core.reserve(request, 1)
+        reply, _ = case.ask(bench.core, request, 1)
         assert isinstance(reply, Refused) and reply.reason == reason
 
 
 def test_blocks_of_a_cancelled_read_wait_for_its_end() -> None:
     bench = Bench()
     bench.reading()
-    assert [type(a) for a in bench.core.cancelled(case.cancel(), 1)] == [StopRead]
+    assert [type(a) for a in bench.hear(case.cancel(), 1)] == [StopRead]
     assert bench.cache.num_free < bench.cache.num_blocks
-    assert published(bench.core.read_failed(HANDOFF, ReadOutcome(2, 0, ""), "stopped")) == [HandoffAborted]
+    assert published(bench.broken("stopped", 2, 0, "")) == [HandoffAborted]
     bench.assert_empty()
 
 
 def test_a_cancelled_read_that_lands_all_the_same_releases_the_source() -> None:
     bench = Bench()
     bench.reading()
-    bench.core.cancelled(case.cancel(), 1)
-    actions = bench.core.read_landed(HANDOFF, WHOLE, FIRST)
+    bench.hear(case.cancel(), 1)
+    actions = bench.whole(FIRST)
     assert published(actions)[-1] is KVLanded and not [a for a in actions if isinstance(a, Submit)]
     bench.assert_empty()
 
@@ -157,95 +172,95 @@ def test_a_cancelled_read_that_lands_all_the_same_releases_the_source() -> None:
 def test_blocks_of_a_cancelled_answer_wait_for_the_engine() -> None:
     bench = Bench()
     bench.reading()
-    bench.core.read_landed(HANDOFF, WHOLE, FIRST)
-    assert [type(a) for a in bench.core.cancelled(case.cancel(), 1)] == [Withdraw]
-    assert bench.core.cancelled(case.cancel(), 1) == []
-    bench.core.removed(("r1", 1), 2)
+    bench.whole(FIRST)
+    assert [type(a) for a in bench.hear(case.cancel(), 1)] == [Withdraw]
+    assert bench.hear(case.cancel(), 1) == []
+    bench.hear(SequenceRemoved(("r1", 1)), 2)
     bench.assert_empty()
 
 
 def test_an_answer_that_ends_while_being_withdrawn_is_forgotten() -> None:
     bench = Bench()
     bench.reading()
-    sequence = one(bench.core.read_landed(HANDOFF, WHOLE, FIRST), Submit).sequence
-    bench.core.cancelled(case.cancel(), 1)
-    assert bench.core.stepped(case.sampled(sequence, 1, finish="stop", local_end=True), 2) == []
+    sequence = one(bench.whole(FIRST), Submit).sequence
+    bench.hear(case.cancel(), 1)
+    assert bench.hear(case.sampled(sequence, 1, finish="stop", local_end=True), 2) == []
     bench.assert_empty()
 
 
 def test_losing_the_source_costs_a_recompute() -> None:
     left = WorkerLeft(worker_id=case.PREFILL, incarnation="a", reason="silent")
     waiting, reading, decoding = Bench(), Bench(), Bench()
-    waiting.core.reserve(case.reserve(), 0)
-    assert one(waiting.core.left(left, 1), Submit).sequence.num_computed_tokens == 0
+    case.ask(waiting.core, case.reserve(), 0)
+    assert one(waiting.hear(left, 1), Submit).sequence.num_computed_tokens == 0
     reading.reading()
-    assert [type(a) for a in reading.core.left(left, 1)] == [StopRead]
+    assert [type(a) for a in reading.hear(left, 1)] == [StopRead]
     decoding.reading()
-    decoding.core.read_landed(HANDOFF, WHOLE, FIRST)
-    assert decoding.core.left(left, 1) == []
-    assert decoding.core.aborted(case.aborted()) == []
+    decoding.whole(FIRST)
+    assert decoding.hear(left, 1) == []
+    assert decoding.hear(case.aborted()) == []
 
 
 def test_a_deadline_fails_the_request_once() -> None:
     bench = Bench()
-    bench.core.reserve(case.reserve(deadline_ms=1000), 0)
-    failure = one(bench.core.tick(1000), Emit).tokens.failure
+    case.ask(bench.core, case.reserve(deadline_ms=1000), 0)
+    failure = one(case.tick(bench.core, 1000), Emit).tokens.failure
     assert failure is not None and failure.code == "deadline"
-    assert bench.core.tick(1001) == []
+    assert case.tick(bench.core, 1001) == []
     bench.assert_empty()
 
 
 def test_an_engine_failure_is_said() -> None:
     bench = Bench()
     bench.reading()
-    bench.core.read_landed(HANDOFF, WHOLE, FIRST)
-    failure = one(bench.core.engine_failed(("r1", 1), "boom", 5), Emit).tokens.failure
+    bench.whole(FIRST)
+    failure = one(bench.hear(SequenceFailed(("r1", 1), "boom"), 5), Emit).tokens.failure
     assert failure is not None and failure.retryable
     bench.assert_empty()
 
 
 def test_a_cancel_that_overtakes_its_reservation_holds() -> None:
     bench = Bench()
-    assert bench.core.cancelled(case.cancel(), 0) == []
-    reply, _ = bench.core.reserve(case.reserve(), 1)
+    assert bench.hear(case.cancel(), 0) == []
+    reply, _ = case.ask(bench.core, case.reserve(), 1)
     assert isinstance(reply, Refused) and reply.reason == "invalid"
     bench.assert_empty()
 
 
 def test_a_repeated_reservation_is_answered_again() -> None:
     bench = Bench()
-    first, _ = bench.core.reserve(case.reserve(), 0)
-    again, actions = bench.core.reserve(case.reserve(), 1)
+    first, _ = case.ask(bench.core, case.reserve(), 0)
+    again, actions = case.ask(bench.core, case.reserve(), 1)
     assert again == first and actions == []
-    assert bench.core.num_runs == 1
+    assert len(bench.core.attempts) == 1
 
 
 def test_a_source_that_is_lost_while_waiting_for_blocks_costs_a_recompute_once_there_are_some() -> None:
     bench = Bench(num_blocks=3)
-    bench.core.reserve(case.reserve(1), 0)
-    bench.core.reserve(case.reserve(2), 0)
-    assert bench.core.left(WorkerLeft(worker_id=case.PREFILL, incarnation="a", reason="silent"), 1) != []  # the first's
-    actions = bench.core.removed(("r1", 1), 2)
+    case.ask(bench.core, case.reserve(1), 0)
+    case.ask(bench.core, case.reserve(2), 0)
+    assert bench.hear(WorkerLeft(worker_id=case.PREFILL, incarnation="a", reason="silent"), 1) != []  # the first's
+    actions = bench.hear(SequenceRemoved(("r1", 1)), 2)
     submit = one(actions, Submit)
     assert (submit.sequence.request_id, submit.sequence.num_computed_tokens) == ("r2", 0)
 
 
 def test_a_draining_worker_still_reads_what_it_has_reserved() -> None:
     bench = Bench()
-    bench.core.reserve(case.reserve(), 0)
-    assert bench.core.drain(1) == []
-    assert one(bench.core.offered(case.offered()), StartRead).first_token == 0
-    reply, _ = bench.core.reserve(case.reserve(2), 2)
+    case.ask(bench.core, case.reserve(), 0)
+    assert bench.hear(DrainBegun(), 1) == []
+    assert one(bench.hear(case.offered()), StartRead).read.first_token == 0
+    reply, _ = case.ask(bench.core, case.reserve(2), 2)
     assert isinstance(reply, Refused) and reply.reason == "draining"
 
 
 def test_one_hand_over_belongs_to_one_attempt() -> None:
     bench = Bench()
-    bench.core.reserve(case.reserve(1), 0)
+    case.ask(bench.core, case.reserve(1), 0)
     stolen = msgspec.structs.replace(case.reserve(2), handoff_id=case.reserve(1).handoff_id)
-    reply, actions = bench.core.reserve(stolen, 0)
+    reply, actions = case.ask(bench.core, stolen, 0)
     assert isinstance(reply, Refused) and reply.reason == "invalid" and actions == []
-    assert bench.core.num_runs == 1
+    assert len(bench.core.attempts) == 1
 
 
 def test_only_what_is_not_cached_is_read() -> None:
@@ -253,9 +268,9 @@ def test_only_what_is_not_cached_is_read() -> None:
     case.keep(bench.cache, 4)
     read = bench.reading()
     assert read.first_token == 4
-    sequence = one(bench.core.read_landed(HANDOFF, WHOLE, FirstToken(token_id=9)), Submit).sequence
+    sequence = one(bench.whole(FirstToken(token_id=9)), Submit).sequence
     assert sequence.num_computed_tokens == 6
-    report = one(bench.core.stepped(case.sampled(sequence, 1), 1), Emit).tokens.report
+    report = one(bench.hear(case.sampled(sequence, 1), 1), Emit).tokens.report
     assert report is not None and not report.is_prefill
     assert (report.cached_tokens, case.by_source(report), report.recomputed_tokens) == (4, {case.PREFILL: 2}, 0)
 
@@ -263,56 +278,56 @@ def test_only_what_is_not_cached_is_read() -> None:
 def test_a_prompt_that_is_cached_whole_still_reads_its_last_token() -> None:
     bench = Bench()
     case.keep(bench.cache, 8)
-    bench.core.reserve(case.reserve(num_tokens=8), 0)
-    assert one(bench.core.offered(case.offered(num_tokens=8)), StartRead).first_token == 4
+    case.ask(bench.core, case.reserve(num_tokens=8), 0)
+    assert one(bench.hear(case.offered(num_tokens=8)), StartRead).read.first_token == 4
 
 
 def test_the_rest_of_a_broken_read_is_asked_of_the_source_and_then_of_others() -> None:
     bench = Bench(num_blocks=16)
     sources = (case.source("p1", 0, 2), case.source("d9", 1, 9), case.source("d0", 0, 9))
-    bench.core.reserve(case.reserve(num_tokens=18, sources=sources), 0)
-    bench.core.offered(case.offered(num_tokens=18))
-    first = one(bench.core.read_failed(HANDOFF, ReadOutcome(5, 10, "tcp"), "cut"), Fetch)
-    assert (first.source, first.first_block, len(first.block_hashes)) == (case.PREFILL, 1, 3)
-    second = one(bench.core.fetched(first.key, ReadOutcome(8, 1, "tcp"), 1), Fetch)  # p1 has nothing beyond 8
-    assert (second.source, second.first_block, len(second.block_hashes)) == ("d9", 2, 2)
-    submit = one(bench.core.fetched(second.key, ReadOutcome(16, 1, "tcp", is_whole=True), 2), Submit)
+    case.ask(bench.core, case.reserve(num_tokens=18, sources=sources), 0)
+    bench.hear(case.offered(num_tokens=18))
+    first = one(bench.broken("cut", 5, 10, "tcp"), StartRead).read
+    assert case.wanted(first) == (case.PREFILL, 1, 3)
+    second = one(bench.hear(case.brings(first, 8, 1, "tcp"), 1), StartRead).read  # p1 has nothing beyond 8
+    assert case.wanted(second) == ("d9", 2, 2)
+    submit = one(bench.hear(case.brings(second, 16, 1, "tcp", is_whole=True), 2), Submit)
     assert submit.sequence.num_computed_tokens == 16
-    report = one(bench.core.stepped(case.sampled(submit.sequence, 0), 3), Emit).tokens.report
+    report = one(bench.hear(case.sampled(submit.sequence, 0), 3), Emit).tokens.report
     assert report is not None and case.by_source(report) == {case.PREFILL: 8, "d9": 8}
     assert report.cached_tokens + report.transferred_tokens + report.recomputed_tokens == 18
 
 
 def test_a_source_that_has_left_is_not_asked() -> None:
     bench = Bench()
-    bench.core.reserve(case.reserve(), 0)
+    case.ask(bench.core, case.reserve(), 0)
     left = WorkerLeft(worker_id=case.PREFILL, incarnation="a", reason="silent")
-    actions = bench.core.left(left, 1)
+    actions = bench.hear(left, 1)
     assert published(actions) == [HandoffAborted] and one(actions, Submit).sequence.num_computed_tokens == 0
 
 
 def test_blocks_of_a_cancelled_fetch_wait_for_its_end() -> None:
     bench = Bench()
     bench.reading()
-    fetch = one(bench.core.read_failed(HANDOFF, ReadOutcome(0), "cut"), Fetch)
-    assert [type(a) for a in bench.core.cancelled(case.cancel(), 1)] == [StopFetch]
+    fetch = one(bench.broken("cut", 0), StartRead).read
+    assert [type(a) for a in bench.hear(case.cancel(), 1)] == [StopRead]
     assert bench.cache.num_free < bench.cache.num_blocks
-    assert bench.core.fetched(fetch.key, ReadOutcome(4), 2) == []
+    assert bench.hear(case.brings(fetch, 4), 2) == []
     bench.assert_empty()
 
 
 def test_a_reservation_gets_the_blocks_that_the_other_core_gives_back() -> None:
     bench, leases = Bench(), LeaseTable()
     alone = PrefillCore(case.limits(case.DECODE), bench.cache, leases)
-    _, actions = alone.run(case.run_prefill(1, num_tokens=20, split=False), 0)
-    assert isinstance(bench.core.reserve(case.reserve(2, num_tokens=20), 0)[0], ReservationQueued)
+    _, actions = case.ask(alone, case.run_prefill(1, num_tokens=20, split=False))
+    assert isinstance(case.ask(bench.core, case.reserve(2, num_tokens=20), 0)[0], ReservationQueued)
     end = case.sampled(one(actions, Submit).sequence, 0, finish="stop", local_end=True)
-    alone.stepped(end, 1)
-    assert published(bench.core.stepped(end, 1)) == [BlocksReserved]
+    alone.handle(end, 1)
+    assert published(bench.hear(end, 1)) == [BlocksReserved]
 
 
 def test_a_draining_worker_computes_what_it_cannot_read() -> None:
     bench = Bench()
     bench.reading()
     bench.core.draining = True
-    assert isinstance(one(bench.core.read_failed(HANDOFF, ReadOutcome(0), "stopped"), Submit), Submit)
+    assert isinstance(one(bench.broken("stopped", 0), Submit), Submit)

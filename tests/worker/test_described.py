@@ -8,45 +8,47 @@ from schemas.ids import LeaseId, RequestId
 from schemas.observe import HeldRequest, RunStage
 from services.decode.core import DecodeCore
 from services.prefill.core import PrefillCore
-from services.worker.kv.leases import LeaseTable
-from services.worker.observe import describe as describing
-from services.worker.observe.describe import describe
+from services.worker import report
+from services.worker.core.leases import LeaseTable
+from services.worker.report import describe
 from tests.wire.examples import LOAD
 from tests.worker import worker_cases as case
 
 NOW = 1_000
 
 
+def held_by(core: PrefillCore | DecodeCore, now_ms: int = NOW) -> list[HeldRequest]:
+    return [attempt.held(now_ms) for attempt in core.attempts.values()]
+
+
 def stages(core: PrefillCore | DecodeCore, now_ms: int = NOW) -> list[tuple[str, RunStage, int, str]]:
-    return [(held.request_id, held.stage, held.age_ms, held.reading_from) for held in core.held(now_ms)]
+    return [(held.request_id, held.stage, held.age_ms, held.reading_from) for held in held_by(core, now_ms)]
 
 
 def test_a_prefill_workers_requests_by_stage() -> None:
     cache, leases = case.block_cache(2), LeaseTable()
     core = PrefillCore(case.limits(case.PREFILL, num_blocks=2), cache, leases)
-    core.run(case.run_prefill(1), 100)
-    core.run(case.run_prefill(2), 300)
+    case.ask(core, case.run_prefill(1), 100)
+    case.ask(core, case.run_prefill(2), 300)
     assert stages(core) == [("r1", "computing", 900, ""), ("r2", "queued", 700, "")]
-    assert [(held.part, held.num_prompt_tokens) for held in core.held(NOW)] == [("prefill", 6), ("prefill", 6)]
+    assert [(held.part, held.num_prompt_tokens) for held in held_by(core)] == [("prefill", 6), ("prefill", 6)]
     [lease] = describe(LOAD, (), leases, NOW).leases
     assert (lease.reader, lease.num_blocks, lease.age_ms, lease.left_ms) == (case.DECODE, 2, 900, 100)
 
 
 def test_a_decode_workers_requests_by_stage() -> None:
     core = DecodeCore(case.limits(case.DECODE, num_blocks=3), case.block_cache(3))
-    core.reserve(case.reserve(1), 100)
-    core.reserve(case.reserve(2), 300)
+    case.ask(core, case.reserve(1), 100)
+    case.ask(core, case.reserve(2), 300)
     assert stages(core) == [("r1", "reserved", 900, ""), ("r2", "queued", 700, "")]
-    assert core.is_waiting((RequestId("r1"), 1)) and core.is_waiting((RequestId("r2"), 1))
-    core.offered(case.offered(1))
+    core.handle(case.offered(1), 300)
     assert stages(core)[0] == ("r1", "receiving", 900, case.PREFILL)
-    assert not core.is_waiting((RequestId("r1"), 1)) and not core.is_waiting((RequestId("r9"), 1))
-    core.cancelled(case.cancel(1), 400)
+    core.handle(case.cancel(1), 400)
     assert stages(core)[0][1] == "ending"
 
 
 def test_the_oldest_of_many_are_listed_and_all_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(describing, "MAX_LISTED", 2)
+    monkeypatch.setattr(report, "MAX_LISTED", 2)
     requests = [
         HeldRequest(request_id=RequestId(f"r{age}"), attempt=1, part="prefill", stage="queued", age_ms=age)
         for age in (5, 30, 10)

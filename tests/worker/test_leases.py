@@ -7,8 +7,8 @@ from dataplane.protocol.gate import LeaseRefusedError
 from dataplane.protocol.progress import KVProgress
 from schemas.ids import LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseEnd
-from services.worker.kv import leases as leases_module
-from services.worker.kv.leases import Grant, LeaseTable
+from services.worker.core import leases as leases_module
+from services.worker.core.leases import Grant, LeaseTable
 
 HOLDER, READER = WorkerId("p"), WorkerId("d")
 LEASE = LeaseId("lease-1")

@@ -12,8 +12,9 @@ from schemas.request import Refused
 from schemas.worker import WorkerLeft
 from services.worker.core.actions import Action, CloseLease
 from services.worker.core.content import SequenceContent
-from services.worker.kv.leases import Grant, LeaseTable
-from services.worker.kv.lending import EndAll, LendCore, Stopping, StreamEnded, StreamStarted
+from services.worker.core.events import Fenced, Stopping, StreamEnded, StreamStarted
+from services.worker.core.leases import Grant, LeaseTable
+from services.worker.core.lending import LendCore
 from services.worker.limits import MAX_LENT_LEASES, OPEN_LEASE_WITHIN_MS
 from tests.worker import worker_cases as case
 
@@ -166,7 +167,7 @@ def test_who_ends_all_ends_what_was_asked_for_only() -> None:
         tables=(), num_tokens=4, progress=KVProgress(1, 4), expires_at_ms=10,
     )  # fmt: skip
     assert core.handle(StreamEnded(offered), 0) == [] and core.tick(20) == []
-    assert ended(core.handle(EndAll("declared lost"), 0)) == [(lent, LeaseEnd.CANCELLED)]
+    assert ended(core.handle(Fenced("declared lost"), 0)) == [(lent, LeaseEnd.CANCELLED)]
     assert lent.outcome == "declared lost" and list(core.leases) == [offered]
 
 

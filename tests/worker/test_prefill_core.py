@@ -1,7 +1,5 @@
 """The prefill worker's decisions, step by step."""
 
-from typing import TypeVar
-
 import msgspec
 import pytest
 
@@ -9,24 +7,26 @@ from schemas.handoff import HandoffAborted, KVReleased
 from schemas.kv import LeaseEnd
 from schemas.request import AttemptEnd, PrefillAccepted, Refused, RunPrefill
 from schemas.worker import WorkerLeft
-from services.prefill.core import UNKNOWN_AFTER_MS, PrefillCore
+from services.prefill.core import PrefillCore
+from services.prefill.limits import UNKNOWN_AFTER_MS
 from services.worker.core.actions import (
     Action,
+    AttemptEnded,
     CloseLease,
     Emit,
-    Fetch,
     FinishLease,
     Offer,
     Publish,
-    StopFetch,
+    StartRead,
+    StopRead,
     Submit,
     Withdraw,
 )
-from services.worker.core.content import ReadOutcome
-from services.worker.kv.leases import LeaseTable
+from services.worker.core.attempts import KVRead
+from services.worker.core.events import Event, SequenceFailed, SequenceRemoved
+from services.worker.core.leases import LeaseTable
 from tests.worker import worker_cases as case
-
-ActionT = TypeVar("ActionT", bound=Action)
+from tests.worker.worker_cases import one
 
 
 class Bench:
@@ -38,14 +38,20 @@ class Bench:
         self.core = PrefillCore(limits, self.cache, self.leases)
 
     def run(self, request: RunPrefill, now_ms: int = 0) -> list[Action]:
-        reply, actions = self.core.run(request, now_ms)
+        reply, actions = case.ask(self.core, request, now_ms)
         assert isinstance(reply, PrefillAccepted), reply
         return self.checked(actions)
 
     def refused(self, request: RunPrefill, now_ms: int = 0) -> Refused:
-        reply, actions = self.core.run(request, now_ms)
+        reply, actions = case.ask(self.core, request, now_ms)
         assert isinstance(reply, Refused) and not actions
         return reply
+
+    def hear(self, event: Event, now_ms: int = 0) -> list[Action]:
+        return self.checked(case.hear(self.core, event, now_ms))
+
+    def tick(self, now_ms: int) -> list[Action]:
+        return self.checked(case.tick(self.core, now_ms))
 
     def checked(self, actions: list[Action]) -> list[Action]:
         case.check_blocks(self.cache, self.leases, self.core)
@@ -53,28 +59,22 @@ class Bench:
 
     def computed(self, submit: Submit, finish: None = None) -> list[Action]:
         step = case.sampled(submit.sequence, 0, local_end=True)
-        return self.checked(self.core.stepped(step, 10))
+        return self.hear(step, 10)
 
     def assert_empty(self) -> None:
-        assert (self.cache.num_free, len(self.leases), self.core.num_runs) == (self.cache.num_blocks, 0, 0)
-
-
-def one(actions: list[Action], kind: type[ActionT]) -> ActionT:
-    found = [action for action in actions if isinstance(action, kind)]
-    assert len(found) == 1, actions
-    return found[0]
+        assert (self.cache.num_free, len(self.leases), len(self.core.attempts)) == (self.cache.num_blocks, 0, 0)
 
 
 def test_a_hand_over_from_acceptance_to_release() -> None:
     bench = Bench()
     submit = one(bench.run(case.run_prefill()), Submit)
     assert submit.lease is not None and submit.sequence.max_local_tokens == 1
-    assert isinstance(one(bench.core.reserved(case.reserved(), 0), Offer), Offer)
+    assert isinstance(one(bench.hear(case.reserved(), 0), Offer), Offer)
     actions = bench.computed(submit)
     assert [type(action) for action in actions] == [Emit, FinishLease]  # token 0 goes out before anything waits
     assert one(actions, FinishLease).first_token.token_id == 9
     assert bench.leases.num_leased_blocks == 2
-    actions = bench.checked(bench.core.landed(case.landed(), 20))
+    actions = bench.hear(case.landed(), 20)
     assert one(actions, CloseLease).lease.end is LeaseEnd.LANDED
     assert isinstance(one(actions, Publish).message, KVReleased)
     bench.assert_empty()
@@ -82,17 +82,17 @@ def test_a_hand_over_from_acceptance_to_release() -> None:
 
 def test_a_reservation_that_is_heard_first_is_offered_at_the_start() -> None:
     bench = Bench()
-    assert bench.core.reserved(case.reserved(), 0) == []
+    assert bench.hear(case.reserved(), 0) == []
     assert [type(a) for a in bench.run(case.run_prefill())] == [Offer, Submit]
-    assert bench.core.reserved(case.reserved(), 0) == []  # heard twice, offered once
+    assert bench.hear(case.reserved(), 0) == []  # heard twice, offered once
 
 
 def test_a_reservation_for_what_nobody_knows_is_refused_in_the_end() -> None:
     """Of a predecessor's hand-over, or where its request was lost: the reader must not wait for it."""
     bench = Bench()
-    assert bench.core.reserved(case.reserved(), 0) == []
-    assert bench.core.reserved(case.reserved(), UNKNOWN_AFTER_MS - 1) == []
-    told = one(bench.core.reserved(case.reserved(), UNKNOWN_AFTER_MS), Publish)
+    assert bench.hear(case.reserved(), 0) == []
+    assert bench.hear(case.reserved(), UNKNOWN_AFTER_MS - 1) == []
+    told = one(bench.hear(case.reserved(), UNKNOWN_AFTER_MS), Publish)
     assert isinstance(told, Publish) and isinstance(told.message, HandoffAborted)
     assert told.message.handoff_id == case.reserved().handoff_id
 
@@ -102,9 +102,9 @@ def test_without_a_hand_over_the_worker_goes_on_decoding() -> None:
     submit = one(bench.run(case.run_prefill(split=False)), Submit)
     assert submit.lease is None and submit.sequence.max_local_tokens is None
     assert sum(s.num_blocks for s in submit.sequence.tables[0].segments) == 3  # 6 + 5 - 1 tokens in blocks of 4
-    assert one(bench.core.stepped(case.sampled(submit.sequence, 0), 1), Emit).tokens.index == 0
+    assert one(bench.hear(case.sampled(submit.sequence, 0), 1), Emit).tokens.index == 0
     step = case.sampled(submit.sequence, 1, finish="stop", local_end=True)
-    assert one(bench.core.stepped(step, 2), Emit).tokens.finish_reason == "stop"
+    assert one(bench.hear(step, 2), Emit).tokens.finish_reason == "stop"
     bench.assert_empty()
 
 
@@ -113,9 +113,9 @@ def test_runs_wait_in_order_for_blocks() -> None:
     first = one(bench.run(case.run_prefill(1)), Submit)
     assert bench.run(case.run_prefill(2)) == [] and bench.run(case.run_prefill(3, num_tokens=2)) == []
     assert bench.core.num_queued == 2  # the third would fit, and waits for the second
-    bench.core.reserved(case.reserved(1), 0)
+    bench.hear(case.reserved(1), 0)
     bench.computed(first)
-    actions = bench.checked(bench.core.landed(case.landed(1), 20))
+    actions = bench.hear(case.landed(1), 20)
     assert [a.sequence.request_id for a in actions if isinstance(a, Submit)] == ["r2", "r3"]
 
 
@@ -146,35 +146,35 @@ def test_a_repeated_message_is_accepted_once() -> None:
     bench = Bench()
     bench.run(case.run_prefill())
     assert bench.run(case.run_prefill()) == []
-    assert bench.core.num_runs == 1
+    assert len(bench.core.attempts) == 1
 
 
 def test_cancelling_a_queued_run_tells_the_target() -> None:
     bench = Bench(num_blocks=2)
     first = one(bench.run(case.run_prefill(1)), Submit)
     bench.run(case.run_prefill(2))
-    assert isinstance(one(bench.core.cancelled(case.cancel(2), 5), Publish).message, HandoffAborted)
+    assert isinstance(one(bench.hear(case.cancel(2), 5), Publish).message, HandoffAborted)
     bench.computed(first)
-    bench.core.landed(case.landed(1), 6)
+    bench.hear(case.landed(1), 6)
     bench.assert_empty()
 
 
 def test_blocks_of_a_cancelled_run_wait_for_the_engine() -> None:
     bench = Bench()
     submit = one(bench.run(case.run_prefill()), Submit)
-    actions = bench.checked(bench.core.cancelled(case.cancel(), 5))
+    actions = bench.hear(case.cancel(), 5)
     assert {type(a) for a in actions} == {CloseLease, Publish, Withdraw}
     assert bench.cache.num_free < bench.cache.num_blocks
-    assert bench.core.cancelled(case.cancel(), 5) == []  # idempotent
-    bench.core.removed(("r1", 1), 6)
+    assert bench.hear(case.cancel(), 5) == []  # idempotent
+    bench.hear(SequenceRemoved(("r1", 1)), 6)
     bench.assert_empty()
-    assert bench.core.stepped(case.sampled(submit.sequence, 0, local_end=True), 7) == []
+    assert bench.hear(case.sampled(submit.sequence, 0, local_end=True), 7) == []
 
 
 def test_a_run_that_ends_while_being_withdrawn_is_forgotten() -> None:
     bench = Bench()
     submit = one(bench.run(case.run_prefill()), Submit)
-    bench.core.cancelled(case.cancel(), 5)
+    bench.hear(case.cancel(), 5)
     assert bench.computed(submit) == []
     bench.assert_empty()
 
@@ -183,9 +183,9 @@ def test_an_abort_by_the_reader_ends_lease_and_run() -> None:
     bench = Bench()
     submit = one(bench.run(case.run_prefill()), Submit)
     bench.computed(submit)
-    lease = one(bench.core.aborted(case.aborted(), 5), CloseLease).lease
+    lease = one(bench.hear(case.aborted(), 5), CloseLease).lease
     assert (lease.end, lease.outcome) == (LeaseEnd.CANCELLED, "gave up")
-    assert bench.core.aborted(case.aborted(), 5) == []
+    assert bench.hear(case.aborted(), 5) == []
     bench.assert_empty()
 
 
@@ -202,13 +202,11 @@ def test_an_abort_by_the_reader_ends_lease_and_run() -> None:
 def test_why_an_attempt_ends_is_why_its_lease_does(who: str, end: AttemptEnd, lease_end: LeaseEnd) -> None:
     bench = Bench()
     bench.computed(one(bench.run(case.run_prefill()), Submit))
-    if who == "gateway":
-        actions = bench.core.cancelled(msgspec.structs.replace(case.cancel(), end=end), 20)
-    else:
-        actions = bench.core.aborted(msgspec.structs.replace(case.aborted(), end=end), 20)
-    lease = one(bench.checked(actions), CloseLease).lease
+    message = case.cancel() if who == "gateway" else case.aborted()
+    actions = bench.checked(bench.core.handle(msgspec.structs.replace(message, end=end), 20))
+    lease = one(actions, CloseLease).lease
     assert lease.end is lease_end and lease.end.is_good == (end is AttemptEnd.COMPLETE)
-    (ended,) = bench.core.take_ended()
+    ended = one(actions, AttemptEnded).attempt
     assert (ended.end, ended.outcome) == (end, lease.outcome)
     bench.assert_empty()
 
@@ -217,7 +215,7 @@ def test_a_reader_that_left_ends_its_leases() -> None:
     bench = Bench()
     bench.computed(one(bench.run(case.run_prefill()), Submit))
     left = WorkerLeft(worker_id=case.DECODE, incarnation="a", reason="silent")
-    actions = bench.core.left(left, 5)
+    actions = bench.hear(left, 5)
     assert isinstance(one(actions, CloseLease), CloseLease)
     assert isinstance(one(actions, Publish).message, HandoffAborted)  # it may live after all, and computes by itself
     bench.assert_empty()
@@ -227,19 +225,19 @@ def test_a_lease_waits_for_a_decode_worker_that_has_no_room_yet() -> None:
     bench = Bench()
     bench.computed(one(bench.run(case.run_prefill()), Submit))
     for now_ms in range(500, 20_000, 500):
-        assert bench.checked(bench.core.tick(now_ms)) == []
-    assert isinstance(one(bench.core.reserved(case.reserved(), 0), Offer), Offer)
+        assert bench.tick(now_ms) == []
+    assert isinstance(one(bench.hear(case.reserved(), 0), Offer), Offer)
 
 
 def test_a_lease_is_renewed_while_computing_and_expires_when_the_reader_is_silent() -> None:
     bench = Bench()
     submit = one(bench.run(case.run_prefill()), Submit)
-    bench.core.reserved(case.reserved(), 0)
+    bench.hear(case.reserved(), 0)
     for now_ms in range(500, 5000, 500):
-        assert bench.checked(bench.core.tick(now_ms)) == []
-    bench.checked(bench.core.stepped(case.sampled(submit.sequence, 0, local_end=True), 5000))
-    assert bench.core.tick(5900) == []
-    actions = bench.checked(bench.core.tick(6001))
+        assert bench.tick(now_ms) == []
+    bench.hear(case.sampled(submit.sequence, 0, local_end=True), 5000)
+    assert bench.tick(5900) == []
+    actions = bench.tick(6001)
     lease = one(actions, CloseLease).lease
     assert (lease.end, lease.outcome) == (LeaseEnd.EXPIRED, "the lease expired")
     assert isinstance(one(actions, Publish).message, HandoffAborted)
@@ -249,18 +247,18 @@ def test_a_lease_is_renewed_while_computing_and_expires_when_the_reader_is_silen
 def test_a_deadline_fails_the_request_once() -> None:
     bench = Bench()
     bench.run(case.run_prefill(deadline_ms=1000))
-    actions = bench.checked(bench.core.tick(1000))
+    actions = bench.tick(1000)
     failure = one(actions, Emit).tokens.failure
     assert failure is not None and (failure.code, failure.retryable) == ("deadline", False)
-    assert not [a for a in bench.core.tick(1100) if isinstance(a, Emit)]
-    bench.core.removed(("r1", 1), 1200)
+    assert not [a for a in bench.tick(1100) if isinstance(a, Emit)]
+    bench.hear(SequenceRemoved(("r1", 1)), 1200)
     bench.assert_empty()
 
 
 def test_an_engine_failure_is_said_and_may_be_retried_elsewhere() -> None:
     bench = Bench()
     bench.run(case.run_prefill())
-    actions = bench.checked(bench.core.engine_failed(("r1", 1), "boom", 5))
+    actions = bench.hear(SequenceFailed(("r1", 1), "boom"), 5)
     failure = one(actions, Emit).tokens.failure
     assert failure is not None and (failure.code, failure.retryable) == ("engine_failed", True)
     bench.assert_empty()
@@ -268,18 +266,18 @@ def test_an_engine_failure_is_said_and_may_be_retried_elsewhere() -> None:
 
 def test_junk_is_passed_over() -> None:
     bench = Bench()
-    assert bench.core.landed(case.landed(7), 0) == []
-    assert bench.core.aborted(case.aborted(7), 0) == []
-    assert bench.core.cancelled(case.cancel(7), 0) == []
-    assert bench.core.removed(("r7", 1), 0) == []
+    assert bench.hear(case.landed(7), 0) == []
+    assert bench.hear(case.aborted(7), 0) == []
+    assert bench.hear(case.cancel(7), 0) == []
+    assert bench.hear(SequenceRemoved(("r7", 1)), 0) == []
     for number in range(100):
-        bench.core.reserved(case.reserved(number), 0)
+        bench.hear(case.reserved(number), 0)
     bench.assert_empty()
 
 
 def test_a_cancel_that_overtakes_its_request_holds() -> None:
     bench = Bench()
-    assert bench.core.cancelled(case.cancel(), 0) == []
+    assert bench.hear(case.cancel(), 0) == []
     assert bench.refused(case.run_prefill()).reason == "invalid"
     bench.assert_empty()
 
@@ -295,27 +293,27 @@ def test_a_queued_runs_reservation_is_not_pushed_out_by_strangers() -> None:
     bench = Bench(num_blocks=2)
     first = one(bench.run(case.run_prefill(1)), Submit)
     bench.run(case.run_prefill(2))
-    bench.core.reserved(case.reserved(2), 0)
+    bench.hear(case.reserved(2), 0)
     for number in range(10, 100):
-        bench.core.reserved(case.reserved(number), 0)
+        bench.hear(case.reserved(number), 0)
     bench.computed(first)
-    actions = bench.checked(bench.core.aborted(case.aborted(1), 5))
-    assert one(actions, Offer).request.request_id == "r2"
+    actions = bench.hear(case.aborted(1), 5)
+    assert one(actions, Offer).attempt.key[0] == "r2"
 
 
-def fetching(bench: Bench, *, num_tokens: int = 18, split: bool = True) -> Fetch:
+def fetching(bench: Bench, *, num_tokens: int = 18, split: bool = True) -> KVRead:
     sources = (case.source("d0", 0, 2), case.source("p0", 0, 9), case.source("d7", 3, 1), case.source("s0", 1, 9))
-    return one(bench.run(case.run_prefill(num_tokens=num_tokens, split=split, sources=sources)), Fetch)
+    return one(bench.run(case.run_prefill(num_tokens=num_tokens, split=split, sources=sources)), StartRead).read
 
 
 def test_what_is_cached_is_not_computed_and_what_others_hold_is_read() -> None:
     bench = Bench(num_blocks=16)
     case.keep(bench.cache, 4)
     first = fetching(bench)
-    assert (first.source, first.first_block, len(first.block_hashes)) == ("d0", 1, 1)
-    second = one(bench.checked(bench.core.fetched(first.key, ReadOutcome(8, 1, "shm", is_whole=True), 1)), Fetch)
-    assert (second.source, second.first_block, len(second.block_hashes)) == ("s0", 2, 2)  # not itself, not beyond a gap
-    submit = one(bench.checked(bench.core.fetched(second.key, ReadOutcome(12, 1, "tcp"), 2)), Submit)
+    assert case.wanted(first) == ("d0", 1, 1)
+    second = one(bench.hear(case.brings(first, 8, 1, "shm", is_whole=True), 1), StartRead).read
+    assert case.wanted(second) == ("s0", 2, 2)  # not itself, not beyond a gap
+    submit = one(bench.hear(case.brings(second, 12, 1, "tcp"), 2), Submit)
     assert submit.sequence.num_computed_tokens == 12 and submit.lease is not None
     report = one(bench.computed(submit), Emit).tokens.report
     assert report is not None and report.is_prefill
@@ -325,13 +323,13 @@ def test_what_is_cached_is_not_computed_and_what_others_hold_is_read() -> None:
 def test_the_offer_goes_out_while_others_are_still_read() -> None:
     bench = Bench()
     fetching(bench)
-    assert isinstance(one(bench.core.reserved(case.reserved(), 0), Offer), Offer)
+    assert isinstance(one(bench.hear(case.reserved(), 0), Offer), Offer)
 
 
 def test_a_refused_lease_costs_a_recompute() -> None:
     bench = Bench()
-    fetch = one(bench.run(case.run_prefill(sources=(case.source("d0", 0, 2),))), Fetch)
-    submit = one(bench.core.fetched(fetch.key, ReadOutcome(0), 1), Submit)
+    fetch = one(bench.run(case.run_prefill(sources=(case.source("d0", 0, 2),))), StartRead).read
+    submit = one(bench.hear(case.brings(fetch, 0), 1), Submit)
     assert submit.sequence.num_computed_tokens == 0
 
 
@@ -345,10 +343,10 @@ def test_a_hit_is_never_a_whole_prompt() -> None:
 def test_blocks_of_a_cancelled_fetch_wait_for_its_end() -> None:
     bench = Bench()
     fetch = fetching(bench)
-    actions = bench.checked(bench.core.cancelled(case.cancel(), 1))
-    assert {type(a) for a in actions} == {CloseLease, Publish, StopFetch}
+    actions = bench.hear(case.cancel(), 1)
+    assert {type(a) for a in actions} == {CloseLease, Publish, StopRead}
     assert bench.cache.num_free < bench.cache.num_blocks
-    assert bench.core.fetched(fetch.key, ReadOutcome(8), 2) == []
+    assert bench.hear(case.brings(fetch, 8), 2) == []
     bench.assert_empty()
 
 
@@ -356,16 +354,16 @@ def test_a_source_that_left_ends_its_fetch_only() -> None:
     bench = Bench()
     fetch = fetching(bench, split=False)
     left = WorkerLeft(worker_id=case.DECODE, incarnation="a", reason="silent")
-    assert bench.core.left(left, 1) == [StopFetch(fetch.key)]
-    assert one(bench.core.fetched(fetch.key, ReadOutcome(4), 2), Fetch).source == "s0"
+    assert bench.hear(left, 1) == [StopRead(fetch)]
+    assert one(bench.hear(case.brings(fetch, 4), 2), StartRead).read.holder == "s0"
 
 
 def test_a_deadline_during_a_fetch_fails_the_request() -> None:
     bench = Bench()
     fetch = fetching(bench)
-    actions = bench.checked(bench.core.tick(case.DEADLINE_MS))
-    assert one(actions, Emit).tokens.failure is not None and isinstance(one(actions, StopFetch), StopFetch)
-    bench.core.fetched(fetch.key, ReadOutcome(0), case.DEADLINE_MS + 1)
+    actions = bench.tick(case.DEADLINE_MS)
+    assert one(actions, Emit).tokens.failure is not None and one(actions, StopRead).read is fetch
+    bench.hear(case.brings(fetch, 0), case.DEADLINE_MS + 1)
     bench.assert_empty()
 
 
@@ -374,8 +372,8 @@ def test_a_computed_run_whose_reader_has_no_room_makes_way_for_a_queued_one() ->
     bench = Bench(num_blocks=2)
     bench.computed(one(bench.run(case.run_prefill(1)), Submit))  # at 10 ms
     assert bench.run(case.run_prefill(2), 20) == []
-    assert bench.checked(bench.core.tick(500)) == []
-    actions = bench.checked(bench.core.tick(511))
+    assert bench.tick(500) == []
+    actions = bench.tick(511)
     assert isinstance(one(actions, Publish).message, HandoffAborted)
     assert one(actions, Submit).sequence.request_id == "r2"
 
@@ -383,17 +381,17 @@ def test_a_computed_run_whose_reader_has_no_room_makes_way_for_a_queued_one() ->
 def test_a_run_that_is_being_read_does_not_make_way() -> None:
     bench = Bench(num_blocks=2)
     submit = one(bench.run(case.run_prefill(1)), Submit)
-    bench.core.reserved(case.reserved(1), 0)
+    bench.hear(case.reserved(1), 0)
     bench.computed(submit)
     assert bench.run(case.run_prefill(2), 20) == []
-    assert bench.checked(bench.core.tick(900)) == []
+    assert bench.tick(900) == []
 
 
 def two_unoffered(bench: Bench, *, deadline_ms: int = case.DEADLINE_MS) -> None:
     """Two computed runs whose decode worker has no room, and a queued one that wants nearly all blocks."""
     for number in (1, 2):
         submit = one(bench.run(case.run_prefill(number, deadline_ms=deadline_ms)), Submit)
-        bench.checked(bench.core.stepped(case.sampled(submit.sequence, 0, local_end=True), 0))
+        bench.hear(case.sampled(submit.sequence, 0, local_end=True), 0)
     assert bench.run(case.run_prefill(3, num_tokens=28), 10) == []
 
 
@@ -401,10 +399,10 @@ def test_runs_that_make_way_while_others_end_are_ended_once() -> None:
     bench = Bench()
     two_unoffered(bench)
     left = WorkerLeft(worker_id=case.DECODE, incarnation="a", reason="silent")
-    bench.checked(bench.core.left(left, 1_000))
+    bench.hear(left, 1_000)
     bench = Bench()
     two_unoffered(bench, deadline_ms=1_000)
-    actions = bench.checked(bench.core.tick(1_000))
+    actions = bench.tick(1_000)
     assert one(actions, Submit).sequence.request_id == "r3"
 
 
@@ -412,7 +410,7 @@ def test_a_draining_worker_reads_from_nobody() -> None:
     bench = Bench(num_blocks=16)
     fetch = fetching(bench)
     bench.core.draining = True
-    assert isinstance(one(bench.core.fetched(fetch.key, ReadOutcome(8), 1), Submit), Submit)
+    assert isinstance(one(bench.hear(case.brings(fetch, 8), 1), Submit), Submit)
 
 
 @pytest.mark.parametrize(

@@ -3,21 +3,27 @@
 import msgspec
 import pytest
 
+from dataplane.blocks.cache import BlockCache
+from schemas import subjects
 from schemas.block import join_hashes, split_hashes
-from schemas.ids import RequestId, WorkerId
+from schemas.ids import BlockHash, RequestId, WorkerId
 from schemas.kv import ReplicateBlocks
 from schemas.worker import WorkerLeft
-from services.worker.core.actions import Action, AttemptKey, Fetch, Publish, StopFetch
-from services.worker.core.content import ReadOutcome, SequenceContent
-from services.worker.core.replicas import (
+from services.prefill.core import PrefillCore
+from services.worker.core.actions import Action, Publish, StartRead, StopRead, Submit
+from services.worker.core.attempts import KVRead, WantedLease
+from services.worker.core.content import AttemptKey, SequenceContent
+from services.worker.core.events import CopyOffered, DrainBegun, Fenced, SequenceFailed, SequenceRemoved
+from services.worker.core.leases import LeaseTable
+from services.worker.core.replica_offer import ReplicaOffer
+from services.worker.core.replicas import ReplicaCore
+from services.worker.limits import (
+    MAX_COPIES_WAITING,
+    MAX_COPY_BLOCKS,
+    MAX_COPY_READS,
     MAX_OFFER_BLOCKS,
-    MAX_READ_BLOCKS,
-    MAX_READS,
-    MAX_WAITING,
     OFFER_INTERVAL_MS,
     READ_WITHIN_MS,
-    ReplicaCore,
-    ReplicaOffers,
 )
 from tests.worker import worker_cases as case
 
@@ -26,8 +32,12 @@ SOURCE, REPLICA = WorkerId("d9"), case.DECODE
 KEY: AttemptKey = (RequestId("r1"), 1)
 
 
-def content(num_tokens: int = 400, *, replica: WorkerId | None = REPLICA, tenant: str = "") -> SequenceContent:
-    return SequenceContent(list(range(num_tokens)), BLOCK, "f", replica=replica, tenant=tenant)
+def content(num_tokens: int = 400, *, tenant: str = "") -> SequenceContent:
+    return SequenceContent(list(range(num_tokens)), BLOCK, "f", tenant=tenant)
+
+
+def offer_of(sequence: SequenceContent) -> ReplicaOffer:
+    return ReplicaOffer(KEY, sequence, REPLICA, SOURCE, "f")
 
 
 def offer(first_block: int = 0, num_blocks: int = 4, seed: int = 0) -> ReplicateBlocks:
@@ -43,34 +53,45 @@ def replica(num_blocks: int = 40) -> ReplicaCore:
     return ReplicaCore(case.limits(REPLICA, num_blocks=num_blocks), case.block_cache(num_blocks))
 
 
-def fetches(core: ReplicaCore, actions: list[Action]) -> list[Fetch]:
-    case.check_blocks(core._cache, None, core)
-    return [action for action in actions if isinstance(action, Fetch)]
+def check(core: ReplicaCore) -> None:
+    case.check_blocks(core._cache, None, copies=core.reading.values())
 
 
-def landed(core: ReplicaCore, fetch: Fetch, num_blocks: int) -> list[Fetch]:
-    outcome = ReadOutcome((fetch.first_block + num_blocks) * BLOCK if num_blocks else 0)
-    return fetches(core, core.fetched(fetch.key, outcome, 0))
+def heard(core: ReplicaCore, message: ReplicateBlocks, traceparent: str = "", now_ms: int = 0) -> list[KVRead]:
+    """Return the reads that an offer brings about."""
+    return reads(core, core.handle(CopyOffered(message, traceparent), now_ms))
+
+
+def reads(core: ReplicaCore, actions: list[Action]) -> list[KVRead]:
+    check(core)
+    return [action.read for action in actions if isinstance(action, StartRead)]
+
+
+def landed(core: ReplicaCore, read: KVRead, num_blocks: int) -> list[KVRead]:
+    _, first_block, _ = case.wanted(read)
+    num_tokens = (first_block + num_blocks) * BLOCK if num_blocks else 0
+    return reads(core, core.handle(case.brings(read, num_tokens), 0))
+
+
+def hashes_of(read: KVRead) -> tuple[BlockHash, ...]:
+    assert isinstance(read.lease, WantedLease)
+    return read.lease.block_hashes
 
 
 # Out.
 
 
-def offered_blocks(messages: list[Publish]) -> list[tuple[int, int]]:
-    said = [publish.message for publish in messages]
-    assert all(isinstance(message, ReplicateBlocks) for message in said)
-    return [(m.first_block, len(split_hashes(m.block_hashes))) for m in said if isinstance(m, ReplicateBlocks)]
+def offered_blocks(messages: list[ReplicateBlocks]) -> list[tuple[int, int]]:
+    return [(message.first_block, len(split_hashes(message.block_hashes))) for message in messages]
 
 
 def test_the_prompt_s_blocks_go_out_at_once_and_the_answer_s_as_they_fill() -> None:
-    offers, sequence = ReplicaOffers(SOURCE, "f"), content(tenant="acme")
-    offers.submitted(KEY, sequence)
+    sequence = content(tenant="acme")
+    offers = offer_of(sequence)
     assert offers.due(0) == []
     sequence.num_stored_blocks = 3
-    (publish,) = offers.due(1_000)
-    assert publish.ids == (REPLICA,) and publish.key == KEY
-    message = publish.message
-    assert isinstance(message, ReplicateBlocks)
+    (message,) = offers.due(1_000)
+    assert (message.request_id, message.attempt) == KEY
     assert (message.source, message.first_block, message.tenant) == (SOURCE, 0, "acme")
     assert message.deadline_ms == 1_000 + READ_WITHIN_MS
     assert split_hashes(message.block_hashes) == sequence.hashes[:3]
@@ -84,30 +105,62 @@ def test_the_prompt_s_blocks_go_out_at_once_and_the_answer_s_as_they_fill() -> N
     assert offers.due(99_000) == []
 
 
-def test_an_ended_sequence_s_last_blocks_go_out_at_once_and_it_is_forgotten() -> None:
-    offers, sequence = ReplicaOffers(SOURCE, "f"), content()
-    offers.submitted(KEY, sequence)
+def test_an_ended_sequence_s_last_blocks_go_out_at_once() -> None:
+    sequence = content()
+    offers = offer_of(sequence)
     sequence.num_stored_blocks = 3
     offers.due(0)
     sequence.num_stored_blocks = 4
-    offers.ended(KEY)
-    assert offered_blocks(offers.due(1)) == [(3, 1)]
-    assert len(offers) == 0
+    assert offered_blocks(offers.due(1, ended=True)) == [(3, 1)]
+    assert offers.due(2, ended=True) == []
 
 
 def test_a_long_prompt_goes_out_in_several_messages() -> None:
-    offers, sequence = ReplicaOffers(SOURCE, "f"), content((MAX_OFFER_BLOCKS + 5) * BLOCK)
-    offers.submitted(KEY, sequence)
+    sequence = content((MAX_OFFER_BLOCKS + 5) * BLOCK)
     sequence.num_stored_blocks = MAX_OFFER_BLOCKS + 5
-    assert offered_blocks(offers.due(0)) == [(0, MAX_OFFER_BLOCKS), (MAX_OFFER_BLOCKS, 5)]
+    assert offered_blocks(offer_of(sequence).due(0)) == [(0, MAX_OFFER_BLOCKS), (MAX_OFFER_BLOCKS, 5)]
 
 
-@pytest.mark.parametrize("named", [None, SOURCE])
+def prefilling(replica: WorkerId | None, cache: BlockCache | None = None) -> tuple[PrefillCore, Submit]:
+    """Return a core that computes a prompt, alone, of a request that names this replica."""
+    core = PrefillCore(case.limits(case.PREFILL), cache or case.block_cache(), LeaseTable())
+    request = msgspec.structs.replace(case.run_prefill(split=False), replica=replica)
+    _, actions = case.ask(core, request)
+    return core, case.one(actions, Submit)
+
+
+@pytest.mark.parametrize("named", [None, case.PREFILL])
 def test_without_a_replica_nothing_is_offered(named: WorkerId | None) -> None:
-    offers, sequence = ReplicaOffers(SOURCE, "f"), content(replica=named)
-    offers.submitted(KEY, sequence)
-    sequence.num_stored_blocks = 5
-    assert offers.due(0) == [] and len(offers) == 0
+    core, submit = prefilling(named)
+    submit.attempt.content.num_stored_blocks = 1
+    assert submit.attempt.replica_offer is None
+    assert not [a for a in core.tick(1_000) if isinstance(a, Publish)]
+
+
+@pytest.mark.parametrize("how", ["tick", "step", "end", "removed"])
+def test_a_running_attempt_offers_its_blocks(how: str) -> None:
+    core, submit = prefilling(REPLICA)
+    submit.attempt.content.num_stored_blocks = 1
+    sequence = submit.sequence
+    if how == "tick":
+        actions = core.tick(1_000)
+    elif how == "removed":
+        actions = core.handle(SequenceRemoved((sequence.request_id, 1)), 1_000)
+    else:
+        actions = core.handle(case.sampled(sequence, 0, local_end=how == "end"), 1_000)
+    publish = case.one(actions, Publish)
+    assert (publish.subject, publish.ids) == (subjects.REPLICATE, (REPLICA,))
+    assert isinstance(publish.message, ReplicateBlocks)
+    assert not [a for a in core.tick(1_000) if isinstance(a, Publish)], "said once"
+    assert (submit.attempt.replica_offer is None) == (how in ("end", "removed"))
+
+
+def test_what_fails_or_is_fenced_offers_nothing_more() -> None:
+    for event in (SequenceFailed((RequestId("r1"), 1), "boom"), Fenced("lost")):
+        core, submit = prefilling(REPLICA)
+        submit.attempt.content.num_stored_blocks = 1
+        actions = core.handle(event, 1_000) + core.tick(1_000)
+        assert not [a for a in actions if isinstance(a, Publish)]
 
 
 # In.
@@ -115,64 +168,65 @@ def test_without_a_replica_nothing_is_offered(named: WorkerId | None) -> None:
 
 def test_what_is_offered_is_read_and_kept() -> None:
     core = replica()
-    (fetch,) = fetches(core, core.offered(offer(3, 5), "trace", 0))
-    assert (fetch.source, fetch.first_block, len(fetch.block_hashes), fetch.traceparent) == (SOURCE, 3, 5, "trace")
-    assert (fetch.tables[0].first_block, fetch.tables[0].end_block) == (3, 8)
-    assert landed(core, fetch, 5) == []
-    assert all(map(core._cache.holds, fetch.block_hashes)) and core.num_runs == 0
-    assert core.offered(offer(3, 5), "", 1) == [], "it is here"
+    (read,) = heard(core, offer(3, 5), "trace")
+    assert (*case.wanted(read), read.traceparent) == (SOURCE, 3, 5, "trace")
+    assert (read.tables[0].first_block, read.tables[0].end_block) == (3, 8)
+    assert landed(core, read, 5) == []
+    assert all(map(core._cache.holds, hashes_of(read))) and len(core.reading) == 0
+    assert heard(core, offer(3, 5), now_ms=1) == [], "it is here"
 
 
 @pytest.mark.parametrize("num_landed", [0, 2])
 def test_a_read_that_breaks_keeps_what_landed(num_landed: int) -> None:
     core = replica()
-    (fetch,) = fetches(core, core.offered(offer(3, 5), "", 0))
-    landed(core, fetch, num_landed)
-    assert sum(map(core._cache.holds, fetch.block_hashes)) == num_landed == core._cache.num_cached
-    (again,) = fetches(core, core.offered(offer(3, 5), "", 0))
-    assert again.first_block == 3 + num_landed, "only what is not here"
+    (read,) = heard(core, offer(3, 5))
+    landed(core, read, num_landed)
+    assert sum(map(core._cache.holds, hashes_of(read))) == num_landed == core._cache.num_cached
+    (again,) = heard(core, offer(3, 5))
+    assert case.wanted(again)[1] == 3 + num_landed, "only what is not here"
 
 
 def test_what_is_here_in_the_middle_is_read_around() -> None:
     core = replica()
     case.keep(core._cache, 0)
-    (middle,) = fetches(core, core.offered(offer(2, 2), "", 0))
+    (middle,) = heard(core, offer(2, 2))
     landed(core, middle, 2)
-    before, after = fetches(core, core.offered(offer(0, 8), "", 0))
-    assert [(f.first_block, len(f.block_hashes)) for f in (before, after)] == [(0, 2), (4, 4)]
+    before, after = heard(core, offer(0, 8))
+    assert [(case.wanted(f)[1], case.wanted(f)[2]) for f in (before, after)] == [(0, 2), (4, 4)]
 
 
 def test_what_is_on_its_way_is_not_asked_for_again() -> None:
     core = replica()
-    assert len(fetches(core, core.offered(offer(), "", 0))) == 1
-    assert core.offered(offer(), "", 0) == [] and core.num_waiting == 0
+    assert len(heard(core, offer())) == 1
+    assert heard(core, offer(), now_ms=0) == [] and core.num_waiting == 0
 
 
 def test_few_reads_at_once_and_few_wait() -> None:
     core = replica(4_000)
-    begun = [fetch for seed in range(100) for fetch in fetches(core, core.offered(offer(seed=seed), "", 0))]
-    assert (len(begun), core.num_waiting, core.num_dropped) == (MAX_READS, MAX_WAITING, 100 - MAX_READS - MAX_WAITING)
+    begun = [read for seed in range(100) for read in heard(core, offer(seed=seed))]
+    num_dropped = 100 - MAX_COPY_READS - MAX_COPIES_WAITING
+    assert (len(begun), core.num_waiting, core.num_dropped) == (MAX_COPY_READS, MAX_COPIES_WAITING, num_dropped)
     (following,) = landed(core, begun[0], 4)
-    assert following.key != begun[0].key and core.num_waiting == MAX_WAITING - 1
-    assert fetches(core, core.tick(10_000)) == [] and core.num_waiting == 0, "what waits too long is forgotten"
+    assert following.key != begun[0].key and core.num_waiting == MAX_COPIES_WAITING - 1
+    assert reads(core, core.tick(10_000)) == [] and core.num_waiting == 0, "what waits too long is forgotten"
 
 
 def test_one_read_is_bounded() -> None:
     core = replica(4_000)
-    first, second = fetches(core, core.offered(offer(0, MAX_READ_BLOCKS + 3), "", 0))
-    assert [(f.first_block, len(f.block_hashes)) for f in (first, second)] == [
-        (0, MAX_READ_BLOCKS),
-        (MAX_READ_BLOCKS, 3),
+    first, second = heard(core, offer(0, MAX_COPY_BLOCKS + 3))
+    assert [(case.wanted(f)[1], case.wanted(f)[2]) for f in (first, second)] == [
+        (0, MAX_COPY_BLOCKS),
+        (MAX_COPY_BLOCKS, 3),
     ]
 
 
 def test_a_quarter_stays_free_and_nothing_is_evicted() -> None:
     core = replica(40)
     case.keep(core._cache, 20 * BLOCK)
-    (fetch,) = fetches(core, core.offered(offer(0, 30, seed=7), "", 0))
-    assert len(fetch.block_hashes) == 10 and core._cache.num_free == 10 and core._cache.num_cached == 20
-    landed(core, fetch, 10)
-    assert core.offered(offer(0, 5, seed=8), "", 0) == [] and core.num_waiting == 0
+    (read,) = heard(core, offer(0, 30, seed=7))
+    assert len(hashes_of(read)) == 10 and core._cache.num_free == 10 and core._cache.num_cached == 20
+    landed(core, read, 10)
+    assert heard(core, offer(0, 5, seed=8), now_ms=0) == [] and core.num_waiting == 0
 
 
 @pytest.mark.parametrize(
@@ -191,32 +245,32 @@ def test_a_quarter_stays_free_and_nothing_is_evicted() -> None:
 )
 def test_what_is_no_offer_is_dropped(changes: dict[str, object]) -> None:
     core = replica()
-    assert core.offered(msgspec.structs.replace(offer(), **changes), "", 1) == []
+    assert heard(core, msgspec.structs.replace(offer(), **changes), now_ms=1) == []
     assert (core.num_dropped, core.num_waiting, core._cache.num_free) == (1, 0, 40)
 
 
 def test_an_empty_offer_is_nothing() -> None:
     core = replica()
-    assert core.offered(msgspec.structs.replace(offer(), block_hashes=b""), "", 1) == []
+    assert heard(core, msgspec.structs.replace(offer(), block_hashes=b""), now_ms=1) == []
 
 
 def test_a_source_that_left_ends_its_reads() -> None:
     core = replica(4_000)
-    begun = [fetch for seed in range(5) for fetch in fetches(core, core.offered(offer(seed=seed), "", 0))]
-    assert core.left(WorkerLeft(worker_id=WorkerId("other"), incarnation="a", reason="x"), 0) == []
-    stops = core.left(WorkerLeft(worker_id=SOURCE, incarnation="a", reason="x"), 0)
-    assert stops == [StopFetch(fetch.key) for fetch in begun] and core.num_waiting == 0
-    for fetch in begun:
-        assert landed(core, fetch, 0) == []
+    begun = [read for seed in range(5) for read in heard(core, offer(seed=seed))]
+    assert core.handle(WorkerLeft(worker_id=WorkerId("other"), incarnation="a", reason="x"), 0) == []
+    stops = core.handle(WorkerLeft(worker_id=SOURCE, incarnation="a", reason="x"), 0)
+    assert stops == [StopRead(read) for read in begun] and core.num_waiting == 0
+    for read in begun:
+        assert landed(core, read, 0) == []
     assert core._cache.num_free == 4_000
 
 
 @pytest.mark.parametrize("how", ["drain", "fence"])
 def test_who_stops_takes_nothing_more(how: str) -> None:
     core = replica()
-    (fetch,) = fetches(core, core.offered(offer(), "", 0))
-    actions = core.drain(0) if how == "drain" else core.fence(0, "lost")
-    assert actions == [StopFetch(fetch.key)]
-    assert core.owned_tables() and core.num_runs == 1, "its blocks are written until the read has ended"
-    landed(core, fetch, 0)
-    assert (core.offered(offer(), "", 0) == []) == (how == "drain")
+    (read,) = heard(core, offer())
+    actions = core.handle(DrainBegun() if how == "drain" else Fenced("lost"), 0)
+    assert actions == [StopRead(read)]
+    assert len(core.reading) == 1, "its blocks are written until the read has ended"
+    landed(core, read, 0)
+    assert (heard(core, offer(), now_ms=0) == []) == (how == "drain")

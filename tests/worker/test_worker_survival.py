@@ -1,22 +1,22 @@
 """What both worker cores do when messages are lost, when they are told to leave, and when they are declared dead."""
 
-from typing import TypeVar
-
 import msgspec
 import pytest
 
 from schemas.block import hash_blocks
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded, KVOffered
-from schemas.ids import LeaseId, WorkerId
+from schemas.ids import LeaseId, RequestId, WorkerId
+from schemas.kv import ReadEnd
 from schemas.message import Message
 from schemas.request import PrefillAccepted, Refused, RequestFailure, ReservationQueued, ReserveBlocks, RunPrefill
-from services.decode.core import RESERVED_AGAIN_MS, DecodeCore
-from services.prefill.core import LANDED_GRACE_MS, OFFER_AGAIN_MS, PrefillCore
+from services.decode.core import DecodeCore
+from services.decode.limits import RESERVED_AGAIN_MS
+from services.prefill.core import PrefillCore
+from services.prefill.limits import LANDED_GRACE_MS, OFFER_AGAIN_MS
 from services.worker.core.actions import (
     Action,
     CloseLease,
     Emit,
-    Fetch,
     FinishLease,
     Offer,
     Publish,
@@ -25,14 +25,25 @@ from services.worker.core.actions import (
     Submit,
     Withdraw,
 )
+from services.worker.core.attempts import KVRead, WantedLease
 from services.worker.core.content import ReadOutcome
-from services.worker.kv.leases import LeaseTable
+from services.worker.core.events import (
+    AttemptUnwanted,
+    DrainBegun,
+    DrainOver,
+    Event,
+    Fenced,
+    ReadEnded,
+    SequenceFailed,
+    SequenceRemoved,
+    StreamEnded,
+)
+from services.worker.core.leases import LeaseTable
 from tests.worker import worker_cases as case
+from tests.worker.worker_cases import one
 from tests.worker.worker_world import World, token_at
 
-ActionT = TypeVar("ActionT", bound=Action)
 LEASE = LeaseId("lease-r1-1")
-HANDOFF = case.offered().handoff_id
 WHOLE = ReadOutcome(num_landed_tokens=6, num_bytes=100, carrier="shm", is_whole=True)
 
 
@@ -45,18 +56,34 @@ class Bench:
         self.decode = DecodeCore(case.limits(case.DECODE, num_blocks=num_blocks), self.cache)
 
     def run(self, request: RunPrefill, now_ms: int = 0) -> list[Action]:
-        reply, actions = self.prefill.run(request, now_ms)
+        reply, actions = case.ask(self.prefill, request, now_ms)
         assert isinstance(reply, PrefillAccepted), reply
         return self.checked(actions)
 
     def computed(self, actions: list[Action]) -> list[Action]:
         """The engine computes the prompt that is submitted in `actions`; the run hands over."""
         sequence = one(actions, Submit).sequence
-        return self.checked(self.prefill.stepped(case.sampled(sequence, sequence.index, local_end=True), 10))
+        return self.checked(case.hear(self.prefill, case.sampled(sequence, sequence.index, local_end=True), 10))
 
-    def reading(self) -> StartRead:
-        self.decode.reserve(case.reserve(), 0)
-        return one(self.checked(self.decode.offered(case.offered())), StartRead)
+    def reading(self) -> KVRead:
+        case.ask(self.decode, case.reserve())
+        return one(self.checked(case.hear(self.decode, case.offered())), StartRead).read
+
+    def read_of(self, request_id: str) -> KVRead:
+        read = self.decode.attempts[(RequestId(request_id), 1)].read
+        assert read is not None
+        return read
+
+    def whole(self, first: FirstToken) -> list[Action]:
+        """The first request's hand-over lands."""
+        return case.hear(self.decode, ReadEnded(self.read_of("r1"), WHOLE, first_token=first))
+
+    def both(self, event: Event, now_ms: int) -> list[Action]:
+        return case.hear(self.prefill, event, now_ms) + case.hear(self.decode, event, now_ms)
+
+    def stopped(self, request_id: str) -> list[Action]:
+        """A hand-over's read has been stopped."""
+        return case.hear(self.decode, ReadEnded(self.read_of(request_id), ReadOutcome(0), ReadEnd.STOPPED))
 
     def checked(self, actions: list[Action]) -> list[Action]:
         case.check_blocks(self.cache, self.leases, self.prefill, self.decode)
@@ -65,13 +92,7 @@ class Bench:
     def assert_empty(self) -> None:
         self.checked([])
         assert (self.cache.num_free, len(self.leases)) == (self.cache.num_blocks, 0)
-        assert self.prefill.num_runs == self.decode.num_runs == 0
-
-
-def one(actions: list[Action], kind: type[ActionT]) -> ActionT:
-    found = [action for action in actions if isinstance(action, kind)]
-    assert len(found) == 1, actions
-    return found[0]
+        assert len(self.prefill.attempts) == len(self.decode.attempts) == 0
 
 
 def published(actions: list[Action]) -> list[type]:
@@ -94,19 +115,19 @@ def test_a_resumed_prefill_samples_the_next_token_and_hands_over() -> None:
     submit = one(bench.run(resumed(case.run_prefill(), 2)), Submit)
     assert (submit.sequence.index, submit.sequence.num_prompt_tokens, len(submit.sequence.token_ids)) == (2, 4, 6)
     step = case.sampled(submit.sequence, 2, local_end=True)
-    emit = one(bench.checked(bench.prefill.stepped(step, 1)), Emit)
+    emit = one(bench.checked(case.hear(bench.prefill, step, 1)), Emit)
     report = emit.tokens.report
     assert emit.tokens.index == 2 and report is not None and report.recomputed_tokens == 6
 
 
 def test_a_resumed_decode_goes_on_after_the_handed_over_token() -> None:
     bench = Bench()
-    bench.decode.reserve(msgspec.structs.replace(case.reserve(), num_answered_tokens=2), 0)
-    read = one(bench.decode.offered(case.offered()), StartRead)
+    case.ask(bench.decode, msgspec.structs.replace(case.reserve(), num_answered_tokens=2), 0)
+    read = one(case.hear(bench.decode, case.offered()), StartRead).read
     assert sum(s.num_blocks for s in read.tables[0].segments) == 2  # 6 + 5 - 2 - 1 = 8 tokens in blocks of 4
-    sequence = one(bench.decode.read_landed(HANDOFF, WHOLE, FirstToken(token_id=9)), Submit).sequence
+    sequence = one(bench.whole(FirstToken(token_id=9)), Submit).sequence
     assert (sequence.index, sequence.num_computed_tokens) == (3, 6)
-    report = one(bench.decode.stepped(case.sampled(sequence, 3), 1), Emit).tokens.report
+    report = one(case.hear(bench.decode, case.sampled(sequence, 3), 1), Emit).tokens.report
     assert report is not None and report.transferred_tokens == 6
 
 
@@ -114,15 +135,17 @@ def test_a_resumed_answer_needs_room_for_what_is_left_of_it() -> None:
     bench = Bench(num_blocks=3)
     submit = one(bench.run(resumed(case.run_prefill(num_tokens=8, max_tokens=8, split=False), 3)), Submit)
     assert sum(s.num_blocks for s in submit.sequence.tables[0].segments) == 3  # 8 + 8 - 3 - 1 = 12 tokens
-    assert isinstance(bench.prefill.run(case.run_prefill(2, num_tokens=8, max_tokens=8, split=False), 0)[0], Refused)
+    assert isinstance(
+        case.ask(bench.prefill, case.run_prefill(2, num_tokens=8, max_tokens=8, split=False), 0)[0], Refused
+    )
 
 
 @pytest.mark.parametrize("num_answered", [-1, 5, 6, 7])
 def test_an_answer_that_leaves_nothing_to_do_is_refused(num_answered: int) -> None:
     bench = Bench()
-    reply, _ = bench.prefill.run(resumed(case.run_prefill(), num_answered), 0)
+    reply, _ = case.ask(bench.prefill, resumed(case.run_prefill(), num_answered), 0)
     assert isinstance(reply, Refused) and reply.reason == "invalid"
-    reply, _ = bench.decode.reserve(msgspec.structs.replace(case.reserve(), num_answered_tokens=num_answered), 0)
+    reply, _ = case.ask(bench.decode, msgspec.structs.replace(case.reserve(), num_answered_tokens=num_answered), 0)
     assert isinstance(reply, Refused) and reply.reason == "invalid"
     bench.assert_empty()
 
@@ -131,11 +154,12 @@ def test_a_tenants_blocks_have_names_of_their_own_wherever_they_are_asked_for() 
     bench = Bench()
     request = case.run_prefill(num_tokens=9, sources=(case.source("d0", 0, 2),))
     request = msgspec.structs.replace(request, tenant="a", replica=WorkerId("d5"))
-    fetch = one(bench.run(request), Fetch)
-    assert fetch.tenant == "a"
-    assert list(fetch.block_hashes) == hash_blocks(list(range(1, 10)), 4, model_fingerprint="f", tenant="a")
-    content = one(bench.prefill.fetched(fetch.key, ReadOutcome(0), 1), Submit).content
-    assert (content.tenant, content.replica) == ("a", "d5")
+    read = one(bench.run(request), StartRead).read
+    assert isinstance(read.lease, WantedLease) and read.lease.tenant == "a"
+    assert list(read.lease.block_hashes) == hash_blocks(list(range(1, 10)), 4, model_fingerprint="f", tenant="a")
+    attempt = one(case.hear(bench.prefill, case.brings(read, 0), 1), Submit).attempt
+    assert attempt.content.tenant == "a"
+    assert attempt.replica_offer is not None and attempt.replica_offer.replica == "d5"
 
 
 # Lost messages.
@@ -143,45 +167,45 @@ def test_a_tenants_blocks_have_names_of_their_own_wherever_they_are_asked_for() 
 
 def test_the_source_is_told_of_the_room_again_until_it_offers() -> None:
     bench = Bench()
-    bench.decode.reserve(case.reserve(), 0)
-    times = [now for now in range(100, 1_700, 100) if published(bench.checked(bench.decode.tick(now)))]
+    case.ask(bench.decode, case.reserve(), 0)
+    times = [now for now in range(100, 1_700, 100) if published(bench.checked(case.tick(bench.decode, now)))]
     assert times == [100 + RESERVED_AGAIN_MS * n for n in (1, 2, 3)]
-    bench.decode.offered(case.offered())
-    assert bench.decode.tick(5_000) == []
+    case.hear(bench.decode, case.offered())
+    assert case.tick(bench.decode, 5_000) == []
 
 
 def test_who_says_again_that_there_is_room_is_offered_again_but_not_too_often() -> None:
     bench = Bench()
     bench.run(case.run_prefill())
-    assert isinstance(one(bench.prefill.reserved(case.reserved(), 0), Offer), Offer)
-    assert bench.prefill.tick(1_000) == []
+    assert isinstance(one(case.hear(bench.prefill, case.reserved(), 0), Offer), Offer)
+    assert case.tick(bench.prefill, 1_000) == []
     offers: list[int] = []
     for now in range(1_000, 2_000, 50):
-        assert bench.prefill.reserved(case.reserved(), 0) == []
-        offers += [now for action in bench.prefill.tick(now) if isinstance(action, Offer)]
+        assert case.hear(bench.prefill, case.reserved(), 0) == []
+        offers += [now for action in case.tick(bench.prefill, now) if isinstance(action, Offer)]
     assert offers == list(range(1_000, 2_000, OFFER_AGAIN_MS))
 
 
 def test_who_waits_for_an_offer_that_will_not_come_is_told_so() -> None:
     bench = Bench()
     bench.run(case.run_prefill())
-    bench.prefill.cancelled(case.cancel(), 1)  # the abort that this says is lost
-    assert published(bench.prefill.reserved(case.reserved(), 0)) == []  # still withdrawing: the lease is over
-    bench.prefill.removed(("r1", 1), 2)
-    assert published(bench.prefill.reserved(case.reserved(), 0)) == [HandoffAborted]
+    case.hear(bench.prefill, case.cancel(), 1)  # the abort that this says is lost
+    assert published(case.hear(bench.prefill, case.reserved(), 0)) == []  # still withdrawing: the lease is over
+    case.hear(bench.prefill, SequenceRemoved(("r1", 1)), 2)
+    assert published(case.hear(bench.prefill, case.reserved(), 0)) == [HandoffAborted]
     bench.assert_empty()
 
 
 def test_a_lease_whose_stream_has_ended_waits_only_a_little_for_the_readers_word() -> None:
     bench = Bench()
     computing = bench.run(case.run_prefill())
-    bench.prefill.reserved(case.reserved(), 0)
+    case.hear(bench.prefill, case.reserved(), 0)
     bench.computed(computing)
     (lease,) = bench.leases
-    bench.prefill.served(lease, 100)
+    case.hear(bench.prefill, StreamEnded(lease, "cut"), 100)
     bench.leases.renew(lease, 100, 60_000)
-    assert bench.prefill.tick(100 + LANDED_GRACE_MS - 1) == []
-    actions = bench.checked(bench.prefill.tick(100 + LANDED_GRACE_MS))
+    assert case.tick(bench.prefill, 100 + LANDED_GRACE_MS - 1) == []
+    actions = bench.checked(case.tick(bench.prefill, 100 + LANDED_GRACE_MS))
     assert isinstance(one(actions, CloseLease), CloseLease) and published(actions) == [HandoffAborted]
     bench.assert_empty()
 
@@ -189,33 +213,33 @@ def test_a_lease_whose_stream_has_ended_waits_only_a_little_for_the_readers_word
 def test_a_reader_whose_stream_broke_early_and_who_says_nothing_ends_the_prefill() -> None:
     bench = Bench()
     bench.run(case.run_prefill())
-    bench.prefill.reserved(case.reserved(), 0)
+    case.hear(bench.prefill, case.reserved(), 0)
     (lease,) = bench.leases
-    bench.prefill.served(lease, 100)
-    actions = bench.checked(bench.prefill.tick(100 + LANDED_GRACE_MS))
+    case.hear(bench.prefill, StreamEnded(lease, "cut"), 100)
+    actions = bench.checked(case.tick(bench.prefill, 100 + LANDED_GRACE_MS))
     assert {type(a) for a in actions} == {CloseLease, Publish, Withdraw}
-    bench.prefill.removed(("r1", 1), 3_000)
+    case.hear(bench.prefill, SequenceRemoved(("r1", 1)), 3_000)
     bench.assert_empty()
 
 
 def test_a_repeated_message_is_answered_as_before_even_by_who_takes_nothing_new() -> None:
     bench = Bench()
     bench.run(case.run_prefill())
-    bench.decode.reserve(case.reserve(2), 0)
-    bench.prefill.drain(1)
-    bench.decode.drain(1)
+    case.ask(bench.decode, case.reserve(2), 0)
+    case.hear(bench.prefill, DrainBegun(), 1)
+    case.hear(bench.decode, DrainBegun(), 1)
     assert bench.run(case.run_prefill()) == []
-    assert isinstance(bench.decode.reserve(case.reserve(2), 1)[0], BlocksReserved)
+    assert isinstance(case.ask(bench.decode, case.reserve(2), 1)[0], BlocksReserved)
 
 
 def test_a_message_that_comes_again_when_all_is_over_begins_nothing() -> None:
     bench = Bench()
     bench.computed(bench.run(case.run_prefill()))
-    bench.prefill.landed(case.landed(), 20)
-    assert isinstance(bench.prefill.run(case.run_prefill(), 30)[0], Refused)
-    bench.decode.reserve(case.reserve(), 0)
-    bench.decode.cancelled(case.cancel(), 1)
-    assert isinstance(bench.decode.reserve(case.reserve(), 2)[0], Refused)
+    case.hear(bench.prefill, case.landed(), 20)
+    assert isinstance(case.ask(bench.prefill, case.run_prefill(), 30)[0], Refused)
+    case.ask(bench.decode, case.reserve(), 0)
+    case.hear(bench.decode, case.cancel(), 1)
+    assert isinstance(case.ask(bench.decode, case.reserve(), 2)[0], Refused)
     bench.assert_empty()
 
 
@@ -255,38 +279,38 @@ def test_a_drain_sends_elsewhere_what_waits_and_finishes_the_rest() -> None:
     bench = Bench(num_blocks=2)
     computing = bench.run(case.run_prefill(1))
     bench.run(case.run_prefill(2))
-    actions = bench.checked(bench.prefill.drain(5))
+    actions = bench.checked(case.hear(bench.prefill, DrainBegun(), 5))
     assert [(f.code, f.retryable) for f in failures(actions)] == [("draining", True)]
     assert published(actions) == [HandoffAborted] and bench.prefill.num_queued == 0
-    bench.prefill.reserved(case.reserved(1), 0)
+    case.hear(bench.prefill, case.reserved(1), 0)
     assert isinstance(one(bench.computed(computing), FinishLease), FinishLease)
-    bench.prefill.landed(case.landed(1), 20)
-    reply, _ = bench.prefill.run(case.run_prefill(3), 21)
+    case.hear(bench.prefill, case.landed(1), 20)
+    reply, _ = case.ask(bench.prefill, case.run_prefill(3), 21)
     assert isinstance(reply, Refused) and reply.reason == "draining"
     bench.assert_empty()
 
 
 def test_a_reservation_that_waits_is_failed_by_a_drain() -> None:
     bench = Bench(num_blocks=3)
-    bench.decode.reserve(case.reserve(1), 0)
-    assert isinstance(bench.decode.reserve(case.reserve(2), 0)[0], ReservationQueued)
-    actions = bench.checked(bench.decode.drain(5))
+    case.ask(bench.decode, case.reserve(1), 0)
+    assert isinstance(case.ask(bench.decode, case.reserve(2), 0)[0], ReservationQueued)
+    actions = bench.checked(case.hear(bench.decode, DrainBegun(), 5))
     assert [f.code for f in failures(actions)] == ["draining"] and published(actions) == [HandoffAborted]
-    assert bench.decode.attempts() == {("r1", 1): case.GATEWAY}
+    assert bench.decode.wanted_by() == {("r1", 1): case.GATEWAY}
 
 
 def test_at_a_drains_end_what_owes_tokens_goes_elsewhere_and_prefixes_stay_for_their_readers() -> None:
     bench = Bench(num_blocks=12)
     finished = bench.run(case.run_prefill(1))
-    bench.prefill.reserved(case.reserved(1), 0)
+    case.hear(bench.prefill, case.reserved(1), 0)
     bench.computed(finished)
     bench.run(case.run_prefill(2))
-    bench.decode.reserve(case.reserve(3), 0)
-    actions = bench.checked(bench.prefill.hand_back(20) + bench.decode.hand_back(20))
+    case.ask(bench.decode, case.reserve(3), 0)
+    actions = bench.checked(bench.both(DrainOver(), 20))
     assert [(f.code, f.retryable) for f in failures(actions)] == [("draining", True)] * 2
     assert [lease.lease_id for lease in bench.leases] == [LEASE]
-    bench.prefill.landed(case.landed(1), 30)
-    bench.prefill.removed(("r2", 1), 31)
+    case.hear(bench.prefill, case.landed(1), 30)
+    case.hear(bench.prefill, SequenceRemoved(("r2", 1)), 31)
     bench.assert_empty()
 
 
@@ -294,18 +318,18 @@ def test_a_fenced_worker_ends_all_and_tells_no_gateway() -> None:
     bench = Bench(num_blocks=7)
     bench.computed(bench.run(case.run_prefill(1)))
     computing = one(bench.run(case.run_prefill(2)), Submit)
-    bench.decode.reserve(case.reserve(3), 0)
-    assert isinstance(one(bench.decode.offered(case.offered(3)), StartRead), StartRead)
+    case.ask(bench.decode, case.reserve(3), 0)
+    assert isinstance(one(case.hear(bench.decode, case.offered(3)), StartRead), StartRead)
     bench.run(case.run_prefill(4))
-    bench.decode.reserve(case.reserve(5), 0)
+    case.ask(bench.decode, case.reserve(5), 0)
     assert bench.prefill.num_queued == bench.decode.num_queued == 1
-    actions = bench.checked(bench.prefill.fence(20, "declared dead") + bench.decode.fence(20, "declared dead"))
+    actions = bench.checked(bench.both(Fenced("declared dead"), 20))
     assert not [a for a in actions if isinstance(a, Emit)] and len(bench.leases) == 0
-    assert one(actions, Withdraw).key == ("r2", 1) and one(actions, StopRead).handoff_id == "r3-1"
-    assert bench.prefill.attempts() == bench.decode.attempts() == {}
+    assert one(actions, Withdraw).key == ("r2", 1) and one(actions, StopRead).read.key == ("r3", 1)
+    assert bench.prefill.wanted_by() == bench.decode.wanted_by() == {}
     assert bench.cache.num_free < bench.cache.num_blocks, "the engine and the read may still write"
-    assert bench.prefill.stepped(case.sampled(computing.sequence, 0, local_end=True), 21) == []
-    bench.decode.read_failed(case.offered(3).handoff_id, ReadOutcome(0), "stopped")
+    assert case.hear(bench.prefill, case.sampled(computing.sequence, 0, local_end=True), 21) == []
+    bench.stopped("r3")
     bench.assert_empty()
     bench.run(case.run_prefill(6))  # it has joined again
 
@@ -314,23 +338,26 @@ def test_what_nobody_wants_any_more_ends_like_a_cancel() -> None:
     bench = Bench()
     bench.reading()
     submit = one(bench.run(case.run_prefill(2)), Submit)
-    assert bench.decode.attempts() == {("r1", 1): case.GATEWAY}
-    assert bench.prefill.attempts() == {("r2", 1): case.GATEWAY}
-    assert bench.decode.unwanted(("r2", 1), 5) == [] and bench.prefill.unwanted(("r9", 1), 5) == []
-    assert [type(a) for a in bench.checked(bench.decode.unwanted(("r1", 1), 5))] == [StopRead]
-    assert isinstance(one(bench.checked(bench.prefill.unwanted(("r2", 1), 5)), Withdraw), Withdraw)
-    assert not bench.decode.attempts() and not bench.prefill.attempts()
-    bench.decode.read_failed(HANDOFF, ReadOutcome(0), "stopped")
-    bench.prefill.stepped(case.sampled(submit.sequence, 0, local_end=True), 6)
+    assert bench.decode.wanted_by() == {("r1", 1): case.GATEWAY}
+    assert bench.prefill.wanted_by() == {("r2", 1): case.GATEWAY}
+    assert (
+        case.hear(bench.decode, AttemptUnwanted(("r2", 1)), 5) == []
+        and case.hear(bench.prefill, AttemptUnwanted(("r9", 1)), 5) == []
+    )
+    assert [type(a) for a in bench.checked(case.hear(bench.decode, AttemptUnwanted(("r1", 1)), 5))] == [StopRead]
+    assert isinstance(one(bench.checked(case.hear(bench.prefill, AttemptUnwanted(("r2", 1)), 5)), Withdraw), Withdraw)
+    assert not bench.decode.wanted_by() and not bench.prefill.wanted_by()
+    bench.stopped("r1")
+    case.hear(bench.prefill, case.sampled(submit.sequence, 0, local_end=True), 6)
     bench.assert_empty()
 
 
 def test_a_deadline_ends_what_waits_for_blocks_too() -> None:
     bench = Bench(num_blocks=3)
-    bench.decode.reserve(case.reserve(1), 0)
-    bench.decode.reserve(case.reserve(2, deadline_ms=1_000), 0)
-    bench.prefill.run(case.run_prefill(3, deadline_ms=1_000), 0)
-    actions = bench.checked(bench.decode.tick(1_000) + bench.prefill.tick(1_000))
+    case.ask(bench.decode, case.reserve(1), 0)
+    case.ask(bench.decode, case.reserve(2, deadline_ms=1_000), 0)
+    case.ask(bench.prefill, case.run_prefill(3, deadline_ms=1_000), 0)
+    actions = bench.checked(case.tick(bench.decode, 1_000) + case.tick(bench.prefill, 1_000))
     assert [(f.code, f.retryable) for f in failures(actions)] == [("deadline", False)] * 2
     assert bench.decode.num_queued == bench.prefill.num_queued == 0
 
@@ -338,10 +365,10 @@ def test_a_deadline_ends_what_waits_for_blocks_too() -> None:
 def test_an_end_is_said_once_even_when_the_engine_fails_after_it() -> None:
     bench = Bench()
     bench.run(case.run_prefill(1))
-    bench.prefill.cancelled(case.cancel(1), 1)
-    assert bench.checked(bench.prefill.engine_failed(("r1", 1), "boom", 2)) == []
+    case.hear(bench.prefill, case.cancel(1), 1)
+    assert bench.checked(case.hear(bench.prefill, SequenceFailed(("r1", 1), "boom"), 2)) == []
     bench.reading()
-    bench.decode.read_landed(HANDOFF, WHOLE, FirstToken(token_id=token_at(0)))
-    bench.decode.cancelled(case.cancel(1), 3)
-    assert bench.checked(bench.decode.engine_failed(("r1", 1), "boom", 4)) == []
+    bench.whole(FirstToken(token_id=token_at(0)))
+    case.hear(bench.decode, case.cancel(1), 3)
+    assert bench.checked(case.hear(bench.decode, SequenceFailed(("r1", 1), "boom"), 4)) == []
     bench.assert_empty()

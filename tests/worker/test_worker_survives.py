@@ -26,13 +26,15 @@ from services.bus.typed import Received
 from services.config import MeshConfig
 from services.engine.fake import FakeEngine, fake_answer
 from services.engine.thread import EngineStoppedError, EngineThread
+from services.launch.worker_roles import run_worker
+from services.prefill.core import PrefillCore
 from services.runtime import now_ms
 from services.telemetry import Telemetry
 from services.worker import shell as worker_shell
 from services.worker import timers
+from services.worker.core.events import DrainBegun, Event
+from services.worker.core.lending import LendCore
 from services.worker.kv.contents import WorkerHolder
-from services.worker.kv.lending import LendCore
-from services.worker.service import run_worker
 from services.worker.shell import Worker
 from tests.mesh.one_process import LAYOUT, VOCAB, Answer, Client, Route, make_parts, one_process_mesh
 from tests.waiting import until
@@ -295,18 +297,19 @@ async def test_a_worker_whose_read_does_not_end_decides_nothing_more_and_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It may still write to its blocks: nobody else may have them."""
-    decided: list[str] = []
+    decided: list[Event] = []
     workers: list[Worker] = []
-    join = Worker.join
+    start = Worker.start
 
-    def join_stuck(self: Worker) -> None:
-        join(self)
+    async def start_stuck(self: Worker, tasks: asyncio.TaskGroup) -> None:
+        await start(self, tasks)
         workers.append(self)
-        self.reader.is_stuck = True
+        self._reader.is_stuck = True
+        monkeypatch.setattr(PrefillCore, "handle", lambda core, event, now_ms: decided.append(event) or [])
         with pytest.raises(EngineStoppedError, match="a read of p-0"):
-            self.decide(lambda now: decided.append("a decision") or [])
+            self.handle(DrainBegun())
 
-    monkeypatch.setattr(Worker, "join", join_stuck)
+    monkeypatch.setattr(Worker, "start", start_stuck)
     running = run_worker(
         make_parts("p-0", "prefill"), MeshConfig(), MemoryBus(MemoryBroker()), Telemetry("p-0", None), asyncio.Event()
     )

@@ -1,13 +1,14 @@
 """Messages and engine results for the tests of the worker cores."""
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Iterable
+from typing import Any, Protocol, TypeVar
 
 from dataplane.blocks.cache import BlockCache
 from dataplane.blocks.layout import BlockTables, KVLayout, block_ids, uniform_shape
 from schemas.block import pack_tokens
 from schemas.handoff import BlocksReserved, Endpoint, HandoffAborted, KVLanded, KVOffered
 from schemas.ids import GatewayId, HandoffId, LeaseId, RequestId, WorkerId
+from schemas.message import Message
 from schemas.request import (
     CancelRequest,
     FinishReason,
@@ -18,9 +19,14 @@ from schemas.request import (
     TransferReport,
 )
 from services.engine.interface import SampledToken, Sequence, StepResult
-from services.worker.core.content import SequenceContent
-from services.worker.core.limits import WorkerLimits
-from services.worker.kv.leases import LeaseTable
+from services.worker.core.actions import Action, AttemptEnded, SendReply
+from services.worker.core.attempts import Attempt, AttemptTimes, KVRead, WantedLease
+from services.worker.core.checks import WorkerLimits
+from services.worker.core.content import ReadOutcome, SequenceContent
+from services.worker.core.events import Event, ReadEnded, ReserveAsked, RunAsked
+from services.worker.core.leases import LeaseTable
+from services.worker.core.replicas import BlockCopy
+from services.worker.core.role import RoleCore
 
 PREFILL, DECODE, GATEWAY = WorkerId("p0"), WorkerId("d0"), GatewayId("g0")
 DEADLINE_MS = 60_000
@@ -135,16 +141,71 @@ def block_cache(num_blocks: int = 8) -> BlockCache:
     return BlockCache(uniform_shape(layout, num_blocks), chunk_tokens=64)
 
 
-class Owner(Protocol):
-    """A core, as far as its blocks go."""
+class Core(Protocol):
+    """Any of a worker's cores."""
 
-    def owned_tables(self) -> Iterator[BlockTables]: ...
+    def handle(self, event: Event, now_ms: int) -> list[Action]: ...
+    def tick(self, now_ms: int) -> list[Action]: ...
 
 
-def check_blocks(cache: BlockCache, leases: LeaseTable | None, *owners: Owner) -> None:
+ActionT = TypeVar("ActionT", bound=Action)
+
+
+def hear(core: Core, event: Event, now_ms: int = 0) -> list[Action]:
+    """Let a core handle an event; return what it says beside that an attempt has ended."""
+    return without_ends(core.handle(event, now_ms))
+
+
+def tick(core: Core, now_ms: int) -> list[Action]:
+    return without_ends(core.tick(now_ms))
+
+
+def without_ends(actions: list[Action]) -> list[Action]:
+    return [action for action in actions if not isinstance(action, AttemptEnded)]
+
+
+def asked(request: RunPrefill | ReserveBlocks) -> RunAsked | ReserveAsked:
+    return (
+        RunAsked(request, AttemptTimes()) if isinstance(request, RunPrefill) else ReserveAsked(request, AttemptTimes())
+    )
+
+
+def ask(core: Core, request: RunPrefill | ReserveBlocks, now_ms: int = 0) -> tuple[Message, list[Action]]:
+    """Ask a core for something; return its reply, and what it does."""
+    first, *actions = hear(core, asked(request), now_ms)
+    assert isinstance(first, SendReply)
+    return first.message, actions
+
+
+def one(actions: list[Action], kind: type[ActionT]) -> ActionT:
+    found = [action for action in actions if isinstance(action, kind)]
+    assert len(found) == 1, actions
+    return found[0]
+
+
+def wanted(read: KVRead) -> tuple[str, int, int]:
+    """Return whom a lease is asked of, and for which blocks: the first, and how many."""
+    assert isinstance(read.lease, WantedLease)
+    return read.holder, read.lease.first_block, len(read.lease.block_hashes)
+
+
+def brings(read: KVRead, *outcome: Any, **more: Any) -> ReadEnded:
+    """Return the event of a read that has ended with this ReadOutcome."""
+    return ReadEnded(read, ReadOutcome(*outcome, **more))
+
+
+def tables_of(*cores: RoleCore[Any]) -> list[BlockTables]:
+    """Return the tables that the attempts of these cores hold references to."""
+    attempts: list[Attempt[Any]] = [attempt for core in cores for attempt in core.attempts.values()]
+    return [attempt.tables for attempt in attempts if attempt.tables]
+
+
+def check_blocks(
+    cache: BlockCache, leases: LeaseTable | None, *cores: RoleCore[Any], copies: Iterable[BlockCopy] = ()
+) -> None:
     """The conservation law, exactly: total = free + cached + what runs own or leases hold."""
     cache.check_integrity()
-    tables = [table for owner in owners for table in owner.owned_tables()]
+    tables = [*tables_of(*cores), *(copy.tables for copy in copies)]
     tables += [lease.tables for lease in leases or ()]
     held = {(group, block) for groups in tables for group, t in enumerate(groups) for block in block_ids(t.segments)}
     assert cache.num_blocks == cache.num_free + cache.num_cached + len(held)

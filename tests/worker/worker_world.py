@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from schemas.block import unpack_tokens
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded
 from schemas.ids import LeaseId, WorkerId
-from schemas.kv import RequestLease
+from schemas.kv import ReadEnd, RequestLease
 from schemas.message import Message
 from schemas.request import CancelRequest, RequestTokens, ReserveBlocks, RunPrefill
 from schemas.worker import WorkerLeft
@@ -17,22 +17,33 @@ from services.engine.interface import Sequence
 from services.prefill.core import PrefillCore
 from services.worker.core.actions import (
     Action,
-    AttemptKey,
+    AttemptEnded,
     CloseLease,
     Emit,
-    Fetch,
     FinishLease,
     Offer,
     Publish,
     StartRead,
-    StopFetch,
     StopRead,
     Submit,
     Withdraw,
 )
-from services.worker.core.content import ReadOutcome, SequenceContent
-from services.worker.kv.leases import Grant, LeaseTable
-from services.worker.kv.lending import EndAll, LendCore, StreamEnded
+from services.worker.core.attempts import KVRead, WantedLease
+from services.worker.core.content import AttemptKey, ReadOutcome
+from services.worker.core.events import (
+    AttemptUnwanted,
+    DrainBegun,
+    DrainOver,
+    Event,
+    Fenced,
+    ReadEnded,
+    ReadStarted,
+    SequenceFailed,
+    SequenceRemoved,
+    StreamEnded,
+)
+from services.worker.core.leases import Grant, LeaseTable
+from services.worker.core.lending import LendCore
 from tests.worker import worker_cases as case
 
 BLOCK = 4
@@ -51,11 +62,9 @@ class WorkerWorld:
     num_blocks: int
     send: Callable[[Message], None]
     emitted: list[RequestTokens] = field(default_factory=list[RequestTokens])
-    contents: dict[AttemptKey, SequenceContent] = field(default_factory=dict[AttemptKey, SequenceContent])
     running: dict[AttemptKey, Sequence] = field(default_factory=dict[AttemptKey, Sequence])
     withdrawn: list[AttemptKey] = field(default_factory=list[AttemptKey])
-    fetches: dict[AttemptKey, Fetch] = field(default_factory=dict[AttemptKey, Fetch])
-    reads: dict[str, StartRead] = field(default_factory=dict[str, StartRead])
+    reads: list[KVRead] = field(default_factory=list[KVRead])
     finished: dict[LeaseId, FirstToken] = field(default_factory=dict[LeaseId, FirstToken])
 
     def __post_init__(self) -> None:
@@ -68,19 +77,36 @@ class WorkerWorld:
 
     def check(self) -> None:
         case.check_blocks(self.cache, self.leases, self.prefill, self.decode)
-        owned = [*self.prefill.owned_tables(), *self.decode.owned_tables()]
-        for writer in (*self.running.values(), *self.fetches.values(), *self.reads.values()):
+        owned = case.tables_of(self.prefill, self.decode)
+        for writer in (*self.running.values(), *self.reads):
             assert writer.tables in owned, "what may still be written is nobody else's"
-        assert len(self.prefill.attempts()) <= self.prefill.num_runs
+        assert len(self.prefill.wanted_by()) <= len(self.prefill.attempts)
         assert self.prefill.num_queued <= 4 and self.decode.num_queued <= 4
 
     @property
     def is_at_rest(self) -> bool:
         free = self.cache.num_free + self.cache.num_cached
-        return (self.prefill.num_runs, self.decode.num_runs, len(self.leases), free) == (0, 0, 0, self.num_blocks)
+        return (len(self.prefill.attempts), len(self.decode.attempts), len(self.leases), free) == (
+            0,
+            0,
+            0,
+            self.num_blocks,
+        )
 
-    def both(self, decision: Callable[[PrefillCore | DecodeCore], list[Action]]) -> None:
-        self.execute([action for core in (self.prefill, self.decode) for action in decision(core)])
+    @property
+    def fetches(self) -> list[KVRead]:
+        return [read for read in self.reads if not read.is_hand_over]
+
+    @property
+    def hand_overs(self) -> list[KVRead]:
+        return [read for read in self.reads if read.is_hand_over]
+
+    def handle(self, event: Event, now_ms: int) -> None:
+        """Both cores hear of it."""
+        self.execute([action for core in (self.prefill, self.decode) for action in core.handle(event, now_ms)])
+
+    def tick(self, now_ms: int) -> None:
+        self.execute([action for core in (self.prefill, self.decode) for action in core.tick(now_ms)])
 
     def execute(self, actions: list[Action]) -> None:
         for action in actions:
@@ -91,23 +117,20 @@ class WorkerWorld:
                         assert token == token_at(index)
                 case Publish(message=message):
                     self.send(message)
-                case Offer(lease=lease, request=request):
-                    number = int(request.request_id[1:])
+                case Offer(lease=lease, attempt=attempt):
+                    number = int(attempt.request.request_id[1:])
                     self.send(case.offered(number, num_tokens=lease.num_tokens))
                 case Submit():
                     self._submit(action)
                 case Withdraw(key=key):
                     self.withdrawn.append(key)
-                case Fetch(key=key):
-                    assert key not in self.fetches, "one fetch at a time"
-                    self.fetches[key] = action
-                case StopFetch(key=key):
-                    assert key in self.fetches
-                case StartRead(offer=offer):
-                    assert offer.handoff_id not in self.reads
-                    self.reads[offer.handoff_id] = action
-                case StopRead(handoff_id=handoff_id):
-                    assert handoff_id in self.reads
+                case StartRead(read=read):
+                    assert read.key not in [other.key for other in self.reads], "one read at a time"
+                    self.reads.append(read)
+                case StopRead(read=read):
+                    assert read in self.reads
+                case AttemptEnded(attempt=ended):
+                    assert ended.key not in self.running and ended.read is None and not ended.tables
                 case FinishLease(lease=lease, first_token=first):
                     self.finished[lease.lease_id] = first
                 case CloseLease(lease=lease):
@@ -119,23 +142,20 @@ class WorkerWorld:
     # The engine, and what its shell takes in of its work.
 
     def _submit(self, action: Submit) -> None:
-        sequence, content = action.sequence, action.content
+        sequence, content = action.sequence, action.attempt.content
         content.num_landed_tokens = sequence.num_computed_tokens
-        self.contents[(sequence.request_id, sequence.attempt)] = content
         self._computed(sequence, sequence.num_computed_tokens)
         self.running[(sequence.request_id, sequence.attempt)] = sequence
         self.batch.add(sequence)
 
     def _computed(self, sequence: Sequence, num_tokens: int, *, ended: bool = False) -> None:
-        content = self.contents.get((sequence.request_id, sequence.attempt))
-        if content is None:
-            return
+        key = (sequence.request_id, sequence.attempt)
+        attempt = self.prefill.attempts.get(key) or self.decode.attempts[key]
+        content = attempt.content
         hashes = content.extend(sequence.token_ids, num_tokens)
         stored, landed = content.num_stored_blocks, content.num_landed_tokens
         self.cache.store(sequence.tables, hashes, stored, num_tokens, landed, ended=ended)
         content.num_stored_blocks = num_tokens // BLOCK
-        if ended:
-            del self.contents[(sequence.request_id, sequence.attempt)]
 
     def step(self, now_ms: int, *, fails: bool = False) -> None:
         """One engine step: what was withdrawn goes first."""
@@ -144,15 +164,14 @@ class WorkerWorld:
             if (sequence := self.batch.remove(*key)) is not None:
                 del self.running[key]
                 self._computed(sequence, sequence.num_computed_tokens, ended=True)
-                self.both(lambda core, key=key: core.removed(key, now_ms))
+                self.handle(SequenceRemoved(key), now_ms)
         items = self.batch.plan()
         if fails:
             for item in items:
                 key = (item.sequence.request_id, item.sequence.attempt)
                 self.batch.remove(*key)
                 del self.running[key]
-                self.both(lambda core, key=key: core.engine_failed(key, "boom", now_ms))
-                self.contents.pop(key, None)
+                self.handle(SequenceFailed(key, "boom"), now_ms)
             return
         if not items:
             return
@@ -165,22 +184,25 @@ class WorkerWorld:
                 sequence = sampled.sequence
                 del self.running[(sequence.request_id, sequence.attempt)]
                 self._computed(sequence, sequence.num_computed_tokens, ended=True)
-        self.both(lambda core: core.stepped(result, now_ms))
+        self.handle(result, now_ms)
 
     def stream_ended(self, lease_id: LeaseId, now_ms: int) -> None:
         """The stream of a hand-over is over, if its lease is not forgotten."""
         if (lease := self.leases.find(lease_id)) is not None:
             self.leases.stream_ended(lease)
-            self.execute(self.prefill.served(lease, now_ms))
+            self.handle(StreamEnded(lease), now_ms)
 
     def end_fetch(self, index: int, share: int, now_ms: int) -> None:
         """One fetch ends with a part of what it asked for."""
-        if self.fetches:
-            fetch = self.fetches.pop(list(self.fetches)[index % len(self.fetches)])
-            num_blocks = min(share, len(fetch.block_hashes))
-            landed = (fetch.first_block + num_blocks) * BLOCK if num_blocks else 0
-            outcome = ReadOutcome(landed, landed, "tcp", is_whole=num_blocks == len(fetch.block_hashes))
-            self.both(lambda core: core.fetched(fetch.key, outcome, now_ms))
+        if fetches := self.fetches:
+            read = fetches[index % len(fetches)]
+            self.reads.remove(read)
+            assert isinstance(read.lease, WantedLease)
+            asked = len(read.lease.block_hashes)
+            num_blocks = min(share, asked)
+            landed = (read.lease.first_block + num_blocks) * BLOCK if num_blocks else 0
+            outcome = ReadOutcome(landed, landed, "tcp", is_whole=num_blocks == asked)
+            self.handle(ReadEnded(read, outcome), now_ms)
 
 
 class World:
@@ -215,23 +237,23 @@ class World:
         match message:
             case RunPrefill():
                 worker = self.p if message.handoff_id is not None else self.d
-                if not worker.decode.has((message.request_id, message.attempt)):
-                    worker.execute(worker.prefill.run(message, self.now_ms)[1])
+                if (message.request_id, message.attempt) not in worker.decode.attempts:
+                    worker.execute(worker.prefill.handle(case.asked(message), self.now_ms))
             case ReserveBlocks():
-                if not self.d.prefill.has((message.request_id, message.attempt)):
-                    self.d.execute(self.d.decode.reserve(message, self.now_ms)[1])
+                if (message.request_id, message.attempt) not in self.d.prefill.attempts:
+                    self.d.execute(self.d.decode.handle(case.asked(message), self.now_ms))
             case BlocksReserved():
-                self.p.execute(self.p.prefill.reserved(message, self.now_ms))
+                self.p.execute(self.p.prefill.handle(message, self.now_ms))
             case case.KVOffered():
-                self.d.execute(self.d.decode.offered(message))
+                self.d.execute(self.d.decode.handle(message, self.now_ms))
             case KVLanded():
-                self.p.execute(self.p.prefill.landed(message, self.now_ms))
+                self.p.execute(self.p.prefill.handle(message, self.now_ms))
             case HandoffAborted():
-                self.p.execute(self.p.prefill.aborted(message, self.now_ms))
-                self.d.execute(self.d.decode.aborted(message))
+                self.p.execute(self.p.prefill.handle(message, self.now_ms))
+                self.d.execute(self.d.decode.handle(message, self.now_ms))
             case CancelRequest():
                 for worker in (self.p, self.d):
-                    worker.both(lambda core: core.cancelled(message, self.now_ms))
+                    worker.handle(message, self.now_ms)
             case _:
                 pass
 
@@ -242,30 +264,31 @@ class World:
     def advance(self, ms: int) -> None:
         self.now_ms += ms
         for worker in (self.p, self.d):
-            worker.both(lambda core: core.tick(self.now_ms))
+            worker.tick(self.now_ms)
             worker.execute(worker.lending.tick(self.now_ms))
 
     def start_read(self, index: int) -> None:
-        if self.d.reads:
-            action = list(self.d.reads.values())[index % len(self.d.reads)]
-            self.d.execute(self.d.decode.read_started(action.offer.handoff_id, "tcp"))
+        if reads := self.d.hand_overs:
+            self.d.handle(ReadStarted(reads[index % len(reads)], "tcp"), self.now_ms)
 
     def end_read(self, index: int, *, whole: bool) -> None:
         """A hand-over's stream ends: with all where all is computed and leased, else with a part. The holder hears of
         it too."""
-        if not self.d.reads:
+        if not (reads := self.d.hand_overs):
             return
-        action = self.d.reads.pop(list(self.d.reads)[index % len(self.d.reads)])
-        offer = action.offer
+        read = reads[index % len(reads)]
+        self.d.reads.remove(read)
+        offer = read.lease
+        assert isinstance(offer, case.KVOffered)
         first = self.p.finished.get(offer.lease_id)
         if whole and first is not None:
             outcome = ReadOutcome(offer.num_tokens, 1, "tcp", is_whole=True)
             self.p.stream_ended(offer.lease_id, self.now_ms)
-            self.d.execute(self.d.decode.read_landed(offer.handoff_id, outcome, first))
+            self.d.handle(ReadEnded(read, outcome, first_token=first), self.now_ms)
         else:
-            outcome = ReadOutcome(action.first_token + index % (offer.num_tokens - action.first_token + 1))
+            outcome = ReadOutcome(read.first_token + index % (offer.num_tokens - read.first_token + 1))
             self.p.stream_ended(offer.lease_id, self.now_ms)
-            self.d.execute(self.d.decode.read_failed(offer.handoff_id, outcome, "cut"))
+            self.d.handle(ReadEnded(read, outcome, ReadEnd.CLOSED, "cut"), self.now_ms)
 
     def lend(self, number: int, request: RequestLease) -> None:
         worker = self.worker(number)
@@ -283,32 +306,32 @@ class World:
         """One is declared dead: it ends all and tells no gateway, and the other hears of it or not."""
         worker = self.worker(number)
         num_emitted = len(worker.emitted)
-        worker.both(lambda core: core.fence(self.now_ms, "declared dead"))
-        worker.execute(worker.lending.handle(EndAll("declared dead"), self.now_ms))
+        worker.handle(Fenced("declared dead"), self.now_ms)
+        worker.execute(worker.lending.handle(Fenced("declared dead"), self.now_ms))
         assert len(worker.emitted) == num_emitted and len(worker.leases) == 0
-        assert not worker.prefill.attempts() and not worker.decode.attempts()
+        assert not worker.prefill.wanted_by() and not worker.decode.wanted_by()
 
     def left(self, number: int) -> None:
         """One hears that the other has left."""
         other = self.d if number % 2 else self.p
         event = WorkerLeft(worker_id=self.worker(number).worker_id, incarnation="a", reason="silent")
-        other.both(lambda core: core.left(event, self.now_ms))
+        other.handle(event, self.now_ms)
         other.execute(other.lending.handle(event, self.now_ms))
 
     def drain(self, number: int) -> None:
         worker = self.worker(number)
-        worker.both(lambda core: core.drain(self.now_ms))
+        worker.handle(DrainBegun(), self.now_ms)
         assert worker.prefill.num_queued == worker.decode.num_queued == 0
 
     def hand_back(self, number: int) -> None:
         worker = self.worker(number)
-        worker.both(lambda core: core.hand_back(self.now_ms))
+        worker.handle(DrainOver(), self.now_ms)
 
     def unwanted(self, number: int, request: int) -> None:
         key = (case.run_prefill(request).request_id, 1)
         worker = self.worker(number)
-        worker.both(lambda core: core.unwanted(key, self.now_ms))
-        assert key not in worker.prefill.attempts() and key not in worker.decode.attempts()
+        worker.handle(AttemptUnwanted(key), self.now_ms)
+        assert key not in worker.prefill.wanted_by() and key not in worker.decode.wanted_by()
 
     def settle(self) -> None:
         """Every message is lost from now on, whatever still runs comes to its end, and every deadline passes."""

@@ -3,33 +3,37 @@
 from dataclasses import dataclass
 from typing import Any
 
-from dataplane.blocks.layout import BlockTables
-from schemas.handoff import FirstToken, KVOffered
-from schemas.ids import BlockHash, GatewayId, HandoffId, RequestId, WorkerId
+from schemas.handoff import FirstToken
+from schemas.ids import GatewayId
 from schemas.message import Message
 from schemas.request import RequestTokens, RunPrefill
 from schemas.subjects import Subject
 from services.engine.interface import Sequence
-from services.worker.core.content import SequenceContent
-from services.worker.kv.leases import Grant
+from services.worker.core.attempts import AnyAttempt, Attempt, KVRead
+from services.worker.core.content import AttemptKey
+from services.worker.core.leases import Grant
 
-AttemptKey = tuple[RequestId, int]
-"""One attempt at one request."""
+
+@dataclass(slots=True, frozen=True)
+class SendReply:
+    """Answer the question that this event was."""
+
+    message: Message
 
 
 @dataclass(slots=True, frozen=True)
 class Submit:
-    """Give the sequence to the engine. What of it is in place already, and what it computes, is taken in as `content`;
-    with a lease it is also served to the reader."""
+    """Give the sequence to the engine. What of it is in place already, and what it computes, is taken in as the
+    attempt's content; with a lease it is also served to the reader."""
 
     sequence: Sequence
-    content: SequenceContent
+    attempt: AnyAttempt
     lease: Grant | None = None
 
 
 @dataclass(slots=True, frozen=True)
 class Withdraw:
-    """Take the sequence back from the engine; `removed` says when its blocks are no longer written."""
+    """Take the sequence back from the engine; `SequenceRemoved` says when its blocks are no longer written."""
 
     key: AttemptKey
 
@@ -47,8 +51,8 @@ class Publish:
     subject: Subject[Any, None]
     ids: tuple[str, ...]
     message: Message
-    key: AttemptKey | None = None
-    """Whose trace it belongs to."""
+    traceparent: str = ""
+    """Of the request that it belongs to."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,7 +60,7 @@ class Offer:
     """Sign a ticket for the lease and publish KVOffered."""
 
     lease: Grant
-    request: RunPrefill
+    attempt: Attempt[RunPrefill]
 
 
 @dataclass(slots=True, frozen=True)
@@ -76,42 +80,35 @@ class CloseLease:
 
 @dataclass(slots=True, frozen=True)
 class StartRead:
-    """Read what is offered from `first_token` on."""
+    """Read this; `ReadEnded` says what came of it."""
 
-    offer: KVOffered
-    tables: BlockTables
-    first_token: int
+    read: KVRead
 
 
 @dataclass(slots=True, frozen=True)
 class StopRead:
-    """End the read; `read_failed` says when its blocks are no longer written."""
+    """End the read; `ReadEnded` says when its blocks are no longer written."""
 
-    handoff_id: HandoffId
-
-
-@dataclass(slots=True, frozen=True)
-class Fetch:
-    """Ask `source` for a lease on the blocks from `first_block` on, and read them; `fetched` says what came of it."""
-
-    key: AttemptKey
-    source: WorkerId
-    first_block: int
-    block_hashes: tuple[BlockHash, ...]
-    tables: BlockTables
-    deadline_ms: int
-    tenant: str = ""
-    traceparent: str = ""
-    """Whose trace it belongs to, where that is not the attempt's."""
+    read: KVRead
 
 
 @dataclass(slots=True, frozen=True)
-class StopFetch:
-    """End the fetch; `fetched` says when its blocks are no longer written."""
+class AttemptEnded:
+    """The attempt goes on here no more, and its blocks are given back: what is to be recorded of it can be."""
 
-    key: AttemptKey
+    attempt: AnyAttempt
 
 
 Action = (
-    Fetch | StopFetch | Submit | Withdraw | Emit | Publish | Offer | FinishLease | CloseLease | StartRead | StopRead
+    SendReply
+    | Submit
+    | Withdraw
+    | Emit
+    | Publish
+    | Offer
+    | FinishLease
+    | CloseLease
+    | StartRead
+    | StopRead
+    | AttemptEnded
 )

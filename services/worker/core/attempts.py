@@ -1,47 +1,172 @@
-"""The runs of one role's core, and what both roles do with them the same way. Pure."""
+"""What a worker knows of one attempt: one record, from its acceptance until its blocks are given back. Pure.
 
-from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+The role's core owns it and keeps it in its `attempts`. Whoever acts on an attempt (the holder of blocks, the spans,
+the reads) is given the record, or what it needs of it, and keeps no copy.
+"""
 
-from dataplane.blocks.cache import BlockCache
+from array import array
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
 from dataplane.blocks.layout import BlockTables
-from schemas.ids import GatewayId, HandoffId, WorkerId
+from schemas.block import pack_tokens, unpack_tokens
+from schemas.handoff import KVOffered
+from schemas.ids import BlockHash, WorkerId
 from schemas.observe import HeldRequest, RunStage
-from schemas.request import AttemptEnd, CancelRequest, FailureCode, ReserveBlocks, RunPrefill
-from services.engine.interface import Sequence
-from services.worker.core.actions import Action, AttemptKey
-from services.worker.core.content import PromptKV, SequenceContent
-from services.worker.core.limits import PastAttempts, WorkerLimits
-from services.worker.core.messages import emit_failure
+from schemas.request import (
+    AttemptEnd,
+    FinishReason,
+    FirstTokenTimes,
+    Refused,
+    RequestFailure,
+    RequestTokens,
+    ReserveBlocks,
+    RunPrefill,
+    TransferReport,
+    refuse,
+)
+from services.worker.core.content import AttemptKey, PromptKV, SequenceContent
+from services.worker.core.replica_offer import ReplicaOffer
+from services.worker.limits import MAX_PAST_ATTEMPTS, RETAIN_ANSWER_MS
 
 RequestT = TypeVar("RequestT", RunPrefill, ReserveBlocks)
 
 
-class EndedAttempt(NamedTuple):
-    """An attempt that goes on here no more. `outcome`: why it was ended early, for people; "": it came to its end."""
+@dataclass(slots=True, frozen=True)
+class WantedLease:
+    """A lease to ask `holder` for: on the blocks from `first_block` of a sequence on, as far as it has them.
+
+    `deadline_ms`: Unix ms, of the request that they are read for.
+    """
+
+    holder: WorkerId
+    first_block: int
+    block_hashes: tuple[BlockHash, ...]
+    deadline_ms: int
+    tenant: str = ""
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class KVRead:
+    """One read of KV into the blocks of `tables`: from `first_token` of a hand-over that was offered, or under a lease
+    that is asked for first. Until `ReadEnded` comes, the blocks may still be written."""
 
     key: AttemptKey
-    end: AttemptEnd
-    outcome: str
+    lease: KVOffered | WantedLease
+    tables: BlockTables
+    first_token: int = 0
+    traceparent: str = ""
+    """Of the request that it belongs to."""
+
+    @property
+    def holder(self) -> WorkerId:
+        """Who is read from."""
+        return self.lease.holder if isinstance(self.lease, WantedLease) else self.lease.source_worker
+
+    @property
+    def is_hand_over(self) -> bool:
+        return isinstance(self.lease, KVOffered)
+
+
+@dataclass(slots=True)
+class AttemptTimes:
+    """When what happened to an attempt, in Unix ns; 0: not yet. Kept by `WorkerSpans`, which records it."""
+
+    traceparent: str = ""
+    accepted_ns: int = 0
+    is_sampled: bool = False
+    num_prompt_tokens: int = 0
+    submitted_ns: int = 0
+    computes_prompt: bool = False
+    decodes: bool = False
+    """All of the answer is to be decoded here, not its first token alone."""
+    first_step_ns: int = 0
+    first_token_ns: int = 0
+    last_step_ns: int = 0
+    num_tokens: int = 0
+    compute: str = ""
+    """The traceparent of the span of the prompt's computation, which engine steps are linked to."""
+    stream: str = ""
+    """The same of the answer's."""
+    compute_steps: list[str] = field(default_factory=list[str])
+    stream_steps: list[str] = field(default_factory=list[str])
+    has_prefill: bool = False
+    """The span of the prompt's computation is recorded."""
+    has_decode: bool = False
+    """The span of the answer's is."""
+
+    def first_token(self) -> FirstTokenTimes | None:
+        """Return how the attempt came to its first token; None: its prompt was not computed here."""
+        if not (self.computes_prompt and self.first_token_ns):
+            return None
+        return FirstTokenTimes(
+            accepted_ns=self.accepted_ns, first_step_ns=self.first_step_ns, computed_ns=self.first_token_ns
+        )
+
+
+@dataclass(slots=True)
+class SentAnswer:
+    """What an attempt has sent to its gateway, for a gateway that has missed some of it. `first_index`: the answer's
+    index of `token_ids[0]`."""
+
+    first_index: int = 0
+    token_ids: "array[int]" = field(default_factory=lambda: array("I"))
+    finish_reason: FinishReason | None = None
+    failure: RequestFailure | None = None
+    report: TransferReport | None = None
+
+    def add(self, tokens: RequestTokens) -> None:
+        """Take in what is sent now."""
+        if tokens.tokens:
+            if tokens.index != self.first_index + len(self.token_ids):  # the first ones
+                self.first_index, self.token_ids = tokens.index, array("I")
+            self.token_ids.extend(unpack_tokens(tokens.tokens))
+        self.finish_reason = tokens.finish_reason or self.finish_reason
+        self.failure = tokens.failure or self.failure
+        self.report = tokens.report or self.report
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing was sent."""
+        return not self.token_ids and self.finish_reason is None and self.failure is None and self.report is None
+
+    def since(self, key: AttemptKey, index: int) -> RequestTokens | None:
+        """Return what was sent from the answer's token `index` on, with its end, if it has one; None: nothing."""
+        end = self.first_index + len(self.token_ids)
+        start = min(max(index, self.first_index), end)
+        tokens = self.token_ids[start - self.first_index :]
+        if not tokens and self.finish_reason is None and self.failure is None and self.report is None:
+            return None
+        return RequestTokens(
+            request_id=key[0],
+            attempt=key[1],
+            index=start,
+            tokens=pack_tokens(tokens),
+            finish_reason=self.finish_reason,
+            failure=self.failure,
+            report=self.report,
+        )
 
 
 @dataclass(slots=True, eq=False)
-class Run(Generic[RequestT]):
+class Attempt(Generic[RequestT]):
     """One attempt on this worker. `tables` are its own reference to its blocks: empty before it has any, and once they
     are given back."""
 
     request: RequestT
     prompt: list[int]
     content: SequenceContent
+    times: AttemptTimes
+    taken_ms: int = 0
+    """When this worker took it, Unix ms."""
+    answer: SentAnswer = field(default_factory=SentAnswer)
     tables: BlockTables = ()
     kv: PromptKV | None = None
     """What of the prompt is in place; None while it is queued."""
-    fetching_from: WorkerId | None = None
-    taken_ms: int = 0
-    """When this worker took it."""
+    read: KVRead | None = None
+    """What may still write its blocks, beside the engine."""
+    replica_offer: ReplicaOffer | None = None
+    """What its replica has been offered of its blocks; None: it has no replica, or fills no blocks (any more)."""
     outcome: str = ""
     """Why it was ended early, for people."""
     end: AttemptEnd = AttemptEnd.FAILED
@@ -50,6 +175,10 @@ class Run(Generic[RequestT]):
     @property
     def key(self) -> AttemptKey:
         return (self.request.request_id, self.request.attempt)
+
+    @property
+    def traceparent(self) -> str:
+        return self.times.traceparent
 
     @property
     def num_tokens_at_end(self) -> int:
@@ -77,164 +206,84 @@ class Run(Generic[RequestT]):
         raise NotImplementedError
 
     @property
-    def reading_from(self) -> WorkerId | None:
-        """Whose KV is coming in."""
-        return self.fetching_from
-
-
-RunT = TypeVar("RunT", bound="Run[RunPrefill] | Run[ReserveBlocks]")
-
-
-class RoleCore(ABC, Generic[RunT]):
-    """Owns the runs of one role; shares its blocks with the worker's other cores."""
-
-    def __init__(self, limits: WorkerLimits, cache: BlockCache) -> None:
-        self._limits = limits
-        self._cache = cache
-        self._runs: dict[AttemptKey, RunT] = {}
-        self._queue: deque[RunT] = deque()
-        self._by_handoff: dict[HandoffId, RunT] = {}
-        self._past = PastAttempts()
-        self._ended: list[EndedAttempt] = []
-        self.draining = False
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens that are to be computed here, and that the engine does not have yet."""
+        return 0
 
     @property
-    def num_queued(self) -> int:
-        return len(self._queue)
+    def num_unreceived_tokens(self) -> int:
+        """Prompt tokens that others compute for it, and whose KV is not here yet."""
+        return 0
 
     @property
-    def num_runs(self) -> int:
-        return len(self._runs)
+    def num_missing_tokens(self) -> int:
+        """Prompt tokens whose KV is not here."""
+        return len(self.prompt) - (self.kv.num_present_tokens if self.kv else 0)
 
-    def has(self, key: AttemptKey) -> bool:
-        return key in self._runs
-
-    def take_ended(self) -> list[EndedAttempt]:
-        """Return the attempts that have ended here since the last call."""
-        if not self._ended:
-            return []
-        ended, self._ended = self._ended, []
-        return ended
-
-    def is_waiting(self, key: AttemptKey) -> bool:
-        """Say whether this attempt is in line here: nothing of it is computed or received yet."""
-        run = self._runs.get(key)
-        return run is not None and run.stage in ("queued", "reserved")
-
-    def attempts(self) -> dict[AttemptKey, GatewayId]:
-        """Return the attempts that go on here, and whose they are."""
-        return {run.key: run.request.gateway_id for run in self._runs.values() if not run.has_ended}
-
-    def held(self, now_ms: int) -> Iterator[HeldRequest]:
-        """Yield what goes on here, for people."""
-        for run in self._runs.values():
-            yield HeldRequest(
-                request_id=run.request.request_id,
-                attempt=run.request.attempt,
-                part="prefill" if isinstance(run.request, RunPrefill) else "decode",
-                stage=run.stage,
-                age_ms=max(0, now_ms - run.taken_ms),
-                num_prompt_tokens=len(run.prompt),
-                reading_from=run.reading_from or "",
-            )
-
-    def owned_tables(self) -> Iterator[BlockTables]:
-        """Yield the tables whose blocks a run here holds references to. Those of leases are the lease table's."""
-        return (run.tables for run in self._runs.values() if run.tables)
-
-    def cancelled(self, event: CancelRequest, now_ms: int) -> list[Action]:
-        return self._cancel((event.request_id, event.attempt), event.end, event.reason, now_ms)
-
-    def unwanted(self, key: AttemptKey, now_ms: int) -> list[Action]:
-        """Its gateway has ended this attempt, or is dead: as a cancel that was lost."""
-        return self._cancel(key, AttemptEnd.CANCELLED, "nobody wants it any more", now_ms)
-
-    def drain(self, now_ms: int) -> list[Action]:
-        """Take no new work. What waits for blocks goes elsewhere at once, the rest goes on."""
-        self.draining = True
-        queued = list(self._queue)
-        self._queue.clear()
-        return [action for run in queued for action in self._fail(run, "draining", "the worker is draining", now_ms)]
-
-    def hand_back(self, now_ms: int) -> list[Action]:
-        """The drain has taken its time: what still owes tokens goes on elsewhere. Finished prefixes stay for their
-        readers."""
-        self._queue.clear()
-        owing = [run for run in self._runs.values() if run.owes_tokens]
-        detail = "the worker is draining and may wait no longer"
-        return [action for run in owing for action in self._fail(run, "draining", detail, now_ms)]
-
-    def fence(self, now_ms: int, reason: str) -> list[Action]:
-        """This worker has been declared dead and its requests go on elsewhere: end every run, and tell no gateway."""
-        self._queue.clear()
-        return [action for run in list(self._runs.values()) for action in self._end(run, reason, now_ms)]
-
-    @abstractmethod
-    def _end(self, run: RunT, reason: str, now_ms: int) -> list[Action]:
-        """End a run early. Its blocks are free once neither a read nor the engine can write them."""
-
-    def _cancel(self, key: AttemptKey, end: AttemptEnd, reason: str, now_ms: int) -> list[Action]:
-        self._past.add(key)
-        run = self._runs.get(key)
-        if run is None or run.has_ended:
-            return []
-        run.end = end
-        return self._end(run, reason, now_ms)
-
-    def _fail(self, run: RunT, code: FailureCode, detail: str, now_ms: int) -> list[Action]:
-        return [emit_failure(run.request, code, detail), *self._end(run, detail, now_ms)]
-
-    def _repeated(self, request: RunPrefill | ReserveBlocks) -> RunT | None:
-        """Return the run that goes on here and that this very message has begun before."""
-        run = self._runs.get((request.request_id, request.attempt))
-        return run if run is not None and run.request.handoff_id == request.handoff_id else None
-
-    def _allocate(self, run: RunT) -> bool:
-        """Give a run its blocks and what is cached of its prompt. False: there is no room now."""
-        allocation = self._cache.admit(
-            run.content.hashes, run.num_kv_tokens, len(run.prompt) - 1, tenant=run.content.tenant
-        )
-        if allocation is None:
-            return False
-        run.tables = allocation.tables
-        run.kv = PromptKV(
-            num_prompt_tokens=len(run.prompt),
-            block_size=self._limits.block_size,
-            num_cached_tokens=allocation.num_cached_tokens,
-            keeps_parts=not self._cache.layout.is_windowed,
-        )
-        return True
-
-    def _sequence(
-        self, run: RunT, token_ids: list[int], num_computed_tokens: int, max_local_tokens: int | None = None
-    ) -> Sequence:
-        """Return what the engine is to compute. Tokens that were answered before count as the answer's."""
-        request = run.request
-        return Sequence(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            token_ids=token_ids,
-            num_prompt_tokens=len(run.prompt) - request.num_answered_tokens,
-            sampling=request.sampling,
-            tables=run.tables,
-            num_computed_tokens=num_computed_tokens,
-            stop_token_ids=self._limits.stop_token_ids(request.sampling),
-            max_local_tokens=max_local_tokens,
+    def held(self, now_ms: int) -> HeldRequest:
+        """Return how far it is, for people."""
+        return HeldRequest(
+            request_id=self.request.request_id,
+            attempt=self.request.attempt,
+            part="prefill" if isinstance(self.request, RunPrefill) else "decode",
+            stage=self.stage,
+            age_ms=max(0, now_ms - self.taken_ms),
+            num_prompt_tokens=len(self.prompt),
+            reading_from=self.read.holder if self.read else "",
         )
 
-    def _forget(self, run: RunT) -> list[Action]:
-        """Drop a run, and give its blocks back."""
-        self._give_back(run)
-        if run in self._queue:
-            self._queue.remove(run)
-        del self._runs[run.key]
-        self._ended.append(EndedAttempt(run.key, run.end, run.outcome))
-        if run.request.handoff_id is not None:
-            self._by_handoff.pop(run.request.handoff_id, None)
-        self._past.add(run.key)
-        return []
 
-    def _give_back(self, run: RunT) -> None:
-        if run.tables:
-            self._cache.free(run.tables)
-            run.tables = ()
+AnyAttempt = Attempt[RunPrefill] | Attempt[ReserveBlocks]
+"""Of either role."""
+
+
+class PastAttempts:
+    """The attempts that have ended here, or were cancelled before they came: a cancel may overtake what it cancels, and
+    a message may come again after all is over. What those that ended have sent is kept for `retain_ms`. Bounded."""
+
+    def __init__(self, max_attempts: int = MAX_PAST_ATTEMPTS, retain_ms: int = RETAIN_ANSWER_MS) -> None:
+        self._max_attempts = max_attempts
+        self._retain_ms = retain_ms
+        self._keys: dict[AttemptKey, None] = {}
+        self._answers: dict[AttemptKey, tuple[SentAnswer, int]] = {}
+        """With the time of the attempt's end; the one that ended first in front."""
+
+    def __contains__(self, key: AttemptKey) -> bool:
+        return key in self._keys
+
+    def add(self, key: AttemptKey) -> None:
+        """This attempt is not to begin (again)."""
+        self._keys[key] = None
+        if len(self._keys) > self._max_attempts:
+            del self._keys[next(iter(self._keys))]
+
+    def ended(self, key: AttemptKey, answer: SentAnswer, now_ms: int) -> None:
+        """This attempt has ended, and has sent this."""
+        self.add(key)
+        if not answer.is_empty:
+            self._answers[key] = (answer, now_ms)
+        if len(self._answers) > self._max_attempts:
+            del self._answers[next(iter(self._answers))]
+
+    def answer(self, key: AttemptKey) -> SentAnswer | None:
+        """Return what an ended attempt has sent, if that is still known."""
+        entry = self._answers.get(key)
+        return entry[0] if entry else None
+
+    def forget_old(self, now_ms: int) -> None:
+        """Drop the answers whose time is over."""
+        while self._answers:
+            key, (_, ended_ms) = next(iter(self._answers.items()))
+            if ended_ms + self._retain_ms > now_ms:
+                return
+            del self._answers[key]
+
+    def forget_answers(self) -> None:
+        """Drop all answers: their gateways have been told that this worker is dead."""
+        self._answers.clear()
+
+    def refuse(self, request: RunPrefill | ReserveBlocks) -> Refused | None:
+        """Return the refusal of an attempt that is over."""
+        if (request.request_id, request.attempt) not in self._keys:
+            return None
+        return refuse(request, "invalid", "this attempt has ended here, or was cancelled before it came")

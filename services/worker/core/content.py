@@ -5,26 +5,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from schemas.block import BlockHasher
-from schemas.ids import BlockHash, WorkerId
+from schemas.ids import BlockHash, RequestId, WorkerId
 from schemas.request import KVSource, SourceTokens, TransferReport
+
+AttemptKey = tuple[RequestId, int]
+"""One attempt at one request."""
 
 
 class SequenceContent:
     """The hashes of one sequence's full blocks. `num_stored_blocks`: how many of them its worker has taken in.
-    `num_landed_tokens`: those whose KV was there before the worker computed any. `replica`: who is offered the blocks
-    as they fill up."""
+    `num_landed_tokens`: those whose KV was there before the worker computed any."""
 
-    def __init__(
-        self,
-        prompt: Sequence[int],
-        block_size: int,
-        fingerprint: str,
-        *,
-        tenant: str = "",
-        replica: WorkerId | None = None,
-    ) -> None:
+    def __init__(self, prompt: Sequence[int], block_size: int, fingerprint: str, *, tenant: str = "") -> None:
         self.tenant = tenant
-        self.replica = replica
         self._hasher = BlockHasher(block_size, model_fingerprint=fingerprint, tenant=tenant)
         self.hashes: list[BlockHash] = self._hasher.extend(prompt, len(prompt))
         self.num_stored_blocks = 0

@@ -2,7 +2,7 @@
 
 
 class Pulse:
-    """When the worker's clockwork last ticked, by a clock that never jumps.
+    """When the worker's timers last ticked, by a clock that never jumps.
 
     Others take a worker that stands still for lost and serve its requests elsewhere, so it must not go on as if nothing
     had happened.
@@ -16,7 +16,7 @@ class Pulse:
         self._lag_s = 0.0
 
     def beat(self, now_s: float) -> None:
-        """The clockwork has ticked."""
+        """The timers has ticked."""
         self._lag_s = self._late_by(now_s)
         self._last_s = now_s
 

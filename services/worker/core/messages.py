@@ -1,14 +1,12 @@
-"""What both ends of a hand-over do the same way. Pure."""
+"""What both ends of a hand-over say and ask the same way. Pure."""
 
 from typing import TypedDict, TypeVar
 
-from dataplane.blocks.layout import BlockTables
 from schemas.handoff import HandoffMessage
 from schemas.ids import HandoffId, RequestId, WorkerId
-from schemas.request import FailureCode, RequestFailure, RequestTokens, ReserveBlocks, RunPrefill
+from schemas.request import ReserveBlocks, RunPrefill
 from schemas.subjects import Subject
-from services.worker.core.actions import AttemptKey, Emit, Fetch, Publish
-from services.worker.core.content import PromptKV, SequenceContent
+from services.worker.core.actions import Publish
 
 EventT = TypeVar("EventT", bound=HandoffMessage)
 
@@ -44,26 +42,7 @@ def handoff_fields(request: RunPrefill | ReserveBlocks | HandoffMessage, worker_
     }
 
 
-def publish_event(subject: Subject[EventT, None], message: EventT) -> Publish:
+def publish_event(subject: Subject[EventT, None], message: EventT, traceparent: str = "") -> Publish:
     """Return the action that publishes an event of a hand-over."""
     ids = (message.source_worker, message.target_worker, message.handoff_id)
-    return Publish(subject, ids, message, (message.request_id, message.attempt))
-
-
-def emit_failure(request: RunPrefill | ReserveBlocks, code: FailureCode, detail: str) -> Emit:
-    """Return the action that tells the gateway that this attempt has failed here."""
-    failure = RequestFailure(code=code, detail=detail, retryable=code != "deadline")
-    tokens = RequestTokens(request_id=request.request_id, attempt=request.attempt, index=0, failure=failure)
-    return Emit(request.gateway_id, tokens)
-
-
-def next_fetch(
-    request: RunPrefill | ReserveBlocks, kv: PromptKV, content: SequenceContent, tables: BlockTables, reader: WorkerId
-) -> Fetch | None:
-    """Return the read of the next piece that somebody is said to hold; None: the rest is to be computed."""
-    piece = kv.next_piece(reader)
-    if piece is None:
-        return None
-    key: AttemptKey = (request.request_id, request.attempt)
-    hashes = tuple(content.hashes[piece.first_block : piece.first_block + piece.num_blocks])
-    return Fetch(key, piece.source, piece.first_block, hashes, tables, request.deadline_ms, request.tenant)
+    return Publish(subject, ids, message, traceparent)

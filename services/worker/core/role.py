@@ -1,64 +1,336 @@
-"""What a worker's shell needs of its roles."""
+"""The core of a role: it owns the attempts, and does with them what prefill and decode do the same way. Pure."""
 
-from collections.abc import Iterator
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections import deque
+from typing import Any, ClassVar, Generic, TypeVar
 
-from dataplane.blocks.layout import BlockTables
-from schemas.ids import GatewayId
-from schemas.observe import HeldRequest
-from schemas.request import CancelRequest
+import msgspec
+
+from dataplane.blocks.cache import BlockCache
+from schemas import subjects
+from schemas.ids import BlockHash, GatewayId, HandoffId
+from schemas.request import (
+    AttemptEnd,
+    CancelRequest,
+    FailureCode,
+    RequestFailure,
+    RequestTokens,
+    refuse,
+)
 from schemas.worker import WorkerLeft
-from services.engine.interface import StepResult
-from services.worker.core.actions import Action, AttemptKey, StartRead, StopRead
-from services.worker.core.attempts import EndedAttempt
-from services.worker.core.content import ReadOutcome
-from services.worker.kv.leases import Grant
+from services.engine.interface import SampledToken, Sequence, StepResult
+from services.worker.core.actions import Action, AttemptEnded, Emit, Publish, SendReply, StartRead
+from services.worker.core.attempts import AnyAttempt, KVRead, PastAttempts, SentAnswer, WantedLease
+from services.worker.core.checks import WorkerLimits, check_request, read_prompt
+from services.worker.core.content import AttemptKey, PromptKV
+from services.worker.core.events import (
+    AttemptUnwanted,
+    DrainBegun,
+    DrainOver,
+    Event,
+    Fenced,
+    ReadEnded,
+    ReserveAsked,
+    RunAsked,
+    SequenceFailed,
+    SequenceRemoved,
+)
+from services.worker.core.replica_offer import ReplicaOffer
+
+AttemptT = TypeVar("AttemptT", bound=AnyAttempt)
 
 
-class WorkerCore(Protocol):
-    """A role's core, whatever the role."""
+class RoleCore(ABC, Generic[AttemptT]):
+    """Owns the attempts of one role; shares its blocks with the worker's other cores.
 
-    draining: bool
+    `handle` and `tick` change it, and return what is to be done, in order. `now_ms`: Unix ms.
+    """
+
+    record: ClassVar[type[Any]]
+    """Of one attempt."""
+
+    def __init__(self, limits: WorkerLimits, cache: BlockCache) -> None:
+        self.attempts: dict[AttemptKey, AttemptT] = {}
+        """What goes on here, and what has ended and whose blocks may still be written."""
+        self.past = PastAttempts()
+        self.draining = False
+        self._limits = limits
+        self._cache = cache
+        self._queue: deque[AttemptT] = deque()
+        self._by_handoff: dict[HandoffId, AttemptT] = {}
 
     @property
-    def num_runs(self) -> int: ...
-    @property
-    def num_queued(self) -> int: ...
-    @property
-    def num_queued_tokens(self) -> int: ...
-    @property
-    def num_unreceived_tokens(self) -> int: ...
+    def num_queued(self) -> int:
+        """Attempts that wait for blocks."""
+        return len(self._queue)
 
-    def stepped(self, result: StepResult, now_ms: int) -> list[Action]: ...
-    def removed(self, key: AttemptKey, now_ms: int) -> list[Action]: ...
-    def engine_failed(self, key: AttemptKey, reason: str, now_ms: int) -> list[Action]: ...
-    def fetched(self, key: AttemptKey, outcome: ReadOutcome, now_ms: int) -> list[Action]: ...
-    def take_ended(self) -> list[EndedAttempt]:
-        """Return the attempts that have ended here since the last call."""
-        ...
+    def wanted_by(self) -> dict[AttemptKey, GatewayId]:
+        """Return the attempts that go on here, and whose they are."""
+        return {key: attempt.request.gateway_id for key, attempt in self.attempts.items() if not attempt.has_ended}
 
-    def has(self, key: AttemptKey) -> bool: ...
-    def is_waiting(self, key: AttemptKey) -> bool: ...
-    def attempts(self) -> dict[AttemptKey, GatewayId]: ...
-    def held(self, now_ms: int) -> Iterator[HeldRequest]: ...
-    def owned_tables(self) -> Iterator[BlockTables]: ...
-    def cancelled(self, event: CancelRequest, now_ms: int) -> list[Action]: ...
-    def unwanted(self, key: AttemptKey, now_ms: int) -> list[Action]: ...
-    def left(self, event: WorkerLeft, now_ms: int) -> list[Action]: ...
-    def tick(self, now_ms: int) -> list[Action]: ...
-    def drain(self, now_ms: int) -> list[Action]: ...
-    def hand_back(self, now_ms: int) -> list[Action]: ...
-    def fence(self, now_ms: int, reason: str) -> list[Action]: ...
+    def answer_of(self, key: AttemptKey) -> SentAnswer | None:
+        """Return what an attempt has sent so far; None: it is not known here (any more)."""
+        attempt = self.attempts.get(key)
+        return attempt.answer if attempt is not None else self.past.answer(key)
 
+    def handle(self, event: Event, now_ms: int) -> list[Action]:
+        """Take in what has happened. A role's own events are handled by the role."""
+        match event:
+            case StepResult():
+                return self._stepped(event, now_ms)
+            case ReadEnded():
+                return self._read_ended(event, now_ms)
+            case CancelRequest():
+                return self._cancel((event.request_id, event.attempt), event.end, event.reason, now_ms)
+            case AttemptUnwanted():
+                return self._cancel(event.key, AttemptEnd.CANCELLED, "nobody wants it any more", now_ms)
+            case WorkerLeft():
+                return self._worker_left(event, now_ms)
+            case SequenceRemoved():
+                return self._removed(event.key, now_ms)
+            case SequenceFailed():
+                return self._failed(event, now_ms)
+            case DrainBegun():
+                return self._drain(now_ms)
+            case DrainOver():
+                return self._hand_back(now_ms)
+            case Fenced():
+                return self._fence(event.reason, now_ms)
+            case _:
+                return []
 
-class KVReads(Protocol):
-    """Carries out the reads that a decode core asks for."""
+    def tick(self, now_ms: int) -> list[Action]:
+        """Return what the time makes necessary."""
+        self.past.forget_old(now_ms)
+        running = [attempt for attempt in self.attempts.values() if attempt.replica_offer is not None]
+        copies = [action for attempt in running for action in self._offer_copies(attempt, now_ms)]
+        return self._on_time(now_ms) + copies
 
-    def start(self, action: StartRead) -> None: ...
-    def stop(self, action: StopRead) -> None: ...
+    # What a role decides for itself.
 
+    @abstractmethod
+    def _on_time(self, now_ms: int) -> list[Action]:
+        """Enforce deadlines, repeat what may have been lost, let in what there is room for."""
 
-class LeaseOwner(Protocol):
-    """A core that grants leases of its own and hears how their streams ended."""
+    @abstractmethod
+    def _admit(self, now_ms: int) -> list[Action]:
+        """Begin what is queued, first come first served, while there are blocks."""
 
-    def served(self, lease: Grant, now_ms: int) -> list[Action]: ...
+    @abstractmethod
+    def _read_on(self, attempt: AttemptT, event: ReadEnded, now_ms: int) -> list[Action]:
+        """A read of an attempt that goes on has ended: go on with the next source, or compute."""
+
+    @abstractmethod
+    def _sampled(self, attempt: AttemptT, sampled: SampledToken, ended_ns: int, now_ms: int) -> list[Action]:
+        """Send on a token of an attempt that goes on. `ended_ns`: when its step ended."""
+
+    @abstractmethod
+    def _worker_left(self, event: WorkerLeft, now_ms: int) -> list[Action]:
+        """Do without a reader or a source."""
+
+    @abstractmethod
+    def _end(self, attempt: AttemptT, reason: str, now_ms: int) -> list[Action]:
+        """End an attempt early. Its blocks are free once neither a read nor the engine can write them."""
+
+    # Taking and ending, the same for all.
+
+    def _take(self, event: RunAsked | ReserveAsked, now_ms: int) -> AttemptT | SendReply:
+        """Return the attempt that this message has begun, now or before, or the refusal."""
+        request, limits = event.request, self._limits
+        if (refused := self.past.refuse(request)) is not None:
+            return SendReply(refused)
+        known = self.attempts.get((request.request_id, request.attempt))
+        if known is not None and known.request.handoff_id == request.handoff_id:
+            return known
+        prompt = read_prompt(request.prompt)
+        full = len(self._queue) >= limits.max_queued
+        refused = check_request(request, prompt, limits, now_ms, draining=self.draining, full=full)
+        if refused is not None:
+            return SendReply(refused)
+        if known is not None or request.handoff_id in self._by_handoff:
+            return SendReply(refuse(request, "invalid", "this hand-over is another request's"))
+        attempt: AttemptT = self.record(  # type: ignore[assignment]
+            request, prompt, limits.content_of(request, prompt), event.times, taken_ms=now_ms
+        )
+        self.attempts[attempt.key] = attempt
+        self._queue.append(attempt)
+        if request.handoff_id is not None:
+            self._by_handoff[request.handoff_id] = attempt
+        return attempt
+
+    def _stepped(self, result: StepResult, now_ms: int) -> list[Action]:
+        """Send on what an engine step gave. Sequences of other cores are passed over."""
+        actions: list[Action] = []
+        for sampled in result.sampled:
+            attempt = self.attempts.get((sampled.sequence.request_id, sampled.sequence.attempt))
+            if attempt is None:
+                continue
+            if sampled.local_end:
+                actions += self._offer_copies(attempt, now_ms, ended=True)
+            if not attempt.has_ended:
+                actions += self._sampled(attempt, sampled, result.ended_ns, now_ms)
+            elif sampled.local_end:  # it ended before it could be withdrawn
+                actions += self._forget(attempt, now_ms)
+        for sequence, _ in result.computed:
+            attempt = self.attempts.get((sequence.request_id, sequence.attempt))
+            if attempt is not None and attempt.replica_offer is not None:
+                actions += self._offer_copies(attempt, now_ms)
+        return actions + self._admit(now_ms)  # the step may have ended an attempt of the worker's other role
+
+    def _read_ended(self, event: ReadEnded, now_ms: int) -> list[Action]:
+        attempt = self.attempts.get(event.read.key)
+        if attempt is None or attempt.read is not event.read:
+            return []
+        attempt.read = None
+        return self._read_on(attempt, event, now_ms)
+
+    def _removed(self, key: AttemptKey, now_ms: int) -> list[Action]:
+        attempt = self.attempts.get(key)
+        if attempt is None:
+            return self._admit(now_ms)
+        copies = self._offer_copies(attempt, now_ms, ended=True)
+        return copies + self._forget(attempt, now_ms) + self._admit(now_ms)
+
+    def _failed(self, event: SequenceFailed, now_ms: int) -> list[Action]:
+        attempt = self.attempts.get(event.key)
+        if attempt is None:
+            return []
+        attempt.outcome = attempt.outcome or event.reason
+        told = [] if attempt.has_ended else [self._emit_failure(attempt, "engine_failed", event.reason)]
+        return told + self._engine_lost(attempt) + self._forget(attempt, now_ms) + self._admit(now_ms)
+
+    def _engine_lost(self, attempt: AttemptT) -> list[Action]:
+        """The engine has dropped an attempt: end what others hold of it."""
+        return []
+
+    def _cancel(self, key: AttemptKey, end: AttemptEnd, reason: str, now_ms: int) -> list[Action]:
+        self.past.add(key)
+        attempt = self.attempts.get(key)
+        if attempt is None or attempt.has_ended:
+            return []
+        attempt.end = end
+        return self._end(attempt, reason, now_ms)
+
+    def _drain(self, now_ms: int) -> list[Action]:
+        self.draining = True
+        queued = list(self._queue)
+        self._queue.clear()
+        detail = "the worker is draining"
+        return [action for attempt in queued for action in self._fail(attempt, "draining", detail, now_ms)]
+
+    def _hand_back(self, now_ms: int) -> list[Action]:
+        """Fail what owes tokens. Finished prefixes stay for their readers."""
+        self._queue.clear()
+        owing = [attempt for attempt in self.attempts.values() if attempt.owes_tokens]
+        detail = "the worker is draining and may wait no longer"
+        return [action for attempt in owing for action in self._fail(attempt, "draining", detail, now_ms)]
+
+    def _fence(self, reason: str, now_ms: int) -> list[Action]:
+        self._queue.clear()
+        self.past.forget_answers()
+        actions: list[Action] = []
+        for attempt in list(self.attempts.values()):
+            attempt.answer, attempt.replica_offer = SentAnswer(), None
+            actions += self._end(attempt, reason, now_ms)
+        return actions
+
+    def _fail(self, attempt: AttemptT, code: FailureCode, detail: str, now_ms: int) -> list[Action]:
+        return [self._emit_failure(attempt, code, detail), *self._end(attempt, detail, now_ms)]
+
+    def _forget(self, attempt: AttemptT, now_ms: int) -> list[Action]:
+        """Drop an attempt, and give its blocks back."""
+        self._give_back(attempt)
+        if attempt in self._queue:
+            self._queue.remove(attempt)
+        del self.attempts[attempt.key]
+        if attempt.request.handoff_id is not None:
+            self._by_handoff.pop(attempt.request.handoff_id, None)
+        self.past.ended(attempt.key, attempt.answer, now_ms)
+        return [AttemptEnded(attempt)]
+
+    def _give_back(self, attempt: AttemptT) -> None:
+        if attempt.tables:
+            self._cache.free(attempt.tables)
+            attempt.tables = ()
+
+    # Words.
+
+    def _emit(self, attempt: AttemptT, tokens: RequestTokens) -> Emit:
+        """Return the action that sends this to the attempt's gateway, and keep it for a gateway that misses it."""
+        if tokens.report is not None and (first_token := attempt.times.first_token()) is not None:
+            report = msgspec.structs.replace(tokens.report, first_token=first_token)
+            tokens = msgspec.structs.replace(tokens, report=report)
+        attempt.answer.add(tokens)
+        return Emit(attempt.request.gateway_id, tokens)
+
+    def _emit_failure(self, attempt: AttemptT, code: FailureCode, detail: str) -> Emit:
+        """Return the action that tells the gateway that this attempt has failed here."""
+        failure = RequestFailure(code=code, detail=detail, retryable=code != "deadline")
+        request = attempt.request
+        return self._emit(
+            attempt, RequestTokens(request_id=request.request_id, attempt=request.attempt, index=0, failure=failure)
+        )
+
+    def _offer_copies(self, attempt: AttemptT, now_ms: int, *, ended: bool = False) -> list[Action]:
+        """Offer its replica the blocks that have filled up, where that is due. `ended`: no more will."""
+        offer = attempt.replica_offer
+        if offer is None:
+            return []
+        if ended:
+            attempt.replica_offer = None
+        messages = offer.due(now_ms, ended=ended)
+        return [Publish(subjects.REPLICATE, (offer.replica,), message, attempt.traceparent) for message in messages]
+
+    # Blocks, reads, the engine.
+
+    def _allocate(self, attempt: AttemptT) -> bool:
+        """Give an attempt its blocks and what is cached of its prompt. False: there is no room now."""
+        allocation = self._cache.admit(
+            attempt.content.hashes, attempt.num_kv_tokens, len(attempt.prompt) - 1, tenant=attempt.content.tenant
+        )
+        if allocation is None:
+            return False
+        attempt.tables = allocation.tables
+        attempt.kv = PromptKV(
+            num_prompt_tokens=len(attempt.prompt),
+            block_size=self._limits.block_size,
+            num_cached_tokens=allocation.num_cached_tokens,
+            keeps_parts=not self._cache.layout.is_windowed,
+        )
+        return True
+
+    def _read_next(self, attempt: AttemptT) -> StartRead | None:
+        """Begin to read the next piece that somebody is said to hold; None: the rest is to be computed."""
+        assert attempt.kv is not None
+        if self.draining:
+            attempt.kv.sources.clear()
+        piece = attempt.kv.next_piece(self._limits.worker_id)
+        if piece is None:
+            return None
+        hashes: list[BlockHash] = attempt.content.hashes[piece.first_block : piece.first_block + piece.num_blocks]
+        request = attempt.request
+        lease = WantedLease(piece.source, piece.first_block, tuple(hashes), request.deadline_ms, request.tenant)
+        first_token = piece.first_block * self._limits.block_size
+        attempt.read = KVRead(attempt.key, lease, attempt.tables, first_token, attempt.traceparent)
+        return StartRead(attempt.read)
+
+    def _to_engine(
+        self, attempt: AttemptT, token_ids: list[int], num_computed_tokens: int, max_local_tokens: int | None = None
+    ) -> Sequence:
+        """Return what the engine is to compute. Tokens that were answered before count as the answer's."""
+        request, limits = attempt.request, self._limits
+        if request.replica not in (None, limits.worker_id) and not self._cache.layout.is_windowed:
+            attempt.replica_offer = ReplicaOffer(
+                attempt.key, attempt.content, request.replica, limits.worker_id, limits.fingerprint
+            )
+        return Sequence(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            token_ids=token_ids,
+            num_prompt_tokens=len(attempt.prompt) - request.num_answered_tokens,
+            sampling=request.sampling,
+            tables=attempt.tables,
+            num_computed_tokens=num_computed_tokens,
+            stop_token_ids=limits.stop_token_ids(request.sampling),
+            max_local_tokens=max_local_tokens,
+        )

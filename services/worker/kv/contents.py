@@ -6,7 +6,6 @@ from dataplane.blocks.cache import BlockCache
 from schemas.directory import BlocksEvicted, BlocksStored, Inventory
 from schemas.ids import BlockHash
 from services.engine.interface import Sequence
-from services.worker.core.actions import AttemptKey
 from services.worker.core.content import SequenceContent
 from services.worker.kv.holder import KVHolder
 from services.worker.limits import COOLING_SHARE, MAX_COOLING_BLOCKS
@@ -16,7 +15,6 @@ from services.worker.limits import COOLING_SHARE, MAX_COOLING_BLOCKS
 class WorkerHolder(KVHolder[BlockCache]):
     """One worker's blocks. All of this is for the event loop."""
 
-    _contents: dict[AttemptKey, SequenceContent] = field(default_factory=dict[AttemptKey, SequenceContent])
     _cooled: set[BlockHash] = field(default_factory=set[BlockHash])
     """Blocks that have been named as those that go next, and are still here."""
 
@@ -27,28 +25,21 @@ class WorkerHolder(KVHolder[BlockCache]):
     def submitted(self, sequence: Sequence, content: SequenceContent) -> None:
         """Take in what of a sequence is in place before the engine has it."""
         content.num_landed_tokens = sequence.num_computed_tokens
-        self._contents[(sequence.request_id, sequence.attempt)] = content
-        self.computed(sequence, sequence.num_computed_tokens)
+        self.computed(sequence, content, sequence.num_computed_tokens)
 
-    def computed(self, sequence: Sequence, num_tokens: int, *, ended: bool = False) -> None:
+    def computed(self, sequence: Sequence, content: SequenceContent, num_tokens: int, *, ended: bool = False) -> None:
         """Take in that a sequence's first `num_tokens` tokens have their KV here. `ended`: no more will be written."""
-        content = self._contents.get((sequence.request_id, sequence.attempt))
         num_full_blocks = num_tokens // self.shape.layout.block_size
-        if content is None or (num_full_blocks == content.num_stored_blocks and not ended):
+        if num_full_blocks == content.num_stored_blocks and not ended:
             return  # most decode steps fill no block
         hashes = content.extend(sequence.token_ids, num_tokens)
         num_stored, num_landed = content.num_stored_blocks, content.num_landed_tokens
         self.cache.store(sequence.tables, hashes, num_stored, num_tokens, num_landed, ended=ended)
         content.num_stored_blocks = num_full_blocks
 
-    def ended(self, sequence: Sequence) -> None:
+    def ended(self, sequence: Sequence, content: SequenceContent) -> None:
         """The engine has let go of a sequence; its blocks are still its own."""
-        self.computed(sequence, sequence.num_computed_tokens, ended=True)
-        self.forget((sequence.request_id, sequence.attempt))
-
-    def forget(self, key: AttemptKey) -> None:
-        """Nothing more is written of this attempt."""
-        self._contents.pop(key, None)
+        self.computed(sequence, content, sequence.num_computed_tokens, ended=True)
 
     def events(self) -> list[BlocksStored | BlocksEvicted]:
         """Return what the directory has to hear of what came and went since the last call."""

@@ -26,10 +26,10 @@ from schemas.request import RunPrefill
 from schemas.worker import BlockCounts
 from services.config import WorkerConfig
 from services.runtime import now_ms
+from services.worker.core.leases import Grant, LeaseTable
+from services.worker.core.lending import LentMemory
 from services.worker.core.messages import handoff_fields
-from services.worker.kv.leases import Grant, LeaseTable
 from services.worker.kv.ledger import BlockLedger
-from services.worker.kv.lending import LentMemory
 from services.worker.platform import MakeServer
 
 log = logging.getLogger(__name__)
@@ -161,10 +161,10 @@ class KVHolder(Generic[MemoryT]):
             num_tokens=grant.num_tokens,
         )
 
-    def finish_lease(self, grant: Grant, first: FirstToken, computed_ns: int) -> None:
+    def finish_lease(self, grant: Grant, first: FirstToken) -> None:
         """All is computed: the stream may end."""
-        grant.readable_ns = computed_ns
-        grant.progress.finish(msgspec.json.encode(msgspec.structs.replace(first, computed_ns=computed_ns)))
+        grant.readable_ns = first.computed_ns
+        grant.progress.finish(msgspec.json.encode(first))
 
     def close_lease(self, grant: Grant) -> None:
         """The lease has ended: fail a stream that is still open on it."""

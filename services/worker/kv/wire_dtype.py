@@ -11,7 +11,7 @@ from dataplane.memory.codec import BlockCodec, WireDtype
 from schemas.ids import WorkerId
 from services.config import WireDtype as WireSetting
 from services.worker.limits import CODEC_ROUNDS, CODEC_SAMPLE_BLOCKS, COMPRESSION_GAIN_MIN
-from services.worker.observe.measured_rates import RateBook
+from services.worker.observe.measured_rates import MeasuredRates
 
 PACKED_DTYPE: WireDtype = "int8"
 """What `auto` compresses to: as many bytes as fp8, and closer."""
@@ -51,7 +51,7 @@ class WireChoice:
 
     setting: WireSetting
     layout: KVLayout
-    rates: RateBook
+    rates: MeasuredRates
     _codec_bytes_per_s: float = field(default=0.0)
 
     def measure(self) -> None:

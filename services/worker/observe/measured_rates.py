@@ -35,7 +35,7 @@ class _Link:
 
 
 @dataclass
-class RateBook:
+class MeasuredRates:
     """One worker's rates. `token_bytes`: of one token over all layers."""
 
     token_bytes: int

@@ -13,7 +13,7 @@ from services import metric_names as names
 from services.engine.interface import StepResult
 from services.metrics import Metrics
 from services.runtime import now_ms
-from services.worker.kv.leases import Grant, LeaseTable
+from services.worker.core.leases import Grant, LeaseTable
 from services.worker.limits import MAX_MEASURED_PAIRS, UNREAD_AFTER_MS
 
 ReadKind = Literal["handover", "fetch"]

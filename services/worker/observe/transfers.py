@@ -2,11 +2,14 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from dataplane.ends.reader import Landed
 from dataplane.protocol.stream import TransferStats
 from schemas.kv import ReadEnd
 from services.telemetry import Attributes, AttributeValue, Key, SpanName, Telemetry
-from services.worker.kv.leases import Grant
+from services.worker.core.events import ReadEnded
+from services.worker.core.leases import Grant
 
 
 @dataclass(slots=True)
@@ -58,6 +61,14 @@ class TransferSpan:
                 return
             self.telemetry.record(name, parent, (reached_ns, phase_ns), {})
             reached_ns = phase_ns
+
+
+class FinishedRead(NamedTuple):
+    """A read that has ended, for who records it. `landed`: None: not all came."""
+
+    ended: ReadEnded
+    span: TransferSpan
+    landed: Landed | None
 
 
 def described_by(stats: TransferStats) -> dict[str, AttributeValue]:

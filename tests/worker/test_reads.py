@@ -3,10 +3,12 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 import msgspec
 import pytest
 
+from dataplane.ends.reader import PlaneReader
 from schemas import subjects
 from schemas.block import BLOCK_HASH_BYTES
 from schemas.handoff import Endpoint
@@ -15,7 +17,9 @@ from schemas.kv import LeaseGranted, RequestLease, ReturnLease
 from schemas.request import Refused
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received, TypedBus
-from services.worker.kv.borrow import Borrower, NotGrantedError
+from services.runtime import now_ms
+from services.telemetry import Telemetry
+from services.worker.kv.reads import KVReads, NotGrantedError, ReaderSettings
 
 HOLDER, READER = WorkerId("p-0"), WorkerId("d-0")
 BLOCK_SIZE = 8
@@ -28,6 +32,16 @@ GRANTED = LeaseGranted(
     lease_ms=5_000, ticket="", first_token=0, num_tokens=2 * BLOCK_SIZE,
     endpoint=Endpoint(host="", port=0, carriers=(), arena="", arena_nonce=""),
 )  # fmt: skip
+
+
+def request() -> RequestLease:
+    return msgspec.structs.replace(REQUEST, answer_by_ms=now_ms() + 5_000)
+
+
+def reads_of(bus: TypedBus, tasks: asyncio.TaskGroup) -> KVReads:
+    settings = ReaderSettings(reader_id=READER, fingerprint="f", block_size=BLOCK_SIZE, carrier="tcp", base_s=1.0)
+    reader = cast("PlaneReader", None)  # nothing is read here
+    return KVReads(settings, bus, reader, Telemetry(READER, None), tasks, record=lambda _: None)
 
 
 @dataclass
@@ -46,23 +60,23 @@ class Holder:
         self.returned.put_nowait(received.message)
 
 
-async def with_holder(run: Callable[[Borrower, Holder], Awaitable[None]], timeout_s: float = 30) -> None:
+async def with_holder(run: Callable[[KVReads, Holder], Awaitable[None]], timeout_s: float = 30) -> None:
     broker, holder = MemoryBroker(), Holder()
     theirs, ours = (TypedBus(MemoryBus(broker), name) for name in ("holder", "reader"))
     async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as tasks:
         await theirs.serve(tasks, subjects.LEASE, (HOLDER,), holder.on_lease)
         await theirs.listen(tasks, subjects.RETURNED, (HOLDER,), holder.on_returned)
-        await run(Borrower(ours, BLOCK_SIZE), holder)
+        await run(reads_of(ours, tasks), holder)
         await ours.close()
         await theirs.close()
 
 
 async def test_a_read_that_ends_well_gives_nothing_back() -> None:
-    async def run(borrower: Borrower, holder: Holder) -> None:
+    async def run(reads: KVReads, holder: Holder) -> None:
         holder.answers.set()
-        async with borrower.lease(HOLDER, REQUEST, 5) as granted:
+        async with reads.lease(request(), HOLDER) as granted:
             assert granted == GRANTED
-        async with borrower.lease(HOLDER, REQUEST, 5):
+        async with reads.lease(request(), HOLDER):
             assert holder.returned.empty()
 
     await with_holder(run)
@@ -70,10 +84,10 @@ async def test_a_read_that_ends_well_gives_nothing_back() -> None:
 
 @pytest.mark.parametrize("error", [ValueError, asyncio.CancelledError])
 async def test_a_read_that_fails_gives_back(error: type[BaseException]) -> None:
-    async def run(borrower: Borrower, holder: Holder) -> None:
+    async def run(reads: KVReads, holder: Holder) -> None:
         holder.answers.set()
         with pytest.raises(error):
-            async with borrower.lease(HOLDER, REQUEST, 5):
+            async with reads.lease(request(), HOLDER):
                 raise error
         assert (await holder.returned.get()).lease_id == GRANTED.lease_id
 
@@ -81,9 +95,9 @@ async def test_a_read_that_fails_gives_back(error: type[BaseException]) -> None:
 
 
 async def test_who_is_stopped_while_it_asks_gives_back_what_comes() -> None:
-    async def run(borrower: Borrower, holder: Holder) -> None:
+    async def run(reads: KVReads, holder: Holder) -> None:
         async def read() -> None:
-            async with borrower.lease(HOLDER, REQUEST, 5):
+            async with reads.lease(request(), HOLDER):
                 raise AssertionError("it was stopped before")
 
         reading = asyncio.create_task(read())
@@ -99,11 +113,11 @@ async def test_who_is_stopped_while_it_asks_gives_back_what_comes() -> None:
 
 
 async def test_what_was_not_asked_for_is_given_back_unread() -> None:
-    async def run(borrower: Borrower, holder: Holder) -> None:
+    async def run(reads: KVReads, holder: Holder) -> None:
         holder.answers.set()
         holder.reply = msgspec.structs.replace(GRANTED, num_tokens=3 * BLOCK_SIZE)
         with pytest.raises(NotGrantedError, match="unasked"):
-            async with borrower.lease(HOLDER, REQUEST, 5):
+            async with reads.lease(request(), HOLDER):
                 raise AssertionError
         assert (await holder.returned.get()).lease_id == GRANTED.lease_id
 
@@ -111,11 +125,11 @@ async def test_what_was_not_asked_for_is_given_back_unread() -> None:
 
 
 async def test_a_refusal_keeps_its_reason() -> None:
-    async def run(borrower: Borrower, holder: Holder) -> None:
+    async def run(reads: KVReads, holder: Holder) -> None:
         holder.answers.set()
         holder.reply = Refused(request_id=REQUEST.request_id, attempt=1, deadline_ms=9, reason="gone", detail="no")
         with pytest.raises(NotGrantedError) as raised:
-            async with borrower.lease(HOLDER, REQUEST, 5):
+            async with reads.lease(request(), HOLDER):
                 raise AssertionError
         assert raised.value.reason == "gone"
         assert holder.returned.empty()

@@ -1,16 +1,12 @@
-"""What a worker can take on, and the checks that every request must pass. Pure."""
+"""What a worker can take on, and the checks that every request must pass before it is taken. Pure."""
 
 from dataclasses import dataclass
 
 from schemas.block import unpack_tokens
 from schemas.ids import TokenIds, WorkerId, is_subject_token
 from schemas.request import RefusalReason, Refused, ReserveBlocks, RunPrefill, SamplingParams, refuse
-from services.worker.core.actions import AttemptKey
 from services.worker.core.content import SequenceContent
-from services.worker.limits import RETRY_AFTER_MS
-
-MAX_SOURCES = 16
-"""A source that does not answer costs seconds."""
+from services.worker.limits import MAX_SOURCES, RETRY_AFTER_MS
 
 
 @dataclass(slots=True, frozen=True)
@@ -30,37 +26,12 @@ class WorkerLimits:
 
     def content_of(self, request: RunPrefill | ReserveBlocks, prompt: list[int]) -> SequenceContent:
         """Return the identities of the blocks of a request's prompt."""
-        return SequenceContent(
-            prompt, self.block_size, self.fingerprint, tenant=request.tenant, replica=request.replica
-        )
+        return SequenceContent(prompt, self.block_size, self.fingerprint, tenant=request.tenant)
 
     def stop_token_ids(self, sampling: SamplingParams) -> frozenset[int]:
         """Return the tokens that end this request's answer."""
         eos = frozenset[int]() if sampling.ignore_eos else self.eos_token_ids
         return eos | frozenset(sampling.stop_token_ids)
-
-
-class PastAttempts:
-    """The attempts that have ended here, or were cancelled before they came: a cancel may overtake what it cancels, and
-    a message may come again after all is over. Bounded."""
-
-    def __init__(self, max_attempts: int = 4_096) -> None:
-        self._max_attempts = max_attempts
-        self._keys: dict[AttemptKey, None] = {}
-
-    def __contains__(self, key: AttemptKey) -> bool:
-        return key in self._keys
-
-    def add(self, key: AttemptKey) -> None:
-        self._keys[key] = None
-        if len(self._keys) > self._max_attempts:
-            del self._keys[next(iter(self._keys))]
-
-    def refuse(self, request: RunPrefill | ReserveBlocks) -> Refused | None:
-        """Return the refusal of an attempt that is over."""
-        if (request.request_id, request.attempt) not in self._keys:
-            return None
-        return refuse(request, "invalid", "this attempt has ended here, or was cancelled before it came")
 
 
 def _ids_of(request: RunPrefill | ReserveBlocks) -> list[str]:

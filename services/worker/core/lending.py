@@ -17,7 +17,8 @@ from schemas.kv import LeaseEnd, RequestLease, ReturnLease, refuse_lease
 from schemas.request import Refused, refuse
 from schemas.worker import WorkerLeft
 from services.worker.core.actions import Action, CloseLease
-from services.worker.kv.leases import Grant, LeaseTable
+from services.worker.core.events import Event, Fenced, Stopping, StreamEnded, StreamStarted
+from services.worker.core.leases import Grant, LeaseTable
 from services.worker.limits import MAX_LENT_LEASES, OPEN_LEASE_WITHIN_MS, RETRY_AFTER_MS
 
 
@@ -61,39 +62,6 @@ class LendLimits(Protocol):
     def lease_ms(self) -> int: ...
 
 
-# What can happen. What a reader says comes as the message itself.
-
-
-@dataclass(slots=True, frozen=True)
-class StreamStarted:
-    """The first frame of a read under this lease is on its way."""
-
-    lease: Grant
-
-
-@dataclass(slots=True, frozen=True)
-class StreamEnded:
-    """A read under this lease is over. `error`: why it failed, for people; "": all was sent."""
-
-    lease: Grant
-    error: str = ""
-
-
-@dataclass(slots=True, frozen=True)
-class EndAll:
-    """No reader is served any more: the others take this holder for dead, or it stops."""
-
-    detail: str
-
-
-@dataclass(slots=True, frozen=True)
-class Stopping:
-    """The holder is about to stop serving: what is lent from now on would be cut off."""
-
-
-LendEvent = ReturnLease | WorkerLeft | StreamStarted | StreamEnded | EndAll | Stopping
-
-
 @dataclass
 class LendCore:
     """The leases that readers have asked for; those of hand-overs are the prefill core's."""
@@ -104,7 +72,7 @@ class LendCore:
     num_asked: int = 0
     is_stopping: bool = False
 
-    def handle(self, event: LendEvent, now_ms: int) -> list[Action]:
+    def handle(self, event: Event, now_ms: int) -> list[Action]:
         """Take in what has happened; return what is to be done, in order."""
         match event:
             case StreamStarted(lease=lease):
@@ -120,10 +88,12 @@ class LendCore:
             case WorkerLeft(worker_id=reader):
                 lost = [grant for grant in self.leases if grant.reader == reader]
                 return self._end(lost, LeaseEnd.READER_LEFT, "the reader left")
-            case EndAll(detail=detail):
-                return self._end(list(self.leases), LeaseEnd.CANCELLED, detail)
+            case Fenced(reason=reason):
+                return self._end(list(self.leases), LeaseEnd.CANCELLED, reason)
             case Stopping():
                 self.is_stopping = True
+                return []
+            case _:
                 return []
 
     def tick(self, now_ms: int) -> list[Action]:

@@ -1,0 +1,146 @@
+"""What can happen to a worker's attempts, copies and leases. A message that needs no more than itself is an event as
+it is, and so is an engine step's result."""
+
+from dataclasses import dataclass
+
+from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded, KVOffered
+from schemas.kv import ReadEnd, ReplicateBlocks, ReturnLease
+from schemas.request import CancelRequest, RefusalReason, ReserveBlocks, RunPrefill
+from schemas.worker import WorkerLeft
+from services.engine.interface import StepResult
+from services.worker.core.attempts import AttemptTimes, KVRead
+from services.worker.core.content import AttemptKey, ReadOutcome
+from services.worker.core.leases import Grant
+
+
+@dataclass(frozen=True, slots=True)
+class RunAsked:
+    """A gateway wants a prompt computed. Answered by a `SendReply`. `times`: its trace, and when it came."""
+
+    request: RunPrefill
+    times: AttemptTimes
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveAsked:
+    """A gateway wants room for an answer. Answered by a `SendReply`. `times`: its trace, and when it came."""
+
+    request: ReserveBlocks
+    times: AttemptTimes
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOffered:
+    """Another worker has completed blocks, and wants them kept here as well."""
+
+    message: ReplicateBlocks
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStarted:
+    """The first byte of a hand-over is here."""
+
+    read: KVRead
+    carrier: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnded:
+    """A read has ended and writes no more. `detail`: why it `end`ed so, for people. `refusal`: where the holder refused
+    the lease. `first_token`: with a hand-over that landed."""
+
+    read: KVRead
+    outcome: ReadOutcome
+    end: ReadEnd = ReadEnd.LANDED
+    detail: str = ""
+    refusal: RefusalReason | None = None
+    first_token: FirstToken | None = None
+
+    @property
+    def reason(self) -> str:
+        """How it ended, for people."""
+        return self.detail or self.end.value
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRemoved:
+    """The engine has let go of a sequence that was withdrawn."""
+
+    key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFailed:
+    """A step raised, or the engine does not take the sequence: it is with the engine no more."""
+
+    key: AttemptKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStarted:
+    """The first frame of a read under this lease is on its way."""
+
+    lease: Grant
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnded:
+    """A read under this lease is over. `error`: why it failed, for people; "": all was sent."""
+
+    lease: Grant
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptUnwanted:
+    """Its gateway has ended this attempt, or is dead: as a cancel that was lost."""
+
+    key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
+class DrainBegun:
+    """Take no new work. What waits for blocks goes elsewhere at once, the rest goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainOver:
+    """The drain has taken its time: what still owes tokens goes on elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """This worker (or store) has been declared dead and its requests go on elsewhere: all ends, and no gateway is
+    told."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """The holder is about to stop serving: what is lent from now on would be cut off."""
+
+
+HandOverEvent = BlocksReserved | KVOffered | KVLanded | HandoffAborted
+EngineEvent = StepResult | SequenceRemoved | SequenceFailed
+Event = (
+    RunAsked
+    | ReserveAsked
+    | HandOverEvent
+    | CancelRequest
+    | AttemptUnwanted
+    | WorkerLeft
+    | EngineEvent
+    | CopyOffered
+    | ReadStarted
+    | ReadEnded
+    | ReturnLease
+    | StreamStarted
+    | StreamEnded
+    | DrainBegun
+    | DrainOver
+    | Fenced
+    | Stopping
+)

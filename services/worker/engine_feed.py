@@ -1,0 +1,105 @@
+"""The engine's side of a worker's shell: sequences go to its thread, and what it has computed comes back as events."""
+
+import contextlib
+from collections.abc import Callable
+
+from services.engine.batch import Batch
+from services.engine.interface import InvalidSequenceError, Sequence, StepResult
+from services.engine.thread import EngineStoppedError
+from services.worker.core.actions import Submit
+from services.worker.core.attempts import AnyAttempt
+from services.worker.core.content import AttemptKey
+from services.worker.core.events import EngineEvent, SequenceFailed, SequenceRemoved
+from services.worker.kv.contents import WorkerHolder
+from services.worker.limits import ENGINE_STOP_TIMEOUT_S
+from services.worker.observe.measured_rates import MeasuredRates
+from services.worker.observe.metrics import WorkerMetrics
+from services.worker.observe.spans import WorkerSpans
+from services.worker.parts import WorkerParts
+from services.worker.roles import Cores
+
+
+class EngineFeed:
+    """One worker's. `post` calls something on the event loop, from any thread; `handle` lets the cores hear of it."""
+
+    def __init__(
+        self,
+        parts: WorkerParts,
+        token_budget: int,
+        holder: WorkerHolder,
+        cores: Cores,
+        spans: WorkerSpans,
+        rates: MeasuredRates,
+        measured: WorkerMetrics,
+        *,
+        post: Callable[..., None],
+        handle: Callable[[EngineEvent], object],
+    ) -> None:
+        self._parts = parts
+        self._holder = holder
+        self._cores = cores
+        self._spans = spans
+        self._rates = rates
+        self._measured = measured
+        self._post = post
+        self._handle = handle
+        self.engine = parts.platform.make_engine(
+            parts.engine,
+            Batch(token_budget, context_length=parts.limits.context_length),
+            on_step=lambda result: post(self._on_step, result),
+            on_failure=lambda sequences, reason: post(self._on_failure, sequences, reason),
+            on_removed=lambda sequence: post(self._on_removed, sequence),
+        )
+
+    def submit(self, action: Submit) -> None:
+        """Give the engine a sequence; what of it is in place already is taken in, and may be read under its lease."""
+        sequence, attempt = action.sequence, action.attempt
+        if action.lease is not None:
+            sequence.layer_listener = self._holder.start_computing(action.lease, sequence.num_computed_tokens)
+        self._holder.submitted(sequence, attempt.content)
+        self._spans.submitted(attempt, sequence)
+        try:
+            self.engine.submit(sequence)
+        except (EngineStoppedError, InvalidSequenceError) as error:
+            self._post(self._on_failure, [sequence], str(error))
+
+    def withdraw(self, key: AttemptKey) -> None:
+        """Take a sequence back; `SequenceRemoved` follows."""
+        with contextlib.suppress(EngineStoppedError):  # its end fails the sequence anyway
+            self.engine.cancel(*key)
+
+    def stop(self) -> None:
+        """End after the running step, and let go of the memory. Blocks."""
+        if self.engine.stop(ENGINE_STOP_TIMEOUT_S):
+            self._parts.engine.close()
+
+    def _on_step(self, result: StepResult) -> None:
+        self._spans.stepped(result, self._cores.find)
+        self._rates.stepped(result)
+        self._measured.stepped(result)
+        for sequence, num_tokens in result.computed:
+            self._holder.computed(sequence, self._attempt_of(sequence).content, num_tokens)
+        for sampled in result.sampled:
+            sequence = sampled.sequence
+            attempt = self._attempt_of(sequence)
+            self._spans.prefilled(attempt)
+            if sampled.local_end:
+                self._holder.ended(sequence, attempt.content)
+                if sequence.max_local_tokens is None:
+                    self._spans.decoded(attempt, sampled.finish_reason or "")
+        self._handle(result)
+
+    def _on_removed(self, sequence: Sequence) -> None:
+        attempt = self._attempt_of(sequence)
+        self._holder.ended(sequence, attempt.content)
+        self._handle(SequenceRemoved(attempt.key))
+
+    def _on_failure(self, sequences: list[Sequence], reason: str) -> None:
+        for sequence in sequences:
+            self._handle(SequenceFailed((sequence.request_id, sequence.attempt), reason))
+
+    def _attempt_of(self, sequence: Sequence) -> AnyAttempt:
+        """Return the record of an attempt whose sequence the engine had until now."""
+        attempt = self._cores.find((sequence.request_id, sequence.attempt))
+        assert attempt is not None, f"{sequence.request_id}: its blocks are given back, and the engine wrote them"
+        return attempt

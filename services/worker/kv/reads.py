@@ -1,0 +1,270 @@
+"""Carries out reads of KV, a task each: a hand-over that was offered, a prefix that another worker holds, what a store
+takes in. Where there is no offer, the holder is asked for a lease first.
+
+A lease that nobody reads under is given back: it is not left to its time.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from dataplane.blocks.layout import BlockTables
+from dataplane.ends.reader import Landed, PlaneReader
+from dataplane.memory.codec import WireDtype
+from dataplane.protocol.stream import TransferFailedError, TransferStats
+from schemas import subjects
+from schemas.block import join_hashes
+from schemas.handoff import Endpoint, FirstToken, KVOffered
+from schemas.ids import WorkerId
+from schemas.kv import LeaseGranted, ReadEnd, RequestLease, ReturnLease, is_as_asked
+from schemas.request import RefusalReason, Refused
+from services.bus.base import BusError
+from services.bus.typed import TypedBus
+from services.runtime import now_ms
+from services.telemetry import Telemetry
+from services.worker.core.attempts import KVRead, WantedLease
+from services.worker.core.content import ReadOutcome
+from services.worker.core.events import ReadEnded, ReadStarted
+from services.worker.limits import LEASE_TIMEOUT_MS
+from services.worker.observe.transfers import FinishedRead, TransferSpan
+from services.worker.survive import surviving
+
+log = logging.getLogger(__name__)
+
+
+class NotGrantedError(Exception):
+    """The holder does not lend these blocks, or does not answer. `reason`: as it refused; None: it did not."""
+
+    def __init__(self, text: str, reason: RefusalReason | None = None, end: ReadEnd = ReadEnd.REFUSED) -> None:
+        super().__init__(text)
+        self.reason: RefusalReason | None = reason
+        self.end = end
+
+
+class ReadTerms(NamedTuple):
+    """What may be read, of an offer or of a granted lease, and where it goes."""
+
+    endpoint: Endpoint
+    ticket: str
+    tables: BlockTables
+    first_token: int
+    num_tokens: int
+
+
+Place = Callable[[LeaseGranted], tuple[BlockTables, int]]
+"""Returns where the blocks of a lease go and how many of its tokens have room there, at least one block's. Raises
+NoRoomError."""
+
+
+class NoRoomError(Exception):
+    """There is no room any more for what was granted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReaderSettings:
+    """How one reader reads. `carrier`: which one is asked for, or "auto". A read under a lease may take `base_s` and
+    `token_s` a token, and no longer than its deadline."""
+
+    reader_id: WorkerId
+    fingerprint: str
+    block_size: int
+    carrier: str
+    base_s: float
+    token_s: float = 0.0
+
+
+@dataclass
+class KVReads:
+    """The reads of one worker, or of a store. A read's task ends only when its thread writes no more.
+
+    `on_event` hears of what happens to reads that were started with `start`; `record` of every read that has ended.
+    """
+
+    settings: ReaderSettings
+    bus: TypedBus
+    reader: PlaneReader
+    telemetry: Telemetry
+    tasks: asyncio.TaskGroup
+    record: Callable[[FinishedRead], None]
+    on_event: Callable[[ReadStarted | ReadEnded], object] = lambda _: None
+    wire_dtype: Callable[[WorkerId], WireDtype] = lambda _: "same"
+    """How a holder is asked for its KV."""
+    _running: dict[KVRead, asyncio.Task[None]] = field(default_factory=dict[KVRead, "asyncio.Task[None]"])
+    _closed: bool = False
+
+    def start(self, read: KVRead) -> None:
+        """Begin a read in a task of its own; `ReadEnded` follows, in a later turn of the loop."""
+        if self._closed:
+            asyncio.get_running_loop().call_soon(self.on_event, _stopped(read))
+            return
+        task = self._running[read] = self.tasks.create_task(self._run(read), name=f"read {read.key[0]}")
+        task.add_done_callback(lambda _: self._ended_before_it_began(read))
+
+    def stop(self, read: KVRead) -> None:
+        """End a read; `ReadEnded` follows once its thread has ended."""
+        if task := self._running.get(read):
+            task.cancel()
+
+    async def close(self) -> None:
+        """End every read and wait for its thread. What is started from now on brings nothing."""
+        self._closed = True
+        running = list(self._running.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    async def carry_out(self, read: KVRead, place: Place | None = None) -> ReadEnded:
+        """Read, record it, and return what came of it. `place`: where it goes, if that depends on what is granted."""
+        span = TransferSpan(self.telemetry, self.settings.reader_id, read.traceparent)
+        landed, ended = None, _stopped(read)
+        try:
+            async with self._terms(read, span.story, place) as terms:
+                landed = await self._stream(read, terms, span.stats)
+            outcome = ReadOutcome(landed.num_tokens, landed.stats.num_bytes, landed.stats.carrier, is_whole=True)
+            first_token = msgspec.json.decode(landed.trailer, type=FirstToken) if read.is_hand_over else None
+            ended = ReadEnded(read, outcome, first_token=first_token)
+        except NotGrantedError as error:
+            ended = ReadEnded(read, ReadOutcome(0), error.end, str(error), error.reason)
+        except NoRoomError:
+            ended = ReadEnded(read, ReadOutcome(0), ReadEnd.OTHER, "no room")
+        except TransferFailedError as error:
+            ended = ReadEnded(read, ReadOutcome(error.num_landed_tokens), ReadEnd(error.code), str(error))
+        except msgspec.DecodeError as error:
+            assert landed is not None, "only what has landed is decoded"
+            detail = f"the stream's end is unreadable: {error}"
+            ended = ReadEnded(read, ReadOutcome(landed.num_tokens), ReadEnd.OTHER, detail)
+        except Exception as error:  # noqa: BLE001  (one bad holder must not take the other requests along)
+            log.warning("a read of %s from %s failed: %r", read.key[0], read.holder, error)
+            ended = ReadEnded(read, ReadOutcome(0), ReadEnd.OTHER, f"{type(error).__name__}: {error}")
+        finally:  # also where it is cancelled: the thread has ended then
+            with surviving(f"recording the read of {read.key[0]}"):
+                self.record(FinishedRead(ended, span, landed))
+        return ended
+
+    async def _run(self, read: KVRead) -> None:
+        try:
+            ended = await self.carry_out(read)
+        except asyncio.CancelledError:  # by `stop` or `close`
+            ended = _stopped(read)
+        self._running.pop(read, None)
+        with surviving(f"what follows the read of {read.key[0]}"):
+            self.on_event(ended)
+
+    def _ended_before_it_began(self, read: KVRead) -> None:
+        """A task that is cancelled before its first step runs none of its code."""
+        if self._running.pop(read, None) is not None:
+            self.on_event(_stopped(read))
+
+    @asynccontextmanager
+    async def _terms(self, read: KVRead, traceparent: str, place: Place | None) -> AsyncGenerator[ReadTerms]:
+        """Hold what allows a read, for as long as it takes. Raises NotGrantedError and NoRoomError."""
+        lease = read.lease
+        if isinstance(lease, KVOffered):
+            yield ReadTerms(lease.endpoint, lease.ticket, read.tables, read.first_token, lease.num_tokens)
+            return
+        async with self.lease(self._request_of(read, lease), lease.holder, traceparent) as granted:
+            tables, num_tokens = place(granted) if place is not None else (read.tables, granted.num_tokens)
+            yield ReadTerms(granted.endpoint, granted.ticket, tables, granted.first_token, num_tokens)
+
+    def _request_of(self, read: KVRead, lease: WantedLease) -> RequestLease:
+        request_id, attempt = read.key
+        return RequestLease(
+            request_id=request_id,
+            attempt=attempt,
+            deadline_ms=lease.deadline_ms,
+            answer_by_ms=min(lease.deadline_ms, now_ms() + LEASE_TIMEOUT_MS),
+            reader=self.settings.reader_id,
+            fingerprint=self.settings.fingerprint,
+            first_block=lease.first_block,
+            block_hashes=join_hashes(lease.block_hashes),
+            tenant=lease.tenant,
+        )
+
+    async def _stream(self, read: KVRead, terms: ReadTerms, stats: TransferStats) -> Landed:
+        left_s = max(0.0, (read.lease.deadline_ms - now_ms()) / 1000)
+        num_tokens = max(0, terms.num_tokens - terms.first_token)
+        # A hand-over's stream takes as long as its prompt's computation.
+        limit_s = left_s if read.is_hand_over else self.settings.base_s + num_tokens * self.settings.token_s
+        return await self.reader.read(
+            terms.endpoint,
+            terms.ticket,
+            carrier=self.settings.carrier,
+            tables=terms.tables,
+            first_token=terms.first_token,
+            num_tokens=terms.num_tokens,
+            wire_dtype=self.wire_dtype(read.holder),
+            deadline_s=min(limit_s, left_s),
+            stats=stats,
+            on_started=lambda carrier: self._started(read, carrier),
+        )
+
+    def _started(self, read: KVRead, carrier: str) -> None:
+        if read.is_hand_over:
+            self.on_event(ReadStarted(read, carrier))
+
+    # Leases, asked for and given back.
+
+    @asynccontextmanager
+    async def lease(
+        self, request: RequestLease, holder: WorkerId, traceparent: str = ""
+    ) -> AsyncGenerator[LeaseGranted]:
+        """Hold a lease for the time of one read, which ends it; one that is left by an error or by a cancellation is
+        given back. Raises NotGrantedError."""
+        nobody_waits = asyncio.Event()
+        asked = self._ask(request, holder, traceparent, nobody_waits)
+        asking = self.tasks.create_task(asked, name=f"lease {request.request_id}")
+        try:
+            granted = await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            nobody_waits.set()
+            if asking.done() and not asking.cancelled() and isinstance(granted := asking.result(), LeaseGranted):
+                await self._give_back(holder, request, granted)
+            raise
+        if isinstance(granted, NotGrantedError):
+            raise granted
+        try:
+            if not is_as_asked(request, granted, self.settings.block_size):
+                detail = f"{holder} granted tokens {granted.first_token} to {granted.num_tokens}, unasked"
+                raise NotGrantedError(detail, end=ReadEnd.OTHER)
+            yield granted
+        except BaseException:
+            await self._give_back(holder, request, granted)
+            raise
+
+    async def _ask(
+        self, request: RequestLease, holder: WorkerId, traceparent: str, nobody_waits: asyncio.Event
+    ) -> LeaseGranted | NotGrantedError:
+        """Return the lease, or why there is none: a task of the service's group that raised would end the service. What
+        is granted when `nobody_waits` any more is given back."""
+        timeout_s = max(0.001, (request.answer_by_ms - now_ms()) / 1000)
+        try:
+            reply = await self.bus.ask(subjects.LEASE, (holder,), request, timeout_s, traceparent)
+        except BusError as error:
+            return NotGrantedError(f"{holder} did not answer: {error.reason}")
+        if isinstance(reply, Refused):
+            return NotGrantedError(f"{reply.reason}: {reply.detail}", reply.reason)
+        if nobody_waits.is_set():
+            await self._give_back(holder, request, reply)
+        return reply
+
+    async def _give_back(self, holder: WorkerId, request: RequestLease, granted: LeaseGranted) -> None:
+        returned = ReturnLease(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            deadline_ms=request.deadline_ms,
+            reader=request.reader,
+            lease_id=granted.lease_id,
+        )
+        with contextlib.suppress(BusError):  # then its time ends it
+            await self.bus.publish(subjects.RETURNED, (holder,), returned)
+
+
+def _stopped(read: KVRead) -> ReadEnded:
+    """Return the end of a read that its worker has ended."""
+    return ReadEnded(read, ReadOutcome(0), ReadEnd.STOPPED)

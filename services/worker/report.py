@@ -1,0 +1,138 @@
+"""What a worker says of itself: who it is, what it has to do, and, to whoever asks, what it is doing."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from schemas import subjects
+from schemas.block import join_hashes
+from schemas.directory import Inventory
+from schemas.kv import BlocksCooling
+from schemas.observe import HeldLease, HeldRequest, WorkerDescribed
+from schemas.request import AskProgress, Progress
+from schemas.worker import WorkerDraining, WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad
+from services.bus.typed import TypedBus
+from services.engine.thread import EngineThread
+from services.worker.core.leases import Grant
+from services.worker.kv.contents import WorkerHolder
+from services.worker.limits import MAX_LISTED
+from services.worker.observe.measured_rates import MeasuredRates
+from services.worker.outbox import Outbox
+from services.worker.roles import Cores
+
+
+@dataclass
+class Reporter:
+    """Describes one worker. `identity`: what of it is known before it serves."""
+
+    identity: WorkerInfo
+    holder: WorkerHolder
+    engine: EngineThread
+    rates: MeasuredRates
+    bus: TypedBus
+    outbox: Outbox
+    cores: Cores
+
+    def info(self) -> WorkerInfo:
+        """Return who this is now."""
+        plane = self.holder.plane
+        carriers = plane.endpoint.carriers if plane else ()
+        return msgspec.structs.replace(self.identity, incarnation=self.holder.incarnation, carriers=carriers)
+
+    def load(self, now_ms: int) -> WorkerLoad:
+        """Return what there is to do at `now_ms` (Unix ms)."""
+        engine, plane, roles = self.engine.load(), self.holder.plane, self.cores.roles
+        num_queued = sum(role.core.num_queued for role in roles)
+        num_queued_tokens = sum(attempt.num_queued_tokens for attempt in self.cores.attempts())
+        num_unreceived_tokens = sum(attempt.num_unreceived_tokens for attempt in self.cores.attempts())
+        return WorkerLoad(
+            worker=self.info(),
+            state="draining" if any(role.core.draining for role in roles) else "ready",
+            blocks=self.holder.counts(self.cores.tables()),
+            num_running=self.cores.num_running - num_queued,
+            num_queued=num_queued,
+            num_uncomputed_tokens=engine.num_uncomputed_tokens + num_queued_tokens + num_unreceived_tokens,
+            num_unreceived_tokens=num_unreceived_tokens,
+            num_dropped_messages=self.bus.num_dropped,
+            num_refused_reads=plane.num_refused + plane.num_junk if plane else 0,
+            rates=self.rates.rates(now_ms),
+        )
+
+    def describe(self, now_ms: int) -> WorkerDescribed:
+        """Return what goes on here at `now_ms` (Unix ms)."""
+        return describe(self.load(now_ms), self.cores.held(now_ms), list(self.holder.leases), now_ms)
+
+    def tell_joined(self) -> None:
+        """Say who this is; all subscriptions must be there."""
+        self.outbox.put(subjects.JOINED, (self.identity.worker_id,), WorkerJoined(worker=self.info()))
+
+    def tell_draining(self) -> None:
+        """Say that this worker takes no new work."""
+        me = self.identity.worker_id
+        self.outbox.put(subjects.DRAINING, (me,), WorkerDraining(worker_id=me, incarnation=self.holder.incarnation))
+
+    def tell_left(self) -> None:
+        """Say that this worker stops."""
+        me = self.identity.worker_id
+        left = WorkerLeft(worker_id=me, incarnation=self.holder.incarnation, reason="stopped")
+        self.outbox.put(subjects.LEFT, (me,), left)
+
+    def tell_load(self, now_ms: int) -> None:
+        """Say what there is to do."""
+        self.outbox.put(subjects.LOAD, (self.identity.worker_id,), self.load(now_ms))
+
+    def tell_blocks(self) -> None:
+        """Say which blocks have come and gone since the last time."""
+        self.outbox.put_block_events(self.holder.events())
+
+    def tell_cooling(self) -> None:
+        """Say which blocks will go soon, where room is scarce."""
+        me = self.identity.worker_id
+        if cooling := self.holder.cooling():
+            hashes = join_hashes(cooling)
+            message = BlocksCooling(worker_id=me, incarnation=self.holder.incarnation, block_hashes=hashes)
+            self.outbox.put(subjects.COOLING, (me,), message)
+
+    def inventory(self, offset: int) -> Inventory:
+        """Return a page of the blocks that are here."""
+        return self.holder.inventory(offset)
+
+    def progress(self, asked: AskProgress) -> Progress:
+        """Return what an attempt has come to here."""
+        key = (asked.request_id, asked.attempt)
+        attempt, answer = self.cores.find(key), self.cores.answer_of(key)
+        return Progress(
+            request_id=asked.request_id,
+            attempt=asked.attempt,
+            deadline_ms=asked.deadline_ms,
+            worker_id=self.identity.worker_id,
+            known=answer is not None,
+            tokens=answer.since(key, asked.index) if answer is not None else None,
+            is_waiting=attempt is not None and attempt.stage in ("queued", "reserved"),
+        )
+
+
+def describe(
+    load: WorkerLoad, requests: Iterable[HeldRequest], leases: Iterable[Grant], now_ms: int
+) -> WorkerDescribed:
+    """Return the state of a worker or store at `now_ms` (Unix ms)."""
+    held = sorted((_held(lease, now_ms) for lease in leases), key=lambda lease: -lease.age_ms)
+    running = sorted(requests, key=lambda request: -request.age_ms)
+    return WorkerDescribed(
+        load=load,
+        requests=tuple(running[:MAX_LISTED]),
+        leases=tuple(held[:MAX_LISTED]),
+        num_requests=len(running),
+        num_leases=len(held),
+    )
+
+
+def _held(lease: Grant, now_ms: int) -> HeldLease:
+    return HeldLease(
+        lease_id=lease.lease_id,
+        reader=lease.reader,
+        num_blocks=lease.num_blocks,
+        age_ms=max(0, now_ms - lease.granted_ms),
+        left_ms=max(0, lease.expires_at_ms - now_ms),
+    )
