@@ -108,13 +108,15 @@ class SimLoop(asyncio.BaseEventLoop):
         self._list(process)
 
     def run_to_end(self, main: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Run until `main` returns. What is left then is left as it is: a killed process's tasks never end."""
+        """Run until `main` returns, and close the loop. What is left is left as it is: a killed process's tasks never
+        end."""
         try:
             return self.run_until_complete(self.create_task(main, name="world"))
         finally:
             abandon_all(self)
             for task in asyncio.all_tasks(self):
                 task._log_destroy_pending = False  # pyright: ignore
+            self.close()
 
     # What asyncio calls.
 
