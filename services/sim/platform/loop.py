@@ -104,13 +104,14 @@ class SimLoop(asyncio.BaseEventLoop):
         self._list(process)
 
     def run_to_end(self, main: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Run until `main` returns. Tasks that are left, those of killed processes, stay as they are."""
+        """Run until `main` returns, and close the loop. Tasks that are left, those of killed processes, stay as they are."""
         try:
             return self.run_until_complete(self.create_task(main, name="world"))
         finally:
             abandon_all(self)
             for task in asyncio.all_tasks(self):
                 task._log_destroy_pending = False  # pyright: ignore
+            self.close()
 
     # What asyncio calls.
 
