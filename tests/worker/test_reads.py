@@ -12,13 +12,15 @@ from dataplane.ends.reader import PlaneReader
 from schemas import subjects
 from schemas.block import BLOCK_HASH_BYTES
 from schemas.handoff import Endpoint
-from schemas.ids import LeaseId, RequestId, WorkerId
+from schemas.ids import BlockHash, LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseGranted, RequestLease, ReturnLease
 from schemas.request import Refused
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received, TypedBus
 from services.runtime import now_ms
 from services.telemetry import Telemetry
+from services.worker.core.attempts import KVRead, WantedLease
+from services.worker.core.events import ReadEnded
 from services.worker.kv.reads import KVReads, NotGrantedError, ReaderSettings
 
 HOLDER, READER = WorkerId("p-0"), WorkerId("d-0")
@@ -133,5 +135,48 @@ async def test_a_refusal_keeps_its_reason() -> None:
                 raise AssertionError
         assert raised.value.reason == "gone"
         assert holder.returned.empty()
+
+    await with_holder(run)
+
+
+def wanted_read() -> KVRead:
+    hashes = (BlockHash(bytes(BLOCK_HASH_BYTES)), BlockHash(bytes([1]) * BLOCK_HASH_BYTES))
+    return KVRead((RequestId("r"), 1), WantedLease(HOLDER, 0, hashes, now_ms() + 5_000), ())
+
+
+async def test_a_read_whose_lease_is_refused_ends_with_the_reason_and_is_recorded() -> None:
+    async def run(reads: KVReads, holder: Holder) -> None:
+        holder.answers.set()
+        holder.reply = Refused(request_id=REQUEST.request_id, attempt=1, deadline_ms=9, reason="gone", detail="no")
+        ended: asyncio.Queue[ReadEnded] = asyncio.Queue()
+        recorded: list[ReadEnded] = []
+        reads.on_event = lambda event: ended.put_nowait(event) if isinstance(event, ReadEnded) else None
+        reads.record = lambda finished: recorded.append(finished.ended)
+        read = wanted_read()
+        reads.start(read)
+        event = await ended.get()
+        assert event.read is read and event.refusal == "gone" and event.outcome.num_landed_tokens == 0
+        assert recorded == [event]
+
+    await with_holder(run)
+
+
+async def test_every_read_that_was_started_ends_once_however_it_is_stopped() -> None:
+    """Before its first step, while it waits for its lease, or when nothing may begin any more."""
+
+    async def run(reads: KVReads, holder: Holder) -> None:
+        ended: list[KVRead] = []
+        reads.on_event = lambda event: ended.append(event.read)
+        before, waiting, late = wanted_read(), wanted_read(), wanted_read()
+        reads.start(waiting)
+        await holder.asked.wait()
+        reads.start(before)
+        reads.stop(before)
+        await reads.close()
+        reads.start(late)
+        await asyncio.sleep(0)
+        assert {id(read) for read in ended} == {id(read) for read in (before, waiting, late)} and len(ended) == 3
+        holder.answers.set()
+        assert (await holder.returned.get()).lease_id == GRANTED.lease_id, "it came for nobody"
 
     await with_holder(run)
