@@ -35,6 +35,7 @@ from services.bus.base import (
     check_size,
 )
 from services.errors import BrokerUnreachableError
+from services.presence import SETTLE_MS
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +49,6 @@ WAITING_BYTES = 8 * MAX_PAYLOAD_BYTES
 RECONNECT_WAIT_S = 0.2
 PING_INTERVAL_S = 5
 """A broker whose machine is gone closes no connection: after three silent pings it is taken for away."""
-SETTLE_S = 2.0
-"""For this long after a reconnect, a request that nobody serves is asked again rather than given up."""
 ASK_AGAIN_S = 0.1
 DROP_LOG_INTERVAL_S = 5.0
 
@@ -164,7 +163,7 @@ class NatsBus:
         self.num_dropped = 0
         self.closed = asyncio.Event()
         """Set once the connection is closed for good, by us or by the broker."""
-        self._reconnected_s = -SETTLE_S
+        self._reconnected_s = -SETTLE_MS / 1000
         self._drop_logged_s = -DROP_LOG_INTERVAL_S
 
     @property
@@ -229,9 +228,9 @@ class NatsBus:
                 message = await self._ask(subject, payload, headers, timeout_s)
                 return NatsDelivery(self, message, is_reply=True)
             except NoRespondersError:
-                # Who serves it may be on its way back to the broker, as we were a moment ago.
+                # Who serves it may be on its way back to the broker, as we were a moment ago: ask again meanwhile.
                 now_s = time.monotonic()
-                if now_s - self._reconnected_s > SETTLE_S or now_s + ASK_AGAIN_S > ends_s:
+                if now_s - self._reconnected_s > SETTLE_MS / 1000 or now_s + ASK_AGAIN_S > ends_s:
                     raise
             await asyncio.sleep(ASK_AGAIN_S)
             timeout_s = ends_s - time.monotonic()

@@ -20,6 +20,7 @@ from schemas.message import Message
 from schemas.observe import DescribeWorker
 from schemas.request import Refused
 from schemas.worker import (
+    LeftReason,
     PingWorker,
     WorkerAlive,
     WorkerDraining,
@@ -34,6 +35,7 @@ from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig
 from services.keep import keep_traces
 from services.metrics import Metrics
+from services.presence import LOAD_INTERVAL_MS
 from services.runtime import now_ms
 from services.store.backing import Backing, Complaints
 from services.store.gate import Lent, StoreGate
@@ -51,7 +53,6 @@ __all__ = ["load_store", "run_store"]
 
 log = logging.getLogger(__name__)
 
-LOAD_INTERVAL_S = 0.5
 LAST_WORDS_S = 5.0
 FLUSH_TIMEOUT_S = 5.0
 """How long a store that is stopped goes on writing behind memory."""
@@ -173,7 +174,7 @@ class Store:
         self._reader.close()
         if self._backing is not None:
             await asyncio.to_thread(self._backing.close)
-        left = WorkerLeft(worker_id=self._store_id, incarnation=incarnation, reason="stopped")
+        left = WorkerLeft(worker_id=self._store_id, incarnation=incarnation, reason=LeftReason.STOPPED)
         self._outbox.put(subjects.LEFT, me, left)
         self._outbox.close()
         with contextlib.suppress(TimeoutError):  # the bus may be away for good
@@ -322,7 +323,7 @@ class Store:
             self._changed()
             self._outbox.put(subjects.LOAD, (self._store_id,), self._load())
             self._reader.release_ended()
-            await asyncio.sleep(LOAD_INTERVAL_S)
+            await asyncio.sleep(LOAD_INTERVAL_MS / 1000)
 
     async def _write_behind(self, backing: Backing) -> None:
         while True:

@@ -87,5 +87,5 @@ class Inbox:
     async def _on_ping(self, received: Received[PingWorker]) -> Message:
         worker = self._worker
         worker.look_at_the_clock()
-        lag_ms = worker.pulse.lag_ms(time.monotonic())
+        lag_ms = worker.heartbeat.lag_ms(time.monotonic())
         return WorkerAlive(worker_id=worker.parts.worker_id, incarnation=worker.holder.incarnation, lag_ms=lag_ms)

@@ -18,14 +18,15 @@ from schemas import subjects
 from schemas.directory import BlocksStored
 from schemas.ids import GatewayId, LeaseId, RequestId
 from schemas.request import RequestTokens, RunPrefill
-from schemas.worker import WorkerJoined, WorkerLeft, WorkerRole
+from schemas.worker import LeftReason, WorkerJoined, WorkerLeft, WorkerRole
 from services.bus.base import Bus
 from services.bus.typed import TypedBus
-from services.config import MeshConfig
+from services.config import WORKER_TICK_MS, MeshConfig
 from services.engine.batch import Batch
 from services.engine.interface import Sequence, StepResult
 from services.engine.thread import EngineStoppedError, InvalidSequenceError
 from services.metrics import Metrics
+from services.presence import Heartbeat
 from services.runtime import now_ms
 from services.telemetry import Telemetry
 from services.worker.core.actions import (
@@ -46,7 +47,6 @@ from services.worker.core.actions import (
 )
 from services.worker.core.answers import Answers
 from services.worker.core.content import ReadOutcome, SequenceContent
-from services.worker.core.heartbeat import Pulse
 from services.worker.core.role import KVReads, LeaseOwner, WorkerCore
 from services.worker.kv.fetch import Fetches
 from services.worker.kv.holder import KVHolder, num_blocks_of
@@ -62,7 +62,7 @@ from services.worker.parts import WorkerParts
 
 log = logging.getLogger(__name__)
 
-TICK_INTERVAL_S = 0.1
+TICK_INTERVAL_S = WORKER_TICK_MS / 1000
 ENGINE_STOP_TIMEOUT_S = 10.0
 
 DESCRIPTIONS: dict[WorkerRole, str] = {
@@ -136,7 +136,7 @@ class Worker:
         self.cores: list[WorkerCore] = []
         self.reporter = Reporter(parts, self.holder, self._engine, self.rates, self.bus, self.cores)
         self.answers = Answers()
-        self.pulse = Pulse(TICK_INTERVAL_S, config.worker.fence_after_ms / 1000)
+        self.heartbeat = Heartbeat(TICK_INTERVAL_S, config.worker.fence_after_ms / 1000)
         self._reads: KVReads | None = None
         self._lease_owners: list[LeaseOwner] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -209,7 +209,7 @@ class Worker:
         worker_id, incarnation = self.parts.worker_id, self.holder.incarnation
         if await asyncio.to_thread(self._engine.stop, ENGINE_STOP_TIMEOUT_S):
             self.parts.engine.close()
-        left = WorkerLeft(worker_id=worker_id, incarnation=incarnation, reason="stopped")
+        left = WorkerLeft(worker_id=worker_id, incarnation=incarnation, reason=LeftReason.STOPPED)
         self.outbox.put(subjects.LEFT, (worker_id,), left)
         self.outbox.close()
         await asyncio.to_thread(self.reader.close)
@@ -235,7 +235,7 @@ class Worker:
 
     def look_at_the_clock(self) -> None:
         """Before anything is done: a worker that stood still must not go on as if nothing had happened."""
-        if self.pulse.stood_still(time.monotonic()):
+        if self.heartbeat.stood_still(time.monotonic()):
             self.fence("it stood still")
 
     def fence(self, reason: str) -> None:

@@ -11,6 +11,7 @@ from schemas.kv import BlocksCooling
 from schemas.request import AskWanted, Wanted
 from schemas.worker import WorkerDraining
 from services.bus.base import BusError, NoRespondersError
+from services.presence import LOAD_INTERVAL_MS
 from services.runtime import now_ms
 from services.worker.core.actions import Action, AttemptKey
 from services.worker.core.wanted import Question, WantedCore
@@ -19,7 +20,6 @@ from services.worker.survive import surviving
 
 log = logging.getLogger(__name__)
 
-LOAD_INTERVAL_S = 0.5
 LOAD_MIN_GAP_S = 0.05
 ROUND_INTERVAL_S = 1.0
 SUSPICIOUS_INTERVAL_S = 0.5
@@ -53,14 +53,14 @@ class Clockwork:
                 worker.outbox.put(subjects.LOAD, (worker.parts.worker_id,), worker.reporter.load(now_ms()))
             await asyncio.sleep(LOAD_MIN_GAP_S)
             try:
-                async with asyncio.timeout(LOAD_INTERVAL_S):
+                async with asyncio.timeout(LOAD_INTERVAL_MS / 1000):
                     await worker.changed.wait()
             except TimeoutError:
                 pass
 
     async def _tick(self) -> None:
         worker = self._worker
-        worker.pulse.beat(time.monotonic())
+        worker.heartbeat.beat(time.monotonic())
         while True:
             await asyncio.sleep(TICK_INTERVAL_S)
             worker.check_engine()
@@ -70,7 +70,7 @@ class Clockwork:
                 self._forget_answers(now_ms())
                 self._say_cooling()
                 await asyncio.to_thread(worker.reader.release_ended)  # a driver takes its time to unmap
-            worker.pulse.beat(time.monotonic())
+            worker.heartbeat.beat(time.monotonic())
 
     def _tick_leases(self, now: int) -> list[Action]:
         self._worker.holder.renew_moved(now, self._worker.parts.limits.lease_ms)
@@ -108,10 +108,10 @@ class Clockwork:
             if unwanted:
                 log.warning("gateway %s is dead: %d attempts of it end here", question.gateway_id, len(unwanted))
         except BusError:
-            self._wanted.unanswered(question)
+            self._wanted.unanswered(question, now_ms())
         else:
             assert isinstance(reply, Wanted), "the subject's table allows no other reply"
-            unwanted = self._wanted.answered(question, reply.unwanted)
+            unwanted = self._wanted.answered(question, reply.unwanted, now_ms())
         for key in unwanted:
             worker.decide_all(lambda core, now, key=key: core.unwanted(key, now))
 

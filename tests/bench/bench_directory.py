@@ -21,7 +21,7 @@ from schemas.block import BLOCK_HASH_BYTES, join_hashes, split_hashes
 from schemas.directory import BlocksLocated, BlocksStored, Inventory, LocateBlocks
 from schemas.ids import BlockHash, RequestId, WorkerId
 from schemas.message import decode, encode
-from schemas.worker import WorkerInfo, WorkerLeft
+from schemas.worker import LeftReason, WorkerInfo, WorkerLeft
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import TypedBus
 from services.directory.core import DirectoryCore
@@ -153,7 +153,7 @@ def drop(core: DirectoryCore, num_blocks: int) -> dict[str, float]:
     worker_id, before = WorkerId("dropped"), core.num_blocks
     for at in range(0, num_blocks, 1_000):
         core.changed(stored(worker_id, at // 1_000 + 1, random_hashes(1_000)))
-    left_s = timed(lambda: core.left(WorkerLeft(worker_id=worker_id, incarnation="1", reason="stopped")))
+    left_s = timed(lambda: core.left(WorkerLeft(worker_id=worker_id, incarnation="1", reason=LeftReason.STOPPED)))
     slices = list[float]()
     while core.needs_sweep:
         slices.append(timed(core.sweep))

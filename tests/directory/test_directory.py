@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from schemas.block import join_hashes
 from schemas.directory import BlocksEvicted, BlocksStored, HolderPrefix, Inventory, Tier
 from schemas.ids import BlockHash, WorkerId
-from schemas.worker import WorkerInfo, WorkerLeft
+from schemas.worker import LeftReason, WorkerInfo, WorkerLeft
 from services.directory.core import MAX_PENDING_EVENTS, DirectoryCore, ReadInventoryOf
 from services.directory.map import MAX_LATER_RUNS, MAX_PREFIXES
 
@@ -246,7 +246,7 @@ def test_a_restarted_worker_loses_its_old_entries_at_once_and_for_good() -> None
 def test_a_worker_that_was_declared_dead_and_speaks_is_believed_once_it_answers() -> None:
     core = DirectoryCore()
     core.changed(stored(A, 1, 1))
-    core.left(WorkerLeft(worker_id=A, incarnation="1", reason="silent"))
+    core.left(WorkerLeft(worker_id=A, incarnation="1", reason=LeftReason.SILENT))
     assert core.heard(info(A)) == [ReadInventoryOf(A, "1")]
     assert core.inventory(ReadInventoryOf(A, "1"), page(A, 1, 1)) == [asked(A)]
     assert core.inventory(asked(A), page(A, 1, 1)) == []
@@ -256,9 +256,9 @@ def test_a_worker_that_was_declared_dead_and_speaks_is_believed_once_it_answers(
 def test_a_worker_that_left_is_gone_but_its_successor_is_not() -> None:
     core = DirectoryCore()
     core.changed(stored(A, 1, 1, incarnation="2"))
-    core.left(WorkerLeft(worker_id=A, incarnation="1", reason="silent"))
+    core.left(WorkerLeft(worker_id=A, incarnation="1", reason=LeftReason.SILENT))
     assert located(core, 1) == {"a": 1}
-    core.left(WorkerLeft(worker_id=A, incarnation="2", reason="stopped"))
+    core.left(WorkerLeft(worker_id=A, incarnation="2", reason=LeftReason.STOPPED))
     assert located(core, 1) == {} and core.num_holders == 0
     assert core.changed(stored(A, 2, 1, incarnation="2")) == []
 
@@ -267,7 +267,7 @@ def test_a_bit_is_used_again_only_after_its_blocks_are_swept() -> None:
     """Else what a gone holder had would be said to lie with the next one."""
     core = DirectoryCore()
     core.changed(stored(A, 1, *range(10)))
-    core.left(WorkerLeft(worker_id=A, incarnation="1", reason="stopped"))
+    core.left(WorkerLeft(worker_id=A, incarnation="1", reason=LeftReason.STOPPED))
     core.changed(stored(B, 1, 50))
     assert located(core, 0) == {}
     assert core.sweep(3) and core.needs_sweep  # half way

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from schemas.directory import BlocksEvicted, BlocksStored, HolderPrefix, Inventory, Tier
 from schemas.ids import WorkerId
-from schemas.worker import WorkerInfo, WorkerLeft
+from schemas.worker import LeftReason, WorkerInfo, WorkerLeft
 from services.directory.core import MAX_RESTARTS, BlockEvent, DirectoryCore, ReadInventoryOf
 from services.directory.map import MAX_LATER_RUNS, MAX_PREFIXES, TIERS
 from tests.directory.test_directory import block, evicted, info, joined, stored
@@ -129,7 +129,7 @@ def test_it_converges_to_what_the_workers_hold(data: st.DataObject) -> None:
                 said += [event] * data.draw(st.sampled_from([0, 1, 1, 1, 2]))  # lost, once, twice
             said.append(info(worker_id, incarnation))
             if data.draw(st.integers(0, 3)) == 0:  # rightly or not
-                said.append(WorkerLeft(worker_id=worker_id, incarnation=incarnation, reason="silent"))
+                said.append(WorkerLeft(worker_id=worker_id, incarnation=incarnation, reason=LeftReason.SILENT))
     in_order = data.draw(st.booleans())
     for message in said if in_order else data.draw(st.permutations(said)):  # else late
         wanted += say(core, message)
@@ -195,7 +195,7 @@ def test_two_directories_that_hear_the_same_in_any_order_say_the_same(data: st.D
             holder = living[worker_id] = ModelHolder(worker_id, incarnation)
             said.append(info(worker_id, incarnation))
             said += [holder.change(data.draw(st.lists(NUMBERS, min_size=1)), "arena", store=True) for _ in range(2)]
-        said.append(WorkerLeft(worker_id=worker_id, incarnation="1", reason="died"))
+        said.append(WorkerLeft(worker_id=worker_id, incarnation="1", reason=LeftReason.DIED))
     for core in cores:
         wanted = list[ReadInventoryOf]()
         for message in data.draw(st.permutations(said + data.draw(st.lists(st.sampled_from(said), max_size=9)))):

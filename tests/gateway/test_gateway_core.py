@@ -37,15 +37,16 @@ from services.gateway.request.events import (
     WorkerRefused,
     WorkerSilent,
 )
-from services.gateway.request.progress_watch import Ears, WatchLimits
+from services.gateway.request.progress_watch import WatchLimits
+from services.presence import Hearing
 
 P1, P2, D1, D2 = (WorkerId(name) for name in ("p1", "p2", "d1", "d2"))
 ENDS = (Finish, Fail, Abandon)
 NOW = 1_000_000
 
 
-def new(max_tokens: int = 100, max_attempts: int = 3) -> RequestCore:
-    request = RequestCore(RequestId("req-1"), max_tokens, max_attempts)
+def new(max_tokens: int = 100, max_attempts: int = 3, hearing: Hearing | None = None) -> RequestCore:
+    request = RequestCore(RequestId("req-1"), max_tokens, max_attempts, hearing=hearing)
     assert request.start() == [AskPlacement(1, ())]
     return request
 
@@ -312,7 +313,7 @@ def test_where_nobody_is_there_the_placement_is_asked_again_but_not_for_ever(eve
     request, now_ms = new(), NOW
     while not (actions := request.handle(event, now_ms)):
         now_ms = request.wake_ms
-        assert request.tick(now_ms, Ears()) == [AskPlacement(1, ())]
+        assert request.tick(now_ms) == [AskPlacement(1, ())]
     (fail,) = actions
     assert isinstance(fail, Fail)
     assert (fail.code, fail.status, fail.retry_after_ms) == (code, 503, 1_000)
@@ -325,7 +326,7 @@ def test_refusals_of_what_nobody_took_end_by_time_with_the_last_reason() -> None
     while not isinstance(actions[-1], Fail):
         if request.phase is Phase.WAITING:
             now_ms = request.wake_ms
-            request.tick(now_ms, Ears())
+            request.tick(now_ms)
         request.handle(placed(request.attempt, P2), now_ms)
         actions = request.handle(refused(P2, "overloaded", attempt=request.attempt), now_ms)
     fail = actions[-1]

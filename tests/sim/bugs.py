@@ -322,7 +322,7 @@ def nobody_asks_for_lost_tokens(patch: pytest.MonkeyPatch) -> None:
     from services.gateway.request.progress_watch import Watch
 
     patch.setattr(Watch, "due", lambda self, needed, now_ms: [])
-    patch.setattr(Watch, "silent", lambda self, needed, now_ms, ears: None)
+    patch.setattr(Watch, "silent", lambda self, needed, now_ms: None)
 
 
 @bug("a worker's death is not told to its requests", "kill")
@@ -332,7 +332,7 @@ def death_is_not_told(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(RequestCore, "_lose_worker", lambda self, event, now_ms: [])
     patch.setattr(Watch, "due", lambda self, needed, now_ms: [])
-    patch.setattr(Watch, "silent", lambda self, needed, now_ms, ears: None)
+    patch.setattr(Watch, "silent", lambda self, needed, now_ms: None)
 
 
 @bug("a later attempt draws from another seed", "kill", "pause", "drain")
@@ -509,10 +509,10 @@ def lease_is_not_returned(patch: pytest.MonkeyPatch) -> None:
 
 @bug("the heartbeat waits for the engine: a busy worker looks dead", options=BUSY)
 def heartbeat_waits_for_the_engine(patch: pytest.MonkeyPatch) -> None:
-    from services.worker.inbox import Ears
+    from services.worker.inbox import Inbox
     from services.worker.observe.report import Reporter
 
-    on_ping, load = Ears._on_ping, Reporter.load  # pyright: ignore[reportPrivateUsage]
+    on_ping, load = Inbox._on_ping, Reporter.load  # pyright: ignore[reportPrivateUsage]
 
     async def when_idle(self: Any, received: Any) -> Any:
         while any(core.num_runs for core in self._worker.cores):
@@ -524,7 +524,7 @@ def heartbeat_waits_for_the_engine(patch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("later")
         return load(self, now_ms)
 
-    patch.setattr(Ears, "_on_ping", when_idle)
+    patch.setattr(Inbox, "_on_ping", when_idle)
     patch.setattr(Reporter, "load", load_when_idle)
 
 

@@ -68,6 +68,7 @@ from schemas.worker import (
     BlockCounts,
     DescribeFleet,
     FleetDescribed,
+    LeftReason,
     PingWorker,
     PrefillRate,
     TransferRate,
@@ -190,7 +191,7 @@ EXAMPLES: tuple[Message, ...] = (
     WorkerJoined(worker=INFO),
     LOAD,
     WorkerDraining(**HOLDER),
-    WorkerLeft(**HOLDER, reason="silent"),
+    WorkerLeft(**HOLDER, reason=LeftReason.SILENT),
     RunPrefill(
         **REQUEST,
         gateway_id=GATEWAY,

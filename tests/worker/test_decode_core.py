@@ -8,7 +8,7 @@ import pytest
 from dataplane.blocks.lease import LeaseTable
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded, KVStreaming
 from schemas.request import Refused, ReservationQueued
-from schemas.worker import WorkerLeft
+from schemas.worker import LeftReason, WorkerLeft
 from services.decode.core import DecodeCore
 from services.prefill.core import PrefillCore
 from services.worker.core.actions import Action, Emit, Fetch, Publish, StartRead, StopFetch, StopRead, Submit, Withdraw
@@ -174,7 +174,7 @@ def test_an_answer_that_ends_while_being_withdrawn_is_forgotten() -> None:
 
 
 def test_losing_the_source_costs_a_recompute() -> None:
-    left = WorkerLeft(worker_id=case.PREFILL, incarnation="a", reason="silent")
+    left = WorkerLeft(worker_id=case.PREFILL, incarnation="a", reason=LeftReason.SILENT)
     waiting, reading, decoding = Bench(), Bench(), Bench()
     waiting.core.reserve(case.reserve(), 0)
     assert one(waiting.core.left(left, 1), Submit).sequence.num_computed_tokens == 0
@@ -224,7 +224,9 @@ def test_a_source_that_is_lost_while_waiting_for_blocks_costs_a_recompute_once_t
     bench = Bench(num_blocks=3)
     bench.core.reserve(case.reserve(1), 0)
     bench.core.reserve(case.reserve(2), 0)
-    assert bench.core.left(WorkerLeft(worker_id=case.PREFILL, incarnation="a", reason="silent"), 1) != []  # the first's
+    assert (
+        bench.core.left(WorkerLeft(worker_id=case.PREFILL, incarnation="a", reason=LeftReason.SILENT), 1) != []
+    )  # the first's
     actions = bench.core.removed(("r1", 1), 2)
     submit = one(actions, Submit)
     assert (submit.sequence.request_id, submit.sequence.num_computed_tokens) == ("r2", 0)
@@ -286,7 +288,7 @@ def test_the_rest_of_a_broken_read_is_asked_of_the_source_and_then_of_others() -
 def test_a_source_that_has_left_is_not_asked() -> None:
     bench = Bench()
     bench.core.reserve(case.reserve(), 0)
-    left = WorkerLeft(worker_id=case.PREFILL, incarnation="a", reason="silent")
+    left = WorkerLeft(worker_id=case.PREFILL, incarnation="a", reason=LeftReason.SILENT)
     actions = bench.core.left(left, 1)
     assert published(actions) == [HandoffAborted] and one(actions, Submit).sequence.num_computed_tokens == 0
 

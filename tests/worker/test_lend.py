@@ -8,7 +8,7 @@ from schemas.block import join_hashes
 from schemas.ids import LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseGranted, RequestLease, ReturnLease, is_as_asked
 from schemas.request import Refused
-from schemas.worker import WorkerLeft
+from schemas.worker import LeftReason, WorkerLeft
 from services.worker.core.actions import CloseLease
 from services.worker.core.content import SequenceContent
 from services.worker.kv.lending import MAX_LENT, OPEN_WITHIN_MS, LendCore
@@ -119,8 +119,8 @@ def test_a_lease_that_is_returned_ends_and_nobody_else_s_does() -> None:
 def test_a_reader_that_left_gives_back() -> None:
     core = lender()
     lease = granted(core)
-    assert core.left(WorkerLeft(worker_id=WorkerId("other"), incarnation="a", reason="silent")) == []
-    assert core.left(WorkerLeft(worker_id=READER, incarnation="a", reason="silent")) == [
+    assert core.left(WorkerLeft(worker_id=WorkerId("other"), incarnation="a", reason=LeftReason.SILENT)) == []
+    assert core.left(WorkerLeft(worker_id=READER, incarnation="a", reason=LeftReason.SILENT)) == [
         CloseLease(lease.lease_id, "the reader left")
     ]
     assert_all_given_back(core)

@@ -8,7 +8,7 @@ import pytest
 from dataplane.blocks.lease import LeaseTable
 from schemas.handoff import HandoffAborted, KVReleased
 from schemas.request import PrefillAccepted, Refused, RunPrefill
-from schemas.worker import WorkerLeft
+from schemas.worker import LeftReason, WorkerLeft
 from services.prefill.core import UNKNOWN_AFTER_MS, PrefillCore
 from services.worker.core.actions import (
     Action,
@@ -191,7 +191,7 @@ def test_an_abort_by_the_reader_ends_lease_and_run() -> None:
 def test_a_reader_that_left_ends_its_leases() -> None:
     bench = Bench()
     bench.computed(one(bench.run(case.run_prefill()), Submit))
-    left = WorkerLeft(worker_id=case.DECODE, incarnation="a", reason="silent")
+    left = WorkerLeft(worker_id=case.DECODE, incarnation="a", reason=LeftReason.SILENT)
     actions = bench.core.left(left, 5)
     assert isinstance(one(actions, CloseLease), CloseLease)
     assert isinstance(one(actions, Publish).message, HandoffAborted)  # it may live after all, and computes by itself
@@ -329,7 +329,7 @@ def test_blocks_of_a_cancelled_fetch_wait_for_its_end() -> None:
 def test_a_source_that_left_ends_its_fetch_only() -> None:
     bench = Bench()
     fetch = fetching(bench, split=False)
-    left = WorkerLeft(worker_id=case.DECODE, incarnation="a", reason="silent")
+    left = WorkerLeft(worker_id=case.DECODE, incarnation="a", reason=LeftReason.SILENT)
     assert bench.core.left(left, 1) == [StopFetch(fetch.key)]
     assert one(bench.core.fetched(fetch.key, ReadOutcome(4), 2), Fetch).source == "s0"
 
@@ -374,7 +374,7 @@ def two_unoffered(bench: Bench, *, deadline_ms: int = case.DEADLINE_MS) -> None:
 def test_runs_that_make_way_while_others_end_are_ended_once() -> None:
     bench = Bench()
     two_unoffered(bench)
-    left = WorkerLeft(worker_id=case.DECODE, incarnation="a", reason="silent")
+    left = WorkerLeft(worker_id=case.DECODE, incarnation="a", reason=LeftReason.SILENT)
     bench.checked(bench.core.left(left, 1_000))
     bench = Bench()
     two_unoffered(bench, deadline_ms=1_000)

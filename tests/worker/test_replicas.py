@@ -6,7 +6,7 @@ import pytest
 from schemas.block import join_hashes, split_hashes
 from schemas.ids import RequestId, WorkerId
 from schemas.kv import ReplicateBlocks
-from schemas.worker import WorkerLeft
+from schemas.worker import LeftReason, WorkerLeft
 from services.worker.core.actions import Action, AttemptKey, Fetch, Publish, StopFetch
 from services.worker.core.content import ReadOutcome, SequenceContent
 from services.worker.core.replicas import (
@@ -203,8 +203,8 @@ def test_an_empty_offer_is_nothing() -> None:
 def test_a_source_that_left_ends_its_reads() -> None:
     core = replica(4_000)
     begun = [fetch for seed in range(5) for fetch in fetches(core, core.offered(offer(seed=seed), "", 0))]
-    assert core.left(WorkerLeft(worker_id=WorkerId("other"), incarnation="a", reason="x"), 0) == []
-    stops = core.left(WorkerLeft(worker_id=SOURCE, incarnation="a", reason="x"), 0)
+    assert core.left(WorkerLeft(worker_id=WorkerId("other"), incarnation="a", reason=LeftReason.SILENT), 0) == []
+    stops = core.left(WorkerLeft(worker_id=SOURCE, incarnation="a", reason=LeftReason.SILENT), 0)
     assert stops == [StopFetch(fetch.key) for fetch in begun] and core.num_waiting == 0
     for fetch in begun:
         assert landed(core, fetch, 0) == []

@@ -31,7 +31,7 @@ from schemas.request import (
     TokensEmitted,
     Wanted,
 )
-from schemas.worker import BlockCounts, WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad
+from schemas.worker import BlockCounts, WorkerJoined, WorkerLeft, WorkerLoad
 from services.bus.base import BusError, NoRespondersError, RequestTimedOutError
 from services.bus.typed import Received, TypedBus
 from services.config import GatewayConfig
@@ -67,8 +67,9 @@ from services.gateway.request.events import (
 )
 from services.gateway.request.job import Job, PackedPrompt, continue_prompt, place_request, reserve_message, run_message
 from services.gateway.request.mailbox import Mailbox
-from services.gateway.request.progress_watch import Ears, WatchLimits
+from services.gateway.request.progress_watch import WatchLimits
 from services.keep import keep_traces
+from services.presence import Hearing, Incarnations, Speaker
 from services.runtime import now_ms
 from services.telemetry import Telemetry
 
@@ -80,8 +81,6 @@ PLACE_TIMEOUT_S = 2.0
 
 TICK_S = 0.05
 """How exactly the waits of live requests are kept."""
-INCARNATION_QUIET_MS = 3_000
-"""A worker says its load twice a second: one that is quiet for so long while its name speaks has been replaced."""
 LOAD_KEPT_MS = 10_000
 """A worker's load is forgotten after so long without another."""
 
@@ -114,10 +113,10 @@ class Requests:
     """Attempts that went on with an answer."""
     num_progress_asked: int = 0
     _live: dict[str, LiveRequest] = field(default_factory=dict[str, LiveRequest])
-    _incarnations: dict[WorkerId, str] = field(default_factory=dict[WorkerId, str])
     _loads: dict[WorkerId, tuple[int, BlockCounts]] = field(default_factory=dict[WorkerId, tuple[int, BlockCounts]])
     _stories: Stories = field(init=False)
-    _ears: Ears = field(default_factory=Ears)
+    _hearing: Hearing = field(default_factory=Hearing)
+    _incarnations: Incarnations = field(init=False)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
     _is_watching: bool = False
 
@@ -125,6 +124,7 @@ class Requests:
         self._idle.set()
         self._stories = Stories(self.gateway_id, self.bus, self.tasks)
         self.spans = GatewaySpans(self.telemetry)
+        self._incarnations = Incarnations(self._hearing, self.config.worker_silent_ms)
         self._limits = WatchLimits(
             progress_after_ms=self.config.progress_after_ms,
             worker_silent_ms=self.config.worker_silent_ms,
@@ -165,7 +165,9 @@ class Requests:
 
     def submit(self, job: Job, choice: int, mailbox: Mailbox) -> LiveRequest:
         """Start a request. It ends with one Finish, Fail or Abandon in the mailbox, by its deadline."""
-        core = RequestCore(job.request_id, job.sampling.max_tokens, self.config.max_attempts, self._limits)
+        core = RequestCore(
+            job.request_id, job.sampling.max_tokens, self.config.max_attempts, self._limits, self._hearing
+        )
         live = self._live[job.request_id] = LiveRequest(job, choice, mailbox, core, job.prompt, now_ms())
         self._idle.clear()
         self._stories.begin(job, core)
@@ -205,7 +207,7 @@ class Requests:
             await asyncio.sleep(TICK_S)
             time_ms = now_ms()
             for live in [live for live in self._live.values() if live.core.wake_ms <= time_ms]:
-                self._act(live, live.core.tick(time_ms, self._ears))
+                self._act(live, live.core.tick(time_ms))
         self._is_watching = False
 
     async def _say_wanted(self, received: Received[AskWanted]) -> Message:
@@ -217,7 +219,7 @@ class Requests:
 
     def _hear_tokens(self, received: Received[TokensEmitted]) -> None:
         worker_id = received.message.worker_id
-        self._ears.hear(now_ms())
+        self._hearing.hear(now_ms())
         for share in received.message.requests:
             live = self._live.get(share.request_id)
             if live is not None:
@@ -239,35 +241,30 @@ class Requests:
 
     def _hear_left(self, received: Received[WorkerLeft]) -> None:
         message = received.message
-        known = self._incarnations.pop(message.worker_id, message.incarnation)
-        if known != message.incarnation:  # news of a predecessor
-            self._incarnations[message.worker_id] = known
-            return
-        self._loads.pop(message.worker_id, None)
-        self._lose(WorkerLost(message.worker_id, message.reason))
+        if self._incarnations.left(message.worker_id, message.incarnation):  # else news of a predecessor
+            self._loads.pop(message.worker_id, None)
+            self._lose(WorkerLost(message.worker_id, message.reason))
 
     def _hear_joined(self, received: Received[WorkerJoined]) -> None:
-        self._begin_incarnation(received.message.worker)
-
-    def _begin_incarnation(self, worker: WorkerInfo) -> None:
-        """A new incarnation knows nothing of what its predecessor had taken, which nobody may have seen leave."""
-        if self._incarnations.get(worker.worker_id) != worker.incarnation:
-            self._incarnations[worker.worker_id] = worker.incarnation
-            self._lose(WorkerLost(worker.worker_id, "it was restarted", is_back=True))
+        worker = received.message.worker
+        if self._incarnations.joined(worker.worker_id, worker.incarnation, now_ms()):
+            self._lose_predecessor(worker.worker_id)
 
     def _hear_load(self, received: Received[WorkerLoad]) -> None:
-        """A load may be of an incarnation that has been replaced: it names one only where none is known, or where the
-        one that is known has said nothing for long. That one's end and the other's beginning were not heard."""
         worker, time_ms = received.message.worker, now_ms()
-        heard_ms, _ = self._loads.setdefault(worker.worker_id, (time_ms, received.message.blocks))
-        if time_ms - heard_ms > INCARNATION_QUIET_MS and not self._ears.is_deaf(time_ms):
-            self._begin_incarnation(worker)
-        self._ears.hear(time_ms)
-        if self._incarnations.setdefault(worker.worker_id, worker.incarnation) == worker.incarnation:
+        speaker = self._incarnations.spoke(worker.worker_id, worker.incarnation, time_ms)
+        if speaker is Speaker.SUCCESSOR:
+            self._lose_predecessor(worker.worker_id)
+        self._hearing.hear(time_ms)
+        if speaker is not Speaker.PREDECESSOR:
             self._loads[worker.worker_id] = time_ms, received.message.blocks
 
+    def _lose_predecessor(self, worker_id: WorkerId) -> None:
+        """A new incarnation knows nothing of what its predecessor had taken, which nobody may have seen leave."""
+        self._lose(WorkerLost(worker_id, "it was restarted", is_back=True))
+
     def _lose(self, event: WorkerLost) -> None:
-        self._ears.hear(now_ms())
+        self._hearing.hear(now_ms())
         for live in list(self._live.values()):
             self._tell(live, event)
 
@@ -389,9 +386,9 @@ class Requests:
         try:
             reply = await self.bus.ask(subject, ids, message, max(0.001, min(timeout_s, left_s)), live.job.traceparent)
         except NoRespondersError:
-            self._ears.hear(now_ms())
+            self._hearing.hear(now_ms())
             raise
-        self._ears.hear(now_ms())
+        self._hearing.hear(now_ms())
         return reply
 
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:

@@ -13,7 +13,7 @@ from schemas.block import join_hashes
 from schemas.ids import WorkerId
 from schemas.kv import LeaseGranted, RequestLease
 from services.bus.typed import TypedBus
-from services.config import WorkerConfig
+from services.config import LEASE_ANSWER_MS, WorkerConfig
 from services.runtime import now_ms
 from services.telemetry import AttributeValue, Key
 from services.worker.core.actions import AttemptKey, Fetch
@@ -28,8 +28,6 @@ from services.worker.survive import surviving
 
 log = logging.getLogger(__name__)
 
-LEASE_TIMEOUT_MS = 2_000
-"""A worker answers from memory, a store may have to look on its disk."""
 READ_BASE_S = 2.0
 READ_BYTES_PER_S_MIN = 20e6
 """A read slower than this is given up: computing would be quicker."""
@@ -112,7 +110,7 @@ class Fetches:
     def _lease(self, action: Fetch, traceparent: str) -> AbstractAsyncContextManager[LeaseGranted]:
         request_id, attempt = action.key
         asked_ms = now_ms()
-        answer_by_ms = min(action.deadline_ms, asked_ms + LEASE_TIMEOUT_MS)
+        answer_by_ms = min(action.deadline_ms, asked_ms + LEASE_ANSWER_MS)
         request = RequestLease(
             request_id=request_id,
             attempt=attempt,
