@@ -444,5 +444,6 @@ def test_the_core_is_pure(module: ModuleType) -> None:
         "schemas.request",
         "services.gateway.request.events",
         "services.gateway.request.progress_watch",
+        "services.presence",
     }
     assert imported <= {"enum", "dataclasses", "collections.abc", "typing", *ours}
