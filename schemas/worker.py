@@ -1,5 +1,6 @@
 """What workers say of themselves. The scheduler's whole view of the fleet is made of these."""
 
+import enum
 from typing import Literal
 
 import msgspec
@@ -100,13 +101,25 @@ class WorkerDraining(Message, frozen=True, kw_only=True):
     incarnation: str
 
 
+class LeftReason(enum.StrEnum):
+    """Why an incarnation of a worker counts no more."""
+
+    DIED = "died"
+    """Its process has ended: nobody serves its questions."""
+    SILENT = "silent"
+    """Nothing was heard of it for too long."""
+    RESTARTED = "restarted"
+    """Another incarnation speaks under its name."""
+    STOPPED = "stopped"
+    """It says so itself: it was told to stop, and has left in order."""
+
+
 class WorkerLeft(Message, frozen=True, kw_only=True):
-    """This incarnation of a worker is over: it says so itself, or a scheduler has declared it lost. `reason` is for
-    people."""
+    """This incarnation of a worker is over: it says so itself, or a scheduler has declared it lost."""
 
     worker_id: WorkerId
     incarnation: str
-    reason: str
+    reason: LeftReason
 
 
 class PingWorker(Message, frozen=True, kw_only=True):

@@ -4,12 +4,13 @@ import os
 import re
 import secrets
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import msgspec
 
 from schemas.ids import is_subject_token
 from services.errors import UserError
+from services.presence import DEAF_AFTER_MS, LOAD_INTERVAL_MS
 
 Carrier = Literal["auto", "shm", "tcp", "cuda", "nccl"]
 WireDtype = Literal["auto", "same", "int8", "fp8"]
@@ -18,6 +19,13 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 
 MIN_STAGING_BYTES = 32 * 1024 * 1024
 """Room for a few frames at once (`dataplane.cards.staging_ring`)."""
+
+
+WORKER_TICK_MS = 100
+"""A worker's timer: it keeps deadlines, renews the leases whose streams move, and notices that it stood still."""
+LEASE_ANSWER_MS = 2_000
+"""How long a reader waits for a holder's answer to its question for a lease. A worker answers from memory, a store may
+have to look behind it."""
 
 
 def check_device(device: str) -> str:
@@ -116,7 +124,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     drain_s: float = 30.0
     """How long a worker that is to stop may take to finish what runs; what is left then goes on elsewhere."""
     fence_after_ms: int = 2_500
-    """A worker whose clock stood still for this long takes itself for lost. Less than `silent_after_ms`."""
+    """A worker whose clock stood still for this long takes itself for lost, before anybody else does."""
     wire_dtype: WireDtype = "same"
     """How this worker asks for KV over `tcp`: as it is, compressed, or compressed where that is quicker."""
 
@@ -161,8 +169,56 @@ class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ValueError(f"sample_ratio is a share between 0 and 1, not {self.sample_ratio:g}")
 
 
+class Time(NamedTuple):
+    """A setting or a fixed time, as it is called and written."""
+
+    name: str
+    value: str
+    ms: float
+
+
+def _set_ms(name: str, value: int) -> Time:
+    return Time(name, f"{value}", value)
+
+
+def _set_s(name: str, value: float) -> Time:
+    return Time(name, f"{value:g}", value * 1000)
+
+
+def _fixed(name: str, value_ms: int) -> Time:
+    return Time(name, f"{value_ms} ms (fixed)", value_ms)
+
+
+class Relation(NamedTuple):
+    """Of two times, which the code relies on to be in this order. `because`: what would go wrong otherwise."""
+
+    shorter: Time
+    longer: Time
+    because: str
+
+    def check(self) -> None:
+        """Raise ValueError with both names and values where the order is wrong."""
+        if self.shorter.ms < self.longer.ms:
+            return
+        raise ValueError(
+            f"{self.shorter.name} = {self.shorter.value} must be shorter than "
+            f"{self.longer.name} = {self.longer.value}: {self.because}. {self._advice()}"
+        )
+
+    def _advice(self) -> str:
+        changes = [
+            f"{verb} {time.name}"
+            for verb, time in (("lower", self.shorter), ("raise", self.longer))
+            if not time.value.endswith("(fixed)")
+        ]
+        return " or ".join(changes).capitalize()
+
+
 class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything a service of the mesh needs. `secret` signs the data plane's tickets; equal on all workers."""
+    """Everything a service of the mesh needs. `secret` signs the data plane's tickets; equal on all workers.
+
+    Times that rely on each other are checked wherever one is made: from a file, in code, or by replacing a part.
+    """
 
     secret: str = ""
     nats: NatsConfig = NatsConfig()
@@ -173,9 +229,46 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     store: StoreConfig = StoreConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
+    def __post_init__(self) -> None:
+        for relation in relations_of(self):
+            relation.check()
+
     @property
     def secret_bytes(self) -> bytes:
         return self.secret.encode()
+
+
+def relations_of(config: MeshConfig) -> list[Relation]:
+    """Return every order of two times that the code relies on."""
+    ping = _set_ms("scheduler.ping_interval_ms", config.scheduler.ping_interval_ms)
+    suspect = _set_ms("scheduler.suspect_after_ms", config.scheduler.suspect_after_ms)
+    silent = _set_ms("scheduler.silent_after_ms", config.scheduler.silent_after_ms)
+    fence = _set_ms("worker.fence_after_ms", config.worker.fence_after_ms)
+    lease = _set_ms("worker.lease_ms", config.worker.lease_ms)
+    accept = _set_s("gateway.accept_timeout_s", config.gateway.accept_timeout_s)
+    request = _set_s("gateway.request_timeout_s", config.gateway.request_timeout_s)
+    progress = _set_ms("gateway.progress_after_ms", config.gateway.progress_after_ms)
+    worker_silent = _set_ms("gateway.worker_silent_ms", config.gateway.worker_silent_ms)
+    store = _set_ms("store.timeout_ms", config.store.timeout_ms)
+    two_loads = _fixed("two intervals of a worker's load", 2 * LOAD_INTERVAL_MS)
+    deaf = _fixed("the silence after which a gateway takes itself for cut off", DEAF_AFTER_MS)
+    tick = _fixed("a worker's timer", WORKER_TICK_MS)
+    lease_answer = _fixed("a reader's wait for a lease", LEASE_ANSWER_MS)
+    return [
+        Relation(ping, suspect, "a worker is suspect when a ping was not answered"),
+        Relation(suspect, silent, "a worker is suspect before it is dead"),
+        Relation(two_loads, silent, "a worker that answers no pings is judged by its loads"),
+        Relation(fence, silent, "a worker that stood still must notice before the scheduler gives its work away"),
+        Relation(fence, worker_silent, "a worker that stood still must notice before a gateway gives its work away"),
+        Relation(tick, fence, "a worker would take every pause between two ticks for standing still"),
+        Relation(tick, lease, "a lease whose stream moves is renewed by the timer"),
+        Relation(suspect, worker_silent, "the worker that a gateway gives up must get nothing new meanwhile"),
+        Relation(progress, worker_silent, "a worker is asked before it is taken for lost"),
+        Relation(accept, worker_silent, "a worker whose reply is missing is asked before it is taken for lost"),
+        Relation(deaf, worker_silent, "a gateway that is cut off would take its workers for lost"),
+        Relation(accept, request, "a request must outlive one reply that is lost"),
+        Relation(store, lease_answer, "who asked would have gone before the store answers"),
+    ]
 
 
 def parse_devices(text: str) -> tuple[str, ...]:

@@ -26,10 +26,6 @@ RECONNECT_WAIT_S = 0.2
 PING_INTERVAL_S = 5
 """A broker whose machine is gone closes no connection: after three pings without an answer it counts as away."""
 
-SETTLE_S = 2.0
-"""For so long after a reconnection a request that nobody serves is asked again rather than given up: who serves it may
-still be on its way back to the broker, as we were a moment ago."""
-
 ASK_AGAIN_S = 0.1
 """Between two such attempts."""
 

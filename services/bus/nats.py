@@ -34,6 +34,7 @@ from services.bus.base import (
     check_size,
 )
 from services.errors import BrokerUnreachableError
+from services.presence import SETTLE_MS
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +153,7 @@ class NatsBus:
         self.num_dropped = 0
         self.closed = asyncio.Event()
         """Set once the connection is closed for good, by us or by the broker."""
-        self._reconnected_s = -limits.SETTLE_S
+        self._reconnected_s = -SETTLE_MS / 1000
         self._drop_logged_s = -limits.DROP_LOG_INTERVAL_S
 
     @property
@@ -217,9 +218,9 @@ class NatsBus:
                 message = await self._ask(subject, payload, headers, timeout_s)
                 return NatsDelivery(self, message, is_reply=True)
             except NoRespondersError:
-                # Who serves it may be on its way back to the broker, as we were a moment ago.
+                # Who serves it may be on its way back to the broker, as we were a moment ago: ask again meanwhile.
                 now_s = time.monotonic()
-                if now_s - self._reconnected_s > limits.SETTLE_S or now_s + limits.ASK_AGAIN_S > ends_s:
+                if now_s - self._reconnected_s > SETTLE_MS / 1000 or now_s + limits.ASK_AGAIN_S > ends_s:
                     raise
             await asyncio.sleep(limits.ASK_AGAIN_S)
             timeout_s = ends_s - time.monotonic()

@@ -50,7 +50,7 @@ from services.gateway.request.events import (
 )
 from services.gateway.request.job import Job, PackedPrompt, continue_prompt, place_request, reserve_message, run_message
 from services.gateway.request.mailbox import Mailbox
-from services.gateway.request.progress_watch import Ears
+from services.presence import Hearing
 from services.runtime import now_ms
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class Asker:
     bus: TypedBus
     tasks: asyncio.TaskGroup
     spans: GatewaySpans
-    ears: Ears
+    hearing: Hearing
     """Notes every answer, the broker's own too: somebody was heard."""
     handle: Callable[[LiveRequest, Event], None]
 
@@ -224,9 +224,9 @@ class Asker:
         try:
             reply = await self.bus.ask(subject, ids, message, max(0.001, min(timeout_s, left_s)), live.job.traceparent)
         except NoRespondersError:
-            self.ears.hear(now_ms())
+            self.hearing.hear(now_ms())
             raise
-        self.ears.hear(now_ms())
+        self.hearing.hear(now_ms())
         return reply
 
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:

@@ -70,9 +70,6 @@ again from their beginning for each token."""
 
 # The workers, as the gateway hears of them.
 
-INCARNATION_QUIET_MS = 3_000
-"""A worker says its load twice a second: one that is quiet for so long while its name speaks has been replaced."""
-
 LOAD_KEPT_MS = 10_000
 """A worker's load is forgotten after so long without another."""
 

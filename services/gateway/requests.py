@@ -39,8 +39,9 @@ from services.gateway.request.events import (
 )
 from services.gateway.request.job import Job
 from services.gateway.request.mailbox import Mailbox
-from services.gateway.request.progress_watch import Ears, WatchLimits
+from services.gateway.request.progress_watch import WatchLimits
 from services.keep import keep_traces
+from services.presence import Hearing
 from services.runtime import now_ms
 from services.telemetry import Telemetry
 
@@ -59,7 +60,7 @@ class Requests:
     num_progress_asked: int = 0
     """Questions to workers that had been quiet."""
     _live: dict[str, LiveRequest] = field(default_factory=dict[str, LiveRequest])
-    _ears: Ears = field(default_factory=Ears)
+    _hearing: Hearing = field(default_factory=Hearing)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
     _is_ticking: bool = False
 
@@ -67,8 +68,8 @@ class Requests:
         self._idle.set()
         self.spans = GatewaySpans(self.telemetry)
         self._stories = Stories(self.gateway_id, self.bus, self.tasks)
-        self._fleet = Fleet(self._ears)
-        self._asker = Asker(self.config, self.gateway_id, self.bus, self.tasks, self.spans, self._ears, self._handle)
+        self._fleet = Fleet(self._hearing, self.config.worker_silent_ms)
+        self._asker = Asker(self.config, self.gateway_id, self.bus, self.tasks, self.spans, self._hearing, self._handle)
         self._limits = WatchLimits(
             progress_after_ms=self.config.progress_after_ms,
             worker_silent_ms=self.config.worker_silent_ms,
@@ -93,7 +94,7 @@ class Requests:
     def submit(self, job: Job, choice: int, mailbox: Mailbox) -> LiveRequest:
         """Start a request. It ends with one Finish, FailRequest or Abandon in the mailbox, by its deadline."""
         max_tokens, max_attempts = job.sampling.max_tokens, self.config.max_attempts
-        core = RequestCore(job.request_id, max_tokens, max_attempts, self._limits, self._ears)
+        core = RequestCore(job.request_id, max_tokens, max_attempts, self._limits, self._hearing)
         live = self._live[job.request_id] = LiveRequest(job, choice, mailbox, core, job.prompt, now_ms())
         self._idle.clear()
         self._stories.begin(job, core)
@@ -151,7 +152,7 @@ class Requests:
 
     def _on_tokens(self, received: Received[TokensEmitted]) -> None:
         worker_id = received.message.worker_id
-        self._ears.hear(now_ms())
+        self._hearing.hear(now_ms())
         for share in received.message.requests:
             live = self._live.get(share.request_id)
             if live is not None:
@@ -160,7 +161,7 @@ class Requests:
     def _on_fleet(self, received: Received[FleetMessage]) -> None:
         time_ms = now_ms()
         lost = self._fleet.handle(received.message, time_ms)
-        self._ears.hear(time_ms)
+        self._hearing.hear(time_ms)
         for event in lost:
             for live in list(self._live.values()):
                 self._handle(live, event)

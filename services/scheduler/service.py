@@ -1,27 +1,42 @@
-"""The scheduler's shell: hears the fleet, answers placements."""
+"""Runs the scheduler: brings its core what is heard of the fleet, carries out what it decides, answers placements."""
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from schemas import subjects
 from schemas.ids import is_subject_token
 from schemas.request import Placement, PlaceRequest, Refused
-from schemas.worker import DescribeFleet, FleetDescribed, WorkerJoined, WorkerLoad
-from services.bus.base import Bus
+from schemas.subjects import Subject
+from schemas.worker import DescribeFleet, FleetDescribed, PingWorker, WorkerAlive, WorkerJoined, WorkerLeft, WorkerLoad
+from services.bus.base import Bus, BusError, NoRespondersError
 from services.bus.typed import Received, TypedBus
-from services.config import MeshConfig, SchedulerConfig
+from services.config import MeshConfig
+from services.errors import BrokerUnreachableError
 from services.metrics import Metrics
 from services.runtime import now_ms
-from services.scheduler.core import FleetEvent, SchedulerCore, SchedulerLimits
+from services.scheduler.core import SchedulerCore
+from services.scheduler.events import (
+    BusConnected,
+    BusProved,
+    Event,
+    FleetEvent,
+    PingAnswered,
+    PingUnanswered,
+    PingUnserved,
+    ProveBus,
+    SayLeft,
+    SendPing,
+)
+from services.scheduler.limits import LEARN_S, PROOF_TIMEOUT_S
 from services.scheduler.metrics import SchedulerMetrics
-from services.scheduler.placement.admission import AdmissionLimits
-from services.scheduler.placement.cost import CostLimits
 from services.scheduler.placement.hints import Hints
-from services.scheduler.watch import Watch
 
-LEARN_S = 1.0
-"""Every worker says its load twice a second: before this a scheduler that has just started may not know the fleet, and
-refuses nobody for want of workers."""
+log = logging.getLogger(__name__)
+
+FLEET_SUBJECTS: tuple[Subject[Any, None], ...] = (subjects.JOINED, subjects.LOAD, subjects.DRAINING, subjects.LEFT)
+"""What is said of workers is an event of the core as it stands."""
 
 
 async def run_scheduler(
@@ -32,64 +47,144 @@ async def run_scheduler(
     metrics: Metrics | None = None,
 ) -> None:
     """Serve until `stop` is set. Raises UserError for an unknown policy."""
-    core = core_of(config.scheduler)
+    core = SchedulerCore(config.scheduler)
     metrics = metrics or Metrics()
     bus = TypedBus(connection, "scheduler", metrics)
-    measured = SchedulerMetrics(metrics, core)
-    hints = Hints(bus)
-    learnt = asyncio.Event()
-    asyncio.get_running_loop().call_later(LEARN_S, learnt.set)
-
-    def hear(received: Received[FleetEvent]) -> None:
-        message = received.message
-        worker_id = message.worker.worker_id if isinstance(message, WorkerJoined | WorkerLoad) else message.worker_id
-        if not is_subject_token(worker_id):
-            bus.drop("malformed")
-            return
-        watch.say(core.handle(message, now_ms()))
-        watch.heard()
-
-    async def place(received: Received[PlaceRequest]) -> Placement | Refused:
-        holders = await hints.holders(received.message) if core.asks_directory else ()
-        reply = core.place(received.message, now_ms(), holders)
-        if isinstance(reply, Refused) and reply.reason == "no_worker" and not learnt.is_set():
-            await learnt.wait()
-            reply = core.place(received.message, now_ms(), holders)
-        measured.placed(reply, received.traceparent)
-        return reply
-
-    async def describe(received: Received[DescribeFleet]) -> FleetDescribed:
-        return core.describe(now_ms())
-
     await bus.announce("decides which workers serve a request")
     async with asyncio.TaskGroup() as tasks:
-        watch = Watch(core, bus, tasks, config.scheduler.suspect_after_ms / 1e3, measured.left)
-        await bus.listen(tasks, subjects.JOINED, ("*",), hear)
-        await bus.listen(tasks, subjects.LOAD, ("*",), hear)
-        await bus.listen(tasks, subjects.DRAINING, ("*",), hear)
-        await bus.listen(tasks, subjects.LEFT, ("*",), hear)
-        await bus.serve(tasks, subjects.PLACE, (), place)
-        await bus.serve(tasks, subjects.FLEET, (), describe)
-        await connection.flush()
-        watching = tasks.create_task(watch.run(), name="watch over the workers")
+        scheduler = Scheduler(core, bus, tasks, SchedulerMetrics(metrics, core), config.scheduler.suspect_after_ms)
+        await scheduler.listen()
+        watching = tasks.create_task(scheduler.watch(), name="watch over the workers")
         if on_ready is not None:
             on_ready()
         await stop.wait()
         watching.cancel()
-        watch.close()
+        scheduler.close()
         await bus.close()
 
 
-def core_of(settings: SchedulerConfig) -> SchedulerCore:
-    """Return a core that decides as configured. Raises UserError for an unknown policy."""
-    return SchedulerCore(
-        settings.policy,
-        settings.silent_after_ms,
-        CostLimits(settings.pull_tokens_min, settings.unsplit_tokens_max),
-        SchedulerLimits(
-            ping_interval_ms=settings.ping_interval_ms,
-            suspect_after_ms=settings.suspect_after_ms,
-            admission=AdmissionLimits(settings.max_queue_ms, settings.max_queued_requests),
-            replicate=settings.replicate,
-        ),
-    )
+class Scheduler:
+    """The core on a bus. Each ping is a task of its own, and takes `ping_timeout_ms` at most."""
+
+    def __init__(
+        self,
+        core: SchedulerCore,
+        bus: TypedBus,
+        tasks: asyncio.TaskGroup,
+        measured: SchedulerMetrics,
+        ping_timeout_ms: int,
+    ) -> None:
+        self._core = core
+        self._bus = bus
+        self._tasks = tasks
+        self._measured = measured
+        self._ping_timeout_s = ping_timeout_ms / 1000
+        self._hints = Hints(bus)
+        self._running: dict[asyncio.Task[None], None] = {}
+        self._sleeps_until_ms = 0
+        self._wake = asyncio.Event()
+        self._learnt = asyncio.Event()
+        asyncio.get_running_loop().call_later(LEARN_S, self._learnt.set)
+        self._tell_connects()
+
+    async def listen(self) -> None:
+        """Hear the fleet, and answer what is asked."""
+        for subject in FLEET_SUBJECTS:
+            await self._bus.listen(self._tasks, subject, ("*",), self._hear)
+        await self._bus.serve(self._tasks, subjects.PLACE, (), self._place)
+        await self._bus.serve(self._tasks, subjects.FLEET, (), self._describe)
+        await self._bus.connection.flush()
+
+    async def watch(self) -> None:
+        """Tick the core until cancelled."""
+        while True:
+            self._tell_connects()
+            self._act(self._core.tick(now_ms()))
+            self._wake.clear()
+            self._sleeps_until_ms = self._core.wake_ms
+            try:
+                async with asyncio.timeout(max(1, self._sleeps_until_ms - now_ms()) / 1000):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+
+    def close(self) -> None:
+        """End what is being sent and asked."""
+        for task in list(self._running):
+            task.cancel()
+
+    def _hear(self, received: Received[FleetEvent]) -> None:
+        message = received.message
+        worker_id = message.worker.worker_id if isinstance(message, WorkerJoined | WorkerLoad) else message.worker_id
+        if is_subject_token(worker_id):
+            self._tell(message)
+        else:
+            self._bus.drop("malformed")
+
+    async def _place(self, received: Received[PlaceRequest]) -> Placement | Refused:
+        request, core = received.message, self._core
+        holders = await self._hints.holders(request) if core.asks_directory else ()
+        reply = core.place(request, now_ms(), holders)
+        if isinstance(reply, Refused) and reply.reason == "no_worker" and not self._learnt.is_set():
+            await self._learnt.wait()
+            reply = core.place(request, now_ms(), holders)
+        self._measured.placed(reply, received.traceparent)
+        return reply
+
+    async def _describe(self, received: Received[DescribeFleet]) -> FleetDescribed:
+        return self._core.describe(now_ms())
+
+    def _tell(self, event: Event) -> None:
+        self._act(self._core.handle(event, now_ms()))
+        if self._core.wake_ms < self._sleeps_until_ms:
+            self._wake.set()
+
+    def _tell_connects(self) -> None:
+        self._core.handle(BusConnected(self._bus.connection.num_connects), now_ms())
+
+    def _act(self, actions: list[SendPing | SayLeft | ProveBus]) -> None:
+        for action in actions:
+            match action:
+                case SendPing():
+                    self._start(self._ping(action), f"ping {action.worker_id}")
+                case SayLeft(left=left):
+                    log.warning("worker %s has left: %s", left.worker_id, left.reason)
+                    self._measured.left(left)
+                    self._start(self._say_left(left), f"say that {left.worker_id} left")
+                case ProveBus():
+                    self._start(self._prove(), "ask whether the bus works")
+
+    def _start(self, work: Coroutine[None, None, None], name: str) -> None:
+        task = self._tasks.create_task(work, name=name)
+        self._running[task] = None
+        task.add_done_callback(self._running.pop)
+
+    async def _ping(self, ping: SendPing) -> None:
+        try:
+            alive = await self._bus.ask(subjects.PING, (ping.worker_id,), PingWorker(), self._ping_timeout_s)
+        except NoRespondersError:
+            self._tell_connects()  # what the broker says shortly after a reconnection proves nothing
+            self._tell(PingUnserved(ping))
+        except BusError:
+            self._tell(PingUnanswered(ping))
+        else:
+            assert isinstance(alive, WorkerAlive)
+            self._tell(PingAnswered(ping, alive.worker_id, alive.incarnation))
+
+    async def _prove(self) -> None:
+        """A round trip to the broker: without it nobody's silence counts."""
+        works = False
+        try:
+            async with asyncio.timeout(PROOF_TIMEOUT_S):
+                await self._bus.connection.flush()
+            works = True
+        except (BusError, BrokerUnreachableError, TimeoutError):
+            pass
+        finally:
+            self._tell(BusProved(works))
+
+    async def _say_left(self, left: WorkerLeft) -> None:
+        try:
+            await self._bus.publish(subjects.LEFT, (left.worker_id,), left)
+        except BusError as error:
+            log.warning("could not say that %s left: %s", left.worker_id, error)

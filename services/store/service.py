@@ -13,6 +13,7 @@ from schemas.kv import LeaseGranted, RequestLease, ReturnLease
 from schemas.observe import DescribeWorker, WorkerDescribed
 from schemas.request import Refused
 from schemas.worker import (
+    LeftReason,
     PingWorker,
     WorkerAlive,
     WorkerDraining,
@@ -27,10 +28,11 @@ from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig
 from services.keep import keep_traces
 from services.metrics import Metrics
+from services.presence import LOAD_INTERVAL_MS
 from services.runtime import now_ms
 from services.store.backing import Backing, Complaints
 from services.store.core import DrainBegun, StoreCore
-from services.store.limits import FLUSH_TIMEOUT_S, LAST_WORDS_S, LOAD_INTERVAL_S
+from services.store.limits import FLUSH_TIMEOUT_S, LAST_WORDS_S
 from services.store.load import StoreParts, load_store
 from services.store.loader import Loader
 from services.store.memory import StoreMemory
@@ -175,7 +177,7 @@ class Store:
         self._reader.close()
         if self._backing is not None:
             await asyncio.to_thread(self._backing.close)
-        left = WorkerLeft(worker_id=self._store_id, incarnation=incarnation, reason="stopped")
+        left = WorkerLeft(worker_id=self._store_id, incarnation=incarnation, reason=LeftReason.STOPPED)
         self._outbox.put(subjects.LEFT, me, left)
         self._outbox.close()
         with contextlib.suppress(TimeoutError):  # the bus may be away for good
@@ -293,7 +295,7 @@ class Store:
             self._changed()
             self._outbox.put(subjects.LOAD, (self._store_id,), self._load())
             self._reader.release_ended()
-            await asyncio.sleep(LOAD_INTERVAL_S)
+            await asyncio.sleep(LOAD_INTERVAL_MS / 1000)
 
     async def _write_behind(self, backing: Backing) -> None:
         while True:

@@ -52,8 +52,6 @@ MAX_PAST_ATTEMPTS = 4_096
 
 # Reading from other holders.
 
-LEASE_TIMEOUT_MS = 2_000
-"""How long a lease is waited for: a worker answers from memory, a store may have to look on its disk."""
 READ_BASE_S = 2.0
 READ_BYTES_PER_S_MIN = 20e6
 """A read that takes longer than `READ_BASE_S` and its bytes at this rate is given up: computing would be quicker."""
@@ -77,10 +75,6 @@ SPARE_SHARE = 4
 
 # What goes by the clock.
 
-TICK_INTERVAL_S = 0.1
-"""How often deadlines and leases are looked at."""
-LOAD_INTERVAL_S = 0.5
-"""The load is told at least this often; the scheduler and the gateways count on it."""
 LOAD_MIN_GAP_S = 0.05
 """After a change the load is told soon, and many changes in a row are told once."""
 ROUND_INTERVAL_S = 1.0

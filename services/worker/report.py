@@ -11,7 +11,7 @@ from schemas.directory import Inventory
 from schemas.kv import BlocksCooling
 from schemas.observe import HeldLease, HeldRequest, WorkerDescribed
 from schemas.request import AskProgress, Progress
-from schemas.worker import WorkerDraining, WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad
+from schemas.worker import LeftReason, WorkerDraining, WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad
 from services.bus.typed import TypedBus
 from services.engine.thread import EngineThread
 from services.worker.core.leases import Grant
@@ -75,7 +75,7 @@ class Reporter:
     def tell_left(self) -> None:
         """Say that this worker stops."""
         me = self.identity.worker_id
-        left = WorkerLeft(worker_id=me, incarnation=self.holder.incarnation, reason="stopped")
+        left = WorkerLeft(worker_id=me, incarnation=self.holder.incarnation, reason=LeftReason.STOPPED)
         self.outbox.put(subjects.LEFT, (me,), left)
 
     def tell_load(self, now_ms: int) -> None:

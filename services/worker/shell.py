@@ -20,9 +20,10 @@ from schemas.message import Message
 from schemas.request import Refused, RequestTokens
 from schemas.worker import WorkerAlive, WorkerLeft, WorkerRole
 from services.bus.typed import TypedBus
-from services.config import MeshConfig
+from services.config import WORKER_TICK_MS, MeshConfig
 from services.engine.thread import EngineStoppedError
 from services.metrics import Metrics
+from services.presence import Heartbeat
 from services.runtime import now_ms
 from services.telemetry import Telemetry
 from services.worker.core.actions import (
@@ -48,7 +49,6 @@ from services.worker.core.events import (
     StreamEnded,
     StreamStarted,
 )
-from services.worker.core.heartbeat import Pulse
 from services.worker.core.leases import Grant, LeaseTable
 from services.worker.core.lending import LendCore
 from services.worker.core.replicas import ReplicaCore
@@ -61,7 +61,6 @@ from services.worker.limits import (
     READ_BASE_S,
     READ_BYTES_PER_S_MIN,
     READERS_STAY_S,
-    TICK_INTERVAL_S,
 )
 from services.worker.observe.measured_rates import MeasuredRates
 from services.worker.observe.metrics import WorkerMetrics
@@ -138,7 +137,7 @@ class Worker:
         self.reporter = Reporter(
             parts.info(), self._holder, self._feed.engine, self._rates, bus, self._outbox, self.cores
         )
-        self._pulse = Pulse(TICK_INTERVAL_S, settings.fence_after_ms / 1000)
+        self._heartbeat = Heartbeat(WORKER_TICK_MS / 1000, settings.fence_after_ms / 1000)
         self._loop: asyncio.AbstractEventLoop
         self._reads: KVReads
         self._changed = asyncio.Event()
@@ -249,12 +248,12 @@ class Worker:
 
     def look_at_the_clock(self) -> None:
         """Before anything is done: a worker that stood still must not go on as if nothing had happened."""
-        if self._pulse.stood_still(time.monotonic()):
+        if self._heartbeat.stood_still(time.monotonic()):
             self._fence("it stood still")
 
     def beat(self) -> None:
         """The clock has ticked."""
-        self._pulse.beat(time.monotonic())
+        self._heartbeat.beat(time.monotonic())
 
     def check_engine(self) -> None:
         """Raise EngineStoppedError where the engine's thread has failed, or a read does not come to an end: whoever
@@ -299,7 +298,7 @@ class Worker:
     def alive(self) -> WorkerAlive:
         """Return a sign of life."""
         self.look_at_the_clock()
-        lag_ms = self._pulse.lag_ms(time.monotonic())
+        lag_ms = self._heartbeat.lag_ms(time.monotonic())
         return WorkerAlive(worker_id=self._parts.worker_id, incarnation=self._holder.incarnation, lag_ms=lag_ms)
 
     # What the cores ask for.

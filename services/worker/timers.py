@@ -8,19 +8,19 @@ from schemas.ids import WorkerId
 from schemas.request import AskWanted
 from services.bus.base import BusError, NoRespondersError
 from services.bus.typed import TypedBus
+from services.config import WORKER_TICK_MS
+from services.presence import LOAD_INTERVAL_MS
 from services.runtime import now_ms
 from services.worker.core.content import AttemptKey
 from services.worker.core.events import AttemptUnwanted
 from services.worker.core.wanted import Question, WantedCore
 from services.worker.limits import (
     ANSWER_TIMEOUT_S,
-    LOAD_INTERVAL_S,
     LOAD_MIN_GAP_S,
     READERS_COME_S,
     READERS_STAY_S,
     ROUND_INTERVAL_S,
     SUSPICIOUS_INTERVAL_S,
-    TICK_INTERVAL_S,
 )
 from services.worker.roles import Cores
 from services.worker.shell import Worker
@@ -52,12 +52,12 @@ class Timers:
             with surviving("reporting the load"):
                 self._worker.report_load()
             await asyncio.sleep(LOAD_MIN_GAP_S)
-            await self._worker.wait_for_change(LOAD_INTERVAL_S)
+            await self._worker.wait_for_change(LOAD_INTERVAL_MS / 1000)
 
     async def _tick(self) -> None:
         self._worker.beat()
         while True:
-            await asyncio.sleep(TICK_INTERVAL_S)
+            await asyncio.sleep(WORKER_TICK_MS / 1000)
             self._worker.check_engine()
             with surviving("a tick"):
                 self._worker.tick()
@@ -81,9 +81,9 @@ class Timers:
             if unwanted:
                 log.warning("gateway %s is dead: %d attempts of it end here", question.gateway_id, len(unwanted))
         except BusError:
-            self._wanted.unanswered(question)
+            self._wanted.unanswered(question, now_ms())
         else:
-            unwanted = self._wanted.answered(question, reply.unwanted)
+            unwanted = self._wanted.answered(question, reply.unwanted, now_ms())
         for key in unwanted:
             self._worker.handle(AttemptUnwanted(key))
 

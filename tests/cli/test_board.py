@@ -10,7 +10,7 @@ from schemas import observe as story
 from schemas.handoff import KVLanded
 from schemas.ids import GatewayId, LeaseId, RequestId, TokenIds, WorkerId
 from schemas.request import RequestTokens, TokensEmitted
-from schemas.worker import BlockCounts, TransferRate, WorkerLeft, WorkerLoad, WorkerRates
+from schemas.worker import BlockCounts, LeftReason, TransferRate, WorkerLeft, WorkerLoad, WorkerRates
 from services.cli.board import Board
 from services.cli.limits import FORGET_AFTER_S, RATE_WINDOW_S, SILENT_AFTER_S
 from services.cli.top import POOL_WIDTH, frame, pool_bar
@@ -86,7 +86,7 @@ def test_rates_are_averages_over_the_window() -> None:
 def test_a_worker_is_silent_then_forgotten_and_one_that_leaves_goes_at_once() -> None:
     board = busy()
     assert [quiet for _, quiet in board.workers(9.0 + SILENT_AFTER_S + 0.1)] == [True, True, True]
-    stale = WorkerLeft(worker_id=examples.SOURCE, incarnation="another", reason="died")
+    stale = WorkerLeft(worker_id=examples.SOURCE, incarnation="another", reason=LeftReason.DIED)
     board.hear(stale, 9.5, NOW_MS)
     assert examples.SOURCE in board.loads
     board.hear(msgspec.structs.replace(stale, incarnation=examples.INFO.incarnation), 9.5, NOW_MS)

@@ -13,6 +13,7 @@ from services.config import (
     dtype_of,
     load_config,
     parse_devices,
+    relations_of,
     with_device,
     write_config,
 )
@@ -80,6 +81,66 @@ def test_the_environment_names_the_device_of_the_whole_mesh(tmp_path: Path, monk
 def test_too_small_a_staging_ring_is_refused() -> None:
     with pytest.raises(ValueError, match="staging_bytes"):
         msgspec.structs.replace(WorkerConfig(), staging_bytes=1 << 20)
+
+
+BAD_RELATIONS = [
+    ("[scheduler]\nping_interval_ms = 700", "scheduler.ping_interval_ms = 700", "scheduler.suspect_after_ms = 600"),
+    ("[scheduler]\nsuspect_after_ms = 3000", "scheduler.suspect_after_ms = 3000", "scheduler.silent_after_ms = 3000"),
+    (
+        "[scheduler]\nsilent_after_ms = 900\n[worker]\nfence_after_ms = 500",
+        "two intervals of a worker's load = 1000 ms",
+        "scheduler.silent_after_ms = 900",
+    ),
+    ("[worker]\nfence_after_ms = 3500", "worker.fence_after_ms = 3500", "scheduler.silent_after_ms = 3000"),
+    (
+        "[worker]\nfence_after_ms = 3500\n[scheduler]\nsilent_after_ms = 9000",
+        "worker.fence_after_ms = 3500",
+        "gateway.worker_silent_ms = 3000",
+    ),
+    ("[worker]\nfence_after_ms = 100", "a worker's timer = 100 ms", "worker.fence_after_ms = 100"),
+    ("[worker]\nlease_ms = 50", "a worker's timer = 100 ms", "worker.lease_ms = 50"),
+    (
+        "[scheduler]\nsuspect_after_ms = 4000\nsilent_after_ms = 9000",
+        "scheduler.suspect_after_ms = 4000",
+        "gateway.worker_silent_ms = 3000",
+    ),
+    ("[gateway]\nprogress_after_ms = 3000", "gateway.progress_after_ms = 3000", "gateway.worker_silent_ms = 3000"),
+    ("[gateway]\naccept_timeout_s = 4.5", "gateway.accept_timeout_s = 4.5", "gateway.worker_silent_ms = 3000"),
+    (
+        "[gateway]\naccept_timeout_s = 1.0\nworker_silent_ms = 1200\n[worker]\nfence_after_ms = 500\n",
+        "takes itself for cut off = 1500 ms",
+        "gateway.worker_silent_ms = 1200",
+    ),
+    ("[gateway]\nrequest_timeout_s = 1.5", "gateway.accept_timeout_s = 2", "gateway.request_timeout_s = 1.5"),
+    ("[store]\ntimeout_ms = 2000", "store.timeout_ms = 2000", "a reader's wait for a lease = 2000 ms"),
+]
+
+
+@pytest.mark.parametrize(("text", "shorter", "longer"), BAD_RELATIONS)
+def test_times_that_do_not_fit_are_refused_by_an_error_that_names_both(
+    text: str, shorter: str, longer: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "mesh.toml"
+    path.write_text(text.replace("worker_silent_ms = 1200", "worker_silent_ms = 1200\nprogress_after_ms = 500"))
+    with pytest.raises(UserError) as caught:
+        load_config(path)
+    line = str(caught.value)
+    assert f"{shorter}" in line and f"must be shorter than {longer}" in line and "\n" not in line
+    settings = [part.split(" = ")[0] for part in (shorter, longer) if "(" not in part and "." in part.split(" = ")[0]]
+    assert all(f"lower {name}" in line.lower() or f"raise {name}" in line.lower() for name in settings)
+
+
+def test_every_relation_between_times_has_a_bad_file() -> None:
+    relations = relations_of(MeshConfig())
+    assert len(relations) == len(BAD_RELATIONS)
+    for relation in relations:
+        relation.check()
+
+
+def test_a_part_that_is_replaced_is_checked_as_well() -> None:
+    config = MeshConfig()
+    with pytest.raises(ValueError, match=r"worker\.fence_after_ms = 9000 .* scheduler\.silent_after_ms = 3000"):
+        msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, fence_after_ms=9_000))
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,13 @@ from schemas.block import hash_blocks, join_hashes
 from schemas.directory import Inventory, LocateBlocks, ReadInventory
 from schemas.ids import BlockHash, RequestId, WorkerId
 from schemas.request import KVSource, Placement, PlaceRequest
-from schemas.worker import BlockCounts, WorkerInfo, WorkerLeft, WorkerLoad, WorkerRole
+from schemas.worker import BlockCounts, LeftReason, WorkerInfo, WorkerLeft, WorkerLoad, WorkerRole
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig, SchedulerConfig
 from services.directory.service import run_directory
-from services.scheduler.placement.hints import BACKOFF_MAX_MS, BACKOFF_MIN_MS, Hints
+from services.scheduler.limits import BACKOFF_MAX_MS, BACKOFF_MIN_MS
+from services.scheduler.placement.hints import Hints
 from services.scheduler.service import run_scheduler
 from services.worker.kv.ledger import BlockLedger
 
@@ -149,7 +150,7 @@ async def test_the_scheduler_names_the_sources_that_the_directory_knows_and_plac
 
         # A holder whose incarnation the fleet does not know is no source.
         again = load_of("decode-0", "decode", incarnation="2")
-        left = WorkerLeft(worker_id=WorkerId("decode-0"), incarnation="1", reason="stopped")
+        left = WorkerLeft(worker_id=WorkerId("decode-0"), incarnation="1", reason=LeftReason.STOPPED)
         await holder.bus.publish(subjects.LEFT, ("decode-0",), left)
         await holder.until_located(tokens, 0)
         assert (await place(holder.bus, tokens)).sources == ()
@@ -204,7 +205,7 @@ async def test_two_directories_say_the_same_and_both_hear_who_has_left() -> None
             await worker.until_located(tokens, 2)
         while [await worker.locate(tokens) for _ in range(4)] != [2] * 4:
             await asyncio.sleep(0.01)
-        left = WorkerLeft(worker_id=WORKER, incarnation="1", reason="died")
+        left = WorkerLeft(worker_id=WORKER, incarnation="1", reason=LeftReason.DIED)
         await worker.bus.publish(subjects.LEFT, (WORKER,), left)
         while [await worker.locate(tokens) for _ in range(4)] != [0] * 4:
             await asyncio.sleep(0.01)

@@ -56,8 +56,13 @@ def open_rig(model: GatewayModel) -> OpenRig:
         timeout_s: float = 60.0, gateway: dict[str, Any] | None = None, send_buffer: int = 0, **mesh_fields
     ) -> AsyncIterator[Rig]:
         config = MeshConfig()
-        limits = msgspec.structs.replace(config.gateway, request_timeout_s=timeout_s, **(gateway or {}))
-        config = msgspec.structs.replace(config, gateway=limits)
+        accept_s = min(config.gateway.accept_timeout_s, timeout_s / 2)
+        settings = {"request_timeout_s": timeout_s, "accept_timeout_s": accept_s, **(gateway or {})}
+        config = msgspec.structs.replace(
+            config,
+            gateway=msgspec.structs.replace(config.gateway, **settings),
+            worker=msgspec.structs.replace(config.worker, fence_after_ms=500),  # of no worker here
+        )
         answer = [*model.codec.encode(TEXT), min(model.eos_token_ids)]
         bus, spans = MemoryBus(), list[SpanRecord]()
         mesh = FakeMesh(bus, model.layout.fingerprint, lambda prompt: answer, **mesh_fields)

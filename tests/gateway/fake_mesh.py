@@ -28,7 +28,7 @@ from schemas.request import (
     TransferReport,
     Wanted,
 )
-from schemas.worker import BlockCounts, DescribeFleet, FleetDescribed, WorkerInfo, WorkerLeft, WorkerLoad
+from schemas.worker import BlockCounts, DescribeFleet, FleetDescribed, LeftReason, WorkerInfo, WorkerLeft, WorkerLoad
 from services.bus.base import Bus
 from services.bus.typed import Received, TypedBus
 
@@ -103,7 +103,7 @@ class FakeMesh:
             await self.changed.wait_for(condition)
 
     async def lose(self, worker: str) -> None:
-        left = WorkerLeft(worker_id=WorkerId(worker), incarnation="1", reason="silent")
+        left = WorkerLeft(worker_id=WorkerId(worker), incarnation="1", reason=LeftReason.SILENT)
         await self.bus.publish(subjects.LEFT, (worker,), left)
 
     async def emit(self, gateway_id: str, worker: str, *shares: RequestTokens) -> None:

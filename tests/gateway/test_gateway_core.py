@@ -39,7 +39,8 @@ from services.gateway.request.events import (
     WorkerRefused,
     WorkerSilent,
 )
-from services.gateway.request.progress_watch import Ears, WatchLimits
+from services.gateway.request.progress_watch import WatchLimits
+from services.presence import Hearing
 
 P1, P2, D1, D2 = (WorkerId(name) for name in ("p1", "p2", "d1", "d2"))
 ENDS = (Finish, FailRequest, Abandon)
@@ -49,8 +50,8 @@ FINISHED_ON_PREFILL = SendCancel(1, "finished on the prefill worker", AttemptEnd
 STOP_REACHED = SendCancel(1, "a stop string was reached", AttemptEnd.COMPLETE)
 
 
-def new(max_tokens: int = 100, max_attempts: int = 3, ears: Ears | None = None) -> RequestCore:
-    request = RequestCore(RequestId("req-1"), max_tokens, max_attempts, ears=ears)
+def new(max_tokens: int = 100, max_attempts: int = 3, hearing: Hearing | None = None) -> RequestCore:
+    request = RequestCore(RequestId("req-1"), max_tokens, max_attempts, hearing=hearing)
     assert request.handle(Submitted(), NOW) == [AskPlacement(1, ())]
     return request
 
@@ -457,5 +458,6 @@ def test_the_core_is_pure(module: ModuleType) -> None:
         "services.gateway.limits",
         "services.gateway.request.events",
         "services.gateway.request.progress_watch",
+        "services.presence",
     }
     assert imported <= {"enum", "dataclasses", "collections.abc", "typing", *ours}

@@ -26,17 +26,18 @@ from services.gateway.request.events import (
     WorkerLost,
     WorkerSilent,
 )
-from services.gateway.request.progress_watch import DEAF_AFTER_MS, GAP_MS, UNSERVED_MS, WAITING_ROUNDS, Ears
+from services.gateway.request.progress_watch import GAP_MS, WAITING_ROUNDS
+from services.presence import DEAF_AFTER_MS, UNSERVED_GAP_MS, Hearing
 from tests.gateway.test_gateway_core import D1, D2, ENDS, NOW, P1, P2, failed, feed, new, placed, refused, tokens
 
 LEFT_D1 = WorkerLost(D1, "silent")
 
 
-def hearing(now_ms: int = NOW) -> Ears:
-    ears = Ears()
+def hearing_others(now_ms: int = NOW) -> Hearing:
+    hearing = Hearing()
     for at_ms in range(now_ms - 10 * DEAF_AFTER_MS, now_ms + 1, DEAF_AFTER_MS // 2):
-        ears.hear(at_ms)
-    return ears
+        hearing.hear(at_ms)
+    return hearing
 
 
 class Clock:
@@ -44,8 +45,8 @@ class Clock:
 
     def __init__(self, *events: Event, max_tokens: int = 100) -> None:
         self.now_ms = NOW
-        self.ears = hearing()
-        self.request = new(max_tokens, ears=self.ears)
+        self.hearing = hearing_others()
+        self.request = new(max_tokens, hearing=self.hearing)
         feed(self.request, placed(), WorkerAccepted(1, P1), WorkerAccepted(1, D1), *events)
 
     def tell(self, *events: Event) -> list[Action]:
@@ -57,7 +58,7 @@ class Clock:
         for _ in range(for_ms // 50):
             self.now_ms += 50
             if heard:
-                self.ears.hear(self.now_ms)
+                self.hearing.hear(self.now_ms)
             out += [(self.now_ms - NOW, action) for action in self.request.tick(self.now_ms)]
         return out
 
@@ -115,11 +116,11 @@ def test_who_is_in_line_and_falls_silent_is_lost_once_it_was_asked_in_vain() -> 
 
 def test_nobody_is_asked_before_it_has_accepted_or_its_wait_is_over() -> None:
     clock = Clock()
-    clock.request = new(ears=clock.ears)
+    clock.request = new(hearing=clock.hearing)
     feed(clock.request, placed())
     assert clock.run(5_000) == []
     clock.tell(WorkerSilent(1, P1, "no reply", may_have_taken=True))
-    clock.ears.open_since_ms = clock.now_ms  # else it has been silent for long enough already
+    clock.hearing.since_ms = clock.now_ms  # else it has been silent for long enough already
     assert clock.run(50) == [(5_050, AskWorker(1, P1, 0))]
 
 
@@ -142,7 +143,7 @@ def test_a_worker_that_nobody_serves_twice_is_dead() -> None:
     clock = Clock(tokens(P1, 0, 1))
     clock.run(1_000)
     assert clock.answer(D1, "unserved") == []
-    assert clock.run(UNSERVED_MS) == [(1_000 + UNSERVED_MS, AskWorker(1, D1, 1))]
+    assert clock.run(UNSERVED_GAP_MS) == [(1_000 + UNSERVED_GAP_MS, AskWorker(1, D1, 1))]
     assert clock.answer(D1, "unserved")[-1] == AskPlacement(2, (D1,), 1)
 
 
@@ -298,13 +299,13 @@ def _end(index: int) -> str | None:
 @settings(max_examples=400, deadline=None)
 @given(steps(), st.sampled_from([10, 20]))
 def test_one_end_and_a_prefix_of_the_reference(script: list[Step], max_tokens: int) -> None:
-    now_ms, ears = NOW, hearing()
-    request: RequestCore = new(max_tokens, ears=ears)
+    now_ms, hearing = NOW, hearing_others()
+    request: RequestCore = new(max_tokens, hearing=hearing)
     actions = request.handle(placed(), now_ms)
     for step in [*script, DeadlinePassed(), 5_000]:
         if isinstance(step, int):
             now_ms += step
-            ears.hear(now_ms)
+            hearing.hear(now_ms)
             actions += request.tick(now_ms)
         else:
             actions += request.handle(step, now_ms)

@@ -24,7 +24,7 @@ from tests.gateway.conftest import OpenRig, Rig
 from tests.gateway.fake_mesh import Conduct
 from tests.gateway.test_failures import C, body, events_of, text_of
 
-QUICK = {"progress_after_ms": 200, "worker_silent_ms": 600, "accept_timeout_s": 0.2}
+QUICK = {"progress_after_ms": 200, "worker_silent_ms": 1_600, "accept_timeout_s": 0.2}
 
 
 def load(worker: str, incarnation: str = "1", **blocks: int) -> WorkerLoad:

@@ -35,7 +35,7 @@ from schemas.subjects import CarriesT, Subject
 from schemas.worker import DescribeFleet, WorkerLoad, WorkerRole
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received, TypedBus
-from services.config import MeshConfig, SchedulerConfig, WorkerConfig
+from services.config import GatewayConfig, MeshConfig, SchedulerConfig, WorkerConfig
 from services.directory.service import run_directory
 from services.engine.fake import FakeEngine
 from services.launch.worker_roles import run_worker
@@ -278,7 +278,12 @@ async def one_process_mesh(
         block_size=LAYOUT.block_size, token_budget=token_budget, carrier=carrier, lease_ms=5_000,  # type: ignore[arg-type]
         prefix_cache=prefix_cache, fence_after_ms=fence_after_ms, drain_s=drain_s,
     )  # fmt: skip
-    config = MeshConfig(worker=settings, scheduler=SchedulerConfig(policy=policy, pull_tokens_min=LAYOUT.block_size))
+    silent_ms = max(3_000, fence_after_ms + 1_000)
+    config = MeshConfig(
+        worker=settings,
+        scheduler=SchedulerConfig(policy=policy, pull_tokens_min=LAYOUT.block_size, silent_after_ms=silent_ms),
+        gateway=GatewayConfig(worker_silent_ms=silent_ms),
+    )
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(run_scheduler(config, MemoryBus(broker), stop))
         tasks.create_task(run_directory(MemoryBus(broker), stop))

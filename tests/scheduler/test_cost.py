@@ -11,6 +11,7 @@ from schemas.ids import RequestId, WorkerId
 from schemas.request import Placement, PlaceRequest, Refused
 from schemas.worker import (
     BlockCounts,
+    LeftReason,
     PrefillRate,
     TransferRate,
     WorkerDraining,
@@ -21,14 +22,18 @@ from schemas.worker import (
     WorkerRates,
     WorkerRole,
 )
+from services.config import SchedulerConfig
 from services.scheduler.core import SchedulerCore
-from services.scheduler.placement.cost import DEFAULT_LIMITS, MAX_SOURCES, CostLimits
-from services.scheduler.placement.known_rates import (
+from services.scheduler.limits import (
+    MAX_SOURCES,
     START_DECODE_STEP_MS,
-    START_LINKS,
     START_PREFILL_TOKENS_PER_S,
     START_TOKEN_BYTES,
     TRUST_HALF_LIFE_MS,
+)
+from services.scheduler.placement.cost import DEFAULT_LIMITS, CostLimits
+from services.scheduler.placement.known_rates import (
+    START_LINKS,
     FleetRates,
     Link,
     RateBook,
@@ -93,7 +98,7 @@ def ask(tokens: int = 1_000, max_tokens: int = 50, excluded: tuple[str, ...] = (
 
 
 def mesh(*workers: WorkerLoad, limits: CostLimits = DEFAULT_LIMITS, policy: str = "cost") -> SchedulerCore:
-    core = SchedulerCore(policy, silent_after_ms=3_000, limits=limits)
+    core = SchedulerCore(SchedulerConfig(policy=policy, **limits._asdict()))
     for load in workers:
         core.handle(load, 0)
     return core
@@ -326,7 +331,7 @@ def test_nobody_reads_from_who_is_not_there(gone: str) -> None:
     core, request, holder = mesh(P0, D0, S0), ask(), holds("s0", 62)
     match gone:
         case "left":
-            core.handle(WorkerLeft(worker_id=WorkerId("s0"), incarnation="1", reason="silent"), 0)
+            core.handle(WorkerLeft(worker_id=WorkerId("s0"), incarnation="1", reason=LeftReason.SILENT), 0)
         case "restarted":
             info = WorkerInfo(
                 worker_id=WorkerId("s0"), incarnation="2", role="store", model="m", fingerprint="f", num_blocks=1,

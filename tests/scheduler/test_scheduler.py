@@ -6,9 +6,20 @@ import pytest
 
 from schemas.ids import RequestId, WorkerId
 from schemas.request import Placement, PlaceRequest, Refused
-from schemas.worker import BlockCounts, WorkerDraining, WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad, WorkerRole
+from schemas.worker import (
+    BlockCounts,
+    LeftReason,
+    WorkerDraining,
+    WorkerInfo,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerLoad,
+    WorkerRole,
+)
+from services.config import SchedulerConfig
 from services.errors import UserError
 from services.scheduler.core import SchedulerCore
+from services.scheduler.events import Action, SayLeft
 from services.scheduler.placement.policy import Candidate, least_loaded, policy_named, round_robin
 
 
@@ -47,10 +58,14 @@ def ask(number: int = 0, *, tokens: int = 10, max_tokens: int = 10, excluded: tu
 
 
 def fleet(policy: str, *workers: WorkerInfo) -> SchedulerCore:
-    core = SchedulerCore(policy, silent_after_ms=3000)
+    core = SchedulerCore(SchedulerConfig(policy=policy))
     for worker in workers:
         core.handle(WorkerJoined(worker=worker), 0)
     return core
+
+
+def said_left(actions: list[Action]) -> list[WorkerLeft]:
+    return [action.left for action in actions if isinstance(action, SayLeft)]
 
 
 def placed(core: SchedulerCore, request: PlaceRequest) -> tuple[str, str | None]:
@@ -167,10 +182,12 @@ def test_a_draining_worker_gets_nothing_new() -> None:
 def test_a_worker_that_left_is_forgotten_but_not_by_an_old_message() -> None:
     core = fleet("least_loaded", P0, D0)
     replaced = core.handle(WorkerJoined(worker=info("p0", "prefill", incarnation="b")), 0)
-    assert [(left.worker_id, left.incarnation, left.reason) for left in replaced] == [("p0", "a", "restarted")]
-    core.handle(WorkerLeft(worker_id=P0.worker_id, incarnation="a", reason="stopped"), 0)
+    assert [(left.worker_id, left.incarnation, left.reason) for left in said_left(replaced)] == [
+        ("p0", "a", "restarted")
+    ]
+    core.handle(WorkerLeft(worker_id=P0.worker_id, incarnation="a", reason=LeftReason.STOPPED), 0)
     assert placed(core, ask()) == ("p0", "d0")
-    core.handle(WorkerLeft(worker_id=P0.worker_id, incarnation="b", reason="stopped"), 0)
+    core.handle(WorkerLeft(worker_id=P0.worker_id, incarnation="b", reason=LeftReason.STOPPED), 0)
     assert refused(core, ask()).reason == "no_worker"
 
 
@@ -178,9 +195,9 @@ def test_a_silent_worker_is_declared_left_once_and_comes_back_as_another_incarna
     core = fleet("least_loaded", P0, D0)
     for now_ms in (1000, 2000, 3000):
         core.handle(load(D0), now_ms)
-    assert core.expire(3000) == []
-    assert [left.worker_id for left in core.expire(3001)] == ["p0"]
-    assert core.expire(3001) == []
+    assert said_left(core.tick(2999)) == []
+    assert [left.worker_id for left in said_left(core.tick(3000))] == ["p0"]
+    assert said_left(core.tick(3001)) == []
     core.handle(load(P0), 3500)
     assert refused(core, ask(), 3500).reason == "no_worker"
     core.handle(load(info("p0", "prefill", incarnation="b")), 3600)
@@ -188,7 +205,7 @@ def test_a_silent_worker_is_declared_left_once_and_comes_back_as_another_incarna
 
 
 def test_a_scheduler_that_has_just_started_knows_a_worker_from_its_load() -> None:
-    core = SchedulerCore("least_loaded", 3000)
+    core = SchedulerCore(SchedulerConfig(policy="least_loaded"))
     for worker in (P0, D0):
         core.handle(load(worker), 0)
     assert core.describe(0).ready

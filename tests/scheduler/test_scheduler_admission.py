@@ -1,15 +1,18 @@
 """Overload is refused with a word on when to come again; nobody's flood takes all; replicas are named."""
 
 import pytest
+from msgspec.structs import replace
 
 from schemas.ids import RequestId, WorkerId
 from schemas.request import Placement, PlaceRequest, Refused
 from schemas.worker import BlockCounts, PrefillRate, WorkerDraining, WorkerInfo, WorkerLoad, WorkerRates, WorkerRole
-from services.scheduler.core import SchedulerCore, SchedulerLimits
-from services.scheduler.placement.admission import MAX_RETRY_MS, MAX_TENANTS, Admission, AdmissionLimits, Wait
+from services.config import SchedulerConfig
+from services.scheduler.core import SchedulerCore
+from services.scheduler.limits import MAX_RETRY_MS, MAX_TENANTS
+from services.scheduler.placement.admission import Admission, AdmissionLimits, Wait
 from services.scheduler.placement.policy import POLICIES
 
-LIMITS = SchedulerLimits(admission=AdmissionLimits(max_queue_ms=10_000, max_queued_requests=8))
+SETTINGS = SchedulerConfig(max_queue_ms=10_000, max_queued_requests=8)
 ROLES: dict[str, WorkerRole] = {"p": "prefill", "d": "decode", "a": "aggregated", "s": "store"}
 
 
@@ -35,8 +38,8 @@ def load(
     )  # fmt: skip
 
 
-def mesh(*workers: WorkerLoad, policy: str = "cost", limits: SchedulerLimits = LIMITS) -> SchedulerCore:
-    core = SchedulerCore(policy, silent_after_ms=3_000, fleet_limits=limits)
+def mesh(*workers: WorkerLoad, policy: str = "cost", settings: SchedulerConfig = SETTINGS) -> SchedulerCore:
+    core = SchedulerCore(replace(settings, policy=policy))
     for worker in workers:
         core.handle(worker, 0)
     return core
@@ -142,7 +145,7 @@ def test_the_books_on_tenants_are_bounded() -> None:
     assert len(admission._tenants) == MAX_TENANTS
 
 
-REPLICATING = SchedulerLimits(replicate=True)
+REPLICATING = SchedulerConfig(replicate=True)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +161,7 @@ REPLICATING = SchedulerLimits(replicate=True)
     ],
 )  # fmt: skip
 def test_the_replica_is_a_store_else_another_that_decodes(workers: tuple[WorkerLoad, ...], replica: str | None) -> None:
-    placement = mesh(*workers, limits=REPLICATING).place(ask(), 0)
+    placement = mesh(*workers, settings=REPLICATING).place(ask(), 0)
     assert isinstance(placement, Placement)
     assert placement.decode_worker in ("d0", None) and placement.replica == replica
     placement = mesh(*workers).place(ask(), 0)
@@ -166,7 +169,7 @@ def test_the_replica_is_a_store_else_another_that_decodes(workers: tuple[WorkerL
 
 
 def test_a_draining_worker_is_no_replica() -> None:
-    core = mesh(load("p0"), load("d0"), load("d1", running=1), limits=REPLICATING)
+    core = mesh(load("p0"), load("d0"), load("d1", running=1), settings=REPLICATING)
     core.handle(WorkerDraining(worker_id=WorkerId("d1"), incarnation="1"), 0)
     placement = core.place(ask(), 0)
     assert isinstance(placement, Placement) and placement.replica is None

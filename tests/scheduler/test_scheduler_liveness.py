@@ -8,155 +8,188 @@ from hypothesis import strategies as st
 
 from schemas.ids import WorkerId
 from schemas.request import Placement
-from schemas.worker import WorkerAlive, WorkerDraining, WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad
-from services.scheduler.core import FleetEvent, SchedulerCore
-from services.scheduler.fences import MAX_FENCES, REPEAT_MS, Fences
-from services.scheduler.liveness import SETTLE_MS, Liveness, LivenessLimits, Ping
-from tests.scheduler.test_scheduler import D0, P0, P1, ask, fleet, info, load, placed, refused
+from schemas.worker import LeftReason, WorkerDraining, WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad
+from services.config import SchedulerConfig
+from services.presence import SETTLE_MS
+from services.scheduler.core import SchedulerCore
+from services.scheduler.events import (
+    Action,
+    BusConnected,
+    BusProved,
+    FleetEvent,
+    PingAnswered,
+    PingUnanswered,
+    PingUnserved,
+    ProveBus,
+    SendPing,
+)
+from tests.scheduler.test_scheduler import D0, P0, P1, ask, fleet, info, load, placed, refused, said_left
 
 W = WorkerId("w")
-LIMITS = LivenessLimits()
+LIMITS = SchedulerConfig()
 
 
-def alive(worker_id: str = "w", incarnation: str = "a") -> WorkerAlive:
-    return WorkerAlive(worker_id=WorkerId(worker_id), incarnation=incarnation)
+class Fleet:
+    """A core that knows one worker, and what becomes of its pings."""
 
+    def __init__(self, *, answers_first: bool = True) -> None:
+        self.core = SchedulerCore(LIMITS)
+        self.core.handle(load(info("w", "prefill")), 0)
+        self.said: list[WorkerLeft] = []
+        if answers_first:
+            (ping,) = self.due(0)
+            self.answer(ping, 0)
 
-def answering(now_ms: int = 0) -> Liveness:
-    """A worker that has answered its first ping."""
-    liveness = Liveness(LIMITS)
-    liveness.heard(W, "a", now_ms)
-    (ping,) = liveness.due(now_ms)
-    liveness.answered(ping, "a", now_ms)
-    return liveness
+    def tick(self, now_ms: int) -> list[Action]:
+        actions = self.core.tick(now_ms)
+        self.said += said_left(actions)
+        return actions
+
+    def due(self, now_ms: int) -> list[SendPing]:
+        return [action for action in self.tick(now_ms) if isinstance(action, SendPing)]
+
+    def answer(self, ping: SendPing, now_ms: int, incarnation: str = "a") -> None:
+        assert self.core.handle(PingAnswered(ping, W, incarnation), now_ms) == []
+
+    def unserved(self, ping: SendPing, now_ms: int) -> bool:
+        """Whether that proves the worker dead."""
+        self.said += (said := said_left(self.core.handle(PingUnserved(ping), now_ms)))
+        return bool(said)
+
+    def prove(self, now_ms: int) -> None:
+        self.core.handle(BusProved(works=True), now_ms)
+
+    def is_suspect(self, now_ms: int) -> bool:
+        return [standing.state for standing in self.core.standing(now_ms)] == ["suspect"]
 
 
 def test_a_new_worker_is_pinged_at_once_then_every_interval_and_never_more_than_twice_unanswered() -> None:
-    liveness = Liveness(LIMITS)
-    liveness.heard(W, "a", 0)
-    assert liveness.wait_ms(0) == 1 and liveness.due(0) == [Ping(W, "a", 0)]
-    assert liveness.due(199) == [] and liveness.wait_ms(150) == 50
-    assert liveness.due(200) == [Ping(W, "a", 200)]
-    assert liveness.due(5_000) == [] and liveness.wait_ms(5_000) == 200
-    liveness.unanswered(Ping(W, "a", 0))
-    assert liveness.due(5_000) == [Ping(W, "a", 5_000)]
+    fleet = Fleet(answers_first=False)
+    assert fleet.core.wake_ms == 0 and fleet.due(0) == [SendPing(W, "a", 0)]
+    assert fleet.due(150) == [] and fleet.core.wake_ms == 200
+    assert fleet.due(200) == [SendPing(W, "a", 200)]
+    fleet.core.handle(load(info("w", "prefill")), 5_000)
+    assert fleet.due(5_000) == [] and fleet.core.wake_ms == 5_200
+    fleet.core.handle(PingUnanswered(SendPing(W, "a", 0)), 5_000)
+    assert fleet.due(5_000) == [SendPing(W, "a", 5_000)]
 
 
 def test_a_process_that_died_is_known_dead_by_two_pings_that_nobody_serves() -> None:
-    liveness = answering()
-    (ping,) = liveness.due(200)
-    assert not liveness.unserved(ping, 201)
-    assert liveness.due(250) == [] and liveness.due(251) == [Ping(W, "a", 251)], "the second one soon"
-    assert liveness.unserved(Ping(W, "a", 251), 252)
+    fleet = Fleet()
+    (ping,) = fleet.due(200)
+    assert not fleet.unserved(ping, 201) and fleet.core.wake_ms == 251
+    assert fleet.due(250) == [] and fleet.due(251) == [SendPing(W, "a", 251)], "the second one soon"
+    assert fleet.unserved(SendPing(W, "a", 251), 252)
+    assert [left.reason for left in fleet.said] == [LeftReason.DIED]
 
 
 def test_two_pings_that_waited_for_the_same_broker_are_one_proof() -> None:
-    liveness = answering()
-    first, second = *liveness.due(200), *liveness.due(400)
-    assert not liveness.unserved(first, 600) and not liveness.unserved(second, 600)
-    (third,) = liveness.due(650)
-    assert liveness.unserved(third, 651)
+    fleet = Fleet()
+    first, second = *fleet.due(200), *fleet.due(400)
+    assert not fleet.unserved(first, 600) and not fleet.unserved(second, 600)
+    (third,) = fleet.due(650)
+    assert fleet.unserved(third, 651)
 
 
 @pytest.mark.parametrize("between", ["load", "answer"])
 def test_a_sign_of_life_between_two_pings_that_nobody_serves_is_life(between: str) -> None:
-    liveness = answering()
-    (ping,) = liveness.due(200)
-    assert not liveness.unserved(ping, 201)
+    fleet = Fleet()
+    (ping,) = fleet.due(200)
+    assert not fleet.unserved(ping, 201)
     if between == "load":
-        liveness.heard(W, "a", 230)
+        fleet.core.handle(load(info("w", "prefill")), 230)
     else:
-        (ping,) = liveness.due(251)
-        liveness.answered(ping, "a", 252)
-    (ping,) = liveness.due(500)
-    assert not liveness.unserved(ping, 501)
+        (ping,) = fleet.due(251)
+        fleet.answer(ping, 252)
+    (ping,) = fleet.due(500)
+    assert not fleet.unserved(ping, 501)
 
 
 def test_a_worker_that_serves_no_pings_is_judged_by_its_silence() -> None:
-    liveness = Liveness(LIMITS)
+    fleet = Fleet(answers_first=False)
     for now_ms in range(0, 3_000, 100):
         if now_ms % 500 == 0:
-            liveness.heard(W, "a", now_ms)
-        for ping in liveness.due(now_ms):
-            assert not liveness.unserved(ping, now_ms)
-        assert not liveness.is_suspect(W, now_ms) and liveness.silent(now_ms) == []
-    assert liveness.is_suspect(W, 4_100)
+            fleet.core.handle(load(info("w", "prefill")), now_ms)
+        for ping in fleet.due(now_ms):
+            assert not fleet.unserved(ping, now_ms)
+        assert not fleet.is_suspect(now_ms) and fleet.said == []
+    assert fleet.is_suspect(4_100)
 
 
 def test_a_stopped_worker_is_suspect_then_silent_and_a_slow_one_neither() -> None:
-    liveness = answering()
-    for now_ms in range(100, 3_001, 100):
-        liveness.proved(now_ms)
-        assert liveness.is_suspect(W, now_ms) == (now_ms > LIMITS.suspect_after_ms)
-        assert liveness.silent(now_ms) == []
-    assert liveness.silent(3_001) == [W]
-    (ping,) = liveness.due(3_001)
-    liveness.answered(ping, "a", 3_001)
-    assert not liveness.is_suspect(W, 3_001) and liveness.silent(3_001) == []
+    fleet, slow = Fleet(), Fleet()
+    for now_ms in range(100, 3_000, 100):
+        for each in (fleet, slow):
+            each.prove(now_ms)
+            each.tick(now_ms)
+            assert each.is_suspect(now_ms) == (now_ms >= LIMITS.suspect_after_ms) and each.said == []
+    slow.answer(SendPing(W, "a", 200), 2_999)
+    fleet.tick(2_999), slow.tick(3_000)
+    assert fleet.said == [] and not slow.is_suspect(3_000)
+    fleet.tick(3_000)
+    assert [left.reason for left in fleet.said] == [LeftReason.SILENT] and slow.said == []
 
 
 def test_an_answer_of_another_incarnation_is_no_sign_of_life_of_this_one() -> None:
-    liveness = answering()
-    (ping,) = liveness.due(700)
-    liveness.answered(ping, "b", 700)
-    assert liveness.is_suspect(W, 700)
-    liveness.heard(W, "b", 700)
-    assert liveness.due(700) == [Ping(W, "b", 700)]
-    liveness.answered(Ping(W, "a", 0), "a", 2_000)
-    assert liveness.is_suspect(W, 2_201), "an outcome for the incarnation before"
+    fleet = Fleet()
+    (ping,) = fleet.due(700)
+    fleet.answer(ping, 700, "b")
+    assert fleet.is_suspect(700)
+    fleet.core.handle(load(info("w", "prefill", incarnation="b")), 700)
+    assert fleet.due(700) == [SendPing(W, "b", 700)]
+    fleet.answer(SendPing(W, "a", 0), 2_000)
+    assert fleet.is_suspect(2_200), "an outcome for the incarnation before"
 
 
 def test_after_a_reconnection_nobody_is_dead_or_silent_before_there_was_time_to_come_back() -> None:
-    liveness = answering()
-    liveness.reconnected(9_000)
-    assert liveness.silent(9_000) == [] and not liveness.is_suspect(W, 9_000)
+    fleet = Fleet()
+    fleet.core.handle(BusConnected(1), 0)
+    fleet.core.handle(BusConnected(2), 9_000)
     now_ms = 9_000
+    assert not fleet.is_suspect(now_ms)
     while now_ms < 9_000 + SETTLE_MS:
-        for ping in liveness.due(now_ms):
-            assert not liveness.unserved(ping, now_ms)
+        for ping in fleet.due(now_ms):
+            assert not fleet.unserved(ping, now_ms)
         now_ms += 50
     dead = False
     while not dead:
         assert now_ms < 9_000 + SETTLE_MS + 500
-        dead = any(liveness.unserved(ping, now_ms) for ping in liveness.due(now_ms))
+        dead = any(fleet.unserved(ping, now_ms) for ping in fleet.due(now_ms))
         now_ms += 50
+    assert [left.reason for left in fleet.said] == [LeftReason.DIED]
 
 
 def test_while_the_bus_is_away_nobody_is_silent_and_afterwards_the_clocks_start_anew() -> None:
-    liveness = answering()
-    assert liveness.needs_proof(700)
-    assert liveness.silent(60_000) == [], "nothing at all has come: the bus, or we, were away"
-    liveness.proved(60_000)
-    assert not liveness.is_suspect(W, 60_600) and liveness.is_suspect(W, 60_601)
-    liveness.proved(61_400), liveness.proved(62_800)
-    assert liveness.silent(63_000) == [] and liveness.silent(63_001) == [W]
-
-
-def test_a_fence_is_said_again_once_a_second_and_the_oldest_is_forgotten() -> None:
-    fences = Fences(max_fences=2)
-    for incarnation in "abc":
-        fences.add(WorkerLeft(worker_id=W, incarnation=incarnation, reason=incarnation), 0)
-    assert [fences.holds(W, incarnation) for incarnation in "abc"] == [False, True, True]
-    assert fences.repeat(W, "b", REPEAT_MS - 1) == []
-    assert [left.reason for left in fences.repeat(W, "b", REPEAT_MS)] == ["b"]
-    assert fences.repeat(W, "b", REPEAT_MS + 1) == []
-    fences.add(WorkerLeft(worker_id=W, incarnation="b", reason="another word"), 5_000)
-    assert fences.repeat(W, "b", 5_999) == []
-    assert [left.reason for left in fences.repeat(W, "b", 6_000)] == ["b"]
-    assert MAX_FENCES >= 1_000
+    fleet = Fleet()
+    assert ProveBus() in fleet.tick(700) and ProveBus() not in fleet.tick(800), "one proof at a time"
+    fleet.core.handle(BusProved(works=False), 1_700)
+    assert ProveBus() in fleet.tick(1_700)
+    fleet.tick(60_000)
+    assert fleet.said == [], "nothing at all has come: the bus, or we, were away"
+    fleet.prove(60_000)
+    assert not fleet.is_suspect(60_599) and fleet.is_suspect(60_600)
+    fleet.prove(61_400), fleet.prove(62_800)
+    fleet.tick(62_999)
+    assert fleet.said == []
+    fleet.tick(63_000)
+    assert [left.reason for left in fleet.said] == [LeftReason.SILENT]
 
 
 def test_a_killed_worker_has_left_within_half_a_second_and_requests_go_elsewhere() -> None:
     core = fleet("least_loaded", P0, P1, D0)
-    for ping in core.liveness.due(0):
-        core.answered(ping, alive(ping.worker_id), 0)
+
+    def pings(now_ms: int) -> list[SendPing]:
+        return [action for action in core.tick(now_ms) if isinstance(action, SendPing)]
+
+    for ping in pings(0):
+        core.handle(PingAnswered(ping, ping.worker_id, "a"), 0)
     said: list[WorkerLeft] = []
     for now_ms in range(10, 500, 10):
-        for ping in core.liveness.due(now_ms):
+        for ping in pings(now_ms):
             if ping.worker_id == "p0":
-                said += core.unserved(ping, now_ms)
+                said += said_left(core.handle(PingUnserved(ping), now_ms))
             else:
-                core.answered(ping, alive(ping.worker_id), now_ms)
+                core.handle(PingAnswered(ping, ping.worker_id, "a"), now_ms)
     assert [(left.worker_id, left.incarnation, left.reason) for left in said] == [("p0", "a", "died")]
     assert {placed(core, ask(n, excluded=("p1",)))[0] for n in range(3)} == {"p1"}
 
@@ -175,7 +208,7 @@ def test_a_suspect_worker_gets_nothing_while_somebody_else_could_serve(policy: s
 
     assert {at(2_600) for _ in range(4)} == {("p1", "d0")}
     assert at(2_600, "p1", "d0") == ("p1", "d0"), "one that failed once, before one that may be stopped"
-    core.handle(WorkerLeft(worker_id=P1.worker_id, incarnation="a", reason="stopped"), 2_600)
+    core.handle(WorkerLeft(worker_id=P1.worker_id, incarnation="a", reason=LeftReason.STOPPED), 2_600)
     assert at(2_600) == ("p0", "d0") and not core.describe(2_600).ready
     core.handle(load(P0), 2_700)
     assert core.describe(2_700).ready
@@ -186,17 +219,17 @@ def test_who_failed_is_used_only_where_nobody_else_could_serve(policy: str) -> N
     core = fleet(policy, P0, D0, info("d1", "decode"))
     assert placed(core, ask(excluded=("d0",))) == ("p0", "d1")
     assert placed(core, ask(excluded=("p0", "d0"))) == ("p0", "d1")
-    core.handle(WorkerLeft(worker_id=WorkerId("d1"), incarnation="a", reason="died"), 0)
+    core.handle(WorkerLeft(worker_id=WorkerId("d1"), incarnation="a", reason=LeftReason.DIED), 0)
     assert placed(core, ask(excluded=("p0", "d0"))) == ("p0", "d0")
-    core.handle(WorkerLeft(worker_id=D0.worker_id, incarnation="a", reason="died"), 0)
+    core.handle(WorkerLeft(worker_id=D0.worker_id, incarnation="a", reason=LeftReason.DIED), 0)
     assert refused(core, ask(excluded=("p0", "d0"))).reason == "no_worker"
 
 
 def test_what_has_left_is_told_so_until_it_comes_back_as_another() -> None:
     core = fleet("least_loaded", P0, D0)
-    core.handle(WorkerLeft(worker_id=P0.worker_id, incarnation="a", reason="silent"), 0)
+    core.handle(WorkerLeft(worker_id=P0.worker_id, incarnation="a", reason=LeftReason.SILENT), 0)
     assert core.handle(load(P0), 500) == []
-    assert [left.reason for left in core.handle(load(P0), 1_000)] == ["silent"]
+    assert [left.reason for left in said_left(core.handle(load(P0), 1_000))] == ["silent"]
     assert core.handle(WorkerJoined(worker=P0), 1_500) == []
     assert refused(core, ask(), 1_500).reason == "no_worker"
     assert core.handle(load(info("p0", "prefill", incarnation="b")), 1_600) == []
@@ -212,7 +245,7 @@ def word(kind: str, worker: WorkerInfo) -> FleetEvent:
         case "draining":
             return WorkerDraining(worker_id=worker.worker_id, incarnation=worker.incarnation)
         case _:
-            return WorkerLeft(worker_id=worker.worker_id, incarnation=worker.incarnation, reason=kind)
+            return WorkerLeft(worker_id=worker.worker_id, incarnation=worker.incarnation, reason=LeftReason(kind))
 
 
 KINDS = ["joined", "load", "load", "draining", "stopped"]
@@ -223,7 +256,7 @@ KINDS = ["joined", "load", "load", "draining", "stopped"]
 def test_two_schedulers_that_hear_the_same_in_any_order_see_the_same_fleet(data: st.DataObject) -> None:
     """Each hears every word once or twice, in an order of its own, and what both say of others too. Once the living
     have spoken again, as new incarnations where they are told that they have left, both see them and nobody else."""
-    cores = [SchedulerCore("cost", 3_000) for _ in range(2)]
+    cores = [SchedulerCore(SchedulerConfig()) for _ in range(2)]
     workers = [info(w, role, incarnation=i) for w, role in (("p0", "prefill"), ("d0", "decode")) for i in "abc"]
     words = [word(data.draw(st.sampled_from(KINDS)), data.draw(st.sampled_from(workers))) for _ in range(12)]
     words += [word("load", worker) for worker in workers]
@@ -235,7 +268,7 @@ def test_two_schedulers_that_hear_the_same_in_any_order_see_the_same_fleet(data:
     while any(inboxes):
         at = data.draw(st.sampled_from([at for at, inbox in enumerate(inboxes) if inbox]))
         now_ms += data.draw(st.sampled_from([0, 1, 1_100]))
-        for left in cores[at].handle(inboxes[at].popleft(), now_ms):
+        for left in said_left(cores[at].handle(inboxes[at].popleft(), now_ms)):
             for inbox in inboxes:
                 inbox.append(left)
     assert cores[0].incarnations() == cores[1].incarnations()

@@ -23,13 +23,16 @@ from services.bus.embedded import EmbeddedNats
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.nats import NatsBus
 from services.bus.typed import Received, TypedBus
-from services.config import MeshConfig, SchedulerConfig
+from services.config import MeshConfig, SchedulerConfig, WorkerConfig
 from services.scheduler.placement.hints import Hints
 from services.scheduler.service import run_scheduler
 from tests.directory.test_directory_service import load_of, question
 
 PATIENCE_S = 60
-QUICK = SchedulerConfig(ping_interval_ms=20, suspect_after_ms=200, silent_after_ms=600)
+QUICK = MeshConfig(
+    scheduler=SchedulerConfig(ping_interval_ms=20, suspect_after_ms=200, silent_after_ms=1_100),
+    worker=WorkerConfig(fence_after_ms=500),
+)
 
 
 class FakeWorker:
@@ -86,12 +89,11 @@ class Client:
 async def mesh(num_schedulers: int = 1) -> AsyncIterator[tuple[asyncio.TaskGroup, MemoryBroker, Client]]:
     """Schedulers that place without a directory, and a client. Ends all that was started in its group."""
     broker = MemoryBroker()
-    config = MeshConfig(scheduler=QUICK)
     async with asyncio.timeout(4 * PATIENCE_S), asyncio.TaskGroup() as tasks:
         stops = [asyncio.Event() for _ in range(num_schedulers)]
         for stop in stops:
             ready = asyncio.Event()
-            tasks.create_task(run_scheduler(config, MemoryBus(broker), stop, ready.set))
+            tasks.create_task(run_scheduler(QUICK, MemoryBus(broker), stop, ready.set))
             await ready.wait()
         client = Client(MemoryBus(broker))
         await client.start(tasks)
@@ -162,19 +164,19 @@ async def test_a_worker_that_stops_is_declared_silent_and_heard_again_only_as_an
 
 
 async def test_one_of_two_schedulers_is_enough() -> None:
-    broker, config, stops = MemoryBroker(), MeshConfig(scheduler=QUICK), [asyncio.Event(), asyncio.Event()]
+    broker, stops = MemoryBroker(), [asyncio.Event(), asyncio.Event()]
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
         client = Client(MemoryBus(broker))
         await client.start(tasks)
         workers = [FakeWorker(MemoryBus(broker), "p0", "prefill"), FakeWorker(MemoryBus(broker), "d0", "decode")]
-        first = tasks.create_task(run_scheduler(config, MemoryBus(broker), stops[0]))
+        first = tasks.create_task(run_scheduler(QUICK, MemoryBus(broker), stops[0]))
         await asyncio.sleep(0)
         for worker in workers:
             await worker.start(tasks)
         saying = tasks.create_task(keep_saying(*workers))
         assert isinstance(await client.place(), Placement)
         # The second one starts with nothing, and knows the fleet from its loads.
-        tasks.create_task(run_scheduler(config, MemoryBus(broker), stops[1]))
+        tasks.create_task(run_scheduler(QUICK, MemoryBus(broker), stops[1]))
         stops[0].set()
         await first
         while isinstance(await client.place(), Refused):

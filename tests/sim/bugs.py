@@ -331,7 +331,7 @@ def nobody_asks_for_lost_tokens(patch: pytest.MonkeyPatch) -> None:
     from services.gateway.request.progress_watch import Watch
 
     patch.setattr(Watch, "due", lambda self, needed, now_ms: [])
-    patch.setattr(Watch, "silent", lambda self, needed, now_ms, ears: None)
+    patch.setattr(Watch, "silent", lambda self, needed, now_ms: None)
 
 
 @bug("a worker's death is not told to its requests", "kill")
@@ -341,7 +341,7 @@ def death_is_not_told(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(RequestCore, "_lose_worker", lambda self, event, now_ms: [])
     patch.setattr(Watch, "due", lambda self, needed, now_ms: [])
-    patch.setattr(Watch, "silent", lambda self, needed, now_ms, ears: None)
+    patch.setattr(Watch, "silent", lambda self, needed, now_ms: None)
 
 
 @bug("a later attempt draws from another seed", "kill", "pause", "drain")

@@ -23,7 +23,7 @@ from schemas.handoff import Endpoint
 from schemas.ids import BlockHash, LeaseId, RequestId, WorkerId, new_id
 from schemas.kv import BlocksCooling, LeaseGranted, RequestLease
 from schemas.request import Refused, refuse
-from schemas.worker import WorkerLeft, WorkerLoad
+from schemas.worker import LeftReason, WorkerLeft, WorkerLoad
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig, StoreConfig, WorkerConfig
@@ -117,7 +117,7 @@ class Worker:
         await self.bus.publish(subjects.COOLING, (self.worker_id,), message)
 
     async def leave(self) -> None:
-        message = WorkerLeft(worker_id=self.worker_id, incarnation="w", reason="stopped")
+        message = WorkerLeft(worker_id=self.worker_id, incarnation="w", reason=LeftReason.STOPPED)
         await self.bus.publish(subjects.LEFT, (self.worker_id,), message)
 
     async def _on_lease(self, received: Received[RequestLease]) -> LeaseGranted | Refused:

@@ -244,7 +244,7 @@ async def test_a_tier_that_never_answers_ties_up_a_few_threads_only() -> None:
 
 async def test_several_who_ask_for_the_same_wait_for_one_load() -> None:
     tier = Mischief()
-    config = config_of(num_blocks=8, url="x", timeout_ms=20_000)
+    config = config_of(num_blocks=8, url="x", timeout_ms=1_900)
     async with fleet() as around, store(around, config, open_behind=lambda *_: tier):
         await filled(around, 0, 1)
         await pushed_out(around, 0, 1)
@@ -298,7 +298,7 @@ async def test_a_store_with_a_stuck_tier_leaves_all_the_same(monkeypatch: pytest
 @pytest.mark.usefixtures("quick_pause")
 async def test_a_server_that_dies_and_comes_back_empty(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with running_server(tmp_path) as server:
-        config = config_of(num_blocks=8, url=server.url, timeout_ms=5_000)
+        config = config_of(num_blocks=8, url=server.url, timeout_ms=1_900)
         async with fleet() as around, store(around, config):
             worker = await around.worker("prefill-0", 0, 1, 2)
             await worker.cool(0, 1)
@@ -324,7 +324,7 @@ async def test_a_server_that_dies_and_comes_back_empty(tmp_path: Path, caplog: p
 
 async def test_a_server_that_forgets_one_key(tmp_path: Path) -> None:
     with running_server(tmp_path) as server:
-        async with fleet() as around, store(around, config_of(num_blocks=8, url=server.url, timeout_ms=5_000)):
+        async with fleet() as around, store(around, config_of(num_blocks=8, url=server.url, timeout_ms=1_900)):
             worker = await around.worker("prefill-0", 0, 1)
             await worker.cool(0, 1)
             await until(lambda: around.has("remote", 0, 1))
@@ -337,7 +337,7 @@ async def test_a_server_that_forgets_one_key(tmp_path: Path) -> None:
 
 async def test_a_server_with_damaged_values(tmp_path: Path) -> None:
     with running_server(tmp_path) as server:
-        async with fleet() as around, store(around, config_of(num_blocks=8, url=server.url, timeout_ms=5_000)):
+        async with fleet() as around, store(around, config_of(num_blocks=8, url=server.url, timeout_ms=1_900)):
             worker = await around.worker("prefill-0", 0, 1)
             await worker.cool(0, 1)
             await until(lambda: around.has("remote", 0, 1))

@@ -13,7 +13,7 @@ from schemas.block import join_hashes
 from schemas.ids import RequestId, WorkerId
 from schemas.kv import BlocksCooling, LeaseGranted, ReplicateBlocks
 from schemas.request import Refused
-from schemas.worker import PingWorker, WorkerLeft
+from schemas.worker import LeftReason, PingWorker, WorkerLeft
 from services.config import MeshConfig, StoreConfig
 from services.errors import UserError
 from services.runtime import now_ms
@@ -32,7 +32,7 @@ def behind(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> dict[st
         return {"url": "disk", "path": str(tmp_path)}
     server = request.getfixturevalue("server")
     server.client().flushall()
-    return {"url": server.url, "timeout_ms": 5_000}
+    return {"url": server.url, "timeout_ms": 1_900}
 
 
 NAMES = {"memory": "memory", "disk": "disk", "valkey": "remote"}
@@ -310,7 +310,7 @@ async def test_a_store_that_was_declared_lost_joins_anew_with_all_it_has() -> No
         lent, before = await around.ask(*range(4)), await incarnation_of(around)
         assert isinstance(lent, LeaseGranted)
         for lost in ("another one", before, before):
-            left = WorkerLeft(worker_id=STORE, incarnation=lost, reason="silent")
+            left = WorkerLeft(worker_id=STORE, incarnation=lost, reason=LeftReason.SILENT)
             await around.bus.publish(subjects.LEFT, (STORE,), left)
         await until(lambda: around.heard.count("WorkerJoined") == 2)
         assert await incarnation_of(around) != before

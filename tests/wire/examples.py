@@ -69,6 +69,7 @@ from schemas.worker import (
     BlockCounts,
     DescribeFleet,
     FleetDescribed,
+    LeftReason,
     PingWorker,
     PrefillRate,
     TransferRate,
@@ -191,7 +192,7 @@ EXAMPLES: tuple[Message, ...] = (
     WorkerJoined(worker=INFO),
     LOAD,
     WorkerDraining(**HOLDER),
-    WorkerLeft(**HOLDER, reason="silent"),
+    WorkerLeft(**HOLDER, reason=LeftReason.SILENT),
     RunPrefill(
         **REQUEST,
         gateway_id=GATEWAY,

@@ -14,10 +14,10 @@ from schemas.worker import WorkerDraining
 from services.bus.memory import MemoryBus
 from services.bus.typed import TypedBus
 from services.prefill.core import PrefillCore
+from services.presence import UNSERVED_GAP_MS
 from services.worker.core.actions import Submit
 from services.worker.core.attempts import PastAttempts, SentAnswer
 from services.worker.core.content import AttemptKey
-from services.worker.core.heartbeat import Pulse
 from services.worker.core.leases import LeaseTable
 from services.worker.core.wanted import Question, WantedCore
 from services.worker.kv.holder import num_distinct_blocks
@@ -104,10 +104,10 @@ def test_a_gateway_is_asked_about_what_is_not_new() -> None:
     core = WantedCore()
     assert asked(core, 0, 1) == []
     (question,) = asked(core, 1_000, 1, 2)
-    assert question == Question(GATEWAY, ((RequestId("r1"), 1),))
+    assert question == Question(GATEWAY, ((RequestId("r1"), 1),), 1_000)
     stranger = AttemptId(request_id=RequestId("r9"), attempt=1)
-    assert core.answered(question, (stranger,)) == []
-    assert core.answered(question, (question.attempts[0], stranger)) == list(question.keys)
+    assert core.answered(question, (stranger,), 1_000) == []
+    assert core.answered(question, (question.attempts[0], stranger), 1_000) == list(question.keys)
 
 
 def test_many_attempts_are_asked_about_in_parts() -> None:
@@ -121,8 +121,11 @@ def test_a_gateway_that_is_not_there_twice_is_dead() -> None:
     asked(core, 0, 1)
     (question,) = asked(core, 1_000, 1)
     assert core.unserved(question, 1_000) == [] and core.suspects
-    assert core.unserved(question, 1_499) == []
-    assert core.unserved(question, 1_500) == list(question.keys)
+    assert core.unserved(question, 1_900) == [], "asked at the same time as the first"
+    (early,) = asked(core, 1_000 + UNSERVED_GAP_MS - 1, 1)
+    assert core.unserved(early, 1_900) == []
+    (second,) = asked(core, 1_000 + UNSERVED_GAP_MS, 1)
+    assert core.unserved(second, 1_900) == list(question.keys)
 
 
 @pytest.mark.parametrize("says", ["answered", "unanswered"])
@@ -132,10 +135,11 @@ def test_any_other_word_begins_anew(says: str) -> None:
     (question,) = asked(core, 1_000, 1)
     core.unserved(question, 1_000)
     if says == "answered":
-        core.answered(question, ())
+        core.answered(question, (), 1_100)
     else:
-        core.unanswered(question)
-    assert not core.suspects and core.unserved(question, 1_600) == []
+        core.unanswered(question, 1_100)
+    (later,) = asked(core, 1_600, 1)
+    assert not core.suspects and core.unserved(later, 1_600) == []
 
 
 def test_after_a_reconnect_nobody_is_dead_for_a_while() -> None:
@@ -143,23 +147,11 @@ def test_after_a_reconnect_nobody_is_dead_for_a_while() -> None:
     asked(core, 0, 1)
     (question,) = asked(core, 1_000, 1)
     core.unserved(question, 1_000)
-    asked(core, 2_000, 1, num_connects=2)
-    assert core.unserved(question, 2_000) == core.unserved(question, 3_999) == []
-    assert core.unserved(question, 4_000) == []
+    for time_ms in (2_000, 3_999, 4_000):
+        (question,) = asked(core, time_ms, 1, num_connects=2)
+        assert core.unserved(question, time_ms) == []
+    (question,) = asked(core, 4_500, 1, num_connects=2)
     assert core.unserved(question, 4_500) == list(question.keys)
-
-
-def test_standing_still_is_noticed_once() -> None:
-    pulse = Pulse(
-        0.1,
-        2.5,
-    )
-    assert not pulse.stood_still(100.0)  # it has not begun
-    pulse.beat(100.0)
-    assert not pulse.stood_still(102.4) and pulse.lag_ms(102.4) == 2_300
-    assert pulse.stood_still(102.5) and not pulse.stood_still(102.6)
-    pulse.beat(102.6)
-    assert pulse.lag_ms(102.7) == 0
 
 
 def test_a_block_counts_once_however_many_share_it() -> None:

@@ -8,7 +8,7 @@ import pytest
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, HandoffMessage, KVLanded, KVStreaming
 from schemas.kv import ReadEnd
 from schemas.request import Refused, ReservationQueued
-from schemas.worker import WorkerLeft
+from schemas.worker import LeftReason, WorkerLeft
 from services.decode.core import DecodeCore
 from services.prefill.core import PrefillCore
 from services.worker.core.actions import Action, Emit, Publish, StartRead, StopRead, Submit, Withdraw
@@ -189,7 +189,7 @@ def test_an_answer_that_ends_while_being_withdrawn_is_forgotten() -> None:
 
 
 def test_losing_the_source_costs_a_recompute() -> None:
-    left = WorkerLeft(worker_id=case.PREFILL, incarnation="a", reason="silent")
+    left = WorkerLeft(worker_id=case.PREFILL, incarnation="a", reason=LeftReason.SILENT)
     waiting, reading, decoding = Bench(), Bench(), Bench()
     case.ask(waiting.core, case.reserve(), 0)
     assert one(waiting.hear(left, 1), Submit).sequence.num_computed_tokens == 0
@@ -239,7 +239,9 @@ def test_a_source_that_is_lost_while_waiting_for_blocks_costs_a_recompute_once_t
     bench = Bench(num_blocks=3)
     case.ask(bench.core, case.reserve(1), 0)
     case.ask(bench.core, case.reserve(2), 0)
-    assert bench.hear(WorkerLeft(worker_id=case.PREFILL, incarnation="a", reason="silent"), 1) != []  # the first's
+    assert (
+        bench.hear(WorkerLeft(worker_id=case.PREFILL, incarnation="a", reason=LeftReason.SILENT), 1) != []
+    )  # the first's
     actions = bench.hear(SequenceRemoved(("r1", 1)), 2)
     submit = one(actions, Submit)
     assert (submit.sequence.request_id, submit.sequence.num_computed_tokens) == ("r2", 0)
@@ -301,7 +303,7 @@ def test_the_rest_of_a_broken_read_is_asked_of_the_source_and_then_of_others() -
 def test_a_source_that_has_left_is_not_asked() -> None:
     bench = Bench()
     case.ask(bench.core, case.reserve(), 0)
-    left = WorkerLeft(worker_id=case.PREFILL, incarnation="a", reason="silent")
+    left = WorkerLeft(worker_id=case.PREFILL, incarnation="a", reason=LeftReason.SILENT)
     actions = bench.hear(left, 1)
     assert published(actions) == [HandoffAborted] and one(actions, Submit).sequence.num_computed_tokens == 0
 

@@ -9,7 +9,7 @@ from schemas.block import join_hashes
 from schemas.ids import LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseEnd, LeaseGranted, RequestLease, ReturnLease, is_as_asked
 from schemas.request import Refused
-from schemas.worker import WorkerLeft
+from schemas.worker import LeftReason, WorkerLeft
 from services.worker.core.actions import Action, CloseLease
 from services.worker.core.content import SequenceContent
 from services.worker.core.events import Fenced, Stopping, StreamEnded, StreamStarted
@@ -136,8 +136,8 @@ def test_a_lease_that_is_returned_ends_and_nobody_else_s_does() -> None:
 def test_a_reader_that_left_gives_back() -> None:
     core = lender()
     lease = granted(core)
-    assert core.handle(WorkerLeft(worker_id=WorkerId("other"), incarnation="a", reason="silent"), 0) == []
-    left = core.handle(WorkerLeft(worker_id=READER, incarnation="a", reason="silent"), 0)
+    assert core.handle(WorkerLeft(worker_id=WorkerId("other"), incarnation="a", reason=LeftReason.SILENT), 0) == []
+    left = core.handle(WorkerLeft(worker_id=READER, incarnation="a", reason=LeftReason.SILENT), 0)
     assert ended(left) == [(lease, LeaseEnd.READER_LEFT)]
     assert_all_given_back(core)
 

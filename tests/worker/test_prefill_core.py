@@ -6,7 +6,7 @@ import pytest
 from schemas.handoff import HandoffAborted, KVReleased
 from schemas.kv import LeaseEnd
 from schemas.request import AttemptEnd, PrefillAccepted, Refused, RunPrefill
-from schemas.worker import WorkerLeft
+from schemas.worker import LeftReason, WorkerLeft
 from services.prefill.core import PrefillCore
 from services.prefill.limits import UNKNOWN_AFTER_MS
 from services.worker.core.actions import (
@@ -214,7 +214,7 @@ def test_why_an_attempt_ends_is_why_its_lease_does(who: str, end: AttemptEnd, le
 def test_a_reader_that_left_ends_its_leases() -> None:
     bench = Bench()
     bench.computed(one(bench.run(case.run_prefill()), Submit))
-    left = WorkerLeft(worker_id=case.DECODE, incarnation="a", reason="silent")
+    left = WorkerLeft(worker_id=case.DECODE, incarnation="a", reason=LeftReason.SILENT)
     actions = bench.hear(left, 5)
     assert isinstance(one(actions, CloseLease), CloseLease)
     assert isinstance(one(actions, Publish).message, HandoffAborted)  # it may live after all, and computes by itself
@@ -353,7 +353,7 @@ def test_blocks_of_a_cancelled_fetch_wait_for_its_end() -> None:
 def test_a_source_that_left_ends_its_fetch_only() -> None:
     bench = Bench()
     fetch = fetching(bench, split=False)
-    left = WorkerLeft(worker_id=case.DECODE, incarnation="a", reason="silent")
+    left = WorkerLeft(worker_id=case.DECODE, incarnation="a", reason=LeftReason.SILENT)
     assert bench.hear(left, 1) == [StopRead(fetch)]
     assert one(bench.hear(case.brings(fetch, 4), 2), StartRead).read.holder == "s0"
 
@@ -398,7 +398,7 @@ def two_unoffered(bench: Bench, *, deadline_ms: int = case.DEADLINE_MS) -> None:
 def test_runs_that_make_way_while_others_end_are_ended_once() -> None:
     bench = Bench()
     two_unoffered(bench)
-    left = WorkerLeft(worker_id=case.DECODE, incarnation="a", reason="silent")
+    left = WorkerLeft(worker_id=case.DECODE, incarnation="a", reason=LeftReason.SILENT)
     bench.hear(left, 1_000)
     bench = Bench()
     two_unoffered(bench, deadline_ms=1_000)

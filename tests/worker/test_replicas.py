@@ -8,7 +8,7 @@ from schemas import subjects
 from schemas.block import join_hashes, split_hashes
 from schemas.ids import BlockHash, RequestId, WorkerId
 from schemas.kv import ReplicateBlocks
-from schemas.worker import WorkerLeft
+from schemas.worker import LeftReason, WorkerLeft
 from services.prefill.core import PrefillCore
 from services.worker.core.actions import Action, Publish, StartRead, StopRead, Submit
 from services.worker.core.attempts import KVRead, WantedLease
@@ -257,8 +257,8 @@ def test_an_empty_offer_is_nothing() -> None:
 def test_a_source_that_left_ends_its_reads() -> None:
     core = replica(4_000)
     begun = [read for seed in range(5) for read in heard(core, offer(seed=seed))]
-    assert core.handle(WorkerLeft(worker_id=WorkerId("other"), incarnation="a", reason="x"), 0) == []
-    stops = core.handle(WorkerLeft(worker_id=SOURCE, incarnation="a", reason="x"), 0)
+    assert core.handle(WorkerLeft(worker_id=WorkerId("other"), incarnation="a", reason=LeftReason.SILENT), 0) == []
+    stops = core.handle(WorkerLeft(worker_id=SOURCE, incarnation="a", reason=LeftReason.SILENT), 0)
     assert stops == [StopRead(read) for read in begun] and core.num_waiting == 0
     for read in begun:
         assert landed(core, read, 0) == []

@@ -20,7 +20,7 @@ from schemas.block import hash_blocks, join_hashes, unpack_tokens
 from schemas.ids import GatewayId, LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseEnd, LeaseGranted, RequestLease, ReturnLease
 from schemas.request import Refused, SamplingParams
-from schemas.worker import PingWorker, WorkerAlive, WorkerDraining, WorkerJoined, WorkerLeft
+from schemas.worker import LeftReason, PingWorker, WorkerAlive, WorkerDraining, WorkerJoined, WorkerLeft
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received
 from services.config import MeshConfig
@@ -143,11 +143,11 @@ async def test_a_worker_that_was_declared_lost_ends_its_runs_and_joins_anew(capl
         await client.listen(subjects.JOINED, note)
         answer = await client.send("r0", PROMPT, LONG, route=ROUTE)
         await has_tokens(answer)
-        other = WorkerLeft(worker_id=WorkerId("d-0"), incarnation="another", reason="silent")
+        other = WorkerLeft(worker_id=WorkerId("d-0"), incarnation="another", reason=LeftReason.SILENT)
         await client.bus.publish(subjects.LEFT, ("d-0",), other)
         await asyncio.sleep(0)
         assert (await ping(client, "d-0")).incarnation == "d-0-1", "that was another one"
-        left = WorkerLeft(worker_id=WorkerId("d-0"), incarnation="d-0-1", reason="silent")
+        left = WorkerLeft(worker_id=WorkerId("d-0"), incarnation="d-0-1", reason=LeftReason.SILENT)
         with caplog.at_level(logging.WARNING):
             await client.bus.publish(subjects.LEFT, ("d-0",), left)
             await until(lambda: bool(joined))

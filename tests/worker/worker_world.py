@@ -10,7 +10,7 @@ from schemas.ids import LeaseId, WorkerId
 from schemas.kv import ReadEnd, RequestLease
 from schemas.message import Message
 from schemas.request import CancelRequest, RequestTokens, ReserveBlocks, RunPrefill
-from schemas.worker import WorkerLeft
+from schemas.worker import LeftReason, WorkerLeft
 from services.decode.core import DecodeCore
 from services.engine.batch import Batch
 from services.engine.interface import Sequence
@@ -314,7 +314,7 @@ class World:
     def left(self, number: int) -> None:
         """One hears that the other has left."""
         other = self.d if number % 2 else self.p
-        event = WorkerLeft(worker_id=self.worker(number).worker_id, incarnation="a", reason="silent")
+        event = WorkerLeft(worker_id=self.worker(number).worker_id, incarnation="a", reason=LeftReason.SILENT)
         other.handle(event, self.now_ms)
         other.execute(other.lending.handle(event, self.now_ms))
 

@@ -43,7 +43,8 @@ from services.gateway.request.events import (
     WorkerRefused,
     WorkerSilent,
 )
-from services.gateway.request.progress_watch import NEVER_MS, Ears, Watch, WatchLimits
+from services.gateway.request.progress_watch import NEVER_MS, Watch, WatchLimits
+from services.presence import Hearing
 
 
 class Phase(enum.StrEnum):
@@ -61,7 +62,7 @@ class Phase(enum.StrEnum):
 class RequestCore:
     """The state of one request. `handle` and `tick` return what is to be done, in order.
 
-    `max_tokens` 1 is never split: there is nothing to decode elsewhere. `ears` says when this gateway last heard
+    `max_tokens` 1 is never split: there is nothing to decode elsewhere. `hearing` says when this gateway last heard
     anything at all; it is shared by its requests, and only read here.
     """
 
@@ -71,7 +72,7 @@ class RequestCore:
         max_tokens: int,
         max_attempts: int,
         limits: WatchLimits | None = None,
-        ears: Ears | None = None,
+        hearing: Hearing | None = None,
     ) -> None:
         self.request_id = request_id
         self.max_tokens = max_tokens
@@ -91,7 +92,7 @@ class RequestCore:
         self.wake_ms = 0
         """`tick` has nothing to do before."""
         self._limits = limits or WatchLimits()
-        self._ears = ears or Ears()
+        self._hearing = hearing or Hearing()
         self._excluded: list[WorkerId] = []
         self._troubles: list[str] = []
         self._num_vain = 0
@@ -152,12 +153,12 @@ class RequestCore:
         if self.phase is not Phase.RUNNING:
             return []
         needed = self._needed()
-        silent = self._watch.silent(needed, now_ms, self._ears)
+        silent = self._watch.silent(needed, now_ms)
         if silent is not None:
             fail = FailRequest("worker_failed", f"{silent} has been silent", 502)
             return self._retry(silent, "a worker is silent", fail, now_ms)
         due = self._watch.due(needed, now_ms)
-        self.wake_ms = self._watch.next_ms(needed, self._ears)
+        self.wake_ms = self._watch.next_ms(needed)
         return [AskWorker(self.attempt, worker_id, len(self.tokens)) for worker_id in due]
 
     def _placing(self, event: PlaceEvent, now_ms: int) -> list[Action]:
@@ -244,7 +245,7 @@ class RequestCore:
         self._heard_decode = False
         self._finish_reason: FinishReason | None = None
         self._num_final_tokens = 0
-        self._watch = Watch(self._limits, (), 0)
+        self._watch = Watch(self._limits, self._hearing, (), 0)
 
     def _ask_placement(self) -> AskPlacement:
         return AskPlacement(self.attempt, tuple(self._excluded), self.num_answered)
@@ -254,7 +255,7 @@ class RequestCore:
         prefill, answered = event.prefill_worker, self.num_answered
         self.prefill_worker = prefill
         self.decode_worker = decode = event.decode_worker if self.max_tokens - answered > 1 else None
-        self._watch = Watch(self._limits, (prefill,) if decode is None else (prefill, decode), now_ms)
+        self._watch = Watch(self._limits, self._hearing, (prefill,) if decode is None else (prefill, decode), now_ms)
         self.wake_ms = 0
         if decode is None:
             return [SendRun(self.attempt, prefill, None, None, event.sources, answered, event.replica)]

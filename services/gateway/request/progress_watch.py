@@ -1,21 +1,18 @@
-"""Whether one attempt's workers are still at it, pure: the bus may lose any message, and a silent worker may be dead.
+"""Whom of one attempt's workers to ask what it has come to, and when. Pure.
 
-A worker is asked once it has accepted, or its accept wait is over: where a token has been missing for a moment, or
-where nothing was heard of it for a while. It is lost where nobody serves the question twice, or where no sign of it
-comes although other messages do: silence of everybody says something about our own ears.
+The bus may lose any message, and a silent worker may be dead. A worker is asked once it has accepted, or its accept
+wait is over: where a token has been missing for a moment, or where nothing was heard of it for a while. Who is dead is
+judged by the rules of `services.presence`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from schemas.ids import WorkerId
+from services.presence import UNSERVED_GAP_MS, Hearing, Peer
 
 GAP_MS = 150
 """A missing token is asked for after this: two messages of different workers may well overtake each other."""
-UNSERVED_MS = 300
-"""Time between two questions that nobody serves before the worker is taken for dead: it may be reconnecting."""
-DEAF_AFTER_MS = 1_500
-"""Any worker says its load twice a second; where nothing at all is heard for this long, the gateway is cut off."""
 WAITING_ROUNDS = 4
 """An attempt that is in line at a worker is asked after this many times more rarely: hundreds may wait at once."""
 NEVER_MS = 2**62
@@ -29,34 +26,15 @@ class WatchLimits:
     place_wait_ms: int = 5_000
 
 
-class Ears:
-    """When this gateway last heard anything from anybody."""
-
-    def __init__(self) -> None:
-        self.open_since_ms = 0
-        """Silence counts from here on only."""
-        self._heard_ms = 0
-
-    def hear(self, now_ms: int) -> None:
-        if self.is_deaf(now_ms):
-            self.open_since_ms = now_ms
-        self._heard_ms = now_ms
-
-    def is_deaf(self, now_ms: int) -> bool:
-        return now_ms - self._heard_ms > DEAF_AFTER_MS
-
-
 @dataclass(slots=True)
 class _Worker:
-    sign_ms: int
-    """The last sign of it, or the attempt's beginning."""
+    peer: Peer
+    """Known since the attempt's beginning."""
     may_be_asked: bool = False
     is_urgent: bool = False
     """To be asked at once."""
     is_asked: bool = False
     asked_ms: int = 0
-    unserved_ms: int = 0
-    """When nobody served a question; 0 once it was heard."""
     is_waiting: bool = False
     """The attempt is in line there, as it said last."""
 
@@ -64,9 +42,10 @@ class _Worker:
 class Watch:
     """The watch over one attempt."""
 
-    def __init__(self, limits: WatchLimits, workers: Sequence[WorkerId], now_ms: int) -> None:
+    def __init__(self, limits: WatchLimits, hearing: Hearing, workers: Sequence[WorkerId], now_ms: int) -> None:
         self._limits = limits
-        self._workers = {worker_id: _Worker(now_ms) for worker_id in workers}
+        self._hearing = hearing
+        self._workers = {worker_id: _Worker(Peer(now_ms)) for worker_id in workers}
         self._gap: int | None = None
         """The token that is missing while later ones are here."""
         self._gap_ms = 0
@@ -74,8 +53,8 @@ class Watch:
     def hear(self, worker_id: WorkerId, now_ms: int, *, is_waiting: bool = False) -> None:
         """Take note of a sign of a worker that has the attempt."""
         if worker := self._workers.get(worker_id):
-            worker.sign_ms, worker.unserved_ms, worker.is_waiting = now_ms, 0, is_waiting
-            worker.may_be_asked = True
+            worker.peer.hear(now_ms)
+            worker.may_be_asked, worker.is_waiting = True, is_waiting
 
     def end_accept_wait(self, worker_id: WorkerId) -> None:
         """Its reply has not come: ask it."""
@@ -96,20 +75,14 @@ class Watch:
     def is_dead(self, worker_id: WorkerId, now_ms: int) -> bool:
         """Nobody serves a worker's questions: say whether it is the second time."""
         worker = self._workers.get(worker_id)
-        if worker is None:
-            return False
-        if worker.unserved_ms:
-            return now_ms - worker.unserved_ms >= UNSERVED_MS
-        worker.unserved_ms = now_ms
-        return False
+        return worker is not None and worker.peer.is_gone(worker.asked_ms, self._hearing, now_ms)
 
-    def silent(self, needed: Sequence[WorkerId], now_ms: int, ears: Ears) -> WorkerId | None:
+    def silent(self, needed: Sequence[WorkerId], now_ms: int) -> WorkerId | None:
         """Return a needed worker that is to be taken for lost, as no sign of it comes."""
-        if ears.is_deaf(now_ms):
-            return None
         for worker_id in needed:
             worker = self._workers[worker_id]
-            if worker.may_be_asked and now_ms >= self._silent_ms(worker, ears):
+            limit_ms = self._silent_limit_ms(worker)
+            if worker.may_be_asked and self._hearing.is_silent(worker.peer.heard_ms, limit_ms, now_ms):
                 return worker_id
         return None
 
@@ -123,31 +96,33 @@ class Watch:
                 asked.append(worker_id)
         return asked
 
-    def next_ms(self, needed: Sequence[WorkerId], ears: Ears) -> int:
+    def next_ms(self, needed: Sequence[WorkerId]) -> int:
         """Return a time before which nothing is due, unless something happens that is more than a token."""
         times: list[int] = []
         for worker_id in needed:
             worker = self._workers[worker_id]
-            times += [self._due_ms(worker), self._silent_ms(worker, ears) if worker.may_be_asked else NEVER_MS]
+            times.append(self._due_ms(worker))
+            if worker.may_be_asked:
+                quiet_since_ms = max(worker.peer.heard_ms, self._hearing.since_ms)
+                times.append(quiet_since_ms + self._silent_limit_ms(worker))
         return min(times, default=NEVER_MS)
 
     def _quiet_ms(self, worker: _Worker) -> int:
         """How long a worker may say nothing before it is asked."""
         return self._limits.progress_after_ms * (WAITING_ROUNDS if worker.is_waiting else 1)
 
-    def _silent_ms(self, worker: _Worker, ears: Ears) -> int:
-        """When a worker that says nothing is lost: it must have been asked for long enough."""
-        unasked_ms = self._quiet_ms(worker) - self._limits.progress_after_ms
-        return max(worker.sign_ms, ears.open_since_ms) + self._limits.worker_silent_ms + unasked_ms
+    def _silent_limit_ms(self, worker: _Worker) -> int:
+        """How long a worker may say nothing before it is lost: it must have been asked for long enough."""
+        return self._limits.worker_silent_ms + self._quiet_ms(worker) - self._limits.progress_after_ms
 
     def _due_ms(self, worker: _Worker) -> int:
         if worker.is_asked or not worker.may_be_asked:
             return NEVER_MS
         if worker.is_urgent:
             return 0
-        if worker.unserved_ms:
-            return worker.unserved_ms + UNSERVED_MS
-        quiet_ms = max(worker.sign_ms, worker.asked_ms) + self._quiet_ms(worker)
+        if worker.peer.unserved_ms is not None:
+            return worker.peer.unserved_ms + UNSERVED_GAP_MS
+        quiet_ms = max(worker.peer.heard_ms, worker.asked_ms) + self._quiet_ms(worker)
         if self._gap is None:
             return quiet_ms
         if worker.asked_ms >= self._gap_ms:

@@ -8,12 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-MIN_RETRY_MS, MAX_RETRY_MS = 1_000, 60_000
-TENANT_WINDOW_MS = 10_000
-"""How long a tenant counts after its last request, and how quickly what was placed for it is forgotten (by half)."""
-MAX_TENANTS = 1_024
-CONTESTED_SHARE = 0.5
-"""Of the bound: from there on the tenants' shares matter."""
+from services.scheduler.limits import CONTESTED_SHARE, MAX_RETRY_MS, MAX_TENANTS, MIN_RETRY_MS, TENANT_WINDOW_MS
 
 
 class AdmissionLimits(NamedTuple):

@@ -1,8 +1,9 @@
-"""Placement by cost: who computes, who decodes, who lends KV. Pure.
+"""Here a placement is priced: `price` returns every way to serve a request with its cost in milliseconds, `choose`
+takes the cheapest. Pure.
 
-Every way to serve a request is priced in milliseconds from measured rates, and the cheapest is taken: the predicted
-time to first token (queue, reads, computation), what the hand-over exposes, what computing costs those who decode on
-the same worker, and how full the batch is that it will decode in.
+The cost is the predicted time to first token (queue, reads, computation), from measured rates (`known_rates`), what the
+hand-over exposes, what computing costs those who decode on the same worker, and how full the batch is that it will
+decode in. What the weights are is in `services.scheduler.limits`.
 """
 
 import heapq
@@ -13,22 +14,17 @@ from schemas.directory import HolderPrefix
 from schemas.ids import WorkerId
 from schemas.request import KVSource, PlacementTerms
 from schemas.worker import WorkerInfo
+from services.scheduler.limits import (
+    EQUAL_MS,
+    EQUAL_SHARE,
+    LOAD_WEIGHT,
+    MAX_ALTERNATIVES,
+    MAX_SOURCES,
+    NO_ROOM_MS,
+    OVERLAPPED_SHARE,
+    STALL_WEIGHT,
+)
 from services.scheduler.placement.known_rates import FleetRates
-
-MAX_SOURCES = 4
-"""Each one is a round trip, one after the other."""
-MAX_ALTERNATIVES = 3
-STALL_WEIGHT = 0.2
-"""What a pause of a running answer counts beside as long a wait for a first token. More buys steadier answers with
-later first tokens."""
-LOAD_WEIGHT = 1.0
-"""A request already in the batch counts as one decode step."""
-OVERLAPPED_SHARE = 0.25
-"""What a hand-over costs that hides behind the computation: it takes both workers' memory bandwidth."""
-NO_ROOM_MS = 500.0
-"""Blocks are short: the request waits for another one's end."""
-EQUAL_MS, EQUAL_SHARE = 1.0, 0.02
-"""Costs this close are equal: the rates are no better than that, and the load should spread."""
 
 
 class CostLimits(NamedTuple):

@@ -1,8 +1,7 @@
 """A worker as the scheduler knows it, and which workers go together. Pure."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from schemas.ids import WorkerId
 from schemas.request import PlaceRequest
@@ -12,7 +11,8 @@ from services.scheduler.placement.cost import Contender, Demand, needed_blocks, 
 from services.scheduler.placement.known_rates import FleetRates
 from services.scheduler.placement.policy import Candidate
 
-WayT = TypeVar("WayT")
+Pair = tuple["KnownWorker", "KnownWorker | None"]
+"""Who computes the prompt and who decodes; None: the first does both."""
 
 
 @dataclass(slots=True)
@@ -97,13 +97,6 @@ def partners_of(prefill: KnownWorker, workers: Iterable[KnownWorker]) -> list[Kn
     if prefill.info.role != "prefill":
         return []
     return [w for w in workers if w.info.role == "decode" and w.info.fingerprint == prefill.info.fingerprint]
-
-
-def least_doubted(ways: Sequence[WayT], doubt: Callable[[WayT], int]) -> list[WayT]:
-    """Return those that give the least reason not to take them, in their order."""
-    doubts = [doubt(way) for way in ways]
-    least = min(doubts, default=0)
-    return [way for way, found in zip(ways, doubts, strict=True) if found == least]
 
 
 def wait_of(demand: Demand, prefill: KnownWorker, decode: KnownWorker | None, rates: FleetRates) -> Wait:

@@ -10,12 +10,9 @@ from schemas.request import PlaceRequest
 from services.bus.base import BusError
 from services.bus.typed import TypedBus
 from services.runtime import now_ms
+from services.scheduler.limits import BACKOFF_MAX_MS, BACKOFF_MIN_MS, LOCATE_TIMEOUT_S
 
 log = logging.getLogger(__name__)
-
-LOCATE_TIMEOUT_S = 0.05
-BACKOFF_MIN_MS, BACKOFF_MAX_MS = 100, 1_000
-"""How long a directory that failed is left alone: doubled by each failure in a row."""
 
 
 class Hints:

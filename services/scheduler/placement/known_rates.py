@@ -11,15 +11,12 @@ from typing import NamedTuple
 from schemas.directory import Tier
 from schemas.ids import WorkerId
 from schemas.worker import PrefillRate, TransferRate, WorkerRates
-
-START_PREFILL_TOKENS_PER_S = 3_000.0
-"""A small model on a few cores; an accelerator's first report corrects it."""
-START_DECODE_STEP_MS = 10.0
-START_TOKEN_BYTES = 65_536
-"""A model of about a billion parameters in 16 bits."""
-
-TRUST_HALF_LIFE_MS = 60_000
-"""After this long without a new measurement a pair is taken to be half way (in orders of magnitude) to its like."""
+from services.scheduler.limits import (
+    START_DECODE_STEP_MS,
+    START_PREFILL_TOKENS_PER_S,
+    START_TOKEN_BYTES,
+    TRUST_HALF_LIFE_MS,
+)
 
 
 class Link(NamedTuple):

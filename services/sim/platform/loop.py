@@ -104,7 +104,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self._list(process)
 
     def run_to_end(self, main: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Run until `main` returns, and close the loop. Tasks that are left, those of killed processes, stay as they are."""
+        """Run until `main` returns, and close the loop. What is left, the tasks of killed processes, stays as it is."""
         try:
             return self.run_until_complete(self.create_task(main, name="world"))
         finally:

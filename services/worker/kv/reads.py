@@ -26,12 +26,12 @@ from schemas.kv import LeaseGranted, ReadEnd, RequestLease, ReturnLease, is_as_a
 from schemas.request import RefusalReason, Refused
 from services.bus.base import BusError
 from services.bus.typed import TypedBus
+from services.config import LEASE_ANSWER_MS
 from services.runtime import now_ms
 from services.telemetry import Telemetry
 from services.worker.core.attempts import KVRead, WantedLease
 from services.worker.core.content import ReadOutcome
 from services.worker.core.events import ReadEnded, ReadStarted
-from services.worker.limits import LEASE_TIMEOUT_MS
 from services.worker.observe.transfers import FinishedRead, TransferSpan
 from services.worker.survive import surviving
 
@@ -178,7 +178,7 @@ class KVReads:
             request_id=request_id,
             attempt=attempt,
             deadline_ms=lease.deadline_ms,
-            answer_by_ms=min(lease.deadline_ms, now_ms() + LEASE_TIMEOUT_MS),
+            answer_by_ms=min(lease.deadline_ms, now_ms() + LEASE_ANSWER_MS),
             reader=self.settings.reader_id,
             fingerprint=self.settings.fingerprint,
             first_block=lease.first_block,

@@ -1,0 +1,223 @@
+"""Who is alive: the rules by which a scheduler judges workers, a gateway the workers of a request, a worker the
+gateways, and a worker itself. Pure: times come in, verdicts go out. Whom to ask when is each room's own.
+
+alive: a sign was heard, such as a load, an answer or tokens (`Peer.hear`).
+suspect: no sign for a while. Nothing new is given to it while somebody else could take it (`Hearing.quiet_ms`).
+dead: the broker has said twice that nobody serves its questions (`Peer.is_gone`), or no sign came for long although
+    others were heard (`Hearing.is_silent`).
+deaf: we ourselves have heard nothing from anybody. Then nobody's silence means anything (`Hearing.is_deaf`).
+settling: after a reconnection the others are still on their way back to the broker (`Hearing.is_settling`).
+standing still: our own clock has jumped. The others take us for dead (`Heartbeat`).
+replaced: another incarnation speaks under the name (`Incarnations`); what has left never comes back (`Fences`).
+"""
+
+import enum
+from dataclasses import dataclass
+
+from schemas.ids import WorkerId
+from schemas.worker import WorkerLeft
+
+LOAD_INTERVAL_MS = 500
+"""Every worker and store says its load at least this often. The times below rely on it."""
+DEAF_AFTER_MS = 3 * LOAD_INTERVAL_MS
+"""Who only listens, and hears nothing at all for this long, is cut off: three loads of every worker are missing."""
+SETTLE_MS = 2_000
+"""After a reconnection the others reconnect as well, each in its own time. Until then it proves nothing that nobody
+serves a question."""
+UNSERVED_GAP_MS = 300
+"""Time between two questions that nobody serves before their addressee is dead. It may be reconnecting by itself, which
+takes a client of the bus 200 ms or more."""
+REPEAT_LEFT_MS = 1_000
+"""An incarnation that has left and still speaks is told so at most this often."""
+MAX_FENCES = 1_024
+"""So many incarnations that have left are remembered, the latest ones."""
+
+
+class Hearing:
+    """When this process last heard anything at all, and since when the silence of others counts."""
+
+    def __init__(self, deaf_after_ms: int = DEAF_AFTER_MS) -> None:
+        self._deaf_after_ms = deaf_after_ms
+        self._heard_ms = 0
+        self._num_connects: int | None = None
+        self._settled_ms = 0
+        self.since_ms = 0
+        """The silence of others counts from here on only: the end of the last deafness or the last reconnection."""
+
+    def hear(self, now_ms: int) -> None:
+        """Something came from somebody, or from the broker itself."""
+        if self.is_deaf(now_ms):
+            self.since_ms = now_ms
+        self._heard_ms = now_ms
+
+    def connects(self, num_connects: int, now_ms: int) -> bool:
+        """Take note of how often the bus has connected so far. Returns whether it has reconnected since last time."""
+        before, self._num_connects = self._num_connects, num_connects
+        if before in (None, num_connects):
+            return False
+        self._settled_ms = now_ms + SETTLE_MS
+        self._heard_ms = self.since_ms = now_ms
+        return True
+
+    def is_deaf(self, now_ms: int) -> bool:
+        """Whether nothing has come for so long that we are cut off ourselves."""
+        return now_ms - self._heard_ms >= self._deaf_after_ms
+
+    def is_settling(self, now_ms: int) -> bool:
+        """Whether others may still be on their way back to the broker."""
+        return now_ms < self._settled_ms
+
+    def quiet_ms(self, heard_ms: int, now_ms: int) -> int:
+        """Return how long somebody last heard at `heard_ms` has said nothing that we could have heard."""
+        return now_ms - max(heard_ms, self.since_ms)
+
+    def is_silent(self, heard_ms: int, limit_ms: int, now_ms: int) -> bool:
+        """Whether somebody last heard at `heard_ms` is to be taken for dead."""
+        return not self.is_deaf(now_ms) and self.quiet_ms(heard_ms, now_ms) >= limit_ms
+
+
+@dataclass(slots=True)
+class Peer:
+    """What one process knows of the life of another."""
+
+    heard_ms: int
+    """The last sign of it, or when it was first known."""
+    unserved_ms: int | None = None
+    """When it was first known that nobody serves its questions; None once anything was heard of it since."""
+
+    def hear(self, now_ms: int) -> None:
+        """Take note of a sign of life."""
+        self.heard_ms, self.unserved_ms = now_ms, None
+
+    def is_gone(self, asked_ms: int, hearing: Hearing, now_ms: int, gap_ms: int = UNSERVED_GAP_MS) -> bool:
+        """The broker says that nobody serves a question that was asked at `asked_ms`. Returns whether its process has
+        ended: this is so the second time, as far as the second question was asked `gap_ms` after the first was known
+        to be unserved. Two questions that waited for the same broker are one proof."""
+        if hearing.is_settling(now_ms):
+            return False
+        if self.unserved_ms is None or self.unserved_ms < hearing.since_ms:
+            self.unserved_ms = now_ms
+            return False
+        return asked_ms - self.unserved_ms >= gap_ms
+
+
+class Heartbeat:
+    """When this process's own timer last fired, by a clock that never jumps (seconds).
+
+    Others take a worker that stands still (stopped, swapped out, blocked) for dead and serve its requests elsewhere, so
+    it must not go on as if nothing had happened.
+    """
+
+    def __init__(self, interval_s: float, fence_after_s: float) -> None:
+        self._interval_s = interval_s
+        self._fence_after_s = fence_after_s
+        self._last_s: float | None = None
+        """None: it has not begun."""
+        self._lag_s = 0.0
+
+    def beat(self, now_s: float) -> None:
+        """The timer has fired."""
+        self._lag_s = self._late_by(now_s)
+        self._last_s = now_s
+
+    def stood_still(self, now_s: float) -> bool:
+        """Say, once, whether the process has stood still for too long until now."""
+        if self._last_s is None or now_s - self._last_s < self._fence_after_s:
+            return False
+        self.beat(now_s)
+        return True
+
+    def lag_ms(self, now_s: float) -> int:
+        """Return how late the last beat was, or the next one already is."""
+        return round(1000 * max(self._lag_s, self._late_by(now_s)))
+
+    def _late_by(self, now_s: float) -> float:
+        return 0.0 if self._last_s is None else max(0.0, now_s - self._last_s - self._interval_s)
+
+
+class Speaker(enum.Enum):
+    """Who it is that has said its load."""
+
+    CURRENT = enum.auto()
+    """The incarnation that is known, or the first that is heard of."""
+    SUCCESSOR = enum.auto()
+    """Another one. The end of the one that was known, and the beginning of this one, were not heard."""
+    PREDECESSOR = enum.auto()
+    """Another one than is known, which is well: an old message."""
+
+
+@dataclass(slots=True)
+class _Incarnation:
+    incarnation: str
+    heard_ms: int
+
+
+class Incarnations:
+    """Which incarnation each worker's name stands for, as one who only listens knows it. `quiet_ms`: one that has said
+    nothing for so long while another speaks under its name has been replaced."""
+
+    def __init__(self, hearing: Hearing, quiet_ms: int) -> None:
+        self._hearing = hearing
+        self._quiet_ms = quiet_ms
+        self._known: dict[WorkerId, _Incarnation] = {}
+
+    def joined(self, worker_id: WorkerId, incarnation: str, now_ms: int) -> bool:
+        """A worker has joined. Returns whether this is news: what was given to the one before it is lost."""
+        known = self._known.get(worker_id)
+        self._known[worker_id] = _Incarnation(incarnation, now_ms)
+        return known is None or known.incarnation != incarnation
+
+    def spoke(self, worker_id: WorkerId, incarnation: str, now_ms: int) -> Speaker:
+        """A worker has said its load, which may be an old message: it replaces nobody that is well. To be told before
+        `hearing` hears of it."""
+        known = self._known.setdefault(worker_id, _Incarnation(incarnation, now_ms))
+        if known.incarnation == incarnation:
+            known.heard_ms = now_ms
+            return Speaker.CURRENT
+        if now_ms - known.heard_ms <= self._quiet_ms or self._hearing.is_deaf(now_ms):
+            return Speaker.PREDECESSOR
+        self._known[worker_id] = _Incarnation(incarnation, now_ms)
+        return Speaker.SUCCESSOR
+
+    def left(self, worker_id: WorkerId, incarnation: str) -> bool:
+        """An incarnation has left. Returns whether it is the one that the name stands for, as far as is known."""
+        known = self._known.get(worker_id)
+        if known is not None and known.incarnation != incarnation:
+            return False
+        self._known.pop(worker_id, None)
+        return True
+
+
+@dataclass(slots=True)
+class _Fence:
+    left: WorkerLeft
+    said_ms: int
+
+
+class Fences:
+    """The incarnations that were said to have left. What such a one says counts no more. It is told again that it has
+    left, so that a worker that was stopped and goes on, or has missed the first word, comes back as a new one."""
+
+    def __init__(self, max_fences: int = MAX_FENCES) -> None:
+        self._max_fences = max_fences
+        self._fences: dict[tuple[WorkerId, str], _Fence] = {}
+
+    def add(self, left: WorkerLeft, now_ms: int) -> None:
+        """This incarnation has left, and somebody says so now. The first reason stays."""
+        key = (left.worker_id, left.incarnation)
+        known = self._fences.pop(key, None)
+        self._fences[key] = _Fence(known.left if known else left, now_ms)
+        if len(self._fences) > self._max_fences:
+            del self._fences[next(iter(self._fences))]
+
+    def holds(self, worker_id: WorkerId, incarnation: str) -> bool:
+        """Whether this incarnation has left."""
+        return (worker_id, incarnation) in self._fences
+
+    def repeat(self, worker_id: WorkerId, incarnation: str, now_ms: int) -> WorkerLeft | None:
+        """Return what to tell one that has left and has just spoken; None where it was told of late."""
+        fence = self._fences[(worker_id, incarnation)]
+        if now_ms - fence.said_ms < REPEAT_LEFT_MS:
+            return None
+        fence.said_ms = now_ms
+        return fence.left

@@ -1,0 +1,77 @@
+"""The words of `core.py`: what can happen to the fleet, and what the service is asked to do about it.
+
+What workers say of themselves are events as they stand: `WorkerJoined`, `WorkerLoad`, `WorkerDraining`, `WorkerLeft`.
+"""
+
+from dataclasses import dataclass
+
+from schemas.ids import WorkerId
+from schemas.worker import WorkerDraining, WorkerJoined, WorkerLeft, WorkerLoad
+
+# What the service is asked to do.
+
+
+@dataclass(frozen=True, slots=True)
+class SendPing:
+    """Ping this worker. What comes of it must be told, with the ping: answered, unserved or unanswered."""
+
+    worker_id: WorkerId
+    incarnation: str
+    sent_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class SayLeft:
+    """Say on a worker's behalf that it has left."""
+
+    left: WorkerLeft
+
+
+@dataclass(frozen=True, slots=True)
+class ProveBus:
+    """Make a round trip to the broker: somebody's silence is about to matter. What comes of it must be told."""
+
+
+# What can happen to the fleet.
+
+
+@dataclass(frozen=True, slots=True)
+class PingAnswered:
+    """`worker_id` and `incarnation`: who has answered."""
+
+    ping: SendPing
+    worker_id: WorkerId
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class PingUnserved:
+    """The broker says that nobody serves this worker's pings."""
+
+    ping: SendPing
+
+
+@dataclass(frozen=True, slots=True)
+class PingUnanswered:
+    """The ping's time is over, or it could not be sent."""
+
+    ping: SendPing
+
+
+@dataclass(frozen=True, slots=True)
+class BusProved:
+    """What came of `ProveBus`."""
+
+    works: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BusConnected:
+    """How often the bus has connected so far: more than before is a reconnection."""
+
+    num_connects: int
+
+
+FleetEvent = WorkerJoined | WorkerLoad | WorkerDraining | WorkerLeft
+Event = FleetEvent | PingAnswered | PingUnserved | PingUnanswered | BusProved | BusConnected
+Action = SendPing | SayLeft | ProveBus

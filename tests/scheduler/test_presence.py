@@ -1,0 +1,159 @@
+"""The rules of alive, suspect, dead, deaf, standing still and replaced: times in, verdicts out."""
+
+import pytest
+
+from schemas.ids import WorkerId
+from schemas.worker import LeftReason, WorkerLeft
+from services.bus.limits import RECONNECT_WAIT_S
+from services.presence import (
+    DEAF_AFTER_MS,
+    LOAD_INTERVAL_MS,
+    MAX_FENCES,
+    REPEAT_LEFT_MS,
+    SETTLE_MS,
+    UNSERVED_GAP_MS,
+    Fences,
+    Hearing,
+    Heartbeat,
+    Incarnations,
+    Peer,
+    Speaker,
+)
+
+W = WorkerId("w")
+
+
+def hearing_at(now_ms: int) -> Hearing:
+    """Of one who has heard others all the time until now."""
+    hearing = Hearing()
+    for at_ms in range(0, now_ms + 1, DEAF_AFTER_MS // 2):
+        hearing.hear(at_ms)
+    hearing.hear(now_ms)
+    return hearing
+
+
+def test_the_times_fit_each_other() -> None:
+    assert 2 * LOAD_INTERVAL_MS < DEAF_AFTER_MS, "one load that is lost is no deafness"
+    assert RECONNECT_WAIT_S * 1000 < UNSERVED_GAP_MS < SETTLE_MS, "who reconnects is back before the second question"
+
+
+@pytest.mark.parametrize(
+    ("unserved", "gone"),
+    [
+        ([(0, 0)], False),
+        ([(0, 0), (UNSERVED_GAP_MS, UNSERVED_GAP_MS)], True),
+        ([(0, 0), (UNSERVED_GAP_MS - 1, 9_000)], False),
+        ([(0, 100), (UNSERVED_GAP_MS + 99, 9_000)], False),
+        ([(0, 100), (UNSERVED_GAP_MS + 100, 9_000)], True),
+        ([(0, 100), (50, 9_000), (UNSERVED_GAP_MS + 100, 9_100)], True),
+    ],
+)
+def test_dead_is_whose_questions_nobody_serves_twice_apart_by_a_gap(
+    unserved: list[tuple[int, int]], gone: bool
+) -> None:
+    """Each question: when it was asked, and when the broker said that nobody serves it."""
+    peer, hearing = Peer(0), Hearing()
+    *first, last = [peer.is_gone(asked_ms, hearing, now_ms) for asked_ms, now_ms in unserved]
+    assert not any(first) and last == gone
+
+
+def test_a_sign_between_two_unserved_questions_is_life() -> None:
+    peer, hearing = Peer(0), Hearing()
+    assert not peer.is_gone(0, hearing, 0)
+    peer.hear(100)
+    assert not peer.is_gone(1_000, hearing, 1_000) and peer.is_gone(2_000, hearing, 2_000)
+
+
+def test_what_was_unserved_before_a_deafness_counts_no_more() -> None:
+    peer, hearing = Peer(0), hearing_at(1_000)
+    assert not peer.is_gone(1_000, hearing, 1_000)
+    hearing.hear(60_000)
+    assert not peer.is_gone(60_000, hearing, 60_000)
+    assert peer.is_gone(60_000 + UNSERVED_GAP_MS, hearing, 60_000 + UNSERVED_GAP_MS)
+
+
+def test_after_a_reconnection_nobody_is_dead_for_a_while() -> None:
+    peer, hearing = Peer(0), Hearing()
+    assert not hearing.connects(1, 0) and not hearing.connects(1, 500) and not hearing.is_settling(500)
+    assert not peer.is_gone(900, hearing, 900)
+    assert hearing.connects(2, 1_000)
+    ends_ms = 1_000 + SETTLE_MS
+    for now_ms in (1_000, ends_ms - 1):
+        assert hearing.is_settling(now_ms) and not peer.is_gone(now_ms, hearing, now_ms)
+    assert not hearing.is_settling(ends_ms) and not peer.is_gone(ends_ms, hearing, ends_ms)
+    assert peer.is_gone(ends_ms + 500, hearing, ends_ms + 500)
+
+
+def test_a_reconnection_starts_the_silences_anew() -> None:
+    hearing = hearing_at(5_000)
+    hearing.connects(1, 0), hearing.connects(2, 5_000)
+    assert hearing.quiet_ms(0, 5_600) == 600 and hearing.quiet_ms(5_500, 5_600) == 100
+
+
+def test_silence_counts_while_others_are_heard() -> None:
+    hearing = hearing_at(3_000)
+    assert not hearing.is_silent(0, 3_000, 2_999) and hearing.is_silent(0, 3_000, 3_000)
+    assert not hearing.is_silent(1, 3_000, 3_000)
+
+
+def test_silence_of_everybody_is_our_own_deafness_and_starts_anew_afterwards() -> None:
+    hearing = hearing_at(1_000)
+    assert not hearing.is_deaf(1_000 + DEAF_AFTER_MS - 1) and hearing.is_deaf(1_000 + DEAF_AFTER_MS)
+    assert not hearing.is_silent(0, 3_000, 60_000) and hearing.quiet_ms(0, 60_000) == 60_000
+    hearing.hear(60_000)
+    assert hearing.quiet_ms(0, 60_600) == 600
+    hearing.hear(61_400), hearing.hear(62_800)
+    assert not hearing.is_silent(0, 3_000, 62_999) and hearing.is_silent(0, 3_000, 63_000)
+
+
+def test_who_has_never_heard_anything_is_deaf() -> None:
+    hearing = Hearing()
+    assert hearing.is_deaf(10**12)
+    hearing.hear(10**12)
+    assert not hearing.is_deaf(10**12) and hearing.quiet_ms(0, 10**12) == 0
+
+
+def test_standing_still_is_noticed_once() -> None:
+    heartbeat = Heartbeat(interval_s=0.1, fence_after_s=2.5)
+    assert not heartbeat.stood_still(100.0)  # it has not begun
+    heartbeat.beat(100.0)
+    assert not heartbeat.stood_still(102.4) and heartbeat.lag_ms(102.4) == 2_300
+    assert heartbeat.stood_still(102.5) and not heartbeat.stood_still(102.6)
+    heartbeat.beat(102.6)
+    assert heartbeat.lag_ms(102.7) == 0
+
+
+def test_who_joins_replaces_at_once() -> None:
+    known = Incarnations(Hearing(), quiet_ms=3_000)
+    assert known.joined(W, "a", 0) and not known.joined(W, "a", 1) and known.joined(W, "b", 2)
+    assert not known.left(W, "a"), "news of a predecessor"
+    assert known.left(W, "b") and known.left(W, "c"), "nobody is known any more"
+
+
+def test_a_load_replaces_only_who_is_quiet_while_we_hear() -> None:
+    hearing = hearing_at(10_000)
+    known = Incarnations(hearing, quiet_ms=3_000)
+    assert known.spoke(W, "a", 10_000) is Speaker.CURRENT
+    assert known.spoke(W, "b", 10_100) is Speaker.PREDECESSOR
+    assert known.spoke(W, "b", 13_001) is Speaker.PREDECESSOR, "we were deaf"
+    hearing.hear(13_001)
+    assert known.spoke(W, "b", 13_002) is Speaker.SUCCESSOR
+    assert known.spoke(W, "b", 13_003) is Speaker.CURRENT and known.spoke(W, "a", 13_004) is Speaker.PREDECESSOR
+
+
+def test_a_fence_is_said_again_once_a_second_and_the_oldest_is_forgotten() -> None:
+    fences = Fences(max_fences=2)
+
+    def left(incarnation: str, reason: LeftReason) -> WorkerLeft:
+        return WorkerLeft(worker_id=W, incarnation=incarnation, reason=reason)
+
+    for incarnation in "abc":
+        fences.add(left(incarnation, LeftReason.DIED), 0)
+    assert [fences.holds(W, incarnation) for incarnation in "abc"] == [False, True, True]
+    assert fences.repeat(W, "b", REPEAT_LEFT_MS - 1) is None
+    assert fences.repeat(W, "b", REPEAT_LEFT_MS) == left("b", LeftReason.DIED)
+    assert fences.repeat(W, "b", REPEAT_LEFT_MS + 1) is None
+    fences.add(left("b", LeftReason.STOPPED), 5_000)
+    assert fences.repeat(W, "b", 5_999) is None
+    assert fences.repeat(W, "b", 6_000) == left("b", LeftReason.DIED), "the first reason stays"
+    assert MAX_FENCES >= 1_000
