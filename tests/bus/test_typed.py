@@ -9,7 +9,7 @@ from schemas import subjects
 from schemas.directory import BlocksStored, Inventory, LocateBlocks, ReadInventory
 from schemas.ids import RequestId, WorkerId
 from schemas.message import decode, encode
-from schemas.worker import WorkerDraining, WorkerLeft
+from schemas.worker import LeftReason, WorkerDraining, WorkerLeft
 from services.bus.base import Bus, BusClosedError, BusError, NoRespondersError, RequestTimedOutError
 from services.bus.typed import DEADLINE_HEADER, SCHEMA_HEADER, TRACEPARENT_HEADER, Received, TypedBus
 from tests.bus.conftest import Connect
@@ -20,8 +20,8 @@ WORKER = WorkerId("w0")
 TRACEPARENT = f"00-{'1' * 32}-{'2' * 16}-01"
 
 
-def left(reason: str) -> WorkerLeft:
-    return WorkerLeft(worker_id=WORKER, incarnation="a", reason=reason)
+def left(incarnation: str) -> WorkerLeft:
+    return WorkerLeft(worker_id=WORKER, incarnation=incarnation, reason=LeftReason.STOPPED)
 
 
 class Ear:
@@ -37,7 +37,7 @@ class Ear:
 
     async def wait_for(self, reason: str) -> None:
         async with asyncio.timeout(LONG_S):
-            while not self.heard or self.heard[-1].message.reason != reason:
+            while not self.heard or self.heard[-1].message.incarnation != reason:
                 self._arrived.clear()
                 await self._arrived.wait()
 
@@ -81,7 +81,7 @@ async def test_junk_is_counted_and_dropped_and_good_messages_go_on(connect: Conn
         await speaker.publish(subjects.LEFT, (WORKER,), left("two"))
         await ear.wait_for("two")
         await listener.close()
-    assert [received.message.reason for received in ear.heard] == ["one", "two"]
+    assert [received.message.incarnation for received in ear.heard] == ["one", "two"]
     assert listener.num_dropped == 1
 
 

@@ -101,7 +101,7 @@ async def test_cancel_frees_blocks_on_both_sides() -> None:
 
 async def test_room_is_told_as_soon_as_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not when the load is told next anyway: the scheduler would place by what is no more."""
-    monkeypatch.setattr(clockwork, "LOAD_INTERVAL_S", 3600.0)
+    monkeypatch.setattr(clockwork, "LOAD_INTERVAL_MS", 3_600_000)
     monkeypatch.setattr(clockwork, "LOAD_MIN_GAP_S", 0.3)  # what changes within the gap is told at its end
     params = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
     async with one_process_mesh(

@@ -153,8 +153,7 @@ class RequestCore:
         if self.phase is not Phase.RUNNING:
             return []
         needed = self._needed()
-        silent = self._watch.silent(needed, now_ms)
-        if silent is not None:
+        if (silent := self._watch.silent(needed, now_ms)) is not None:
             fail = FailRequest("worker_failed", f"{silent} has been silent", 502)
             return self._retry(silent, "a worker is silent", fail, now_ms)
         due = self._watch.due(needed, now_ms)
