@@ -9,7 +9,7 @@ from schemas import subjects
 from schemas.ids import is_subject_token
 from schemas.request import Placement, PlaceRequest, Refused
 from schemas.subjects import Subject
-from schemas.worker import DescribeFleet, FleetDescribed, PingWorker, WorkerAlive, WorkerJoined, WorkerLeft, WorkerLoad
+from schemas.worker import DescribeFleet, FleetDescribed, PingWorker, WorkerJoined, WorkerLeft, WorkerLoad
 from services.bus.base import Bus, BusError, NoRespondersError
 from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig
@@ -168,7 +168,6 @@ class Scheduler:
         except BusError:
             self._tell(PingUnanswered(ping))
         else:
-            assert isinstance(alive, WorkerAlive)
             self._tell(PingAnswered(ping, alive.worker_id, alive.incarnation))
 
     async def _prove(self) -> None:
