@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from schemas.ids import RequestId
 from services.engine.batch import Batch
 from services.engine.interface import Engine, EngineLostError, InvalidSequenceError, Sequence, StepCallback, StepItem
-from services.engine.tables import find_problem
+from services.engine.table_checks import find_problem
 
 log = logging.getLogger(__name__)
 

@@ -91,3 +91,11 @@ SEEK_TIMEOUT_S = 0.25
 MAX_KEEPS_PER_S = 50
 """Traces that were not sampled and are kept after all: a mesh that fails all its requests must not drown in messages
 about them."""
+
+# Asking workers what an attempt has come to.
+
+GAP_MS = 150
+"""A missing token is asked for after this: two messages of different workers may well overtake each other."""
+
+WAITING_ROUNDS = 4
+"""An attempt that is in line at a worker is asked after this many times more rarely: hundreds may wait at once."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 
-from services.sim.verdict.checks import Verdict
+from services.sim.verdict.answers import Verdict
 from services.sim.world import SimOptions, simulate
 
 REQUESTS_PER_RUN = 24

@@ -34,7 +34,7 @@ from services.sim.platform.clock import VirtualTime, installed
 from services.sim.platform.loop import SimLoop, SimulationStuckError
 from services.sim.platform.plane import SimNetwork
 from services.sim.scenario import FaultKind, Scenario, random_scenario
-from services.sim.verdict.checks import ModelTruth, Verdict, check_exchange, check_faultless
+from services.sim.verdict.answers import ModelTruth, Verdict, check_exchange, check_faultless
 from services.sim.verdict.expected import ClientRequest, make_requests
 from services.sim.verdict.request_events import RequestEventTap
 from services.sim.verdict.rest import Held, held_at_rest, problems_now

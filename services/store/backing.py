@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from schemas.ids import BlockHash
+from services.store.blocks import WriteBatch
 from services.store.limits import BATCH_BYTES, COMPLAINT_INTERVAL_S, MAX_LOADS, PAUSE_S
-from services.store.memory import WriteBatch
 from services.store.tiers import BackTier, TierError, TierFullError
 from services.store.values import BadValueError, BlockValues
 

@@ -10,8 +10,8 @@ from itertools import islice
 from schemas.block import BLOCK_HASH_BYTES, split_hashes
 from schemas.ids import BlockHash, WorkerId, is_subject_token
 from schemas.kv import BlocksCooling, ReplicateBlocks
+from services.store.blocks import StoreMemory
 from services.store.limits import MAX_OFFERED_BLOCKS
-from services.store.memory import StoreMemory
 
 # What can happen. What a worker offers comes as the message itself.
 
@@ -32,11 +32,11 @@ class PullEnded:
 
 
 @dataclass(slots=True, frozen=True)
-class DrainBegun:
+class StoreDrainBegun:
     """The store is to leave: take nothing more."""
 
 
-Event = BlocksCooling | ReplicateBlocks | BlocksGone | PullEnded | DrainBegun
+Event = BlocksCooling | ReplicateBlocks | BlocksGone | PullEnded | StoreDrainBegun
 
 # What the shell is asked to do.
 
@@ -100,7 +100,7 @@ class StoreCore:
                 actions, num_left = self._ask_others(self._offers.pop(worker_id))
                 self.num_not_taken += num_left
                 return [NotTaken(worker_id, num_left), *actions]
-            case DrainBegun():
+            case StoreDrainBegun():
                 self.draining = True
                 return []
 

@@ -21,9 +21,20 @@ SCAN_PROGRESS_INTERVAL_S = 5.0
 
 # By the clock.
 
-LOAD_INTERVAL_S = 0.5
-"""How often the store says its load and ends what is over its time."""
 FLUSH_TIMEOUT_S = 5.0
 """How long a store that is stopped goes on writing behind memory."""
 LAST_WORDS_S = 5.0
 """How long a store that is stopped waits for the bus to take its last messages."""
+
+# Reading from workers.
+
+READ_TIMEOUT_S = 30.0
+"""How long one read of a worker's blocks may take."""
+ROOM_TIMEOUT_S = 2.0
+"""How long a pull waits for the store itself: for blocks to be written behind memory, or leases to end."""
+MAX_PULLS = 4
+"""Workers that are read from at once, one stream each."""
+MAX_PULL_BLOCKS = 64
+"""Blocks of one lease: what a worker has to keep for us at a time."""
+MAX_REFUSALS = 16
+"""Offered blocks in a row that the worker has given up meanwhile; one more, and the rest is taken for gone as well."""

@@ -14,8 +14,8 @@ from services.config import MeshConfig, StoreConfig, dtype_of, require_secret, s
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.errors import UserError
+from services.store.blocks import StoreLimits, StoreMemory
 from services.store.disk import DiskTier
-from services.store.memory import StoreLimits, StoreMemory
 from services.store.remote import SCHEMES, ValkeyTier
 from services.store.tiers import BackTier, TierError
 from services.store.values import BlockValues

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from schemas.block import split_hashes
 from schemas.ids import BlockHash
 from services.store.backing import Backing
+from services.store.blocks import StoreMemory
 from services.store.limits import MAX_LOADS
-from services.store.memory import StoreMemory
 
 
 class Loader:

@@ -14,21 +14,12 @@ from services.bus.typed import Received, TypedBus
 from services.runtime import now_ms
 from services.store.backing import Backing, Complaints
 from services.store.core import BlocksGone, Event, NotTaken, PullEnded, StartPull, StoreCore
+from services.store.limits import MAX_PULL_BLOCKS, MAX_PULLS, MAX_REFUSALS, READ_TIMEOUT_S, ROOM_TIMEOUT_S
 from services.telemetry import Key, Telemetry
 from services.worker.core.attempts import KVRead, WantedLease
 from services.worker.core.events import ReadEnded
 from services.worker.kv.reads import KVReads, NoRoomError, ReaderSettings
 from services.worker.observe.transfers import FinishedRead
-
-READ_TIMEOUT_S = 30.0
-ROOM_TIMEOUT_S = 2.0
-"""How long a pull waits for the store itself: for blocks to be written behind memory, or leases to end."""
-MAX_PULLS = 4
-"""Workers that are read from at once, one stream each."""
-MAX_PULL_BLOCKS = 64
-"""Blocks of one lease: what a worker has to keep for us at a time."""
-MAX_REFUSALS = 16
-"""Offered blocks in a row that the worker has given up meanwhile; one more, and the rest is taken for gone as well."""
 
 
 class PullFailedError(Exception):

@@ -31,11 +31,11 @@ from services.metrics import Metrics
 from services.presence import LOAD_INTERVAL_MS
 from services.runtime import now_ms
 from services.store.backing import Backing, Complaints
-from services.store.core import DrainBegun, StoreCore
+from services.store.blocks import StoreMemory
+from services.store.core import StoreCore, StoreDrainBegun
 from services.store.limits import FLUSH_TIMEOUT_S, LAST_WORDS_S
 from services.store.load import StoreParts, load_store
 from services.store.loader import Loader
-from services.store.memory import StoreMemory
 from services.store.pulls import Puller
 from services.telemetry import Telemetry
 from services.worker.core.actions import Action, CloseLease
@@ -163,7 +163,7 @@ class Store:
         """Leave in order: take nothing more, write what waits, lend until nobody reads, close plane and tier, say so.
         Each in bounded time."""
         me, incarnation = (self._store_id,), self._holder.incarnation
-        self.core.handle(DrainBegun(), now_ms())
+        self.core.handle(StoreDrainBegun(), now_ms())
         self._outbox.put(subjects.DRAINING, me, WorkerDraining(worker_id=self._store_id, incarnation=incarnation))
         await self._puller.close()
         await self._flush()

@@ -32,7 +32,7 @@ INVENTORY_PAGE_BLOCKS = 100_000
 # Metrics.
 
 MAX_MEASURED_PAIRS = 64
-"""Pairs of source and carrier whose rate is in the metrics: those read over last."""
+"""Pairs of source and carrier whose rate is known and in the metrics: those read over last."""
 
 # Compression on the wire.
 
@@ -110,3 +110,15 @@ MAX_LISTED = 200
 """Requests, and leases, in one description of a worker: the oldest."""
 MAX_LINKED_STEPS = 16
 """So many steps of a prompt, and of an answer, are recorded and linked: a long answer has thousands."""
+
+# Asking gateways what they still want.
+
+ASK_AFTER_MS = 1_000
+"""How long an attempt goes on before its gateway is asked: most end earlier."""
+MAX_ATTEMPTS_A_QUESTION = 256
+"""Attempts that one question to a gateway names; more are asked about in several."""
+
+# Measured rates.
+
+STALE_RATE_MS = 60_000
+"""A pair not read from for so long is measured anew: one bad moment must not keep it from ever being tried again."""

@@ -105,7 +105,7 @@ def _place(checkpoint: Checkpoint, shape: ArenaShape, settings: WorkerConfig) ->
     card = card_of(settings.device)
     if card is None:
         return _on_cpu(checkpoint, shape, settings)
-    from services.engine.cuda.factory import place_on_card  # noqa: PLC0415  (needs what other machines have not)
+    from services.engine.cuda.on_card import place_on_card  # noqa: PLC0415  (needs what other machines have not)
 
     return place_on_card(card, checkpoint, shape, settings)
 

@@ -115,6 +115,6 @@ def test_the_list_of_what_never_met_a_device_names_files_that_touch_one() -> Non
         "dataplane/cards/cuda/cuda_driver.py",
         "dataplane/cards/nccl/library.py",
         "services/engine/cuda/cuda_runtime.py",
-        "services/engine/cuda/factory.py",
+        "services/engine/cuda/on_card.py",
     }
     assert touching <= named

@@ -40,8 +40,8 @@ class Made:
         self.failure: Exception | None = None
         self.device = FakeDevice()
         self.library = FakeLibrary(FakeFabric(), self.device)
-        monkeypatch.setattr("services.engine.cuda.factory.check_card", self.checked.append)
-        monkeypatch.setattr("services.engine.cuda.factory.load_cuda_engine", self._load)
+        monkeypatch.setattr("services.engine.cuda.on_card.check_card", self.checked.append)
+        monkeypatch.setattr("services.engine.cuda.on_card.load_cuda_engine", self._load)
         monkeypatch.setattr("dataplane.cards.factory.find_device", lambda _: self.device)
         parts = PairParts(self.device, self.library, LibraryThreads())
         monkeypatch.setattr("dataplane.cards.factory.pair_parts", lambda device, card: parts)

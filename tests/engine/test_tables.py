@@ -11,7 +11,7 @@ from schemas.request import SamplingParams
 from services.engine.batch import Batch
 from services.engine.fake import FakeEngine, fake_answer
 from services.engine.interface import Sequence
-from services.engine.tables import find_problem
+from services.engine.table_checks import find_problem
 from tests.engine.rig import run_batch
 
 BLOCK_SIZE = 8

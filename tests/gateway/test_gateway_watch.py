@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.ids import WorkerId
+from services.gateway.limits import GAP_MS, WAITING_ROUNDS
 from services.gateway.request.core import RequestCore
 from services.gateway.request.events import (
     Action,
@@ -26,7 +27,6 @@ from services.gateway.request.events import (
     WorkerLost,
     WorkerSilent,
 )
-from services.gateway.request.progress_watch import GAP_MS, WAITING_ROUNDS
 from services.presence import DEAF_AFTER_MS, UNSERVED_GAP_MS, Hearing
 from tests.gateway.test_gateway_core import D1, D2, ENDS, NOW, P1, P2, failed, feed, new, placed, refused, tokens
 

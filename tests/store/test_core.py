@@ -12,9 +12,9 @@ from schemas.ids import BlockHash, RequestId, WorkerId
 from schemas.kv import BlocksCooling, RequestLease
 from schemas.request import Refused
 from schemas.worker import WorkerLeft
-from services.store.core import Action, BlocksGone, DrainBegun, NotTaken, PullEnded, StartPull, StoreCore
+from services.store.blocks import StoreLimits, StoreMemory, WriteBatch
+from services.store.core import Action, BlocksGone, NotTaken, PullEnded, StartPull, StoreCore, StoreDrainBegun
 from services.store.limits import MAX_OFFERED_BLOCKS
-from services.store.memory import StoreLimits, StoreMemory, WriteBatch
 from services.worker.core.actions import Action as LeaseAction
 from services.worker.core.actions import CloseLease
 from services.worker.core.events import Fenced, StreamEnded, StreamStarted
@@ -196,7 +196,7 @@ def test_windowed_layers_are_not_taken() -> None:
 
 def test_a_store_that_leaves_takes_nothing() -> None:
     core = make_core()
-    core.handle(DrainBegun(), NOW)
+    core.handle(StoreDrainBegun(), NOW)
     assert not offer(core, "a", 1)
 
 
@@ -356,7 +356,7 @@ def test_what_is_refused_whatever_is_here() -> None:
     assert refusal(core, ask(1, 2, 1)) == "invalid"
     assert refusal(core, ask(1, deadline_ms=NOW)) == "deadline"
     assert lending(core).refusal(ask(1), NOW) is None
-    core.handle(DrainBegun(), NOW)
+    core.handle(StoreDrainBegun(), NOW)
     assert lending(core).refusal(ask(1), NOW) is None, "as long as it drains it lends"
 
 

@@ -12,7 +12,8 @@ from schemas.request import KVSource, SamplingParams
 from services.engine.interface import Sequence, StepResult
 from services.worker.core.content import PromptKV, ReadOutcome, SequenceContent
 from services.worker.kv.wire_dtype import WireChoice, compresses
-from services.worker.observe.measured_rates import STALE_MS, MeasuredRates
+from services.worker.limits import STALE_RATE_MS
+from services.worker.observe.measured_rates import MeasuredRates
 
 ME, A = WorkerId("me"), WorkerId("a")
 
@@ -99,7 +100,7 @@ def test_transfer_rates_are_per_pair_and_carrier_and_forgotten_in_time() -> None
     (tcp, shm) = book.rates(3_000).transfers
     assert (tcp.source, tcp.carrier, tcp.bytes_per_s, tcp.latency_ms) == (A, "tcp", 1e9, 5)
     assert (shm.carrier, shm.bytes_per_s, shm.latency_ms) == ("shm", 0, 1)
-    assert [rate.carrier for rate in book.rates(1_000 + STALE_MS).transfers] == ["shm"]
+    assert [rate.carrier for rate in book.rates(1_000 + STALE_RATE_MS).transfers] == ["shm"]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_auto_measures_a_pair_as_it_is_before_it_compresses() -> None:
     assert auto.dtype(A, 1) == "int8" and auto.dtype(ME, 1) == "same"
     book.carried(A, TransferStats(carrier="tcp", num_bytes=10_000_000, copy_ns=1, wire_dtype="int8"), 2)
     assert auto.dtype(A, 3) == "int8", "what crossed compressed says nothing of the wire"
-    assert auto.dtype(A, STALE_MS) == "same", "measured anew from time to time"
+    assert auto.dtype(A, STALE_RATE_MS) == "same", "measured anew from time to time"
     assert (
         WireChoice("fp8", layout, book).dtype(A, 0) == "fp8" and WireChoice("same", layout, book).dtype(A, 1) == "same"
     )

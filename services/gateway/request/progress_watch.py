@@ -9,12 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from schemas.ids import WorkerId
+from services.gateway.limits import GAP_MS, WAITING_ROUNDS
 from services.presence import UNSERVED_GAP_MS, Hearing, Peer
 
-GAP_MS = 150
-"""A missing token is asked for after this: two messages of different workers may well overtake each other."""
-WAITING_ROUNDS = 4
-"""An attempt that is in line at a worker is asked after this many times more rarely: hundreds may wait at once."""
 NEVER_MS = 2**62
 
 

@@ -30,7 +30,7 @@ class SequenceContent:
 
 
 @dataclass(slots=True, frozen=True)
-class Piece:
+class PromptPiece:
     """Blocks [first_block, first_block + num_blocks) of a prompt, to be read from `source`."""
 
     source: WorkerId
@@ -68,7 +68,7 @@ class PromptKV:
     def __post_init__(self) -> None:
         self.num_present_tokens = self.num_cached_tokens
 
-    def next_piece(self, reader: WorkerId, min_blocks: int = 1) -> Piece | None:
+    def next_piece(self, reader: WorkerId, min_blocks: int = 1) -> PromptPiece | None:
         """Return what to read next; drop the sources that have nothing to add. The last token is always computed."""
         first = self.num_present_tokens // self.block_size
         last = (self.num_prompt_tokens - 1) // self.block_size
@@ -77,7 +77,7 @@ class PromptKV:
             end = min(source.first_block + source.num_blocks, last)
             if source.worker_id != reader and source.first_block <= first and end >= first + min_blocks:
                 self.keep_at_most(first * self.block_size)  # what of that block is here is written over
-                return Piece(source.worker_id, first, end - first)
+                return PromptPiece(source.worker_id, first, end - first)
         return None
 
     def landed(self, source: WorkerId, outcome: ReadOutcome) -> None:

@@ -7,10 +7,7 @@ from schemas.ids import GatewayId, RequestId
 from schemas.request import AttemptId
 from services.presence import Hearing, Peer
 from services.worker.core.actions import AttemptKey
-
-ASK_AFTER_MS = 1_000
-"""How long an attempt goes on before its gateway is asked: most end earlier."""
-MAX_ATTEMPTS_A_QUESTION = 256
+from services.worker.limits import ASK_AFTER_MS, MAX_ATTEMPTS_A_QUESTION
 
 
 @dataclass(slots=True, frozen=True)

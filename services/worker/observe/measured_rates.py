@@ -8,6 +8,7 @@ from dataplane.protocol.stream import TransferStats
 from schemas.ids import WorkerId
 from schemas.worker import PrefillRate, TransferRate, WorkerRates
 from services.engine.interface import StepResult
+from services.worker.limits import MAX_MEASURED_PAIRS, STALE_RATE_MS
 
 CONTEXT_BORDERS = (0, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768)
 """Attention makes a token dearer the more tokens stand before it: each range has a rate of its own."""
@@ -16,9 +17,6 @@ MIN_PREFILL_TOKENS = 32
 MIN_TRANSFER_BYTES = 256 * 1024
 """Shorter transfers say something of the latency only."""
 WEIGHT = 0.2
-MAX_PAIRS = 64
-STALE_MS = 60_000
-"""A pair not read from for so long is measured anew: one bad moment must not keep it from ever being tried again."""
 
 
 @dataclass(slots=True)
@@ -66,7 +64,7 @@ class MeasuredRates:
         key = (source, stats.carrier)
         pair = self._transfers.pop(key, None) or _Transfer()
         self._transfers[key] = pair  # the one heard of last is at the end
-        if len(self._transfers) > MAX_PAIRS:
+        if len(self._transfers) > MAX_MEASURED_PAIRS:
             del self._transfers[next(iter(self._transfers))]
         first_byte_ns = stats.first_byte_ns or stats.landed_ns
         pair.measured_ms = now_ms
@@ -87,11 +85,11 @@ class MeasuredRates:
     def link_bytes_per_s(self, source: WorkerId, now_ms: int) -> float:
         """Return what the wire from a source carries; 0: not measured, or so long ago that it must be measured anew."""
         link = self._links.get(source)
-        return link.bytes_per_s if link and now_ms - link.measured_ms < STALE_MS else 0.0
+        return link.bytes_per_s if link and now_ms - link.measured_ms < STALE_RATE_MS else 0.0
 
     def rates(self, now_ms: int) -> WorkerRates:
         """Return what has been learnt and still counts."""
-        self._transfers = {k: pair for k, pair in self._transfers.items() if now_ms - pair.measured_ms < STALE_MS}
+        self._transfers = {k: pair for k, pair in self._transfers.items() if now_ms - pair.measured_ms < STALE_RATE_MS}
         return WorkerRates(
             prefill=_prefill_rates(self._prefill_s),
             transfers=tuple(

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 from services.errors import UserError
 from services.launch.restart import Child
 from services.sim.scenario import Fault, Scenario
+from tests.mesh.faults.bus_listener import BusListener
 from tests.mesh.faults.client import Stream
-from tests.mesh.faults.ears import Ears
 from tests.mesh.faults.proxy import WIRE_FAULTS, PlaneProxy, hold_port, listening_ports
 from tests.mesh.faults.supervisor import FaultSupervisor
 
@@ -24,13 +24,15 @@ class FaultActor:
     """One scenario's. `counts`: the faults that struck; `killed`: whom, in order; `problems`: what a fault brought to
     light by itself."""
 
-    def __init__(self, supervisor: FaultSupervisor, ears: Ears, proxy: PlaneProxy, rng: random.Random) -> None:
+    def __init__(
+        self, supervisor: FaultSupervisor, listener: BusListener, proxy: PlaneProxy, rng: random.Random
+    ) -> None:
         self.counts: Counter[str] = Counter()
         self.killed: list[str] = []
         self.problems: list[str] = []
         self.on_kill: Callable[[str], None] = lambda _: None
         self._supervisor = supervisor
-        self._ears = ears
+        self._listener = listener
         self._proxy = proxy
         self._rng = rng
         self._waiting: list[tuple[Fault, int]] = []
@@ -42,7 +44,7 @@ class FaultActor:
         if strange := [fault.do for fault in scenario.faults if fault.do not in IN_PROCESSES]:
             raise UserError(f"{scenario.name}: {strange[0]} is for the simulator only")
         self._streams, self._hang_up = streams, hang_up
-        self._ears.hearers.append(self._hear)
+        self._listener.hearers.append(self._hear)
         for fault in scenario.faults:
             if fault.on:
                 self._waiting.append((fault, fault.nth))
@@ -52,8 +54,8 @@ class FaultActor:
     async def heal(self) -> None:
         """Set right what lasts, and wait for what is under way."""
         self._waiting.clear()
-        if self._hear in self._ears.hearers:
-            self._ears.hearers.remove(self._hear)
+        if self._hear in self._listener.hearers:
+            self._listener.hearers.remove(self._hear)
         for task in self._tasks:
             await task
         self._proxy.heal()

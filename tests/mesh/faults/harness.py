@@ -16,8 +16,8 @@ from services.engine.demo_model import DEMO_MODEL_DIR
 from services.launch.supervisor import UpOptions
 from services.sim.scenario import Scenario
 from tests.mesh.faults.actor import FaultActor, is_there
+from tests.mesh.faults.bus_listener import BusListener
 from tests.mesh.faults.client import Stream
-from tests.mesh.faults.ears import Ears
 from tests.mesh.faults.proxy import PlaneProxy, listening_ports
 from tests.mesh.faults.supervisor import PROXY_HOST, REQUEST_TIMEOUT_S, FaultSupervisor
 from tests.mesh.faults.truth import Truth
@@ -75,14 +75,14 @@ class Outcome:
 
 
 class FaultMesh:
-    """A mesh of two of each, its proxy, and ears on its bus. Make one with `fault_mesh`."""
+    """A mesh of two of each, its proxy, and a listener on its bus. Make one with `fault_mesh`."""
 
     def __init__(self, supervisor: FaultSupervisor, truth: Truth, rng: random.Random) -> None:
         self.supervisor = supervisor
         self.truth = truth
         self.rng = rng
         self.proxy = PlaneProxy(PROXY_HOST, rng)
-        self.ears = Ears(supervisor.nats_url)
+        self.listener = BusListener(supervisor.nats_url)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self.http = httpx.AsyncClient(timeout=None, limits=limits)
         self._num_streams = 0
@@ -95,8 +95,8 @@ class FaultMesh:
         return self.supervisor.checkpoint.name
 
     async def open(self) -> None:
-        self.ears.on_joined = self._on_joined
-        await self.ears.open()
+        self.listener.on_joined = self._on_joined
+        await self.listener.open()
         await self._open_ways()
         await self.http.get(f"{self.supervisor.url}/health")
 
@@ -106,7 +106,7 @@ class FaultMesh:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)  # nobody opens the proxy again once it is closed
         await self.http.aclose()
-        await self.ears.close()
+        await self.listener.close()
         await self.proxy.close()
 
     def new_stream(self, number: int | None = None, gateway: int | None = None) -> Stream:
@@ -131,7 +131,7 @@ class FaultMesh:
     async def run(self, scenario: Scenario, num_streams: int = 12, span_s: float = SPAN_S) -> Outcome:
         """Carry out a scenario under load, and ask every question afterwards."""
         streams = [self.new_stream() for _ in range(num_streams)]
-        actor = FaultActor(self.supervisor, self.ears, self.proxy, self.rng)
+        actor = FaultActor(self.supervisor, self.listener, self.proxy, self.rng)
         actor.begin(scenario, streams, self.hang_up)
         sending = [
             asyncio.create_task(self._send(s, self.rng.uniform(0, span_s) if n else 0)) for n, s in enumerate(streams)
@@ -160,14 +160,14 @@ class FaultMesh:
             return
         await asyncio.sleep(LEASE_GRACE_S)
         outcome.num_leased_late += sum(load.blocks.leased for load in self.worker_loads().values())
-        if not await self.ears.until(lambda: not self.held(started_s), REST_WITHIN_S):
+        if not await self.listener.until(lambda: not self.held(started_s), REST_WITHIN_S):
             outcome.problems += self.held(started_s)
         outcome.rest_s = time.monotonic() - started_s
 
     async def settle(self) -> None:
         """Return once every service is there and nothing is held. Raises TimeoutError."""
         since_s = time.monotonic()
-        if not await self._until_all_there() or not await self.ears.until(
+        if not await self._until_all_there() or not await self.listener.until(
             lambda: not self.held(since_s), REST_WITHIN_S
         ):
             raise TimeoutError(f"no rest within {REST_WITHIN_S:.0f} s: {self.held(since_s)}")
@@ -176,7 +176,7 @@ class FaultMesh:
         """Return what each worker's process that lives now last said."""
         loads: dict[str, WorkerLoad] = {}
         for child in self.supervisor.children:
-            load, heard_s = self.ears.loads.get(child.name, (None, 0.0))
+            load, heard_s = self.listener.loads.get(child.name, (None, 0.0))
             if load is not None and is_there(child) and heard_s > child.started_s:
                 loads[child.name] = load
         return loads
@@ -186,7 +186,7 @@ class FaultMesh:
         loads, found = self.worker_loads(), list[str]()
         for name in self._worker_names():
             load = loads.get(name)
-            if load is None or self.ears.loads[name][1] < since_s:
+            if load is None or self.listener.loads[name][1] < since_s:
                 found.append(f"{name} says nothing")
                 continue
             if not is_at_rest(load) or load.state != "ready":
@@ -232,7 +232,7 @@ class FaultMesh:
             return False
         await self._open_ways()
         names = set(self._worker_names())
-        return await self.ears.until(lambda: set(self.worker_loads()) >= names, REST_WITHIN_S)
+        return await self.listener.until(lambda: set(self.worker_loads()) >= names, REST_WITHIN_S)
 
     def _worker_names(self) -> list[str]:
         return [child.name for child in self.supervisor.children if child.role in WORKER_ROLES]

@@ -103,5 +103,5 @@ class Killing:
             got_on = all(stream.ending or len(stream.tokens) > num for stream, num in open_then.items())
             return ready and there and got_on and any(len(s.tokens) >= TOKENS_BEFORE for s in self._open)
 
-        if not await mesh.ears.until(serve, ALIVE_WITHIN_S):
+        if not await mesh.listener.until(serve, ALIVE_WITHIN_S):
             raise TimeoutError(f"{', '.join(names)} are not all there after {ALIVE_WITHIN_S:.0f} s")

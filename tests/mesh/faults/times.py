@@ -7,8 +7,8 @@ from collections.abc import Callable
 from fnmatch import fnmatchcase
 
 from schemas.worker import WorkerLoad
+from tests.mesh.faults.bus_listener import BusListener
 from tests.mesh.faults.client import Stream
-from tests.mesh.faults.ears import Ears
 from tests.mesh.faults.harness import FaultMesh, is_at_rest
 from tests.mesh.faults.proxy import listening_ports
 
@@ -28,10 +28,10 @@ NUM_TOKENS_OF = {"first token": 1, "tenth token": 10}
 class Listening:
     """Waits for messages from when it was made until it is closed."""
 
-    def __init__(self, ears: Ears) -> None:
+    def __init__(self, listener: BusListener) -> None:
         self.heard: list[tuple[str, float]] = []
-        self._ears = ears
-        ears.hearers.append(self._hear)
+        self._ears = listener
+        listener.hearers.append(self._hear)
 
     def close(self) -> None:
         self._ears.hearers.remove(self._hear)
@@ -69,7 +69,7 @@ async def _one_death(mesh: FaultMesh) -> float:
         if child.role == "prefill":
             for port in listening_ports(child.process.pid):
                 mesh.proxy.cut(port)
-    stream, listening = mesh.new_stream(), Listening(mesh.ears)
+    stream, listening = mesh.new_stream(), Listening(mesh.listener)
     try:
         asking = mesh.start(stream)
         subject, _ = await listening.first("*.handoff.*.offered")
@@ -102,20 +102,20 @@ async def cancel_to_free(mesh: FaultMesh, num_rounds: int, on_cancel: Callable[[
 
 async def _one_cancel(mesh: FaultMesh, phase: str) -> float:
     """Workers say at once what has changed: the last of them that lets go ends the time."""
-    stream, listening = mesh.new_stream(), Listening(mesh.ears)
+    stream, listening = mesh.new_stream(), Listening(mesh.listener)
     loads: list[tuple[WorkerLoad, float]] = []
-    mesh.ears.on_load = lambda load, heard_s: loads.append((load, heard_s))
+    mesh.listener.on_load = lambda load, heard_s: loads.append((load, heard_s))
     try:
         mesh.start(stream)
         await _come_to(phase, stream, listening)
         hung_up_s = time.monotonic()
         mesh.hang_up(stream)
         await asyncio.sleep(WATCHED_S)
-        if not await mesh.ears.until(lambda: not mesh.held(hung_up_s), FREE_WITHIN_S):
+        if not await mesh.listener.until(lambda: not mesh.held(hung_up_s), FREE_WITHIN_S):
             raise TimeoutError(f"{phase}: {mesh.held(hung_up_s)}")
     finally:
         listening.close()
-        mesh.ears.on_load = lambda _load, _heard_s: None
+        mesh.listener.on_load = lambda _load, _heard_s: None
     return max(0.0, *(let_go_s(loads, name, hung_up_s) - hung_up_s for name in mesh.worker_loads()))
 
 

@@ -15,7 +15,7 @@ Hear = Callable[[str, bytes, float], None]
 
 
 @dataclass
-class Ears:
+class BusListener:
     """Belongs to the mesh's loop. `loads`: each living worker's last word, and when it came."""
 
     url: str
@@ -28,7 +28,7 @@ class Ears:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def open(self) -> None:
-        self._bus = await NatsBus.connect(self.url, "ears")
+        self._bus = await NatsBus.connect(self.url, "listener")
         subscription = await self._bus.subscribe("mesh.>")
         await self._bus.flush()
 
@@ -36,7 +36,7 @@ class Ears:
             async for delivery in subscription:
                 self._hear(delivery)
 
-        self._task = asyncio.create_task(listen(), name="ears")
+        self._task = asyncio.create_task(listen(), name="listener")
 
     async def close(self) -> None:
         if self._task is not None:
