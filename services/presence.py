@@ -91,8 +91,8 @@ class Peer:
 
     def is_gone(self, asked_ms: int, hearing: Hearing, now_ms: int, gap_ms: int = UNSERVED_GAP_MS) -> bool:
         """The broker says that nobody serves a question that was asked at `asked_ms`. Returns whether its process has
-        ended: this is so the second time, as far as the second question was asked `gap_ms` after the first was known
-        to be unserved. Two questions that waited for the same broker are one proof."""
+        ended: true at the second such answer, if that question was asked at least `gap_ms` after the first answer came.
+        Two questions that waited for the same broker are one proof."""
         if hearing.is_settling(now_ms):
             return False
         if self.unserved_ms is None or self.unserved_ms < hearing.since_ms:

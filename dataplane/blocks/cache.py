@@ -92,9 +92,10 @@ class BlockCache:
         return Allocation(tuple(tables), num_cached * block_size)
 
     def lend(self, hashes: Sequence[BlockHash], first_block: int) -> Allocation | None:
-        """Return what is here of the blocks `first_block`, `first_block` + 1, … with these hashes, a reference to each.
+        """Find the blocks `first_block`, `first_block` + 1, … of a sequence by these hashes; add a reference to each.
 
-        As many from the first on as a reader could go on from; its `num_cached_tokens` is where they end. None: none.
+        Returns as many from the first on as a reader could go on from; `num_cached_tokens` is where they end. None: not
+        even the first is here.
         """
         num_found = self._num_matching(hashes, first_block)
         if not num_found:
@@ -111,8 +112,9 @@ class BlockCache:
         return block_hash in self._groups[0].block_of
 
     def admit_spare(self, first_block: int, num_blocks: int, *, tenant: str = "") -> BlockTables | None:
-        """Return blocks to be filled with the blocks `first_block`, `first_block` + 1, … of a sequence, a reference to
-        each. Nothing is given up for them: None where fewer are free. Not for layouts with windows."""
+        """Return empty blocks, with a reference to each, into which the blocks `first_block`, `first_block` + 1, … of a
+        sequence are to be copied. No cached block is evicted for them: None where fewer are free. Not for layouts with
+        windows."""
         assert not self.layout.is_windowed, "blocks of windowed layers are of no use by themselves"
         group = self._groups[0]
         if not 0 < num_blocks <= group.pool.num_free:

@@ -44,7 +44,7 @@ def choices(wanted: str, endpoint: Endpoint, place: ReaderPlace) -> list[Choice]
 
 
 class BrokenCarriers:
-    """The carriers that could not be set up of late, by holder. Thread-safe."""
+    """The carriers that could not be set up recently, by holder. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

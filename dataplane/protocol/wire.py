@@ -34,7 +34,7 @@ class Thread(Protocol):
 
 
 class Waker(Protocol):
-    """Lets one thread wait for its wire and for a call of `wake` at once. A context: it is good inside."""
+    """Lets one thread wait for its wire and for a call of `wake` at once. Use it only inside `with`."""
 
     def __enter__(self) -> Self: ...
     def __exit__(self, *_: object) -> None: ...
@@ -81,7 +81,7 @@ class Wire(Protocol):
 
     @property
     def has_ended(self) -> bool:
-        """The peer says nothing more, or this end was cut: whatever of what it said is still unread."""
+        """The peer says nothing more, or this end was cut: even if some of what it sent is still unread."""
         ...
 
     @property

@@ -42,10 +42,10 @@ CONTESTED_SHARE = 0.5
 MAX_SOURCES = 4
 """Sources of one prompt. Each one is a round trip, one after the other."""
 MAX_ALTERNATIVES = 3
-"""So many placements that were not taken are told beside the one that was."""
+"""A decision names at most so many placements beside the chosen one."""
 STALL_WEIGHT = 0.2
-"""What a pause of a running answer counts beside as long a wait for a first token. More buys steadier answers with
-later first tokens."""
+"""Weight of a pause in a running answer, compared with an equally long wait for a first token. A larger one gives
+steadier answers and later first tokens."""
 LOAD_WEIGHT = 1.0
 """A request already in the batch counts as one decode step."""
 OVERLAPPED_SHARE = 0.25

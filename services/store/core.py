@@ -71,7 +71,7 @@ class StoreCore:
         self._offers: dict[WorkerId, dict[BlockHash, None]] = {}
         """What is to be read from each worker that is pulled from, the block offered first in front."""
         self._also_offered: dict[WorkerId, dict[BlockHash, None]] = {}
-        """What is to be read from another worker already: this one is asked should that one not give it."""
+        """What is to be read from another worker already: this one is asked if the other does not give it."""
 
     @property
     def takes_blocks(self) -> bool:

@@ -23,7 +23,8 @@ stream as soon as it has its ticket."""
 # What lies in the blocks.
 
 COOLING_SHARE = 8
-"""Once fewer than 1/8 of the blocks are free, the coldest of the cached ones are said to go."""
+"""Once fewer than 1/8 of the blocks are free, the least recently used of the cached ones are announced as the next to
+be evicted."""
 MAX_COOLING_BLOCKS = 256
 """So many blocks are named at a time as those that go next."""
 INVENTORY_PAGE_BLOCKS = 100_000

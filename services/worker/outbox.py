@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 REPAIRED = frozenset(
     {subjects.LOAD, subjects.STORED, subjects.EVICTED, subjects.COOLING, subjects.REPLICATE, subjects.TOKENS}
 )
-"""What may be lost: said again soon, asked for by whoever misses it, or only a help."""
+"""What may be lost: said again soon, asked for by whoever misses it, or useful and not necessary."""
 
 _MESSAGE_BYTES = 512
 _TOKENS_BYTES = 256

@@ -72,7 +72,7 @@ class SequenceRemoved:
 
 @dataclass(frozen=True, slots=True)
 class SequenceFailed:
-    """A step raised, or the engine does not take the sequence: it is with the engine no more."""
+    """A step raised, or the engine does not take the sequence: the engine no longer has it."""
 
     key: AttemptKey
     reason: str

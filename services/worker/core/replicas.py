@@ -95,7 +95,7 @@ class ReplicaCore:
         return self._read(now_ms)
 
     def _offered(self, event: CopyOffered, now_ms: int) -> list[Action]:
-        """Take the offered blocks that are not here, or on their way, as far as there is room to spare."""
+        """Take the offered blocks that are neither here nor on their way, as far as there is room to spare."""
         offer = event.message
         if not self._is_wanted(offer, now_ms):
             self.num_dropped += 1
