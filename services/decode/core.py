@@ -21,7 +21,7 @@ from schemas.handoff import (
     advance,
 )
 from schemas.observe import RunStage
-from schemas.request import KVSource, RequestTokens, ReservationQueued, ReserveBlocks, TransferReport
+from schemas.request import AttemptEnd, KVSource, RequestTokens, ReservationQueued, ReserveBlocks, TransferReport
 from schemas.worker import WorkerLeft
 from services.decode.limits import RESERVED_AGAIN_MS
 from services.engine.interface import SampledToken
@@ -189,6 +189,7 @@ class DecodeCore(RoleCore[DecodeAttempt]):
         for attempt in [attempt for attempt in self.attempts.values() if not attempt.ended]:
             if attempt.request.deadline_ms <= now_ms:
                 detail = f"the deadline passed while waiting for {'decode' if attempt.computing else 'its KV'}"
+                attempt.end = AttemptEnd.DEADLINE
                 actions += self._fail(attempt, "deadline", detail, now_ms)
             elif attempt.state is HandoffState.RESERVED:
                 if attempt.reserved_ms is not None and now_ms - attempt.reserved_ms >= RESERVED_AGAIN_MS:

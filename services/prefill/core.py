@@ -205,7 +205,8 @@ class PrefillCore(RoleCore[PrefillAttempt]):
             if attempt.request.deadline_ms <= now_ms and not attempt.has_ended:
                 if attempt.owes_tokens:
                     actions.append(self._emit_failure(attempt, "deadline", "the deadline passed during prefill"))
-                actions += self._end(attempt, "deadline", now_ms, lease_end=LeaseEnd.DEADLINE)
+                attempt.end = AttemptEnd.DEADLINE
+                actions += self._end(attempt, "deadline", now_ms)
                 continue
             lease = attempt.lease
             if lease is not None and lease.closes_ms is not None and lease.closes_ms <= now_ms:

@@ -18,7 +18,7 @@ from services.store.index import BackIndex, MemoryIndex
 
 @dataclass(slots=True, frozen=True)
 class StoreLimits:
-    """`lease_ms`: how long one read may take. `max_bytes` bounds the tier behind memory, whose values have
+    """`lease_ms`: how long a reader may be silent. `max_bytes` bounds the tier behind memory, whose values have
     `value_bytes` each. `max_unwritten`: blocks that may wait to be written there. With what `LendCore` needs."""
 
     worker_id: WorkerId

@@ -144,7 +144,7 @@ class StoreCore:
         num_left = 0
         for block_hash in hashes:
             other = next((worker_id for worker_id, also in self._also_offered.items() if block_hash in also), None)
-            if other is None:
+            if other is None or self.draining:
                 num_left += 1
                 continue
             del self._also_offered[other][block_hash]

@@ -65,6 +65,7 @@ class Puller:
             record=self._record,
         )
         self._pulls: set[asyncio.Task[None]] = set()
+        self._is_closed = False
         self._slots = asyncio.Semaphore(MAX_PULLS)
         self._room = asyncio.Event()
         self._traces: dict[WorkerId, str] = {}
@@ -84,7 +85,8 @@ class Puller:
         self._room.set()
 
     async def close(self) -> None:
-        """End all reads: nothing is written into the arena after it."""
+        """End all reads: nothing is written into the arena after it, and none begins."""
+        self._is_closed = True
         pulls = list(self._pulls)
         for pull in pulls:
             pull.cancel()
@@ -96,6 +98,8 @@ class Puller:
         for action in self.core.handle(event, now_ms()):
             match action:
                 case StartPull(worker_id=worker_id):
+                    if self._is_closed:
+                        continue
                     pull = self.tasks.create_task(self._pull(worker_id), name=f"pull {worker_id}")
                     self._pulls.add(pull)
                     pull.add_done_callback(self._pulls.discard)
@@ -111,6 +115,9 @@ class Puller:
                 await self._pull_all(worker_id)
         except PullFailedError as error:
             reason = str(error)
+        except asyncio.CancelledError:
+            self._is_closed = True  # the others are being ended as well
+            raise
         finally:
             self._traces.pop(worker_id, None)
             self._handle(PullEnded(worker_id), reason)

@@ -202,7 +202,8 @@ class Store:
         return refused
 
     def _started(self, lease: Grant) -> None:
-        lease.is_read = True
+        with self._holder.lock:
+            self._holder.leases.stream_started(lease)
         self._decide(StreamStarted(lease))
 
     def _served(self, lease: Grant, stats: TransferStats, error: str) -> None:

@@ -42,7 +42,6 @@ async def run_roles(
                 on_ready()
             await stop.wait()
             await drain(worker, config.worker.drain_s)
-            timers.cancel()
-            await worker.leave()
+            await worker.leave(timers)
     finally:
         worker.close_memory()

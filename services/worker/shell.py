@@ -200,14 +200,16 @@ class Worker:
                     await asyncio.sleep(0)
         return self._is_idle
 
-    async def leave(self) -> None:
-        """Leave in order: end reads and engine, lend until nobody reads, say so, close the plane, send what is left."""
+    async def leave(self, timers: "asyncio.Task[None]") -> None:
+        """Leave in order: end reads and engine, lend until nobody reads, say so, close the plane, send what is left.
+        `timers` keep the leases until then, and are cancelled."""
         self._is_leaving = True
         for core in self.cores:
             core.draining = True
         await self._reads.close()
         await asyncio.to_thread(self._feed.stop)
         await self._holder.until_unread(READERS_STAY_S)
+        timers.cancel()
         with self._holder.lock:
             actions = self._lending.handle(Stopping(), now_ms())
             actions += self._lending.handle(Fenced("the worker is stopping"), now_ms())
@@ -368,12 +370,11 @@ class Worker:
             self._loop.call_soon_threadsafe(handle, *arguments)
 
     def _on_stream_started(self, lease: Grant) -> None:
-        lease.is_read = True
         with self._holder.lock:
+            self._holder.leases.stream_started(lease)
             self._lending.handle(StreamStarted(lease), now_ms())
 
     def _on_stream_ended(self, lease: Grant, stats: TransferStats, error: str) -> None:
-        lease.is_read = False
         self.handle(StreamEnded(lease, error))
         self._holder.stream_ended(lease, stats, error)
 

@@ -113,6 +113,14 @@ def begun_from(actions: list[Action]) -> list[str]:
 # Taking.
 
 
+def test_a_store_that_drains_begins_no_pull_for_what_another_one_did_not_give() -> None:
+    core = make_core()
+    assert offer(core, "a", 1)
+    assert not offer(core, "b", 1), "somebody is asked for it already"
+    core.handle(StoreDrainBegun(), NOW)
+    assert end_pull(core, "a") == (1, [])
+
+
 def test_only_what_is_nowhere_is_wanted() -> None:
     core = make_core()
     pull(core, 1)

@@ -7,7 +7,7 @@ import pytest
 
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, HandoffMessage, KVLanded, KVStreaming
 from schemas.kv import ReadEnd
-from schemas.request import Refused, ReservationQueued
+from schemas.request import AttemptEnd, Refused, ReservationQueued
 from schemas.worker import LeftReason, WorkerLeft
 from services.decode.core import DecodeCore
 from services.prefill.core import PrefillCore
@@ -204,8 +204,11 @@ def test_losing_the_source_costs_a_recompute() -> None:
 def test_a_deadline_fails_the_request_once() -> None:
     bench = Bench()
     case.ask(bench.core, case.reserve(deadline_ms=1000), 0)
-    failure = one(case.tick(bench.core, 1000), Emit).tokens.failure
+    actions = case.tick(bench.core, 1000)
+    failure = one(actions, Emit).tokens.failure
     assert failure is not None and failure.code == "deadline"
+    aborted = one(actions, Publish).message
+    assert isinstance(aborted, HandoffAborted) and aborted.end is AttemptEnd.DEADLINE
     assert case.tick(bench.core, 1001) == []
     bench.assert_empty()
 

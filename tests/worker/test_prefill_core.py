@@ -250,6 +250,9 @@ def test_a_deadline_fails_the_request_once() -> None:
     actions = bench.tick(1000)
     failure = one(actions, Emit).tokens.failure
     assert failure is not None and (failure.code, failure.retryable) == ("deadline", False)
+    assert one(actions, CloseLease).lease.end is LeaseEnd.DEADLINE
+    (attempt,) = bench.core.attempts.values()
+    assert attempt.end is AttemptEnd.DEADLINE
     assert not [a for a in bench.tick(1100) if isinstance(a, Emit)]
     bench.hear(SequenceRemoved(("r1", 1)), 1200)
     bench.assert_empty()

@@ -382,7 +382,7 @@ class RequestCore:
         elif taken:
             self._num_vain += 1
         if len(self.tokens) >= self.max_tokens:  # only its end has not been heard
-            return self._end(reason, Finish("length"))
+            return self._end(reason, Finish("length"), AttemptEnd.COMPLETE)
         fail_all = FailRequest(fail.code, self._all_troubles(), fail.status, fail.retry_after_ms)
         if self._num_vain >= self.max_attempts:
             return self._end(reason, fail_all)

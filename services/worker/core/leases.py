@@ -211,6 +211,10 @@ class LeaseTable:
             self.end(grant.lease_id, LeaseEnd.EXPIRED, detail)
         return over
 
+    def stream_started(self, grant: Grant) -> None:
+        """A stream on it brings its first bytes: it is remembered until this one has ended, whatever came before."""
+        grant.had_stream, grant.is_read = False, True
+
     def stream_ended(self, grant: Grant) -> None:
         """A stream on it has ended: once the lease has ended too it is forgotten. Until then another may follow, where
         this one broke before it brought anything."""

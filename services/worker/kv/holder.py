@@ -184,7 +184,8 @@ class KVHolder(Generic[MemoryT]):
 
     def stream_ended(self, grant: Grant, stats: TransferStats, error: str) -> None:
         """A read under this lease is over, as `on_served` has said."""
-        self.leases.stream_ended(grant)
+        with self.lock:
+            self.leases.stream_ended(grant)
         for observe in self.observes_streams:
             observe(grant, stats, error)
 

@@ -247,6 +247,8 @@ class KVReads:
             reply = await self.bus.ask(subjects.LEASE, (holder,), request, timeout_s, traceparent)
         except BusError as error:
             return NotGrantedError(f"{holder} did not answer: {error.reason}")
+        except Exception as error:  # noqa: BLE001  (one bad holder must not end the service)
+            return NotGrantedError(f"{type(error).__name__}: {error}", end=ReadEnd.OTHER)
         if isinstance(reply, Refused):
             return NotGrantedError(f"{reply.reason}: {reply.detail}", reply.reason)
         if nobody_waits.is_set():
