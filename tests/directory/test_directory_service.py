@@ -124,7 +124,10 @@ async def place(bus: TypedBus, tokens: list[int]) -> Placement:
     return placement
 
 
-async def test_the_scheduler_names_the_sources_that_the_directory_knows_and_places_without_it() -> None:
+async def test_the_scheduler_names_the_sources_that_the_directory_knows_and_places_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("services.scheduler.placement.hints.LOCATE_TIMEOUT_S", 30.0)  # a busy machine is no answer
     broker, stop, directory_stop = MemoryBroker(), asyncio.Event(), asyncio.Event()
     config = MeshConfig(scheduler=SchedulerConfig(policy="cost"))
     tokens = list(range(1_000))
