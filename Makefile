@@ -23,12 +23,17 @@ ASYNC_ROOMS := tests/bus tests/directory tests/gateway tests/scheduler tests/sto
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
+# PyTorch's own index has the build without CUDA, which is gigabytes smaller. With a driver PyPI's is taken.
+TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -c constraints.txt
 TOOLS := .kvmesh/tools
 PROMETHEUS := $(or $(shell command -v prometheus),$(TOOLS)/prometheus/usr/bin/prometheus)
 
 PHOENIX := .kvmesh/phoenix
 
-.PHONY: up setup test test-all test-rest test-debug test-repeat check sim faults compose-test otlp-test prometheus-test bench gpu-test gpu-bench docs dashboards pages screenshots clean
+.PHONY: up setup dev test test-all test-rest test-debug test-repeat check sim faults compose-test otlp-test prometheus-test bench gpu-test gpu-bench docs dashboards pages screenshots clean
 
 up: setup
 	@$(BIN)/kvmesh up $(UP_FLAGS)
@@ -37,43 +42,54 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("kvmesh needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
-	@echo "Creating $(VENV) and installing (several minutes the first time: PyTorch is large) ..."
+	@echo "Creating $(VENV) and installing, the first time 1 to 5 minutes, 1.4 GB on disk ..."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -c constraints.txt -e '.[dev]'
+ifneq ($(TORCH_INDEX),)
+	@$(PIP) --no-deps --retries 0 --timeout 15 --index-url $(TORCH_INDEX) '$(TORCH)' || echo "$(TORCH_INDEX) cannot be reached: PyTorch comes from the usual index."
+endif
+	$(PIP) -e .
 	@touch $@
 
-test: setup
+# What tests and checks need besides: Triton, NVRTC, node for pyright.
+dev: $(DEV_STAMP)
+
+$(DEV_STAMP): $(STAMP)
+	@echo "Installing what tests and checks need, another 1.7 GB on disk ..."
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+test: dev
 	$(PYTEST)
 
-test-all: setup
+test-all: dev
 	$(PYTEST) -m ''
 
-test-rest: setup
+test-rest: dev
 	$(PYTEST) -m 'slow or matrix'
 
-test-debug: setup
+test-debug: dev
 	PYTHONASYNCIODEBUG=1 PYTHONDEVMODE=1 $(PYTEST) $(ASYNC_ROOMS)
 
-test-repeat: setup
+test-repeat: dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mesh.faults.repeat $(REPEAT_FLAGS)
 
-check: setup
+check: dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-sim: setup
+sim: dev
 	$(BIN)/kvmesh simulate --requests 100000 --faults all
 	$(BIN)/python -m tests.sim.bugs
 
-faults: setup
+faults: dev
 	$(BIN)/python -m tests.mesh.faults.figures --out .kvmesh/faults.md
 
-compose-test: setup
+compose-test: dev
 	$(BIN)/python -m tests.compose
 
-otlp-test: setup $(PHOENIX)/.installed
+otlp-test: dev $(PHOENIX)/.installed
 	$(BIN)/python -m pytest tests/telemetry/test_otlp.py tests/telemetry/test_phoenix.py
 
 $(PHOENIX)/.installed:
@@ -81,7 +97,7 @@ $(PHOENIX)/.installed:
 	$(PHOENIX)/bin/python -m pip install --disable-pip-version-check -q arize-phoenix==20.26.1
 	@touch $@
 
-bench: setup
+bench: dev
 	$(BIN)/python -m tests.bench.bench_carriers
 	$(BIN)/python -m tests.bench.bench_engine
 	$(BIN)/python -m tests.bench.bench_directory
@@ -89,26 +105,26 @@ bench: setup
 	$(BIN)/kvmesh bench ttft
 
 # What libraries warn of where there is a card is not known yet: it is shown, and fails nothing.
-gpu-test: setup
+gpu-test: dev
 	$(BIN)/python -m pytest -m 'gpu and not slow' -W default
 
-gpu-bench: setup
+gpu-bench: dev
 	$(BIN)/python -m tests.bench.bench_gpu $(GPU_BENCH_FLAGS)
 
-docs: setup
+docs: dev
 	$(BIN)/python -m services.pages.tables ARCHITECTURE.md dataplane/SCALING.md
 
-pages: setup
+pages: dev
 	$(BIN)/python -m services.pages.listening ARCHITECTURE.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m services.pages.life docs/life-of-a-request.md
 
-screenshots: setup
+screenshots: dev
 	$(BIN)/python -m services.pages.shots docs/pictures
 
-dashboards: setup
+dashboards: dev
 	$(BIN)/python compose/grafana/build.py
 
-prometheus-test: setup $(PROMETHEUS)
+prometheus-test: dev $(PROMETHEUS)
 	$(BIN)/python -m pytest tests/telemetry/test_prometheus.py tests/telemetry/test_grafana.py
 
 $(TOOLS)/prometheus/usr/bin/prometheus:

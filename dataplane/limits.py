@@ -38,15 +38,15 @@ MAX_LOGGED_PEERS = 256
 # The stream: every size that is said on a wire has a limit.
 
 MAX_TICKET_CHARS = 2048
-"""Of a ticket."""
+"""Characters of a ticket."""
 MAX_CONTROL_BYTES = 8 << 10
-"""Of an Open, Refused or Fail."""
+"""Bytes of an Open, Refused or Fail."""
 MAX_ACCEPTED_BYTES = 1 << 20
 """Of an Accepted, which may name many blocks."""
 MAX_TRAILER_BYTES = 64 << 10
 """Of what a holder sends behind the KV."""
 MAX_REASON_CHARS = 1000
-"""Of the sentence in a Fail."""
+"""Characters of the sentence in a Fail."""
 MAX_FRAME_BYTES = 128 << 20
 """Payload of one Data frame."""
 SHM_FRAME_BYTES = 16 << 20

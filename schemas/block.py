@@ -26,35 +26,28 @@ def unpack_tokens(packed: TokenIds) -> list[int]:
     return _little_endian(tokens).tolist()
 
 
-def num_tokens(packed: TokenIds) -> int:
-    """Return how many ids are packed."""
-    return len(packed) // 4
-
-
 class BlockHasher:
-    """Hashes one sequence's blocks as they fill up, each chained to the one before it."""
+    """The identities of one sequence's full blocks, as they fill up, each chained to the one before it."""
 
-    __slots__ = ("_key", "_parent", "block_size", "num_hashed_blocks")
+    __slots__ = ("_key", "block_size", "hashes")
 
     def __init__(self, block_size: int, *, model_fingerprint: str, tenant: str = "") -> None:
         salt = f"{model_fingerprint}\0{tenant}\0{block_size}".encode()
         self._key = hashlib.blake2b(salt, digest_size=32).digest()
-        self._parent = b""
         self.block_size = block_size
-        self.num_hashed_blocks = 0
+        self.hashes: list[BlockHash] = []
 
     def extend(self, token_ids: Sequence[int], num_tokens: int) -> list[BlockHash]:
-        """Return the hashes of the blocks of `token_ids[:num_tokens]` that are full and not hashed yet.
+        """Hash the blocks of `token_ids[:num_tokens]` that are full and not hashed yet; return all hashes so far.
 
         `token_ids` is always the whole sequence from its first token.
         """
-        hashes: list[BlockHash] = []
-        while (end := (self.num_hashed_blocks + 1) * self.block_size) <= num_tokens:
+        while (end := (len(self.hashes) + 1) * self.block_size) <= num_tokens:
+            parent = self.hashes[-1] if self.hashes else b""
             block = pack_tokens(token_ids[end - self.block_size : end])
-            self._parent = hashlib.blake2b(self._parent + block, digest_size=BLOCK_HASH_BYTES, key=self._key).digest()
-            hashes.append(BlockHash(self._parent))
-            self.num_hashed_blocks += 1
-        return hashes
+            digest = hashlib.blake2b(parent + block, digest_size=BLOCK_HASH_BYTES, key=self._key).digest()
+            self.hashes.append(BlockHash(digest))
+        return self.hashes
 
 
 def hash_blocks(

@@ -6,7 +6,7 @@ from schemas.block import BLOCK_HASH_BYTES, split_hashes
 from schemas.handoff import Endpoint
 from schemas.ids import LeaseId, WorkerId, is_subject_token
 from schemas.message import Message, RequestMessage
-from schemas.request import Refused, refuse
+from schemas.request import RefusalReason, Refused, refuse
 
 
 class LeaseEnd(enum.StrEnum):
@@ -34,7 +34,8 @@ class LeaseEnd(enum.StrEnum):
 
 
 class ReadEnd(enum.StrEnum):
-    """How a read of KV has ended, for its reader: well, for want of a lease, or as the plane says that it failed."""
+    """How a read of KV has ended, for its reader: well, for want of a lease, or early, by the holder's word
+    (`dataplane.protocol.reasons`) or by what the reader found. Metrics count by it."""
 
     LANDED = "landed"
     STOPPED = "stopped"
@@ -47,20 +48,26 @@ class ReadEnd(enum.StrEnum):
     LEASE = "lease"
     FINGERPRINT = "fingerprint"
     CARRIER = "carrier"
+    """The holder does not have it, none leads there, or what was to carry it cannot be opened here."""
     RANGE = "range"
     BUSY = "busy"
     CLOSING = "closing"
     INTERNAL = "internal"
     CONNECT = "connect"
+    """Nobody can be connected to."""
     CLOSED = "closed"
+    """The holder has gone."""
     DEADLINE = "deadline"
     CANCELLED = "cancelled"
     PROTOCOL = "protocol"
+    """The holder sent what the protocol does not allow."""
     DIGEST = "digest"
+    """What arrived is not what was sent."""
     HOLDER = "holder"
     CODEC = "codec"
     ARENA = "arena"
-    DEVICE = "device"
+    MEMORY = "device"
+    """What the KV of one of the two ends lies in has failed."""
     OTHER = "other"
     """What nobody has foreseen; the text beside it says what."""
 
@@ -126,17 +133,19 @@ def refuse_lease(request: RequestLease, holder: WorkerId, fingerprint: str, now_
     """Return why nobody could lend what this asks for, or None."""
     joined = request.block_hashes
     if request.fingerprint != fingerprint:
-        return refuse(request, "fingerprint", f"{holder} holds KV of {fingerprint}")
+        return refuse(request, RefusalReason.FINGERPRINT, f"{holder} holds KV of {fingerprint}")
     if not is_subject_token(request.reader) or not is_subject_token(request.request_id):
-        return refuse(request, "invalid", "the reader and the request need names of letters, digits, - and _")
+        return refuse(
+            request, RefusalReason.INVALID, "the reader and the request need names of letters, digits, - and _"
+        )
     if request.first_block < 0 or len(joined) % BLOCK_HASH_BYTES or not joined:
-        return refuse(request, "invalid", "no blocks are named")
+        return refuse(request, RefusalReason.INVALID, "no blocks are named")
     if len(set(split_hashes(joined))) * BLOCK_HASH_BYTES < len(joined):
-        return refuse(request, "invalid", "a block is named twice")
+        return refuse(request, RefusalReason.INVALID, "a block is named twice")
     if request.deadline_ms <= now_ms:
-        return refuse(request, "deadline", "the deadline has passed")
+        return refuse(request, RefusalReason.DEADLINE, "the deadline has passed")
     if request.answer_by_ms and request.answer_by_ms <= now_ms:
-        return refuse(request, "deadline", f"{request.reader} waits for the answer no more")
+        return refuse(request, RefusalReason.DEADLINE, f"{request.reader} waits for the answer no more")
     return None
 
 

@@ -9,8 +9,27 @@ from schemas.ids import GatewayId, HandoffId, RequestId, TokenIds, WorkerId
 from schemas.message import Message, RequestMessage
 
 FinishReason = Literal["stop", "length"]
-RefusalReason = Literal["no_worker", "draining", "overloaded", "too_long", "deadline", "fingerprint", "invalid", "gone"]
-FailureCode = Literal["transfer_failed", "deadline", "worker_failed", "engine_failed", "draining"]
+
+
+class RefusalReason(enum.StrEnum):
+    """Why a scheduler, a worker or a store does not take what it was asked for."""
+
+    NO_WORKER = "no_worker"
+    """The scheduler knows no ready worker of a role that is needed, or no two of one model."""
+    DRAINING = "draining"
+    """Whoever was asked is about to stop."""
+    OVERLOADED = "overloaded"
+    """Too much is waiting, or too many leases are open."""
+    TOO_LONG = "too_long"
+    """The prompt and its longest answer fit no worker, or not this one."""
+    DEADLINE = "deadline"
+    """The deadline has passed, or the asker waits for the answer no more."""
+    FINGERPRINT = "fingerprint"
+    """The reader's KV is of another model or layout than the holder's."""
+    INVALID = "invalid"
+    """The message makes no sense, or comes again once its attempt is over."""
+    GONE = "gone"
+    """The holder does not have these blocks, or no more."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,13 +200,27 @@ class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
     """The transferred tokens by the worker that they were read from."""
     is_prefill: bool = False
     first_token: FirstTokenTimes | None = None
-    """Of whoever computed the prompt."""
+    """The times of the worker that computed the prompt."""
+
+
+class AttemptFailure(enum.StrEnum):
+    """Why an attempt has failed on a worker."""
+
+    TRANSFER_FAILED = "transfer_failed"
+    """The prompt's KV did not come."""
+    DEADLINE = "deadline"
+    """The request's deadline has passed."""
+    WORKER_FAILED = "worker_failed"
+    ENGINE_FAILED = "engine_failed"
+    """The engine has given the attempt up."""
+    DRAINING = "draining"
+    """The worker is about to stop."""
 
 
 class RequestFailure(msgspec.Struct, frozen=True, kw_only=True):
     """Why an attempt has failed on a worker. `retryable`: another worker may do better."""
 
-    code: FailureCode
+    code: AttemptFailure
     detail: str
     retryable: bool
 

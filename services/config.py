@@ -5,6 +5,7 @@ import re
 import secrets
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -154,6 +155,8 @@ class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     otlp_endpoint: str = ""
     trace_dir: str = ""
+    trace_mib: int = 64
+    """What one service's span files may take, in MiB; the oldest go first."""
     metrics_port: int = -1
     """Where every service serves its metrics; 0 finds a port, -1: nowhere but on a gateway's own port."""
     metrics_host: str = "127.0.0.1"
@@ -167,6 +170,8 @@ class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def __post_init__(self) -> None:
         if not 0.0 <= self.sample_ratio <= 1.0:
             raise ValueError(f"sample_ratio is a share between 0 and 1, not {self.sample_ratio:g}")
+        if self.trace_mib < 1:
+            raise ValueError(f"trace_mib is 1 or more, not {self.trace_mib}; without a trace_dir there are no files")
 
 
 class Time(NamedTuple):
@@ -335,6 +340,7 @@ def apply_environment(config: MeshConfig) -> MeshConfig:
         nats = msgspec.structs.replace(nats, url=url)
     if (endpoint := os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")) and not telemetry.otlp_endpoint:
         telemetry = msgspec.structs.replace(telemetry, otlp_endpoint=endpoint)
+    check_endpoint(telemetry.otlp_endpoint)
     if port := os.environ.get("KVMESH_METRICS_PORT"):
         if not port.isdecimal():
             raise UserError(f"KVMESH_METRICS_PORT must be a port, not {port!r}")
@@ -346,6 +352,17 @@ def apply_environment(config: MeshConfig) -> MeshConfig:
             raise UserError(f"KVMESH_SAMPLE_RATIO or OTEL_TRACES_SAMPLER_ARG: {error}") from error
     secret = os.environ.get("KVMESH_SECRET") or config.secret
     return msgspec.structs.replace(config, nats=nats, telemetry=telemetry, secret=secret)
+
+
+def check_endpoint(url: str) -> None:
+    """Raises UserError where this is neither empty nor the address of an HTTP server."""
+    try:
+        parts = urlsplit(url)
+        is_server = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        is_server = False
+    if url and not is_server:
+        raise UserError(f"--otlp or OTEL_EXPORTER_OTLP_ENDPOINT: {url!r} is no address like http://127.0.0.1:4318")
 
 
 def environment_device() -> str:
@@ -388,9 +405,17 @@ def fresh_secret() -> str:
     return secrets.token_urlsafe(32)
 
 
+STATE_DIR = ".kvmesh"
+
+
 def state_dir() -> Path:
     """Return where a running mesh leaves its traces and its address: KVMESH_STATE_DIR, or `.kvmesh` here."""
-    return Path(os.environ.get("KVMESH_STATE_DIR") or ".kvmesh").absolute()
+    return Path(os.environ.get("KVMESH_STATE_DIR") or STATE_DIR).absolute()
+
+
+def is_state_dir_named() -> bool:
+    """Say whether KVMESH_STATE_DIR names the state folder."""
+    return bool(os.environ.get("KVMESH_STATE_DIR"))
 
 
 def child_environment() -> dict[str, str]:

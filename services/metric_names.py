@@ -4,7 +4,7 @@
 with buckets added below and above theirs. Units are seconds, bytes, tokens and blocks.
 """
 
-from typing import Any, get_args
+from typing import Any
 
 from schemas import subjects
 from schemas.kv import LeaseEnd, ReadEnd
@@ -29,7 +29,7 @@ TRANSFER_OUTCOMES: Labels = tuple(ReadEnd)
 LEASE_OUTCOMES: Labels = tuple(end for end in LeaseEnd if end is not LeaseEnd.UNNEEDED)
 STRANDED: Labels = (LeaseEnd.READER_LEFT, LeaseEnd.SILENT, LeaseEnd.EXPIRED)
 """Ends of a lease that its reader did not cause: until then its blocks were held for nothing."""
-REASONS: Labels = get_args(RefusalReason)
+REASONS: Labels = tuple(RefusalReason)
 
 _MESSAGE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _PART_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)

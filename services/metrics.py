@@ -26,6 +26,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from services.telemetry.context import SpanRef, context_of
 from services.telemetry.limits import MAX_SERIES, SAMPLE_INTERVAL_S
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,6 @@ Kind = Literal["counter", "gauge", "histogram"]
 Labels = tuple[str, ...]
 
 OTHER = "other"
-_SAMPLED_FLAG = 0x01
 
 disable_created_metrics()  # twice the series, for what `process_start_time_seconds` says
 
@@ -63,7 +63,7 @@ class MetricName(NamedTuple):
 
     @property
     def shown_name(self) -> str:
-        """As Prometheus stores it; a histogram's has `_bucket`, `_sum` and `_count` behind it."""
+        """The name as Prometheus stores it; a histogram's has `_bucket`, `_sum` and `_count` behind it."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
 
@@ -80,17 +80,17 @@ class Metrics:
         self._num_series: dict[str, int] = {}
         self._samplers: list[Callable[[], None]] = []
 
-    def inc(self, metric: MetricName, *labels: str, by: float = 1, traceparent: str = "") -> None:
-        """Count. A sampled trace becomes the exemplar."""
+    def inc(self, metric: MetricName, *labels: str, by: float = 1, trace: SpanRef = "") -> None:
+        """Count. A span of a sampled trace becomes the exemplar."""
         child = self._child(metric, labels)
         assert isinstance(child, Counter)
-        child.inc(by, exemplar_of(traceparent))
+        child.inc(by, exemplar_of(trace))
 
-    def observe(self, metric: MetricName, value: float, *labels: str, traceparent: str = "") -> None:
-        """Add a value to a histogram. A sampled trace becomes the exemplar of its bucket."""
+    def observe(self, metric: MetricName, value: float, *labels: str, trace: SpanRef = "") -> None:
+        """Add a value to a histogram. A span of a sampled trace becomes the exemplar of its bucket."""
         child = self._child(metric, labels)
         assert isinstance(child, Histogram)
-        child.observe(value, exemplar_of(traceparent))
+        child.observe(value, exemplar_of(trace))
 
     def put(self, metric: MetricName, values: Mapping[Labels, float]) -> None:
         """Set all series of a sampled metric; those that are not named are removed."""
@@ -185,13 +185,9 @@ class _Sampled(Collector):
             yield family
 
 
-def exemplar_of(traceparent: str) -> dict[str, str] | None:
-    """Return the exemplar's labels for a W3C traceparent; None where it is empty, malformed or not sampled."""
-    if not traceparent:
+def exemplar_of(trace: SpanRef) -> dict[str, str] | None:
+    """Return a span's ids as labels of an exemplar; None where there is no span, or its trace is not sampled."""
+    context = context_of(trace)
+    if context is None or not context.is_sampled:
         return None
-    parts = traceparent.split("-")
-    try:
-        is_sampled = len(parts) == 4 and int(parts[3], 16) & _SAMPLED_FLAG
-    except ValueError:
-        return None
-    return {"trace_id": parts[1], "span_id": parts[2]} if is_sampled else None
+    return {"trace_id": context.trace_id, "span_id": context.span_id}

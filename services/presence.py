@@ -22,15 +22,22 @@ LOAD_INTERVAL_MS = 500
 DEAF_AFTER_MS = 3 * LOAD_INTERVAL_MS
 """Who only listens, and hears nothing at all for this long, is cut off: three loads of every worker are missing."""
 SETTLE_MS = 2_000
-"""After a reconnection the others reconnect as well, each in its own time. Until then it proves nothing that nobody
+"""After a reconnection the others reconnect as well, each in its own time. For this long it proves nothing that nobody
 serves a question."""
 UNSERVED_GAP_MS = 300
-"""Time between two questions that nobody serves before their addressee is dead. It may be reconnecting by itself, which
-takes a client of the bus 200 ms or more."""
+"""Two questions that nobody serves must be this far apart before their addressee is dead. It may be reconnecting by
+itself, which takes a client of the bus 200 ms or more."""
 REPEAT_LEFT_MS = 1_000
 """An incarnation that has left and still speaks is told so at most this often."""
 MAX_FENCES = 1_024
 """So many incarnations that have left are remembered, the latest ones."""
+
+
+@dataclass(slots=True, frozen=True)
+class BusConnected:
+    """An event: how often the bus has connected so far. More than before is a reconnection."""
+
+    num_connects: int
 
 
 class Hearing:
@@ -112,7 +119,7 @@ class Heartbeat:
         self._interval_s = interval_s
         self._fence_after_s = fence_after_s
         self._last_s: float | None = None
-        """None: it has not begun."""
+        """When it last fired; None: it has not begun."""
         self._lag_s = 0.0
 
     def beat(self, now_s: float) -> None:
@@ -215,7 +222,8 @@ class Fences:
         return (worker_id, incarnation) in self._fences
 
     def repeat(self, worker_id: WorkerId, incarnation: str, now_ms: int) -> WorkerLeft | None:
-        """Return what to tell one that has left and has just spoken; None where it was told of late."""
+        """Return what to tell one that has left and has just spoken; None where it was
+        told less than `REPEAT_LEFT_MS` ago."""
         fence = self._fences[(worker_id, incarnation)]
         if now_ms - fence.said_ms < REPEAT_LEFT_MS:
             return None

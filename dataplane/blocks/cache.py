@@ -1,20 +1,18 @@
-"""What lies in an arena's blocks: which are in use, and which are kept for their content. Pure bookkeeping.
+"""Which blocks of an arena a sequence gets, and which of them others have filled already. Pure bookkeeping.
 
-A full block whose content is known by its hash stays after its request, and is given up, the least recently used
-first, when room is needed; of several tenants the one that has more than its share (`shares.py`). A
-sequence is admitted with all the blocks that it can come to need, so that it never waits half way.
+A sequence is admitted with all the blocks that it can come to need, so that it never waits half way. What stays of it
+afterwards, and for how long, is in `kept.py`.
 
 Each cache group (`KVLayout.groups`) has blocks of its own. In a group with a window a sequence's own blocks form a
 ring: they are written over once no query can see them any more, so their content is only known for sure, and kept, at
 its end.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from dataplane.blocks.kept import ContentChanges, KeptBlocks
 from dataplane.blocks.layout import ArenaShape, BlockTable, BlockTables, block_ids, num_blocks_for, segments_of
-from dataplane.blocks.pool import BlockPool
-from dataplane.blocks.shares import TenantShares
 from schemas.ids import BlockHash
 
 
@@ -24,14 +22,6 @@ class Allocation:
 
     tables: BlockTables
     num_cached_tokens: int
-
-
-@dataclass(slots=True)
-class ContentChanges:
-    """Content that came, and content that went, since it was last asked for. In the order of the first group."""
-
-    stored: list[BlockHash] = field(default_factory=list[BlockHash])
-    evicted: list[BlockHash] = field(default_factory=list[BlockHash])
 
 
 class BlockCache:
@@ -46,7 +36,7 @@ class BlockCache:
         self.layout = shape.layout
         self._chunk_tokens = chunk_tokens
         self._caching = caching
-        self._groups = [_Group(num_blocks) for num_blocks in shape.num_blocks]
+        self._groups = [KeptBlocks(num_blocks) for num_blocks in shape.num_blocks]
 
     @property
     def num_blocks(self) -> int:
@@ -79,12 +69,13 @@ class BlockCache:
             # A ring and the window before it together are more than there is: it could wait for ever.
             num_cached, shared, sizes = 0, [list[int]() for _ in self._groups], self._sizes(0, num_blocks)
         for group, blocks, size in zip(self._groups, shared, sizes, strict=True):
-            if size > group.pool.num_free + len(group.idle) - group.num_idle_of(blocks):
+            if size > group.room(besides=blocks):
                 return None
         tables: list[BlockTable] = []
         for group, blocks, size in zip(self._groups, shared, sizes, strict=True):
-            group.take(blocks)
+            group.share(blocks)
             own = group.allocate(size, tenant)
+            assert own is not None, "there is room"
             rest = num_blocks - num_cached
             rounds = num_blocks_for(rest, size) if size else 0
             table = [*blocks, *(own * rounds)[:rest]]
@@ -103,7 +94,7 @@ class BlockCache:
         tables: list[BlockTable] = []
         for index, group in enumerate(self._groups):
             blocks = self._blocks_of(index, hashes, first_block, first_block + num_found)
-            group.take(blocks)
+            group.share(blocks)
             tables.append(BlockTable(segments_of(blocks), first_block + num_found - len(blocks)))
         return Allocation(tuple(tables), (first_block + num_found) * self.layout.block_size)
 
@@ -119,10 +110,12 @@ class BlockCache:
         group = self._groups[0]
         if not 0 < num_blocks <= group.pool.num_free:
             return None
-        return (BlockTable(segments_of(group.allocate(num_blocks, tenant)), first_block),)
+        blocks = group.allocate(num_blocks, tenant)
+        assert blocks is not None, "there is room"
+        return (BlockTable(segments_of(blocks), first_block),)
 
     def keep(self, tables: BlockTables, hashes: Sequence[BlockHash]) -> None:
-        """Take in that the first `len(hashes)` blocks of spare tables are filled."""
+        """Note that the first `len(hashes)` blocks of spare tables are filled."""
         if self._caching:
             for block, block_hash in zip(block_ids(tables[0].segments), hashes, strict=False):
                 self._groups[0].put(block, block_hash)
@@ -130,12 +123,13 @@ class BlockCache:
     def share(self, tables: BlockTables) -> None:
         """Add a reference to each block."""
         for group, table in zip(self._groups, tables, strict=True):
-            group.take(_distinct(table))
+            group.share(_distinct(table))
 
     def free(self, tables: BlockTables) -> None:
-        """Drop a reference to each block. What is known by its content stays as long as there is room."""
+        """Drop a reference to each block. What is known by its content stays as long as there is room: a sequence's
+        first blocks, which more prompts share, for longer than its last."""
         for group, table in zip(self._groups, tables, strict=True):
-            group.release(_distinct(table))
+            group.release(_distinct(table)[::-1])
 
     def store(
         self,
@@ -147,9 +141,9 @@ class BlockCache:
         *,
         ended: bool,
     ) -> None:
-        """Take in that the KV of a sequence's first `num_tokens` tokens is in place; `hashes` are its blocks'.
+        """Note that the KV of a sequence's first `num_tokens` tokens is in place; `hashes` are its blocks'.
 
-        Blocks before `first_block` were taken in before. The first `num_landed_tokens` were not computed here: of
+        Blocks before `first_block` were noted before. The first `num_landed_tokens` were not computed here: of
         groups with a window only what these still need is in place. `ended`: nothing of it will be written any more.
         """
         if not self._caching:
@@ -178,20 +172,15 @@ class BlockCache:
                 group.put(blocks[at - table.first_block], hashes[at])
 
     def take_changes(self) -> ContentChanges:
-        """Return what came and went since the last call; content that did both is in neither list."""
-        first = self._groups[0]
-        changes, first.changes = first.changes, {}
+        """Return what came to the first group and went since the last call; content that did both is in neither
+        list."""
         for group in self._groups[1:]:
-            group.changes.clear()
-        return ContentChanges(
-            stored=[block_hash for block_hash, came in changes.items() if came],
-            evicted=[block_hash for block_hash, came in changes.items() if not came],
-        )
+            group.changes.take()
+        return self._groups[0].changes.take()
 
     def coldest(self, num_blocks: int) -> list[BlockHash]:
         """Return the content of the blocks that would be given up first."""
-        first = self._groups[0]
-        return [first.hash_of[block] for block in first.idle.victims(num_blocks)]
+        return self._groups[0].coldest(num_blocks)
 
     def num_of(self, tenant: str) -> int:
         """Return how many blocks a tenant's sequences use or have left here."""
@@ -241,71 +230,6 @@ class BlockCache:
     def _blocks_of(self, group: int, hashes: Sequence[BlockHash], first_block: int, end_block: int) -> list[int]:
         block_of = self._groups[group].block_of
         return [block_of[hashes[at - first_block]] for at in self._needed(group, first_block, end_block)]
-
-
-class _Group:
-    """One cache group's blocks. The cache itself holds one reference to each block whose content it knows."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.pool = BlockPool(num_blocks)
-        self.block_of: dict[BlockHash, int] = {}
-        self.hash_of: dict[int, BlockHash] = {}
-        self.idle = TenantShares(num_blocks)
-        """Blocks that only the cache refers to."""
-        self.changes: dict[BlockHash, bool] = {}
-
-    def num_idle_of(self, blocks: Iterable[int]) -> int:
-        return sum(block in self.idle for block in blocks)
-
-    def take(self, blocks: Sequence[int]) -> None:
-        self.pool.share(segments_of(blocks))
-        for block in blocks:
-            self.idle.uses(block)
-
-    def allocate(self, num_blocks: int, tenant: str) -> list[int]:
-        """Return fresh blocks; the caller has checked that there are enough."""
-        if (num_missing := num_blocks - self.pool.num_free) > 0:
-            for block in self.idle.victims(num_missing, tenant=tenant, num_wanted=num_blocks):
-                self._evict(block)
-        segments = self.pool.allocate(num_blocks)
-        assert segments is not None
-        blocks = block_ids(segments)
-        self.idle.took(tenant, blocks)
-        return blocks
-
-    def release(self, blocks: Sequence[int]) -> None:
-        """Drop references. A sequence's last blocks are given up before its first, which more prompts share."""
-        self.idle.freed(self.pool.free(segments_of(blocks)))
-        for block in reversed(blocks):
-            if block in self.hash_of and self.pool.num_references(block) == 1:
-                self.idle.idles(block)
-
-    def put(self, block: int, block_hash: BlockHash) -> None:
-        """Keep a block in use for its content, unless the same content is kept already."""
-        if block_hash in self.block_of:
-            return
-        assert block not in self.hash_of, "a block that is known by its content was written"
-        self.pool.share(segments_of([block]))
-        self.block_of[block_hash] = block
-        self.hash_of[block] = block_hash
-        self._note(block_hash, came=True)
-
-    def check_integrity(self) -> None:
-        self.pool.check_integrity()
-        assert {h: b for b, h in self.hash_of.items()} == self.block_of, "both maps say the same"
-        idle = {block for block in self.hash_of if self.pool.num_references(block) == 1}
-        in_use = {block for block in range(self.pool.num_blocks) if self.pool.num_references(block)}
-        self.idle.check_integrity(in_use, idle)
-
-    def _evict(self, block: int) -> None:
-        block_hash = self.hash_of.pop(block)
-        del self.block_of[block_hash]
-        self.idle.freed(self.pool.free(segments_of([block])))
-        self._note(block_hash, came=False)
-
-    def _note(self, block_hash: BlockHash, *, came: bool) -> None:
-        if self.changes.pop(block_hash, came) == came:
-            self.changes[block_hash] = came
 
 
 def _distinct(table: BlockTable) -> list[int]:

@@ -26,7 +26,10 @@ class Segment(NamedTuple):
 
 
 class BlockTable(NamedTuple):
-    """Where one cache group's blocks of a sequence lie: its blocks `first_block`, `first_block` + 1, … in order."""
+    """Where one cache group's blocks of a sequence lie: its blocks `first_block`, `first_block` + 1, … in order.
+
+    Whoever makes one makes as few segments as can be (`segments_of`), so that nobody has to join them again.
+    """
 
     segments: tuple[Segment, ...]
     first_block: int = 0
@@ -72,7 +75,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     total_kv_heads: int = 0
     """The model's KV heads over all shards; 0: `num_kv_heads`."""
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         """Bytes of one token's keys (or values) in one layer."""
         return self.num_kv_heads * self.head_dim * ITEM_BYTES[self.dtype]
@@ -134,25 +137,23 @@ class ArenaShape(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     num_blocks: tuple[int, ...]
 
     @cached_property
-    def _layer_bases(self) -> tuple[int, ...]:
-        """Byte offset of each layer, and of the end."""
-        bases = [0]
+    def first_bytes(self) -> tuple[tuple[int, int], ...]:
+        """Per layer the byte offsets at which its keys (KEY) and its values (VALUE) begin."""
+        first_bytes: list[tuple[int, int]] = []
+        first_key = 0
         for group in self.layout.group_of_layer:
-            bases.append(bases[-1] + self.num_blocks[group] * self.layout.layer_block_bytes)
-        return tuple(bases)
+            num_key_bytes = self.num_blocks[group] * self.layout.block_size * self.layout.token_bytes
+            first_bytes.append((first_key, first_key + num_key_bytes))
+            first_key += 2 * num_key_bytes
+        return tuple(first_bytes)
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
-        return self._layer_bases[-1]
-
-    def blocks_of_layer(self, layer: int) -> int:
-        """Return how many blocks this layer's cache group has."""
-        return self.num_blocks[self.layout.group_of_layer[layer]]
+        return sum(self.num_blocks[group] for group in self.layout.group_of_layer) * self.layout.layer_block_bytes
 
     def offset(self, layer: int, key_or_value: int, slot: int) -> int:
         """Return the byte offset of a slot's keys (KEY) or values (VALUE)."""
-        rows = key_or_value * self.blocks_of_layer(layer) * self.layout.block_size + slot
-        return self._layer_bases[layer] + rows * self.layout.token_bytes
+        return self.first_bytes[layer][key_or_value] + slot * self.layout.token_bytes
 
 
 def uniform_shape(layout: KVLayout, num_blocks: int) -> ArenaShape:

@@ -2,9 +2,9 @@
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-from dataplane.blocks.layout import Segment, segments_of
+from dataplane.blocks.layout import segments_of
 
 
 class BlockPool:
@@ -22,7 +22,7 @@ class BlockPool:
         self._run_starts: list[int] = [0]
         self._run_sizes: dict[int, int] = {0: num_blocks}
 
-    def allocate(self, num_blocks: int) -> tuple[Segment, ...] | None:
+    def allocate(self, num_blocks: int) -> list[int] | None:
         """Return `num_blocks` blocks with one reference each, or None when fewer are free.
 
         The smallest free run that holds them all, else the fewest runs, largest first.
@@ -32,35 +32,31 @@ class BlockPool:
             return None
         fitting = [(size, start) for start, size in self._run_sizes.items() if size >= num_blocks]
         runs = [min(fitting)] if fitting else sorted(((size, start) for start, size in self._run_sizes.items()))
-        segments: list[Segment] = []
-        missing = num_blocks
-        while missing:
+        blocks: list[int] = []
+        while len(blocks) < num_blocks:
             size, start = runs.pop()
-            taken = Segment(start, min(size, missing))
-            self._take(taken)
-            segments.append(taken)
-            missing -= taken.num_blocks
-        return tuple(segments)
+            blocks += self._take(start, min(size, num_blocks - len(blocks)))
+        return blocks
 
-    def share(self, segments: Iterable[Segment]) -> None:
+    def share(self, blocks: Sequence[int]) -> None:
         """Add a reference to each block. Asserts that all are in use and that none is named twice."""
-        blocks = self._check_in_use(segments)
+        self._check_in_use(blocks)
         for block in blocks:
             self._num_references[block] += 1
 
-    def free(self, segments: Iterable[Segment]) -> list[int]:
+    def free(self, blocks: Sequence[int]) -> list[int]:
         """Drop a reference to each block and return the blocks that are free now, in the order given.
 
         Asserts that all are in use and that none is named twice.
         """
-        blocks = self._check_in_use(segments)
+        self._check_in_use(blocks)
         freed: list[int] = []
         for block in blocks:
             self._num_references[block] -= 1
             if not self._num_references[block]:
                 freed.append(block)
-        for segment in segments_of(freed):
-            self._give_back(segment)
+        for first, size in segments_of(sorted(freed)):
+            self._give_back(first, size)
         return freed
 
     def num_references(self, block: int) -> int:
@@ -81,32 +77,29 @@ class BlockPool:
         assert free == unreferenced, f"free runs and references disagree on blocks {sorted(free ^ unreferenced)[:8]}"
         assert self.num_free == len(free), f"{self.num_free} counted free, {len(free)} are"
 
-    def _check_in_use(self, segments: Iterable[Segment]) -> list[int]:
-        blocks: list[int] = []
-        for first, size in segments:
-            assert first >= 0 and size >= 0 and first + size <= self.num_blocks, f"no such blocks: {first}+{size}"
-            blocks += range(first, first + size)
-        assert all(self._num_references[block] for block in blocks), "a block that is not in use was shared or freed"
+    def _check_in_use(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            assert 0 <= block < self.num_blocks, f"no such block: {block}"
+            assert self._num_references[block], "a block that is not in use was shared or freed"
         assert len(set(blocks)) == len(blocks), "a block is named twice"
-        return blocks
 
-    def _take(self, segment: Segment) -> None:
-        """Cut the segment off the start of its free run."""
-        size = self._run_sizes.pop(segment.first_block)
-        index = bisect_left(self._run_starts, segment.first_block)
-        rest = Segment(segment.first_block + segment.num_blocks, size - segment.num_blocks)
-        if rest.num_blocks:
-            self._run_starts[index] = rest.first_block
-            self._run_sizes[rest.first_block] = rest.num_blocks
+    def _take(self, start: int, num_blocks: int) -> range:
+        """Cut blocks off the start of the free run that begins there."""
+        end, run_end = start + num_blocks, start + self._run_sizes.pop(start)
+        index = bisect_left(self._run_starts, start)
+        if end < run_end:
+            self._run_starts[index] = end
+            self._run_sizes[end] = run_end - end
         else:
             del self._run_starts[index]
-        for block in range(segment.first_block, rest.first_block):
+        for block in range(start, end):
             self._num_references[block] = 1
-        self.num_free -= segment.num_blocks
+        self.num_free -= num_blocks
+        return range(start, end)
 
-    def _give_back(self, segment: Segment) -> None:
+    def _give_back(self, first: int, size: int) -> None:
         """Add a free run and join it with its neighbours."""
-        first, end = segment.first_block, segment.first_block + segment.num_blocks
+        end = first + size
         index = bisect_left(self._run_starts, first)
         if index < len(self._run_starts) and self._run_starts[index] == end:
             end += self._run_sizes.pop(self._run_starts.pop(index))
@@ -115,4 +108,4 @@ class BlockPool:
         else:
             insort(self._run_starts, first)
             self._run_sizes[first] = end - first
-        self.num_free += segment.num_blocks
+        self.num_free += size

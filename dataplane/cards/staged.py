@@ -26,7 +26,6 @@ from dataplane.memory.codec import BlockCodec, KVNotFiniteError
 from dataplane.memory.extent import Extent
 from dataplane.memory.frames import Rows, Staging, new_hasher
 from dataplane.memory.rows import SequenceRuns
-from dataplane.protocol.reasons import FailureCode
 from dataplane.protocol.stream import (
     Digest,
     Header,
@@ -37,6 +36,7 @@ from dataplane.protocol.stream import (
     encode_header,
 )
 from dataplane.protocol.wire import Wire, WireTimeoutError
+from schemas.kv import ReadEnd
 
 
 @dataclass(slots=True, eq=False)
@@ -309,7 +309,7 @@ class StagedReader:
         if passing.host_digest is None:
             return passing.found
         if passing.found != passing.expected:
-            raise TransferFailedError(FailureCode.DIGEST, f"frame {data.sequence} has changed on its way to the card")
+            raise TransferFailedError(ReadEnd.DIGEST, f"frame {data.sequence} has changed on its way to the card")
         return passing.host_digest
 
 

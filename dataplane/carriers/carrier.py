@@ -37,7 +37,7 @@ class MemoryFailedError(Exception):
 
 
 class BeginsAhead(Protocol):
-    """Of a holder's carrier that works on a frame before the frame is sent. `max_begun`: on so many at once."""
+    """What a holder's carrier has that works on a frame before the frame is sent. `max_begun`: on so many at once."""
 
     @property
     def max_begun(self) -> int: ...

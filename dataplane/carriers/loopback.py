@@ -21,7 +21,7 @@ class LocalServer(Protocol):
 
 _lock = threading.Lock()
 _servers: dict[str, LocalServer] = {}
-"""By the nonce of their arenas."""
+"""The servers of this process by the nonce of their arenas."""
 
 
 def register(server: LocalServer) -> None:

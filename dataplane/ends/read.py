@@ -16,11 +16,11 @@ from dataplane.blocks.layout import BlockTables
 from dataplane.carriers import tcp
 from dataplane.carriers.carrier import CarrierBrokenError, ReaderCarrier
 from dataplane.carriers.kv_arena import Approach
-from dataplane.ends.dial import Cancellation
+from dataplane.ends.connections import Cancellation
 from dataplane.memory.checksum import DigestKind
 from dataplane.memory.codec import WireDtype
 from dataplane.memory.extent import Extent
-from dataplane.protocol.reasons import FailureCode, RefusalCode
+from dataplane.protocol.reasons import RefusalCode
 from dataplane.protocol.stream import (
     Accepted,
     Digest,
@@ -39,6 +39,7 @@ from dataplane.protocol.stream import (
 )
 from dataplane.protocol.wire import Wire, WireClosedError
 from schemas.handoff import Endpoint
+from schemas.kv import ReadEnd
 
 _FRAME_KINDS = (Kind.DATA, Kind.COMMIT, Kind.END, Kind.FAIL)
 
@@ -99,7 +100,7 @@ class Read:
         self._on_started = on_started
         self._landing: Landing | None = None
 
-    def failed(self, code: FailureCode, detail: str) -> TransferFailedError:
+    def failed(self, code: ReadEnd, detail: str) -> TransferFailedError:
         """Return the error with which the read ends, with what has landed so far."""
         landed = self.request.first_token if self._landing is None else self._landing.num_landed_tokens
         return TransferFailedError(code, detail, landed)
@@ -135,7 +136,7 @@ class Read:
             refused = decode_body(body, StreamRefused)
             if refused.code is RefusalCode.CARRIER:
                 raise CarrierBrokenError(carrier, refused.detail)
-            raise TransferFailedError(FailureCode(refused.code), refused.detail)
+            raise TransferFailedError(ReadEnd(refused.code), refused.detail)
         accepted = decode_body(body, Accepted)
         if accepted.carrier != carrier:
             raise ProtocolError(f"asked for {carrier}, accepted as {accepted.carrier}")
@@ -195,7 +196,7 @@ class Read:
     def _finish(self, landing: Landing, header: Header, body: bytes) -> Landed:
         if header.kind is Kind.FAIL:
             fail = decode_body(body, StreamFailed)
-            raise TransferFailedError(FailureCode(fail.code), fail.reason)
+            raise TransferFailedError(ReadEnd(fail.code), fail.reason)
         landing.end(header, body)
         self.stats.landed_ns = time.time_ns()
         return Landed(self.request.num_tokens, body, self.stats)

@@ -13,22 +13,20 @@ import time
 from collections.abc import Callable
 
 from dataplane import limits
-from dataplane.blocks.layout import ArenaShape, BlockTables
+from dataplane.blocks.layout import ArenaShape
 from dataplane.carriers import loopback, tcp
 from dataplane.carriers.carrier import CarrierBrokenError, MemoryFailedError
 from dataplane.carriers.kv_arena import Approach, KVArena, ReadAsked, ReaderSide
 from dataplane.ends.choice import BrokenCarriers, CarrierImpossibleError, Choice, choices
-from dataplane.ends.dial import Cancellation, connect_tcp
-from dataplane.ends.idle import HolderKey, IdleConnections, holder_key
+from dataplane.ends.connections import Cancellation, IdleConnections, connect_tcp
 from dataplane.ends.read import Landed, NotAnsweredError, Read, ReadRequest
 from dataplane.memory.arena import ArenaMissingError
-from dataplane.memory.codec import WireDtype
 from dataplane.memory.extent import Extent, HeadRange, heads_of
 from dataplane.memory.rows import SequenceRuns
-from dataplane.protocol.reasons import FailureCode
-from dataplane.protocol.stream import ProtocolError, TransferFailedError, TransferStats
+from dataplane.protocol.stream import ProtocolError, TransferFailedError
 from dataplane.protocol.wire import SocketWire, Thread, Wire, WireClosedError, WireTimeoutError
 from schemas.handoff import Endpoint
+from schemas.kv import ReadEnd
 
 __all__ = ["Landed", "PlaneReader", "ReadRequest"]
 
@@ -59,32 +57,13 @@ class PlaneReader:
         self._idle = IdleConnections()
         self._broken = BrokenCarriers()
 
-    async def read(
-        self,
-        endpoint: Endpoint,
-        ticket: str,
-        *,
-        carrier: str,
-        tables: BlockTables,
-        first_token: int = 0,
-        num_tokens: int,
-        deadline_s: float,
-        heads: tuple[int, int] | None = None,
-        wire_dtype: WireDtype = "same",
-        stats: TransferStats | None = None,
-        on_started: Callable[[str], None] = lambda _: None,
-    ) -> Landed:
-        """Return once all is in place. `on_started(carrier)` is called on the loop at the first frame; `stats` are
-        filled as it goes on.
+    async def read(self, request: ReadRequest, on_started: Callable[[str], None] = lambda _: None) -> Landed:
+        """Return once all is in place. `on_started(carrier)` is called on the loop at the first frame.
 
         Raises TransferFailedError, and ValueError when the arena has no such heads or `tables` not all these tokens.
         When it is cancelled, the thread has ended before CancelledError comes out: the blocks may be given to somebody
         else.
         """
-        request = ReadRequest(
-            endpoint, ticket, carrier, tables, first_token, num_tokens, deadline_s, heads, wire_dtype,
-            stats or TransferStats(),
-        )  # fmt: skip
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Landed] = loop.create_future()
         cancellation = Cancellation()
@@ -132,21 +111,21 @@ class PlaneReader:
         try:
             return self._run(run, target)
         except (WireClosedError, ConnectionError) as error:
-            code = FailureCode.CANCELLED if run.cancellation.is_cancelled else FailureCode.CLOSED
+            code = ReadEnd.CANCELLED if run.cancellation.is_cancelled else ReadEnd.CLOSED
             raise run.failed(code, str(error)) from error
         except (WireTimeoutError, TimeoutError) as error:
-            raise run.failed(FailureCode.DEADLINE, str(error)) from error
+            raise run.failed(ReadEnd.DEADLINE, str(error)) from error
         except ProtocolError as error:
-            raise run.failed(FailureCode.PROTOCOL, str(error)) from error
+            raise run.failed(ReadEnd.PROTOCOL, str(error)) from error
         except (ArenaMissingError, CarrierImpossibleError, CarrierBrokenError) as error:
-            raise run.failed(FailureCode.CARRIER, str(error)) from error
+            raise run.failed(ReadEnd.CARRIER, str(error)) from error
         except MemoryFailedError as error:
             self.is_stuck |= error.may_still_write
-            raise run.failed(FailureCode.MEMORY, str(error)) from error
+            raise run.failed(ReadEnd.MEMORY, str(error)) from error
         except TransferFailedError as error:
             raise run.failed(error.code, error.detail) from error
         except OSError as error:
-            raise run.failed(FailureCode.CONNECT, str(error)) from error
+            raise run.failed(ReadEnd.CONNECT, str(error)) from error
 
     def release_ended(self) -> None:
         """Let go of what is kept of holders that have ended. To be called now and then; may take its time."""
@@ -183,17 +162,16 @@ class PlaneReader:
         )
         approach = self._side.approach(carrier, asked)
         try:
-            key = holder_key(carrier, request.endpoint)
-            while (wire := self._idle.take(key)) is not None:
+            while (wire := self._idle.take(carrier, request.endpoint)) is not None:
                 try:
-                    return self._read_on(wire, key, carrier, run, approach)
+                    return self._read_on(wire, carrier, run, approach)
                 except NotAnsweredError:
                     continue  # the holder had just closed it: nothing has been asked of it yet
-            return self._read_on(self._connect(carrier, run), key, carrier, run, approach)
+            return self._read_on(self._connect(carrier, run), carrier, run, approach)
         finally:
             approach.close()
 
-    def _read_on(self, wire: Wire, key: HolderKey, carrier: str, run: Read, approach: Approach) -> Landed:
+    def _read_on(self, wire: Wire, carrier: str, run: Read, approach: Approach) -> Landed:
         """Read on this connection; it is kept if the stream ends well. Raises NotAnsweredError, and what ends it."""
         landed = None
         wire.reads_ahead = carrier != tcp.NAME
@@ -210,7 +188,7 @@ class PlaneReader:
         finally:
             run.cancellation.unwatch(wire)
             if landed is not None and wire.is_silent:
-                self._idle.put(key, wire)
+                self._idle.put(carrier, run.request.endpoint, wire)
             else:
                 wire.close()
 

@@ -1,22 +1,23 @@
-"""A connection, as the holder serves it: on one thread, stream after stream, each from the reader's Open to End, Fail
-or the reader's going."""
+"""The holder's side of the stream protocol: one connection, on one thread. It carries stream after stream; each begins
+with the reader's Open, and is over with End, with Fail, or when the reader has gone."""
 
 import contextlib
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import get_args
 
 from dataplane import limits
 from dataplane.blocks.layout import ArenaShape
 from dataplane.blocks.ticket import Ticket, TicketRefusedError, verify
 from dataplane.carriers import tcp
 from dataplane.carriers.carrier import CarrierBrokenError, HeldUpError, HolderCarrier, MemoryFailedError
-from dataplane.carriers.kv_arena import HolderSide, PairRefusedError
+from dataplane.carriers.kv_arena import HolderSide, PairListener, PairRefusedError
 from dataplane.memory.checksum import DigestKind
 from dataplane.memory.codec import KVNotFiniteError
 from dataplane.memory.extent import NO_HEADS, Extent, heads_of
 from dataplane.memory.rows import SequenceRuns
-from dataplane.protocol.gate import LeaseGate, LeaseRefusedError, ReadableKV
+from dataplane.protocol.gate import LeasedKV, LeaseGate, LeaseRefusedError, OpenLease
 from dataplane.protocol.progress import Ready
 from dataplane.protocol.reasons import FailCode, RefusalCode
 from dataplane.protocol.stream import (
@@ -45,9 +46,17 @@ class JunkError(Exception):
 
 
 class _RefusedError(Exception):
-    def __init__(self, code: RefusalCode, detail: str) -> None:
-        super().__init__(detail)
-        self.refused = StreamRefused(code=code, detail=detail)
+    """What an Open asks for is not to be had here."""
+
+    def __init__(self, code: RefusalCode, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+        self.reason = reason
+
+
+_Refusal = _RefusedError | TicketRefusedError | LeaseRefusedError | CarrierBrokenError | PairRefusedError
+_REFUSALS = get_args(_Refusal)
+"""Why a stream, or a pair, is not served. The `reason` of each is for the reader."""
 
 
 class _EndedError(Exception):
@@ -74,21 +83,6 @@ class HolderContext:
     idle_timeout_s: float
 
 
-@dataclass(slots=True, frozen=True)
-class _Opened:
-    """What a reader asked for and may have."""
-
-    ticket: Ticket
-    carrier: str
-    readable: ReadableKV
-    extent: Extent
-    end: HolderCarrier
-    digest_kind: DigestKind | None
-    """None: digests are off."""
-    peer_traceparent: str
-    max_frame_bytes: int
-
-
 class HolderStream:
     """Serves one reader on `wire`, which stays the caller's to close."""
 
@@ -113,14 +107,16 @@ class HolderStream:
             wanted = self._receive_open(self._context.open_timeout_s, Kind.OPEN, Kind.PAIR_OPEN)
         except (WireClosedError, WireTimeoutError) as error:
             raise JunkError(str(error)) from error
-        if isinstance(wanted, PairOpen):
-            self._serve_pair(wanted)
-            return
-        while isinstance(wanted, Open) and self._serve(wanted):
-            try:
-                wanted = self._receive_open(self._context.idle_timeout_s, Kind.OPEN)
-            except (WireClosedError, WireTimeoutError):
-                return  # the reader needs no more
+        try:
+            if isinstance(wanted, PairOpen):
+                self._open_pair(wanted).accept(self._wire)  # listens until the pair is over
+            while isinstance(wanted, Open) and self._serve(wanted):
+                try:
+                    wanted = self._receive_open(self._context.idle_timeout_s, Kind.OPEN)
+                except (WireClosedError, WireTimeoutError):
+                    return  # the reader needs no more
+        except _REFUSALS as refusal:
+            self._refuse(refusal)
 
     def _receive_open(self, timeout_s: float, *allowed: Kind) -> Open | PairOpen:
         """Return what is said first. Raises JunkError, WireClosedError, WireTimeoutError."""
@@ -133,54 +129,38 @@ class HolderStream:
             raise JunkError(str(error)) from error
 
     def _serve(self, wanted: Open) -> bool:
-        """Serve one stream; say whether it ended well, so that another may follow."""
-        try:
-            opened = self._open(wanted)
-        except _RefusedError as refusal:
-            self._refuse(refusal)
-            return False
-        service = _Service(self._context, self._wire, opened)
+        """Serve one stream; say whether it ended well, so that another may follow. Raises a refusal."""
+        service = self._open(wanted)
         error = "the plane failed"
         try:
             error = service.run()
         finally:
             self.is_opened = False
-            self._context.gate.served(opened.ticket.lease_id, service.stats, error)
+            service.lease.served(service.stats, error)
         return not error
 
-    def _refuse(self, refusal: _RefusedError) -> None:
-        self.refused = refusal.refused.code
-        self._say_no(refusal)
-
-    def _say_no(self, refusal: _RefusedError) -> None:
+    def _refuse(self, refusal: _Refusal) -> None:
+        """Tell the reader, and note what is to be counted."""
+        code = _code_of(refusal)
+        if not isinstance(refusal, PairRefusedError):  # that is no wrong: offers may be late
+            self.refused = code
+        refused = StreamRefused(code=code, detail=refusal.reason)
         with contextlib.suppress(WireClosedError, WireTimeoutError):
-            self._wire.send([encode_frame(Kind.REFUSED, refusal.refused)], self._context.open_timeout_s)
+            self._wire.send([encode_frame(Kind.REFUSED, refused)], self._context.open_timeout_s)
             self._wire.finish_sending()
 
-    def _serve_pair(self, wanted: PairOpen) -> None:
-        """Listen to a pair's wire until the pair is over, or refuse it."""
-        try:
-            ticket = self._verify(wanted.ticket)
-            self._check_lease(ticket)
-            self.is_pair = True
-            pair = self._context.side.open_pair(ticket.reader, wanted.generation)
-        except PairRefusedError as error:
-            self._say_no(_RefusedError(RefusalCode.CARRIER, error.reason))  # no wrong: offers may be late
-        except CarrierBrokenError as error:
-            self._refuse(_RefusedError(RefusalCode.CARRIER, error.reason))
-        except _RefusedError as refusal:
-            self._refuse(refusal)
-        else:
-            pair.accept(self._wire)
+    def _open_pair(self, wanted: PairOpen) -> PairListener:
+        """Return the pair that is asked for. Raises a refusal."""
+        ticket = self._verify(wanted.ticket)
+        self._context.gate.open(ticket)
+        self.is_pair = True
+        return self._context.side.open_pair(ticket.reader, wanted.generation)
 
     def _verify(self, token: str) -> Ticket:
-        try:
-            return verify(self._context.secret, token, time.time_ns() // 1_000_000)
-        except TicketRefusedError as error:
-            raise _RefusedError(RefusalCode.TICKET, error.reason) from error
+        return verify(self._context.secret, token, time.time_ns() // 1_000_000)
 
-    def _open(self, wanted: Open) -> _Opened:
-        """Return what is to be served. Raises _RefusedError with what the reader is told."""
+    def _open(self, wanted: Open) -> "_Service":
+        """Return what serves the stream that is asked for. Raises a refusal."""
         context = self._context
         if wanted.version != VERSION:
             raise _RefusedError(RefusalCode.VERSION, f"this holder speaks version {VERSION}")
@@ -194,36 +174,29 @@ class HolderStream:
             raise _RefusedError(RefusalCode.MALFORMED, f"frames of {wanted.frame_bytes} bytes")
         if wanted.carrier != tcp.NAME and wanted.wire_dtype != "same":
             raise _RefusedError(RefusalCode.MALFORMED, f"nothing is compressed over {wanted.carrier}")
-        return self._in_range(ticket, wanted, self._check_lease(ticket))
+        lease = context.gate.open(ticket)
+        source, extent = self._in_range(wanted, lease.kv)
+        kind = self._digest_kind(wanted, extent)
+        carrier = context.side.carrier(wanted, ticket.reader, source, extent, kind)
+        return _Service(context, self._wire, wanted, lease, extent, carrier, kind)
 
-    def _check_lease(self, ticket: Ticket) -> ReadableKV:
-        """Return what the ticket's lease is on. Raises _RefusedError."""
-        try:
-            return self._context.gate.open(ticket)
-        except LeaseRefusedError as error:
-            raise _RefusedError(RefusalCode.LEASE, error.reason) from error
-
-    def _in_range(self, ticket: Ticket, wanted: Open, readable: ReadableKV) -> _Opened:
-        """Return what the lease covers of what is wanted, which is all of it. Raises _RefusedError."""
+    def _in_range(self, wanted: Open, kv: LeasedKV) -> tuple[SequenceRuns, Extent]:
+        """Return where it lies and what is to be sent: all that is wanted. Raises a refusal."""
         shape, held = self._context.shape, heads_of(self._context.shape.layout)
-        if not 0 <= readable.first_token <= wanted.first_token <= wanted.num_tokens <= readable.num_tokens:
-            detail = f"the lease is on tokens {readable.first_token} to {readable.num_tokens}"
-            raise _RefusedError(RefusalCode.RANGE, detail)
+        if not 0 <= kv.first_token <= wanted.first_token <= wanted.num_tokens <= kv.num_tokens:
+            reason = f"the lease is on tokens {kv.first_token} to {kv.num_tokens}"
+            raise _RefusedError(RefusalCode.RANGE, reason)
         if not held.holds(wanted.heads):
             raise _RefusedError(RefusalCode.RANGE, f"this holder has {held.num_heads} heads from {held.first} on")
         extent = Extent(shape.layout, wanted.first_token, wanted.num_tokens, wanted.heads, wanted.wire_dtype)
-        source = SequenceRuns(shape, readable.tables, wanted.heads)
-        if not source.covers(extent, readable.num_tokens):
+        source = SequenceRuns(shape, kv.tables, wanted.heads)
+        if not source.covers(extent, kv.num_tokens):
             raise _RefusedError(RefusalCode.RANGE, f"not all that {wanted.num_tokens} tokens need is held any more")
-        kind = self._digest_kind(wanted, extent)
-        try:
-            end = self._context.side.carrier(wanted, ticket.reader, source, extent, kind)
-        except CarrierBrokenError as error:
-            raise _RefusedError(RefusalCode.CARRIER, error.reason) from error
-        return _Opened(ticket, wanted.carrier, readable, extent, end, kind, wanted.traceparent, wanted.frame_bytes)
+        return source, extent
 
     def _digest_kind(self, wanted: Open, extent: Extent) -> DigestKind | None:
-        """Return what suits both ends' memory; what is compressed is digested on the host, as it crosses."""
+        """Return what suits both ends' memory; what is compressed is digested on the host, as it crosses. None: digests
+        are off."""
         if not self._context.digests:
             return None
         if extent.codec is not None:
@@ -231,28 +204,48 @@ class HolderStream:
         return self._context.side.digest_kind or wanted.digest_kind
 
 
-class _Service:
-    """Sends what is ready, commits what has left, waits for the engine and the reader at once."""
+def _code_of(refusal: _Refusal) -> RefusalCode:
+    match refusal:
+        case _RefusedError():
+            return refusal.code
+        case TicketRefusedError():
+            return RefusalCode.TICKET
+        case LeaseRefusedError():
+            return RefusalCode.LEASE
+        case CarrierBrokenError() | PairRefusedError():
+            return RefusalCode.CARRIER
 
-    def __init__(self, context: HolderContext, wire: Wire, opened: _Opened) -> None:
-        extent = opened.extent
+
+class _Service:
+    """Serves one stream: sends what is ready, commits what has left, waits for the engine and the reader at once."""
+
+    def __init__(
+        self,
+        context: HolderContext,
+        wire: Wire,
+        wanted: Open,
+        lease: OpenLease,
+        extent: Extent,
+        carrier: HolderCarrier,
+        digest_kind: DigestKind | None,
+    ) -> None:
+        self.lease = lease
         self.stats = TransferStats(
-            opened.carrier,
+            wanted.carrier,
             extent.wire_dtype,
             opened_ns=time.time_ns(),
-            traceparent=opened.readable.traceparent,
-            peer_traceparent=opened.peer_traceparent,
+            traceparent=lease.traceparent,
+            peer_traceparent=wanted.traceparent,
         )
         self._context = context
         self._wire = wire
-        self._ticket = opened.ticket
-        self._readable = opened.readable
+        self._kv = lease.kv
         self._extent = extent
-        self._digest_kind = opened.digest_kind
-        self._carrier = opened.end
-        self._ahead = opened.end.ahead
+        self._digest_kind = digest_kind
+        self._carrier = carrier
+        self._ahead = carrier.ahead
         self._max_begun = 1 if self._ahead is None else self._ahead.max_begun
-        self._planner = FramePlanner(extent, min(self._carrier.frame_bytes, opened.max_frame_bytes))
+        self._planner = FramePlanner(extent, min(carrier.frame_bytes, wanted.frame_bytes))
         self._begun: deque[Header] = deque()
         self._uncommitted: deque[tuple[int, Digest]] = deque()  # by sequence
         self._num_acked = 0
@@ -262,7 +255,7 @@ class _Service:
     def run(self) -> str:
         """Serve; return "" or why it ended early. The reader has been told where it could be."""
         with self._wire.waker() as waker:
-            self._readable.progress.subscribe(waker.wake)  # under its lock, and never after `unsubscribe`
+            self._kv.progress.subscribe(waker.wake)  # under its lock, and never after `unsubscribe`
             try:
                 self._accept()
                 self._serve(waker)
@@ -276,7 +269,7 @@ class _Service:
             except (WireClosedError, WireTimeoutError, ProtocolError) as error:
                 return f"the reader has gone: {error}"
             finally:
-                self._readable.progress.unsubscribe(waker.wake)
+                self._kv.progress.unsubscribe(waker.wake)
                 self._carrier.close()
         self.stats.landed_ns = time.time_ns()
         return ""
@@ -299,7 +292,7 @@ class _Service:
             names=access.names,
             num_blocks=self._context.shape.num_blocks if access.by_tables else (),
             heads=heads_of(self._context.shape.layout) if access.by_tables else NO_HEADS,
-            tables=self._readable.tables if access.by_tables else (),
+            tables=self._kv.tables if access.by_tables else (),
             traceparent=self.stats.traceparent,
         )
         self._unsent = encode_frame(Kind.ACCEPTED, accepted)
@@ -307,7 +300,7 @@ class _Service:
     def _serve(self, waker: Waker) -> None:
         while True:
             waker.clear()
-            ready = self._readable.progress.ready()
+            ready = self._kv.progress.ready()
             if ready.failure is not None:
                 raise _EndedError(ready.failure, tell=True)
             self._take_acks()
@@ -344,7 +337,7 @@ class _Service:
         stats = self.stats
         if not stats.num_frames:
             stats.first_byte_ns = time.time_ns()
-            self._context.gate.started(self._ticket.lease_id, stats.carrier)
+            self.lease.started()
         try:
             digest = self._carrier.send(self._wire, self._unsent, data, stats, self._context.idle_timeout_s)
         except KVNotFiniteError as error:
@@ -360,7 +353,7 @@ class _Service:
         self._uncommitted.append((data.sequence, digest))
 
     def _take_acks(self) -> None:
-        """Take in the reader's Acks that are there. Raises WireClosedError when it has gone, ProtocolError."""
+        """Read the Acks that have arrived. Raises WireClosedError when the reader has gone, ProtocolError."""
         while self._wire.has_unread():
             ack = self._wire.receive_header(time.monotonic() + self._context.idle_timeout_s, Kind.ACK)
             if not self._carrier.needs_ack or not self._num_acked < ack.sequence <= self.stats.num_frames:
@@ -373,8 +366,8 @@ class _Service:
         num_gone = self._num_acked if self._carrier.needs_ack else self.stats.num_frames
         if not self._uncommitted or self._uncommitted[0][0] > num_gone:
             return
-        if not self._context.gate.still_valid(self._ticket):
-            raise _EndedError(self._readable.progress.ready().failure or "the lease has ended", tell=True)
+        if not self.lease.still_valid():
+            raise _EndedError(self._kv.progress.ready().failure or "the lease has ended", tell=True)
         while self._uncommitted and self._uncommitted[0][0] <= num_gone:
             sequence, digest = self._uncommitted.popleft()
             self._unsent += encode_header(Header(Kind.COMMIT, sequence, digest=digest()))
@@ -387,7 +380,7 @@ class _Service:
     def _end(self, trailer: bytes) -> None:
         if len(trailer) > limits.MAX_TRAILER_BYTES:
             raise _EndedError(f"the trailer has {len(trailer)} bytes", tell=True)
-        if not self._context.gate.still_valid(self._ticket):
+        if not self.lease.still_valid():
             raise _EndedError("the lease has ended", tell=True)
         self._unsent += encode_header(Header(Kind.END, length=len(trailer), digest=digest_of(trailer))) + trailer
         self._flush()
@@ -400,5 +393,5 @@ class _Service:
         if not moved:
             if self._uncommitted:
                 raise _EndedError("the reader copies nothing", tell=False)
-            if not self._context.gate.still_valid(self._ticket):
+            if not self.lease.still_valid():
                 raise _EndedError("the lease has ended", tell=True)

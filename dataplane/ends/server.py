@@ -13,14 +13,14 @@ from dataplane.blocks.layout import ArenaShape
 from dataplane.carriers import loopback, shm, tcp
 from dataplane.carriers.kv_arena import KVArena
 from dataplane.ends.sender import HolderContext, HolderStream, JunkError
-from dataplane.protocol.gate import LeaseGate, ReadableKV
+from dataplane.protocol.gate import LeaseGate
 from dataplane.protocol.reasons import RefusalCode
 from dataplane.protocol.stream import Kind, StreamRefused, encode_frame
 from dataplane.protocol.wire import SocketWire, Thread, Wire, WireClosedError, WireTimeoutError
 from schemas.handoff import Endpoint
 from schemas.ids import WorkerId
 
-__all__ = ["LeaseGate", "PlaneServer", "ReadableKV", "ServerOptions"]
+__all__ = ["LeaseGate", "PlaneServer", "ServerOptions"]
 
 log = logging.getLogger(__name__)
 

@@ -139,7 +139,7 @@ class Arena:
 
 
 def _available_bytes() -> int | None:
-    """None: the file system has no limit."""
+    """Return how much room is left; None: the file system has no limit."""
     room = os.statvfs(SHM_DIR)
     return room.f_bavail * room.f_frsize if room.f_blocks else None
 

@@ -13,8 +13,6 @@ import numpy.typing as npt
 
 from dataplane.blocks.layout import (
     ITEM_BYTES,
-    KEY,
-    VALUE,
     ArenaShape,
     BlockTable,
     BlockTables,
@@ -84,9 +82,9 @@ class SequenceRuns:
     def parts(self, frame: Frame) -> Iterator[Part]:
         """Yield the frame's parts: layer by layer, keys and values apart."""
         for layer in range(frame.layer, frame.layer + frame.num_layers):
-            for key_or_value in (KEY, VALUE):
-                first_byte = self.shape.offset(layer, key_or_value, 0) + self.row_offset
-                yield Part(first_byte, self.shape.layout.group_of_layer[layer])
+            group = self.shape.layout.group_of_layer[layer]
+            for first_byte in self.shape.first_bytes[layer]:
+                yield Part(first_byte + self.row_offset, group)
 
     def slot_spans(self, group: int, frame: Frame) -> list[SlotSpan]:
         """Return where a cache group's tokens of the frame lie."""

@@ -1,6 +1,5 @@
 """What the plane's threads need of a holder: its leases."""
 
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from dataplane.blocks.layout import BlockTables
@@ -22,33 +21,44 @@ class LeaseRefusedError(Exception):
         self.reason: LeaseRefusalReason = reason
 
 
-@dataclass(slots=True, frozen=True)
-class ReadableKV:
-    """What a ticket gives access to: tokens [first_token, num_tokens), of a sliding window what its table has."""
+class LeasedKV(Protocol):
+    """What a lease is on: tokens [first_token, num_tokens), of a sliding window what its table has."""
 
-    tables: BlockTables
-    num_tokens: int
-    progress: KVProgress
-    first_token: int = 0
-    traceparent: str = ""
-    """What this end of the transfer is called in its trace: told to the reader."""
+    @property
+    def tables(self) -> BlockTables: ...
+    @property
+    def first_token(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def progress(self) -> KVProgress: ...
+
+
+class OpenLease(Protocol):
+    """A lease as one stream reads under it. `traceparent`: what this end of the transfer is called in its trace; the
+    reader is told. Every method may be called on any thread, also once the lease has ended."""
+
+    @property
+    def kv(self) -> LeasedKV: ...
+    @property
+    def traceparent(self) -> str: ...
+
+    def still_valid(self) -> bool:
+        """Say whether the leased blocks are still what they were when the lease was opened."""
+        ...
+
+    def started(self) -> None:
+        """The first frame is on its way."""
+        ...
+
+    def served(self, stats: TransferStats, error: str) -> None:
+        """The stream is over; `error` is "" when all was sent and committed."""
+        ...
 
 
 class LeaseGate(Protocol):
-    """The holder's leases, as the plane's threads see them. Every method may be called on any thread."""
+    """The holder's leases, as the plane's threads see them."""
 
-    def open(self, ticket: Ticket) -> ReadableKV:
-        """Return what the ticket names. Raises LeaseRefusedError."""
-        ...
-
-    def still_valid(self, ticket: Ticket) -> bool:
-        """Say whether the leased blocks are still what they were when `open` was called."""
-        ...
-
-    def started(self, lease_id: LeaseId, carrier: str) -> None:
-        """The first frame is on its way, over `carrier`."""
-        ...
-
-    def served(self, lease_id: LeaseId, stats: TransferStats, error: str) -> None:
-        """The stream is over; `error` is "" when all was sent and committed."""
+    def open(self, ticket: Ticket) -> OpenLease:
+        """Return the lease that the ticket names, for one stream. Raises LeaseRefusedError. Any thread."""
         ...

@@ -68,7 +68,8 @@ class KVProgress:
     def ready(self) -> Ready:
         """Return what may be read now. A failure hides a trailer."""
         with self._lock:
-            return self._snapshot()
+            trailer = None if self._failure is not None else self._trailer
+            return Ready(tuple(self._ready), trailer, self._failure, tuple(self._marks))
 
     def subscribe(self, waker: Callable[[], None]) -> None:
         """Call `waker` after each change, on the thread that made it. It must be quick and must not raise."""
@@ -79,10 +80,6 @@ class KVProgress:
         """Stop calling `waker`; it is not running any more when this returns."""
         with self._lock:
             self._wakers = tuple(w for w in self._wakers if w != waker)
-
-    def _snapshot(self) -> Ready:
-        trailer = None if self._failure is not None else self._trailer
-        return Ready(tuple(self._ready), trailer, self._failure, tuple(self._marks))
 
     def _wake(self) -> None:
         for waker in self._wakers:

@@ -1,5 +1,5 @@
-"""Why a stream is refused, or ends early: what both ends' code looks at, and what metrics count by. Values are said on
-the wire."""
+"""Why a holder refuses a stream, or ends it early, as it says on the wire. To the reader each is one of the ends that
+its read can come to (`schemas.kv.ReadEnd`), by the same value."""
 
 import enum
 
@@ -33,34 +33,3 @@ class FailCode(enum.StrEnum):
     """What it holds cannot be compressed, but can be read as it is."""
     MEMORY = "device"
     """What its KV lies in has failed."""
-
-
-class FailureCode(enum.StrEnum):
-    """Why a read ended early: the holder's word, as in the two above, or what its reader found."""
-
-    MALFORMED = "malformed"
-    VERSION = "version"
-    TICKET = "ticket"
-    LEASE = "lease"
-    FINGERPRINT = "fingerprint"
-    CARRIER = "carrier"
-    """Also: none leads there, or what was to carry it cannot be opened here."""
-    RANGE = "range"
-    BUSY = "busy"
-    CLOSING = "closing"
-    INTERNAL = "internal"
-    CONNECT = "connect"
-    """Nobody can be connected to."""
-    CLOSED = "closed"
-    """The holder has gone."""
-    DEADLINE = "deadline"
-    CANCELLED = "cancelled"
-    PROTOCOL = "protocol"
-    """The holder sent what the protocol does not allow."""
-    DIGEST = "digest"
-    """What arrived is not what was sent."""
-    HOLDER = "holder"
-    CODEC = "codec"
-    ARENA = "arena"
-    MEMORY = "device"
-    """What the KV of one of the two ends lies in has failed."""

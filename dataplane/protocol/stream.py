@@ -33,7 +33,8 @@ from dataplane.blocks.layout import BlockTables
 from dataplane.memory.checksum import DigestKind
 from dataplane.memory.codec import WireDtype
 from dataplane.memory.extent import NO_HEADS, Extent, HeadRange
-from dataplane.protocol.reasons import FailCode, FailureCode, RefusalCode
+from dataplane.protocol.reasons import FailCode, RefusalCode
+from schemas.kv import ReadEnd
 
 VERSION = 3
 
@@ -81,9 +82,9 @@ class ProtocolError(Exception):
 class TransferFailedError(Exception):
     """A read ended early. Tokens from its first up to `num_landed_tokens` are in place, verified and committed."""
 
-    def __init__(self, code: FailureCode, detail: str, num_landed_tokens: int = 0) -> None:
+    def __init__(self, code: ReadEnd, detail: str, num_landed_tokens: int = 0) -> None:
         super().__init__(f"{code}: {detail}")
-        self.code: FailureCode = code
+        self.code: ReadEnd = code
         self.detail = detail
         self.num_landed_tokens = num_landed_tokens
 
@@ -348,7 +349,7 @@ class Landing:
         data, digest = self._pending.popleft()
         if self._digests and digest() != commit.digest:
             raise TransferFailedError(
-                FailureCode.DIGEST, f"frame {data.sequence} (layer {data.layer}, token {data.first_token})"
+                ReadEnd.DIGEST, f"frame {data.sequence} (layer {data.layer}, token {data.first_token})"
             )
         end = data.first_token + data.num_tokens
         self._committed[data.layer : data.layer + data.num_layers] = [end] * data.num_layers
@@ -358,4 +359,4 @@ class Landing:
         if self._pending or self.num_landed_tokens < self._num_tokens:
             raise ProtocolError(f"ended after {self.num_landed_tokens} of {self._num_tokens} tokens")
         if end.digest != digest_of(trailer):
-            raise TransferFailedError(FailureCode.DIGEST, "the trailer")
+            raise TransferFailedError(ReadEnd.DIGEST, "the trailer")

@@ -44,7 +44,7 @@ class Waker(Protocol):
         ...
 
     def clear(self) -> None:
-        """Forget the calls so far: before looking at what they told of."""
+        """Forget the calls so far, before looking at what they announced."""
         ...
 
     def wait(self, timeout_s: float) -> bool:
@@ -56,7 +56,7 @@ class Wire(Protocol):
     """One connected stream. One thread uses it; any thread may `cut` it. Deadlines are `time.monotonic()` seconds."""
 
     reads_ahead: bool
-    """Take in whatever is there with a header: only where no payload follows headers on this wire."""
+    """Receives whatever is there together with a header: only where no payload follows headers on this wire."""
 
     def receive_header(self, deadline: float, *allowed: Kind) -> Header:
         """Return the next header. Raises WireClosedError, WireTimeoutError, ProtocolError."""

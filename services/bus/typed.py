@@ -16,7 +16,6 @@ from schemas.subjects import CarriesT, Subject
 from services.bus import limits
 from services.bus.base import (
     Bus,
-    BusClosedError,
     BusError,
     Delivery,
     NoRespondersError,
@@ -25,6 +24,7 @@ from services.bus.base import (
 )
 from services.metric_names import BUS_CONNECTS, BUS_FAILURES, BUS_SECONDS, DROPPED, label_of
 from services.metrics import Metrics
+from services.telemetry import SpanRef
 
 log = logging.getLogger(__name__)
 
@@ -74,11 +74,11 @@ class TypedBus:
         await self.connection.announce(self.service, description, self.identity)
 
     async def publish(
-        self, subject: Subject[CarriesT, None], ids: tuple[str, ...], message: CarriesT, traceparent: str = ""
+        self, subject: Subject[CarriesT, None], ids: tuple[str, ...], message: CarriesT, trace: SpanRef = ""
     ) -> None:
         """Send an event. Raises BusError."""
         _check_carries(subject, message)
-        await self.connection.publish(subject.of(*ids), encode(message), headers_of(message, traceparent))
+        await self.connection.publish(subject.of(*ids), encode(message), headers_of(message, trace))
 
     async def ask(
         self,
@@ -86,7 +86,7 @@ class TypedBus:
         ids: tuple[str, ...],
         message: CarriesT,
         timeout_s: float,
-        traceparent: str = "",
+        trace: SpanRef = "",
     ) -> ReplyT:
         """Send a request and return its reply, one of the types that the subject allows.
 
@@ -95,13 +95,11 @@ class TypedBus:
         _check_carries(subject, message)
         concrete, label, started_s = subject.of(*ids), label_of(subject), time.monotonic()
         try:
-            reply = await self.connection.request(
-                concrete, encode(message), headers_of(message, traceparent), timeout_s
-            )
+            reply = await self.connection.request(concrete, encode(message), headers_of(message, trace), timeout_s)
         except BusError as error:
             self.metrics.inc(BUS_FAILURES, label, _failure_of(error))
             raise
-        self.metrics.observe(BUS_SECONDS, time.monotonic() - started_s, label, traceparent=traceparent)
+        self.metrics.observe(BUS_SECONDS, time.monotonic() - started_s, label, trace=trace)
         try:
             return decode(reply.payload, *subject.reply)
         except UndecodableMessageError as error:
@@ -202,7 +200,7 @@ class TypedBus:
             return
         try:
             await delivery.respond(encode(reply), headers_of(reply, ""))
-        except (BusClosedError, BusError) as error:
+        except BusError as error:
             log.warning("a reply could not be sent: %s", error)
 
     def _decode(self, delivery: Delivery, subject: Subject[CarriesT, Any]) -> Received[CarriesT] | None:
@@ -234,10 +232,10 @@ def _failure_of(error: BusError) -> str:
     return "timed_out" if isinstance(error, RequestTimedOutError) else "failed"
 
 
-def headers_of(message: Message, traceparent: str) -> dict[str, str]:
+def headers_of(message: Message, trace: SpanRef) -> dict[str, str]:
     headers = {SCHEMA_HEADER: type(message).__name__}
-    if traceparent:
-        headers[TRACEPARENT_HEADER] = traceparent
+    if trace:
+        headers[TRACEPARENT_HEADER] = trace if isinstance(trace, str) else trace.traceparent
     if isinstance(message, RequestMessage):
         headers[DEADLINE_HEADER] = str(message.deadline_ms)
     return headers

@@ -1,5 +1,6 @@
 """The entry point of `kvmesh`, one function for each subcommand. A UserError is one line and exit code 2."""
 
+import importlib.metadata
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,10 +18,25 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Serve a language model with prefill and decode on different workers.",
 )
 app.add_typer(bench, name="bench")
 app.command()(simulate)
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"kvmesh {importlib.metadata.version('kvmesh')}")
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Serve a language model with prefill and decode on different workers."""
+
 
 RoleName = Literal["gateway", "scheduler", "directory", "prefill", "decode", "aggregated", "store"]
 
@@ -28,9 +44,11 @@ RoleName = Literal["gateway", "scheduler", "directory", "prefill", "decode", "ag
 @app.command()
 def up(
     model: Annotated[str, typer.Option(help="Checkpoint folder or hub id; the demo model if left out.")] = "",
-    prefill: Annotated[int, typer.Option(min=1, max=64, help="Prefill workers.")] = 1,
-    decode: Annotated[int, typer.Option(min=1, max=64, help="Decode workers.")] = 1,
-    aggregated: Annotated[int, typer.Option(min=0, max=64, help="Workers that do both; no split.")] = 0,
+    prefill: Annotated[int | None, typer.Option(min=1, max=64, show_default="1", help="Prefill workers.")] = None,
+    decode: Annotated[int | None, typer.Option(min=1, max=64, show_default="1", help="Decode workers.")] = None,
+    aggregated: Annotated[
+        int, typer.Option(min=0, max=64, help="Workers that do both, instead of the other two: no split.")
+    ] = 0,
     schedulers: Annotated[int, typer.Option(min=1, max=16, help="Schedulers.")] = 1,
     directories: Annotated[int, typer.Option(min=1, max=16, help="Directories.")] = 1,
     gateways: Annotated[int, typer.Option(min=1, max=16, help="Gateways, on ports one after another.")] = 1,
@@ -64,10 +82,12 @@ def up(
     from services.cli.up import run_up
     from services.launch.supervisor import UpOptions
 
+    if aggregated and (prefill or decode):
+        raise UserError("--aggregated has workers that do both: leave out --prefill and --decode")
     options = UpOptions(
         model=model,
-        num_prefill=0 if aggregated else prefill,
-        num_decode=0 if aggregated else decode,
+        num_prefill=0 if aggregated else prefill or 1,
+        num_decode=0 if aggregated else decode or 1,
         num_aggregated=aggregated,
         num_schedulers=schedulers,
         num_directories=directories,
@@ -116,7 +136,7 @@ def serve(
 
 @app.command()
 def status(
-    nats: Annotated[str, typer.Option(help="The mesh's NATS server; the last `kvmesh up` here if left out.")] = "",
+    nats: Annotated[str, typer.Option(help="The mesh's NATS server; that of the mesh that runs if left out.")] = "",
     json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Show the workers and what they are doing."""
@@ -132,31 +152,36 @@ def trace(
     slowest: Annotated[
         bool, typer.Option("--slowest", help="The one that waited longest for its first token.")
     ] = False,
-    failed: Annotated[bool, typer.Option("--failed", help="The last one that failed.")] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="The last one that the mesh failed.")] = False,
+    rejected: Annotated[
+        bool, typer.Option("--rejected", help="With `--failed`: those too in which the client was wrong (400).")
+    ] = False,
     list_: Annotated[bool, typer.Option("--list", help="A line each: the last ones, the slowest, the failed.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Of `--list`.")] = 20,
 ) -> None:
     """Show one request's trace as a waterfall."""
+    from services.cli.running import trace_dir
     from services.cli.trace import show_chosen, show_trace
-    from services.cli.up import trace_dir
 
     spans = folder or trace_dir()
+    if rejected and not failed:
+        raise UserError("--rejected adds to --failed: pass both")
     if not (slowest or failed or list_):
         show_trace(spans, request_id or None)
     elif request_id:
         raise UserError("name a request, or have one chosen: not both")
     else:
-        show_chosen(spans, slowest=slowest, failed=failed, limit=limit if list_ else 0)
+        show_chosen(spans, slowest=slowest, failed=failed, rejected=rejected, limit=limit if list_ else 0)
 
 
 @app.command()
 def top(
-    nats: Annotated[str, typer.Option(help="The mesh's NATS server; the last `kvmesh up` here if left out.")] = "",
+    nats: Annotated[str, typer.Option(help="The mesh's NATS server; that of the mesh that runs if left out.")] = "",
     once: Annotated[bool, typer.Option("--once", help="Listen for a moment, print one frame, and end.")] = False,
 ) -> None:
     """Show what the mesh does, live. Ctrl-C ends it."""
+    from services.cli.running import nats_url_of
     from services.cli.top import watch
-    from services.cli.up import nats_url_of
     from services.runtime import run_until_signal
 
     url = nats_url_of(nats)
@@ -166,11 +191,11 @@ def top(
 @app.command()
 def tail(
     request_id: Annotated[str, typer.Argument(help="All requests if left out.")] = "",
-    nats: Annotated[str, typer.Option(help="The mesh's NATS server; the last `kvmesh up` here if left out.")] = "",
+    nats: Annotated[str, typer.Option(help="The mesh's NATS server; that of the mesh that runs if left out.")] = "",
 ) -> None:
     """Follow what the bus says of a request, in order, until its end."""
+    from services.cli.running import nats_url_of
     from services.cli.tail import tail as follow
-    from services.cli.up import nats_url_of
     from services.runtime import run_until_signal
 
     url = nats_url_of(nats)

@@ -29,6 +29,12 @@ class RecordedRequest:
         return bool(self.root.error)
 
     @property
+    def is_rejected(self) -> bool:
+        """Whether it failed for what its client sent: any 4xx but the 429 of a mesh that is full."""
+        status = self.root.attributes.get(Key.HTTP_STATUS, 0)
+        return isinstance(status, int) and 400 <= status < 500 and status != 429
+
+    @property
     def slowness_ms(self) -> float:
         """The time to the first token, or to the end where there was none."""
         return self.total_ms if self.ttft_ms is None else self.ttft_ms
@@ -50,10 +56,14 @@ def _recorded(root: SpanRecord) -> RecordedRequest:
     )
 
 
-def choose(requests: list[RecordedRequest], *, slowest: bool, failed: bool, limit: int) -> list[RecordedRequest]:
-    """Return up to `limit` requests: of the failed ones only, or of all; the slowest first, or the last ones by
-    start."""
-    chosen = [request for request in requests if request.has_failed or not failed]
+def choose(
+    requests: list[RecordedRequest], *, slowest: bool, failed: bool, rejected: bool, limit: int
+) -> list[RecordedRequest]:
+    """Return up to `limit` requests: of the failed ones only (those that were `rejected` too, or not), or of all; the
+    slowest first, or the last ones by start."""
+    chosen = [
+        request for request in requests if not failed or (request.has_failed and (rejected or not request.is_rejected))
+    ]
     if slowest:
         return sorted(chosen, key=lambda request: -request.slowness_ms)[:limit]
     return chosen[-limit:]

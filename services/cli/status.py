@@ -8,13 +8,16 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from schemas.worker import BlockCounts, FleetDescribed, WorkerLoad
-from services.cli.up import nats_url_of, running_mesh
+from services.cli.running import find_mesh, mesh_of, url_of
+from services.config import state_dir
 from services.launch.known_workers import describe_fleet
 
 
 def run_status(nats_url: str, *, as_json: bool) -> None:
     """Print the workers. Raises UserError where no scheduler answers."""
-    mesh, url = running_mesh(), nats_url_of(nats_url)
+    # Who names a broker means that one: other meshes do not matter, but the one here may be its own.
+    mesh = mesh_of(state_dir()) if nats_url else find_mesh()
+    url = nats_url or url_of(mesh)
     fleet = asyncio.run(describe_fleet(url))
     if as_json:
         sys.stdout.buffer.write(msgspec.json.encode(fleet) + b"\n")

@@ -100,7 +100,8 @@ async def tail(nats_url: str, request_id: str, stop: asyncio.Event) -> None:
         # One subscription for all services: messages then come in the order in which the broker received them.
         subscription = await connection.subscribe("mesh.>")
         await connection.flush()
-        if request_id and (described := await _where(TypedBus(connection, "tail"), request_id)) is not None:
+        if request_id:
+            described = await _where(TypedBus(connection, "tail"), request_id)
             console.print(_where_line(described))
             if described.phase in ("finished", "failed", "cancelled"):
                 return
@@ -131,16 +132,22 @@ async def _events(subscription: Subscription, tail: Tail) -> AsyncIterator[TailE
             yield event
 
 
-async def _where(bus: TypedBus, request_id: str) -> RequestDescribed | None:
-    """Return what a gateway knows of the request; None where no gateway knows it: it may still come."""
+async def _where(bus: TypedBus, request_id: str) -> RequestDescribed:
+    """Return what a gateway knows of the request. Raises UserError where none knows it: ids are made by gateways, so
+    that nobody can name a request that is still to come."""
     token = f"req-{bare_id(request_id)}"
     if not is_subject_token(token):
         raise UserError(f"{request_id!r} is no request's id")
     try:
         reply = await bus.ask(subjects.REQUEST_STATUS, (token,), DescribeRequest(), ASK_TIMEOUT_S)
-    except BusError:
-        return None
-    return None if reply.phase == "unknown" else reply
+    except BusError as error:
+        raise UserError(f"no gateway answers ({error}): is a mesh running at this broker?") from error
+    if reply.phase == "unknown":
+        raise UserError(
+            f"no gateway knows request {request_id!r}: take the id from an answer's x-request-id, "
+            "or leave it out for all requests"
+        )
+    return reply
 
 
 def _is_part(request_id: str, wanted: str) -> bool:

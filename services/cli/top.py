@@ -114,7 +114,7 @@ def frame(board: Board, now_s: float, nats_url: str) -> RenderableType:
     loads = [load for load, _ in workers]
     if (reads := _reads(loads)) is not None:
         parts += [Text(), reads]
-    parts += [Text(), *_troubles(board, loads)]
+    parts += [Text(), *_troubles(board, loads, now_s)]
     return Group(*parts)
 
 
@@ -140,15 +140,17 @@ def _workers(workers: list[tuple[WorkerLoad, bool]]) -> Table:
     headings = ("run", "wait", "to do", "step ms")
     table = Table(
         "worker", "role", "state", *(Column(name, justify="right") for name in headings), "KV blocks",
-        Column("free", justify="right"), box=None, padding=(0, 1, 0, 0), header_style="dim",
+        *(Column(name, justify="right") for name in ("used", "cached")), box=None, padding=(0, 1, 0, 0),
+        header_style="dim",
     )  # fmt: skip
     for load, is_quiet in workers:
         state = Text("silent", style="red") if is_quiet else Text(load.state, style=_STATE_STYLES.get(load.state, ""))
-        step_ms, free = load.rates.decode_step_ms, load.blocks.free / max(1, load.blocks.total)
+        step_ms, blocks = load.rates.decode_step_ms, load.blocks
+        used, cached = ((blocks.running + blocks.leased) / max(1, blocks.total), blocks.cached / max(1, blocks.total))
         table.add_row(
             Text(load.worker.worker_id, overflow="ellipsis", no_wrap=True),
             load.worker.role, state, str(load.num_running), str(load.num_queued), str(load.num_uncomputed_tokens),
-            f"{step_ms:.1f}" if step_ms else "", pool_bar(load.blocks), f"{free:.0%}",
+            f"{step_ms:.1f}" if step_ms else "", pool_bar(blocks), f"{used:.0%}", f"{cached:.0%}",
         )  # fmt: skip
     return table
 
@@ -198,11 +200,12 @@ def _reads(loads: list[WorkerLoad]) -> Table | None:
     return table
 
 
-def _troubles(board: Board, loads: list[WorkerLoad]) -> Iterator[Text]:
+def _troubles(board: Board, loads: list[WorkerLoad], now_s: float) -> Iterator[Text]:
     """Yield the lines on ended requests, failures, and refused or dropped messages."""
+    began = time.strftime("%H:%M:%S", time.localtime(time.time() - (now_s - board.began_s)))
     ends = ", ".join(f"{board.ends[name]} {name}" for name in ("finished", "cancelled", "failed"))
     yield Text.assemble(
-        ("since the start", "bold"), f"  {ends}, {board.num_resumed} resumed; rates over {RATE_WINDOW_S:.0f} s"
+        (f"since {began}", "bold"), f"  {ends}, {board.num_resumed} resumed; rates over {RATE_WINDOW_S:.0f} s"
     )
     if board.failures:
         yield Text("failures  " + ", ".join(f"{code} {num}" for code, num in board.failures.most_common()), style="red")

@@ -104,13 +104,16 @@ def show_trace(folder: Path, request_id: str | None) -> None:
     render_waterfall(trace, _console(), {span.span_id: span for span in spans})
 
 
-def show_chosen(folder: Path, *, slowest: bool, failed: bool, limit: int) -> None:
-    """Print the trace of the slowest or the last failed request; with a `limit`, a list of so many requests. Raises
-    UserError where there is none."""
+def show_chosen(folder: Path, *, slowest: bool, failed: bool, rejected: bool, limit: int) -> None:
+    """Print the trace of the slowest or the last failed request; with a `limit`, a list of so many requests.
+    `rejected`: of the failed ones, those too in which the client was wrong. Raises UserError where there is none."""
     spans = load_spans(folder)
-    chosen = choose(recorded_requests(spans), slowest=slowest, failed=failed, limit=limit or 1)
+    recorded = recorded_requests(spans)
+    chosen = choose(recorded, slowest=slowest, failed=failed, rejected=rejected, limit=limit or 1)
     if not chosen:
-        raise UserError("no request has failed yet" if failed else "no request has ended yet")
+        num_rejected = sum(request.is_rejected for request in recorded)
+        hint = f"; {num_rejected} were refused for what the client sent: --rejected" if num_rejected else ""
+        raise UserError(f"no request has failed yet{hint}" if failed else "no request has ended yet")
     console = _console()
     if limit:
         console.print(list_requests(chosen))

@@ -15,25 +15,11 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from services.cli.running import STATE_FILE, RunningMesh, mesh_of
 from services.config import is_card, state_dir
-from services.errors import MeshNotRunningError, UserError
+from services.errors import UserError
 from services.launch.supervisor import Supervisor, UpOptions
 from services.runtime import ended_before
-
-
-class RunningMesh(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of `mesh.json` in the state folder, for other commands while a mesh runs."""
-
-    pid: int
-    url: str
-    nats_url: str
-    trace_dir: str
-    other_urls: list[str] = []
-    """Addresses of the gateways after the first."""
-    restarts: dict[str, int] = {}
-    """How often each service was started again, of those that were."""
-    given_up: list[str] = []
-    """Services that ended too often, and are not started again."""
 
 
 def run_up(options: UpOptions) -> int:
@@ -48,7 +34,7 @@ async def _up(options: UpOptions) -> int:
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir(parents=True)
     stop = asyncio.Event()
-    state_file, metrics_file = state_dir() / "mesh.json", state_dir() / "metrics.json"
+    state_file, metrics_file = state_dir() / STATE_FILE, state_dir() / "metrics.json"
 
     def say(text: str) -> None:
         console.print(text)
@@ -147,28 +133,6 @@ def _replace(path: Path, content: bytes) -> None:
     whole.replace(path)
 
 
-def running_mesh() -> RunningMesh | None:
-    """Return the mesh that runs from this state folder; None where none does."""
-    try:
-        mesh = msgspec.json.decode((state_dir() / "mesh.json").read_bytes(), type=RunningMesh)
-    except (OSError, msgspec.DecodeError):
-        return None
-    return mesh if Path(f"/proc/{mesh.pid}").exists() else None
-
-
-def nats_url_of(given: str) -> str:
-    """Return the given URL, or that of the mesh that runs here. Raises MeshNotRunningError where there is neither."""
-    mesh = running_mesh()
-    if not given and mesh is None:
-        raise MeshNotRunningError("no mesh runs here; start one with `kvmesh up`, or pass --nats URL")
-    return given or (mesh.nats_url if mesh else "")
-
-
-def trace_dir() -> Path:
-    """Return the folder in which the last `kvmesh up` of this state folder wrote its spans."""
-    return state_dir() / "run" / "traces"
-
-
 @contextlib.contextmanager
 def _alone_in(state: Path) -> Generator[None]:
     """Lock the state folder while the block runs. Raises UserError where another mesh has it."""
@@ -177,7 +141,7 @@ def _alone_in(state: Path) -> Generator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with its process, however that ends
         except BlockingIOError as error:
-            mesh = running_mesh()
+            mesh = mesh_of(state)
             which = f"pid {mesh.pid}, {mesh.url}" if mesh else "it is starting or stopping"
             raise UserError(
                 f"a mesh already runs from {state} ({which}); stop it, or set KVMESH_STATE_DIR elsewhere"

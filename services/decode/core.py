@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from dataplane.blocks.layout import num_blocks_for
 from schemas import subjects
-from schemas.block import pack_tokens
 from schemas.handoff import (
     BlocksReserved,
     FirstToken,
@@ -20,56 +19,28 @@ from schemas.handoff import (
     KVStreaming,
     advance,
 )
-from schemas.observe import RunStage
-from schemas.request import AttemptEnd, KVSource, RequestTokens, ReservationQueued, ReserveBlocks, TransferReport
+from schemas.request import AttemptEnd, AttemptFailure, KVSource, ReservationQueued, ReserveBlocks
 from schemas.worker import WorkerLeft
 from services.decode.limits import RESERVED_AGAIN_MS
 from services.engine.interface import SampledToken
-from services.worker.core.actions import Action, Publish, SendReply, StartRead, StopRead, Submit, Withdraw
+from services.worker.core.actions import Action, Publish, SendReply, StartRead, StopRead
 from services.worker.core.attempts import Attempt, KVRead
-from services.worker.core.content import ReadOutcome
-from services.worker.core.events import Event, ReadEnded, ReadStarted, ReserveAsked
+from services.worker.core.events import AttemptAsked, Event, ReadEnded, ReadStarted
 from services.worker.core.messages import handoff_fields, publish_event
-from services.worker.core.role import RoleCore
+from services.worker.core.role import HeardSubject, RoleCore
 
 
 @dataclass(slots=True, eq=False)
 class DecodeAttempt(Attempt[ReserveBlocks]):
-    """One attempt at decoding an answer. `computing`: the engine may write its blocks."""
+    """One attempt at decoding an answer. `state`: of its hand-over."""
 
+    part = "decode"
     state: HandoffState = HandoffState.NEW
     reserved_ms: int | None = None
     """When its source was last told that there is room; None until the first tick after the first time."""
-    offer: KVOffered | None = None
-    computing: bool = False
-    ended: bool = False
     source_left: bool = False
     lost_reason: str = ""
     """Why its source will not offer, learnt while it was waiting for blocks."""
-    report: TransferReport | None = None
-    """Where its prompt's KV came from, until that is told with its first token."""
-
-    @property
-    def has_ended(self) -> bool:
-        return self.ended
-
-    @property
-    def owes_tokens(self) -> bool:
-        return not self.ended
-
-    @property
-    def stage(self) -> RunStage:
-        if self.ended:
-            return "ending"
-        if self.computing:
-            return "computing"
-        if self.read is not None:
-            return "receiving" if self.read.is_hand_over else "fetching"
-        return "queued" if self.state is HandoffState.NEW else "reserved"
-
-    @property
-    def num_unreceived_tokens(self) -> int:
-        return 0 if self.computing or self.ended else self.num_missing_tokens
 
 
 class DecodeCore(RoleCore[DecodeAttempt]):
@@ -77,9 +48,17 @@ class DecodeCore(RoleCore[DecodeAttempt]):
 
     record = DecodeAttempt
 
-    def handle(self, event: Event, now_ms: int) -> list[Action]:
+    def hears(self) -> tuple[HeardSubject, ...]:
+        as_target = ("*", self._limits.worker_id, "*")
+        return (
+            HeardSubject(subjects.RESERVE, (self._limits.worker_id,)),
+            HeardSubject(subjects.OFFERED, as_target),
+            HeardSubject(subjects.ABORTED, as_target),
+        )
+
+    def _react(self, event: Event, now_ms: int) -> list[Action]:
         match event:
-            case ReserveAsked():
+            case AttemptAsked(request=ReserveBlocks()):
                 return self._reserve(event, now_ms)
             case KVOffered():
                 return self._offered(event)
@@ -88,9 +67,9 @@ class DecodeCore(RoleCore[DecodeAttempt]):
             case HandoffAborted():
                 return self._aborted(event)
             case _:
-                return super().handle(event, now_ms)
+                return super()._react(event, now_ms)
 
-    def _reserve(self, event: ReserveAsked, now_ms: int) -> list[Action]:
+    def _reserve(self, event: AttemptAsked, now_ms: int) -> list[Action]:
         """Make room, now or as soon as there are blocks, or say why not."""
         attempt = self._take(event, now_ms)
         if isinstance(attempt, SendReply):
@@ -118,8 +97,9 @@ class DecodeCore(RoleCore[DecodeAttempt]):
             return self._go_without(attempt, "the offered KV is of another model or prompt")
         assert attempt.kv is not None
         attempt.state = advance(attempt.state, HandoffState.OFFERED)
-        attempt.offer = offer
-        attempt.read = KVRead(attempt.key, offer, attempt.tables, attempt.kv.num_present_tokens, attempt.traceparent)
+        attempt.stage = "receiving"
+        holder, first_token = offer.source_worker, attempt.kv.num_present_tokens
+        attempt.read = KVRead(attempt.key, holder, offer, attempt.tables, first_token, attempt.traceparent)
         return [StartRead(attempt.read)]
 
     def _read_started(self, event: ReadStarted) -> list[Action]:
@@ -136,17 +116,18 @@ class DecodeCore(RoleCore[DecodeAttempt]):
 
     def _read_on(self, attempt: DecodeAttempt, event: ReadEnded, now_ms: int) -> list[Action]:
         if event.first_token is not None:
-            return self._landed(attempt, event.outcome, event.first_token, now_ms)
-        if attempt.ended:
+            return self._landed(attempt, event, event.first_token, now_ms)
+        if attempt.has_ended:
             gave_up = [self._publish_aborted(attempt, event.reason)] if event.read.is_hand_over else []
             return [*gave_up, *self._forget(attempt, now_ms)]
         assert attempt.kv is not None
         attempt.kv.landed(event.read.holder, event.outcome)
         return self._go_without(attempt, event.reason) if event.read.is_hand_over else self._assemble(attempt)
 
-    def _landed(self, attempt: DecodeAttempt, outcome: ReadOutcome, first: FirstToken, now_ms: int) -> list[Action]:
+    def _landed(self, attempt: DecodeAttempt, event: ReadEnded, first: FirstToken, now_ms: int) -> list[Action]:
         """All is here and verified: say so, and decode from token 1 on."""
-        assert attempt.offer is not None and attempt.kv is not None
+        offer, outcome = event.read.lease, event.outcome
+        assert isinstance(offer, KVOffered) and attempt.kv is not None
         actions: list[Action] = []
         if attempt.state is HandoffState.OFFERED:  # so short that nothing was said of its start
             actions += self._streaming(attempt, outcome.carrier)
@@ -154,17 +135,16 @@ class DecodeCore(RoleCore[DecodeAttempt]):
             attempt.state = advance(attempt.state, HandoffState.LANDED)
             landed = KVLanded(
                 **handoff_fields(attempt.request, self._limits.worker_id),
-                lease_id=attempt.offer.lease_id,
+                lease_id=offer.lease_id,
                 carrier=outcome.carrier,
                 num_tokens=outcome.num_landed_tokens,
                 num_bytes=outcome.num_bytes,
             )
             actions.append(publish_event(subjects.LANDED, landed, attempt.traceparent))
-        if attempt.ended or first.finish_reason is not None:
+        if attempt.has_ended or first.finish_reason is not None:
             return actions + self._forget(attempt, now_ms)
         attempt.kv.landed(attempt.request.prefill_worker, outcome)
-        attempt.report = attempt.kv.report()
-        return [*actions, self._submit(attempt, [*attempt.prompt, first.token_id], len(attempt.prompt))]
+        return [*actions, self._submit(attempt, [*attempt.prompt, first.token_id])]
 
     def _aborted(self, event: HandoffAborted) -> list[Action]:
         """The source will send no (more) KV."""
@@ -186,17 +166,18 @@ class DecodeCore(RoleCore[DecodeAttempt]):
     def _on_time(self, now_ms: int) -> list[Action]:
         """Enforce deadlines, and say again that there is room where no offer has come."""
         actions: list[Action] = []
-        for attempt in [attempt for attempt in self.attempts.values() if not attempt.ended]:
+        for attempt in [attempt for attempt in self.attempts.values() if not attempt.has_ended]:
             if attempt.request.deadline_ms <= now_ms:
-                detail = f"the deadline passed while waiting for {'decode' if attempt.computing else 'its KV'}"
+                awaited = "decode" if attempt.stage == "computing" else "its KV"
+                detail = f"the deadline passed while waiting for {awaited}"
                 attempt.end = AttemptEnd.DEADLINE
-                actions += self._fail(attempt, "deadline", detail, now_ms)
+                actions += self._fail(attempt, AttemptFailure.DEADLINE, detail, now_ms)
             elif attempt.state is HandoffState.RESERVED:
                 if attempt.reserved_ms is not None and now_ms - attempt.reserved_ms >= RESERVED_AGAIN_MS:
                     actions.append(self._publish_reserved(attempt))
                     attempt.reserved_ms = now_ms
                 attempt.reserved_ms = now_ms if attempt.reserved_ms is None else attempt.reserved_ms
-        return actions + self._admit(now_ms)
+        return actions
 
     def _admit(self, now_ms: int) -> list[Action]:
         actions: list[Action] = []
@@ -205,7 +186,7 @@ class DecodeCore(RoleCore[DecodeAttempt]):
             if not self._allocate(attempt):
                 break
             self._queue.popleft()
-            attempt.state = advance(attempt.state, HandoffState.RESERVED)
+            attempt.state, attempt.stage = advance(attempt.state, HandoffState.RESERVED), "reserved"
             actions.append(self._publish_reserved(attempt))
             if attempt.lost_reason:
                 actions += self._go_without(attempt, attempt.lost_reason)
@@ -237,43 +218,29 @@ class DecodeCore(RoleCore[DecodeAttempt]):
             return [start]
         assert attempt.kv is not None
         attempt.kv.keep_at_most(len(attempt.prompt) - 1)
-        attempt.report = attempt.kv.report()
-        return [self._submit(attempt, list(attempt.prompt), attempt.kv.num_present_tokens)]
-
-    def _submit(self, attempt: DecodeAttempt, token_ids: list[int], num_computed_tokens: int) -> Submit:
-        attempt.computing = True
-        return Submit(self._to_engine(attempt, token_ids, num_computed_tokens), attempt)
+        return [self._submit(attempt, list(attempt.prompt))]
 
     def _lose_source(self, attempt: DecodeAttempt, reason: str) -> list[Action]:
-        read = attempt.read
-        if attempt.ended or attempt.computing or (read is not None and not read.is_hand_over):
-            return []
-        if attempt.state is HandoffState.NEW:
-            attempt.lost_reason = reason
-            return []
-        return self._go_without(attempt, reason) if read is None else [StopRead(read)]
+        match attempt.stage:
+            case "queued":
+                attempt.lost_reason = reason
+            case "reserved":
+                return self._go_without(attempt, reason)
+            case "receiving" if attempt.read is not None:
+                return [StopRead(attempt.read)]
+            case _:  # it does without already
+                pass
+        return []
 
-    def _sampled(self, attempt: DecodeAttempt, sampled: SampledToken, ended_ns: int, now_ms: int) -> list[Action]:
-        report, attempt.report = attempt.report, None
-        tokens = RequestTokens(
-            request_id=attempt.request.request_id,
-            attempt=attempt.request.attempt,
-            index=sampled.index,
-            tokens=pack_tokens([sampled.token_id]),
-            finish_reason=sampled.finish_reason,
-            report=report,
-        )
-        actions: list[Action] = [self._emit(attempt, tokens)]
-        return actions + self._forget(attempt, now_ms) if sampled.local_end else actions
+    def _computed(self, attempt: DecodeAttempt, sampled: SampledToken, ended_ns: int, now_ms: int) -> list[Action]:
+        return self._forget(attempt, now_ms)
 
     def _end(self, attempt: DecodeAttempt, reason: str, now_ms: int) -> list[Action]:
-        if attempt.ended:
+        if attempt.has_ended:
             return []
-        attempt.ended, attempt.outcome = True, reason
-        if attempt.read is not None:
-            return [StopRead(attempt.read)]
-        if attempt.computing:
-            return [Withdraw(attempt.key)]
+        attempt.outcome = reason
+        if (stop := self._stop(attempt)) is not None:
+            return [stop]
         # The source waits for room here.
         return [self._publish_aborted(attempt, reason), *self._forget(attempt, now_ms)]
 
@@ -281,7 +248,3 @@ class DecodeCore(RoleCore[DecodeAttempt]):
         fields = handoff_fields(attempt.request, self._limits.worker_id)
         aborted = HandoffAborted(**fields, reason=reason, end=attempt.end)
         return publish_event(subjects.ABORTED, aborted, attempt.traceparent)
-
-    def _forget(self, attempt: DecodeAttempt, now_ms: int) -> list[Action]:
-        """Drop the attempt and its blocks, and let the next one in."""
-        return super()._forget(attempt, now_ms) + self._admit(now_ms)

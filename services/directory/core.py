@@ -37,7 +37,7 @@ class Holder:
     incarnation: str
     heard_ms: int
     sequence: int = 0
-    """The last event that its blocks contain."""
+    """The number of the last event that its blocks contain."""
     bits: dict[Tier, int] = field(default_factory=dict[Tier, int])
     is_reading: bool = False
     """Its inventory is being read; events wait in `pending`."""
@@ -49,9 +49,9 @@ class Holder:
     page_sequence: int | None = None
     """The event after which the reading's pages were written; None before the first page."""
     page_bits: dict[Tier, int] = field(default_factory=dict[Tier, int])
-    """What the pages contain so far; takes the place of `bits` with the last of them."""
+    """Its blocks in the pages so far; they take the place of `bits` with the last page."""
     pending: dict[int, BlockEvent] = field(default_factory=dict[int, BlockEvent])
-    """Events that cannot be applied yet, by their number."""
+    """The events that cannot be applied yet, by their number."""
 
     def read_from(self, offset: int) -> list[Action]:
         return [ReadPage(self.worker_id, self.incarnation, offset, self.reading)]
@@ -64,9 +64,9 @@ class DirectoryCore:
         self._map = BlockMap()
         self._holders: dict[WorkerId, Holder] = {}
         self._ended: dict[tuple[WorkerId, str], None] = {}
-        """Incarnations that are over, the oldest first: nothing late brings their blocks back."""
+        """These incarnations are over, the oldest first: nothing late brings their blocks back."""
         self._asked: set[tuple[WorkerId, str]] = set()
-        """Ended incarnations that were heard of since: an answer proves that they live, a late message does not."""
+        """These of them were heard of since: an answer proves that they live, a late message does not."""
         self._is_sweeping = False
 
     @property
@@ -79,7 +79,7 @@ class DirectoryCore:
         return len(self._holders)
 
     def handle(self, event: Event, now_ms: int) -> list[Action]:
-        """Take in what has happened."""
+        """React to what has happened: return what is to be done."""
         match event:
             case WorkerHeard(worker_id=worker_id, incarnation=incarnation):
                 actions = self._heard(worker_id, incarnation, now_ms)
@@ -162,7 +162,7 @@ class DirectoryCore:
         return self._start_reading(holder)
 
     def _read(self, asked: ReadPage, page: Inventory, now_ms: int) -> list[Action]:
-        """Take in a page. Pages of different moments make a new start."""
+        """Add a page. Pages of different moments make a new start."""
         key = (page.worker_id, page.incarnation)
         if key != (asked.worker_id, asked.incarnation):
             return self._missing(asked)

@@ -57,7 +57,7 @@ class BlocksChanged:
 
 @dataclass(frozen=True, slots=True)
 class PageRead:
-    """The worker has answered."""
+    """The worker has answered. The hashes of `page` are whole."""
 
     asked: ReadPage
     page: Inventory

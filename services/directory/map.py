@@ -15,7 +15,7 @@ from schemas.ids import BlockHash, WorkerId
 from services.directory import limits
 
 TIERS: tuple[Tier, ...] = ("arena", "memory", "disk", "remote")
-"""The fastest first."""
+"""All tiers, the fastest first."""
 _TIER_BITS: dict[Tier, int] = {tier: 1 << rank for rank, tier in enumerate(TIERS)}
 
 
@@ -56,10 +56,10 @@ class BlockMap:
         self._owners: list[Owner | None] = []
         self._shown = 0
         self._gone = 0
-        """Bits to be cleared from the blocks."""
+        """These bits are to be cleared from the blocks."""
         self._sweeping: list[BlockHash] = []
         self._swept_bits = 0
-        """What the sweep under way clears; bits that go meanwhile wait for the next."""
+        """The sweep under way clears these bits; those that go meanwhile wait for the next."""
 
     @property
     def num_blocks(self) -> int:

@@ -138,7 +138,7 @@ class Directory:
             await asyncio.sleep(0)
 
     async def _read(self, wanted: ReadPage) -> None:
-        """Ask for one page, and bring the core what came of it."""
+        """Ask for one page, and hand the core the answer or its absence."""
         request = ReadInventory(offset=wanted.offset)
         try:
             page = await self._bus.ask(subjects.INVENTORY, (wanted.worker_id,), request, limits.INVENTORY_TIMEOUT_S)

@@ -6,17 +6,29 @@ decodes cannot starve it; where the decodes do not all fit into the rest they ta
 """
 
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 from schemas.ids import RequestId
 from schemas.request import FinishReason
 from services.engine import limits
-from services.engine.interface import InvalidSequenceError, SampledToken, Sequence, StepItem, StepResult
+from services.engine.interface import Engine, InvalidSequenceError, SampledToken, Sequence, StepItem, StepResult
+from services.engine.table_checks import find_problem
 
 Key = tuple[RequestId, int]
 
 
+class EngineLoad(NamedTuple):
+    """What there is to do. `num_running`: sequences that decode or have had a part of their prompt computed here;
+    `num_queued`: the others. `num_uncomputed_tokens`: of prompts (or of answers to be recomputed) that await prefill.
+    """
+
+    num_running: int
+    num_queued: int
+    num_uncomputed_tokens: int
+
+
 class Batch:
-    """The sequences of one engine. Not thread-safe: its engine thread is its only user.
+    """The sequences of one engine. Not thread-safe, `check` excepted: its engine thread is its only user.
 
     `token_budget` bounds the tokens of a step, `max_sequences` its items. Sequences end at `context_length`.
     """
@@ -33,25 +45,19 @@ class Batch:
         self._started: set[Key] = set()
 
     def __repr__(self) -> str:
-        return f"<Batch {self.num_running} running, {self.num_queued} queued, {self.num_uncomputed_tokens} tokens left>"
+        num_running, num_queued, num_uncomputed_tokens = self.load()
+        return f"<Batch {num_running} running, {num_queued} queued, {num_uncomputed_tokens} tokens left>"
 
     def __len__(self) -> int:
         return len(self._prefill) + len(self._decode)
 
-    @property
-    def num_running(self) -> int:
-        """Sequences that decode or have had a part of their prompt computed here."""
-        return len(self) - self.num_queued
-
-    @property
-    def num_queued(self) -> int:
-        """Sequences none of whose tokens has been computed here yet, decodes excepted."""
-        return len(self._prefill) - len(self._started)
-
-    @property
-    def num_uncomputed_tokens(self) -> int:
-        """Tokens of prompts (or of answers to be recomputed) that await prefill."""
-        return sum(sequence.num_uncomputed_tokens for sequence in self._prefill.values())
+    def load(self) -> EngineLoad:
+        """Return what there is to do."""
+        return EngineLoad(
+            num_running=len(self._decode) + len(self._started),
+            num_queued=len(self._prefill) - len(self._started),
+            num_uncomputed_tokens=sum(sequence.num_uncomputed_tokens for sequence in self._prefill.values()),
+        )
 
     def num_tokens_to_store(self, sequence: Sequence) -> int:
         """Return how many tokens' KV `sequence` can come to need here. Its last token's KV is never computed."""
@@ -62,19 +68,34 @@ class Batch:
             total = min(total, len(sequence.token_ids) + sequence.max_local_tokens)
         return max(total - 1, len(sequence.token_ids))
 
-    def add(self, sequence: Sequence) -> None:
-        """Put a sequence in line. At least its last known token must be uncomputed: its logits give the next one.
+    def check(self, sequence: Sequence, engine: Engine) -> None:
+        """Raise InvalidSequenceError unless this engine can compute the sequence to its end here.
 
-        Raises InvalidSequenceError for one that is here already, has nothing to compute, or has had all its tokens.
+        At least its last known token must be uncomputed: its logits give the next one. May be called from any thread.
         """
+        _check_work(sequence)
+        name, token_ids = sequence.request_id, sequence.token_ids
+        if not 0 <= min(token_ids) <= max(token_ids) < engine.vocab_size:
+            raise InvalidSequenceError(f"{name} has a token outside the vocabulary")
+        problem = find_problem(
+            engine.layout,
+            sequence.tables,
+            num_computed=sequence.num_computed_tokens,
+            num_needed=self.num_tokens_to_store(sequence),
+            chunk_tokens=self.token_budget,
+        )
+        if problem is not None:
+            raise InvalidSequenceError(f"{name} {problem}")
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a sequence in line that `check` let pass. Raises InvalidSequenceError for one that is here already, or
+        that has nothing to compute (any more)."""
+        _check_work(sequence)
         key = _key(sequence)
         if key in self._prefill or key in self._decode:
             raise InvalidSequenceError(f"{key} is in the batch already")
-        if not 0 <= sequence.num_computed_tokens < len(sequence.token_ids):
-            raise InvalidSequenceError(f"{key} has nothing to compute")
-        if sequence.index >= sequence.sampling.max_tokens:
-            raise InvalidSequenceError(f"{key} has had all its tokens")
-        self._queue_for(sequence)[key] = sequence
+        queue = self._decode if sequence.num_uncomputed_tokens == 1 else self._prefill
+        queue[key] = sequence
 
     def remove(self, request_id: RequestId, attempt: int) -> Sequence | None:
         """Take a sequence out; None when it is not (or no longer) here."""
@@ -154,9 +175,6 @@ class Batch:
         assert all(s.num_uncomputed_tokens == 1 for s in self._decode.values()), "a decode computes one token"
         assert all(s.num_uncomputed_tokens > 1 for s in self._prefill.values()), "a prefill computes several"
 
-    def _queue_for(self, sequence: Sequence) -> dict[Key, Sequence]:
-        return self._decode if sequence.num_uncomputed_tokens == 1 else self._prefill
-
     def _next_decodes(self, count: int) -> list[Sequence]:
         """Return `count` decodes; where that is not all of them, they go to the end of the line."""
         if count == len(self._decode):
@@ -191,6 +209,14 @@ class Batch:
             self.remove(*key)
             if not ended:
                 self._decode[key] = sequence
+
+
+def _check_work(sequence: Sequence) -> None:
+    """Raise InvalidSequenceError where there is nothing to compute for a sequence."""
+    if not 0 <= sequence.num_computed_tokens < len(sequence.token_ids):
+        raise InvalidSequenceError(f"{sequence.request_id} has no token to compute")
+    if sequence.index >= sequence.sampling.max_tokens:
+        raise InvalidSequenceError(f"{sequence.request_id} has had all its {sequence.sampling.max_tokens} tokens")
 
 
 def _key(sequence: Sequence) -> Key:

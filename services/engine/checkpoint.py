@@ -3,6 +3,7 @@
 A checkpoint is a Hugging Face folder (config.json, safetensors, tokenizer) or a hub id `org/name`.
 """
 
+import importlib.util
 import json
 import os.path
 import re
@@ -27,6 +28,9 @@ EVERY_LAYER_SLIDES = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
 SLIDING_FROM_A_LAYER_ON = frozenset({"qwen2", "qwen3"})
 PATTERN_OF = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
 """Every n-th layer sees all tokens."""
+_EXCHANGEABLE_ATTENTION, _ATTENTION_SINKS = "_supports_attention_backend = True", "s_aux="
+"""What the source of a model of transformers says where others may compute its attention, and where this would have to
+know of sinks."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -45,7 +49,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     windows: tuple[int, ...]
     """Per layer how many tokens a query sees, itself included; 0: all. Empty: all layers see all tokens."""
     eos_token_ids: frozenset[int]
-    """From config.json and generation_config.json together."""
+    """The ids that config.json and generation_config.json name."""
     weights: str
     """Identity of configuration and weights (`services.engine.weights`)."""
     dtype: str
@@ -68,6 +72,7 @@ def read_checkpoint(model: str) -> Checkpoint:
     config_bytes, config = _read_json(folder / "config.json")
     architecture = _check_architecture(config, folder)
     _check_attention(config, folder)
+    _check_library(architecture, str(config["model_type"]))
     shape = _shape(config, folder)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise CheckpointError(f"{folder} has no tokenizer.json: copy the tokenizer's files beside config.json")
@@ -230,6 +235,28 @@ def _check_attention(config: dict[str, Any], folder: Path) -> None:
     for rope in _rope_types(config):
         if rope in BATCH_DEPENDENT_ROPE:
             raise CheckpointError(f"{name} uses {rope} rope scaling, which is not served: choose another model")
+
+
+def _check_library(architecture: str, model_type: str) -> None:
+    """Raise CheckpointError unless transformers has this architecture and lets others compute its attention. Reads the
+    library's sources: importing it takes seconds, and loading the weights to find out takes longer."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        raise CheckpointError("transformers is not installed: pip install kvmesh brings it")
+    family = model_type.partition("_")[0].rstrip("0123456789")
+    sources = sorted(Path(spec.origin).parent.glob("models/*/modeling_*.py"), key=lambda path: family not in path.name)
+    source = next((text for path in sources if f"class {architecture}(" in (text := path.read_text("utf-8"))), None)
+    if source is None:
+        raise CheckpointError(
+            f"transformers does not know the architecture {architecture}: choose another, or upgrade it"
+        )
+    if _ATTENTION_SINKS in source:
+        raise CheckpointError(f"{architecture} has attention sinks, which are not served: choose another model")
+    if _EXCHANGEABLE_ATTENTION not in source:
+        raise CheckpointError(
+            f"{architecture} has no attention that can run on paged KV (in transformers it is code of its own): "
+            "choose another architecture"
+        )
 
 
 def _rope_types(config: dict[str, Any]) -> set[str]:

@@ -18,7 +18,7 @@ from schemas.request import SamplingParams
 from services.engine.interface import StepItem
 
 AllRows = Seq[bytes]
-"""Of each layer the keys' and the values', one token after another."""
+"""For each layer the bytes of its keys and then of its values, one token after another."""
 MAX_ROWS_KEPT = 16_384
 
 
@@ -148,7 +148,7 @@ def _rows(layout: KVLayout, tokens: Seq[int], start: int) -> AllRows:
 
 @lru_cache(MAX_ROWS_KEPT)
 def _row(num_layers: int, token_bytes: int, token: int, position: int) -> AllRows:
-    """One token's: what decoding asks for again and again."""
+    """Return one token's rows, which decoding asks for again and again."""
     return _rows_of(num_layers, token_bytes, (token,), position)
 
 

@@ -7,16 +7,16 @@ PROBE_TIMEOUT_S = 120.0
 """A process that looks for cards has said what it found by then: it imports PyTorch."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""Of a file of weights: a longer header is none."""
+"""A file of weights whose header claims to be longer is not one."""
 FULL_DIGEST_BYTES = 64 << 20
 """A file of weights up to this size is digested whole, a larger one by samples."""
 NUM_SAMPLES = 256
-"""Such samples of a file, from its first byte to its last."""
+"""A larger file is digested by so many samples, the first at its first byte, the last at its end."""
 SAMPLE_BYTES = 64 << 10
-"""Of each."""
+"""Each sample has this size."""
 
 MAX_GRAPH_ROWS = 256
 """Sequences in a decode that is recorded as a CUDA graph: a larger one computes long enough for its launches to hide
 behind it."""
 MOST_RESERVED_BYTES = 64 << 20
-"""Of page-locked memory for a step's numbers: more is taken when a step needs it."""
+"""At most so much page-locked memory is taken for a step's numbers in advance: a step that needs more takes it then."""

@@ -1,4 +1,4 @@
-"""The thread that an engine runs on: takes sequences in, steps, tells what came of it.
+"""The thread that an engine runs on: it takes sequences, computes steps, and tells their results.
 
 Every submitted sequence ends in exactly one way, told on the engine's thread: a step's SampledToken with `local_end`,
 `on_failure`, or `on_removed`. Only then may its blocks be used for something else.
@@ -13,19 +13,10 @@ from types import TracebackType
 from typing import NamedTuple, Protocol
 
 from schemas.ids import RequestId
-from services.engine.batch import Batch
+from services.engine.batch import Batch, EngineLoad
 from services.engine.interface import Engine, EngineLostError, InvalidSequenceError, Sequence, StepCallback, StepItem
-from services.engine.table_checks import find_problem
 
 log = logging.getLogger(__name__)
-
-
-class EngineLoad(NamedTuple):
-    """What the batch had to do when it was last looked at, with what has been submitted since."""
-
-    num_running: int
-    num_queued: int
-    num_uncomputed_tokens: int
 
 
 class EngineStoppedError(RuntimeError):
@@ -72,7 +63,8 @@ class EngineThread:
         self._stopping = False
         self.has_failed = False
         """The thread has ended by itself, by a mistake of ours: nothing is computed here any more."""
-        self._batch_load = EngineLoad(0, 0, 0)
+        self._batch_load = batch.load()
+        """What the batch had to do when it was last looked at."""
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -93,7 +85,7 @@ class EngineThread:
 
         Raises InvalidSequenceError when its tokens or its tables cannot be right, EngineStoppedError after `stop`.
         """
-        self._check(sequence)
+        self._batch.check(sequence, self._engine)
         self._put(sequence)
 
     def cancel(self, request_id: RequestId, attempt: int) -> None:
@@ -104,12 +96,12 @@ class EngineThread:
         self._put(_Cancel(request_id, attempt))
 
     def load(self) -> EngineLoad:
-        """Return what there is to do."""
+        """Return what there is to do, what has been submitted since the batch was last looked at included."""
         with self._changed:
-            running, queued, num_tokens = self._batch_load
+            num_running, num_queued, num_uncomputed = self._batch_load
             waiting = [entry for entry in self._inbox if isinstance(entry, Sequence)]
-        uncomputed = sum(sequence.num_uncomputed_tokens for sequence in waiting)
-        return EngineLoad(running, queued + len(waiting), num_tokens + uncomputed)
+        num_uncomputed += sum(sequence.num_uncomputed_tokens for sequence in waiting)
+        return EngineLoad(num_running, num_queued + len(waiting), num_uncomputed)
 
     def _ask_to_stop(self) -> None:
         with self._changed:
@@ -119,23 +111,6 @@ class EngineThread:
     def _new_condition(self) -> Changes:
         """What `submit` and the thread tell each other by. The simulator has one of its own."""
         return threading.Condition()
-
-    def _check(self, sequence: Sequence) -> None:
-        if not 0 <= sequence.num_computed_tokens < len(sequence.token_ids):
-            raise InvalidSequenceError(f"{sequence.request_id} has no token to compute")
-        if sequence.index >= sequence.sampling.max_tokens:
-            raise InvalidSequenceError(f"{sequence.request_id} has had all its {sequence.sampling.max_tokens} tokens")
-        if not 0 <= min(sequence.token_ids) <= max(sequence.token_ids) < self._engine.vocab_size:
-            raise InvalidSequenceError(f"{sequence.request_id} has a token outside the vocabulary")
-        problem = find_problem(
-            self._engine.layout,
-            sequence.tables,
-            num_computed=sequence.num_computed_tokens,
-            num_needed=self._batch.num_tokens_to_store(sequence),
-            chunk_tokens=self._batch.token_budget,
-        )
-        if problem is not None:
-            raise InvalidSequenceError(f"{sequence.request_id} {problem}")
 
     def _put(self, entry: Sequence | _Cancel) -> None:
         with self._changed:
@@ -155,9 +130,9 @@ class EngineThread:
         self._end()
 
     def _take(self) -> bool:
-        """Wait until there is something to do and take the inbox in. False: it is time to end."""
+        """Wait until there is something to do and empty the inbox. False: it is time to end."""
         with self._changed:
-            self._update_load()
+            self._batch_load = self._batch.load()
             while not (self._inbox or self._stopping or len(self._batch)):
                 self._changed.wait()
             if self._stopping:
@@ -166,7 +141,7 @@ class EngineThread:
             self._inbox.clear()
             refused: list[Sequence] = []
             removed = [sequence for entry in entries if (sequence := self._apply(entry, refused)) is not None]
-            self._update_load()
+            self._batch_load = self._batch.load()
         for sequence in removed:
             self._tell(self._on_removed, sequence)
         if refused:
@@ -174,7 +149,7 @@ class EngineThread:
         return True
 
     def _apply(self, entry: Sequence | _Cancel, refused: list[Sequence]) -> Sequence | None:
-        """Add or remove; return what was removed. A sequence of ours that is wrong must not end everybody's engine."""
+        """Add or remove; return what was removed. A sequence that is here already must not end everybody's engine."""
         if isinstance(entry, _Cancel):
             return self._batch.remove(*entry)
         try:
@@ -207,13 +182,10 @@ class EngineThread:
             for entry in self._inbox:
                 self._apply(entry, refused)
             self._inbox.clear()
-            self._batch_load = EngineLoad(0, 0, 0)
-        if left := [*self._batch.clear(), *refused]:
+            left = [*self._batch.clear(), *refused]
+            self._batch_load = self._batch.load()
+        if left:
             self._tell(self._on_failure, left, "the engine was stopped")
-
-    def _update_load(self) -> None:
-        batch = self._batch
-        self._batch_load = EngineLoad(batch.num_running, batch.num_queued, batch.num_uncomputed_tokens)
 
     def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
         try:

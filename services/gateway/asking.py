@@ -1,11 +1,10 @@
-"""A request under way, and what is asked and sent on its behalf: each question brings the event that came of it."""
+"""A request under way, and what is asked and sent on its behalf: each question brings its answer as an event."""
 
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from schemas import subjects
@@ -29,12 +28,13 @@ from services.bus.base import BusError, NoRespondersError, RequestTimedOutError
 from services.bus.typed import ReplyT, TypedBus
 from services.config import GatewayConfig
 from services.gateway import limits
-from services.gateway.observe.spans import AttemptClock, Dispatch, GatewaySpans
+from services.gateway.observe.answer_observer import ChoiceObserver, Dispatch
 from services.gateway.request.core import RequestCore
 from services.gateway.request.events import (
     AskPlacement,
     AskWorker,
     Event,
+    PlaceEvent,
     PlaceGranted,
     PlaceRefused,
     PlaceUnanswered,
@@ -55,6 +55,9 @@ from services.runtime import now_ms
 
 log = logging.getLogger(__name__)
 
+Question = AskPlacement | SendRun | SendReserve | AskWorker | SendCancel
+"""What a request's core wants asked or sent on the bus."""
+
 WorkT = TypeVar("WorkT", bound=RunPrefill | ReserveBlocks)
 TakenT = TypeVar("TakenT", bound=PrefillAccepted | BlocksReserved | ReservationQueued | Refused)
 
@@ -67,66 +70,52 @@ class LiveRequest:
     choice: int
     mailbox: Mailbox
     core: RequestCore
+    observer: ChoiceObserver
     prompt: PackedPrompt
-    """Of the attempt under way: the job's, or what an answer goes on from."""
+    """What the attempt under way computes: the job's prompt, or that and what has been answered."""
     started_ms: int
     timer: asyncio.TimerHandle | None = None
-    """Of its deadline."""
-    clock: AttemptClock = field(default_factory=AttemptClock)
+    """It fires at the deadline."""
 
 
 @dataclass
 class Asker:
     """Asks schedulers and workers for one gateway. No question outlives its request's deadline.
 
-    Each public method returns at once. What comes of a question goes to `handle` as an event, from a task of `tasks`.
+    Each public method returns at once. A task of `tasks` waits for a question's answer, and hands it to `handle` as an
+    event.
     """
 
     config: GatewayConfig
     gateway_id: GatewayId
     bus: TypedBus
     tasks: asyncio.TaskGroup
-    spans: GatewaySpans
     hearing: Hearing
     """Notes every answer, the broker's own too: somebody was heard."""
     handle: Callable[[LiveRequest, Event], None]
 
-    def place(self, live: LiveRequest, action: AskPlacement) -> None:
-        """Ask a scheduler for workers."""
-        asked_ns = live.clock.asks(action.attempt)
-        self._spawn(self._place(live, action, asked_ns), f"place {live.job.request_id}")
-
-    def run(self, live: LiveRequest, action: SendRun) -> None:
-        """Send an attempt to its prefill worker."""
-        message = run_message(live.job, self.gateway_id, action, live.prompt)
-        sending = self._dispatch(live, subjects.RUN, action.prefill_worker, message)
-        self._spawn(sending, f"run {live.job.request_id}")
-
-    def reserve(self, live: LiveRequest, action: SendReserve) -> None:
-        """Send an attempt to its decode worker."""
-        message = reserve_message(live.job, self.gateway_id, action, live.prompt)
-        sending = self._dispatch(live, subjects.RESERVE, action.decode_worker, message)
-        self._spawn(sending, f"reserve {live.job.request_id}")
-
-    def progress(self, live: LiveRequest, action: AskWorker) -> None:
-        """Ask a worker what an attempt has come to; the tokens that it sends go before its answer."""
-        self._spawn(self._progress(live, action), f"progress {live.job.request_id}")
-
-    def cancel(self, live: LiveRequest, action: SendCancel) -> None:
-        """Tell all workers to let go of an attempt. Where that fails their own deadlines free the blocks."""
+    def send(self, live: LiveRequest, action: Question) -> None:
+        """Ask what a request is to ask, and send what it is to send."""
         job = live.job
-        message = CancelRequest(
-            request_id=job.request_id,
-            attempt=action.attempt,
-            deadline_ms=job.deadline_ms,
-            reason=action.reason,
-            end=action.end,
-        )
-        self._spawn(self._cancel(message, job.traceparent), f"cancel {job.request_id}")
+        match action:
+            case AskPlacement():
+                name, work = "place", self._place(live, action, live.observer.asks(action.attempt))
+            case SendRun():
+                message = run_message(job, self.gateway_id, action, live.prompt)
+                name, work = "run", self._dispatch(live, subjects.RUN, action.prefill_worker, message)
+            case SendReserve():
+                message = reserve_message(job, self.gateway_id, action, live.prompt)
+                name, work = "reserve", self._dispatch(live, subjects.RESERVE, action.decode_worker, message)
+            case AskWorker():
+                name, work = "progress", self._progress(live, action)
+            case SendCancel():
+                name, work = "cancel", self._cancel(job, action)
+        self.tasks.create_task(work, name=f"{name} {job.request_id}")
 
     def keep(self, trace_id: str, reason: str) -> None:
         """Tell everybody to export what there is of a trace. Where that fails only what is here is kept."""
-        self._spawn(self._keep(KeepTrace(trace_id=trace_id, reason=reason)), f"keep {trace_id}")
+        message = KeepTrace(trace_id=trace_id, reason=reason)
+        self.tasks.create_task(self._keep(message), name=f"keep {trace_id}")
 
     def receive(self, live: LiveRequest, worker_id: WorkerId, share: RequestTokens) -> None:
         """Bring a request its share of a worker's message. What is malformed is counted and dropped."""
@@ -145,39 +134,39 @@ class Asker:
         job = live.job
         live.prompt = prompt = await continue_prompt(job, live.core.tokens[: action.num_answered])
         request = place_request(job, action, prompt)
+        event: PlaceEvent
         try:
             reply = await self._ask(live, subjects.PLACE, (), request, limits.PLACE_TIMEOUT_S)
         except BusError as error:
             event = PlaceUnanswered(action.attempt, error.reason)
         else:
-            event = _place_event(action.attempt, reply)
-        placed_ns = time.time_ns()
-        if isinstance(event, PlaceGranted):
-            live.clock.placed_ns = placed_ns
-        self.spans.placed(job, (asked_ns, placed_ns), event)
+            if isinstance(reply, Placement):
+                event = PlaceGranted(action.attempt, reply)
+            else:
+                event = PlaceRefused(action.attempt, reply.reason, reply.detail, reply.retry_after_ms)
+        live.observer.placed(event, asked_ns)
         self.handle(live, event)
 
     async def _dispatch(
         self, live: LiveRequest, subject: Subject[WorkT, TakenT], worker_id: WorkerId, message: WorkT
     ) -> None:
-        """Send an attempt to a worker, and bring whether it has taken it."""
+        """Send an attempt to a worker, and tell the request whether it has been taken."""
         role = "prefill" if isinstance(message, RunPrefill) else "decode"
-        sent = Dispatch(message.attempt, role, worker_id, live.clock.placed_ns)
+        sent = Dispatch(message.attempt, role, worker_id, live.observer.placed_ns)
         try:
             reply = await self._ask(live, subject, (worker_id,), message, self.config.accept_timeout_s)
         except BusError as error:
-            self.spans.dispatched(live.job, live.clock, sent, 0, error.reason)
+            live.observer.dispatched(sent, error=error.reason)
             # A plain BusError is a reply that cannot be read: it may have been a yes, like one that is late.
             may_have_taken = isinstance(error, RequestTimedOutError) or type(error) is BusError
             self.handle(live, WorkerSilent(message.attempt, worker_id, error.reason, may_have_taken))
             return
-        refusal = reply.reason if isinstance(reply, Refused) else ""
-        accepted_ns = reply.accepted_ns if isinstance(reply, PrefillAccepted) else 0
-        self.spans.dispatched(live.job, live.clock, sent, accepted_ns, refusal)
         if isinstance(reply, Refused):
+            live.observer.dispatched(sent, error=reply.reason)
             refused = WorkerRefused(message.attempt, worker_id, reply.reason, reply.detail, reply.retry_after_ms)
             self.handle(live, refused)
         else:
+            live.observer.dispatched(sent, reply.accepted_ns if isinstance(reply, PrefillAccepted) else 0)
             self.handle(live, WorkerAccepted(message.attempt, worker_id))
 
     async def _progress(self, live: LiveRequest, action: AskWorker) -> None:
@@ -186,26 +175,34 @@ class Asker:
             request_id=job.request_id, attempt=action.attempt, deadline_ms=job.deadline_ms, index=action.index
         )
         timeout_s = self.config.progress_after_ms / 1000
-        outcome: ProgressOutcome
         share: RequestTokens | None = None
         is_waiting = False
         try:
             reply = await self._ask(live, subjects.PROGRESS, (worker_id,), question, timeout_s)
         except NoRespondersError:
-            outcome = "unserved"
+            outcome = ProgressOutcome.UNSERVED
         except BusError:
-            outcome = "unanswered"
+            outcome = ProgressOutcome.UNANSWERED
         else:
-            outcome, share, is_waiting = "known" if reply.known else "unknown", reply.tokens, reply.is_waiting
+            outcome = ProgressOutcome.KNOWN if reply.known else ProgressOutcome.UNKNOWN
+            share, is_waiting = reply.tokens, reply.is_waiting
         if share is not None and (share.request_id, share.attempt) == (job.request_id, action.attempt):
             self.receive(live, worker_id, share)
         self.handle(live, ProgressAnswered(action.attempt, worker_id, outcome, is_waiting))
 
-    async def _cancel(self, message: CancelRequest, traceparent: str) -> None:
+    async def _cancel(self, job: Job, action: SendCancel) -> None:
+        """Tell all workers to let go of an attempt. Where that fails their own deadlines free the blocks."""
+        message = CancelRequest(
+            request_id=job.request_id,
+            attempt=action.attempt,
+            deadline_ms=job.deadline_ms,
+            reason=action.reason,
+            end=action.end,
+        )
         try:
-            await self.bus.publish(subjects.CANCEL, (message.request_id,), message, traceparent)
+            await self.bus.publish(subjects.CANCEL, (job.request_id,), message, job.trace)
         except BusError as error:
-            log.warning("cannot cancel %s: %s", message.request_id, error)
+            log.warning("cannot cancel %s: %s", job.request_id, error)
 
     async def _keep(self, message: KeepTrace) -> None:
         with contextlib.suppress(BusError):
@@ -220,22 +217,12 @@ class Asker:
         timeout_s: float,
     ) -> ReplyT:
         """Ask on behalf of a request, for no longer than it has. Raises BusError."""
-        left_s = (live.job.deadline_ms - now_ms()) / 1000
+        job = live.job
+        left_s = (job.deadline_ms - now_ms()) / 1000
         try:
-            reply = await self.bus.ask(subject, ids, message, max(0.001, min(timeout_s, left_s)), live.job.traceparent)
+            reply = await self.bus.ask(subject, ids, message, max(0.001, min(timeout_s, left_s)), job.trace)
         except NoRespondersError:
             self.hearing.hear(now_ms())
             raise
         self.hearing.hear(now_ms())
         return reply
-
-    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
-        self.tasks.create_task(work, name=name)
-
-
-def _place_event(attempt: int, reply: Placement | Refused) -> PlaceGranted | PlaceRefused:
-    if isinstance(reply, Placement):
-        return PlaceGranted(
-            attempt, reply.prefill_worker, reply.decode_worker, reply.sources, reply.terms, reply.replica
-        )
-    return PlaceRefused(attempt, reply.reason, reply.detail, reply.retry_after_ms)

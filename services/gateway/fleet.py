@@ -23,7 +23,7 @@ class Fleet:
         """When a worker last said its load, and its blocks."""
 
     def handle(self, message: FleetMessage, now_ms: int) -> list[WorkerLost]:
-        """Take in what a worker, or the scheduler on its behalf, has said; return whose requests are lost by it."""
+        """Note what a worker, or the scheduler on its behalf, has said. Return the workers whose requests are lost."""
         match message:
             case WorkerLeft(worker_id=worker_id, incarnation=incarnation):
                 if not self._incarnations.left(worker_id, incarnation):

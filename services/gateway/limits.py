@@ -3,7 +3,7 @@
 # HTTP.
 
 MAX_BODY_BYTES = 24 * 1024 * 1024
-"""Of a request's body: room for the largest prompt that fits into a bus message, written as JSON token ids."""
+"""A request's body may be so long: the largest prompt that fits into a bus message, written as JSON token ids."""
 
 MAX_CHOICES = 128
 """Answers of one HTTP request, which are prompts times `n`: each is a request of its own to the mesh."""
@@ -15,13 +15,13 @@ MAX_STOPS = 4
 """Stop strings of a request, as in OpenAI's API."""
 
 MAX_STOP_CHARACTERS = 256
-"""Of one stop string: text that may be its beginning is held back from the client."""
+"""One stop string may be so long: text that may be its beginning is held back from the client."""
 
 MAX_STOP_TOKEN_IDS = 64
 """They travel to the workers with each attempt."""
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""Of a completion that names no `max_tokens`: OpenAI's own default."""
+"""A completion that names no `max_tokens` gets so many: OpenAI's own default."""
 
 DEFAULT_RETRY_AFTER_MS = 1_000
 """What a refusal says of when to come back, where whoever refused did not say."""
@@ -30,7 +30,7 @@ WRITE_GRACE_S = 5.0
 """How long after the deadline a client that reads slowly may still take what was written."""
 
 HEALTH_TIMEOUT_S = 2.0
-"""For the scheduler's answer to a health check; as for a placement."""
+"""How long a health check waits for the scheduler's answer; as long as a placement does."""
 
 DRAIN_S = 5.0
 """How long running requests may take to end by themselves once the gateway stops."""
@@ -38,10 +38,10 @@ DRAIN_S = 5.0
 # Work on the event loop: what takes longer runs in a thread, so that nobody's tokens wait for it.
 
 MAX_INLINE_CHARACTERS = 4_000
-"""Of a text that is tokenized on the event loop; a longer one takes many milliseconds."""
+"""A text up to this length is tokenized on the event loop; a longer one takes many milliseconds."""
 
 MAX_INLINE_TOKENS = 4_096
-"""Of a prompt that is packed and hashed on the event loop; more takes milliseconds."""
+"""A prompt up to this length is packed and hashed on the event loop; a longer one takes milliseconds."""
 
 # One request.
 
@@ -56,7 +56,7 @@ TICK_S = 0.05
 
 PAUSE_MIN_MS = 100
 PAUSE_MAX_MS = 1_000
-"""Between two questions for a placement of what is under way, whatever the refusal says."""
+"""The time between two questions for a placement of what is under way, whatever the refusal says."""
 
 MAX_TROUBLES = 8
 """Failed attempts that an error message describes: the last ones."""
@@ -92,7 +92,7 @@ MAX_KEEPS_PER_S = 50
 """Traces that were not sampled and are kept after all: a mesh that fails all its requests must not drown in messages
 about them."""
 
-# Asking workers what an attempt has come to.
+# Asking workers how far an attempt is.
 
 GAP_MS = 150
 """A missing token is asked for after this: two messages of different workers may well overtake each other."""

@@ -16,7 +16,7 @@ from services.config import GatewayConfig
 from services.gateway import limits
 from services.gateway.asking import Asker, LiveRequest
 from services.gateway.fleet import Fleet, FleetMessage
-from services.gateway.observe.spans import GatewaySpans
+from services.gateway.observe.answer_observer import ChoiceObserver, KeepRate
 from services.gateway.observe.story import Stories
 from services.gateway.request.core import Phase, RequestCore
 from services.gateway.request.events import (
@@ -24,7 +24,6 @@ from services.gateway.request.events import (
     Action,
     AskPlacement,
     AskWorker,
-    ClientGone,
     DeadlinePassed,
     Deliver,
     Event,
@@ -34,7 +33,6 @@ from services.gateway.request.events import (
     SendCancel,
     SendReserve,
     SendRun,
-    StopMatched,
     Submitted,
 )
 from services.gateway.request.job import Job
@@ -62,14 +60,14 @@ class Requests:
     _live: dict[str, LiveRequest] = field(default_factory=dict[str, LiveRequest])
     _hearing: Hearing = field(default_factory=Hearing)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
+    _keep_rate: KeepRate = field(default_factory=KeepRate)
     _is_ticking: bool = False
 
     def __post_init__(self) -> None:
         self._idle.set()
-        self.spans = GatewaySpans(self.telemetry)
         self._stories = Stories(self.gateway_id, self.bus, self.tasks)
         self._fleet = Fleet(self._hearing, self.config.worker_silent_ms)
-        self._asker = Asker(self.config, self.gateway_id, self.bus, self.tasks, self.spans, self._hearing, self._handle)
+        self._asker = Asker(self.config, self.gateway_id, self.bus, self.tasks, self._hearing, self.handle)
         self._limits = WatchLimits(
             progress_after_ms=self.config.progress_after_ms,
             worker_silent_ms=self.config.worker_silent_ms,
@@ -95,34 +93,35 @@ class Requests:
         """Start a request. It ends with one Finish, FailRequest or Abandon in the mailbox, by its deadline."""
         max_tokens, max_attempts = job.sampling.max_tokens, self.config.max_attempts
         core = RequestCore(job.request_id, max_tokens, max_attempts, self._limits, self._hearing)
-        live = self._live[job.request_id] = LiveRequest(job, choice, mailbox, core, job.prompt, now_ms())
+        observer = ChoiceObserver(self.telemetry, job, core)
+        live = self._live[job.request_id] = LiveRequest(job, choice, mailbox, core, observer, job.prompt, now_ms())
         self._idle.clear()
         self._stories.begin(job, core)
         if not self._is_ticking:
             self._is_ticking = True
             self.tasks.create_task(self._tick(), name="watch over requests")
         left_s = max(0, job.deadline_ms - now_ms()) / 1000
-        live.timer = asyncio.get_running_loop().call_later(left_s, self._handle, live, DeadlinePassed())
-        self._handle(live, Submitted())
+        live.timer = asyncio.get_running_loop().call_later(left_s, self.handle, live, DeadlinePassed())
+        self.handle(live, Submitted())
         return live
 
-    def stop_matched(self, live: LiveRequest) -> None:
-        """The text of this request has reached a stop string."""
-        self._handle(live, StopMatched())
+    def handle(self, live: LiveRequest, event: Event) -> None:
+        """Tell a request what has happened, and do what it decides."""
+        self._carry_out(live, live.core.handle(event, now_ms()))
 
-    def abandon(self, live: LiveRequest, reason: str) -> None:
-        """Nobody wants this answer any more: cancel it everywhere."""
-        self._handle(live, ClientGone(reason))
-
-    def keep_trace(self, trace_id: str, reason: str) -> None:
-        """Have everybody export what there is of a trace that was not sampled."""
+    def keep_trace(self, trace_id: str, reason: str) -> bool:
+        """Have everybody export what there is of a trace that was not sampled. False: there are too many such traces
+        just now."""
+        if not self._keep_rate.allows_one_more():
+            return False
         self.telemetry.keep(trace_id)
         self._asker.keep(trace_id, reason)
+        return True
 
     def stop_all(self) -> None:
         """End every request: this gateway stops."""
         for live in list(self._live.values()):
-            self._handle(live, GatewayStopping())
+            self.handle(live, GatewayStopping())
 
     async def wait_idle(self) -> None:
         """Return once no request is under way."""
@@ -164,7 +163,7 @@ class Requests:
         self._hearing.hear(time_ms)
         for event in lost:
             for live in list(self._live.values()):
-                self._handle(live, event)
+                self.handle(live, event)
 
     async def _on_wanted(self, received: Received[AskWanted]) -> Wanted:
         return Wanted(unwanted=tuple(a for a in received.message.attempts if not self._wants(a)))
@@ -173,10 +172,7 @@ class Requests:
         live = self._live.get(attempt.request_id)
         return live is not None and live.core.phase is Phase.RUNNING and live.core.attempt == attempt.attempt
 
-    # Events in, actions out.
-
-    def _handle(self, live: LiveRequest, event: Event) -> None:
-        self._carry_out(live, live.core.handle(event, now_ms()))
+    # Actions out.
 
     async def _tick(self) -> None:
         """Tick the live requests as long as there are any."""
@@ -188,7 +184,6 @@ class Requests:
         self._is_ticking = False
 
     def _carry_out(self, live: LiveRequest, actions: list[Action]) -> None:
-        asker = self._asker
         self._stories.go_on(live.job.request_id, actions)
         for action in actions:
             match action:
@@ -197,18 +192,14 @@ class Requests:
                 case Finish() | FailRequest() | Abandon():
                     self._forget(live)
                     live.mailbox.put(live.choice, action)
-                case AskPlacement():
-                    asker.place(live, action)
                 case SendRun():
                     self.num_resumes += action.num_answered > 0
-                    asker.run(live, action)
-                case SendReserve():
-                    asker.reserve(live, action)
+                    self._asker.send(live, action)
                 case AskWorker():
                     self.num_progress_asked += 1
-                    asker.progress(live, action)
-                case SendCancel():
-                    asker.cancel(live, action)
+                    self._asker.send(live, action)
+                case AskPlacement() | SendReserve() | SendCancel():
+                    self._asker.send(live, action)
 
     def _forget(self, live: LiveRequest) -> None:
         if live.timer is not None:

@@ -201,13 +201,13 @@ class Supervisor:
             self._restarters.append(asyncio.create_task(self._keep_broker_running(), name="keep the broker running"))
 
     async def stop(self) -> None:
-        """Stop the gateways, then the workers, the store, and the rest. What does not stop in time is killed."""
+        """Stop the gateways, then all workers, the store, and the rest. What does not stop in time is killed."""
         for task in self._restarters:
             task.cancel()
         await asyncio.gather(*self._restarters, return_exceptions=True)
-        order = {"gateway": 0, "prefill": 1, "aggregated": 1, "decode": 2, "store": 3}
-        for stage in (0, 1, 2, 3, 4):
-            await asyncio.gather(*(self._stop(c) for c in self._children if order.get(c.role, 4) == stage))
+        order = {"gateway": 0, **dict.fromkeys(WORKER_ROLES, 1), "store": 2}
+        for stage in (0, 1, 2, 3):
+            await asyncio.gather(*(self._stop(c) for c in self._children if order.get(c.role, 3) == stage))
         for child in self._children:
             await child.wait_ended()
         if self._nats is not None:

@@ -2,13 +2,18 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
+from dataplane.blocks.cache import BlockCache
 from services.bus.base import Bus
 from services.config import MeshConfig
-from services.decode.service import decode_role
+from services.decode.core import DecodeCore
 from services.metrics import Metrics
-from services.prefill.service import prefill_role
+from services.prefill.core import PrefillCore
 from services.telemetry import Telemetry
+from services.worker.core.checks import WorkerLimits
+from services.worker.core.leases import LeaseTable
+from services.worker.core.role import RoleCore
 from services.worker.parts import WorkerParts
 from services.worker.service import run_roles
 
@@ -23,6 +28,10 @@ async def run_worker(
     metrics: Metrics | None = None,
 ) -> None:
     """Run the worker until `stop` is set; then leave in order. Takes ownership of the parts' arena."""
-    # A decode worker, too, may compute a prompt: of a request whose KV it holds alone.
-    make_roles = (prefill_role, decode_role) if parts.role == "decode" else (prefill_role,)
+
+    def make_roles(limits: WorkerLimits, cache: BlockCache, leases: LeaseTable) -> tuple[RoleCore[Any], ...]:
+        prefill = PrefillCore(limits, cache, leases)
+        # A decode worker, too, may compute a prompt: of a request whose KV it holds alone.
+        return (prefill, DecodeCore(limits, cache)) if parts.role == "decode" else (prefill,)
+
     await run_roles(make_roles, parts, config, connection, telemetry, stop, on_ready, metrics)

@@ -6,17 +6,14 @@ outlive it under a lease, which ends when the reader has landed, aborted, gone, 
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 from dataplane.blocks.cache import BlockCache
 from dataplane.protocol.progress import KVProgress
 from schemas import subjects
-from schemas.block import pack_tokens
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, HandoffMessage, KVLanded, KVReleased
 from schemas.ids import HandoffId, LeaseId
 from schemas.kv import LeaseEnd
-from schemas.observe import RunStage
-from schemas.request import AttemptEnd, PrefillAccepted, RequestTokens, RunPrefill
+from schemas.request import AttemptEnd, AttemptFailure, PrefillAccepted, RunPrefill
 from schemas.worker import WorkerLeft
 from services.engine.interface import SampledToken
 from services.prefill.limits import LANDED_GRACE_MS, OFFER_AGAIN_MS, UNKNOWN_AFTER_MS, UNOFFERED_HOLD_MS
@@ -28,15 +25,13 @@ from services.worker.core.actions import (
     Publish,
     SendReply,
     StopRead,
-    Submit,
-    Withdraw,
 )
 from services.worker.core.attempts import Attempt
 from services.worker.core.checks import WorkerLimits
-from services.worker.core.events import Event, ReadEnded, RunAsked, StreamEnded
+from services.worker.core.events import AttemptAsked, Event, ReadEnded, StreamEnded
 from services.worker.core.leases import Grant, LeaseTable
 from services.worker.core.messages import handoff_fields, publish_event
-from services.worker.core.role import RoleCore
+from services.worker.core.role import HeardSubject, RoleCore
 
 _LEASE_ENDS = {
     AttemptEnd.COMPLETE: LeaseEnd.UNNEEDED,
@@ -46,14 +41,12 @@ _LEASE_ENDS = {
 }
 """What becomes of the lease of an attempt that ends early."""
 
-Phase = Literal["queued", "fetching", "computing", "withdrawing", "handing_over"]
-
 
 @dataclass(slots=True, eq=False)
 class PrefillAttempt(Attempt[RunPrefill]):
-    """One attempt at computing a prompt. `withdrawing`: it has ended, and a read or the engine may still write."""
+    """One attempt at computing a prompt."""
 
-    phase: Phase = "queued"
+    part = "prefill"
     lease: Grant | None = None
     computed_ms: int = 0
     reserved: bool = False
@@ -61,30 +54,6 @@ class PrefillAttempt(Attempt[RunPrefill]):
     offer_again: bool = False
     """The decode worker has said so again: the offer may have been lost."""
     offered_again_ms: int = 0
-
-    @property
-    def is_split(self) -> bool:
-        return self.request.handoff_id is not None
-
-    @property
-    def num_kv_tokens(self) -> int:
-        return len(self.prompt) if self.is_split else self.num_tokens_at_end - 1
-
-    @property
-    def has_ended(self) -> bool:
-        return self.phase == "withdrawing"
-
-    @property
-    def stage(self) -> RunStage:
-        return "ending" if self.phase == "withdrawing" else self.phase
-
-    @property
-    def owes_tokens(self) -> bool:
-        return self.phase in ("queued", "fetching", "computing")
-
-    @property
-    def num_queued_tokens(self) -> int:
-        return self.num_missing_tokens if self.phase == "queued" or self.read is not None else 0
 
 
 class PrefillCore(RoleCore[PrefillAttempt]):
@@ -98,10 +67,19 @@ class PrefillCore(RoleCore[PrefillAttempt]):
         self._early_reservations: dict[HandoffId, int] = {}
         """When each was first heard of."""
 
-    def handle(self, event: Event, now_ms: int) -> list[Action]:
+    def hears(self) -> tuple[HeardSubject, ...]:
+        as_source = (self._limits.worker_id, "*", "*")
+        return (
+            HeardSubject(subjects.RUN, (self._limits.worker_id,)),
+            HeardSubject(subjects.RESERVED, as_source),
+            HeardSubject(subjects.LANDED, as_source),
+            HeardSubject(subjects.ABORTED, as_source),
+        )
+
+    def _react(self, event: Event, now_ms: int) -> list[Action]:
         match event:
-            case RunAsked():
-                return self._run(event, now_ms)
+            case AttemptAsked(request=RunPrefill()):
+                return [self._run(event, now_ms)]
             case BlocksReserved():
                 return self._reserved(event, now_ms)
             case KVLanded():
@@ -111,13 +89,13 @@ class PrefillCore(RoleCore[PrefillAttempt]):
             case StreamEnded():
                 return self._stream_ended(event, now_ms)
             case _:
-                return super().handle(event, now_ms)
+                return super()._react(event, now_ms)
 
-    def _run(self, event: RunAsked, now_ms: int) -> list[Action]:
+    def _run(self, event: AttemptAsked, now_ms: int) -> SendReply:
         """Take a prompt, or say why not."""
         attempt = self._take(event, now_ms)
         if isinstance(attempt, SendReply):
-            return [attempt]
+            return attempt
         request = attempt.request
         if request.handoff_id is not None and self._early_reservations.pop(request.handoff_id, None) is not None:
             attempt.reserved = True
@@ -128,7 +106,7 @@ class PrefillCore(RoleCore[PrefillAttempt]):
             worker_id=self._limits.worker_id,
             accepted_ns=attempt.times.accepted_ns,
         )
-        return [SendReply(accepted), *self._admit(now_ms)]
+        return SendReply(accepted)
 
     def _reserved(self, event: BlocksReserved, now_ms: int) -> list[Action]:
         """The decode worker has room: offer as soon as there is a lease. It says so again until it hears the offer, or
@@ -165,14 +143,14 @@ class PrefillCore(RoleCore[PrefillAttempt]):
         return self._end(attempt, event.reason, now_ms, tell_target=False)
 
     def _stream_ended(self, event: StreamEnded, now_ms: int) -> list[Action]:
-        """The reader says what came of it; if it says nothing, it may be dead, or its message was lost."""
+        """Wait for the reader to say how its read ended. If it says nothing, it may be dead, or its message is lost."""
         if not event.lease.is_lent:
             event.lease.closes_ms = now_ms + LANDED_GRACE_MS
         return []
 
     def _read_on(self, attempt: PrefillAttempt, event: ReadEnded, now_ms: int) -> list[Action]:
-        if attempt.phase == "withdrawing":
-            return self._forget(attempt, now_ms) + self._admit(now_ms)
+        if attempt.has_ended:
+            return self._forget(attempt, now_ms)
         assert attempt.kv is not None
         attempt.kv.landed(event.read.holder, event.outcome)
         return self._assemble(attempt)
@@ -185,8 +163,6 @@ class PrefillCore(RoleCore[PrefillAttempt]):
         """A reader is gone: nobody will land what it was reading. A source is gone: its read ends."""
         actions: list[Action] = []
         for attempt in list(self.attempts.values()):
-            if self.attempts.get(attempt.key) is not attempt:
-                continue  # it made way for a queued one that an ended one before it let in
             if attempt.request.decode_worker == event.worker_id:
                 actions += self._end(attempt, "the reader left", now_ms, lease_end=LeaseEnd.READER_LEFT)
             elif attempt.read is not None and attempt.read.holder == event.worker_id:
@@ -200,11 +176,11 @@ class PrefillCore(RoleCore[PrefillAttempt]):
         """Enforce deadlines, keep the leases of what is still computed, end those whose reader is silent."""
         actions: list[Action] = []
         for attempt in list(self.attempts.values()):
-            if self.attempts.get(attempt.key) is not attempt:
-                continue  # it made way for a queued one that an ended one before it let in
             if attempt.request.deadline_ms <= now_ms and not attempt.has_ended:
                 if attempt.owes_tokens:
-                    actions.append(self._emit_failure(attempt, "deadline", "the deadline passed during prefill"))
+                    actions.append(
+                        self._emit_failure(attempt, AttemptFailure.DEADLINE, "the deadline passed during prefill")
+                    )
                 attempt.end = AttemptEnd.DEADLINE
                 actions += self._end(attempt, "deadline", now_ms)
                 continue
@@ -213,16 +189,15 @@ class PrefillCore(RoleCore[PrefillAttempt]):
                 detail = "the stream has ended, and its reader said nothing more"
                 actions += self._end(attempt, detail, now_ms, lease_end=LeaseEnd.SILENT)
                 continue
-            if lease is not None and (attempt.phase in ("fetching", "computing") or not lease.is_offered):
+            if lease is not None and (attempt.stage in ("fetching", "computing") or not lease.is_offered):
                 # Nobody can be reading yet: the reader's silence is no reason to end the lease.
                 self._leases.renew(lease, now_ms, self._limits.lease_ms)
         attempt_of = {a.lease.lease_id: a for a in self.attempts.values() if a.lease is not None}
         for lease in self._leases.expire(now_ms, lambda lease: lease.lease_id in attempt_of, "the lease expired"):
             attempt = attempt_of[lease.lease_id]
             actions += self._lease_gone(attempt, lease, tell_target=True)
-            if self.attempts.get(attempt.key) is attempt:
-                actions += self._end(attempt, "the lease expired", now_ms, tell_target=False)
-        return actions + self._offer_again(now_ms) + self._admit(now_ms)
+            actions += self._end(attempt, "the lease expired", now_ms, tell_target=False)
+        return actions + self._offer_again(now_ms)
 
     def _admit(self, now_ms: int) -> list[Action]:
         actions: list[Action] = []
@@ -243,7 +218,7 @@ class PrefillCore(RoleCore[PrefillAttempt]):
 
     def _unoffered(self, now_ms: int) -> PrefillAttempt | None:
         """Return the attempt that has waited longest for its decode worker to have room, if that is too long."""
-        computed = [a for a in self.attempts.values() if a.phase == "handing_over"]
+        computed = [a for a in self.attempts.values() if a.stage == "handing_over"]
         waiting = [a for a in computed if a.lease is not None and not a.lease.is_offered]
         oldest = min(waiting, key=lambda attempt: attempt.computed_ms, default=None)
         return oldest if oldest is not None and now_ms - oldest.computed_ms >= UNOFFERED_HOLD_MS else None
@@ -273,13 +248,8 @@ class PrefillCore(RoleCore[PrefillAttempt]):
     def _assemble(self, attempt: PrefillAttempt) -> list[Action]:
         """Read the next piece that somebody is said to hold; with none left, compute."""
         if (start := self._read_next(attempt)) is not None:
-            attempt.phase = "fetching"
             return [start]
-        assert attempt.kv is not None
-        attempt.phase = "computing"
-        num_present, max_local = attempt.kv.num_present_tokens, 1 if attempt.is_split else None
-        sequence = self._to_engine(attempt, list(attempt.prompt), num_present, max_local)
-        return [Submit(sequence, attempt, attempt.lease)]
+        return [self._submit(attempt, list(attempt.prompt), attempt.lease)]
 
     def _offer(self, attempt: PrefillAttempt) -> list[Action]:
         assert attempt.lease is not None
@@ -298,27 +268,14 @@ class PrefillCore(RoleCore[PrefillAttempt]):
                 actions.append(Offer(attempt.lease, attempt))
         return actions
 
-    def _sampled(self, attempt: PrefillAttempt, sampled: SampledToken, ended_ns: int, now_ms: int) -> list[Action]:
-        request = attempt.request
-        is_first = sampled.index == request.num_answered_tokens
-        tokens = RequestTokens(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            index=sampled.index,
-            tokens=pack_tokens([sampled.token_id]),
-            finish_reason=sampled.finish_reason,
-            report=attempt.kv.report(is_prefill=attempt.is_split) if attempt.kv and is_first else None,
-        )
-        actions: list[Action] = [self._emit(attempt, tokens)]
-        if not sampled.local_end:
-            return actions
+    def _computed(self, attempt: PrefillAttempt, sampled: SampledToken, ended_ns: int, now_ms: int) -> list[Action]:
         if attempt.lease is None:
-            return actions + self._forget(attempt, now_ms)
+            return self._forget(attempt, now_ms)
         self._leases.renew(attempt.lease, now_ms, self._limits.lease_ms)
         self._give_back(attempt)
-        attempt.phase, attempt.computed_ms = "handing_over", now_ms
+        attempt.stage, attempt.computed_ms = "handing_over", now_ms
         first = FirstToken(token_id=sampled.token_id, finish_reason=sampled.finish_reason, computed_ns=ended_ns)
-        return [*actions, FinishLease(attempt.lease, first)]
+        return [FinishLease(attempt.lease, first)]
 
     def _release(self, attempt: PrefillAttempt, now_ms: int) -> list[Action]:
         lease = attempt.lease
@@ -330,9 +287,9 @@ class PrefillCore(RoleCore[PrefillAttempt]):
             num_blocks=lease.num_blocks,
         )
         actions.append(publish_event(subjects.RELEASED, released, attempt.traceparent))
-        if attempt.phase == "handing_over":
+        if attempt.stage == "handing_over":
             actions += self._forget(attempt, now_ms)
-        return actions + self._admit(now_ms)
+        return actions
 
     def _end(
         self,
@@ -347,18 +304,14 @@ class PrefillCore(RoleCore[PrefillAttempt]):
             return []
         attempt.outcome = reason
         actions = self._close_lease(attempt, lease_end or _LEASE_ENDS[attempt.end], reason, tell_target=tell_target)
-        if attempt.phase in ("fetching", "computing"):
-            actions.append(StopRead(attempt.read) if attempt.read is not None else Withdraw(attempt.key))
-            attempt.phase = "withdrawing"
-        else:
-            actions += self._forget(attempt, now_ms)
-        return actions + self._admit(now_ms)
+        stop = self._stop(attempt)
+        return [*actions, stop] if stop is not None else actions + self._forget(attempt, now_ms)
 
     def _close_lease(
         self, attempt: PrefillAttempt, end: LeaseEnd, detail: str = "", *, tell_target: bool = False
     ) -> list[Action]:
         if attempt.lease is None:
-            return [self._tell_target_of(attempt, detail)] if tell_target and attempt.is_split else []
+            return [self._tell_target_of(attempt, detail)] if tell_target and attempt.hands_over else []
         lease = self._leases.end(attempt.lease.lease_id, end, detail)
         return [] if lease is None else self._lease_gone(attempt, lease, tell_target=tell_target)
 

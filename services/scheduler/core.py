@@ -24,10 +24,9 @@ from schemas.worker import (
     WorkerRole,
 )
 from services.config import SchedulerConfig
-from services.presence import Fences, Hearing, Peer
+from services.presence import BusConnected, Fences, Hearing, Peer
 from services.scheduler.events import (
     Action,
-    BusConnected,
     BusProved,
     Event,
     PingAnswered,
@@ -38,8 +37,9 @@ from services.scheduler.events import (
     SendPing,
 )
 from services.scheduler.limits import MAX_OUTSTANDING_PINGS, SECOND_PING_SHARE
-from services.scheduler.placement.fleet_view import KnownWorker, partners_of
-from services.scheduler.placement.place import Case, Placer, usable_workers
+from services.scheduler.placement.fleet_view import FleetView, partners_of
+from services.scheduler.placement.known_worker import KnownWorker
+from services.scheduler.placement.place import Case, Placer
 
 
 class Standing(NamedTuple):
@@ -51,14 +51,15 @@ class Standing(NamedTuple):
 
 @dataclass(slots=True)
 class Member:
-    """One incarnation of a worker: what it says of itself, whether it is alive, and its pings."""
+    """Whether one incarnation of a worker is alive, and its pings."""
 
     worker: KnownWorker
+    """The fleet's own record of it."""
     peer: Peer
     next_ping_ms: int
     num_outstanding: int = 0
     serves_pings: bool = False
-    """It has answered one."""
+    """It has answered a ping."""
 
 
 class SchedulerCore:
@@ -73,20 +74,18 @@ class SchedulerCore:
         self._hearing = Hearing(settings.silent_after_ms // 2)
         self._fences = Fences()
         self._members: dict[WorkerId, Member] = {}
+        self._fleet = FleetView()
         self._placer = Placer(settings)
-        self._is_proving = False
-
-    @property
-    def asks_directory(self) -> bool:
+        self.asks_directory = self._placer.asks_directory
         """Whether `place` makes use of holders."""
-        return self._placer.asks_directory
+        self._is_proving = False
 
     def incarnations(self) -> dict[WorkerId, str]:
         """Return who is known to live."""
         return {worker_id: member.worker.info.incarnation for worker_id, member in self._members.items()}
 
     def handle(self, event: Event, now_ms: int) -> list[Action]:
-        """Take in what has happened. Returns what is to be done."""
+        """React to what has happened: return what is to be done."""
         if not isinstance(event, PingUnanswered | BusConnected | BusProved):
             self._hearing.hear(now_ms)
         match event:
@@ -97,7 +96,7 @@ class SchedulerCore:
                 return self._hear(event, info, now_ms)
             case WorkerDraining():
                 if member := self._member(event.worker_id, event.incarnation):
-                    member.worker.draining = True
+                    member.worker.is_draining = True
             case WorkerLeft():
                 self._leave(event, now_ms)
             case PingAnswered() | PingUnserved() | PingUnanswered():
@@ -135,22 +134,22 @@ class SchedulerCore:
 
     def place(self, request: PlaceRequest, now_ms: int, holders: tuple[HolderPrefix, ...] = ()) -> Placement | Refused:
         """Choose the workers of one attempt (`placement.place`)."""
-        return self._placer.place(Case(request, now_ms, self._workers(), self._suspects(now_ms), holders))
+        return self._placer.place(Case(request, now_ms, self._fleet, self._suspects(now_ms), holders))
 
     def describe(self, now_ms: int) -> FleetDescribed:
         """Return what is known, and whether a request could be placed now on workers that are well."""
-        suspects, workers = self._suspects(now_ms), self._workers()
-        well = [worker for worker in usable_workers(workers) if worker.info.worker_id not in suspects]
+        suspects = self._suspects(now_ms)
+        well = [worker for worker in self._fleet.usable() if worker.info.worker_id not in suspects]
         ready = any(worker.info.role == "aggregated" or partners_of(worker, well) for worker in well)
-        loads = tuple(worker.load for worker in workers.values() if worker.load is not None)
+        loads = tuple(worker.load for worker in self._fleet.workers.values() if worker.has_reported)
         return FleetDescribed(policy=self._settings.policy, ready=ready, workers=loads)
 
     def standing(self, now_ms: int) -> list[Standing]:
         """Return how each known worker stands."""
         suspects = self._suspects(now_ms)
         return [
-            Standing(worker.info.role, "draining" if worker.draining else "suspect" if key in suspects else "ready")
-            for key, worker in self._workers().items()
+            Standing(worker.info.role, "draining" if worker.is_draining else "suspect" if key in suspects else "ready")
+            for key, worker in self._fleet.workers.items()
         ]
 
     def _hear(self, event: WorkerJoined | WorkerLoad, info: WorkerInfo, now_ms: int) -> list[Action]:
@@ -160,16 +159,16 @@ class SchedulerCore:
             actions.append(self._declare(info.worker_id, LeftReason.RESTARTED, now_ms))
             member = None
         if member is None:
-            member = self._members[info.worker_id] = Member(KnownWorker(info), Peer(now_ms), next_ping_ms=now_ms)
+            worker = self._fleet.join(info)
+            member = self._members[info.worker_id] = Member(worker, Peer(now_ms), next_ping_ms=now_ms)
             self.wake_ms = now_ms
         member.peer.hear(now_ms)
         if isinstance(event, WorkerLoad):
-            member.worker.hear(event)
-            self._placer.rates.learn(info.worker_id, event.rates, now_ms)
+            self._fleet.hear(event, now_ms)
         return actions
 
     def _end_ping(self, event: PingAnswered | PingUnserved | PingUnanswered, now_ms: int) -> list[Action]:
-        """Take in what became of a ping; nothing where its incarnation has been replaced."""
+        """React to the end of a ping; do nothing where the worker's incarnation has been replaced."""
         ping = event.ping
         member = self._member(ping.worker_id, ping.incarnation)
         if member is None:
@@ -204,14 +203,11 @@ class SchedulerCore:
         self._fences.add(left, now_ms)
         if self._member(left.worker_id, left.incarnation):
             del self._members[left.worker_id]
-            self._placer.rates.forget(left.worker_id)
+            self._fleet.leave(left.worker_id)
 
     def _member(self, worker_id: WorkerId, incarnation: str) -> Member | None:
         member = self._members.get(worker_id)
         return member if member is not None and member.worker.info.incarnation == incarnation else None
-
-    def _workers(self) -> dict[WorkerId, KnownWorker]:
-        return {worker_id: member.worker for worker_id, member in self._members.items()}
 
     def _suspects(self, now_ms: int) -> set[WorkerId]:
         """Return who has been quiet for so long that it may be stopped."""

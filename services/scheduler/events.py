@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from schemas.ids import WorkerId
 from schemas.worker import WorkerDraining, WorkerJoined, WorkerLeft, WorkerLoad
+from services.presence import BusConnected
 
 # What the service is asked to do.
 
@@ -63,13 +64,6 @@ class BusProved:
     """What came of `ProveBus`."""
 
     works: bool
-
-
-@dataclass(frozen=True, slots=True)
-class BusConnected:
-    """How often the bus has connected so far: more than before is a reconnection."""
-
-    num_connects: int
 
 
 FleetEvent = WorkerJoined | WorkerLoad | WorkerDraining | WorkerLeft

@@ -21,9 +21,9 @@ class SchedulerMetrics:
 
     def placed(self, reply: Message, traceparent: str) -> None:
         """A request was placed, or refused."""
-        self._metrics.inc(names.DECISIONS, kind_of(reply), traceparent=traceparent)
+        self._metrics.inc(names.DECISIONS, kind_of(reply), trace=traceparent)
         if isinstance(reply, Refused):
-            self._metrics.inc(names.REFUSALS, "place", reply.reason, traceparent=traceparent)
+            self._metrics.inc(names.REFUSALS, "place", reply.reason, trace=traceparent)
 
     def left(self, left: WorkerLeft) -> None:
         """It was said of a worker that it has left."""

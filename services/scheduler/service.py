@@ -7,7 +7,7 @@ from typing import Any
 
 from schemas import subjects
 from schemas.ids import is_subject_token
-from schemas.request import Placement, PlaceRequest, Refused
+from schemas.request import Placement, PlaceRequest, RefusalReason, Refused
 from schemas.subjects import Subject
 from schemas.worker import DescribeFleet, FleetDescribed, PingWorker, WorkerJoined, WorkerLeft, WorkerLoad
 from services.bus.base import Bus, BusError, NoRespondersError
@@ -15,10 +15,11 @@ from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig
 from services.errors import BrokerUnreachableError
 from services.metrics import Metrics
+from services.presence import BusConnected
 from services.runtime import now_ms
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import (
-    BusConnected,
+    Action,
     BusProved,
     Event,
     FleetEvent,
@@ -36,7 +37,7 @@ from services.scheduler.placement.hints import Hints
 log = logging.getLogger(__name__)
 
 FLEET_SUBJECTS: tuple[Subject[Any, None], ...] = (subjects.JOINED, subjects.LOAD, subjects.DRAINING, subjects.LEFT)
-"""What is said of workers is an event of the core as it stands."""
+"""What is said on these is an event of the core as it stands."""
 
 
 async def run_scheduler(
@@ -125,7 +126,7 @@ class Scheduler:
         request, core = received.message, self._core
         holders = await self._hints.holders(request) if core.asks_directory else ()
         reply = core.place(request, now_ms(), holders)
-        if isinstance(reply, Refused) and reply.reason == "no_worker" and not self._learnt.is_set():
+        if isinstance(reply, Refused) and reply.reason is RefusalReason.NO_WORKER and not self._learnt.is_set():
             await self._learnt.wait()
             reply = core.place(request, now_ms(), holders)
         self._measured.placed(reply, received.traceparent)
@@ -142,7 +143,7 @@ class Scheduler:
     def _tell_connects(self) -> None:
         self._core.handle(BusConnected(self._bus.connection.num_connects), now_ms())
 
-    def _act(self, actions: list[SendPing | SayLeft | ProveBus]) -> None:
+    def _act(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
                 case SendPing():
@@ -171,7 +172,7 @@ class Scheduler:
             self._tell(PingAnswered(ping, alive.worker_id, alive.incarnation))
 
     async def _prove(self) -> None:
-        """A round trip to the broker: without it nobody's silence counts."""
+        """Make a round trip to the broker: without it nobody's silence counts."""
         works = False
         try:
             async with asyncio.timeout(PROOF_TIMEOUT_S):

@@ -68,7 +68,7 @@ class Exchange:
         return {"type": "http.disconnect"}
 
     async def take(self, message: Message) -> None:
-        """Take in one ASGI message of the gateway."""
+        """Receive one ASGI message of the gateway."""
         if self.delay_s:
             await asyncio.sleep(self.delay_s)
         if self.hung_up or self.is_reset:

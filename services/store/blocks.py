@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dataplane.blocks.cache import Allocation, ContentChanges
+from dataplane.blocks.cache import Allocation
+from dataplane.blocks.kept import ContentChanges, KeptBlocks
 from dataplane.blocks.layout import BlockTable, BlockTables, KVLayout, block_ids, segments_of
 from schemas.directory import Tier
 from schemas.ids import BlockHash, WorkerId
-from services.store.index import BackIndex, MemoryIndex
+from services.store.index import BackIndex
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,7 +49,7 @@ class StoreMemory:
     def __init__(self, limits: StoreLimits, layout: KVLayout, num_blocks: int, back_tier: Tier | None) -> None:
         self.limits = limits
         self.layout = layout
-        self.index = MemoryIndex(num_blocks)
+        self.index = KeptBlocks(num_blocks)
         self.back_tier: Tier | None = back_tier
         self.back = BackIndex(limits.max_bytes // limits.value_bytes if back_tier else 0)
         self.num_not_written = 0
@@ -58,17 +59,17 @@ class StoreMemory:
 
     def __contains__(self, block_hash: BlockHash) -> bool:
         """Say whether it is in memory or behind it."""
-        return block_hash in self.index or block_hash in self.back
+        return block_hash in self.index.block_of or block_hash in self.back
 
-    # Taking blocks in.
+    # Blocks that are read from workers.
 
     def num_pullable(self, *, writes: bool) -> int:
         """Return how many blocks could be read from workers now, and also wait to be written where `writes`."""
-        room = self.index.num_free + self.index.num_cached
+        room = self.index.room()
         return max(0, min(room, self.limits.max_unwritten - self.num_unwritten)) if writes else room
 
     def pulled(self, blocks: Sequence[int], hashes: Sequence[BlockHash], *, writes: bool) -> None:
-        """Take in that the first `len(hashes)` of these blocks are filled; the references are given back.
+        """Note that the first `len(hashes)` of these blocks are filled; the references are given back.
 
         Without `writes`, as there is nothing behind memory or it is down, they stay in memory alone.
         """
@@ -100,7 +101,7 @@ class StoreMemory:
         return WriteBatch([block_hash for block_hash, _ in batch], [block for _, block in batch], evicted)
 
     def end_write(self, batch: WriteBatch, written: Sequence[BlockHash], *, full: bool = False) -> list[BlockHash]:
-        """Take in what of a batch was written. `full`: the rest had no room, so as much is given up; return what."""
+        """Note what of a batch was written. `full`: the rest had no room, so as much is given up; return what."""
         self._num_writing -= len(batch.hashes)
         self.num_not_written += len(batch.hashes) - len(written)
         for block_hash in written:
@@ -123,12 +124,12 @@ class StoreMemory:
     @property
     def num_free(self) -> int:
         """Blocks that hold nothing."""
-        return self.index.num_free
+        return self.index.pool.num_free
 
     @property
     def num_cached(self) -> int:
         """Blocks that nobody uses and that are kept for their content."""
-        return self.index.num_cached
+        return len(self.index.idle)
 
     def lend(self, hashes: Sequence[BlockHash], first_block: int) -> Allocation | None:
         """Return the leading run of these blocks that is in memory, a reference to each, at a reader's positions from
@@ -153,20 +154,19 @@ class StoreMemory:
         """Return the leading run that is behind memory and not in it."""
         run: list[BlockHash] = []
         for block_hash in hashes:
-            if block_hash not in self.back or block_hash in self.index:
+            if block_hash not in self.back or block_hash in self.index.block_of:
                 break
             run.append(block_hash)
         return run
 
     def allocate_up_to(self, num_blocks: int) -> list[int]:
         """Return blocks to be filled, fewer where there is less room, a reference to each."""
-        room = self.index.num_free + self.index.num_cached
-        blocks = self.index.allocate(min(num_blocks, room))
+        blocks = self.index.allocate(min(num_blocks, self.index.room()))
         assert blocks is not None, "there is room"
         return blocks
 
     def loaded(self, blocks: Sequence[int], hashes: Sequence[BlockHash], lost: Sequence[BlockHash]) -> None:
-        """Take in that the first `len(hashes)` of these blocks are filled from behind memory, and what was not there.
+        """Note that the first `len(hashes)` of these blocks are filled from behind memory, and what was not there.
 
         The references are given back.
         """
@@ -189,7 +189,7 @@ class StoreMemory:
 
     def contents(self) -> list[tuple[Tier, list[BlockHash]]]:
         """Return what each tier has now: memory's blocks, then those behind it."""
-        held: list[tuple[Tier, list[BlockHash]]] = [("memory", self.index.hashes())]
+        held: list[tuple[Tier, list[BlockHash]]] = [("memory", list(self.index.block_of))]
         return held if self.back_tier is None else [*held, (self.back_tier, self.back.hashes())]
 
     def check_integrity(self) -> None:

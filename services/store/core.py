@@ -79,7 +79,7 @@ class StoreCore:
         return not self.memory.layout.is_windowed
 
     def handle(self, event: Event, now_ms: int) -> list[Action]:
-        """Take in what has happened; return what is to be done, in order. Nothing here goes by the clock."""
+        """React to what has happened: return what is to be done, in order. Nothing here goes by the clock."""
         match event:
             case BlocksCooling(worker_id=worker_id, block_hashes=joined):
                 if len(joined) % BLOCK_HASH_BYTES:

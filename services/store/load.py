@@ -139,7 +139,7 @@ def open_tier(settings: StoreConfig, values: BlockValues) -> BackTier | None:
 
 
 def _restore(memory: StoreMemory, tier: BackTier) -> None:
-    """Take in what the tier has. Raises UserError."""
+    """Let the memory know what the tier has. Raises UserError."""
     try:
         surplus = memory.back.restore(entry.block_hash for entry in tier.scan())
         tier.delete(surplus)

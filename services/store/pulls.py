@@ -1,5 +1,5 @@
-"""Takes in what workers are about to evict, or want kept elsewhere as well: chooses what to read, and files what came.
-A worker never waits for it."""
+"""Reads what workers are about to evict, or want kept elsewhere as well: chooses what to read, and files what has
+arrived. A worker never waits for it."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from dataplane.blocks.layout import BlockTable, BlockTables, segments_of
 from dataplane.ends.reader import PlaneReader
 from schemas.ids import BlockHash, RequestId, WorkerId, new_id
 from schemas.kv import BlocksCooling, LeaseGranted, ReadEnd, ReplicateBlocks
+from schemas.request import RefusalReason
 from services.bus.typed import Received, TypedBus
 from services.runtime import now_ms
 from services.store.backing import Backing, Complaints
@@ -20,6 +21,7 @@ from services.worker.core.attempts import KVRead, WantedLease
 from services.worker.core.events import ReadEnded
 from services.worker.kv.reads import KVReads, NoRoomError, ReaderSettings
 from services.worker.observe.transfers import FinishedRead
+from services.worker.outbox import Outbox
 
 
 class PullFailedError(Exception):
@@ -27,7 +29,7 @@ class PullFailedError(Exception):
 
 
 class Pulled(NamedTuple):
-    """What came of one read. `had_no_room`: what was granted had no place here any more."""
+    """How one read ended. `had_no_room`: what was granted had no place here any more."""
 
     ended: ReadEnded
     had_no_room: bool
@@ -41,6 +43,7 @@ class Puller:
     core: StoreCore
     backing: Backing | None
     bus: TypedBus
+    outbox: Outbox
     reader: PlaneReader
     carrier: str
     tasks: asyncio.TaskGroup
@@ -59,6 +62,7 @@ class Puller:
         self._reads = KVReads(
             settings=settings,
             bus=self.bus,
+            outbox=self.outbox,
             reader=self.reader,
             telemetry=self.telemetry,
             tasks=self.tasks,
@@ -94,7 +98,7 @@ class Puller:
             await asyncio.wait(pulls)
 
     def _handle(self, event: Event, reason: str = "") -> None:
-        """Let the core take in what has happened, and carry out what follows. `reason`: why a pull ended early."""
+        """Let the core react to what has happened, and carry out what it says. `reason`: why a pull ended early."""
         for action in self.core.handle(event, now_ms()):
             match action:
                 case StartPull(worker_id=worker_id):
@@ -135,7 +139,7 @@ class Puller:
                 num_refused = 0
             elif pulled.had_no_room:
                 num_refused += 1
-            elif pulled.ended.refusal == "gone":
+            elif pulled.ended.refusal is RefusalReason.GONE:
                 num_refused += 1
                 self._handle(BlocksGone(worker_id, tuple(batch[:1])))
             elif pulled.ended.refusal is not None:
@@ -167,12 +171,12 @@ class Puller:
             return (BlockTable(segments_of(blocks)),), len(blocks) * block_size
 
         deadline_ms = now_ms() + int(READ_TIMEOUT_S * 1000)
-        lease = WantedLease(worker_id, 0, tuple(batch), deadline_ms)
+        lease = WantedLease(0, tuple(batch), deadline_ms)
         key = (RequestId(new_id("store")), 1)
         num_landed = 0
         try:
             ended = await self._reads.carry_out(
-                KVRead(key, lease, (), traceparent=self._traces.get(worker_id, "")), place
+                KVRead(key, worker_id, lease, (), traceparent=self._traces.get(worker_id, "")), place
             )
             num_landed = ended.outcome.num_landed_tokens // block_size  # verified, even where the read broke
         finally:

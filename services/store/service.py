@@ -101,7 +101,7 @@ class Store:
         self._backing = Backing(parts.tier, parts.values, self._complaints) if parts.tier else None
         leases = LeaseTable()
         self._measured = HolderMetrics(bus.metrics, self._load, leases, memory.layout.block_bytes)
-        lease_spans = HolderSpans(telemetry, self._store_id)
+        self._lease_spans = HolderSpans(telemetry, self._store_id)
         self._holder = KVHolder[StoreMemory](
             worker_id=self._store_id,
             incarnation=parts.incarnation,
@@ -113,8 +113,7 @@ class Store:
             on_started=lambda lease: self._post(self._started, lease),
             on_served=lambda lease, stats, error: self._post(self._served, lease, stats, error),
             name_stream=telemetry.child_of,
-            observes_ends=(self._measured.lease_ended, lease_spans.lease_ended),
-            observes_streams=(lease_spans.stream_ended,),
+            observes_ends=(self._measured.lease_ended, self._lease_spans.lease_ended),
             leases=leases,
         )
         self._lending = LendCore(memory.limits, memory, leases)
@@ -124,6 +123,7 @@ class Store:
             core=core,
             backing=self._backing,
             bus=bus,
+            outbox=self._outbox,
             reader=self._reader,
             carrier=config.worker.carrier,
             tasks=tasks,
@@ -160,15 +160,15 @@ class Store:
             self._clockwork.append(tasks.create_task(self._write_behind(self._backing), name="write behind"))
 
     async def close(self) -> None:
-        """Leave in order: take nothing more, write what waits, lend until nobody reads, close plane and tier, say so.
-        Each in bounded time."""
+        """Leave in order: take nothing more and lend nothing more, as whoever asks can read or compute elsewhere; write
+        what waits, serve the reads that have a lease, close plane and tier, say so. Each in bounded time."""
         me, incarnation = (self._store_id,), self._holder.incarnation
         self.core.handle(StoreDrainBegun(), now_ms())
+        self._decide(Stopping())
         self._outbox.put(subjects.DRAINING, me, WorkerDraining(worker_id=self._store_id, incarnation=incarnation))
         await self._puller.close()
         await self._flush()
         await self._holder.until_unread(self._drain_s)
-        self._decide(Stopping())
         await self._loader.close()
         for task in self._clockwork:
             task.cancel()
@@ -202,13 +202,11 @@ class Store:
         return refused
 
     def _started(self, lease: Grant) -> None:
-        with self._holder.lock:
-            self._holder.leases.stream_started(lease)
         self._decide(StreamStarted(lease))
 
     def _served(self, lease: Grant, stats: TransferStats, error: str) -> None:
         self._decide(StreamEnded(lease, error))
-        self._holder.stream_ended(lease, stats, error)
+        self._lease_spans.stream_ended(lease, stats, error)
 
     def _on_returned(self, received: Received[ReturnLease]) -> None:
         self._decide(received.message)
@@ -231,7 +229,7 @@ class Store:
         return describe(self._load(), (), list(self._holder.leases), now_ms())
 
     def _decide(self, event: Event) -> None:
-        """Let the leases take in what has happened, and carry out what follows."""
+        """Let the lending core react to what has happened, and carry out what it says."""
         with self._holder.lock:
             actions = self._lending.handle(event, now_ms())
         self._execute(actions)

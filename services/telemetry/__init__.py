@@ -1,10 +1,11 @@
 """Traces: names of spans and attributes, how spans are made and sampled, and where they are exported.
 
 Spans of work on other threads are recorded after the fact, with explicit times: no span is held open on a hot path. A
-trace context travels as a W3C traceparent string. Only `otlp.py` imports OpenTelemetry.
+span's ids are a `TraceContext`; between processes they travel as a W3C traceparent. Only `otlp.py` imports
+OpenTelemetry.
 """
 
-from services.telemetry.context import TraceContext, parse_traceparent
+from services.telemetry.context import SpanRef, TraceContext, context_of, parse_traceparent
 from services.telemetry.export import FileExporter, ListExporter
 from services.telemetry.names import Key, SpanName
 from services.telemetry.record import Attributes, AttributeValue, SpanRecord
@@ -19,8 +20,10 @@ __all__ = [
     "OpenSpan",
     "SpanName",
     "SpanRecord",
+    "SpanRef",
     "Telemetry",
     "TraceContext",
+    "context_of",
     "open_telemetry",
     "parse_traceparent",
 ]

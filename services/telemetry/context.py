@@ -1,4 +1,7 @@
-"""W3C Trace Context, as far as the mesh needs it: ids, and whether a trace is sampled."""
+"""W3C Trace Context, as far as the mesh needs it: ids, and whether a trace is sampled.
+
+Inside a process a span is named by its `TraceContext`; the `traceparent` string is for messages and files.
+"""
 
 import functools
 import random
@@ -25,6 +28,10 @@ class TraceContext(NamedTuple):
         return TraceContext(self.trace_id, new_span_id(), self.is_sampled)
 
 
+SpanRef = TraceContext | str
+"""How a span is named to others: by its ids, or by the traceparent that came with a message (empty: none)."""
+
+
 @functools.lru_cache(4_096)  # a request's spans all hang from a few
 def parse_traceparent(text: str) -> TraceContext | None:
     """Return what a `traceparent` says; None where it is empty or malformed."""
@@ -32,6 +39,11 @@ def parse_traceparent(text: str) -> TraceContext | None:
     if match is None:
         return None
     return TraceContext(match[1], match[2], bool(int(match[3], 16) & _SAMPLED))
+
+
+def context_of(span: SpanRef) -> TraceContext | None:
+    """Return the span's ids; None where no span is named, or what should name it is malformed."""
+    return parse_traceparent(span) if isinstance(span, str) else span
 
 
 def new_trace(ratio: float) -> TraceContext:

@@ -1,6 +1,7 @@
 """Exporters of spans, and the thread that calls them."""
 
 import logging
+import re
 import threading
 import time
 from collections import deque
@@ -10,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from services.telemetry.limits import CLOSE_S, EXPORT_INTERVAL_S, MAX_BATCH, MAX_UNSENT
+from services.telemetry.limits import CLOSE_S, EXPORT_INTERVAL_S, MAX_BATCH, MAX_UNSENT, TRACE_FILES
 from services.telemetry.record import SpanRecord
 
 log = logging.getLogger(__name__)
@@ -41,18 +42,28 @@ class ListExporter:
 
 
 class FileExporter:
-    """Appends one JSON object for each span to `{dir}/{service}-{started}.jsonl`, which `kvmesh trace` reads."""
+    """Appends one JSON object for each span to `{dir}/{service}-{Unix ns}.jsonl`, which `kvmesh trace` reads.
 
-    def __init__(self, folder: Path, service: str) -> None:
+    A file that is full is followed by another, and the service's oldest files go once all of them together have more
+    than `max_bytes`, those of its earlier lives included.
+    """
+
+    def __init__(self, folder: Path, service: str, max_bytes: int = 64 << 20) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / f"{service}-{time.time_ns()}.jsonl"
+        self._folder, self._service, self._max_bytes = folder, service, max_bytes
+        self._file_bytes = max(1, max_bytes // TRACE_FILES)
         self._encoder = msgspec.json.Encoder()
         self._has_failed = False
+        self._path = self._new_path()
 
     def export(self, spans: Sequence[SpanRecord]) -> None:
         try:
             with self._path.open("ab") as file:
                 file.write(self._encoder.encode_lines(spans))
+                is_full = file.tell() >= self._file_bytes
+            if is_full:
+                self._path = self._new_path()
+                self._remove_oldest()
         except OSError as error:
             if not self._has_failed:  # more lines would not help a full disk
                 log.warning("spans are lost: cannot write %s: %s", self._path, error.strerror or error)
@@ -60,6 +71,19 @@ class FileExporter:
 
     def close(self) -> None:
         """Does nothing: nothing is held open."""
+
+    def _new_path(self) -> Path:
+        return self._folder / f"{self._service}-{time.time_ns()}.jsonl"
+
+    def _remove_oldest(self) -> None:
+        """Remove this service's oldest files, so that the others and the next one stay within the bound."""
+        own = re.compile(re.escape(self._service) + r"-(\d+)\.jsonl")
+        found = {int(match[1]): path for path in self._folder.iterdir() if (match := own.fullmatch(path.name))}
+        left = self._max_bytes - self._file_bytes
+        for started in sorted(found, reverse=True):
+            left -= found[started].stat().st_size
+            if left < 0:
+                found[started].unlink(missing_ok=True)
 
 
 class Background:

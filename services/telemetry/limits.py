@@ -8,6 +8,8 @@ MAX_UNSENT = 65_536
 """Spans that wait to be exported; more are dropped, and counted."""
 MAX_BATCH = 512
 """Spans of one export."""
+TRACE_FILES = 8
+"""A service's spans are in so many files at most: the oldest of them goes first."""
 MAX_SPANS = 16_384
 """Spans that are kept of traces that are not sampled, of all together: about 10 MiB, a busy worker's last minute."""
 MAX_KEPT_TRACES = 4_096

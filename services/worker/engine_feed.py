@@ -52,11 +52,11 @@ class EngineFeed:
         )
 
     def submit(self, action: Submit) -> None:
-        """Give the engine a sequence; what of it is in place already is taken in, and may be read under its lease."""
+        """Give the engine a sequence; what of it is in place already is stored, and may be read under its lease."""
         sequence, attempt = action.sequence, action.attempt
         if action.lease is not None:
             sequence.layer_listener = self._holder.start_computing(action.lease, sequence.num_computed_tokens)
-        self._holder.submitted(sequence, attempt.content)
+        self._holder.computed(sequence, attempt, sequence.num_computed_tokens)
         self._spans.submitted(attempt, sequence)
         try:
             self.engine.submit(sequence)
@@ -77,29 +77,40 @@ class EngineFeed:
         self._spans.stepped(result, self._cores.find)
         self._rates.stepped(result)
         self._measured.stepped(result)
+        nobodys: list[Sequence] = []
         for sequence, num_tokens in result.computed:
-            self._holder.computed(sequence, self._attempt_of(sequence).content, num_tokens)
+            if (attempt := self._find(sequence)) is None:
+                nobodys.append(sequence)
+            else:
+                self._holder.computed(sequence, attempt, num_tokens)
         for sampled in result.sampled:
             sequence = sampled.sequence
-            attempt = self._attempt_of(sequence)
+            if (attempt := self._find(sequence)) is None:
+                continue
             self._spans.prefilled(attempt)
             if sampled.local_end:
-                self._holder.ended(sequence, attempt.content)
+                self._holder.ended(sequence, attempt)
                 if sequence.max_local_tokens is None:
                     self._spans.decoded(attempt, sampled.finish_reason or "")
         self._handle(result)
+        # Last, so that what is wrong with one costs the others nothing.
+        assert not nobodys, _written_late(nobodys)
 
     def _on_removed(self, sequence: Sequence) -> None:
-        attempt = self._attempt_of(sequence)
-        self._holder.ended(sequence, attempt.content)
+        attempt = self._find(sequence)
+        assert attempt is not None, _written_late([sequence])
+        self._holder.ended(sequence, attempt)
         self._handle(SequenceRemoved(attempt.key))
 
     def _on_failure(self, sequences: list[Sequence], reason: str) -> None:
         for sequence in sequences:
             self._handle(SequenceFailed((sequence.request_id, sequence.attempt), reason))
 
-    def _attempt_of(self, sequence: Sequence) -> AnyAttempt:
-        """Return the record of an attempt whose sequence the engine had until now."""
-        attempt = self._cores.find((sequence.request_id, sequence.attempt))
-        assert attempt is not None, f"{sequence.request_id}: its blocks are given back, and the engine wrote them"
-        return attempt
+    def _find(self, sequence: Sequence) -> AnyAttempt | None:
+        return self._cores.find((sequence.request_id, sequence.attempt))
+
+
+def _written_late(sequences: list[Sequence]) -> str:
+    """Return what is wrong with these sequences, which the engine had until now, and no core knows."""
+    requests = ", ".join(sequence.request_id for sequence in sequences)
+    return f"{requests}: their blocks are given back, and the engine wrote them"

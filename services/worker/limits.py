@@ -14,8 +14,6 @@ OPEN_LEASE_WITHIN_MS = 5_000
 """How long a lease that a reader has asked for waits for its read to begin."""
 MAX_LENT_LEASES = 256
 """So many leases that readers have asked for may be open; whoever asks for one more is refused for now."""
-MAX_ENDED_LEASES = 1_024
-"""So many leases are remembered that have ended before any stream on them; most of these are never opened."""
 UNREAD_AFTER_MS = 1_000
 """A lease that nobody reads for so long, though all of it could be read, is counted as unread: a reader opens its
 stream as soon as it has its ticket."""
@@ -63,7 +61,7 @@ OFFER_INTERVAL_MS = 250
 """The least time between two offers of one sequence's new blocks to its replica, unless `OFFER_BLOCKS` are new."""
 OFFER_BLOCKS = 8
 MAX_OFFER_BLOCKS = 1_024
-"""Of one message."""
+"""Blocks that one message offers at most."""
 READ_WITHIN_MS = 10_000
 """How long an offer of blocks stands: the source gives the blocks up when it needs the room."""
 MAX_COPY_READS = 2
@@ -72,7 +70,7 @@ MAX_COPY_BLOCKS = 64
 """What a source has to keep for one read of a copy."""
 MAX_COPIES_WAITING = 64
 SPARE_SHARE = 4
-"""Copies are taken in only while more than this part of all blocks is free: a quarter."""
+"""Copies are read only while more than this part of all blocks is free: a quarter."""
 
 # What goes by the clock.
 

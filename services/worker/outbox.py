@@ -18,8 +18,11 @@ from services.worker.limits import MAX_UNSENT, MAX_UNSENT_BYTES
 log = logging.getLogger(__name__)
 
 REPAIRED = frozenset(
-    {subjects.LOAD, subjects.STORED, subjects.EVICTED, subjects.COOLING, subjects.REPLICATE, subjects.TOKENS}
-)
+    {
+        subjects.LOAD, subjects.STORED, subjects.EVICTED, subjects.COOLING, subjects.REPLICATE, subjects.RETURNED,
+        subjects.TOKENS,
+    }
+)  # fmt: skip
 """What may be lost: said again soon, asked for by whoever misses it, or useful and not necessary."""
 
 _MESSAGE_BYTES = 512

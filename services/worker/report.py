@@ -43,17 +43,18 @@ class Reporter:
     def load(self, now_ms: int) -> WorkerLoad:
         """Return what there is to do at `now_ms` (Unix ms)."""
         engine, plane, roles = self.engine.load(), self.holder.plane, self.cores.roles
-        num_queued = sum(role.core.num_queued for role in roles)
-        num_queued_tokens = sum(attempt.num_queued_tokens for attempt in self.cores.attempts())
-        num_unreceived_tokens = sum(attempt.num_unreceived_tokens for attempt in self.cores.attempts())
+        num_queued = sum(role.num_queued for role in roles)
+        awaited = {"prefill": 0, "decode": 0}
+        for attempt in self.cores.attempts():
+            awaited[attempt.part] += attempt.num_awaited_tokens
         return WorkerLoad(
             worker=self.info(),
-            state="draining" if any(role.core.draining for role in roles) else "ready",
+            state="draining" if any(role.draining for role in roles) else "ready",
             blocks=self.holder.counts(self.cores.tables()),
             num_running=self.cores.num_running - num_queued,
             num_queued=num_queued,
-            num_uncomputed_tokens=engine.num_uncomputed_tokens + num_queued_tokens + num_unreceived_tokens,
-            num_unreceived_tokens=num_unreceived_tokens,
+            num_uncomputed_tokens=engine.num_uncomputed_tokens + awaited["prefill"] + awaited["decode"],
+            num_unreceived_tokens=awaited["decode"],
             num_dropped_messages=self.bus.num_dropped,
             num_refused_reads=plane.num_refused + plane.num_junk if plane else 0,
             rates=self.rates.rates(now_ms),

@@ -12,13 +12,13 @@ from services.telemetry import Telemetry
 from services.worker.inbox import Inbox
 from services.worker.limits import SWITCH_INTERVAL_S
 from services.worker.parts import WorkerParts
-from services.worker.roles import MakeRole
+from services.worker.roles import MakeRoles
 from services.worker.shell import Worker
 from services.worker.timers import Timers, drain
 
 
 async def run_roles(
-    make_roles: tuple[MakeRole, ...],
+    make_roles: MakeRoles,
     parts: WorkerParts,
     config: MeshConfig,
     connection: Bus,

@@ -64,13 +64,12 @@ from services.worker.limits import (
 )
 from services.worker.observe.measured_rates import MeasuredRates
 from services.worker.observe.metrics import WorkerMetrics
-from services.worker.observe.read_records import ReadRecords
 from services.worker.observe.spans import WorkerSpans
-from services.worker.observe.transfers import HolderSpans
+from services.worker.observe.transfers import HolderSpans, ReadRecords
 from services.worker.outbox import Outbox
 from services.worker.parts import WorkerParts
 from services.worker.report import Reporter
-from services.worker.roles import Cores, MakeRole, Role
+from services.worker.roles import Cores, MakeRoles
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ class Worker:
     def __init__(
         self,
         parts: WorkerParts,
-        make_roles: tuple[MakeRole, ...],
+        make_roles: MakeRoles,
         config: MeshConfig,
         bus: TypedBus,
         telemetry: Telemetry,
@@ -100,7 +99,8 @@ class Worker:
         self._telemetry = telemetry
         self._outbox = Outbox(bus, parts.worker_id)
         self._spans = WorkerSpans(telemetry, parts.worker_id)
-        leases, lease_spans = LeaseTable(), HolderSpans(telemetry, parts.worker_id)
+        self._lease_spans = HolderSpans(telemetry, parts.worker_id)
+        leases = LeaseTable()
         self.measured = WorkerMetrics(metrics, lambda: self.reporter.load(now_ms()), leases, layout.block_bytes)
         self._holder = WorkerHolder(
             worker_id=parts.worker_id,
@@ -113,16 +113,15 @@ class Worker:
             on_started=lambda lease: self._post(self._on_stream_started, lease),
             on_served=lambda lease, stats, error: self._post(self._on_stream_ended, lease, stats, error),
             name_stream=telemetry.child_of,
-            observes_ends=(self.measured.lease_ended, lease_spans.lease_ended),
-            observes_streams=(lease_spans.stream_ended,),
+            observes_ends=(self.measured.lease_ended, self._lease_spans.lease_ended),
             leases=leases,
         )
         self._reader = parts.platform.make_reader(parts.arena, parts.shape)
         self._rates = MeasuredRates(layout.block_bytes // layout.block_size)
         self._wire = WireChoice(settings.wire_dtype, layout, self._rates)
-        self._lending = LendCore(parts.limits, self._holder.cache, leases)
-        roles = tuple(make(parts.limits, self._holder.cache, leases) for make in make_roles)
-        self.cores = Cores(roles, ReplicaCore(parts.limits, self._holder.cache))
+        limits, cache = parts.limits, self._holder.cache
+        self._lending = LendCore(limits, cache, leases)
+        self.cores = Cores(make_roles(limits, cache, leases), ReplicaCore(limits, cache), self._lending)
         self._feed = EngineFeed(
             parts,
             settings.token_budget,
@@ -171,6 +170,7 @@ class Worker:
         self._reads = KVReads(
             settings=reader_settings,
             bus=self._bus,
+            outbox=self._outbox,
             reader=self._reader,
             telemetry=self._telemetry,
             tasks=tasks,
@@ -204,8 +204,6 @@ class Worker:
         """Leave in order: end reads and engine, lend until nobody reads, say so, close the plane, send what is left.
         `timers` keep the leases until then, and are cancelled."""
         self._is_leaving = True
-        for core in self.cores:
-            core.draining = True
         await self._reads.close()
         await asyncio.to_thread(self._feed.stop)
         await self._holder.until_unread(READERS_STAY_S)
@@ -229,13 +227,13 @@ class Worker:
 
     # Deciding.
 
-    def handle(self, event: Event, role: Role | None = None) -> Message | None:
-        """Let the cores decide, or those of one `role` alone, and carry out what they say. Return the reply to an event
-        that is a question. Raises EngineStoppedError: nothing is decided any more, and no block given back, once a
-        read may write where it should not."""
+    def handle(self, event: Event) -> Message | None:
+        """Let the cores decide, and carry out what they say. Return the reply to an event that is a question. Raises
+        EngineStoppedError: nothing is decided any more, and no block given back, once a read may write where it should
+        not."""
         self._check_reads()
         self.look_at_the_clock()
-        return self._decide(event, role)
+        return self._decide(event)
 
     def tick(self) -> None:
         """Do what the time makes necessary. Raises EngineStoppedError."""
@@ -244,7 +242,6 @@ class Worker:
         with self._holder.lock:
             now = now_ms()
             actions = [action for core in self.cores for action in core.tick(now)]
-            actions += self._lending.tick(now)
         self._execute(actions)
         self.reporter.tell_cooling()
 
@@ -305,12 +302,10 @@ class Worker:
 
     # What the cores ask for.
 
-    def _decide(self, event: Event, role: Role | None = None) -> Message | None:
-        cores = self.cores if role is None else (role.core,)
+    def _decide(self, event: Event) -> Message | None:
         with self._holder.lock:
             now = now_ms()
-            actions = [action for core in cores for action in core.handle(event, now)]
-            actions += self._lending.handle(event, now)
+            actions = [action for core in self.cores for action in core.handle(event, now)]
         return self._execute(actions)
 
     def _execute(self, actions: list[Action]) -> Message | None:
@@ -371,12 +366,11 @@ class Worker:
 
     def _on_stream_started(self, lease: Grant) -> None:
         with self._holder.lock:
-            self._holder.leases.stream_started(lease)
             self._lending.handle(StreamStarted(lease), now_ms())
 
     def _on_stream_ended(self, lease: Grant, stats: TransferStats, error: str) -> None:
         self.handle(StreamEnded(lease, error))
-        self._holder.stream_ended(lease, stats, error)
+        self._lease_spans.stream_ended(lease, stats, error)
 
     # Being alive.
 

@@ -9,11 +9,16 @@ from schemas.request import AskWanted
 from services.bus.base import BusError, NoRespondersError
 from services.bus.typed import TypedBus
 from services.config import WORKER_TICK_MS
-from services.presence import LOAD_INTERVAL_MS
+from services.presence import LOAD_INTERVAL_MS, BusConnected
 from services.runtime import now_ms
-from services.worker.core.content import AttemptKey
-from services.worker.core.events import AttemptUnwanted
-from services.worker.core.wanted import Question, WantedCore
+from services.worker.core.wanted import (
+    AskGateway,
+    GatewayAnswered,
+    GatewayUnanswered,
+    GatewayUnserved,
+    WantedCore,
+    WantedEvent,
+)
 from services.worker.limits import (
     ANSWER_TIMEOUT_S,
     LOAD_MIN_GAP_S,
@@ -34,10 +39,9 @@ class Timers:
 
     def __init__(self, worker: Worker, cores: Cores, worker_id: WorkerId, bus: TypedBus) -> None:
         self._worker = worker
-        self._cores = cores
         self._worker_id = worker_id
         self._bus = bus
-        self._wanted = WantedCore()
+        self._wanted = WantedCore(cores.wanted_by)
 
     async def run(self) -> None:
         """Report load and keep time until cancelled."""
@@ -68,24 +72,25 @@ class Timers:
         while True:
             await asyncio.sleep(SUSPICIOUS_INTERVAL_S if self._wanted.suspects else ROUND_INTERVAL_S)
             with surviving("asking the gateways"):
-                questions = self._wanted.due(self._cores.wanted_by(), self._bus.connection.num_connects, now_ms())
-                await asyncio.gather(*map(self._ask, questions))
+                self._wanted.handle(BusConnected(self._bus.connection.num_connects), now_ms())
+                await asyncio.gather(*map(self._ask, self._wanted.tick(now_ms())))
 
-    async def _ask(self, question: Question) -> None:
+    async def _ask(self, question: AskGateway) -> None:
         message = AskWanted(worker_id=self._worker_id, attempts=question.attempts)
-        unwanted: list[AttemptKey] = []
+        event: WantedEvent
         try:
             reply = await self._bus.ask(subjects.WANTED, (question.gateway_id,), message, ANSWER_TIMEOUT_S)
         except NoRespondersError:
-            unwanted = self._wanted.unserved(question, now_ms())
-            if unwanted:
-                log.warning("gateway %s is dead: %d attempts of it end here", question.gateway_id, len(unwanted))
+            event = GatewayUnserved(question)
         except BusError:
-            self._wanted.unanswered(question, now_ms())
+            event = GatewayUnanswered(question)
         else:
-            unwanted = self._wanted.answered(question, reply.unwanted, now_ms())
-        for key in unwanted:
-            self._worker.handle(AttemptUnwanted(key))
+            event = GatewayAnswered(question, reply.unwanted)
+        unwanted = self._wanted.handle(event, now_ms())
+        if unwanted and isinstance(event, GatewayUnserved):
+            log.warning("gateway %s is dead: %d attempts of it end here", question.gateway_id, len(unwanted))
+        for each in unwanted:
+            self._worker.handle(each)
 
 
 async def drain(worker: Worker, timeout_s: float) -> None:

@@ -22,7 +22,7 @@ from dataplane.blocks.layout import BlockTable, BlockTables, KVLayout, Segment, 
 from dataplane.blocks.ticket import Ticket, sign
 from dataplane.carriers.host import HostArena
 from dataplane.ends.reader import PlaneReader, ReadRequest
-from dataplane.ends.server import PlaneServer, ReadableKV, ServerOptions
+from dataplane.ends.server import PlaneServer, ServerOptions
 from dataplane.memory.codec import WireDtype
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferStats
@@ -46,20 +46,31 @@ SHM_GOAL, TCP_GOAL = 0.8, 0.9
 
 
 @dataclass
+class OneKV:
+    """Tokens [0, num_tokens): a `LeasedKV`."""
+
+    tables: BlockTables
+    num_tokens: int
+    progress: KVProgress
+    first_token: int = 0
+
+
+@dataclass
 class OpenGate:
-    """Lets everybody read one thing."""
+    """Lets everybody read one thing: a `LeaseGate`, and the one `OpenLease` of it."""
 
-    readable: ReadableKV
+    kv: OneKV
+    traceparent: str = ""
 
-    def open(self, ticket: Ticket) -> ReadableKV:
-        return self.readable
+    def open(self, ticket: Ticket) -> "OpenGate":
+        return self
 
-    def still_valid(self, ticket: Ticket) -> bool:
+    def still_valid(self) -> bool:
         return True
 
-    def started(self, lease_id: LeaseId, carrier: str) -> None: ...
+    def started(self) -> None: ...
 
-    def served(self, lease_id: LeaseId, stats: TransferStats, error: str) -> None: ...
+    def served(self, stats: TransferStats, error: str) -> None: ...
 
 
 def one_table(num_blocks: int) -> BlockTables:
@@ -81,7 +92,7 @@ class Held:
         arena.array[:] = np.random.default_rng(1).integers(0, 256, arena.num_bytes, np.uint8) & 0xBF
         num_tokens = num_blocks * layout.block_size
         progress = KVProgress.completed(layout.num_layers, num_tokens)
-        gate = OpenGate(ReadableKV(one_table(num_blocks), num_tokens, progress))
+        gate = OpenGate(OneKV(one_table(num_blocks), num_tokens, progress))
         with_digests, without = (
             PlaneServer(arena, shape, gate, SECRET, ServerOptions(digests=digests)) for digests in (True, False)
         )

@@ -19,11 +19,11 @@ from dataplane.cards.card_arena import CardArena
 from dataplane.cards.device import Device, DeviceError
 from dataplane.cards.fakes.fake_device import FakeDevice
 from dataplane.ends.reader import PlaneReader, ReadRequest
-from dataplane.ends.server import PlaneServer, ReadableKV, ServerOptions
+from dataplane.ends.server import PlaneServer, ServerOptions
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferFailedError, TransferStats
 from schemas.handoff import Endpoint
-from tests.bench.bench_carriers import SECRET, TICKET, OpenGate, measure, one_table
+from tests.bench.bench_carriers import SECRET, TICKET, OneKV, OpenGate, measure, one_table
 from tests.bench.gpu_report import Row, against
 
 LAYOUT = KVLayout(weights="bench", dtype="bfloat16", num_layers=36, num_kv_heads=8, head_dim=128, block_size=16)
@@ -95,7 +95,7 @@ def hold(control: Connection, spec: Spec) -> None:
     arena = CardArena(device, spec.shape, STAGING_BYTES)
     fill(device, arena)
     progress = KVProgress.completed(spec.layout.num_layers, spec.num_tokens)
-    gate = OpenGate(ReadableKV(one_table(spec.num_blocks), spec.num_tokens, progress))
+    gate = OpenGate(OneKV(one_table(spec.num_blocks), spec.num_tokens, progress))
     server = PlaneServer(arena, spec.shape, gate, SECRET, ServerOptions(carriers=CARRIERS))
     server.start()
     control.send(server.endpoint)

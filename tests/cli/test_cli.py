@@ -94,6 +94,7 @@ def test_up_serves_and_leaves_nothing_behind(tmp_path: Path, stop_with: signal.S
         status = json.loads(run(tmp_path, "status", "--json").stdout)
         assert status["ready"] and status["policy"] == "round_robin"
         assert_one_line(run(tmp_path, "up", "--port", "0"), "already")
+        assert_one_line(run(tmp_path, "tail", "NONSENSE"), "'NONSENSE'", "x-request-id")
         trace = run(tmp_path, "trace", answer["usage"]["kvmesh"]["request_id"])
         assert trace.returncode == 0 and "kv.transfer" in trace.stdout, trace
         workers = our_processes(tmp_path)
@@ -241,6 +242,19 @@ def test_the_options_of_up_reach_the_configuration(tmp_path: Path) -> None:
     assert (config.scheduler.policy, config.scheduler.pull_tokens_min) == ("least_loaded", 96)
     assert (config.worker.prefix_cache, config.worker.wire_dtype) == (False, "int8")
     assert (config.worker.device, config.model.dtype) == ("cpu", "bfloat16")
+
+
+def test_flags_that_contradict_or_are_no_address(tmp_path: Path) -> None:
+    assert_one_line(
+        run(tmp_path, "up", "--port", "0", "--aggregated", "1", "--prefill", "2"), "--aggregated", "--prefill"
+    )
+    assert_one_line(run(tmp_path, "up", "--port", "0", "--otlp", "foo"), "--otlp", "'foo'", "http://")
+    assert_one_line(run(tmp_path, "trace", "--rejected"), "--failed")
+    assert our_processes(tmp_path) == []
+
+
+def test_the_version_is_said(tmp_path: Path) -> None:
+    assert re.fullmatch(r"kvmesh \d+\.\d+\S*\n", run(tmp_path, "--version").stdout)
 
 
 def test_a_device_that_is_none(tmp_path: Path) -> None:

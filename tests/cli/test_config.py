@@ -10,6 +10,7 @@ from services.config import (
     MeshConfig,
     ModelConfig,
     WorkerConfig,
+    check_endpoint,
     dtype_of,
     load_config,
     parse_devices,
@@ -234,3 +235,14 @@ async def test_with_a_driver_a_process_of_its_own_looks(monkeypatch: pytest.Monk
     """Here it says what it says of this machine; that it says anything shows that the two understand each other."""
     monkeypatch.setattr(devices, "has_driver", lambda: True)
     assert await devices.probe_cards() == devices.usable_cards()
+
+
+@pytest.mark.parametrize("url", ["foo", "localhost:4318", "http://", "http://host:port", "ftp://host", "http://h:0"])
+def test_an_endpoint_that_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(UserError, match="--otlp"):
+        check_endpoint(url)
+
+
+@pytest.mark.parametrize("url", ["", "http://127.0.0.1:4318", "https://otel.example.com", "http://[::1]:4318/"])
+def test_an_endpoint_is_an_http_server_or_none(url: str) -> None:
+    check_endpoint(url)

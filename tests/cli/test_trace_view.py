@@ -84,13 +84,13 @@ def test_a_missing_folder_holds_no_spans(tmp_path: Path) -> None:
 def test_reads_what_the_exporter_writes(tmp_path: Path) -> None:
     telemetry = Telemetry("decode-0", FileExporter(tmp_path, "decode-0"))
     root = telemetry.start("POST /v1/completions", attributes={Key.REQUEST_ID: "req-1"}, server=True)
-    telemetry.record(SpanName.DECODE, root.traceparent, (5, 9), {Key.NUM_TOKENS: 3, Key.GB_PER_S: 0.5}, error="lost")
+    telemetry.record(SpanName.DECODE, root.context, (5, 9), {Key.NUM_TOKENS: 3, Key.GB_PER_S: 0.5}, error="lost")
     root.end()
     telemetry.close()
     decode, top = sorted(load_spans(tmp_path), key=lambda s: s.start_ns)
     assert (decode.parent_id, decode.error, decode.service) == (top.span_id, "lost", "decode-0")
     assert decode.attributes == {Key.NUM_TOKENS: 3, Key.GB_PER_S: 0.5}
-    assert (top.trace_id, top.parent_id, top.error) == (root.trace_id, "", "")
+    assert (top.trace_id, top.parent_id, top.error) == (root.context.trace_id, "", "")
 
 
 @pytest.mark.parametrize("request_id", ["req-aa", "cmpl-aa", "chatcmpl-aa", "aa"])
@@ -299,9 +299,9 @@ def several() -> list[SpanRecord]:
 
 def test_the_slowest_and_the_last_failed_are_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, several())
-    show_chosen(tmp_path, slowest=True, failed=False, limit=0)
+    show_chosen(tmp_path, slowest=True, failed=False, rejected=False, limit=0)
     assert capsys.readouterr().out.startswith("req-bb")
-    show_chosen(tmp_path, slowest=False, failed=True, limit=0)
+    show_chosen(tmp_path, slowest=False, failed=True, rejected=False, limit=0)
     assert capsys.readouterr().out.startswith("req-cc")
 
 
@@ -309,7 +309,7 @@ def test_recorded_requests_are_listed(tmp_path: Path, capsys: pytest.CaptureFixt
     write(tmp_path, several())
 
     def listed(**options: bool) -> list[str]:
-        show_chosen(tmp_path, **{"slowest": False, "failed": False, "limit": 2} | options)
+        show_chosen(tmp_path, **{"slowest": False, "failed": False, "rejected": False, "limit": 2} | options)
         return [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:]]
 
     assert listed() == ["req-bb", "req-cc"]
@@ -317,9 +317,25 @@ def test_recorded_requests_are_listed(tmp_path: Path, capsys: pytest.CaptureFixt
     assert listed(failed=True) == ["req-cc"]
 
 
+def test_what_a_client_did_wrong_is_no_failure_of_the_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def failed(number: int, status: int) -> SpanRecord:
+        attributes = {Key.REQUEST_ID: f"req-{number}", Key.OUTCOME: "invalid", Key.HTTP_STATUS: status}
+        name, at = "POST /v1/completions", number * 1_000
+        return span(name, at, at + 5, trace_id=f"t{number}", id=f"r{number}", error="no", attributes=attributes)
+
+    write(tmp_path, [failed(1, 400)])
+    with pytest.raises(UserError, match=r"no request has failed yet; 1 were refused .* --rejected"):
+        show_chosen(tmp_path, slowest=False, failed=True, rejected=False, limit=0)
+    write(tmp_path, [failed(1, 400), failed(2, 429), failed(3, 401), failed(4, 502), failed(5, 404)])
+    for rejected, expected in ((False, "24"), (True, "12345")):
+        show_chosen(tmp_path, slowest=False, failed=True, rejected=rejected, limit=9)
+        listed = [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:]]
+        assert listed == [f"req-{number}" for number in expected]
+
+
 def test_nothing_to_choose_from_is_one_line(tmp_path: Path) -> None:
     write(tmp_path, one_request())
     with pytest.raises(UserError, match="no request has failed"):
-        show_chosen(tmp_path, slowest=False, failed=True, limit=0)
+        show_chosen(tmp_path, slowest=False, failed=True, rejected=False, limit=0)
     with pytest.raises(UserError, match="no request has ended"):
-        show_chosen(tmp_path / "nowhere", slowest=True, failed=False, limit=5)
+        show_chosen(tmp_path / "nowhere", slowest=True, failed=False, rejected=False, limit=5)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from dataplane.blocks.cache import ContentChanges
+from dataplane.blocks.kept import ContentChanges
 from schemas import subjects
 from schemas.block import hash_blocks, join_hashes
 from schemas.directory import Inventory, LocateBlocks, ReadInventory

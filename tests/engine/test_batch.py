@@ -7,11 +7,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dataplane.blocks.layout import BlockTable, Segment
+from dataplane.blocks.layout import BlockTable, KVLayout, Segment, uniform_shape
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.engine.batch import Batch
+from services.engine.fake import FakeEngine
 from services.engine.interface import InvalidSequenceError, Sequence, StepItem, StepResult
+
+SHAPE = uniform_shape(
+    KVLayout(weights="fake", dtype="float32", num_layers=1, num_kv_heads=1, head_dim=1, block_size=1), 1000
+)
+ENGINE = FakeEngine(SHAPE, memoryview(bytearray(SHAPE.num_bytes)))
 
 
 def make(
@@ -82,7 +88,7 @@ def test_a_last_single_prompt_token_is_a_decode() -> None:
     batch = Batch(8)
     batch.add(make("p", 9))
     assert step(batch).num_prefill_tokens == 8
-    assert batch.num_uncomputed_tokens == 0
+    assert batch.load().num_uncomputed_tokens == 0
     result = step(batch)
     assert (result.num_prefill_tokens, result.num_decode_tokens) == (0, 1)
 
@@ -99,7 +105,7 @@ def test_cached_tokens_are_not_computed_again() -> None:
     batch = Batch(100)
     batch.add(make("p", 20, num_computed_tokens=16))
     assert shape(batch.plan()) == [("p", 16, 4, True)]
-    assert batch.num_uncomputed_tokens == 4
+    assert batch.load().num_uncomputed_tokens == 4
 
 
 def test_counts() -> None:
@@ -107,15 +113,15 @@ def test_counts() -> None:
     batch.add(make("d", 5, answer=(1,), num_computed_tokens=5))
     batch.add(make("p1", 30))
     batch.add(make("p2", 10))
-    assert (batch.num_running, batch.num_queued, batch.num_uncomputed_tokens) == (1, 2, 40)
+    assert batch.load() == (1, 2, 40)
     step(batch)
-    assert (batch.num_running, batch.num_queued, batch.num_uncomputed_tokens) == (2, 1, 33)
+    assert batch.load() == (2, 1, 33)
     assert batch.remove(RequestId("p1"), 0) is not None
-    assert (batch.num_running, batch.num_queued, batch.num_uncomputed_tokens) == (1, 1, 10)
+    assert batch.load() == (1, 1, 10)
     assert batch.remove(RequestId("p1"), 0) is None
     assert batch.remove(RequestId("p2"), 1) is None, "another attempt is another sequence"
     assert {s.request_id for s in batch.clear()} == {"d", "p2"}
-    assert (len(batch), batch.num_running, batch.num_queued) == (0, 0, 0)
+    assert (len(batch), batch.load()) == (0, (0, 0, 0))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +174,7 @@ def test_many_decodes_do_not_starve_a_prompt() -> None:
     batch.add(make("p", 41))
     for _ in range(20):
         num_prefill_tokens = step(batch).num_prefill_tokens
-        assert num_prefill_tokens >= batch.prefill_reserve or batch.num_uncomputed_tokens == 0
+        assert num_prefill_tokens >= batch.prefill_reserve or batch.load().num_uncomputed_tokens == 0
 
 
 def test_decodes_that_do_not_fit_take_turns() -> None:
@@ -191,9 +197,13 @@ def test_many_prompts_do_not_hold_back_a_decode() -> None:
 def test_wrong_use_is_refused() -> None:
     batch = Batch(8)
     batch.add(make("r", 3))
-    for sequence in (make("r", 3), make("done", 3, num_computed_tokens=3), make("full", 3, max_tokens=1, answer=(1,))):
+    with pytest.raises(InvalidSequenceError):
+        batch.add(make("r", 3))
+    for sequence in (make("done", 3, num_computed_tokens=3), make("full", 3, max_tokens=1, answer=(1,))):
         with pytest.raises(InvalidSequenceError):
             batch.add(sequence)
+        with pytest.raises(InvalidSequenceError):
+            batch.check(sequence, ENGINE)
     with pytest.raises(AssertionError):
         batch.commit(batch.plan(), [], 0, 0)
     with pytest.raises(ValueError, match="2 or more"):
@@ -240,13 +250,13 @@ def test_every_token_is_computed_once_in_order(
         assert sum(item.num_tokens for item in items) <= budget
         assert len(items) <= max_sequences
         assert len({item.sequence.request_id for item in items}) == len(items)
-        if batch.num_uncomputed_tokens:
+        if batch.load().num_uncomputed_tokens:
             chunks = [item for item in items if item.sequence.num_uncomputed_tokens > 1]
             assert chunks, "the first prompt in line always gets on"
             assert chunks[0].num_tokens >= min(batch.prefill_reserve, chunks[0].sequence.num_uncomputed_tokens)
             if len(items) < max_sequences:
                 prefilled = sum(item.num_tokens for item in chunks)
-                assert prefilled >= min(batch.prefill_reserve, batch.num_uncomputed_tokens)
+                assert prefilled >= min(batch.prefill_reserve, batch.load().num_uncomputed_tokens)
         for item in items:
             name = item.sequence.request_id
             assert item.start == computed.get(name, 0)

@@ -222,9 +222,6 @@ def test_what_only_loading_shows(tiny: Tiny, tmp_path: Path, fields: dict[str, A
     ("architecture", "fields", "expected"),
     [
         ("gemma2", {}, "softcap"),  # on by default there, whatever config.json says
-        ("bloom", {"n_layer": 2, "n_head": 4}, "lacks a valid max_position|cannot run|computes other logits"),
-        ("gpt_oss", {"num_local_experts": 2, "sliding_window": 8}, "s_aux"),
-        ("mamba", {}, "lacks a valid num_attention_heads|cannot run|cannot keep|layers"),
     ],
 )
 def test_attention_that_would_be_wrong_is_refused(
@@ -234,6 +231,30 @@ def test_attention_that_would_be_wrong_is_refused(
     edit_config(folder, attn_logit_softcapping="drop")
     with pytest.raises(CheckpointError, match=expected):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "expected"),
+    [
+        ("BloomForCausalLM", "bloom", "code of its own"),
+        ("FalconForCausalLM", "falcon", "code of its own"),
+        ("GPTJForCausalLM", "gptj", "code of its own"),
+        ("GptOssForCausalLM", "gpt_oss", "attention sinks"),
+        ("JambaForCausalLM", "jamba", "code of its own"),
+        ("Mamba2ForCausalLM", "mamba2", "code of its own"),
+        ("MambaForCausalLM", "mamba", "code of its own"),
+        ("StableLmForCausalLM", "stablelm", "code of its own"),
+        ("NeverHeardOfForCausalLM", "never_heard_of", "does not know the architecture"),
+    ],
+)
+def test_an_architecture_that_cannot_run_on_paged_kv_is_refused_before_anything_is_loaded(
+    tiny: Tiny, tmp_path: Path, architecture: str, model_type: str, expected: str
+) -> None:
+    folder = Path(shutil.copytree(tiny(), tmp_path / "model"))
+    edit_config(folder, architectures=[architecture], model_type=model_type, max_position_embeddings="drop")
+    with pytest.raises(CheckpointError, match=expected) as caught:
+        read_checkpoint(str(folder))
+    assert architecture in str(caught.value) and "download it again" not in str(caught.value)
 
 
 def test_the_self_check_catches_wrong_attention(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,7 @@ def test_lost_kv_is_computed_in_as_few_steps_as_the_budget_allows(num_lost: int)
         batch.add(sequence)
     while any(sequence.num_uncomputed_tokens > 1 for sequence in arrivals.lost):
         num_decodes = len(batch) - sum(sequence.num_uncomputed_tokens > 1 for sequence in arrivals.lost)
-        wanted = num_decodes + batch.num_uncomputed_tokens
+        wanted = num_decodes + batch.load().num_uncomputed_tokens
         items = batch.plan()
         assert sum(item.num_tokens for item in items) == min(token_budget, wanted)
         batch.commit(items, arrivals.engine.step(items), 0, 0)

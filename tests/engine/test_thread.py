@@ -11,10 +11,10 @@ import pytest
 from dataplane.blocks.layout import BlockTable, KVLayout, Segment, uniform_shape
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
-from services.engine.batch import Batch
+from services.engine.batch import Batch, EngineLoad
 from services.engine.fake import FakeEngine, fake_answer
 from services.engine.interface import EngineLostError, InvalidSequenceError, Sequence, StepItem, StepResult
-from services.engine.thread import EngineLoad, EngineStoppedError, EngineThread
+from services.engine.thread import EngineStoppedError, EngineThread
 
 LAYOUT = KVLayout(weights="fake", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=4, block_size=8)
 NUM_BLOCKS = 400

@@ -11,8 +11,8 @@ from schemas.ids import HandoffId, WorkerId
 from schemas.request import (
     AskProgress,
     AskWanted,
+    AttemptFailure,
     CancelRequest,
-    FailureCode,
     Placement,
     PlaceRequest,
     PrefillAccepted,
@@ -43,7 +43,7 @@ class Conduct:
     refuses: RefusalReason | None = None
     fails_at: int | None = None
     """Sends a failure instead of the token of this index."""
-    code: FailureCode = "worker_failed"
+    code: AttemptFailure = AttemptFailure.WORKER_FAILED
     retryable: bool = True
     hangs_at: int | None = None
     """Says nothing from this index on."""
@@ -126,7 +126,7 @@ class FakeMesh:
         free = [w for w in PREFILL_WORKERS if w not in request.excluded_workers]
         decoders = [w for w in DECODE_WORKERS if w not in request.excluded_workers]
         if self.refusal or not free or not decoders:
-            return self._refuse(request, self.refusal or "no_worker", self.retry_after_ms)
+            return self._refuse(request, self.refusal or RefusalReason.NO_WORKER, self.retry_after_ms)
         return Placement(
             request_id=request.request_id,
             attempt=request.attempt,

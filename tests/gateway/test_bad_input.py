@@ -9,7 +9,7 @@ from schemas.message import encode
 from services.bus.limits import MAX_PAYLOAD_BYTES
 from services.config import MeshConfig
 from services.errors import UserError
-from services.gateway.api.openai import InvalidRequestError, choices_of, decode_completion
+from services.gateway.api.openai import InvalidRequestError, decode_body, options_of
 from services.gateway.api.prepare import GatewayModel, make_jobs, prepare
 from services.gateway.limits import MAX_BODY_BYTES
 from services.gateway.request.events import SendRun
@@ -183,7 +183,7 @@ async def test_what_passes_the_limit_fits(model: GatewayModel) -> None:
     large = GatewayModel(**{f: getattr(model, f) for f in model.__slots__} | {"context_length": 10**7})
     w = WorkerId("w" * 100)
     fits = MAX_PAYLOAD_BYTES // 16 * 3 - 1_000
-    prepared = await prepare(large, decode_completion(huge(model, fits)))
+    prepared = await prepare(large, decode_body(huge(model, fits), is_chat=False))
     job = (await make_jobs(large.key_of("t" * 128), prepared, RequestId("req-1234567890123456"), 2**41, ""))[0]
     sampling = msgspec.structs.replace(job.sampling, stop_token_ids=tuple([2**31] * 64))
     run = msgspec.structs.replace(
@@ -192,13 +192,13 @@ async def test_what_passes_the_limit_fits(model: GatewayModel) -> None:
     )
     assert len(encode(run)) <= MAX_PAYLOAD_BYTES
     with pytest.raises(InvalidRequestError):
-        await prepare(large, decode_completion(huge(model, fits + 2_000)))
+        await prepare(large, decode_body(huge(model, fits + 2_000), is_chat=False))
 
 
-def test_choices_default() -> None:
-    choices = choices_of(decode_completion(b'{"model": "m", "prompt": "p"}'), 10)
-    assert (choices.n, choices.temperature, choices.top_p, choices.top_k) == (1, 1.0, 1.0, 0)
-    assert (choices.max_tokens, choices.stops, choices.stream, choices.seed) == (None, (), False, None)
+def test_options_default() -> None:
+    options = options_of(decode_body(b'{"model": "m", "prompt": "p"}', is_chat=False), 10)
+    assert (options.n, options.temperature, options.top_p, options.top_k) == (1, 1.0, 1.0, 0)
+    assert (options.max_tokens, options.stops, options.stream, options.seed) == (None, (), False, None)
 
 
 def test_a_port_in_use_is_one_line() -> None:

@@ -10,7 +10,7 @@ import pytest
 from schemas import subjects
 from schemas.block import pack_tokens
 from schemas.ids import WorkerId
-from schemas.request import RequestTokens
+from schemas.request import AttemptFailure, RefusalReason, RequestTokens
 from schemas.worker import WorkerInfo, WorkerJoined
 from tests.gateway.conftest import OpenRig, Rig
 from tests.gateway.fake_mesh import Conduct
@@ -103,7 +103,7 @@ async def test_a_prefill_worker_that_leaves_after_token_0_is_not_missed(rig: Rig
 
 @pytest.mark.parametrize("worker", ["p1", "d1"])
 async def test_a_refused_attempt_goes_elsewhere(rig: Rig, worker: str) -> None:
-    rig.mesh.conduct[worker] = Conduct(refuses="overloaded")
+    rig.mesh.conduct[worker] = Conduct(refuses=RefusalReason.OVERLOADED)
     answer = await rig.http.post(C, json=body(rig))
     assert answer.json()["choices"][0]["text"] == rig.text
     assert rig.mesh.places[1].excluded_workers == (worker,)
@@ -112,7 +112,7 @@ async def test_a_refused_attempt_goes_elsewhere(rig: Rig, worker: str) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_overloaded_mesh_says_when_to_come_back(rig: Rig, stream: bool) -> None:
-    rig.mesh.refusal, rig.mesh.retry_after_ms = "overloaded", 1_200
+    rig.mesh.refusal, rig.mesh.retry_after_ms = RefusalReason.OVERLOADED, 1_200
     answer = await rig.http.post(C, json=body(rig, stream=stream))
     assert answer.status_code == 429
     assert answer.headers["retry-after"] == "2"
@@ -125,7 +125,7 @@ async def test_an_overloaded_mesh_says_when_to_come_back(rig: Rig, stream: bool)
 async def test_all_workers_refuse(open_rig: OpenRig) -> None:
     async with open_rig(gateway=SHORT_WAIT) as rig:
         rig.mesh.retry_after_ms = 100
-        rig.mesh.conduct = {name: Conduct(refuses="draining") for name in ("p1", "p2", "d1", "d2")}
+        rig.mesh.conduct = {name: Conduct(refuses=RefusalReason.DRAINING) for name in ("p1", "p2", "d1", "d2")}
         answer = await rig.http.post(C, json=body(rig))
         assert answer.status_code == 503
         assert "retry-after" in answer.headers
@@ -133,15 +133,17 @@ async def test_all_workers_refuse(open_rig: OpenRig) -> None:
 
 
 async def test_a_request_waits_for_the_last_worker_to_start_again(rig: Rig) -> None:
-    rig.mesh.refusal, rig.mesh.retry_after_ms = "no_worker", 100
+    rig.mesh.refusal, rig.mesh.retry_after_ms = RefusalReason.NO_WORKER, 100
     answer = asyncio.create_task(rig.http.post(C, json=body(rig)))
     await rig.mesh.until(lambda: len(rig.mesh.places) > 1)
-    rig.mesh.refusal = ""
+    rig.mesh.refusal = None
     assert (await answer).status_code == 200
 
 
-@pytest.mark.parametrize(("reason", "status"), [("too_long", 400), ("deadline", 504), ("no_worker", 503)])
-async def test_refusals_of_the_scheduler(open_rig: OpenRig, reason: str, status: int) -> None:
+@pytest.mark.parametrize(
+    ("reason", "status"), [(RefusalReason.TOO_LONG, 400), (RefusalReason.DEADLINE, 504), (RefusalReason.NO_WORKER, 503)]
+)
+async def test_refusals_of_the_scheduler(open_rig: OpenRig, reason: RefusalReason, status: int) -> None:
     async with open_rig(gateway=SHORT_WAIT) as rig:
         rig.mesh.refusal = reason
         answer = await rig.http.post(C, json=body(rig))
@@ -159,7 +161,7 @@ async def test_no_scheduler(open_rig: OpenRig) -> None:
 
 
 async def test_a_failure_that_cannot_be_retried_ends_a_stream_without_done(rig: Rig) -> None:
-    rig.mesh.conduct["d1"] = Conduct(fails_at=3, code="engine_failed", retryable=False)
+    rig.mesh.conduct["d1"] = Conduct(fails_at=3, code=AttemptFailure.ENGINE_FAILED, retryable=False)
     answer = await rig.http.post(C, json=body(rig, stream=True))
     events = events_of(answer.text)
     assert answer.status_code == 200
@@ -172,7 +174,7 @@ async def test_a_failure_that_cannot_be_retried_ends_a_stream_without_done(rig: 
 
 
 async def test_a_failure_before_the_first_token_is_a_status(rig: Rig) -> None:
-    rig.mesh.conduct["p1"] = Conduct(fails_at=0, code="engine_failed", retryable=False)
+    rig.mesh.conduct["p1"] = Conduct(fails_at=0, code=AttemptFailure.ENGINE_FAILED, retryable=False)
     answer = await rig.http.post(C, json=body(rig, stream=True))
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
 

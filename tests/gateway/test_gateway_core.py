@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.ids import RequestId, WorkerId
-from schemas.request import AttemptEnd, KVSource, RefusalReason, RequestFailure, TransferReport
+from schemas.request import (
+    AttemptEnd,
+    AttemptFailure,
+    KVSource,
+    Placement,
+    RefusalReason,
+    RequestFailure,
+    TransferReport,
+)
 from services.gateway import fleet, limits
 from services.gateway.request import core, events
 from services.gateway.request import progress_watch as watch
@@ -60,8 +68,17 @@ def feed(request: RequestCore, *events: Event) -> list[Action]:
     return [action for event in events for action in request.handle(event, NOW)]
 
 
+def placement(
+    prefill: WorkerId, decode: WorkerId | None, sources: tuple[KVSource, ...] = (), attempt: int = 1
+) -> Placement:
+    return Placement(
+        request_id=RequestId("req-1"), attempt=attempt, deadline_ms=NOW, prefill_worker=prefill, decode_worker=decode,
+        sources=sources,
+    )  # fmt: skip
+
+
 def placed(attempt: int = 1, prefill: WorkerId = P1, decode: WorkerId | None = D1) -> PlaceGranted:
-    return PlaceGranted(attempt, prefill, decode)
+    return PlaceGranted(attempt, placement(prefill, decode, attempt=attempt))
 
 
 def tokens(worker: WorkerId, index: int, *ids: int, attempt: int = 1, finish: str | None = None) -> TokensReceived:
@@ -69,7 +86,7 @@ def tokens(worker: WorkerId, index: int, *ids: int, attempt: int = 1, finish: st
 
 
 def failed(worker: WorkerId, index: int = 0, attempt: int = 1, retryable: bool = True) -> TokensReceived:
-    failure = RequestFailure(code="engine_failed", detail="broke", retryable=retryable)
+    failure = RequestFailure(code=AttemptFailure.ENGINE_FAILED, detail="broke", retryable=retryable)
     return TokensReceived(attempt, worker, index, (), failure=failure)
 
 
@@ -159,9 +176,9 @@ def test_tokens_over_max_tokens_are_not_delivered() -> None:
         tokens(P1, -1, 5),
         placed(attempt=2),
         placed(prefill=P2),
-        refused(P1, "overloaded", attempt=0),
+        refused(P1, RefusalReason.OVERLOADED, attempt=0),
         WorkerSilent(2, P1, "gone"),
-        PlaceRefused(2, "no_worker", "", 0),
+        PlaceRefused(2, RefusalReason.NO_WORKER, "", 0),
         WorkerLost(P2, "silent"),
     ],
 )
@@ -172,10 +189,10 @@ def test_what_does_not_concern_this_attempt_is_ignored(event: Event) -> None:
 
 
 RETRIES: list[tuple[str, list[Event], Event, WorkerId]] = [
-    ("prefill refuses", [], refused(P1, "overloaded"), P1),
-    ("prefill drains", [], refused(P1, "draining"), P1),
-    ("decode refuses", [tokens(P1, 0, 1)], refused(D1, "overloaded"), D1),
-    ("decode has another layout", [], refused(D1, "fingerprint"), D1),
+    ("prefill refuses", [], refused(P1, RefusalReason.OVERLOADED), P1),
+    ("prefill drains", [], refused(P1, RefusalReason.DRAINING), P1),
+    ("decode refuses", [tokens(P1, 0, 1)], refused(D1, RefusalReason.OVERLOADED), D1),
+    ("decode has another layout", [], refused(D1, RefusalReason.FINGERPRINT), D1),
     ("prefill is silent", [], WorkerSilent(1, P1, "no reply"), P1),
     ("decode is silent", [tokens(P1, 0, 1)], WorkerSilent(1, D1, "no reply"), D1),
     ("prefill fails", [], failed(P1), P1),
@@ -246,8 +263,8 @@ def test_a_shorter_replay_is_an_error() -> None:
 ENDINGS: list[tuple[str, Event, str, int]] = [
     ("deadline", DeadlinePassed(), "deadline", 504),
     ("stopping", GatewayStopping(), "draining", 503),
-    ("too long for the worker", refused(P1, "too_long"), "context_length_exceeded", 400),
-    ("deadline at the worker", refused(D1, "deadline"), "deadline", 504),
+    ("too long for the worker", refused(P1, RefusalReason.TOO_LONG), "context_length_exceeded", 400),
+    ("deadline at the worker", refused(D1, RefusalReason.DEADLINE), "deadline", 504),
     ("not to be retried", failed(D1, retryable=False), "engine_failed", 500),
 ]
 
@@ -267,10 +284,10 @@ def test_an_attempt_that_is_over_already_is_followed_by_another() -> None:
     """The worker had it, lost it, and its words were lost: a repeat of the question is refused as a repeat."""
     request = new()
     feed(request, placed())
-    cancel, ask = request.handle(refused(P1, "invalid"), NOW)
+    cancel, ask = request.handle(refused(P1, RefusalReason.INVALID), NOW)
     assert (cancel, ask) == (SendCancel(1, "refused: invalid"), AskPlacement(2, (P1,), 0))
-    feed(request, placed(2), refused(P1, "invalid", 2), placed(3))
-    last = request.handle(refused(P1, "invalid", 3), NOW)[-1]
+    feed(request, placed(2), refused(P1, RefusalReason.INVALID, 2), placed(3))
+    last = request.handle(refused(P1, RefusalReason.INVALID, 3), NOW)[-1]
     assert isinstance(last, FailRequest), "a message that is wrong stays wrong"
     assert (last.code, last.status) == ("invalid", 500)
 
@@ -293,11 +310,11 @@ def test_nobody_to_cancel_while_placing() -> None:
 
 
 REFUSALS: list[tuple[RefusalReason, int, int, int]] = [
-    ("overloaded", 0, 429, 1_000),
-    ("draining", 10, 503, 10),
-    ("fingerprint", 0, 503, 1_000),
-    ("too_long", 0, 400, 0),
-    ("deadline", 0, 504, 0),
+    (RefusalReason.OVERLOADED, 0, 429, 1_000),
+    (RefusalReason.DRAINING, 10, 503, 10),
+    (RefusalReason.FINGERPRINT, 0, 503, 1_000),
+    (RefusalReason.TOO_LONG, 0, 400, 0),
+    (RefusalReason.DEADLINE, 0, 504, 0),
 ]
 
 
@@ -311,14 +328,19 @@ def test_refusals_of_the_scheduler(reason: RefusalReason, after_ms: int, status:
 
 def test_a_refused_retry_tells_the_whole_story() -> None:
     request = new()
-    (fail,) = feed(request, placed(), refused(P1, "draining"), PlaceRefused(2, "overloaded", "nobody", 0))[4:]
+    (fail,) = feed(
+        request, placed(), refused(P1, RefusalReason.DRAINING), PlaceRefused(2, RefusalReason.OVERLOADED, "nobody", 0)
+    )[4:]
     assert isinstance(fail, FailRequest)
     assert fail.message == "nobody; before that: attempt 1: p1: busy"
 
 
 @pytest.mark.parametrize(
     ("event", "code"),
-    [(PlaceUnanswered(1, "no reply"), "no_scheduler"), (PlaceRefused(1, "no_worker", "nobody", 1_000), "no_worker")],
+    [
+        (PlaceUnanswered(1, "no reply"), "no_scheduler"),
+        (PlaceRefused(1, RefusalReason.NO_WORKER, "nobody", 1_000), "no_worker"),
+    ],
 )
 def test_where_nobody_is_there_the_placement_is_asked_again_but_not_for_ever(event: Event, code: str) -> None:
     """The only scheduler, or the last worker of a role, may be starting again."""
@@ -334,13 +356,13 @@ def test_where_nobody_is_there_the_placement_is_asked_again_but_not_for_ever(eve
 
 def test_refusals_of_what_nobody_took_end_by_time_with_the_last_reason() -> None:
     request, now_ms = new(max_attempts=2), NOW
-    actions = feed(request, placed(), failed(P1), placed(2, P2), refused(P2, "overloaded", attempt=2))
+    actions = feed(request, placed(), failed(P1), placed(2, P2), refused(P2, RefusalReason.OVERLOADED, attempt=2))
     while not isinstance(actions[-1], FailRequest):
         if request.phase is Phase.WAITING:
             now_ms = request.wake_ms
             request.tick(now_ms)
         request.handle(placed(request.attempt, P2), now_ms)
-        actions = request.handle(refused(P2, "overloaded", attempt=request.attempt), now_ms)
+        actions = request.handle(refused(P2, RefusalReason.OVERLOADED, attempt=request.attempt), now_ms)
     fail = actions[-1]
     assert (fail.code, fail.status, fail.retry_after_ms) == ("overloaded", 429, 1_500)
     assert "p2: busy" in fail.message
@@ -365,7 +387,7 @@ def test_the_reports_are_those_of_the_first_attempt_that_gave_tokens() -> None:
 
 def test_the_sources_of_a_placement_go_to_both_workers() -> None:
     sources = (KVSource(worker_id=D1, first_block=0, num_blocks=3),)
-    run, reserve = new().handle(PlaceGranted(1, P1, D1, sources), NOW)
+    run, reserve = new().handle(PlaceGranted(1, placement(P1, D1, sources)), NOW)
     assert isinstance(run, SendRun) and isinstance(reserve, SendReserve)
     assert run.sources == reserve.sources == sources
 
@@ -415,10 +437,10 @@ def accidents() -> st.SearchStrategy[list[Event]]:
         honest,
         st.builds(placed, attempt, st.sampled_from([P1, P2]), st.sampled_from([D1, D2, None])),
         st.builds(failed, worker, st.integers(0, 8), attempt, st.booleans()),
-        st.builds(refused, worker, st.sampled_from(["overloaded", "too_long"]), attempt),
+        st.builds(refused, worker, st.sampled_from([RefusalReason.OVERLOADED, RefusalReason.TOO_LONG]), attempt),
         st.builds(WorkerSilent, attempt, worker, st.just("no reply")),
         st.builds(WorkerLost, worker, st.just("silent")),
-        st.builds(PlaceRefused, attempt, st.just("no_worker"), st.just(""), st.just(0)),
+        st.builds(PlaceRefused, attempt, st.just(RefusalReason.NO_WORKER), st.just(""), st.just(0)),
         st.builds(PlaceUnanswered, attempt, st.just("")),
         st.sampled_from([StopMatched(), ClientGone("bye"), GatewayStopping()]),
     )

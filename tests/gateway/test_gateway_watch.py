@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.ids import WorkerId
+from schemas.request import RefusalReason
 from services.gateway.limits import GAP_MS, WAITING_ROUNDS
 from services.gateway.request.core import RequestCore
 from services.gateway.request.events import (
@@ -70,7 +71,7 @@ def test_a_gap_is_asked_for_after_a_moment() -> None:
     clock = Clock(tokens(P1, 0, 1), tokens(D1, 3, 4))
     assert clock.run(1_000) == [(GAP_MS, AskWorker(1, D1, 1))]
     clock.tell(tokens(D1, 1, 2, 3))
-    clock.answer(D1, "known")
+    clock.answer(D1, ProgressOutcome.KNOWN)
     assert clock.request.tokens == [1, 2, 3, 4]
     assert clock.run(900) == []
 
@@ -88,28 +89,28 @@ def test_a_quiet_worker_is_asked_again_and_again() -> None:
     clock = Clock(tokens(P1, 0, 1))
     for round_ in range(1, 6):
         assert clock.run(1_000) == [(round_ * 1_000, AskWorker(1, D1, 1))]
-        clock.answer(D1, "known")
+        clock.answer(D1, ProgressOutcome.KNOWN)
 
 
 def test_who_is_in_line_is_asked_more_rarely_until_it_begins() -> None:
     clock = Clock(tokens(P1, 0, 1))
     assert clock.run(1_000) == [(1_000, AskWorker(1, D1, 1))]
     for round_ in (1, 2):
-        clock.tell(ProgressAnswered(1, D1, "known", is_waiting=True))
+        clock.tell(ProgressAnswered(1, D1, ProgressOutcome.KNOWN, is_waiting=True))
         assert clock.run(WAITING_ROUNDS * 1_000) == [(1_000 + round_ * WAITING_ROUNDS * 1_000, AskWorker(1, D1, 1))]
-    clock.tell(ProgressAnswered(1, D1, "known"))
+    clock.tell(ProgressAnswered(1, D1, ProgressOutcome.KNOWN))
     assert clock.run(1_000) == [(2_000 + 2 * WAITING_ROUNDS * 1_000, AskWorker(1, D1, 1))]
 
 
 def test_who_is_in_line_and_falls_silent_is_lost_once_it_was_asked_in_vain() -> None:
     clock = Clock(tokens(P1, 0, 1))
     clock.run(1_000)
-    clock.tell(ProgressAnswered(1, D1, "known", is_waiting=True))
+    clock.tell(ProgressAnswered(1, D1, ProgressOutcome.KNOWN, is_waiting=True))
     out: list[tuple[int, Action]] = []
     while not any(isinstance(action, AskPlacement) for _, action in out):
         out += clock.run(50)
         if isinstance(out[-1][1] if out else None, AskWorker):
-            clock.answer(D1, "unanswered")
+            clock.answer(D1, ProgressOutcome.UNANSWERED)
     assert out[0] == (1_000 + WAITING_ROUNDS * 1_000, AskWorker(1, D1, 1))
     assert out[-1] == (1_000 + (WAITING_ROUNDS - 1) * 1_000 + 3_000, AskPlacement(2, (D1,), 1))
 
@@ -124,7 +125,7 @@ def test_nobody_is_asked_before_it_has_accepted_or_its_wait_is_over() -> None:
     assert clock.run(50) == [(5_050, AskWorker(1, P1, 0))]
 
 
-@pytest.mark.parametrize(("outcome", "num_answered"), [("unknown", 1)])
+@pytest.mark.parametrize(("outcome", "num_answered"), [(ProgressOutcome.UNKNOWN, 1)])
 def test_who_does_not_know_it_is_replaced(outcome: ProgressOutcome, num_answered: int) -> None:
     clock = Clock(tokens(P1, 0, 1))
     clock.run(1_000)
@@ -136,24 +137,24 @@ def test_who_does_not_know_it_is_replaced(outcome: ProgressOutcome, num_answered
 
 def test_who_is_not_needed_may_have_forgotten_it() -> None:
     clock = Clock(tokens(P1, 0, 1))
-    assert clock.answer(P1, "unknown") == []
+    assert clock.answer(P1, ProgressOutcome.UNKNOWN) == []
 
 
 def test_a_worker_that_nobody_serves_twice_is_dead() -> None:
     clock = Clock(tokens(P1, 0, 1))
     clock.run(1_000)
-    assert clock.answer(D1, "unserved") == []
+    assert clock.answer(D1, ProgressOutcome.UNSERVED) == []
     assert clock.run(UNSERVED_GAP_MS) == [(1_000 + UNSERVED_GAP_MS, AskWorker(1, D1, 1))]
-    assert clock.answer(D1, "unserved")[-1] == AskPlacement(2, (D1,), 1)
+    assert clock.answer(D1, ProgressOutcome.UNSERVED)[-1] == AskPlacement(2, (D1,), 1)
 
 
 def test_a_sign_between_two_unserved_questions_is_life() -> None:
     clock = Clock(tokens(P1, 0, 1))
     clock.run(1_000)
-    clock.answer(D1, "unserved")
+    clock.answer(D1, ProgressOutcome.UNSERVED)
     clock.tell(tokens(D1, 1, 2))
     clock.run(2_000)
-    assert clock.answer(D1, "unserved") == []
+    assert clock.answer(D1, ProgressOutcome.UNSERVED) == []
 
 
 def test_a_silent_worker_is_lost_while_others_are_heard() -> None:
@@ -162,7 +163,7 @@ def test_a_silent_worker_is_lost_while_others_are_heard() -> None:
     for _ in range(60):
         out += clock.run(50)
         if isinstance(out[-1][1] if out else None, AskWorker):
-            clock.answer(D1, "unanswered")
+            clock.answer(D1, ProgressOutcome.UNANSWERED)
     assert out[-1] == (3_000, AskPlacement(2, (D1,), 1))
 
 
@@ -204,7 +205,7 @@ def test_refusals_of_what_the_client_has_begun_are_bounded_by_time() -> None:
     attempt, out = 2, list[Action]()
     while not any(isinstance(action, ENDS) for action in out):
         assert clock.now_ms - NOW <= 31_000
-        out += clock.tell(placed(attempt, P1, D2), refused(D2, "draining", attempt))
+        out += clock.tell(placed(attempt, P1, D2), refused(D2, RefusalReason.DRAINING, attempt))
         out += [action for _, action in clock.run(50)]
         attempt = clock.request.attempt
     assert clock.now_ms - NOW >= 30_000
@@ -225,7 +226,7 @@ def test_one_token_left_is_not_split() -> None:
     assert run == SendRun(2, P2, None, None, num_answered=2)
 
 
-@pytest.mark.parametrize("event", [PlaceRefused(2, "no_worker", "", 400), PlaceUnanswered(2, "nobody")])
+@pytest.mark.parametrize("event", [PlaceRefused(2, RefusalReason.NO_WORKER, "", 400), PlaceUnanswered(2, "nobody")])
 def test_what_is_under_way_waits_for_a_placement(event: Event) -> None:
     clock = Clock(tokens(P1, 0, 1), LEFT_D1)
     asked_ms: list[int] = []
@@ -239,9 +240,11 @@ def test_what_is_under_way_waits_for_a_placement(event: Event) -> None:
 
 def test_what_nobody_has_begun_does_not_wait() -> None:
     request = new()
-    assert isinstance(request.handle(PlaceRefused(1, "overloaded", "", 1_000), NOW)[-1], FailRequest)
+    assert isinstance(request.handle(PlaceRefused(1, RefusalReason.OVERLOADED, "", 1_000), NOW)[-1], FailRequest)
     request = new()
-    out = feed(request, placed(), refused(D1, "overloaded"), PlaceRefused(2, "overloaded", "", 1_000))
+    out = feed(
+        request, placed(), refused(D1, RefusalReason.OVERLOADED), PlaceRefused(2, RefusalReason.OVERLOADED, "", 1_000)
+    )
     assert isinstance(out[-1], FailRequest)
     assert (out[-1].status, out[-1].retry_after_ms) == (429, 1_000)
 
@@ -255,7 +258,7 @@ def test_a_worker_that_left_or_came_back_is_not_excluded(event: Event) -> None:
 
 
 def test_a_deadline_while_waiting() -> None:
-    clock = Clock(tokens(P1, 0, 1), LEFT_D1, PlaceRefused(2, "no_worker", "", 0))
+    clock = Clock(tokens(P1, 0, 1), LEFT_D1, PlaceRefused(2, RefusalReason.NO_WORKER, "", 0))
     (fail,) = clock.tell(DeadlinePassed())
     assert isinstance(fail, FailRequest) and fail.code == "deadline"
     assert clock.run(2_000) == []
@@ -269,7 +272,7 @@ def steps() -> st.SearchStrategy[list[Step]]:
     """Any events of any attempts; the tokens are those of the reference, 7 times their index."""
     attempt = st.integers(1, 5)
     worker = st.sampled_from([P1, P2, D1, D2])
-    outcomes = st.sampled_from(["known", "unknown", "unserved", "unanswered"])
+    outcomes = st.sampled_from(ProgressOutcome)
     honest = st.builds(
         lambda a, w, i, n: tokens(w, i, *(k * 7 for k in range(i, min(i + n, 10))), attempt=a, finish=_end(i + n)),
         attempt, worker, st.integers(0, 9), st.integers(0, 4),
@@ -279,12 +282,12 @@ def steps() -> st.SearchStrategy[list[Step]]:
         honest,
         st.builds(placed, attempt, st.sampled_from([P1, P2]), st.sampled_from([D1, D2, None])),
         st.builds(failed, worker, st.integers(0, 8), attempt),
-        st.builds(refused, worker, st.sampled_from(["overloaded", "draining"]), attempt),
+        st.builds(refused, worker, st.sampled_from([RefusalReason.OVERLOADED, RefusalReason.DRAINING]), attempt),
         st.builds(WorkerAccepted, attempt, worker),
         st.builds(WorkerSilent, attempt, worker, st.just("no reply"), st.booleans()),
         st.builds(WorkerLost, worker, st.just("silent"), st.booleans()),
         st.builds(ProgressAnswered, attempt, worker, outcomes),
-        st.builds(PlaceRefused, attempt, st.just("no_worker"), st.just(""), st.just(0)),
+        st.builds(PlaceRefused, attempt, st.just(RefusalReason.NO_WORKER), st.just(""), st.just(0)),
         st.builds(PlaceUnanswered, attempt, st.just("")),
         st.sampled_from([50, 200, 1_000, 5_000]),
         st.just(ClientGone("bye")),

@@ -17,7 +17,7 @@ from schemas.observe import (
     RequestPlaced,
     RequestResumed,
 )
-from schemas.request import SamplingParams
+from schemas.request import RefusalReason, SamplingParams
 from services.bus.base import BusError
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import TypedBus
@@ -27,6 +27,7 @@ from services.gateway.request.core import RequestCore
 from services.gateway.request.events import Finish
 from services.gateway.request.job import BlockKey, Job, pack_prompt
 from services.runtime import now_ms
+from services.telemetry.context import new_trace
 from tests.gateway.conftest import Rig
 from tests.gateway.fake_mesh import Conduct
 from tests.gateway.test_failures import C, body
@@ -104,7 +105,7 @@ async def test_a_request_that_goes_on_elsewhere(rig: Rig) -> None:
 
 async def test_a_request_that_is_refused(rig: Rig) -> None:
     listener = await Listener().start(rig)
-    rig.mesh.refusal = "overloaded"
+    rig.mesh.refusal = RefusalReason.OVERLOADED
     answer = await rig.http.post(C, json=body(rig))
     assert answer.status_code == 429
     assert await listener.ended() == ["accepted", "failed"]
@@ -166,7 +167,7 @@ async def job_of(request_id: str) -> Job:
     key = BlockKey(block_size=16, model_fingerprint="f")
     return Job(
         request_id=RequestId(request_id), prompt=await pack_prompt([1, 2, 3], key), key=key,
-        sampling=SamplingParams(max_tokens=4), deadline_ms=now_ms() + 60_000, traceparent="",
+        sampling=SamplingParams(max_tokens=4), deadline_ms=now_ms() + 60_000, trace=new_trace(0.0),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import pytest
 from schemas import subjects
 from schemas.block import hash_blocks, join_hashes, unpack_tokens
 from schemas.ids import RequestId, WorkerId
-from schemas.request import AskWanted, AttemptId
+from schemas.request import AskWanted, AttemptId, RefusalReason
 from schemas.worker import BlockCounts, WorkerInfo, WorkerLoad
 from services.config import GatewayConfig, MeshConfig, load_config, write_config
 from services.errors import UserError
@@ -114,7 +114,7 @@ async def test_an_answer_waits_for_workers_and_the_scheduler_to_come_back(rig: R
     rig.mesh.conduct["d1"] = Conduct(hangs_at=3)
     asked = asyncio.create_task(rig.http.post(C, json=body(rig, stream=True)))
     await rig.mesh.until(lambda: len(rig.mesh.reserves) == 1)
-    rig.mesh.refusal, rig.mesh.retry_after_ms = "no_worker", 100
+    rig.mesh.refusal, rig.mesh.retry_after_ms = RefusalReason.NO_WORKER, 100
     await rig.mesh.lose("d1")
     await rig.mesh.until(lambda: len(rig.mesh.places) >= 4)
     rig.mesh.refusal = None
@@ -128,7 +128,7 @@ async def test_a_wait_for_workers_ends(open_rig: OpenRig) -> None:
         rig.mesh.conduct["d1"] = Conduct(fails_at=3)
         asked = asyncio.create_task(rig.http.post(C, json=body(rig, stream=True)))
         await rig.mesh.until(lambda: len(rig.mesh.places) == 1)
-        rig.mesh.refusal, rig.mesh.retry_after_ms = "no_worker", 100
+        rig.mesh.refusal, rig.mesh.retry_after_ms = RefusalReason.NO_WORKER, 100
         events = events_of((await asked).text)
         assert json.loads(events[-1])["error"]["code"] == "no_worker"
         assert all('finish_reason":"' not in event for event in events)

@@ -32,7 +32,7 @@ def byte_level() -> TextCodec:
 
 
 def byte_fallback() -> TextCodec:
-    """Like Llama's: words with ▁, bytes for the rest, a leading space that is stripped."""
+    """Return a tokenizer like Llama's: words with ▁, bytes for the rest, a leading space that is stripped."""
     vocab: dict[str, int] = {"<unk>": 0, "</s>": 1}
     for byte in range(256):
         vocab[f"<0x{byte:02X}>"] = len(vocab)

@@ -14,14 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dataplane.blocks.layout import KVLayout
-from dataplane.blocks.ticket import Ticket
 from dataplane.carriers import shm, tcp
 from schemas.ids import WorkerId
 from schemas.kv import LeaseGranted, RequestLease
 from schemas.request import KVSource, SamplingParams, TransferReport
 from services.engine.fake import fake_answer
 from services.worker.core.leases import Grant
-from services.worker.kv.holder import KVHolder
+from services.worker.kv.holder import KVHolder, StreamLease
 from tests.mesh.one_process import LAYOUT, VOCAB, Answer, Client, Route, make_parts, one_process_mesh
 
 BLOCK = LAYOUT.block_size
@@ -162,27 +161,27 @@ def small_frames() -> Iterator[None]:
 
 
 @contextmanager
-def leases_end_early(breaks: Callable[[Ticket], bool]) -> Iterator[None]:
+def leases_end_early(breaks: Callable[[Grant], bool]) -> Iterator[None]:
     """Let a holder find, when it looks again after some bytes have left, that the lease is not good any more."""
-    honest = KVHolder.still_valid
+    honest = StreamLease.still_valid
 
-    def still_valid(self: KVHolder, ticket: Ticket) -> bool:
-        return not breaks(ticket) and honest(self, ticket)
+    def still_valid(self: StreamLease) -> bool:
+        return not breaks(self.kv) and honest(self)
 
-    KVHolder.still_valid = still_valid  # type: ignore[method-assign]
+    StreamLease.still_valid = still_valid  # type: ignore[method-assign]
     try:
         yield
     finally:
-        KVHolder.still_valid = honest  # type: ignore[method-assign]
+        StreamLease.still_valid = honest  # type: ignore[method-assign]
 
 
 async def test_what_landed_of_a_broken_read_is_kept_and_the_rest_comes_from_another() -> None:
     looks = 0
 
-    def breaks(ticket: Ticket) -> bool:
+    def breaks(lease: Grant) -> bool:
         nonlocal looks
-        looks += ticket.holder == D0
-        return ticket.holder == D0 and looks > 9
+        looks += lease.holder == D0
+        return lease.holder == D0 and looks > 9
 
     async with one_process_mesh(*fleet(), carrier="tcp") as client:
         tokens = [random.Random(6).randrange(1, VOCAB) for _ in range(120)]

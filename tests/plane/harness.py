@@ -26,7 +26,7 @@ from dataplane.cards.nccl.pair import PairParts
 from dataplane.carriers import loopback
 from dataplane.carriers.host import HostArena
 from dataplane.ends.reader import PlaneReader, ReadRequest
-from dataplane.ends.server import PlaneServer, ReadableKV, ServerOptions
+from dataplane.ends.server import PlaneServer, ServerOptions
 from dataplane.memory.arena import ByteArray
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferFailedError, TransferStats
@@ -333,31 +333,16 @@ class Gate:
     """Leases as a worker keeps them, with what the plane's threads said of them, and a hook to do mischief in."""
 
     leases: LeaseTable = field(default_factory=LeaseTable)
-    readable: dict[LeaseId, ReadableKV] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     before_recheck: Callable[[int], None] = lambda _: None
     num_rechecks: int = 0
-    carriers: list[str] = field(default_factory=list)
+    num_started: int = 0
     outcomes: list[tuple[TransferStats, str]] = field(default_factory=list)
     outcome_known: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
-    def open(self, ticket: Ticket) -> ReadableKV:
+    def open(self, ticket: Ticket) -> "GateLease":
         with self.lock:
-            lease = self.leases.check(ticket.lease_id, ticket.epoch, ticket.reader, now_ms())
-            return self.readable[lease.lease_id]
-
-    def still_valid(self, ticket: Ticket) -> bool:
-        self.num_rechecks += 1
-        self.before_recheck(self.num_rechecks)
-        with self.lock:
-            return self.leases.current(ticket.lease_id, ticket.epoch, now_ms()) is not None
-
-    def started(self, lease_id: LeaseId, carrier: str) -> None:
-        self.carriers.append(carrier)
-
-    def served(self, lease_id: LeaseId, stats: TransferStats, error: str) -> None:
-        self.outcomes.append((stats, error))
-        self.outcome_known.release()
+            return GateLease(self, self.leases.check(ticket, now_ms()))
 
     def wait_outcome(self) -> tuple[TransferStats, str]:
         if threads.is_thread():
@@ -366,6 +351,29 @@ class Gate:
         else:
             assert self.outcome_known.acquire(timeout=DEADLINE_S), "the holder was told nothing"
         return self.outcomes[-1]
+
+
+@dataclass
+class GateLease:
+    """A lease of a gate, as one stream reads under it."""
+
+    gate: Gate
+    kv: Grant
+    traceparent: str = ""
+
+    def still_valid(self) -> bool:
+        gate = self.gate
+        gate.num_rechecks += 1
+        gate.before_recheck(gate.num_rechecks)
+        with gate.lock:
+            return self.kv.is_valid(now_ms())
+
+    def started(self) -> None:
+        self.gate.num_started += 1
+
+    def served(self, stats: TransferStats, error: str) -> None:
+        self.gate.outcomes.append((stats, error))
+        self.gate.outcome_known.release()
 
 
 class Holder:
@@ -392,7 +400,7 @@ class Holder:
         self.memory = holder_memory(self.shape)
         self.arena, self.card = self.memory.arena, self.memory.card
         self.gate = Gate()
-        self._leases: dict[WorkerId, Grant] = {}
+        self._leases: dict[LeaseId, Grant] = {}
         parts = (self.arena, self.shape, self.gate, SECRET, ServerOptions(carriers=carriers, **options))
         if _Simulation.network is None:
             self.server = PlaneServer(*parts)
@@ -418,8 +426,8 @@ class Holder:
             return self.lease
         with self.gate.lock:
             lease_id = LeaseId(f"{self.lease.lease_id}-{reader}")
-            if lease_id not in self.gate.readable:
-                self._leases[reader] = self.gate.leases.grant(
+            if lease_id not in self._leases:
+                self._leases[lease_id] = self.gate.leases.grant(
                     lease_id=lease_id,
                     holder=HOLDER,
                     reader=reader,
@@ -431,8 +439,7 @@ class Holder:
                     expires_at_ms=self.lease.expires_at_ms,
                     first_token=self.first_token,
                 )
-                self.gate.readable[lease_id] = self.gate.readable[self.lease.lease_id]
-            return self._leases[reader]
+            return self._leases[lease_id]
 
     @property
     def array(self) -> ByteArray:
@@ -454,7 +461,6 @@ class Holder:
                 expires_at_ms=now_ms() + lease_ms,
                 first_token=self.first_token,
             )
-            self.gate.readable[lease.lease_id] = ReadableKV(self.tables, self.num_tokens, progress, self.first_token)
         return lease, progress
 
     def ticket(self, lease: Grant | None = None, secret: bytes = SECRET, **changes) -> str:

@@ -22,12 +22,13 @@ from dataplane.protocol.stream import TransferStats
 from schemas.block import hash_blocks, join_hashes
 from schemas.ids import BlockHash, LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseGranted, RequestLease
-from schemas.request import Refused
+from schemas.request import RefusalReason, Refused
 from services.config import WorkerConfig
 from services.worker.core.checks import WorkerLimits
 from services.worker.core.leases import Grant
 from services.worker.core.lending import LendCore, StreamEnded
 from services.worker.kv.contents import WorkerHolder
+from services.worker.kv.holder import StreamLease
 from services.worker.limits import OPEN_LEASE_WITHIN_MS
 from tests.plane.corruption import BitFlip, measure, tapped
 from tests.plane.harness import (
@@ -235,18 +236,18 @@ def test_reused_during_a_read(
 ) -> None:
     """The blocks are given away and written while the stream is open: what was not confirmed before is void."""
     granted = lender.lend()
-    still_valid, num_looks = lender.holder.still_valid, 0
+    still_valid, num_looks = StreamLease.still_valid, 0
 
-    def reuse_first(ticket: Ticket) -> bool:
+    def reuse_first(stream: StreamLease[BlockCache]) -> bool:
         nonlocal num_looks
         num_looks += 1
         if num_looks == at_look:
             lender.end(granted)
             for prompt in (2, 3, 4):
                 lender.fill(prompt)
-        return still_valid(ticket)
+        return still_valid(stream)
 
-    monkeypatch.setattr(lender.holder, "still_valid", reuse_first)
+    monkeypatch.setattr(StreamLease, "still_valid", reuse_first)
     error = fails(lambda: read(lender, target, carrier, granted))
     assert error.code == "holder"
     landed = error.num_landed_tokens
@@ -305,7 +306,7 @@ def test_other_tenant_s_text(lender: Lender) -> None:
     assert isinstance(lender.ask(2, tenant="acme"), LeaseGranted)
     for tenant in ("", "other"):
         answer = lender.ask(2, tenant=tenant)
-        assert isinstance(answer, Refused) and answer.reason == "gone"
+        assert isinstance(answer, Refused) and answer.reason == RefusalReason.GONE
 
 
 def test_truncated_stream(carrier: str, lender: Lender, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,12 +314,12 @@ def test_truncated_stream(carrier: str, lender: Lender, target: Target, monkeypa
     granted, plane = lender.lend(), lender.holder.plane
     assert plane is not None
 
-    def cut_all(_: Ticket) -> bool:
+    def cut_all(_: StreamLease[BlockCache]) -> bool:
         for stream in list(plane._streams):
             stream.wire.cut()
         return True
 
-    monkeypatch.setattr(lender.holder, "still_valid", cut_all)
+    monkeypatch.setattr(StreamLease, "still_valid", cut_all)
     error = fails(lambda: read(lender, target, carrier, granted))
     assert (error.code, error.num_landed_tokens) == ("closed", 0)
     assert lender.until_served(), "the holder knows that it was not read to its end"
@@ -348,7 +349,7 @@ def test_bit_flipped_payload(carrier: str, lender: Lender, target: Target) -> No
 def test_wrong_model(carrier: str, lender: Lender) -> None:
     """Neither a lease nor, with another's ticket, a read."""
     answer = lender.ask(fingerprint="another model's")
-    assert isinstance(answer, Refused) and answer.reason == "fingerprint"
+    assert isinstance(answer, Refused) and answer.reason == RefusalReason.FINGERPRINT
     other = Target(KVLayout(**(msgspec.structs.asdict(LAYOUT) | {"weights": "other"})))
     code, _ = refused(lender, other, carrier, lender.lend())
     assert code == "fingerprint"

@@ -23,7 +23,7 @@ from dataplane.protocol.stream import (
     encode_frame,
     encode_header,
 )
-from tests.plane.harness import DEADLINE_S, KV, Holder, Target, running, use_cards
+from tests.plane.harness import KV, Holder, Target, running, use_cards
 from tests.plane.test_strangers import END, commit, hears, impostor, knock, opening, proxy
 
 LAYOUT = KVLayout(weights="w", dtype="bfloat16", num_layers=3, num_kv_heads=2, head_dim=32, block_size=16)
@@ -237,16 +237,8 @@ def test_unknown_compression_is_no_open_of_ours(holder: Holder) -> None:
 @anywhere
 async def test_read_takes_the_dtype(holder: Holder, target: Target) -> None:
     holder.compute_all()
-    landed = await target.reader.read(
-        holder.endpoint,
-        holder.ticket(),
-        carrier="tcp",
-        tables=target.tables,
-        num_tokens=300,
-        deadline_s=DEADLINE_S,
-        heads=(1, 1),
-        wire_dtype="int8",
-    )
+    request = target.request(holder.endpoint, holder.ticket(), "tcp", 300, heads=(1, 1), wire_dtype="int8")
+    landed = await target.reader.read(request)
     assert landed.stats.wire_dtype == "int8"
     assert landed.stats.num_bytes == 300 * 2 * 3 * LAYOUT.token_bytes // 2
     numbers, exact = (as_numbers(kv, LAYOUT) for kv in (target.landed(300), holder.kv))

@@ -130,7 +130,7 @@ def test_stats_of_both_ends_agree(carrier: str, holder: Holder, target: Target) 
         assert stats.wait_ns >= 0 and stats.verify_ns > 0 and stats.copy_ns > 0
         assert stats.wait_ns + stats.verify_ns + stats.copy_ns <= stats.landed_ns - stats.opened_ns + 1_000_000
     assert served.num_frames == landed.stats.num_frames
-    assert holder.gate.carriers == [carrier]
+    assert holder.gate.num_started == 1
 
 
 def test_digests_can_be_off(carrier: str, make_holder: Callable[..., Holder], target: Target) -> None:
@@ -163,15 +163,7 @@ def test_one_lease_may_be_read_twice(carrier: str, holder: Holder, target: Targe
 async def test_awaits_off_the_loop(carrier: str, holder: Holder, target: Target) -> None:
     started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(
-        target.reader.read(
-            holder.endpoint,
-            holder.ticket(),
-            carrier=carrier,
-            tables=target.tables,
-            num_tokens=300,
-            deadline_s=DEADLINE_S,
-            on_started=started.set_result,
-        )
+        target.reader.read(target.request(holder.endpoint, holder.ticket(), carrier, 300), started.set_result)
     )
     holder.compute(300, end=20)
     assert await started == carrier

@@ -75,7 +75,7 @@ def test_ticket_that_opens_nothing(
     assert (error.code, error.detail, error.num_landed_tokens) == (code, detail, 0)
     assert not target.array.any(), "not a byte was written"
     holder.server.close()  # its threads have ended: all is counted
-    assert not holder.gate.carriers and not holder.server.num_junk
+    assert not holder.gate.num_started and not holder.server.num_junk
     assert holder.server.num_refused == (code == "ticket"), "forged is counted; late or ended is not"
 
 
@@ -388,12 +388,5 @@ async def test_cancelled_while_connecting(target: Target, make_holder: Callable[
 async def _read(
     target: Target, holder: Holder, carrier: str, on_started: Callable[[str], None] = lambda _: None, endpoint=None
 ) -> Landed:
-    return await target.reader.read(
-        endpoint or holder.endpoint,
-        holder.ticket(),
-        carrier=carrier,
-        tables=target.tables,
-        num_tokens=300,
-        deadline_s=DEADLINE_S,
-        on_started=on_started,
-    )
+    request = target.request(endpoint or holder.endpoint, holder.ticket(), carrier, 300)
+    return await target.reader.read(request, on_started)

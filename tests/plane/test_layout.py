@@ -99,7 +99,7 @@ def test_offsets_are_layer_major_and_fill_the_arena(layout: KVLayout) -> None:
         shape.offset(layer, key_or_value, slot)
         for layer in range(layout.num_layers)
         for key_or_value in (KEY, VALUE)
-        for slot in range(shape.blocks_of_layer(layer) * layout.block_size)
+        for slot in range(shape.num_blocks[layout.group_of_layer[layer]] * layout.block_size)
     ]
     assert offsets == list(range(0, shape.num_bytes, layout.token_bytes))
 

@@ -228,17 +228,8 @@ def test_a_holder_that_goes(holder: Holder, target: Target) -> None:
 
 
 async def start_read(target: Target, holder: Holder, on_started: Callable[[str], None]) -> asyncio.Task[Any]:
-    return asyncio.create_task(
-        target.reader.read(
-            holder.endpoint,
-            holder.ticket(),
-            carrier="nccl",
-            tables=target.tables,
-            num_tokens=300,
-            deadline_s=DEADLINE_S,
-            on_started=on_started,
-        )
-    )
+    request = target.request(holder.endpoint, holder.ticket(), "nccl", 300)
+    return asyncio.create_task(target.reader.read(request, on_started))
 
 
 async def test_cancelled_while_the_pair_is_made(holder: Holder, target: Target) -> None:

@@ -4,13 +4,15 @@ import socket
 import threading
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
 
 from dataplane import limits
-from dataplane.ends import idle
+from dataplane.ends.connections import IdleConnections
 from dataplane.protocol.stream import Accepted, Kind, TransferFailedError, encode_frame
 from dataplane.protocol.wire import SocketWire
+from schemas.handoff import Endpoint
 from tests.plane.harness import DEADLINE_S, Holder, Target, running
 from tests.plane.test_strangers import END, commit, data, impostor
 
@@ -83,7 +85,7 @@ def test_holder_has_closed_it_meanwhile(
         thread.join(DEADLINE_S)
         assert idle_in(target) == 1
         if not noticed:
-            monkeypatch.setattr(idle, "_has_something", lambda wire: False)
+            monkeypatch.setattr(type(target.reader._idle._idle[0].wire), "is_silent", True)
     assert not holder.server.num_junk
 
 
@@ -134,7 +136,7 @@ def test_old_ones_are_closed(carrier: str, holder: Holder, target: Target, monke
     target.read_from(holder, carrier)
     (thread,) = serving()
     monkeypatch.setattr(limits, "MAX_IDLE_S", -1.0)
-    assert target.reader._idle.take(idle.holder_key(carrier, holder.endpoint)) is None
+    assert target.reader._idle.take(carrier, holder.endpoint) is None
     thread.join(DEADLINE_S)
     assert idle_in(target) == 0 and not serving()
 
@@ -159,23 +161,23 @@ def test_who_says_more_than_the_end_is_not_asked_again(
     with impostor(accepted + data() + commit() + END + more) as endpoint:
         request = target.request(endpoint, holder.ticket(), "tcp", 300)
         assert target.reader.read_blocking(request).num_tokens == 300
-        assert target.reader._idle.take(idle.holder_key("tcp", endpoint)) is None
+        assert target.reader._idle.take("tcp", endpoint) is None
         target.reader.close()
 
 
 @pytest.mark.parametrize("late", [b"x", b""])
 def test_what_comes_later_is_no_answer(late: bytes) -> None:
     """Something that nobody asked for, or the end: that connection is closed, the one before it is used."""
-    kept, way = idle.IdleConnections(), ("host", 1, "nonce")
+    kept, holder = IdleConnections(), Endpoint(host="host", port=1, carriers=("tcp",), arena="a", arena_nonce="nonce")
     ends = [socket.socketpair() for _ in range(2)]
     wires = [SocketWire(ours) for ours, _ in ends]
     for wire in wires:
-        kept.put(way, wire)
+        kept.put("tcp", holder, wire)
     ends[1][1].sendall(late)
     ends[1][1].close()
-    assert kept.take(way) is wires[0]
+    assert kept.take("tcp", holder) is wires[0]
     assert ends[1][0].fileno() == -1 and len(kept) == 0
-    assert kept.take(("host", 1, "another")) is None
+    assert kept.take("tcp", msgspec.structs.replace(holder, arena_nonce="another")) is None
     for ours, theirs in ends:
         ours.close()
         theirs.close()

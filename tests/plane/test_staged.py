@@ -319,17 +319,8 @@ async def test_cancelled_while_it_waits_for_a_slot(carrier: str, holder: Holder,
     holder.compute_all()
     slots = fill(card_of(target).arena.ring)
     started = asyncio.Event()
-    task = asyncio.create_task(
-        target.reader.read(
-            holder.endpoint,
-            holder.ticket(),
-            carrier=carrier,
-            tables=target.tables,
-            num_tokens=300,
-            deadline_s=10 * DEADLINE_S,
-            on_started=lambda _: started.set(),
-        )
-    )
+    request = target.request(holder.endpoint, holder.ticket(), carrier, 300, deadline_s=10 * DEADLINE_S)
+    task = asyncio.create_task(target.reader.read(request, lambda _: started.set()))
     async with asyncio.timeout(DEADLINE_S):
         await started.wait()
         task.cancel()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from schemas.directory import HolderPrefix, Tier
 from schemas.ids import RequestId, WorkerId
@@ -32,12 +33,9 @@ from services.scheduler.limits import (
     TRUST_HALF_LIFE_MS,
 )
 from services.scheduler.placement.cost import DEFAULT_LIMITS, CostLimits
-from services.scheduler.placement.known_rates import (
-    START_LINKS,
-    FleetRates,
-    Link,
-    RateBook,
-)
+from services.scheduler.placement.fleet_view import FleetView
+from services.scheduler.placement.known_rates import START_LINKS, FleetRates
+from services.scheduler.placement.known_worker import KnownWorker, Link
 
 BLOCK_SIZE = 16
 Source = tuple[str, int, int]
@@ -444,63 +442,68 @@ def test_the_same_is_decided_twice(workers: list[WorkerLoad], holders: list[Hold
     assert decisions[0] == decisions[1] and decisions[0][0] == decisions[0][1]
 
 
-def rates_of(*workers: WorkerLoad) -> FleetRates:
-    return fleet_of({load.worker.worker_id: load.rates for load in workers})
+P0_ID, S0_ID, D0_ID = WorkerId("p0"), WorkerId("s0"), WorkerId("d0")
 
 
-def fleet_of(measured: dict[WorkerId, WorkerRates]) -> FleetRates:
-    book = RateBook()
-    for worker_id, rates in measured.items():
-        book.learn(worker_id, rates, 0)
-    return book.fleet(0)
+def fleet_of(*loads: WorkerLoad) -> tuple[dict[WorkerId, KnownWorker], FleetRates]:
+    """The workers by id, and what their rates say."""
+    fleet = FleetView()
+    for load in loads:
+        fleet.join(load.worker)
+        fleet.hear(load, 0)
+    return fleet.workers, fleet.rates(0)
 
 
 def test_starting_values() -> None:
-    rates, p0 = rates_of(P0), WorkerId("p0")
+    workers, rates = fleet_of(P0)
+    p0 = workers[P0_ID]
     assert rates.compute_ms(p0, 0, 3_000) == pytest.approx(3_000 / START_PREFILL_TOKENS_PER_S * 1e3)
-    assert rates.link(p0, WorkerId("s0")) == START_LINKS["arena"]
-    assert rates.link(p0, WorkerId("s0"), "disk") == START_LINKS["disk"]
+    assert rates.link(p0, S0_ID) == START_LINKS["arena"]
+    assert rates.link(p0, S0_ID, "disk") == START_LINKS["disk"]
     assert (rates.step_ms(p0), rates.token_bytes(p0)) == (START_DECODE_STEP_MS, START_TOKEN_BYTES)
 
 
-def curve(*points: tuple[int, float]) -> WorkerRates:
-    return WorkerRates(prefill=tuple(PrefillRate(context_tokens=at, tokens_per_s=speed) for at, speed in points))
+def computing(name: str, *points: tuple[int, float]) -> WorkerLoad:
+    speeds = tuple(PrefillRate(context_tokens=at, tokens_per_s=speed) for at, speed in points)
+    return replace(worker(name), rates=WorkerRates(prefill=speeds))
 
 
 def test_tokens_are_computed_at_the_speed_of_their_context() -> None:
-    rates = fleet_of({WorkerId("p0"): curve((0, 1_000), (1_000, 500))})
-    assert rates.compute_ms(WorkerId("p0"), 0, 2_000) == pytest.approx(1_000 + 2_000)
-    assert rates.compute_ms(WorkerId("p0"), 900, 1_100) == pytest.approx(100 + 200)
-    assert rates.compute_ms(WorkerId("p0"), 5_000, 5_000) == 0
+    workers, rates = fleet_of(computing("p0", (0, 1_000), (1_000, 500)))
+    p0 = workers[P0_ID]
+    assert rates.compute_ms(p0, 0, 2_000) == pytest.approx(1_000 + 2_000)
+    assert rates.compute_ms(p0, 900, 1_100) == pytest.approx(100 + 200)
+    assert rates.compute_ms(p0, 5_000, 5_000) == 0
 
 
 def test_what_a_worker_has_not_measured_is_the_fleets_scaled_by_how_it_compares() -> None:
-    slow, fast, new = WorkerId("p0"), WorkerId("p1"), WorkerId("p2")
-    rates = fleet_of({slow: curve((0, 1_000), (1_000, 500)), fast: curve((0, 3_000)), new: curve()})
-    assert rates.compute_ms(new, 0, 1_000) == pytest.approx(500), "the mean of both"
-    assert rates.compute_ms(fast, 1_000, 2_000) == pytest.approx(1_000 / (500 * 1.5) * 1e3)
+    slow, fast, new = computing("p0", (0, 1_000), (1_000, 500)), computing("p1", (0, 3_000)), computing("p2")
+    workers, rates = fleet_of(slow, fast, new)
+    assert rates.compute_ms(workers[WorkerId("p2")], 0, 1_000) == pytest.approx(500), "the mean of both"
+    assert rates.compute_ms(workers[WorkerId("p1")], 1_000, 2_000) == pytest.approx(1_000 / (500 * 1.5) * 1e3)
 
 
 def test_a_pair_that_was_never_measured_is_like_the_readers_others() -> None:
-    rates = rates_of(worker("p0", reads={"s0": (100, 2), "s1": (300, 4)}), worker("p1", reads={"s0": (900, 1)}))
-    assert rates.link(WorkerId("p0"), WorkerId("d0")) == Link(3, 200e6)
-    assert rates.link(WorkerId("p0"), WorkerId("d0"), "remote") == Link(10, 200e6)
-    unknown = rates.link(WorkerId("p9"), WorkerId("d0"))
+    measured = [worker("p0", reads={"s0": (100, 2), "s1": (300, 4)}), worker("p1", reads={"s0": (900, 1)})]
+    workers, rates = fleet_of(*measured, worker("p9"))
+    assert rates.link(workers[P0_ID], D0_ID) == Link(3, 200e6)
+    assert rates.link(workers[P0_ID], D0_ID, "remote") == Link(10, 200e6)
+    unknown = rates.link(workers[WorkerId("p9")], D0_ID)
     assert (unknown.latency_ms, unknown.bytes_per_s) == pytest.approx((7 / 3, 1_300e6 / 3))
 
 
 def test_a_pair_that_was_slow_long_ago_is_tried_again() -> None:
     """A slow pair is not read from, so nothing but time can tell that it has recovered."""
-    book, slow = RateBook(), worker("p0", reads={"s0": (1, 500), "s1": (1_000, 3)})
-    p0, s0 = WorkerId("p0"), WorkerId("s0")
+    fleet, slow = FleetView(), worker("p0", reads={"s0": (1, 500), "s1": (1_000, 3)})
+    p0 = fleet.join(slow.worker)
     speeds = []
     for minutes in range(8):
-        book.learn(p0, slow.rates, minutes * TRUST_HALF_LIFE_MS)
-        speeds.append(book.fleet(minutes * TRUST_HALF_LIFE_MS).link(p0, s0).bytes_per_s)
+        fleet.hear(slow, minutes * TRUST_HALF_LIFE_MS)
+        speeds.append(fleet.rates(minutes * TRUST_HALF_LIFE_MS).link(p0, S0_ID).bytes_per_s)
     assert speeds[0] == pytest.approx(1e6) and speeds[1] == pytest.approx(1e6 * 1_000**0.5)
     assert speeds == sorted(speeds) and speeds[-1] > 900e6
     again = worker("p0", reads={"s0": (2, 500), "s1": (1_000, 3)})
-    book.learn(p0, again.rates, 8 * TRUST_HALF_LIFE_MS)
-    assert book.fleet(8 * TRUST_HALF_LIFE_MS).link(p0, s0).bytes_per_s == pytest.approx(2e6), "measured just now"
-    book.forget(p0)
-    assert book.fleet(0).link(p0, s0) == START_LINKS["arena"]
+    fleet.hear(again, 8 * TRUST_HALF_LIFE_MS)
+    assert fleet.rates(8 * TRUST_HALF_LIFE_MS).link(p0, S0_ID).bytes_per_s == pytest.approx(2e6), "measured just now"
+    fleet.leave(P0_ID)
+    assert fleet.rates(0).link(fleet.join(slow.worker), S0_ID) == START_LINKS["arena"], "and forgotten with its worker"

@@ -3,9 +3,10 @@
 import itertools
 
 import pytest
+from msgspec.structs import replace
 
 from schemas.ids import RequestId, WorkerId
-from schemas.request import Placement, PlaceRequest, Refused
+from schemas.request import Placement, PlaceRequest, RefusalReason, Refused
 from schemas.worker import (
     BlockCounts,
     LeftReason,
@@ -20,7 +21,8 @@ from services.config import SchedulerConfig
 from services.errors import UserError
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import Action, SayLeft
-from services.scheduler.placement.policy import Candidate, least_loaded, policy_named, round_robin
+from services.scheduler.placement.known_worker import KnownWorker, idle
+from services.scheduler.placement.policy import least_loaded, policy_named, round_robin
 
 
 def info(worker_id: str, role: WorkerRole, **fields: object) -> WorkerInfo:
@@ -84,8 +86,11 @@ P0, P1 = info("p0", "prefill"), info("p1", "prefill")
 D0, D1 = info("d0", "decode"), info("d1", "decode")
 
 
-def candidate(name: str, tokens: int = 0, requests: int = 0, free: int = 0) -> Candidate:
-    return Candidate(WorkerId(name), tokens, requests, free)
+def candidate(name: str, tokens: int = 0, requests: int = 0, free: int = 0) -> KnownWorker:
+    worker = KnownWorker(info(name, "prefill"), idle(info(name, "prefill")))
+    said = load(worker.info, tokens=tokens, running=requests)
+    worker.hear(replace(said, blocks=replace(said.blocks, free=free)), 0)
+    return worker
 
 
 @pytest.mark.parametrize(
@@ -99,13 +104,13 @@ def candidate(name: str, tokens: int = 0, requests: int = 0, free: int = 0) -> C
         ("decode", [candidate("a", requests=4, free=1), candidate("b", requests=4, free=2)], 0, "b"),
     ],
 )
-def test_least_loaded(phase: str, candidates: list[Candidate], turn: int, expected: str) -> None:
-    assert least_loaded(phase, candidates, turn).worker_id == expected  # type: ignore[arg-type]
+def test_least_loaded(phase: str, candidates: list[KnownWorker], turn: int, expected: str) -> None:
+    assert least_loaded(phase, candidates, turn).info.worker_id == expected  # type: ignore[arg-type]
 
 
 def test_round_robin_ignores_load() -> None:
     candidates = [candidate("a", tokens=99), candidate("b"), candidate("c")]
-    assert [round_robin("prefill", candidates, turn).worker_id for turn in range(4)] == ["a", "b", "c", "a"]
+    assert [round_robin("prefill", candidates, turn).info.worker_id for turn in range(4)] == ["a", "b", "c", "a"]
 
 
 def test_an_unknown_policy_is_a_users_error_that_names_the_others() -> None:
@@ -128,7 +133,7 @@ def test_least_loaded_counts_what_it_has_placed_until_the_worker_speaks() -> Non
 
 def test_a_decode_worker_of_another_model_is_no_partner() -> None:
     core = fleet("least_loaded", P0, info("d9", "decode", fingerprint="other"))
-    assert refused(core, ask()).reason == "no_worker"
+    assert refused(core, ask()).reason == RefusalReason.NO_WORKER
     core.handle(WorkerJoined(worker=D0), 0)
     assert placed(core, ask()) == ("p0", "d0")
 
@@ -144,13 +149,13 @@ def test_aggregated_workers_are_placed_without_a_split() -> None:
 )
 def test_what_is_missing_is_named(workers: tuple[WorkerInfo, ...], detail: str) -> None:
     refusal = refused(fleet("least_loaded", *workers), ask())
-    assert (refusal.reason, refusal.retry_after_ms > 0) == ("no_worker", True)
+    assert (refusal.reason, refusal.retry_after_ms > 0) == (RefusalReason.NO_WORKER, True)
     assert detail in refusal.detail
 
 
 def test_a_request_that_fits_nowhere_is_refused_for_good() -> None:
     refusal = refused(fleet("least_loaded", P0, D0), ask(tokens=900, max_tokens=101))
-    assert (refusal.reason, refusal.retry_after_ms) == ("too_long", 0)
+    assert (refusal.reason, refusal.retry_after_ms) == (RefusalReason.TOO_LONG, 0)
 
 
 @pytest.mark.parametrize("policy", ["cost", "least_loaded"])
@@ -158,12 +163,12 @@ def test_a_store_is_no_place_for_a_request(policy: str) -> None:
     store = info("s0", "store", num_blocks=10_000, context_length=100_000)
     core = fleet(policy, P0, D0, store)
     assert {placed(core, ask(n)) for n in range(3)} == {("p0", "d0")}
-    assert refused(core, ask(tokens=900, max_tokens=101)).reason == "too_long"
+    assert refused(core, ask(tokens=900, max_tokens=101)).reason == RefusalReason.TOO_LONG
     assert refused(fleet(policy, store), ask()).detail == "no prefill and no decode worker is ready"
 
 
 def test_a_passed_deadline_is_refused() -> None:
-    assert refused(fleet("least_loaded", P0, D0), ask(), now_ms=10_000).reason == "deadline"
+    assert refused(fleet("least_loaded", P0, D0), ask(), now_ms=10_000).reason == RefusalReason.DEADLINE
 
 
 def test_excluded_workers_are_not_chosen() -> None:
@@ -176,7 +181,7 @@ def test_a_draining_worker_gets_nothing_new() -> None:
     core.handle(WorkerDraining(worker_id=P0.worker_id, incarnation="a"), 0)
     assert {placed(core, ask(n))[0] for n in range(3)} == {"p1"}
     core.handle(load(P1, state="draining"), 0)
-    assert refused(core, ask()).reason == "no_worker"
+    assert refused(core, ask()).reason == RefusalReason.NO_WORKER
 
 
 def test_a_worker_that_left_is_forgotten_but_not_by_an_old_message() -> None:
@@ -188,7 +193,7 @@ def test_a_worker_that_left_is_forgotten_but_not_by_an_old_message() -> None:
     core.handle(WorkerLeft(worker_id=P0.worker_id, incarnation="a", reason=LeftReason.STOPPED), 0)
     assert placed(core, ask()) == ("p0", "d0")
     core.handle(WorkerLeft(worker_id=P0.worker_id, incarnation="b", reason=LeftReason.STOPPED), 0)
-    assert refused(core, ask()).reason == "no_worker"
+    assert refused(core, ask()).reason == RefusalReason.NO_WORKER
 
 
 def test_a_silent_worker_is_declared_left_once_and_comes_back_as_another_incarnation() -> None:
@@ -199,7 +204,7 @@ def test_a_silent_worker_is_declared_left_once_and_comes_back_as_another_incarna
     assert [left.worker_id for left in said_left(core.tick(3000))] == ["p0"]
     assert said_left(core.tick(3001)) == []
     core.handle(load(P0), 3500)
-    assert refused(core, ask(), 3500).reason == "no_worker"
+    assert refused(core, ask(), 3500).reason == RefusalReason.NO_WORKER
     core.handle(load(info("p0", "prefill", incarnation="b")), 3600)
     assert placed(core, ask()) == ("p0", "d0")
 
@@ -210,6 +215,13 @@ def test_a_scheduler_that_has_just_started_knows_a_worker_from_its_load() -> Non
         core.handle(load(worker), 0)
     assert core.describe(0).ready
     assert [w.worker.worker_id for w in core.describe(0).workers] == ["p0", "d0"]
+
+
+def test_a_worker_that_has_only_joined_is_taken_to_be_idle_and_is_not_listed() -> None:
+    core = fleet("least_loaded", P0, P1, D0)
+    core.handle(load(P0, tokens=1), 0)
+    assert placed(core, ask()) == ("p1", "d0") and core.describe(0).ready
+    assert [w.worker.worker_id for w in core.describe(0).workers] == ["p0"]
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))

@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from schemas.ids import RequestId, WorkerId
-from schemas.request import Placement, PlaceRequest, Refused
+from schemas.request import Placement, PlaceRequest, RefusalReason, Refused
 from schemas.worker import BlockCounts, PrefillRate, WorkerDraining, WorkerInfo, WorkerLoad, WorkerRates, WorkerRole
 from services.config import SchedulerConfig
 from services.scheduler.core import SchedulerCore
@@ -57,7 +57,7 @@ def overload(core: SchedulerCore, request: PlaceRequest, now_ms: int = 0) -> int
     decision = core.place(request, now_ms)
     if isinstance(decision, Placement):
         return None
-    assert isinstance(decision, Refused) and decision.reason == "overloaded", decision
+    assert isinstance(decision, Refused) and decision.reason == RefusalReason.OVERLOADED, decision
     return decision.retry_after_ms
 
 

@@ -7,14 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.ids import WorkerId
-from schemas.request import Placement
+from schemas.request import Placement, RefusalReason
 from schemas.worker import LeftReason, WorkerDraining, WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad
 from services.config import SchedulerConfig
-from services.presence import SETTLE_MS
+from services.presence import SETTLE_MS, BusConnected
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import (
     Action,
-    BusConnected,
     BusProved,
     FleetEvent,
     PingAnswered,
@@ -222,7 +221,7 @@ def test_who_failed_is_used_only_where_nobody_else_could_serve(policy: str) -> N
     core.handle(WorkerLeft(worker_id=WorkerId("d1"), incarnation="a", reason=LeftReason.DIED), 0)
     assert placed(core, ask(excluded=("p0", "d0"))) == ("p0", "d0")
     core.handle(WorkerLeft(worker_id=D0.worker_id, incarnation="a", reason=LeftReason.DIED), 0)
-    assert refused(core, ask(excluded=("p0", "d0"))).reason == "no_worker"
+    assert refused(core, ask(excluded=("p0", "d0"))).reason == RefusalReason.NO_WORKER
 
 
 def test_what_has_left_is_told_so_until_it_comes_back_as_another() -> None:
@@ -231,7 +230,7 @@ def test_what_has_left_is_told_so_until_it_comes_back_as_another() -> None:
     assert core.handle(load(P0), 500) == []
     assert [left.reason for left in said_left(core.handle(load(P0), 1_000))] == ["silent"]
     assert core.handle(WorkerJoined(worker=P0), 1_500) == []
-    assert refused(core, ask(), 1_500).reason == "no_worker"
+    assert refused(core, ask(), 1_500).reason == RefusalReason.NO_WORKER
     assert core.handle(load(info("p0", "prefill", incarnation="b")), 1_600) == []
     assert placed(core, ask()) == ("p0", "d0")
 

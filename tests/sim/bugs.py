@@ -21,16 +21,17 @@ from rich.progress import track
 from rich.table import Table
 
 from dataplane.blocks.cache import BlockCache
-from dataplane.protocol.gate import LeaseRefusedError, ReadableKV
+from dataplane.protocol.gate import LeaseRefusedError
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import Landing
 from schemas.block import BlockHasher
+from schemas.ids import LeaseId
 from services.sim.mesh import MeshShape
 from services.sim.scenario import FAULT_KINDS, Fault, FaultKind, Scenario
 from services.sim.world import SimOptions, simulate
 from services.worker.core.leases import Grant, LeaseTable
 from services.worker.kv.contents import WorkerHolder
-from services.worker.kv.holder import KVHolder
+from services.worker.kv.holder import KVHolder, StreamLease
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 FIRST_SEED = 50_000
@@ -130,19 +131,28 @@ def bug(text: str, *kinds: FaultKind, within: int = 20, options: SimOptions | No
     options=HURRIED,
 )
 def stale_lease_is_read(patch: pytest.MonkeyPatch) -> None:
-    def open_anyway(self: KVHolder[Any], ticket: Any) -> ReadableKV:
-        lease = self.leases.find(ticket.lease_id)
+    grant = LeaseTable.grant
+
+    def granted_by(table: LeaseTable) -> dict[LeaseId, Grant]:
+        return vars(table).setdefault("granted", {})
+
+    def remember(self: LeaseTable, **terms: Any) -> Grant:
+        lease = granted_by(self)[terms["lease_id"]] = grant(self, **terms)
+        return lease
+
+    def open_anyway(self: KVHolder[Any], ticket: Any) -> StreamLease[Any]:
+        lease = granted_by(self.leases).get(ticket.lease_id)
         if lease is None:
             raise LeaseRefusedError(ticket.lease_id, "unknown")
-        name = self.name_stream(lease.traceparent)
-        return ReadableKV(lease.tables, lease.num_tokens, lease.progress, lease.first_token, name)
+        return StreamLease(self, lease, self.name_stream(lease.traceparent))
 
     def close_without_a_word(self: KVHolder[Any], lease: Grant) -> None:
         for observe in self.observes_ends:
             observe(lease)
 
     patch.setattr(KVHolder, "open", open_anyway)
-    patch.setattr(KVHolder, "still_valid", lambda self, ticket: True)
+    patch.setattr(LeaseTable, "grant", remember)
+    patch.setattr(StreamLease, "still_valid", lambda self: True)
     patch.setattr(KVHolder, "close_lease", close_without_a_word)
 
 
@@ -237,22 +247,27 @@ def hash_without_its_past(patch: pytest.MonkeyPatch) -> None:
     extend = BlockHasher.extend
 
     def unchained(self: Any, token_ids: Any, num_tokens: int) -> list[Any]:
-        hashes: list[Any] = []
-        while (self.num_hashed_blocks + 1) * self.block_size <= num_tokens:
-            self._parent = b""
-            hashes += extend(self, token_ids, (self.num_hashed_blocks + 1) * self.block_size)
-        return hashes
+        known = self.hashes
+        while (end := (len(known) + 1) * self.block_size) <= num_tokens:
+            self.hashes = []
+            known += extend(self, token_ids[end - self.block_size : end], self.block_size)
+        self.hashes = known
+        return known
 
     patch.setattr(BlockHasher, "extend", unchained)
 
 
 @bug("blocks are known for reuse as soon as they are allocated, before they are computed", *FAULT_KINDS)
 def cached_before_computed(patch: pytest.MonkeyPatch) -> None:
-    def submitted(self: WorkerHolder, sequence: Any, content: Any) -> None:
-        content.num_landed_tokens = sequence.num_computed_tokens
-        self.computed(sequence, content, len(sequence.token_ids))
+    from services.worker.engine_feed import EngineFeed
 
-    patch.setattr(WorkerHolder, "submitted", submitted)
+    submit = EngineFeed.submit
+
+    def early(self: Any, action: Any) -> None:
+        submit(self, action)
+        self._holder.computed(action.sequence, action.attempt, len(action.sequence.token_ids))
+
+    patch.setattr(EngineFeed, "submit", early)
 
 
 @bug("the whole prompt may come from the cache, its last token too")
@@ -290,10 +305,10 @@ def lends_by_count(patch: pytest.MonkeyPatch) -> None:
 def partial_block_counts_as_full(patch: pytest.MonkeyPatch) -> None:
     computed = WorkerHolder.computed
 
-    def rounded_up(self: WorkerHolder, sequence: Any, content: Any, num_tokens: int, *, ended: bool = False) -> None:
+    def rounded_up(self: WorkerHolder, sequence: Any, attempt: Any, num_tokens: int, *, ended: bool = False) -> None:
         block_size = self.shape.layout.block_size
         up = min(len(sequence.token_ids), -(-num_tokens // block_size) * block_size)
-        computed(self, sequence, content, up, ended=ended)
+        computed(self, sequence, attempt, up, ended=ended)
 
     patch.setattr(WorkerHolder, "computed", rounded_up)
 
@@ -328,20 +343,18 @@ def tokens_without_index(patch: pytest.MonkeyPatch) -> None:
 
 @bug("nobody asks for a token that was lost", "loss")
 def nobody_asks_for_lost_tokens(patch: pytest.MonkeyPatch) -> None:
-    from services.gateway.request.progress_watch import Watch
+    from services.gateway.request.progress_watch import Look, Watch
 
-    patch.setattr(Watch, "due", lambda self, needed, now_ms: [])
-    patch.setattr(Watch, "silent", lambda self, needed, now_ms: None)
+    patch.setattr(Watch, "look", lambda self, needed, now_ms: Look())
 
 
 @bug("a worker's death is not told to its requests", "kill")
 def death_is_not_told(patch: pytest.MonkeyPatch) -> None:
     from services.gateway.request.core import RequestCore
-    from services.gateway.request.progress_watch import Watch
+    from services.gateway.request.progress_watch import Look, Watch
 
     patch.setattr(RequestCore, "_lose_worker", lambda self, event, now_ms: [])
-    patch.setattr(Watch, "due", lambda self, needed, now_ms: [])
-    patch.setattr(Watch, "silent", lambda self, needed, now_ms: None)
+    patch.setattr(Watch, "look", lambda self, needed, now_ms: Look())
 
 
 @bug("a later attempt draws from another seed", "kill", "pause", "drain")
@@ -414,14 +427,14 @@ def transfer_is_not_linked(patch: pytest.MonkeyPatch) -> None:
 
 @bug("a dispatch ends with the reply and not with the worker's acceptance")
 def dispatch_counts_its_way_back(patch: pytest.MonkeyPatch) -> None:
-    from services.gateway.observe.spans import GatewaySpans
+    from services.gateway.observe.answer_observer import ChoiceObserver
 
-    dispatched = GatewaySpans.dispatched
+    dispatched = ChoiceObserver.dispatched
 
-    def untold(self: Any, job: Any, clock: Any, sent: Any, accepted_ns: int, error: str = "") -> None:
-        dispatched(self, job, clock, sent, 0, error)
+    def untold(self: Any, sent: Any, accepted_ns: int = 0, error: str = "") -> None:
+        dispatched(self, sent, 0, error)
 
-    patch.setattr(GatewaySpans, "dispatched", untold)
+    patch.setattr(ChoiceObserver, "dispatched", untold)
 
 
 @bug("a step is linked to a span that is called otherwise")
@@ -430,9 +443,9 @@ def step_is_linked_to_nothing(patch: pytest.MonkeyPatch) -> None:
 
     link = WorkerSpans._link  # pyright: ignore[reportPrivateUsage]
 
-    def misled(self: Any, times: Any, linked: Any) -> None:
-        times.compute = ""
-        link(self, times, linked)
+    def misled(self: Any, attempt: Any, linked: Any) -> None:
+        attempt.times.compute = ""
+        link(self, attempt, linked)
 
     patch.setattr(WorkerSpans, "_link", misled)
 
@@ -443,8 +456,8 @@ def read_tokens_count_twice(patch: pytest.MonkeyPatch) -> None:
 
     report = PromptKV.report
 
-    def both(self: Any, *, is_prefill: bool = False) -> Any:
-        right = report(self, is_prefill=is_prefill)
+    def both(self: Any, **named: Any) -> Any:
+        right = report(self, **named)
         return msgspec.structs.replace(right, recomputed_tokens=right.recomputed_tokens + right.transferred_tokens)
 
     patch.setattr(PromptKV, "report", both)
@@ -457,7 +470,7 @@ def cancelled_run_keeps_its_blocks(patch: pytest.MonkeyPatch) -> None:
     forget = DecodeCore._forget  # pyright: ignore[reportPrivateUsage]
 
     def keeps(self: Any, attempt: Any, now_ms: int) -> Any:
-        attempt.tables = () if attempt.ended else attempt.tables
+        attempt.tables = () if attempt.has_ended else attempt.tables
         return forget(self, attempt, now_ms)
 
     patch.setattr(DecodeCore, "_forget", keeps)
@@ -479,10 +492,10 @@ def abort_without_barrier(patch: pytest.MonkeyPatch) -> None:
     from services.worker.kv.reads import KVReads
 
     def at_once(self: Any, attempt: Any, reason: str, now_ms: int) -> list[Any]:
-        if attempt.ended:
+        if attempt.has_ended:
             return []
-        attempt.ended = True
-        return [*([Withdraw(attempt.key)] if attempt.computing else []), *self._forget(attempt, now_ms)]
+        stop = self._stop(attempt)
+        return [*([stop] if isinstance(stop, Withdraw) else []), *self._forget(attempt, now_ms)]
 
     patch.setattr(DecodeCore, "_end", at_once)
     patch.setattr(KVReads, "stop", lambda self, read: None)
@@ -510,10 +523,7 @@ def only_the_reader_ends_a_lease(patch: pytest.MonkeyPatch) -> None:
 def lease_is_not_returned(patch: pytest.MonkeyPatch) -> None:
     from services.worker.kv.reads import KVReads
 
-    async def keeps(self: Any, holder: Any, request: Any, granted: Any) -> None:
-        return None
-
-    patch.setattr(KVReads, "_give_back", keeps)
+    patch.setattr(KVReads, "_give_back", lambda self, holder, request, granted: None)
 
 
 @bug("the heartbeat waits for the engine: a busy worker looks dead", options=BUSY)
@@ -524,12 +534,12 @@ def heartbeat_waits_for_the_engine(patch: pytest.MonkeyPatch) -> None:
     on_ping, load = Inbox._on_ping, Reporter.load  # pyright: ignore[reportPrivateUsage]
 
     async def when_idle(self: Any, received: Any) -> Any:
-        while any(role.core.attempts for role in self._cores.roles):
+        while any(role.attempts for role in self._cores.roles):
             await asyncio.sleep(0.01)
         return await on_ping(self, received)
 
     def load_when_idle(self: Any, now_ms: int) -> Any:
-        if any(role.core.attempts for role in self.cores.roles):
+        if any(role.attempts for role in self.cores.roles):
             raise RuntimeError("later")
         return load(self, now_ms)
 
@@ -568,9 +578,9 @@ def first_token_twice(patch: pytest.MonkeyPatch) -> None:
 
     submit = DecodeCore._submit  # pyright: ignore[reportPrivateUsage]
 
-    def shifted(self: Any, attempt: Any, token_ids: list[int], num_computed_tokens: int) -> Any:
+    def shifted(self: Any, attempt: Any, token_ids: list[int], **rest: Any) -> Any:
         first = token_ids[len(attempt.prompt) :]
-        return submit(self, attempt, [*token_ids, *first], num_computed_tokens)
+        return submit(self, attempt, [*token_ids, *first], **rest)
 
     patch.setattr(DecodeCore, "_submit", shifted)
 

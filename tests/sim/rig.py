@@ -77,13 +77,9 @@ class Plane:
         self.holder.progress.finish(b"token 0")
 
     async def read(self, deadline_s: float = 5.0) -> Landed:
-        return await self.target.reader.read(
-            self.holder.endpoint,
-            self.holder.ticket(),
-            carrier=self.carrier,
-            tables=self.target.tables,
-            num_tokens=NUM_TOKENS,
-            deadline_s=deadline_s,
+        holder, target = self.holder, self.target
+        return await target.reader.read(
+            target.request(holder.endpoint, holder.ticket(), self.carrier, NUM_TOKENS, deadline_s=deadline_s)
         )
 
     async def failure(self, deadline_s: float = 5.0) -> TransferFailedError:

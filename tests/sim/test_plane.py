@@ -220,12 +220,9 @@ def test_the_same_seed_is_the_same_run(carrier: str) -> None:
         holder, target = Holder((carrier,), NUM_TOKENS), Target()
         holder.compute_all()
         for _ in range(20):
-            request = target.request(holder.endpoint, holder.ticket(), carrier, NUM_TOKENS)
+            request = target.request(holder.endpoint, holder.ticket(), carrier, NUM_TOKENS, deadline_s=5.0)
             try:
-                await target.reader.read(
-                    request.endpoint, request.ticket, carrier=carrier, tables=target.tables,
-                    num_tokens=NUM_TOKENS, deadline_s=5.0,
-                )  # fmt: skip
+                await target.reader.read(request)
             except TransferFailedError:
                 times.append(-time.monotonic())
             else:

@@ -76,7 +76,7 @@ def test_what_is_not_sampled_and_is_slow_has_its_whole_tree_but_for_the_steps(mo
     golden = (GOLDEN / "finished.txt").read_text()
     for role in ("prefill", "decode"):
         golden = golden.replace(f" -> {SpanName.ENGINE_STEP} ({role})", "")
-    assert draw(spans) == golden.replace("output_tokens prefill_worker", "output_tokens kept prefill_worker")
+    assert draw(spans) == golden.replace("status_code prefill_worker", "status_code kept prefill_worker")
     (root,) = (span for span in spans if span.is_server)
     assert root.attributes[Key.KEPT] == "slow first token"
 

@@ -12,8 +12,9 @@ import numpy as np
 
 from dataplane.blocks.layout import BlockTable, KVLayout, segments_of, uniform_shape
 from dataplane.blocks.ticket import Ticket, sign
-from dataplane.ends.reader import PlaneReader
-from dataplane.ends.server import PlaneServer, ReadableKV, ServerOptions
+from dataplane.ends.reader import PlaneReader, ReadRequest
+from dataplane.ends.server import PlaneServer, ServerOptions
+from dataplane.protocol.gate import OpenLease
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferStats
 from schemas import subjects
@@ -22,7 +23,7 @@ from schemas.directory import BlocksEvicted, BlocksStored, ReadInventory
 from schemas.handoff import Endpoint
 from schemas.ids import BlockHash, LeaseId, RequestId, WorkerId, new_id
 from schemas.kv import BlocksCooling, LeaseGranted, RequestLease
-from schemas.request import Refused, refuse
+from schemas.request import RefusalReason, Refused, refuse
 from schemas.worker import LeftReason, WorkerLeft, WorkerLoad
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received, TypedBus
@@ -32,7 +33,7 @@ from services.store.load import OpenTier, make_parts
 from services.store.service import run_store
 from services.store.values import BlockValues
 from services.telemetry import Telemetry
-from services.worker.core.leases import LeaseTable
+from services.worker.core.leases import Grant, LeaseTable
 from tests.plane.harness import CardMemory, HostMemory
 from tests.store.rig import LAYOUT, hashes_of
 
@@ -130,7 +131,7 @@ class Worker:
             : next((at for at, block_hash in enumerate(hashes) if block_hash not in self.block_of), len(hashes))
         ]
         if not run:
-            return refuse(request, "gone", "evicted")
+            return refuse(request, RefusalReason.GONE, "evicted")
         num_tokens = len(run) * self.layout.block_size
         table = BlockTable(segments_of([self.block_of[block_hash] for block_hash in run]))
         lease = self.leases.grant(
@@ -156,17 +157,25 @@ class Worker:
 
     # `LeaseGate`.
 
-    def open(self, ticket: Ticket) -> ReadableKV:
-        lease = self.leases.check(ticket.lease_id, ticket.epoch, ticket.reader, now_ms())
-        return ReadableKV(tables=lease.tables, num_tokens=lease.num_tokens, progress=lease.progress)
+    def open(self, ticket: Ticket) -> OpenLease:
+        return WorkerLease(self.leases.check(ticket, now_ms()), self.outcomes)
 
-    def still_valid(self, ticket: Ticket) -> bool:
-        return self.leases.current(ticket.lease_id, ticket.epoch, now_ms()) is not None
 
-    def started(self, lease_id: LeaseId, carrier: str) -> None:
+@dataclass
+class WorkerLease:
+    """An `OpenLease`."""
+
+    kv: Grant
+    outcomes: list[str]
+    traceparent: str = ""
+
+    def still_valid(self) -> bool:
+        return self.kv.is_valid(now_ms())
+
+    def started(self) -> None:
         pass
 
-    def served(self, lease_id: LeaseId, stats: TransferStats, error: str) -> None:
+    def served(self, stats: TransferStats, error: str) -> None:
         self.outcomes.append(error or "landed")
 
 
@@ -265,7 +274,7 @@ class Fleet:
         blocks = [63 - at for at in range(end)]  # not in a row
         for block in blocks:
             self._memory.put(block, bytes(LAYOUT.block_bytes))
-        landed = await self._reader.read(
+        request = ReadRequest(
             grant.endpoint,
             grant.ticket,
             carrier=carrier,
@@ -274,6 +283,7 @@ class Fleet:
             num_tokens=grant.num_tokens,
             deadline_s=PATIENCE_S,
         )
+        landed = await self._reader.read(request)
         assert landed.num_tokens == grant.num_tokens
         assert all(self._memory.get(block) == bytes(LAYOUT.block_bytes) for block in blocks[:first])
         return [self._memory.get(block) for block in blocks[first:]]
@@ -282,7 +292,7 @@ class Fleet:
         """Ask for blocks and read them; assert that they are right, and return how many there were."""
         answer = await self.ask(*numbers, first_block=first_block)
         if isinstance(answer, Refused):
-            assert answer.reason == "gone", answer
+            assert answer.reason == RefusalReason.GONE, answer
             return 0
         assert answer.first_token == first_block * LAYOUT.block_size
         found = await self.read(answer, carrier)

@@ -10,7 +10,7 @@ from schemas.block import join_hashes, split_hashes
 from schemas.directory import BlocksEvicted, BlocksStored
 from schemas.ids import BlockHash, RequestId, WorkerId
 from schemas.kv import BlocksCooling, RequestLease
-from schemas.request import Refused
+from schemas.request import RefusalReason, Refused
 from schemas.worker import WorkerLeft
 from services.store.blocks import StoreLimits, StoreMemory, WriteBatch
 from services.store.core import Action, BlocksGone, NotTaken, PullEnded, StartPull, StoreCore, StoreDrainBegun
@@ -224,7 +224,7 @@ def test_the_worker_names_the_coldest_first_and_so_they_go() -> None:
     core = make_core(num_blocks=3, behind=False)
     pull(core, 3, 2, 1, writes=False)
     pull(core, 9, writes=False)
-    assert set(core.memory.index.hashes()) == set(hashes_of(9, 1, 2))
+    assert set(core.memory.index.block_of) == set(hashes_of(9, 1, 2))
 
 
 def test_while_the_tier_is_down_memory_takes_blocks_alone() -> None:
@@ -357,12 +357,12 @@ def refusal(core: StoreCore, request: RequestLease) -> str:
 
 def test_what_is_refused_whatever_is_here() -> None:
     core = make_core()
-    assert refusal(core, ask(1, fingerprint="another")) == "fingerprint"
-    assert refusal(core, ask()) == "invalid"
-    assert refusal(core, ask(1, first_block=-1)) == "invalid"
-    assert refusal(core, ask(1, block_hashes=b"cut")) == "invalid"
-    assert refusal(core, ask(1, 2, 1)) == "invalid"
-    assert refusal(core, ask(1, deadline_ms=NOW)) == "deadline"
+    assert refusal(core, ask(1, fingerprint="another")) == RefusalReason.FINGERPRINT
+    assert refusal(core, ask()) == RefusalReason.INVALID
+    assert refusal(core, ask(1, first_block=-1)) == RefusalReason.INVALID
+    assert refusal(core, ask(1, block_hashes=b"cut")) == RefusalReason.INVALID
+    assert refusal(core, ask(1, 2, 1)) == RefusalReason.INVALID
+    assert refusal(core, ask(1, deadline_ms=NOW)) == RefusalReason.DEADLINE
     assert lending(core).refusal(ask(1), NOW) is None
     core.handle(StoreDrainBegun(), NOW)
     assert lending(core).refusal(ask(1), NOW) is None, "as long as it drains it lends"
@@ -375,7 +375,7 @@ def test_there_is_a_bound_on_open_leases() -> None:
     for _ in range(MAX_LENT_LEASES):
         lend(lender, 1)
     refused = lender.answer(ask(1), NOW)
-    assert isinstance(refused, Refused) and refused.reason == "overloaded"
+    assert isinstance(refused, Refused) and refused.reason == RefusalReason.OVERLOADED
     assert len(lender.handle(Fenced("over"), NOW)) == MAX_LENT_LEASES
     write_all(core)
     assert core.memory.num_cached == 1, "nothing was taken for the refused one"
@@ -383,7 +383,7 @@ def test_there_is_a_bound_on_open_leases() -> None:
 
 def test_what_is_not_here_is_gone() -> None:
     refused = lending(make_core()).answer(ask(1), NOW)
-    assert isinstance(refused, Refused) and refused.reason == "gone"
+    assert isinstance(refused, Refused) and refused.reason == RefusalReason.GONE
 
 
 def test_loading_brings_back_what_memory_gave_up() -> None:
@@ -570,7 +570,7 @@ class StoreMachine(RuleBasedStateMachine):
             else:
                 self.told[event.tier] -= hashes
         assert self.told == {
-            "memory": set(self.core.memory.index.hashes()),
+            "memory": set(self.core.memory.index.block_of),
             "disk": set(self.core.memory.back.hashes()),
         }
 

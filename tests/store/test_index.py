@@ -3,14 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.blocks.cache import ContentChanges
+from dataplane.blocks.kept import ContentChanges, KeptBlocks
 from schemas.ids import BlockHash
-from services.store.index import BackIndex, MemoryIndex
+from services.store.index import BackIndex
 from tests.store.rig import hash_of, hashes_of
 
 
-def filled(num_blocks: int, *numbers: int) -> MemoryIndex:
-    memory = MemoryIndex(num_blocks)
+def filled(num_blocks: int, *numbers: int) -> KeptBlocks:
+    memory = KeptBlocks(num_blocks)
     for number in numbers:
         blocks = memory.allocate(1)
         assert blocks
@@ -24,7 +24,7 @@ def test_the_least_recently_used_goes_first() -> None:
     memory = filled(3, 1, 2, 3)
     memory.release(memory.take([hash_of(1)]))
     assert memory.allocate(2) is not None
-    assert memory.hashes() == hashes_of(1)
+    assert list(memory.block_of) == hashes_of(1)
     assert memory.changes.take() == ContentChanges([], hashes_of(2, 3))
 
 
@@ -51,7 +51,7 @@ def test_the_same_content_is_kept_once() -> None:
     assert again
     memory.put(again[0], hash_of(1))
     memory.release(again)
-    assert memory.num_free == 3
+    assert memory.pool.num_free == 3
     assert memory.changes.take() == ContentChanges()
 
 
@@ -97,7 +97,7 @@ steps = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 9), st.integer
 @given(steps)
 def test_whatever_happens_nothing_leased_changes_and_the_events_tell_the_truth(history: list[Step]) -> None:
     """A model of each tier: content by hash, told from its events alone; blocks that are held keep their content."""
-    memory, back = MemoryIndex(6), BackIndex(5)
+    memory, back = KeptBlocks(6), BackIndex(5)
     content: dict[int, BlockHash] = {}
     held: list[tuple[list[int], list[BlockHash]]] = []
     told: dict[str, set[BlockHash]] = {"memory": set(), "back": set()}
@@ -123,13 +123,14 @@ def test_whatever_happens_nothing_leased_changes_and_the_events_tell_the_truth(h
             back.touch(hashes)
         elif kind == "drop":
             back.drop(hashes[0])
-        for name, index in (("memory", memory), ("back", back)):
-            changes = index.changes.take()
+        tiers = (("memory", memory.changes, list(memory.block_of)), ("back", back.changes, back.hashes()))
+        for name, log, present in tiers:
+            changes = log.take()
             stored, evicted = changes.stored, changes.evicted
             assert not told[name] & set(stored), "nothing comes twice"
             assert told[name] >= set(evicted), "only what was there goes"
             told[name] = (told[name] | set(stored)) - set(evicted)
-            assert told[name] == set(index.hashes())
+            assert told[name] == set(present)
         assert len(back) <= back.max_values
         for blocks, expected in held:
             assert [content[block] for block in blocks] == expected

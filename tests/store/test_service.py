@@ -12,7 +12,7 @@ from schemas import subjects
 from schemas.block import join_hashes
 from schemas.ids import RequestId, WorkerId
 from schemas.kv import BlocksCooling, LeaseGranted, ReplicateBlocks
-from schemas.request import Refused
+from schemas.request import RefusalReason, Refused
 from schemas.worker import LeftReason, PingWorker, WorkerLeft
 from services.config import MeshConfig, StoreConfig
 from services.errors import UserError
@@ -131,7 +131,7 @@ async def test_whatever_is_offered_and_asked_what_is_read_is_right(seed: int, tm
                 await asyncio.sleep(0.005)
                 answer = await around.ask(*range(first := dice.randrange(40), first + dice.randrange(1, 6)))
                 if isinstance(answer, Refused):
-                    assert answer.reason == "gone"
+                    assert answer.reason == RefusalReason.GONE
                     continue
                 async with lock:  # the readers share their memory
                     found = await around.read(answer)
@@ -211,7 +211,7 @@ async def test_what_is_offered_during_a_pull_is_taken_by_it() -> None:
 async def test_a_worker_that_says_no_is_left_alone() -> None:
     async with fleet() as around, store(around, config_of()):
         worker = await around.worker("prefill-0", 1, 2)
-        worker.refuses = Refused(request_id="r", attempt=1, deadline_ms=0, reason="overloaded")  # type: ignore[arg-type]
+        worker.refuses = Refused(request_id="r", attempt=1, deadline_ms=0, reason=RefusalReason.OVERLOADED)  # type: ignore[arg-type]
         await worker.cool(1, 2)
         await until(lambda: len(worker.asked) == 1)
         worker.refuses = None
@@ -340,7 +340,7 @@ async def test_what_a_worker_wants_kept_elsewhere_is_taken() -> None:
 async def test_another_models_reader_is_refused() -> None:
     async with fleet() as around, store(around, config_of(), layout=WINDOWED):
         answer = await around.ask(1)
-        assert isinstance(answer, Refused) and answer.reason == "fingerprint"
+        assert isinstance(answer, Refused) and answer.reason == RefusalReason.FINGERPRINT
 
 
 async def test_a_store_joins_and_leaves_like_a_worker() -> None:
@@ -355,7 +355,8 @@ async def test_a_store_joins_and_leaves_like_a_worker() -> None:
         assert around.heard == ["WorkerJoined", "WorkerDraining", "WorkerLeft"]
 
 
-async def test_a_draining_store_lends_until_its_last_lease_has_ended(tmp_path: Path) -> None:
+async def test_a_stopping_store_lends_nothing_more_and_serves_what_it_has_lent(tmp_path: Path) -> None:
+    """Readers that go on asking do not keep it; one that has a lease does."""
     async with fleet() as around:
         leave, is_filled = asyncio.Event(), asyncio.Event()
 
@@ -369,17 +370,18 @@ async def test_a_draining_store_lends_until_its_last_lease_has_ended(tmp_path: P
 
         serving = asyncio.create_task(serve())
         await is_filled.wait()
-        first = await around.ask(1, 2)
-        assert isinstance(first, LeaseGranted)
+        first, second = await around.ask(1, 2), await around.ask(3)
+        assert isinstance(first, LeaseGranted) and isinstance(second, LeaseGranted)
         leave.set()
         await until(lambda: "WorkerDraining" in around.heard)
-        second = await around.ask(3)
-        assert isinstance(second, LeaseGranted)
         assert await around.read(first) == [kv_of(hash_of(1)), kv_of(hash_of(2))]
-        await around.fetch(1)
-        assert around.heard[-1] == "WorkerDraining", "somebody reads"
+        for _ in range(3):
+            refused = await around.ask(1)
+            assert isinstance(refused, Refused) and refused.reason == "draining"
+        assert around.heard[-1] == "WorkerDraining", "somebody is about to read"
         assert await around.read(second) == [kv_of(hash_of(3))]
-        await serving
+        async with asyncio.timeout(10):  # its `drain_s` is 30
+            await serving
         await until(lambda: around.heard[-1] == "WorkerLeft")
 
 

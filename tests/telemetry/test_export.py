@@ -4,8 +4,10 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from services.cli.recorded import load_spans
 from services.telemetry import SpanRecord
 from services.telemetry import export as export_module
 from services.telemetry.export import Background, FileExporter, ListExporter
@@ -72,3 +74,19 @@ def test_a_file_that_cannot_be_written_is_told_once(tmp_path: Path, caplog: pyte
     exporter.export([span()])
     exporter.export([span()])
     assert caplog.text.count("spans are lost") == 1
+
+
+def test_a_services_files_stay_within_their_bound_and_the_oldest_go(tmp_path: Path) -> None:
+    size = len(msgspec.json.encode(span())) + 1
+    max_bytes = 80 * size
+    earlier, others = tmp_path / "s-1.jsonl", [tmp_path / "s-1-1.jsonl", tmp_path / "t-1.jsonl"]
+    for path in (earlier, *others):
+        path.write_bytes(b"x" * (size - 1) + b"\n")
+    exporter = FileExporter(tmp_path, "s", max_bytes)
+    for number in range(1, 301):
+        exporter.export([span(number)])
+        own = [path for path in tmp_path.glob("s-*.jsonl") if path not in others]
+        assert sum(path.stat().st_size for path in own) <= max_bytes
+    assert not earlier.exists() and all(path.exists() for path in others)
+    kept = sorted(int(record.trace_id, 16) for record in load_spans(tmp_path))
+    assert kept == list(range(301 - len(kept), 301)) and len(kept) >= 60, "the last ones, without a gap"

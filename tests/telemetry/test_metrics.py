@@ -7,14 +7,12 @@ import pytest
 
 from dataplane.blocks.layout import BlockTable, Segment
 from dataplane.protocol.progress import KVProgress
-from dataplane.protocol.stream import FailureCode
+from dataplane.protocol.reasons import FailCode, RefusalCode
 from schemas.ids import LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseEnd, ReadEnd
-from schemas.worker import BlockCounts
 from services import metric_names as names
 from services.config import MeshConfig, apply_environment
 from services.errors import UserError
-from services.gateway.observe.metrics import GatewayMetrics
 from services.metrics import OTHER, MetricName, Metrics, exemplar_of
 from services.pages.tables import metrics_table
 from services.telemetry.limits import MAX_SERIES
@@ -40,8 +38,8 @@ def test_only_a_sampled_trace_is_an_exemplar(traceparent: str) -> None:
 
 def test_exemplars_are_told_to_whoever_takes_openmetrics() -> None:
     metrics = Metrics()
-    metrics.observe(names.ITL, 0.003, traceparent=SAMPLED)
-    metrics.observe(names.ITL, 0.3, traceparent=UNSAMPLED)
+    metrics.observe(names.ITL, 0.003, trace=SAMPLED)
+    metrics.observe(names.ITL, 0.3, trace=UNSAMPLED)
     text, content_type = metrics.render(OPENMETRICS)
     assert content_type.startswith("application/openmetrics-text")
     assert text.decode().count(f'trace_id="{TRACE}"') == 1
@@ -162,22 +160,11 @@ def test_leases_are_told_by_age_by_end_and_by_whether_anybody_reads(monkeypatch:
     }
 
 
-def test_every_failure_of_a_read_is_one_of_the_known_ends() -> None:
-    codes = {ReadEnd(code) for code in FailureCode}
+def test_every_word_of_a_holder_is_one_of_the_known_ends() -> None:
+    said = {ReadEnd(code) for code in (*RefusalCode, *FailCode)}
 
-    assert set(ReadEnd) - codes == {ReadEnd.LANDED, ReadEnd.STOPPED, ReadEnd.REFUSED, ReadEnd.OTHER}
+    assert not said & {ReadEnd.LANDED, ReadEnd.STOPPED, ReadEnd.REFUSED, ReadEnd.OTHER}
     assert tuple(ReadEnd) == names.TRANSFER_OUTCOMES
-
-
-def test_the_parts_of_a_time_to_first_token_are_taken_in() -> None:
-    class Nothing:
-        num_resumes = num_progress_asked = num_live = 0
-        ages_s, overdue_s, block_counts = list[float], float, dict[WorkerId, BlockCounts]
-
-    metrics = Metrics()
-    GatewayMetrics(metrics, "m", Nothing()).observe_ttft_parts({"place": 0.002, "prefill.compute": 0.2}, SAMPLED)
-    text = text_of(metrics, OPENMETRICS)
-    assert 'kvmesh_ttft_part_seconds_sum{part="prefill.compute"} 0.2' in text and f'trace_id="{TRACE}"' in text
 
 
 def test_the_environment_gives_a_port(monkeypatch: pytest.MonkeyPatch) -> None:

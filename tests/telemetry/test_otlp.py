@@ -43,7 +43,7 @@ def test_spans_arrive_with_parent_times_and_attributes(
     endpoint, requests = received
     telemetry = open_telemetry("prefill-0", TelemetryConfig(otlp_endpoint=endpoint))
     root = telemetry.start("POST /v1/completions", server=True)
-    telemetry.record(SpanName.KV_TRANSFER, root.traceparent, (1_000, 5_000), {Key.NUM_BYTES: 42}, error="digest")
+    telemetry.record(SpanName.KV_TRANSFER, root.context, (1_000, 5_000), {Key.NUM_BYTES: 42}, error="digest")
     root.end()
     telemetry.close()
     request = requests.get(timeout=30)
@@ -61,11 +61,11 @@ def test_who_asks_another_service_is_its_client(received: tuple[str, "SimpleQueu
     endpoint, requests = received
     telemetry = open_telemetry("decode-0", TelemetryConfig(otlp_endpoint=endpoint))
     root = telemetry.start("POST /v1/completions", server=True)
-    telemetry.record(SpanName.PLACE, root.traceparent, (1, 2), {})
-    telemetry.record(SpanName.DISPATCH, root.traceparent, (1, 2), {Key.WORKER: "prefill-1"})
+    telemetry.record(SpanName.PLACE, root.context, (1, 2), {})
+    telemetry.record(SpanName.DISPATCH, root.context, (1, 2), {Key.WORKER: "prefill-1"})
     ends = {"target": "prefill-0", "source": ""}
     for end, source in ends.items():
-        telemetry.record(SpanName.KV_TRANSFER, root.traceparent, (1, 2), {Key.END: end, Key.SOURCE: source})
+        telemetry.record(SpanName.KV_TRANSFER, root.context, (1, 2), {Key.END: end, Key.SOURCE: source})
     root.end()
     telemetry.close()
     (resource,) = requests.get(timeout=30).resource_spans

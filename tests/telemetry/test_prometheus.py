@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,13 @@ needs_prometheus = pytest.mark.skipif(find_tool("prometheus") is None, reason="n
 
 
 class Prometheus:
-    """A running one, asked over its API."""
+    """A running one, asked over its API. Close it."""
 
     def __init__(self, url: str) -> None:
         self._client = httpx.Client(base_url=f"{url}/api/v1/", timeout=30)
+
+    def close(self) -> None:
+        self._client.close()
 
     def get(self, path: str, **params: Any) -> Any:
         answer = self._client.get(path, params=params)
@@ -182,7 +186,8 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         )  # fmt: skip
         try:
             wait((state_dir / "metrics.json").exists, lambda: (folder / "mesh.log").read_text())
-            yield Rig(Prometheus(f"http://{address}"), f"http://127.0.0.1:{port}", state_dir, mesh.pid)
+            with closing(Prometheus(f"http://{address}")) as asked:
+                yield Rig(asked, f"http://127.0.0.1:{port}", state_dir, mesh.pid)
         finally:
             for process in (mesh, prometheus):
                 process.send_signal(signal.SIGTERM)

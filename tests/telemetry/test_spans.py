@@ -1,6 +1,8 @@
 """What a service makes of spans: names, sampling, what is kept, links within bounds, one TTFT."""
 
 import random
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from dataplane.blocks.layout import BlockTable, Segment
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferStats
-from schemas.block import pack_tokens
+from schemas.block import BlockHasher, pack_tokens
 from schemas.ids import GatewayId, LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseEnd, ReadEnd
 from schemas.request import (
@@ -17,27 +19,47 @@ from schemas.request import (
     PrefillAccepted,
     RunPrefill,
     SamplingParams,
+    TransferReport,
 )
+from schemas.worker import BlockCounts
 from services.config import MeshConfig, TelemetryConfig, apply_environment
 from services.engine.interface import SampledToken, Sequence, StepResult
 from services.errors import UserError
 from services.gateway.limits import MAX_KEEPS_PER_S
-from services.gateway.observe.spans import GatewaySpans
+from services.gateway.observe.answer_observer import AnswerObserver, ChoiceObserver, KeepRate
+from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.observe.ttft_parts import Milestones, fit_clock, ttft_parts
+from services.gateway.request.answer_usage import AnswerUsage, PromptSources
+from services.gateway.request.core import RequestCore
+from services.gateway.request.events import PlaceGranted
+from services.gateway.request.job import BlockKey, Job, PackedPrompt
+from services.metrics import Metrics
 from services.prefill.core import PrefillAttempt, PrefillCore
-from services.telemetry import FileExporter, Key, ListExporter, SpanName, SpanRecord, Telemetry, parse_traceparent
+from services.telemetry import (
+    FileExporter,
+    Key,
+    ListExporter,
+    SpanName,
+    SpanRecord,
+    Telemetry,
+    TraceContext,
+    parse_traceparent,
+)
 from services.telemetry.context import new_trace
 from services.telemetry.names import TTFT_PARTS
 from services.telemetry.ring import Ring
 from services.worker.core.actions import Emit, SendReply, Submit
-from services.worker.core.content import AttemptKey, SequenceContent
-from services.worker.core.events import RunAsked
+from services.worker.core.content import AttemptKey
+from services.worker.core.events import AttemptAsked
 from services.worker.core.leases import LeaseTable
 from services.worker.limits import MAX_LINKED_STEPS
 from services.worker.observe.spans import WorkerSpans, times_of
 from services.worker.observe.transfers import HolderSpans, described_by
+from tests.gateway.test_gateway_core import placement
+from tests.telemetry.test_metrics import OPENMETRICS
 from tests.worker import worker_cases as case
 
+ROUTE = "/v1/completions"
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
@@ -47,12 +69,41 @@ def attempt_of(traceparent: str) -> PrefillAttempt:
         request_id=RequestId("req-1"), attempt=1, deadline_ms=1, gateway_id=GatewayId("g"),
         prompt=pack_tokens([1, 2, 3]), sampling=SamplingParams(max_tokens=100),
     )  # fmt: skip
-    return PrefillAttempt(request, [1, 2, 3], SequenceContent([1, 2, 3], 8, "f"), times_of(traceparent))
+    hasher = BlockHasher(8, model_fingerprint="f")
+    return PrefillAttempt(request, [1, 2, 3], hasher, times_of(traceparent), traceparent)
 
 
 def telemetry(ratio: float = 1.0, service: str = "worker-0") -> tuple[Telemetry, list[SpanRecord]]:
     spans: list[SpanRecord] = []
     return Telemetry(service, ListExporter(spans), TelemetryConfig(sample_ratio=ratio), at_once=True), spans
+
+
+class Nothing:
+    """A gateway without requests."""
+
+    num_resumes = num_progress_asked = num_live = 0
+    ages_s, overdue_s, block_counts = list[float], float, dict[WorkerId, BlockCounts]
+
+
+def observer_of(made: Telemetry, metrics: Metrics, keep: Callable[[str, str], bool]) -> AnswerObserver:
+    return AnswerObserver(RequestId("req-1"), ROUTE, "", GatewayMetrics(metrics, "m", Nothing()), made, keep)
+
+
+def choice_of(made: Telemetry, trace: TraceContext) -> ChoiceObserver:
+    job = Job(
+        request_id=RequestId("req-1"), prompt=PackedPrompt(pack_tokens([1, 2, 3]), b"", 3), deadline_ms=1,
+        key=BlockKey(block_size=8, model_fingerprint="f"), sampling=SamplingParams(max_tokens=100), trace=trace,
+    )  # fmt: skip
+    return ChoiceObserver(made, job, RequestCore(job.request_id, 100, 3))
+
+
+def served(num_retries: int = 0) -> AnswerUsage:
+    """Return what an answer of two tokens has taken."""
+    sources = PromptSources(cached_tokens=0, transferred_tokens=0, recomputed_tokens=3, transferred_from={})
+    return AnswerUsage(
+        num_prompt_tokens=3, num_completion_tokens=2, num_choices=1, num_retries=num_retries, resumed_tokens=0,
+        sources=sources, prefill=None, carrier="", prefill_worker=None, decode_worker=None, attempt=1 + num_retries,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -76,10 +127,11 @@ def test_a_malformed_traceparent_names_nothing(bad: str) -> None:
 def test_the_sender_decides_whether_a_trace_is_sampled(flags: str, is_sampled: bool) -> None:
     made, spans = telemetry(ratio=0.5)
     root = made.start("POST /x", f"00-{TRACE}-{SPAN}-{flags}")
-    assert (root.trace_id, root.parent_id, root.context.is_sampled) == (TRACE, SPAN, is_sampled)
-    made.record(SpanName.PLACE, root.traceparent, (1, 2), {})
+    assert (root.context.trace_id, root.context.is_sampled) == (TRACE, is_sampled)
+    made.record(SpanName.PLACE, root.context, (1, 2), {})
     root.end()
-    assert len(spans) == (2 if is_sampled else 0)
+    told = [(SpanName.PLACE, root.context.span_id), ("POST /x", SPAN)]
+    assert [(span.name, span.parent_id) for span in spans] == (told if is_sampled else [])
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 1.0])
@@ -93,15 +145,15 @@ def test_what_was_not_sampled_is_exported_once_it_is_wanted_and_so_is_what_follo
     made, spans = telemetry(ratio=0.0)
     root, other = made.start("POST /x"), made.start("POST /x")
     for one in (root, other):
-        made.record(SpanName.PLACE, one.traceparent, (1, 2), {})
+        made.record(SpanName.PLACE, one.context, (1, 2), {})
     other.end()
     assert not spans
-    made.keep(root.trace_id)
-    made.keep(root.trace_id)
+    made.keep(root.context.trace_id)
+    made.keep(root.context.trace_id)
     assert [span.name for span in spans] == [SpanName.PLACE]
     root.end()
     assert [span.name for span in spans] == [SpanName.PLACE, "POST /x"]
-    assert {span.trace_id for span in spans} == {root.trace_id}
+    assert {span.trace_id for span in spans} == {root.context.trace_id}
 
 
 def test_a_ring_has_a_bound_and_gives_up_the_oldest_trace() -> None:
@@ -176,9 +228,9 @@ def test_the_first_word_tells_how_its_worker_came_to_it() -> None:
         WorkerSpans(made, "worker-0"),
         PrefillCore(case.limits(case.PREFILL), case.block_cache(), LeaseTable()),
     )
-    asked = RunAsked(case.run_prefill(split=False), times_of(f"00-{TRACE}-{SPAN}-01"))
+    asked = AttemptAsked(case.run_prefill(split=False), times_of(f"00-{TRACE}-{SPAN}-01"), f"00-{TRACE}-{SPAN}-01")
     submit = case.one(core.handle(asked, 0), Submit)
-    again = RunAsked(asked.request, times_of(f"00-{TRACE}-{SPAN}-01"))
+    again = AttemptAsked(asked.request, times_of(f"00-{TRACE}-{SPAN}-01"), f"00-{TRACE}-{SPAN}-01")
     reply = case.one(core.handle(again, 1), SendReply).message
     accepted_ns = asked.times.accepted_ns
     assert isinstance(reply, PrefillAccepted) and reply.accepted_ns == accepted_ns, "a repeat changes nothing"
@@ -206,12 +258,67 @@ def test_the_parts_add_up_whatever_the_worker_s_clock_says(offset_ns: int) -> No
 
 
 def test_traces_that_are_kept_have_a_rate() -> None:
-    made, _ = telemetry(ratio=0.0)
-    spans, root = GatewaySpans(made), made.start("POST /x")
-    assert spans.keeps(root, {"failed": False, "slow": False}) == ""
-    kept = [spans.keeps(root, {"failed": False, "slow": True}) for _ in range(10 * MAX_KEEPS_PER_S)]
-    assert set(kept) == {"slow", ""} and kept.count("slow") <= 2 * MAX_KEEPS_PER_S
-    assert spans.keeps(telemetry()[0].start("POST /x"), {"failed": True}) == "", "it is sampled anyway"
+    rate = KeepRate()
+    kept = [rate.allows_one_more() for _ in range(10 * MAX_KEEPS_PER_S)]
+    assert kept[0] and kept.count(True) <= 2 * MAX_KEEPS_PER_S
+
+
+@pytest.mark.parametrize(
+    ("ratio", "outcome", "error", "num_retries", "has_room", "why"),
+    [
+        (0.0, "ok", "", 0, True, None),
+        (0.0, "deadline", "the request's deadline passed", 1, True, "failed"),
+        (0.0, "client_gone", "the client has disconnected", 0, True, None),
+        (0.0, "ok", "", 1, True, "resumed"),
+        (0.0, "ok", "", 1, False, None),
+        (1.0, "ok", "", 1, True, None),
+    ],
+    ids=["all is well", "failed", "nobody waited", "resumed", "too many of them", "it is sampled anyway"],
+)
+def test_a_trace_is_kept_for_a_reason(
+    ratio: float, outcome: str, error: str, num_retries: int, has_room: bool, why: str | None
+) -> None:
+    made, spans = telemetry(ratio)
+    asked: list[tuple[str, str]] = []
+
+    def keep(trace_id: str, reason: str) -> bool:
+        asked.append((trace_id, reason))
+        if has_room:
+            made.keep(trace_id)
+        return has_room
+
+    observer = observer_of(made, Metrics(), keep)
+    observer.ended(200, outcome, error, served(num_retries))
+    if ratio == 0.0 and (why or not has_room):
+        assert asked == [(observer.trace.trace_id, why or "resumed")]
+    else:
+        assert not asked
+    assert len(spans) == (1 if ratio or why else 0)
+    assert all(span.attributes.get(Key.KEPT) == why for span in spans)
+
+
+def test_the_parts_of_a_time_to_first_token_are_spans_and_metrics() -> None:
+    made, spans = telemetry()
+    metrics = Metrics()
+    observer = observer_of(made, metrics, lambda trace_id, reason: False)
+    choice = choice_of(made, observer.trace)
+    choice.asks(1)
+    choice.placed(PlaceGranted(1, placement(WorkerId("p1"), WorkerId("d1"))), choice.asked_ns)
+    at_ns = choice.placed_ns
+    times = FirstTokenTimes(accepted_ns=at_ns, first_step_ns=at_ns, computed_ns=at_ns)
+    choice.core.prefill_report = TransferReport(is_prefill=True, first_token=times)
+    observer.wrote([choice, choice])
+    observer.wrote([choice])
+    observer.ended(200, "ok", "", served())
+    assert [span.name for span in spans] == [SpanName.PLACE, SpanName.DISPATCH, SpanName.FIRST_TOKEN, "POST " + ROUTE]
+    root, children = spans[-1], spans[:-1]
+    assert all(span.parent_id == root.span_id for span in children)
+    parts = {part: root.attributes[f"{Key.TTFT_PART}.{part}_ms"] for part in TTFT_PARTS}
+    text = metrics.render(OPENMETRICS)[0].decode()
+    sums = {part: float(took_s) for part, took_s in re.findall(r'ttft_part_seconds_sum{part="(.+)"} (.+)', text)}
+    assert {part: took_s * 1000 for part, took_s in sums.items()} == pytest.approx(parts)
+    assert f'trace_id="{observer.trace.trace_id}"' in text
+    assert "kvmesh_gateway_itl_seconds_count 1.0" in text, "what is written at once has no gap"
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ from schemas.request import (
     AskProgress,
     AskWanted,
     AttemptEnd,
+    AttemptFailure,
     AttemptId,
     CancelRequest,
     FirstTokenTimes,
@@ -52,6 +53,7 @@ from schemas.request import (
     PlaceRequest,
     PrefillAccepted,
     Progress,
+    RefusalReason,
     Refused,
     RequestFailure,
     RequestTokens,
@@ -169,7 +171,9 @@ TOKENS = (
         request_id="req-2",
         attempt=1,
         index=3,
-        failure=RequestFailure(code="transfer_failed", detail="the source is gone – naïve 東京", retryable=True),
+        failure=RequestFailure(
+            code=AttemptFailure.TRANSFER_FAILED, detail="the source is gone – naïve 東京", retryable=True
+        ),
     ),
 )
 
@@ -186,7 +190,7 @@ EXAMPLES: tuple[Message, ...] = (
         terms=TERMS,
         replica=TARGET,
     ),
-    Refused(**REQUEST, reason="no_worker", detail="no decode worker is ready", retry_after_ms=1000),
+    Refused(**REQUEST, reason=RefusalReason.NO_WORKER, detail="no decode worker is ready", retry_after_ms=1000),
     DescribeFleet(),
     FleetDescribed(policy="least_loaded", ready=True, workers=(LOAD,)),
     WorkerJoined(worker=INFO),

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.message import Message, UndecodableMessageError, decode, encode
+from schemas.request import RefusalReason, Refused
 from schemas.subjects import SUBJECTS
 from tests.wire.examples import EXAMPLES, MESSAGE_TYPES
 from tests.wire.make_golden import GOLDEN
@@ -69,6 +70,21 @@ def test_a_message_of_another_type_or_with_a_field_missing_is_undecodable(kind: 
             del document[field.encode_name]
             with pytest.raises(UndecodableMessageError):
                 decode(json.dumps(document).encode(), kind)
+
+
+REASONS_ON_THE_WIRE = ["no_worker", "draining", "overloaded", "too_long", "deadline", "fingerprint", "invalid", "gone"]
+
+
+def test_the_reason_of_a_refusal_is_the_word_that_it_always_was() -> None:
+    """Both ways, and for every reason: services that knew them as plain text read and write the same bytes."""
+    assert list(RefusalReason) == REASONS_ON_THE_WIRE
+    document = json.loads(golden(Refused))
+    for word in REASONS_ON_THE_WIRE:
+        refused = decode(json.dumps(document | {"reason": word}).encode(), Refused)
+        assert refused.reason is RefusalReason(word)
+        assert json.loads(encode(refused)) == document | {"reason": word}
+    with pytest.raises(UndecodableMessageError):
+        decode(json.dumps(document | {"reason": "another"}).encode(), Refused)
 
 
 @given(st.binary())

@@ -9,17 +9,24 @@ from dataplane.blocks.layout import BlockTable, Segment
 from schemas import subjects
 from schemas.block import pack_tokens, unpack_tokens
 from schemas.ids import GatewayId, RequestId, WorkerId
-from schemas.request import AttemptId, CancelRequest, RequestFailure, RequestTokens, TransferReport
+from schemas.request import AttemptFailure, AttemptId, CancelRequest, RequestFailure, RequestTokens, TransferReport
 from schemas.worker import WorkerDraining
 from services.bus.memory import MemoryBus
 from services.bus.typed import TypedBus
 from services.prefill.core import PrefillCore
-from services.presence import UNSERVED_GAP_MS
+from services.presence import UNSERVED_GAP_MS, BusConnected
 from services.worker.core.actions import Submit
 from services.worker.core.attempts import PastAttempts, SentAnswer
 from services.worker.core.content import AttemptKey
 from services.worker.core.leases import LeaseTable
-from services.worker.core.wanted import Question, WantedCore
+from services.worker.core.wanted import (
+    AskGateway,
+    GatewayAnswered,
+    GatewayUnanswered,
+    GatewayUnserved,
+    WantedCore,
+    WantedEvent,
+)
 from services.worker.kv.holder import num_distinct_blocks
 from services.worker.limits import RETAIN_ANSWER_MS
 from services.worker.outbox import Outbox
@@ -55,7 +62,7 @@ def test_nothing_new_is_none() -> None:
 def test_a_failure_after_tokens_is_told_with_them() -> None:
     answer = SentAnswer()
     answer.add(said(0, 1, 2))
-    answer.add(said(0, failure=RequestFailure(code="draining", detail="", retryable=True)))
+    answer.add(said(0, failure=RequestFailure(code=AttemptFailure.DRAINING, detail="", retryable=True)))
     again = answer.since(KEY, 1)
     assert again is not None and unpack_tokens(again.tokens) == [2] and again.failure is not None
 
@@ -96,62 +103,72 @@ def attempts(*numbers: int, gateway: GatewayId = GATEWAY) -> dict[AttemptKey, Ga
     return {(RequestId(f"r{number}"), 1): gateway for number in numbers}
 
 
-def asked(core: WantedCore, now_ms: int, *numbers: int, num_connects: int = 1) -> list[Question]:
-    return core.due(attempts(*numbers), num_connects, now_ms)
+class Bench:
+    """The core, and what goes on here."""
+
+    def __init__(self) -> None:
+        self.attempts: dict[AttemptKey, GatewayId] = {}
+        self.core = WantedCore(lambda: self.attempts)
+
+    def asked(self, now_ms: int, *numbers: int, num_connects: int = 1) -> list[AskGateway]:
+        self.attempts = attempts(*numbers)
+        assert self.core.handle(BusConnected(num_connects), now_ms) == []
+        return self.core.tick(now_ms)
+
+    def unwanted(self, event: WantedEvent, now_ms: int) -> list[AttemptKey]:
+        return [each.key for each in self.core.handle(event, now_ms)]
 
 
 def test_a_gateway_is_asked_about_what_is_not_new() -> None:
-    core = WantedCore()
-    assert asked(core, 0, 1) == []
-    (question,) = asked(core, 1_000, 1, 2)
-    assert question == Question(GATEWAY, ((RequestId("r1"), 1),), 1_000)
+    bench = Bench()
+    assert bench.asked(0, 1) == []
+    (question,) = bench.asked(1_000, 1, 2)
+    assert question == AskGateway(GATEWAY, ((RequestId("r1"), 1),), 1_000)
     stranger = AttemptId(request_id=RequestId("r9"), attempt=1)
-    assert core.answered(question, (stranger,), 1_000) == []
-    assert core.answered(question, (question.attempts[0], stranger), 1_000) == list(question.keys)
+    assert bench.unwanted(GatewayAnswered(question, (stranger,)), 1_000) == []
+    answered = GatewayAnswered(question, (question.attempts[0], stranger))
+    assert bench.unwanted(answered, 1_000) == list(question.keys)
 
 
 def test_many_attempts_are_asked_about_in_parts() -> None:
-    core = WantedCore()
-    asked(core, 0, *range(600))
-    assert [len(question.keys) for question in asked(core, 1_000, *range(600))] == [256, 256, 88]
+    bench = Bench()
+    bench.asked(0, *range(600))
+    assert [len(question.keys) for question in bench.asked(1_000, *range(600))] == [256, 256, 88]
 
 
 def test_a_gateway_that_is_not_there_twice_is_dead() -> None:
-    core = WantedCore()
-    asked(core, 0, 1)
-    (question,) = asked(core, 1_000, 1)
-    assert core.unserved(question, 1_000) == [] and core.suspects
-    assert core.unserved(question, 1_900) == [], "asked at the same time as the first"
-    (early,) = asked(core, 1_000 + UNSERVED_GAP_MS - 1, 1)
-    assert core.unserved(early, 1_900) == []
-    (second,) = asked(core, 1_000 + UNSERVED_GAP_MS, 1)
-    assert core.unserved(second, 1_900) == list(question.keys)
+    bench = Bench()
+    bench.asked(0, 1)
+    (question,) = bench.asked(1_000, 1)
+    assert bench.unwanted(GatewayUnserved(question), 1_000) == [] and bench.core.suspects
+    assert bench.unwanted(GatewayUnserved(question), 1_900) == [], "asked at the same time as the first"
+    (early,) = bench.asked(1_000 + UNSERVED_GAP_MS - 1, 1)
+    assert bench.unwanted(GatewayUnserved(early), 1_900) == []
+    (second,) = bench.asked(1_000 + UNSERVED_GAP_MS, 1)
+    assert bench.unwanted(GatewayUnserved(second), 1_900) == list(question.keys)
 
 
 @pytest.mark.parametrize("says", ["answered", "unanswered"])
 def test_any_other_word_begins_anew(says: str) -> None:
-    core = WantedCore()
-    asked(core, 0, 1)
-    (question,) = asked(core, 1_000, 1)
-    core.unserved(question, 1_000)
-    if says == "answered":
-        core.answered(question, (), 1_100)
-    else:
-        core.unanswered(question, 1_100)
-    (later,) = asked(core, 1_600, 1)
-    assert not core.suspects and core.unserved(later, 1_600) == []
+    bench = Bench()
+    bench.asked(0, 1)
+    (question,) = bench.asked(1_000, 1)
+    bench.unwanted(GatewayUnserved(question), 1_000)
+    bench.unwanted(GatewayAnswered(question, ()) if says == "answered" else GatewayUnanswered(question), 1_100)
+    (later,) = bench.asked(1_600, 1)
+    assert not bench.core.suspects and bench.unwanted(GatewayUnserved(later), 1_600) == []
 
 
 def test_after_a_reconnect_nobody_is_dead_for_a_while() -> None:
-    core = WantedCore()
-    asked(core, 0, 1)
-    (question,) = asked(core, 1_000, 1)
-    core.unserved(question, 1_000)
+    bench = Bench()
+    bench.asked(0, 1)
+    (question,) = bench.asked(1_000, 1)
+    bench.unwanted(GatewayUnserved(question), 1_000)
     for time_ms in (2_000, 3_999, 4_000):
-        (question,) = asked(core, time_ms, 1, num_connects=2)
-        assert core.unserved(question, time_ms) == []
-    (question,) = asked(core, 4_500, 1, num_connects=2)
-    assert core.unserved(question, 4_500) == list(question.keys)
+        (question,) = bench.asked(time_ms, 1, num_connects=2)
+        assert bench.unwanted(GatewayUnserved(question), time_ms) == []
+    (question,) = bench.asked(4_500, 1, num_connects=2)
+    assert bench.unwanted(GatewayUnserved(question), 4_500) == list(question.keys)
 
 
 def test_a_block_counts_once_however_many_share_it() -> None:

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from dataplane.blocks.layout import BlockTable, KVLayout
 from dataplane.protocol.stream import TransferStats
-from schemas.block import hash_blocks
+from schemas.block import BlockHasher, hash_blocks
 from schemas.ids import RequestId, WorkerId
 from schemas.request import KVSource, SamplingParams
 from services.engine.interface import Sequence, StepResult
-from services.worker.core.content import PromptKV, ReadOutcome, SequenceContent
+from services.worker.core.content import PromptKV, ReadOutcome
 from services.worker.kv.wire_dtype import WireChoice, compresses
 from services.worker.limits import STALE_RATE_MS
 from services.worker.observe.measured_rates import MeasuredRates
@@ -20,9 +20,9 @@ ME, A = WorkerId("me"), WorkerId("a")
 
 def test_the_answers_blocks_get_the_hashes_that_the_next_turns_prompt_has() -> None:
     tokens = list(range(30))
-    content = SequenceContent(tokens[:10], 4, "f")
-    assert content.hashes == hash_blocks(tokens[:10], 4, model_fingerprint="f")
-    assert content.extend(tokens, 23) == hash_blocks(tokens[:23], 4, model_fingerprint="f")
+    hasher = BlockHasher(4, model_fingerprint="f")
+    assert hasher.extend(tokens[:10], 10) == hash_blocks(tokens[:10], 4, model_fingerprint="f")
+    assert hasher.extend(tokens, 23) == hash_blocks(tokens[:23], 4, model_fingerprint="f")
 
 
 @given(

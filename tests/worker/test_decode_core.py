@@ -7,7 +7,7 @@ import pytest
 
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, HandoffMessage, KVLanded, KVStreaming
 from schemas.kv import ReadEnd
-from schemas.request import AttemptEnd, Refused, ReservationQueued
+from schemas.request import AttemptEnd, RefusalReason, Refused, ReservationQueued
 from schemas.worker import LeftReason, WorkerLeft
 from services.decode.core import DecodeCore
 from services.prefill.core import PrefillCore
@@ -17,9 +17,8 @@ from services.worker.core.content import ReadOutcome
 from services.worker.core.events import DrainBegun, Event, ReadEnded, ReadStarted, SequenceFailed, SequenceRemoved
 from services.worker.core.leases import LeaseTable
 from tests.worker import worker_cases as case
-from tests.worker.worker_cases import one
+from tests.worker.worker_cases import one, published
 
-WHOLE = ReadOutcome(num_landed_tokens=6, num_bytes=100, carrier="shm", is_whole=True)
 FIRST = FirstToken(token_id=9)
 
 
@@ -46,7 +45,7 @@ class Bench:
 
     def whole(self, first: FirstToken) -> list[Action]:
         """The hand-over lands."""
-        return self.hear(ReadEnded(self.read, WHOLE, first_token=first))
+        return self.hear(ReadEnded(self.read, case.WHOLE, first_token=first))
 
     def broken(self, reason: str, *outcome: Any) -> list[Action]:
         """The hand-over breaks, after it has brought this."""
@@ -61,10 +60,6 @@ class Bench:
     def assert_empty(self) -> None:
         case.check_blocks(self.cache, None, self.core)
         assert (self.cache.num_free, len(self.core.attempts), self.core.num_queued) == (self.cache.num_blocks, 0, 0)
-
-
-def published(actions: list[Action]) -> list[type]:
-    return [type(action.message) for action in actions if isinstance(action, Publish)]
 
 
 def test_a_hand_over_from_reservation_to_the_last_token() -> None:
@@ -146,7 +141,10 @@ def test_a_full_queue_and_a_passed_deadline_are_refused() -> None:
     bench = Bench(num_blocks=3, max_queued=1)
     for number in (1, 2):
         case.ask(bench.core, case.reserve(number), 0)
-    for request, reason in ((case.reserve(3), "overloaded"), (case.reserve(4, deadline_ms=0), "deadline")):
+    for request, reason in (
+        (case.reserve(3), RefusalReason.OVERLOADED),
+        (case.reserve(4, deadline_ms=0), RefusalReason.DEADLINE),
+    ):
         reply, _ = case.ask(bench.core, request, 1)
         assert isinstance(reply, Refused) and reply.reason == reason
 
@@ -226,7 +224,7 @@ def test_a_cancel_that_overtakes_its_reservation_holds() -> None:
     bench = Bench()
     assert bench.hear(case.cancel(), 0) == []
     reply, _ = case.ask(bench.core, case.reserve(), 1)
-    assert isinstance(reply, Refused) and reply.reason == "invalid"
+    assert isinstance(reply, Refused) and reply.reason == RefusalReason.INVALID
     bench.assert_empty()
 
 
@@ -256,7 +254,7 @@ def test_a_draining_worker_still_reads_what_it_has_reserved() -> None:
     assert bench.hear(DrainBegun(), 1) == []
     assert one(bench.hear(case.offered()), StartRead).read.first_token == 0
     reply, _ = case.ask(bench.core, case.reserve(2), 2)
-    assert isinstance(reply, Refused) and reply.reason == "draining"
+    assert isinstance(reply, Refused) and reply.reason == RefusalReason.DRAINING
 
 
 def test_one_hand_over_belongs_to_one_attempt() -> None:
@@ -264,7 +262,7 @@ def test_one_hand_over_belongs_to_one_attempt() -> None:
     case.ask(bench.core, case.reserve(1), 0)
     stolen = msgspec.structs.replace(case.reserve(2), handoff_id=case.reserve(1).handoff_id)
     reply, actions = case.ask(bench.core, stolen, 0)
-    assert isinstance(reply, Refused) and reply.reason == "invalid" and actions == []
+    assert isinstance(reply, Refused) and reply.reason == RefusalReason.INVALID and actions == []
     assert len(bench.core.attempts) == 1
 
 

@@ -3,11 +3,11 @@
 import pytest
 
 from dataplane.blocks.layout import BlockTable, Segment
+from dataplane.blocks.ticket import Ticket
 from dataplane.protocol.gate import LeaseRefusedError
 from dataplane.protocol.progress import KVProgress
 from schemas.ids import LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseEnd
-from services.worker.core import leases as leases_module
 from services.worker.core.leases import Grant, LeaseTable
 
 HOLDER, READER = WorkerId("p"), WorkerId("d")
@@ -28,9 +28,13 @@ def grant(table: LeaseTable, lease_id: LeaseId = LEASE, expires_at_ms: int = 100
     )
 
 
-def refusal(table: LeaseTable, epoch: int, reader: WorkerId = READER, now_ms: int = 0) -> str:
+def ticket(epoch: int, reader: WorkerId = READER, tenant: str = "") -> Ticket:
+    return Ticket(lease_id=LEASE, epoch=epoch, holder=HOLDER, reader=reader, tenant=tenant, expires_at_ms=1_000)
+
+
+def refusal(table: LeaseTable, epoch: int, reader: WorkerId = READER, now_ms: int = 0, tenant: str = "") -> str:
     with pytest.raises(LeaseRefusedError) as raised:
-        table.check(LEASE, epoch, reader, now_ms)
+        table.check(ticket(epoch, reader, tenant), now_ms)
     assert raised.value.lease_id == LEASE
     return raised.value.reason
 
@@ -39,13 +43,12 @@ def test_lease_is_read_by_its_reader_in_its_epoch_in_its_time() -> None:
     table = LeaseTable()
     assert refusal(table, 1) == "unknown"
     lease = grant(table)
-    assert table.check(LEASE, lease.epoch, READER, 99) is lease
-    assert table.current(LEASE, lease.epoch, 99) is lease
+    assert table.check(ticket(lease.epoch), 99) is lease
+    assert lease.is_valid(99)
     assert refusal(table, lease.epoch, now_ms=100) == "expired"
-    assert table.current(LEASE, lease.epoch, 100) is None
+    assert not lease.is_valid(100)
     assert refusal(table, lease.epoch, WorkerId("other")) == "reader"
     assert refusal(table, lease.epoch + 1) == "epoch"
-    assert table.current(LEASE, lease.epoch + 1, 0) is None
 
 
 def test_every_grant_has_an_epoch_of_its_own() -> None:
@@ -55,7 +58,7 @@ def test_every_grant_has_an_epoch_of_its_own() -> None:
     second = grant(table)
     assert second.epoch > first.epoch
     assert refusal(table, first.epoch) == "epoch"
-    assert table.current(LEASE, first.epoch, 0) is None
+    assert second.is_valid(0) and not first.is_valid(0), "who has opened the first one does not read the second"
 
 
 def test_active_lease_is_not_granted_again() -> None:
@@ -95,29 +98,10 @@ def test_renew_never_shortens_and_revives_nothing() -> None:
     assert lease.expires_at_ms == 100
     table.renew(lease, 95, 10)
     assert lease.expires_at_ms == 105
-    assert table.check(LEASE, lease.epoch, READER, 104) is lease
+    assert table.check(ticket(lease.epoch), 104) is lease
     table.expire(105)
     table.renew(lease, 105, 10)
     assert lease.expires_at_ms == 105 and refusal(table, lease.epoch) == "unknown"
-
-
-def test_an_ended_lease_is_remembered_until_its_stream_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases_module, "MAX_ENDED_LEASES", 2)
-    table = LeaseTable()
-    read, later, never, last = (grant(table, LeaseId(name)) for name in ("read", "later", "never", "last"))
-    table.stream_ended(read)
-    assert table.find(read.lease_id) is read, "another stream may follow"
-    for lease in (read, later):
-        table.end(lease.lease_id, LeaseEnd.LANDED)
-    assert table.find(read.lease_id) is None and table.find(later.lease_id) is later
-    table.stream_ended(later)
-    assert table.find(later.lease_id) is None
-    table.end(never.lease_id, LeaseEnd.EXPIRED)
-    again = grant(table, LeaseId("again"))
-    for lease in (last, again):
-        table.end(lease.lease_id, LeaseEnd.EXPIRED)
-    assert table.find(never.lease_id) is None, "the oldest makes room"
-    assert table.find(last.lease_id) is last and table.find(again.lease_id) is again
 
 
 def test_a_stream_that_makes_progress_counts_once() -> None:
@@ -157,7 +141,7 @@ def test_a_ring_s_blocks_count_once_and_each_group_has_its_own() -> None:
     )
     assert table.num_leased_blocks == 9 + 2
     assert (lease.first_token, lease.num_tokens) == (64, 140)
-    assert table.check(LEASE, lease.epoch, READER, 0).tables == (BlockTable((Segment(3, 9),)), ring)
+    assert table.check(ticket(lease.epoch), 0).tables == (BlockTable((Segment(3, 9),)), ring)
 
 
 def test_a_lease_is_read_for_its_tenant() -> None:
@@ -174,9 +158,6 @@ def test_a_lease_is_read_for_its_tenant() -> None:
         expires_at_ms=100,
         tenant="acme",
     )
-    assert table.check(LEASE, lease.epoch, READER, 0, "acme") is lease
-    assert table.check(LEASE, lease.epoch, READER, 0) is lease, "a reader whose tenant nobody asks for"
+    assert table.check(ticket(lease.epoch, tenant="acme"), 0) is lease
     for other in ("", "other"):
-        with pytest.raises(LeaseRefusedError) as raised:
-            table.check(LEASE, lease.epoch, READER, 0, other)
-        assert raised.value.reason == "tenant"
+        assert refusal(table, lease.epoch, tenant=other) == "tenant"

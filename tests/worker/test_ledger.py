@@ -1,6 +1,6 @@
 """What the directory hears of a worker's blocks."""
 
-from dataplane.blocks.cache import ContentChanges
+from dataplane.blocks.kept import ContentChanges
 from schemas.block import hash_blocks, split_hashes
 from schemas.directory import BlocksEvicted, BlocksStored
 from schemas.ids import WorkerId

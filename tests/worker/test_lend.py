@@ -5,13 +5,12 @@ import pytest
 
 from dataplane.blocks.cache import BlockCache
 from dataplane.protocol.progress import KVProgress
-from schemas.block import join_hashes
+from schemas.block import hash_blocks, join_hashes
 from schemas.ids import LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseEnd, LeaseGranted, RequestLease, ReturnLease, is_as_asked
-from schemas.request import Refused
+from schemas.request import RefusalReason, Refused
 from schemas.worker import LeftReason, WorkerLeft
 from services.worker.core.actions import Action, CloseLease
-from services.worker.core.content import SequenceContent
 from services.worker.core.events import Fenced, Stopping, StreamEnded, StreamStarted
 from services.worker.core.leases import Grant, LeaseTable
 from services.worker.core.lending import LendCore
@@ -22,7 +21,7 @@ READER = WorkerId("p9")
 
 
 def request(first_block: int = 0, *, num_tokens: int = 16) -> RequestLease:
-    hashes = SequenceContent(list(range(1, num_tokens + 1)), 4, "f").hashes
+    hashes = hash_blocks(list(range(1, num_tokens + 1)), 4, model_fingerprint="f")
     return RequestLease(
         request_id=RequestId("r1"), attempt=1, deadline_ms=case.DEADLINE_MS, reader=READER, fingerprint="f",
         first_block=first_block, block_hashes=join_hashes(hashes[first_block:]),
@@ -71,16 +70,16 @@ def test_the_leading_run_that_is_here_is_lent(first_block: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"fingerprint": "other"}, "fingerprint"),
-        ({"first_block": -1}, "invalid"),
-        ({"block_hashes": b""}, "invalid"),
-        ({"block_hashes": b"cut"}, "invalid"),
-        ({"block_hashes": bytes(16)}, "gone"),
-        ({"block_hashes": 2 * request().block_hashes}, "invalid"),
-        ({"deadline_ms": 0}, "deadline"),
-        ({"answer_by_ms": 1}, "deadline"),
-        ({"reader": "x" * 3000}, "invalid"),
-        ({"request_id": "a.b"}, "invalid"),
+        ({"fingerprint": "other"}, RefusalReason.FINGERPRINT),
+        ({"first_block": -1}, RefusalReason.INVALID),
+        ({"block_hashes": b""}, RefusalReason.INVALID),
+        ({"block_hashes": b"cut"}, RefusalReason.INVALID),
+        ({"block_hashes": bytes(16)}, RefusalReason.GONE),
+        ({"block_hashes": 2 * request().block_hashes}, RefusalReason.INVALID),
+        ({"deadline_ms": 0}, RefusalReason.DEADLINE),
+        ({"answer_by_ms": 1}, RefusalReason.DEADLINE),
+        ({"reader": "x" * 3000}, RefusalReason.INVALID),
+        ({"request_id": "a.b"}, RefusalReason.INVALID),
     ],
 )
 def test_what_is_not_here_or_not_right_is_refused(changes: dict[str, object], reason: str) -> None:
@@ -147,7 +146,7 @@ def test_leases_are_bounded() -> None:
     for _ in range(MAX_LENT_LEASES):
         granted(core)
     refused = core.answer(request(), 0)
-    assert isinstance(refused, Refused) and refused.reason == "overloaded" and refused.retry_after_ms > 0
+    assert isinstance(refused, Refused) and refused.reason == RefusalReason.OVERLOADED and refused.retry_after_ms > 0
 
 
 def test_a_holder_that_is_about_to_stop_lends_nothing_more() -> None:
@@ -155,7 +154,7 @@ def test_a_holder_that_is_about_to_stop_lends_nothing_more() -> None:
     lease = granted(core)
     assert core.handle(Stopping(), 0) == []
     refused = core.answer(request(), 0)
-    assert isinstance(refused, Refused) and refused.reason == "draining" and refused.retry_after_ms > 0
+    assert isinstance(refused, Refused) and refused.reason == RefusalReason.DRAINING and refused.retry_after_ms > 0
     assert ended(core.handle(StreamEnded(lease), 0)) == [(lease, LeaseEnd.LANDED)]
 
 

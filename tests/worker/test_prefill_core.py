@@ -5,7 +5,7 @@ import pytest
 
 from schemas.handoff import HandoffAborted, KVReleased
 from schemas.kv import LeaseEnd
-from schemas.request import AttemptEnd, PrefillAccepted, Refused, RunPrefill
+from schemas.request import AttemptEnd, RefusalReason, Refused, RunPrefill
 from schemas.worker import LeftReason, WorkerLeft
 from services.prefill.core import PrefillCore
 from services.prefill.limits import UNKNOWN_AFTER_MS
@@ -38,9 +38,7 @@ class Bench:
         self.core = PrefillCore(limits, self.cache, self.leases)
 
     def run(self, request: RunPrefill, now_ms: int = 0) -> list[Action]:
-        reply, actions = case.ask(self.core, request, now_ms)
-        assert isinstance(reply, PrefillAccepted), reply
-        return self.checked(actions)
+        return self.checked(case.run(self.core, request, now_ms))
 
     def refused(self, request: RunPrefill, now_ms: int = 0) -> Refused:
         reply, actions = case.ask(self.core, request, now_ms)
@@ -123,17 +121,17 @@ def test_a_full_queue_refuses() -> None:
     bench = Bench(num_blocks=3, max_queued=1)
     bench.run(case.run_prefill(1))
     bench.run(case.run_prefill(2))
-    assert bench.refused(case.run_prefill(3)).reason == "overloaded"
+    assert bench.refused(case.run_prefill(3)).reason == RefusalReason.OVERLOADED
 
 
 @pytest.mark.parametrize(
     ("request_", "now_ms", "reason"),
     [
-        (case.run_prefill(), case.DEADLINE_MS, "deadline"),
-        (case.run_prefill(num_tokens=0), 0, "invalid"),
-        (case.run_prefill(max_tokens=0), 0, "invalid"),
-        (case.run_prefill(num_tokens=40), 0, "too_long"),
-        (case.run_prefill(num_tokens=2000), 0, "invalid"),
+        (case.run_prefill(), case.DEADLINE_MS, RefusalReason.DEADLINE),
+        (case.run_prefill(num_tokens=0), 0, RefusalReason.INVALID),
+        (case.run_prefill(max_tokens=0), 0, RefusalReason.INVALID),
+        (case.run_prefill(num_tokens=40), 0, RefusalReason.TOO_LONG),
+        (case.run_prefill(num_tokens=2000), 0, RefusalReason.INVALID),
     ],
 )
 def test_what_cannot_be_served_is_refused(request_: RunPrefill, now_ms: int, reason: str) -> None:
@@ -281,7 +279,7 @@ def test_junk_is_passed_over() -> None:
 def test_a_cancel_that_overtakes_its_request_holds() -> None:
     bench = Bench()
     assert bench.hear(case.cancel(), 0) == []
-    assert bench.refused(case.run_prefill()).reason == "invalid"
+    assert bench.refused(case.run_prefill()).reason == RefusalReason.INVALID
     bench.assert_empty()
 
 
@@ -289,7 +287,7 @@ def test_one_hand_over_belongs_to_one_attempt() -> None:
     bench = Bench()
     bench.run(case.run_prefill(1))
     stolen = msgspec.structs.replace(case.run_prefill(2), handoff_id=case.run_prefill(1).handoff_id)
-    assert bench.refused(stolen).reason == "invalid"
+    assert bench.refused(stolen).reason == RefusalReason.INVALID
 
 
 def test_a_queued_runs_reservation_is_not_pushed_out_by_strangers() -> None:
@@ -351,6 +349,15 @@ def test_blocks_of_a_cancelled_fetch_wait_for_its_end() -> None:
     assert bench.cache.num_free < bench.cache.num_blocks
     assert bench.hear(case.brings(fetch, 8), 2) == []
     bench.assert_empty()
+
+
+def test_what_is_cancelled_awaits_nothing_more() -> None:
+    bench = Bench()
+    read = fetching(bench)
+    attempt = bench.core.attempts[read.key]
+    assert attempt.num_awaited_tokens == 18
+    bench.hear(case.cancel(), 1)
+    assert attempt.read is read and attempt.num_awaited_tokens == 0
 
 
 def test_a_source_that_left_ends_its_fetch_only() -> None:
@@ -429,4 +436,4 @@ def test_a_draining_worker_reads_from_nobody() -> None:
 )
 def test_ids_that_fit_no_subject_are_refused(change: dict[str, object]) -> None:
     bench = Bench()
-    assert bench.refused(msgspec.structs.replace(case.run_prefill(), **change)).reason == "invalid"
+    assert bench.refused(msgspec.structs.replace(case.run_prefill(), **change)).reason == RefusalReason.INVALID

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -13,15 +13,16 @@ from schemas import subjects
 from schemas.block import BLOCK_HASH_BYTES
 from schemas.handoff import Endpoint
 from schemas.ids import BlockHash, LeaseId, RequestId, WorkerId
-from schemas.kv import LeaseGranted, RequestLease, ReturnLease
-from schemas.request import Refused
+from schemas.kv import LeaseGranted, ReadEnd, RequestLease, ReturnLease
+from schemas.request import RefusalReason, Refused
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received, TypedBus
 from services.runtime import now_ms
 from services.telemetry import Telemetry
 from services.worker.core.attempts import KVRead, WantedLease
-from services.worker.core.events import ReadEnded
+from services.worker.core.events import ReadEnded, ReadStarted
 from services.worker.kv.reads import KVReads, NotGrantedError, ReaderSettings
+from services.worker.outbox import Outbox
 
 HOLDER, READER = WorkerId("p-0"), WorkerId("d-0")
 BLOCK_SIZE = 8
@@ -40,10 +41,10 @@ def request() -> RequestLease:
     return msgspec.structs.replace(REQUEST, answer_by_ms=now_ms() + 5_000)
 
 
-def reads_of(bus: TypedBus, tasks: asyncio.TaskGroup) -> KVReads:
+def reads_of(bus: TypedBus, outbox: Outbox, tasks: asyncio.TaskGroup) -> KVReads:
     settings = ReaderSettings(reader_id=READER, fingerprint="f", block_size=BLOCK_SIZE, carrier="tcp", base_s=1.0)
     reader = cast("PlaneReader", None)  # nothing is read here
-    return KVReads(settings, bus, reader, Telemetry(READER, None), tasks, record=lambda _: None)
+    return KVReads(settings, bus, outbox, reader, Telemetry(READER, None), tasks, record=lambda _: None)
 
 
 @dataclass
@@ -68,7 +69,11 @@ async def with_holder(run: Callable[[KVReads, Holder], Awaitable[None]], timeout
     async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as tasks:
         await theirs.serve(tasks, subjects.LEASE, (HOLDER,), holder.on_lease)
         await theirs.listen(tasks, subjects.RETURNED, (HOLDER,), holder.on_returned)
-        await run(reads_of(ours, tasks), holder)
+        outbox = Outbox(ours, READER)
+        tasks.create_task(outbox.run())
+        await run(reads_of(ours, outbox, tasks), holder)
+        outbox.close()
+        await outbox.sent.wait()
         await ours.close()
         await theirs.close()
 
@@ -129,11 +134,13 @@ async def test_what_was_not_asked_for_is_given_back_unread() -> None:
 async def test_a_refusal_keeps_its_reason() -> None:
     async def run(reads: KVReads, holder: Holder) -> None:
         holder.answers.set()
-        holder.reply = Refused(request_id=REQUEST.request_id, attempt=1, deadline_ms=9, reason="gone", detail="no")
+        holder.reply = Refused(
+            request_id=REQUEST.request_id, attempt=1, deadline_ms=9, reason=RefusalReason.GONE, detail="no"
+        )
         with pytest.raises(NotGrantedError) as raised:
             async with reads.lease(request(), HOLDER):
                 raise AssertionError
-        assert raised.value.reason == "gone"
+        assert raised.value.reason == RefusalReason.GONE
         assert holder.returned.empty()
 
     await with_holder(run)
@@ -141,13 +148,15 @@ async def test_a_refusal_keeps_its_reason() -> None:
 
 def wanted_read() -> KVRead:
     hashes = (BlockHash(bytes(BLOCK_HASH_BYTES)), BlockHash(bytes([1]) * BLOCK_HASH_BYTES))
-    return KVRead((RequestId("r"), 1), WantedLease(HOLDER, 0, hashes, now_ms() + 5_000), ())
+    return KVRead((RequestId("r"), 1), HOLDER, WantedLease(0, hashes, now_ms() + 5_000), ())
 
 
 async def test_a_read_whose_lease_is_refused_ends_with_the_reason_and_is_recorded() -> None:
     async def run(reads: KVReads, holder: Holder) -> None:
         holder.answers.set()
-        holder.reply = Refused(request_id=REQUEST.request_id, attempt=1, deadline_ms=9, reason="gone", detail="no")
+        holder.reply = Refused(
+            request_id=REQUEST.request_id, attempt=1, deadline_ms=9, reason=RefusalReason.GONE, detail="no"
+        )
         ended: asyncio.Queue[ReadEnded] = asyncio.Queue()
         recorded: list[ReadEnded] = []
         reads.on_event = lambda event: ended.put_nowait(event) if isinstance(event, ReadEnded) else None
@@ -155,7 +164,7 @@ async def test_a_read_whose_lease_is_refused_ends_with_the_reason_and_is_recorde
         read = wanted_read()
         reads.start(read)
         event = await ended.get()
-        assert event.read is read and event.refusal == "gone" and event.outcome.num_landed_tokens == 0
+        assert event.read is read and event.refusal == RefusalReason.GONE and event.outcome.num_landed_tokens == 0
         assert recorded == [event]
 
     await with_holder(run)
@@ -178,5 +187,28 @@ async def test_every_read_that_was_started_ends_once_however_it_is_stopped() -> 
         assert {id(read) for read in ended} == {id(read) for read in (before, waiting, late)} and len(ended) == 3
         holder.answers.set()
         assert (await holder.returned.get()).lease_id == GRANTED.lease_id, "it came for nobody"
+
+    await with_holder(run)
+
+
+async def test_a_read_has_ended_before_its_lease_is_given_back() -> None:
+    """Whoever goes on with the next source does not wait for a bus that takes nothing."""
+
+    async def run(reads: KVReads, holder: Holder) -> None:
+        publish, takes = reads.bus.publish, asyncio.Event()
+
+        async def slowly(*message: Any) -> None:
+            await takes.wait()
+            await publish(*message)
+
+        reads.bus.publish = slowly  # type: ignore[method-assign]
+        ended: asyncio.Queue[ReadStarted | ReadEnded] = asyncio.Queue()
+        reads.on_event = ended.put_nowait
+        holder.answers.set()
+        reads.start(wanted_read())  # it breaks: there is nobody who reads
+        event = await ended.get()
+        assert isinstance(event, ReadEnded) and event.end is ReadEnd.OTHER and holder.returned.empty()
+        takes.set()
+        assert (await holder.returned.get()).lease_id == GRANTED.lease_id
 
     await with_holder(run)

@@ -5,14 +5,14 @@ import pytest
 
 from dataplane.blocks.cache import BlockCache
 from schemas import subjects
-from schemas.block import join_hashes, split_hashes
+from schemas.block import BlockHasher, hash_blocks, join_hashes, split_hashes
 from schemas.ids import BlockHash, RequestId, WorkerId
 from schemas.kv import ReplicateBlocks
 from schemas.worker import LeftReason, WorkerLeft
 from services.prefill.core import PrefillCore
 from services.worker.core.actions import Action, Publish, StartRead, StopRead, Submit
 from services.worker.core.attempts import KVRead, WantedLease
-from services.worker.core.content import AttemptKey, SequenceContent
+from services.worker.core.content import AttemptKey
 from services.worker.core.events import CopyOffered, DrainBegun, Fenced, SequenceFailed, SequenceRemoved
 from services.worker.core.leases import LeaseTable
 from services.worker.core.replica_offer import ReplicaOffer
@@ -32,17 +32,19 @@ SOURCE, REPLICA = WorkerId("d9"), case.DECODE
 KEY: AttemptKey = (RequestId("r1"), 1)
 
 
-def content(num_tokens: int = 400, *, tenant: str = "") -> SequenceContent:
-    return SequenceContent(list(range(num_tokens)), BLOCK, "f", tenant=tenant)
+def hasher(num_tokens: int = 400) -> BlockHasher:
+    made = BlockHasher(BLOCK, model_fingerprint="f")
+    made.extend(range(num_tokens), num_tokens)
+    return made
 
 
-def offer_of(sequence: SequenceContent) -> ReplicaOffer:
-    return ReplicaOffer(KEY, sequence, REPLICA, SOURCE, "f")
+def offer_of(sequence: BlockHasher) -> ReplicaOffer:
+    return ReplicaOffer(msgspec.structs.replace(case.run_prefill(), tenant="acme"), sequence, REPLICA, SOURCE, "f")
 
 
 def offer(first_block: int = 0, num_blocks: int = 4, seed: int = 0) -> ReplicateBlocks:
     tokens = [seed, *range(1, (first_block + num_blocks) * BLOCK)]
-    hashes = SequenceContent(tokens, BLOCK, "f").hashes
+    hashes = hash_blocks(tokens, BLOCK, model_fingerprint="f")
     return ReplicateBlocks(
         request_id=RequestId("r1"), attempt=1, deadline_ms=10_000, source=SOURCE, fingerprint="f",
         first_block=first_block, block_hashes=join_hashes(hashes[first_block:]),
@@ -86,39 +88,31 @@ def offered_blocks(messages: list[ReplicateBlocks]) -> list[tuple[int, int]]:
 
 
 def test_the_prompt_s_blocks_go_out_at_once_and_the_answer_s_as_they_fill() -> None:
-    sequence = content(tenant="acme")
+    sequence = hasher()
     offers = offer_of(sequence)
-    assert offers.due(0) == []
-    sequence.num_stored_blocks = 3
-    (message,) = offers.due(1_000)
+    assert offers.due(0, 0) == []
+    (message,) = offers.due(3, 1_000)
     assert (message.request_id, message.attempt) == KEY
     assert (message.source, message.first_block, message.tenant) == (SOURCE, 0, "acme")
     assert message.deadline_ms == 1_000 + READ_WITHIN_MS
     assert split_hashes(message.block_hashes) == sequence.hashes[:3]
-    sequence.num_stored_blocks = 5
-    assert offers.due(1_000 + OFFER_INTERVAL_MS - 1) == []
-    assert offered_blocks(offers.due(1_000 + OFFER_INTERVAL_MS)) == [(3, 2)]
-    sequence.num_stored_blocks = 12
-    assert offers.due(1_300) == []
-    sequence.num_stored_blocks = 13
-    assert offered_blocks(offers.due(1_300)) == [(5, 8)]
-    assert offers.due(99_000) == []
+    assert offers.due(5, 1_000 + OFFER_INTERVAL_MS - 1) == []
+    assert offered_blocks(offers.due(5, 1_000 + OFFER_INTERVAL_MS)) == [(3, 2)]
+    assert offers.due(12, 1_300) == []
+    assert offered_blocks(offers.due(13, 1_300)) == [(5, 8)]
+    assert offers.due(13, 99_000) == []
 
 
 def test_an_ended_sequence_s_last_blocks_go_out_at_once() -> None:
-    sequence = content()
-    offers = offer_of(sequence)
-    sequence.num_stored_blocks = 3
-    offers.due(0)
-    sequence.num_stored_blocks = 4
-    assert offered_blocks(offers.due(1, ended=True)) == [(3, 1)]
-    assert offers.due(2, ended=True) == []
+    offers = offer_of(hasher())
+    offers.due(3, 0)
+    assert offered_blocks(offers.due(4, 1, ended=True)) == [(3, 1)]
+    assert offers.due(4, 2, ended=True) == []
 
 
 def test_a_long_prompt_goes_out_in_several_messages() -> None:
-    sequence = content((MAX_OFFER_BLOCKS + 5) * BLOCK)
-    sequence.num_stored_blocks = MAX_OFFER_BLOCKS + 5
-    assert offered_blocks(offer_of(sequence).due(0)) == [(0, MAX_OFFER_BLOCKS), (MAX_OFFER_BLOCKS, 5)]
+    offers = offer_of(hasher((MAX_OFFER_BLOCKS + 5) * BLOCK))
+    assert offered_blocks(offers.due(MAX_OFFER_BLOCKS + 5, 0)) == [(0, MAX_OFFER_BLOCKS), (MAX_OFFER_BLOCKS, 5)]
 
 
 def prefilling(replica: WorkerId | None, cache: BlockCache | None = None) -> tuple[PrefillCore, Submit]:
@@ -132,7 +126,7 @@ def prefilling(replica: WorkerId | None, cache: BlockCache | None = None) -> tup
 @pytest.mark.parametrize("named", [None, case.PREFILL])
 def test_without_a_replica_nothing_is_offered(named: WorkerId | None) -> None:
     core, submit = prefilling(named)
-    submit.attempt.content.num_stored_blocks = 1
+    submit.attempt.num_stored_blocks = 1
     assert submit.attempt.replica_offer is None
     assert not [a for a in core.tick(1_000) if isinstance(a, Publish)]
 
@@ -140,7 +134,7 @@ def test_without_a_replica_nothing_is_offered(named: WorkerId | None) -> None:
 @pytest.mark.parametrize("how", ["tick", "step", "end", "removed"])
 def test_a_running_attempt_offers_its_blocks(how: str) -> None:
     core, submit = prefilling(REPLICA)
-    submit.attempt.content.num_stored_blocks = 1
+    submit.attempt.num_stored_blocks = 1
     sequence = submit.sequence
     if how == "tick":
         actions = core.tick(1_000)
@@ -158,7 +152,7 @@ def test_a_running_attempt_offers_its_blocks(how: str) -> None:
 def test_what_fails_or_is_fenced_offers_nothing_more() -> None:
     for event in (SequenceFailed((RequestId("r1"), 1), "boom"), Fenced("lost")):
         core, submit = prefilling(REPLICA)
-        submit.attempt.content.num_stored_blocks = 1
+        submit.attempt.num_stored_blocks = 1
         actions = core.handle(event, 1_000) + core.tick(1_000)
         assert not [a for a in actions if isinstance(a, Publish)]
 

@@ -4,10 +4,9 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.block import join_hashes
+from schemas.block import hash_blocks, join_hashes
 from schemas.ids import RequestId, WorkerId
 from schemas.kv import RequestLease
-from services.worker.core.content import SequenceContent
 from tests.worker import worker_cases as case
 from tests.worker.worker_world import World
 
@@ -25,7 +24,7 @@ events = st.tuples(st.sampled_from(EVENTS), st.integers(0, 11), st.integers(0, 1
 
 
 def lease_request(number: int) -> RequestLease:
-    hashes = SequenceContent(list(range(1, 25)), 4, "f").hashes
+    hashes = hash_blocks(list(range(1, 25)), 4, model_fingerprint="f")
     return RequestLease(
         request_id=RequestId(f"lend{number}"), attempt=1, deadline_ms=case.DEADLINE_MS, reader=WorkerId("d9"),
         fingerprint="f", first_block=number % 3, block_hashes=join_hashes(hashes[number % 3 :]),

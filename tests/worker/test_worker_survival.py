@@ -8,7 +8,7 @@ from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded
 from schemas.ids import LeaseId, RequestId, WorkerId
 from schemas.kv import ReadEnd
 from schemas.message import Message
-from schemas.request import PrefillAccepted, Refused, RequestFailure, ReservationQueued, ReserveBlocks, RunPrefill
+from schemas.request import RefusalReason, Refused, RequestFailure, ReservationQueued, ReserveBlocks, RunPrefill
 from services.decode.core import DecodeCore
 from services.decode.limits import RESERVED_AGAIN_MS
 from services.prefill.core import PrefillCore
@@ -40,11 +40,10 @@ from services.worker.core.events import (
 )
 from services.worker.core.leases import LeaseTable
 from tests.worker import worker_cases as case
-from tests.worker.worker_cases import one
+from tests.worker.worker_cases import one, published
 from tests.worker.worker_world import World, token_at
 
 LEASE = LeaseId("lease-r1-1")
-WHOLE = ReadOutcome(num_landed_tokens=6, num_bytes=100, carrier="shm", is_whole=True)
 
 
 class Bench:
@@ -56,9 +55,7 @@ class Bench:
         self.decode = DecodeCore(case.limits(case.DECODE, num_blocks=num_blocks), self.cache)
 
     def run(self, request: RunPrefill, now_ms: int = 0) -> list[Action]:
-        reply, actions = case.ask(self.prefill, request, now_ms)
-        assert isinstance(reply, PrefillAccepted), reply
-        return self.checked(actions)
+        return self.checked(case.run(self.prefill, request, now_ms))
 
     def computed(self, actions: list[Action]) -> list[Action]:
         """The engine computes the prompt that is submitted in `actions`; the run hands over."""
@@ -76,7 +73,7 @@ class Bench:
 
     def whole(self, first: FirstToken) -> list[Action]:
         """The first request's hand-over lands."""
-        return case.hear(self.decode, ReadEnded(self.read_of("r1"), WHOLE, first_token=first))
+        return case.hear(self.decode, ReadEnded(self.read_of("r1"), case.WHOLE, first_token=first))
 
     def both(self, event: Event, now_ms: int) -> list[Action]:
         return case.hear(self.prefill, event, now_ms) + case.hear(self.decode, event, now_ms)
@@ -93,10 +90,6 @@ class Bench:
         self.checked([])
         assert (self.cache.num_free, len(self.leases)) == (self.cache.num_blocks, 0)
         assert len(self.prefill.attempts) == len(self.decode.attempts) == 0
-
-
-def published(actions: list[Action]) -> list[type]:
-    return [type(action.message) for action in actions if isinstance(action, Publish)]
 
 
 def failures(actions: list[Action]) -> list[RequestFailure]:
@@ -144,9 +137,9 @@ def test_a_resumed_answer_needs_room_for_what_is_left_of_it() -> None:
 def test_an_answer_that_leaves_nothing_to_do_is_refused(num_answered: int) -> None:
     bench = Bench()
     reply, _ = case.ask(bench.prefill, resumed(case.run_prefill(), num_answered), 0)
-    assert isinstance(reply, Refused) and reply.reason == "invalid"
+    assert isinstance(reply, Refused) and reply.reason == RefusalReason.INVALID
     reply, _ = case.ask(bench.decode, msgspec.structs.replace(case.reserve(), num_answered_tokens=num_answered), 0)
-    assert isinstance(reply, Refused) and reply.reason == "invalid"
+    assert isinstance(reply, Refused) and reply.reason == RefusalReason.INVALID
     bench.assert_empty()
 
 
@@ -158,7 +151,7 @@ def test_a_tenants_blocks_have_names_of_their_own_wherever_they_are_asked_for() 
     assert isinstance(read.lease, WantedLease) and read.lease.tenant == "a"
     assert list(read.lease.block_hashes) == hash_blocks(list(range(1, 10)), 4, model_fingerprint="f", tenant="a")
     attempt = one(case.hear(bench.prefill, case.brings(read, 0), 1), Submit).attempt
-    assert attempt.content.tenant == "a"
+    assert attempt.request.tenant == "a"
     assert attempt.replica_offer is not None and attempt.replica_offer.replica == "d5"
 
 
@@ -286,7 +279,7 @@ def test_a_drain_sends_elsewhere_what_waits_and_finishes_the_rest() -> None:
     assert isinstance(one(bench.computed(computing), FinishLease), FinishLease)
     case.hear(bench.prefill, case.landed(1), 20)
     reply, _ = case.ask(bench.prefill, case.run_prefill(3), 21)
-    assert isinstance(reply, Refused) and reply.reason == "draining"
+    assert isinstance(reply, Refused) and reply.reason == RefusalReason.DRAINING
     bench.assert_empty()
 
 

@@ -5,7 +5,7 @@ from typing import Any, Protocol, TypeVar
 
 from dataplane.blocks.cache import BlockCache
 from dataplane.blocks.layout import BlockTables, KVLayout, block_ids, uniform_shape
-from schemas.block import pack_tokens
+from schemas.block import hash_blocks, pack_tokens
 from schemas.handoff import BlocksReserved, Endpoint, HandoffAborted, KVLanded, KVOffered
 from schemas.ids import GatewayId, HandoffId, LeaseId, RequestId, WorkerId
 from schemas.message import Message
@@ -13,23 +13,26 @@ from schemas.request import (
     CancelRequest,
     FinishReason,
     KVSource,
+    PrefillAccepted,
     ReserveBlocks,
     RunPrefill,
     SamplingParams,
     TransferReport,
 )
 from services.engine.interface import SampledToken, Sequence, StepResult
-from services.worker.core.actions import Action, AttemptEnded, SendReply
+from services.worker.core.actions import Action, AttemptEnded, Publish, SendReply
 from services.worker.core.attempts import Attempt, AttemptTimes, KVRead, WantedLease
 from services.worker.core.checks import WorkerLimits
-from services.worker.core.content import ReadOutcome, SequenceContent
-from services.worker.core.events import Event, ReadEnded, ReserveAsked, RunAsked
+from services.worker.core.content import ReadOutcome
+from services.worker.core.events import AttemptAsked, Event, ReadEnded
 from services.worker.core.leases import LeaseTable
 from services.worker.core.replicas import BlockCopy
 from services.worker.core.role import RoleCore
 
 PREFILL, DECODE, GATEWAY = WorkerId("p0"), WorkerId("d0"), GatewayId("g0")
 DEADLINE_MS = 60_000
+WHOLE = ReadOutcome(num_landed_tokens=6, num_bytes=100, carrier="shm", is_whole=True)
+"""A hand-over of `run_prefill` that has landed."""
 
 
 def limits(worker_id: WorkerId, *, num_blocks: int = 8, max_queued: int = 4, lease_ms: int = 1_000) -> WorkerLimits:
@@ -164,17 +167,26 @@ def without_ends(actions: list[Action]) -> list[Action]:
     return [action for action in actions if not isinstance(action, AttemptEnded)]
 
 
-def asked(request: RunPrefill | ReserveBlocks) -> RunAsked | ReserveAsked:
-    return (
-        RunAsked(request, AttemptTimes()) if isinstance(request, RunPrefill) else ReserveAsked(request, AttemptTimes())
-    )
+def asked(request: RunPrefill | ReserveBlocks, now_ms: int = 0) -> AttemptAsked:
+    return AttemptAsked(request, AttemptTimes(now_ms * 1_000_000))
 
 
 def ask(core: Core, request: RunPrefill | ReserveBlocks, now_ms: int = 0) -> tuple[Message, list[Action]]:
     """Ask a core for something; return its reply, and what it does."""
-    first, *actions = hear(core, asked(request), now_ms)
+    first, *actions = hear(core, asked(request, now_ms), now_ms)
     assert isinstance(first, SendReply)
     return first.message, actions
+
+
+def run(core: Core, request: RunPrefill, now_ms: int = 0) -> list[Action]:
+    """Ask a core for a prompt's computation, which it accepts; return what it does."""
+    reply, actions = ask(core, request, now_ms)
+    assert isinstance(reply, PrefillAccepted), reply
+    return actions
+
+
+def published(actions: list[Action]) -> list[type]:
+    return [type(action.message) for action in actions if isinstance(action, Publish)]
 
 
 def one(actions: list[Action], kind: type[ActionT]) -> ActionT:
@@ -216,7 +228,7 @@ def keep(cache: BlockCache, num_tokens: int) -> None:
     tokens = list(range(1, num_tokens + 1))
     allocation = cache.admit([], num_tokens, 0)
     assert allocation is not None
-    cache.store(allocation.tables, SequenceContent(tokens, 4, "f").hashes, 0, num_tokens, 0, ended=True)
+    cache.store(allocation.tables, hash_blocks(tokens, 4, model_fingerprint="f"), 0, num_tokens, 0, ended=True)
     cache.free(allocation.tables)
 
 

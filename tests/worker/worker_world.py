@@ -65,6 +65,7 @@ class WorkerWorld:
     running: dict[AttemptKey, Sequence] = field(default_factory=dict[AttemptKey, Sequence])
     withdrawn: list[AttemptKey] = field(default_factory=list[AttemptKey])
     reads: list[KVRead] = field(default_factory=list[KVRead])
+    offered: dict[LeaseId, Grant] = field(default_factory=dict[LeaseId, Grant])
     finished: dict[LeaseId, FirstToken] = field(default_factory=dict[LeaseId, FirstToken])
 
     def __post_init__(self) -> None:
@@ -118,6 +119,7 @@ class WorkerWorld:
                 case Publish(message=message):
                     self.send(message)
                 case Offer(lease=lease, attempt=attempt):
+                    self.offered[lease.lease_id] = lease
                     number = int(attempt.request.request_id[1:])
                     self.send(case.offered(number, num_tokens=lease.num_tokens))
                 case Submit():
@@ -142,8 +144,7 @@ class WorkerWorld:
     # The engine, and what its shell takes in of its work.
 
     def _submit(self, action: Submit) -> None:
-        sequence, content = action.sequence, action.attempt.content
-        content.num_landed_tokens = sequence.num_computed_tokens
+        sequence = action.sequence
         self._computed(sequence, sequence.num_computed_tokens)
         self.running[(sequence.request_id, sequence.attempt)] = sequence
         self.batch.add(sequence)
@@ -151,11 +152,11 @@ class WorkerWorld:
     def _computed(self, sequence: Sequence, num_tokens: int, *, ended: bool = False) -> None:
         key = (sequence.request_id, sequence.attempt)
         attempt = self.prefill.attempts.get(key) or self.decode.attempts[key]
-        content = attempt.content
-        hashes = content.extend(sequence.token_ids, num_tokens)
-        stored, landed = content.num_stored_blocks, content.num_landed_tokens
+        assert attempt.kv is not None
+        hashes = attempt.hasher.extend(sequence.token_ids, num_tokens)
+        stored, landed = attempt.num_stored_blocks, attempt.kv.num_present_tokens
         self.cache.store(sequence.tables, hashes, stored, num_tokens, landed, ended=ended)
-        content.num_stored_blocks = num_tokens // BLOCK
+        attempt.num_stored_blocks = num_tokens // BLOCK
 
     def step(self, now_ms: int, *, fails: bool = False) -> None:
         """One engine step: what was withdrawn goes first."""
@@ -187,10 +188,8 @@ class WorkerWorld:
         self.handle(result, now_ms)
 
     def stream_ended(self, lease_id: LeaseId, now_ms: int) -> None:
-        """The stream of a hand-over is over, if its lease is not forgotten."""
-        if (lease := self.leases.find(lease_id)) is not None:
-            self.leases.stream_ended(lease)
-            self.handle(StreamEnded(lease), now_ms)
+        """The stream of a hand-over is over; its lease may have ended before."""
+        self.handle(StreamEnded(self.offered[lease_id]), now_ms)
 
     def end_fetch(self, index: int, share: int, now_ms: int) -> None:
         """One fetch ends with a part of what it asked for."""

@@ -18,7 +18,7 @@ from dataplane.cards.nccl.communicator import CommunicatorError
 from dataplane.cards.nccl.pair import BUFFER_BYTES, CoreT, PairEnd, PairParts
 from dataplane.cards.nccl.pair_core import HolderCore, PairBrokenError, PairState, ReaderCore
 from dataplane.carriers.kv_arena import PairRefusedError
-from dataplane.protocol.reasons import FailureCode, RefusalCode
+from dataplane.protocol.reasons import RefusalCode
 from dataplane.protocol.stream import (
     Kind,
     PairOpen,
@@ -31,6 +31,7 @@ from dataplane.protocol.stream import (
 from dataplane.protocol.wire import Wire, WireClosedError, WireTimeoutError
 from schemas.handoff import Endpoint, PairOffer
 from schemas.ids import WorkerId
+from schemas.kv import ReadEnd
 
 log = logging.getLogger(__name__)
 
@@ -211,7 +212,7 @@ class ReaderPairs:
         except PairBrokenError as error:
             refused = self._refused.get(pair)
             if refused is not None and refused.code is not RefusalCode.CARRIER:
-                raise TransferFailedError(FailureCode(refused.code), refused.detail) from error
+                raise TransferFailedError(ReadEnd(refused.code), refused.detail) from error
             raise PairRefusedError(str(error)) from error
         except WireTimeoutError as error:
             if patience > deadline:

@@ -68,8 +68,8 @@ class KVTensors:
             flat = torch.frombuffer(buffer, dtype=dtype, count=shape.num_bytes // dtype.itemsize)
 
         def view(layer: int, key_or_value: int) -> Tensor:
-            num_slots = shape.blocks_of_layer(layer) * layout.block_size
-            first = shape.offset(layer, key_or_value, 0) // dtype.itemsize
+            num_slots = shape.num_blocks[layout.group_of_layer[layer]] * layout.block_size
+            first = shape.first_bytes[layer][key_or_value] // dtype.itemsize
             row = layout.num_kv_heads * layout.head_dim
             return flat[first : first + num_slots * row].view(num_slots, layout.num_kv_heads, layout.head_dim)
 
@@ -96,8 +96,7 @@ class _ItemPlan:
         self.last_row = first_row + item.num_tokens
         self.first_seen = [max(0, self.start - group.window + 1) if group.window else 0 for group in layout.groups]
         self.spans = [
-            merge_spans(slot_spans(table, block_size, first, self.end))
-            for table, first in zip(tables, self.first_seen, strict=True)
+            slot_spans(table, block_size, first, self.end) for table, first in zip(tables, self.first_seen, strict=True)
         ]
         self.new_spans = [slot_spans(table, block_size, self.start, self.end) for table in tables]
 
@@ -234,17 +233,6 @@ def _attend_chunk(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Te
     # e^a / (e^a + e^b) = sigmoid(a - b): the past's share of the softmax's denominator.
     share = torch.sigmoid(past_sum - own_sum).to(own.dtype)
     return torch.lerp(own, past, share[..., None])
-
-
-def merge_spans(spans: Seq[SlotSpan]) -> list[SlotSpan]:
-    """Return the same slots in as few spans as can be: segments may happen to touch."""
-    merged: list[SlotSpan] = []
-    for span in spans:
-        if merged and merged[-1].first_slot + merged[-1].num_tokens == span.first_slot:
-            merged[-1] = SlotSpan(merged[-1].first_slot, merged[-1].num_tokens + span.num_tokens)
-        else:
-            merged.append(span)
-    return merged
 
 
 def _skip(spans: Seq[SlotSpan], num_tokens: int) -> list[SlotSpan]:

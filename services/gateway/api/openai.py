@@ -13,7 +13,6 @@ import msgspec
 from services.gateway import limits
 from services.gateway.api.text import ChatMessage
 
-BodyT = TypeVar("BodyT", bound="CommonBody")
 NumberT = TypeVar("NumberT", int, float)
 
 
@@ -86,7 +85,7 @@ class ChatBody(CommonBody, frozen=True, kw_only=True):
     web_search_options: Any = None
 
 
-class Choices(msgspec.Struct, frozen=True, kw_only=True):
+class Options(msgspec.Struct, frozen=True, kw_only=True):
     """How an answer is to be made, checked: both kinds of body come to this."""
 
     model: str
@@ -130,24 +129,26 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 
 
-def decode_completion(payload: bytes) -> CompletionBody:
-    """Return the body of /v1/completions. Raises InvalidRequestError."""
-    return _decode(_completion_decoder, payload)
+def decode_body(payload: bytes, *, is_chat: bool) -> CompletionBody | ChatBody:
+    """Return the body of /v1/chat/completions, or that of /v1/completions. Raises InvalidRequestError."""
+    try:
+        return _chat_decoder.decode(payload) if is_chat else _completion_decoder.decode(payload)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        found = re.search(r"at `\$\.([^`]+)`", text) or re.search(r"required field `([^`]+)`", text)
+        raise InvalidRequestError(text, found[1] if found else None, "invalid_type") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequestError(f"the body is no valid JSON: {error}", code="invalid_json") from error
 
 
-def decode_chat(payload: bytes) -> ChatBody:
-    """Return the body of /v1/chat/completions. Raises InvalidRequestError."""
-    return _decode(_chat_decoder, payload)
-
-
-def choices_of(body: CompletionBody | ChatBody, vocab_size: int) -> Choices:
+def options_of(body: CompletionBody | ChatBody, vocab_size: int) -> Options:
     """Return how the answer is to be made. Raises InvalidRequestError for what is absurd or not supported."""
     for name, neutral in _NEUTRAL.items():
         value: object = getattr(body, name, None)
         if value is not None and not any(type(value) is type(other) and value == other for other in neutral):
             raise InvalidRequestError(f"`{name}` is not supported", name, "unsupported_parameter")
     name, max_tokens = _max_tokens(body)
-    return Choices(
+    return Options(
         model=body.model,
         n=_within("n", body.n, 1, 1, limits.MAX_N),
         max_tokens=max_tokens,
@@ -197,17 +198,6 @@ def _content(message: MessageBody, index: int) -> str:
         if part.type != "text" or part.text is None:
             raise InvalidRequestError(f"`{where}` holds a part of type {part.type!r}: only text is supported", where)
     return "".join(part.text or "" for part in message.content)
-
-
-def _decode(decoder: "msgspec.json.Decoder[BodyT]", payload: bytes) -> BodyT:
-    try:
-        return decoder.decode(payload)
-    except msgspec.ValidationError as error:
-        text = str(error)
-        found = re.search(r"at `\$\.([^`]+)`", text) or re.search(r"required field `([^`]+)`", text)
-        raise InvalidRequestError(text, found[1] if found else None, "invalid_type") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequestError(f"the body is no valid JSON: {error}", code="invalid_json") from error
 
 
 def _within(name: str, value: float | int | None, default: NumberT, low: float, high: float) -> NumberT:

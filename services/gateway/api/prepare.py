@@ -10,16 +10,17 @@ from services.bus.limits import MAX_PAYLOAD_BYTES
 from services.gateway import limits
 from services.gateway.api.openai import (
     ChatBody,
-    Choices,
     CompletionBody,
     InvalidRequestError,
+    Options,
     Prompt,
-    choices_of,
     messages_of,
+    options_of,
     prompts_of,
 )
 from services.gateway.api.text import ChatTemplateError, TextCodec
 from services.gateway.request.job import BlockKey, Job, pack_prompt
+from services.telemetry import TraceContext
 
 SEED_MASK = 2**63 - 1
 
@@ -45,64 +46,64 @@ class GatewayModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """An HTTP request, checked and tokenized: one prompt or several, each answered `choices.n` times."""
+    """An HTTP request, checked and tokenized: one prompt or several, each answered `options.n` times."""
 
-    choices: Choices
+    options: Options
     prompts: tuple[list[int], ...]
     max_tokens: tuple[int, ...]
 
 
 async def prepare(model: GatewayModel, body: CompletionBody | ChatBody) -> Prepared:
     """Return what is to be computed. Raises InvalidRequestError. Long prompts are tokenized in a thread."""
-    choices = choices_of(body, model.vocab_size)
-    if choices.model not in model.names:
-        raise InvalidRequestError(f"there is no model {choices.model!r} here", "model", "model_not_found", 404)
+    options = options_of(body, model.vocab_size)
+    if options.model not in model.names:
+        raise InvalidRequestError(f"there is no model {options.model!r} here", "model", "model_not_found", 404)
     if isinstance(body, ChatBody):
         param = "messages"
         token_ids = [await _encode_chat(model, body)]
     else:
         param = "prompt"
         asked = prompts_of(body, model.vocab_size)
-        if len(asked) * choices.n > limits.MAX_CHOICES:
+        if len(asked) * options.n > limits.MAX_CHOICES:
             raise InvalidRequestError(f"prompts times `n` is over {limits.MAX_CHOICES}", "prompt")
         token_ids = [await _encode(model, prompt) for prompt in asked]
     default = None if isinstance(body, ChatBody) else limits.DEFAULT_COMPLETION_TOKENS
-    max_tokens = [_max_tokens(model, choices, len(ids), default, param) for ids in token_ids]
-    return Prepared(choices=choices, prompts=tuple(token_ids), max_tokens=tuple(max_tokens))
+    max_tokens = [_max_tokens(model, options, len(ids), default, param) for ids in token_ids]
+    return Prepared(options=options, prompts=tuple(token_ids), max_tokens=tuple(max_tokens))
 
 
 async def make_jobs(
-    key: BlockKey, prepared: Prepared, request_id: RequestId, deadline_ms: int, traceparent: str
+    key: BlockKey, prepared: Prepared, request_id: RequestId, deadline_ms: int, trace: TraceContext
 ) -> list[Job]:
     """Return one job per choice, in the order of their indexes; a prompt's choices differ by their seeds only."""
-    choices = prepared.choices
-    base_seed = secrets.randbits(62) if choices.seed is None else choices.seed
+    options = prepared.options
+    base_seed = secrets.randbits(62) if options.seed is None else options.seed
     jobs: list[Job] = []
-    is_single = len(prepared.prompts) * choices.n == 1
+    is_single = len(prepared.prompts) * options.n == 1
     for prompt, max_tokens in zip(prepared.prompts, prepared.max_tokens, strict=True):
         packed = await pack_prompt(prompt, key)
-        for number in range(choices.n):
+        for number in range(options.n):
             job = Job(
                 request_id=request_id if is_single else RequestId(f"{request_id}_c{len(jobs)}"),
                 prompt=packed,
                 key=key,
-                sampling=_sampling(choices, max_tokens, (base_seed + number) & SEED_MASK),
+                sampling=_sampling(options, max_tokens, (base_seed + number) & SEED_MASK),
                 deadline_ms=deadline_ms,
-                traceparent=traceparent,
+                trace=trace,
             )
             jobs.append(job)
     return jobs
 
 
-def _sampling(choices: Choices, max_tokens: int, seed: int) -> SamplingParams:
+def _sampling(options: Options, max_tokens: int, seed: int) -> SamplingParams:
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=choices.temperature,
-        top_p=choices.top_p,
-        top_k=choices.top_k,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
         seed=seed,
-        stop_token_ids=choices.stop_token_ids,
-        ignore_eos=choices.ignore_eos,
+        stop_token_ids=options.stop_token_ids,
+        ignore_eos=options.ignore_eos,
     )
 
 
@@ -119,7 +120,7 @@ async def _encode(model: GatewayModel, prompt: Prompt) -> list[int]:
     return await model.codec.encode_async(prompt) if isinstance(prompt, str) else prompt
 
 
-def _max_tokens(model: GatewayModel, choices: Choices, num_prompt: int, default: int | None, param: str) -> int:
+def _max_tokens(model: GatewayModel, options: Options, num_prompt: int, default: int | None, param: str) -> int:
     """Return how many tokens this prompt's answer may have. Raises InvalidRequestError where there is no room."""
     if num_prompt == 0:
         raise InvalidRequestError(f"`{param}` comes to no tokens", param)
@@ -128,13 +129,13 @@ def _max_tokens(model: GatewayModel, choices: Choices, num_prompt: int, default:
         message = f"a prompt of {num_prompt} tokens does not fit into a message of {MAX_PAYLOAD_BYTES} bytes"
         raise InvalidRequestError(message, param, "request_too_large", 413)
     rest = model.context_length - num_prompt
-    asked = choices.max_tokens
+    asked = options.max_tokens
     if rest < max(1, asked or 1):
         message = (
             f"the model's context holds {model.context_length} tokens, and this asks for "
             f"{num_prompt + (asked or 1)}: {num_prompt} of prompt and {asked or 1} of answer"
         )
-        field = choices.max_tokens_param if asked is not None and rest >= 1 else param
+        field = options.max_tokens_param if asked is not None and rest >= 1 else param
         raise InvalidRequestError(message, field, "context_length_exceeded")
     if asked is not None:
         return asked

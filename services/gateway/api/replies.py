@@ -5,16 +5,17 @@ from typing import NamedTuple
 
 import msgspec
 
+from schemas.ids import RequestId
 from schemas.request import FinishReason
 from services.gateway.api.openai import InvalidRequestError
+from services.gateway.request.answer_usage import AnswerUsage, PromptSources
 from services.gateway.request.events import FailRequest
-from services.gateway.request.prompt_sources import PromptSources
 
 DONE = b"data: [DONE]\n\n"
 JSON_TYPE = b"application/json"
 EVENT_STREAM_TYPE = b"text/event-stream; charset=utf-8"
 
-_encode = msgspec.json.Encoder().encode
+encode_reply = msgspec.json.Encoder().encode
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,33 +178,43 @@ class Style:
             else:
                 choices.append(TextChoice(index=index, text=text, finish_reason=reason, token_ids=ids))
         kind = "chat.completion" if self._chat else "text_completion"
-        return _encode(self._reply(tuple(choices), kind, usage))
+        return encode_reply(self._reply(tuple(choices), kind, usage))
 
     def _reply(self, choices: tuple[Choice, ...], kind: str, usage: UsageReply | msgspec.UnsetType | None) -> Reply:
         return Reply(id=self._id, object=kind, created=self._created, model=self._model, choices=choices, usage=usage)
 
 
-def usage_of(num_prompt: int, num_completion: int, mesh: MeshUsageReply) -> UsageReply:
+def usage_of(request_id: RequestId, served: AnswerUsage) -> UsageReply:
     """Return the usage. OpenAI's cached tokens are those that nobody had to compute for this request."""
-    computing = mesh.prefill or mesh
+    sources = served.sources
+    mesh = MeshUsageReply(
+        request_id=request_id,
+        cached_tokens=sources.cached_tokens,
+        transferred_tokens=sources.transferred_tokens,
+        recomputed_tokens=sources.recomputed_tokens,
+        transferred_from=sources.transferred_from,
+        prefill=served.prefill,
+        carrier=served.carrier,
+        prefill_worker=served.prefill_worker or "",
+        decode_worker=served.decode_worker or served.prefill_worker or "",
+        num_retries=served.num_retries,
+        resumed_tokens=served.resumed_tokens,
+    )
+    computing = served.prefill or sources
     is_split = mesh.decode_worker != mesh.prefill_worker
-    reused = computing.cached_tokens + (0 if is_split and not mesh.prefill else computing.transferred_tokens)
+    reused = computing.cached_tokens + (0 if is_split and not served.prefill else computing.transferred_tokens)
     return UsageReply(
-        prompt_tokens=num_prompt,
-        completion_tokens=num_completion,
-        total_tokens=num_prompt + num_completion,
-        prompt_tokens_details=PromptTokensDetails(min(reused, num_prompt)),
+        prompt_tokens=served.num_prompt_tokens,
+        completion_tokens=served.num_completion_tokens,
+        total_tokens=served.num_prompt_tokens + served.num_completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(min(reused, served.num_prompt_tokens)),
         kvmesh=mesh,
     )
 
 
 def event(reply: msgspec.Struct) -> bytes:
     """Return one server-sent event."""
-    return b"data: " + _encode(reply) + b"\n\n"
-
-
-def encode_reply(reply: msgspec.Struct) -> bytes:
-    return _encode(reply)
+    return b"data: " + encode_reply(reply) + b"\n\n"
 
 
 def error_of_fail(fail: FailRequest) -> ErrorReply:

@@ -5,6 +5,7 @@ import logging
 import time
 from dataclasses import dataclass
 
+import msgspec
 from litestar import Litestar, Request, Response, get, post
 from litestar.datastructures import State
 from litestar.exceptions import HTTPException
@@ -21,7 +22,7 @@ from services.bus.typed import TypedBus
 from services.config import GatewayConfig
 from services.gateway import limits
 from services.gateway.api.answer import Answer, Call, ChoiceText
-from services.gateway.api.openai import ChatBody, CompletionBody, InvalidRequestError, decode_chat, decode_completion
+from services.gateway.api.openai import InvalidRequestError, decode_body
 from services.gateway.api.prepare import GatewayModel, Prepared, make_jobs, prepare
 from services.gateway.api.replies import (
     ErrorReply,
@@ -35,11 +36,12 @@ from services.gateway.api.replies import (
     retry_after_of,
 )
 from services.gateway.api.text import StopMatcher
+from services.gateway.observe.answer_observer import AnswerObserver
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.events import FailRequest
 from services.gateway.requests import Requests
 from services.runtime import now_ms
-from services.telemetry import Key, OpenSpan, SpanName, Telemetry
+from services.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
 
@@ -63,18 +65,6 @@ class Gateway:
     stopping: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """What is known of a generation before its body is understood."""
-
-    request_id: RequestId
-    route: str
-    tenant: str
-    root: OpenSpan
-    tokenize: OpenSpan
-    read_s: float
-
-
 def build_app(gateway: Gateway) -> Litestar:
     """Return the ASGI application of one gateway."""
 
@@ -91,8 +81,8 @@ def build_app(gateway: Gateway) -> Litestar:
         try:
             _tenant_of(gateway, request)
         except InvalidRequestError as error:
-            return _error(error_of_invalid(error), error.status)
-        return _json(encode_reply(ModelsReply(data=tuple(_model_reply(gateway, name) for name in _names(gateway)))))
+            return _json(error_of_invalid(error), error.status)
+        return _json(ModelsReply(data=tuple(_model_reply(gateway, name) for name in _names(gateway))))
 
     @get("/v1/models/{model_id:path}", summary="One model")
     async def model(request: HttpRequest, model_id: FromPath[str]) -> Response[bytes]:
@@ -102,15 +92,15 @@ def build_app(gateway: Gateway) -> Litestar:
             if name not in gateway.model.names:
                 raise InvalidRequestError(f"there is no model {name!r} here", "model", "model_not_found", 404)
         except InvalidRequestError as error:
-            return _error(error_of_invalid(error), error.status)
-        return _json(encode_reply(_model_reply(gateway, name)))
+            return _json(error_of_invalid(error), error.status)
+        return _json(_model_reply(gateway, name))
 
     @get("/health", summary="Could a request be served now?")
     async def health() -> Response[bytes]:
         reason = await _unhealthy_reason(gateway)
         if reason:
-            return _json(encode_reply(HealthReply(status="unavailable", reason=reason)), 503)
-        return _json(encode_reply(HealthReply(status="ok")))
+            return _json(HealthReply(status="unavailable", reason=reason), 503)
+        return _json(HealthReply(status="ok"))
 
     @get("/metrics", summary="Prometheus metrics")
     async def metrics(request: HttpRequest) -> Response[bytes]:
@@ -130,28 +120,25 @@ async def _generate(gateway: Gateway, request: HttpRequest, route: str) -> ASGIA
     """Return the response that answers a generation, or says what is wrong with it."""
     request_id = RequestId(new_id("req"))
     body = await _read(request, gateway.config.request_timeout_s)
-    read_s = time.monotonic()
-    parent, named = request.headers.get("traceparent", ""), {Key.REQUEST_ID: request_id}
-    root = gateway.telemetry.start(f"POST {route}", parent, named, server=True)
-    tokenize = gateway.telemetry.start(SpanName.TOKENIZE, root.traceparent, named, start_ns=root.start_ns)
+    parent = request.headers.get("traceparent", "")
+    observer = AnswerObserver(
+        request_id, route, parent, gateway.metrics, gateway.telemetry, gateway.requests.keep_trace
+    )
     try:
         tenant = _tenant_of(gateway, request)
         if isinstance(body, InvalidRequestError):
             raise body
         if gateway.stopping:
-            return _refuse_stopping(gateway, route, root)
-        call = await _call(gateway, Arrival(request_id, route, tenant, root, tokenize, read_s), body)
+            return _refuse_stopping(observer)
+        call = await _call(gateway, observer, tenant, route, body)
     except InvalidRequestError as error:
-        gateway.metrics.refused(route, error.status, "invalid")
-        tokenize.end(error="invalid")
-        root.end({Key.OUTCOME: "invalid"}, error.message)
-        headers = {"x-request-id": request_id, "traceparent": root.traceparent}
+        observer.refused(error.status, "invalid", error.message)
+        headers = {"x-request-id": request_id, "traceparent": observer.trace.traceparent}
         return _asgi_error(error_of_invalid(error), error.status, headers)
     except BaseException as error:
-        tokenize.end(error=type(error).__name__)
-        root.end({Key.OUTCOME: "failed"}, type(error).__name__)
+        observer.broke(error)
         raise
-    return Answer(call, gateway.requests, gateway.metrics)
+    return Answer(call, observer, gateway.requests)
 
 
 def _tenant_of(gateway: Gateway, request: HttpRequest) -> str:
@@ -178,52 +165,40 @@ async def _read(request: HttpRequest, timeout_s: float) -> bytes | InvalidReques
         return InvalidRequestError(f"the body is over {limits.MAX_BODY_BYTES} bytes", None, "request_too_large", 413)
 
 
-async def _call(gateway: Gateway, arrival: Arrival, payload: bytes) -> Call:
+async def _call(gateway: Gateway, observer: AnswerObserver, tenant: str, route: str, payload: bytes) -> Call:
     """Check and tokenize a body. Raises InvalidRequestError."""
-    request_id, route, root = arrival.request_id, arrival.route, arrival.root
+    request_id, model, is_chat = observer.request_id, gateway.model, route == CHAT_COMPLETIONS
     deadline_ms = now_ms() + round(gateway.config.request_timeout_s * 1000)
-    body: CompletionBody | ChatBody = decode_chat(payload) if route == CHAT_COMPLETIONS else decode_completion(payload)
-    prepared = await prepare(gateway.model, body)
-    jobs = await make_jobs(gateway.model.key_of(arrival.tenant), prepared, request_id, deadline_ms, root.traceparent)
-    arrival.tokenize.attributes[Key.NUM_TOKENS] = sum(map(len, prepared.prompts))
-    choices, model = prepared.choices, gateway.model
-    root.attributes[Key.MODEL] = model.name
+    prepared = await prepare(model, decode_body(payload, is_chat=is_chat))
+    jobs = await make_jobs(model.key_of(tenant), prepared, request_id, deadline_ms, observer.trace)
+    options = prepared.options
     style = Style(
-        chat=route == CHAT_COMPLETIONS,
+        chat=is_chat,
         hex_id=request_id.removeprefix("req-"),
         created=int(time.time()),
-        model=choices.model,
-        include_usage=choices.include_usage,
+        model=options.model,
+        include_usage=options.include_usage,
     )
     return Call(
-        request_id=request_id,
-        route=route,
-        root=root,
-        tokenize=arrival.tokenize,
-        read_s=arrival.read_s,
         style=style,
-        stream=choices.stream,
-        include_usage=choices.include_usage,
+        options=options,
         jobs=jobs,
         texts=[_choice_text(model, prepared) for _ in jobs],
         num_prompt_tokens=sum(map(len, prepared.prompts)),
-        choices_per_prompt=choices.n,
-        return_token_ids=choices.return_token_ids,
         timeout_s=gateway.config.request_timeout_s,
     )
 
 
 def _choice_text(model: GatewayModel, prepared: Prepared) -> ChoiceText:
-    choices = prepared.choices
-    hidden = set(choices.stop_token_ids) | (set[int]() if choices.ignore_eos else model.eos_token_ids)
-    return ChoiceText(model.codec.detokenizer(), StopMatcher(choices.stops), hidden)
+    options = prepared.options
+    hidden = set(options.stop_token_ids) | (set[int]() if options.ignore_eos else model.eos_token_ids)
+    return ChoiceText(model.codec.detokenizer(), StopMatcher(options.stops), hidden)
 
 
-def _refuse_stopping(gateway: Gateway, route: str, root: OpenSpan) -> ASGIApp:
+def _refuse_stopping(observer: AnswerObserver) -> ASGIApp:
     fail = FailRequest("draining", "this gateway is shutting down", 503, limits.DEFAULT_RETRY_AFTER_MS)
-    gateway.metrics.refused(route, fail.status, fail.code)
-    root.end({Key.OUTCOME: fail.code}, fail.message)
-    headers = {"retry-after": retry_after_of(fail), "traceparent": root.traceparent}
+    observer.refused(fail.status, fail.code, fail.message)
+    headers = {"retry-after": retry_after_of(fail), "traceparent": observer.trace.traceparent}
     return _asgi_error(error_of_fail(fail), fail.status, headers)
 
 
@@ -256,22 +231,18 @@ def _on_http_exception(request: HttpRequest, error: HTTPException) -> Response[b
     """404, 405 and their like, in OpenAI's shape."""
     message = f"{request.method} {request.url.path}: {error.detail}"
     invalid = InvalidRequestError(message, status=error.status_code)
-    return _error(error_of_invalid(invalid), error.status_code, dict(error.headers or {}))
+    return _json(error_of_invalid(invalid), error.status_code, dict(error.headers or {}))
 
 
 def _on_exception(request: HttpRequest, error: Exception) -> Response[bytes]:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return _error(error_of_fail(FailRequest("internal", "an internal error; see the gateway's log", 500)), 500)
+    return _json(error_of_fail(FailRequest("internal", "an internal error; see the gateway's log", 500)), 500)
 
 
-def _error(reply: ErrorReply, status: int, headers: dict[str, str] | None = None) -> Response[bytes]:
-    return _json(encode_reply(reply), status, headers)
-
-
-def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response[bytes]:
-    return Response(body, status_code=status, media_type="application/json", headers=headers)
+def _json(reply: msgspec.Struct, status: int = 200, headers: dict[str, str] | None = None) -> Response[bytes]:
+    return Response(encode_reply(reply), status_code=status, media_type="application/json", headers=headers)
 
 
 def _asgi_error(reply: ErrorReply, status: int, headers: dict[str, str]) -> ASGIApp:
-    """Like `_error`, for a route whose other answer is an ASGI application."""
+    """Like `_json`, for a route whose other answer is an ASGI application."""
     return ASGIResponse(body=encode_reply(reply), status_code=status, media_type="application/json", headers=headers)

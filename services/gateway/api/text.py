@@ -52,7 +52,7 @@ class TextCodec:
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Like `encode`; a long text is tokenized in a thread, so that the event loop stays quick."""
+        """Return the text's token ids; a long text is tokenized in a thread, so that the event loop stays quick."""
         if len(text) <= limits.MAX_INLINE_CHARACTERS:
             return self.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
@@ -229,7 +229,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _tojson(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    """Like transformers, and unlike jinja2: HTML characters stay as they are."""
+    """Return the value as JSON in which HTML characters stay as they are, as with transformers and unlike jinja2."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 

@@ -35,6 +35,7 @@ from services.gateway.request.core import Phase, RequestCore
 from services.gateway.request.events import Abandon, Action, Deliver, FailRequest, Finish, SendRun
 from services.gateway.request.job import Job
 from services.runtime import now_ms
+from services.telemetry import TraceContext
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class _Fields(TypedDict):
 class _Unsent(NamedTuple):
     subject: Subject[Any, None]
     message: StoryMessage
-    traceparent: str
+    trace: TraceContext
 
 
 @dataclass(slots=True)
@@ -93,7 +94,7 @@ class Stories:
         story = self._stories[job.request_id] = RequestStory(job, core, now, phase_ms=now)
         accepted = RequestAccepted(
             **self._fields(story, now),
-            num_prompt_tokens=job.num_prompt_tokens,
+            num_prompt_tokens=job.prompt.num_tokens,
             max_tokens=job.sampling.max_tokens,
             tenant=job.key.tenant,
         )
@@ -127,7 +128,7 @@ class Stories:
             story.phase, story.phase_ms = phase, now
 
     def describe(self, request_id: RequestId) -> RequestDescribed | None:
-        """Return where a request is; None if it is not, and was not lately, one of this gateway's."""
+        """Return where a request is; None if this gateway does not have it, and has not had it for a while."""
         now = now_ms()
         if story := self._stories.get(request_id):
             return self._described(story, now)
@@ -185,7 +186,7 @@ class Stories:
             attempt=core.attempt,
             prefill_worker=core.prefill_worker or "",
             decode_worker=core.decode_worker or "",
-            num_prompt_tokens=job.num_prompt_tokens,
+            num_prompt_tokens=job.prompt.num_tokens,
             num_tokens=len(core.tokens),
             max_tokens=job.sampling.max_tokens,
             detail=story.detail,
@@ -213,7 +214,7 @@ class Stories:
         if len(self._waiting) >= limits.MAX_UNSENT:
             self._waiting.popleft()
             self._count_dropped()
-        self._waiting.append(_Unsent(subject, message, job.traceparent))
+        self._waiting.append(_Unsent(subject, message, job.trace))
         if not self._is_sending:
             self._is_sending = True
             self.tasks.create_task(self._send(), name="send the story")
@@ -221,13 +222,13 @@ class Stories:
     async def _send(self) -> None:
         """Send what waits, in order."""
         while self._waiting:
-            subject, message, traceparent = self._waiting.popleft()
+            subject, message, trace = self._waiting.popleft()
             self._num_buffered = 0 if self.bus.connection.is_connected else self._num_buffered + 1
             if self._num_buffered > limits.MAX_BUFFERED:
                 self._count_dropped()
                 continue
             try:
-                await self.bus.publish(subject, (message.request_id,), message, traceparent)
+                await self.bus.publish(subject, (message.request_id,), message, trace)
             except BusError:
                 self._count_dropped()
         self._is_sending = False

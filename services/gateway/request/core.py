@@ -13,7 +13,15 @@ import enum
 from collections.abc import Sequence
 
 from schemas.ids import HandoffId, RequestId, WorkerId
-from schemas.request import AttemptEnd, FinishReason, RefusalReason, RequestFailure, TransferReport
+from schemas.request import (
+    AttemptEnd,
+    AttemptFailure,
+    FinishReason,
+    Placement,
+    RefusalReason,
+    RequestFailure,
+    TransferReport,
+)
 from services.gateway.limits import DEFAULT_RETRY_AFTER_MS, MAX_TROUBLES, PAUSE_MAX_MS, PAUSE_MIN_MS
 from services.gateway.request.events import (
     Abandon,
@@ -32,6 +40,7 @@ from services.gateway.request.events import (
     PlaceRefused,
     PlaceUnanswered,
     ProgressAnswered,
+    ProgressOutcome,
     SendCancel,
     SendReserve,
     SendRun,
@@ -51,11 +60,11 @@ class Phase(enum.StrEnum):
     """What a request is waiting for."""
 
     PLACING = "placing"
-    """For a scheduler's answer; or it has not been submitted yet."""
+    """It waits for a scheduler's answer, or has not been submitted yet."""
     WAITING = "waiting"
-    """For the time at which it asks for a placement again."""
+    """It waits until it is time to ask for a placement again."""
     RUNNING = "running"
-    """For its workers' tokens."""
+    """It waits for its workers' tokens."""
     ENDED = "ended"
 
 
@@ -115,7 +124,7 @@ class RequestCore:
         return self._troubles[-1] if self._troubles else ""
 
     def handle(self, event: Event, now_ms: int) -> list[Action]:
-        """Take in what has happened. The first event is Submitted, and comes once."""
+        """Return what is to be done after an event. The first is Submitted, and comes once."""
         if self.phase is Phase.ENDED:
             return []
         match event:
@@ -152,23 +161,22 @@ class RequestCore:
             return [self._ask_placement()]
         if self.phase is not Phase.RUNNING:
             return []
-        needed = self._needed()
-        if (silent := self._watch.silent(needed, now_ms)) is not None:
-            fail = FailRequest("worker_failed", f"{silent} has been silent", 502)
-            return self._retry(silent, "a worker is silent", fail, now_ms)
-        due = self._watch.due(needed, now_ms)
-        self.wake_ms = self._watch.next_ms(needed)
-        return [AskWorker(self.attempt, worker_id, len(self.tokens)) for worker_id in due]
+        seen = self._watch.look(self._needed(), now_ms)
+        if seen.silent is not None:
+            fail = FailRequest("worker_failed", f"{seen.silent} has been silent", 502)
+            return self._retry(seen.silent, "a worker is silent", fail, now_ms)
+        self.wake_ms = seen.next_ms
+        return [AskWorker(self.attempt, worker_id, len(self.tokens)) for worker_id in seen.asked]
 
     def _placing(self, event: PlaceEvent, now_ms: int) -> list[Action]:
         match event:
             case PlaceGranted():
-                return self._run(event, now_ms)
+                return self._run(event.placement, now_ms)
             case PlaceRefused():
                 message = self._with_troubles(event.detail or event.reason)
                 fail = self._refusal(event.reason, message, event.retry_after_ms)
                 # The last worker of a role may be starting again. A full mesh refuses new requests at once.
-                if event.reason == "no_worker" or (self._is_under_way and event.reason in ("overloaded", "draining")):
+                if event.reason is RefusalReason.NO_WORKER or (self._is_under_way and event.reason in _PASSING):
                     return self._wait(event.retry_after_ms, fail, now_ms)
                 return self._end("", fail)
             case PlaceUnanswered():
@@ -201,10 +209,10 @@ class RequestCore:
                 if not self._needs(worker_id):
                     return []
                 refusal = self._refusal(event.reason, f"{worker_id}: {event.detail}", event.retry_after_ms)
-                if event.reason in ("too_long", "deadline"):
+                if event.reason in (RefusalReason.TOO_LONG, RefusalReason.DEADLINE):
                     return self._end(f"refused: {event.reason}", refusal)
                 # `invalid` is also the reply to a message that comes a second time once its attempt is over.
-                is_over = event.reason == "invalid"
+                is_over = event.reason is RefusalReason.INVALID
                 return self._retry(worker_id, f"refused: {event.reason}", refusal, now_ms, taken=is_over)
             case WorkerSilent():
                 if not self._needs(worker_id) or self._is_heard(worker_id):
@@ -218,14 +226,14 @@ class RequestCore:
     def _progress(self, event: ProgressAnswered, now_ms: int) -> list[Action]:
         worker_id = event.worker_id
         self._watch.end_question(worker_id)
-        if event.outcome == "known":
+        if event.outcome is ProgressOutcome.KNOWN:
             self._watch.hear(worker_id, now_ms, is_waiting=event.is_waiting)
         if not self._needs(worker_id):
             return []
-        if event.outcome == "unknown":
+        if event.outcome is ProgressOutcome.UNKNOWN:
             fail = FailRequest("worker_failed", f"{worker_id} does not know the request any more", 502)
             return self._retry(worker_id, "a worker does not know it", fail, now_ms)
-        if event.outcome == "unserved" and self._watch.is_dead(worker_id, now_ms):
+        if event.outcome is ProgressOutcome.UNSERVED and self._watch.is_dead(worker_id, now_ms):
             fail = FailRequest("worker_failed", f"{worker_id} is gone: nobody serves its requests", 502)
             return self._retry(worker_id, "a worker is gone", fail, now_ms)
         return []
@@ -249,19 +257,20 @@ class RequestCore:
     def _ask_placement(self) -> AskPlacement:
         return AskPlacement(self.attempt, tuple(self._excluded), self.num_answered)
 
-    def _run(self, event: PlaceGranted, now_ms: int) -> list[Action]:
+    def _run(self, placement: Placement, now_ms: int) -> list[Action]:
         self.phase = Phase.RUNNING
-        prefill, answered = event.prefill_worker, self.num_answered
+        prefill, answered = placement.prefill_worker, self.num_answered
+        sources, replica = placement.sources, placement.replica
         self.prefill_worker = prefill
-        self.decode_worker = decode = event.decode_worker if self.max_tokens - answered > 1 else None
+        self.decode_worker = decode = placement.decode_worker if self.max_tokens - answered > 1 else None
         self._watch = Watch(self._limits, self._hearing, (prefill,) if decode is None else (prefill, decode), now_ms)
         self.wake_ms = 0
         if decode is None:
-            return [SendRun(self.attempt, prefill, None, None, event.sources, answered, event.replica)]
+            return [SendRun(self.attempt, prefill, None, None, sources, answered, replica)]
         handoff_id = HandoffId(f"{self.request_id}-{self.attempt}")
         return [
-            SendRun(self.attempt, prefill, decode, handoff_id, event.sources, answered, event.replica),
-            SendReserve(self.attempt, prefill, decode, handoff_id, event.sources, answered, event.replica),
+            SendRun(self.attempt, prefill, decode, handoff_id, sources, answered, replica),
+            SendReserve(self.attempt, prefill, decode, handoff_id, sources, answered, replica),
         ]
 
     def _concerns(self, event: TokensReceived) -> bool:
@@ -324,12 +333,12 @@ class RequestCore:
     def _fail_worker(self, worker_id: WorkerId, failure: RequestFailure, now_ms: int) -> list[Action]:
         if not self._needs(worker_id):
             return []
-        fail = FailRequest(failure.code, f"{worker_id}: {failure.detail}", _FAILURE_STATUS.get(failure.code, 500))
+        fail = FailRequest(failure.code, f"{worker_id}: {failure.detail}", _FAILURE_STATUS[failure.code])
         if fail.status == 504:
             fail = self._deadline(fail.message)
         if failure.retryable:
             return self._retry(worker_id, failure.code, fail, now_ms)
-        end = AttemptEnd.DEADLINE if failure.code == "deadline" else AttemptEnd.CANCELLED
+        end = AttemptEnd.DEADLINE if failure.code is AttemptFailure.DEADLINE else AttemptEnd.CANCELLED
         return self._end(failure.code, fail, end)
 
     def _lose_worker(self, event: WorkerLost, now_ms: int) -> list[Action]:
@@ -353,7 +362,7 @@ class RequestCore:
         return worker_id in self._needed()
 
     def _is_heard(self, worker_id: WorkerId) -> bool:
-        """Its tokens are proof enough that a worker has the request, whatever became of its reply."""
+        """Its tokens are proof enough that a worker has the request, even where its reply is lost."""
         return self._heard_decode if worker_id == self.decode_worker else self.has_first_token
 
     def _retry(
@@ -406,13 +415,13 @@ class RequestCore:
 
     def _refusal(self, reason: RefusalReason, message: str, retry_after_ms: int) -> FailRequest:
         match reason:
-            case "too_long":
+            case RefusalReason.TOO_LONG:
                 return FailRequest("context_length_exceeded", message, 400)
-            case "deadline":
+            case RefusalReason.DEADLINE:
                 return self._deadline(message)
-            case "invalid":
+            case RefusalReason.INVALID:
                 return FailRequest("invalid", message, 500)
-            case "overloaded":
+            case RefusalReason.OVERLOADED:
                 return FailRequest("overloaded", message, 429, retry_after_ms or DEFAULT_RETRY_AFTER_MS)
             case _:
                 return FailRequest(reason, message, 503, retry_after_ms or DEFAULT_RETRY_AFTER_MS)
@@ -429,4 +438,13 @@ class RequestCore:
         return "; ".join(self._troubles)
 
 
-_FAILURE_STATUS = {"transfer_failed": 502, "worker_failed": 502, "deadline": 504, "draining": 503}
+_PASSING = (RefusalReason.OVERLOADED, RefusalReason.DRAINING)
+"""Refusals of a mesh that is full for a while: what is under way waits for their end."""
+_FAILURE_STATUS = {
+    AttemptFailure.TRANSFER_FAILED: 502,
+    AttemptFailure.WORKER_FAILED: 502,
+    AttemptFailure.ENGINE_FAILED: 500,
+    AttemptFailure.DEADLINE: 504,
+    AttemptFailure.DRAINING: 503,
+}
+"""HTTP's, for an answer that has not begun."""

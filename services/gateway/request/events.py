@@ -1,14 +1,14 @@
 """The words of `core.py`: what can happen to a request, and what the shell is asked to do about it."""
 
+import enum
 from dataclasses import dataclass
-from typing import Literal
 
 from schemas.ids import HandoffId, WorkerId
 from schemas.request import (
     AttemptEnd,
     FinishReason,
     KVSource,
-    PlacementTerms,
+    Placement,
     RefusalReason,
     RequestFailure,
     TransferReport,
@@ -24,14 +24,10 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class PlaceGranted:
-    """A scheduler has named workers. `decode_worker` None: the prefill worker serves the request alone."""
+    """A scheduler has named workers."""
 
     attempt: int
-    prefill_worker: WorkerId
-    decode_worker: WorkerId | None
-    sources: tuple[KVSource, ...] = ()
-    terms: PlacementTerms | None = None
-    replica: WorkerId | None = None
+    placement: Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +77,22 @@ class WorkerSilent:
     may_have_taken: bool = False
 
 
-ProgressOutcome = Literal["known", "unknown", "unserved", "unanswered"]
-"""`unserved`: nobody serves the question, the process is not there. `unanswered`: no reply in time."""
+class ProgressOutcome(enum.Enum):
+    """How a question to a worker about an attempt has ended."""
+
+    KNOWN = enum.auto()
+    UNKNOWN = enum.auto()
+    """The worker has never heard of the attempt, or has forgotten it."""
+    UNSERVED = enum.auto()
+    """Nobody serves the question: the process is not there."""
+    UNANSWERED = enum.auto()
+    """No reply came in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressAnswered:
-    """What came of an AskWorker. The tokens of a reply come as TokensReceived. `is_waiting`: the attempt is in line
-    there."""
+    """A worker's answer to AskWorker, or that there was none. The tokens of a reply come as TokensReceived.
+    `is_waiting`: the attempt is in line there."""
 
     attempt: int
     worker_id: WorkerId
@@ -188,7 +192,7 @@ class SendReserve:
 
 @dataclass(frozen=True, slots=True)
 class AskWorker:
-    """Ask a worker what has come of the attempt. `index`: of the first token that is missing."""
+    """Ask a worker how far the attempt is. `index`: the first token that is missing has it."""
 
     attempt: int
     worker_id: WorkerId

@@ -4,11 +4,12 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from schemas.block import hash_blocks, join_hashes, num_tokens, pack_tokens, unpack_tokens
+from schemas.block import hash_blocks, join_hashes, pack_tokens, unpack_tokens
 from schemas.ids import GatewayId, RequestId, TokenIds
 from schemas.request import PlaceRequest, ReserveBlocks, RunPrefill, SamplingParams
 from services.gateway import limits
 from services.gateway.request.events import AskPlacement, SendReserve, SendRun
+from services.telemetry import TraceContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,7 @@ class PackedPrompt:
 
     token_ids: TokenIds
     block_hashes: bytes
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +39,8 @@ class Job:
     key: BlockKey
     sampling: SamplingParams
     deadline_ms: int
-    traceparent: str
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return num_tokens(self.prompt.token_ids)
+    trace: TraceContext
+    """Its spans lie under this one."""
 
 
 async def pack_prompt(prompt: Sequence[int], key: BlockKey) -> PackedPrompt:
@@ -63,7 +62,7 @@ def place_request(job: Job, action: AskPlacement, prompt: PackedPrompt) -> Place
         request_id=job.request_id,
         attempt=action.attempt,
         deadline_ms=job.deadline_ms,
-        num_prompt_tokens=num_tokens(prompt.token_ids),
+        num_prompt_tokens=prompt.num_tokens,
         max_tokens=job.sampling.max_tokens - action.num_answered,
         block_hashes=prompt.block_hashes,
         excluded_workers=action.excluded_workers,
@@ -107,4 +106,4 @@ def reserve_message(job: Job, gateway_id: GatewayId, action: SendReserve, prompt
 
 def _pack(prompt: Sequence[int], key: BlockKey) -> PackedPrompt:
     hashes = hash_blocks(prompt, key.block_size, model_fingerprint=key.model_fingerprint, tenant=key.tenant)
-    return PackedPrompt(pack_tokens(prompt), join_hashes(hashes))
+    return PackedPrompt(pack_tokens(prompt), join_hashes(hashes), len(prompt))

@@ -28,7 +28,7 @@ class Mailbox:
         return sum(len(part) for waiting in self._waiting.values() for part in waiting.parts)
 
     def put(self, choice: int, output: Output) -> None:
-        """Take in what follows what this choice has put out before."""
+        """Add what a choice puts out next."""
         waiting = self._waiting.setdefault(choice, _Waiting())
         if isinstance(output, Deliver):
             if not waiting.parts:

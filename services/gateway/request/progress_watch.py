@@ -1,4 +1,4 @@
-"""Whom of one attempt's workers to ask what it has come to, and when. Pure.
+"""Which of one attempt's workers to ask how far it is, and when. Pure.
 
 The bus may lose any message, and a silent worker may be dead. A worker is asked once it has accepted, or its accept
 wait is over: where a token has been missing for a moment, or where nothing was heard of it for a while. Who is dead is
@@ -7,6 +7,7 @@ judged by the rules of `services.presence`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from schemas.ids import WorkerId
 from services.gateway.limits import GAP_MS, WAITING_ROUNDS
@@ -23,13 +24,22 @@ class WatchLimits:
     place_wait_ms: int = 5_000
 
 
+class Look(NamedTuple):
+    """What was found when the workers of an attempt were looked at. `silent`: one is lost, and the rest was not looked
+    at. `next_ms`: nothing is due before, unless something happens that is more than a token."""
+
+    asked: tuple[WorkerId, ...] = ()
+    next_ms: int = NEVER_MS
+    silent: WorkerId | None = None
+
+
 @dataclass(slots=True)
 class _Worker:
     peer: Peer
     """Known since the attempt's beginning."""
     may_be_asked: bool = False
     is_urgent: bool = False
-    """To be asked at once."""
+    """It is to be asked at once."""
     is_asked: bool = False
     asked_ms: int = 0
     is_waiting: bool = False
@@ -74,54 +84,38 @@ class Watch:
         worker = self._workers.get(worker_id)
         return worker is not None and worker.peer.is_gone(worker.asked_ms, self._hearing, now_ms)
 
-    def silent(self, needed: Sequence[WorkerId], now_ms: int) -> WorkerId | None:
-        """Return a needed worker that is to be taken for lost, as no sign of it comes."""
-        for worker_id in needed:
-            worker = self._workers[worker_id]
-            limit_ms = self._silent_limit_ms(worker)
-            if worker.may_be_asked and self._hearing.is_silent(worker.peer.heard_ms, limit_ms, now_ms):
-                return worker_id
-        return None
-
-    def due(self, needed: Sequence[WorkerId], now_ms: int) -> list[WorkerId]:
-        """Return whom to ask now; they count as asked."""
+    def look(self, needed: Sequence[WorkerId], now_ms: int) -> Look:
+        """Return what the time makes necessary for the needed workers. Those to be asked count as asked."""
         asked: list[WorkerId] = []
+        next_ms = NEVER_MS
         for worker_id in needed:
             worker = self._workers[worker_id]
-            if self._due_ms(worker) <= now_ms:
+            # A worker may say nothing for so long before it is asked; what is in line there has time.
+            quiet_ms = self._limits.progress_after_ms * (WAITING_ROUNDS if worker.is_waiting else 1)
+            if worker.may_be_asked:
+                # And for so long before it is lost: it must have been asked for long enough.
+                silent_ms = self._limits.worker_silent_ms + quiet_ms - self._limits.progress_after_ms
+                if self._hearing.is_silent(worker.peer.heard_ms, silent_ms, now_ms):
+                    return Look(silent=worker_id)
+                next_ms = min(next_ms, max(worker.peer.heard_ms, self._hearing.since_ms) + silent_ms)
+            if (due_ms := self._due_ms(worker, quiet_ms)) <= now_ms:
                 worker.is_asked, worker.is_urgent, worker.asked_ms = True, False, now_ms
                 asked.append(worker_id)
-        return asked
+            else:
+                next_ms = min(next_ms, due_ms)
+        return Look(tuple(asked), next_ms)
 
-    def next_ms(self, needed: Sequence[WorkerId]) -> int:
-        """Return a time before which nothing is due, unless something happens that is more than a token."""
-        times: list[int] = []
-        for worker_id in needed:
-            worker = self._workers[worker_id]
-            times.append(self._due_ms(worker))
-            if worker.may_be_asked:
-                quiet_since_ms = max(worker.peer.heard_ms, self._hearing.since_ms)
-                times.append(quiet_since_ms + self._silent_limit_ms(worker))
-        return min(times, default=NEVER_MS)
-
-    def _quiet_ms(self, worker: _Worker) -> int:
-        """How long a worker may say nothing before it is asked."""
-        return self._limits.progress_after_ms * (WAITING_ROUNDS if worker.is_waiting else 1)
-
-    def _silent_limit_ms(self, worker: _Worker) -> int:
-        """How long a worker may say nothing before it is lost: it must have been asked for long enough."""
-        return self._limits.worker_silent_ms + self._quiet_ms(worker) - self._limits.progress_after_ms
-
-    def _due_ms(self, worker: _Worker) -> int:
+    def _due_ms(self, worker: _Worker, quiet_ms: int) -> int:
+        """Return when a worker is to be asked, at the latest after `quiet_ms` without a sign of it."""
         if worker.is_asked or not worker.may_be_asked:
             return NEVER_MS
         if worker.is_urgent:
             return 0
         if worker.peer.unserved_ms is not None:
             return worker.peer.unserved_ms + UNSERVED_GAP_MS
-        quiet_ms = max(worker.peer.heard_ms, worker.asked_ms) + self._quiet_ms(worker)
+        due_ms = max(worker.peer.heard_ms, worker.asked_ms) + quiet_ms
         if self._gap is None:
-            return quiet_ms
+            return due_ms
         if worker.asked_ms >= self._gap_ms:
-            return min(quiet_ms, worker.asked_ms + self._limits.progress_after_ms)
-        return min(quiet_ms, self._gap_ms + GAP_MS)
+            return min(due_ms, worker.asked_ms + self._limits.progress_after_ms)
+        return min(due_ms, self._gap_ms + GAP_MS)

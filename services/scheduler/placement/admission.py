@@ -33,14 +33,14 @@ class Overload(NamedTuple):
 class Tenant:
     seen_ms: int
     num_tokens: float = 0.0
-    """What was placed for it, as of `seen_ms`; fades."""
+    """So much was placed for it, as of `seen_ms`; it fades."""
 
     def weight(self, now_ms: int) -> float:
         return self.num_tokens * 0.5 ** (max(0, now_ms - self.seen_ms) / TENANT_WINDOW_MS)
 
 
 class Admission:
-    """Refuses what would wait too long. Remembers what was placed for each tenant of late."""
+    """Refuses what would wait too long. Remembers how much was placed for each tenant, the older the less."""
 
     def __init__(self, limits: AdmissionLimits) -> None:
         self._limits = limits
@@ -57,7 +57,7 @@ class Admission:
         return None
 
     def placed(self, tenant: str, num_tokens: int, now_ms: int) -> None:
-        """A request of this tenant was placed."""
+        """Count a request that was placed for this tenant."""
         self._see(tenant, now_ms).num_tokens += num_tokens
 
     def _used(self, way: Wait) -> float:

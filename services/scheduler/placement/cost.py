@@ -13,7 +13,6 @@ from typing import NamedTuple
 from schemas.directory import HolderPrefix
 from schemas.ids import WorkerId
 from schemas.request import KVSource, PlacementTerms
-from schemas.worker import WorkerInfo
 from services.scheduler.limits import (
     EQUAL_MS,
     EQUAL_SHARE,
@@ -24,7 +23,9 @@ from services.scheduler.limits import (
     OVERLAPPED_SHARE,
     STALL_WEIGHT,
 )
+from services.scheduler.placement.fleet_view import Demand, PredictedQueue, Queues, needed_blocks
 from services.scheduler.placement.known_rates import FleetRates
+from services.scheduler.placement.known_worker import KnownWorker
 
 
 class CostLimits(NamedTuple):
@@ -35,31 +36,6 @@ class CostLimits(NamedTuple):
 
 
 DEFAULT_LIMITS = CostLimits()
-
-
-class Demand(NamedTuple):
-    """What is asked for."""
-
-    num_prompt_tokens: int
-    max_tokens: int
-
-
-class Contender(NamedTuple):
-    """A worker that could serve. Loads include what was placed on it since it last spoke."""
-
-    info: WorkerInfo
-    num_waiting_tokens: int
-    """Prompt tokens that it computes before a new request's."""
-    num_requests: int
-    num_running: int
-    """Those that an engine step is shared with."""
-    num_free_blocks: int
-    num_kept_blocks: int = 0
-    """Kept for their content, and given up when room is needed."""
-
-    @property
-    def worker_id(self) -> WorkerId:
-        return self.info.worker_id
 
 
 class Gathering(NamedTuple):
@@ -74,7 +50,8 @@ class Gathering(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one holder could lend from a block on. `saved_ms`: what the reader would compute it in, less the read."""
+    """What one holder could lend from a block on. `saved_ms`: the time that the reader would compute it in, less the
+    read's."""
 
     source: WorkerId
     num_tokens: int
@@ -82,21 +59,34 @@ class Piece(NamedTuple):
     saved_ms: float
 
 
+class Target(NamedTuple):
+    """A decode worker, as the one that a prompt's KV would be handed over to."""
+
+    worker: KnownWorker
+    num_held_tokens: int
+    """The prompt's tokens whose KV it has."""
+    num_lacking_bytes: float
+    """The KV that it would have to read."""
+    room_ms: float
+    load_ms: float
+
+
 class Option(NamedTuple):
     """One way to serve. Without `decode` the first worker does it alone."""
 
-    prefill: Contender
-    decode: Contender | None
+    prefill: KnownWorker
+    decode: KnownWorker | None
     gathering: Gathering
     num_cached_tokens: int
-    """On both workers."""
+    """The prompt's tokens that either worker has, added up."""
     queue_ms: float
     handover_ms: float
     stall_ms: float
     load_ms: float
 
     def __str__(self) -> str:
-        way = f"{self.prefill.worker_id}→{self.decode.worker_id}" if self.decode else f"{self.prefill.worker_id} alone"
+        first = self.prefill.info.worker_id
+        way = f"{first}→{self.decode.info.worker_id}" if self.decode else f"{first} alone"
         return f"{way} {self.cost_ms:.1f} ms"
 
     @property
@@ -117,32 +107,32 @@ def choose(options: Sequence[Option]) -> Option:
 
 def price(
     demand: Demand,
-    contenders: Sequence[Contender],
+    queues: Queues,
     holders: Sequence[HolderPrefix],
     rates: FleetRates,
     limits: CostLimits = DEFAULT_LIMITS,
     not_asked: Collection[WorkerId] = (),
 ) -> list[Option]:
-    """Return every way to serve, in the order of `contenders`: alone on an aggregated worker, alone on a decode worker
-    that holds most of the prompt, or split over two. Workers of other roles only lend, and those `not_asked` do not."""
+    """Return every way to serve, in the order of `queues`, which has each worker that may: alone on an aggregated
+    worker, alone on a decode worker that holds most of the prompt, or split over two. Whoever else holds something of
+    the prompt only lends, and those `not_asked` do not."""
     held = held_blocks(holders)
     lending = [run for run in holders if run.worker_id not in not_asked]
-    decoding = [c for c in contenders if c.info.role == "decode"]
+    targets: dict[str, list[Target]] = {}  # by the fingerprint of the KV that they can read
+    for worker in queues:
+        if worker.info.role == "decode":
+            target = _target(demand, worker, held.get(worker.info.worker_id, 0), rates)
+            targets.setdefault(worker.info.fingerprint, []).append(target)
     options: list[Option] = []
-    for contender in contenders:
-        if contender.info.role == "store":
+    for worker, queue in queues.items():
+        partners = targets.get(worker.info.fingerprint, []) if worker.info.role == "prefill" else []
+        if worker.info.role == "prefill" and not partners:
             continue
-        partners: list[Contender] = []
-        if contender.info.role == "prefill":
-            partners = [d for d in decoding if d.info.fingerprint == contender.info.fingerprint]
-            if not partners:
-                continue
-        num_held_blocks = held.get(contender.worker_id, 0)
-        gathering = gather(demand, contender.info, num_held_blocks, lending, rates, limits)
+        gathering = gather(demand, worker, held.get(worker.info.worker_id, 0), lending, rates, limits)
         if partners:
-            options += [_split(demand, contender, d, gathering, held.get(d.worker_id, 0), rates) for d in partners]
-        elif contender.info.role == "aggregated" or _may_serve_alone(demand, gathering, limits):
-            options.append(_alone(demand, contender, gathering, rates))
+            options += [_split(worker, queue, gathering, target, rates) for target in partners]
+        elif worker.info.role == "aggregated" or _may_serve_alone(demand, gathering, limits):
+            options.append(_alone(demand, worker, queue, gathering, rates))
     return options
 
 
@@ -157,7 +147,7 @@ def held_blocks(holders: Iterable[HolderPrefix]) -> dict[WorkerId, int]:
 
 def gather(
     demand: Demand,
-    reader: WorkerInfo,
+    reader: KnownWorker,
     num_held_blocks: int,
     holders: Sequence[HolderPrefix],
     rates: FleetRates,
@@ -165,7 +155,7 @@ def gather(
 ) -> Gathering:
     """Plan a prompt's KV on `reader`: extend what it holds by whoever lends the next block quickest, as long as reading
     beats computing. The last token is always computed."""
-    block_size, num_prompt_tokens = reader.block_size, demand.num_prompt_tokens
+    block_size, num_prompt_tokens = reader.info.block_size, demand.num_prompt_tokens
     end_block = (num_prompt_tokens - 1) // block_size
     cached = at = min(num_held_blocks, end_block)
     sources: list[KVSource] = []
@@ -174,7 +164,7 @@ def gather(
         pieces = [
             _piece(reader, run, at, end_block, rates)
             for run in holders
-            if run.first_block <= at < run.first_block + run.num_blocks and run.worker_id != reader.worker_id
+            if run.first_block <= at < run.first_block + run.num_blocks and run.worker_id != reader.info.worker_id
         ]
         worth = [piece for piece in pieces if piece.num_tokens >= limits.pull_tokens_min and piece.saved_ms > 0]
         if not worth:
@@ -188,7 +178,7 @@ def gather(
         num_pulled_tokens=(at - cached) * block_size,
         num_computed_tokens=num_prompt_tokens - at * block_size,
         pull_ms=pull_ms,
-        compute_ms=rates.compute_ms(reader.worker_id, at * block_size, num_prompt_tokens),
+        compute_ms=rates.compute_ms(reader, at * block_size, num_prompt_tokens),
         sources=tuple(sources),
     )
 
@@ -211,86 +201,79 @@ def terms_of(chosen: Option, options: Iterable[Option]) -> PlacementTerms:
     )
 
 
-def needed_blocks(demand: Demand, block_size: int) -> int:
-    """Return how many blocks the prompt and the answer fill."""
-    return -(-(demand.num_prompt_tokens + demand.max_tokens) // block_size)
-
-
-def _piece(reader: WorkerInfo, run: HolderPrefix, at: int, end_block: int, rates: FleetRates) -> Piece:
-    num_tokens = (min(run.first_block + run.num_blocks, end_block) - at) * reader.block_size
-    first_token = at * reader.block_size
-    link = rates.link(reader.worker_id, run.worker_id, run.tier)
-    read_ms = link.read_ms(num_tokens * rates.token_bytes(reader.worker_id))
-    compute_ms = rates.compute_ms(reader.worker_id, first_token, first_token + num_tokens)
+def _piece(reader: KnownWorker, run: HolderPrefix, at: int, end_block: int, rates: FleetRates) -> Piece:
+    num_tokens = (min(run.first_block + run.num_blocks, end_block) - at) * reader.info.block_size
+    first_token = at * reader.info.block_size
+    link = rates.link(reader, run.worker_id, run.tier)
+    read_ms = link.read_ms(num_tokens * rates.token_bytes(reader))
+    compute_ms = rates.compute_ms(reader, first_token, first_token + num_tokens)
     return Piece(run.worker_id, num_tokens, read_ms, compute_ms - read_ms)
 
 
 def _may_serve_alone(demand: Demand, gathering: Gathering, limits: CostLimits) -> bool:
-    """A decode worker computes little, and only where it would otherwise lend most of the prompt away."""
+    """Say whether a decode worker may: it computes little, and only where it would otherwise lend most of the prompt
+    away."""
     holds_most = 2 * gathering.num_cached_tokens >= demand.num_prompt_tokens
     return holds_most and gathering.num_computed_tokens <= limits.unsplit_tokens_max
 
 
-def _alone(demand: Demand, worker: Contender, gathering: Gathering, rates: FleetRates) -> Option:
-    wait_ms = _room_ms(demand, worker, gathering.num_cached_tokens)
+def _alone(
+    demand: Demand, worker: KnownWorker, queue: PredictedQueue, gathering: Gathering, rates: FleetRates
+) -> Option:
     return Option(
         prefill=worker,
         decode=None,
         gathering=gathering,
         num_cached_tokens=gathering.num_cached_tokens,
-        queue_ms=queue_ms(demand, worker, rates) + wait_ms,
+        queue_ms=queue.prompts_ms + _room_ms(demand, worker, gathering.num_cached_tokens),
         handover_ms=0.0,
-        stall_ms=gathering.compute_ms * worker.num_running * STALL_WEIGHT,
+        stall_ms=gathering.compute_ms * worker.load.num_running * STALL_WEIGHT,
+        load_ms=_load_ms(worker, rates),
+    )
+
+
+def _target(demand: Demand, worker: KnownWorker, num_held_blocks: int, rates: FleetRates) -> Target:
+    num_held_tokens = min(num_held_blocks * worker.info.block_size, demand.num_prompt_tokens - 1)
+    return Target(
+        worker=worker,
+        num_held_tokens=num_held_tokens,
+        num_lacking_bytes=(demand.num_prompt_tokens - num_held_tokens) * rates.token_bytes(worker),
+        room_ms=_room_ms(demand, worker, num_held_tokens),
         load_ms=_load_ms(worker, rates),
     )
 
 
 def _split(
-    demand: Demand,
-    prefill: Contender,
-    decode: Contender,
-    gathering: Gathering,
-    num_held_blocks: int,
-    rates: FleetRates,
+    prefill: KnownWorker, queue: PredictedQueue, gathering: Gathering, target: Target, rates: FleetRates
 ) -> Option:
     """Price a split. The decode worker reads what it lacks while the prompt is computed: what takes longer than the
     computation shows, and what does not is not free either."""
-    reader = decode.info
-    num_held_tokens = min(num_held_blocks * reader.block_size, demand.num_prompt_tokens - 1)
-    num_bytes = (demand.num_prompt_tokens - num_held_tokens) * rates.token_bytes(reader.worker_id)
-    stream_ms = rates.link(reader.worker_id, prefill.worker_id).stream_ms(num_bytes)
+    stream_ms = rates.link(target.worker, prefill.info.worker_id).stream_ms(target.num_lacking_bytes)
     exposed_ms = max(stream_ms - gathering.compute_ms, stream_ms * OVERLAPPED_SHARE)
     return Option(
         prefill=prefill,
-        decode=decode,
+        decode=target.worker,
         gathering=gathering,
-        num_cached_tokens=gathering.num_cached_tokens + num_held_tokens,
-        queue_ms=queue_ms(demand, prefill, rates),
-        handover_ms=exposed_ms + _room_ms(demand, decode, num_held_tokens),
+        num_cached_tokens=gathering.num_cached_tokens + target.num_held_tokens,
+        queue_ms=queue.prompts_ms,
+        handover_ms=exposed_ms + target.room_ms,
         stall_ms=0.0,
-        load_ms=_load_ms(decode, rates),
+        load_ms=target.load_ms,
     )
 
 
-def queue_ms(demand: Demand, worker: Contender, rates: FleetRates) -> float:
-    """Predict when this worker gets to a new prompt. Those in line are taken to be as long as it: their context decides
-    their speed."""
-    whole_ms = rates.compute_ms(worker.worker_id, 0, demand.num_prompt_tokens)
-    return worker.num_waiting_tokens * whole_ms / demand.num_prompt_tokens
+def _load_ms(worker: KnownWorker, rates: FleetRates) -> float:
+    return worker.num_requests * rates.step_ms(worker) * LOAD_WEIGHT
 
 
-def _load_ms(worker: Contender, rates: FleetRates) -> float:
-    return worker.num_requests * rates.step_ms(worker.worker_id) * LOAD_WEIGHT
-
-
-def _room_ms(demand: Demand, worker: Contender, num_held_tokens: int) -> float:
+def _room_ms(demand: Demand, worker: KnownWorker, num_held_tokens: int) -> float:
     block_size = worker.info.block_size
     lacking = needed_blocks(demand, block_size) - num_held_tokens // block_size
-    return NO_ROOM_MS if lacking > worker.num_free_blocks + worker.num_kept_blocks else 0.0
+    return NO_ROOM_MS if lacking > worker.num_usable_blocks else 0.0
 
 
 def _load_order(option: Option) -> tuple[int, int, int, bool, int, int]:
-    """The less loaded, then who needs no hand-over, then who holds more."""
+    """Return what to order equals by: the less loaded, then who needs no hand-over, then who holds more."""
     decoding = option.decode or option.prefill
     return (
         option.prefill.num_waiting_tokens,

@@ -1,90 +1,90 @@
-"""A worker as the scheduler knows it, and which workers go together. Pure."""
+"""The workers that a placement chooses from: which of them go together, and what a request would wait for. Pure."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from schemas.ids import WorkerId
 from schemas.request import PlaceRequest
 from schemas.worker import WorkerInfo, WorkerLoad
-from services.scheduler.placement.admission import Wait
-from services.scheduler.placement.cost import Contender, Demand, needed_blocks, queue_ms
 from services.scheduler.placement.known_rates import FleetRates
-from services.scheduler.placement.policy import Candidate
+from services.scheduler.placement.known_worker import KnownWorker, idle
 
-Pair = tuple["KnownWorker", "KnownWorker | None"]
+Pair = tuple[KnownWorker, KnownWorker | None]
 """Who computes the prompt and who decodes; None: the first does both."""
 
 
-@dataclass(slots=True)
-class KnownWorker:
-    """A worker as it last described itself, and what has been placed on it since."""
+class FleetView:
+    """The workers that are known to live, by id, and what follows from all of them together."""
 
-    info: WorkerInfo
-    load: WorkerLoad | None = None
-    draining: bool = False
-    num_placed_requests: int = 0
-    num_placed_tokens: int = 0
-    num_placed_blocks: int = 0
+    def __init__(self) -> None:
+        self.workers: dict[WorkerId, KnownWorker] = {}
+        self._rates: FleetRates | None = None
 
-    def place(self, *, num_tokens: int, num_blocks: int) -> None:
-        """Count a request as load until the worker reports its own."""
-        self.num_placed_requests += 1
-        self.num_placed_tokens += num_tokens
-        self.num_placed_blocks += num_blocks
+    def join(self, info: WorkerInfo) -> KnownWorker:
+        """Return a worker that has just become known."""
+        worker = self.workers[info.worker_id] = KnownWorker(info, idle(info))
+        return worker
 
-    def hear(self, load: WorkerLoad) -> None:
-        self.load = load
-        self.draining = self.draining or load.state == "draining"
-        self.num_placed_requests = self.num_placed_tokens = self.num_placed_blocks = 0
+    def hear(self, load: WorkerLoad, now_ms: int) -> None:
+        """Note what a known worker reports of itself."""
+        self.workers[load.worker.worker_id].hear(load, now_ms)
+        self._rates = None
 
-    def candidate(self) -> Candidate:
-        load = self.load
-        return Candidate(
-            worker_id=self.info.worker_id,
-            num_uncomputed_tokens=self.num_placed_tokens + (load.num_uncomputed_tokens if load else 0),
-            num_requests=self.num_requests,
-            num_free_blocks=load.blocks.free + load.blocks.cached if load else self.info.num_blocks,
-        )
+    def leave(self, worker_id: WorkerId) -> None:
+        """Forget a known worker."""
+        del self.workers[worker_id]
+        self._rates = None
 
-    def contender(self) -> Contender:
-        """What another worker computes for this one is no queue here."""
-        load = self.load
-        num_reported = load.num_uncomputed_tokens - load.num_unreceived_tokens if load else 0
-        free = load.blocks.free if load else self.info.num_blocks
-        return Contender(
-            info=self.info,
-            num_waiting_tokens=self.num_placed_tokens + num_reported,
-            num_requests=self.num_requests,
-            num_running=load.num_running if load else 0,
-            num_free_blocks=free - self.num_placed_blocks,
-            num_kept_blocks=load.blocks.cached if load else 0,
-        )
+    def usable(self) -> list[KnownWorker]:
+        """Return the workers that may be given requests, ordered by id."""
+        ordered = sorted(self.workers.values(), key=lambda worker: worker.info.worker_id)
+        return [worker for worker in ordered if not worker.is_draining and worker.info.role != "store"]
 
-    @property
-    def num_requests(self) -> int:
-        return self.num_placed_requests + (self.load.num_running + self.load.num_queued if self.load else 0)
+    def rates(self, now_ms: int) -> FleetRates:
+        """Return what is known now. Kept until somebody reports: ages need not be finer than that."""
+        if self._rates is None:
+            self._rates = FleetRates(self.workers.values(), now_ms)
+        return self._rates
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests in line here, or on their way."""
-        return self.num_placed_requests + (self.load.num_queued if self.load else 0)
 
-    @property
-    def num_usable_blocks(self) -> int:
-        """Free, or kept for their content only."""
-        load = self.load
-        free = load.blocks.free + load.blocks.cached if load else self.info.num_blocks
-        return free - self.num_placed_blocks
+class Demand(NamedTuple):
+    """What is asked for."""
 
-    def is_queue(self, num_needed: int) -> bool:
-        """Whether a request of so many blocks must wait for room."""
-        return bool(self.load and self.load.num_queued) or num_needed > self.num_usable_blocks
+    num_prompt_tokens: int
+    max_tokens: int
 
-    def num_at_once(self, num_needed: int) -> int:
-        """How many requests of so many blocks run here beside each other."""
-        load = self.load
-        kept = load.blocks.free + load.blocks.cached if load else self.info.num_blocks
-        return max(1, load.num_running if load else 0, kept // num_needed)
+
+class PredictedQueue(NamedTuple):
+    """What a new request would find before it on one worker."""
+
+    prompts_ms: float
+    """The prompts in line are computed after this long."""
+    answers_ms: float
+    """Enough answers have ended after this long that there is room to decode; 0: there is."""
+    num_waiting: int
+
+
+Queues = Mapping[KnownWorker, PredictedQueue]
+"""The workers that have room for a request, each with what would be before it there. Each is predicted once."""
+
+
+def queue_of(demand: Demand, worker: KnownWorker, rates: FleetRates) -> PredictedQueue:
+    """Predict what a request would wait for on this worker."""
+    # The prompts in line are taken to be as long as this one: their context decides their speed.
+    whole_ms = rates.compute_ms(worker, 0, demand.num_prompt_tokens)
+    prompts_ms = worker.num_waiting_tokens * whole_ms / demand.num_prompt_tokens
+    num_needed, answers_ms = needed_blocks(demand, worker.info.block_size), 0.0
+    if worker.is_queue(num_needed):
+        # Room comes as answers end: those who run end within about one answer's time, and let as many in. It is given
+        # in the order of arrival: whoever is small waits behind whoever is large.
+        answer_ms = demand.max_tokens * rates.step_ms(worker)
+        answers_ms = answer_ms * worker.num_waiting / worker.num_at_once(num_needed)
+    return PredictedQueue(prompts_ms, answers_ms, worker.num_waiting)
+
+
+def needed_blocks(demand: Demand, block_size: int) -> int:
+    """Return how many blocks the prompt and the answer fill."""
+    return -(-(demand.num_prompt_tokens + demand.max_tokens) // block_size)
 
 
 def fits(info: WorkerInfo, request: PlaceRequest) -> bool:
@@ -97,19 +97,6 @@ def partners_of(prefill: KnownWorker, workers: Iterable[KnownWorker]) -> list[Kn
     if prefill.info.role != "prefill":
         return []
     return [w for w in workers if w.info.role == "decode" and w.info.fingerprint == prefill.info.fingerprint]
-
-
-def wait_of(demand: Demand, prefill: KnownWorker, decode: KnownWorker | None, rates: FleetRates) -> Wait:
-    """Predict what a request would wait on these workers: for the prompts before it, and for room to decode."""
-    predicted_ms = queue_ms(demand, prefill.contender(), rates)
-    decoding = decode or prefill
-    num_needed = needed_blocks(demand, decoding.info.block_size)
-    if decoding.is_queue(num_needed):
-        # Room comes as answers end: those who run end within about one answer's time, and let as many in. It is given
-        # in the order of arrival: whoever is small waits behind whoever is large.
-        answer_ms = demand.max_tokens * rates.step_ms(decoding.info.worker_id)
-        predicted_ms += answer_ms * decoding.num_waiting / decoding.num_at_once(num_needed)
-    return Wait(predicted_ms, max(prefill.num_waiting, decoding.num_waiting), rates.is_measured)
 
 
 def replica_of(decoding: KnownWorker, workers: Iterable[KnownWorker]) -> WorkerId | None:

@@ -5,37 +5,18 @@ fleet, a pair from the reader's other pairs, and nothing at all from the startin
 is not read from, and so not measured again: what was measured long ago counts less and less.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 from schemas.directory import Tier
 from schemas.ids import WorkerId
-from schemas.worker import PrefillRate, TransferRate, WorkerRates
+from schemas.worker import PrefillRate
 from services.scheduler.limits import (
     START_DECODE_STEP_MS,
     START_PREFILL_TOKENS_PER_S,
     START_TOKEN_BYTES,
     TRUST_HALF_LIFE_MS,
 )
-
-
-class Link(NamedTuple):
-    """How one worker reads from another: a wait, then a stream."""
-
-    latency_ms: float
-    bytes_per_s: float
-
-    def read_ms(self, num_bytes: float) -> float:
-        return self.latency_ms + self.stream_ms(num_bytes)
-
-    def stream_ms(self, num_bytes: float) -> float:
-        return num_bytes / self.bytes_per_s * 1e3
-
-    def towards(self, other: "Link", share: float) -> "Link":
-        """Return the link this far on the way to another, in orders of magnitude."""
-        latency_ms = (self.latency_ms + 0.001) * ((other.latency_ms + 0.001) / (self.latency_ms + 0.001)) ** share
-        return Link(latency_ms, self.bytes_per_s * (other.bytes_per_s / self.bytes_per_s) ** share)
-
+from services.scheduler.placement.known_worker import KnownWorker, Link, Reads
 
 START_LINKS: dict[Tier, Link] = {
     "arena": Link(3.0, 1e9),
@@ -46,81 +27,31 @@ START_LINKS: dict[Tier, Link] = {
 """Loopback TCP, an ordinary solid-state disk, a server across a network."""
 
 
-class Reads(NamedTuple):
-    """What one reader has measured of its pairs: the quickest carrier of each, and since when that is unchanged."""
-
-    by_source: dict[WorkerId, tuple[Link, int]]
-    num_pairs: int = 0
-    latency_ms: float = 0.0
-    bytes_per_s: float = 0.0
-    """Sums over the pairs, as means without one of them are asked for."""
-
-    def without(self, source: WorkerId) -> "Reads":
-        """Return the sums over the other pairs."""
-        found = self.by_source.get(source)
-        if found is None:
-            return self
-        link = found[0]
-        return Reads({}, self.num_pairs - 1, self.latency_ms - link.latency_ms, self.bytes_per_s - link.bytes_per_s)
-
-    @property
-    def mean(self) -> Link | None:
-        if not self.num_pairs:
-            return None
-        # Differences of sums: what rounding leaves of very unequal pairs is still a link.
-        return Link(max(0.0, self.latency_ms) / self.num_pairs, max(1.0, self.bytes_per_s) / self.num_pairs)
-
-
-class RateBook:
-    """The rates that every worker sent last, and since when each of its pairs is unchanged."""
-
-    def __init__(self) -> None:
-        self._measured: dict[WorkerId, WorkerRates] = {}
-        self._reads: dict[WorkerId, Reads] = {}
-        self._fleet: FleetRates | None = None
-
-    def learn(self, worker_id: WorkerId, rates: WorkerRates, now_ms: int) -> None:
-        before = self._reads.get(worker_id, Reads({})).by_source
-        self._measured[worker_id] = rates
-        self._reads[worker_id] = _reads_of(rates.transfers, before, now_ms)
-        self._fleet = None
-
-    def forget(self, worker_id: WorkerId) -> None:
-        self._measured.pop(worker_id, None)
-        self._reads.pop(worker_id, None)
-        self._fleet = None
-
-    def fleet(self, now_ms: int) -> "FleetRates":
-        """Return what is known now. Kept until somebody reports: ages need not be finer than that."""
-        if self._fleet is None:
-            self._fleet = FleetRates(dict(self._measured), dict(self._reads), now_ms)
-        return self._fleet
-
-
 class FleetRates:
-    """Answers for one moment of the fleet. Rates that are not positive are ignored."""
+    """What the workers' rates say at one moment. Rates that are not positive are ignored."""
 
-    def __init__(self, measured: Mapping[WorkerId, WorkerRates], reads: Mapping[WorkerId, Reads], now_ms: int) -> None:
-        self._measured = measured
-        self._reads = reads
+    def __init__(self, workers: Iterable[KnownWorker], now_ms: int) -> None:
+        workers = list(workers)
+        rates = [worker.load.rates for worker in workers]
+        reads = [worker.reads for worker in workers]
         self._now_ms = now_ms
         self._all_reads = Reads(
             {},
-            sum(r.num_pairs for r in reads.values()),
-            sum(r.latency_ms for r in reads.values()),
-            sum(r.bytes_per_s for r in reads.values()),
+            sum(r.num_pairs for r in reads),
+            sum(r.latency_ms for r in reads),
+            sum(r.bytes_per_s for r in reads),
         )
-        self.is_measured = any(rate.tokens_per_s > 0 for rates in measured.values() for rate in rates.prefill)
+        self.is_measured = any(rate.tokens_per_s > 0 for known in rates for rate in known.prefill)
         """Whether anybody has computed a prompt yet; else speeds are the starting values."""
-        self._fleet_curve = _mean_curve(rates.prefill for rates in measured.values())
+        self._fleet_curve = _mean_curve(known.prefill for known in rates)
         self._curves: dict[WorkerId, tuple[PrefillRate, ...]] = {}
         self._links: dict[tuple[WorkerId, WorkerId, Tier], Link] = {}
-        self._fleet_step_ms = _mean([r.decode_step_ms for r in measured.values()], START_DECODE_STEP_MS)
-        self._fleet_token_bytes = _mean([float(r.kv_token_bytes) for r in measured.values()], START_TOKEN_BYTES)
+        self._fleet_step_ms = _mean([known.decode_step_ms for known in rates], START_DECODE_STEP_MS)
+        self._fleet_token_bytes = _mean([float(known.kv_token_bytes) for known in rates], START_TOKEN_BYTES)
 
-    def compute_ms(self, worker_id: WorkerId, first_token: int, end_token: int) -> float:
+    def compute_ms(self, worker: KnownWorker, first_token: int, end_token: int) -> float:
         """Return how long this worker computes the prompt's tokens [first_token, end_token), undisturbed."""
-        curve = self._curve(worker_id)
+        curve = self._curve(worker)
         spent_ms, at = 0.0, first_token
         for index, rate in enumerate(curve):
             until = curve[index + 1].context_tokens if index + 1 < len(curve) else end_token
@@ -130,25 +61,24 @@ class FleetRates:
                 at = upto
         return spent_ms
 
-    def link(self, reader: WorkerId, source: WorkerId, tier: Tier = "arena") -> Link:
+    def link(self, reader: KnownWorker, source: WorkerId, tier: Tier = "arena") -> Link:
         """Return how `reader` reads from `source`, which keeps the blocks in `tier`."""
-        key = (reader, source, tier)
+        key = (reader.info.worker_id, source, tier)
         if key not in self._links:
-            self._links[key] = self._find_link(reader, source, tier)
+            self._links[key] = self._find_link(reader.reads, source, tier)
         return self._links[key]
 
-    def step_ms(self, worker_id: WorkerId) -> float:
+    def step_ms(self, worker: KnownWorker) -> float:
         """Return how long this worker's decode step takes."""
-        rates = self._measured.get(worker_id)
-        return rates.decode_step_ms if rates is not None and rates.decode_step_ms > 0 else self._fleet_step_ms
+        own_ms = worker.load.rates.decode_step_ms
+        return own_ms if own_ms > 0 else self._fleet_step_ms
 
-    def token_bytes(self, worker_id: WorkerId) -> float:
+    def token_bytes(self, worker: KnownWorker) -> float:
         """Return the bytes of one token's KV."""
-        rates = self._measured.get(worker_id)
-        return rates.kv_token_bytes if rates is not None and rates.kv_token_bytes > 0 else self._fleet_token_bytes
+        own = worker.load.rates.kv_token_bytes
+        return own if own > 0 else self._fleet_token_bytes
 
-    def _find_link(self, reader: WorkerId, source: WorkerId, tier: Tier) -> Link:
-        own = self._reads.get(reader, Reads({}))
+    def _find_link(self, own: Reads, source: WorkerId, tier: Tier) -> Link:
         like = self._like(own, source, tier)
         if source not in own.by_source:
             return like
@@ -169,10 +99,10 @@ class FleetRates:
             return like
         return Link(max(like.latency_ms, start.latency_ms), min(like.bytes_per_s, start.bytes_per_s))
 
-    def _curve(self, worker_id: WorkerId) -> tuple[PrefillRate, ...]:
+    def _curve(self, worker: KnownWorker) -> tuple[PrefillRate, ...]:
+        worker_id = worker.info.worker_id
         if worker_id not in self._curves:
-            rates = self._measured.get(worker_id)
-            self._curves[worker_id] = _fill_curve(rates.prefill if rates else (), self._fleet_curve)
+            self._curves[worker_id] = _fill_curve(worker.load.rates.prefill, self._fleet_curve)
         return self._curves[worker_id]
 
 
@@ -203,21 +133,6 @@ def _fill_curve(own: Sequence[PrefillRate], fleet: tuple[PrefillRate, ...]) -> t
             tokens_per_s=mine.get(rate.context_tokens, rate.tokens_per_s * ratio),
         )
         for rate in fleet
-    )
-
-
-def _reads_of(transfers: Sequence[TransferRate], before: Mapping[WorkerId, tuple[Link, int]], now_ms: int) -> Reads:
-    usable = sorted((t for t in transfers if t.bytes_per_s > 0 and t.latency_ms >= 0), key=lambda t: t.bytes_per_s)
-    links = {t.source: Link(t.latency_ms, t.bytes_per_s) for t in usable}  # the quickest comes last, and stays
-    by_source: dict[WorkerId, tuple[Link, int]] = {}
-    for source, link in links.items():
-        known = before.get(source)
-        by_source[source] = known if known is not None and known[0] == link else (link, now_ms)
-    return Reads(
-        by_source,
-        len(links),
-        sum(link.latency_ms for link in links.values()),
-        sum(link.bytes_per_s for link in links.values()),
     )
 
 

@@ -4,29 +4,30 @@ Policy `cost` prices whole placements (`cost.price`) and takes the cheapest; the
 Whoever is suspect, or has failed this request before, is taken only where nobody else could serve.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import msgspec
-
 from schemas.directory import HolderPrefix
 from schemas.ids import WorkerId
-from schemas.request import Placement, PlaceRequest, Refused, refuse
+from schemas.request import KVSource, Placement, PlacementTerms, PlaceRequest, RefusalReason, Refused, refuse
 from services.config import SchedulerConfig
 from services.scheduler.limits import FAILED_PENALTY, RETRY_AFTER_MS, SUSPECT_PENALTY
-from services.scheduler.placement.admission import Admission, AdmissionLimits
-from services.scheduler.placement.cost import (
-    CostLimits,
+from services.scheduler.placement.admission import Admission, AdmissionLimits, Wait
+from services.scheduler.placement.cost import CostLimits, choose, price, terms_of
+from services.scheduler.placement.fleet_view import (
     Demand,
-    Option,
-    choose,
+    FleetView,
+    Pair,
+    Queues,
+    fits,
     needed_blocks,
-    price,
-    terms_of,
+    partners_of,
+    queue_of,
+    replica_of,
 )
-from services.scheduler.placement.fleet_view import KnownWorker, Pair, fits, partners_of, replica_of, wait_of
-from services.scheduler.placement.known_rates import RateBook
+from services.scheduler.placement.known_rates import FleetRates
+from services.scheduler.placement.known_worker import KnownWorker
 from services.scheduler.placement.policy import Phase, Policy, policy_named
 
 ChoiceT = TypeVar("ChoiceT")
@@ -39,7 +40,7 @@ class Case:
 
     request: PlaceRequest
     now_ms: int
-    workers: Mapping[WorkerId, KnownWorker]
+    fleet: FleetView
     suspects: Collection[WorkerId]
     holders: Sequence[HolderPrefix] = ()
 
@@ -59,40 +60,37 @@ class Placer:
     """Places requests as configured. Raises UserError for an unknown policy."""
 
     def __init__(self, settings: SchedulerConfig) -> None:
-        self.rates = RateBook()
-        """To be told what the workers have measured, and who has left."""
         self._policy_name = settings.policy
         self._policy: Policy | None = policy_named(settings.policy)
         self._limits = CostLimits(settings.pull_tokens_min, settings.unsplit_tokens_max)
         self._replicate = settings.replicate
         self._admission = Admission(AdmissionLimits(settings.max_queue_ms, settings.max_queued_requests))
         self._turns: dict[Phase, int] = {"prefill": 0, "decode": 0}
-
-    @property
-    def asks_directory(self) -> bool:
+        self.asks_directory = self._policy is None
         """Whether `place` makes use of holders."""
-        return self._policy is None
 
     def place(self, case: Case) -> Placement | Refused:
         """Choose the workers of one attempt. Counts the choice as load until the workers report their own."""
         if case.request.deadline_ms <= case.now_ms:
-            return refuse(case.request, "deadline", "the deadline has passed")
-        usable = usable_workers(case.workers)
+            return refuse(case.request, RefusalReason.DEADLINE, "the deadline has passed")
+        usable = case.fleet.usable()
         fitting = [worker for worker in usable if fits(worker.info, case.request)]
+        rates = case.fleet.rates(case.now_ms)
+        queues = {worker: queue_of(case.demand, worker, rates) for worker in fitting}
         if self._policy is None:
-            decision = self._by_cost(case, fitting)
+            decision = self._by_cost(case, queues, rates)
         else:
-            decision = self._by_policy(self._policy, case, fitting)
+            decision = self._by_policy(self._policy, case, queues, rates)
         return decision or _refusal(case.request, usable, fitting)
 
-    def _by_policy(self, policy: Policy, case: Case, workers: list[KnownWorker]) -> Placement | Refused | None:
+    def _by_policy(self, policy: Policy, case: Case, queues: Queues, rates: FleetRates) -> Placement | Refused | None:
         """Pick worker by worker, among the pairs with the least penalty; None where there is no pair."""
-        pairs: list[Pair] = [(worker, None) for worker in workers if worker.info.role == "aggregated"]
-        pairs += [(worker, partner) for worker in workers for partner in partners_of(worker, workers)]
+        pairs: list[Pair] = [(worker, None) for worker in queues if worker.info.role == "aggregated"]
+        pairs += [(worker, partner) for worker in queues for partner in partners_of(worker, queues)]
         if not pairs:
             return None
         pairs = _least_penalised(pairs, lambda pair: case.penalty_of(*pair))
-        if refusal := self._overload(case, pairs):
+        if refusal := self._overload(case, pairs, queues, rates):
             return refusal
         firsts = {first.info.worker_id: first for first, _ in pairs}
         prefill = self._pick(policy, "prefill", [firsts[worker_id] for worker_id in sorted(firsts)])
@@ -105,60 +103,69 @@ class Placer:
         return self._placement(case, prefill, decode)
 
     def _pick(self, policy: Policy, phase: Phase, workers: list[KnownWorker]) -> KnownWorker:
-        chosen = policy(phase, [worker.candidate() for worker in workers], self._turns[phase])
+        chosen = policy(phase, workers, self._turns[phase])
         self._turns[phase] += 1
-        return next(worker for worker in workers if worker.info.worker_id == chosen.worker_id)
+        return chosen
 
-    def _by_cost(self, case: Case, workers: list[KnownWorker]) -> Placement | Refused | None:
+    def _by_cost(self, case: Case, queues: Queues, rates: FleetRates) -> Placement | Refused | None:
         """Return the cheapest placement of those with the least penalty, or None where there is none."""
-        contenders = [worker.contender() for worker in self._in_turn(workers)]
+        demand, known = case.demand, case.fleet.workers
         # The directory may be behind: only living incarnations count.
         holding = [
             holder
             for holder in case.holders
-            if (known := case.workers.get(holder.worker_id)) and known.info.incarnation == holder.incarnation
+            if holder.worker_id in known and known[holder.worker_id].info.incarnation == holder.incarnation
         ]
-        not_asked = [worker_id for worker_id, known in case.workers.items() if case.penalty_of(known)]
-        options = price(case.demand, contenders, holding, self.rates.fleet(case.now_ms), self._limits, not_asked)
+        not_asked = [worker_id for worker_id, worker in known.items() if case.penalty_of(worker)]
+        options = price(demand, self._in_turn(queues), holding, rates, self._limits, not_asked)
         if not options:
             return None
-        options = _least_penalised(options, lambda option: case.penalty_of(*_pair_of(option, case)))
-        if refusal := self._overload(case, [_pair_of(option, case) for option in options]):
+        options = _least_penalised(options, lambda option: case.penalty_of(option.prefill, option.decode))
+        if refusal := self._overload(case, [(option.prefill, option.decode) for option in options], queues, rates):
             return refusal
         self._turns["prefill"] += 1
         chosen = choose(options)
-        prefill, decode = _pair_of(chosen, case)
-        num_computed_tokens = chosen.gathering.num_computed_tokens
-        prefill.place(num_tokens=num_computed_tokens, num_blocks=needed_blocks(case.demand, prefill.info.block_size))
-        if decode is not None:
-            decode.place(num_tokens=0, num_blocks=needed_blocks(case.demand, decode.info.block_size))
-        self._admission.placed(case.request.tenant, num_computed_tokens, case.now_ms)
-        return msgspec.structs.replace(
-            self._placement(case, prefill, decode), sources=chosen.gathering.sources, terms=terms_of(chosen, options)
+        prefill, decode, gathering = chosen.prefill, chosen.decode, chosen.gathering
+        prefill.place(
+            num_tokens=gathering.num_computed_tokens, num_blocks=needed_blocks(demand, prefill.info.block_size)
         )
+        if decode is not None:
+            decode.place(num_tokens=0, num_blocks=needed_blocks(demand, decode.info.block_size))
+        self._admission.placed(case.request.tenant, gathering.num_computed_tokens, case.now_ms)
+        return self._placement(case, prefill, decode, gathering.sources, terms_of(chosen, options))
 
-    def _in_turn(self, workers: list[KnownWorker]) -> list[KnownWorker]:
-        """Return the workers, each role's beginning with the one whose turn it is."""
+    def _in_turn(self, queues: Queues) -> Queues:
+        """Return the queues in another order: each role's begin with the worker whose turn it is."""
         turn, ordered = self._turns["prefill"], list[KnownWorker]()
         for role in ("aggregated", "prefill", "decode"):
-            group = [worker for worker in workers if worker.info.role == role]
+            group = [worker for worker in queues if worker.info.role == role]
             start = turn % len(group) if group else 0
             ordered += group[start:] + group[:start]
-        return ordered
+        return {worker: queues[worker] for worker in ordered}
 
-    def _overload(self, case: Case, pairs: Sequence[Pair]) -> Refused | None:
+    def _overload(self, case: Case, pairs: Iterable[Pair], queues: Queues, rates: FleetRates) -> Refused | None:
         """Return the refusal of a new request that would wait too long. What was begun is never given up for load."""
         if case.request.attempt > 1:
             return None
-        demand, rates = case.demand, self.rates.fleet(case.now_ms)
-        waits = [wait_of(demand, prefill, decode, rates) for prefill, decode in pairs]
+        waits: list[Wait] = []
+        for prefill, decode in pairs:
+            first, last = queues[prefill], queues[decode or prefill]
+            num_waiting = max(first.num_waiting, last.num_waiting)
+            waits.append(Wait(first.prompts_ms + last.answers_ms, num_waiting, rates.is_measured))
         overload = self._admission.refusal(case.request.tenant, waits, case.now_ms)
-        return refuse(case.request, "overloaded", *overload) if overload else None
+        return refuse(case.request, RefusalReason.OVERLOADED, *overload) if overload else None
 
-    def _placement(self, case: Case, prefill: KnownWorker, decode: KnownWorker | None) -> Placement:
+    def _placement(
+        self,
+        case: Case,
+        prefill: KnownWorker,
+        decode: KnownWorker | None,
+        sources: tuple[KVSource, ...] = (),
+        terms: PlacementTerms | None = None,
+    ) -> Placement:
         replica: WorkerId | None = None
         if self._replicate:
-            well = [worker for worker in case.workers.values() if not worker.draining and not case.penalty_of(worker)]
+            well = [w for w in case.fleet.workers.values() if not w.is_draining and not case.penalty_of(w)]
             replica = replica_of(decode or prefill, well)
         return Placement(
             request_id=case.request.request_id,
@@ -167,19 +174,10 @@ class Placer:
             prefill_worker=prefill.info.worker_id,
             decode_worker=decode.info.worker_id if decode else None,
             policy=self._policy_name,
+            sources=sources,
+            terms=terms,
             replica=replica,
         )
-
-
-def usable_workers(workers: Mapping[WorkerId, KnownWorker]) -> list[KnownWorker]:
-    """Return the workers that may be given requests, ordered by id."""
-    ordered = sorted(workers.values(), key=lambda worker: worker.info.worker_id)
-    return [worker for worker in ordered if not worker.draining and worker.info.role != "store"]
-
-
-def _pair_of(option: Option, case: Case) -> Pair:
-    decode = case.workers[option.decode.worker_id] if option.decode else None
-    return case.workers[option.prefill.worker_id], decode
 
 
 def _least_penalised(choices: Sequence[ChoiceT], penalty_of: Callable[[ChoiceT], int]) -> list[ChoiceT]:
@@ -193,8 +191,10 @@ def _refusal(request: PlaceRequest, usable: list[KnownWorker], fitting: list[Kno
     roles = {worker.info.role for worker in usable}
     if "aggregated" not in roles and not {"prefill", "decode"} <= roles:
         missing = [role for role in ("prefill", "decode") if role not in roles]
-        return refuse(request, "no_worker", f"no {' and no '.join(missing)} worker is ready", RETRY_AFTER_MS)
+        return refuse(
+            request, RefusalReason.NO_WORKER, f"no {' and no '.join(missing)} worker is ready", RETRY_AFTER_MS
+        )
     if usable and not fitting:
         needed = request.num_prompt_tokens + request.max_tokens
-        return refuse(request, "too_long", f"no worker has room for {needed} tokens")
-    return refuse(request, "no_worker", "no prefill and decode workers share one model", RETRY_AFTER_MS)
+        return refuse(request, RefusalReason.TOO_LONG, f"no worker has room for {needed} tokens")
+    return refuse(request, RefusalReason.NO_WORKER, "no prefill and decode workers share one model", RETRY_AFTER_MS)

@@ -4,39 +4,29 @@ The simple ones pick one of several workers and are here; `cost` prices whole pl
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from schemas.ids import WorkerId
 from services.errors import UserError
+from services.scheduler.placement.known_worker import KnownWorker
 
 Phase = Literal["prefill", "decode"]
 
-
-class Candidate(NamedTuple):
-    """A worker that could serve. Loads include what was placed on it since it last spoke."""
-
-    worker_id: WorkerId
-    num_uncomputed_tokens: int
-    num_requests: int
-    num_free_blocks: int
+Policy = Callable[[Phase, Sequence[KnownWorker], int], KnownWorker]
+"""(phase, candidates: never empty, in a stable order; how many were picked before) -> the one to use. Changes none."""
 
 
-Policy = Callable[[Phase, Sequence[Candidate], int], Candidate]
-"""(phase, candidates: never empty, in a stable order; how many were picked before) -> the one to use."""
-
-
-def round_robin(phase: Phase, candidates: Sequence[Candidate], turn: int) -> Candidate:
+def round_robin(phase: Phase, candidates: Sequence[KnownWorker], turn: int) -> KnownWorker:
     """Take turns, whatever the load."""
     return candidates[turn % len(candidates)]
 
 
-def least_loaded(phase: Phase, candidates: Sequence[Candidate], turn: int) -> Candidate:
+def least_loaded(phase: Phase, candidates: Sequence[KnownWorker], turn: int) -> KnownWorker:
     """Prefill is bound by tokens to compute, decode by sequences in the batch; equals take turns."""
     start = turn % len(candidates)
     rotated = [*candidates[start:], *candidates[:start]]
     if phase == "prefill":
         return min(rotated, key=lambda c: (c.num_uncomputed_tokens, c.num_requests))
-    return min(rotated, key=lambda c: (c.num_requests, -c.num_free_blocks))
+    return min(rotated, key=lambda c: (c.num_requests, -c.num_usable_blocks))
 
 
 POLICIES: dict[str, Policy | None] = {"cost": None, "least_loaded": least_loaded, "round_robin": round_robin}

@@ -19,17 +19,17 @@ from dataplane.carriers.host import HostArena, HostReaderSide
 from dataplane.carriers.kv_arena import AUTO, KVArena
 from dataplane.carriers.shm import FrameSource, SharedReader
 from dataplane.ends.choice import CarrierImpossibleError, Choice
-from dataplane.ends.dial import Cancellation
+from dataplane.ends.connections import Cancellation
 from dataplane.ends.reader import PlaneReader
 from dataplane.ends.server import LeaseGate, PlaneServer, ServerOptions
 from dataplane.memory import frames
 from dataplane.memory.arena import HEADER_BYTES, ArenaMissingError, ByteArray
 from dataplane.memory.checksum import DigestKind
 from dataplane.memory.frames import Rows, SequenceMemory
-from dataplane.protocol.reasons import FailureCode
 from dataplane.protocol.stream import Header, TransferFailedError, TransferStats
 from dataplane.protocol.wire import Thread, Wire
 from schemas.handoff import Endpoint
+from schemas.kv import ReadEnd
 from services.sim.platform.connection import Connection, SimWire, StreamFault, StreamFaultKind
 from services.sim.platform.engine import Pace, SimEngineThread
 from services.sim.platform.threads import CoThread, current, pause, spawn
@@ -156,7 +156,7 @@ class SimNetwork:
         self._pass(reader_host, endpoint.host, 2 * latency_s, timeout_s, cancellation)
         server = self._servers.get((endpoint.host, endpoint.port))
         if server is None or reader_host in self._dead or self._faults.refuses(reader_host, endpoint.host):
-            raise TransferFailedError(FailureCode.CONNECT, f"{endpoint.host}:{endpoint.port}: connection refused")
+            raise TransferFailedError(ReadEnd.CONNECT, f"{endpoint.host}:{endpoint.port}: connection refused")
         connection = Connection(reader_host, endpoint.host, latency_s=latency_s, bytes_per_s=self.bytes_per_s)
         connection.held_until = functools.partial(self._held, reader_host, endpoint.host)
         connection.on_closed = lambda: self._connections.pop(connection, None)
@@ -164,7 +164,7 @@ class SimNetwork:
         ours, theirs = connection.ends()
         if not server.admit(ours, reader_host):
             theirs.close()
-            raise TransferFailedError(FailureCode.CONNECT, f"{endpoint.host}:{endpoint.port}: connection refused")
+            raise TransferFailedError(ReadEnd.CONNECT, f"{endpoint.host}:{endpoint.port}: connection refused")
         return theirs
 
     def begin_stream(self, wire: SimWire) -> None:
@@ -181,7 +181,7 @@ class SimNetwork:
         try:
             while (now := time.monotonic()) < (ready_at := max(done_at, self._held(source, target))):
                 if now >= deadline:
-                    raise TransferFailedError(FailureCode.CONNECT, f"{target}: timed out")
+                    raise TransferFailedError(ReadEnd.CONNECT, f"{target}: timed out")
                 pause(min(deadline, ready_at) - now)
                 cancellation.check()
         finally:

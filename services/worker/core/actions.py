@@ -23,7 +23,7 @@ class SendReply:
 
 @dataclass(slots=True, frozen=True)
 class Submit:
-    """Give the sequence to the engine. What of it is in place already, and what it computes, is taken in as the
+    """Give the sequence to the engine. What of it is in place already, and what it computes, is stored as the
     attempt's content; with a lease it is also served to the reader."""
 
     sequence: Sequence
@@ -52,7 +52,7 @@ class Publish:
     ids: tuple[str, ...]
     message: Message
     traceparent: str = ""
-    """Of the request that it belongs to."""
+    """The trace of the request that it belongs to."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -80,7 +80,7 @@ class CloseLease:
 
 @dataclass(slots=True, frozen=True)
 class StartRead:
-    """Read this; `ReadEnded` says what came of it."""
+    """Read this; `ReadEnded` says how it ended."""
 
     read: KVRead
 

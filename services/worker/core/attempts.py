@@ -6,10 +6,10 @@ the reads) is given the record, or what it needs of it, and keeps no copy.
 
 from array import array
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, Literal, TypeVar
 
 from dataplane.blocks.layout import BlockTables
-from schemas.block import pack_tokens, unpack_tokens
+from schemas.block import BlockHasher, pack_tokens, unpack_tokens
 from schemas.handoff import KVOffered
 from schemas.ids import BlockHash, WorkerId
 from schemas.observe import HeldRequest, RunStage
@@ -17,6 +17,7 @@ from schemas.request import (
     AttemptEnd,
     FinishReason,
     FirstTokenTimes,
+    RefusalReason,
     Refused,
     RequestFailure,
     RequestTokens,
@@ -25,7 +26,8 @@ from schemas.request import (
     TransferReport,
     refuse,
 )
-from services.worker.core.content import AttemptKey, PromptKV, SequenceContent
+from services.worker.core.checks import hands_over, num_kv_tokens
+from services.worker.core.content import AttemptKey, PromptKV
 from services.worker.core.replica_offer import ReplicaOffer
 from services.worker.limits import MAX_PAST_ATTEMPTS, RETAIN_ANSWER_MS
 
@@ -34,12 +36,11 @@ RequestT = TypeVar("RequestT", RunPrefill, ReserveBlocks)
 
 @dataclass(slots=True, frozen=True)
 class WantedLease:
-    """A lease to ask `holder` for: on the blocks from `first_block` of a sequence on, as far as it has them.
+    """A lease to ask for: on the blocks from `first_block` of a sequence on, as far as the holder has them.
 
     `deadline_ms`: Unix ms, of the request that they are read for.
     """
 
-    holder: WorkerId
     first_block: int
     block_hashes: tuple[BlockHash, ...]
     deadline_ms: int
@@ -48,20 +49,16 @@ class WantedLease:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class KVRead:
-    """One read of KV into the blocks of `tables`: from `first_token` of a hand-over that was offered, or under a lease
-    that is asked for first. Until `ReadEnded` comes, the blocks may still be written."""
+    """One read of KV from `holder` into the blocks of `tables`: from `first_token` of a hand-over that was offered, or
+    under a lease that is asked for first. Until `ReadEnded` comes, the blocks may still be written."""
 
     key: AttemptKey
+    holder: WorkerId
     lease: KVOffered | WantedLease
     tables: BlockTables
     first_token: int = 0
     traceparent: str = ""
-    """Of the request that it belongs to."""
-
-    @property
-    def holder(self) -> WorkerId:
-        """Who is read from."""
-        return self.lease.holder if isinstance(self.lease, WantedLease) else self.lease.source_worker
+    """The trace of the request that it belongs to."""
 
     @property
     def is_hand_over(self) -> bool:
@@ -72,7 +69,6 @@ class KVRead:
 class AttemptTimes:
     """When what happened to an attempt, in Unix ns; 0: not yet. Kept by `WorkerSpans`, which records it."""
 
-    traceparent: str = ""
     accepted_ns: int = 0
     is_sampled: bool = False
     num_prompt_tokens: int = 0
@@ -116,7 +112,7 @@ class SentAnswer:
     report: TransferReport | None = None
 
     def add(self, tokens: RequestTokens) -> None:
-        """Take in what is sent now."""
+        """Add the tokens that are sent now."""
         if tokens.tokens:
             if tokens.index != self.first_index + len(self.token_ids):  # the first ones
                 self.first_index, self.token_ids = tokens.index, array("I")
@@ -128,14 +124,19 @@ class SentAnswer:
     @property
     def is_empty(self) -> bool:
         """Nothing was sent."""
-        return not self.token_ids and self.finish_reason is None and self.failure is None and self.report is None
+        return not self.token_ids and not self._has_more
+
+    @property
+    def _has_more(self) -> bool:
+        """More than tokens was sent."""
+        return self.finish_reason is not None or self.failure is not None or self.report is not None
 
     def since(self, key: AttemptKey, index: int) -> RequestTokens | None:
         """Return what was sent from the answer's token `index` on, with its end, if it has one; None: nothing."""
         end = self.first_index + len(self.token_ids)
         start = min(max(index, self.first_index), end)
         tokens = self.token_ids[start - self.first_index :]
-        if not tokens and self.finish_reason is None and self.failure is None and self.report is None:
+        if not tokens and not self._has_more:
             return None
         return RequestTokens(
             request_id=key[0],
@@ -151,18 +152,30 @@ class SentAnswer:
 @dataclass(slots=True, eq=False)
 class Attempt(Generic[RequestT]):
     """One attempt on this worker. `tables` are its own reference to its blocks: empty before it has any, and once they
-    are given back."""
+    are given back. `traceparent`: of the request that it belongs to; "": of none."""
+
+    part: ClassVar[Literal["prefill", "decode"]]
+    """Which role it is of."""
 
     request: RequestT
     prompt: list[int]
-    content: SequenceContent
+    hasher: BlockHasher
+    """Of its full blocks: the prompt's, and the answer's as they fill up."""
     times: AttemptTimes
-    taken_ms: int = 0
-    """When this worker took it, Unix ms."""
+    traceparent: str = ""
+    key: AttemptKey = field(init=False)
+    hands_over: bool = field(init=False)
+    """Its prompt is computed here, and its answer decoded elsewhere."""
+    num_kv_tokens: int = field(init=False)
+    """Tokens that need room here."""
+    stage: RunStage = "queued"
+    """How far it is."""
     answer: SentAnswer = field(default_factory=SentAnswer)
     tables: BlockTables = ()
     kv: PromptKV | None = None
-    """What of the prompt is in place; None while it is queued."""
+    """What of the prompt is in place, until the engine computes the rest; None while it is queued."""
+    num_stored_blocks: int = 0
+    """How many of its full blocks this worker has stored under their hashes."""
     read: KVRead | None = None
     """What may still write its blocks, beside the engine."""
     replica_offer: ReplicaOffer | None = None
@@ -172,52 +185,26 @@ class Attempt(Generic[RequestT]):
     end: AttemptEnd = AttemptEnd.FAILED
     """The same for code, once it was ended early."""
 
-    @property
-    def key(self) -> AttemptKey:
-        return (self.request.request_id, self.request.attempt)
-
-    @property
-    def traceparent(self) -> str:
-        return self.times.traceparent
-
-    @property
-    def num_tokens_at_end(self) -> int:
-        """Tokens of the prompt and the longest answer."""
-        return len(self.prompt) - self.request.num_answered_tokens + self.request.sampling.max_tokens
-
-    @property
-    def num_kv_tokens(self) -> int:
-        """Tokens that need room here: where the answer is decoded all but its last."""
-        return self.num_tokens_at_end - 1
+    def __post_init__(self) -> None:
+        self.key = (self.request.request_id, self.request.attempt)
+        self.hands_over = hands_over(self.request)
+        self.num_kv_tokens = num_kv_tokens(self.request, len(self.prompt))
 
     @property
     def has_ended(self) -> bool:
         """Nothing more comes of it; its blocks wait for whoever may still write them."""
-        raise NotImplementedError
+        return self.stage == "ending"
 
     @property
     def owes_tokens(self) -> bool:
         """Its gateway waits for more from this worker."""
-        raise NotImplementedError
+        return self.stage not in ("handing_over", "ending")
 
     @property
-    def stage(self) -> RunStage:
-        """How far it is, for people."""
-        raise NotImplementedError
-
-    @property
-    def num_queued_tokens(self) -> int:
-        """Prompt tokens that are to be computed here, and that the engine does not have yet."""
-        return 0
-
-    @property
-    def num_unreceived_tokens(self) -> int:
-        """Prompt tokens that others compute for it, and whose KV is not here yet."""
-        return 0
-
-    @property
-    def num_missing_tokens(self) -> int:
-        """Prompt tokens whose KV is not here."""
+    def num_awaited_tokens(self) -> int:
+        """Prompt tokens whose KV is neither here nor the engine's to compute, yet."""
+        if self.stage in ("computing", "handing_over", "ending"):
+            return 0
         return len(self.prompt) - (self.kv.num_present_tokens if self.kv else 0)
 
     def held(self, now_ms: int) -> HeldRequest:
@@ -225,16 +212,16 @@ class Attempt(Generic[RequestT]):
         return HeldRequest(
             request_id=self.request.request_id,
             attempt=self.request.attempt,
-            part="prefill" if isinstance(self.request, RunPrefill) else "decode",
+            part=self.part,
             stage=self.stage,
-            age_ms=max(0, now_ms - self.taken_ms),
+            age_ms=max(0, now_ms - self.times.accepted_ns // 1_000_000),
             num_prompt_tokens=len(self.prompt),
             reading_from=self.read.holder if self.read else "",
         )
 
 
 AnyAttempt = Attempt[RunPrefill] | Attempt[ReserveBlocks]
-"""Of either role."""
+"""An attempt of either role."""
 
 
 class PastAttempts:
@@ -286,4 +273,4 @@ class PastAttempts:
         """Return the refusal of an attempt that is over."""
         if (request.request_id, request.attempt) not in self._keys:
             return None
-        return refuse(request, "invalid", "this attempt has ended here, or was cancelled before it came")
+        return refuse(request, RefusalReason.INVALID, "this attempt has ended here, or was cancelled before it came")

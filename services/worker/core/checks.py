@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from schemas.block import unpack_tokens
 from schemas.ids import TokenIds, WorkerId, is_subject_token
 from schemas.request import RefusalReason, Refused, ReserveBlocks, RunPrefill, SamplingParams, refuse
-from services.worker.core.content import SequenceContent
 from services.worker.limits import MAX_SOURCES, RETRY_AFTER_MS
 
 
@@ -24,9 +23,10 @@ class WorkerLimits:
     max_queued: int
     lease_ms: int
 
-    def content_of(self, request: RunPrefill | ReserveBlocks, prompt: list[int]) -> SequenceContent:
-        """Return the identities of the blocks of a request's prompt."""
-        return SequenceContent(prompt, self.block_size, self.fingerprint, tenant=request.tenant)
+    @property
+    def num_tokens(self) -> int:
+        """The most whose KV one sequence may have here."""
+        return self.num_blocks * self.block_size
 
     def stop_token_ids(self, sampling: SamplingParams) -> frozenset[int]:
         """Return the tokens that end this request's answer."""
@@ -40,6 +40,19 @@ def _ids_of(request: RunPrefill | ReserveBlocks) -> list[str]:
     ids.append(request.decode_worker if isinstance(request, RunPrefill) else request.prefill_worker)
     ids += [source.worker_id for source in request.sources]
     return [text for text in ids if text is not None]
+
+
+def hands_over(request: RunPrefill | ReserveBlocks) -> bool:
+    """Return whether this worker computes the prompt, and another one decodes the answer."""
+    return isinstance(request, RunPrefill) and request.handoff_id is not None
+
+
+def num_kv_tokens(request: RunPrefill | ReserveBlocks, num_prompt_tokens: int) -> int:
+    """Return how many tokens need room here: the prompt's where they are handed over, else all but the answer's last
+    one too."""
+    if hands_over(request):
+        return num_prompt_tokens
+    return num_prompt_tokens - request.num_answered_tokens + request.sampling.max_tokens - 1
 
 
 def read_prompt(packed: TokenIds) -> list[int]:
@@ -59,23 +72,30 @@ def check_request(
     """Return why this request cannot be taken, or None."""
     num_answered = request.num_answered_tokens
     num_tokens = len(prompt) - num_answered + request.sampling.max_tokens
-    hands_over = isinstance(request, RunPrefill) and request.handoff_id is not None
-    num_kv_tokens = len(prompt) if hands_over else num_tokens - 1
     reason: tuple[RefusalReason, str, int] | None = None
     if draining:
-        reason = ("draining", f"{limits.worker_id} is draining", RETRY_AFTER_MS)
+        reason = (RefusalReason.DRAINING, f"{limits.worker_id} is draining", RETRY_AFTER_MS)
     elif request.deadline_ms <= now_ms:
-        reason = ("deadline", "the deadline has passed", 0)
+        reason = (RefusalReason.DEADLINE, "the deadline has passed", 0)
     elif isinstance(request, RunPrefill) and (request.handoff_id is None) != (request.decode_worker is None):
-        reason = ("invalid", "a hand-over needs both its id and its decode worker", 0)
+        reason = (RefusalReason.INVALID, "a hand-over needs both its id and its decode worker", 0)
     elif not all(map(is_subject_token, _ids_of(request))) or len(request.sources) > MAX_SOURCES:
-        reason = ("invalid", f"an id that is no word of letters, digits, - and _, or over {MAX_SOURCES} sources", 0)
+        reason = (
+            RefusalReason.INVALID,
+            f"an id that is no word of letters, digits, - and _, or over {MAX_SOURCES} sources",
+            0,
+        )
     elif not prompt or request.sampling.max_tokens < 1 or max(prompt) >= limits.vocab_size:
-        reason = ("invalid", "an empty prompt, no tokens to generate, or a token outside the vocabulary", 0)
+        reason = (RefusalReason.INVALID, "an empty prompt, no tokens to generate, or a token outside the vocabulary", 0)
     elif not 0 <= num_answered < min(len(prompt), request.sampling.max_tokens):
-        reason = ("invalid", f"{num_answered} tokens of the answer leave no prompt or no token to generate", 0)
-    elif num_tokens > limits.context_length or num_kv_tokens > limits.num_blocks * limits.block_size:
-        reason = ("too_long", f"{num_tokens} tokens do not fit", 0)
+        detail = f"{num_answered} tokens of the answer leave no prompt or no token to generate"
+        reason = (RefusalReason.INVALID, detail, 0)
+    elif num_tokens > limits.context_length or num_kv_tokens(request, len(prompt)) > limits.num_tokens:
+        reason = (RefusalReason.TOO_LONG, f"{num_tokens} tokens do not fit", 0)
     elif full:
-        reason = ("overloaded", f"{limits.worker_id} has {limits.max_queued} requests waiting", RETRY_AFTER_MS)
+        reason = (
+            RefusalReason.OVERLOADED,
+            f"{limits.worker_id} has {limits.max_queued} requests waiting",
+            RETRY_AFTER_MS,
+        )
     return None if reason is None else refuse(request, *reason)

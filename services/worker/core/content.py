@@ -1,32 +1,13 @@
-"""The identities of a sequence's blocks as it grows, and how much of a prompt's KV is in place. Pure."""
+"""How much of a prompt's KV is in place on a worker, and where it came from. Pure."""
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from schemas.block import BlockHasher
-from schemas.ids import BlockHash, RequestId, WorkerId
-from schemas.request import KVSource, SourceTokens, TransferReport
+from schemas.ids import RequestId, WorkerId
+from schemas.request import FirstTokenTimes, KVSource, SourceTokens, TransferReport
 
 AttemptKey = tuple[RequestId, int]
 """One attempt at one request."""
-
-
-class SequenceContent:
-    """The hashes of one sequence's full blocks. `num_stored_blocks`: how many of them its worker has taken in.
-    `num_landed_tokens`: those whose KV was there before the worker computed any."""
-
-    def __init__(self, prompt: Sequence[int], block_size: int, fingerprint: str, *, tenant: str = "") -> None:
-        self.tenant = tenant
-        self._hasher = BlockHasher(block_size, model_fingerprint=fingerprint, tenant=tenant)
-        self.hashes: list[BlockHash] = self._hasher.extend(prompt, len(prompt))
-        self.num_stored_blocks = 0
-        self.num_landed_tokens = 0
-
-    def extend(self, token_ids: Sequence[int], num_tokens: int) -> list[BlockHash]:
-        """Return the hashes of the full blocks of `token_ids[:num_tokens]`, at least the prompt's."""
-        self.hashes += self._hasher.extend(token_ids, num_tokens)
-        return self.hashes
 
 
 @dataclass(slots=True, frozen=True)
@@ -81,7 +62,7 @@ class PromptKV:
         return None
 
     def landed(self, source: WorkerId, outcome: ReadOutcome) -> None:
-        """Take in what a read brought."""
+        """Add what a read has brought."""
         if not outcome.is_whole and not self.keeps_parts:
             self.num_present_tokens = self.num_cached_tokens
             self.transferred.clear()
@@ -106,8 +87,8 @@ class PromptKV:
             surplus -= taken
         self.transferred = {source: count for source, count in self.transferred.items() if count}
 
-    def report(self, *, is_prefill: bool = False) -> TransferReport:
-        """Return where it came from; what is not in place is computed."""
+    def report(self, *, is_prefill: bool = False, first_token: FirstTokenTimes | None = None) -> TransferReport:
+        """Return where it came from, and how the prompt came to its first token; what is not in place is computed."""
         num_transferred = sum(self.transferred.values())
         return TransferReport(
             cached_tokens=self.num_present_tokens - num_transferred,
@@ -118,4 +99,5 @@ class PromptKV:
             ),
             carrier=self.carrier,
             is_prefill=is_prefill,
+            first_token=first_token,
         )

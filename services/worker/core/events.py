@@ -14,19 +14,12 @@ from services.worker.core.leases import Grant
 
 
 @dataclass(frozen=True, slots=True)
-class RunAsked:
-    """A gateway wants a prompt computed. Answered by a `SendReply`. `times`: its trace, and when it came."""
+class AttemptAsked:
+    """A gateway wants a prompt computed, or room for an answer. Answered by a `SendReply`. `times`: when it came."""
 
-    request: RunPrefill
+    request: RunPrefill | ReserveBlocks
     times: AttemptTimes
-
-
-@dataclass(frozen=True, slots=True)
-class ReserveAsked:
-    """A gateway wants room for an answer. Answered by a `SendReply`. `times`: its trace, and when it came."""
-
-    request: ReserveBlocks
-    times: AttemptTimes
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +113,13 @@ class Fenced:
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """The holder is about to stop serving: what is lent from now on would be cut off."""
+    """The holder is about to stop serving: nothing more is lent. What is lent already may still be read."""
 
 
 HandOverEvent = BlocksReserved | KVOffered | KVLanded | HandoffAborted
 EngineEvent = StepResult | SequenceRemoved | SequenceFailed
 Event = (
-    RunAsked
-    | ReserveAsked
+    AttemptAsked
     | HandOverEvent
     | CancelRequest
     | AttemptUnwanted

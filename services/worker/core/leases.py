@@ -1,4 +1,4 @@
-"""Leases: who may read which blocks, until when, and what has come of it. Pure: the time is an argument.
+"""Leases: who may read which blocks, until when, and how each has ended. Pure: the time is an argument.
 
 A lease is active from its grant to `end` or `expire`, whichever comes first. Past its expiry it is refused to readers
 even while nobody has called `expire` yet. The caller holds the blocks' references.
@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from dataplane.blocks.layout import BlockTables, block_ids
+from dataplane.blocks.ticket import Ticket
 from dataplane.protocol.gate import LeaseRefusedError
 from dataplane.protocol.progress import KVProgress
 from schemas.ids import LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseEnd
-from services.worker.limits import MAX_ENDED_LEASES
 
 NEVER = 2**63 - 1
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Grant:
-    """One lease, from its grant until it has ended and its stream as well: the only record of it.
+    """One lease: the only record of it. Whoever serves a stream under it keeps it until that has ended.
 
     `reader` may read tokens [first_token, num_tokens) in `tables`, whose blocks `holder` keeps as they are until
     `expires_at_ms`. Of a cache group with a window only what its table covers can be read. `epoch` is unique to this
@@ -34,9 +34,9 @@ class Grant:
     reader: WorkerId
     request_id: RequestId
     attempt: int
-    """For which attempt it is read."""
+    """It is read for this attempt of the request."""
     tenant: str
-    """On whose behalf it is read; "": nobody in particular."""
+    """It is read on behalf of this tenant; "": of nobody in particular."""
     tables: BlockTables
     first_token: int
     num_tokens: int
@@ -50,17 +50,16 @@ class Grant:
     progress: KVProgress
     """How much of it can be read."""
     readable_ns: int = 0
-    """Since when all of it can be read, Unix time; 0: some of it is still being computed."""
+    """When the last of it could be read, Unix time; 0: some of it is still being computed."""
     is_offered: bool = False
-    """Of a hand-over: its terms have been sent to the reader."""
+    """It is a hand-over's, and its terms have been sent to the reader."""
     is_read: bool = False
     """A stream on it is under way."""
     has_moved: bool = False
     """A stream on it has made progress since `take_moved`."""
     closes_ms: int | None = None
-    """Of a hand-over whose stream has ended: until when it waits for the reader to say what came of it."""
-    had_stream: bool = False
-    """A stream on it has ended, and that is recorded."""
+    """When a hand-over's lease ends whose stream is over, unless the reader says before how its read ended; None: its
+    stream is not over."""
     traceparent: str = ""
     """The trace that it belongs to; "": none."""
 
@@ -68,6 +67,10 @@ class Grant:
     """Why it has ended; None: it is active."""
     detail: str = ""
     """The same for people, where there is more to say."""
+
+    def is_valid(self, now_ms: int) -> bool:
+        """Say whether it is active and not past its expiry: its blocks are still what they were."""
+        return self.end is None and self.expires_at_ms > now_ms
 
     @property
     def num_blocks(self) -> int:
@@ -85,8 +88,6 @@ class LeaseTable:
 
     def __init__(self) -> None:
         self._active: dict[LeaseId, Grant] = {}
-        self._ended: dict[LeaseId, Grant] = {}
-        """Those without the end of a stream: one may still be under way, or none was ever opened."""
         self._last_epoch = 0
 
     def __len__(self) -> int:
@@ -151,30 +152,20 @@ class LeaseTable:
         )
         return grant
 
-    def find(self, lease_id: LeaseId) -> Grant | None:
-        """Return the lease, also one that has ended before any stream on it has."""
-        return self._active.get(lease_id) or self._ended.get(lease_id)
-
-    def check(self, lease_id: LeaseId, epoch: int, reader: WorkerId, now_ms: int, tenant: str | None = None) -> Grant:
-        """Return the lease if `reader` may read under it now, for `tenant` where it is given. Raises
-        LeaseRefusedError."""
-        grant = self._active.get(lease_id)
+    def check(self, ticket: Ticket, now_ms: int) -> Grant:
+        """Return the lease that a ticket is for, if it may be read under now. Raises LeaseRefusedError."""
+        grant = self._active.get(ticket.lease_id)
         if grant is None:
-            raise LeaseRefusedError(lease_id, "unknown")
-        if grant.epoch != epoch:
-            raise LeaseRefusedError(lease_id, "epoch")
-        if grant.reader != reader:
-            raise LeaseRefusedError(lease_id, "reader")
-        if tenant is not None and grant.tenant != tenant:
-            raise LeaseRefusedError(lease_id, "tenant")
-        if grant.expires_at_ms <= now_ms:
-            raise LeaseRefusedError(lease_id, "expired")
+            raise LeaseRefusedError(ticket.lease_id, "unknown")
+        if grant.epoch != ticket.epoch:
+            raise LeaseRefusedError(ticket.lease_id, "epoch")
+        if grant.reader != ticket.reader:
+            raise LeaseRefusedError(ticket.lease_id, "reader")
+        if grant.tenant != ticket.tenant:
+            raise LeaseRefusedError(ticket.lease_id, "tenant")
+        if not grant.is_valid(now_ms):
+            raise LeaseRefusedError(ticket.lease_id, "expired")
         return grant
-
-    def current(self, lease_id: LeaseId, epoch: int, now_ms: int) -> Grant | None:
-        """Return this very grant if it is active and not past its expiry: its blocks are still what they were."""
-        grant = self._active.get(lease_id)
-        return grant if grant is not None and grant.epoch == epoch and grant.expires_at_ms > now_ms else None
 
     def renew(self, grant: Grant, now_ms: int, lease_ms: int) -> None:
         """Let an active lease run at least until `now_ms + lease_ms`, within its last end. One that has ended stays
@@ -192,13 +183,8 @@ class LeaseTable:
     def end(self, lease_id: LeaseId, end: LeaseEnd, detail: str = "") -> Grant | None:
         """End the lease and return it, or None when it is not active: only one caller frees its blocks."""
         grant = self._active.pop(lease_id, None)
-        if grant is None:
-            return None
-        grant.end, grant.detail = end, detail
-        if not grant.had_stream:
-            self._ended[lease_id] = grant
-            if len(self._ended) > MAX_ENDED_LEASES:
-                del self._ended[next(iter(self._ended))]
+        if grant is not None:
+            grant.end, grant.detail = end, detail
         return grant
 
     def expire(self, now_ms: int, concerns: Callable[[Grant], bool] = lambda _: True, detail: str = "") -> list[Grant]:
@@ -210,14 +196,3 @@ class LeaseTable:
         for grant in over:
             self.end(grant.lease_id, LeaseEnd.EXPIRED, detail)
         return over
-
-    def stream_started(self, grant: Grant) -> None:
-        """A stream on it brings its first bytes: it is remembered until this one has ended, whatever came before."""
-        grant.had_stream, grant.is_read = False, True
-
-    def stream_ended(self, grant: Grant) -> None:
-        """A stream on it has ended: once the lease has ended too it is forgotten. Until then another may follow, where
-        this one broke before it brought anything."""
-        grant.had_stream, grant.is_read = True, False
-        if grant.end is not None:
-            self._ended.pop(grant.lease_id, None)

@@ -1,7 +1,8 @@
 """Which blocks a holder lends to readers that ask for a lease, and until when. Pure.
 
 A lease is for one read. It ends when that has ended, when its reader has left, or by its time: a short one until the
-read begins, then the holder's own. A holder that drains goes on lending until it stops.
+read begins, then the holder's own. A worker that drains goes on lending until it stops; a store that is stopped lends
+nothing more at once.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from dataplane.protocol.progress import KVProgress
 from schemas.block import split_hashes
 from schemas.ids import BlockHash, LeaseId, WorkerId
 from schemas.kv import LeaseEnd, RequestLease, ReturnLease, refuse_lease
-from schemas.request import Refused, refuse
+from schemas.request import RefusalReason, Refused, refuse
 from schemas.worker import WorkerLeft
 from services.worker.core.actions import Action, CloseLease
 from services.worker.core.events import Event, Fenced, Stopping, StreamEnded, StreamStarted
@@ -64,7 +65,8 @@ class LendLimits(Protocol):
 
 @dataclass
 class LendCore:
-    """The leases that readers have asked for; those of hand-overs are the prefill core's."""
+    """The leases that readers have asked for; those of hand-overs are the prefill core's. What the streams say of a
+    lease is noted here for both."""
 
     limits: LendLimits
     memory: LentMemory
@@ -73,13 +75,15 @@ class LendCore:
     is_stopping: bool = False
 
     def handle(self, event: Event, now_ms: int) -> list[Action]:
-        """Take in what has happened; return what is to be done, in order."""
+        """React to what has happened: return what is to be done, in order."""
         match event:
             case StreamStarted(lease=lease):
+                lease.is_read = True
                 if lease.is_lent:  # the read may take the holder's full time
                     self.leases.renew(lease, now_ms, self.limits.lease_ms)
                 return []
             case StreamEnded(lease=lease, error=error):
+                lease.is_read = False
                 return self._end([lease], LeaseEnd.CANCELLED if error else LeaseEnd.LANDED, error)
             case ReturnLease(lease_id=lease_id, reader=reader):
                 return self._end(
@@ -108,9 +112,9 @@ class LendCore:
         if (refused := refuse_lease(request, holder, self.limits.fingerprint, now_ms)) is not None:
             return refused
         if self.is_stopping:
-            return refuse(request, "draining", f"{holder} is about to stop", RETRY_AFTER_MS)
+            return refuse(request, RefusalReason.DRAINING, f"{holder} is about to stop", RETRY_AFTER_MS)
         if self.leases.num_lent >= MAX_LENT_LEASES:
-            return refuse(request, "overloaded", f"{MAX_LENT_LEASES} leases are open", RETRY_AFTER_MS)
+            return refuse(request, RefusalReason.OVERLOADED, f"{MAX_LENT_LEASES} leases are open", RETRY_AFTER_MS)
         return None
 
     def answer(self, request: RequestLease, now_ms: int) -> Grant | Refused:
@@ -120,7 +124,7 @@ class LendCore:
             return refused
         found = self.memory.lend(split_hashes(request.block_hashes), request.first_block)
         if found is None:
-            return refuse(request, "gone", f"{limits.worker_id} does not hold these blocks (any more)")
+            return refuse(request, RefusalReason.GONE, f"{limits.worker_id} does not hold these blocks (any more)")
         self.num_asked += 1
         return self.leases.grant(
             lease_id=LeaseId(f"read-{limits.worker_id}-{self.num_asked}"),

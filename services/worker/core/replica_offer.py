@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from schemas.block import join_hashes
+from schemas.block import BlockHasher, join_hashes
 from schemas.ids import WorkerId
 from schemas.kv import ReplicateBlocks
-from services.worker.core.content import AttemptKey, SequenceContent
+from schemas.request import ReserveBlocks, RunPrefill
 from services.worker.limits import MAX_OFFER_BLOCKS, OFFER_BLOCKS, OFFER_INTERVAL_MS, READ_WITHIN_MS
 
 
@@ -15,8 +15,8 @@ class ReplicaOffer:
     """What `replica` has been offered so far of the blocks that a sequence of `source` fills: at most one message in
     `OFFER_INTERVAL_MS`, or for `OFFER_BLOCKS`."""
 
-    key: AttemptKey
-    content: SequenceContent
+    request: RunPrefill | ReserveBlocks
+    hasher: BlockHasher
     replica: WorkerId
     source: WorkerId
     fingerprint: str
@@ -24,24 +24,24 @@ class ReplicaOffer:
     """Blocks."""
     offered_ms: int | None = None
 
-    def due(self, now_ms: int, *, ended: bool = False) -> list[ReplicateBlocks]:
-        """Return the messages that are to go out now: of what the worker has taken in since the last ones. `ended`: the
-        sequence fills no more blocks."""
-        num_new = self.content.num_stored_blocks - self.num_offered
+    def due(self, num_stored_blocks: int, now_ms: int, *, ended: bool = False) -> list[ReplicateBlocks]:
+        """Return the messages that are to go out now: of the `num_stored_blocks` that the worker has, those
+        since the last ones. `ended`: the sequence fills no more blocks."""
+        num_new = num_stored_blocks - self.num_offered
         has_waited = self.offered_ms is None or now_ms - self.offered_ms >= OFFER_INTERVAL_MS
-        return list(self._messages(now_ms)) if num_new > 0 and (ended or num_new >= OFFER_BLOCKS or has_waited) else []
+        is_due = num_new > 0 and (ended or num_new >= OFFER_BLOCKS or has_waited)
+        return list(self._messages(num_stored_blocks, now_ms)) if is_due else []
 
-    def _messages(self, now_ms: int) -> Iterator[ReplicateBlocks]:
-        first, end = self.num_offered, self.content.num_stored_blocks
-        self.num_offered, self.offered_ms = end, now_ms
+    def _messages(self, end: int, now_ms: int) -> Iterator[ReplicateBlocks]:
+        first, self.num_offered, self.offered_ms = self.num_offered, end, now_ms
         for at in range(first, end, MAX_OFFER_BLOCKS):
             yield ReplicateBlocks(
-                request_id=self.key[0],
-                attempt=self.key[1],
+                request_id=self.request.request_id,
+                attempt=self.request.attempt,
                 deadline_ms=now_ms + READ_WITHIN_MS,
                 source=self.source,
                 fingerprint=self.fingerprint,
                 first_block=at,
-                block_hashes=join_hashes(self.content.hashes[at : min(at + MAX_OFFER_BLOCKS, end)]),
-                tenant=self.content.tenant,
+                block_hashes=join_hashes(self.hasher.hashes[at : min(at + MAX_OFFER_BLOCKS, end)]),
+                tenant=self.request.tenant,
             )

@@ -1,5 +1,5 @@
-"""Copies that outlive their worker: a replica takes in the blocks that others offer it, while it has room to spare.
-Nobody waits for it. What a worker offers itself is in `replica_offer.py`. Pure.
+"""Copies that outlive their worker: a replica reads and keeps the blocks that others offer it, while it has room to
+spare. Nobody waits for it. What a worker offers itself is in `replica_offer.py`. Pure.
 
 Of layers with windows nothing is copied: such blocks are of no use by themselves.
 """
@@ -73,7 +73,7 @@ class ReplicaCore:
             )
 
     def handle(self, event: Event, now_ms: int) -> list[Action]:
-        """Take in what has happened; return what is to be done, in order. `now_ms`: Unix ms."""
+        """React to what has happened: return what is to be done, in order. `now_ms`: Unix ms."""
         match event:
             case CopyOffered():
                 return self._offered(event, now_ms)
@@ -174,10 +174,10 @@ class ReplicaCore:
             self._num_read += 1
             key = (RequestId(f"replica-{self._limits.worker_id}-{self._num_read}"), 1)
             deadline_ms = min(copy.deadline_ms, now_ms + READ_WITHIN_MS)
-            lease = WantedLease(copy.source, copy.first_block, hashes, deadline_ms, copy.tenant)
+            lease = WantedLease(copy.first_block, hashes, deadline_ms, copy.tenant)
             first_token = copy.first_block * self._limits.block_size
             copy.hashes, copy.tables = hashes, tables
-            read = KVRead(key, lease, tables, first_token, copy.traceparent)
+            read = KVRead(key, copy.source, lease, tables, first_token, copy.traceparent)
             self.reading[read] = copy
             actions.append(StartRead(read))
         return actions

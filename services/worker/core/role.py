@@ -2,40 +2,60 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import Any, ClassVar, Generic, TypeVar
-
-import msgspec
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from dataplane.blocks.cache import BlockCache
 from schemas import subjects
+from schemas.block import BlockHasher, pack_tokens
 from schemas.ids import BlockHash, GatewayId, HandoffId
 from schemas.request import (
     AttemptEnd,
+    AttemptFailure,
     CancelRequest,
-    FailureCode,
+    RefusalReason,
     RequestFailure,
     RequestTokens,
+    TransferReport,
     refuse,
 )
+from schemas.subjects import Subject
 from schemas.worker import WorkerLeft
 from services.engine.interface import SampledToken, Sequence, StepResult
-from services.worker.core.actions import Action, AttemptEnded, Emit, Publish, SendReply, StartRead
+from services.worker.core.actions import (
+    Action,
+    AttemptEnded,
+    Emit,
+    Publish,
+    SendReply,
+    StartRead,
+    StopRead,
+    Submit,
+    Withdraw,
+)
 from services.worker.core.attempts import AnyAttempt, KVRead, PastAttempts, SentAnswer, WantedLease
 from services.worker.core.checks import WorkerLimits, check_request, read_prompt
 from services.worker.core.content import AttemptKey, PromptKV
 from services.worker.core.events import (
+    AttemptAsked,
     AttemptUnwanted,
     DrainBegun,
     DrainOver,
     Event,
     Fenced,
     ReadEnded,
-    ReserveAsked,
-    RunAsked,
     SequenceFailed,
     SequenceRemoved,
 )
+from services.worker.core.leases import Grant
 from services.worker.core.replica_offer import ReplicaOffer
+
+
+class HeardSubject(NamedTuple):
+    """The messages of one subject are events to a core: a question as `AttemptAsked`, others as they are."""
+
+    subject: Subject[Any, Any]
+    ids: tuple[str, ...]
+
 
 AttemptT = TypeVar("AttemptT", bound=AnyAttempt)
 
@@ -47,7 +67,7 @@ class RoleCore(ABC, Generic[AttemptT]):
     """
 
     record: ClassVar[type[Any]]
-    """Of one attempt."""
+    """The class of an attempt's record."""
 
     def __init__(self, limits: WorkerLimits, cache: BlockCache) -> None:
         self.attempts: dict[AttemptKey, AttemptT] = {}
@@ -74,7 +94,12 @@ class RoleCore(ABC, Generic[AttemptT]):
         return attempt.answer if attempt is not None else self.past.answer(key)
 
     def handle(self, event: Event, now_ms: int) -> list[Action]:
-        """Take in what has happened. A role's own events are handled by the role."""
+        """React to what has happened, then admit queued attempts: here, or in another core, blocks may have become
+        free."""
+        return self._react(event, now_ms) + self._admit(now_ms)
+
+    def _react(self, event: Event, now_ms: int) -> list[Action]:
+        """Do what an event asks for. A role's own events are handled by the role."""
         match event:
             case StepResult():
                 return self._stepped(event, now_ms)
@@ -104,13 +129,17 @@ class RoleCore(ABC, Generic[AttemptT]):
         self.past.forget_old(now_ms)
         running = [attempt for attempt in self.attempts.values() if attempt.replica_offer is not None]
         copies = [action for attempt in running for action in self._offer_copies(attempt, now_ms)]
-        return self._on_time(now_ms) + copies
+        return self._on_time(now_ms) + copies + self._admit(now_ms)
 
     # What a role decides for itself.
 
     @abstractmethod
+    def hears(self) -> tuple[HeardSubject, ...]:
+        """Return which messages are this role's events, beside those that every worker hears."""
+
+    @abstractmethod
     def _on_time(self, now_ms: int) -> list[Action]:
-        """Enforce deadlines, repeat what may have been lost, let in what there is room for."""
+        """Enforce deadlines, repeat what may have been lost."""
 
     @abstractmethod
     def _admit(self, now_ms: int) -> list[Action]:
@@ -121,8 +150,9 @@ class RoleCore(ABC, Generic[AttemptT]):
         """A read of an attempt that goes on has ended: go on with the next source, or compute."""
 
     @abstractmethod
-    def _sampled(self, attempt: AttemptT, sampled: SampledToken, ended_ns: int, now_ms: int) -> list[Action]:
-        """Send on a token of an attempt that goes on. `ended_ns`: when its step ended."""
+    def _computed(self, attempt: AttemptT, sampled: SampledToken, ended_ns: int, now_ms: int) -> list[Action]:
+        """The engine has computed all of an attempt that it was given, up to this token. `ended_ns`: when its last step
+        ended."""
 
     @abstractmethod
     def _worker_left(self, event: WorkerLeft, now_ms: int) -> list[Action]:
@@ -134,7 +164,7 @@ class RoleCore(ABC, Generic[AttemptT]):
 
     # Taking and ending, the same for all.
 
-    def _take(self, event: RunAsked | ReserveAsked, now_ms: int) -> AttemptT | SendReply:
+    def _take(self, event: AttemptAsked, now_ms: int) -> AttemptT | SendReply:
         """Return the attempt that this message has begun, now or before, or the refusal."""
         request, limits = event.request, self._limits
         if (refused := self.past.refuse(request)) is not None:
@@ -148,10 +178,10 @@ class RoleCore(ABC, Generic[AttemptT]):
         if refused is not None:
             return SendReply(refused)
         if known is not None or request.handoff_id in self._by_handoff:
-            return SendReply(refuse(request, "invalid", "this hand-over is another request's"))
-        attempt: AttemptT = self.record(  # type: ignore[assignment]
-            request, prompt, limits.content_of(request, prompt), event.times, taken_ms=now_ms
-        )
+            return SendReply(refuse(request, RefusalReason.INVALID, "this hand-over is another request's"))
+        hasher = BlockHasher(limits.block_size, model_fingerprint=limits.fingerprint, tenant=request.tenant)
+        hasher.extend(prompt, len(prompt))
+        attempt: AttemptT = self.record(request, prompt, hasher, event.times, event.traceparent)
         self.attempts[attempt.key] = attempt
         self._queue.append(attempt)
         if request.handoff_id is not None:
@@ -168,14 +198,15 @@ class RoleCore(ABC, Generic[AttemptT]):
             if sampled.local_end:
                 actions += self._offer_copies(attempt, now_ms, ended=True)
             if not attempt.has_ended:
-                actions += self._sampled(attempt, sampled, result.ended_ns, now_ms)
+                actions.append(self._emit_token(attempt, sampled))
+                actions += self._computed(attempt, sampled, result.ended_ns, now_ms) if sampled.local_end else []
             elif sampled.local_end:  # it ended before it could be withdrawn
                 actions += self._forget(attempt, now_ms)
         for sequence, _ in result.computed:
             attempt = self.attempts.get((sequence.request_id, sequence.attempt))
             if attempt is not None and attempt.replica_offer is not None:
                 actions += self._offer_copies(attempt, now_ms)
-        return actions + self._admit(now_ms)  # the step may have ended an attempt of the worker's other role
+        return actions
 
     def _read_ended(self, event: ReadEnded, now_ms: int) -> list[Action]:
         attempt = self.attempts.get(event.read.key)
@@ -187,17 +218,16 @@ class RoleCore(ABC, Generic[AttemptT]):
     def _removed(self, key: AttemptKey, now_ms: int) -> list[Action]:
         attempt = self.attempts.get(key)
         if attempt is None:
-            return self._admit(now_ms)
-        copies = self._offer_copies(attempt, now_ms, ended=True)
-        return copies + self._forget(attempt, now_ms) + self._admit(now_ms)
+            return []
+        return self._offer_copies(attempt, now_ms, ended=True) + self._forget(attempt, now_ms)
 
     def _failed(self, event: SequenceFailed, now_ms: int) -> list[Action]:
         attempt = self.attempts.get(event.key)
         if attempt is None:
             return []
         attempt.outcome = attempt.outcome or event.reason
-        told = [] if attempt.has_ended else [self._emit_failure(attempt, "engine_failed", event.reason)]
-        return told + self._engine_lost(attempt) + self._forget(attempt, now_ms) + self._admit(now_ms)
+        told = [] if attempt.has_ended else [self._emit_failure(attempt, AttemptFailure.ENGINE_FAILED, event.reason)]
+        return told + self._engine_lost(attempt) + self._forget(attempt, now_ms)
 
     def _engine_lost(self, attempt: AttemptT) -> list[Action]:
         """The engine has dropped an attempt: end what others hold of it."""
@@ -216,14 +246,14 @@ class RoleCore(ABC, Generic[AttemptT]):
         queued = list(self._queue)
         self._queue.clear()
         detail = "the worker is draining"
-        return [action for attempt in queued for action in self._fail(attempt, "draining", detail, now_ms)]
+        return [action for attempt in queued for action in self._fail(attempt, AttemptFailure.DRAINING, detail, now_ms)]
 
     def _hand_back(self, now_ms: int) -> list[Action]:
         """Fail what owes tokens. Finished prefixes stay for their readers."""
         self._queue.clear()
         owing = [attempt for attempt in self.attempts.values() if attempt.owes_tokens]
         detail = "the worker is draining and may wait no longer"
-        return [action for attempt in owing for action in self._fail(attempt, "draining", detail, now_ms)]
+        return [action for attempt in owing for action in self._fail(attempt, AttemptFailure.DRAINING, detail, now_ms)]
 
     def _fence(self, reason: str, now_ms: int) -> list[Action]:
         self._queue.clear()
@@ -234,7 +264,7 @@ class RoleCore(ABC, Generic[AttemptT]):
             actions += self._end(attempt, reason, now_ms)
         return actions
 
-    def _fail(self, attempt: AttemptT, code: FailureCode, detail: str, now_ms: int) -> list[Action]:
+    def _fail(self, attempt: AttemptT, code: AttemptFailure, detail: str, now_ms: int) -> list[Action]:
         return [self._emit_failure(attempt, code, detail), *self._end(attempt, detail, now_ms)]
 
     def _forget(self, attempt: AttemptT, now_ms: int) -> list[Action]:
@@ -257,15 +287,28 @@ class RoleCore(ABC, Generic[AttemptT]):
 
     def _emit(self, attempt: AttemptT, tokens: RequestTokens) -> Emit:
         """Return the action that sends this to the attempt's gateway, and keep it for a gateway that misses it."""
-        if tokens.report is not None and (first_token := attempt.times.first_token()) is not None:
-            report = msgspec.structs.replace(tokens.report, first_token=first_token)
-            tokens = msgspec.structs.replace(tokens, report=report)
         attempt.answer.add(tokens)
         return Emit(attempt.request.gateway_id, tokens)
 
-    def _emit_failure(self, attempt: AttemptT, code: FailureCode, detail: str) -> Emit:
+    def _emit_token(self, attempt: AttemptT, sampled: SampledToken) -> Emit:
+        """Return the action that sends a token; with the first one goes where its prompt's KV came from."""
+        assert attempt.kv is not None, "it has blocks"
+        report: TransferReport | None = None
+        if attempt.answer.report is None:
+            report = attempt.kv.report(is_prefill=attempt.hands_over, first_token=attempt.times.first_token())
+        tokens = RequestTokens(
+            request_id=attempt.request.request_id,
+            attempt=attempt.request.attempt,
+            index=sampled.index,
+            tokens=pack_tokens([sampled.token_id]),
+            finish_reason=sampled.finish_reason,
+            report=report,
+        )
+        return self._emit(attempt, tokens)
+
+    def _emit_failure(self, attempt: AttemptT, code: AttemptFailure, detail: str) -> Emit:
         """Return the action that tells the gateway that this attempt has failed here."""
-        failure = RequestFailure(code=code, detail=detail, retryable=code != "deadline")
+        failure = RequestFailure(code=code, detail=detail, retryable=code is not AttemptFailure.DEADLINE)
         request = attempt.request
         return self._emit(
             attempt, RequestTokens(request_id=request.request_id, attempt=request.attempt, index=0, failure=failure)
@@ -278,7 +321,7 @@ class RoleCore(ABC, Generic[AttemptT]):
             return []
         if ended:
             attempt.replica_offer = None
-        messages = offer.due(now_ms, ended=ended)
+        messages = offer.due(attempt.num_stored_blocks, now_ms, ended=ended)
         return [Publish(subjects.REPLICATE, (offer.replica,), message, attempt.traceparent) for message in messages]
 
     # Blocks, reads, the engine.
@@ -286,7 +329,7 @@ class RoleCore(ABC, Generic[AttemptT]):
     def _allocate(self, attempt: AttemptT) -> bool:
         """Give an attempt its blocks and what is cached of its prompt. False: there is no room now."""
         allocation = self._cache.admit(
-            attempt.content.hashes, attempt.num_kv_tokens, len(attempt.prompt) - 1, tenant=attempt.content.tenant
+            attempt.hasher.hashes, attempt.num_kv_tokens, len(attempt.prompt) - 1, tenant=attempt.request.tenant
         )
         if allocation is None:
             return False
@@ -307,30 +350,39 @@ class RoleCore(ABC, Generic[AttemptT]):
         piece = attempt.kv.next_piece(self._limits.worker_id)
         if piece is None:
             return None
-        hashes: list[BlockHash] = attempt.content.hashes[piece.first_block : piece.first_block + piece.num_blocks]
+        hashes: list[BlockHash] = attempt.hasher.hashes[piece.first_block : piece.first_block + piece.num_blocks]
         request = attempt.request
-        lease = WantedLease(piece.source, piece.first_block, tuple(hashes), request.deadline_ms, request.tenant)
+        lease = WantedLease(piece.first_block, tuple(hashes), request.deadline_ms, request.tenant)
         first_token = piece.first_block * self._limits.block_size
-        attempt.read = KVRead(attempt.key, lease, attempt.tables, first_token, attempt.traceparent)
+        attempt.stage = "fetching"
+        attempt.read = KVRead(attempt.key, piece.source, lease, attempt.tables, first_token, attempt.traceparent)
         return StartRead(attempt.read)
 
-    def _to_engine(
-        self, attempt: AttemptT, token_ids: list[int], num_computed_tokens: int, max_local_tokens: int | None = None
-    ) -> Sequence:
-        """Return what the engine is to compute. Tokens that were answered before count as the answer's."""
+    def _submit(self, attempt: AttemptT, token_ids: list[int], lease: Grant | None = None) -> Submit:
+        """Let the engine compute what is not in place. Tokens that were answered before count as the answer's."""
         request, limits = attempt.request, self._limits
         if request.replica not in (None, limits.worker_id) and not self._cache.layout.is_windowed:
             attempt.replica_offer = ReplicaOffer(
-                attempt.key, attempt.content, request.replica, limits.worker_id, limits.fingerprint
+                request, attempt.hasher, request.replica, limits.worker_id, limits.fingerprint
             )
-        return Sequence(
+        assert attempt.kv is not None, "it has blocks"
+        attempt.stage = "computing"
+        sequence = Sequence(
             request_id=request.request_id,
             attempt=request.attempt,
             token_ids=token_ids,
             num_prompt_tokens=len(attempt.prompt) - request.num_answered_tokens,
             sampling=request.sampling,
             tables=attempt.tables,
-            num_computed_tokens=num_computed_tokens,
+            num_computed_tokens=attempt.kv.num_present_tokens,
             stop_token_ids=limits.stop_token_ids(request.sampling),
-            max_local_tokens=max_local_tokens,
+            max_local_tokens=1 if attempt.hands_over else None,
         )
+        return Submit(sequence, attempt, lease)
+
+    def _stop(self, attempt: AttemptT) -> StopRead | Withdraw | None:
+        """End an attempt; return what stops whoever may still write its blocks. None: nobody may."""
+        stage, attempt.stage = attempt.stage, "ending"
+        if attempt.read is not None:
+            return StopRead(attempt.read)
+        return Withdraw(attempt.key) if stage == "computing" else None

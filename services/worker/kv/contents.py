@@ -6,7 +6,7 @@ from dataplane.blocks.cache import BlockCache
 from schemas.directory import BlocksEvicted, BlocksStored, Inventory
 from schemas.ids import BlockHash
 from services.engine.interface import Sequence
-from services.worker.core.content import SequenceContent
+from services.worker.core.attempts import AnyAttempt
 from services.worker.kv.holder import KVHolder
 from services.worker.limits import COOLING_SHARE, MAX_COOLING_BLOCKS
 
@@ -22,24 +22,20 @@ class WorkerHolder(KVHolder[BlockCache]):
     def cache(self) -> BlockCache:
         return self.memory
 
-    def submitted(self, sequence: Sequence, content: SequenceContent) -> None:
-        """Take in what of a sequence is in place before the engine has it."""
-        content.num_landed_tokens = sequence.num_computed_tokens
-        self.computed(sequence, content, sequence.num_computed_tokens)
-
-    def computed(self, sequence: Sequence, content: SequenceContent, num_tokens: int, *, ended: bool = False) -> None:
-        """Take in that a sequence's first `num_tokens` tokens have their KV here. `ended`: no more will be written."""
+    def computed(self, sequence: Sequence, attempt: AnyAttempt, num_tokens: int, *, ended: bool = False) -> None:
+        """Note that a sequence's first `num_tokens` tokens have their KV here. `ended`: no more will be written."""
         num_full_blocks = num_tokens // self.shape.layout.block_size
-        if num_full_blocks == content.num_stored_blocks and not ended:
+        if num_full_blocks == attempt.num_stored_blocks and not ended:
             return  # most decode steps fill no block
-        hashes = content.extend(sequence.token_ids, num_tokens)
-        num_stored, num_landed = content.num_stored_blocks, content.num_landed_tokens
+        assert attempt.kv is not None, "it has blocks"
+        hashes = attempt.hasher.extend(sequence.token_ids, num_tokens)
+        num_stored, num_landed = attempt.num_stored_blocks, attempt.kv.num_present_tokens
         self.cache.store(sequence.tables, hashes, num_stored, num_tokens, num_landed, ended=ended)
-        content.num_stored_blocks = num_full_blocks
+        attempt.num_stored_blocks = num_full_blocks
 
-    def ended(self, sequence: Sequence, content: SequenceContent) -> None:
+    def ended(self, sequence: Sequence, attempt: AnyAttempt) -> None:
         """The engine has let go of a sequence; its blocks are still its own."""
-        self.computed(sequence, content, sequence.num_computed_tokens, ended=True)
+        self.computed(sequence, attempt, sequence.num_computed_tokens, ended=True)
 
     def events(self) -> list[BlocksStored | BlocksEvicted]:
         """Return what the directory has to hear of what came and went since the last call."""

@@ -16,11 +16,11 @@ import msgspec
 from dataplane.blocks.layout import ArenaShape, BlockTables
 from dataplane.blocks.ticket import Ticket, sign
 from dataplane.carriers.kv_arena import KVArena
-from dataplane.ends.server import PlaneServer, ReadableKV, ServerOptions
+from dataplane.ends.server import PlaneServer, ServerOptions
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferStats
 from schemas.handoff import FirstToken, KVOffered
-from schemas.ids import LeaseId, WorkerId
+from schemas.ids import WorkerId
 from schemas.kv import LeaseGranted, RequestLease
 from schemas.request import RunPrefill
 from schemas.worker import BlockCounts
@@ -37,17 +37,14 @@ log = logging.getLogger(__name__)
 MemoryT = TypeVar("MemoryT", bound=LentMemory)
 
 
-StreamEndedCallback = Callable[[Grant, TransferStats, str], None]
-"""A read under this lease is over: what was sent, and why it failed, for people; "": all was sent."""
-
-
 @dataclass(kw_only=True)
 class KVHolder(Generic[MemoryT]):
     """One process's blocks. The leases are changed on the event loop, under `lock`; the plane's threads only look.
 
-    `on_started` (the first byte of a read is on its way) and `on_served` are called on the plane's threads, as is
-    `name_stream`, which returns a new traceparent under the given one. `observes_ends` and `observes_streams` are
-    called on the event loop when a lease, or a read under one, has ended: for metrics and spans.
+    `on_started` (the first byte of a read is on its way) and `on_served` (it is over: what was sent, and why it failed,
+    for people; "": all was sent) are called on the plane's threads, as is `name_stream`, which returns a new
+    traceparent under the given one. `observes_ends` are called on the event loop when a lease has ended: for metrics
+    and spans.
     """
 
     worker_id: WorkerId
@@ -58,10 +55,9 @@ class KVHolder(Generic[MemoryT]):
     secret: bytes
     make_server: MakeServer
     on_started: Callable[[Grant], None]
-    on_served: StreamEndedCallback
+    on_served: Callable[[Grant, TransferStats, str], None]
     name_stream: Callable[[str], str] = lambda _: ""
     observes_ends: tuple[Callable[[Grant], None], ...] = ()
-    observes_streams: tuple[StreamEndedCallback, ...] = ()
     leases: LeaseTable = field(default_factory=LeaseTable)
     lock: threading.Lock = field(default_factory=threading.Lock)
     plane: PlaneServer | None = None
@@ -182,13 +178,6 @@ class KVHolder(Generic[MemoryT]):
                     self._unread.clear()
                     await self._unread.wait()
 
-    def stream_ended(self, grant: Grant, stats: TransferStats, error: str) -> None:
-        """A read under this lease is over, as `on_served` has said."""
-        with self.lock:
-            self.leases.stream_ended(grant)
-        for observe in self.observes_streams:
-            observe(grant, stats, error)
-
     def _ticket(self, grant: Grant, expires_at_ms: int) -> str:
         ticket = Ticket(
             lease_id=grant.lease_id,
@@ -200,39 +189,35 @@ class KVHolder(Generic[MemoryT]):
         )
         return sign(self.secret, ticket)
 
-    # `LeaseGate`, for the plane's threads.
+    # The plane's `LeaseGate`, for its threads.
 
-    def open(self, ticket: Ticket) -> ReadableKV:
-        """Return what a ticket gives access to. Raises LeaseRefusedError."""
+    def open(self, ticket: Ticket) -> "StreamLease[MemoryT]":
+        """Return the lease of a ticket, for one stream. Raises LeaseRefusedError."""
         with self.lock:
-            grant = self.leases.check(ticket.lease_id, ticket.epoch, ticket.reader, now_ms(), ticket.tenant)
-            return ReadableKV(
-                tables=grant.tables,
-                num_tokens=grant.num_tokens,
-                progress=grant.progress,
-                first_token=grant.first_token,
-                traceparent=self.name_stream(grant.traceparent),
-            )
+            grant = self.leases.check(ticket, now_ms())
+            return StreamLease(self, grant, self.name_stream(grant.traceparent))
 
-    def still_valid(self, ticket: Ticket) -> bool:
-        """Say whether the leased blocks are still what they were."""
-        with self.lock:
-            grant = self.leases.current(ticket.lease_id, ticket.epoch, now_ms())
-            if grant is not None:
-                grant.has_moved = True
-            return grant is not None
 
-    def started(self, lease_id: LeaseId, carrier: str) -> None:
-        if (grant := self._find(lease_id)) is not None:
-            self.on_started(grant)
+@dataclass(slots=True, frozen=True)
+class StreamLease(Generic[MemoryT]):
+    """A lease as one stream reads under it: the plane's `OpenLease`. For the plane's threads."""
 
-    def served(self, lease_id: LeaseId, stats: TransferStats, error: str) -> None:
-        if (grant := self._find(lease_id)) is not None:
-            self.on_served(grant, stats, error)
+    holder: KVHolder[MemoryT]
+    kv: Grant
+    traceparent: str
 
-    def _find(self, lease_id: LeaseId) -> Grant | None:
-        with self.lock:
-            return self.leases.find(lease_id)
+    def still_valid(self) -> bool:
+        """Say whether the leased blocks are still what they were. If so, the stream has got on, and keeps its lease."""
+        with self.holder.lock:
+            is_valid = self.kv.is_valid(now_ms())
+            self.kv.has_moved |= is_valid
+            return is_valid
+
+    def started(self) -> None:
+        self.holder.on_started(self.kv)
+
+    def served(self, stats: TransferStats, error: str) -> None:
+        self.holder.on_served(self.kv, stats, error)
 
 
 def num_distinct_blocks(tables: Iterable[BlockTables]) -> int:

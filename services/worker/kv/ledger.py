@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dataplane.blocks.cache import ContentChanges
+from dataplane.blocks.kept import ContentChanges
 from schemas.block import join_hashes
 from schemas.directory import BlocksEvicted, BlocksStored, Inventory, Tier
 from schemas.ids import BlockHash, WorkerId

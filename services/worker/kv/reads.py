@@ -1,11 +1,10 @@
 """Carries out reads of KV, a task each: a hand-over that was offered, a prefix that another worker holds, what a store
-takes in. Where there is no offer, the holder is asked for a lease first.
+keeps. Where there is no offer, the holder is asked for a lease first.
 
 A lease that nobody reads under is given back: it is not left to its time.
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -15,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from dataplane.blocks.layout import BlockTables
-from dataplane.ends.reader import Landed, PlaneReader
+from dataplane.ends.reader import Landed, PlaneReader, ReadRequest
 from dataplane.memory.codec import WireDtype
 from dataplane.protocol.stream import TransferFailedError, TransferStats
 from schemas import subjects
@@ -33,6 +32,7 @@ from services.worker.core.attempts import KVRead, WantedLease
 from services.worker.core.content import ReadOutcome
 from services.worker.core.events import ReadEnded, ReadStarted
 from services.worker.observe.transfers import FinishedRead, TransferSpan
+from services.worker.outbox import Outbox
 from services.worker.survive import surviving
 
 log = logging.getLogger(__name__)
@@ -88,6 +88,7 @@ class KVReads:
 
     settings: ReaderSettings
     bus: TypedBus
+    outbox: Outbox
     reader: PlaneReader
     telemetry: Telemetry
     tasks: asyncio.TaskGroup
@@ -95,7 +96,7 @@ class KVReads:
     on_event: Callable[[ReadStarted | ReadEnded], object] = lambda _: None
     wire_dtype: Callable[[WorkerId], WireDtype] = lambda _: "same"
     """How a holder is asked for its KV."""
-    _running: dict[KVRead, asyncio.Task[None]] = field(default_factory=dict[KVRead, "asyncio.Task[None]"])
+    _running: dict[KVRead, asyncio.Task[ReadEnded]] = field(default_factory=dict[KVRead, "asyncio.Task[ReadEnded]"])
     _closed: bool = False
 
     def start(self, read: KVRead) -> None:
@@ -103,8 +104,8 @@ class KVReads:
         if self._closed:
             asyncio.get_running_loop().call_soon(self.on_event, _stopped(read))
             return
-        task = self._running[read] = self.tasks.create_task(self._run(read), name=f"read {read.key[0]}")
-        task.add_done_callback(lambda _: self._ended_before_it_began(read))
+        task = self._running[read] = self.tasks.create_task(self.carry_out(read), name=f"read {read.key[0]}")
+        task.add_done_callback(lambda task: self._ended(read, task))
 
     def stop(self, read: KVRead) -> None:
         """End a read; `ReadEnded` follows once its thread has ended."""
@@ -120,7 +121,7 @@ class KVReads:
         await asyncio.gather(*running, return_exceptions=True)
 
     async def carry_out(self, read: KVRead, place: Place | None = None) -> ReadEnded:
-        """Read, record it, and return what came of it. `place`: where it goes, if that depends on what is granted."""
+        """Read, record it, and return how it ended. `place`: where it goes, if that depends on what is granted."""
         span = TransferSpan(self.telemetry, self.settings.reader_id, read.traceparent)
         landed, ended = None, _stopped(read)
         try:
@@ -134,7 +135,7 @@ class KVReads:
         except NoRoomError:
             ended = ReadEnded(read, ReadOutcome(0), ReadEnd.OTHER, "no room")
         except TransferFailedError as error:
-            ended = ReadEnded(read, ReadOutcome(error.num_landed_tokens), ReadEnd(error.code), str(error))
+            ended = ReadEnded(read, ReadOutcome(error.num_landed_tokens), error.code, str(error))
         except msgspec.DecodeError as error:
             assert landed is not None, "only what has landed is decoded"
             detail = f"the stream's end is unreadable: {error}"
@@ -147,19 +148,11 @@ class KVReads:
                 self.record(FinishedRead(ended, span, landed))
         return ended
 
-    async def _run(self, read: KVRead) -> None:
-        try:
-            ended = await self.carry_out(read)
-        except asyncio.CancelledError:  # by `stop` or `close`
-            ended = _stopped(read)
-        self._running.pop(read, None)
+    def _ended(self, read: KVRead, task: "asyncio.Task[ReadEnded]") -> None:
+        """Said by the task's end, as a task that is cancelled before its first step runs none of its code."""
+        del self._running[read]
         with surviving(f"what follows the read of {read.key[0]}"):
-            self.on_event(ended)
-
-    def _ended_before_it_began(self, read: KVRead) -> None:
-        """A task that is cancelled before its first step runs none of its code."""
-        if self._running.pop(read, None) is not None:
-            self.on_event(_stopped(read))
+            self.on_event(_stopped(read) if task.cancelled() else task.result())
 
     @asynccontextmanager
     async def _terms(self, read: KVRead, traceparent: str, place: Place | None) -> AsyncGenerator[ReadTerms]:
@@ -168,7 +161,7 @@ class KVReads:
         if isinstance(lease, KVOffered):
             yield ReadTerms(lease.endpoint, lease.ticket, read.tables, read.first_token, lease.num_tokens)
             return
-        async with self.lease(self._request_of(read, lease), lease.holder, traceparent) as granted:
+        async with self.lease(self._request_of(read, lease), read.holder, traceparent) as granted:
             tables, num_tokens = place(granted) if place is not None else (read.tables, granted.num_tokens)
             yield ReadTerms(granted.endpoint, granted.ticket, tables, granted.first_token, num_tokens)
 
@@ -191,18 +184,18 @@ class KVReads:
         num_tokens = max(0, terms.num_tokens - terms.first_token)
         # A hand-over's stream takes as long as its prompt's computation.
         limit_s = left_s if read.is_hand_over else self.settings.base_s + num_tokens * self.settings.token_s
-        return await self.reader.read(
+        request = ReadRequest(
             terms.endpoint,
             terms.ticket,
             carrier=self.settings.carrier,
             tables=terms.tables,
             first_token=terms.first_token,
             num_tokens=terms.num_tokens,
-            wire_dtype=self.wire_dtype(read.holder),
             deadline_s=min(limit_s, left_s),
+            wire_dtype=self.wire_dtype(read.holder),
             stats=stats,
-            on_started=lambda carrier: self._started(read, carrier),
         )
+        return await self.reader.read(request, lambda carrier: self._started(read, carrier))
 
     def _started(self, read: KVRead, carrier: str) -> None:
         if read.is_hand_over:
@@ -224,7 +217,7 @@ class KVReads:
         except asyncio.CancelledError:
             nobody_waits.set()
             if asking.done() and not asking.cancelled() and isinstance(granted := asking.result(), LeaseGranted):
-                await self._give_back(holder, request, granted)
+                self._give_back(holder, request, granted)
             raise
         if isinstance(granted, NotGrantedError):
             raise granted
@@ -234,7 +227,7 @@ class KVReads:
                 raise NotGrantedError(detail, end=ReadEnd.OTHER)
             yield granted
         except BaseException:
-            await self._give_back(holder, request, granted)
+            self._give_back(holder, request, granted)
             raise
 
     async def _ask(
@@ -252,10 +245,12 @@ class KVReads:
         if isinstance(reply, Refused):
             return NotGrantedError(f"{reply.reason}: {reply.detail}", reply.reason)
         if nobody_waits.is_set():
-            await self._give_back(holder, request, reply)
+            self._give_back(holder, request, reply)
         return reply
 
-    async def _give_back(self, holder: WorkerId, request: RequestLease, granted: LeaseGranted) -> None:
+    def _give_back(self, holder: WorkerId, request: RequestLease, granted: LeaseGranted) -> None:
+        """Say that nobody reads under this lease. Whoever wanted to read does not wait until that is sent; where it is
+        lost the lease's time ends it."""
         returned = ReturnLease(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -263,8 +258,7 @@ class KVReads:
             reader=request.reader,
             lease_id=granted.lease_id,
         )
-        with contextlib.suppress(BusError):  # then its time ends it
-            await self.bus.publish(subjects.RETURNED, (holder,), returned)
+        self.outbox.put(subjects.RETURNED, (holder,), returned)
 
 
 def _stopped(read: KVRead) -> ReadEnded:

@@ -45,7 +45,7 @@ class MeasuredRates:
     _decode_step_ms: float = 0.0
 
     def stepped(self, result: StepResult) -> None:
-        """Take in an engine step. What decodes cost is taken off a step that did both."""
+        """Add an engine step. What decodes cost is taken off a step that did both."""
         duration_s = (result.ended_ns - result.started_ns) / 1e9
         if not result.num_prefill_tokens:
             if result.num_decode_tokens:
@@ -60,7 +60,7 @@ class MeasuredRates:
         self._prefill_s[border] = _blend(self._prefill_s.get(border, 0.0), duration_s / result.num_prefill_tokens)
 
     def transferred(self, source: WorkerId, asked_ns: int, stats: TransferStats, now_ms: int) -> None:
-        """Take in a read that landed. `asked_ns`: when its lease was asked for, Unix time."""
+        """Add a read that landed. `asked_ns`: when its lease was asked for, Unix time."""
         key = (source, stats.carrier)
         pair = self._transfers.pop(key, None) or _Transfer()
         self._transfers[key] = pair  # the one heard of last is at the end
@@ -74,7 +74,7 @@ class MeasuredRates:
             pair.bytes_per_s = _blend(pair.bytes_per_s, stats.num_bytes / seconds)
 
     def carried(self, source: WorkerId, stats: TransferStats, now_ms: int) -> None:
-        """Take in how quickly a wire carried KV as it is. A frame's bytes follow their header at once, so this holds
+        """Add how quickly a wire carried KV as it is. A frame's bytes follow their header at once, so this holds
         for streams that wait for a computation as well."""
         if stats.carrier != "tcp" or stats.wire_dtype != "same" or stats.num_bytes < MIN_TRANSFER_BYTES:
             return

@@ -76,7 +76,7 @@ class WorkerMetrics(HolderMetrics):
         metrics.on_sample(lambda: metrics.put(names.TRANSFER_RATE, self._rates))
 
     def stepped(self, result: StepResult) -> None:
-        """Take in an engine step."""
+        """Count an engine step."""
         num_prefill, num_decode = result.num_prefill_tokens, result.num_decode_tokens
         phase = "mixed" if num_prefill and num_decode else "prefill" if num_prefill else "decode"
         self.metrics.observe(names.STEP_SECONDS, (result.ended_ns - result.started_ns) / 1e9, phase)
@@ -97,14 +97,14 @@ class WorkerMetrics(HolderMetrics):
     ) -> None:
         """A read has ended that began at `started_ns` (Unix time). `stats` None: it has not landed."""
         metrics = self.metrics
-        metrics.inc(names.TRANSFERS, end, traceparent=traceparent)
+        metrics.inc(names.TRANSFERS, end, trace=traceparent)
         if stats is None:
             return
         seconds = (time.time_ns() - started_ns) / 1e9
-        metrics.inc(names.TRANSFER_BYTES, source, stats.carrier, by=stats.num_bytes, traceparent=traceparent)
+        metrics.inc(names.TRANSFER_BYTES, source, stats.carrier, by=stats.num_bytes, trace=traceparent)
         metrics.inc(names.TRANSFER_WIRE_BYTES, source, stats.carrier, by=stats.num_wire_bytes)
-        metrics.observe(names.TRANSFER_SECONDS, seconds, kind, traceparent=traceparent)
-        metrics.observe(names.TRANSFER_SIZE, stats.num_bytes, kind, traceparent=traceparent)
+        metrics.observe(names.TRANSFER_SECONDS, seconds, kind, trace=traceparent)
+        metrics.observe(names.TRANSFER_SIZE, stats.num_bytes, kind, trace=traceparent)
         self._rates.pop((source, stats.carrier), None)
         self._rates[(source, stats.carrier)] = stats.num_bytes / max(1e-6, stats.copy_ns / 1e9)
         if len(self._rates) > MAX_MEASURED_PAIRS:
@@ -112,7 +112,7 @@ class WorkerMetrics(HolderMetrics):
 
     def exposed(self, seconds: float, traceparent: str) -> None:
         """A hand-over landed so long after the prompt was computed."""
-        self.metrics.observe(names.EXPOSED, seconds, traceparent=traceparent)
+        self.metrics.observe(names.EXPOSED, seconds, trace=traceparent)
 
     def fenced(self) -> None:
         """It begins as a new incarnation."""

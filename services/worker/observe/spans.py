@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from schemas.request import AttemptEnd, ReserveBlocks
+from schemas.request import AttemptEnd
 from services.engine.interface import Sequence, StepResult
 from services.telemetry import AttributeValue, Key, SpanName, Telemetry, parse_traceparent
 from services.worker.core.attempts import AnyAttempt, AttemptTimes
@@ -16,7 +16,7 @@ def times_of(traceparent: str) -> AttemptTimes:
     """Return the times of an attempt that is asked for now, in a trace that a message came with."""
     context = parse_traceparent(traceparent)
     is_sampled = context is not None and context.is_sampled
-    return AttemptTimes(traceparent, time.time_ns(), is_sampled)
+    return AttemptTimes(time.time_ns(), is_sampled)
 
 
 @dataclass
@@ -33,7 +33,7 @@ class WorkerSpans:
         times.num_prompt_tokens = sequence.num_prompt_tokens
         times.decodes = sequence.max_local_tokens is None
         # An answer that goes on after a hand-over has its prompt's KV, and its last token to compute.
-        is_handed_over = _is_decode(attempt) and sequence.index > 0 and sequence.num_uncomputed_tokens == 1
+        is_handed_over = attempt.part == "decode" and sequence.index > 0 and sequence.num_uncomputed_tokens == 1
         times.computes_prompt = not is_handed_over
 
     def stepped(self, result: StepResult, find: Callable[[AttemptKey], AnyAttempt | None]) -> None:
@@ -47,7 +47,7 @@ class WorkerSpans:
             times.first_step_ns = times.first_step_ns or result.started_ns
             times.last_step_ns = result.ended_ns
             if times.is_sampled:
-                self._link(times, linked)
+                self._link(attempt, linked)
         if linked:
             step = self.telemetry.record_apart(
                 SpanName.ENGINE_STEP,
@@ -80,7 +80,7 @@ class WorkerSpans:
 
     def ended(self, attempt: AnyAttempt) -> None:
         """An attempt goes on here no more: record what of it has not been."""
-        times, outcome, is_decode = attempt.times, attempt.outcome, _is_decode(attempt)
+        times, outcome, is_decode = attempt.times, attempt.outcome, attempt.part == "decode"
         now_ns, error = time.time_ns(), "" if attempt.end is AttemptEnd.COMPLETE else outcome
         if not times.has_prefill and (not is_decode or times.computes_prompt):
             self._record_prefill(attempt, now_ns, outcome, error)
@@ -88,14 +88,15 @@ class WorkerSpans:
         if (is_decode or times.decodes) and not times.has_decode and (is_begun or (is_decode and outcome)):
             self._record_decode(attempt, now_ns, outcome, error)
 
-    def _link(self, times: AttemptTimes, linked: list[tuple[list[str], str]]) -> None:
+    def _link(self, attempt: AnyAttempt, linked: list[tuple[list[str], str]]) -> None:
         """Note what a step is to be linked to, within the bounds."""
+        times = attempt.times
         if times.computes_prompt and not times.first_token_ns:
             if len(times.compute_steps) < MAX_LINKED_STEPS:
-                times.compute = times.compute or self.telemetry.child_of(times.traceparent)
+                times.compute = times.compute or self.telemetry.child_of(attempt.traceparent)
                 linked.append((times.compute_steps, times.compute))
         elif len(times.stream_steps) < MAX_LINKED_STEPS:
-            times.stream = times.stream or self.telemetry.child_of(times.traceparent)
+            times.stream = times.stream or self.telemetry.child_of(attempt.traceparent)
             linked.append((times.stream_steps, times.stream))
 
     def _record_prefill(self, attempt: AnyAttempt, end_ns: int, outcome: str = "", error: str = "") -> None:
@@ -104,7 +105,7 @@ class WorkerSpans:
         record, first_step_ns = self.telemetry.record, times.first_step_ns or end_ns
         span_ns = (times.accepted_ns, end_ns)
         attributes = self._attributes(attempt.key, outcome) | {Key.NUM_TOKENS: times.num_prompt_tokens}
-        parent = record(SpanName.PREFILL, times.traceparent, span_ns, attributes, error=error)
+        parent = record(SpanName.PREFILL, attempt.traceparent, span_ns, attributes, error=error)
         record(SpanName.PREFILL_QUEUE, parent, (times.accepted_ns, first_step_ns), {})
         if times.first_step_ns:
             compute_ns = (first_step_ns, end_ns)
@@ -117,7 +118,7 @@ class WorkerSpans:
         first_step_ns = times.first_step_ns or end_ns
         first_end_ns = times.first_token_ns or times.last_step_ns or end_ns
         attributes = self._attributes(attempt.key, outcome) | {Key.NUM_TOKENS: times.num_tokens}
-        parent = record(SpanName.DECODE, times.traceparent, (started_ns, end_ns), attributes, error=error)
+        parent = record(SpanName.DECODE, attempt.traceparent, (started_ns, end_ns), attributes, error=error)
         record(SpanName.DECODE_QUEUE, parent, (started_ns, first_step_ns), {})
         if times.first_step_ns:
             stream_ns = (first_end_ns, end_ns)
@@ -131,7 +132,3 @@ class WorkerSpans:
             Key.WORKER: self.worker_id,
         }
         return attributes | {Key.OUTCOME: outcome} if outcome else attributes
-
-
-def _is_decode(attempt: AnyAttempt) -> bool:
-    return isinstance(attempt.request, ReserveBlocks)

@@ -1,0 +1,44 @@
+"""What an engine's step gives goes to its attempts, whatever is wrong with one of them."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from services.engine.interface import SampledToken, StepResult
+from services.prefill.core import PrefillCore
+from services.telemetry import Telemetry
+from services.worker.core.actions import Action, Emit, Submit
+from services.worker.core.leases import LeaseTable
+from services.worker.engine_feed import EngineFeed
+from services.worker.observe.measured_rates import MeasuredRates
+from services.worker.observe.spans import WorkerSpans
+from tests.worker import worker_cases as case
+
+
+def test_a_sequence_that_nobody_knows_costs_the_others_of_its_step_nothing() -> None:
+    core = PrefillCore(case.limits(case.PREFILL, num_blocks=16), case.block_cache(16), LeaseTable())
+    known, lost = (case.one(case.run(core, case.run_prefill(number, split=False)), Submit) for number in (1, 2))
+    del core.attempts[lost.attempt.key]
+    callbacks: dict[str, Any] = {}
+    taken_in: list[str] = []
+    actions: list[Action] = []
+    EngineFeed(
+        parts=cast("Any", SimpleNamespace(
+            engine=None, limits=case.limits(case.PREFILL),
+            platform=SimpleNamespace(make_engine=lambda engine, batch, **named: callbacks.update(named)),
+        )),
+        token_budget=8,
+        holder=cast("Any", SimpleNamespace(computed=lambda sequence, *_: taken_in.append(sequence.request_id))),
+        cores=cast("Any", SimpleNamespace(find=core.attempts.get)),
+        spans=WorkerSpans(Telemetry("w", None), "w"),
+        rates=MeasuredRates(1),
+        measured=cast("Any", SimpleNamespace(stepped=lambda _: None)),
+        post=lambda handle, *arguments: handle(*arguments),
+        handle=lambda event: actions.extend(core.handle(event, 1)),
+    )  # fmt: skip
+    sequences = (lost.sequence, known.sequence)
+    sampled = tuple(SampledToken(sequence, 0, 9, None, False) for sequence in sequences)
+    with pytest.raises(AssertionError, match=r"^r2: their blocks are given back"):
+        callbacks["on_step"](StepResult(0, 1, 0, 2, tuple((sequence, 6) for sequence in sequences), sampled))
+    assert taken_in == ["r1"] and case.one(actions, Emit).tokens.request_id == "r1"
