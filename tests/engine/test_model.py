@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dataplane.blocks.layout import Segment
+from dataplane.blocks.layout import KVLayout, Segment, uniform_shape
+from dataplane.memory.arena import Arena
 from schemas.request import SamplingParams
 from services.engine.batch import Batch
+from services.engine.cpu.attention import KVTensors
 from services.engine.interface import EngineFailedError, StepItem
 from tests.engine.rig import (
     NUM_BLOCKS,
@@ -194,3 +196,17 @@ def test_a_sequence_that_outgrew_its_segments_is_refused(tiny: Tiny) -> None:
     engine = load_tiny(tiny())
     with pytest.raises(ValueError, match="past the 8 slots"):
         engine.step([StepItem(make_sequence("r", prompt_of(9), [Segment(0, 1)], greedy(1)), 0, 9, True)])
+
+
+def test_tensors_keep_the_memory_that_they_show() -> None:
+    """A step that is still under way when its worker is torn down must not meet memory that was unmapped."""
+    shape = uniform_shape(
+        KVLayout(weights="w", dtype="bfloat16", num_layers=2, num_kv_heads=1, head_dim=4, block_size=8), 4
+    )
+    arena = Arena.create(shape)
+    tensors = [KVTensors(shape, arena.buffer)]
+    arena.close()
+    assert arena.name in Path("/proc/self/maps").read_text()
+    tensors[0].keys[1].fill_(3.0)
+    tensors.clear()
+    assert arena.name not in Path("/proc/self/maps").read_text()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -65,7 +66,8 @@ class KVTensors:
         if isinstance(buffer, Tensor):
             flat = buffer[: shape.num_bytes].view(dtype)
         else:
-            flat = torch.frombuffer(buffer, dtype=dtype, count=shape.num_bytes // dtype.itemsize)
+            # torch.frombuffer holds the object but not its memory: an arena that is closed would be unmapped under it
+            flat = torch.as_tensor(np.frombuffer(buffer, np.uint8, shape.num_bytes)).view(dtype)
 
         def view(layer: int, key_or_value: int) -> Tensor:
             num_slots = shape.num_blocks[layout.group_of_layer[layer]] * layout.block_size
