@@ -120,7 +120,7 @@ def test_what_is_not_sampled_is_kept_where_it_is_resumed(mesh: Mesh) -> None:
     trace_id, traceparent = unsampled()
     (decode,) = (child for child in mesh.supervisor.children if child.name == "decode-0")
     body = {
-        "model": mesh.model, "prompt": fresh_prompt(50), "max_tokens": 400, "ignore_eos": True, "stream": True,
+        "model": mesh.model, "prompt": fresh_prompt(50), "max_tokens": 1200, "ignore_eos": True, "stream": True,
     }  # fmt: skip
     with mesh.client.stream("POST", "/v1/completions", json=body, headers={"traceparent": traceparent}) as answer:
         lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
