@@ -10,7 +10,8 @@
 # make otlp-test  traces in a real back end: installs Arize Phoenix into an environment of its own (a few minutes)
 # make gpu-test   what needs a graphics card, and only that; make gpu-bench   what the card gives (compose/README.md: what it needs)
 # make sim    100,000 requests under every fault, in virtual time; then every planted bug
-# make pages  what a real mesh says on the bus, written into ARCHITECTURE.md, and docs/life-of-a-request.md: the functions
+# make docs   the generated tables of all pages
+# make pages  what a real mesh says on the bus, written into docs/protocol.md, and docs/life-of-a-request.md: the functions
 #             that requests pass through; make screenshots: the README's pictures
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UP_FLAGS ?=
@@ -112,10 +113,10 @@ gpu-bench: dev
 	$(BIN)/python -m tests.bench.bench_gpu $(GPU_BENCH_FLAGS)
 
 docs: dev
-	$(BIN)/python -m services.pages.tables ARCHITECTURE.md dataplane/SCALING.md
+	$(BIN)/python -m services.pages.tables
 
 pages: dev
-	$(BIN)/python -m services.pages.listening ARCHITECTURE.md
+	$(BIN)/python -m services.pages.listening docs/protocol.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m services.pages.life docs/life-of-a-request.md
 
 screenshots: dev

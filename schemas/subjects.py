@@ -1,6 +1,6 @@
 """Every subject of the mesh and what it carries, on one screen. `{}` marks a token that an id fills.
 
-Of a request (`Subject`) the table says what may be answered; an event has no reply. The table in ARCHITECTURE.md is
+Of a request (`Subject`) the table says what may be answered; an event has no reply. The table in docs/protocol.md is
 generated from SUBJECTS.
 """
 

@@ -1,4 +1,4 @@
-"""Every metric of the mesh on one page. The table in ARCHITECTURE.md is generated from METRICS.
+"""Every metric of the mesh on one page. The table in docs/metrics.md is generated from METRICS.
 
 `gen_ai_*` follow OpenTelemetry's semantic conventions for generative AI (dots become underscores, the unit a suffix),
 with buckets added below and above theirs. Units are seconds, bytes, tokens and blocks.

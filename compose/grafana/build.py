@@ -1,6 +1,6 @@
 """Makes the dashboards: `python compose/grafana/build.py [FOLDER]`. What it writes is committed; a test keeps it fresh.
 
-Queries use metrics of ARCHITECTURE.md's table only. Every description says what to do when a panel looks bad.
+Queries use metrics of docs/metrics.md's table only. Every description says what to do when a panel looks bad.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Writes the section "Listening" from what a real mesh publishes: `python -m services.pages.listening ARCHITECTURE.md`.
+"""Writes the section "Listening" from what a real mesh publishes: `make pages`.
 
 Ids and times differ each time, so the page is written on demand; a test checks that the named messages are published.
 """

@@ -1,16 +1,20 @@
-"""Writes the generated parts of the pages: `python -m services.pages.tables ARCHITECTURE.md dataplane/SCALING.md`."""
+"""Writes the generated parts of all pages: `python -m services.pages.tables`, in the repository's root."""
 
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from typer.core import TyperGroup, TyperOption
+from typer.main import get_command
+
 from schemas.handoff import HANDOFF_TRANSITIONS, HandoffState
 from schemas.subjects import SUBJECTS, Subject
 from services.bench import links
+from services.cli.main import app
 from services.errors import UserError
 from services.metric_names import ALL, HOLDERS, METRICS, WORKERS
+from services.pages.messages import message_tables
 
 
 def subject_table() -> str:
@@ -39,19 +43,36 @@ def metrics_table() -> str:
     return "\n".join(["| metric | kind | labels | who serves it | what it says |", "|---|---|---|---|---|", *rows])
 
 
+def flags_table() -> str:
+    """Return every flag of `kvmesh up`, its default and what it says, as a Markdown table."""
+    kvmesh = get_command(app)
+    assert isinstance(kvmesh, TyperGroup)
+    options = [option for option in kvmesh.commands["up"].params if isinstance(option, TyperOption)]
+    rows = [
+        f"| {', '.join(f'`{name}`' for name in (*option.opts, *option.secondary_opts))} | {_default(option)} "
+        f"| {option.help} |"
+        for option in options
+    ]
+    return "\n".join(["| flag | default | what it says |", "|---|---|---|", *rows])
+
+
 Sections = dict[str, Callable[[], str]]
 
-SECTIONS: Sections = {"subjects": subject_table, "handoff": handoff_diagram, "metrics": metrics_table}
-SCALING: Sections = {
-    "tokens": lambda: links.markdown(links.token_table()),
-    "links": lambda: links.markdown(links.link_table(links.LENGTHS)),
-    "published": lambda: links.markdown(links.published_table()),
+PAGES: dict[str, Sections] = {
+    "ARCHITECTURE.md": {"handoff": handoff_diagram},
+    "dataplane/SCALING.md": {
+        "tokens": lambda: links.markdown(links.token_table()),
+        "links": lambda: links.markdown(links.link_table(links.LENGTHS)),
+        "published": lambda: links.markdown(links.published_table()),
+    },
+    "docs/metrics.md": {"metrics": metrics_table},
+    "docs/protocol.md": {"subjects": subject_table, "messages": message_tables},
+    "docs/usage.md": {"flags": flags_table},
 }
-PAGES = {"SCALING.md": SCALING}
-"""The sections of pages other than ARCHITECTURE.md."""
+"""The generated sections of each page."""
 
 
-def regenerate(document: str, sections: Sections = SECTIONS) -> str:
+def regenerate(document: str, sections: Sections) -> str:
     """Return the document with the text between each `generated` marker and its `end` written anew.
 
     Raises UserError for a section that is missing, has no end, or that nobody generates.
@@ -70,9 +91,10 @@ def regenerate(document: str, sections: Sections = SECTIONS) -> str:
 
 
 def main() -> None:
-    """Rewrite the documents named on the command line."""
-    for path in map(Path, sys.argv[1:]):
-        path.write_text(regenerate(path.read_text(), PAGES.get(path.name, SECTIONS)))
+    """Rewrite all pages."""
+    for name, sections in PAGES.items():
+        path = Path(name)
+        path.write_text(regenerate(path.read_text(), sections))
 
 
 def _served_by(roles: tuple[str, ...]) -> str:
@@ -82,6 +104,13 @@ def _served_by(roles: tuple[str, ...]) -> str:
     if set(WORKERS) <= set(roles):
         others.append("workers, store" if "store" in roles else "workers")
     return ", ".join(others)
+
+
+def _default(option: TyperOption) -> str:
+    if isinstance(option.default, bool):
+        return "on" if option.default else "off"
+    default = option.show_default if option.default is None else option.default
+    return "" if default == "" else f"`{default}`"
 
 
 def _carries(subject: Subject[Any, Any]) -> str:
