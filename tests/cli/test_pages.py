@@ -1,8 +1,9 @@
-"""What is made of a real mesh for README and ARCHITECTURE: the pages name what the bus has, the pictures are there."""
+"""The pages: they name what the bus has, their links and paths lead somewhere, their pictures are there."""
 
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from rich.console import Console
@@ -15,12 +16,19 @@ from services.pages.listening import END, LISTENING, MAX_TEXT, QUERIES, START, H
 from services.pages.shots import picture
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "ARCHITECTURE.md").read_text()
+PROTOCOL = (ROOT / "docs/protocol.md").read_text()
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/*.md", "compose/*.md", "dataplane/*.md")
+    for path in ROOT.glob(pattern)
+)
+each_page = pytest.mark.parametrize("page", PAGES)
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 PATTERNS = [tuple(subject.pattern.replace("{}", "x").split(".")) for subject in SUBJECTS]
 
 
 def heard_part() -> str:
-    return PAGE.partition(START)[2].partition(END)[0]
+    return PROTOCOL.partition(START)[2].partition(END)[0]
 
 
 def test_ten_subscriptions_stand_in_the_page_and_each_was_heard() -> None:
@@ -93,21 +101,51 @@ def test_pictures_are_as_wide_as_they_are_told() -> None:
     assert widths == [61]
 
 
-@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", "dataplane/SCALING.md", "compose/README.md"])
+@each_page
 def test_a_file_that_a_page_names_is_there(page: str) -> None:
     text = (ROOT / page).read_text()
-    named = re.findall(r"`((?:tests|services|dataplane|schemas|compose)/[\w./*{}-]+)`", text)
-    named += re.findall(r"\]\(((?!http)[\w./-]+?)(?:#[\w-]+)?\)", text)
-    missing = [name for name in named if not found(name, ROOT / page)]
+    code = " ".join([*FENCE.findall(text), *re.findall(r"`[^`\n]+`", FENCE.sub("", text))])
+    named = re.findall(r"(?<![\w./-])(?:tests|services|dataplane|schemas|compose|docs)/[\w./*-]*[\w*/]", code)
+    missing = [name for name in named if not any(ROOT.glob(name.rstrip("/")))]
     assert not missing
 
 
-def found(name: str, page: Path) -> bool:
-    return any(any(folder.glob(name.rstrip("/"))) for folder in (ROOT, page.parent))
+@each_page
+def test_a_link_leads_somewhere(page: str) -> None:
+    text = re.sub(r"`[^`\n]*`", "", FENCE.sub("", (ROOT / page).read_text()))
+    assert [link for link in re.findall(r"\]\(([^()\s]*)\)", text) if not leads(ROOT / page, link)] == []
+
+
+def leads(page: Path, link: str) -> bool:
+    """Say whether a link leads to a file and a heading of ours, or is a well-formed address of another site."""
+    parts = urlsplit(link)
+    if parts.scheme or parts.netloc:
+        return parts.scheme == "https" and "." in parts.netloc
+    path = page.parent / parts.path if parts.path else page
+    return path.exists() and (not parts.fragment or parts.fragment in anchors(path.read_text()))
+
+
+def anchors(text: str) -> set[str]:
+    """Return what GitHub calls the headings of a page."""
+    headings = re.findall(r"^#+ +(.+?) *$", FENCE.sub("", text), re.MULTILINE)
+    names = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    return {name if (before := names[:at].count(name)) == 0 else f"{name}-{before}" for at, name in enumerate(names)}
+
+
+def test_headings_are_called_as_on_github() -> None:
+    text = "# One, two & *three*: `four_5`\n## Same\n```\n# no heading\n```\n## Same\n"
+    assert anchors(text) == {"one-two--three-four_5", "same", "same-1"}
+
+
+@pytest.mark.parametrize(
+    "link", ["nowhere.md", "README.md#nowhere", "#nowhere", "http://example.org", "https://example", "https:/a.b"]
+)
+def test_a_link_that_leads_nowhere_is_found(link: str) -> None:
+    assert not leads(ROOT / "README.md", link)
 
 
 def test_the_list_of_what_never_met_a_device_names_files_that_touch_one() -> None:
-    _, _, rest = PAGE.partition("<!-- never met a device -->")
+    _, _, rest = (ROOT / "docs/cards.md").read_text().partition("<!-- never met a device -->")
     listed, end, _ = rest.partition("<!-- end of what never met a device -->")
     assert end
     named = set(re.findall(r"`([\w/]+\.py)`", "\n".join(line.split("|")[1] for line in listed.splitlines()[3:])))
