@@ -17,15 +17,20 @@ Json = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 @bench.command()
 def ttft(
-    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "100,1000,10000",
+    lengths: Annotated[
+        str, typer.Option(help="Prompt lengths in tokens; if empty 100,1000,10000, with --large-kv 100,500,2000.")
+    ] = "",
     requests: Annotated[int, typer.Option(min=1, help="Requests a length, with and without the split each.")] = 15,
+    large_kv: Annotated[
+        bool, typer.Option("--large-kv", help="A model with KV of 128 KiB a token, as an 8B's.")
+    ] = False,
     url: Annotated[str, typer.Option(help="Measure this running gateway instead (one mode).")] = "",
     json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Time to the first and the second token, with and without the split, interleaved in one run."""
     from services.bench.ttft import run_ttft
 
-    run_ttft(lengths, requests, url=url, as_json=json)
+    run_ttft(lengths, requests, large_kv=large_kv, url=url, as_json=json)
 
 
 @bench.command()

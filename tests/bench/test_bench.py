@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.bench import crossover as crossover_bench
-from services.bench import documents, multiturn, replay
+from services.bench import documents, multiturn, replay, ttft
 from services.bench.compression import agreement
 from services.bench.drive.arguments import parse_lengths, parse_range
 from services.bench.drive.http_client import (
@@ -29,7 +29,8 @@ from services.bench.drive.http_client import (
     model_of,
     open_http,
 )
-from services.bench.drive.meshes import BOTH, CACHE_ONLY, RECOMPUTE, reuse_modes, rotated
+from services.bench.drive.meshes import BOTH, CACHE_ONLY, RECOMPUTE, SPLIT, WHOLE, reuse_modes, rotated
+from services.bench.drive.random_model import LARGE_KV_SHAPE, make_model
 from services.bench.drive.sources import shares_of
 from services.bench.drive.stats import choice_crossover, crossover, percentile, ratio, spread
 from services.bench.drive.workload import (
@@ -42,6 +43,7 @@ from services.bench.drive.workload import (
     reusable_tokens,
     scale_trace,
 )
+from services.engine.checkpoint import layout_of, read_checkpoint
 from services.errors import UserError
 from services.launch.supervisor import UpOptions
 
@@ -152,6 +154,26 @@ def test_the_modes_differ_in_nothing_else() -> None:
     ]  # fmt: skip
     assert len({(m.num_prefill, m.num_decode, m.num_threads, m.kv_bytes, m.token_budget) for m in modes.values()}) == 1
     assert rotated("abc", 0) == ["a", "b", "c"] and rotated("abc", 4) == ["b", "c", "a"]
+
+
+# Time to first token
+
+
+def test_the_kv_of_the_large_model_is_an_8b_models(tmp_path: Path) -> None:
+    path, num_parameters = make_model(tmp_path, LARGE_KV_SHAPE)
+    layout = layout_of(read_checkpoint(str(path)))
+    assert layout.block_bytes // layout.block_size == 128 * 1024 and num_parameters < 5e6
+    assert layout.block_bytes * LARGE_KV_SHAPE["context_length"] / layout.block_size <= UpOptions().kv_bytes
+
+
+async def test_what_a_request_hands_over_is_beside_the_ratio() -> None:
+    async with StubGateway().serving() as gateway:
+        urls = {SPLIT: gateway.url, WHOLE: gateway.url}
+        (row,) = await ttft.alternate(urls, [6], 1, 1024)
+        (unknown,) = await ttft.alternate(urls, [6], 1)
+    assert row.kv_bytes == 6 * 1024 and row.with_split_ms is not None
+    assert row.kv_bytes_per_s == round(6 * 1024 / row.with_split_ms * 1e3)
+    assert unknown.kv_bytes is None and unknown.kv_bytes_per_s is None and unknown.ratio is not None
 
 
 # Traces and prompts
@@ -460,7 +482,8 @@ class StubGateway:
         else:
             self.bodies.append(body)
             n = len(body["prompt"])
-            usage = {"prompt_tokens": n, "completion_tokens": 2, "kvmesh": {"recomputed_tokens": n}}
+            split = {"transferred_tokens": n, "prefill": {"recomputed_tokens": n}}
+            usage = {"prompt_tokens": n, "completion_tokens": 2, "kvmesh": split}
             events = [*STREAM, {"choices": [], "usage": usage}]
             self._write(writer, 200, b"".join(b"data: " + event(**e) + b"\n\n" for e in events) + b"data: [DONE]\n\n")
         await writer.drain()

@@ -324,6 +324,8 @@ def test_benches_say_what_is_wrong_before_they_start_anything(tmp_path: Path) ->
         (["replay", str(bad)], ["bad.jsonl", "line 2"]),
         (["replay", str(tmp_path / "none.jsonl")], ["none.jsonl", "No such file"]),
         (["replay", "--scale", "0"], ["--scale"]),
+        (["ttft", "--large-kv", "--lengths", "10000"], ["--lengths", "3992"]),
+        (["ttft", "--large-kv", "--url", "http://127.0.0.1:9"], ["--large-kv", "--url"]),
         (["multiturn", "--history", "many"], ["--history", "many"]),
         (["multiturn", "--output", "9..3"], ["--output"]),
         (["multiturn", "--plot", str(tmp_path / "nowhere" / "a.png")], ["--plot", "nowhere"]),

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -58,14 +58,14 @@ def urls_of(supervisors: Mapping[str, Supervisor]) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def model_folder(model: str) -> AsyncGenerator[tuple[str, int | None]]:
-    """Give a checkpoint and its number of parameters: `model` (number unknown: None), or random weights where it is
-    empty."""
+async def model_folder(model: str, shape: dict[str, Any] = SHAPE) -> AsyncGenerator[tuple[str, int | None]]:
+    """Give a checkpoint and its number of parameters: `model` (number unknown: None), or random weights of this shape
+    where it is empty."""
     if model:
         yield model, None
         return
     with tempfile.TemporaryDirectory(prefix="kvmesh-bench-model-") as folder:
-        path, num_parameters = await asyncio.to_thread(make_model, Path(folder))
+        path, num_parameters = await asyncio.to_thread(make_model, Path(folder), shape)
         yield str(path), num_parameters
 
 
