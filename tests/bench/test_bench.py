@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -29,7 +30,7 @@ from services.bench.drive.http_client import (
     model_of,
     open_http,
 )
-from services.bench.drive.meshes import BOTH, CACHE_ONLY, RECOMPUTE, SPLIT, WHOLE, reuse_modes, rotated
+from services.bench.drive.meshes import AFFINITY, BOTH, CACHE_ONLY, RECOMPUTE, SPLIT, WHOLE, reuse_modes, rotated
 from services.bench.drive.random_model import LARGE_KV_SHAPE, make_model
 from services.bench.drive.sources import shares_of
 from services.bench.drive.stats import choice_crossover, crossover, percentile, ratio, spread
@@ -148,9 +149,9 @@ def test_options_that_are_none() -> None:
 
 def test_the_modes_differ_in_nothing_else() -> None:
     modes = reuse_modes(UpOptions(num_prefill=2, num_decode=2))
-    assert list(modes) == [RECOMPUTE, CACHE_ONLY, BOTH]
+    assert list(modes) == [RECOMPUTE, CACHE_ONLY, AFFINITY, BOTH]
     assert [(m.prefix_cache, m.policy) for m in modes.values()] == [
-        (False, "least_loaded"), (True, "least_loaded"), (True, "cost"),
+        (False, "least_loaded"), (True, "least_loaded"), (True, "affinity"), (True, "cost"),
     ]  # fmt: skip
     assert len({(m.num_prefill, m.num_decode, m.num_threads, m.kv_bytes, m.token_budget) for m in modes.values()}) == 1
     assert rotated("abc", 0) == ["a", "b", "c"] and rotated("abc", 4) == ["b", "c", "a"]
@@ -334,6 +335,32 @@ def test_ratios_of_later_turns() -> None:
     assert [row.ratio for row in rows[3:6]] == [1.0, 0.5, 0.2]
     missing = next(row for row in rows if (row.history, row.turn, row.mode) == (10, 1, BOTH))
     assert missing.num_requests == 0 and missing.ttft_p50_ms is None and missing.ratio is None
+
+
+def test_a_restart_is_compared_with_recomputing_the_same_turn() -> None:
+    talk = multiturn.Conversation(history=10, messages=((1,),) * 4, answer_lengths=(1,) * 4)
+
+    def held(worker: str, times_ms: Sequence[float]) -> list[Completion]:
+        alone = ReportedMeshUsage(prefill_worker=worker, decode_worker=worker, cached_tokens=100)
+        usage = ReportedUsage(prompt_tokens=100, completion_tokens=1, kvmesh=alone)
+        return [completion(ms, usage=usage) for ms in times_ms]
+
+    samples = [
+        sample
+        for mode, first, other in (
+            (RECOMPUTE, [100.0] * 4, [100.0] * 4),
+            (AFFINITY, [100.0, 10.0, 90.0, 10.0], [100.0, 10.0, 10.0, 10.0]),
+        )
+        for sample in multiturn.samples_of(mode, [talk, talk], [held("p-0", first), held("p-1", other)], "p-0", 2)
+    ]
+    assert [(s.mode, s.turn) for s in samples if s.restarted] == [(RECOMPUTE, 3), (AFFINITY, 3)]
+    report = multiturn.restart_report(samples, 3, {RECOMPUTE: Counter(["p-0"]), AFFINITY: Counter(["p-0"])})
+    assert report.before_ttft_p50_ratio == report.after_ttft_p50_ratio == {AFFINITY: 0.1}
+    assert report.next_turns_ttft_p50_ratio == report.next_turns_by_history["10"] == {AFFINITY: 0.9}
+    assert report.next_turns == {RECOMPUTE: 1, AFFINITY: 1} and report.num_restarts[AFFINITY] == {"p-0": 1}
+    assert report.next_turns_sources[AFFINITY].cached_tokens == 100
+    whole = multiturn.samples_of(AFFINITY, [talk], [held("p-0", [1.0] * 4)], "", 4)
+    assert not any(sample.restarted for sample in whole)
 
 
 def test_a_plot_is_written(tmp_path: Path) -> None:
@@ -524,6 +551,10 @@ async def test_a_conversation_repeats_what_was_said() -> None:
     async with StubGateway().serving() as gateway, open_http() as http:
         await multiturn.converse(await Client.open(http, gateway.url), talk, 0)
         assert [body["prompt"] for body in gateway.bodies] == [[256, 257, 258], [256, 257, 258, 300, 301, 400]]
+        client = await Client.open(http, gateway.url)
+        said = await multiturn.converse(client, talk, 0, until=1)
+        assert len(said) == 1 and len(await multiturn.converse(client, talk, 0, said)) == 2
+        assert [body["prompt"] for body in gateway.bodies[2:]] == [body["prompt"] for body in gateway.bodies[:2]]
         longer = multiturn.Conversation(history=3, messages=((256, 257, 258),), answer_lengths=(3,))
         with pytest.raises(RequestFailedError, match="return_token_ids"):
             await multiturn.converse(await Client.open(http, gateway.url), longer, 0)

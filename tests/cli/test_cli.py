@@ -328,6 +328,8 @@ def test_benches_say_what_is_wrong_before_they_start_anything(tmp_path: Path) ->
         (["ttft", "--large-kv", "--url", "http://127.0.0.1:9"], ["--large-kv", "--url"]),
         (["multiturn", "--history", "many"], ["--history", "many"]),
         (["multiturn", "--output", "9..3"], ["--output"]),
+        (["multiturn", "--restart", "--turns", "1"], ["--restart", "two turns"]),
+        (["multiturn", "--restart", "--url", "http://127.0.0.1:9"], ["--restart", "--url"]),
         (["multiturn", "--plot", str(tmp_path / "nowhere" / "a.png")], ["--plot", "nowhere"]),
         (["crossover", "--carrier", "pigeon"], ["--carrier", "pigeon"]),
         (["documents", "--url", "http://127.0.0.1:9"], ["http://127.0.0.1:9"]),
