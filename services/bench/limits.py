@@ -10,3 +10,7 @@ BATCH_TIMEOUT_S = 600.0
 """One batch of `kvmesh bench loss`, from its submission to its last token."""
 ENGINE_STOP_TIMEOUT_S = 30.0
 """The engine's thread after such a batch: the step that it is in."""
+RESTART_TIMEOUT_S = 60.0
+"""A worker of `kvmesh bench multiturn --restart`, from its end until the scheduler knows its successor."""
+RESTART_INTERVAL_S = 0.1
+"""Between two questions to the scheduler about it."""

@@ -4,7 +4,8 @@ One engine thread decodes a batch of eight requests whose prompts' KV was sent t
 half. Three ways to go on, interleaved:
 - ours: what arrived is kept, the rest is chunked prefill inside the running batch;
 - recompute: each request that lost KV computes its whole prompt inside the running batch;
-- naive: the batch fails as one; all its prompts are computed from token 0 before any request decodes.
+- naive: the batch fails as one; all its prompts are computed from token 0 before any request decodes, as vLLM of
+  January 2025 did (its `simple_connector.py`: "Failed to receive all KVs and hidden states, redo model forwarding").
 
 Before each batch, KV that no request counts as computed is overwritten with NaN, so that no lost KV can be used.
 """
@@ -52,6 +53,7 @@ from services.engine.thread import EngineThread
 
 Way = Literal["ours", "recompute", "naive"]
 WAYS: tuple[Way, ...] = ("ours", "recompute", "naive")
+NAIVE_LABEL = "naive, the baseline: recompute the batch (vLLM of January 2025)"
 
 NUM_REQUESTS = 8
 NUMBERS_LOST = (0, 1, 4, 8)
@@ -406,6 +408,7 @@ def _print(report: LossReport) -> None:
         f"random weights, {report.num_parameters / 1e6:.1f} M parameters; steps of {terms.token_budget} tokens; "
         f"{report.repeats} repeats, ways interleaved; milliseconds"
     )
+    console.print(NAIVE_LABEL)
     console.print(table)
     num_answers = len(report.rows) * report.repeats * report.num_requests
     console.print(

@@ -1,14 +1,19 @@
 """`kvmesh bench multiturn`: conversations, whose every prompt repeats all that came before.
 
-Each turn's prompt is the previous one, the model's answer, and a new message. Three meshes of the same size hold the
-same conversations in turns: one computes every prompt anew, one keeps what each worker computed, one reads KV from any
+Each turn's prompt is the previous one, the model's answer, and a new message. Four meshes of the same size hold the
+same conversations in turns: one computes every prompt anew, one keeps what each worker computed and places by load, one
+does too and sends every turn of a conversation to the workers of its last (session affinity), one reads KV from any
 worker that has it. Time to first token is from sending the request to the first token's event.
+
+With `--restart` a worker is killed after half of the turns, in every mesh: the one that computed the last prompt of the
+group's first conversation. The next turn begins once its successor, which holds no KV, is known to the scheduler.
 """
 
 import asyncio
 import itertools
 import random
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +25,7 @@ from rich.table import Column, Table
 
 from services.bench.drive.arguments import parse_lengths, parse_range
 from services.bench.drive.http_client import Client, Completion, RequestFailedError
-from services.bench.drive.meshes import RECOMPUTE, Served, reuse_modes, rotated, serving
+from services.bench.drive.meshes import AFFINITY, RECOMPUTE, Served, restart_worker, reuse_modes, rotated, serving
 from services.bench.drive.random_model import SHAPE
 from services.bench.drive.sources import SourceShares, shares_of
 from services.bench.drive.stats import percentile, ratio, rounded
@@ -44,6 +49,12 @@ class MultiturnPlan:
     num_conversations: int
     concurrency: int
     think_ms: int
+    restart: bool = False
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """How many turns are held before each stop: the restart where there is one, and the end."""
+        return (self.num_turns // 2, self.num_turns) if self.restart else (self.num_turns,)
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,12 +70,14 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurnSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn of one conversation, in one mode. Turns count from 1."""
+    """One turn of one conversation, in one mode. Turns count from 1. `restarted`: the worker that computed the turn
+    before was restarted since."""
 
     history: int
     turn: int
     mode: str
     completion: Completion
+    restarted: bool = False
 
 
 class TurnRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +90,23 @@ class TurnRow(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p50_ms: float | None
     ttft_p75_ms: float | None
     ratio: float | None
+
+
+class RestartReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What was left after a worker was restarted before `turn`. The ratios are to recomputing, at p50.
+
+    `next_turns`: of `turn`, the conversations whose last prompt that worker had computed. `before`, `after`: all
+    conversations, from turn 2 to `turn` - 1 and from `turn` on. `num_restarts`: by mode and worker.
+    """
+
+    turn: int
+    num_restarts: dict[str, dict[str, int]]
+    before_ttft_p50_ratio: dict[str, float | None]
+    after_ttft_p50_ratio: dict[str, float | None]
+    next_turns: dict[str, int]
+    next_turns_ttft_p50_ratio: dict[str, float | None]
+    next_turns_by_history: dict[str, dict[str, float | None]]
+    next_turns_sources: dict[str, SourceShares]
 
 
 class MultiturnReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +123,7 @@ class MultiturnReport(msgspec.Struct, frozen=True, kw_only=True):
     by_history: dict[str, dict[str, float | None]]
     later_turns_sources: dict[str, SourceShares]
     rows: tuple[TurnRow, ...]
+    restart: RestartReport | None = None
 
 
 def run_multiturn(plan: MultiturnPlan, options: UpOptions, *, url: str, plot: Path | None, as_json: bool) -> None:
@@ -101,6 +132,8 @@ def run_multiturn(plan: MultiturnPlan, options: UpOptions, *, url: str, plot: Pa
         raise UserError(f"--plot {plot}: name a .png, .svg or .pdf file")
     if plot is not None and not plot.parent.is_dir():
         raise UserError(f"--plot {plot}: there is no folder {plot.parent}")
+    if plan.restart and (url or plan.num_turns < 2):
+        raise UserError("--restart needs a mesh of our own, without --url, and two turns or more")
     report = asyncio.run(_run(plan, options, url))
     if as_json:
         sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
@@ -129,6 +162,24 @@ def make_conversations(
             )
         )
     return made
+
+
+def samples_of(
+    mode: str, conversations: Sequence[Conversation], held: list[list[Completion]], victim: str, num_before: int
+) -> list[TurnSample]:
+    """Return every turn of these conversations. The worker `victim` was restarted after `num_before` turns; empty: none
+    was."""
+    return [
+        TurnSample(
+            history=conversation.history,
+            turn=turn,
+            mode=mode,
+            completion=completion,
+            restarted=turn == num_before + 1 and completions[turn - 2].usage.kvmesh.prefill_worker == victim,
+        )
+        for conversation, completions in zip(conversations, held, strict=True)
+        for turn, completion in enumerate(completions, start=1)
+    ]
 
 
 def rows_of(samples: Sequence[TurnSample]) -> list[TurnRow]:
@@ -166,13 +217,35 @@ def later_ratios(samples: Sequence[TurnSample]) -> dict[str, float | None]:
     return {mode: ratio(percentile(values, 50), recompute) for mode, values in times.items() if mode != RECOMPUTE}
 
 
-async def converse(client: Client, conversation: Conversation, think_ms: int) -> list[Completion]:
-    """Hold one conversation. Raises RequestFailedError, also where the gateway does not return the answer's token
-    ids."""
-    completions: list[Completion] = []
-    prompt: list[int] = []
-    for turn, (message, num_answer) in enumerate(zip(conversation.messages, conversation.answer_lengths, strict=True)):
-        if turn:
+def restart_report(samples: Sequence[TurnSample], turn: int, num_restarts: dict[str, Counter[str]]) -> RestartReport:
+    """Return what the samples say of a restart before this turn."""
+    hit = [sample for sample in samples if sample.restarted]
+    compared = [s for s in samples if s.turn == turn and (s.restarted or s.mode == RECOMPUTE)]
+    histories = sorted({sample.history for sample in samples})
+    return RestartReport(
+        turn=turn,
+        num_restarts={mode: dict(sorted(counts.items())) for mode, counts in num_restarts.items()},
+        before_ttft_p50_ratio=later_ratios([s for s in samples if s.turn < turn]),
+        after_ttft_p50_ratio=later_ratios([s for s in samples if s.turn >= turn]),
+        next_turns=dict(Counter(sample.mode for sample in hit)),
+        next_turns_ttft_p50_ratio=later_ratios(compared),
+        next_turns_by_history={str(h): later_ratios([s for s in compared if s.history == h]) for h in histories},
+        next_turns_sources={m: shares_of([s.completion.usage for s in hit if s.mode == m]) for m in num_restarts},
+    )
+
+
+async def converse(
+    client: Client, conversation: Conversation, think_ms: int, said: Sequence[Completion] = (), until: int | None = None
+) -> list[Completion]:
+    """Hold one conversation, of which `said` are the answers so far, up to `until` turns, or all; return all answers.
+
+    Raises RequestFailedError, also where the gateway does not return the answer's token ids.
+    """
+    completions = list(said)
+    prompt = [t for m, answer in zip(conversation.messages, said, strict=False) for t in (*m, *answer.token_ids)]
+    turns = list(zip(conversation.messages, conversation.answer_lengths, strict=True))
+    for message, num_answer in turns[len(said) : until]:
+        if completions:
             await asyncio.sleep(think_ms / 1e3)
         prompt += message
         completion = await client.complete(prompt, num_answer, return_token_ids=True)
@@ -188,7 +261,8 @@ async def _run(plan: MultiturnPlan, options: UpOptions, url: str) -> MultiturnRe
     histories = parse_lengths(plan.history, "--history", SHAPE["context_length"] if not options.model else sys.maxsize)
     output = parse_range(plan.output, "--output")
     async with serving(reuse_modes, options, url) as served:
-        samples = await _measure(plan, histories, output, served)
+        num_restarts = {mode: Counter[str]() for mode in served.clients}
+        samples = await _measure(plan, histories, output, served, num_restarts)
     later = [sample for sample in samples if sample.turn > 1]
     modes = list(served.clients)
     return MultiturnReport(
@@ -203,13 +277,19 @@ async def _run(plan: MultiturnPlan, options: UpOptions, url: str) -> MultiturnRe
         by_history={str(h): later_ratios([s for s in samples if s.history == h]) for h in histories},
         later_turns_sources={mode: shares_of([s.completion.usage for s in later if s.mode == mode]) for mode in modes},
         rows=tuple(rows_of(samples)),
+        restart=restart_report(samples, plan.stops[0] + 1, num_restarts) if plan.restart else None,
     )
 
 
 async def _measure(
-    plan: MultiturnPlan, histories: list[int], output: tuple[int, int], served: Served
+    plan: MultiturnPlan,
+    histories: list[int],
+    output: tuple[int, int],
+    served: Served,
+    num_restarts: dict[str, Counter[str]],
 ) -> list[TurnSample]:
-    """Hold the same conversations in every mesh, a group at a time. Only one mesh is busy at any time."""
+    """Hold the same conversations in every mesh, a group at a time. Only one mesh is busy at any time. Counts the
+    restarts in `num_restarts`, by mode and worker."""
     seeds = itertools.count(SEED)
     num_groups = -(-plan.num_conversations // plan.concurrency)
 
@@ -233,23 +313,31 @@ async def _measure(
         task = progress.add_task("warming up", total=len(groups) * len(served.clients))
         warm_up = group(min(WARM_UP_HISTORY, *histories), plan.concurrency, WARM_UP_TURNS)
         for client in served.clients.values():
-            await _hold(client, warm_up, 0)
+            await _hold(client, warm_up, 0, [], WARM_UP_TURNS)
         for number, conversations in enumerate(groups):
             for mode in rotated(served.clients, number):
                 progress.update(task, description=f"{conversations[0].history} tokens, {mode}")
-                held = await _hold(served.clients[mode], conversations, plan.think_ms)
-                samples += [
-                    TurnSample(history=conversation.history, turn=turn, mode=mode, completion=completion)
-                    for conversation, completions in zip(conversations, held, strict=True)
-                    for turn, completion in enumerate(completions, start=1)
-                ]
+                held: list[list[Completion]] = []
+                victim = ""
+                for stop in plan.stops:
+                    if held:
+                        victim = held[0][-1].usage.kvmesh.prefill_worker
+                        num_restarts[mode][victim] += 1
+                        await restart_worker(served.supervisors[mode], victim)
+                    held = await _hold(served.clients[mode], conversations, plan.think_ms, held, stop)
+                samples += samples_of(mode, conversations, held, victim, plan.stops[0])
                 progress.advance(task)
     order = {mode: number for number, mode in enumerate(served.clients)}
     return sorted(samples, key=lambda sample: order[sample.mode])
 
 
-async def _hold(client: Client, conversations: Sequence[Conversation], think_ms: int) -> list[list[Completion]]:
-    return await asyncio.gather(*(converse(client, conversation, think_ms) for conversation in conversations))
+async def _hold(
+    client: Client, conversations: Sequence[Conversation], think_ms: int, held: list[list[Completion]], until: int
+) -> list[list[Completion]]:
+    said = held or [[]] * len(conversations)
+    return await asyncio.gather(
+        *(converse(client, talk, think_ms, own, until) for talk, own in zip(conversations, said, strict=True))
+    )
 
 
 def _print(report: MultiturnReport) -> None:
@@ -266,16 +354,48 @@ def _print(report: MultiturnReport) -> None:
         cells = [f"{row.ttft_p50_ms:.0f} / {row.ttft_p75_ms:.0f}" for row in rows]
         cells += [_times(row.ratio) for row in rows if row.mode in compared]
         table.add_row(str(rows[0].history), str(rows[0].turn), *cells)
-        if rows[0].turn == max(row.turn for row in report.rows):
+        ends = {max(row.turn for row in report.rows), report.restart.turn - 1 if report.restart else 0}
+        if rows[0].turn in ends:
             table.add_section()
     console.print(table)
-    for mode, value in report.later_turns_ttft_p50_ratio.items():
-        by_history = ", ".join(f"{h}: {_times(ratios.get(mode))}" for h, ratios in report.by_history.items())
-        console.print(f"later turns, {_words(mode)} / recompute at p50: [bold]{_times(value)}[/bold] ({by_history})")
-    for mode, shares in report.later_turns_sources.items():
-        if not shares.prompt_tokens:  # one turn has no later ones
-            continue
-        console.print(f"later turns' prompt tokens, {_words(mode)}: {shares.words}")
+    if AFFINITY in modes:
+        console.print("affinity: by a hash of how a conversation begins, whatever the load; several may share a worker")
+    _print_turns(
+        console, "later turns", report.later_turns_ttft_p50_ratio, report.by_history, report.later_turns_sources
+    )
+    if (restart := report.restart) is None:
+        return
+    console.print(
+        f"\na worker was restarted before turn {restart.turn}; of it, the conversations that it had served last:"
+    )
+    _print_turns(
+        console,
+        f"turn {restart.turn}",
+        restart.next_turns_ttft_p50_ratio,
+        restart.next_turns_by_history,
+        restart.next_turns_sources,
+    )
+    for mode, after in restart.after_ttft_p50_ratio.items():
+        before = _times(restart.before_ttft_p50_ratio.get(mode))
+        console.print(f"all conversations, {_words(mode)} / recompute at p50: {before} before, {_times(after)} after")
+    for mode, counts in restart.num_restarts.items():
+        workers = ", ".join(f"{worker} {count}" for worker, count in counts.items())
+        console.print(f"restarts, {_words(mode)}: {workers}; conversations hit: {restart.next_turns.get(mode, 0)}")
+
+
+def _print_turns(
+    console: Console,
+    turns: str,
+    ratios: dict[str, float | None],
+    by_history: dict[str, dict[str, float | None]],
+    sources: dict[str, SourceShares],
+) -> None:
+    for mode, value in ratios.items():
+        each = ", ".join(f"{h}: {_times(found.get(mode))}" for h, found in by_history.items())
+        console.print(f"{turns}, {_words(mode)} / recompute at p50: [bold]{_times(value)}[/bold] ({each})")
+    for mode, shares in sources.items():
+        if shares.prompt_tokens:  # one turn has no later ones
+            console.print(f"{turns}, prompt tokens, {_words(mode)}: {shares.words}")
 
 
 def _times(value: float | None) -> str:

@@ -17,15 +17,20 @@ Json = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 @bench.command()
 def ttft(
-    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "100,1000,10000",
+    lengths: Annotated[
+        str, typer.Option(help="Prompt lengths in tokens; if empty 100,1000,10000, with --large-kv 100,500,2000.")
+    ] = "",
     requests: Annotated[int, typer.Option(min=1, help="Requests a length, with and without the split each.")] = 15,
+    large_kv: Annotated[
+        bool, typer.Option("--large-kv", help="A model with KV of 128 KiB a token, as an 8B's.")
+    ] = False,
     url: Annotated[str, typer.Option(help="Measure this running gateway instead (one mode).")] = "",
     json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Time to the first and the second token, with and without the split, interleaved in one run."""
     from services.bench.ttft import run_ttft
 
-    run_ttft(lengths, requests, url=url, as_json=json)
+    run_ttft(lengths, requests, large_kv=large_kv, url=url, as_json=json)
 
 
 @bench.command()
@@ -48,6 +53,7 @@ def multiturn(
     conversations: Annotated[int, typer.Option(min=1, help="Conversations a history length, in each mode.")] = 4,
     concurrency: Concurrency = 2,
     think_ms: Annotated[int, typer.Option(min=0, help="What a user thinks between an answer and a message.")] = 200,
+    restart: Annotated[bool, typer.Option("--restart", help="Half way, kill a worker that holds KV.")] = False,
     output: Annotated[str, typer.Option(help="Tokens of an answer: a number or a range.")] = "32..64",
     prefill: Prefill = 2,
     decode: Decode = 2,
@@ -56,7 +62,7 @@ def multiturn(
     url: Url = "",
     json: Json = False,
 ) -> None:
-    """Conversations: recompute, prefix cache only, and reads in both directions, interleaved in one run."""
+    """Conversations: recompute, prefix cache only, session affinity, and reads in both directions, interleaved."""
     from services.bench.multiturn import MultiturnPlan, run_multiturn
     from services.launch.supervisor import UpOptions
 
@@ -67,6 +73,7 @@ def multiturn(
         num_conversations=conversations,
         concurrency=concurrency,
         think_ms=think_ms,
+        restart=restart,
     )
     if plot is None and not json:
         plot = Path("multiturn.png")
@@ -87,7 +94,7 @@ def documents(
     url: Url = "",
     json: Json = False,
 ) -> None:
-    """Many questions on few long documents, in the same three modes as multiturn."""
+    """Many questions on few long documents, in the same modes as multiturn."""
     from services.bench.documents import DocumentsPlan, run_documents
     from services.launch.supervisor import UpOptions
 
@@ -110,7 +117,7 @@ def replay(
     limit: Annotated[int, typer.Option(min=0, help="Only the first requests; 0: all.")] = 300,
     slo_ttft_ms: Annotated[float, typer.Option(help="Goodput: the longest time to the first token.")] = 1_000.0,
     slo_itl_ms: Annotated[float, typer.Option(help="Goodput: the longest mean time between tokens.")] = 100.0,
-    policy: Annotated[str, typer.Option(help="Placement: cost, least_loaded or round_robin.")] = "cost",
+    policy: Annotated[str, typer.Option(help="Placement: cost, least_loaded, round_robin or affinity.")] = "cost",
     prefix_cache: Annotated[bool, typer.Option(help="Keep the KV of earlier requests and serve from it.")] = True,
     store: Annotated[str, typer.Option(help="A KV store: memory, disk, redis://… or valkey://…; none if empty.")] = "",
     prefill: Prefill = 2,

@@ -59,7 +59,7 @@ def up(
     dtype: Annotated[Dtype, typer.Option(help="Of weights and KV; auto: float32, the checkpoint's on cards.")] = "auto",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="HTTP port on loopback; 0 finds one.")] = 8000,
     nats: Annotated[str, typer.Option(help="`embedded`, or the URL of a running server.")] = "embedded",
-    policy: Annotated[str, typer.Option(help="Placement: cost, least_loaded or round_robin.")] = "cost",
+    policy: Annotated[str, typer.Option(help="Placement: cost, least_loaded, round_robin or affinity.")] = "cost",
     prefix_cache: Annotated[bool, typer.Option(help="Keep the KV of earlier requests and serve from it.")] = True,
     pull_tokens_min: Annotated[int, typer.Option(min=0, help="Fewer tokens than this are computed, not read.")] = 64,
     wire_dtype: Annotated[WireDtype, typer.Option(help="How KV is read over tcp: as it is, or compressed.")] = "same",

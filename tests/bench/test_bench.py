@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.bench import crossover as crossover_bench
-from services.bench import documents, multiturn, replay
+from services.bench import documents, multiturn, replay, ttft
 from services.bench.compression import agreement
 from services.bench.drive.arguments import parse_lengths, parse_range
 from services.bench.drive.http_client import (
@@ -29,7 +30,8 @@ from services.bench.drive.http_client import (
     model_of,
     open_http,
 )
-from services.bench.drive.meshes import BOTH, CACHE_ONLY, RECOMPUTE, reuse_modes, rotated
+from services.bench.drive.meshes import AFFINITY, BOTH, CACHE_ONLY, RECOMPUTE, SPLIT, WHOLE, reuse_modes, rotated
+from services.bench.drive.random_model import LARGE_KV_SHAPE, make_model
 from services.bench.drive.sources import shares_of
 from services.bench.drive.stats import choice_crossover, crossover, percentile, ratio, spread
 from services.bench.drive.workload import (
@@ -42,6 +44,7 @@ from services.bench.drive.workload import (
     reusable_tokens,
     scale_trace,
 )
+from services.engine.checkpoint import layout_of, read_checkpoint
 from services.errors import UserError
 from services.launch.supervisor import UpOptions
 
@@ -146,12 +149,32 @@ def test_options_that_are_none() -> None:
 
 def test_the_modes_differ_in_nothing_else() -> None:
     modes = reuse_modes(UpOptions(num_prefill=2, num_decode=2))
-    assert list(modes) == [RECOMPUTE, CACHE_ONLY, BOTH]
+    assert list(modes) == [RECOMPUTE, CACHE_ONLY, AFFINITY, BOTH]
     assert [(m.prefix_cache, m.policy) for m in modes.values()] == [
-        (False, "least_loaded"), (True, "least_loaded"), (True, "cost"),
+        (False, "least_loaded"), (True, "least_loaded"), (True, "affinity"), (True, "cost"),
     ]  # fmt: skip
     assert len({(m.num_prefill, m.num_decode, m.num_threads, m.kv_bytes, m.token_budget) for m in modes.values()}) == 1
     assert rotated("abc", 0) == ["a", "b", "c"] and rotated("abc", 4) == ["b", "c", "a"]
+
+
+# Time to first token
+
+
+def test_the_kv_of_the_large_model_is_an_8b_models(tmp_path: Path) -> None:
+    path, num_parameters = make_model(tmp_path, LARGE_KV_SHAPE)
+    layout = layout_of(read_checkpoint(str(path)))
+    assert layout.block_bytes // layout.block_size == 128 * 1024 and num_parameters < 5e6
+    assert layout.block_bytes * LARGE_KV_SHAPE["context_length"] / layout.block_size <= UpOptions().kv_bytes
+
+
+async def test_what_a_request_hands_over_is_beside_the_ratio() -> None:
+    async with StubGateway().serving() as gateway:
+        urls = {SPLIT: gateway.url, WHOLE: gateway.url}
+        (row,) = await ttft.alternate(urls, [6], 1, 1024)
+        (unknown,) = await ttft.alternate(urls, [6], 1)
+    assert row.kv_bytes == 6 * 1024 and row.with_split_ms is not None
+    assert row.kv_bytes_per_s == round(6 * 1024 / row.with_split_ms * 1e3)
+    assert unknown.kv_bytes is None and unknown.kv_bytes_per_s is None and unknown.ratio is not None
 
 
 # Traces and prompts
@@ -314,6 +337,32 @@ def test_ratios_of_later_turns() -> None:
     assert missing.num_requests == 0 and missing.ttft_p50_ms is None and missing.ratio is None
 
 
+def test_a_restart_is_compared_with_recomputing_the_same_turn() -> None:
+    talk = multiturn.Conversation(history=10, messages=((1,),) * 4, answer_lengths=(1,) * 4)
+
+    def held(worker: str, times_ms: Sequence[float]) -> list[Completion]:
+        alone = ReportedMeshUsage(prefill_worker=worker, decode_worker=worker, cached_tokens=100)
+        usage = ReportedUsage(prompt_tokens=100, completion_tokens=1, kvmesh=alone)
+        return [completion(ms, usage=usage) for ms in times_ms]
+
+    samples = [
+        sample
+        for mode, first, other in (
+            (RECOMPUTE, [100.0] * 4, [100.0] * 4),
+            (AFFINITY, [100.0, 10.0, 90.0, 10.0], [100.0, 10.0, 10.0, 10.0]),
+        )
+        for sample in multiturn.samples_of(mode, [talk, talk], [held("p-0", first), held("p-1", other)], "p-0", 2)
+    ]
+    assert [(s.mode, s.turn) for s in samples if s.restarted] == [(RECOMPUTE, 3), (AFFINITY, 3)]
+    report = multiturn.restart_report(samples, 3, {RECOMPUTE: Counter(["p-0"]), AFFINITY: Counter(["p-0"])})
+    assert report.before_ttft_p50_ratio == report.after_ttft_p50_ratio == {AFFINITY: 0.1}
+    assert report.next_turns_ttft_p50_ratio == report.next_turns_by_history["10"] == {AFFINITY: 0.9}
+    assert report.next_turns == {RECOMPUTE: 1, AFFINITY: 1} and report.num_restarts[AFFINITY] == {"p-0": 1}
+    assert report.next_turns_sources[AFFINITY].cached_tokens == 100
+    whole = multiturn.samples_of(AFFINITY, [talk], [held("p-0", [1.0] * 4)], "", 4)
+    assert not any(sample.restarted for sample in whole)
+
+
 def test_a_plot_is_written(tmp_path: Path) -> None:
     from services.bench.drive.plot import plot_turns
 
@@ -460,7 +509,8 @@ class StubGateway:
         else:
             self.bodies.append(body)
             n = len(body["prompt"])
-            usage = {"prompt_tokens": n, "completion_tokens": 2, "kvmesh": {"recomputed_tokens": n}}
+            split = {"transferred_tokens": n, "prefill": {"recomputed_tokens": n}}
+            usage = {"prompt_tokens": n, "completion_tokens": 2, "kvmesh": split}
             events = [*STREAM, {"choices": [], "usage": usage}]
             self._write(writer, 200, b"".join(b"data: " + event(**e) + b"\n\n" for e in events) + b"data: [DONE]\n\n")
         await writer.drain()
@@ -501,6 +551,10 @@ async def test_a_conversation_repeats_what_was_said() -> None:
     async with StubGateway().serving() as gateway, open_http() as http:
         await multiturn.converse(await Client.open(http, gateway.url), talk, 0)
         assert [body["prompt"] for body in gateway.bodies] == [[256, 257, 258], [256, 257, 258, 300, 301, 400]]
+        client = await Client.open(http, gateway.url)
+        said = await multiturn.converse(client, talk, 0, until=1)
+        assert len(said) == 1 and len(await multiturn.converse(client, talk, 0, said)) == 2
+        assert [body["prompt"] for body in gateway.bodies[2:]] == [body["prompt"] for body in gateway.bodies[:2]]
         longer = multiturn.Conversation(history=3, messages=((256, 257, 258),), answer_lengths=(3,))
         with pytest.raises(RequestFailedError, match="return_token_ids"):
             await multiturn.converse(await Client.open(http, gateway.url), longer, 0)

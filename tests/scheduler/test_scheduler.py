@@ -22,7 +22,7 @@ from services.errors import UserError
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import Action, SayLeft
 from services.scheduler.placement.known_worker import KnownWorker, idle
-from services.scheduler.placement.policy import least_loaded, policy_named, round_robin
+from services.scheduler.placement.policy import affinity, least_loaded, policy_named, round_robin
 
 
 def info(worker_id: str, role: WorkerRole, **fields: object) -> WorkerInfo:
@@ -105,16 +105,43 @@ def candidate(name: str, tokens: int = 0, requests: int = 0, free: int = 0) -> K
     ],
 )
 def test_least_loaded(phase: str, candidates: list[KnownWorker], turn: int, expected: str) -> None:
-    assert least_loaded(phase, candidates, turn).info.worker_id == expected  # type: ignore[arg-type]
+    assert least_loaded(phase, candidates, turn, b"").info.worker_id == expected  # type: ignore[arg-type]
 
 
 def test_round_robin_ignores_load() -> None:
     candidates = [candidate("a", tokens=99), candidate("b"), candidate("c")]
-    assert [round_robin("prefill", candidates, turn).info.worker_id for turn in range(4)] == ["a", "b", "c", "a"]
+    assert [round_robin("prefill", candidates, turn, b"").info.worker_id for turn in range(4)] == ["a", "b", "c", "a"]
+
+
+def test_affinity_moves_nothing_but_what_a_missing_worker_had() -> None:
+    candidates = [candidate(name) for name in "abc"]
+    keys = [bytes([number]) * 16 for number in range(60)]
+
+    def chosen(of: list[KnownWorker]) -> list[str]:
+        return [affinity("prefill", of, turn, key).info.worker_id for turn, key in enumerate(keys)]
+
+    before = chosen(candidates)
+    assert all(before.count(name) > 10 for name in "abc")
+    assert chosen(candidates[::-1]) == before == chosen([candidate("a", tokens=99), *candidates[1:]])
+    assert [after for was, after in zip(before, chosen(candidates[:2]), strict=True) if was != "c"] == [
+        was for was in before if was != "c"
+    ]
+
+
+def test_affinity_follows_a_prompts_first_block() -> None:
+    core = fleet("affinity", P0, P1, D0, D1)
+
+    def placed_at(number: int, first: int, more: int) -> tuple[str, str | None]:
+        hashes = bytes([first]) * 16 + bytes([more]) * 16 * more
+        return placed(core, replace(ask(number), block_hashes=hashes))
+
+    talks = [[placed_at(number, first, more) for more in range(3)] for number, first in enumerate(range(20))]
+    assert all(len(set(turns)) == 1 for turns in talks) and len({turns[0] for turns in talks}) == 4
+    assert len({placed(core, ask(number, tokens=10))[0] for number in range(2)}) == 2, "shorter than a block: by load"
 
 
 def test_an_unknown_policy_is_a_users_error_that_names_the_others() -> None:
-    with pytest.raises(UserError, match="cost, least_loaded, round_robin"):
+    with pytest.raises(UserError, match="affinity, cost, least_loaded, round_robin"):
         policy_named("fastest")
 
 

@@ -193,7 +193,7 @@ def test_a_killed_worker_has_left_within_half_a_second_and_requests_go_elsewhere
     assert {placed(core, ask(n, excluded=("p1",)))[0] for n in range(3)} == {"p1"}
 
 
-@pytest.mark.parametrize("policy", ["cost", "least_loaded", "round_robin"])
+@pytest.mark.parametrize("policy", ["affinity", "cost", "least_loaded", "round_robin"])
 def test_a_suspect_worker_gets_nothing_while_somebody_else_could_serve(policy: str) -> None:
     core = fleet(policy, P0, P1, D0)
     for now_ms in range(500, 2_600, 500):
@@ -213,7 +213,7 @@ def test_a_suspect_worker_gets_nothing_while_somebody_else_could_serve(policy: s
     assert core.describe(2_700).ready
 
 
-@pytest.mark.parametrize("policy", ["cost", "least_loaded", "round_robin"])
+@pytest.mark.parametrize("policy", ["affinity", "cost", "least_loaded", "round_robin"])
 def test_who_failed_is_used_only_where_nobody_else_could_serve(policy: str) -> None:
     core = fleet(policy, P0, D0, info("d1", "decode"))
     assert placed(core, ask(excluded=("d0",))) == ("p0", "d1")

@@ -6,18 +6,21 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from services.bench.drive.http_client import Client, base_url, open_http
 from services.bench.drive.random_model import SHAPE, make_model
+from services.bench.limits import RESTART_INTERVAL_S, RESTART_TIMEOUT_S
 from services.engine.checkpoint import read_checkpoint
+from services.errors import UserError
+from services.launch.known_workers import describe_fleet
 from services.launch.supervisor import Supervisor, UpOptions
 
 SPLIT, WHOLE = "split", "whole"
-RECOMPUTE, CACHE_ONLY, BOTH = "recompute", "prefix_cache_only", "both_directions"
+RECOMPUTE, CACHE_ONLY, AFFINITY, BOTH = "recompute", "prefix_cache_only", "affinity", "both_directions"
 
 
 @asynccontextmanager
@@ -44,11 +47,12 @@ async def split_and_whole(model: str) -> AsyncGenerator[dict[str, str]]:
 
 
 def reuse_modes(options: UpOptions) -> dict[str, UpOptions]:
-    """Return the options of three meshes that differ in their reuse of KV: none, each worker's own prefix cache,
-    reads from any worker."""
+    """Return the options of four meshes that differ in their reuse of KV: none; each worker's own prefix cache, placed
+    by load; the same, with prompts that begin alike on the same workers; reads from any worker."""
     return {
         RECOMPUTE: replace(options, prefix_cache=False, policy="least_loaded"),
         CACHE_ONLY: replace(options, policy="least_loaded"),
+        AFFINITY: replace(options, policy="affinity"),
         BOTH: replace(options, policy="cost"),
     }
 
@@ -58,14 +62,14 @@ def urls_of(supervisors: Mapping[str, Supervisor]) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def model_folder(model: str) -> AsyncGenerator[tuple[str, int | None]]:
-    """Give a checkpoint and its number of parameters: `model` (number unknown: None), or random weights where it is
-    empty."""
+async def model_folder(model: str, shape: dict[str, Any] = SHAPE) -> AsyncGenerator[tuple[str, int | None]]:
+    """Give a checkpoint and its number of parameters: `model` (number unknown: None), or random weights of this shape
+    where it is empty."""
     if model:
         yield model, None
         return
     with tempfile.TemporaryDirectory(prefix="kvmesh-bench-model-") as folder:
-        path, num_parameters = await asyncio.to_thread(make_model, Path(folder))
+        path, num_parameters = await asyncio.to_thread(make_model, Path(folder), shape)
         yield str(path), num_parameters
 
 
@@ -75,6 +79,8 @@ class Served(NamedTuple):
     clients: dict[str, Client]
     vocab_size: int
     num_parameters: int | None
+    supervisors: Mapping[str, Supervisor]
+    """By the same names; empty where a running gateway is measured."""
 
     @property
     def context_length(self) -> int:
@@ -97,12 +103,31 @@ async def serving(
         http = await stack.enter_async_context(open_http())
         if url:
             client = await Client.open(http, base_url(url))
-            yield Served({base_url(url): client}, SHAPE["vocab"], None)
+            yield Served({base_url(url): client}, SHAPE["vocab"], None, {})
             return
         model, num_parameters = await stack.enter_async_context(model_folder(options.model))
         supervisors = await stack.enter_async_context(running(meshes(replace(options, model=model, port=0))))
         clients = {name: await Client.open(http, supervisor.url) for name, supervisor in supervisors.items()}
-        yield Served(clients, read_checkpoint(model).vocab_size, num_parameters)
+        yield Served(clients, read_checkpoint(model).vocab_size, num_parameters, supervisors)
+
+
+async def restart_worker(supervisor: Supervisor, name: str) -> None:
+    """Kill a worker, and return once the scheduler knows the one that replaces it. Raises UserError."""
+
+    async def incarnation() -> str:
+        known = (load.worker for load in (await describe_fleet(supervisor.nats_url)).workers)
+        return next((worker.incarnation for worker in known if worker.worker_id == name), "")
+
+    before = await incarnation()
+    next(child for child in supervisor.children if child.name == name).kill()
+    try:
+        async with asyncio.timeout(RESTART_TIMEOUT_S):
+            while True:
+                await asyncio.sleep(RESTART_INTERVAL_S)
+                if await incarnation() not in ("", before):
+                    return
+    except TimeoutError as error:
+        raise UserError(f"{name} was killed and not back within {RESTART_TIMEOUT_S:.0f} s") from error
 
 
 def rotated(names: Iterable[str], turn: int) -> list[str]:

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from services.errors import UserError
 
-COLORS = ("#8c8c8c", "#2a78b5", "#d1602a")
+COLORS = ("#8c8c8c", "#2a78b5", "#3f9b4f", "#d1602a")
 
 
 class TurnTimes(Protocol):

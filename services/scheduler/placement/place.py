@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from schemas.block import BLOCK_HASH_BYTES
 from schemas.directory import HolderPrefix
 from schemas.ids import WorkerId
 from schemas.request import KVSource, Placement, PlacementTerms, PlaceRequest, RefusalReason, Refused, refuse
@@ -93,17 +94,18 @@ class Placer:
         if refusal := self._overload(case, pairs, queues, rates):
             return refusal
         firsts = {first.info.worker_id: first for first, _ in pairs}
-        prefill = self._pick(policy, "prefill", [firsts[worker_id] for worker_id in sorted(firsts)])
+        first_block = case.request.block_hashes[:BLOCK_HASH_BYTES]
+        prefill = self._pick(policy, "prefill", [firsts[worker_id] for worker_id in sorted(firsts)], first_block)
         prefill.place(num_tokens=case.request.num_prompt_tokens, num_blocks=0)
         partners = [partner for first, partner in pairs if first is prefill and partner is not None]
-        decode = self._pick(policy, "decode", partners) if partners else None
+        decode = self._pick(policy, "decode", partners, first_block) if partners else None
         if decode is not None:
             decode.place(num_tokens=0, num_blocks=0)
         self._admission.placed(case.request.tenant, case.request.num_prompt_tokens, case.now_ms)
         return self._placement(case, prefill, decode)
 
-    def _pick(self, policy: Policy, phase: Phase, workers: list[KnownWorker]) -> KnownWorker:
-        chosen = policy(phase, workers, self._turns[phase])
+    def _pick(self, policy: Policy, phase: Phase, workers: list[KnownWorker], first_block: bytes) -> KnownWorker:
+        chosen = policy(phase, workers, self._turns[phase], first_block)
         self._turns[phase] += 1
         return chosen
 

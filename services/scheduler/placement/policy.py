@@ -3,6 +3,7 @@
 The simple ones pick one of several workers and are here; `cost` prices whole placements (`cost.py`).
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -11,16 +12,17 @@ from services.scheduler.placement.known_worker import KnownWorker
 
 Phase = Literal["prefill", "decode"]
 
-Policy = Callable[[Phase, Sequence[KnownWorker], int], KnownWorker]
-"""(phase, candidates: never empty, in a stable order; how many were picked before) -> the one to use. Changes none."""
+Policy = Callable[[Phase, Sequence[KnownWorker], int, bytes], KnownWorker]
+"""(phase, candidates: never empty, in a stable order; how many were picked before; the hash of the prompt's first
+block: empty where the prompt is shorter) -> the one to use. Changes none."""
 
 
-def round_robin(phase: Phase, candidates: Sequence[KnownWorker], turn: int) -> KnownWorker:
+def round_robin(phase: Phase, candidates: Sequence[KnownWorker], turn: int, first_block: bytes) -> KnownWorker:
     """Take turns, whatever the load."""
     return candidates[turn % len(candidates)]
 
 
-def least_loaded(phase: Phase, candidates: Sequence[KnownWorker], turn: int) -> KnownWorker:
+def least_loaded(phase: Phase, candidates: Sequence[KnownWorker], turn: int, first_block: bytes) -> KnownWorker:
     """Prefill is bound by tokens to compute, decode by sequences in the batch; equals take turns."""
     start = turn % len(candidates)
     rotated = [*candidates[start:], *candidates[:start]]
@@ -29,7 +31,23 @@ def least_loaded(phase: Phase, candidates: Sequence[KnownWorker], turn: int) -> 
     return min(rotated, key=lambda c: (c.num_requests, -c.num_usable_blocks))
 
 
-POLICIES: dict[str, Policy | None] = {"cost": None, "least_loaded": least_loaded, "round_robin": round_robin}
+def affinity(phase: Phase, candidates: Sequence[KnownWorker], turn: int, first_block: bytes) -> KnownWorker:
+    """Send prompts that begin with the same block, as all turns of a conversation do, to the same worker.
+
+    By rendezvous hashing: a worker that leaves moves its own prompts only. Whatever the load: prompts that share a
+    system prompt all go to one worker.
+    """
+    if not first_block:
+        return least_loaded(phase, candidates, turn, first_block)
+    return max(candidates, key=lambda c: hashlib.blake2b(first_block + c.info.worker_id.encode()).digest())
+
+
+POLICIES: dict[str, Policy | None] = {
+    "affinity": affinity,
+    "cost": None,
+    "least_loaded": least_loaded,
+    "round_robin": round_robin,
+}
 """None: not picked worker by worker."""
 
 
