@@ -25,6 +25,7 @@ from services.bench.drive.workload import (
     ReplayRequest,
     TraceRequest,
     build_prompt,
+    first_groups,
     make_trace,
     parse_trace,
     reusable_tokens,
@@ -41,12 +42,13 @@ SEED = 20261121
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayPlan:
-    """The command's options. `path` None: a made-up trace; `limit` 0: all of the trace. The SLO is a client's: time
-    to first token, and mean time between tokens."""
+    """The command's options. `path` None: a made-up trace; `groups` and `limit` 0: all of the trace. The SLO is a
+    client's: time to first token, and mean time between tokens."""
 
     path: Path | None
     scale: float
     speed: float
+    groups: int
     limit: int
     slo_ttft_ms: float
     slo_itl_ms: float
@@ -100,6 +102,8 @@ def run_replay(plan: ReplayPlan, options: UpOptions, *, url: str, as_json: bool)
                 trace = parse_trace(lines, name)
         except OSError as error:
             raise UserError(f"cannot read the trace {plan.path}: {error.strerror}") from error
+    if plan.groups:
+        trace = first_groups(trace, plan.groups)
     trace = trace[: plan.limit or None]
     scale_trace([], scale=plan.scale, speed=plan.speed, context_length=1)  # refuses what is out of range
     report = asyncio.run(_run(plan, options, url, trace, name))

@@ -114,6 +114,9 @@ def replay(
     trace: Annotated[Path | None, typer.Argument(help="A trace, one JSON object a line; made up if left out.")] = None,
     scale: Annotated[float, typer.Option(help="Divides all lengths; 16 makes a block of 512 tokens one of 32.")] = 16.0,
     speed: Annotated[float, typer.Option(help="Divides the time between arrivals.")] = 1.0,
+    groups: Annotated[
+        int, typer.Option(min=0, help="Only the first groups of prompts that share a prefix; 0: all.")
+    ] = 0,
     limit: Annotated[int, typer.Option(min=0, help="Only the first requests; 0: all.")] = 300,
     slo_ttft_ms: Annotated[float, typer.Option(help="Goodput: the longest time to the first token.")] = 1_000.0,
     slo_itl_ms: Annotated[float, typer.Option(help="Goodput: the longest mean time between tokens.")] = 100.0,
@@ -130,7 +133,15 @@ def replay(
     from services.bench.replay import ReplayPlan, run_replay
     from services.launch.supervisor import UpOptions
 
-    plan = ReplayPlan(path=trace, scale=scale, speed=speed, limit=limit, slo_ttft_ms=slo_ttft_ms, slo_itl_ms=slo_itl_ms)
+    plan = ReplayPlan(
+        path=trace,
+        scale=scale,
+        speed=speed,
+        groups=groups,
+        limit=limit,
+        slo_ttft_ms=slo_ttft_ms,
+        slo_itl_ms=slo_itl_ms,
+    )
     options = UpOptions(
         model=model, num_prefill=prefill, num_decode=decode, policy=policy, prefix_cache=prefix_cache, store=store
     )

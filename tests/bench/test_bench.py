@@ -39,6 +39,7 @@ from services.bench.drive.workload import (
     ReplayRequest,
     TraceRequest,
     build_prompt,
+    first_groups,
     make_trace,
     parse_trace,
     reusable_tokens,
@@ -294,6 +295,16 @@ def test_the_bound_is_what_a_naive_cache_gives(seed: int, num_conversations: int
     assert reusable_tokens(requests, 4) == expected
 
 
+def test_the_first_groups_of_a_trace_are_whole() -> None:
+    ids = ([0, 1], [0, 2], [0, 3], [0, 2, 4], [0, 3, 5], [0, 2, 6], [0, 7, 8])
+    trace = [request(at, chain) for at, chain in enumerate(ids)]
+    assert [r.timestamp for r in first_groups(trace, 1)] == [1, 3, 5]
+    assert [r.timestamp for r in first_groups(trace, 9)] == [1, 2, 3, 4, 5]
+    assert first_groups([trace[0]] * 2, 1) == [trace[0]] * 2  # all alike
+    with pytest.raises(UserError, match="--groups"):
+        first_groups(trace[:3], 1)
+
+
 def test_a_made_up_trace_is_one() -> None:
     trace = make_trace(30, seed=1)
     assert trace == make_trace(30, seed=1) != make_trace(30, seed=2)
@@ -428,7 +439,7 @@ def test_the_slo(ttft_ms: float, gaps_ms: list[float], expected: bool) -> None:
 
 
 def test_a_replays_report() -> None:
-    plan = replay.ReplayPlan(path=None, scale=16, speed=1, limit=0, slo_ttft_ms=100, slo_itl_ms=50)
+    plan = replay.ReplayPlan(path=None, scale=16, speed=1, groups=0, limit=0, slo_ttft_ms=100, slo_itl_ms=50)
     requests = scaled([request(0, [0, 1]), request(1, [0, 2]), request(2, [0, 3]), request(3, [0, 4])])
     cached = ReportedUsage(
         prompt_tokens=64, completion_tokens=1, kvmesh=ReportedMeshUsage(cached_tokens=16, recomputed_tokens=48)
@@ -565,7 +576,7 @@ def test_replaying_a_running_gateway(tmp_path: Path, capsysbinary: pytest.Captur
     trace = tmp_path / "trace.jsonl"
     lines = [request(at, ids) for at, ids in ((0, [0, 1]), (5, [0, 2]), (9, [7]))]
     trace.write_text("\n".join(json.dumps({f: getattr(r, f) for f in r.__struct_fields__}) for r in lines))
-    plan = replay.ReplayPlan(path=trace, scale=16, speed=1, limit=2, slo_ttft_ms=10**6, slo_itl_ms=10**6)
+    plan = replay.ReplayPlan(path=trace, scale=16, speed=1, groups=0, limit=2, slo_ttft_ms=10**6, slo_itl_ms=10**6)
 
     async def main() -> None:
         async with StubGateway().serving() as gateway:

@@ -319,10 +319,14 @@ def test_workers_on_cards_are_shown_and_those_of_a_mesh_without_are_not() -> Non
 
 def test_benches_say_what_is_wrong_before_they_start_anything(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}\nnot a request\n')
+    line = '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}\n'
+    bad.write_text(line + "not a request\n")
+    single = tmp_path / "single.jsonl"
+    single.write_text(line)
     for arguments, words in (
         (["replay", str(bad)], ["bad.jsonl", "line 2"]),
         (["replay", str(tmp_path / "none.jsonl")], ["none.jsonl", "No such file"]),
+        (["replay", str(single), "--groups", "2"], ["--groups", "no two prompts"]),
         (["replay", "--scale", "0"], ["--scale"]),
         (["ttft", "--large-kv", "--lengths", "10000"], ["--lengths", "3992"]),
         (["ttft", "--large-kv", "--url", "http://127.0.0.1:9"], ["--large-kv", "--url"]),

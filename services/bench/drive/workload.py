@@ -78,6 +78,22 @@ def _broken_chain(request: TraceRequest, parents: dict[int, int | None]) -> str:
     return ""
 
 
+def first_groups(trace: Sequence[TraceRequest], num_groups: int) -> list[TraceRequest]:
+    """Return the requests of the first groups of two or more, by time of arrival. Raises UserError if there is none.
+
+    A group is the prompts that have the same block after what all prompts of the trace share: a conversation, mostly.
+    """
+    in_all = set(trace[0].hash_ids).intersection(*(request.hash_ids for request in trace))
+    groups: dict[int | None, list[TraceRequest]] = {}
+    for request in trace:
+        first = next((hash_id for hash_id in request.hash_ids if hash_id not in in_all), None)
+        groups.setdefault(first, []).append(request)
+    shared = [group for group in groups.values() if len(group) > 1][:num_groups]
+    if not shared:
+        raise UserError("--groups: no two prompts of this trace share more than all of them do")
+    return sorted((request for group in shared for request in group), key=lambda request: request.timestamp)
+
+
 def scale_trace(
     trace: Sequence[TraceRequest], *, scale: float, speed: float, context_length: int
 ) -> list[ReplayRequest]:

@@ -11,6 +11,7 @@ from litestar.datastructures import State
 from litestar.exceptions import HTTPException
 from litestar.openapi import OpenAPIConfig
 from litestar.params import FromPath
+from litestar.response import Redirect
 from litestar.response.base import ASGIResponse
 from litestar.types import ASGIApp
 
@@ -22,7 +23,8 @@ from services.bus.typed import TypedBus
 from services.config import GatewayConfig
 from services.gateway import limits
 from services.gateway.api.answer import Answer, Call, ChoiceText
-from services.gateway.api.openai import InvalidRequestError, decode_body
+from services.gateway.api.docs import JSON, PAGE, SchemaPage, add_bodies
+from services.gateway.api.openai import ChatBody, CompletionBody, InvalidRequestError, decode_body
 from services.gateway.api.prepare import GatewayModel, Prepared, make_jobs, prepare
 from services.gateway.api.replies import (
     ErrorReply,
@@ -68,11 +70,11 @@ class Gateway:
 def build_app(gateway: Gateway) -> Litestar:
     """Return the ASGI application of one gateway."""
 
-    @post(COMPLETIONS, summary="OpenAI completions")
+    @post(COMPLETIONS, status_code=200, summary="OpenAI completions")
     async def completions(request: HttpRequest) -> ASGIApp:
         return await _generate(gateway, request, COMPLETIONS)
 
-    @post(CHAT_COMPLETIONS, summary="OpenAI chat completions")
+    @post(CHAT_COMPLETIONS, status_code=200, summary="OpenAI chat completions")
     async def chat_completions(request: HttpRequest) -> ASGIApp:
         return await _generate(gateway, request, CHAT_COMPLETIONS)
 
@@ -107,13 +109,23 @@ def build_app(gateway: Gateway) -> Litestar:
         text, content_type = gateway.metrics.render(request.headers.get("accept", ""))
         return Response(text, media_type=content_type)
 
-    return Litestar(
-        route_handlers=[completions, chat_completions, models, model, health, metrics],
+    @get("/docs", include_in_schema=False)
+    async def docs() -> Redirect:
+        return Redirect(PAGE, status_code=307)
+
+    @get("/openapi.json", include_in_schema=False)
+    async def openapi_json() -> Redirect:
+        return Redirect(JSON, status_code=307)
+
+    app = Litestar(
+        route_handlers=[completions, chat_completions, models, model, health, metrics, docs, openapi_json],
         exception_handlers={HTTPException: _on_http_exception, Exception: _on_exception},
         request_max_body_size=limits.MAX_BODY_BYTES,
         logging_config=None,
-        openapi_config=OpenAPIConfig(title="kvmesh", version="1"),
+        openapi_config=OpenAPIConfig(title="kvmesh", version="1", render_plugins=[SchemaPage()]),
     )
+    add_bodies(app.openapi_schema, {COMPLETIONS: CompletionBody, CHAT_COMPLETIONS: ChatBody})
+    return app
 
 
 async def _generate(gateway: Gateway, request: HttpRequest, route: str) -> ASGIApp:

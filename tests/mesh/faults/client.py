@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import httpx
@@ -34,11 +35,16 @@ class Stream:
     num_resumed_tokens: int = 0
     started_s: float = 0.0
     ended_s: float = 0.0
+    event_times_s: list[float] = field(default_factory=list[float])
     num_tokens_changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def took_s(self) -> float:
         return self.ended_s - self.started_s
+
+    def gaps_s(self, since_s: float = 0.0) -> list[float]:
+        """Return the time before each event that came after `since_s`, but for the first of the answer."""
+        return [later - earlier for earlier, later in pairwise(self.event_times_s) if later > since_s]
 
     def start(self, http: httpx.AsyncClient, model: str, limit_s: float) -> "asyncio.Task[None]":
         """Ask, and read until the answer ends. Whoever cancels the task hangs up.
@@ -100,6 +106,7 @@ class Stream:
         self._settle(is_done)
 
     def _take(self, chunk: dict[str, Any]) -> None:
+        self.event_times_s.append(time.monotonic())
         if "error" in chunk:
             self.error = json.dumps(chunk["error"])
             return

@@ -1,9 +1,11 @@
-"""How soon a mesh lets go: of a dead reader's blocks, and of everything that a client no longer wants."""
+"""How soon a mesh lets go: of a dead reader's blocks, and of everything that a client no longer wants. And how long a
+client waits for its next token when the worker that makes them dies."""
 
 import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from schemas.worker import WorkerLoad
@@ -87,6 +89,52 @@ async def _one_death(mesh: FaultMesh) -> float:
     if ended_s < killed_s or stream.ending != "finished":
         raise AssertionError(f"the lease ended {ended_s - killed_s:.3f} s after the kill; {stream.error}")
     return ended_s - killed_s
+
+
+@dataclass
+class Pauses:
+    """`killed_s`: the longest gap of each answer from its worker's death on; `quiet_s`: every gap of the same requests
+    without a kill."""
+
+    killed_s: list[float] = field(default_factory=list[float])
+    quiet_s: list[float] = field(default_factory=list[float])
+    num_near_ties: int = 0
+    wrong: list[str] = field(default_factory=list[str])
+
+
+async def pauses(mesh: FaultMesh, num_kills: int, on_kill: Callable[[], None]) -> Pauses:
+    """Ask, and ask the same again with its decode worker killed halfway, so often. Each answer is alone in the mesh."""
+    found = Pauses()
+    ties = mesh.truth.num_near_ties
+    for _ in range(num_kills):
+        await mesh.settle()
+        quiet = mesh.new_stream()
+        await asyncio.wait([mesh.start(quiet)])
+        found.quiet_s += quiet.gaps_s()
+        stream = mesh.new_stream(quiet.number)
+        killed_s = await _killed_halfway(mesh, stream)
+        found.killed_s.append(max(stream.gaps_s(killed_s), default=0.0))
+        for each in (quiet, stream):
+            problem = each.error or each.problem or mesh.truth.problem(each, mesh.truth.answers[each.number])
+            if problem or each.ending != "finished":
+                found.wrong.append(f"request {each.number} ({each.request_id}) {each.ending}: {problem}")
+        if not stream.num_resumed_tokens:
+            found.wrong.append(f"request {stream.number} ({stream.request_id}): the kill did not interrupt it")
+        on_kill()
+    found.num_near_ties = mesh.truth.num_near_ties - ties
+    return found
+
+
+async def _killed_halfway(mesh: FaultMesh, stream: Stream) -> float:
+    asking = mesh.start(stream)
+    await stream.until_tokens(stream.case.sampling.max_tokens // 2)
+    loads = mesh.worker_loads()
+    victims = [c for c in mesh.supervisor.children if c.role == "decode" and c.name in loads]
+    victim = max(victims, key=lambda child: loads[child.name].num_running)
+    killed_s = time.monotonic()
+    victim.kill()
+    await asyncio.wait([asking])
+    return killed_s
 
 
 async def cancel_to_free(mesh: FaultMesh, num_rounds: int, on_cancel: Callable[[], None]) -> dict[str, list[float]]:
