@@ -66,3 +66,9 @@ async def test_other_endings(last: bytes, ending: Ending) -> None:
         gateway.goes_on.set()
         await asyncio.wait([task])
         assert stream.ending == ending
+
+
+def test_the_gaps_of_a_stream() -> None:
+    stream = Stream(0, Case([1], SamplingParams(max_tokens=2)), "http://gateway", "t", event_times_s=[1.0, 2.0, 5.0])
+    assert stream.gaps_s() == [1.0, 3.0]
+    assert stream.gaps_s(since_s=2.5) == [3.0], "the gap around that moment is whole"

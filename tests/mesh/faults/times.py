@@ -121,6 +121,7 @@ async def pauses(mesh: FaultMesh, num_kills: int, on_kill: Callable[[], None]) -
         if not stream.num_resumed_tokens:
             found.wrong.append(f"request {stream.number} ({stream.request_id}): the kill did not interrupt it")
         on_kill()
+    await mesh.settle()
     found.num_near_ties = mesh.truth.num_near_ties - ties
     return found
 
