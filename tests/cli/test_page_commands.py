@@ -320,6 +320,23 @@ def drain(trial: Trial) -> None:
     place.mesh.wait_until(lambda: worker.ready.is_set(), "the worker is ready")
 
 
+def kill(trial: Trial) -> None:
+    """In a mesh of its own that is answering: a process is killed, the answer goes on to its end."""
+    scratch, port = trial.scratch, free_port()
+    up = ["kvmesh", "up", "--prefill", "2", "--decode", "2", "--kv-mib", "64", "--port", str(port)]
+    process = scratch.start([f".venv/bin/{up[0]}", *up[1:]])
+    body = {"model": "demo_model", "prompt": QUESTION, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with stopped_with(process) as lines:
+        assert any("Ctrl-C stops everything" in line for line in lines)
+        with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=LIMIT_S) as answer:
+            events = (line for line in answer.iter_lines() if line.startswith("data: {"))
+            next(events)
+            done = scratch.run(trial.command.text.replace("pkill", f"pkill --parent {process.pid}"))
+            assert done.returncode == 0, "it kills nothing"
+            assert any('"finish_reason":"length"' in event for event in events)
+    assert process.returncode == 0
+
+
 def elsewhere(reason: str, check: Try) -> Try:
     """Never run by tests, for a reason. What of it is ours is checked."""
     assert reason
@@ -368,6 +385,7 @@ WAYS: tuple[tuple[str, Try], ...] = (
     (r"nats req .*", elsewhere("the nats command is not installed by us", ask())),
     (r"nats micro ls.*", elsewhere("the nats command is not installed by us", ask("$SRV.PING"))),
     (r"kill -TERM PID", drain),
+    (r"pkill -KILL -f 'serve decode --id decode-0'", kill),
     (r"docker compose .*", elsewhere("needs a container engine: make compose-test", names_files)),
     (r"pip install .*", elsewhere("installs gigabytes", names_extras)),
 )
