@@ -214,12 +214,19 @@ def _until_ctrl_c(scratch: Scratch, words: list[str], says: str) -> None:
     assert says in said and process.returncode == 0, said
 
 
+def dry_make(words: list[str]) -> "subprocess.CompletedProcess[str]":
+    """What make would do, said as outside of the `make test` that may run this."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
+    return subprocess.run(
+        ["make", "-n", *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+
+
 def up_words(trial: Trial) -> list[str]:
     """Return the `kvmesh up …` of a command; of `make up` what make would run last."""
     words = trial.command.words
     if words[0] == "make":
-        done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, check=True)
-        words = shlex.split(done.stdout.splitlines()[-1])
+        words = shlex.split(dry_make(words[1:]).stdout.splitlines()[-1])
     assert words[:2] == [".venv/bin/kvmesh", "up"]
     return [str(DEMO_MODEL_DIR) if word == "DIR" else word for word in words]
 
@@ -252,9 +259,7 @@ def parse(trial: Trial) -> None:
 
 def make(trial: Trial) -> None:
     """Not run, because it takes minutes, or installs: make knows the target."""
-    done = subprocess.run(
-        ["make", "-n", *trial.command.words[1:]], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = dry_make(trial.command.words[1:])
     assert done.returncode == 0, done.stderr
 
 
