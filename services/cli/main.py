@@ -156,7 +156,7 @@ def trace(
     rejected: Annotated[
         bool, typer.Option("--rejected", help="With `--failed`: those too in which the client was wrong (400).")
     ] = False,
-    list_: Annotated[bool, typer.Option("--list", help="A line each: the last ones, the slowest, the failed.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="A line each; with --slowest or --failed those.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Of `--list`.")] = 20,
 ) -> None:
     """Show one request's trace as a waterfall."""

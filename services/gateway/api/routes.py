@@ -109,7 +109,7 @@ def build_app(gateway: Gateway) -> Litestar:
         text, content_type = gateway.metrics.render(request.headers.get("accept", ""))
         return Response(text, media_type=content_type)
 
-    @get("/docs", include_in_schema=False)
+    @get(["/", "/docs"], include_in_schema=False)
     async def docs() -> Redirect:
         return Redirect(PAGE, status_code=307)
 

@@ -56,8 +56,10 @@ def test_who_dies_finds_room_again(tmp_path: Path) -> None:
         for number in range(8):  # both decode workers read from it
             complete(url, number)
         for _ in range(2):
+            before = incarnation(tmp_path)
             os.kill(first, signal.SIGKILL)
-            first = await_successor(tmp_path, first)
+            await_successor(tmp_path, before)
+            first = our_process(tmp_path, "prefill-0")
             for number in range(8, 12):
                 complete(url, number)
     finally:
@@ -87,16 +89,17 @@ def our_process(state_dir: Path, name: str) -> int:
     return found[0]
 
 
-def await_successor(state_dir: Path, pid: int) -> int:
-    """Return the process that came after this one, once the mesh uses it."""
+def incarnation(state_dir: Path) -> str | None:
+    """Return the incarnation of the prefill worker, once the mesh uses it; None: it does not."""
     status = [*KVMESH, "status", "--json"]
+    told = subprocess.run(status, env=environment(state_dir), capture_output=True, text=True, timeout=60, check=True)
+    workers = {load["worker"]["worker_id"]: load for load in json.loads(told.stdout)["workers"]}
+    worker = workers.get("prefill-0")
+    return worker["worker"]["incarnation"] if worker and worker["state"] == "ready" else None
+
+
+def await_successor(state_dir: Path, before: str | None) -> None:
+    """Wait until the mesh uses another incarnation than this one."""
     until_s = time.monotonic() + 60
-    while time.monotonic() < until_s:
-        told = subprocess.run(
-            status, env=environment(state_dir), capture_output=True, text=True, timeout=60, check=True
-        )
-        workers = {load["worker"]["worker_id"]: load for load in json.loads(told.stdout)["workers"]}
-        now = our_processes(state_dir)
-        if pid not in now and workers.get("prefill-0", {}).get("state") == "ready":
-            return our_process(state_dir, "prefill-0")
-    raise AssertionError("prefill-0 did not come back within a minute")
+    while incarnation(state_dir) in (None, before):
+        assert time.monotonic() < until_s, "prefill-0 did not come back within a minute"
