@@ -14,7 +14,7 @@ from services.bench import links
 from services.cli.main import app
 from services.errors import UserError
 from services.metric_names import ALL, HOLDERS, METRICS, WORKERS
-from services.pages.messages import message_tables
+from services.pages.message_tables import message_tables
 
 
 def subject_table() -> str:

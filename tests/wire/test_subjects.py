@@ -12,7 +12,7 @@ from schemas.subjects import SUBJECTS, Subject
 from services.bus.memory import matches
 from services.errors import UserError
 from services.pages import tables
-from services.pages.messages import message_tables
+from services.pages.message_tables import message_tables
 from services.pages.tables import PAGES, handoff_diagram, regenerate, subject_table
 from tests.wire.examples import EXAMPLES, MESSAGE_TYPES
 
