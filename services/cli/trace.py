@@ -206,7 +206,8 @@ def _header(spans: list[SpanRecord], rows: list[_Row]) -> Text:
     request_id = first.attributes.get(Key.REQUEST_ID) or next(ids, "unknown request")
     header = Text.assemble((_plain(request_id), "bold"), f"  trace {_plain(first.trace_id)}")
     if not is_root(first):
-        return header.append("  not finished yet (try again in a second), or its gateway was lost", style="yellow")
+        why = "not finished yet (try again in a second), or its gateway was lost"
+        return header.append(f"  no root span: {why}", style="yellow")
     attributes = first.attributes
     ttft = attributes.get(Key.TTFT_MS)
     header.append(f"  TTFT {ttft:.1f} ms" if isinstance(ttft, int | float) else "  no first token")

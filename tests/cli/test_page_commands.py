@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -397,16 +398,26 @@ WAYS: tuple[tuple[str, Try], ...] = (
 """How each command is tried: the first pattern that is a whole command, without `.venv/bin/` and comments."""
 
 
+def _way(command: Fence) -> Try | None:
+    text = re.sub(r"(^| )#.*", "", command.text).strip().removeprefix(".venv/bin/")
+    return next((way for pattern, way in WAYS if re.fullmatch(pattern, text)), None)
+
+
 def way_of(command: Fence) -> Try:
     """Return how a command is tried. Fails where no pattern fits it."""
-    text = re.sub(r"(^| )#.*", "", command.text).strip().removeprefix(".venv/bin/")
-    for pattern, way in WAYS:
-        if re.fullmatch(pattern, text):
-            return way
+    if (way := _way(command)) is not None:
+        return way
     pytest.fail(f"{command}: no pattern of WAYS in {Path(__file__).name} fits: add one that says how this is tried")
 
 
-@pytest.mark.parametrize("command", [each for fence in fences("sh") for each in fence.commands], ids=str)
+def cases() -> list[Any]:
+    """Return a case for each command. `make test` starts the meshes and services of README only."""
+    commands = [each for fence in fences("sh") for each in fence.commands]
+    is_slow = [each.page != "README.md" and _way(each) in (start, serve, kill) for each in commands]
+    return [pytest.param(c, marks=[pytest.mark.slow] * slow) for c, slow in zip(commands, is_slow, strict=True)]
+
+
+@pytest.mark.parametrize("command", cases(), ids=str)
 def test_a_command_does_what_its_page_says(command: Fence, request: pytest.FixtureRequest) -> None:
     way_of(command)(Trial(command, request))
 
