@@ -5,6 +5,7 @@ looks like the repository's root, against a real mesh; what is the reader's (DIR
 """
 
 import asyncio
+import importlib.util
 import json
 import os
 import re
@@ -81,6 +82,15 @@ def fences(language: str) -> list[Fence]:
         for match in re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
             found.append(Fence(page, text.count("\n", 0, match.start(1)) + 1, match[1]))
     return found
+
+
+def table_commands() -> Iterator[Fence]:
+    """Yield the commands that stand in the cells of the pages' tables, beside what they measure."""
+    for page in PAGES:
+        for number, line in enumerate((ROOT / page).read_text().splitlines(), 1):
+            if line.startswith("|"):
+                for command in re.findall(r"`((?:kvmesh|make|python -m) [^`]+)`", line):
+                    yield Fence(page, number, command)
 
 
 class Scratch:
@@ -264,6 +274,11 @@ def make(trial: Trial) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def has_module(trial: Trial) -> None:
+    """Not run, because it takes minutes: there is such a module."""
+    assert importlib.util.find_spec(trial.command.words[2])
+
+
 def serve(trial: Trial) -> None:
     """One service, by the page's own mesh.toml: it becomes ready, and Ctrl-C ends it with exit code 0."""
     scratch = trial.scratch
@@ -387,6 +402,7 @@ WAYS: tuple[tuple[str, Try], ...] = (
     (r"kvmesh simulate .*", parse),
     (r"kvmesh bench links.*", run("calculated")),
     (r"kvmesh bench .*", parse),
+    (r"python -m tests\..*", has_module),
     (r"nats sub .*", elsewhere("the nats command is not installed by us", hear)),
     (r"nats req .*", elsewhere("the nats command is not installed by us", ask())),
     (r"nats micro ls.*", elsewhere("the nats command is not installed by us", ask("$SRV.PING"))),
@@ -412,7 +428,7 @@ def way_of(command: Fence) -> Try:
 
 def cases() -> list[Any]:
     """Return a case for each command. `make test` starts the meshes and services of README only."""
-    commands = [each for fence in fences("sh") for each in fence.commands]
+    commands = [*(each for fence in fences("sh") for each in fence.commands), *table_commands()]
     is_slow = [each.page != "README.md" and _way(each) in (start, serve, kill) for each in commands]
     return [pytest.param(c, marks=[pytest.mark.slow] * slow) for c, slow in zip(commands, is_slow, strict=True)]
 
