@@ -103,7 +103,7 @@ SHARES: Mapping[str, Rule] = {
     ),
     "tests/mesh/faults/test_scenarios.py::test_on_real_processes": Ids(SCENARIOS),
     "tests/mesh/test_conversations.py::test_hybrid_models_say_what_transformers_says": Ids(("gemma3_text*",)),
-    "tests/mesh/test_equality.py::test_requests_16_at_a_time_through_2p2d": Ids(("shm-200", "tcp-80")),
+    "tests/mesh/test_equality.py::test_requests_16_at_a_time_through_2p2d": Ids(("shm-100", "tcp-60")),
     "tests/mesh/test_reuse.py::test_every_combination_gives_the_tokens_of_a_single_process": Covering(),
     "tests/plane/test_bad_references.py": OFTEN,
     "tests/plane/test_contract.py": Covering(),
