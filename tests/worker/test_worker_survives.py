@@ -24,7 +24,7 @@ from schemas.request import Refused, SamplingParams
 from schemas.worker import LeftReason, PingWorker, WorkerAlive, WorkerDraining, WorkerJoined, WorkerLeft
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received
-from services.config import MeshConfig
+from services.config import MeshConfig, WorkerConfig
 from services.engine.fake import FakeEngine, fake_answer
 from services.engine.thread import EngineStoppedError, EngineThread
 from services.launch.worker_roles import run_worker
@@ -172,11 +172,12 @@ async def test_a_worker_that_was_declared_lost_ends_its_runs_and_joins_anew(capl
 
 
 async def test_a_worker_that_stood_still_is_fenced() -> None:
-    async with two_workers(SLOW_S, fence_after_ms=300) as client:
+    fence_after_ms = WorkerConfig().fence_after_ms  # no pause of a busy machine is as long
+    async with two_workers(SLOW_S, fence_after_ms=fence_after_ms) as client:
         answer = await client.send("r0", PROMPT, LONG, route=ROUTE)
         await has_tokens(answer)
         before = {worker: (await ping(client, worker)).incarnation for worker in ("p-0", "d-0")}
-        time.sleep(0.5)  # noqa: ASYNC251  (as SIGSTOP would)
+        time.sleep(fence_after_ms / 1000 + 0.1)  # noqa: ASYNC251  (as SIGSTOP would)
         for worker in ("p-0", "d-0"):
             while (await ping(client, worker)).incarnation == before[worker]:  # its timer has not run yet
                 await asyncio.sleep(0)
