@@ -19,6 +19,9 @@ WIRE_FAULTS: frozenset[FaultKind] = frozenset({"truncation", "corruption", "stal
 _LISTEN = "0A"
 
 
+TABLE_READS = 3
+
+
 def listening_ports(pid: int) -> list[int]:
     """Return the TCP ports on which a process listens. Empty where it has ended."""
     try:
@@ -26,8 +29,10 @@ def listening_ports(pid: int) -> list[int]:
     except OSError:
         return []
     inodes = {name.removeprefix("socket:[").removesuffix("]") for name in fds if name.startswith("socket:[")}
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return [int(row[1].rsplit(":", 1)[1], 16) for row in rows if row[3] == _LISTEN and row[9] in inodes]
+    # The kernel hands the table out in pages: a row may be missing where sockets come and go meanwhile.
+    lines = {line for _ in range(TABLE_READS) for line in Path("/proc/net/tcp").read_text().splitlines()[1:]}
+    rows = [line.split() for line in lines]
+    return sorted({int(row[1].rsplit(":", 1)[1], 16) for row in rows if row[3] == _LISTEN and row[9] in inodes})
 
 
 class PlaneProxy:

@@ -80,14 +80,14 @@ async def _one_death(mesh: FaultMesh) -> float:
         victim = next(child for child in mesh.supervisor.children if child.name == reader)
         killed_s = time.monotonic()
         victim.kill()
-        _, ended_s = await listening.first(f"{handoff}.released", f"{handoff}.aborted")
+        end, ended_s = await listening.first(f"{handoff}.released", f"{handoff}.aborted")
         mesh.proxy.heal("plane_cut")
         await asyncio.wait([asking])
     finally:
         listening.close()
         mesh.proxy.heal("plane_cut")
     if ended_s < killed_s or stream.ending != "finished":
-        raise AssertionError(f"the lease ended {ended_s - killed_s:.3f} s after the kill; {stream.error}")
+        raise AssertionError(f"{end} came {ended_s - killed_s:.3f} s after the kill; {stream.error}")
     return ended_s - killed_s
 
 
