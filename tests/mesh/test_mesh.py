@@ -271,14 +271,19 @@ def test_workers_join_and_leave_at_run_time(mesh: Mesh) -> None:
         "--id",
         "decode-9",
     ]
-    worker = subprocess.Popen(command)
-    try:
-        mesh.wait_until(lambda: "decode-9" in {w.worker.worker_id for w in mesh.fleet.workers}, "decode-9 to join")
-        used = {mesh.complete(fresh())["usage"]["kvmesh"]["decode_worker"] for _ in range(6)}
-        assert used == {"decode-0", "decode-9"}
-    finally:
-        worker.terminate()
-    assert worker.wait(60) == 0
+    used: set[str] = set()
+
+    def both_have_served() -> bool:
+        used.add(mesh.complete(fresh())["usage"]["kvmesh"]["decode_worker"])
+        return used == {"decode-0", "decode-9"}
+
+    with subprocess.Popen(command) as worker:
+        try:
+            mesh.wait_until(lambda: "decode-9" in {w.worker.worker_id for w in mesh.fleet.workers}, "decode-9 to join")
+            mesh.wait_until(both_have_served, "both to serve")
+        finally:
+            worker.terminate()
+    assert worker.returncode == 0
     mesh.wait_until(lambda: "decode-9" not in {w.worker.worker_id for w in mesh.fleet.workers}, "decode-9 to leave")
     assert mesh.complete(fresh())["usage"]["kvmesh"]["decode_worker"] == "decode-0"
 
