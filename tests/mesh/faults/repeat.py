@@ -40,14 +40,14 @@ async def rounds(numbers: Iterable[int], names: list[str], told: Callable[[int, 
     truth, zygote = make_truth(), Zygote()
     try:
         for number in numbers:
+            name = "the mesh"
             with tempfile.TemporaryDirectory(prefix="kvmesh-repeat-") as folder:
-                async with fault_mesh(Path(folder), truth, zygote, seed=number) as mesh:
-                    for name in names:
-                        try:
-                            found = await complaints_of(mesh, name)
-                        except Exception as error:  # noqa: BLE001 -- it is reported, and the others are carried out
-                            found = [f"{type(error).__name__}: {error}"]
-                        told(number, name, found)
+                try:
+                    async with fault_mesh(Path(folder), truth, zygote, seed=number) as mesh:
+                        for name in names:
+                            told(number, name, await complaints_of(mesh, name))
+                except Exception as error:  # noqa: BLE001 -- it is reported, and the other rounds are carried out
+                    told(number, name, [f"{type(error).__name__}: {error}"])
     finally:
         await zygote.stop()
 
