@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from schemas.ids import BlockHash, TokenIds
 
 BLOCK_HASH_BYTES = 16
+TOKEN_BYTES = 4
+"""Of one token id as it is packed."""
 
 
 def pack_tokens(token_ids: Sequence[int]) -> TokenIds:

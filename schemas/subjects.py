@@ -1,11 +1,15 @@
-"""Every subject of the mesh and what it carries, on one screen. `{}` marks a token that an id fills.
+"""Every subject of the mesh: what it carries, who may say it and who may hear it. The broker's permissions
+(`schemas.permissions`) and the tables in docs/protocol.md and docs/security.md are generated from SUBJECTS.
 
-Of a request (`Subject`) the table says what may be answered; an event has no reply. The table in docs/protocol.md is
-generated from SUBJECTS.
+A name in braces is a token that an id fills. It is the message's field of that name, which must say the same; `to` is
+whom the message is for, and `id` is of no field.
 """
 
+import enum
+import re
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from operator import attrgetter
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from schemas.directory import BlocksEvicted, BlocksLocated, BlocksStored, Inventory, LocateBlocks, ReadInventory
 from schemas.handoff import BlocksReserved, HandoffAborted, KVLanded, KVOffered, KVReleased, KVStreaming
@@ -55,79 +59,170 @@ CarriesT = TypeVar("CarriesT", bound=Message)
 ReplyT = TypeVar("ReplyT", bound=Message | None)
 
 
+class Role(enum.StrEnum):
+    """What a member of the bus is. Each instance has an identity of one role, bound to its name."""
+
+    GATEWAY = "gateway"
+    SCHEDULER = "scheduler"
+    DIRECTORY = "directory"
+    HOLDER = "holder"
+    """Prefill, decode and aggregated workers, and stores: whoever holds KV. A holder may change what it does."""
+    OBSERVER = "observer"
+    """A person who may see what happens, but no prompt, no token, no hash of a prompt and no ticket."""
+    OPERATOR = "operator"
+    """A person who may hear everything."""
+
+
+class Grant(NamedTuple):
+    """Members of this role may say or hear a subject. `own`: only where this id of the subject is their own name."""
+
+    role: Role
+    own: str = ""
+
+
 @dataclass(frozen=True)
 class Subject(Generic[CarriesT, ReplyT]):
-    """One subject: its pattern, what is published or asked there, what may be answered, and who listens.
+    """One subject: its pattern, what is published or asked there, what may be answered, and between whom.
 
     The type says the same: `Subject[PlaceRequest, Placement | Refused]` is a request that has two kinds of reply,
-    `Subject[WorkerLeft, None]` is an event. `queue`: the group of which one member answers, where there are several.
-    `may_be_empty`: a message without a payload stands for what it `carries`, so that any client may ask.
+    `Subject[WorkerLeft, None]` is an event. `pattern` has `{}` for each of `ids`. Who hears a request answers it: only
+    whom a request has reached may send something to where its reply is awaited. `queue`: the group of which one member
+    answers, where there are several. `may_be_empty`: a message without a payload stands for what it `carries`, so that
+    any client may ask.
     """
 
     pattern: str
+    ids: tuple[str, ...]
     carries: type[CarriesT]
     reply: tuple[type[ReplyT], ...]
-    listener: str
+    said_by: tuple[Grant, ...]
+    heard_by: tuple[Grant, ...]
     queue: str = ""
     may_be_empty: bool = False
 
     def of(self, *ids: str) -> str:
         """Return the concrete subject. Raises ValueError unless there is exactly one id (or `*`) per token."""
-        if self.pattern.count("{}") != len(ids):
-            raise ValueError(f"{self.pattern} takes {self.pattern.count('{}')} ids, not {len(ids)}")
+        if len(self.ids) != len(ids):
+            raise ValueError(f"{self.pattern} takes {len(self.ids)} ids, not {len(ids)}")
         return self.pattern.format(*ids)
 
+    @property
+    def named(self) -> str:
+        """The pattern with the names of its ids."""
+        return self.pattern.format(*(f"{{{name}}}" for name in self.ids))
 
-def _event(pattern: str, carries: type[CarriesT], listener: str) -> Subject[CarriesT, None]:
-    """Return the subject of an event: nobody answers it, and asking it is a type error."""
-    return Subject(pattern, carries, (), listener)
+    def disagreement(self, subject: str, message: CarriesT) -> str:
+        """Return which id of a concrete subject is another one than the message says; empty where they agree."""
+        tokens = [
+            token for token, shape in zip(subject.split("."), self.pattern.split("."), strict=True) if shape == "{}"
+        ]
+        for name, token in zip(self.ids, tokens, strict=True):
+            if name not in ADDRESSES and (said := attrgetter(name)(message)) != token:
+                return f"{name} is {said!r}, and the subject says {token!r}"
+        return ""
 
 
-PLACE = Subject("mesh.v1.schedule.place", PlaceRequest, (Placement, Refused), "scheduler", "scheduler")
-FLEET = Subject("mesh.v1.scheduler.status", DescribeFleet, (FleetDescribed,), "scheduler", "scheduler", True)
-JOINED = _event("mesh.v1.worker.{}.joined", WorkerJoined, "scheduler, directory, gateway")
-LOAD = _event("mesh.v1.worker.{}.load", WorkerLoad, "scheduler, directory, gateway")
-DRAINING = _event("mesh.v1.worker.{}.draining", WorkerDraining, "scheduler")
-LEFT = _event("mesh.v1.worker.{}.left", WorkerLeft, "scheduler, directory, gateway, workers")
-PING = Subject("mesh.v1.worker.{}.ping", PingWorker, (WorkerAlive,), "worker")
-PROGRESS = Subject("mesh.v1.worker.{}.progress", AskProgress, (Progress,), "worker")
-WORKER_STATUS = Subject("mesh.v1.worker.{}.status", DescribeWorker, (WorkerDescribed,), "KV holder", "", True)
-RUN = Subject("mesh.v1.prefill.{}.run", RunPrefill, (PrefillAccepted, Refused), "prefill worker")
-RESERVE = Subject(
-    "mesh.v1.decode.{}.reserve", ReserveBlocks, (BlocksReserved, ReservationQueued, Refused), "decode worker"
+ADDRESSES = ("to", "id")
+"""Ids of a subject that its message does not repeat."""
+
+GATEWAYS, SCHEDULERS, DIRECTORIES, HOLDERS = (
+    Grant(Role.GATEWAY), Grant(Role.SCHEDULER), Grant(Role.DIRECTORY), Grant(Role.HOLDER),
+)  # fmt: skip
+OBSERVERS = Grant(Role.OBSERVER)
+OPERATORS = Grant(Role.OPERATOR)
+ADDRESSED_HOLDER, ADDRESSED_GATEWAY = Grant(Role.HOLDER, "to"), Grant(Role.GATEWAY, "to")
+WORKER_ITSELF = Grant(Role.HOLDER, "worker_id")
+SOURCE, TARGET = Grant(Role.HOLDER, "source_worker"), Grant(Role.HOLDER, "target_worker")
+READER = Grant(Role.HOLDER, "reader")
+PEOPLE = (OBSERVERS, OPERATORS)
+
+Grants = tuple[Grant, ...] | Grant
+
+
+def _event(pattern: str, carries: type[CarriesT], said: Grants, heard: Grants) -> Subject[CarriesT, None]:
+    """Return the subject of an event: nobody answers it, and asking it is a type error. Operators hear all events."""
+    return Subject(*_unnamed(pattern), carries, (), _grants(said), (*_grants(heard), OPERATORS))
+
+
+def _question(
+    pattern: str,
+    carries: type[CarriesT],
+    reply: tuple[type[ReplyT], ...],
+    said: Grants,
+    heard: Grants,
+    queue: str = "",
+    may_be_empty: bool = False,
+) -> Subject[CarriesT, ReplyT]:
+    """Return the subject of a request. Operators hear the questions, and no answer."""
+    return Subject(*_unnamed(pattern), carries, reply, _grants(said), (*_grants(heard), OPERATORS), queue, may_be_empty)
+
+
+def _unnamed(pattern: str) -> tuple[str, tuple[str, ...]]:
+    return re.sub(r"{[^}]*}", "{}", pattern), tuple(re.findall(r"{([^}]*)}", pattern))
+
+
+def _grants(grants: Grants) -> tuple[Grant, ...]:
+    return (grants,) if isinstance(grants, Grant) else grants
+
+
+PLACE = _question("mesh.v1.schedule.place", PlaceRequest, (Placement, Refused), GATEWAYS, SCHEDULERS, "scheduler")
+FLEET = _question(
+    "mesh.v1.scheduler.status", DescribeFleet, (FleetDescribed,), (GATEWAYS, *PEOPLE), SCHEDULERS, "scheduler", True
 )
-# Source, target, hand-over: with both workers in the subject each end listens once, for all its hand-overs, and no
-# event can arrive before its reader has subscribed.
-RESERVED = _event("mesh.v1.handoff.{}.{}.{}.reserved", BlocksReserved, "prefill worker")
-OFFERED = _event("mesh.v1.handoff.{}.{}.{}.offered", KVOffered, "decode worker")
-STREAMING = _event("mesh.v1.handoff.{}.{}.{}.streaming", KVStreaming, "people")
-LANDED = _event("mesh.v1.handoff.{}.{}.{}.landed", KVLanded, "prefill worker")
-RELEASED = _event("mesh.v1.handoff.{}.{}.{}.released", KVReleased, "people")
-ABORTED = _event("mesh.v1.handoff.{}.{}.{}.aborted", HandoffAborted, "both workers")
-TOKENS = _event("mesh.v1.tokens.{}", TokensEmitted, "gateway")
-WANTED = Subject("mesh.v1.gateway.{}.wanted", AskWanted, (Wanted,), "gateway")
-CANCEL = _event("mesh.v1.request.{}.cancel", CancelRequest, "workers")
+_KNOW_THE_FLEET = (SCHEDULERS, DIRECTORIES, GATEWAYS, OBSERVERS)
+JOINED = _event(
+    "mesh.v1.worker.{worker.worker_id}.joined", WorkerJoined, Grant(Role.HOLDER, "worker.worker_id"), _KNOW_THE_FLEET
+)
+LOAD = _event(
+    "mesh.v1.worker.{worker.worker_id}.load", WorkerLoad, Grant(Role.HOLDER, "worker.worker_id"), _KNOW_THE_FLEET
+)
+DRAINING = _event("mesh.v1.worker.{worker_id}.draining", WorkerDraining, WORKER_ITSELF, (SCHEDULERS, OBSERVERS))
+LEFT = _event("mesh.v1.worker.{worker_id}.left", WorkerLeft, (WORKER_ITSELF, SCHEDULERS), (*_KNOW_THE_FLEET, HOLDERS))
+PING = _question("mesh.v1.worker.{to}.ping", PingWorker, (WorkerAlive,), SCHEDULERS, ADDRESSED_HOLDER)
+PROGRESS = _question("mesh.v1.worker.{to}.progress", AskProgress, (Progress,), GATEWAYS, ADDRESSED_HOLDER)
+WORKER_STATUS = _question(
+    "mesh.v1.worker.{to}.status", DescribeWorker, (WorkerDescribed,), PEOPLE, ADDRESSED_HOLDER, may_be_empty=True
+)
+RUN = _question("mesh.v1.prefill.{to}.run", RunPrefill, (PrefillAccepted, Refused), GATEWAYS, ADDRESSED_HOLDER)
+RESERVE = _question(
+    "mesh.v1.decode.{to}.reserve", ReserveBlocks, (BlocksReserved, ReservationQueued, Refused), GATEWAYS,
+    ADDRESSED_HOLDER,
+)  # fmt: skip
+# With both workers in the subject each end listens once, for all its hand-overs, and no event can arrive before its
+# reader has subscribed.
+_HANDOFF = "mesh.v1.handoff.{source_worker}.{target_worker}.{handoff_id}"
+RESERVED = _event(f"{_HANDOFF}.reserved", BlocksReserved, TARGET, (SOURCE, OBSERVERS))
+OFFERED = _event(f"{_HANDOFF}.offered", KVOffered, SOURCE, TARGET)  # it has the ticket
+STREAMING = _event(f"{_HANDOFF}.streaming", KVStreaming, TARGET, OBSERVERS)
+LANDED = _event(f"{_HANDOFF}.landed", KVLanded, TARGET, (SOURCE, OBSERVERS))
+RELEASED = _event(f"{_HANDOFF}.released", KVReleased, SOURCE, OBSERVERS)
+ABORTED = _event(f"{_HANDOFF}.aborted", HandoffAborted, (SOURCE, TARGET), (SOURCE, TARGET, OBSERVERS))
+TOKENS = _event("mesh.v1.tokens.{worker_id}.{to}", TokensEmitted, WORKER_ITSELF, ADDRESSED_GATEWAY)
+WANTED = _question("mesh.v1.gateway.{to}.wanted", AskWanted, (Wanted,), HOLDERS, ADDRESSED_GATEWAY)
+CANCEL = _event("mesh.v1.request.{request_id}.cancel", CancelRequest, GATEWAYS, (HOLDERS, OBSERVERS))
 # A request's story, for people. One gateway answers where it is; where it does not know, it seeks who does.
-ACCEPTED = _event("mesh.v1.request.{}.accepted", RequestAccepted, "people")
-PLACED = _event("mesh.v1.request.{}.placed", RequestPlaced, "people")
-FIRST_TOKEN = _event("mesh.v1.request.{}.first_token", FirstTokenHeard, "people")
-RESUMED = _event("mesh.v1.request.{}.resumed", RequestResumed, "people")
-FINISHED = _event("mesh.v1.request.{}.finished", RequestFinished, "people")
-FAILED = _event("mesh.v1.request.{}.failed", RequestFailed, "people")
-CANCELLED = _event("mesh.v1.request.{}.cancelled", RequestCancelled, "people")
-REQUEST_STATUS = Subject(
-    "mesh.v1.request.{}.status", DescribeRequest, (RequestDescribed,), "gateway", "gateway", may_be_empty=True
+ACCEPTED = _event("mesh.v1.request.{request_id}.accepted", RequestAccepted, GATEWAYS, OBSERVERS)
+PLACED = _event("mesh.v1.request.{request_id}.placed", RequestPlaced, GATEWAYS, OBSERVERS)
+FIRST_TOKEN = _event("mesh.v1.request.{request_id}.first_token", FirstTokenHeard, GATEWAYS, OBSERVERS)
+RESUMED = _event("mesh.v1.request.{request_id}.resumed", RequestResumed, GATEWAYS, OBSERVERS)
+FINISHED = _event("mesh.v1.request.{request_id}.finished", RequestFinished, GATEWAYS, OBSERVERS)
+FAILED = _event("mesh.v1.request.{request_id}.failed", RequestFailed, GATEWAYS, OBSERVERS)
+CANCELLED = _event("mesh.v1.request.{request_id}.cancelled", RequestCancelled, GATEWAYS, OBSERVERS)
+REQUEST_STATUS = _question(
+    "mesh.v1.request.{id}.status", DescribeRequest, (RequestDescribed,), PEOPLE, GATEWAYS, "gateway", may_be_empty=True
 )
-REQUEST_SOUGHT = Subject("mesh.v1.request.{}.sought", DescribeRequest, (RequestDescribed,), "every gateway")
-LOCATE = Subject("mesh.v1.directory.locate", LocateBlocks, (BlocksLocated,), "directory", "directory")
-STORED = _event("mesh.v1.kv.{}.stored", BlocksStored, "directory")
-EVICTED = _event("mesh.v1.kv.{}.evicted", BlocksEvicted, "directory")
-INVENTORY = Subject("mesh.v1.kv.{}.inventory", ReadInventory, (Inventory,), "KV holder")
-LEASE = Subject("mesh.v1.kv.{}.lease", RequestLease, (LeaseGranted, Refused), "KV holder")
-RETURNED = _event("mesh.v1.kv.{}.returned", ReturnLease, "KV holder")
-REPLICATE = _event("mesh.v1.kv.{}.replicate", ReplicateBlocks, "KV holder")
-COOLING = _event("mesh.v1.kv.{}.cooling", BlocksCooling, "store")
-KEEP = _event("mesh.v1.trace.{}.keep", KeepTrace, "gateway, worker, store")
+REQUEST_SOUGHT = _question("mesh.v1.request.{id}.sought", DescribeRequest, (RequestDescribed,), GATEWAYS, GATEWAYS)
+LOCATE = _question("mesh.v1.directory.locate", LocateBlocks, (BlocksLocated,), SCHEDULERS, DIRECTORIES, "directory")
+STORED = _event("mesh.v1.kv.{worker_id}.stored", BlocksStored, WORKER_ITSELF, DIRECTORIES)
+EVICTED = _event("mesh.v1.kv.{worker_id}.evicted", BlocksEvicted, WORKER_ITSELF, DIRECTORIES)
+INVENTORY = _question("mesh.v1.kv.{to}.inventory", ReadInventory, (Inventory,), DIRECTORIES, ADDRESSED_HOLDER)
+LEASE = _question("mesh.v1.kv.{to}.{reader}.lease", RequestLease, (LeaseGranted, Refused), READER, ADDRESSED_HOLDER)
+RETURNED = _event("mesh.v1.kv.{to}.{reader}.returned", ReturnLease, READER, ADDRESSED_HOLDER)
+REPLICATE = _event(
+    "mesh.v1.kv.{to}.{source}.replicate", ReplicateBlocks, Grant(Role.HOLDER, "source"), ADDRESSED_HOLDER
+)
+COOLING = _event("mesh.v1.kv.{worker_id}.cooling", BlocksCooling, WORKER_ITSELF, HOLDERS)
+KEEP = _event("mesh.v1.trace.{trace_id}.keep", KeepTrace, GATEWAYS, (GATEWAYS, HOLDERS))
 
 SUBJECTS: tuple[Subject[Any, Any], ...] = (
     PLACE, FLEET, JOINED, LOAD, DRAINING, LEFT, PING, PROGRESS, WORKER_STATUS, RUN, RESERVE, RESERVED, OFFERED,

@@ -89,6 +89,8 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     """Prompt tokens accepted here and not yet computed or received."""
     num_unreceived_tokens: int = 0
     """Those of them that another worker computes: here they wait for their KV only."""
+    num_tokens: int = 0
+    """Tokens of answers that this incarnation has given."""
     num_dropped_messages: int = 0
     num_refused_reads: int = 0
     rates: WorkerRates = WorkerRates()

@@ -38,6 +38,10 @@ def check_device(device: str) -> str:
 
 class NatsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     url: str = "nats://127.0.0.1:4222"
+    keys: str = "keys"
+    """Folder of the roles' keys (`kvmesh bus-config`); a relative one lies beside this file."""
+    open: bool = False
+    """The broker lets anybody in, and no keys are used: whoever reaches its port is trusted with everything."""
     connect_timeout_s: float = 5.0
 
 

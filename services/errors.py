@@ -6,6 +6,10 @@ class UserError(Exception):
     """Something that the person at the keyboard can mend: printed as one line, exit code 2."""
 
 
+class BrokerRefusesError(UserError):
+    """The broker asks for a key, and ours is none that it knows."""
+
+
 class BrokerUnreachableError(UserError):
     """No NATS server answered, or it refused us."""
 

@@ -30,7 +30,7 @@ server_name: "kvmesh"
 max_payload: {max_payload}
 logfile: {logfile}
 ports_file_dir: {folder}
-"""
+{access}"""
 
 
 class EmbeddedNats:
@@ -45,8 +45,10 @@ class EmbeddedNats:
         return self._process.pid
 
     @classmethod
-    def start(cls, port: int | None, state_dir: Path) -> "EmbeddedNats":
+    def start(cls, port: int | None, state_dir: Path, access: str = "") -> "EmbeddedNats":
         """Start a server on `port` (None: a free one) and return once it answers. Raises UserError.
+
+        `access`: the part of its configuration that says who may come in (`MeshKeys.broker_config`); empty: anybody.
 
         `state_dir` takes its configuration and its log. Blocks for as long as the server takes to start: a tenth of a
         second as a rule.
@@ -65,6 +67,7 @@ class EmbeddedNats:
                 max_payload=limits.MAX_PAYLOAD_BYTES,
                 logfile=json.dumps(str(logfile)),
                 folder=json.dumps(str(folder)),
+                access=access,
             )
         )
         server = cls(_spawn([binary, "-c", str(config)]))

@@ -16,13 +16,14 @@ from typing import TypeVar
 import nats
 import nats.errors
 import nats.micro
-from nats.aio.client import Client
+from nats.aio.client import Client, RawCredentials
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as ClientSubscription
 from nats.aio.transport import TcpTransport
 from nats.micro.request import Request
 from nats.micro.service import Endpoint, Service, ServiceConfig
 
+from schemas.permissions import INBOX
 from services.bus import limits
 from services.bus.base import (
     NOTHING,
@@ -33,13 +34,15 @@ from services.bus.base import (
     RequestTimedOutError,
     check_size,
 )
-from services.errors import BrokerUnreachableError
+from services.errors import BrokerRefusesError, BrokerUnreachableError
 from services.presence import SETTLE_MS
+from services.trust.keys import Access, Identity
 
 log = logging.getLogger(__name__)
 
 SERVICE_VERSION = "0.1.0"
 
+_REFUSED = "authorization violation"
 _BUFFER_FULL = "the broker is away and the send buffer is full"
 
 ResultT = TypeVar("ResultT")
@@ -142,10 +145,11 @@ class NatsEndpoint:
 class NatsBus:
     """See `Bus`. Make one with `connect`."""
 
-    def __init__(self, client: Client, url: str, name: str) -> None:
+    def __init__(self, client: Client, access: Access, name: str) -> None:
         self._client = client
+        self._identity = access.identity
         self._name = name
-        self._url = re.sub(r"//[^/]*@", "//", url)  # as it may be shown: without a password
+        self._url = re.sub(r"//[^/]*@", "//", access.url)  # as it may be shown: without a password
         self._services: dict[str, Service] = {}
         self._endpoints: list[NatsEndpoint] = []
         self._denied: str | None = None
@@ -161,11 +165,12 @@ class NatsBus:
         return self._client.is_connected
 
     @classmethod
-    async def connect(cls, url: str, name: str, timeout_s: float = limits.CONNECT_TIMEOUT_S) -> "NatsBus":
+    async def connect(cls, access: Access, name: str, timeout_s: float = limits.CONNECT_TIMEOUT_S) -> "NatsBus":
         """Return a connected bus; tries again until `timeout_s` is over. Raises BrokerUnreachableError with a line that
-        names the address."""
+        names the address, BrokerRefusesError where the broker does not know us."""
+        url, identity = access
         client = Client()
-        bus = cls(client, url, name)
+        bus = cls(client, access, name)
         try:
             await asyncio.wait_for(
                 client.connect(
@@ -182,9 +187,14 @@ class NatsBus:
                     allow_reconnect=True,
                     pending_size=limits.BUFFER_BYTES,
                     ping_interval=limits.PING_INTERVAL_S,
+                    user_credentials=None if identity is None else RawCredentials(identity.credentials),
+                    inbox_prefix=INBOX if identity is None else identity.inbox,
                 ),
                 timeout_s,
             )
+        except BrokerRefusesError:
+            await client._close(Client.CLOSED, False)  # pyright: ignore[reportPrivateUsage]
+            raise
         except (OSError, nats.errors.Error, TimeoutError, ValueError) as error:
             if isinstance(error, TimeoutError):
                 await client.close()
@@ -321,6 +331,9 @@ class NatsBus:
             self.count_drop(error.subject)
             return
         text = str(error) or type(error).__name__
+        if self.num_connects == 0 and _REFUSED in text.lower():
+            # Who connects gets this at once: the library would try again and again with the same key.
+            raise BrokerRefusesError(_refusal(self._url, self._identity))
         if "permissions violation" in text.lower():
             self._denied = text
         # Every attempt to connect that fails comes here: who connects gets the last of them, as an exception.
@@ -355,6 +368,18 @@ def _bus_error(subject: str, error: nats.errors.Error) -> BusError:
             return BusError(subject, _BUFFER_FULL)
         case _:
             return BusError(subject, f"the broker did not do it ({error})")
+
+
+def _refusal(url: str, identity: Identity | None) -> str:
+    if identity is None:
+        return (
+            f"the broker at {url} lets nobody in without a key or a password that it knows: name your credentials with "
+            "--creds, or, for a service, the folder of its keys with --keys"
+        )
+    return (
+        f"the broker at {url} does not know the key of {identity.role} {identity.name}: it has expired, or is of "
+        "another mesh; --keys (a service's) or --creds (a person's) names what was made for this broker"
+    )
 
 
 def _forget_unsent(client: Client) -> None:

@@ -213,6 +213,11 @@ class TypedBus:
             self.drop("undecodable")
             log.warning("dropped %d bytes on %s: %s", len(delivery.payload), delivery.subject, error)
             return None
+        if disagreement := subject.disagreement(delivery.subject, message):
+            # The broker says who may publish a subject: what is inside must not say otherwise.
+            self.drop("undecodable")
+            log.warning("dropped a message on %s: %s", delivery.subject, disagreement)
+            return None
         return Received(message, delivery.headers.get(TRACEPARENT_HEADER, ""), delivery.subject)
 
 

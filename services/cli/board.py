@@ -8,7 +8,6 @@ from schemas import observe
 from schemas.handoff import KVLanded
 from schemas.ids import WorkerId
 from schemas.message import Message
-from schemas.request import TokensEmitted
 from schemas.worker import WorkerLeft, WorkerLoad
 from services.cli.limits import FORGET_AFTER_S, MAX_TTFTS, OPEN_REQUEST_MAX_S, RATE_WINDOW_S, SILENT_AFTER_S
 
@@ -66,17 +65,22 @@ class Board:
         """Add a message. `now_s`: monotonic; `now_ms`: Unix time, the clock of deadlines."""
         match message:
             case WorkerLoad():
-                self.loads[message.worker.worker_id] = (now_s, message)
+                self._hear_load(message, now_s)
             case WorkerLeft():
                 self._hear_left(message)
-            case TokensEmitted(requests=requests):
-                self.tokens.add(now_s, sum(len(share.tokens) // 4 for share in requests))
             case KVLanded():
                 self._hear_landed(message, now_s)
             case observe.StoryMessage():
                 self._hear_event(message, now_s, now_ms)
             case _:
                 pass
+
+    def _hear_load(self, load: WorkerLoad, now_s: float) -> None:
+        known = self.loads.get(load.worker.worker_id)
+        if known is not None:
+            before = known[1] if known[1].worker.incarnation == load.worker.incarnation else None
+            self.tokens.add(now_s, load.num_tokens - (before.num_tokens if before else 0))
+        self.loads[load.worker.worker_id] = (now_s, load)
 
     def _hear_left(self, left: WorkerLeft) -> None:
         known = self.loads.get(left.worker_id)

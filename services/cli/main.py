@@ -38,6 +38,13 @@ def about(
     """Serve a language model with prefill and decode on different workers."""
 
 
+NatsOption = Annotated[str, typer.Option(help="The mesh's NATS server; that of the mesh that runs if left out.")]
+CredsOption = Annotated[
+    str, typer.Option(help="Your credentials for it (observer.creds); those of the mesh that runs if left out.")
+]
+OperatorOption = Annotated[
+    bool, typer.Option("--operator", help="Hear everything, prompts too, with the mesh's operator.creds.")
+]
 RoleName = Literal["gateway", "scheduler", "directory", "prefill", "decode", "aggregated", "store"]
 
 
@@ -59,6 +66,10 @@ def up(
     dtype: Annotated[Dtype, typer.Option(help="Of weights and KV; auto: float32, the checkpoint's on cards.")] = "auto",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="HTTP port on loopback; 0 finds one.")] = 8000,
     nats: Annotated[str, typer.Option(help="`embedded`, or the URL of a running server.")] = "embedded",
+    keys: Annotated[str, typer.Option(help="With a server of your own: the folder of `kvmesh bus-config`.")] = "",
+    open_bus: Annotated[
+        bool, typer.Option("--open-bus", help="Take a server that lets anybody in: whoever reaches it owns the mesh.")
+    ] = False,
     policy: Annotated[str, typer.Option(help="Placement: cost, least_loaded, round_robin or affinity.")] = "cost",
     prefix_cache: Annotated[bool, typer.Option(help="Keep the KV of earlier requests and serve from it.")] = True,
     pull_tokens_min: Annotated[int, typer.Option(min=0, help="Fewer tokens than this are computed, not read.")] = 64,
@@ -97,6 +108,8 @@ def up(
         dtype=dtype,
         port=port,
         nats=nats,
+        keys=keys,
+        open_bus=open_bus,
         policy=policy,
         prefix_cache=prefix_cache,
         pull_tokens_min=pull_tokens_min,
@@ -125,24 +138,39 @@ def serve(
         int, typer.Option(min=-1, max=65_535, help="Where to serve metrics, 0 finds a port; mesh.toml's if -1.")
     ] = -1,
     device: Annotated[str, typer.Option(help="A worker's: auto, cpu, cuda, cuda:N; mesh.toml's if left out.")] = "",
+    keys: Annotated[str, typer.Option(help="Folder of the roles' keys for the bus; mesh.toml's if left out.")] = "",
     supervised: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Run one service of a mesh until SIGTERM."""
     from services.launch.serve import Overrides, run_service
 
-    overrides = Overrides(gateway=port or None, metrics=None if metrics_port < 0 else metrics_port, device=device)
+    metrics = None if metrics_port < 0 else metrics_port
+    overrides = Overrides(gateway=port or None, metrics=metrics, device=device, keys=keys)
     run_service(role, config, service_id=id, overrides=overrides, supervised=supervised)
 
 
 @app.command()
+def bus_config(
+    folder: Annotated[Path, typer.Argument(help="Where to write them; only you may read it.")],
+) -> None:
+    """Make the keys of a mesh whose NATS server is your own, and the part of its configuration that knows them."""
+    from services.cli.bus_config import run_bus_config
+
+    run_bus_config(folder)
+
+
+@app.command()
 def status(
-    nats: Annotated[str, typer.Option(help="The mesh's NATS server; that of the mesh that runs if left out.")] = "",
+    nats: NatsOption = "",
+    creds: CredsOption = "",
+    operator: OperatorOption = False,
     json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Show the workers and what they are doing."""
+    from services.cli.running import BusOptions
     from services.cli.status import run_status
 
-    run_status(nats, as_json=json)
+    run_status(BusOptions(nats, creds, operator), as_json=json)
 
 
 @app.command()
@@ -176,30 +204,36 @@ def trace(
 
 @app.command()
 def top(
-    nats: Annotated[str, typer.Option(help="The mesh's NATS server; that of the mesh that runs if left out.")] = "",
+    nats: NatsOption = "",
+    creds: CredsOption = "",
+    operator: OperatorOption = False,
     once: Annotated[bool, typer.Option("--once", help="Listen for a moment, print one frame, and end.")] = False,
 ) -> None:
     """Show what the mesh does, live. Ctrl-C ends it."""
-    from services.cli.running import nats_url_of
+    from services.cli.running import BusOptions, access_of, mesh_meant
     from services.cli.top import watch
     from services.runtime import run_until_signal
 
-    url = nats_url_of(nats)
-    run_until_signal(lambda stop: watch(url, stop, once=once))
+    options = BusOptions(nats, creds, operator)
+    access = access_of(options, mesh_meant(options))
+    run_until_signal(lambda stop: watch(access, stop, once=once))
 
 
 @app.command()
 def tail(
     request_id: Annotated[str, typer.Argument(help="All requests if left out.")] = "",
-    nats: Annotated[str, typer.Option(help="The mesh's NATS server; that of the mesh that runs if left out.")] = "",
+    nats: NatsOption = "",
+    creds: CredsOption = "",
+    operator: OperatorOption = False,
 ) -> None:
     """Follow what the bus says of a request, in order, until its end."""
-    from services.cli.running import nats_url_of
+    from services.cli.running import BusOptions, access_of, mesh_meant
     from services.cli.tail import tail as follow
     from services.runtime import run_until_signal
 
-    url = nats_url_of(nats)
-    run_until_signal(lambda stop: follow(url, request_id, stop))
+    options = BusOptions(nats, creds, operator)
+    access = access_of(options, mesh_meant(options))
+    run_until_signal(lambda stop: follow(access, request_id, stop))
 
 
 def main() -> None:

@@ -2,11 +2,14 @@
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
+from schemas.subjects import Role
 from services.config import STATE_DIR, is_state_dir_named, state_dir
 from services.errors import MeshNotRunningError, UserError
+from services.trust.keys import Access, credentials_file, person
 
 STATE_FILE = "mesh.json"
 
@@ -17,6 +20,8 @@ class RunningMesh(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     url: str
     nats_url: str
+    keys: str
+    """Folder of the keys; empty: the broker lets anybody in."""
     trace_dir: str
     other_urls: list[str] = []
     """Addresses of the gateways after the first."""
@@ -51,16 +56,32 @@ def find_mesh() -> RunningMesh | None:
     return next(iter(elsewhere.values()), None)
 
 
-def nats_url_of(given: str) -> str:
-    """Return the given URL, or that of the mesh that `find_mesh` finds. Raises UserError where there is neither."""
-    return given or url_of(find_mesh())
+class BusOptions(NamedTuple):
+    """What the command line says of how to get to the bus; empty: as in the mesh that runs."""
+
+    nats: str = ""
+    creds: str = ""
+    operator: bool = False
 
 
-def url_of(mesh: RunningMesh | None) -> str:
-    """Return the URL of a mesh's broker. Raises MeshNotRunningError where there is no mesh."""
-    if mesh is None:
+def access_of(options: BusOptions, mesh: RunningMesh | None) -> Access:
+    """Return how to get to the broker that is named, or to that of a running mesh. Raises UserError where there is
+    neither, and for credentials that cannot be read."""
+    role = Role.OPERATOR if options.operator else Role.OBSERVER
+    if not options.nats and mesh is None:
         raise MeshNotRunningError("no mesh runs; start one with `kvmesh up`, or pass --nats URL")
-    return mesh.nats_url
+    url = options.nats or (mesh.nats_url if mesh else "")
+    if options.creds:
+        return Access(url, person(Path(options.creds), role))
+    if mesh is not None and mesh.keys and url == mesh.nats_url:
+        return Access(url, person(credentials_file(Path(mesh.keys), role), role))
+    return Access(url)
+
+
+def mesh_meant(options: BusOptions) -> RunningMesh | None:
+    """Return the running mesh that a command is about; None where only its broker is known. Who names a broker means
+    that one: other meshes do not matter, but the one here may be its own. Raises UserError where several could be."""
+    return mesh_of(state_dir()) if options.nats else find_mesh()
 
 
 def trace_dir() -> Path:

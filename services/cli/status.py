@@ -8,25 +8,23 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from schemas.worker import BlockCounts, FleetDescribed, WorkerLoad
-from services.cli.running import find_mesh, mesh_of, url_of
-from services.config import state_dir
+from services.cli.running import BusOptions, access_of, mesh_meant
 from services.launch.known_workers import describe_fleet
 
 
-def run_status(nats_url: str, *, as_json: bool) -> None:
+def run_status(options: BusOptions, *, as_json: bool) -> None:
     """Print the workers. Raises UserError where no scheduler answers."""
-    # Who names a broker means that one: other meshes do not matter, but the one here may be its own.
-    mesh = mesh_of(state_dir()) if nats_url else find_mesh()
-    url = nats_url or url_of(mesh)
-    fleet = asyncio.run(describe_fleet(url))
+    mesh = mesh_meant(options)
+    access = access_of(options, mesh)
+    fleet = asyncio.run(describe_fleet(access))
     if as_json:
         sys.stdout.buffer.write(msgspec.json.encode(fleet) + b"\n")
         return
     console = Console(highlight=False)
-    if mesh is not None and url != mesh.nats_url:
+    if mesh is not None and access.url != mesh.nats_url:
         mesh = None  # it is another one that is asked for
     where = "".join(f"{gateway}/v1, " for gateway in (mesh.url, *mesh.other_urls)) if mesh else ""
-    console.print(f"{where}{url}, policy {fleet.policy}, {'ready' if fleet.ready else '[red]not ready[/red]'}")
+    console.print(f"{where}{access.url}, policy {fleet.policy}, {'ready' if fleet.ready else '[red]not ready[/red]'}")
     console.print(worker_table(fleet))
     if any(load.worker.role == "store" for load in fleet.workers):
         console.print(store_table(fleet))

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
@@ -14,8 +14,9 @@ from schemas.directory import LocateBlocks
 from schemas.ids import is_subject_token
 from schemas.message import Message, RequestMessage, UndecodableMessageError, decode
 from schemas.observe import DescribeRequest, RequestDescribed
+from schemas.permissions import ALL
 from schemas.request import CancelRequest, PlaceRequest, ReserveBlocks, RunPrefill
-from schemas.subjects import SUBJECTS, Subject
+from schemas.subjects import SUBJECTS
 from services.bus.base import BusError, Subscription
 from services.bus.memory import matches
 from services.bus.nats import NatsBus
@@ -24,6 +25,7 @@ from services.cli.limits import ASK_TIMEOUT_S, TAIL_LINGER_S
 from services.cli.recorded import bare_id
 from services.errors import UserError
 from services.runtime import ended_before
+from services.trust.keys import Access
 
 ENDS = (observe.RequestFinished, observe.RequestFailed, observe.RequestCancelled)
 
@@ -56,7 +58,7 @@ def event_of(subject: str, payload: bytes) -> TailEvent | None:
     except UndecodableMessageError:
         return None
     assert isinstance(message, RequestMessage)
-    who, what = _describe(message, tokens, found)
+    who, what = _describe(message, tokens)
     return TailEvent(message.request_id, tokens[-1], who, what, isinstance(message, ENDS))
 
 
@@ -91,14 +93,14 @@ class Tail:
         return line.append(f"  {event.what}")
 
 
-async def tail(nats_url: str, request_id: str, stop: asyncio.Event) -> None:
+async def tail(access: Access, request_id: str, stop: asyncio.Event) -> None:
     """Print until the request's end, or until `stop`; without an id the messages about all requests. Raises
     UserError."""
-    connection = await NatsBus.connect(nats_url, "kvmesh-tail")
+    connection = await NatsBus.connect(access, "kvmesh-tail")
     console = Console(highlight=False, soft_wrap=True)
     try:
         # One subscription for all services: messages then come in the order in which the broker received them.
-        subscription = await connection.subscribe("mesh.>")
+        subscription = await connection.subscribe(ALL)
         await connection.flush()
         if request_id:
             described = await _where(TypedBus(connection, "tail"), request_id)
@@ -164,7 +166,7 @@ def _where_line(described: RequestDescribed) -> Text:
     return Text(f"{described.request_id}: {text}", style="dim")
 
 
-def _describe(message: Message, tokens: tuple[str, ...], subject: Subject[Any, Any]) -> tuple[str, str]:
+def _describe(message: Message, tokens: tuple[str, ...]) -> tuple[str, str]:
     """Return the fields `who` and `what` of the event."""
     if isinstance(message, observe.StoryMessage):
         return message.gateway_id, _event_text(message)
@@ -173,16 +175,16 @@ def _describe(message: Message, tokens: tuple[str, ...], subject: Subject[Any, A
     match message:
         case PlaceRequest(attempt=attempt, num_prompt_tokens=num, excluded_workers=excluded):
             without = f", not {', '.join(excluded)}" if excluded else ""
-            return subject.listener, f"attempt {attempt}: {num} tokens{without}"
+            return "scheduler", f"attempt {attempt}: {num} tokens{without}"
         case RunPrefill(sources=sources, attempt=attempt):
             read = f", {len(sources)} sources to read from" if sources else ""
             return tokens[3], f"attempt {attempt}{read}"
         case ReserveBlocks(attempt=attempt, prefill_worker=prefill):
             return tokens[3], f"attempt {attempt}, KV from {prefill}"
         case CancelRequest(attempt=attempt, reason=reason):
-            return subject.listener, f"attempt {attempt}: {reason}"
+            return "workers", f"attempt {attempt}: {reason}"
         case LocateBlocks(block_hashes=hashes):
-            return subject.listener, f"{len(hashes) // 16} blocks"
+            return "directory", f"{len(hashes) // 16} blocks"
         case kv.RequestLease(reader=reader, block_hashes=hashes):
             return tokens[3], f"{reader} asks for {len(hashes) // 16} blocks"
         case kv.ReturnLease(reader=reader):
@@ -190,7 +192,7 @@ def _describe(message: Message, tokens: tuple[str, ...], subject: Subject[Any, A
         case kv.ReplicateBlocks(source=source, block_hashes=hashes):
             return tokens[3], f"{source} has {len(hashes) // 16} blocks to copy"
         case _:
-            return subject.listener, ""
+            return "", ""
 
 
 def _event_text(message: observe.StoryMessage) -> str:

@@ -23,12 +23,12 @@ from services.bus.typed import Received, TypedBus
 from services.cli.board import PHASES, Board
 from services.cli.limits import ASK_INTERVAL_S, ASK_TIMEOUT_S, FRAME_INTERVAL_S, ONE_FRAME_AFTER_S, RATE_WINDOW_S
 from services.runtime import now_ms
+from services.trust.keys import Access
 
 MAX_PAIRS = 8
 HEARD: tuple[Subject[Any, None], ...] = (
     subjects.LOAD,
     subjects.LEFT,
-    subjects.TOKENS,
     subjects.LANDED,
     subjects.ACCEPTED,
     subjects.PLACED,
@@ -43,25 +43,25 @@ POOL = (("running", "█", "green"), ("leased", "▓", "magenta"), ("cached", "�
 """States of blocks, and how each is drawn in a worker's bar."""
 
 
-async def watch(nats_url: str, stop: asyncio.Event, *, once: bool) -> None:
+async def watch(access: Access, stop: asyncio.Event, *, once: bool) -> None:
     """Draw until `stop`; with `once`, or without a terminal, draw one frame. Raises UserError where no broker
     answers."""
     board, console = Board(time.monotonic()), Console(highlight=False)
-    async with listening(nats_url, board):
+    async with listening(access, board):
         if once or not console.is_terminal:
             await _sleep_or(stop, ONE_FRAME_AFTER_S)
-            console.print(frame(board, time.monotonic(), nats_url))
+            console.print(frame(board, time.monotonic(), access.url))
             return
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while not stop.is_set():
-                live.update(frame(board, time.monotonic(), nats_url), refresh=True)
+                live.update(frame(board, time.monotonic(), access.url), refresh=True)
                 await _sleep_or(stop, FRAME_INTERVAL_S)
 
 
 @asynccontextmanager
-async def listening(nats_url: str, board: Board) -> AsyncGenerator[None]:
+async def listening(access: Access, board: Board) -> AsyncGenerator[None]:
     """Keep the board up to date while the block runs. Raises UserError where no broker answers."""
-    bus = TypedBus(await NatsBus.connect(nats_url, "kvmesh-top"), "top")
+    bus = TypedBus(await NatsBus.connect(access, "kvmesh-top"), "top")
     async with asyncio.TaskGroup() as tasks:
         await _listen(bus, tasks, board)
         asking = tasks.create_task(_ask(bus, board))
@@ -77,7 +77,7 @@ async def _listen(bus: TypedBus, tasks: asyncio.TaskGroup, board: Board) -> None
         board.hear(received.message, time.monotonic(), now_ms())
 
     for subject in HEARD:
-        await bus.listen(tasks, subject, ("*",) * subject.pattern.count("{}"), hear)
+        await bus.listen(tasks, subject, ("*",) * len(subject.ids), hear)
     await bus.connection.flush()
 
 

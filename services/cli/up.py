@@ -15,11 +15,13 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from schemas.subjects import Role
 from services.cli.running import STATE_FILE, RunningMesh, mesh_of
 from services.config import is_card, state_dir
 from services.errors import UserError
 from services.launch.supervisor import Supervisor, UpOptions
 from services.runtime import ended_before
+from services.trust.keys import credentials_file
 
 
 def run_up(options: UpOptions) -> int:
@@ -106,7 +108,12 @@ def _greet(console: Console, supervisor: Supervisor, options: UpOptions) -> None
     )
     command = "kvmesh" if shutil.which("kvmesh") else os.path.relpath(Path(sys.executable).with_name("kvmesh"))
     console.print(f"\nThen [bold]{command} trace[/bold], [bold]{command} tail[/bold], [bold]{command} top[/bold],")
-    console.print(f"or nats sub -s {supervisor.nats_url} 'mesh.>'")
+    if (keys := supervisor.keys_dir) is not None:
+        creds = os.path.relpath(credentials_file(keys, Role.OBSERVER))
+        console.print(f"or nats sub -s {supervisor.nats_url} --creds {creds} 'mesh.>'")
+        console.print("(operator.creds beside it hears prompts and answers too)")
+    else:
+        console.print(f"or nats sub -s {supervisor.nats_url} 'mesh.>' [yellow](the bus is open to anybody)[/yellow]")
     console.print(f"Prometheus finds every service's metrics by {os.path.relpath(state_dir() / 'metrics.json')}")
     console.print("Ctrl-C stops everything.")
 
@@ -118,6 +125,7 @@ def _write(path: Path, supervisor: Supervisor) -> None:
         pid=os.getpid(),
         url=supervisor.url,
         nats_url=supervisor.nats_url,
+        keys=str(supervisor.keys_dir or ""),
         trace_dir=str(supervisor.trace_dir),
         other_urls=supervisor.urls[1:],
         restarts={name: record.num_restarts for name, record in records.items() if record.num_restarts},

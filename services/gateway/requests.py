@@ -78,7 +78,7 @@ class Requests:
     async def listen(self) -> None:
         """Subscribe to all that a gateway hears, and serve all that it answers. Raises BusError."""
         bus, tasks, stories = self.bus, self.tasks, self._stories
-        await bus.listen(tasks, subjects.TOKENS, (self.gateway_id,), self._on_tokens)
+        await bus.listen(tasks, subjects.TOKENS, ("*", self.gateway_id), self._on_tokens)
         await bus.listen(tasks, subjects.LEFT, ("*",), self._on_fleet)
         await bus.listen(tasks, subjects.JOINED, ("*",), self._on_fleet)
         await bus.listen(tasks, subjects.LOAD, ("*",), self._on_fleet)

@@ -37,14 +37,17 @@ async def run_gateway(
     sock: socket.socket | None,
     on_ready: Callable[[], None] | None = None,
     metrics: Metrics | None = None,
+    gateway_id: GatewayId | None = None,
 ) -> None:
     """Serve HTTP until `stop` is set; `sock` None binds to the configured address. Closes socket and bus.
+
+    `gateway_id`: of this life only, and the name that the broker knows it by; None: a fresh one.
 
     Raises UserError for a checkpoint that cannot be served or a port in use.
     """
     sock = sock or bind(config.gateway.host, config.gateway.port)
     model = await asyncio.to_thread(load_model, config)
-    gateway_id = GatewayId(new_id("gateway"))
+    gateway_id = gateway_id or GatewayId(new_id("gateway"))
     metrics = metrics or Metrics()
     bus = TypedBus(connection, "gateway", metrics, {"id": gateway_id})
     async with asyncio.TaskGroup() as tasks:

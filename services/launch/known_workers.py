@@ -10,27 +10,28 @@ from services.bus.nats import NatsBus
 from services.bus.typed import TypedBus
 from services.errors import MeshNotRunningError
 from services.launch.limits import ANSWERS_OF_EACH, ASK_INTERVAL_S, ASK_TIMEOUT_S
+from services.trust.keys import Access
 
 
-async def describe_fleet(nats_url: str) -> FleetDescribed:
+async def describe_fleet(access: Access) -> FleetDescribed:
     """Ask once. Raises MeshNotRunningError when no scheduler answers, UserError when no broker does."""
-    connection = await NatsBus.connect(nats_url, "kvmesh-status")
+    connection = await NatsBus.connect(access, "kvmesh-status")
     try:
         return await _ask(TypedBus(connection, "status"))
     except BusError as error:
-        raise MeshNotRunningError(f"no scheduler answers at {nats_url} ({error.reason})") from error
+        raise MeshNotRunningError(f"no scheduler answers at {access.url} ({error.reason})") from error
     finally:
         await connection.close()
 
 
-async def wait_known(nats_url: str, worker_ids: Set[str], num_schedulers: int = 1) -> None:
+async def wait_known(access: Access, worker_ids: Set[str], num_schedulers: int = 1) -> None:
     """Return once the scheduler knows all of these workers. Raises UserError when no broker answers.
 
     Of several schedulers any one answers, so they are asked until so many answers in a row are right that hardly one
     of them has not been heard.
     """
     num_wanted = 1 if num_schedulers == 1 else ANSWERS_OF_EACH * num_schedulers
-    connection = await NatsBus.connect(nats_url, "kvmesh-up")
+    connection = await NatsBus.connect(access, "kvmesh-up")
     bus = TypedBus(connection, "up")
     num_right = 0
     try:

@@ -10,7 +10,8 @@ from typing import NamedTuple, cast
 
 import msgspec
 
-from schemas.ids import WorkerId, is_subject_token
+from schemas.ids import GatewayId, WorkerId, is_subject_token
+from schemas.permissions import role_of
 from schemas.worker import WorkerRole
 from services.bus.nats import NatsBus
 from services.config import MeshConfig, TelemetryConfig, load_config, with_device
@@ -20,6 +21,7 @@ from services.metrics import Metrics
 from services.ports import bind
 from services.runtime import configure_logging, run_until_signal, watch_parent
 from services.telemetry import Telemetry, open_telemetry
+from services.trust.keys import Access, Identity, key_file, load_role_key
 
 READY_LINE = "ready"
 ERROR_PREFIX = "error: "
@@ -28,11 +30,13 @@ Start = Callable[[NatsBus, Telemetry, asyncio.Event, Callable[[], None]], Awaita
 
 
 class Overrides(NamedTuple):
-    """What the command line sets in place of the configuration: ports, a worker's device. None or empty: nothing."""
+    """What the command line sets in place of the configuration: ports, a worker's device, the folder of the keys. None
+    or empty: nothing."""
 
     gateway: int | None = None
     metrics: int | None = None
     device: str = ""
+    keys: str = ""
 
 
 NO_OVERRIDES = Overrides()
@@ -51,8 +55,9 @@ def run_service(
     metrics.prepare(metrics_of(role))
     metrics.on_sample(lambda: metrics.put(SERVICE_INFO, {(name,): 1}))
     try:
-        start = _starter(role, name, config, metrics)
-        run_until_signal(lambda stop: _serve(name, config, metrics, start, stop, supervised=supervised))
+        identity = identity_of(role, name, config, config_path.parent)
+        start = _starter(role, name, config, metrics, identity)
+        run_until_signal(lambda stop: _serve(name, config, metrics, start, stop, identity, supervised=supervised))
     except UserError as error:
         if not supervised:
             raise
@@ -60,12 +65,29 @@ def run_service(
         sys.exit(2)
 
 
+def identity_of(role: str, service_id: str, config: MeshConfig, folder: Path) -> Identity | None:
+    """Return who a service is on the bus; None where the broker asks nobody. `folder`: where the configuration lies.
+
+    Raises UserError where its role has no key there.
+    """
+    if config.nats.open:
+        return None
+    return load_role_key(key_file(folder / config.nats.keys, role_of(role))).member(service_id)
+
+
 async def _serve(
-    name: str, config: MeshConfig, metrics: Metrics, start: Start, stop: asyncio.Event, *, supervised: bool
+    name: str,
+    config: MeshConfig,
+    metrics: Metrics,
+    start: Start,
+    stop: asyncio.Event,
+    identity: Identity | None,
+    *,
+    supervised: bool,
 ) -> None:
     watch = asyncio.create_task(watch_parent(stop), name="watch parent") if supervised else None
     telemetry = open_telemetry(name, config.telemetry)
-    bus = await NatsBus.connect(config.nats.url, name, config.nats.connect_timeout_s)
+    bus = await NatsBus.connect(Access(config.nats.url, identity), name, config.nats.connect_timeout_s)
     ends = asyncio.create_task(_end_with(bus, stop), name="watch the bus")
     try:
         with contextlib.ExitStack() as while_ready:
@@ -106,6 +128,9 @@ def _overridden(config: MeshConfig, overrides: Overrides) -> MeshConfig:
         gateway = msgspec.structs.replace(gateway, port=overrides.gateway)
     if overrides.metrics is not None:
         telemetry = msgspec.structs.replace(telemetry, metrics_port=overrides.metrics)
+    if overrides.keys:
+        nats = msgspec.structs.replace(config.nats, keys=str(Path(overrides.keys).absolute()), open=False)
+        config = msgspec.structs.replace(config, nats=nats)
     if overrides.device:
         config = with_device(config, overrides.device)
     return msgspec.structs.replace(config, gateway=gateway, telemetry=telemetry)
@@ -123,15 +148,16 @@ async def _end_with(bus: NatsBus, stop: asyncio.Event) -> bool:
     return True
 
 
-def _starter(role: str, name: str, config: MeshConfig, metrics: Metrics) -> Start:
+def _starter(role: str, name: str, config: MeshConfig, metrics: Metrics, identity: Identity | None) -> Start:
     """Do what is slow (imports, loading the model) before the loop runs, and return what to run in it."""
     match role:
         case "gateway":
             from services.gateway.service import run_gateway
 
             sock = bind(config.gateway.host, config.gateway.port)
+            gateway_id = GatewayId(identity.name) if identity else None
             return lambda bus, telemetry, stop, ready: run_gateway(
-                config, bus, telemetry, stop, sock=sock, on_ready=ready, metrics=metrics
+                config, bus, telemetry, stop, sock=sock, on_ready=ready, metrics=metrics, gateway_id=gateway_id
             )
         case "scheduler":
             from services.scheduler.service import run_scheduler

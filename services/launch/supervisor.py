@@ -15,6 +15,9 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from dataplane.memory.arena import remove_stale_arenas
+from schemas.ids import new_id
+from schemas.permissions import PEOPLE
+from schemas.subjects import Role
 from services.bus.embedded import EmbeddedNats
 from services.bus.nats import NatsBus
 from services.config import (
@@ -40,12 +43,13 @@ from services.config import (
 from services.engine.checkpoint import Checkpoint, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.devices import Cards, check_carrier, check_driver, plan_devices, probe_cards
-from services.errors import UserError
+from services.errors import BrokerRefusesError, UserError
 from services.launch.known_workers import wait_known
 from services.launch.limits import START_TIMEOUT_S, STOP_SLACK_S, STOP_TIMEOUT_S
 from services.launch.restart import Child, Restarts
 from services.ports import bind, free_port
 from services.scheduler.placement.policy import policy_named
+from services.trust.keys import Access, MeshKeys, credentials_file, key_file, load_role_key, person
 
 WORKER_ROLES = ("prefill", "decode", "aggregated")
 BROKER = "nats"
@@ -70,6 +74,10 @@ class UpOptions:
     dtype: Dtype = "auto"
     port: int = 8000
     nats: str = "embedded"
+    keys: str = ""
+    """Folder of the keys for a broker of one's own; empty: fresh ones, for the embedded broker."""
+    open_bus: bool = False
+    """Take a broker that lets anybody in."""
     policy: str = "cost"
     prefix_cache: bool = True
     pull_tokens_min: int = SchedulerConfig().pull_tokens_min
@@ -132,6 +140,24 @@ class Supervisor:
         """The device of each worker, once they start: "cpu" or "cuda:N"."""
         self.checkpoint: Checkpoint | None = None
         self.nats_url = ""
+        self._broker_access = ""
+
+    @property
+    def keys_dir(self) -> Path | None:
+        """Where the keys lie; None: the broker lets anybody in."""
+        if self._options.open_bus:
+            return None
+        return Path(self._options.keys).absolute() if self._options.keys else self._run_dir / "keys"
+
+    def access(self, role: Role = Role.OBSERVER, name: str = "") -> Access:
+        """Return how to get to the bus: for a person, or, for benchmarks and tests, as a member of a service's role, a
+        fresh one unless named. Raises UserError where the key is not there."""
+        folder = self.keys_dir
+        if folder is None:
+            return Access(self.nats_url)
+        if role in PEOPLE:
+            return Access(self.nats_url, person(credentials_file(folder, role), role))
+        return Access(self.nats_url, load_role_key(key_file(folder, role)).identity(name or new_id(role)))
 
     @property
     def log_dir(self) -> Path:
@@ -250,7 +276,7 @@ class Supervisor:
                 return
             try:
                 # Not on a helper thread: the server is started so that it ends with the thread that started it.
-                self._nats = EmbeddedNats.start(port, self._run_dir)
+                self._nats = EmbeddedNats.start(port, self._run_dir, self._broker_access)
             except UserError as error:
                 self._say(f"[red]{error}[/red]")  # and once more: the process that is waited for has ended already
 
@@ -278,11 +304,33 @@ class Supervisor:
     async def _start_broker(self) -> str:
         if self._options.nats == "embedded":
             # Not on a helper thread: the server is started so that it ends with the thread that started it.
-            self._nats = EmbeddedNats.start(None, self._run_dir)
+            if self.keys_dir is not None:
+                keys = MeshKeys.fresh()
+                keys.write(self.keys_dir)
+                self._broker_access = keys.broker_config
+            self._nats = EmbeddedNats.start(None, self._run_dir, self._broker_access)
             return self._nats.url
-        bus = await NatsBus.connect(self._options.nats, "kvmesh-up")
-        await bus.close()
+        await self._check_broker(self._options.nats)
         return self._options.nats
+
+    async def _check_broker(self, url: str) -> None:
+        """Raises UserError where a broker of one's own does not answer, does not know our keys, or lets anybody in."""
+        try:
+            bus = await NatsBus.connect(Access(url), "kvmesh-up")
+        except BrokerRefusesError:
+            if not self._options.keys:
+                raise
+        else:
+            await bus.close()
+            if not self._options.open_bus:
+                raise UserError(
+                    f"the broker at {url} lets anybody in, and whoever reaches it owns the mesh: close it with what "
+                    "`kvmesh bus-config DIR` writes and pass --keys DIR, or pass --open-bus"
+                )
+            return
+        folder = Path(self._options.keys)
+        identity = person(credentials_file(folder, Role.OBSERVER), Role.OBSERVER)
+        await (await NatsBus.connect(Access(url, identity), "kvmesh-up")).close()
 
     def _config(self, port: int) -> MeshConfig:
         options, checkpoint = self._options, self.checkpoint
@@ -291,7 +339,7 @@ class Supervisor:
         on_card = next((device for device in self.devices.values() if is_card(device)), "cpu")
         config = MeshConfig(
             secret=fresh_secret(),
-            nats=NatsConfig(url=self.nats_url),
+            nats=NatsConfig(url=self.nats_url, keys=str(self.keys_dir or ""), open=self.keys_dir is None),
             model=ModelConfig(path=checkpoint.path, name=checkpoint.name, dtype=options.dtype),
             gateway=GatewayConfig(port=port),
             scheduler=SchedulerConfig(
@@ -357,7 +405,7 @@ class Supervisor:
                 if progress and task is not None:
                     progress.update(task, completed=len(waits), description="waiting for the scheduler to know them")
                 workers = {c.name for c in self._children if c.role not in ("gateway", "scheduler", "directory")}
-                await wait_known(self.nats_url, workers, self._options.num_schedulers)
+                await wait_known(self.access(), workers, self._options.num_schedulers)
         except TimeoutError as error:
             raise UserError(f"the mesh was not ready within {START_TIMEOUT_S:.0f} s; see {self.log_dir}") from error
         finally:

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from schemas.observe import RequestDescribed
+from schemas.subjects import Role
 from services.bus.base import Delivery
 from services.bus.nats import NatsBus
 from services.errors import UserError
 from services.pages.limits import TIMEOUT_S
 from services.pages.scene import Scene, running_mesh
+from services.trust.keys import Access
 
 START, END = "<!-- heard: listening -->\n", "<!-- end of what was heard -->"
 WIDTH = 140
@@ -60,9 +62,9 @@ LISTENING = (
     Listening("mesh.v1.handoff.*.*.*.landed", "what has crossed, from whom to whom, how large"),
     Listening("mesh.v1.worker.*.left", "workers that stopped, died or were silent for too long", 1),
     Listening("mesh.v1.worker.*.load", "what every worker has to do: twice a second each", 1),
-    Listening("mesh.v1.kv.*.lease", "who asks whom for KV that is cached there"),
+    Listening("mesh.v1.kv.*.*.lease", "who asks whom for KV that is cached there"),
     Listening("mesh.v1.kv.*.stored", "which blocks a worker has from now on", 1),
-    Listening("mesh.v1.tokens.*", "the answers' tokens, a message for each engine step: many", 1),
+    Listening("mesh.v1.tokens.>", "the answers' tokens, a message for each engine step: many", 1),
 )
 
 QUERIES = ("mesh.v1.scheduler.status", "mesh.v1.worker.{worker}.status", "mesh.v1.request.{request}.status")
@@ -81,7 +83,11 @@ class Heard:
 async def hear() -> Heard:
     """Run a mesh and the scene, and return what was published."""
     heard = Heard()
-    async with running_mesh() as supervisor, _connected(supervisor.nats_url) as bus, asyncio.TaskGroup() as tasks:
+    async with (
+        running_mesh() as supervisor,
+        _connected(supervisor.access(Role.OPERATOR)) as bus,
+        asyncio.TaskGroup() as tasks,
+    ):
         listeners = [tasks.create_task(_listen(bus, listening.subscription, heard)) for listening in LISTENING]
         await asyncio.sleep(0)
         await bus.flush()
@@ -99,8 +105,8 @@ async def hear() -> Heard:
 
 
 @asynccontextmanager
-async def _connected(url: str) -> AsyncGenerator[NatsBus]:
-    bus = await NatsBus.connect(url, "kvmesh-listening")
+async def _connected(access: Access) -> AsyncGenerator[NatsBus]:
+    bus = await NatsBus.connect(access, "kvmesh-listening")
     yield bus
     await bus.close()
 

@@ -18,6 +18,7 @@ from services.cli.trace import render_waterfall
 from services.launch.supervisor import UpOptions
 from services.pages.limits import SETTLE_S, WATCH_S
 from services.pages.scene import Scene, running_mesh
+from services.trust.keys import Access
 
 OPTIONS = UpOptions(port=0, num_prefill=2, num_decode=2, kv_bytes=48 * 1024 * 1024)
 TOP_WIDTH, TRACE_WIDTH = 80, 120
@@ -63,9 +64,9 @@ def picture(title: str, width: int, draw: Callable[[Console], None]) -> str:
 async def take(folder: Path) -> None:
     """Write `top.svg` and `trace.svg` of a mesh at work into a folder. Raises UserError where none can be started."""
     async with running_mesh(OPTIONS) as supervisor:
-        bus = await NatsBus.connect(supervisor.nats_url, "kvmesh-shots")
+        bus = await NatsBus.connect(supervisor.access(), "kvmesh-shots")
         async with Scene(supervisor, bus) as scene:
-            drawn = await _watch(supervisor.nats_url, scene)
+            drawn = await _watch(supervisor.access(), scene)
             shown = picture("kvmesh top", TOP_WIDTH, lambda console: console.print(drawn))
             (folder / "top.svg").write_text(shown)
             request_id = await scene.complete(scene.prompt(TRACED_TOKENS), ANSWER_TOKENS)
@@ -77,7 +78,7 @@ async def take(folder: Path) -> None:
     (folder / "trace.svg").write_text(shown)
 
 
-async def _watch(nats_url: str, scene: Scene) -> RenderableType:
+async def _watch(access: Access, scene: Scene) -> RenderableType:
     """Return a frame of `kvmesh top` of a mesh at work."""
     board, ends = Board(time.monotonic()), asyncio.Event()
 
@@ -85,7 +86,7 @@ async def _watch(nats_url: str, scene: Scene) -> RenderableType:
         while not ends.is_set():
             await scene.complete(scene.prompt(PROMPT_TOKENS[number % len(PROMPT_TOKENS)]), ANSWER_TOKENS)
 
-    async with asyncio.TaskGroup() as tasks, top.listening(nats_url, board):
+    async with asyncio.TaskGroup() as tasks, top.listening(access, board):
         for number in range(NUM_CLIENTS):
             tasks.create_task(client(number), name=f"client {number}")
         await asyncio.sleep(WATCH_S)

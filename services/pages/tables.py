@@ -9,7 +9,7 @@ from typer.core import TyperGroup, TyperOption
 from typer.main import get_command
 
 from schemas.handoff import HANDOFF_TRANSITIONS, HandoffState
-from schemas.subjects import SUBJECTS, Subject
+from schemas.subjects import SUBJECTS, Grant, Role, Subject
 from services.bench import links
 from services.cli.main import app
 from services.errors import UserError
@@ -18,9 +18,9 @@ from services.pages.message_tables import message_tables
 
 
 def subject_table() -> str:
-    """Return every subject, what it carries and who listens, as a Markdown table."""
-    rows = [f"| `{s.pattern.replace('{}', '*')}` | {_carries(s)} | {_listener(s)} |" for s in SUBJECTS]
-    return "\n".join(["| subject | carries → reply | who listens |", "|---|---|---|", *rows])
+    """Return every subject, what it carries, who may say and who may hear it, as a Markdown table."""
+    rows = [f"| `{s.named}` | {_carries(s)} | {_members(s.said_by)} | {_heard_by(s)} |" for s in SUBJECTS]
+    return "\n".join(["| subject | carries → reply | said by | heard by |", "|---|---|---|---|", *rows])
 
 
 def handoff_diagram() -> str:
@@ -118,8 +118,15 @@ def _carries(subject: Subject[Any, Any]) -> str:
     return f"{carried} → {' or '.join(f'`{reply.__name__}`' for reply in subject.reply)}" if subject.reply else carried
 
 
-def _listener(subject: Subject[Any, Any]) -> str:
-    return f"{subject.listener} (queue group)" if subject.queue else subject.listener
+def _members(grants: tuple[Grant, ...]) -> str:
+    """Return the roles; of one that may only say or hear what is its own, as which id of the subject."""
+    names = [f"{grant.role} as `{grant.own}`" if grant.own else str(grant.role) for grant in grants]
+    return ", ".join(names)
+
+
+def _heard_by(subject: Subject[Any, Any]) -> str:
+    members = _members(tuple(grant for grant in subject.heard_by if grant.role is not Role.OPERATOR))
+    return f"{members} (queue group)" if subject.queue else members
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from schemas import subjects
+from schemas.block import TOKEN_BYTES
 from schemas.directory import BlocksEvicted, BlocksStored
 from schemas.ids import GatewayId, WorkerId
 from schemas.message import Message
@@ -63,6 +64,8 @@ class Outbox:
         self._num_bytes = 0
         self._changed = asyncio.Event()
         self._closed = False
+        self.num_tokens = 0
+        """Tokens of answers that were put here."""
         self.num_unsent = 0
         self.sent = asyncio.Event()
         """Set once `close` was called and all is sent."""
@@ -88,9 +91,10 @@ class Outbox:
         by_gateway: defaultdict[GatewayId, list[RequestTokens]] = defaultdict(list)
         for gateway_id, tokens in emitted:
             by_gateway[gateway_id].append(tokens)
+            self.num_tokens += len(tokens.tokens) // TOKEN_BYTES
         for gateway_id, requests in by_gateway.items():
             message = TokensEmitted(worker_id=self._worker_id, requests=tuple(requests))
-            self.put(subjects.TOKENS, (gateway_id,), message)
+            self.put(subjects.TOKENS, (self._worker_id, gateway_id), message)
 
     def put_block_events(self, events: Iterable[BlocksStored | BlocksEvicted]) -> None:
         """Send what was stored and evicted here, in this order."""

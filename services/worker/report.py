@@ -55,6 +55,7 @@ class Reporter:
             num_queued=num_queued,
             num_uncomputed_tokens=engine.num_uncomputed_tokens + awaited["prefill"] + awaited["decode"],
             num_unreceived_tokens=awaited["decode"],
+            num_tokens=self.outbox.num_tokens,
             num_dropped_messages=self.bus.num_dropped,
             num_refused_reads=plane.num_refused + plane.num_junk if plane else 0,
             rates=self.rates.rates(now_ms),

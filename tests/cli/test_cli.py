@@ -119,8 +119,9 @@ def test_what_dies_is_started_again_and_said(tmp_path: Path) -> None:
 
 
 def _broker(state_dir: Path) -> list[str]:
-    """The mesh's address, as somebody would name it who did not start it here."""
-    return ["--nats", json.loads((state_dir / "mesh.json").read_bytes())["nats_url"]]
+    """The mesh's bus, as somebody would name it who did not start it here."""
+    mesh = json.loads((state_dir / "mesh.json").read_bytes())
+    return ["--nats", mesh["nats_url"], "--creds", f"{mesh['keys']}/observer.creds"]
 
 
 def _arenas(pids: list[int]) -> list[Path]:

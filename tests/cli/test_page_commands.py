@@ -26,7 +26,7 @@ import pytest
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from schemas.subjects import SUBJECTS
+from schemas.subjects import SUBJECTS, Role
 from services.bus.memory import matches
 from services.bus.nats import NatsBus
 from services.cli import up
@@ -129,7 +129,13 @@ class Place(Scratch):
         super().__init__(folder)
         self.mesh = mesh
         state, supervisor = folder / ".kvmesh", mesh.supervisor
-        running = StateFile(pid=os.getpid(), url=mesh.url, nats_url=mesh.nats_url, trace_dir=str(supervisor.trace_dir))
+        running = StateFile(
+            pid=os.getpid(),
+            url=mesh.url,
+            nats_url=mesh.nats_url,
+            keys=str(supervisor.keys_dir),
+            trace_dir=str(supervisor.trace_dir),
+        )
         (state / "mesh.json").write_bytes(msgspec.json.encode(running))
         (state / "metrics.json").write_bytes(msgspec.json.encode(supervisor.metrics_targets))
         self.request_id: str = mesh.complete(QUESTION)["usage"]["kvmesh"]["request_id"]
@@ -298,7 +304,7 @@ def hear(trial: Trial) -> None:
     assert any(matches(tuple(subject.split(".")), tuple(s.pattern.replace("{}", "x").split("."))) for s in SUBJECTS)
 
     async def listen() -> None:
-        bus = await NatsBus.connect(place.mesh.nats_url, "page")
+        bus = await NatsBus.connect(place.mesh.access(Role.OPERATOR), "page")
         try:
             subscription = await bus.subscribe(subject)
             await bus.flush()
@@ -319,7 +325,7 @@ def ask(subject: str = "") -> Try:
         place, words = trial.place, trial.command.words
 
         async def question() -> bytes:
-            bus = await NatsBus.connect(place.mesh.nats_url, "page")
+            bus = await NatsBus.connect(place.mesh.access(Role.OPERATOR), "page")
             try:
                 return (await bus.request(subject or place.filled(words[-2]), b"", {}, LIMIT_S)).payload
             finally:

@@ -61,7 +61,7 @@ def test_every_subject_that_may_be_empty_is_shown() -> None:
 def test_long_texts_are_cut_and_what_the_subject_says_is_left_out() -> None:
     heard = Heard("req-1", {listening.subscription: [] for listening in LISTENING})
     payload = b'{"type":"X","request_id":"req-1","deep":[{"lease_id":"l","text":"%s"}]}' % (b"a" * 99)
-    heard.messages["mesh.v1.kv.*.lease"] = [("mesh.v1.kv.w.lease", payload)]
+    heard.messages["mesh.v1.kv.*.*.lease"] = [("mesh.v1.kv.w.r.lease", payload)]
     text = section(heard)
     assert "mesh.v1.kv.w.lease\n  {deep: [{text: " + "a" * MAX_TEXT + "…}]}\n" in text
 

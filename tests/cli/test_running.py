@@ -10,15 +10,32 @@ import pytest
 
 from schemas.worker import FleetDescribed
 from services.cli import running, status
-from services.cli.running import RunningMesh, find_mesh, nats_url_of, states_elsewhere, trace_dir, traces_of
+from services.cli.running import (
+    BusOptions,
+    RunningMesh,
+    access_of,
+    find_mesh,
+    mesh_meant,
+    states_elsewhere,
+    trace_dir,
+    traces_of,
+)
 from services.errors import MeshNotRunningError, UserError
+from services.trust.keys import Access
+
+
+def url_of(given: str) -> str:
+    options = BusOptions(given)
+    return access_of(options, mesh_meant(options)).url
 
 
 def state_of(folder: Path, pid: int, port: int) -> Path:
     """Write what a mesh that runs there would write; return its state folder."""
     state = folder / ".kvmesh"
     state.mkdir(parents=True)
-    mesh = RunningMesh(pid=pid, url="http://x", nats_url=f"nats://127.0.0.1:{port}", trace_dir=str(traces_of(state)))
+    mesh = RunningMesh(
+        pid=pid, url="http://x", nats_url=f"nats://127.0.0.1:{port}", keys="", trace_dir=str(traces_of(state))
+    )
     (state / running.STATE_FILE).write_bytes(msgspec.json.encode(mesh))
     return state
 
@@ -57,11 +74,11 @@ def test_a_process_tells_where_its_mesh_has_its_state(tmp_path: Path, named: str
 def test_the_only_mesh_is_meant_from_any_folder(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = state_of(tmp_path / "a", os.getpid(), 1)
     elsewhere_are(monkeypatch, state)
-    assert nats_url_of("") == "nats://127.0.0.1:1"
+    assert url_of("") == "nats://127.0.0.1:1"
     assert trace_dir() == traces_of(state)
-    assert nats_url_of("nats://127.0.0.1:9") == "nats://127.0.0.1:9"
+    assert url_of("nats://127.0.0.1:9") == "nats://127.0.0.1:9"
     state_of(here, os.getpid(), 2)
-    assert nats_url_of("") == "nats://127.0.0.1:2", "the mesh of this folder comes first"
+    assert url_of("") == "nats://127.0.0.1:2", "the mesh of this folder comes first"
 
 
 def test_of_several_meshes_one_has_to_be_named(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +88,7 @@ def test_of_several_meshes_one_has_to_be_named(here: Path, tmp_path: Path, monke
         find_mesh()
     assert all(str(state) in str(caught.value) for state in states)
     monkeypatch.setenv("KVMESH_STATE_DIR", str(states[1]))
-    assert nats_url_of("") == "nats://127.0.0.1:2"
+    assert url_of("") == "nats://127.0.0.1:2"
 
 
 def test_a_mesh_that_has_ended_is_none(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +96,7 @@ def test_a_mesh_that_has_ended_is_none(here: Path, tmp_path: Path, monkeypatch: 
         pass
     elsewhere_are(monkeypatch, state_of(tmp_path / "a", ended.pid, 1))
     with pytest.raises(MeshNotRunningError, match="kvmesh up"):
-        nats_url_of("")
+        url_of("")
     assert trace_dir() == traces_of(here / ".kvmesh")
 
 
@@ -89,12 +106,12 @@ def test_who_names_a_broker_is_not_asked_which_mesh(
     elsewhere_are(monkeypatch, *(state_of(tmp_path / name, os.getpid(), port) for name, port in (("a", 1), ("b", 2))))
     asked: list[str] = []
 
-    async def describe(url: str) -> FleetDescribed:
-        asked.append(url)
+    async def describe(access: Access) -> FleetDescribed:
+        asked.append(access.url)
         return FleetDescribed(policy="cost", ready=True, workers=())
 
     monkeypatch.setattr(status, "describe_fleet", describe)
-    status.run_status("nats://127.0.0.1:2", as_json=False)
+    status.run_status(BusOptions("nats://127.0.0.1:2"), as_json=False)
     assert asked == ["nats://127.0.0.1:2"] and "policy cost" in capsys.readouterr().out
     with pytest.raises(UserError, match="--nats"):
-        status.run_status("", as_json=False)
+        status.run_status(BusOptions(), as_json=False)

@@ -108,7 +108,7 @@ class FakeMesh:
 
     async def emit(self, gateway_id: str, worker: str, *shares: RequestTokens) -> None:
         message = TokensEmitted(worker_id=WorkerId(worker), requests=shares)
-        await self.bus.publish(subjects.TOKENS, (gateway_id,), message)
+        await self.bus.publish(subjects.TOKENS, (message.worker_id, gateway_id), message)
 
     async def _notify(self) -> None:
         async with self.changed:

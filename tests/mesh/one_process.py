@@ -130,7 +130,7 @@ class Client:
         """As a bus that loses them."""
 
     async def start(self) -> None:
-        await self.bus.listen(self._tasks, subjects.TOKENS, (self.gateway_id,), self._on_tokens)
+        await self.bus.listen(self._tasks, subjects.TOKENS, ("*", self.gateway_id), self._on_tokens)
         await self.bus.serve(self._tasks, subjects.WANTED, (self.gateway_id,), self._say_wanted)
         subscription = await self.bus.connection.subscribe("mesh.v1.handoff.>")
 

@@ -14,9 +14,11 @@ import httpx
 from schemas import subjects
 from schemas.block import unpack_tokens
 from schemas.request import TokensEmitted
+from schemas.subjects import Role
 from services.bus.nats import NatsBus
 from services.bus.typed import Received, TypedBus
 from services.launch.supervisor import Supervisor, UpOptions
+from services.trust.keys import credentials_file
 from tests.mesh.forked import ForkedSupervisor, ForkingLoop
 
 ResultT = TypeVar("ResultT")
@@ -31,6 +33,7 @@ class Mesh:
         self.loop = loop
         self.url = supervisor.url
         self.nats_url = supervisor.nats_url
+        self.access = supervisor.access
         self.client = httpx.Client(base_url=supervisor.url, timeout=120)
 
     def call(self, coroutine: Any) -> Any:
@@ -54,7 +57,13 @@ class Mesh:
     def fleet(self) -> Any:
         from services.launch.known_workers import describe_fleet
 
-        return self.call(describe_fleet(self.nats_url))
+        return self.call(describe_fleet(self.access()))
+
+    def bus_options(self, role: Role = Role.OBSERVER) -> list[str]:
+        """Return the options by which somebody who did not start this mesh names its bus."""
+        keys = self.supervisor.keys_dir
+        assert keys is not None
+        return ["--nats", self.nats_url, "--creds", str(credentials_file(keys, role))]
 
     def wait_until(self, holds: Callable[[], bool], what: str) -> None:
         """Wait, generously, for something that other processes bring about."""
@@ -125,10 +134,10 @@ class TokenRecorder:
         return [by_index[index] for index in range(len(by_index))]
 
     async def _listen(self) -> None:
-        connection = await NatsBus.connect(self._mesh.nats_url, "recorder")
+        connection = await NatsBus.connect(self._mesh.access(Role.OPERATOR), "recorder")
         bus = TypedBus(connection, "recorder")
         async with asyncio.TaskGroup() as tasks:
-            await bus.listen(tasks, subjects.TOKENS, ("*",), self._hear)
+            await bus.listen(tasks, subjects.TOKENS, ("*", "*"), self._hear)
             await connection.flush()
             self._ready.set()
             await self._stop.wait()

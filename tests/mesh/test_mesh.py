@@ -16,6 +16,8 @@ from schemas import subjects
 from schemas.block import hash_blocks, join_hashes
 from schemas.directory import LocateBlocks
 from schemas.ids import RequestId
+from schemas.permissions import SERVICE_NAMES, Direction, granted
+from schemas.subjects import Role
 from services.bus.nats import NatsBus
 from services.bus.typed import TypedBus
 from services.cli.trace import SpanRecord, find_trace, load_spans
@@ -91,7 +93,7 @@ def test_the_bus_reads_like_a_story(mesh: Mesh) -> None:
     """With one subscription to mesh.> a person finds the hand-over's five steps in order, each valid JSON."""
 
     async def listen() -> list[tuple[str, dict[str, object]]]:
-        bus = await NatsBus.connect(mesh.nats_url, "listener")
+        bus = await NatsBus.connect(mesh.access(Role.OPERATOR), "listener")
         subscription = await bus.subscribe("mesh.>")
         await bus.flush()
         answer = await asyncio.to_thread(mesh.complete, fresh(), ignore_eos=True)
@@ -171,7 +173,7 @@ def _num_located(mesh: Mesh, prompt: list[int]) -> int:
     ids = {"request_id": RequestId("locate"), "attempt": 1, "deadline_ms": 2**53}
 
     async def ask() -> int:
-        bus = await NatsBus.connect(mesh.nats_url, "asker")
+        bus = await NatsBus.connect(mesh.access(Role.SCHEDULER), "asker")
         reply = await TypedBus(bus, "asker").ask(subjects.LOCATE, (), LocateBlocks(**ids, block_hashes=hashes), 10)
         await bus.close()
         return max((h.num_blocks for h in reply.holders if h.worker_id == "decode-0"), default=0)
@@ -192,16 +194,19 @@ def test_a_clients_traceparent_is_honoured(mesh: Mesh) -> None:
 
 def test_junk_on_subjects_and_ports_disturbs_nobody(mesh: Mesh) -> None:
     async def spray() -> None:
-        bus = await NatsBus.connect(mesh.nats_url, "junk")
         rng = random.Random(1)
-        for subject in subjects.SUBJECTS:
-            ids = ["prefill-0", "decode-0", "x"][: subject.pattern.count("{}")]
-            if subject.pattern.startswith("mesh.v1.decode"):
-                ids = ["decode-0"]
-            for payload in (b"", b"{", b"null", rng.randbytes(200), b'{"type":"PlaceRequest"}', b"[" * 5000):
-                await bus.publish(subject.of(*ids), payload, {})
-        await bus.flush()
-        await bus.close()
+        for role, name in (
+            (Role.HOLDER, "prefill-0"),
+            (Role.HOLDER, "decode-0"),
+            *((role, "x") for role in SERVICE_NAMES),
+        ):
+            bus = await NatsBus.connect(mesh.access(role, name), "junk")
+            patterns = [p for s in subjects.SUBJECTS for p in granted(s, role, Direction.PUBLISH, name)]
+            for subject in (pattern.replace("*", to) for pattern in patterns for to in ("prefill-0", "decode-0")):
+                for payload in (b"", b"{", b"null", rng.randbytes(200), b'{"type":"PlaceRequest"}', b"[" * 5000):
+                    await bus.publish(subject, payload, {})
+            await bus.flush()
+            await bus.close()
 
     mesh.call(spray())
     port = _plane_port(mesh)
@@ -222,7 +227,7 @@ def test_junk_on_subjects_and_ports_disturbs_nobody(mesh: Mesh) -> None:
 
 def _plane_port(mesh: Mesh) -> int:
     async def hear() -> int:
-        bus = await NatsBus.connect(mesh.nats_url, "listener")
+        bus = await NatsBus.connect(mesh.access(Role.OPERATOR), "listener")
         subscription = await bus.subscribe(subjects.OFFERED.of("*", "*", "*"))
         await bus.flush()
         await asyncio.to_thread(mesh.complete, fresh())
@@ -243,10 +248,10 @@ def test_a_client_that_goes_away_frees_everything(mesh: Mesh) -> None:
 
 def test_every_service_is_listed_by_the_services_api(mesh: Mesh) -> None:
     async def ping() -> set[str]:
-        bus = await NatsBus.connect(mesh.nats_url, "pinger")
-        inbox = await bus.subscribe("replies.test")
+        bus = await NatsBus.connect(mesh.access(Role.OPERATOR), "pinger")
+        inbox = await bus.subscribe("_INBOX.test")
         client = bus._client
-        await client.publish("$SRV.PING", b"", reply="replies.test")
+        await client.publish("$SRV.PING", b"", reply="_INBOX.test")
         found: set[str] = set()
         async for delivery in inbox:
             found.add(json.loads(delivery.payload)["name"])
@@ -289,7 +294,7 @@ def test_workers_join_and_leave_at_run_time(mesh: Mesh) -> None:
 
 
 def test_status_shows_the_fleet(mesh: Mesh) -> None:
-    command = [sys.executable, "-m", "services.cli.main", "status", "--nats", mesh.nats_url, "--json"]
+    command = [sys.executable, "-m", "services.cli.main", "status", *mesh.bus_options(), "--json"]
     fleet = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
     assert fleet["ready"] and {w["worker"]["role"] for w in fleet["workers"]} == {"prefill", "decode"}
 

@@ -274,7 +274,8 @@ async def test_hostile_messages_end_no_worker() -> None:
         )  # fmt: skip
         for worker in ("p-0", "d-0"):
             for change in ({}, {"first_block": -5}, {"deadline_ms": 10**400}, {"reader": "d-0", "first_block": 2**70}):
-                reply = await client.bus.ask(subjects.LEASE, (worker,), msgspec.structs.replace(lease, **change), 10)
+                asked = msgspec.structs.replace(lease, **change)
+                reply = await client.bus.ask(subjects.LEASE, (worker, asked.reader), asked, 10)
                 assert isinstance(reply, Refused)
         run = RunPrefill(
             request_id=RequestId("twice"), attempt=1, deadline_ms=now_ms() + 60_000, gateway_id=client.gateway_id,

@@ -22,11 +22,12 @@ from nats.aio.msg import Msg
 from schemas import subjects
 from schemas.message import decode
 from schemas.observe import RequestDescribed, WorkerDescribed
-from schemas.subjects import SUBJECTS, Subject
+from schemas.subjects import SUBJECTS, Role, Subject
 from schemas.worker import FleetDescribed
 from services.launch.supervisor import UpOptions
 from services.pages import listening
 from services.pages.listening import LISTENING
+from services.trust.keys import credentials_file
 from tests.mesh.processes import Mesh, RunningMesh
 
 SERVICES = {"gateway": 2, "scheduler": 1, "directory": 1, "prefill": 1, "decode": 1, "store": 1}
@@ -52,7 +53,9 @@ def mesh(running_mesh: RunningMesh, tmp_path_factory: pytest.TempPathFactory) ->
 
 @asynccontextmanager
 async def connected(mesh: Mesh) -> AsyncIterator[Client]:
-    client = await nats.connect(mesh.nats_url)
+    keys = mesh.supervisor.keys_dir
+    assert keys is not None
+    client = await nats.connect(mesh.nats_url, user_credentials=str(credentials_file(keys, Role.OBSERVER)))
     yield client
     await client.close()
 
@@ -65,8 +68,8 @@ async def ask(client: Client, subject: str, payload: bytes = b"") -> bytes:
 async def survey(mesh: Mesh, verb: str) -> list[dict[str, Any]]:
     """`nats micro ls|info|stats`: every service answers."""
     async with connected(mesh) as client:
-        inbox = await client.subscribe("replies.survey")
-        await client.publish(f"$SRV.{verb}", b"", reply="replies.survey")
+        inbox = await client.subscribe("_INBOX.survey")
+        await client.publish(f"$SRV.{verb}", b"", reply="_INBOX.survey")
         replies: list[dict[str, Any]] = []
         while len(replies) < sum(SERVICES.values()):
             replies.append(json.loads((await inbox.next_msg(timeout=ASK_S)).data))
@@ -143,7 +146,7 @@ async def test_statistics_count_what_was_asked_and_how_long_it_took(mesh: Mesh) 
         for request in range(3):
             question = {"request_id": f"req-{request}", "attempt": 1, "deadline_ms": 2**50, "block_hashes": ""}
             await ask(client, "mesh.v1.directory.locate", json.dumps(question).encode())
-        await client.publish("mesh.v1.directory.locate", b"not a question", reply="replies.none")
+        await client.publish("mesh.v1.directory.locate", b"not a question", reply="_INBOX.none")
         await client.flush()
         while (after := status_of(await survey(mesh, "STATS")))["num_errors"] == before["num_errors"]:
             pass
@@ -181,7 +184,7 @@ async def test_one_subscription_tells_a_requests_story_in_order(mesh: Mesh) -> N
 
 
 def command(mesh: Mesh, *arguments: str) -> "subprocess.Popen[str]":
-    whole = [sys.executable, "-m", "services.cli.main", *arguments, "--nats", mesh.nats_url]
+    whole = [sys.executable, "-m", "services.cli.main", *arguments, *mesh.bus_options()]
     return subprocess.Popen(whole, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
 
 
@@ -239,7 +242,7 @@ def test_top_prints_one_frame(mesh: Mesh) -> None:
 
 def test_top_in_a_terminal_ends_at_a_signal_and_leaves_it_as_it_was(mesh: Mesh) -> None:
     ours, theirs = pty.openpty()
-    whole = [sys.executable, "-m", "services.cli.main", "top", "--nats", mesh.nats_url]
+    whole = [sys.executable, "-m", "services.cli.main", "top", *mesh.bus_options()]
     process = subprocess.Popen(whole, stdout=theirs, stderr=subprocess.PIPE, env=ENVIRONMENT | {"TERM": "xterm"})
     os.close(theirs)
     shown = b""

@@ -94,7 +94,7 @@ class Worker:
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         self.plane.start()
-        await self.bus.serve(tasks, subjects.LEASE, (self.worker_id,), self._on_lease)
+        await self.bus.serve(tasks, subjects.LEASE, (self.worker_id, "*"), self._on_lease)
 
     async def close(self) -> None:
         for lease in self.leases:
@@ -264,7 +264,7 @@ class Fleet:
             first_block=first_block,
             block_hashes=join_hashes(hashes_of(*numbers)),
         )
-        return await self.bus.ask(subjects.LEASE, (STORE,), request, PATIENCE_S)
+        return await self.bus.ask(subjects.LEASE, (STORE, request.reader), request, PATIENCE_S)
 
     async def read(self, grant: LeaseGranted, carrier: str = "auto") -> list[bytes]:
         """Read what was granted into blocks of our own, and return these blocks' bytes."""

@@ -330,7 +330,8 @@ async def test_what_a_worker_wants_kept_elsewhere_is_taken() -> None:
             fingerprint=LAYOUT.fingerprint, first_block=5, block_hashes=join_hashes(hashes_of(*range(10))),
         )  # fmt: skip
         for changes in ({"fingerprint": "other"}, {"block_hashes": b"cut"}, {"source": "a.b"}, {}):
-            await around.bus.publish(subjects.REPLICATE, (STORE,), msgspec.structs.replace(offer, **changes))
+            changed = msgspec.structs.replace(offer, **changes)
+            await around.bus.publish(subjects.REPLICATE, (STORE, changed.source), changed)
         await until(lambda: around.has("memory", *range(10)))
         assert len(worker.asked) == 1 and worker.outcomes == ["landed"]
         await around.gone(worker)

@@ -138,6 +138,7 @@ LOAD = WorkerLoad(
     num_running=3,
     num_queued=2,
     num_uncomputed_tokens=1000,
+    num_tokens=70_000,
     num_dropped_messages=1,
     num_refused_reads=4,
 )

@@ -67,8 +67,8 @@ async def with_holder(run: Callable[[KVReads, Holder], Awaitable[None]], timeout
     broker, holder = MemoryBroker(), Holder()
     theirs, ours = (TypedBus(MemoryBus(broker), name) for name in ("holder", "reader"))
     async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as tasks:
-        await theirs.serve(tasks, subjects.LEASE, (HOLDER,), holder.on_lease)
-        await theirs.listen(tasks, subjects.RETURNED, (HOLDER,), holder.on_returned)
+        await theirs.serve(tasks, subjects.LEASE, (HOLDER, "*"), holder.on_lease)
+        await theirs.listen(tasks, subjects.RETURNED, (HOLDER, "*"), holder.on_returned)
         outbox = Outbox(ours, READER)
         tasks.create_task(outbox.run())
         await run(reads_of(ours, outbox, tasks), holder)

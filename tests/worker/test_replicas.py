@@ -143,7 +143,7 @@ def test_a_running_attempt_offers_its_blocks(how: str) -> None:
     else:
         actions = core.handle(case.sampled(sequence, 0, local_end=how == "end"), 1_000)
     publish = case.one(actions, Publish)
-    assert (publish.subject, publish.ids) == (subjects.REPLICATE, (REPLICA,))
+    assert (publish.subject, publish.ids) == (subjects.REPLICATE, (REPLICA, publish.message.source))
     assert isinstance(publish.message, ReplicateBlocks)
     assert not [a for a in core.tick(1_000) if isinstance(a, Publish)], "said once"
     assert (submit.attempt.replica_offer is None) == (how in ("end", "removed"))

@@ -208,7 +208,7 @@ async def ask_lease(client: Client, prompt: list[int]) -> LeaseGranted | Refused
         request_id=RequestId("reader"), attempt=1, deadline_ms=now_ms() + 60_000, reader=WorkerId("x-0"),
         fingerprint=client.fingerprint, first_block=0, block_hashes=join_hashes(hashes),
     )  # fmt: skip
-    reply = await client.bus.ask(subjects.LEASE, ("d-0",), request, 10)
+    reply = await client.bus.ask(subjects.LEASE, ("d-0", request.reader), request, 10)
     assert isinstance(reply, LeaseGranted | Refused)
     return reply
 
@@ -219,7 +219,7 @@ async def give_back(client: Client, lease: LeaseGranted | Refused) -> None:
         request_id=lease.request_id, attempt=1, deadline_ms=lease.deadline_ms, reader=WorkerId("x-0"),
         lease_id=lease.lease_id,
     )  # fmt: skip
-    await client.bus.publish(subjects.RETURNED, ("d-0",), returned)
+    await client.bus.publish(subjects.RETURNED, ("d-0", returned.reader), returned)
 
 
 async def test_a_draining_worker_lends_until_its_last_lease_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

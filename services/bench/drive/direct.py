@@ -11,6 +11,7 @@ from schemas.block import hash_blocks, join_hashes, pack_tokens
 from schemas.directory import LocateBlocks
 from schemas.ids import GatewayId, RequestId, WorkerId, new_id
 from schemas.request import KVSource, Refused, RequestTokens, RunPrefill, SamplingParams, TokensEmitted, TransferReport
+from schemas.subjects import Role
 from schemas.worker import WorkerInfo
 from services.bench.drive.http_client import RequestFailedError
 from services.bench.limits import DIRECT_TIMEOUT_S, LOCATE_INTERVAL_S
@@ -18,6 +19,7 @@ from services.bus.base import BusError
 from services.bus.nats import NatsBus
 from services.bus.typed import Received, TypedBus
 from services.launch.known_workers import describe_fleet
+from services.launch.supervisor import Supervisor
 from services.runtime import now_ms
 
 
@@ -31,27 +33,32 @@ class TimedFirstToken(NamedTuple):
 class DirectClient:
     """A client on one mesh's bus. Make it with `open`. Requests may run concurrently."""
 
-    def __init__(self, bus: TypedBus, gateway_id: GatewayId, worker: WorkerInfo) -> None:
+    def __init__(self, bus: TypedBus, asking: TypedBus, gateway_id: GatewayId, worker: WorkerInfo) -> None:
         self._bus = bus
+        self._asking = asking
         self._gateway_id = gateway_id
         self._worker = worker
         self._waiting: dict[RequestId, asyncio.Queue[RequestTokens]] = {}
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, nats_url: str) -> "AsyncGenerator[DirectClient]":
+    async def open(cls, supervisor: Supervisor) -> "AsyncGenerator[DirectClient]":
         """Connect, and subscribe to tokens. Raises UserError where no mesh answers."""
-        fleet = await describe_fleet(nats_url)
-        connection = await NatsBus.connect(nats_url, "kvmesh-bench")
-        bus = TypedBus(connection, "bench")
-        client = cls(bus, GatewayId(new_id("bench")), fleet.workers[0].worker)
+        fleet = await describe_fleet(supervisor.access())
+        gateway = supervisor.access(Role.GATEWAY)
+        gateway_id = GatewayId(gateway.identity.name if gateway.identity else new_id("bench"))
+        connection = await NatsBus.connect(gateway, "kvmesh-bench")
+        asking = await NatsBus.connect(supervisor.access(Role.SCHEDULER), "kvmesh-bench")  # only it asks the directory
+        bus, located = TypedBus(connection, "bench"), TypedBus(asking, "bench")
+        client = cls(bus, located, gateway_id, fleet.workers[0].worker)
         async with asyncio.TaskGroup() as tasks:
-            await bus.listen(tasks, subjects.TOKENS, (client._gateway_id,), client._hear)
+            await bus.listen(tasks, subjects.TOKENS, ("*", client._gateway_id), client._hear)
             await connection.flush()
             try:
                 yield client
             finally:
                 await bus.close()
+                await located.close()
 
     @property
     def block_size(self) -> int:
@@ -92,7 +99,7 @@ class DirectClient:
         request_id = RequestId(new_id("locate"))
         async with asyncio.timeout(DIRECT_TIMEOUT_S):
             while True:
-                located = await self._bus.ask(
+                located = await self._asking.ask(
                     subjects.LOCATE,
                     (),
                     LocateBlocks(

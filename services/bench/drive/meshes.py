@@ -115,7 +115,7 @@ async def restart_worker(supervisor: Supervisor, name: str) -> None:
     """Kill a worker, and return once the scheduler knows the one that replaces it. Raises UserError."""
 
     async def incarnation() -> str:
-        known = (load.worker for load in (await describe_fleet(supervisor.nats_url)).workers)
+        known = (load.worker for load in (await describe_fleet(supervisor.access())).workers)
         return next((worker.incarnation for worker in known if worker.worker_id == name), "")
 
     before = await incarnation()

@@ -322,7 +322,8 @@ class RoleCore(ABC, Generic[AttemptT]):
         if ended:
             attempt.replica_offer = None
         messages = offer.due(attempt.num_stored_blocks, now_ms, ended=ended)
-        return [Publish(subjects.REPLICATE, (offer.replica,), message, attempt.traceparent) for message in messages]
+        to, trace = offer.replica, attempt.traceparent
+        return [Publish(subjects.REPLICATE, (to, message.source), message, trace) for message in messages]
 
     # Blocks, reads, the engine.
 

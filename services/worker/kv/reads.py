@@ -237,7 +237,7 @@ class KVReads:
         is granted when `nobody_waits` any more is given back."""
         timeout_s = max(0.001, (request.answer_by_ms - now_ms()) / 1000)
         try:
-            reply = await self.bus.ask(subjects.LEASE, (holder,), request, timeout_s, traceparent)
+            reply = await self.bus.ask(subjects.LEASE, (holder, request.reader), request, timeout_s, traceparent)
         except BusError as error:
             return NotGrantedError(f"{holder} did not answer: {error.reason}")
         except Exception as error:  # noqa: BLE001  (one bad holder must not end the service)
@@ -258,7 +258,7 @@ class KVReads:
             reader=request.reader,
             lease_id=granted.lease_id,
         )
-        self.outbox.put(subjects.RETURNED, (holder,), returned)
+        self.outbox.put(subjects.RETURNED, (holder, returned.reader), returned)
 
 
 def _stopped(read: KVRead) -> ReadEnded:

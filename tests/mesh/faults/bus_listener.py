@@ -9,6 +9,7 @@ from schemas.message import Message, UndecodableMessageError, decode
 from schemas.worker import WorkerJoined, WorkerLeft, WorkerLoad
 from services.bus.base import Delivery
 from services.bus.nats import NatsBus
+from services.trust.keys import Access
 
 Hear = Callable[[str, bytes, float], None]
 """Subject, payload, and when it was heard (monotonic seconds)."""
@@ -18,7 +19,7 @@ Hear = Callable[[str, bytes, float], None]
 class BusListener:
     """Belongs to the mesh's loop. `loads`: each living worker's last word, and when it came."""
 
-    url: str
+    access: Access
     loads: dict[str, tuple[WorkerLoad, float]] = field(default_factory=dict[str, tuple[WorkerLoad, float]])
     hearers: list[Hear] = field(default_factory=list[Hear])
     on_load: Callable[[WorkerLoad, float], None] = lambda _load, _heard_s: None
@@ -28,7 +29,7 @@ class BusListener:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def open(self) -> None:
-        self._bus = await NatsBus.connect(self.url, "listener")
+        self._bus = await NatsBus.connect(self.access, "listener")
         subscription = await self._bus.subscribe("mesh.>")
         await self._bus.flush()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 
+from schemas.subjects import Role
 from schemas.worker import WorkerJoined, WorkerLoad
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.launch.supervisor import UpOptions
@@ -84,7 +85,7 @@ class FaultMesh:
         self.truth = truth
         self.rng = rng
         self.proxy = PlaneProxy(PROXY_HOST, rng)
-        self.listener = BusListener(supervisor.nats_url)
+        self.listener = BusListener(supervisor.access(Role.OPERATOR))
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self.http = httpx.AsyncClient(timeout=None, limits=limits)
         self._num_streams = 0

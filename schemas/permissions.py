@@ -1,0 +1,78 @@
+"""What each role may publish and subscribe to on the broker: generated from the table of subjects, least privilege.
+
+Services await replies below REPLIES, each below a prefix of its own name; people's tools below INBOX, as stock NATS
+tools do. Whom a question has reached may answer it there, once; else everybody publishes to their own only, by which a
+client proves that its connection works.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from schemas.subjects import SUBJECTS, Grant, Role, Subject
+
+REPLIES = "_REPLY"
+INBOX = "_INBOX"
+ALL = "mesh.>"
+"""What people subscribe to who want to hear all that they may."""
+PEOPLE = (Role.OBSERVER, Role.OPERATOR)
+SERVICE_NAMES = {
+    Role.GATEWAY: ("gateway",),
+    Role.SCHEDULER: ("scheduler",),
+    Role.DIRECTORY: ("directory",),
+    Role.HOLDER: ("prefill", "decode", "aggregated", "store"),
+}
+"""What the members of a role are listed as among the services of the NATS Services API (ADR-32)."""
+
+
+class Direction(StrEnum):
+    PUBLISH = "publish"
+    SUBSCRIBE = "subscribe"
+
+
+@dataclass(frozen=True)
+class Permissions:
+    """Patterns of subjects. `unheard`: what messages of `subscribe` are not delivered all the same. `may_answer`: to
+    where the reply of a question that has reached it is awaited."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+    unheard: tuple[str, ...]
+    may_answer: bool
+
+
+def granted(subject: Subject[Any, Any], role: Role, direction: Direction, name: str) -> tuple[str, ...]:
+    """Return the patterns of one cell of the table: what of this subject the member `name` of a role may publish or
+    subscribe to. Empty: nothing."""
+    grants = subject.said_by if direction is Direction.PUBLISH else subject.heard_by
+    return tuple(_pattern(subject, grant, name) for grant in grants if grant.role is role)
+
+
+def permissions_of(role: Role, name: str) -> Permissions:
+    """Return what the member `name` of a role may do. `name` may be a template's word for it."""
+    publish = [p for subject in SUBJECTS for p in granted(subject, role, Direction.PUBLISH, name)]
+    heard = [p for subject in SUBJECTS for p in granted(subject, role, Direction.SUBSCRIBE, name)]
+    own = f"{inbox_of(role, name)}.>"
+    if role in PEOPLE:
+        unheard = [_anybody(subject) for subject in SUBJECTS if role not in {grant.role for grant in subject.heard_by}]
+        return Permissions((*publish, "$SRV.>", own), (ALL, f"{INBOX}.>"), tuple(unheard), may_answer=False)
+    listed = [f"$SRV.*.{service}{rest}" for service in SERVICE_NAMES[role] for rest in ("", ".*")]
+    return Permissions((*publish, own), (*heard, "$SRV.*", *listed, own), (), may_answer=True)
+
+
+def inbox_of(role: Role, name: str) -> str:
+    """Return the prefix of the subjects on which this member awaits replies."""
+    return f"{INBOX if role in PEOPLE else REPLIES}.{name}"
+
+
+def role_of(service: str) -> Role:
+    """Return the role of a kind of service, e.g. "decode"."""
+    return next(role for role, names in SERVICE_NAMES.items() if service in names)
+
+
+def _pattern(subject: Subject[Any, Any], grant: Grant, name: str) -> str:
+    return subject.of(*(name if own == grant.own else "*" for own in subject.ids))
+
+
+def _anybody(subject: Subject[Any, Any]) -> str:
+    return subject.of(*("*" for _ in subject.ids))

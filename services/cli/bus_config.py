@@ -1,0 +1,27 @@
+"""`kvmesh bus-config`: the keys of a mesh, for a broker of one's own."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from schemas.permissions import PEOPLE
+from schemas.subjects import Role
+from services.errors import UserError
+from services.trust.keys import BROKER_FILE, MeshKeys, credentials_file, key_file
+
+
+def run_bus_config(folder: Path) -> None:
+    """Write fresh keys, and print what each is for. Raises UserError where there are keys already."""
+    if (folder / BROKER_FILE).exists():
+        raise UserError(f"{folder} has the keys of a mesh already: whoever uses them would be locked out; name another")
+    MeshKeys.fresh().write(folder)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"Add to your nats-server's configuration, and start it again:\n\n  include {folder / BROKER_FILE}\n")
+    console.print("Each service needs its role's key, and no other:\n")
+    for role in Role:
+        if role not in PEOPLE:
+            console.print(f"  {key_file(folder, role)}")
+    console.print("\nFor people, as `nats --creds FILE` and `kvmesh tail --creds FILE` read them:\n")
+    console.print(f"  {credentials_file(folder, Role.OBSERVER)}   what happens, without prompts and answers")
+    console.print(f"  {credentials_file(folder, Role.OPERATOR)}   everything")
+    console.print(f"\nThen: kvmesh up --nats URL --keys {folder}, or kvmesh serve ROLE --keys {folder}")

@@ -1,0 +1,145 @@
+"""The keys of one mesh: made at its start, or by `kvmesh bus-config` for a broker of one's own.
+
+Each role has a key of its own, which makes identities of that role and of no other. A service needs its role's key
+file; the broker needs only what is public.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from schemas.ids import is_subject_token, new_id
+from schemas.permissions import PEOPLE, SERVICE_NAMES, inbox_of
+from schemas.subjects import Role
+from services.errors import UserError
+from services.trust import nats_jwt
+
+BROKER_FILE = "broker.conf"
+_ROLE_SUFFIX = ".key.json"
+_CREDENTIALS_SUFFIX = ".creds"
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Who one instance is on the bus. `credentials`: what proves it to the broker, as a NATS credentials file."""
+
+    role: Role
+    name: str
+    credentials: str
+
+    @property
+    def inbox(self) -> str:
+        """The prefix of the subjects on which it awaits replies."""
+        return inbox_of(self.role, self.name)
+
+
+class Access(NamedTuple):
+    """How to get to a broker. Without an identity: one that lets anybody in."""
+
+    url: str
+    identity: Identity | None = None
+
+
+class RoleKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of a role's key file. Whoever has it can be any member of the role."""
+
+    role: Role
+    account: str
+    """The mesh's public key."""
+    seed: str
+
+    def identity(self, name: str, ends_s: int | None = None) -> Identity:
+        """Return the member of this name. Raises UserError for what is no name."""
+        if not is_subject_token(name):
+            raise UserError(f"{name!r} is no name for the bus: it may have letters, digits, - and _ only")
+        signer = nats_jwt.pair_of(self.seed)
+        credentials = nats_jwt.user_credentials(signer, self.account, name, ends_s)
+        return Identity(role=self.role, name=name, credentials=credentials)
+
+    def member(self, service_id: str) -> Identity:
+        """Return the identity of a service that starts. A gateway's is another one in each of its lives: what a worker
+        has to say to the one before concerns nobody."""
+        return self.identity(new_id(service_id) if self.role is Role.GATEWAY else service_id)
+
+
+@dataclass(frozen=True)
+class MeshKeys:
+    """All keys of a mesh, and what its broker must know. Make them with `fresh`, or `load` them."""
+
+    broker_config: str
+    """For nats-server's configuration. Public keys only."""
+    roles: Mapping[Role, RoleKey]
+
+    @classmethod
+    def fresh(cls) -> "MeshKeys":
+        operator, account = nats_jwt.new_pair(nats_jwt.OPERATOR), nats_jwt.new_pair(nats_jwt.ACCOUNT)
+        signers = {role: nats_jwt.new_pair(nats_jwt.ACCOUNT) for role in Role}
+        public = {role: nats_jwt.public(pair) for role, pair in signers.items()}
+        me = nats_jwt.public(account)
+        config = (
+            f"operator: {nats_jwt.operator_token(operator)}\nresolver: MEMORY\n"
+            f"resolver_preload: {{\n  {me}: {nats_jwt.account_token(operator, account, public)}\n}}\n"
+        )
+        roles = {role: RoleKey(role=role, account=me, seed=nats_jwt.seed(pair)) for role, pair in signers.items()}
+        return cls(config, roles)
+
+    def write(self, folder: Path) -> None:
+        """Write a file for each role, the people's credentials and the broker's part into a folder that only its owner
+        may read. Raises UserError where it cannot be written."""
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.chmod(0o700)
+            _write(folder / BROKER_FILE, self.broker_config.encode())
+            for role, key in self.roles.items():
+                if role in PEOPLE:
+                    _write(credentials_file(folder, role), key.identity(role).credentials.encode())
+                else:
+                    _write(key_file(folder, role), msgspec.json.encode(key))
+        except OSError as error:
+            raise UserError(f"the keys cannot be written to {folder}: {error.strerror}") from error
+
+
+def key_file(folder: Path, role: Role) -> Path:
+    return folder / f"{role}{_ROLE_SUFFIX}"
+
+
+def credentials_file(folder: Path, role: Role) -> Path:
+    """Return where the credentials of the people of this role lie."""
+    return folder / f"{role}{_CREDENTIALS_SUFFIX}"
+
+
+def load_role_key(path: Path) -> RoleKey:
+    """Raises UserError where there is no such key."""
+    try:
+        key = msgspec.json.decode(path.read_bytes(), type=RoleKey)
+        nats_jwt.pair_of(key.seed)
+    except OSError as error:
+        raise UserError(
+            f"cannot read the key {path}: {error.strerror}; `kvmesh bus-config` makes keys, --keys names their folder"
+        ) from error
+    except (msgspec.DecodeError, ValueError) as error:
+        raise UserError(f"{path} is no role's key: `kvmesh bus-config` makes keys") from error
+    return key
+
+
+def person(path: Path, role: Role) -> Identity:
+    """Return the identity in a person's credentials file. Raises UserError where there is none."""
+    try:
+        credentials = path.read_text()
+        nats_jwt.pair_of(credentials.partition(nats_jwt.SEED_BEGINS)[2].strip().partition("\n")[0])
+    except OSError as error:
+        raise UserError(f"cannot read the credentials {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path} has no NATS credentials: take observer.creds or operator.creds of the mesh") from error
+    return Identity(role=role, name=path.stem, credentials=credentials)
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.touch(mode=0o600)
+    path.chmod(0o600)
+    path.write_bytes(content)
+
+
+assert set(SERVICE_NAMES) | set(PEOPLE) == set(Role)

@@ -1,0 +1,123 @@
+"""NATS' JSON web tokens, as nats-server reads them (NATS ADR-14): an operator vouches for an account, the account's
+signing keys vouch for users. Each signing key has a scope, which says what its users may do; `{{name()}}` in it is the
+user's name.
+"""
+
+import base64
+import hashlib
+import secrets
+import time
+from typing import Any, Protocol, cast
+
+import msgspec
+import nkeys  # pyright: ignore[reportMissingTypeStubs]
+
+from schemas.permissions import permissions_of
+from schemas.subjects import Role
+
+OPERATOR, ACCOUNT, USER = nkeys.PREFIX_BYTE_OPERATOR, nkeys.PREFIX_BYTE_ACCOUNT, nkeys.PREFIX_BYTE_USER
+"""Kinds of key pairs."""
+ANSWER_WITHIN_S = 600
+"""A question may be answered for so long: as long as a request may take by default."""
+UNLIMITED = -1
+SEED_BEGINS = "-----BEGIN USER NKEY SEED-----"
+_NAME = "{{name()}}"
+_USER_LIMITS = {"subs": UNLIMITED, "data": UNLIMITED, "payload": UNLIMITED}
+_ACCOUNT_LIMITS = _USER_LIMITS | {
+    "imports": UNLIMITED, "exports": UNLIMITED, "conn": UNLIMITED, "leaf": UNLIMITED, "wildcards": True,
+}  # fmt: skip
+
+
+class KeyPair(Protocol):
+    """An Ed25519 key pair, in NATS' own text form (the library has no types)."""
+
+    @property
+    def seed(self) -> bytearray: ...
+    @property
+    def public_key(self) -> bytes: ...
+    def sign(self, content: bytes, /) -> bytes: ...
+
+
+def new_pair(kind: int) -> KeyPair:
+    """Return a fresh key pair of a kind."""
+    return _from_seed(nkeys.encode_seed(secrets.token_bytes(32), kind))  # pyright: ignore[reportUnknownMemberType]
+
+
+def pair_of(seed: str) -> KeyPair:
+    """Return the key pair of a seed. Raises ValueError where it is none."""
+    try:
+        return _from_seed(seed.encode())
+    except nkeys.NkeysError as error:
+        raise ValueError("this is no seed of a key") from error
+
+
+def public(pair: KeyPair) -> str:
+    return pair.public_key.decode()
+
+
+def seed(pair: KeyPair) -> str:
+    return pair.seed.decode()
+
+
+def operator_token(operator: KeyPair) -> str:
+    return _sign(operator, public(operator), "kvmesh", "operator", {})
+
+
+def account_token(operator: KeyPair, account: KeyPair, signers: dict[Role, str]) -> str:
+    """Return the account of a mesh. `signers`: the public signing key of each role, which makes users of that role."""
+    scopes = [
+        {"kind": "user_scope", "key": key, "role": role, "template": _template(role)} for role, key in signers.items()
+    ]
+    return _sign(operator, public(account), "mesh", "account", {"limits": _ACCOUNT_LIMITS, "signing_keys": scopes})
+
+
+def user_credentials(signer: KeyPair, account: str, name: str, ends_s: int | None = None) -> str:
+    """Return the content of a credentials file, as stock NATS tools read it: a user of the signer's role, and its key.
+
+    `account`: its public key. `ends_s`: Unix time after which the broker takes it no more; None: never.
+    """
+    user = new_pair(USER)
+    token = _sign(signer, public(user), name, "user", {"issuer_account": account}, ends_s)
+    return (
+        f"-----BEGIN NATS USER JWT-----\n{token}\n------END NATS USER JWT------\n\n"
+        f"{SEED_BEGINS}\n{seed(user)}\n------END USER NKEY SEED------\n"
+    )
+
+
+def _template(role: Role) -> dict[str, Any]:
+    permissions = permissions_of(role, _NAME)
+    template: dict[str, Any] = {
+        "pub": {"allow": permissions.publish},
+        "sub": {"allow": permissions.subscribe, "deny": permissions.unheard},
+        **_USER_LIMITS,
+    }
+    if permissions.may_answer:
+        template["resp"] = {"max": 1, "ttl": ANSWER_WITHIN_S * 10**9}
+    return template
+
+
+def _sign(signer: KeyPair, subject: str, name: str, kind: str, body: dict[str, Any], ends_s: int | None = None) -> str:
+    claims: dict[str, Any] = {
+        "iat": int(time.time()),
+        "iss": public(signer),
+        "name": name,
+        "sub": subject,
+        "nats": {**body, "type": kind, "version": 2},
+    }
+    if ends_s is not None:
+        claims["exp"] = ends_s
+    claims["jti"] = base64.b32encode(hashlib.sha256(msgspec.json.encode(claims)).digest()).rstrip(b"=").decode()
+    signed = f"{_part({'typ': 'JWT', 'alg': 'ed25519-nkey'})}.{_part(claims)}"
+    return f"{signed}.{_unpadded(signer.sign(signed.encode()))}"
+
+
+def _from_seed(seed: bytes) -> KeyPair:
+    return cast("KeyPair", nkeys.from_seed(seed))  # pyright: ignore[reportUnknownMemberType]
+
+
+def _part(value: dict[str, Any]) -> str:
+    return _unpadded(msgspec.json.encode(value))
+
+
+def _unpadded(content: bytes) -> str:
+    return base64.urlsafe_b64encode(content).rstrip(b"=").decode()

@@ -1,0 +1,155 @@
+"""Who may say and hear what: the table, on a real nats-server with stock clients."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import nats
+import nats.errors
+import pytest
+
+from schemas import subjects
+from schemas.permissions import ALL, Direction, granted, permissions_of
+from schemas.subjects import SUBJECTS, Role
+from services.bus.embedded import EmbeddedNats
+from services.bus.nats import NatsBus
+from services.errors import BrokerRefusesError, UserError
+from services.trust.keys import Access, MeshKeys, credentials_file, key_file, load_role_key, person
+from tests.wire.cells import Member, every_cell
+
+
+@pytest.fixture(scope="module")
+def keys() -> MeshKeys:
+    return MeshKeys.fresh()
+
+
+@pytest.fixture(scope="module")
+def url(keys: MeshKeys, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    server = EmbeddedNats.start(None, tmp_path_factory.mktemp("closed"), keys.broker_config)
+    yield server.url
+    server.stop()
+
+
+async def test_every_cell_is_what_the_table_says(url: str, keys: MeshKeys) -> None:
+    found = await every_cell(url, keys)
+    wrong = [str(cell) for cell, works in found.items() if works != cell.is_allowed]
+    assert not wrong, "\n".join(wrong)
+    assert len(found) >= 800 and sum(found.values()) >= 100
+
+
+@pytest.mark.parametrize("how", [{}, {"user": "kvmesh", "password": "kvmesh"}, {"token": "kvmesh"}], ids=str)
+async def test_a_stranger_is_not_let_in(url: str, how: dict[str, str]) -> None:
+    with pytest.raises(nats.errors.Error, match="Authorization Violation"):
+        await nats.connect(url, allow_reconnect=False, **how)  # type: ignore[arg-type]
+
+
+async def test_another_mesh_s_key_and_one_that_has_expired_are_one_line(url: str, keys: MeshKeys) -> None:
+    expired = keys.roles[Role.GATEWAY].identity("late", ends_s=int(time.time()) - 5)
+    for identity in (MeshKeys.fresh().roles[Role.GATEWAY].identity("foreign"), expired, None):
+        with pytest.raises(BrokerRefusesError, match=r"--keys.*--creds|--creds.*--keys") as refused:
+            await NatsBus.connect(Access(url, identity), "x")
+        assert "\n" not in str(refused.value)
+
+
+async def test_replies_reach_whoever_asked_and_nobody_else(url: str, keys: MeshKeys) -> None:
+    async with (
+        Member.join(url, keys, Role.GATEWAY, "g") as asker,
+        Member.join(url, keys, Role.HOLDER, "w") as holder,
+        Member.join(url, keys, Role.OBSERVER, "o") as observer,
+        Member.join(url, keys, Role.OPERATOR, "p") as operator,
+    ):
+        subject, reply_to = subjects.PROGRESS.of("w"), []
+        questions = await holder.client.subscribe(subject)
+        for curious in (observer, operator):
+            for pattern in (">", "_REPLY.>", "_REPLY.g.>"):
+                curious.denied.clear()
+                await curious.client.subscribe(pattern)
+                await curious.settle()
+                assert curious.denied, pattern
+        await holder.settle()
+        asking = asyncio.create_task(asker.client.request(subject, b"", timeout=20))
+        question = await questions.next_msg(20)
+        reply_to.append(question.reply)
+        await question.respond(b"once")
+        assert (await asking).data == b"once"
+        await question.respond(b"twice")
+        await holder.client.publish("_REPLY.g.guessed", b"never asked")
+        await holder.settle()
+        assert len(holder.denied) == 2, "a question is answered once, and only by whom it has reached"
+
+
+async def test_nobody_serves_is_said_though_an_observer_hears_all(url: str, keys: MeshKeys) -> None:
+    """A listener that hears questions makes the broker take them for served; death would be noticed late."""
+    async with Member.join(url, keys, Role.OBSERVER, "o") as observer, Member.join(url, keys, Role.SCHEDULER, "s") as s:
+        await observer.client.subscribe(ALL)
+        await observer.settle()
+        with pytest.raises(nats.errors.NoRespondersError):
+            await s.client.request(subjects.PING.of("nobody"), b"", timeout=20)
+
+
+async def test_an_observer_hears_all_that_it_may_with_one_subscription(url: str, keys: MeshKeys) -> None:
+    async with Member.join(url, keys, Role.OBSERVER, "o") as observer:
+        inbox = await observer.client.subscribe(ALL)
+        await observer.settle()
+        assert not observer.denied
+        for subject in SUBJECTS:
+            name = "x"
+            async with Member.join(url, keys, subject.said_by[0].role, name) as speaker:
+                await speaker.client.publish(subject.of(*(name for _ in subject.ids)), b"")
+                await speaker.settle()
+        await observer.settle()
+        heard = {(await inbox.next_msg(20)).subject for _ in range(inbox.pending_msgs)}
+    named = {s.of(*("x" for _ in s.ids)) for s in SUBJECTS if Role.OBSERVER in {g.role for g in s.heard_by}}
+    assert heard == named
+
+
+SECRET = (subjects.RUN, subjects.RESERVE, subjects.TOKENS, subjects.OFFERED, subjects.LEASE, subjects.PROGRESS)
+HASHES = (subjects.STORED, subjects.EVICTED, subjects.COOLING, subjects.REPLICATE, subjects.LOCATE, subjects.PLACE)
+
+
+def test_no_prompt_no_token_no_hash_and_no_ticket_reaches_an_observer() -> None:
+    heard = {s for s in SUBJECTS if granted(s, Role.OBSERVER, Direction.SUBSCRIBE, "o")}
+    assert not heard & {*SECRET, *HASHES}
+    texts = {"prompt", "tokens", "block_hashes", "ticket", "body"}
+    assert not [s.pattern for s in heard if texts & set(s.carries.__struct_fields__)]
+
+
+def test_every_role_says_something_and_no_role_says_all() -> None:
+    for role in Role:
+        permissions = permissions_of(role, "me")
+        assert permissions.publish and not {">", "mesh.>", "*"} & set(permissions.publish)
+
+
+def test_key_files_are_their_owner_s_only(tmp_path: Path, keys: MeshKeys) -> None:
+    folder = tmp_path / "keys"
+    keys.write(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+    assert load_role_key(key_file(folder, Role.HOLDER)).role is Role.HOLDER
+    assert person(credentials_file(folder, Role.OBSERVER), Role.OBSERVER).inbox == "_INBOX.observer"
+    assert "SEED" not in keys.broker_config and "SU" not in keys.broker_config.split("resolver")[0][:20]
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"role":"holder","account":"A","seed":"SU"}', None])
+def test_what_is_no_key_is_one_line(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "holder.key.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match="bus-config"):
+        load_role_key(path)
+
+
+@pytest.mark.parametrize("content", ["", "root:x:0:0", "-----BEGIN USER NKEY SEED-----\nSUAB\n", None])
+def test_what_is_no_person_s_credentials_is_one_line(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "observer.creds"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError, match="credentials"):
+        person(path, Role.OBSERVER)
+
+
+@pytest.mark.parametrize("name", ["", "*", ">", "a.b", "a b", "{{name()}}", "a\r\nPUB"])
+def test_a_name_is_one_token(keys: MeshKeys, name: str) -> None:
+    with pytest.raises(UserError):
+        keys.roles[Role.HOLDER].identity(name)
