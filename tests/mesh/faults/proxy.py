@@ -24,10 +24,11 @@ TABLE_READS = 3
 
 def listening_ports(pid: int) -> list[int]:
     """Return the TCP ports on which a process listens. Empty where it has ended."""
-    try:
-        fds = [path.readlink().name for path in Path(f"/proc/{pid}/fd").iterdir()]
-    except OSError:
-        return []
+    fds: list[str] = []
+    with contextlib.suppress(OSError):
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # it was closed meanwhile: the others count all the same
+                fds.append(path.readlink().name)
     inodes = {name.removeprefix("socket:[").removesuffix("]") for name in fds if name.startswith("socket:[")}
     # The kernel hands the table out in pages: a row may be missing where sockets come and go meanwhile.
     lines = {line for _ in range(TABLE_READS) for line in Path("/proc/net/tcp").read_text().splitlines()[1:]}
