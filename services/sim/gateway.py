@@ -9,7 +9,7 @@ from typing import cast
 from litestar import Litestar
 from litestar.types import Receive, Scope, Send
 
-from schemas.ids import GatewayId, new_id
+from schemas.ids import GatewayId
 from services.bus.base import Bus
 from services.bus.typed import TypedBus
 from services.config import MeshConfig
@@ -53,13 +53,13 @@ class SimApp:
 async def run_sim_gateway(
     config: MeshConfig,
     model: GatewayModel,
+    gateway_id: GatewayId,
     connection: Bus,
     telemetry: Telemetry,
     stop: asyncio.Event,
     on_ready: Callable[[SimApp], None],
 ) -> None:
     """Run a gateway until `stop` is set. `on_ready` gets its application once it can answer."""
-    gateway_id = GatewayId(new_id("gateway"))
     metrics = Metrics()
     bus = TypedBus(connection, "gateway", metrics)
     async with asyncio.TaskGroup() as tasks:

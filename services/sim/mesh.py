@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, models
 
 from dataplane.blocks.layout import KVLayout, uniform_shape
 from dataplane.ends.server import LeaseGate
-from schemas.ids import WorkerId
+from schemas.ids import GatewayId, WorkerId
+from schemas.permissions import permissions_of, role_of
 from schemas.worker import WorkerRole
 from services.bus.base import BusError
 from services.config import GatewayConfig, MeshConfig, SchedulerConfig, StoreConfig, WorkerConfig
@@ -86,6 +87,8 @@ class Service:
 
     role: str
     name: str
+    member: str
+    """Its name on the bus: a gateway's is another one in each of its lives."""
     process: Process
     bus: SimBus
     stop: asyncio.Event
@@ -145,7 +148,9 @@ class SimMesh:
         """Start a process for this service. It shares no state with its predecessor."""
         number = next(self._starts)
         process = Process(name)
-        service = Service(role, name, process, self.broker.connect(name), asyncio.Event())
+        member = f"{name}-{number}" if role == "gateway" else name
+        bus = self.broker.connect(name, permissions_of(role_of(role), member))
+        service = Service(role, name, member, process, bus, asyncio.Event())
         process.on_kill.append(lambda: self.broker.drop(service.bus))
         process.on_kill.append(lambda: self.network.kill(f"{name}.{number}"))
         self.services[name] = service
@@ -191,8 +196,9 @@ class SimMesh:
             case "directory":
                 await run_directory(service.bus, service.stop)
             case "gateway":
+                gateway_id = GatewayId(service.member)
                 await run_sim_gateway(
-                    self.config, self._model, service.bus, telemetry, service.stop, on_ready=service.serve
+                    self.config, self._model, gateway_id, service.bus, telemetry, service.stop, on_ready=service.serve
                 )
             case "store":
                 store = make_store_parts(

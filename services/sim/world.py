@@ -190,6 +190,7 @@ class World:
                 self.mesh.spans, with_kills=with_kills, with_corruption=with_corruption
             )
         self.verdict.problems += [what for what, _ in held]
+        self.verdict.problems += sorted(self.broker.denied)
         self.verdict.num_leaked_blocks += sum(num_blocks for _, num_blocks in held)
 
     async def _missing(self, bus: TypedBus) -> set[str]:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 
+from schemas.permissions import Permissions
 from services.bus.base import (
     NOTHING,
     BusClosedError,
@@ -114,6 +115,8 @@ class SimBroker:
         self.is_up = True
         self.taps: list[Tap] = []
         self.num_messages = 0
+        self.denied: set[str] = set()
+        """What clients wanted to say or hear that their permissions do not cover."""
         self._context = contextvars.copy_context()
         """Deliveries run in this context, not in their sender's: a message on its way arrives even where its sender has
         died."""
@@ -126,8 +129,9 @@ class SimBroker:
         self._listening: dict[str, list[SimSubscription]] = {}
         """The subscriptions that match a subject. Cleared when a subscription is added or removed."""
 
-    def connect(self, name: str) -> "SimBus":
-        bus = SimBus(self, name)
+    def connect(self, name: str, permissions: Permissions | None = None) -> "SimBus":
+        """Return a new client's connection. `permissions`: what it may say and hear; None: everything."""
+        bus = SimBus(self, name, permissions)
         self._buses.append(bus)
         return bus
 
@@ -237,9 +241,15 @@ class SimBroker:
 class SimBus:
     """One client's connection. See `services.bus.base.Bus`."""
 
-    def __init__(self, broker: SimBroker, name: str) -> None:
+    def __init__(self, broker: SimBroker, name: str, permissions: Permissions | None) -> None:
         self.broker = broker
         self.name = name
+        self._may = None if permissions is None else {
+            "say": [tuple(pattern.split(".")) for pattern in permissions.publish],
+            "hear": [tuple(pattern.split(".")) for pattern in permissions.subscribe],
+        }  # fmt: skip
+        self._allowed: set[tuple[str, str]] = set()
+        """What was found to be allowed."""
         self.is_connected = broker.is_up
         self.num_connects = 1
         self.num_dropped = 0
@@ -274,6 +284,7 @@ class SimBus:
     async def subscribe(self, pattern: str, queue: str = "") -> SimSubscription:
         if self._is_closed:
             raise BusClosedError(pattern)
+        self._is_denied("hear", pattern)
         subscription = SimSubscription(self, pattern, queue)
         self.subscriptions.append(subscription)
         self.broker.add(subscription)
@@ -333,7 +344,20 @@ class SimBus:
             raise BusClosedError(subject)
         check_size(subject, payload, headers)
 
+    def _is_denied(self, verb: str, subject: str) -> bool:
+        """Say whether the broker would deny this, which is a fault of ours: it is noted."""
+        if self._may is None or (verb, subject) in self._allowed:
+            return False
+        tokens = tuple(subject.split("."))
+        if any(matches(pattern, tokens) for pattern in self._may[verb]):
+            self._allowed.add((verb, subject))
+            return False
+        self.broker.denied.add(f"{self.name} may not {verb} {subject}")
+        return True
+
     def _send(self, message: _Message) -> None:
+        if self._is_denied("say", message.subject):
+            return
         if self.is_connected:
             self.broker.route(message)
             return
