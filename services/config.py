@@ -99,6 +99,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for origin in self.cors_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise ValueError(f"cors_origins are like https://chat.example.org, without a path, not {origin!r}")
+        if self.max_connections < 1:
+            raise ValueError(f"max_connections is 1 or more, not {self.max_connections}")
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ValueError("tls_cert and tls_key go together: https needs both")
         if self.no_auth and self.tenants:

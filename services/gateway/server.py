@@ -17,7 +17,6 @@ import uvicorn
 from litestar.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from services.config import GatewayConfig
 from services.errors import UserError
 from services.gateway import limits
 from services.gateway.api.guard import refuse_busy
@@ -116,10 +115,10 @@ class Connection(HttpToolsProtocol):
 class Server(uvicorn.Server):
     """Uvicorn without signal handlers: whoever runs the gateway owns the signals. `ready`: connections are taken.
 
-    Raises UserError for a certificate that cannot be used, and where the process may have too few descriptors.
+    `tls` None: http.
     """
 
-    def __init__(self, app: ASGIApp, config: GatewayConfig) -> None:
+    def __init__(self, app: ASGIApp, door: Door, tls: ssl.SSLContext | None) -> None:
         options = uvicorn.Config(
             app,  # pyright: ignore[reportArgumentType]
             http="httptools",
@@ -136,8 +135,8 @@ class Server(uvicorn.Server):
         )
         super().__init__(options)
         self.ready = asyncio.Event()
-        self._door = Door(_max_connections(config.max_connections))
-        self._tls = tls_context(config.tls_cert, config.tls_key)
+        self._door = door
+        self._tls = tls
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -176,13 +175,12 @@ def tls_context(cert: str, key: str) -> ssl.SSLContext | None:
     return context
 
 
-def _max_connections(wanted: int) -> int:
-    """Return how many connections there may be. Raises UserError where that is too few to serve."""
+def open_door(wanted: int) -> Door:
+    """Return the door for so many connections, or for as many as the process has descriptors. Raises UserError where
+    that is too few to serve."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if allowed == resource.RLIM_INFINITY:
-        return wanted
-    found = min(wanted, allowed - limits.RESERVED_DESCRIPTORS)
+    found = wanted if allowed == resource.RLIM_INFINITY else min(wanted, allowed - limits.RESERVED_DESCRIPTORS)
     if found < limits.MIN_CONNECTIONS:
         needed = limits.RESERVED_DESCRIPTORS + limits.MIN_CONNECTIONS
         raise UserError(f"a gateway needs {needed} open files, and may have {allowed}: raise `ulimit -n`")
-    return found
+    return Door(found)

@@ -22,7 +22,7 @@ from services.gateway.api.routes import Gateway, build_app
 from services.gateway.api.text import load_text
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.requests import Requests
-from services.gateway.server import Server
+from services.gateway.server import Server, open_door, tls_context
 from services.metrics import Metrics
 from services.ports import bind
 from services.telemetry import Telemetry
@@ -40,8 +40,11 @@ async def run_gateway(
 ) -> None:
     """Serve HTTP until `stop` is set; `sock` None binds to the configured address. Closes socket and bus.
 
-    Raises UserError for a checkpoint that cannot be served, a port in use, or a certificate that cannot be used.
+    Raises UserError for a checkpoint that cannot be served, a port in use, a certificate that cannot be used,
+    or too few descriptors.
     """
+    door = open_door(config.gateway.max_connections)
+    tls = tls_context(config.gateway.tls_cert, config.gateway.tls_key)
     sock = sock or bind(config.gateway.host, config.gateway.port)
     model = await asyncio.to_thread(load_model, config)
     gateway_id = GatewayId(new_id("gateway"))
@@ -59,7 +62,7 @@ async def run_gateway(
             started_s=int(time.time()),
         )
         hosts = (config.gateway.host, *config.gateway.hosts)
-        server = Server(HostGuard(build_app(gateway), hosts), config.gateway)
+        server = Server(HostGuard(build_app(gateway), hosts), door, tls)
         await bus.announce("serves the OpenAI API, and owns each request until its end")
         await requests.listen()
         await connection.flush()

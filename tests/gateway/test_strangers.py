@@ -12,14 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.config import GatewayConfig
 from services.errors import UserError
 from services.gateway import limits
 from services.gateway.api.bodies import Bodies
 from services.gateway.api.guard import NotNowError, tenant_of
 from services.gateway.api.openai import ChatBody, CompletionBody, InvalidRequestError, decode_body, options_of
 from services.gateway.api.prepare import GatewayModel, prepare
-from services.gateway.server import Server
+from services.gateway.server import open_door
 from tests.gateway.conftest import OpenRig, Rig
 from tests.waiting import until
 
@@ -469,17 +468,17 @@ async def test_who_comes_while_all_are_busy_is_told_so(open_rig: OpenRig) -> Non
         await until(is_served)
 
 
-async def test_a_process_with_too_few_descriptors_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_with_too_few_descriptors_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     import resource
-
-    async def app(scope: Any, receive: Any, send: Any) -> None: ...
 
     monkeypatch.setattr(resource, "getrlimit", lambda which: (70, 70))
     with pytest.raises(UserError, match=r"needs 80 open files, and may have 70: raise `ulimit -n`"):
-        Server(app, GatewayConfig())
+        open_door(1_024)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
-    assert Server(app, GatewayConfig())._door.max_connections == 256 - limits.RESERVED_DESCRIPTORS  # pyright: ignore[reportPrivateUsage]
-    assert Server(app, GatewayConfig(max_connections=50))._door.max_connections == 50  # pyright: ignore[reportPrivateUsage]
+    assert open_door(1_024).max_connections == 256 - limits.RESERVED_DESCRIPTORS
+    assert open_door(50).max_connections == 50
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
+    assert open_door(1_024).max_connections == 1_024
 
 
 async def test_the_public_port_has_no_metrics(rig: Rig) -> None:
