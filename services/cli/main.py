@@ -60,7 +60,7 @@ def up(
     port: Annotated[int, typer.Option(min=0, max=65_535, help="HTTP port; 0 finds one.")] = 8000,
     host: Annotated[str, typer.Option(help="Address to serve HTTP on; others reach all but loopback.")] = "127.0.0.1",
     api_key: Annotated[str, typer.Option(help="Serve only who sends this key; `ps` shows it, a file does not.")] = "",
-    tenants: Annotated[Path | None, typer.Option(help='TOML file with a line KEY = "TENANT" for each API key.')] = None,
+    tenants: Annotated[str, typer.Option(help='TOML file with a line KEY = "TENANT" for each API key.')] = "",
     no_auth: Annotated[bool, typer.Option("--no-auth", help="Ask nobody for a key, whoever reaches --host.")] = False,
     hosts: Annotated[str, typer.Option(help="Names by which clients call it, with commas between.")] = "",
     cors_origins: Annotated[

@@ -34,7 +34,7 @@ def gateway_config(
     host: str,
     *,
     api_key: str,
-    tenants: Path | None,
+    tenants: str,
     no_auth: bool,
     hosts: str,
     cors_origins: str,
@@ -44,7 +44,7 @@ def gateway_config(
     """Return who may reach the gateways, from the flags of `kvmesh up`. Raises UserError."""
     if api_key and tenants:
         raise UserError("--api-key is one key, --tenants a file of them: pass one of the two")
-    keys = _read_tenants(tenants) if tenants else {api_key: "default"} if api_key else {}
+    keys = _read_tenants(Path(tenants)) if tenants else {api_key: "default"} if api_key else {}
     if not (is_loopback(host) or keys or no_auth):
         raise UserError(
             f"--host {host} lets others in: pass --api-key KEY or --tenants FILE, or --no-auth to ask nobody for a key"

@@ -405,7 +405,7 @@ def _distinct_ports(names: list[str]) -> dict[str, int]:
 
 def _url(gateway: GatewayConfig, port: int) -> str:
     """Return where this machine reaches a gateway."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(gateway.host, gateway.host)
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(gateway.host, gateway.host)
     return f"{'https' if gateway.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 

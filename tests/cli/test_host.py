@@ -9,11 +9,14 @@ import ssl
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from services.bus.embedded import EmbeddedNats
+from services.cli.up import gateway_config
+from services.errors import UserError
 from services.ports import free_port
 from tests.certificates import make_certificate
 from tests.cli.test_cli import KVMESH, assert_one_line, environment, run, stopped_with
@@ -21,30 +24,50 @@ from tests.cli.test_cli import KVMESH, assert_one_line, environment, run, stoppe
 SECRET = 'secret = "at least sixteen characters"\n'
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "somewhere.example"])
-def test_others_are_let_in_with_keys_or_on_purpose(tmp_path: Path, host: str) -> None:
-    result = run(tmp_path, "up", "--port", "0", "--host", host)
-    assert_one_line(result, host, "--api-key", "--tenants", "--no-auth")
+def test_up_lets_others_in_with_keys_or_on_purpose(tmp_path: Path) -> None:
+    result = run(tmp_path, "up", "--port", "0", "--host", "0.0.0.0")
+    assert_one_line(result, "0.0.0.0", "--api-key", "--tenants", "--no-auth")
 
 
-def test_flags_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
-    keys = tmp_path / "keys.toml"
-    keys.write_text('key-a = "two words"\n')
-    assert_one_line(run(tmp_path, "up", "--tenants", str(keys)), "two words")
-    assert_one_line(run(tmp_path, "up", "--tenants", str(keys), "--api-key", "x"), "--api-key", "--tenants")
-    assert_one_line(run(tmp_path, "up", "--api-key", "two words"), "visible ASCII")
-    assert_one_line(run(tmp_path, "up", "--api-key", "x", "--no-auth"), "no_auth")
-    assert_one_line(run(tmp_path, "up", "--tenants", str(tmp_path / "none.toml")), "none.toml", "No such file")
-    keys.write_text(f'key-a = "{"t" * 3_000}"\n')
-    result = run(tmp_path, "up", "--tenants", str(keys))
-    assert_one_line(result, "1 to 128 letters", "3000 characters")
-    assert len(result.stderr) < 400
-    keys.write_text("key-a = [1]\n")
-    assert_one_line(run(tmp_path, "up", "--tenants", str(keys)), "keys.toml", 'KEY = "TENANT"')
-    keys.write_text("")
-    assert_one_line(run(tmp_path, "up", "--tenants", str(keys)), "no keys")
-    assert_one_line(run(tmp_path, "up", "--tls-cert", str(keys)), "tls_key")
-    assert_one_line(run(tmp_path, "up", "--cors-origins", "chat.example.org"), "cors_origins", "https://")
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "somewhere.example", ""])
+def test_which_addresses_let_others_in(host: str) -> None:
+    with pytest.raises(UserError, match="--no-auth"):
+        gateway_config(host, **FLAGS)
+    assert gateway_config(host, **FLAGS | {"no_auth": True}).tenants == {}
+    assert gateway_config(host, **FLAGS | {"api_key": "x"}).tenants == {"x": "default"}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_loopback_needs_no_key(host: str) -> None:
+    assert gateway_config(host, **FLAGS).tenants == {}
+
+
+FLAGS = {"api_key": "", "tenants": "", "no_auth": False, "hosts": "", "cors_origins": "", "tls_cert": "", "tls_key": ""}
+
+
+@pytest.mark.parametrize(
+    ("keys", "flags", "words"),
+    [
+        ('key-a = "two words"', {"tenants": "KEYS"}, ["two words"]),
+        (f'key-a = "{"t" * 3_000}"', {"tenants": "KEYS"}, ["1 to 128 letters", "3000 characters"]),
+        ("key-a = [1]", {"tenants": "KEYS"}, ["keys.toml", 'KEY = "TENANT"']),
+        ("", {"tenants": "KEYS"}, ["no keys"]),
+        ("", {"tenants": "none.toml"}, ["none.toml", "No such file"]),
+        ('key-a = "a"', {"tenants": "KEYS", "api_key": "x"}, ["--api-key", "--tenants"]),
+        ("", {"api_key": "two words"}, ["visible ASCII"]),
+        ("", {"api_key": "x", "no_auth": True}, ["no_auth"]),
+        ("", {"tls_cert": "own.crt"}, ["tls_key"]),
+        ("", {"cors_origins": "chat.example.org"}, ["cors_origins", "https://"]),
+    ],
+)
+def test_flags_that_do_not_fit_are_one_line(tmp_path: Path, keys: str, flags: dict[str, Any], words: list[str]) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(keys)
+    flags = {name: str(path) if value == "KEYS" else value for name, value in flags.items()}
+    with pytest.raises(UserError) as caught:
+        gateway_config("127.0.0.1", **FLAGS | flags)
+    said = str(caught.value)
+    assert all(word in said for word in words) and "\n" not in said and len(said) < 400, said
 
 
 def test_a_certificate_that_is_not_there_is_one_line(tmp_path: Path) -> None:
