@@ -14,6 +14,10 @@ TokenIds = NewType("TokenIds", bytes)
 """Token ids as little-endian u32, base64 in JSON: an eighth of what a JSON list costs to read."""
 
 
+MAX_SUBJECT_TOKEN = 128
+"""Characters of a name: several are part of one subject, of a ticket, of a metric's labels."""
+
+
 def new_id(prefix: str) -> str:
     """Return a fresh identifier that is also one NATS subject token, e.g. `req-9f86d081884c7d65`."""
     return f"{prefix}-{secrets.token_hex(8)}"
@@ -21,4 +25,9 @@ def new_id(prefix: str) -> str:
 
 def is_subject_token(text: str) -> bool:
     """Say whether `text` may stand between two dots of a subject."""
-    return 0 < len(text) <= 128 and all(c.isalnum() or c in "-_" for c in text) and text.isascii()
+    return 0 < len(text) <= MAX_SUBJECT_TOKEN and all(c.isalnum() or c in "-_" for c in text) and text.isascii()
+
+
+def is_tenant(text: str) -> bool:
+    """Say whether `text` may name a tenant; empty: there are none. It goes into tickets, which have a bound."""
+    return not text or is_subject_token(text)

@@ -4,7 +4,7 @@ import enum
 
 from schemas.block import BLOCK_HASH_BYTES, split_hashes
 from schemas.handoff import Endpoint
-from schemas.ids import LeaseId, WorkerId, is_subject_token
+from schemas.ids import LeaseId, WorkerId, is_subject_token, is_tenant
 from schemas.message import Message, RequestMessage
 from schemas.request import RefusalReason, Refused, refuse
 
@@ -134,10 +134,9 @@ def refuse_lease(request: RequestLease, holder: WorkerId, fingerprint: str, now_
     joined = request.block_hashes
     if request.fingerprint != fingerprint:
         return refuse(request, RefusalReason.FINGERPRINT, f"{holder} holds KV of {fingerprint}")
-    if not is_subject_token(request.reader) or not is_subject_token(request.request_id):
-        return refuse(
-            request, RefusalReason.INVALID, "the reader and the request need names of letters, digits, - and _"
-        )
+    if not (is_subject_token(request.reader) and is_subject_token(request.request_id) and is_tenant(request.tenant)):
+        detail = "the reader, the request and the tenant need names of letters, digits, - and _"
+        return refuse(request, RefusalReason.INVALID, detail)
     if request.first_block < 0 or len(joined) % BLOCK_HASH_BYTES or not joined:
         return refuse(request, RefusalReason.INVALID, "no blocks are named")
     if len(set(split_hashes(joined))) * BLOCK_HASH_BYTES < len(joined):

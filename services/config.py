@@ -9,13 +9,16 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from schemas.ids import is_subject_token
+from schemas.ids import MAX_SUBJECT_TOKEN, is_subject_token
 from services.errors import UserError
+from services.ports import is_loopback
 from services.presence import DEAF_AFTER_MS, LOAD_INTERVAL_MS
 
 Carrier = Literal["auto", "shm", "tcp", "cuda", "nccl"]
 WireDtype = Literal["auto", "same", "int8", "fp8"]
 Dtype = Literal["auto", "checkpoint", "float32", "bfloat16", "float16"]
+_API_KEY = re.compile(r"[!-~]{1,256}")
+_ORIGIN = re.compile(r"\*|https?://[^/\s*]+")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 
 MIN_STAGING_BYTES = 32 * 1024 * 1024
@@ -77,11 +80,40 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """A worker that does not answer that for this long is taken for lost."""
     tenants: dict[str, str] = {}
     """API key to tenant. Empty: no key is asked for, and everybody is one tenant."""
+    no_auth: bool = False
+    """Ask nobody for a key though `host` lets others in."""
+    hosts: tuple[str, ...] = ()
+    """What clients may call this gateway, beside the loopback's names and the addresses that it listens on."""
+    cors_origins: tuple[str, ...] = ()
+    """Sites whose pages may ask here from a browser, like https://chat.example.org; "*" is every site."""
+    tls_cert: str = ""
+    """A PEM file with the certificate to serve https with, its chain behind it; empty: http."""
+    tls_key: str = ""
+    """The certificate's private key, a PEM file without a password."""
+    max_connections: int = 1_024
+    """So many clients may be connected, where the process may have as many descriptors (`ulimit -n`)."""
 
     def __post_init__(self) -> None:
         for tenant in self.tenants.values():
             if not is_subject_token(tenant):
-                raise ValueError(f"a tenant's name is a word of letters, digits, - and _, not {tenant!r}")
+                rule = f"a word of 1 to {MAX_SUBJECT_TOKEN} letters, digits, - and _"
+                raise ValueError(f"a tenant's name is {rule}, not {tenant[:40]!r} of {len(tenant)} characters")
+        if not all(_API_KEY.fullmatch(key) for key in self.tenants):
+            raise ValueError("an API key is a word of 1 to 256 visible ASCII characters")
+        for origin in self.cors_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"cors_origins are like https://chat.example.org, without a path, not {origin!r}")
+        if self.max_connections < 1:
+            raise ValueError(f"max_connections is 1 or more, not {self.max_connections}")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ValueError("tls_cert and tls_key go together: https needs both")
+        if self.no_auth and self.tenants:
+            raise ValueError("no_auth says that nobody is asked for a key, and tenants has keys: leave one out")
+        if not (is_loopback(self.host) or self.tenants or self.no_auth):
+            raise ValueError(
+                f"host {self.host!r} lets others in, and no API key is asked for: "
+                "set tenants, or no_auth = true if that is meant"
+            )
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -162,7 +194,7 @@ class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     trace_mib: int = 64
     """What one service's span files may take, in MiB; the oldest go first."""
     metrics_port: int = -1
-    """Where every service serves its metrics; 0 finds a port, -1: nowhere but on a gateway's own port."""
+    """Where every service serves its metrics; 0 finds a port, -1: nowhere."""
     metrics_host: str = "127.0.0.1"
     sample_ratio: float = 1.0
     """This share of the traces that begin here is sampled; a client's traceparent decides for itself."""

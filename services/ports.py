@@ -5,6 +5,7 @@ meanwhile may be given that very port and be connected to itself.
 """
 
 import errno
+import ipaddress
 import random
 import socket
 from pathlib import Path
@@ -16,6 +17,14 @@ NUM_TRIES = 200
 _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_FIRST_LENT = 32_768
 BACKLOG = 2_048
+
+
+def is_loopback(host: str) -> bool:
+    """Say whether a name or address is reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def free_port() -> int:

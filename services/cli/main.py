@@ -64,7 +64,17 @@ def up(
         str, typer.Option(help="auto, cpu, cuda (cards in turn), cuda:N, or a list dealt out to the workers.")
     ] = "",
     dtype: Annotated[Dtype, typer.Option(help="Of weights and KV; auto: float32, the checkpoint's on cards.")] = "auto",
-    port: Annotated[int, typer.Option(min=0, max=65_535, help="HTTP port on loopback; 0 finds one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="HTTP port; 0 finds one.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to serve HTTP on; others reach all but loopback.")] = "127.0.0.1",
+    api_key: Annotated[str, typer.Option(help="Serve only who sends this key; `ps` shows it, a file does not.")] = "",
+    tenants: Annotated[str, typer.Option(help='TOML file with a line KEY = "TENANT" for each API key.')] = "",
+    no_auth: Annotated[bool, typer.Option("--no-auth", help="Ask nobody for a key, whoever reaches --host.")] = False,
+    hosts: Annotated[str, typer.Option(help="Names by which clients call it, with commas between.")] = "",
+    cors_origins: Annotated[
+        str, typer.Option(help="Sites whose pages may ask from a browser, https://… with commas between.")
+    ] = "",
+    tls_cert: Annotated[str, typer.Option(help="Serve https with the certificate of this PEM file.")] = "",
+    tls_key: Annotated[str, typer.Option(help="Its private key, a PEM file.")] = "",
     nats: Annotated[str, typer.Option(help="`embedded`, or the URL of a running server.")] = "embedded",
     keys: Annotated[str, typer.Option(help="With a server of your own: the folder of `kvmesh bus-config`.")] = "",
     open_bus: Annotated[
@@ -90,7 +100,7 @@ def up(
     ] = 1.0,
 ) -> None:
     """Start a whole mesh on this machine and serve the OpenAI API. Ctrl-C stops it."""
-    from services.cli.up import run_up
+    from services.cli.up import gateway_config, run_up
     from services.launch.supervisor import UpOptions
 
     if aggregated and (prefill or decode):
@@ -107,6 +117,16 @@ def up(
         devices=parse_devices(device) if device else (),
         dtype=dtype,
         port=port,
+        gateway=gateway_config(
+            host,
+            api_key=api_key,
+            tenants=tenants,
+            no_auth=no_auth,
+            hosts=hosts,
+            cors_origins=cors_origins,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+        ),
         nats=nats,
         keys=keys,
         open_bus=open_bus,

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -17,9 +18,10 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from schemas.subjects import Role
 from services.cli.running import STATE_FILE, RunningMesh, mesh_of
-from services.config import is_card, state_dir
+from services.config import GatewayConfig, is_card, state_dir
 from services.errors import UserError
 from services.launch.supervisor import Supervisor, UpOptions
+from services.ports import is_loopback
 from services.runtime import ended_before
 from services.trust.keys import credentials_file
 
@@ -28,6 +30,56 @@ def run_up(options: UpOptions) -> int:
     """Run a mesh until a signal; return the exit code. Raises UserError."""
     with _alone_in(state_dir()):
         return asyncio.run(_up(options))
+
+
+def gateway_config(
+    host: str,
+    *,
+    api_key: str,
+    tenants: str,
+    no_auth: bool,
+    hosts: str,
+    cors_origins: str,
+    tls_cert: str,
+    tls_key: str,
+) -> GatewayConfig:
+    """Return who may reach the gateways, from the flags of `kvmesh up`. Raises UserError."""
+    if api_key and tenants:
+        raise UserError("--api-key is one key, --tenants a file of them: pass one of the two")
+    keys = _read_tenants(Path(tenants)) if tenants else {api_key: "default"} if api_key else {}
+    if not (is_loopback(host) or keys or no_auth):
+        raise UserError(
+            f"--host {host} lets others in: pass --api-key KEY or --tenants FILE, or --no-auth to ask nobody for a key"
+        )
+    own_names = () if is_loopback(host) else (socket.gethostname(),)
+    try:
+        return GatewayConfig(
+            host=host,
+            tenants=keys,
+            no_auth=no_auth,
+            hosts=(*_listed(hosts), *own_names),
+            cors_origins=_listed(cors_origins),
+            tls_cert=str(Path(tls_cert).absolute()) if tls_cert else "",
+            tls_key=str(Path(tls_key).absolute()) if tls_key else "",
+        )
+    except ValueError as error:
+        raise UserError(f"the gateway cannot be served like this: {error}") from error
+
+
+def _read_tenants(path: Path) -> dict[str, str]:
+    try:
+        keys = msgspec.toml.decode(path.read_bytes(), type=dict[str, str])
+    except OSError as error:
+        raise UserError(f"--tenants: cannot read {path}: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UserError(f'--tenants: {path} must be lines of KEY = "TENANT": {error}') from error
+    if not keys:
+        raise UserError(f"--tenants: {path} has no keys")
+    return keys
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 async def _up(options: UpOptions) -> int:
@@ -102,8 +154,12 @@ def _greet(console: Console, supervisor: Supervisor, options: UpOptions) -> None
         placed = ", ".join(f"{name} {device}" for name, device in supervisor.devices.items())
         console.print(f"          on      {placed}")
     console.print("\nTry it:\n")
+    gateway = options.gateway
+    flags = f" --cacert {gateway.tls_cert}" if gateway.tls_cert else ""
+    key = " -H 'Authorization: Bearer KEY'" if gateway.tenants else ""
+    headers = f"-H 'Content-Type: application/json'{key}"
     console.print(
-        f"  curl -s {supervisor.url}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'",
+        f"  curl -s{flags} {supervisor.url}/v1/completions {headers} -d '{json.dumps(body)}'",
         markup=False,
     )
     command = "kvmesh" if shutil.which("kvmesh") else os.path.relpath(Path(sys.executable).with_name("kvmesh"))

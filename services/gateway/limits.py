@@ -1,12 +1,71 @@
 """Times and limits of a gateway that nobody has to set; what a user may set stands in `config.py`."""
 
-# HTTP.
+# Connections. Their number is `gateway.max_connections`, or less where the process may have fewer descriptors.
+
+RESERVED_DESCRIPTORS = 64
+"""Descriptors that are not for clients: the broker, logs, span files, the metrics' server and its clients."""
+
+SPARE_CONNECTIONS = 8
+"""So many connections are left when the others are all answering: for somebody to be told so."""
+
+MIN_CONNECTIONS = 2 * SPARE_CONNECTIONS
+"""A process that may have fewer than this is no gateway."""
+
+HEAD_S = 10.0
+"""From a connection's beginning until all headers of its first request have come; a TLS handshake may take as long."""
+
+KEEP_ALIVE_S = 30
+"""A connection without a request is kept for so long: longer than OpenAI's client keeps its own (5 s), so that it is
+not closed just as that client uses it again."""
+
+MAX_HEAD_BYTES = 64 * 1024
+"""A request's first line and headers may be so long: what other HTTP servers take."""
+
+MAX_PIPELINED = 16
+"""Requests that a client has sent before its last one was answered. No client that people use sends any."""
+
+LINGER_S = 2.0
+"""So long we throw away what a client still sends that was refused before its body was read. Its connection, closed at
+once, would often lose the answer."""
+
+# Bodies.
 
 MAX_BODY_BYTES = 24 * 1024 * 1024
 """A request's body may be so long: the largest prompt that fits into a bus message, written as JSON token ids."""
 
+MAX_BODIES_BYTES = 4 * MAX_BODY_BYTES
+"""Bodies that are being read or understood may be so long all together. One of JSON's shortest values takes thirty
+times as much memory once it is read, and a long text two hundred times, but of these one is read at a time."""
+
+FREE_BODY_BYTES = 64 * 1024
+"""This much of a body does not count for that bound: short requests are served while long ones fill it."""
+
+BODY_S = 30.0
+"""A body may take so long to come."""
+
+MAX_SHORT_BODY_BYTES = 128 * 1024
+"""A longer body is understood alone: tokenizing takes 200 bytes of memory for each byte of text."""
+
+TURN_S = 10.0
+"""A long body waits for its turn for so long; who would wait longer had better come again."""
+
+MAX_TEXT_BYTES = 4 * 1024 * 1024
+"""One text may be so long, however large the model's context: a million tokens of English, and most of a GiB while it
+is tokenized."""
+
+MAX_MESSAGES = 4_096
+"""Messages of one conversation: the template runs through all of them."""
+
+MAX_ERROR_CHARACTERS = 500
+"""An error's message is cut here: it may quote what a client sent."""
+
+# Answers.
+
 MAX_CHOICES = 128
 """Answers of one HTTP request, which are prompts times `n`: each is a request of its own to the mesh."""
+
+MAX_COUNT = 2**31 - 1
+"""No number of tokens is larger."""
 
 MAX_N = 16
 """Answers to one prompt, OpenAI's `n`."""
@@ -37,8 +96,8 @@ DRAIN_S = 5.0
 
 # Work on the event loop: what takes longer runs in a thread, so that nobody's tokens wait for it.
 
-MAX_INLINE_CHARACTERS = 4_000
-"""A text up to this length is tokenized on the event loop; a longer one takes many milliseconds."""
+MAX_INLINE_BODY_BYTES = 4_096
+"""A body up to this length is understood on the event loop; to tokenize a longer one takes many milliseconds."""
 
 MAX_INLINE_TOKENS = 4_096
 """A prompt up to this length is packed and hashed on the event loop; a longer one takes milliseconds."""

@@ -4,10 +4,8 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
-
-import uvicorn
 
 from dataplane.blocks.cache import max_sequence_tokens
 from schemas.ids import GatewayId, new_id
@@ -18,13 +16,15 @@ from services.engine.checkpoint import default_shape, layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.errors import CheckpointError, UserError
 from services.gateway import limits
+from services.gateway.api.guard import HostGuard
 from services.gateway.api.prepare import GatewayModel
 from services.gateway.api.routes import Gateway, build_app
 from services.gateway.api.text import load_text
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.requests import Requests
+from services.gateway.server import Server, connections_for, tls_context
 from services.metrics import Metrics
-from services.ports import BACKLOG, bind
+from services.ports import bind
 from services.telemetry import Telemetry
 
 
@@ -43,8 +43,11 @@ async def run_gateway(
 
     `gateway_id`: of this life only, and the name that the broker knows it by; None: a fresh one.
 
-    Raises UserError for a checkpoint that cannot be served or a port in use.
+    Raises UserError for a checkpoint that cannot be served, a port in use, a certificate that cannot be used,
+    or too few descriptors.
     """
+    connections = connections_for(config.gateway.max_connections)
+    tls = tls_context(config.gateway.tls_cert, config.gateway.tls_key)
     sock = sock or bind(config.gateway.host, config.gateway.port)
     model = await asyncio.to_thread(load_model, config)
     gateway_id = gateway_id or GatewayId(new_id("gateway"))
@@ -61,10 +64,11 @@ async def run_gateway(
             bus=bus,
             started_s=int(time.time()),
         )
+        hosts = (config.gateway.host, *config.gateway.hosts)
+        server = Server(HostGuard(build_app(gateway), hosts), connections, tls)
         await bus.announce("serves the OpenAI API, and owns each request until its end")
         await requests.listen()
         await connection.flush()
-        server = Server(gateway)
         serving = tasks.create_task(server.serve([sock]), name="http server")
         await server.ready.wait()
         if on_ready is not None:
@@ -74,7 +78,7 @@ async def run_gateway(
         await bus.close()
 
 
-async def _stop(gateway: Gateway, server: "Server", serving: asyncio.Task[None]) -> None:
+async def _stop(gateway: Gateway, server: Server, serving: asyncio.Task[None]) -> None:
     """Stop intake; let running requests end for a while; end the others; close the connections."""
     gateway.stopping = True
     server.should_exit = True
@@ -83,34 +87,6 @@ async def _stop(gateway: Gateway, server: "Server", serving: asyncio.Task[None])
             await gateway.requests.wait_idle()
     gateway.requests.stop_all()
     await serving
-
-
-class Server(uvicorn.Server):
-    """Uvicorn without signal handlers: whoever runs the gateway owns the signals. `ready`: connections are taken."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        options = uvicorn.Config(
-            build_app(gateway),
-            http="httptools",
-            loop="none",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            backlog=BACKLOG,
-            timeout_graceful_shutdown=round(limits.DRAIN_S) + 2,
-        )
-        super().__init__(options)
-        self.ready = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.ready.set()
 
 
 def load_model(config: MeshConfig) -> GatewayModel:

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -73,6 +73,8 @@ class UpOptions:
     KVMESH_DEVICE, or "auto"."""
     dtype: Dtype = "auto"
     port: int = 8000
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    """Who may reach the gateways, and how; their port is `port`."""
     nats: str = "embedded"
     keys: str = ""
     """Folder of the keys for a broker of one's own; empty: fresh ones, for the embedded broker."""
@@ -178,7 +180,7 @@ class Supervisor:
 
     @property
     def urls(self) -> list[str]:
-        return [f"http://127.0.0.1:{port}" for port in self._ports]
+        return [_url(self._options.gateway, port) for port in self._ports]
 
     @property
     def metrics_targets(self) -> list[MetricsTarget]:
@@ -209,7 +211,7 @@ class Supervisor:
         self.checkpoint = read_checkpoint(options.model or str(DEMO_MODEL_DIR))
         remove_stale_arenas()
         self.devices = await self._plan_devices()
-        self._ports = _free_ports(options.port, options.num_gateways)
+        self._ports = _free_ports(options.gateway.host, options.port, options.num_gateways)
         self._metrics_ports = _distinct_ports([name for _, name in options.services])
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.nats_url = await self._start_broker()
@@ -341,7 +343,7 @@ class Supervisor:
             secret=fresh_secret(),
             nats=NatsConfig(url=self.nats_url, keys=str(self.keys_dir or ""), open=self.keys_dir is None),
             model=ModelConfig(path=checkpoint.path, name=checkpoint.name, dtype=options.dtype),
-            gateway=GatewayConfig(port=port),
+            gateway=msgspec.structs.replace(options.gateway, port=port),
             scheduler=SchedulerConfig(
                 policy=options.policy,
                 pull_tokens_min=options.pull_tokens_min,
@@ -449,10 +451,16 @@ def _distinct_ports(names: list[str]) -> dict[str, int]:
     return dict(zip(names, sorted(ports), strict=True))
 
 
-def _free_ports(first: int, count: int) -> list[int]:
+def _url(gateway: GatewayConfig, port: int) -> str:
+    """Return where this machine reaches a gateway."""
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(gateway.host, gateway.host)
+    return f"{'https' if gateway.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _free_ports(host: str, first: int, count: int) -> list[int]:
     """Return `first` and those after it, or free ones for 0. Raises UserError where one is taken."""
     if first + count - 1 > MAX_PORT:
         raise UserError(f"{count} gateways from port {first} on need ports above {MAX_PORT}; pass a smaller --port")
     with contextlib.ExitStack() as held:
-        socks = [held.enter_context(bind("127.0.0.1", first + at if first else free_port())) for at in range(count)]
+        socks = [held.enter_context(bind(host, first + at if first else free_port())) for at in range(count)]
         return [int(sock.getsockname()[1]) for sock in socks]

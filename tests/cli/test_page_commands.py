@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from msgspec.structs import replace
 from typer.core import TyperGroup
 from typer.main import get_command
 
@@ -149,6 +150,8 @@ class Place(Scratch):
         """Return a command or a snippet with what is this mesh's in it."""
         text = text.replace("http://127.0.0.1:8000", self.mesh.url)
         text = re.sub(r"\bREQUEST_ID\b", self.request_id, text)
+        [metrics] = [t.targets[0] for t in self.mesh.supervisor.metrics_targets if t.labels["role"] == "gateway"]
+        text = re.sub(r"\bMETRICS\b", metrics, text)
         return re.sub(r"\bNATS_URL\b|(?<=-s )URL\b", self.mesh.nats_url, text)
 
 
@@ -254,13 +257,16 @@ def configure(trial: Trial) -> None:
     monkeypatch: pytest.MonkeyPatch = trial.fixtures.getfixturevalue("monkeypatch")
     folder: Path = trial.fixtures.getfixturevalue("tmp_path")
     monkeypatch.setattr(up, "run_up", lambda options: taken.append(options) or 0)
-    get_command(app).main(up_words(trial)[1:], prog_name="kvmesh", standalone_mode=False)
+    (folder / "keys.toml").write_text('KEY = "research"')
+    words = [str(folder / "keys.toml") if word == "KEYS" else word for word in up_words(trial)]
+    get_command(app).main(words[1:], prog_name="kvmesh", standalone_mode=False)
     [options] = taken
     policy_named(options.policy)
     supervisor = Supervisor(options, folder)
     supervisor.checkpoint = read_checkpoint(str(DEMO_MODEL_DIR))
     write_config(supervisor._config(options.port), folder / "mesh.toml")
-    assert load_config(folder / "mesh.toml").store == _store_config(options)
+    written = load_config(folder / "mesh.toml")
+    assert (written.store, written.gateway) == (_store_config(options), replace(options.gateway, port=options.port))
 
 
 def parse(trial: Trial) -> None:

@@ -87,6 +87,12 @@ def test_the_template_loads_and_has_no_secret(template: MeshConfig) -> None:
     assert template.telemetry.otlp_endpoint == "http://tempo:4318"
 
 
+def test_the_gateway_asks_nobody_and_says_so(template: MeshConfig) -> None:
+    """It listens for others than itself: the host's loopback is another address to a container."""
+    assert (template.gateway.host, template.gateway.no_auth) == ("0.0.0.0", True)
+    assert "gateway" in template.gateway.hosts, "its name on the containers' network"
+
+
 def test_two_ports_are_published_on_loopback_only(services: dict[str, Any]) -> None:
     ports = {name: list(map(default_of, service["ports"])) for name, service in services.items() if "ports" in service}
     assert ports == {"gateway": ["127.0.0.1:8000:8000"], "grafana": ["127.0.0.1:3000:3000"]}

@@ -14,6 +14,7 @@ from services.bus.memory import MemoryBus
 from services.config import MeshConfig
 from services.gateway.api.prepare import GatewayModel
 from services.gateway.service import load_model, run_gateway
+from services.metrics import Metrics
 from services.ports import bind
 from services.telemetry import ListExporter, SpanRecord, Telemetry
 from tests.gateway.fake_mesh import FakeMesh
@@ -35,6 +36,12 @@ class Rig:
     answer: list[int]
     stop: asyncio.Event
     gateway: asyncio.Task[None]
+    metrics: Metrics
+
+    def metrics_text(self, accept: str = "") -> str:
+        """What the port of the metrics would serve."""
+        self.metrics.sample()
+        return self.metrics.render(accept)[0].decode()
 
     @property
     def text(self) -> str:
@@ -71,17 +78,18 @@ def open_rig(model: GatewayModel) -> OpenRig:
         if send_buffer:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        stop, ready = asyncio.Event(), asyncio.Event()
+        stop, ready, metrics = asyncio.Event(), asyncio.Event(), Metrics()
         async with asyncio.TaskGroup() as tasks:
             await mesh.start(tasks)
             serving = tasks.create_task(
-                run_gateway(config, bus, telemetry, stop, sock=sock, on_ready=ready.set), name="gateway"
+                run_gateway(config, bus, telemetry, stop, sock=sock, on_ready=ready.set, metrics=metrics),
+                name="gateway",
             )
             await ready.wait()
             http = httpx.AsyncClient(base_url=url, timeout=30)
             client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
             async with http, client:
-                yield Rig(mesh, model, url, http, client, spans, telemetry, answer, stop, serving)
+                yield Rig(mesh, model, url, http, client, spans, telemetry, answer, stop, serving, metrics)
             mesh.gate.set()
             stop.set()
             await serving

@@ -19,6 +19,7 @@ from services.ports import bind
 from tests.gateway.conftest import Rig
 
 C, H = "/v1/completions", "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
@@ -105,7 +106,7 @@ async def test_every_bad_body_names_its_field(rig: Rig) -> None:
         assert "x-request-id" in answer.headers
     assert not wrong, "\n".join(wrong)
     assert rig.mesh.places == []
-    assert 'outcome="invalid"' in (await rig.http.get("/metrics")).text
+    assert 'outcome="invalid"' in rig.metrics_text()
 
 
 ERROR_FIELDS = {"message", "type", "param", "code"}
@@ -127,14 +128,14 @@ async def test_the_context_error_gives_both_numbers(rig: Rig) -> None:
 )  # fmt: skip
 async def test_what_is_no_json_object(rig: Rig, content: bytes) -> None:
     for path in (C, H):
-        answer = await rig.http.post(path, content=content)
+        answer = await rig.http.post(path, content=content, headers=JSON)
         assert answer.status_code == 400
         assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
 async def test_infinity_names_the_field(rig: Rig) -> None:
     body = f'{{"model": "{rig.model.name}", "prompt": "y", "temperature": 1e999}}'
-    answer = await rig.http.post(C, content=body.encode())
+    answer = await rig.http.post(C, content=body.encode(), headers=JSON)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "temperature")
 
 
@@ -162,7 +163,7 @@ async def test_wrong_paths_and_methods(rig: Rig, method: str, path: str, status:
 
 async def test_a_body_over_the_limit(rig: Rig) -> None:
     content = b'{"model": "x", "prompt": "' + b"x" * MAX_BODY_BYTES + b'"}'
-    answer = await rig.http.post(C, content=content)
+    answer = await rig.http.post(C, content=content, headers=JSON)
     assert answer.status_code == 413
     assert answer.json()["error"]["code"] == "request_too_large"
 
@@ -172,19 +173,19 @@ def huge(model: GatewayModel, num_tokens: int) -> bytes:
 
 
 async def test_a_prompt_over_the_bus_limit(rig: Rig) -> None:
-    answer = await rig.http.post(C, content=huge(rig.model, 1_600_000))
+    answer = await rig.http.post(C, content=huge(rig.model, 1_600_000), headers=JSON)
     assert answer.status_code == 413
     assert str(MAX_PAYLOAD_BYTES) in answer.json()["error"]["message"]
 
 
-async def test_what_passes_the_limit_fits(model: GatewayModel) -> None:
+def test_what_passes_the_limit_fits(model: GatewayModel) -> None:
     import msgspec
 
     large = GatewayModel(**{f: getattr(model, f) for f in model.__slots__} | {"context_length": 10**7})
     w = WorkerId("w" * 100)
     fits = MAX_PAYLOAD_BYTES // 16 * 3 - 1_000
-    prepared = await prepare(large, decode_body(huge(model, fits), is_chat=False))
-    job = (await make_jobs(large.key_of("t" * 128), prepared, RequestId("req-1234567890123456"), 2**41, ""))[0]
+    prepared = prepare(large, decode_body(huge(model, fits), is_chat=False))
+    job = make_jobs(large.key_of("t" * 128), prepared, RequestId("req-1234567890123456"), 2**41, "")[0]
     sampling = msgspec.structs.replace(job.sampling, stop_token_ids=tuple([2**31] * 64))
     run = msgspec.structs.replace(
         run_message(job, GatewayId("g" * 30), SendRun(1, w, w, HandoffId("h" * 30), replica=w), job.prompt),
@@ -192,7 +193,7 @@ async def test_what_passes_the_limit_fits(model: GatewayModel) -> None:
     )
     assert len(encode(run)) <= MAX_PAYLOAD_BYTES
     with pytest.raises(InvalidRequestError):
-        await prepare(large, decode_body(huge(model, fits + 2_000), is_chat=False))
+        prepare(large, decode_body(huge(model, fits + 2_000), is_chat=False))
 
 
 def test_options_default() -> None:

@@ -47,7 +47,7 @@ async def test_a_retry_in_the_middle_gives_one_unbroken_stream(rig: Rig, index: 
     assert first.sampling.seed == second.sampling.seed
     assert (second.attempt, rig.mesh.places[1].excluded_workers) == (first.attempt + 1, ("d1",))
     await rig.mesh.until(lambda: [c.attempt for c in rig.mesh.cancels] == [first.attempt])
-    assert "kvmesh_gateway_retries_total 1.0" in (await rig.http.get("/metrics")).text
+    assert "kvmesh_gateway_retries_total 1.0" in rig.metrics_text()
 
 
 async def test_a_worker_that_leaves_is_replaced(rig: Rig) -> None:
@@ -216,7 +216,7 @@ async def test_a_client_that_leaves_cancels_everywhere(rig: Rig, stream: bool) -
     await rig.mesh.until(lambda: len(rig.mesh.cancels) == 2)
     assert {c.reason for c in rig.mesh.cancels} == {"the client has disconnected"}
     assert {c.request_id for c in rig.mesh.cancels} == {r.request_id for r in rig.mesh.runs}
-    assert 'outcome="client_gone"' in (await rig.http.get("/metrics")).text
+    assert 'outcome="client_gone"' in rig.metrics_text()
 
 
 @pytest.mark.parametrize("stream", [False, True])

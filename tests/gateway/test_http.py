@@ -225,7 +225,7 @@ async def test_health(rig: Rig) -> None:
 
 async def test_metrics(rig: Rig) -> None:
     await rig.client.completions.create(model=rig.model.name, prompt="Hi", max_tokens=4)
-    text = (await rig.http.get("/metrics")).text
+    text = rig.metrics_text()
     assert 'kvmesh_gateway_requests_total{outcome="ok",route="/v1/completions",status="200"} 1.0' in text
     labels = (
         f'gen_ai_operation_name="text_completion",gen_ai_provider_name="kvmesh",gen_ai_request_model="{rig.model.name}"'
@@ -243,17 +243,16 @@ async def test_metrics_link_to_the_traces_of_requests(rig: Rig) -> None:
     trace_id = "0af7651916cd43dd8448eb211c80319c"
     headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
     await rig.client.completions.create(model=rig.model.name, prompt="Hi", max_tokens=4, extra_headers=headers)
-    answer = await rig.http.get("/metrics", headers={"accept": "application/openmetrics-text;version=1.0.0"})
-    assert answer.headers["content-type"].startswith("application/openmetrics-text")
-    linked = {line.split("{")[0] for line in answer.text.splitlines() if f'trace_id="{trace_id}"' in line}
+    text = rig.metrics_text("application/openmetrics-text;version=1.0.0")
+    linked = {line.split("{")[0] for line in text.splitlines() if f'trace_id="{trace_id}"' in line}
     assert {
         "gen_ai_server_time_to_first_token_seconds_bucket",
         "gen_ai_server_request_duration_seconds_bucket",
         "kvmesh_bus_request_seconds_bucket",
         "kvmesh_gateway_requests_total",
     } <= linked
-    assert 'kvmesh_unfinished_requests{age="<1s"} 0.0' in answer.text
-    assert "kvmesh_unfinished_requests_overdue_seconds 0.0" in answer.text
+    assert 'kvmesh_unfinished_requests{age="<1s"} 0.0' in text
+    assert "kvmesh_unfinished_requests_overdue_seconds 0.0" in text
 
 
 class Links(HTMLParser):

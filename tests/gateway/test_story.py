@@ -166,7 +166,7 @@ async def test_other_subjects_take_no_empty_message(rig: Rig) -> None:
 async def job_of(request_id: str) -> Job:
     key = BlockKey(block_size=16, model_fingerprint="f")
     return Job(
-        request_id=RequestId(request_id), prompt=await pack_prompt([1, 2, 3], key), key=key,
+        request_id=RequestId(request_id), prompt=pack_prompt([1, 2, 3], key), key=key,
         sampling=SamplingParams(max_tokens=4), deadline_ms=now_ms() + 60_000, trace=new_trace(0.0),
     )  # fmt: skip
 

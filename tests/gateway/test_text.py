@@ -1,6 +1,5 @@
 """Detokenizing token by token, stop strings, and chat templates."""
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -227,25 +226,6 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="cannot be read"):
         load_text(tmp_path)
-
-
-async def test_a_long_text_is_tokenized_off_the_loop() -> None:
-    codec = CODECS["demo"]
-    text = "The harbour of Bergen. " * 5_000
-    beats = 0
-
-    async def beat() -> None:
-        nonlocal beats
-        while True:
-            await asyncio.sleep(0)
-            beats += 1
-
-    async with asyncio.TaskGroup() as tasks:
-        beating = tasks.create_task(beat())
-        ids = await codec.encode_async(text)
-        beating.cancel()
-    assert beats > 0
-    assert ids == codec.encode(text)
 
 
 def test_the_gateway_needs_no_torch() -> None:

@@ -322,8 +322,8 @@ def choices_share_one_id(patch: pytest.MonkeyPatch) -> None:
 
     make_jobs = http.make_jobs
 
-    async def same_id(model: Any, prepared: Any, request_id: Any, *rest: Any) -> Any:
-        jobs = await make_jobs(model, prepared, request_id, *rest)
+    def same_id(model: Any, prepared: Any, request_id: Any, *rest: Any) -> Any:
+        jobs = make_jobs(model, prepared, request_id, *rest)
         return [dataclasses.replace(job, request_id=request_id) for job in jobs]
 
     patch.setattr(http, "make_jobs", same_id)

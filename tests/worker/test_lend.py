@@ -80,6 +80,7 @@ def test_the_leading_run_that_is_here_is_lent(first_block: int) -> None:
         ({"answer_by_ms": 1}, RefusalReason.DEADLINE),
         ({"reader": "x" * 3000}, RefusalReason.INVALID),
         ({"request_id": "a.b"}, RefusalReason.INVALID),
+        ({"tenant": "t" * 3000}, RefusalReason.INVALID),
     ],
 )
 def test_what_is_not_here_or_not_right_is_refused(changes: dict[str, object], reason: str) -> None:

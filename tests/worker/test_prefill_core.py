@@ -132,6 +132,7 @@ def test_a_full_queue_refuses() -> None:
         (case.run_prefill(max_tokens=0), 0, RefusalReason.INVALID),
         (case.run_prefill(num_tokens=40), 0, RefusalReason.TOO_LONG),
         (case.run_prefill(num_tokens=2000), 0, RefusalReason.INVALID),
+        (msgspec.structs.replace(case.run_prefill(), tenant="t" * 3_000), 0, RefusalReason.INVALID),
     ],
 )
 def test_what_cannot_be_served_is_refused(request_: RunPrefill, now_ms: int, reason: str) -> None:

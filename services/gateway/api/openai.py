@@ -3,7 +3,6 @@
 What would change an answer and is not supported is refused; fields that nobody knows are ignored.
 """
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -20,8 +19,9 @@ class InvalidRequestError(Exception):
     """The client asked for something it cannot have. `param` names the field, where there is one."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
-        super().__init__(message)
-        self.message = message
+        cut = limits.MAX_ERROR_CHARACTERS
+        self.message = message if len(message) <= cut else f"{message[: cut - 2]} …"
+        super().__init__(self.message)
         self.param = param
         self.code = code
         self.status = status
@@ -107,6 +107,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 Prompt = str | list[int]
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Who may speak in a conversation. A template writes the role beside its special tokens, so that a free text would be
+the client's way to write such a turn itself."""
+
 # The values that mean "as if it were not there"; everything else in these fields is refused by name.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "logprobs": (False,),
@@ -155,7 +159,7 @@ def options_of(body: CompletionBody | ChatBody, vocab_size: int) -> Options:
         max_tokens_param=name,
         temperature=_within("temperature", body.temperature, 1.0, 0.0, 2.0),
         top_p=_top_p(body.top_p),
-        top_k=max(0, _within("top_k", body.top_k, 0, -1, 2**31 - 1)),
+        top_k=max(0, _within("top_k", body.top_k, 0, -1, limits.MAX_COUNT)),
         seed=_seed(body.seed),
         stops=_stops(body.stop),
         stop_token_ids=_stop_token_ids(body.stop_token_ids, vocab_size),
@@ -178,6 +182,8 @@ def prompts_of(body: CompletionBody, vocab_size: int) -> list[Prompt]:
         raise InvalidRequestError("`prompt` mixes texts, token ids and lists of them", "prompt")
     if kinds == {int}:
         return [_token_prompt(prompt, vocab_size)]
+    if len(prompt) > limits.MAX_CHOICES:
+        raise InvalidRequestError(f"`prompt` holds more than {limits.MAX_CHOICES} prompts", "prompt")
     return [_text_prompt(p) if isinstance(p, str) else _token_prompt(p, vocab_size) for p in prompt]
 
 
@@ -185,7 +191,16 @@ def messages_of(body: ChatBody) -> list[ChatMessage]:
     """Return the conversation. Raises InvalidRequestError."""
     if not body.messages:
         raise InvalidRequestError("`messages` is empty", "messages")
-    return [ChatMessage(role=m.role, content=_content(m, index)) for index, m in enumerate(body.messages)]
+    if len(body.messages) > limits.MAX_MESSAGES:
+        raise InvalidRequestError(f"`messages` holds more than {limits.MAX_MESSAGES}", "messages")
+    return [ChatMessage(role=_role(m, index), content=_content(m, index)) for index, m in enumerate(body.messages)]
+
+
+def _role(message: MessageBody, index: int) -> str:
+    if message.role not in ROLES:
+        where = f"messages[{index}].role"
+        raise InvalidRequestError(f"`{where}` must be one of {', '.join(ROLES)}, not {message.role!r}", where)
+    return message.role
 
 
 def _content(message: MessageBody, index: int) -> str:
@@ -203,7 +218,7 @@ def _content(message: MessageBody, index: int) -> str:
 def _within(name: str, value: float | int | None, default: NumberT, low: float, high: float) -> NumberT:
     if value is None:
         return default
-    if not math.isfinite(value) or not low <= value <= high:
+    if not low <= value <= high:
         raise InvalidRequestError(f"`{name}` must be from {low:g} to {high:g}, not {value}", name)
     return type(default)(value)
 
@@ -218,8 +233,8 @@ def _max_tokens(body: CompletionBody | ChatBody) -> tuple[str, int | None]:
     name, value = "max_tokens", body.max_tokens
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         name, value = "max_completion_tokens", body.max_completion_tokens
-    if value is not None and value < 1:
-        raise InvalidRequestError(f"`{name}` must be at least 1, not {value}", name)
+    if value is not None and not 1 <= value <= limits.MAX_COUNT:
+        raise InvalidRequestError(f"`{name}` must be from 1 to {limits.MAX_COUNT}, not {value}", name)
     return name, value
 
 

@@ -1,6 +1,7 @@
 """From a body to jobs: render, tokenize, check lengths, hash blocks."""
 
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dataplane.blocks.layout import KVLayout
@@ -39,6 +40,11 @@ class GatewayModel:
     num_worker_tokens: int
     """How many tokens one worker's arena holds."""
 
+    @property
+    def max_text_bytes(self) -> int:
+        """A text of more bytes is not even tokenized: its tokens could not fit into the context."""
+        return min(self.context_length * self.codec.longest_token_bytes, limits.MAX_TEXT_BYTES)
+
     def key_of(self, tenant: str) -> BlockKey:
         layout = self.layout
         return BlockKey(block_size=layout.block_size, model_fingerprint=layout.fingerprint, tenant=tenant)
@@ -53,26 +59,26 @@ class Prepared:
     max_tokens: tuple[int, ...]
 
 
-async def prepare(model: GatewayModel, body: CompletionBody | ChatBody) -> Prepared:
-    """Return what is to be computed. Raises InvalidRequestError. Long prompts are tokenized in a thread."""
+def prepare(model: GatewayModel, body: CompletionBody | ChatBody) -> Prepared:
+    """Return what is to be computed. Raises InvalidRequestError."""
     options = options_of(body, model.vocab_size)
     if options.model not in model.names:
         raise InvalidRequestError(f"there is no model {options.model!r} here", "model", "model_not_found", 404)
     if isinstance(body, ChatBody):
         param = "messages"
-        token_ids = [await _encode_chat(model, body)]
+        token_ids = [_encode_chat(model, body)]
     else:
         param = "prompt"
         asked = prompts_of(body, model.vocab_size)
         if len(asked) * options.n > limits.MAX_CHOICES:
             raise InvalidRequestError(f"prompts times `n` is over {limits.MAX_CHOICES}", "prompt")
-        token_ids = [await _encode(model, prompt) for prompt in asked]
+        token_ids = [_encode(model, prompt) for prompt in asked]
     default = None if isinstance(body, ChatBody) else limits.DEFAULT_COMPLETION_TOKENS
     max_tokens = [_max_tokens(model, options, len(ids), default, param) for ids in token_ids]
     return Prepared(options=options, prompts=tuple(token_ids), max_tokens=tuple(max_tokens))
 
 
-async def make_jobs(
+def make_jobs(
     key: BlockKey, prepared: Prepared, request_id: RequestId, deadline_ms: int, trace: TraceContext
 ) -> list[Job]:
     """Return one job per choice, in the order of their indexes; a prompt's choices differ by their seeds only."""
@@ -81,7 +87,7 @@ async def make_jobs(
     jobs: list[Job] = []
     is_single = len(prepared.prompts) * options.n == 1
     for prompt, max_tokens in zip(prepared.prompts, prepared.max_tokens, strict=True):
-        packed = await pack_prompt(prompt, key)
+        packed = pack_prompt(prompt, key)
         for number in range(options.n):
             job = Job(
                 request_id=request_id if is_single else RequestId(f"{request_id}_c{len(jobs)}"),
@@ -107,17 +113,33 @@ def _sampling(options: Options, max_tokens: int, seed: int) -> SamplingParams:
     )
 
 
-async def _encode_chat(model: GatewayModel, body: ChatBody) -> list[int]:
+def _encode_chat(model: GatewayModel, body: ChatBody) -> list[int]:
+    messages = messages_of(body)
+    _check_length(model, (message.content for message in messages), "messages")
     try:
-        text = model.codec.render_chat(messages_of(body))
+        return model.codec.encode_chat(messages)
     except ChatTemplateError as error:
         raise InvalidRequestError(str(error), "messages") from error
-    # The template writes the special tokens itself.
-    return await model.codec.encode_async(text, add_special_tokens=False)
 
 
-async def _encode(model: GatewayModel, prompt: Prompt) -> list[int]:
-    return await model.codec.encode_async(prompt) if isinstance(prompt, str) else prompt
+def _encode(model: GatewayModel, prompt: Prompt) -> list[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    _check_length(model, (prompt,), "prompt")
+    return model.codec.encode(prompt)
+
+
+def _check_length(model: GatewayModel, texts: Iterable[str], param: str) -> None:
+    """Raises InvalidRequestError where texts are so long that they need not be tokenized to see that they do not
+    fit."""
+    num_bytes = sum(len(text.encode()) for text in texts)
+    if num_bytes > model.max_text_bytes:
+        message = (
+            f"`{param}` has {num_bytes} bytes of text, and at most {model.max_text_bytes} are taken: the model's "
+            f"context holds {model.context_length} tokens of up to {model.codec.longest_token_bytes} bytes, "
+            f"and no text may be over {limits.MAX_TEXT_BYTES} bytes"
+        )
+        raise InvalidRequestError(message, param, "context_length_exceeded")
 
 
 def _max_tokens(model: GatewayModel, options: Options, num_prompt: int, default: int | None, param: str) -> int:

@@ -1,12 +1,12 @@
-"""The HTTP surface: routes, health, metrics, and errors in OpenAI's shape."""
+"""The HTTP surface: routes, health, and errors in OpenAI's shape."""
 
-import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 from litestar import Litestar, Request, Response, get, post
+from litestar.config.cors import CORSConfig
 from litestar.datastructures import State
 from litestar.exceptions import HTTPException
 from litestar.openapi import OpenAPIConfig
@@ -23,7 +23,9 @@ from services.bus.typed import TypedBus
 from services.config import GatewayConfig
 from services.gateway import limits
 from services.gateway.api.answer import Answer, Call, ChoiceText
+from services.gateway.api.bodies import Bodies
 from services.gateway.api.docs import JSON, PAGE, SchemaPage, add_bodies
+from services.gateway.api.guard import EarlyRefusal, NotNowError, check_json, tenant_of
 from services.gateway.api.openai import ChatBody, CompletionBody, InvalidRequestError, decode_body
 from services.gateway.api.prepare import GatewayModel, Prepared, make_jobs, prepare
 from services.gateway.api.replies import (
@@ -41,6 +43,7 @@ from services.gateway.api.text import StopMatcher
 from services.gateway.observe.answer_observer import AnswerObserver
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.events import FailRequest
+from services.gateway.request.job import Job
 from services.gateway.requests import Requests
 from services.runtime import now_ms
 from services.telemetry import Telemetry
@@ -51,6 +54,11 @@ COMPLETIONS = "/v1/completions"
 CHAT_COMPLETIONS = "/v1/chat/completions"
 
 HttpRequest = Request[object, object, State]
+
+_EXPOSED = ["x-request-id", "traceparent", "retry-after"]
+"""Headers of an answer that a page of another origin may read, where such pages are let in."""
+_TRACEPARENT_LENGTH = 55
+"""Another one is malformed; it may be long, and what reads them remembers them."""
 
 
 @dataclass(kw_only=True)
@@ -64,6 +72,7 @@ class Gateway:
     metrics: GatewayMetrics
     bus: TypedBus
     started_s: int
+    bodies: Bodies = field(default_factory=Bodies)
     stopping: bool = False
 
 
@@ -81,7 +90,7 @@ def build_app(gateway: Gateway) -> Litestar:
     @get("/v1/models", summary="The model that is served")
     async def models(request: HttpRequest) -> Response[bytes]:
         try:
-            _tenant_of(gateway, request)
+            tenant_of(gateway.config.tenants, request.headers)
         except InvalidRequestError as error:
             return _json(error_of_invalid(error), error.status)
         return _json(ModelsReply(data=tuple(_model_reply(gateway, name) for name in _names(gateway))))
@@ -90,7 +99,7 @@ def build_app(gateway: Gateway) -> Litestar:
     async def model(request: HttpRequest, model_id: FromPath[str]) -> Response[bytes]:
         name = model_id.lstrip("/")
         try:
-            _tenant_of(gateway, request)
+            tenant_of(gateway.config.tenants, request.headers)
             if name not in gateway.model.names:
                 raise InvalidRequestError(f"there is no model {name!r} here", "model", "model_not_found", 404)
         except InvalidRequestError as error:
@@ -104,11 +113,6 @@ def build_app(gateway: Gateway) -> Litestar:
             return _json(HealthReply(status="unavailable", reason=reason), 503)
         return _json(HealthReply(status="ok"))
 
-    @get("/metrics", summary="Prometheus metrics")
-    async def metrics(request: HttpRequest) -> Response[bytes]:
-        text, content_type = gateway.metrics.render(request.headers.get("accept", ""))
-        return Response(text, media_type=content_type)
-
     @get(["/", "/docs"], include_in_schema=False)
     async def docs() -> Redirect:
         return Redirect(PAGE, status_code=307)
@@ -117,10 +121,13 @@ def build_app(gateway: Gateway) -> Litestar:
     async def openapi_json() -> Redirect:
         return Redirect(JSON, status_code=307)
 
+    origins = gateway.config.cors_origins
+    cors = CORSConfig([*origins], allow_methods=["GET", "POST"], expose_headers=_EXPOSED) if origins else None
     app = Litestar(
-        route_handlers=[completions, chat_completions, models, model, health, metrics, docs, openapi_json],
+        route_handlers=[completions, chat_completions, models, model, health, docs, openapi_json],
         exception_handlers={HTTPException: _on_http_exception, Exception: _on_exception},
         request_max_body_size=limits.MAX_BODY_BYTES,
+        cors_config=cors,
         logging_config=None,
         openapi_config=OpenAPIConfig(title="kvmesh", version="1", render_plugins=[SchemaPage()]),
     )
@@ -129,60 +136,61 @@ def build_app(gateway: Gateway) -> Litestar:
 
 
 async def _generate(gateway: Gateway, request: HttpRequest, route: str) -> ASGIApp:
-    """Return the response that answers a generation, or says what is wrong with it."""
-    request_id = RequestId(new_id("req"))
-    body = await _read(request, gateway.config.request_timeout_s)
-    parent = request.headers.get("traceparent", "")
-    observer = AnswerObserver(
-        request_id, route, parent, gateway.metrics, gateway.telemetry, gateway.requests.keep_trace
-    )
+    """Return the response that answers a generation, or says what is wrong with it.
+
+    Who asks, and what is sent, is known from the headers: of a stranger no body is read.
+    """
+    has_read = False
+    observer: AnswerObserver | None = None
     try:
-        tenant = _tenant_of(gateway, request)
-        if isinstance(body, InvalidRequestError):
-            raise body
         if gateway.stopping:
-            return _refuse_stopping(observer)
-        call = await _call(gateway, observer, tenant, route, body)
+            raise NotNowError("draining", "this gateway is shutting down")
+        tenant = tenant_of(gateway.config.tenants, request.headers)
+        check_json(request.headers)
+        async with gateway.bodies.read(request, gateway.config.request_timeout_s) as body:
+            has_read = True
+            observer = _observer(gateway, request, route)
+            call = await _call(gateway, observer, tenant, route, body)
     except InvalidRequestError as error:
+        observer = observer or _observer(gateway, request, route)
         observer.refused(error.status, "invalid", error.message)
-        headers = {"x-request-id": request_id, "traceparent": observer.trace.traceparent}
-        return _asgi_error(error_of_invalid(error), error.status, headers)
+        reply, status, headers = error_of_invalid(error), error.status, dict[str, str]()
+    except NotNowError as error:
+        observer, fail = observer or _observer(gateway, request, route), error.fail
+        observer.refused(fail.status, fail.code, fail.message)
+        reply, status, headers = error_of_fail(fail), fail.status, {"retry-after": retry_after_of(fail)}
     except BaseException as error:
-        observer.broke(error)
+        if observer is not None:
+            observer.broke(error)
         raise
-    return Answer(call, observer, gateway.requests)
+    else:
+        return Answer(call, observer, gateway.requests)
+    headers |= {"x-request-id": observer.request_id, "traceparent": observer.trace.traceparent}
+    return _asgi_error(reply, status, headers) if has_read else EarlyRefusal(reply, status, headers)
 
 
-def _tenant_of(gateway: Gateway, request: HttpRequest) -> str:
-    """Return whose request this is. Raises InvalidRequestError for a key that is missing or unknown."""
-    tenants = gateway.config.tenants
-    if not tenants:
-        return ""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    tenant = tenants.get(key.strip()) if scheme.lower() == "bearer" else None
-    if tenant is None:
-        raise InvalidRequestError("this API key is missing or unknown", None, "invalid_api_key", 401)
-    return tenant
-
-
-async def _read(request: HttpRequest, timeout_s: float) -> bytes | InvalidRequestError:
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await request.body()
-    except TimeoutError:
-        return InvalidRequestError(f"the body did not come within {timeout_s:g} s", None, "request_timeout", 408)
-    except HTTPException as error:
-        if error.status_code != 413:
-            raise
-        return InvalidRequestError(f"the body is over {limits.MAX_BODY_BYTES} bytes", None, "request_too_large", 413)
+def _observer(gateway: Gateway, request: HttpRequest, route: str) -> AnswerObserver:
+    parent = request.headers.get("traceparent", "")
+    return AnswerObserver(
+        RequestId(new_id("req")),
+        route,
+        parent if len(parent) == _TRACEPARENT_LENGTH else "",
+        gateway.metrics,
+        gateway.telemetry,
+        gateway.requests.keep_trace,
+    )
 
 
 async def _call(gateway: Gateway, observer: AnswerObserver, tenant: str, route: str, payload: bytes) -> Call:
-    """Check and tokenize a body. Raises InvalidRequestError."""
+    """Check and tokenize a body. Raises InvalidRequestError and NotNowError."""
     request_id, model, is_chat = observer.request_id, gateway.model, route == CHAT_COMPLETIONS
     deadline_ms = now_ms() + round(gateway.config.request_timeout_s * 1000)
-    prepared = await prepare(model, decode_body(payload, is_chat=is_chat))
-    jobs = await make_jobs(model.key_of(tenant), prepared, request_id, deadline_ms, observer.trace)
+
+    def understand() -> tuple[Prepared, list[Job]]:
+        prepared = prepare(model, decode_body(payload, is_chat=is_chat))
+        return prepared, make_jobs(model.key_of(tenant), prepared, request_id, deadline_ms, observer.trace)
+
+    prepared, jobs = await gateway.bodies.understand(len(payload), understand)
     options = prepared.options
     style = Style(
         chat=is_chat,
@@ -205,13 +213,6 @@ def _choice_text(model: GatewayModel, prepared: Prepared) -> ChoiceText:
     options = prepared.options
     hidden = set(options.stop_token_ids) | (set[int]() if options.ignore_eos else model.eos_token_ids)
     return ChoiceText(model.codec.detokenizer(), StopMatcher(options.stops), hidden)
-
-
-def _refuse_stopping(observer: AnswerObserver) -> ASGIApp:
-    fail = FailRequest("draining", "this gateway is shutting down", 503, limits.DEFAULT_RETRY_AFTER_MS)
-    observer.refused(fail.status, fail.code, fail.message)
-    headers = {"retry-after": retry_after_of(fail), "traceparent": observer.trace.traceparent}
-    return _asgi_error(error_of_fail(fail), fail.status, headers)
 
 
 async def _unhealthy_reason(gateway: Gateway) -> str:

@@ -3,7 +3,6 @@
 Needs the `tokenizers` library and jinja2 only. A template comes with the checkpoint, so it runs in a sandbox.
 """
 
-import asyncio
 import datetime
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -17,6 +16,7 @@ from tokenizers import Tokenizer
 
 from services.errors import UserError
 from services.gateway import limits
+from services.gateway.api.special import Masks, SpecialTokens
 
 REPLACEMENT = "\ufffd"
 
@@ -39,23 +39,40 @@ class TextCodec:
         self._tokenizer = tokenizer
         self._special = dict(special or {})
         self._template = _environment().from_string(template) if template else None
+        self._knows_developers = "developer" in template
         self.vocab_size = tokenizer.get_vocab_size()
         added = tokenizer.get_added_tokens_decoder()
-        special_ids = {token_id for token_id, token in added.items() if token.special}
-        known_ids = set(tokenizer.get_vocab(with_added_tokens=True).values())
-        self._shown_ids = frozenset(known_ids - special_ids)
+        self._specials = SpecialTokens({token_id: token for token_id, token in added.items() if token.special})
+        self._plain_tokenizer = Tokenizer.from_str(tokenizer.to_str())
+        self._plain_tokenizer.encode_special_tokens = True  # the library's name for: as the text that they are
+        vocab = tokenizer.get_vocab(with_added_tokens=True)
+        self._shown_ids = frozenset(vocab.values()) - self._specials.ids
         self._byte_ids = _byte_fallback_ids(tokenizer)
+        self.longest_token_bytes = max((len(token.encode()) for token in vocab), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the text's token ids."""
         # The batch call, unlike the single one, lets other threads run meanwhile and skips the offsets.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the text's token ids; a long text is tokenized in a thread, so that the event loop stays quick."""
-        if len(text) <= limits.MAX_INLINE_CHARACTERS:
-            return self.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Return the token ids of the prompt that the template makes of the messages: only the template itself writes
+        special tokens. Raises ChatTemplateError."""
+        masks = Masks()
+        masked = [ChatMessage(role=m.role, content=self._specials.mask(m.content, masks)) for m in messages]
+        text = self.render_chat(masked)
+        if not masks:
+            token_ids = self.encode(text, add_special_tokens=False)
+            # A tokenizer may see more of them than are spelled: it may compare what its normalizer makes of the text.
+            if sum(token_id in self._specials.ids for token_id in token_ids) == self._specials.count(text):
+                return token_ids
+        return [token_id for piece in self._specials.split(text) for token_id in self._encode_piece(piece, masks)]
+
+    def _encode_piece(self, piece: str | int, masks: Masks) -> list[int]:
+        if isinstance(piece, int):
+            return [piece]
+        text = masks.unmask(piece)
+        return self._plain_tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids if text else []
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text without special tokens."""
@@ -65,11 +82,15 @@ class TextCodec:
         """Return the prompt that the template makes of the messages. Raises ChatTemplateError."""
         if self._template is None:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
-        turns = [{"role": message.role, "content": message.content} for message in messages]
+        turns = [{"role": self._role(message.role), "content": message.content} for message in messages]
         try:
             return self._template.render(messages=turns, tools=None, add_generation_prompt=True, **self._special)
         except (TemplateError, TypeError, ValueError, LookupError) as error:
             raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
+
+    def _role(self, role: str) -> str:
+        """A template that does not know developers has them as its system role, which they replaced."""
+        return "system" if role == "developer" and not self._knows_developers else role
 
     def detokenizer(self) -> "Detokenizer":
         return Detokenizer(self, self._shown_ids, self._byte_ids)

@@ -34,11 +34,6 @@ class GatewayMetrics:
         self._observed = observed
         registry.on_sample(self._sample)
 
-    def render(self, accept: str = "") -> tuple[bytes, str]:
-        """Return the text and its content type."""
-        self.registry.sample()
-        return self.registry.render(accept)
-
     def _sample(self) -> None:
         observed, put = self._observed, self.registry.put
         ages_s = observed.ages_s()

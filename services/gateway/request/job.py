@@ -43,18 +43,21 @@ class Job:
     """Its spans lie under this one."""
 
 
-async def pack_prompt(prompt: Sequence[int], key: BlockKey) -> PackedPrompt:
-    """Pack and hash a prompt; a long one in a thread."""
-    if len(prompt) <= limits.MAX_INLINE_TOKENS:
-        return _pack(prompt, key)
-    return await asyncio.to_thread(_pack, prompt, key)
+def pack_prompt(prompt: Sequence[int], key: BlockKey) -> PackedPrompt:
+    """Pack and hash a prompt."""
+    hashes = hash_blocks(prompt, key.block_size, model_fingerprint=key.model_fingerprint, tenant=key.tenant)
+    return PackedPrompt(pack_tokens(prompt), join_hashes(hashes), len(prompt))
 
 
 async def continue_prompt(job: Job, answered: Sequence[int]) -> PackedPrompt:
-    """Return the prompt of an attempt that goes on after the tokens that were answered."""
+    """Return the prompt of an attempt that goes on after the tokens that were answered. A long one is packed in a
+    thread."""
     if not answered:
         return job.prompt
-    return await pack_prompt([*unpack_tokens(job.prompt.token_ids), *answered], job.key)
+    prompt = [*unpack_tokens(job.prompt.token_ids), *answered]
+    if len(prompt) <= limits.MAX_INLINE_TOKENS:
+        return pack_prompt(prompt, job.key)
+    return await asyncio.to_thread(pack_prompt, prompt, job.key)
 
 
 def place_request(job: Job, action: AskPlacement, prompt: PackedPrompt) -> PlaceRequest:
@@ -102,8 +105,3 @@ def reserve_message(job: Job, gateway_id: GatewayId, action: SendReserve, prompt
         tenant=job.key.tenant,
         replica=action.replica,
     )
-
-
-def _pack(prompt: Sequence[int], key: BlockKey) -> PackedPrompt:
-    hashes = hash_blocks(prompt, key.block_size, model_fingerprint=key.model_fingerprint, tenant=key.tenant)
-    return PackedPrompt(pack_tokens(prompt), join_hashes(hashes), len(prompt))

@@ -51,9 +51,9 @@ class Admission:
         self._see(tenant, now_ms)
         used, best = min(((self._used(way), way) for way in ways), key=lambda pair: pair[0])
         if used > 1:
-            return Overload(f"every worker's queue is full ({_describe(best)})", _retry_ms(best, used, 1))
+            return Overload(f"every worker's queue is full ({_describe(best)})", _retry_ms(best))
         if used > CONTESTED_SHARE and self._has_more_than_its_share(tenant, now_ms):
-            return Overload(f"other tenants go first ({_describe(best)})", _retry_ms(best, used, CONTESTED_SHARE))
+            return Overload(f"other tenants go first ({_describe(best)})", _retry_ms(best))
         return None
 
     def placed(self, tenant: str, num_tokens: int, now_ms: int) -> None:
@@ -80,9 +80,13 @@ class Admission:
         return seen
 
 
-def _retry_ms(best: Wait, used: float, bound: float) -> int:
-    """Return how long the best queue takes to shrink to this share of the bound."""
-    return round(min(MAX_RETRY_MS, max(MIN_RETRY_MS, best.predicted_ms * (1 - bound / used))))
+def _retry_ms(best: Wait) -> int:
+    """Return when to come again: once all that waits now in the best queue has been served.
+
+    A queue is within its bound again much sooner, as it is refused at the bound. But whoever was refused since waits
+    for that moment too, and nearly all of them would be refused again.
+    """
+    return round(min(MAX_RETRY_MS, max(MIN_RETRY_MS, best.predicted_ms)))
 
 
 def _describe(best: Wait) -> str:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from schemas.block import BLOCK_HASH_BYTES
 from schemas.directory import HolderPrefix
-from schemas.ids import WorkerId
+from schemas.ids import WorkerId, is_tenant
 from schemas.request import KVSource, Placement, PlacementTerms, PlaceRequest, RefusalReason, Refused, refuse
 from services.config import SchedulerConfig
 from services.scheduler.limits import FAILED_PENALTY, RETRY_AFTER_MS, SUSPECT_PENALTY
@@ -74,6 +74,8 @@ class Placer:
         """Choose the workers of one attempt. Counts the choice as load until the workers report their own."""
         if case.request.deadline_ms <= case.now_ms:
             return refuse(case.request, RefusalReason.DEADLINE, "the deadline has passed")
+        if not is_tenant(case.request.tenant):
+            return refuse(case.request, RefusalReason.INVALID, "a tenant's name is a word of letters, digits, - and _")
         usable = case.fleet.usable()
         fitting = [worker for worker in usable if fits(worker.info, case.request)]
         rates = case.fleet.rates(case.now_ms)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from schemas.block import unpack_tokens
-from schemas.ids import TokenIds, WorkerId, is_subject_token
+from schemas.ids import TokenIds, WorkerId, is_subject_token, is_tenant
 from schemas.request import RefusalReason, Refused, ReserveBlocks, RunPrefill, SamplingParams, refuse
 from services.worker.limits import MAX_SOURCES, RETRY_AFTER_MS
 
@@ -79,12 +79,10 @@ def check_request(
         reason = (RefusalReason.DEADLINE, "the deadline has passed", 0)
     elif isinstance(request, RunPrefill) and (request.handoff_id is None) != (request.decode_worker is None):
         reason = (RefusalReason.INVALID, "a hand-over needs both its id and its decode worker", 0)
-    elif not all(map(is_subject_token, _ids_of(request))) or len(request.sources) > MAX_SOURCES:
-        reason = (
-            RefusalReason.INVALID,
-            f"an id that is no word of letters, digits, - and _, or over {MAX_SOURCES} sources",
-            0,
-        )
+    elif not all(map(is_subject_token, _ids_of(request))) or not is_tenant(request.tenant):
+        reason = (RefusalReason.INVALID, "an id or a tenant that is no word of letters, digits, - and _", 0)
+    elif len(request.sources) > MAX_SOURCES:
+        reason = (RefusalReason.INVALID, f"over {MAX_SOURCES} sources", 0)
     elif not prompt or request.sampling.max_tokens < 1 or max(prompt) >= limits.vocab_size:
         reason = (RefusalReason.INVALID, "an empty prompt, no tokens to generate, or a token outside the vocabulary", 0)
     elif not 0 <= num_answered < min(len(prompt), request.sampling.max_tokens):

@@ -1,0 +1,118 @@
+"""Who is let in: by what a client calls us, by its key, by what it sends. And how somebody is told that he is not."""
+
+import asyncio
+import contextlib
+import hmac
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from litestar.types import ASGIApp, Receive, Scope, Send
+
+from services.gateway import limits
+from services.gateway.api.openai import InvalidRequestError
+from services.gateway.api.replies import (
+    JSON_TYPE,
+    ErrorReply,
+    encode_reply,
+    error_of_fail,
+    error_of_invalid,
+    retry_after_of,
+)
+from services.gateway.request.events import FailRequest
+from services.ports import is_loopback
+
+Headers = Mapping[str, str]
+
+
+class NotNowError(Exception):
+    """A request that may come again in a moment: `fail` says why it is refused."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.fail = FailRequest(code, message, 503, limits.DEFAULT_RETRY_AFTER_MS)
+
+
+class EarlyRefusal:
+    """An ASGI response to what has not been read to its end; the connection is closed after it."""
+
+    def __init__(self, reply: ErrorReply, status: int, headers: Headers | None = None) -> None:
+        self._body = encode_reply(reply)
+        self._status = status
+        named = {"connection": "close", "content-length": str(len(self._body)), **(headers or {})}
+        self._headers = [(b"content-type", JSON_TYPE), *((k.encode(), v.encode()) for k, v in named.items())]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self._status, "headers": self._headers})
+        await send({"type": "http.response.body", "body": self._body, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limits.LINGER_S):
+                while _has_more(await receive()):
+                    pass
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class HostGuard:
+    """Lets in who calls this gateway by a name of its own.
+
+    A page of another site may have its own name lead to our address (DNS rebinding), and could then ask here as if it
+    were ours; `Host` still has that site's name. A loopback address, and the one that the client has connected to, are
+    nobody's name.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Iterable[str]) -> None:
+        self._app = app
+        self._hosts = {"localhost", *(host.lower().rstrip(".") for host in hosts)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        names = [value.decode("latin-1") for key, value in scope["headers"] if key == b"host"]
+        if len(names) == 1 and self._is_ours(_without_port(names[0]), scope):
+            await self._app(scope, receive, send)
+            return
+        said = repr(names[0]) if names else "nothing"
+        message = f"the header Host says {said}, which is no name of this gateway: add it to gateway.hosts in mesh.toml"
+        reply = error_of_invalid(InvalidRequestError(message, code="unknown_host"))
+        await EarlyRefusal(reply, 421)(scope, receive, send)
+
+    def _is_ours(self, name: str, scope: Scope) -> bool:
+        server = scope["server"]
+        return name in self._hosts or is_loopback(name) or (server is not None and name == server[0])
+
+
+async def refuse_busy(scope: Scope, receive: Receive, send: Send) -> None:
+    """An ASGI application for a connection that is one too many."""
+    fail = NotNowError("overloaded", "this gateway answers as many requests as it can").fail
+    await EarlyRefusal(error_of_fail(fail), fail.status, {"retry-after": retry_after_of(fail)})(scope, receive, send)
+
+
+def tenant_of(tenants: Mapping[str, str], headers: Headers) -> str:
+    """Return whose request this is. Raises InvalidRequestError for a key that is missing or unknown."""
+    if not tenants:
+        return ""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    said = key.strip().encode() if scheme.lower() == "bearer" else b""
+    # Each is compared, and each to its end: how long this takes tells nothing of the keys.
+    found = [tenant for known, tenant in tenants.items() if hmac.compare_digest(known.encode(), said)]
+    if not found:
+        raise InvalidRequestError("this API key is missing or unknown", None, "invalid_api_key", 401)
+    return found[0]
+
+
+def check_json(headers: Headers) -> None:
+    """Raises InvalidRequestError where a body is not said to be JSON: any page may have a browser send other types
+    here, but for JSON the browser asks first whether the page may."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        message = f"the body must be sent as Content-Type: application/json, not {kind or 'without a type'}"
+        raise InvalidRequestError(message, None, "unsupported_media_type", 415)
+
+
+def _without_port(host: str) -> str:
+    """Return a Host header's name, in lower case and without brackets."""
+    name, _, port = host.strip().lower().rpartition(":")
+    if not name or not port.isdecimal():  # there is no port: the colon is none, or is within an address
+        name = host.strip().lower()
+    return name.removeprefix("[").removesuffix("]").rstrip(".")
+
+
+def _has_more(message: Mapping[str, Any]) -> bool:
+    return message["type"] == "http.request" and bool(message.get("more_body"))

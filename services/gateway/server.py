@@ -1,0 +1,186 @@
+"""The HTTP server: uvicorn's, with the limits on connections that it lacks.
+
+A connection either owes us a request or has one. While it owes one it has a limited time, and is the first to be closed
+where there are too many connections: the longest idle one goes. What it may take once it has one, the application says.
+"""
+
+import asyncio
+import contextlib
+import resource
+import socket
+import ssl
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from litestar.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from services.errors import UserError
+from services.gateway import limits
+from services.gateway.api.guard import refuse_busy
+from services.ports import BACKLOG
+
+
+@dataclass(slots=True)
+class Connections:
+    """The connections of one server. Those without a request are in `waiting`, the longest idle one first."""
+
+    max_connections: int
+    open: "set[Connection]" = field(default_factory=lambda: set[Connection]())
+    waiting: "dict[Connection, None]" = field(default_factory=lambda: dict[Connection, None]())
+
+    @property
+    def max_requests(self) -> int:
+        return self.max_connections - limits.SPARE_CONNECTIONS
+
+    def make_room(self) -> None:
+        """Close the longest idle connections where there are too many."""
+        while len(self.open) > self.max_connections and self.waiting:
+            next(iter(self.waiting)).drop()
+
+
+class Connection(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(self, connections: Connections, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._application: Any = self.app
+        self._all = connections
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_head_bytes = 0
+        self._is_in_body = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self._all.open.add(self)
+        self._wait(limits.HEAD_S)
+        self._all.make_room()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget()
+        super().connection_lost(exc)
+
+    def drop(self) -> None:
+        """Close the connection at once."""
+        self._forget()
+        self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_in_body:
+            self._num_head_bytes += len(data)
+        super().data_received(data)
+        # Only what is no whole head yet: on_headers_complete counts from 0 again.
+        if self._num_head_bytes > limits.MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.drop()
+
+    def on_message_begin(self) -> None:
+        if len(self.pipeline) >= limits.MAX_PIPELINED:
+            raise ValueError("too many requests at once")  # the parser ends, and uvicorn answers with a 400
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._stop_waiting()
+        self._num_head_bytes, self._is_in_body = 0, True
+        is_busy = len(self.tasks) >= self._all.max_requests
+        self.app: Any = refuse_busy if is_busy else self._application
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._is_in_body = False
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and not self.pipeline and not self.transport.is_closing():
+            self._wait(limits.KEEP_ALIVE_S + limits.HEAD_S)  # uvicorn's own timer ends with the first byte
+
+    def _wait(self, timeout_s: float) -> None:
+        self._stop_waiting()
+        self._all.waiting[self] = None
+        self._timer = self.loop.call_later(timeout_s, self.drop)
+
+    def _stop_waiting(self) -> None:
+        self._all.waiting.pop(self, None)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _forget(self) -> None:
+        self._stop_waiting()
+        self._all.open.discard(self)
+
+
+class Server(uvicorn.Server):
+    """Uvicorn without signal handlers: whoever runs the gateway owns the signals. `ready`: connections are taken.
+
+    `tls` None: http.
+    """
+
+    def __init__(self, app: ASGIApp, connections: Connections, tls: ssl.SSLContext | None) -> None:
+        options = uvicorn.Config(
+            app,  # pyright: ignore[reportArgumentType]
+            http="httptools",
+            loop="none",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",  # a warning for each line of rubbish that anybody sends would fill the log
+            access_log=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=limits.KEEP_ALIVE_S,
+            timeout_graceful_shutdown=round(limits.DRAIN_S) + 2,
+        )
+        super().__init__(options)
+        self.ready = asyncio.Event()
+        self._all = connections
+        self._tls = tls
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Like uvicorn's own, which makes no connections of another class and gives a TLS handshake a minute."""
+        loop = asyncio.get_running_loop()
+        handshake_s = limits.HEAD_S if self._tls else None
+        self.servers = [
+            await loop.create_server(
+                self._connection, sock=sock, ssl=self._tls, backlog=BACKLOG, ssl_handshake_timeout=handshake_s
+            )
+            for sock in sockets or ()
+        ]
+        self.started = True
+        self.ready.set()
+
+    def _connection(self) -> Connection:
+        return Connection(self._all, config=self.config, server_state=self.server_state, app_state={})
+
+
+def tls_context(cert: str, key: str) -> ssl.SSLContext | None:
+    """Return what serves https with this certificate; None without one. Raises UserError."""
+    if not cert:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        # A key that is locked by a password would ask for it at the terminal.
+        context.load_cert_chain(cert, key, password=lambda: b"")
+    except (OSError, ValueError) as error:  # an ssl.SSLError is an OSError
+        reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        raise UserError(
+            f"no https with certificate {cert} and key {key}: {reason}; both must be PEM files that fit each other"
+        ) from error
+    return context
+
+
+def connections_for(wanted: int) -> Connections:
+    """Return the limit on connections: so many, or for as many as the process has descriptors. Raises UserError where
+    that is too few to serve."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = wanted if allowed == resource.RLIM_INFINITY else min(wanted, allowed - limits.RESERVED_DESCRIPTORS)
+    if found < limits.MIN_CONNECTIONS:
+        needed = limits.RESERVED_DESCRIPTORS + limits.MIN_CONNECTIONS
+        raise UserError(f"a gateway needs {needed} open files, and may have {allowed}: raise `ulimit -n`")
+    return Connections(found)

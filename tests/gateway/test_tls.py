@@ -1,0 +1,82 @@
+"""The gateway over https, and certificates that cannot be used."""
+
+import asyncio
+import json
+import re
+import ssl
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from services.errors import UserError
+from services.gateway import limits
+from services.gateway.server import tls_context
+from tests.certificates import Certificate, make_certificate
+from tests.gateway.conftest import OpenRig, Rig
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    return make_certificate(tmp_path_factory.mktemp("tls"))
+
+
+def settings_of(certificate: Certificate) -> dict[str, str]:
+    return {"tls_cert": str(certificate.cert), "tls_key": str(certificate.key)}
+
+
+def address(rig: Rig) -> str:
+    return f"https://localhost:{rig.http.base_url.port}/v1"
+
+
+async def test_openais_client_over_https(open_rig: OpenRig, own: Certificate) -> None:
+    trusting = ssl.create_default_context(cafile=own.cert)
+    async with open_rig(gateway=settings_of(own)) as rig, httpx.AsyncClient(verify=trusting) as http:
+        client = openai.AsyncOpenAI(base_url=address(rig), api_key="x", max_retries=0, http_client=http)
+        answer = await client.completions.create(model=rig.model.name, prompt="Hi", max_tokens=100)
+        assert answer.choices[0].text == rig.text
+        stream = await client.completions.create(model=rig.model.name, prompt="Hi", max_tokens=100, stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == rig.text
+
+
+async def test_curl_over_https(open_rig: OpenRig, own: Certificate) -> None:
+    async with open_rig(gateway=settings_of(own)) as rig:
+        body = json.dumps({"model": rig.model.name, "prompt": "Hi", "max_tokens": 100})
+        command = ["curl", "-sS", "--cacert", str(own.cert), f"{address(rig)}/completions"]
+        command += ["-H", "Content-Type: application/json", "-d", body]
+        curl = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        said, _ = await curl.communicate()
+        assert json.loads(said)["choices"][0]["text"] == rig.text
+
+
+async def test_http_is_not_answered_where_https_is_served(open_rig: OpenRig, own: Certificate) -> None:
+    async with open_rig(gateway=settings_of(own)) as rig:
+        with pytest.raises(httpx.HTTPError):
+            await rig.http.get("/health")
+
+
+async def test_a_handshake_has_a_time_limit(
+    open_rig: OpenRig, own: Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "HEAD_S", 0.2)
+    async with open_rig(gateway=settings_of(own)) as rig:
+        reader, writer = await asyncio.open_connection("127.0.0.1", rig.http.base_url.port)
+        assert await reader.read() == b""
+        writer.close()
+
+
+def test_what_cannot_be_used_is_one_line(own: Certificate, tmp_path: Path) -> None:
+    other = make_certificate(tmp_path, "other")
+    locked = make_certificate(tmp_path, "locked", b"password")
+    rubbish = tmp_path / "rubbish"
+    rubbish.write_text("rubbish")
+    pairs = [
+        (tmp_path / "none.crt", own.key), (own.cert, tmp_path / "none.key"), (own.cert, other.key), (rubbish, own.key),
+        (own.cert, rubbish), locked, (tmp_path, own.key),
+    ]  # fmt: skip
+    for cert, key in pairs:
+        with pytest.raises(UserError) as caught:
+            tls_context(str(cert), str(key))
+        said = str(caught.value)
+        assert str(cert) in said and str(key) in said and "PEM" in said and not re.search(r"\n|\[SSL\]:? *$", said)
