@@ -76,7 +76,9 @@ def up(
     tls_cert: Annotated[str, typer.Option(help="Serve https with the certificate of this PEM file.")] = "",
     tls_key: Annotated[str, typer.Option(help="Its private key, a PEM file.")] = "",
     nats: Annotated[str, typer.Option(help="`embedded`, or the URL of a running server.")] = "embedded",
-    keys: Annotated[str, typer.Option(help="With a server of your own: the folder of `kvmesh bus-config`.")] = "",
+    keys: Annotated[
+        str, typer.Option(help="With a server of your own: what `kvmesh bus-config DIR` has written.")
+    ] = "",
     open_bus: Annotated[
         bool, typer.Option("--open-bus", help="Take a server that lets anybody in: whoever reaches it owns the mesh.")
     ] = False,

@@ -8,8 +8,7 @@ from rich.console import Console
 
 from schemas import observe as story
 from schemas.handoff import KVLanded
-from schemas.ids import GatewayId, LeaseId, RequestId, TokenIds, WorkerId
-from schemas.request import RequestTokens, TokensEmitted
+from schemas.ids import GatewayId, LeaseId, RequestId, WorkerId
 from schemas.worker import BlockCounts, LeftReason, TransferRate, WorkerLeft, WorkerLoad, WorkerRates
 from services.cli.board import Board
 from services.cli.limits import FORGET_AFTER_S, RATE_WINDOW_S, SILENT_AFTER_S
@@ -75,9 +74,12 @@ def test_a_request_whose_end_is_not_heard_is_dropped_after_its_deadline() -> Non
 
 def test_rates_are_averages_over_the_window() -> None:
     board = busy()
-    for at in (9.0, 10.0):
-        tokens = RequestTokens(request_id="req-1", attempt=1, index=0, tokens=TokenIds(bytes(4 * 50)))
-        board.hear(TokensEmitted(worker_id=examples.TARGET, requests=(tokens,)), at, NOW_MS)
+    for at, num_tokens in (
+        (8.0, 1_000),
+        (9.0, 1_050),
+        (10.0, 1_100),
+    ):
+        board.hear(load("w", num_tokens=num_tokens), at, NOW_MS)
     assert board.tokens.per_s(RATE_WINDOW_S) == pytest.approx(100 / RATE_WINDOW_S)
     assert board.tokens.per_s(9.5 + RATE_WINDOW_S) == pytest.approx(50 / RATE_WINDOW_S)
     assert board.tokens.per_s(99.0) == 0

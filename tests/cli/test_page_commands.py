@@ -269,6 +269,16 @@ def configure(trial: Trial) -> None:
     assert (written.store, written.gateway) == (_store_config(options), replace(options.gateway, port=options.port))
 
 
+def make_keys(trial: Trial) -> None:
+    """The keys of a mesh, in a folder of one's own; a second time they are not overwritten."""
+    scratch = trial.scratch
+    for returncode in (0, 2):
+        assert (
+            scratch.run(f".venv/bin/{trial.command.text}".replace(".venv/bin/.venv", ".venv")).returncode == returncode
+        )
+    assert (scratch.folder / "DIR/broker.conf").exists()
+
+
 def parse(trial: Trial) -> None:
     """Not run, because it takes minutes: its arguments are those of the command."""
     command, name, words, context = get_command(app), "kvmesh", trial.command.words[1:], None
@@ -408,6 +418,7 @@ WAYS: tuple[tuple[str, Try], ...] = (
     (r"kvmesh trace( .*)?", run("ms|TTFT")),
     (r"kvmesh tail", follow("finished")),
     (r"kvmesh tail REQUEST_ID", run("finished")),
+    (r"kvmesh bus-config DIR", make_keys),
     (r"kvmesh simulate --faults list", run("kill")),
     (r"kvmesh simulate .*--requests \d\d .*--json", run('"wrong": 0')),
     (r"kvmesh simulate .*--requests \d\d", run("no promise was broken")),

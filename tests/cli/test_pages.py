@@ -63,7 +63,7 @@ def test_long_texts_are_cut_and_what_the_subject_says_is_left_out() -> None:
     payload = b'{"type":"X","request_id":"req-1","deep":[{"lease_id":"l","text":"%s"}]}' % (b"a" * 99)
     heard.messages["mesh.v1.kv.*.*.lease"] = [("mesh.v1.kv.w.r.lease", payload)]
     text = section(heard)
-    assert "mesh.v1.kv.w.lease\n  {deep: [{text: " + "a" * MAX_TEXT + "…}]}\n" in text
+    assert "mesh.v1.kv.w.r.lease\n  {deep: [{text: " + "a" * MAX_TEXT + "…}]}\n" in text
 
 
 def test_the_page_is_rewritten_between_its_marks() -> None:

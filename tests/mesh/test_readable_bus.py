@@ -16,7 +16,7 @@ from typing import Any
 
 import nats
 import pytest
-from nats.aio.client import Client
+from nats.aio.client import Client, RawCredentials
 from nats.aio.msg import Msg
 
 from schemas import subjects
@@ -27,13 +27,11 @@ from schemas.worker import FleetDescribed
 from services.launch.supervisor import UpOptions
 from services.pages import listening
 from services.pages.listening import LISTENING
-from services.trust.keys import credentials_file
 from tests.mesh.processes import Mesh, RunningMesh
 
 SERVICES = {"gateway": 2, "scheduler": 1, "directory": 1, "prefill": 1, "decode": 1, "store": 1}
 ASK_S = 20.0
 WORKER = {subjects.PING, subjects.PROGRESS, subjects.WORKER_STATUS, subjects.INVENTORY, subjects.LEASE, subjects.RUN}
-BY_REQUEST = {subjects.REQUEST_STATUS, subjects.REQUEST_SOUGHT}
 SERVED: dict[str, set[Subject[Any, Any]]] = {
     "gateway": {subjects.WANTED, subjects.REQUEST_STATUS, subjects.REQUEST_SOUGHT},
     "scheduler": {subjects.PLACE, subjects.FLEET},
@@ -52,10 +50,11 @@ def mesh(running_mesh: RunningMesh, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @asynccontextmanager
-async def connected(mesh: Mesh) -> AsyncIterator[Client]:
-    keys = mesh.supervisor.keys_dir
-    assert keys is not None
-    client = await nats.connect(mesh.nats_url, user_credentials=str(credentials_file(keys, Role.OBSERVER)))
+async def connected(mesh: Mesh, role: Role = Role.OBSERVER) -> AsyncIterator[Client]:
+    identity = mesh.access(role).identity
+    assert identity is not None
+    credentials = RawCredentials(identity.credentials)
+    client = await nats.connect(mesh.nats_url, user_credentials=credentials, inbox_prefix=identity.inbox)
     yield client
     await client.close()
 
@@ -124,7 +123,8 @@ async def test_every_service_and_endpoint_describes_itself(mesh: Mesh) -> None:
         assert metadata.get("incarnation") == incarnations.get(metadata["id"])
         served = {endpoint["subject"]: endpoint for endpoint in service["endpoints"]}
         expected = {
-            s.pattern.replace("{}", "*" if s in BY_REQUEST else metadata["id"]): s for s in SERVED[service["name"]]
+            s.of(*("*" if name in ("id", "reader") else metadata["id"] for name in s.ids)): s
+            for s in SERVED[service["name"]]
         }
         assert set(served) == set(expected)
         for subject, endpoint in served.items():
@@ -142,11 +142,11 @@ async def test_statistics_count_what_was_asked_and_how_long_it_took(mesh: Mesh) 
         return directory["endpoints"][0]
 
     before = status_of(await survey(mesh, "STATS"))
-    async with connected(mesh) as client:
+    async with connected(mesh, Role.SCHEDULER) as client:
         for request in range(3):
             question = {"request_id": f"req-{request}", "attempt": 1, "deadline_ms": 2**50, "block_hashes": ""}
             await ask(client, "mesh.v1.directory.locate", json.dumps(question).encode())
-        await client.publish("mesh.v1.directory.locate", b"not a question", reply="_INBOX.none")
+        await client.publish("mesh.v1.directory.locate", b"not a question", reply=client.new_inbox())
         await client.flush()
         while (after := status_of(await survey(mesh, "STATS")))["num_errors"] == before["num_errors"]:
             pass
@@ -178,7 +178,7 @@ async def test_one_subscription_tells_a_requests_story_in_order(mesh: Mesh) -> N
     assert [part for part in told if part in ("accepted", "placed", "first_token", "finished")] == [
         "accepted", "placed", "first_token", "finished",
     ]  # fmt: skip
-    handed_over = ["reserved", "offered", "streaming", "landed", "released"]
+    handed_over = ["reserved", "streaming", "landed", "released"]  # the offer has the ticket
     assert sorted(set(told) & set(handed_over), key=told.index) == handed_over
     assert told[0] == "accepted"
 
