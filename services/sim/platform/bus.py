@@ -21,6 +21,7 @@ from services.bus.base import (
     RequestTimedOutError,
     check_size,
 )
+from services.bus.limits import FLUSH_TIMEOUT_S
 from services.bus.memory import matches
 from services.sim.limits import MAX_BUFFERED_BYTES, MESSAGE_GAP_S, RECONNECT_S
 
@@ -287,7 +288,7 @@ class SimBus:
     async def announce(self, service: str, description: str, metadata: dict[str, str]) -> None:
         """Does nothing: nobody lists the services of a simulation."""
 
-    async def flush(self) -> None:
+    async def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> None:
         if self._is_closed:
             raise BusClosedError
         if not self.is_connected:
