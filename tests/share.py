@@ -17,9 +17,9 @@ from typing import Protocol
 import pytest
 
 SCENARIOS = (
-    "broker_away", "broker_pause", "corruption", "disconnects", "drain_decode", "kill_both_sides", "kill_decode_at_offered",
-    "kill_directory", "kill_gateway", "kill_prefill_at_streaming", "kill_scheduler", "pause_decode_long", "refusal",
-    "stall", "truncation",
+    "broker_away", "broker_pause", "corruption", "disconnects", "drain_decode", "kill_both_sides",
+    "kill_decode_at_offered", "kill_directory", "kill_gateway", "kill_prefill_at_streaming", "kill_scheduler",
+    "pause_decode_long", "refusal", "stall", "truncation",
 )  # fmt: skip
 """On real processes. In the simulator `make test` carries out every scenario."""
 CARRIERS = ("loopback", "shm", "tcp", "card>host:shm", "host>card:tcp", "card>card:cuda", "apart>apart:nccl")
