@@ -6,7 +6,9 @@ suspect: no sign for a while. Nothing new is given to it while somebody else cou
 dead: the broker has said twice that nobody serves its questions (`Peer.is_gone`), or no sign came for long although
     others were heard (`Hearing.is_silent`).
 deaf: we ourselves have heard nothing from anybody. Then nobody's silence means anything (`Hearing.is_deaf`).
-settling: after a reconnection the others are still on their way back to the broker (`Hearing.is_settling`).
+unproved: what we have sent through the broker to ourselves has not come back. The same (`Hearing.ask_proof`).
+settling: after a reconnection, or a deafness, the others are still on their way back to the broker
+    (`Hearing.is_settling`).
 standing still: our own clock has jumped. The others take us for dead (`Heartbeat`).
 replaced: another incarnation speaks under the name (`Incarnations`); what has left never comes back (`Fences`).
 """
@@ -22,8 +24,8 @@ LOAD_INTERVAL_MS = 500
 DEAF_AFTER_MS = 3 * LOAD_INTERVAL_MS
 """Who only listens, and hears nothing at all for this long, is cut off: three loads of every worker are missing."""
 SETTLE_MS = 2_000
-"""After a reconnection the others reconnect as well, each in its own time. For this long it proves nothing that nobody
-serves a question."""
+"""After a reconnection, or a time without any message, the others reconnect as well, each in its own time. For this
+long it proves nothing that nobody serves a question."""
 UNSERVED_GAP_MS = 300
 """Two questions that nobody serves must be this far apart before their addressee is dead. It may be reconnecting by
 itself, which takes a client of the bus 200 ms or more."""
@@ -45,9 +47,11 @@ class Hearing:
 
     def __init__(self, deaf_after_ms: int = DEAF_AFTER_MS) -> None:
         self._deaf_after_ms = deaf_after_ms
-        self._heard_ms = 0
+        self._heard_ms: int | None = None
         self._num_connects: int | None = None
         self._settled_ms = 0
+        self._unproved_ms: int | None = None
+        """Since when a proof that the bus works has been on its way; None: none is."""
         self.since_ms = 0
         """The silence of others counts from here on only: the end of the last deafness or the last reconnection."""
 
@@ -55,20 +59,36 @@ class Hearing:
         """Something came from somebody, or from the broker itself."""
         if self.is_deaf(now_ms):
             self.since_ms = now_ms
+            if self._heard_ms is not None:
+                self.settle(now_ms)
         self._heard_ms = now_ms
+
+    def settle(self, now_ms: int) -> None:
+        """Messages did not arrive. Who has lost the broker meanwhile needs time to come back."""
+        self._settled_ms = now_ms + SETTLE_MS
+
+    def ask_proof(self, now_ms: int) -> None:
+        """A message to ourselves is on its way through the broker: until one has come back, silence does not grow."""
+        if self._unproved_ms is None:
+            self._unproved_ms = now_ms
+
+    def proved(self, now_ms: int) -> None:
+        """One has come back."""
+        self.hear(now_ms)
+        self._unproved_ms = None
 
     def connects(self, num_connects: int, now_ms: int) -> bool:
         """Take note of how often the bus has connected so far. Returns whether it has reconnected since last time."""
         before, self._num_connects = self._num_connects, num_connects
         if before in (None, num_connects):
             return False
-        self._settled_ms = now_ms + SETTLE_MS
+        self.settle(now_ms)
         self._heard_ms = self.since_ms = now_ms
         return True
 
     def is_deaf(self, now_ms: int) -> bool:
         """Whether nothing has come for so long that we are cut off ourselves."""
-        return now_ms - self._heard_ms >= self._deaf_after_ms
+        return self._heard_ms is None or now_ms - self._heard_ms >= self._deaf_after_ms
 
     def is_settling(self, now_ms: int) -> bool:
         """Whether others may still be on their way back to the broker."""
@@ -76,7 +96,8 @@ class Hearing:
 
     def quiet_ms(self, heard_ms: int, now_ms: int) -> int:
         """Return how long somebody last heard at `heard_ms` has said nothing that we could have heard."""
-        return now_ms - max(heard_ms, self.since_ms)
+        until_ms = now_ms if self._unproved_ms is None else min(now_ms, self._unproved_ms)
+        return max(0, until_ms - max(heard_ms, self.since_ms))
 
     def is_silent(self, heard_ms: int, limit_ms: int, now_ms: int) -> bool:
         """Whether somebody last heard at `heard_ms` is to be taken for dead."""

@@ -17,9 +17,9 @@ from typing import Protocol
 import pytest
 
 SCENARIOS = (
-    "broker_away", "corruption", "disconnects", "drain_decode", "kill_both_sides", "kill_decode_at_offered",
-    "kill_directory", "kill_gateway", "kill_prefill_at_streaming", "kill_scheduler", "pause_decode_long", "refusal",
-    "stall", "truncation",
+    "broker_away", "broker_pause", "corruption", "disconnects", "drain_decode", "kill_both_sides",
+    "kill_decode_at_offered", "kill_directory", "kill_gateway", "kill_prefill_at_streaming", "kill_scheduler",
+    "pause_decode_long", "refusal", "stall", "truncation",
 )  # fmt: skip
 """On real processes. In the simulator `make test` carries out every scenario."""
 CARRIERS = ("loopback", "shm", "tcp", "card>host:shm", "host>card:tcp", "card>card:cuda", "apart>apart:nccl")
@@ -28,7 +28,7 @@ BUGS = (
     "expired_lease_keeps_its_blocks", "lease_without_references", "keeps_what_any_layer_has",
     "announces_before_writing", "hash_without_its_past", "whole_prompt_from_cache", "tokens_without_index",
     "failure_ends_as_success", "transfer_is_not_linked", "read_tokens_count_twice", "lease_is_not_returned",
-    "fenced_worker_never_comes_back",
+    "fenced_worker_never_comes_back", "a_flush_that_lies", "a_deaf_client",
 )  # fmt: skip
 """Some of each chapter, caught by the first seeds. `make sim` hunts all of them."""
 
@@ -101,6 +101,7 @@ SHARES: Mapping[str, Rule] = {
     "tests/engine/test_kernels_compile.py::test_kernels_become_machine_code": Ids(
         ("80-float16-sm_80-24", "256-bfloat16-sm_90-24", "128-bfloat16-sm_100-0")
     ),
+    "tests/mesh/faults/test_broker_pause.py": Ids(("2-1.6",)),
     "tests/mesh/faults/test_scenarios.py::test_on_real_processes": Ids(SCENARIOS),
     "tests/mesh/test_conversations.py::test_hybrid_models_say_what_transformers_says": Ids(("gemma3_text*",)),
     "tests/mesh/test_equality.py::test_requests_16_at_a_time_through_2p2d": Ids(("shm-100", "tcp-60")),

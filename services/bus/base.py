@@ -142,9 +142,12 @@ class Bus(Protocol):
         somebody asks; its `id` is the connection's name unless it is given."""
         ...
 
-    async def flush(self) -> None:
-        """Return when all that was sent before has reached the broker: subscriptions are live after it. Raises BusError
-        while the broker is away, BusClosedError."""
+    async def flush(self, timeout_s: float = limits.FLUSH_TIMEOUT_S) -> None:
+        """Send a message through the broker to ourselves, and return once it has come back. So all that was sent before
+        has reached the broker, subscriptions are live, and the connection works in both directions.
+
+        Raises RequestTimedOutError, BusError while the broker is away or when the connection is lost, BusClosedError.
+        """
         ...
 
     async def close(self) -> None:

@@ -30,8 +30,12 @@ counts as away."""
 ASK_AGAIN_S = 0.1
 """After a reconnection a request that nobody serves is sent again so often: who serves it may be on its way back."""
 
-FLUSH_TIMEOUT_S = 10
-"""Each of the two round trips of a flush may take this long, which is the library's own default."""
+FLUSH_TIMEOUT_S = 10.0
+"""A flush may take this long, unless its caller says otherwise. A service that starts gives up then."""
+
+WATCH_INTERVAL_S = 0.25
+"""The client library's tasks are looked at so often. One that has ended makes the process deaf for about this long,
+which is well below the silence that anybody is declared dead for."""
 
 CLOSE_TIMEOUT_S = 5
 """When the bus closes, the library has this long to send what it still has; what is left then is thrown away."""

@@ -2,6 +2,9 @@
 
 Subscriptions are iterated by tasks of ours: the library's callbacks run one by one, and a CancelledError inside one
 silently ends its loop. The Services API leaves no choice but callbacks, so ours only put the request into a queue.
+
+The library may be connected and deaf: its reading task ends at the first exception that it does not expect, and nothing
+starts it again. So a watch looks at its tasks and connects anew where one has ended.
 """
 
 import asyncio
@@ -142,6 +145,17 @@ class NatsEndpoint:
         self._inbox.put_nowait(delivery)
 
 
+class ReadingClient(Client):
+    """The library's client, which goes on reading after a PONG that nobody awaits any more. The library hands each PONG
+    to whoever has waited longest; one that was cancelled meanwhile would end its reading task."""
+
+    async def _process_pong(self) -> None:
+        pongs: list[asyncio.Future[bool]] = self._pongs  # pyright: ignore
+        if pongs and pongs[0].done():
+            pongs[0] = asyncio.Future()
+        await super()._process_pong()
+
+
 class NatsBus:
     """See `Bus`. Make one with `connect`."""
 
@@ -153,6 +167,12 @@ class NatsBus:
         self._services: dict[str, Service] = {}
         self._endpoints: list[NatsEndpoint] = []
         self._denied: str | None = None
+        self._inbox = ""
+        """Where the messages of our round trips come back."""
+        self._trips: dict[bytes, asyncio.Future[None]] = {}
+        """The round trips under way, by the payload of each one's message."""
+        self._num_trips = 0
+        self._watching: asyncio.Task[None] | None = None
         self.num_connects = 0
         self.num_dropped = 0
         self.closed = asyncio.Event()
@@ -169,7 +189,7 @@ class NatsBus:
         """Return a connected bus; tries again until `timeout_s` is over. Raises BrokerUnreachableError with a line that
         names the address, BrokerRefusesError where the broker does not know us."""
         url, identity = access
-        client = Client()
+        client = ReadingClient()
         bus = cls(client, access, name)
         try:
             await asyncio.wait_for(
@@ -208,6 +228,9 @@ class NatsBus:
             log.warning(
                 "the broker allows %d bytes a message, fewer than our %d", client.max_payload, limits.MAX_PAYLOAD_BYTES
             )
+        bus._inbox = client.new_inbox()
+        await client.subscribe(bus._inbox, cb=bus._on_returned)  # pyright: ignore[reportUnknownMemberType]
+        bus._watching = asyncio.create_task(bus._watch(), name=f"watch the connection of {name}")
         return bus
 
     async def publish(self, subject: str, payload: bytes, headers: Mapping[str, str]) -> None:
@@ -286,21 +309,35 @@ class NatsBus:
             self._services[name] = await _add_service(self._client, config)
         return self._services[name]
 
-    async def flush(self) -> None:
+    async def flush(self, timeout_s: float = limits.FLUSH_TIMEOUT_S) -> None:
         """See `Bus`. Raises BrokerUnreachableError when the broker has denied us a subject: to the caller of a
         request such a denial looks like a timeout, so it must surface here, at start-up."""
-        if not self._client.is_closed and not self.is_connected:
+        if self._client.is_closed:
+            raise BusClosedError
+        if not self.is_connected:
             raise BusError("the bus", "the broker is away")
+        # Not the library's flush: its ping overtakes what still lies in its send buffer, and where the library's tasks
+        # have ended it returns although nothing came back.
+        self._num_trips += 1
+        payload = b"%d" % self._num_trips
+        returned = self._trips[payload] = asyncio.get_running_loop().create_future()
         try:
-            # The library's ping overtakes what still lies in its send buffer, which the first round trip empties.
-            await self._client.flush(timeout=limits.FLUSH_TIMEOUT_S)
-            await self._client.flush(timeout=limits.FLUSH_TIMEOUT_S)
+            async with asyncio.timeout(timeout_s):
+                await _cancellable(self._client.publish(self._inbox, payload))
+                await returned
+        except TimeoutError as error:
+            if not self._denied:
+                raise RequestTimedOutError("the bus", timeout_s) from error
         except nats.errors.Error as error:
             raise _bus_error("the bus", error) from error
+        finally:
+            del self._trips[payload]
         if self._denied:
             raise BrokerUnreachableError(f"the broker at {self._url} denies us a subject: {self._denied}")
 
     async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         for endpoint in self._endpoints:
             await endpoint.close()
         client = self._client
@@ -326,6 +363,25 @@ class NatsBus:
             self._drop_logged_s = time.monotonic()
             log.warning("dropped a message on %s, %d by now: its reader is too slow", subject, self.num_dropped)
 
+    async def _watch(self) -> None:
+        """Connect anew whenever one of the library's tasks has ended that it needs. Ends with the connection."""
+        while not self._client.is_closed:
+            if ended := _ended_task(self._client):
+                log.error("the connection to the broker is broken, as %s has ended: connecting anew", ended)
+                await _reconnect(self._client)
+            await asyncio.sleep(limits.WATCH_INTERVAL_S)
+
+    async def _on_returned(self, message: Msg) -> None:
+        trip = self._trips.get(message.data)
+        if trip is not None and not trip.done():
+            trip.set_result(None)
+
+    def _end_trips(self, error: BusError) -> None:
+        """What the connection carried will not come back."""
+        for trip in self._trips.values():
+            if not trip.done():
+                trip.set_exception(error)
+
     async def _on_error(self, error: Exception) -> None:
         if isinstance(error, nats.errors.SlowConsumerError):
             self.count_drop(error.subject)
@@ -340,7 +396,9 @@ class NatsBus:
         log.log(logging.WARNING if self.is_connected else logging.DEBUG, "bus: %s", text)
 
     async def _on_disconnected(self) -> None:
-        if not self._client.is_closed:
+        is_closed = self._client.is_closed
+        self._end_trips(BusClosedError() if is_closed else BusError("the bus", "the connection was lost"))
+        if not is_closed:
             log.warning("lost the broker at %s; trying again several times a second", self._url)
 
     async def _on_reconnected(self) -> None:
@@ -386,9 +444,34 @@ def _forget_unsent(client: Client) -> None:
     """The library would write it to a connection that is lost, fail, and leave its closing half done."""
     client._pending.clear()  # pyright: ignore[reportPrivateUsage]
     client._pending_data_size = 0  # pyright: ignore[reportPrivateUsage]
+    _abort(client)
+
+
+def _abort(client: Client) -> None:
+    """Cut the connection: what the transport still has is not waited for."""
     transport = client._transport  # pyright: ignore[reportPrivateUsage]
     if isinstance(transport, TcpTransport) and transport._io_writer is not None:  # pyright: ignore
         transport._io_writer.transport.abort()  # pyright: ignore
+
+
+def _ended_task(client: Client) -> str:
+    """Return which of the tasks that a client needs in its state has ended; empty: none."""
+    needed: dict[str, asyncio.Task[None] | None] = {}
+    if client.is_connected:
+        needed["reading"] = client._reading_task  # pyright: ignore
+        needed["sending"] = client._flusher_task  # pyright: ignore
+        needed["pinging"] = client._ping_interval_task  # pyright: ignore
+    elif not client.is_closed:
+        needed["reconnecting"] = client._reconnection_task  # pyright: ignore[reportPrivateUsage]
+    return next((name for name, task in needed.items() if task is None or task.done()), "")
+
+
+async def _reconnect(client: Client) -> None:
+    """Begin the library's own reconnection, which brings subscriptions and endpoints back."""
+    if not client.is_connected:
+        client._status = Client.CONNECTED  # pyright: ignore[reportPrivateUsage]  # it takes itself for reconnecting
+    await client.force_reconnect()
+    _abort(client)
 
 
 async def _cancellable(operation: Awaitable[ResultT]) -> ResultT:

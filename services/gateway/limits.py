@@ -113,6 +113,10 @@ PLACE_TIMEOUT_S = 2.0
 TICK_S = 0.05
 """How exactly the waits of requests under way are kept."""
 
+DEAF_WAIT_MS = 15_000
+"""What waits for a placement waits so much longer where nobody at all is heard: the broker may only stand still. One
+that does so for longer is taken for gone by its clients as well (three pings, `services.bus.limits`)."""
+
 PAUSE_MIN_MS = 100
 PAUSE_MAX_MS = 1_000
 """The time between two questions for a placement of what is under way, whatever the refusal says."""

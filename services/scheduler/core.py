@@ -104,7 +104,7 @@ class SchedulerCore:
             case BusProved(works=works):
                 self._is_proving = False
                 if works:
-                    self._hearing.hear(now_ms)
+                    self._hearing.proved(now_ms)
             case BusConnected(num_connects=num_connects):
                 self._hearing.connects(num_connects, now_ms)
         return []
@@ -129,6 +129,7 @@ class SchedulerCore:
             self.wake_ms = min(self.wake_ms, member.next_ping_ms)
         if not self._is_proving and self._suspects(now_ms):
             self._is_proving = True
+            self._hearing.ask_proof(now_ms)
             actions.append(ProveBus())
         return actions
 

@@ -30,7 +30,8 @@ class SayLeft:
 
 @dataclass(frozen=True, slots=True)
 class ProveBus:
-    """Make a round trip to the broker: somebody's silence is about to matter. What comes of it must be told."""
+    """Send a message through the broker to ourselves: somebody's silence is about to matter. What comes of it must be
+    told."""
 
 
 # What can happen to the fleet.

@@ -10,7 +10,8 @@ MAX_OUTSTANDING_PINGS = 2
 SECOND_PING_SHARE = 4
 """A ping that nobody serves is followed by a second one after this part of the ping interval: a second proof soon."""
 PROOF_TIMEOUT_S = 1.0
-"""A round trip to the broker that is to show that the bus works may take this long."""
+"""A message through the broker to ourselves that has not come back after this is given up and another one sent: it may
+have been lost with a connection. Until one comes back nobody's silence counts."""
 
 # Answers to placement requests.
 

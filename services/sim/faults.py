@@ -54,6 +54,7 @@ class FaultActor:
         mesh.network.heal()
         if not mesh.broker.is_up:
             mesh.broker.come_up()
+        mesh.broker.go_on()
         for service in list(mesh.services.values()):
             mesh.resume(service)
             if service.stop.is_set() and service.task is not None:
@@ -102,6 +103,10 @@ class FaultActor:
                 self._mesh.broker.go_down()
                 await asyncio.sleep(fault.for_s)
                 self._mesh.broker.come_up()
+            case "broker_pause":
+                self._mesh.broker.stand_still()
+                await asyncio.sleep(fault.for_s)
+                self._mesh.broker.go_on()
             case "loss" | "duplication" | "reordering" | "delay":
                 await self._degrade_bus(fault)
             case "disconnect":

@@ -22,8 +22,8 @@ from services.errors import UserError
 from services.sim.limits import LONG_S
 
 FaultKind = Literal[
-    "kill", "pause", "drain", "broker", "partition", "plane_cut", "loss", "duplication", "reordering", "delay",
-    "truncation", "corruption", "stall", "slowness", "refusal", "disconnect", "slow_client",
+    "kill", "pause", "drain", "broker", "broker_pause", "partition", "plane_cut", "loss", "duplication",
+    "reordering", "delay", "truncation", "corruption", "stall", "slowness", "refusal", "disconnect", "slow_client",
 ]  # fmt: skip
 FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 
@@ -94,9 +94,15 @@ LONG_SHARE = 0.03
 
 def _random_fault(rng: random.Random, kind: FaultKind, targets: Sequence[str], span_s: float) -> Fault:
     phase = rng.choice(PHASES) if rng.random() < 0.5 else ""
-    long_s = {"pause": 5.0, "broker": 5.0, "partition": 4.0, "plane_cut": 4.0, "kill": 2.5, "drain": 2.0}.get(
-        kind, span_s
-    )
+    long_s = {
+        "pause": 5.0,
+        "broker": 5.0,
+        "broker_pause": 8.0,
+        "partition": 4.0,
+        "plane_cut": 4.0,
+        "kill": 2.5,
+        "drain": 2.0,
+    }.get(kind, span_s)
     if kind in LONG_KINDS and rng.random() < LONG_SHARE:
         long_s = LONG_S
     share = {"loss": 0.3, "duplication": 0.5, "reordering": 0.5, "delay": 1.0}.get(kind, 0.8)

@@ -35,6 +35,7 @@ from services.sim.platform.loop import SimLoop, SimulationStuckError
 from services.sim.platform.plane import SimNetwork
 from services.sim.scenario import FaultKind, Scenario, random_scenario
 from services.sim.verdict.answers import ModelTruth, Verdict, check_exchange, check_faultless
+from services.sim.verdict.departures import DepartureTap
 from services.sim.verdict.expected import ClientRequest, make_requests
 from services.sim.verdict.request_events import RequestEventTap
 from services.sim.verdict.rest import Held, held_at_rest, problems_now
@@ -120,7 +121,8 @@ class World:
         shape = options.shape or random_shape(self._new_rng(), options.num_workers)
         self.mesh = SimMesh(self.loop, self._new_rng(), shape, self.broker, self.network)
         events = RequestEventTap()
-        self.broker.taps += [self._note, events.hear]
+        departures = DepartureTap()
+        self.broker.taps += [self._note, events.hear, departures.hear]
         if options.check_spans:
             self.mesh.spans = []
         self.mesh.start_all()
@@ -137,6 +139,7 @@ class World:
         await actor.heal()
         await self._rest()
         self.verdict.problems += events.problems(may_be_cut=bool(self.verdict.faults.keys() & GATEWAY_FAULTS))
+        self.verdict.problems += departures.problems({fault.do for fault in self.scenario.faults})
         checking.cancel()
 
     async def _check(self) -> None:

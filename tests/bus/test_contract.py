@@ -313,5 +313,48 @@ async def test_a_reader_that_is_too_slow_loses_messages_and_that_is_counted(
     assert any("too slow" in record.message for record in caplog.records)
 
 
+async def test_a_flush_comes_after_what_was_sent_before(connect: Connect, root: str) -> None:
+    one, other = await connect(), await connect()
+    ear = await other.subscribe(f"{root}.news")
+    await other.flush()
+    for number in range(500):
+        await one.publish(f"{root}.news", b"%d" % number, {})
+    await one.flush()
+    await other.flush()
+    assert [delivery.payload for delivery in await take_rest(ear)] == [b"%d" % number for number in range(500)]
+
+
+async def test_many_flushes_at_once_return(bus: Bus) -> None:
+    async with asyncio.timeout(LONG_S):
+        await asyncio.gather(*(bus.flush() for _ in range(100)))
+
+
+@pytest.mark.parametrize("num_turns", [1, 2, 3, 10])
+async def test_a_flush_that_is_given_up_harms_nothing(connect: Connect, root: str, num_turns: int) -> None:
+    """Cancelled, or out of time: what comes back late finds nobody, and the bus goes on hearing."""
+    server, client = await connect(), await connect()
+    flushes: list[asyncio.Task[None]] = []
+    for number in range(20):
+        flushes.append(asyncio.create_task(client.flush(LONG_S if number % 2 else 1e-6)))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        if number % 2:
+            flushes[-1].cancel()
+    ends = await asyncio.gather(*flushes, return_exceptions=True)
+    assert all(isinstance(end, asyncio.CancelledError | RequestTimedOutError | None) for end in ends)
+    async with echo(server, f"{root}.echo"):
+        assert (await client.request(f"{root}.echo", b"a", {}, LONG_S)).payload == b"A"
+    await client.flush()
+    assert client.num_connects == 1
+
+
+async def test_closing_the_bus_ends_a_flush(bus: Bus) -> None:
+    flushing = asyncio.create_task(bus.flush(10 * LONG_S))
+    await asyncio.sleep(0)
+    await bus.close()
+    async with asyncio.timeout(LONG_S):
+        assert isinstance((await asyncio.gather(flushing, return_exceptions=True))[0], BusClosedError | None)
+
+
 async def test_a_bus_says_how_often_it_has_connected(bus: Bus) -> None:
     assert bus.num_connects == 1

@@ -1,18 +1,19 @@
 """What only the real bus does: discovery, a broker that goes away, comes back, denies, or was never there."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
 
-from services.bus.base import BusClosedError, BusError, RequestTimedOutError
+from services.bus.base import BusClosedError, BusError, Delivery, RequestTimedOutError, Subscription
 from services.bus.embedded import EmbeddedNats
 from services.bus.limits import BUFFER_BYTES
 from services.bus.nats import NatsBus
@@ -170,6 +171,134 @@ async def test_a_broker_that_is_killed_costs_what_it_carried_and_nothing_more(st
         assert said in ([b"0", b"1", b"2", b"after"], [b"after"])
         await server.close()
     await client.close()
+
+
+@contextlib.contextmanager
+def stopped(broker: EmbeddedNats) -> Generator[None]:
+    """Let the broker stand still meanwhile: nothing is lost, and nothing comes."""
+    os.kill(broker.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(broker.pid, signal.SIGCONT)
+
+
+async def test_a_flush_does_not_return_before_the_broker_does(start_server: StartServer) -> None:
+    broker = start_server()
+    bus = await NatsBus.connect(broker.url, "test")
+    with stopped(broker):
+        for _ in range(3):
+            with pytest.raises(RequestTimedOutError):
+                await bus.flush(0.1)
+        flushing = asyncio.create_task(bus.flush(LONG_S))
+        await asyncio.sleep(0)
+        assert not flushing.done()
+    await flushing
+    await bus.close()
+
+
+@pytest.mark.parametrize("whose", ["ours", "the library's"])
+async def test_who_gave_up_on_a_paused_broker_hears_it_again(start_server: StartServer, whose: str) -> None:
+    """What is answered late found a cancelled future, and ended the library's reading task: deaf, and yet connected."""
+    broker = start_server()
+    server, client = await NatsBus.connect(broker.url, "server"), await NatsBus.connect(broker.url, "client")
+    ear = await client.subscribe("news")
+    await client.flush()
+    flush = client.flush if whose == "ours" else client._client.flush  # pyright: ignore[reportPrivateUsage]
+    with stopped(broker):
+        given_up = [asyncio.create_task(flush()) for _ in range(3)]
+        await asyncio.sleep(0.1)  # they are sent
+        for task in given_up:
+            task.cancel()
+        await asyncio.gather(*given_up, return_exceptions=True)
+    await server.publish("news", b"still here", {})
+    async with asyncio.timeout(LONG_S):
+        assert [delivery.payload async for delivery in _first(ear)] == [b"still here"]
+        await client.flush()
+    assert client.num_connects == 1
+    for bus in (server, client):
+        await bus.close()
+
+
+async def _first(ear: Subscription) -> AsyncIterator[Delivery]:
+    async for delivery in ear:
+        yield delivery
+        return
+
+
+@pytest.mark.parametrize("task", ["_reading_task", "_flusher_task", "_ping_interval_task"])
+async def test_a_client_whose_task_has_ended_connects_anew(
+    start_server: StartServer, task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library starts none of them again. Subscriptions and endpoints come back."""
+    monkeypatch.setattr("services.bus.limits.PING_INTERVAL_S", 1_000)  # by its pings it would find out some time
+    broker = start_server()
+    server, client = await NatsBus.connect(broker.url, "server"), await NatsBus.connect(broker.url, "client")
+    ear, served = await server.subscribe("news"), await server.serve("echo", "echo", "echo")
+    await server.flush()
+    getattr(server._client, task).cancel()  # pyright: ignore[reportPrivateUsage]
+    await until(lambda: server.num_connects == 2)
+    await server.flush()
+    await client.publish("news", b"hello", {})
+    asked = asyncio.create_task(client.request("echo", b"a", {}, LONG_S))
+    async with asyncio.timeout(LONG_S):
+        assert [delivery.payload async for delivery in _first(ear)] == [b"hello"]
+        async for delivery in _first(served):
+            await delivery.respond(delivery.payload, {})
+        assert (await asked).payload == b"a"
+    for bus in (server, client):
+        await bus.close()
+
+
+async def test_a_reconnection_that_has_ended_is_begun_again(start_server: StartServer) -> None:
+    first = start_server()
+    bus = await NatsBus.connect(first.url, "test")
+    first.stop()
+    await until(lambda: bus._client.is_reconnecting)  # pyright: ignore[reportPrivateUsage]
+    reconnecting = bus._client._reconnection_task  # pyright: ignore
+    assert reconnecting is not None
+    reconnecting.cancel()
+    start_server(port_of(first))
+    await until(lambda: bus.num_connects == 2)
+    await bus.flush()
+    await bus.close()
+
+
+@pytest.mark.parametrize(
+    "line", [b"INFO {\r\n", b"-ERR \r\n", b"MSG \xff 1 0\r\n\r\n", b"gibberish\r\n"], ids=["info", "err", "msg", "word"]
+)
+async def test_what_the_library_cannot_read_deafens_nobody(line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it raises over what comes from the broker, the connection is made anew."""
+    monkeypatch.setattr("services.bus.limits.PING_INTERVAL_S", 1_000)
+    connections: list[asyncio.StreamWriter] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A broker that sends each client's messages back to it, and says something odd to the first one."""
+        connections.append(writer)
+        is_first = len(connections) == 1
+        writer.write(b'INFO {"max_payload":8388608,"headers":true}\r\n')
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while words := (await reader.readline()).split():
+                match words:
+                    case [b"PING"]:
+                        writer.write(b"PONG\r\n")
+                    case [b"PUB", subject, size]:
+                        payload = await reader.readexactly(int(size) + 2)
+                        writer.write(b"MSG %b 1 %b\r\n%b" % (subject, size, payload))
+                        if is_first:
+                            writer.write(line)
+                    case _:
+                        pass
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        bus = await NatsBus.connect(f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}", "test")
+        await bus.flush()
+        await until(lambda: bus.num_connects == 2)
+        await bus.flush()
+        await bus.close()
+        for writer in connections:
+            writer.close()
 
 
 async def test_a_full_buffer_is_an_error_and_keeps_nothing(start_server: StartServer) -> None:

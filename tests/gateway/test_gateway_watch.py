@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from schemas.ids import WorkerId
 from schemas.request import RefusalReason
-from services.gateway.limits import GAP_MS, WAITING_ROUNDS
+from services.gateway.limits import DEAF_WAIT_MS, GAP_MS, WAITING_ROUNDS
 from services.gateway.request.core import RequestCore
 from services.gateway.request.events import (
     Action,
@@ -28,6 +28,7 @@ from services.gateway.request.events import (
     WorkerLost,
     WorkerSilent,
 )
+from services.gateway.request.progress_watch import WatchLimits
 from services.presence import DEAF_AFTER_MS, UNSERVED_GAP_MS, Hearing
 from tests.gateway.test_gateway_core import D1, D2, ENDS, NOW, P1, P2, failed, feed, new, placed, refused, tokens
 
@@ -46,6 +47,7 @@ class Clock:
 
     def __init__(self, *events: Event, max_tokens: int = 100) -> None:
         self.now_ms = NOW
+        self.limits = WatchLimits()
         self.hearing = hearing_others()
         self.request = new(max_tokens, hearing=self.hearing)
         feed(self.request, placed(), WorkerAccepted(1, P1), WorkerAccepted(1, D1), *events)
@@ -236,6 +238,53 @@ def test_what_is_under_way_waits_for_a_placement(event: Event) -> None:
         asked_ms += [at_ms for at_ms, action in clock.run(1_000) if action == AskPlacement(2, (D1,), 1)]
     assert isinstance(out[-1], FailRequest)
     assert (len(asked_ms), asked_ms[-1]) == (30, 29_000 + (400 if isinstance(event, PlaceRefused) else 100))
+
+
+def test_who_is_in_line_is_asked_again_soon_where_the_answer_did_not_come() -> None:
+    """It is lost once it was asked more than once: a broker that stands still for a moment costs one answer."""
+    clock = Clock(tokens(P1, 0, 1))
+    clock.run(1_000)
+    clock.tell(ProgressAnswered(1, D1, ProgressOutcome.KNOWN, is_waiting=True))
+    asked_ms = 1_000 + WAITING_ROUNDS * 1_000
+    assert clock.run(WAITING_ROUNDS * 1_000) == [(asked_ms, AskWorker(1, D1, 1))]
+    assert clock.run(950) == []
+    clock.answer(D1, ProgressOutcome.UNANSWERED)
+    assert clock.run(50) == [(asked_ms + 1_000, AskWorker(1, D1, 1))]
+    clock.tell(ProgressAnswered(1, D1, ProgressOutcome.KNOWN, is_waiting=True))
+    assert clock.run(WAITING_ROUNDS * 1_000) == [(asked_ms + 5_000, AskWorker(1, D1, 1))]
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+@pytest.mark.parametrize("away_ms", [2_000, 10_000, 14_000])
+def test_what_waits_for_a_placement_outlives_a_time_in_which_nobody_is_heard(away_ms: int, has_begun: bool) -> None:
+    """The broker stands still: nobody answers, and nobody can. Then the wait counts from its return."""
+    clock = Clock(*([tokens(P1, 0, 1), LEFT_D1] if has_begun else []))
+    attempt = 2 if has_begun else 1
+    if not has_begun:
+        clock.request = new(hearing=clock.hearing)
+    waited_ms = 0
+    while waited_ms < away_ms:
+        assert clock.tell(PlaceUnanswered(attempt, "no reply")) == []
+        clock.run(2_000, heard=False)  # how long a question waits
+        waited_ms += 2_000
+    clock.run(50)
+    limit_ms = (clock.limits.resume_wait_ms if has_begun else clock.limits.place_wait_ms) - 2_000
+    for _ in range(limit_ms // 2_000):
+        assert clock.tell(PlaceUnanswered(attempt, "no reply")) == []
+        clock.run(2_000)
+    while not (out := clock.tell(PlaceUnanswered(attempt, "no reply"))):
+        clock.run(2_000)
+    assert isinstance(out[-1], FailRequest)
+
+
+def test_a_broker_that_stays_away_ends_the_wait() -> None:
+    clock = Clock()
+    clock.request = new(hearing=clock.hearing)
+    waited_ms = 0
+    while not (out := clock.tell(PlaceUnanswered(1, "no reply"))):
+        clock.run(1_000, heard=False)
+        waited_ms += 1_000
+    assert isinstance(out[-1], FailRequest) and waited_ms == clock.limits.place_wait_ms + DEAF_WAIT_MS
 
 
 def test_what_nobody_has_begun_does_not_wait() -> None:

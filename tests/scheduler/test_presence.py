@@ -68,8 +68,27 @@ def test_what_was_unserved_before_a_deafness_counts_no_more() -> None:
     peer, hearing = Peer(0), hearing_at(1_000)
     assert not peer.is_gone(1_000, hearing, 1_000)
     hearing.hear(60_000)
-    assert not peer.is_gone(60_000, hearing, 60_000)
-    assert peer.is_gone(60_000 + UNSERVED_GAP_MS, hearing, 60_000 + UNSERVED_GAP_MS)
+    for now_ms in (60_000, 60_000 + SETTLE_MS - 1, 60_000 + SETTLE_MS):
+        assert not peer.is_gone(now_ms, hearing, now_ms), "others may still be on their way back"
+    now_ms += UNSERVED_GAP_MS
+    assert peer.is_gone(now_ms, hearing, now_ms)
+
+
+def test_silence_does_not_grow_while_a_proof_is_on_its_way() -> None:
+    hearing = hearing_at(1_000)
+    hearing.ask_proof(1_000), hearing.ask_proof(2_000)
+    for now_ms in range(1_500, 9_001, 500):
+        hearing.hear(now_ms)
+        assert hearing.quiet_ms(0, now_ms) == 1_000 and not hearing.is_silent(0, 3_000, now_ms)
+        assert hearing.quiet_ms(now_ms, now_ms) == 0, "it was heard since"
+    hearing.proved(9_000)
+    assert hearing.quiet_ms(0, 9_000) == 9_000 and hearing.is_silent(0, 3_000, 9_000)
+
+
+def test_who_hears_something_for_the_first_time_has_nobody_to_wait_for() -> None:
+    hearing = Hearing()
+    hearing.hear(10**12)
+    assert not hearing.is_settling(10**12)
 
 
 def test_after_a_reconnection_nobody_is_dead_for_a_while() -> None:

@@ -20,7 +20,7 @@ from schemas.worker import (
 from services.config import SchedulerConfig
 from services.errors import UserError
 from services.scheduler.core import SchedulerCore
-from services.scheduler.events import Action, SayLeft
+from services.scheduler.events import Action, BusProved, SayLeft
 from services.scheduler.placement.known_worker import KnownWorker, idle
 from services.scheduler.placement.policy import affinity, least_loaded, policy_named, round_robin
 
@@ -228,6 +228,7 @@ def test_a_silent_worker_is_declared_left_once_and_comes_back_as_another_incarna
     for now_ms in (1000, 2000, 3000):
         core.handle(load(D0), now_ms)
     assert said_left(core.tick(2999)) == []
+    core.handle(BusProved(works=True), 2999)
     assert [left.worker_id for left in said_left(core.tick(3000))] == ["p0"]
     assert said_left(core.tick(3001)) == []
     core.handle(load(P0), 3500)

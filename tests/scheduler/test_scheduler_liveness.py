@@ -125,6 +125,7 @@ def test_a_stopped_worker_is_suspect_then_silent_and_a_slow_one_neither() -> Non
     slow.answer(SendPing(W, "a", 200), 2_999)
     fleet.tick(2_999), slow.tick(3_000)
     assert fleet.said == [] and not slow.is_suspect(3_000)
+    fleet.prove(2_999)
     fleet.tick(3_000)
     assert [left.reason for left in fleet.said] == [LeftReason.SILENT] and slow.said == []
 
@@ -132,10 +133,12 @@ def test_a_stopped_worker_is_suspect_then_silent_and_a_slow_one_neither() -> Non
 def test_an_answer_of_another_incarnation_is_no_sign_of_life_of_this_one() -> None:
     fleet = Fleet()
     (ping,) = fleet.due(700)
+    fleet.prove(700)
     fleet.answer(ping, 700, "b")
     assert fleet.is_suspect(700)
     fleet.core.handle(load(info("w", "prefill", incarnation="b")), 700)
     assert fleet.due(700) == [SendPing(W, "b", 700)]
+    fleet.prove(700)
     fleet.answer(SendPing(W, "a", 0), 2_000)
     assert fleet.is_suspect(2_200), "an outcome for the incarnation before"
 
@@ -170,8 +173,35 @@ def test_while_the_bus_is_away_nobody_is_silent_and_afterwards_the_clocks_start_
     fleet.prove(61_400), fleet.prove(62_800)
     fleet.tick(62_999)
     assert fleet.said == []
+    fleet.prove(62_999)
     fleet.tick(63_000)
     assert [left.reason for left in fleet.said] == [LeftReason.SILENT]
+
+
+def test_while_our_own_proof_is_on_its_way_nobody_s_silence_grows() -> None:
+    """Whatever else is heard: the load of one worker is no proof that the others could be heard."""
+    fleet = Fleet()
+    assert ProveBus() in fleet.tick(700)
+    for now_ms in range(1_000, 9_000, 500):
+        fleet.core.handle(load(D0), now_ms)
+        fleet.tick(now_ms)
+        assert fleet.said == []
+    fleet.prove(9_000)
+    fleet.tick(9_000)
+    assert [left.reason for left in fleet.said] == [LeftReason.SILENT]
+
+
+def test_after_a_deafness_nobody_is_dead_before_there_was_time_to_come_back() -> None:
+    """The broker stood still for so long that others have left it, and we have not."""
+    fleet = Fleet()
+    fleet.tick(700)
+    back_ms = 20_000
+    fleet.prove(back_ms)
+    for now_ms in range(back_ms, back_ms + SETTLE_MS, 50):
+        fleet.prove(now_ms)
+        for ping in fleet.due(now_ms):
+            assert not fleet.unserved(ping, now_ms)
+    assert fleet.said == []
 
 
 def test_a_killed_worker_has_left_within_half_a_second_and_requests_go_elsewhere() -> None:

@@ -404,6 +404,42 @@ def refusal_without_retry_after(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(answer, "retry_after_of", lambda fail: "")
 
 
+# A broker that stands still.
+
+
+@bug("a flush that lies: it returns at once although nothing came back", "broker_pause")
+def a_flush_that_lies(patch: pytest.MonkeyPatch) -> None:
+    from services.sim.platform.bus import SimBus
+
+    async def flush(self: SimBus, timeout_s: float = 0.0) -> None:
+        await asyncio.sleep(0)
+
+    patch.setattr(SimBus, "flush", flush)
+
+
+@bug("a deaf client: what a flush that was given up leaves behind ends its reading, and nobody connects it anew",
+     "broker_pause")  # fmt: skip
+def a_deaf_client(patch: pytest.MonkeyPatch) -> None:
+    from services.bus.base import RequestTimedOutError
+    from services.sim.platform.bus import SimBroker, SimBus
+
+    flush, arrive = SimBus.flush, SimBroker._arrive  # pyright: ignore[reportPrivateUsage]
+
+    async def leaves_a_trap(self: SimBus, timeout_s: float = 10.0) -> None:
+        try:
+            await flush(self, timeout_s)
+        except RequestTimedOutError:
+            vars(self)["is_deaf"] = True
+            raise
+
+    def unheard(self: SimBroker, at_s: float, target: SimBus, land: Any) -> None:
+        if "is_deaf" not in vars(target):
+            arrive(self, at_s, target, land)
+
+    patch.setattr(SimBus, "flush", leaves_a_trap)
+    patch.setattr(SimBroker, "_arrive", unheard)
+
+
 # What is said of it all.
 
 

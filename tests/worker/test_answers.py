@@ -171,6 +171,21 @@ def test_after_a_reconnect_nobody_is_dead_for_a_while() -> None:
     assert bench.unwanted(GatewayUnserved(question), 4_500) == list(question.keys)
 
 
+def test_after_a_question_without_an_answer_nobody_is_dead_for_a_while() -> None:
+    """The broker may stand still, and for so long that the gateway has left it."""
+    bench = Bench()
+    bench.asked(0, 1)
+    (question,) = bench.asked(1_000, 1)
+    bench.unwanted(GatewayUnanswered(question), 2_000)
+    for time_ms in (2_500, 3_000, 3_999):
+        (question,) = bench.asked(time_ms, 1)
+        assert bench.unwanted(GatewayUnserved(question), time_ms) == []
+    for time_ms in (4_000, 4_500):
+        (question,) = bench.asked(time_ms, 1)
+        unwanted = bench.unwanted(GatewayUnserved(question), time_ms)
+    assert unwanted == list(question.keys)
+
+
 def test_a_block_counts_once_however_many_share_it() -> None:
     def tables(*groups: list[tuple[int, int]]) -> tuple[BlockTable, ...]:
         return tuple(BlockTable(tuple(Segment(*segment) for segment in group), 0) for group in groups)

@@ -22,7 +22,7 @@ from schemas.request import (
     RequestFailure,
     TransferReport,
 )
-from services.gateway.limits import DEFAULT_RETRY_AFTER_MS, MAX_TROUBLES, PAUSE_MAX_MS, PAUSE_MIN_MS
+from services.gateway.limits import DEAF_WAIT_MS, DEFAULT_RETRY_AFTER_MS, MAX_TROUBLES, PAUSE_MAX_MS, PAUSE_MIN_MS
 from services.gateway.request.events import (
     Abandon,
     Action,
@@ -188,7 +188,9 @@ class RequestCore:
         """Ask for a placement again in a while; fail where that has gone on for long enough."""
         self._waiting_since_ms = self._waiting_since_ms or now_ms
         limit_ms = self._limits.resume_wait_ms if self._is_under_way else self._limits.place_wait_ms
-        if now_ms - self._waiting_since_ms >= limit_ms:
+        if self._hearing.is_deaf(now_ms):
+            limit_ms += DEAF_WAIT_MS
+        if now_ms - max(self._waiting_since_ms, self._hearing.since_ms) >= limit_ms:
             return self._end("", fail)
         self.phase = Phase.WAITING
         self.wake_ms = now_ms + min(max(pause_ms, PAUSE_MIN_MS), PAUSE_MAX_MS)

@@ -113,6 +113,8 @@ class Watch:
             return 0
         if worker.peer.unserved_ms is not None:
             return worker.peer.unserved_ms + UNSERVED_GAP_MS
+        if worker.asked_ms > worker.peer.heard_ms:  # in vain
+            quiet_ms = self._limits.progress_after_ms
         due_ms = max(worker.peer.heard_ms, worker.asked_ms) + quiet_ms
         if self._gap is None:
             return due_ms

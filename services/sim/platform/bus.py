@@ -22,6 +22,7 @@ from services.bus.base import (
     RequestTimedOutError,
     check_size,
 )
+from services.bus.limits import FLUSH_TIMEOUT_S
 from services.bus.memory import matches
 from services.sim.limits import MAX_BUFFERED_BYTES, MESSAGE_GAP_S, RECONNECT_S
 
@@ -75,8 +76,8 @@ class SimDelivery:
             return
         self.bus.check(self.subject, payload, headers)
         reply = SimDelivery(self.subject, payload, dict(headers))
-        asker, reply_id = self.asker, self.reply_id
-        self.bus.broker.carry(self.bus, asker, lambda: asker.answered(reply_id, reply))
+        bus, asker, reply_id = self.bus, self.asker, self.reply_id
+        bus.broker.accept(lambda: bus.broker.carry(bus, asker, lambda: asker.answered(reply_id, reply)))
 
     def count_failure(self, reason: str) -> None:
         """A simulation counts no failures of endpoints."""
@@ -107,12 +108,15 @@ class SimSubscription:
 
 
 class SimBroker:
-    """The broker that the buses of one simulation share. It can go down and come back."""
+    """The broker that the buses of one simulation share. It can go down and come back, or stand still and go on."""
 
     def __init__(self, rng: random.Random, conditions: BusConditions | None = None) -> None:
         self.conditions = conditions or BusConditions()
         self.rng = rng
         self.is_up = True
+        self._is_still = False
+        self._unread: list[Callable[[], None]] = []
+        """What clients have sent since it stands still, in order."""
         self.taps: list[Tap] = []
         self.num_messages = 0
         self.denied: set[str] = set()
@@ -137,16 +141,35 @@ class SimBroker:
 
     def go_down(self) -> None:
         """The broker dies: messages on their way are lost, every client is disconnected."""
-        self.is_up = False
+        self.is_up = self._is_still = False
+        self._unread.clear()
         self._epoch += 1
         for bus in self._buses:
-            bus.is_connected = False
+            bus.disconnected()
 
     def come_up(self) -> None:
         """The broker is back. Its clients reconnect one after another."""
         self.is_up = True
         for bus in self._buses:
             self._later(self.rng.uniform(*RECONNECT_S), bus.connected)
+
+    def stand_still(self) -> None:
+        """The broker's process is stopped: what clients send waits, and nothing is lost. What it has sent arrives."""
+        self._is_still = self.is_up
+
+    def go_on(self) -> None:
+        """It goes on: all that waited is passed on at once."""
+        self._is_still = False
+        unread, self._unread = self._unread, []
+        for pass_on in unread:
+            pass_on()
+
+    def accept(self, pass_on: Callable[[], None]) -> None:
+        """A client has sent something: pass it on, now or once the broker goes on."""
+        if self._is_still:
+            self._unread.append(pass_on)
+        else:
+            pass_on()
 
     def drop(self, bus: "SimBus") -> None:
         """A client has disconnected for good: remove its subscriptions."""
@@ -207,6 +230,11 @@ class SimBroker:
         if conditions.duplication and rng.random() < conditions.duplication:
             self._arrive(at + rng.uniform(0.0, conditions.reordering_s), target, arrive)
 
+    def echo(self, bus: "SimBus", arrive: Callable[[], None]) -> None:
+        """Send something back to its sender. A connection loses nothing, so it is late at most."""
+        at_s = asyncio.get_running_loop().time() + 2 * self.conditions.delay_s[1]
+        self._arrive(max(at_s, self.conditions.held_until_s.get(bus.name, 0.0)), bus, arrive)
+
     def _deliver(self, message: _Message, subscription: SimSubscription) -> None:
         delivery = SimDelivery(
             message.subject, message.payload, message.headers, subscription.bus, message.source, message.reply_id
@@ -257,6 +285,7 @@ class SimBus:
         self.last_arrival_s: dict[SimBus, float] = {}
         self._is_closed = False
         self._waiting: dict[int, asyncio.Future[SimDelivery]] = {}
+        self._trips: set[asyncio.Future[None]] = set()
         self._num_asked = 0
         self._buffered: deque[_Message] = deque()
         self._num_buffered_bytes = 0
@@ -298,12 +327,21 @@ class SimBus:
     async def announce(self, service: str, description: str, metadata: dict[str, str]) -> None:
         """Does nothing: nobody lists the services of a simulation."""
 
-    async def flush(self) -> None:
+    async def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> None:
         if self._is_closed:
             raise BusClosedError
         if not self.is_connected:
             raise BusError("the bus", "the broker is away")
-        await asyncio.sleep(self.broker.conditions.delay_s[1] * 2)
+        trip: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._trips.add(trip)
+        self.broker.accept(lambda: self.broker.echo(self, lambda: None if trip.done() else trip.set_result(None)))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await trip
+        except TimeoutError as error:
+            raise RequestTimedOutError("the bus", timeout_s) from error
+        finally:
+            self._trips.discard(trip)
 
     async def close(self) -> None:
         if self._is_closed:
@@ -312,11 +350,18 @@ class SimBus:
         for subscription in self.subscriptions:
             await subscription.close()
         self.broker.drop(self)
-        for reply in self._waiting.values():
-            if not reply.done():
-                reply.set_exception(BusClosedError())
+        for waiting in (*self._waiting.values(), *self._trips):
+            if not waiting.done():
+                waiting.set_exception(BusClosedError())
 
     # For the broker.
+
+    def disconnected(self) -> None:
+        """The broker has died."""
+        self.is_connected = False
+        for trip in self._trips:
+            if not trip.done():
+                trip.set_exception(BusError("the bus", "the connection was lost"))
 
     def connected(self) -> None:
         """The broker is reachable again: publish what was kept."""
@@ -326,7 +371,7 @@ class SimBus:
         self.num_connects += 1
         self._num_buffered_bytes = 0
         while self._buffered:
-            self.broker.route(self._buffered.popleft())
+            self._pass_to_broker(self._buffered.popleft())
 
     def answered(self, reply_id: int, reply: SimDelivery) -> None:
         waiting = self._waiting.get(reply_id)
@@ -359,9 +404,12 @@ class SimBus:
         if self._is_denied("say", message.subject):
             return
         if self.is_connected:
-            self.broker.route(message)
+            self._pass_to_broker(message)
             return
         if self._num_buffered_bytes + len(message.payload) > MAX_BUFFERED_BYTES:
             raise BusError(message.subject, "the broker is away and the send buffer is full")
         self._num_buffered_bytes += len(message.payload)
         self._buffered.append(message)
+
+    def _pass_to_broker(self, message: _Message) -> None:
+        self.broker.accept(lambda: self.broker.route(message))

@@ -5,7 +5,8 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
 from services.errors import UserError
@@ -16,7 +17,7 @@ from tests.mesh.faults.client import Stream
 from tests.mesh.faults.proxy import WIRE_FAULTS, PlaneProxy, hold_port, listening_ports
 from tests.mesh.faults.supervisor import FaultSupervisor
 
-IN_PROCESSES = frozenset({"kill", "pause", "drain", "broker", "plane_cut", "disconnect"}) | WIRE_FAULTS
+IN_PROCESSES = frozenset({"kill", "pause", "drain", "broker", "broker_pause", "plane_cut", "disconnect"}) | WIRE_FAULTS
 """What can be done to real processes; the others need a bus that misbehaves, which only the simulator has."""
 
 
@@ -117,6 +118,9 @@ class FaultActor:
                 await self._drain(self._victims(fault, subject))
             case "broker":
                 await self._take_broker_away(fault.for_s)
+            case "broker_pause":
+                async with broker_stopped(self._supervisor):
+                    await asyncio.sleep(fault.for_s)
             case "plane_cut":
                 for child in self._victims(fault, subject):
                     for port in listening_ports(child.process.pid):
@@ -173,6 +177,18 @@ class FaultActor:
             await asyncio.sleep(self._rng.uniform(0, 2 * fault.for_s / num_clients))
             if open_streams := [s for s in self._streams if not s.ending]:
                 self._hang_up(self._rng.choice(open_streams))
+
+
+@asynccontextmanager
+async def broker_stopped(supervisor: FaultSupervisor) -> AsyncGenerator[None]:
+    """The broker's process stands still meanwhile."""
+    pid = supervisor.broker_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def is_there(child: Child) -> bool:

@@ -22,12 +22,13 @@ from services.sim.world import SimOptions
 from tests.mesh.faults.cost import LENGTHS, WARM_UP_REQUESTS, cost_of_checks
 from tests.mesh.faults.harness import SCENARIOS, FaultMesh, Outcome, fault_mesh, make_truth
 from tests.mesh.faults.kills import Killing
-from tests.mesh.faults.times import PHASES, cancel_to_free, death_to_free, pauses
+from tests.mesh.faults.times import BROKER_PAUSES_S, PHASES, broker_pauses, cancel_to_free, death_to_free, pauses
 from tests.mesh.zygote import Zygote
 from tests.plane.corruption import Corruption, measure
 
 FREE_AFTER_DEATH_S = 3.0
 FREE_AFTER_CANCEL_S = 0.25
+GO_ON_S = 0.5
 NO_MEMBER_LEFT = frozenset({"kill_gateway"})
 """Its own clients lose their answers: a connection cannot outlive its process."""
 
@@ -54,6 +55,7 @@ class Sizes:
     clean_blocks: int
     deaths: int
     pauses: int
+    broker_pauses: int
     cancels: int
     timed: int
 
@@ -124,6 +126,22 @@ async def pause(sizes: Sizes, begin: Begin) -> list[Row]:
     measured = f"{_p50_p99(found.killed_s)} ({around})"
     figure = "longest gap in a stream whose decode worker dies"
     return [Row(figure, measured, "the same tokens", not found.wrong, tuple(found.wrong))]
+
+
+async def broker_pause(sizes: Sizes, begin: Begin) -> list[Row]:
+    """Stop the broker's process under load; the clients of what was under way measure."""
+    for_s = BROKER_PAUSES_S * sizes.broker_pauses
+    advance = begin("pauses of the broker", len(for_s))
+    async with _mesh() as mesh:
+        found = await broker_pauses(mesh, for_s, advance)
+    around = f"{len(for_s)} pauses of {min(for_s):g} to {max(for_s):g} s, {found.num_answers} answers"
+    if found.num_near_ties:
+        around += f", {found.num_near_ties} proven near-ties"
+    bad = found.complaints
+    return [
+        _none("wrong or given up, or a worker declared dead, for a broker's pause", len(bad), around, bad),
+        _times("the broker's return to a stream's next token", found.gaps_s, GO_ON_S, f"{len(found.gaps_s)} streams"),
+    ]
 
 
 async def cancel(sizes: Sizes, begin: Begin) -> list[Row]:
@@ -204,7 +222,8 @@ async def cost(sizes: Sizes, begin: Begin) -> list[Row]:
 
 
 FIGURES: dict[str, Callable[[Sizes, Begin], Awaitable[list[Row]]]] = {
-    each.__name__: each for each in (scenarios, kills, death, pause, cancel, corruption, simulate, bugs, cost)
+    each.__name__: each
+    for each in (scenarios, kills, death, pause, broker_pause, cancel, corruption, simulate, bugs, cost)
 }
 
 
@@ -266,6 +285,7 @@ def main() -> None:
     parser.add_argument("--clean-blocks", type=int, default=100_000, help="transferred unharmed, on each carrier")
     parser.add_argument("--deaths", type=int, default=50)
     parser.add_argument("--pauses", type=int, default=50, help="answers whose decode worker is killed")
+    parser.add_argument("--broker-pauses", type=int, default=5, help="of each length")
     parser.add_argument("--cancels", type=int, default=10, help="in each phase")
     parser.add_argument("--timed", type=int, default=20, help="requests of each length, with checks and without")
     options = vars(parser.parse_args())

@@ -120,6 +120,11 @@ class FaultMesh:
         url = urls[(order if gateway is None else gateway) % len(urls)]
         return Stream(case, self.truth.cases[case], url, tenants[order % len(tenants)])
 
+    def longest_cases(self, num_cases: int) -> list[int]:
+        """Return the numbers of the cases with the longest answers."""
+        cases = self.truth.cases
+        return sorted(range(len(cases)), key=lambda number: -cases[number].sampling.max_tokens)[:num_cases]
+
     def start(self, stream: Stream) -> "asyncio.Task[None]":
         """Send a request."""
         task = self._running[stream] = stream.start(self.http, self.model, CLIENT_LIMIT_S)

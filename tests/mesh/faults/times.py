@@ -1,14 +1,15 @@
 """How soon a mesh lets go: of a dead reader's blocks, and of everything that a client no longer wants. And how long a
-client waits for its next token when the worker that makes them dies."""
+client waits for its next token when the worker that makes them dies, or the broker stands still."""
 
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from schemas.worker import WorkerLoad
+from tests.mesh.faults.actor import broker_stopped
 from tests.mesh.faults.bus_listener import BusListener
 from tests.mesh.faults.client import Stream
 from tests.mesh.faults.harness import FaultMesh, is_at_rest
@@ -19,6 +20,12 @@ WATCHED_S = 1.0
 """How long after a hang-up every worker's word is heard: nothing may come back."""
 FREE_WITHIN_S = 30.0
 READ_BEGINS_S = 0.05
+NUM_UNDER_WAY, NUM_MEANWHILE = 4, 4
+"""Answers that are under way when the broker stands still, and requests that come meanwhile."""
+BROKER_PAUSES_S = (0.5, 1.6, 3.0, 10.0)
+"""Shorter than any silence counts; longer than a proof waits; as long as a silence that means death; far longer."""
+DECLARED_WITHIN_S = 4.0
+"""Whoever is wrongly taken for dead after a pause is so within this: the longest silence, and a second."""
 PHASES = (
     "sent", "place", "run", "reserve", "reserved", "offered", "streaming", "landed", "released", "stored",
     "first token", "tenth token",
@@ -136,6 +143,72 @@ async def _killed_halfway(mesh: FaultMesh, stream: Stream) -> float:
     victim.kill()
     await asyncio.wait([asking])
     return killed_s
+
+
+@dataclass
+class BrokerPauses:
+    """`gaps_s`: of each answer that was under way, from the broker's return to its next token. `declared`: who was said
+    to have left; `resumed`: how many attempts were given up for another one."""
+
+    gaps_s: list[float] = field(default_factory=list[float])
+    num_answers: int = 0
+    num_near_ties: int = 0
+    declared: list[str] = field(default_factory=list[str])
+    num_resumed: int = 0
+    wrong: list[str] = field(default_factory=list[str])
+
+    @property
+    def complaints(self) -> list[str]:
+        """What must not be, however slow the machine is."""
+        found = [*self.wrong, *(f"{subject}: nobody has died" for subject in self.declared)]
+        if self.num_resumed:
+            found.append(f"{self.num_resumed} attempts were given up")
+        if not self.gaps_s:
+            found.append("no answer was under way while the broker stood still")
+        return found
+
+
+async def broker_pauses(mesh: FaultMesh, for_s: Sequence[float], on_pause: Callable[[], None]) -> BrokerPauses:
+    """Stop the broker's process for each of these times while answers are under way and more requests come."""
+    found = BrokerPauses()
+    ties = mesh.truth.num_near_ties
+    for stopped_s in for_s:
+        await mesh.settle()
+        await _one_broker_pause(mesh, stopped_s, found)
+        on_pause()
+    await mesh.settle()
+    found.num_near_ties = mesh.truth.num_near_ties - ties
+    return found
+
+
+async def _one_broker_pause(mesh: FaultMesh, stopped_s: float, found: BrokerPauses) -> None:
+    listening = Listening(mesh.listener)
+    try:
+        streams = [mesh.new_stream(number) for number in mesh.longest_cases(NUM_UNDER_WAY)]
+        asking = [mesh.start(stream) for stream in streams]
+        for stream in streams:
+            await stream.until_tokens(1)
+        async with broker_stopped(mesh.supervisor):
+            for _ in range(NUM_MEANWHILE):
+                await asyncio.sleep(stopped_s / (NUM_MEANWHILE + 1))
+                streams.append(mesh.new_stream())
+                asking.append(mesh.start(streams[-1]))
+            await asyncio.sleep(stopped_s / (NUM_MEANWHILE + 1))
+            back_s = time.monotonic()
+        await asyncio.wait(asking)
+        await asyncio.sleep(DECLARED_WITHIN_S)
+    finally:
+        listening.close()
+    for stream in streams[:NUM_UNDER_WAY]:
+        found.gaps_s += [at_s - back_s for at_s in stream.event_times_s if at_s > back_s][:1]
+    found.num_answers += len(streams)
+    subjects = [subject for subject, _ in listening.heard]
+    found.declared += [subject for subject in subjects if fnmatchcase(subject, "mesh.v1.worker.*.left")]
+    found.num_resumed += sum(fnmatchcase(subject, "mesh.v1.request.*.resumed") for subject in subjects)
+    for stream in streams:
+        problem = stream.error or stream.problem or mesh.truth.problem(stream, mesh.truth.answers[stream.number])
+        if problem or stream.ending != "finished":
+            found.wrong.append(f"request {stream.number} ({stream.request_id}) {stream.ending}: {problem}")
 
 
 async def cancel_to_free(mesh: FaultMesh, num_rounds: int, on_cancel: Callable[[], None]) -> dict[str, list[float]]:

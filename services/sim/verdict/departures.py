@@ -1,0 +1,22 @@
+"""Checks that nobody is declared dead who lives, where nothing has happened that could make anybody look so."""
+
+from services.sim.scenario import FaultKind
+
+LOOKS_DEAD: frozenset[FaultKind] = frozenset({"kill", "pause", "drain", "partition", "loss"})
+"""Faults after which a worker may rightly be taken for dead: it is, or nobody could hear it while others were heard."""
+
+
+class DepartureTap:
+    """Collects who was said to have left by somebody else. `hear` is a tap of `SimBroker`."""
+
+    def __init__(self) -> None:
+        self.departed: list[str] = []
+
+    def hear(self, subject: str, source: str) -> None:
+        tokens = subject.split(".")
+        if tokens[2] == "worker" and tokens[-1] == "left" and tokens[3] != source:
+            self.departed.append(tokens[3])
+
+    def problems(self, kinds: set[FaultKind]) -> list[str]:
+        """Return who was declared dead although no fault of the run, by their kinds, can make a worker look so."""
+        return [] if kinds & LOOKS_DEAD else [f"{worker} lives and was declared dead" for worker in self.departed]
