@@ -7,7 +7,7 @@ late, and may name a physical block again where an older one is not needed any m
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -188,7 +188,12 @@ def slot_spans(table: BlockTable, block_size: int, start: int, end: int) -> list
 
 def block_ids(segments: Iterable[Segment]) -> list[int]:
     """Return the blocks that the segments stand for."""
-    return [block for s in segments for block in range(s.first_block, s.first_block + s.num_blocks)]
+    return list(iter_blocks(segments))
+
+
+def iter_blocks(segments: Iterable[Segment]) -> Iterator[int]:
+    """Yield the same, one by one."""
+    return (block for s in segments for block in range(s.first_block, s.first_block + s.num_blocks))
 
 
 def segments_of(block_ids: Sequence[int]) -> tuple[Segment, ...]:
