@@ -21,7 +21,8 @@ class PairOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a holder serves reads. Only ever made by the holder itself."""
+    """Where a holder serves reads. Only ever made by the holder itself, which says it when it joins; what is read
+    later is read there."""
 
     host: str
     port: int
@@ -34,7 +35,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     card: str = ""
     """The uuid of the graphics card that the KV lies on; "": in host memory."""
     pair: PairOffer | None = None
-    """For the reader that this is sent to."""
+    """For one reader: it comes with an offer or a lease."""
 
 
 class HandoffMessage(RequestMessage, frozen=True, kw_only=True):
@@ -52,15 +53,17 @@ class BlocksReserved(HandoffMessage, frozen=True, kw_only=True):
 
 
 class KVOffered(HandoffMessage, frozen=True, kw_only=True):
-    """Sent when prefill starts: the reader opens its stream before the first layer is computed."""
+    """Sent when prefill starts: the reader opens its stream before the first layer is computed, where this incarnation
+    of the source has said that it serves."""
 
     lease_id: LeaseId
     epoch: int
     lease_ms: int
     ticket: str
-    endpoint: Endpoint
+    incarnation: str
     fingerprint: str
     num_tokens: int
+    pair: PairOffer | None = None
 
 
 class KVStreaming(HandoffMessage, frozen=True, kw_only=True):

@@ -28,6 +28,8 @@ class RefusalReason(enum.StrEnum):
     """The reader's KV is of another model or layout than the holder's."""
     INVALID = "invalid"
     """The message makes no sense, or comes again once its attempt is over."""
+    UNPROVED = "unproved"
+    """Nobody who may say so has signed whose request it is, or that its reader is a holder."""
     GONE = "gone"
     """The holder does not have these blocks, or no more."""
 
@@ -136,6 +138,8 @@ class RunPrefill(RequestMessage, frozen=True, kw_only=True):
     sources: tuple[KVSource, ...] = ()
     num_answered_tokens: int = 0
     tenant: str = ""
+    proof: bytes = b""
+    """A gateway's signature of the request's id, tenant and deadline (`services.credentials`)."""
     replica: WorkerId | None = None
 
 
@@ -161,6 +165,8 @@ class ReserveBlocks(RequestMessage, frozen=True, kw_only=True):
     """Who else may have KV of this prompt, should the prefill worker's not arrive."""
     num_answered_tokens: int = 0
     tenant: str = ""
+    proof: bytes = b""
+    """As in RunPrefill."""
     replica: WorkerId | None = None
 
 

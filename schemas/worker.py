@@ -5,6 +5,7 @@ from typing import Literal
 
 import msgspec
 
+from schemas.handoff import Endpoint
 from schemas.ids import WorkerId
 from schemas.message import Message
 
@@ -25,6 +26,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     context_length: int
     carriers: tuple[str, ...] = ()
+    endpoint: Endpoint | None = None
+    """Where this incarnation serves reads: a reader connects to nothing else. None: it serves none."""
     device: str = ""
     """Where its model runs and its KV lies, for people: `cpu`, or `cuda:0` and what the card is called."""
 

@@ -196,6 +196,22 @@ def iter_blocks(segments: Iterable[Segment]) -> Iterator[int]:
     return (block for s in segments for block in range(s.first_block, s.first_block + s.num_blocks))
 
 
+def num_distinct_blocks(tables: Iterable[BlockTables]) -> int:
+    """Return how many blocks these are, each counted once however many share it."""
+    extents = {
+        (group, segment.first_block, segment.first_block + segment.num_blocks)
+        for of_one in tables
+        for group, table in enumerate(of_one)
+        for segment in table.segments
+    }
+    num_blocks, reached = 0, (0, 0)
+    for group, first, end in sorted(extents):
+        start = max(first, reached[1]) if group == reached[0] else first
+        num_blocks += max(0, end - start)
+        reached = (group, max(end, start))
+    return num_blocks
+
+
 def segments_of(block_ids: Sequence[int]) -> tuple[Segment, ...]:
     """Return the blocks as segments, joining neighbours that follow each other."""
     runs: list[Segment] = []

@@ -173,7 +173,7 @@ async def _measure(supervisors: dict[str, Supervisor], lengths: list[int], num_r
         http = await stack.enter_async_context(open_http())
         probes: dict[str, Probe] = {}
         for carrier, supervisor in supervisors.items():
-            direct = await stack.enter_async_context(DirectClient.open(supervisor.nats_url))
+            direct = await stack.enter_async_context(DirectClient.open(supervisor.nats_url, supervisor.signer))
             checkpoint = supervisor.checkpoint
             assert checkpoint is not None
             client = await Client.open(http, supervisor.url)

@@ -14,6 +14,7 @@ from schemas.ids import GatewayId, new_id
 from services.bus.base import Bus
 from services.bus.typed import TypedBus
 from services.config import MeshConfig, dtype_of
+from services.credentials import signer_of
 from services.engine.checkpoint import default_shape, layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.errors import CheckpointError, UserError
@@ -40,15 +41,16 @@ async def run_gateway(
 ) -> None:
     """Serve HTTP until `stop` is set; `sock` None binds to the configured address. Closes socket and bus.
 
-    Raises UserError for a checkpoint that cannot be served or a port in use.
+    Raises UserError for a checkpoint that cannot be served, a port in use, no tenant seed.
     """
+    signer = signer_of(config)
     sock = sock or bind(config.gateway.host, config.gateway.port)
     model = await asyncio.to_thread(load_model, config)
     gateway_id = GatewayId(new_id("gateway"))
     metrics = metrics or Metrics()
     bus = TypedBus(connection, "gateway", metrics, {"id": gateway_id})
     async with asyncio.TaskGroup() as tasks:
-        requests = Requests(config.gateway, gateway_id, bus, telemetry, tasks)
+        requests = Requests(config.gateway, signer, gateway_id, bus, telemetry, tasks)
         gateway = Gateway(
             config=config.gateway,
             model=model,

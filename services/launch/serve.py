@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import logging
+import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Generator
@@ -10,10 +12,11 @@ from typing import NamedTuple, cast
 
 import msgspec
 
+from dataplane.blocks.ticket import TicketSecrets
 from schemas.ids import WorkerId, is_subject_token
 from schemas.worker import WorkerRole
 from services.bus.nats import NatsBus
-from services.config import MeshConfig, TelemetryConfig, load_config, with_device
+from services.config import MeshConfig, TelemetryConfig, load_config, require_secrets, with_device
 from services.errors import UserError
 from services.metric_names import HOLDERS, SERVICE_INFO, metrics_of
 from services.metrics import Metrics
@@ -21,10 +24,16 @@ from services.ports import bind
 from services.runtime import configure_logging, run_until_signal, watch_parent
 from services.telemetry import Telemetry, open_telemetry
 
+log = logging.getLogger(__name__)
+
 READY_LINE = "ready"
 ERROR_PREFIX = "error: "
 
 Start = Callable[[NatsBus, Telemetry, asyncio.Event, Callable[[], None]], Awaitable[None]]
+
+
+Service = tuple[Start, TicketSecrets | None]
+"""What is to be run, and what a SIGHUP reads again; None: this role has no ticket secrets."""
 
 
 class Overrides(NamedTuple):
@@ -51,13 +60,32 @@ def run_service(
     metrics.prepare(metrics_of(role))
     metrics.on_sample(lambda: metrics.put(SERVICE_INFO, {(name,): 1}))
     try:
-        start = _starter(role, name, config, metrics)
-        run_until_signal(lambda stop: _serve(name, config, metrics, start, stop, supervised=supervised))
+        start, secrets = _service(role, name, config, metrics)
+
+        async def serve(stop: asyncio.Event) -> None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _read_again, config_path, secrets)
+            await _serve(name, config, metrics, start, stop, supervised=supervised)
+
+        run_until_signal(serve)
     except UserError as error:
         if not supervised:
             raise
         _say(f"{ERROR_PREFIX}{error}")  # the supervisor prints it once, for all its services
         sys.exit(2)
+
+
+def _read_again(config_path: Path, secrets: TicketSecrets | None) -> None:
+    """Go on with the ticket secrets that the file has now; with those that there are where it cannot be used."""
+    if secrets is None:
+        log.warning("SIGHUP: this service has nothing to read again")
+        return
+    try:
+        found = require_secrets(load_config(config_path))
+    except UserError as error:
+        log.warning("SIGHUP: the ticket secrets stay as they were: %s", error)
+        return
+    secrets.replace(found)
+    log.warning("SIGHUP: %d ticket secrets were read again", len(found))
 
 
 async def _serve(
@@ -123,7 +151,7 @@ async def _end_with(bus: NatsBus, stop: asyncio.Event) -> bool:
     return True
 
 
-def _starter(role: str, name: str, config: MeshConfig, metrics: Metrics) -> Start:
+def _service(role: str, name: str, config: MeshConfig, metrics: Metrics) -> Service:
     """Do what is slow (imports, loading the model) before the loop runs, and return what to run in it."""
     match role:
         case "gateway":
@@ -132,28 +160,34 @@ def _starter(role: str, name: str, config: MeshConfig, metrics: Metrics) -> Star
             sock = bind(config.gateway.host, config.gateway.port)
             return lambda bus, telemetry, stop, ready: run_gateway(
                 config, bus, telemetry, stop, sock=sock, on_ready=ready, metrics=metrics
-            )
+            ), None
         case "scheduler":
             from services.scheduler.service import run_scheduler
 
-            return lambda bus, telemetry, stop, ready: run_scheduler(config, bus, stop, ready, metrics)
+            return lambda bus, telemetry, stop, ready: run_scheduler(config, bus, stop, ready, metrics), None
         case "directory":
             from services.directory.service import run_directory
 
-            return lambda bus, telemetry, stop, ready: run_directory(bus, stop, ready, metrics)
+            return lambda bus, telemetry, stop, ready: run_directory(bus, stop, ready, metrics), None
         case "store":
             from services.store.load import load_store
             from services.store.service import run_store
 
             store = load_store(config, name)
-            return lambda bus, telemetry, stop, ready: run_store(config, store, bus, telemetry, stop, ready, metrics)
+            return (
+                lambda bus, telemetry, stop, ready: run_store(config, store, bus, telemetry, stop, ready, metrics),
+                store.credentials.secrets,
+            )
         case _:
             from services.launch.worker_roles import run_worker
             from services.worker.parts import load_parts
 
             worker_role = cast("WorkerRole", role)
             parts = load_parts(config, worker_role, WorkerId(name))
-            return lambda bus, telemetry, stop, ready: run_worker(parts, config, bus, telemetry, stop, ready, metrics)
+            return (
+                lambda bus, telemetry, stop, ready: run_worker(parts, config, bus, telemetry, stop, ready, metrics),
+                parts.credentials.secrets,
+            )
 
 
 def _say(line: str) -> None:

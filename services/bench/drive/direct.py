@@ -17,6 +17,7 @@ from services.bench.limits import DIRECT_TIMEOUT_S, LOCATE_INTERVAL_S
 from services.bus.base import BusError
 from services.bus.nats import NatsBus
 from services.bus.typed import Received, TypedBus
+from services.credentials import TenantSigner
 from services.launch.known_workers import describe_fleet
 from services.runtime import now_ms
 
@@ -31,7 +32,8 @@ class TimedFirstToken(NamedTuple):
 class DirectClient:
     """A client on one mesh's bus. Make it with `open`. Requests may run concurrently."""
 
-    def __init__(self, bus: TypedBus, gateway_id: GatewayId, worker: WorkerInfo) -> None:
+    def __init__(self, bus: TypedBus, gateway_id: GatewayId, worker: WorkerInfo, signer: TenantSigner) -> None:
+        self._signer = signer
         self._bus = bus
         self._gateway_id = gateway_id
         self._worker = worker
@@ -39,12 +41,13 @@ class DirectClient:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, nats_url: str) -> "AsyncGenerator[DirectClient]":
-        """Connect, and subscribe to tokens. Raises UserError where no mesh answers."""
+    async def open(cls, nats_url: str, signer: TenantSigner) -> "AsyncGenerator[DirectClient]":
+        """Connect, and subscribe to tokens. `signer`: that of the mesh's gateways. Raises UserError where no mesh
+        answers."""
         fleet = await describe_fleet(nats_url)
         connection = await NatsBus.connect(nats_url, "kvmesh-bench")
         bus = TypedBus(connection, "bench")
-        client = cls(bus, GatewayId(new_id("bench")), fleet.workers[0].worker)
+        client = cls(bus, GatewayId(new_id("bench")), fleet.workers[0].worker, signer)
         async with asyncio.TaskGroup() as tasks:
             await bus.listen(tasks, subjects.TOKENS, (client._gateway_id,), client._hear)
             await connection.flush()
@@ -61,10 +64,12 @@ class DirectClient:
         self, worker_id: WorkerId, prompt: Sequence[int], sources: tuple[KVSource, ...] = ()
     ) -> TimedFirstToken:
         """Have one worker compute one token, after it has read from the sources. Raises RequestFailedError."""
+        request_id, deadline_ms = RequestId(new_id("req")), now_ms() + int(DIRECT_TIMEOUT_S * 1e3)
         request = RunPrefill(
-            request_id=RequestId(new_id("req")),
+            request_id=request_id,
             attempt=1,
-            deadline_ms=now_ms() + int(DIRECT_TIMEOUT_S * 1e3),
+            deadline_ms=deadline_ms,
+            proof=self._signer.sign(request_id, "", deadline_ms),
             gateway_id=self._gateway_id,
             prompt=pack_tokens(prompt),
             sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),

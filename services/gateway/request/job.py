@@ -70,7 +70,7 @@ def place_request(job: Job, action: AskPlacement, prompt: PackedPrompt) -> Place
     )
 
 
-def run_message(job: Job, gateway_id: GatewayId, action: SendRun, prompt: PackedPrompt) -> RunPrefill:
+def run_message(job: Job, proof: bytes, gateway_id: GatewayId, action: SendRun, prompt: PackedPrompt) -> RunPrefill:
     return RunPrefill(
         request_id=job.request_id,
         attempt=action.attempt,
@@ -83,11 +83,14 @@ def run_message(job: Job, gateway_id: GatewayId, action: SendRun, prompt: Packed
         sources=action.sources,
         num_answered_tokens=action.num_answered,
         tenant=job.key.tenant,
+        proof=proof,
         replica=action.replica,
     )
 
 
-def reserve_message(job: Job, gateway_id: GatewayId, action: SendReserve, prompt: PackedPrompt) -> ReserveBlocks:
+def reserve_message(
+    job: Job, proof: bytes, gateway_id: GatewayId, action: SendReserve, prompt: PackedPrompt
+) -> ReserveBlocks:
     return ReserveBlocks(
         request_id=job.request_id,
         attempt=action.attempt,
@@ -100,6 +103,7 @@ def reserve_message(job: Job, gateway_id: GatewayId, action: SendReserve, prompt
         sources=action.sources,
         num_answered_tokens=action.num_answered,
         tenant=job.key.tenant,
+        proof=proof,
         replica=action.replica,
     )
 
