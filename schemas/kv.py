@@ -6,6 +6,7 @@ from schemas.block import BLOCK_HASH_BYTES, split_hashes
 from schemas.handoff import PairOffer
 from schemas.ids import LeaseId, WorkerId, is_subject_token
 from schemas.message import Message, RequestMessage
+from schemas.numbers import Number
 from schemas.request import RefusalReason, Refused, refuse
 
 
@@ -80,7 +81,7 @@ class RequestLease(RequestMessage, frozen=True, kw_only=True):
 
     reader: WorkerId
     fingerprint: str
-    first_block: int
+    first_block: Number
     block_hashes: bytes
     tenant: str = ""
     proof: bytes = b""
@@ -88,7 +89,7 @@ class RequestLease(RequestMessage, frozen=True, kw_only=True):
     that it is a holder (`services.credentials`)."""
     is_copy: bool = False
     """They are to be kept elsewhere as well: there is no request that they are read for."""
-    answer_by_ms: int = 0
+    answer_by_ms: Number = 0
     """When the reader waits for the answer no more: what is granted later would be held for nobody. 0: unsaid."""
 
 
@@ -108,12 +109,12 @@ class LeaseGranted(RequestMessage, frozen=True, kw_only=True):
 
     worker_id: WorkerId
     lease_id: LeaseId
-    epoch: int
-    lease_ms: int
+    epoch: Number
+    lease_ms: Number
     ticket: str
     incarnation: str
-    first_token: int
-    num_tokens: int
+    first_token: Number
+    num_tokens: Number
     pair: PairOffer | None = None
 
 
@@ -134,7 +135,7 @@ class ReplicateBlocks(RequestMessage, frozen=True, kw_only=True):
 
     source: WorkerId
     fingerprint: str
-    first_block: int
+    first_block: Number
     block_hashes: bytes
     tenant: str = ""
 
