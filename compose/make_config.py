@@ -1,6 +1,6 @@
-"""Writes the containers' mesh.toml: the template, a ticket secret that nobody has to choose, and the model asked for.
+"""Writes the containers' mesh.toml: the template, secrets that nobody has to choose, and the model asked for.
 
-A secret once drawn is kept, so that workers added later agree with those that run.
+What was drawn once is kept, so that services added later agree with those that run.
 """
 
 import sys
@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from services.config import ModelConfig, fresh_secret, load_config, write_config
+from services.credentials import TenantSigner
 
 MODEL_DIR = Path("/model")
 
@@ -19,17 +20,27 @@ def make_config(template: Path, target: Path, model: str, model_dir: Path = MODE
     `model`: the checkpoint's folder on the host, mounted at `model_dir`; its last part is what clients call it. Empty:
     what the template says.
     """
-    secret_path = target.with_name("secret")
-    if not secret_path.exists():
-        secret_path.touch(mode=0o600)
-    secret = secret_path.read_text() or fresh_secret()
-    secret_path.write_text(secret)
+    secret, seed = _kept(target.with_name("secret")), _kept(target.with_name("tenant_seed"))
     config = load_config(template)
     if model:
         config = msgspec.structs.replace(config, model=_own_model(config.model, Path(model), model_dir))
     whole = target.with_name("mesh.toml.new")
-    write_config(msgspec.structs.replace(config, secret=config.secret or secret), whole)
+    secrets = {
+        "ticket_secrets": config.ticket_secrets or (secret,),
+        "tenant_seed": config.tenant_seed or seed,
+        "tenant_public_key": TenantSigner(config.tenant_seed or seed).public_key,
+    }
+    write_config(msgspec.structs.replace(config, **secrets), whole)
     whole.replace(target)  # a service that restarts now reads the old file or the new one, never half of it
+
+
+def _kept(path: Path) -> str:
+    """Return the secret in a file; a new one where there is none, which is kept there."""
+    if not path.exists():
+        path.touch(mode=0o600)
+    secret = path.read_text() or fresh_secret()
+    path.write_text(secret)
+    return secret
 
 
 def _own_model(config: ModelConfig, on_host: Path, model_dir: Path) -> ModelConfig:

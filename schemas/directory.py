@@ -6,6 +6,7 @@ import msgspec
 
 from schemas.ids import WorkerId
 from schemas.message import Message, RequestMessage
+from schemas.numbers import Number
 
 Tier = Literal["arena", "memory", "disk", "remote"]
 """Where a holder keeps a block: a worker's arena; a store's host memory, its disk, or a server behind it."""
@@ -16,7 +17,7 @@ class BlocksStored(Message, frozen=True, kw_only=True):
 
     worker_id: WorkerId
     incarnation: str
-    sequence: int
+    sequence: Number
     block_hashes: bytes
     tier: Tier = "arena"
 
@@ -26,7 +27,7 @@ class BlocksEvicted(Message, frozen=True, kw_only=True):
 
     worker_id: WorkerId
     incarnation: str
-    sequence: int
+    sequence: Number
     block_hashes: bytes
     tier: Tier = "arena"
 
@@ -34,7 +35,7 @@ class BlocksEvicted(Message, frozen=True, kw_only=True):
 class ReadInventory(Message, frozen=True, kw_only=True):
     """Asks a worker for all that it holds, a page at a time."""
 
-    offset: int = 0
+    offset: Number = 0
 
 
 class Inventory(Message, frozen=True, kw_only=True):
@@ -45,9 +46,9 @@ class Inventory(Message, frozen=True, kw_only=True):
 
     worker_id: WorkerId
     incarnation: str
-    sequence: int
+    sequence: Number
     block_hashes: bytes
-    next_offset: int | None = None
+    next_offset: Number | None = None
     tier: Tier = "arena"
 
 
@@ -63,8 +64,8 @@ class HolderPrefix(msgspec.Struct, frozen=True, kw_only=True):
 
     worker_id: WorkerId
     incarnation: str
-    num_blocks: int
-    first_block: int = 0
+    num_blocks: Number
+    first_block: Number = 0
     tier: Tier = "arena"
 
 

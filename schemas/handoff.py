@@ -10,6 +10,7 @@ import msgspec
 
 from schemas.ids import HandoffId, LeaseId, WorkerId
 from schemas.message import RequestMessage
+from schemas.numbers import Number, UnixNs
 from schemas.request import AttemptEnd, FinishReason
 
 
@@ -17,14 +18,15 @@ class PairOffer(msgspec.Struct, frozen=True, kw_only=True):
     """What a holder and one reader make a communicator with (NCCL), once. `generation`: higher for a later offer."""
 
     unique_id: bytes
-    generation: int
+    generation: Number
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a holder serves reads. Only ever made by the holder itself."""
+    """Where a holder serves reads. Only ever made by the holder itself, which says it when it joins; what is read
+    later is read there."""
 
     host: str
-    port: int
+    port: Number
     carriers: tuple[str, ...]
     """What the holder offers, best first."""
     arena: str
@@ -34,7 +36,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     card: str = ""
     """The uuid of the graphics card that the KV lies on; "": in host memory."""
     pair: PairOffer | None = None
-    """For the reader that this is sent to."""
+    """For one reader: it comes with an offer or a lease."""
 
 
 class HandoffMessage(RequestMessage, frozen=True, kw_only=True):
@@ -48,19 +50,21 @@ class HandoffMessage(RequestMessage, frozen=True, kw_only=True):
 class BlocksReserved(HandoffMessage, frozen=True, kw_only=True):
     """The target has room for the prompt's KV. Reply to ReserveBlocks, and an event to the source."""
 
-    num_blocks: int
+    num_blocks: Number
 
 
 class KVOffered(HandoffMessage, frozen=True, kw_only=True):
-    """Sent when prefill starts: the reader opens its stream before the first layer is computed."""
+    """Sent when prefill starts: the reader opens its stream before the first layer is computed, where this incarnation
+    of the source has said that it serves."""
 
     lease_id: LeaseId
-    epoch: int
-    lease_ms: int
+    epoch: Number
+    lease_ms: Number
     ticket: str
-    endpoint: Endpoint
+    incarnation: str
     fingerprint: str
-    num_tokens: int
+    num_tokens: Number
+    pair: PairOffer | None = None
 
 
 class KVStreaming(HandoffMessage, frozen=True, kw_only=True):
@@ -74,15 +78,15 @@ class KVLanded(HandoffMessage, frozen=True, kw_only=True):
 
     lease_id: LeaseId
     carrier: str
-    num_tokens: int
-    num_bytes: int
+    num_tokens: Number
+    num_bytes: Number
 
 
 class KVReleased(HandoffMessage, frozen=True, kw_only=True):
     """The source's lease has ended, and its blocks with it."""
 
     lease_id: LeaseId
-    num_blocks: int
+    num_blocks: Number
 
 
 class HandoffAborted(HandoffMessage, frozen=True, kw_only=True):
@@ -97,9 +101,9 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     """What the source knows once the prompt is computed. Rides at the end of the KV stream, not on the bus, so that
     the target can start as soon as the last byte is there."""
 
-    token_id: int
+    token_id: Number
     finish_reason: FinishReason | None = None
-    computed_ns: int = 0
+    computed_ns: UnixNs = 0
     """When the prompt was computed, Unix time: what the transfer takes beyond it is exposed."""
 
 

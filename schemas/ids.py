@@ -23,6 +23,11 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{secrets.token_hex(8)}"
 
 
+def new_nonce() -> str:
+    """Return random text that nobody can guess: 128 bits."""
+    return secrets.token_hex(16)
+
+
 def is_subject_token(text: str) -> bool:
     """Say whether `text` may stand between two dots of a subject."""
     return 0 < len(text) <= MAX_SUBJECT_TOKEN and all(c.isalnum() or c in "-_" for c in text) and text.isascii()

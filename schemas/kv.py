@@ -3,9 +3,10 @@
 import enum
 
 from schemas.block import BLOCK_HASH_BYTES, split_hashes
-from schemas.handoff import Endpoint
+from schemas.handoff import PairOffer
 from schemas.ids import LeaseId, WorkerId, is_subject_token, is_tenant
 from schemas.message import Message, RequestMessage
+from schemas.numbers import Number
 from schemas.request import RefusalReason, Refused, refuse
 
 
@@ -53,6 +54,8 @@ class ReadEnd(enum.StrEnum):
     BUSY = "busy"
     CLOSING = "closing"
     INTERNAL = "internal"
+    UNKNOWN = "unknown"
+    """Neither this reader nor the scheduler has heard of this incarnation of the holder."""
     CONNECT = "connect"
     """Nobody can be connected to."""
     CLOSED = "closed"
@@ -74,14 +77,19 @@ class ReadEnd(enum.StrEnum):
 
 class RequestLease(RequestMessage, frozen=True, kw_only=True):
     """May `reader` read these blocks? `block_hashes` (joined) are the blocks `first_block`, `first_block` + 1, … of
-    the reader's sequence; the holder grants as many from the first on as it has."""
+    the reader's sequence; the holder grants as many from the first on as it has of this tenant's."""
 
     reader: WorkerId
     fingerprint: str
-    first_block: int
+    first_block: Number
     block_hashes: bytes
     tenant: str = ""
-    answer_by_ms: int = 0
+    proof: bytes = b""
+    """The gateway's signature that comes with the request that they are read for, or of a copy the reader's own word
+    that it is a holder (`services.credentials`)."""
+    is_copy: bool = False
+    """They are to be kept elsewhere as well: there is no request that they are read for."""
+    answer_by_ms: Number = 0
     """When the reader waits for the answer no more: what is granted later would be held for nobody. 0: unsaid."""
 
 
@@ -93,28 +101,31 @@ class ReturnLease(RequestMessage, frozen=True, kw_only=True):
 
 
 class LeaseGranted(RequestMessage, frozen=True, kw_only=True):
-    """Tokens [first_token, num_tokens) of the reader's sequence may be read with this ticket, once.
+    """Tokens [first_token, num_tokens) of the reader's sequence may be read with this ticket, once, where this
+    incarnation of the worker has said that it serves.
 
     The lease ends with the read, however that ends, or after `lease_ms` without one.
     """
 
     worker_id: WorkerId
     lease_id: LeaseId
-    epoch: int
-    lease_ms: int
+    epoch: Number
+    lease_ms: Number
     ticket: str
-    endpoint: Endpoint
-    first_token: int
-    num_tokens: int
+    incarnation: str
+    first_token: Number
+    num_tokens: Number
+    pair: PairOffer | None = None
 
 
 class BlocksCooling(Message, frozen=True, kw_only=True):
-    """The worker will soon evict these blocks (joined hashes, the coldest first). Whoever wants them reads them under
-    a lease, like anybody; the worker does not wait."""
+    """The worker will soon evict these blocks of one tenant (joined hashes, the coldest first). A holder that wants
+    them reads them under a lease; the worker does not wait."""
 
     worker_id: WorkerId
     incarnation: str
     block_hashes: bytes
+    tenant: str = ""
 
 
 class ReplicateBlocks(RequestMessage, frozen=True, kw_only=True):
@@ -124,7 +135,7 @@ class ReplicateBlocks(RequestMessage, frozen=True, kw_only=True):
 
     source: WorkerId
     fingerprint: str
-    first_block: int
+    first_block: Number
     block_hashes: bytes
     tenant: str = ""
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from schemas.ids import RequestId
+from schemas.numbers import Number, UnixMs
 
 MessageT = TypeVar("MessageT", bound="Message")
 
@@ -21,8 +22,8 @@ class RequestMessage(Message, frozen=True, kw_only=True):
     """A message about one attempt at one request. `deadline_ms` is Unix time in milliseconds."""
 
     request_id: RequestId
-    attempt: int
-    deadline_ms: int
+    attempt: Number
+    deadline_ms: UnixMs
 
 
 class UndecodableMessageError(ValueError):

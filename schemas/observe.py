@@ -11,6 +11,7 @@ import msgspec
 
 from schemas.ids import GatewayId, LeaseId, RequestId, WorkerId
 from schemas.message import Message, RequestMessage
+from schemas.numbers import Number
 from schemas.request import FinishReason
 from schemas.worker import WorkerLoad
 
@@ -34,11 +35,11 @@ class HeldRequest(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     request_id: RequestId
-    attempt: int
+    attempt: Number
     part: Literal["prefill", "decode", "replica"]
     stage: RunStage
-    age_ms: int
-    num_prompt_tokens: int = 0
+    age_ms: Number
+    num_prompt_tokens: Number = 0
     reading_from: str = ""
 
 
@@ -47,9 +48,9 @@ class HeldLease(msgspec.Struct, frozen=True, kw_only=True):
 
     lease_id: LeaseId
     reader: WorkerId
-    num_blocks: int
-    age_ms: int
-    left_ms: int
+    num_blocks: Number
+    age_ms: Number
+    left_ms: Number
 
 
 class WorkerDescribed(Message, frozen=True, kw_only=True):
@@ -59,8 +60,8 @@ class WorkerDescribed(Message, frozen=True, kw_only=True):
     load: WorkerLoad
     requests: tuple[HeldRequest, ...] = ()
     leases: tuple[HeldLease, ...] = ()
-    num_requests: int = 0
-    num_leases: int = 0
+    num_requests: Number = 0
+    num_leases: Number = 0
 
 
 class DescribeRequest(Message, frozen=True, kw_only=True):
@@ -72,16 +73,16 @@ class RequestDescribed(Message, frozen=True, kw_only=True):
 
     request_id: RequestId
     phase: RequestPhase
-    phase_age_ms: int = 0
-    age_ms: int = 0
-    left_ms: int = 0
+    phase_age_ms: Number = 0
+    age_ms: Number = 0
+    left_ms: Number = 0
     gateway_id: GatewayId = GatewayId("")
-    attempt: int = 0
+    attempt: Number = 0
     prefill_worker: str = ""
     decode_worker: str = ""
-    num_prompt_tokens: int = 0
-    num_tokens: int = 0
-    max_tokens: int = 0
+    num_prompt_tokens: Number = 0
+    num_tokens: Number = 0
+    max_tokens: Number = 0
     detail: str = ""
     """Why it ended, or why this is not its first attempt."""
 
@@ -90,14 +91,14 @@ class StoryMessage(RequestMessage, frozen=True, kw_only=True):
     """What happened, `age_ms` after the gateway had accepted the request."""
 
     gateway_id: GatewayId
-    age_ms: int = 0
+    age_ms: Number = 0
 
 
 class RequestAccepted(StoryMessage, frozen=True, kw_only=True):
     """The body is read, checked and tokenized: a placement is asked for."""
 
-    num_prompt_tokens: int
-    max_tokens: int
+    num_prompt_tokens: Number
+    max_tokens: Number
     tenant: str = ""
 
 
@@ -115,7 +116,7 @@ class FirstTokenHeard(StoryMessage, frozen=True, kw_only=True):
 class RequestResumed(StoryMessage, frozen=True, kw_only=True):
     """The attempt before this one has failed, `reason` says why; this one goes on after what the client has had."""
 
-    num_answered_tokens: int
+    num_answered_tokens: Number
     reason: str
 
 
@@ -123,7 +124,7 @@ class RequestFinished(StoryMessage, frozen=True, kw_only=True):
     """The answer is complete."""
 
     finish_reason: FinishReason
-    num_tokens: int
+    num_tokens: Number
 
 
 class RequestFailed(StoryMessage, frozen=True, kw_only=True):
@@ -131,15 +132,15 @@ class RequestFailed(StoryMessage, frozen=True, kw_only=True):
 
     code: str
     detail: str
-    status: int
-    num_tokens: int
+    status: Number
+    num_tokens: Number
 
 
 class RequestCancelled(StoryMessage, frozen=True, kw_only=True):
     """Nobody wants the answer any more."""
 
     reason: str
-    num_tokens: int
+    num_tokens: Number
 
 
 class KeepTrace(Message, frozen=True, kw_only=True):

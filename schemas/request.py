@@ -7,6 +7,7 @@ import msgspec
 
 from schemas.ids import GatewayId, HandoffId, RequestId, TokenIds, WorkerId
 from schemas.message import Message, RequestMessage
+from schemas.numbers import Amount, Number, Seed, UnixNs
 
 FinishReason = Literal["stop", "length"]
 
@@ -28,6 +29,8 @@ class RefusalReason(enum.StrEnum):
     """The reader's KV is of another model or layout than the holder's."""
     INVALID = "invalid"
     """The message makes no sense, or comes again once its attempt is over."""
+    UNPROVED = "unproved"
+    """Nobody who may say so has signed whose request it is, or that its reader is a holder."""
     GONE = "gone"
     """The holder does not have these blocks, or no more."""
 
@@ -39,11 +42,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     (`seed`, its index in the answer) only.
     """
 
-    max_tokens: int
+    max_tokens: Number
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
+    top_k: Number = 0
+    seed: Seed = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
@@ -52,25 +55,25 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks [first_block, first_block + num_blocks) of the prompt are said to lie with `worker_id`."""
 
     worker_id: WorkerId
-    first_block: int
-    num_blocks: int
+    first_block: Number
+    num_blocks: Number
 
 
 class PlacementTerms(msgspec.Struct, frozen=True, kw_only=True):
     """What a decision was made of, in milliseconds and tokens, so that a person can see why."""
 
-    ttft_ms: float = 0.0
+    ttft_ms: Amount = 0.0
     """The predicted time to first token: queue + pull + compute."""
-    queue_ms: float = 0.0
-    pull_ms: float = 0.0
-    compute_ms: float = 0.0
-    handover_ms: float = 0.0
+    queue_ms: Amount = 0.0
+    pull_ms: Amount = 0.0
+    compute_ms: Amount = 0.0
+    handover_ms: Amount = 0.0
     """What the hand-over is expected to expose beyond the prefill."""
-    stall_ms: float = 0.0
+    stall_ms: Amount = 0.0
     """What the prefill costs the requests that decode on the same worker."""
-    cached_tokens: int = 0
-    pulled_tokens: int = 0
-    computed_tokens: int = 0
+    cached_tokens: Number = 0
+    pulled_tokens: Number = 0
+    computed_tokens: Number = 0
     alternatives: str = ""
     """The best of the others and their costs, in words."""
 
@@ -78,8 +81,8 @@ class PlacementTerms(msgspec.Struct, frozen=True, kw_only=True):
 class PlaceRequest(RequestMessage, frozen=True, kw_only=True):
     """Which workers should serve this? `block_hashes` are the prompt's, joined (`schemas.block`)."""
 
-    num_prompt_tokens: int
-    max_tokens: int
+    num_prompt_tokens: Number
+    max_tokens: Number
     block_hashes: bytes = b""
     excluded_workers: tuple[WorkerId, ...] = ()
     """Workers that failed an earlier attempt: to be used only where nobody else could serve."""
@@ -106,7 +109,7 @@ class Refused(RequestMessage, frozen=True, kw_only=True):
 
     reason: RefusalReason
     detail: str = ""
-    retry_after_ms: int = 0
+    retry_after_ms: Number = 0
 
 
 def refuse(request: RequestMessage, reason: RefusalReason, detail: str, retry_after_ms: int = 0) -> Refused:
@@ -134,8 +137,10 @@ class RunPrefill(RequestMessage, frozen=True, kw_only=True):
     handoff_id: HandoffId | None = None
     decode_worker: WorkerId | None = None
     sources: tuple[KVSource, ...] = ()
-    num_answered_tokens: int = 0
+    num_answered_tokens: Number = 0
     tenant: str = ""
+    proof: bytes = b""
+    """A gateway's signature of the request's id, tenant and deadline (`services.credentials`)."""
     replica: WorkerId | None = None
 
 
@@ -143,7 +148,7 @@ class PrefillAccepted(RequestMessage, frozen=True, kw_only=True):
     """The worker has taken the attempt. `accepted_ns`: when, in Unix ns by the worker's clock; 0: unknown."""
 
     worker_id: WorkerId
-    accepted_ns: int = 0
+    accepted_ns: UnixNs = 0
 
 
 class ReserveBlocks(RequestMessage, frozen=True, kw_only=True):
@@ -159,8 +164,10 @@ class ReserveBlocks(RequestMessage, frozen=True, kw_only=True):
     sampling: SamplingParams
     sources: tuple[KVSource, ...] = ()
     """Who else may have KV of this prompt, should the prefill worker's not arrive."""
-    num_answered_tokens: int = 0
+    num_answered_tokens: Number = 0
     tenant: str = ""
+    proof: bytes = b""
+    """As in RunPrefill."""
     replica: WorkerId | None = None
 
 
@@ -174,16 +181,16 @@ class SourceTokens(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens whose KV was read from this worker or store."""
 
     worker_id: WorkerId
-    num_tokens: int
+    num_tokens: Number
 
 
 class FirstTokenTimes(msgspec.Struct, frozen=True, kw_only=True):
     """How a worker came to an attempt's first token, in Unix ns by its own clock."""
 
-    accepted_ns: int
-    first_step_ns: int
+    accepted_ns: UnixNs
+    first_step_ns: UnixNs
     """The first engine step of it began."""
-    computed_ns: int
+    computed_ns: UnixNs
 
 
 class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,9 +199,9 @@ class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
     `is_prefill`: said by the prefill worker of a split request; else by the worker that decodes.
     """
 
-    transferred_tokens: int = 0
-    recomputed_tokens: int = 0
-    cached_tokens: int = 0
+    transferred_tokens: Number = 0
+    recomputed_tokens: Number = 0
+    cached_tokens: Number = 0
     carrier: str = ""
     transferred_from: tuple[SourceTokens, ...] = ()
     """The transferred tokens by the worker that they were read from."""
@@ -229,8 +236,8 @@ class RequestTokens(msgspec.Struct, frozen=True, kw_only=True):
     """One request's share of an engine step. `index` is the answer's index of the first token in `tokens`."""
 
     request_id: str
-    attempt: int
-    index: int
+    attempt: Number
+    index: Number
     tokens: TokenIds = TokenIds(b"")
     finish_reason: FinishReason | None = None
     failure: RequestFailure | None = None
@@ -267,7 +274,7 @@ class AskProgress(RequestMessage, frozen=True, kw_only=True):
     """What has come of this attempt? The gateway asks where tokens are missing or nothing has been heard for a while:
     the bus may lose a message. `index`: the first token of the answer that it lacks."""
 
-    index: int
+    index: Number
 
 
 class Progress(RequestMessage, frozen=True, kw_only=True):
@@ -285,7 +292,7 @@ class AttemptId(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt at one request; the first is 1."""
 
     request_id: RequestId
-    attempt: int
+    attempt: Number
 
 
 class AskWanted(Message, frozen=True, kw_only=True):

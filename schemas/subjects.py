@@ -167,11 +167,20 @@ def _grants(grants: Grants) -> tuple[Grant, ...]:
 
 PLACE = _question("mesh.v1.schedule.place", PlaceRequest, (Placement, Refused), GATEWAYS, SCHEDULERS, "scheduler")
 FLEET = _question(
-    "mesh.v1.scheduler.status", DescribeFleet, (FleetDescribed,), (GATEWAYS, *PEOPLE), SCHEDULERS, "scheduler", True
+    "mesh.v1.scheduler.status",
+    DescribeFleet,
+    (FleetDescribed,),
+    (GATEWAYS, HOLDERS, *PEOPLE),
+    SCHEDULERS,
+    "scheduler",
+    True,
 )
 _KNOW_THE_FLEET = (SCHEDULERS, DIRECTORIES, GATEWAYS, OBSERVERS)
 JOINED = _event(
-    "mesh.v1.worker.{worker.worker_id}.joined", WorkerJoined, Grant(Role.HOLDER, "worker.worker_id"), _KNOW_THE_FLEET
+    "mesh.v1.worker.{worker.worker_id}.joined",
+    WorkerJoined,
+    Grant(Role.HOLDER, "worker.worker_id"),
+    (*_KNOW_THE_FLEET, HOLDERS),
 )
 LOAD = _event(
     "mesh.v1.worker.{worker.worker_id}.load", WorkerLoad, Grant(Role.HOLDER, "worker.worker_id"), _KNOW_THE_FLEET

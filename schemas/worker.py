@@ -5,8 +5,10 @@ from typing import Literal
 
 import msgspec
 
+from schemas.handoff import Endpoint
 from schemas.ids import WorkerId
 from schemas.message import Message
+from schemas.numbers import Amount, BlockSize, Count
 
 WorkerRole = Literal["prefill", "decode", "aggregated", "store"]
 WorkerState = Literal["ready", "draining"]
@@ -21,10 +23,12 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     fingerprint: str
     """`KVLayout.fingerprint`: KV moves only between equal ones."""
-    num_blocks: int
-    block_size: int
-    context_length: int
+    num_blocks: Count
+    block_size: BlockSize
+    context_length: Count
     carriers: tuple[str, ...] = ()
+    endpoint: Endpoint | None = None
+    """Where this incarnation serves reads: a reader connects to nothing else. None: it serves none."""
     device: str = ""
     """Where its model runs and its KV lies, for people: `cpu`, or `cuda:0` and what the card is called."""
 
@@ -36,19 +40,19 @@ class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
     the blocks that no request of this worker knows of: a leak.
     """
 
-    total: int
-    free: int
-    running: int
-    leased: int
-    cached: int = 0
-    orphaned: int = 0
+    total: Count
+    free: Count
+    running: Count
+    leased: Count
+    cached: Count = 0
+    orphaned: Count = 0
 
 
 class PrefillRate(msgspec.Struct, frozen=True, kw_only=True):
     """How quickly prompt tokens are computed whose context begins at `context_tokens` or later (up to the next)."""
 
-    context_tokens: int
-    tokens_per_s: float
+    context_tokens: Count
+    tokens_per_s: Amount
 
 
 class TransferRate(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,8 +60,8 @@ class TransferRate(msgspec.Struct, frozen=True, kw_only=True):
 
     source: WorkerId
     carrier: str
-    bytes_per_s: float
-    latency_ms: float
+    bytes_per_s: Amount
+    latency_ms: Amount
 
 
 class WorkerRates(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,8 +69,8 @@ class WorkerRates(msgspec.Struct, frozen=True, kw_only=True):
 
     prefill: tuple[PrefillRate, ...] = ()
     transfers: tuple[TransferRate, ...] = ()
-    decode_step_ms: float = 0.0
-    kv_token_bytes: int = 0
+    decode_step_ms: Amount = 0.0
+    kv_token_bytes: Count = 0
     """Bytes of one token's KV over all layers."""
 
 
@@ -83,16 +87,16 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     worker: WorkerInfo
     state: WorkerState
     blocks: BlockCounts
-    num_running: int
-    num_queued: int
-    num_uncomputed_tokens: int
+    num_running: Count
+    num_queued: Count
+    num_uncomputed_tokens: Count
     """Prompt tokens accepted here and not yet computed or received."""
-    num_unreceived_tokens: int = 0
+    num_unreceived_tokens: Count = 0
     """Those of them that another worker computes: here they wait for their KV only."""
-    num_tokens: int = 0
+    num_tokens: Count = 0
     """Tokens of answers that this incarnation has given."""
-    num_dropped_messages: int = 0
-    num_refused_reads: int = 0
+    num_dropped_messages: Count = 0
+    num_refused_reads: Count = 0
     rates: WorkerRates = WorkerRates()
 
 
@@ -133,7 +137,7 @@ class WorkerAlive(Message, frozen=True, kw_only=True):
 
     worker_id: WorkerId
     incarnation: str
-    lag_ms: int = 0
+    lag_ms: Count = 0
 
 
 class DescribeFleet(Message, frozen=True, kw_only=True):

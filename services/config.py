@@ -21,6 +21,8 @@ _API_KEY = re.compile(r"[!-~]{1,256}")
 _ORIGIN = re.compile(r"\*|https?://[^/\s*]+")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 
+MIN_SECRET_CHARS = 16
+"""A shorter secret can be guessed."""
 MIN_STAGING_BYTES = 32 * 1024 * 1024
 """Room for a few frames at once (`dataplane.cards.staging_ring`)."""
 
@@ -256,12 +258,18 @@ class Relation(NamedTuple):
 
 
 class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything a service of the mesh needs. `secret` signs the data plane's tickets; equal on all workers.
+    """Everything a service of the mesh needs.
+
+    `ticket_secrets`: the first signs the data plane's tickets, all of them verify; equal on all workers and stores, and
+    read again from the file at a SIGHUP. `tenant_seed`: from it gateways have the key with which they sign whose a
+    request is; no one else needs it. `tenant_public_key`: what verifies that; empty: the seed's.
 
     Times that rely on each other are checked wherever one is made: from a file, in code, or by replacing a part.
     """
 
-    secret: str = ""
+    ticket_secrets: tuple[str, ...] = ()
+    tenant_seed: str = ""
+    tenant_public_key: str = ""
     nats: NatsConfig = NatsConfig()
     model: ModelConfig = ModelConfig()
     gateway: GatewayConfig = GatewayConfig()
@@ -273,10 +281,6 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def __post_init__(self) -> None:
         for relation in relations_of(self):
             relation.check()
-
-    @property
-    def secret_bytes(self) -> bytes:
-        return self.secret.encode()
 
 
 def relations_of(config: MeshConfig) -> list[Relation]:
@@ -386,8 +390,9 @@ def apply_environment(config: MeshConfig) -> MeshConfig:
             telemetry = msgspec.structs.replace(telemetry, sample_ratio=float(ratio))
         except ValueError as error:
             raise UserError(f"KVMESH_SAMPLE_RATIO or OTEL_TRACES_SAMPLER_ARG: {error}") from error
-    secret = os.environ.get("KVMESH_SECRET") or config.secret
-    return msgspec.structs.replace(config, nats=nats, telemetry=telemetry, secret=secret)
+    secret = os.environ.get("KVMESH_SECRET")
+    secrets = (secret,) if secret else config.ticket_secrets
+    return msgspec.structs.replace(config, nats=nats, telemetry=telemetry, ticket_secrets=secrets)
 
 
 def check_endpoint(url: str) -> None:
@@ -419,17 +424,22 @@ def _otel_ratio() -> str:
     return os.environ.get("OTEL_TRACES_SAMPLER_ARG", "") if sampler.endswith("traceidratio") else ""
 
 
-def require_secret(config: MeshConfig) -> bytes:
-    """Return the ticket secret. Raises UserError where none is set: an unsigned data plane is not offered."""
-    if len(config.secret) < 16:
-        raise UserError("no ticket secret: set `secret` in mesh.toml or KVMESH_SECRET to 16 characters or more")
-    return config.secret_bytes
+def require_secrets(config: MeshConfig) -> tuple[bytes, ...]:
+    """Return the ticket secrets. Raises UserError where none is set: an unsigned data plane is not offered."""
+    if not config.ticket_secrets or min(map(len, config.ticket_secrets)) < MIN_SECRET_CHARS:
+        raise UserError(
+            "no ticket secret: set `ticket_secrets` in mesh.toml to a list, or KVMESH_SECRET to one, of "
+            f"{MIN_SECRET_CHARS} characters or more each"
+        )
+    return tuple(secret.encode() for secret in config.ticket_secrets)
 
 
 def write_config(config: MeshConfig, path: Path) -> None:
-    """Write `mesh.toml`, readable by its owner only (it carries the secret)."""
+    """Write `mesh.toml`, readable by its owner only (it carries the secrets)."""
     document = msgspec.to_builtins(config)
-    lines: list[str] = [f"secret = {_toml_value(document.pop('secret'))}"]
+    lines = [
+        f"{key} = {_toml_value(document.pop(key))}" for key, value in [*document.items()] if type(value) is not dict
+    ]
     for section, values in document.items():
         lines += ["", f"[{section}]"] + [f"{key} = {_toml_value(value)}" for key, value in values.items()]
     path.touch(mode=0o600)

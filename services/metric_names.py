@@ -390,7 +390,7 @@ DROPPED = MetricName(
     "kvmesh_dropped_messages",
     "Messages that were dropped",
     ("reason",),
-    (("undecodable", "too_slow", "handler_failed", "too_many", "malformed"),),
+    (("undecodable", "too_slow", "handler_failed", "too_many", "malformed", "over_bound"),),
 )
 
 METRICS: tuple[MetricName, ...] = tuple(value for value in list(globals().values()) if isinstance(value, MetricName))

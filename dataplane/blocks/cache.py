@@ -11,7 +11,7 @@ its end.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dataplane.blocks.kept import ContentChanges, KeptBlocks
+from dataplane.blocks.kept import Content, ContentChanges, KeptBlocks
 from dataplane.blocks.layout import ArenaShape, BlockTable, BlockTables, block_ids, num_blocks_for, segments_of
 from schemas.ids import BlockHash
 
@@ -62,8 +62,8 @@ class BlockCache:
         """
         block_size = self.layout.block_size
         num_blocks = num_blocks_for(num_tokens, block_size)
-        num_cached = self._num_matching(hashes[: min(max_cached_tokens // block_size, num_blocks)])
-        shared = [self._blocks_of(index, hashes, 0, num_cached) for index in range(len(self._groups))]
+        num_cached = self._num_matching(hashes[: min(max_cached_tokens // block_size, num_blocks)], tenant)
+        shared = [self._blocks_of(index, hashes, tenant, 0, num_cached) for index in range(len(self._groups))]
         sizes = self._sizes(num_cached, num_blocks)
         if any(len(b) + n > g.pool.num_blocks for g, b, n in zip(self._groups, shared, sizes, strict=True)):
             # A ring and the window before it together are more than there is: it could wait for ever.
@@ -82,25 +82,26 @@ class BlockCache:
             tables.append(BlockTable(segments_of(table), num_cached - len(blocks)))
         return Allocation(tuple(tables), num_cached * block_size)
 
-    def lend(self, hashes: Sequence[BlockHash], first_block: int) -> Allocation | None:
-        """Find the blocks `first_block`, `first_block` + 1, … of a sequence by these hashes; add a reference to each.
+    def lend(self, hashes: Sequence[BlockHash], first_block: int, tenant: str = "") -> Allocation | None:
+        """Find this tenant's blocks `first_block`, `first_block` + 1, … of a sequence by these hashes; add a reference
+        to each.
 
         Returns as many from the first on as a reader could go on from; `num_cached_tokens` is where they end. None: not
         even the first is here.
         """
-        num_found = self._num_matching(hashes, first_block)
+        num_found = self._num_matching(hashes, tenant, first_block)
         if not num_found:
             return None
         tables: list[BlockTable] = []
         for index, group in enumerate(self._groups):
-            blocks = self._blocks_of(index, hashes, first_block, first_block + num_found)
+            blocks = self._blocks_of(index, hashes, tenant, first_block, first_block + num_found)
             group.share(blocks)
             tables.append(BlockTable(segments_of(blocks), first_block + num_found - len(blocks)))
         return Allocation(tuple(tables), (first_block + num_found) * self.layout.block_size)
 
-    def holds(self, block_hash: BlockHash) -> bool:
-        """Say whether a block with this content is here."""
-        return block_hash in self._groups[0].block_of
+    def holds(self, block_hash: BlockHash, tenant: str = "") -> bool:
+        """Say whether a block of this tenant with this content is here."""
+        return Content(tenant, block_hash) in self._groups[0].block_of
 
     def admit_spare(self, first_block: int, num_blocks: int, *, tenant: str = "") -> BlockTables | None:
         """Return empty blocks, with a reference to each, into which the blocks `first_block`, `first_block` + 1, … of a
@@ -178,7 +179,7 @@ class BlockCache:
             group.changes.take()
         return self._groups[0].changes.take()
 
-    def coldest(self, num_blocks: int) -> list[BlockHash]:
+    def coldest(self, num_blocks: int) -> list[Content]:
         """Return the content of the blocks that would be given up first."""
         return self._groups[0].coldest(num_blocks)
 
@@ -188,7 +189,7 @@ class BlockCache:
 
     def contents(self) -> list[BlockHash]:
         """Return the hashes of all that is here."""
-        return list(self._groups[0].block_of)
+        return [content.block_hash for content in self._groups[0].block_of]
 
     def check_integrity(self) -> None:
         """Assert conservation in every group."""
@@ -204,17 +205,17 @@ class BlockCache:
             for group in self.layout.groups
         ]
 
-    def _num_matching(self, hashes: Sequence[BlockHash], first_block: int = 0) -> int:
+    def _num_matching(self, hashes: Sequence[BlockHash], tenant: str, first_block: int = 0) -> int:
         """Return how many of these blocks, the first of which is `first_block`, are here, so that one can go on."""
         num_found = len(hashes)
         for index, group in enumerate(self._groups):
             if not self.layout.groups[index].window:
                 found = 0
-                while found < num_found and hashes[found] in group.block_of:
+                while found < num_found and Content(tenant, hashes[found]) in group.block_of:
                     found += 1
                 num_found = found
         while num_found and not all(
-            hashes[at - first_block] in group.block_of
+            Content(tenant, hashes[at - first_block]) in group.block_of
             for index, group in enumerate(self._groups)
             if self.layout.groups[index].window
             for at in self._needed(index, first_block, first_block + num_found)
@@ -227,9 +228,13 @@ class BlockCache:
         needed = self.layout.first_needed_block(group, end_block * self.layout.block_size)
         return range(min(max(first_block, needed), end_block), end_block)
 
-    def _blocks_of(self, group: int, hashes: Sequence[BlockHash], first_block: int, end_block: int) -> list[int]:
+    def _blocks_of(
+        self, group: int, hashes: Sequence[BlockHash], tenant: str, first_block: int, end_block: int
+    ) -> list[int]:
         block_of = self._groups[group].block_of
-        return [block_of[hashes[at - first_block]] for at in self._needed(group, first_block, end_block)]
+        return [
+            block_of[Content(tenant, hashes[at - first_block])] for at in self._needed(group, first_block, end_block)
+        ]
 
 
 def _distinct(table: BlockTable) -> list[int]:

@@ -6,6 +6,7 @@ first, when room is needed; of several tenants the one that has more than its sh
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dataplane.blocks.pool import BlockPool
 from dataplane.blocks.shares import TenantShares
@@ -38,19 +39,28 @@ class ChangeLog:
         return ContentChanges(stored, [block_hash for block_hash, came in changes.items() if not came])
 
 
+class Content(NamedTuple):
+    """What a block is known by. The hash is keyed by the tenant already; but a hash may be told, and who tells another
+    tenant's must not get its block."""
+
+    tenant: str
+    block_hash: BlockHash
+
+
 class KeptBlocks:
     """The blocks of one pool and what is known of their content. It holds one reference of its own to each block whose
     content it knows; where that is the last one the block is idle, and goes when room is needed.
 
-    `block_of`: where content is. Every method is atomic. Not thread-safe.
+    `block_of`: where content is. A block's tenant is whom it was allocated for. Every method is atomic. Not
+    thread-safe.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks)
         self.idle = TenantShares(num_blocks)
-        self.block_of: dict[BlockHash, int] = {}
+        self.block_of: dict[Content, int] = {}
         self.changes = ChangeLog()
-        self._hash_of: dict[int, BlockHash] = {}
+        self._content_of: dict[int, Content] = {}
 
     def room(self, besides: Iterable[int] = ()) -> int:
         """Return how many blocks can be allocated now, where those `besides` are shared first."""
@@ -69,11 +79,11 @@ class KeptBlocks:
         self.idle.took(tenant, blocks)
         return blocks
 
-    def take(self, hashes: Sequence[BlockHash]) -> list[int]:
+    def take(self, hashes: Sequence[BlockHash], tenant: str = "") -> list[int]:
         """Return the blocks of the leading run of this content that is here, a reference to each."""
         blocks: list[int] = []
         for block_hash in hashes:
-            if (block := self.block_of.get(block_hash)) is None:
+            if (block := self.block_of.get(Content(tenant, block_hash))) is None:
                 break
             blocks.append(block)
         self.share(blocks)
@@ -89,33 +99,35 @@ class KeptBlocks:
         """Drop a reference to each block; of those that become idle the first is given up first."""
         self.idle.freed(self.pool.free(blocks))
         for block in blocks:
-            if block in self._hash_of and self.pool.num_references(block) == 1:
+            if block in self._content_of and self.pool.num_references(block) == 1:
                 self.idle.idles(block)
 
     def put(self, block: int, block_hash: BlockHash) -> None:
         """Keep a block in use for its content, unless the same content is kept already."""
-        if block_hash in self.block_of:
+        content = Content(self.idle.tenant_of(block), block_hash)
+        if content in self.block_of:
             return
-        assert block not in self._hash_of, "a block that is known by its content was written"
+        assert block not in self._content_of, "a block that is known by its content was written"
         self.pool.share([block])
-        self.block_of[block_hash] = block
-        self._hash_of[block] = block_hash
+        self.block_of[content] = block
+        self._content_of[block] = content
         self.changes.note(block_hash, came=True)
 
-    def coldest(self, num_blocks: int) -> list[BlockHash]:
+    def coldest(self, num_blocks: int) -> list[Content]:
         """Return the content of the blocks that would be given up first."""
-        return [self._hash_of[block] for block in self.idle.victims(num_blocks)]
+        return [self._content_of[block] for block in self.idle.victims(num_blocks)]
 
     def check_integrity(self) -> None:
         """Assert conservation."""
         self.pool.check_integrity()
-        assert {h: b for b, h in self._hash_of.items()} == self.block_of, "both maps say the same"
-        idle = {block for block in self._hash_of if self.pool.num_references(block) == 1}
+        assert {content: b for b, content in self._content_of.items()} == self.block_of, "both maps say the same"
+        assert all(self.idle.tenant_of(b) == c.tenant for b, c in self._content_of.items()), "each tenant its own"
+        idle = {block for block in self._content_of if self.pool.num_references(block) == 1}
         in_use = {block for block in range(self.pool.num_blocks) if self.pool.num_references(block)}
         self.idle.check_integrity(in_use, idle)
 
     def _evict(self, block: int) -> None:
-        block_hash = self._hash_of.pop(block)
-        del self.block_of[block_hash]
+        content = self._content_of.pop(block)
+        del self.block_of[content]
         self.idle.freed(self.pool.free([block]))
-        self.changes.note(block_hash, came=False)
+        self.changes.note(content.block_hash, came=False)

@@ -7,7 +7,7 @@ late, and may name a physical block again where an older one is not needed any m
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -188,7 +188,28 @@ def slot_spans(table: BlockTable, block_size: int, start: int, end: int) -> list
 
 def block_ids(segments: Iterable[Segment]) -> list[int]:
     """Return the blocks that the segments stand for."""
-    return [block for s in segments for block in range(s.first_block, s.first_block + s.num_blocks)]
+    return list(iter_blocks(segments))
+
+
+def iter_blocks(segments: Iterable[Segment]) -> Iterator[int]:
+    """Yield the same, one by one."""
+    return (block for s in segments for block in range(s.first_block, s.first_block + s.num_blocks))
+
+
+def num_distinct_blocks(tables: Iterable[BlockTables]) -> int:
+    """Return how many blocks these are, each counted once however many share it."""
+    extents = {
+        (group, segment.first_block, segment.first_block + segment.num_blocks)
+        for of_one in tables
+        for group, table in enumerate(of_one)
+        for segment in table.segments
+    }
+    num_blocks, reached = 0, (0, 0)
+    for group, first, end in sorted(extents):
+        start = max(first, reached[1]) if group == reached[0] else first
+        num_blocks += max(0, end - start)
+        reached = (group, max(end, start))
+    return num_blocks
 
 
 def segments_of(block_ids: Sequence[int]) -> tuple[Segment, ...]:

@@ -31,6 +31,11 @@ class TenantShares:
         """Say whether a block is idle."""
         return block in self._idle
 
+    def tenant_of(self, block: int) -> str:
+        """Return whose a block is. Asserts that it is not free."""
+        assert block in self._tenant_of, "a block that is not in use is nobody's"
+        return self._tenant_of[block]
+
     def num_of(self, tenant: str) -> int:
         """Return how many blocks a tenant uses or keeps."""
         return self._num_of.get(tenant, 0)

@@ -4,6 +4,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -15,11 +16,14 @@ TicketRefusal = Literal["malformed", "signature", "expired"]
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """Says that `holder` granted `reader` the lease `lease_id` with this `epoch`. `expires_at_ms` is Unix time."""
+    """Says that this incarnation of `holder` granted `reader` the lease `lease_id` with this `epoch`. `nonce` is random
+    and of this lease alone. `expires_at_ms` is Unix time."""
 
     lease_id: LeaseId
     epoch: int
+    nonce: str
     holder: WorkerId
+    incarnation: str
     reader: WorkerId
     tenant: str
     expires_at_ms: int
@@ -36,34 +40,54 @@ class TicketRefusedError(Exception):
 _decoder = msgspec.json.Decoder(Ticket)
 
 
-def sign(secret: bytes, ticket: Ticket) -> str:
-    """Return `base64url(json).base64url(hmac-sha256)`, without padding. Raises ValueError when it gets too long."""
-    body = _encode(msgspec.json.encode(ticket))
-    token = f"{body}.{_mac(secret, body)}"
-    if len(token) > limits.MAX_TICKET_CHARS:
-        raise ValueError(f"the ticket of {ticket.lease_id} would have {len(token)} characters")
-    return token
+class TicketSecrets:
+    """What holders sign with: the first secret signs, all of them verify. For any thread."""
+
+    def __init__(self, secrets: Sequence[bytes]) -> None:
+        self._secrets: tuple[bytes, ...] = ()
+        self.replace(secrets)
+
+    def replace(self, secrets: Sequence[bytes]) -> None:
+        """Go on with these. What was signed with a secret that stays among them is still good."""
+        assert secrets and all(secrets), "what is signed needs a secret"
+        self._secrets = tuple(secrets)
+
+    def sign(self, ticket: Ticket) -> str:
+        """Return `base64url(json).base64url(hmac-sha256)`, without padding. Raises ValueError when it gets too long."""
+        body = _encode(msgspec.json.encode(ticket))
+        token = f"{body}.{_encode(self.mac(body.encode('ascii')))}"
+        if len(token) > limits.MAX_TICKET_CHARS:
+            raise ValueError(f"the ticket of {ticket.lease_id} would have {len(token)} characters")
+        return token
+
+    def verify(self, token: str, now_ms: int) -> Ticket:
+        """Return the ticket in `token`. Raises TicketRefusedError for anything but a ticket of one of these secrets in
+        its time."""
+        if len(token) > limits.MAX_TICKET_CHARS or not token.isascii():
+            raise TicketRefusedError("malformed")
+        body, _, mac = token.partition(".")
+        macs = [_encode(_mac(secret, body.encode("ascii"))) for secret in self._secrets]
+        if not any(hmac.compare_digest(mac, each) for each in macs):  # as text: one token has one spelling
+            raise TicketRefusedError("signature")
+        try:
+            ticket = _decoder.decode(_decode(body))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise TicketRefusedError("malformed") from error
+        if ticket.expires_at_ms <= now_ms:
+            raise TicketRefusedError("expired")
+        return ticket
+
+    def mac(self, message: bytes) -> bytes:
+        """Return the HMAC-SHA-256 of a message under the secret that signs."""
+        return _mac(self._secrets[0], message)
+
+    def proves(self, message: bytes, mac: bytes) -> bool:
+        """Say whether somebody who has one of these secrets made this `mac` of a message."""
+        return any(hmac.compare_digest(mac, _mac(secret, message)) for secret in self._secrets)
 
 
-def verify(secret: bytes, token: str, now_ms: int) -> Ticket:
-    """Return the ticket in `token`. Raises TicketRefusedError for anything but a ticket of this secret in its time."""
-    if len(token) > limits.MAX_TICKET_CHARS or not token.isascii():
-        raise TicketRefusedError("malformed")
-    body, _, mac = token.partition(".")
-    if not hmac.compare_digest(mac, _mac(secret, body)):  # as text: one token has one spelling
-        raise TicketRefusedError("signature")
-    try:
-        ticket = _decoder.decode(_decode(body))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TicketRefusedError("malformed") from error
-    if ticket.expires_at_ms <= now_ms:
-        raise TicketRefusedError("expired")
-    return ticket
-
-
-def _mac(secret: bytes, body: str) -> str:
-    assert secret, "a ticket needs a secret"
-    return _encode(hmac.new(secret, body.encode("ascii"), hashlib.sha256).digest())
+def _mac(secret: bytes, message: bytes) -> bytes:
+    return hmac.new(secret, message, hashlib.sha256).digest()
 
 
 def _encode(data: bytes) -> str:

@@ -255,12 +255,10 @@ class CardApproach:
         """Nothing is held."""
 
     def _cuda_reader(self, accepted: Accepted, extent: Extent, digest_kind: DigestKind | None) -> ReaderCarrier:
-        source = holder_runs(accepted, self._side.shape, extent)
         try:
             holder, give_back = self._open(accepted)
             try:
-                if source.shape.num_bytes > holder.memory.num_bytes:
-                    raise ProtocolError(f"{source.shape.num_blocks} blocks in {holder.memory.num_bytes} bytes")
+                source = holder_runs(accepted, self._side.shape, extent, holder.memory.num_bytes)
                 return CudaReader(holder, source, self._side.arena, self._asked.target, digest_kind, give_back)
             except BaseException:
                 give_back()

@@ -138,13 +138,14 @@ def holder_frames(array: ByteArray, accepted: Accepted, shape: ArenaShape, exten
     if accepted.staged:
         return PackedFrames(array, extent)
     try:
-        return ArenaFrames(SequenceMemory(array, holder_runs(accepted, shape, extent)))
+        return ArenaFrames(SequenceMemory(array, holder_runs(accepted, shape, extent, array.nbytes)))
     except ValueError as error:
         raise ProtocolError(f"blocks outside the holder's arena: {error}") from error
 
 
-def holder_runs(accepted: Accepted, shape: ArenaShape, extent: Extent) -> SequenceRuns:
-    """Return where the sequence lies in the holder's arena. `shape`: the reader's. Raises ProtocolError."""
+def holder_runs(accepted: Accepted, shape: ArenaShape, extent: Extent, arena_bytes: int) -> SequenceRuns:
+    """Return where the sequence lies in the holder's arena, which has `arena_bytes`. `shape`: the reader's. Raises
+    ProtocolError."""
     layout = shape.layout
     if accepted.heads != heads_of(layout):
         layout = replace(layout, first_head=accepted.heads.first, num_kv_heads=accepted.heads.num_heads)
@@ -152,6 +153,8 @@ def holder_runs(accepted: Accepted, shape: ArenaShape, extent: Extent) -> Sequen
         raise ProtocolError(f"the holder names {accepted.heads} and {len(accepted.num_blocks)} cache groups")
     try:
         holder_shape = ArenaShape(layout=layout, num_blocks=accepted.num_blocks)
+        if min(accepted.num_blocks) < 0 or holder_shape.num_bytes > arena_bytes:  # before any table is looked at
+            raise ProtocolError(f"the holder names {accepted.num_blocks} blocks in {arena_bytes} bytes")
         source = SequenceRuns(holder_shape, accepted.tables, extent.heads)
     except ValueError as error:
         raise ProtocolError(f"blocks outside the holder's arena: {error}") from error

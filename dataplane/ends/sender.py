@@ -9,7 +9,7 @@ from typing import get_args
 
 from dataplane import limits
 from dataplane.blocks.layout import ArenaShape
-from dataplane.blocks.ticket import Ticket, TicketRefusedError, verify
+from dataplane.blocks.ticket import Ticket, TicketRefusedError, TicketSecrets
 from dataplane.carriers import tcp
 from dataplane.carriers.carrier import CarrierBrokenError, HeldUpError, HolderCarrier, MemoryFailedError
 from dataplane.carriers.kv_arena import HolderSide, PairListener, PairRefusedError
@@ -76,7 +76,7 @@ class HolderContext:
     side: HolderSide
     shape: ArenaShape
     gate: LeaseGate
-    secret: bytes
+    secrets: TicketSecrets
     carriers: tuple[str, ...]
     digests: bool
     open_timeout_s: float
@@ -157,7 +157,7 @@ class HolderStream:
         return self._context.side.open_pair(ticket.reader, wanted.generation)
 
     def _verify(self, token: str) -> Ticket:
-        return verify(self._context.secret, token, time.time_ns() // 1_000_000)
+        return self._context.secrets.verify(token, time.time_ns() // 1_000_000)
 
     def _open(self, wanted: Open) -> "_Service":
         """Return what serves the stream that is asked for. Raises a refusal."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from dataplane import limits
 from dataplane.blocks.layout import ArenaShape
+from dataplane.blocks.ticket import TicketSecrets
 from dataplane.carriers import loopback, shm, tcp
 from dataplane.carriers.kv_arena import KVArena
 from dataplane.ends.sender import HolderContext, HolderStream, JunkError
@@ -73,7 +74,7 @@ class PlaneServer:
         arena: KVArena,
         shape: ArenaShape,
         gate: LeaseGate,
-        secret: bytes,
+        secrets: TicketSecrets,
         options: ServerOptions | None = None,
     ) -> None:
         self.arena = arena
@@ -85,7 +86,7 @@ class PlaneServer:
             side=self._side,
             shape=shape,
             gate=gate,
-            secret=secret,
+            secrets=secrets,
             carriers=self.options.carriers,
             digests=self.options.digests,
             open_timeout_s=self.options.open_timeout_s,

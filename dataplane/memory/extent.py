@@ -1,8 +1,9 @@
 """What one stream carries of a sequence: which tokens of which layer, which heads, and in how many bytes. Pure."""
 
+from itertools import islice
 from typing import NamedTuple, Protocol
 
-from dataplane.blocks.layout import ITEM_BYTES, BlockTable, KVLayout, block_ids
+from dataplane.blocks.layout import ITEM_BYTES, BlockTable, KVLayout, iter_blocks
 from dataplane.memory.codec import BlockCodec, WireDtype
 
 
@@ -91,7 +92,8 @@ class Extent:
 def first_kept_block(table: BlockTable, end_block: int) -> int:
     """Return the block from which on, up to `end_block`, none lies where a later one was written: of a ring the last
     round, of any other table all."""
-    blocks = block_ids(table.segments)[: max(0, end_block - table.first_block)]
+    # A holder's table may declare any number of blocks: only those up to `end_block` are ever listed.
+    blocks = list(islice(iter_blocks(table.segments), max(0, end_block - table.first_block)))
     seen: set[int] = set()
     for index in range(len(blocks) - 1, -1, -1):
         if blocks[index] in seen:

@@ -8,8 +8,11 @@ from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferStats
 from schemas.ids import LeaseId
 
-LeaseRefusalReason = Literal["unknown", "expired", "epoch", "reader", "tenant"]
-"""`epoch`: the ticket is of an earlier grant. `reader`, `tenant`: it is another's."""
+LeaseRefusalReason = Literal[
+    "unknown", "expired", "holder", "incarnation", "epoch", "nonce", "reader", "tenant", "expires_at_ms"
+]
+"""Beside `unknown` and `expired`: the field in which the ticket differs from the lease. `holder`, `incarnation`: it is
+another's, or of an earlier life. `epoch`, `nonce`: of an earlier grant. `reader`, `tenant`: of another one."""
 
 
 class LeaseRefusedError(Exception):

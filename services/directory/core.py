@@ -36,6 +36,10 @@ class Holder:
     worker_id: WorkerId
     incarnation: str
     heard_ms: int
+    num_blocks: int | None = None
+    """How many its arena or memory has, as it says; None: it has not said."""
+    num_of: dict[int, int] = field(default_factory=dict[int, int])
+    """How many blocks have each of its bits."""
     sequence: int = 0
     """The number of the last event that its blocks contain."""
     bits: dict[Tier, int] = field(default_factory=dict[Tier, int])
@@ -68,6 +72,8 @@ class DirectoryCore:
         self._asked: set[tuple[WorkerId, str]] = set()
         """These of them were heard of since: an answer proves that they live, a late message does not."""
         self._is_sweeping = False
+        self.num_passed_over = 0
+        """Blocks that were announced beyond a bound, and holders beyond theirs."""
 
     @property
     def num_blocks(self) -> int:
@@ -81,8 +87,8 @@ class DirectoryCore:
     def handle(self, event: Event, now_ms: int) -> list[Action]:
         """React to what has happened: return what is to be done."""
         match event:
-            case WorkerHeard(worker_id=worker_id, incarnation=incarnation):
-                actions = self._heard(worker_id, incarnation, now_ms)
+            case WorkerHeard():
+                actions = self._heard(event, now_ms)
             case WorkerGone(worker_id=worker_id, incarnation=incarnation):
                 actions = self._gone(worker_id, incarnation)
             case BlocksChanged(message=message):
@@ -121,15 +127,27 @@ class DirectoryCore:
         shown = [bit for holder in self._holders.values() for bit in holder.bits.values()]
         assert self._map.shown_bits == sum(shown), "the holders' bits are shown, each once"
 
-    def _heard(self, worker_id: WorkerId, incarnation: str, now_ms: int) -> list[Action]:
+    def _heard(self, event: WorkerHeard, now_ms: int) -> list[Action]:
         """An incarnation that was not known before is asked for what it holds."""
+        worker_id, incarnation = event.worker_id, event.incarnation
         if self._is_ended(worker_id, incarnation):
             return self._ask_ended(worker_id, incarnation)
         known = self._holders.get(worker_id)
         if known is not None and known.incarnation == incarnation:
             known.heard_ms = now_ms
+            known.num_blocks = known.num_blocks if event.num_blocks is None else event.num_blocks
             return self._start_reading(known) if known.must_read and not known.is_reading else []
-        return self._start_reading(self._replace(worker_id, incarnation, now_ms))
+        if self._has_no_room_for(worker_id):
+            return []
+        holder = self._replace(worker_id, incarnation, now_ms)
+        holder.num_blocks = event.num_blocks
+        return self._start_reading(holder)
+
+    def _has_no_room_for(self, worker_id: WorkerId) -> bool:
+        """Say whether this would be one holder too many."""
+        is_full = worker_id not in self._holders and len(self._holders) >= limits.MAX_HOLDERS
+        self.num_passed_over += is_full
+        return is_full
 
     def _gone(self, worker_id: WorkerId, incarnation: str) -> list[Action]:
         self._ended[(worker_id, incarnation)] = None
@@ -148,6 +166,8 @@ class DirectoryCore:
             return []
         holder = self._holders.get(event.worker_id)
         if holder is None or holder.incarnation != event.incarnation:
+            if self._has_no_room_for(event.worker_id):
+                return []
             holder = self._replace(event.worker_id, event.incarnation, now_ms)
         holder.heard_ms = now_ms
         if event.sequence <= holder.sequence:
@@ -176,7 +196,7 @@ class DirectoryCore:
         if holder.page_sequence not in (None, page.sequence):
             return self._restart_reading(holder, asked)
         holder.page_sequence = page.sequence
-        self._map.add(self._bit(holder, holder.page_bits, page.tier), split_hashes(page.block_hashes))
+        self._add(holder, self._bit(holder, holder.page_bits, page.tier), page.tier, page.block_hashes)
         if page.next_offset is not None:
             return holder.read_from(page.next_offset)
         self._adopt_pages(holder)
@@ -224,11 +244,16 @@ class DirectoryCore:
 
     def _drop(self, holder: Holder) -> None:
         self._drop_pages(holder)
-        self._map.retire(holder.bits.values())
+        self._retire(holder, holder.bits)
         del self._holders[holder.worker_id]
 
+    def _retire(self, holder: Holder, bits: dict[Tier, int]) -> None:
+        self._map.retire(bits.values())
+        for bit in bits.values():
+            holder.num_of.pop(bit, None)  # the bit may be this holder's again, once it is swept
+
     def _drop_pages(self, holder: Holder) -> None:
-        self._map.retire(holder.page_bits.values())
+        self._retire(holder, holder.page_bits)
         holder.page_bits, holder.page_sequence = {}, None
 
     def _reader_of(self, asked: ReadPage) -> Holder | None:
@@ -257,7 +282,7 @@ class DirectoryCore:
     def _adopt_pages(self, holder: Holder) -> None:
         """Make the inventory the truth, and apply what came after it."""
         assert holder.page_sequence is not None
-        self._map.retire(holder.bits.values())
+        self._retire(holder, holder.bits)
         holder.bits, holder.page_bits = holder.page_bits, {}
         for bit in holder.bits.values():
             self._map.show(bit)
@@ -272,8 +297,20 @@ class DirectoryCore:
             holder.sequence += 1
             bit = self._bit(holder, holder.bits, event.tier)
             self._map.show(bit)
-            change = self._map.add if isinstance(event, BlocksStored) else self._map.remove
-            change(bit, split_hashes(event.block_hashes))
+            if isinstance(event, BlocksStored):
+                self._add(holder, bit, event.tier, event.block_hashes)
+            else:
+                holder.num_of[bit] = holder.num_of.get(bit, 0) - self._map.remove(bit, split_hashes(event.block_hashes))
+
+    def _add(self, holder: Holder, bit: int, tier: Tier, joined: bytes) -> None:
+        """Note what a holder says that it has, as far as that may be."""
+        most = limits.MAX_HOLDER_BLOCKS
+        if tier in ("arena", "memory") and holder.num_blocks is not None:
+            most = min(most, holder.num_blocks)
+        known = holder.num_of.get(bit, 0)
+        num_added, num_left = self._map.add(bit, split_hashes(joined), max(0, most - known))
+        holder.num_of[bit] = known + num_added
+        self.num_passed_over += num_left
 
     def _bit(self, holder: Holder, bits: dict[Tier, int], tier: Tier) -> int:
         if tier not in bits:

@@ -38,6 +38,8 @@ class WorkerHeard:
 
     worker_id: WorkerId
     incarnation: str
+    num_blocks: int | None = None
+    """How many its memory has, where it has said so."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,15 @@ MAX_LATER_RUNS = 32
 """One answer names so many holders of a prefix and of later runs: the scheduler reads from few, and the longest are
 first."""
 
+MAX_HOLDERS = 4_096
+"""So many holders are known at a time; whoever speaks as one more is passed over until others have gone."""
+MAX_HOLDER_BLOCKS = 1_000_000
+"""Of one holder on one tier so many blocks are known, and of a worker's arena or a store's memory no more than it says
+that it has. A card's memory holds some 100,000 blocks."""
+MAX_BLOCKS = 4_000_000
+"""Distinct blocks of all holders: some 500 MB. What is beyond a bound is not known here, and computed rather than
+read."""
+
 MAX_SHARED_MASKS = 100_000
 """The integers of so many different sets of holders are shared by all blocks that have them. Beyond it sharing begins
 anew; blocks keep the integer they have."""

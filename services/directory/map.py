@@ -94,17 +94,28 @@ class BlockMap:
             self._shown &= ~bit
             self._gone |= bit
 
-    def add(self, bit: int, hashes: Iterable[BlockHash]) -> None:
+    def add(self, bit: int, hashes: Iterable[BlockHash], room: int) -> tuple[int, int]:
+        """Set this bit in these blocks, in at most `room` that do not have it. Return in how many it was set, and in
+        how many more there was no room for it."""
+        num_added = num_left = 0
         masks, shared = self._masks, self._shared
         if len(shared) > limits.MAX_SHARED_MASKS:
             shared.clear()
         for block_hash in hashes:
             before = masks.get(block_hash, 0)
             mask = before | bit
-            if mask != before:
-                masks[block_hash] = shared.setdefault(mask, mask)
+            if mask == before:
+                continue
+            if num_added == room or (not before and len(masks) >= limits.MAX_BLOCKS):
+                num_left += 1
+                continue
+            masks[block_hash] = shared.setdefault(mask, mask)
+            num_added += 1
+        return num_added, num_left
 
-    def remove(self, bit: int, hashes: Iterable[BlockHash]) -> None:
+    def remove(self, bit: int, hashes: Iterable[BlockHash]) -> int:
+        """Clear this bit from these blocks; return from how many."""
+        num_removed = 0
         masks, shared = self._masks, self._shared
         if len(shared) > limits.MAX_SHARED_MASKS:
             shared.clear()
@@ -117,6 +128,8 @@ class BlockMap:
                 masks[block_hash] = shared.setdefault(mask, mask)
             else:
                 del masks[block_hash]
+            num_removed += 1
+        return num_removed
 
     def sweep(self, num_blocks: int) -> bool:
         """Clear gone bits from this many blocks. Returns whether there is more to do.

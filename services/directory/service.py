@@ -102,7 +102,10 @@ class Directory:
         if self._num_losses != (num_losses := self._losses()):
             self._num_losses = num_losses
             self._carry_out(self.core.handle(EventsMissed(), now_ms()))
+        num_before = self.core.num_passed_over
         self._carry_out(self.core.handle(event, now_ms()))
+        if num_passed_over := self.core.num_passed_over - num_before:
+            self._bus.drop("over_bound", num_passed_over)
 
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
@@ -151,7 +154,8 @@ class Directory:
 
 
 def _worker_heard(message: WorkerJoined | WorkerLoad) -> WorkerHeard:
-    return WorkerHeard(message.worker.worker_id, message.worker.incarnation)
+    total = message.blocks.total if isinstance(message, WorkerLoad) else None
+    return WorkerHeard(message.worker.worker_id, message.worker.incarnation, total)
 
 
 def _worker_gone(message: WorkerLeft) -> WorkerGone:

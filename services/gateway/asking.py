@@ -74,6 +74,8 @@ class LiveRequest:
     prompt: PackedPrompt
     """What the attempt under way computes: the job's prompt, or that and what has been answered."""
     started_ms: int
+    proof: bytes
+    """This gateway's signature of whose request it is."""
     timer: asyncio.TimerHandle | None = None
     """It fires at the deadline."""
 
@@ -101,10 +103,10 @@ class Asker:
             case AskPlacement():
                 name, work = "place", self._place(live, action, live.observer.asks(action.attempt))
             case SendRun():
-                message = run_message(job, self.gateway_id, action, live.prompt)
+                message = run_message(job, live.proof, self.gateway_id, action, live.prompt)
                 name, work = "run", self._dispatch(live, subjects.RUN, action.prefill_worker, message)
             case SendReserve():
-                message = reserve_message(job, self.gateway_id, action, live.prompt)
+                message = reserve_message(job, live.proof, self.gateway_id, action, live.prompt)
                 name, work = "reserve", self._dispatch(live, subjects.RESERVE, action.decode_worker, message)
             case AskWorker():
                 name, work = "progress", self._progress(live, action)

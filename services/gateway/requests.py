@@ -13,6 +13,7 @@ from schemas.request import AskWanted, AttemptId, TokensEmitted, Wanted
 from schemas.worker import BlockCounts
 from services.bus.typed import Received, TypedBus
 from services.config import GatewayConfig
+from services.credentials import TenantSigner
 from services.gateway import limits
 from services.gateway.asking import Asker, LiveRequest
 from services.gateway.fleet import Fleet, FleetMessage
@@ -49,6 +50,7 @@ class Requests:
     """All requests of one gateway. Tasks of `tasks` ask and publish; handlers are called on the event loop."""
 
     config: GatewayConfig
+    signer: TenantSigner
     gateway_id: GatewayId
     bus: TypedBus
     telemetry: Telemetry
@@ -94,7 +96,10 @@ class Requests:
         max_tokens, max_attempts = job.sampling.max_tokens, self.config.max_attempts
         core = RequestCore(job.request_id, max_tokens, max_attempts, self._limits, self._hearing)
         observer = ChoiceObserver(self.telemetry, job, core)
-        live = self._live[job.request_id] = LiveRequest(job, choice, mailbox, core, observer, job.prompt, now_ms())
+        proof = self.signer.sign(job.request_id, job.key.tenant, job.deadline_ms)
+        live = self._live[job.request_id] = LiveRequest(
+            job, choice, mailbox, core, observer, job.prompt, now_ms(), proof
+        )
         self._idle.clear()
         self._stories.begin(job, core)
         if not self._is_ticking:

@@ -12,6 +12,7 @@ from schemas.ids import GatewayId, new_id
 from services.bus.base import Bus
 from services.bus.typed import TypedBus
 from services.config import MeshConfig, dtype_of
+from services.credentials import signer_of
 from services.engine.checkpoint import default_shape, layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.errors import CheckpointError, UserError
@@ -44,8 +45,9 @@ async def run_gateway(
     `gateway_id`: of this life only, and the name that the broker knows it by; None: a fresh one.
 
     Raises UserError for a checkpoint that cannot be served, a port in use, a certificate that cannot be used,
-    or too few descriptors.
+    too few descriptors, or no tenant seed.
     """
+    signer = signer_of(config)
     connections = connections_for(config.gateway.max_connections)
     tls = tls_context(config.gateway.tls_cert, config.gateway.tls_key)
     sock = sock or bind(config.gateway.host, config.gateway.port)
@@ -54,7 +56,7 @@ async def run_gateway(
     metrics = metrics or Metrics()
     bus = TypedBus(connection, "gateway", metrics, {"id": gateway_id})
     async with asyncio.TaskGroup() as tasks:
-        requests = Requests(config.gateway, gateway_id, bus, telemetry, tasks)
+        requests = Requests(config.gateway, signer, gateway_id, bus, telemetry, tasks)
         gateway = Gateway(
             config=config.gateway,
             model=model,

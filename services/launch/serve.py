@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import logging
+import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Generator
@@ -10,11 +12,12 @@ from typing import NamedTuple, cast
 
 import msgspec
 
+from dataplane.blocks.ticket import TicketSecrets
 from schemas.ids import GatewayId, WorkerId, is_subject_token
 from schemas.permissions import role_of
 from schemas.worker import WorkerRole
 from services.bus.nats import NatsBus
-from services.config import MeshConfig, TelemetryConfig, load_config, with_device
+from services.config import MeshConfig, TelemetryConfig, load_config, require_secrets, with_device
 from services.errors import UserError
 from services.metric_names import HOLDERS, SERVICE_INFO, metrics_of
 from services.metrics import Metrics
@@ -23,10 +26,16 @@ from services.runtime import configure_logging, run_until_signal, watch_parent
 from services.telemetry import Telemetry, open_telemetry
 from services.trust.keys import Access, Identity, key_file, load_role_key
 
+log = logging.getLogger(__name__)
+
 READY_LINE = "ready"
 ERROR_PREFIX = "error: "
 
 Start = Callable[[NatsBus, Telemetry, asyncio.Event, Callable[[], None]], Awaitable[None]]
+
+
+Service = tuple[Start, TicketSecrets | None]
+"""What is to be run, and what a SIGHUP reads again; None: this role has no ticket secrets."""
 
 
 class Overrides(NamedTuple):
@@ -56,8 +65,13 @@ def run_service(
     metrics.on_sample(lambda: metrics.put(SERVICE_INFO, {(name,): 1}))
     try:
         identity = identity_of(role, name, config, config_path.parent)
-        start = _starter(role, name, config, metrics, identity)
-        run_until_signal(lambda stop: _serve(name, config, metrics, start, stop, identity, supervised=supervised))
+        start, secrets = _service(role, name, config, metrics, identity)
+
+        async def serve(stop: asyncio.Event) -> None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _read_again, config_path, secrets)
+            await _serve(name, config, metrics, start, stop, identity, supervised=supervised)
+
+        run_until_signal(serve)
     except UserError as error:
         if not supervised:
             raise
@@ -73,6 +87,20 @@ def identity_of(role: str, service_id: str, config: MeshConfig, folder: Path) ->
     if config.nats.open:
         return None
     return load_role_key(key_file(folder / config.nats.keys, role_of(role))).member(service_id)
+
+
+def _read_again(config_path: Path, secrets: TicketSecrets | None) -> None:
+    """Go on with the ticket secrets that the file has now; with those that there are where it cannot be used."""
+    if secrets is None:
+        log.warning("SIGHUP: this service has nothing to read again")
+        return
+    try:
+        found = require_secrets(load_config(config_path))
+    except UserError as error:
+        log.warning("SIGHUP: the ticket secrets stay as they were: %s", error)
+        return
+    secrets.replace(found)
+    log.warning("SIGHUP: %d ticket secrets were read again", len(found))
 
 
 async def _serve(
@@ -148,7 +176,7 @@ async def _end_with(bus: NatsBus, stop: asyncio.Event) -> bool:
     return True
 
 
-def _starter(role: str, name: str, config: MeshConfig, metrics: Metrics, identity: Identity | None) -> Start:
+def _service(role: str, name: str, config: MeshConfig, metrics: Metrics, identity: Identity | None) -> Service:
     """Do what is slow (imports, loading the model) before the loop runs, and return what to run in it."""
     match role:
         case "gateway":
@@ -158,28 +186,34 @@ def _starter(role: str, name: str, config: MeshConfig, metrics: Metrics, identit
             gateway_id = GatewayId(identity.name) if identity else None
             return lambda bus, telemetry, stop, ready: run_gateway(
                 config, bus, telemetry, stop, sock=sock, on_ready=ready, metrics=metrics, gateway_id=gateway_id
-            )
+            ), None
         case "scheduler":
             from services.scheduler.service import run_scheduler
 
-            return lambda bus, telemetry, stop, ready: run_scheduler(config, bus, stop, ready, metrics)
+            return lambda bus, telemetry, stop, ready: run_scheduler(config, bus, stop, ready, metrics), None
         case "directory":
             from services.directory.service import run_directory
 
-            return lambda bus, telemetry, stop, ready: run_directory(bus, stop, ready, metrics)
+            return lambda bus, telemetry, stop, ready: run_directory(bus, stop, ready, metrics), None
         case "store":
             from services.store.load import load_store
             from services.store.service import run_store
 
             store = load_store(config, name)
-            return lambda bus, telemetry, stop, ready: run_store(config, store, bus, telemetry, stop, ready, metrics)
+            return (
+                lambda bus, telemetry, stop, ready: run_store(config, store, bus, telemetry, stop, ready, metrics),
+                store.credentials.secrets,
+            )
         case _:
             from services.launch.worker_roles import run_worker
             from services.worker.parts import load_parts
 
             worker_role = cast("WorkerRole", role)
             parts = load_parts(config, worker_role, WorkerId(name))
-            return lambda bus, telemetry, stop, ready: run_worker(parts, config, bus, telemetry, stop, ready, metrics)
+            return (
+                lambda bus, telemetry, stop, ready: run_worker(parts, config, bus, telemetry, stop, ready, metrics),
+                parts.credentials.secrets,
+            )
 
 
 def _say(line: str) -> None:

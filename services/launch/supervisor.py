@@ -40,6 +40,7 @@ from services.config import (
     state_dir,
     write_config,
 )
+from services.credentials import TenantSigner
 from services.engine.checkpoint import Checkpoint, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.devices import Cards, check_carrier, check_driver, plan_devices, probe_cards
@@ -140,6 +141,12 @@ class Supervisor:
         self._metrics_ports: dict[str, int] = {}
         self.devices: dict[str, str] = {}
         """The device of each worker, once they start: "cpu" or "cuda:N"."""
+        seed = fresh_secret()
+        self.signer = TenantSigner(seed)
+        """What this mesh's gateways sign with."""
+        self._secrets = MeshConfig(
+            ticket_secrets=(fresh_secret(),), tenant_seed=seed, tenant_public_key=self.signer.public_key
+        )
         self.checkpoint: Checkpoint | None = None
         self.nats_url = ""
         self._broker_access = ""
@@ -339,8 +346,8 @@ class Supervisor:
         assert checkpoint is not None
         num_threads = options.num_threads or max(1, (os.cpu_count() or 1) // len(options.workers))
         on_card = next((device for device in self.devices.values() if is_card(device)), "cpu")
-        config = MeshConfig(
-            secret=fresh_secret(),
+        config = msgspec.structs.replace(
+            self._secrets,
             nats=NatsConfig(url=self.nats_url, keys=str(self.keys_dir or ""), open=self.keys_dir is None),
             model=ModelConfig(path=checkpoint.path, name=checkpoint.name, dtype=options.dtype),
             gateway=msgspec.structs.replace(options.gateway, port=port),

@@ -13,6 +13,7 @@ from schemas.ids import GatewayId
 from services.bus.base import Bus
 from services.bus.typed import TypedBus
 from services.config import MeshConfig
+from services.credentials import signer_of
 from services.gateway.api.prepare import GatewayModel
 from services.gateway.api.routes import Gateway, build_app
 from services.gateway.observe.metrics import GatewayMetrics
@@ -63,7 +64,7 @@ async def run_sim_gateway(
     metrics = Metrics()
     bus = TypedBus(connection, "gateway", metrics)
     async with asyncio.TaskGroup() as tasks:
-        requests = Requests(config.gateway, gateway_id, bus, telemetry, tasks)
+        requests = Requests(config.gateway, signer_of(config), gateway_id, bus, telemetry, tasks)
         gateway = Gateway(
             config=config.gateway,
             model=model,

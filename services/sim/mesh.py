@@ -17,6 +17,7 @@ from schemas.permissions import permissions_of, role_of
 from schemas.worker import WorkerRole
 from services.bus.base import BusError
 from services.config import GatewayConfig, MeshConfig, SchedulerConfig, StoreConfig, WorkerConfig
+from services.credentials import holder_credentials
 from services.directory.service import run_directory
 from services.engine.fake import FakeEngine
 from services.gateway.api.prepare import GatewayModel
@@ -117,7 +118,8 @@ class SimMesh:
         self.network = network
         self.services: dict[str, Service] = {}
         self.config = MeshConfig(
-            secret=SECRET,
+            ticket_secrets=(SECRET,),
+            tenant_seed=SECRET,
             gateway=GatewayConfig(request_timeout_s=REQUEST_TIMEOUT_S),
             scheduler=SchedulerConfig(
                 policy=shape.policy, pull_tokens_min=BLOCK_SIZE, unsplit_tokens_max=16, replicate=shape.replicate
@@ -132,6 +134,7 @@ class SimMesh:
             ),
             store=StoreConfig(memory_bytes=LAYOUT.block_bytes * 256),
         )
+        self._credentials = holder_credentials(self.config)
         self._rng = rng
         self._model = _served_model(shape)
         self._starts = itertools.count(1)
@@ -202,7 +205,7 @@ class SimMesh:
                 )
             case "store":
                 store = make_store_parts(
-                    self.config, service.name, self.shape.layout, SECRET.encode(), model="fake",
+                    self.config, service.name, self.shape.layout, self._credentials, model="fake",
                     context_length=CONTEXT_LENGTH, platform=sim_platform(self.network, host, service.gates.append),
                 )  # fmt: skip
                 await run_store(self.config, store, service.bus, telemetry, service.stop)
@@ -233,7 +236,7 @@ class SimMesh:
             shape=shape,
             engine=FakeEngine(shape, arena.buffer, vocab_size=VOCAB),
             limits=limits,
-            secret=SECRET.encode(),
+            credentials=self._credentials,
             platform=sim_platform(self.network, host, service.gates.append, Pace(base_s=self.shape.step_s)),
         )
 

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from schemas.ids import BlockHash
 from services.store.blocks import WriteBatch
 from services.store.limits import BATCH_BYTES, COMPLAINT_INTERVAL_S, MAX_LOADS, PAUSE_S
-from services.store.tiers import BackTier, TierError, TierFullError
+from services.store.tiers import BackTier, StoreKey, TierError, TierFullError
 from services.store.values import BadValueError, BlockValues
 
 log = logging.getLogger(__name__)
@@ -23,13 +22,13 @@ class Loaded(NamedTuple):
     """The first `num_loaded` blocks are filled; the values `lost` were damaged or gone."""
 
     num_loaded: int
-    lost: list[BlockHash]
+    lost: list[StoreKey]
 
 
 class Written(NamedTuple):
     """`failed`: not all was written; `full`: as there is no room for it."""
 
-    hashes: Sequence[BlockHash]
+    keys: Sequence[StoreKey]
     failed: bool = False
     full: bool = False
 
@@ -63,7 +62,7 @@ class Backing:
         self._values = values
         self._complaints = complaints
         self._paused_until = 0.0
-        self._to_delete: dict[BlockHash, None] = {}
+        self._to_delete: dict[StoreKey, None] = {}
         """What was given up and could not be deleted yet: it goes with the next write."""
         self._loads = ThreadPoolExecutor(MAX_LOADS, "store-load")
         self._writes = ThreadPoolExecutor(1, "store-write")
@@ -73,18 +72,18 @@ class Backing:
         """Say whether it has not failed just now."""
         return time.monotonic() >= self._paused_until
 
-    async def load(self, hashes: Sequence[BlockHash], blocks: Sequence[int], deadline: float) -> Loaded:
+    async def load(self, keys: Sequence[StoreKey], blocks: Sequence[int], deadline: float) -> Loaded:
         """Fill blocks until `deadline` (monotonic): then no further call of the tier is begun."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._loads, self._load, hashes, blocks, deadline)
+        return await loop.run_in_executor(self._loads, self._load, keys, blocks, deadline)
 
     async def write(self, batch: WriteBatch) -> Written:
         """Delete what the batch evicts, then write it."""
         return await asyncio.get_running_loop().run_in_executor(self._writes, self._write, batch)
 
-    async def delete(self, hashes: Sequence[BlockHash]) -> None:
+    async def delete(self, keys: Sequence[StoreKey]) -> None:
         """Forget values; where that fails now, with the next write."""
-        await asyncio.get_running_loop().run_in_executor(self._writes, self._delete, hashes)
+        await asyncio.get_running_loop().run_in_executor(self._writes, self._delete, keys)
 
     def close(self) -> None:
         """Let go of the tier; does not wait for a call that it does not answer."""
@@ -94,28 +93,28 @@ class Backing:
 
     # On the threads.
 
-    def _load(self, hashes: Sequence[BlockHash], blocks: Sequence[int], deadline: float) -> Loaded:
+    def _load(self, keys: Sequence[StoreKey], blocks: Sequence[int], deadline: float) -> Loaded:
         num_loaded = 0
-        while num_loaded < len(hashes) and time.monotonic() < deadline and self.is_up:
-            part = hashes[num_loaded : num_loaded + self.batch_blocks]
+        while num_loaded < len(keys) and time.monotonic() < deadline and self.is_up:
+            part = keys[num_loaded : num_loaded + self.batch_blocks]
             try:
                 values = self.tier.read(part)
             except TierError as error:
                 self._failed(error)
                 break
-            lost = [block_hash for block_hash, value in zip(part, values, strict=True) if value is None]
+            lost = [key for key, value in zip(part, values, strict=True) if value is None]
             if lost:
                 self._complaints.say("gone", f"{len(lost)} blocks are gone from the {self.tier.name} tier")
-            for block_hash, value in zip(part, values, strict=True):
+            for key, value in zip(part, values, strict=True):
                 if value is None:
                     break
                 try:
-                    self._values.unpack(block_hash, value, blocks[num_loaded])
+                    self._values.unpack(key, value, blocks[num_loaded])
                 except BadValueError as error:
-                    self._complaints.say("damaged", f"dropped block {block_hash.hex()} of {self.tier.name}: {error}")
+                    self._complaints.say("damaged", f"dropped block {key.hex()} of {self.tier.name}: {error}")
                     with contextlib.suppress(TierError):
-                        self.tier.delete([block_hash])
-                    lost.append(block_hash)
+                        self.tier.delete([key])
+                    lost.append(key)
                     break
                 num_loaded += 1
             if lost:
@@ -126,18 +125,18 @@ class Backing:
         try:
             self._to_delete.update(dict.fromkeys(batch.evicted))
             self._delete_pending()
-            packed = zip(batch.hashes, batch.blocks, strict=True)
-            self.tier.write({block_hash: self._values.pack(block_hash, block) for block_hash, block in packed})
+            packed = zip(batch.keys, batch.blocks, strict=True)
+            self.tier.write({key: self._values.pack(key, block) for key, block in packed})
         except TierFullError as error:
             self._complaints.say("full", f"{error}; as much is given up")
             return Written(error.written, failed=True, full=True)
         except TierError as error:
             self._failed(error)
             return Written(error.written, failed=True)
-        return Written(batch.hashes)
+        return Written(batch.keys)
 
-    def _delete(self, hashes: Sequence[BlockHash]) -> None:
-        self._to_delete.update(dict.fromkeys(hashes))
+    def _delete(self, keys: Sequence[StoreKey]) -> None:
+        self._to_delete.update(dict.fromkeys(keys))
         try:
             self._delete_pending()
         except TierError as error:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dataplane.blocks.cache import Allocation
-from dataplane.blocks.kept import ContentChanges, KeptBlocks
+from dataplane.blocks.kept import Content, ContentChanges, KeptBlocks
 from dataplane.blocks.layout import BlockTable, BlockTables, KVLayout, block_ids, segments_of
 from schemas.directory import Tier
 from schemas.ids import BlockHash, WorkerId
 from services.store.index import BackIndex
+from services.store.tiers import StoreKey, hash_of, key_of
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,9 +35,9 @@ class StoreLimits:
 class WriteBatch(NamedTuple):
     """Blocks to be written behind memory, a reference to each, after `evicted` has been deleted there."""
 
-    hashes: list[BlockHash]
+    keys: list[StoreKey]
     blocks: list[int]
-    evicted: list[BlockHash]
+    evicted: list[StoreKey]
 
 
 class StoreMemory:
@@ -54,12 +55,12 @@ class StoreMemory:
         self.back = BackIndex(limits.max_bytes // limits.value_bytes if back_tier else 0)
         self.num_not_written = 0
         self.num_lost = 0
-        self._unwritten: deque[tuple[BlockHash, int]] = deque()
+        self._unwritten: deque[tuple[StoreKey, int]] = deque()
         self._num_writing = 0
 
-    def __contains__(self, block_hash: BlockHash) -> bool:
-        """Say whether it is in memory or behind it."""
-        return block_hash in self.index.block_of or block_hash in self.back
+    def holds(self, block_hash: BlockHash, tenant: str) -> bool:
+        """Say whether a tenant's block is in memory or behind it."""
+        return Content(tenant, block_hash) in self.index.block_of or key_of(tenant, block_hash) in self.back
 
     # Blocks that are read from workers.
 
@@ -75,13 +76,14 @@ class StoreMemory:
         """
         for block, block_hash in zip(blocks, hashes, strict=False):
             self.index.put(block, block_hash)
-            if self.back_tier is None or block_hash in self.back:
+            key = key_of(self.index.idle.tenant_of(block), block_hash)
+            if self.back_tier is None or key in self.back:
                 continue
             if not writes or self.num_unwritten >= self.limits.max_unwritten:
                 self.num_not_written += 1
                 continue
             self.index.share([block])
-            self._unwritten.append((block_hash, block))
+            self._unwritten.append((key, block))
         self.index.release(blocks)  # the coldest first: so does the worker name them
 
     # Writing through.
@@ -98,16 +100,16 @@ class StoreMemory:
         batch = [self._unwritten.popleft() for _ in range(num_blocks)]
         self._num_writing += num_blocks
         evicted = self.back.make_room(self._num_writing)
-        return WriteBatch([block_hash for block_hash, _ in batch], [block for _, block in batch], evicted)
+        return WriteBatch([key for key, _ in batch], [block for _, block in batch], evicted)
 
-    def end_write(self, batch: WriteBatch, written: Sequence[BlockHash], *, full: bool = False) -> list[BlockHash]:
+    def end_write(self, batch: WriteBatch, written: Sequence[StoreKey], *, full: bool = False) -> list[StoreKey]:
         """Note what of a batch was written. `full`: the rest had no room, so as much is given up; return what."""
-        self._num_writing -= len(batch.hashes)
-        self.num_not_written += len(batch.hashes) - len(written)
-        for block_hash in written:
-            self.back.put(block_hash)
+        self._num_writing -= len(batch.keys)
+        self.num_not_written += len(batch.keys) - len(written)
+        for key in written:
+            self.back.put(key)
         self.index.release(batch.blocks)
-        return self.back.give_up(len(batch.hashes) - len(written)) if full else []
+        return self.back.give_up(len(batch.keys) - len(written)) if full else []
 
     def drop_unwritten(self) -> None:
         """Leave what waits to be written in memory alone."""
@@ -131,10 +133,10 @@ class StoreMemory:
         """Blocks that nobody uses and that are kept for their content."""
         return len(self.index.idle)
 
-    def lend(self, hashes: Sequence[BlockHash], first_block: int) -> Allocation | None:
-        """Return the leading run of these blocks that is in memory, a reference to each, at a reader's positions from
-        `first_block` on; None: not even the first."""
-        blocks = self.take(hashes)
+    def lend(self, hashes: Sequence[BlockHash], first_block: int, tenant: str) -> Allocation | None:
+        """Return the leading run of this tenant's blocks that is in memory, a reference to each, at a reader's
+        positions from `first_block` on; None: not even the first."""
+        blocks = self.take(hashes, tenant)
         if not blocks:
             return None
         table = BlockTable(segments_of(blocks), first_block)
@@ -144,37 +146,37 @@ class StoreMemory:
         """Drop a reference to each block."""
         self.give_back(block_ids(tables[0].segments))
 
-    def take(self, hashes: Sequence[BlockHash]) -> list[int]:
+    def take(self, hashes: Sequence[BlockHash], tenant: str = "") -> list[int]:
         """Return the blocks of the leading run that is in memory, a reference to each."""
-        blocks = self.index.take(hashes)
-        self.back.touch(hashes[: len(blocks)])
+        blocks = self.index.take(hashes, tenant)
+        self.back.touch([key_of(tenant, block_hash) for block_hash in hashes[: len(blocks)]])
         return blocks
 
-    def behind(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+    def behind(self, hashes: Sequence[BlockHash], tenant: str = "") -> list[BlockHash]:
         """Return the leading run that is behind memory and not in it."""
         run: list[BlockHash] = []
         for block_hash in hashes:
-            if block_hash not in self.back or block_hash in self.index.block_of:
+            if key_of(tenant, block_hash) not in self.back or Content(tenant, block_hash) in self.index.block_of:
                 break
             run.append(block_hash)
         return run
 
-    def allocate_up_to(self, num_blocks: int) -> list[int]:
-        """Return blocks to be filled, fewer where there is less room, a reference to each."""
-        blocks = self.index.allocate(min(num_blocks, self.index.room()))
+    def allocate_up_to(self, num_blocks: int, tenant: str = "") -> list[int]:
+        """Return blocks of a tenant's to be filled, fewer where there is less room, a reference to each."""
+        blocks = self.index.allocate(min(num_blocks, self.index.room()), tenant)
         assert blocks is not None, "there is room"
         return blocks
 
-    def loaded(self, blocks: Sequence[int], hashes: Sequence[BlockHash], lost: Sequence[BlockHash]) -> None:
-        """Note that the first `len(hashes)` of these blocks are filled from behind memory, and what was not there.
+    def loaded(self, blocks: Sequence[int], keys: Sequence[StoreKey], lost: Sequence[StoreKey]) -> None:
+        """Note that the first `len(keys)` of these blocks are filled from behind memory, and what was not there.
 
         The references are given back.
         """
-        for block, block_hash in zip(blocks, hashes, strict=False):
-            self.index.put(block, block_hash)
+        for block, key in zip(blocks, keys, strict=False):
+            self.index.put(block, hash_of(key))
         self.give_back(blocks)
-        self.back.touch(hashes)
-        self.num_lost += sum(self.back.drop(block_hash) for block_hash in lost)
+        self.back.touch(keys)
+        self.num_lost += sum(self.back.drop(key) for key in lost)
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """Drop a reference to each of a sequence's blocks; its last are given up before its first."""
@@ -189,7 +191,7 @@ class StoreMemory:
 
     def contents(self) -> list[tuple[Tier, list[BlockHash]]]:
         """Return what each tier has now: memory's blocks, then those behind it."""
-        held: list[tuple[Tier, list[BlockHash]]] = [("memory", list(self.index.block_of))]
+        held: list[tuple[Tier, list[BlockHash]]] = [("memory", [content.block_hash for content in self.index.block_of])]
         return held if self.back_tier is None else [*held, (self.back_tier, self.back.hashes())]
 
     def check_integrity(self) -> None:

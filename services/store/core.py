@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
+from dataplane.blocks.kept import Content
 from schemas.block import BLOCK_HASH_BYTES, split_hashes
 from schemas.ids import BlockHash, WorkerId, is_subject_token
 from schemas.kv import BlocksCooling, ReplicateBlocks
@@ -21,7 +22,7 @@ class BlocksGone:
     """The worker has given these up before they could be read."""
 
     worker_id: WorkerId
-    hashes: tuple[BlockHash, ...]
+    contents: tuple[Content, ...]
 
 
 @dataclass(slots=True, frozen=True)
@@ -68,9 +69,9 @@ class StoreCore:
         self.memory = memory
         self.num_not_taken = 0
         self.draining = False
-        self._offers: dict[WorkerId, dict[BlockHash, None]] = {}
+        self._offers: dict[WorkerId, dict[Content, None]] = {}
         """What is to be read from each worker that is pulled from, the block offered first in front."""
-        self._also_offered: dict[WorkerId, dict[BlockHash, None]] = {}
+        self._also_offered: dict[WorkerId, dict[Content, None]] = {}
         """What is to be read from another worker already: this one is asked if the other does not give it."""
 
     @property
@@ -85,17 +86,17 @@ class StoreCore:
                 if len(joined) % BLOCK_HASH_BYTES:
                     self.num_not_taken += 1
                     return []
-                return self._offered(worker_id, split_hashes(joined))
+                return self._offered(worker_id, event.tenant, split_hashes(joined))
             case ReplicateBlocks(source=source, block_hashes=joined):
                 if event.fingerprint != self.memory.layout.fingerprint or len(joined) % BLOCK_HASH_BYTES:
                     self.num_not_taken += 1
                     return []
                 # A sequence's last blocks are given up before its first: as a worker names those that cool.
-                return self._offered(source, reversed(split_hashes(joined)))
-            case BlocksGone(worker_id=worker_id, hashes=hashes):
-                for block_hash in hashes:
-                    self._offers[worker_id].pop(block_hash, None)
-                return self._ask_others(hashes)[0]
+                return self._offered(source, event.tenant, reversed(split_hashes(joined)))
+            case BlocksGone(worker_id=worker_id, contents=contents):
+                for content in contents:
+                    self._offers[worker_id].pop(content, None)
+                return self._ask_others(contents)[0]
             case PullEnded(worker_id=worker_id):
                 actions, num_left = self._ask_others(self._offers.pop(worker_id))
                 self.num_not_taken += num_left
@@ -104,16 +105,21 @@ class StoreCore:
                 self.draining = True
                 return []
 
-    def next_pull(self, worker_id: WorkerId, max_blocks: int) -> list[BlockHash]:
-        """Return what to ask a worker for next, the one offered first in front; nothing: all is taken."""
+    def next_pull(self, worker_id: WorkerId, max_blocks: int) -> list[Content]:
+        """Return what to ask a worker for next, all of one tenant, the one offered first in front; nothing: all is
+        taken."""
         offers = self._offers[worker_id]
-        for block_hash in [block_hash for block_hash in offers if block_hash in self.memory]:
-            del offers[block_hash]
+        for content in [content for content in offers if self._has(content)]:
+            del offers[content]
             for others in self._also_offered.values():
-                others.pop(block_hash, None)
-        return list(islice(offers, max_blocks))
+                others.pop(content, None)
+        first = next(iter(offers), None)
+        return list(islice((each for each in offers if first and each.tenant == first.tenant), max_blocks))
 
-    def _offered(self, worker_id: WorkerId, hashes: Iterable[BlockHash]) -> list[Action]:
+    def _has(self, content: Content) -> bool:
+        return self.memory.holds(content.block_hash, content.tenant)
+
+    def _offered(self, worker_id: WorkerId, tenant: str, hashes: Iterable[BlockHash]) -> list[Action]:
         """Note what is wanted of a worker's blocks, and begin to pull from it unless that goes on already."""
         if self.draining or not self.takes_blocks:
             return []
@@ -121,15 +127,15 @@ class StoreCore:
             self.num_not_taken += 1
             return []
         offers, also_offered = self._offers.get(worker_id, {}), self._also_offered.get(worker_id, {})
-        for block_hash in hashes:
-            if block_hash in self.memory or block_hash in offers or block_hash in also_offered:
+        for content in (Content(tenant, block_hash) for block_hash in hashes):
+            if self._has(content) or content in offers or content in also_offered:
                 continue
             if len(offers) + len(also_offered) >= MAX_OFFERED_BLOCKS:
                 self.num_not_taken += 1
-            elif any(block_hash in others for others in self._offers.values()):
-                also_offered[block_hash] = None
+            elif any(content in others for others in self._offers.values()):
+                also_offered[content] = None
             else:
-                offers[block_hash] = None
+                offers[content] = None
         if also_offered:
             self._also_offered[worker_id] = also_offered
         if not offers or worker_id in self._offers:
@@ -137,20 +143,20 @@ class StoreCore:
         self._offers[worker_id] = offers
         return [StartPull(worker_id)]
 
-    def _ask_others(self, hashes: Iterable[BlockHash]) -> tuple[list[Action], int]:
+    def _ask_others(self, contents: Iterable[Content]) -> tuple[list[Action], int]:
         """Let whoever has offered these blocks as well be asked. Return whom to begin to pull from for it, and of how
         many blocks there is nobody."""
         actions: list[Action] = []
         num_left = 0
-        for block_hash in hashes:
-            other = next((worker_id for worker_id, also in self._also_offered.items() if block_hash in also), None)
+        for content in contents:
+            other = next((worker_id for worker_id, also in self._also_offered.items() if content in also), None)
             if other is None or self.draining:
                 num_left += 1
                 continue
-            del self._also_offered[other][block_hash]
+            del self._also_offered[other][content]
             if other not in self._offers:
                 self._offers[other] = {}
                 actions.append(StartPull(other))
-            self._offers[other][block_hash] = None
+            self._offers[other][content] = None
         self._also_offered = {worker_id: also for worker_id, also in self._also_offered.items() if also}
         return actions, num_left

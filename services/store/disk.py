@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from schemas.directory import Tier
-from schemas.ids import BlockHash
 from services.errors import UserError
 from services.store.limits import SCAN_PROGRESS_INTERVAL_S
-from services.store.tiers import Entry, TierError, TierFullError, Value
+from services.store.tiers import Entry, StoreKey, TierError, TierFullError, Value
 
 log = logging.getLogger(__name__)
 
-_NAME = re.compile(r"([0-9a-f]{32})\.kv")
+_NAME = re.compile(r"([0-9a-f]{48})\.kv")
 _TEMPORARY_SUFFIX = ".tmp"
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -59,7 +58,7 @@ class DiskTier:
                     named = _NAME.fullmatch(file.name)
                     status = file.stat(follow_symlinks=False)
                     if named and status.st_size == self._value_bytes:
-                        entry = Entry(BlockHash(bytes.fromhex(named[1])), status.st_size)
+                        entry = Entry(StoreKey(bytes.fromhex(named[1])), status.st_size)
                         found.append((status.st_mtime_ns, entry))
                     elif named or file.name.endswith(_TEMPORARY_SUFFIX):
                         Path(file.path).unlink(missing_ok=True)
@@ -74,10 +73,10 @@ class DiskTier:
         found.sort(key=lambda pair: pair[0])
         return [entry for _, entry in found]
 
-    def write(self, values: Mapping[BlockHash, Value]) -> None:
-        written: list[BlockHash] = []
-        for block_hash, value in values.items():
-            path = self._path(block_hash)
+    def write(self, values: Mapping[StoreKey, Value]) -> None:
+        written: list[StoreKey] = []
+        for key, value in values.items():
+            path = self._path(key)
             temporary = path.with_suffix(_TEMPORARY_SUFFIX)
             try:
                 with _create(temporary) as file:
@@ -88,15 +87,15 @@ class DiskTier:
                     temporary.unlink()
                 kind = TierFullError if error.errno in _FULL else TierError
                 raise kind(f"cannot write to {self.folder}: {error.strerror}", written) from error
-            written.append(block_hash)
+            written.append(key)
 
-    def read(self, hashes: Sequence[BlockHash]) -> list[bytes | None]:
-        return [self._read(self._path(block_hash)) for block_hash in hashes]
+    def read(self, keys: Sequence[StoreKey]) -> list[bytes | None]:
+        return [self._read(self._path(key)) for key in keys]
 
-    def delete(self, hashes: Sequence[BlockHash]) -> None:
-        for block_hash in hashes:
+    def delete(self, keys: Sequence[StoreKey]) -> None:
+        for key in keys:
             try:
-                self._path(block_hash).unlink()
+                self._path(key).unlink()
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as error:
@@ -107,8 +106,8 @@ class DiskTier:
         if lock is not None:
             os.close(lock)
 
-    def _path(self, block_hash: BlockHash) -> Path:
-        name = block_hash.hex()
+    def _path(self, key: StoreKey) -> Path:
+        name = key.hex()
         return self.folder / name[:2] / f"{name}.kv"
 
     def _read(self, path: Path) -> bytes | None:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from dataplane.blocks.kept import ChangeLog
 from schemas.ids import BlockHash
+from services.store.tiers import StoreKey, hash_of
 
 
 class BackIndex:
@@ -13,50 +14,50 @@ class BackIndex:
     def __init__(self, max_values: int) -> None:
         self.max_values = max_values
         self.changes = ChangeLog()
-        self._hashes: OrderedDict[BlockHash, None] = OrderedDict()
+        self._keys: OrderedDict[StoreKey, None] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._hashes)
+        return len(self._keys)
 
-    def __contains__(self, block_hash: BlockHash) -> bool:
-        return block_hash in self._hashes
+    def __contains__(self, key: StoreKey) -> bool:
+        return key in self._keys
 
     def hashes(self) -> list[BlockHash]:
-        return list(self._hashes)
+        return [hash_of(key) for key in self._keys]
 
-    def restore(self, hashes: Iterable[BlockHash]) -> list[BlockHash]:
+    def restore(self, keys: Iterable[StoreKey]) -> list[StoreKey]:
         """Note what was there before the start, in the order of use; return what goes, as it is over the bound."""
-        self._hashes = OrderedDict.fromkeys(hashes)
+        self._keys = OrderedDict.fromkeys(keys)
         num_surplus = len(self) - self.max_values
-        return [self._hashes.popitem(last=False)[0] for _ in range(num_surplus)]
+        return [self._keys.popitem(last=False)[0] for _ in range(num_surplus)]
 
-    def put(self, block_hash: BlockHash) -> None:
+    def put(self, key: StoreKey) -> None:
         """Note a new value. The caller has made room."""
-        if block_hash not in self._hashes:
-            self._hashes[block_hash] = None
-            self.changes.note(block_hash, came=True)
+        if key not in self._keys:
+            self._keys[key] = None
+            self.changes.note(hash_of(key), came=True)
 
-    def touch(self, hashes: Sequence[BlockHash]) -> None:
+    def touch(self, keys: Sequence[StoreKey]) -> None:
         """Note a use; a sequence's last blocks are given up before its first, which more prompts share."""
-        for block_hash in reversed(hashes):
-            if block_hash in self._hashes:
-                self._hashes.move_to_end(block_hash)
+        for key in reversed(keys):
+            if key in self._keys:
+                self._keys.move_to_end(key)
 
-    def drop(self, block_hash: BlockHash) -> bool:
+    def drop(self, key: StoreKey) -> bool:
         """Forget a value; say whether it was known."""
-        if block_hash not in self._hashes:
+        if key not in self._keys:
             return False
-        del self._hashes[block_hash]
-        self.changes.note(block_hash, came=False)
+        del self._keys[key]
+        self.changes.note(hash_of(key), came=False)
         return True
 
-    def give_up(self, num_values: int) -> list[BlockHash]:
+    def give_up(self, num_values: int) -> list[StoreKey]:
         """Forget so many values (fewer where there are fewer), and return which."""
-        coldest = [h for h, _ in zip(self._hashes, range(num_values), strict=False)]
-        for block_hash in coldest:
-            self.drop(block_hash)
+        coldest = [key for key, _ in zip(self._keys, range(num_values), strict=False)]
+        for key in coldest:
+            self.drop(key)
         return coldest
 
-    def make_room(self, num_values: int) -> list[BlockHash]:
+    def make_room(self, num_values: int) -> list[StoreKey]:
         """Forget what must go for so many new values to stay in bounds, and return which."""
         return self.give_up(max(0, len(self) + num_values - self.max_values))

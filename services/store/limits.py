@@ -5,6 +5,8 @@
 
 MAX_OFFERED_BLOCKS = 1_024
 """Blocks that may wait to be read from one worker; what it offers beyond is not taken."""
+MAX_OFFERS_HEARD = 256
+"""Offers that may wait until it is known that their workers exist; one more is not taken."""
 
 # The tier behind memory.
 

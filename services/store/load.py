@@ -10,7 +10,8 @@ from dataplane.blocks.layout import ArenaShape, KVLayout, uniform_shape
 from dataplane.carriers.host import HostArena
 from dataplane.memory.arena import ArenaTooLargeError
 from schemas.ids import WorkerId
-from services.config import MeshConfig, StoreConfig, dtype_of, require_secret, state_dir
+from services.config import MeshConfig, StoreConfig, dtype_of, state_dir
+from services.credentials import HolderCredentials, holder_credentials
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.errors import UserError
@@ -40,14 +41,14 @@ class StoreParts:
     values: BlockValues
     memory: StoreMemory
     tier: BackTier | None
-    secret: bytes
+    credentials: HolderCredentials
     platform: Platform = THREADS
 
 
 def load_store(config: MeshConfig, store_id: str) -> StoreParts:
     """Map the memory and read what the tier behind it has. Raises UserError: a bad URL, an unwritable folder, a server
     that does not answer, a bound that holds no block."""
-    secret = require_secret(config)
+    credentials = holder_credentials(config)
     checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR))
     layout = layout_of(
         checkpoint,
@@ -59,7 +60,7 @@ def load_store(config: MeshConfig, store_id: str) -> StoreParts:
         config,
         store_id,
         layout,
-        secret,
+        credentials,
         model=config.model.name or checkpoint.name,
         context_length=checkpoint.context_length,
     )
@@ -69,7 +70,7 @@ def make_parts(
     config: MeshConfig,
     store_id: str,
     layout: KVLayout,
-    secret: bytes,
+    credentials: HolderCredentials,
     *,
     model: str,
     context_length: int,
@@ -115,7 +116,7 @@ def make_parts(
         values=values,
         memory=memory,
         tier=tier,
-        secret=secret,
+        credentials=credentials,
         platform=platform,
     )
 
@@ -141,7 +142,7 @@ def open_tier(settings: StoreConfig, values: BlockValues) -> BackTier | None:
 def _restore(memory: StoreMemory, tier: BackTier) -> None:
     """Let the memory know what the tier has. Raises UserError."""
     try:
-        surplus = memory.back.restore(entry.block_hash for entry in tier.scan())
+        surplus = memory.back.restore(entry.key for entry in tier.scan())
         tier.delete(surplus)
     except TierError as error:
         tier.close()

@@ -10,6 +10,7 @@ from schemas.ids import BlockHash
 from services.store.backing import Backing
 from services.store.blocks import StoreMemory
 from services.store.limits import MAX_LOADS
+from services.store.tiers import StoreKey, key_of
 
 
 class Loader:
@@ -23,13 +24,13 @@ class Loader:
         self._tasks = tasks
         self._changed = changed
         self._slots = asyncio.Semaphore(MAX_LOADS)
-        self._loads: dict[BlockHash, asyncio.Task[None]] = {}
+        self._loads: dict[StoreKey, asyncio.Task[None]] = {}
 
     @asynccontextmanager
-    async def held(self, joined: bytes, timeout_s: float) -> AsyncGenerator[None]:
-        """Keep in memory, for the time of the block, the leading run of these (joined) hashes that is there within
-        `timeout_s`."""
-        blocks = await self._collect(joined, timeout_s)
+    async def held(self, joined: bytes, tenant: str, timeout_s: float) -> AsyncGenerator[None]:
+        """Keep in memory, for the time of the block, the leading run of these (joined) hashes of a tenant's that is
+        there within `timeout_s`."""
+        blocks = await self._collect(joined, tenant, timeout_s)
         try:
             yield
         finally:
@@ -43,56 +44,56 @@ class Loader:
         if loads:
             await asyncio.wait(loads)
 
-    async def _collect(self, joined: bytes, timeout_s: float) -> list[int]:
+    async def _collect(self, joined: bytes, tenant: str, timeout_s: float) -> list[int]:
         """Return the blocks of that run, a reference to each."""
         hashes = split_hashes(joined)
         deadline = time.monotonic() + timeout_s
         blocks: list[int] = []
         while len(blocks) < len(hashes):
             rest = hashes[len(blocks) :]
-            more = self._memory.take(rest) or await self._fetch(rest, deadline)
+            more = self._memory.take(rest, tenant) or await self._fetch(rest, tenant, deadline)
             if not more:
                 break
             blocks += more
         return blocks
 
-    async def _fetch(self, hashes: Sequence[BlockHash], deadline: float) -> list[int]:
+    async def _fetch(self, hashes: Sequence[BlockHash], tenant: str, deadline: float) -> list[int]:
         """Bring the leading run that lies behind memory, as far as time and room allow, and take it.
 
         A load that is late goes on, for whoever asks next.
         """
-        load = self._loads.get(hashes[0]) or await self._begin_load(hashes, deadline)
+        load = self._loads.get(key_of(tenant, hashes[0])) or await self._begin_load(hashes, tenant, deadline)
         if load is not None:
             await asyncio.wait([load], timeout=max(0.0, deadline - time.monotonic()))
-        return self._memory.take(hashes)
+        return self._memory.take(hashes, tenant)
 
-    async def _begin_load(self, hashes: Sequence[BlockHash], deadline: float) -> asyncio.Task[None] | None:
+    async def _begin_load(self, hashes: Sequence[BlockHash], tenant: str, deadline: float) -> asyncio.Task[None] | None:
         """Wait for a turn, and load what is needed then; None where nothing can be loaded, or need be any more."""
         backing = self._backing
-        if backing is None or not self._memory.behind(hashes[:1]):
+        if backing is None or not self._memory.behind(hashes[:1], tenant):
             return None
         try:
             async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                 await self._slots.acquire()
         except TimeoutError:
             return None
-        run = self._memory.behind(hashes) if backing.is_up else []
-        run = next((run[:at] for at, block_hash in enumerate(run) if block_hash in self._loads), run)
-        blocks = self._memory.allocate_up_to(len(run))
+        run = [key_of(tenant, each) for each in self._memory.behind(hashes, tenant)] if backing.is_up else []
+        run = next((run[:at] for at, key in enumerate(run) if key in self._loads), run)
+        blocks = self._memory.allocate_up_to(len(run), tenant)
         if not blocks:
             self._slots.release()
-            return self._loads.get(hashes[0])
+            return self._loads.get(key_of(tenant, hashes[0]))
         run = run[: len(blocks)]
         load = self._tasks.create_task(self._load(backing, run, blocks, deadline), name="load")
         self._loads.update(dict.fromkeys(run, load))
         return load
 
-    async def _load(self, backing: Backing, hashes: list[BlockHash], blocks: list[int], deadline: float) -> None:
+    async def _load(self, backing: Backing, keys: list[StoreKey], blocks: list[int], deadline: float) -> None:
         try:
-            loaded = await backing.load(hashes, blocks, deadline)
+            loaded = await backing.load(keys, blocks, deadline)
         finally:
             self._slots.release()
-            for block_hash in hashes:
-                del self._loads[block_hash]
-        self._memory.loaded(blocks, hashes[: loaded.num_loaded], loaded.lost)
+            for key in keys:
+                del self._loads[key]
+        self._memory.loaded(blocks, keys[: loaded.num_loaded], loaded.lost)
         self._changed()

@@ -6,19 +6,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from dataplane.blocks.kept import Content
 from dataplane.blocks.layout import BlockTable, BlockTables, segments_of
 from dataplane.ends.reader import PlaneReader
-from schemas.ids import BlockHash, RequestId, WorkerId, new_id
+from schemas.ids import RequestId, WorkerId, new_id
 from schemas.kv import BlocksCooling, LeaseGranted, ReadEnd, ReplicateBlocks
 from schemas.request import RefusalReason
 from services.bus.typed import Received, TypedBus
+from services.credentials import HolderCredentials
 from services.runtime import now_ms
 from services.store.backing import Backing, Complaints
 from services.store.core import BlocksGone, Event, NotTaken, PullEnded, StartPull, StoreCore
-from services.store.limits import MAX_PULL_BLOCKS, MAX_PULLS, MAX_REFUSALS, READ_TIMEOUT_S, ROOM_TIMEOUT_S
+from services.store.limits import (
+    MAX_OFFERS_HEARD,
+    MAX_PULL_BLOCKS,
+    MAX_PULLS,
+    MAX_REFUSALS,
+    READ_TIMEOUT_S,
+    ROOM_TIMEOUT_S,
+)
 from services.telemetry import Key, Telemetry
 from services.worker.core.attempts import KVRead, WantedLease
 from services.worker.core.events import ReadEnded
+from services.worker.kv.peers import Peers
 from services.worker.kv.reads import KVReads, NoRoomError, ReaderSettings
 from services.worker.observe.transfers import FinishedRead
 from services.worker.outbox import Outbox
@@ -50,6 +60,8 @@ class Puller:
     changed: Callable[[], None]
     complaints: Complaints
     telemetry: Telemetry
+    peers: Peers
+    credentials: HolderCredentials
 
     def __post_init__(self) -> None:
         settings = ReaderSettings(
@@ -64,11 +76,14 @@ class Puller:
             bus=self.bus,
             outbox=self.outbox,
             reader=self.reader,
+            peers=self.peers,
+            credentials=self.credentials,
             telemetry=self.telemetry,
             tasks=self.tasks,
             record=self._record,
         )
         self._pulls: set[asyncio.Task[None]] = set()
+        self._offers: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self._slots = asyncio.Semaphore(MAX_PULLS)
         self._room = asyncio.Event()
@@ -77,13 +92,11 @@ class Puller:
 
     def offered(self, received: Received[BlocksCooling]) -> None:
         """A worker says what it will evict soon."""
-        self._handle(received.message)
+        self._take_offer(received.message, received.message.worker_id, received.message.incarnation)
 
     def replicated(self, received: Received[ReplicateBlocks]) -> None:
         """A worker says what it has completed, and wants kept elsewhere as well."""
-        if received.traceparent:
-            self._traces[received.message.source] = received.traceparent
-        self._handle(received.message)
+        self._take_offer(received.message, received.message.source, traceparent=received.traceparent)
 
     def room_made(self) -> None:
         self._room.set()
@@ -91,11 +104,34 @@ class Puller:
     async def close(self) -> None:
         """End all reads: nothing is written into the arena after it, and none begins."""
         self._is_closed = True
-        pulls = list(self._pulls)
+        pulls = [*self._pulls, *self._offers]
         for pull in pulls:
             pull.cancel()
         if pulls:
             await asyncio.wait(pulls)
+
+    def _take_offer(
+        self, offer: BlocksCooling | ReplicateBlocks, worker_id: WorkerId, incarnation: str = "", traceparent: str = ""
+    ) -> None:
+        """Let the core hear of an offer once it is known that there is such a worker. Offers keep their order."""
+        if self._is_closed or len(self._offers) >= MAX_OFFERS_HEARD:
+            self.core.num_not_taken += 1
+            return
+        hearing = self._hear_offer(offer, worker_id, incarnation, traceparent)
+        task = self.tasks.create_task(hearing, name=f"an offer of {worker_id[:64]}")
+        self._offers.add(task)
+        task.add_done_callback(self._offers.discard)
+
+    async def _hear_offer(
+        self, offer: BlocksCooling | ReplicateBlocks, worker_id: WorkerId, incarnation: str, traceparent: str
+    ) -> None:
+        if not await self.peers.is_known(worker_id, incarnation):
+            self.core.num_not_taken += 1
+            self.complaints.say("stranger", f"an offer of blocks by {worker_id[:64]!r}, whom nobody knows, was dropped")
+            return
+        if traceparent:
+            self._traces[worker_id] = traceparent
+        self._handle(offer)
 
     def _handle(self, event: Event, reason: str = "") -> None:
         """Let the core react to what has happened, and carry out what it says. `reason`: why a pull ended early."""
@@ -158,20 +194,21 @@ class Puller:
         except TimeoutError:
             raise PullFailedError("the store is behind with its writing, or all of it is on loan") from None
 
-    async def _read(self, worker_id: WorkerId, batch: list[BlockHash]) -> Pulled:
-        """Read what of a batch is granted, as far as there is room then, and file what lands."""
+    async def _read(self, worker_id: WorkerId, batch: list[Content]) -> Pulled:
+        """Read what of a batch, all of one tenant, is granted, as far as there is room then, and file what lands."""
+        tenant, hashes = batch[0].tenant, [content.block_hash for content in batch]
         block_size, blocks, had_no_room = self.core.memory.layout.block_size, list[int](), False
 
         def place(granted: LeaseGranted) -> tuple[BlockTables, int]:
             nonlocal blocks, had_no_room
-            blocks = self.core.memory.allocate_up_to(granted.num_tokens // block_size)
+            blocks = self.core.memory.allocate_up_to(granted.num_tokens // block_size, tenant)
             had_no_room = not blocks
             if had_no_room:  # others have taken it meanwhile
                 raise NoRoomError
             return (BlockTable(segments_of(blocks)),), len(blocks) * block_size
 
         deadline_ms = now_ms() + int(READ_TIMEOUT_S * 1000)
-        lease = WantedLease(0, tuple(batch), deadline_ms)
+        lease = WantedLease(0, tuple(hashes), deadline_ms, tenant, is_copy=True)
         key = (RequestId(new_id("store")), 1)
         num_landed = 0
         try:
@@ -181,7 +218,7 @@ class Puller:
             num_landed = ended.outcome.num_landed_tokens // block_size  # verified, even where the read broke
         finally:
             if blocks:
-                self.core.memory.pulled(blocks, batch[:num_landed], writes=self._writes)
+                self.core.memory.pulled(blocks, hashes[:num_landed], writes=self._writes)
                 self.changed()
         return Pulled(ended, had_no_room)
 

@@ -17,12 +17,10 @@ from valkey.backoff import NoBackoff
 from valkey.exceptions import OutOfMemoryError
 from valkey.retry import Retry
 
-from schemas.block import BLOCK_HASH_BYTES
 from schemas.directory import Tier
-from schemas.ids import BlockHash
 from services.errors import UserError
 from services.store.limits import SCAN_PROGRESS_INTERVAL_S
-from services.store.tiers import Entry, TierError, TierFullError, Value
+from services.store.tiers import KEY_BYTES, Entry, StoreKey, TierError, TierFullError, Value
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +34,7 @@ class _Pipeline(Protocol):
     def strlen(self, name: bytes) -> object: ...
     def pttl(self, name: bytes) -> object: ...
     def set(self, name: bytes, value: bytes, *, ex: int) -> object: ...
-    def mget(self, keys: Sequence[bytes]) -> object: ...
+    def mget(self, names: Sequence[bytes]) -> object: ...
     def expire(self, name: bytes, time: int) -> object: ...
     def execute(self, raise_on_error: bool = True) -> list[object]: ...
 
@@ -82,29 +80,29 @@ class ValkeyTier:
             raise UserError(f"the store's server does not answer: {error}; start it or change --store") from error
 
     def scan(self) -> list[Entry]:
-        ttls_ms: dict[BlockHash, int] = {}
+        ttls_ms: dict[StoreKey, int] = {}
         logged_at = time.monotonic()
         with self._errors():
-            for keys in self._pages():
+            for names in self._pages():
                 pipeline = self._client.pipeline(transaction=False)
-                for key in keys:
-                    pipeline.strlen(key)
-                    pipeline.pttl(key)
+                for name in names:
+                    pipeline.strlen(name)
+                    pipeline.pttl(name)
                 replies = pipeline.execute(raise_on_error=False)
-                for key, size, ttl_ms in zip(keys, replies[::2], replies[1::2], strict=True):
-                    block_hash = self._hash_of(key)
-                    if block_hash is not None and size == self._value_bytes and isinstance(ttl_ms, int):
-                        ttls_ms[block_hash] = ttl_ms
+                for name, size, ttl_ms in zip(names, replies[::2], replies[1::2], strict=True):
+                    key = self._key_of(name)
+                    if key is not None and size == self._value_bytes and isinstance(ttl_ms, int):
+                        ttls_ms[key] = ttl_ms
                 if time.monotonic() - logged_at > SCAN_PROGRESS_INTERVAL_S:
                     logged_at = time.monotonic()
                     log.warning("reading the keys of %s: %d blocks so far", self._address, len(ttls_ms))
         # Each use renews the time to live: it tells the order of use.
-        return [Entry(block_hash, self._value_bytes) for block_hash in sorted(ttls_ms, key=ttls_ms.__getitem__)]
+        return [Entry(key, self._value_bytes) for key in sorted(ttls_ms, key=ttls_ms.__getitem__)]
 
-    def write(self, values: Mapping[BlockHash, Value]) -> None:
+    def write(self, values: Mapping[StoreKey, Value]) -> None:
         pipeline = self._client.pipeline(transaction=False)
-        for block_hash, value in values.items():
-            pipeline.set(self._key(block_hash), bytes(value), ex=self._ttl_s)
+        for key, value in values.items():
+            pipeline.set(self._name(key), bytes(value), ex=self._ttl_s)
         with self._errors():
             replies = pipeline.execute(raise_on_error=False)
         failed = next((reply for reply in replies if isinstance(reply, Exception)), None)
@@ -113,14 +111,14 @@ class ValkeyTier:
             kind = TierFullError if isinstance(failed, OutOfMemoryError) else TierError
             raise kind(f"{self._address} does not take values: {failed}", written) from failed
 
-    def read(self, hashes: Sequence[BlockHash]) -> list[bytes | None]:
-        if not hashes:
+    def read(self, keys: Sequence[StoreKey]) -> list[bytes | None]:
+        if not keys:
             return []
-        keys = [self._key(block_hash) for block_hash in hashes]
+        names = [self._name(key) for key in keys]
         pipeline = self._client.pipeline(transaction=False)
-        pipeline.mget(keys)
-        for key in keys:
-            pipeline.expire(key, self._ttl_s)
+        pipeline.mget(names)
+        for name in names:
+            pipeline.expire(name, self._ttl_s)
         with self._errors():
             replies = pipeline.execute(raise_on_error=False)
             values = replies[0]
@@ -128,31 +126,31 @@ class ValkeyTier:
                 raise values
         return cast("list[bytes | None]", values)
 
-    def delete(self, hashes: Sequence[BlockHash]) -> None:
-        if hashes:
+    def delete(self, keys: Sequence[StoreKey]) -> None:
+        if keys:
             with self._errors():
-                self._client.unlink(*(self._key(block_hash) for block_hash in hashes))
+                self._client.unlink(*(self._name(key) for key in keys))
 
     def close(self) -> None:
         self._client.close()
 
-    def _key(self, block_hash: BlockHash) -> bytes:
-        return self._prefix + block_hash.hex().encode()
+    def _name(self, key: StoreKey) -> bytes:
+        return self._prefix + key.hex().encode()
 
-    def _hash_of(self, key: bytes) -> BlockHash | None:
+    def _key_of(self, name: bytes) -> StoreKey | None:
         try:
-            block_hash = BlockHash(bytes.fromhex(key[len(self._prefix) :].decode("ascii")))
+            key = StoreKey(bytes.fromhex(name[len(self._prefix) :].decode("ascii")))
         except ValueError:  # not ours, whatever it begins with
             return None
-        return block_hash if len(block_hash) == BLOCK_HASH_BYTES else None
+        return key if len(key) == KEY_BYTES else None
 
     def _pages(self) -> Iterator[list[bytes]]:
-        """Yield the keys that begin with ours, some hundred at a time; a key may come twice."""
+        """Yield the names that begin with ours, some hundred at a time; a name may come twice."""
         cursor = 0
         while True:
-            cursor, keys = self._client.scan(cursor, match=self._prefix + b"*", count=_SCAN_COUNT)
-            if keys:
-                yield keys
+            cursor, names = self._client.scan(cursor, match=self._prefix + b"*", count=_SCAN_COUNT)
+            if names:
+                yield names
             if cursor == 0:
                 return
 

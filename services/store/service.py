@@ -43,6 +43,7 @@ from services.worker.core.events import Event, Fenced, Stopping, StreamEnded, St
 from services.worker.core.leases import Grant, LeaseTable
 from services.worker.core.lending import LendCore
 from services.worker.kv.holder import KVHolder
+from services.worker.kv.peers import Peers
 from services.worker.observe.metrics import HolderMetrics
 from services.worker.observe.transfers import HolderSpans
 from services.worker.outbox import Outbox
@@ -108,7 +109,7 @@ class Store:
             arena=parts.arena,
             shape=parts.shape,
             memory=memory,
-            secret=parts.secret,
+            secrets=parts.credentials.secrets,
             make_server=parts.platform.make_server,
             on_started=lambda lease: self._post(self._started, lease),
             on_served=lambda lease, stats, error: self._post(self._served, lease, stats, error),
@@ -118,6 +119,7 @@ class Store:
         )
         self._lending = LendCore(memory.limits, memory, leases)
         self._reader = parts.platform.make_reader(parts.arena, parts.shape)
+        self._peers = Peers(bus)
         self._loader = Loader(memory, self._backing, tasks, self._changed)
         self._puller = Puller(
             core=core,
@@ -130,6 +132,8 @@ class Store:
             changed=self._changed,
             complaints=self._complaints,
             telemetry=telemetry,
+            peers=self._peers,
+            credentials=parts.credentials,
         )
         self._unwritten = asyncio.Event()
         self._all_written = asyncio.Event()
@@ -150,6 +154,7 @@ class Store:
         await bus.serve(tasks, subjects.PING, me, self._on_ping)
         await bus.serve(tasks, subjects.WORKER_STATUS, me, self._on_status)
         await bus.listen(tasks, subjects.LEFT, ("*",), self._on_left)
+        await self._peers.listen(tasks)
         await bus.listen(tasks, subjects.COOLING, ("*",), self._puller.offered)
         await bus.listen(tasks, subjects.REPLICATE, (*me, "*"), self._puller.replicated)
         await keep_traces(bus, tasks, self._telemetry)
@@ -189,10 +194,10 @@ class Store:
 
     async def _on_lease(self, received: Received[RequestLease]) -> LeaseGranted | Refused:
         request = received.message
-        refused = self._lending.refusal(request, now_ms())
+        refused = self.parts.credentials.refusal(request, self._store_id) or self._lending.refusal(request, now_ms())
         if refused is None:
             timeout_s = min(round(self._timeout_s * 1000), request.deadline_ms - now_ms()) / 1000
-            async with self._loader.held(request.block_hashes, timeout_s):
+            async with self._loader.held(request.block_hashes, request.tenant, timeout_s):
                 with self._holder.lock:
                     granted = self._lending.answer(request, now_ms())
             if not isinstance(granted, Refused):
@@ -213,6 +218,7 @@ class Store:
 
     def _on_left(self, received: Received[WorkerLeft]) -> None:
         event = received.message
+        self._peers.left(event)
         if event.worker_id != self._store_id:
             self._decide(event)
         elif event.incarnation == self._holder.incarnation and not self.core.draining:
@@ -267,6 +273,7 @@ class Store:
             block_size=layout.block_size,
             context_length=self.parts.context_length,
             carriers=plane.endpoint.carriers if plane else (),
+            endpoint=plane.endpoint if plane else None,
         )
 
     def _load(self) -> WorkerLoad:
@@ -303,7 +310,7 @@ class Store:
             while (batch := self._memory.start_write(backing.batch_blocks)) is not None:
                 self._changed()  # what goes is said before it is gone
                 written = await backing.write(batch)
-                given_up = self._memory.end_write(batch, written.hashes, full=written.full)
+                given_up = self._memory.end_write(batch, written.keys, full=written.full)
                 if written.failed and not written.full:
                     self._memory.drop_unwritten()
                 self._changed()

@@ -1,23 +1,40 @@
 """What lies behind the store's memory: the protocol that a folder and a server speak, and a tier that is a dict.
 
-A tier knows values by their block's hash and nothing of bounds or recency; the core does. Its methods block: they are
+A tier knows values by their keys and nothing of bounds or recency; the core does. Its methods block: they are
 called on threads of their own, one `write` or `delete` at a time, any number of `read`s.
 """
 
+import hashlib
 import threading
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NewType, Protocol
 
+from schemas.block import BLOCK_HASH_BYTES
 from schemas.directory import Tier
 from schemas.ids import BlockHash
 
 Value = bytes | bytearray
 
+StoreKey = NewType("StoreKey", bytes)
+"""What a value is known by behind memory: its block's hash, and a mark of its tenant."""
+_MARK_BYTES = 8
+KEY_BYTES = _MARK_BYTES + BLOCK_HASH_BYTES
+
+
+def key_of(tenant: str, block_hash: BlockHash) -> StoreKey:
+    """Return the key of a tenant's block. Keys of two tenants differ, whatever either says of its hashes."""
+    return StoreKey(block_hash + hashlib.blake2b(tenant.encode(), digest_size=_MARK_BYTES).digest())
+
+
+def hash_of(key: StoreKey) -> BlockHash:
+    """Return the hash of a key's block."""
+    return BlockHash(key[:BLOCK_HASH_BYTES])
+
 
 class TierError(Exception):
     """The tier cannot do it now. `written`: what of a `write` is there all the same."""
 
-    def __init__(self, reason: str, written: Sequence[BlockHash] = ()) -> None:
+    def __init__(self, reason: str, written: Sequence[StoreKey] = ()) -> None:
         super().__init__(reason)
         self.written = tuple(written)
 
@@ -29,7 +46,7 @@ class TierFullError(TierError):
 class Entry(NamedTuple):
     """A value that a tier has."""
 
-    block_hash: BlockHash
+    key: StoreKey
     num_bytes: int
 
 
@@ -43,15 +60,15 @@ class BackTier(Protocol):
         """Return what is there, the least recently used in front. Raises TierError."""
         ...
 
-    def write(self, values: Mapping[BlockHash, Value]) -> None:
+    def write(self, values: Mapping[StoreKey, Value]) -> None:
         """Keep these values, in place of older ones. Raises TierError, TierFullError."""
         ...
 
-    def read(self, hashes: Sequence[BlockHash]) -> list[bytes | None]:
+    def read(self, keys: Sequence[StoreKey]) -> list[bytes | None]:
         """Return the values, None for what is not there (any more), and note their use. Raises TierError."""
         ...
 
-    def delete(self, hashes: Sequence[BlockHash]) -> None:
+    def delete(self, keys: Sequence[StoreKey]) -> None:
         """Forget these values; what is not there does not matter. Raises TierError."""
         ...
 
@@ -66,31 +83,31 @@ class DictTier:
     name: Tier = "disk"
 
     def __init__(self) -> None:
-        self.values: dict[BlockHash, bytes] = {}
+        self.values: dict[StoreKey, bytes] = {}
         self._lock = threading.Lock()
 
     def scan(self) -> list[Entry]:
         with self._lock:
-            return [Entry(block_hash, len(value)) for block_hash, value in self.values.items()]
+            return [Entry(key, len(value)) for key, value in self.values.items()]
 
-    def write(self, values: Mapping[BlockHash, Value]) -> None:
+    def write(self, values: Mapping[StoreKey, Value]) -> None:
         with self._lock:
-            for block_hash, value in values.items():
-                self.values.pop(block_hash, None)
-                self.values[block_hash] = bytes(value)
+            for key, value in values.items():
+                self.values.pop(key, None)
+                self.values[key] = bytes(value)
 
-    def read(self, hashes: Sequence[BlockHash]) -> list[bytes | None]:
+    def read(self, keys: Sequence[StoreKey]) -> list[bytes | None]:
         with self._lock:
-            found = [self.values.pop(block_hash, None) for block_hash in hashes]
-            for block_hash, value in zip(hashes, found, strict=True):
+            found = [self.values.pop(key, None) for key in keys]
+            for key, value in zip(keys, found, strict=True):
                 if value is not None:
-                    self.values[block_hash] = value
+                    self.values[key] = value
             return found
 
-    def delete(self, hashes: Sequence[BlockHash]) -> None:
+    def delete(self, keys: Sequence[StoreKey]) -> None:
         with self._lock:
-            for block_hash in hashes:
-                self.values.pop(block_hash, None)
+            for key in keys:
+                self.values.pop(key, None)
 
     def close(self) -> None:
         """Nothing is held open."""

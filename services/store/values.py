@@ -13,12 +13,12 @@ import xxhash
 
 from dataplane.blocks.layout import KEY, VALUE, ArenaShape
 from dataplane.memory.arena import ByteArray
-from schemas.ids import BlockHash
+from services.store.tiers import StoreKey
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _MAGIC = b"KVBLOCK\0"
-_HEADER = struct.Struct("<8sH6x16s16sQQ")
-"""Magic, format version, digest of the layout's identity, block hash, bytes of KV, xxh3-64 of them."""
+_HEADER = struct.Struct("<8sH6x16s24sQQ")
+"""Magic, format version, digest of the layout's identity, key, bytes of KV, xxh3-64 of them."""
 HEADER_BYTES = _HEADER.size
 
 
@@ -43,7 +43,7 @@ class BlockValues:
             self.identity += f"-{layout.first_head}-{layout.num_kv_heads}"
         self._digest = hashlib.blake2b(self.identity.encode(), digest_size=16).digest()
 
-    def pack(self, block_hash: BlockHash, block: int) -> bytearray:
+    def pack(self, key: StoreKey, block: int) -> bytearray:
         """Return the value of a block."""
         value = bytearray(self.value_bytes)
         body = np.frombuffer(value, np.uint8, offset=HEADER_BYTES)
@@ -52,10 +52,10 @@ class BlockValues:
             np.copyto(body[at : at + view.nbytes], view)  # lets other threads run
             at += view.nbytes
         digest = xxhash.xxh3_64_intdigest(body.data)
-        _HEADER.pack_into(value, 0, _MAGIC, FORMAT_VERSION, self._digest, block_hash, self._num_bytes, digest)
+        _HEADER.pack_into(value, 0, _MAGIC, FORMAT_VERSION, self._digest, key, self._num_bytes, digest)
         return value
 
-    def unpack(self, block_hash: BlockHash, value: bytes, block: int) -> None:
+    def unpack(self, key: StoreKey, value: bytes, block: int) -> None:
         """Put a value into a block. Raises BadValueError before anything is written."""
         if len(value) < HEADER_BYTES:
             raise BadValueError(f"truncated to {len(value)} bytes")
@@ -64,7 +64,7 @@ class BlockValues:
             raise BadValueError("no KV block")
         if version != FORMAT_VERSION:
             raise BadValueError(f"format version {version}, not {FORMAT_VERSION}")
-        if identity != self._digest or found != block_hash:
+        if identity != self._digest or found != key:
             raise BadValueError("another block's or another model's")
         if num_bytes != self._num_bytes or len(value) != self.value_bytes:
             raise BadValueError(f"truncated to {len(value)} bytes of {self.value_bytes}")

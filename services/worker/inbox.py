@@ -44,6 +44,7 @@ class Inbox:
         await bus.listen(tasks, subjects.REPLICATE, (*me, "*"), self._on_copy_offered)
         await bus.listen(tasks, subjects.CANCEL, ("*",), self._on_event)
         await bus.listen(tasks, subjects.LEFT, ("*",), self._on_left)
+        await self._worker.peers.listen(tasks)
         await bus.serve(tasks, subjects.INVENTORY, me, self._on_inventory)
         await bus.serve(tasks, subjects.LEASE, (*me, "*"), self._on_lease)
         await bus.listen(tasks, subjects.RETURNED, (*me, "*"), self._on_event)
@@ -58,7 +59,9 @@ class Inbox:
         apart."""
         request, traceparent = received.message, received.traceparent
         known = self._cores.find((request.request_id, request.attempt))
-        if known is not None and type(known.request) is not type(request):
+        if (unproved := self._worker.unproved(request)) is not None:
+            reply = unproved
+        elif known is not None and type(known.request) is not type(request):
             reply = refuse(request, RefusalReason.INVALID, "another role of this worker has this attempt already")
         else:
             reply = self._worker.handle(AttemptAsked(request, times_of(traceparent), traceparent))

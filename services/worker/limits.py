@@ -14,6 +14,18 @@ OPEN_LEASE_WITHIN_MS = 5_000
 """How long a lease that a reader has asked for waits for its read to begin."""
 MAX_LENT_LEASES = 256
 """So many leases that readers have asked for may be open; whoever asks for one more is refused for now."""
+MAX_READER_LEASES = 64
+"""The same of one reader: a holder serves so many streams at once, so one more read would find no stream."""
+MAX_REQUEST_LEASES = 8
+"""The same for one request, whose id a gateway has signed, where a reader's name may be invented. Each worker of an
+attempt reads one piece at a time, so this is two workers through four attempts at once."""
+READER_SHARE = 2
+"""A reader that has a lease gets no further one with which it would have more than half of the blocks: the other half
+can be given up for the holder's own requests. Blocks that several of its leases share count once. Who is refused asks
+elsewhere or computes."""
+LENT_READ_BASE_S = 30.0
+"""A lent lease ends so long after its read had to begin, and its bytes at `READ_BYTES_PER_S_MIN`, however much moves:
+the most patient reader, a store, gives its read up by itself before that."""
 UNREAD_AFTER_MS = 1_000
 """A lease that nobody reads for so long, though all of it could be read, is counted as unread: a reader opens its
 stream as soon as it has its ticket."""
@@ -54,6 +66,13 @@ MAX_PAST_ATTEMPTS = 4_096
 READ_BASE_S = 2.0
 READ_BYTES_PER_S_MIN = 20e6
 """A read that takes longer than `READ_BASE_S` and its bytes at this rate is given up: computing would be quicker."""
+
+FLEET_ANSWER_S = 1.0
+"""How long a reader waits for the scheduler's word of who there is, where it has not heard a holder join."""
+FLEET_ASK_INTERVAL_MS = 200
+"""The least time between two such questions: whoever names strangers must not have the scheduler asked all the time."""
+MAX_PEERS = 10_000
+"""Holders of which a reader remembers where they serve; those heard of last."""
 
 # Copies: blocks that are kept on a second holder, so that they outlive their worker.
 

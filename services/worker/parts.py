@@ -12,7 +12,8 @@ from dataplane.carriers.kv_arena import KVArena
 from dataplane.memory.arena import ArenaTooLargeError
 from schemas.ids import WorkerId
 from schemas.worker import WorkerInfo, WorkerRole
-from services.config import MeshConfig, WorkerConfig, dtype_of, require_secret
+from services.config import MeshConfig, WorkerConfig, dtype_of
+from services.credentials import HolderCredentials, holder_credentials
 from services.engine.checkpoint import Checkpoint, default_shape, layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.devices import CPU, card_of
@@ -36,7 +37,7 @@ class WorkerParts:
     shape: ArenaShape
     engine: Engine
     limits: WorkerLimits
-    secret: bytes
+    credentials: HolderCredentials
     device: str = CPU
     """What the engine runs on, as is said of it: "cpu", or its number and name."""
     platform: Platform = THREADS
@@ -59,7 +60,7 @@ class WorkerParts:
 
 def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> WorkerParts:
     """Load the model and map the arena. Raises UserError: no such checkpoint, no room for its KV, no such device."""
-    secret = require_secret(config)
+    credentials = holder_credentials(config)
     settings = config.worker
     checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR))
     layout = layout_of(
@@ -95,7 +96,7 @@ def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> Wor
         shape=shape,
         engine=placed.engine,
         limits=limits,
-        secret=secret,
+        credentials=credentials,
         device=placed.device,
     )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dataplane.blocks.layout import ArenaShape
+from dataplane.blocks.ticket import TicketSecrets
 from dataplane.carriers.host import HostArena
 from dataplane.carriers.kv_arena import KVArena
 from dataplane.ends.reader import PlaneReader
@@ -18,7 +19,7 @@ from services.engine.thread import EngineThread
 
 MakeArena = Callable[[ArenaShape], HostArena]
 """Raises ArenaTooLargeError."""
-MakeServer = Callable[[KVArena, ArenaShape, LeaseGate, bytes, ServerOptions], PlaneServer]
+MakeServer = Callable[[KVArena, ArenaShape, LeaseGate, TicketSecrets, ServerOptions], PlaneServer]
 MakeReader = Callable[[KVArena, ArenaShape], PlaneReader]
 
 

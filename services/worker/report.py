@@ -36,9 +36,13 @@ class Reporter:
 
     def info(self) -> WorkerInfo:
         """Return who this is now."""
-        plane = self.holder.plane
-        carriers = plane.endpoint.carriers if plane else ()
-        return msgspec.structs.replace(self.identity, incarnation=self.holder.incarnation, carriers=carriers)
+        endpoint = self.holder.plane.endpoint if self.holder.plane else None
+        return msgspec.structs.replace(
+            self.identity,
+            incarnation=self.holder.incarnation,
+            carriers=endpoint.carriers if endpoint else (),
+            endpoint=endpoint,
+        )
 
     def load(self, now_ms: int) -> WorkerLoad:
         """Return what there is to do at `now_ms` (Unix ms)."""
@@ -56,7 +60,7 @@ class Reporter:
             num_uncomputed_tokens=engine.num_uncomputed_tokens + awaited["prefill"] + awaited["decode"],
             num_unreceived_tokens=awaited["decode"],
             num_tokens=self.outbox.num_tokens,
-            num_dropped_messages=self.bus.num_dropped,
+            num_dropped_messages=self.bus.num_dropped + sum(role.num_unfit for role in roles),
             num_refused_reads=plane.num_refused + plane.num_junk if plane else 0,
             rates=self.rates.rates(now_ms),
         )
@@ -91,9 +95,10 @@ class Reporter:
     def tell_cooling(self) -> None:
         """Say which blocks will go soon, where room is scarce."""
         me = self.identity.worker_id
-        if cooling := self.holder.cooling():
-            hashes = join_hashes(cooling)
-            message = BlocksCooling(worker_id=me, incarnation=self.holder.incarnation, block_hashes=hashes)
+        for tenant, hashes in self.holder.cooling().items():
+            message = BlocksCooling(
+                worker_id=me, incarnation=self.holder.incarnation, block_hashes=join_hashes(hashes), tenant=tenant
+            )
             self.outbox.put(subjects.COOLING, (me,), message)
 
     def inventory(self, offset: int) -> Inventory:

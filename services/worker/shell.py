@@ -17,7 +17,7 @@ from schemas import subjects
 from schemas.ids import GatewayId
 from schemas.kv import LeaseGranted, RequestLease
 from schemas.message import Message
-from schemas.request import Refused, RequestTokens
+from schemas.request import Refused, RequestTokens, ReserveBlocks, RunPrefill
 from schemas.worker import WorkerAlive, WorkerLeft, WorkerRole
 from services.bus.typed import TypedBus
 from services.config import WORKER_TICK_MS, MeshConfig
@@ -54,6 +54,7 @@ from services.worker.core.lending import LendCore
 from services.worker.core.replicas import ReplicaCore
 from services.worker.engine_feed import EngineFeed
 from services.worker.kv.contents import WorkerHolder
+from services.worker.kv.peers import Peers
 from services.worker.kv.reads import KVReads, ReaderSettings
 from services.worker.kv.wire_dtype import WireChoice
 from services.worker.limits import (
@@ -108,7 +109,7 @@ class Worker:
             arena=parts.arena,
             shape=parts.shape,
             memory=BlockCache(parts.shape, chunk_tokens=settings.token_budget, caching=settings.prefix_cache),
-            secret=parts.secret,
+            secrets=parts.credentials.secrets,
             make_server=parts.platform.make_server,
             on_started=lambda lease: self._post(self._on_stream_started, lease),
             on_served=lambda lease, stats, error: self._post(self._on_stream_ended, lease, stats, error),
@@ -117,6 +118,7 @@ class Worker:
             leases=leases,
         )
         self._reader = parts.platform.make_reader(parts.arena, parts.shape)
+        self.peers = Peers(bus)
         self._rates = MeasuredRates(layout.block_bytes // layout.block_size)
         self._wire = WireChoice(settings.wire_dtype, layout, self._rates)
         limits, cache = parts.limits, self._holder.cache
@@ -172,6 +174,8 @@ class Worker:
             bus=self._bus,
             outbox=self._outbox,
             reader=self._reader,
+            peers=self.peers,
+            credentials=parts.credentials,
             telemetry=self._telemetry,
             tasks=tasks,
             record=ReadRecords(layout.block_size, self._rates, self.measured).record,
@@ -269,13 +273,20 @@ class Worker:
         """Grant a lease on blocks that are here, or refuse it."""
         self._check_reads()
         self.look_at_the_clock()
+        if (refused := self.unproved(request)) is not None:
+            return refused
         with self._holder.lock:
             granted = self._lending.answer(request, now_ms())
         self._execute([])
         return granted if isinstance(granted, Refused) else self._holder.lend(granted, request, traceparent)
 
+    def unproved(self, request: RunPrefill | ReserveBlocks | RequestLease) -> Refused | None:
+        """Return the refusal of a request of which nobody has proved whose it is, or None."""
+        return self._parts.credentials.refusal(request, self._parts.worker_id)
+
     def left(self, event: WorkerLeft) -> None:
         """Somebody has left; or this worker is said to have."""
+        self.peers.left(event)
         if event.worker_id != self._parts.worker_id:
             self.handle(event)
         elif event.incarnation == self._holder.incarnation:

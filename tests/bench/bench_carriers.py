@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from dataplane.blocks.layout import BlockTable, BlockTables, KVLayout, Segment, uniform_shape
-from dataplane.blocks.ticket import Ticket, sign
+from dataplane.blocks.ticket import Ticket, TicketSecrets
 from dataplane.carriers.host import HostArena
 from dataplane.ends.reader import PlaneReader, ReadRequest
 from dataplane.ends.server import PlaneServer, ServerOptions
@@ -37,6 +37,8 @@ ONE_BLOCK = KVLayout(weights="bench", dtype="bfloat16", num_layers=1, num_kv_hea
 TICKET = Ticket(
     lease_id=LeaseId("bench"),
     epoch=1,
+    nonce="",
+    incarnation="",
     holder=WorkerId("p"),
     reader=WorkerId("d"),
     tenant="",
@@ -94,7 +96,8 @@ class Held:
         progress = KVProgress.completed(layout.num_layers, num_tokens)
         gate = OpenGate(OneKV(one_table(num_blocks), num_tokens, progress))
         with_digests, without = (
-            PlaneServer(arena, shape, gate, SECRET, ServerOptions(digests=digests)) for digests in (True, False)
+            PlaneServer(arena, shape, gate, TicketSecrets([SECRET]), ServerOptions(digests=digests))
+            for digests in (True, False)
         )
         for server in (with_digests, without):
             server.start()
@@ -157,7 +160,7 @@ class Bench:
         layout, num_blocks = ((LAYOUT, self.num_blocks), (ONE_BLOCK, 1))[size]
         request = ReadRequest(
             endpoint=self.endpoints[size][0 if digests else 1],
-            ticket=sign(SECRET, TICKET),
+            ticket=TicketSecrets([SECRET]).sign(TICKET),
             carrier=carrier,
             tables=one_table(num_blocks),
             first_token=0,

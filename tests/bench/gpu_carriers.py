@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dataplane.blocks.layout import ArenaShape, KVLayout, uniform_shape
-from dataplane.blocks.ticket import sign
+from dataplane.blocks.ticket import TicketSecrets
 from dataplane.cards.card_arena import CardArena
 from dataplane.cards.device import Device, DeviceError
 from dataplane.cards.fakes.fake_device import FakeDevice
@@ -96,7 +96,7 @@ def hold(control: Connection, spec: Spec) -> None:
     fill(device, arena)
     progress = KVProgress.completed(spec.layout.num_layers, spec.num_tokens)
     gate = OpenGate(OneKV(one_table(spec.num_blocks), spec.num_tokens, progress))
-    server = PlaneServer(arena, spec.shape, gate, SECRET, ServerOptions(carriers=CARRIERS))
+    server = PlaneServer(arena, spec.shape, gate, TicketSecrets([SECRET]), ServerOptions(carriers=CARRIERS))
     server.start()
     control.send(server.endpoint)
     control.recv()
@@ -174,7 +174,7 @@ class Bench:
     def read(self, carrier: str) -> TransferStats:
         request = ReadRequest(
             endpoint=self.endpoint,
-            ticket=sign(SECRET, TICKET),
+            ticket=TicketSecrets([SECRET]).sign(TICKET),
             carrier=carrier,
             tables=one_table(self.spec.num_blocks),
             first_token=0,

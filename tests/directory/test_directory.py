@@ -2,9 +2,12 @@
 
 from collections.abc import Iterable
 
+import pytest
+
 from schemas.block import join_hashes
 from schemas.directory import BlocksEvicted, BlocksStored, HolderPrefix, Inventory, Tier
 from schemas.ids import BlockHash, WorkerId
+from services.directory import limits
 from services.directory.core import DirectoryCore
 from services.directory.events import (
     BlocksChanged,
@@ -291,3 +294,53 @@ def test_a_bit_is_used_again_only_after_its_blocks_are_swept() -> None:
     assert [located(core, n) for n in range(10)] == [{}] * 10
     assert (located(core, 50), located(core, 52)) == ({"b": 1}, {"d": 1})
     assert core.num_blocks == 3
+
+
+# Bounds.
+
+
+def numbered(first: int, count: int) -> range:
+    return range(first, first + count)
+
+
+def test_a_holder_is_known_to_have_no_more_than_it_has_room_for() -> None:
+    core = DirectoryCore()
+    handle(core, WorkerHeard(A, "1", 4))
+    handle(core, PageRead(asked(A), page(A, 0)))
+    handle(core, stored(A, 1, *numbered(1, 3)))
+    handle(core, stored(A, 2, *numbered(2, 9)))
+    assert located(core, *numbered(1, 20)) == {"a": 4} and core.num_blocks == 4 and core.num_passed_over == 6
+    handle(core, evicted(A, 3, 1, 2))
+    handle(core, stored(A, 4, 30, 31, 32))
+    assert located(core, 30, 31, 32) == {"a": 2}, "what has gone makes room"
+    handle(core, WorkerHeard(A, "1", 5))
+    handle(core, stored(A, 5, 33, 34))
+    assert located(core, 33, 34) == {"a": 1}
+
+
+def test_an_inventory_is_bounded_as_well_and_a_tier_behind_memory_by_the_directorys_own_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "MAX_HOLDER_BLOCKS", 6)
+    core = DirectoryCore()
+    handle(core, WorkerHeard(A, "1", 4))
+    handle(core, PageRead(asked(A), page(A, 0, *numbered(1, 9), following=9, tier="memory")))
+    handle(core, PageRead(asked(A, 9), page(A, 0, *numbered(100, 9), tier="disk")))
+    assert located(core, *numbered(1, 9)) == {"a": 4} and located(core, *numbered(100, 9)) == {"a": 6}
+
+
+def test_all_holders_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_BLOCKS", 5)
+    monkeypatch.setattr(limits, "MAX_HOLDERS", 2)
+    core = DirectoryCore()
+    for number, worker in enumerate((A, B, WorkerId("c"))):
+        handle(core, stored(worker, 1, *numbered(10 * number, 3)))
+    assert core.num_blocks == 5 and core.num_holders == 2
+    handle(core, heard(WorkerId("c")))
+    assert core.num_holders == 2
+    handle(core, stored(A, 2, *numbered(10, 2)))
+    assert located(core, 10, 11) == {"a": 2, "b": 2}, "a block that is known costs no more"
+    handle(core, WorkerGone(A, "1"))
+    handle(core, heard(WorkerId("c")))
+    assert core.num_holders == 2
+    swept(core)

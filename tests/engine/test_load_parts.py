@@ -61,7 +61,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
 def config_of(model: str, device: str, **settings: Any) -> MeshConfig:
     worker = WorkerConfig(device=device, kv_bytes=1 << 20, staging_bytes=STAGING_BYTES, **settings)
     store = StoreConfig(memory_bytes=1 << 20)
-    return MeshConfig(secret="s" * 32, model=ModelConfig(path=model), worker=worker, store=store)
+    return MeshConfig(
+        ticket_secrets=("s" * 32,), tenant_seed="s" * 32, model=ModelConfig(path=model), worker=worker, store=store
+    )
 
 
 def load(model: str, device: str, **settings: Any) -> WorkerParts:

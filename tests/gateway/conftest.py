@@ -17,6 +17,7 @@ from services.gateway.service import load_model, run_gateway
 from services.metrics import Metrics
 from services.ports import bind
 from services.telemetry import ListExporter, SpanRecord, Telemetry
+from tests.credentials import SEED
 from tests.gateway.fake_mesh import FakeMesh
 
 TEXT = "The harbour of Bergen: 1234 ships – naïve 東京 🙂 and more."
@@ -62,7 +63,7 @@ def open_rig(model: GatewayModel) -> OpenRig:
     async def open_it(
         timeout_s: float = 60.0, gateway: dict[str, Any] | None = None, send_buffer: int = 0, **mesh_fields
     ) -> AsyncIterator[Rig]:
-        config = MeshConfig()
+        config = MeshConfig(tenant_seed=SEED)
         accept_s = min(config.gateway.accept_timeout_s, timeout_s / 2)
         settings = {"request_timeout_s": timeout_s, "accept_timeout_s": accept_s, **(gateway or {})}
         config = msgspec.structs.replace(

@@ -16,6 +16,7 @@ from services.gateway.request.events import SendRun
 from services.gateway.request.job import run_message
 from services.gateway.service import load_model
 from services.ports import bind
+from tests.credentials import SEED
 from tests.gateway.conftest import Rig
 
 C, H = "/v1/completions", "/v1/chat/completions"
@@ -188,7 +189,7 @@ def test_what_passes_the_limit_fits(model: GatewayModel) -> None:
     job = make_jobs(large.key_of("t" * 128), prepared, RequestId("req-1234567890123456"), 2**41, "")[0]
     sampling = msgspec.structs.replace(job.sampling, stop_token_ids=tuple([2**31] * 64))
     run = msgspec.structs.replace(
-        run_message(job, GatewayId("g" * 30), SendRun(1, w, w, HandoffId("h" * 30), replica=w), job.prompt),
+        run_message(job, bytes(64), GatewayId("g" * 30), SendRun(1, w, w, HandoffId("h" * 30), replica=w), job.prompt),
         sampling=sampling,
     )
     assert len(encode(run)) <= MAX_PAYLOAD_BYTES
@@ -214,7 +215,7 @@ def test_a_port_in_use_is_one_line() -> None:
 def test_a_bad_checkpoint_is_a_user_error(tmp_path) -> None:
     import msgspec
 
-    config = MeshConfig()
+    config = MeshConfig(tenant_seed=SEED)
     config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(tmp_path)))
     with pytest.raises(UserError):
         load_model(config)

@@ -20,6 +20,7 @@ from services.gateway.limits import MAX_PARTS
 from services.gateway.request.events import Deliver, Finish
 from services.gateway.request.mailbox import Mailbox
 from services.runtime import now_ms
+from tests.credentials import SEED
 from tests.gateway.conftest import OpenRig, Rig
 from tests.gateway.fake_mesh import Conduct
 from tests.gateway.test_failures import C, body, events_of, text_of
@@ -265,7 +266,7 @@ async def test_a_tenant_goes_with_the_request(open_rig: OpenRig) -> None:
 
 def test_tenants_are_written_and_read(tmp_path: Path) -> None:
     tenants = {'sk-"quoted"': "a", "sk.dotted": "b"}
-    config = MeshConfig(gateway=GatewayConfig(tenants=tenants))
+    config = MeshConfig(tenant_seed=SEED, gateway=GatewayConfig(tenants=tenants))
     write_config(config, tmp_path / "mesh.toml")
     assert load_config(tmp_path / "mesh.toml").gateway == config.gateway
     write_config(MeshConfig(), tmp_path / "mesh.toml")

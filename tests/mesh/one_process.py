@@ -34,7 +34,7 @@ from schemas.request import (
 from schemas.subjects import CarriesT, Subject
 from schemas.worker import DescribeFleet, WorkerLoad, WorkerRole
 from services.bus.memory import MemoryBroker, MemoryBus
-from services.bus.typed import Received, TypedBus
+from services.bus.typed import Received
 from services.config import GatewayConfig, MeshConfig, SchedulerConfig, WorkerConfig
 from services.directory.service import run_directory
 from services.engine.fake import FakeEngine
@@ -44,6 +44,7 @@ from services.scheduler.service import run_scheduler
 from services.telemetry import ListExporter, Telemetry
 from services.worker.core.checks import WorkerLimits
 from services.worker.parts import WorkerParts
+from tests.credentials import CREDENTIALS, GatewayBus
 
 VOCAB = 1000
 LAYOUT = KVLayout(weights="fake", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=8, block_size=8)
@@ -72,7 +73,7 @@ def make_parts(worker_id: str, role: WorkerRole, *, num_blocks: int = 256, layou
         shape=shape,
         engine=FakeEngine(shape, arena.buffer, vocab_size=VOCAB),
         limits=limits,
-        secret=b"a secret of the tests",
+        credentials=CREDENTIALS,
     )
 
 
@@ -122,7 +123,7 @@ class Client:
     def __init__(self, broker: MemoryBroker, tasks: asyncio.TaskGroup, fingerprint: str = LAYOUT.fingerprint) -> None:
         self.fingerprint = fingerprint
         self.gateway_id = GatewayId("gateway-test")
-        self.bus = TypedBus(MemoryBus(broker), "client")
+        self.bus = GatewayBus(MemoryBus(broker), "client")
         self._tasks = tasks
         self._answers: dict[str, Answer] = {}
         self.events: list[str] = []

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import pytest
 
 from dataplane.blocks.layout import ArenaShape, BlockTable, BlockTables, KVLayout, Segment, slot_spans, uniform_shape
-from dataplane.blocks.ticket import Ticket, sign
+from dataplane.blocks.ticket import Ticket, TicketSecrets
 from dataplane.cards.card_arena import CardArena
 from dataplane.cards.device import Device
 from dataplane.cards.fakes.fake_communicator import FakeFabric, FakeLibrary
@@ -40,6 +41,7 @@ from tests import gpu
 from tests.gpu import GPU_MARKS
 
 SECRET = b"the mesh's secret"
+INCARNATION = "one"
 LAYOUT = KVLayout(weights="w", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=8, block_size=16)
 CARRIERS = ("loopback", "shm", "tcp")
 HOLDER, READER = WorkerId("prefill-0"), WorkerId("decode-0")
@@ -342,7 +344,7 @@ class Gate:
 
     def open(self, ticket: Ticket) -> "GateLease":
         with self.lock:
-            return GateLease(self, self.leases.check(ticket, now_ms()))
+            return GateLease(self, self.leases.check(ticket, INCARNATION, now_ms()))
 
     def wait_outcome(self) -> tuple[TransferStats, str]:
         if threads.is_thread():
@@ -401,7 +403,13 @@ class Holder:
         self.arena, self.card = self.memory.arena, self.memory.card
         self.gate = Gate()
         self._leases: dict[LeaseId, Grant] = {}
-        parts = (self.arena, self.shape, self.gate, SECRET, ServerOptions(carriers=carriers, **options))
+        parts = (
+            self.arena,
+            self.shape,
+            self.gate,
+            TicketSecrets([SECRET]),
+            ServerOptions(carriers=carriers, **options),
+        )
         if _Simulation.network is None:
             self.server = PlaneServer(*parts)
         else:
@@ -464,16 +472,8 @@ class Holder:
         return lease, progress
 
     def ticket(self, lease: Grant | None = None, secret: bytes = SECRET, **changes) -> str:
-        lease = lease or self.lease
-        fields = {
-            "lease_id": lease.lease_id,
-            "epoch": lease.epoch,
-            "holder": lease.holder,
-            "reader": lease.reader,
-            "tenant": "",
-            "expires_at_ms": now_ms() + 600_000,
-        }
-        return sign(secret, Ticket(**(fields | changes)))
+        ticket = (lease or self.lease).ticket(INCARNATION)
+        return TicketSecrets([secret]).sign(msgspec.structs.replace(ticket, **changes))
 
     def end_lease(self) -> None:
         with self.gate.lock:

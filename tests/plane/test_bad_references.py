@@ -15,7 +15,7 @@ import pytest
 
 from dataplane.blocks.cache import BlockCache
 from dataplane.blocks.layout import KVLayout, block_ids, uniform_shape
-from dataplane.blocks.ticket import Ticket, sign
+from dataplane.blocks.ticket import TicketSecrets
 from dataplane.ends.reader import Landed
 from dataplane.ends.server import PlaneServer
 from dataplane.protocol.stream import TransferStats
@@ -75,7 +75,7 @@ class Lender:
             arena=self.memory.arena,
             shape=self.shape,
             memory=BlockCache(self.shape, chunk_tokens=64),
-            secret=SECRET,
+            secrets=TicketSecrets([SECRET]),
             make_server=PlaneServer,
             on_started=lambda _: None,
             on_served=self._on_served,
@@ -129,11 +129,8 @@ class Lender:
 
     def ticket(self, granted: LeaseGranted, *, secret: bytes = SECRET, **changes) -> str:
         """Return a ticket for a lease, signed as the holder signs them."""
-        fields = {
-            "lease_id": granted.lease_id, "epoch": granted.epoch, "holder": HOLDER, "reader": READER,
-            "tenant": self.lease_of(granted).tenant, "expires_at_ms": now_ms() + 600_000,
-        }  # fmt: skip
-        return sign(secret, Ticket(**(fields | changes)))
+        ticket = self.lease_of(granted).ticket(self.holder.incarnation)
+        return TicketSecrets([secret]).sign(msgspec.structs.replace(ticket, **changes))
 
     def end(self, granted: LeaseGranted) -> None:
         """Take in, as the event loop does, that a lease's read is over."""

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dataplane.blocks.cache import Allocation, BlockCache, max_sequence_tokens, ring_blocks
+from dataplane.blocks.kept import Content
 from dataplane.blocks.layout import ArenaShape, BlockTables, KVLayout, block_ids, slot_spans, uniform_shape
 from schemas.block import hash_blocks
 from schemas.ids import BlockHash
@@ -205,7 +206,8 @@ def test_the_least_recently_used_goes_first_and_of_one_sequence_its_end() -> Non
     cache = BlockCache(uniform_shape(layout(0), 4), chunk_tokens=CHUNK)
     computed(cache, [1] * 8)
     computed(cache, [2] * 8)
-    assert cache.coldest(4) == [*reversed(hashes_of([1] * 8)), *reversed(hashes_of([2] * 8))]
+    coldest = [*reversed(hashes_of([1] * 8)), *reversed(hashes_of([2] * 8))]
+    assert cache.coldest(4) == [Content("", each) for each in coldest]
     assert cache.admit(hashes_of([3] * 4), 4, 3) is not None
     assert cache.contents() == [hashes_of([1] * 8)[0], *hashes_of([2] * 8)]
 

@@ -5,6 +5,7 @@ import logging
 import socket
 import struct
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -13,8 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dataplane.blocks.layout import BlockTable, Segment
 from dataplane.limits import MAX_CONTROL_BYTES
-from dataplane.memory.extent import heads_of
+from dataplane.memory.extent import first_kept_block, heads_of
 from dataplane.protocol.stream import (
     VERSION,
     Accepted,
@@ -301,3 +303,39 @@ def impostor(said: bytes) -> Iterator[Endpoint]:
         with running(serve):
             port = listener.getsockname()[1]
             yield Endpoint(host="127.0.0.1", port=port, carriers=("tcp",), arena="", arena_nonce="")
+
+
+@pytest.mark.parametrize("num_blocks", [1 << 20, 1 << 62, -1])
+def test_absurd_runs_are_not_listed(make_holder: Callable[..., Holder], num_blocks: int) -> None:
+    """The holder says that it has so many blocks, and that the sequence lies in all of them: that is checked before
+    anything is made of it."""
+    layout = msgspec.structs.replace(LAYOUT, windows=(0, 32, 0))
+    holder, target = make_holder(("shm",), layout=layout), Target(layout)
+    tables = (BlockTable((Segment(0, abs(num_blocks)),)),) * 2
+    accepted = Accepted(
+        carrier="shm", digests=False, num_blocks=(num_blocks,) * 2, heads=heads_of(layout), tables=tables
+    )
+    with impostor(encode_frame(Kind.ACCEPTED, accepted)) as endpoint:
+        request = target.request(
+            msgspec.structs.replace(holder.endpoint, port=endpoint.port), holder.ticket(), "shm", 300
+        )
+        tracemalloc.start()
+        try:
+            with pytest.raises(TransferFailedError) as raised:
+                target.reader.read_blocking(request)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert raised.value.code == "protocol" and "the holder names" in raised.value.detail
+    assert peak < 4 << 20, "bytes: a list of the blocks would take more"
+    target.close()
+
+
+def test_a_table_is_listed_only_as_far_as_it_is_wanted() -> None:
+    tracemalloc.start()
+    try:
+        assert first_kept_block(BlockTable((Segment(0, 1 << 20),)), 19) == 0
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 
 from dataplane.blocks.cache import BlockCache
+from dataplane.blocks.kept import Content
 from dataplane.blocks.layout import BlockTables, KVLayout, uniform_shape
 from dataplane.blocks.shares import TenantShares
 from schemas.block import hash_blocks
@@ -97,7 +98,7 @@ def test_one_tenant_alone_has_all_of_it() -> None:
     cache = cache_of(40)
     run(cache, "a", 1, 20)
     run(cache, "a", 2, 20)
-    assert cache.coldest(3) == hashes_of("a", 1, 20)[:-4:-1]
+    assert cache.coldest(3) == [Content("a", each) for each in hashes_of("a", 1, 20)[:-4:-1]]
     run(cache, "a", 3, 5)
     assert [num_kept(cache, "a", number, size) for number, size in ((1, 20), (2, 20), (3, 5))] == [15, 20, 5]
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.blocks.ticket import Ticket, TicketRefusedError, sign, verify
+from dataplane.blocks.ticket import Ticket, TicketRefusedError, TicketSecrets
 from dataplane.limits import MAX_TICKET_CHARS
 from schemas.ids import LeaseId, WorkerId
 
@@ -13,28 +13,43 @@ SECRET = b"secret"
 TICKET = Ticket(
     lease_id=LeaseId("lease-1"),
     epoch=3,
+    nonce="n",
+    incarnation="i",
     holder=WorkerId("p"),
     reader=WorkerId("d"),
     tenant="",
     expires_at_ms=1000,
 )
-TOKEN = sign(SECRET, TICKET)
+SECRETS = TicketSecrets([SECRET])
+TOKEN = SECRETS.sign(TICKET)
 
 
 def refusal(token: str, secret: bytes = SECRET, now_ms: int = 0) -> str:
     with pytest.raises(TicketRefusedError) as raised:
-        verify(secret, token, now_ms)
+        TicketSecrets([secret]).verify(token, now_ms)
     assert len(token) < 20 or token not in str(raised.value)
     return raised.value.reason
 
 
 def test_verify_returns_what_was_signed() -> None:
-    assert verify(SECRET, TOKEN, 999) == TICKET
+    assert SECRETS.verify(TOKEN, 999) == TICKET
 
 
 def test_refused_after_its_time_and_under_another_secret() -> None:
     assert refusal(TOKEN, now_ms=1000) == "expired"
     assert refusal(TOKEN, b"other") == "signature"
+
+
+def test_two_secrets_at_a_time() -> None:
+    """The first signs, each verifies; what is out of the list does not, from that moment on."""
+    secrets = TicketSecrets([SECRET])
+    secrets.replace([b"new", SECRET])
+    new = secrets.sign(TICKET)
+    assert secrets.verify(TOKEN, 0) == secrets.verify(new, 0) == TicketSecrets([b"new"]).verify(new, 0) == TICKET
+    secrets.replace([b"new"])
+    assert secrets.verify(new, 0) == TICKET
+    with pytest.raises(TicketRefusedError, match="signature"):
+        secrets.verify(TOKEN, 0)
 
 
 @pytest.mark.parametrize("token", ["", ".", "a", "a.b", "é.é", TOKEN + "=", TOKEN.replace(".", ""), "x" * 3000, "\0."])
@@ -63,7 +78,7 @@ def test_signed_junk_is_refused() -> None:
 
 def test_length_is_bounded() -> None:
     with pytest.raises(ValueError, match="characters"):
-        sign(SECRET, msgspec.structs.replace(TICKET, tenant="x" * MAX_TICKET_CHARS))
+        SECRETS.sign(msgspec.structs.replace(TICKET, tenant="x" * MAX_TICKET_CHARS))
 
 
 def sign_text(body: str) -> str:

@@ -364,9 +364,9 @@ def new_seed_for_a_new_attempt(patch: pytest.MonkeyPatch) -> None:
     for name in ("run_message", "reserve_message"):
         make = getattr(asking, name)
 
-        def reseeded(job: Any, gateway_id: Any, action: Any, prompt: Any, make: Any = make) -> Any:
+        def reseeded(job: Any, proof: Any, gateway_id: Any, action: Any, prompt: Any, make: Any = make) -> Any:
             sampling = msgspec.structs.replace(job.sampling, seed=job.sampling.seed + action.attempt - 1)
-            return make(dataclasses.replace(job, sampling=sampling), gateway_id, action, prompt)
+            return make(dataclasses.replace(job, sampling=sampling), proof, gateway_id, action, prompt)
 
         patch.setattr(asking, name, reseeded)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from dataplane.blocks.layout import BlockTable, KVLayout, segments_of, uniform_shape
-from dataplane.blocks.ticket import Ticket, sign
+from dataplane.blocks.ticket import Ticket
 from dataplane.ends.reader import PlaneReader, ReadRequest
 from dataplane.ends.server import PlaneServer, ServerOptions
 from dataplane.protocol.gate import OpenLease
@@ -21,10 +21,19 @@ from schemas import subjects
 from schemas.block import join_hashes, split_hashes
 from schemas.directory import BlocksEvicted, BlocksStored, ReadInventory
 from schemas.handoff import Endpoint
-from schemas.ids import BlockHash, LeaseId, RequestId, WorkerId, new_id
+from schemas.ids import BlockHash, LeaseId, RequestId, WorkerId, new_id, new_nonce
 from schemas.kv import BlocksCooling, LeaseGranted, RequestLease
 from schemas.request import RefusalReason, Refused, refuse
-from schemas.worker import LeftReason, WorkerLeft, WorkerLoad
+from schemas.worker import (
+    BlockCounts,
+    DescribeFleet,
+    FleetDescribed,
+    LeftReason,
+    WorkerInfo,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerLoad,
+)
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig, StoreConfig, WorkerConfig
@@ -34,10 +43,11 @@ from services.store.service import run_store
 from services.store.values import BlockValues
 from services.telemetry import Telemetry
 from services.worker.core.leases import Grant, LeaseTable
+from services.worker.kv.peers import Peers
+from tests.credentials import CREDENTIALS, SECRET, SEED, GatewayBus
 from tests.plane.harness import CardMemory, HostMemory
 from tests.store.rig import LAYOUT, hashes_of
 
-SECRET = b"a secret of the tests"
 STORE = WorkerId("store-0")
 PATIENCE_S = 60.0
 
@@ -82,6 +92,7 @@ class Worker:
     refuses: Refused | None = None
     num_tokens_ready: int | None = None
     on_card: bool = False
+    incarnation: str = field(default_factory=new_nonce)
     asked: list[list[BlockHash]] = field(default_factory=list)
     outcomes: list[str] = field(default_factory=list)
 
@@ -90,11 +101,19 @@ class Worker:
         self.block_of: dict[BlockHash, int] = {}
         self.memory = BlockMemory(self.layout, 128, on_card=self.on_card)
         options = ServerOptions(carriers=self.carriers)
-        self.plane = PlaneServer(self.memory.arena, self.memory.shape, self, SECRET, options)
+        self.plane = PlaneServer(self.memory.arena, self.memory.shape, self, CREDENTIALS.secrets, options)
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         self.plane.start()
         await self.bus.serve(tasks, subjects.LEASE, (self.worker_id, "*"), self._on_lease)
+        await self.bus.publish(subjects.JOINED, (self.worker_id,), WorkerJoined(worker=self.info()))
+
+    def info(self) -> WorkerInfo:
+        return WorkerInfo(
+            worker_id=self.worker_id, incarnation=self.incarnation, role="prefill", model="m", num_blocks=128,
+            context_length=4096, fingerprint=self.layout.fingerprint, block_size=self.layout.block_size,
+            endpoint=self.plane.endpoint,
+        )  # fmt: skip
 
     async def close(self) -> None:
         for lease in self.leases:
@@ -114,11 +133,11 @@ class Worker:
 
     async def cool(self, *numbers: int) -> None:
         joined = join_hashes(hashes_of(*numbers))
-        message = BlocksCooling(worker_id=self.worker_id, incarnation="w", block_hashes=joined)
+        message = BlocksCooling(worker_id=self.worker_id, incarnation=self.incarnation, block_hashes=joined)
         await self.bus.publish(subjects.COOLING, (self.worker_id,), message)
 
     async def leave(self) -> None:
-        message = WorkerLeft(worker_id=self.worker_id, incarnation="w", reason=LeftReason.STOPPED)
+        message = WorkerLeft(worker_id=self.worker_id, incarnation=self.incarnation, reason=LeftReason.STOPPED)
         await self.bus.publish(subjects.LEFT, (self.worker_id,), message)
 
     async def _on_lease(self, received: Received[RequestLease]) -> LeaseGranted | Refused:
@@ -144,8 +163,10 @@ class Worker:
             num_tokens=num_tokens,
             progress=self._progress(num_tokens),
             expires_at_ms=now_ms() + 60_000,
+            ends_by_ms=now_ms() + 60_000,
+            tenant=request.tenant,
         )
-        return granted(request, self.worker_id, lease.lease_id, lease.epoch, self.plane.endpoint, num_tokens)
+        return granted(request, lease, self.incarnation, num_tokens)
 
     def _progress(self, num_tokens: int) -> KVProgress:
         if self.num_tokens_ready is None:
@@ -158,7 +179,7 @@ class Worker:
     # `LeaseGate`.
 
     def open(self, ticket: Ticket) -> OpenLease:
-        return WorkerLease(self.leases.check(ticket, now_ms()), self.outcomes)
+        return WorkerLease(self.leases.check(ticket, self.incarnation, now_ms()), self.outcomes)
 
 
 @dataclass
@@ -179,22 +200,17 @@ class WorkerLease:
         self.outcomes.append(error or "landed")
 
 
-def granted(
-    request: RequestLease, holder: WorkerId, lease_id: LeaseId, epoch: int, endpoint: Endpoint, num_tokens: int
-) -> LeaseGranted:
-    ticket = Ticket(
-        lease_id=lease_id, epoch=epoch, holder=holder, reader=request.reader, tenant="", expires_at_ms=now_ms() + 60_000
-    )
+def granted(request: RequestLease, lease: Grant, incarnation: str, num_tokens: int) -> LeaseGranted:
     return LeaseGranted(
         request_id=request.request_id,
         attempt=1,
         deadline_ms=request.deadline_ms,
-        worker_id=holder,
-        lease_id=lease_id,
-        epoch=epoch,
+        worker_id=lease.holder,
+        lease_id=lease.lease_id,
+        epoch=lease.epoch,
         lease_ms=60_000,
-        ticket=sign(SECRET, ticket),
-        endpoint=endpoint,
+        ticket=CREDENTIALS.secrets.sign(lease.ticket(incarnation)),
+        incarnation=incarnation,
         first_token=0,
         num_tokens=num_tokens,
     )
@@ -207,7 +223,7 @@ class Fleet:
         self.on_cards = on_cards
         self.broker = MemoryBroker()
         self.tasks = tasks
-        self.bus = TypedBus(MemoryBus(self.broker), "tests")
+        self.bus = GatewayBus(MemoryBus(self.broker), "tests")
         self.workers: list[Worker] = []
         self.held: dict[str, dict[str, set[BlockHash]]] = {}
         """Incarnation → tier → what its events say is there."""
@@ -218,8 +234,13 @@ class Fleet:
         self._sequences: dict[str, int] = {}
         self._memory = BlockMemory(LAYOUT, 64, on_card=on_cards)
         self._reader = PlaneReader(self._memory.arena, self._memory.shape)
+        self._peers = Peers(self.bus)
+        self._endpoint: Endpoint | None = None
+        """Where the store served last."""
 
     async def start(self) -> None:
+        await self._peers.listen(self.tasks)
+        await self.bus.serve(self.tasks, subjects.FLEET, (), self._describe)
         await self.bus.listen(self.tasks, subjects.STORED, (STORE,), self._on_change)
         await self.bus.listen(self.tasks, subjects.EVICTED, (STORE,), self._on_change)
         await self.bus.listen(self.tasks, subjects.LOAD, (STORE,), self._on_load)
@@ -227,6 +248,17 @@ class Fleet:
             await self.bus.listen(
                 self.tasks, subject, (STORE,), lambda received: self.heard.append(type(received.message).__name__)
             )
+
+    async def _describe(self, _: Received[DescribeFleet]) -> FleetDescribed:
+        """Say who there is, as a scheduler does."""
+        loads = tuple(
+            WorkerLoad(
+                worker=worker.info(), state="ready", blocks=BlockCounts(total=128, free=128, running=0, leased=0),
+                num_running=0, num_queued=0, num_uncomputed_tokens=0,
+            )
+            for worker in self.workers
+        )  # fmt: skip
+        return FleetDescribed(policy="", ready=True, workers=loads)
 
     async def close(self) -> None:
         for worker in self.workers:
@@ -274,8 +306,10 @@ class Fleet:
         blocks = [63 - at for at in range(end)]  # not in a row
         for block in blocks:
             self._memory.put(block, bytes(LAYOUT.block_bytes))
+        self._endpoint = await self._peers.endpoint(STORE, grant.incarnation) or self._endpoint
+        assert self._endpoint is not None, "the store has joined"
         request = ReadRequest(
-            grant.endpoint,
+            self._endpoint,
             grant.ticket,
             carrier=carrier,
             tables=(BlockTable(segments_of(blocks)),),
@@ -352,7 +386,7 @@ async def fleet(*, on_cards: bool = False) -> AsyncGenerator[Fleet]:
 def config_of(num_blocks: int = 64, carrier: str = "auto", lease_ms: int = 60_000, **store) -> MeshConfig:
     settings = StoreConfig(memory_bytes=num_blocks * LAYOUT.block_bytes, **store)
     worker = WorkerConfig(block_size=LAYOUT.block_size, carrier=carrier, lease_ms=lease_ms)  # type: ignore[arg-type]
-    return MeshConfig(secret=SECRET.decode(), store=settings, worker=worker)
+    return MeshConfig(ticket_secrets=(SECRET.decode(),), tenant_seed=SEED, store=settings, worker=worker)
 
 
 @asynccontextmanager
@@ -360,7 +394,7 @@ async def store(
     around: Fleet, config: MeshConfig, *, open_behind: OpenTier | None = None, layout: KVLayout = LAYOUT
 ) -> AsyncGenerator[None]:
     """Run a store beside the block; it has left when the block has."""
-    parts = make_parts(config, STORE, layout, SECRET, model="m", context_length=4096, open_behind=open_behind)
+    parts = make_parts(config, STORE, layout, CREDENTIALS, model="m", context_length=4096, open_behind=open_behind)
     stop, ready = asyncio.Event(), asyncio.Event()
     connection = MemoryBus(around.broker)
     running = asyncio.create_task(run_store(config, parts, connection, Telemetry(STORE, None), stop, ready.set))

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import valkey
 
+from dataplane.blocks.kept import Content
 from dataplane.blocks.layout import ArenaShape, KVLayout, uniform_shape
 from schemas.ids import BlockHash
+from services.store.tiers import StoreKey, key_of
 from services.store.values import BlockValues
 
 LAYOUT = KVLayout(weights="w", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=8, block_size=8)
@@ -29,6 +31,18 @@ def hash_of(number: int) -> BlockHash:
 
 def hashes_of(*numbers: int) -> list[BlockHash]:
     return [hash_of(number) for number in numbers]
+
+
+def key_at(number: int, tenant: str = "") -> StoreKey:
+    return key_of(tenant, hash_of(number))
+
+
+def keys_at(*numbers: int) -> list[StoreKey]:
+    return [key_at(number) for number in numbers]
+
+
+def contents_at(*numbers: int) -> list[Content]:
+    return [Content("", hash_of(number)) for number in numbers]
 
 
 class Memory:

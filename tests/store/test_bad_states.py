@@ -14,7 +14,7 @@ from services.store import backing as backing_module
 from services.store import pulls, service
 from services.store.tiers import DictTier, TierError, TierFullError, Value
 from tests.store.fleet import Fleet, config_of, files_in, fleet, store
-from tests.store.rig import hash_of, hashes_of, running_server
+from tests.store.rig import hashes_of, key_at, running_server
 from tests.waiting import until
 
 
@@ -74,7 +74,7 @@ async def pushed_out(around: Fleet, *numbers: int) -> None:
 
 
 def path_of(root: Path, number: int) -> Path:
-    return next(root.rglob(f"{hash_of(number).hex()}.kv"))
+    return next(root.rglob(f"{key_at(number).hex()}.kv"))
 
 
 def cut(path: Path) -> None:
@@ -105,7 +105,7 @@ async def test_a_damaged_file_ends_the_run_before_it(damage, tmp_path: Path, cap
         assert await around.fetch(*range(6)) == 3
         await until(lambda: not around.has("disk", 3))
         assert around.has("disk", 0, 1, 2, 4, 5)
-        assert hash_of(3).hex() not in [path.stem for path in files_in(tmp_path)]
+        assert key_at(3).hex() not in [path.stem for path in files_in(tmp_path)]
         assert len(caplog.records) == 1
         assert await around.fetch(3) == 0
         assert await around.fetch(4, 5) == 2
@@ -329,7 +329,7 @@ async def test_a_server_that_forgets_one_key(tmp_path: Path) -> None:
             await worker.cool(0, 1)
             await until(lambda: around.has("remote", 0, 1))
             await pushed_out(around, 0, 1)
-            (key,) = server.client().keys(f"*{hash_of(1).hex()}")
+            (key,) = server.client().keys(f"*{key_at(1).hex()}")
             server.client().delete(key)
             assert await around.fetch(0, 1) == 1
             await until(lambda: not around.has("remote", 1) and around.has("remote", 0))
@@ -342,7 +342,7 @@ async def test_a_server_with_damaged_values(tmp_path: Path) -> None:
             await worker.cool(0, 1)
             await until(lambda: around.has("remote", 0, 1))
             await pushed_out(around, 0, 1)
-            (key,) = server.client().keys(f"*{hash_of(1).hex()}")
+            (key,) = server.client().keys(f"*{key_at(1).hex()}")
             server.client().setrange(key, 300, b"\x00\x01\x02")
             assert await around.fetch(0, 1) == 1
             await until(lambda: not around.has("remote", 1))

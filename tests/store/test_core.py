@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from dataplane.blocks.kept import Content
 from dataplane.blocks.layout import block_ids
 from schemas.block import join_hashes, split_hashes
 from schemas.directory import BlocksEvicted, BlocksStored
@@ -15,6 +16,7 @@ from schemas.worker import WorkerLeft
 from services.store.blocks import StoreLimits, StoreMemory, WriteBatch
 from services.store.core import Action, BlocksGone, NotTaken, PullEnded, StartPull, StoreCore, StoreDrainBegun
 from services.store.limits import MAX_OFFERED_BLOCKS
+from services.store.tiers import key_of
 from services.worker.core.actions import Action as LeaseAction
 from services.worker.core.actions import CloseLease
 from services.worker.core.events import Fenced, StreamEnded, StreamStarted
@@ -23,7 +25,7 @@ from services.worker.core.lending import LendCore
 from services.worker.kv import ledger as ledger_module
 from services.worker.kv.ledger import BlockLedger
 from services.worker.limits import MAX_LENT_LEASES, OPEN_LEASE_WITHIN_MS
-from tests.store.rig import LAYOUT, WINDOWED, hash_of, hashes_of
+from tests.store.rig import LAYOUT, WINDOWED, contents_at, hash_of, hashes_of, key_at, keys_at
 
 WORKER, READER, STORE = WorkerId("prefill-0"), WorkerId("decode-0"), WorkerId("store-0")
 NOW = 1_000_000
@@ -52,7 +54,7 @@ def pull(core: StoreCore, *numbers: int, writes: bool = True) -> None:
 
 def write_all(core: StoreCore) -> None:
     while (batch := core.memory.start_write(4)) is not None:
-        core.memory.end_write(batch, batch.hashes)
+        core.memory.end_write(batch, batch.keys)
 
 
 def ask(*numbers: int, first_block: int = 0, **changes) -> RequestLease:
@@ -124,9 +126,9 @@ def test_a_store_that_drains_begins_no_pull_for_what_another_one_did_not_give() 
 def test_only_what_is_nowhere_is_wanted() -> None:
     core = make_core()
     pull(core, 1)
-    core.memory.back.put(hash_of(2))
+    core.memory.back.put(key_at(2))
     assert offer(core, "a", 1, 2, 3, 3, 4)
-    assert core.next_pull(WorkerId("a"), 10) == hashes_of(3, 4)
+    assert core.next_pull(WorkerId("a"), 10) == contents_at(3, 4)
     assert not offer(core, "b", 1, 2)
 
 
@@ -134,10 +136,10 @@ def test_there_is_one_pull_from_a_worker_and_it_takes_later_offers_along() -> No
     core = make_core()
     assert offer(core, "a", 1, 2)
     assert not offer(core, "a", 3)
-    assert core.next_pull(WorkerId("a"), 2) == hashes_of(1, 2)
+    assert core.next_pull(WorkerId("a"), 2) == contents_at(1, 2)
     pull(core, 1, 2)
-    assert core.next_pull(WorkerId("a"), 2) == hashes_of(3)
-    assert core.handle(BlocksGone(WorkerId("a"), (hash_of(3),)), NOW) == []
+    assert core.next_pull(WorkerId("a"), 2) == contents_at(3)
+    assert core.handle(BlocksGone(WorkerId("a"), tuple(contents_at(3))), NOW) == []
     assert core.next_pull(WorkerId("a"), 2) == []
     assert end_pull(core, "a") == (0, [])
     assert offer(core, "a", 4)
@@ -146,9 +148,9 @@ def test_there_is_one_pull_from_a_worker_and_it_takes_later_offers_along() -> No
 def test_what_one_worker_gives_is_not_asked_of_another() -> None:
     core = make_core()
     assert offer(core, "a", 1, 2) and offer(core, "b", 2, 3)
-    assert core.next_pull(WorkerId("b"), 10) == hashes_of(3)
+    assert core.next_pull(WorkerId("b"), 10) == contents_at(3)
     assert end_pull(core, "a") == (1, []), "the other is still to be had, from a pull that is under way"
-    assert core.next_pull(WorkerId("b"), 10) == hashes_of(3, 2), "now it is"
+    assert core.next_pull(WorkerId("b"), 10) == contents_at(3, 2), "now it is"
 
 
 @pytest.mark.parametrize("how", ["passed over", "pull ended"])
@@ -157,10 +159,10 @@ def test_what_one_worker_does_not_give_is_asked_of_who_offered_it_meanwhile(how:
     assert offer(core, "a", 1, 2)
     assert not offer(core, "b", 2) and not offer(core, "c", 2)
     if how == "passed over":
-        assert begun_from(core.handle(BlocksGone(WorkerId("a"), (hash_of(2),)), NOW)) == ["b"]
+        assert begun_from(core.handle(BlocksGone(WorkerId("a"), tuple(contents_at(2))), NOW)) == ["b"]
     else:
         assert end_pull(core, "a") == (1, ["b"])
-    assert core.next_pull(WorkerId("b"), 10) == hashes_of(2)
+    assert core.next_pull(WorkerId("b"), 10) == contents_at(2)
     assert end_pull(core, "b") == (0, ["c"])
     assert end_pull(core, "c") == (1, []), "nobody has it"
 
@@ -216,7 +218,7 @@ def test_a_slow_tier_slows_the_taking_not_the_worker() -> None:
     batch = core.memory.start_write(8)
     assert batch is not None
     assert core.memory.num_pullable(writes=True) == 1, "what is being written still waits"
-    core.memory.end_write(batch, batch.hashes)
+    core.memory.end_write(batch, batch.keys)
     assert core.memory.num_pullable(writes=True) == 4
 
 
@@ -224,7 +226,7 @@ def test_the_worker_names_the_coldest_first_and_so_they_go() -> None:
     core = make_core(num_blocks=3, behind=False)
     pull(core, 3, 2, 1, writes=False)
     pull(core, 9, writes=False)
-    assert set(core.memory.index.block_of) == set(hashes_of(9, 1, 2))
+    assert set(core.memory.index.block_of) == set(contents_at(9, 1, 2))
 
 
 def test_while_the_tier_is_down_memory_takes_blocks_alone() -> None:
@@ -262,10 +264,10 @@ def test_a_batch_is_never_larger_than_the_bound() -> None:
     core = make_core(num_blocks=8, max_values=2)
     pull(core, 1, 2, 3)
     batch = core.memory.start_write(8)
-    assert batch is not None and batch.hashes == hashes_of(1, 2)
-    core.memory.end_write(batch, batch.hashes)
+    assert batch is not None and batch.keys == keys_at(1, 2)
+    core.memory.end_write(batch, batch.keys)
     batch = core.memory.start_write(8)
-    assert batch == WriteBatch(hashes_of(3), batch.blocks if batch else [], hashes_of(1))
+    assert batch == WriteBatch(keys_at(3), batch.blocks if batch else [], keys_at(1))
 
 
 def test_a_full_tier_gives_up_as_much_as_it_lacked() -> None:
@@ -275,7 +277,7 @@ def test_a_full_tier_gives_up_as_much_as_it_lacked() -> None:
     pull(core, 4, 5)
     batch = core.memory.start_write(4)
     assert batch is not None and not batch.evicted
-    assert core.memory.end_write(batch, batch.hashes[:1], full=True) == hashes_of(1)
+    assert core.memory.end_write(batch, batch.keys[:1], full=True) == keys_at(1)
     assert core.memory.back.hashes() == hashes_of(2, 3, 4)
     assert core.memory.num_not_written == 1
     core.memory.check_integrity()
@@ -372,8 +374,9 @@ def test_there_is_a_bound_on_open_leases() -> None:
     core = make_core()
     lender = lending(core)
     pull(core, 1)
-    for _ in range(MAX_LENT_LEASES):
-        lend(lender, 1)
+    for number in range(MAX_LENT_LEASES):
+        asked = ask(1, request_id=RequestId(f"r{number}"), reader=WorkerId(f"d{number}"))
+        assert isinstance(lender.answer(asked, NOW), Grant)
     refused = lender.answer(ask(1), NOW)
     assert isinstance(refused, Refused) and refused.reason == RefusalReason.OVERLOADED
     assert len(lender.handle(Fenced("over"), NOW)) == MAX_LENT_LEASES
@@ -397,7 +400,8 @@ def test_loading_brings_back_what_memory_gave_up() -> None:
     run = core.memory.behind(hashes_of(1, 2, 9))
     assert run == hashes_of(1, 2)
     blocks = core.memory.allocate_up_to(len(run))
-    core.memory.loaded(blocks, run[:1], lost=run[1:])
+    keys = [key_of("", block_hash) for block_hash in run]
+    core.memory.loaded(blocks, keys[:1], lost=keys[1:])
     assert core.memory.behind(hashes_of(2)) == [] and core.memory.num_lost == 1
     assert core.memory.take(hashes_of(1, 2)) == blocks[:1]
     core.memory.check_integrity()
@@ -408,7 +412,7 @@ def test_a_run_behind_memory_ends_where_memory_goes_on() -> None:
     pull(core, 1, 2, 3)
     write_all(core)
     pull(core, 4, writes=False)
-    core.memory.back.put(hash_of(5))
+    core.memory.back.put(key_at(5))
     assert core.memory.behind(hashes_of(5, 4)) == hashes_of(5)
 
 
@@ -444,7 +448,7 @@ def test_events_are_numbered_and_of_one_tier_each() -> None:
 def test_an_inventory_has_pages_of_one_tier_each(monkeypatch) -> None:
     monkeypatch.setattr(ledger_module, "INVENTORY_PAGE_BLOCKS", 2)
     core, ledger = make_core(), BlockLedger(STORE, "i")
-    core.memory.back.restore(hashes_of(11, 12, 13))
+    core.memory.back.restore(keys_at(11, 12, 13))
     pull(core, 1, 2, 3, writes=False)
     events_of(core, ledger)
     pages = []
@@ -468,7 +472,7 @@ def test_an_empty_stores_inventory_is_one_empty_page() -> None:
 
 def test_an_inventory_of_a_tier_alone() -> None:
     core = make_core()
-    core.memory.back.restore(hashes_of(1))
+    core.memory.back.restore(keys_at(1))
     page = BlockLedger(STORE, "i").inventory(core.memory.contents(), 0)
     assert (page.tier, split_hashes(page.block_hashes), page.next_offset) == ("disk", hashes_of(1), None)
 
@@ -496,7 +500,8 @@ class StoreMachine(RuleBasedStateMachine):
     def pull(self, numbers: list[int], writes: bool, landed: int) -> None:
         if not offer(self.core, WORKER, *numbers):
             return
-        hashes = self.core.next_pull(WORKER, self.core.memory.num_pullable(writes=writes))
+        pulled = self.core.next_pull(WORKER, self.core.memory.num_pullable(writes=writes))
+        hashes = [content.block_hash for content in pulled]
         self.core.handle(PullEnded(WORKER), NOW)
         blocks = self.core.memory.index.allocate(len(hashes))
         if blocks is None:
@@ -508,14 +513,14 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(size=st.integers(1, 4))
     def start_write(self, size: int) -> None:
         if (batch := self.core.memory.start_write(size)) is not None:
-            assert [self.content[block] for block in batch.blocks] == batch.hashes
+            assert [key_of("", self.content[block]) for block in batch.blocks] == batch.keys
             self.writing.append(batch)
 
     @precondition(lambda self: self.writing)
     @rule(written=st.integers(0, 4), full=st.booleans())
     def end_write(self, written: int, full: bool) -> None:
         batch = self.writing.pop(0)
-        self.core.memory.end_write(batch, batch.hashes[:written], full=full)
+        self.core.memory.end_write(batch, batch.keys[:written], full=full)
 
     @rule()
     def drop_unwritten(self) -> None:
@@ -528,7 +533,8 @@ class StoreMachine(RuleBasedStateMachine):
         assert not self.in_use() & set(blocks)
         run = run[: len(blocks)]
         self.content.update(zip(blocks, run, strict=True))
-        self.core.memory.loaded(blocks, run[:filled], run[filled : filled + 1] if is_lost else [])
+        keys = [key_of("", block_hash) for block_hash in run]
+        self.core.memory.loaded(blocks, keys[:filled], keys[filled : filled + 1] if is_lost else [])
 
     @rule(numbers=numbers, first_block=st.integers(0, 3))
     def lend(self, numbers: list[int], first_block: int) -> None:
@@ -570,10 +576,46 @@ class StoreMachine(RuleBasedStateMachine):
             else:
                 self.told[event.tier] -= hashes
         assert self.told == {
-            "memory": set(self.core.memory.index.block_of),
+            "memory": {content.block_hash for content in self.core.memory.index.block_of},
             "disk": set(self.core.memory.back.hashes()),
         }
 
 
 TestStoreMachine = StoreMachine.TestCase
 TestStoreMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+# Tenants.
+
+
+def test_one_lease_reads_one_tenants_blocks() -> None:
+    core = make_core()
+    for tenant in ("a", "b"):
+        joined = join_hashes(hashes_of(1, 2))
+        core.handle(BlocksCooling(worker_id=WORKER, incarnation="i", block_hashes=joined, tenant=tenant), NOW)
+    assert core.next_pull(WORKER, 10) == [Content("a", block_hash) for block_hash in hashes_of(1, 2)]
+    core.handle(BlocksGone(WORKER, tuple(core.next_pull(WORKER, 10))), NOW)
+    assert core.next_pull(WORKER, 10) == [Content("b", block_hash) for block_hash in hashes_of(1, 2)]
+
+
+@pytest.mark.parametrize("tier", ["memory", "behind"])
+def test_what_is_one_tenants_is_lent_to_no_other(tier: str) -> None:
+    """In memory, and loaded again from behind it: though the other names the very hashes."""
+    core = make_core(num_blocks=4)
+    blocks = core.memory.allocate_up_to(2, "acme")
+    core.memory.pulled(blocks, hashes_of(1, 2), writes=True)
+    write_all(core)
+    if tier == "behind":
+        pull(core, 3, 4, 5, 6, writes=False)
+        for tenant in ("", "other"):
+            assert core.memory.behind(hashes_of(1, 2), tenant) == []
+        run = core.memory.behind(hashes_of(1, 2), "acme")
+        assert run == hashes_of(1, 2)
+        blocks = core.memory.allocate_up_to(2, "acme")
+        core.memory.loaded(blocks, [key_of("acme", each) for each in run], [])
+    for tenant in ("", "other"):
+        refused = lending(core).answer(ask(1, 2, tenant=tenant), NOW)
+        assert isinstance(refused, Refused) and refused.reason == RefusalReason.GONE
+        assert not core.memory.holds(hash_of(1), tenant)
+    granted = lending(core).answer(ask(1, 2, tenant="acme"), NOW)
+    assert isinstance(granted, Grant) and granted.tenant == "acme"

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from dataplane.blocks.kept import ContentChanges, KeptBlocks
 from schemas.ids import BlockHash
 from services.store.index import BackIndex
-from tests.store.rig import hash_of, hashes_of
+from services.store.tiers import key_of
+from tests.store.rig import contents_at, hash_of, hashes_of, key_at, keys_at
 
 
 def filled(num_blocks: int, *numbers: int) -> KeptBlocks:
@@ -24,7 +25,7 @@ def test_the_least_recently_used_goes_first() -> None:
     memory = filled(3, 1, 2, 3)
     memory.release(memory.take([hash_of(1)]))
     assert memory.allocate(2) is not None
-    assert list(memory.block_of) == hashes_of(1)
+    assert list(memory.block_of) == contents_at(1)
     assert memory.changes.take() == ContentChanges([], hashes_of(2, 3))
 
 
@@ -68,23 +69,23 @@ def test_what_came_and_went_between_two_looks_is_not_mentioned() -> None:
 def test_a_used_value_stays_behind_memory() -> None:
     back = BackIndex(3)
     for number in (1, 2, 3):
-        back.put(hash_of(number))
-    back.touch(hashes_of(1))
-    assert back.make_room(2) == hashes_of(2, 3)
+        back.put(key_at(number))
+    back.touch(keys_at(1))
+    assert back.make_room(2) == keys_at(2, 3)
     assert back.make_room(2) == []
 
 
 def test_of_a_used_sequence_the_end_is_given_up_first() -> None:
     back = BackIndex(3)
     for number in (1, 2, 3):
-        back.put(hash_of(number))
-    back.touch(hashes_of(1, 2, 3))
-    assert back.give_up(2) == hashes_of(3, 2)
+        back.put(key_at(number))
+    back.touch(keys_at(1, 2, 3))
+    assert back.give_up(2) == keys_at(3, 2)
 
 
 def test_what_was_there_is_cut_to_the_bound() -> None:
     back = BackIndex(2)
-    assert back.restore(hashes_of(1, 2, 3)) == hashes_of(1)
+    assert back.restore(keys_at(1, 2, 3)) == keys_at(1)
     assert back.hashes() == hashes_of(2, 3)
     assert back.changes.take() == ContentChanges(), "the inventory tells, not an event"
 
@@ -118,12 +119,15 @@ def test_whatever_happens_nothing_leased_changes_and_the_events_tell_the_truth(h
         elif kind == "back":
             back.make_room(min(count, back.max_values))
             for block_hash in hashes[: back.max_values]:
-                back.put(block_hash)
+                back.put(key_of("", block_hash))
         elif kind == "touch":
-            back.touch(hashes)
+            back.touch([key_of("", block_hash) for block_hash in hashes])
         elif kind == "drop":
-            back.drop(hashes[0])
-        tiers = (("memory", memory.changes, list(memory.block_of)), ("back", back.changes, back.hashes()))
+            back.drop(key_of("", hashes[0]))
+        tiers = (
+            ("memory", memory.changes, [content.block_hash for content in memory.block_of]),
+            ("back", back.changes, back.hashes()),
+        )
         for name, log, present in tiers:
             changes = log.take()
             stored, evicted = changes.stored, changes.evicted

@@ -19,7 +19,8 @@ from services.errors import UserError
 from services.runtime import now_ms
 from services.store.load import load_store
 from services.worker.core import lending as lending_module
-from tests.store.fleet import LAYOUT, SECRET, STORE, Fleet, arenas, config_of, files_in, fleet, kv_of, store
+from tests.credentials import SECRET, SEED
+from tests.store.fleet import LAYOUT, STORE, Fleet, arenas, config_of, files_in, fleet, kv_of, store
 from tests.store.rig import WINDOWED, hash_of, hashes_of
 from tests.waiting import until
 
@@ -131,7 +132,7 @@ async def test_whatever_is_offered_and_asked_what_is_read_is_right(seed: int, tm
                 await asyncio.sleep(0.005)
                 answer = await around.ask(*range(first := dice.randrange(40), first + dice.randrange(1, 6)))
                 if isinstance(answer, Refused):
-                    assert answer.reason == RefusalReason.GONE
+                    assert answer.reason in (RefusalReason.GONE, RefusalReason.OVERLOADED), "or half is on loan already"
                     continue
                 async with lock:  # the readers share their memory
                     found = await around.read(answer)
@@ -243,16 +244,16 @@ async def test_an_offer_of_nobody_costs_nothing(caplog: pytest.LogCaptureFixture
     async with fleet() as around, store(around, config_of()):
         ghost = await around.worker("prefill-0", 1)
         await around.gone(ghost)
-        await around.bus.publish(*cooling("prefill-0", 1))
+        await around.bus.publish(*cooling("prefill-0", 1, incarnation=ghost.incarnation))
         await until(lambda: "were not taken" in caplog.text)
         worker = await around.worker("prefill-0", 1)
         await worker.cool(1)
         await until(lambda: around.has("memory", 1))
 
 
-def cooling(worker_id: str, *numbers: int):
+def cooling(worker_id: str, *numbers: int, incarnation: str = "w"):
     hashes = join_hashes(hashes_of(*numbers))
-    message = BlocksCooling(worker_id=WorkerId(worker_id), incarnation="w", block_hashes=hashes)
+    message = BlocksCooling(worker_id=WorkerId(worker_id), incarnation=incarnation, block_hashes=hashes)
     return subjects.COOLING, (worker_id,), message
 
 
@@ -309,6 +310,7 @@ async def test_a_store_that_was_declared_lost_joins_anew_with_all_it_has() -> No
         await until(lambda: around.has("memory", *range(10)))
         lent, before = await around.ask(*range(4)), await incarnation_of(around)
         assert isinstance(lent, LeaseGranted)
+        assert await around.fetch(*range(4)) == 4
         for lost in ("another one", before, before):
             left = WorkerLeft(worker_id=STORE, incarnation=lost, reason=LeftReason.SILENT)
             await around.bus.publish(subjects.LEFT, (STORE,), left)
@@ -415,13 +417,15 @@ async def test_a_stop_in_the_middle_of_everything(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_at_the_start_is_one_clear_line(settings: dict[str, object], says: str) -> None:
     with pytest.raises(UserError, match=says) as caught:
-        load_store(MeshConfig(secret=SECRET.decode(), store=StoreConfig(**settings)), "store-0")  # type: ignore[arg-type]
+        load_store(
+            MeshConfig(ticket_secrets=(SECRET.decode(),), tenant_seed=SEED, store=StoreConfig(**settings)), "store-0"
+        )  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 
 def test_a_store_of_the_demo_model(tmp_path: Path) -> None:
     settings = StoreConfig(url="disk", path=str(tmp_path), memory_bytes=8 << 20)
-    parts = load_store(MeshConfig(secret=SECRET.decode(), store=settings), "store-0")
+    parts = load_store(MeshConfig(ticket_secrets=(SECRET.decode(),), tenant_seed=SEED, store=settings), "store-0")
     assert parts.memory.num_free > 0 and parts.tier is not None
     parts.arena.close()
     parts.tier.close()

@@ -14,7 +14,7 @@ from services.store.disk import DiskTier
 from services.store.load import open_tier
 from services.store.remote import ValkeyTier
 from services.store.tiers import BackTier, DictTier, TierError, TierFullError
-from tests.store.rig import Memory, Server, hash_of, hashes_of, running_server
+from tests.store.rig import Memory, Server, key_at, keys_at, running_server
 
 SIZE = 1000
 Open = Callable[[], BackTier]
@@ -26,7 +26,7 @@ def value(number: int) -> bytes:
 
 
 def values(*numbers: int) -> dict[BlockHash, bytes]:
-    return {hash_of(number): value(number) for number in numbers}
+    return {key_at(number): value(number) for number in numbers}
 
 
 def remote(server: Server, identity: str, timeout_s: float = 5.0, ttl_s: int = 1_000) -> ValkeyTier:
@@ -59,15 +59,15 @@ def open_again(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]
 def test_what_is_written_is_read(open_again: Open) -> None:
     tier = open_again()
     tier.write(values(1, 2))
-    assert tier.read(hashes_of(2, 3, 1)) == [value(2), None, value(1)]
+    assert tier.read(keys_at(2, 3, 1)) == [value(2), None, value(1)]
     assert tier.read([]) == []
 
 
 def test_it_outlives_the_one_who_wrote_it(open_again: Open) -> None:
     open_again().write(values(1, 2))
     tier = open_again()
-    assert {entry.block_hash: entry.num_bytes for entry in tier.scan()} == dict.fromkeys(hashes_of(1, 2), SIZE)
-    assert tier.read(hashes_of(1, 2)) == [value(1), value(2)]
+    assert {entry.key: entry.num_bytes for entry in tier.scan()} == dict.fromkeys(keys_at(1, 2), SIZE)
+    assert tier.read(keys_at(1, 2)) == [value(1), value(2)]
 
 
 def test_an_empty_tier_has_nothing(open_again: Open) -> None:
@@ -77,24 +77,24 @@ def test_an_empty_tier_has_nothing(open_again: Open) -> None:
 def test_what_is_deleted_is_gone_and_only_that(open_again: Open) -> None:
     tier = open_again()
     tier.write(values(1, 2))
-    tier.delete(hashes_of(1, 3))
+    tier.delete(keys_at(1, 3))
     tier.delete([])
-    assert tier.read(hashes_of(1, 2)) == [None, value(2)]
-    assert [entry.block_hash for entry in tier.scan()] == hashes_of(2)
+    assert tier.read(keys_at(1, 2)) == [None, value(2)]
+    assert [entry.key for entry in tier.scan()] == keys_at(2)
 
 
 def test_a_value_is_written_over(open_again: Open) -> None:
     tier = open_again()
     tier.write(values(1))
-    tier.write({hash_of(1): bytearray(value(9))})
-    assert tier.read(hashes_of(1)) == [value(9)]
+    tier.write({key_at(1): bytearray(value(9))})
+    assert tier.read(keys_at(1)) == [value(9)]
     assert len(tier.scan()) == 1
 
 
 def test_more_than_a_page_is_found(open_again: Open) -> None:
     tier = open_again()
-    tier.write({hash_of(number): value(number % 256) for number in range(3_000)})
-    assert {entry.block_hash for entry in open_again().scan()} == set(hashes_of(*range(3_000)))
+    tier.write({key_at(number): value(number % 256) for number in range(3_000)})
+    assert {entry.key for entry in open_again().scan()} == set(keys_at(*range(3_000)))
 
 
 def test_closing_twice_is_no_matter(open_again: Open) -> None:
@@ -111,13 +111,13 @@ def test_the_disk_remembers_the_order_of_use(tmp_path: Path) -> None:
     tier.write(values(1, 2, 3))
     for second, number in enumerate((1, 2, 3)):
         os.utime(path_of(tmp_path, number), (second, second))
-    tier.read(hashes_of(1))
-    assert [entry.block_hash for entry in tier.scan()] == hashes_of(2, 3, 1)
+    tier.read(keys_at(1))
+    assert [entry.key for entry in tier.scan()] == keys_at(2, 3, 1)
     tier.close()
 
 
 def path_of(root: Path, number: int, identity: str = "m") -> Path:
-    name = hash_of(number).hex()
+    name = key_at(number).hex()
     return root / identity / name[:2] / f"{name}.kv"
 
 
@@ -130,7 +130,7 @@ def test_a_scan_clears_away_what_a_crash_left_and_nothing_else(tmp_path: Path) -
     cut.write_bytes(value(2)[:-1])
     stranger = path_of(tmp_path, 1).with_name("notes.txt")
     stranger.write_text("somebody's")
-    assert [entry.block_hash for entry in tier.scan()] == hashes_of(1)
+    assert [entry.key for entry in tier.scan()] == keys_at(1)
     assert not half.exists() and not cut.exists()
     assert stranger.exists() and path_of(tmp_path, 1, "other").exists()
     tier.close()
@@ -143,10 +143,10 @@ def test_a_folder_that_is_deleted_under_it_is_a_miss_and_made_again(tmp_path: Pa
     for path in sorted((tmp_path / "m").rglob("*"), reverse=True):
         path.unlink() if path.is_file() else path.rmdir()
     (tmp_path / "m").rmdir()
-    assert tier.read(hashes_of(1)) == [None]
-    tier.delete(hashes_of(1))
+    assert tier.read(keys_at(1)) == [None]
+    tier.delete(keys_at(1))
     tier.write(values(2))
-    assert tier.read(hashes_of(2)) == [value(2)]
+    assert tier.read(keys_at(2)) == [value(2)]
     tier.close()
 
 
@@ -164,7 +164,7 @@ def test_a_full_disk_says_what_is_there_and_leaves_no_half_file(
     monkeypatch.setattr(Path, "rename", full_at_the_second)
     with pytest.raises(TierFullError) as caught:
         tier.write(values(1, 2, 3))
-    assert list(caught.value.written) == hashes_of(1)
+    assert list(caught.value.written) == keys_at(1)
     assert [path.suffix for path in (tmp_path / "m").rglob("*.*")] == [".kv"]
     tier.close()
 
@@ -183,7 +183,7 @@ def test_a_file_that_cannot_be_read_is_a_tier_that_fails(tmp_path: Path) -> None
     tier = DiskTier(tmp_path, "m", SIZE)
     path_of(tmp_path, 1).mkdir(parents=True)
     with pytest.raises(TierError, match="directory"):
-        tier.read(hashes_of(1))
+        tier.read(keys_at(1))
     tier.close()
 
 
@@ -210,8 +210,8 @@ def test_a_server_remembers_the_order_of_use(server: Server) -> None:
     client = server.client()
     for key in client.keys(f"kvmesh:{tier._prefix.decode().split(':')[1]}:*"):
         client.expire(key, 100 * int(key[-2:], 16))
-    tier.read(hashes_of(1))
-    assert [entry.block_hash for entry in tier.scan()] == hashes_of(2, 3, 1)
+    tier.read(keys_at(1))
+    assert [entry.key for entry in tier.scan()] == keys_at(2, 3, 1)
     tier.close()
 
 
@@ -221,11 +221,11 @@ def test_values_on_a_server_end_by_themselves_and_their_use_renews_them(server: 
     tier.write(values(1, 2))
     client = server.client()
     for number in (1, 2):
-        assert 0 < client.ttl(f"kvmesh:{identity}:{hash_of(number).hex()}") <= 1_000
-        client.expire(f"kvmesh:{identity}:{hash_of(number).hex()}", 10)
-    tier.read(hashes_of(2))
-    assert client.ttl(f"kvmesh:{identity}:{hash_of(1).hex()}") <= 10
-    assert client.ttl(f"kvmesh:{identity}:{hash_of(2).hex()}") > 10
+        assert 0 < client.ttl(f"kvmesh:{identity}:{key_at(number).hex()}") <= 1_000
+        client.expire(f"kvmesh:{identity}:{key_at(number).hex()}", 10)
+    tier.read(keys_at(2))
+    assert client.ttl(f"kvmesh:{identity}:{key_at(1).hex()}") <= 10
+    assert client.ttl(f"kvmesh:{identity}:{key_at(2).hex()}") > 10
     tier.close()
 
 
@@ -235,10 +235,10 @@ def test_keys_that_are_not_ours_are_left_alone(server: Server) -> None:
     tier.write(values(1))
     client = server.client()
     client.set(f"kvmesh:{identity}:not-a-hash", "x")
-    client.set(f"kvmesh:{identity}:{hash_of(2).hex()}", "another size")
-    client.rpush(f"kvmesh:{identity}:{hash_of(3).hex()}", "a list")
-    assert [entry.block_hash for entry in tier.scan()] == hashes_of(1)
-    assert tier.read(hashes_of(3, 1)) == [None, value(1)]
+    client.set(f"kvmesh:{identity}:{key_at(2).hex()}", "another size")
+    client.rpush(f"kvmesh:{identity}:{key_at(3).hex()}", "a list")
+    assert [entry.key for entry in tier.scan()] == keys_at(1)
+    assert tier.read(keys_at(3, 1)) == [None, value(1)]
     tier.close()
 
 
@@ -246,8 +246,8 @@ def test_a_server_at_its_memory_bound_is_full(tmp_path: Path) -> None:
     with running_server(tmp_path, "--maxmemory", "3mb", "--maxmemory-policy", "noeviction") as small:
         tier = ValkeyTier(small.url, "m", 100_000, timeout_s=5.0, ttl_s=1_000)
         with pytest.raises(TierFullError) as caught:
-            tier.write({hash_of(number): bytes(100_000) for number in range(100)})
-        assert set(caught.value.written) == {entry.block_hash for entry in tier.scan()} != set()
+            tier.write({key_at(number): bytes(100_000) for number in range(100)})
+        assert set(caught.value.written) == {entry.key for entry in tier.scan()} != set()
         tier.close()
 
 
@@ -257,18 +257,18 @@ def test_a_server_that_goes_and_comes_back(tmp_path: Path) -> None:
         tier.write(values(1))
         mortal.stop()
         for action in (
-            lambda: tier.read(hashes_of(1)),
+            lambda: tier.read(keys_at(1)),
             lambda: tier.write(values(2)),
-            lambda: tier.delete(hashes_of(1)),
+            lambda: tier.delete(keys_at(1)),
         ):
             with pytest.raises(TierError):
                 action()
         with pytest.raises(TierError):
             tier.scan()
         mortal.start()
-        assert tier.read(hashes_of(1)) == [None]
+        assert tier.read(keys_at(1)) == [None]
         tier.write(values(2))
-        assert tier.read(hashes_of(2)) == [value(2)]
+        assert tier.read(keys_at(2)) == [value(2)]
         tier.close()
 
 
@@ -277,9 +277,9 @@ def test_a_server_that_does_not_answer_costs_its_timeout_only(tmp_path: Path) ->
         tier = remote(stuck, "m", timeout_s=0.1)
         stuck.suspend()
         with pytest.raises(TierError, match=r"[Tt]imeout"):
-            tier.read(hashes_of(1))
+            tier.read(keys_at(1))
         stuck.resume()
-        assert tier.read(hashes_of(1)) == [None]
+        assert tier.read(keys_at(1)) == [None]
         tier.close()
 
 

@@ -95,6 +95,15 @@ HASHES = join_hashes(hash_blocks(range(8), 4, model_fingerprint="f", tenant="t")
 SAMPLING = SamplingParams(
     max_tokens=16, temperature=0.5, top_p=0.875, top_k=40, seed=7, stop_token_ids=(1, 2), ignore_eos=True
 )
+ENDPOINT = Endpoint(
+    host="10.0.0.7",
+    port=7001,
+    carriers=("cuda", "nccl", "shm", "tcp"),
+    arena="kvmesh-a1",
+    arena_nonce="n0nce",
+    card="GPU-5e88",
+    pair=PairOffer(unique_id=b"an id of NCCL's", generation=3),
+)
 INFO = WorkerInfo(
     worker_id=SOURCE,
     incarnation="inc-1",
@@ -105,6 +114,7 @@ INFO = WorkerInfo(
     block_size=16,
     context_length=8192,
     carriers=("shm", "tcp"),
+    endpoint=ENDPOINT,
     device="cuda:0 NVIDIA H200",
 )
 RATES = WorkerRates(
@@ -141,15 +151,6 @@ LOAD = WorkerLoad(
     num_tokens=70_000,
     num_dropped_messages=1,
     num_refused_reads=4,
-)
-ENDPOINT = Endpoint(
-    host="10.0.0.7",
-    port=7001,
-    carriers=("cuda", "nccl", "shm", "tcp"),
-    arena="kvmesh-a1",
-    arena_nonce="n0nce",
-    card="GPU-5e88",
-    pair=PairOffer(unique_id=b"an id of NCCL's", generation=3),
 )
 TOKENS = (
     RequestTokens(
@@ -208,6 +209,7 @@ EXAMPLES: tuple[Message, ...] = (
         sources=SOURCES,
         num_answered_tokens=3,
         tenant="t",
+        proof=b"proof",
         replica=TARGET,
     ),
     PrefillAccepted(**REQUEST, worker_id=SOURCE, accepted_ns=1_800_000_000_000_000_001),
@@ -221,6 +223,7 @@ EXAMPLES: tuple[Message, ...] = (
         sources=SOURCES,
         num_answered_tokens=3,
         tenant="t",
+        proof=b"proof",
         replica=SOURCE,
     ),
     BlocksReserved(**REQUEST, **HANDOFF, num_blocks=7),
@@ -232,9 +235,10 @@ EXAMPLES: tuple[Message, ...] = (
         epoch=3,
         lease_ms=30_000,
         ticket="dGlja2V0.c2lnbmF0dXJl",
-        endpoint=ENDPOINT,
+        incarnation="inc-1",
         fingerprint="f00d",
         num_tokens=100,
+        pair=ENDPOINT.pair,
     ),
     KVStreaming(**REQUEST, **HANDOFF, carrier="shm"),
     KVLanded(**REQUEST, **HANDOFF, lease_id=LEASE, carrier="shm", num_tokens=100, num_bytes=1_048_576),
@@ -249,7 +253,15 @@ EXAMPLES: tuple[Message, ...] = (
     ReadInventory(offset=100_000),
     Inventory(**HOLDER, sequence=2, block_hashes=HASHES[16:], next_offset=100_001, tier="remote"),
     RequestLease(
-        **REQUEST, reader=TARGET, fingerprint="f00d", first_block=3, block_hashes=HASHES, tenant="t", answer_by_ms=9
+        **REQUEST,
+        reader=TARGET,
+        fingerprint="f00d",
+        first_block=3,
+        block_hashes=HASHES,
+        tenant="t",
+        answer_by_ms=9,
+        proof=b"proof",
+        is_copy=True,
     ),
     ReturnLease(**REQUEST, reader=TARGET, lease_id=LEASE),
     LeaseGranted(
@@ -259,11 +271,12 @@ EXAMPLES: tuple[Message, ...] = (
         epoch=3,
         lease_ms=5_000,
         ticket="dGlja2V0.c2lnbmF0dXJl",
-        endpoint=ENDPOINT,
+        incarnation="inc-1",
         first_token=48,
         num_tokens=80,
+        pair=ENDPOINT.pair,
     ),
-    BlocksCooling(**HOLDER, block_hashes=HASHES),
+    BlocksCooling(**HOLDER, block_hashes=HASHES, tenant="t"),
     KeepTrace(trace_id="0af7651916cd43dd8448eb211c80319c", reason="failed"),
     ReplicateBlocks(**REQUEST, source=SOURCE, fingerprint="f00d", first_block=3, block_hashes=HASHES, tenant="t"),
     PingWorker(),

@@ -72,7 +72,9 @@ def test_a_message_of_another_type_or_with_a_field_missing_is_undecodable(kind: 
                 decode(json.dumps(document).encode(), kind)
 
 
-REASONS_ON_THE_WIRE = ["no_worker", "draining", "overloaded", "too_long", "deadline", "fingerprint", "invalid", "gone"]
+REASONS_ON_THE_WIRE = [
+    "no_worker", "draining", "overloaded", "too_long", "deadline", "fingerprint", "invalid", "unproved", "gone",
+]  # fmt: skip
 
 
 def test_the_reason_of_a_refusal_is_the_word_that_it_always_was() -> None:

@@ -8,7 +8,7 @@ from dataplane.protocol.gate import LeaseRefusedError
 from dataplane.protocol.progress import KVProgress
 from schemas.ids import LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseEnd
-from services.worker.core.leases import Grant, LeaseTable
+from services.worker.core.leases import NEVER, Grant, LeaseTable
 
 HOLDER, READER = WorkerId("p"), WorkerId("d")
 LEASE = LeaseId("lease-1")
@@ -28,22 +28,27 @@ def grant(table: LeaseTable, lease_id: LeaseId = LEASE, expires_at_ms: int = 100
     )
 
 
-def ticket(epoch: int, reader: WorkerId = READER, tenant: str = "") -> Ticket:
-    return Ticket(lease_id=LEASE, epoch=epoch, holder=HOLDER, reader=reader, tenant=tenant, expires_at_ms=1_000)
+def ticket(epoch: int, reader: WorkerId = READER, tenant: str = "", **changes) -> Ticket:
+    fields = {"nonce": "n", "holder": HOLDER, "incarnation": "i", "expires_at_ms": NEVER} | changes
+    return Ticket(lease_id=LEASE, epoch=epoch, reader=reader, tenant=tenant, **fields)
+
+
+def leases() -> LeaseTable:
+    return LeaseTable(lambda: "n")
 
 
 def refusal(table: LeaseTable, epoch: int, reader: WorkerId = READER, now_ms: int = 0, tenant: str = "") -> str:
     with pytest.raises(LeaseRefusedError) as raised:
-        table.check(ticket(epoch, reader, tenant), now_ms)
+        table.check(ticket(epoch, reader, tenant), "i", now_ms)
     assert raised.value.lease_id == LEASE
     return raised.value.reason
 
 
 def test_lease_is_read_by_its_reader_in_its_epoch_in_its_time() -> None:
-    table = LeaseTable()
+    table = leases()
     assert refusal(table, 1) == "unknown"
     lease = grant(table)
-    assert table.check(ticket(lease.epoch), 99) is lease
+    assert table.check(ticket(lease.epoch), "i", 99) is lease
     assert lease.is_valid(99)
     assert refusal(table, lease.epoch, now_ms=100) == "expired"
     assert not lease.is_valid(100)
@@ -52,7 +57,7 @@ def test_lease_is_read_by_its_reader_in_its_epoch_in_its_time() -> None:
 
 
 def test_every_grant_has_an_epoch_of_its_own() -> None:
-    table = LeaseTable()
+    table = leases()
     first = grant(table)
     table.end(LEASE, LeaseEnd.LANDED)
     second = grant(table)
@@ -62,14 +67,14 @@ def test_every_grant_has_an_epoch_of_its_own() -> None:
 
 
 def test_active_lease_is_not_granted_again() -> None:
-    table = LeaseTable()
+    table = leases()
     grant(table)
     with pytest.raises(AssertionError):
         grant(table)
 
 
 def test_end_is_for_one_caller_only() -> None:
-    table = LeaseTable()
+    table = leases()
     lease = grant(table)
     assert (lease.end, lease.outcome) == (None, "")
     assert table.end(LEASE, LeaseEnd.LANDED) is lease
@@ -82,7 +87,7 @@ def test_end_is_for_one_caller_only() -> None:
 
 
 def test_expire_ends_what_is_over_in_order() -> None:
-    table = LeaseTable()
+    table = leases()
     for name, at in [("c", 30), ("a", 10), ("b", 20)]:
         grant(table, LeaseId(name), at)
     assert [lease.lease_id for lease in table.expire(20)] == ["a", "b"]
@@ -92,20 +97,20 @@ def test_expire_ends_what_is_over_in_order() -> None:
 
 
 def test_renew_never_shortens_and_revives_nothing() -> None:
-    table = LeaseTable()
+    table = leases()
     lease = grant(table)
     table.renew(lease, 50, 10)
     assert lease.expires_at_ms == 100
     table.renew(lease, 95, 10)
     assert lease.expires_at_ms == 105
-    assert table.check(ticket(lease.epoch), 104) is lease
+    assert table.check(ticket(lease.epoch), "i", 104) is lease
     table.expire(105)
     table.renew(lease, 105, 10)
     assert lease.expires_at_ms == 105 and refusal(table, lease.epoch) == "unknown"
 
 
 def test_a_stream_that_makes_progress_counts_once() -> None:
-    table = LeaseTable()
+    table = leases()
     lease = grant(table)
     assert table.take_moved() == []
     lease.has_moved = True
@@ -114,7 +119,7 @@ def test_a_stream_that_makes_progress_counts_once() -> None:
 
 
 def test_blocks_under_two_leases_count_once() -> None:
-    table = LeaseTable()
+    table = leases()
     grant(table, LeaseId("a"), 100, Segment(0, 4), Segment(10, 2))
     grant(table, LeaseId("b"), 100, Segment(2, 4), Segment(10, 1), Segment(20, 1))
     assert table.num_leased_blocks == 6 + 2 + 1
@@ -125,7 +130,7 @@ def test_blocks_under_two_leases_count_once() -> None:
 
 
 def test_a_ring_s_blocks_count_once_and_each_group_has_its_own() -> None:
-    table = LeaseTable()
+    table = leases()
     ring = BlockTable((Segment(3, 2), Segment(3, 2), Segment(3, 1)), first_block=4)
     lease = table.grant(
         lease_id=LEASE,
@@ -141,11 +146,11 @@ def test_a_ring_s_blocks_count_once_and_each_group_has_its_own() -> None:
     )
     assert table.num_leased_blocks == 9 + 2
     assert (lease.first_token, lease.num_tokens) == (64, 140)
-    assert table.check(ticket(lease.epoch), 0).tables == (BlockTable((Segment(3, 9),)), ring)
+    assert table.check(ticket(lease.epoch), "i", 0).tables == (BlockTable((Segment(3, 9),)), ring)
 
 
 def test_a_lease_is_read_for_its_tenant() -> None:
-    table = LeaseTable()
+    table = leases()
     lease = table.grant(
         lease_id=LEASE,
         holder=HOLDER,
@@ -158,6 +163,30 @@ def test_a_lease_is_read_for_its_tenant() -> None:
         expires_at_ms=100,
         tenant="acme",
     )
-    assert table.check(ticket(lease.epoch, tenant="acme"), 0) is lease
+    assert table.check(ticket(lease.epoch, tenant="acme"), "i", 0) is lease
     for other in ("", "other"):
         assert refusal(table, lease.epoch, tenant=other) == "tenant"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("holder", "other"), ("incarnation", "a life before"), ("nonce", "another"), ("expires_at_ms", NEVER - 1)],
+)
+def test_a_ticket_is_compared_whole(field: str, value: object) -> None:
+    table = leases()
+    lease = grant(table)
+    with pytest.raises(LeaseRefusedError) as raised:
+        table.check(ticket(lease.epoch, **{field: value}), "i", 0)
+    assert raised.value.reason == field
+
+
+def test_what_a_former_life_has_signed_opens_nothing() -> None:
+    """The ids and the epochs begin again; the nonce does not, and each life has a name of its own."""
+    before, after = LeaseTable(), LeaseTable()
+    old, new = grant(before), grant(after)
+    assert (old.lease_id, old.epoch) == (new.lease_id, new.epoch)
+    for incarnation, reason in (("first", "incarnation"), ("second", "nonce")):
+        with pytest.raises(LeaseRefusedError) as raised:
+            after.check(old.ticket(incarnation), "second", 0)
+        assert raised.value.reason == reason
+    assert after.check(new.ticket("second"), "second", 0) is new

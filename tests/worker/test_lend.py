@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from dataplane.blocks.cache import BlockCache
+from dataplane.limits import MAX_STREAMS
 from dataplane.protocol.progress import KVProgress
 from schemas.block import hash_blocks, join_hashes
 from schemas.ids import LeaseId, RequestId, WorkerId
@@ -14,7 +15,7 @@ from services.worker.core.actions import Action, CloseLease
 from services.worker.core.events import Fenced, Stopping, StreamEnded, StreamStarted
 from services.worker.core.leases import Grant, LeaseTable
 from services.worker.core.lending import LendCore
-from services.worker.limits import MAX_LENT_LEASES, OPEN_LEASE_WITHIN_MS
+from services.worker.limits import MAX_LENT_LEASES, MAX_READER_LEASES, MAX_REQUEST_LEASES, OPEN_LEASE_WITHIN_MS
 from tests.worker import worker_cases as case
 
 READER = WorkerId("p9")
@@ -144,10 +145,89 @@ def test_a_reader_that_left_gives_back() -> None:
 
 def test_leases_are_bounded() -> None:
     core = lender()
-    for _ in range(MAX_LENT_LEASES):
-        granted(core)
-    refused = core.answer(request(), 0)
-    assert isinstance(refused, Refused) and refused.reason == RefusalReason.OVERLOADED and refused.retry_after_ms > 0
+    for number in range(MAX_LENT_LEASES):
+        granted(core, of(f"r{number}", f"p{number}"))
+    assert is_overloaded(core.answer(of("one more", "other"), 0))
+
+
+def of(request_id: str, reader: str = READER, num_tokens: int = 16) -> RequestLease:
+    asked = request(num_tokens=num_tokens)
+    return msgspec.structs.replace(asked, request_id=RequestId(request_id.replace(" ", "-")), reader=WorkerId(reader))
+
+
+def is_overloaded(answer: Grant | Refused) -> bool:
+    """Say whether it is a refusal for now: whoever is refused may ask again."""
+    return isinstance(answer, Refused) and answer.reason == RefusalReason.OVERLOADED and answer.retry_after_ms > 0
+
+
+def test_one_request_has_few_leases_under_whatever_names_it_is_read() -> None:
+    """A reader's name may be invented, a request's id is signed."""
+    core = lender()
+    leases = [granted(core, of("r1", f"p{number}")) for number in range(MAX_REQUEST_LEASES)]
+    assert is_overloaded(core.answer(of("r1", "one-more"), 0))
+    granted(core, of("r2", "one-more"))
+    core.handle(StreamEnded(leases[0]), 0)
+    granted(core, of("r1", "one-more"))
+
+
+def test_one_reader_has_as_many_leases_as_there_are_streams() -> None:
+    core = lender()
+    for number in range(MAX_READER_LEASES):
+        granted(core, of(f"r{number}"))
+    assert MAX_STREAMS == MAX_READER_LEASES and is_overloaded(core.answer(of("one more"), 0))
+    granted(core, of("one more", "other"))
+
+
+def test_one_reader_does_not_hold_all_blocks() -> None:
+    """Its first lease may be on any number. With one more it would have over half of the blocks; the same blocks again
+    do not count twice, and others are not in its way."""
+    core = lender(num_kept=0)
+    cache = cache_of(core)
+    for base in (0, 100):
+        case.keep(cache, 12, base=base)  # 3 of 8 blocks each
+    first, second = ask_from(0), ask_from(100)
+    lease = granted(core, first)
+    granted(core, first)
+    assert is_overloaded(core.answer(second, 0)), "6 of 8"
+    cache.check_integrity()
+    granted(core, msgspec.structs.replace(second, reader=WorkerId("other"), request_id=RequestId("r2")))
+    core.handle(Fenced("over"), 0)
+    assert lease.end is not None
+    granted(core, second)
+
+
+def ask_from(base: int) -> RequestLease:
+    hashes = hash_blocks(list(range(base + 1, base + 13)), 4, model_fingerprint="f")
+    return msgspec.structs.replace(request(), block_hashes=join_hashes(hashes))
+
+
+def test_a_lease_ends_when_its_reader_has_given_up_however_much_moves() -> None:
+    core = lender()
+    lease = granted(core)
+    assert lease.ends_by_ms < case.DEADLINE_MS
+    core.handle(StreamStarted(lease), 0)
+    for now_ms in range(0, lease.ends_by_ms, 1_000):
+        lease.has_moved = True
+        assert core.tick(now_ms) == []
+    lease.has_moved = True
+    assert ended(core.tick(lease.ends_by_ms)) == [(lease, LeaseEnd.EXPIRED)]
+
+
+def test_another_tenants_blocks_are_not_lent_though_their_hashes_are_named() -> None:
+    """Hashes are told to the directory: who hears them has not got the blocks."""
+    core = lender(num_kept=0)
+    cache = cache_of(core)
+    allocation = cache.admit([], 12, 0, tenant="acme")
+    hashes = hash_blocks(list(range(1, 13)), 4, model_fingerprint="f", tenant="acme")
+    assert allocation is not None
+    cache.store(allocation.tables, hashes, 0, 12, 0, ended=True)
+    cache.free(allocation.tables)
+    asked = msgspec.structs.replace(request(), block_hashes=join_hashes(hashes))
+    for tenant in ("", "other"):
+        refused = core.answer(msgspec.structs.replace(asked, tenant=tenant), 0)
+        assert isinstance(refused, Refused) and refused.reason == RefusalReason.GONE
+    lease = granted(core, msgspec.structs.replace(asked, tenant="acme"))
+    assert lease.tenant == lease.ticket("i").tenant == "acme"
 
 
 def test_a_holder_that_is_about_to_stop_lends_nothing_more() -> None:
@@ -188,6 +268,6 @@ def test_what_is_granted_must_be_what_was_asked(first_token: int, num_tokens: in
     asked = request(1)
     granted = LeaseGranted(
         request_id=asked.request_id, attempt=1, deadline_ms=1, worker_id=READER, lease_id=LeaseId("l"), epoch=1,
-        lease_ms=1, ticket="t", endpoint=case.offered().endpoint, first_token=first_token, num_tokens=num_tokens,
+        lease_ms=1, ticket="t", incarnation="i", first_token=first_token, num_tokens=num_tokens,
     )  # fmt: skip
     assert is_as_asked(asked, granted, 4) == right

@@ -11,18 +11,21 @@ import pytest
 from dataplane.ends.reader import PlaneReader
 from schemas import subjects
 from schemas.block import BLOCK_HASH_BYTES
-from schemas.handoff import Endpoint
 from schemas.ids import BlockHash, LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseGranted, ReadEnd, RequestLease, ReturnLease
 from schemas.request import RefusalReason, Refused
+from schemas.worker import DescribeFleet, FleetDescribed
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received, TypedBus
 from services.runtime import now_ms
 from services.telemetry import Telemetry
 from services.worker.core.attempts import KVRead, WantedLease
 from services.worker.core.events import ReadEnded, ReadStarted
+from services.worker.kv.peers import Peers
 from services.worker.kv.reads import KVReads, NotGrantedError, ReaderSettings
 from services.worker.outbox import Outbox
+from tests.credentials import CREDENTIALS
+from tests.wire.examples import LOAD
 
 HOLDER, READER = WorkerId("p-0"), WorkerId("d-0")
 BLOCK_SIZE = 8
@@ -33,7 +36,7 @@ REQUEST = RequestLease(
 GRANTED = LeaseGranted(
     request_id=REQUEST.request_id, attempt=1, deadline_ms=9, worker_id=HOLDER, lease_id=LeaseId("l"), epoch=1,
     lease_ms=5_000, ticket="", first_token=0, num_tokens=2 * BLOCK_SIZE,
-    endpoint=Endpoint(host="", port=0, carriers=(), arena="", arena_nonce=""),
+    incarnation="p-0-1",
 )  # fmt: skip
 
 
@@ -44,7 +47,9 @@ def request() -> RequestLease:
 def reads_of(bus: TypedBus, outbox: Outbox, tasks: asyncio.TaskGroup) -> KVReads:
     settings = ReaderSettings(reader_id=READER, fingerprint="f", block_size=BLOCK_SIZE, carrier="tcp", base_s=1.0)
     reader = cast("PlaneReader", None)  # nothing is read here
-    return KVReads(settings, bus, outbox, reader, Telemetry(READER, None), tasks, record=lambda _: None)
+    return KVReads(
+        settings, bus, outbox, reader, Peers(bus), CREDENTIALS, Telemetry(READER, None), tasks, record=lambda _: None
+    )
 
 
 @dataclass
@@ -63,11 +68,17 @@ class Holder:
         self.returned.put_nowait(received.message)
 
 
+async def on_fleet(_: Received[DescribeFleet]) -> FleetDescribed:
+    info = msgspec.structs.replace(LOAD.worker, worker_id=HOLDER, incarnation=GRANTED.incarnation)
+    return FleetDescribed(policy="", ready=True, workers=(msgspec.structs.replace(LOAD, worker=info),))
+
+
 async def with_holder(run: Callable[[KVReads, Holder], Awaitable[None]], timeout_s: float = 30) -> None:
     broker, holder = MemoryBroker(), Holder()
     theirs, ours = (TypedBus(MemoryBus(broker), name) for name in ("holder", "reader"))
     async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as tasks:
         await theirs.serve(tasks, subjects.LEASE, (HOLDER, "*"), holder.on_lease)
+        await theirs.serve(tasks, subjects.FLEET, (), on_fleet)
         await theirs.listen(tasks, subjects.RETURNED, (HOLDER, "*"), holder.on_returned)
         outbox = Outbox(ours, READER)
         tasks.create_task(outbox.run())

@@ -25,12 +25,12 @@ from services.config import MeshConfig, StoreConfig, WorkerConfig
 from services.store.load import make_parts as make_store_parts
 from services.store.service import run_store
 from services.telemetry import Telemetry
+from tests.credentials import CREDENTIALS
 from tests.mesh.one_process import LAYOUT, VOCAB, Client, Route, make_parts, one_process_mesh
 from tests.mesh.test_reuse import SLIDING, check, greedy, source
 
 BLOCK = LAYOUT.block_size
 P0, D0, D1, STORE = (WorkerId(name) for name in ("p-0", "d-0", "d-1", "store-0"))
-SECRET = b"a secret of the tests"
 
 
 def fleet(num_blocks: int = 256, layout: KVLayout = LAYOUT) -> list:
@@ -71,7 +71,7 @@ async def store_beside(client: Client, num_blocks: int = 256) -> AsyncGenerator[
     assert isinstance(client.bus.connection, MemoryBus)
     settings = WorkerConfig(block_size=BLOCK, lease_ms=5_000)
     config = MeshConfig(store=StoreConfig(memory_bytes=num_blocks * LAYOUT.block_bytes), worker=settings)
-    parts = make_store_parts(config, STORE, LAYOUT, SECRET, model="fake", context_length=4096)
+    parts = make_store_parts(config, STORE, LAYOUT, CREDENTIALS, model="fake", context_length=4096)
     stop, ready = asyncio.Event(), asyncio.Event()
     connection = MemoryBus(client.bus.connection._broker)  # pyright: ignore[reportPrivateUsage]
     running = asyncio.create_task(run_store(config, parts, connection, Telemetry(STORE, None), stop, ready.set))

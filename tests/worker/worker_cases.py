@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeVar
 from dataplane.blocks.cache import BlockCache
 from dataplane.blocks.layout import BlockTables, KVLayout, block_ids, uniform_shape
 from schemas.block import hash_blocks, pack_tokens
-from schemas.handoff import BlocksReserved, Endpoint, HandoffAborted, KVLanded, KVOffered
+from schemas.handoff import BlocksReserved, HandoffAborted, KVLanded, KVOffered
 from schemas.ids import GatewayId, HandoffId, LeaseId, RequestId, WorkerId
 from schemas.message import Message
 from schemas.request import (
@@ -101,14 +101,13 @@ def reserved(number: int = 1) -> BlocksReserved:
 
 
 def offered(number: int = 1, *, fingerprint: str = "f", num_tokens: int = 6) -> KVOffered:
-    endpoint = Endpoint(host="127.0.0.1", port=1, carriers=("tcp",), arena="a", arena_nonce="n")
     return KVOffered(
         **_handoff(number),
         lease_id=LeaseId(f"lease-r{number}-1"),
         epoch=1,
         lease_ms=1000,
         ticket="t",
-        endpoint=endpoint,
+        incarnation="p-1",
         fingerprint=fingerprint,
         num_tokens=num_tokens,
     )
@@ -223,9 +222,9 @@ def check_blocks(
     assert cache.num_blocks == cache.num_free + cache.num_cached + len(held)
 
 
-def keep(cache: BlockCache, num_tokens: int) -> None:
-    """Let the first `num_tokens` tokens of every test's prompt be cached."""
-    tokens = list(range(1, num_tokens + 1))
+def keep(cache: BlockCache, num_tokens: int, *, base: int = 0) -> None:
+    """Let the first `num_tokens` tokens of every test's prompt be cached; with a `base` those of another prompt."""
+    tokens = list(range(base + 1, base + num_tokens + 1))
     allocation = cache.admit([], num_tokens, 0)
     assert allocation is not None
     cache.store(allocation.tables, hash_blocks(tokens, 4, model_fingerprint="f"), 0, num_tokens, 0, ended=True)

@@ -18,6 +18,7 @@ from services.bench.limits import DIRECT_TIMEOUT_S, LOCATE_INTERVAL_S
 from services.bus.base import BusError
 from services.bus.nats import NatsBus
 from services.bus.typed import Received, TypedBus
+from services.credentials import TenantSigner
 from services.launch.known_workers import describe_fleet
 from services.launch.supervisor import Supervisor
 from services.runtime import now_ms
@@ -33,7 +34,10 @@ class TimedFirstToken(NamedTuple):
 class DirectClient:
     """A client on one mesh's bus. Make it with `open`. Requests may run concurrently."""
 
-    def __init__(self, bus: TypedBus, asking: TypedBus, gateway_id: GatewayId, worker: WorkerInfo) -> None:
+    def __init__(
+        self, bus: TypedBus, asking: TypedBus, gateway_id: GatewayId, worker: WorkerInfo, signer: TenantSigner
+    ) -> None:
+        self._signer = signer
         self._bus = bus
         self._asking = asking
         self._gateway_id = gateway_id
@@ -50,7 +54,7 @@ class DirectClient:
         connection = await NatsBus.connect(gateway, "kvmesh-bench")
         asking = await NatsBus.connect(supervisor.access(Role.SCHEDULER), "kvmesh-bench")  # only it asks the directory
         bus, located = TypedBus(connection, "bench"), TypedBus(asking, "bench")
-        client = cls(bus, located, gateway_id, fleet.workers[0].worker)
+        client = cls(bus, located, gateway_id, fleet.workers[0].worker, supervisor.signer)
         async with asyncio.TaskGroup() as tasks:
             await bus.listen(tasks, subjects.TOKENS, ("*", client._gateway_id), client._hear)
             await connection.flush()
@@ -68,10 +72,12 @@ class DirectClient:
         self, worker_id: WorkerId, prompt: Sequence[int], sources: tuple[KVSource, ...] = ()
     ) -> TimedFirstToken:
         """Have one worker compute one token, after it has read from the sources. Raises RequestFailedError."""
+        request_id, deadline_ms = RequestId(new_id("req")), now_ms() + int(DIRECT_TIMEOUT_S * 1e3)
         request = RunPrefill(
-            request_id=RequestId(new_id("req")),
+            request_id=request_id,
             attempt=1,
-            deadline_ms=now_ms() + int(DIRECT_TIMEOUT_S * 1e3),
+            deadline_ms=deadline_ms,
+            proof=self._signer.sign(request_id, "", deadline_ms),
             gateway_id=self._gateway_id,
             prompt=pack_tokens(prompt),
             sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),

@@ -73,7 +73,7 @@ def place_request(job: Job, action: AskPlacement, prompt: PackedPrompt) -> Place
     )
 
 
-def run_message(job: Job, gateway_id: GatewayId, action: SendRun, prompt: PackedPrompt) -> RunPrefill:
+def run_message(job: Job, proof: bytes, gateway_id: GatewayId, action: SendRun, prompt: PackedPrompt) -> RunPrefill:
     return RunPrefill(
         request_id=job.request_id,
         attempt=action.attempt,
@@ -86,11 +86,14 @@ def run_message(job: Job, gateway_id: GatewayId, action: SendRun, prompt: Packed
         sources=action.sources,
         num_answered_tokens=action.num_answered,
         tenant=job.key.tenant,
+        proof=proof,
         replica=action.replica,
     )
 
 
-def reserve_message(job: Job, gateway_id: GatewayId, action: SendReserve, prompt: PackedPrompt) -> ReserveBlocks:
+def reserve_message(
+    job: Job, proof: bytes, gateway_id: GatewayId, action: SendReserve, prompt: PackedPrompt
+) -> ReserveBlocks:
     return ReserveBlocks(
         request_id=job.request_id,
         attempt=action.attempt,
@@ -103,5 +106,6 @@ def reserve_message(job: Job, gateway_id: GatewayId, action: SendReserve, prompt
         sources=action.sources,
         num_answered_tokens=action.num_answered,
         tenant=job.key.tenant,
+        proof=proof,
         replica=action.replica,
     )

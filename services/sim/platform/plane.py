@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from dataplane.blocks.layout import ArenaShape
+from dataplane.blocks.ticket import TicketSecrets
 from dataplane.carriers import loopback, shm, tcp
 from dataplane.carriers.carrier import ReaderCarrier
 from dataplane.carriers.host import HostArena, HostReaderSide
@@ -224,11 +225,11 @@ class SimPlaneServer(PlaneServer):
         arena: KVArena,
         shape: ArenaShape,
         gate: LeaseGate,
-        secret: bytes,
+        secrets: TicketSecrets,
         options: ServerOptions | None = None,
     ) -> None:
         self.arena: HostArena = host_arena(arena)
-        super().__init__(self.arena, shape, gate, secret, options)
+        super().__init__(self.arena, shape, gate, secrets, options)
         self._network = network
         self._host = host
         self._home = contextvars.copy_context()
@@ -352,10 +353,10 @@ def sim_platform(
     with."""
 
     def make_server(
-        arena: KVArena, shape: ArenaShape, gate: LeaseGate, secret: bytes, options: ServerOptions
+        arena: KVArena, shape: ArenaShape, gate: LeaseGate, secrets: TicketSecrets, options: ServerOptions
     ) -> PlaneServer:
         on_gate(gate)
-        return SimPlaneServer(network, host, arena, shape, gate, secret, options)
+        return SimPlaneServer(network, host, arena, shape, gate, secrets, options)
 
     return Platform(
         make_arena=functools.partial(memory_arena, host=host),

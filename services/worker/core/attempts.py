@@ -45,6 +45,10 @@ class WantedLease:
     block_hashes: tuple[BlockHash, ...]
     deadline_ms: int
     tenant: str = ""
+    proof: bytes = b""
+    """The gateway's, of the request that they are read for."""
+    is_copy: bool = False
+    """There is no such request: they are to be kept here as well."""
 
 
 @dataclass(slots=True, frozen=True, eq=False)

@@ -9,12 +9,17 @@ from dataclasses import dataclass
 
 from dataplane.blocks.layout import BlockTables, block_ids
 from dataplane.blocks.ticket import Ticket
-from dataplane.protocol.gate import LeaseRefusedError
+from dataplane.protocol.gate import LeaseRefusalReason, LeaseRefusedError
 from dataplane.protocol.progress import KVProgress
-from schemas.ids import LeaseId, RequestId, WorkerId
+from schemas.ids import LeaseId, RequestId, WorkerId, new_nonce
 from schemas.kv import LeaseEnd
 
 NEVER = 2**63 - 1
+
+_COMPARED: tuple[LeaseRefusalReason, ...] = (
+    "holder", "incarnation", "epoch", "nonce", "reader", "tenant", "expires_at_ms"
+)  # fmt: skip
+"""What a ticket says beside its lease's id."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -30,6 +35,8 @@ class Grant:
 
     lease_id: LeaseId
     epoch: int
+    nonce: str
+    """Random, of this grant alone: where ids and epochs come again in a next life, it does not."""
     holder: WorkerId
     reader: WorkerId
     request_id: RequestId
@@ -72,6 +79,19 @@ class Grant:
         """Say whether it is active and not past its expiry: its blocks are still what they were."""
         return self.end is None and self.expires_at_ms > now_ms
 
+    def ticket(self, incarnation: str) -> Ticket:
+        """Return what its reader has to show, where this incarnation of its holder has granted it."""
+        return Ticket(
+            lease_id=self.lease_id,
+            epoch=self.epoch,
+            nonce=self.nonce,
+            holder=self.holder,
+            incarnation=incarnation,
+            reader=self.reader,
+            tenant=self.tenant,
+            expires_at_ms=self.ends_by_ms,
+        )
+
     @property
     def num_blocks(self) -> int:
         """How many blocks it names."""
@@ -84,9 +104,10 @@ class Grant:
 
 
 class LeaseTable:
-    """The leases of one holder. Not thread-safe. Iterates over the active ones."""
+    """The leases of one holder. Not thread-safe. Iterates over the active ones. `new_nonce` returns random text."""
 
-    def __init__(self) -> None:
+    def __init__(self, new_nonce: Callable[[], str] = new_nonce) -> None:
+        self._new_nonce = new_nonce
         self._active: dict[LeaseId, Grant] = {}
         self._last_epoch = 0
 
@@ -136,6 +157,7 @@ class LeaseTable:
         grant = self._active[lease_id] = Grant(
             lease_id=lease_id,
             epoch=self._last_epoch,
+            nonce=self._new_nonce(),
             holder=holder,
             reader=reader,
             request_id=request_id,
@@ -152,17 +174,17 @@ class LeaseTable:
         )
         return grant
 
-    def check(self, ticket: Ticket, now_ms: int) -> Grant:
-        """Return the lease that a ticket is for, if it may be read under now. Raises LeaseRefusedError."""
+    def check(self, ticket: Ticket, incarnation: str, now_ms: int) -> Grant:
+        """Return the lease that a ticket is for, if it may be read under now from this incarnation of its holder.
+        Raises LeaseRefusedError."""
         grant = self._active.get(ticket.lease_id)
         if grant is None:
             raise LeaseRefusedError(ticket.lease_id, "unknown")
-        if grant.epoch != ticket.epoch:
-            raise LeaseRefusedError(ticket.lease_id, "epoch")
-        if grant.reader != ticket.reader:
-            raise LeaseRefusedError(ticket.lease_id, "reader")
-        if grant.tenant != ticket.tenant:
-            raise LeaseRefusedError(ticket.lease_id, "tenant")
+        granted = grant.ticket(incarnation)
+        for name in _COMPARED:
+            if getattr(ticket, name) != getattr(granted, name):
+                raise LeaseRefusedError(ticket.lease_id, name)
+        assert ticket == granted, "every field is compared"
         if not grant.is_valid(now_ms):
             raise LeaseRefusedError(ticket.lease_id, "expired")
         return grant

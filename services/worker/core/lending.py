@@ -10,17 +10,26 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dataplane.blocks.cache import Allocation
-from dataplane.blocks.layout import BlockTables, KVLayout
+from dataplane.blocks.layout import BlockTables, KVLayout, num_distinct_blocks
 from dataplane.protocol.progress import KVProgress
 from schemas.block import split_hashes
-from schemas.ids import BlockHash, LeaseId, WorkerId
+from schemas.ids import BlockHash, LeaseId, WorkerId, new_id
 from schemas.kv import LeaseEnd, RequestLease, ReturnLease, refuse_lease
 from schemas.request import RefusalReason, Refused, refuse
 from schemas.worker import WorkerLeft
 from services.worker.core.actions import Action, CloseLease
 from services.worker.core.events import Event, Fenced, Stopping, StreamEnded, StreamStarted
 from services.worker.core.leases import Grant, LeaseTable
-from services.worker.limits import MAX_LENT_LEASES, OPEN_LEASE_WITHIN_MS, RETRY_AFTER_MS
+from services.worker.limits import (
+    LENT_READ_BASE_S,
+    MAX_LENT_LEASES,
+    MAX_READER_LEASES,
+    MAX_REQUEST_LEASES,
+    OPEN_LEASE_WITHIN_MS,
+    READ_BYTES_PER_S_MIN,
+    READER_SHARE,
+    RETRY_AFTER_MS,
+)
 
 
 class LentMemory(Protocol):
@@ -40,9 +49,9 @@ class LentMemory(Protocol):
         """Blocks that nobody uses and that are kept for their content."""
         ...
 
-    def lend(self, hashes: Sequence[BlockHash], first_block: int) -> Allocation | None:
-        """Return what is here of the blocks `first_block`, `first_block` + 1, … with these hashes, a reference to each;
-        None: not even the first."""
+    def lend(self, hashes: Sequence[BlockHash], first_block: int, tenant: str) -> Allocation | None:
+        """Return what is here of this tenant's blocks `first_block`, `first_block` + 1, … with these hashes, a
+        reference to each; None: not even the first."""
         ...
 
     def free(self, tables: BlockTables) -> None:
@@ -71,7 +80,6 @@ class LendCore:
     limits: LendLimits
     memory: LentMemory
     leases: LeaseTable
-    num_asked: int = 0
     is_stopping: bool = False
 
     def handle(self, event: Event, now_ms: int) -> list[Action]:
@@ -113,8 +121,16 @@ class LendCore:
             return refused
         if self.is_stopping:
             return refuse(request, RefusalReason.DRAINING, f"{holder} is about to stop", RETRY_AFTER_MS)
-        if self.leases.num_lent >= MAX_LENT_LEASES:
-            return refuse(request, RefusalReason.OVERLOADED, f"{MAX_LENT_LEASES} leases are open", RETRY_AFTER_MS)
+        lent = [grant for grant in self.leases if grant.is_lent]
+        of_reader = sum(grant.reader == request.reader for grant in lent)
+        of_request = sum(grant.request_id == request.request_id for grant in lent)
+        for what, count, limit in (
+            ("leases", len(lent), MAX_LENT_LEASES),
+            (f"leases of {request.reader}", of_reader, MAX_READER_LEASES),
+            ("leases of this request", of_request, MAX_REQUEST_LEASES),
+        ):
+            if count >= limit:
+                return refuse(request, RefusalReason.OVERLOADED, f"{count} {what} are open", RETRY_AFTER_MS)
         return None
 
     def answer(self, request: RequestLease, now_ms: int) -> Grant | Refused:
@@ -122,12 +138,16 @@ class LendCore:
         limits = self.limits
         if (refused := self.refusal(request, now_ms)) is not None:
             return refused
-        found = self.memory.lend(split_hashes(request.block_hashes), request.first_block)
+        found = self.memory.lend(split_hashes(request.block_hashes), request.first_block, request.tenant)
         if found is None:
             return refuse(request, RefusalReason.GONE, f"{limits.worker_id} does not hold these blocks (any more)")
-        self.num_asked += 1
+        if self._would_hoard(request, found.tables):
+            self.memory.free(found.tables)
+            detail = f"{request.reader} has half of {limits.worker_id}'s blocks on loan"
+            return refuse(request, RefusalReason.OVERLOADED, detail, RETRY_AFTER_MS)
+        num_tokens = found.num_cached_tokens - request.first_block * limits.block_size
         return self.leases.grant(
-            lease_id=LeaseId(f"read-{limits.worker_id}-{self.num_asked}"),
+            lease_id=LeaseId(new_id("read")),
             holder=limits.worker_id,
             reader=request.reader,
             request_id=request.request_id,
@@ -139,9 +159,21 @@ class LendCore:
             progress=KVProgress.completed(self.memory.layout.num_layers, found.num_cached_tokens),
             expires_at_ms=now_ms + min(OPEN_LEASE_WITHIN_MS, limits.lease_ms),
             granted_ms=now_ms,
-            ends_by_ms=request.deadline_ms,
+            ends_by_ms=min(request.deadline_ms, now_ms + self._longest_read_ms(num_tokens)),
             is_lent=True,
         )
+
+    def _would_hoard(self, request: RequestLease, tables: BlockTables) -> bool:
+        """Say whether a reader that has leases already would have more than its share with these blocks. One lease may
+        be on any number: a long prompt is no hoard."""
+        lent = [grant.tables for grant in self.leases if grant.is_lent and grant.reader == request.reader]
+        most = self.memory.num_blocks // READER_SHARE
+        return bool(lent) and num_distinct_blocks([*lent, tables]) > most
+
+    def _longest_read_ms(self, num_tokens: int) -> int:
+        """Return when a reader has given up its read of so many tokens by itself."""
+        num_bytes = self.memory.layout.block_bytes * num_tokens / self.limits.block_size
+        return OPEN_LEASE_WITHIN_MS + round(LENT_READ_BASE_S * 1e3 + num_bytes / READ_BYTES_PER_S_MIN * 1e3)
 
     def _end(self, grants: Sequence[Grant], end: LeaseEnd, detail: str = "") -> list[Action]:
         """End those of these leases that are lent and active, and give their blocks back."""

@@ -100,14 +100,15 @@ class ReplicaCore:
         if not self._is_wanted(offer, now_ms):
             self.num_dropped += 1
             return []
-        coming = {block_hash for copy in (*self._waiting, *self.reading.values()) for block_hash in copy.hashes}
+        under_way = (copy for copy in (*self._waiting, *self.reading.values()) if copy.tenant == offer.tenant)
+        coming = {block_hash for copy in under_way for block_hash in copy.hashes}
         run: list[BlockHash] = []
         first = offer.first_block
         for at, block_hash in enumerate(split_hashes(offer.block_hashes), start=offer.first_block):
             if run and (len(run) == MAX_COPY_BLOCKS or at != first + len(run)):
                 self._wait(event, first, run)
                 run = []
-            if block_hash in coming or self._cache.holds(block_hash):
+            if block_hash in coming or self._cache.holds(block_hash, offer.tenant):
                 continue
             first = first if run else at
             run.append(block_hash)
@@ -174,7 +175,7 @@ class ReplicaCore:
             self._num_read += 1
             key = (RequestId(f"replica-{self._limits.worker_id}-{self._num_read}"), 1)
             deadline_ms = min(copy.deadline_ms, now_ms + READ_WITHIN_MS)
-            lease = WantedLease(copy.first_block, hashes, deadline_ms, copy.tenant)
+            lease = WantedLease(copy.first_block, hashes, deadline_ms, copy.tenant, is_copy=True)
             first_token = copy.first_block * self._limits.block_size
             copy.hashes, copy.tables = hashes, tables
             read = KVRead(key, copy.source, lease, tables, first_token, copy.traceparent)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 from dataplane.blocks.cache import BlockCache
 from schemas import subjects
 from schemas.block import BlockHasher, pack_tokens
+from schemas.handoff import HandoffMessage
 from schemas.ids import BlockHash, GatewayId, HandoffId
 from schemas.request import (
     AttemptEnd,
@@ -47,6 +48,7 @@ from services.worker.core.events import (
     SequenceRemoved,
 )
 from services.worker.core.leases import Grant
+from services.worker.core.messages import handoff_fields
 from services.worker.core.replica_offer import ReplicaOffer
 
 
@@ -74,6 +76,8 @@ class RoleCore(ABC, Generic[AttemptT]):
         """What goes on here, and what has ended and whose blocks may still be written."""
         self.past = PastAttempts()
         self.draining = False
+        self.num_unfit = 0
+        """Events of hand-overs that did not agree with what this worker was asked for."""
         self._limits = limits
         self._cache = cache
         self._queue: deque[AttemptT] = deque()
@@ -96,7 +100,20 @@ class RoleCore(ABC, Generic[AttemptT]):
     def handle(self, event: Event, now_ms: int) -> list[Action]:
         """React to what has happened, then admit queued attempts: here, or in another core, blocks may have become
         free."""
+        if isinstance(event, HandoffMessage) and not self._agrees(event):
+            self.num_unfit += 1
+            return []
         return self._react(event, now_ms) + self._admit(now_ms)
+
+    def _agrees(self, event: HandoffMessage) -> bool:
+        """Say whether an event of a hand-over is of the request, the attempt and the two workers that the gateway has
+        named. Of a hand-over that is not known here nothing can be said."""
+        attempt = self._by_handoff.get(event.handoff_id)
+        if attempt is None:
+            return True
+        ours = handoff_fields(attempt.request, self._limits.worker_id)
+        theirs = (event.request_id, event.attempt, event.source_worker, event.target_worker)
+        return theirs == (ours["request_id"], ours["attempt"], ours["source_worker"], ours["target_worker"])
 
     def _react(self, event: Event, now_ms: int) -> list[Action]:
         """Do what an event asks for. A role's own events are handled by the role."""
@@ -353,7 +370,7 @@ class RoleCore(ABC, Generic[AttemptT]):
             return None
         hashes: list[BlockHash] = attempt.hasher.hashes[piece.first_block : piece.first_block + piece.num_blocks]
         request = attempt.request
-        lease = WantedLease(piece.first_block, tuple(hashes), request.deadline_ms, request.tenant)
+        lease = WantedLease(piece.first_block, tuple(hashes), request.deadline_ms, request.tenant, request.proof)
         first_token = piece.first_block * self._limits.block_size
         attempt.stage = "fetching"
         attempt.read = KVRead(attempt.key, piece.source, lease, attempt.tables, first_token, attempt.traceparent)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from dataplane.blocks.cache import BlockCache
+from dataplane.blocks.kept import Content
 from schemas.directory import BlocksEvicted, BlocksStored, Inventory
 from schemas.ids import BlockHash
 from services.engine.interface import Sequence
@@ -15,7 +16,7 @@ from services.worker.limits import COOLING_SHARE, MAX_COOLING_BLOCKS
 class WorkerHolder(KVHolder[BlockCache]):
     """One worker's blocks. All of this is for the event loop."""
 
-    _cooled: set[BlockHash] = field(default_factory=set[BlockHash])
+    _cooled: set[Content] = field(default_factory=set[Content])
     """Blocks that have been named as those that go next, and are still here."""
 
     @property
@@ -40,19 +41,24 @@ class WorkerHolder(KVHolder[BlockCache]):
     def events(self) -> list[BlocksStored | BlocksEvicted]:
         """Return what the directory has to hear of what came and went since the last call."""
         changes = self.cache.take_changes()
-        self._cooled.difference_update(changes.evicted)
+        if self._cooled and changes.evicted:
+            evicted = set(changes.evicted)
+            self._cooled = {content for content in self._cooled if content.block_hash not in evicted}
         return self.ledger.events(changes)
 
     def inventory(self, offset: int) -> Inventory:
         """Return a page of what is held now, from the `offset`-th block on."""
         return self.ledger.inventory([("arena", self.cache.contents())], offset)
 
-    def cooling(self) -> list[BlockHash]:
-        """Return the blocks that will go soon and have not been named yet, while room is scarce."""
+    def cooling(self) -> dict[str, list[BlockHash]]:
+        """Return each tenant's blocks that will go soon and have not been named yet, while room is scarce."""
         if self.cache.num_free * COOLING_SHARE >= self.cache.num_blocks:
-            return []
+            return {}
         if len(self._cooled) > self.cache.num_blocks:
             self._cooled.clear()
         named = [block for block in self.cache.coldest(MAX_COOLING_BLOCKS) if block not in self._cooled]
         self._cooled.update(named)
-        return named
+        by_tenant: dict[str, list[BlockHash]] = {}
+        for content in named:
+            by_tenant.setdefault(content.tenant, []).append(content.block_hash)
+        return by_tenant

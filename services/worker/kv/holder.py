@@ -13,8 +13,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from dataplane.blocks.layout import ArenaShape, BlockTables
-from dataplane.blocks.ticket import Ticket, sign
+from dataplane.blocks.layout import ArenaShape, BlockTables, num_distinct_blocks
+from dataplane.blocks.ticket import Ticket, TicketSecrets
 from dataplane.carriers.kv_arena import KVArena
 from dataplane.ends.server import PlaneServer, ServerOptions
 from dataplane.protocol.progress import KVProgress
@@ -52,7 +52,7 @@ class KVHolder(Generic[MemoryT]):
     arena: KVArena
     shape: ArenaShape
     memory: MemoryT
-    secret: bytes
+    secrets: TicketSecrets
     make_server: MakeServer
     on_started: Callable[[Grant], None]
     on_served: Callable[[Grant, TransferStats, str], None]
@@ -85,7 +85,7 @@ class KVHolder(Generic[MemoryT]):
             advertise_host=advertise_host,
             digests=config.digests,
         )
-        self.plane = self.make_server(self.arena, self.shape, self, self.secret, options)
+        self.plane = self.make_server(self.arena, self.shape, self, self.secrets, options)
         self.plane.start()
 
     def stop_serving(self) -> None:
@@ -133,8 +133,9 @@ class KVHolder(Generic[MemoryT]):
             lease_id=grant.lease_id,
             epoch=grant.epoch,
             lease_ms=lease_ms,
-            ticket=self._ticket(grant, request.deadline_ms),
-            endpoint=self.plane.endpoint_for(grant.reader),
+            ticket=self.secrets.sign(grant.ticket(self.incarnation)),
+            incarnation=self.incarnation,
+            pair=self.plane.endpoint_for(grant.reader).pair,
             fingerprint=self.shape.layout.fingerprint,
             num_tokens=grant.num_tokens,
         )
@@ -151,8 +152,9 @@ class KVHolder(Generic[MemoryT]):
             lease_id=grant.lease_id,
             epoch=grant.epoch,
             lease_ms=grant.expires_at_ms - now_ms(),
-            ticket=self._ticket(grant, request.deadline_ms),
-            endpoint=self.plane.endpoint_for(grant.reader),
+            ticket=self.secrets.sign(grant.ticket(self.incarnation)),
+            incarnation=self.incarnation,
+            pair=self.plane.endpoint_for(grant.reader).pair,
             first_token=grant.first_token,
             num_tokens=grant.num_tokens,
         )
@@ -178,23 +180,12 @@ class KVHolder(Generic[MemoryT]):
                     self._unread.clear()
                     await self._unread.wait()
 
-    def _ticket(self, grant: Grant, expires_at_ms: int) -> str:
-        ticket = Ticket(
-            lease_id=grant.lease_id,
-            epoch=grant.epoch,
-            holder=grant.holder,
-            reader=grant.reader,
-            tenant=grant.tenant,
-            expires_at_ms=expires_at_ms,
-        )
-        return sign(self.secret, ticket)
-
     # The plane's `LeaseGate`, for its threads.
 
     def open(self, ticket: Ticket) -> "StreamLease[MemoryT]":
         """Return the lease of a ticket, for one stream. Raises LeaseRefusedError."""
         with self.lock:
-            grant = self.leases.check(ticket, now_ms())
+            grant = self.leases.check(ticket, self.incarnation, now_ms())
             return StreamLease(self, grant, self.name_stream(grant.traceparent))
 
 
@@ -218,19 +209,3 @@ class StreamLease(Generic[MemoryT]):
 
     def served(self, stats: TransferStats, error: str) -> None:
         self.holder.on_served(self.kv, stats, error)
-
-
-def num_distinct_blocks(tables: Iterable[BlockTables]) -> int:
-    """Return how many blocks these are, each counted once however many share it."""
-    extents = {
-        (group, segment.first_block, segment.first_block + segment.num_blocks)
-        for of_one in tables
-        for group, table in enumerate(of_one)
-        for segment in table.segments
-    }
-    num_blocks, reached = 0, (0, 0)
-    for group, first, end in sorted(extents):
-        start = max(first, reached[1]) if group == reached[0] else first
-        num_blocks += max(0, end - start)
-        reached = (group, max(end, start))
-    return num_blocks

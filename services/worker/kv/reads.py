@@ -26,11 +26,13 @@ from schemas.request import RefusalReason, Refused
 from services.bus.base import BusError
 from services.bus.typed import TypedBus
 from services.config import LEASE_ANSWER_MS
+from services.credentials import HolderCredentials
 from services.runtime import now_ms
 from services.telemetry import Telemetry
 from services.worker.core.attempts import KVRead, WantedLease
 from services.worker.core.content import ReadOutcome
 from services.worker.core.events import ReadEnded, ReadStarted
+from services.worker.kv.peers import Peers
 from services.worker.observe.transfers import FinishedRead, TransferSpan
 from services.worker.outbox import Outbox
 from services.worker.survive import surviving
@@ -90,6 +92,8 @@ class KVReads:
     bus: TypedBus
     outbox: Outbox
     reader: PlaneReader
+    peers: Peers
+    credentials: HolderCredentials
     telemetry: Telemetry
     tasks: asyncio.TaskGroup
     record: Callable[[FinishedRead], None]
@@ -159,15 +163,24 @@ class KVReads:
         """Hold what allows a read, for as long as it takes. Raises NotGrantedError and NoRoomError."""
         lease = read.lease
         if isinstance(lease, KVOffered):
-            yield ReadTerms(lease.endpoint, lease.ticket, read.tables, read.first_token, lease.num_tokens)
+            endpoint = await self._endpoint(read.holder, lease)
+            yield ReadTerms(endpoint, lease.ticket, read.tables, read.first_token, lease.num_tokens)
             return
         async with self.lease(self._request_of(read, lease), read.holder, traceparent) as granted:
+            endpoint = await self._endpoint(read.holder, granted)
             tables, num_tokens = place(granted) if place is not None else (read.tables, granted.num_tokens)
-            yield ReadTerms(granted.endpoint, granted.ticket, tables, granted.first_token, num_tokens)
+            yield ReadTerms(endpoint, granted.ticket, tables, granted.first_token, num_tokens)
+
+    async def _endpoint(self, holder: WorkerId, terms: KVOffered | LeaseGranted) -> Endpoint:
+        """Return where the incarnation that has made these terms serves. Raises NotGrantedError."""
+        endpoint = await self.peers.endpoint(holder, terms.incarnation)
+        if endpoint is None:
+            raise NotGrantedError(f"nobody knows {holder} as {terms.incarnation[:32]!r}", end=ReadEnd.UNKNOWN)
+        return msgspec.structs.replace(endpoint, pair=terms.pair)
 
     def _request_of(self, read: KVRead, lease: WantedLease) -> RequestLease:
         request_id, attempt = read.key
-        return RequestLease(
+        request = RequestLease(
             request_id=request_id,
             attempt=attempt,
             deadline_ms=lease.deadline_ms,
@@ -177,7 +190,10 @@ class KVReads:
             first_block=lease.first_block,
             block_hashes=join_hashes(lease.block_hashes),
             tenant=lease.tenant,
+            proof=lease.proof,
+            is_copy=lease.is_copy,
         )
+        return self.credentials.prove_copy(request, read.holder) if lease.is_copy else request
 
     async def _stream(self, read: KVRead, terms: ReadTerms, stats: TransferStats) -> Landed:
         left_s = max(0.0, (read.lease.deadline_ms - now_ms()) / 1000)

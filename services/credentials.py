@@ -1,0 +1,114 @@
+"""Who may say whose request it is, and who is a holder. The only importer of cryptography.
+
+A gateway signs each request's id, tenant and deadline with Ed25519; everybody who keeps KV has the gateways' public key
+and takes no such word unsigned. Holders know each other by the ticket secrets, which no gateway has: a holder that
+copies blocks for their own sake, without a request behind it, says so under them. Signing takes about 40 µs and
+verifying 110 µs on one core (`python -m tests.bench.bench_credentials`).
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from dataplane.blocks.ticket import TicketSecrets
+from schemas.ids import RequestId, WorkerId
+from schemas.kv import RequestLease
+from schemas.request import RefusalReason, Refused, ReserveBlocks, RunPrefill, refuse
+from services.config import MIN_SECRET_CHARS, MeshConfig, fresh_secret, require_secrets
+from services.errors import UserError
+
+
+class TenantSigner:
+    """What a gateway signs with. `seed`: any text that nobody can guess."""
+
+    def __init__(self, seed: str) -> None:
+        self._key = Ed25519PrivateKey.from_private_bytes(hashlib.blake2b(seed.encode(), digest_size=32).digest())
+
+    @property
+    def public_key(self) -> str:
+        """What verifies: 64 hexadecimal digits, no secret."""
+        return self._key.public_key().public_bytes_raw().hex()
+
+    def sign(self, request_id: RequestId, tenant: str, deadline_ms: int) -> bytes:
+        """Return the proof that this request is this tenant's until its deadline: 64 bytes."""
+        return self._key.sign(_tenant_text(request_id, tenant, deadline_ms))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HolderCredentials:
+    """What whoever keeps KV believes others by, and is believed by. `secrets` may be replaced while it runs."""
+
+    secrets: TicketSecrets
+    tenant_key: Ed25519PublicKey
+
+    def refusal(self, request: RunPrefill | ReserveBlocks | RequestLease, holder: WorkerId) -> Refused | None:
+        """Return the refusal of a request to this holder of which nobody has proved whose it is, or None."""
+        if isinstance(request, RequestLease) and request.is_copy:
+            if self.secrets.proves(_copy_text(request, holder), request.proof):
+                return None
+            detail = f"{request.reader} does not prove that it is a holder: are its ticket_secrets the same?"
+            return refuse(request, RefusalReason.UNPROVED, detail)
+        text = _tenant_text(request.request_id, request.tenant, request.deadline_ms)
+        try:
+            self.tenant_key.verify(request.proof, text)
+        except InvalidSignature:
+            detail = f"no gateway has signed that it is {request.tenant or 'no tenant'}'s: is tenant_public_key right?"
+            return refuse(request, RefusalReason.UNPROVED, detail)
+        return None
+
+    def prove_copy(self, request: RequestLease, holder: WorkerId) -> RequestLease:
+        """Return the request of a copy with the proof that a holder asks, for this holder alone."""
+        return msgspec.structs.replace(request, proof=self.secrets.mac(_copy_text(request, holder)))
+
+
+def fresh_keys() -> str:
+    """Return the lines of a mesh.toml that say them. Workers and stores need the first and the last, gateways the one
+    between."""
+    seed = fresh_secret()
+    secrets = {
+        "ticket_secrets": [fresh_secret()],
+        "tenant_seed": seed,
+        "tenant_public_key": TenantSigner(seed).public_key,
+    }
+    return "".join(f"{name} = {msgspec.json.encode(value).decode()}\n" for name, value in secrets.items())
+
+
+def signer_of(config: MeshConfig) -> TenantSigner:
+    """Return what this mesh's gateways sign with. Raises UserError."""
+    if len(config.tenant_seed) < MIN_SECRET_CHARS:
+        raise UserError(
+            f"no tenant seed: set `tenant_seed` in the gateway's mesh.toml to {MIN_SECRET_CHARS} characters or more"
+        )
+    return TenantSigner(config.tenant_seed)
+
+
+def holder_credentials(config: MeshConfig) -> HolderCredentials:
+    """Return a worker's or store's credentials. Without a public key that of the seed is taken. Raises UserError."""
+    secrets = TicketSecrets(require_secrets(config))
+    if not config.tenant_public_key and not config.tenant_seed:
+        raise UserError("no tenant key: set `tenant_public_key` in mesh.toml to what `kvmesh keys` prints")
+    try:
+        key = bytes.fromhex(config.tenant_public_key or signer_of(config).public_key)
+        return HolderCredentials(secrets=secrets, tenant_key=Ed25519PublicKey.from_public_bytes(key))
+    except ValueError as error:
+        raise UserError("tenant_public_key has 64 hexadecimal digits, as `kvmesh keys` prints them") from error
+
+
+def credentials_for(secrets: Sequence[bytes], signer: TenantSigner) -> HolderCredentials:
+    """Return the credentials of a holder that believes this signer."""
+    key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(signer.public_key))
+    return HolderCredentials(secrets=TicketSecrets(secrets), tenant_key=key)
+
+
+def _tenant_text(request_id: RequestId, tenant: str, deadline_ms: int) -> bytes:
+    return msgspec.json.encode(("kvmesh tenant 1", request_id, tenant, deadline_ms))
+
+
+def _copy_text(request: RequestLease, holder: WorkerId) -> bytes:
+    blocks = hashlib.blake2b(request.block_hashes, digest_size=16).hexdigest()
+    who = (request.reader, holder, request.request_id, request.tenant, request.deadline_ms)
+    return msgspec.json.encode(("kvmesh copy 1", *who, request.first_block, blocks))
