@@ -185,7 +185,7 @@ def stopped(broker: EmbeddedNats) -> Generator[None]:
 
 async def test_a_flush_does_not_return_before_the_broker_does(start_server: StartServer) -> None:
     broker = start_server()
-    bus = await NatsBus.connect(broker.url, "test")
+    bus = await NatsBus.connect(Access(broker.url), "test")
     with stopped(broker):
         for _ in range(3):
             with pytest.raises(RequestTimedOutError):
@@ -201,7 +201,7 @@ async def test_a_flush_does_not_return_before_the_broker_does(start_server: Star
 async def test_who_gave_up_on_a_paused_broker_hears_it_again(start_server: StartServer, whose: str) -> None:
     """What is answered late found a cancelled future, and ended the library's reading task: deaf, and yet connected."""
     broker = start_server()
-    server, client = await NatsBus.connect(broker.url, "server"), await NatsBus.connect(broker.url, "client")
+    server, client = await NatsBus.connect(Access(broker.url), "server"), await NatsBus.connect(Access(broker.url), "client")
     ear = await client.subscribe("news")
     await client.flush()
     flush = client.flush if whose == "ours" else client._client.flush  # pyright: ignore[reportPrivateUsage]
@@ -233,7 +233,7 @@ async def test_a_client_whose_task_has_ended_connects_anew(
     """The library starts none of them again. Subscriptions and endpoints come back."""
     monkeypatch.setattr("services.bus.limits.PING_INTERVAL_S", 1_000)  # by its pings it would find out some time
     broker = start_server()
-    server, client = await NatsBus.connect(broker.url, "server"), await NatsBus.connect(broker.url, "client")
+    server, client = await NatsBus.connect(Access(broker.url), "server"), await NatsBus.connect(Access(broker.url), "client")
     ear, served = await server.subscribe("news"), await server.serve("echo", "echo", "echo")
     await server.flush()
     getattr(server._client, task).cancel()  # pyright: ignore[reportPrivateUsage]
@@ -252,7 +252,7 @@ async def test_a_client_whose_task_has_ended_connects_anew(
 
 async def test_a_reconnection_that_has_ended_is_begun_again(start_server: StartServer) -> None:
     first = start_server()
-    bus = await NatsBus.connect(first.url, "test")
+    bus = await NatsBus.connect(Access(first.url), "test")
     first.stop()
     await until(lambda: bus._client.is_reconnecting)  # pyright: ignore[reportPrivateUsage]
     reconnecting = bus._client._reconnection_task  # pyright: ignore
@@ -292,7 +292,7 @@ async def test_what_the_library_cannot_read_deafens_nobody(line: bytes, monkeypa
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
-        bus = await NatsBus.connect(f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}", "test")
+        bus = await NatsBus.connect(Access(f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"), "test")
         await bus.flush()
         await until(lambda: bus.num_connects == 2)
         await bus.flush()
