@@ -18,7 +18,7 @@ from dataplane.blocks.ticket import TicketSecrets
 from schemas.ids import RequestId, WorkerId
 from schemas.kv import RequestLease
 from schemas.request import RefusalReason, Refused, ReserveBlocks, RunPrefill, refuse
-from services.config import MIN_SECRET_CHARS, MeshConfig, fresh_secret, require_secrets
+from services.config import MIN_SECRET_CHARS, MeshConfig, require_secrets
 from services.errors import UserError
 
 
@@ -65,18 +65,6 @@ class HolderCredentials:
         return msgspec.structs.replace(request, proof=self.secrets.mac(_copy_text(request, holder)))
 
 
-def fresh_keys() -> str:
-    """Return the lines of a mesh.toml that say them. Workers and stores need the first and the last, gateways the one
-    between."""
-    seed = fresh_secret()
-    secrets = {
-        "ticket_secrets": [fresh_secret()],
-        "tenant_seed": seed,
-        "tenant_public_key": TenantSigner(seed).public_key,
-    }
-    return "".join(f"{name} = {msgspec.json.encode(value).decode()}\n" for name, value in secrets.items())
-
-
 def signer_of(config: MeshConfig) -> TenantSigner:
     """Return what this mesh's gateways sign with. Raises UserError."""
     if len(config.tenant_seed) < MIN_SECRET_CHARS:
@@ -90,12 +78,12 @@ def holder_credentials(config: MeshConfig) -> HolderCredentials:
     """Return a worker's or store's credentials. Without a public key that of the seed is taken. Raises UserError."""
     secrets = TicketSecrets(require_secrets(config))
     if not config.tenant_public_key and not config.tenant_seed:
-        raise UserError("no tenant key: set `tenant_public_key` in mesh.toml to what `kvmesh keys` prints")
+        raise UserError("no tenant key: it stands in the holders' key file that `kvmesh bus-config` writes")
     try:
         key = bytes.fromhex(config.tenant_public_key or signer_of(config).public_key)
         return HolderCredentials(secrets=secrets, tenant_key=Ed25519PublicKey.from_public_bytes(key))
     except ValueError as error:
-        raise UserError("tenant_public_key has 64 hexadecimal digits, as `kvmesh keys` prints them") from error
+        raise UserError("tenant_public_key has 64 hexadecimal digits, as `kvmesh bus-config` writes them") from error
 
 
 def credentials_for(secrets: Sequence[bytes], signer: TenantSigner) -> HolderCredentials:

@@ -258,14 +258,6 @@ def tail(
     run_until_signal(lambda stop: follow(access, request_id, stop))
 
 
-@app.command()
-def keys() -> None:
-    """Print fresh secrets for a mesh.toml: its first lines."""
-    from services.credentials import fresh_keys
-
-    sys.stdout.write(fresh_keys())
-
-
 def main() -> None:
     """Run the command. A UserError becomes one line on standard error and exit code 2."""
     try:

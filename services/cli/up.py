@@ -164,8 +164,8 @@ def _greet(console: Console, supervisor: Supervisor, options: UpOptions) -> None
     )
     command = "kvmesh" if shutil.which("kvmesh") else os.path.relpath(Path(sys.executable).with_name("kvmesh"))
     console.print(f"\nThen [bold]{command} trace[/bold], [bold]{command} tail[/bold], [bold]{command} top[/bold],")
-    if (keys := supervisor.keys_dir) is not None:
-        creds = os.path.relpath(credentials_file(keys, Role.OBSERVER))
+    if not supervisor.has_open_bus:
+        creds = os.path.relpath(credentials_file(supervisor.keys_dir, Role.OBSERVER))
         console.print(f"or nats sub -s {supervisor.nats_url} --creds {creds} 'mesh.>'")
         console.print("(operator.creds beside it hears prompts and answers too)")
     else:
@@ -181,7 +181,7 @@ def _write(path: Path, supervisor: Supervisor) -> None:
         pid=os.getpid(),
         url=supervisor.url,
         nats_url=supervisor.nats_url,
-        keys=str(supervisor.keys_dir or ""),
+        keys="" if supervisor.has_open_bus else str(supervisor.keys_dir),
         trace_dir=str(supervisor.trace_dir),
         other_urls=supervisor.urls[1:],
         restarts={name: record.num_restarts for name, record in records.items() if record.num_restarts},

@@ -24,7 +24,7 @@ from services.metrics import Metrics
 from services.ports import bind
 from services.runtime import configure_logging, run_until_signal, watch_parent
 from services.telemetry import Telemetry, open_telemetry
-from services.trust.keys import Access, Identity, key_file, load_role_key
+from services.trust.keys import Access, Identity, RoleKey, key_file, load_role_key, with_key
 
 log = logging.getLogger(__name__)
 
@@ -64,11 +64,16 @@ def run_service(
     metrics.prepare(metrics_of(role))
     metrics.on_sample(lambda: metrics.put(SERVICE_INFO, {(name,): 1}))
     try:
-        identity = identity_of(role, name, config, config_path.parent)
+        key = _key_of(role, config, config_path)
+        config = with_key(config, key) if key else config
+        identity = key.member(name) if key and not config.nats.open else None
         start, secrets = _service(role, name, config, metrics, identity)
 
+        def read_again() -> None:
+            _read_again(role, config_path, overrides, secrets)
+
         async def serve(stop: asyncio.Event) -> None:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _read_again, config_path, secrets)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, read_again)
             await _serve(name, config, metrics, start, stop, identity, supervised=supervised)
 
         run_until_signal(serve)
@@ -79,23 +84,21 @@ def run_service(
         sys.exit(2)
 
 
-def identity_of(role: str, service_id: str, config: MeshConfig, folder: Path) -> Identity | None:
-    """Return who a service is on the bus; None where the broker asks nobody. `folder`: where the configuration lies.
-
-    Raises UserError where its role has no key there.
-    """
-    if config.nats.open:
-        return None
-    return load_role_key(key_file(folder / config.nats.keys, role_of(role))).member(service_id)
+def _key_of(role: str, config: MeshConfig, config_path: Path) -> RoleKey | None:
+    """Return the key of a service's role; None where there is none and the broker asks nobody. Raises UserError."""
+    path = key_file(config_path.parent / config.nats.keys, role_of(role))
+    return None if config.nats.open and not path.exists() else load_role_key(path)
 
 
-def _read_again(config_path: Path, secrets: TicketSecrets | None) -> None:
-    """Go on with the ticket secrets that the file has now; with those that there are where it cannot be used."""
+def _read_again(role: str, config_path: Path, overrides: Overrides, secrets: TicketSecrets | None) -> None:
+    """Go on with the ticket secrets that the files have now; with those that there are where they cannot be used."""
     if secrets is None:
         log.warning("SIGHUP: this service has nothing to read again")
         return
     try:
-        found = require_secrets(load_config(config_path))
+        config = _overridden(load_config(config_path), overrides)
+        key = _key_of(role, config, config_path)
+        found = require_secrets(with_key(config, key) if key else config)
     except UserError as error:
         log.warning("SIGHUP: the ticket secrets stay as they were: %s", error)
         return

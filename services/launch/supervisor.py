@@ -35,7 +35,6 @@ from services.config import (
     apply_environment,
     child_environment,
     environment_device,
-    fresh_secret,
     is_card,
     state_dir,
     write_config,
@@ -50,7 +49,7 @@ from services.launch.limits import START_TIMEOUT_S, STOP_SLACK_S, STOP_TIMEOUT_S
 from services.launch.restart import Child, Restarts
 from services.ports import bind, free_port
 from services.scheduler.placement.policy import policy_named
-from services.trust.keys import Access, MeshKeys, credentials_file, key_file, load_role_key, person
+from services.trust.keys import BROKER_FILE, Access, MeshKeys, credentials_file, key_file, load_role_key, person
 
 WORKER_ROLES = ("prefill", "decode", "aggregated")
 BROKER = "nats"
@@ -141,28 +140,30 @@ class Supervisor:
         self._metrics_ports: dict[str, int] = {}
         self.devices: dict[str, str] = {}
         """The device of each worker, once they start: "cpu" or "cuda:N"."""
-        seed = fresh_secret()
-        self.signer = TenantSigner(seed)
-        """What this mesh's gateways sign with."""
-        self._secrets = MeshConfig(
-            ticket_secrets=(fresh_secret(),), tenant_seed=seed, tenant_public_key=self.signer.public_key
-        )
         self.checkpoint: Checkpoint | None = None
         self.nats_url = ""
         self._broker_access = ""
 
     @property
-    def keys_dir(self) -> Path | None:
-        """Where the keys lie; None: the broker lets anybody in."""
-        if self._options.open_bus:
-            return None
+    def keys_dir(self) -> Path:
+        """Where the keys lie."""
         return Path(self._options.keys).absolute() if self._options.keys else self._run_dir / "keys"
+
+    @property
+    def has_open_bus(self) -> bool:
+        """The broker lets anybody in."""
+        return self._options.open_bus
+
+    @property
+    def signer(self) -> TenantSigner:
+        """What this mesh's gateways sign with."""
+        return TenantSigner(load_role_key(key_file(self.keys_dir, Role.GATEWAY)).tenant_seed)
 
     def access(self, role: Role = Role.OBSERVER, name: str = "") -> Access:
         """Return how to get to the bus: for a person, or, for benchmarks and tests, as a member of a service's role, a
         fresh one unless named. Raises UserError where the key is not there."""
         folder = self.keys_dir
-        if folder is None:
+        if self.has_open_bus:
             return Access(self.nats_url)
         if role in PEOPLE:
             return Access(self.nats_url, person(credentials_file(folder, role), role))
@@ -221,6 +222,8 @@ class Supervisor:
         self._ports = _free_ports(options.gateway.host, options.port, options.num_gateways)
         self._metrics_ports = _distinct_ports([name for _, name in options.services])
         self.log_dir.mkdir(parents=True, exist_ok=True)
+        if not options.keys:
+            MeshKeys.fresh().write(self.keys_dir)
         self.nats_url = await self._start_broker()
         write_config(self._config(self._ports[0]), self._run_dir / "mesh.toml")
         for role, name in options.services:
@@ -313,10 +316,7 @@ class Supervisor:
     async def _start_broker(self) -> str:
         if self._options.nats == "embedded":
             # Not on a helper thread: the server is started so that it ends with the thread that started it.
-            if self.keys_dir is not None:
-                keys = MeshKeys.fresh()
-                keys.write(self.keys_dir)
-                self._broker_access = keys.broker_config
+            self._broker_access = "" if self.has_open_bus else (self.keys_dir / BROKER_FILE).read_text()
             self._nats = EmbeddedNats.start(None, self._run_dir, self._broker_access)
             return self._nats.url
         await self._check_broker(self._options.nats)
@@ -346,9 +346,8 @@ class Supervisor:
         assert checkpoint is not None
         num_threads = options.num_threads or max(1, (os.cpu_count() or 1) // len(options.workers))
         on_card = next((device for device in self.devices.values() if is_card(device)), "cpu")
-        config = msgspec.structs.replace(
-            self._secrets,
-            nats=NatsConfig(url=self.nats_url, keys=str(self.keys_dir or ""), open=self.keys_dir is None),
+        config = MeshConfig(
+            nats=NatsConfig(url=self.nats_url, keys=str(self.keys_dir), open=self.has_open_bus),
             model=ModelConfig(path=checkpoint.path, name=checkpoint.name, dtype=options.dtype),
             gateway=msgspec.structs.replace(options.gateway, port=port),
             scheduler=SchedulerConfig(

@@ -7,13 +7,15 @@ file; the broker needs only what is public.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from schemas.ids import is_subject_token, new_id
 from schemas.permissions import PEOPLE, SERVICE_NAMES, inbox_of
 from schemas.subjects import Role
+from services.config import MeshConfig, fresh_secret
+from services.credentials import TenantSigner
 from services.errors import UserError
 from services.trust import nats_jwt
 
@@ -42,13 +44,19 @@ class Access(NamedTuple):
     identity: Identity | None = None
 
 
-class RoleKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of a role's key file. Whoever has it can be any member of the role."""
+class RoleKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The content of a key file: all that is secret to a role. Whoever has it can be any member of the role."""
 
     role: Role
     account: str
     """The mesh's public key."""
     seed: str
+    ticket_secrets: tuple[str, ...] = ()
+    """Holders': the first signs the data plane's tickets, all of them verify."""
+    tenant_seed: str = ""
+    """Gateways': what they sign with whose a request is."""
+    tenant_public_key: str = ""
+    """Holders': what verifies that."""
 
     def identity(self, name: str, ends_s: int | None = None) -> Identity:
         """Return the member of this name. Raises UserError for what is no name."""
@@ -78,11 +86,21 @@ class MeshKeys:
         signers = {role: nats_jwt.new_pair(nats_jwt.ACCOUNT) for role in Role}
         public = {role: nats_jwt.public(pair) for role, pair in signers.items()}
         me = nats_jwt.public(account)
+        tenant_seed = fresh_secret()
+        own: dict[Role, dict[str, Any]] = {
+            Role.GATEWAY: {"tenant_seed": tenant_seed},
+            Role.HOLDER: {
+                "ticket_secrets": (fresh_secret(),), "tenant_public_key": TenantSigner(tenant_seed).public_key,
+            },
+        }  # fmt: skip
         config = (
             f"operator: {nats_jwt.operator_token(operator)}\nresolver: MEMORY\n"
             f"resolver_preload: {{\n  {me}: {nats_jwt.account_token(operator, account, public)}\n}}\n"
         )
-        roles = {role: RoleKey(role=role, account=me, seed=nats_jwt.seed(pair)) for role, pair in signers.items()}
+        roles = {
+            role: RoleKey(role=role, account=me, seed=nats_jwt.seed(pair), **own.get(role, {}))
+            for role, pair in signers.items()
+        }
         return cls(config, roles)
 
     def write(self, folder: Path) -> None:
@@ -122,6 +140,15 @@ def load_role_key(path: Path) -> RoleKey:
     except (msgspec.DecodeError, ValueError) as error:
         raise UserError(f"{path} is no role's key: `kvmesh bus-config` makes keys") from error
     return key
+
+
+def with_key(config: MeshConfig, key: RoleKey) -> MeshConfig:
+    """Return the configuration of a service of this role: with the role's own secrets."""
+    secrets = {
+        "ticket_secrets": key.ticket_secrets, "tenant_seed": key.tenant_seed,
+        "tenant_public_key": key.tenant_public_key,
+    }  # fmt: skip
+    return msgspec.structs.replace(config, **{name: secret for name, secret in secrets.items() if secret})
 
 
 def person(path: Path, role: Role) -> Identity:

@@ -201,7 +201,10 @@ async def test_a_flush_does_not_return_before_the_broker_does(start_server: Star
 async def test_who_gave_up_on_a_paused_broker_hears_it_again(start_server: StartServer, whose: str) -> None:
     """What is answered late found a cancelled future, and ended the library's reading task: deaf, and yet connected."""
     broker = start_server()
-    server, client = await NatsBus.connect(Access(broker.url), "server"), await NatsBus.connect(Access(broker.url), "client")
+    server, client = (
+        await NatsBus.connect(Access(broker.url), "server"),
+        await NatsBus.connect(Access(broker.url), "client"),
+    )
     ear = await client.subscribe("news")
     await client.flush()
     flush = client.flush if whose == "ours" else client._client.flush  # pyright: ignore[reportPrivateUsage]
@@ -233,7 +236,10 @@ async def test_a_client_whose_task_has_ended_connects_anew(
     """The library starts none of them again. Subscriptions and endpoints come back."""
     monkeypatch.setattr("services.bus.limits.PING_INTERVAL_S", 1_000)  # by its pings it would find out some time
     broker = start_server()
-    server, client = await NatsBus.connect(Access(broker.url), "server"), await NatsBus.connect(Access(broker.url), "client")
+    server, client = (
+        await NatsBus.connect(Access(broker.url), "server"),
+        await NatsBus.connect(Access(broker.url), "client"),
+    )
     ear, served = await server.subscribe("news"), await server.serve("echo", "echo", "echo")
     await server.flush()
     getattr(server._client, task).cancel()  # pyright: ignore[reportPrivateUsage]

@@ -21,7 +21,7 @@ from services.ports import free_port
 from tests.certificates import make_certificate
 from tests.cli.test_cli import KVMESH, assert_one_line, environment, run, stopped_with
 
-SECRET = 'secret = "at least sixteen characters"\n'
+SECRET = 'tenant_seed = "at least sixteen characters"\n'
 
 
 def test_up_lets_others_in_with_keys_or_on_purpose(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def gateway(tmp_path: Path, settings: str, num_files: int = 0) -> Iterator[tuple
     """Run one gateway process, with a broker and nobody else; yield it and its port."""
     nats, port = EmbeddedNats.start(None, tmp_path), free_port()
     config = tmp_path / "mesh.toml"
-    config.write_text(f'{SECRET}[nats]\nurl = "{nats.url}"\n[gateway]\nport = {port}\n{settings}')
+    config.write_text(f'{SECRET}[nats]\nopen = true\nurl = "{nats.url}"\n[gateway]\nport = {port}\n{settings}')
 
     def limit() -> None:
         if num_files:

@@ -62,7 +62,6 @@ class Mesh:
     def bus_options(self, role: Role = Role.OBSERVER) -> list[str]:
         """Return the options by which somebody who did not start this mesh names its bus."""
         keys = self.supervisor.keys_dir
-        assert keys is not None
         return ["--nats", self.nats_url, "--creds", str(credentials_file(keys, role))]
 
     def wait_until(self, holds: Callable[[], bool], what: str) -> None:
