@@ -10,6 +10,7 @@ import msgspec
 
 from services.config import ModelConfig, fresh_secret, load_config, write_config
 from services.credentials import TenantSigner
+from services.files import write_private
 
 MODEL_DIR = Path("/model")
 
@@ -36,10 +37,8 @@ def make_config(template: Path, target: Path, model: str, model_dir: Path = MODE
 
 def _kept(path: Path) -> str:
     """Return the secret in a file; a new one where there is none, which is kept there."""
-    if not path.exists():
-        path.touch(mode=0o600)
-    secret = path.read_text() or fresh_secret()
-    path.write_text(secret)
+    secret = (path.read_text() if path.exists() else "") or fresh_secret()
+    write_private(path, secret)
     return secret
 
 

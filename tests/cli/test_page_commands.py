@@ -450,7 +450,7 @@ def test_a_snippet_runs(snippet: Fence, place: Place) -> None:
 @pytest.mark.parametrize("configuration", fences("toml"), ids=str)
 def test_a_configuration_is_one(configuration: Fence, tmp_path: Path) -> None:
     (tmp_path / "mesh.toml").write_text(configuration.text)
-    assert load_config(tmp_path / "mesh.toml").secret
+    assert load_config(tmp_path / "mesh.toml").ticket_secrets
 
 
 def test_a_command_that_nobody_has_thought_of_is_found() -> None:

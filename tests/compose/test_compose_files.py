@@ -15,13 +15,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
+import msgspec
 import pytest
 import yaml
 
 from services.bus.embedded import find_server
 from services.bus.limits import MAX_PAYLOAD_BYTES
 from services.cli.main import RoleName
-from services.config import MeshConfig, ModelConfig, dtype_of, load_config, require_secret
+from services.config import MeshConfig, ModelConfig, dtype_of, load_config, require_secrets
+from services.credentials import holder_credentials, signer_of
 from tests.compose.__main__ import base_images
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +84,7 @@ def test_every_yaml_file_is_valid(path: Path) -> None:
 
 def test_the_template_loads_and_has_no_secret(template: MeshConfig) -> None:
     assert "secret =" not in (COMPOSE / "mesh.toml").read_text()
-    require_secret(template)
+    require_secrets(template)
     assert (template.worker.plane_host, template.worker.advertise_host) == ("0.0.0.0", "")
     assert template.telemetry.otlp_endpoint == "http://tempo:4318"
 
@@ -312,15 +314,20 @@ def test_the_secret_is_drawn_once_and_kept(tmp_path: Path, monkeypatch: pytest.M
     make_config = make_config_module().make_config
     make_config(COMPOSE / "mesh.toml", target, "")
     first = load_config(target)
-    require_secret(first)
+    require_secrets(first)
+    assert first.tenant_public_key == signer_of(first).public_key
+    holder_credentials(msgspec.structs.replace(first, tenant_seed=""))
     make_config(COMPOSE / "mesh.toml", target, "")
     assert load_config(target) == first
     assert first.gateway.host == "0.0.0.0"
-    assert {path.name: path.stat().st_mode & 0o077 for path in tmp_path.iterdir()} == {"mesh.toml": 0, "secret": 0}
+    assert {path.name: path.stat().st_mode & 0o077 for path in tmp_path.iterdir()} == {
+        "mesh.toml": 0, "secret": 0, "tenant_seed": 0,
+    }  # fmt: skip
     other = tmp_path / "other" / "mesh.toml"
     other.parent.mkdir()
     make_config(COMPOSE / "mesh.toml", other, "")
-    assert load_config(other).secret != first.secret
+    second = load_config(other)
+    assert second.ticket_secrets != first.ticket_secrets and second.tenant_seed != first.tenant_seed
 
 
 def test_the_model_of_a_person_is_called_after_its_folder(tmp_path: Path) -> None:
