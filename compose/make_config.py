@@ -1,4 +1,4 @@
-"""Writes the containers' mesh.toml: the template, secrets that nobody has to choose, and the model asked for.
+"""Writes the containers' mesh.toml, which is the template with the model asked for, and keys that nobody has to choose.
 
 What was drawn once is kept, so that services added later agree with those that run.
 """
@@ -8,39 +8,36 @@ from pathlib import Path
 
 import msgspec
 
-from services.config import ModelConfig, fresh_secret, load_config, write_config
-from services.credentials import TenantSigner
+from services.config import ModelConfig, load_config, write_config
+from services.files import write_private
+from services.trust.keys import BROKER_FILE, MeshKeys
 
 MODEL_DIR = Path("/model")
 
 
-def make_config(template: Path, target: Path, model: str, model_dir: Path = MODEL_DIR) -> None:
-    """Write `target` whole or not at all, readable by its owner only.
+def make_config(template: Path, target: Path, model: str, keys: Path, model_dir: Path = MODEL_DIR) -> None:
+    """Write `target` whole or not at all, readable by its owner only, and the keys where there are none.
 
     `model`: the checkpoint's folder on the host, mounted at `model_dir`; its last part is what clients call it. Empty:
-    what the template says.
+    what the template says. `keys`: has a folder for each role, one for people and one for the broker: each is a volume,
+    so that a container sees its own only.
     """
-    secret, seed = _kept(target.with_name("secret")), _kept(target.with_name("tenant_seed"))
     config = load_config(template)
     if model:
         config = msgspec.structs.replace(config, model=_own_model(config.model, Path(model), model_dir))
+    if not (keys / "broker" / BROKER_FILE).exists():
+        for name, content in MeshKeys.fresh().files().items():
+            write_private(keys / _whose(name) / name, content)
     whole = target.with_name("mesh.toml.new")
-    secrets = {
-        "ticket_secrets": config.ticket_secrets or (secret,),
-        "tenant_seed": config.tenant_seed or seed,
-        "tenant_public_key": TenantSigner(config.tenant_seed or seed).public_key,
-    }
-    write_config(msgspec.structs.replace(config, **secrets), whole)
+    write_config(config, whole)
     whole.replace(target)  # a service that restarts now reads the old file or the new one, never half of it
 
 
-def _kept(path: Path) -> str:
-    """Return the secret in a file; a new one where there is none, which is kept there."""
-    if not path.exists():
-        path.touch(mode=0o600)
-    secret = path.read_text() or fresh_secret()
-    path.write_text(secret)
-    return secret
+def _whose(name: str) -> str:
+    """Return the folder of a key's file."""
+    if name == BROKER_FILE:
+        return "broker"
+    return "people" if name.endswith(".creds") else name.partition(".")[0]
 
 
 def _own_model(config: ModelConfig, on_host: Path, model_dir: Path) -> ModelConfig:
@@ -54,4 +51,4 @@ def _own_model(config: ModelConfig, on_host: Path, model_dir: Path) -> ModelConf
 
 
 if __name__ == "__main__":
-    make_config(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    make_config(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))

@@ -6,7 +6,7 @@ import msgspec
 
 from schemas.ids import WorkerId
 from schemas.message import Message, RequestMessage
-from schemas.numbers import Number
+from schemas.numbers import Count, Number
 
 Tier = Literal["arena", "memory", "disk", "remote"]
 """Where a holder keeps a block: a worker's arena; a store's host memory, its disk, or a server behind it."""
@@ -64,8 +64,8 @@ class HolderPrefix(msgspec.Struct, frozen=True, kw_only=True):
 
     worker_id: WorkerId
     incarnation: str
-    num_blocks: Number
-    first_block: Number = 0
+    num_blocks: Count
+    first_block: Count = 0
     tier: Tier = "arena"
 
 

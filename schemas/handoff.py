@@ -10,7 +10,7 @@ import msgspec
 
 from schemas.ids import HandoffId, LeaseId, WorkerId
 from schemas.message import RequestMessage
-from schemas.numbers import Number, UnixNs
+from schemas.numbers import Count, Number, UnixNs
 from schemas.request import AttemptEnd, FinishReason
 
 
@@ -26,7 +26,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     later is read there."""
 
     host: str
-    port: Number
+    port: Count
     carriers: tuple[str, ...]
     """What the holder offers, best first."""
     arena: str

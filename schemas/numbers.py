@@ -9,7 +9,9 @@ from msgspec import Meta
 Count = Annotated[int, Meta(ge=0, le=2**40)]
 """Blocks, tokens, requests: no machine has more."""
 Amount = Annotated[float, Meta(ge=0, le=1e15)]
-"""Bytes or tokens per second, milliseconds."""
+"""Milliseconds."""
+Rate = Annotated[float, Meta(ge=1e-6, le=1e15)]
+"""Bytes or tokens per second: never none, as much is divided by it."""
 Number = Annotated[int, Meta(ge=-(2**53), le=2**53)]
 """An integer that whoever is asked checks by itself, and refuses with a word where it makes no sense."""
 UnixMs = Annotated[int, Meta(ge=0, le=2**53)]

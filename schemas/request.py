@@ -7,7 +7,7 @@ import msgspec
 
 from schemas.ids import GatewayId, HandoffId, RequestId, TokenIds, WorkerId
 from schemas.message import Message, RequestMessage
-from schemas.numbers import Amount, Number, Seed, UnixNs
+from schemas.numbers import Amount, Count, Number, Seed, UnixNs
 
 FinishReason = Literal["stop", "length"]
 
@@ -47,7 +47,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     top_k: Number = 0
     seed: Seed = 0
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[Number, ...] = ()
     ignore_eos: bool = False
 
 
@@ -55,8 +55,8 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks [first_block, first_block + num_blocks) of the prompt are said to lie with `worker_id`."""
 
     worker_id: WorkerId
-    first_block: Number
-    num_blocks: Number
+    first_block: Count
+    num_blocks: Count
 
 
 class PlacementTerms(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,8 +81,8 @@ class PlacementTerms(msgspec.Struct, frozen=True, kw_only=True):
 class PlaceRequest(RequestMessage, frozen=True, kw_only=True):
     """Which workers should serve this? `block_hashes` are the prompt's, joined (`schemas.block`)."""
 
-    num_prompt_tokens: Number
-    max_tokens: Number
+    num_prompt_tokens: Count
+    max_tokens: Count
     block_hashes: bytes = b""
     excluded_workers: tuple[WorkerId, ...] = ()
     """Workers that failed an earlier attempt: to be used only where nobody else could serve."""

@@ -8,7 +8,7 @@ import msgspec
 from schemas.handoff import Endpoint
 from schemas.ids import WorkerId
 from schemas.message import Message
-from schemas.numbers import Amount, BlockSize, Count
+from schemas.numbers import Amount, BlockSize, Count, Rate
 
 WorkerRole = Literal["prefill", "decode", "aggregated", "store"]
 WorkerState = Literal["ready", "draining"]
@@ -52,7 +52,7 @@ class PrefillRate(msgspec.Struct, frozen=True, kw_only=True):
     """How quickly prompt tokens are computed whose context begins at `context_tokens` or later (up to the next)."""
 
     context_tokens: Count
-    tokens_per_s: Amount
+    tokens_per_s: Rate
 
 
 class TransferRate(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +60,7 @@ class TransferRate(msgspec.Struct, frozen=True, kw_only=True):
 
     source: WorkerId
     carrier: str
-    bytes_per_s: Amount
+    bytes_per_s: Rate
     latency_ms: Amount
 
 

@@ -11,6 +11,7 @@ import msgspec
 
 from schemas.ids import MAX_SUBJECT_TOKEN, is_subject_token
 from services.errors import UserError
+from services.files import write_private
 from services.ports import is_loopback
 from services.presence import DEAF_AFTER_MS, LOAD_INTERVAL_MS
 
@@ -442,9 +443,7 @@ def write_config(config: MeshConfig, path: Path) -> None:
     ]
     for section, values in document.items():
         lines += ["", f"[{section}]"] + [f"{key} = {_toml_value(value)}" for key, value in values.items()]
-    path.touch(mode=0o600)
-    path.chmod(0o600)
-    path.write_text("\n".join(lines) + "\n")
+    write_private(path, "\n".join(lines) + "\n")
 
 
 def fresh_secret() -> str:

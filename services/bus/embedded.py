@@ -16,6 +16,7 @@ import msgspec
 
 from services.bus import limits
 from services.errors import UserError
+from services.files import open_private, private_folder, write_private
 from services.ports import free_port, is_free
 
 OLDEST_VERSION = (2, 12)
@@ -59,17 +60,17 @@ class EmbeddedNats:
         elif not is_free(port):
             raise UserError(f"port {port} is in use, so the broker cannot have it; name another or none")
         folder = state_dir.absolute()
-        folder.mkdir(parents=True, exist_ok=True)
+        private_folder(folder)
         logfile, config = folder / "nats.log", folder / "nats.conf"
-        config.write_text(
-            _CONFIG.format(
-                port=port,
-                max_payload=limits.MAX_PAYLOAD_BYTES,
-                logfile=json.dumps(str(logfile)),
-                folder=json.dumps(str(folder)),
-                access=access,
-            )
+        settings = _CONFIG.format(
+            port=port,
+            max_payload=limits.MAX_PAYLOAD_BYTES,
+            logfile=json.dumps(str(logfile)),
+            folder=json.dumps(str(folder)),
+            access=access,
         )
+        write_private(config, settings)
+        open_private(logfile, "ab").close()  # the server appends to what is there
         server = cls(_spawn([binary, "-c", str(config)]))
         try:
             server.url = server._wait_for_url(folder)

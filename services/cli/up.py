@@ -20,6 +20,7 @@ from schemas.subjects import Role
 from services.cli.running import STATE_FILE, RunningMesh, mesh_of
 from services.config import GatewayConfig, is_card, state_dir
 from services.errors import UserError
+from services.files import open_private, private_folder, write_private
 from services.launch.supervisor import Supervisor, UpOptions
 from services.ports import is_loopback
 from services.runtime import ended_before
@@ -86,7 +87,7 @@ async def _up(options: UpOptions) -> int:
     console = Console(highlight=False, soft_wrap=True)
     run_dir = state_dir() / "run"
     shutil.rmtree(run_dir, ignore_errors=True)
-    run_dir.mkdir(parents=True)
+    private_folder(run_dir)
     stop = asyncio.Event()
     state_file, metrics_file = state_dir() / STATE_FILE, state_dir() / "metrics.json"
 
@@ -193,15 +194,15 @@ def _write(path: Path, supervisor: Supervisor) -> None:
 def _replace(path: Path, content: bytes) -> None:
     """Replace a file atomically."""
     whole = path.with_suffix(".new")
-    whole.write_bytes(content)
+    write_private(whole, content)
     whole.replace(path)
 
 
 @contextlib.contextmanager
 def _alone_in(state: Path) -> Generator[None]:
     """Lock the state folder while the block runs. Raises UserError where another mesh has it."""
-    state.mkdir(parents=True, exist_ok=True)
-    with (state / "lock").open("a") as lock:
+    private_folder(state, is_ours=True)
+    with open_private(state / "lock", "ab") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with its process, however that ends
         except BlockingIOError as error:

@@ -44,6 +44,7 @@ from services.engine.checkpoint import Checkpoint, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.devices import Cards, check_carrier, check_driver, plan_devices, probe_cards
 from services.errors import BrokerRefusesError, UserError
+from services.files import open_private, private_folder
 from services.launch.known_workers import wait_known
 from services.launch.limits import START_TIMEOUT_S, STOP_SLACK_S, STOP_TIMEOUT_S
 from services.launch.restart import Child, Restarts
@@ -221,7 +222,8 @@ class Supervisor:
         self.devices = await self._plan_devices()
         self._ports = _free_ports(options.gateway.host, options.port, options.num_gateways)
         self._metrics_ports = _distinct_ports([name for _, name in options.services])
-        self.log_dir.mkdir(parents=True, exist_ok=True)
+        private_folder(self._run_dir, is_ours=True)
+        private_folder(self.log_dir)
         if not options.keys:
             MeshKeys.fresh().write(self.keys_dir)
         self.nats_url = await self._start_broker()
@@ -385,7 +387,7 @@ class Supervisor:
         if role == "gateway":
             names = [name for role, name in self._options.services if role == "gateway"]
             command += ["--port", str(self._ports[names.index(name)])]
-        with (self.log_dir / f"{name}.log").open("ab") as log:
+        with open_private(self.log_dir / f"{name}.log", "ab") as log:
             return await asyncio.create_subprocess_exec(
                 sys.executable,
                 *command,

@@ -13,10 +13,11 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 from schemas.directory import Tier
 from services.errors import UserError
+from services.files import open_private, private_folder
 from services.store.limits import SCAN_PROGRESS_INTERVAL_S
 from services.store.tiers import Entry, StoreKey, TierError, TierFullError, Value
 
@@ -37,7 +38,7 @@ class DiskTier:
         self.folder = root / identity
         self._value_bytes = value_bytes
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            private_folder(self.folder, is_ours=True)
             self._lock: int | None = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise UserError(f"the store cannot write to {root}: {error.strerror}; give it another folder") from error
@@ -123,10 +124,11 @@ class DiskTier:
         return value
 
 
-def _create(path: Path) -> BinaryIO:
+def _create(path: Path) -> IO[bytes]:
     """Open a new file; its folder is made where it is missing, also when somebody has deleted it since."""
     try:
-        return path.open("wb")
+        return open_private(path, "wb")
     except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("wb")
+        private_folder(path.parent.parent)
+        private_folder(path.parent)
+        return open_private(path, "wb")

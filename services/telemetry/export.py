@@ -11,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 
+from services.files import open_private, private_folder
 from services.telemetry.limits import CLOSE_S, EXPORT_INTERVAL_S, MAX_BATCH, MAX_UNSENT, TRACE_FILES
 from services.telemetry.record import SpanRecord
 
@@ -49,7 +50,7 @@ class FileExporter:
     """
 
     def __init__(self, folder: Path, service: str, max_bytes: int = 64 << 20) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        private_folder(folder)
         self._folder, self._service, self._max_bytes = folder, service, max_bytes
         self._file_bytes = max(1, max_bytes // TRACE_FILES)
         self._encoder = msgspec.json.Encoder()
@@ -58,7 +59,7 @@ class FileExporter:
 
     def export(self, spans: Sequence[SpanRecord]) -> None:
         try:
-            with self._path.open("ab") as file:
+            with open_private(self._path, "ab") as file:
                 file.write(self._encoder.encode_lines(spans))
                 is_full = file.tell() >= self._file_bytes
             if is_full:

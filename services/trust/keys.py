@@ -17,6 +17,7 @@ from schemas.subjects import Role
 from services.config import MeshConfig, fresh_secret
 from services.credentials import TenantSigner
 from services.errors import UserError
+from services.files import private_folder, write_private
 from services.trust import nats_jwt
 
 BROKER_FILE = "broker.conf"
@@ -103,18 +104,23 @@ class MeshKeys:
         }
         return cls(config, roles)
 
+    def files(self) -> dict[str, bytes]:
+        """Return the content of each file by its name: each role's key, people's credentials, and last the broker's
+        part, which is there only where all are."""
+        found: dict[str, bytes] = {}
+        for role, key in self.roles.items():
+            if role in PEOPLE:
+                found[f"{role}{_CREDENTIALS_SUFFIX}"] = key.identity(role).credentials.encode()
+            else:
+                found[f"{role}{_ROLE_SUFFIX}"] = msgspec.json.encode(key)
+        return found | {BROKER_FILE: self.broker_config.encode()}
+
     def write(self, folder: Path) -> None:
-        """Write a file for each role, the people's credentials and the broker's part into a folder that only its owner
-        may read. Raises UserError where it cannot be written."""
+        """Write all files into a folder that only its owner may read. Raises UserError where it cannot be written."""
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            folder.chmod(0o700)
-            _write(folder / BROKER_FILE, self.broker_config.encode())
-            for role, key in self.roles.items():
-                if role in PEOPLE:
-                    _write(credentials_file(folder, role), key.identity(role).credentials.encode())
-                else:
-                    _write(key_file(folder, role), msgspec.json.encode(key))
+            private_folder(folder, is_ours=True)
+            for name, content in self.files().items():
+                write_private(folder / name, content)
         except OSError as error:
             raise UserError(f"the keys cannot be written to {folder}: {error.strerror}") from error
 
@@ -161,12 +167,6 @@ def person(path: Path, role: Role) -> Identity:
     except ValueError as error:
         raise UserError(f"{path} has no NATS credentials: take observer.creds or operator.creds of the mesh") from error
     return Identity(role=role, name=path.stem, credentials=credentials)
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.touch(mode=0o600)
-    path.chmod(0o600)
-    path.write_bytes(content)
 
 
 assert set(SERVICE_NAMES) | set(PEOPLE) == set(Role)

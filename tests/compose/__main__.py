@@ -14,11 +14,10 @@ from typing import Any
 from rich.console import Console
 
 from tests.compose import standins
-from tests.compose.docker import COMPOSE_FILE, DockerError, Project, docker, has_image, why_not
+from tests.compose.docker import COMPOSE_FILE, IMAGE, DockerError, Project, docker, has_image, why_not
 from tests.compose.mesh import CheckFailedError, Mesh
 
 PROJECT = "kvmesh-compose-test"
-IMAGE = "kvmesh-compose-test"
 SERVICES = ("gateway", "directory", "prefill", "decode")
 """What is asked for; what they depend on comes along."""
 HEALTHY_S = 90.0

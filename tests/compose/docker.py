@@ -13,6 +13,10 @@ LONG_S = 1_800.0
 PROJECT_LABEL = "com.docker.compose.project"
 
 
+IMAGE = "kvmesh-compose-test"
+"""What is built, and removed afterwards."""
+
+
 class DockerError(Exception):
     """A docker command failed; the message is what it said."""
 

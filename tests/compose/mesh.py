@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from services.engine.demo_model import DEMO_MODEL_DIR
-from tests.compose.docker import DockerError, Project, docker
+from tests.compose.docker import IMAGE, DockerError, Project, docker
 
 WAIT_S = 120.0
 POLL_S = 0.5
@@ -93,9 +93,11 @@ class Mesh:
 
     def fleet(self) -> list[dict[str, Any]]:
         """Return the workers' loads as the scheduler knows them; none while it does not answer."""
-        status = ("kvmesh", "status", "--nats", "nats://nats:4222", "--json")
+        name = self._project.name
+        within = ("--network", f"{name}_default", "--volume", f"{name}_keys-people:/people:ro", IMAGE)
+        status = ("kvmesh", "status", "--nats", "nats://nats:4222", "--creds", "/people/observer.creds", "--json")
         try:
-            return json.loads(self._project.run("exec", "-T", "gateway", *status))["workers"]
+            return json.loads(docker("run", "--rm", *within, *status))["workers"]
         except DockerError:
             return []
 

@@ -18,10 +18,13 @@ from typing import Any, get_args
 import pytest
 import yaml
 
+from schemas.permissions import role_of
 from services.bus.embedded import find_server
 from services.bus.limits import MAX_PAYLOAD_BYTES
 from services.cli.main import RoleName
-from services.config import MeshConfig, ModelConfig, dtype_of, load_config, require_secret
+from services.config import MeshConfig, ModelConfig, dtype_of, load_config
+from services.credentials import holder_credentials, signer_of
+from services.trust.keys import MeshKeys, load_role_key, with_key
 from tests.compose.__main__ import base_images
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +45,6 @@ def services() -> dict[str, Any]:
 
 @pytest.fixture
 def template(monkeypatch: pytest.MonkeyPatch) -> MeshConfig:
-    monkeypatch.setenv("KVMESH_SECRET", "s" * 32)
     monkeypatch.setenv("KVMESH_NATS_URL", "nats://nats:4222")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://tempo:4318")
     return load_config(COMPOSE / "mesh.toml")
@@ -82,7 +84,7 @@ def test_every_yaml_file_is_valid(path: Path) -> None:
 
 def test_the_template_loads_and_has_no_secret(template: MeshConfig) -> None:
     assert "secret =" not in (COMPOSE / "mesh.toml").read_text()
-    require_secret(template)
+    assert not template.ticket_secrets and not template.tenant_seed and not template.nats.open
     assert (template.worker.plane_host, template.worker.advertise_host) == ("0.0.0.0", "")
     assert template.telemetry.otlp_endpoint == "http://tempo:4318"
 
@@ -159,7 +161,7 @@ def test_every_served_role_exists(services: dict[str, Any]) -> None:
         assert service["depends_on"]["config"]["condition"] == "service_completed_successfully"
         assert service["depends_on"]["nats"]["condition"] == "service_healthy"
         assert not set(service["depends_on"]) - set(services)
-        ours = {"KVMESH_NATS_URL", "KVMESH_SECRET", "OTEL_EXPORTER_OTLP_ENDPOINT"}
+        ours = {"KVMESH_NATS_URL", "OTEL_EXPORTER_OTLP_ENDPOINT"}
         assert set(service["environment"]) == ours | {"HOME"}
 
 
@@ -203,7 +205,7 @@ def test_the_gpu_override_tells_every_service_of_the_cards(
     """`config` runs with it; gateway, store and workers read what it writes, and agree on the dtype."""
     for name, value in gpu["config"]["environment"].items():
         monkeypatch.setenv(name, value)
-    make_config_module().make_config(COMPOSE / "mesh.toml", tmp_path / "mesh.toml", "")
+    make_config_module().make_config(COMPOSE / "mesh.toml", tmp_path / "mesh.toml", "", key_folders(tmp_path / "keys"))
     monkeypatch.delenv("KVMESH_DEVICE")
     config = load_config(tmp_path / "mesh.toml")
     assert (config.worker.device, dtype_of(config, "bfloat16")) == ("cuda", "bfloat16")
@@ -284,11 +286,12 @@ def test_grafana_asks_the_tempo_that_the_services_write_to(services: dict[str, A
 def test_the_broker_takes_its_configuration(tmp_path: Path) -> None:
     """The committed file, run by a real server with its ports moved aside."""
     text = (COMPOSE / "nats.conf").read_text()
-    subprocess.run([find_server(), "-t", "-c", COMPOSE / "nats.conf"], check=True, capture_output=True, timeout=30)
+    MeshKeys.fresh().write(tmp_path / "keys")
     moved = text.replace("port: 4222", f'port: -1\nports_file_dir: "{tmp_path}"').replace(":8222", ":-1")
     moved = moved.replace('"0.0.0.0"', '"127.0.0.1"')
     assert "port: -1" in moved and "127.0.0.1:-1" in moved
     (tmp_path / "nats.conf").write_text(moved)
+    subprocess.run([find_server(), "-t", "-c", tmp_path / "nats.conf"], check=True, capture_output=True, timeout=30)
     server = subprocess.Popen([find_server(), "-c", tmp_path / "nats.conf"], stderr=subprocess.DEVNULL)
     try:
         monitoring = wait_for_ports(tmp_path)["monitoring"][0]
@@ -311,30 +314,63 @@ def wait_for_ports(folder: Path) -> dict[str, list[str]]:
     raise AssertionError("the broker did not say its ports")
 
 
-def test_the_secret_is_drawn_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("KVMESH_SECRET", "KVMESH_NATS_URL", "OTEL_EXPORTER_OTLP_ENDPOINT"):
-        monkeypatch.delenv(name, raising=False)
-    target = tmp_path / "mesh.toml"
+def test_keys_are_made_once_and_each_container_sees_its_own(tmp_path: Path, services: dict[str, Any]) -> None:
+    target, keys = tmp_path / "mesh.toml", key_folders(tmp_path / "keys")
     make_config = make_config_module().make_config
-    make_config(COMPOSE / "mesh.toml", target, "")
-    first = load_config(target)
-    require_secret(first)
-    make_config(COMPOSE / "mesh.toml", target, "")
-    assert load_config(target) == first
-    assert first.gateway.host == "0.0.0.0"
-    assert {path.name: path.stat().st_mode & 0o077 for path in tmp_path.iterdir()} == {"mesh.toml": 0, "secret": 0}
-    other = tmp_path / "other" / "mesh.toml"
-    other.parent.mkdir()
-    make_config(COMPOSE / "mesh.toml", other, "")
-    assert load_config(other).secret != first.secret
+    make_config(COMPOSE / "mesh.toml", target, "", keys)
+    first = {path.relative_to(keys): path.read_bytes() for path in keys.rglob("*.*")}
+    assert {str(path) for path in first} == {
+        "gateway/gateway.key.json", "scheduler/scheduler.key.json", "directory/directory.key.json",
+        "holder/holder.key.json", "people/observer.creds", "people/operator.creds", "broker/broker.conf",
+    }  # fmt: skip
+    assert {path.stat().st_mode & 0o777 for path in keys.rglob("*.*")} == {0o600}
+    make_config(COMPOSE / "mesh.toml", target, "", keys)
+    assert first == {path.relative_to(keys): path.read_bytes() for path in keys.rglob("*.*")}
+    text = target.read_text()
+    assert not [key for key in first.values() if key.decode() in text]
+    config = load_config(target)
+    assert not config.ticket_secrets and not config.tenant_seed and config.nats.keys == "/etc/kvmesh-keys"
+    holder = with_key(config, load_role_key(keys / "holder/holder.key.json"))
+    gateway = with_key(config, load_role_key(keys / "gateway/gateway.key.json"))
+    holder_credentials(holder)
+    assert holder.tenant_public_key == signer_of(gateway).public_key and not holder.tenant_seed
+    assert not gateway.ticket_secrets
+    for name, service in services.items():
+        mounted = [volume.partition(":")[0] for volume in service.get("volumes", []) if volume.startswith("keys-")]
+        if service.get("command", [])[:2] == ["kvmesh", "serve"]:
+            assert mounted == [f"keys-{role_of(service['command'][2])}"], name
+        elif name != "config":
+            assert mounted == (["keys-broker"] if name == "nats" else []), name
+
+
+def key_folders(keys: Path) -> Path:
+    """Return the folders of the keys, made as the image has them."""
+    for line in (COMPOSE / "Dockerfile").read_text().splitlines():
+        for place in line.split():
+            if place.startswith("/keys/"):
+                (keys / place.removeprefix("/keys/")).mkdir(parents=True)
+    return keys
 
 
 def test_the_model_of_a_person_is_called_after_its_folder(tmp_path: Path) -> None:
     make_config, target, mounted = make_config_module().make_config, tmp_path / "mesh.toml", tmp_path / "model"
+    keys = key_folders(tmp_path / "keys")
     with pytest.raises(SystemExit, match="KVMESH_MODEL=/home/ada/qwen"):
-        make_config(COMPOSE / "mesh.toml", target, "/home/ada/qwen", mounted)
+        make_config(
+            COMPOSE / "mesh.toml",
+            target,
+            "/home/ada/qwen",
+            keys,
+            mounted,
+        )
     assert not target.exists()
     mounted.mkdir()
     (mounted / "config.json").touch()
-    make_config(COMPOSE / "mesh.toml", target, "/home/ada/qwen", mounted)
+    make_config(
+        COMPOSE / "mesh.toml",
+        target,
+        "/home/ada/qwen",
+        keys,
+        mounted,
+    )
     assert load_config(target).model == ModelConfig(path=str(mounted), name="qwen")

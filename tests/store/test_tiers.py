@@ -209,7 +209,7 @@ def test_a_server_remembers_the_order_of_use(server: Server) -> None:
     tier.write(values(1, 2, 3))
     client = server.client()
     for key in client.keys(f"kvmesh:{tier._prefix.decode().split(':')[1]}:*"):
-        client.expire(key, 100 * int(key[-2:], 16))
+        client.expire(key, 100 * int(key[-18:-16], 16))
     tier.read(keys_at(1))
     assert [entry.key for entry in tier.scan()] == keys_at(2, 3, 1)
     tier.close()

@@ -20,6 +20,14 @@ TASKS_OUTSIDE_A_GROUP = {
     "services/sim/world.py": "the simulated clients, waited for together with a limit",
 }
 """Every other task belongs to an asyncio.TaskGroup, which ends it and hears of its error."""
+WRITES_FOR_ALL = {
+    "services/bench/drive/make_checkpoint.py": "weights of nobody's, for a measurement",
+    "services/pages/life.py": "pages of this repository",
+    "services/pages/listening.py": "pages of this repository",
+    "services/pages/shots.py": "pictures of this repository",
+    "services/pages/tables.py": "pages of this repository",
+}
+"""Everything else that a service writes is its owner's alone: `services/files.py` makes it."""
 CATCH_ASSERTIONS = {
     "services/sim/world.py": "the simulator reports every assertion of the code under test as a problem",
 }
@@ -110,3 +118,31 @@ def test_replies_are_typed() -> None:
 
     found = {name for name, tree in trees() if any(narrows(node) for node in ast.walk(tree))}
     assert found == set()
+
+
+def writes_by_itself(node: ast.AST) -> bool:
+    """Say whether this makes a folder, or a file that anybody may read."""
+    if not isinstance(node, ast.Call):
+        return False
+    match node.func:
+        case ast.Attribute(attr="write_text" | "write_bytes" | "mkdir" | "makedirs"):
+            return True
+        case ast.Attribute(attr="open") | ast.Name(id="open"):
+            modes = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+            return any(isinstance(mode, str) and re.fullmatch(r"[wax]b?\+?|r\+b?", mode) for mode in modes)
+        case _:
+            return False
+
+
+def test_what_is_written_is_its_owners_alone() -> None:
+    found = {name for name, tree in trees() if any(writes_by_itself(node) for node in ast.walk(tree))}
+    assert found == WRITES_FOR_ALL.keys() | {"services/files.py"}
+
+
+def test_the_rule_sees_a_file_that_anybody_may_read() -> None:
+    def writes(code: str) -> bool:
+        return any(writes_by_itself(node) for node in ast.walk(ast.parse(code)))
+
+    for code in ("p.open('w')", "open(p, 'ab')", "p.write_text(t)", "p.write_bytes(b)", "p.mkdir()"):
+        assert writes(code), code
+    assert not writes("p.open()") and not writes("p.open('rb')") and not writes("gate.open(ticket)")

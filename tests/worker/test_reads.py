@@ -223,3 +223,18 @@ async def test_a_read_has_ended_before_its_lease_is_given_back() -> None:
         assert (await holder.returned.get()).lease_id == GRANTED.lease_id
 
     await with_holder(run)
+
+
+async def test_nothing_is_read_from_an_incarnation_that_nobody_knows() -> None:
+    """The lease that it granted is given back."""
+
+    async def run(reads: KVReads, holder: Holder) -> None:
+        holder.answers.set()
+        holder.reply = msgspec.structs.replace(GRANTED, incarnation="a stranger's")
+        deadline_ms = now_ms() + 60_000
+        lease = WantedLease(0, tuple([BlockHash(bytes(BLOCK_HASH_BYTES))] * 2), deadline_ms)
+        ended = await reads.carry_out(KVRead((RequestId("r"), 1), HOLDER, lease, ()))
+        assert ended.end is ReadEnd.UNKNOWN and "a stranger's" in ended.detail
+        assert (await holder.returned.get()).lease_id == GRANTED.lease_id
+
+    await with_holder(run)

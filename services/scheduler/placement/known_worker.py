@@ -127,7 +127,7 @@ class KnownWorker:
     @property
     def num_waiting_tokens(self) -> int:
         """Count the prompt tokens that it computes before a new request's. What others compute for it is no queue."""
-        return self.num_uncomputed_tokens - self.load.num_unreceived_tokens
+        return max(0, self.num_uncomputed_tokens - self.load.num_unreceived_tokens)
 
     @property
     def num_free_blocks(self) -> int:

@@ -1,0 +1,34 @@
+"""Files and folders that nobody else on the machine may read: a prompt can be told from its KV, its trace, a log line.
+
+The only place of the services that makes either.
+"""
+
+import os
+from pathlib import Path
+from typing import IO, Literal
+
+PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
+
+
+def private_folder(folder: Path, *, is_ours: bool = False) -> Path:
+    """Return the folder, made for its owner alone where it is missing. `is_ours`: nobody else keeps anything there, so
+    one that is there already is narrowed. Raises OSError."""
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=PRIVATE_FOLDER)
+    folder.mkdir(exist_ok=True, mode=PRIVATE_FOLDER)
+    if is_ours:
+        folder.chmod(PRIVATE_FOLDER)
+    return folder
+
+
+def open_private(path: Path, mode: Literal["ab", "wb"]) -> IO[bytes]:
+    """Open a file to write or append to; it is its owner's alone, also where it was there before. Raises OSError."""
+    start = os.O_APPEND if mode == "ab" else os.O_TRUNC
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | start, PRIVATE_FILE)
+    os.fchmod(descriptor, PRIVATE_FILE)
+    return os.fdopen(descriptor, mode)
+
+
+def write_private(path: Path, content: str | bytes) -> None:
+    """Write a whole file for its owner alone. Raises OSError."""
+    with open_private(path, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)

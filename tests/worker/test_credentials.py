@@ -1,0 +1,93 @@
+"""Whose word is taken: the gateway's for whose a request is, a holder's for a copy."""
+
+import msgspec
+import pytest
+
+from schemas.ids import RequestId, WorkerId
+from schemas.kv import RequestLease
+from schemas.request import RefusalReason, ReserveBlocks, RunPrefill
+from schemas.subjects import Role
+from services.config import MeshConfig
+from services.credentials import TenantSigner, credentials_for, holder_credentials, signer_of
+from services.errors import UserError
+from services.trust.keys import MeshKeys, with_key
+from tests.credentials import CREDENTIALS, SECRET, SIGNER, proved
+from tests.worker import worker_cases as case
+
+ME = WorkerId("p-0")
+LEASE = RequestLease(
+    request_id=RequestId("r1"), attempt=1, deadline_ms=9_000, reader=WorkerId("d-0"), fingerprint="f", first_block=0,
+    block_hashes=bytes(32), tenant="acme",
+)  # fmt: skip
+
+
+def reason(request: RunPrefill | ReserveBlocks | RequestLease, holder: WorkerId = ME) -> RefusalReason | None:
+    refused = CREDENTIALS.refusal(request, holder)
+    return None if refused is None else refused.reason
+
+
+@pytest.mark.parametrize("request_", [case.run_prefill(), case.reserve(), LEASE], ids=lambda each: type(each).__name__)
+def test_a_request_is_taken_with_its_gateways_signature_only(
+    request_: RunPrefill | ReserveBlocks | RequestLease,
+) -> None:
+    signed = proved(request_)
+    assert reason(signed) is None
+    stranger = TenantSigner("another seed").sign(signed.request_id, signed.tenant, signed.deadline_ms)
+    for change in (
+        {"proof": b""}, {"proof": signed.proof[:-1]}, {"proof": stranger}, {"tenant": "other"},
+        {"request_id": RequestId("r2")}, {"deadline_ms": signed.deadline_ms + 1},
+    ):  # fmt: skip
+        assert reason(msgspec.structs.replace(signed, **change)) is RefusalReason.UNPROVED, change
+    assert reason(msgspec.structs.replace(signed, attempt=2)) is None, "the next attempt is the same request"
+
+
+def test_a_copy_is_for_holders_and_for_the_one_that_was_asked() -> None:
+    copy = CREDENTIALS.prove_copy(msgspec.structs.replace(LEASE, is_copy=True), ME)
+    assert reason(copy) is None
+    assert reason(copy, WorkerId("another")) is RefusalReason.UNPROVED
+    for change in (
+        {"tenant": "other"}, {"reader": WorkerId("d-1")}, {"block_hashes": bytes(16)}, {"first_block": 1},
+        {"deadline_ms": 9_001}, {"is_copy": False}, {"proof": b""}, {"proof": proved(LEASE).proof},
+    ):  # fmt: skip
+        assert reason(msgspec.structs.replace(copy, **change)) is RefusalReason.UNPROVED, change
+    gateway = credentials_for([b"no ticket secret"], SIGNER)
+    assert reason(gateway.prove_copy(copy, ME)) is RefusalReason.UNPROVED
+
+
+def test_holders_of_an_older_and_a_newer_list_of_secrets_copy_from_each_other() -> None:
+    new = credentials_for([b"the next secret", SECRET], SIGNER)
+    asked = msgspec.structs.replace(LEASE, is_copy=True)
+    assert new.refusal(CREDENTIALS.prove_copy(asked, ME), ME) is None
+    assert CREDENTIALS.refusal(new.prove_copy(asked, ME), ME) is not None, "so each gets the new one second at first"
+    both = credentials_for([SECRET, b"the next secret"], SIGNER)
+    assert both.refusal(new.prove_copy(asked, ME), ME) is None
+
+
+def test_each_role_s_key_file_has_its_own_secrets() -> None:
+    roles = MeshKeys.fresh().roles
+    gateway, holder = (with_key(MeshConfig(), roles[role]) for role in (Role.GATEWAY, Role.HOLDER))
+    request = case.run_prefill()
+    proof = signer_of(gateway).sign(request.request_id, request.tenant, request.deadline_ms)
+    signed = msgspec.structs.replace(request, proof=proof)
+    assert holder_credentials(holder).refusal(signed, ME) is None
+    for role in (Role.SCHEDULER, Role.DIRECTORY):
+        assert with_key(MeshConfig(), roles[role]) == MeshConfig()
+    with pytest.raises(UserError):
+        holder_credentials(gateway)
+    with pytest.raises(UserError):
+        signer_of(holder)
+
+
+def test_what_is_no_key_is_one_line() -> None:
+    secrets = ("s" * 16,)
+    for bad, says in (
+        (MeshConfig(ticket_secrets=secrets), "kvmesh bus-config"),
+        (MeshConfig(ticket_secrets=secrets, tenant_public_key="xy"), "64 hexadecimal digits"),
+        (MeshConfig(ticket_secrets=secrets, tenant_public_key="ab" * 31), "64 hexadecimal digits"),
+        (MeshConfig(ticket_secrets=secrets, tenant_seed="short"), "tenant_seed"),
+        (MeshConfig(ticket_secrets=(*secrets, "short"), tenant_seed="s" * 16), "ticket_secrets"),
+    ):
+        with pytest.raises(UserError, match=says):
+            holder_credentials(bad)
+    with pytest.raises(UserError, match="tenant_seed"):
+        signer_of(MeshConfig())
