@@ -10,8 +10,8 @@ Count = Annotated[int, Meta(ge=0, le=2**40)]
 """Blocks, tokens, requests: no machine has more."""
 Amount = Annotated[float, Meta(ge=0, le=1e15)]
 """Milliseconds."""
-Rate = Annotated[float, Meta(ge=1e-6, le=1e15)]
-"""Bytes or tokens per second: never none, as much is divided by it."""
+Rate = Annotated[float, Meta(ge=0, le=1e15)]
+"""Bytes or tokens per second; 0: not measured yet."""
 Number = Annotated[int, Meta(ge=-(2**53), le=2**53)]
 """An integer that whoever is asked checks by itself, and refuses with a word where it makes no sense."""
 UnixMs = Annotated[int, Meta(ge=0, le=2**53)]

@@ -71,3 +71,6 @@ START_TOKEN_BYTES = 65_536
 """The KV of a model of about a billion parameters in 16 bits has this size."""
 TRUST_HALF_LIFE_MS = 60_000
 """After this long without a new measurement a pair is taken to be half way (in orders of magnitude) to its like."""
+
+MIN_RATE = 0.001
+"""Bytes or tokens a second: what is slower is not measured, or absurd, and must not be divided by."""

@@ -40,7 +40,7 @@ def run(cache: BlockCache, tenant: str, number: int, num_blocks: int) -> None:
 
 
 def num_kept(cache: BlockCache, tenant: str, number: int, num_blocks: int) -> int:
-    return sum(map(cache.holds, hashes_of(tenant, number, num_blocks)))
+    return sum(cache.holds(block_hash, tenant) for block_hash in hashes_of(tenant, number, num_blocks))
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 20])
@@ -123,9 +123,9 @@ def test_spare_blocks_push_nothing_out() -> None:
     cache.keep(tables, hashes[3:6])
     cache.free(tables)
     cache.check_integrity()
-    assert [cache.holds(block_hash) for block_hash in hashes] == [False] * 3 + [True] * 3 + [False]
+    assert [cache.holds(block_hash, "a") for block_hash in hashes] == [False] * 3 + [True] * 3 + [False]
     assert cache.num_free == 1 and num_kept(cache, "b", 1, 6) == 6
-    lent = cache.lend(hashes[3:], 3)
+    lent = cache.lend(hashes[3:], 3, "a")
     assert lent is not None and lent.num_cached_tokens == 6 * BLOCK
 
 

@@ -51,7 +51,7 @@ def values(kind: types.Type) -> st.SearchStrategy[Any]:
             return st.sampled_from(numbers(kind.ge, kind.le))
         case types.FloatType():
             low, high = (-1e308 if kind.ge is None else kind.ge), (1e308 if kind.le is None else kind.le)
-            return st.sampled_from([low, high, max(low, 0.0), max(low, 1.0)])
+            return st.sampled_from([low, high, max(low, 0.0), max(low, 5e-324), max(low, 1.0)])
         case types.StrType():
             return st.sampled_from(NAMES)
         case types.BytesType():
@@ -214,7 +214,7 @@ def test_what_does_not_fit_is_no_message(field: str, value: int) -> None:
     assert decode(msgspec.json.encode(raw), worker.WorkerLoad) == LOAD
     with pytest.raises(UndecodableMessageError):
         decode(msgspec.json.encode(raw | {field: value}), worker.WorkerLoad)
-    for rates in ({"prefill": [{"context_tokens": 0, "tokens_per_s": 0}]}, {"decode_step_ms": -1}):
+    for rates in ({"prefill": [{"context_tokens": 0, "tokens_per_s": -1}]}, {"decode_step_ms": 1e300}):
         with pytest.raises(UndecodableMessageError):
             decode(msgspec.json.encode(raw | {"rates": rates}), worker.WorkerLoad)
 

@@ -11,6 +11,7 @@ from schemas.directory import Tier
 from schemas.ids import WorkerId
 from schemas.worker import PrefillRate
 from services.scheduler.limits import (
+    MIN_RATE,
     START_DECODE_STEP_MS,
     START_PREFILL_TOKENS_PER_S,
     START_TOKEN_BYTES,
@@ -28,7 +29,7 @@ START_LINKS: dict[Tier, Link] = {
 
 
 class FleetRates:
-    """What the workers' rates say at one moment. Rates that are not positive are ignored."""
+    """What the workers' rates say at one moment. Rates below `MIN_RATE` are ignored."""
 
     def __init__(self, workers: Iterable[KnownWorker], now_ms: int) -> None:
         workers = list(workers)
@@ -41,7 +42,7 @@ class FleetRates:
             sum(r.latency_ms for r in reads),
             sum(r.bytes_per_s for r in reads),
         )
-        self.is_measured = any(rate.tokens_per_s > 0 for known in rates for rate in known.prefill)
+        self.is_measured = any(rate.tokens_per_s >= MIN_RATE for known in rates for rate in known.prefill)
         """Whether anybody has computed a prompt yet; else speeds are the starting values."""
         self._fleet_curve = _mean_curve(known.prefill for known in rates)
         self._curves: dict[WorkerId, tuple[PrefillRate, ...]] = {}
@@ -111,7 +112,7 @@ def _mean_curve(curves: Iterable[Sequence[PrefillRate]]) -> tuple[PrefillRate, .
     speeds: dict[int, list[float]] = {}
     for curve in curves:
         for rate in curve:
-            if rate.tokens_per_s > 0:
+            if rate.tokens_per_s >= MIN_RATE:
                 speeds.setdefault(rate.context_tokens, []).append(rate.tokens_per_s)
     if not speeds:
         return (PrefillRate(context_tokens=0, tokens_per_s=START_PREFILL_TOKENS_PER_S),)
@@ -124,7 +125,7 @@ def _mean_curve(curves: Iterable[Sequence[PrefillRate]]) -> tuple[PrefillRate, .
 def _fill_curve(own: Sequence[PrefillRate], fleet: tuple[PrefillRate, ...]) -> tuple[PrefillRate, ...]:
     """Return the fleet's curve with this worker's own speeds in it; positions that it has not measured are scaled by
     how it compares where it has."""
-    mine = {rate.context_tokens: rate.tokens_per_s for rate in own if rate.tokens_per_s > 0}
+    mine = {rate.context_tokens: rate.tokens_per_s for rate in own if rate.tokens_per_s >= MIN_RATE}
     ratios = [mine[rate.context_tokens] / rate.tokens_per_s for rate in fleet if rate.context_tokens in mine]
     ratio = sum(ratios) / len(ratios) if ratios else 1.0
     return tuple(

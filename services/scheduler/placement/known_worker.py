@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from schemas.ids import WorkerId
 from schemas.worker import BlockCounts, TransferRate, WorkerInfo, WorkerLoad
+from services.scheduler.limits import MIN_RATE
 
 
 class Link(NamedTuple):
@@ -36,8 +37,10 @@ class Reads(NamedTuple):
     """This and the latency are sums over the pairs, as means without one of them are asked for."""
 
     def renewed(self, transfers: Sequence[TransferRate], now_ms: int) -> "Reads":
-        """Return what is known after the reader's next report. Rates that are not positive are ignored."""
-        usable = sorted((t for t in transfers if t.bytes_per_s > 0 and t.latency_ms >= 0), key=lambda t: t.bytes_per_s)
+        """Return what is known after the reader's next report. Rates below `MIN_RATE` are ignored."""
+        usable = sorted(
+            (t for t in transfers if t.bytes_per_s >= MIN_RATE and t.latency_ms >= 0), key=lambda t: t.bytes_per_s
+        )
         links = {t.source: Link(t.latency_ms, t.bytes_per_s) for t in usable}  # the quickest comes last, and stays
         by_source: dict[WorkerId, tuple[Link, int]] = {}
         for source, link in links.items():
