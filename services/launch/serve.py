@@ -86,8 +86,14 @@ def run_service(
 
 def _key_of(role: str, config: MeshConfig, config_path: Path) -> RoleKey | None:
     """Return the key of a service's role; None where there is none and the broker asks nobody. Raises UserError."""
-    path = key_file(config_path.parent / config.nats.keys, role_of(role))
-    return None if config.nats.open and not path.exists() else load_role_key(path)
+    wanted = role_of(role)
+    path = key_file(config_path.parent / config.nats.keys, wanted)
+    if config.nats.open and not path.exists():
+        return None
+    key = load_role_key(path)
+    if key.role is not wanted:
+        raise UserError(f"{path} is the key of a {key.role}, and a {role} needs that of a {wanted}")
+    return key
 
 
 def _read_again(role: str, config_path: Path, overrides: Overrides, secrets: TicketSecrets | None) -> None:

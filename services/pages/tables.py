@@ -23,6 +23,22 @@ def subject_table() -> str:
     return "\n".join(["| subject | carries → reply | said by | heard by |", "|---|---|---|---|", *rows])
 
 
+def permissions_table() -> str:
+    """Return which role may say and hear which subject, as a Markdown table. Operators hear all."""
+    roles = [role for role in Role if role is not Role.OPERATOR]
+    rows = [f"| `{s.named}` | " + " | ".join(_cell(s, role) for role in roles) + " |" for s in SUBJECTS]
+    return "\n".join([f"| subject | {' | '.join(roles)} |", "|---" * (len(roles) + 1) + "|", *rows])
+
+
+def _cell(subject: Subject[Any, Any], role: Role) -> str:
+    cells: list[str] = []
+    for verb, grants in (("says", subject.said_by), ("hears", subject.heard_by)):
+        own = [f" as `{grant.own}`" if grant.own else "" for grant in grants if grant.role is role]
+        if own:
+            cells.append(verb + " or".join(own))
+    return ", ".join(cells)
+
+
 def handoff_diagram() -> str:
     """Return the hand-over's states and steps as a Mermaid diagram."""
     lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {HandoffState.NEW}"]
@@ -67,6 +83,7 @@ PAGES: dict[str, Sections] = {
     },
     "docs/metrics.md": {"metrics": metrics_table},
     "docs/protocol.md": {"subjects": subject_table, "messages": message_tables},
+    "docs/security.md": {"permissions": permissions_table},
     "docs/usage.md": {"flags": flags_table},
 }
 """The generated sections of each page."""

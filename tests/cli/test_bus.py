@@ -1,0 +1,56 @@
+"""A broker of one's own: what is refused, and why, in one line."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.bus.embedded import EmbeddedNats
+from services.launch.supervisor import UpOptions
+from services.trust.keys import MeshKeys
+from tests.cli.test_cli import assert_one_line, run
+from tests.mesh.processes import Mesh, RunningMesh
+from tests.mesh.test_mesh import QUESTION
+
+
+@pytest.fixture(scope="module")
+def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """A broker that knows the keys of a folder, and the folder."""
+    folder, keys = tmp_path_factory.mktemp("closed"), MeshKeys.fresh()
+    keys.write(folder / "keys")
+    server = EmbeddedNats.start(None, folder, keys.broker_config)
+    yield server.url, folder / "keys"
+    server.stop()
+
+
+def test_an_open_broker_is_taken_on_purpose_only(nats_url: str, tmp_path: Path) -> None:
+    assert_one_line(run(tmp_path, "up", "--nats", nats_url, "--port", "0"), "lets anybody in", "--keys", "--open-bus")
+
+
+def test_a_closed_broker_needs_its_keys(closed: tuple[str, Path], tmp_path: Path) -> None:
+    url, _ = closed
+    assert_one_line(run(tmp_path, "up", "--nats", url, "--port", "0"), "lets nobody in", "--keys")
+    other = tmp_path / "other"
+    MeshKeys.fresh().write(other)
+    assert_one_line(run(tmp_path, "up", "--nats", url, "--port", "0", "--keys", str(other)), "does not know the key")
+    assert_one_line(run(tmp_path, "up", "--nats", url, "--port", "0", "--keys", "/none"), "/none", "No such file")
+    assert_one_line(run(tmp_path, "status", "--nats", url), "lets nobody in", "--creds")
+
+
+@pytest.mark.parametrize("role", ["gateway", "scheduler", "directory"])
+def test_a_service_without_its_role_s_key_says_so(closed: tuple[str, Path], tmp_path: Path, role: str) -> None:
+    url, keys = closed
+    (tmp_path / "mesh.toml").write_text(f'[nats]\nurl = "{url}"\n')
+    assert_one_line(run(tmp_path, "serve", role, "--config", str(tmp_path / "mesh.toml")), f"{role}.key.json", "bus-config")
+    mine = tmp_path / "keys"
+    mine.mkdir()
+    (mine / f"{role}.key.json").write_bytes((keys / "holder.key.json").read_bytes())
+    assert_one_line(run(tmp_path, "serve", role, "--config", str(tmp_path / "mesh.toml")), "holder", role)
+
+
+def test_a_mesh_on_a_closed_broker_of_one_s_own(
+    closed: tuple[str, Path], running_mesh: RunningMesh, tmp_path: Path
+) -> None:
+    url, keys = closed
+    with running_mesh(tmp_path, UpOptions(nats=url, keys=str(keys), port=0)) as mesh:
+        assert isinstance(mesh, Mesh) and mesh.complete(QUESTION)["choices"][0]["text"].strip() == "7412"
