@@ -221,17 +221,9 @@ def test_junk_on_subjects_and_ports_disturbs_nobody(mesh: Mesh) -> None:
 
 
 def _plane_port(mesh: Mesh) -> int:
-    async def hear() -> int:
-        bus = await NatsBus.connect(mesh.nats_url, "listener")
-        subscription = await bus.subscribe(subjects.OFFERED.of("*", "*", "*"))
-        await bus.flush()
-        await asyncio.to_thread(mesh.complete, fresh())
-        async for delivery in subscription:
-            await bus.close()
-            return int(json.loads(delivery.payload)["endpoint"]["port"])
-        raise AssertionError
-
-    return mesh.call(hear())
+    endpoint = next(w.worker.endpoint for w in mesh.fleet.workers if w.worker.worker_id == "prefill-0")
+    assert endpoint is not None
+    return endpoint.port
 
 
 def test_a_client_that_goes_away_frees_everything(mesh: Mesh) -> None:
