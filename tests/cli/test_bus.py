@@ -41,7 +41,9 @@ def test_a_closed_broker_needs_its_keys(closed: tuple[str, Path], tmp_path: Path
 def test_a_service_without_its_role_s_key_says_so(closed: tuple[str, Path], tmp_path: Path, role: str) -> None:
     url, keys = closed
     (tmp_path / "mesh.toml").write_text(f'[nats]\nurl = "{url}"\n')
-    assert_one_line(run(tmp_path, "serve", role, "--config", str(tmp_path / "mesh.toml")), f"{role}.key.json", "bus-config")
+    assert_one_line(
+        run(tmp_path, "serve", role, "--config", str(tmp_path / "mesh.toml")), f"{role}.key.json", "bus-config"
+    )
     mine = tmp_path / "keys"
     mine.mkdir()
     (mine / f"{role}.key.json").write_bytes((keys / "holder.key.json").read_bytes())

@@ -226,8 +226,9 @@ def test_junk_on_subjects_and_ports_disturbs_nobody(mesh: Mesh) -> None:
 
 
 def _plane_port(mesh: Mesh) -> int:
-    [prefill] = [load.worker for load in mesh.fleet.workers if load.worker.worker_id == "prefill-0"]
-    return prefill.endpoint.port
+    endpoint = next(w.worker.endpoint for w in mesh.fleet.workers if w.worker.worker_id == "prefill-0")
+    assert endpoint is not None
+    return endpoint.port
 
 
 def test_a_client_that_goes_away_frees_everything(mesh: Mesh) -> None:
