@@ -20,6 +20,7 @@ from schemas.block import hash_blocks, join_hashes, pack_tokens
 from schemas.ids import GatewayId, RequestId, WorkerId
 from schemas.kv import LeaseGranted, ReadEnd, RequestLease
 from schemas.request import PrefillAccepted, RunPrefill, SamplingParams
+from schemas.subjects import Role
 from schemas.worker import WorkerLoad
 from services.bus.embedded import EmbeddedNats
 from services.bus.nats import NatsBus
@@ -28,7 +29,8 @@ from services.config import MeshConfig, NatsConfig, WorkerConfig, write_config
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.runtime import now_ms
-from tests.credentials import SEED, proved
+from services.trust.keys import Access, MeshKeys, key_file
+from tests.credentials import SIGNER, proved
 
 OLD, NEW = "the old ticket secret", "the new ticket secret"
 WORKER = WorkerId("a-0")
@@ -38,18 +40,25 @@ PATIENCE_S = 60
 class Worker:
     """A worker's process, and what it is configured with."""
 
-    def __init__(self, folder: Path, url: str) -> None:
-        self.file, self.log = folder / "mesh.toml", folder / "log"
-        self.config = MeshConfig(tenant_seed=SEED, nats=NatsConfig(url=url), worker=WorkerConfig(kv_bytes=4 << 20))
+    def __init__(self, folder: Path, url: str, keys: MeshKeys) -> None:
+        file, self.log, self.url, self.keys = folder / "mesh.toml", folder / "log", url, keys
+        self.key = key_file(folder / "keys", Role.HOLDER)
+        self.key.parent.mkdir()
+        write_config(MeshConfig(nats=NatsConfig(url=url), worker=WorkerConfig(kv_bytes=4 << 20)), file)
         self.configure(OLD)
         command = [sys.executable, "-m", "services.cli.main", "serve", "aggregated", "--id", WORKER]
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*command, "--config", str(self.file)], stdout=subprocess.DEVNULL, stderr=log
-            )
+            self.process = subprocess.Popen([*command, "--config", str(file)], stdout=subprocess.DEVNULL, stderr=log)
 
     def configure(self, *secrets: str) -> None:
-        write_config(msgspec.structs.replace(self.config, ticket_secrets=secrets), self.file)
+        signer = {"tenant_public_key": SIGNER.public_key}
+        key = msgspec.structs.replace(self.keys.roles[Role.HOLDER], ticket_secrets=secrets, **signer)
+        self.key.write_bytes(msgspec.json.encode(key))
+
+    async def join(self, role: Role, name: str) -> TypedBus:
+        """Return the bus of another member."""
+        access = Access(self.url, self.keys.roles[role].identity(name))
+        return TypedBus(await NatsBus.connect(access, name, 5), name)
 
     async def rotate(self, *secrets: str) -> None:
         """Configure other secrets, and return once they have been read."""
@@ -63,8 +72,9 @@ class Worker:
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Generator[Worker]:
-    broker = EmbeddedNats.start(None, tmp_path / "broker")
-    made = Worker(tmp_path, broker.url)
+    keys = MeshKeys.fresh()
+    broker = EmbeddedNats.start(None, tmp_path / "broker", keys.broker_config)
+    made = Worker(tmp_path, broker.url, keys)
     yield made
     made.process.terminate()
     made.process.wait(PATIENCE_S)
@@ -80,7 +90,7 @@ async def test_leases_outlive_a_rotation_and_a_secret_that_is_out_opens_nothing(
     arena = HostArena.create(shape)
     reader = PlaneReader(arena, shape)
     async with asyncio.timeout(2 * PATIENCE_S), asyncio.TaskGroup() as tasks:
-        bus = TypedBus(await NatsBus.connect(worker.config.nats.url, "test", 5), "test")
+        bus, peer = await worker.join(Role.GATEWAY, "g"), await worker.join(Role.HOLDER, "d-0")
         loads: asyncio.Queue[WorkerLoad] = asyncio.Queue()
 
         def on_load(received: Received[WorkerLoad]) -> None:
@@ -102,7 +112,7 @@ async def test_leases_outlive_a_rotation_and_a_secret_that_is_out_opens_nothing(
                 request_id=RequestId("r2"), attempt=1, deadline_ms=now_ms() + 60_000, reader=WorkerId("d-0"),
                 fingerprint=layout.fingerprint, first_block=0, block_hashes=join_hashes(hashes),
             )  # fmt: skip
-            granted = await bus.ask(subjects.LEASE, (WORKER,), proved(asked), 10)
+            granted = await peer.ask(subjects.LEASE, (WORKER, asked.reader), proved(asked), 10)
             assert isinstance(granted, LeaseGranted), granted
             return granted
 
@@ -126,5 +136,6 @@ async def test_leases_outlive_a_rotation_and_a_secret_that_is_out_opens_nothing(
         assert raised.value.code is ReadEnd.TICKET and "signature" in raised.value.detail
         assert await read(during, during.ticket) == 16 * len(hashes)
         await bus.close()
+        await peer.close()
     reader.close()
     arena.close()
