@@ -291,12 +291,12 @@ def whole_prompt_from_cache(patch: pytest.MonkeyPatch) -> None:
 def lends_by_count(patch: pytest.MonkeyPatch) -> None:
     lend = BlockCache.lend
 
-    def any_blocks(self: BlockCache, hashes: Any, first_block: int) -> Any:
-        found = lend(self, hashes, first_block)
+    def any_blocks(self: BlockCache, hashes: Any, first_block: int, tenant: str = "") -> Any:
+        found = lend(self, hashes, first_block, tenant)
         if found is not None:
             return found
-        here = self.contents()[: len(hashes)]
-        return lend(self, here, first_block) if here else None
+        here = [content for content in self.contents() if self.holds(content, tenant)][: len(hashes)]
+        return lend(self, here, first_block, tenant) if here else None
 
     patch.setattr(BlockCache, "lend", any_blocks)
 
