@@ -323,8 +323,13 @@ class Fleet:
         return [self._memory.get(block) for block in blocks[first:]]
 
     async def fetch(self, *numbers: int, first_block: int = 0, carrier: str = "auto") -> int:
-        """Ask for blocks and read them; assert that they are right, and return how many there were."""
+        """Ask for blocks and read them; assert that they are right, and return how many there were. In a store of a few
+        blocks the lease of the read before may count still: it is asked again."""
         answer = await self.ask(*numbers, first_block=first_block)
+        async with asyncio.timeout(PATIENCE_S):
+            while isinstance(answer, Refused) and answer.reason is RefusalReason.OVERLOADED:
+                await asyncio.sleep(0.01)
+                answer = await self.ask(*numbers, first_block=first_block)
         if isinstance(answer, Refused):
             assert answer.reason == RefusalReason.GONE, answer
             return 0
