@@ -453,9 +453,10 @@ def way_of(command: Fence) -> Try:
 
 
 def cases() -> list[Any]:
-    """Return a case for each command. Of those that start something, `make test` runs `make up`."""
+    """Return a case for each command. Of those that start something, `make test` runs README's `make up`."""
     commands = [*(each for fence in fences("sh") for each in fence.commands), *table_commands()]
-    is_slow = [_way(each) in (start, serve, kill) and each.words != ["make", "up"] for each in commands]
+    shown_first = ("README.md", ["make", "up"])
+    is_slow = [_way(each) in (start, serve, kill) and (each.page, each.words) != shown_first for each in commands]
     return [pytest.param(c, marks=[pytest.mark.slow] * slow) for c, slow in zip(commands, is_slow, strict=True)]
 
 
