@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from schemas.subjects import SUBJECTS, Grant, Role, Subject
+from schemas.subjects import SUBJECTS, Permit, Role, Subject
 
 REPLIES = "_REPLY"
 INBOX = "_INBOX"
@@ -70,7 +70,7 @@ def role_of(service: str) -> Role:
     return next(role for role, names in SERVICE_NAMES.items() if service in names)
 
 
-def _pattern(subject: Subject[Any, Any], grant: Grant, name: str) -> str:
+def _pattern(subject: Subject[Any, Any], grant: Permit, name: str) -> str:
     return subject.of(*(name if own == grant.own else "*" for own in subject.ids))
 
 

@@ -73,7 +73,7 @@ class Role(enum.StrEnum):
     """A person who may hear everything."""
 
 
-class Grant(NamedTuple):
+class Permit(NamedTuple):
     """Members of this role may say or hear a subject. `own`: only where this id of the subject is their own name."""
 
     role: Role
@@ -95,8 +95,8 @@ class Subject(Generic[CarriesT, ReplyT]):
     ids: tuple[str, ...]
     carries: type[CarriesT]
     reply: tuple[type[ReplyT], ...]
-    said_by: tuple[Grant, ...]
-    heard_by: tuple[Grant, ...]
+    said_by: tuple[Permit, ...]
+    heard_by: tuple[Permit, ...]
     queue: str = ""
     may_be_empty: bool = False
 
@@ -126,17 +126,17 @@ ADDRESSES = ("to", "id")
 """Ids of a subject that its message does not repeat."""
 
 GATEWAYS, SCHEDULERS, DIRECTORIES, HOLDERS = (
-    Grant(Role.GATEWAY), Grant(Role.SCHEDULER), Grant(Role.DIRECTORY), Grant(Role.HOLDER),
+    Permit(Role.GATEWAY), Permit(Role.SCHEDULER), Permit(Role.DIRECTORY), Permit(Role.HOLDER),
 )  # fmt: skip
-OBSERVERS = Grant(Role.OBSERVER)
-OPERATORS = Grant(Role.OPERATOR)
-ADDRESSED_HOLDER, ADDRESSED_GATEWAY = Grant(Role.HOLDER, "to"), Grant(Role.GATEWAY, "to")
-WORKER_ITSELF = Grant(Role.HOLDER, "worker_id")
-SOURCE, TARGET = Grant(Role.HOLDER, "source_worker"), Grant(Role.HOLDER, "target_worker")
-READER = Grant(Role.HOLDER, "reader")
+OBSERVERS = Permit(Role.OBSERVER)
+OPERATORS = Permit(Role.OPERATOR)
+ADDRESSED_HOLDER, ADDRESSED_GATEWAY = Permit(Role.HOLDER, "to"), Permit(Role.GATEWAY, "to")
+WORKER_ITSELF = Permit(Role.HOLDER, "worker_id")
+SOURCE, TARGET = Permit(Role.HOLDER, "source_worker"), Permit(Role.HOLDER, "target_worker")
+READER = Permit(Role.HOLDER, "reader")
 PEOPLE = (OBSERVERS, OPERATORS)
 
-Grants = tuple[Grant, ...] | Grant
+Grants = tuple[Permit, ...] | Permit
 
 
 def _event(pattern: str, carries: type[CarriesT], said: Grants, heard: Grants) -> Subject[CarriesT, None]:
@@ -161,8 +161,8 @@ def _unnamed(pattern: str) -> tuple[str, tuple[str, ...]]:
     return re.sub(r"{[^}]*}", "{}", pattern), tuple(re.findall(r"{([^}]*)}", pattern))
 
 
-def _grants(grants: Grants) -> tuple[Grant, ...]:
-    return (grants,) if isinstance(grants, Grant) else grants
+def _grants(grants: Grants) -> tuple[Permit, ...]:
+    return (grants,) if isinstance(grants, Permit) else grants
 
 
 PLACE = _question("mesh.v1.schedule.place", PlaceRequest, (Placement, Refused), GATEWAYS, SCHEDULERS, "scheduler")
@@ -179,11 +179,11 @@ _KNOW_THE_FLEET = (SCHEDULERS, DIRECTORIES, GATEWAYS, OBSERVERS)
 JOINED = _event(
     "mesh.v1.worker.{worker.worker_id}.joined",
     WorkerJoined,
-    Grant(Role.HOLDER, "worker.worker_id"),
+    Permit(Role.HOLDER, "worker.worker_id"),
     (*_KNOW_THE_FLEET, HOLDERS),
 )
 LOAD = _event(
-    "mesh.v1.worker.{worker.worker_id}.load", WorkerLoad, Grant(Role.HOLDER, "worker.worker_id"), _KNOW_THE_FLEET
+    "mesh.v1.worker.{worker.worker_id}.load", WorkerLoad, Permit(Role.HOLDER, "worker.worker_id"), _KNOW_THE_FLEET
 )
 DRAINING = _event("mesh.v1.worker.{worker_id}.draining", WorkerDraining, WORKER_ITSELF, (SCHEDULERS, OBSERVERS))
 LEFT = _event("mesh.v1.worker.{worker_id}.left", WorkerLeft, (WORKER_ITSELF, SCHEDULERS), (*_KNOW_THE_FLEET, HOLDERS))
@@ -228,7 +228,7 @@ INVENTORY = _question("mesh.v1.kv.{to}.inventory", ReadInventory, (Inventory,), 
 LEASE = _question("mesh.v1.kv.{to}.{reader}.lease", RequestLease, (LeaseGranted, Refused), READER, ADDRESSED_HOLDER)
 RETURNED = _event("mesh.v1.kv.{to}.{reader}.returned", ReturnLease, READER, ADDRESSED_HOLDER)
 REPLICATE = _event(
-    "mesh.v1.kv.{to}.{source}.replicate", ReplicateBlocks, Grant(Role.HOLDER, "source"), ADDRESSED_HOLDER
+    "mesh.v1.kv.{to}.{source}.replicate", ReplicateBlocks, Permit(Role.HOLDER, "source"), ADDRESSED_HOLDER
 )
 COOLING = _event("mesh.v1.kv.{worker_id}.cooling", BlocksCooling, WORKER_ITSELF, HOLDERS)
 KEEP = _event("mesh.v1.trace.{trace_id}.keep", KeepTrace, GATEWAYS, (GATEWAYS, HOLDERS))

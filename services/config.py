@@ -374,7 +374,7 @@ def load_config(path: Path) -> MeshConfig:
 
 
 def apply_environment(config: MeshConfig) -> MeshConfig:
-    """Return the configuration with KVMESH_NATS_URL, KVMESH_SECRET, KVMESH_METRICS_PORT, KVMESH_SAMPLE_RATIO and
+    """Return the configuration with KVMESH_NATS_URL, KVMESH_METRICS_PORT, KVMESH_SAMPLE_RATIO and
     OpenTelemetry's OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_TRACES_SAMPLER_ARG laid over it. Raises UserError."""
     nats, telemetry = config.nats, config.telemetry
     if url := os.environ.get("KVMESH_NATS_URL"):
@@ -391,9 +391,7 @@ def apply_environment(config: MeshConfig) -> MeshConfig:
             telemetry = msgspec.structs.replace(telemetry, sample_ratio=float(ratio))
         except ValueError as error:
             raise UserError(f"KVMESH_SAMPLE_RATIO or OTEL_TRACES_SAMPLER_ARG: {error}") from error
-    secret = os.environ.get("KVMESH_SECRET")
-    secrets = (secret,) if secret else config.ticket_secrets
-    return msgspec.structs.replace(config, nats=nats, telemetry=telemetry, ticket_secrets=secrets)
+    return msgspec.structs.replace(config, nats=nats, telemetry=telemetry)
 
 
 def check_endpoint(url: str) -> None:
@@ -429,8 +427,8 @@ def require_secrets(config: MeshConfig) -> tuple[bytes, ...]:
     """Return the ticket secrets. Raises UserError where none is set: an unsigned data plane is not offered."""
     if not config.ticket_secrets or min(map(len, config.ticket_secrets)) < MIN_SECRET_CHARS:
         raise UserError(
-            "no ticket secret: set `ticket_secrets` in mesh.toml to a list, or KVMESH_SECRET to one, of "
-            f"{MIN_SECRET_CHARS} characters or more each"
+            "no ticket secret: `ticket_secrets` of the holders' key file, which `kvmesh bus-config` writes, is a list "
+            f"of texts of {MIN_SECRET_CHARS} characters or more"
         )
     return tuple(secret.encode() for secret in config.ticket_secrets)
 

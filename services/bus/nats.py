@@ -39,7 +39,7 @@ from services.bus.base import (
 )
 from services.errors import BrokerRefusesError, BrokerUnreachableError
 from services.presence import SETTLE_MS
-from services.trust.keys import Access, Identity
+from services.trust.keys import BusAccess, Identity
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class ReadingClient(Client):
 class NatsBus:
     """See `Bus`. Make one with `connect`."""
 
-    def __init__(self, client: Client, access: Access, name: str) -> None:
+    def __init__(self, client: Client, access: BusAccess, name: str) -> None:
         self._client = client
         self._identity = access.identity
         self._name = name
@@ -185,7 +185,7 @@ class NatsBus:
         return self._client.is_connected
 
     @classmethod
-    async def connect(cls, access: Access, name: str, timeout_s: float = limits.CONNECT_TIMEOUT_S) -> "NatsBus":
+    async def connect(cls, access: BusAccess, name: str, timeout_s: float = limits.CONNECT_TIMEOUT_S) -> "NatsBus":
         """Return a connected bus; tries again until `timeout_s` is over. Raises BrokerUnreachableError with a line that
         names the address, BrokerRefusesError where the broker does not know us."""
         url, identity = access

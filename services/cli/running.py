@@ -9,7 +9,7 @@ import msgspec
 from schemas.subjects import Role
 from services.config import STATE_DIR, is_state_dir_named, state_dir
 from services.errors import MeshNotRunningError, UserError
-from services.trust.keys import Access, credentials_file, person
+from services.trust.keys import BusAccess, credentials_file, person
 
 STATE_FILE = "mesh.json"
 
@@ -64,7 +64,7 @@ class BusOptions(NamedTuple):
     operator: bool = False
 
 
-def access_of(options: BusOptions, mesh: RunningMesh | None) -> Access:
+def access_of(options: BusOptions, mesh: RunningMesh | None) -> BusAccess:
     """Return how to get to the broker that is named, or to that of a running mesh. Raises UserError where there is
     neither, and for credentials that cannot be read."""
     role = Role.OPERATOR if options.operator else Role.OBSERVER
@@ -72,10 +72,10 @@ def access_of(options: BusOptions, mesh: RunningMesh | None) -> Access:
         raise MeshNotRunningError("no mesh runs; start one with `kvmesh up`, or pass --nats URL")
     url = options.nats or (mesh.nats_url if mesh else "")
     if options.creds:
-        return Access(url, person(Path(options.creds), role))
+        return BusAccess(url, person(Path(options.creds), role))
     if mesh is not None and mesh.keys and url == mesh.nats_url:
-        return Access(url, person(credentials_file(Path(mesh.keys), role), role))
-    return Access(url)
+        return BusAccess(url, person(credentials_file(Path(mesh.keys), role), role))
+    return BusAccess(url)
 
 
 def mesh_meant(options: BusOptions) -> RunningMesh | None:

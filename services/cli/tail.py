@@ -25,7 +25,7 @@ from services.cli.limits import ASK_TIMEOUT_S, TAIL_LINGER_S
 from services.cli.recorded import bare_id
 from services.errors import UserError
 from services.runtime import ended_before
-from services.trust.keys import Access
+from services.trust.keys import BusAccess
 
 ENDS = (observe.RequestFinished, observe.RequestFailed, observe.RequestCancelled)
 
@@ -93,7 +93,7 @@ class Tail:
         return line.append(f"  {event.what}")
 
 
-async def tail(access: Access, request_id: str, stop: asyncio.Event) -> None:
+async def tail(access: BusAccess, request_id: str, stop: asyncio.Event) -> None:
     """Print until the request's end, or until `stop`; without an id the messages about all requests. Raises
     UserError."""
     connection = await NatsBus.connect(access, "kvmesh-tail")

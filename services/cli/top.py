@@ -23,7 +23,7 @@ from services.bus.typed import Received, TypedBus
 from services.cli.board import PHASES, Board
 from services.cli.limits import ASK_INTERVAL_S, ASK_TIMEOUT_S, FRAME_INTERVAL_S, ONE_FRAME_AFTER_S, RATE_WINDOW_S
 from services.runtime import now_ms
-from services.trust.keys import Access
+from services.trust.keys import BusAccess
 
 MAX_PAIRS = 8
 HEARD: tuple[Subject[Any, None], ...] = (
@@ -43,7 +43,7 @@ POOL = (("running", "█", "green"), ("leased", "▓", "magenta"), ("cached", "�
 """States of blocks, and how each is drawn in a worker's bar."""
 
 
-async def watch(access: Access, stop: asyncio.Event, *, once: bool) -> None:
+async def watch(access: BusAccess, stop: asyncio.Event, *, once: bool) -> None:
     """Draw until `stop`; with `once`, or without a terminal, draw one frame. Raises UserError where no broker
     answers."""
     board, console = Board(time.monotonic()), Console(highlight=False)
@@ -59,7 +59,7 @@ async def watch(access: Access, stop: asyncio.Event, *, once: bool) -> None:
 
 
 @asynccontextmanager
-async def listening(access: Access, board: Board) -> AsyncGenerator[None]:
+async def listening(access: BusAccess, board: Board) -> AsyncGenerator[None]:
     """Keep the board up to date while the block runs. Raises UserError where no broker answers."""
     bus = TypedBus(await NatsBus.connect(access, "kvmesh-top"), "top")
     async with asyncio.TaskGroup() as tasks:

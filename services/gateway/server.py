@@ -28,8 +28,8 @@ class Connections:
     """The connections of one server. Those without a request are in `waiting`, the longest idle one first."""
 
     max_connections: int
-    open: "set[Connection]" = field(default_factory=lambda: set[Connection]())
-    waiting: "dict[Connection, None]" = field(default_factory=lambda: dict[Connection, None]())
+    open: "set[HttpConnection]" = field(default_factory=lambda: set[HttpConnection]())
+    waiting: "dict[HttpConnection, None]" = field(default_factory=lambda: dict[HttpConnection, None]())
 
     @property
     def max_requests(self) -> int:
@@ -41,7 +41,7 @@ class Connections:
             next(iter(self.waiting)).drop()
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """One connection."""
 
     def __init__(self, connections: Connections, *args: Any, **kwargs: Any) -> None:
@@ -155,8 +155,8 @@ class Server(uvicorn.Server):
         self.started = True
         self.ready.set()
 
-    def _connection(self) -> Connection:
-        return Connection(self._all, config=self.config, server_state=self.server_state, app_state={})
+    def _connection(self) -> HttpConnection:
+        return HttpConnection(self._all, config=self.config, server_state=self.server_state, app_state={})
 
 
 def tls_context(cert: str, key: str) -> ssl.SSLContext | None:

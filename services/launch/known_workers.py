@@ -10,10 +10,10 @@ from services.bus.nats import NatsBus
 from services.bus.typed import TypedBus
 from services.errors import MeshNotRunningError
 from services.launch.limits import ANSWERS_OF_EACH, ASK_INTERVAL_S, ASK_TIMEOUT_S
-from services.trust.keys import Access
+from services.trust.keys import BusAccess
 
 
-async def describe_fleet(access: Access) -> FleetDescribed:
+async def describe_fleet(access: BusAccess) -> FleetDescribed:
     """Ask once. Raises MeshNotRunningError when no scheduler answers, UserError when no broker does."""
     connection = await NatsBus.connect(access, "kvmesh-status")
     try:
@@ -24,7 +24,7 @@ async def describe_fleet(access: Access) -> FleetDescribed:
         await connection.close()
 
 
-async def wait_known(access: Access, worker_ids: Set[str], num_schedulers: int = 1) -> None:
+async def wait_known(access: BusAccess, worker_ids: Set[str], num_schedulers: int = 1) -> None:
     """Return once the scheduler knows all of these workers. Raises UserError when no broker answers.
 
     Of several schedulers any one answers, so they are asked until so many answers in a row are right that hardly one

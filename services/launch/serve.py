@@ -24,7 +24,7 @@ from services.metrics import Metrics
 from services.ports import bind
 from services.runtime import configure_logging, run_until_signal, watch_parent
 from services.telemetry import Telemetry, open_telemetry
-from services.trust.keys import Access, Identity, RoleKey, key_file, load_role_key, with_key
+from services.trust.keys import BusAccess, Identity, RoleKey, key_file, load_role_key, with_key
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ async def _serve(
 ) -> None:
     watch = asyncio.create_task(watch_parent(stop), name="watch parent") if supervised else None
     telemetry = open_telemetry(name, config.telemetry)
-    bus = await NatsBus.connect(Access(config.nats.url, identity), name, config.nats.connect_timeout_s)
+    bus = await NatsBus.connect(BusAccess(config.nats.url, identity), name, config.nats.connect_timeout_s)
     ends = asyncio.create_task(_end_with(bus, stop), name="watch the bus")
     try:
         with contextlib.ExitStack() as while_ready:

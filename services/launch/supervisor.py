@@ -50,7 +50,7 @@ from services.launch.limits import START_TIMEOUT_S, STOP_SLACK_S, STOP_TIMEOUT_S
 from services.launch.restart import Child, Restarts
 from services.ports import bind, free_port
 from services.scheduler.placement.policy import policy_named
-from services.trust.keys import BROKER_FILE, Access, MeshKeys, credentials_file, key_file, load_role_key, person
+from services.trust.keys import BROKER_FILE, BusAccess, MeshKeys, credentials_file, key_file, load_role_key, person
 
 WORKER_ROLES = ("prefill", "decode", "aggregated")
 BROKER = "nats"
@@ -160,15 +160,15 @@ class Supervisor:
         """What this mesh's gateways sign with."""
         return TenantSigner(load_role_key(key_file(self.keys_dir, Role.GATEWAY)).tenant_seed)
 
-    def access(self, role: Role = Role.OBSERVER, name: str = "") -> Access:
+    def access(self, role: Role = Role.OBSERVER, name: str = "") -> BusAccess:
         """Return how to get to the bus: for a person, or, for benchmarks and tests, as a member of a service's role, a
         fresh one unless named. Raises UserError where the key is not there."""
         folder = self.keys_dir
         if self.has_open_bus:
-            return Access(self.nats_url)
+            return BusAccess(self.nats_url)
         if role in PEOPLE:
-            return Access(self.nats_url, person(credentials_file(folder, role), role))
-        return Access(self.nats_url, load_role_key(key_file(folder, role)).identity(name or new_id(role)))
+            return BusAccess(self.nats_url, person(credentials_file(folder, role), role))
+        return BusAccess(self.nats_url, load_role_key(key_file(folder, role)).identity(name or new_id(role)))
 
     @property
     def log_dir(self) -> Path:
@@ -327,7 +327,7 @@ class Supervisor:
     async def _check_broker(self, url: str) -> None:
         """Raises UserError where a broker of one's own does not answer, does not know our keys, or lets anybody in."""
         try:
-            bus = await NatsBus.connect(Access(url), "kvmesh-up")
+            bus = await NatsBus.connect(BusAccess(url), "kvmesh-up")
         except BrokerRefusesError:
             if not self._options.keys:
                 raise
@@ -341,7 +341,7 @@ class Supervisor:
             return
         folder = Path(self._options.keys)
         identity = person(credentials_file(folder, Role.OBSERVER), Role.OBSERVER)
-        await (await NatsBus.connect(Access(url, identity), "kvmesh-up")).close()
+        await (await NatsBus.connect(BusAccess(url, identity), "kvmesh-up")).close()
 
     def _config(self, port: int) -> MeshConfig:
         options, checkpoint = self._options, self.checkpoint

@@ -20,7 +20,7 @@ from services.bus.nats import NatsBus
 from services.errors import UserError
 from services.pages.limits import TIMEOUT_S
 from services.pages.scene import Scene, running_mesh
-from services.trust.keys import Access
+from services.trust.keys import BusAccess
 
 START, END = "<!-- heard: listening -->\n", "<!-- end of what was heard -->"
 WIDTH = 140
@@ -106,7 +106,7 @@ async def hear() -> Heard:
 
 
 @asynccontextmanager
-async def _connected(access: Access) -> AsyncGenerator[NatsBus]:
+async def _connected(access: BusAccess) -> AsyncGenerator[NatsBus]:
     bus = await NatsBus.connect(access, "kvmesh-listening")
     yield bus
     await bus.close()

@@ -18,7 +18,7 @@ from services.cli.trace import render_waterfall
 from services.launch.supervisor import UpOptions
 from services.pages.limits import SETTLE_S, WATCH_S
 from services.pages.scene import Scene, running_mesh
-from services.trust.keys import Access
+from services.trust.keys import BusAccess
 
 OPTIONS = UpOptions(port=0, num_prefill=2, num_decode=2, kv_bytes=48 * 1024 * 1024)
 TOP_WIDTH, TRACE_WIDTH = 80, 120
@@ -78,7 +78,7 @@ async def take(folder: Path) -> None:
     (folder / "trace.svg").write_text(shown)
 
 
-async def _watch(access: Access, scene: Scene) -> RenderableType:
+async def _watch(access: BusAccess, scene: Scene) -> RenderableType:
     """Return a frame of `kvmesh top` of a mesh at work."""
     board, ends = Board(time.monotonic()), asyncio.Event()
 

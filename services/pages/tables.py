@@ -9,7 +9,7 @@ from typer.core import TyperGroup, TyperOption
 from typer.main import get_command
 
 from schemas.handoff import HANDOFF_TRANSITIONS, HandoffState
-from schemas.subjects import SUBJECTS, Grant, Role, Subject
+from schemas.subjects import SUBJECTS, Permit, Role, Subject
 from services.bench import links
 from services.cli.main import app
 from services.errors import UserError
@@ -135,7 +135,7 @@ def _carries(subject: Subject[Any, Any]) -> str:
     return f"{carried} → {' or '.join(f'`{reply.__name__}`' for reply in subject.reply)}" if subject.reply else carried
 
 
-def _members(grants: tuple[Grant, ...]) -> str:
+def _members(grants: tuple[Permit, ...]) -> str:
     """Return the roles; of one that may only say or hear what is its own, as which id of the subject."""
     names = [f"{grant.role} as `{grant.own}`" if grant.own else str(grant.role) for grant in grants]
     return ", ".join(names)

@@ -38,7 +38,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
         return inbox_of(self.role, self.name)
 
 
-class Access(NamedTuple):
+class BusAccess(NamedTuple):
     """How to get to a broker. Without an identity: one that lets anybody in."""
 
     url: str
@@ -75,7 +75,7 @@ class RoleKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 @dataclass(frozen=True)
 class MeshKeys:
-    """All keys of a mesh, and what its broker must know. Make them with `fresh`, or `load` them."""
+    """All keys of a mesh, and what its broker must know. Make them with `fresh`."""
 
     broker_config: str
     """For nats-server's configuration. Public keys only."""

@@ -7,7 +7,7 @@ from services.bus.base import Bus
 from services.bus.memory import MemoryBus
 from services.bus.nats import NatsBus
 from services.sim.platform.bus import SimBroker
-from services.trust.keys import Access
+from services.trust.keys import BusAccess
 
 Connect = Callable[[], Awaitable[Bus]]
 
@@ -24,7 +24,7 @@ async def connect(request: pytest.FixtureRequest) -> AsyncIterator[Connect]:
         bus: Bus
         match request.param:
             case "nats":
-                bus = await NatsBus.connect(Access(url), "test")
+                bus = await NatsBus.connect(BusAccess(url), "test")
             case "sim":
                 bus = simulated.connect(f"test-{len(opened)}")
             case _:

@@ -13,7 +13,7 @@ from services.bus.embedded import EmbeddedNats, find_server
 from services.bus.limits import MAX_PAYLOAD_BYTES
 from services.bus.nats import NatsBus
 from services.errors import UserError
-from services.trust.keys import Access
+from services.trust.keys import BusAccess
 from tests.waiting import until
 
 PARENT = """
@@ -46,7 +46,7 @@ def fake_server(folder: Path, version: str) -> Path:
 async def test_it_answers_with_our_limits_and_stops(tmp_path: Path) -> None:
     folder = tmp_path / 'a "quoted" folder'
     server = EmbeddedNats.start(None, folder)
-    bus = await NatsBus.connect(Access(server.url), "test")
+    bus = await NatsBus.connect(BusAccess(server.url), "test")
     assert server.url.startswith("nats://127.0.0.1:")
     assert bus._client.max_payload == MAX_PAYLOAD_BYTES
     await bus.close()

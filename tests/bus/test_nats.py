@@ -18,7 +18,7 @@ from services.bus.embedded import EmbeddedNats
 from services.bus.limits import BUFFER_BYTES
 from services.bus.nats import NatsBus
 from services.errors import BrokerRefusesError, BrokerUnreachableError
-from services.trust.keys import Access
+from services.trust.keys import BusAccess
 from tests.waiting import until
 
 LONG_S = 30.0
@@ -35,7 +35,7 @@ authorization {
 
 @pytest.fixture
 async def bus(nats_url: str) -> AsyncIterator[NatsBus]:
-    bus = await NatsBus.connect(Access(nats_url), "test")
+    bus = await NatsBus.connect(BusAccess(nats_url), "test")
     yield bus
     await bus.close()
 
@@ -63,7 +63,7 @@ def port_of(server: EmbeddedNats) -> int:
 
 async def test_a_service_can_be_found(bus: NatsBus, nats_url: str) -> None:
     """`nats micro ls`, `info` and `stats` show it."""
-    server = await NatsBus.connect(Access(nats_url), "server")
+    server = await NatsBus.connect(BusAccess(nats_url), "server")
     name = f"service-{uuid4().hex[:8]}"
     subject = f"test.{name}.answer"
     served = await server.serve(name, "answer", subject, "group")
@@ -97,8 +97,8 @@ async def test_a_restarted_server_is_found_again(start_server: StartServer) -> N
     """Subscriptions and endpoints live on, and what was said meanwhile arrives."""
     first = start_server()
     server, client = (
-        await NatsBus.connect(Access(first.url), "server"),
-        await NatsBus.connect(Access(first.url), "client"),
+        await NatsBus.connect(BusAccess(first.url), "server"),
+        await NatsBus.connect(BusAccess(first.url), "client"),
     )
     ear, served = await server.subscribe("news"), await server.serve("echo", "echo", "echo")
     await server.flush()
@@ -135,8 +135,8 @@ async def test_a_broker_that_is_killed_costs_what_it_carried_and_nothing_more(st
     """What is published while it is away arrives, in order; a request asked meanwhile ends; both find their ears."""
     first = start_server()
     server, client = (
-        await NatsBus.connect(Access(first.url), "server"),
-        await NatsBus.connect(Access(first.url), "client"),
+        await NatsBus.connect(BusAccess(first.url), "server"),
+        await NatsBus.connect(BusAccess(first.url), "client"),
     )
     ear, served = await server.subscribe("news"), await server.serve("echo", "echo", "echo")
     await server.flush()
@@ -185,7 +185,7 @@ def stopped(broker: EmbeddedNats) -> Generator[None]:
 
 async def test_a_flush_does_not_return_before_the_broker_does(start_server: StartServer) -> None:
     broker = start_server()
-    bus = await NatsBus.connect(Access(broker.url), "test")
+    bus = await NatsBus.connect(BusAccess(broker.url), "test")
     with stopped(broker):
         for _ in range(3):
             with pytest.raises(RequestTimedOutError):
@@ -202,8 +202,8 @@ async def test_who_gave_up_on_a_paused_broker_hears_it_again(start_server: Start
     """What is answered late found a cancelled future, and ended the library's reading task: deaf, and yet connected."""
     broker = start_server()
     server, client = (
-        await NatsBus.connect(Access(broker.url), "server"),
-        await NatsBus.connect(Access(broker.url), "client"),
+        await NatsBus.connect(BusAccess(broker.url), "server"),
+        await NatsBus.connect(BusAccess(broker.url), "client"),
     )
     ear = await client.subscribe("news")
     await client.flush()
@@ -237,8 +237,8 @@ async def test_a_client_whose_task_has_ended_connects_anew(
     monkeypatch.setattr("services.bus.limits.PING_INTERVAL_S", 1_000)  # by its pings it would find out some time
     broker = start_server()
     server, client = (
-        await NatsBus.connect(Access(broker.url), "server"),
-        await NatsBus.connect(Access(broker.url), "client"),
+        await NatsBus.connect(BusAccess(broker.url), "server"),
+        await NatsBus.connect(BusAccess(broker.url), "client"),
     )
     ear, served = await server.subscribe("news"), await server.serve("echo", "echo", "echo")
     await server.flush()
@@ -258,7 +258,7 @@ async def test_a_client_whose_task_has_ended_connects_anew(
 
 async def test_a_reconnection_that_has_ended_is_begun_again(start_server: StartServer) -> None:
     first = start_server()
-    bus = await NatsBus.connect(Access(first.url), "test")
+    bus = await NatsBus.connect(BusAccess(first.url), "test")
     first.stop()
     await until(lambda: bus._client.is_reconnecting)  # pyright: ignore[reportPrivateUsage]
     reconnecting = bus._client._reconnection_task  # pyright: ignore
@@ -298,7 +298,7 @@ async def test_what_the_library_cannot_read_deafens_nobody(line: bytes, monkeypa
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
-        bus = await NatsBus.connect(Access(f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"), "test")
+        bus = await NatsBus.connect(BusAccess(f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"), "test")
         await bus.flush()
         await until(lambda: bus.num_connects == 2)
         await bus.flush()
@@ -309,7 +309,7 @@ async def test_what_the_library_cannot_read_deafens_nobody(line: bytes, monkeypa
 
 async def test_a_full_buffer_is_an_error_and_keeps_nothing(start_server: StartServer) -> None:
     broker = start_server()
-    bus = await NatsBus.connect(Access(broker.url), "test")
+    bus = await NatsBus.connect(BusAccess(broker.url), "test")
     ear = await bus.subscribe("silent")
     broker.stop()
     await until(lambda: not bus.is_connected)
@@ -348,7 +348,7 @@ async def test_the_end_of_the_connection_is_heard(bus: NatsBus) -> None:
 
 async def test_closing_while_the_broker_is_away_ends_everything_soon(start_server: StartServer) -> None:
     broker = start_server()
-    bus = await NatsBus.connect(Access(broker.url), "test")
+    bus = await NatsBus.connect(BusAccess(broker.url), "test")
     ear, served = await bus.subscribe("news"), await bus.serve("echo", "echo", "echo")
     await bus.subscribe("silent")
     await bus.flush()
@@ -366,7 +366,7 @@ async def test_closing_while_the_broker_is_away_ends_everything_soon(start_serve
 async def test_a_cancelled_publish_is_cancelled(start_server: StartServer) -> None:
     """The library swallows a cancellation while it waits for a full buffer to drain."""
     broker = start_server()
-    bus = await NatsBus.connect(Access(broker.url), "test")
+    bus = await NatsBus.connect(BusAccess(broker.url), "test")
     os.kill(broker.pid, signal.SIGSTOP)
     try:
         returned = 0
@@ -398,7 +398,7 @@ async def test_an_unreachable_broker_is_one_line(caplog: pytest.LogCaptureFixtur
         taken.bind(("127.0.0.1", 0))  # bound, and nobody listens
         port = taken.getsockname()[1]
         with pytest.raises(BrokerUnreachableError) as caught:
-            await NatsBus.connect(Access(f"nats://127.0.0.1:{port}"), "test", timeout_s=0.3)
+            await NatsBus.connect(BusAccess(f"nats://127.0.0.1:{port}"), "test", timeout_s=0.3)
     assert f"127.0.0.1:{port}" in str(caught.value) and "\n" not in str(caught.value)
     assert "ConnectionRefused" in str(caught.value)
     assert not caplog.records
@@ -410,7 +410,7 @@ async def test_something_that_is_no_broker_is_one_line() -> None:
     async with server:
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(BrokerUnreachableError, match=f"127.0.0.1:{port}"):
-            await NatsBus.connect(Access(f"nats://127.0.0.1:{port}"), "test", timeout_s=0.3)
+            await NatsBus.connect(BusAccess(f"nats://127.0.0.1:{port}"), "test", timeout_s=0.3)
         for writer in writers:
             writer.close()
 
@@ -418,7 +418,7 @@ async def test_something_that_is_no_broker_is_one_line() -> None:
 @pytest.mark.parametrize("url", ["nats://host:port", "nats://", "gibberish://x y"])
 async def test_a_bad_address_is_one_line(url: str) -> None:
     with pytest.raises(BrokerUnreachableError) as caught:
-        await NatsBus.connect(Access(url), "test", timeout_s=0.3)
+        await NatsBus.connect(BusAccess(url), "test", timeout_s=0.3)
     assert "\n" not in str(caught.value)
 
 
@@ -441,7 +441,7 @@ async def restricted_url(tmp_path: Path) -> AsyncIterator[str]:
 
 
 async def test_a_denied_subscription_is_fatal_at_flush(restricted_url: str) -> None:
-    bus = await NatsBus.connect(Access(restricted_url.replace("://", "://worker:pass@")), "test")
+    bus = await NatsBus.connect(BusAccess(restricted_url.replace("://", "://worker:pass@")), "test")
     await bus.subscribe("public.>")
     await bus.flush()
     await bus.subscribe("secret.plans")
@@ -451,7 +451,7 @@ async def test_a_denied_subscription_is_fatal_at_flush(restricted_url: str) -> N
 
 
 async def test_a_denied_publication_is_fatal_at_flush(restricted_url: str) -> None:
-    bus = await NatsBus.connect(Access(restricted_url.replace("://", "://worker:pass@")), "test")
+    bus = await NatsBus.connect(BusAccess(restricted_url.replace("://", "://worker:pass@")), "test")
     await bus.publish("secret.plans", b"", {})
     with pytest.raises(BrokerUnreachableError, match=r"secret\.plans"):
         await bus.flush()
@@ -460,13 +460,13 @@ async def test_a_denied_publication_is_fatal_at_flush(restricted_url: str) -> No
 
 async def test_a_wrong_password_is_one_line_without_the_password(restricted_url: str) -> None:
     with pytest.raises(BrokerRefusesError, match="password") as caught:
-        await NatsBus.connect(Access(restricted_url.replace("://", "://worker:hunter2@")), "test", timeout_s=1.0)
+        await NatsBus.connect(BusAccess(restricted_url.replace("://", "://worker:hunter2@")), "test", timeout_s=1.0)
     assert "hunter2" not in str(caught.value)
 
 
 async def test_a_service_says_who_it_is_now(bus: NatsBus, nats_url: str) -> None:
     """A worker that joins anew is another incarnation; who has no name is called what its connection is."""
-    server = await NatsBus.connect(Access(nats_url), "its-connection")
+    server = await NatsBus.connect(BusAccess(nats_url), "its-connection")
     name, identity = f"service-{uuid4().hex[:8]}", {"incarnation": "one"}
     await server.announce(name, "does this and that", identity)
     await server.serve(name, "answer", f"test.{name}.answer", metadata={"carries": "Question"})

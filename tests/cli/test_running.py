@@ -21,7 +21,7 @@ from services.cli.running import (
     traces_of,
 )
 from services.errors import MeshNotRunningError, UserError
-from services.trust.keys import Access
+from services.trust.keys import BusAccess
 
 
 def url_of(given: str) -> str:
@@ -106,7 +106,7 @@ def test_who_names_a_broker_is_not_asked_which_mesh(
     elsewhere_are(monkeypatch, *(state_of(tmp_path / name, os.getpid(), port) for name, port in (("a", 1), ("b", 2))))
     asked: list[str] = []
 
-    async def describe(access: Access) -> FleetDescribed:
+    async def describe(access: BusAccess) -> FleetDescribed:
         asked.append(access.url)
         return FleetDescribed(policy="cost", ready=True, workers=())
 

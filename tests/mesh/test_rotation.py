@@ -29,7 +29,7 @@ from services.config import MeshConfig, NatsConfig, WorkerConfig, write_config
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.runtime import now_ms
-from services.trust.keys import Access, MeshKeys, key_file
+from services.trust.keys import BusAccess, MeshKeys, key_file
 from tests.credentials import SIGNER, proved
 
 OLD, NEW = "the old ticket secret", "the new ticket secret"
@@ -57,7 +57,7 @@ class Worker:
 
     async def join(self, role: Role, name: str) -> TypedBus:
         """Return the bus of another member."""
-        access = Access(self.url, self.keys.roles[role].identity(name))
+        access = BusAccess(self.url, self.keys.roles[role].identity(name))
         return TypedBus(await NatsBus.connect(access, name, 5), name)
 
     async def rotate(self, *secrets: str) -> None:

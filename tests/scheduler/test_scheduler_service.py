@@ -26,7 +26,7 @@ from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig, SchedulerConfig, WorkerConfig
 from services.scheduler.placement.hints import Hints
 from services.scheduler.service import run_scheduler
-from services.trust.keys import Access
+from services.trust.keys import BusAccess
 from tests.directory.test_directory_service import load_of, question
 
 PATIENCE_S = 60
@@ -230,7 +230,7 @@ async def test_a_broker_that_is_away_for_longer_than_a_silence_takes_nobody_for_
     server = EmbeddedNats.start(None, tmp_path)
     stop, ready = asyncio.Event(), asyncio.Event()
     async with asyncio.timeout(4 * PATIENCE_S), asyncio.TaskGroup() as tasks:
-        buses = [await NatsBus.connect(Access(server.url), name) for name in ("scheduler", "p0", "d0", "client")]
+        buses = [await NatsBus.connect(BusAccess(server.url), name) for name in ("scheduler", "p0", "d0", "client")]
         tasks.create_task(run_scheduler(MeshConfig(), buses[0], stop, ready.set))
         await ready.wait()
         client = Client(buses[3])

@@ -15,7 +15,7 @@ from schemas.subjects import SUBJECTS, Role
 from services.bus.embedded import EmbeddedNats
 from services.bus.nats import NatsBus
 from services.errors import BrokerRefusesError, UserError
-from services.trust.keys import Access, MeshKeys, credentials_file, key_file, load_role_key, person
+from services.trust.keys import BusAccess, MeshKeys, credentials_file, key_file, load_role_key, person
 from tests.wire.cells import Member, every_cell
 
 
@@ -50,7 +50,7 @@ async def test_another_mesh_s_key_and_one_that_has_expired_are_one_line(url: str
     expired = keys.roles[Role.GATEWAY].identity("late", ends_s=int(time.time()) - 5)
     for identity in (MeshKeys.fresh().roles[Role.GATEWAY].identity("foreign"), expired, None):
         with pytest.raises(BrokerRefusesError, match=r"--keys.*--creds|--creds.*--keys") as refused:
-            await NatsBus.connect(Access(url, identity), "x")
+            await NatsBus.connect(BusAccess(url, identity), "x")
         assert "\n" not in str(refused.value)
 
 

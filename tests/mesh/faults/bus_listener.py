@@ -9,7 +9,7 @@ from schemas.message import Message, UndecodableMessageError, decode
 from schemas.worker import WorkerJoined, WorkerLeft, WorkerLoad
 from services.bus.base import Delivery
 from services.bus.nats import NatsBus
-from services.trust.keys import Access
+from services.trust.keys import BusAccess
 
 Hear = Callable[[str, bytes, float], None]
 """Subject, payload, and when it was heard (monotonic seconds)."""
@@ -19,7 +19,7 @@ Hear = Callable[[str, bytes, float], None]
 class BusListener:
     """Belongs to the mesh's loop. `loads`: each living worker's last word, and when it came."""
 
-    access: Access
+    access: BusAccess
     loads: dict[str, tuple[WorkerLoad, float]] = field(default_factory=dict[str, tuple[WorkerLoad, float]])
     hearers: list[Hear] = field(default_factory=list[Hear])
     on_load: Callable[[WorkerLoad, float], None] = lambda _load, _heard_s: None
