@@ -17,8 +17,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UP_FLAGS ?=
 REPEAT_FLAGS ?= --rounds 100
 GPU_BENCH_FLAGS ?= --quick
-# A file's tests stay in one process, in their order; TEST_FLAGS= runs all of them in one.
-TEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
+# A file's tests stay in one process, in their order; TEST_FLAGS= runs all of them in one. Three on two cores: much of it
+# is waiting.
+TEST_FLAGS ?= -n 3 --dist loadfile --no-loadscope-reorder
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_FLAGS)
 ASYNC_ROOMS := tests/bus tests/directory tests/gateway tests/scheduler tests/store tests/worker
 VENV := .venv

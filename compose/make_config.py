@@ -8,11 +8,18 @@ from pathlib import Path
 
 import msgspec
 
+from schemas.permissions import PEOPLE
+from schemas.subjects import Role
 from services.config import ModelConfig, load_config, write_config
 from services.files import write_private
+from services.trust.certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE
 from services.trust.keys import BROKER_FILE, MeshKeys
 
 MODEL_DIR = Path("/model")
+BROKER = "nats"
+"""What the containers call it."""
+AT_BROKER = Path("/etc/nats/keys")
+"""Where the broker's container has its folder of keys."""
 
 
 def make_config(template: Path, target: Path, model: str, keys: Path, model_dir: Path = MODEL_DIR) -> None:
@@ -20,24 +27,27 @@ def make_config(template: Path, target: Path, model: str, keys: Path, model_dir:
 
     `model`: the checkpoint's folder on the host, mounted at `model_dir`; its last part is what clients call it. Empty:
     what the template says. `keys`: has a folder for each role, one for people and one for the broker: each is a volume,
-    so that a container sees its own only.
+    so that a container sees its own only. Everybody but the broker has the certificate of the CA.
     """
     config = load_config(template)
     if model:
         config = msgspec.structs.replace(config, model=_own_model(config.model, Path(model), model_dir))
-    if not (keys / "broker" / BROKER_FILE).exists():
-        for name, content in MeshKeys.fresh().files().items():
-            write_private(keys / _whose(name) / name, content)
+    if not all((keys / "broker" / name).exists() for name in (CERTIFICATE_FILE, BROKER_FILE)):
+        for name, content in MeshKeys.fresh([BROKER]).files(AT_BROKER).items():
+            for folder in _whose(name):
+                write_private(keys / folder / name, content)
     whole = target.with_name("mesh.toml.new")
     write_config(config, whole)
     whole.replace(target)  # a service that restarts now reads the old file or the new one, never half of it
 
 
-def _whose(name: str) -> str:
-    """Return the folder of a key's file."""
-    if name == BROKER_FILE:
-        return "broker"
-    return "people" if name.endswith(".creds") else name.partition(".")[0]
+def _whose(name: str) -> tuple[str, ...]:
+    """Return the folders of a file of keys."""
+    if name == CA_FILE:
+        return ("people", *(role for role in Role if role not in PEOPLE))
+    if name in (BROKER_FILE, CERTIFICATE_FILE, KEY_FILE):
+        return ("broker",)
+    return ("people",) if name.endswith(".creds") else (name.partition(".")[0],)
 
 
 def _own_model(config: ModelConfig, on_host: Path, model_dir: Path) -> ModelConfig:

@@ -86,7 +86,7 @@ class RequestLease(RequestMessage, frozen=True, kw_only=True):
     tenant: str = ""
     proof: bytes = b""
     """The gateway's signature that comes with the request that they are read for, or of a copy the reader's own word
-    that it is a holder (`services.credentials`)."""
+    that it is a holder (`services.trust.credentials`)."""
     is_copy: bool = False
     """They are to be kept elsewhere as well: there is no request that they are read for."""
     answer_by_ms: Number = 0

@@ -140,7 +140,7 @@ class RunPrefill(RequestMessage, frozen=True, kw_only=True):
     num_answered_tokens: Number = 0
     tenant: str = ""
     proof: bytes = b""
-    """A gateway's signature of the request's id, tenant and deadline (`services.credentials`)."""
+    """A gateway's signature of the request's id, tenant and deadline (`services.trust.credentials`)."""
     replica: WorkerId | None = None
 
 

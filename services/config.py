@@ -317,6 +317,11 @@ def relations_of(config: MeshConfig) -> list[Relation]:
     ]
 
 
+def parse_list(text: str) -> tuple[str, ...]:
+    """Return the parts of a list with commas between."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
 def parse_devices(text: str) -> tuple[str, ...]:
     """Return the devices of a list with commas between. Raises UserError."""
     try:

@@ -8,8 +8,8 @@ from schemas.kv import RequestLease
 from schemas.request import ReserveBlocks, RunPrefill
 from schemas.subjects import CarriesT, Subject
 from services.bus.typed import ReplyT, TypedBus
-from services.credentials import TenantSigner, credentials_for
 from services.telemetry import SpanRef
+from services.trust.credentials import TenantSigner, credentials_for
 
 SECRET = b"a secret of the tests"
 SEED = "a seed of the tests"

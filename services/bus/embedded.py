@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -154,9 +155,9 @@ def _version(binary: str) -> tuple[int, int]:
 
 def _greet(url: str) -> None:
     """Return once the server has sent its greeting. Raises TimeoutError when it does not."""
-    host, port = url.removeprefix("nats://").rsplit(":", 1)
+    parts = urlsplit(url)
     try:
-        with socket.create_connection((host, int(port)), timeout=limits.START_TIMEOUT_S) as sock:
+        with socket.create_connection((parts.hostname, parts.port), timeout=limits.START_TIMEOUT_S) as sock:
             if not sock.recv(5):
                 raise TimeoutError
     except OSError as error:

@@ -12,9 +12,10 @@ import contextlib
 import logging
 import random
 import re
+import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import nats
 import nats.errors
@@ -39,6 +40,7 @@ from services.bus.base import (
 )
 from services.errors import BrokerRefusesError, BrokerUnreachableError
 from services.presence import SETTLE_MS
+from services.trust.certificates import client_context
 from services.trust.keys import BusAccess, Identity
 
 log = logging.getLogger(__name__)
@@ -145,9 +147,35 @@ class NatsEndpoint:
         self._inbox.put_nowait(delivery)
 
 
+class NotEncryptedError(nats.errors.Error):
+    """The broker, or somebody on the way to it, offers no TLS where it is insisted on."""
+
+
 class ReadingClient(Client):
-    """The library's client, which goes on reading after a PONG that nobody awaits any more. The library hands each PONG
-    to whoever has waited longest; one that was cancelled meanwhile would end its reading task."""
+    """The library's client, with three differences.
+
+    It goes on reading after a PONG that nobody awaits any more: the library hands each PONG to whoever has waited
+    longest, and one that was cancelled meanwhile would end its reading task. It insists on TLS where that is asked for:
+    the library leaves it to the first line that comes, in clear, from whoever answers. And it tries again after a
+    handshake that failed: the library waits for ever for the end of that connection (nats-io/nats.py issue 718).
+    """
+
+    def __init__(self, *, is_encrypted: bool) -> None:
+        super().__init__()
+        self._is_encrypted = is_encrypted
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        if initial_connection and self._is_encrypted and not info.get("tls_required"):
+            raise NotEncryptedError
+        await super()._process_info(info, initial_connection)
+
+    async def _process_connect_init(self) -> None:
+        try:
+            await super()._process_connect_init()
+        except BaseException:
+            _abort(self)
+            self._transport = None
+            raise
 
     async def _process_pong(self) -> None:
         pongs: list[asyncio.Future[bool]] = self._pongs  # pyright: ignore
@@ -167,6 +195,7 @@ class NatsBus:
         self._services: dict[str, Service] = {}
         self._endpoints: list[NatsEndpoint] = []
         self._denied: str | None = None
+        self._mistrust_said = ""
         self._inbox = ""
         """Where the messages of our round trips come back."""
         self._trips: dict[bytes, asyncio.Future[None]] = {}
@@ -188,9 +217,10 @@ class NatsBus:
     async def connect(cls, access: BusAccess, name: str, timeout_s: float = limits.CONNECT_TIMEOUT_S) -> "NatsBus":
         """Return a connected bus; tries again until `timeout_s` is over. Raises BrokerUnreachableError with a line that
         names the address, BrokerRefusesError where the broker does not know us."""
-        url, identity = access
-        client = ReadingClient()
+        url, identity, ca = access
+        client = ReadingClient(is_encrypted=access.is_encrypted)
         bus = cls(client, access, name)
+        tls = client_context(ca) if access.is_encrypted else None
         try:
             await asyncio.wait_for(
                 client.connect(
@@ -209,6 +239,7 @@ class NatsBus:
                     ping_interval=limits.PING_INTERVAL_S,
                     user_credentials=None if identity is None else RawCredentials(identity.credentials),
                     inbox_prefix=INBOX if identity is None else identity.inbox,
+                    tls=tls,
                 ),
                 timeout_s,
             )
@@ -390,6 +421,14 @@ class NatsBus:
         if self.num_connects == 0 and _REFUSED in text.lower():
             # Who connects gets this at once: the library would try again and again with the same key.
             raise BrokerRefusesError(_refusal(self._url, self._identity))
+        if isinstance(error, (ssl.SSLError, NotEncryptedError)):
+            text = _mistrust(self._url, error)
+            if self.num_connects == 0:
+                raise BrokerRefusesError(text)
+            if text != self._mistrust_said:  # it comes again with every attempt
+                self._mistrust_said = text
+                log.warning("%s", text)
+            return
         if "permissions violation" in text.lower():
             self._denied = text
         # Every attempt to connect that fails comes here: who connects gets the last of them, as an exception.
@@ -403,6 +442,7 @@ class NatsBus:
 
     async def _on_reconnected(self) -> None:
         self.num_connects += 1
+        self._mistrust_said = ""
         self._reconnected_s = time.monotonic()
         log.warning("the broker at %s is back", self._url)
 
@@ -438,6 +478,14 @@ def _refusal(url: str, identity: Identity | None) -> str:
         f"the broker at {url} does not know the key of {identity.role} {identity.name}: it has expired, or is of "
         "another mesh; --keys (a service's) or --creds (a person's) names what was made for this broker"
     )
+
+
+def _mistrust(url: str, error: ssl.SSLError | NotEncryptedError) -> str:
+    mend = "`kvmesh bus-config DIR --host NAME` makes a certificate for it, and ca.pem for whoever connects"
+    if isinstance(error, NotEncryptedError):
+        return f"the broker at {url} does not encrypt, and it is on another machine or called tls://: {mend}"
+    reason = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else error.reason
+    return f"the broker at {url} is not believed to be ours: {reason or error}; {mend}"
 
 
 def _forget_unsent(client: Client) -> None:

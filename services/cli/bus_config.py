@@ -1,5 +1,6 @@
 """`kvmesh bus-config`: the keys of a mesh, for a broker of one's own."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -7,21 +8,26 @@ from rich.console import Console
 from schemas.permissions import PEOPLE
 from schemas.subjects import Role
 from services.errors import UserError
+from services.trust.certificates import CA_FILE
 from services.trust.keys import BROKER_FILE, MeshKeys, credentials_file, key_file
 
 
-def run_bus_config(folder: Path) -> None:
-    """Write fresh keys, and print what each is for. Raises UserError where there are keys already."""
+def run_bus_config(folder: Path, hosts: Sequence[str]) -> None:
+    """Write fresh keys, and print what each is for. `hosts`: what clients call the broker, for its certificate. Raises
+    UserError where there are keys already."""
     if (folder / BROKER_FILE).exists():
         raise UserError(f"{folder} has the keys of a mesh already: whoever uses them would be locked out; name another")
-    MeshKeys.fresh().write(folder)
+    MeshKeys.fresh(hosts).write(folder)
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"Add to your nats-server's configuration, and start it again:\n\n  include {folder / BROKER_FILE}\n")
     console.print("Each service needs its role's key, and no other:\n")
     for role in Role:
         if role not in PEOPLE:
             console.print(f"  {key_file(folder, role)}")
+    if hosts:
+        console.print(f"\nEverybody needs beside it, to know the broker by its certificate:\n\n  {folder / CA_FILE}")
     console.print("\nFor people, as `nats --creds FILE` and `kvmesh tail --creds FILE` read them:\n")
     console.print(f"  {credentials_file(folder, Role.OBSERVER)}   what happens, without prompts and answers")
     console.print(f"  {credentials_file(folder, Role.OPERATOR)}   everything")
-    console.print(f"\nThen: kvmesh up --nats URL --keys {folder}, or kvmesh serve ROLE --keys {folder}")
+    url = f"tls://{hosts[0]}:4222" if hosts else "URL"
+    console.print(f"\nThen: kvmesh up --nats {url} --keys {folder}, or kvmesh serve ROLE --keys {folder}")

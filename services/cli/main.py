@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from services.cli.bench import bench
 from services.cli.simulate import simulate
-from services.config import Carrier, Dtype, WireDtype, parse_devices
+from services.config import Carrier, Dtype, WireDtype, parse_devices, parse_list
 from services.errors import UserError
 
 app = typer.Typer(
@@ -174,11 +174,14 @@ def serve(
 @app.command()
 def bus_config(
     folder: Annotated[Path, typer.Argument(help="Where to write them; only you may read it.")],
+    host: Annotated[
+        str, typer.Option(help="Names and addresses by which the server is reached, with commas between: TLS.")
+    ] = "",
 ) -> None:
     """Make the keys of a mesh whose NATS server is your own, and the part of its configuration that knows them."""
     from services.cli.bus_config import run_bus_config
 
-    run_bus_config(folder)
+    run_bus_config(folder, parse_list(host))
 
 
 @app.command()

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from schemas.subjects import Role
 from services.cli.running import STATE_FILE, RunningMesh, mesh_of
-from services.config import GatewayConfig, is_card, state_dir
+from services.config import GatewayConfig, is_card, parse_list, state_dir
 from services.errors import UserError
 from services.files import open_private, private_folder, write_private
 from services.launch.supervisor import Supervisor, UpOptions
@@ -58,8 +58,8 @@ def gateway_config(
             host=host,
             tenants=keys,
             no_auth=no_auth,
-            hosts=(*_listed(hosts), *own_names),
-            cors_origins=_listed(cors_origins),
+            hosts=(*parse_list(hosts), *own_names),
+            cors_origins=parse_list(cors_origins),
             tls_cert=str(Path(tls_cert).absolute()) if tls_cert else "",
             tls_key=str(Path(tls_key).absolute()) if tls_key else "",
         )
@@ -77,10 +77,6 @@ def _read_tenants(path: Path) -> dict[str, str]:
     if not keys:
         raise UserError(f"--tenants: {path} has no keys")
     return keys
-
-
-def _listed(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 async def _up(options: UpOptions) -> int:

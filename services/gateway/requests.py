@@ -13,7 +13,6 @@ from schemas.request import AskWanted, AttemptId, TokensEmitted, Wanted
 from schemas.worker import BlockCounts
 from services.bus.typed import Received, TypedBus
 from services.config import GatewayConfig
-from services.credentials import TenantSigner
 from services.gateway import limits
 from services.gateway.asking import Asker, LiveRequest
 from services.gateway.fleet import Fleet, FleetMessage
@@ -43,6 +42,7 @@ from services.keep import keep_traces
 from services.presence import Hearing
 from services.runtime import now_ms
 from services.telemetry import Telemetry
+from services.trust.credentials import TenantSigner
 
 
 @dataclass

@@ -12,7 +12,6 @@ from schemas.ids import GatewayId, new_id
 from services.bus.base import Bus
 from services.bus.typed import TypedBus
 from services.config import MeshConfig, dtype_of
-from services.credentials import signer_of
 from services.engine.checkpoint import default_shape, layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.errors import CheckpointError, UserError
@@ -27,6 +26,7 @@ from services.gateway.server import Server, connections_for, tls_context
 from services.metrics import Metrics
 from services.ports import bind
 from services.telemetry import Telemetry
+from services.trust.credentials import signer_of
 
 
 async def run_gateway(

@@ -24,6 +24,7 @@ from services.metrics import Metrics
 from services.ports import bind
 from services.runtime import configure_logging, run_until_signal, watch_parent
 from services.telemetry import Telemetry, open_telemetry
+from services.trust.certificates import ca_file
 from services.trust.keys import BusAccess, Identity, RoleKey, key_file, load_role_key, with_key
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ def run_service(
         key = _key_of(role, config, config_path)
         config = with_key(config, key) if key else config
         identity = key.member(name) if key and not config.nats.open else None
+        access = BusAccess(config.nats.url, identity, ca_file(config_path.parent / config.nats.keys))
         start, secrets = _service(role, name, config, metrics, identity)
 
         def read_again() -> None:
@@ -74,7 +76,7 @@ def run_service(
 
         async def serve(stop: asyncio.Event) -> None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, read_again)
-            await _serve(name, config, metrics, start, stop, identity, supervised=supervised)
+            await _serve(name, config, metrics, start, stop, access, supervised=supervised)
 
         run_until_signal(serve)
     except UserError as error:
@@ -118,13 +120,13 @@ async def _serve(
     metrics: Metrics,
     start: Start,
     stop: asyncio.Event,
-    identity: Identity | None,
+    access: BusAccess,
     *,
     supervised: bool,
 ) -> None:
     watch = asyncio.create_task(watch_parent(stop), name="watch parent") if supervised else None
     telemetry = open_telemetry(name, config.telemetry)
-    bus = await NatsBus.connect(BusAccess(config.nats.url, identity), name, config.nats.connect_timeout_s)
+    bus = await NatsBus.connect(access, name, config.nats.connect_timeout_s)
     ends = asyncio.create_task(_end_with(bus, stop), name="watch the bus")
     try:
         with contextlib.ExitStack() as while_ready:

@@ -39,7 +39,6 @@ from services.config import (
     state_dir,
     write_config,
 )
-from services.credentials import TenantSigner
 from services.engine.checkpoint import Checkpoint, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.devices import Cards, check_carrier, check_driver, plan_devices, probe_cards
@@ -50,6 +49,8 @@ from services.launch.limits import START_TIMEOUT_S, STOP_SLACK_S, STOP_TIMEOUT_S
 from services.launch.restart import Child, Restarts
 from services.ports import bind, free_port
 from services.scheduler.placement.policy import policy_named
+from services.trust.certificates import ca_file
+from services.trust.credentials import TenantSigner
 from services.trust.keys import BROKER_FILE, BusAccess, MeshKeys, credentials_file, key_file, load_role_key, person
 
 WORKER_ROLES = ("prefill", "decode", "aggregated")
@@ -167,8 +168,9 @@ class Supervisor:
         if self.has_open_bus:
             return BusAccess(self.nats_url)
         if role in PEOPLE:
-            return BusAccess(self.nats_url, person(credentials_file(folder, role), role))
-        return BusAccess(self.nats_url, load_role_key(key_file(folder, role)).identity(name or new_id(role)))
+            return BusAccess(self.nats_url, person(credentials_file(folder, role), role), ca_file(folder))
+        identity = load_role_key(key_file(folder, role)).identity(name or new_id(role))
+        return BusAccess(self.nats_url, identity, ca_file(folder))
 
     @property
     def log_dir(self) -> Path:
@@ -326,8 +328,10 @@ class Supervisor:
 
     async def _check_broker(self, url: str) -> None:
         """Raises UserError where a broker of one's own does not answer, does not know our keys, or lets anybody in."""
+        folder = Path(self._options.keys)
+        ca = ca_file(folder) if self._options.keys else None
         try:
-            bus = await NatsBus.connect(BusAccess(url), "kvmesh-up")
+            bus = await NatsBus.connect(BusAccess(url, None, ca), "kvmesh-up")
         except BrokerRefusesError:
             if not self._options.keys:
                 raise
@@ -339,9 +343,8 @@ class Supervisor:
                     "`kvmesh bus-config DIR` writes and pass --keys DIR, or pass --open-bus"
                 )
             return
-        folder = Path(self._options.keys)
         identity = person(credentials_file(folder, Role.OBSERVER), Role.OBSERVER)
-        await (await NatsBus.connect(BusAccess(url, identity), "kvmesh-up")).close()
+        await (await NatsBus.connect(BusAccess(url, identity, ca), "kvmesh-up")).close()
 
     def _config(self, port: int) -> MeshConfig:
         options, checkpoint = self._options, self.checkpoint

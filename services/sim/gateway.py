@@ -13,7 +13,6 @@ from schemas.ids import GatewayId
 from services.bus.base import Bus
 from services.bus.typed import TypedBus
 from services.config import MeshConfig
-from services.credentials import signer_of
 from services.gateway.api.prepare import GatewayModel
 from services.gateway.api.routes import Gateway, build_app
 from services.gateway.observe.metrics import GatewayMetrics
@@ -21,6 +20,7 @@ from services.gateway.requests import Requests
 from services.metrics import Metrics
 from services.runtime import now_ms
 from services.telemetry import Telemetry
+from services.trust.credentials import signer_of
 
 _SERVING: ContextVar[Gateway] = ContextVar("serving")
 """The gateway whose request is being served."""

@@ -17,7 +17,6 @@ from schemas.permissions import permissions_of, role_of
 from schemas.worker import WorkerRole
 from services.bus.base import BusError
 from services.config import GatewayConfig, MeshConfig, SchedulerConfig, StoreConfig, WorkerConfig
-from services.credentials import holder_credentials
 from services.directory.service import run_directory
 from services.engine.fake import FakeEngine
 from services.gateway.api.prepare import GatewayModel
@@ -33,6 +32,7 @@ from services.sim.platform.plane import SimNetwork, memory_arena, sim_platform
 from services.store.load import make_parts as make_store_parts
 from services.store.service import run_store
 from services.telemetry import ListExporter, SpanRecord, Telemetry
+from services.trust.credentials import holder_credentials
 from services.worker.core.checks import WorkerLimits
 from services.worker.parts import WorkerParts
 

@@ -11,7 +11,6 @@ from dataplane.carriers.host import HostArena
 from dataplane.memory.arena import ArenaTooLargeError
 from schemas.ids import WorkerId
 from services.config import MeshConfig, StoreConfig, dtype_of, state_dir
-from services.credentials import HolderCredentials, holder_credentials
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.errors import UserError
@@ -20,6 +19,7 @@ from services.store.disk import DiskTier
 from services.store.remote import SCHEMES, ValkeyTier
 from services.store.tiers import BackTier, TierError
 from services.store.values import BlockValues
+from services.trust.credentials import HolderCredentials, holder_credentials
 from services.worker.platform import THREADS, Platform
 
 log = logging.getLogger(__name__)

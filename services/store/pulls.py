@@ -13,7 +13,6 @@ from schemas.ids import RequestId, WorkerId, new_id
 from schemas.kv import BlocksCooling, LeaseGranted, ReadEnd, ReplicateBlocks
 from schemas.request import RefusalReason
 from services.bus.typed import Received, TypedBus
-from services.credentials import HolderCredentials
 from services.runtime import now_ms
 from services.store.backing import Backing, Complaints
 from services.store.core import BlocksGone, Event, NotTaken, PullEnded, StartPull, StoreCore
@@ -26,6 +25,7 @@ from services.store.limits import (
     ROOM_TIMEOUT_S,
 )
 from services.telemetry import Key, Telemetry
+from services.trust.credentials import HolderCredentials
 from services.worker.core.attempts import KVRead, WantedLease
 from services.worker.core.events import ReadEnded
 from services.worker.kv.peers import Peers

@@ -4,10 +4,12 @@ Each role has a key of its own, which makes identities of that role and of no ot
 file; the broker needs only what is public.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -15,10 +17,12 @@ from schemas.ids import is_subject_token, new_id
 from schemas.permissions import PEOPLE, SERVICE_NAMES, inbox_of
 from schemas.subjects import Role
 from services.config import MeshConfig, fresh_secret
-from services.credentials import TenantSigner
 from services.errors import UserError
 from services.files import private_folder, write_private
+from services.ports import is_loopback
 from services.trust import nats_jwt
+from services.trust.certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE, BrokerCertificate, new_certificate
+from services.trust.credentials import TenantSigner
 
 BROKER_FILE = "broker.conf"
 _ROLE_SUFFIX = ".key.json"
@@ -43,6 +47,15 @@ class BusAccess(NamedTuple):
 
     url: str
     identity: Identity | None = None
+    ca: Path | None = None
+    """The certificate of the CA that vouches for the broker; None: one of those that the system trusts."""
+
+    @property
+    def is_encrypted(self) -> bool:
+        """TLS is insisted on: always where somebody with a key or a password connects to another machine."""
+        parts = urlsplit(self.url if "://" in self.url else f"nats://{self.url}")
+        has_secret = self.identity is not None or parts.password is not None
+        return parts.scheme == "tls" or self.ca is not None or (has_secret and not is_loopback(parts.hostname or ""))
 
 
 class RoleKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -80,9 +93,13 @@ class MeshKeys:
     broker_config: str
     """For nats-server's configuration. Public keys only."""
     roles: Mapping[Role, RoleKey]
+    certificate: BrokerCertificate | None = None
+    """With it the broker speaks TLS only."""
 
     @classmethod
-    def fresh(cls) -> "MeshKeys":
+    def fresh(cls, hosts: Sequence[str] = ()) -> "MeshKeys":
+        """`hosts`: what clients call the broker, for its certificate; none: TLS is not used. Raises UserError for what
+        is no name or address."""
         operator, account = nats_jwt.new_pair(nats_jwt.OPERATOR), nats_jwt.new_pair(nats_jwt.ACCOUNT)
         signers = {role: nats_jwt.new_pair(nats_jwt.ACCOUNT) for role in Role}
         public = {role: nats_jwt.public(pair) for role, pair in signers.items()}
@@ -102,24 +119,31 @@ class MeshKeys:
             role: RoleKey(role=role, account=me, seed=nats_jwt.seed(pair), **own.get(role, {}))
             for role, pair in signers.items()
         }
-        return cls(config, roles)
+        return cls(config, roles, new_certificate(hosts) if hosts else None)
 
-    def files(self) -> dict[str, bytes]:
+    def files(self, folder: Path) -> dict[str, bytes]:
         """Return the content of each file by its name: each role's key, people's credentials, and last the broker's
-        part, which is there only where all are."""
+        part, which is there only where all are. `folder`: where the broker finds its own."""
         found: dict[str, bytes] = {}
         for role, key in self.roles.items():
             if role in PEOPLE:
                 found[f"{role}{_CREDENTIALS_SUFFIX}"] = key.identity(role).credentials.encode()
             else:
                 found[f"{role}{_ROLE_SUFFIX}"] = msgspec.json.encode(key)
-        return found | {BROKER_FILE: self.broker_config.encode()}
+        config = self.broker_config
+        if self.certificate:
+            found[CA_FILE] = self.certificate.ca
+            found[CERTIFICATE_FILE] = self.certificate.certificate
+            found[KEY_FILE] = self.certificate.key
+            certificate, key = (json.dumps(str(folder / name)) for name in (CERTIFICATE_FILE, KEY_FILE))
+            config += f'tls: {{ cert_file: {certificate}, key_file: {key}, min_version: "1.3" }}\n'
+        return found | {BROKER_FILE: config.encode()}
 
     def write(self, folder: Path) -> None:
         """Write all files into a folder that only its owner may read. Raises UserError where it cannot be written."""
         try:
             private_folder(folder, is_ours=True)
-            for name, content in self.files().items():
+            for name, content in self.files(folder.absolute()).items():
                 write_private(folder / name, content)
         except OSError as error:
             raise UserError(f"the keys cannot be written to {folder}: {error.strerror}") from error

@@ -13,12 +13,12 @@ from dataplane.memory.arena import ArenaTooLargeError
 from schemas.ids import WorkerId
 from schemas.worker import WorkerInfo, WorkerRole
 from services.config import MeshConfig, WorkerConfig, dtype_of
-from services.credentials import HolderCredentials, holder_credentials
 from services.engine.checkpoint import Checkpoint, default_shape, layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.devices import CPU, card_of
 from services.engine.interface import Engine, PlacedEngine
 from services.errors import UserError
+from services.trust.credentials import HolderCredentials, holder_credentials
 from services.worker.core.checks import WorkerLimits
 from services.worker.platform import THREADS, Platform
 

@@ -12,7 +12,7 @@ import msgspec
 
 from schemas.ids import RequestId, WorkerId
 from schemas.kv import RequestLease
-from services.credentials import TenantSigner, credentials_for
+from services.trust.credentials import TenantSigner, credentials_for
 
 NUM_CALLS = 5_000
 REQUEST = RequestLease(

@@ -212,6 +212,7 @@ def test_a_store_whose_server_is_not_there(tmp_path: Path) -> None:
     assert our_processes(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_disk_store_is_in_the_fleet_and_outlives_the_mesh(tmp_path: Path) -> None:
     command = [*KVMESH, "up", "--port", "0", "--kv-mib", "64", "--store", "disk", "--store-mib", "64"]
     for _ in range(2):

@@ -95,7 +95,7 @@ class Mesh:
         """Return the workers' loads as the scheduler knows them; none while it does not answer."""
         name = self._project.name
         within = ("--network", f"{name}_default", "--volume", f"{name}_keys-people:/people:ro", IMAGE)
-        status = ("kvmesh", "status", "--nats", "nats://nats:4222", "--creds", "/people/observer.creds", "--json")
+        status = ("kvmesh", "status", "--nats", "tls://nats:4222", "--creds", "/people/observer.creds", "--json")
         try:
             return json.loads(docker("run", "--rm", *within, *status))["workers"]
         except DockerError:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -23,8 +24,9 @@ from services.bus.embedded import find_server
 from services.bus.limits import MAX_PAYLOAD_BYTES
 from services.cli.main import RoleName
 from services.config import MeshConfig, ModelConfig, dtype_of, load_config
-from services.credentials import holder_credentials, signer_of
-from services.trust.keys import MeshKeys, load_role_key, with_key
+from services.trust.certificates import CA_FILE, client_context
+from services.trust.credentials import holder_credentials, signer_of
+from services.trust.keys import BROKER_FILE, load_role_key, with_key
 from tests.compose.__main__ import base_images
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +47,7 @@ def services() -> dict[str, Any]:
 
 @pytest.fixture
 def template(monkeypatch: pytest.MonkeyPatch) -> MeshConfig:
-    monkeypatch.setenv("KVMESH_NATS_URL", "nats://nats:4222")
+    monkeypatch.setenv("KVMESH_NATS_URL", "tls://nats:4222")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://tempo:4318")
     return load_config(COMPOSE / "mesh.toml")
 
@@ -286,7 +288,12 @@ def test_grafana_asks_the_tempo_that_the_services_write_to(services: dict[str, A
 def test_the_broker_takes_its_configuration(tmp_path: Path) -> None:
     """The committed file, run by a real server with its ports moved aside."""
     text = (COMPOSE / "nats.conf").read_text()
-    MeshKeys.fresh().write(tmp_path / "keys")
+    make, keys = make_config_module(), key_folders(tmp_path / "made")
+    make.make_config(COMPOSE / "mesh.toml", tmp_path / "mesh.toml", "", keys)
+    own = (keys / "broker" / BROKER_FILE).read_text()
+    assert str(make.AT_BROKER) in own
+    (keys / "broker" / BROKER_FILE).write_text(own.replace(str(make.AT_BROKER), str(tmp_path / "keys")))
+    (keys / "broker").rename(tmp_path / "keys")
     moved = text.replace("port: 4222", f'port: -1\nports_file_dir: "{tmp_path}"').replace(":8222", ":-1")
     moved = moved.replace('"0.0.0.0"', '"127.0.0.1"')
     assert "port: -1" in moved and "127.0.0.1:-1" in moved
@@ -299,6 +306,11 @@ def test_the_broker_takes_its_configuration(tmp_path: Path) -> None:
             assert json.load(answer)["max_payload"] == MAX_PAYLOAD_BYTES
         with urllib.request.urlopen(f"{monitoring}/healthz", timeout=10) as answer:
             assert answer.status == 200
+        port = wait_for_ports(tmp_path)["nats"][0].rpartition(":")[2]
+        with socket.create_connection(("127.0.0.1", int(port)), timeout=10) as sock:
+            assert b'"tls_required":true' in sock.recv(65_536)
+            context = client_context(keys / "holder" / CA_FILE)
+            context.wrap_socket(sock, server_hostname=make.BROKER).close()
     finally:
         server.terminate()
         server.wait(10)
@@ -322,6 +334,8 @@ def test_keys_are_made_once_and_each_container_sees_its_own(tmp_path: Path, serv
     assert {str(path) for path in first} == {
         "gateway/gateway.key.json", "scheduler/scheduler.key.json", "directory/directory.key.json",
         "holder/holder.key.json", "people/observer.creds", "people/operator.creds", "broker/broker.conf",
+        "broker/broker.crt", "broker/broker.key", "people/ca.pem",
+        "gateway/ca.pem", "scheduler/ca.pem", "directory/ca.pem", "holder/ca.pem",
     }  # fmt: skip
     assert {path.stat().st_mode & 0o777 for path in keys.rglob("*.*")} == {0o600}
     make_config(COMPOSE / "mesh.toml", target, "", keys)

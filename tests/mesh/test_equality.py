@@ -71,7 +71,7 @@ def send(mesh: Mesh, case: Case) -> str:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("carrier", "num_requests"), [("shm", 100), ("tcp", 60), ("shm", 200), ("tcp", 200)])
+@pytest.mark.parametrize(("carrier", "num_requests"), [("shm", 40), ("tcp", 40), ("shm", 200), ("tcp", 200)])
 def test_requests_16_at_a_time_through_2p2d(
     carrier: str,
     num_requests: int,

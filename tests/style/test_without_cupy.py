@@ -38,6 +38,7 @@ def test_every_module_imports_where_cupy_is_not_installed() -> None:
     assert int(run(_IMPORT_ALL.format(absent=("cupy", "cupy_backends"), left_out=()))) > 100
 
 
+@pytest.mark.slow
 def test_an_engine_is_asked_for_its_kernels_only_where_there_is_a_card() -> None:
     """Kernels in Triton's language need it to be imported; whoever starts a worker must not need them."""
     absent = ("cupy", "cupy_backends", "triton", "flashinfer")

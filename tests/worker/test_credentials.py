@@ -8,8 +8,8 @@ from schemas.kv import RequestLease
 from schemas.request import RefusalReason, ReserveBlocks, RunPrefill
 from schemas.subjects import Role
 from services.config import MeshConfig
-from services.credentials import TenantSigner, credentials_for, holder_credentials, signer_of
 from services.errors import UserError
+from services.trust.credentials import TenantSigner, credentials_for, holder_credentials, signer_of
 from services.trust.keys import MeshKeys, with_key
 from tests.credentials import CREDENTIALS, SECRET, SIGNER, proved
 from tests.worker import worker_cases as case

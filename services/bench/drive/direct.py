@@ -18,10 +18,10 @@ from services.bench.limits import DIRECT_TIMEOUT_S, LOCATE_INTERVAL_S
 from services.bus.base import BusError
 from services.bus.nats import NatsBus
 from services.bus.typed import Received, TypedBus
-from services.credentials import TenantSigner
 from services.launch.known_workers import describe_fleet
 from services.launch.supervisor import Supervisor
 from services.runtime import now_ms
+from services.trust.credentials import TenantSigner
 
 
 class TimedFirstToken(NamedTuple):

@@ -26,9 +26,9 @@ from schemas.request import RefusalReason, Refused
 from services.bus.base import BusError
 from services.bus.typed import TypedBus
 from services.config import LEASE_ANSWER_MS
-from services.credentials import HolderCredentials
 from services.runtime import now_ms
 from services.telemetry import Telemetry
+from services.trust.credentials import HolderCredentials
 from services.worker.core.attempts import KVRead, WantedLease
 from services.worker.core.content import ReadOutcome
 from services.worker.core.events import ReadEnded, ReadStarted

@@ -10,6 +10,7 @@ from tests.mesh.faults.times import BROKER_PAUSES_S, BrokerPauses, broker_pauses
 from tests.mesh.forked import ForkingLoop
 
 
+@pytest.mark.slow  # `make test` has the scenario of the same name
 @pytest.mark.parametrize("for_s", BROKER_PAUSES_S)
 @pytest.mark.parametrize("num_schedulers", [1, 2])
 def test_a_paused_broker_kills_nobody(num_schedulers: int, for_s: float, forking: ForkingLoop, tmp_path: Path) -> None:

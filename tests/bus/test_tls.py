@@ -1,0 +1,185 @@
+"""TLS on the bus: whom a client believes, and what it does not do in clear."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from schemas.subjects import Role
+from services.bus.embedded import EmbeddedNats
+from services.bus.nats import NatsBus
+from services.errors import BrokerRefusesError, UserError
+from services.trust.certificates import CA_FILE, ca_file, client_context, new_certificate
+from services.trust.keys import BROKER_FILE, BusAccess, MeshKeys
+from tests.waiting import until
+
+LOOPBACK = ("localhost", "127.0.0.1")
+
+
+@pytest.fixture(scope="module")
+def keys() -> MeshKeys:
+    return MeshKeys.fresh(LOOPBACK)
+
+
+@pytest.fixture(scope="module")
+def broker(keys: MeshKeys, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedNats]:
+    folder = tmp_path_factory.mktemp("tls")
+    server = serving(keys, folder)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def ca(keys: MeshKeys, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("client")
+    assert keys.certificate is not None
+    (folder / CA_FILE).write_bytes(keys.certificate.ca)
+    found = ca_file(folder)
+    assert found is not None
+    return found
+
+
+def serving(keys: MeshKeys, folder: Path, port: int | None = None) -> EmbeddedNats:
+    keys.write(folder / "keys")
+    return EmbeddedNats.start(port, folder / "run", (folder / "keys" / BROKER_FILE).read_text())
+
+
+def gateway(url: str, keys: MeshKeys, ca: Path | None) -> BusAccess:
+    return BusAccess(url, keys.roles[Role.GATEWAY].identity("gateway-0"), ca)
+
+
+async def refusal(access: BusAccess) -> str:
+    with pytest.raises(BrokerRefusesError) as refused:
+        await (await NatsBus.connect(access, "gateway-0")).close()
+    return str(refused.value)
+
+
+async def test_who_has_the_ca_comes_in_and_is_encrypted(broker: EmbeddedNats, keys: MeshKeys, ca: Path) -> None:
+    bus = await NatsBus.connect(gateway(broker.url, keys, ca), "gateway-0")
+    await bus.flush()
+    transport = bus._client._transport._io_writer.transport
+    assert transport.get_extra_info("cipher") and transport.get_extra_info("ssl_object").version() == "TLSv1.3"
+    await bus.close()
+
+
+async def test_who_lacks_the_ca_believes_nobody(broker: EmbeddedNats, keys: MeshKeys, ca: Path) -> None:
+    refused = await refusal(gateway(broker.url, keys, None))
+    assert "is not believed to be ours" in refused and "ca.pem" in refused
+    other = ca.with_name("other.pem")
+    other.write_bytes(new_certificate(LOOPBACK).ca)
+    assert "is not believed to be ours" in await refusal(gateway(broker.url, keys, other))
+
+
+async def test_a_certificate_for_another_name_is_refused_by_name(keys: MeshKeys, tmp_path: Path) -> None:
+    elsewhere = MeshKeys.fresh(["nats.example.org"])
+    server = serving(elsewhere, tmp_path)
+    try:
+        refused = await refusal(gateway(server.url, elsewhere, tmp_path / "keys" / CA_FILE))
+        assert "127.0.0.1" in refused and "not valid for" in refused
+    finally:
+        server.stop()
+
+
+async def test_an_expired_certificate_is_one_line(tmp_path: Path) -> None:
+    current = MeshKeys.fresh(LOOPBACK)
+    expired = MeshKeys(current.broker_config, current.roles, new_certificate(LOOPBACK, lasts_days=-1))
+    server = serving(expired, tmp_path)
+    try:
+        refused = await refusal(gateway(server.url, expired, tmp_path / "keys" / CA_FILE))
+        assert "certificate has expired" in refused and "kvmesh bus-config" in refused and "\n" not in refused
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize(
+    ("url", "has_identity", "is_encrypted"),
+    [
+        ("nats://127.0.0.1:4222", True, False),
+        ("127.0.0.1:4222", True, False),
+        ("tls://127.0.0.1:4222", True, True),
+        ("tls://127.0.0.1:4222", False, True),
+        ("nats://[::1]:4222", True, False),
+        ("nats://10.0.0.5:4222", True, True),
+        ("10.0.0.5:4222", True, True),
+        ("nats://nats:4222", True, True),
+        ("nats://10.0.0.5:4222", False, False),  # nobody is asked for anything there
+        ("nats://worker:pass@10.0.0.5:4222", False, True),
+        ("nats://worker:pass@localhost:4222", False, False),
+    ],
+)
+def test_a_key_crosses_a_network_encrypted_only(
+    keys: MeshKeys, url: str, has_identity: bool, is_encrypted: bool
+) -> None:
+    identity = keys.roles[Role.GATEWAY].identity("gateway-0") if has_identity else None
+    assert BusAccess(url, identity).is_encrypted is is_encrypted
+
+
+async def test_nothing_is_said_to_whoever_takes_the_encryption_away(nats_url: str, keys: MeshKeys, ca: Path) -> None:
+    """Somebody on the way answers in the broker's place, and offers no TLS."""
+    heard = bytearray()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"server_id":"x","version":"2.12.0","max_payload":1048576,"nonce":"abc"}\r\n')
+        heard.extend(await reader.read())
+        writer.close()
+
+    middle = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = middle.sockets[0].getsockname()[1]
+    refused = await refusal(gateway(f"nats://127.0.0.1:{port}", keys, ca))
+    assert "does not encrypt" in refused and not heard
+    assert "does not encrypt" in await refusal(BusAccess(nats_url.replace("nats:", "tls:"), None, ca))
+    middle.close()
+
+
+async def test_it_comes_back_encrypted_and_to_nobody_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mine = MeshKeys.fresh(LOOPBACK)
+    server = serving(mine, tmp_path)
+    port = int(server.url.rpartition(":")[2])
+    bus = await NatsBus.connect(gateway(server.url, mine, tmp_path / "keys" / CA_FILE), "gateway-0")
+    server.stop()
+    await until(lambda: not bus.is_connected)
+    forged = serving(MeshKeys(mine.broker_config, mine.roles, new_certificate(LOOPBACK)), tmp_path / "forged", port)
+    await asyncio.sleep(1)
+    assert not bus.is_connected
+    forged.stop()
+    in_clear = EmbeddedNats.start(port, tmp_path / "clear", mine.broker_config)
+    await asyncio.sleep(1)
+    assert not bus.is_connected
+    in_clear.stop()
+    said = [record.getMessage() for record in caplog.records]
+    assert [sum(reason in line for line in said) for reason in ("not believed to be ours", "does not encrypt")] == [
+        1,
+        1,
+    ]
+    server = serving(mine, tmp_path, port)
+    await until(lambda: bus.is_connected)
+    await bus.flush()
+    await bus.close()
+    server.stop()
+
+
+def test_stock_tools_verify_it_too(broker: EmbeddedNats, ca: Path) -> None:
+    """OpenSSL's own opinion of the chain, strictly."""
+    port = broker.url.rpartition(":")[2]
+    code = (
+        "import socket, ssl, sys\n"
+        "context = ssl.create_default_context(cafile=sys.argv[1])\n"
+        "context.verify_flags |= ssl.VERIFY_X509_STRICT\n"
+        "sock = socket.create_connection(('127.0.0.1', int(sys.argv[2])))\n"
+        "assert sock.recv(4096).startswith(b'INFO')\n"
+        "print(context.wrap_socket(sock, server_hostname='localhost').version())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(ca), port], capture_output=True, text=True, timeout=30)
+    assert done.stdout.strip() == "TLSv1.3", done.stderr
+
+
+def test_names_are_checked_before_keys_are_made(tmp_path: Path) -> None:
+    for bad in ("tls://nats.example.org", "nats.example.org:4222", "two names", ""):
+        with pytest.raises(UserError, match="no name or address"):
+            MeshKeys.fresh([bad])
+    (tmp_path / CA_FILE).write_text("no certificate")
+    with pytest.raises(UserError, match="no CA's certificate"):
+        client_context(tmp_path / CA_FILE)
