@@ -66,6 +66,8 @@ async def run_all(num_rounds: int, num_jobs: int, names: list[str]) -> list[str]
             progress.update(bar, description=f"scenarios, {len(failures)} complaints")
             for what in found:
                 console.print(f"round {number}, {name}: {what}", markup=False)
+            if name == names[-1] and not console.is_terminal:  # a log shows no bar
+                console.print(f"round {number} is over, {len(failures)} complaints so far", markup=False)
 
         remaining = iter(range(num_rounds))
         async with asyncio.TaskGroup() as tasks:
