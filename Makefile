@@ -6,6 +6,7 @@
 # make check  ruff, pyright, import contracts
 # make prometheus-test   a real Prometheus (Debian's, unpacked below .kvmesh where there is none) on a mesh under load
 # make faults the same to real processes, and the table of what surviving comes to (about an hour)
+# make attack what was found to be open, tried on a real mesh under load, with a million fuzzed frames and messages
 # make compose-test   the mesh of compose/ in real containers; says why not where there is no Docker
 # make otlp-test  traces in a real back end: installs Arize Phoenix into an environment of its own (a few minutes)
 # make gpu-test   what needs a graphics card, and only that; make gpu-bench   what the card gives (compose/README.md: what it needs)
@@ -17,6 +18,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UP_FLAGS ?=
 REPEAT_FLAGS ?= --rounds 100
 GPU_BENCH_FLAGS ?= --quick
+ATTACK_FLAGS ?=
 # A file's tests stay in one process, in their order; TEST_FLAGS= runs all of them in one. Three on two cores: much of it
 # is waiting.
 TEST_FLAGS ?= -n 3 --dist loadfile --no-loadscope-reorder
@@ -35,7 +37,7 @@ PROMETHEUS := $(or $(shell command -v prometheus),$(TOOLS)/prometheus/usr/bin/pr
 
 PHOENIX := .kvmesh/phoenix
 
-.PHONY: up setup dev test test-all test-rest test-debug test-repeat check sim faults compose-test otlp-test prometheus-test bench gpu-test gpu-bench docs dashboards pages screenshots clean
+.PHONY: up setup dev test test-all test-rest test-debug test-repeat check sim faults attack compose-test otlp-test prometheus-test bench gpu-test gpu-bench docs dashboards pages screenshots clean
 
 up: setup
 	@$(BIN)/kvmesh up $(UP_FLAGS)
@@ -87,6 +89,9 @@ sim: dev
 
 faults: dev
 	$(BIN)/python -m tests.mesh.faults.figures --out .kvmesh/faults.md
+
+attack: dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mesh.attack $(ATTACK_FLAGS)
 
 compose-test: dev
 	$(BIN)/python -m tests.compose

@@ -138,6 +138,7 @@ def _spawn(command: list[str]) -> "subprocess.Popen[bytes]":
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        umask=0o077,  # what it writes is ours alone
         preexec_fn=_die_with_parent if _LIBC else None,
     )
 

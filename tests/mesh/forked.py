@@ -6,6 +6,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import TypeVar, cast
 
+from services.files import open_private
 from services.launch.supervisor import Supervisor, UpOptions
 from tests.mesh.zygote import Zygote
 
@@ -27,7 +28,7 @@ class ForkedSupervisor(Supervisor):
         if role == "gateway":
             names = [name for role, name in self._options.services if role == "gateway"]
             arguments += ["--port", str(self._ports[names.index(name)])]
-        with (self.log_dir / f"{name}.log").open("ab") as log:
+        with open_private(self.log_dir / f"{name}.log", "ab") as log:
             process = await self._zygote.spawn(arguments, log.fileno())
         return cast("asyncio.subprocess.Process", process)
 

@@ -1,17 +1,21 @@
 """Tries every cell of the table of permissions on a real nats-server, with stock clients."""
 
-from collections.abc import AsyncGenerator
+import secrets
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from nats.aio.client import Client, RawCredentials
+from nats.aio.subscription import Subscription
 
 from schemas.permissions import Direction, granted
 from schemas.subjects import SUBJECTS, Role, Subject
-from services.trust.keys import MeshKeys
+from services.trust.keys import Identity
 
 ME, OTHER = "me", "other"
+Identities = Callable[[Role, str], Identity]
+"""Makes the member of a role that has this name; people have names of their own."""
 HEARD_WITHIN_S = 20.0
 
 
@@ -47,8 +51,8 @@ class Member:
 
     @classmethod
     @asynccontextmanager
-    async def join(cls, url: str, keys: MeshKeys, role: Role, name: str) -> "AsyncGenerator[Member]":
-        member, identity = cls(), keys.roles[role].identity(name)
+    async def join(cls, url: str, identity: Identity) -> "AsyncGenerator[Member]":
+        member = cls()
         await member.client.connect(
             url, user_credentials=RawCredentials(identity.credentials), inbox_prefix=identity.inbox,
             error_cb=member._on_error, allow_reconnect=False,
@@ -64,29 +68,32 @@ class Member:
         await self.client.flush()
         await self.client.flush()
 
+    async def _hears(self, subscription: Subscription, said: bytes) -> bool:
+        """Say whether this is among what has come: services may be talking there too."""
+        await self.settle()
+        heard = [(await subscription.next_msg()).data for _ in range(subscription.pending_msgs)]
+        await subscription.unsubscribe()
+        return said in heard
+
     async def may_publish(self, subject: str, listener: "Member") -> bool:
         """Publish, and say whether somebody heard it who hears everything. Asserts that the broker said so."""
-        heard = await listener.client.subscribe(subject)
+        said, subscription = secrets.token_hex().encode(), await listener.client.subscribe(subject)
         await listener.settle()
         self.denied.clear()
-        await self.client.publish(subject, b"tried")
+        await self.client.publish(subject, said)
         await self.settle()
-        await listener.settle()
-        is_heard = heard.pending_msgs > 0
-        await heard.unsubscribe()
+        is_heard = await listener._hears(subscription, said)
         assert is_heard != bool(self.denied), (subject, self.denied)
         return is_heard
 
     async def may_hear(self, subject: str, pattern: str, speaker: "Member") -> bool:
         """Subscribe to a pattern, and say whether what is published there comes."""
         self.denied.clear()
-        subscription = await self.client.subscribe(pattern)
+        said, subscription = secrets.token_hex().encode(), await self.client.subscribe(pattern)
         await self.settle()
-        await speaker.client.publish(subject, b"tried")
+        await speaker.client.publish(subject, said)
         await speaker.settle()
-        await self.settle()
-        is_heard = subscription.pending_msgs > 0
-        await subscription.unsubscribe()
+        is_heard = await self._hears(subscription, said)
         assert not (is_heard and self.denied), (pattern, self.denied)
         return is_heard
 
@@ -95,19 +102,19 @@ def concrete(subject: Subject[Any, Any], name: str) -> str:
     return subject.of(*(name for _ in subject.ids))
 
 
-async def every_cell(url: str, keys: MeshKeys) -> dict[Cell, bool]:
+async def every_cell(url: str, identity: Identities) -> dict[Cell, bool]:
     """Return whether each cell works, whether it should or not."""
     found: dict[Cell, bool] = {}
-    async with Member.join(url, keys, Role.OPERATOR, "listener") as listener:
+    async with Member.join(url, identity(Role.OPERATOR, "listener")) as listener:
         for role in Role:
-            async with Member.join(url, keys, role, ME) as member:
+            async with Member.join(url, identity(role, ME)) as member:
                 for subject in SUBJECTS:
                     for own in (True, False):
                         name = ME if own else OTHER
                         told = await member.may_publish(concrete(subject, name), listener)
                         found[Cell(role, subject, Direction.PUBLISH, own)] = told
                         speaker_role = subject.said_by[0].role
-                        async with Member.join(url, keys, speaker_role, name) as speaker:
+                        async with Member.join(url, identity(speaker_role, name)) as speaker:
                             exact = concrete(subject, name)
                             heard = await member.may_hear(exact, exact, speaker)
                         found[Cell(role, subject, Direction.SUBSCRIBE, own)] = heard

@@ -1,6 +1,7 @@
 """Who may say and hear what: the table, on a real nats-server with stock clients."""
 
 import asyncio
+import functools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from schemas.subjects import SUBJECTS, Role
 from services.bus.embedded import EmbeddedNats
 from services.bus.nats import NatsBus
 from services.errors import BrokerRefusesError, UserError
-from services.trust.keys import BusAccess, MeshKeys, credentials_file, key_file, load_role_key, person
+from services.trust.keys import BusAccess, Identity, MeshKeys, credentials_file, key_file, load_role_key, person
 from tests.wire.cells import Member, every_cell
 
 
@@ -31,8 +32,12 @@ def url(keys: MeshKeys, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
     server.stop()
 
 
+def identity_of(keys: MeshKeys, role: Role, name: str) -> Identity:
+    return keys.roles[role].identity(name)
+
+
 async def test_every_cell_is_what_the_table_says(url: str, keys: MeshKeys) -> None:
-    found = await every_cell(url, keys)
+    found = await every_cell(url, functools.partial(identity_of, keys))
     wrong = [str(cell) for cell, works in found.items() if works != cell.is_allowed]
     assert not wrong, "\n".join(wrong)
     assert len(found) >= 800 and sum(found.values()) >= 100
@@ -56,10 +61,10 @@ async def test_another_mesh_s_key_and_one_that_has_expired_are_one_line(url: str
 
 async def test_replies_reach_whoever_asked_and_nobody_else(url: str, keys: MeshKeys) -> None:
     async with (
-        Member.join(url, keys, Role.GATEWAY, "g") as asker,
-        Member.join(url, keys, Role.HOLDER, "w") as holder,
-        Member.join(url, keys, Role.OBSERVER, "o") as observer,
-        Member.join(url, keys, Role.OPERATOR, "p") as operator,
+        Member.join(url, identity_of(keys, Role.GATEWAY, "g")) as asker,
+        Member.join(url, identity_of(keys, Role.HOLDER, "w")) as holder,
+        Member.join(url, identity_of(keys, Role.OBSERVER, "o")) as observer,
+        Member.join(url, identity_of(keys, Role.OPERATOR, "p")) as operator,
     ):
         subject, reply_to = subjects.PROGRESS.of("w"), []
         questions = await holder.client.subscribe(subject)
@@ -85,7 +90,10 @@ async def test_replies_reach_whoever_asked_and_nobody_else(url: str, keys: MeshK
 async def test_nobody_serves_is_said_though_an_observer_hears_all(url: str, keys: MeshKeys, role: Role) -> None:
     """A listener that hears questions makes the broker take them for served: death is noticed late then."""
     said = nats.errors.NoRespondersError if role is Role.OBSERVER else nats.errors.TimeoutError
-    async with Member.join(url, keys, role, "p") as person, Member.join(url, keys, Role.SCHEDULER, "s") as scheduler:
+    async with (
+        Member.join(url, identity_of(keys, role, "p")) as person,
+        Member.join(url, identity_of(keys, Role.SCHEDULER, "s")) as scheduler,
+    ):
         await person.client.subscribe(ALL)
         await person.settle()
         with pytest.raises(said):
@@ -93,13 +101,13 @@ async def test_nobody_serves_is_said_though_an_observer_hears_all(url: str, keys
 
 
 async def test_an_observer_hears_all_that_it_may_with_one_subscription(url: str, keys: MeshKeys) -> None:
-    async with Member.join(url, keys, Role.OBSERVER, "o") as observer:
+    async with Member.join(url, identity_of(keys, Role.OBSERVER, "o")) as observer:
         inbox = await observer.client.subscribe(ALL)
         await observer.settle()
         assert not observer.denied
         for subject in SUBJECTS:
             name = "x"
-            async with Member.join(url, keys, subject.said_by[0].role, name) as speaker:
+            async with Member.join(url, identity_of(keys, subject.said_by[0].role, name)) as speaker:
                 await speaker.client.publish(subject.of(*(name for _ in subject.ids)), b"")
                 await speaker.settle()
         await observer.settle()

@@ -250,8 +250,8 @@ class FaultMesh:
         return [child.name for child in self.supervisor.children if child.role in WORKER_ROLES]
 
     async def _open_ways(self) -> None:
-        workers = [child for child in self.supervisor.children if child.role in WORKER_ROLES]
-        await self.proxy.lead_to({port for child in workers for port in listening_ports(child.process.pid)})
+        holders = [child for child in self.supervisor.children if child.role in (*WORKER_ROLES, "store")]
+        await self.proxy.lead_to({port for child in holders for port in listening_ports(child.process.pid)})
 
     def _on_joined(self, _joined: WorkerJoined) -> None:
         """A worker is there: lead to it."""
