@@ -172,6 +172,9 @@ class ReadingClient(Client):
     async def _process_connect_init(self) -> None:
         try:
             await super()._process_connect_init()
+            if self._is_encrypted and isinstance(self._transport, TcpTransport):
+                # Else asyncio warns, whenever the broker ends, of how the library has made its stream.
+                self._transport._io_writer._protocol._over_ssl = True  # pyright: ignore
         except BaseException:
             _abort(self)
             self._transport = None

@@ -1,5 +1,6 @@
 """`kvmesh bus-config`: the keys of a mesh, for a broker of one's own."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +20,10 @@ def run_bus_config(folder: Path, hosts: Sequence[str]) -> None:
         raise UserError(f"{folder} has the keys of a mesh already: whoever uses them would be locked out; name another")
     MeshKeys.fresh(hosts).write(folder)
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"Add to your nats-server's configuration, and start it again:\n\n  include {folder / BROKER_FILE}\n")
+    console.print(
+        "Add to your nats-server's configuration, as the way there from that file's own folder (nats-server takes"
+    )
+    console.print(f"no absolute path), and start it again:\n\n  include {os.path.relpath(folder / BROKER_FILE)}\n")
     console.print("Each service needs its role's key, and no other:\n")
     for role in Role:
         if role not in PEOPLE:
