@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from schemas.message import Message, UndecodableMessageError, decode
 from schemas.worker import WorkerJoined, WorkerLeft, WorkerLoad
-from services.bus.base import Delivery
-from services.bus.nats import NatsBus
+from services.bus.base import BusError, Delivery
+from services.bus.nats import NatsBus, NatsSubscription
 from services.trust.keys import BusAccess
 
 Hear = Callable[[str, bytes, float], None]
@@ -25,12 +25,13 @@ class BusListener:
     on_load: Callable[[WorkerLoad, float], None] = lambda _load, _heard_s: None
     on_joined: Callable[[WorkerJoined], None] = lambda _: None
     _bus: NatsBus | None = None
+    _subscription: NatsSubscription | None = None
     _task: asyncio.Task[None] | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def open(self) -> None:
         self._bus = await NatsBus.connect(self.access, "listener")
-        subscription = await self._bus.subscribe("mesh.>")
+        subscription = self._subscription = await self._bus.subscribe("mesh.>")
         await self._bus.flush()
 
         async def listen() -> None:
@@ -45,6 +46,19 @@ class BusListener:
             await asyncio.wait([self._task])
         if self._bus is not None:
             await self._bus.close()
+
+    async def catch_up(self) -> None:
+        """Return once everything is heard that was said before. Whoever shares the loop may have kept it busy: messages
+        of long ago are heard only now."""
+        assert self._bus is not None and self._subscription is not None
+        while True:
+            try:
+                await self._bus.flush()
+                break
+            except BusError:  # the broker is on its way back
+                await asyncio.sleep(0.05)
+        while self._subscription._subscription.pending_msgs:
+            await asyncio.sleep(0)
 
     async def until(self, holds: Callable[[], bool], within_s: float) -> bool:
         """Wait until something holds, looking whenever anything is heard. False: not within that time."""

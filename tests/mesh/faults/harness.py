@@ -170,18 +170,18 @@ class FaultMesh:
             missing = [child.name for child in self.supervisor.children if not is_there(child)]
             outcome.problems.append(f"not there after {REST_WITHIN_S:.0f} s: {', '.join(missing) or 'a load'}")
             return
+        since_s = time.monotonic()
         await asyncio.sleep(LEASE_GRACE_S)
         outcome.num_leased_late += sum(load.blocks.leased for load in self.worker_loads().values())
-        if not await self.listener.until(lambda: not self.held(started_s), REST_WITHIN_S):
-            outcome.problems += self.held(started_s)
+        if not await self.listener.until(lambda: not self.held(since_s), REST_WITHIN_S):
+            outcome.problems += self.held(since_s)
         outcome.rest_s = time.monotonic() - started_s
 
     async def settle(self) -> None:
         """Return once every service is there and nothing is held. Raises TimeoutError."""
+        are_there = await self._until_all_there()
         since_s = time.monotonic()
-        if not await self._until_all_there() or not await self.listener.until(
-            lambda: not self.held(since_s), REST_WITHIN_S
-        ):
+        if not are_there or not await self.listener.until(lambda: not self.held(since_s), REST_WITHIN_S):
             raise TimeoutError(f"no rest within {REST_WITHIN_S:.0f} s: {self.held(since_s)}")
 
     def worker_loads(self) -> dict[str, WorkerLoad]:
@@ -240,6 +240,7 @@ class FaultMesh:
                 for child in self.supervisor.children:
                     while not is_there(child):
                         await asyncio.sleep(0.02)  # a process's end and its successor's start are no events here
+                await self.listener.catch_up()
         except TimeoutError:
             return False
         await self._open_ways()

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -46,8 +47,8 @@ async def rounds(numbers: Iterable[int], names: list[str], told: Callable[[int, 
                     async with fault_mesh(Path(folder), truth, zygote, seed=number) as mesh:
                         for name in names:
                             told(number, name, await complaints_of(mesh, name))
-                except Exception as error:  # noqa: BLE001 -- it is reported, and the other rounds are carried out
-                    told(number, name, [f"{type(error).__name__}: {error}"])
+                except Exception:  # noqa: BLE001 -- it is reported, and the other rounds are carried out
+                    told(number, name, [traceback.format_exc()])
     finally:
         await zygote.stop()
 
