@@ -15,8 +15,9 @@ import nats.errors
 from nats.aio.client import Client, RawCredentials
 
 from schemas import subjects
+from schemas.directory import BlocksStored
 from schemas.handoff import KVOffered
-from schemas.kv import LeaseGranted, RequestLease
+from schemas.kv import BlocksCooling, LeaseGranted, ReplicateBlocks, RequestLease
 from schemas.message import Message, UndecodableMessageError, decode, encode
 from schemas.permissions import Direction, granted
 from schemas.request import PlaceRequest, RunPrefill
@@ -30,6 +31,8 @@ SERVICES = (Role.GATEWAY, Role.SCHEDULER, Role.DIRECTORY, Role.HOLDER)
 BATCH, MESSAGES_PER_S = 250, 6_000
 """Fuzzed messages come at a rate at which services keep up: to flood a bus on which one may speak is another matter."""
 DEADLINE_S = 20.0
+SETTLES_S = 1.0
+"""Whoever wants to read asks within this."""
 
 
 async def strangers(target: Target, num_rounds: int) -> Found:
@@ -109,6 +112,38 @@ async def lie_under_own_name(target: Target, num_messages: int) -> Found:
         await member.settle()
         found.got += [f"denied: {what}" for what in member.denied]
     found.got += [f"was asked on {subject}" for subject in asked]
+    return found
+
+
+async def blocks_of_nobody(target: Target, num_tries: int) -> Found:
+    """Say of prompts under way, as a holder that nobody knows: I have their blocks, I am about to evict them, keep a
+    copy of them. No store and no worker may come to read."""
+    found, asked = Found(), list[str]()
+    own = {"worker_id": EVIL, "incarnation": EVIL}
+    async with target.joined(Role.HOLDER) as member, contextlib.aclosing(target.hear()) as heard:
+        await member.client.subscribe(subjects.LEASE.of(EVIL, "*"), cb=_collect(asked))
+        async for concrete, payload in heard:
+            match _message_of(concrete, payload):
+                case PlaceRequest(block_hashes=hashes, tenant=tenant) as place if hashes:
+                    cooling = BlocksCooling(**own, block_hashes=hashes, tenant=tenant)
+                    stored = BlocksStored(**own, sequence=found.num_tries + 1, block_hashes=hashes)
+                    copy = ReplicateBlocks(
+                        request_id=place.request_id, attempt=1, deadline_ms=place.deadline_ms, source=EVIL,
+                        fingerprint="x", first_block=0, block_hashes=hashes, tenant=tenant,
+                    )  # fmt: skip
+                    await member.client.publish(subjects.COOLING.of(EVIL), encode(cooling))
+                    await member.client.publish(subjects.STORED.of(EVIL), encode(stored))
+                    for name in target.names():
+                        await member.client.publish(subjects.REPLICATE.of(name, EVIL), encode(copy))
+                    found.num_tries += 2 + len(target.names())
+                case _:
+                    pass
+            if found.num_tries >= num_tries:
+                break
+        await member.settle()
+        await asyncio.sleep(SETTLES_S)
+        found.got += [f"denied: {what}" for what in member.denied]
+    found.got += [f"a reader came: {subject}" for subject in asked]
     return found
 
 
