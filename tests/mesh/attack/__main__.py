@@ -100,6 +100,8 @@ def main() -> None:
             rows.append(row)
             progress.advance(bar)
             progress.console.print(f"{row.name}: {row.num_tries:,} tries, {len(row.complaints)} complaints")
+            for what in row.complaints[:5]:
+                progress.console.print(f"  {what}", markup=False)
 
         asyncio.run(run_attacks(chosen, pauses_s, done))
     console.print(table_of(rows))

@@ -280,7 +280,8 @@ async def _ask_lease(member: Member, holder: str, asked: RequestLease) -> LeaseG
 
 def _collect(into: list[str]) -> Any:
     async def take(message: Any) -> None:
-        into.append(message.subject)
+        if message.reply:  # a question: it hears events of its own, too
+            into.append(message.subject)
 
     return take
 
