@@ -16,6 +16,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import Any, TypeVar
+from urllib.parse import ParseResult
 
 import nats
 import nats.errors
@@ -48,6 +49,7 @@ log = logging.getLogger(__name__)
 SERVICE_VERSION = "0.1.0"
 
 _REFUSED = "authorization violation"
+_CERTIFIED = "`kvmesh bus-config DIR --host NAME` makes a certificate for it, and ca.pem for whoever connects"
 _BUFFER_FULL = "the broker is away and the send buffer is full"
 
 ResultT = TypeVar("ResultT")
@@ -147,38 +149,68 @@ class NatsEndpoint:
         self._inbox.put_nowait(delivery)
 
 
-class NotEncryptedError(nats.errors.Error):
-    """The broker, or somebody on the way to it, offers no TLS where it is insisted on."""
+class MistrustedError(nats.errors.Error):
+    """Whoever answers has no certificate that is believed, or offers no TLS where it is insisted on."""
+
+
+class BrokerTransport(TcpTransport):
+    """The library's connection. After a TLS handshake that failed the library would wait for ever for the end of what
+    the handshake began with (nats-io/nats.py issue 718)."""
+
+    def __bool__(self) -> bool:
+        return True  # else the library makes one of its own
+
+    async def connect_tls(
+        self, uri: str | ParseResult, ssl_context: ssl.SSLContext, buffer_size: int, connect_timeout: int
+    ) -> None:
+        try:
+            await super().connect_tls(uri, ssl_context, buffer_size, connect_timeout)
+        except ssl.SSLError as error:
+            reason = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else error.reason
+            raise MistrustedError(f"is not believed to be ours: {reason or error}") from error
+        if self._io_writer is not None:
+            # Without it asyncio warns, whenever the broker ends, of how the library has made its stream.
+            self._io_writer._protocol._over_ssl = True  # pyright: ignore
+
+    def give_up(self) -> None:
+        """Forget a connection that came to nothing."""
+        if self._io_writer is not None:
+            self._io_writer.transport.abort()
+        self._io_reader = self._io_writer = None
 
 
 class ReadingClient(Client):
-    """The library's client, with three differences.
+    """The library's client, with differences.
 
     It goes on reading after a PONG that nobody awaits any more: the library hands each PONG to whoever has waited
-    longest, and one that was cancelled meanwhile would end its reading task. It insists on TLS where that is asked for:
-    the library leaves it to the first line that comes, in clear, from whoever answers. And it tries again after a
-    handshake that failed: the library waits for ever for the end of that connection (nats-io/nats.py issue 718).
+    longest, and one that was cancelled meanwhile would end its reading task. It connects to the address that it was
+    given only, with TLS where that is asked for: the library leaves both to the first line that comes, in clear, from
+    whoever answers.
     """
 
     def __init__(self, *, is_encrypted: bool) -> None:
         super().__init__()
+        self._own_transport = self._transport = BrokerTransport()
         self._is_encrypted = is_encrypted
-
-    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        if initial_connection and self._is_encrypted and not info.get("tls_required"):
-            raise NotEncryptedError
-        await super()._process_info(info, initial_connection)
 
     async def _process_connect_init(self) -> None:
         try:
             await super()._process_connect_init()
-            if self._is_encrypted and isinstance(self._transport, TcpTransport):
-                # Else asyncio warns, whenever the broker ends, of how the library has made its stream.
-                self._transport._io_writer._protocol._over_ssl = True  # pyright: ignore
         except BaseException:
-            _abort(self)
-            self._transport = None
+            self._own_transport.give_up()
             raise
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        if initial_connection and self._is_encrypted and not info.get("tls_required"):
+            raise MistrustedError(
+                "does not encrypt, and that is insisted on: it is on another machine, or has a ca.pem"
+            )
+        # The other servers of a cluster: whoever answers could name anybody, and the library would go there in clear.
+        await super()._process_info({**info, "connect_urls": []}, initial_connection)
+
+    async def _attempt_reconnect(self) -> None:
+        _abort(self)  # over TLS the library would first wait 30 s for a broker that says nothing to say goodbye
+        await super()._attempt_reconnect()
 
     async def _process_pong(self) -> None:
         pongs: list[asyncio.Future[bool]] = self._pongs  # pyright: ignore
@@ -424,8 +456,8 @@ class NatsBus:
         if self.num_connects == 0 and _REFUSED in text.lower():
             # Who connects gets this at once: the library would try again and again with the same key.
             raise BrokerRefusesError(_refusal(self._url, self._identity))
-        if isinstance(error, (ssl.SSLError, NotEncryptedError)):
-            text = _mistrust(self._url, error)
+        if isinstance(error, MistrustedError):
+            text = f"the broker at {self._url} {error}; {_CERTIFIED}"
             if self.num_connects == 0:
                 raise BrokerRefusesError(text)
             if text != self._mistrust_said:  # it comes again with every attempt
@@ -481,14 +513,6 @@ def _refusal(url: str, identity: Identity | None) -> str:
         f"the broker at {url} does not know the key of {identity.role} {identity.name}: it has expired, or is of "
         "another mesh; --keys (a service's) or --creds (a person's) names what was made for this broker"
     )
-
-
-def _mistrust(url: str, error: ssl.SSLError | NotEncryptedError) -> str:
-    mend = "`kvmesh bus-config DIR --host NAME` makes a certificate for it, and ca.pem for whoever connects"
-    if isinstance(error, NotEncryptedError):
-        return f"the broker at {url} does not encrypt, and it is on another machine or called tls://: {mend}"
-    reason = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else error.reason
-    return f"the broker at {url} is not believed to be ours: {reason or error}; {mend}"
 
 
 def _forget_unsent(client: Client) -> None:

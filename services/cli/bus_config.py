@@ -9,7 +9,7 @@ from rich.console import Console
 from schemas.permissions import PEOPLE
 from schemas.subjects import Role
 from services.errors import UserError
-from services.trust.certificates import CA_FILE
+from services.trust.certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE
 from services.trust.keys import BROKER_FILE, MeshKeys, credentials_file, key_file
 
 
@@ -30,8 +30,10 @@ def run_bus_config(folder: Path, hosts: Sequence[str]) -> None:
             console.print(f"  {key_file(folder, role)}")
     if hosts:
         console.print(f"\nEverybody needs beside it, to know the broker by its certificate:\n\n  {folder / CA_FILE}")
+        console.print("\nThe broker needs on its own machine, where its configuration says they lie:\n")
+        console.print(f"  {folder / CERTIFICATE_FILE}\n  {folder / KEY_FILE}")
     console.print("\nFor people, as `nats --creds FILE` and `kvmesh tail --creds FILE` read them:\n")
     console.print(f"  {credentials_file(folder, Role.OBSERVER)}   what happens, without prompts and answers")
     console.print(f"  {credentials_file(folder, Role.OPERATOR)}   everything")
-    url = f"tls://{hosts[0]}:4222" if hosts else "URL"
+    url = f"tls://{f'[{hosts[0]}]' if ':' in hosts[0] else hosts[0]}:4222" if hosts else "URL"
     console.print(f"\nThen: kvmesh up --nats {url} --keys {folder}, or kvmesh serve ROLE --keys {folder}")

@@ -6,6 +6,7 @@ renewed. A mesh whose certificates come from elsewhere puts that CA's certificat
 
 import datetime
 import ipaddress
+import re
 import ssl
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,8 +22,9 @@ from services.errors import UserError
 CA_FILE = "ca.pem"
 CERTIFICATE_FILE = "broker.crt"
 KEY_FILE = "broker.key"
-LASTS_DAYS = 3_650
+LASTS = datetime.timedelta(days=3_650)
 """Nobody renews it: a mesh outlives one of a year, and would then stand still."""
+_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 _CLOCKS_DIFFER = datetime.timedelta(hours=1)
 
 
@@ -34,20 +36,21 @@ class BrokerCertificate(NamedTuple):
     key: bytes
 
 
-def new_certificate(hosts: Sequence[str], lasts_days: float = LASTS_DAYS) -> BrokerCertificate:
+def new_certificate(hosts: Sequence[str], now: datetime.datetime | None = None) -> BrokerCertificate:
     """Return a certificate for a broker that clients call by these names and addresses, of a CA of its own. Raises
     UserError for what is neither."""
+    begins = now or datetime.datetime.now(datetime.UTC)
     ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     ca_name = _named("kvmesh CA")
     signs = ca_key.public_key()
     authority = (
-        _begun(ca_name, ca_name, signs, signs, lasts_days)
+        _begun(ca_name, ca_name, signs, signs, begins)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_key_usage(is_ca=True), critical=True)
         .sign(ca_key, hashes.SHA256())
     )
     certificate = (
-        _begun(_named("kvmesh broker"), ca_name, key.public_key(), signs, lasts_days)
+        _begun(_named("kvmesh broker"), ca_name, key.public_key(), signs, begins)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_key_usage(is_ca=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
@@ -60,9 +63,16 @@ def new_certificate(hosts: Sequence[str], lasts_days: float = LASTS_DAYS) -> Bro
 
 
 def ca_file(folder: Path) -> Path | None:
-    """Return the certificate of the CA that lies in a folder of keys; None where there is none."""
+    """Return the certificate of the CA that lies in a folder of keys; None where there is none. Raises UserError where
+    that cannot be told."""
     path = folder / CA_FILE
-    return path if path.exists() else None
+    try:
+        path.lstat()  # a link that leads nowhere is a mistake, not "none"
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    return path
 
 
 def client_context(ca: Path | None) -> ssl.SSLContext:
@@ -80,17 +90,16 @@ def _begun(
     issuer: x509.Name,
     key: ec.EllipticCurvePublicKey,
     issuers_key: ec.EllipticCurvePublicKey,
-    lasts_days: float,
+    begins: datetime.datetime,
 ) -> x509.CertificateBuilder:
-    now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(min(now, now + datetime.timedelta(days=lasts_days)) - _CLOCKS_DIFFER)
-        .not_valid_after(now + datetime.timedelta(days=lasts_days))
+        .not_valid_before(begins - _CLOCKS_DIFFER)
+        .not_valid_after(begins + LASTS)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuers_key), critical=False)
     )
@@ -118,10 +127,6 @@ def _general_name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
-        pass
-    try:
-        if not host or any(sign in host for sign in " :/@,"):
-            raise ValueError
-        return x509.DNSName(host)
-    except ValueError as error:
-        raise UserError(f"{host!r} is no name or address of a machine: without tls:// and without a port") from error
+        if _NAME.fullmatch(host):
+            return x509.DNSName(host)
+    raise UserError(f"{host!r} is no name or address of a machine: without tls:// and without a port")

@@ -1,7 +1,7 @@
 """The keys of one mesh: made at its start, or by `kvmesh bus-config` for a broker of one's own.
 
 Each role has a key of its own, which makes identities of that role and of no other. A service needs its role's key
-file; the broker needs only what is public.
+file. The broker needs nobody's secret: public keys, and a certificate's own key where it speaks TLS.
 """
 
 import json
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
@@ -52,10 +52,27 @@ class BusAccess(NamedTuple):
 
     @property
     def is_encrypted(self) -> bool:
-        """TLS is insisted on: always where somebody with a key or a password connects to another machine."""
-        parts = urlsplit(self.url if "://" in self.url else f"nats://{self.url}")
-        has_secret = self.identity is not None or parts.password is not None
-        return parts.scheme == "tls" or self.ca is not None or (has_secret and not is_loopback(parts.hostname or ""))
+        """TLS is insisted on: always where somebody with a key or a password connects to another machine. Raises
+        UserError for what is no broker's address."""
+        # The client library takes anything else, `NATS://host` too, for the name of a host.
+        is_known = self.url.startswith(("nats://", "tls://")) or "://" not in self.url
+        parts = _split(self.url) if is_known else None
+        if parts is None or not parts.hostname:
+            raise UserError(
+                f"{self.url!r} is no broker's address: that is like nats://127.0.0.1:4222 or tls://HOST:4222"
+            )
+        has_secret = self.identity is not None or parts.username is not None
+        return parts.scheme == "tls" or self.ca is not None or (has_secret and not is_loopback(parts.hostname))
+
+
+def _split(url: str) -> SplitResult | None:
+    """Return the parts of an address; None for no such port, or half of an IPv6 address."""
+    try:
+        parts = urlsplit(url if "://" in url else f"nats://{url}")
+        parts.port  # noqa: B018 -- it is looked at only when it is read
+    except ValueError:
+        return None
+    return parts
 
 
 class RoleKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

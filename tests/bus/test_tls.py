@@ -1,6 +1,10 @@
 """TLS on the bus: whom a client believes, and what it does not do in clear."""
 
 import asyncio
+import datetime
+import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +16,7 @@ from schemas.subjects import Role
 from services.bus.embedded import EmbeddedNats
 from services.bus.nats import NatsBus
 from services.errors import BrokerRefusesError, UserError
-from services.trust.certificates import CA_FILE, ca_file, client_context, new_certificate
+from services.trust.certificates import CA_FILE, LASTS, ca_file, client_context, new_certificate
 from services.trust.keys import BROKER_FILE, BusAccess, MeshKeys
 from tests.waiting import until
 
@@ -85,7 +89,8 @@ async def test_a_certificate_for_another_name_is_refused_by_name(keys: MeshKeys,
 
 async def test_an_expired_certificate_is_one_line(tmp_path: Path) -> None:
     current = MeshKeys.fresh(LOOPBACK)
-    expired = MeshKeys(current.broker_config, current.roles, new_certificate(LOOPBACK, lasts_days=-1))
+    long_ago = datetime.datetime.now(datetime.UTC) - LASTS - datetime.timedelta(days=1)
+    expired = MeshKeys(current.broker_config, current.roles, new_certificate(LOOPBACK, long_ago))
     server = serving(expired, tmp_path)
     try:
         refused = await refusal(gateway(server.url, expired, tmp_path / "keys" / CA_FILE))
@@ -108,6 +113,7 @@ async def test_an_expired_certificate_is_one_line(tmp_path: Path) -> None:
         ("nats://10.0.0.5:4222", False, False),  # nobody is asked for anything there
         ("nats://worker:pass@10.0.0.5:4222", False, True),
         ("nats://worker:pass@localhost:4222", False, False),
+        ("nats://a-token@10.0.0.5:4222", False, True),
     ],
 )
 def test_a_key_crosses_a_network_encrypted_only(
@@ -117,21 +123,83 @@ def test_a_key_crosses_a_network_encrypted_only(
     assert BusAccess(url, identity).is_encrypted is is_encrypted
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["NATS://127.0.0.1:4222", "TLS://10.0.0.5", "ws://10.0.0.5", "http://127.0.0.1", "nats://[::1:4222", "nats://x:y"],
+)
+async def test_what_is_no_address_is_one_line(keys: MeshKeys, url: str) -> None:
+    """The library would take some of these for the name of a host."""
+    with pytest.raises(UserError, match="no broker's address"):
+        await NatsBus.connect(BusAccess(url, keys.roles[Role.GATEWAY].identity("gateway-0")), "gateway-0")
+
+
+def info(**fields: object) -> bytes:
+    said = {"server_id": "x", "version": "2.12.0", "max_payload": 1_048_576, "nonce": "abc", **fields}
+    return b"INFO " + json.dumps(said).encode() + b"\r\n"
+
+
 async def test_nothing_is_said_to_whoever_takes_the_encryption_away(nats_url: str, keys: MeshKeys, ca: Path) -> None:
     """Somebody on the way answers in the broker's place, and offers no TLS."""
-    heard = bytearray()
+    heard, is_over = bytearray(), asyncio.Event()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b'INFO {"server_id":"x","version":"2.12.0","max_payload":1048576,"nonce":"abc"}\r\n')
+        writer.write(info())
         heard.extend(await reader.read())
         writer.close()
+        is_over.set()
 
-    middle = await asyncio.start_server(answer, "127.0.0.1", 0)
-    port = middle.sockets[0].getsockname()[1]
-    refused = await refusal(gateway(f"nats://127.0.0.1:{port}", keys, ca))
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as middle:
+        port = middle.sockets[0].getsockname()[1]
+        refused = await refusal(gateway(f"nats://127.0.0.1:{port}", keys, ca))
+        await is_over.wait()
     assert "does not encrypt" in refused and not heard
     assert "does not encrypt" in await refusal(BusAccess(nats_url.replace("nats:", "tls:"), None, ca))
-    middle.close()
+
+
+async def test_nobody_is_gone_to_whom_the_first_line_names(keys: MeshKeys) -> None:
+    """It comes in clear. A broker of a cluster names the others, on machines that nobody has judged."""
+    came, lines = asyncio.Event(), list[bytes]()
+
+    async def elsewhere(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        came.set()
+        writer.close()
+
+    async def first(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(info(connect_urls=[f"127.0.0.2:{other.sockets[0].getsockname()[1]}"]))
+        while line := await reader.readline():
+            lines.append(line)
+            if line.startswith(b"PING"):
+                writer.write(b"PONG\r\n")
+            if line.startswith(b"SUB"):
+                writer.close()  # the client tries again
+
+    async with (
+        await asyncio.start_server(elsewhere, "127.0.0.2", 0) as other,
+        await asyncio.start_server(first, "127.0.0.1", 0) as server,
+    ):
+        port = server.sockets[0].getsockname()[1]
+        bus = await NatsBus.connect(gateway(f"nats://127.0.0.1:{port}", keys, None), "gateway-0")
+        await until(lambda: sum(line.startswith(b"CONNECT") for line in lines) >= 4)
+        assert not came.is_set()
+        await bus.close()
+
+
+async def test_a_broker_that_stands_still_is_left_at_once(tmp_path: Path) -> None:
+    """TLS has a goodbye, for which asyncio would wait half a minute."""
+    mine = MeshKeys.fresh(LOOPBACK)
+    server = serving(mine, tmp_path)
+    bus = await NatsBus.connect(gateway(server.url, mine, tmp_path / "keys" / CA_FILE), "gateway-0")
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        reconnecting = asyncio.create_task(bus._client.force_reconnect())
+        await until(lambda: bus._client.is_reconnecting and not bus._client._transport._io_writer)
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    await reconnecting
+    await until(lambda: bus.is_connected)
+    await bus.flush()
+    await bus.close()
+    server.stop()
 
 
 async def test_it_comes_back_encrypted_and_to_nobody_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -177,9 +245,16 @@ def test_stock_tools_verify_it_too(broker: EmbeddedNats, ca: Path) -> None:
 
 
 def test_names_are_checked_before_keys_are_made(tmp_path: Path) -> None:
-    for bad in ("tls://nats.example.org", "nats.example.org:4222", "two names", ""):
+    for bad in ("tls://nats.example.org", "nats.example.org:4222", "two names", "", "*", "a;b", "x" * 300):
         with pytest.raises(UserError, match="no name or address"):
             MeshKeys.fresh([bad])
     (tmp_path / CA_FILE).write_text("no certificate")
     with pytest.raises(UserError, match="no CA's certificate"):
         client_context(tmp_path / CA_FILE)
+    lost = tmp_path / "lost"
+    lost.mkdir()
+    (lost / CA_FILE).symlink_to("nowhere")
+    found = ca_file(lost)
+    assert found is not None
+    with pytest.raises(UserError, match="no CA's certificate"):
+        client_context(found)

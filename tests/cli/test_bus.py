@@ -7,7 +7,8 @@ import pytest
 
 from services.bus.embedded import EmbeddedNats
 from services.launch.supervisor import UpOptions
-from services.trust.keys import MeshKeys
+from services.trust.certificates import CA_FILE
+from services.trust.keys import BROKER_FILE, MeshKeys
 from tests.cli.test_cli import assert_one_line, run
 from tests.mesh.processes import Mesh, RunningMesh
 from tests.mesh.test_mesh import QUESTION
@@ -50,9 +51,18 @@ def test_a_service_without_its_role_s_key_says_so(closed: tuple[str, Path], tmp_
     assert_one_line(run(tmp_path, "serve", role, "--config", str(tmp_path / "mesh.toml")), "holder", role)
 
 
-def test_a_mesh_on_a_closed_broker_of_one_s_own(
-    closed: tuple[str, Path], running_mesh: RunningMesh, tmp_path: Path
-) -> None:
-    url, keys = closed
-    with running_mesh(tmp_path, UpOptions(nats=url, keys=str(keys), port=0)) as mesh:
-        assert isinstance(mesh, Mesh) and mesh.complete(QUESTION)["choices"][0]["text"].strip() == "7412"
+def test_a_mesh_on_a_broker_of_one_s_own_that_encrypts(running_mesh: RunningMesh, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    MeshKeys.fresh(["127.0.0.1"]).write(keys)
+    broker = EmbeddedNats.start(None, tmp_path / "broker", (keys / BROKER_FILE).read_text())
+    try:
+        assert broker.url.startswith("tls://")
+        with running_mesh(tmp_path, UpOptions(nats=broker.url, keys=str(keys), port=0)) as mesh:
+            assert isinstance(mesh, Mesh) and mesh.complete(QUESTION)["choices"][0]["text"].strip() == "7412"
+            said = run(tmp_path, "status", "--nats", broker.url, "--creds", str(keys / "observer.creds"))
+            assert said.returncode == 0 and "decode-0" in said.stdout
+            (keys / CA_FILE).rename(tmp_path / CA_FILE)
+            lost = run(tmp_path, "status", "--nats", broker.url, "--creds", str(keys / "observer.creds"))
+            assert_one_line(lost, "not believed to be ours", CA_FILE)
+    finally:
+        broker.stop()

@@ -68,6 +68,7 @@ class BusListener:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
+            await self.catch_up()  # what has come meanwhile is not heard while the loop is kept busy
             return holds()
         return True
 
