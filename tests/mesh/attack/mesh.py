@@ -23,7 +23,7 @@ from tests.mesh.faults.truth import Truth
 from tests.mesh.zygote import Zygote
 from tests.wire.cells import Member
 
-WIDTH = 4
+WIDTH = 2
 """So many clients ask while an attack goes on, one request after another."""
 EVIL = "evil"
 """What an attacker is called who has an identity: of a role, but of no service that runs."""

@@ -24,7 +24,7 @@ from tests.mesh.attack.mesh import EVIL, Found, Target
 from tests.mesh.faults.proxy import listening_ports
 from tests.mesh.faults.times import broker_pauses
 
-FRAMES_OF_A_TASK, NUM_THREADS = 500, 4
+FRAMES_OF_A_TASK, NUM_THREADS = 500, 16
 TIMEOUT_S = 30.0
 NOBODY = 65_534
 BODY_BYTES = 20 << 20
