@@ -16,7 +16,7 @@ from schemas.permissions import role_of
 from services.bus.embedded import find_server
 from services.files import write_private
 from services.trust.certificates import CA_FILE
-from services.trust.keys import BROKER_FILE, key_file
+from services.trust.keys import BROKER_FILE, MeshKeys, key_file
 from tests.mesh.test_mesh import QUESTION
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -159,11 +159,15 @@ def test_people_see_it_from_the_other_machine(inside: Inside, mesh: Path, keys: 
 
 def test_whoever_lacks_the_ca_or_a_key_is_told_so(inside: Inside, mesh: Path, keys: Path, tmp_path: Path) -> None:
     shutil.copy(keys / "observer.creds", tmp_path / "observer.creds")
+    foreign = tmp_path / "foreign"
+    MeshKeys.fresh().write(foreign)
+    shutil.copy(keys / CA_FILE, foreign / CA_FILE)
     status = [*KVMESH, "status", "--nats"]
     for options, words in (
         ((BROKER, "--creds", str(tmp_path / "observer.creds")), ("not believed to be ours", CA_FILE)),
         ((f"nats://{EAST}:4222", "--creds", str(tmp_path / "observer.creds")), ("not believed to be ours", CA_FILE)),
         ((BROKER,), ("not believed to be ours", CA_FILE)),
+        ((BROKER, "--creds", str(foreign / "observer.creds")), ("does not know the key",)),
     ):
         done = subprocess.run(inside(WEST, *status, *options), capture_output=True, text=True)
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
