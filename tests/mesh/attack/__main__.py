@@ -58,14 +58,13 @@ async def run_attacks(chosen: dict[str, Attack], pauses_s: tuple[float, ...], do
 
 def table_of(rows: Iterable[Row]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="on a real mesh under load")
-    table.add_column("attack")
-    for heading in ("tries", "got through", "answers", "wrong", "failed", "not ended", "said dead"):
+    table.add_column("attack", no_wrap=True)
+    for heading in ("tries", "got\nthrough", "answers", "wrong", "failed", "not\nended", "said\ndead"):
         table.add_column(heading, justify="right")
-    table.add_column("")
     for row in rows:
         counts = (row.got, row.wrong, row.failed, row.unended, row.declared)
         got, *others = (f"[red]{len(found)}[/red]" if found else "0" for found in counts)
-        table.add_row(row.name, f"{row.num_tries:,}", got, str(row.num_answers), *others, row.note)
+        table.add_row(row.name, f"{row.num_tries:,}", got, str(row.num_answers), *others)
     return table
 
 
@@ -105,6 +104,9 @@ def main() -> None:
 
         asyncio.run(run_attacks(chosen, pauses_s, done))
     console.print(table_of(rows))
+    for row in rows:
+        if row.note:
+            console.print(f"{row.name}: {row.note}", markup=False)
     complaints = [what for row in rows for what in row.complaints]
     if not options.only:
         tested = tests_of(FINDINGS)
