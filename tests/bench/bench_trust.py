@@ -1,9 +1,9 @@
 """What it costs that nobody else can enter: `python -m tests.bench.bench_trust`.
 
-Two meshes run side by side on a random-weight model, each with one prefill and one decode worker. One has everything:
-TLS and permissions on the bus, an API key, https. The other has an open broker and http. Requests alternate between
-them, one at a time, each with a fresh prompt; times are those of `kvmesh bench ttft`. Tickets, signed tenants and
-digests are on in both: they cannot be turned off.
+Three meshes run side by side on a random-weight model, each with one prefill and one decode worker. `all` has TLS and
+permissions on the bus, an API key and https; `keys` is what `kvmesh up` starts: permissions, and no TLS on loopback;
+`open` has a broker that asks nobody, and http. Requests go to each in turn, one at a time, each with a fresh prompt;
+times are those of `kvmesh bench ttft`. Tickets, signed tenants and digests are on in all: they cannot be turned off.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from services.bench.drive.http_client import Client, Completion
-from services.bench.drive.meshes import model_folder, running
+from services.bench.drive.meshes import model_folder, rotated, running
 from services.bench.drive.random_model import SHAPE
 from services.bench.drive.stats import median, ratio
 from services.bench.drive.workload import random_tokens
@@ -33,14 +33,14 @@ from services.launch.supervisor import UpOptions
 from services.trust.certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE
 from services.trust.keys import BROKER_FILE, MeshKeys
 
-ON, OFF = "on", "off"
+ALL, KEYS, OPEN = MODES = "all", "keys", "open"
 KEY = "a-key-of-the-measurement"
 NUM_TOKENS, WARM_UP_ROUNDS = 8, 3
 
 
 @asynccontextmanager
-async def clients_of_both() -> AsyncGenerator[dict[str, Client]]:
-    """Start both meshes; give a client of each."""
+async def clients_of_each() -> AsyncGenerator[dict[str, Client]]:
+    """Start the meshes; give a client of each."""
     with tempfile.TemporaryDirectory(prefix="kvmesh-bench-trust-") as folder:
         keys = Path(folder) / "keys"
         MeshKeys.fresh(["127.0.0.1"]).write(keys)
@@ -51,8 +51,9 @@ async def clients_of_both() -> AsyncGenerator[dict[str, Client]]:
         try:
             async with model_folder("") as (model, _):
                 meshes = {
-                    ON: UpOptions(model=model, port=0, nats=broker.url, keys=str(keys), gateway=gateway),
-                    OFF: UpOptions(model=model, port=0, open_bus=True),
+                    ALL: UpOptions(model=model, port=0, nats=broker.url, keys=str(keys), gateway=gateway),
+                    KEYS: UpOptions(model=model, port=0),
+                    OPEN: UpOptions(model=model, port=0, open_bus=True),
                 }
                 trusting = ssl.create_default_context(cafile=keys / CA_FILE)
                 headers = {"Authorization": f"Bearer {KEY}"}
@@ -61,8 +62,8 @@ async def clients_of_both() -> AsyncGenerator[dict[str, Client]]:
                     httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, verify=trusting, headers=headers) as secure,
                     httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S) as plain,
                 ):
-                    assert broker.url.startswith("tls://") and supervisors[ON].url.startswith("https://")
-                    https = {ON: secure, OFF: plain}
+                    assert broker.url.startswith("tls://") and supervisors[ALL].url.startswith("https://")
+                    https = {ALL: secure, KEYS: plain, OPEN: plain}
                     yield {name: await Client.open(https[name], supervisors[name].url) for name in meshes}
         finally:
             broker.stop()
@@ -71,25 +72,28 @@ async def clients_of_both() -> AsyncGenerator[dict[str, Client]]:
 async def measure(lengths: list[int], num_requests: int) -> Table:
     """Return the table of medians. Which mesh is asked first changes every round."""
     table = Table(box=box.SIMPLE_HEAD, title="time to the first token, and from there to the eighth, medians")
-    for heading in ("tokens", "reqs", "on\nms", "off\nms", "ratio", "7 more: on\nms", "off\nms", "ratio"):
+    for heading in ("tokens", "reqs", "mesh", "first\nms", "of\nopen", "7 more\nms", "of\nopen"):
         table.add_column(heading, justify="right")
     rng = random.Random(20261122)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    async with clients_of_both() as clients:
+    async with clients_of_each() as clients:
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
             for length in lengths:
                 task = progress.add_task(f"{length} tokens", total=num_requests)
-                found: dict[str, list[Completion]] = {ON: [], OFF: []}
+                found: dict[str, list[Completion]] = {name: [] for name in MODES}
                 for number in range(num_requests + WARM_UP_ROUNDS):
-                    for name in (ON, OFF) if number % 2 else (OFF, ON):
+                    for name in rotated(MODES, number):
                         answer = await clients[name].complete(random_tokens(rng, length, SHAPE["vocab"]), NUM_TOKENS)
                         if number >= WARM_UP_ROUNDS:
                             found[name].append(answer)
                     progress.update(task, completed=number - WARM_UP_ROUNDS + 1)
-                first = [median([answer.ttft_ms for answer in found[name]]) for name in (ON, OFF)]
-                more = [median([sum(answer.gaps_ms) for answer in found[name]]) for name in (ON, OFF)]
-                cells = [f"{value:.2f}" for pair in (first, more) for value in (*pair, ratio(*pair) or 0.0)]
-                table.add_row(str(length), str(num_requests), *cells)
+                first = {name: median([answer.ttft_ms for answer in found[name]]) for name in MODES}
+                more = {name: median([sum(answer.gaps_ms) for answer in found[name]]) for name in MODES}
+                for name in MODES:
+                    cells = [
+                        f"{v or 0:.2f}" for each in (first, more) for v in (each[name], ratio(each[name], each[OPEN]))
+                    ]
+                    table.add_row(str(length), str(num_requests), name, *cells)
     return table
 
 

@@ -123,16 +123,6 @@ def test_a_key_crosses_a_network_encrypted_only(
     assert BusAccess(url, identity).is_encrypted is is_encrypted
 
 
-@pytest.mark.parametrize(
-    "url",
-    ["NATS://127.0.0.1:4222", "TLS://10.0.0.5", "ws://10.0.0.5", "http://127.0.0.1", "nats://[::1:4222", "nats://x:y"],
-)
-async def test_what_is_no_address_is_one_line(keys: MeshKeys, url: str) -> None:
-    """The library would take some of these for the name of a host."""
-    with pytest.raises(UserError, match="no broker's address"):
-        await NatsBus.connect(BusAccess(url, keys.roles[Role.GATEWAY].identity("gateway-0")), "gateway-0")
-
-
 def info(**fields: object) -> bytes:
     said = {"server_id": "x", "version": "2.12.0", "max_payload": 1_048_576, "nonce": "abc", **fields}
     return b"INFO " + json.dumps(said).encode() + b"\r\n"
