@@ -5,6 +5,7 @@ file. The broker needs nobody's secret: public keys, and a certificate's own key
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,9 +59,8 @@ class BusAccess(NamedTuple):
         is_known = self.url.startswith(("nats://", "tls://")) or "://" not in self.url
         parts = _split(self.url) if is_known else None
         if parts is None or not parts.hostname:
-            raise UserError(
-                f"{self.url!r} is no broker's address: that is like nats://127.0.0.1:4222 or tls://HOST:4222"
-            )
+            shown = re.sub(r"//[^/]*@", "//", self.url)  # without a password
+            raise UserError(f"{shown!r} is no broker's address: it is like nats://127.0.0.1:4222 or tls://HOST:4222")
         has_secret = self.identity is not None or parts.username is not None
         return parts.scheme == "tls" or self.ca is not None or (has_secret and not is_loopback(parts.hostname))
 
