@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,9 @@ def stopped(broker: EmbeddedNats) -> Generator[None]:
     """Let the broker stand still meanwhile: nothing is lost, and nothing comes."""
     os.kill(broker.pid, signal.SIGSTOP)
     try:
+        threads = Path(f"/proc/{broker.pid}/task")
+        while {(task / "stat").read_text().rpartition(")")[2].split()[0] for task in threads.iterdir()} != {"T"}:
+            time.sleep(0.001)  # each thread stops in its own time
         yield
     finally:
         os.kill(broker.pid, signal.SIGCONT)
