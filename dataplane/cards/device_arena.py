@@ -23,7 +23,7 @@ from dataplane.cards.device import Device, DeviceError, DeviceMemory, Event, Str
 from dataplane.cards.moves import unsuited
 from dataplane.cards.staging_ring import MIN_FRAMES, StagingRing
 from dataplane.memory.arena import Arena, ByteArray
-from dataplane.protocol.stream import ProtocolError
+from dataplane.protocol.stream import ProtocolError, decoded_by_threads
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +79,7 @@ class Marks:
             event.close()
 
 
+@decoded_by_threads
 class DeviceHandles(msgspec.Struct, frozen=True, kw_only=True):
     """The names by which another process of the host opens an arena on a card: its memory, and the events of its marks.
     The holder's `Accepted` has them."""

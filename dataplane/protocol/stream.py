@@ -110,6 +110,20 @@ def check_no_place(data: Header) -> None:
         raise ProtocolError(f"frame {data.sequence} is said to lie at {data.at}")
 
 
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
+
+
+def decoded_by_threads(cls: type[BodyT]) -> type[BodyT]:
+    """Class decorator for what several threads decode.
+
+    msgspec prepares a class when it is decoded for the first time. Another thread that decodes the same class meanwhile
+    reads what is not there yet, and the process ends with a segmentation fault (msgspec 0.22). So it is prepared here,
+    before there are threads.
+    """
+    msgspec.json.Decoder(cls)
+    return cls
+
+
 class PairRead(msgspec.Struct, frozen=True, kw_only=True):
     """A read over a pair: which offer it came from, and what the reader calls this read there."""
 
@@ -117,6 +131,7 @@ class PairRead(msgspec.Struct, frozen=True, kw_only=True):
     read_id: int
 
 
+@decoded_by_threads
 class Open(msgspec.Struct, frozen=True, kw_only=True):
     """Asks for tokens [first_token, num_tokens) of `heads`, counted over all shards, of what the ticket names.
 
@@ -138,6 +153,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True):
     """What the reader's end of the transfer is called in its trace. Nothing depends on it."""
 
 
+@decoded_by_threads
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`num_blocks`, `heads` (all that this holder has) and `tables` tell a reader that copies from the holder's arena
     where the tokens lie in it; to others they are not told. `names`: by which that memory is opened, where its carrier
@@ -155,6 +171,7 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The same of the holder's end."""
 
 
+@decoded_by_threads
 class PairOpen(msgspec.Struct, frozen=True, kw_only=True):
     """Asks for the pair of this offer. Any valid ticket of the reader's will do: it tells who asks."""
 
@@ -162,11 +179,13 @@ class PairOpen(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
 
 
+@decoded_by_threads
 class StreamRefused(msgspec.Struct, frozen=True, kw_only=True):
     code: RefusalCode
     detail: str
 
 
+@decoded_by_threads
 class StreamFailed(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     code: FailCode = FailCode.HOLDER
@@ -199,9 +218,6 @@ class TransferStats:
     traceparent: str = ""
     peer_traceparent: str = ""
     reason: str = ""
-
-
-BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 
 def encode_header(header: Header) -> bytes:

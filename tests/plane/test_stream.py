@@ -1,5 +1,8 @@
 """The protocol without I/O: the holder's plan against the reader's checks."""
 
+import subprocess
+import sys
+
 import hypothesis.strategies as st
 import msgspec
 import pytest
@@ -131,3 +134,34 @@ def test_body_survives() -> None:
     header = decode_header(frame[:HEADER_BYTES], Kind.OPEN)
     assert header.length == len(frame) - HEADER_BYTES
     assert decode_body(frame[HEADER_BYTES:], Open) == opening
+
+
+_DECODE_AT_ONCE = """
+import sys, threading
+from dataplane.memory.extent import NO_HEADS
+from dataplane.protocol import stream
+bodies = [
+    stream.Open(ticket="t", fingerprint="x", carrier="tcp", first_token=0, num_tokens=16, heads=NO_HEADS),
+    stream.Accepted(carrier="tcp", digests=True), stream.PairOpen(ticket="t", generation=1),
+    stream.StreamRefused(code=list(stream.RefusalCode)[0], detail="d"), stream.StreamFailed(reason="r"),
+]
+structs = {each for each in vars(stream).values() if isinstance(each, type) and issubclass(each, stream.msgspec.Struct)}
+assert {type(body) for body in bodies} == structs - {stream.PairRead}, "a body that is not tried here"
+def decode(text, kind, barrier):
+    barrier.wait()
+    stream.decode_body(text, kind)
+sys.setswitchinterval(1e-6)
+for body in bodies:
+    barrier = threading.Barrier(16)
+    text = stream.msgspec.json.encode(body)
+    threads = [threading.Thread(target=decode, args=(text, type(body), barrier)) for _ in range(16)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+"""
+
+
+def test_many_threads_may_decode_the_first_bodies_at_once() -> None:
+    """Two reads that were the first of a worker's life, at once, have ended its process by a segmentation fault."""
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", _DECODE_AT_ONCE], capture_output=True, timeout=60)
+        assert done.returncode == 0, done.stderr.decode()

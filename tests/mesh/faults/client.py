@@ -70,11 +70,12 @@ class Stream:
             self.ending = "timeout"
 
     def _end(self, task: "asyncio.Task[None]") -> None:
+        self.ended_s = time.monotonic()
         if task.cancelled():
             self.ending = "hung up"
         elif error := task.exception():
-            self.ending, self.error = "broken", f"{type(error).__name__}: {error}"
-        self.ended_s = time.monotonic()
+            cause = repr(error.__context__ or error)
+            self.ending, self.error = "broken", f"{type(error).__name__} after {self.took_s:.3f} s: {cause}"
         self.num_tokens_changed.set()
 
     async def _read(self, http: httpx.AsyncClient, model: str) -> None:

@@ -161,6 +161,7 @@ class FaultMesh:
         self.proxy.num_struck.clear()
         self._judge(streams, scenario, actor, outcome)
         await self.rest(outcome)
+        outcome.problems += self.supervisor.take_crashes()
         return outcome
 
     async def rest(self, outcome: Outcome) -> None:
@@ -278,6 +279,8 @@ async def fault_mesh(
         if mesh is not None:
             await mesh.close()
         await supervisor.stop()
+    crashes = supervisor.take_crashes()
+    assert not crashes, f"{crashes}, and no fault did that; see {supervisor.log_dir}"
     codes = {child.name: child.process.returncode for child in supervisor.children if child.process.returncode}
     assert not codes, f"these did not end well: {codes}; see {supervisor.log_dir}"
     left = _arenas_of({child.process.pid for child in supervisor.children})

@@ -1,6 +1,8 @@
 """The mesh's own supervisor, for a mesh that is made to fail over and over: its services are never given up, and their
 data plane leads through a proxy."""
 
+import asyncio
+import signal
 from pathlib import Path
 
 import msgspec
@@ -15,6 +17,8 @@ from tests.mesh.zygote import Zygote
 REQUEST_TIMEOUT_S = 30.0
 PROXY_HOST = "127.0.0.2"
 NUM_TENANTS = 2_000
+CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
+"""No fault sends these: whoever ends by one has crashed by itself."""
 
 
 class QuickRestarts(Restarts):
@@ -31,12 +35,26 @@ class FaultSupervisor(ForkedSupervisor):
     def __init__(self, options: UpOptions, run_dir: Path, zygote: Zygote) -> None:
         super().__init__(options, run_dir, zygote)
         self.tenants = [f"tenant-{number}" for number in range(NUM_TENANTS)]
+        self._processes: list[tuple[str, asyncio.subprocess.Process]] = []
+
+    def take_crashes(self) -> list[str]:
+        """Say which processes have crashed since the last time. The mesh starts them again, and requests may not notice
+        it."""
+        ended = [(name, process) for name, process in self._processes if process.returncode is not None]
+        self._processes = [each for each in self._processes if each not in ended]
+        ends = [(name, -(process.returncode or 0)) for name, process in ended]
+        return [f"{name} crashed: {signal.Signals(end).name}" for name, end in ends if end in CRASHES]
 
     def never_give_up(self) -> None:
         """Start again at once whatever ends from now on."""
         self._nats_restarts = QuickRestarts()
         for child in self.children:
             child.restarts = QuickRestarts()
+
+    async def _spawn(self, role: str, name: str) -> asyncio.subprocess.Process:
+        process = await super()._spawn(role, name)
+        self._processes.append((name, process))
+        return process
 
     def _config(self, port: int) -> MeshConfig:
         config = super()._config(port)
