@@ -14,6 +14,10 @@ MIN_CONNECTIONS = 2 * SPARE_CONNECTIONS
 HEAD_S = 10.0
 """From a connection's beginning until all headers of its first request have come; a TLS handshake may take as long."""
 
+LAST_LOOK_S = 0.1
+"""From a connection's time being over until it is dropped: what has come meanwhile is read. An event loop fires its
+timers before it reads, so a process that stood still would drop requests that had come in time."""
+
 KEEP_ALIVE_S = 30
 """A connection without a request is kept for so long: longer than OpenAI's client keeps its own (5 s), so that it is
 not closed just as that client uses it again."""

@@ -99,7 +99,12 @@ class HttpConnection(HttpToolsProtocol):
     def _wait(self, timeout_s: float) -> None:
         self._stop_waiting()
         self._all.waiting[self] = None
-        self._timer = self.loop.call_later(timeout_s, self.drop)
+        self._timer = self.loop.call_later(timeout_s, self._is_over)
+
+    def _is_over(self) -> None:
+        """Its time is over. Where this process has stood still the request may have come meanwhile: it is read first,
+        and only then is the connection dropped."""
+        self._timer = self.loop.call_later(limits.LAST_LOOK_S, self.drop)
 
     def _stop_waiting(self) -> None:
         self._all.waiting.pop(self, None)

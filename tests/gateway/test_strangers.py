@@ -3,12 +3,15 @@
 import asyncio
 import contextlib
 import json
+import socket
 import threading
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
+import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -405,6 +408,34 @@ async def test_a_connection_that_only_trickles_is_closed(rig: Rig, monkeypatch: 
                 await trickling.send(b"\r\n")  # what may stand before a request: no timer may begin anew with it
             await asyncio.sleep(0.01)
         assert closed.result()
+
+
+def test_what_has_come_while_the_process_stood_still_is_read(
+    open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On uvloop, as services run: it fires timers before it reads on."""
+    monkeypatch.setattr(limits, "HEAD_S", 0.2)
+
+    async def run() -> bytes:
+        loop, (bell, ringer) = asyncio.get_running_loop(), socket.socketpair()
+
+        def stand_still() -> None:
+            client.send(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            time.sleep(0.3)
+            loop.remove_reader(bell)
+
+        with bell, ringer, socket.socket() as client:
+            async with open_rig() as rig:
+                client.connect(("127.0.0.1", rig.http.base_url.port))
+                await asyncio.sleep(0.05)  # it is accepted; else its time would begin after the standstill
+                loop.add_reader(bell, stand_still)
+                ringer.send(b"x")
+                client.setblocking(False)
+                with contextlib.suppress(ConnectionResetError):  # it was dropped
+                    return await loop.sock_recv(client, 12)
+        return b""
+
+    assert uvloop.run(run()) == b"HTTP/1.1 200"
 
 
 async def test_an_idle_connection_is_closed_after_its_answer(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
