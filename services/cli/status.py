@@ -24,7 +24,7 @@ def run_status(options: BusOptions, *, as_json: bool) -> None:
     if mesh is not None and access.url != mesh.nats_url:
         mesh = None  # it is another one that is asked for
     where = "".join(f"{gateway}/v1, " for gateway in (mesh.url, *mesh.other_urls)) if mesh else ""
-    console.print(f"{where}{access.url}, policy {fleet.policy}, {'ready' if fleet.ready else '[red]not ready[/red]'}")
+    console.print(f"{where}{access.shown}, policy {fleet.policy}, {'ready' if fleet.ready else '[red]not ready[/red]'}")
     console.print(worker_table(fleet))
     if any(load.worker.role == "store" for load in fleet.workers):
         console.print(store_table(fleet))

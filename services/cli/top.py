@@ -50,11 +50,11 @@ async def watch(access: BusAccess, stop: asyncio.Event, *, once: bool) -> None:
     async with listening(access, board):
         if once or not console.is_terminal:
             await _sleep_or(stop, ONE_FRAME_AFTER_S)
-            console.print(frame(board, time.monotonic(), access.url))
+            console.print(frame(board, time.monotonic(), access.shown))
             return
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while not stop.is_set():
-                live.update(frame(board, time.monotonic(), access.url), refresh=True)
+                live.update(frame(board, time.monotonic(), access.shown), refresh=True)
                 await _sleep_or(stop, FRAME_INTERVAL_S)
 
 

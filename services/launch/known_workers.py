@@ -19,7 +19,7 @@ async def describe_fleet(access: BusAccess) -> FleetDescribed:
     try:
         return await _ask(TypedBus(connection, "status"))
     except BusError as error:
-        raise MeshNotRunningError(f"no scheduler answers at {access.url} ({error.reason})") from error
+        raise MeshNotRunningError(f"no scheduler answers at {access.shown} ({error.reason})") from error
     finally:
         await connection.close()
 

@@ -52,6 +52,11 @@ class BusAccess(NamedTuple):
     """The certificate of the CA that vouches for the broker; None: one of those that the system trusts."""
 
     @property
+    def shown(self) -> str:
+        """The address without a password."""
+        return re.sub(r"//[^/]*@", "//", self.url)
+
+    @property
     def is_encrypted(self) -> bool:
         """TLS is insisted on: always where somebody with a key or a password connects to another machine. Raises
         UserError for what is no broker's address."""
@@ -59,8 +64,9 @@ class BusAccess(NamedTuple):
         is_known = self.url.startswith(("nats://", "tls://")) or "://" not in self.url
         parts = _split(self.url) if is_known else None
         if parts is None or not parts.hostname:
-            shown = re.sub(r"//[^/]*@", "//", self.url)  # without a password
-            raise UserError(f"{shown!r} is no broker's address: it is like nats://127.0.0.1:4222 or tls://HOST:4222")
+            raise UserError(
+                f"{self.shown!r} is no broker's address: it is like nats://127.0.0.1:4222 or tls://HOST:4222"
+            )
         has_secret = self.identity is not None or parts.username is not None
         return parts.scheme == "tls" or self.ca is not None or (has_secret and not is_loopback(parts.hostname))
 
