@@ -41,8 +41,11 @@ class SequenceMemory:
         if runs.shape.num_bytes > array.nbytes:
             raise ValueError(f"{runs.shape.num_blocks} blocks do not fit into {array.nbytes} bytes")
         self.runs = runs
-        self._array = array
         self.is_contiguous = self.runs.is_contiguous
+        num_rows = runs.shape.num_bytes // runs.stride
+        end = runs.row_offset + runs.row_bytes
+        self._rows: Rows = array[: runs.shape.num_bytes].reshape(num_rows, runs.stride)[:, runs.row_offset : end]
+        """All rows of the arena: a part begins at one of them, as each is a whole number of rows long."""
 
     def views(self, frame: Frame) -> list[Rows]:
         """Return the frame's bytes as views, in the frame's order."""
@@ -50,19 +53,13 @@ class SequenceMemory:
 
     def parts(self, frame: Frame) -> Iterator[list[Rows]]:
         """Yield the views layer by layer, keys and values apart."""
-        runs, array = self.runs, self._array
-        stride, row_offset = runs.stride, runs.row_offset
-        bytes_of_row = slice(row_offset, row_offset + runs.row_bytes)
+        runs, all_rows = self.runs, self._rows
         spans: dict[int, list[SlotSpan]] = {}
         for part in runs.parts(frame):
             if part.group not in spans:
                 spans[part.group] = runs.slot_spans(part.group, frame)
-            views: list[Rows] = []
-            for slot, num_tokens in spans[part.group]:
-                at = part.first_byte - row_offset + slot * stride
-                rows = array[at : at + num_tokens * stride].reshape(num_tokens, stride)
-                views.append(rows if self.is_contiguous else rows[:, bytes_of_row])
-            yield views
+            first = (part.first_byte - runs.row_offset) // runs.stride
+            yield [all_rows[first + slot : first + slot + num_tokens] for slot, num_tokens in spans[part.group]]
 
 
 class Staging:
@@ -157,11 +154,15 @@ def _pairs(sources: Iterable[Rows], targets: Sequence[Rows]) -> Iterator[tuple[R
     """Cut both sides at each other's borders, and so that no piece is longer than PIECE_BYTES, or one row."""
     remaining = iter(targets)
     target = next(remaining)
-    max_rows = max(1, PIECE_BYTES // target.shape[1])
+    max_rows, nothing = max(1, PIECE_BYTES // target.shape[1]), target[:0]
     for source in sources:
-        while len(source):
+        while size := len(source):
             if not len(target):
                 target = next(remaining)
-            size = min(len(source), len(target), max_rows)
+            if size == len(target) <= max_rows:  # most are alike: blocks that lie scattered on both sides
+                yield source, target
+                target = nothing
+                break
+            size = min(size, len(target), max_rows)
             yield source[:size], target[:size]
             source, target = source[size:], target[size:]

@@ -12,13 +12,22 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import NamedTuple
 
 import numpy as np
 
-from dataplane.blocks.layout import BlockTable, BlockTables, KVLayout, Segment, uniform_shape
+from dataplane.blocks.layout import (
+    BlockTable,
+    BlockTables,
+    KVLayout,
+    Segment,
+    block_ids,
+    segments_of,
+    uniform_shape,
+)
 from dataplane.blocks.ticket import Ticket, TicketSecrets
 from dataplane.carriers.host import HostArena
 from dataplane.ends.reader import PlaneReader, ReadRequest
@@ -45,6 +54,8 @@ TICKET = Ticket(
     expires_at_ms=2**52,
 )
 SHM_GOAL, TCP_GOAL = 0.8, 0.9
+HEADS = (8, 4, 2)
+"""How many heads a read asks for, where the readers hold all, a half or a quarter of them."""
 
 
 @dataclass
@@ -79,6 +90,37 @@ def one_table(num_blocks: int) -> BlockTables:
     return (BlockTable((Segment(0, num_blocks),)),)
 
 
+def scattered(num_blocks: int, seed: int) -> BlockTables:
+    """Blocks in no order, as they lie in an engine under load."""
+    return (BlockTable(segments_of(np.random.default_rng(seed).permutation(num_blocks).tolist())),)
+
+
+class Kept(NamedTuple):
+    """One thing that the child holds and this process reads: where it lies on either side."""
+
+    layout: KVLayout
+    num_blocks: int
+    holder: BlockTables
+    reader: BlockTables
+
+
+def kept(num_blocks: int) -> list[Kept]:
+    """In the order of IN_A_RUN, ONE and SCATTERED."""
+    run, one = one_table(num_blocks), one_table(1)
+    return [
+        Kept(LAYOUT, num_blocks, run, run),
+        Kept(ONE_BLOCK, 4, one, one),
+        Kept(LAYOUT, num_blocks, scattered(num_blocks, 3), scattered(num_blocks, 4)),
+    ]
+
+
+IN_A_RUN, ONE, SCATTERED = range(3)
+
+
+def num_tokens_of(kept: Kept) -> int:
+    return kept.holder[0].end_block * kept.layout.block_size
+
+
 @dataclass
 class Held:
     """One arena of the child, served with digests and without."""
@@ -87,14 +129,14 @@ class Held:
     servers: tuple[PlaneServer, PlaneServer]
 
     @classmethod
-    def make(cls, layout: KVLayout, num_blocks: int) -> "Held":
-        shape = uniform_shape(layout, num_blocks)
+    def make(cls, kept: Kept) -> "Held":
+        shape = uniform_shape(kept.layout, kept.num_blocks)
         arena = HostArena.create(shape)
         # Any bytes with a bit of each exponent cleared: what is not finite could not be compressed.
         arena.array[:] = np.random.default_rng(1).integers(0, 256, arena.num_bytes, np.uint8) & 0xBF
-        num_tokens = num_blocks * layout.block_size
-        progress = KVProgress.completed(layout.num_layers, num_tokens)
-        gate = OpenGate(OneKV(one_table(num_blocks), num_tokens, progress))
+        num_tokens = num_tokens_of(kept)
+        progress = KVProgress.completed(kept.layout.num_layers, num_tokens)
+        gate = OpenGate(OneKV(kept.holder, num_tokens, progress))
         with_digests, without = (
             PlaneServer(arena, shape, gate, TicketSecrets([SECRET]), ServerOptions(digests=digests))
             for digests in (True, False)
@@ -111,17 +153,18 @@ class Held:
 
 def hold(control: Connection, num_blocks: int) -> None:
     """The child: hold, serve, and send raw bytes when a byte comes on the raw connection."""
-    large, small = Held.make(LAYOUT, num_blocks), Held.make(ONE_BLOCK, 4)
+    all_held = [Held.make(each) for each in kept(num_blocks)]
+    array = all_held[IN_A_RUN].arena.array
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        endpoints = [[server.endpoint for server in held.servers] for held in (large, small)]
+        endpoints = [[server.endpoint for server in held.servers] for held in all_held]
         control.send((endpoints, listener.getsockname()))
         raw, _ = listener.accept()
         with raw:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while command := raw.recv(1):
-                raw.sendall(large.arena.array if command == b"a" else large.arena.array[: 64 << 10])
-    large.close()
-    small.close()
+                raw.sendall(array if command == b"a" else array[: 64 << 10])
+    for held in all_held:
+        held.close()
 
 
 @dataclass
@@ -135,13 +178,28 @@ class Bench:
     def __post_init__(self) -> None:
         large, small = uniform_shape(LAYOUT, self.num_blocks), uniform_shape(ONE_BLOCK, 4)
         self.large, self.small = HostArena.create(large), HostArena.create(small)
-        self.readers = [PlaneReader(self.large, large), PlaneReader(self.small, small)]
+        in_large, in_small = PlaneReader(self.large, large), PlaneReader(self.small, small)
+        self.readers = [in_large, in_small, in_large]
+        self.kept = kept(self.num_blocks)
         self.source = np.random.default_rng(2).integers(0, 256, self.large.num_bytes, np.uint8)
         self.target = np.zeros_like(self.source)
         self.num_bytes = self.large.num_bytes
 
     def copy(self) -> None:
         np.copyto(self.target, self.source)
+
+    def copies(self, heads: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return where each block's keys and values of so many heads go and come from, in the order of a frame, where
+        the blocks are scattered: what memory allows at best, by one thread."""
+        of_block = (self.num_blocks, LAYOUT.block_size, LAYOUT.num_kv_heads, -1)
+        order = (block_ids(self.kept[SCATTERED].reader[0].segments), block_ids(self.kept[SCATTERED].holder[0].segments))
+        parts = [array.reshape(2 * LAYOUT.num_layers, *of_block) for array in (self.target, self.source)]
+        return [
+            (parts[0][part, target, :, first : first + heads], parts[1][part, source, :, first : first + heads])
+            for first in range(0, LAYOUT.num_kv_heads, heads)
+            for part in range(2 * LAYOUT.num_layers)
+            for target, source in zip(*order, strict=True)
+        ]
 
     def raw_socket(self, array: np.ndarray, command: bytes) -> None:
         self.raw.sendall(command)
@@ -151,25 +209,25 @@ class Bench:
 
     def read(
         self,
-        size: int,
+        which: int,
         carrier: str,
         digests: bool,
         heads: tuple[int, int] | None = None,
         wire_dtype: WireDtype = "same",
     ) -> TransferStats:
-        layout, num_blocks = ((LAYOUT, self.num_blocks), (ONE_BLOCK, 1))[size]
+        kept = self.kept[which]
         request = ReadRequest(
-            endpoint=self.endpoints[size][0 if digests else 1],
+            endpoint=self.endpoints[which][0 if digests else 1],
             ticket=TicketSecrets([SECRET]).sign(TICKET),
             carrier=carrier,
-            tables=one_table(num_blocks),
+            tables=kept.reader,
             first_token=0,
-            num_tokens=num_blocks * layout.block_size,
+            num_tokens=num_tokens_of(kept),
             deadline_s=60,
             heads=heads,
             wire_dtype=wire_dtype,
         )
-        return self.readers[size].read_blocking(request).stats
+        return self.readers[which].read_blocking(request).stats
 
     def throughput_cases(self) -> dict[str, Callable[[], object]]:
         cases: dict[str, Callable[[], object]] = {
@@ -178,28 +236,41 @@ class Bench:
         }
         for carrier in ("shm", "tcp"):
             for digests in (True, False):
-                cases[name(carrier, digests)] = lambda c=carrier, d=digests: self.read(0, c, d)
+                cases[name(carrier, digests)] = lambda c=carrier, d=digests: self.read(IN_A_RUN, c, d)
         return cases
 
     def shard_cases(self) -> dict[str, Callable[[], object]]:
         """The same bytes from a holder of all heads, as readers that hold a half or a quarter of them take them."""
         return {
             f"{carrier}, {LAYOUT.num_kv_heads // size} × {size} heads": lambda c=carrier, n=size: [
-                self.read(0, c, True, (first, n)) for first in range(0, LAYOUT.num_kv_heads, n)
+                self.read(IN_A_RUN, c, True, (first, n)) for first in range(0, LAYOUT.num_kv_heads, n)
             ]
             for carrier in ("shm", "tcp")
             for size in (4, 2)
         }
 
+    def scattered_cases(self) -> dict[str, Callable[[], object]]:
+        """The same where every block lies elsewhere: by `name_scattered`."""
+        cases: dict[str, Callable[[], object]] = {}
+        for size in HEADS:
+            pairs = self.copies(size)
+            cases[name_scattered("copy", size)] = lambda pairs=pairs: copy_pieces(pairs)
+            for carrier in ("shm", "tcp"):
+                cases[name_scattered(carrier, size)] = lambda c=carrier, n=size: [
+                    self.read(SCATTERED, c, True, (first, n)) for first in range(0, LAYOUT.num_kv_heads, n)
+                ]
+        cases[name_scattered("shm without digests")] = lambda: self.read(SCATTERED, "shm", False)
+        return cases
+
     def compressed_cases(self) -> dict[str, Callable[[], TransferStats]]:
         dtypes: tuple[WireDtype, ...] = ("int8", "fp8")
-        return {f"tcp, {dtype}": lambda d=dtype: self.read(0, "tcp", True, None, d) for dtype in dtypes}
+        return {f"tcp, {dtype}": lambda d=dtype: self.read(IN_A_RUN, "tcp", True, None, d) for dtype in dtypes}
 
     def latency_cases(self) -> dict[str, Callable[[], object]]:
         small = np.empty(64 << 10, np.uint8)
-        cases: dict[str, Callable[[], object]] = {"raw socket": lambda: self.raw_socket(small, b"b")}
+        cases: dict[str, Callable[[], object]] = {"socket": lambda: self.raw_socket(small, b"b")}
         for carrier in ("shm", "tcp"):
-            cases[name(carrier, True)] = lambda c=carrier: self.read(1, c, True)
+            cases[carrier] = lambda c=carrier: self.read(ONE, c, True)
         return cases
 
     def close(self) -> None:
@@ -208,6 +279,15 @@ class Bench:
             reader.close()
         self.large.close()
         self.small.close()
+
+
+def copy_pieces(pairs: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    for target, source in pairs:
+        np.copyto(target, source)
+
+
+def name_scattered(what: str, heads: int = LAYOUT.num_kv_heads) -> str:
+    return f"scattered, {what}" if heads == LAYOUT.num_kv_heads else f"scattered, {what}, {heads} heads at a time"
 
 
 def name(carrier: str, digests: bool) -> str:
@@ -242,14 +322,22 @@ def nixl_agent(agent_name: str, num_bytes: int):
     return agent, memory
 
 
-def measure_nixl(mib: int, num_rounds: int) -> tuple[float, float] | None:
-    """Return NIXL's median seconds for all blocks of 64 KiB and for one, or None where it is not installed.
+class NixlSeconds(NamedTuple):
+    """Medians: all blocks of 64 KiB in a run, one of them, all where they are scattered."""
+
+    in_a_run: float
+    one: float
+    scattered: float
+
+
+def measure_nixl(num_blocks: int, num_rounds: int) -> NixlSeconds | None:
+    """Return what NIXL takes, or None where it is not installed.
 
     Its agents are connected and its memory is registered before the clock starts; it checks no bytes.
     """
     if importlib.util.find_spec("nixl") is None:
         return None
-    num_bytes, size = mib << 20, 64 << 10
+    num_bytes = num_blocks * LAYOUT.block_bytes
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     child = context.Process(target=hold_for_nixl, args=(theirs, num_bytes), daemon=True)
@@ -258,12 +346,10 @@ def measure_nixl(mib: int, num_rounds: int) -> tuple[float, float] | None:
     agent, memory = nixl_agent("reader", num_bytes)
     peer = agent.add_remote_agent(metadata)
 
-    def prepare(num_blocks: int):
-        sides = (memory.ctypes.data, remote)
-        targets, sources = (
-            agent.get_xfer_descs([(at + i * size, size, 0) for i in range(num_blocks)], "DRAM") for at in sides
-        )
-        return agent.initialize_xfer("READ", targets, sources, peer)
+    def prepare(targets: Sequence[int], sources: Sequence[int], size: int):
+        places = ([(memory.ctypes.data + at, size, 0) for at in targets], [(remote + at, size, 0) for at in sources])
+        into, out_of = (agent.get_xfer_descs(side, "DRAM") for side in places)
+        return agent.initialize_xfer("READ", into, out_of, peer)
 
     def read(transfer) -> None:
         state = agent.transfer(transfer)
@@ -271,12 +357,19 @@ def measure_nixl(mib: int, num_rounds: int) -> tuple[float, float] | None:
             state = agent.check_xfer_state(transfer)
         assert state == "DONE", state
 
-    everything, one = prepare(num_bytes // size), prepare(1)
-    all_s = measure({"all": lambda: read(everything)}, num_rounds)["all"]
+    run, piece = range(0, num_bytes, ONE_BLOCK.block_bytes), LAYOUT.layer_block_bytes // 2
+    each = kept(num_blocks)[SCATTERED]
+    into, out_of = (
+        [(part * num_blocks + block) * piece for part in range(2 * LAYOUT.num_layers) for block in block_ids(segments)]
+        for segments in (each.reader[0].segments, each.holder[0].segments)
+    )
+    everything, one = prepare(run, run, ONE_BLOCK.block_bytes), prepare([0], [0], ONE_BLOCK.block_bytes)
+    scattered = prepare(into, out_of, piece)
+    seconds = measure({"run": lambda: read(everything), "scattered": lambda: read(scattered)}, num_rounds)
     one_s = measure({"one": lambda: read(one)}, 20 * num_rounds)["one"]
     ours.send("done")
     child.join(30)
-    return all_s, one_s
+    return NixlSeconds(seconds["run"], one_s, seconds["scattered"])
 
 
 def run(mib: int, num_rounds: int) -> dict[str, object]:
@@ -291,39 +384,56 @@ def run(mib: int, num_rounds: int) -> dict[str, object]:
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     bench = Bench(num_blocks, endpoints, raw)
     compressed = bench.compressed_cases()
-    seconds = measure(bench.throughput_cases() | bench.shard_cases() | compressed, num_rounds)
+    cases = bench.throughput_cases() | bench.shard_cases() | bench.scattered_cases() | compressed
+    seconds = measure(cases, num_rounds)
     wire_bytes = {case: read().num_wire_bytes for case, read in compressed.items()}
     latency = measure(bench.latency_cases(), 20 * num_rounds)
     bench.close()
     child.join(30)
     speed = {case: bench.num_bytes / 2**30 / s for case, s in seconds.items()}
     wire_speed = {case: num_bytes / 2**30 / seconds[case] for case, num_bytes in wire_bytes.items()}
-    nixl = measure_nixl(mib, num_rounds)
+    nixl = measure_nixl(num_blocks, num_rounds)
     if nixl is not None:
-        speed["NIXL, defaults"], latency["NIXL, defaults"] = bench.num_bytes / 2**30 / nixl[0], nixl[1]
+        speed["NIXL, defaults"] = bench.num_bytes / 2**30 / nixl.in_a_run
+        speed[name_scattered("NIXL")] = bench.num_bytes / 2**30 / nixl.scattered
+        latency["NIXL"] = nixl.one
+    scattered: dict[str, float | None] = {
+        f"shm_of_copy{suffix}": speed[name_scattered("shm", size)] / speed[name_scattered("copy", size)]
+        for size, suffix in zip(HEADS, ("", "_half", "_quarter"), strict=True)
+    }
+    unproved = speed[name_scattered("shm without digests")]
+    scattered |= {
+        "shm_without_digests_of_copy": unproved / speed[name_scattered("copy")],
+        "tcp_of_socket": speed[name_scattered("tcp")] / speed["raw socket"],
+        "shm_of_nixl": nixl and speed[name_scattered("shm")] / speed[name_scattered("NIXL")],
+    }
     return {
         "mib": mib,
         "gib_per_s": speed,
         "wire_gib_per_s": wire_speed,
-        "one_64_kib_block_us": {case: s * 1e6 for case, s in latency.items()},
+        "one_block_us": {case: s * 1e6 for case, s in latency.items()},
         "shm_to_memory_copy": speed[name("shm", True)] / speed["memory copy, one thread"],
         "tcp_to_raw_socket": speed[name("tcp", True)] / speed["raw socket"],
+        "scattered": scattered,
         "nixl_installed": nixl is not None,
     }
 
 
 def table(figures: dict) -> str:
     lines = [f"{figures['mib']} MiB of KV, two processes, medians", ""]
-    lines += [f"  {case:28}{speed:8.2f} GiB/s" for case, speed in figures["gib_per_s"].items()]
+    lines += [f"  {case:36}{speed:8.2f} GiB/s" for case, speed in figures["gib_per_s"].items()]
     lines += ["", "of these on the wire"]
-    lines += [f"  {case:28}{speed:8.2f} GiB/s" for case, speed in figures["wire_gib_per_s"].items()]
+    lines += [f"  {case:36}{speed:8.2f} GiB/s" for case, speed in figures["wire_gib_per_s"].items()]
     lines += ["", "one block of 64 KiB; ours with connecting, ticket and commit"]
-    lines += [f"  {case:28}{micros:8.0f} µs" for case, micros in figures["one_64_kib_block_us"].items()]
+    lines += [f"  {case:36}{micros:8.0f} µs" for case, micros in figures["one_block_us"].items()]
     shm, tcp = figures["shm_to_memory_copy"], figures["tcp_to_raw_socket"]
     lines += [
         "",
         f"  shm / memory copy  {shm:.2f}  (goal {SHM_GOAL})",
         f"  tcp / raw socket   {tcp:.2f}  (goal {TCP_GOAL})",
+        "",
+        "scattered, of the same pieces copied in the same order by one thread (tcp: of the raw socket)",
+        *(f"  {what:36}{ratio:8.2f}" for what, ratio in figures["scattered"].items() if ratio is not None),
     ]
     if not figures["nixl_installed"]:
         lines += ["", "NIXL is not installed here: `pip install nixl` puts its figures beside."]
