@@ -11,8 +11,10 @@ import asyncio
 import random
 import ssl
 import tempfile
+from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from itertools import chain
 from pathlib import Path
 
 import httpx
@@ -69,41 +71,53 @@ async def clients_of_each() -> AsyncGenerator[dict[str, Client]]:
             broker.stop()
 
 
-async def measure(lengths: list[int], num_requests: int) -> Table:
-    """Return the table of medians. Which mesh is asked first changes every round."""
-    table = Table(box=box.SIMPLE_HEAD, title="time to the first token, and from there to the eighth, medians")
-    for heading in ("tokens", "reqs", "mesh", "first\nms", "of\nopen", "7 more\nms", "of\nopen"):
-        table.add_column(heading, justify="right")
+async def measure(lengths: list[int], num_requests: int, num_starts: int) -> Table:
+    """Return the table of medians. Which mesh is asked first changes every round. What start a mesh has had, where its
+    processes and its memory lie, moves all of its times by a few percent: so the meshes are started several times."""
+    first: dict[tuple[int, str], list[list[float]]] = defaultdict(list)
+    more: dict[tuple[int, str], list[list[float]]] = defaultdict(list)
     rng = random.Random(20261122)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    async with clients_of_each() as clients:
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            for length in lengths:
-                task = progress.add_task(f"{length} tokens", total=num_requests)
-                found: dict[str, list[Completion]] = {name: [] for name in MODES}
-                for number in range(num_requests + WARM_UP_ROUNDS):
-                    for name in rotated(MODES, number):
-                        answer = await clients[name].complete(random_tokens(rng, length, SHAPE["vocab"]), NUM_TOKENS)
-                        if number >= WARM_UP_ROUNDS:
-                            found[name].append(answer)
-                    progress.update(task, completed=number - WARM_UP_ROUNDS + 1)
-                first = {name: median([answer.ttft_ms for answer in found[name]]) for name in MODES}
-                more = {name: median([sum(answer.gaps_ms) for answer in found[name]]) for name in MODES}
-                for name in MODES:
-                    cells = [
-                        f"{v or 0:.2f}" for each in (first, more) for v in (each[name], ratio(each[name], each[OPEN]))
-                    ]
-                    table.add_row(str(length), str(num_requests), name, *cells)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("rounds", total=num_starts * len(lengths) * (num_requests + WARM_UP_ROUNDS))
+        for _ in range(num_starts):
+            async with clients_of_each() as clients:
+                for length in lengths:
+                    found: dict[str, list[Completion]] = {name: [] for name in MODES}
+                    for number in range(num_requests + WARM_UP_ROUNDS):
+                        for name in rotated(MODES, number):
+                            prompt = random_tokens(rng, length, SHAPE["vocab"])
+                            answer = await clients[name].complete(prompt, NUM_TOKENS)
+                            if number >= WARM_UP_ROUNDS:
+                                found[name].append(answer)
+                        progress.advance(task)
+                    for name, answers in found.items():
+                        first[length, name].append([answer.ttft_ms for answer in answers])
+                        more[length, name].append([sum(answer.gaps_ms) for answer in answers])
+    table = Table(box=box.SIMPLE_HEAD, title="time to the first token, and from there to the eighth, medians")
+    for heading in ("tokens", "mesh", "first\nms", "of\nopen", "by start", "7 more\nms", "of\nopen", "by start"):
+        table.add_column(heading, justify="right")
+    for length, name in first:
+        cells = [cell for times in (first, more) for cell in _cells(times[length, name], times[length, OPEN])]
+        table.add_row(str(length), name, *cells)
     return table
+
+
+def _cells(times: list[list[float]], of_open: list[list[float]]) -> list[str]:
+    """Return the median of all times; of each start's ratio to `open` the median, the least and the largest."""
+    ratios = [ratio(median(one), median(other)) or 0.0 for one, other in zip(times, of_open, strict=True)]
+    middle = median([*chain(*times)]) or 0.0
+    return [f"{middle:.2f}", f"{median(ratios) or 0:.2f}", f"{min(ratios):.2f}–{max(ratios):.2f}"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="100,1000,4000", help="prompt lengths in tokens, with commas between")
-    parser.add_argument("--requests", type=int, default=60, help="requests a length, to each mesh")
+    parser.add_argument("--requests", type=int, default=60, help="requests a length and start, to each mesh")
+    parser.add_argument("--starts", type=int, default=8, help="how often the meshes are started")
     options = parser.parse_args()
     lengths = [int(length) for length in options.lengths.split(",")]
-    Console(highlight=False).print(asyncio.run(measure(lengths, options.requests)))
+    Console(highlight=False).print(asyncio.run(measure(lengths, options.requests, options.starts)))
 
 
 if __name__ == "__main__":
