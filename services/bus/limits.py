@@ -40,6 +40,9 @@ which is well below the silence that anybody is declared dead for."""
 CLOSE_TIMEOUT_S = 5
 """When the bus closes, the library has this long to send what it still has; what is left then is thrown away."""
 
+CANCEL_AGAIN_S = 0.01
+"""What swallowed its cancellation is cancelled again after this long."""
+
 DROP_LOG_INTERVAL_S = 5.0
 """Two warnings about dropped messages are at least this far apart: all are counted, few are logged."""
 

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import random
-import re
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping
@@ -179,13 +178,15 @@ class BrokerTransport(TcpTransport):
         self._io_reader = self._io_writer = None
 
 
-class ReadingClient(Client):
-    """The library's client, with differences.
+class BrokerClient(Client):
+    """The library's client, put right in four ways.
 
     It goes on reading after a PONG that nobody awaits any more: the library hands each PONG to whoever has waited
     longest, and one that was cancelled meanwhile would end its reading task. It connects to the address that it was
     given only, with TLS where that is asked for: the library leaves both to the first line that comes, in clear, from
-    whoever answers.
+    whoever answers. It leaves a connection that is broken at once. And once closed it stays closed: asyncio.wait_for of
+    Python 3.11 swallows a cancellation that comes together with what it waits for, and the library's reconnection would
+    go on for ever, in a client that takes itself for closed.
     """
 
     def __init__(self, *, is_encrypted: bool) -> None:
@@ -212,6 +213,12 @@ class ReadingClient(Client):
         _abort(self)  # over TLS the library would first wait 30 s for a broker that says nothing to say goodbye
         await super()._attempt_reconnect()
 
+    async def _close(self, status: int, do_cbs: bool = True) -> None:
+        while (task := self._reconnection_task) is not None and not task.done() and task is not asyncio.current_task():
+            task.cancel()
+            await asyncio.wait({task}, timeout=limits.CANCEL_AGAIN_S)
+        await super()._close(status, do_cbs)
+
     async def _process_pong(self) -> None:
         pongs: list[asyncio.Future[bool]] = self._pongs  # pyright: ignore
         if pongs and pongs[0].done():
@@ -226,7 +233,7 @@ class NatsBus:
         self._client = client
         self._identity = access.identity
         self._name = name
-        self._url = re.sub(r"//[^/]*@", "//", access.url)  # as it may be shown: without a password
+        self._url = access.shown
         self._services: dict[str, Service] = {}
         self._endpoints: list[NatsEndpoint] = []
         self._denied: str | None = None
@@ -253,7 +260,7 @@ class NatsBus:
         """Return a connected bus; tries again until `timeout_s` is over. Raises BrokerUnreachableError with a line that
         names the address, BrokerRefusesError where the broker does not know us."""
         url, identity, ca = access
-        client = ReadingClient(is_encrypted=access.is_encrypted)
+        client = BrokerClient(is_encrypted=access.is_encrypted)
         bus = cls(client, access, name)
         tls = client_context(ca) if access.is_encrypted else None
         try:

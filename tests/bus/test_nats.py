@@ -367,6 +367,44 @@ async def test_closing_while_the_broker_is_away_ends_everything_soon(start_serve
             await request
 
 
+@pytest.mark.parametrize("num_passes", range(8))
+@pytest.mark.parametrize("silent_from", ["INFO", "PONG", "nowhere"])
+async def test_who_closes_while_it_connects_anew_stays_closed(silent_from: str, num_passes: int) -> None:
+    """The answer that it waits for, or the end of the connection, may come together with the cancellation."""
+    is_back = asyncio.Event()
+    writers: list[asyncio.StreamWriter] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A broker that ends its first connection, and falls silent in the second."""
+        writers.append(writer)
+        is_first = len(writers) == 1
+        if silent_from == "INFO" and not is_first:
+            is_back.set()
+            return
+        writer.write(b'INFO {"max_payload":8388608,"headers":true}\r\n')
+        with contextlib.suppress(ConnectionError):
+            while words := (await reader.readline()).split():
+                if words[0] == b"PING" and (is_first or silent_from == "nowhere"):
+                    writer.write(b"PONG\r\n")
+                if words[0] == b"PING" and not is_first:
+                    is_back.set()
+                if words[0] == b"SUB" and is_first:
+                    writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        bus = await NatsBus.connect(BusAccess(f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"), "test")
+        await is_back.wait()
+        for _ in range(num_passes):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(LONG_S):
+            await bus.close()
+        assert bus._client.is_closed and bus.closed.is_set()  # pyright: ignore[reportPrivateUsage]
+        task = bus._client._reconnection_task  # pyright: ignore
+        assert task is not None and task.done()
+        for writer in writers:
+            writer.close()
+
+
 async def test_a_cancelled_publish_is_cancelled(start_server: StartServer) -> None:
     """The library swallows a cancellation while it waits for a full buffer to drain."""
     broker = start_server()
