@@ -21,7 +21,7 @@ from dataplane.carriers import loopback, shm, tcp
 from dataplane.carriers.carrier import CarrierBrokenError, HolderCarrier, ReaderCarrier
 from dataplane.carriers.kv_arena import AUTO, Approach, PairRefusedError, ReadAsked
 from dataplane.carriers.shm import AttachedArenas, holder_frames, holder_runs
-from dataplane.memory.checksum import DigestKind
+from dataplane.memory.checksum import DigestKind, FrameHash
 from dataplane.memory.extent import Extent
 from dataplane.memory.rows import SequenceRuns
 from dataplane.protocol.stream import Accepted, Open, PairRead, ProtocolError
@@ -68,11 +68,11 @@ class CardHolderSide:
         return replace(endpoint, card=self._arena.card, pair=pair)
 
     def carrier(
-        self, wanted: Open, reader: WorkerId, source: SequenceRuns, extent: Extent, digest_kind: DigestKind | None
+        self, wanted: Open, reader: WorkerId, source: SequenceRuns, extent: Extent, frame_hash: FrameHash
     ) -> HolderCarrier:
         """Return the holder's end of the carrier. Raises CarrierBrokenError."""
         try:
-            return self._carrier(wanted, reader, source, extent, digest_kind)
+            return self._carrier(wanted, reader, source, extent, frame_hash)
         except (DeviceError, PairRefusedError, PairBrokenError, ProtocolError) as error:
             raise CarrierBrokenError(wanted.carrier, str(error)) from error
 
@@ -86,18 +86,18 @@ class CardHolderSide:
             self._pairs.close()
 
     def _carrier(
-        self, wanted: Open, reader: WorkerId, source: SequenceRuns, extent: Extent, digest_kind: DigestKind | None
+        self, wanted: Open, reader: WorkerId, source: SequenceRuns, extent: Extent, frame_hash: FrameHash
     ) -> HolderCarrier:
         arena = self._arena
         if wanted.carrier == NCCL and wanted.pair is not None:
             pair = self._known_pairs().find(reader, wanted.pair.generation)
-            return PairedHolder(pair, wanted.pair.read_id, arena, source, digests=digest_kind is not None)
+            return PairedHolder(pair, wanted.pair.read_id, arena, source, digests=frame_hash.kind is not None)
         if wanted.carrier == tcp.NAME:
-            return StagedHolder(arena, source, extent, digest_kind)
+            return StagedHolder(arena, source, extent, frame_hash)
         if wanted.carrier == shm.NAME:
-            return StagedSharedHolder(arena, source, extent, digest_kind)
+            return StagedSharedHolder(arena, source, extent, frame_hash)
         if wanted.carrier == CUDA:
-            return CudaHolder(arena, source, digest_kind)
+            return CudaHolder(arena, source, frame_hash)
         raise CarrierBrokenError(wanted.carrier, "this holder's arena is on a card")
 
     def _known_pairs(self) -> HolderPairs:
@@ -218,9 +218,10 @@ class PairedApproach:
         self._arena = arena
         self._target = target
 
-    def end(self, accepted: Accepted, extent: Extent) -> ReaderCarrier:
+    def end(self, accepted: Accepted, extent: Extent, frame_hash: FrameHash) -> ReaderCarrier:
         """Return the reader's end. Raises DeviceError."""
-        return PairedReader(self._pair, self.pair.read_id, self._arena, self._target, digests=accepted.digests)
+        digests = frame_hash.kind is not None
+        return PairedReader(self._pair, self.pair.read_id, self._arena, self._target, digests=digests)
 
     def close(self) -> None:
         """The pair is done with this read."""
@@ -240,26 +241,25 @@ class CardApproach:
         self._carrier = carrier
         self._asked = asked
 
-    def end(self, accepted: Accepted, extent: Extent) -> ReaderCarrier:
+    def end(self, accepted: Accepted, extent: Extent, frame_hash: FrameHash) -> ReaderCarrier:
         """Return the reader's end. Raises DeviceError, ArenaMissingError, ProtocolError, CarrierBrokenError."""
         side, asked = self._side, self._asked
-        digest_kind = accepted.digest_kind if accepted.digests else None
         if self._carrier == CUDA:
-            return self._cuda_reader(accepted, extent, digest_kind)
+            return self._cuda_reader(accepted, extent, frame_hash)
         if self._carrier == tcp.NAME:
-            return StagedReader(side.arena, asked.target, extent, digest_kind)
+            return StagedReader(side.arena, asked.target, extent, frame_hash)
         source = holder_frames(side.attached.attach(asked.endpoint), accepted, side.shape, extent)
-        return SharedStagedReader(source, side.arena, asked.target, extent, digest_kind)
+        return SharedStagedReader(source, side.arena, asked.target, extent, frame_hash)
 
     def close(self) -> None:
         """Nothing is held."""
 
-    def _cuda_reader(self, accepted: Accepted, extent: Extent, digest_kind: DigestKind | None) -> ReaderCarrier:
+    def _cuda_reader(self, accepted: Accepted, extent: Extent, frame_hash: FrameHash) -> ReaderCarrier:
         try:
             holder, give_back = self._open(accepted)
             try:
                 source = holder_runs(accepted, self._side.shape, extent, holder.memory.num_bytes)
-                return CudaReader(holder, source, self._side.arena, self._asked.target, digest_kind, give_back)
+                return CudaReader(holder, source, self._side.arena, self._asked.target, frame_hash, give_back)
             except BaseException:
                 give_back()
                 raise

@@ -23,7 +23,7 @@ from dataplane.cards.moves import gather_moves, pair_moves
 from dataplane.cards.side import SideStream, WorkPiece, check_peer, wait_done, wait_peer_gone
 from dataplane.carriers.carrier import Access
 from dataplane.memory.arena import SHM_DIR
-from dataplane.memory.checksum import DigestKind
+from dataplane.memory.checksum import FrameHash
 from dataplane.memory.rows import SequenceRuns
 from dataplane.protocol.stream import Digest, Header, ProtocolError, TransferStats, encode_header
 from dataplane.protocol.wire import Wire, WireTimeoutError
@@ -56,13 +56,13 @@ class CudaHolder:
         """It digests frames as they are announced."""
         return self
 
-    def __init__(self, arena: DeviceArena, source: SequenceRuns, digest_kind: DigestKind | None) -> None:
+    def __init__(self, arena: DeviceArena, source: SequenceRuns, frame_hash: FrameHash) -> None:
         self.access = Access(by_tables=True, names=msgspec.to_builtins(arena.handles()))
         self._arena = arena
         self._source = source
         self._begun: deque[tuple[int, WorkPiece | None]] = deque()
         self._side: SideStream | None = None
-        if digest_kind is not None:
+        if frame_hash.kind is not None:
             self._side = SideStream(arena.device, f"out-{next(_numbers)}", digests=True, writes=False)
 
     def begin(self, data: Header, mark: int) -> None:
@@ -116,7 +116,7 @@ class CudaReader:
         runs: SequenceRuns,
         arena: DeviceArena,
         target: SequenceRuns,
-        digest_kind: DigestKind | None,
+        frame_hash: FrameHash,
         give_back: Callable[[], None],
     ) -> None:
         self._source = source
@@ -128,7 +128,7 @@ class CudaReader:
         self._digests: dict[int, int] = {}
         self._num_finished = 0
         self._stats = TransferStats()
-        digests = digest_kind is not None
+        digests = frame_hash.kind is not None
         self._side = SideStream(arena.device, f"in-{next(_numbers)}", digests=digests, writes=True)
 
     def land(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> Digest:

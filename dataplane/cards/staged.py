@@ -1,8 +1,9 @@
 """Carriers from and to arenas on cards by way of host memory: `tcp` and `shm`, where an end is on a card.
 
 A holder on a card brings frames out ahead of sending them, each as soon as the card has computed it; a reader on a card
-brings one frame in while the next is being received. The digest is the card's, computed with the copy out of the
-holder's arena and with the copy into the reader's: whatever goes wrong between the two is found.
+brings one frame in while the next is being received. The card digests each frame with the copy out of the holder's
+arena and with the copy into the reader's. What crosses a network is digested on the host besides, which checks what the
+card has found: whatever goes wrong between the two arenas is seen.
 """
 
 import time
@@ -21,10 +22,10 @@ from dataplane.carriers.shm import FrameSource
 from dataplane.carriers.tcp import receive
 from dataplane.memory import frames
 from dataplane.memory.arena import ByteArray
-from dataplane.memory.checksum import DigestKind, sum64
+from dataplane.memory.checksum import FrameHash, sum64
 from dataplane.memory.codec import BlockCodec, KVNotFiniteError
 from dataplane.memory.extent import Extent
-from dataplane.memory.frames import Rows, Staging, new_hasher
+from dataplane.memory.frames import Rows, Staging
 from dataplane.memory.rows import SequenceRuns
 from dataplane.protocol.stream import (
     Digest,
@@ -58,16 +59,14 @@ class StagedHolder:
         """It brings frames out to the host."""
         return self
 
-    def __init__(
-        self, arena: DeviceArena, source: SequenceRuns, extent: Extent, digest_kind: DigestKind | None
-    ) -> None:
+    def __init__(self, arena: DeviceArena, source: SequenceRuns, extent: Extent, frame_hash: FrameHash) -> None:
         self.frame_bytes = _frame_bytes(arena, extent)
         self._source = source
         self._extent = extent
-        self._digest_kind: DigestKind | None = digest_kind
+        self._hash = frame_hash
         self._packed = Staging()
         self._begun: deque[_BegunFrame] = deque()
-        self._lane = Lane(arena, "out", digests=digest_kind is not None)
+        self._lane = Lane(arena, "out", digests=frame_hash.kind is not None)
 
     def begin(self, data: Header, mark: int) -> None:
         """Bring the frame out once the card has reached the mark, if there is room for it now. Raises DeviceError."""
@@ -100,11 +99,11 @@ class StagedHolder:
     ) -> tuple[bytes, tuple[ByteArray, ...], int]:
         """Return the frame's header, what follows it, and the digest of that. Raises KVNotFiniteError."""
         payload, codec = self._lane.host(slot), self._extent.codec
+        if self._hash.kind is not None and sum64(payload) != digest:
+            raise DeviceError("staging", f"frame {data.sequence} has changed on its way from the card")
         if codec is not None:
-            if self._digest_kind is not None and sum64(payload) != digest:
-                raise DeviceError("staging", f"frame {data.sequence} has changed on its way from the card")
             payload = self._pack(codec, data, payload, stats)
-            digest = frames.digest([payload.reshape(1, -1)], stats, self._digest_kind)
+        digest = frames.digest([payload.reshape(1, -1)], stats, self._hash.new(data.sequence))
         return encode_header(data), (payload,), digest
 
     def _sent(self, data: Header, slot: Slot) -> None:
@@ -137,7 +136,7 @@ class StagedHolder:
     def _settled(self, passage: Passage, stats: TransferStats) -> int:
         started = time.perf_counter_ns()
         digest = self._lane.settle(passage)
-        if self._digest_kind is not None:
+        if self._hash.kind is not None:
             stats.verify_ns += time.perf_counter_ns() - started
         return digest
 
@@ -157,10 +156,8 @@ class StagedSharedHolder(StagedHolder):
     needs_ack = True
     access = Access(staged=True)
 
-    def __init__(
-        self, arena: DeviceArena, source: SequenceRuns, extent: Extent, digest_kind: DigestKind | None
-    ) -> None:
-        super().__init__(arena, source, extent, digest_kind)
+    def __init__(self, arena: DeviceArena, source: SequenceRuns, extent: Extent, frame_hash: FrameHash) -> None:
+        super().__init__(arena, source, extent, frame_hash)
         self._unacked: deque[tuple[int, Slot]] = deque()
 
     def send(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> Digest:
@@ -201,16 +198,14 @@ class StagedReader:
 
     needs_ack = False
 
-    def __init__(
-        self, arena: DeviceArena, target: SequenceRuns, extent: Extent, digest_kind: DigestKind | None
-    ) -> None:
+    def __init__(self, arena: DeviceArena, target: SequenceRuns, extent: Extent, frame_hash: FrameHash) -> None:
         self._target = target
         self._extent = extent
-        self._digest_kind: DigestKind | None = digest_kind
+        self._hash = frame_hash
         self._packed = Staging()
         self._max_bytes = arena.ring.frame_bytes
         self._passing: deque[_Passing] = deque()
-        self._lane = Lane(arena, "in", digests=digest_kind is not None)
+        self._lane = Lane(arena, "in", digests=frame_hash.kind is not None)
 
     def land(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> Digest:
         """Receive the frame and begin to bring it in; the digest is known once it is in place. Raises DeviceError,
@@ -243,7 +238,7 @@ class StagedReader:
     def _receive(self, wire: Wire, data: Header, rows: ByteArray, stats: TransferStats, deadline: float) -> int | None:
         """Put the frame's rows into the slot; return the digest where it is the host's to compute."""
         check_no_place(data)
-        hasher = new_hasher("xxh3") if self._digest_kind == "xxh3" else None
+        hasher = self._hash.new(data.sequence)
         codec = self._extent.codec
         if codec is None:
             receive(wire, rows, hasher, stats, deadline)
@@ -304,7 +299,7 @@ class StagedReader:
         started = time.perf_counter_ns()
         while passing.found is None:
             self._settle_oldest(deadline)
-        if self._digest_kind is not None:
+        if self._hash.kind is not None:
             stats.verify_ns += time.perf_counter_ns() - started
         if passing.host_digest is None:
             return passing.found
@@ -324,9 +319,9 @@ class SharedStagedReader(StagedReader):
         arena: DeviceArena,
         target: SequenceRuns,
         extent: Extent,
-        digest_kind: DigestKind | None,
+        frame_hash: FrameHash,
     ) -> None:
-        super().__init__(arena, target, extent, digest_kind)
+        super().__init__(arena, target, extent, frame_hash)
         self._source = source
         self._num_copied = 0
 
@@ -343,7 +338,9 @@ class SharedStagedReader(StagedReader):
         frames.gather(self._source.views(data), rows)
         stats.copy_ns += time.perf_counter_ns() - started
         self._num_copied = data.sequence
-        return frames.digest([rows.reshape(1, -1)], stats, "xxh3") if self._digest_kind == "xxh3" else None
+        if self._hash.kind != "xxh3":
+            return None
+        return frames.digest([rows.reshape(1, -1)], stats, self._hash.new(data.sequence))
 
 
 def _frame_bytes(arena: DeviceArena, extent: Extent) -> int:

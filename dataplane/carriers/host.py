@@ -11,7 +11,7 @@ from dataplane.carriers.kv_arena import AUTO, PairListener, ReadAsked
 from dataplane.carriers.shm import AttachedArenas, FrameSource, SharedHolder, SharedReader, holder_frames
 from dataplane.carriers.tcp import TcpHolder, TcpReader
 from dataplane.memory.arena import Arena, ArenaMissingError, ByteArray
-from dataplane.memory.checksum import DigestKind
+from dataplane.memory.checksum import DigestKind, FrameHash
 from dataplane.memory.extent import Extent
 from dataplane.memory.frames import SequenceMemory
 from dataplane.memory.rows import SequenceRuns
@@ -48,15 +48,15 @@ class HostHolderSide:
         return endpoint
 
     def carrier(
-        self, wanted: Open, reader: WorkerId, source: SequenceRuns, extent: Extent, digest_kind: DigestKind | None
+        self, wanted: Open, reader: WorkerId, source: SequenceRuns, extent: Extent, frame_hash: FrameHash
     ) -> HolderCarrier:
         """Return the holder's end of the carrier. Raises CarrierBrokenError."""
         memory = SequenceMemory(self._arena.array, source)
         match wanted.carrier:
             case loopback.NAME | shm.NAME:
-                return SharedHolder(memory, digest_kind)
+                return SharedHolder(memory, frame_hash)
             case tcp.NAME:
-                return TcpHolder(memory, extent, digest_kind)
+                return TcpHolder(memory, extent, frame_hash)
             case other:
                 raise CarrierBrokenError(other, "this holder's arena is in host memory")
 
@@ -123,11 +123,9 @@ class HostReaderSide:
             raise ArenaMissingError(endpoint.arena, "the holder has closed")
         return server.arena.array
 
-    def shared_reader(
-        self, source: FrameSource, target: SequenceMemory, digest_kind: DigestKind | None
-    ) -> ReaderCarrier:
+    def shared_reader(self, source: FrameSource, target: SequenceMemory, frame_hash: FrameHash) -> ReaderCarrier:
         """Return the end that copies from the holder's memory."""
-        return SharedReader(source, target, digest_kind)
+        return SharedReader(source, target, frame_hash)
 
 
 class HostApproach:
@@ -141,15 +139,14 @@ class HostApproach:
         self._carrier = carrier
         self._asked = asked
 
-    def end(self, accepted: Accepted, extent: Extent) -> ReaderCarrier:
+    def end(self, accepted: Accepted, extent: Extent, frame_hash: FrameHash) -> ReaderCarrier:
         """Return the reader's end. Raises ArenaMissingError, ProtocolError."""
         side, asked = self._side, self._asked
-        digest_kind = accepted.digest_kind if accepted.digests else None
         target = SequenceMemory(side.arena.array, asked.target)
         if self._carrier == tcp.NAME:
-            return TcpReader(target, extent, digest_kind)
+            return TcpReader(target, extent, frame_hash)
         array = side.holder_memory(self._carrier, asked.endpoint)
-        return side.shared_reader(holder_frames(array, accepted, side.shape, extent), target, digest_kind)
+        return side.shared_reader(holder_frames(array, accepted, side.shape, extent), target, frame_hash)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from dataplane.blocks.layout import ArenaShape
 from dataplane.carriers.carrier import HolderCarrier, ReaderCarrier
-from dataplane.memory.checksum import DigestKind
+from dataplane.memory.checksum import DigestKind, FrameHash
 from dataplane.memory.extent import Extent
 from dataplane.memory.rows import SequenceRuns
 from dataplane.protocol.stream import Accepted, Open, PairRead
@@ -49,7 +49,7 @@ class HolderSide(Protocol):
         ...
 
     def carrier(
-        self, wanted: Open, reader: WorkerId, source: SequenceRuns, extent: Extent, digest_kind: DigestKind | None
+        self, wanted: Open, reader: WorkerId, source: SequenceRuns, extent: Extent, frame_hash: FrameHash
     ) -> HolderCarrier:
         """Return this end of the carrier that a reader wants. Raises CarrierBrokenError when it cannot be had here."""
         ...
@@ -84,7 +84,7 @@ class Approach(Protocol):
     @property
     def frame_bytes(self) -> int: ...
 
-    def end(self, accepted: Accepted, extent: Extent) -> ReaderCarrier:
+    def end(self, accepted: Accepted, extent: Extent, frame_hash: FrameHash) -> ReaderCarrier:
         """Return this end of the carrier. Raises ArenaMissingError, ProtocolError, CarrierBrokenError."""
         ...
 

@@ -16,7 +16,7 @@ from dataplane.blocks.layout import ArenaShape
 from dataplane.carriers.carrier import Access
 from dataplane.memory import frames
 from dataplane.memory.arena import SHM_DIR, Arena, ArenaMissingError, ByteArray
-from dataplane.memory.checksum import DigestKind
+from dataplane.memory.checksum import FrameHash
 from dataplane.memory.extent import Extent, heads_of
 from dataplane.memory.frames import Rows, SequenceMemory
 from dataplane.memory.rows import SequenceRuns
@@ -77,9 +77,9 @@ class SharedHolder:
     frame_bytes = limits.SHM_FRAME_BYTES
     ahead = None
 
-    def __init__(self, source: SequenceMemory, digest_kind: DigestKind | None) -> None:
+    def __init__(self, source: SequenceMemory, frame_hash: FrameHash) -> None:
         self._source = source
-        self._digest_kind: DigestKind | None = digest_kind
+        self._hash = frame_hash
 
     def send(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> Digest:
         """Send `head` and the frame's header; digest while the reader copies. Raises WireClosedError,
@@ -87,7 +87,7 @@ class SharedHolder:
         started = time.perf_counter_ns()
         wire.send([head + encode_header(data)], timeout_s)
         stats.copy_ns += time.perf_counter_ns() - started
-        digest = frames.digest(self._source.views(data), stats, self._digest_kind)
+        digest = frames.digest(self._source.views(data), stats, self._hash.new(data.sequence))
         return lambda: digest
 
     def acked(self, sequence: int) -> None:
@@ -102,10 +102,10 @@ class SharedReader:
 
     needs_ack = True
 
-    def __init__(self, source: FrameSource, target: SequenceMemory, digest_kind: DigestKind | None) -> None:
+    def __init__(self, source: FrameSource, target: SequenceMemory, frame_hash: FrameHash) -> None:
         self._source = source
         self._target = target
-        self._digest_kind: DigestKind | None = digest_kind
+        self._hash = frame_hash
         self._num_landed = 0
 
     def land(self, wire: Wire, data: Header, stats: TransferStats, deadline: float) -> Digest:
@@ -129,7 +129,8 @@ class SharedReader:
         """Nothing is under way."""
 
     def _copy(self, wire: Wire, data: Header, stats: TransferStats) -> int:
-        return frames.copy(self._source.views(data), self._target.views(data), stats, self._digest_kind)
+        hasher = self._hash.new(data.sequence)
+        return frames.copy(self._source.views(data), self._target.views(data), stats, hasher)
 
 
 def holder_frames(array: ByteArray, accepted: Accepted, shape: ArenaShape, extent: Extent) -> FrameSource:

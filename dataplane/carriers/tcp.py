@@ -13,10 +13,10 @@ from dataplane import limits
 from dataplane.carriers.carrier import Access
 from dataplane.memory import frames
 from dataplane.memory.arena import ByteArray
-from dataplane.memory.checksum import DigestKind
+from dataplane.memory.checksum import FrameHash, Hasher
 from dataplane.memory.codec import BlockCodec, KVNotFiniteError
 from dataplane.memory.extent import Extent
-from dataplane.memory.frames import Hasher, Rows, SequenceMemory, Staging, gather, new_hasher, scatter
+from dataplane.memory.frames import Rows, SequenceMemory, Staging, gather, scatter
 from dataplane.protocol.stream import Digest, Header, ProtocolError, TransferStats, check_no_place, encode_header
 from dataplane.protocol.wire import Wire
 
@@ -33,10 +33,10 @@ class TcpHolder:
     frame_bytes = limits.TCP_FRAME_BYTES
     ahead = None
 
-    def __init__(self, source: SequenceMemory, extent: Extent, digest_kind: DigestKind | None) -> None:
+    def __init__(self, source: SequenceMemory, extent: Extent, frame_hash: FrameHash) -> None:
         self._source = source
         self._extent = extent
-        self._digest_kind: DigestKind | None = digest_kind
+        self._hash = frame_hash
         self._staging = Staging()
         self._rows = Staging()
 
@@ -47,7 +47,7 @@ class TcpHolder:
         started = time.perf_counter_ns()
         wire.send([head + encode_header(data), *(rows.reshape(-1) for rows in payload)], timeout_s)
         stats.copy_ns += time.perf_counter_ns() - started
-        digest = frames.digest(payload, stats, self._digest_kind)
+        digest = frames.digest(payload, stats, self._hash.new(data.sequence))
         return lambda: digest
 
     def acked(self, sequence: int) -> None:
@@ -88,10 +88,10 @@ class TcpReader:
 
     needs_ack = False
 
-    def __init__(self, target: SequenceMemory, extent: Extent, digest_kind: DigestKind | None) -> None:
+    def __init__(self, target: SequenceMemory, extent: Extent, frame_hash: FrameHash) -> None:
         self._target = target
         self._extent = extent
-        self._digest_kind: DigestKind | None = digest_kind
+        self._hash = frame_hash
         self._staging = Staging()
         self._rows = Staging()
 
@@ -100,7 +100,7 @@ class TcpReader:
         and ProtocolError when it cannot be unpacked."""
         check_no_place(data)
         codec = self._extent.codec
-        hasher = None if self._digest_kind is None else new_hasher(self._digest_kind)
+        hasher = self._hash.new(data.sequence)
         if codec is None and self._target.is_contiguous:
             for target in self._target.views(data):
                 receive(wire, target.reshape(-1), hasher, stats, deadline)

@@ -2,8 +2,8 @@
 
 A frame is verified in three steps, all of them on this read's thread: before a byte is written `Landing.expect` checks
 its header against what was asked for; the carrier's `land` puts it in place and returns the digest of what arrived; and
-`Landing.commit` compares that with the digest in the holder's Commit, which says too that the lease still held after
-the bytes had left. Only then do its tokens count (`Landing.num_landed_tokens`, in `protocol/stream.py`).
+`Landing.commit` checks that the holder's Commit proves this header and this digest. It says too that the lease still
+held after the bytes had left. Only then do its tokens count (`Landing.num_landed_tokens`, in `protocol/stream.py`).
 """
 
 import contextlib
@@ -13,15 +13,17 @@ from dataclasses import dataclass, field
 
 from dataplane import limits
 from dataplane.blocks.layout import BlockTables
+from dataplane.blocks.ticket import TicketRefusedError, TicketSecrets
 from dataplane.carriers import tcp
 from dataplane.carriers.carrier import CarrierBrokenError, ReaderCarrier
 from dataplane.carriers.kv_arena import Approach
 from dataplane.ends.connections import Cancellation
-from dataplane.memory.checksum import DigestKind
+from dataplane.memory.checksum import DigestKind, FrameHash
 from dataplane.memory.codec import WireDtype
 from dataplane.memory.extent import Extent
 from dataplane.protocol.reasons import RefusalCode
 from dataplane.protocol.stream import (
+    HEADER_BYTES,
     Accepted,
     Digest,
     Header,
@@ -29,6 +31,7 @@ from dataplane.protocol.stream import (
     Landing,
     Open,
     ProtocolError,
+    Seal,
     StreamFailed,
     StreamRefused,
     TransferFailedError,
@@ -36,6 +39,9 @@ from dataplane.protocol.stream import (
     decode_body,
     encode_frame,
     encode_header,
+    is_proved,
+    new_nonce,
+    seal_of,
 )
 from dataplane.protocol.wire import Wire, WireClosedError
 from schemas.handoff import Endpoint
@@ -85,6 +91,7 @@ class Read:
         self,
         request: ReadRequest,
         extent: Extent,
+        secrets: TicketSecrets,
         digest_kind: DigestKind,
         cancellation: Cancellation,
         on_started: Callable[[str], None],
@@ -96,6 +103,7 @@ class Read:
         self.deadline = time.monotonic() + request.deadline_s
         self.stats = request.stats
         self.stats.opened_ns = time.time_ns()
+        self._secrets = secrets
         self._digest_kind: DigestKind = digest_kind
         self._on_started = on_started
         self._landing: Landing | None = None
@@ -105,14 +113,16 @@ class Read:
         landed = self.request.first_token if self._landing is None else self._landing.num_landed_tokens
         return TransferFailedError(code, detail, landed)
 
-    def open(self, wire: Wire, carrier: str, approach: Approach, fingerprint: str) -> Accepted:
-        """Ask, and return the holder's answer. Raises TransferFailedError when it says no."""
+    def open(self, wire: Wire, carrier: str, approach: Approach, fingerprint: str) -> ReaderCarrier:
+        """Ask, and return this end of the carrier, as the holder's answer has it. Raises TransferFailedError when it
+        says no, or is not who has granted the lease."""
         request = self.request
         if carrier == tcp.NAME:  # on one host nothing is gained by making less of it
             self.extent = self.extent.over_wire(request.wire_dtype)
         self.stats.carrier, self.stats.wire_dtype = carrier, self.extent.wire_dtype
         opening = Open(
             ticket=request.ticket,
+            nonce=new_nonce(),
             fingerprint=fingerprint,
             carrier=carrier,
             first_token=request.first_token,
@@ -124,26 +134,40 @@ class Read:
             frame_bytes=approach.frame_bytes,
             traceparent=self.stats.traceparent,
         )
+        opening_frame = encode_frame(Kind.OPEN, opening)
         with contextlib.suppress(WireClosedError):  # a holder that is busy says so and closes, without listening
-            wire.send([encode_frame(Kind.OPEN, opening)], self.deadline - time.monotonic())
+            wire.send([opening_frame], self.deadline - time.monotonic())
         try:
             header = wire.receive_header(self.deadline, Kind.ACCEPTED, Kind.REFUSED)
         except WireClosedError as error:
             self.cancellation.check()
             raise NotAnsweredError(str(error)) from error
-        body = wire.receive(header.length, self.deadline)
+        body = bytes(wire.receive(header.length, self.deadline))
         if header.kind is Kind.REFUSED:
             refused = decode_body(body, StreamRefused)
             if refused.code is RefusalCode.CARRIER:
                 raise CarrierBrokenError(carrier, refused.detail)
             raise TransferFailedError(ReadEnd(refused.code), refused.detail)
         accepted = decode_body(body, Accepted)
+        seal = self._verified_seal(opening_frame[HEADER_BYTES:], accepted.nonce, header, body)
         if accepted.carrier != carrier:
             raise ProtocolError(f"asked for {carrier}, accepted as {accepted.carrier}")
         self.stats.accepted_ns = time.time_ns()
         self.stats.peer_traceparent = accepted.traceparent
-        self._landing = Landing(self.extent, digests=accepted.digests)
-        return accepted
+        self._landing = Landing(self.extent, seal)
+        return approach.end(accepted, self.extent, FrameHash(accepted.digest_kind, seal.frame_key))
+
+    def _verified_seal(self, opening: bytes, nonce: str, header: Header, body: bytes) -> Seal:
+        """Return the seal of the stream, which the holder's answer has proved to know. Raises TransferFailedError."""
+        try:
+            seal = seal_of(self._secrets, self.request.ticket, opening, nonce)
+        except TicketRefusedError as error:
+            raise TransferFailedError(
+                ReadEnd.TICKET, "no ticket secret of this reader's signed it: are all holders' ticket_secrets the same?"
+            ) from error
+        if not is_proved(header.tag, seal.of_body(header, body)):
+            raise TransferFailedError(ReadEnd.DIGEST, "the holder's answer is not proved")
+        return seal
 
     def land(self, wire: Wire, carrier: ReaderCarrier) -> Landed:
         """Take frames until the end. Raises whatever ends it early."""
@@ -194,9 +218,10 @@ class Read:
         return digest
 
     def _finish(self, landing: Landing, header: Header, body: bytes) -> Landed:
+        landing.check_last(header, body)
         if header.kind is Kind.FAIL:
             fail = decode_body(body, StreamFailed)
             raise TransferFailedError(ReadEnd(fail.code), fail.reason)
-        landing.end(header, body)
+        landing.check_whole()
         self.stats.landed_ns = time.time_ns()
         return Landed(self.request.num_tokens, body, self.stats)

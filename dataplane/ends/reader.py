@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from dataplane import limits
 from dataplane.blocks.layout import ArenaShape
+from dataplane.blocks.ticket import TicketSecrets
 from dataplane.carriers import loopback, tcp
 from dataplane.carriers.carrier import CarrierBrokenError, MemoryFailedError
 from dataplane.carriers.kv_arena import Approach, KVArena, ReadAsked, ReaderSide
@@ -38,19 +39,22 @@ class PlaneReader:
     or heads.
 
     `is_stuck`: what a read had begun did not come to an end, and may still write to its blocks. Nobody may use them,
-    and nothing but the end of this process helps. `side`: the arena's, unless another one is to fill it.
+    and nothing but the end of this process helps. `secrets`: the holders', by which a holder proves what it says.
+    `side`: the arena's, unless another one is to fill it.
     """
 
     def __init__(
         self,
         arena: KVArena,
         shape: ArenaShape,
+        secrets: TicketSecrets,
         *,
         connect_timeout_s: float = limits.CONNECT_S,
         side: ReaderSide | None = None,
     ) -> None:
         self.is_stuck = False
         self._shape = shape
+        self._secrets = secrets
         self._fingerprint = shape.layout.fingerprint
         self._connect_timeout_s = connect_timeout_s
         self._side = side or arena.as_reader(shape)
@@ -107,7 +111,8 @@ class PlaneReader:
         if not 0 <= request.first_token <= request.num_tokens or not target.covers(wanted, request.num_tokens):
             tokens = f"tokens {request.first_token} to {request.num_tokens}"
             raise ValueError(f"the tables have no slot for each of {tokens}: {request.tables}")
-        run = Read(request, wanted, self._side.digest_kind, cancellation or Cancellation(), on_started)
+        kind = self._side.digest_kind
+        run = Read(request, wanted, self._secrets, kind, cancellation or Cancellation(), on_started)
         try:
             return self._run(run, target)
         except (WireClosedError, ConnectionError) as error:
@@ -178,8 +183,7 @@ class PlaneReader:
         self._begin(wire)
         try:
             run.cancellation.watch(wire)
-            accepted = run.open(wire, carrier, approach, self._fingerprint)
-            landing = approach.end(accepted, run.extent)
+            landing = run.open(wire, carrier, approach, self._fingerprint)
             try:
                 landed = run.land(wire, landing)
             finally:

@@ -5,7 +5,7 @@ import contextlib
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from dataplane import limits
 from dataplane.blocks.layout import ArenaShape
@@ -13,7 +13,7 @@ from dataplane.blocks.ticket import Ticket, TicketRefusedError, TicketSecrets
 from dataplane.carriers import tcp
 from dataplane.carriers.carrier import CarrierBrokenError, HeldUpError, HolderCarrier, MemoryFailedError
 from dataplane.carriers.kv_arena import HolderSide, PairListener, PairRefusedError
-from dataplane.memory.checksum import DigestKind
+from dataplane.memory.checksum import DigestKind, FrameHash
 from dataplane.memory.codec import KVNotFiniteError
 from dataplane.memory.extent import NO_HEADS, Extent, heads_of
 from dataplane.memory.rows import SequenceRuns
@@ -30,13 +30,15 @@ from dataplane.protocol.stream import (
     Open,
     PairOpen,
     ProtocolError,
+    Seal,
     StreamFailed,
     StreamRefused,
     TransferStats,
     decode_body,
-    digest_of,
     encode_frame,
     encode_header,
+    new_nonce,
+    seal_of,
 )
 from dataplane.protocol.wire import Waker, Wire, WireClosedError, WireTimeoutError
 
@@ -104,33 +106,33 @@ class HolderStream:
         """Serve until a stream is refused or broken, or none is opened any more. Raises JunkError when the peer did not
         speak the protocol at all."""
         try:
-            wanted = self._receive_open(self._context.open_timeout_s, Kind.OPEN, Kind.PAIR_OPEN)
+            wanted, opening = self._receive_open(self._context.open_timeout_s, Kind.OPEN, Kind.PAIR_OPEN)
         except (WireClosedError, WireTimeoutError) as error:
             raise JunkError(str(error)) from error
         try:
             if isinstance(wanted, PairOpen):
                 self._open_pair(wanted).accept(self._wire)  # listens until the pair is over
-            while isinstance(wanted, Open) and self._serve(wanted):
+            while isinstance(wanted, Open) and self._serve(wanted, opening):
                 try:
-                    wanted = self._receive_open(self._context.idle_timeout_s, Kind.OPEN)
+                    wanted, opening = self._receive_open(self._context.idle_timeout_s, Kind.OPEN)
                 except (WireClosedError, WireTimeoutError):
                     return  # the reader needs no more
         except _REFUSALS as refusal:
             self._refuse(refusal)
 
-    def _receive_open(self, timeout_s: float, *allowed: Kind) -> Open | PairOpen:
-        """Return what is said first. Raises JunkError, WireClosedError, WireTimeoutError."""
+    def _receive_open(self, timeout_s: float, *allowed: Kind) -> tuple[Open | PairOpen, bytes]:
+        """Return what is said first, and how it was spelled. Raises JunkError, WireClosedError, WireTimeoutError."""
         try:
             header = self._wire.receive_header(time.monotonic() + timeout_s, *allowed)
             deadline = time.monotonic() + self._context.open_timeout_s
-            body = self._wire.receive(header.length, deadline)
-            return decode_body(body, Open) if header.kind is Kind.OPEN else decode_body(body, PairOpen)
+            body = bytes(self._wire.receive(header.length, deadline))
+            return decode_body(body, Open if header.kind is Kind.OPEN else PairOpen), body
         except ProtocolError as error:
             raise JunkError(str(error)) from error
 
-    def _serve(self, wanted: Open) -> bool:
+    def _serve(self, wanted: Open, opening: bytes) -> bool:
         """Serve one stream; say whether it ended well, so that another may follow. Raises a refusal."""
-        service = self._open(wanted)
+        service = self._open(wanted, opening)
         error = "the plane failed"
         try:
             error = service.run()
@@ -159,7 +161,7 @@ class HolderStream:
     def _verify(self, token: str) -> Ticket:
         return self._context.secrets.verify(token, time.time_ns() // 1_000_000)
 
-    def _open(self, wanted: Open) -> "_Service":
+    def _open(self, wanted: Open, opening: bytes) -> "_Service":
         """Return what serves the stream that is asked for. Raises a refusal."""
         context = self._context
         if wanted.version != VERSION:
@@ -176,9 +178,12 @@ class HolderStream:
             raise _RefusedError(RefusalCode.MALFORMED, f"nothing is compressed over {wanted.carrier}")
         lease = context.gate.open(ticket)
         source, extent = self._in_range(wanted, lease.kv)
-        kind = self._digest_kind(wanted, extent)
-        carrier = context.side.carrier(wanted, ticket.reader, source, extent, kind)
-        return _Service(context, self._wire, wanted, lease, extent, carrier, kind)
+        nonce = new_nonce()
+        seal = seal_of(context.secrets, wanted.ticket, opening, nonce)
+        frame_hash = FrameHash(self._digest_kind(wanted), seal.frame_key)
+        carrier = context.side.carrier(wanted, ticket.reader, source, extent, frame_hash)
+        proof = _Proof(seal, nonce, frame_hash.kind)
+        return _Service(context, self._wire, wanted, lease, extent, carrier, proof)
 
     def _in_range(self, wanted: Open, kv: LeasedKV) -> tuple[SequenceRuns, Extent]:
         """Return where it lies and what is to be sent: all that is wanted. Raises a refusal."""
@@ -194,13 +199,13 @@ class HolderStream:
             raise _RefusedError(RefusalCode.RANGE, f"not all that {wanted.num_tokens} tokens need is held any more")
         return source, extent
 
-    def _digest_kind(self, wanted: Open, extent: Extent) -> DigestKind | None:
-        """Return what suits both ends' memory; what is compressed is digested on the host, as it crosses. None: digests
-        are off."""
+    def _digest_kind(self, wanted: Open) -> DigestKind | None:
+        """Return what proves the bytes that cross a network, and else what suits both ends' memory. None: digests are
+        off."""
         if not self._context.digests:
             return None
-        if extent.codec is not None:
-            return "xxh3"
+        if wanted.carrier == tcp.NAME:
+            return "poly1305"
         return self._context.side.digest_kind or wanted.digest_kind
 
 
@@ -216,6 +221,14 @@ def _code_of(refusal: _Refusal) -> RefusalCode:
             return RefusalCode.CARRIER
 
 
+class _Proof(NamedTuple):
+    """What proves a stream to its reader, and what it is told of it."""
+
+    seal: Seal
+    nonce: str
+    digest_kind: DigestKind | None
+
+
 class _Service:
     """Serves one stream: sends what is ready, commits what has left, waits for the engine and the reader at once."""
 
@@ -227,7 +240,7 @@ class _Service:
         lease: OpenLease,
         extent: Extent,
         carrier: HolderCarrier,
-        digest_kind: DigestKind | None,
+        proof: _Proof,
     ) -> None:
         self.lease = lease
         self.stats = TransferStats(
@@ -241,13 +254,13 @@ class _Service:
         self._wire = wire
         self._kv = lease.kv
         self._extent = extent
-        self._digest_kind = digest_kind
+        self._proof = proof
         self._carrier = carrier
         self._ahead = carrier.ahead
         self._max_begun = 1 if self._ahead is None else self._ahead.max_begun
         self._planner = FramePlanner(extent, min(carrier.frame_bytes, wanted.frame_bytes))
         self._begun: deque[Header] = deque()
-        self._uncommitted: deque[tuple[int, Digest]] = deque()  # by sequence
+        self._uncommitted: deque[tuple[Header, Digest]] = deque()
         self._num_acked = 0
         self._unsent = b""
         """Commits that go out with the next frame, or before the next wait."""
@@ -276,9 +289,8 @@ class _Service:
 
     def _tell(self, end: _EndedError) -> None:
         with contextlib.suppress(WireClosedError, WireTimeoutError):
-            self._unsent += encode_frame(
-                Kind.FAIL, StreamFailed(reason=end.reason[: limits.MAX_REASON_CHARS], code=end.code)
-            )
+            failed = StreamFailed(reason=end.reason[: limits.MAX_REASON_CHARS], code=end.code)
+            self._unsent += encode_frame(Kind.FAIL, failed, self._proof.seal)
             self._flush()
             self._wire.finish_sending()
 
@@ -286,8 +298,8 @@ class _Service:
         access = self._carrier.access
         accepted = Accepted(
             carrier=self.stats.carrier,
-            digests=self._digest_kind is not None,
-            digest_kind="sum64" if self._digest_kind == "sum64" else "xxh3",
+            nonce=self._proof.nonce,
+            digest_kind=self._proof.digest_kind,
             staged=access.staged,
             names=access.names,
             num_blocks=self._context.shape.num_blocks if access.by_tables else (),
@@ -295,7 +307,7 @@ class _Service:
             tables=self._kv.tables if access.by_tables else (),
             traceparent=self.stats.traceparent,
         )
-        self._unsent = encode_frame(Kind.ACCEPTED, accepted)
+        self._unsent = encode_frame(Kind.ACCEPTED, accepted, self._proof.seal)
 
     def _serve(self, waker: Waker) -> None:
         while True:
@@ -350,7 +362,7 @@ class _Service:
         stats.num_bytes += self._extent.memory_bytes(data.num_layers, data.num_tokens)
         stats.num_wire_bytes += data.length
         stats.last_byte_ns = time.time_ns()
-        self._uncommitted.append((data.sequence, digest))
+        self._uncommitted.append((data, digest))
 
     def _take_acks(self) -> None:
         """Read the Acks that have arrived. Raises WireClosedError when the reader has gone, ProtocolError."""
@@ -364,13 +376,15 @@ class _Service:
     def _commit(self) -> None:
         """Commit the frames that have left this memory, if the lease is good *now*."""
         num_gone = self._num_acked if self._carrier.needs_ack else self.stats.num_frames
-        if not self._uncommitted or self._uncommitted[0][0] > num_gone:
+        if not self._uncommitted or self._uncommitted[0][0].sequence > num_gone:
             return
         if not self.lease.still_valid():
             raise _EndedError(self._kv.progress.ready().failure or "the lease has ended", tell=True)
-        while self._uncommitted and self._uncommitted[0][0] <= num_gone:
-            sequence, digest = self._uncommitted.popleft()
-            self._unsent += encode_header(Header(Kind.COMMIT, sequence, digest=digest()))
+        while self._uncommitted and self._uncommitted[0][0].sequence <= num_gone:
+            data, digest = self._uncommitted.popleft()
+            self._unsent += encode_header(
+                Header(Kind.COMMIT, data.sequence, tag=self._proof.seal.of_frame(data, digest()))
+            )
 
     def _flush(self) -> None:
         if self._unsent:
@@ -382,7 +396,7 @@ class _Service:
             raise _EndedError(f"the trailer has {len(trailer)} bytes", tell=True)
         if not self.lease.still_valid():
             raise _EndedError("the lease has ended", tell=True)
-        self._unsent += encode_header(Header(Kind.END, length=len(trailer), digest=digest_of(trailer))) + trailer
+        self._unsent += encode_frame(Kind.END, trailer, self._proof.seal)
         self._flush()
 
     def _wait(self, waker: Waker) -> None:

@@ -1,23 +1,60 @@
-"""The digest of a frame that can be summed in any order, as a kernel that copies does; the host gets the same number.
+"""With what frames are digested.
 
-Of the frame's bytes as little-endian 64-bit words w[0], w[1], …, the end padded with zeros, it is
+Where only the owner's processes can write what is digested, on one host, a quick digest that finds errors will do: its
+value is sealed (`Seal` in `protocol/stream.py`). Bytes that cross a network are digested with Poly1305 (RFC 8439):
+nobody without the frame's own key can find other bytes of the same digest.
+
+`sum64` can be summed in any order, as a kernel that copies does; the host gets the same number. Of the frame's bytes as
+little-endian 64-bit words w[0], w[1], …, the end padded with zeros, it is
 
     sum over i of mix(w[i] ^ ((i + 1) · 0x9E3779B97F4A7C15))   mod 2^64
 
 with splitmix64's finalizer as `mix` (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014; its
-constants are Stafford's variant 13). A word that changes, or that stands elsewhere, changes its summand. It detects
-errors; against forgers the connection protects, as it does for xxh3.
+constants are Stafford's variant 13). A word that changes, or that stands elsewhere, changes its summand.
 """
 
-from typing import Literal
+import hashlib
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
+from cryptography.hazmat.primitives.poly1305 import Poly1305
 
 from dataplane.memory.arena import ByteArray
 
-DigestKind = Literal["xxh3", "sum64"]
-"""What a frame is digested with: xxh3-64, or where one end computes it as it copies, in any order, the sum below."""
+DigestKind = Literal["xxh3", "sum64", "poly1305"]
+"""What a frame is digested with: xxh3-64; where one end computes it as it copies, in any order, the sum below; where
+others could have changed it on its way, Poly1305."""
+
+
+class Hasher(Protocol):
+    """Digests bytes as they come."""
+
+    def update(self, data: memoryview, /) -> None: ...
+    def intdigest(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class FrameHash:
+    """With what the frames of one stream are digested; `kind` None: with nothing. `key`: the stream's own."""
+
+    kind: DigestKind | None = None
+    key: bytes = b""
+
+    def new(self, sequence: int) -> Hasher | None:
+        """Return a digest of nothing yet, for the frame of this number."""
+        match self.kind:
+            case None:
+                return None
+            case "xxh3":
+                return xxhash.xxh3_64()
+            case "sum64":
+                return Sum64()
+            case "poly1305":
+                return _Poly1305(self.key, sequence)
+
 
 GOLDEN = 0x9E3779B97F4A7C15
 WORD_BYTES = 8
@@ -31,6 +68,18 @@ _LAST_SHIFT = np.uint64(31)
 _POSITIONS: Words = np.arange(1, _PIECE_WORDS + 1, dtype=np.uint64) * np.uint64(GOLDEN)
 """(i + 1) · GOLDEN of a frame's first words; a later piece's are these plus a multiple of GOLDEN."""
 _POSITIONS.flags.writeable = False
+
+
+class _Poly1305:
+    """Under a key of this frame alone: one key may authenticate one message only (RFC 8439, section 2.5)."""
+
+    def __init__(self, key: bytes, sequence: int) -> None:
+        own = hashlib.blake2b(sequence.to_bytes(8, "little"), digest_size=32, key=key, person=b"kvmesh poly1305")
+        self._mac = Poly1305(own.digest())
+        self.update = self._mac.update
+
+    def intdigest(self) -> int:
+        return int.from_bytes(self._mac.finalize(), "little")
 
 
 class Sum64:

@@ -11,11 +11,10 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from dataplane.blocks.layout import SlotSpan
 from dataplane.memory.arena import ByteArray
-from dataplane.memory.checksum import DigestKind, Sum64
+from dataplane.memory.checksum import Hasher
 from dataplane.memory.extent import Frame
 from dataplane.memory.rows import SequenceRuns
 
@@ -93,24 +92,11 @@ def scatter(source: ByteArray, views: Iterable[Rows]) -> None:
     assert at == source.nbytes, f"{at} bytes of {source.nbytes}"
 
 
-class Hasher(Protocol):
-    """Digests bytes as they come."""
-
-    def update(self, data: memoryview, /) -> None: ...
-    def intdigest(self) -> int: ...
-
-
-def new_hasher(kind: DigestKind) -> Hasher:
-    """Return a digest of this kind over nothing yet."""
-    return Sum64() if kind == "sum64" else xxhash.xxh3_64()
-
-
-def digest(views: Sequence[Rows], times: CopyTimes, kind: DigestKind | None) -> int:
-    """Return the digest of a frame's bytes (0 without a `kind`)."""
-    if kind is None:
+def digest(views: Sequence[Rows], times: CopyTimes, hasher: Hasher | None) -> int:
+    """Return the digest of a frame's bytes (0 without a `hasher`, which is new)."""
+    if hasher is None:
         return 0
     started = time.perf_counter_ns()
-    hasher = new_hasher(kind)
     for rows in views:
         if rows.flags.c_contiguous:
             hasher.update(rows.data)
@@ -121,9 +107,9 @@ def digest(views: Sequence[Rows], times: CopyTimes, kind: DigestKind | None) -> 
     return hasher.intdigest()
 
 
-def copy(sources: Iterable[Rows], targets: Sequence[Rows], times: CopyTimes, kind: DigestKind | None) -> int:
-    """Copy a frame's bytes from one arena to another and return the digest of what arrived (0 without a `kind`)."""
-    hasher = None if kind is None else new_hasher(kind)
+def copy(sources: Iterable[Rows], targets: Sequence[Rows], times: CopyTimes, hasher: Hasher | None) -> int:
+    """Copy a frame's bytes from one arena to another and return the digest of what arrived (0 without a `hasher`, which
+    is new)."""
     clock = time.perf_counter_ns
     staging = Staging()
     for source, target in _pairs(sources, targets):

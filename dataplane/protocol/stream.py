@@ -11,14 +11,22 @@ A connection may be a pair's instead, over which two workers keep in step what m
 
     reader → PairOpen                 a ticket, and which of the holder's offers is meant
     holder → PairAccepted | Refused
-    holder → Slot, …                  what goes next between the two: `at` its number, `digest` whose it is
+    holder → Slot, …                  what goes next between the two: `at` its number, `tag` whose it is
 
-A Commit says that the lease was still good *after* a frame's bytes had left the holder's memory, and what their digest
-was there. A frame is believed once its digest and its Commit are in; nothing waits for a round trip but the last frame.
-Every frame starts with one header of fixed size; all numbers are little-endian; every size has a limit.
+A Commit says that the lease was still good *after* a frame's bytes had left the holder's memory, and its tag proves
+what they were there. A frame is believed once its Commit is in and its digest is right; nothing waits for a round trip
+but the last frame. Every frame starts with one header of fixed size; all numbers are little-endian; every size has a
+limit.
+
+Accepted, Commit, End and Fail are sealed: their `tag` is a MAC (`Seal`) under a key that both ends derive from the
+secret that signed the ticket and from the nonces of Open and Accepted. So it is of this lease, epoch, tenant and KV
+format, of this very stream, and of nobody who has no holders' secret.
 """
 
 import enum
+import hashlib
+import hmac
+import secrets
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,21 +34,23 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import msgspec
-import xxhash
 
 from dataplane import limits
 from dataplane.blocks.layout import BlockTables
+from dataplane.blocks.ticket import TicketSecrets
 from dataplane.memory.checksum import DigestKind
 from dataplane.memory.codec import WireDtype
 from dataplane.memory.extent import NO_HEADS, Extent, HeadRange
 from dataplane.protocol.reasons import FailCode, RefusalCode
 from schemas.kv import ReadEnd
 
-VERSION = 3
+VERSION = 4
 
 _MAGIC = b"KV"
-_HEADER = struct.Struct("<2sBBIHHIIIQQ")
+_HEADER = struct.Struct("<2sBBIHHIII16sQ")
 HEADER_BYTES = _HEADER.size
+TAG_BYTES = 16
+_NONCE_BYTES = 16
 
 Digest = Callable[[], int]
 """Returns a frame's digest; waits for it where it is still being computed. Raises MemoryFailedError."""
@@ -90,8 +100,8 @@ class TransferFailedError(Exception):
 
 
 class Header(NamedTuple):
-    """The start of every frame. `length`: bytes of body, or of payload. `at`: of Data, where the bytes are to be had,
-    as the carrier has it. Fields that a kind does not use are 0."""
+    """The start of every frame. `length`: bytes of body, or of payload. `tag`: what proves a sealed frame, 128 bits.
+    `at`: of Data, where the bytes are to be had, as the carrier has it. Fields that a kind does not use are 0."""
 
     kind: Kind
     sequence: int = 0
@@ -100,8 +110,50 @@ class Header(NamedTuple):
     first_token: int = 0
     num_tokens: int = 0
     length: int = 0
-    digest: int = 0
+    tag: int = 0
     at: int = 0
+
+
+class Seal:
+    """What one stream's holder proves with, and its reader checks, that nobody else has said it: keyed BLAKE2b
+    (RFC 7693), 128 bits. For any thread."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def of_frame(self, data: Header, digest: int) -> int:
+        """Return the tag of a frame's Commit. Where the holder had put the frame is no part of it."""
+        return self._tag(data._replace(at=0), digest.to_bytes(TAG_BYTES, "little"))
+
+    def of_body(self, header: Header, body: bytes) -> int:
+        """Return the tag of a frame that has a body."""
+        return self._tag(header, body)
+
+    def _tag(self, header: Header, what: bytes) -> int:
+        said = encode_header(header._replace(tag=0)) + what
+        mac = hashlib.blake2b(said, digest_size=TAG_BYTES, key=self._key, person=b"kvmesh tag")
+        return int.from_bytes(mac.digest(), "little")
+
+    @property
+    def frame_key(self) -> bytes:
+        """The key of what digests the frames' bytes."""
+        return hashlib.blake2b(digest_size=32, key=self._key, person=b"kvmesh frames").digest()
+
+
+def is_proved(tag: int, right: int) -> bool:
+    """Say whether the tag that came is the right one; its bytes do not change how long that takes."""
+    return hmac.compare_digest(tag.to_bytes(TAG_BYTES, "little"), right.to_bytes(TAG_BYTES, "little"))
+
+
+def new_nonce() -> str:
+    """Return what makes a stream's key one that was never used before."""
+    return secrets.token_hex(_NONCE_BYTES)
+
+
+def seal_of(ticket_secrets: TicketSecrets, ticket: str, opening: bytes, nonce: str) -> Seal:
+    """Return the seal of the stream that this Open, as it crossed, began, and that Accepted answered with this `nonce`.
+    Raises TicketRefusedError when none of these secrets signed the ticket."""
+    return Seal(ticket_secrets.key_of(ticket, hashlib.sha256(opening).digest() + nonce.encode()))
 
 
 def check_no_place(data: Header) -> None:
@@ -135,10 +187,12 @@ class PairRead(msgspec.Struct, frozen=True, kw_only=True):
 class Open(msgspec.Struct, frozen=True, kw_only=True):
     """Asks for tokens [first_token, num_tokens) of `heads`, counted over all shards, of what the ticket names.
 
-    `digest_kind`: what suits the reader's memory. `frame_bytes`: the most of KV that it takes in one frame.
+    `nonce`: of this stream alone. `digest_kind`: what suits the reader's memory. `frame_bytes`: the most of KV that it
+    takes in one frame.
     """
 
     ticket: str
+    nonce: str
     fingerprint: str
     carrier: str
     first_token: int
@@ -155,13 +209,14 @@ class Open(msgspec.Struct, frozen=True, kw_only=True):
 
 @decoded_by_threads
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`num_blocks`, `heads` (all that this holder has) and `tables` tell a reader that copies from the holder's arena
-    where the tokens lie in it; to others they are not told. `names`: by which that memory is opened, where its carrier
-    needs any. `staged`: frames lie in the holder's shared memory one by one, each `at` its header's offset."""
+    """`nonce`: of this stream alone. `digest_kind`: of the frames' bytes; None: there are no digests. `num_blocks`,
+    `heads` (all that this holder has) and `tables` tell a reader that copies from the holder's arena where the tokens
+    lie in it; to others they are not told. `names`: by which that memory is opened, where its carrier needs any.
+    `staged`: frames lie in the holder's shared memory one by one, each `at` its header's offset."""
 
     carrier: str
-    digests: bool
-    digest_kind: DigestKind = "xxh3"
+    nonce: str
+    digest_kind: DigestKind | None = None
     staged: bool = False
     names: dict[str, object] | None = msgspec.field(default=None, name="device")
     num_blocks: tuple[int, ...] = ()
@@ -222,24 +277,28 @@ class TransferStats:
 
 def encode_header(header: Header) -> bytes:
     """Return the header's bytes."""
-    return _HEADER.pack(_MAGIC, VERSION, *header)
+    *fields, tag, at = header
+    return _HEADER.pack(_MAGIC, VERSION, *fields, tag.to_bytes(TAG_BYTES, "little"), at)
 
 
-def encode_frame(kind: Kind, body: msgspec.Struct) -> bytes:
-    """Return a whole frame with a JSON body. Asserts its limit."""
-    text = msgspec.json.encode(body)
+def encode_frame(kind: Kind, body: msgspec.Struct | bytes, seal: Seal | None = None) -> bytes:
+    """Return a whole frame, with a JSON body or these bytes. Asserts its limit."""
+    text = body if isinstance(body, bytes) else msgspec.json.encode(body)
     assert len(text) <= _MAX_BODY[kind], f"{kind.name} of {len(text)} bytes"
-    return encode_header(Header(kind, length=len(text))) + text
+    header = Header(kind, length=len(text))
+    if seal is not None:
+        header = header._replace(tag=seal.of_body(header, text))
+    return encode_header(header) + text
 
 
 def decode_header(data: bytes | bytearray | memoryview, *allowed: Kind) -> Header:
     """Return the header of one of the `allowed` kinds. Raises ProtocolError, for an oversized length too."""
-    magic, version, kind, *fields = _HEADER.unpack(data)
+    magic, version, kind, *fields, tag, at = _HEADER.unpack(data)
     if magic != _MAGIC or version != VERSION:
         raise ProtocolError("not a KV stream of this version")
     if kind not in allowed:
         raise ProtocolError(f"frame of kind {kind} where {', '.join(k.name for k in allowed)} may come")
-    header = Header(Kind(kind), *fields)
+    header = Header(Kind(kind), *fields, tag=int.from_bytes(tag, "little"), at=at)
     if header.length > _MAX_BODY[kind]:
         raise ProtocolError(f"{header.kind.name} of {header.length} bytes")
     return header
@@ -251,11 +310,6 @@ def decode_body(body: bytes | bytearray | memoryview, expected: type[BodyT]) -> 
         return msgspec.json.decode(body, type=expected)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"{expected.__name__}: {error}") from error
-
-
-def digest_of(data: bytes) -> int:
-    """Return the digest of a few bytes."""
-    return xxhash.xxh3_64_intdigest(data)
 
 
 class FramePlanner:
@@ -315,12 +369,12 @@ class FramePlanner:
 class Landing:
     """The reader's side: which frames may come, and how much of what came may be believed."""
 
-    def __init__(self, extent: Extent, *, digests: bool) -> None:
+    def __init__(self, extent: Extent, seal: Seal) -> None:
         self._received = list(extent.layer_starts)
         self._committed = list(extent.layer_starts)
         self._extent = extent
         self._num_tokens = extent.num_tokens
-        self._digests = digests
+        self._seal = seal
         self._last_sequence = 0
         self._pending: deque[tuple[Header, Digest]] = deque()
 
@@ -345,8 +399,8 @@ class Landing:
             raise ProtocolError(f"no such layers and tokens: {data}")
         if any(received != data.first_token for received in layers):
             raise ProtocolError(f"frame {data.sequence} leaves a gap or comes twice: {data}")
-        if data.digest:
-            raise ProtocolError(f"frame {data.sequence} has its digest too early: {data}")
+        if data.tag:
+            raise ProtocolError(f"frame {data.sequence} has its tag too early: {data}")
         if data.length != self._extent.payload_bytes(data.num_layers, data.first_token, data.num_tokens):
             raise ProtocolError(f"frame {data.sequence} has a wrong length: {data}")
 
@@ -358,21 +412,24 @@ class Landing:
         self._pending.append((data, digest))
 
     def commit(self, commit: Header) -> None:
-        """Believe the oldest pending frame. Raises ProtocolError, TransferFailedError when its digest differs, and what
-        its digest raises."""
+        """Believe the oldest pending frame. Raises ProtocolError, TransferFailedError when its tag is not right, and
+        what its digest raises."""
         if not self._pending or self._pending[0][0].sequence != commit.sequence:
             raise ProtocolError(f"commit of frame {commit.sequence}, which is not the next one")
         data, digest = self._pending.popleft()
-        if self._digests and digest() != commit.digest:
+        if not is_proved(commit.tag, self._seal.of_frame(data, digest())):
             raise TransferFailedError(
                 ReadEnd.DIGEST, f"frame {data.sequence} (layer {data.layer}, token {data.first_token})"
             )
         end = data.first_token + data.num_tokens
         self._committed[data.layer : data.layer + data.num_layers] = [end] * data.num_layers
 
-    def end(self, end: Header, trailer: bytes) -> None:
-        """Check that nothing is missing. Raises ProtocolError, and TransferFailedError when the trailer was damaged."""
+    def check_last(self, last: Header, body: bytes) -> None:
+        """Check that End or Fail is what the holder said. Raises TransferFailedError."""
+        if not is_proved(last.tag, self._seal.of_body(last, body)):
+            raise TransferFailedError(ReadEnd.DIGEST, f"{last.kind.name.lower()} is not proved")
+
+    def check_whole(self) -> None:
+        """Check that nothing is missing. Raises ProtocolError."""
         if self._pending or self.num_landed_tokens < self._num_tokens:
             raise ProtocolError(f"ended after {self.num_landed_tokens} of {self._num_tokens} tokens")
-        if end.digest != digest_of(trailer):
-            raise TransferFailedError(ReadEnd.DIGEST, "the trailer")

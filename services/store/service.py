@@ -118,7 +118,7 @@ class Store:
             leases=leases,
         )
         self._lending = LendCore(memory.limits, memory, leases)
-        self._reader = parts.platform.make_reader(parts.arena, parts.shape)
+        self._reader = parts.platform.make_reader(parts.arena, parts.shape, parts.credentials.secrets)
         self._peers = Peers(bus)
         self._loader = Loader(memory, self._backing, tasks, self._changed)
         self._puller = Puller(

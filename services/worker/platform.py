@@ -20,7 +20,7 @@ from services.engine.thread import EngineThread
 MakeArena = Callable[[ArenaShape], HostArena]
 """Raises ArenaTooLargeError."""
 MakeServer = Callable[[KVArena, ArenaShape, LeaseGate, TicketSecrets, ServerOptions], PlaneServer]
-MakeReader = Callable[[KVArena, ArenaShape], PlaneReader]
+MakeReader = Callable[[KVArena, ArenaShape, TicketSecrets], PlaneReader]
 
 
 class MakeEngine(Protocol):

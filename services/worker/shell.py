@@ -117,7 +117,7 @@ class Worker:
             observes_ends=(self.measured.lease_ended, self._lease_spans.lease_ended),
             leases=leases,
         )
-        self._reader = parts.platform.make_reader(parts.arena, parts.shape)
+        self._reader = parts.platform.make_reader(parts.arena, parts.shape, parts.credentials.secrets)
         self.peers = Peers(bus)
         self._rates = MeasuredRates(layout.block_bytes // layout.block_size)
         self._wire = WireChoice(settings.wire_dtype, layout, self._rates)

@@ -38,7 +38,7 @@ from dataplane.protocol.stream import TransferStats
 from schemas.handoff import Endpoint
 from schemas.ids import LeaseId, WorkerId
 
-SECRET = b"bench"
+SECRETS = TicketSecrets([b"bench"])
 LAYOUT = KVLayout(weights="bench", dtype="bfloat16", num_layers=16, num_kv_heads=8, head_dim=128, block_size=16)
 """A block is 1 MiB: 64 KiB per layer."""
 ONE_BLOCK = KVLayout(weights="bench", dtype="bfloat16", num_layers=1, num_kv_heads=8, head_dim=128, block_size=16)
@@ -138,8 +138,7 @@ class Held:
         progress = KVProgress.completed(kept.layout.num_layers, num_tokens)
         gate = OpenGate(OneKV(kept.holder, num_tokens, progress))
         with_digests, without = (
-            PlaneServer(arena, shape, gate, TicketSecrets([SECRET]), ServerOptions(digests=digests))
-            for digests in (True, False)
+            PlaneServer(arena, shape, gate, SECRETS, ServerOptions(digests=digests)) for digests in (True, False)
         )
         for server in (with_digests, without):
             server.start()
@@ -178,7 +177,7 @@ class Bench:
     def __post_init__(self) -> None:
         large, small = uniform_shape(LAYOUT, self.num_blocks), uniform_shape(ONE_BLOCK, 4)
         self.large, self.small = HostArena.create(large), HostArena.create(small)
-        in_large, in_small = PlaneReader(self.large, large), PlaneReader(self.small, small)
+        in_large, in_small = PlaneReader(self.large, large, SECRETS), PlaneReader(self.small, small, SECRETS)
         self.readers = [in_large, in_small, in_large]
         self.kept = kept(self.num_blocks)
         self.source = np.random.default_rng(2).integers(0, 256, self.large.num_bytes, np.uint8)
@@ -218,7 +217,7 @@ class Bench:
         kept = self.kept[which]
         request = ReadRequest(
             endpoint=self.endpoints[which][0 if digests else 1],
-            ticket=TicketSecrets([SECRET]).sign(TICKET),
+            ticket=SECRETS.sign(TICKET),
             carrier=carrier,
             tables=kept.reader,
             first_token=0,

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from dataplane.blocks.layout import ArenaShape, KVLayout, uniform_shape
-from dataplane.blocks.ticket import TicketSecrets
 from dataplane.cards.card_arena import CardArena
 from dataplane.cards.device import Device, DeviceError
 from dataplane.cards.fakes.fake_device import FakeDevice
@@ -23,7 +22,7 @@ from dataplane.ends.server import PlaneServer, ServerOptions
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferFailedError, TransferStats
 from schemas.handoff import Endpoint
-from tests.bench.bench_carriers import SECRET, TICKET, OneKV, OpenGate, measure, one_table
+from tests.bench.bench_carriers import SECRETS, TICKET, OneKV, OpenGate, measure, one_table
 from tests.bench.gpu_report import Row, against
 
 LAYOUT = KVLayout(weights="bench", dtype="bfloat16", num_layers=36, num_kv_heads=8, head_dim=128, block_size=16)
@@ -96,7 +95,7 @@ def hold(control: Connection, spec: Spec) -> None:
     fill(device, arena)
     progress = KVProgress.completed(spec.layout.num_layers, spec.num_tokens)
     gate = OpenGate(OneKV(one_table(spec.num_blocks), spec.num_tokens, progress))
-    server = PlaneServer(arena, spec.shape, gate, TicketSecrets([SECRET]), ServerOptions(carriers=CARRIERS))
+    server = PlaneServer(arena, spec.shape, gate, SECRETS, ServerOptions(carriers=CARRIERS))
     server.start()
     control.send(server.endpoint)
     control.recv()
@@ -132,7 +131,7 @@ class Bench:
         self.device = self.spec.open_device()
         self.arena = CardArena(self.device, self.spec.shape, STAGING_BYTES)
         self.stack.callback(self.arena.close)
-        self.reader = PlaneReader(self.arena, self.spec.shape)
+        self.reader = PlaneReader(self.arena, self.spec.shape, SECRETS)
         self.stack.callback(self.reader.close)
         self.other = self.device.allocate(self.arena.num_bytes)
         self.stack.callback(self.other.close)
@@ -174,7 +173,7 @@ class Bench:
     def read(self, carrier: str) -> TransferStats:
         request = ReadRequest(
             endpoint=self.endpoint,
-            ticket=TicketSecrets([SECRET]).sign(TICKET),
+            ticket=SECRETS.sign(TICKET),
             carrier=carrier,
             tables=one_table(self.spec.num_blocks),
             first_token=0,

@@ -88,7 +88,7 @@ async def test_leases_outlive_a_rotation_and_a_secret_that_is_out_opens_nothing(
     hashes = hash_blocks(prompt, 16, model_fingerprint=layout.fingerprint)
     shape = uniform_shape(layout, 8)
     arena = HostArena.create(shape)
-    reader = PlaneReader(arena, shape)
+    reader = PlaneReader(arena, shape, TicketSecrets([NEW.encode(), OLD.encode()]))
     async with asyncio.timeout(2 * PATIENCE_S), asyncio.TaskGroup() as tasks:
         bus, peer = await worker.join(Role.GATEWAY, "g"), await worker.join(Role.HOLDER, "d-0")
         loads: asyncio.Queue[WorkerLoad] = asyncio.Queue()

@@ -82,11 +82,11 @@ def tapped(flip: BitFlip) -> Iterator[None]:
     def land_damaged(carrier: TcpReader, wire: Any, data: Any, stats: Any, deadline: float) -> Any:
         return land(carrier, _Tap(wire, flip), data, stats, deadline)  # type: ignore[arg-type]
 
-    def copy_damaged(sources: Any, targets: Any, stats: Any, kind: Any) -> int:
+    def copy_damaged(sources: Any, targets: Any, stats: Any, hasher: Any) -> int:
         on_the_way = [rows.copy() for rows in sources]
         for rows in on_the_way:
             flip.pass_on(rows)
-        return copy(on_the_way, targets, stats, kind)
+        return copy(on_the_way, targets, stats, hasher)
 
     def land_staged_damaged(carrier: StagedReader, wire: Any, data: Any, stats: Any, deadline: float) -> Any:
         return land_staged(carrier, _Tap(wire, flip), data, stats, deadline)  # type: ignore[arg-type]

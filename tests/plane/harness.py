@@ -41,6 +41,7 @@ from tests import gpu
 from tests.gpu import GPU_MARKS
 
 SECRET = b"the mesh's secret"
+SECRETS = TicketSecrets([SECRET])
 INCARNATION = "one"
 LAYOUT = KVLayout(weights="w", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=8, block_size=16)
 CARRIERS = ("loopback", "shm", "tcp")
@@ -391,6 +392,7 @@ class Holder:
         tables: BlockTables | None = None,
         kv: KV | None = None,
         first_token: int = 0,
+        secrets: TicketSecrets = SECRETS,
         **options,
     ) -> None:
         self.shape = uniform_shape(layout, NUM_BLOCKS) if shape is None else shape
@@ -407,7 +409,7 @@ class Holder:
             self.arena,
             self.shape,
             self.gate,
-            TicketSecrets([SECRET]),
+            secrets,
             ServerOptions(carriers=carriers, **options),
         )
         if _Simulation.network is None:
@@ -531,10 +533,10 @@ class Target:
         self.memory = target_memory(self.shape)
         self.arena, self.card = self.memory.arena, self.memory.card
         if _Simulation.network is None:
-            self.reader = PlaneReader(self.arena, self.shape)
+            self.reader = PlaneReader(self.arena, self.shape, SECRETS)
         else:
             self.host = f"reader-{next(_Simulation.hosts)}"
-            self.reader = SimPlaneReader(_Simulation.network, self.host, self.arena, self.shape)
+            self.reader = SimPlaneReader(_Simulation.network, self.host, self.arena, self.shape, SECRETS)
 
     @property
     def array(self) -> ByteArray:

@@ -19,6 +19,7 @@ from dataplane.protocol.stream import (
     Kind,
     Landing,
     ProtocolError,
+    Seal,
     TransferFailedError,
     encode_frame,
     encode_header,
@@ -184,7 +185,7 @@ def test_length_is_checked_before_anything_is_written(holder: Holder, target: Ta
     ).payload_bytes(3, 0, 300)
     for length in (right - 1, right + 1, 300 * 3 * 2 * LAYOUT.token_bytes, 0):
         head = encode_header(Header(Kind.DATA, 1, 0, 3, 0, 300, length))
-        accepted = encode_frame(Kind.ACCEPTED, Accepted(carrier="tcp", digests=False))
+        accepted = encode_frame(Kind.ACCEPTED, Accepted(carrier="tcp", nonce="n"))
         with impostor(accepted + head + bytes(length) + commit() + END) as endpoint:
             request = target.request(endpoint, holder.ticket(), "tcp", 300, wire_dtype=wire_dtype)
             with pytest.raises(TransferFailedError) as raised:
@@ -199,7 +200,7 @@ def test_scale_that_cannot_be_is_refused_where_nobody_digests(holder: Holder, ta
     payload = bytearray(extent.payload_bytes(3, 0, 300))
     payload[:4] = np.array([np.nan], "<f4").tobytes()
     head = encode_header(Header(Kind.DATA, 1, 0, 3, 0, 300, len(payload)))
-    accepted = encode_frame(Kind.ACCEPTED, Accepted(carrier="tcp", digests=False))
+    accepted = encode_frame(Kind.ACCEPTED, Accepted(carrier="tcp", nonce="n"))
     with impostor(accepted + head + bytes(payload) + commit() + END) as endpoint:
         request = target.request(endpoint, holder.ticket(), "tcp", 300, wire_dtype="int8")
         with pytest.raises(TransferFailedError, match="scale") as raised:
@@ -208,7 +209,7 @@ def test_scale_that_cannot_be_is_refused_where_nobody_digests(holder: Holder, ta
 
 
 def test_a_block_that_is_begun_waits_for_its_rest() -> None:
-    planner, landing = FramePlanner(SMALL, 1 << 20), Landing(SMALL, digests=False)
+    planner, landing = FramePlanner(SMALL, 1 << 20), Landing(SMALL, Seal(b""))
     assert planner.next([15] * 3) is None
     frame = planner.next([40, 40, 20])
     assert frame is not None and (frame.layer, frame.num_layers, frame.num_tokens) == (0, 2, 32)

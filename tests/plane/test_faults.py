@@ -220,10 +220,10 @@ def test_lease_ends_after_the_last_commit(carrier: str, holder: Holder, target: 
 def test_flipped_byte(carrier: str, holder: Holder, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     digest = frames.digest
 
-    def digest_of_something_else(views, stats, kind):
+    def digest_of_something_else(views, stats, hasher):
         changed = [view.copy() for view in views]
         changed[-1][-1, -1] ^= 1
-        return digest(changed, stats, kind)
+        return digest(changed, stats, hasher)
 
     receive_now = FakeCommunicator.receive_now
 

@@ -38,6 +38,7 @@ from schemas.ids import WorkerId
 from tests import gpu
 from tests.plane.harness import (
     DEADLINE_S,
+    SECRETS,
     Holder,
     Target,
     now_ms,
@@ -306,7 +307,7 @@ async def test_cancelled_while_the_card_writes(holder: Holder, target: Target, m
 def test_two_workers_that_read_from_each_other(make_holder: Callable[..., Holder], small_frames: None) -> None:
     """Each serves out of its arena and reads into it at once: a pair each way, over one card at each end."""
     workers = [make_holder(("nccl",), kv=random_kv(300, seed=seed)) for seed in (1, 2)]
-    readers = [PlaneReader(worker.arena, worker.shape) for worker in workers]
+    readers = [PlaneReader(worker.arena, worker.shape, SECRETS) for worker in workers]
     free = (BlockTable((Segment(42, 6), Segment(10, 10), Segment(21, 9))),)
     with contextlib.ExitStack() as stack:
         for reader, other in zip(readers, reversed(workers), strict=True):
@@ -382,7 +383,7 @@ def test_pairs_that_are_not_theirs(
 
 
 @pytest.mark.parametrize(
-    "said", [b"GET / HTTP/1.1\r\n\r\n" + bytes(64), encode_header(Header(Kind.SLOT, length=8, digest=1, at=1)), b"K"]
+    "said", [b"GET / HTTP/1.1\r\n\r\n" + bytes(64), encode_header(Header(Kind.SLOT, length=8, tag=1, at=1)), b"K"]
 )
 def test_a_reader_that_talks_on_a_pair_s_wire(holder: Holder, target: Target, said: bytes) -> None:
     """Only the holder says slots. The pair ends, the next is whole."""

@@ -152,12 +152,12 @@ def test_closed_while_a_read_is_under_way(carrier: str, holder: Holder, target: 
     assert idle_in(target) == 0
 
 
-@pytest.mark.parametrize("more", [b"x", encode_frame(Kind.ACCEPTED, Accepted(carrier="tcp", digests=False))])
+@pytest.mark.parametrize("more", [b"x", encode_frame(Kind.ACCEPTED, Accepted(carrier="tcp", nonce="n"))])
 def test_who_says_more_than_the_end_is_not_asked_again(
     make_holder: Callable[..., Holder], target: Target, more: bytes
 ) -> None:
     holder = make_holder(("tcp",))
-    accepted = encode_frame(Kind.ACCEPTED, Accepted(carrier="tcp", digests=False))
+    accepted = encode_frame(Kind.ACCEPTED, Accepted(carrier="tcp", nonce="n"))
     with impostor(accepted + data() + commit() + END + more) as endpoint:
         request = target.request(endpoint, holder.ticket(), "tcp", 300)
         assert target.reader.read_blocking(request).num_tokens == 300

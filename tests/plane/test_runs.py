@@ -12,7 +12,7 @@ from dataplane.blocks.layout import ArenaShape, BlockTable, BlockTables, KVLayou
 from dataplane.cards.device import Moves
 from dataplane.cards.moves import gather_moves, pair_moves, scatter_moves, unsuited
 from dataplane.memory import frames
-from dataplane.memory.checksum import sum64
+from dataplane.memory.checksum import Sum64, sum64
 from dataplane.memory.extent import Extent, HeadRange, heads_of
 from dataplane.memory.frames import SequenceMemory
 from dataplane.memory.rows import SequenceRuns
@@ -100,7 +100,7 @@ def test_gathered_rows_are_the_frame(case: Case, first_byte: int) -> None:
     assert np.array_equal(packed, expected)
     assert moves.num_rows == 2 * case.data.num_layers * case.data.num_tokens
     gathered = packed[first_byte : first_byte + moves.num_bytes]
-    assert sum64(gathered) == frames.digest(views, TransferStats(), "sum64")
+    assert sum64(gathered) == frames.digest(views, TransferStats(), Sum64())
 
 
 @quick

@@ -18,6 +18,7 @@ from dataplane.cards import limits
 from dataplane.carriers.shm import SharedHolder
 from dataplane.carriers.tcp import TcpHolder
 from dataplane.memory import frames
+from dataplane.memory.checksum import FrameHash
 from dataplane.memory.codec import BlockCodec
 from dataplane.memory.extent import Extent, first_kept_block, heads_of
 from dataplane.protocol.stream import TransferFailedError, TransferStats
@@ -339,8 +340,9 @@ def test_what_is_digested_is_what_arrived(monkeypatch: pytest.MonkeyPatch, part:
     """Of whole rows and of parts: a copy that goes wrong has another digest than its source."""
     source, target = (np.random.default_rng(seed).integers(0, 256, (40, 64), np.uint8)[:, part] for seed in (1, 2))
     stats = TransferStats()
-    right = frames.digest([source], stats, "xxh3")
-    assert frames.copy([source], [target], stats, "xxh3" if digests else None) == (right if digests else 0)
+    frame_hash = FrameHash("poly1305" if digests else None, bytes(32))
+    right = frames.digest([source], stats, frame_hash.new(1))
+    assert frames.copy([source], [target], stats, frame_hash.new(1)) == right and bool(right) is digests
     assert np.array_equal(source, target)
     copyto = np.copyto
 
@@ -349,4 +351,4 @@ def test_what_is_digested_is_what_arrived(monkeypatch: pytest.MonkeyPatch, part:
         into[3, 5] ^= 1
 
     monkeypatch.setattr(np, "copyto", damaged)
-    assert not digests or frames.copy([source], [target], stats, "xxh3") != right
+    assert not digests or frames.copy([source], [target], stats, frame_hash.new(1)) != right

@@ -21,7 +21,7 @@ from dataplane.cards.staged import StagedHolder, StagedReader, StagedSharedHolde
 from dataplane.cards.staging_ring import Slot, StagingRing
 from dataplane.carriers.carrier import HeldUpError
 from dataplane.memory.arena import ByteArray
-from dataplane.memory.checksum import sum64
+from dataplane.memory.checksum import FrameHash, sum64
 from dataplane.memory.extent import Extent, heads_of
 from dataplane.memory.rows import SequenceRuns
 from dataplane.protocol.stream import (
@@ -63,6 +63,7 @@ from tests.plane.test_strangers import END, commit, hears, impostor, knock, open
 FRAME = 4096
 RING = 4 * FRAME
 EXTENT = Extent(LAYOUT, 0, 300, heads_of(LAYOUT))
+SUM64 = FrameHash("sum64")
 SHAPE = uniform_shape(LAYOUT, NUM_BLOCKS)
 KV = random_kv(300)
 
@@ -136,7 +137,7 @@ def card_of(end: Holder | Target) -> CardMemory:
 
 def test_frames_are_brought_out_before_they_are_sent(card: CardMemory, wires: tuple[SocketWire, SocketWire]) -> None:
     write_all(card.array)
-    holder = StagedHolder(card.arena, SequenceRuns(SHAPE, (SOURCE,)), EXTENT, "sum64")
+    holder = StagedHolder(card.arena, SequenceRuns(SHAPE, (SOURCE,)), EXTENT, SUM64)
     frames = frames_of(3)
     card.device.stall()
     for data in frames:  # none of them waits for the card
@@ -155,7 +156,7 @@ def test_frames_are_brought_out_before_they_are_sent(card: CardMemory, wires: tu
 @pytest.mark.parametrize("shared", [False, True])
 def test_nothing_is_read_before_its_mark(card: CardMemory, wires: tuple[SocketWire, SocketWire], shared: bool) -> None:
     """The engine has said that the layer comes; its card has not got there."""
-    made = (StagedSharedHolder if shared else StagedHolder)(card.arena, SequenceRuns(SHAPE, (SOURCE,)), EXTENT, "sum64")
+    made = (StagedSharedHolder if shared else StagedHolder)(card.arena, SequenceRuns(SHAPE, (SOURCE,)), EXTENT, SUM64)
     (data,) = frames_of(1)
     card.device.stall(card.stream.handle)
     mark = card.compute(lambda: write_all(card.array))
@@ -172,7 +173,7 @@ def test_nothing_is_read_before_its_mark(card: CardMemory, wires: tuple[SocketWi
 def test_frames_are_received_while_others_are_brought_in(
     card: CardMemory, wires: tuple[SocketWire, SocketWire]
 ) -> None:
-    reader = StagedReader(card.arena, SequenceRuns(SHAPE, (TARGET,)), EXTENT, "sum64")
+    reader = StagedReader(card.arena, SequenceRuns(SHAPE, (TARGET,)), EXTENT, SUM64)
     frames = frames_of(4)
     card.device.stall()
     digests = []
@@ -189,7 +190,7 @@ def test_frames_are_received_while_others_are_brought_in(
 def test_a_slot_comes_back_when_it_is_needed_and_its_frame_is_in_place(
     card: CardMemory, wires: tuple[SocketWire, SocketWire]
 ) -> None:
-    reader = StagedReader(card.arena, SequenceRuns(SHAPE, (TARGET,)), EXTENT, "sum64")
+    reader = StagedReader(card.arena, SequenceRuns(SHAPE, (TARGET,)), EXTENT, SUM64)
     others = fill(card.arena.ring)
     card.arena.ring.release(others[0])
     for data in frames_of(10):
@@ -205,7 +206,7 @@ def test_a_slot_comes_back_when_it_is_needed_and_its_frame_is_in_place(
 def test_only_an_ack_makes_room_where_frames_wait_for_acks(
     card: CardMemory, wires: tuple[SocketWire, SocketWire]
 ) -> None:
-    holder = StagedSharedHolder(card.arena, SequenceRuns(SHAPE, (SOURCE,)), EXTENT, "sum64")
+    holder = StagedSharedHolder(card.arena, SequenceRuns(SHAPE, (SOURCE,)), EXTENT, SUM64)
     send = functools.partial(holder.send, wires[0], b"", stats=TransferStats(), timeout_s=DEADLINE_S)
     *fit, held_up = frames_of(5)
     places = []
@@ -228,7 +229,7 @@ def test_only_an_ack_makes_room_where_frames_wait_for_acks(
 
 
 def test_a_frame_that_fits_no_slot_is_refused(card: CardMemory, wires: tuple[SocketWire, SocketWire]) -> None:
-    reader = StagedReader(card.arena, SequenceRuns(SHAPE, (TARGET,)), EXTENT, "sum64")
+    reader = StagedReader(card.arena, SequenceRuns(SHAPE, (TARGET,)), EXTENT, SUM64)
     large = FramePlanner(EXTENT, 2 * FRAME).next([300] * LAYOUT.num_layers)
     assert large is not None
     with pytest.raises(ProtocolError, match="here fit 4096"):
@@ -531,7 +532,7 @@ def test_frames_outside_the_holder_s_memory(make_holder: Callable[..., Holder], 
     use_cards(holder=True, target=on_card)
     holder, target = make_holder(("shm",)), Target()
     target.array[:] = 0xAB
-    said = encode_frame(Kind.ACCEPTED, Accepted(carrier="shm", digests=False, staged=True))
+    said = encode_frame(Kind.ACCEPTED, Accepted(carrier="shm", nonce="n", staged=True))
     (data,) = frames_of(1)
     with impostor(said + encode_header(data._replace(at=at)) + commit() + END) as endpoint:
         error = fails(lambda: target.reader.read_blocking(_request(target, holder, endpoint)))
@@ -546,7 +547,7 @@ def test_a_place_where_frames_have_none(make_holder: Callable[..., Holder]) -> N
         use_cards(holder=False, target=True)
         holder, target = make_holder((name,)), Target()
         accepted = Accepted(
-            carrier=name, digests=False, num_blocks=SHAPE.num_blocks, heads=heads_of(LAYOUT), tables=holder.tables
+            carrier=name, nonce="n", num_blocks=SHAPE.num_blocks, heads=heads_of(LAYOUT), tables=holder.tables
         )
         (data,) = frames_of(1)
         said = encode_frame(Kind.ACCEPTED, accepted) + encode_header(data._replace(at=1)) + bytes_of(data)

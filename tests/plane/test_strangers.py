@@ -18,19 +18,24 @@ from dataplane.blocks.layout import BlockTable, Segment
 from dataplane.limits import MAX_CONTROL_BYTES
 from dataplane.memory.extent import first_kept_block, heads_of
 from dataplane.protocol.stream import (
+    HEADER_BYTES,
     VERSION,
     Accepted,
     Header,
     Kind,
     Open,
+    ProtocolError,
+    Seal,
     StreamFailed,
     TransferFailedError,
-    digest_of,
+    decode_body,
+    decode_header,
     encode_frame,
     encode_header,
+    seal_of,
 )
 from schemas.handoff import Endpoint
-from tests.plane.harness import DEADLINE_S, LAYOUT, Holder, Target, running
+from tests.plane.harness import DEADLINE_S, LAYOUT, SECRETS, Holder, Target, running
 
 JUNK = [
     b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"x" * 100,
@@ -170,6 +175,7 @@ def shared_holder(make_holder: Callable[..., Holder]) -> Holder:
 def opening(holder: Holder, carrier: str, **changes) -> bytes:
     fields = {
         "ticket": holder.ticket(),
+        "nonce": "n",
         "fingerprint": LAYOUT.fingerprint,
         "carrier": carrier,
         "first_token": 0,
@@ -190,13 +196,13 @@ def data(sequence=1, layer=0, num_layers=3, first_token=0, num_tokens=300, lengt
     return head + (bytes(min(length, 1 << 20)) if payload is None else payload)
 
 
-def commit(sequence=1, digest=0) -> bytes:
-    return encode_header(Header(Kind.COMMIT, sequence, digest=digest))
+def commit(sequence=1, tag=0) -> bytes:
+    return encode_header(Header(Kind.COMMIT, sequence, tag=tag))
 
 
-END = encode_header(Header(Kind.END, digest=digest_of(b"")))
-ACCEPTED = encode_frame(Kind.ACCEPTED, Accepted(carrier="tcp", digests=False))
-VERIFIED = encode_frame(Kind.ACCEPTED, Accepted(carrier="tcp", digests=True))
+END = encode_frame(Kind.END, b"")
+ACCEPTED = encode_frame(Kind.ACCEPTED, Accepted(carrier="tcp", nonce="n"))
+VERIFIED = encode_frame(Kind.ACCEPTED, Accepted(carrier="tcp", nonce="n", digest_kind="poly1305"))
 
 
 @pytest.mark.parametrize(
@@ -204,10 +210,10 @@ VERIFIED = encode_frame(Kind.ACCEPTED, Accepted(carrier="tcp", digests=True))
     [
         (b"", "closed"),
         (b"KV", "closed"),
-        (b"SSH-2.0-OpenSSH_9.2p1 Debian-2+deb12u3\r\n", "protocol"),
+        (b"SSH-2.0-OpenSSH_9.2p1 Debian-2+deb12u3\r\n" * 2, "protocol"),
         (encode_header(Header(Kind.ACCEPTED, length=2**31)), "protocol"),
         (encode_header(Header(Kind.ACCEPTED, length=4)) + b"null", "protocol"),
-        (encode_frame(Kind.ACCEPTED, Accepted(carrier="shm", digests=True)), "protocol"),
+        (encode_frame(Kind.ACCEPTED, Accepted(carrier="shm", nonce="n", digest_kind="xxh3")), "protocol"),
         (ACCEPTED + data()[:-1], "closed"),
         (ACCEPTED + data(), "closed"),
         (ACCEPTED + data() + END, "protocol"),
@@ -226,10 +232,12 @@ VERIFIED = encode_frame(Kind.ACCEPTED, Accepted(carrier="tcp", digests=True))
         (ACCEPTED + data(length=300 * ROW * 3 - 1), "protocol"),
         (ACCEPTED + data() + commit() + data(sequence=2), "protocol"),
         (ACCEPTED + b"".join(data(i + 1, first_token=i, num_tokens=1) for i in range(20)), "protocol"),
-        (VERIFIED + data() + commit(digest=1), "digest"),
+        (VERIFIED + data() + commit(), "digest"),
         (ACCEPTED + data() + encode_frame(Kind.FAIL, StreamFailed(reason="no")), "holder"),
         (ACCEPTED + data() + encode_header(Header(Kind.END, length=2**20)), "protocol"),
-        (ACCEPTED + data() + commit() + encode_header(Header(Kind.END)), "digest"),
+        (ACCEPTED + data() + commit(tag=1), "digest"),
+        (ACCEPTED + data() + commit() + encode_header(Header(Kind.END, tag=1)), "digest"),
+        (ACCEPTED + data() + commit() + encode_header(Header(Kind.FAIL, tag=1)), "digest"),
     ],
 )
 def test_what_a_holder_may_not_say(target: Target, make_holder: Callable[..., Holder], said: bytes, code: str) -> None:
@@ -239,6 +247,19 @@ def test_what_a_holder_may_not_say(target: Target, make_holder: Callable[..., Ho
     assert raised.value.code == code
     assert raised.value.num_landed_tokens in (0, 300)
     assert raised.value.num_landed_tokens == 0 or commit() in said
+
+
+@pytest.mark.parametrize("said", [ACCEPTED, VERIFIED, ACCEPTED + data() + commit() + END])
+def test_who_has_no_secret_is_not_believed_to_be_the_holder(
+    target: Target, make_holder: Callable[..., Holder], said: bytes
+) -> None:
+    """Whoever answers where the holder should: not one byte that it sends is written."""
+    target.array[:] = 0xAB
+    holder = make_holder(("tcp",))
+    with impostor(said, has_secret=False) as endpoint, pytest.raises(TransferFailedError, match="not proved") as raised:
+        target.reader.read_blocking(target.request(endpoint, holder.ticket(), "tcp", 300))
+    assert (raised.value.code, raised.value.num_landed_tokens) == ("digest", 0)
+    assert (target.array == 0xAB).all()
 
 
 @pytest.mark.parametrize("at", [40, 100, 5000, 30_000, 60_000])
@@ -287,16 +308,45 @@ def pump(source: socket.socket, sink: socket.socket) -> None:
         sink.shutdown(socket.SHUT_RDWR)
 
 
+def sealed(said: bytes, opening: bytes) -> bytes:
+    """Return it with the tags that a holder would give it that lies, and has the secret; those that are there already
+    stay. Of frames without digests."""
+    seal, last, done = Seal(b""), Header(Kind.DATA), b""
+    while len(said) >= HEADER_BYTES:
+        try:
+            header = decode_header(said[:HEADER_BYTES], *Kind)
+        except ProtocolError:
+            break
+        body = said[HEADER_BYTES : HEADER_BYTES + header.length]
+        if header.kind is Kind.ACCEPTED:
+            with contextlib.suppress(ProtocolError):
+                seal = seal_of(SECRETS, decode_body(opening, Open).ticket, opening, decode_body(body, Accepted).nonce)
+        if header.kind is Kind.DATA:
+            last = header
+        elif header.kind is Kind.COMMIT:
+            header = header._replace(tag=header.tag or seal.of_frame(last, 0))
+        else:
+            header = header._replace(tag=header.tag or seal.of_body(header, body))
+        done += encode_header(header) + body
+        said = said[HEADER_BYTES + len(body) :]
+    return done + said
+
+
 @contextlib.contextmanager
-def impostor(said: bytes) -> Iterator[Endpoint]:
+def impostor(said: bytes, *, has_secret: bool = True) -> Iterator[Endpoint]:
     """Listen as a holder, take one Open, and say this."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
             sock, _ = listener.accept()
             with sock, contextlib.suppress(OSError):
-                sock.recv(8192)
-                sock.sendall(said)
+                opening = b""
+                while (
+                    len(opening) < HEADER_BYTES
+                    or len(opening) < HEADER_BYTES + decode_header(opening[:HEADER_BYTES], Kind.OPEN).length
+                ):
+                    opening += sock.recv(8192)
+                sock.sendall(sealed(said, opening[HEADER_BYTES:]) if has_secret else said)
                 sock.shutdown(socket.SHUT_WR)
                 hears(sock)
 
@@ -312,9 +362,7 @@ def test_absurd_runs_are_not_listed(make_holder: Callable[..., Holder], num_bloc
     layout = msgspec.structs.replace(LAYOUT, windows=(0, 32, 0))
     holder, target = make_holder(("shm",), layout=layout), Target(layout)
     tables = (BlockTable((Segment(0, abs(num_blocks)),)),) * 2
-    accepted = Accepted(
-        carrier="shm", digests=False, num_blocks=(num_blocks,) * 2, heads=heads_of(layout), tables=tables
-    )
+    accepted = Accepted(carrier="shm", nonce="n", num_blocks=(num_blocks,) * 2, heads=heads_of(layout), tables=tables)
     with impostor(encode_frame(Kind.ACCEPTED, accepted)) as endpoint:
         request = target.request(
             msgspec.structs.replace(holder.endpoint, port=endpoint.port), holder.ticket(), "shm", 300

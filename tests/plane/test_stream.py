@@ -20,15 +20,16 @@ from dataplane.protocol.stream import (
     Landing,
     Open,
     ProtocolError,
+    Seal,
     decode_body,
     decode_header,
-    digest_of,
     encode_frame,
     encode_header,
 )
 
 LAYOUT = KVLayout(weights="w", dtype="float32", num_layers=4, num_kv_heads=1, head_dim=1, block_size=4)
 ROW = 2 * LAYOUT.token_bytes
+SEAL = Seal(b"a key")
 
 
 def extent(num_tokens: int, first_token: int = 0, layout: KVLayout = LAYOUT, **changes) -> Extent:
@@ -40,7 +41,7 @@ def test_every_plan_lands_each_token_of_each_layer_once(data: st.DataObject, num
     """Whatever becomes ready in whatever order, and whenever the holder looks."""
     first_token = data.draw(st.integers(0, num_tokens))
     planner = FramePlanner(extent(num_tokens, first_token), frame_rows * ROW)
-    landing = Landing(extent(num_tokens, first_token), digests=True)
+    landing = Landing(extent(num_tokens, first_token), SEAL)
     ready = [data.draw(st.integers(0, num_tokens)) for _ in range(LAYOUT.num_layers)]
     seen: set[tuple[int, int]] = set()
     while not planner.all_sent:
@@ -56,13 +57,13 @@ def test_every_plan_lands_each_token_of_each_layer_once(data: st.DataObject, num
             landing.received(frame, lambda frame=frame: frame.sequence)
             before = landing.num_landed_tokens
             assert all((layer, t) in seen for layer in range(4) for t in range(first_token, before))
-            landing.commit(Header(Kind.COMMIT, frame.sequence, digest=frame.sequence))
+            landing.commit(Header(Kind.COMMIT, frame.sequence, tag=SEAL.of_frame(frame, frame.sequence)))
         ready = [data.draw(st.integers(n, num_tokens)) for n in ready]
         slowest = ready.index(min(ready))
         ready[slowest] = min(num_tokens, ready[slowest] + 1)
     assert len(seen) == LAYOUT.num_layers * (num_tokens - first_token)
     assert landing.num_landed_tokens == num_tokens
-    landing.end(Header(Kind.END, digest=digest_of(b"")), b"")
+    landing.check_whole()
 
 
 def test_prefix_over_all_layers_grows_while_layers_are_large() -> None:
@@ -90,7 +91,7 @@ def test_one_token_goes_however_large() -> None:
 
 
 def test_uncommitted_frames_are_bounded() -> None:
-    landing = Landing(extent(100), digests=False)
+    landing = Landing(extent(100), SEAL)
     for i in range(MAX_OUTSTANDING_FRAMES):
         frame = Header(Kind.DATA, i + 1, 0, 4, i, 1, 4 * ROW)
         landing.expect(frame)
@@ -112,7 +113,7 @@ def test_any_header_with_our_magic(kind: Kind, rest: bytes) -> None:
     except ProtocolError:
         return
     assert header.kind is kind and header.length <= MAX_FRAME_BYTES
-    landing = Landing(extent(50), digests=True)
+    landing = Landing(extent(50), SEAL)
     with pytest.raises(ProtocolError):
         landing.expect(header)
 
@@ -129,7 +130,9 @@ def test_any_body_is_refused(body: bytes) -> None:
 
 
 def test_body_survives() -> None:
-    opening = Open(ticket="t", fingerprint="f", carrier="shm", first_token=1, num_tokens=2, heads=HeadRange(0, 1))
+    opening = Open(
+        ticket="t", nonce="n", fingerprint="f", carrier="shm", first_token=1, num_tokens=2, heads=HeadRange(0, 1)
+    )
     frame = encode_frame(Kind.OPEN, opening)
     header = decode_header(frame[:HEADER_BYTES], Kind.OPEN)
     assert header.length == len(frame) - HEADER_BYTES
@@ -141,8 +144,8 @@ import sys, threading
 from dataplane.memory.extent import NO_HEADS
 from dataplane.protocol import stream
 bodies = [
-    stream.Open(ticket="t", fingerprint="x", carrier="tcp", first_token=0, num_tokens=16, heads=NO_HEADS),
-    stream.Accepted(carrier="tcp", digests=True), stream.PairOpen(ticket="t", generation=1),
+    stream.Open(ticket="t", nonce="n", fingerprint="x", carrier="tcp", first_token=0, num_tokens=16, heads=NO_HEADS),
+    stream.Accepted(carrier="tcp", nonce="n"), stream.PairOpen(ticket="t", generation=1),
     stream.StreamRefused(code=list(stream.RefusalCode)[0], detail="d"), stream.StreamFailed(reason="r"),
 ]
 structs = {each for each in vars(stream).values() if isinstance(each, type) and issubclass(each, stream.msgspec.Struct)}

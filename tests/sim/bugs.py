@@ -21,6 +21,7 @@ from rich.progress import track
 from rich.table import Table
 
 from dataplane.blocks.cache import BlockCache
+from dataplane.protocol import stream
 from dataplane.protocol.gate import LeaseRefusedError
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import Landing
@@ -201,10 +202,9 @@ def lease_without_references(patch: pytest.MonkeyPatch) -> None:
 # The stream.
 
 
-@bug("digests are computed and never compared", "corruption")
-def digests_are_not_compared(patch: pytest.MonkeyPatch) -> None:
-    init = Landing.__init__
-    patch.setattr(Landing, "__init__", lambda self, extent, *, digests: init(self, extent, digests=False))
+@bug("tags are computed and never compared", "corruption")
+def tags_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(stream, "is_proved", lambda *_: True)
 
 
 @bug("what has arrived is believed before the holder has confirmed it", "corruption", options=OVER_TCP)

@@ -233,7 +233,7 @@ class Fleet:
         """Of blocks that no test names."""
         self._sequences: dict[str, int] = {}
         self._memory = BlockMemory(LAYOUT, 64, on_card=on_cards)
-        self._reader = PlaneReader(self._memory.arena, self._memory.shape)
+        self._reader = PlaneReader(self._memory.arena, self._memory.shape, CREDENTIALS.secrets)
         self._peers = Peers(self.bus)
         self._endpoint: Endpoint | None = None
         """Where the store served last."""

@@ -172,7 +172,7 @@ class PairEnd(Generic[CoreT]):
         while self.state is not PairState.BROKEN:
             try:
                 told = wire.receive_header(time.monotonic() + limits.WATCH_S, Kind.SLOT)
-                self._hear(Tell(told.at, told.digest, told.length))
+                self._hear(Tell(told.at, told.tag, told.length))
             except WireTimeoutError:
                 self.decide(lambda core: core.tick(time.monotonic()))
             except (WireClosedError, ProtocolError) as error:
@@ -226,7 +226,7 @@ class PairEnd(Generic[CoreT]):
 
     def _tell(self, told: Tell) -> None:
         assert self._wire is not None, "a slot before the pair was opened"
-        header = Header(Kind.SLOT, length=told.num_bytes, digest=told.read_id, at=told.slot)
+        header = Header(Kind.SLOT, length=told.num_bytes, tag=told.read_id, at=told.slot)
         try:
             self._wire.send([encode_header(header)], limits.TELL_S)
         except (WireClosedError, WireTimeoutError) as error:

@@ -25,7 +25,7 @@ from dataplane.ends.reader import PlaneReader
 from dataplane.ends.server import LeaseGate, PlaneServer, ServerOptions
 from dataplane.memory import frames
 from dataplane.memory.arena import HEADER_BYTES, ArenaMissingError, ByteArray
-from dataplane.memory.checksum import DigestKind
+from dataplane.memory.checksum import FrameHash
 from dataplane.memory.frames import Rows, SequenceMemory
 from dataplane.protocol.stream import Header, TransferFailedError, TransferStats
 from dataplane.protocol.wire import Thread, Wire
@@ -261,8 +261,10 @@ class SimPlaneServer(PlaneServer):
 class SimPlaneReader(PlaneReader):
     """A plane reader on the simulated network."""
 
-    def __init__(self, network: SimNetwork, host: str, arena: KVArena, shape: ArenaShape) -> None:
-        super().__init__(arena, shape, side=SimReaderSide(network, host_arena(arena), shape))
+    def __init__(
+        self, network: SimNetwork, host: str, arena: KVArena, shape: ArenaShape, secrets: TicketSecrets
+    ) -> None:
+        super().__init__(arena, shape, secrets, side=SimReaderSide(network, host_arena(arena), shape))
         self._network = network
         self._host = host
 
@@ -297,10 +299,8 @@ class SimReaderSide(HostReaderSide):
             raise ArenaMissingError(endpoint.arena, "the holder has gone")
         return arena.array
 
-    def shared_reader(
-        self, source: FrameSource, target: SequenceMemory, digest_kind: DigestKind | None
-    ) -> ReaderCarrier:
-        return _PacedReader(source, target, digest_kind)
+    def shared_reader(self, source: FrameSource, target: SequenceMemory, frame_hash: FrameHash) -> ReaderCarrier:
+        return _PacedReader(source, target, frame_hash)
 
 
 class _PacedReader(SharedReader):
@@ -309,7 +309,7 @@ class _PacedReader(SharedReader):
     def _copy(self, wire: Wire, data: Header, stats: TransferStats) -> int:
         assert isinstance(wire, SimWire)
         arriving = _paced(wire, self._source.views(data))
-        return frames.copy(arriving, self._target.views(data), stats, self._digest_kind)
+        return frames.copy(arriving, self._target.views(data), stats, self._hash.new(data.sequence))
 
 
 def _paced(wire: SimWire, views: Sequence[Rows]) -> Iterator[Rows]:
@@ -361,6 +361,6 @@ def sim_platform(
     return Platform(
         make_arena=functools.partial(memory_arena, host=host),
         make_server=make_server,
-        make_reader=lambda arena, shape: SimPlaneReader(network, host, arena, shape),
+        make_reader=lambda arena, shape, secrets: SimPlaneReader(network, host, arena, shape, secrets),
         make_engine=functools.partial(SimEngineThread, pace=pace or Pace()),
     )

@@ -116,7 +116,7 @@ def _ticket(rng: random.Random) -> str:
 
 def _opening(ticket: str) -> Open:
     return Open(
-        ticket=ticket, fingerprint="x", carrier="tcp", first_token=0, num_tokens=16,
+        ticket=ticket, nonce="n", fingerprint="x", carrier="tcp", first_token=0, num_tokens=16,
         heads=NO_HEADS,
     )  # fmt: skip
 
