@@ -17,6 +17,7 @@ from services.presence import DEAF_AFTER_MS, LOAD_INTERVAL_MS
 
 Carrier = Literal["auto", "shm", "tcp", "cuda", "nccl"]
 WireDtype = Literal["auto", "same", "int8", "fp8"]
+PlaneEncryption = Literal["auto", "on", "off"]
 Dtype = Literal["auto", "checkpoint", "float32", "bfloat16", "float16"]
 _API_KEY = re.compile(r"[!-~]{1,256}")
 _ORIGIN = re.compile(r"\*|https?://[^/\s*]+")
@@ -155,6 +156,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     carrier: Carrier = "auto"
     plane_host: str = "127.0.0.1"
     """Where the data plane listens."""
+    plane_encryption: PlaneEncryption = "auto"
+    """Whether KV that crosses `tcp` is encrypted; auto: to any address but loopback."""
     advertise_host: str = ""
     """What readers are told to connect to; empty: `plane_host`."""
     lease_ms: int = 30_000

@@ -19,7 +19,7 @@ from dataplane.cards.side import wait_done
 from dataplane.cards.staging_ring import RingFullError, Slot
 from dataplane.carriers.carrier import Access, HeldUpError
 from dataplane.carriers.shm import FrameSource
-from dataplane.carriers.tcp import receive
+from dataplane.carriers.tcp import encrypted, receive
 from dataplane.memory import frames
 from dataplane.memory.arena import ByteArray
 from dataplane.memory.checksum import FrameHash, sum64
@@ -65,6 +65,7 @@ class StagedHolder:
         self._extent = extent
         self._hash = frame_hash
         self._packed = Staging()
+        self._ciphertext = Staging()
         self._begun: deque[_BegunFrame] = deque()
         self._lane = Lane(arena, "out", digests=frame_hash.kind is not None)
 
@@ -103,8 +104,9 @@ class StagedHolder:
             raise DeviceError("staging", f"frame {data.sequence} has changed on its way from the card")
         if codec is not None:
             payload = self._pack(codec, data, payload, stats)
-        digest = frames.digest([payload.reshape(1, -1)], stats, self._hash.new(data.sequence))
-        return encode_header(data), (payload,), digest
+        (rows,), data = encrypted([payload.reshape(1, -1)], data, self._hash, self._ciphertext, stats)
+        digest = data.tag or frames.digest([rows], stats, self._hash.new(data.sequence))
+        return encode_header(data), (rows.reshape(-1),), digest
 
     def _sent(self, data: Header, slot: Slot) -> None:
         self._lane.release(slot)
@@ -238,7 +240,7 @@ class StagedReader:
     def _receive(self, wire: Wire, data: Header, rows: ByteArray, stats: TransferStats, deadline: float) -> int | None:
         """Put the frame's rows into the slot; return the digest where it is the host's to compute."""
         check_no_place(data)
-        hasher = self._hash.new(data.sequence)
+        hasher = self._hash.opening(data.sequence, data.tag)
         codec = self._extent.codec
         if codec is None:
             receive(wire, rows, hasher, stats, deadline)

@@ -39,15 +39,16 @@ class TcpHolder:
         self._hash = frame_hash
         self._staging = Staging()
         self._rows = Staging()
+        self._ciphertext = Staging()
 
     def send(self, wire: Wire, head: bytes, data: Header, stats: TransferStats, timeout_s: float) -> Digest:
         """Send `head`, the frame's header and its bytes. Raises WireClosedError, WireTimeoutError, and
         KVNotFiniteError, before anything is sent."""
-        payload = self._load(data, stats)
+        payload, data = encrypted(self._load(data, stats), data, self._hash, self._ciphertext, stats)
         started = time.perf_counter_ns()
         wire.send([head + encode_header(data), *(rows.reshape(-1) for rows in payload)], timeout_s)
         stats.copy_ns += time.perf_counter_ns() - started
-        digest = frames.digest(payload, stats, self._hash.new(data.sequence))
+        digest = data.tag or frames.digest(payload, stats, self._hash.new(data.sequence))
         return lambda: digest
 
     def acked(self, sequence: int) -> None:
@@ -100,7 +101,7 @@ class TcpReader:
         and ProtocolError when it cannot be unpacked."""
         check_no_place(data)
         codec = self._extent.codec
-        hasher = self._hash.new(data.sequence)
+        hasher = self._hash.opening(data.sequence, data.tag)
         if codec is None and self._target.is_contiguous:
             for target in self._target.views(data):
                 receive(wire, target.reshape(-1), hasher, stats, deadline)
@@ -142,6 +143,20 @@ class TcpReader:
                 raise ProtocolError(f"frame {data.sequence}: {error}") from error
             if not in_place:
                 scatter(np.ravel(rows), part)
+
+
+def encrypted(
+    payload: Sequence[Rows], data: Header, frame_hash: FrameHash, staging: Staging, stats: TransferStats
+) -> tuple[Sequence[Rows], Header]:
+    """Return what crosses for these bytes, each contiguous, and its header: encrypted if that is wanted, until the next
+    call."""
+    if not frame_hash.encrypts:
+        return payload, data
+    started = time.perf_counter_ns()
+    target = staging.take(data.length)
+    tag = frame_hash.encrypted(data.sequence, (rows.reshape(-1) for rows in payload), target)
+    stats.verify_ns += time.perf_counter_ns() - started
+    return [target.reshape(1, -1)], data._replace(tag=tag)
 
 
 def receive(wire: Wire, target: ByteArray, hasher: Hasher | None, stats: TransferStats, deadline: float) -> None:

@@ -153,9 +153,11 @@ class Read:
         if accepted.carrier != carrier:
             raise ProtocolError(f"asked for {carrier}, accepted as {accepted.carrier}")
         self.stats.accepted_ns = time.time_ns()
+        self.stats.digest_kind = accepted.digest_kind
         self.stats.peer_traceparent = accepted.traceparent
-        self._landing = Landing(self.extent, seal)
-        return approach.end(accepted, self.extent, FrameHash(accepted.digest_kind, seal.frame_key))
+        frame_hash = FrameHash(accepted.digest_kind, seal.frame_key)
+        self._landing = Landing(self.extent, seal, is_encrypted=frame_hash.encrypts)
+        return approach.end(accepted, self.extent, frame_hash)
 
     def _verified_seal(self, opening: bytes, nonce: str, header: Header, body: bytes) -> Seal:
         """Return the seal of the stream, which the holder's answer has proved to know. Raises TransferFailedError."""

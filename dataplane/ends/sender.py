@@ -2,10 +2,11 @@
 with the reader's Open, and is over with End, with Fail, or when the reader has gone."""
 
 import contextlib
+import ipaddress
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from dataplane import limits
 from dataplane.blocks.layout import ArenaShape
@@ -41,6 +42,9 @@ from dataplane.protocol.stream import (
     seal_of,
 )
 from dataplane.protocol.wire import Waker, Wire, WireClosedError, WireTimeoutError
+
+PlaneEncryption = Literal["auto", "on", "off"]
+"""Whether what crosses tcp is encrypted; `auto`: to any address but loopback."""
 
 
 class JunkError(Exception):
@@ -81,16 +85,18 @@ class HolderContext:
     secrets: TicketSecrets
     carriers: tuple[str, ...]
     digests: bool
+    encryption: PlaneEncryption
     open_timeout_s: float
     idle_timeout_s: float
 
 
 class HolderStream:
-    """Serves one reader on `wire`, which stays the caller's to close."""
+    """Serves one reader on `wire`, which stays the caller's to close. `peer`: the address at its other end."""
 
-    def __init__(self, context: HolderContext, wire: Wire) -> None:
+    def __init__(self, context: HolderContext, wire: Wire, peer: str) -> None:
         self._context = context
         self._wire = wire
+        self._peer = peer
         self.is_opened = False
         """A stream is under way: a valid ticket was shown."""
         self.is_pair = False
@@ -200,13 +206,27 @@ class HolderStream:
         return source, extent
 
     def _digest_kind(self, wanted: Open) -> DigestKind | None:
-        """Return what proves the bytes that cross a network, and else what suits both ends' memory. None: digests are
-        off."""
+        """Return what hides or proves the bytes that cross a network, and else what suits both ends' memory. None:
+        digests are off."""
+        if self._encrypts(wanted):
+            return "aes256gcm"
         if not self._context.digests:
             return None
         if wanted.carrier == tcp.NAME:
             return "poly1305"
         return self._context.side.digest_kind or wanted.digest_kind
+
+    def _encrypts(self, wanted: Open) -> bool:
+        if wanted.carrier != tcp.NAME or self._context.encryption == "off":
+            return False
+        return self._context.encryption == "on" or not _is_loopback(self._peer)
+
+
+def _is_loopback(peer: str) -> bool:
+    try:
+        return ipaddress.ip_address(peer).is_loopback
+    except ValueError:
+        return False
 
 
 def _code_of(refusal: _Refusal) -> RefusalCode:
@@ -246,6 +266,7 @@ class _Service:
         self.stats = TransferStats(
             wanted.carrier,
             extent.wire_dtype,
+            proof.digest_kind,
             opened_ns=time.time_ns(),
             traceparent=lease.traceparent,
             peer_traceparent=wanted.traceparent,

@@ -13,7 +13,7 @@ from dataplane.blocks.layout import ArenaShape
 from dataplane.blocks.ticket import TicketSecrets
 from dataplane.carriers import loopback, shm, tcp
 from dataplane.carriers.kv_arena import KVArena
-from dataplane.ends.sender import HolderContext, HolderStream, JunkError
+from dataplane.ends.sender import HolderContext, HolderStream, JunkError, PlaneEncryption
 from dataplane.protocol.gate import LeaseGate
 from dataplane.protocol.reasons import RefusalCode
 from dataplane.protocol.stream import Kind, StreamRefused, encode_frame
@@ -50,6 +50,7 @@ class ServerOptions:
     port: int = 0
     advertise_host: str = ""
     digests: bool = True
+    encryption: PlaneEncryption = "auto"
     max_streams: int = limits.MAX_STREAMS
     open_timeout_s: float = limits.OPEN_S
     idle_timeout_s: float = limits.HOLDER_IDLE_S
@@ -89,6 +90,7 @@ class PlaneServer:
             secrets=secrets,
             carriers=self.options.carriers,
             digests=self.options.digests,
+            encryption=self.options.encryption,
             open_timeout_s=self.options.open_timeout_s,
             idle_timeout_s=self.options.idle_timeout_s,
         )
@@ -193,7 +195,7 @@ class PlaneServer:
 
     def _admit(self, wire: Wire, peer: str) -> bool:
         """Start a thread that serves `wire`, or say no. Says whether the wire was taken at all."""
-        live = _Live(wire, peer, HolderStream(self._context, wire))
+        live = _Live(wire, peer, HolderStream(self._context, wire, peer))
         with self._lock:
             if self._closing:
                 wire.close()

@@ -2,7 +2,8 @@
 
 Where only the owner's processes can write what is digested, on one host, a quick digest that finds errors will do: its
 value is sealed (`Seal` in `protocol/stream.py`). Bytes that cross a network are digested with Poly1305 (RFC 8439):
-nobody without the frame's own key can find other bytes of the same digest.
+nobody without the frame's own key can find other bytes of the same digest. Or they are encrypted, with AES-256-GCM
+(NIST SP 800-38D), whose tag is their digest then.
 
 `sum64` can be summed in any order, as a kernel that copies does; the host gets the same number. Of the frame's bytes as
 little-endian 64-bit words w[0], w[1], …, the end padded with zeros, it is
@@ -14,19 +15,24 @@ constants are Stafford's variant 13). A word that changes, or that stands elsewh
 """
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import GCM
 from cryptography.hazmat.primitives.poly1305 import Poly1305
 
 from dataplane.memory.arena import ByteArray
 
-DigestKind = Literal["xxh3", "sum64", "poly1305"]
+DigestKind = Literal["xxh3", "sum64", "poly1305", "aes256gcm"]
 """What a frame is digested with: xxh3-64; where one end computes it as it copies, in any order, the sum below; where
-others could have changed it on its way, Poly1305."""
+others could have changed it on its way, Poly1305; where they could read it, AES-256-GCM."""
 
 
 class Hasher(Protocol):
@@ -43,10 +49,28 @@ class FrameHash:
     kind: DigestKind | None = None
     key: bytes = b""
 
+    @property
+    def encrypts(self) -> bool:
+        """Frames cross encrypted: `encrypted` at the holder's end, `opening` at the reader's."""
+        return self.kind == "aes256gcm"
+
+    def opening(self, sequence: int, tag: int) -> Hasher | None:
+        """Return what digests the bytes of this frame as they arrive, and decrypts them in place where they are
+        encrypted. `tag`: of its Data header."""
+        return _Opening(self.key, sequence, tag) if self.encrypts else self.new(sequence)
+
+    def encrypted(self, sequence: int, sources: Iterable[ByteArray], target: ByteArray) -> int:
+        """Encrypt the frame's bytes into `target`, which has room for exactly these; return the tag."""
+        cipher, at = Cipher(AES(self.key), GCM(_iv_of(sequence))).encryptor(), 0
+        for source in sources:
+            at += cipher.update_into(source.data, target[at : at + source.nbytes].data)
+        cipher.finalize()
+        return int.from_bytes(cipher.tag, "little")
+
     def new(self, sequence: int) -> Hasher | None:
         """Return a digest of nothing yet, for the frame of this number."""
         match self.kind:
-            case None:
+            case None | "aes256gcm":
                 return None
             case "xxh3":
                 return xxhash.xxh3_64()
@@ -58,6 +82,7 @@ class FrameHash:
 
 GOLDEN = 0x9E3779B97F4A7C15
 WORD_BYTES = 8
+_TAG_BYTES, _IV_BYTES = 16, 12
 _MASK = (1 << 64) - 1
 _PIECE_WORDS = 16 << 10
 """What is mixed at a time: the piece, its positions and two arrays between must fit into a core's second cache."""
@@ -80,6 +105,30 @@ class _Poly1305:
 
     def intdigest(self) -> int:
         return int.from_bytes(self._mac.finalize(), "little")
+
+
+class _Opening:
+    """Decrypts a frame in place. Its digest is the tag that came if that is right, else another number."""
+
+    def __init__(self, key: bytes, sequence: int, tag: int) -> None:
+        mode = GCM(_iv_of(sequence), tag.to_bytes(_TAG_BYTES, "little"))
+        self._cipher = Cipher(AES(key), mode).decryptor()
+        self._tag = tag
+
+    def update(self, data: memoryview) -> None:
+        self._cipher.update_into(data, data)
+
+    def intdigest(self) -> int:
+        try:
+            self._cipher.finalize()
+        except InvalidTag:
+            return self._tag ^ 1
+        return self._tag
+
+
+def _iv_of(sequence: int) -> bytes:
+    """Return the initialization vector of a frame: its number, which comes once under one key."""
+    return sequence.to_bytes(_IV_BYTES, "big")
 
 
 class Sum64:

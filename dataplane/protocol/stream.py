@@ -20,7 +20,7 @@ limit.
 
 Accepted, Commit, End and Fail are sealed: their `tag` is a MAC (`Seal`) under a key that both ends derive from the
 secret that signed the ticket and from the nonces of Open and Accepted. So it is of this lease, epoch, tenant and KV
-format, of this very stream, and of nobody who has no holders' secret.
+format, of this very stream, and of nobody who has no holders' secret. Over tcp the payloads of Data may be encrypted.
 """
 
 import enum
@@ -100,8 +100,9 @@ class TransferFailedError(Exception):
 
 
 class Header(NamedTuple):
-    """The start of every frame. `length`: bytes of body, or of payload. `tag`: what proves a sealed frame, 128 bits.
-    `at`: of Data, where the bytes are to be had, as the carrier has it. Fields that a kind does not use are 0."""
+    """The start of every frame. `length`: bytes of body, or of payload. `tag`: what proves a sealed frame, or the bytes
+    of one that is encrypted, 128 bits. `at`: of Data, where the bytes are to be had, as the carrier has it. Fields that
+    a kind does not use are 0."""
 
     kind: Kind
     sequence: int = 0
@@ -258,6 +259,7 @@ class TransferStats:
 
     carrier: str = ""
     wire_dtype: WireDtype = "same"
+    digest_kind: DigestKind | None = None
     num_bytes: int = 0
     num_wire_bytes: int = 0
     num_frames: int = 0
@@ -369,12 +371,13 @@ class FramePlanner:
 class Landing:
     """The reader's side: which frames may come, and how much of what came may be believed."""
 
-    def __init__(self, extent: Extent, seal: Seal) -> None:
+    def __init__(self, extent: Extent, seal: Seal, *, is_encrypted: bool = False) -> None:
         self._received = list(extent.layer_starts)
         self._committed = list(extent.layer_starts)
         self._extent = extent
         self._num_tokens = extent.num_tokens
         self._seal = seal
+        self._is_encrypted = is_encrypted
         self._last_sequence = 0
         self._pending: deque[tuple[Header, Digest]] = deque()
 
@@ -399,7 +402,7 @@ class Landing:
             raise ProtocolError(f"no such layers and tokens: {data}")
         if any(received != data.first_token for received in layers):
             raise ProtocolError(f"frame {data.sequence} leaves a gap or comes twice: {data}")
-        if data.tag:
+        if data.tag and not self._is_encrypted:
             raise ProtocolError(f"frame {data.sequence} has its tag too early: {data}")
         if data.length != self._extent.payload_bytes(data.num_layers, data.first_token, data.num_tokens):
             raise ProtocolError(f"frame {data.sequence} has a wrong length: {data}")

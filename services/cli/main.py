@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from services.cli.bench import bench
 from services.cli.simulate import simulate
-from services.config import Carrier, Dtype, WireDtype, parse_devices, parse_list
+from services.config import Carrier, Dtype, PlaneEncryption, WireDtype, parse_devices, parse_list
 from services.errors import UserError
 
 app = typer.Typer(
@@ -86,6 +86,9 @@ def up(
     prefix_cache: Annotated[bool, typer.Option(help="Keep the KV of earlier requests and serve from it.")] = True,
     pull_tokens_min: Annotated[int, typer.Option(min=0, help="Fewer tokens than this are computed, not read.")] = 64,
     wire_dtype: Annotated[WireDtype, typer.Option(help="How KV is read over tcp: as it is, or compressed.")] = "same",
+    plane_encryption: Annotated[
+        PlaneEncryption, typer.Option(help="Encrypt KV that crosses tcp; auto: to any address but loopback.")
+    ] = "auto",
     store: Annotated[str, typer.Option(help="A KV store, if any: memory, disk, redis://… or valkey://….")] = "",
     store_mib: Annotated[int, typer.Option(min=1, help="Bound of the store's tier behind memory, in MiB.")] = 4096,
     store_dir: Annotated[str, typer.Option(help="Folder of `--store disk`; .kvmesh/store if left out.")] = "",
@@ -136,6 +139,7 @@ def up(
         prefix_cache=prefix_cache,
         pull_tokens_min=pull_tokens_min,
         wire_dtype=wire_dtype,
+        plane_encryption=plane_encryption,
         store=store,
         store_bytes=store_mib * 1024 * 1024,
         store_dir=store_dir,

@@ -27,6 +27,7 @@ from services.config import (
     MeshConfig,
     ModelConfig,
     NatsConfig,
+    PlaneEncryption,
     SchedulerConfig,
     StoreConfig,
     TelemetryConfig,
@@ -87,6 +88,7 @@ class UpOptions:
     pull_tokens_min: int = SchedulerConfig().pull_tokens_min
     unsplit_tokens_max: int = SchedulerConfig().unsplit_tokens_max
     wire_dtype: WireDtype = "same"
+    plane_encryption: PlaneEncryption = "auto"
     store: str = ""
     """Empty: none. Else `memory`, `disk`, or the URL of a Redis or Valkey server."""
     store_bytes: int = StoreConfig().max_bytes
@@ -369,6 +371,7 @@ class Supervisor:
                 carrier=options.carrier,
                 prefix_cache=options.prefix_cache,
                 wire_dtype=options.wire_dtype,
+                plane_encryption=options.plane_encryption,
                 drain_s=options.drain_s,
             ),
             store=_store_config(options),

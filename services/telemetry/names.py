@@ -53,6 +53,8 @@ class Key:
     NUM_BYTES = "kvmesh.num_bytes"
     NUM_WIRE_BYTES = "kvmesh.num_wire_bytes"
     WIRE_DTYPE = "kvmesh.wire_dtype"
+    DIGEST_KIND = "kvmesh.digest_kind"
+    """What proves the bytes that crossed: xxh3, sum64, poly1305; aes256gcm: they were encrypted. Missing: nothing."""
     NUM_BLOCKS = "kvmesh.num_blocks"
     NUM_CACHED_BLOCKS = "kvmesh.num_cached_blocks"
     """How many of the prompt's blocks the reader had already."""

@@ -1,4 +1,4 @@
-"""Who may say whose request it is, and who is a holder..
+"""Who may say whose request it is, and who is a holder.
 
 A gateway signs each request's id, tenant and deadline with Ed25519; everybody who keeps KV has the gateways' public key
 and takes no such word unsigned. Holders know each other by the ticket secrets, which no gateway has: a holder that

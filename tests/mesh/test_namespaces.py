@@ -116,6 +116,7 @@ def _service(inside: Inside, root: Path, keys: Path, role: str) -> list[str]:
         f'[nats]\nurl = "{BROKER}"\nkeys = "{own}"\nconnect_timeout_s = 20.0\n'
         f'[gateway]\nhost = "{EAST}"\nport = 8000\ntenants = {{"{API_KEY}" = "ada"}}\n'
         f'[worker]\nkv_bytes = 33554432\nnum_threads = 1\ncarrier = "tcp"\nplane_host = "{address}"\n'
+        f'[telemetry]\ntrace_dir = "{root / "traces"}"\n'
     )
     return inside(address, *KVMESH, "serve", role, "--config", str(config))
 
@@ -148,6 +149,10 @@ def test_an_answer_is_computed_on_two_machines(inside: Inside, mesh: Path) -> No
     assert answer["choices"][0]["text"].strip() == "7412", answer
     usage = answer["usage"]["kvmesh"]
     assert usage["carrier"] == "tcp" and usage["transferred_tokens"] > 0 and not usage["recomputed_tokens"]
+    deadline = time.monotonic() + PATIENCE_S
+    while not any("aes256gcm" in path.read_text() for path in (mesh / "traces").rglob("*") if path.is_file()):
+        assert time.monotonic() < deadline, "no span says that the KV was encrypted"
+        time.sleep(0.1)
 
 
 def test_people_see_it_from_the_other_machine(inside: Inside, mesh: Path, keys: Path) -> None:

@@ -134,10 +134,22 @@ def test_stats_of_both_ends_agree(carrier: str, holder: Holder, target: Target) 
 
 
 def test_digests_can_be_off(carrier: str, make_holder: Callable[..., Holder], target: Target) -> None:
-    holder = make_holder((carrier,), digests=False)
+    holder = make_holder((carrier,), digests=False, encryption="off")
     holder.compute_all()
     landed = target.read_from(holder, carrier)
     assert landed.stats.verify_ns == 0
+    assert np.array_equal(target.landed(300), holder.kv)
+
+
+@pytest.mark.parametrize("digests", [True, False])
+def test_what_crosses_a_network_can_be_encrypted(
+    carrier: str, make_holder: Callable[..., Holder], target: Target, digests: bool
+) -> None:
+    """Without digests too: its tag comes with the encryption. No other carrier leaves the host."""
+    holder = make_holder((carrier,), encryption="on", digests=digests)
+    holder.compute_all()
+    landed = target.read_from(holder, carrier)
+    assert (landed.stats.digest_kind == "aes256gcm") is (carrier == "tcp")
     assert np.array_equal(target.landed(300), holder.kv)
 
 

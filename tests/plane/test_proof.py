@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dataplane.blocks.layout import BlockTable, Segment
 from dataplane.blocks.ticket import TicketRefusedError, TicketSecrets
 from dataplane.carriers.tcp import TcpHolder
 from dataplane.memory.checksum import FrameHash
@@ -29,14 +30,16 @@ from dataplane.protocol.stream import (
     encode_header,
     seal_of,
 )
+from dataplane.protocol.wire import Wire
 from schemas.handoff import Endpoint
-from tests.plane.harness import SECRET, SECRETS, Holder, Target, running
+from tests.plane.harness import SECRET, SECRETS, Holder, Target, random_kv, running
 from tests.plane.test_strangers import knock, pump
 from tests.plane.test_ticket import TICKET
 
 Frame = tuple[Header, bytes]
 Tamper = Callable[[list[Frame]], list[Frame]]
 
+SCATTERED = BlockTable(tuple(Segment(block, 1) for block in range(0, 38, 2)))
 CHANGES = (
     {"lease_id": "other"},
     {"epoch": 99},
@@ -254,12 +257,13 @@ TAMPERINGS: tuple[tuple[Tamper, str], ...] = (
 )
 
 
+@pytest.mark.parametrize("encryption", ["on", "off"])
 @pytest.mark.parametrize(("tamper", "codes"), TAMPERINGS, ids=[tamper.__name__ for tamper, _ in TAMPERINGS])
 def test_who_stands_between_is_found_out(
-    make_holder: Callable[..., Holder], target: Target, small_frames: None, tamper: Tamper, codes: str
+    make_holder: Callable[..., Holder], target: Target, small_frames: None, tamper: Tamper, codes: str, encryption: str
 ) -> None:
     """And what counts as landed by then is right."""
-    holder = make_holder(("tcp",))
+    holder = make_holder(("tcp",), encryption=encryption)
     holder.compute_all()
     between = Between(holder, tamper)
     with between.endpoint() as endpoint, pytest.raises(TransferFailedError) as raised:
@@ -280,6 +284,67 @@ def test_who_only_listens_changes_nothing(
         landed = target.reader.read_blocking(target.request(endpoint, holder.ticket(), "tcp", 300))
     assert decode_body(between.heard[0][1], Accepted).digest_kind == "poly1305", "xxh3 is not made to resist anybody"
     assert landed.num_tokens == 300 and np.array_equal(target.landed(300), holder.kv)
+
+
+@pytest.mark.parametrize(
+    ("changes", "heads"),
+    [({}, None), ({"tables": (SCATTERED,)}, None), ({}, (0, 1)), ({"wire_dtype": "int8"}, None)],
+    ids=["in one run", "scattered", "some heads", "compressed"],
+)
+def test_who_listens_hears_nothing_of_what_is_encrypted(
+    make_holder: Callable[..., Holder], target: Target, small_frames: None, changes: dict[str, object], heads: object
+) -> None:
+    """The same KV, twice: what crosses is another each time, and has no piece of it."""
+    kv = np.full_like(random_kv(300), 7)
+    holder = make_holder(("tcp",), encryption="on", kv=kv)
+    holder.compute_all()
+    heard: list[bytes] = []
+    for _ in range(2):
+        target.array[:] = 0
+        between = Between(holder, lambda frames: frames)
+        with between.endpoint() as endpoint:
+            request = target.request(endpoint, holder.ticket(), "tcp", 300, heads=heads, **changes)
+            landed = target.reader.read_blocking(request)
+        assert landed.stats.digest_kind == "aes256gcm"
+        assert landed.stats.wire_dtype != "same" or (target.array == 7).sum() == landed.stats.num_bytes
+        heard.append(b"".join(body for header, body in between.heard if header.kind is Kind.DATA))
+    assert heard[0] != heard[1]
+    counts = np.bincount(np.frombuffer(heard[0], np.uint8), minlength=256)
+    assert counts.max() < 3 * counts.mean(), "of a constant, each byte comes as often as any other"
+
+
+@pytest.mark.parametrize(
+    ("peer", "encryption", "is_encrypted"),
+    [
+        ("127.0.0.1", "auto", False),
+        ("::1", "auto", False),
+        ("10.0.0.5", "auto", True),
+        ("fe80::1", "auto", True),
+        ("no address", "auto", True),
+        ("127.0.0.1", "on", True),
+        ("10.0.0.5", "off", False),
+    ],
+)
+def test_by_default_it_is_encrypted_for_any_address_but_loopback(
+    make_holder: Callable[..., Holder],
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+    peer: str,
+    encryption: str,
+    is_encrypted: bool,
+) -> None:
+    holder = make_holder(("tcp",), encryption=encryption)
+    holder.compute_all()
+
+    def dial(*_: object) -> Wire:
+        ours, theirs = holder.server._pair()
+        assert holder.server._admit(ours, peer)
+        return theirs
+
+    monkeypatch.setattr(target.reader, "_dial", dial)
+    landed = target.read_from(holder, "tcp")
+    assert landed.stats.digest_kind == ("aes256gcm" if is_encrypted else "poly1305")
+    assert np.array_equal(target.landed(300), holder.kv)
 
 
 @pytest.mark.parametrize("what", ["all", "commits"])

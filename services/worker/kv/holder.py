@@ -84,6 +84,7 @@ class KVHolder(Generic[MemoryT]):
             host=config.plane_host,
             advertise_host=advertise_host,
             digests=config.digests,
+            encryption=config.plane_encryption,
         )
         self.plane = self.make_server(self.arena, self.shape, self, self.secrets, options)
         self.plane.start()

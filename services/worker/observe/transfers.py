@@ -134,6 +134,7 @@ def described_by(stats: TransferStats) -> dict[str, AttributeValue]:
         **chosen,
         Key.NUM_BYTES: stats.num_bytes,
         Key.WIRE_DTYPE: stats.wire_dtype,
+        **({Key.DIGEST_KIND: stats.digest_kind} if stats.digest_kind else {}),
         Key.NUM_WIRE_BYTES: stats.num_wire_bytes,
         Key.VERIFY_MS: stats.verify_ns / 1e6,
         Key.GB_PER_S: stats.num_bytes / seconds / 1e9,
