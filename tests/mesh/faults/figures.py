@@ -302,7 +302,11 @@ def main() -> None:
             return lambda: progress.advance(task)
 
         for name in names:
-            rows += asyncio.run(_measured(name, Sizes(**options), begin))
+            found = asyncio.run(_measured(name, Sizes(**options), begin))
+            for row in found:
+                for detail in row.details[:20] if row.is_met is False else ():
+                    progress.console.print(f"{row.figure}: {detail}", markup=False)
+            rows += found
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(markdown(rows))  # as far as it goes: what takes long may be stopped
     table = Table("figure", "measured", "wanted", "")
@@ -311,9 +315,6 @@ def main() -> None:
             row.figure, row.measured, row.wanted, "" if row.is_met is None else "ok" if row.is_met else "NOT MET"
         )
     console.print(table)
-    for row in rows:
-        for detail in row.details[:20] if row.is_met is False else ():
-            console.print(f"{row.figure}: {detail}", markup=False)
     console.print(f"written to {out}")
     sys.exit(any(row.is_met is False for row in rows))
 
