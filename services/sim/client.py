@@ -45,6 +45,8 @@ class Exchange:
     """Events and pieces received after the answer's end: must stay 0."""
     usage: dict[str, Any] = field(default_factory=dict[str, Any])
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    is_over: bool = False
+    """The gateway is done with it too, or has died."""
     delay_s: float = 0.0
     """How long the client takes for each piece it reads."""
     _gone: asyncio.Event = field(default_factory=asyncio.Event)
@@ -58,7 +60,8 @@ class Exchange:
         self.ended.set()
 
     def reset(self) -> None:
-        """The gateway's process has died: the connection breaks."""
+        """The gateway's process has died, or is done with the request: the connection breaks if it had no end."""
+        self.is_over = True
         if not self.ended.is_set():
             self.is_reset = True
             self.ended.set()

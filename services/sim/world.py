@@ -41,6 +41,7 @@ from services.sim.verdict.request_events import RequestEventTap
 from services.sim.verdict.rest import Held, held_at_rest, problems_now
 from services.sim.verdict.traces import trace_problems
 
+_STILL_ANSWERS = "a gateway still answers a client that has gone"
 WORKER_ROLES = ("prefill", "decode", "aggregated", "store")
 LOSSLESS_FAULTS = frozenset({"pause", "drain", "disconnect", "slow_client", "corruption", "truncation", "refusal"})
 """Faults that lose no message: every lease is then ended by a message and none by its time."""
@@ -123,6 +124,7 @@ class World:
         events = RequestEventTap()
         departures = DepartureTap()
         self.broker.taps += [self._note, events.hear, departures.hear]
+        self.broker.observes_lost.append(events.miss)
         if options.check_spans:
             self.mesh.spans = []
         self.mesh.start_all()
@@ -168,6 +170,10 @@ class World:
 
     async def _rest(self) -> None:
         """Wait until nothing is held for a request any more; otherwise record what is."""
+        # To a client that has hung up, and reads slowly, its gateway may still be giving a piece.
+        await self._until(
+            lambda: all(exchange.is_over for _, exchange in self.exchanges), REST_WITHIN_S, _STILL_ANSWERS
+        )
         held: list[Held] = []
 
         def rests() -> bool:

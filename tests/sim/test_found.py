@@ -95,6 +95,24 @@ FOUND = (
         ),
         all_answered=False,
     ),
+    # What it had not read yet was counted as never said.
+    Found(
+        "a broker dies while it stands still",
+        368,
+        MeshShape(num_gateways=2),
+        (Fault(do="broker_pause", at_s=0.3, for_s=3.0), Fault(do="broker", at_s=1.2, for_s=0.3)),
+    ),
+    # The gateway was still giving it a piece: that request's trace had no root yet.
+    Found(
+        "slow clients hang up",
+        7,
+        MeshShape(),
+        (
+            Fault(do="slow_client", at_s=0.0, for_s=5.0, share=1.0),
+            Fault(do="disconnect", at_s=0.0, for_s=5.0, share=0.9),
+        ),
+        all_answered=False,
+    ),
 )
 
 

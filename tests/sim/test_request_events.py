@@ -31,3 +31,13 @@ def test_events_may_lack_their_end_only_where_gateways_die() -> None:
 )
 def test_one_beginning_one_end(events: list[str]) -> None:
     assert problems(events, may_be_cut=True)
+
+
+def test_what_the_broker_lost_unread_is_missed_of_that_request_alone() -> None:
+    tap = RequestEventTap()
+    for request_id in ("req-1", "req-2"):
+        for event in ("placed", "first_token"):
+            tap.hear(f"mesh.v1.request.{request_id}.{event}", "gateway-0")
+    for subject in ("mesh.v1.request.req-1.accepted", "mesh.v1.tokens.gateway-0", ""):
+        tap.miss(subject)
+    assert len(problems := list(tap.problems(may_be_cut=False))) == 1 and "req-2" in problems[0]

@@ -115,9 +115,11 @@ class SimBroker:
         self.rng = rng
         self.is_up = True
         self._is_still = False
-        self._unread: list[Callable[[], None]] = []
-        """What clients have sent since it stands still, in order."""
+        self._unread: list[tuple[str, Callable[[], None]]] = []
+        """What clients have sent since it stands still, in order, by subject."""
         self.taps: list[Tap] = []
+        self.observes_lost: list[Callable[[str], None]] = []
+        """Told the subject of each message that no tap has heard: the broker died before it had read it."""
         self.num_messages = 0
         self.denied: set[str] = set()
         """What clients wanted to say or hear that their permissions do not cover."""
@@ -142,7 +144,10 @@ class SimBroker:
     def go_down(self) -> None:
         """The broker dies: messages on their way are lost, every client is disconnected."""
         self.is_up = self._is_still = False
-        self._unread.clear()
+        unread, self._unread = self._unread, []
+        for tell in self.observes_lost:
+            for subject, _ in unread:
+                tell(subject)
         self._epoch += 1
         for bus in self._buses:
             bus.disconnected()
@@ -161,13 +166,13 @@ class SimBroker:
         """It goes on: all that waited is passed on at once."""
         self._is_still = False
         unread, self._unread = self._unread, []
-        for pass_on in unread:
+        for _, pass_on in unread:
             pass_on()
 
-    def accept(self, pass_on: Callable[[], None]) -> None:
-        """A client has sent something: pass it on, now or once the broker goes on."""
+    def accept(self, pass_on: Callable[[], None], subject: str = "") -> None:
+        """A client has sent something: pass it on, now or once the broker goes on. `subject`: of what taps hear."""
         if self._is_still:
-            self._unread.append(pass_on)
+            self._unread.append((subject, pass_on))
         else:
             pass_on()
 
@@ -412,4 +417,4 @@ class SimBus:
         self._buffered.append(message)
 
     def _pass_to_broker(self, message: _Message) -> None:
-        self.broker.accept(lambda: self.broker.route(message))
+        self.broker.accept(lambda: self.broker.route(message), message.subject)

@@ -12,19 +12,28 @@ class RequestEventTap:
 
     def __init__(self) -> None:
         self._events: defaultdict[str, list[str]] = defaultdict(list)
+        self._cut: set[str] = set()
+        """Requests of which the broker has lost an event."""
 
     def hear(self, subject: str, _source: str) -> None:
         tokens = subject.split(".")
         if tokens[2] == "request" and tokens[-1] in EVENTS:
             self._events[tokens[3]].append(tokens[-1])
 
+    def miss(self, subject: str) -> None:
+        """The broker has died with this message unread. Observes a `SimBroker`'s losses."""
+        tokens = subject.split(".")
+        if tokens[2:3] == ["request"]:
+            self._cut.add(tokens[3])
+
     def problems(self, *, may_be_cut: bool) -> Iterator[str]:
         """Yield what is wrong once all requests have ended. `may_be_cut`: gateways have died, and their requests'
         events may lack an end."""
         for request_id, names in self._events.items():
-            if names[0] != "accepted":
+            is_cut = request_id in self._cut
+            if names[0] != "accepted" and not is_cut:
                 yield f"the events of {request_id} do not begin: {names}"
             elif names.count("accepted") > 1 or any(event in ENDS for event in names[:-1]):
                 yield f"the events of {request_id} go on after their end: {names}"
-            elif names[-1] not in ENDS and not may_be_cut:
+            elif names[-1] not in ENDS and not (may_be_cut or is_cut):
                 yield f"the events of {request_id} have no end: {names}"
