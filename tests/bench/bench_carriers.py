@@ -5,6 +5,7 @@ hits all of them; figures are medians. `--json` prints one object instead of the
 """
 
 import argparse
+import enum
 import importlib.util
 import json
 import multiprocessing
@@ -32,6 +33,7 @@ from dataplane.blocks.ticket import Ticket, TicketSecrets
 from dataplane.carriers.host import HostArena
 from dataplane.ends.reader import PlaneReader, ReadRequest
 from dataplane.ends.server import PlaneServer, ServerOptions
+from dataplane.memory.checksum import FrameHash
 from dataplane.memory.codec import WireDtype
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferStats
@@ -53,7 +55,8 @@ TICKET = Ticket(
     tenant="",
     expires_at_ms=2**52,
 )
-SHM_GOAL, TCP_GOAL = 0.8, 0.9
+SHM_GOAL, TCP_GOAL, ENCRYPTED_GOAL = 0.8, 0.9, 0.85
+CIPHER = FrameHash("aes256gcm", bytes(32))
 HEADS = (8, 4, 2)
 """How many heads a read asks for, where the readers hold all, a half or a quarter of them."""
 
@@ -117,16 +120,33 @@ def kept(num_blocks: int) -> list[Kept]:
 IN_A_RUN, ONE, SCATTERED = range(3)
 
 
+class Mode(enum.IntEnum):
+    """How it is served."""
+
+    DIGESTS = 0
+    NO_DIGESTS = 1
+    ENCRYPTED = 2
+
+
+OPTIONS = {
+    Mode.DIGESTS: ServerOptions(),
+    Mode.NO_DIGESTS: ServerOptions(digests=False),
+    Mode.ENCRYPTED: ServerOptions(encryption="on"),
+}
+SERVED = [(carrier, mode) for carrier in ("shm", "tcp") for mode in Mode if (carrier, mode) != ("shm", Mode.ENCRYPTED)]
+"""What crosses shared memory is not encrypted."""
+
+
 def num_tokens_of(kept: Kept) -> int:
     return kept.holder[0].end_block * kept.layout.block_size
 
 
 @dataclass
 class Held:
-    """One arena of the child, served with digests and without."""
+    """One arena of the child, served in each mode."""
 
     arena: HostArena
-    servers: tuple[PlaneServer, PlaneServer]
+    servers: list[PlaneServer]
 
     @classmethod
     def make(cls, kept: Kept) -> "Held":
@@ -137,12 +157,10 @@ class Held:
         num_tokens = num_tokens_of(kept)
         progress = KVProgress.completed(kept.layout.num_layers, num_tokens)
         gate = OpenGate(OneKV(kept.holder, num_tokens, progress))
-        with_digests, without = (
-            PlaneServer(arena, shape, gate, SECRETS, ServerOptions(digests=digests)) for digests in (True, False)
-        )
-        for server in (with_digests, without):
+        servers = [PlaneServer(arena, shape, gate, SECRETS, OPTIONS[mode]) for mode in Mode]
+        for server in servers:
             server.start()
-        return cls(arena, (with_digests, without))
+        return cls(arena, servers)
 
     def close(self) -> None:
         for server in self.servers:
@@ -210,13 +228,13 @@ class Bench:
         self,
         which: int,
         carrier: str,
-        digests: bool,
+        mode: Mode,
         heads: tuple[int, int] | None = None,
         wire_dtype: WireDtype = "same",
     ) -> TransferStats:
         kept = self.kept[which]
         request = ReadRequest(
-            endpoint=self.endpoints[which][0 if digests else 1],
+            endpoint=self.endpoints[which][mode],
             ticket=SECRETS.sign(TICKET),
             carrier=carrier,
             tables=kept.reader,
@@ -233,16 +251,16 @@ class Bench:
             "memory copy, one thread": self.copy,
             "raw socket": lambda: self.raw_socket(self.large.array, b"a"),
         }
-        for carrier in ("shm", "tcp"):
-            for digests in (True, False):
-                cases[name(carrier, digests)] = lambda c=carrier, d=digests: self.read(IN_A_RUN, c, d)
+        for carrier, mode in SERVED:
+            cases[name(carrier, mode)] = lambda c=carrier, m=mode: self.read(IN_A_RUN, c, m)
+        cases["AES-256-GCM alone, one thread"] = lambda: CIPHER.encrypted(1, [self.source], self.target)
         return cases
 
     def shard_cases(self) -> dict[str, Callable[[], object]]:
         """The same bytes from a holder of all heads, as readers that hold a half or a quarter of them take them."""
         return {
             f"{carrier}, {LAYOUT.num_kv_heads // size} × {size} heads": lambda c=carrier, n=size: [
-                self.read(IN_A_RUN, c, True, (first, n)) for first in range(0, LAYOUT.num_kv_heads, n)
+                self.read(IN_A_RUN, c, Mode.DIGESTS, (first, n)) for first in range(0, LAYOUT.num_kv_heads, n)
             ]
             for carrier in ("shm", "tcp")
             for size in (4, 2)
@@ -256,20 +274,20 @@ class Bench:
             cases[name_scattered("copy", size)] = lambda pairs=pairs: copy_pieces(pairs)
             for carrier in ("shm", "tcp"):
                 cases[name_scattered(carrier, size)] = lambda c=carrier, n=size: [
-                    self.read(SCATTERED, c, True, (first, n)) for first in range(0, LAYOUT.num_kv_heads, n)
+                    self.read(SCATTERED, c, Mode.DIGESTS, (first, n)) for first in range(0, LAYOUT.num_kv_heads, n)
                 ]
-        cases[name_scattered("shm without digests")] = lambda: self.read(SCATTERED, "shm", False)
+        cases[name_scattered("shm without digests")] = lambda: self.read(SCATTERED, "shm", Mode.NO_DIGESTS)
         return cases
 
     def compressed_cases(self) -> dict[str, Callable[[], TransferStats]]:
         dtypes: tuple[WireDtype, ...] = ("int8", "fp8")
-        return {f"tcp, {dtype}": lambda d=dtype: self.read(IN_A_RUN, "tcp", True, None, d) for dtype in dtypes}
+        return {f"tcp, {dtype}": lambda d=dtype: self.read(IN_A_RUN, "tcp", Mode.DIGESTS, None, d) for dtype in dtypes}
 
     def latency_cases(self) -> dict[str, Callable[[], object]]:
         small = np.empty(64 << 10, np.uint8)
         cases: dict[str, Callable[[], object]] = {"socket": lambda: self.raw_socket(small, b"b")}
         for carrier in ("shm", "tcp"):
-            cases[carrier] = lambda c=carrier: self.read(ONE, c, True)
+            cases[carrier] = lambda c=carrier: self.read(ONE, c, Mode.DIGESTS)
         return cases
 
     def close(self) -> None:
@@ -289,8 +307,8 @@ def name_scattered(what: str, heads: int = LAYOUT.num_kv_heads) -> str:
     return f"scattered, {what}" if heads == LAYOUT.num_kv_heads else f"scattered, {what}, {heads} heads at a time"
 
 
-def name(carrier: str, digests: bool) -> str:
-    return f"{carrier}, {'digests' if digests else 'no digests'}"
+def name(carrier: str, mode: Mode) -> str:
+    return f"{carrier}, {mode.name.lower().replace('_', ' ')}"
 
 
 def measure(cases: Mapping[str, Callable[[], object]], num_rounds: int) -> dict[str, float]:
@@ -400,6 +418,7 @@ def run(mib: int, num_rounds: int) -> dict[str, object]:
         f"shm_of_copy{suffix}": speed[name_scattered("shm", size)] / speed[name_scattered("copy", size)]
         for size, suffix in zip(HEADS, ("", "_half", "_quarter"), strict=True)
     }
+    expected = 1 / (1 / speed[name("tcp", Mode.NO_DIGESTS)] + 1 / speed["AES-256-GCM alone, one thread"])
     unproved = speed[name_scattered("shm without digests")]
     scattered |= {
         "shm_without_digests_of_copy": unproved / speed[name_scattered("copy")],
@@ -411,8 +430,10 @@ def run(mib: int, num_rounds: int) -> dict[str, object]:
         "gib_per_s": speed,
         "wire_gib_per_s": wire_speed,
         "one_block_us": {case: s * 1e6 for case, s in latency.items()},
-        "shm_to_memory_copy": speed[name("shm", True)] / speed["memory copy, one thread"],
-        "tcp_to_raw_socket": speed[name("tcp", True)] / speed["raw socket"],
+        "shm_to_memory_copy": speed[name("shm", Mode.DIGESTS)] / speed["memory copy, one thread"],
+        "shm_proved_to_unproved": speed[name("shm", Mode.DIGESTS)] / speed[name("shm", Mode.NO_DIGESTS)],
+        "tcp_to_raw_socket": speed[name("tcp", Mode.DIGESTS)] / speed["raw socket"],
+        "tcp_encrypted_to_expected": speed[name("tcp", Mode.ENCRYPTED)] / expected,
         "scattered": scattered,
         "nixl_installed": nixl is not None,
     }
@@ -426,10 +447,12 @@ def table(figures: dict) -> str:
     lines += ["", "one block of 64 KiB; ours with connecting, ticket and commit"]
     lines += [f"  {case:36}{micros:8.0f} µs" for case, micros in figures["one_block_us"].items()]
     shm, tcp = figures["shm_to_memory_copy"], figures["tcp_to_raw_socket"]
+    encrypted = figures["tcp_encrypted_to_expected"]
     lines += [
         "",
         f"  shm / memory copy  {shm:.2f}  (goal {SHM_GOAL})",
         f"  tcp / raw socket   {tcp:.2f}  (goal {TCP_GOAL})",
+        f"  tcp encrypted / (in the clear, then AES)  {encrypted:.2f}  (goal {ENCRYPTED_GOAL})",
         "",
         "scattered, of the same pieces copied in the same order by one thread (tcp: of the raw socket)",
         *(f"  {what:36}{ratio:8.2f}" for what, ratio in figures["scattered"].items() if ratio is not None),

@@ -21,6 +21,8 @@ from rich.progress import track
 from rich.table import Table
 
 from dataplane.blocks.cache import BlockCache
+from dataplane.memory import frames
+from dataplane.memory.checksum import FrameHash
 from dataplane.protocol import stream
 from dataplane.protocol.gate import LeaseRefusedError
 from dataplane.protocol.progress import KVProgress
@@ -205,6 +207,37 @@ def lease_without_references(patch: pytest.MonkeyPatch) -> None:
 @bug("tags are computed and never compared", "corruption")
 def tags_are_not_compared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(stream, "is_proved", lambda *_: True)
+
+
+@bug("a frame is verified before it is whole: by its first bytes", "corruption")
+def digests_the_beginning(patch: pytest.MonkeyPatch) -> None:
+    new = FrameHash.new
+
+    class Beginning:
+        def __init__(self, hasher: Any) -> None:
+            self._hasher, self._room = hasher, 64
+
+        def update(self, data: memoryview) -> None:
+            self._hasher.update(data.cast("B")[: self._room])
+            self._room -= min(self._room, data.nbytes)
+
+        def intdigest(self) -> int:
+            return self._hasher.intdigest()
+
+    patch.setattr(FrameHash, "new", lambda self, sequence: Beginning(new(self, sequence)))
+
+
+@bug("a piece of a frame is skipped on its way, and digested all the same")
+def skips_a_piece(patch: pytest.MonkeyPatch) -> None:
+    copy = frames.copy
+
+    def copy_most(sources: Any, targets: Any, *rest: Any) -> int:
+        before = targets[-1].copy()
+        digest = copy(sources, targets, *rest)
+        targets[-1][...] = before
+        return digest
+
+    patch.setattr(frames, "copy", copy_most)
 
 
 @bug("what has arrived is believed before the holder has confirmed it", "corruption", options=OVER_TCP)
