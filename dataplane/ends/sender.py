@@ -182,10 +182,10 @@ class HolderStream:
             raise _RefusedError(RefusalCode.MALFORMED, f"frames of {wanted.frame_bytes} bytes")
         if wanted.carrier != tcp.NAME and wanted.wire_dtype != "same":
             raise _RefusedError(RefusalCode.MALFORMED, f"nothing is compressed over {wanted.carrier}")
-        lease = context.gate.open(ticket)
-        source, extent = self._in_range(wanted, lease.kv)
         nonce = new_nonce()
         seal = seal_of(context.secrets, wanted.ticket, opening, nonce)
+        lease = context.gate.open(ticket)
+        source, extent = self._in_range(wanted, lease.kv)
         frame_hash = FrameHash(self._digest_kind(wanted), seal.frame_key)
         carrier = context.side.carrier(wanted, ticket.reader, source, extent, frame_hash)
         proof = _Proof(seal, nonce, frame_hash.kind)
