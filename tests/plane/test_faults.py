@@ -238,7 +238,8 @@ def test_flipped_byte(carrier: str, holder: Holder, target: Target, monkeypatch:
     else:
         holder.card.device.corrupt_next("move" if carrier == "cuda" else "download")
     error = fails(lambda: target.read_from(holder, carrier))
-    assert (error.code, error.num_landed_tokens) == ("digest", 0)
+    seen_by_holder = holder.card is not None and carrier == "tcp"  # it compares with what its card has found
+    assert (error.code, error.num_landed_tokens) == ("device" if seen_by_holder else "digest", 0)
     assert holder.gate.wait_outcome()[0] is not None
 
 
