@@ -128,13 +128,16 @@ def described_by(stats: TransferStats) -> dict[str, AttributeValue]:
     if not stats.num_frames:
         return {}
     seconds = max(1, stats.last_byte_ns - stats.first_byte_ns) / 1e9
-    chosen = {Key.CARRIER_REASON: stats.reason} if stats.reason else {}  # it is the reader who chooses
+    said: dict[str, AttributeValue] = {}
+    if stats.reason:  # it is the reader who chooses
+        said[Key.CARRIER_REASON] = stats.reason
+    if stats.digest_kind:
+        said[Key.DIGEST_KIND] = stats.digest_kind
     return {
         Key.CARRIER: stats.carrier,
-        **chosen,
+        **said,
         Key.NUM_BYTES: stats.num_bytes,
         Key.WIRE_DTYPE: stats.wire_dtype,
-        **({Key.DIGEST_KIND: stats.digest_kind} if stats.digest_kind else {}),
         Key.NUM_WIRE_BYTES: stats.num_wire_bytes,
         Key.VERIFY_MS: stats.verify_ns / 1e6,
         Key.GB_PER_S: stats.num_bytes / seconds / 1e9,
