@@ -41,7 +41,7 @@ MAX_TICKET_CHARS = 2048
 """Characters of a ticket."""
 MAX_CONTROL_BYTES = 8 << 10
 """Bytes of an Open, Refused or Fail."""
-MAX_ACCEPTED_BYTES = 1 << 20
+MAX_ACCEPTED_BYTES = 4 << 20
 """Of an Accepted, which may name many blocks."""
 MAX_TRAILER_BYTES = 64 << 10
 """Of what a holder sends behind the KV."""

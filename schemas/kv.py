@@ -66,6 +66,8 @@ class ReadEnd(enum.StrEnum):
     """The holder sent what the protocol does not allow."""
     DIGEST = "digest"
     """What arrived is not what was sent."""
+    CONTENT = "content"
+    """What was sent is not what it is said to be."""
     HOLDER = "holder"
     CODEC = "codec"
     ARENA = "arena"
@@ -165,3 +167,19 @@ def is_as_asked(request: RequestLease, granted: LeaseGranted, block_size: int) -
     most = first_token + len(request.block_hashes) // BLOCK_HASH_BYTES * block_size
     num_tokens = granted.num_tokens
     return granted.first_token == first_token and first_token < num_tokens <= most and not num_tokens % block_size
+
+
+class PurgeBlocks(Message, frozen=True, kw_only=True):
+    """Keep nothing of what was computed until now: forget the content of all blocks, or of one `tenant`'s. Requests
+    that run go on, and leave nothing behind that is kept."""
+
+    tenant: str | None = None
+
+
+class BlocksPurged(Message, frozen=True, kw_only=True):
+    """`num_blocks`: that were known by their content, in memory and behind it. `failure`: why some that lie behind
+    memory could not be deleted, for people; "": all are."""
+
+    worker_id: WorkerId
+    num_blocks: Number
+    failure: str = ""

@@ -13,7 +13,15 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from schemas.directory import BlocksEvicted, BlocksLocated, BlocksStored, Inventory, LocateBlocks, ReadInventory
 from schemas.handoff import BlocksReserved, HandoffAborted, KVLanded, KVOffered, KVReleased, KVStreaming
-from schemas.kv import BlocksCooling, LeaseGranted, ReplicateBlocks, RequestLease, ReturnLease
+from schemas.kv import (
+    BlocksCooling,
+    BlocksPurged,
+    LeaseGranted,
+    PurgeBlocks,
+    ReplicateBlocks,
+    RequestLease,
+    ReturnLease,
+)
 from schemas.message import Message
 from schemas.observe import (
     DescribeRequest,
@@ -225,6 +233,7 @@ LOCATE = _question("mesh.v1.directory.locate", LocateBlocks, (BlocksLocated,), S
 STORED = _event("mesh.v1.kv.{worker_id}.stored", BlocksStored, WORKER_ITSELF, DIRECTORIES)
 EVICTED = _event("mesh.v1.kv.{worker_id}.evicted", BlocksEvicted, WORKER_ITSELF, DIRECTORIES)
 INVENTORY = _question("mesh.v1.kv.{to}.inventory", ReadInventory, (Inventory,), DIRECTORIES, ADDRESSED_HOLDER)
+PURGE = _question("mesh.v1.kv.{to}.purge", PurgeBlocks, (BlocksPurged,), OPERATORS, ADDRESSED_HOLDER, may_be_empty=True)
 LEASE = _question("mesh.v1.kv.{to}.{reader}.lease", RequestLease, (LeaseGranted, Refused), READER, ADDRESSED_HOLDER)
 RETURNED = _event("mesh.v1.kv.{to}.{reader}.returned", ReturnLease, READER, ADDRESSED_HOLDER)
 REPLICATE = _event(
@@ -237,5 +246,5 @@ SUBJECTS: tuple[Subject[Any, Any], ...] = (
     PLACE, FLEET, JOINED, LOAD, DRAINING, LEFT, PING, PROGRESS, WORKER_STATUS, RUN, RESERVE, RESERVED, OFFERED,
     STREAMING, LANDED, RELEASED, ABORTED, TOKENS, WANTED, CANCEL, ACCEPTED, PLACED, FIRST_TOKEN, RESUMED, FINISHED,
     FAILED, CANCELLED, REQUEST_STATUS, REQUEST_SOUGHT, LOCATE, STORED, EVICTED, INVENTORY, LEASE, RETURNED, REPLICATE,
-    COOLING, KEEP,
+    COOLING, PURGE, KEEP,
 )  # fmt: skip

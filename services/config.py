@@ -265,13 +265,16 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Everything a service of the mesh needs.
 
     `ticket_secrets`: the first signs the data plane's tickets, all of them verify; equal on all workers and stores, and
-    read again from the file at a SIGHUP. `tenant_seed`: from it gateways have the key with which they sign whose a
+    read again from the file at a SIGHUP. `content_secrets`: the first proves which content a block has, all of them are
+    believed; as long as a store's blocks are to be believed, its secret stays here. Empty: the ticket secrets.
+    `tenant_seed`: from it gateways have the key with which they sign whose a
     request is; no one else needs it. `tenant_public_key`: what verifies that; empty: the seed's.
 
     Times that rely on each other are checked wherever one is made: from a file, in code, or by replacing a part.
     """
 
     ticket_secrets: tuple[str, ...] = ()
+    content_secrets: tuple[str, ...] = ()
     tenant_seed: str = ""
     tenant_public_key: str = ""
     nats: NatsConfig = NatsConfig()
@@ -433,12 +436,21 @@ def _otel_ratio() -> str:
 
 def require_secrets(config: MeshConfig) -> tuple[bytes, ...]:
     """Return the ticket secrets. Raises UserError where none is set: an unsigned data plane is not offered."""
-    if not config.ticket_secrets or min(map(len, config.ticket_secrets)) < MIN_SECRET_CHARS:
+    return _required("ticket", config.ticket_secrets)
+
+
+def require_content_secrets(config: MeshConfig) -> tuple[bytes, ...]:
+    """Return the content secrets. Raises UserError for one that is too short."""
+    return _required("content", config.content_secrets or config.ticket_secrets)
+
+
+def _required(name: str, secrets: tuple[str, ...]) -> tuple[bytes, ...]:
+    if not secrets or min(map(len, secrets)) < MIN_SECRET_CHARS:
         raise UserError(
-            "no ticket secret: `ticket_secrets` of the holders' key file, which `kvmesh bus-config` writes, is a list "
+            f"no {name} secret: `{name}_secrets` of the holders' key file, which `kvmesh bus-config` writes, is a list "
             f"of texts of {MIN_SECRET_CHARS} characters or more"
         )
-    return tuple(secret.encode() for secret in config.ticket_secrets)
+    return tuple(secret.encode() for secret in secrets)
 
 
 def write_config(config: MeshConfig, path: Path) -> None:

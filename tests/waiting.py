@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-PATIENCE_S = 60.0
+PATIENCE_S = 150.0
 """Nothing takes so long; a machine under load may take some of it."""
 
 

@@ -39,6 +39,11 @@ class BlockCache:
         self._groups = [KeptBlocks(num_blocks) for num_blocks in shape.num_blocks]
 
     @property
+    def kept(self) -> KeptBlocks:
+        """The blocks of the first group: all, where no layer has a window."""
+        return self._groups[0]
+
+    @property
     def num_blocks(self) -> int:
         return sum(group.pool.num_blocks for group in self._groups)
 
@@ -171,6 +176,11 @@ class BlockCache:
                 kept = list(range(first, num_full))
             for at in kept:
                 group.put(blocks[at - table.first_block], hashes[at])
+
+    def forget(self, tenant: str | None = None) -> None:
+        """Give up the content of this tenant's blocks, of all for None (`KeptBlocks.forget`)."""
+        for group in self._groups:
+            group.forget(tenant)
 
     def take_changes(self) -> ContentChanges:
         """Return what came to the first group and went since the last call; content that did both is in neither

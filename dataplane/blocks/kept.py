@@ -51,16 +51,19 @@ class KeptBlocks:
     """The blocks of one pool and what is known of their content. It holds one reference of its own to each block whose
     content it knows; where that is the last one the block is idle, and goes when room is needed.
 
-    `block_of`: where content is. A block's tenant is whom it was allocated for. Every method is atomic. Not
-    thread-safe.
+    `block_of`: where content is. `tags`: by which some blocks prove it (`dataplane/memory/content.py`), until they are
+    filled anew. A block's tenant is whom it was allocated for. Every method is atomic. Not thread-safe.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks)
         self.idle = TenantShares(num_blocks)
         self.block_of: dict[Content, int] = {}
+        self.tags: dict[int, bytes] = {}
         self.changes = ChangeLog()
         self._content_of: dict[int, Content] = {}
+        self._barred: set[int] = set()
+        """Blocks in use that were forgotten: until they are filled anew they are not kept for any content."""
 
     def room(self, besides: Iterable[int] = ()) -> int:
         """Return how many blocks can be allocated now, where those `besides` are shared first."""
@@ -77,6 +80,9 @@ class KeptBlocks:
         blocks = self.pool.allocate(num_blocks)
         assert blocks is not None, "there is room"
         self.idle.took(tenant, blocks)
+        for block in blocks:
+            self.tags.pop(block, None)
+            self._barred.discard(block)
         return blocks
 
     def take(self, hashes: Sequence[BlockHash], tenant: str = "") -> list[int]:
@@ -105,13 +111,27 @@ class KeptBlocks:
     def put(self, block: int, block_hash: BlockHash) -> None:
         """Keep a block in use for its content, unless the same content is kept already."""
         content = Content(self.idle.tenant_of(block), block_hash)
-        if content in self.block_of:
+        if content in self.block_of or block in self._barred:
             return
         assert block not in self._content_of, "a block that is known by its content was written"
         self.pool.share([block])
         self.block_of[content] = block
         self._content_of[block] = content
         self.changes.note(block_hash, came=True)
+
+    def is_barred(self, block: int) -> bool:
+        """Say whether a block in use was forgotten: what lies in it is not to be kept."""
+        return block in self._barred
+
+    def forget(self, tenant: str | None = None) -> None:
+        """Give up the content of this tenant's blocks, of all for None. Who uses a block goes on with it, and leaves
+        nothing in it that is kept."""
+        in_use = (block for block in range(self.pool.num_blocks) if self.pool.num_references(block))
+        meant = [block for block in in_use if tenant is None or self.idle.tenant_of(block) == tenant]
+        for block in meant:
+            if block in self._content_of:
+                self._evict(block)
+        self._barred.update(block for block in meant if self.pool.num_references(block))
 
     def coldest(self, num_blocks: int) -> list[Content]:
         """Return the content of the blocks that would be given up first."""

@@ -118,6 +118,13 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         text = msgspec.json.encode((FORMAT_VERSION, parts))
         return hashlib.blake2b(text, digest_size=16).hexdigest()
 
+    @cached_property
+    def block_format(self) -> str:
+        """Names all that a block's bytes depend on beside its content: the fingerprint, and of a shard its heads."""
+        if self.total_kv_heads in (0, self.num_kv_heads):
+            return self.fingerprint
+        return f"{self.fingerprint}-{self.first_head}-{self.num_kv_heads}"
+
     def first_needed_block(self, group: int, num_tokens: int) -> int:
         """Return the first block that a cache group still needs of a sequence of `num_tokens` tokens.
 

@@ -12,6 +12,8 @@ import msgspec
 from dataplane import limits
 from schemas.ids import LeaseId, WorkerId
 
+MAC_BYTES = hashlib.sha256().digest_size
+
 TicketRefusal = Literal["malformed", "signature", "expired"]
 
 
@@ -76,6 +78,10 @@ class TicketSecrets:
         """Return 32 bytes that nobody knows without the secret that signed this ticket, others for each ticket and each
         `use`. Raises TicketRefusedError when it was none of these secrets."""
         return _mac(self._secret_of(token), b"\0".join((b"kvmesh key 1", token.encode("ascii"), use)))
+
+    def keys_for(self, use: bytes) -> list[bytes]:
+        """Return 32 bytes for each secret, the one that signs first, others for each `use`."""
+        return [_mac(secret, b"kvmesh use 1" + use) for secret in self._secrets]
 
     def mac(self, message: bytes) -> bytes:
         """Return the HMAC-SHA-256 of a message under the secret that signs."""

@@ -136,6 +136,11 @@ class DeviceArena:
             raise
 
     @property
+    def host_array(self) -> None:
+        """The host cannot read a card's memory."""
+        return
+
+    @property
     def num_bytes(self) -> int:
         """Of KV."""
         return self.memory.num_bytes

@@ -23,6 +23,10 @@ from schemas.ids import WorkerId
 class HostArena(Arena):
     """An arena in host memory that is served and read into."""
 
+    @property
+    def host_array(self) -> ByteArray:
+        return self.array
+
     def offered(self, wanted: str) -> tuple[str, ...]:
         """Return what a holder offers. `loopback` is for who asks for it: a mesh has a process for each worker."""
         return (shm.NAME, tcp.NAME) if wanted == AUTO else (wanted,)

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 from dataplane.blocks.layout import ArenaShape
 from dataplane.carriers.carrier import HolderCarrier, ReaderCarrier
+from dataplane.memory.arena import ByteArray
 from dataplane.memory.checksum import DigestKind, FrameHash
 from dataplane.memory.extent import Extent
 from dataplane.memory.rows import SequenceRuns
@@ -127,7 +128,8 @@ class ReaderSide(Protocol):
 
 
 class KVArena(Protocol):
-    """Memory that holds a worker's KV. `nonce`: of this memory alone."""
+    """Memory that holds a worker's KV. `nonce`: of this memory alone. `host_array`: the same, where the host itself
+    can read it."""
 
     @property
     def name(self) -> str: ...
@@ -135,6 +137,8 @@ class KVArena(Protocol):
     def nonce(self) -> str: ...
     @property
     def num_bytes(self) -> int: ...
+    @property
+    def host_array(self) -> ByteArray | None: ...
 
     def offered(self, wanted: str) -> tuple[str, ...]:
         """Return what a holder with this memory offers, best first: the carrier wanted, or under "auto" all."""

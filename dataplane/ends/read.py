@@ -20,6 +20,7 @@ from dataplane.carriers.kv_arena import Approach
 from dataplane.ends.connections import Cancellation
 from dataplane.memory.checksum import DigestKind, FrameHash
 from dataplane.memory.codec import WireDtype
+from dataplane.memory.content import ExpectedContent
 from dataplane.memory.extent import Extent
 from dataplane.protocol.reasons import RefusalCode
 from dataplane.protocol.stream import (
@@ -65,7 +66,8 @@ class ReadRequest:
 
     `carrier`: "auto" or one by name. `deadline_s`: seconds from now to the end of it all. `heads`: the first and how
     many, counted over all shards; None: all that the reader's arena has. `wire_dtype`: how the bytes cross over tcp.
-    `stats` are filled as the read goes on, however it ends; their `traceparent` is told to the holder.
+    `content`: of lent blocks, what each must be. `stats` are filled as the read goes on, however it ends; their
+    `traceparent` is told to the holder.
     """
 
     endpoint: Endpoint
@@ -77,6 +79,7 @@ class ReadRequest:
     deadline_s: float
     heads: tuple[int, int] | None = None
     wire_dtype: WireDtype = "same"
+    content: ExpectedContent | None = None
     stats: TransferStats = field(default_factory=TransferStats)
 
 
@@ -107,10 +110,11 @@ class Read:
         self._digest_kind: DigestKind = digest_kind
         self._on_started = on_started
         self._landing: Landing | None = None
+        self._content_tags = b""
 
     def failed(self, code: ReadEnd, detail: str) -> TransferFailedError:
         """Return the error with which the read ends, with what has landed so far."""
-        landed = self.request.first_token if self._landing is None else self._landing.num_landed_tokens
+        landed = self.request.first_token if self._landing is None else self._believed(self._landing.num_landed_tokens)
         return TransferFailedError(code, detail, landed)
 
     def open(self, wire: Wire, carrier: str, approach: Approach, fingerprint: str) -> ReaderCarrier:
@@ -155,6 +159,7 @@ class Read:
         self.stats.accepted_ns = time.time_ns()
         self.stats.digest_kind = accepted.digest_kind
         self.stats.peer_traceparent = accepted.traceparent
+        self._content_tags = accepted.content_tags
         frame_hash = FrameHash(accepted.digest_kind, seal.frame_key)
         self._landing = Landing(self.extent, seal, is_encrypted=frame_hash.encrypts)
         return approach.end(accepted, self.extent, frame_hash)
@@ -225,5 +230,18 @@ class Read:
             fail = decode_body(body, StreamFailed)
             raise TransferFailedError(ReadEnd(fail.code), fail.reason)
         landing.check_whole()
+        if (believed := self._believed(self.request.num_tokens)) < self.request.num_tokens:
+            detail = f"the block of token {believed} is not what it is said to be"
+            raise TransferFailedError(ReadEnd.CONTENT, detail)
         self.stats.landed_ns = time.time_ns()
         return Landed(self.request.num_tokens, body, self.stats)
+
+    def _believed(self, num_landed_tokens: int) -> int:
+        """Return how many of the tokens that have landed are what they are said to be; of lent blocks whole ones."""
+        content, first_token = self.request.content, self.request.first_token
+        if content is None or not self._content_tags:
+            return num_landed_tokens
+        started, block_size = time.perf_counter_ns(), self.extent.layout.block_size
+        num_right = content.num_right(self._content_tags, (num_landed_tokens - first_token) // block_size)
+        self.stats.verify_ns += time.perf_counter_ns() - started
+        return first_token + num_right * block_size

@@ -316,7 +316,8 @@ class _Service:
             self._wire.finish_sending()
 
     def _accept(self) -> None:
-        access = self._carrier.access
+        access, heads = self._carrier.access, heads_of(self._context.shape.layout)
+        crosses_whole = self._extent.heads == heads and self._extent.wire_dtype == "same"
         accepted = Accepted(
             carrier=self.stats.carrier,
             nonce=self._proof.nonce,
@@ -324,8 +325,9 @@ class _Service:
             staged=access.staged,
             names=access.names,
             num_blocks=self._context.shape.num_blocks if access.by_tables else (),
-            heads=heads_of(self._context.shape.layout) if access.by_tables else NO_HEADS,
+            heads=heads if access.by_tables else NO_HEADS,
             tables=self._kv.tables if access.by_tables else (),
+            content_tags=self.lease.content_tags() if crosses_whole else b"",
             traceparent=self.stats.traceparent,
         )
         self._unsent = encode_frame(Kind.ACCEPTED, accepted, self._proof.seal)

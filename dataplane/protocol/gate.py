@@ -46,6 +46,11 @@ class OpenLease(Protocol):
     @property
     def traceparent(self) -> str: ...
 
+    def content_tags(self) -> bytes:
+        """Return the tags of the blocks that are lent, joined; none of those of a hand-over, or where none can be made.
+        May take as long as reading the blocks."""
+        ...
+
     def still_valid(self) -> bool:
         """Say whether the leased blocks are still what they were when the lease was opened."""
         ...

@@ -213,7 +213,8 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`nonce`: of this stream alone. `digest_kind`: of the frames' bytes; None: there are no digests. `num_blocks`,
     `heads` (all that this holder has) and `tables` tell a reader that copies from the holder's arena where the tokens
     lie in it; to others they are not told. `names`: by which that memory is opened, where its carrier needs any.
-    `staged`: frames lie in the holder's shared memory one by one, each `at` its header's offset."""
+    `staged`: frames lie in the holder's shared memory one by one, each `at` its header's offset. `content_tags`: of
+    blocks that are lent (`memory/content.py`), joined; none where what arrives are not the bytes of whole blocks."""
 
     carrier: str
     nonce: str
@@ -223,6 +224,7 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_blocks: tuple[int, ...] = ()
     heads: HeadRange = NO_HEADS
     tables: BlockTables = ()
+    content_tags: bytes = b""
     traceparent: str = ""
     """The same of the holder's end."""
 

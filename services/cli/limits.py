@@ -27,3 +27,5 @@ TRACE_SETTLE_S = 2.0
 """Services export every half second: of a trace whose last span is older than this, all spans are there."""
 TRACE_POLL_INTERVAL_S = 0.1
 """Between two looks at the span files, until then."""
+PURGE_TIMEOUT_S = 60.0
+"""A holder answers within so long what it has forgotten: a store deletes its files first."""

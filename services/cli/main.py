@@ -203,6 +203,26 @@ def status(
 
 
 @app.command()
+def purge(
+    stores: Annotated[
+        bool, typer.Option("--store", help="The stores forget all, also what lies on disk or a server.")
+    ] = False,
+    holder: Annotated[str, typer.Option(help="This worker or store forgets all that it keeps.")] = "",
+    tenant: Annotated[str | None, typer.Option(help="Everybody forgets what is this tenant's.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Everybody forgets all.")] = False,
+    nats: NatsOption = "",
+    creds: Annotated[
+        str, typer.Option(help="operator.creds of the mesh; those of the mesh that runs if left out.")
+    ] = "",
+) -> None:
+    """Have KV forgotten that was kept for later prompts. What runs goes on; what comes is computed anew."""
+    from services.cli.purge import Purge, run_purge
+    from services.cli.running import BusOptions
+
+    run_purge(BusOptions(nats, creds, operator=True), Purge(stores, holder, tenant, everything))
+
+
+@app.command()
 def trace(
     request_id: Annotated[str, typer.Argument(help="The last request if left out.")] = "",
     folder: Annotated[Path | None, typer.Option(help="Where span files lie; the last `kvmesh up` if left out.")] = None,

@@ -21,6 +21,7 @@ from schemas.subjects import Role
 from services.bus.embedded import EmbeddedNats
 from services.bus.nats import NatsBus
 from services.config import (
+    MIN_SECRET_CHARS,
     Carrier,
     Dtype,
     GatewayConfig,
@@ -36,6 +37,7 @@ from services.config import (
     apply_environment,
     child_environment,
     environment_device,
+    fresh_secret,
     is_card,
     state_dir,
     write_config,
@@ -44,7 +46,7 @@ from services.engine.checkpoint import Checkpoint, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.devices import Cards, check_carrier, check_driver, plan_devices, probe_cards
 from services.errors import BrokerRefusesError, UserError
-from services.files import open_private, private_folder
+from services.files import open_private, private_folder, write_private
 from services.launch.known_workers import wait_known
 from services.launch.limits import START_TIMEOUT_S, STOP_SLACK_S, STOP_TIMEOUT_S
 from services.launch.restart import Child, Restarts
@@ -57,6 +59,7 @@ from services.trust.keys import BROKER_FILE, BusAccess, MeshKeys, credentials_fi
 WORKER_ROLES = ("prefill", "decode", "aggregated")
 BROKER = "nats"
 MAX_PORT = 65_535
+CONTENT_SECRET_FILE = "content.secret"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +232,7 @@ class Supervisor:
         private_folder(self._run_dir, is_ours=True)
         private_folder(self.log_dir)
         if not options.keys:
-            MeshKeys.fresh().write(self.keys_dir)
+            MeshKeys.fresh(content_secret=_content_secret() if options.store else "").write(self.keys_dir)
         self.nats_url = await self._start_broker()
         write_config(self._config(self._ports[0]), self._run_dir / "mesh.toml")
         for role, name in options.services:
@@ -427,6 +430,19 @@ class Supervisor:
         finally:
             for waiting in (*waits, *ends):
                 waiting.cancel()
+
+
+def _content_secret() -> str:
+    """Return what proves the blocks of this folder's stores, made where there is none: they outlive a mesh. Raises
+    UserError."""
+    path = state_dir() / CONTENT_SECRET_FILE
+    try:
+        if not path.exists() or path.stat().st_size < MIN_SECRET_CHARS:
+            private_folder(path.parent)
+            write_private(path, fresh_secret())
+        return path.read_text()
+    except OSError as error:
+        raise UserError(f"{path}, the secret of the store's blocks, cannot be used: {error.strerror}") from error
 
 
 def _store_config(options: UpOptions) -> StoreConfig:

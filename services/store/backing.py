@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from services.store.blocks import WriteBatch
+from services.store.blocks import Unwritten, WriteBatch
 from services.store.limits import BATCH_BYTES, COMPLAINT_INTERVAL_S, MAX_LOADS, PAUSE_S
 from services.store.tiers import BackTier, StoreKey, TierError, TierFullError
 from services.store.values import BadValueError, BlockValues
@@ -19,9 +19,10 @@ log = logging.getLogger(__name__)
 
 
 class Loaded(NamedTuple):
-    """The first `num_loaded` blocks are filled; the values `lost` were damaged or gone."""
+    """The first `len(tags)` blocks are filled, and prove their content by these; the values `lost` were damaged or
+    gone."""
 
-    num_loaded: int
+    tags: list[bytes]
     lost: list[StoreKey]
 
 
@@ -85,6 +86,11 @@ class Backing:
         """Forget values; where that fails now, with the next write."""
         await asyncio.get_running_loop().run_in_executor(self._writes, self._delete, keys)
 
+    async def purge(self, keys: Sequence[StoreKey] | None) -> str:
+        """Delete values, all that is there for None, after what is being written now. Return why that failed, for
+        people; "": it is done. Values that could not be deleted go with the next write, if there is one."""
+        return await asyncio.get_running_loop().run_in_executor(self._writes, self._purge, keys)
+
     def close(self) -> None:
         """Let go of the tier; does not wait for a call that it does not answer."""
         self._loads.shutdown(wait=False, cancel_futures=True)
@@ -94,9 +100,9 @@ class Backing:
     # On the threads.
 
     def _load(self, keys: Sequence[StoreKey], blocks: Sequence[int], deadline: float) -> Loaded:
-        num_loaded = 0
-        while num_loaded < len(keys) and time.monotonic() < deadline and self.is_up:
-            part = keys[num_loaded : num_loaded + self.batch_blocks]
+        tags: list[bytes] = []
+        while len(tags) < len(keys) and time.monotonic() < deadline and self.is_up:
+            part = keys[len(tags) : len(tags) + self.batch_blocks]
             try:
                 values = self.tier.read(part)
             except TierError as error:
@@ -109,24 +115,22 @@ class Backing:
                 if value is None:
                     break
                 try:
-                    self._values.unpack(key, value, blocks[num_loaded])
+                    tags.append(self._values.unpack(key, value, blocks[len(tags)]))
                 except BadValueError as error:
                     self._complaints.say("damaged", f"dropped block {key.hex()} of {self.tier.name}: {error}")
                     with contextlib.suppress(TierError):
                         self.tier.delete([key])
                     lost.append(key)
                     break
-                num_loaded += 1
             if lost:
-                return Loaded(num_loaded, lost)
-        return Loaded(num_loaded, [])
+                return Loaded(tags, lost)
+        return Loaded(tags, [])
 
     def _write(self, batch: WriteBatch) -> Written:
         try:
             self._to_delete.update(dict.fromkeys(batch.evicted))
             self._delete_pending()
-            packed = zip(batch.keys, batch.blocks, strict=True)
-            self.tier.write({key: self._values.pack(key, block) for key, block in packed})
+            self.tier.write({each.key: self._packed(each) for each in batch.blocks})
         except TierFullError as error:
             self._complaints.say("full", f"{error}; as much is given up")
             return Written(error.written, failed=True, full=True)
@@ -135,12 +139,29 @@ class Backing:
             return Written(error.written, failed=True)
         return Written(batch.keys)
 
+    def _packed(self, unwritten: Unwritten) -> bytearray:
+        tag = unwritten.tag or self._values.contents.tag(unwritten.content, unwritten.block)
+        return self._values.pack(unwritten.key, unwritten.block, tag)
+
     def _delete(self, keys: Sequence[StoreKey]) -> None:
         self._to_delete.update(dict.fromkeys(keys))
         try:
             self._delete_pending()
         except TierError as error:
             self._failed(error)
+
+    def _purge(self, keys: Sequence[StoreKey] | None) -> str:
+        self._to_delete.update(dict.fromkeys(keys or ()))
+        try:
+            if keys is None:
+                self.tier.clear()
+                self._to_delete.clear()
+            else:
+                self._delete_pending()
+        except TierError as error:
+            self._failed(error)
+            return str(error)
+        return ""
 
     def _delete_pending(self) -> None:
         if self._to_delete:

@@ -15,7 +15,7 @@ from dataplane.blocks.layout import BlockTable, BlockTables, KVLayout, block_ids
 from schemas.directory import Tier
 from schemas.ids import BlockHash, WorkerId
 from services.store.index import BackIndex
-from services.store.tiers import StoreKey, hash_of, key_of
+from services.store.tiers import StoreKey, hash_of, key_of, mark_of
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,12 +32,28 @@ class StoreLimits:
     max_unwritten: int = 0
 
 
-class WriteBatch(NamedTuple):
-    """Blocks to be written behind memory, a reference to each, after `evicted` has been deleted there."""
+class Unwritten(NamedTuple):
+    """A block that is to be written behind memory, with a reference to it. `tag`: by which it proves its content; None:
+    its tag is yet to be made."""
 
-    keys: list[StoreKey]
-    blocks: list[int]
+    content: Content
+    block: int
+    tag: bytes | None
+
+    @property
+    def key(self) -> StoreKey:
+        return key_of(*self.content)
+
+
+class WriteBatch(NamedTuple):
+    """What is to be written behind memory after `evicted` has been deleted there."""
+
+    blocks: list[Unwritten]
     evicted: list[StoreKey]
+
+    @property
+    def keys(self) -> list[StoreKey]:
+        return [each.key for each in self.blocks]
 
 
 class StoreMemory:
@@ -50,23 +66,24 @@ class StoreMemory:
     def __init__(self, limits: StoreLimits, layout: KVLayout, num_blocks: int, back_tier: Tier | None) -> None:
         self.limits = limits
         self.layout = layout
-        self.index = KeptBlocks(num_blocks)
+        self.kept = KeptBlocks(num_blocks)
         self.back_tier: Tier | None = back_tier
         self.back = BackIndex(limits.max_bytes // limits.value_bytes if back_tier else 0)
         self.num_not_written = 0
         self.num_lost = 0
-        self._unwritten: deque[tuple[StoreKey, int]] = deque()
+        self._unwritten: deque[Unwritten] = deque()
         self._num_writing = 0
+        self._forgotten: list[StoreKey] = []
 
     def holds(self, block_hash: BlockHash, tenant: str) -> bool:
         """Say whether a tenant's block is in memory or behind it."""
-        return Content(tenant, block_hash) in self.index.block_of or key_of(tenant, block_hash) in self.back
+        return Content(tenant, block_hash) in self.kept.block_of or key_of(tenant, block_hash) in self.back
 
     # Blocks that are read from workers.
 
     def num_pullable(self, *, writes: bool) -> int:
         """Return how many blocks could be read from workers now, and also wait to be written where `writes`."""
-        room = self.index.room()
+        room = self.kept.room()
         return max(0, min(room, self.limits.max_unwritten - self.num_unwritten)) if writes else room
 
     def pulled(self, blocks: Sequence[int], hashes: Sequence[BlockHash], *, writes: bool) -> None:
@@ -75,16 +92,16 @@ class StoreMemory:
         Without `writes`, as there is nothing behind memory or it is down, they stay in memory alone.
         """
         for block, block_hash in zip(blocks, hashes, strict=False):
-            self.index.put(block, block_hash)
-            key = key_of(self.index.idle.tenant_of(block), block_hash)
-            if self.back_tier is None or key in self.back:
+            self.kept.put(block, block_hash)
+            content = Content(self.kept.idle.tenant_of(block), block_hash)
+            if self.back_tier is None or key_of(*content) in self.back:
                 continue
             if not writes or self.num_unwritten >= self.limits.max_unwritten:
                 self.num_not_written += 1
                 continue
-            self.index.share([block])
-            self._unwritten.append((key, block))
-        self.index.release(blocks)  # the coldest first: so does the worker name them
+            self.kept.share([block])
+            self._unwritten.append(Unwritten(content, block, self.kept.tags.get(block)))
+        self.kept.release(blocks)  # the coldest first: so does the worker name them
 
     # Writing through.
 
@@ -100,38 +117,56 @@ class StoreMemory:
         batch = [self._unwritten.popleft() for _ in range(num_blocks)]
         self._num_writing += num_blocks
         evicted = self.back.make_room(self._num_writing)
-        return WriteBatch([key for key, _ in batch], [block for _, block in batch], evicted)
+        return WriteBatch(batch, evicted)
 
     def end_write(self, batch: WriteBatch, written: Sequence[StoreKey], *, full: bool = False) -> list[StoreKey]:
-        """Note what of a batch was written. `full`: the rest had no room, so as much is given up; return what."""
-        self._num_writing -= len(batch.keys)
-        self.num_not_written += len(batch.keys) - len(written)
+        """Note what of a batch was written; return what is to be deleted. `full`: the rest had no room, so as much is
+        given up."""
+        self._num_writing -= len(batch.blocks)
+        self.num_not_written += len(batch.blocks) - len(written)
+        barred = {each.key for each in batch.blocks if self.kept.is_barred(each.block)}
         for key in written:
-            self.back.put(key)
-        self.index.release(batch.blocks)
-        return self.back.give_up(len(batch.keys) - len(written)) if full else []
+            if key not in barred:
+                self.back.put(key)
+        self.kept.release([each.block for each in batch.blocks])
+        given_up = self.back.give_up(len(batch.blocks) - len(written)) if full else []
+        return [*given_up, *barred.intersection(written)]
+
+    def forget(self, tenant: str | None = None) -> None:
+        """Give up the content of this tenant's blocks, of all for None, also behind memory: `take_forgotten` says what
+        is to be deleted there. What is being written now is given up when that ends."""
+        kept_unwritten = [each for each in self._unwritten if tenant not in (None, each.content.tenant)]
+        self.kept.forget(tenant)
+        self.kept.release([each.block for each in self._unwritten if each not in kept_unwritten])
+        self._unwritten = deque(kept_unwritten)
+        self._forgotten += self.back.forget(None if tenant is None else mark_of(tenant))
+
+    def take_forgotten(self) -> list[StoreKey]:
+        """Return what was forgotten and lies behind memory."""
+        forgotten, self._forgotten = self._forgotten, []
+        return forgotten
 
     def drop_unwritten(self) -> None:
         """Leave what waits to be written in memory alone."""
         self.num_not_written += len(self._unwritten)
-        self.index.release([block for _, block in self._unwritten])
+        self.kept.release([each.block for each in self._unwritten])
         self._unwritten.clear()
 
     # Lending: the blocks of `LendCore`.
 
     @property
     def num_blocks(self) -> int:
-        return self.index.pool.num_blocks
+        return self.kept.pool.num_blocks
 
     @property
     def num_free(self) -> int:
         """Blocks that hold nothing."""
-        return self.index.pool.num_free
+        return self.kept.pool.num_free
 
     @property
     def num_cached(self) -> int:
         """Blocks that nobody uses and that are kept for their content."""
-        return len(self.index.idle)
+        return len(self.kept.idle)
 
     def lend(self, hashes: Sequence[BlockHash], first_block: int, tenant: str) -> Allocation | None:
         """Return the leading run of this tenant's blocks that is in memory, a reference to each, at a reader's
@@ -148,7 +183,7 @@ class StoreMemory:
 
     def take(self, hashes: Sequence[BlockHash], tenant: str = "") -> list[int]:
         """Return the blocks of the leading run that is in memory, a reference to each."""
-        blocks = self.index.take(hashes, tenant)
+        blocks = self.kept.take(hashes, tenant)
         self.back.touch([key_of(tenant, block_hash) for block_hash in hashes[: len(blocks)]])
         return blocks
 
@@ -156,46 +191,49 @@ class StoreMemory:
         """Return the leading run that is behind memory and not in it."""
         run: list[BlockHash] = []
         for block_hash in hashes:
-            if key_of(tenant, block_hash) not in self.back or Content(tenant, block_hash) in self.index.block_of:
+            if key_of(tenant, block_hash) not in self.back or Content(tenant, block_hash) in self.kept.block_of:
                 break
             run.append(block_hash)
         return run
 
     def allocate_up_to(self, num_blocks: int, tenant: str = "") -> list[int]:
         """Return blocks of a tenant's to be filled, fewer where there is less room, a reference to each."""
-        blocks = self.index.allocate(min(num_blocks, self.index.room()), tenant)
+        blocks = self.kept.allocate(min(num_blocks, self.kept.room()), tenant)
         assert blocks is not None, "there is room"
         return blocks
 
-    def loaded(self, blocks: Sequence[int], keys: Sequence[StoreKey], lost: Sequence[StoreKey]) -> None:
-        """Note that the first `len(keys)` of these blocks are filled from behind memory, and what was not there.
+    def loaded(
+        self, blocks: Sequence[int], keys: Sequence[StoreKey], tags: Sequence[bytes], lost: Sequence[StoreKey]
+    ) -> None:
+        """Note that the first `len(tags)` of these blocks are filled from behind memory, and what was not there.
 
         The references are given back.
         """
-        for block, key in zip(blocks, keys, strict=False):
-            self.index.put(block, hash_of(key))
+        for block, key, tag in zip(blocks, keys, tags, strict=False):
+            self.kept.put(block, hash_of(key))
+            self.kept.tags[block] = tag
         self.give_back(blocks)
-        self.back.touch(keys)
+        self.back.touch(keys[: len(tags)])
         self.num_lost += sum(self.back.drop(key) for key in lost)
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """Drop a reference to each of a sequence's blocks; its last are given up before its first."""
-        self.index.release(blocks[::-1])
+        self.kept.release(blocks[::-1])
 
     # What the others hear.
 
     def take_changes(self) -> list[tuple[Tier, ContentChanges]]:
         """Return what came to each tier and what went since the last call."""
-        changes: list[tuple[Tier, ContentChanges]] = [("memory", self.index.changes.take())]
+        changes: list[tuple[Tier, ContentChanges]] = [("memory", self.kept.changes.take())]
         return changes if self.back_tier is None else [*changes, (self.back_tier, self.back.changes.take())]
 
     def contents(self) -> list[tuple[Tier, list[BlockHash]]]:
         """Return what each tier has now: memory's blocks, then those behind it."""
-        held: list[tuple[Tier, list[BlockHash]]] = [("memory", [content.block_hash for content in self.index.block_of])]
+        held: list[tuple[Tier, list[BlockHash]]] = [("memory", [content.block_hash for content in self.kept.block_of])]
         return held if self.back_tier is None else [*held, (self.back_tier, self.back.hashes())]
 
     def check_integrity(self) -> None:
         """Assert conservation, and the bound."""
-        self.index.check_integrity()
+        self.kept.check_integrity()
         assert len(self.back) <= self.back.max_values, "the bound holds"
         assert self.num_free + self.num_cached <= self.num_blocks, "every block is in one state"

@@ -10,6 +10,7 @@ import fcntl
 import logging
 import os
 import re
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,13 +30,15 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class DiskTier:
-    """The files of one model's KV (`identity`) under `root`. One process at a time: the folder is locked."""
+    """The files of one model's KV (`identity`) under `root`. One process at a time: the folder is locked. `earlier`: of
+    formats that are not believed any more."""
 
     name: Tier = "disk"
 
-    def __init__(self, root: Path, identity: str, value_bytes: int) -> None:
+    def __init__(self, root: Path, identity: str, value_bytes: int, earlier: Sequence[str] = ()) -> None:
         """Open the folder, made if need be. Raises UserError when it cannot be written, or another store has it."""
         self.folder = root / identity
+        self._earlier = [root / name for name in earlier]
         self._value_bytes = value_bytes
         try:
             private_folder(self.folder, is_ours=True)
@@ -69,6 +72,9 @@ class DiskTier:
                     log.warning("reading %s: %d blocks so far", self.folder, len(found))
         except OSError as error:
             raise TierError(f"cannot read {self.folder}: {error.strerror}") from error
+        for folder in self._earlier:
+            if folder.exists():
+                log.warning("%s is of an earlier format and not believed; `kvmesh purge --store` deletes it", folder)
         if num_removed:
             log.warning("removed %d unfinished or cut files from %s", num_removed, self.folder)
         found.sort(key=lambda pair: pair[0])
@@ -101,6 +107,17 @@ class DiskTier:
                 continue
             except OSError as error:
                 raise TierError(f"cannot delete from {self.folder}: {error.strerror}") from error
+
+    def clear(self) -> None:
+        try:
+            for path in self.folder.glob("??/*"):
+                if _NAME.fullmatch(path.name) or path.name.endswith(_TEMPORARY_SUFFIX):
+                    path.unlink(missing_ok=True)
+            for folder in self._earlier:
+                if folder.exists():
+                    shutil.rmtree(folder)
+        except OSError as error:
+            raise TierError(f"cannot delete from {self.folder.parent}: {error.strerror}") from error
 
     def close(self) -> None:
         lock, self._lock = self._lock, None

@@ -51,6 +51,13 @@ class BackIndex:
         self.changes.note(hash_of(key), came=False)
         return True
 
+    def forget(self, mark: bytes | None) -> list[StoreKey]:
+        """Forget the values of the tenant of this mark (`tiers.mark_of`), all for None, and return which."""
+        forgotten = [key for key in self._keys if mark is None or key.endswith(mark)]
+        for key in forgotten:
+            self.drop(key)
+        return forgotten
+
     def give_up(self, num_values: int) -> list[StoreKey]:
         """Forget so many values (fewer where there are fewer), and return which."""
         coldest = [key for key, _ in zip(self._keys, range(num_values), strict=False)]

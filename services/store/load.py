@@ -9,6 +9,7 @@ from pathlib import Path
 from dataplane.blocks.layout import ArenaShape, KVLayout, uniform_shape
 from dataplane.carriers.host import HostArena
 from dataplane.memory.arena import ArenaTooLargeError
+from dataplane.memory.content import BlockContents
 from schemas.ids import WorkerId
 from services.config import MeshConfig, StoreConfig, dtype_of, state_dir
 from services.engine.checkpoint import layout_of, read_checkpoint
@@ -88,7 +89,7 @@ def make_parts(
     except ArenaTooLargeError as error:
         raise UserError(str(error)) from error
     try:
-        values = BlockValues(arena.array, shape)
+        values = BlockValues(BlockContents(arena, shape, credentials.content_secrets))
         if settings.url and settings.max_bytes < values.value_bytes:
             raise UserError(f"store.max_bytes = {settings.max_bytes} hold no block of {values.value_bytes} bytes")
         tier = (open_behind or open_tier)(settings, values)
@@ -127,7 +128,7 @@ def open_tier(settings: StoreConfig, values: BlockValues) -> BackTier | None:
         return None
     if settings.url == DISK_URL:
         root = Path(settings.path) if settings.path else state_dir() / "store"
-        return DiskTier(root, values.identity, values.value_bytes)
+        return DiskTier(root, values.identity, values.value_bytes, values.earlier)
     if settings.url.split("://")[0] in SCHEMES and "://" in settings.url:
         return ValkeyTier(
             settings.url,
@@ -135,6 +136,7 @@ def open_tier(settings: StoreConfig, values: BlockValues) -> BackTier | None:
             values.value_bytes,
             timeout_s=settings.timeout_ms / 1000,
             ttl_s=settings.ttl_s,
+            earlier=values.earlier,
         )
     raise UserError("the store's URL is none: give disk, redis://host:port/0 or valkey://host:port/0, or leave it out")
 

@@ -95,5 +95,5 @@ class Loader:
             self._slots.release()
             for key in keys:
                 del self._loads[key]
-        self._memory.loaded(blocks, keys[: loaded.num_loaded], loaded.lost)
+        self._memory.loaded(blocks, keys, loaded.tags, loaded.lost)
         self._changed()

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from dataplane.blocks.kept import Content
 from dataplane.blocks.layout import BlockTable, BlockTables, segments_of
 from dataplane.ends.reader import PlaneReader
+from dataplane.memory.content import BlockContents
 from schemas.ids import RequestId, WorkerId, new_id
 from schemas.kv import BlocksCooling, LeaseGranted, ReadEnd, ReplicateBlocks
 from schemas.request import RefusalReason
@@ -61,6 +62,7 @@ class Puller:
     complaints: Complaints
     telemetry: Telemetry
     peers: Peers
+    contents: BlockContents | None
     credentials: HolderCredentials
 
     def __post_init__(self) -> None:
@@ -81,6 +83,8 @@ class Puller:
             telemetry=self.telemetry,
             tasks=self.tasks,
             record=self._record,
+            contents=self.contents,
+            kept=self.core.memory.kept,
         )
         self._pulls: set[asyncio.Task[None]] = set()
         self._offers: set[asyncio.Task[None]] = set()

@@ -50,13 +50,17 @@ class _Client(Protocol):
 
 
 class ValkeyTier:
-    """The values of one model's KV (`identity`) on a server. `timeout_s` bounds every exchange with it."""
+    """The values of one model's KV (`identity`) on a server. `timeout_s` bounds every exchange with it. `earlier`: of
+    formats that are not believed any more."""
 
     name: Tier = "remote"
 
-    def __init__(self, url: str, identity: str, value_bytes: int, *, timeout_s: float, ttl_s: int) -> None:
+    def __init__(
+        self, url: str, identity: str, value_bytes: int, *, timeout_s: float, ttl_s: int, earlier: Sequence[str] = ()
+    ) -> None:
         """Connect. Raises UserError for a URL that is none, or a server that does not answer."""
-        self._prefix = f"kvmesh:{identity}:".encode()
+        self._prefix = _prefix_of(identity)
+        self._earlier = tuple(map(_prefix_of, earlier))
         self._value_bytes = value_bytes
         self._ttl_s = ttl_s
         try:
@@ -83,7 +87,8 @@ class ValkeyTier:
         ttls_ms: dict[StoreKey, int] = {}
         logged_at = time.monotonic()
         with self._errors():
-            for names in self._pages():
+            num_earlier = sum(len(names) for prefix in self._earlier for names in self._pages(prefix))
+            for names in self._pages(self._prefix):
                 pipeline = self._client.pipeline(transaction=False)
                 for name in names:
                     pipeline.strlen(name)
@@ -96,6 +101,12 @@ class ValkeyTier:
                 if time.monotonic() - logged_at > SCAN_PROGRESS_INTERVAL_S:
                     logged_at = time.monotonic()
                     log.warning("reading the keys of %s: %d blocks so far", self._address, len(ttls_ms))
+        if num_earlier:
+            log.warning(
+                "%d blocks on %s are of an earlier format and not believed; `kvmesh purge --store` deletes them",
+                num_earlier,
+                self._address,
+            )
         # Each use renews the time to live: it tells the order of use.
         return [Entry(key, self._value_bytes) for key in sorted(ttls_ms, key=ttls_ms.__getitem__)]
 
@@ -131,6 +142,12 @@ class ValkeyTier:
             with self._errors():
                 self._client.unlink(*(self._name(key) for key in keys))
 
+    def clear(self) -> None:
+        with self._errors():
+            for prefix in (self._prefix, *self._earlier):
+                for names in self._pages(prefix):
+                    self._client.unlink(*names)
+
     def close(self) -> None:
         self._client.close()
 
@@ -144,11 +161,11 @@ class ValkeyTier:
             return None
         return key if len(key) == KEY_BYTES else None
 
-    def _pages(self) -> Iterator[list[bytes]]:
-        """Yield the names that begin with ours, some hundred at a time; a name may come twice."""
+    def _pages(self, prefix: bytes) -> Iterator[list[bytes]]:
+        """Yield the names that begin so, some hundred at a time; a name may come twice."""
         cursor = 0
         while True:
-            cursor, names = self._client.scan(cursor, match=self._prefix + b"*", count=_SCAN_COUNT)
+            cursor, names = self._client.scan(cursor, match=prefix + b"*", count=_SCAN_COUNT)
             if names:
                 yield names
             if cursor == 0:
@@ -161,3 +178,7 @@ class ValkeyTier:
             yield
         except (valkey.ValkeyError, OSError) as error:
             raise TierError(f"{self._address}: {error}") from error
+
+
+def _prefix_of(identity: str) -> bytes:
+    return f"kvmesh:{identity}:".encode()

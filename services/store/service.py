@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataplane.protocol.stream import TransferStats
 from schemas import subjects
 from schemas.directory import Inventory, ReadInventory
-from schemas.kv import LeaseGranted, RequestLease, ReturnLease
+from schemas.kv import BlocksPurged, LeaseGranted, PurgeBlocks, RequestLease, ReturnLease
 from schemas.observe import DescribeWorker, WorkerDescribed
 from schemas.request import Refused
 from schemas.worker import (
@@ -109,7 +109,7 @@ class Store:
             arena=parts.arena,
             shape=parts.shape,
             memory=memory,
-            secrets=parts.credentials.secrets,
+            credentials=parts.credentials,
             make_server=parts.platform.make_server,
             on_started=lambda lease: self._post(self._started, lease),
             on_served=lambda lease, stats, error: self._post(self._served, lease, stats, error),
@@ -133,6 +133,7 @@ class Store:
             complaints=self._complaints,
             telemetry=telemetry,
             peers=self._peers,
+            contents=self._holder.contents,
             credentials=parts.credentials,
         )
         self._unwritten = asyncio.Event()
@@ -153,6 +154,7 @@ class Store:
         await bus.serve(tasks, subjects.INVENTORY, me, self._on_inventory)
         await bus.serve(tasks, subjects.PING, me, self._on_ping)
         await bus.serve(tasks, subjects.WORKER_STATUS, me, self._on_status)
+        await bus.serve(tasks, subjects.PURGE, me, self._on_purge)
         await bus.listen(tasks, subjects.LEFT, ("*",), self._on_left)
         await self._peers.listen(tasks)
         await bus.listen(tasks, subjects.COOLING, ("*",), self._puller.offered)
@@ -230,6 +232,18 @@ class Store:
 
     async def _on_ping(self, _: Received[PingWorker]) -> WorkerAlive:
         return WorkerAlive(worker_id=self._store_id, incarnation=self._holder.incarnation, lag_ms=0)
+
+    async def _on_purge(self, received: Received[PurgeBlocks]) -> BlocksPurged:
+        """Forget what is in memory and behind it. Where all is to go, so does what this store does not believe."""
+        memory, tenant = self._memory, received.message.tenant
+        num_before = len(memory.kept.block_of) + len(memory.back)
+        self._decide(received.message)
+        num_blocks = num_before - len(memory.kept.block_of) - len(memory.back)
+        self._changed()
+        failure, forgotten = "", memory.take_forgotten()
+        if self._backing is not None:
+            failure = await self._backing.purge(None if tenant is None else forgotten)
+        return BlocksPurged(worker_id=self._store_id, num_blocks=num_blocks, failure=failure)
 
     async def _on_status(self, _: Received[DescribeWorker]) -> WorkerDescribed:
         return describe(self._load(), (), list(self._holder.leases), now_ms())

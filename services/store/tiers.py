@@ -23,7 +23,12 @@ KEY_BYTES = _MARK_BYTES + BLOCK_HASH_BYTES
 
 def key_of(tenant: str, block_hash: BlockHash) -> StoreKey:
     """Return the key of a tenant's block. Keys of two tenants differ, whatever either says of its hashes."""
-    return StoreKey(block_hash + hashlib.blake2b(tenant.encode(), digest_size=_MARK_BYTES).digest())
+    return StoreKey(block_hash + mark_of(tenant))
+
+
+def mark_of(tenant: str) -> bytes:
+    """Return how a tenant's keys end."""
+    return hashlib.blake2b(tenant.encode(), digest_size=_MARK_BYTES).digest()
 
 
 def hash_of(key: StoreKey) -> BlockHash:
@@ -72,6 +77,10 @@ class BackTier(Protocol):
         """Forget these values; what is not there does not matter. Raises TierError."""
         ...
 
+    def clear(self) -> None:
+        """Delete all that is there of this model, also of earlier formats. Raises TierError."""
+        ...
+
     def close(self) -> None:
         """Let go of files and connections. Idempotent."""
         ...
@@ -108,6 +117,10 @@ class DictTier:
         with self._lock:
             for key in keys:
                 self.values.pop(key, None)
+
+    def clear(self) -> None:
+        with self._lock:
+            self.values.clear()
 
     def close(self) -> None:
         """Nothing is held open."""

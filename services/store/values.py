@@ -1,24 +1,27 @@
 """How a block is written behind memory: a header, then its bytes layer by layer, the keys before the values.
 
-Nothing that is read back is believed before its header and its digest say that it is this very block, of this model
-and this format. That finds damage, not malice: who may write to the folder or the server is trusted.
+Others than holders may write to a folder or a server. So nothing that is read back is believed before a MAC over all of
+it (Poly1305, RFC 8439, with a key of this value alone) proves that somebody with a content secret has written it for
+this block, of this model and this format. The block's own tag (`dataplane/memory/content.py`) is kept with it.
 """
 
-import hashlib
+import hmac
+import secrets
 import struct
-from collections.abc import Sequence
 
 import numpy as np
-import xxhash
+from cryptography.hazmat.primitives.poly1305 import Poly1305
 
-from dataplane.blocks.layout import KEY, VALUE, ArenaShape
 from dataplane.memory.arena import ByteArray
+from dataplane.memory.content import TAG_BYTES, BlockContents
 from services.store.tiers import StoreKey
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _MAGIC = b"KVBLOCK\0"
-_HEADER = struct.Struct("<8sH6x16s24sQQ")
-"""Magic, format version, digest of the layout's identity, key, bytes of KV, xxh3-64 of them."""
+_NONCE_BYTES, _MAC_BYTES = 16, 16
+_HEADER = struct.Struct(f"<8sH6x16s24sQ{TAG_BYTES}s{_NONCE_BYTES}s{_MAC_BYTES}s")
+"""Magic, format version, digest of the block's format, key, bytes of KV, the block's tag, what makes the MAC's key one
+of this value alone, the MAC over all before it and the KV."""
 HEADER_BYTES = _HEADER.size
 
 
@@ -29,60 +32,60 @@ class BadValueError(Exception):
 class BlockValues:
     """Makes values of an arena's blocks and puts values into them. Any thread, each into blocks of its own.
 
-    `identity` names all that a value's bytes depend on: values of different ones are kept apart.
+    `identity` names all that a value's bytes depend on: values of different ones are kept apart. `earlier`: the same of
+    earlier formats, which are not believed.
     """
 
-    def __init__(self, array: ByteArray, shape: ArenaShape) -> None:
-        layout = shape.layout
-        self._array = array
-        self._shape = shape
-        self._num_bytes = layout.block_bytes
+    def __init__(self, contents: BlockContents) -> None:
+        layout = contents.shape.layout
+        self.contents = contents
         self.value_bytes = HEADER_BYTES + layout.block_bytes
-        self.identity = layout.fingerprint
-        if layout.total_kv_heads not in (0, layout.num_kv_heads):  # a shard's bytes are not the whole model's
-            self.identity += f"-{layout.first_head}-{layout.num_kv_heads}"
-        self._digest = hashlib.blake2b(self.identity.encode(), digest_size=16).digest()
+        self.identity = f"{layout.block_format}.v{FORMAT_VERSION}"
+        self.earlier = (layout.block_format,)  # of formats 1 and 2
+        self._num_bytes = layout.block_bytes
 
-    def pack(self, key: StoreKey, block: int) -> bytearray:
+    def pack(self, key: StoreKey, block: int, tag: bytes) -> bytearray:
         """Return the value of a block."""
         value = bytearray(self.value_bytes)
         body = np.frombuffer(value, np.uint8, offset=HEADER_BYTES)
         at = 0
-        for view in self.views(block):
+        for view in self.contents.views(block):
             np.copyto(body[at : at + view.nbytes], view)  # lets other threads run
             at += view.nbytes
-        digest = xxhash.xxh3_64_intdigest(body.data)
-        _HEADER.pack_into(value, 0, _MAGIC, FORMAT_VERSION, self._digest, key, self._num_bytes, digest)
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        said = (_MAGIC, FORMAT_VERSION, self.contents.format_digest, key, self._num_bytes, tag, nonce)
+        _HEADER.pack_into(value, 0, *said, bytes(_MAC_BYTES))
+        mac = _mac(self.contents.secrets.keys_for(b"value" + nonce)[0], memoryview(value), body)
+        value[HEADER_BYTES - _MAC_BYTES : HEADER_BYTES] = mac
         return value
 
-    def unpack(self, key: StoreKey, value: bytes, block: int) -> None:
-        """Put a value into a block. Raises BadValueError before anything is written."""
+    def unpack(self, key: StoreKey, value: bytes, block: int) -> bytes:
+        """Put a value into a block, and return the block's tag. Raises BadValueError before anything is written."""
         if len(value) < HEADER_BYTES:
             raise BadValueError(f"truncated to {len(value)} bytes")
-        magic, version, identity, found, num_bytes, digest = _HEADER.unpack_from(value)
+        magic, version, format_digest, found, num_bytes, tag, nonce, mac = _HEADER.unpack_from(value)
         if magic != _MAGIC:
             raise BadValueError("no KV block")
         if version != FORMAT_VERSION:
             raise BadValueError(f"format version {version}, not {FORMAT_VERSION}")
-        if identity != self._digest or found != key:
+        if format_digest != self.contents.format_digest or found != key:
             raise BadValueError("another block's or another model's")
         if num_bytes != self._num_bytes or len(value) != self.value_bytes:
             raise BadValueError(f"truncated to {len(value)} bytes of {self.value_bytes}")
         body = np.frombuffer(value, np.uint8, offset=HEADER_BYTES)
-        if xxhash.xxh3_64_intdigest(body.data) != digest:
-            raise BadValueError("the digest differs")
+        mac_keys = self.contents.secrets.keys_for(b"value" + nonce)
+        if not any(hmac.compare_digest(mac, _mac(mac_key, memoryview(value), body)) for mac_key in mac_keys):
+            raise BadValueError("damaged, or written by nobody who has a content secret of this mesh")
         at = 0
-        for view in self.views(block):
+        for view in self.contents.views(block):
             np.copyto(view, body[at : at + view.nbytes])
             at += view.nbytes
+        return tag
 
-    def views(self, block: int) -> Sequence[ByteArray]:
-        """Return a block's bytes as views, in the order in which a value has them."""
-        layout = self._shape.layout
-        size = layout.block_size * layout.token_bytes
-        offsets = (
-            self._shape.offset(layer, key_or_value, block * layout.block_size)
-            for layer in range(layout.num_layers)
-            for key_or_value in (KEY, VALUE)
-        )
-        return [self._array[at : at + size] for at in offsets]
+
+def _mac(key: bytes, value: memoryview, body: ByteArray) -> bytes:
+    """Return the MAC over a value's header, up to the MAC, and its bytes."""
+    mac = Poly1305(key)
+    mac.update(value[: HEADER_BYTES - _MAC_BYTES])
+    mac.update(body.data)
+    return mac.finalize()

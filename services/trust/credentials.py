@@ -18,7 +18,7 @@ from dataplane.blocks.ticket import TicketSecrets
 from schemas.ids import RequestId, WorkerId
 from schemas.kv import RequestLease
 from schemas.request import RefusalReason, Refused, ReserveBlocks, RunPrefill, refuse
-from services.config import MIN_SECRET_CHARS, MeshConfig, require_secrets
+from services.config import MIN_SECRET_CHARS, MeshConfig, require_content_secrets, require_secrets
 from services.errors import UserError
 
 
@@ -40,9 +40,11 @@ class TenantSigner:
 
 @dataclass(frozen=True, kw_only=True)
 class HolderCredentials:
-    """What whoever keeps KV believes others by, and is believed by. `secrets` may be replaced while it runs."""
+    """What whoever keeps KV believes others by, and is believed by. `secrets` may be replaced while it runs.
+    `content_secrets` outlive the mesh, as a store's blocks do."""
 
     secrets: TicketSecrets
+    content_secrets: TicketSecrets
     tenant_key: Ed25519PublicKey
 
     def refusal(self, request: RunPrefill | ReserveBlocks | RequestLease, holder: WorkerId) -> Refused | None:
@@ -81,7 +83,9 @@ def holder_credentials(config: MeshConfig) -> HolderCredentials:
         raise UserError("no tenant key: it stands in the holders' key file that `kvmesh bus-config` writes")
     try:
         key = bytes.fromhex(config.tenant_public_key or signer_of(config).public_key)
-        return HolderCredentials(secrets=secrets, tenant_key=Ed25519PublicKey.from_public_bytes(key))
+        content_secrets = TicketSecrets(require_content_secrets(config))
+        public_key = Ed25519PublicKey.from_public_bytes(key)
+        return HolderCredentials(secrets=secrets, content_secrets=content_secrets, tenant_key=public_key)
     except ValueError as error:
         raise UserError("tenant_public_key has 64 hexadecimal digits, as `kvmesh bus-config` writes them") from error
 
@@ -89,7 +93,7 @@ def holder_credentials(config: MeshConfig) -> HolderCredentials:
 def credentials_for(secrets: Sequence[bytes], signer: TenantSigner) -> HolderCredentials:
     """Return the credentials of a holder that believes this signer."""
     key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(signer.public_key))
-    return HolderCredentials(secrets=TicketSecrets(secrets), tenant_key=key)
+    return HolderCredentials(secrets=TicketSecrets(secrets), content_secrets=TicketSecrets(secrets), tenant_key=key)
 
 
 def _tenant_text(request_id: RequestId, tenant: str, deadline_ms: int) -> bytes:

@@ -90,6 +90,8 @@ class RoleKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     seed: str
     ticket_secrets: tuple[str, ...] = ()
     """Holders': the first signs the data plane's tickets, all of them verify."""
+    content_secrets: tuple[str, ...] = ()
+    """Holders': the first proves which content a block has, all of them are believed."""
     tenant_seed: str = ""
     """Gateways': what they sign with whose a request is."""
     tenant_public_key: str = ""
@@ -120,9 +122,9 @@ class MeshKeys:
     """With it the broker speaks TLS only."""
 
     @classmethod
-    def fresh(cls, hosts: Sequence[str] = ()) -> "MeshKeys":
-        """`hosts`: what clients call the broker, for its certificate; none: TLS is not used. Raises UserError for what
-        is no name or address."""
+    def fresh(cls, hosts: Sequence[str] = (), *, content_secret: str = "") -> "MeshKeys":
+        """`hosts`: what clients call the broker, for its certificate; none: TLS is not used. `content_secret`: by which
+        the blocks of its stores are believed; empty: a fresh one. Raises UserError for what is no name or address."""
         operator, account = nats_jwt.new_pair(nats_jwt.OPERATOR), nats_jwt.new_pair(nats_jwt.ACCOUNT)
         signers = {role: nats_jwt.new_pair(nats_jwt.ACCOUNT) for role in Role}
         public = {role: nats_jwt.public(pair) for role, pair in signers.items()}
@@ -131,7 +133,8 @@ class MeshKeys:
         own: dict[Role, dict[str, Any]] = {
             Role.GATEWAY: {"tenant_seed": tenant_seed},
             Role.HOLDER: {
-                "ticket_secrets": (fresh_secret(),), "tenant_public_key": TenantSigner(tenant_seed).public_key,
+                "ticket_secrets": (fresh_secret(),), "content_secrets": (content_secret or fresh_secret(),),
+                "tenant_public_key": TenantSigner(tenant_seed).public_key,
             },
         }  # fmt: skip
         config = (
@@ -198,7 +201,7 @@ def load_role_key(path: Path) -> RoleKey:
 def with_key(config: MeshConfig, key: RoleKey) -> MeshConfig:
     """Return the configuration of a service of this role: with the role's own secrets."""
     secrets = {
-        "ticket_secrets": key.ticket_secrets, "tenant_seed": key.tenant_seed,
+        "ticket_secrets": key.ticket_secrets, "content_secrets": key.content_secrets, "tenant_seed": key.tenant_seed,
         "tenant_public_key": key.tenant_public_key,
     }  # fmt: skip
     return msgspec.structs.replace(config, **{name: secret for name, secret in secrets.items() if secret})

@@ -6,7 +6,7 @@ from typing import Any
 from schemas import subjects
 from schemas.directory import Inventory, ReadInventory
 from schemas.ids import WorkerId
-from schemas.kv import LeaseGranted, ReplicateBlocks, RequestLease
+from schemas.kv import BlocksPurged, LeaseGranted, PurgeBlocks, ReplicateBlocks, RequestLease
 from schemas.message import Message
 from schemas.observe import DescribeWorker, WorkerDescribed
 from schemas.request import AskProgress, Progress, RefusalReason, Refused, ReserveBlocks, RunPrefill, refuse
@@ -51,6 +51,7 @@ class Inbox:
         await bus.serve(tasks, subjects.PROGRESS, me, self._on_progress)
         await bus.serve(tasks, subjects.PING, me, self._on_ping)
         await bus.serve(tasks, subjects.WORKER_STATUS, me, self._on_status)
+        await bus.serve(tasks, subjects.PURGE, me, self._on_purge)
         await keep_traces(bus, tasks, self._telemetry)
         await bus.connection.flush()
 
@@ -89,6 +90,9 @@ class Inbox:
     async def _on_progress(self, received: Received[AskProgress]) -> Progress:
         self._worker.look_at_the_clock()
         return self._reporter.progress(received.message)
+
+    async def _on_purge(self, received: Received[PurgeBlocks]) -> BlocksPurged:
+        return self._worker.purge(received.message)
 
     async def _on_status(self, _: Received[DescribeWorker]) -> WorkerDescribed:
         return self._reporter.describe(now_ms())

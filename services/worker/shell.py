@@ -15,7 +15,7 @@ from dataplane.blocks.cache import BlockCache
 from dataplane.protocol.stream import TransferStats
 from schemas import subjects
 from schemas.ids import GatewayId
-from schemas.kv import LeaseGranted, RequestLease
+from schemas.kv import BlocksPurged, LeaseGranted, PurgeBlocks, RequestLease
 from schemas.message import Message
 from schemas.request import Refused, RequestTokens, ReserveBlocks, RunPrefill
 from schemas.worker import WorkerAlive, WorkerLeft, WorkerRole
@@ -109,7 +109,7 @@ class Worker:
             arena=parts.arena,
             shape=parts.shape,
             memory=BlockCache(parts.shape, chunk_tokens=settings.token_budget, caching=settings.prefix_cache),
-            secrets=parts.credentials.secrets,
+            credentials=parts.credentials,
             make_server=parts.platform.make_server,
             on_started=lambda lease: self._post(self._on_stream_started, lease),
             on_served=lambda lease, stats, error: self._post(self._on_stream_ended, lease, stats, error),
@@ -179,6 +179,8 @@ class Worker:
             telemetry=self._telemetry,
             tasks=tasks,
             record=ReadRecords(layout.block_size, self._rates, self.measured).record,
+            contents=self._holder.contents,
+            kept=self._holder.cache.kept,
             on_event=self.handle,
             wire_dtype=lambda holder: self._wire.dtype(holder, now_ms()),
         )
@@ -304,6 +306,14 @@ class Worker:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
+
+    def purge(self, message: PurgeBlocks) -> BlocksPurged:
+        """Forget what the blocks hold, and let the directory know."""
+        kept = self._holder.cache.kept
+        num_before = len(kept.block_of)
+        self.handle(message)
+        num_blocks = num_before - len(kept.block_of)
+        return BlocksPurged(worker_id=self._parts.worker_id, num_blocks=num_blocks)
 
     def alive(self) -> WorkerAlive:
         """Return a sign of life."""

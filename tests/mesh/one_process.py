@@ -45,6 +45,7 @@ from services.telemetry import ListExporter, Telemetry
 from services.worker.core.checks import WorkerLimits
 from services.worker.parts import WorkerParts
 from tests.credentials import CREDENTIALS, GatewayBus
+from tests.waiting import PATIENCE_S
 
 VOCAB = 1000
 LAYOUT = KVLayout(weights="fake", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=8, block_size=8)
@@ -226,7 +227,7 @@ class Client:
 
     async def until(self, holds: "asyncio.Future[bool] | object", what: str) -> None:
         """Wait, generously, until `holds(fleet)`."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while not holds(await self.fleet()):  # type: ignore[operator]
                 await asyncio.sleep(0.01)
 

@@ -20,6 +20,7 @@ from services.bus.typed import Received, TypedBus
 from services.launch.supervisor import Supervisor, UpOptions
 from services.trust.keys import credentials_file
 from tests.mesh.forked import ForkedSupervisor, ForkingLoop
+from tests.waiting import PATIENCE_S
 
 ResultT = TypeVar("ResultT")
 
@@ -68,14 +69,14 @@ class Mesh:
         """Wait, generously, for something that other processes bring about."""
 
         async def poll() -> None:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_S):
                 while not await asyncio.to_thread(holds):
                     await asyncio.sleep(0.05)
 
         try:
             asyncio.run(poll())
         except TimeoutError:
-            raise AssertionError(f"not within a minute: {what}") from None
+            raise AssertionError(f"not within {PATIENCE_S:g} s: {what}") from None
 
     def assert_no_blocks_held(self) -> None:
         """After the last request nothing is running or leased: every block is free, or kept for its content."""

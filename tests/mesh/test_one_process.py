@@ -26,6 +26,7 @@ from schemas.request import (
     SamplingParams,
 )
 from services.engine.fake import FakeEngine, fake_answer
+from services.prefill import core as prefill_core
 from services.runtime import now_ms
 from services.worker import timers as clockwork
 from tests.mesh.one_process import LAYOUT, VOCAB, Client, Route, make_parts, one_process_mesh
@@ -43,8 +44,11 @@ def expected(prompt: list[int], params: SamplingParams) -> list[int]:
 
 @pytest.mark.parametrize("carrier", ["shm", "tcp"])
 @pytest.mark.parametrize("num_blocks", [96, 512])
-async def test_many_requests_through_two_and_two(carrier: str, num_blocks: int) -> None:
+async def test_many_requests_through_two_and_two(
+    carrier: str, num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a small pool requests wait for room; a prompt that waits for long makes way, and is read or computed again."""
+    monkeypatch.setattr(prefill_core, "LANDED_GRACE_MS", 60_000)  # all share a loop, and the machine's load
     rng, before = random.Random(5), set(threading.enumerate())  # tests of workers that are aborted may leave some
     parts = [make_parts(f"{role}-{n}", role, num_blocks=num_blocks) for role in ("prefill", "decode") for n in range(2)]  # type: ignore[arg-type]
     async with one_process_mesh(*parts, carrier=carrier) as client:

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from dataplane.blocks.layout import KVLayout
 from dataplane.carriers import shm, tcp
+from schemas import subjects
 from schemas.ids import WorkerId
-from schemas.kv import LeaseGranted, RequestLease
+from schemas.kv import LeaseGranted, PurgeBlocks, RequestLease
 from schemas.request import KVSource, SamplingParams, TransferReport
 from services.engine.fake import fake_answer
 from services.worker.core.leases import Grant
@@ -147,6 +148,56 @@ async def test_a_stale_hint_costs_a_recompute_and_nothing_else(bad: str) -> None
         check(answer, prompt, greedy(5))
         assert answer.prefill_report is not None and answer.prefill_report.recomputed_tokens == 50
         await client.until_free()
+
+
+@pytest.mark.parametrize("carrier", ["shm", "tcp"])
+async def test_what_was_damaged_where_it_was_kept_is_computed_anew(carrier: str) -> None:
+    """Whoever hands a prefix on has the tags of who has computed it."""
+    workers = fleet()
+    async with one_process_mesh(*workers, carrier=carrier) as client:
+        prompt = [random.Random(7).randrange(1, VOCAB) for _ in range(100)]
+        check(await client.complete("a", prompt, greedy(1), route=Route(P0)), prompt, greedy(1))
+        answer = await client.complete("b", prompt, greedy(1), route=Route(P1, None, (source(P0),)))
+        assert by_source(answer.report) == {P0: 96}
+        workers[1].arena.array[:] ^= 1
+        answer = await client.complete("c", prompt, greedy(5), route=Route(D0, None, (source(P1),)))
+        check(answer, prompt, greedy(5))
+        assert answer.report is not None and answer.report.recomputed_tokens == 100
+        answer = await client.complete("d", prompt, greedy(5), route=Route(D1, None, (source(P1), source(P0))))
+        check(answer, prompt, greedy(5))
+        assert by_source(answer.report) == {P0: 96}, "another one has it as it was"
+        await client.until_free()
+
+
+async def purge(client: Client, worker_id: WorkerId, tenant: str | None = None) -> int:
+    reply = await client.bus.ask(subjects.PURGE, (worker_id,), PurgeBlocks(tenant=tenant), 30)
+    assert (reply.worker_id, reply.failure) == (worker_id, "")
+    return reply.num_blocks
+
+
+async def test_what_was_purged_is_not_kept_nor_lent() -> None:
+    async with one_process_mesh(*fleet()) as client:
+        prompt = [random.Random(8).randrange(1, VOCAB) for _ in range(100)]
+        check(await client.complete("a", prompt, greedy(1), route=Route(P0)), prompt, greedy(1))
+        assert await purge(client, P0, "another tenant") == 0
+        assert await purge(client, P0) == 12 and await purge(client, P0) == 0
+        for worker_id, sources in ((P1, (source(P0),)), (P0, ())):
+            answer = await client.complete(f"on-{worker_id}", prompt, greedy(5), route=Route(worker_id, None, sources))
+            check(answer, prompt, greedy(5))
+            assert answer.report is not None and answer.report.recomputed_tokens == 100
+        await client.until_free()
+
+
+async def test_what_runs_while_all_is_purged_goes_on_and_leaves_nothing() -> None:
+    async with one_process_mesh(*fleet()) as client:
+        prompt = [random.Random(9).randrange(1, VOCAB) for _ in range(100)]
+        answering = await client.send("a", prompt, greedy(200), route=Route(P0))
+        await client.until(lambda _: len(answering.tokens) >= 10, "some tokens")
+        await purge(client, P0)
+        await client.until(lambda _: answering.ended.is_set(), "its end")
+        check(answering, prompt, greedy(200))
+        await client.until_free()
+        assert await purge(client, P0) == 0, "nothing of it was kept"
 
 
 @contextmanager

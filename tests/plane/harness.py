@@ -364,6 +364,9 @@ class GateLease:
     kv: Grant
     traceparent: str = ""
 
+    def content_tags(self) -> bytes:
+        return b""
+
     def still_valid(self) -> bool:
         gate = self.gate
         gate.num_rechecks += 1

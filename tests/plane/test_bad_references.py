@@ -24,12 +24,14 @@ from schemas.ids import BlockHash, LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseGranted, RequestLease
 from schemas.request import RefusalReason, Refused
 from services.config import WorkerConfig
+from services.trust.credentials import credentials_for
 from services.worker.core.checks import WorkerLimits
 from services.worker.core.leases import Grant
 from services.worker.core.lending import LendCore, StreamEnded
 from services.worker.kv.contents import WorkerHolder
 from services.worker.kv.holder import StreamLease
 from services.worker.limits import OPEN_LEASE_WITHIN_MS
+from tests.credentials import SIGNER
 from tests.plane.corruption import BitFlip, measure, tapped
 from tests.plane.harness import (
     CARRIERS,
@@ -75,7 +77,7 @@ class Lender:
             arena=self.memory.arena,
             shape=self.shape,
             memory=BlockCache(self.shape, chunk_tokens=64),
-            secrets=TicketSecrets([SECRET]),
+            credentials=credentials_for([SECRET], SIGNER),
             make_server=PlaneServer,
             on_started=lambda _: None,
             on_served=self._on_served,

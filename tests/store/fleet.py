@@ -7,13 +7,16 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from dataplane.blocks.layout import BlockTable, KVLayout, segments_of, uniform_shape
+from dataplane.blocks.kept import Content
+from dataplane.blocks.layout import BlockTable, KVLayout, block_ids, segments_of, uniform_shape
 from dataplane.blocks.ticket import Ticket
 from dataplane.ends.reader import PlaneReader, ReadRequest
 from dataplane.ends.server import PlaneServer, ServerOptions
+from dataplane.memory.content import BlockContents, ExpectedContent
 from dataplane.protocol.gate import OpenLease
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferStats
@@ -38,9 +41,8 @@ from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig, StoreConfig, WorkerConfig
 from services.runtime import now_ms
-from services.store.load import OpenTier, make_parts
+from services.store.load import OpenTier, StoreParts, make_parts
 from services.store.service import run_store
-from services.store.values import BlockValues
 from services.telemetry import Telemetry
 from services.worker.core.leases import Grant, LeaseTable
 from services.worker.kv.peers import Peers
@@ -58,6 +60,12 @@ def kv_of(block_hash: BlockHash, layout: KVLayout = LAYOUT) -> bytes:
     return np.random.default_rng(seed).integers(0, 256, layout.block_bytes, np.uint8).tobytes()
 
 
+class _Seen(NamedTuple):
+    """A fake card's memory, which the host can read."""
+
+    host_array: np.ndarray
+
+
 class BlockMemory:
     """An arena whose blocks are read and written whole."""
 
@@ -65,16 +73,16 @@ class BlockMemory:
         self.shape = uniform_shape(layout, num_blocks)
         self._memory = CardMemory(self.shape) if on_card else HostMemory(self.shape)
         self.arena = self._memory.arena
-        self._values = BlockValues(self._memory.array, self.shape)
+        self.contents = BlockContents(_Seen(self._memory.array), self.shape, CREDENTIALS.content_secrets)
 
     def put(self, block: int, kv: bytes) -> None:
         at = 0
-        for view in self._values.views(block):
+        for view in self.contents.views(block):
             view[:] = np.frombuffer(kv[at : at + view.nbytes], np.uint8)
             at += view.nbytes
 
     def get(self, block: int) -> bytes:
-        return b"".join(view.tobytes() for view in self._values.views(block))
+        return b"".join(view.tobytes() for view in self.contents.views(block))
 
     def close(self) -> None:
         self._memory.close()
@@ -179,7 +187,10 @@ class Worker:
     # `LeaseGate`.
 
     def open(self, ticket: Ticket) -> OpenLease:
-        return WorkerLease(self.leases.check(ticket, self.incarnation, now_ms()), self.outcomes)
+        lease = self.leases.check(ticket, self.incarnation, now_ms())
+        hash_of = {block: block_hash for block_hash, block in self.block_of.items()}
+        content = [(Content("", hash_of[block]), block) for block in block_ids(lease.tables[0].segments)]
+        return WorkerLease(lease, self.outcomes, b"".join(self.memory.contents.tag(*each) for each in content))
 
 
 @dataclass
@@ -188,7 +199,11 @@ class WorkerLease:
 
     kv: Grant
     outcomes: list[str]
+    tags: bytes
     traceparent: str = ""
+
+    def content_tags(self) -> bytes:
+        return self.tags
 
     def still_valid(self) -> bool:
         return self.kv.is_valid(now_ms())
@@ -298,8 +313,9 @@ class Fleet:
         )
         return await self.bus.ask(subjects.LEASE, (STORE, request.reader), request, PATIENCE_S)
 
-    async def read(self, grant: LeaseGranted, carrier: str = "auto") -> list[bytes]:
-        """Read what was granted into blocks of our own, and return these blocks' bytes."""
+    async def read(self, grant: LeaseGranted, carrier: str = "auto", *numbers: int) -> list[bytes]:
+        """Read what was granted into blocks of our own, and return these blocks' bytes. `numbers`: what they are, where
+        they have to prove it."""
         first, rest = divmod(grant.first_token, LAYOUT.block_size)
         end, more = divmod(grant.num_tokens, LAYOUT.block_size)
         assert not rest and not more
@@ -308,6 +324,8 @@ class Fleet:
             self._memory.put(block, bytes(LAYOUT.block_bytes))
         self._endpoint = await self._peers.endpoint(STORE, grant.incarnation) or self._endpoint
         assert self._endpoint is not None, "the store has joined"
+        content = [Content("", block_hash) for block_hash in hashes_of(*numbers)]
+        expected = ExpectedContent(self._memory.contents, content, blocks[first:]) if numbers else None
         request = ReadRequest(
             self._endpoint,
             grant.ticket,
@@ -316,6 +334,7 @@ class Fleet:
             first_token=grant.first_token,
             num_tokens=grant.num_tokens,
             deadline_s=PATIENCE_S,
+            content=expected,
         )
         landed = await self._reader.read(request)
         assert landed.num_tokens == grant.num_tokens
@@ -334,7 +353,7 @@ class Fleet:
             assert answer.reason == RefusalReason.GONE, answer
             return 0
         assert answer.first_token == first_block * LAYOUT.block_size
-        found = await self.read(answer, carrier)
+        found = await self.read(answer, carrier, *numbers)
         assert found == [kv_of(block_hash) for block_hash in hashes_of(*numbers[: len(found)])]
         return len(found)
 
@@ -397,7 +416,7 @@ def config_of(num_blocks: int = 64, carrier: str = "auto", lease_ms: int = 60_00
 @asynccontextmanager
 async def store(
     around: Fleet, config: MeshConfig, *, open_behind: OpenTier | None = None, layout: KVLayout = LAYOUT
-) -> AsyncGenerator[None]:
+) -> AsyncGenerator[StoreParts]:
     """Run a store beside the block; it has left when the block has."""
     parts = make_parts(config, STORE, layout, CREDENTIALS, model="m", context_length=4096, open_behind=open_behind)
     stop, ready = asyncio.Event(), asyncio.Event()
@@ -409,7 +428,7 @@ async def store(
     if running.done():
         await running
     try:
-        yield
+        yield parts
     finally:
         stop.set()
         async with asyncio.timeout(PATIENCE_S):

@@ -14,9 +14,12 @@ import valkey
 
 from dataplane.blocks.kept import Content
 from dataplane.blocks.layout import ArenaShape, KVLayout, uniform_shape
+from dataplane.blocks.ticket import TicketSecrets
+from dataplane.memory.content import BlockContents
 from schemas.ids import BlockHash
 from services.store.tiers import StoreKey, key_of
 from services.store.values import BlockValues
+from tests.credentials import CREDENTIALS
 
 LAYOUT = KVLayout(weights="w", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=8, block_size=8)
 WINDOWED = KVLayout(
@@ -48,11 +51,21 @@ def contents_at(*numbers: int) -> list[Content]:
 class Memory:
     """An arena's bytes without the arena."""
 
-    def __init__(self, layout: KVLayout = LAYOUT, num_blocks: int = NUM_BLOCKS, seed: int = 1) -> None:
+    def __init__(
+        self,
+        layout: KVLayout = LAYOUT,
+        num_blocks: int = NUM_BLOCKS,
+        seed: int = 1,
+        secrets: TicketSecrets = CREDENTIALS.content_secrets,
+    ) -> None:
         self.shape: ArenaShape = uniform_shape(layout, num_blocks)
         generator = np.random.default_rng(seed)
         self.array = generator.integers(0, 256, self.shape.num_bytes, np.uint8)
-        self.values = BlockValues(self.array, self.shape)
+        self.values = BlockValues(BlockContents(self, self.shape, secrets))
+
+    @property
+    def host_array(self) -> np.ndarray:
+        return self.array
 
     def kv(self, block: int) -> bytes:
         """Return a block's bytes, layer by layer."""

@@ -47,7 +47,7 @@ def make_core(num_blocks: int = 8, max_values: int = 100, *, behind: bool = True
 
 def pull(core: StoreCore, *numbers: int, writes: bool = True) -> None:
     """Take these blocks in, as if a worker had given them."""
-    blocks = core.memory.index.allocate(len(numbers))
+    blocks = core.memory.kept.allocate(len(numbers))
     assert blocks is not None
     core.memory.pulled(blocks, hashes_of(*numbers), writes=writes)
 
@@ -226,7 +226,7 @@ def test_the_worker_names_the_coldest_first_and_so_they_go() -> None:
     core = make_core(num_blocks=3, behind=False)
     pull(core, 3, 2, 1, writes=False)
     pull(core, 9, writes=False)
-    assert set(core.memory.index.block_of) == set(contents_at(9, 1, 2))
+    assert set(core.memory.kept.block_of) == set(contents_at(9, 1, 2))
 
 
 def test_while_the_tier_is_down_memory_takes_blocks_alone() -> None:
@@ -243,9 +243,9 @@ def test_while_the_tier_is_down_memory_takes_blocks_alone() -> None:
 def test_what_waits_to_be_written_is_not_given_up() -> None:
     core = make_core(num_blocks=4)
     pull(core, 1, 2)
-    assert core.memory.index.allocate(3) is None
+    assert core.memory.kept.allocate(3) is None
     write_all(core)
-    assert core.memory.index.allocate(4) is not None
+    assert core.memory.kept.allocate(4) is not None
     assert core.memory.behind(hashes_of(1, 2)) == hashes_of(1, 2)
 
 
@@ -267,7 +267,7 @@ def test_a_batch_is_never_larger_than_the_bound() -> None:
     assert batch is not None and batch.keys == keys_at(1, 2)
     core.memory.end_write(batch, batch.keys)
     batch = core.memory.start_write(8)
-    assert batch == WriteBatch(keys_at(3), batch.blocks if batch else [], keys_at(1))
+    assert batch == WriteBatch(batch.blocks if batch else [], keys_at(1))
 
 
 def test_a_full_tier_gives_up_as_much_as_it_lacked() -> None:
@@ -314,8 +314,8 @@ def test_leased_blocks_outlast_any_pressure() -> None:
     lease = lend(lending(core), 1, 2)
     for number in range(10, 20):
         pull(core, number, writes=False)
-    assert core.memory.index.take(hashes_of(1, 2)) == block_ids(lease.tables[0].segments)
-    assert core.memory.index.allocate(3) is None
+    assert core.memory.kept.take(hashes_of(1, 2)) == block_ids(lease.tables[0].segments)
+    assert core.memory.kept.allocate(3) is None
 
 
 def closed(actions: list[LeaseAction]) -> list[Grant]:
@@ -401,7 +401,7 @@ def test_loading_brings_back_what_memory_gave_up() -> None:
     assert run == hashes_of(1, 2)
     blocks = core.memory.allocate_up_to(len(run))
     keys = [key_of("", block_hash) for block_hash in run]
-    core.memory.loaded(blocks, keys[:1], lost=keys[1:])
+    core.memory.loaded(blocks, keys, [b"tag"], lost=keys[1:])
     assert core.memory.behind(hashes_of(2)) == [] and core.memory.num_lost == 1
     assert core.memory.take(hashes_of(1, 2)) == blocks[:1]
     core.memory.check_integrity()
@@ -494,7 +494,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def in_use(self) -> set[int]:
         leased = {b for lease in self.lender.leases for b in block_ids(lease.tables[0].segments)}
-        return leased | {block for batch in self.writing for block in batch.blocks}
+        return leased | {each.block for batch in self.writing for each in batch.blocks}
 
     @rule(numbers=numbers, writes=st.booleans(), landed=st.integers(0, 5))
     def pull(self, numbers: list[int], writes: bool, landed: int) -> None:
@@ -503,7 +503,7 @@ class StoreMachine(RuleBasedStateMachine):
         pulled = self.core.next_pull(WORKER, self.core.memory.num_pullable(writes=writes))
         hashes = [content.block_hash for content in pulled]
         self.core.handle(PullEnded(WORKER), NOW)
-        blocks = self.core.memory.index.allocate(len(hashes))
+        blocks = self.core.memory.kept.allocate(len(hashes))
         if blocks is None:
             return
         assert not self.in_use() & set(blocks)
@@ -513,7 +513,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(size=st.integers(1, 4))
     def start_write(self, size: int) -> None:
         if (batch := self.core.memory.start_write(size)) is not None:
-            assert [key_of("", self.content[block]) for block in batch.blocks] == batch.keys
+            assert [key_of("", self.content[each.block]) for each in batch.blocks] == batch.keys
             self.writing.append(batch)
 
     @precondition(lambda self: self.writing)
@@ -534,7 +534,8 @@ class StoreMachine(RuleBasedStateMachine):
         run = run[: len(blocks)]
         self.content.update(zip(blocks, run, strict=True))
         keys = [key_of("", block_hash) for block_hash in run]
-        self.core.memory.loaded(blocks, keys[:filled], keys[filled : filled + 1] if is_lost else [])
+        tags = [b"tag"] * min(filled, len(keys))
+        self.core.memory.loaded(blocks, keys, tags, keys[filled : filled + 1] if is_lost else [])
 
     @rule(numbers=numbers, first_block=st.integers(0, 3))
     def lend(self, numbers: list[int], first_block: int) -> None:
@@ -576,7 +577,7 @@ class StoreMachine(RuleBasedStateMachine):
             else:
                 self.told[event.tier] -= hashes
         assert self.told == {
-            "memory": {content.block_hash for content in self.core.memory.index.block_of},
+            "memory": {content.block_hash for content in self.core.memory.kept.block_of},
             "disk": set(self.core.memory.back.hashes()),
         }
 
@@ -612,7 +613,7 @@ def test_what_is_one_tenants_is_lent_to_no_other(tier: str) -> None:
         run = core.memory.behind(hashes_of(1, 2), "acme")
         assert run == hashes_of(1, 2)
         blocks = core.memory.allocate_up_to(2, "acme")
-        core.memory.loaded(blocks, [key_of("acme", each) for each in run], [])
+        core.memory.loaded(blocks, [key_of("acme", each) for each in run], [b"tag"] * len(run), [])
     for tenant in ("", "other"):
         refused = lending(core).answer(ask(1, 2, tenant=tenant), NOW)
         assert isinstance(refused, Refused) and refused.reason == RefusalReason.GONE

@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -11,18 +13,21 @@ from dataplane.protocol.stream import TransferFailedError
 from schemas import subjects
 from schemas.block import join_hashes
 from schemas.ids import RequestId, WorkerId
-from schemas.kv import BlocksCooling, LeaseGranted, ReplicateBlocks
+from schemas.kv import BlocksCooling, LeaseGranted, PurgeBlocks, ReplicateBlocks
 from schemas.request import RefusalReason, Refused
 from schemas.worker import LeftReason, PingWorker, WorkerLeft
 from services.config import MeshConfig, StoreConfig
 from services.errors import UserError
 from services.runtime import now_ms
+from services.store.disk import DiskTier
 from services.store.load import load_store
+from services.store.tiers import StoreKey, TierError, Value
+from services.store.values import HEADER_BYTES
 from services.worker.core import lending as lending_module
 from tests.credentials import SECRET, SEED
 from tests.store.fleet import LAYOUT, STORE, Fleet, arenas, config_of, files_in, fleet, kv_of, store
-from tests.store.rig import WINDOWED, hash_of, hashes_of
-from tests.waiting import until
+from tests.store.rig import WINDOWED, hash_of, hashes_of, key_at
+from tests.waiting import PATIENCE_S, until
 
 
 def behind(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> dict[str, object]:
@@ -153,7 +158,7 @@ async def test_whatever_is_offered_and_asked_what_is_read_is_right(seed: int, tm
 
 
 async def test_a_bounded_disk_keeps_what_was_used_last(tmp_path: Path) -> None:
-    config = config_of(num_blocks=16, url="disk", path=str(tmp_path), max_bytes=6 * (LAYOUT.block_bytes + 100))
+    config = config_of(num_blocks=16, url="disk", path=str(tmp_path), max_bytes=6 * (LAYOUT.block_bytes + HEADER_BYTES))
     async with fleet() as around, store(around, config):
         worker = await around.worker("prefill-0", *range(12))
         for number in range(6):
@@ -338,6 +343,118 @@ async def test_what_a_worker_wants_kept_elsewhere_is_taken() -> None:
         assert len(worker.asked) == 1 and worker.outcomes == ["landed"]
         await around.gone(worker)
         assert await around.fetch(*range(10)) == 10
+
+
+# Damage.
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk", "valkey"])
+async def test_what_is_damaged_in_the_stores_memory_is_not_believed(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """The store hands on the tags of who has computed a block, also those that it has read again from behind memory."""
+    config = config_of(**behind(kind, tmp_path, request))
+    async with fleet() as around:
+        async with store(around, config) as parts:
+            worker = await around.worker("prefill-0", *range(10))
+            await worker.cool(*range(10))
+            await until(lambda: around.has("memory", *range(10)) and around.has(NAMES[kind], *range(10)))
+            assert len(parts.memory.kept.tags) == 10 and await around.fetch(*range(10)) == 10
+            parts.arena.array[:] ^= 1
+            with pytest.raises(TransferFailedError, match="not what it is said to be"):
+                await around.fetch(*range(10))
+        if kind != "memory":
+            async with store(around, config) as parts:
+                assert await around.fetch(*range(10)) == 10
+                parts.arena.array[:] ^= 1
+                with pytest.raises(TransferFailedError, match="not what it is said to be"):
+                    await around.fetch(*range(10))
+
+
+# Forgetting.
+
+
+async def purge(around: Fleet, tenant: str | None = None) -> int:
+    reply = await around.bus.ask(subjects.PURGE, (STORE,), PurgeBlocks(tenant=tenant), PATIENCE_S)
+    assert (reply.worker_id, reply.failure) == (STORE, "")
+    return reply.num_blocks
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk", "valkey"])
+async def test_what_was_purged_is_nowhere(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    config = config_of(**behind(kind, tmp_path, request))
+    num_tiers = len({"memory", NAMES[kind]})
+    async with fleet() as around:
+        async with store(around, config):
+            worker = await around.worker("prefill-0", *range(10))
+            await worker.cool(*range(10))
+            await until(lambda: around.has("memory", *range(10)) and around.has(NAMES[kind], *range(10)))
+            assert await purge(around, "another tenant") == 0
+            assert await purge(around) == 10 * num_tiers and await purge(around) == 0
+            await until(lambda: not any(around.tiers.values()))
+            assert await around.fetch(*range(10)) == 0 and not files_in(tmp_path)
+            await worker.cool(*range(5))
+            await until(lambda: around.has("memory", *range(5)) and around.has(NAMES[kind], *range(5)))
+        if kind != "memory":
+            async with store(around, config):
+                assert await around.inventory() == {NAMES[kind]: set(hashes_of(*range(5)))}
+
+
+async def test_what_is_being_written_while_it_is_purged_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on, write = threading.Event(), threading.Event(), DiskTier.write
+
+    def slow(self: DiskTier, values: Mapping[StoreKey, Value]) -> None:
+        begun.set()
+        goes_on.wait(PATIENCE_S)
+        write(self, values)
+
+    monkeypatch.setattr(DiskTier, "write", slow)
+    async with fleet() as around, store(around, config_of(url="disk", path=str(tmp_path))):
+        worker = await around.worker("prefill-0", *range(10))
+        await worker.cool(*range(10))
+        await until(begun.is_set)
+        purging = asyncio.create_task(purge(around))
+        await until(lambda: not around.tiers["memory"])
+        goes_on.set()
+        await purging
+        await until(lambda: not files_in(tmp_path))
+        assert await around.inventory() == {}
+
+
+@pytest.mark.parametrize("kind", ["disk", "valkey"])
+async def test_a_store_of_an_earlier_format_is_not_believed(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its blocks have no tags. They are left where they are until they are purged."""
+    settings, key = behind(kind, tmp_path, request), key_at(1).hex()
+    if kind == "disk":
+        old = tmp_path / LAYOUT.fingerprint / key[:2] / f"{key}.kv"
+        old.parent.mkdir(parents=True)
+        old.write_bytes(b"KVBLOCK\0" + bytes(LAYOUT.block_bytes + 64))
+    else:
+        request.getfixturevalue("server").client().set(f"kvmesh:{LAYOUT.fingerprint}:{key}", bytes(72))
+    async with fleet() as around, store(around, config_of(**settings)):
+        assert "an earlier format and not believed; `kvmesh purge --store` deletes" in caplog.text
+        assert await around.inventory() == {} and await around.fetch(1) == 0
+        await purge(around)
+        if kind == "disk":
+            assert not (tmp_path / LAYOUT.fingerprint).exists()
+        else:
+            assert request.getfixturevalue("server").client().keys("*") == []
+
+
+async def test_a_purge_that_the_folder_does_not_allow_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: DiskTier) -> None:
+        raise TierError("the disk is read-only")
+
+    async with fleet() as around, store(around, config_of(url="disk", path=str(tmp_path))):
+        monkeypatch.setattr(DiskTier, "clear", fails)
+        reply = await around.bus.ask(subjects.PURGE, (STORE,), PurgeBlocks(), PATIENCE_S)
+        assert reply.failure == "the disk is read-only"
 
 
 async def test_another_models_reader_is_refused() -> None:

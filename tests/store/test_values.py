@@ -5,16 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.blocks.layout import KVLayout
+from dataplane.blocks.ticket import TicketSecrets
+from dataplane.memory.content import TAG_BYTES
 from services.store.values import HEADER_BYTES, BadValueError
 from tests.store.rig import LAYOUT, Memory, key_at
 
+TAG = bytes(range(TAG_BYTES))
 VALUE_BYTES = HEADER_BYTES + LAYOUT.block_bytes
 
 
 def test_a_block_comes_back_as_it_was_in_another_place() -> None:
     source, target = Memory(seed=1), Memory(seed=2)
     before = {block: target.kv(block) for block in range(16) if block != 9}
-    target.values.unpack(key_at(1), bytes(source.values.pack(key_at(1), 3)), 9)
+    assert target.values.unpack(key_at(1), bytes(source.values.pack(key_at(1), 3, TAG)), 9) == TAG
     assert target.kv(9) == source.kv(3)
     assert {block: target.kv(block) for block in before} == before
 
@@ -22,10 +25,8 @@ def test_a_block_comes_back_as_it_was_in_another_place() -> None:
 @given(st.integers(0, VALUE_BYTES - 1), st.integers(1, 255))
 def test_any_changed_byte_is_found(at: int, flip: int) -> None:
     memory, target = Memory(), Memory(seed=2)
-    value = memory.values.pack(key_at(1), 3)
+    value = memory.values.pack(key_at(1), 3, TAG)
     value[at] ^= flip
-    if 10 <= at < 16:
-        return  # padding of the header
     before = target.kv(0)
     with pytest.raises(BadValueError):
         target.values.unpack(key_at(1), bytes(value), 0)
@@ -36,19 +37,19 @@ def test_any_changed_byte_is_found(at: int, flip: int) -> None:
 def test_any_truncation_is_found(size: int) -> None:
     memory = Memory()
     with pytest.raises(BadValueError):
-        memory.values.unpack(key_at(1), bytes(memory.values.pack(key_at(1), 3)[:size]), 0)
+        memory.values.unpack(key_at(1), bytes(memory.values.pack(key_at(1), 3, TAG)[:size]), 0)
 
 
 def test_another_blocks_value_is_refused() -> None:
     memory = Memory()
     with pytest.raises(BadValueError, match="another"):
-        memory.values.unpack(key_at(2), bytes(memory.values.pack(key_at(1), 3)), 0)
+        memory.values.unpack(key_at(2), bytes(memory.values.pack(key_at(1), 3, TAG)), 0)
 
 
 def test_another_models_value_is_refused() -> None:
     layout = KVLayout(weights="v", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=8, block_size=8)
     with pytest.raises(BadValueError, match="another"):
-        Memory().values.unpack(key_at(1), bytes(Memory(layout).values.pack(key_at(1), 3)), 0)
+        Memory().values.unpack(key_at(1), bytes(Memory(layout).values.pack(key_at(1), 3, TAG)), 0)
 
 
 def test_shards_of_one_model_are_kept_apart() -> None:
@@ -62,12 +63,27 @@ def test_shards_of_one_model_are_kept_apart() -> None:
     assert first.shape.layout.fingerprint == second.shape.layout.fingerprint
     assert first.values.identity != second.values.identity
     with pytest.raises(BadValueError, match="another"):
-        second.values.unpack(key_at(1), bytes(first.values.pack(key_at(1), 3)), 0)
+        second.values.unpack(key_at(1), bytes(first.values.pack(key_at(1), 3, TAG)), 0)
 
 
 def test_another_version_is_refused() -> None:
     memory = Memory()
-    value = memory.values.pack(key_at(1), 3)
+    value = memory.values.pack(key_at(1), 3, TAG)
     value[8] += 1
-    with pytest.raises(BadValueError, match="version 3"):
+    with pytest.raises(BadValueError, match="version 4"):
         memory.values.unpack(key_at(1), bytes(value), 0)
+
+
+def test_what_others_have_written_is_refused() -> None:
+    """Who can write to the folder or the server has no content secret, whatever else of a value it can compute."""
+    stranger = Memory(secrets=TicketSecrets([b"a stranger's secret"]))
+    with pytest.raises(BadValueError, match="nobody who has a content secret"):
+        Memory().values.unpack(key_at(1), bytes(stranger.values.pack(key_at(1), 3, TAG)), 0)
+
+
+def test_a_value_of_an_earlier_secret_is_believed_while_that_stays() -> None:
+    old, new = b"the secret of old", b"the new secret"
+    value = bytes(Memory(secrets=TicketSecrets([old])).values.pack(key_at(1), 3, TAG))
+    assert Memory(secrets=TicketSecrets([new, old])).values.unpack(key_at(1), value, 0) == TAG
+    with pytest.raises(BadValueError):
+        Memory(secrets=TicketSecrets([new])).values.unpack(key_at(1), value, 0)

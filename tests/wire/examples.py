@@ -21,7 +21,15 @@ from schemas.handoff import (
     PairOffer,
 )
 from schemas.ids import GatewayId, HandoffId, LeaseId, RequestId, WorkerId
-from schemas.kv import BlocksCooling, LeaseGranted, ReplicateBlocks, RequestLease, ReturnLease
+from schemas.kv import (
+    BlocksCooling,
+    BlocksPurged,
+    LeaseGranted,
+    PurgeBlocks,
+    ReplicateBlocks,
+    RequestLease,
+    ReturnLease,
+)
 from schemas.message import Message
 from schemas.observe import (
     DescribeRequest,
@@ -277,6 +285,8 @@ EXAMPLES: tuple[Message, ...] = (
         pair=ENDPOINT.pair,
     ),
     BlocksCooling(**HOLDER, block_hashes=HASHES, tenant="t"),
+    PurgeBlocks(tenant="t"),
+    BlocksPurged(worker_id=HOLDER["worker_id"], num_blocks=3, failure="f"),
     KeepTrace(trace_id="0af7651916cd43dd8448eb211c80319c", reason="failed"),
     ReplicateBlocks(**REQUEST, source=SOURCE, fingerprint="f00d", first_block=3, block_hashes=HASHES, tenant="t"),
     PingWorker(),

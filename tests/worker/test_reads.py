@@ -8,6 +8,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from dataplane.blocks.kept import KeptBlocks
 from dataplane.ends.reader import PlaneReader
 from schemas import subjects
 from schemas.block import BLOCK_HASH_BYTES
@@ -48,8 +49,9 @@ def reads_of(bus: TypedBus, outbox: Outbox, tasks: asyncio.TaskGroup) -> KVReads
     settings = ReaderSettings(reader_id=READER, fingerprint="f", block_size=BLOCK_SIZE, carrier="tcp", base_s=1.0)
     reader = cast("PlaneReader", None)  # nothing is read here
     return KVReads(
-        settings, bus, outbox, reader, Peers(bus), CREDENTIALS, Telemetry(READER, None), tasks, record=lambda _: None
-    )
+        settings, bus, outbox, reader, Peers(bus), CREDENTIALS, Telemetry(READER, None), tasks, record=lambda _: None,
+        contents=None, kept=KeptBlocks(1),
+    )  # fmt: skip
 
 
 @dataclass

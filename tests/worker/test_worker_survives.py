@@ -382,7 +382,7 @@ def lease_of(holder: WorkerHolder, tenant: str = "") -> Ticket:
 def holder() -> Generator[WorkerHolder]:
     parts = make_parts("p-0", "prefill")
     made = WorkerHolder(
-        worker_id=parts.worker_id, incarnation="i", arena=parts.arena, secrets=CREDENTIALS.secrets, shape=parts.shape,
+        worker_id=parts.worker_id, incarnation="i", arena=parts.arena, credentials=CREDENTIALS, shape=parts.shape,
         memory=BlockCache(parts.shape, chunk_tokens=64), make_server=parts.platform.make_server,
         on_started=lambda _lease: None, on_served=lambda _lease, _stats, _error: None,
     )  # fmt: skip

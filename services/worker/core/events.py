@@ -4,7 +4,7 @@ it is, and so is an engine step's result."""
 from dataclasses import dataclass
 
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded, KVOffered
-from schemas.kv import ReadEnd, ReplicateBlocks, ReturnLease
+from schemas.kv import PurgeBlocks, ReadEnd, ReplicateBlocks, ReturnLease
 from schemas.request import CancelRequest, RefusalReason, ReserveBlocks, RunPrefill
 from schemas.worker import WorkerLeft
 from services.engine.interface import StepResult
@@ -129,6 +129,7 @@ Event = (
     | ReadStarted
     | ReadEnded
     | ReturnLease
+    | PurgeBlocks
     | StreamStarted
     | StreamEnded
     | DrainBegun

@@ -7,6 +7,7 @@ even while nobody has called `expire` yet. The caller holds the blocks' referenc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from dataplane.blocks.kept import Content
 from dataplane.blocks.layout import BlockTables, block_ids
 from dataplane.blocks.ticket import Ticket
 from dataplane.protocol.gate import LeaseRefusalReason, LeaseRefusedError
@@ -49,6 +50,10 @@ class Grant:
     num_tokens: int
     is_lent: bool
     """Its reader has asked for it; else it is the lease of a hand-over."""
+    content: tuple[Content, ...] = ()
+    """Of what is lent: what each block is known by."""
+    tags: tuple[bytes | None, ...] = ()
+    """By which each of these proves it; None: its tag is yet to be made."""
     granted_ms: int
     expires_at_ms: int
     ends_by_ms: int
@@ -150,6 +155,8 @@ class LeaseTable:
         ends_by_ms: int = NEVER,
         granted_ms: int = 0,
         is_lent: bool = False,
+        content: tuple[Content, ...] = (),
+        tags: tuple[bytes | None, ...] = (),
     ) -> Grant:
         """Return a new active lease with an epoch of its own. Asserts that no lease of this id is active."""
         assert lease_id not in self._active, f"{lease_id} is already granted"
@@ -167,6 +174,8 @@ class LeaseTable:
             first_token=first_token,
             num_tokens=num_tokens,
             is_lent=is_lent,
+            content=content,
+            tags=tags,
             granted_ms=granted_ms,
             expires_at_ms=min(expires_at_ms, ends_by_ms),
             ends_by_ms=ends_by_ms,

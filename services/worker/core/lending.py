@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dataplane.blocks.cache import Allocation
-from dataplane.blocks.layout import BlockTables, KVLayout, num_distinct_blocks
+from dataplane.blocks.kept import Content, KeptBlocks
+from dataplane.blocks.layout import BlockTables, KVLayout, block_ids, num_distinct_blocks
 from dataplane.protocol.progress import KVProgress
 from schemas.block import split_hashes
 from schemas.ids import BlockHash, LeaseId, WorkerId, new_id
-from schemas.kv import LeaseEnd, RequestLease, ReturnLease, refuse_lease
+from schemas.kv import LeaseEnd, PurgeBlocks, RequestLease, ReturnLease, refuse_lease
 from schemas.request import RefusalReason, Refused, refuse
 from schemas.worker import WorkerLeft
 from services.worker.core.actions import Action, CloseLease
@@ -40,6 +41,11 @@ class LentMemory(Protocol):
     @property
     def num_blocks(self) -> int: ...
     @property
+    def kept(self) -> KeptBlocks:
+        """What is known of the blocks' content."""
+        ...
+
+    @property
     def num_free(self) -> int:
         """Blocks that hold nothing."""
         ...
@@ -56,6 +62,10 @@ class LentMemory(Protocol):
 
     def free(self, tables: BlockTables) -> None:
         """Drop a reference to each block."""
+        ...
+
+    def forget(self, tenant: str | None = None) -> None:
+        """Give up the content of this tenant's blocks, of all for None (`KeptBlocks.forget`)."""
         ...
 
 
@@ -89,6 +99,7 @@ class LendCore:
                 lease.is_read = True
                 if lease.is_lent:  # the read may take the holder's full time
                     self.leases.renew(lease, now_ms, self.limits.lease_ms)
+                    self._keep_tags(lease)
                 return []
             case StreamEnded(lease=lease, error=error):
                 lease.is_read = False
@@ -97,6 +108,10 @@ class LendCore:
                 return self._end(
                     [g for g in self.leases if (g.lease_id, g.reader) == (lease_id, reader)], LeaseEnd.RETURNED
                 )
+            case PurgeBlocks(tenant=tenant):
+                self.memory.forget(tenant)
+                meant = [grant for grant in self.leases if tenant is None or grant.tenant == tenant]
+                return self._end(meant, LeaseEnd.CANCELLED, "its blocks were purged")
             case WorkerLeft(worker_id=reader):
                 lost = [grant for grant in self.leases if grant.reader == reader]
                 return self._end(lost, LeaseEnd.READER_LEFT, "the reader left")
@@ -146,6 +161,11 @@ class LendCore:
             detail = f"{request.reader} has half of {limits.worker_id}'s blocks on loan"
             return refuse(request, RefusalReason.OVERLOADED, detail, RETRY_AFTER_MS)
         num_tokens = found.num_cached_tokens - request.first_block * limits.block_size
+        content: tuple[Content, ...] = ()
+        if not self.memory.layout.is_windowed:
+            hashes = split_hashes(request.block_hashes)[: num_tokens // limits.block_size]
+            content = tuple(Content(request.tenant, block_hash) for block_hash in hashes)
+        blocks = block_ids(found.tables[0].segments)
         return self.leases.grant(
             lease_id=LeaseId(new_id("read")),
             holder=limits.worker_id,
@@ -161,6 +181,8 @@ class LendCore:
             granted_ms=now_ms,
             ends_by_ms=min(request.deadline_ms, now_ms + self._longest_read_ms(num_tokens)),
             is_lent=True,
+            content=content,
+            tags=tuple(self.memory.kept.tags.get(block) for _, block in zip(content, blocks, strict=False)),
         )
 
     def _would_hoard(self, request: RequestLease, tables: BlockTables) -> bool:
@@ -180,6 +202,12 @@ class LendCore:
         lent = [grant for grant in grants if grant.is_lent]
         ended = [self.leases.end(grant.lease_id, end, detail) for grant in lent if grant.end is None]
         return [self._closed(grant) for grant in ended if grant is not None]
+
+    def _keep_tags(self, lease: Grant) -> None:
+        """Keep the tags that were made for a stream, where its blocks are still what they were."""
+        if lease.end is None:
+            blocks = block_ids(lease.tables[0].segments)
+            self.memory.kept.tags |= {b: tag for b, tag in zip(blocks, lease.tags, strict=False) if tag is not None}
 
     def _closed(self, grant: Grant) -> CloseLease:
         self.memory.free(grant.tables)

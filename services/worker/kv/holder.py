@@ -13,10 +13,11 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from dataplane.blocks.layout import ArenaShape, BlockTables, num_distinct_blocks
-from dataplane.blocks.ticket import Ticket, TicketSecrets
+from dataplane.blocks.layout import ArenaShape, BlockTables, block_ids, num_distinct_blocks
+from dataplane.blocks.ticket import Ticket
 from dataplane.carriers.kv_arena import KVArena
 from dataplane.ends.server import PlaneServer, ServerOptions
+from dataplane.memory.content import BlockContents
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferStats
 from schemas.handoff import FirstToken, KVOffered
@@ -26,6 +27,7 @@ from schemas.request import RunPrefill
 from schemas.worker import BlockCounts
 from services.config import WorkerConfig
 from services.runtime import now_ms
+from services.trust.credentials import HolderCredentials
 from services.worker.core.leases import Grant, LeaseTable
 from services.worker.core.lending import LentMemory
 from services.worker.core.messages import handoff_fields
@@ -52,7 +54,7 @@ class KVHolder(Generic[MemoryT]):
     arena: KVArena
     shape: ArenaShape
     memory: MemoryT
-    secrets: TicketSecrets
+    credentials: HolderCredentials
     make_server: MakeServer
     on_started: Callable[[Grant], None]
     on_served: Callable[[Grant, TransferStats, str], None]
@@ -68,6 +70,7 @@ class KVHolder(Generic[MemoryT]):
 
     def __post_init__(self) -> None:
         self.ledger = BlockLedger(self.worker_id, self.incarnation)
+        self.contents = contents_of(self.arena, self.shape, self.credentials)
 
     def begin(self, incarnation: str) -> None:
         """Go on as a new incarnation. What is held stays: it is content, and still right."""
@@ -86,7 +89,7 @@ class KVHolder(Generic[MemoryT]):
             digests=config.digests,
             encryption=config.plane_encryption,
         )
-        self.plane = self.make_server(self.arena, self.shape, self, self.secrets, options)
+        self.plane = self.make_server(self.arena, self.shape, self, self.credentials.secrets, options)
         self.plane.start()
 
     def stop_serving(self) -> None:
@@ -134,7 +137,7 @@ class KVHolder(Generic[MemoryT]):
             lease_id=grant.lease_id,
             epoch=grant.epoch,
             lease_ms=lease_ms,
-            ticket=self.secrets.sign(grant.ticket(self.incarnation)),
+            ticket=self.credentials.secrets.sign(grant.ticket(self.incarnation)),
             incarnation=self.incarnation,
             pair=self.plane.endpoint_for(grant.reader).pair,
             fingerprint=self.shape.layout.fingerprint,
@@ -153,7 +156,7 @@ class KVHolder(Generic[MemoryT]):
             lease_id=grant.lease_id,
             epoch=grant.epoch,
             lease_ms=grant.expires_at_ms - now_ms(),
-            ticket=self.secrets.sign(grant.ticket(self.incarnation)),
+            ticket=self.credentials.secrets.sign(grant.ticket(self.incarnation)),
             incarnation=self.incarnation,
             pair=self.plane.endpoint_for(grant.reader).pair,
             first_token=grant.first_token,
@@ -198,6 +201,18 @@ class StreamLease(Generic[MemoryT]):
     kv: Grant
     traceparent: str
 
+    def content_tags(self) -> bytes:
+        """Return the tags of what is lent, joined; those that are missing are made."""
+        contents = self.holder.contents
+        if contents is None:
+            return b""
+        blocks = block_ids(self.kv.tables[0].segments)
+        known = zip(self.kv.content, blocks, self.kv.tags, strict=False)
+        tags = tuple(tag or contents.tag(content, block) for content, block, tag in known)
+        with self.holder.lock:
+            self.kv.tags = tags
+        return b"".join(tags)
+
     def still_valid(self) -> bool:
         """Say whether the leased blocks are still what they were. If so, the stream has got on, and keeps its lease."""
         with self.holder.lock:
@@ -210,3 +225,11 @@ class StreamLease(Generic[MemoryT]):
 
     def served(self, stats: TransferStats, error: str) -> None:
         self.holder.on_served(self.kv, stats, error)
+
+
+def contents_of(arena: KVArena, shape: ArenaShape, credentials: HolderCredentials) -> BlockContents | None:
+    """Return what makes and checks the tags of this arena's blocks; None where the host cannot read them, or blocks are
+    of no use by themselves, as layers have windows."""
+    if arena.host_array is None or shape.layout.is_windowed:
+        return None
+    return BlockContents(arena, shape, credentials.content_secrets)

@@ -13,9 +13,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from dataplane.blocks.layout import BlockTables
+from dataplane.blocks.kept import Content, KeptBlocks
+from dataplane.blocks.layout import BlockTables, block_ids
 from dataplane.ends.reader import Landed, PlaneReader, ReadRequest
 from dataplane.memory.codec import WireDtype
+from dataplane.memory.content import BlockContents, ExpectedContent
 from dataplane.protocol.stream import TransferFailedError, TransferStats
 from schemas import subjects
 from schemas.block import join_hashes
@@ -97,6 +99,10 @@ class KVReads:
     telemetry: Telemetry
     tasks: asyncio.TaskGroup
     record: Callable[[FinishedRead], None]
+    contents: BlockContents | None
+    """By which lent blocks prove themselves here; None: they cannot."""
+    kept: KeptBlocks
+    """Where their tags are kept."""
     on_event: Callable[[ReadStarted | ReadEnded], object] = lambda _: None
     wire_dtype: Callable[[WorkerId], WireDtype] = lambda _: "same"
     """How a holder is asked for its KV."""
@@ -127,10 +133,15 @@ class KVReads:
     async def carry_out(self, read: KVRead, place: Place | None = None) -> ReadEnded:
         """Read, record it, and return how it ended. `place`: where it goes, if that depends on what is granted."""
         span = TransferSpan(self.telemetry, self.settings.reader_id, read.traceparent)
-        landed, ended = None, _stopped(read)
+        landed, content, ended = None, None, _stopped(read)
         try:
             async with self._terms(read, span.story, place) as terms:
-                landed = await self._stream(read, terms, span.stats)
+                content = self._expected(read, terms)
+                try:
+                    landed = await self._stream(read, terms, content, span.stats)
+                finally:  # also of what landed of a read that broke
+                    if content is not None:
+                        self.kept.tags |= dict(zip(content.blocks, content.tags, strict=False))
             outcome = ReadOutcome(landed.num_tokens, landed.stats.num_bytes, landed.stats.carrier, is_whole=True)
             first_token = msgspec.json.decode(landed.trailer, type=FirstToken) if read.is_hand_over else None
             ended = ReadEnded(read, outcome, first_token=first_token)
@@ -195,7 +206,18 @@ class KVReads:
         )
         return self.credentials.prove_copy(request, read.holder) if lease.is_copy else request
 
-    async def _stream(self, read: KVRead, terms: ReadTerms, stats: TransferStats) -> Landed:
+    def _expected(self, read: KVRead, terms: ReadTerms) -> ExpectedContent | None:
+        """Return what lent blocks must be; None of a hand-over, which was computed just now."""
+        if isinstance(read.lease, KVOffered) or self.contents is None:
+            return None
+        table, first_block = terms.tables[0], terms.first_token // self.settings.block_size
+        blocks = block_ids(table.segments)[first_block - table.first_block :]
+        content = [Content(read.lease.tenant, block_hash) for block_hash in read.lease.block_hashes]
+        return ExpectedContent(self.contents, content, blocks)
+
+    async def _stream(
+        self, read: KVRead, terms: ReadTerms, content: ExpectedContent | None, stats: TransferStats
+    ) -> Landed:
         left_s = max(0.0, (read.lease.deadline_ms - now_ms()) / 1000)
         num_tokens = max(0, terms.num_tokens - terms.first_token)
         # A hand-over's stream takes as long as its prompt's computation.
@@ -209,6 +231,7 @@ class KVReads:
             num_tokens=terms.num_tokens,
             deadline_s=min(limit_s, left_s),
             wire_dtype=self.wire_dtype(read.holder),
+            content=content,
             stats=stats,
         )
         return await self.reader.read(request, lambda carrier: self._started(read, carrier))
