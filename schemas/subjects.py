@@ -233,7 +233,7 @@ LOCATE = _question("mesh.v1.directory.locate", LocateBlocks, (BlocksLocated,), S
 STORED = _event("mesh.v1.kv.{worker_id}.stored", BlocksStored, WORKER_ITSELF, DIRECTORIES)
 EVICTED = _event("mesh.v1.kv.{worker_id}.evicted", BlocksEvicted, WORKER_ITSELF, DIRECTORIES)
 INVENTORY = _question("mesh.v1.kv.{to}.inventory", ReadInventory, (Inventory,), DIRECTORIES, ADDRESSED_HOLDER)
-PURGE = _question("mesh.v1.kv.{to}.purge", PurgeBlocks, (BlocksPurged,), OPERATORS, ADDRESSED_HOLDER, may_be_empty=True)
+PURGE = _question("mesh.v1.kv.{to}.purge", PurgeBlocks, (BlocksPurged,), OPERATORS, ADDRESSED_HOLDER)
 LEASE = _question("mesh.v1.kv.{to}.{reader}.lease", RequestLease, (LeaseGranted, Refused), READER, ADDRESSED_HOLDER)
 RETURNED = _event("mesh.v1.kv.{to}.{reader}.returned", ReturnLease, READER, ADDRESSED_HOLDER)
 REPLICATE = _event(
