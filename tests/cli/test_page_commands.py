@@ -416,6 +416,8 @@ WAYS: tuple[tuple[str, Try], ...] = (
     (r"curl .*/metrics", run("kvmesh_gateway_requests_total")),
     (r"cat .kvmesh/metrics.json", run('"targets"')),
     (r"kvmesh (status|top)( .*)?", run("decode-0")),
+    (r"kvmesh purge --store", parse),  # this mesh has none
+    (r"kvmesh purge .*", run("prefill-0")),
     (r"kvmesh trace --failed --rejected", run("context_length_exceeded")),
     (r"kvmesh trace --failed", parse),  # the mesh has failed nothing here
     (r"kvmesh trace( .*)?", run("ms|TTFT")),
