@@ -14,3 +14,7 @@ RESTART_TIMEOUT_S = 60.0
 """A worker of `kvmesh bench multiturn --restart`, from its end until the scheduler knows its successor."""
 RESTART_INTERVAL_S = 0.1
 """Between two questions to the scheduler about it."""
+FIRST_LINE_S = 2.0
+"""Where stderr is no terminal: until a measurement first says how far it is."""
+LINE_INTERVAL_S = 10.0
+"""And then from one such line to the next."""

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from services.bench import crossover as crossover_bench
 from services.bench import documents, multiturn, replay, ttft
 from services.bench.compression import agreement
+from services.bench.drive import progress as shown
 from services.bench.drive.arguments import parse_lengths, parse_range
 from services.bench.drive.http_client import (
     Client,
@@ -79,6 +80,20 @@ def test_a_percentile_lies_between_the_extremes(values: list[float], percent: fl
     found = percentile(values, percent)
     assert found is not None
     assert min(values) <= found <= max(values) or math.isclose(found, max(values))
+
+
+def test_where_there_is_no_terminal_progress_is_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shown, "FIRST_LINE_S", 0.0)
+    monkeypatch.setattr(shown, "LINE_INTERVAL_S", 0.001)
+    for total, line in ((3, "reading: 2 of 3, 0 s"), (None, "reading: 0 s")):
+        said = ""
+        with shown.progress("reading", total) as advance:
+            advance()
+            advance()
+            while line not in said.splitlines():
+                said += capsys.readouterr().err
 
 
 def test_ratio_and_spread_of_too_little() -> None:
