@@ -92,6 +92,8 @@ class UpOptions:
     unsplit_tokens_max: int = SchedulerConfig().unsplit_tokens_max
     wire_dtype: WireDtype = "same"
     plane_encryption: PlaneEncryption = "auto"
+    digests: bool = True
+    """Off in measurements alone."""
     store: str = ""
     """Empty: none. Else `memory`, `disk`, or the URL of a Redis or Valkey server."""
     store_bytes: int = StoreConfig().max_bytes
@@ -375,6 +377,7 @@ class Supervisor:
                 prefix_cache=options.prefix_cache,
                 wire_dtype=options.wire_dtype,
                 plane_encryption=options.plane_encryption,
+                digests=options.digests,
                 drain_s=options.drain_s,
             ),
             store=_store_config(options),

@@ -8,10 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
 from services.bench.drive.http_client import Client, base_url, open_http
+from services.bench.drive.progress import progress
 from services.bench.drive.random_model import SHAPE, make_model
 from services.bench.limits import RESTART_INTERVAL_S, RESTART_TIMEOUT_S
 from services.engine.checkpoint import read_checkpoint
@@ -29,10 +27,8 @@ async def running(meshes: Mapping[str, UpOptions]) -> AsyncGenerator[dict[str, S
     async with AsyncExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvmesh-bench-")))
         supervisors: dict[str, Supervisor] = {}
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            for name, options in meshes.items():
-                progress.add_task(f"starting the mesh {name!r}", total=None)
+        for name, options in meshes.items():
+            with progress(f"starting the mesh {name!r}"):
                 supervisors[name] = await stack.enter_async_context(_mesh(options, root / name))
         yield supervisors
 

@@ -15,11 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from services.bench.drive.meshes import model_folder
 from services.bench.drive.stats import percentile
 from services.sim.many import run_many, wall_clock
 from services.sim.scenario import FAULT_KINDS, load_scenario
 from services.sim.world import SimOptions
-from tests.mesh.faults.cost import LENGTHS, WARM_UP_REQUESTS, cost_of_checks
+from tests.bench.bench_proof import LENGTHS, TIMES, proved_and_not
+from tests.bench.side_by_side import compare, num_rounds
 from tests.mesh.faults.harness import SCENARIOS, FaultMesh, Outcome, fault_mesh, make_truth
 from tests.mesh.faults.kills import Killing
 from tests.mesh.faults.times import BROKER_PAUSES_S, PHASES, broker_pauses, cancel_to_free, death_to_free, pauses
@@ -215,9 +217,14 @@ async def bugs(_: Sizes, begin: Begin) -> list[Row]:
 
 async def cost(sizes: Sizes, begin: Begin) -> list[Row]:
     """Time the same requests with and without checks."""
-    advance = begin("timed requests", len(LENGTHS) * 2 * (sizes.timed + WARM_UP_REQUESTS))
-    ratios = await cost_of_checks(sizes.timed, advance)
-    measured = "; ".join(f"{n} tokens: TTFT x{first}, second token x{second}" for n, (first, second) in ratios.items())
+    on_round = begin("rounds of timed requests", num_rounds(LENGTHS, sizes.timed, 1))
+    async with model_folder("") as (model, _):
+        rows = await compare(lambda: proved_and_not(model, "tcp"), TIMES, LENGTHS, sizes.timed, 1, on_round)
+    measured = "; ".join(
+        f"{row.num_tokens} tokens: TTFT x{row.times['first'].ratio}, second token x{row.times['second'].ratio}"
+        for row in rows
+        if row.mesh == "proof"
+    )
     return [Row("what all checks cost", f"{measured} (medians of {sizes.timed} each, tcp)", "", None)]
 
 
