@@ -64,6 +64,8 @@ class Key:
     FIRST_BYTE_MS = "kvmesh.first_byte_ms"
     VERIFY_MS = "kvmesh.verify_ms"
     """Spent on digests, most of it while the stream went on."""
+    COPY_MS = "kvmesh.copy_ms"
+    """Spent on moving bytes, most of it while the stream went on; over tcp with the wait for them."""
     EXPOSED_MS = "kvmesh.exposed_ms"
     """What the computation of the prompt did not hide of a transfer."""
     END = "kvmesh.transfer_end"

@@ -139,6 +139,7 @@ def described_by(stats: TransferStats) -> dict[str, AttributeValue]:
         Key.NUM_BYTES: stats.num_bytes,
         Key.WIRE_DTYPE: stats.wire_dtype,
         Key.NUM_WIRE_BYTES: stats.num_wire_bytes,
+        Key.COPY_MS: stats.copy_ns / 1e6,
         Key.VERIFY_MS: stats.verify_ns / 1e6,
         Key.GB_PER_S: stats.num_bytes / seconds / 1e9,
     }
