@@ -110,6 +110,9 @@ bench: dev
 	$(BIN)/python -m tests.bench.bench_engine
 	$(BIN)/python -m tests.bench.bench_directory
 	$(BIN)/python -m tests.bench.bench_traces
+	$(BIN)/python -m tests.bench.bench_restore
+	$(BIN)/python -m tests.bench.bench_handover
+	$(BIN)/python -m tests.bench.bench_proof
 	$(BIN)/kvmesh bench ttft
 
 bench-guard: dev

@@ -216,7 +216,7 @@ async def bugs(_: Sizes, begin: Begin) -> list[Row]:
 
 
 async def cost(sizes: Sizes, begin: Begin) -> list[Row]:
-    """Time the same requests with and without checks."""
+    """Time the same requests with and without digests."""
     on_round = begin("rounds of timed requests", num_rounds(LENGTHS, sizes.timed, 1))
     async with model_folder("") as (model, _):
         rows = await compare(lambda: proved_and_not(model, "tcp"), TIMES, LENGTHS, sizes.timed, 1, on_round)
@@ -225,7 +225,7 @@ async def cost(sizes: Sizes, begin: Begin) -> list[Row]:
         for row in rows
         if row.mesh == "proof"
     )
-    return [Row("what all checks cost", f"{measured} (medians of {sizes.timed} each, tcp)", "", None)]
+    return [Row("what digests cost", f"{measured} (medians of {sizes.timed} each, tcp)", "", None)]
 
 
 FIGURES: dict[str, Callable[[Sizes, Begin], Awaitable[list[Row]]]] = {
