@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from services.store.blocks import Unwritten, WriteBatch
-from services.store.limits import BATCH_BYTES, COMPLAINT_INTERVAL_S, MAX_LOADS, PAUSE_S
+from services.store.limits import BATCH_BYTES, COMPLAINT_INTERVAL_S, LOAD_AHEAD, MAX_LOADS, PAUSE_S
 from services.store.tiers import BackTier, StoreKey, TierError, TierFullError
 from services.store.values import BadValueError, BlockValues
 
@@ -65,7 +65,7 @@ class Backing:
         self._paused_until = 0.0
         self._to_delete: dict[StoreKey, None] = {}
         """What was given up and could not be deleted yet: it goes with the next write."""
-        self._loads = ThreadPoolExecutor(MAX_LOADS, "store-load")
+        self._loads = ThreadPoolExecutor(MAX_LOADS * LOAD_AHEAD, "store-load")
         self._writes = ThreadPoolExecutor(1, "store-write")
 
     @property
@@ -73,10 +73,9 @@ class Backing:
         """Say whether it has not failed just now."""
         return time.monotonic() >= self._paused_until
 
-    async def load(self, keys: Sequence[StoreKey], blocks: Sequence[int], deadline: float) -> Loaded:
-        """Fill blocks until `deadline` (monotonic): then no further call of the tier is begun."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._loads, self._load, keys, blocks, deadline)
+    async def load(self, keys: Sequence[StoreKey], blocks: Sequence[int]) -> Loaded:
+        """Fill blocks, `batch_blocks` at most, with one call of the tier."""
+        return await asyncio.get_running_loop().run_in_executor(self._loads, self._load, keys, blocks)
 
     async def write(self, batch: WriteBatch) -> Written:
         """Delete what the batch evicts, then write it."""
@@ -99,32 +98,30 @@ class Backing:
 
     # On the threads.
 
-    def _load(self, keys: Sequence[StoreKey], blocks: Sequence[int], deadline: float) -> Loaded:
+    def _load(self, keys: Sequence[StoreKey], blocks: Sequence[int]) -> Loaded:
+        if not self.is_up:
+            return Loaded([], [])
+        try:
+            values = self.tier.read(keys)
+        except TierError as error:
+            self._failed(error)
+            return Loaded([], [])
         tags: list[bytes] = []
-        while len(tags) < len(keys) and time.monotonic() < deadline and self.is_up:
-            part = keys[len(tags) : len(tags) + self.batch_blocks]
-            try:
-                values = self.tier.read(part)
-            except TierError as error:
-                self._failed(error)
+        lost = [key for key, value in zip(keys, values, strict=True) if value is None]
+        if lost:
+            self._complaints.say("gone", f"{len(lost)} blocks are gone from the {self.tier.name} tier")
+        for key, value, block in zip(keys, values, blocks, strict=True):
+            if value is None:
                 break
-            lost = [key for key, value in zip(part, values, strict=True) if value is None]
-            if lost:
-                self._complaints.say("gone", f"{len(lost)} blocks are gone from the {self.tier.name} tier")
-            for key, value in zip(part, values, strict=True):
-                if value is None:
-                    break
-                try:
-                    tags.append(self._values.unpack(key, value, blocks[len(tags)]))
-                except BadValueError as error:
-                    self._complaints.say("damaged", f"dropped block {key.hex()} of {self.tier.name}: {error}")
-                    with contextlib.suppress(TierError):
-                        self.tier.delete([key])
-                    lost.append(key)
-                    break
-            if lost:
-                return Loaded(tags, lost)
-        return Loaded(tags, [])
+            try:
+                tags.append(self._values.unpack(key, value, block))
+            except BadValueError as error:
+                self._complaints.say("damaged", f"dropped block {key.hex()} of {self.tier.name}: {error}")
+                with contextlib.suppress(TierError):
+                    self.tier.delete([key])
+                lost.append(key)
+                break
+        return Loaded(tags, lost)
 
     def _write(self, batch: WriteBatch) -> Written:
         try:

@@ -11,7 +11,11 @@ MAX_OFFERS_HEARD = 256
 # The tier behind memory.
 
 MAX_LOADS = 4
-"""Loads from the tier at a time, a thread each."""
+"""Loads from the tier at a time."""
+LOAD_AHEAD = 2
+"""Batches that one load has under way: one is read while the other is put in place. A thread each."""
+LOAD_WITHIN_S = 10.0
+"""A load begins no batch after so long: whoever wanted it has been answered, and reads what was there by then."""
 PAUSE_S = 5.0
 """How long a tier that failed is left alone: readers must not wait for its timeout again and again."""
 BATCH_BYTES = 8 << 20

@@ -2,14 +2,15 @@
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from schemas.block import split_hashes
 from schemas.ids import BlockHash
-from services.store.backing import Backing
+from services.store.backing import Backing, Loaded
 from services.store.blocks import StoreMemory
-from services.store.limits import MAX_LOADS
+from services.store.limits import LOAD_AHEAD, LOAD_WITHIN_S, MAX_LOADS
 from services.store.tiers import StoreKey, key_of
 
 
@@ -84,16 +85,33 @@ class Loader:
             self._slots.release()
             return self._loads.get(key_of(tenant, hashes[0]))
         run = run[: len(blocks)]
-        load = self._tasks.create_task(self._load(backing, run, blocks, deadline), name="load")
+        load = self._tasks.create_task(self._load(backing, run, blocks), name="load")
         self._loads.update(dict.fromkeys(run, load))
         return load
 
-    async def _load(self, backing: Backing, keys: list[StoreKey], blocks: list[int], deadline: float) -> None:
+    async def _load(self, backing: Backing, keys: list[StoreKey], blocks: list[int]) -> None:
+        """Fill blocks, a batch after the other: what is in place can be lent while the rest is still coming."""
+        size, deadline = backing.batch_blocks, time.monotonic() + LOAD_WITHIN_S
+        waiting = deque((keys[at : at + size], blocks[at : at + size]) for at in range(0, len(keys), size))
+        under_way: deque[tuple[list[StoreKey], list[int], asyncio.Task[Loaded]]] = deque()
         try:
-            loaded = await backing.load(keys, blocks, deadline)
+            while waiting or under_way:
+                while waiting and len(under_way) < LOAD_AHEAD:
+                    part = waiting.popleft()
+                    under_way.append((*part, asyncio.create_task(backing.load(*part))))
+                part_keys, part_blocks, loading = under_way.popleft()
+                loaded = await loading
+                self._arrived(part_keys, part_blocks, loaded)
+                if len(loaded.tags) < len(part_keys) or time.monotonic() > deadline:
+                    while waiting:
+                        self._arrived(*waiting.popleft(), Loaded([], []))
         finally:
             self._slots.release()
             for key in keys:
-                del self._loads[key]
+                self._loads.pop(key, None)
+
+    def _arrived(self, keys: list[StoreKey], blocks: list[int], loaded: Loaded) -> None:
+        for key in keys:
+            del self._loads[key]
         self._memory.loaded(blocks, keys, loaded.tags, loaded.lost)
         self._changed()

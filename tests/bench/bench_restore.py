@@ -32,9 +32,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from dataplane.blocks.kept import Content
 from dataplane.blocks.layout import BlockTable, KVLayout, Segment, uniform_shape
 from dataplane.carriers.host import HostArena
 from dataplane.ends.reader import PlaneReader, ReadRequest
+from dataplane.memory.content import BlockContents, ExpectedContent
 from schemas import subjects
 from schemas.block import join_hashes
 from schemas.handoff import Endpoint
@@ -134,7 +136,8 @@ class Bench:
     def __post_init__(self) -> None:
         self.shape = uniform_shape(self.layout, self.num_blocks)
         self.arena = HostArena.create(self.shape)
-        self.values = BlockValues(self.arena.array, self.shape)
+        self.contents = BlockContents(self.arena, self.shape, CREDENTIALS.content_secrets)
+        self.values = BlockValues(self.contents)
         self.reader = PlaneReader(self.arena, self.shape, CREDENTIALS.secrets)
         rng = np.random.default_rng(5)
         for start in range(0, self.arena.num_bytes, BATCH_BYTES):
@@ -146,6 +149,9 @@ class Bench:
     @property
     def num_bytes(self) -> int:
         return self.num_blocks * self.layout.block_bytes
+
+    def content(self, prompt: str) -> list[Content]:
+        return [Content("", block_hash) for block_hash in hashes_of(prompt, self.num_blocks)]
 
     def store_config(self, url: str, path: Path) -> StoreConfig:
         """Return the configuration of a store whose memory holds one prompt."""
@@ -161,9 +167,9 @@ class Bench:
         tier = open_tier(config, self.values)
         assert tier is not None
         with progress(f"filling the {tier.name} tier", len(PROMPTS) * self.num_blocks) as advance:
-            for keys in self.keys.values():
-                for block, key in enumerate(keys):
-                    tier.write({key: self.values.pack(key, block)})
+            for prompt, keys in self.keys.items():
+                for block, (key, content) in enumerate(zip(keys, self.content(prompt), strict=True)):
+                    tier.write({key: self.values.pack(key, block, self.contents.tag(content, block))})
                     advance()
         tier.close()
 
@@ -190,6 +196,9 @@ class Bench:
                 first_token=answer.first_token,
                 num_tokens=answer.num_tokens,
                 deadline_s=PATIENCE_S,
+                content=ExpectedContent(
+                    self.contents, self.content(prompt)[num_blocks:], range(num_blocks, self.num_blocks)
+                ),
             )
             await self.reader.read(request)
             read_s += time.perf_counter() - granted_at
