@@ -106,7 +106,8 @@ class LeaseGranted(RequestMessage, frozen=True, kw_only=True):
     """Tokens [first_token, num_tokens) of the reader's sequence may be read with this ticket, once, where this
     incarnation of the worker has said that it serves.
 
-    The lease ends with the read, however that ends, or after `lease_ms` without one.
+    The lease ends with the read, however that ends, or after `lease_ms` without one. `more_comes`: the holder is
+    fetching more of what was asked for; who asks for the rest after this read gets it.
     """
 
     worker_id: WorkerId
@@ -118,6 +119,7 @@ class LeaseGranted(RequestMessage, frozen=True, kw_only=True):
     first_token: Number
     num_tokens: Number
     pair: PairOffer | None = None
+    more_comes: bool = False
 
 
 class BlocksCooling(Message, frozen=True, kw_only=True):

@@ -14,6 +14,8 @@ MAX_LOADS = 4
 """Loads from the tier at a time."""
 LOAD_AHEAD = 2
 """Batches that one load has under way: one is read while the other is put in place. A thread each."""
+LEND_AFTER_S = 0.1
+"""What a load has brought after so long is lent, and is read while the rest comes."""
 LOAD_WITHIN_S = 10.0
 """A load begins no batch after so long: whoever wanted it has been answered, and reads what was there by then."""
 PAUSE_S = 5.0

@@ -10,7 +10,7 @@ from schemas.block import split_hashes
 from schemas.ids import BlockHash
 from services.store.backing import Backing, Loaded
 from services.store.blocks import StoreMemory
-from services.store.limits import LOAD_AHEAD, LOAD_WITHIN_S, MAX_LOADS
+from services.store.limits import LEND_AFTER_S, LOAD_AHEAD, LOAD_WITHIN_S, MAX_LOADS
 from services.store.tiers import StoreKey, key_of
 
 
@@ -37,6 +37,10 @@ class Loader:
         finally:
             self._memory.give_back(blocks)
 
+    def is_coming(self, block_hash: BlockHash, tenant: str) -> bool:
+        """Say whether a block is being loaded now."""
+        return key_of(tenant, block_hash) in self._loads
+
     async def close(self) -> None:
         """End the waiting for loads; a thread that still runs fills blocks that nobody else gets."""
         loads = set(self._loads.values())
@@ -52,6 +56,8 @@ class Loader:
         blocks: list[int] = []
         while len(blocks) < len(hashes):
             rest = hashes[len(blocks) :]
+            if blocks and self.is_coming(rest[0], tenant):
+                break  # it is lent when the reader has read these
             more = self._memory.take(rest, tenant) or await self._fetch(rest, tenant, deadline)
             if not more:
                 break
@@ -59,14 +65,18 @@ class Loader:
         return blocks
 
     async def _fetch(self, hashes: Sequence[BlockHash], tenant: str, deadline: float) -> list[int]:
-        """Bring the leading run that lies behind memory, as far as time and room allow, and take it.
+        """Bring the leading run that lies behind memory, as far as time and room allow, and take what is there soon.
 
-        A load that is late goes on, for whoever asks next.
+        A load goes on, for whoever asks next.
         """
         load = self._loads.get(key_of(tenant, hashes[0])) or await self._begin_load(hashes, tenant, deadline)
-        if load is not None:
-            await asyncio.wait([load], timeout=max(0.0, deadline - time.monotonic()))
-        return self._memory.take(hashes, tenant)
+        blocks: list[int] = []
+        while load is not None and not blocks and (left_s := deadline - time.monotonic()) > 0:
+            await asyncio.wait([load], timeout=min(left_s, LEND_AFTER_S))
+            blocks = self._memory.take(hashes, tenant)
+            if load.done():
+                break
+        return blocks
 
     async def _begin_load(self, hashes: Sequence[BlockHash], tenant: str, deadline: float) -> asyncio.Task[None] | None:
         """Wait for a turn, and load what is needed then; None where nothing can be loaded, or need be any more."""
@@ -98,7 +108,7 @@ class Loader:
             while waiting or under_way:
                 while waiting and len(under_way) < LOAD_AHEAD:
                     part = waiting.popleft()
-                    under_way.append((*part, asyncio.create_task(backing.load(*part))))
+                    under_way.append((*part, self._tasks.create_task(backing.load(*part), name="load a batch")))
                 part_keys, part_blocks, loading = under_way.popleft()
                 loaded = await loading
                 self._arrived(part_keys, part_blocks, loaded)

@@ -6,8 +6,11 @@ import logging
 import secrets
 from collections.abc import Callable
 
+import msgspec
+
 from dataplane.protocol.stream import TransferStats
 from schemas import subjects
+from schemas.block import split_hashes
 from schemas.directory import Inventory, ReadInventory
 from schemas.kv import BlocksPurged, LeaseGranted, PurgeBlocks, RequestLease, ReturnLease
 from schemas.observe import DescribeWorker, WorkerDescribed
@@ -203,7 +206,10 @@ class Store:
                 with self._holder.lock:
                     granted = self._lending.answer(request, now_ms())
             if not isinstance(granted, Refused):
-                return self._holder.lend(granted, request, received.traceparent)
+                rest = split_hashes(request.block_hashes)[granted.num_blocks :]
+                lent = self._holder.lend(granted, request, received.traceparent)
+                more_comes = bool(rest) and self._loader.is_coming(rest[0], request.tenant)
+                return msgspec.structs.replace(lent, more_comes=more_comes)
             refused = granted
         self._measured.refused("lease", refused)
         return refused

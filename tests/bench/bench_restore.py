@@ -202,6 +202,7 @@ class Bench:
             )
             await self.reader.read(request)
             read_s += time.perf_counter() - granted_at
+            assert answer.more_comes or answer.num_tokens == self.num_blocks * BLOCK_SIZE, "it is all behind the store"
             num_blocks, num_leases = answer.num_tokens // BLOCK_SIZE, num_leases + 1
         seconds = time.perf_counter() - started
         return Restored(seconds=seconds, waited_s=waited_s, read_s=read_s, num_leases=num_leases)

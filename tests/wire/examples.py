@@ -283,6 +283,7 @@ EXAMPLES: tuple[Message, ...] = (
         first_token=48,
         num_tokens=80,
         pair=ENDPOINT.pair,
+        more_comes=True,
     ),
     BlocksCooling(**HOLDER, block_hashes=HASHES, tenant="t"),
     PurgeBlocks(tenant="t"),

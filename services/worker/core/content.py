@@ -22,12 +22,13 @@ class PromptPiece:
 @dataclass(slots=True, frozen=True)
 class ReadOutcome:
     """What a read brought: the contiguous, verified prefix in tokens of the sequence, and by which carrier ('': it
-    never started). `is_whole`: all that the holder granted."""
+    never started). `is_whole`: all that the holder granted. `more_comes`: it will grant more when it is asked again."""
 
     num_landed_tokens: int
     num_bytes: int = 0
     carrier: str = ""
     is_whole: bool = False
+    more_comes: bool = False
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import msgspec
@@ -59,6 +59,7 @@ class ReadTerms(NamedTuple):
     tables: BlockTables
     first_token: int
     num_tokens: int
+    more_comes: bool = False
 
 
 Place = Callable[[LeaseGranted], tuple[BlockTables, int]]
@@ -114,7 +115,7 @@ class KVReads:
         if self._closed:
             asyncio.get_running_loop().call_soon(self.on_event, _stopped(read))
             return
-        task = self._running[read] = self.tasks.create_task(self.carry_out(read), name=f"read {read.key[0]}")
+        task = self._running[read] = self.tasks.create_task(self._carry_out_all(read), name=f"read {read.key[0]}")
         task.add_done_callback(lambda task: self._ended(read, task))
 
     def stop(self, read: KVRead) -> None:
@@ -130,6 +131,24 @@ class KVReads:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
+    async def _carry_out_all(self, read: KVRead) -> ReadEnded:
+        """Carry out a read, and then that of the rest as long as the holder says that it comes."""
+        ended = await self.carry_out(read)
+        while ended.outcome.more_comes and isinstance(read.lease, WantedLease):
+            before = ended.outcome
+            num_read = before.num_landed_tokens // self.settings.block_size - read.lease.first_block
+            lease = replace(
+                read.lease,
+                first_block=read.lease.first_block + num_read,
+                block_hashes=read.lease.block_hashes[num_read:],
+            )
+            rest = await self.carry_out(replace(read, lease=lease, first_token=before.num_landed_tokens))
+            if not rest.outcome.num_landed_tokens:
+                break  # it is computed here
+            outcome = replace(rest.outcome, num_bytes=before.num_bytes + rest.outcome.num_bytes)
+            ended = replace(rest, read=read, outcome=outcome)
+        return ended
+
     async def carry_out(self, read: KVRead, place: Place | None = None) -> ReadEnded:
         """Read, record it, and return how it ended. `place`: where it goes, if that depends on what is granted."""
         span = TransferSpan(self.telemetry, self.settings.reader_id, read.traceparent)
@@ -142,7 +161,13 @@ class KVReads:
                 finally:  # also of what landed of a read that broke
                     if content is not None:
                         self.kept.tags |= dict(zip(content.blocks, content.tags, strict=False))
-            outcome = ReadOutcome(landed.num_tokens, landed.stats.num_bytes, landed.stats.carrier, is_whole=True)
+            outcome = ReadOutcome(
+                landed.num_tokens,
+                landed.stats.num_bytes,
+                landed.stats.carrier,
+                is_whole=True,
+                more_comes=terms.more_comes,
+            )
             first_token = msgspec.json.decode(landed.trailer, type=FirstToken) if read.is_hand_over else None
             ended = ReadEnded(read, outcome, first_token=first_token)
         except NotGrantedError as error:
@@ -180,7 +205,7 @@ class KVReads:
         async with self.lease(self._request_of(read, lease), read.holder, traceparent) as granted:
             endpoint = await self._endpoint(read.holder, granted)
             tables, num_tokens = place(granted) if place is not None else (read.tables, granted.num_tokens)
-            yield ReadTerms(endpoint, granted.ticket, tables, granted.first_token, num_tokens)
+            yield ReadTerms(endpoint, granted.ticket, tables, granted.first_token, num_tokens, granted.more_comes)
 
     async def _endpoint(self, holder: WorkerId, terms: KVOffered | LeaseGranted) -> Endpoint:
         """Return where the incarnation that has made these terms serves. Raises NotGrantedError."""
