@@ -25,7 +25,7 @@ from dataplane.memory.arena import ByteArray
 from dataplane.memory.checksum import FrameHash, sum64
 from dataplane.memory.codec import BlockCodec, KVNotFiniteError
 from dataplane.memory.extent import Extent
-from dataplane.memory.frames import Rows, Staging
+from dataplane.memory.frames import Rows, Staging, packed_rows
 from dataplane.memory.rows import SequenceRuns
 from dataplane.protocol.stream import (
     Digest,
@@ -104,9 +104,9 @@ class StagedHolder:
             raise DeviceError("staging", f"frame {data.sequence} has changed on its way from the card")
         if codec is not None:
             payload = self._pack(codec, data, payload, stats)
-        (rows,), data = encrypted([payload.reshape(1, -1)], data, self._hash, self._ciphertext, stats)
-        digest = data.tag or frames.digest([rows], stats, self._hash.new(data.sequence))
-        return encode_header(data), (rows.reshape(-1),), digest
+        rows, data = encrypted(packed_rows(payload, data.length), data, self._hash, self._ciphertext, stats)
+        digest = data.tag or frames.digest(rows, stats, self._hash.new(data.sequence))
+        return encode_header(data), (rows.array,), digest
 
     def _sent(self, data: Header, slot: Slot) -> None:
         self._lane.release(slot)
@@ -337,12 +337,12 @@ class SharedStagedReader(StagedReader):
 
     def _receive(self, wire: Wire, data: Header, rows: ByteArray, stats: TransferStats, deadline: float) -> int | None:
         started = time.perf_counter_ns()
-        frames.gather(self._source.views(data), rows)
+        frames.gather(self._source.rows(data), rows)
         stats.copy_ns += time.perf_counter_ns() - started
         self._num_copied = data.sequence
         if self._hash.kind != "xxh3":
             return None
-        return frames.digest([rows.reshape(1, -1)], stats, self._hash.new(data.sequence))
+        return frames.digest(packed_rows(rows, data.length), stats, self._hash.new(data.sequence))
 
 
 def _frame_bytes(arena: DeviceArena, extent: Extent) -> int:

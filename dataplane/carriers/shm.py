@@ -18,7 +18,7 @@ from dataplane.memory import frames
 from dataplane.memory.arena import SHM_DIR, Arena, ArenaMissingError, ByteArray
 from dataplane.memory.checksum import FrameHash
 from dataplane.memory.extent import Extent, heads_of
-from dataplane.memory.frames import Rows, SequenceMemory
+from dataplane.memory.frames import FrameRows, SequenceMemory
 from dataplane.memory.rows import SequenceRuns
 from dataplane.protocol.stream import (
     Accepted,
@@ -38,8 +38,8 @@ NAME = "shm"
 class FrameSource(Protocol):
     """The holder's memory, as a reader sees it that copies from it."""
 
-    def views(self, data: Header) -> list[Rows]:
-        """Return the frame's bytes, in its order. Raises ProtocolError."""
+    def rows(self, data: Header) -> FrameRows:
+        """Return where the frame's bytes are. Raises ProtocolError."""
         ...
 
 
@@ -49,10 +49,10 @@ class ArenaFrames:
     def __init__(self, memory: SequenceMemory) -> None:
         self._memory = memory
 
-    def views(self, data: Header) -> list[Rows]:
-        """Return the frame's bytes. Raises ProtocolError when it is said to lie elsewhere."""
+    def rows(self, data: Header) -> FrameRows:
+        """Return where the frame's bytes are. Raises ProtocolError when it is said to lie elsewhere."""
         check_no_place(data)
-        return self._memory.views(data)
+        return self._memory.rows(data)
 
 
 class PackedFrames:
@@ -62,11 +62,12 @@ class PackedFrames:
         self._array = array
         self._row_bytes = extent.row_bytes
 
-    def views(self, data: Header) -> list[Rows]:
-        """Return the frame's bytes. Raises ProtocolError when they lie outside."""
+    def rows(self, data: Header) -> FrameRows:
+        """Return where the frame's bytes are. Raises ProtocolError when they lie outside."""
         if data.at + data.length > self._array.nbytes:
             raise ProtocolError(f"frame {data.sequence} is said to lie at {data.at} of {self._array.nbytes} bytes")
-        return [self._array[data.at : data.at + data.length].reshape(-1, self._row_bytes)]
+        packed = self._array[data.at : data.at + data.length]
+        return frames.packed_rows(packed, self._row_bytes, 2 * data.num_layers)
 
 
 class SharedHolder:
@@ -87,7 +88,7 @@ class SharedHolder:
         started = time.perf_counter_ns()
         wire.send([head + encode_header(data)], timeout_s)
         stats.copy_ns += time.perf_counter_ns() - started
-        digest = frames.digest(self._source.views(data), stats, self._hash.new(data.sequence))
+        digest = frames.digest(self._source.rows(data), stats, self._hash.new(data.sequence))
         return lambda: digest
 
     def acked(self, sequence: int) -> None:
@@ -130,7 +131,7 @@ class SharedReader:
 
     def _copy(self, wire: Wire, data: Header, stats: TransferStats) -> int:
         hasher = self._hash.new(data.sequence)
-        return frames.copy(self._source.views(data), self._target.views(data), stats, hasher)
+        return frames.copy(self._source.rows(data), self._target.rows(data), stats, hasher)
 
 
 def holder_frames(array: ByteArray, accepted: Accepted, shape: ArenaShape, extent: Extent) -> FrameSource:

@@ -5,9 +5,6 @@ what is compressed, go through a staging buffer.
 """
 
 import time
-from collections.abc import Sequence
-
-import numpy as np
 
 from dataplane import limits
 from dataplane.carriers.carrier import Access
@@ -16,7 +13,7 @@ from dataplane.memory.arena import ByteArray
 from dataplane.memory.checksum import FrameHash, Hasher
 from dataplane.memory.codec import BlockCodec, KVNotFiniteError
 from dataplane.memory.extent import Extent
-from dataplane.memory.frames import Rows, SequenceMemory, Staging, gather, scatter
+from dataplane.memory.frames import FrameRows, Rows, SequenceMemory, Staging, gather, packed_rows, scatter
 from dataplane.protocol.stream import Digest, Header, ProtocolError, TransferStats, check_no_place, encode_header
 from dataplane.protocol.wire import Wire
 
@@ -46,7 +43,7 @@ class TcpHolder:
         KVNotFiniteError, before anything is sent."""
         payload, data = encrypted(self._load(data, stats), data, self._hash, self._ciphertext, stats)
         started = time.perf_counter_ns()
-        wire.send([head + encode_header(data), *(rows.reshape(-1) for rows in payload)], timeout_s)
+        wire.send([head + encode_header(data), *payload.pieces()], timeout_s)
         stats.copy_ns += time.perf_counter_ns() - started
         digest = data.tag or frames.digest(payload, stats, self._hash.new(data.sequence))
         return lambda: digest
@@ -57,31 +54,30 @@ class TcpHolder:
     def close(self) -> None:
         """Nothing is held."""
 
-    def _load(self, data: Header, stats: TransferStats) -> list[Rows]:
+    def _load(self, data: Header, stats: TransferStats) -> FrameRows:
         """Return the frame's bytes as they cross; the next call may void them. Raises KVNotFiniteError."""
-        codec = self._extent.codec
-        if codec is None and self._source.is_contiguous:
-            return self._source.views(data)
+        rows, codec = self._source.rows(data), self._extent.codec
+        if codec is None and rows.is_contiguous:
+            return rows
         started = time.perf_counter_ns()
         payload = self._staging.take(data.length)
         if codec is None:
-            gather(self._source.views(data), payload)
+            gather(rows, payload)
             stats.copy_ns += time.perf_counter_ns() - started
         else:
-            self._pack(codec, data, payload)
+            self._pack(codec, data, rows, payload)
             stats.codec_ns += time.perf_counter_ns() - started
-        return [payload.reshape(1, -1)]
+        return packed_rows(payload, data.length)
 
-    def _pack(self, codec: BlockCodec, data: Header, payload: ByteArray) -> None:
+    def _pack(self, codec: BlockCodec, data: Header, rows: FrameRows, payload: ByteArray) -> None:
+        parts = _parts_in_place(rows)
+        if parts is None:
+            staged = self._rows.take(self._extent.memory_bytes(data.num_layers, data.num_tokens))
+            gather(rows, staged)
+            parts = _parts(staged, data)
         size = codec.num_bytes(data.first_token, data.num_tokens)
-        for index, part in enumerate(self._source.parts(data)):
-            rows = part[0] if len(part) == 1 and self._source.is_contiguous else self._gathered(part, data.num_tokens)
-            codec.encode(rows, data.first_token, payload[index * size : (index + 1) * size])
-
-    def _gathered(self, part: Sequence[Rows], num_tokens: int) -> Rows:
-        rows = self._rows.take(num_tokens * self._extent.row_bytes)
-        gather(part, rows)
-        return rows.reshape(num_tokens, -1)
+        for index, part in enumerate(parts):
+            codec.encode(part, data.first_token, payload[index * size : (index + 1) * size])
 
 
 class TcpReader:
@@ -100,20 +96,20 @@ class TcpReader:
         """Put the frame's bytes in place and return the digest of what came. Raises WireClosedError, WireTimeoutError,
         and ProtocolError when it cannot be unpacked."""
         check_no_place(data)
-        codec = self._extent.codec
+        rows, codec = self._target.rows(data), self._extent.codec
         hasher = self._hash.opening(data.sequence, data.tag)
-        if codec is None and self._target.is_contiguous:
-            for target in self._target.views(data):
-                receive(wire, target.reshape(-1), hasher, stats, deadline)
+        if codec is None and rows.is_contiguous:
+            for target in rows.pieces():
+                receive(wire, target, hasher, stats, deadline)
             return _digest_of(hasher)
         payload = self._staging.take(data.length)
         receive(wire, payload, hasher, stats, deadline)
         started = time.perf_counter_ns()
         if codec is None:
-            scatter(payload, self._target.views(data))
+            scatter(payload, rows)
             stats.copy_ns += time.perf_counter_ns() - started
         else:
-            self._unpack(codec, data, payload)
+            self._unpack(codec, data, payload, rows)
             stats.codec_ns += time.perf_counter_ns() - started
         return _digest_of(hasher)
 
@@ -131,32 +127,41 @@ class TcpReader:
     def close(self) -> None:
         """Nothing is under way."""
 
-    def _unpack(self, codec: BlockCodec, data: Header, payload: ByteArray) -> None:
+    def _unpack(self, codec: BlockCodec, data: Header, payload: ByteArray, rows: FrameRows) -> None:
+        parts = _parts_in_place(rows)
+        staged = self._rows.take(self._extent.memory_bytes(data.num_layers, data.num_tokens))
         size = codec.num_bytes(data.first_token, data.num_tokens)
-        rows: Rows = self._rows.take(data.num_tokens * self._extent.row_bytes).reshape(data.num_tokens, -1)
-        for index, part in enumerate(self._target.parts(data)):
-            wire_bytes = payload[index * size : (index + 1) * size]
-            in_place = len(part) == 1 and self._target.is_contiguous
+        for index, part in enumerate(_parts(staged, data) if parts is None else parts):
             try:
-                codec.decode(wire_bytes, data.first_token, part[0] if in_place else rows)
+                codec.decode(payload[index * size : (index + 1) * size], data.first_token, part)
             except KVNotFiniteError as error:
                 raise ProtocolError(f"frame {data.sequence}: {error}") from error
-            if not in_place:
-                scatter(np.ravel(rows), part)
+        if parts is None:
+            scatter(staged, rows)
+
+
+def _parts_in_place(rows: FrameRows) -> list[Rows] | None:
+    """Return the frame's keys and values, layer by layer, or None: they do not lie in a piece each."""
+    is_whole = rows.is_contiguous and all(len(spans) == 1 for _, spans in rows.parts)
+    return rows.views() if is_whole else None
+
+
+def _parts(packed: ByteArray, data: Header) -> list[Rows]:
+    """Return the same of rows that follow each other."""
+    return list(packed.reshape(2 * data.num_layers, data.num_tokens, -1))
 
 
 def encrypted(
-    payload: Sequence[Rows], data: Header, frame_hash: FrameHash, staging: Staging, stats: TransferStats
-) -> tuple[Sequence[Rows], Header]:
-    """Return what crosses for these bytes, each contiguous, and its header: encrypted if that is wanted, until the next
-    call."""
+    payload: FrameRows, data: Header, frame_hash: FrameHash, staging: Staging, stats: TransferStats
+) -> tuple[FrameRows, Header]:
+    """Return what crosses for these bytes, and its header: encrypted if that is wanted, until the next call."""
     if not frame_hash.encrypts:
         return payload, data
     started = time.perf_counter_ns()
     target = staging.take(data.length)
-    tag = frame_hash.encrypted(data.sequence, (rows.reshape(-1) for rows in payload), target)
+    tag = frame_hash.encrypted(data.sequence, payload.pieces(), target)
     stats.verify_ns += time.perf_counter_ns() - started
-    return [target.reshape(1, -1)], data._replace(tag=tag)
+    return packed_rows(target, data.length), data._replace(tag=tag)
 
 
 def receive(wire: Wire, target: ByteArray, hasher: Hasher | None, stats: TransferStats, deadline: float) -> None:

@@ -5,9 +5,11 @@ token the heads asked for: the same on both ends however each has cut them into 
 over them in this order.
 """
 
+import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator
+from itertools import chain
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +18,12 @@ from dataplane.blocks.layout import SlotSpan
 from dataplane.memory.arena import ByteArray
 from dataplane.memory.checksum import Hasher
 from dataplane.memory.extent import Frame
-from dataplane.memory.rows import SequenceRuns
+from dataplane.memory.rows import Int64s, SequenceRuns
 
 PIECE_BYTES = 512 << 10
 """What is copied before it is digested: it must still be in the core's cache then."""
+STAGED_BYTES = 256 << 10
+"""The same of parts of rows, which make a stop on their way."""
 
 Rows = npt.NDArray[np.uint8]
 """[token, byte]. Contiguous where all heads of the arena are meant, else a part of each of its rows."""
@@ -32,33 +36,74 @@ class CopyTimes(Protocol):
     verify_ns: int
 
 
+class FrameRows(NamedTuple):
+    """A frame's rows in host memory. `parts`: of the keys or the values of one layer where the row of slot 0 begins,
+    and in which slots they lie, one object for all parts of which it is the same. `stride`: from a row to the next."""
+
+    array: ByteArray
+    parts: list[tuple[int, list[SlotSpan]]]
+    row_bytes: int
+    stride: int
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Say whether rows of neighbouring slots follow each other: all heads of the arena are meant."""
+        return self.stride == self.row_bytes
+
+    def views(self) -> list[Rows]:
+        """Return the rows as views, one for each span."""
+        strides = (self.stride, 1)
+        return [
+            np.ndarray((num_rows, self.row_bytes), np.uint8, self.array, first_byte + slot * self.stride, strides)
+            for first_byte, spans in self.parts
+            for slot, num_rows in spans
+        ]
+
+    def pieces(self) -> Iterator[ByteArray]:
+        """Yield the bytes piece by piece, a piece until the next one."""
+        if self.is_contiguous:
+            for first_byte, spans in self.parts:
+                for slot, num_rows in spans:
+                    at = first_byte + slot * self.stride
+                    yield self.array[at : at + num_rows * self.stride]
+        else:
+            memory, indices = self.cells(self.cell_bytes)
+            yield from (cells.view(np.uint8) for cells, _ in _staged(memory, indices))
+
+    @property
+    def cell_bytes(self) -> int:
+        """The largest size of cells of which all rows are made, and what lies between them."""
+        return math.gcd(self.row_bytes, self.stride, *(first_byte for first_byte, _ in self.parts))
+
+    def cells(self, size: int) -> tuple[npt.NDArray[np.void], Int64s]:
+        """Return the memory as cells of this size, and which of them are the frame's, in its order."""
+        of_row = np.arange(self.row_bytes // size)
+        of_spans: dict[int, Int64s] = {}
+        indices: list[Int64s] = []
+        for first_byte, spans in self.parts:
+            if id(spans) not in of_spans:
+                slots = np.fromiter(chain.from_iterable(range(slot, slot + num) for slot, num in spans), np.int64)
+                of_spans[id(spans)] = (slots[:, np.newaxis] * (self.stride // size) + of_row).reshape(-1)
+            indices.append(of_spans[id(spans)] + first_byte // size)
+        memory = self.array[: self.array.nbytes // size * size]
+        return memory.view(f"V{size}"), np.concatenate(indices)
+
+
 class SequenceMemory:
-    """A sequence's rows as views of an arena in host memory, which they keep alive. Raises ValueError when the arena is
-    smaller than its shape says."""
+    """A sequence's rows in host memory, an arena that they keep alive. Raises ValueError when that is smaller than its
+    shape says."""
 
     def __init__(self, array: ByteArray, runs: SequenceRuns) -> None:
         if runs.shape.num_bytes > array.nbytes:
             raise ValueError(f"{runs.shape.num_blocks} blocks do not fit into {array.nbytes} bytes")
+        self.array = array
         self.runs = runs
-        self.is_contiguous = self.runs.is_contiguous
-        num_rows = runs.shape.num_bytes // runs.stride
-        end = runs.row_offset + runs.row_bytes
-        self._rows: Rows = array[: runs.shape.num_bytes].reshape(num_rows, runs.stride)[:, runs.row_offset : end]
-        """All rows of the arena: a part begins at one of them, as each is a whole number of rows long."""
 
-    def views(self, frame: Frame) -> list[Rows]:
-        """Return the frame's bytes as views, in the frame's order."""
-        return [rows for part in self.parts(frame) for rows in part]
-
-    def parts(self, frame: Frame) -> Iterator[list[Rows]]:
-        """Yield the views layer by layer, keys and values apart."""
-        runs, all_rows = self.runs, self._rows
-        spans: dict[int, list[SlotSpan]] = {}
-        for part in runs.parts(frame):
-            if part.group not in spans:
-                spans[part.group] = runs.slot_spans(part.group, frame)
-            first = (part.first_byte - runs.row_offset) // runs.stride
-            yield [all_rows[first + slot : first + slot + num_tokens] for slot, num_tokens in spans[part.group]]
+    def rows(self, frame: Frame) -> FrameRows:
+        """Return where the frame's bytes are."""
+        runs = self.runs
+        parts = [(part.first_byte, runs.slot_spans(part.group, frame)) for part in runs.parts(frame)]
+        return FrameRows(self.array, parts, runs.row_bytes, runs.stride)
 
 
 class Staging:
@@ -74,81 +119,97 @@ class Staging:
         return self._memory[:num_bytes]
 
 
-def gather(views: Iterable[Rows], target: ByteArray) -> None:
-    """Copy the views' bytes into `target`, which has room for exactly these."""
+def packed_rows(array: ByteArray, row_bytes: int, num_parts: int = 1) -> FrameRows:
+    """Return rows that fill the array, one behind the other."""
+    num_rows = array.nbytes // row_bytes // num_parts
+    spans = [SlotSpan(0, num_rows)]
+    return FrameRows(array, [(part * num_rows * row_bytes, spans) for part in range(num_parts)], row_bytes, row_bytes)
+
+
+def gather(source: FrameRows, target: ByteArray) -> None:
+    """Copy the rows into `target`, which has room for exactly these."""
     at = 0
-    for rows in views:
-        np.copyto(target[at : at + rows.size].reshape(rows.shape), rows)
-        at += rows.size
+    for piece in source.pieces():
+        target[at : at + piece.nbytes] = piece
+        at += piece.nbytes
     assert at == target.nbytes, f"{at} bytes in {target.nbytes}"
 
 
-def scatter(source: ByteArray, views: Iterable[Rows]) -> None:
-    """Copy `source`, which has exactly their bytes, into the views."""
-    at = 0
-    for rows in views:
-        np.copyto(rows, source[at : at + rows.size].reshape(rows.shape))
-        at += rows.size
-    assert at == source.nbytes, f"{at} bytes of {source.nbytes}"
+def scatter(source: ByteArray, target: FrameRows) -> None:
+    """Copy `source`, which has exactly their bytes, into the rows."""
+    for _ in _copied(packed_rows(source, target.row_bytes, len(target.parts)), target):
+        pass
 
 
-def digest(views: Sequence[Rows], times: CopyTimes, hasher: Hasher | None) -> int:
+def digest(rows: FrameRows, times: CopyTimes, hasher: Hasher | None) -> int:
     """Return the digest of a frame's bytes (0 without a `hasher`, which is new)."""
     if hasher is None:
         return 0
     started = time.perf_counter_ns()
-    for rows in views:
-        if rows.flags.c_contiguous:
-            hasher.update(rows.data)
-        else:
-            for piece in pieces(rows):
-                hasher.update(np.ascontiguousarray(piece).data)
+    for piece in rows.pieces():
+        hasher.update(piece.data)
     times.verify_ns += time.perf_counter_ns() - started
     return hasher.intdigest()
 
 
-def copy(sources: Iterable[Rows], targets: Sequence[Rows], times: CopyTimes, hasher: Hasher | None) -> int:
+def copy(source: FrameRows, target: FrameRows, times: CopyTimes, hasher: Hasher | None) -> int:
     """Copy a frame's bytes from one arena to another and return the digest of what arrived (0 without a `hasher`, which
     is new)."""
     clock = time.perf_counter_ns
-    staging = Staging()
-    for source, target in _pairs(sources, targets):
-        started = clock()
-        arrived = target
-        if hasher is not None and not target.flags.c_contiguous:  # what is digested lies in one piece
-            arrived = staging.take(source.size).reshape(source.shape)
-            np.copyto(arrived, source)
-            np.copyto(target, arrived)
-        else:
-            np.copyto(target, source)  # lets other threads run, which assigning to a memoryview does not
-        copied = clock()
-        times.copy_ns += copied - started
+    started, verify_ns = clock(), 0
+    for arrived in _copied(source, target):
         if hasher is not None:
+            copied = clock()
             hasher.update(arrived.data)
-            times.verify_ns += clock() - copied
+            verify_ns += clock() - copied
+    times.verify_ns += verify_ns
+    times.copy_ns += clock() - started - verify_ns
     return 0 if hasher is None else hasher.intdigest()
 
 
-def pieces(rows: Rows) -> Iterator[Rows]:
-    """Cut into pieces of at most PIECE_BYTES, or of one row."""
-    size = max(1, PIECE_BYTES // rows.shape[1])
-    for at in range(0, len(rows), size):
-        yield rows[at : at + size]
+def _copied(source: FrameRows, target: FrameRows) -> Iterator[ByteArray]:
+    """Copy the rows; yield what has arrived, piece by piece, a piece until the next one."""
+    if not source.is_contiguous or not target.is_contiguous:  # what is digested lies in one piece
+        size = math.gcd(source.cell_bytes, target.cell_bytes)
+        (memory, indices), (target_memory, target_indices) = source.cells(size), target.cells(size)
+        for cells, at in _staged(memory, indices):
+            np.put(target_memory, target_indices[at : at + len(cells)], cells, mode="clip")
+            yield cells.view(np.uint8)
+        return
+    row_bytes = source.row_bytes
+    pairs: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for (first_byte, spans), (target_byte, target_spans) in zip(source.parts, target.parts, strict=True):
+        key = (id(spans), id(target_spans))
+        if key not in pairs:
+            pairs[key] = _pairs(spans, target_spans, max(1, PIECE_BYTES // row_bytes))
+        for slot, target_slot, num_rows in pairs[key]:
+            at, into = first_byte + slot * row_bytes, target_byte + target_slot * row_bytes
+            arrived = target.array[into : into + num_rows * row_bytes]
+            arrived[...] = source.array[at : at + num_rows * row_bytes]  # a memoryview would not let other threads run
+            yield arrived
 
 
-def _pairs(sources: Iterable[Rows], targets: Sequence[Rows]) -> Iterator[tuple[Rows, Rows]]:
-    """Cut both sides at each other's borders, and so that no piece is longer than PIECE_BYTES, or one row."""
-    remaining = iter(targets)
-    target = next(remaining)
-    max_rows, nothing = max(1, PIECE_BYTES // target.shape[1]), target[:0]
-    for source in sources:
-        while size := len(source):
-            if not len(target):
-                target = next(remaining)
-            if size == len(target) <= max_rows:  # most are alike: blocks that lie scattered on both sides
-                yield source, target
-                target = nothing
-                break
-            size = min(size, len(target), max_rows)
-            yield source[:size], target[:size]
-            source, target = source[size:], target[size:]
+def _pairs(spans: list[SlotSpan], others: list[SlotSpan], max_rows: int) -> list[tuple[int, int, int]]:
+    """Return both cut at each other's borders, and so that none has more than `max_rows`: the slots, and how many."""
+    pairs: list[tuple[int, int, int]] = []
+    remaining = iter(others)
+    other_slot, num_others = next(remaining, (0, 0))
+    for slot, num_rows in spans:
+        while num_rows:
+            if not num_others:
+                other_slot, num_others = next(remaining)
+            size = min(num_rows, num_others, max_rows)
+            pairs.append((slot, other_slot, size))
+            slot, num_rows = slot + size, num_rows - size
+            other_slot, num_others = other_slot + size, num_others - size
+    return pairs
+
+
+def _staged(memory: npt.NDArray[np.void], indices: Int64s) -> Iterator[tuple[npt.NDArray[np.void], int]]:
+    """Yield these cells one behind the other, as many as are staged at once, until the next, and which the first is."""
+    staging = np.empty(max(1, STAGED_BYTES // memory.itemsize), memory.dtype)
+    for at in range(0, len(indices), len(staging)):
+        taken = indices[at : at + len(staging)]
+        cells = staging[: len(taken)]
+        np.take(memory, taken, out=cells, mode="clip")  # "clip", here and above: into `out` itself; none is outside
+        yield cells, at

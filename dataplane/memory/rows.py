@@ -61,11 +61,8 @@ class SequenceRuns:
         """Bytes of a token's row in the arena that come before the heads asked for."""
         self._tables = tables
         self._borders: dict[int, tuple[Int64s, Int64s]] = {}
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Say whether rows of neighbouring slots follow each other: all heads of the arena are meant."""
-        return self.row_bytes == self.stride
+        self._slot_spans: dict[int, tuple[int, int, list[SlotSpan]]] = {}
+        """By cache group, those of the last frame: the next layers have the same."""
 
     def covers(self, extent: Extent, end_token: int) -> bool:
         """Say whether the tables have all of the extent, written up to `end_token`: a ring has only its last round."""
@@ -87,9 +84,14 @@ class SequenceRuns:
                 yield Part(first_byte + self.row_offset, group)
 
     def slot_spans(self, group: int, frame: Frame) -> list[SlotSpan]:
-        """Return where a cache group's tokens of the frame lie."""
-        end_token = frame.first_token + frame.num_tokens
-        return slot_spans(self._tables[group], self.shape.layout.block_size, frame.first_token, end_token)
+        """Return where a cache group's tokens of the frame lie; the same object for frames of the same tokens."""
+        first_token, num_tokens, spans = self._slot_spans.get(group, (0, -1, []))
+        if (first_token, num_tokens) != (frame.first_token, frame.num_tokens):
+            first_token, num_tokens = frame.first_token, frame.num_tokens
+            size = self.shape.layout.block_size
+            spans = slot_spans(self._tables[group], size, first_token, first_token + num_tokens)
+            self._slot_spans[group] = first_token, num_tokens, spans
+        return spans
 
     def spans(self, group: int, frame: Frame) -> Spans:
         """Return the same as arrays, for who has hundreds of them in a frame and only microseconds for it."""

@@ -82,11 +82,10 @@ def tapped(flip: BitFlip) -> Iterator[None]:
     def land_damaged(carrier: TcpReader, wire: Any, data: Any, stats: Any, deadline: float) -> Any:
         return land(carrier, _Tap(wire, flip), data, stats, deadline)  # type: ignore[arg-type]
 
-    def copy_damaged(sources: Any, targets: Any, stats: Any, hasher: Any) -> int:
-        on_the_way = [rows.copy() for rows in sources]
-        for rows in on_the_way:
-            flip.pass_on(rows)
-        return copy(on_the_way, targets, stats, hasher)
+    def copy_damaged(source: Any, target: Any, stats: Any, hasher: Any) -> int:
+        on_the_way = np.concatenate([rows.flatten() for rows in source.views()])
+        flip.pass_on(on_the_way)
+        return copy(frames.packed_rows(on_the_way, source.row_bytes, len(source.parts)), target, stats, hasher)
 
     def land_staged_damaged(carrier: StagedReader, wire: Any, data: Any, stats: Any, deadline: float) -> Any:
         return land_staged(carrier, _Tap(wire, flip), data, stats, deadline)  # type: ignore[arg-type]
@@ -101,8 +100,8 @@ def tapped(flip: BitFlip) -> Iterator[None]:
             flip.pass_on(rows)
         return rows
 
-    def gather_damaged(views: Any, target: Any) -> None:
-        gather(views, target)
+    def gather_damaged(source: Any, target: Any) -> None:
+        gather(source, target)
         flip.pass_on(target)
 
     def receive_damaged(communicator: FakeCommunicator, *args: Any) -> Any:

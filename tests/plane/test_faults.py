@@ -220,10 +220,10 @@ def test_lease_ends_after_the_last_commit(carrier: str, holder: Holder, target: 
 def test_flipped_byte(carrier: str, holder: Holder, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     digest = frames.digest
 
-    def digest_of_something_else(views, stats, hasher):
-        changed = [view.copy() for view in views]
-        changed[-1][-1, -1] ^= 1
-        return digest(changed, stats, hasher)
+    def digest_of_something_else(rows, stats, hasher):
+        changed = np.concatenate([view.flatten() for view in rows.views()])
+        changed[-1] ^= 1
+        return digest(frames.packed_rows(changed, rows.row_bytes), stats, hasher)
 
     receive_now = FakeCommunicator.receive_now
 
@@ -322,13 +322,13 @@ async def test_cancelled_before_it_has_begun(carrier: str, holder: Holder, targe
 async def test_cancelled_twice(carrier: str, holder: Holder, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second cancellation does not free the blocks under a copy that still runs."""
     copying, go_on = threading.Event(), threading.Event()
-    views, bring_in, land = frames.SequenceMemory.views, Lane.bring_in, CudaReader.land
+    rows, bring_in, land = frames.SequenceMemory.rows, Lane.bring_in, CudaReader.land
 
     def held_up(self, data):
-        if target.card is None and np.may_share_memory(self._rows, target.array):
+        if target.card is None and np.may_share_memory(self.array, target.array):
             copying.set()
             assert go_on.wait(DEADLINE_S)
-        return views(self, data)
+        return rows(self, data)
 
     def held_up_on_the_card(self, slot, runs, data):
         assert target.card is not None
@@ -343,7 +343,7 @@ async def test_cancelled_twice(carrier: str, holder: Holder, target: Target, mon
         copying.set()
         return digest
 
-    monkeypatch.setattr(frames.SequenceMemory, "views", held_up)
+    monkeypatch.setattr(frames.SequenceMemory, "rows", held_up)
     take = ReaderCore.take
 
     def held_up_when_it_has_come(core, *args):

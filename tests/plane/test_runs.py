@@ -94,13 +94,13 @@ def test_gathered_rows_are_the_frame(case: Case, first_byte: int) -> None:
     moves = gather_moves(source.runs, case.data, first_byte)
     expected = random_bytes(first_byte + moves.num_bytes + 64, 1)
     packed = expected.copy()
-    views = source.views(case.data)
-    frames.gather(views, expected[first_byte : first_byte + moves.num_bytes])
+    rows = source.rows(case.data)
+    frames.gather(rows, expected[first_byte : first_byte + moves.num_bytes])
     move(moves, random_bytes(case.source[0].num_bytes, case.seed), packed)
     assert np.array_equal(packed, expected)
     assert moves.num_rows == 2 * case.data.num_layers * case.data.num_tokens
     gathered = packed[first_byte : first_byte + moves.num_bytes]
-    assert sum64(gathered) == frames.digest(views, TransferStats(), Sum64())
+    assert sum64(gathered) == frames.digest(rows, TransferStats(), Sum64())
 
 
 @quick
@@ -111,7 +111,7 @@ def test_scattered_rows_are_where_they_belong(case: Case, first_byte: int) -> No
     moves = scatter_moves(target.runs, case.data, first_byte)
     packed = random_bytes(first_byte + moves.num_bytes, 1)
     moved = array.copy()
-    frames.scatter(packed[first_byte:], target.views(case.data))
+    frames.scatter(packed[first_byte:], target.rows(case.data))
     move(moves, packed, moved)
     assert np.array_equal(moved, array)
 
@@ -122,10 +122,9 @@ def test_rows_go_from_one_arena_to_another(case: Case) -> None:
     source = random_bytes(case.source[0].num_bytes, case.seed)
     expected = random_bytes(case.target[0].num_bytes, case.seed + 1)
     moved = expected.copy()
-    views = SequenceMemory(source, SequenceRuns(*case.source, case.heads)).views(case.data)
-    if case.data.num_tokens:
-        targets = SequenceMemory(expected, SequenceRuns(*case.target, case.heads)).views(case.data)
-        frames.copy(views, targets, TransferStats(), None)
+    ends = (source, case.source), (expected, case.target)
+    rows = [SequenceMemory(array, case.place(end)).rows(case.data) for array, end in ends]
+    frames.copy(*rows, TransferStats(), None)
     move(pair_moves(case.place(case.source), case.place(case.target), case.data), source, moved)
     assert np.array_equal(moved, expected)
 
@@ -195,7 +194,7 @@ def test_tokens_that_the_tables_do_not_have(first_token: int, num_tokens: int) -
         lambda: gather_moves(runs, data),
         lambda: scatter_moves(runs, data),
         lambda: pair_moves(runs, runs, data),
-        lambda: memory.views(data),
+        lambda: memory.rows(data),
     ):
         with pytest.raises(ValueError, match="token"):
             plan()

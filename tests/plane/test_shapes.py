@@ -4,7 +4,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import ml_dtypes
@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from dataplane.blocks.layout import ArenaShape, BlockTable, BlockTables, KVLayout, Segment, num_blocks_for, segments_of
+from dataplane.blocks.layout import (
+    ArenaShape,
+    BlockTable,
+    BlockTables,
+    KVLayout,
+    Segment,
+    SlotSpan,
+    num_blocks_for,
+    segments_of,
+)
 from dataplane.cards import limits
 from dataplane.carriers.shm import SharedHolder
 from dataplane.carriers.tcp import TcpHolder
@@ -21,6 +30,7 @@ from dataplane.memory import frames
 from dataplane.memory.checksum import FrameHash
 from dataplane.memory.codec import BlockCodec
 from dataplane.memory.extent import Extent, first_kept_block, heads_of
+from dataplane.memory.frames import FrameRows
 from dataplane.protocol.stream import TransferFailedError, TransferStats
 from tests.plane.harness import CARRIERS, DEADLINE_S, FROM_OR_TO_CARDS, KV, LAYOUT, Holder, Target, running, write_kv
 
@@ -338,17 +348,25 @@ def test_broken_read_of_windows_keeps_nothing(
 @pytest.mark.parametrize("digests", [True, False])
 def test_what_is_digested_is_what_arrived(monkeypatch: pytest.MonkeyPatch, part: slice, digests: bool) -> None:
     """Of whole rows and of parts: a copy that goes wrong has another digest than its source."""
-    source, target = (np.random.default_rng(seed).integers(0, 256, (40, 64), np.uint8)[:, part] for seed in (1, 2))
+    parts, arrays = [(part.start, [SlotSpan(0, 40)])], np.random.default_rng(1).integers(0, 256, (2, 40 * 64), np.uint8)
+    source, target = (FrameRows(array, parts, part.stop - part.start, 64) for array in arrays)
     stats = TransferStats()
     frame_hash = FrameHash("poly1305" if digests else None, bytes(32))
-    right = frames.digest([source], stats, frame_hash.new(1))
-    assert frames.copy([source], [target], stats, frame_hash.new(1)) == right and bool(right) is digests
-    assert np.array_equal(source, target)
-    copyto = np.copyto
+    right = frames.digest(source, stats, frame_hash.new(1))
+    assert frames.copy(source, target, stats, frame_hash.new(1)) == right and bool(right) is digests
+    assert np.array_equal(source.views()[0], target.views()[0])
 
-    def damaged(into, what) -> None:
-        copyto(into, what)
-        into[3, 5] ^= 1
+    class Damaged(np.ndarray):
+        def __setitem__(self, at: Any, what: Any) -> None:
+            super().__setitem__(at, what)
+            self.view(np.ndarray)[3] ^= 1
 
-    monkeypatch.setattr(np, "copyto", damaged)
-    assert not digests or frames.copy([source], [target], stats, frame_hash.new(1)) != right
+    take = np.take
+
+    def take_damaged(*args: Any, out: np.ndarray, **options: Any) -> None:
+        take(*args, out=out, **options)
+        out.view(np.uint8)[3] ^= 1
+
+    monkeypatch.setattr(np, "take", take_damaged)
+    target = target._replace(array=target.array.view(Damaged))
+    assert not digests or frames.copy(source, target, stats, frame_hash.new(1)) != right

@@ -231,10 +231,11 @@ def digests_the_beginning(patch: pytest.MonkeyPatch) -> None:
 def skips_a_piece(patch: pytest.MonkeyPatch) -> None:
     copy = frames.copy
 
-    def copy_most(sources: Any, targets: Any, *rest: Any) -> int:
-        before = targets[-1].copy()
-        digest = copy(sources, targets, *rest)
-        targets[-1][...] = before
+    def copy_most(source: Any, target: Any, *rest: Any) -> int:
+        last = target.views()[-1]
+        before = last.copy()
+        digest = copy(source, target, *rest)
+        last[...] = before
         return digest
 
     patch.setattr(frames, "copy", copy_most)

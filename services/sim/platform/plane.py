@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from dataplane.blocks.layout import ArenaShape
 from dataplane.blocks.ticket import TicketSecrets
 from dataplane.carriers import loopback, shm, tcp
@@ -308,8 +310,10 @@ class _PacedReader(SharedReader):
 
     def _copy(self, wire: Wire, data: Header, stats: TransferStats) -> int:
         assert isinstance(wire, SimWire)
-        arriving = _paced(wire, self._source.views(data))
-        return frames.copy(arriving, self._target.views(data), stats, self._hash.new(data.sequence))
+        source, target = self._source.rows(data), self._target.rows(data)
+        arrived = np.concatenate([piece.flatten() for piece in _paced(wire, source.views())])
+        rows = frames.packed_rows(arrived, source.row_bytes, len(source.parts))
+        return frames.copy(rows, target, stats, self._hash.new(data.sequence))
 
 
 def _paced(wire: SimWire, views: Sequence[Rows]) -> Iterator[Rows]:
