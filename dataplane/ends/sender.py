@@ -213,7 +213,7 @@ class HolderStream:
         if not self._context.digests:
             return None
         if wanted.carrier == tcp.NAME:
-            return "poly1305"
+            return "gmac"
         return self._context.side.digest_kind or wanted.digest_kind
 
     def _encrypts(self, wanted: Open) -> bool:

@@ -1,9 +1,9 @@
 """With what frames are digested.
 
 Where only the owner's processes can write what is digested, on one host, a quick digest that finds errors will do: its
-value is sealed (`Seal` in `protocol/stream.py`). Bytes that cross a network are digested with Poly1305 (RFC 8439):
-nobody without the frame's own key can find other bytes of the same digest. Or they are encrypted, with AES-256-GCM
-(NIST SP 800-38D), whose tag is their digest then.
+value is sealed (`Seal` in `protocol/stream.py`). Bytes that cross a network are digested with GMAC, the half of
+AES-256-GCM (NIST SP 800-38D) that authenticates: nobody without the stream's key can find other bytes of the same
+digest. Or they are encrypted as well, with all of it, whose tag is their digest then.
 
 `sum64` can be summed in any order, as a kernel that copies does; the host gets the same number. Of the frame's bytes as
 little-endian 64-bit words w[0], w[1], …, the end padded with zeros, it is
@@ -14,7 +14,6 @@ with splitmix64's finalizer as `mix` (Steele, Lea, Flood: Fast splittable pseudo
 constants are Stafford's variant 13). A word that changes, or that stands elsewhere, changes its summand.
 """
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -26,13 +25,12 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import GCM
-from cryptography.hazmat.primitives.poly1305 import Poly1305
 
 from dataplane.memory.arena import ByteArray
 
-DigestKind = Literal["xxh3", "sum64", "poly1305", "aes256gcm"]
+DigestKind = Literal["xxh3", "sum64", "gmac", "aes256gcm"]
 """What a frame is digested with: xxh3-64; where one end computes it as it copies, in any order, the sum below; where
-others could have changed it on its way, Poly1305; where they could read it, AES-256-GCM."""
+others could have changed it on its way, GMAC; where they could read it, AES-256-GCM."""
 
 
 class Hasher(Protocol):
@@ -76,8 +74,8 @@ class FrameHash:
                 return xxhash.xxh3_64()
             case "sum64":
                 return Sum64()
-            case "poly1305":
-                return _Poly1305(self.key, sequence)
+            case "gmac":
+                return _Gmac(self.key, sequence)
 
 
 GOLDEN = 0x9E3779B97F4A7C15
@@ -95,16 +93,16 @@ _POSITIONS: Words = np.arange(1, _PIECE_WORDS + 1, dtype=np.uint64) * np.uint64(
 _POSITIONS.flags.writeable = False
 
 
-class _Poly1305:
-    """Under a key of this frame alone: one key may authenticate one message only (RFC 8439, section 2.5)."""
+class _Gmac:
+    """AES-256-GCM of bytes that stay in the clear: it only authenticates them."""
 
     def __init__(self, key: bytes, sequence: int) -> None:
-        own = hashlib.blake2b(sequence.to_bytes(8, "little"), digest_size=32, key=key, person=b"kvmesh poly1305")
-        self._mac = Poly1305(own.digest())
-        self.update = self._mac.update
+        self._cipher = Cipher(AES(key), GCM(_iv_of(sequence))).encryptor()
+        self.update = self._cipher.authenticate_additional_data
 
     def intdigest(self) -> int:
-        return int.from_bytes(self._mac.finalize(), "little")
+        self._cipher.finalize()
+        return int.from_bytes(self._cipher.tag, "little")
 
 
 class _Opening:

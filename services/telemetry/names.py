@@ -54,7 +54,7 @@ class Key:
     NUM_WIRE_BYTES = "kvmesh.num_wire_bytes"
     WIRE_DTYPE = "kvmesh.wire_dtype"
     DIGEST_KIND = "kvmesh.digest_kind"
-    """What proves the bytes that crossed: xxh3, sum64, poly1305; aes256gcm: they were encrypted. Missing: nothing."""
+    """What proves the bytes that crossed: xxh3, sum64, gmac; aes256gcm: they were encrypted. Missing: nothing."""
     NUM_BLOCKS = "kvmesh.num_blocks"
     NUM_CACHED_BLOCKS = "kvmesh.num_cached_blocks"
     """How many of the prompt's blocks the reader had already."""

@@ -202,7 +202,7 @@ def commit(sequence=1, tag=0) -> bytes:
 
 END = encode_frame(Kind.END, b"")
 ACCEPTED = encode_frame(Kind.ACCEPTED, Accepted(carrier="tcp", nonce="n"))
-VERIFIED = encode_frame(Kind.ACCEPTED, Accepted(carrier="tcp", nonce="n", digest_kind="poly1305"))
+VERIFIED = encode_frame(Kind.ACCEPTED, Accepted(carrier="tcp", nonce="n", digest_kind="gmac"))
 
 
 @pytest.mark.parametrize(
