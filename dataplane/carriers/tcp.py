@@ -167,16 +167,16 @@ def encrypted(
 def receive(wire: Wire, target: ByteArray, hasher: Hasher | None, stats: TransferStats, deadline: float) -> None:
     """Fill `target` from the wire and digest what comes. Raises WireClosedError, WireTimeoutError."""
     clock = time.perf_counter_ns
-    view = target.data
+    started, verify_ns, view = clock(), 0, target.data
     while view:
-        started = clock()
         received = wire.receive_into(view[:_RECEIVE_BYTES], deadline)
-        arrived = clock()
-        stats.copy_ns += arrived - started
         if hasher is not None:  # now, while it is in the cache
+            arrived = clock()
             hasher.update(view[:received])
-            stats.verify_ns += clock() - arrived
+            verify_ns += clock() - arrived
         view = view[received:]
+    stats.verify_ns += verify_ns
+    stats.copy_ns += clock() - started - verify_ns
 
 
 def _digest_of(hasher: Hasher | None) -> Digest:

@@ -119,7 +119,7 @@ class SocketWire:
         self._sock = sock
         self._cut = False
         self._unread = bytearray()
-        self._receive_timeout_s = 0.0
+        self._timeouts_s = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
         self.reads_ahead = reads_ahead
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -147,9 +147,7 @@ class SocketWire:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             raise WireTimeoutError("the deadline has passed")
-        if not remaining <= self._receive_timeout_s <= remaining * 1.1:  # a system call less, for most pieces
-            self._receive_timeout_s = remaining
-            self._set_timeout(socket.SO_RCVTIMEO, remaining)
+        self._set_timeout(socket.SO_RCVTIMEO, remaining)
         try:
             received = self._sock.recv_into(view)
         except BlockingIOError as error:
@@ -219,6 +217,9 @@ class SocketWire:
                 views[0] = views[0][sent:]
 
     def _set_timeout(self, option: int, seconds: float) -> None:
+        if seconds <= self._timeouts_s[option] <= seconds * 1.1:  # a system call less, for most pieces
+            return
+        self._timeouts_s[option] = seconds
         micros = max(1, int(seconds * 1e6))
         with contextlib.suppress(OSError):  # the socket is gone: the call that follows says so
             self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(micros, 1_000_000)))
@@ -227,8 +228,10 @@ class SocketWire:
 class _SocketWaker:
     def __init__(self, sock: socket.socket) -> None:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._sock = sock
         self._set = False
+        self._poll = select.poll()
+        self._poll.register(self._fd, select.POLLIN)
+        self._poll.register(sock, select.POLLIN)
 
     def __enter__(self) -> Self:
         return self
@@ -248,7 +251,4 @@ class _SocketWaker:
             self._set = False
 
     def wait(self, timeout_s: float) -> bool:
-        poll = select.poll()
-        poll.register(self._fd, select.POLLIN)
-        poll.register(self._sock, select.POLLIN)
-        return bool(poll.poll(timeout_s * 1000))
+        return bool(self._poll.poll(timeout_s * 1000))
