@@ -6,6 +6,7 @@ over them in this order.
 """
 
 import math
+import mmap
 import time
 from collections.abc import Iterator
 from itertools import chain
@@ -107,7 +108,11 @@ class SequenceMemory:
 
 
 class Staging:
-    """Memory between an arena and a wire, used again for each frame. For one thread."""
+    """Memory between an arena and a wire, used again for each frame. For one thread.
+
+    It begins at a page's start, as an arena does: AMD's processors copy half as fast, or slower, to where the target
+    lies a few bytes behind the source, counted from their pages' starts (`rep movsb`, glibc's choice from 2 KiB on).
+    """
 
     def __init__(self) -> None:
         self._memory: ByteArray = np.empty(0, np.uint8)
@@ -115,7 +120,8 @@ class Staging:
     def take(self, num_bytes: int) -> ByteArray:
         """Return that many bytes; what was taken before is void."""
         if self._memory.nbytes < num_bytes:
-            self._memory = np.empty(num_bytes, np.uint8)
+            memory = np.empty(num_bytes + mmap.PAGESIZE, np.uint8)
+            self._memory = memory[-memory.ctypes.data % mmap.PAGESIZE :]
         return self._memory[:num_bytes]
 
 
@@ -207,7 +213,8 @@ def _pairs(spans: list[SlotSpan], others: list[SlotSpan], max_rows: int) -> list
 
 def _staged(memory: npt.NDArray[np.void], indices: Int64s) -> Iterator[tuple[npt.NDArray[np.void], int]]:
     """Yield these cells one behind the other, as many as are staged at once, until the next, and which the first is."""
-    staging = np.empty(max(1, STAGED_BYTES // memory.itemsize), memory.dtype)
+    size = memory.itemsize
+    staging = Staging().take(max(size, STAGED_BYTES // size * size)).view(memory.dtype)
     for at in range(0, len(indices), len(staging)):
         taken = indices[at : at + len(staging)]
         cells = staging[: len(taken)]
