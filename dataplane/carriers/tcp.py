@@ -18,7 +18,7 @@ from dataplane.protocol.stream import Digest, Header, ProtocolError, TransferSta
 from dataplane.protocol.wire import Wire
 
 NAME = "tcp"
-_RECEIVE_BYTES = 1 << 20
+RECEIVE_BYTES = 1 << 20
 """At most this is received before it is digested: a part of the core's cache, and yet few system calls."""
 
 
@@ -169,7 +169,7 @@ def receive(wire: Wire, target: ByteArray, hasher: Hasher | None, stats: Transfe
     clock = time.perf_counter_ns
     started, verify_ns, view = clock(), 0, target.data
     while view:
-        received = wire.receive_into(view[:_RECEIVE_BYTES], deadline)
+        received = wire.receive_into(view[:RECEIVE_BYTES], deadline)
         if hasher is not None:  # now, while it is in the cache
             arrived = clock()
             hasher.update(view[:received])

@@ -119,7 +119,7 @@ class SocketWire:
         self._sock = sock
         self._cut = False
         self._unread = bytearray()
-        self._timeouts_s = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
+        self._timeouts_s = {socket.SO_RCVTIMEO: -1.0, socket.SO_SNDTIMEO: -1.0}
         self.reads_ahead = reads_ahead
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
