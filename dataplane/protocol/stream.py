@@ -44,7 +44,7 @@ from dataplane.memory.extent import NO_HEADS, Extent, HeadRange
 from dataplane.protocol.reasons import FailCode, RefusalCode
 from schemas.kv import ReadEnd
 
-VERSION = 4
+VERSION = 5
 
 _MAGIC = b"KV"
 _HEADER = struct.Struct("<2sBBIHHIII16sQ")

@@ -1,7 +1,7 @@
 """How a block is written behind memory: a header, then its bytes layer by layer, the keys before the values.
 
 Others than holders may write to a folder or a server. So nothing that is read back is believed before a MAC over all of
-it (Poly1305, RFC 8439, with a key of this value alone) proves that somebody with a content secret has written it for
+it (GMAC, NIST SP 800-38D, with a key of this value alone) proves that somebody with a content secret has written it for
 this block, of this model and this format. The block's own tag (`dataplane/memory/content.py`) is kept with it.
 """
 
@@ -10,9 +10,9 @@ import secrets
 import struct
 
 import numpy as np
-from cryptography.hazmat.primitives.poly1305 import Poly1305
 
 from dataplane.memory.arena import ByteArray
+from dataplane.memory.checksum import FrameHash
 from dataplane.memory.content import TAG_BYTES, BlockContents
 from services.store.tiers import StoreKey
 
@@ -85,7 +85,8 @@ class BlockValues:
 
 def _mac(key: bytes, value: memoryview, body: ByteArray) -> bytes:
     """Return the MAC over a value's header, up to the MAC, and its bytes."""
-    mac = Poly1305(key)
+    mac = FrameHash("gmac", key).new(0)
+    assert mac is not None, "that kind has one"
     mac.update(value[: HEADER_BYTES - _MAC_BYTES])
     mac.update(body.data)
-    return mac.finalize()
+    return mac.intdigest().to_bytes(_MAC_BYTES, "little")
