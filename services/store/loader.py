@@ -50,31 +50,19 @@ class Loader:
             await asyncio.wait(loads)
 
     async def _collect(self, joined: bytes, tenant: str, timeout_s: float) -> list[int]:
-        """Return the blocks of that run, a reference to each."""
+        """Return the blocks of that run, a reference to each. What has to be loaded is waited for a moment: what comes
+        later is for whoever asks next, most often the same reader."""
         hashes = split_hashes(joined)
         deadline = time.monotonic() + timeout_s
-        blocks: list[int] = []
-        while len(blocks) < len(hashes):
+        blocks = self._memory.take(hashes, tenant)
+        while len(blocks) < len(hashes) and (left_s := deadline - time.monotonic()) > 0:
             rest = hashes[len(blocks) :]
-            if blocks and self.is_coming(rest[0], tenant):
-                break  # it is lent when the reader has read these
-            more = self._memory.take(rest, tenant) or await self._fetch(rest, tenant, deadline)
-            if not more:
-                break
+            load = self._loads.get(key_of(tenant, rest[0])) or await self._begin_load(rest, tenant, deadline)
+            if load is not None:
+                await asyncio.wait([load], timeout=min(left_s, LEND_AFTER_S))
+            more = self._memory.take(rest, tenant)
             blocks += more
-        return blocks
-
-    async def _fetch(self, hashes: Sequence[BlockHash], tenant: str, deadline: float) -> list[int]:
-        """Bring the leading run that lies behind memory, as far as time and room allow, and take what is there soon.
-
-        A load goes on, for whoever asks next.
-        """
-        load = self._loads.get(key_of(tenant, hashes[0])) or await self._begin_load(hashes, tenant, deadline)
-        blocks: list[int] = []
-        while load is not None and not blocks and (left_s := deadline - time.monotonic()) > 0:
-            await asyncio.wait([load], timeout=min(left_s, LEND_AFTER_S))
-            blocks = self._memory.take(hashes, tenant)
-            if load.done():
+            if (not more and (load is None or load.done())) or (blocks and load is not None and not load.done()):
                 break
         return blocks
 
