@@ -15,8 +15,8 @@ A connection may be a pair's instead, over which two workers keep in step what m
 
 A Commit says that the lease was still good *after* a frame's bytes had left the holder's memory, and its tag proves
 what they were there. A frame is believed once its Commit is in and its digest is right; nothing waits for a round trip
-but the last frame. Every frame starts with one header of fixed size; all numbers are little-endian; every size has a
-limit.
+but the last frame. Every frame starts with one header of fixed size, which ends in its CRC-32: nobody waits for the
+bytes of a length that was damaged on its way. All numbers are little-endian; every size has a limit.
 
 Accepted, Commit, End and Fail are sealed: their `tag` is a MAC (`Seal`) under a key that both ends derive from the
 secret that signed the ticket and from the nonces of Open and Accepted. So it is of this lease, epoch, tenant and KV
@@ -28,6 +28,7 @@ import hashlib
 import hmac
 import secrets
 import struct
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,7 +49,8 @@ VERSION = 5
 
 _MAGIC = b"KV"
 _HEADER = struct.Struct("<2sBBIHHIII16sQ")
-HEADER_BYTES = _HEADER.size
+_CHECKSUM = struct.Struct("<I")
+HEADER_BYTES = _HEADER.size + _CHECKSUM.size
 TAG_BYTES = 16
 _NONCE_BYTES = 16
 
@@ -282,7 +284,8 @@ class TransferStats:
 def encode_header(header: Header) -> bytes:
     """Return the header's bytes."""
     *fields, tag, at = header
-    return _HEADER.pack(_MAGIC, VERSION, *fields, tag.to_bytes(TAG_BYTES, "little"), at)
+    said = _HEADER.pack(_MAGIC, VERSION, *fields, tag.to_bytes(TAG_BYTES, "little"), at)
+    return said + _CHECKSUM.pack(zlib.crc32(said))
 
 
 def encode_frame(kind: Kind, body: msgspec.Struct | bytes, seal: Seal | None = None) -> bytes:
@@ -297,9 +300,11 @@ def encode_frame(kind: Kind, body: msgspec.Struct | bytes, seal: Seal | None = N
 
 def decode_header(data: bytes | bytearray | memoryview, *allowed: Kind) -> Header:
     """Return the header of one of the `allowed` kinds. Raises ProtocolError, for an oversized length too."""
-    magic, version, kind, *fields, tag, at = _HEADER.unpack(data)
+    magic, version, kind, *fields, tag, at = _HEADER.unpack_from(data)
     if magic != _MAGIC or version != VERSION:
         raise ProtocolError("not a KV stream of this version")
+    if _CHECKSUM.unpack_from(data, _HEADER.size)[0] != zlib.crc32(data[: _HEADER.size]):
+        raise ProtocolError("a header was damaged on its way")
     if kind not in allowed:
         raise ProtocolError(f"frame of kind {kind} where {', '.join(k.name for k in allowed)} may come")
     header = Header(Kind(kind), *fields, tag=int.from_bytes(tag, "little"), at=at)

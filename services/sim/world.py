@@ -174,6 +174,8 @@ class World:
         await self._until(
             lambda: all(exchange.is_over for _, exchange in self.exchanges), REST_WITHIN_S, _STILL_ANSWERS
         )
+        # What a client has kept while the broker was away is said when it is connected again.
+        await self._until(lambda: self.broker.has_all, REST_WITHIN_S, "not all clients of the broker came back")
         held: list[Held] = []
 
         def rests() -> bool:

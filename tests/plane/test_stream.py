@@ -168,3 +168,14 @@ def test_many_threads_may_decode_the_first_bodies_at_once() -> None:
     for _ in range(3):
         done = subprocess.run([sys.executable, "-c", _DECODE_AT_ONCE], capture_output=True, timeout=60)
         assert done.returncode == 0, done.stderr.decode()
+
+
+def test_every_flipped_bit_of_a_header_is_found_in_it() -> None:
+    """A damaged length would have the peer wait for bytes that never come."""
+    header = encode_header(Header(Kind.DATA, 7, 1, 2, 16, 32, 4_096, tag=2**127 + 5, at=3))
+    for bit in range(8 * len(header)):
+        damaged = bytearray(header)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ProtocolError):
+            decode_header(damaged, *Kind)
+    assert decode_header(header, *Kind).length == 4_096

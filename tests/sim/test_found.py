@@ -102,6 +102,29 @@ FOUND = (
         MeshShape(num_gateways=2),
         (Fault(do="broker_pause", at_s=0.3, for_s=3.0), Fault(do="broker", at_s=1.2, for_s=0.3)),
     ),
+    # It was judged before the last client had come back, and had said what it had kept.
+    Found(
+        "a broker is away until after the deadlines",
+        2224,
+        MeshShape(
+            num_schedulers=2,
+            num_gateways=2,
+            replicate=True,
+            num_blocks=128,
+            token_budget=64,
+            carrier="tcp",
+            lease_ms=400,
+        ),
+        (Fault(do="broker", at_s=0.3, for_s=26.0),),
+        all_answered=False,
+    ),
+    # A damaged length had the reader wait for bytes that never came, and the lease with it.
+    Found(
+        "streams to a store are damaged",
+        3734,
+        MeshShape(num_prefill=3, has_store=True, replicate=True, num_blocks=40, token_budget=16, lease_ms=3_000),
+        (Fault(do="corruption", at_s=0.3, for_s=1.5, share=0.6),),
+    ),
     # The gateway was still giving it a piece: that request's trace had no root yet.
     Found(
         "slow clients hang up",

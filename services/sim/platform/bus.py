@@ -141,6 +141,11 @@ class SimBroker:
         self._buses.append(bus)
         return bus
 
+    @property
+    def has_all(self) -> bool:
+        """Every client is connected, and what it kept has been said."""
+        return all(bus.is_connected for bus in self._buses)
+
     def go_down(self) -> None:
         """The broker dies: messages on their way are lost, every client is disconnected."""
         self.is_up = self._is_still = False
