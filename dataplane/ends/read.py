@@ -20,7 +20,7 @@ from dataplane.carriers.kv_arena import Approach
 from dataplane.ends.connections import Cancellation
 from dataplane.memory.checksum import DigestKind, FrameHash
 from dataplane.memory.codec import WireDtype
-from dataplane.memory.content import ExpectedContent
+from dataplane.memory.content_tags import ExpectedContent
 from dataplane.memory.extent import Extent
 from dataplane.protocol.reasons import RefusalCode
 from dataplane.protocol.stream import (

@@ -216,7 +216,7 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `heads` (all that this holder has) and `tables` tell a reader that copies from the holder's arena where the tokens
     lie in it; to others they are not told. `names`: by which that memory is opened, where its carrier needs any.
     `staged`: frames lie in the holder's shared memory one by one, each `at` its header's offset. `content_tags`: of
-    blocks that are lent (`memory/content.py`), joined; none where what arrives are not the bytes of whole blocks."""
+    blocks that are lent (`memory/content_tags.py`), joined; none where it is not whole blocks that arrive."""
 
     carrier: str
     nonce: str

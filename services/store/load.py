@@ -9,7 +9,7 @@ from pathlib import Path
 from dataplane.blocks.layout import ArenaShape, KVLayout, uniform_shape
 from dataplane.carriers.host import HostArena
 from dataplane.memory.arena import ArenaTooLargeError
-from dataplane.memory.content import BlockContents
+from dataplane.memory.content_tags import BlockContents
 from schemas.ids import WorkerId
 from services.config import MeshConfig, StoreConfig, dtype_of, state_dir
 from services.engine.checkpoint import layout_of, read_checkpoint

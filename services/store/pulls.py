@@ -9,7 +9,7 @@ from typing import NamedTuple
 from dataplane.blocks.kept import Content
 from dataplane.blocks.layout import BlockTable, BlockTables, segments_of
 from dataplane.ends.reader import PlaneReader
-from dataplane.memory.content import BlockContents
+from dataplane.memory.content_tags import BlockContents
 from schemas.ids import RequestId, WorkerId, new_id
 from schemas.kv import BlocksCooling, LeaseGranted, ReadEnd, ReplicateBlocks
 from schemas.request import RefusalReason

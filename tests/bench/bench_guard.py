@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from services.bench.drive.progress import progress
+from services.bench.drive.progress_bar import progress
 from tests.bench.bench_carriers import run
 
 MIB, ROUNDS, MORE_ROUNDS = 64, 5, 15

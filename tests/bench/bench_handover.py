@@ -24,7 +24,7 @@ from rich.table import Table
 from services.bench.drive.arguments import parse_lengths
 from services.bench.drive.http_client import Client, open_http
 from services.bench.drive.meshes import model_folder, running
-from services.bench.drive.progress import progress
+from services.bench.drive.progress_bar import progress
 from services.bench.drive.random_model import LARGE_KV_SHAPE, SHAPE
 from services.bench.drive.workload import random_tokens
 from services.cli.recorded import find_trace, load_spans

@@ -19,7 +19,7 @@ from rich.console import Console
 from services.bench.drive.arguments import parse_lengths
 from services.bench.drive.http_client import Client, Completion, open_http
 from services.bench.drive.meshes import model_folder, running
-from services.bench.drive.progress import progress
+from services.bench.drive.progress_bar import progress
 from services.bench.drive.random_model import LARGE_KV_SHAPE, SHAPE
 from services.config import Carrier
 from services.launch.supervisor import UpOptions

@@ -36,7 +36,7 @@ from dataplane.blocks.kept import Content
 from dataplane.blocks.layout import BlockTable, KVLayout, Segment, uniform_shape
 from dataplane.carriers.host import HostArena
 from dataplane.ends.reader import PlaneReader, ReadRequest
-from dataplane.memory.content import BlockContents, ExpectedContent
+from dataplane.memory.content_tags import BlockContents, ExpectedContent
 from schemas import subjects
 from schemas.block import join_hashes
 from schemas.handoff import Endpoint
@@ -44,7 +44,7 @@ from schemas.ids import BlockHash, RequestId, WorkerId, new_id
 from schemas.kv import LeaseGranted, RequestLease
 from schemas.observe import DescribeWorker
 from schemas.request import RefusalReason, Refused
-from services.bench.drive.progress import progress
+from services.bench.drive.progress_bar import progress
 from services.bus.embedded import EmbeddedNats
 from services.bus.nats import NatsBus
 from services.config import MeshConfig, StoreConfig, WorkerConfig

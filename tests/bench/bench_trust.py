@@ -19,7 +19,7 @@ from rich.console import Console
 
 from services.bench.drive.http_client import Client
 from services.bench.drive.meshes import model_folder, running
-from services.bench.drive.progress import progress
+from services.bench.drive.progress_bar import progress
 from services.bench.limits import REQUEST_TIMEOUT_S
 from services.bus.embedded import EmbeddedNats
 from services.config import GatewayConfig

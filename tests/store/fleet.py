@@ -16,7 +16,7 @@ from dataplane.blocks.layout import BlockTable, KVLayout, block_ids, segments_of
 from dataplane.blocks.ticket import Ticket
 from dataplane.ends.reader import PlaneReader, ReadRequest
 from dataplane.ends.server import PlaneServer, ServerOptions
-from dataplane.memory.content import BlockContents, ExpectedContent
+from dataplane.memory.content_tags import BlockContents, ExpectedContent
 from dataplane.protocol.gate import OpenLease
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferStats

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from services.bench.drive.http_client import Client, base_url, open_http
-from services.bench.drive.progress import progress
+from services.bench.drive.progress_bar import progress
 from services.bench.drive.random_model import SHAPE, make_model
 from services.bench.limits import RESTART_INTERVAL_S, RESTART_TIMEOUT_S
 from services.engine.checkpoint import read_checkpoint

@@ -17,7 +17,7 @@ from dataplane.blocks.layout import ArenaShape, BlockTables, block_ids, num_dist
 from dataplane.blocks.ticket import Ticket
 from dataplane.carriers.kv_arena import KVArena
 from dataplane.ends.server import PlaneServer, ServerOptions
-from dataplane.memory.content import BlockContents
+from dataplane.memory.content_tags import BlockContents
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferStats
 from schemas.handoff import FirstToken, KVOffered

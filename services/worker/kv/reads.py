@@ -17,7 +17,7 @@ from dataplane.blocks.kept import Content, KeptBlocks
 from dataplane.blocks.layout import BlockTables, block_ids
 from dataplane.ends.reader import Landed, PlaneReader, ReadRequest
 from dataplane.memory.codec import WireDtype
-from dataplane.memory.content import BlockContents, ExpectedContent
+from dataplane.memory.content_tags import BlockContents, ExpectedContent
 from dataplane.protocol.stream import TransferFailedError, TransferStats
 from schemas import subjects
 from schemas.block import join_hashes
