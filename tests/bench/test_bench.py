@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from services.bench import crossover as crossover_bench
 from services.bench import documents, multiturn, replay, ttft
 from services.bench.compression import agreement
-from services.bench.drive import progress as shown
+from services.bench.drive import progress_bar as shown
 from services.bench.drive.arguments import parse_lengths, parse_range
 from services.bench.drive.http_client import (
     Client,
