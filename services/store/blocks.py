@@ -135,10 +135,13 @@ class StoreMemory:
     def forget(self, tenant: str | None = None) -> None:
         """Give up the content of this tenant's blocks, of all for None, also behind memory: `take_forgotten` says what
         is to be deleted there. What is being written now is given up when that ends."""
-        kept_unwritten = [each for each in self._unwritten if tenant not in (None, each.content.tenant)]
         self.kept.forget(tenant)
-        self.kept.release([each.block for each in self._unwritten if each not in kept_unwritten])
-        self._unwritten = deque(kept_unwritten)
+        unwritten, self._unwritten = self._unwritten, deque[Unwritten]()
+        for each in unwritten:
+            if tenant in (None, each.content.tenant):
+                self.kept.release([each.block])
+            else:
+                self._unwritten.append(each)
         self._forgotten += self.back.forget(None if tenant is None else mark_of(tenant))
 
     def take_forgotten(self) -> list[StoreKey]:

@@ -97,16 +97,18 @@ class Loader:
                 while waiting and len(under_way) < LOAD_AHEAD:
                     part = waiting.popleft()
                     under_way.append((*part, self._tasks.create_task(backing.load(*part), name="load a batch")))
-                part_keys, part_blocks, loading = under_way.popleft()
+                part_keys, part_blocks, loading = under_way[0]
                 loaded = await loading
+                under_way.popleft()
                 self._arrived(part_keys, part_blocks, loaded)
                 if len(loaded.tags) < len(part_keys) or time.monotonic() > deadline:
                     while waiting:
                         self._arrived(*waiting.popleft(), Loaded([], []))
         finally:
             self._slots.release()
-            for key in keys:
-                self._loads.pop(key, None)
+            for part_keys, *_ in (*waiting, *under_way):
+                for key in part_keys:
+                    del self._loads[key]
 
     def _arrived(self, keys: list[StoreKey], blocks: list[int], loaded: Loaded) -> None:
         for key in keys:
