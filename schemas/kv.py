@@ -107,7 +107,7 @@ class LeaseGranted(RequestMessage, frozen=True, kw_only=True):
     incarnation of the worker has said that it serves.
 
     The lease ends with the read, however that ends, or after `lease_ms` without one. `more_comes`: the holder is
-    fetching more of what was asked for; who asks for the rest after this read gets it.
+    fetching more of what was asked for; who asks for the rest after this read may get it.
     """
 
     worker_id: WorkerId
@@ -173,7 +173,7 @@ def is_as_asked(request: RequestLease, granted: LeaseGranted, block_size: int) -
 
 class PurgeBlocks(Message, frozen=True, kw_only=True):
     """Keep nothing of what was computed until now: forget the content of all blocks, or of one `tenant`'s. Requests
-    that run go on, and leave nothing behind that is kept."""
+    that run go on; what they have in blocks of this holder now is not kept when they end."""
 
     tenant: str | None = None
 

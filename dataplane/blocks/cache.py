@@ -126,6 +126,12 @@ class BlockCache:
             for block, block_hash in zip(block_ids(tables[0].segments), hashes, strict=False):
                 self._groups[0].put(block, block_hash)
 
+    def is_computed_from(self, tables: BlockTables, first_block: int) -> None:
+        """Note that a sequence's blocks from this one on are filled here: what tags they have are of other bytes."""
+        table = tables[0]
+        for block in block_ids(table.segments)[max(0, first_block - table.first_block) :]:
+            self.kept.tags.pop(block, None)
+
     def share(self, tables: BlockTables) -> None:
         """Add a reference to each block."""
         for group, table in zip(self._groups, tables, strict=True):

@@ -8,7 +8,7 @@ from rich.table import Column, Table
 
 from schemas import subjects
 from schemas.ids import WorkerId
-from schemas.kv import BlocksPurged, PurgeBlocks
+from schemas.kv import PurgeBlocks
 from services.bus.base import BusError
 from services.bus.nats import NatsBus
 from services.bus.typed import TypedBus
@@ -62,19 +62,18 @@ async def _purge(access: BusAccess, purge: Purge) -> tuple[dict[WorkerId, int], 
     try:
         for _ in range(NUM_ROUNDS):
             answers = await asyncio.gather(*(_ask(bus, holder, purge.tenant) for holder in holders))
-            failures = [answer for answer in answers if isinstance(answer, str)]
-            for answer in answers:
-                if isinstance(answer, BlocksPurged):
-                    forgotten[answer.worker_id] += answer.num_blocks
+            failures = [failure for _, failure in answers if failure]
+            for holder, (num_blocks, _) in zip(holders, answers, strict=True):
+                forgotten[holder] += num_blocks
     finally:
         await connection.close()
     return forgotten, failures
 
 
-async def _ask(bus: TypedBus, holder: WorkerId, tenant: str | None) -> BlocksPurged | str:
-    """Return the answer, or why there is none."""
+async def _ask(bus: TypedBus, holder: WorkerId, tenant: str | None) -> tuple[int, str]:
+    """Return how many blocks this holder has forgotten, and what went wrong there; "": nothing."""
     try:
         answer = await bus.ask(subjects.PURGE, (holder,), PurgeBlocks(tenant=tenant), timeout_s=PURGE_TIMEOUT_S)
     except BusError as error:
-        return f"{holder} does not answer ({error.reason})"
-    return f"{holder}: {answer.failure}" if answer.failure else answer
+        return 0, f"{holder} does not answer ({error.reason})"
+    return answer.num_blocks, f"{holder}: {answer.failure}" if answer.failure else ""

@@ -443,7 +443,7 @@ def _content_secret() -> str:
         if not path.exists() or path.stat().st_size < MIN_SECRET_CHARS:
             private_folder(path.parent)
             write_private(path, fresh_secret())
-        return path.read_text()
+        return path.read_text().strip()
     except OSError as error:
         raise UserError(f"{path}, the secret of the store's blocks, cannot be used: {error.strerror}") from error
 

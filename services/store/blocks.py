@@ -92,6 +92,8 @@ class StoreMemory:
         Without `writes`, as there is nothing behind memory or it is down, they stay in memory alone.
         """
         for block, block_hash in zip(blocks, hashes, strict=False):
+            if self.kept.is_barred(block):
+                continue  # all was forgotten while it was being read
             self.kept.put(block, block_hash)
             content = Content(self.kept.idle.tenant_of(block), block_hash)
             if self.back_tier is None or key_of(*content) in self.back:

@@ -16,8 +16,8 @@ LOAD_AHEAD = 2
 """Batches that one load has under way: one is read while the other is put in place. A thread each."""
 LEND_AFTER_S = 0.1
 """What a load has brought after so long is lent, and is read while the rest comes."""
-LOAD_WITHIN_S = 10.0
-"""A load begins no batch after so long: whoever wanted it has been answered, and reads what was there by then."""
+UNASKED_S = 1.0
+"""A load that nobody has asked for again within so long begins no further batch."""
 PAUSE_S = 5.0
 """How long a tier that failed is left alone: readers must not wait for its timeout again and again."""
 BATCH_BYTES = 8 << 20

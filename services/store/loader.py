@@ -5,12 +5,13 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
+from weakref import WeakKeyDictionary
 
 from schemas.block import split_hashes
 from schemas.ids import BlockHash
 from services.store.backing import Backing, Loaded
 from services.store.blocks import StoreMemory
-from services.store.limits import LEND_AFTER_S, LOAD_AHEAD, LOAD_WITHIN_S, MAX_LOADS
+from services.store.limits import LEND_AFTER_S, LOAD_AHEAD, MAX_LOADS, UNASKED_S
 from services.store.tiers import StoreKey, key_of
 
 
@@ -26,6 +27,9 @@ class Loader:
         self._changed = changed
         self._slots = asyncio.Semaphore(MAX_LOADS)
         self._loads: dict[StoreKey, asyncio.Task[None]] = {}
+        self._asked_s: WeakKeyDictionary[asyncio.Task[None], float] = WeakKeyDictionary()
+        """When somebody last waited for a load, by the monotonic clock."""
+        self._is_closed = False
 
     @asynccontextmanager
     async def held(self, joined: bytes, tenant: str, timeout_s: float) -> AsyncGenerator[None]:
@@ -43,6 +47,7 @@ class Loader:
 
     async def close(self) -> None:
         """End the waiting for loads; a thread that still runs fills blocks that nobody else gets."""
+        self._is_closed = True
         loads = set(self._loads.values())
         for load in loads:
             load.cancel()
@@ -57,8 +62,10 @@ class Loader:
         blocks = self._memory.take(hashes, tenant)
         while len(blocks) < len(hashes) and (left_s := deadline - time.monotonic()) > 0:
             rest = hashes[len(blocks) :]
-            load = self._loads.get(key_of(tenant, rest[0])) or await self._begin_load(rest, tenant, deadline)
+            wait_s = min(left_s, LEND_AFTER_S) if blocks else left_s
+            load = self._loads.get(key_of(tenant, rest[0])) or await self._begin_load(rest, tenant, wait_s)
             if load is not None:
+                self._asked_s[load] = time.monotonic()
                 await asyncio.wait([load], timeout=min(left_s, LEND_AFTER_S))
             more = self._memory.take(rest, tenant)
             blocks += more
@@ -66,13 +73,13 @@ class Loader:
                 break
         return blocks
 
-    async def _begin_load(self, hashes: Sequence[BlockHash], tenant: str, deadline: float) -> asyncio.Task[None] | None:
+    async def _begin_load(self, hashes: Sequence[BlockHash], tenant: str, wait_s: float) -> asyncio.Task[None] | None:
         """Wait for a turn, and load what is needed then; None where nothing can be loaded, or need be any more."""
         backing = self._backing
-        if backing is None or not self._memory.behind(hashes[:1], tenant):
+        if self._is_closed or backing is None or not self._memory.behind(hashes[:1], tenant):
             return None
         try:
-            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+            async with asyncio.timeout(wait_s):
                 await self._slots.acquire()
         except TimeoutError:
             return None
@@ -88,8 +95,11 @@ class Loader:
         return load
 
     async def _load(self, backing: Backing, keys: list[StoreKey], blocks: list[int]) -> None:
-        """Fill blocks, a batch after the other: what is in place can be lent while the rest is still coming."""
-        size, deadline = backing.batch_blocks, time.monotonic() + LOAD_WITHIN_S
+        """Fill blocks, a batch after the other: what is in place can be lent while the rest is still coming. Ends early
+        when nobody asks for it any more."""
+        size, me = backing.batch_blocks, asyncio.current_task()
+        assert me is not None, "it runs in a task"
+        self._asked_s.setdefault(me, time.monotonic())
         waiting = deque((keys[at : at + size], blocks[at : at + size]) for at in range(0, len(keys), size))
         under_way: deque[tuple[list[StoreKey], list[int], asyncio.Task[Loaded]]] = deque()
         try:
@@ -101,7 +111,8 @@ class Loader:
                 loaded = await loading
                 under_way.popleft()
                 self._arrived(part_keys, part_blocks, loaded)
-                if len(loaded.tags) < len(part_keys) or time.monotonic() > deadline:
+                is_wanted = time.monotonic() - self._asked_s[me] < UNASKED_S
+                if len(loaded.tags) < len(part_keys) or not is_wanted:
                     while waiting:
                         self._arrived(*waiting.popleft(), Loaded([], []))
         finally:

@@ -184,6 +184,10 @@ class Puller:
                 self._handle(BlocksGone(worker_id, tuple(batch[:1])))
             elif pulled.ended.refusal is not None:
                 return
+            elif pulled.ended.end is ReadEnd.CONTENT:  # what comes before that block has been filed
+                num_refused += 1
+                num_landed = pulled.ended.outcome.num_landed_tokens // self.core.memory.layout.block_size
+                self._handle(BlocksGone(worker_id, tuple(batch[num_landed : num_landed + 1])))
             else:
                 raise PullFailedError(pulled.ended.reason)
 

@@ -31,14 +31,22 @@ from tests.mesh.processes import Mesh, RunningMesh
 
 SERVICES = {"gateway": 2, "scheduler": 1, "directory": 1, "prefill": 1, "decode": 1, "store": 1}
 ASK_S = 20.0
-WORKER = {subjects.PING, subjects.PROGRESS, subjects.WORKER_STATUS, subjects.INVENTORY, subjects.LEASE, subjects.RUN}
+WORKER = {
+    subjects.PING,
+    subjects.PROGRESS,
+    subjects.WORKER_STATUS,
+    subjects.PURGE,
+    subjects.INVENTORY,
+    subjects.LEASE,
+    subjects.RUN,
+}
 SERVED: dict[str, set[Subject[Any, Any]]] = {
     "gateway": {subjects.WANTED, subjects.REQUEST_STATUS, subjects.REQUEST_SOUGHT},
     "scheduler": {subjects.PLACE, subjects.FLEET},
     "directory": {subjects.LOCATE},
     "prefill": WORKER,
     "decode": {*WORKER, subjects.RESERVE},
-    "store": {subjects.PING, subjects.WORKER_STATUS, subjects.INVENTORY, subjects.LEASE},
+    "store": {subjects.PING, subjects.WORKER_STATUS, subjects.PURGE, subjects.INVENTORY, subjects.LEASE},
 }
 
 

@@ -176,3 +176,15 @@ def test_a_block_that_is_filled_anew_has_a_tag_of_its_own(carrier: str, lender: 
         blocks = kept.allocate(kept.room())
         assert blocks is not None and not kept.tags
         kept.release(blocks)
+
+
+def test_a_block_that_is_computed_anew_where_it_lies_has_none(carrier: str, lender: Lender, target: Target) -> None:
+    """As after a read that was stopped: its blocks are the sequence's still, and filled with other bytes."""
+    known_tags(lender, target, carrier)
+    cache = lender.holder.cache
+    with lender.holder.lock:
+        found = cache.lend(hashes_of(1), 0)
+        assert found is not None
+        cache.is_computed_from(found.tables, 5)
+        assert set(cache.kept.tags) == set(block_ids(found.tables[0].segments)[:5])
+        cache.free(found.tables)

@@ -620,3 +620,12 @@ def test_what_is_one_tenants_is_lent_to_no_other(tier: str) -> None:
         assert not core.memory.holds(hash_of(1), tenant)
     granted = lending(core).answer(ask(1, 2, tenant="acme"), NOW)
     assert isinstance(granted, Grant) and granted.tenant == "acme"
+
+
+def test_what_was_on_its_way_while_all_was_forgotten_is_not_kept() -> None:
+    core = make_core(num_blocks=4)
+    blocks = core.memory.allocate_up_to(2)
+    core.memory.forget()
+    core.memory.pulled(blocks, hashes_of(1, 2), writes=True)
+    assert not core.memory.kept.block_of and not core.memory.num_unwritten and core.memory.num_free == 4
+    core.memory.check_integrity()

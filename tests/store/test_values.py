@@ -1,5 +1,6 @@
 """A value that is not the very block, whole and of this format, is not believed."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -87,3 +88,11 @@ def test_a_value_of_an_earlier_secret_is_believed_while_that_stays() -> None:
     assert Memory(secrets=TicketSecrets([new, old])).values.unpack(key_at(1), value, 0) == TAG
     with pytest.raises(BadValueError):
         Memory(secrets=TicketSecrets([new])).values.unpack(key_at(1), value, 0)
+
+
+def test_of_an_arena_that_is_closed_no_value_is_made() -> None:
+    """A thread may still be at it when the store ends: zeros would be believed by the next one."""
+    memory = Memory()
+    memory.array = np.empty(0, np.uint8)
+    with pytest.raises(AssertionError, match="open"):
+        memory.values.pack(key_at(1), 3, TAG)

@@ -385,6 +385,7 @@ class RoleCore(ABC, Generic[AttemptT]):
             )
         assert attempt.kv is not None, "it has blocks"
         attempt.stage = "computing"
+        self._cache.is_computed_from(attempt.tables, attempt.kv.num_present_tokens // limits.block_size)
         sequence = Sequence(
             request_id=request.request_id,
             attempt=request.attempt,

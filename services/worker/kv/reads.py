@@ -6,6 +6,7 @@ A lease that nobody reads under is given back: it is not left to its time.
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -132,9 +133,14 @@ class KVReads:
         await asyncio.gather(*running, return_exceptions=True)
 
     async def _carry_out_all(self, read: KVRead) -> ReadEnded:
-        """Carry out a read, and then that of the rest as long as the holder says that it comes."""
+        """Carry out a read, and then that of the rest as long as the holder says that it comes, within the time that a
+        read of all may take. What has come of a read that is stopped during its rest counts."""
+        began_s = time.monotonic()
         ended = await self.carry_out(read)
         while ended.outcome.more_comes and isinstance(read.lease, WantedLease):
+            num_tokens = len(read.lease.block_hashes) * self.settings.block_size
+            if time.monotonic() - began_s > self.settings.base_s + num_tokens * self.settings.token_s:
+                break
             before = ended.outcome
             num_read = before.num_landed_tokens // self.settings.block_size - read.lease.first_block
             lease = replace(
@@ -142,10 +148,19 @@ class KVReads:
                 first_block=read.lease.first_block + num_read,
                 block_hashes=read.lease.block_hashes[num_read:],
             )
-            rest = await self.carry_out(replace(read, lease=lease, first_token=before.num_landed_tokens))
+            try:
+                rest = await self.carry_out(replace(read, lease=lease, first_token=before.num_landed_tokens))
+            except asyncio.CancelledError:
+                if self._closed:
+                    raise
+                break
             if not rest.outcome.num_landed_tokens:
                 break  # it is computed here
-            outcome = replace(rest.outcome, num_bytes=before.num_bytes + rest.outcome.num_bytes)
+            outcome = replace(
+                rest.outcome,
+                num_bytes=before.num_bytes + rest.outcome.num_bytes,
+                carrier=rest.outcome.carrier or before.carrier,
+            )
             ended = replace(rest, read=read, outcome=outcome)
         return ended
 
