@@ -81,14 +81,10 @@ class Backing:
         """Delete what the batch evicts, then write it."""
         return await asyncio.get_running_loop().run_in_executor(self._writes, self._write, batch)
 
-    async def delete(self, keys: Sequence[StoreKey]) -> None:
-        """Forget values; where that fails now, with the next write."""
-        await asyncio.get_running_loop().run_in_executor(self._writes, self._delete, keys)
-
-    async def purge(self, keys: Sequence[StoreKey] | None) -> str:
+    async def delete(self, keys: Sequence[StoreKey] | None) -> str:
         """Delete values, all that is there for None, after what is being written now. Return why that failed, for
         people; "": it is done. Values that could not be deleted go with the next write, if there is one."""
-        return await asyncio.get_running_loop().run_in_executor(self._writes, self._purge, keys)
+        return await asyncio.get_running_loop().run_in_executor(self._writes, self._delete, keys)
 
     def close(self) -> None:
         """Let go of the tier; does not wait for a call that it does not answer."""
@@ -140,14 +136,7 @@ class Backing:
         tag = unwritten.tag or self._values.contents.tag(unwritten.content, unwritten.block)
         return self._values.pack(unwritten.key, unwritten.block, tag)
 
-    def _delete(self, keys: Sequence[StoreKey]) -> None:
-        self._to_delete.update(dict.fromkeys(keys))
-        try:
-            self._delete_pending()
-        except TierError as error:
-            self._failed(error)
-
-    def _purge(self, keys: Sequence[StoreKey] | None) -> str:
+    def _delete(self, keys: Sequence[StoreKey] | None) -> str:
         self._to_delete.update(dict.fromkeys(keys or ()))
         try:
             if keys is None:

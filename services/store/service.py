@@ -248,7 +248,7 @@ class Store:
         self._changed()
         failure, forgotten = "", memory.take_forgotten()
         if self._backing is not None:
-            failure = await self._backing.purge(None if tenant is None else forgotten)
+            failure = await self._backing.delete(None if tenant is None else forgotten)
         return BlocksPurged(worker_id=self._store_id, num_blocks=num_blocks, failure=failure)
 
     async def _on_status(self, _: Received[DescribeWorker]) -> WorkerDescribed:
