@@ -193,6 +193,13 @@ async def test_what_a_request_hands_over_is_beside_the_ratio() -> None:
     assert unknown.kv_bytes is None and unknown.kv_bytes_per_s is None and unknown.ratio is not None
 
 
+async def test_tokens_of_one_event_came_together() -> None:
+    together = {"choices": [{"index": 0, "text": "ab", "token_ids": [300, 301], "finish_reason": None}]}
+    async with StubGateway([together, STREAM[-1]]).serving() as gateway:
+        (row,) = await ttft.alternate({SPLIT: gateway.url}, [6], 1)
+    assert row.second_with_split_ms == row.with_split_ms is not None
+
+
 # Traces and prompts
 
 block_counts = st.lists(st.integers(1, 6), min_size=1, max_size=12)
@@ -512,9 +519,10 @@ STREAM = [
 class StubGateway:
     """Answers each completion with two tokens and says what it was asked; refuses prompts of one token."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: Sequence[dict[str, object]] = STREAM) -> None:
         self.bodies: list[dict[str, object]] = []
         self.url = ""
+        self._stream = stream
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["StubGateway"]:
@@ -537,7 +545,7 @@ class StubGateway:
             n = len(body["prompt"])
             split = {"transferred_tokens": n, "prefill": {"recomputed_tokens": n}}
             usage = {"prompt_tokens": n, "completion_tokens": 2, "kvmesh": split}
-            events = [*STREAM, {"choices": [], "usage": usage}]
+            events = [*self._stream, {"choices": [], "usage": usage}]
             self._write(writer, 200, b"".join(b"data: " + event(**e) + b"\n\n" for e in events) + b"data: [DONE]\n\n")
         await writer.drain()
         writer.close()
