@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from dataplane.blocks.layout import BlockTable, Segment
 from dataplane.blocks.ticket import TicketRefusedError, TicketSecrets
 from dataplane.carriers.tcp import TcpHolder
+from dataplane.ends import read, sender
 from dataplane.memory.checksum import FrameHash
 from dataplane.protocol.stream import (
     HEADER_BYTES,
@@ -347,26 +348,49 @@ def test_by_default_it_is_encrypted_for_any_address_but_loopback(
     assert np.array_equal(target.landed(300), holder.kv)
 
 
-@pytest.mark.parametrize("what", ["all", "commits"])
-def test_what_was_heard_before_proves_nothing_now(
-    make_holder: Callable[..., Holder], target: Target, small_frames: None, what: str
-) -> None:
-    """Another stream of the same lease, with the same ticket, over the same tokens."""
-    holder = make_holder(("tcp",))
-    holder.compute_all()
+def replay(holder: Holder, target: Target, what: str) -> int:
+    """Read, then read again and hear `what` was said the first time: another stream of the same lease, with the same
+    ticket, over the same tokens. Return what landed. Raises TransferFailedError."""
     request = target.request(holder.endpoint, holder.ticket(), "tcp", 300)
     before = Between(holder, lambda frames: frames)
     with before.endpoint() as endpoint:
         target.reader.read_blocking(dataclasses.replace(request, endpoint=endpoint))
 
-    def replay(frames: list[Frame]) -> list[Frame]:
+    def said_again(frames: list[Frame]) -> list[Frame]:
         if what == "all":
             return before.heard
         return [old if new[0].kind is Kind.COMMIT else new for new, old in zip(frames, before.heard, strict=True)]
 
-    with Between(holder, replay).endpoint() as endpoint, pytest.raises(TransferFailedError) as raised:
-        target.reader.read_blocking(dataclasses.replace(request, endpoint=endpoint, stats=TransferStats()))
+    with Between(holder, said_again).endpoint() as endpoint:
+        stats = TransferStats()
+        return target.reader.read_blocking(dataclasses.replace(request, endpoint=endpoint, stats=stats)).num_tokens
+
+
+@pytest.mark.parametrize("what", ["all", "commits"])
+def test_what_was_heard_before_proves_nothing_now(
+    make_holder: Callable[..., Holder], target: Target, small_frames: None, what: str
+) -> None:
+    holder = make_holder(("tcp",))
+    holder.compute_all()
+    with pytest.raises(TransferFailedError) as raised:
+        replay(holder, target, what)
     assert (raised.value.code, raised.value.num_landed_tokens) == ("digest", 0)
+
+
+@pytest.mark.parametrize("what", ["all", "commits"])
+def test_a_key_that_is_used_again_would_be_found_so(
+    make_holder: Callable[..., Holder],
+    target: Target,
+    small_frames: None,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+) -> None:
+    """The planted bug of the test above: with one key for both streams the replay is believed."""
+    for end in (read, sender):
+        monkeypatch.setattr(end, "new_nonce", lambda: "0" * 32)
+    holder = make_holder(("tcp",))
+    holder.compute_all()
+    assert replay(holder, target, what) == 300
 
 
 def test_a_reader_without_the_secret_is_told_what_to_look_at(
