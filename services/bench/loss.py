@@ -49,6 +49,7 @@ from services.bench.limits import BATCH_TIMEOUT_S, ENGINE_STOP_TIMEOUT_S
 from services.engine import interface as base
 from services.engine.batch import Batch
 from services.engine.checkpoint import layout_of, read_checkpoint
+from services.engine.steps import BatchSteps
 from services.engine.thread import EngineThread
 
 Way = Literal["ours", "recompute", "naive"]
@@ -266,7 +267,8 @@ class _Run:
     """One batch on an engine thread of its own. All is submitted before the first step, so that the order is fixed."""
 
     def __init__(self, engine: base.Engine, plan: Plan, token_budget: int) -> None:
-        self._thread = EngineThread(engine, Batch(token_budget), self._on_step, self._on_failure, self._on_removed)
+        steps = BatchSteps(engine, Batch(token_budget))
+        self._thread = EngineThread(steps, self._on_step, self._on_failure, self._on_removed)
         self._plan = plan
         self._num_recomputing = len(plan.recomputed)
         self._num_serving = len(plan.served)

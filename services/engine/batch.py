@@ -6,25 +6,22 @@ decodes cannot starve it; where the decodes do not all fit into the rest they ta
 """
 
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
 
 from schemas.ids import RequestId
 from schemas.request import FinishReason
 from services.engine import limits
-from services.engine.interface import Engine, InvalidSequenceError, SampledToken, Sequence, StepItem, StepResult
+from services.engine.interface import (
+    Engine,
+    EngineLoad,
+    InvalidSequenceError,
+    SampledToken,
+    Sequence,
+    StepItem,
+    StepResult,
+)
 from services.engine.table_checks import find_problem
 
 Key = tuple[RequestId, int]
-
-
-class EngineLoad(NamedTuple):
-    """What there is to do. `num_running`: sequences that decode or have had a part of their prompt computed here;
-    `num_queued`: the others. `num_uncomputed_tokens`: of prompts (or of answers to be recomputed) that await prefill.
-    """
-
-    num_running: int
-    num_queued: int
-    num_uncomputed_tokens: int
 
 
 class Batch:

@@ -1,6 +1,7 @@
-"""What a worker needs of an engine: a batch of sequences goes in, KV is written in place, tokens come out.
+"""What a worker needs of an engine: sequences go in, KV is written in place, tokens come out.
 
-Nothing here knows torch or who computes; a fake and the transformers engine implement the same protocol.
+`Steps` is all that the engine's thread knows. `Engine` is for those whose steps we plan ourselves (`batch.py`). Nothing
+here knows torch or who computes.
 """
 
 from collections.abc import Callable
@@ -108,6 +109,57 @@ class Engine(Protocol):
         ...
 
 
+class EngineLoad(NamedTuple):
+    """What there is to do. `num_running`: sequences that decode or have had a part of their prompt computed here;
+    `num_queued`: the others. `num_uncomputed_tokens`: of prompts (or of answers to be recomputed) that await prefill.
+    """
+
+    num_running: int
+    num_queued: int
+    num_uncomputed_tokens: int
+
+
+class Steps(Protocol):
+    """The sequences that are computed on one worker, step by step: what the engine's thread drives.
+
+    Not thread-safe, `check` excepted: that thread is its only user.
+    """
+
+    def check(self, sequence: Sequence) -> None:
+        """Raise InvalidSequenceError unless the sequence can be computed to its end here. For any thread."""
+        ...
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a sequence in line that `check` let pass. Raises InvalidSequenceError for one that is here already, or
+        that has nothing to compute (any more)."""
+        ...
+
+    def remove(self, request_id: RequestId, attempt: int) -> Sequence | None:
+        """Take a sequence out; None when it is not (or no longer) here."""
+        ...
+
+    def clear(self) -> list[Sequence]:
+        """Take all sequences out."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def load(self) -> EngineLoad:
+        """Return what there is to do."""
+        ...
+
+    def step(self) -> StepResult | None:
+        """Compute a step and tell the layer listeners; None: there was nothing to do.
+
+        Sequences that ended here have left when this returns. Raises StepFailedError.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the arena's memory. No step may follow."""
+        ...
+
+
 class PlacedEngine(NamedTuple):
     """An engine, and the arena that it writes to. `device`: what is said of where they are: "cpu", or a card's number
     and name."""
@@ -115,6 +167,15 @@ class PlacedEngine(NamedTuple):
     arena: KVArena
     engine: Engine
     device: str
+
+
+class StepFailedError(RuntimeError):
+    """A step has raised. `sequences`: what was in it, which has left. `is_lost`: no later step will succeed."""
+
+    def __init__(self, sequences: list[Sequence], error: Exception) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.sequences = sequences
+        self.is_lost = isinstance(error, EngineLostError)
 
 
 class EngineFailedError(RuntimeError):

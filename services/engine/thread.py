@@ -6,15 +6,20 @@ Every submitted sequence ends in exactly one way, told on the engine's thread: a
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple, Protocol
 
 from schemas.ids import RequestId
-from services.engine.batch import Batch, EngineLoad
-from services.engine.interface import Engine, EngineLostError, InvalidSequenceError, Sequence, StepCallback, StepItem
+from services.engine.interface import (
+    EngineLoad,
+    InvalidSequenceError,
+    Sequence,
+    StepCallback,
+    StepFailedError,
+    Steps,
+)
 
 log = logging.getLogger(__name__)
 
@@ -47,14 +52,12 @@ class EngineThread:
 
     def __init__(
         self,
-        engine: Engine,
-        batch: Batch,
+        steps: Steps,
         on_step: StepCallback,
         on_failure: Callable[[list[Sequence], str], None],
         on_removed: Callable[[Sequence], None],
     ) -> None:
-        self._engine = engine
-        self._batch = batch
+        self._steps = steps
         self._on_step = on_step
         self._on_failure = on_failure
         self._on_removed = on_removed
@@ -63,8 +66,8 @@ class EngineThread:
         self._stopping = False
         self.has_failed = False
         """The thread has ended by itself, by a mistake of ours: nothing is computed here any more."""
-        self._batch_load = batch.load()
-        """What the batch had to do when it was last looked at."""
+        self._steps_load = steps.load()
+        """What there was to do when it was last looked at."""
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -85,7 +88,7 @@ class EngineThread:
 
         Raises InvalidSequenceError when its tokens or its tables cannot be right, EngineStoppedError after `stop`.
         """
-        self._batch.check(sequence, self._engine)
+        self._steps.check(sequence)
         self._put(sequence)
 
     def cancel(self, request_id: RequestId, attempt: int) -> None:
@@ -96,9 +99,9 @@ class EngineThread:
         self._put(_Cancel(request_id, attempt))
 
     def load(self) -> EngineLoad:
-        """Return what there is to do, what has been submitted since the batch was last looked at included."""
+        """Return what there is to do, what has been submitted since then included."""
         with self._changed:
-            num_running, num_queued, num_uncomputed = self._batch_load
+            num_running, num_queued, num_uncomputed = self._steps_load
             waiting = [entry for entry in self._inbox if isinstance(entry, Sequence)]
         num_uncomputed += sum(sequence.num_uncomputed_tokens for sequence in waiting)
         return EngineLoad(num_running, num_queued + len(waiting), num_uncomputed)
@@ -122,8 +125,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._take():
-                if items := self._batch.plan():
-                    self._step(items)
+                self._step()
         except Exception:
             log.exception("the engine's thread has failed")
             self.has_failed = True
@@ -132,8 +134,8 @@ class EngineThread:
     def _take(self) -> bool:
         """Wait until there is something to do and empty the inbox. False: it is time to end."""
         with self._changed:
-            self._batch_load = self._batch.load()
-            while not (self._inbox or self._stopping or len(self._batch)):
+            self._steps_load = self._steps.load()
+            while not (self._inbox or self._stopping or len(self._steps)):
                 self._changed.wait()
             if self._stopping:
                 return False
@@ -141,39 +143,35 @@ class EngineThread:
             self._inbox.clear()
             refused: list[Sequence] = []
             removed = [sequence for entry in entries if (sequence := self._apply(entry, refused)) is not None]
-            self._batch_load = self._batch.load()
+            self._steps_load = self._steps.load()
         for sequence in removed:
             self._tell(self._on_removed, sequence)
         if refused:
-            self._tell(self._on_failure, refused, "the batch does not take this sequence")
+            self._tell(self._on_failure, refused, "the engine does not take this sequence")
         return True
 
     def _apply(self, entry: Sequence | _Cancel, refused: list[Sequence]) -> Sequence | None:
         """Add or remove; return what was removed. A sequence that is here already must not end everybody's engine."""
         if isinstance(entry, _Cancel):
-            return self._batch.remove(*entry)
+            return self._steps.remove(*entry)
         try:
-            self._batch.add(entry)
+            self._steps.add(entry)
         except InvalidSequenceError:
-            log.exception("the batch does not take %s", entry.request_id)
+            log.exception("the engine does not take %s", entry.request_id)
             refused.append(entry)
         return None
 
-    def _step(self, items: list[StepItem]) -> None:
-        started_ns = time.time_ns()
+    def _step(self) -> None:
         try:
-            token_ids = self._engine.step(items)
-            result = self._batch.commit(items, token_ids, started_ns, time.time_ns())
-        except Exception as error:
-            log.exception("an engine step of %d sequences failed", len(items))
-            sequences = [item.sequence for item in items]
-            for sequence in sequences:
-                self._batch.remove(sequence.request_id, sequence.attempt)
-            self._tell(self._on_failure, sequences, f"{type(error).__name__}: {error}")
-            if isinstance(error, EngineLostError):
+            result = self._steps.step()
+        except StepFailedError as error:
+            log.exception("an engine step of %d sequences failed", len(error.sequences))
+            self._tell(self._on_failure, error.sequences, str(error))
+            if error.is_lost:
                 raise
             return
-        self._tell(self._on_step, result)
+        if result is not None:
+            self._tell(self._on_step, result)
 
     def _end(self) -> None:
         with self._changed:
@@ -182,8 +180,8 @@ class EngineThread:
             for entry in self._inbox:
                 self._apply(entry, refused)
             self._inbox.clear()
-            left = [*self._batch.clear(), *refused]
-            self._batch_load = self._batch.load()
+            left = [*self._steps.clear(), *refused]
+            self._steps_load = self._steps.load()
         if left:
             self._tell(self._on_failure, left, "the engine was stopped")
 

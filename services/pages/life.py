@@ -24,6 +24,7 @@ from msgspec.structs import replace
 import schemas
 from dataplane.blocks.layout import uniform_shape
 from schemas.worker import WorkerRole
+from services.engine.batch import Batch
 from services.engine.checkpoint import read_checkpoint
 from services.engine.cpu.model import load_engine
 from services.engine.demo_model import DEMO_MODEL_DIR
@@ -32,9 +33,9 @@ from services.sim.client import Exchange, post
 from services.sim.mesh import MeshShape, Service, SimMesh, memory_arena
 from services.sim.platform.bus import SimBroker
 from services.sim.platform.clock import VirtualTime, installed
-from services.sim.platform.engine import Pace
+from services.sim.platform.engine import Pace, SimSteps
 from services.sim.platform.loop import PROCESS, SimLoop
-from services.sim.platform.plane import SimNetwork, sim_platform
+from services.sim.platform.plane import SimNetwork
 from services.sim.world import undisturbed
 from services.worker.parts import WorkerParts
 
@@ -185,10 +186,9 @@ class LifeMesh(SimMesh):
             vocab_size=self._model.vocab_size,
             eos_token_ids=self._model.eos_token_ids,
         )
-        platform = sim_platform(self.network, host, service.gates.append, PACE)
-        return dataclasses.replace(
-            parts, arena=arena, shape=self._shape, engine=engine, limits=limits, platform=platform
-        )
+        batch = Batch(self.config.worker.token_budget, context_length=self._model.context_length)
+        steps = SimSteps(engine, batch, PACE)
+        return dataclasses.replace(parts, arena=arena, shape=self._shape, steps=steps, limits=limits)
 
 
 class Stage:

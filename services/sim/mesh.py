@@ -18,6 +18,7 @@ from schemas.worker import WorkerRole
 from services.bus.base import BusError
 from services.config import GatewayConfig, MeshConfig, SchedulerConfig, StoreConfig, WorkerConfig
 from services.directory.service import run_directory
+from services.engine.batch import Batch
 from services.engine.fake import FakeEngine
 from services.gateway.api.prepare import GatewayModel
 from services.gateway.api.text import TextCodec
@@ -26,7 +27,7 @@ from services.scheduler.service import run_scheduler
 from services.sim.gateway import SimApp, run_sim_gateway
 from services.sim.limits import REQUEST_TIMEOUT_S, RESTART_S
 from services.sim.platform.bus import SimBroker, SimBus
-from services.sim.platform.engine import Pace
+from services.sim.platform.engine import Pace, SimSteps
 from services.sim.platform.loop import Process, SimLoop
 from services.sim.platform.plane import SimNetwork, memory_arena, sim_platform
 from services.store.load import make_parts as make_store_parts
@@ -216,6 +217,8 @@ class SimMesh:
     def _parts(self, service: Service, role: WorkerRole, host: str) -> WorkerParts:
         shape = uniform_shape(self.shape.layout, self.shape.num_blocks)
         arena = memory_arena(shape, host)
+        engine = FakeEngine(shape, arena.buffer, vocab_size=VOCAB)
+        batch = Batch(self.config.worker.token_budget, context_length=CONTEXT_LENGTH)
         limits = WorkerLimits(
             worker_id=WorkerId(service.name),
             fingerprint=shape.layout.fingerprint,
@@ -234,10 +237,10 @@ class SimMesh:
             model="fake",
             arena=arena,
             shape=shape,
-            engine=FakeEngine(shape, arena.buffer, vocab_size=VOCAB),
+            steps=SimSteps(engine, batch, Pace(base_s=self.shape.step_s)),
             limits=limits,
             credentials=self._credentials,
-            platform=sim_platform(self.network, host, service.gates.append, Pace(base_s=self.shape.step_s)),
+            platform=sim_platform(self.network, host, service.gates.append),
         )
 
 

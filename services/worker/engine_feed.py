@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable
 
-from services.engine.batch import Batch
 from services.engine.interface import InvalidSequenceError, Sequence, StepResult
 from services.engine.thread import EngineStoppedError
 from services.worker.core.actions import Submit
@@ -25,7 +24,6 @@ class EngineFeed:
     def __init__(
         self,
         parts: WorkerParts,
-        token_budget: int,
         holder: WorkerHolder,
         cores: Cores,
         spans: WorkerSpans,
@@ -44,8 +42,7 @@ class EngineFeed:
         self._post = post
         self._handle = handle
         self.engine = parts.platform.make_engine(
-            parts.engine,
-            Batch(token_budget, context_length=parts.limits.context_length),
+            parts.steps,
             on_step=lambda result: post(self._on_step, result),
             on_failure=lambda sequences, reason: post(self._on_failure, sequences, reason),
             on_removed=lambda sequence: post(self._on_removed, sequence),
@@ -71,7 +68,7 @@ class EngineFeed:
     def stop(self) -> None:
         """End after the running step, and let go of the memory. Blocks."""
         if self.engine.stop(ENGINE_STOP_TIMEOUT_S):
-            self._parts.engine.close()
+            self._parts.steps.close()
 
     def _on_step(self, result: StepResult) -> None:
         self._spans.stepped(result, self._cores.find)

@@ -13,10 +13,12 @@ from dataplane.memory.arena import ArenaTooLargeError
 from schemas.ids import WorkerId
 from schemas.worker import WorkerInfo, WorkerRole
 from services.config import MeshConfig, WorkerConfig, dtype_of
+from services.engine.batch import Batch
 from services.engine.checkpoint import Checkpoint, default_shape, layout_of, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.devices import CPU, card_of
-from services.engine.interface import Engine, PlacedEngine
+from services.engine.interface import PlacedEngine, Steps
+from services.engine.steps import BatchSteps
 from services.errors import UserError
 from services.trust.credentials import HolderCredentials, holder_credentials
 from services.worker.core.checks import WorkerLimits
@@ -35,7 +37,7 @@ class WorkerParts:
     model: str
     arena: KVArena
     shape: ArenaShape
-    engine: Engine
+    steps: Steps
     limits: WorkerLimits
     credentials: HolderCredentials
     device: str = CPU
@@ -94,7 +96,7 @@ def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> Wor
         model=config.model.name or checkpoint.name,
         arena=placed.arena,
         shape=shape,
-        engine=placed.engine,
+        steps=BatchSteps(placed.engine, Batch(token_budget, context_length=context_length)),
         limits=limits,
         credentials=credentials,
         device=placed.device,

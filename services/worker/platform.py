@@ -13,8 +13,7 @@ from dataplane.carriers.host import HostArena
 from dataplane.carriers.kv_arena import KVArena
 from dataplane.ends.reader import PlaneReader
 from dataplane.ends.server import LeaseGate, PlaneServer, ServerOptions
-from services.engine.batch import Batch
-from services.engine.interface import Engine, Sequence, StepCallback
+from services.engine.interface import Sequence, StepCallback, Steps
 from services.engine.thread import EngineThread
 
 MakeArena = Callable[[ArenaShape], HostArena]
@@ -28,8 +27,7 @@ class MakeEngine(Protocol):
 
     def __call__(
         self,
-        engine: Engine,
-        batch: Batch,
+        steps: Steps,
         on_step: StepCallback,
         on_failure: Callable[[list[Sequence], str], None],
         on_removed: Callable[[Sequence], None],

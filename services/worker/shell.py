@@ -126,7 +126,6 @@ class Worker:
         self.cores = Cores(make_roles(limits, cache, leases), ReplicaCore(limits, cache), self._lending)
         self._feed = EngineFeed(
             parts,
-            settings.token_budget,
             self._holder,
             self.cores,
             self._spans,

@@ -11,9 +11,10 @@ import pytest
 from dataplane.blocks.layout import BlockTable, KVLayout, Segment, uniform_shape
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
-from services.engine.batch import Batch, EngineLoad
+from services.engine.batch import Batch
 from services.engine.fake import FakeEngine, fake_answer
-from services.engine.interface import EngineLostError, InvalidSequenceError, Sequence, StepItem, StepResult
+from services.engine.interface import EngineLoad, EngineLostError, InvalidSequenceError, Sequence, StepItem, StepResult
+from services.engine.steps import BatchSteps
 from services.engine.thread import EngineStoppedError, EngineThread
 
 LAYOUT = KVLayout(weights="fake", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=4, block_size=8)
@@ -38,7 +39,8 @@ class Rig:
             memoryview(bytearray(NUM_BLOCKS * LAYOUT.block_bytes)),
             before_step=self.before_step,
         )
-        self.thread = EngineThread(engine, Batch(token_budget), self.on_step, self.on_failure, self.on_removed)
+        steps = BatchSteps(engine, Batch(token_budget))
+        self.thread = EngineThread(steps, self.on_step, self.on_failure, self.on_removed)
 
     def before_step(self, items: Seq[StepItem]) -> None:
         self.in_step.set()

@@ -13,7 +13,7 @@ from schemas.worker import WorkerRole
 from services.engine.fake import FakeEngine, _rows
 from services.engine.interface import StepItem
 from services.worker.parts import WorkerParts
-from tests.mesh.one_process import LAYOUT, VOCAB, make_parts
+from tests.mesh.one_process import LAYOUT, VOCAB, make_parts, steps_of
 
 STAGING_BYTES = 32 << 20
 WAIT_S = 60.0
@@ -66,4 +66,4 @@ def make_card_parts(
     arena = CardArena(device, uniform_shape(layout, num_blocks), STAGING_BYTES)
     if fabric is not None:
         arena.pair_parts = PairParts(device, FakeLibrary(fabric, device), LibraryThreads())
-    return replace(in_memory, arena=arena, engine=LateEngine(arena), device=f"cuda:0 {device.name}")
+    return replace(in_memory, arena=arena, steps=steps_of(LateEngine(arena)), device=f"cuda:0 {device.name}")

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dataplane.blocks.layout import KVLayout, uniform_shape
@@ -37,7 +37,10 @@ from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received
 from services.config import GatewayConfig, MeshConfig, SchedulerConfig, WorkerConfig
 from services.directory.service import run_directory
+from services.engine.batch import Batch
 from services.engine.fake import FakeEngine
+from services.engine.interface import Engine
+from services.engine.steps import BatchSteps
 from services.launch.worker_roles import run_worker
 from services.runtime import now_ms
 from services.scheduler.service import run_scheduler
@@ -48,7 +51,13 @@ from tests.credentials import CREDENTIALS, GatewayBus
 from tests.waiting import PATIENCE_S
 
 VOCAB = 1000
+CONTEXT_LENGTH = 4096
+TOKEN_BUDGET = 64
 LAYOUT = KVLayout(weights="fake", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=8, block_size=8)
+
+
+def steps_of(engine: Engine, token_budget: int = TOKEN_BUDGET) -> BatchSteps:
+    return BatchSteps(engine, Batch(token_budget, context_length=CONTEXT_LENGTH))
 
 
 def make_parts(worker_id: str, role: WorkerRole, *, num_blocks: int = 256, layout: KVLayout = LAYOUT) -> WorkerParts:
@@ -59,7 +68,7 @@ def make_parts(worker_id: str, role: WorkerRole, *, num_blocks: int = 256, layou
         fingerprint=layout.fingerprint,
         num_blocks=num_blocks,
         block_size=layout.block_size,
-        context_length=4096,
+        context_length=CONTEXT_LENGTH,
         vocab_size=VOCAB,
         eos_token_ids=frozenset({0}),
         max_queued=64,
@@ -72,7 +81,7 @@ def make_parts(worker_id: str, role: WorkerRole, *, num_blocks: int = 256, layou
         model="fake",
         arena=arena,
         shape=shape,
-        engine=FakeEngine(shape, arena.buffer, vocab_size=VOCAB),
+        steps=steps_of(FakeEngine(shape, arena.buffer, vocab_size=VOCAB)),
         limits=limits,
         credentials=CREDENTIALS,
     )
@@ -263,7 +272,7 @@ class Client:
 async def one_process_mesh(
     *workers: WorkerParts,
     carrier: str = "auto",
-    token_budget: int = 64,
+    token_budget: int = TOKEN_BUDGET,
     policy: str = "least_loaded",
     prefix_cache: bool = True,
     stops: dict[str, asyncio.Event] | None = None,
@@ -290,6 +299,8 @@ async def one_process_mesh(
         tasks.create_task(run_scheduler(config, MemoryBus(broker), stop))
         tasks.create_task(run_directory(MemoryBus(broker), stop))
         for parts in workers:
+            assert isinstance(parts.steps, BatchSteps)
+            parts = replace(parts, steps=steps_of(parts.steps.engine, token_budget))
             telemetry = Telemetry(parts.worker_id, exporter, at_once=exporter is not None)
             tasks.create_task(
                 run_worker(parts, config, MemoryBus(broker), telemetry, (stops or {}).get(parts.worker_id, stop))

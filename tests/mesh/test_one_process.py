@@ -26,6 +26,7 @@ from schemas.request import (
     SamplingParams,
 )
 from services.engine.fake import FakeEngine, fake_answer
+from services.engine.steps import BatchSteps
 from services.prefill import core as prefill_core
 from services.runtime import now_ms
 from services.worker import timers as clockwork
@@ -234,8 +235,8 @@ async def test_a_bad_offer_costs_a_recompute_and_nothing_else(change: dict[str, 
 async def test_of_a_cancelled_prompt_only_what_was_computed_is_told_and_lent() -> None:
     """Each is cancelled between two chunks, when some of its blocks have been told to the directory."""
     parts = make_parts("p-0", "prefill", num_blocks=64)
-    assert isinstance(parts.engine, FakeEngine)
-    parts.engine.before_step = lambda _: time.sleep(0.005)
+    assert isinstance(parts.steps, BatchSteps) and isinstance(parts.steps.engine, FakeEngine)
+    parts.steps.engine.before_step = lambda _: time.sleep(0.005)
     params = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
     async with one_process_mesh(parts, make_parts("d-0", "decode", num_blocks=64), token_budget=8) as client:
 

@@ -13,7 +13,7 @@ from services.engine.batch import Batch
 from services.engine.fake import FakeEngine, fake_answer
 from services.engine.interface import Sequence, StepResult
 from services.sim.platform import threads
-from services.sim.platform.engine import Pace, SimEngineThread
+from services.sim.platform.engine import Pace, SimEngineThread, SimSteps
 from tests.sim.rig import virtually
 
 # Threads.
@@ -113,8 +113,9 @@ def engine_run(pace: Pace) -> tuple[list[tuple[int, int, float]], list[StepResul
     async def live() -> None:
         engine = FakeEngine(shape, memoryview(bytearray(shape.num_bytes)))
         thread = SimEngineThread(
-            engine, Batch(32), steps.append, lambda sequences, _: left.extend(s.request_id for s in sequences),
-            lambda sequence: left.append(sequence.request_id), pace=pace,
+            SimSteps(engine, Batch(32), pace), steps.append,
+            lambda sequences, _: left.extend(s.request_id for s in sequences),
+            lambda sequence: left.append(sequence.request_id),
         )  # fmt: skip
         thread.start()
         sampling = SamplingParams(max_tokens=5, temperature=0.0)

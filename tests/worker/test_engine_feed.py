@@ -25,10 +25,9 @@ def test_a_sequence_that_nobody_knows_costs_the_others_of_its_step_nothing() -> 
     actions: list[Action] = []
     EngineFeed(
         parts=cast("Any", SimpleNamespace(
-            engine=None, limits=case.limits(case.PREFILL),
-            platform=SimpleNamespace(make_engine=lambda engine, batch, **named: callbacks.update(named)),
+            steps=None, limits=case.limits(case.PREFILL),
+            platform=SimpleNamespace(make_engine=lambda steps, **named: callbacks.update(named)),
         )),
-        token_budget=8,
         holder=cast("Any", SimpleNamespace(computed=lambda sequence, *_: taken_in.append(sequence.request_id))),
         cores=cast("Any", SimpleNamespace(find=core.attempts.get)),
         spans=WorkerSpans(Telemetry("w", None), "w"),

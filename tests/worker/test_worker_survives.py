@@ -26,6 +26,7 @@ from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received
 from services.config import MeshConfig, WorkerConfig
 from services.engine.fake import FakeEngine, fake_answer
+from services.engine.steps import BatchSteps
 from services.engine.thread import EngineStoppedError, EngineThread
 from services.launch.worker_roles import run_worker
 from services.prefill.core import PrefillCore
@@ -54,8 +55,8 @@ async def two_workers(step_s: float = 0.0, **more: object) -> AsyncGenerator[Cli
     """`step_s`: how long a step takes, where an answer is to go on for a while."""
     parts = [make_parts("p-0", "prefill", num_blocks=1024), make_parts("d-0", "decode", num_blocks=1024)]
     for one in parts:
-        assert isinstance(one.engine, FakeEngine)
-        one.engine.before_step = lambda _items: time.sleep(step_s)
+        assert isinstance(one.steps, BatchSteps) and isinstance(one.steps.engine, FakeEngine)
+        one.steps.engine.before_step = lambda _items: time.sleep(step_s)
     async with one_process_mesh(*parts, **more) as client:  # type: ignore[arg-type]
         yield client
 
@@ -387,7 +388,7 @@ def holder() -> Generator[WorkerHolder]:
         on_started=lambda _lease: None, on_served=lambda _lease, _stats, _error: None,
     )  # fmt: skip
     yield made
-    parts.engine.close()
+    parts.steps.close()
     made.close()
 
 

@@ -1,13 +1,12 @@
-"""The engine's thread of a simulated worker: the real code in a cooperative thread, with steps that take virtual
-time."""
+"""The engine of a simulated worker: the real code in a cooperative thread, with steps that take virtual time."""
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from services.engine.batch import Batch
 from services.engine.fake import FakeEngine
-from services.engine.interface import Engine, Sequence, StepCallback, StepItem
+from services.engine.interface import Engine, StepItem
+from services.engine.steps import BatchSteps
 from services.engine.thread import Changes, EngineThread
 from services.sim.platform.threads import CoCondition, CoThread, pause, spawn
 
@@ -26,25 +25,33 @@ class Pace:
         return self.base_s + self.prefill_token_s * num_prefill + self.decode_token_s * num_decode
 
 
-class SimEngineThread(EngineThread):
-    """Runs an engine's steps, each as long as `pace` says. With a FakeEngine the time is spread over its layers."""
+class SimSteps(BatchSteps):
+    """Steps as long as `pace` says. With a FakeEngine the time is spread over its layers."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        batch: Batch,
-        on_step: StepCallback,
-        on_failure: Callable[[list[Sequence], str], None],
-        on_removed: Callable[[Sequence], None],
-        pace: Pace | None = None,
-    ) -> None:
-        super().__init__(engine, batch, on_step, on_failure, on_removed)
-        self._pace = Pace() if pace is None else pace
-        self._cooperative: CoThread | None = None
+    def __init__(self, engine: Engine, batch: Batch, pace: Pace) -> None:
+        super().__init__(engine, batch)
+        self._pace = pace
         self._layer_s = 0.0
         self._has_layers = isinstance(engine, FakeEngine)
         if isinstance(engine, FakeEngine):
             engine.before_layer = self._compute_layer
+
+    def _compute(self, items: list[StepItem]) -> list[int]:
+        step_s = self._pace.step_s(items)
+        if self._has_layers:
+            self._layer_s = step_s / (self.engine.layout.num_layers + 1)
+        else:
+            pause(step_s)
+        return super()._compute(items)
+
+    def _compute_layer(self, _items: Seq[StepItem], _layer: int) -> None:
+        pause(self._layer_s)
+
+
+class SimEngineThread(EngineThread):
+    """Runs steps in a cooperative thread."""
+
+    _cooperative: CoThread | None = None
 
     def start(self) -> None:
         self._cooperative = spawn(self._run, "engine")
@@ -59,14 +66,3 @@ class SimEngineThread(EngineThread):
 
     def _new_condition(self) -> Changes:
         return CoCondition()
-
-    def _step(self, items: list[StepItem]) -> None:
-        step_s = self._pace.step_s(items)
-        if self._has_layers:
-            self._layer_s = step_s / (self._engine.layout.num_layers + 1)
-        else:
-            pause(step_s)
-        super()._step(items)
-
-    def _compute_layer(self, _items: Seq[StepItem], _layer: int) -> None:
-        pause(self._layer_s)

@@ -34,7 +34,7 @@ from dataplane.protocol.wire import Thread, Wire
 from schemas.handoff import Endpoint
 from schemas.kv import ReadEnd
 from services.sim.platform.connection import Connection, SimWire, StreamFault, StreamFaultKind
-from services.sim.platform.engine import Pace, SimEngineThread
+from services.sim.platform.engine import SimEngineThread
 from services.sim.platform.threads import CoThread, current, pause, spawn
 from services.worker.platform import Platform
 
@@ -351,7 +351,6 @@ def sim_platform(
     network: SimNetwork,
     host: str,
     on_gate: Callable[[LeaseGate], None] = lambda _: None,
-    pace: Pace | None = None,
 ) -> Platform:
     """Return the platform of one simulated process. `on_gate` is called with each lease gate that a server is made
     with."""
@@ -366,5 +365,5 @@ def sim_platform(
         make_arena=functools.partial(memory_arena, host=host),
         make_server=make_server,
         make_reader=lambda arena, shape, secrets: SimPlaneReader(network, host, arena, shape, secrets),
-        make_engine=functools.partial(SimEngineThread, pace=pace or Pace()),
+        make_engine=SimEngineThread,
     )

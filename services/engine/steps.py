@@ -1,0 +1,53 @@
+"""The steps of an engine that computes what we plan: a `Batch` decides, the engine computes."""
+
+import time
+
+from schemas.ids import RequestId
+from services.engine.batch import Batch
+from services.engine.interface import Engine, EngineLoad, Sequence, StepFailedError, StepItem, StepResult
+
+
+class BatchSteps:
+    """As `Steps`. A step that raises costs the sequences that were in it, and no others."""
+
+    def __init__(self, engine: Engine, batch: Batch) -> None:
+        self.engine = engine
+        self._batch = batch
+
+    def __len__(self) -> int:
+        return len(self._batch)
+
+    def check(self, sequence: Sequence) -> None:
+        self._batch.check(sequence, self.engine)
+
+    def add(self, sequence: Sequence) -> None:
+        self._batch.add(sequence)
+
+    def remove(self, request_id: RequestId, attempt: int) -> Sequence | None:
+        return self._batch.remove(request_id, attempt)
+
+    def clear(self) -> list[Sequence]:
+        return self._batch.clear()
+
+    def load(self) -> EngineLoad:
+        return self._batch.load()
+
+    def step(self) -> StepResult | None:
+        items = self._batch.plan()
+        if not items:
+            return None
+        started_ns = time.time_ns()
+        try:
+            token_ids = self._compute(items)
+            return self._batch.commit(items, token_ids, started_ns, time.time_ns())
+        except Exception as error:
+            sequences = [item.sequence for item in items]
+            for sequence in sequences:
+                self._batch.remove(sequence.request_id, sequence.attempt)
+            raise StepFailedError(sequences, error) from error
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _compute(self, items: list[StepItem]) -> list[int]:
+        return self.engine.step(items)
