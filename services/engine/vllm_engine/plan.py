@@ -1,0 +1,100 @@
+"""What a step of vLLM's means for a sequence's blocks: which are copied, and what may be announced. Pure.
+
+vLLM computes in blocks of its own and the mesh reads those of the arena, so each computed block is copied out once, in
+the step that fills it, and blocks that were read from elsewhere are copied in before a request's first step. Blocks of
+either side have `block_size` tokens, and only whole ones are copied (`KVLayout.whole_blocks`).
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from dataplane.blocks.layout import num_blocks_for
+from services.engine.interface import Sequence
+
+
+@dataclass(slots=True, eq=False)
+class TrackedSequence:
+    """A sequence that vLLM has, and what of it is in the arena.
+
+    `table`: the arena's block for each of the sequence's blocks. `num_given`: its tokens when it came, a prompt and, of
+    an attempt that is resumed, an answer's beginning. `num_present`: tokens whose KV is in the arena; what a step is to
+    save counts from its plan on. `load_from`: the first token that vLLM was promised from the arena and has not yet.
+    """
+
+    sequence: Sequence
+    table: Seq[int]
+    block_size: int
+    num_given: int = field(init=False)
+    num_present: int = field(init=False)
+    load_from: int | None = None
+
+    def __post_init__(self) -> None:
+        self.num_given = len(self.sequence.token_ids)
+        self.num_present = self.sequence.num_computed_tokens
+
+    def num_matched(self, num_tokens: int, num_local: int) -> int:
+        """Return how many tokens of the request's `num_tokens` the arena has beyond the `num_local` that vLLM has
+        cached itself. The last token is always computed."""
+        return max(0, min(self.num_present, num_tokens - 1) - num_local)
+
+    def promised(self, num_tokens: int, num_external: int) -> None:
+        """vLLM has blocks for the `num_external` tokens of a match, and takes them for computed."""
+        if num_external:
+            self.load_from = min(self.num_present, num_tokens - 1) - num_external
+
+    def plan(self, start: int, num_tokens: int, block_ids: Seq[int]) -> "Copies":
+        """Return what the step that computes tokens [start, start + num_tokens) copies. `block_ids`: vLLM's blocks.
+
+        What vLLM had cached itself and the arena lacks is saved too: in the same step, as vLLM lets a request share
+        blocks that another one of the same step computes. What is present already is never saved again: somebody may
+        be reading it.
+        """
+        size, end = self.block_size, start + num_tokens
+        loads: list[tuple[int, int]] = []
+        if self.load_from is not None:
+            blocks = range(self.load_from // size, num_blocks_for(start, size))
+            loads = [(self.table[block], block_ids[block]) for block in blocks]
+            self.load_from = None
+        num_whole, announced = end // size, end // size * size
+        if self.sequence.layer_listener is not None and end >= self.num_given:
+            # A hand-over's last block goes as it is: nobody attends to what lies behind the prompt.
+            num_whole = num_blocks_for(self.num_given, size)
+            announced = num_whole * size
+        saves = [(self.table[block], block_ids[block]) for block in range(self.num_present // size, num_whole)]
+        self.num_present = max(self.num_present, min(announced, end))
+        return Copies(self, start, end, tuple(runs_of(loads)), tuple(runs_of(saves)), announced)
+
+
+class Run(NamedTuple):
+    """`num_blocks` blocks that lie one after another on both sides, from these on."""
+
+    arena_block: int
+    engine_block: int
+    num_blocks: int
+
+
+class Copies(NamedTuple):
+    """One sequence in one step. `announced`: tokens from the sequence's start whose KV a layer has in the arena once
+    its saves are done."""
+
+    tracked: TrackedSequence
+    start: int
+    end: int
+    loads: tuple[Run, ...]
+    saves: tuple[Run, ...]
+    announced: int
+
+
+def runs_of(pairs: Seq[tuple[int, int]]) -> list[Run]:
+    """Join pairs of (arena block, engine block) that follow each other on both sides."""
+    runs: list[Run] = []
+    for arena_block, engine_block in pairs:
+        if runs and (runs[-1].arena_block + runs[-1].num_blocks, runs[-1].engine_block + runs[-1].num_blocks) == (
+            arena_block,
+            engine_block,
+        ):
+            runs[-1] = runs[-1]._replace(num_blocks=runs[-1].num_blocks + 1)
+        else:
+            runs.append(Run(arena_block, engine_block, 1))
+    return runs

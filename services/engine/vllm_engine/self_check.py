@@ -1,0 +1,111 @@
+"""What the mesh relies on in vLLM, tried before the worker serves: a new version that keeps its blocks elsewhere, calls
+its hooks otherwise or schedules otherwise fails here with one line, and not later with another prompt's text."""
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.blocks.layout import BlockTable, Segment
+from schemas.ids import RequestId
+from schemas.request import SamplingParams
+from services.engine.interface import EngineLostError, Sequence
+from services.engine.vllm_engine.link import EngineLink
+from services.engine.vllm_engine.plan import Copies
+from services.engine.vllm_engine.steps import VllmSteps
+
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
+"""Largest difference, relative to the logits' spread, that rounding alone is allowed to make."""
+
+Logits = npt.NDArray[np.float32]
+
+
+class Forgets(Protocol):
+    def forget_blocks(self) -> None:
+        """Let the engine forget what it has cached itself."""
+        ...
+
+
+class _Heard:
+    """A hand-over's listener."""
+
+    def __init__(self) -> None:
+        self.announced: list[tuple[int, int]] = []
+
+    def advance(self, layer: int, num_tokens: int, mark: int = 0) -> None:
+        self.announced.append((layer, num_tokens))
+
+
+def check_steps(steps: VllmSteps, engine: Forgets, link: EngineLink) -> None:
+    """Compute a prompt of three and a half blocks as a prefill worker does, in two steps; go on as a decode worker
+    does, from its blocks alone; and see that these are what it read. Raises EngineLostError.
+
+    Writes into the arena's first blocks.
+    """
+    check = _Check(steps, engine, link)
+    size = link.layout.block_size
+    prompt = [1 + (7919 * at) % 250 for at in range(3 * size + size // 2)]
+    blocks = list(range(4))
+
+    first = check.run(prompt[: size + 1], blocks, 0)
+    heard = _Heard()
+    whole = check.run(prompt, blocks, size, heard)
+    check.expect((first.copies.start, whole.copies.start), (0, size), "it computed what it should have loaded")
+    layers = [*range(link.layout.num_layers)]
+    check.expect(heard.announced, [(layer, 4 * size) for layer in layers], "its layers were announced otherwise")
+    check.expect(link.saved_is_intact(), True, "blocks changed after they were saved")
+
+    tokens = [*prompt, whole.token]
+    after = check.run(tokens, blocks, len(prompt))
+    check.expect((after.copies.start, after.copies.end), (len(prompt), len(tokens)), "it did not go on behind a prompt")
+    other = check.run(tokens, [6, 4, 5, 7], 0)
+    check.close(after.logits, other.logits, "what it computes from loaded blocks is not what it computes by itself")
+    with link.confused(blocks[1], blocks[0]):
+        confused = check.run(tokens, blocks, len(prompt))
+    check.expect(np.array_equal(confused.logits, after.logits), False, "it does not read the blocks that it loads")
+    engine.forget_blocks()
+
+
+class _Ran:
+    def __init__(self, token: int, logits: Logits, copies: Copies) -> None:
+        self.token = token
+        self.logits = logits
+        self.copies = copies
+
+
+class _Check:
+    def __init__(self, steps: VllmSteps, engine: Forgets, link: EngineLink) -> None:
+        self._steps = steps
+        self._engine = engine
+        self._link = link
+        self._count = 0
+
+    def run(self, tokens: list[int], blocks: list[int], num_present: int, listener: _Heard | None = None) -> _Ran:
+        """Compute one token behind `tokens`, of which `num_present` have their KV in these blocks."""
+        self._engine.forget_blocks()
+        self._count += 1
+        sequence = Sequence(
+            RequestId(f"self-check-{self._count}"), 1, list(tokens), len(tokens),
+            SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+            (BlockTable(tuple(Segment(block, 1) for block in blocks)),),
+            num_computed_tokens=num_present, max_local_tokens=1, layer_listener=listener,
+        )  # fmt: skip
+        seen: list[Any] = []
+        self._link.on_logits = seen.append
+        self._steps.add(sequence)
+        copies: list[Copies] = []
+        while sequence.num_local_tokens == 0:
+            self._steps.step()
+            copies += self._link.step
+        self._link.on_logits = None
+        return _Ran(sequence.token_ids[-1], seen[-1][0], copies[0])
+
+    def expect(self, found: object, wanted: object, text: str) -> None:
+        if found != wanted:
+            raise EngineLostError(f"vLLM failed its check: {text} ({found}, not {wanted})")
+
+    def close(self, found: Logits, wanted: Logits, text: str) -> None:
+        spread = float(wanted.max() - wanted.min())
+        difference = float(np.abs(found - wanted).max())
+        if not difference <= TOLERANCE[self._link.layout.dtype] * spread:
+            raise EngineLostError(f"vLLM failed its check: {text} (logits differ by {difference} of {spread})")

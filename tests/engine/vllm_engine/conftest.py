@@ -1,0 +1,136 @@
+"""An engine behind `VllmSteps`, faked or vLLM itself, and an arena."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from dataplane.blocks.layout import BlockTable, KVLayout, num_blocks_for, segments_of, uniform_shape
+from schemas.ids import RequestId
+from schemas.request import SamplingParams
+from services.engine.demo_model import DEMO_MODEL_DIR
+from services.engine.fake import fake_answer
+from services.engine.interface import LayerListener, SampledToken, Sequence, StepResult
+from services.engine.vllm_engine.link import EngineLink
+from services.engine.vllm_engine.plan import Copies
+from services.engine.vllm_engine.steps import VllmSteps
+from tests.engine.vllm_engine.fake_vllm import FakeVllm
+
+LAYOUT = KVLayout(weights="fake", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=4, block_size=8)
+NUM_BLOCKS = 256
+CONTEXT_LENGTH = 1024
+BUDGET = 40
+
+
+@dataclass
+class World:
+    """One engine and its arena. `reference`: the answer of an engine that nobody helps."""
+
+    steps: VllmSteps
+    link: EngineLink
+    engine: FakeVllm
+    arena: memoryview
+    reference: Callable[[list[int], SamplingParams], list[int]]
+    copies: list[Copies] = field(default_factory=list[Copies])
+    """Of all steps so far."""
+    results: list[StepResult] = field(default_factory=list[StepResult])
+    _next_block: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.link.layout.block_size
+
+    def table(self, num_tokens: int, *, spread: int = 1) -> list[int]:
+        """Take blocks for so many tokens, every `spread`th, and begin anew where there are no more."""
+        count = num_blocks_for(num_tokens, self.size)
+        if self._next_block + count * spread > NUM_BLOCKS:
+            self._next_block = 0
+        first, self._next_block = self._next_block, self._next_block + count * spread
+        return [first + number * spread for number in range(count)]
+
+    def add(
+        self,
+        name: str,
+        tokens: list[int],
+        sampling: SamplingParams,
+        table: list[int],
+        *,
+        num_prompt: int | None = None,
+        num_present: int = 0,
+        hands_over: bool = False,
+        listener: LayerListener | None = None,
+        stops: frozenset[int] = frozenset(),
+    ) -> Sequence:
+        sequence = Sequence(
+            RequestId(name), 1, list(tokens), len(tokens) if num_prompt is None else num_prompt, sampling,
+            (BlockTable(segments_of(table)),), num_computed_tokens=num_present,
+            max_local_tokens=1 if hands_over else None, layer_listener=listener, stop_token_ids=stops,
+        )  # fmt: skip
+        self.steps.check(sequence)
+        self.steps.add(sequence)
+        return sequence
+
+    def step(self) -> list[SampledToken]:
+        result = self.steps.step()
+        self.copies += self.link.step
+        if result is None:
+            return []
+        self.results.append(result)
+        return list(result.sampled)
+
+    def run(self) -> dict[str, list[int]]:
+        """Step until nothing is left; return the tokens of each request."""
+        answers: dict[str, list[int]] = {}
+        while len(self.steps):
+            for token in self.step():
+                answers.setdefault(token.sequence.request_id, []).append(token.token_id)
+        return answers
+
+    def forget(self) -> None:
+        """Let the engine have nothing of its own; what the arena has stays."""
+        self.engine.forget_blocks()
+        self.copies.clear()
+
+
+def fake_world(*, num_engine_blocks: int = NUM_BLOCKS, token_budget: int = BUDGET) -> World:
+    shape = uniform_shape(LAYOUT, NUM_BLOCKS)
+    arena = memoryview(bytearray(shape.num_bytes))
+    link = EngineLink(shape, arena)
+    engine = FakeVllm(link, num_blocks=num_engine_blocks, token_budget=token_budget)
+    steps = VllmSteps(
+        engine, link, vocab_size=engine.vocab_size, context_length=CONTEXT_LENGTH, token_budget=token_budget
+    )
+    return World(steps, link, engine, arena, lambda prompt, sampling: fake_answer(LAYOUT, prompt, sampling))
+
+
+@pytest.fixture(scope="session")
+def real_world() -> Iterator[World]:
+    pytest.importorskip("vllm", reason="vLLM is not installed here: make vllm-test")
+    from services.engine.checkpoint import layout_of, read_checkpoint
+    from services.engine.vllm_engine.loading import load_vllm
+
+    checkpoint = read_checkpoint(str(DEMO_MODEL_DIR))
+    shape = uniform_shape(layout_of(checkpoint, block_size=32), NUM_BLOCKS)
+    arena = memoryview(bytearray(shape.num_bytes))
+    steps, _ = load_vllm(checkpoint, arena, shape, token_budget=BUDGET * 4, num_threads=1, kv_bytes=0, args={})
+    world = World(steps, steps._link, steps._engine, arena, lambda *_: [])  # type: ignore[arg-type]
+
+    def alone(prompt: list[int], sampling: SamplingParams) -> list[int]:
+        world.forget()
+        world.add("alone", prompt, sampling, world.table(len(prompt) + sampling.max_tokens))
+        return world.run()["alone"]
+
+    world.reference = alone
+    yield world
+    steps.close()
+
+
+@pytest.fixture(params=["fake", pytest.param("vllm", marks=pytest.mark.vllm)])
+def world(request: pytest.FixtureRequest) -> World:
+    if request.param == "fake":
+        return fake_world()
+    real: World = request.getfixturevalue("real_world")
+    real.steps.clear()
+    real.forget()
+    real.results.clear()
+    return real

@@ -1,0 +1,249 @@
+"""Stands in for vLLM where it is not installed: schedules as it does, calls the hooks in its order, and makes tokens of
+what it *reads* in its own blocks, as `FakeEngine` does of the arena's: a block that is wrong or missing gives another
+token. `test_contract.py` holds it and the real one to the same promises.
+
+As vLLM does it: chunks under a token budget, running requests first; blocks are known for reuse as soon as they are
+allocated, so that a request shares what another one of the same step computes; where blocks run out the request that
+came last begins again; `start_load_kv` runs before the forward only if there is something to load.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import xxhash
+
+from dataplane.blocks.layout import KVLayout, num_blocks_for
+from services.engine.fake import _choose, _rows
+from services.engine.interface import Sequence
+from services.engine.rules import stop_token_ids
+from services.engine.vllm_engine.link import EngineLink
+
+NO_BLOCK = 0
+"""vLLM's block 0 is never given to anybody."""
+
+
+@dataclass(eq=False)
+class Request:
+    name: str
+    given_name: str
+    tokens: list[int]
+    sequence: Sequence
+    num_tokens: int
+    """So many may be sampled."""
+    stops: frozenset[int]
+    first_index: int
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list[int])
+    num_sampled: int = 0
+
+    @property
+    def num_left(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+
+@dataclass(frozen=True)
+class Item:
+    request: Request
+    start: int
+    num_tokens: int
+
+
+class FakeVllm:
+    """As `LocalEngine`. `num_preempted`: how often a request had to begin again."""
+
+    def __init__(
+        self, link: EngineLink, *, num_blocks: int = 64, token_budget: int = 64, vocab_size: int = 256
+    ) -> None:
+        self.layout: KVLayout = link.layout
+        self.vocab_size = vocab_size
+        self.num_preempted = 0
+        self.num_steps = 0
+        self._link = link
+        self._token_budget = token_budget
+        self._half = self.layout.block_size * self.layout.token_bytes
+        self._pages = [np.zeros((num_blocks, 2 * self._half), np.uint8) for _ in range(self.layout.num_layers)]
+        self._free = list(range(NO_BLOCK + 1, num_blocks))
+        self._users: dict[int, int] = {}
+        """Block to the number of requests that have it."""
+        self._cached: dict[tuple[int, ...], int] = {}
+        """A prefix of whole blocks to its last block."""
+        self._running: list[Request] = []
+        self._waiting: list[Request] = []
+        link.attach(dict(enumerate(self._pages)))
+
+    # As LocalEngine.
+
+    def add(self, name: str, sequence: Sequence, num_tokens: int) -> str:
+        theirs = f"{name}-{len(name):08x}"
+        self._waiting.append(
+            Request(
+                theirs, name, list(sequence.token_ids), sequence, num_tokens, stop_token_ids(sequence), sequence.index
+            )
+        )
+        return theirs
+
+    def abort(self, name: str) -> None:
+        for line in (self._running, self._waiting):
+            for request in [request for request in line if request.name == name]:
+                self._give_back(request)
+                line.remove(request)
+
+    def step(self) -> list[SimpleNamespace]:
+        self.num_steps += 1
+        items = self._schedule()
+        self._plan(items)
+        if any(copies.loads for copies in self._link.step):
+            self._link.load()
+        for layer in range(self.layout.num_layers):
+            for item in items:
+                self._write(item, layer)
+            self.layer_is_written(layer)
+        self._link.check_saved()
+        return [output for item in items if (output := self._output(item)) is not None]
+
+    def forget_blocks(self) -> None:
+        assert not self._running and not self._waiting
+        self._cached.clear()
+
+    def close(self) -> None:
+        self._pages.clear()
+
+    # What a planted bug may change.
+
+    def layer_is_written(self, layer: int) -> None:
+        self._link.save(layer)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    # Scheduling.
+
+    def _schedule(self) -> list[Item]:
+        budget, items = self._token_budget, list[Item]()
+        for request in list(self._running):
+            if request not in self._running or not budget:
+                continue
+            num_tokens = min(budget, request.num_left)
+            while not self._grow(request, request.num_computed + num_tokens):
+                last = self._running[-1]
+                self._preempt(last)
+                items = [item for item in items if item.request is not last]
+                if last is request:
+                    break
+            if request in self._running:
+                items.append(Item(request, request.num_computed, num_tokens))
+                budget -= num_tokens
+        while self._waiting and budget:
+            request = self._waiting[0]
+            tracked = self._link.tracked.get(request.name)
+            local = self._shared(request)
+            num_local = len(local) * self.layout.block_size
+            matched = tracked.num_matched(len(request.tokens), num_local) if tracked else 0
+            start = num_local + matched
+            num_tokens = min(budget, len(request.tokens) - start)
+            self._take(request, local)
+            if not self._grow(request, start + num_tokens):
+                self._give_back(request)
+                break
+            if tracked is not None:
+                tracked.promised(len(request.tokens), matched)
+            self._waiting.pop(0)
+            self._running.append(request)
+            request.num_computed = start
+            items.append(Item(request, start, num_tokens))
+            budget -= num_tokens
+        return items
+
+    def _plan(self, items: Seq[Item]) -> None:
+        tracked = ((self._link.tracked.get(item.request.name), item) for item in items)
+        self._link.begin([one.plan(item.start, item.num_tokens, item.request.blocks) for one, item in tracked if one])
+
+    def _shared(self, request: Request) -> list[int]:
+        """Return the blocks of its prefix that are cached: all but one token at most."""
+        size, found = self.layout.block_size, list[int]()
+        for end in range(size, len(request.tokens), size):
+            block = self._cached.get(tuple(request.tokens[:end]))
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def _grow(self, request: Request, num_tokens: int) -> bool:
+        """Give a request blocks for so many tokens; the full ones can be shared from now on."""
+        missing = num_blocks_for(num_tokens, self.layout.block_size) - len(request.blocks)
+        if missing > len(self._free):
+            return False
+        for _ in range(missing):
+            block = self._free.pop(0)
+            self._cached = {prefix: each for prefix, each in self._cached.items() if each != block}
+            self._take(request, [block])
+        size = self.layout.block_size
+        for number in range(num_tokens // size):
+            self._cached.setdefault(tuple(request.tokens[: (number + 1) * size]), request.blocks[number])
+        return True
+
+    def _take(self, request: Request, blocks: Seq[int]) -> None:
+        for block in blocks:
+            request.blocks.append(block)
+            self._users[block] = self._users.get(block, 0) + 1
+            if block in self._free:
+                self._free.remove(block)
+
+    def _give_back(self, request: Request) -> None:
+        for block in reversed(request.blocks):
+            self._users[block] -= 1
+            if not self._users[block]:
+                self._free.append(block)
+        request.blocks.clear()
+
+    def _preempt(self, request: Request) -> None:
+        self.num_preempted += 1
+        self._give_back(request)
+        request.num_computed = 0
+        self._running.remove(request)
+        self._waiting.insert(0, request)
+
+    # Computing.
+
+    def _write(self, item: Item, layer: int) -> None:
+        request, size = item.request, self.layout.block_size
+        tokens = request.tokens[item.start : item.start + item.num_tokens]
+        rows = _rows(self.layout, tokens, item.start)
+        width = self.layout.token_bytes
+        for part in range(2):
+            values = np.frombuffer(rows[layer * 2 + part], np.uint8)
+            for number in range(len(tokens)):
+                block, at = divmod(item.start + number, size)
+                first = part * self._half + at * width
+                page = self._pages[layer][request.blocks[block]]
+                page[first : first + width] = values[number * width : (number + 1) * width]
+
+    def _output(self, item: Item) -> SimpleNamespace | None:
+        request = item.request
+        request.num_computed = end = item.start + item.num_tokens
+        if end < len(request.tokens):
+            return None
+        digest = xxhash.xxh3_64()
+        for page in self._pages:
+            for part in range(2):
+                digest.update(self._read(page, request, part, end))
+        if self._link.on_logits is not None:
+            self._link.on_logits(np.frombuffer(digest.digest() * 4, np.uint8)[None].astype(np.float32))
+        token = _choose(
+            digest.intdigest(), request.sequence.sampling, request.first_index + request.num_sampled, self.vocab_size
+        )
+        request.tokens.append(token)
+        request.num_sampled += 1
+        finished = token in request.stops or request.num_sampled >= request.num_tokens
+        if finished:
+            self._running.remove(request)
+            self._give_back(request)
+        outputs = [SimpleNamespace(token_ids=[token])]
+        return SimpleNamespace(request_id=request.given_name, finished=finished, outputs=outputs)
+
+    def _read(self, page: np.ndarray, request: Request, part: int, end: int) -> bytes:
+        halves = page[request.blocks, part * self._half : (part + 1) * self._half]
+        return halves.tobytes()[: end * self.layout.token_bytes]

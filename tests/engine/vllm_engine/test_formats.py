@@ -1,0 +1,43 @@
+import importlib.util
+
+import pytest
+
+from services.engine.vllm_engine import formats
+from services.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("dtype", "block_size", "head_dim", "machine", "flags", "expected"),
+    [
+        ("float32", 32, 64, "x86_64", {"avx512f", "amx_tile"}, "vec"),
+        ("bfloat16", 32, 64, "x86_64", {"avx512f", "amx_tile"}, "amx"),
+        ("bfloat16", 32, 64, "x86_64", {"avx512f"}, "vec"),
+        ("float32", 16, 64, "x86_64", set(), "vec16"),
+        ("float32", 32, 80, "x86_64", set(), "vec16"),
+        ("float32", 32, 64, "aarch64", set(), "neon"),
+    ],
+)
+def test_the_packing_of_a_machine(
+    dtype: str, block_size: int, head_dim: int, machine: str, flags: set[str], expected: str
+) -> None:
+    assert formats.packing(dtype, block_size, head_dim, machine, frozenset(flags)) == expected
+
+
+def test_without_vllm_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="make vllm"):
+        formats.installed_version()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
+def test_it_is_vllm_s_own_word(dtype: str, head_dim: int) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed here: make vllm-test")
+    import torch
+    from vllm import __version__
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    own = _get_attn_isa(getattr(torch, dtype), 32, head_dim, "auto")
+    assert formats.format_here(dtype, 32, head_dim) == formats.cpu_format(formats.installed_version(), own, dtype)
+    assert formats.installed_version() in __version__ or __version__ in formats.installed_version()

@@ -1,0 +1,91 @@
+"""`VllmSteps` where vLLM does what it seldom does, or what it must not. Without vLLM."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from schemas.request import SamplingParams
+from services.engine.interface import EngineLostError, InvalidSequenceError, StepFailedError
+from tests.engine.vllm_engine.conftest import World, fake_world
+from tests.engine.vllm_engine.fake_vllm import FakeVllm
+from tests.engine.vllm_engine.test_contract import GREEDY, Heard, prompt_of
+
+
+def test_one_that_begins_again_goes_on_from_the_arena() -> None:
+    world = fake_world(num_engine_blocks=16)
+    prompts = {f"r{number}": prompt_of(30 + number, number) for number in range(4)}
+    sampling = SamplingParams(max_tokens=40, temperature=0.0)
+    expected = {name: world.reference(prompt, sampling) for name, prompt in prompts.items()}
+    for name, prompt in prompts.items():
+        world.add(name, prompt, sampling, world.table(len(prompt) + 40))
+    assert world.run() == expected
+    assert world.engine.num_preempted > 0
+    assert any(copies.loads for copies in world.copies), "not all was computed again"
+    assert world.engine.num_free == 15, "all blocks are free again"
+
+
+def test_sizes_that_do_not_agree_are_found_before_anything_is_copied() -> None:
+    world = fake_world()
+    with pytest.raises(EngineLostError, match="has 64 bytes in vLLM and 512 in the arena"):
+        world.link.attach({layer: page[:, :64] for layer, page in enumerate(world.engine._pages)})
+    with pytest.raises(EngineLostError, match=r"layers \[0, 2\]"):
+        world.link.attach({0: world.engine._pages[0], 2: world.engine._pages[2]})
+
+
+@pytest.mark.parametrize("order", [(0, 1), (0, 2, 1), (0, 1, 1, 2), ()])
+def test_layers_saved_otherwise_end_the_engine(order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    world = fake_world()
+
+    def save(self: FakeVllm, layer: int) -> None:
+        if layer == 2:
+            for each in order:
+                self._link.save(each)
+
+    monkeypatch.setattr(FakeVllm, "layer_is_written", save)
+    sequence = world.add("r", prompt_of(20), GREEDY, world.table(40), listener=Heard(), hands_over=True)
+    with pytest.raises(StepFailedError, match="vLLM saved layers") as raised:
+        world.step()
+    assert (raised.value.sequences, raised.value.is_lost, len(world.steps)) == ([sequence], True, 0)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_an_end_that_the_rules_do_not_know_ends_the_engine(finished: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = fake_world()
+    monkeypatch.setattr(
+        FakeVllm,
+        "step",
+        lambda self: [SimpleNamespace(request_id="r.1", finished=finished, outputs=[SimpleNamespace(token_ids=[3])])],
+    )
+    world.add("r", prompt_of(20), SamplingParams(max_tokens=2 if finished else 1), world.table(40))
+    with pytest.raises(StepFailedError, match="ended" if finished else "goes on with") as raised:
+        world.step()
+    assert raised.value.is_lost
+
+
+def test_what_cannot_be_computed_is_refused() -> None:
+    world = fake_world()
+    world.add("r", prompt_of(20), GREEDY, world.table(40))
+    with pytest.raises(InvalidSequenceError, match="is in the engine already"):
+        world.add("r", prompt_of(20), GREEDY, world.table(40))
+    with pytest.raises(InvalidSequenceError, match="lacks"):
+        world.add("s", prompt_of(20), GREEDY, world.table(16))
+    with pytest.raises(InvalidSequenceError, match="vocabulary"):
+        world.add("s", [1, 300], GREEDY, world.table(40))
+
+
+def test_the_load_says_what_waits() -> None:
+    world = fake_world()
+    world.add("r", prompt_of(70), GREEDY, world.table(90))
+    assert world.steps.load() == (0, 1, 70)
+    world.step()
+    assert world.steps.load() == (1, 0, 30)
+    world.step()
+    assert world.steps.load() == (1, 0, 0)
+    assert [(r.num_prefill_tokens, r.num_decode_tokens) for r in world.results] == [(40, 0), (30, 0)]
+    world.step()
+    assert (world.results[-1].num_prefill_tokens, world.results[-1].num_decode_tokens) == (0, 1)
+
+
+def test_nothing_to_do_is_no_step() -> None:
+    world: World = fake_world()
+    assert world.steps.step() is None and world.engine.num_steps == 0
