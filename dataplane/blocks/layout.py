@@ -74,6 +74,15 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The first of the model's KV heads that this worker holds."""
     total_kv_heads: int = 0
     """The model's KV heads over all shards; 0: `num_kv_heads`."""
+    whole_blocks: bool = False
+    """A block's bytes are of use only together: how tokens and heads lie in it is its engine's own affair. Which
+    engine's, `weights` says. Raises ValueError with windows, and for a shard."""
+
+    def __post_init__(self) -> None:
+        if self.whole_blocks and self.is_windowed:
+            raise ValueError("KV in whole blocks of layers with windows is not served yet")
+        if self.whole_blocks and self.total_kv_heads not in (0, self.num_kv_heads):
+            raise ValueError(f"KV in whole blocks has all heads, not {self.num_kv_heads} of {self.total_kv_heads}")
 
     @cached_property
     def token_bytes(self) -> int:
@@ -112,7 +121,8 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest over the format version and every field but those that tell shards of one model apart."""
+        """Hex digest over the format version and every field but those that tell shards of one model apart, and
+        `whole_blocks`, which follows from `weights`."""
         heads = self.total_kv_heads or self.num_kv_heads
         parts = (self.weights, self.dtype, self.num_layers, heads, self.head_dim, self.block_size, self.windows)
         text = msgspec.json.encode((FORMAT_VERSION, parts))
@@ -124,6 +134,16 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if self.total_kv_heads in (0, self.num_kv_heads):
             return self.fingerprint
         return f"{self.fingerprint}-{self.first_head}-{self.num_kv_heads}"
+
+    def padded(self, num_tokens: int) -> int:
+        """Return how many tokens' slots cross where `num_tokens` are wanted: up to the block border where blocks are
+        only whole of use."""
+        return num_blocks_for(num_tokens, self.block_size) * self.block_size if self.whole_blocks else num_tokens
+
+    def usable(self, num_tokens: int) -> int:
+        """Return how many of the first `num_tokens` tokens, after which nothing has come, are of use: those in full
+        blocks where blocks are only whole of use."""
+        return num_tokens - num_tokens % self.block_size if self.whole_blocks else num_tokens
 
     def first_needed_block(self, group: int, num_tokens: int) -> int:
         """Return the first block that a cache group still needs of a sequence of `num_tokens` tokens.

@@ -12,7 +12,7 @@ from dataplane.cards import limits
 from dataplane.cards.device import Device, DeviceError
 from dataplane.cards.device_arena import DeviceArena, DeviceHandles
 from dataplane.cards.ipc import CudaHolder, CudaReader, OpenedArenas, SourceArena
-from dataplane.cards.nccl.pair import PairEnd, PairParts
+from dataplane.cards.nccl.pair import BUFFER_BYTES, PairEnd, PairParts
 from dataplane.cards.nccl.pair_core import HolderCore, PairBrokenError, ReaderCore
 from dataplane.cards.nccl.paired import PairedHolder, PairedReader
 from dataplane.cards.nccl.pairs import HolderPairs, ReaderPairs
@@ -90,6 +90,8 @@ class CardHolderSide:
     ) -> HolderCarrier:
         arena = self._arena
         if wanted.carrier == NCCL and wanted.pair is not None:
+            if extent.least_bytes > BUFFER_BYTES:
+                raise CarrierBrokenError(NCCL, f"a frame has {extent.least_bytes} bytes or more")
             pair = self._known_pairs().find(reader, wanted.pair.generation)
             return PairedHolder(pair, wanted.pair.read_id, arena, source, digests=frame_hash.kind is not None)
         if wanted.carrier == tcp.NAME:

@@ -346,9 +346,10 @@ class SharedStagedReader(StagedReader):
 
 
 def _frame_bytes(arena: DeviceArena, extent: Extent) -> int:
-    """Return how large frames out of this arena are. Raises DeviceError when not a token fits."""
-    if extent.memory_bytes(1, 1) > arena.ring.frame_bytes:
-        raise DeviceError("staging", f"{extent.memory_bytes(1, 1)} bytes of a token; here fit {arena.ring.frame_bytes}")
+    """Return how large frames out of this arena are. Raises DeviceError when not the smallest fits."""
+    if extent.least_bytes > arena.ring.frame_bytes:
+        what = "block" if extent.layout.whole_blocks else "token"
+        raise DeviceError("staging", f"{extent.least_bytes} bytes of a {what}; here fit {arena.ring.frame_bytes}")
     return min(limits.STAGED_FRAME_BYTES, arena.ring.frame_bytes)
 
 

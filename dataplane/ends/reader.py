@@ -64,7 +64,8 @@ class PlaneReader:
     async def read(self, request: ReadRequest, on_started: Callable[[str], None] = lambda _: None) -> Landed:
         """Return once all is in place. `on_started(carrier)` is called on the loop at the first frame.
 
-        Raises TransferFailedError, and ValueError when the arena has no such heads or `tables` not all these tokens.
+        Raises TransferFailedError, and ValueError when the arena has no such heads, `tables` not all these tokens, or
+        a block that is only whole of use would be cut.
         When it is cancelled, the thread has ended before CancelledError comes out: the blocks may be given to somebody
         else.
         """
@@ -111,6 +112,8 @@ class PlaneReader:
         if not 0 <= request.first_token <= request.num_tokens or not target.covers(wanted, request.num_tokens):
             tokens = f"tokens {request.first_token} to {request.num_tokens}"
             raise ValueError(f"the tables have no slot for each of {tokens}: {request.tables}")
+        if reason := wanted.over_wire(request.wire_dtype).refusal():
+            raise ValueError(reason)
         kind = self._side.digest_kind
         run = Read(request, wanted, self._secrets, kind, cancellation or Cancellation(), on_started)
         try:

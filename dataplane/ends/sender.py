@@ -200,6 +200,11 @@ class HolderStream:
         if not held.holds(wanted.heads):
             raise _RefusedError(RefusalCode.RANGE, f"this holder has {held.num_heads} heads from {held.first} on")
         extent = Extent(shape.layout, wanted.first_token, wanted.num_tokens, wanted.heads, wanted.wire_dtype)
+        if reason := extent.refusal():
+            raise _RefusedError(RefusalCode.RANGE, reason)
+        if wanted.frame_bytes < extent.least_bytes:
+            reason = f"a frame has {extent.least_bytes} bytes or more, and the reader takes {wanted.frame_bytes}"
+            raise _RefusedError(RefusalCode.CARRIER, reason)
         source = SequenceRuns(shape, kv.tables, wanted.heads)
         if not source.covers(extent, kv.num_tokens):
             raise _RefusedError(RefusalCode.RANGE, f"not all that {wanted.num_tokens} tokens need is held any more")

@@ -46,6 +46,7 @@ class Extent:
     `layout` is either end's: they differ in the heads held, which does not matter here. `group_starts`, `layer_starts`:
     the first token that crosses. `row_bytes`: of one token's keys (or values) of these heads in one layer of an arena.
     `cut_tokens`: frames end at a multiple of so many tokens where they can, as a block that is cut needs two scales.
+    `least_tokens`: of a frame; where blocks are only whole of use a block's, and then none is ever cut.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Extent:
         self.layer_starts = [self.group_starts[group] for group in layout.group_of_layer]
         self.row_bytes = heads.num_heads * layout.head_dim * ITEM_BYTES[layout.dtype]
         self.codec: BlockCodec | None = None
-        self.cut_tokens = 1
+        self.least_tokens = self.cut_tokens = size if layout.whole_blocks else 1
         if wire_dtype != "same":
             self.codec = BlockCodec(wire_dtype, layout.dtype, heads.num_heads, layout.head_dim, size)
             self.cut_tokens = size
@@ -77,6 +78,25 @@ class Extent:
         if wire_dtype == self.wire_dtype:
             return self
         return Extent(self.layout, self.first_token, self.num_tokens, self.heads, wire_dtype)
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes of the smallest frame in an arena."""
+        return self.memory_bytes(1, self.least_tokens)
+
+    def refusal(self) -> str:
+        """Return why nobody can read this, as it would cut a block that is only whole of use; "": it cuts none."""
+        layout, (first_head, num_heads) = self.layout, self.heads
+        if not layout.whole_blocks:
+            return ""
+        if self.first_token % layout.block_size or self.num_tokens % layout.block_size:
+            tokens = f"tokens {self.first_token} to {self.num_tokens}"
+            return f"{tokens} are no whole blocks of {layout.block_size}, and this KV has no other parts"
+        if self.heads != heads_of(layout):
+            return f"heads {first_head} to {first_head + num_heads}: this KV has no parts by head"
+        if self.wire_dtype != "same":
+            return f"wire_dtype {self.wire_dtype}: this KV crosses as it is"
+        return ""
 
     def memory_bytes(self, num_layers: int, num_tokens: int) -> int:
         """Return the bytes of so many tokens of so many layers in an arena."""

@@ -329,7 +329,7 @@ class FramePlanner:
         self.sent = list(extent.layer_starts)
         self._extent = extent
         self._num_tokens = extent.num_tokens
-        self._max_rows = max(1, frame_bytes // extent.memory_bytes(1, 1))
+        self._max_rows = max(extent.least_tokens, frame_bytes // extent.memory_bytes(1, 1))
         self._num_frames = 0
 
     @property
@@ -409,6 +409,8 @@ class Landing:
             raise ProtocolError(f"no such layers and tokens: {data}")
         if any(received != data.first_token for received in layers):
             raise ProtocolError(f"frame {data.sequence} leaves a gap or comes twice: {data}")
+        if end % self._extent.least_tokens:
+            raise ProtocolError(f"frame {data.sequence} cuts a block: {data}")
         if data.tag and not self._is_encrypted:
             raise ProtocolError(f"frame {data.sequence} has its tag too early: {data}")
         if data.length != self._extent.payload_bytes(data.num_layers, data.first_token, data.num_tokens):

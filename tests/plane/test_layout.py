@@ -1,4 +1,5 @@
 import itertools
+from typing import Any
 
 import hypothesis.strategies as st
 import msgspec
@@ -111,9 +112,10 @@ def test_uniform_shape_has_as_many_blocks_in_each_group() -> None:
 
 
 SHARD_FIELDS = {"num_kv_heads", "first_head", "total_kv_heads"}
+FOLLOWS_FROM_WEIGHTS = {"whole_blocks"}
 
 
-@pytest.mark.parametrize("field", sorted(set(KVLayout.__struct_fields__) - SHARD_FIELDS))
+@pytest.mark.parametrize("field", sorted(set(KVLayout.__struct_fields__) - SHARD_FIELDS - FOLLOWS_FROM_WEIGHTS))
 def test_fingerprint_covers_every_field_but_the_shard_s(field: str) -> None:
     changed = {"weights": "v", "dtype": "float16", "windows": (0, 0, 8)}.get(field, 64)
     assert msgspec.structs.replace(LAYOUT, **{field: changed}).fingerprint != LAYOUT.fingerprint
@@ -124,6 +126,27 @@ def test_shards_of_one_model_have_one_fingerprint() -> None:
     shards = [msgspec.structs.replace(LAYOUT, num_kv_heads=4, first_head=first, total_kv_heads=8) for first in (0, 4)]
     assert {shard.fingerprint for shard in shards} == {whole.fingerprint}
     assert LAYOUT.fingerprint != whole.fingerprint
+
+
+@given(st.integers(0, 100))
+def test_whole_blocks_end_at_a_border(num_tokens: int) -> None:
+    whole = msgspec.structs.replace(LAYOUT, whole_blocks=True)
+    assert whole.padded(num_tokens) == num_blocks_for(num_tokens, 16) * 16
+    assert whole.usable(num_tokens) == num_tokens // 16 * 16
+    assert LAYOUT.padded(num_tokens) == LAYOUT.usable(num_tokens) == num_tokens
+    assert whole.fingerprint == LAYOUT.fingerprint, "the name of their format is part of `weights`"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"windows": (0, 8, 0)}, "windows is not served yet"),
+        ({"total_kv_heads": 4}, "has all heads, not 2 of 4"),
+    ],
+)
+def test_what_has_no_whole_blocks_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        msgspec.structs.replace(LAYOUT, whole_blocks=True, **changes)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (16, 1), (17, 2)])

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -237,9 +238,13 @@ def test_a_frame_that_fits_no_slot_is_refused(card: CardMemory, wires: tuple[Soc
     reader.close()
 
 
-def test_a_token_that_fits_no_slot(card: CardMemory) -> None:
-    wide = msgspec.structs.replace(LAYOUT, num_kv_heads=512)
-    with pytest.raises(DeviceError, match="bytes of a token"):
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [({"num_kv_heads": 512}, "32768 bytes of a token"), ({"num_kv_heads": 8, "whole_blocks": True}, "of a block")],
+)
+def test_a_token_or_a_block_that_fits_no_slot(card: CardMemory, changes: dict[str, Any], what: str) -> None:
+    wide = msgspec.structs.replace(LAYOUT, **changes)
+    with pytest.raises(DeviceError, match=what):
         StagedHolder(card.arena, SequenceRuns(SHAPE, (SOURCE,)), Extent(wide, 0, 300, heads_of(wide)), None)
 
 

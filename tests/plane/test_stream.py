@@ -90,6 +90,55 @@ def test_one_token_goes_however_large() -> None:
     assert frame is not None and frame.num_tokens == 1 and frame.length <= MAX_FRAME_BYTES
 
 
+WHOLE = msgspec.structs.replace(LAYOUT, whole_blocks=True)
+TWO_HEADS = msgspec.structs.replace(WHOLE, num_kv_heads=2)
+
+
+@given(data=st.data(), num_blocks=st.integers(0, 12), frame_rows=st.integers(1, 30))
+def test_whole_blocks_are_sent_and_believed_whole(data: st.DataObject, num_blocks: int, frame_rows: int) -> None:
+    """Whatever the engine announces, however small frames are meant to be, and wherever it ends."""
+    size = WHOLE.block_size
+    wanted = extent(num_blocks * size, data.draw(st.integers(0, num_blocks)) * size, WHOLE)
+    planner, landing = FramePlanner(wanted, frame_rows * ROW), Landing(wanted, SEAL)
+    ready = [data.draw(st.integers(0, wanted.num_tokens)) for _ in range(WHOLE.num_layers)]
+    while not planner.all_sent:
+        while (frame := planner.next(ready)) is not None:
+            end = frame.first_token + frame.num_tokens
+            assert frame.first_token % size == end % size == 0
+            assert end <= min(ready[frame.layer : frame.layer + frame.num_layers]), "not computed yet"
+            landing.expect(frame)
+            landing.received(frame, lambda frame=frame: frame.sequence)
+            landing.commit(Header(Kind.COMMIT, frame.sequence, tag=SEAL.of_frame(frame, frame.sequence)))
+            assert landing.num_landed_tokens % size == 0
+        ready = [data.draw(st.integers(n, wanted.num_tokens)) for n in ready]
+        slowest = ready.index(min(ready))
+        ready[slowest] = min(wanted.num_tokens, ready[slowest] + 1)
+    landing.check_whole()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 5, 7, 9, 19])
+def test_a_frame_that_cuts_a_block_is_refused(num_tokens: int) -> None:
+    frame = Header(Kind.DATA, 1, 0, 4, 0, num_tokens, num_tokens * 4 * ROW)
+    Landing(extent(20), SEAL).expect(frame)
+    with pytest.raises(ProtocolError, match="cuts a block"):
+        Landing(extent(20, layout=WHOLE), SEAL).expect(frame)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        (extent(16, 3, WHOLE), "tokens 3 to 16 are no whole blocks of 4"),
+        (extent(15, 4, WHOLE), "tokens 4 to 15 are no whole blocks of 4"),
+        (Extent(TWO_HEADS, 0, 16, HeadRange(1, 1)), "heads 1 to 2"),
+        (extent(16, layout=WHOLE, wire_dtype="int8"), "wire_dtype int8"),
+        (extent(16, 4, WHOLE), ""),
+        (extent(15, 3, wire_dtype="int8"), ""),
+    ],
+)
+def test_what_would_cut_a_block_is_named(wanted: Extent, said: str) -> None:
+    assert wanted.refusal().startswith(said) and bool(wanted.refusal()) == bool(said)
+
+
 def test_uncommitted_frames_are_bounded() -> None:
     landing = Landing(extent(100), SEAL)
     for i in range(MAX_OUTSTANDING_FRAMES):
