@@ -4,7 +4,7 @@ import os
 import re
 import secrets
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -41,6 +41,20 @@ def check_device(device: str) -> str:
     if not _DEVICE.fullmatch(device):
         raise ValueError(f"a device is cpu, cuda, cuda:N or auto, not {device!r}")
     return device
+
+
+def _toml_value(value: object) -> str:
+    """Strings, numbers and booleans are written the same way in TOML as in JSON; a dict becomes an inline table. Raises
+    ValueError for what TOML has no word for."""
+    if isinstance(value, dict):
+        entries = cast("dict[str, object]", value).items()
+        return "{" + ", ".join(f"{_toml_value(key)} = {_toml_value(entry)}" for key, entry in entries) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_toml_value, cast("list[object]", value))) + "]"
+    text = msgspec.json.encode(value).decode()
+    if text == "null":
+        raise ValueError(f"{value} cannot be written in TOML: leave it out")
+    return text
 
 
 class NatsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -177,6 +191,30 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(f"staging_bytes are {MIN_STAGING_BYTES} or more, not {self.staging_bytes}")
 
 
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What computes on the workers. All but `name` is vLLM's."""
+
+    name: Literal["transformers", "vllm"] = "transformers"
+    kv_format: str = ""
+    """What the bytes of its KV mean, which no other format is mixed with; `kvmesh up` fills it in."""
+    kv_bytes: int = 0
+    """Size of the engine's own KV, beside the worker's arena; 0: as large as that."""
+    args: dict[str, Any] = {}
+    """Further arguments of the engine."""
+
+    def __post_init__(self) -> None:
+        if self.name == "vllm" and not self.kv_format:
+            raise ValueError('engine.name = "vllm" needs an engine.kv_format: `kvmesh up` fills it in')
+        if self.name == "transformers" and (self.kv_format or self.kv_bytes or self.args):
+            raise ValueError('engine.name = "transformers" takes no kv_format, kv_bytes or args: leave them out')
+        if self.kv_bytes < 0:
+            raise ValueError(f"engine.kv_bytes are 0 or more, not {self.kv_bytes}")
+        try:
+            _toml_value(self.args)
+        except ValueError as error:
+            raise ValueError(f"engine.args: {error}") from error
+
+
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The KV store. `url`: empty for host memory alone, `disk`, `redis://host:port/0` or `valkey://…`."""
 
@@ -282,12 +320,18 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     gateway: GatewayConfig = GatewayConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     worker: WorkerConfig = WorkerConfig()
+    engine: EngineConfig = EngineConfig()
     store: StoreConfig = StoreConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
     def __post_init__(self) -> None:
         for relation in relations_of(self):
             relation.check()
+        if self.engine.kv_format and self.worker.wire_dtype != "same":
+            raise ValueError(
+                f'worker.wire_dtype = "{self.worker.wire_dtype}" compresses token by token, and KV of engine.name = '
+                f'"{self.engine.name}" has only whole blocks: set worker.wire_dtype = "same"'
+            )
 
 
 def relations_of(config: MeshConfig) -> list[Relation]:
@@ -484,11 +528,3 @@ def is_state_dir_named() -> bool:
 def child_environment() -> dict[str, str]:
     """Return the environment for the processes that `kvmesh up` starts: it has decided on their devices."""
     return {name: value for name, value in os.environ.items() if name != "KVMESH_DEVICE"}
-
-
-def _toml_value(value: object) -> str:
-    """Strings, numbers and booleans are written the same way in TOML as in JSON; a dict becomes an inline table."""
-    if isinstance(value, dict):
-        entries = cast("dict[str, object]", value).items()
-        return "{" + ", ".join(f"{_toml_value(key)} = {_toml_value(entry)}" for key, entry in entries) + "}"
-    return msgspec.json.encode(value).decode()

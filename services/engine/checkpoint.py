@@ -15,6 +15,7 @@ import msgspec
 
 from dataplane.blocks.cache import ring_blocks
 from dataplane.blocks.layout import ITEM_BYTES, ArenaShape, KVLayout, num_blocks_for, uniform_shape
+from services.config import MeshConfig, dtype_of
 from services.engine.weights import read_weights
 from services.errors import CheckpointError
 
@@ -95,24 +96,49 @@ def read_checkpoint(model: str) -> Checkpoint:
     )
 
 
+def layout_for(config: MeshConfig, checkpoint: Checkpoint) -> KVLayout:
+    """Return the shape of this mesh's KV: the same for every service that reads the same mesh.toml. Raises
+    CheckpointError."""
+    return layout_of(
+        checkpoint,
+        dtype=dtype_of(config, checkpoint.dtype),
+        block_size=config.worker.block_size,
+        wire_dtype=config.worker.wire_dtype,
+        kv_format=config.engine.kv_format,
+    )
+
+
 def layout_of(
-    checkpoint: Checkpoint, *, dtype: str = "float32", block_size: int = 16, wire_dtype: str = "same"
+    checkpoint: Checkpoint,
+    *,
+    dtype: str = "float32",
+    block_size: int = 16,
+    wire_dtype: str = "same",
+    kv_format: str = "",
 ) -> KVLayout:
     """Return the shape of the KV that an engine of this checkpoint writes. Raises CheckpointError for another dtype.
 
     Where KV may be compressed on its way, it is other KV: it has a name of its own, so that what has lost something
-    never meets what has not, in a store neither.
+    never meets what has not, in a store neither. So is KV whose bytes only its engine understands, and this in whole
+    blocks: `kv_format` names what they mean.
     """
     if dtype not in ITEM_BYTES:
         raise CheckpointError(f"dtype {dtype} is not served: choose one of {', '.join(ITEM_BYTES)}")
+    if kv_format and any(checkpoint.windows):
+        raise CheckpointError(
+            f"{checkpoint.name} has layers with sliding windows, which vLLM does not serve here yet: choose another "
+            'checkpoint, or engine.name = "transformers"'
+        )
+    weights = checkpoint.weights if wire_dtype == "same" else f"{checkpoint.weights}+{wire_dtype}"
     return KVLayout(
-        weights=checkpoint.weights if wire_dtype == "same" else f"{checkpoint.weights}+{wire_dtype}",
+        weights=f"{weights}@{kv_format}" if kv_format else weights,
         dtype=dtype,
         num_layers=checkpoint.num_layers,
         num_kv_heads=checkpoint.num_kv_heads,
         head_dim=checkpoint.head_dim,
         block_size=block_size,
         windows=checkpoint.windows,
+        whole_blocks=bool(kv_format),
     )
 
 

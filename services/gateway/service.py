@@ -11,8 +11,8 @@ from dataplane.blocks.cache import max_sequence_tokens
 from schemas.ids import GatewayId, new_id
 from services.bus.base import Bus
 from services.bus.typed import TypedBus
-from services.config import MeshConfig, dtype_of
-from services.engine.checkpoint import default_shape, layout_of, read_checkpoint
+from services.config import MeshConfig
+from services.engine.checkpoint import default_shape, layout_for, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.errors import CheckpointError, UserError
 from services.gateway import limits
@@ -95,12 +95,7 @@ def load_model(config: MeshConfig) -> GatewayModel:
     """Read what the gateway needs of the configured checkpoint. Raises UserError."""
     try:
         checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR))
-        layout = layout_of(
-            checkpoint,
-            dtype=dtype_of(config, checkpoint.dtype),
-            block_size=config.worker.block_size,
-            wire_dtype=config.worker.wire_dtype,
-        )
+        layout = layout_for(config, checkpoint)
         shape = default_shape(
             layout,
             config.worker.kv_bytes,

@@ -11,8 +11,8 @@ from dataplane.carriers.host import HostArena
 from dataplane.memory.arena import ArenaTooLargeError
 from dataplane.memory.content_tags import BlockContents
 from schemas.ids import WorkerId
-from services.config import MeshConfig, StoreConfig, dtype_of, state_dir
-from services.engine.checkpoint import layout_of, read_checkpoint
+from services.config import MeshConfig, StoreConfig, state_dir
+from services.engine.checkpoint import layout_for, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.errors import UserError
 from services.store.blocks import StoreLimits, StoreMemory
@@ -51,16 +51,10 @@ def load_store(config: MeshConfig, store_id: str) -> StoreParts:
     that does not answer, a bound that holds no block."""
     credentials = holder_credentials(config)
     checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR))
-    layout = layout_of(
-        checkpoint,
-        dtype=dtype_of(config, checkpoint.dtype),
-        block_size=config.worker.block_size,
-        wire_dtype=config.worker.wire_dtype,
-    )
     return make_parts(
         config,
         store_id,
-        layout,
+        layout_for(config, checkpoint),
         credentials,
         model=config.model.name or checkpoint.name,
         context_length=checkpoint.context_length,

@@ -4,6 +4,7 @@ one anywhere that asks for an engine on a card."""
 import logging
 import secrets
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dataplane.blocks.cache import max_sequence_tokens
 from dataplane.blocks.layout import ArenaShape
@@ -12,9 +13,9 @@ from dataplane.carriers.kv_arena import KVArena
 from dataplane.memory.arena import ArenaTooLargeError
 from schemas.ids import WorkerId
 from schemas.worker import WorkerInfo, WorkerRole
-from services.config import MeshConfig, WorkerConfig, dtype_of
+from services.config import EngineConfig, MeshConfig, WorkerConfig, is_card
 from services.engine.batch import Batch
-from services.engine.checkpoint import Checkpoint, default_shape, layout_of, read_checkpoint
+from services.engine.checkpoint import Checkpoint, default_shape, layout_for, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.devices import CPU, card_of
 from services.engine.interface import PlacedEngine, Steps
@@ -65,18 +66,13 @@ def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> Wor
     credentials = holder_credentials(config)
     settings = config.worker
     checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR))
-    layout = layout_of(
-        checkpoint,
-        dtype=dtype_of(config, checkpoint.dtype),
-        block_size=settings.block_size,
-        wire_dtype=settings.wire_dtype,
-    )
+    layout = layout_for(config, checkpoint)
     if settings.kv_bytes < layout.block_bytes:
         raise UserError(f"{settings.kv_bytes} bytes hold no block of {layout.block_bytes} bytes: raise --kv-mib")
     context_length, token_budget = checkpoint.context_length, settings.token_budget
     shape = default_shape(layout, settings.kv_bytes, context_length=context_length, token_budget=token_budget)
     max_tokens = max_sequence_tokens(shape, token_budget) or context_length
-    placed = _place(checkpoint, shape, settings)
+    placed = _place(checkpoint, shape, settings, config.engine)
     log.info("%s of %s runs on %s in %s", role, checkpoint.name, placed.device, layout.dtype)
     limits = WorkerLimits(
         worker_id=worker_id,
@@ -96,30 +92,40 @@ def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> Wor
         model=config.model.name or checkpoint.name,
         arena=placed.arena,
         shape=shape,
-        steps=BatchSteps(placed.engine, Batch(token_budget, context_length=context_length)),
+        steps=placed.steps,
         limits=limits,
         credentials=credentials,
         device=placed.device,
     )
 
 
-def _place(checkpoint: Checkpoint, shape: ArenaShape, settings: WorkerConfig) -> PlacedEngine:
+class _Placed(NamedTuple):
+    """An arena, what computes in it, and where: "cpu", a card's number and name, or vLLM's version."""
+
+    arena: KVArena
+    steps: Steps
+    device: str
+
+
+def _place(checkpoint: Checkpoint, shape: ArenaShape, settings: WorkerConfig, engine: EngineConfig) -> _Placed:
     """Return an arena and an engine on the device that is asked for. Raises UserError."""
+    if engine.name == "vllm":
+        return _on_vllm(checkpoint, shape, settings, engine)
     card = card_of(settings.device)
     if card is None:
-        return _on_cpu(checkpoint, shape, settings)
-    from services.engine.cuda.on_card import place_on_card  # noqa: PLC0415  (needs what other machines have not)
+        placed = _on_cpu(checkpoint, shape, settings)
+    else:
+        from services.engine.cuda.on_card import place_on_card  # noqa: PLC0415  (needs what other machines have not)
 
-    return place_on_card(card, checkpoint, shape, settings)
+        placed = place_on_card(card, checkpoint, shape, settings)
+    batch = Batch(settings.token_budget, context_length=checkpoint.context_length)
+    return _Placed(placed.arena, BatchSteps(placed.engine, batch), placed.device)
 
 
 def _on_cpu(checkpoint: Checkpoint, shape: ArenaShape, settings: WorkerConfig) -> PlacedEngine:
     from services.engine.cpu.model import load_engine  # noqa: PLC0415  (seconds of imports)
 
-    try:
-        arena = HostArena.create(shape)
-    except ArenaTooLargeError as error:
-        raise UserError(str(error)) from error
+    arena = _host_arena(shape)
     try:
         num_threads = max(1, settings.num_threads)
         engine = load_engine(checkpoint, arena_buffer=arena.buffer, shape=shape, num_threads=num_threads)
@@ -127,3 +133,33 @@ def _on_cpu(checkpoint: Checkpoint, shape: ArenaShape, settings: WorkerConfig) -
         arena.close()
         raise
     return PlacedEngine(arena, engine, CPU)
+
+
+def _on_vllm(checkpoint: Checkpoint, shape: ArenaShape, settings: WorkerConfig, engine: EngineConfig) -> _Placed:
+    from services.engine.vllm_engine.loading import load_vllm  # noqa: PLC0415  (seconds of imports)
+
+    if is_card(settings.device):
+        raise UserError("vLLM runs on the CPU here, not yet on cards: take --device cpu")
+    arena = _host_arena(shape)
+    try:
+        loaded = load_vllm(
+            checkpoint,
+            arena.buffer,
+            shape,
+            token_budget=settings.token_budget,
+            num_threads=max(1, settings.num_threads),
+            kv_format=engine.kv_format,
+            kv_bytes=engine.kv_bytes,
+            args=engine.args,
+        )
+    except BaseException:
+        arena.close()
+        raise
+    return _Placed(arena, loaded.steps, loaded.device)
+
+
+def _host_arena(shape: ArenaShape) -> HostArena:
+    try:
+        return HostArena.create(shape)
+    except ArenaTooLargeError as error:
+        raise UserError(str(error)) from error

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from services.config import (
+    EngineConfig,
     MeshConfig,
     ModelConfig,
     WorkerConfig,
@@ -82,6 +83,49 @@ def test_the_environment_names_the_device_of_the_whole_mesh(tmp_path: Path, monk
 def test_too_small_a_staging_ring_is_refused() -> None:
     with pytest.raises(ValueError, match="staging_bytes"):
         msgspec.structs.replace(WorkerConfig(), staging_bytes=1 << 20)
+
+
+VLLM = '[engine]\nname = "vllm"\nkv_format = "vllm0.32.0/CPU_ATTN/LBHNC/vec/float32"\n'
+
+
+def test_an_engine_is_written_and_read(tmp_path: Path) -> None:
+    """Its arguments are whatever it takes."""
+    path = tmp_path / "mesh.toml"
+    path.write_text("")
+    assert load_config(path).engine == EngineConfig()
+    args = {"enforce_eager": False, "quantization": "fp8", "a b": [1, 2.5, {"x": "y"}], "empty": [], "deep": {"z": {}}}
+    engine = EngineConfig(name="vllm", kv_format='v/"1"', kv_bytes=1 << 40, args=args)
+    write_config(MeshConfig(engine=engine), path)
+    assert load_config(path).engine == engine
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[engine]\nname = "vllm"', 'engine.name = "vllm" needs an engine.kv_format'),
+        ('[engine]\nname = "llama"', "Invalid enum value 'llama'"),
+        ('[engine]\nkv_format = "x"', 'engine.name = "transformers" takes no kv_format, kv_bytes or args'),
+        ("[engine]\nargs = {dtype = 1}", 'engine.name = "transformers" takes no kv_format, kv_bytes or args'),
+        ("[engine]\nkv_bytes = 1", 'engine.name = "transformers" takes no kv_format, kv_bytes or args'),
+        (f"{VLLM}kv_bytes = -1", "engine.kv_bytes are 0 or more, not -1"),
+        (f"{VLLM}args = {{scale = nan}}", "engine.args: nan cannot be written in TOML"),
+        (f"{VLLM}arg = {{}}", "unknown field `arg`"),
+        (f'{VLLM}[worker]\nwire_dtype = "int8"', 'set worker.wire_dtype = "same"'),
+        (f'{VLLM}[worker]\nwire_dtype = "auto"', 'worker.wire_dtype = "auto" compresses token by token'),
+    ],
+)
+def test_an_engine_that_cannot_be_is_one_line(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "mesh.toml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        load_config(path)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_argument_without_a_value_is_refused() -> None:
+    """As JSON on a command line may have it."""
+    with pytest.raises(ValueError, match=r"engine\.args: None cannot be written in TOML: leave it out"):
+        EngineConfig(name="vllm", kv_format="f", args={"a": [{"b": None}]})
 
 
 BAD_RELATIONS = [

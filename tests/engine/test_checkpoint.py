@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dataplane.blocks.layout import uniform_shape
@@ -143,6 +144,19 @@ def test_a_checkpoint_is_read(tiny: Tiny) -> None:
     assert (layout.weights, layout.block_size, layout.dtype) == (checkpoint.weights, 4, "float32")
     with pytest.raises(CheckpointError, match="float8"):
         layout_of(checkpoint, dtype="float8")
+
+
+def test_kv_of_another_format_is_other_kv_in_whole_blocks(tiny: Tiny) -> None:
+    checkpoint = read_checkpoint(str(tiny()))
+    layouts = [layout_of(checkpoint, kv_format=kv_format) for kv_format in ("", "int8", "a", "b")]
+    assert [layout.whole_blocks for layout in layouts] == [False, True, True, True]
+    layouts.append(layout_of(checkpoint, wire_dtype="int8"))
+    assert len({layout.fingerprint for layout in layouts}) == len(layouts)
+    windowed = msgspec.structs.replace(checkpoint, windows=(0, 16))
+    assert layout_of(windowed).is_windowed
+    with pytest.raises(CheckpointError, match="sliding windows, which vLLM does not serve here yet") as caught:
+        layout_of(windowed, kv_format="a")
+    assert "\n" not in str(caught.value)
 
 
 def test_sharded_weights_load(tiny: Tiny, tmp_path: Path) -> None:

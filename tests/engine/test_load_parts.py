@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from dataplane.blocks.layout import ArenaShape
@@ -17,7 +18,8 @@ from dataplane.cards.nccl.pair import PairParts
 from dataplane.memory.arena import SHM_DIR, Arena
 from schemas.ids import WorkerId
 from services.bench.drive.make_checkpoint import make_random_checkpoint
-from services.config import MeshConfig, ModelConfig, StoreConfig, WorkerConfig, with_device
+from services.config import EngineConfig, MeshConfig, ModelConfig, StoreConfig, WorkerConfig, with_device
+from services.engine.checkpoint import layout_for, read_checkpoint
 from services.errors import UserError
 from services.gateway.service import load_model
 from services.store.load import load_store
@@ -122,6 +124,17 @@ def test_gateway_store_and_worker_name_the_same_kv(model: str, mesh_device: str,
         store.values.contents.shape.layout.fingerprint,
     }
     assert len(named) == 1
+
+
+@pytest.mark.parametrize("engine", [EngineConfig(), EngineConfig(name="vllm", kv_format="a")])
+def test_the_format_of_an_engine_s_kv_is_part_of_its_name(model: str, engine: EngineConfig) -> None:
+    config = msgspec.structs.replace(config_of(model, "cpu"), engine=engine)
+    store = load_store(config, "store-0")
+    store.arena.close()
+    layout = layout_for(config, read_checkpoint(model))
+    assert load_model(config).layout == store.shape.layout == layout
+    assert layout.whole_blocks == (engine.name == "vllm")
+    assert (layout.fingerprint == load_model(config_of(model, "cpu")).layout.fingerprint) != layout.whole_blocks
 
 
 @pytest.mark.parametrize("carrier", ["auto", "nccl", "tcp"])

@@ -4,7 +4,7 @@
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from dataplane.blocks.layout import ArenaShape
 from services.engine.checkpoint import Checkpoint
@@ -32,6 +32,13 @@ OURS = frozenset({"model", "skip_tokenizer_init", "block_size", "max_model_len",
 """Engine arguments that follow from `mesh.toml` and the checkpoint."""
 
 
+class LoadedVllm(NamedTuple):
+    """`device`: what is said of where it runs."""
+
+    steps: VllmSteps
+    device: str
+
+
 def load_vllm(
     checkpoint: Checkpoint,
     arena: memoryview,
@@ -39,23 +46,30 @@ def load_vllm(
     *,
     token_budget: int,
     num_threads: int,
+    kv_format: str,
     kv_bytes: int,
     args: Mapping[str, Any],
-) -> tuple[VllmSteps, str]:
-    """Return an engine that has proven itself, and the format of its KV. `kv_bytes`: of vLLM's own pool; 0: enough for
-    all that the arena holds. `args`: further arguments of vLLM's engine.
+) -> LoadedVllm:
+    """Return an engine that has proven itself. `kv_format`: what others take its KV for. `kv_bytes`: of vLLM's own
+    pool; 0: enough for all that the arena holds. `args`: further arguments of vLLM's engine.
 
-    Raises UserError where vLLM is not installed, CheckpointError where it does not take the checkpoint or the
-    arguments, EngineLostError where it does not keep what the mesh relies on.
+    Raises UserError where vLLM is not installed or its KV is of another format, CheckpointError where it does not take
+    the checkpoint or the arguments, EngineLostError where it does not keep what the mesh relies on.
     """
     if taken := OURS & args.keys():
         raise UserError(f"engine.args sets {', '.join(sorted(taken))}: that follows from the rest of mesh.toml")
     version = installed_version()
     os.environ |= ENVIRONMENT | {"OMP_NUM_THREADS": str(num_threads)}
-    logging.getLogger("vllm").setLevel(logging.WARNING)
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     from vllm import EngineArgs, LLMEngine  # noqa: PLC0415  (seconds of imports, and reads the environment)
 
     layout = shape.layout
+    own_format = cpu_format(version, _packing(layout), layout.dtype)
+    if own_format != kv_format:
+        raise UserError(
+            f"KV of vLLM is {own_format} on this machine, and mesh.toml has engine.kv_format = {kv_format!r}: workers "
+            "that share KV run one version of it, on processors of one kind"
+        )
     max_sequences = min(MAX_SEQUENCES, token_budget)
     link = EngineLink(shape, arena)
     try:
@@ -74,7 +88,7 @@ def load_vllm(
                 distributed_executor_backend="uni",
                 logits_processors=["services.engine.vllm_engine.sampling:MeshSampling"],
                 kv_transfer_config=_transfer_config(link),
-                **{"enforce_eager": True, **args},
+                **{"enforce_eager": True, "use_tqdm_on_load": False, **args},
             )
         )
     except Exception as error:
@@ -93,7 +107,7 @@ def load_vllm(
     except BaseException:
         steps.close()
         raise
-    return steps, cpu_format(version, _packing(layout), layout.dtype)
+    return LoadedVllm(steps, f"cpu, vLLM {version}")
 
 
 class InProcess:

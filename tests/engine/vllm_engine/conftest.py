@@ -107,12 +107,16 @@ def fake_world(*, num_engine_blocks: int = NUM_BLOCKS, token_budget: int = BUDGE
 def real_world() -> Iterator[World]:
     pytest.importorskip("vllm", reason="vLLM is not installed here: make vllm-test")
     from services.engine.checkpoint import layout_of, read_checkpoint
+    from services.engine.vllm_engine.formats import format_here
     from services.engine.vllm_engine.loading import load_vllm
 
     checkpoint = read_checkpoint(str(DEMO_MODEL_DIR))
     shape = uniform_shape(layout_of(checkpoint, block_size=32), NUM_BLOCKS)
     arena = memoryview(bytearray(shape.num_bytes))
-    steps, _ = load_vllm(checkpoint, arena, shape, token_budget=BUDGET * 4, num_threads=1, kv_bytes=0, args={})
+    kv_format = format_here("float32", 32, checkpoint.head_dim)
+    steps = load_vllm(
+        checkpoint, arena, shape, token_budget=BUDGET * 4, num_threads=1, kv_format=kv_format, kv_bytes=0, args={}
+    ).steps
     world = World(steps, steps._link, steps._engine, arena, lambda *_: [])  # type: ignore[arg-type]
 
     def alone(prompt: list[int], sampling: SamplingParams) -> list[int]:
