@@ -18,6 +18,7 @@ from services.presence import DEAF_AFTER_MS, LOAD_INTERVAL_MS
 Carrier = Literal["auto", "shm", "tcp", "cuda", "nccl"]
 WireDtype = Literal["auto", "same", "int8", "fp8"]
 PlaneEncryption = Literal["auto", "on", "off"]
+EngineName = Literal["transformers", "vllm"]
 Dtype = Literal["auto", "checkpoint", "float32", "bfloat16", "float16"]
 _API_KEY = re.compile(r"[!-~]{1,256}")
 _ORIGIN = re.compile(r"\*|https?://[^/\s*]+")
@@ -194,7 +195,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What computes on the workers. All but `name` is vLLM's."""
 
-    name: Literal["transformers", "vllm"] = "transformers"
+    name: EngineName = "transformers"
     kv_format: str = ""
     """What the bytes of its KV mean, which no other format is mixed with; `kvmesh up` fills it in."""
     kv_bytes: int = 0

@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from services.cli.bench import bench
 from services.cli.simulate import simulate
-from services.config import Carrier, Dtype, PlaneEncryption, WireDtype, parse_devices, parse_list
+from services.config import Carrier, Dtype, EngineName, PlaneEncryption, WireDtype, parse_devices, parse_list
 from services.errors import UserError
 
 app = typer.Typer(
@@ -94,6 +94,12 @@ def up(
     store_dir: Annotated[str, typer.Option(help="Folder of `--store disk`; .kvmesh/store if left out.")] = "",
     kv_mib: Annotated[int, typer.Option(min=1, help="KV memory of one worker, in MiB.")] = 512,
     token_budget: Annotated[int, typer.Option(min=16, help="Most tokens of one engine step.")] = 512,
+    block_size: Annotated[int, typer.Option(min=0, max=1024, help="Tokens of a block; 0: 16, with vLLM 32.")] = 0,
+    engine: Annotated[EngineName, typer.Option(help="What computes: transformers with our attention, or vLLM.")] = (
+        "transformers"
+    ),
+    engine_args: Annotated[str, typer.Option(help="Further arguments of vLLM's engine, as a JSON object.")] = "",
+    engine_kv_mib: Annotated[int, typer.Option(min=0, help="vLLM's own KV memory, in MiB; 0: as --kv-mib.")] = 0,
     threads: Annotated[int, typer.Option(min=0, help="Threads of one worker; 0 shares the cores out.")] = 0,
     replicate: Annotated[
         bool, typer.Option(help="Copy the KV of answers elsewhere, so that it outlives its worker.")
@@ -105,7 +111,7 @@ def up(
     ] = 1.0,
 ) -> None:
     """Start a whole mesh on this machine and serve the OpenAI API. Ctrl-C stops it."""
-    from services.cli.up import gateway_config, run_up
+    from services.cli.up import gateway_config, parse_engine_args, run_up
     from services.launch.supervisor import UpOptions
 
     if aggregated and (prefill or decode):
@@ -145,6 +151,10 @@ def up(
         store_dir=store_dir,
         kv_bytes=kv_mib * 1024 * 1024,
         token_budget=token_budget,
+        block_size=block_size,
+        engine=engine,
+        engine_args=parse_engine_args(engine_args),
+        engine_kv_bytes=engine_kv_mib * 1024 * 1024,
         num_threads=threads,
         replicate=replicate,
         drain_s=drain_s,

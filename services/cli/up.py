@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -65,6 +66,14 @@ def gateway_config(
         )
     except ValueError as error:
         raise UserError(f"the gateway cannot be served like this: {error}") from error
+
+
+def parse_engine_args(text: str) -> dict[str, Any]:
+    """Return the engine arguments of `--engine-args`. Raises UserError."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any]) if text else {}
+    except msgspec.DecodeError as error:
+        raise UserError(f"--engine-args is a JSON object, like '{{\"quantization\": \"awq\"}}': {error}") from error
 
 
 def _read_tenants(path: Path) -> dict[str, str]:

