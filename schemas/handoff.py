@@ -55,7 +55,8 @@ class BlocksReserved(HandoffMessage, frozen=True, kw_only=True):
 
 class KVOffered(HandoffMessage, frozen=True, kw_only=True):
     """Sent when prefill starts: the reader opens its stream before the first layer is computed, where this incarnation
-    of the source has said that it serves."""
+    of the source has said that it serves. `num_tokens`: what the lease is on, the prompt or, where blocks are only
+    whole of use, the slots of its blocks."""
 
     lease_id: LeaseId
     epoch: Number
@@ -74,7 +75,8 @@ class KVStreaming(HandoffMessage, frozen=True, kw_only=True):
 
 
 class KVLanded(HandoffMessage, frozen=True, kw_only=True):
-    """All KV is in the target's blocks, and verified. `num_bytes`: as they lie in memory."""
+    """All KV is in the target's blocks, and verified. `num_tokens`: the prompt's. `num_bytes`: as they lie in
+    memory."""
 
     lease_id: LeaseId
     carrier: str

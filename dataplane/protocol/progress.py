@@ -19,7 +19,8 @@ class Ready(NamedTuple):
 
 
 class KVProgress:
-    """Written by one thread, read by any number of others, whose wakers it calls."""
+    """Written by one thread, read by any number of others, whose wakers it calls. Where blocks are only whole of use
+    `num_tokens` is `KVLayout.padded`, and that is what is announced with the prompt's end."""
 
     def __init__(self, num_layers: int, num_tokens: int) -> None:
         self.num_layers = num_layers

@@ -93,7 +93,8 @@ class DecodeCore(RoleCore[DecodeAttempt]):
             return [publish_event(subjects.ABORTED, aborted)]
         if attempt.state is not HandoffState.RESERVED:
             return []  # a repeated offer, or one for a hand-over that has ended
-        if offer.fingerprint != self._limits.fingerprint or offer.num_tokens != len(attempt.prompt):
+        num_tokens = self._cache.layout.padded(len(attempt.prompt))
+        if offer.fingerprint != self._limits.fingerprint or offer.num_tokens != num_tokens:
             return self._go_without(attempt, "the offered KV is of another model or prompt")
         assert attempt.kv is not None
         attempt.state = advance(attempt.state, HandoffState.OFFERED)
@@ -137,7 +138,7 @@ class DecodeCore(RoleCore[DecodeAttempt]):
                 **handoff_fields(attempt.request, self._limits.worker_id),
                 lease_id=offer.lease_id,
                 carrier=outcome.carrier,
-                num_tokens=outcome.num_landed_tokens,
+                num_tokens=min(outcome.num_landed_tokens, len(attempt.prompt)),
                 num_bytes=outcome.num_bytes,
             )
             actions.append(publish_event(subjects.LANDED, landed, attempt.traceparent))
@@ -213,11 +214,12 @@ class DecodeCore(RoleCore[DecodeAttempt]):
 
     def _assemble(self, attempt: DecodeAttempt) -> list[Action]:
         """Read the next piece that somebody is said to hold; with none left, compute. The prompt's last token is always
-        computed here, as it must be to sample token 0 again (the same one: it depends on prompt and seed only)."""
+        computed here, as it must be to sample token 0 again (the same one: it depends on prompt and seed only); where
+        blocks are only whole of use, all of its block is."""
         if (start := self._read_next(attempt)) is not None:
             return [start]
         assert attempt.kv is not None
-        attempt.kv.keep_at_most(len(attempt.prompt) - 1)
+        attempt.kv.keep_at_most(self._cache.layout.usable(len(attempt.prompt) - 1))
         return [self._submit(attempt, list(attempt.prompt))]
 
     def _lose_source(self, attempt: DecodeAttempt, reason: str) -> list[Action]:

@@ -229,6 +229,8 @@ class PrefillCore(RoleCore[PrefillAttempt]):
         if request.handoff_id is None or request.decode_worker is None:
             return []
         self._cache.share(attempt.tables)
+        layout = self._cache.layout
+        num_tokens = layout.padded(len(attempt.prompt))  # what is in the last block behind the prompt is nobody's
         attempt.lease = self._leases.grant(
             lease_id=LeaseId(f"lease-{request.handoff_id}"),
             holder=self._limits.worker_id,
@@ -237,8 +239,8 @@ class PrefillCore(RoleCore[PrefillAttempt]):
             request_id=request.request_id,
             attempt=request.attempt,
             tables=attempt.tables,
-            num_tokens=len(attempt.prompt),
-            progress=KVProgress(self._cache.layout.num_layers, len(attempt.prompt)),
+            num_tokens=num_tokens,
+            progress=KVProgress(layout.num_layers, num_tokens),
             expires_at_ms=now_ms + self._limits.lease_ms,
             granted_ms=now_ms,
             ends_by_ms=request.deadline_ms,

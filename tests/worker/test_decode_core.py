@@ -25,8 +25,8 @@ FIRST = FirstToken(token_id=9)
 class Bench:
     """A core with its pool."""
 
-    def __init__(self, *, num_blocks: int = 8, max_queued: int = 4) -> None:
-        self.cache = case.block_cache(num_blocks)
+    def __init__(self, *, num_blocks: int = 8, max_queued: int = 4, whole_blocks: bool = False) -> None:
+        self.cache = case.block_cache(num_blocks, whole_blocks=whole_blocks)
         self.core = DecodeCore(case.limits(case.DECODE, num_blocks=num_blocks, max_queued=max_queued), self.cache)
 
     def hear(self, event: Event, now_ms: int = 0) -> list[Action]:
@@ -106,9 +106,59 @@ def test_what_did_not_land_is_computed_here(landed: int, kept: int) -> None:
     assert report is not None and (report.transferred_tokens, report.recomputed_tokens) == (kept, 6 - kept)
 
 
-@pytest.mark.parametrize("offer", [case.offered(fingerprint="other"), case.offered(num_tokens=5)])
-def test_foreign_kv_is_not_read(offer: case.KVOffered) -> None:
-    bench = Bench()
+def reading_whole_blocks(num_tokens: int) -> Bench:
+    """Return a bench whose hand-over of so many tokens is under way, in whole blocks of 4."""
+    bench = Bench(whole_blocks=True)
+    case.ask(bench.core, case.reserve(num_tokens=num_tokens))
+    one(bench.hear(case.offered(num_tokens=-(-num_tokens // 4) * 4)), StartRead)
+    return bench
+
+
+@pytest.mark.parametrize(("num_tokens", "num_padded"), [(5, 8), (6, 8), (8, 8)])
+def test_what_fills_up_the_last_block_is_no_token(num_tokens: int, num_padded: int) -> None:
+    bench = reading_whole_blocks(num_tokens)
+    actions = bench.hear(
+        ReadEnded(bench.read, ReadOutcome(num_padded, 100, "tcp", is_whole=True), first_token=FirstToken(token_id=9))
+    )
+    said = [action.message for action in actions if isinstance(action, Publish)]
+    assert [message.num_tokens for message in said if isinstance(message, KVLanded)] == [num_tokens]
+    sequence = one(actions, Submit).sequence
+    assert (sequence.num_computed_tokens, sequence.token_ids[-1], sequence.index) == (num_tokens, 9, 1)
+    report = one(bench.hear(case.sampled(sequence, 1), 1), Emit).tokens.report
+    assert report is not None and (report.transferred_tokens, report.recomputed_tokens) == (num_tokens, 0)
+
+
+@pytest.mark.parametrize("num_tokens", [6, 8])
+@pytest.mark.parametrize(("landed", "kept"), [(0, 0), (4, 4), (8, 4)])
+def test_of_a_broken_hand_over_in_whole_blocks_whole_blocks_are_kept(num_tokens: int, landed: int, kept: int) -> None:
+    """All may have landed but the end: the last token is computed again, and its block with it."""
+    bench = reading_whole_blocks(num_tokens)
+    submit = one(bench.nobody_has_it(bench.broken("cut", landed, 10, "tcp")), Submit)
+    assert (len(submit.sequence.token_ids), submit.sequence.num_computed_tokens) == (num_tokens, kept)
+    report = one(bench.hear(case.sampled(submit.sequence, 0), 1), Emit).tokens.report
+    assert report is not None and (report.transferred_tokens, report.recomputed_tokens) == (kept, num_tokens - kept)
+
+
+@pytest.mark.parametrize("landed", [0, 4, 8])
+def test_a_hand_over_in_whole_blocks_that_is_cancelled_leaves_nothing(landed: int) -> None:
+    bench = reading_whole_blocks(6)
+    bench.hear(case.cancel(), 1)
+    assert published(bench.broken("stopped", landed)) == [HandoffAborted]
+    bench.assert_empty()
+
+
+@pytest.mark.parametrize(
+    ("offer", "whole_blocks"),
+    [
+        (case.offered(fingerprint="other"), False),
+        (case.offered(num_tokens=5), False),
+        (case.offered(num_tokens=8), False),
+        (case.offered(num_tokens=6), True),
+        (case.offered(num_tokens=12), True),
+    ],
+)
+def test_foreign_kv_is_not_read(offer: case.KVOffered, whole_blocks: bool) -> None:
+    bench = Bench(whole_blocks=whole_blocks)
     case.ask(bench.core, case.reserve(), 0)
     actions = bench.hear(offer)
     assert published(actions) == [HandoffAborted]

@@ -32,8 +32,8 @@ from tests.worker.worker_cases import one
 class Bench:
     """A core with its pool, which is checked after every event."""
 
-    def __init__(self, *, num_blocks: int = 8, max_queued: int = 4) -> None:
-        self.cache, self.leases = case.block_cache(num_blocks), LeaseTable()
+    def __init__(self, *, num_blocks: int = 8, max_queued: int = 4, whole_blocks: bool = False) -> None:
+        self.cache, self.leases = case.block_cache(num_blocks, whole_blocks=whole_blocks), LeaseTable()
         limits = case.limits(case.PREFILL, num_blocks=num_blocks, max_queued=max_queued)
         self.core = PrefillCore(limits, self.cache, self.leases)
 
@@ -75,6 +75,45 @@ def test_a_hand_over_from_acceptance_to_release() -> None:
     actions = bench.hear(case.landed(), 20)
     assert one(actions, CloseLease).lease.end is LeaseEnd.LANDED
     assert isinstance(one(actions, Publish).message, KVReleased)
+    bench.assert_empty()
+
+
+@pytest.mark.parametrize(("num_tokens", "num_padded"), [(1, 4), (6, 8), (8, 8), (9, 12)])
+def test_a_hand_over_in_whole_blocks_ends_at_a_border(num_tokens: int, num_padded: int) -> None:
+    """The lease is on its last block too, and the engine announces that with the prompt's end. No token is added."""
+    bench = Bench(whole_blocks=True)
+    bench.hear(case.reserved(), 0)
+    actions = bench.run(case.run_prefill(num_tokens=num_tokens))
+    lease, sequence = one(actions, Offer).lease, one(actions, Submit).sequence
+    assert (lease.num_tokens, lease.progress.num_tokens) == (num_padded, num_padded)
+    assert lease.num_blocks * 4 == num_padded, "its tables have all of it, and no more"
+    assert len(sequence.token_ids) == sequence.num_prompt_tokens == num_tokens
+    finished = one(bench.computed(one(actions, Submit)), FinishLease).lease
+    finished.progress.advance(0, num_padded)
+    finished.progress.finish()
+    bench.hear(case.landed(), 20)
+    bench.assert_empty()
+
+
+def test_what_is_there_when_a_lease_in_whole_blocks_begins_is_whole_blocks() -> None:
+    bench = Bench(num_blocks=16, whole_blocks=True)
+    case.keep(bench.cache, 8)
+    actions = bench.run(case.run_prefill(num_tokens=18, sources=(case.source("d9", 0, 9),)))
+    actions = bench.hear(case.brings(one(actions, StartRead).read, 16, 1, "tcp", is_whole=True), 1)
+    submit = one(actions, Submit)
+    assert submit.lease is not None and submit.lease.num_tokens == 20
+    assert submit.sequence.num_computed_tokens == 16
+    report = one(bench.computed(submit), Emit).tokens.report
+    assert report is not None
+    assert (report.cached_tokens, report.transferred_tokens, report.recomputed_tokens) == (8, 8, 2)
+
+
+def test_a_hand_over_in_whole_blocks_that_is_cancelled_leaves_nothing() -> None:
+    bench = Bench(whole_blocks=True)
+    bench.run(case.run_prefill())
+    actions = bench.hear(case.cancel(), 1)
+    assert one(actions, CloseLease).lease.end is LeaseEnd.CANCELLED
+    bench.hear(SequenceRemoved(("r1", 1)), 2)
     bench.assert_empty()
 
 

@@ -82,9 +82,15 @@ def apply(world: World, event: Event) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(num_blocks=st.sampled_from([10, 16, 40]), chosen=st.lists(events, min_size=20, max_size=250))
-def test_no_block_is_lost_whatever_happens_and_all_ends(num_blocks: int, chosen: list[Event]) -> None:
-    world = World(num_blocks)
+@given(
+    num_blocks=st.sampled_from([10, 16, 40]),
+    whole_blocks=st.booleans(),
+    chosen=st.lists(events, min_size=20, max_size=250),
+)
+def test_no_block_is_lost_whatever_happens_and_all_ends(
+    num_blocks: int, whole_blocks: bool, chosen: list[Event]
+) -> None:
+    world = World(num_blocks, whole_blocks=whole_blocks)
     for event in chosen:
         apply(world, event)
         world.check()

@@ -138,8 +138,10 @@ def by_source(report: TransferReport) -> dict[str, int]:
     return {source.worker_id: source.num_tokens for source in report.transferred_from}
 
 
-def block_cache(num_blocks: int = 8) -> BlockCache:
-    layout = KVLayout(weights="w", dtype="float32", num_layers=1, num_kv_heads=1, head_dim=4, block_size=4)
+def block_cache(num_blocks: int = 8, *, whole_blocks: bool = False) -> BlockCache:
+    layout = KVLayout(
+        weights="w", dtype="float32", num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, whole_blocks=whole_blocks
+    )
     return BlockCache(uniform_shape(layout, num_blocks), chunk_tokens=64)
 
 

@@ -61,6 +61,7 @@ class WorkerWorld:
     worker_id: WorkerId
     num_blocks: int
     send: Callable[[Message], None]
+    whole_blocks: bool = False
     emitted: list[RequestTokens] = field(default_factory=list[RequestTokens])
     running: dict[AttemptKey, Sequence] = field(default_factory=dict[AttemptKey, Sequence])
     withdrawn: list[AttemptKey] = field(default_factory=list[AttemptKey])
@@ -69,7 +70,8 @@ class WorkerWorld:
     finished: dict[LeaseId, FirstToken] = field(default_factory=dict[LeaseId, FirstToken])
 
     def __post_init__(self) -> None:
-        self.cache, self.leases = case.block_cache(self.num_blocks), LeaseTable()
+        self.cache = case.block_cache(self.num_blocks, whole_blocks=self.whole_blocks)
+        self.leases = LeaseTable()
         limits = case.limits(self.worker_id, num_blocks=self.num_blocks)
         self.prefill = PrefillCore(limits, self.cache, self.leases)
         self.decode = DecodeCore(limits, self.cache)
@@ -145,6 +147,9 @@ class WorkerWorld:
 
     def _submit(self, action: Submit) -> None:
         sequence = action.sequence
+        num_present = sequence.num_computed_tokens
+        has_landed = num_present == len(action.attempt.prompt)
+        assert has_landed or self.cache.layout.usable(num_present) == num_present
         self._computed(sequence, sequence.num_computed_tokens)
         self.running[(sequence.request_id, sequence.attempt)] = sequence
         self.batch.add(sequence)
@@ -207,13 +212,13 @@ class WorkerWorld:
 class World:
     """Two workers and what is between them. Every public method is an event."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, whole_blocks: bool = False) -> None:
         self.now_ms = 0
         self.num_requests = 0
         self.bus: list[Message] = []
         self.sent: list[type[Message]] = []
-        self.p = WorkerWorld(case.PREFILL, num_blocks, self._send)
-        self.d = WorkerWorld(case.DECODE, num_blocks, self._send)
+        self.p = WorkerWorld(case.PREFILL, num_blocks, self._send, whole_blocks)
+        self.d = WorkerWorld(case.DECODE, num_blocks, self._send, whole_blocks)
         self.lent: list[Grant] = []
 
     def _send(self, message: Message) -> None:
@@ -285,7 +290,8 @@ class World:
             self.p.stream_ended(offer.lease_id, self.now_ms)
             self.d.handle(ReadEnded(read, outcome, first_token=first), self.now_ms)
         else:
-            outcome = ReadOutcome(read.first_token + index % (offer.num_tokens - read.first_token + 1))
+            part = self.d.cache.layout.usable(index % (offer.num_tokens - read.first_token + 1))
+            outcome = ReadOutcome(read.first_token + part)
             self.p.stream_ended(offer.lease_id, self.now_ms)
             self.d.handle(ReadEnded(read, outcome, ReadEnd.CLOSED, "cut"), self.now_ms)
 

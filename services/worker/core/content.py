@@ -22,7 +22,8 @@ class PromptPiece:
 @dataclass(slots=True, frozen=True)
 class ReadOutcome:
     """What a read brought: the contiguous, verified prefix in tokens of the sequence, and by which carrier ('': it
-    never started). `is_whole`: all that the holder granted. `more_comes`: it will grant more when it is asked again."""
+    never started). A hand-over in whole blocks ends at the border of the prompt's last one. `is_whole`: all that the
+    holder granted. `more_comes`: it will grant more when it is asked again."""
 
     num_landed_tokens: int
     num_bytes: int = 0
@@ -63,16 +64,17 @@ class PromptKV:
         return None
 
     def landed(self, source: WorkerId, outcome: ReadOutcome) -> None:
-        """Add what a read has brought."""
+        """Add what a read has brought. What fills up the prompt's last block counts as nothing."""
         if not outcome.is_whole and not self.keeps_parts:
             self.num_present_tokens = self.num_cached_tokens
             self.transferred.clear()
             self.sources.clear()
             return
-        gained = outcome.num_landed_tokens - self.num_present_tokens
+        num_landed_tokens = min(outcome.num_landed_tokens, self.num_prompt_tokens)
+        gained = num_landed_tokens - self.num_present_tokens
         if gained <= 0:
             return
-        self.num_present_tokens = outcome.num_landed_tokens
+        self.num_present_tokens = num_landed_tokens
         self.transferred[source] = self.transferred.get(source, 0) + gained
         self.carrier = outcome.carrier or self.carrier
 

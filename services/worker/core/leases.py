@@ -28,8 +28,9 @@ class Grant:
     """One lease: the only record of it. Whoever serves a stream under it keeps it until that has ended.
 
     `reader` may read tokens [first_token, num_tokens) in `tables`, whose blocks `holder` keeps as they are until
-    `expires_at_ms`. Of a cache group with a window only what its table covers can be read. `epoch` is unique to this
-    grant: a ticket for an earlier grant of the same id reads nothing.
+    `expires_at_ms`. Of a cache group with a window only what its table covers can be read. Where blocks are only whole
+    of use, a hand-over's lease ends at the border of the prompt's last block (`KVLayout.padded`). `epoch` is unique to
+    this grant: a ticket for an earlier grant of the same id reads nothing.
 
     The event loop changes it, holding the holder's lock; the plane's threads look, holding it as well.
     """
