@@ -73,7 +73,7 @@ def parse_engine_args(text: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any]) if text else {}
     except msgspec.DecodeError as error:
-        raise UserError(f"--engine-args is a JSON object, like '{{\"quantization\": \"awq\"}}': {error}") from error
+        raise UserError(f'--engine-args is a JSON object, like \'{{"quantization": "awq"}}\': {error}') from error
 
 
 def _read_tenants(path: Path) -> dict[str, str]:

@@ -1,0 +1,121 @@
+"""A mesh of real processes whose workers compute with vLLM: the tokens of a single vLLM, whoever dies."""
+
+import asyncio
+import random
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from schemas.request import SamplingParams
+from services.bench.drive.meshes import running
+from services.launch.known_workers import describe_fleet
+from services.launch.supervisor import Supervisor, UpOptions
+from tests.engine.vllm_engine.conftest import World, real_world
+from tests.waiting import PATIENCE_S
+
+__all__ = ["real_world"]
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+OPTIONS = UpOptions(port=0, engine="vllm", kv_bytes=64 << 20, num_threads=1, token_budget=160)
+CONCURRENCY = 4
+
+
+@dataclass(frozen=True)
+class Question:
+    prompt: list[int]
+    sampling: SamplingParams
+
+    def body(self) -> dict[str, object]:
+        sampling = self.sampling
+        return {
+            "model": "demo_model", "prompt": self.prompt, "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed, "ignore_eos": True,
+            "return_token_ids": True,
+        }  # fmt: skip
+
+
+def questions(count: int, *, max_tokens: int = 24, seed: int = 5) -> list[Question]:
+    rng = random.Random(seed)
+    found: list[Question] = []
+    for number in range(count):
+        sampling = SamplingParams(
+            max_tokens=max_tokens, temperature=number % 2 * 0.9, top_p=(1.0, 0.9)[number % 4 == 3], seed=number,
+            ignore_eos=True,
+        )  # fmt: skip
+        found.append(Question([rng.randrange(1, 1300) for _ in range(rng.randrange(5, 600))], sampling))
+    return found
+
+
+async def ask(http: httpx.AsyncClient, url: str, question: Question) -> tuple[list[int], dict[str, Any]]:
+    """Return the answer's tokens and `usage.kvmesh`."""
+    response = await http.post(f"{url}/v1/completions", json=question.body())
+    assert response.status_code == 200, response.text
+    reply = response.json()
+    return reply["choices"][0]["token_ids"], reply["usage"]["kvmesh"]
+
+
+def num_computed(usage: dict[str, Any]) -> int:
+    """Return how many of a prompt's tokens were computed, on whichever worker."""
+    return (usage["prefill"] or usage)["recomputed_tokens"]
+
+
+async def ask_all(url: str, asked: list[Question]) -> list[tuple[list[int], dict[str, Any]]]:
+    gate = asyncio.Semaphore(CONCURRENCY)
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as http:
+
+        async def one(question: Question) -> tuple[list[int], dict[str, Any]]:
+            async with gate:
+                return await ask(http, url, question)
+
+        return await asyncio.gather(*(one(question) for question in asked))
+
+
+async def until_free(mesh: Supervisor) -> None:
+    """Wait until no worker has a block that is running or leased."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            loads = (await describe_fleet(mesh.access())).workers
+            if loads and all(load.blocks.running == load.blocks.leased == 0 for load in loads):
+                return
+            await asyncio.sleep(0.1)
+
+
+async def test_a_split_mesh_gives_the_tokens_of_a_single_vllm(real_world: World) -> None:
+    asked = questions(24)
+    expected = [real_world.reference(one.prompt, one.sampling) for one in asked]
+    async with running({"vllm": OPTIONS}) as meshes:
+        mesh = meshes["vllm"]
+        first = await ask_all(mesh.url, asked)
+        assert [tokens for tokens, _ in first] == expected
+        for one, (_, usage) in zip(asked, first, strict=True):
+            assert usage["transferred_tokens"] + usage["cached_tokens"] == len(one.prompt), "padding counts as nothing"
+        turns = [
+            Question([*one.prompt, *tokens, 7, 8, 9], one.sampling)
+            for one, (tokens, _) in zip(asked[:8], first[:8], strict=True)
+        ]
+        second = await ask_all(mesh.url, turns)
+        assert [tokens for tokens, _ in second] == [real_world.reference(t.prompt, t.sampling) for t in turns]
+        assert sum(num_computed(usage) for _, usage in second) < sum(len(turn.prompt) for turn in turns) // 2, (
+            "a turn begins with what the one before left"
+        )
+        await until_free(mesh)
+
+
+async def test_workers_that_are_killed_cost_no_token(real_world: World) -> None:
+    asked = questions(12, max_tokens=160, seed=6)
+    expected = [real_world.reference(one.prompt, one.sampling) for one in asked]
+    options = UpOptions(
+        port=0, engine="vllm", kv_bytes=64 << 20, num_threads=1, token_budget=160, num_prefill=2, num_decode=2
+    )
+    async with running({"vllm": options}) as meshes:
+        mesh = meshes["vllm"]
+        answers = asyncio.create_task(ask_all(mesh.url, asked))
+        for name in ("decode-0", "prefill-1"):
+            await asyncio.sleep(1.0)
+            child = next(child for child in mesh.children if child.name == name)
+            child.process.send_signal(signal.SIGKILL)
+        assert [tokens for tokens, _ in await answers] == expected
+        await until_free(mesh)
