@@ -3,6 +3,7 @@
 import os
 import re
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 from urllib.parse import urlsplit
@@ -524,6 +525,11 @@ def state_dir() -> Path:
 def is_state_dir_named() -> bool:
     """Say whether KVMESH_STATE_DIR names the state folder."""
     return bool(os.environ.get("KVMESH_STATE_DIR"))
+
+
+def set_environment(values: Mapping[str, str]) -> None:
+    """Set what a library reads when it is imported."""
+    os.environ.update(values)
 
 
 def child_environment() -> dict[str, str]:

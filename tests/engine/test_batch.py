@@ -13,6 +13,7 @@ from schemas.request import SamplingParams
 from services.engine.batch import Batch
 from services.engine.fake import FakeEngine
 from services.engine.interface import InvalidSequenceError, Sequence, StepItem, StepResult
+from services.engine.rules import num_tokens_to_store
 
 SHAPE = uniform_shape(
     KVLayout(weights="fake", dtype="float32", num_layers=1, num_kv_heads=1, head_dim=1, block_size=1), 1000
@@ -220,7 +221,7 @@ def test_wrong_use_is_refused() -> None:
     ],
 )
 def test_slots_needed(sequence: Sequence, expected: int) -> None:
-    assert Batch(8, context_length=50).num_tokens_to_store(sequence) == expected
+    assert num_tokens_to_store(sequence, 50) == expected
 
 
 @example(prompts=[(1, 1, 0), (2, 1, 0), (2, 1, 0)], budget=24, max_sequences=2)  # the places run out, not the budget

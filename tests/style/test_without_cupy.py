@@ -27,6 +27,10 @@ print(len(names))
 """
 
 
+VLLM_MODULES = tuple(f"services.engine.vllm_engine.{name}" for name in ("connector", "sampling"))
+"""They import vLLM, as is meant, and are imported by it alone."""
+
+
 def run(code: str) -> str:
     done = subprocess.run([sys.executable, "-W", "error::ImportWarning", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -35,7 +39,7 @@ def run(code: str) -> str:
 
 def test_every_module_imports_where_cupy_is_not_installed() -> None:
     """The same run sees that none of them loads it where it is: it would have raised."""
-    assert int(run(_IMPORT_ALL.format(absent=("cupy", "cupy_backends"), left_out=()))) > 100
+    assert int(run(_IMPORT_ALL.format(absent=("cupy", "cupy_backends"), left_out=VLLM_MODULES))) > 100
 
 
 @pytest.mark.slow

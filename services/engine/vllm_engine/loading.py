@@ -2,11 +2,11 @@
 
 # pyright: basic, reportMissingImports=false
 import logging
-import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dataplane.blocks.layout import ArenaShape
+from services.config import set_environment
 from services.engine.checkpoint import Checkpoint
 from services.engine.interface import EngineLostError, Sequence, StepFailedError
 from services.engine.rules import stop_token_ids
@@ -58,7 +58,7 @@ def load_vllm(
     if taken := OURS & args.keys():
         raise UserError(f"engine.args sets {', '.join(sorted(taken))}: that follows from the rest of mesh.toml")
     version = installed_version()
-    os.environ |= ENVIRONMENT | {"OMP_NUM_THREADS": str(num_threads)}
+    set_environment(ENVIRONMENT | {"OMP_NUM_THREADS": str(num_threads)})
     logging.getLogger("vllm").setLevel(logging.ERROR)
     from vllm import EngineArgs, LLMEngine  # noqa: PLC0415  (seconds of imports, and reads the environment)
 
