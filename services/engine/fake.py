@@ -3,14 +3,18 @@
 It writes bytes made of (token, position, layer) where a real engine writes KV, and makes each token from what it
 *reads* in the arena, over all layers and all positions that each layer sees: KV that is wrong, missing or misplaced
 gives another token. A step that would write over what one of its queries still sees fails.
+
+Where blocks are only whole of use (`KVLayout.whole_blocks`) each byte of a token lies `block_size` bytes from its next,
+as vLLM's keys do on the CPU: a block that was cut is wrong everywhere.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from dataplane.blocks.layout import KEY, VALUE, ArenaShape, KVLayout, slot_spans
@@ -19,6 +23,7 @@ from services.engine.interface import StepItem
 
 AllRows = Seq[bytes]
 """For each layer the bytes of its keys and then of its values, one token after another."""
+Rows = npt.NDArray[np.uint8]
 MAX_ROWS_KEPT = 16_384
 
 
@@ -61,7 +66,8 @@ class FakeEngine:
                 self._write(item, layer, values)
                 listener = item.sequence.layer_listener
                 if listener is not None:
-                    listener.advance(layer, item.start + item.num_tokens)
+                    end = item.start + item.num_tokens
+                    listener.advance(layer, self.layout.padded(end) if item.samples else self.layout.usable(end))
         if self.before_layer is not None:
             self.before_layer(items, self.layout.num_layers)
         return [self._next_token(item) for item in items if item.samples]
@@ -71,7 +77,6 @@ class FakeEngine:
         self._arena = None
 
     def _write(self, item: StepItem, layer: int, rows: AllRows) -> None:
-        assert self._arena is not None, "the engine is closed"
         end = item.start + item.num_tokens
         table = item.sequence.tables[self.layout.group_of_layer[layer]]
         spans = slot_spans(table, self.layout.block_size, item.start, end)
@@ -81,9 +86,41 @@ class FakeEngine:
             written = 0
             for slot, count in spans:
                 num_bytes = count * token_bytes
-                at = self._shape.offset(layer, key_or_value, slot)
-                self._arena[at : at + num_bytes] = values[written : written + num_bytes]
+                self._put(layer, key_or_value, slot, values[written : written + num_bytes])
                 written += num_bytes
+
+    def _put(self, layer: int, key_or_value: int, slot: int, rows: bytes) -> None:
+        """Write tokens' rows from this slot on."""
+        assert self._arena is not None, "the engine is closed"
+        if not self.layout.whole_blocks:
+            at = self._shape.offset(layer, key_or_value, slot)
+            self._arena[at : at + len(rows)] = rows
+            return
+        values = np.frombuffer(rows, np.uint8).reshape(-1, self.layout.token_bytes)
+        written = 0
+        for tokens in self._tokens_in_blocks(layer, key_or_value, slot, len(values)):
+            tokens[...] = values[written : written + len(tokens)]
+            written += len(tokens)
+
+    def _get(self, layer: int, key_or_value: int, slot: int, count: int) -> memoryview | bytes:
+        """Return tokens' rows from this slot on."""
+        assert self._arena is not None, "the engine is closed"
+        if not self.layout.whole_blocks:
+            at = self._shape.offset(layer, key_or_value, slot)
+            return self._arena[at : at + count * self.layout.token_bytes]
+        return b"".join(t.tobytes() for t in self._tokens_in_blocks(layer, key_or_value, slot, count))
+
+    def _tokens_in_blocks(self, layer: int, key_or_value: int, slot: int, count: int) -> Iterator[Rows]:
+        """Yield a view [token, byte] of these tokens in each of their blocks, where a token's bytes lie apart."""
+        assert self._arena is not None, "the engine is closed"
+        size, token_bytes = self.layout.block_size, self.layout.token_bytes
+        while count:
+            first = slot % size
+            num_tokens = min(count, size - first)
+            at = self._shape.offset(layer, key_or_value, slot - first)
+            block = np.frombuffer(self._arena, np.uint8, size * token_bytes, at).reshape(token_bytes, size)
+            yield block[:, first : first + num_tokens].T
+            slot, count = slot + num_tokens, count - num_tokens
 
     def _check(self, item: StepItem) -> None:
         """Raise AssertionError if the item's rows would lie on what its first query still sees."""
@@ -96,17 +133,14 @@ class FakeEngine:
             assert distinct, f"tokens {item.start} to {end} of layer {layer} overwrite what they still see"
 
     def _next_token(self, item: StepItem) -> int:
-        assert self._arena is not None, "the engine is closed"
         digest = xxhash.xxh3_64()
         end = item.start + item.num_tokens
-        token_bytes = self.layout.token_bytes
         for layer in range(self.layout.num_layers):
             table = item.sequence.tables[self.layout.group_of_layer[layer]]
             spans = slot_spans(table, self.layout.block_size, _first_seen(self.layout, layer, end), end)
             for key_or_value in (KEY, VALUE):
                 for slot, count in spans:
-                    at = self._shape.offset(layer, key_or_value, slot)
-                    digest.update(self._arena[at : at + count * token_bytes])
+                    digest.update(self._get(layer, key_or_value, slot, count))
         return _choose(digest.intdigest(), item.sequence.sampling, item.sequence.index, self.vocab_size)
 
 

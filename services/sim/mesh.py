@@ -67,10 +67,12 @@ class MeshShape:
     drain_s: float = 5.0
     windows: tuple[int, ...] = ()
     """For each layer, as `KVLayout.windows`."""
+    whole_blocks: bool = False
+    """As `KVLayout.whole_blocks`."""
 
     @property
     def layout(self) -> KVLayout:
-        return msgspec.structs.replace(LAYOUT, windows=self.windows)
+        return msgspec.structs.replace(LAYOUT, windows=self.windows, whole_blocks=self.whole_blocks)
 
     @property
     def services(self) -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from schemas import subjects
 from schemas.worker import DescribeFleet
@@ -245,7 +245,7 @@ def random_shape(rng: random.Random, num_workers: int = 0) -> MeshShape:
     if num_workers:
         num_prefill = max(1, num_workers // 2)
         num_decode = max(1, num_workers - num_prefill)
-    return MeshShape(
+    shape = MeshShape(
         num_prefill=num_prefill,
         num_decode=num_decode,
         num_schedulers=rng.choice((1, 1, 2)),
@@ -262,6 +262,7 @@ def random_shape(rng: random.Random, num_workers: int = 0) -> MeshShape:
         drain_s=rng.choice((0.2, 5.0)),
         windows=rng.choice(((), (), (), (), (), (12, 0), (7, 30))),
     )
+    return replace(shape, whole_blocks=not shape.windows and rng.random() < 0.1)
 
 
 def simulate(seed: int, options: SimOptions) -> SimReport:

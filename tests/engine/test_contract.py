@@ -23,8 +23,11 @@ class Held:
     arena: memoryview
 
 
-def fake(num_blocks: int = NUM_BLOCKS, **fields: object) -> Held:
-    layout = KVLayout(weights="fake", dtype="float32", num_layers=3, num_kv_heads=1, head_dim=5, block_size=8)
+def fake(num_blocks: int = NUM_BLOCKS, *, whole_blocks: bool = False, **fields: object) -> Held:
+    layout = KVLayout(
+        weights="fake", dtype="float32", num_layers=3, num_kv_heads=1, head_dim=5, block_size=8,
+        whole_blocks=whole_blocks,
+    )  # fmt: skip
     arena = memoryview(bytearray(num_blocks * layout.block_bytes))
     return Held(FakeEngine(uniform_shape(layout, num_blocks), arena, vocab_size=512, **fields), arena)  # type: ignore[arg-type]
 
@@ -97,6 +100,41 @@ def test_listeners_hear_every_layer_in_order(make: Callable[[], Held]) -> None:
     batch.add(make_sequence("other", prompt_of(20), [Segment(10, 6)], greedy(1)))
     run_batch(held.engine, batch)
     assert listener.heard == [(layer, n) for n in (32, 40) for layer in range(held.engine.layout.num_layers)]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+def test_the_fake_s_whole_blocks_are_of_no_use_by_parts(sampling: SamplingParams) -> None:
+    """All blocks go over to another arena, whose engine goes on; or all but a token's slots of the last one."""
+    prompt = prompt_of(61)
+    for num_tokens, is_right in ((64, True), (61, False)):
+        source, target = fake(whole_blocks=True), fake(whole_blocks=True)
+        layout = source.engine.layout
+        expected = answer(source, prompt, sampling, budget=7, run=1, first=20)
+        assert expected == fake_answer(layout, prompt, sampling, vocab_size=512)
+        tables = Allocator(run=1, first=20).take(71), Allocator(run=2).take(71)
+        copy_kv(source.arena, target.arena, layout, tables, num_tokens)
+        batch, received = Batch(100), make_sequence("r", prompt, tables[1], sampling)
+        received.token_ids.append(expected[0])
+        received.num_computed_tokens = len(prompt)
+        batch.add(received)
+        assert (run_batch(target.engine, batch)["r"] == expected[1:]) is is_right
+
+
+@pytest.mark.parametrize(("num_tokens", "padded"), [(40, 40), (37, 40), (33, 40), (7, 8)])
+def test_the_fake_announces_whole_blocks(num_tokens: int, padded: int) -> None:
+    """As a prompt comes to its end, all of its last block."""
+
+    class Listener:
+        def __init__(self) -> None:
+            self.heard: list[int] = []
+
+        def advance(self, layer: int, num_tokens: int, mark: int = 0) -> None:
+            self.heard += [num_tokens] if layer == 2 else []
+
+    listener, batch = Listener(), Batch(13)
+    batch.add(make_sequence("r", prompt_of(num_tokens), [Segment(2, 6)], greedy(1), listener=listener))
+    run_batch(fake(whole_blocks=True).engine, batch)
+    assert listener.heard == [at // 8 * 8 for at in range(13, num_tokens, 13)] + [padded]
 
 
 def test_items_that_do_not_sample_give_no_token(make: Callable[[], Held]) -> None:

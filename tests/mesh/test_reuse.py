@@ -31,6 +31,7 @@ WINDOWED = KVLayout(
 SLIDING = KVLayout(
     weights="fake", dtype="float32", num_layers=2, num_kv_heads=2, head_dim=8, block_size=8, windows=(20, 20)
 )
+WHOLE = msgspec.structs.replace(LAYOUT, whole_blocks=True)
 P0, P1, D0, D1 = (WorkerId(name) for name in ("p-0", "p-1", "d-0", "d-1"))
 
 
@@ -247,7 +248,7 @@ async def test_what_landed_of_a_broken_read_is_kept_and_the_rest_comes_from_anot
         await client.until_free()
 
 
-@pytest.mark.parametrize("layout", [LAYOUT, WINDOWED, SLIDING], ids=["full", "hybrid", "sliding"])
+@pytest.mark.parametrize("layout", [LAYOUT, WINDOWED, SLIDING, WHOLE], ids=["full", "hybrid", "sliding", "whole"])
 @pytest.mark.parametrize("carrier", ["shm", "tcp"])
 @given(data=st.data())
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))

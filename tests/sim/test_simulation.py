@@ -2,6 +2,7 @@
 
 import logging
 import os
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 from services.sim import many
 from services.sim.many import run_task
 from services.sim.scenario import FAULT_KINDS, FaultKind
-from services.sim.world import SimOptions, SimReport, simulate
+from services.sim.world import SimOptions, SimReport, random_shape, simulate
 
 NUM_REQUESTS = 24
 
@@ -45,6 +46,13 @@ def test_each_fault_by_itself(num_times: int, kind: FaultKind) -> None:
 @pytest.mark.parametrize("seed", range(1_000, 1_020))
 def test_faults_together(seed: int) -> None:
     run(seed, FAULT_KINDS)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whole_blocks(seed: int) -> None:
+    """The same mesh with an engine whose blocks are only whole of use, every fourth time without faults."""
+    shape = replace(random_shape(random.Random(seed)), windows=(), whole_blocks=True)
+    run(seed, FAULT_KINDS if seed % 4 else (), shape=shape)
 
 
 def test_logs_are_as_before_afterwards() -> None:

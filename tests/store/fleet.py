@@ -234,8 +234,9 @@ def granted(request: RequestLease, lease: Grant, incarnation: str, num_tokens: i
 class Fleet:
     """Everybody around a store, on one broker."""
 
-    def __init__(self, tasks: asyncio.TaskGroup, *, on_cards: bool = False) -> None:
+    def __init__(self, tasks: asyncio.TaskGroup, *, on_cards: bool = False, layout: KVLayout = LAYOUT) -> None:
         self.on_cards = on_cards
+        self.layout = layout
         self.broker = MemoryBroker()
         self.tasks = tasks
         self.bus = GatewayBus(MemoryBus(self.broker), "tests")
@@ -247,7 +248,7 @@ class Fleet:
         self.fresh_numbers = itertools.count(1_000)
         """Of blocks that no test names."""
         self._sequences: dict[str, int] = {}
-        self._memory = BlockMemory(LAYOUT, 64, on_card=on_cards)
+        self._memory = BlockMemory(layout, 64, on_card=on_cards)
         self._reader = PlaneReader(self._memory.arena, self._memory.shape, CREDENTIALS.secrets)
         self._peers = Peers(self.bus)
         self._endpoint: Endpoint | None = None
@@ -283,7 +284,8 @@ class Fleet:
         await self.bus.close()
 
     async def worker(self, name: str = "prefill-0", *numbers: int, **options) -> Worker:
-        worker = Worker(WorkerId(name), TypedBus(MemoryBus(self.broker), name), on_card=self.on_cards, **options)
+        settings = {"on_card": self.on_cards, "layout": self.layout} | options
+        worker = Worker(WorkerId(name), TypedBus(MemoryBus(self.broker), name), **settings)
         self.workers.append(worker)
         worker.hold(*numbers)
         await worker.start(self.tasks)
@@ -398,10 +400,10 @@ def arenas() -> set[Path]:
 
 
 @asynccontextmanager
-async def fleet(*, on_cards: bool = False) -> AsyncGenerator[Fleet]:
+async def fleet(*, on_cards: bool = False, layout: KVLayout = LAYOUT) -> AsyncGenerator[Fleet]:
     """Run the block among workers and a reader. `on_cards`: these have their KV on cards; a store never has."""
     async with asyncio.TaskGroup() as tasks:
-        around = Fleet(tasks, on_cards=on_cards)
+        around = Fleet(tasks, on_cards=on_cards, layout=layout)
         await around.start()
         yield around
         await around.close()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import valkey
@@ -25,6 +26,7 @@ LAYOUT = KVLayout(weights="w", dtype="float32", num_layers=3, num_kv_heads=2, he
 WINDOWED = KVLayout(
     weights="w", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=8, block_size=8, windows=(0, 16, 16)
 )
+WHOLE = msgspec.structs.replace(LAYOUT, whole_blocks=True)
 NUM_BLOCKS = 16
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dataplane.blocks.layout import KVLayout
 from dataplane.protocol.stream import TransferFailedError
 from schemas import subjects
 from schemas.block import join_hashes
@@ -26,7 +27,7 @@ from services.store.values import HEADER_BYTES
 from services.worker.core import lending as lending_module
 from tests.credentials import SECRET, SEED
 from tests.store.fleet import LAYOUT, STORE, Fleet, arenas, config_of, files_in, fleet, kv_of, store
-from tests.store.rig import WINDOWED, hash_of, hashes_of, key_at
+from tests.store.rig import WHOLE, WINDOWED, hash_of, hashes_of, key_at
 from tests.waiting import PATIENCE_S, until
 
 
@@ -47,11 +48,12 @@ NAMES = {"memory": "memory", "disk": "disk", "valkey": "remote"}
 @pytest.mark.parametrize("kind", ["memory", "disk", "valkey"])
 @pytest.mark.parametrize("carrier", ["shm", "tcp"])
 @pytest.mark.parametrize("on_cards", [False, True])
+@pytest.mark.parametrize("layout", [LAYOUT, WHOLE], ids=["any", "whole"])
 async def test_cooled_blocks_outlive_their_worker(
-    kind: str, carrier: str, on_cards: bool, tmp_path: Path, request: pytest.FixtureRequest
+    kind: str, carrier: str, on_cards: bool, layout: KVLayout, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     config = config_of(carrier=carrier, **behind(kind, tmp_path, request))
-    async with fleet(on_cards=on_cards) as around, store(around, config):
+    async with fleet(on_cards=on_cards, layout=layout) as around, store(around, config, layout=layout):
         worker = await around.worker("prefill-0", *range(10))
         await worker.cool(*range(9, -1, -1))
         await until(lambda: around.has("memory", *range(10)) and around.has(NAMES[kind], *range(10)))
@@ -66,15 +68,18 @@ async def test_cooled_blocks_outlive_their_worker(
 
 
 @pytest.mark.parametrize("kind", ["disk", "valkey"])
-async def test_a_restarted_store_has_what_it_wrote(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("layout", [LAYOUT, WHOLE], ids=["any", "whole"])
+async def test_a_restarted_store_has_what_it_wrote(
+    kind: str, layout: KVLayout, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     config = config_of(**behind(kind, tmp_path, request))
-    async with fleet() as around:
-        async with store(around, config):
+    async with fleet(layout=layout) as around:
+        async with store(around, config, layout=layout):
             worker = await around.worker("prefill-0", *range(10))
             await worker.cool(*range(10))
             await until(lambda: around.has(NAMES[kind], *range(10)))
             await around.gone(worker)
-        async with store(around, config):
+        async with store(around, config, layout=layout):
             assert await around.inventory() == {NAMES[kind]: set(hashes_of(*range(10)))}
             assert await around.fetch(*range(10)) == 10
             await until(lambda: around.has("memory", *range(10)))
