@@ -47,6 +47,8 @@ class Sequence:
     layer_listener: LayerListener | None = None
     num_local_tokens: int = 0
     stop_token_ids: frozenset[int] = field(default_factory=frozenset[int])
+    tenant: str = ""
+    """Whose request it is: an engine that keeps KV of its own shares it within a tenant only."""
 
     @property
     def index(self) -> int:

@@ -132,7 +132,10 @@ class InProcess:
             output_kind=RequestOutputKind.DELTA,
             extra_args={EXTRA_KEY: (sequence.sampling, sequence.index)},
         )
-        return self._engine.add_request(name, {"prompt_token_ids": list(sequence.token_ids)}, params)
+        prompt: dict[str, object] = {"prompt_token_ids": list(sequence.token_ids)}
+        if sequence.tenant:
+            prompt["cache_salt"] = sequence.tenant
+        return self._engine.add_request(name, prompt, params)
 
     def abort(self, name: str) -> None:
         self._engine.abort_request([name], internal=True)

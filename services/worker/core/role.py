@@ -396,6 +396,7 @@ class RoleCore(ABC, Generic[AttemptT]):
             num_computed_tokens=attempt.kv.num_present_tokens,
             stop_token_ids=limits.stop_token_ids(request.sampling),
             max_local_tokens=1 if attempt.hands_over else None,
+            tenant=request.tenant,
         )
         return Submit(sequence, attempt, lease)
 

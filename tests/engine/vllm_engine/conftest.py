@@ -60,11 +60,13 @@ class World:
         hands_over: bool = False,
         listener: LayerListener | None = None,
         stops: frozenset[int] = frozenset(),
+        tenant: str = "",
     ) -> Sequence:
         sequence = Sequence(
             RequestId(name), 1, list(tokens), len(tokens) if num_prompt is None else num_prompt, sampling,
             (BlockTable(segments_of(table)),), num_computed_tokens=num_present,
             max_local_tokens=1 if hands_over else None, layer_listener=listener, stop_token_ids=stops,
+            tenant=tenant,
         )  # fmt: skip
         self.steps.check(sequence)
         self.steps.add(sequence)

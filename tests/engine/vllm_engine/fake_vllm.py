@@ -67,8 +67,8 @@ class FakeVllm:
         self._free = list(range(NO_BLOCK + 1, num_blocks))
         self._users: dict[int, int] = {}
         """Block to the number of requests that have it."""
-        self._cached: dict[tuple[int, ...], int] = {}
-        """A prefix of whole blocks to its last block."""
+        self._cached: dict[tuple[str, tuple[int, ...]], int] = {}
+        """A tenant's prefix of whole blocks to its last block."""
         self._running: list[Request] = []
         self._waiting: list[Request] = []
         link.attach(dict(enumerate(self._pages)))
@@ -165,7 +165,7 @@ class FakeVllm:
         """Return the blocks of its prefix that are cached: all but one token at most."""
         size, found = self.layout.block_size, list[int]()
         for end in range(size, len(request.tokens), size):
-            block = self._cached.get(tuple(request.tokens[:end]))
+            block = self._cached.get((request.sequence.tenant, tuple(request.tokens[:end])))
             if block is None:
                 break
             found.append(block)
@@ -182,7 +182,8 @@ class FakeVllm:
             self._take(request, [block])
         size = self.layout.block_size
         for number in range(num_tokens // size):
-            self._cached.setdefault(tuple(request.tokens[: (number + 1) * size]), request.blocks[number])
+            prefix = (request.sequence.tenant, tuple(request.tokens[: (number + 1) * size]))
+            self._cached.setdefault(prefix, request.blocks[number])
         return True
 
     def _take(self, request: Request, blocks: Seq[int]) -> None:

@@ -26,10 +26,6 @@ class Heard:
         self.announced.append((layer, num_tokens))
 
 
-def more(sampling: SamplingParams) -> SamplingParams:
-    return sampling
-
-
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_an_answer(world: World, sampling: SamplingParams) -> None:
     prompt = prompt_of(world.size * 7 + 3)
@@ -122,6 +118,16 @@ def test_what_the_engine_has_cached_itself_gets_into_the_arena(world: World) -> 
         world.forget()
         world.add("d", prompt, GREEDY, table, num_present=2 * world.size)
         assert world.run()["d"] == expected and world.copies[0].start == 2 * world.size
+
+
+def test_what_the_engine_has_cached_itself_is_its_tenant_s(world: World) -> None:
+    prompt = prompt_of(world.size * 3, 9)
+    world.forget()
+    for tenant, num_local in (("a", 0), ("b", 0), ("a", 2 * world.size), ("", 0)):
+        world.copies.clear()
+        world.add("r", prompt, GREEDY, world.table(len(prompt) + 12), tenant=tenant)
+        world.run()
+        assert world.copies[0].start == num_local, tenant
 
 
 def test_two_of_one_step_that_nobody_has_cached(world: World) -> None:

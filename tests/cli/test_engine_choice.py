@@ -1,0 +1,76 @@
+"""What `kvmesh up --engine` makes of mesh.toml, and what it refuses before anything is started."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from services.cli.main import app
+from services.config import MeshConfig, WorkerConfig
+from services.engine.checkpoint import Checkpoint, layout_for, read_checkpoint
+from services.engine.demo_model import DEMO_MODEL_DIR
+from services.engine.vllm_engine import formats
+from services.errors import UserError
+from services.launch import engine_choice
+from services.launch.engine_choice import check_memory, with_engine
+
+MIB = 1 << 20
+CHOICE: dict[str, Any] = {"name": "vllm", "block_size": 0, "kv_bytes": 0, "args": {}, "num_workers": 2}
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    return read_checkpoint(str(DEMO_MODEL_DIR))
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "installed_version", lambda: "9.9")
+    monkeypatch.setattr(formats, "_cpu_flags", frozenset)
+    monkeypatch.setattr(formats.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(engine_choice, "available_bytes", lambda: 1 << 40)
+
+
+def test_vllm_has_its_block_size_and_format(checkpoint: Checkpoint) -> None:
+    config = with_engine(MeshConfig(), checkpoint, **CHOICE | {"args": {"enforce_eager": False}})
+    assert (config.worker.block_size, config.engine.name) == (32, "vllm")
+    assert config.engine.kv_format == "vllm9.9/CPU_ATTN/LBHNC/vec/float32"
+    assert config.engine.args == {"enforce_eager": False}
+    assert layout_for(config, checkpoint).whole_blocks
+    assert layout_for(config, checkpoint).fingerprint != layout_for(MeshConfig(), checkpoint).fingerprint
+
+
+def test_our_own_engine_stays_as_it_was(checkpoint: Checkpoint) -> None:
+    own = CHOICE | {"name": "transformers"}
+    assert with_engine(MeshConfig(), checkpoint, **own) == MeshConfig()
+    assert with_engine(MeshConfig(), checkpoint, **own | {"block_size": 64}).worker.block_size == 64
+    for changes in ({"kv_bytes": 1}, {"args": {"a": 1}}):
+        with pytest.raises(UserError, match="are for --engine vllm"):
+            with_engine(MeshConfig(), checkpoint, **own | changes)
+
+
+def test_what_vllm_cannot_do_is_refused(checkpoint: Checkpoint) -> None:
+    with pytest.raises(UserError, match="multiple of 32 tokens: --block-size 48"):
+        with_engine(MeshConfig(), checkpoint, **CHOICE | {"block_size": 48})
+    with pytest.raises(UserError, match="wire_dtype"):
+        with_engine(MeshConfig(worker=WorkerConfig(wire_dtype="int8")), checkpoint, **CHOICE)
+    windowed = msgspec.structs.replace(checkpoint, windows=(0, 64, 0, 64))
+    with pytest.raises(UserError, match="sliding windows"):
+        with_engine(MeshConfig(), windowed, **CHOICE)
+
+
+def test_memory_is_looked_at_first(checkpoint: Checkpoint) -> None:
+    config = with_engine(MeshConfig(worker=WorkerConfig(kv_bytes=512 * MIB)), checkpoint, **CHOICE)
+    check_memory(config, checkpoint, 2, None)
+    check_memory(config, checkpoint, 2, 4 << 30)
+    with pytest.raises(UserError, match=r"3 workers on vLLM need about 5\.4 GiB .* and 4\.0 are free: lower --kv-mib"):
+        check_memory(config, checkpoint, 3, 4 << 30)
+    own_pool = msgspec.structs.replace(config, engine=msgspec.structs.replace(config.engine, kv_bytes=64 * MIB))
+    check_memory(own_pool, checkpoint, 2, 3 << 30)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "3"])
+def test_engine_arguments_are_a_json_object(text: str) -> None:
+    ran = CliRunner().invoke(app, ["up", "--engine", "vllm", "--engine-args", text])
+    assert isinstance(ran.exception, UserError) and "--engine-args is a JSON object" in str(ran.exception)
