@@ -202,8 +202,8 @@ class HolderStream:
         extent = Extent(shape.layout, wanted.first_token, wanted.num_tokens, wanted.heads, wanted.wire_dtype)
         if reason := extent.refusal():
             raise _RefusedError(RefusalCode.RANGE, reason)
-        if wanted.frame_bytes < extent.least_bytes:
-            reason = f"a frame has {extent.least_bytes} bytes or more, and the reader takes {wanted.frame_bytes}"
+        if shape.layout.whole_blocks and wanted.frame_bytes < extent.least_bytes:
+            reason = f"a block of a layer has {extent.least_bytes} bytes, and a frame there {wanted.frame_bytes}"
             raise _RefusedError(RefusalCode.CARRIER, reason)
         source = SequenceRuns(shape, kv.tables, wanted.heads)
         if not source.covers(extent, kv.num_tokens):
