@@ -70,6 +70,9 @@ def load_vllm(
             "that share KV run one version of it, on processors of one kind"
         )
     link = EngineLink(shape, arena)
+    # A sequence fits into the arena or is refused by the worker, and vLLM wants room for the longest before it starts.
+    # The last token's KV is never computed.
+    longest = min(checkpoint.context_length, sum(shape.num_blocks) * layout.block_size + 1)
     try:
         engine = LLMEngine.from_engine_args(
             EngineArgs(
@@ -77,7 +80,7 @@ def load_vllm(
                 skip_tokenizer_init=True,
                 dtype=layout.dtype,
                 block_size=layout.block_size,
-                max_model_len=checkpoint.context_length,
+                max_model_len=longest,
                 max_num_batched_tokens=token_budget,
                 max_num_seqs=min(MAX_SEQUENCES, token_budget),
                 kv_cache_memory_bytes=kv_bytes or pool_bytes(sum(shape.num_blocks), layout.block_bytes, token_budget),

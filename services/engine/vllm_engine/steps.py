@@ -89,7 +89,10 @@ class VllmSteps:
         if key in self._names:
             raise InvalidSequenceError(f"{key} is in the engine already")
         ours = _name(key)
-        theirs = self._engine.add(ours, sequence, num_tokens_left(sequence, self._context_length))
+        try:
+            theirs = self._engine.add(ours, sequence, num_tokens_left(sequence, self._context_length))
+        except ValueError as error:
+            raise InvalidSequenceError(f"vLLM does not take {ours}: {error}") from error
         self._link.tracked[theirs] = TrackedSequence(sequence, _table(sequence.tables), self.layout.block_size)
         self._names[key] = theirs
         self._sequences[ours] = sequence

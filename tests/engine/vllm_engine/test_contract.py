@@ -156,6 +156,15 @@ def test_stop_tokens_end_it_and_are_part_of_it(world: World) -> None:
     assert world.results[-1].sampled[0].finish_reason == "stop"
 
 
+def test_the_context_ends_it(world: World) -> None:
+    context_length = world.steps._context_length
+    prompt = prompt_of(context_length - 3, 10)
+    world.forget()
+    world.add("r", prompt, GREEDY, world.table(context_length))
+    assert len(world.run()["r"]) == 3
+    assert world.results[-1].sampled[0].finish_reason == "length"
+
+
 def test_many_at_once(world: World) -> None:
     prompts = {f"r{number}": prompt_of(9 + 11 * number, number) for number in range(8)}
     samplings = {

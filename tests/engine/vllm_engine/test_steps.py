@@ -73,6 +73,18 @@ def test_what_cannot_be_computed_is_refused() -> None:
         world.add("s", [1, 300], GREEDY, world.table(40))
 
 
+def test_what_vllm_does_not_take_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = fake_world()
+
+    def refuse(*_: object) -> str:
+        raise ValueError("too long")
+
+    monkeypatch.setattr(FakeVllm, "add", refuse)
+    with pytest.raises(InvalidSequenceError, match=r"vLLM does not take r\.1: too long"):
+        world.add("r", prompt_of(20), GREEDY, world.table(40))
+    assert not len(world.steps) and not world.link.tracked
+
+
 def test_the_load_says_what_waits() -> None:
     world = fake_world()
     world.add("r", prompt_of(70), GREEDY, world.table(90))

@@ -13,10 +13,8 @@ from schemas.request import SamplingParams
 from services.bench.drive.meshes import running
 from services.launch.known_workers import describe_fleet
 from services.launch.supervisor import Supervisor, UpOptions
-from tests.engine.vllm_engine.conftest import World, real_world
+from tests.engine.vllm_engine.conftest import World
 from tests.waiting import PATIENCE_S
-
-__all__ = ["real_world"]
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 OPTIONS = UpOptions(port=0, engine="vllm", kv_bytes=64 << 20, num_threads=1, token_budget=160)
