@@ -63,6 +63,12 @@ class Bench:
         assert (self.cache.num_free, len(self.leases), len(self.core.attempts)) == (self.cache.num_blocks, 0, 0)
 
 
+def test_the_engine_hears_whose_request_it_is() -> None:
+    """It may keep KV of its own, which no other tenant gets."""
+    submit = one(Bench().run(msgspec.structs.replace(case.run_prefill(), tenant="a")), Submit)
+    assert submit.sequence.tenant == "a"
+
+
 def test_a_hand_over_from_acceptance_to_release() -> None:
     bench = Bench()
     submit = one(bench.run(case.run_prefill()), Submit)
