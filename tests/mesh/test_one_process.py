@@ -27,6 +27,7 @@ from schemas.request import (
 )
 from services.engine.fake import FakeEngine, fake_answer
 from services.engine.steps import BatchSteps
+from services.decode import core as decode_core
 from services.prefill import core as prefill_core
 from services.runtime import now_ms
 from services.worker import timers as clockwork
@@ -50,6 +51,7 @@ async def test_many_requests_through_two_and_two(
 ) -> None:
     """In a small pool requests wait for room; a prompt that waits for long makes way, and is read or computed again."""
     monkeypatch.setattr(prefill_core, "LANDED_GRACE_MS", 60_000)  # all share a loop, and the machine's load
+    monkeypatch.setattr(decode_core, "RESERVED_AGAIN_MS", 60_000)
     rng, before = random.Random(5), set(threading.enumerate())  # tests of workers that are aborted may leave some
     parts = [make_parts(f"{role}-{n}", role, num_blocks=num_blocks) for role in ("prefill", "decode") for n in range(2)]  # type: ignore[arg-type]
     async with one_process_mesh(*parts, carrier=carrier) as client:
