@@ -25,9 +25,9 @@ from schemas.request import (
     RunPrefill,
     SamplingParams,
 )
+from services.decode import core as decode_core
 from services.engine.fake import FakeEngine, fake_answer
 from services.engine.steps import BatchSteps
-from services.decode import core as decode_core
 from services.prefill import core as prefill_core
 from services.runtime import now_ms
 from services.worker import timers as clockwork
