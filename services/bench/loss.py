@@ -48,8 +48,8 @@ from services.bench.drive.workload import random_tokens
 from services.bench.limits import BATCH_TIMEOUT_S, ENGINE_STOP_TIMEOUT_S
 from services.engine import interface as base
 from services.engine.batch import Batch
+from services.engine.batch_steps import BatchSteps
 from services.engine.checkpoint import layout_of, read_checkpoint
-from services.engine.steps import BatchSteps
 from services.engine.thread import EngineThread
 
 Way = Literal["ours", "recompute", "naive"]

@@ -15,11 +15,11 @@ from schemas.ids import WorkerId
 from schemas.worker import WorkerInfo, WorkerRole
 from services.config import EngineConfig, MeshConfig, WorkerConfig, is_card
 from services.engine.batch import Batch
+from services.engine.batch_steps import BatchSteps
 from services.engine.checkpoint import Checkpoint, default_shape, layout_for, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.devices import CPU, card_of
 from services.engine.interface import PlacedEngine, Steps
-from services.engine.steps import BatchSteps
 from services.errors import UserError
 from services.trust.credentials import HolderCredentials, holder_credentials
 from services.worker.core.checks import WorkerLimits

@@ -12,9 +12,9 @@ from dataplane.blocks.layout import BlockTable, KVLayout, Segment, uniform_shape
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.engine.batch import Batch
+from services.engine.batch_steps import BatchSteps
 from services.engine.fake import FakeEngine, fake_answer
 from services.engine.interface import EngineLoad, EngineLostError, InvalidSequenceError, Sequence, StepItem, StepResult
-from services.engine.steps import BatchSteps
 from services.engine.thread import EngineStoppedError, EngineThread
 
 LAYOUT = KVLayout(weights="fake", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=4, block_size=8)

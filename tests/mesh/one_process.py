@@ -38,9 +38,9 @@ from services.bus.typed import Received
 from services.config import GatewayConfig, MeshConfig, SchedulerConfig, WorkerConfig
 from services.directory.service import run_directory
 from services.engine.batch import Batch
+from services.engine.batch_steps import BatchSteps
 from services.engine.fake import FakeEngine
 from services.engine.interface import Engine
-from services.engine.steps import BatchSteps
 from services.launch.worker_roles import run_worker
 from services.runtime import now_ms
 from services.scheduler.service import run_scheduler

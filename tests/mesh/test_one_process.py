@@ -26,8 +26,8 @@ from schemas.request import (
     SamplingParams,
 )
 from services.decode import core as decode_core
+from services.engine.batch_steps import BatchSteps
 from services.engine.fake import FakeEngine, fake_answer
-from services.engine.steps import BatchSteps
 from services.prefill import core as prefill_core
 from services.runtime import now_ms
 from services.worker import timers as clockwork

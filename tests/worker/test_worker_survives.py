@@ -25,8 +25,8 @@ from schemas.worker import LeftReason, PingWorker, WorkerAlive, WorkerDraining, 
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received
 from services.config import MeshConfig, WorkerConfig
+from services.engine.batch_steps import BatchSteps
 from services.engine.fake import FakeEngine, fake_answer
-from services.engine.steps import BatchSteps
 from services.engine.thread import EngineStoppedError, EngineThread
 from services.launch.worker_roles import run_worker
 from services.prefill.core import PrefillCore

@@ -18,7 +18,7 @@ from services.engine.vllm_engine.link import link_of
 EXTRA_KEY = "kvmesh"
 
 
-class _Row(NamedTuple):
+class _SampledRow(NamedTuple):
     sampling: SamplingParams
     first_index: int
     output: list[int]
@@ -29,7 +29,7 @@ class MeshSampling(LogitsProcessor):
     """A request says in its `extra_args` what it samples with: `(SamplingParams, index of its first token)`."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _SampledRow] = {}
         self._link = link_of(vllm_config.kv_transfer_config.kv_connector_extra_config)
 
     def is_argmax_invariant(self) -> bool:
@@ -53,9 +53,9 @@ class MeshSampling(LogitsProcessor):
         return logits
 
 
-def _row_of(params: Any, prompt: list[int] | None, output: list[int]) -> _Row | None:
+def _row_of(params: Any, prompt: list[int] | None, output: list[int]) -> _SampledRow | None:
     extra = params.extra_args or {}
     if EXTRA_KEY not in extra:
         return None
     sampling, first_index = extra[EXTRA_KEY]
-    return _Row(sampling, first_index, output)
+    return _SampledRow(sampling, first_index, output)

@@ -4,9 +4,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from services.engine.batch import Batch
+from services.engine.batch_steps import BatchSteps
 from services.engine.fake import FakeEngine
 from services.engine.interface import Engine, StepItem
-from services.engine.steps import BatchSteps
 from services.engine.thread import Changes, EngineThread
 from services.sim.platform.threads import CoCondition, CoThread, pause, spawn
 
