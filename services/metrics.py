@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import (
+    REGISTRY,
     CollectorRegistry,
     Counter,
     Histogram,
@@ -100,6 +101,10 @@ class Metrics:
         bounded = itertools.islice(values.items(), MAX_SERIES)
         self._sampled.put(metric, {(*own, *labels): value for labels, value in bounded})
 
+    def show_library(self, prefix: str) -> None:
+        """Show also what a library counts in prometheus_client's own registry, of names that begin so."""
+        self._registry.register(_OfLibrary(prefix))
+
     def on_sample(self, sampler: Callable[[], None]) -> None:
         """Have `sampler` called whenever it is time to `put`."""
         self._samplers.append(sampler)
@@ -165,6 +170,16 @@ class Metrics:
             return Counter(metric.name, metric.text, metric.shown_labels, registry=self._registry)
         labels, buckets = metric.shown_labels, metric.buckets
         return Histogram(metric.name, metric.text, labels, registry=self._registry, buckets=buckets)
+
+
+class _OfLibrary(Collector):
+    """What others keep in the registry that all of a process share."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+
+    def collect(self) -> Iterator[Metric]:
+        return (metric for metric in REGISTRY.collect() if metric.name.startswith(self._prefix))
 
 
 class _Sampled(Collector):

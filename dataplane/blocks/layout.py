@@ -76,11 +76,9 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The model's KV heads over all shards; 0: `num_kv_heads`."""
     whole_blocks: bool = False
     """A block's bytes are of use only together: how tokens and heads lie in it is its engine's own affair. Which
-    engine's, `weights` says. Raises ValueError with windows, and for a shard."""
+    engine's, `weights` says. Raises ValueError for a shard."""
 
     def __post_init__(self) -> None:
-        if self.whole_blocks and self.is_windowed:
-            raise ValueError("KV in whole blocks of layers with windows is not served yet")
         if self.whole_blocks and self.total_kv_heads not in (0, self.num_kv_heads):
             raise ValueError(f"KV in whole blocks has all heads, not {self.num_kv_heads} of {self.total_kv_heads}")
 
@@ -148,12 +146,13 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def first_needed_block(self, group: int, num_tokens: int) -> int:
         """Return the first block that a cache group still needs of a sequence of `num_tokens` tokens.
 
-        Enough for the next token, and for a prefix hit at the sequence's last block border.
+        Enough for the next token, and for a prefix hit at the sequence's last block border. Where blocks are only whole
+        of use the tokens may be padded ones, of a sequence that ends anywhere in its last block.
         """
         window = self.groups[group].window
         if not window:
             return 0
-        border = num_tokens // self.block_size * self.block_size
+        border = max(0, num_tokens - self.whole_blocks) // self.block_size * self.block_size
         return max(0, border - window + 1) // self.block_size
 
 

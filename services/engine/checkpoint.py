@@ -15,8 +15,8 @@ import msgspec
 
 from dataplane.blocks.cache import ring_blocks
 from dataplane.blocks.layout import ITEM_BYTES, ArenaShape, KVLayout, num_blocks_for, uniform_shape
-from services.config import MeshConfig, dtype_of
-from services.engine.weights import read_weights
+from services.config import EngineName, MeshConfig, dtype_of
+from services.engine.weights import DTYPE_NAMES, read_weights
 from services.errors import CheckpointError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -32,11 +32,12 @@ PATTERN_OF = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
 _EXCHANGEABLE_ATTENTION, _ATTENTION_SINKS = "_supports_attention_backend = True", "s_aux="
 """What the source of a model of transformers says where others may compute its attention, and where this would have to
 know of sinks."""
+VLLM_QUANTIZATION = ("compressed-tensors", "gptq", "awq")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint whose files are whole and whose architecture this engine can serve, as far as its config tells."""
+    """A checkpoint whose files are whole and whose architecture an engine can serve, as far as its config tells."""
 
     path: str
     name: str
@@ -54,7 +55,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     weights: str
     """Identity of configuration and weights (`services.engine.weights`)."""
     dtype: str
-    """The dtype of most parameters in the files."""
+    """The dtype of most parameters in the files; of quantized ones, that in which is computed."""
     num_bytes: int
     """Size of the weight files."""
 
@@ -67,17 +68,22 @@ class _Shape(NamedTuple):
     context_length: int
 
 
-def read_checkpoint(model: str) -> Checkpoint:
-    """Return what `model`, a folder or a hub id, is. Raises CheckpointError, one line that says what to do."""
+def read_checkpoint(model: str, engine: EngineName = "transformers") -> Checkpoint:
+    """Return what `model`, a folder or a hub id, is. Raises CheckpointError, one line that says what to do, for what
+    this engine does not serve."""
     folder = find_checkpoint(model)
     config_bytes, config = _read_json(folder / "config.json")
     architecture = _check_architecture(config, folder)
-    _check_attention(config, folder)
-    _check_library(architecture, str(config["model_type"]))
+    _check_kv(config, folder)
+    if engine == "vllm":
+        _check_vllm(architecture, config, folder)
+    else:
+        _check_own_engine(architecture, config, folder)
     shape = _shape(config, folder)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise CheckpointError(f"{folder} has no tokenizer.json: copy the tokenizer's files beside config.json")
     weights = read_weights(folder, config_bytes)
+    dtype = weights.dtype if weights.dtype in DTYPE_NAMES.values() else _computed_in(config)
     return Checkpoint(
         path=str(folder),
         name=model.rstrip("/") if HUB_ID.fullmatch(model) and not Path(model).is_dir() else folder.name,
@@ -91,7 +97,7 @@ def read_checkpoint(model: str) -> Checkpoint:
         windows=_windows(config, shape),
         eos_token_ids=_eos_token_ids(config, folder),
         weights=weights.identity,
-        dtype=weights.dtype,
+        dtype=dtype,
         num_bytes=weights.num_bytes,
     )
 
@@ -124,11 +130,6 @@ def layout_of(
     """
     if dtype not in ITEM_BYTES:
         raise CheckpointError(f"dtype {dtype} is not served: choose one of {', '.join(ITEM_BYTES)}")
-    if kv_format and any(checkpoint.windows):
-        raise CheckpointError(
-            f"{checkpoint.name} has layers with sliding windows, which vLLM does not serve here yet: choose another "
-            'checkpoint, or engine.name = "transformers"'
-        )
     weights = checkpoint.weights if wire_dtype == "same" else f"{checkpoint.weights}+{wire_dtype}"
     return KVLayout(
         weights=f"{weights}@{kv_format}" if kv_format else weights,
@@ -239,16 +240,12 @@ def _check_architecture(config: dict[str, Any], folder: Path) -> str:
         raise CheckpointError(f"{architecture} is no causal language model: choose a ...ForCausalLM checkpoint")
     if config.get("auto_map"):
         raise CheckpointError(f"{architecture} needs code of its own, which is never run: choose another")
-    if config.get("quantization_config"):
-        raise CheckpointError(f"{folder.name} is quantized: choose the checkpoint with plain float weights")
     return architecture
 
 
-def _check_attention(config: dict[str, Any], folder: Path) -> None:
-    """Raise CheckpointError for attention that this engine would compute wrongly."""
+def _check_kv(config: dict[str, Any], folder: Path) -> None:
+    """Raise CheckpointError where a token's KV is not one block of each layer's, or depends on its neighbours."""
     name = folder.name
-    if config.get("attn_logit_softcapping") is not None:
-        raise CheckpointError(f"{name} caps its attention logits, which is not served: choose another model")
     if config.get("kv_lora_rank") or config.get("num_kv_shared_layers"):
         raise CheckpointError(
             f"{name} compresses or shares KV between layers, which is not served: choose another model"
@@ -261,6 +258,34 @@ def _check_attention(config: dict[str, Any], folder: Path) -> None:
     for rope in _rope_types(config):
         if rope in BATCH_DEPENDENT_ROPE:
             raise CheckpointError(f"{name} uses {rope} rope scaling, which is not served: choose another model")
+
+
+def _check_own_engine(architecture: str, config: dict[str, Any], folder: Path) -> None:
+    """Raise CheckpointError for what our own engine would compute wrongly."""
+    if config.get("quantization_config"):
+        raise CheckpointError(
+            f"{folder.name} is quantized: choose the checkpoint with plain float weights, or try --engine vllm"
+        )
+    if config.get("attn_logit_softcapping") is not None:
+        raise CheckpointError(
+            f"{folder.name} caps its attention logits: choose another model, or --engine vllm, which can do that"
+        )
+    _check_library(architecture, str(config["model_type"]))
+
+
+def _check_vllm(architecture: str, config: dict[str, Any], folder: Path) -> None:
+    """Raise CheckpointError for what vLLM's CPU build is not known to serve here."""
+    quantization: Any = config.get("quantization_config")
+    method = cast(dict[str, Any], quantization).get("quant_method") if isinstance(quantization, dict) else None
+    if quantization and method not in VLLM_QUANTIZATION:
+        raise CheckpointError(
+            f"{folder.name} is quantized by {method}: vLLM on the CPU is served with {', '.join(VLLM_QUANTIZATION)}"
+        )
+    spec = importlib.util.find_spec("vllm")  # a gateway or a store may run where it is not
+    if spec is not None and spec.origin is not None:
+        registry = Path(spec.origin).parent / "model_executor/models/registry.py"
+        if f'"{architecture}"' not in registry.read_text("utf-8"):
+            raise CheckpointError(f"vLLM does not know the architecture {architecture}: choose another checkpoint")
 
 
 def _check_library(architecture: str, model_type: str) -> None:
@@ -283,6 +308,11 @@ def _check_library(architecture: str, model_type: str) -> None:
             f"{architecture} has no attention that can run on paged KV (in transformers it is code of its own): "
             "choose another architecture"
         )
+
+
+def _computed_in(config: dict[str, Any]) -> str:
+    """Return the dtype that a quantized checkpoint is computed in."""
+    return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
 
 
 def _rope_types(config: dict[str, Any]) -> set[str]:

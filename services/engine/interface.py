@@ -49,6 +49,8 @@ class Sequence:
     stop_token_ids: frozenset[int] = field(default_factory=frozenset[int])
     tenant: str = ""
     """Whose request it is: an engine that keeps KV of its own shares it within a tenant only."""
+    num_reused_tokens: int = 0
+    """So many tokens behind the `num_computed_tokens` that it came with were not computed: the engine had them."""
 
     @property
     def index(self) -> int:
@@ -91,6 +93,8 @@ class StepResult:
     computed: tuple[tuple[Sequence, int], ...]
     """Each sequence of the step and its number of computed tokens after it."""
     sampled: tuple[SampledToken, ...]
+    num_preempted: int = 0
+    """Sequences that the engine has put aside in this step, to begin again later."""
 
 
 class Engine(Protocol):

@@ -94,7 +94,7 @@ async def _stop(gateway: Gateway, server: Server, serving: asyncio.Task[None]) -
 def load_model(config: MeshConfig) -> GatewayModel:
     """Read what the gateway needs of the configured checkpoint. Raises UserError."""
     try:
-        checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR))
+        checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR), config.engine.name)
         layout = layout_for(config, checkpoint)
         shape = default_shape(
             layout,

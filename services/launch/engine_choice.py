@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from services.config import EngineConfig, EngineName, MeshConfig, dtype_of
-from services.engine.checkpoint import Checkpoint, layout_for
-from services.engine.vllm_engine.formats import BLOCK_SIZE, PROCESS_BYTES, format_here, pool_bytes
+from services.engine.checkpoint import Checkpoint, default_shape, layout_for
+from services.engine.vllm_engine.formats import BLOCK_SIZE, PROCESS_BYTES, check_args, format_here, pool_bytes
 from services.errors import UserError
 
 GIB = 1 << 30
@@ -27,7 +27,8 @@ def with_engine(
     """Return the configuration with an engine. `block_size`: 0 is the engine's own. `kv_bytes`: of the engine's own
     pool; 0 is as large as the arena.
 
-    Raises UserError where vLLM is not installed, its blocks cannot have this size, or memory does not do.
+    Raises UserError where vLLM is not installed, its blocks cannot have this size, an argument is not the user's to
+    set, or memory does not do.
     """
     if name == "transformers":
         if kv_bytes or args:
@@ -37,7 +38,8 @@ def with_engine(
     block_size = block_size or BLOCK_SIZE
     if block_size % BLOCK_SIZE:
         raise UserError(f"vLLM's blocks on the CPU have a multiple of {BLOCK_SIZE} tokens: --block-size {block_size}")
-    kv_format = format_here(dtype_of(config, checkpoint.dtype), block_size, checkpoint.head_dim)
+    check_args(args)
+    kv_format = format_here(dtype_of(config, checkpoint.dtype), block_size, checkpoint.head_dim, args)
     try:
         config = msgspec.structs.replace(
             config,
@@ -54,9 +56,9 @@ def check_memory(config: MeshConfig, checkpoint: Checkpoint, num_workers: int, a
     """Raise UserError where workers on vLLM would not fit into `available` bytes; None: nobody knows."""
     layout = layout_for(config, checkpoint)
     arena = config.worker.kv_bytes
-    pool = config.engine.kv_bytes or pool_bytes(
-        arena // layout.block_bytes, layout.block_bytes, config.worker.token_budget
-    )
+    budget = config.worker.token_budget
+    shape = default_shape(layout, arena, context_length=checkpoint.context_length, token_budget=budget)
+    pool = config.engine.kv_bytes or pool_bytes(shape, budget)
     needed = num_workers * (arena + pool + checkpoint.num_bytes + PROCESS_BYTES)
     if available is not None and needed > available:
         raise UserError(

@@ -234,7 +234,7 @@ class Supervisor:
         options = self._options
         policy_named(options.policy)
         _store_config(options)
-        self.checkpoint = read_checkpoint(options.model or str(DEMO_MODEL_DIR))
+        self.checkpoint = read_checkpoint(options.model or str(DEMO_MODEL_DIR), options.engine)
         remove_stale_arenas()
         self.devices = await self._plan_devices()
         self._ports = _free_ports(options.gateway.host, options.port, options.num_gateways)

@@ -262,7 +262,7 @@ def random_shape(rng: random.Random, num_workers: int = 0) -> MeshShape:
         drain_s=rng.choice((0.2, 5.0)),
         windows=rng.choice(((), (), (), (), (), (12, 0), (7, 30))),
     )
-    return replace(shape, whole_blocks=not shape.windows and rng.random() < 0.1)
+    return replace(shape, whole_blocks=rng.random() < 0.1)
 
 
 def simulate(seed: int, options: SimOptions) -> SimReport:

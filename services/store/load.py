@@ -50,7 +50,7 @@ def load_store(config: MeshConfig, store_id: str) -> StoreParts:
     """Map the memory and read what the tier behind it has. Raises UserError: a bad URL, an unwritable folder, a server
     that does not answer, a bound that holds no block."""
     credentials = holder_credentials(config)
-    checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR))
+    checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR), config.engine.name)
     return make_parts(
         config,
         store_id,

@@ -44,6 +44,8 @@ class WorkerParts:
     device: str = CPU
     """What the engine runs on, as is said of it: "cpu", or its number and name."""
     platform: Platform = THREADS
+    library_metrics: str = ""
+    """How the names of the metrics begin that the engine counts itself; "": it counts none."""
 
     def info(self) -> WorkerInfo:
         """Return who this is, as far as that is known before it serves."""
@@ -65,7 +67,7 @@ def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> Wor
     """Load the model and map the arena. Raises UserError: no such checkpoint, no room for its KV, no such device."""
     credentials = holder_credentials(config)
     settings = config.worker
-    checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR))
+    checkpoint = read_checkpoint(config.model.path or str(DEMO_MODEL_DIR), config.engine.name)
     layout = layout_for(config, checkpoint)
     if settings.kv_bytes < layout.block_bytes:
         raise UserError(f"{settings.kv_bytes} bytes hold no block of {layout.block_bytes} bytes: raise --kv-mib")
@@ -96,6 +98,7 @@ def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> Wor
         limits=limits,
         credentials=credentials,
         device=placed.device,
+        library_metrics=placed.library_metrics,
     )
 
 
@@ -105,6 +108,7 @@ class _Placed(NamedTuple):
     arena: KVArena
     steps: Steps
     device: str
+    library_metrics: str = ""
 
 
 def _place(checkpoint: Checkpoint, shape: ArenaShape, settings: WorkerConfig, engine: EngineConfig) -> _Placed:
@@ -155,7 +159,7 @@ def _on_vllm(checkpoint: Checkpoint, shape: ArenaShape, settings: WorkerConfig, 
     except BaseException:
         arena.close()
         raise
-    return _Placed(arena, loaded.steps, loaded.device)
+    return _Placed(arena, loaded.steps, loaded.device, "vllm:")
 
 
 def _host_arena(shape: ArenaShape) -> HostArena:

@@ -30,6 +30,8 @@ async def run_roles(
     """Serve until `stop` is set; then leave in order. Takes ownership of the parts' arena."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     metrics = metrics or Metrics(parts.worker_id)
+    if parts.library_metrics:
+        metrics.show_library(parts.library_metrics)
     bus = TypedBus(connection, parts.role, metrics)
     worker = Worker(parts, make_roles, config, bus, telemetry, metrics)
     try:

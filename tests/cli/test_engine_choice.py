@@ -35,8 +35,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_vllm_has_its_block_size_and_format(checkpoint: Checkpoint) -> None:
     config = with_engine(MeshConfig(), checkpoint, **CHOICE | {"args": {"enforce_eager": False}})
     assert (config.worker.block_size, config.engine.name) == (32, "vllm")
-    assert config.engine.kv_format == "vllm9.9/CPU_ATTN/LBHNC/vec/float32"
+    assert config.engine.kv_format.startswith("vllm9.9/CPU_ATTN/LBHNC/vec/float32/")
     assert config.engine.args == {"enforce_eager": False}
+    plain = with_engine(MeshConfig(), checkpoint, **CHOICE)
+    assert plain.engine.kv_format == "vllm9.9/CPU_ATTN/LBHNC/vec/float32", "what its arguments change is other KV"
     assert layout_for(config, checkpoint).whole_blocks
     assert layout_for(config, checkpoint).fingerprint != layout_for(MeshConfig(), checkpoint).fingerprint
 
@@ -55,9 +57,10 @@ def test_what_vllm_cannot_do_is_refused(checkpoint: Checkpoint) -> None:
         with_engine(MeshConfig(), checkpoint, **CHOICE | {"block_size": 48})
     with pytest.raises(UserError, match="wire_dtype"):
         with_engine(MeshConfig(worker=WorkerConfig(wire_dtype="int8")), checkpoint, **CHOICE)
-    windowed = msgspec.structs.replace(checkpoint, windows=(0, 64, 0, 64))
-    with pytest.raises(UserError, match="sliding windows"):
-        with_engine(MeshConfig(), windowed, **CHOICE)
+    with pytest.raises(UserError, match=r"engine\.args sets model: that follows from the rest of mesh\.toml"):
+        with_engine(MeshConfig(), checkpoint, **CHOICE | {"args": {"model": "another"}})
+    with pytest.raises(UserError, match=r"sets tensor_parallel_size, which is not served \(a worker is one process"):
+        with_engine(MeshConfig(), checkpoint, **CHOICE | {"args": {"tensor_parallel_size": 2}})
 
 
 def test_memory_is_looked_at_first(checkpoint: Checkpoint) -> None:

@@ -53,6 +53,7 @@ from tests.waiting import PATIENCE_S
 VOCAB = 1000
 CONTEXT_LENGTH = 4096
 TOKEN_BUDGET = 64
+LEASE_MS = 5_000
 LAYOUT = KVLayout(weights="fake", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=8, block_size=8)
 
 
@@ -60,7 +61,14 @@ def steps_of(engine: Engine, token_budget: int = TOKEN_BUDGET) -> BatchSteps:
     return BatchSteps(engine, Batch(token_budget, context_length=CONTEXT_LENGTH))
 
 
-def make_parts(worker_id: str, role: WorkerRole, *, num_blocks: int = 256, layout: KVLayout = LAYOUT) -> WorkerParts:
+def make_parts(
+    worker_id: str,
+    role: WorkerRole,
+    *,
+    num_blocks: int = 256,
+    layout: KVLayout = LAYOUT,
+    lease_ms: int = LEASE_MS,
+) -> WorkerParts:
     shape = uniform_shape(layout, num_blocks)
     arena = HostArena.create(shape)
     limits = WorkerLimits(
@@ -72,7 +80,7 @@ def make_parts(worker_id: str, role: WorkerRole, *, num_blocks: int = 256, layou
         vocab_size=VOCAB,
         eos_token_ids=frozenset({0}),
         max_queued=64,
-        lease_ms=5_000,
+        lease_ms=lease_ms,
     )
     return WorkerParts(
         worker_id=WorkerId(worker_id),
@@ -278,6 +286,7 @@ async def one_process_mesh(
     stops: dict[str, asyncio.Event] | None = None,
     fence_after_ms: int = 20_000,
     drain_s: float = 5.0,
+    lease_ms: int = LEASE_MS,
     exporter: ListExporter | None = None,
 ) -> AsyncGenerator[Client]:
     """Run scheduler, directory and these workers on one loop, and give a client once all are known.
@@ -286,7 +295,7 @@ async def one_process_mesh(
     """
     broker, stop = MemoryBroker(), asyncio.Event()
     settings = WorkerConfig(
-        block_size=LAYOUT.block_size, token_budget=token_budget, carrier=carrier, lease_ms=5_000,  # type: ignore[arg-type]
+        block_size=LAYOUT.block_size, token_budget=token_budget, carrier=carrier, lease_ms=lease_ms,  # type: ignore[arg-type]
         prefix_cache=prefix_cache, fence_after_ms=fence_after_ms, drain_s=drain_s,
     )  # fmt: skip
     silent_ms = max(3_000, fence_after_ms + 1_000)

@@ -50,11 +50,16 @@ async def test_many_requests_through_two_and_two(
     carrier: str, num_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a small pool requests wait for room; a prompt that waits for long makes way, and is read or computed again."""
-    monkeypatch.setattr(prefill_core, "LANDED_GRACE_MS", 60_000)  # all share a loop, and the machine's load
-    monkeypatch.setattr(decode_core, "RESERVED_AGAIN_MS", 60_000)
+    patience_ms = 60_000  # all share a loop, and the machine's load
+    monkeypatch.setattr(prefill_core, "LANDED_GRACE_MS", patience_ms)
+    monkeypatch.setattr(decode_core, "RESERVED_AGAIN_MS", patience_ms)
     rng, before = random.Random(5), set(threading.enumerate())  # tests of workers that are aborted may leave some
-    parts = [make_parts(f"{role}-{n}", role, num_blocks=num_blocks) for role in ("prefill", "decode") for n in range(2)]  # type: ignore[arg-type]
-    async with one_process_mesh(*parts, carrier=carrier) as client:
+    parts = [
+        make_parts(f"{role}-{n}", role, num_blocks=num_blocks, lease_ms=patience_ms)  # type: ignore[arg-type]
+        for role in ("prefill", "decode")
+        for n in range(2)
+    ]
+    async with one_process_mesh(*parts, carrier=carrier, lease_ms=patience_ms) as client:
         jobs = []
         for number in range(60):
             prompt = [rng.randrange(1, VOCAB) for _ in range(rng.choice([1, 7, 8, 9, 40, 200]))]

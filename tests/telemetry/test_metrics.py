@@ -4,6 +4,7 @@ import threading
 import urllib.request
 
 import pytest
+from prometheus_client import REGISTRY, Gauge
 
 from dataplane.blocks.layout import BlockTable, Segment
 from dataplane.protocol.progress import KVProgress
@@ -53,6 +54,19 @@ def test_what_is_put_replaces_what_was() -> None:
     metrics.put(names.LEASES, {("<1s",): 3})
     lines = [line for line in text_of(metrics).splitlines() if line.startswith("kvmesh_leases{")]
     assert lines == ['kvmesh_leases{age="<1s",worker="w"} 3.0']
+
+
+def test_what_a_library_counts_is_shown_by_its_prefix() -> None:
+    registered = [Gauge(f"{name}:running", "Requests", registry=REGISTRY) for name in ("vllm", "other")]
+    try:
+        registered[0].set(3)
+        metrics = Metrics("w")
+        assert "vllm:running" not in text_of(metrics)
+        metrics.show_library("vllm:")
+        assert "vllm:running 3.0" in text_of(metrics) and "other:running" not in text_of(metrics)
+    finally:
+        for gauge in registered:
+            REGISTRY.unregister(gauge)
 
 
 def test_known_series_begin_at_zero() -> None:

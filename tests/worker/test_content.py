@@ -78,6 +78,12 @@ def step(num_prefill: int, num_decode: int, context: int, ms: float) -> StepResu
     return StepResult(0, int(ms * 1e6), num_prefill, num_decode, ((sequence, context),), ())
 
 
+@pytest.mark.parametrize(("reused", "expected"), [(0, (16, 24)), (20, (36, 4)), (100, (40, 0))])
+def test_what_the_engine_had_itself_counts_as_cached(reused: int, expected: tuple[int, int]) -> None:
+    report = PromptKV(num_prompt_tokens=40, block_size=16, num_cached_tokens=16).report(num_reused_tokens=reused)
+    assert (report.cached_tokens, report.recomputed_tokens) == expected
+
+
 def test_prefill_rates_by_context_and_the_price_of_a_decode_step() -> None:
     book = MeasuredRates(token_bytes=64)
     assert book.rates(0).prefill == () and book.rates(0).decode_step_ms == 0

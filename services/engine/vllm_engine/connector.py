@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from services.engine.interface import EngineLostError
-from services.engine.vllm_engine.link import link_of
+from services.engine.vllm_engine.link import EngineLayer, link_of
 from services.engine.vllm_engine.plan import Copies
 
 _LAYER = re.compile(r"\.(\d+)\.")
@@ -35,6 +35,7 @@ class MeshConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._link = link_of(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._groups: Any = kv_cache_config.kv_cache_groups
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -63,8 +64,8 @@ class MeshConnector(KVConnectorBase_V1, SupportsHMA):
             tracked = self._link.tracked.get(name)
             if tracked is not None:
                 block_ids = scheduler_output.kv_connector_block_state.get_block_ids(name)
-                step.append(tracked.plan(starts[name], num_tokens, block_ids[0]))
-        self._link.begin(step)
+                step.append(tracked.plan(starts[name], num_tokens, block_ids))
+        self._link.begin(step, len(scheduler_output.preempted_req_ids or ()))
         return StepCopies()
 
     def request_finished_all_groups(
@@ -75,9 +76,14 @@ class MeshConnector(KVConnectorBase_V1, SupportsHMA):
     # The worker's half.
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """The dictionary is in the order of vLLM's cache groups, so a layer's number is taken from its name."""
-        pages = {layer_of(name): cache.view(cache.shape[0], -1) for name, cache in kv_caches.items()}
-        self._link.attach({layer: page.view(torch.uint8).numpy() for layer, page in pages.items()})
+        """A layer's number is taken from its name: vLLM has its groups' layers in orders of its own."""
+        layers: dict[int, EngineLayer] = {}
+        for number, group in enumerate(self._groups):
+            for name in group.layer_names:
+                cache = kv_caches[name]
+                pages = cache.view(cache.shape[0], -1).view(torch.uint8).numpy()
+                layers[layer_of(name)] = EngineLayer(pages, number, window_of(group.kv_cache_spec, name))
+        self._link.attach(layers)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._link.load()
@@ -98,3 +104,11 @@ def layer_of(name: str) -> int:
     if len(found) != 1:
         raise EngineLostError(f"vLLM has a layer {name!r}: no number can be told from it")
     return int(found[0])
+
+
+def window_of(spec: Any, name: str) -> int:
+    """Return how many tokens a query of a layer sees by vLLM's description of its cache; 0: all."""
+    spec = getattr(spec, "kv_cache_specs", {}).get(name, spec)
+    if getattr(spec, "attention_chunk_size", None):
+        raise EngineLostError(f"vLLM attends in chunks in {name}, which is not served")
+    return getattr(spec, "sliding_window", None) or 0

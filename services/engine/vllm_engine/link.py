@@ -7,17 +7,27 @@ by a name that stands in there.
 import secrets
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from dataplane.blocks.layout import KEY, VALUE, ArenaShape
 from services.engine.interface import EngineLostError
-from services.engine.vllm_engine.plan import Copies, Run, TrackedSequence
+from services.engine.vllm_engine.plan import Copies, Lane, Run, TrackedSequence
 
 Pages = npt.NDArray[np.uint8]
 """One layer's blocks as bytes: [blocks, bytes of a block's keys and values]."""
+
+
+class EngineLayer(NamedTuple):
+    """A layer of vLLM's: its blocks, the cache group that says which of them a request has, and how many tokens a query
+    sees, itself included (0: all)."""
+
+    pages: Pages
+    group: int
+    window: int
+
 
 _links: dict[str, "EngineLink"] = {}
 
@@ -36,6 +46,8 @@ class EngineLink:
         self.tracked: dict[str, TrackedSequence] = {}
         self.step: list[Copies] = []
         """What the step that runs, or ran last, copies."""
+        self.num_preempted = 0
+        """Requests that vLLM has put aside before this step, to begin again."""
         self.on_logits: Callable[[npt.NDArray[np.float32]], None] | None = None
         """Sees the logits [sequences, vocab] that tokens are chosen from."""
         self._half = layout.block_size * layout.token_bytes
@@ -44,6 +56,8 @@ class EngineLink:
             tuple(self._plane(array, shape, layer, part) for part in (KEY, VALUE)) for layer in range(layout.num_layers)
         ]
         self._pages: list[Pages] = []
+        self.lanes: list[Lane] = []
+        self._lane_of_layer: list[int] = []
         self._saved: list[int] = []
         """The layers whose hook this step has called, in order."""
         _links[self.name] = self
@@ -54,25 +68,35 @@ class EngineLink:
         self._planes.clear()
         self._pages.clear()
 
-    def attach(self, pages: Mapping[int, Pages]) -> None:
-        """Take vLLM's blocks, by layer. Raises EngineLostError where they are not of the layout that was agreed."""
-        expected = [*range(self.layout.num_layers)]
-        if sorted(pages) != expected:
-            raise EngineLostError(f"vLLM has KV of layers {sorted(pages)}, not of each of {len(expected)}")
-        for layer, page in pages.items():
-            if page.shape[1] != 2 * self._half:
+    def attach(self, layers: Mapping[int, EngineLayer]) -> None:
+        """Take vLLM's layers. Raises EngineLostError where they are not of the layout that was agreed."""
+        layout = self.layout
+        expected = [*range(layout.num_layers)]
+        if sorted(layers) != expected:
+            raise EngineLostError(f"vLLM has KV of layers {sorted(layers)}, not of each of {len(expected)}")
+        for number, layer in layers.items():
+            if layer.pages.shape[1] != 2 * self._half:
                 raise EngineLostError(
-                    f"a block of layer {layer} has {page.shape[1]} bytes in vLLM and {2 * self._half} in the arena"
+                    f"a block of layer {number} has {layer.pages.shape[1]} bytes in vLLM and {2 * self._half} in the "
+                    "arena"
                 )
-        self._pages = [pages[layer] for layer in expected]
+            window = layout.groups[layout.group_of_layer[number]].window
+            if layer.window != window:
+                raise EngineLostError(
+                    f"layer {number} sees {layer.window or 'all'} tokens in vLLM, and {window or 'all'} by config.json"
+                )
+        self._pages = [layers[number].pages for number in expected]
+        lane_of_layer = [Lane(layout.group_of_layer[number], layers[number].group) for number in expected]
+        self.lanes = sorted(set(lane_of_layer))
+        self._lane_of_layer = [self.lanes.index(lane) for lane in lane_of_layer]
 
     def load(self) -> None:
         """Copy in what this step's requests were promised, all layers."""
         for copies in self.step:
-            for layer in range(self.layout.num_layers) if copies.loads else ():
+            for layer, lane in enumerate(self._lane_of_layer) if any(copies.loads) else ():
                 keys, values = self._planes[layer]
                 page = self._pages[layer]
-                for arena, engine, count in copies.loads:
+                for arena, engine, count in copies.loads[lane]:
                     rows = page[engine : engine + count]
                     rows[:, : self._half] = keys[arena : arena + count]
                     rows[:, self._half :] = values[arena : arena + count]
@@ -81,15 +105,16 @@ class EngineLink:
         """Copy out what this step has computed of a layer, and announce it. The layer's KV must be written."""
         self._saved.append(layer)
         for copies in self.step:
-            for run in copies.saves:
+            for run in copies.saves[self._lane_of_layer[layer]]:
                 self._save_run(layer, run)
             listener = copies.tracked.sequence.layer_listener
             if listener is not None:
                 listener.advance(layer, copies.announced)
 
-    def begin(self, step: list[Copies]) -> None:
+    def begin(self, step: list[Copies], num_preempted: int) -> None:
         """A step is planned."""
         self.step = step
+        self.num_preempted = num_preempted
         self._saved.clear()
 
     def check_saved(self) -> None:
@@ -103,8 +128,8 @@ class EngineLink:
         return all(
             np.array_equal(self._planes[layer][part][arena : arena + count], half)
             for copies in self.step
-            for arena, engine, count in copies.saves
             for layer, page in enumerate(self._pages)
+            for arena, engine, count in copies.saves[self._lane_of_layer[layer]]
             for part, half in enumerate(np.split(page[engine : engine + count], 2, axis=1))
         )
 

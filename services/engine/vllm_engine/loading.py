@@ -5,14 +5,15 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from dataplane.blocks.cache import max_sequence_tokens
 from dataplane.blocks.layout import ArenaShape
 from services.config import set_environment
 from services.engine.checkpoint import Checkpoint
 from services.engine.interface import EngineLostError, Sequence, StepFailedError
 from services.engine.rules import stop_token_ids
-from services.engine.vllm_engine.formats import MAX_SEQUENCES, cpu_format, installed_version, pool_bytes
+from services.engine.vllm_engine import self_check
+from services.engine.vllm_engine.formats import MAX_SEQUENCES, check_args, cpu_format, installed_version, pool_bytes
 from services.engine.vllm_engine.link import EngineLink
-from services.engine.vllm_engine.self_check import check_steps
 from services.engine.vllm_engine.steps import Output, VllmSteps
 from services.errors import CheckpointError, UserError
 
@@ -27,8 +28,6 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
 }
 """What vLLM reads when it is imported."""
-OURS = frozenset({"model", "skip_tokenizer_init", "block_size", "max_model_len", "max_num_batched_tokens", "dtype"})
-"""Engine arguments that follow from `mesh.toml` and the checkpoint."""
 
 
 class LoadedVllm(NamedTuple):
@@ -55,24 +54,29 @@ def load_vllm(
     Raises UserError where vLLM is not installed or its KV is of another format, CheckpointError where it does not take
     the checkpoint or the arguments, or fails its check.
     """
-    if taken := OURS & args.keys():
-        raise UserError(f"engine.args sets {', '.join(sorted(taken))}: that follows from the rest of mesh.toml")
+    check_args(args)
     version = installed_version()
     set_environment(ENVIRONMENT | {"OMP_NUM_THREADS": str(num_threads)})
     logging.getLogger("vllm").setLevel(logging.ERROR)
     from vllm import EngineArgs, LLMEngine  # noqa: PLC0415  (seconds of imports, and reads the environment)
 
     layout = shape.layout
-    own_format = cpu_format(version, _packing(layout), layout.dtype)
+    own_format = cpu_format(version, _packing(layout), layout.dtype, args)
     if own_format != kv_format:
         raise UserError(
             f"KV of vLLM is {own_format} on this machine, and mesh.toml has engine.kv_format = {kv_format!r}: workers "
             "that share KV run one version of it, on processors of one kind"
         )
+    if min(shape.num_blocks) < self_check.NUM_BLOCKS:
+        raise UserError(
+            f"the arena holds {min(shape.num_blocks)} blocks of some layers, and vLLM's check needs "
+            f"{self_check.NUM_BLOCKS}: raise --kv-mib"
+        )
     link = EngineLink(shape, arena)
     # A sequence fits into the arena or is refused by the worker, and vLLM wants room for the longest before it starts.
     # The last token's KV is never computed.
-    longest = min(checkpoint.context_length, sum(shape.num_blocks) * layout.block_size + 1)
+    most = max_sequence_tokens(shape, token_budget)
+    longest = min(checkpoint.context_length, most + 1) if most else checkpoint.context_length
     try:
         engine = LLMEngine.from_engine_args(
             EngineArgs(
@@ -83,9 +87,11 @@ def load_vllm(
                 max_model_len=longest,
                 max_num_batched_tokens=token_budget,
                 max_num_seqs=min(MAX_SEQUENCES, token_budget),
-                kv_cache_memory_bytes=kv_bytes or pool_bytes(sum(shape.num_blocks), layout.block_bytes, token_budget),
-                enable_prefix_caching=True,
-                disable_log_stats=True,
+                kv_cache_memory_bytes=kv_bytes or pool_bytes(shape, token_budget),
+                # Of layers with windows it would have what the arena has not, with gaps.
+                enable_prefix_caching=not layout.is_windowed,
+                served_model_name=checkpoint.name,
+                disable_log_stats=False,
                 distributed_executor_backend="uni",
                 logits_processors=["services.engine.vllm_engine.sampling:MeshSampling"],
                 kv_transfer_config=_transfer_config(link),
@@ -104,7 +110,7 @@ def load_vllm(
         token_budget=token_budget,
     )
     try:
-        check_steps(steps, local, link)
+        self_check.check_steps(steps, local, link)
     except (EngineLostError, StepFailedError) as error:
         steps.close()
         raise CheckpointError(

@@ -9,29 +9,43 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dataplane.blocks.layout import num_blocks_for
-from services.engine.interface import Sequence
+from dataplane.blocks.layout import KVLayout, block_ids, num_blocks_for
+from services.engine.interface import EngineLostError, Sequence
+
+NO_BLOCK = 0
+"""vLLM's name for a block that no window sees any more."""
+
+
+class Lane(NamedTuple):
+    """Layers that have the same blocks on both sides: `group` is a cache group of the arena's layout, `engine_group`
+    one of vLLM's. vLLM may have several for one of ours, as all of its have equally many layers."""
+
+    group: int
+    engine_group: int
 
 
 @dataclass(slots=True, eq=False)
 class TrackedSequence:
     """A sequence that vLLM has, and what of it is in the arena.
 
-    `table`: the arena's block for each of the sequence's blocks. `num_given`: its tokens when it came, a prompt and, of
+    `lanes`: those of the engine. `num_given`: its tokens when it came, a prompt and, of
     an attempt that is resumed, an answer's beginning. `num_present`: tokens whose KV is in the arena; what a step is to
     save counts from its plan on. `load_from`: the first token that vLLM was promised from the arena and has not yet.
     """
 
     sequence: Sequence
-    table: Seq[int]
-    block_size: int
+    layout: KVLayout
+    lanes: Seq[Lane]
     num_given: int = field(init=False)
     num_present: int = field(init=False)
     load_from: int | None = None
+    _tables: list[list[int]] = field(init=False)
+    """By cache group the arena's block for each of the sequence's blocks from the table's first on."""
 
     def __post_init__(self) -> None:
         self.num_given = len(self.sequence.token_ids)
         self.num_present = self.sequence.num_computed_tokens
+        self._tables = [block_ids(table.segments) for table in self.sequence.tables]
 
     def num_matched(self, num_tokens: int, num_local: int) -> int:
         """Return how many tokens of the request's `num_tokens` the arena has beyond the `num_local` that vLLM has
@@ -43,27 +57,50 @@ class TrackedSequence:
         if num_external:
             self.load_from = min(self.num_present, num_tokens - 1) - num_external
 
-    def plan(self, start: int, num_tokens: int, block_ids: Seq[int]) -> "Copies":
-        """Return what the step that computes tokens [start, start + num_tokens) copies. `block_ids`: vLLM's blocks.
+    def plan(self, start: int, num_tokens: int, block_ids: Seq[Seq[int]]) -> "Copies":
+        """Return what the step that computes tokens [start, start + num_tokens) copies. `block_ids`: vLLM's blocks, by
+        its groups. Raises EngineLostError where either side lacks a block that the other needs.
 
         What vLLM had cached itself and the arena lacks is saved too: in the same step, as vLLM lets a request share
         blocks that another one of the same step computes. What is present already is never saved again: somebody may
         be reading it.
         """
-        size, end = self.block_size, start + num_tokens
-        loads: list[tuple[int, int]] = []
-        if self.load_from is not None:
-            blocks = range(self.load_from // size, num_blocks_for(start, size))
-            loads = [(self.table[block], block_ids[block]) for block in blocks]
-            self.load_from = None
+        size, end = self.layout.block_size, start + num_tokens
+        loaded, self.load_from = self.load_from, None
         num_whole, announced = end // size, end // size * size
         if self.sequence.layer_listener is not None and end >= self.num_given:
             # A hand-over's last block goes as it is: nobody attends to what lies behind the prompt.
             num_whole = num_blocks_for(self.num_given, size)
             announced = num_whole * size
-        saves = [(self.table[block], block_ids[block]) for block in range(self.num_present // size, num_whole)]
+        loads: list[tuple[Run, ...]] = []
+        saves: list[tuple[Run, ...]] = []
+        for lane in self.lanes:
+            window = self.layout.groups[lane.group].window
+            engine_blocks = block_ids[lane.engine_group]
+            wanted = range(0)
+            if loaded is not None:
+                # Of what comes before a window's tokens vLLM has no blocks, and the arena need not have any.
+                first = max(loaded, start - window + 1) if window else loaded
+                wanted = range(first // size, num_blocks_for(start, size))
+            loads.append(self._runs(lane, wanted, engine_blocks))
+            saves.append(self._runs(lane, range(self.num_present // size, num_whole), engine_blocks))
         self.num_present = max(self.num_present, min(announced, end))
-        return Copies(self, start, end, tuple(runs_of(loads)), tuple(runs_of(saves)), announced)
+        return Copies(self, start, end, tuple(loads), tuple(saves), announced)
+
+    def _runs(self, lane: Lane, blocks: range, engine_blocks: Seq[int]) -> tuple["Run", ...]:
+        if not blocks:
+            return ()
+        first_block = self.sequence.tables[lane.group].first_block
+        table = self._tables[lane.group]
+        if blocks.start < first_block or blocks.stop > first_block + len(table):
+            raise EngineLostError(
+                f"blocks {blocks.start} to {blocks.stop} of {self.sequence.request_id} are not all in the arena, which "
+                f"has {first_block} to {first_block + len(table)}"
+            )
+        pairs = [(table[block - first_block], engine_blocks[block]) for block in blocks]
+        if any(engine_block == NO_BLOCK for _, engine_block in pairs):
+            raise EngineLostError(f"vLLM has no block for a part of what it computes of {self.sequence.request_id}")
+        return tuple(runs_of(pairs))
 
 
 class Run(NamedTuple):
@@ -75,14 +112,14 @@ class Run(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """One sequence in one step. `announced`: tokens from the sequence's start whose KV a layer has in the arena once
-    its saves are done."""
+    """One sequence in one step. `loads`, `saves`: by lane. `announced`: tokens from the sequence's start whose KV a
+    layer has in the arena once its saves are done."""
 
     tracked: TrackedSequence
     start: int
     end: int
-    loads: tuple[Run, ...]
-    saves: tuple[Run, ...]
+    loads: tuple[tuple[Run, ...], ...]
+    saves: tuple[tuple[Run, ...], ...]
     announced: int
 
 

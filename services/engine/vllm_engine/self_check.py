@@ -17,6 +17,9 @@ from services.engine.vllm_engine.steps import VllmSteps
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 """Largest difference, relative to the logits' spread, that rounding alone is allowed to make."""
 
+NUM_BLOCKS = 8
+"""Of each cache group of the arena."""
+
 Logits = npt.NDArray[np.float32]
 
 
@@ -40,7 +43,7 @@ def check_steps(steps: VllmSteps, engine: Forgets, link: EngineLink) -> None:
     """Compute a prompt of three and a half blocks as a prefill worker does, in two steps; go on as a decode worker
     does, from its blocks alone; and see that these are what it read. Raises EngineLostError.
 
-    Writes into the arena's first blocks.
+    Writes into the arena's first NUM_BLOCKS blocks.
     """
     check = _Check(steps, engine, link)
     size = link.layout.block_size
@@ -60,7 +63,7 @@ def check_steps(steps: VllmSteps, engine: Forgets, link: EngineLink) -> None:
     check.expect((after.copies.start, after.copies.end), (len(prompt), len(tokens)), "it did not go on behind a prompt")
     other = check.run(tokens, [6, 4, 5, 7], 0)
     check.close(after.logits, other.logits, "what it computes from loaded blocks is not what it computes by itself")
-    with link.confused(blocks[1], blocks[0]):
+    with link.confused(blocks[2], blocks[0]):
         confused = check.run(tokens, blocks, len(prompt))
     check.expect(np.array_equal(confused.logits, after.logits), False, "it does not read the blocks that it loads")
     engine.forget_blocks()
@@ -84,11 +87,11 @@ class _Check:
         """Compute one token behind `tokens`, of which `num_present` have their KV in these blocks."""
         self._engine.forget_blocks()
         self._count += 1
+        tables = (BlockTable(tuple(Segment(block, 1) for block in blocks)),) * len(self._link.layout.groups)
         sequence = Sequence(
             RequestId(f"self-check-{self._count}"), 1, list(tokens), len(tokens),
             SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
-            (BlockTable(tuple(Segment(block, 1) for block in blocks)),),
-            num_computed_tokens=num_present, max_local_tokens=1, layer_listener=listener,
+            tables, num_computed_tokens=num_present, max_local_tokens=1, layer_listener=listener,
         )  # fmt: skip
         seen: list[Any] = []
         self._link.on_logits = seen.append

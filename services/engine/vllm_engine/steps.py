@@ -3,7 +3,7 @@
 import time
 from typing import Any, Protocol
 
-from dataplane.blocks.layout import BlockTables, KVLayout, block_ids
+from dataplane.blocks.layout import KVLayout
 from schemas.ids import RequestId
 from services.engine.interface import (
     EngineLoad,
@@ -93,7 +93,7 @@ class VllmSteps:
             theirs = self._engine.add(ours, sequence, num_tokens_left(sequence, self._context_length))
         except ValueError as error:
             raise InvalidSequenceError(f"vLLM does not take {ours}: {error}") from error
-        self._link.tracked[theirs] = TrackedSequence(sequence, _table(sequence.tables), self.layout.block_size)
+        self._link.tracked[theirs] = TrackedSequence(sequence, self.layout, self._link.lanes)
         self._names[key] = theirs
         self._sequences[ours] = sequence
 
@@ -123,7 +123,7 @@ class VllmSteps:
             return None
         started_ns = time.time_ns()
         try:
-            self._link.begin([])
+            self._link.begin([], 0)
             return self._result(self._engine.step(), started_ns)
         except Exception as error:
             lost = EngineLostError(f"vLLM failed: {type(error).__name__}: {error}")
@@ -142,12 +142,22 @@ class VllmSteps:
                 num_decode += 1
             else:
                 num_prefill += num_tokens
+            if _key(sequence) not in self._started:
+                sequence.num_reused_tokens = max(0, copies.start - sequence.num_computed_tokens)
             # One that vLLM had put aside begins again: what is in the arena stays.
             sequence.num_computed_tokens = max(sequence.num_computed_tokens, copies.end)
             self._started.add(_key(sequence))
             computed.append((sequence, sequence.num_computed_tokens))
         sampled = [token for output in outputs for token in self._sampled(output)]
-        return StepResult(started_ns, time.time_ns(), num_prefill, num_decode, tuple(computed), tuple(sampled))
+        return StepResult(
+            started_ns=started_ns,
+            ended_ns=time.time_ns(),
+            num_prefill_tokens=num_prefill,
+            num_decode_tokens=num_decode,
+            computed=tuple(computed),
+            sampled=tuple(sampled),
+            num_preempted=self._link.num_preempted,
+        )
 
     def _sampled(self, output: Output) -> list[SampledToken]:
         sequence = self._sequences.get(output.request_id)
@@ -168,12 +178,6 @@ class VllmSteps:
         self._link.tracked.pop(self._names.pop(key))
         self._started.discard(key)
         return self._sequences.pop(_name(key))
-
-
-def _table(tables: BlockTables) -> list[int]:
-    """Return the arena's block of each of a sequence's blocks. There is one cache group (`KVLayout.whole_blocks`)."""
-    [table] = tables
-    return block_ids(table.segments)
 
 
 def _key(sequence: Sequence) -> Key:

@@ -90,13 +90,18 @@ class PromptKV:
             surplus -= taken
         self.transferred = {source: count for source, count in self.transferred.items() if count}
 
-    def report(self, *, is_prefill: bool = False, first_token: FirstTokenTimes | None = None) -> TransferReport:
-        """Return where it came from, and how the prompt came to its first token; what is not in place is computed."""
+    def report(
+        self, *, num_reused_tokens: int = 0, is_prefill: bool = False, first_token: FirstTokenTimes | None = None
+    ) -> TransferReport:
+        """Return where it came from, and how the prompt came to its first token; what is not in place is computed, but
+        for `num_reused_tokens` that the engine had itself."""
         num_transferred = sum(self.transferred.values())
+        num_missing = self.num_prompt_tokens - self.num_present_tokens
+        num_reused = min(num_reused_tokens, num_missing)
         return TransferReport(
-            cached_tokens=self.num_present_tokens - num_transferred,
+            cached_tokens=self.num_present_tokens - num_transferred + num_reused,
             transferred_tokens=num_transferred,
-            recomputed_tokens=self.num_prompt_tokens - self.num_present_tokens,
+            recomputed_tokens=num_missing - num_reused,
             transferred_from=tuple(
                 SourceTokens(worker_id=source, num_tokens=count) for source, count in self.transferred.items()
             ),

@@ -312,7 +312,11 @@ class RoleCore(ABC, Generic[AttemptT]):
         assert attempt.kv is not None, "it has blocks"
         report: TransferReport | None = None
         if attempt.answer.report is None:
-            report = attempt.kv.report(is_prefill=attempt.hands_over, first_token=attempt.times.first_token())
+            report = attempt.kv.report(
+                num_reused_tokens=sampled.sequence.num_reused_tokens,
+                is_prefill=attempt.hands_over,
+                first_token=attempt.times.first_token(),
+            )
         tokens = RequestTokens(
             request_id=attempt.request.request_id,
             attempt=attempt.request.attempt,

@@ -39,11 +39,13 @@ class WorkerSpans:
     def stepped(self, result: StepResult, find: Callable[[AttemptKey], AnyAttempt | None]) -> None:
         """Note the step's times for its attempts, and record the step where one of them is traced."""
         linked: list[tuple[list[str], str]] = []
+        num_new = 0
         for sequence, _ in result.computed:
             attempt = find((sequence.request_id, sequence.attempt))
             if attempt is None:
                 continue
             times = attempt.times
+            num_new += not times.first_step_ns
             times.first_step_ns = times.first_step_ns or result.started_ns
             times.last_step_ns = result.ended_ns
             if times.is_sampled:
@@ -55,6 +57,8 @@ class WorkerSpans:
                 {
                     Key.WORKER: self.worker_id,
                     Key.BATCH_SIZE: len(result.computed),
+                    Key.NUM_NEW_SEQUENCES: num_new,
+                    Key.NUM_PREEMPTED_SEQUENCES: result.num_preempted,
                     Key.NUM_PREFILL_TOKENS: result.num_prefill_tokens,
                     Key.NUM_DECODE_TOKENS: result.num_decode_tokens,
                 },

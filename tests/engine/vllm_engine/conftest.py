@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
-from dataplane.blocks.layout import BlockTable, KVLayout, num_blocks_for, segments_of, uniform_shape
+from dataplane.blocks.layout import BlockTable, BlockTables, KVLayout, num_blocks_for, segments_of, uniform_shape
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.engine.demo_model import DEMO_MODEL_DIR
@@ -17,6 +18,7 @@ from services.engine.vllm_engine.steps import VllmSteps
 from tests.engine.vllm_engine.fake_vllm import FakeVllm
 
 LAYOUT = KVLayout(weights="fake", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=4, block_size=8)
+WINDOWED = msgspec.structs.replace(LAYOUT, windows=(20, 0, 20))
 NUM_BLOCKS = 256
 CONTEXT_LENGTH = 1024
 BUDGET = 40
@@ -48,6 +50,12 @@ class World:
         first, self._next_block = self._next_block, self._next_block + count * spread
         return [first + number * spread for number in range(count)]
 
+    def tables(self, table: list[int], num_present: int) -> BlockTables:
+        """Return the tables of all cache groups: one with a window begins where `num_present` tokens need it to."""
+        layout = self.link.layout
+        first = [layout.first_needed_block(group, num_present) for group in range(len(layout.groups))]
+        return tuple(BlockTable(segments_of(table[at:]), at) for at in first)
+
     def add(
         self,
         name: str,
@@ -64,7 +72,7 @@ class World:
     ) -> Sequence:
         sequence = Sequence(
             RequestId(name), 1, list(tokens), len(tokens) if num_prompt is None else num_prompt, sampling,
-            (BlockTable(segments_of(table)),), num_computed_tokens=num_present,
+            self.tables(table, num_present), num_computed_tokens=num_present,
             max_local_tokens=1 if hands_over else None, layer_listener=listener, stop_token_ids=stops,
             tenant=tenant,
         )  # fmt: skip
@@ -94,28 +102,33 @@ class World:
         self.copies.clear()
 
 
-def fake_world(*, num_engine_blocks: int = NUM_BLOCKS, token_budget: int = BUDGET) -> World:
-    shape = uniform_shape(LAYOUT, NUM_BLOCKS)
+def fake_world(*, num_engine_blocks: int = NUM_BLOCKS, token_budget: int = BUDGET, layout: KVLayout = LAYOUT) -> World:
+    shape = uniform_shape(layout, NUM_BLOCKS)
     arena = memoryview(bytearray(shape.num_bytes))
     link = EngineLink(shape, arena)
     engine = FakeVllm(link, num_blocks=num_engine_blocks, token_budget=token_budget)
     steps = VllmSteps(
         engine, link, vocab_size=engine.vocab_size, context_length=CONTEXT_LENGTH, token_budget=token_budget
     )
-    return World(steps, link, engine, arena, lambda prompt, sampling: fake_answer(LAYOUT, prompt, sampling))
+    return World(steps, link, engine, arena, lambda prompt, sampling: fake_answer(layout, prompt, sampling))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--vllm-model", default=str(DEMO_MODEL_DIR), help="the checkpoint that vLLM itself is tried with")
 
 
 @pytest.fixture(scope="session")
-def real_world() -> Iterator[World]:
+def real_world(pytestconfig: pytest.Config) -> Iterator[World]:
     pytest.importorskip("vllm", reason="vLLM is not installed here: make vllm-test")
     from services.engine.checkpoint import layout_of, read_checkpoint
     from services.engine.vllm_engine.formats import format_here
     from services.engine.vllm_engine.loading import load_vllm
 
-    checkpoint = read_checkpoint(str(DEMO_MODEL_DIR))
-    shape = uniform_shape(layout_of(checkpoint, block_size=32), NUM_BLOCKS)
+    checkpoint = read_checkpoint(pytestconfig.getoption("--vllm-model"), "vllm")
+    kv_format = format_here(checkpoint.dtype, 32, checkpoint.head_dim, {})
+    layout = layout_of(checkpoint, dtype=checkpoint.dtype, block_size=32, kv_format=kv_format)
+    shape = uniform_shape(layout, NUM_BLOCKS)
     arena = memoryview(bytearray(shape.num_bytes))
-    kv_format = format_here("float32", 32, checkpoint.head_dim)
     steps = load_vllm(
         checkpoint, arena, shape, token_budget=BUDGET * 4, num_threads=1, kv_format=kv_format, kv_bytes=0, args={}
     ).steps
@@ -131,10 +144,10 @@ def real_world() -> Iterator[World]:
     steps.close()
 
 
-@pytest.fixture(params=["fake", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.fixture(params=["fake", "fake-windows", pytest.param("vllm", marks=pytest.mark.vllm)])
 def world(request: pytest.FixtureRequest) -> World:
-    if request.param == "fake":
-        return fake_world()
+    if request.param != "vllm":
+        return fake_world(layout=LAYOUT if request.param == "fake" else WINDOWED)
     real: World = request.getfixturevalue("real_world")
     real.steps.clear()
     real.forget()

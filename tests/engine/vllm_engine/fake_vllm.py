@@ -4,7 +4,9 @@ token. `test_contract.py` holds it and the real one to the same promises.
 
 As vLLM does it: chunks under a token budget, running requests first; blocks are known for reuse as soon as they are
 allocated, so that a request shares what another one of the same step computes; where blocks run out the request that
-came last begins again; `start_load_kv` runs before the forward only if there is something to load.
+came last begins again; `start_load_kv` runs before the forward only if there is something to load. Layers with windows
+have groups with block lists of their own, from one pool, two where there are layers enough; blocks that no window sees
+are given back before the next step, and nothing is cached (`loading.py` says so to vLLM).
 """
 
 from collections.abc import Sequence as Seq
@@ -18,10 +20,16 @@ from dataplane.blocks.layout import KVLayout, num_blocks_for
 from services.engine.fake import _choose, _rows
 from services.engine.interface import Sequence
 from services.engine.rules import stop_token_ids
-from services.engine.vllm_engine.link import EngineLink
+from services.engine.vllm_engine.link import EngineLayer, EngineLink
+from services.engine.vllm_engine.plan import NO_BLOCK
 
-NO_BLOCK = 0
-"""vLLM's block 0 is never given to anybody."""
+
+@dataclass(frozen=True)
+class Group:
+    """Layers with one block list."""
+
+    layers: tuple[int, ...]
+    window: int
 
 
 @dataclass(eq=False)
@@ -35,7 +43,8 @@ class Request:
     stops: frozenset[int]
     first_index: int
     num_computed: int = 0
-    blocks: list[int] = field(default_factory=list[int])
+    blocks: list[list[int]] = field(default_factory=list[list[int]])
+    """By group."""
     num_sampled: int = 0
 
     @property
@@ -64,6 +73,7 @@ class FakeVllm:
         self._token_budget = token_budget
         self._half = self.layout.block_size * self.layout.token_bytes
         self._pages = [np.zeros((num_blocks, 2 * self._half), np.uint8) for _ in range(self.layout.num_layers)]
+        self._groups = groups_of(self.layout)
         self._free = list(range(NO_BLOCK + 1, num_blocks))
         self._users: dict[int, int] = {}
         """Block to the number of requests that have it."""
@@ -71,17 +81,18 @@ class FakeVllm:
         """A tenant's prefix of whole blocks to its last block."""
         self._running: list[Request] = []
         self._waiting: list[Request] = []
-        link.attach(dict(enumerate(self._pages)))
+        layers = ((layer, number, group) for number, group in enumerate(self._groups) for layer in group.layers)
+        link.attach({layer: EngineLayer(self._pages[layer], number, group.window) for layer, number, group in layers})
 
     # As LocalEngine.
 
     def add(self, name: str, sequence: Sequence, num_tokens: int) -> str:
         theirs = f"{name}-{len(name):08x}"
-        self._waiting.append(
-            Request(
-                theirs, name, list(sequence.token_ids), sequence, num_tokens, stop_token_ids(sequence), sequence.index
-            )
-        )
+        request = Request(
+            theirs, name, list(sequence.token_ids), sequence, num_tokens, stop_token_ids(sequence), sequence.index,
+            blocks=[[] for _ in self._groups],
+        )  # fmt: skip
+        self._waiting.append(request)
         return theirs
 
     def abort(self, name: str) -> None:
@@ -92,9 +103,10 @@ class FakeVllm:
 
     def step(self) -> list[SimpleNamespace]:
         self.num_steps += 1
+        before = self.num_preempted
         items = self._schedule()
-        self._plan(items)
-        if any(copies.loads for copies in self._link.step):
+        self._plan(items, self.num_preempted - before)
+        if any(any(copies.loads) for copies in self._link.step):
             self._link.load()
         for layer in range(self.layout.num_layers):
             for item in items:
@@ -127,6 +139,7 @@ class FakeVllm:
             if request not in self._running or not budget:
                 continue
             num_tokens = min(budget, request.num_left)
+            self._give_back_unseen(request)
             while not self._grow(request, request.num_computed + num_tokens):
                 last = self._running[-1]
                 self._preempt(last)
@@ -144,7 +157,8 @@ class FakeVllm:
             matched = tracked.num_matched(len(request.tokens), num_local) if tracked else 0
             start = num_local + matched
             num_tokens = min(budget, len(request.tokens) - start)
-            self._take(request, local)
+            self._take(request, 0, local)
+            self._skip(request, start)
             if not self._grow(request, start + num_tokens):
                 self._give_back(request)
                 break
@@ -157,14 +171,15 @@ class FakeVllm:
             budget -= num_tokens
         return items
 
-    def _plan(self, items: Seq[Item]) -> None:
+    def _plan(self, items: Seq[Item], num_preempted: int) -> None:
         tracked = ((self._link.tracked.get(item.request.name), item) for item in items)
-        self._link.begin([one.plan(item.start, item.num_tokens, item.request.blocks) for one, item in tracked if one])
+        step = [one.plan(item.start, item.num_tokens, item.request.blocks) for one, item in tracked if one]
+        self._link.begin(step, num_preempted)
 
     def _shared(self, request: Request) -> list[int]:
         """Return the blocks of its prefix that are cached: all but one token at most."""
         size, found = self.layout.block_size, list[int]()
-        for end in range(size, len(request.tokens), size):
+        for end in range(size, len(request.tokens), size) if not self.layout.is_windowed else ():
             block = self._cached.get((request.sequence.tenant, tuple(request.tokens[:end])))
             if block is None:
                 break
@@ -173,32 +188,53 @@ class FakeVllm:
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
         """Give a request blocks for so many tokens; the full ones can be shared from now on."""
-        missing = num_blocks_for(num_tokens, self.layout.block_size) - len(request.blocks)
-        if missing > len(self._free):
-            return False
-        for _ in range(missing):
-            block = self._free.pop(0)
-            self._cached = {prefix: each for prefix, each in self._cached.items() if each != block}
-            self._take(request, [block])
         size = self.layout.block_size
+        missing = [num_blocks_for(num_tokens, size) - len(blocks) for blocks in request.blocks]
+        if sum(missing) > len(self._free):
+            return False
+        for group, count in enumerate(missing):
+            for _ in range(count):
+                block = self._free.pop(0)
+                self._cached = {prefix: each for prefix, each in self._cached.items() if each != block}
+                self._take(request, group, [block])
         for number in range(num_tokens // size):
             prefix = (request.sequence.tenant, tuple(request.tokens[: (number + 1) * size]))
-            self._cached.setdefault(prefix, request.blocks[number])
+            self._cached.setdefault(prefix, request.blocks[0][number])
         return True
 
-    def _take(self, request: Request, blocks: Seq[int]) -> None:
+    def _num_unseen(self, group: Group, num_computed: int) -> int:
+        """Return how many blocks no later query of this group sees."""
+        return max(0, num_computed - group.window + 1) // self.layout.block_size if group.window else 0
+
+    def _skip(self, request: Request, num_computed: int) -> None:
+        """Put "no block" where a window sees nothing of a prefix that is computed."""
+        for group, blocks in zip(self._groups, request.blocks, strict=True):
+            blocks += [NO_BLOCK] * max(0, self._num_unseen(group, num_computed) - len(blocks))
+
+    def _give_back_unseen(self, request: Request) -> None:
+        for group, blocks in zip(self._groups, request.blocks, strict=True):
+            for number in range(self._num_unseen(group, request.num_computed)):
+                self._drop(blocks[number])
+                blocks[number] = NO_BLOCK
+
+    def _take(self, request: Request, group: int, blocks: Seq[int]) -> None:
         for block in blocks:
-            request.blocks.append(block)
+            request.blocks[group].append(block)
             self._users[block] = self._users.get(block, 0) + 1
             if block in self._free:
                 self._free.remove(block)
 
-    def _give_back(self, request: Request) -> None:
-        for block in reversed(request.blocks):
+    def _drop(self, block: int) -> None:
+        if block != NO_BLOCK:
             self._users[block] -= 1
             if not self._users[block]:
                 self._free.append(block)
-        request.blocks.clear()
+
+    def _give_back(self, request: Request) -> None:
+        for blocks in request.blocks:
+            for block in reversed(blocks):
+                self._drop(block)
+            blocks.clear()
 
     def _preempt(self, request: Request) -> None:
         self.num_preempted += 1
@@ -214,12 +250,13 @@ class FakeVllm:
         tokens = request.tokens[item.start : item.start + item.num_tokens]
         rows = _rows(self.layout, tokens, item.start)
         width = self.layout.token_bytes
+        blocks = request.blocks[self._group_of(layer)]
         for part in range(2):
             values = np.frombuffer(rows[layer * 2 + part], np.uint8)
             for number in range(len(tokens)):
                 block, at = divmod(item.start + number, size)
                 first = part * self._half + at * width
-                page = self._pages[layer][request.blocks[block]]
+                page = self._pages[layer][blocks[block]]
                 page[first : first + width] = values[number * width : (number + 1) * width]
 
     def _output(self, item: Item) -> SimpleNamespace | None:
@@ -228,9 +265,9 @@ class FakeVllm:
         if end < len(request.tokens):
             return None
         digest = xxhash.xxh3_64()
-        for page in self._pages:
+        for layer in range(self.layout.num_layers):
             for part in range(2):
-                digest.update(self._read(page, request, part, end))
+                digest.update(self._read(layer, request, part, end))
         if self._link.on_logits is not None:
             self._link.on_logits(np.frombuffer(digest.digest() * 4, np.uint8)[None].astype(np.float32))
         token = _choose(
@@ -245,6 +282,23 @@ class FakeVllm:
         outputs = [SimpleNamespace(token_ids=[token])]
         return SimpleNamespace(request_id=request.given_name, finished=finished, outputs=outputs)
 
-    def _read(self, page: np.ndarray, request: Request, part: int, end: int) -> bytes:
-        halves = page[request.blocks, part * self._half : (part + 1) * self._half]
-        return halves.tobytes()[: end * self.layout.token_bytes]
+    def _read(self, layer: int, request: Request, part: int, end: int) -> bytes:
+        """Return what the last of `end` tokens sees in a layer."""
+        group = self._group_of(layer)
+        halves = self._pages[layer][request.blocks[group], part * self._half : (part + 1) * self._half]
+        window = self._groups[group].window
+        first = max(0, end - window) if window else 0
+        return halves.tobytes()[first * self.layout.token_bytes : end * self.layout.token_bytes]
+
+    def _group_of(self, layer: int) -> int:
+        return next(number for number, group in enumerate(self._groups) if layer in group.layers)
+
+
+def groups_of(layout: KVLayout) -> list[Group]:
+    """Return the groups as vLLM forms them: each with as many layers as the smallest of ours."""
+    size = min(len(group.layers) for group in layout.groups)
+    return [
+        Group(group.layers[first : first + size], group.window)
+        for group in layout.groups
+        for first in range(0, len(group.layers), size)
+    ]

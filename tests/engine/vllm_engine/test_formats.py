@@ -2,6 +2,7 @@ import importlib.util
 
 import pytest
 
+from dataplane.blocks.layout import ArenaShape, KVLayout
 from services.engine.vllm_engine import formats
 from services.errors import UserError
 
@@ -23,6 +24,18 @@ def test_the_packing_of_a_machine(
     assert formats.packing(dtype, block_size, head_dim, machine, frozenset(flags)) == expected
 
 
+def test_the_pool_has_room_for_all_that_the_arena_holds() -> None:
+    """vLLM gives each kind of layers groups of equally many: five layers with windows beside two without are three."""
+    layout = KVLayout(
+        weights="w", dtype="float32", num_layers=7, num_kv_heads=1, head_dim=4, block_size=32, whole_blocks=True,
+        windows=(64, 64, 0, 64, 64, 0, 64),
+    )  # fmt: skip
+    shape = ArenaShape(layout=layout, num_blocks=(100, 30))
+    block_bytes = 2 * 32 * 4 * 4
+    assert formats.pool_bytes(shape, 9) == (2 * (100 + 10) + 6 * (30 + 10)) * block_bytes
+    assert formats.pool_bytes(shape, 1000) == (2 * (100 + 257) + 6 * (30 + 257)) * block_bytes
+
+
 def test_without_vllm_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="make vllm"):
@@ -39,5 +52,6 @@ def test_it_is_vllm_s_own_word(dtype: str, head_dim: int) -> None:
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     own = _get_attn_isa(getattr(torch, dtype), 32, head_dim, "auto")
-    assert formats.format_here(dtype, 32, head_dim) == formats.cpu_format(formats.installed_version(), own, dtype)
-    assert formats.installed_version() in __version__ or __version__ in formats.installed_version()
+    version = formats.installed_version()
+    assert formats.format_here(dtype, 32, head_dim, {}) == formats.cpu_format(version, own, dtype, {})
+    assert version in __version__ or __version__ in version

@@ -5,13 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.blocks.layout import BlockTable, Segment
+from dataplane.blocks.layout import BlockTable, KVLayout, Segment
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
-from services.engine.interface import Sequence
-from services.engine.vllm_engine.plan import Run, TrackedSequence, runs_of
+from services.engine.interface import EngineLostError, Sequence
+from services.engine.vllm_engine.plan import NO_BLOCK, Copies, Lane, Run, TrackedSequence, runs_of
 
 SIZE = 4
+LAYOUT = KVLayout(
+    weights="w", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=4, block_size=SIZE, whole_blocks=True
+)
 
 
 class Listener:
@@ -24,17 +27,23 @@ def tracked(num_tokens: int, num_present: int = 0, *, is_leased: bool = False) -
         (BlockTable((Segment(100, 100),)),), num_computed_tokens=num_present,
         layer_listener=Listener() if is_leased else None,
     )  # fmt: skip
-    return TrackedSequence(sequence, range(100, 200), SIZE)
+    return TrackedSequence(sequence, LAYOUT, [Lane(0, 0)])
 
 
 def engine_blocks(first: int = 7) -> range:
     return range(first, first + 100)
 
 
+def plan(one: TrackedSequence, start: int, num_tokens: int, blocks: range) -> Copies:
+    """Return the copies of the only lane."""
+    copies = one.plan(start, num_tokens, [blocks])
+    return copies._replace(loads=copies.loads[0], saves=copies.saves[0])  # type: ignore[arg-type]
+
+
 def test_a_prompt_in_chunks() -> None:
     """Of a hand-over the last block is saved as it is, and announced to its end."""
     one = tracked(11, is_leased=True)
-    first, second = one.plan(0, 6, engine_blocks()), one.plan(6, 5, engine_blocks())
+    first, second = plan(one, 0, 6, engine_blocks()), plan(one, 6, 5, engine_blocks())
     assert (first.saves, first.announced) == ((Run(100, 7, 1),), 4)
     assert (second.saves, second.announced) == ((Run(101, 8, 2),), 12)
     assert (first.loads, second.loads) == ((), ())
@@ -43,16 +52,16 @@ def test_a_prompt_in_chunks() -> None:
 
 def test_a_prompt_that_nobody_reads_keeps_whole_blocks() -> None:
     one = tracked(11)
-    copies = one.plan(0, 11, engine_blocks())
+    copies = plan(one, 0, 11, engine_blocks())
     assert (copies.saves, copies.announced, one.num_present) == ((Run(100, 7, 2),), 8, 8)
-    assert one.plan(11, 1, engine_blocks()).saves == (Run(102, 9, 1),), "its answer has filled the next one"
+    assert plan(one, 11, 1, engine_blocks()).saves == (Run(102, 9, 1),), "its answer has filled the next one"
 
 
 def test_a_decode_worker_loads_what_landed_and_computes_one_token() -> None:
     one = tracked(12, 11)
     assert one.num_matched(12, 0) == 11
     one.promised(12, 11)
-    copies = one.plan(11, 1, engine_blocks())
+    copies = plan(one, 11, 1, engine_blocks())
     assert (copies.loads, copies.start, copies.end) == ((Run(100, 7, 3),), 11, 12)
     assert copies.saves == (Run(102, 9, 1),), "the block that it filled is its own"
 
@@ -67,17 +76,17 @@ def test_what_vllm_had_cached_is_saved_in_the_step_that_uses_it() -> None:
     one = tracked(13, 4)
     assert one.num_matched(13, 8) == 0
     one.promised(13, 0)
-    copies = one.plan(8, 5, engine_blocks())
+    copies = plan(one, 8, 5, engine_blocks())
     assert (copies.loads, copies.saves) == ((), (Run(101, 8, 2),))
 
 
 def test_one_that_begins_again_loads_what_it_had_saved() -> None:
     one = tracked(10)
-    one.plan(0, 10, engine_blocks())
+    plan(one, 0, 10, engine_blocks())
     assert one.num_present == 8
     assert one.num_matched(11, 0) == 8
     one.promised(11, 8)
-    copies = one.plan(8, 3, engine_blocks(50))
+    copies = plan(one, 8, 3, engine_blocks(50))
     assert (copies.loads, copies.saves) == ((Run(100, 50, 2),), ()), "what somebody may be reading is not written again"
 
 
@@ -105,7 +114,7 @@ def test_whatever_is_scheduled(data: st.DataObject, num_tokens: int, is_leased: 
             computed, begins = local + external, False
         count = data.draw(st.integers(1, length - computed))
         before = one.num_present
-        copies = one.plan(computed, count, blocks)
+        copies = plan(one, computed, count, blocks)
         for arena, engine, number in copies.loads:
             assert arena - 100 == engine - blocks[0], "block n goes to block n"
             assert all(block in has for block in range(arena - 100, arena - 100 + number))
@@ -131,6 +140,53 @@ def test_whatever_is_scheduled(data: st.DataObject, num_tokens: int, is_leased: 
         begins = data.draw(st.integers(0, 4)) == 0
         if begins:
             blocks = engine_blocks(data.draw(st.integers(1, 500)))
+
+
+def windowed(window: int, num_tokens: int, num_present: int, table: BlockTable) -> TrackedSequence:
+    """A sequence of two layers: the first sees all tokens, the second `window` of them."""
+    layout = KVLayout(
+        weights="w", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=4, block_size=SIZE, whole_blocks=True,
+        windows=(0, window),
+    )  # fmt: skip
+    sequence = Sequence(
+        RequestId("r"), 1, list(range(num_tokens)), num_tokens, SamplingParams(max_tokens=100),
+        (BlockTable((Segment(100, 100),)), table), num_computed_tokens=num_present,
+    )  # fmt: skip
+    return TrackedSequence(sequence, layout, [Lane(0, 0), Lane(1, 1)])
+
+
+def test_of_a_window_only_what_it_sees_is_loaded() -> None:
+    """The arena has it from block 3 on, in a ring of three; vLLM has no blocks before it."""
+    ring = BlockTable((Segment(5, 3), Segment(5, 3)), first_block=3)
+    one = windowed(7, 23, 22, ring)
+    one.promised(23, one.num_matched(23, 0))
+    copies = one.plan(22, 1, [engine_blocks(), [NO_BLOCK] * 4 + [30, 31]])
+    assert copies.loads == ((Run(100, 7, 6),), (Run(6, 30, 2),)), "blocks 4 and 5 of a window over tokens 16 to 22"
+    assert copies.saves == ((), ())
+
+
+def test_a_ring_is_saved_block_by_block() -> None:
+    one = windowed(7, 30, 0, BlockTable((Segment(5, 3),) * 4))
+    copies = one.plan(0, 10, [engine_blocks(), engine_blocks(40)])
+    assert copies.saves == ((Run(100, 7, 2),), (Run(5, 40, 2),))
+    copies = one.plan(10, 7, [engine_blocks(), [NO_BLOCK, *range(41, 50)]])
+    assert copies.saves == ((Run(102, 9, 2),), (Run(7, 42, 1), Run(5, 43, 1)))
+
+
+@pytest.mark.parametrize(
+    ("table", "engine_blocks_of_window"),
+    [
+        pytest.param(BlockTable((Segment(5, 3),), first_block=5), [NO_BLOCK] * 4 + [30, 31], id="arena"),
+        pytest.param(BlockTable((Segment(5, 3),), first_block=3), [NO_BLOCK] * 5 + [31], id="vllm"),
+    ],
+)
+def test_a_window_s_block_that_one_side_lacks_ends_the_engine(
+    table: BlockTable, engine_blocks_of_window: list[int]
+) -> None:
+    one = windowed(7, 23, 22, table)
+    one.promised(23, one.num_matched(23, 0))
+    with pytest.raises(EngineLostError):
+        one.plan(22, 1, [engine_blocks(), engine_blocks_of_window])
 
 
 def test_a_layer_is_told_from_its_name() -> None:

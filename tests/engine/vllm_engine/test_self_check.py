@@ -58,10 +58,13 @@ def block_off_by_one(patch: pytest.MonkeyPatch) -> None:
 def tail_not_saved(patch: pytest.MonkeyPatch) -> None:
     planned = TrackedSequence.plan
 
-    def without_tail(self: TrackedSequence, start: int, num_tokens: int, block_ids: list[int]) -> Copies:
+    def without_tail(self: TrackedSequence, start: int, num_tokens: int, block_ids: list[list[int]]) -> Copies:
         copies = planned(self, start, num_tokens, block_ids)
         return copies._replace(
-            saves=tuple(r._replace(num_blocks=r.num_blocks - 1) for r in copies.saves if r.num_blocks > 1)
+            saves=tuple(
+                tuple(run._replace(num_blocks=run.num_blocks - 1) for run in runs if run.num_blocks > 1)
+                for runs in copies.saves
+            )
         )
 
     patch.setattr(TrackedSequence, "plan", without_tail)
@@ -74,7 +77,7 @@ def stale_present(patch: pytest.MonkeyPatch) -> None:
         TrackedSequence,
         "num_matched",
         lambda self, num_tokens, num_local: min(
-            matched(self, num_tokens, num_local) + self.block_size, num_tokens - 1 - num_local
+            matched(self, num_tokens, num_local) + self.layout.block_size, num_tokens - 1 - num_local
         ),
     )
 
@@ -82,7 +85,7 @@ def stale_present(patch: pytest.MonkeyPatch) -> None:
 def unpadded_lease(patch: pytest.MonkeyPatch) -> None:
     planned = TrackedSequence.plan
 
-    def unpadded(self: TrackedSequence, start: int, num_tokens: int, block_ids: list[int]) -> Copies:
+    def unpadded(self: TrackedSequence, start: int, num_tokens: int, block_ids: list[list[int]]) -> Copies:
         copies = planned(self, start, num_tokens, block_ids)
         return copies._replace(announced=min(copies.announced, copies.end))
 

@@ -6,6 +6,7 @@ import pytest
 
 from schemas.request import SamplingParams
 from services.engine.interface import EngineLostError, InvalidSequenceError, StepFailedError
+from services.engine.vllm_engine.link import EngineLayer
 from tests.engine.vllm_engine.conftest import World, fake_world
 from tests.engine.vllm_engine.fake_vllm import FakeVllm
 from tests.engine.vllm_engine.test_contract import GREEDY, Heard, prompt_of
@@ -20,16 +21,20 @@ def test_one_that_begins_again_goes_on_from_the_arena() -> None:
         world.add(name, prompt, sampling, world.table(len(prompt) + 40))
     assert world.run() == expected
     assert world.engine.num_preempted > 0
-    assert any(copies.loads for copies in world.copies), "not all was computed again"
+    assert sum(result.num_preempted for result in world.results) == world.engine.num_preempted
+    assert any(any(copies.loads) for copies in world.copies), "not all was computed again"
     assert world.engine.num_free == 15, "all blocks are free again"
 
 
 def test_sizes_that_do_not_agree_are_found_before_anything_is_copied() -> None:
     world = fake_world()
     with pytest.raises(EngineLostError, match="has 64 bytes in vLLM and 512 in the arena"):
-        world.link.attach({layer: page[:, :64] for layer, page in enumerate(world.engine._pages)})
+        world.link.attach({layer: EngineLayer(page[:, :64], 0, 0) for layer, page in enumerate(world.engine._pages)})
+    layers = {layer: EngineLayer(page, 0, 0) for layer, page in enumerate(world.engine._pages)}
     with pytest.raises(EngineLostError, match=r"layers \[0, 2\]"):
-        world.link.attach({0: world.engine._pages[0], 2: world.engine._pages[2]})
+        world.link.attach({0: layers[0], 2: layers[2]})
+    with pytest.raises(EngineLostError, match=r"layer 1 sees 16 tokens in vLLM, and all by config\.json"):
+        world.link.attach(layers | {1: layers[1]._replace(window=16)})
 
 
 @pytest.mark.parametrize("order", [(0, 1), (0, 2, 1), (0, 1, 1, 2), ()])
@@ -96,6 +101,19 @@ def test_the_load_says_what_waits() -> None:
     assert [(r.num_prefill_tokens, r.num_decode_tokens) for r in world.results] == [(40, 0), (30, 0)]
     world.step()
     assert (world.results[-1].num_prefill_tokens, world.results[-1].num_decode_tokens) == (0, 1)
+
+
+def test_what_the_engine_had_itself_is_told_as_reused() -> None:
+    world = fake_world()
+    prompt = prompt_of(3 * world.size)
+    first = world.add("first", prompt, GREEDY, world.table(len(prompt) + 12))
+    world.run()
+    again = world.add("again", prompt, GREEDY, world.table(len(prompt) + 12))
+    world.run()
+    behind = world.add("behind", prompt, GREEDY, world.table(len(prompt) + 12), num_present=world.size)
+    world.run()
+    reused = [sequence.num_reused_tokens for sequence in (first, again, behind)]
+    assert reused == [0, 2 * world.size, world.size], "what is in the arena does not count"
 
 
 def test_nothing_to_do_is_no_step() -> None:

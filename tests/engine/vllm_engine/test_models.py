@@ -1,0 +1,67 @@
+"""What vLLM brings: other architectures and quantized weights keep all that `test_contract.py` asks for."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.engine.checkpoint import read_checkpoint
+from services.errors import CheckpointError
+from tests.engine.rig import make_tiny
+from tests.engine.vllm_engine.quantized import CONFIGS, quantize
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+SHAPE: dict[str, Any] = {"hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "windows-of-five-in-six": (
+        "gemma3_text",
+        {"num_layers": 6, "sliding_window": 48, "layer_types": [SLIDING] * 5 + [FULL], "query_pre_attn_scalar": 32},
+    ),
+    "windows-everywhere": ("mistral", {"num_layers": 3, "sliding_window": 40}),
+    "sinks": (
+        "gpt_oss",
+        {"num_layers": 4, "sliding_window": 64, "layer_types": [SLIDING, FULL] * 2, "num_local_experts": 4},
+    ),
+    "experts": (
+        "qwen3_moe",
+        {"num_layers": 3, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    ),
+    "capped-logits": ("gemma2", {"num_layers": 2, "sliding_window": 64, "query_pre_attn_scalar": 32}),
+}
+TIME_LIMIT_S = 400
+
+
+def keeps_the_contract(model: Path) -> None:
+    """One process has one vLLM, so the contract runs in another."""
+    contract = Path(__file__).with_name("test_contract.py")
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", contract, "-m", "vllm", "-W", "default", "-q", "--vllm-model", model],
+        capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout[-8_000:] + ran.stderr[-2_000:]
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(TIME_LIMIT_S + 30)
+@pytest.mark.parametrize("name", MODELS)
+def test_an_architecture(name: str, tmp_path: Path) -> None:
+    architecture, fields = MODELS[name]
+    keeps_the_contract(make_tiny(tmp_path / "model", architecture, **SHAPE, **fields))
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(TIME_LIMIT_S + 30)
+@pytest.mark.parametrize("method", CONFIGS)
+def test_quantized_weights(method: str, tmp_path: Path) -> None:
+    model = make_tiny(tmp_path / "model", **SHAPE, num_layers=2, dtype="bfloat16")
+    keeps_the_contract(quantize(model, method))
+
+
+@pytest.mark.parametrize("method", CONFIGS)
+def test_a_quantized_checkpoint_is_computed_in_its_config_s_dtype(method: str, tmp_path: Path) -> None:
+    model = quantize(make_tiny(tmp_path / "model", **SHAPE, dtype="bfloat16"), method)
+    assert read_checkpoint(str(model), "vllm").dtype == "bfloat16"
+    with pytest.raises(CheckpointError, match=r"is quantized: .* or try --engine vllm"):
+        read_checkpoint(str(model))
