@@ -5,6 +5,8 @@
 # make test-repeat the scenarios of make test that kill real processes, 100 times; REPEAT_FLAGS='--rounds 5': fewer
 # make vllm   an environment with vLLM for the CPU (.venv-vllm); make vllm-test: what needs it, in it
 #             make up ENGINE=vllm: the mesh with vLLM as its workers' engine
+# make vllm-bench  the mesh on vLLM beside vLLM itself, in half an hour; adds NIXL to that environment (240 MB).
+#             VLLM_BENCH_FLAGS='--only alone,loop': these parts; '--quick': only whether it runs
 # make check  ruff, pyright, import contracts
 # make prometheus-test   a real Prometheus (Debian's, unpacked below .kvmesh where there is none) on a mesh under load
 # make faults the same to real processes, and the table of what surviving comes to (about an hour)
@@ -21,6 +23,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UP_FLAGS ?=
 ENGINE ?=
 VLLM_TEST_FLAGS ?=
+VLLM_BENCH_FLAGS ?=
 REPEAT_FLAGS ?= --rounds 100
 GPU_BENCH_FLAGS ?= --quick
 ATTACK_FLAGS ?=
@@ -44,9 +47,10 @@ PROMETHEUS := $(or $(shell command -v prometheus),$(TOOLS)/prometheus/usr/bin/pr
 PHOENIX := .kvmesh/phoenix
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
+NIXL_STAMP := $(VLLM)/.installed-nixl
 HAS_VLLM = test -f $(VLLM_STAMP) || { echo "There is no $(VLLM): run \`make vllm\` first (3 to 10 minutes, 3.6 GB on disk)." >&2; exit 1; }
 
-.PHONY: up setup dev vllm vllm-test test test-all test-rest test-debug test-repeat check sim faults attack compose-test otlp-test prometheus-test bench bench-guard gpu-test gpu-bench docs dashboards pages screenshots clean
+.PHONY: up setup dev vllm vllm-test vllm-bench test test-all test-rest test-debug test-repeat check sim faults attack compose-test otlp-test prometheus-test bench bench-guard gpu-test gpu-bench docs dashboards pages screenshots clean
 
 ifeq ($(ENGINE),vllm)
 up:
@@ -96,6 +100,14 @@ endif
 vllm-test:
 	@$(HAS_VLLM)
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm -W default $(VLLM_TEST_FLAGS)
+
+# Only one row of it needs NIXL, the connector of vLLM's own split; what it depends on is there already.
+vllm-bench: $(NIXL_STAMP)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m tests.bench.bench_vllm $(VLLM_BENCH_FLAGS)
+
+$(NIXL_STAMP):
+	@$(HAS_VLLM)
+	@$(VLLM_PIP) --no-deps nixl==1.5.1 nixl-cu12==1.5.1 && touch $@ || echo "NIXL cannot be installed: what needs it is left out."
 
 test: dev
 	$(PYTEST)
