@@ -500,6 +500,13 @@ def test_a_streams_times() -> None:
     assert found.usage.computing.cached_tokens == 4
 
 
+def test_the_last_event_of_another_server_may_have_all_tokens() -> None:
+    events = EventTimes()
+    events.feed(event(choices=[{"index": 0, "text": "ab", "finish_reason": "length"}]), 10)
+    events.feed(event(choices=[], usage={"prompt_tokens": 9, "completion_tokens": 2}), 11)
+    assert events.completion(11).ttft_ms == 10
+
+
 def test_a_stream_that_is_none() -> None:
     with pytest.raises(RequestFailedError, match="no worker"):
         EventTimes().feed(event(error={"message": "no worker", "type": "server_error"}), 1)

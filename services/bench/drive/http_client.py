@@ -127,7 +127,8 @@ class EventTimes:
         self._usage = chunk.usage or self._usage
         for choice in chunk.choices:
             self._token_ids += choice.token_ids or ()
-            if choice.finish_reason is None:  # the last event ends the text, and brings no token of its own
+            # The last event ends the text, and brings no token of its own. Another server's may: where it is late, all.
+            if choice.finish_reason is None or (choice.text and not self._arrivals_ms):
                 self._arrivals_ms.append(at_ms)
 
     def fail(self, body: bytes) -> None:
@@ -178,6 +179,7 @@ class _Models(msgspec.Struct, frozen=True):
 
 
 class _ChoiceEvent(msgspec.Struct, frozen=True):
+    text: str | None = None
     token_ids: list[int] | None = None
     finish_reason: str | None = None
 
