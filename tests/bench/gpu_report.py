@@ -1,4 +1,4 @@
-"""What `make gpu-bench` says: a row per figure, with what it is compared with. Pure."""
+"""What `make gpu-bench` and `make vllm-bench` say: a row per figure, with what it is compared with. Pure."""
 
 from collections.abc import Sequence
 from typing import Literal
