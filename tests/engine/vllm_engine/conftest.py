@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
@@ -15,9 +16,10 @@ from services.engine.vllm_engine.link import EngineLink
 from services.engine.vllm_engine.plan import Copies
 from services.engine.vllm_engine.steps import VllmSteps
 from tests.engine.vllm_engine.fake_vllm import FakeVllm
+from tests.plane.harness import HostMemory
 
 LAYOUT = KVLayout(weights="fake", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=4, block_size=8)
-NUM_BLOCKS = 256
+NUM_BLOCKS = 512
 CONTEXT_LENGTH = 1024
 BUDGET = 40
 
@@ -29,8 +31,10 @@ class World:
     steps: VllmSteps
     link: EngineLink
     engine: FakeVllm
-    arena: memoryview
+    memory: HostMemory | None
     reference: Callable[[list[int], SamplingParams], list[int]]
+    num_engine_blocks: int
+    """Of the engine's own: little more than the longest context takes, so that some requests must begin again."""
     copies: list[Copies] = field(default_factory=list[Copies])
     """Of all steps so far."""
     results: list[StepResult] = field(default_factory=list[StepResult])
@@ -94,15 +98,15 @@ class World:
         self.copies.clear()
 
 
-def fake_world(*, num_engine_blocks: int = NUM_BLOCKS, token_budget: int = BUDGET) -> World:
+def fake_world(*, num_engine_blocks: int = 132, token_budget: int = BUDGET) -> World:
     shape = uniform_shape(LAYOUT, NUM_BLOCKS)
-    arena = memoryview(bytearray(shape.num_bytes))
-    link = EngineLink(shape, arena)
+    link = EngineLink(shape, memoryview(bytearray(shape.num_bytes)))
     engine = FakeVllm(link, num_blocks=num_engine_blocks, token_budget=token_budget)
     steps = VllmSteps(
         engine, link, vocab_size=engine.vocab_size, context_length=CONTEXT_LENGTH, token_budget=token_budget
     )
-    return World(steps, link, engine, arena, lambda prompt, sampling: fake_answer(LAYOUT, prompt, sampling))
+    alone = partial(fake_answer, LAYOUT)
+    return World(steps, link, engine, None, alone, num_engine_blocks)
 
 
 @pytest.fixture(scope="session")
@@ -113,13 +117,15 @@ def real_world() -> Iterator[World]:
     from services.engine.vllm_engine.loading import load_vllm
 
     checkpoint = read_checkpoint(str(DEMO_MODEL_DIR))
-    shape = uniform_shape(layout_of(checkpoint, block_size=32), NUM_BLOCKS)
-    arena = memoryview(bytearray(shape.num_bytes))
     kv_format = format_here("float32", 32, checkpoint.head_dim)
+    shape = uniform_shape(layout_of(checkpoint, block_size=32, kv_format=kv_format), NUM_BLOCKS)
+    memory = HostMemory(shape)
+    num_engine_blocks = num_blocks_for(checkpoint.context_length, 32) + 4
     steps = load_vllm(
-        checkpoint, arena, shape, token_budget=BUDGET * 4, num_threads=1, kv_format=kv_format, kv_bytes=0, args={}
-    ).steps
-    world = World(steps, steps._link, steps._engine, arena, lambda *_: [])  # type: ignore[arg-type]
+        checkpoint, memory.arena.buffer, shape, token_budget=BUDGET * 4, num_threads=1, kv_format=kv_format,
+        kv_bytes=num_engine_blocks * shape.layout.block_bytes, args={},
+    ).steps  # fmt: skip
+    world = World(steps, steps._link, steps._engine, memory, lambda *_: [], num_engine_blocks)  # type: ignore[arg-type]
 
     def alone(prompt: list[int], sampling: SamplingParams) -> list[int]:
         world.forget()
@@ -129,6 +135,7 @@ def real_world() -> Iterator[World]:
     world.reference = alone
     yield world
     steps.close()
+    memory.close()
 
 
 @pytest.fixture(params=["fake", pytest.param("vllm", marks=pytest.mark.vllm)])
@@ -139,4 +146,6 @@ def world(request: pytest.FixtureRequest) -> World:
     real.steps.clear()
     real.forget()
     real.results.clear()
+    assert real.memory is not None
+    real.memory.fill(0)  # what an earlier test has left may be just what this one should have written
     return real
