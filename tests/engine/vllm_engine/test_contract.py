@@ -3,6 +3,7 @@
 import pytest
 
 from schemas.request import SamplingParams
+from services.engine.vllm_engine.plan import Copies, TrackedSequence
 from tests.engine.vllm_engine.conftest import World
 
 SAMPLINGS = [
@@ -193,3 +194,25 @@ def test_who_is_taken_out_leaves_nothing(world: World) -> None:
     world.add("r", prompt, GREEDY, world.table(len(prompt) + 12))
     assert world.run() == {"r": expected}
     assert not world.link.tracked
+
+
+def test_more_than_the_engine_has_room_for(world: World) -> None:
+    """Some are put aside and begin again, from what of them is in the arena."""
+    num_tokens, max_tokens = (world.num_engine_blocks // 8 - 2) * world.size, 5 * world.size
+    prompts = {f"r{number}": prompt_of(num_tokens, 40 + number) for number in range(8)}
+    samplings = {
+        name: SamplingParams(max_tokens=max_tokens, temperature=number % 2 * 0.9, seed=number, ignore_eos=True)
+        for number, name in enumerate(prompts)
+    }
+    expected = {name: world.reference(prompt, samplings[name]) for name, prompt in prompts.items()}
+    world.forget()
+    for name, prompt in prompts.items():
+        world.add(name, prompt, samplings[name], world.table(num_tokens + max_tokens))
+    assert world.run() == expected
+    ends: dict[TrackedSequence, int] = {}
+    again: list[Copies] = []
+    for copies in world.copies:
+        again += [copies] if copies.start < ends.get(copies.tracked, 0) else []
+        ends[copies.tracked] = copies.end
+    assert again, "nobody was put aside: the engine has room for all"
+    assert all(copies.loads for copies in again), "not all was computed again"
