@@ -4,16 +4,21 @@ import asyncio
 import random
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from schemas.request import SamplingParams
 from services.bench.drive.meshes import running
+from services.config import MeshConfig
+from services.errors import UserError
 from services.launch.known_workers import describe_fleet
 from services.launch.supervisor import Supervisor, UpOptions
 from tests.engine.vllm_engine.conftest import World
+from tests.mesh.forked import ForkedSupervisor, ForkingLoop
 from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -60,8 +65,8 @@ def num_computed(usage: dict[str, Any]) -> int:
     return (usage["prefill"] or usage)["recomputed_tokens"]
 
 
-async def ask_all(url: str, asked: list[Question]) -> list[tuple[list[int], dict[str, Any]]]:
-    gate = asyncio.Semaphore(CONCURRENCY)
+async def ask_all(url: str, asked: list[Question], width: int = CONCURRENCY) -> list[tuple[list[int], dict[str, Any]]]:
+    gate = asyncio.Semaphore(width)
     async with httpx.AsyncClient(timeout=PATIENCE_S) as http:
 
         async def one(question: Question) -> tuple[list[int], dict[str, Any]]:
@@ -117,3 +122,19 @@ async def test_workers_that_are_killed_cost_no_token(real_world: World) -> None:
             child.process.send_signal(signal.SIGKILL)
         assert [tokens for tokens, _ in await answers] == expected
         await until_free(mesh)
+
+
+class MixedFleet(ForkedSupervisor):
+    """Its mesh.toml was written where vLLM packs its blocks otherwise."""
+
+    def _config(self, port: int) -> MeshConfig:
+        config = super()._config(port)
+        engine = msgspec.structs.replace(config.engine, kv_format=config.engine.kv_format.replace("LBHNC", "LBNHC"))
+        return msgspec.structs.replace(config, engine=engine)
+
+
+def test_a_worker_of_another_format_does_not_start(forking: ForkingLoop, tmp_path: Path) -> None:
+    mesh = MixedFleet(OPTIONS, tmp_path, forking.zygote)
+    with pytest.raises(UserError, match=r"workers that share KV run one version of it, on processors of one kind$"):
+        forking.run(mesh.start())
+    forking.run(mesh.stop())
