@@ -2,8 +2,7 @@
 
 import asyncio
 import random
-import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from services.launch.known_workers import describe_fleet
 from services.launch.supervisor import Supervisor, UpOptions
 from tests.engine.vllm_engine.conftest import World
 from tests.mesh.forked import ForkedSupervisor, ForkingLoop
+from tests.mesh.processes import RunningMesh
 from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -107,21 +107,21 @@ async def test_a_split_mesh_gives_the_tokens_of_a_single_vllm(real_world: World)
         await until_free(mesh)
 
 
-async def test_workers_that_are_killed_cost_no_token(real_world: World) -> None:
+def test_workers_that_are_killed_cost_no_token(real_world: World, running_mesh: RunningMesh, tmp_path: Path) -> None:
     asked = questions(12, max_tokens=160, seed=6)
     expected = [real_world.reference(one.prompt, one.sampling) for one in asked]
-    options = UpOptions(
-        port=0, engine="vllm", kv_bytes=64 << 20, num_threads=1, token_budget=160, num_prefill=2, num_decode=2
-    )
-    async with running({"vllm": options}) as meshes:
-        mesh = meshes["vllm"]
+
+    async def while_two_die(mesh: Supervisor) -> list[list[int]]:
         answers = asyncio.create_task(ask_all(mesh.url, asked))
         for name in ("decode-0", "prefill-1"):
             await asyncio.sleep(1.0)
-            child = next(child for child in mesh.children if child.name == name)
-            child.process.send_signal(signal.SIGKILL)
-        assert [tokens for tokens, _ in await answers] == expected
+            next(child for child in mesh.children if child.name == name).kill()
+        got = await answers
         await until_free(mesh)
+        return [tokens for tokens, _ in got]
+
+    with running_mesh(tmp_path, replace(OPTIONS, num_prefill=2, num_decode=2)) as mesh:
+        assert mesh.call(while_two_die(mesh.supervisor)) == expected
 
 
 class MixedFleet(ForkedSupervisor):

@@ -38,7 +38,7 @@ def test_small_memories_and_a_store_that_outlives_the_mesh(
         kv_bytes=NUM_BLOCKS * block_bytes, engine_kv_bytes=(NUM_BLOCKS + 4) * block_bytes, store="disk",
         store_dir=str(tmp_path / "store"),
     )  # fmt: skip
-    asked = questions(24, seed=7)
+    asked = questions(16, seed=7)
     expected = [real_world.reference(one.prompt, one.sampling) for one in asked]
 
     def answers(mesh: Mesh) -> tuple[list[list[int]], int]:
