@@ -6,7 +6,6 @@ from collections.abc import Callable
 import pytest
 
 from services.engine.interface import EngineLostError, StepFailedError
-from services.engine.vllm_engine import plan
 from services.engine.vllm_engine.link import EngineLink
 from services.engine.vllm_engine.plan import Copies, Run, TrackedSequence
 from services.engine.vllm_engine.self_check import check_steps
@@ -100,13 +99,14 @@ def loads_nothing(patch: pytest.MonkeyPatch, _: World) -> None:
 
 
 def loads_another_block(patch: pytest.MonkeyPatch, _: World) -> None:
-    joined = plan.runs_of
+    load = EngineLink.load
 
-    def swapped(pairs: list[tuple[int, int]]) -> list[Run]:
-        runs = joined(pairs)
-        return [Run(run.arena_block, run.engine_block, 1) for run in runs for _ in range(run.num_blocks)]
+    def another(self: EngineLink) -> None:
+        runs = [tuple(run._replace(arena_block=run.arena_block + 1) for run in copies.loads) for copies in self.step]
+        self.step = [copies._replace(loads=loads) for copies, loads in zip(self.step, runs, strict=True)]
+        load(self)
 
-    patch.setattr(plan, "runs_of", swapped)
+    patch.setattr(EngineLink, "load", another)
 
 
 BUGS: list[Bug] = [
