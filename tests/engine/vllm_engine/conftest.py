@@ -38,6 +38,8 @@ class World:
     copies: list[Copies] = field(default_factory=list[Copies])
     """Of all steps so far."""
     results: list[StepResult] = field(default_factory=list[StepResult])
+    num_kept_blocks: int = 0
+    """The arena's first blocks, which a test has for itself."""
     _next_block: int = 0
 
     @property
@@ -47,8 +49,8 @@ class World:
     def table(self, num_tokens: int, *, spread: int = 1) -> list[int]:
         """Take blocks for so many tokens, every `spread`th, and begin anew where there are no more."""
         count = num_blocks_for(num_tokens, self.size)
-        if self._next_block + count * spread > NUM_BLOCKS:
-            self._next_block = 0
+        if not self.num_kept_blocks <= self._next_block <= NUM_BLOCKS - count * spread:
+            self._next_block = self.num_kept_blocks
         first, self._next_block = self._next_block, self._next_block + count * spread
         return [first + number * spread for number in range(count)]
 

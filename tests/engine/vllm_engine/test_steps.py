@@ -42,7 +42,7 @@ def test_layers_saved_otherwise_end_the_engine(order: tuple[int, ...], monkeypat
                 self._link.save(each)
 
     monkeypatch.setattr(FakeVllm, "layer_is_written", save)
-    sequence = world.add("r", prompt_of(20), GREEDY, world.table(40), listener=Heard(), hands_over=True)
+    sequence = world.add("r", prompt_of(20), GREEDY, world.table(60), listener=Heard(), hands_over=True)
     with pytest.raises(StepFailedError, match="vLLM saved layers") as raised:
         world.step()
     assert (raised.value.sequences, raised.value.is_lost, len(world.steps)) == ([sequence], True, 0)
@@ -64,13 +64,13 @@ def test_an_end_that_the_rules_do_not_know_ends_the_engine(finished: bool, monke
 
 def test_what_cannot_be_computed_is_refused() -> None:
     world = fake_world()
-    world.add("r", prompt_of(20), GREEDY, world.table(40))
+    world.add("r", prompt_of(20), GREEDY, world.table(60))
     with pytest.raises(InvalidSequenceError, match="is in the engine already"):
-        world.add("r", prompt_of(20), GREEDY, world.table(40))
+        world.add("r", prompt_of(20), GREEDY, world.table(60))
     with pytest.raises(InvalidSequenceError, match="lacks"):
         world.add("s", prompt_of(20), GREEDY, world.table(16))
     with pytest.raises(InvalidSequenceError, match="vocabulary"):
-        world.add("s", [1, 300], GREEDY, world.table(40))
+        world.add("s", [1, 300], GREEDY, world.table(60))
 
 
 def test_what_vllm_does_not_take_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_what_vllm_does_not_take_fails_alone(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(FakeVllm, "add", refuse)
     with pytest.raises(InvalidSequenceError, match=r"vLLM does not take r\.1: too long"):
-        world.add("r", prompt_of(20), GREEDY, world.table(40))
+        world.add("r", prompt_of(20), GREEDY, world.table(60))
     assert not len(world.steps) and not world.link.tracked
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dataplane.blocks.cache import BlockCache
-from dataplane.blocks.layout import ArenaShape, BlockTable, BlockTables, block_ids, segments_of, uniform_shape
+from dataplane.blocks.layout import ArenaShape, BlockTable, BlockTables, Segment, block_ids, segments_of, uniform_shape
 from dataplane.carriers import shm, tcp
 from dataplane.ends.reader import PlaneReader, ReadRequest
 from dataplane.protocol.stream import TransferFailedError
@@ -20,8 +20,8 @@ from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.vllm_engine.formats import format_here
 from services.worker.kv.holder import StreamLease
 from tests.engine.vllm_engine.conftest import World
-from tests.engine.vllm_engine.test_contract import GREEDY, Heard, prompt_of
-from tests.plane.harness import DEADLINE_S, NUM_BLOCKS, SECRETS, fails
+from tests.engine.vllm_engine.test_contract import HOT, Heard, prompt_of
+from tests.plane.harness import DEADLINE_S, NUM_BLOCKS, SECRETS, fails, read_kv, write_kv
 from tests.plane.test_bad_references import NUM_TOKENS, Lender, blocks_of
 
 pytestmark = pytest.mark.vllm
@@ -46,7 +46,7 @@ class VllmLender(Lender):
     def compute(self, prompt: int, num_tokens: int, tables: BlockTables) -> None:
         self.world.forget()
         table = block_ids(tables[0].segments)
-        self.world.add("fill", prompt_of(num_tokens, prompt), GREEDY, table, hands_over=True, listener=Heard())
+        self.world.add("fill", prompt_of(num_tokens, prompt), HOT, table, hands_over=True, listener=Heard())
         self.world.run()
 
 
@@ -82,9 +82,9 @@ class VllmReader:
     def goes_on(self, num_landed: int, prompt: int = 1) -> None:
         """Compute the rest of the prompt and an answer, and compare it with what vLLM says by itself."""
         tokens = [*prompt_of(NUM_TOKENS, prompt), *TAIL]
-        expected = self.world.reference(tokens, GREEDY)
+        expected = self.world.reference(tokens, HOT)
         self.world.forget()
-        self.world.add("r", tokens, GREEDY, [*self.blocks], num_present=num_landed)
+        self.world.add("r", tokens, HOT, [*self.blocks], num_present=num_landed)
         assert self.world.run()["r"] == expected
         assert self.world.copies[0].start == num_landed, "what landed is not computed again, and no more than that"
 
@@ -101,8 +101,10 @@ def carrier(request: pytest.FixtureRequest) -> str:
 def lender(real_world: World, carrier: str) -> Iterator[VllmLender]:
     made = VllmLender(carrier, real_world)
     made.memory.fill(0)
+    real_world.num_kept_blocks = 2 * NUM_BLOCKS  # a lender's, and as many that are read into
     made.fill(1)
     yield made
+    real_world.num_kept_blocks = 0
     made.holder.stop_serving()
     made.holder.cache.check_integrity()
 
@@ -151,8 +153,13 @@ def test_a_good_reference(lender: VllmLender, reader: VllmReader) -> None:
     reader.goes_on(NUM_TOKENS)
 
 
-def test_what_has_not_landed_gives_other_tokens(reader: VllmReader) -> None:
+def test_a_block_that_has_not_landed_gives_other_tokens(lender: VllmLender, reader: VllmReader) -> None:
     """So these tests can fail."""
+    reader.read(lender.lend())
+    own, other = (BlockTable((Segment(block, 1),)) for block in (reader.blocks[3], reader.blocks[4]))
+    kv = read_kv(lender.memory.array, lender.shape, (other,), 0, lender.world.size)
+    for layer in range(lender.shape.layout.num_layers):
+        write_kv(lender.memory.array, lender.shape, (own,), kv, layer, 0, lender.world.size)
     with pytest.raises(AssertionError):
         reader.goes_on(NUM_TOKENS)
 
@@ -200,13 +207,13 @@ def test_refused_half_way_under_two_that_share_what_landed(
     assert 0 < landed < NUM_TOKENS
     shared = [*reader.blocks][: landed // world.size]
     prompts = {name: [*prompt_of(NUM_TOKENS, 1), *tail] for name, tail in (("one", TAIL), ("two", [8, 9]))}
-    expected = {name: world.reference(prompt, GREEDY) for name, prompt in prompts.items()}
+    expected = {name: world.reference(prompt, HOT) for name, prompt in prompts.items()}
     held = lender.memory.array.copy()
     world.forget()
     for number, (name, prompt) in enumerate(prompts.items()):
         first = reader.blocks.stop + number * NUM_READ_BLOCKS
         own = range(first, first + NUM_READ_BLOCKS)[len(shared) :]
-        world.add(name, prompt, GREEDY, [*shared, *own], num_present=landed)
+        world.add(name, prompt, HOT, [*shared, *own], num_present=landed)
     assert world.run() == expected
     assert all(copies.start >= landed for copies in world.copies)
     written = set(np.flatnonzero(_blocks(lender, held) != _blocks(lender, lender.memory.array)))
