@@ -81,12 +81,12 @@ def _load(model: str, num_tokens: int, token_budget: int) -> _Loaded:
     from services.engine.checkpoint import layout_of, read_checkpoint
     from services.engine.vllm_engine.loading import load_vllm
 
-    checkpoint = read_checkpoint(model)
+    checkpoint = read_checkpoint(model, "vllm")
     layout = layout_of(checkpoint, block_size=BLOCK_SIZE)
     shape = uniform_shape(layout, num_blocks_for(num_tokens + NUM_ANSWER, BLOCK_SIZE) + 8)
     loaded = load_vllm(
         checkpoint, memoryview(bytearray(shape.num_bytes)), shape, token_budget=token_budget, num_threads=NUM_THREADS,
-        kv_format=format_here(layout.dtype, BLOCK_SIZE, checkpoint.head_dim), kv_bytes=2 * shape.num_bytes, args={},
+        kv_format=format_here(layout.dtype, BLOCK_SIZE, checkpoint.head_dim, {}), kv_bytes=2 * shape.num_bytes, args={},
     )  # fmt: skip
     return _Loaded(loaded.steps, layout, checkpoint.vocab_size, random.Random(20261123))
 

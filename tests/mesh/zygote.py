@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import ctypes
 import importlib
+import importlib.util
 import json
 import os
 import select
@@ -20,6 +21,7 @@ from typing import Any
 
 from services.cli.main import main
 from services.engine.demo_model import DEMO_MODEL_DIR
+from services.engine.vllm_engine.loading import ENVIRONMENT
 
 MODULES = (
     "services.bus.nats",
@@ -33,6 +35,8 @@ MODULES = (
     "services.worker.service",
 )
 """What a service imports as it starts."""
+VLLM_MODULES = ("services.engine.vllm_engine.connector", "services.engine.vllm_engine.sampling")
+"""The same of a worker on vLLM, where that is installed."""
 MAX_MESSAGE_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
 
@@ -193,7 +197,9 @@ def _become_service(arguments: list[str], fds: list[int], ours: tuple[int, ...])
 
 
 def _import_everything() -> None:
-    for name in MODULES:
+    has_vllm = importlib.util.find_spec("vllm") is not None
+    os.environ.update(ENVIRONMENT if has_vllm else {})  # vLLM reads it when it is imported
+    for name in (*MODULES, *(VLLM_MODULES if has_vllm else ())):
         importlib.import_module(name)
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -125,6 +125,7 @@ class HostMemory:
     card = None
 
     def __init__(self, shape: ArenaShape) -> None:
+        self.shape = shape
         self.arena = HostArena.create(shape)
 
     @property

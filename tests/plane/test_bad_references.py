@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dataplane.blocks.cache import BlockCache
-from dataplane.blocks.layout import KVLayout, block_ids, uniform_shape
+from dataplane.blocks.layout import ArenaShape, BlockTables, KVLayout, block_ids, uniform_shape
 from dataplane.blocks.ticket import TicketSecrets
 from dataplane.ends.reader import Landed
 from dataplane.ends.server import PlaneServer
@@ -38,12 +38,12 @@ from tests.plane.harness import (
     DEADLINE_S,
     FROM_OR_TO_CARDS,
     HOLDER,
-    KV,
     LAYOUT,
     NUM_BLOCKS,
     READER,
     SECRET,
     Holder,
+    Memory,
     Target,
     endpoint_with_pair,
     fails,
@@ -65,25 +65,26 @@ def carrier(request: pytest.FixtureRequest) -> str:
 
 
 class Lender:
-    """A worker's holder, as its shell keeps it, without an engine."""
+    """A worker's holder, as its shell keeps it, without an engine. It keeps the arena's first blocks."""
 
-    def __init__(self, carrier: str) -> None:
-        self.shape = uniform_shape(LAYOUT, NUM_BLOCKS)
-        self.memory = holder_memory(self.shape)
+    def __init__(self, carrier: str, shape: ArenaShape | None = None, memory: Memory | None = None) -> None:
+        self.shape = shape or uniform_shape(LAYOUT, NUM_BLOCKS)
+        self.memory = memory or holder_memory(self.shape)
+        layout = self.shape.layout
         self.served: queue.Queue[tuple[LeaseId, str]] = queue.Queue()
         self.holder = WorkerHolder(
             worker_id=HOLDER,
             incarnation="one",
             arena=self.memory.arena,
             shape=self.shape,
-            memory=BlockCache(self.shape, chunk_tokens=64),
+            memory=BlockCache(uniform_shape(layout, NUM_BLOCKS), chunk_tokens=64),
             credentials=credentials_for([SECRET], SIGNER),
             make_server=PlaneServer,
             on_started=lambda _: None,
             on_served=self._on_served,
         )
         limits = WorkerLimits(
-            worker_id=HOLDER, fingerprint=LAYOUT.fingerprint, num_blocks=NUM_BLOCKS, block_size=BLOCK,
+            worker_id=HOLDER, fingerprint=layout.fingerprint, num_blocks=NUM_BLOCKS, block_size=layout.block_size,
             context_length=4096, vocab_size=1000, eos_token_ids=frozenset(), max_queued=4, lease_ms=60_000,
         )  # fmt: skip
         self.lending = LendCore(limits, self.holder.cache, self.holder.leases)
@@ -94,27 +95,32 @@ class Lender:
         assert self.holder.plane is not None
         return endpoint_with_pair(self.holder.plane, READER)
 
-    def fill(self, prompt: int, num_tokens: int = NUM_TOKENS, tenant: str = "") -> KV:
-        """Compute a prompt, and keep it. Return its KV."""
-        cache, kv = self.holder.cache, random_kv(num_tokens, seed=prompt)
-        hashes = hashes_of(prompt, num_tokens, tenant)
+    def fill(self, prompt: int, num_tokens: int = NUM_TOKENS, tenant: str = "") -> None:
+        """Compute a prompt, and keep it."""
+        cache = self.holder.cache
         with self.holder.lock:
             allocation = cache.admit([], num_tokens, 0, tenant=tenant)
             assert allocation is not None, "no room"
-            for layer in range(LAYOUT.num_layers):
-                write = functools.partial(write_kv, self.memory.array, self.shape, allocation.tables, kv)
-                self.memory.compute(functools.partial(write, layer, 0, num_tokens))
-            self.memory.wait()
-            cache.store(allocation.tables, hashes, 0, num_tokens, 0, ended=True)
+            self.compute(prompt, num_tokens, allocation.tables)
+            cache.store(allocation.tables, self.hashes(prompt, num_tokens, tenant), 0, num_tokens, 0, ended=True)
             cache.free(allocation.tables)
-        return kv
+
+    def hashes(self, prompt: int, num_tokens: int = NUM_TOKENS, tenant: str = "") -> list[BlockHash]:
+        return hashes_of(prompt, num_tokens, tenant)
+
+    def compute(self, prompt: int, num_tokens: int, tables: BlockTables) -> None:
+        kv = random_kv(num_tokens, seed=prompt)
+        for layer in range(LAYOUT.num_layers):
+            write = functools.partial(write_kv, self.memory.array, self.shape, tables, kv)
+            self.memory.compute(functools.partial(write, layer, 0, num_tokens))
+        self.memory.wait()
 
     def ask(self, prompt: int = 1, *, first_block: int = 0, tenant: str = "", ago_ms: int = 0, **changes):
         """Ask for a lease on a prompt's blocks, `ago_ms` before now."""
         request = RequestLease(
             request_id=RequestId("r1"), attempt=1, deadline_ms=now_ms() + 600_000, reader=READER,
-            fingerprint=LAYOUT.fingerprint, first_block=first_block, tenant=tenant,
-            block_hashes=join_hashes(hashes_of(prompt, NUM_TOKENS, tenant)[first_block:]),
+            fingerprint=self.shape.layout.fingerprint, first_block=first_block, tenant=tenant,
+            block_hashes=join_hashes(self.hashes(prompt, NUM_TOKENS, tenant)[first_block:]),
         )  # fmt: skip
         request = msgspec.structs.replace(request, **changes)
         with self.holder.lock:

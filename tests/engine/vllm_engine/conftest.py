@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import pytest
@@ -16,10 +17,11 @@ from services.engine.vllm_engine.link import EngineLink
 from services.engine.vllm_engine.plan import Copies
 from services.engine.vllm_engine.steps import VllmSteps
 from tests.engine.vllm_engine.fake_vllm import FakeVllm
+from tests.plane.harness import HostMemory
 
 LAYOUT = KVLayout(weights="fake", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=4, block_size=8)
 WINDOWED = msgspec.structs.replace(LAYOUT, windows=(20, 0, 20))
-NUM_BLOCKS = 256
+NUM_BLOCKS = 512
 CONTEXT_LENGTH = 1024
 BUDGET = 40
 
@@ -31,11 +33,15 @@ class World:
     steps: VllmSteps
     link: EngineLink
     engine: FakeVllm
-    arena: memoryview
+    memory: HostMemory | None
     reference: Callable[[list[int], SamplingParams], list[int]]
+    num_engine_blocks: int
+    """Of the engine's own: little more than the longest context takes, so that some requests must begin again."""
     copies: list[Copies] = field(default_factory=list[Copies])
     """Of all steps so far."""
     results: list[StepResult] = field(default_factory=list[StepResult])
+    num_kept_blocks: int = 0
+    """The arena's first blocks, which a test has for itself."""
     _next_block: int = 0
 
     @property
@@ -45,8 +51,8 @@ class World:
     def table(self, num_tokens: int, *, spread: int = 1) -> list[int]:
         """Take blocks for so many tokens, every `spread`th, and begin anew where there are no more."""
         count = num_blocks_for(num_tokens, self.size)
-        if self._next_block + count * spread > NUM_BLOCKS:
-            self._next_block = 0
+        if not self.num_kept_blocks <= self._next_block <= NUM_BLOCKS - count * spread:
+            self._next_block = self.num_kept_blocks
         first, self._next_block = self._next_block, self._next_block + count * spread
         return [first + number * spread for number in range(count)]
 
@@ -102,15 +108,14 @@ class World:
         self.copies.clear()
 
 
-def fake_world(*, num_engine_blocks: int = NUM_BLOCKS, token_budget: int = BUDGET, layout: KVLayout = LAYOUT) -> World:
+def fake_world(*, num_engine_blocks: int = 132, token_budget: int = BUDGET, layout: KVLayout = LAYOUT) -> World:
     shape = uniform_shape(layout, NUM_BLOCKS)
-    arena = memoryview(bytearray(shape.num_bytes))
-    link = EngineLink(shape, arena)
+    link = EngineLink(shape, memoryview(bytearray(shape.num_bytes)))
     engine = FakeVllm(link, num_blocks=num_engine_blocks, token_budget=token_budget)
     steps = VllmSteps(
         engine, link, vocab_size=engine.vocab_size, context_length=CONTEXT_LENGTH, token_budget=token_budget
     )
-    return World(steps, link, engine, arena, lambda prompt, sampling: fake_answer(layout, prompt, sampling))
+    return World(steps, link, engine, None, partial(fake_answer, layout), num_engine_blocks)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -128,11 +133,13 @@ def real_world(pytestconfig: pytest.Config) -> Iterator[World]:
     kv_format = format_here(checkpoint.dtype, 32, checkpoint.head_dim, {})
     layout = layout_of(checkpoint, dtype=checkpoint.dtype, block_size=32, kv_format=kv_format)
     shape = uniform_shape(layout, NUM_BLOCKS)
-    arena = memoryview(bytearray(shape.num_bytes))
+    memory = HostMemory(shape)
+    num_engine_blocks = num_blocks_for(checkpoint.context_length, 32) + 4
     steps = load_vllm(
-        checkpoint, arena, shape, token_budget=BUDGET * 4, num_threads=1, kv_format=kv_format, kv_bytes=0, args={}
-    ).steps
-    world = World(steps, steps._link, steps._engine, arena, lambda *_: [])  # type: ignore[arg-type]
+        checkpoint, memory.arena.buffer, shape, token_budget=BUDGET * 4, num_threads=1, kv_format=kv_format,
+        kv_bytes=num_engine_blocks * shape.layout.block_bytes, args={},
+    ).steps  # fmt: skip
+    world = World(steps, steps._link, steps._engine, memory, lambda *_: [], num_engine_blocks)  # type: ignore[arg-type]
 
     def alone(prompt: list[int], sampling: SamplingParams) -> list[int]:
         world.forget()
@@ -142,14 +149,17 @@ def real_world(pytestconfig: pytest.Config) -> Iterator[World]:
     world.reference = alone
     yield world
     steps.close()
+    memory.close()
 
 
 @pytest.fixture(params=["fake", "fake-windows", pytest.param("vllm", marks=pytest.mark.vllm)])
 def world(request: pytest.FixtureRequest) -> World:
     if request.param != "vllm":
-        return fake_world(layout=LAYOUT if request.param == "fake" else WINDOWED)
+        return fake_world() if request.param == "fake" else fake_world(layout=WINDOWED, num_engine_blocks=160)
     real: World = request.getfixturevalue("real_world")
     real.steps.clear()
     real.forget()
     real.results.clear()
+    assert real.memory is not None
+    real.memory.fill(0)  # what an earlier test has left may be just what this one should have written
     return real

@@ -3,13 +3,14 @@
 import pytest
 
 from schemas.request import SamplingParams
+from services.engine.vllm_engine.plan import Copies, TrackedSequence
 from tests.engine.vllm_engine.conftest import World
 
-SAMPLINGS = [
-    pytest.param(SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True), id="greedy"),
-    pytest.param(SamplingParams(max_tokens=12, temperature=1.0, seed=4, ignore_eos=True), id="seeded"),
-]
-GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+HOT = SamplingParams(max_tokens=24, temperature=4.0, seed=4, ignore_eos=True)
+"""Any change of the logits shows in some token. Many greedy answers of the demo model stay what they are, though a
+block is another prompt's."""
+SAMPLINGS = [pytest.param(GREEDY, id="greedy"), pytest.param(HOT, id="seeded")]
 
 
 def prompt_of(length: int, salt: int = 0) -> list[int]:
@@ -31,10 +32,10 @@ def test_an_answer(world: World, sampling: SamplingParams) -> None:
     prompt = prompt_of(world.size * 7 + 3)
     expected = world.reference(prompt, sampling)
     world.forget()
-    world.add("r", prompt, sampling, world.table(len(prompt) + 12, spread=2))
+    world.add("r", prompt, sampling, world.table(len(prompt) + 24, spread=2))
     assert world.run()["r"] == expected
     computed = sum(copies.end - copies.start for copies in world.copies)
-    assert computed == len(prompt) + 11, "each token once, and not the last one"
+    assert computed == len(prompt) + 23, "each token once, and not the last one"
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -42,7 +43,7 @@ def test_a_hand_over(world: World, sampling: SamplingParams) -> None:
     """All is announced layer by layer, and who has the blocks goes on with one token."""
     prompt = prompt_of(world.size * 7 + 3, 1)
     expected = world.reference(prompt, sampling)
-    table, heard = world.table(len(prompt) + 12), Heard()
+    table, heard = world.table(len(prompt) + 24), Heard()
     world.forget()
     world.add("p", prompt, sampling, table, hands_over=True, listener=heard)
     assert world.run()["p"] == expected[:1]
@@ -60,15 +61,15 @@ def test_a_hand_over(world: World, sampling: SamplingParams) -> None:
 
 def test_a_part_that_landed(world: World) -> None:
     prompt = prompt_of(world.size * 4 + 3, 2)
-    expected = world.reference(prompt, GREEDY)
-    table = world.table(len(prompt) + 12)
+    expected = world.reference(prompt, HOT)
+    table = world.table(len(prompt) + 24)
     world.forget()
-    world.add("p", prompt, GREEDY, table, hands_over=True, listener=Heard())
+    world.add("p", prompt, HOT, table, hands_over=True, listener=Heard())
     world.run()
     for num_blocks in range(5):
         world.forget()
-        own = [*table[:num_blocks], *world.table(len(prompt) + 12)[num_blocks:]]
-        world.add("d", prompt, GREEDY, own, num_present=num_blocks * world.size)
+        own = [*table[:num_blocks], *world.table(len(prompt) + 24)[num_blocks:]]
+        world.add("d", prompt, HOT, own, num_present=num_blocks * world.size)
         assert world.run()["d"] == expected
         assert world.copies[0].start == num_blocks * world.size
 
@@ -77,10 +78,10 @@ def test_a_part_that_landed(world: World) -> None:
 def test_an_answer_goes_on_from_every_token(world: World, sampling: SamplingParams) -> None:
     prompt = prompt_of(world.size * 2 + 5, 3)
     expected = world.reference(prompt, sampling)
-    for index in range(1, 12):
+    for index in range(1, 24):
         world.forget()
         tokens = [*prompt, *expected[:index]]
-        world.add("r", tokens, sampling, world.table(len(prompt) + 12), num_prompt=len(prompt))
+        world.add("r", tokens, sampling, world.table(len(prompt) + 24), num_prompt=len(prompt))
         assert world.run()["r"] == expected[index:], index
 
 
@@ -94,11 +95,11 @@ def test_an_answer_s_blocks_are_saved_as_they_fill(world: World) -> None:
     world.add("r", prompt, sampling, table)
     world.run()
     turn = [*prompt, *answer, 5, 6, 7]
-    expected = world.reference(turn, GREEDY)
+    expected = world.reference(turn, HOT)
     present = (len(turn) - 4) // world.size * world.size
     world.forget()
-    own = [*table[: present // world.size], *world.table(len(turn) + 12)[present // world.size :]]
-    world.add("next", turn, GREEDY, own, num_present=present)
+    own = [*table[: present // world.size], *world.table(len(turn) + 24)[present // world.size :]]
+    world.add("next", turn, HOT, own, num_present=present)
     assert world.run()["next"] == expected
     assert world.copies[0].start == present
 
@@ -106,17 +107,17 @@ def test_an_answer_s_blocks_are_saved_as_they_fill(world: World) -> None:
 def test_what_the_engine_has_cached_itself_gets_into_the_arena(world: World) -> None:
     """Of an earlier request, and of one in the same step."""
     prompt = prompt_of(world.size * 2 + 3, 5)
-    expected = world.reference(prompt, GREEDY)
+    expected = world.reference(prompt, HOT)
     world.forget()
-    tables = [world.table(len(prompt) + 12) for _ in range(3)]
-    world.add("first", prompt, GREEDY, tables[0])
+    tables = [world.table(len(prompt) + 24) for _ in range(3)]
+    world.add("first", prompt, HOT, tables[0])
     world.run()
     for name, table in (("again", tables[1]), ("same step", tables[2])):
-        world.add(name, prompt, GREEDY, table)
+        world.add(name, prompt, HOT, table)
     assert set(map(tuple, world.run().values())) == {tuple(expected)}
     for table in tables:
         world.forget()
-        world.add("d", prompt, GREEDY, table, num_present=2 * world.size)
+        world.add("d", prompt, HOT, table, num_present=2 * world.size)
         assert world.run()["d"] == expected and world.copies[0].start == 2 * world.size
 
 
@@ -127,22 +128,22 @@ def test_what_the_engine_has_cached_itself_is_its_tenant_s(world: World) -> None
     cached = 0 if world.link.layout.is_windowed else 2 * world.size
     for tenant, num_local in (("a", 0), ("b", 0), ("a", cached), ("", 0)):
         world.copies.clear()
-        world.add("r", prompt, GREEDY, world.table(len(prompt) + 12), tenant=tenant)
+        world.add("r", prompt, HOT, world.table(len(prompt) + 24), tenant=tenant)
         world.run()
         assert world.copies[0].start == num_local, tenant
 
 
 def test_two_of_one_step_that_nobody_has_cached(world: World) -> None:
     prompt = prompt_of(world.size + 3, 6)
-    expected = world.reference(prompt, GREEDY)
+    expected = world.reference(prompt, HOT)
     world.forget()
-    tables = [world.table(len(prompt) + 12) for _ in range(2)]
+    tables = [world.table(len(prompt) + 24) for _ in range(2)]
     for number, table in enumerate(tables):
-        world.add(f"r{number}", prompt, GREEDY, table)
+        world.add(f"r{number}", prompt, HOT, table)
     assert set(map(tuple, world.run().values())) == {tuple(expected)}
     for table in tables:
         world.forget()
-        world.add("d", prompt, GREEDY, table, num_present=world.size)
+        world.add("d", prompt, HOT, table, num_present=world.size)
         assert world.run()["d"] == expected
 
 
@@ -152,8 +153,8 @@ def test_stop_tokens_end_it_and_are_part_of_it(world: World) -> None:
     stop = expected[5]
     first = expected.index(stop)
     world.forget()
-    sampling = SamplingParams(max_tokens=12, temperature=0.0)
-    world.add("r", prompt, sampling, world.table(len(prompt) + 12), stops=frozenset({stop}))
+    sampling = SamplingParams(max_tokens=24, temperature=0.0)
+    world.add("r", prompt, sampling, world.table(len(prompt) + 24), stops=frozenset({stop}))
     assert world.run()["r"] == expected[: first + 1]
     assert world.results[-1].sampled[0].finish_reason == "stop"
 
@@ -162,7 +163,7 @@ def test_the_context_ends_it(world: World) -> None:
     context_length = world.steps._context_length
     prompt = prompt_of(context_length - 3, 10)
     world.forget()
-    world.add("r", prompt, GREEDY, world.table(context_length))
+    world.add("r", prompt, HOT, world.table(context_length))
     assert len(world.run()["r"]) == 3
     assert world.results[-1].sampled[0].finish_reason == "length"
 
@@ -183,15 +184,37 @@ def test_many_at_once(world: World) -> None:
 
 def test_who_is_taken_out_leaves_nothing(world: World) -> None:
     prompt = prompt_of(world.size * 12, 8)
-    expected = world.reference(prompt, GREEDY)
+    expected = world.reference(prompt, HOT)
     world.forget()
-    gone = [world.add(f"gone-{number}", prompt_of(world.size * 12, 20 + number), GREEDY,
-                      world.table(world.size * 12 + 12)) for number in range(3)]  # fmt: skip
+    gone = [world.add(f"gone-{number}", prompt_of(world.size * 12, 20 + number), HOT,
+                      world.table(world.size * 12 + 24)) for number in range(3)]  # fmt: skip
     world.step()
     assert world.steps.load().num_uncomputed_tokens > 0
     for sequence in gone:
         assert world.steps.remove(sequence.request_id, 1) is sequence
         assert world.steps.remove(sequence.request_id, 1) is None
-    world.add("r", prompt, GREEDY, world.table(len(prompt) + 12))
+    world.add("r", prompt, HOT, world.table(len(prompt) + 24))
     assert world.run() == {"r": expected}
     assert not world.link.tracked
+
+
+def test_more_than_the_engine_has_room_for(world: World) -> None:
+    """Some are put aside and begin again, from what of them is in the arena."""
+    num_tokens, max_tokens = (world.num_engine_blocks // 8 - 2) * world.size, 5 * world.size
+    prompts = {f"r{number}": prompt_of(num_tokens, 40 + number) for number in range(8)}
+    samplings = {
+        name: SamplingParams(max_tokens=max_tokens, temperature=number % 2 * 4.0, seed=number, ignore_eos=True)
+        for number, name in enumerate(prompts)
+    }
+    expected = {name: world.reference(prompt, samplings[name]) for name, prompt in prompts.items()}
+    world.forget()
+    for name, prompt in prompts.items():
+        world.add(name, prompt, samplings[name], world.table(num_tokens + max_tokens))
+    assert world.run() == expected
+    ends: dict[TrackedSequence, int] = {}
+    again: list[Copies] = []
+    for copies in world.copies:
+        again += [copies] if copies.start < ends.get(copies.tracked, 0) else []
+        ends[copies.tracked] = copies.end
+    assert again, "nobody was put aside: the engine has room for all"
+    assert all(any(copies.loads) for copies in again), "not all was computed again"

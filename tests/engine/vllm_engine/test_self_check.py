@@ -6,47 +6,52 @@ from collections.abc import Callable
 import pytest
 
 from services.engine.interface import EngineLostError, StepFailedError
-from services.engine.vllm_engine import plan
 from services.engine.vllm_engine.link import EngineLink
 from services.engine.vllm_engine.plan import Copies, Run, TrackedSequence
 from services.engine.vllm_engine.self_check import check_steps
-from tests.engine.vllm_engine.conftest import fake_world
+from tests.engine.vllm_engine.conftest import World
 from tests.engine.vllm_engine.fake_vllm import FakeVllm
 
-Patch = Callable[[pytest.MonkeyPatch], None]
+Bug = Callable[[pytest.MonkeyPatch, World], None]
+Save = Callable[[EngineLink, int], None]
+"""What is done when a layer's hook is called."""
 
 
-def test_nothing_is_found_where_nothing_is_wrong() -> None:
-    world = fake_world()
+def test_nothing_is_found_where_nothing_is_wrong(world: World) -> None:
     check_steps(world.steps, world.engine, world.link)
     assert not len(world.steps) and not world.link.tracked
 
 
-def hook_skipped(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FakeVllm, "layer_is_written", lambda self, layer: self._link.save(layer) if layer else None)
+def at_each_layer(patch: pytest.MonkeyPatch, world: World, save: Save) -> None:
+    if isinstance(world.engine, FakeVllm):
+        patch.setattr(FakeVllm, "layer_is_written", lambda self, layer: save(self._link, layer))
+        return
+    from services.engine.vllm_engine.connector import MeshConnector, layer_of
+
+    patch.setattr(MeshConnector, "save_kv_layer", lambda self, name, *_, **__: save(self._link, layer_of(name)))
 
 
-def saved_before_written(patch: pytest.MonkeyPatch) -> None:
-    write = FakeVllm._write
-    late: list[tuple[FakeVllm, object, int]] = []
-
-    def later(self: FakeVllm, item: object, layer: int) -> None:
-        late.append((self, item, layer))
-
-    def after(self: FakeVllm, layer: int) -> None:
-        self._link.save(layer)
-        while late:
-            write(*late.pop())  # type: ignore[arg-type]
-
-    patch.setattr(FakeVllm, "_write", later)
-    patch.setattr(FakeVllm, "layer_is_written", after)
+def hook_skipped(patch: pytest.MonkeyPatch, world: World) -> None:
+    at_each_layer(patch, world, lambda link, layer: link.save(layer) if layer else None)
 
 
-def layers_out_of_order(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FakeVllm, "layer_is_written", lambda self, layer: self._link.save({0: 1, 1: 0}.get(layer, layer)))
+def saved_before_written(patch: pytest.MonkeyPatch, world: World) -> None:
+    begin = EngineLink.begin
+
+    def and_save(self: EngineLink, step: list[Copies]) -> None:
+        begin(self, step)
+        for layer in range(self.layout.num_layers):
+            self.save(layer)
+
+    patch.setattr(EngineLink, "begin", and_save)
+    at_each_layer(patch, world, lambda *_: None)
 
 
-def block_off_by_one(patch: pytest.MonkeyPatch) -> None:
+def layers_out_of_order(patch: pytest.MonkeyPatch, world: World) -> None:
+    at_each_layer(patch, world, lambda link, layer: link.save({0: 1, 1: 0}.get(layer, layer)))
+
+
+def block_off_by_one(patch: pytest.MonkeyPatch, _: World) -> None:
     save = EngineLink._save_run
 
     def another(self: EngineLink, layer: int, run: Run) -> None:
@@ -55,7 +60,7 @@ def block_off_by_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EngineLink, "_save_run", another)
 
 
-def tail_not_saved(patch: pytest.MonkeyPatch) -> None:
+def tail_not_saved(patch: pytest.MonkeyPatch, _: World) -> None:
     planned = TrackedSequence.plan
 
     def without_tail(self: TrackedSequence, start: int, num_tokens: int, block_ids: list[list[int]]) -> Copies:
@@ -70,7 +75,7 @@ def tail_not_saved(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TrackedSequence, "plan", without_tail)
 
 
-def stale_present(patch: pytest.MonkeyPatch) -> None:
+def stale_present(patch: pytest.MonkeyPatch, _: World) -> None:
     """What is present is not what vLLM is told: one block more."""
     matched = TrackedSequence.num_matched
     patch.setattr(
@@ -82,7 +87,7 @@ def stale_present(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def unpadded_lease(patch: pytest.MonkeyPatch) -> None:
+def unpadded_lease(patch: pytest.MonkeyPatch, _: World) -> None:
     planned = TrackedSequence.plan
 
     def unpadded(self: TrackedSequence, start: int, num_tokens: int, block_ids: list[list[int]]) -> Copies:
@@ -92,29 +97,36 @@ def unpadded_lease(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TrackedSequence, "plan", unpadded)
 
 
-def loads_nothing(patch: pytest.MonkeyPatch) -> None:
+def loads_nothing(patch: pytest.MonkeyPatch, _: World) -> None:
     patch.setattr(EngineLink, "load", lambda self: None)
 
 
-def loads_another_block(patch: pytest.MonkeyPatch) -> None:
-    joined = plan.runs_of
+def loads_another_block(patch: pytest.MonkeyPatch, _: World) -> None:
+    load = EngineLink.load
 
-    def swapped(pairs: list[tuple[int, int]]) -> list[Run]:
-        runs = joined(pairs)
-        return [Run(run.arena_block, run.engine_block, 1) for run in runs for _ in range(run.num_blocks)]
+    def another(self: EngineLink) -> None:
+        runs = [tuple(run._replace(arena_block=run.arena_block + 1) for run in copies.loads) for copies in self.step]
+        self.step = [copies._replace(loads=loads) for copies, loads in zip(self.step, runs, strict=True)]
+        load(self)
 
-    patch.setattr(plan, "runs_of", swapped)
+    patch.setattr(EngineLink, "load", another)
 
 
-BUGS: list[Patch] = [
+BUGS: list[Bug] = [
     hook_skipped, saved_before_written, layers_out_of_order, block_off_by_one, tail_not_saved, stale_present,
     unpadded_lease, loads_nothing, loads_another_block,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
-def test_found(bug: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = fake_world()
-    bug(monkeypatch)
-    with pytest.raises((EngineLostError, StepFailedError)):
-        check_steps(world.steps, world.engine, world.link)
+def test_found(bug: Bug, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    add, added = world.engine.add, list[str]()
+    with monkeypatch.context() as patch:
+        patch.setattr(world.engine, "add", lambda *request: added.append(add(*request)) or added[-1])
+        bug(patch, world)
+        with pytest.raises((EngineLostError, StepFailedError)):
+            check_steps(world.steps, world.engine, world.link)
+    world.steps.clear()
+    for name in added:  # an engine that failed is not used again, but by the next test
+        world.engine.abort(name)
+    check_steps(world.steps, world.engine, world.link)

@@ -47,7 +47,7 @@ def test_layers_saved_otherwise_end_the_engine(order: tuple[int, ...], monkeypat
                 self._link.save(each)
 
     monkeypatch.setattr(FakeVllm, "layer_is_written", save)
-    sequence = world.add("r", prompt_of(20), GREEDY, world.table(40), listener=Heard(), hands_over=True)
+    sequence = world.add("r", prompt_of(20), GREEDY, world.table(60), listener=Heard(), hands_over=True)
     with pytest.raises(StepFailedError, match="vLLM saved layers") as raised:
         world.step()
     assert (raised.value.sequences, raised.value.is_lost, len(world.steps)) == ([sequence], True, 0)
@@ -69,13 +69,13 @@ def test_an_end_that_the_rules_do_not_know_ends_the_engine(finished: bool, monke
 
 def test_what_cannot_be_computed_is_refused() -> None:
     world = fake_world()
-    world.add("r", prompt_of(20), GREEDY, world.table(40))
+    world.add("r", prompt_of(20), GREEDY, world.table(60))
     with pytest.raises(InvalidSequenceError, match="is in the engine already"):
-        world.add("r", prompt_of(20), GREEDY, world.table(40))
+        world.add("r", prompt_of(20), GREEDY, world.table(60))
     with pytest.raises(InvalidSequenceError, match="lacks"):
         world.add("s", prompt_of(20), GREEDY, world.table(16))
     with pytest.raises(InvalidSequenceError, match="vocabulary"):
-        world.add("s", [1, 300], GREEDY, world.table(40))
+        world.add("s", [1, 300], GREEDY, world.table(60))
 
 
 def test_what_vllm_does_not_take_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_what_vllm_does_not_take_fails_alone(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(FakeVllm, "add", refuse)
     with pytest.raises(InvalidSequenceError, match=r"vLLM does not take r\.1: too long"):
-        world.add("r", prompt_of(20), GREEDY, world.table(40))
+        world.add("r", prompt_of(20), GREEDY, world.table(60))
     assert not len(world.steps) and not world.link.tracked
 
 
@@ -106,11 +106,11 @@ def test_the_load_says_what_waits() -> None:
 def test_what_the_engine_had_itself_is_told_as_reused() -> None:
     world = fake_world()
     prompt = prompt_of(3 * world.size)
-    first = world.add("first", prompt, GREEDY, world.table(len(prompt) + 12))
+    first = world.add("first", prompt, GREEDY, world.table(len(prompt) + 24))
     world.run()
-    again = world.add("again", prompt, GREEDY, world.table(len(prompt) + 12))
+    again = world.add("again", prompt, GREEDY, world.table(len(prompt) + 24))
     world.run()
-    behind = world.add("behind", prompt, GREEDY, world.table(len(prompt) + 12), num_present=world.size)
+    behind = world.add("behind", prompt, GREEDY, world.table(len(prompt) + 24), num_present=world.size)
     world.run()
     reused = [sequence.num_reused_tokens for sequence in (first, again, behind)]
     assert reused == [0, 2 * world.size, world.size], "what is in the arena does not count"

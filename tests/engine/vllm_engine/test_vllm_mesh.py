@@ -2,19 +2,25 @@
 
 import asyncio
 import random
-import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from schemas.request import SamplingParams
 from services.bench.drive.meshes import running
+from services.config import MeshConfig
+from services.errors import UserError
 from services.launch.known_workers import describe_fleet
 from services.launch.supervisor import Supervisor, UpOptions
 from tests.engine.vllm_engine.conftest import World
-from tests.waiting import PATIENCE_S
+from tests.mesh.faults.actor import is_there
+from tests.mesh.forked import ForkedSupervisor, ForkingLoop
+from tests.mesh.processes import RunningMesh
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 OPTIONS = UpOptions(port=0, engine="vllm", kv_bytes=64 << 20, num_threads=1, token_budget=160)
@@ -40,7 +46,7 @@ def questions(count: int, *, max_tokens: int = 24, seed: int = 5) -> list[Questi
     found: list[Question] = []
     for number in range(count):
         sampling = SamplingParams(
-            max_tokens=max_tokens, temperature=number % 2 * 0.9, top_p=(1.0, 0.9)[number % 4 == 3], seed=number,
+            max_tokens=max_tokens, temperature=number % 2 * 2.0, top_p=(1.0, 0.9)[number % 4 == 3], seed=number,
             ignore_eos=True,
         )  # fmt: skip
         found.append(Question([rng.randrange(1, 1300) for _ in range(rng.randrange(5, 600))], sampling))
@@ -60,8 +66,8 @@ def num_computed(usage: dict[str, Any]) -> int:
     return (usage["prefill"] or usage)["recomputed_tokens"]
 
 
-async def ask_all(url: str, asked: list[Question]) -> list[tuple[list[int], dict[str, Any]]]:
-    gate = asyncio.Semaphore(CONCURRENCY)
+async def ask_all(url: str, asked: list[Question], width: int = CONCURRENCY) -> list[tuple[list[int], dict[str, Any]]]:
+    gate = asyncio.Semaphore(width)
     async with httpx.AsyncClient(timeout=PATIENCE_S) as http:
 
         async def one(question: Question) -> tuple[list[int], dict[str, Any]]:
@@ -102,18 +108,36 @@ async def test_a_split_mesh_gives_the_tokens_of_a_single_vllm(real_world: World)
         await until_free(mesh)
 
 
-async def test_workers_that_are_killed_cost_no_token(real_world: World) -> None:
+def test_workers_that_are_killed_cost_no_token(real_world: World, running_mesh: RunningMesh, tmp_path: Path) -> None:
     asked = questions(12, max_tokens=160, seed=6)
     expected = [real_world.reference(one.prompt, one.sampling) for one in asked]
-    options = UpOptions(
-        port=0, engine="vllm", kv_bytes=64 << 20, num_threads=1, token_budget=160, num_prefill=2, num_decode=2
-    )
-    async with running({"vllm": options}) as meshes:
-        mesh = meshes["vllm"]
+
+    async def while_two_die(mesh: Supervisor) -> list[list[int]]:
         answers = asyncio.create_task(ask_all(mesh.url, asked))
         for name in ("decode-0", "prefill-1"):
             await asyncio.sleep(1.0)
-            child = next(child for child in mesh.children if child.name == name)
-            child.process.send_signal(signal.SIGKILL)
-        assert [tokens for tokens, _ in await answers] == expected
+            next(child for child in mesh.children if child.name == name).kill()
+        got = await answers
+        await until(lambda: all(map(is_there, mesh.children)))
         await until_free(mesh)
+        return [tokens for tokens, _ in got]
+
+    with running_mesh(tmp_path, replace(OPTIONS, num_prefill=2, num_decode=2)) as mesh:
+        assert mesh.call(while_two_die(mesh.supervisor)) == expected
+
+
+class MixedFleet(ForkedSupervisor):
+    """Its mesh.toml was written where vLLM packs its blocks otherwise."""
+
+    def _config(self, port: int) -> MeshConfig:
+        config = super()._config(port)
+        engine = msgspec.structs.replace(config.engine, kv_format=config.engine.kv_format.replace("LBHNC", "LBNHC"))
+        return msgspec.structs.replace(config, engine=engine)
+
+
+def test_a_worker_of_another_format_does_not_start(forking: ForkingLoop, tmp_path: Path) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed here: make vllm-test")
+    mesh = MixedFleet(OPTIONS, tmp_path, forking.zygote)
+    with pytest.raises(UserError, match=r"workers that share KV run one version of it, on processors of one kind$"):
+        forking.run(mesh.start())
+    forking.run(mesh.stop())

@@ -21,7 +21,7 @@ from tests.mesh.faults.bus_listener import BusListener
 from tests.mesh.faults.client import Stream
 from tests.mesh.faults.proxy import WIRE_FAULTS, PlaneProxy, listening_ports
 from tests.mesh.faults.supervisor import PROXY_HOST, REQUEST_TIMEOUT_S, FaultSupervisor
-from tests.mesh.faults.truth import Truth
+from tests.mesh.faults.truth import Alone, Truth
 from tests.mesh.zygote import Zygote
 
 SCENARIOS = Path(__file__).with_name("scenarios")
@@ -294,9 +294,9 @@ def is_at_rest(load: WorkerLoad) -> bool:
     return is_free and not load.num_running and not load.num_queued
 
 
-def make_truth(num_cases: int = 16) -> Truth:
+def make_truth(num_cases: int = 16, alone: Alone | None = None) -> Truth:
     """Return cases that take a real mesh a second or so."""
-    return Truth(DEMO_MODEL_DIR, num_cases=num_cases, prompt_tokens=(40, 600), answer_tokens=(60, 220))
+    return Truth(DEMO_MODEL_DIR, num_cases=num_cases, prompt_tokens=(40, 600), answer_tokens=(60, 220), alone=alone)
 
 
 def _arenas_of(pids: set[int]) -> list[str]:

@@ -119,7 +119,7 @@ async def pauses(mesh: FaultMesh, num_kills: int, on_kill: Callable[[], None]) -
         await asyncio.wait([mesh.start(quiet)])
         found.quiet_s += quiet.gaps_s()
         stream = mesh.new_stream(quiet.number)
-        killed_s = await _killed_halfway(mesh, stream)
+        killed_s = await killed_halfway(mesh, stream)
         found.killed_s.append(max(stream.gaps_s(killed_s), default=0.0))
         for each in (quiet, stream):
             problem = each.error or each.problem or mesh.truth.problem(each, mesh.truth.answers[each.number])
@@ -133,7 +133,8 @@ async def pauses(mesh: FaultMesh, num_kills: int, on_kill: Callable[[], None]) -
     return found
 
 
-async def _killed_halfway(mesh: FaultMesh, stream: Stream) -> float:
+async def killed_halfway(mesh: FaultMesh, stream: Stream) -> float:
+    """Ask alone in the mesh, and kill the decode worker halfway. Return when."""
     asking = mesh.start(stream)
     await stream.until_tokens(stream.case.sampling.max_tokens // 2)
     loads = mesh.worker_loads()

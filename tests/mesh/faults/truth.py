@@ -1,6 +1,7 @@
 """What a client must be told: the same request on one process alone, or a proven near-tie."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 from schemas.request import SamplingParams
@@ -8,10 +9,13 @@ from tests.mesh.faults.client import Stream
 from tests.mesh.reference import Case, Judge, SingleProcess
 
 VOCAB = (5, 500)
+Alone = Callable[[Case, int], list[int]]
+"""Returns the answer of one process to a case with a number."""
 
 
 class Truth:
-    """Cases with their answers, computed once. `num_near_ties` counts answers that differ where they may."""
+    """Cases with their answers, computed once: by our own engine, unless `alone` is given. `num_near_ties` counts
+    answers that differ where they may."""
 
     def __init__(
         self,
@@ -21,6 +25,7 @@ class Truth:
         prompt_tokens: tuple[int, int],
         answer_tokens: tuple[int, int],
         seed: int = 4,
+        alone: Alone | None = None,
     ) -> None:
         rng = random.Random(seed)
         self._model = model
@@ -38,8 +43,8 @@ class Truth:
             )
             for number in range(num_cases)
         ]
-        alone = SingleProcess(model)
-        self.answers = [alone.run(case, number) for number, case in enumerate(self.cases)]
+        alone = alone or SingleProcess(model).run
+        self.answers = [alone(case, number) for number, case in enumerate(self.cases)]
 
     def problem(self, stream: Stream, answer: list[int]) -> str:
         """Say what is wrong with what a client has had; empty: nothing."""

@@ -1,0 +1,84 @@
+"""Faults of `tests/mesh/faults` to real workers that compute with vLLM: the tokens of a single vLLM, whatever dies,
+hangs, is asked to stop or is damaged on its way."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from schemas.message import decode
+from schemas.request import TokensEmitted, TransferReport
+from services.sim.scenario import Scenario, load_scenario
+from tests.engine.vllm_engine.conftest import World
+from tests.mesh.faults.harness import OPTIONS, SCENARIOS, FaultMesh, fault_mesh, make_truth
+from tests.mesh.faults.kills import Killing
+from tests.mesh.faults.times import PHASES, cancel_to_free, death_to_free, killed_halfway
+from tests.mesh.forked import ForkingLoop
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+NAMES = (
+    "drain_decode", "drain_prefill", "pause_decode_long", "pause_decode_short", "pause_prefill_long",
+    "pause_prefill_short", "disconnects", "corruption", "truncation", "stall", "refusal",
+)  # fmt: skip
+"""What befalls workers and what crosses between them; the other services do not know who computes."""
+KILLS = [file.stem.removeprefix("kill_prefill_") for file in sorted(SCENARIOS.glob("kill_prefill_*.toml"))]
+"""The phases of a request in which a worker dies."""
+NUM_CASES, NUM_STREAMS, NUM_KILLS = 10, 8, 4
+
+
+def both_roles(phase: str) -> tuple[str, str]:
+    """Return the scenarios in which one worker of each role dies in a phase: both are started again at once."""
+    return f"kill_prefill_{phase}", f"kill_decode_{phase}"
+
+
+@pytest.fixture(scope="module")
+def mesh(real_world: World, forking: ForkingLoop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultMesh]:
+    """One mesh for all, two workers of each role: whatever dies is started again, and must be as good as new."""
+    truth = make_truth(NUM_CASES, lambda case, _: real_world.reference(case.prompt, case.sampling))
+    options = replace(OPTIONS, engine="vllm", replicate=True)
+    around = fault_mesh(tmp_path_factory.mktemp("faults"), truth, forking.zygote, options)
+    yield forking.run(around.__aenter__())
+    forking.run(around.__aexit__(None, None, None))
+
+
+@pytest.mark.parametrize("names", [*((name,) for name in NAMES), *map(both_roles, KILLS)], ids="+".join)
+def test_a_fault(names: tuple[str, ...], forking: ForkingLoop, mesh: FaultMesh) -> None:
+    scenarios = [load_scenario(SCENARIOS / f"{name}.toml") for name in names]
+    faults = tuple(fault for scenario in scenarios for fault in scenario.faults)
+    outcome = forking.run(mesh.run(Scenario(faults=faults, name="+".join(names)), NUM_STREAMS))
+    assert not outcome.complaints, "\n".join(outcome.complaints)
+
+
+def test_kills_over_and_over(forking: ForkingLoop, mesh: FaultMesh) -> None:
+    report = forking.run(Killing(mesh, NUM_KILLS, lambda: None).run())
+    assert report.num_kills == NUM_KILLS and report.num_resumed
+    assert not report.complaints, "\n".join(report.complaints)
+
+
+def test_what_decoding_completes_outlives_its_worker(forking: ForkingLoop, mesh: FaultMesh) -> None:
+    """It lies on the other decode worker as well: of an answer that is resumed there little is computed again."""
+    stream, reports = mesh.new_stream(*mesh.longest_cases(1)), list[TransferReport]()
+
+    def hear(subject: str, payload: bytes, _: float) -> None:
+        if subject.startswith("mesh.v1.tokens."):
+            requests = decode(payload, TokensEmitted).requests
+            reports.extend(each.report for each in requests if each.attempt > 1 and each.report is not None)
+
+    async def interrupt() -> None:
+        await mesh.settle()
+        mesh.listener.hearers.append(hear)
+        await killed_halfway(mesh, stream)
+        mesh.listener.hearers.remove(hear)
+
+    forking.run(interrupt())
+    assert stream.ending == "finished" and not mesh.truth.problem(stream, mesh.truth.answers[stream.number])
+    assert stream.num_resumed_tokens > 0 and reports
+    assert sum(report.recomputed_tokens for report in reports) < stream.num_resumed_tokens // 2, reports
+
+
+def test_a_dead_reader_s_lease_ends(forking: ForkingLoop, mesh: FaultMesh) -> None:
+    assert len(forking.run(death_to_free(mesh, 1, lambda: None))) == 1
+
+
+def test_a_client_may_hang_up_at_any_time(forking: ForkingLoop, mesh: FaultMesh) -> None:
+    assert forking.run(cancel_to_free(mesh, 1, lambda: None)).keys() == set(PHASES)
