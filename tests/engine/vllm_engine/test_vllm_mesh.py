@@ -31,17 +31,18 @@ CONCURRENCY = 4
 class Question:
     prompt: list[int]
     sampling: SamplingParams
+    model: str = "demo_model"
 
     def body(self) -> dict[str, object]:
         sampling = self.sampling
         return {
-            "model": "demo_model", "prompt": self.prompt, "max_tokens": sampling.max_tokens,
+            "model": self.model, "prompt": self.prompt, "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed, "ignore_eos": True,
             "return_token_ids": True,
         }  # fmt: skip
 
 
-def questions(count: int, *, max_tokens: int = 24, seed: int = 5) -> list[Question]:
+def questions(count: int, *, max_tokens: int = 24, seed: int = 5, vocab_size: int = 1300) -> list[Question]:
     rng = random.Random(seed)
     found: list[Question] = []
     for number in range(count):
@@ -49,7 +50,7 @@ def questions(count: int, *, max_tokens: int = 24, seed: int = 5) -> list[Questi
             max_tokens=max_tokens, temperature=number % 2 * 2.0, top_p=(1.0, 0.9)[number % 4 == 3], seed=number,
             ignore_eos=True,
         )  # fmt: skip
-        found.append(Question([rng.randrange(1, 1300) for _ in range(rng.randrange(5, 600))], sampling))
+        found.append(Question([rng.randrange(1, vocab_size) for _ in range(rng.randrange(5, 600))], sampling))
     return found
 
 
