@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,12 @@ async def test_a_split_mesh_gives_the_tokens_of_a_single_vllm(real_world: World)
             "a turn begins with what the one before left"
         )
         await until_free(mesh)
+        for target in mesh.metrics_targets:
+            async with httpx.AsyncClient() as http:
+                text = (await http.get(f"http://{target.targets[0]}/metrics")).text
+            counted = re.findall(r'vllm:generation_tokens_total\{.*model_name="demo_model".*\} (\S+)', text)
+            is_worker = target.labels["role"] in ("prefill", "decode")
+            assert [float(count) > 0 for count in counted] == [True] * is_worker, target
 
 
 def test_workers_that_are_killed_cost_no_token(real_world: World, running_mesh: RunningMesh, tmp_path: Path) -> None:
