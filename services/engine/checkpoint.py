@@ -33,6 +33,7 @@ _EXCHANGEABLE_ATTENTION, _ATTENTION_SINKS = "_supports_attention_backend = True"
 """What the source of a model of transformers says where others may compute its attention, and where this would have to
 know of sinks."""
 VLLM_QUANTIZATION = ("compressed-tensors", "gptq", "awq")
+"""`quant_method` of checkpoints that were tried with vLLM on the CPU (`tests/engine/vllm_engine/test_models.py`)."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
