@@ -10,6 +10,7 @@ from schemas.message import decode
 from schemas.request import TokensEmitted, TransferReport
 from services.sim.scenario import Scenario, load_scenario
 from tests.engine.vllm_engine.conftest import World
+from tests.mesh.faults.client import Stream
 from tests.mesh.faults.harness import OPTIONS, SCENARIOS, FaultMesh, fault_mesh, make_truth
 from tests.mesh.faults.kills import Killing
 from tests.mesh.faults.times import PHASES, cancel_to_free, death_to_free, killed_halfway
@@ -56,24 +57,33 @@ def test_kills_over_and_over(forking: ForkingLoop, mesh: FaultMesh) -> None:
 
 
 def test_what_decoding_completes_outlives_its_worker(forking: ForkingLoop, mesh: FaultMesh) -> None:
-    """It lies on the other decode worker as well: of an answer that is resumed there little is computed again."""
-    stream, reports = mesh.new_stream(*mesh.longest_cases(1)), list[TransferReport]()
+    """It lies on the other decode worker as well: of an answer that is resumed there little is computed again. Whether
+    it is read or computed is a question of price, so that one of several answers must show it."""
+    reports = list[TransferReport]()
 
     def hear(subject: str, payload: bytes, _: float) -> None:
         if subject.startswith("mesh.v1.tokens."):
             requests = decode(payload, TokensEmitted).requests
             reports.extend(each.report for each in requests if each.attempt > 1 and each.report is not None)
 
-    async def interrupt() -> None:
+    async def interrupt(stream: Stream) -> None:
         await mesh.settle()
         mesh.listener.hearers.append(hear)
         await killed_halfway(mesh, stream)
         mesh.listener.hearers.remove(hear)
+        await mesh.settle()
 
-    forking.run(interrupt())
-    assert stream.ending == "finished" and not mesh.truth.problem(stream, mesh.truth.answers[stream.number])
-    assert stream.num_resumed_tokens > 0 and reports
-    assert sum(report.recomputed_tokens for report in reports) < stream.num_resumed_tokens // 2, reports
+    shares: list[float] = []
+    for case in mesh.longest_cases(4):
+        reports.clear()
+        stream = mesh.new_stream(case)
+        forking.run(interrupt(stream))
+        assert stream.ending == "finished" and not mesh.truth.problem(stream, mesh.truth.answers[stream.number])
+        assert stream.num_resumed_tokens > 0 and reports
+        shares.append(sum(report.recomputed_tokens for report in reports) / stream.num_resumed_tokens)
+        if shares[-1] < 0.5:
+            return
+    pytest.fail(f"all of them were computed again, by shares: {shares}")
 
 
 def test_a_dead_reader_s_lease_ends(forking: ForkingLoop, mesh: FaultMesh) -> None:
