@@ -13,7 +13,7 @@ import logging
 import random
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping
 from typing import Any, TypeVar
 from urllib.parse import ParseResult
 
@@ -214,9 +214,8 @@ class BrokerClient(Client):
         await super()._attempt_reconnect()
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:
-        while (task := self._reconnection_task) is not None and not task.done() and task is not asyncio.current_task():
-            task.cancel()
-            await asyncio.wait({task}, timeout=limits.CANCEL_AGAIN_S)
+        if self._reconnection_task is not None and self._reconnection_task is not asyncio.current_task():
+            await _end(self._reconnection_task)
         await super()._close(status, do_cbs)
 
     async def _process_pong(self) -> None:
@@ -264,31 +263,29 @@ class NatsBus:
         bus = cls(client, access, name)
         tls = client_context(ca) if access.is_encrypted else None
         try:
-            await asyncio.wait_for(
-                client.connect(
-                    url,
-                    name=name,
-                    error_cb=bus._on_error,
-                    disconnected_cb=bus._on_disconnected,
-                    reconnected_cb=bus._on_reconnected,
-                    closed_cb=bus._on_closed,
-                    connect_timeout=max(1, int(timeout_s)),
-                    max_reconnect_attempts=-1,
-                    # Clients that were cut off together do not come back together.
-                    reconnect_time_wait=limits.RECONNECT_WAIT_S * random.uniform(1, 2),  # pyright: ignore[reportArgumentType]
-                    allow_reconnect=True,
-                    pending_size=limits.BUFFER_BYTES,
-                    ping_interval=limits.PING_INTERVAL_S,
-                    user_credentials=None if identity is None else RawCredentials(identity.credentials),
-                    inbox_prefix=INBOX if identity is None else identity.inbox,
-                    tls=tls,
-                ),
-                timeout_s,
+            connecting = client.connect(
+                url,
+                name=name,
+                error_cb=bus._on_error,
+                disconnected_cb=bus._on_disconnected,
+                reconnected_cb=bus._on_reconnected,
+                closed_cb=bus._on_closed,
+                connect_timeout=max(1, int(timeout_s)),
+                max_reconnect_attempts=-1,
+                # Clients that were cut off together do not come back together.
+                reconnect_time_wait=limits.RECONNECT_WAIT_S * random.uniform(1, 2),  # pyright: ignore[reportArgumentType]
+                allow_reconnect=True,
+                pending_size=limits.BUFFER_BYTES,
+                ping_interval=limits.PING_INTERVAL_S,
+                user_credentials=None if identity is None else RawCredentials(identity.credentials),
+                inbox_prefix=INBOX if identity is None else identity.inbox,
+                tls=tls,
             )
-        except BrokerRefusesError:
+            await _within(timeout_s, connecting)
+        except (asyncio.CancelledError, BrokerRefusesError):
             await client._close(Client.CLOSED, False)  # pyright: ignore[reportPrivateUsage]
             raise
-        except (OSError, nats.errors.Error, TimeoutError, ValueError) as error:
+        except (OSError, nats.errors.Error, ValueError) as error:
             if isinstance(error, TimeoutError):
                 await client.close()
             cause = client.last_error or error
@@ -554,6 +551,26 @@ async def _reconnect(client: Client) -> None:
         client._status = Client.CONNECTED  # pyright: ignore[reportPrivateUsage]  # it takes itself for reconnecting
     await client.force_reconnect()
     _abort(client)
+
+
+async def _end(task: asyncio.Task[Any]) -> None:
+    """Cancel one of the library's tasks until it has ended: what swallows a cancellation goes on for ever."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=limits.CANCEL_AGAIN_S)
+
+
+async def _within(timeout_s: float, operation: Coroutine[Any, Any, None]) -> None:
+    """Await one of the library's operations. Raises TimeoutError; `asyncio.wait_for` would then wait for what swallows
+    its cancellation, which tries for ever to connect."""
+    task = asyncio.create_task(operation)
+    try:
+        await asyncio.wait({task}, timeout=timeout_s)
+    finally:
+        await _end(task)
+    if task.cancelled():
+        raise TimeoutError
+    task.result()
 
 
 async def _cancellable(operation: Awaitable[ResultT]) -> ResultT:

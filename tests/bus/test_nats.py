@@ -17,7 +17,7 @@ import pytest
 from services.bus.base import BusClosedError, BusError, Delivery, RequestTimedOutError, Subscription
 from services.bus.embedded import EmbeddedNats
 from services.bus.limits import BUFFER_BYTES
-from services.bus.nats import NatsBus
+from services.bus.nats import BrokerTransport, NatsBus
 from services.errors import BrokerRefusesError, BrokerUnreachableError, UserError
 from services.trust.keys import BusAccess
 from tests.waiting import until
@@ -446,6 +446,24 @@ async def test_an_unreachable_broker_is_one_line(caplog: pytest.LogCaptureFixtur
     assert not caplog.records
 
 
+async def test_who_gives_up_connecting_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library takes a cancellation for one more failure where it comes together with one, and would go on."""
+    swallowed: list[asyncio.CancelledError] = []
+
+    async def connect(self: BrokerTransport, *args: object, **kwargs: object) -> None:
+        try:
+            await asyncio.sleep(LONG_S)
+        except asyncio.CancelledError as error:
+            swallowed.append(error)
+            raise ConnectionRefusedError from error
+
+    monkeypatch.setattr(BrokerTransport, "connect", connect)
+    async with asyncio.timeout(LONG_S):
+        with pytest.raises(BrokerUnreachableError, match="ConnectionRefused"):
+            await NatsBus.connect(BusAccess("nats://127.0.0.1:4222"), "test", timeout_s=0.1)
+    assert len(swallowed) == 1
+
+
 async def test_something_that_is_no_broker_is_one_line() -> None:
     writers: list[asyncio.StreamWriter] = []
     server = await asyncio.start_server(lambda reader, writer: writers.append(writer), "127.0.0.1", 0)
@@ -519,6 +537,7 @@ async def test_a_service_says_who_it_is_now(bus: NatsBus, nats_url: str) -> None
     name, identity = f"service-{uuid4().hex[:8]}", {"incarnation": "one"}
     await server.announce(name, "does this and that", identity)
     await server.serve(name, "answer", f"test.{name}.answer", metadata={"carries": "Question"})
+    await server.flush()
 
     async def info() -> dict[str, Any]:
         return json.loads((await bus.request(f"$SRV.INFO.{name}", b"", {}, LONG_S)).payload)

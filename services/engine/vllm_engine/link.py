@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from dataplane.blocks.layout import KEY, VALUE, ArenaShape
 from services.engine.interface import EngineLostError
-from services.engine.vllm_engine.plan import Copies, Lane, Run, TrackedSequence
+from services.engine.vllm_engine.plan import Copies, GroupPair, Run, TrackedSequence
 
 Pages = npt.NDArray[np.uint8]
 """One layer's blocks as bytes: [blocks, bytes of a block's keys and values]."""
@@ -56,8 +56,8 @@ class EngineLink:
             tuple(self._plane(array, shape, layer, part) for part in (KEY, VALUE)) for layer in range(layout.num_layers)
         ]
         self._pages: list[Pages] = []
-        self.lanes: list[Lane] = []
-        self._lane_of_layer: list[int] = []
+        self.group_pairs: list[GroupPair] = []
+        self._pair_of_layer: list[int] = []
         self._saved: list[int] = []
         """The layers whose hook this step has called, in order."""
         _links[self.name] = self
@@ -86,17 +86,17 @@ class EngineLink:
                     f"layer {number} sees {layer.window or 'all'} tokens in vLLM, and {window or 'all'} by config.json"
                 )
         self._pages = [layers[number].pages for number in expected]
-        lane_of_layer = [Lane(layout.group_of_layer[number], layers[number].group) for number in expected]
-        self.lanes = sorted(set(lane_of_layer))
-        self._lane_of_layer = [self.lanes.index(lane) for lane in lane_of_layer]
+        pair_of_layer = [GroupPair(layout.group_of_layer[number], layers[number].group) for number in expected]
+        self.group_pairs = sorted(set(pair_of_layer))
+        self._pair_of_layer = [self.group_pairs.index(pair) for pair in pair_of_layer]
 
     def load(self) -> None:
         """Copy in what this step's requests were promised, all layers."""
         for copies in self.step:
-            for layer, lane in enumerate(self._lane_of_layer) if any(copies.loads) else ():
+            for layer, pair in enumerate(self._pair_of_layer) if any(copies.loads) else ():
                 keys, values = self._planes[layer]
                 page = self._pages[layer]
-                for arena, engine, count in copies.loads[lane]:
+                for arena, engine, count in copies.loads[pair]:
                     rows = page[engine : engine + count]
                     rows[:, : self._half] = keys[arena : arena + count]
                     rows[:, self._half :] = values[arena : arena + count]
@@ -105,7 +105,7 @@ class EngineLink:
         """Copy out what this step has computed of a layer, and announce it. The layer's KV must be written."""
         self._saved.append(layer)
         for copies in self.step:
-            for run in copies.saves[self._lane_of_layer[layer]]:
+            for run in copies.saves[self._pair_of_layer[layer]]:
                 self._save_run(layer, run)
             listener = copies.tracked.sequence.layer_listener
             if listener is not None:
@@ -129,7 +129,7 @@ class EngineLink:
             np.array_equal(self._planes[layer][part][arena : arena + count], half)
             for copies in self.step
             for layer, page in enumerate(self._pages)
-            for arena, engine, count in copies.saves[self._lane_of_layer[layer]]
+            for arena, engine, count in copies.saves[self._pair_of_layer[layer]]
             for part, half in enumerate(np.split(page[engine : engine + count], 2, axis=1))
         )
 

@@ -28,6 +28,8 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
 }
 """What vLLM reads when it is imported."""
+DEFAULTS = {"enforce_eager": True, "use_tqdm_on_load": False}
+"""Engine arguments that `engine.args` may change."""
 
 
 class LoadedVllm(NamedTuple):
@@ -60,44 +62,11 @@ def load_vllm(
     logging.getLogger("vllm").setLevel(logging.ERROR)
     from vllm import EngineArgs, LLMEngine  # noqa: PLC0415  (seconds of imports, and reads the environment)
 
-    layout = shape.layout
-    own_format = cpu_format(version, _packing(layout), layout.dtype, args)
-    if own_format != kv_format:
-        raise UserError(
-            f"KV of vLLM is {own_format} on this machine, and mesh.toml has engine.kv_format = {kv_format!r}: workers "
-            "that share KV run one version of it, on processors of one kind"
-        )
-    if min(shape.num_blocks) < self_check.NUM_BLOCKS:
-        raise UserError(
-            f"the arena holds {min(shape.num_blocks)} blocks of some layers, and vLLM's check needs "
-            f"{self_check.NUM_BLOCKS}: raise --kv-mib"
-        )
+    _check_shape(shape, cpu_format(version, _packing(shape.layout), shape.layout.dtype, args), kv_format)
+    ours = _engine_args(checkpoint, shape, token_budget, kv_bytes)
     link = EngineLink(shape, arena)
-    # A sequence fits into the arena or is refused by the worker, and vLLM wants room for the longest before it starts.
-    # The last token's KV is never computed.
-    most = max_sequence_tokens(shape, token_budget)
-    longest = min(checkpoint.context_length, most + 1) if most else checkpoint.context_length
     try:
-        engine = LLMEngine.from_engine_args(
-            EngineArgs(
-                model=checkpoint.path,
-                skip_tokenizer_init=True,
-                dtype=layout.dtype,
-                block_size=layout.block_size,
-                max_model_len=longest,
-                max_num_batched_tokens=token_budget,
-                max_num_seqs=min(MAX_SEQUENCES, token_budget),
-                kv_cache_memory_bytes=kv_bytes or pool_bytes(shape, token_budget),
-                # Of layers with windows it would have what the arena has not, with gaps.
-                enable_prefix_caching=not layout.is_windowed,
-                served_model_name=checkpoint.name,
-                disable_log_stats=False,
-                distributed_executor_backend="uni",
-                logits_processors=["services.engine.vllm_engine.sampling:MeshSampling"],
-                kv_transfer_config=_transfer_config(link),
-                **{"enforce_eager": True, "use_tqdm_on_load": False, **args},
-            )
-        )
+        engine = LLMEngine.from_engine_args(EngineArgs(**ours, **_link_args(link), **{**DEFAULTS, **args}))
     except Exception as error:
         link.close()
         raise CheckpointError(f"vLLM does not take {checkpoint.name}: {_first_line(error)}") from error
@@ -161,16 +130,56 @@ class InProcess:
         self._engine = None
 
 
-def _transfer_config(link: EngineLink) -> Any:
+def _check_shape(shape: ArenaShape, own_format: str, kv_format: str) -> None:
+    """Raise UserError where vLLM's KV is of another format than others think, or the arena too small for its check."""
+    if own_format != kv_format:
+        raise UserError(
+            f"KV of vLLM is {own_format} on this machine, and mesh.toml has engine.kv_format = {kv_format!r}: workers "
+            "that share KV run one version of it, on processors of one kind"
+        )
+    if min(shape.num_blocks) < self_check.NUM_BLOCKS:
+        raise UserError(
+            f"the arena holds {min(shape.num_blocks)} blocks of some layers, and vLLM's check needs "
+            f"{self_check.NUM_BLOCKS}: raise --kv-mib"
+        )
+
+
+def _engine_args(checkpoint: Checkpoint, shape: ArenaShape, token_budget: int, kv_bytes: int) -> dict[str, Any]:
+    """Return what follows from the checkpoint and `mesh.toml` (`formats.OURS`)."""
+    layout = shape.layout
+    # A sequence fits into the arena or is refused by the worker, and vLLM wants room for the longest before it starts.
+    # The last token's KV is never computed.
+    most = max_sequence_tokens(shape, token_budget)
+    return {
+        "model": checkpoint.path,
+        "served_model_name": checkpoint.name,
+        "skip_tokenizer_init": True,
+        "dtype": layout.dtype,
+        "block_size": layout.block_size,
+        "max_model_len": min(checkpoint.context_length, most + 1) if most else checkpoint.context_length,
+        "max_num_batched_tokens": token_budget,
+        "max_num_seqs": min(MAX_SEQUENCES, token_budget),
+        "kv_cache_memory_bytes": kv_bytes or pool_bytes(shape, token_budget),
+        # Of layers with windows it would have what the arena has not, with gaps.
+        "enable_prefix_caching": not layout.is_windowed,
+        "disable_log_stats": False,
+        "distributed_executor_backend": "uni",
+    }
+
+
+def _link_args(link: EngineLink) -> dict[str, Any]:
+    """Return what makes vLLM load the connector and the sampler, with the link that they find."""
     from vllm.config import KVTransferConfig  # noqa: PLC0415
 
-    return KVTransferConfig(
+    transfer = KVTransferConfig(
         kv_connector="MeshConnector",
         kv_connector_module_path="services.engine.vllm_engine.connector",
         kv_connector_extra_config={"link": link.name},
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
     )
+    processors = ["services.engine.vllm_engine.sampling:MeshSampling"]
+    return {"kv_transfer_config": transfer, "logits_processors": processors}
 
 
 def _packing(layout: Any) -> str:

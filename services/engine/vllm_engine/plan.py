@@ -16,7 +16,7 @@ NO_BLOCK = 0
 """vLLM's name for a block that no window sees any more."""
 
 
-class Lane(NamedTuple):
+class GroupPair(NamedTuple):
     """Layers that have the same blocks on both sides: `group` is a cache group of the arena's layout, `engine_group`
     one of vLLM's. vLLM may have several for one of ours, as all of its have equally many layers."""
 
@@ -28,14 +28,14 @@ class Lane(NamedTuple):
 class TrackedSequence:
     """A sequence that vLLM has, and what of it is in the arena.
 
-    `lanes`: those of the engine. `num_given`: its tokens when it came, a prompt and, of
+    `group_pairs`: those of the engine. `num_given`: its tokens when it came, a prompt and, of
     an attempt that is resumed, an answer's beginning. `num_present`: tokens whose KV is in the arena; what a step is to
     save counts from its plan on. `load_from`: the first token that vLLM was promised from the arena and has not yet.
     """
 
     sequence: Sequence
     layout: KVLayout
-    lanes: Seq[Lane]
+    group_pairs: Seq[GroupPair]
     num_given: int = field(init=False)
     num_present: int = field(init=False)
     load_from: int | None = None
@@ -74,24 +74,24 @@ class TrackedSequence:
             announced = num_whole * size
         loads: list[tuple[Run, ...]] = []
         saves: list[tuple[Run, ...]] = []
-        for lane in self.lanes:
-            window = self.layout.groups[lane.group].window
-            engine_blocks = block_ids[lane.engine_group]
+        for pair in self.group_pairs:
+            window = self.layout.groups[pair.group].window
+            engine_blocks = block_ids[pair.engine_group]
             wanted = range(0)
             if loaded is not None:
                 # Of what comes before a window's tokens vLLM has no blocks, and the arena need not have any.
                 first = max(loaded, start - window + 1) if window else loaded
                 wanted = range(first // size, num_blocks_for(start, size))
-            loads.append(self._runs(lane, wanted, engine_blocks))
-            saves.append(self._runs(lane, range(self.num_present // size, num_whole), engine_blocks))
+            loads.append(self._runs(pair, wanted, engine_blocks))
+            saves.append(self._runs(pair, range(self.num_present // size, num_whole), engine_blocks))
         self.num_present = max(self.num_present, min(announced, end))
         return Copies(self, start, end, tuple(loads), tuple(saves), announced)
 
-    def _runs(self, lane: Lane, blocks: range, engine_blocks: Seq[int]) -> tuple["Run", ...]:
+    def _runs(self, pair: GroupPair, blocks: range, engine_blocks: Seq[int]) -> tuple["Run", ...]:
         if not blocks:
             return ()
-        first_block = self.sequence.tables[lane.group].first_block
-        table = self._tables[lane.group]
+        first_block = self.sequence.tables[pair.group].first_block
+        table = self._tables[pair.group]
         if blocks.start < first_block or blocks.stop > first_block + len(table):
             raise EngineLostError(
                 f"blocks {blocks.start} to {blocks.stop} of {self.sequence.request_id} are not all in the arena, which "
@@ -112,7 +112,7 @@ class Run(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """One sequence in one step. `loads`, `saves`: by lane. `announced`: tokens from the sequence's start whose KV a
+    """One sequence in one step. `loads`, `saves`: by pair. `announced`: tokens from the sequence's start whose KV a
     layer has in the arena once its saves are done."""
 
     tracked: TrackedSequence

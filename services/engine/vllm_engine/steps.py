@@ -93,7 +93,7 @@ class VllmSteps:
             theirs = self._engine.add(ours, sequence, num_tokens_left(sequence, self._context_length))
         except ValueError as error:
             raise InvalidSequenceError(f"vLLM does not take {ours}: {error}") from error
-        self._link.tracked[theirs] = TrackedSequence(sequence, self.layout, self._link.lanes)
+        self._link.tracked[theirs] = TrackedSequence(sequence, self.layout, self._link.group_pairs)
         self._names[key] = theirs
         self._sequences[ours] = sequence
 

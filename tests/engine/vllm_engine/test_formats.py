@@ -1,9 +1,11 @@
+import ast
 import importlib.util
+import inspect
 
 import pytest
 
 from dataplane.blocks.layout import ArenaShape, KVLayout
-from services.engine.vllm_engine import formats
+from services.engine.vllm_engine import formats, loading
 from services.errors import UserError
 
 
@@ -34,6 +36,20 @@ def test_the_pool_has_room_for_all_that_the_arena_holds() -> None:
     block_bytes = 2 * 32 * 4 * 4
     assert formats.pool_bytes(shape, 9) == (2 * (100 + 10) + 6 * (30 + 10)) * block_bytes
     assert formats.pool_bytes(shape, 1000) == (2 * (100 + 257) + 6 * (30 + 257)) * block_bytes
+
+
+def test_what_follows_from_the_rest_of_mesh_toml_is_not_a_user_s_to_set() -> None:
+    """All that `loading.py` gives the engine, and nothing else, is refused in `engine.args`."""
+    given = [
+        ast.literal_eval(key)
+        for function in ("_engine_args", "_link_args")
+        for node in ast.walk(ast.parse(inspect.getsource(getattr(loading, function))))
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Dict)
+        for key in node.value.keys
+        if key is not None
+    ]
+    assert sorted(given) == sorted(formats.OURS)
+    assert not loading.DEFAULTS.keys() & (formats.OURS | formats.NOT_SERVED.keys())
 
 
 def test_without_vllm_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from dataplane.blocks.layout import BlockTable, KVLayout, Segment
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.engine.interface import EngineLostError, Sequence
-from services.engine.vllm_engine.plan import NO_BLOCK, Copies, Lane, Run, TrackedSequence, runs_of
+from services.engine.vllm_engine.plan import NO_BLOCK, Copies, GroupPair, Run, TrackedSequence, runs_of
 
 SIZE = 4
 LAYOUT = KVLayout(
@@ -27,7 +27,7 @@ def tracked(num_tokens: int, num_present: int = 0, *, is_leased: bool = False) -
         (BlockTable((Segment(100, 100),)),), num_computed_tokens=num_present,
         layer_listener=Listener() if is_leased else None,
     )  # fmt: skip
-    return TrackedSequence(sequence, LAYOUT, [Lane(0, 0)])
+    return TrackedSequence(sequence, LAYOUT, [GroupPair(0, 0)])
 
 
 def engine_blocks(first: int = 7) -> range:
@@ -35,7 +35,7 @@ def engine_blocks(first: int = 7) -> range:
 
 
 def plan(one: TrackedSequence, start: int, num_tokens: int, blocks: range) -> Copies:
-    """Return the copies of the only lane."""
+    """Return the copies of the only pair."""
     copies = one.plan(start, num_tokens, [blocks])
     return copies._replace(loads=copies.loads[0], saves=copies.saves[0])  # type: ignore[arg-type]
 
@@ -152,7 +152,7 @@ def windowed(window: int, num_tokens: int, num_present: int, table: BlockTable) 
         RequestId("r"), 1, list(range(num_tokens)), num_tokens, SamplingParams(max_tokens=100),
         (BlockTable((Segment(100, 100),)), table), num_computed_tokens=num_present,
     )  # fmt: skip
-    return TrackedSequence(sequence, layout, [Lane(0, 0), Lane(1, 1)])
+    return TrackedSequence(sequence, layout, [GroupPair(0, 0), GroupPair(1, 1)])
 
 
 def test_of_a_window_only_what_it_sees_is_loaded() -> None:

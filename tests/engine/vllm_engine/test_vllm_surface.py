@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from services.engine.vllm_engine import loading
+from services.engine.vllm_engine.formats import NOT_SERVED, OURS
 
 pytestmark = pytest.mark.vllm
 CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base"
@@ -42,15 +43,20 @@ CALLED = {
 """Each with the parameters that we give it, in order; it may have more, which have defaults."""
 READ = {
     "vllm.v1.core.sched.output.SchedulerOutput": [
-        "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "kv_connector_block_state",
+        "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "preempted_req_ids",
+        "kv_connector_block_state",
     ],
     "vllm.v1.core.sched.output.NewRequestData": ["req_id", "num_computed_tokens"],
     "vllm.v1.core.sched.output.CachedRequestData": ["req_ids", "num_computed_tokens"],
+    "vllm.v1.kv_cache_interface.KVCacheConfig": ["kv_cache_groups"],
+    "vllm.v1.kv_cache_interface.KVCacheGroupSpec": ["layer_names", "kv_cache_spec"],
+    "vllm.v1.kv_cache_interface.UniformTypeKVCacheSpecs": ["kv_cache_specs"],
+    "vllm.v1.kv_cache_interface.SlidingWindowSpec": ["sliding_window"],
+    "vllm.v1.kv_cache_interface.ChunkedLocalAttentionSpec": ["attention_chunk_size"],
     "vllm.CompletionOutput": ["token_ids"],
 }  # fmt: skip
 """Fields of data classes."""
 MADE = {
-    "EngineArgs": "vllm.EngineArgs",
     "KVTransferConfig": "vllm.config.KVTransferConfig",
     "SamplingParams": "vllm.SamplingParams",
 }
@@ -87,8 +93,6 @@ def fields_given(name: str) -> Iterable[str]:
     for keyword in call.keywords:
         if keyword.arg is not None:
             yield keyword.arg
-        elif isinstance(keyword.value, ast.Dict):
-            yield from (key.value for key in keyword.value.keys if isinstance(key, ast.Constant))
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -128,6 +132,12 @@ def test_what_is_read(path: str) -> None:
 def test_what_is_made(name: str) -> None:
     given, known = {*fields_given(name)}, inspect.signature(named(MADE[name])).parameters
     assert given and given <= known.keys(), f"{name} has no {', '.join(given - known.keys())}"
+
+
+def test_its_engine_s_arguments() -> None:
+    """Those that we give it, those that a user may not, and those that we set unless a user does."""
+    known = {each.name for each in dataclasses.fields(named("vllm.EngineArgs"))}
+    assert known >= OURS | NOT_SERVED.keys() | loading.DEFAULTS.keys()
 
 
 def test_a_request_of_its_scheduler_s() -> None:
