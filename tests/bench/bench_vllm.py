@@ -1,6 +1,7 @@
 """The mesh on vLLM beside vLLM itself: `make vllm-bench`, or `python -m tests.bench.bench_vllm` in .venv-vllm.
 
     alone   one worker of ours and vLLM's own server
+    token   where the time of a decoded token goes on these two: CPU time by thread and process
     split   prefill and decode on two workers of ours, and two workers that do both
     peers   the same split and vLLM's own: with NIXL's connector, and with one over plain TCP (`tcp_connector.py`)
     turns   later turns of conversations, on our workers and on two servers behind a router with session affinity
@@ -34,7 +35,7 @@ from services.bench.drive.progress_bar import progress
 from services.bench.drive.random_model import SHAPE, make_model
 from services.engine.vllm_engine.formats import installed_version
 from services.errors import UserError
-from services.launch.supervisor import UpOptions
+from services.launch.supervisor import Supervisor, UpOptions
 from tests.bench import side_by_side
 from tests.bench.bench_proof import TIMES
 from tests.bench.gpu_report import Row, cells
@@ -46,6 +47,7 @@ from tests.bench.vllm_peers import (
     OURS,
     TCP,
     THEIRS,
+    Process,
     ServerOptions,
     missing_nixl,
     on_vllm,
@@ -53,6 +55,7 @@ from tests.bench.vllm_peers import (
     server,
     started,
 )
+from tests.bench.vllm_profile import decoded, group_pids, rows_of
 from tests.bench.vllm_turns import TurnsPlan, measure_turns
 
 MIB = 1 << 20
@@ -73,6 +76,8 @@ class Sizes(NamedTuple):
 
     loads: tuple[Load, ...]
     load_rounds: int
+    token_answer: int
+    token_rounds: int
     lengths: tuple[int, ...]
     split_requests: int
     split_starts: int
@@ -89,6 +94,8 @@ class Sizes(NamedTuple):
 FULL = Sizes(
     loads=(Load(1, 10, 1_000, 32), Load(4, 24, 1_000, 32), Load(0, 48, 1_000, 32, at_once=16)),
     load_rounds=5,
+    token_answer=400,
+    token_rounds=5,
     lengths=(100, 1_000, 10_000),
     split_requests=10,
     split_starts=3,
@@ -104,6 +111,8 @@ FULL = Sizes(
 QUICK = Sizes(
     loads=(Load(4, 4, 200, 8), Load(0, 8, 200, 8, at_once=4)),
     load_rounds=1,
+    token_answer=16,
+    token_rounds=1,
     lengths=(100, 400),
     split_requests=2,
     split_starts=1,
@@ -118,15 +127,23 @@ QUICK = Sizes(
 )
 
 
-async def measure_alone(sizes: Sizes, folder: Path) -> list[Row]:
+@asynccontextmanager
+async def _worker_and_server(folder: Path) -> AsyncGenerator[tuple[Supervisor, Process]]:
+    """Run a mesh of one aggregated worker and vLLM's own server."""
     async with AsyncExitStack() as stack:
         model, _ = await stack.enter_async_context(model_folder(""))
         options = on_vllm(UpOptions(num_prefill=0, num_decode=0, num_aggregated=1), model)
-        urls = urls_of(await stack.enter_async_context(running({OURS: options})))
+        supervisors = await stack.enter_async_context(running({OURS: options}))
         theirs = server(ServerOptions(name="vllm", model=model), folder)
         with progress("starting vLLM's server"):
             await stack.enter_async_context(started([theirs]))
-        found = await _loaded(urls | {THEIRS: theirs.url}, sizes.loads, sizes.load_rounds, "rounds of `alone`")
+        yield supervisors[OURS], theirs
+
+
+async def measure_alone(sizes: Sizes, folder: Path) -> list[Row]:
+    async with _worker_and_server(folder) as (ours, theirs):
+        urls = {OURS: ours.url, THEIRS: theirs.url}
+        found = await _loaded(urls, sizes.loads, sizes.load_rounds, "rounds of `alone`")
     rows: list[Row] = []
     for load, sides in found.items():
         rows += [
@@ -137,6 +154,15 @@ async def measure_alone(sizes: Sizes, folder: Path) -> list[Row]:
             pair = [[one.tokens_per_s for one in side] for side in sides.values()]
             rows.append(compared(f"throughput, {load.words}", list(sides), pair, "tokens/s", 0.9, "more"))
     return rows
+
+
+async def measure_token(sizes: Sizes, folder: Path) -> list[Row]:
+    async with _worker_and_server(folder) as (ours, theirs), open_http() as http:
+        clients = {name: await Client.open(http, url) for name, url in ((OURS, ours.url), (THEIRS, theirs.url))}
+        pids = {OURS: [child.process.pid for child in ours.children], THEIRS: group_pids(theirs.pid)}
+        with progress("rounds of `token`", (sizes.token_rounds + 1) * len(clients)) as on_answer:
+            found = await decoded(clients, pids, sizes.token_answer, sizes.token_rounds, SHAPE["vocab"], on_answer)
+    return rows_of(found)
 
 
 async def measure_split(sizes: Sizes, folder: Path) -> list[Row]:
@@ -228,6 +254,7 @@ async def _turns(sizes: Sizes, folder: Path) -> list[Row]:
 
 PARTS: dict[str, Callable[[Sizes, Path], Awaitable[list[Row]]]] = {
     "alone": measure_alone,
+    "token": measure_token,
     "split": measure_split,
     "peers": measure_peers,
     "turns": _turns,

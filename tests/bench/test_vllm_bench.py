@@ -1,5 +1,6 @@
 """The bench of the mesh on vLLM: its load, ratios, proxy and processes without vLLM; then the parts themselves."""
 
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.bench.gpu_report import Row
 from tests.bench.test_bench import completion
 from tests.bench.vllm_load import Load, arrivals_s, compared, in_turn, period_of
 from tests.bench.vllm_peers import OURS, THEIRS, Process, started
+from tests.bench.vllm_profile import cpu_ns, group_pids, token_times
 from tests.bench.vllm_proxy import ASK_FOR_KV, Proxy, decode_body, prefill_body
 from tests.bench.vllm_turns import Group, Sides
 
@@ -160,6 +162,22 @@ async def test_a_refusal_of_the_prefill_server_is_passed_on(heard: list[tuple[st
     async with proxied(heard, 503) as http:
         assert (await http.post("/v1/completions", json=ASKED)).status_code == 503
     assert len(heard) == 1
+
+
+# CPU time
+
+
+def test_the_thread_that_steps_is_the_busiest_and_the_rest_is_told_by_process() -> None:
+    before = {(1, 1): 1_000_000, (1, 2): 5_000_000, (2, 2): 7_000_000}
+    after = {(1, 1): 5_000_000, (1, 2): 45_000_000, (1, 3): 2_000_000, (2, 2): 17_000_000}
+    assert token_times(before, after, 80.0, 10) == (4.0, 0.6, 1.0, 8.0)
+
+
+def test_what_a_thread_computes_is_counted() -> None:
+    before = cpu_ns([os.getpid()])
+    while (spent := cpu_ns([os.getpid()])[os.getpid(), os.getpid()]) < before[os.getpid(), os.getpid()] + 10_000_000:
+        pass
+    assert spent and os.getpid() in group_pids(os.getpgid(0))
 
 
 # Processes

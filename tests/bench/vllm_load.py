@@ -73,12 +73,13 @@ def compared(
     unit: str,
     aim: float | None = None,
     better: Better = "less",
+    digits: int = 1,
 ) -> Row:
     """Return the row of the first side's figures beside the second's, round by round."""
     if not all(sides) or not all(sides[1]):
         return Row(what=what, aim=aim, better=better, error="nothing was measured")
     ratios = [one / other for one, other in zip(*sides, strict=True)]
-    shown = ", ".join(f"{name} {median(side):,.1f}" for name, side in zip(names, sides, strict=True))
+    shown = ", ".join(f"{name} {median(side):,.{digits}f}" for name, side in zip(names, sides, strict=True))
     rounds = f"; by round {min(ratios):.2f}–{max(ratios):.2f}" if len(ratios) > 1 else ""
     return Row(what=what, result=f"{shown} {unit}{rounds}", ratio=median(ratios), aim=aim, better=better)
 

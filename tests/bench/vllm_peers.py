@@ -82,6 +82,12 @@ class Process:
                     raise UserError(f"{self.name} does not answer after {READY_TIMEOUT_S:.0f} s: {self._last_line()}")
                 await asyncio.sleep(READY_INTERVAL_S)
 
+    @property
+    def pid(self) -> int:
+        """The leader of its process group. It must have been started."""
+        assert self._process is not None
+        return self._process.pid
+
     async def restart(self) -> None:
         """Kill all of it, and start it again."""
         await self._end(signal.SIGKILL)
