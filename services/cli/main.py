@@ -174,6 +174,10 @@ def serve(
         int, typer.Option(min=-1, max=65_535, help="Where to serve metrics, 0 finds a port; mesh.toml's if -1.")
     ] = -1,
     device: Annotated[str, typer.Option(help="A worker's: auto, cpu, cuda, cuda:N; mesh.toml's if left out.")] = "",
+    engine: Annotated[
+        EngineName | None,
+        typer.Option(help="What computes; mesh.toml's if left out. Workers, stores and gateways must agree."),
+    ] = None,
     keys: Annotated[str, typer.Option(help="Folder of the roles' keys for the bus; mesh.toml's if left out.")] = "",
     supervised: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
@@ -181,7 +185,7 @@ def serve(
     from services.launch.serve import Overrides, run_service
 
     metrics = None if metrics_port < 0 else metrics_port
-    overrides = Overrides(gateway=port or None, metrics=metrics, device=device, keys=keys)
+    overrides = Overrides(gateway=port or None, metrics=metrics, device=device, engine=engine, keys=keys)
     run_service(role, config, service_id=id, overrides=overrides, supervised=supervised)
 
 

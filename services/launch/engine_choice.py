@@ -1,4 +1,4 @@
-"""The engine that `kvmesh up` was asked for, as `mesh.toml` says it: what vLLM's KV is on this machine, and whether
+"""The engine that the command line asks for, as `mesh.toml` says it: what vLLM's KV is on this machine, and whether
 there is memory for it."""
 
 from pathlib import Path
@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 from services.config import EngineConfig, EngineName, MeshConfig, dtype_of
-from services.engine.checkpoint import Checkpoint, default_shape, layout_for
+from services.engine.checkpoint import Checkpoint, default_shape, layout_for, read_checkpoint
+from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.vllm_engine.formats import BLOCK_SIZE, PROCESS_BYTES, check_args, format_here, pool_bytes
 from services.errors import UserError
 
@@ -50,6 +51,23 @@ def with_engine(
         raise UserError(f"vLLM cannot be served like this: {error}") from error
     check_memory(config, checkpoint, num_workers, available_bytes())
     return config
+
+
+def in_place_of_the_files(config: MeshConfig, name: EngineName, num_workers: int) -> MeshConfig:
+    """Return the configuration with an engine in place of the file's, and the file's block size where the engine takes
+    it. `num_workers`: those that are to start. Raises UserError as `with_engine`, and CheckpointError."""
+    if name == config.engine.name:
+        return config
+    size = config.worker.block_size
+    return with_engine(
+        msgspec.structs.replace(config, engine=EngineConfig()),
+        read_checkpoint(config.model.path or str(DEMO_MODEL_DIR), name),
+        name=name,
+        block_size=BLOCK_SIZE if name == "vllm" and size % BLOCK_SIZE else size,
+        kv_bytes=0,
+        args={},
+        num_workers=num_workers,
+    )
 
 
 def check_memory(config: MeshConfig, checkpoint: Checkpoint, num_workers: int, available: int | None) -> None:

@@ -17,7 +17,7 @@ from schemas.ids import GatewayId, WorkerId, is_subject_token
 from schemas.permissions import role_of
 from schemas.worker import WorkerRole
 from services.bus.nats import NatsBus
-from services.config import MeshConfig, TelemetryConfig, load_config, require_secrets, with_device
+from services.config import EngineName, MeshConfig, TelemetryConfig, load_config, require_secrets, with_device
 from services.errors import UserError
 from services.metric_names import HOLDERS, SERVICE_INFO, metrics_of
 from services.metrics import Metrics
@@ -40,12 +40,13 @@ Service = tuple[Start, TicketSecrets | None]
 
 
 class Overrides(NamedTuple):
-    """What the command line sets in place of the configuration: ports, a worker's device, the folder of the keys. None
-    or empty: nothing."""
+    """What the command line sets in place of the configuration: ports, a worker's device, the engine, the folder of the
+    keys. None or empty: nothing."""
 
     gateway: int | None = None
     metrics: int | None = None
     device: str = ""
+    engine: EngineName | None = None
     keys: str = ""
 
 
@@ -65,6 +66,7 @@ def run_service(
     metrics.prepare(metrics_of(role))
     metrics.on_sample(lambda: metrics.put(SERVICE_INFO, {(name,): 1}))
     try:
+        config = _with_engine(role, config, overrides.engine)
         key = _key_of(role, config, config_path)
         config = with_key(config, key) if key else config
         identity = key.member(name) if key and not config.nats.open else None
@@ -173,6 +175,15 @@ def _overridden(config: MeshConfig, overrides: Overrides) -> MeshConfig:
     if overrides.device:
         config = with_device(config, overrides.device)
     return msgspec.structs.replace(config, gateway=gateway, telemetry=telemetry)
+
+
+def _with_engine(role: str, config: MeshConfig, name: EngineName | None) -> MeshConfig:
+    """Return the configuration with the engine that was asked for, where the role knows what KV is."""
+    if name is None or role in ("scheduler", "directory"):
+        return config
+    from services.launch.engine_choice import in_place_of_the_files
+
+    return in_place_of_the_files(config, name, num_workers=int(role not in ("store", "gateway")))
 
 
 async def _end_with(bus: NatsBus, stop: asyncio.Event) -> bool:

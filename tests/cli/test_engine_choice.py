@@ -1,5 +1,7 @@
 """What `kvmesh up --engine` makes of mesh.toml, and what it refuses before anything is started."""
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,9 +13,11 @@ from services.config import MeshConfig, WorkerConfig
 from services.engine.checkpoint import Checkpoint, layout_for, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.vllm_engine import formats
+from services.engine.vllm_engine.formats import installed_version
 from services.errors import UserError
 from services.launch import engine_choice
-from services.launch.engine_choice import check_memory, with_engine
+from services.launch.engine_choice import check_memory, in_place_of_the_files, with_engine
+from services.launch.serve import Overrides, run_service
 
 MIB = 1 << 20
 CHOICE: dict[str, Any] = {"name": "vllm", "block_size": 0, "kv_bytes": 0, "args": {}, "num_workers": 2}
@@ -50,6 +54,26 @@ def test_our_own_engine_stays_as_it_was(checkpoint: Checkpoint) -> None:
     for changes in ({"kv_bytes": 1}, {"args": {"a": 1}}):
         with pytest.raises(UserError, match="are for --engine vllm"):
             with_engine(MeshConfig(), checkpoint, **own | changes)
+
+
+def test_a_service_takes_an_engine_in_place_of_the_file_s(checkpoint: Checkpoint) -> None:
+    """`kvmesh serve --engine`: what `kvmesh up` would have written, and back."""
+    written = with_engine(MeshConfig(), checkpoint, **CHOICE)
+    assert in_place_of_the_files(MeshConfig(), "vllm", 1) == written
+    assert in_place_of_the_files(written, "vllm", 1) is written
+    own = in_place_of_the_files(written, "transformers", 1)
+    assert (own.engine.name, own.engine.kv_format, own.worker.block_size) == ("transformers", "", 32)
+    larger = MeshConfig(worker=WorkerConfig(block_size=64))
+    assert in_place_of_the_files(larger, "vllm", 1).worker.block_size == 64
+
+
+@pytest.mark.parametrize("role", ["prefill", "store", "gateway"])
+def test_serve_says_how_to_get_vllm(role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "installed_version", installed_version)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (tmp_path / "mesh.toml").write_text("")
+    with pytest.raises(UserError, match="vLLM is not installed here: run `make vllm`"):
+        run_service(role, tmp_path / "mesh.toml", service_id="", overrides=Overrides(engine="vllm"), supervised=False)
 
 
 def test_what_vllm_cannot_do_is_refused(checkpoint: Checkpoint) -> None:
