@@ -69,6 +69,21 @@ class HolderPrefix(msgspec.Struct, frozen=True, kw_only=True):
     tier: Tier = "arena"
 
 
+class AskHeat(Message, frozen=True, kw_only=True):
+    """How often were these blocks (joined hashes), that this worker holds, asked for lately? A worker that leaves asks
+    it."""
+
+    worker_id: WorkerId
+    block_hashes: bytes
+
+
+class BlockHeat(Message, frozen=True, kw_only=True):
+    """A hint: a byte for each of the blocks asked about, in their order, the larger the more often; 0 also for what the
+    worker is not known to hold. Of a long list the end is left out."""
+
+    heat: bytes
+
+
 class BlocksLocated(RequestMessage, frozen=True, kw_only=True):
     """A hint: the holder decides at the lease. Prefixes first, the longest in front; then runs that begin later, which
     continue somebody else's prefix. Holders of nothing are left out; a long list is cut."""

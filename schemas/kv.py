@@ -43,6 +43,8 @@ class ReadEnd(enum.StrEnum):
     """Its reader needs it no more."""
     REFUSED = "refused"
     """No lease: the holder does not lend, or does not answer."""
+    COMING = "coming"
+    """No lease yet: the holder is computing these blocks, and is asked again."""
     MALFORMED = "malformed"
     VERSION = "version"
     TICKET = "ticket"
@@ -79,7 +81,8 @@ class ReadEnd(enum.StrEnum):
 
 class RequestLease(RequestMessage, frozen=True, kw_only=True):
     """May `reader` read these blocks? `block_hashes` (joined) are the blocks `first_block`, `first_block` + 1, … of
-    the reader's sequence; the holder grants as many from the first on as it has of this tenant's."""
+    the reader's sequence; the holder grants as many from the first on as it has of this tenant's. Where it has none and
+    computes the first just now, it answers once it has, or that they are coming."""
 
     reader: WorkerId
     fingerprint: str
@@ -107,7 +110,7 @@ class LeaseGranted(RequestMessage, frozen=True, kw_only=True):
     incarnation of the worker has said that it serves.
 
     The lease ends with the read, however that ends, or after `lease_ms` without one. `more_comes`: the holder is
-    fetching more of what was asked for; who asks for the rest after this read may get it.
+    fetching or computing more of what was asked for; who asks for the rest after this read may get it.
     """
 
     worker_id: WorkerId
@@ -135,13 +138,15 @@ class BlocksCooling(Message, frozen=True, kw_only=True):
 class ReplicateBlocks(RequestMessage, frozen=True, kw_only=True):
     """`source` has just completed these blocks (joined hashes) of a running request: `first_block` is the first one's
     place in the sequence. Whoever is sent this reads them under a lease if it has room, so that they outlive the
-    source; nobody waits for it."""
+    source; nobody waits for it. `leaving`: they are the hottest ones of a source that leaves, of any requests, the
+    hottest in front; who is sent this may give up some of its own for them."""
 
     source: WorkerId
     fingerprint: str
     first_block: Number
     block_hashes: bytes
     tenant: str = ""
+    leaving: bool = False
 
 
 def refuse_lease(request: RequestLease, holder: WorkerId, fingerprint: str, now_ms: int) -> Refused | None:

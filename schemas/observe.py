@@ -15,10 +15,13 @@ from schemas.numbers import Number
 from schemas.request import FinishReason
 from schemas.worker import WorkerLoad
 
-RunStage = Literal["queued", "reserved", "fetching", "receiving", "computing", "handing_over", "ending"]
-"""`queued`: it waits for blocks. `reserved`: it has them, and waits for its KV. `fetching`: it reads what others hold;
-`receiving`: what its prefill worker computes. `handing_over`: computed, kept for its reader. `ending`: over, and its
-blocks wait for whoever may still write them."""
+RunStage = Literal[
+    "queued", "waiting_for_twin", "reserved", "fetching", "receiving", "computing", "handing_over", "ending"
+]
+"""`queued`: it waits for room. `waiting_for_twin`: for blocks that another request of the same prompt fills.
+`reserved`: it has its blocks, and waits for its KV. `fetching`: it reads what others hold; `receiving`: what its
+prefill worker computes. `handing_over`: computed, kept for its reader. `ending`: over, and its blocks wait for whoever
+may still write them."""
 
 RequestPhase = Literal["placing", "waiting", "prefill", "decode", "finished", "failed", "cancelled", "unknown"]
 """`waiting`: to ask for a placement again. `unknown`: no gateway knows it; it may have ended a while ago."""
@@ -30,6 +33,7 @@ class DescribeWorker(Message, frozen=True, kw_only=True):
 
 class HeldRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt on a worker, `age_ms` after the worker has taken it. `reading_from`: whose KV is coming in.
+    `waiting_for`: the request whose blocks it waits for.
 
     `replica`: no attempt of this worker's, blocks of another's that are copied.
     """
@@ -41,6 +45,7 @@ class HeldRequest(msgspec.Struct, frozen=True, kw_only=True):
     age_ms: Number
     num_prompt_tokens: Number = 0
     reading_from: str = ""
+    waiting_for: str = ""
 
 
 class HeldLease(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,6 +123,8 @@ class RequestResumed(StoryMessage, frozen=True, kw_only=True):
 
     num_answered_tokens: Number
     reason: str
+    moved_by: WorkerId | None = None
+    """Who has given it away; None: the attempt has failed."""
 
 
 class RequestFinished(StoryMessage, frozen=True, kw_only=True):

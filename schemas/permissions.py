@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from schemas.broker import DISCONNECTED
 from schemas.subjects import SUBJECTS, Permit, Role, Subject
 
 REPLIES = "_REPLY"
@@ -57,6 +58,8 @@ def permissions_of(role: Role, name: str) -> Permissions:
         unheard = [_anybody(subject) for subject in SUBJECTS if role not in {grant.role for grant in subject.heard_by}]
         return Permissions((*publish, "$SRV.>", own), (ALL, f"{INBOX}.>"), tuple(unheard), may_answer=False)
     listed = [f"$SRV.*.{service}{rest}" for service in SERVICE_NAMES[role] for rest in ("", ".*")]
+    if role is Role.SCHEDULER:
+        heard.append(DISCONNECTED)
     return Permissions((*publish, own), (*heard, "$SRV.*", *listed, own), (), may_answer=True)
 
 

@@ -6,10 +6,14 @@ from typing import Literal
 import msgspec
 
 from schemas.ids import GatewayId, HandoffId, RequestId, TokenIds, WorkerId
+from schemas.logprobs import Logprobs
 from schemas.message import Message, RequestMessage
 from schemas.numbers import Amount, Count, Number, Seed, UnixNs
 
 FinishReason = Literal["stop", "length"]
+
+MAX_GRAMMAR_CHARACTERS = 256 * 1024
+"""A grammar's text travels with each attempt."""
 
 
 class RefusalReason(enum.StrEnum):
@@ -33,12 +37,17 @@ class RefusalReason(enum.StrEnum):
     """Nobody who may say so has signed whose request it is, or that its reader is a holder."""
     GONE = "gone"
     """The holder does not have these blocks, or no more."""
+    COMING = "coming"
+    """The holder is computing these blocks, and has none yet: it may be asked again."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are chosen. The gateway always fills `seed`, so that a second attempt gives the same tokens.
 
-    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 do not filter. The random number of a token depends on
+    A token depends on the prompt, these parameters, the answer before it and its index in the answer only: whatever
+    counts or remembers is made of the answer's tokens again wherever an answer goes on.
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 do not filter. The random number of a token depends on
     (`seed`, its index in the answer) only.
     """
 
@@ -46,9 +55,31 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: Number = 0
+    min_p: float = 0.0
+    """Only tokens at least this share as likely as the likeliest one."""
     seed: Seed = 0
     stop_token_ids: tuple[Number, ...] = ()
     ignore_eos: bool = False
+    min_tokens: Number = 0
+    """No token that ends the answer before it has so many."""
+    presence_penalty: float = 0.0
+    """Off the logit of each token that the answer has."""
+    frequency_penalty: float = 0.0
+    """The same, for each time that it has it."""
+    repetition_penalty: float = 1.0
+    """Divides a positive logit, multiplies a negative one, of each token that the prompt or the answer has."""
+    logit_bias: tuple[tuple[Number, float], ...] = ()
+    """Token ids, and what is added to their logits."""
+    allowed_token_ids: tuple[Number, ...] = ()
+    """No other tokens; empty: all."""
+    bad_words: tuple[tuple[Number, ...], ...] = ()
+    """Tokens that may not follow each other in the answer."""
+    grammar: str = ""
+    """What the answer must be, in llguidance's Lark; empty: anything."""
+    logprobs: Number | None = None
+    """The answer's logarithms are wanted, with so many of the likeliest tokens'."""
+    prompt_logprobs: Number | None = None
+    """The same of the prompt's tokens from its second on."""
 
 
 class KVSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +119,8 @@ class PlaceRequest(RequestMessage, frozen=True, kw_only=True):
     """Workers that failed an earlier attempt: to be used only where nobody else could serve."""
     tenant: str = ""
     """Whose request it is: KV is never shared between tenants."""
+    moved_from: KVSource | None = None
+    """Who has given the attempt before away, and what it says that it lends of the prompt."""
 
 
 class Placement(RequestMessage, frozen=True, kw_only=True):
@@ -102,6 +135,9 @@ class Placement(RequestMessage, frozen=True, kw_only=True):
     terms: PlacementTerms | None = None
     replica: WorkerId | None = None
     """Who is offered the blocks that decoding completes, so that they outlive the worker that decodes."""
+    spare_blocks: Number = 0
+    """Where the decode worker seems to have no room: how many blocks another one has, for answers that it gives
+    away."""
 
 
 class Refused(RequestMessage, frozen=True, kw_only=True):
@@ -169,6 +205,8 @@ class ReserveBlocks(RequestMessage, frozen=True, kw_only=True):
     proof: bytes = b""
     """As in RunPrefill."""
     replica: WorkerId | None = None
+    spare_blocks: Number = 0
+    """As in Placement."""
 
 
 class ReservationQueued(RequestMessage, frozen=True, kw_only=True):
@@ -222,6 +260,10 @@ class AttemptFailure(enum.StrEnum):
     """The engine has given the attempt up."""
     DRAINING = "draining"
     """The worker is about to stop."""
+    MADE_ROOM = "made_room"
+    """The worker is full, and another one has room for this answer."""
+    GRAMMAR = "grammar"
+    """The answer cannot be what the request says that it must be. No other worker can do better."""
 
 
 class RequestFailure(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,6 +272,8 @@ class RequestFailure(msgspec.Struct, frozen=True, kw_only=True):
     code: AttemptFailure
     detail: str
     retryable: bool
+    held_blocks: Number = 0
+    """So many full blocks of the prompt and the answer, from the first on, can be read there by whoever goes on."""
 
 
 class RequestTokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -239,6 +283,10 @@ class RequestTokens(msgspec.Struct, frozen=True, kw_only=True):
     attempt: Number
     index: Number
     tokens: TokenIds = TokenIds(b"")
+    logprobs: Logprobs | None = None
+    """Of `tokens`, where they are wanted."""
+    prompt_logprobs: Logprobs | None = None
+    """Of the prompt's second token to its last, where they are wanted: with the answer's first token."""
     finish_reason: FinishReason | None = None
     failure: RequestFailure | None = None
     report: TransferReport | None = None

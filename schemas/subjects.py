@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from schemas.directory import BlocksEvicted, BlocksLocated, BlocksStored, Inventory, LocateBlocks, ReadInventory
+from schemas.directory import (
+    AskHeat,
+    BlockHeat,
+    BlocksEvicted,
+    BlocksLocated,
+    BlocksStored,
+    Inventory,
+    LocateBlocks,
+    ReadInventory,
+)
 from schemas.handoff import BlocksReserved, HandoffAborted, KVLanded, KVOffered, KVReleased, KVStreaming
 from schemas.kv import (
     BlocksCooling,
@@ -54,9 +63,14 @@ from schemas.request import (
 )
 from schemas.worker import (
     DescribeFleet,
+    DrainAnswered,
+    DrainWorker,
     FleetDescribed,
+    LeaveAnswered,
+    LeaveMesh,
     PingWorker,
     WorkerAlive,
+    WorkerBeat,
     WorkerDraining,
     WorkerJoined,
     WorkerLeft,
@@ -193,8 +207,13 @@ JOINED = _event(
 LOAD = _event(
     "mesh.v1.worker.{worker.worker_id}.load", WorkerLoad, Permit(Role.HOLDER, "worker.worker_id"), _KNOW_THE_FLEET
 )
+BEAT = _event("mesh.v1.worker.{worker_id}.beat", WorkerBeat, WORKER_ITSELF, SCHEDULERS)
 DRAINING = _event("mesh.v1.worker.{worker_id}.draining", WorkerDraining, WORKER_ITSELF, (SCHEDULERS, OBSERVERS))
 LEFT = _event("mesh.v1.worker.{worker_id}.left", WorkerLeft, (WORKER_ITSELF, SCHEDULERS), (*_KNOW_THE_FLEET, HOLDERS))
+LEAVE = _question(
+    "mesh.v1.worker.{worker_id}.leave", LeaveMesh, (LeaveAnswered,), WORKER_ITSELF, SCHEDULERS, "scheduler"
+)
+DRAIN = _question("mesh.v1.worker.{to}.drain", DrainWorker, (DrainAnswered,), OPERATORS, ADDRESSED_HOLDER)
 PING = _question("mesh.v1.worker.{to}.ping", PingWorker, (WorkerAlive,), SCHEDULERS, ADDRESSED_HOLDER)
 PROGRESS = _question("mesh.v1.worker.{to}.progress", AskProgress, (Progress,), GATEWAYS, ADDRESSED_HOLDER)
 WORKER_STATUS = _question(
@@ -230,6 +249,7 @@ REQUEST_STATUS = _question(
 )
 REQUEST_SOUGHT = _question("mesh.v1.request.{id}.sought", DescribeRequest, (RequestDescribed,), GATEWAYS, GATEWAYS)
 LOCATE = _question("mesh.v1.directory.locate", LocateBlocks, (BlocksLocated,), SCHEDULERS, DIRECTORIES, "directory")
+HEAT = _question("mesh.v1.directory.{worker_id}.heat", AskHeat, (BlockHeat,), WORKER_ITSELF, DIRECTORIES, "directory")
 STORED = _event("mesh.v1.kv.{worker_id}.stored", BlocksStored, WORKER_ITSELF, DIRECTORIES)
 EVICTED = _event("mesh.v1.kv.{worker_id}.evicted", BlocksEvicted, WORKER_ITSELF, DIRECTORIES)
 INVENTORY = _question("mesh.v1.kv.{to}.inventory", ReadInventory, (Inventory,), DIRECTORIES, ADDRESSED_HOLDER)
@@ -243,8 +263,8 @@ COOLING = _event("mesh.v1.kv.{worker_id}.cooling", BlocksCooling, WORKER_ITSELF,
 KEEP = _event("mesh.v1.trace.{trace_id}.keep", KeepTrace, GATEWAYS, (GATEWAYS, HOLDERS))
 
 SUBJECTS: tuple[Subject[Any, Any], ...] = (
-    PLACE, FLEET, JOINED, LOAD, DRAINING, LEFT, PING, PROGRESS, WORKER_STATUS, RUN, RESERVE, RESERVED, OFFERED,
-    STREAMING, LANDED, RELEASED, ABORTED, TOKENS, WANTED, CANCEL, ACCEPTED, PLACED, FIRST_TOKEN, RESUMED, FINISHED,
-    FAILED, CANCELLED, REQUEST_STATUS, REQUEST_SOUGHT, LOCATE, STORED, EVICTED, INVENTORY, LEASE, RETURNED, REPLICATE,
-    COOLING, PURGE, KEEP,
+    PLACE, FLEET, JOINED, LOAD, BEAT, DRAINING, LEAVE, DRAIN, LEFT, PING, PROGRESS, WORKER_STATUS, RUN, RESERVE,
+    RESERVED, OFFERED, STREAMING, LANDED, RELEASED, ABORTED, TOKENS, WANTED, CANCEL, ACCEPTED, PLACED, FIRST_TOKEN,
+    RESUMED, FINISHED, FAILED, CANCELLED, REQUEST_STATUS, REQUEST_SOUGHT, LOCATE, HEAT, STORED, EVICTED, INVENTORY,
+    LEASE, RETURNED, REPLICATE, COOLING, PURGE, KEEP,
 )  # fmt: skip

@@ -24,6 +24,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str
     """`KVLayout.fingerprint`: KV moves only between equal ones."""
     num_blocks: Count
+    """For how many its arena or memory has room."""
     block_size: BlockSize
     context_length: Count
     carriers: tuple[str, ...] = ()
@@ -31,6 +32,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Where this incarnation serves reads: a reader connects to nothing else. None: it serves none."""
     device: str = ""
     """Where its model runs and its KV lies, for people: `cpu`, or `cuda:0` and what the card is called."""
+    num_blocks_behind: Count | None = None
+    """For how many the tier behind a store's memory has room. None: it does not say."""
 
 
 class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,14 +84,17 @@ class WorkerJoined(Message, frozen=True, kw_only=True):
 
 
 class WorkerLoad(Message, frozen=True, kw_only=True):
-    """Sent about twice a second and on change. Names the worker whole, so that a scheduler that has just started
-    knows the fleet after one round."""
+    """Sent when it has changed, a few times a second at most, and about every 0.6 s else. Names the worker whole, so
+    that a scheduler that has just started knows the fleet after one round."""
 
     worker: WorkerInfo
     state: WorkerState
     blocks: BlockCounts
     num_running: Count
     num_queued: Count
+    """Those that wait for room; the others run, or wait for what they do not hold."""
+    num_waiting_for_twin: Count = 0
+    """Of `num_running`: those that wait for blocks that another request of the same prompt fills."""
     num_uncomputed_tokens: Count
     """Prompt tokens accepted here and not yet computed or received."""
     num_unreceived_tokens: Count = 0
@@ -100,11 +106,52 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     rates: WorkerRates = WorkerRates()
 
 
+class WorkerBeat(Message, frozen=True, kw_only=True):
+    """The worker lives, and has no other load than it said last. It says this or its load about every 0.3 s."""
+
+    worker_id: WorkerId
+    incarnation: str
+
+
 class WorkerDraining(Message, frozen=True, kw_only=True):
     """A worker takes no new work, and ends once what it has is done."""
 
     worker_id: WorkerId
     incarnation: str
+
+
+class LeaveMesh(Message, frozen=True, kw_only=True):
+    """May this worker leave? It is given nothing new once it may, or where it leaves whatever the answer is
+    (`forced`)."""
+
+    worker_id: WorkerId
+    incarnation: str
+    forced: bool = False
+
+
+class LeaveAnswered(Message, frozen=True, kw_only=True):
+    """`refusal`: why it had better stay, for people; "": it may leave. `is_last`: nobody could go on with what it
+    does."""
+
+    refusal: str = ""
+    is_last: bool = False
+
+
+class DrainWorker(Message, frozen=True, kw_only=True):
+    """Leave the mesh: give away what runs, take nothing new, end. `forced`: also where nobody could go on with it.
+    `again`: be started again then."""
+
+    forced: bool = False
+    again: bool = False
+
+
+class DrainAnswered(Message, frozen=True, kw_only=True):
+    """`refusal`: why the worker stays, for people; "": it leaves. `is_leaving`: it was told to before."""
+
+    worker_id: WorkerId
+    incarnation: str
+    refusal: str = ""
+    is_leaving: bool = False
 
 
 class LeftReason(enum.StrEnum):

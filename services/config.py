@@ -14,12 +14,13 @@ from schemas.ids import MAX_SUBJECT_TOKEN, is_subject_token
 from services.errors import UserError
 from services.files import write_private
 from services.ports import is_loopback
-from services.presence import DEAF_AFTER_MS, LOAD_INTERVAL_MS
+from services.presence import DEAF_AFTER_MS, LOAD_INTERVAL_MS, OVERDUE_PINGS
 
 Carrier = Literal["auto", "shm", "tcp", "cuda", "nccl"]
 WireDtype = Literal["auto", "same", "int8", "fp8"]
 PlaneEncryption = Literal["auto", "on", "off"]
 EngineName = Literal["transformers", "vllm"]
+ToolFormat = Literal["hermes", "llama3", "mistral", "deepseek"]
 Dtype = Literal["auto", "checkpoint", "float32", "bfloat16", "float16"]
 _API_KEY = re.compile(r"[!-~]{1,256}")
 _ORIGIN = re.compile(r"\*|https?://[^/\s*]+")
@@ -88,8 +89,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """A request's deadline, from its arrival to its last token."""
     accept_timeout_s: float = 2.0
     """How long a worker may take to say that it has taken a request; after it the worker is asked what it knows."""
-    max_attempts: int = 3
-    """Attempts in a row that give the client nothing."""
+    max_attempts: int = 5
+    """Attempts in a row that give the client nothing. Where one worker died and the machine stalls, two or three others
+    may look dead for a moment."""
+    tool_format: ToolFormat | Literal["auto"] = "auto"
+    """How the model writes calls of tools, where its chat template does not tell ("auto")."""
     place_wait_s: float = 5.0
     """How long a request that nobody has begun may wait for a scheduler, or for workers that take it."""
     resume_wait_s: float = 30.0
@@ -145,6 +149,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     silent_after_ms: int = 3_000
     """A worker that has said nothing for this long is taken for dead."""
     ping_interval_ms: int = 200
+    """A worker that has said nothing for two of these is asked whether it lives, and again after each."""
     suspect_after_ms: int = 600
     """A worker that neither answers nor speaks for this long gets nothing new while another one could take it."""
     max_queue_ms: int = 30_000
@@ -153,6 +158,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """The same while they are not: the most requests that may wait on every worker."""
     replicate: bool = False
     """Offer the blocks that decoding completes to a store or another worker, so that they outlive their worker."""
+    twins: bool = True
+    """Place a prompt where another one that begins alike is being computed, or have it read from there."""
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -180,8 +187,15 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     digests: bool = True
     prefix_cache: bool = True
     """Keep full blocks after their request, and serve later prompts from them."""
+    twins: bool = True
+    """Wait for blocks that another request of the same prompt fills, in place of filling them as well."""
     drain_s: float = 30.0
     """How long a worker that is to stop may take to finish what runs; what is left then goes on elsewhere."""
+    leave_bytes: int = 512 * 1024 * 1024
+    """A worker that leaves offers so much of what it keeps to a store or its peers, first what the directory was asked
+    for most, then what was used last; 0: nothing."""
+    leave_s: float = 10.0
+    """How long it waits at most until they have read it."""
     fence_after_ms: int = 2_500
     """A worker whose clock stood still for this long takes itself for lost, before anybody else does."""
     wire_dtype: WireDtype = "same"
@@ -338,7 +352,10 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 def relations_of(config: MeshConfig) -> list[Relation]:
     """Return every order of two times that the code relies on."""
-    ping = _set_ms("scheduler.ping_interval_ms", config.scheduler.ping_interval_ms)
+    ping_ms = config.scheduler.ping_interval_ms
+    overdue = Time(
+        f"{OVERDUE_PINGS} × scheduler.ping_interval_ms", f"{OVERDUE_PINGS * ping_ms}", OVERDUE_PINGS * ping_ms
+    )
     suspect = _set_ms("scheduler.suspect_after_ms", config.scheduler.suspect_after_ms)
     silent = _set_ms("scheduler.silent_after_ms", config.scheduler.silent_after_ms)
     fence = _set_ms("worker.fence_after_ms", config.worker.fence_after_ms)
@@ -353,7 +370,7 @@ def relations_of(config: MeshConfig) -> list[Relation]:
     tick = _fixed("a worker's timer", WORKER_TICK_MS)
     lease_answer = _fixed("a reader's wait for a lease", LEASE_ANSWER_MS)
     return [
-        Relation(ping, suspect, "a worker is suspect when a ping was not answered"),
+        Relation(overdue, suspect, "a worker is suspect when a ping was not answered"),
         Relation(suspect, silent, "a worker is suspect before it is dead"),
         Relation(two_loads, silent, "a worker that answers no pings is judged by its loads"),
         Relation(fence, silent, "a worker that stood still must notice before the scheduler gives its work away"),

@@ -179,6 +179,12 @@ WORKERS_LEFT = MetricName(
     (("died", "silent", "restarted"),),
     roles=SCHEDULER,
 )
+POLICY_FALLBACKS = MetricName(
+    "counter",
+    "kvmesh_policy_fallbacks",
+    "Requests that least_loaded has placed, as the policy raised, took too long, or answered nonsense",
+    roles=SCHEDULER,
+)
 DIRECTORY_BLOCKS = MetricName(
     "gauge", "kvmesh_directory_blocks", "Blocks that the directory knows", roles=DIRECTORY, is_sampled=True
 )

@@ -1,7 +1,7 @@
 """Who is alive: the rules by which a scheduler judges workers, a gateway the workers of a request, a worker the
 gateways, and a worker itself. Pure: times come in, verdicts go out. Whom to ask when is each room's own.
 
-alive: a sign was heard, such as a load, an answer or tokens (`Peer.hear`).
+alive: a sign was heard, such as a beat, a load, an answer or tokens (`Peer.hear`).
 suspect: no sign for a while. Nothing new is given to it while somebody else could take it (`Hearing.quiet_ms`).
 dead: the broker has said twice that nobody serves its questions (`Peer.is_gone`), or no sign came for long although
     others were heard (`Hearing.is_silent`).
@@ -19,13 +19,17 @@ from dataclasses import dataclass
 from schemas.ids import WorkerId
 from schemas.worker import WorkerLeft
 
-LOAD_INTERVAL_MS = 500
+BEAT_INTERVAL_MS = 300
+"""Every worker and store says something at least this often: a beat, which schedulers hear, or its load."""
+LOAD_INTERVAL_MS = 2 * BEAT_INTERVAL_MS
 """Every worker and store says its load at least this often. The times below rely on it."""
-DEAF_AFTER_MS = 3 * LOAD_INTERVAL_MS
-"""Who only listens, and hears nothing at all for this long, is cut off: three loads of every worker are missing."""
+DEAF_AFTER_MS = 1_500
+"""Who only listens, and hears nothing at all for this long, is cut off: two loads of every worker are missing."""
 SETTLE_MS = 2_000
 """After a reconnection, or a time without any message, the others reconnect as well, each in its own time. For this
 long it proves nothing that nobody serves a question."""
+OVERDUE_PINGS = 2
+"""Who has said nothing for so many of a scheduler's ping intervals is asked: a beat is missing."""
 UNSERVED_GAP_MS = 300
 """Two questions that nobody serves must be this far apart before their addressee is dead. It may be reconnecting by
 itself, which takes a client of the bus 200 ms or more."""
@@ -71,6 +75,11 @@ class Hearing:
         """A message to ourselves is on its way through the broker: until one has come back, silence does not grow."""
         if self._unproved_ms is None:
             self._unproved_ms = now_ms
+
+    @property
+    def is_unproved(self) -> bool:
+        """None of them has come back yet. One that is lost must be followed by another."""
+        return self._unproved_ms is not None
 
     def proved(self, now_ms: int) -> None:
         """One has come back."""

@@ -6,11 +6,13 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 import uvloop
 
 log = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
 
 
 def now_ms() -> int:
@@ -25,22 +27,23 @@ def configure_logging(service: str) -> None:
     )
 
 
-def run_until_signal(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
-    """Run `main(stop)` on uvloop; `stop` is set by SIGTERM, SIGINT, or the end of the parent that started us.
+def run_until_signal(main: Callable[[asyncio.Event], Awaitable[ResultT]]) -> ResultT:
+    """Run `main(stop)` on uvloop and return its result; `stop` is set by SIGTERM, SIGINT, or the end of the parent that
+    started us.
 
     A service ends by returning from `main` once it has stopped intake, handed back its leases, and closed plane and
     bus, in that order. Exceptions of a task group come out unwrapped where there is only one.
     """
 
-    async def run() -> None:
+    async def run() -> ResultT:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        await main(stop)
+        return await main(stop)
 
     try:
-        uvloop.run(run())
+        return uvloop.run(run())
     except BaseExceptionGroup as group:
         if len(group.exceptions) == 1:
             raise group.exceptions[0] from None

@@ -53,6 +53,11 @@ class BlockCache:
         return sum(group.pool.num_free for group in self._groups)
 
     @property
+    def keeps_what_is_computed(self) -> bool:
+        """A sequence's full blocks can be shared before its end: not where layers have windows."""
+        return self._caching and not self.layout.is_windowed
+
+    @property
     def num_cached(self) -> int:
         """Blocks that nobody uses and that are kept for their content."""
         return sum(len(group.idle) for group in self._groups)
@@ -104,17 +109,23 @@ class BlockCache:
             tables.append(BlockTable(segments_of(blocks), first_block + num_found - len(blocks)))
         return Allocation(tuple(tables), (first_block + num_found) * self.layout.block_size)
 
+    def num_cached_blocks(self, hashes: Sequence[BlockHash], tenant: str = "") -> int:
+        """Return how many of a sequence's first blocks, with these hashes, are here of this tenant."""
+        return self._num_matching(hashes, tenant)
+
     def holds(self, block_hash: BlockHash, tenant: str = "") -> bool:
         """Say whether a block of this tenant with this content is here."""
         return Content(tenant, block_hash) in self._groups[0].block_of
 
-    def admit_spare(self, first_block: int, num_blocks: int, *, tenant: str = "") -> BlockTables | None:
+    def admit_spare(
+        self, first_block: int, num_blocks: int, *, tenant: str = "", evicts: bool = False
+    ) -> BlockTables | None:
         """Return empty blocks, with a reference to each, into which the blocks `first_block`, `first_block` + 1, … of a
-        sequence are to be copied. No cached block is evicted for them: None where fewer are free. Not for layouts with
-        windows."""
+        sequence are to be copied. No cached block is evicted for them unless it `evicts`: None where fewer are free.
+        Not for layouts with windows."""
         assert not self.layout.is_windowed, "blocks of windowed layers are of no use by themselves"
         group = self._groups[0]
-        if not 0 < num_blocks <= group.pool.num_free:
+        if not 0 < num_blocks <= (group.room() if evicts else group.pool.num_free):
             return None
         blocks = group.allocate(num_blocks, tenant)
         assert blocks is not None, "there is room"

@@ -6,6 +6,7 @@ first, when room is needed; of several tenants the one that has more than its sh
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from dataplane.blocks.pool import BlockPool
@@ -136,6 +137,10 @@ class KeptBlocks:
     def coldest(self, num_blocks: int) -> list[Content]:
         """Return the content of the blocks that would be given up first."""
         return [self._content_of[block] for block in self.idle.victims(num_blocks)]
+
+    def used_last(self, num_blocks: int) -> list[Content]:
+        """Return the content of the idle blocks that were used last, the last one in front."""
+        return [self._content_of[block] for block in islice(reversed(self.idle), num_blocks)]
 
     def check_integrity(self) -> None:
         """Assert conservation."""

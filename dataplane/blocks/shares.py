@@ -27,6 +27,10 @@ class TenantShares:
     def __iter__(self) -> Iterator[int]:
         return iter(self._idle)
 
+    def __reversed__(self) -> Iterator[int]:
+        """Iterate from the one that was used last."""
+        return reversed(self._idle)
+
     def __contains__(self, block: int) -> bool:
         """Say whether a block is idle."""
         return block in self._idle

@@ -64,6 +64,8 @@ class _Live:
     peer: str
     stream: HolderStream
     thread: Thread | None = None
+    has_made_room: bool = False
+    """It is cut, and its thread about to end: it takes up no place any more."""
 
 
 class PlaneServer:
@@ -200,11 +202,12 @@ class PlaneServer:
             if self._closing:
                 wire.close()
                 return False
-            num_taken = sum(not live.stream.is_pair for live in self._streams)  # pairs have a bound of their own
+            places = [live for live in self._streams if not live.has_made_room]
+            num_taken = sum(not live.stream.is_pair for live in places)  # pairs have a bound of their own
             full = num_taken >= self.options.max_streams
-            if full and (silent := next((s for s in self._streams if s.stream.is_silent), None)) is not None:
+            if full and (silent := next((live for live in places if live.stream.is_silent), None)) is not None:
                 silent.wire.cut()  # one that wants nothing, or has not said what, makes room
-                self._streams.remove(silent)
+                silent.has_made_room = True
                 full = False
             if not full:
                 self._streams.append(live)
@@ -232,8 +235,7 @@ class PlaneServer:
             log.exception("serving a KV stream to %s failed", live.peer)
         finally:
             with self._lock:
-                if live in self._streams:
-                    self._streams.remove(live)
+                self._streams.remove(live)
             live.wire.close()
 
     def _log_peer(self, peer: str, text: str) -> None:

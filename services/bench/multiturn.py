@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from services.bench.drive.arguments import parse_lengths, parse_range
+from services.bench.drive.arguments import check_plot_file, parse_lengths, parse_range
 from services.bench.drive.http_client import Client, Completion, RequestFailedError
 from services.bench.drive.meshes import AFFINITY, RECOMPUTE, Served, restart_worker, reuse_modes, rotated, serving
 from services.bench.drive.random_model import SHAPE
@@ -128,10 +128,7 @@ class MultiturnReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def run_multiturn(plan: MultiturnPlan, options: UpOptions, *, url: str, plot: Path | None, as_json: bool) -> None:
     """Measure, print, and plot. Raises UserError for invalid options."""
-    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"--plot {plot}: name a .png, .svg or .pdf file")
-    if plot is not None and not plot.parent.is_dir():
-        raise UserError(f"--plot {plot}: there is no folder {plot.parent}")
+    check_plot_file(plot)
     if plan.restart and (url or plan.num_turns < 2):
         raise UserError("--restart needs a mesh of our own, without --url, and two turns or more")
     report = asyncio.run(_run(plan, options, url))

@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from schemas.broker import DISCONNECTED, disconnected
 from services.bus import limits
 from services.bus.base import (
     NOTHING,
@@ -78,10 +79,12 @@ class MemoryBroker:
 
 
 class MemoryBus:
-    """See `Bus`. One client of a broker, a new one unless given. Queue groups take turns."""
+    """See `Bus`. One client of a broker, a new one unless given. Queue groups take turns. The broker says when the
+    connection of one with a `name` ends."""
 
-    def __init__(self, broker: MemoryBroker | None = None) -> None:
+    def __init__(self, broker: MemoryBroker | None = None, name: str = "") -> None:
         self._broker = broker or MemoryBroker()
+        self._name = name
         self._requests: set[asyncio.Future[MemoryDelivery]] = set()
         self._closed = False
         self.is_connected = True
@@ -127,9 +130,11 @@ class MemoryBus:
         await asyncio.sleep(0)
 
     async def close(self) -> None:
-        self._closed = True
+        was_closed, self._closed = self._closed, True
         for subscription in [s for s in self._broker.subscriptions if s.bus is self]:
             await subscription.close()
+        if self._name and not was_closed:
+            self._route(MemoryDelivery(DISCONNECTED, disconnected(self._name), {}))
         for reply in self._requests:
             if not reply.done():
                 reply.set_exception(BusClosedError())
@@ -143,6 +148,9 @@ class MemoryBus:
         if self._closed:
             raise BusClosedError(delivery.subject)
         check_size(delivery.subject, delivery.payload, delivery.headers)
+        return self._route(delivery)
+
+    def _route(self, delivery: MemoryDelivery) -> bool:
         tokens = tuple(delivery.subject.split("."))
         heard = [s for s in self._broker.subscriptions if matches(s.pattern, tokens)]
         groups: dict[str, list[MemorySubscription]] = {}

@@ -27,6 +27,7 @@ from nats.aio.transport import TcpTransport
 from nats.micro.request import Request
 from nats.micro.service import Endpoint, Service, ServiceConfig
 
+from schemas.broker import DISCONNECTED
 from schemas.permissions import INBOX
 from services.bus import limits
 from services.bus.base import (
@@ -467,6 +468,9 @@ class NatsBus:
             if text != self._mistrust_said:  # it comes again with every attempt
                 self._mistrust_said = text
                 log.warning("%s", text)
+            return
+        if "permissions violation" in text.lower() and DISCONNECTED.lower() in text.lower():
+            log.info("the broker does not say whose connection ends: who is quiet is asked")
             return
         if "permissions violation" in text.lower():
             self._denied = text

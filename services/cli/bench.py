@@ -110,6 +110,26 @@ def documents(
 
 
 @bench.command()
+def burst(
+    clients: Annotated[str, typer.Option(help="How many ask at once.")] = "8,64",
+    n: Annotated[str, typer.Option(help="Choices of each request.")] = "1,8",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 4_000,
+    output: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Bursts of each kind, each with a fresh prompt.")] = 3,
+    prefill: Prefill = 2,
+    decode: Decode = 2,
+    model: Model = "",
+    json: Json = False,
+) -> None:
+    """Many clients with one prompt at once: how often it is computed and sent, with and without waiting for twins."""
+    from services.bench.burst import BurstPlan, run_burst
+    from services.launch.supervisor import UpOptions
+
+    plan = BurstPlan(clients=clients, choices=n, num_prompt_tokens=tokens, num_tokens=output, num_rounds=rounds)
+    run_burst(plan, UpOptions(model=model, num_prefill=prefill, num_decode=decode), as_json=json)
+
+
+@bench.command()
 def replay(
     trace: Annotated[Path | None, typer.Argument(help="A trace, one JSON object a line; made up if left out.")] = None,
     scale: Annotated[float, typer.Option(help="Divides all lengths; 16 makes a block of 512 tokens one of 32.")] = 16.0,
@@ -120,7 +140,9 @@ def replay(
     limit: Annotated[int, typer.Option(min=0, help="Only the first requests; 0: all.")] = 300,
     slo_ttft_ms: Annotated[float, typer.Option(help="Goodput: the longest time to the first token.")] = 1_000.0,
     slo_itl_ms: Annotated[float, typer.Option(help="Goodput: the longest mean time between tokens.")] = 100.0,
-    policy: Annotated[str, typer.Option(help="Placement: cost, least_loaded, round_robin or affinity.")] = "cost",
+    policy: Annotated[
+        str, typer.Option(help="Placement: cost, least_loaded, round_robin, affinity, or package.module:name.")
+    ] = "cost",
     prefix_cache: Annotated[bool, typer.Option(help="Keep the KV of earlier requests and serve from it.")] = True,
     store: Annotated[str, typer.Option(help="A KV store: memory, disk, redis://… or valkey://…; none if empty.")] = "",
     prefill: Prefill = 2,

@@ -53,6 +53,8 @@ class Board:
     """Ended requests by outcome: finished, cancelled, failed."""
     failures: Counter[str] = field(default_factory=Counter[str])
     num_resumed: int = 0
+    num_moved: int = 0
+    """Of those that were resumed: so many were given away by workers that leave."""
     ttfts_ms: deque[int] = field(default_factory=lambda: deque[int](maxlen=MAX_TTFTS))
     _open: dict[str, tuple[str, float]] = field(default_factory=dict[str, tuple[str, float]])
     """Running requests: the phase of each, and when it is dropped at the latest."""
@@ -110,6 +112,7 @@ class Board:
             case observe.RequestResumed():
                 phase = "placing"
                 self.num_resumed += 1
+                self.num_moved += event.moved_by is not None
             case observe.RequestFinished():
                 self.ends["finished"] += 1
                 self.finished.add(now_s)

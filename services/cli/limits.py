@@ -6,7 +6,7 @@ ASK_TIMEOUT_S = 2.0
 RATE_WINDOW_S = 10.0
 """`kvmesh top`: rates are averages over so long."""
 SILENT_AFTER_S = 3.0
-"""A worker publishes its load twice a second: one that has not for so long is shown as silent."""
+"""A worker publishes its load at least every 0.6 s: one that has not for so long is shown as silent."""
 FORGET_AFTER_S = 30.0
 """And after so long it is not shown any more."""
 OPEN_REQUEST_MAX_S = 3_600.0
@@ -27,5 +27,18 @@ TRACE_SETTLE_S = 2.0
 """Services export every half second: of a trace whose last span is older than this, all spans are there."""
 TRACE_POLL_INTERVAL_S = 0.1
 """Between two looks at the span files, until then."""
+MAX_FAULTY_WORKERS = 64
+"""The largest mesh of `kvmesh simulate` with faults: each request is checked token for token."""
+MAX_PROBLEMS_SHOWN = 5
+"""Of a simulation, and of those that failed; the number of the others is said."""
+
 PURGE_TIMEOUT_S = 60.0
 """A holder answers within so long what it has forgotten: a store deletes its files first."""
+DRAIN_ANSWER_S = 5.0
+"""How long a worker's word is waited for on whether it leaves: it asks the scheduler itself."""
+LEAVE_POLL_S = 0.1
+"""Between two looks at whether it has left, or come back."""
+LEAVES_WITHIN_S = 300.0
+"""`kvmesh drain` waits for so long: longer than any sensible `--drain-s`."""
+COMES_BACK_S = 300.0
+"""`kvmesh restart` waits for so long for each worker: loading a large model takes most of it."""

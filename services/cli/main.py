@@ -45,6 +45,9 @@ CredsOption = Annotated[
 OperatorOption = Annotated[
     bool, typer.Option("--operator", help="Hear everything, prompts too, with the mesh's operator.creds.")
 ]
+OperatorCreds = Annotated[
+    str, typer.Option(help="operator.creds of the mesh; those of the mesh that runs if left out.")
+]
 RoleName = Literal["gateway", "scheduler", "directory", "prefill", "decode", "aggregated", "store"]
 
 
@@ -82,7 +85,9 @@ def up(
     open_bus: Annotated[
         bool, typer.Option("--open-bus", help="Take a server that lets anybody in: whoever reaches it owns the mesh.")
     ] = False,
-    policy: Annotated[str, typer.Option(help="Placement: cost, least_loaded, round_robin or affinity.")] = "cost",
+    policy: Annotated[
+        str, typer.Option(help="Placement: cost, least_loaded, round_robin, affinity, or package.module:name.")
+    ] = "cost",
     prefix_cache: Annotated[bool, typer.Option(help="Keep the KV of earlier requests and serve from it.")] = True,
     pull_tokens_min: Annotated[int, typer.Option(min=0, help="Fewer tokens than this are computed, not read.")] = 64,
     wire_dtype: Annotated[WireDtype, typer.Option(help="How KV is read over tcp: as it is, or compressed.")] = "same",
@@ -104,7 +109,7 @@ def up(
     replicate: Annotated[
         bool, typer.Option(help="Copy the KV of answers elsewhere, so that it outlives its worker.")
     ] = False,
-    drain_s: Annotated[float, typer.Option(min=0, help="How long a worker may take to finish what runs.")] = 30.0,
+    drain_s: Annotated[float, typer.Option(min=0, help="How long a worker may take to leave at most.")] = 30.0,
     otlp: Annotated[str, typer.Option(help="OTLP/HTTP endpoint for traces; files if left out.")] = "",
     sample_ratio: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of traces that is kept; what fails or is slow always is.")
@@ -225,15 +230,43 @@ def purge(
     tenant: Annotated[str | None, typer.Option(help="Everybody forgets what is this tenant's.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Everybody forgets all.")] = False,
     nats: NatsOption = "",
-    creds: Annotated[
-        str, typer.Option(help="operator.creds of the mesh; those of the mesh that runs if left out.")
-    ] = "",
+    creds: OperatorCreds = "",
 ) -> None:
     """Have KV forgotten that was kept for later prompts. What runs goes on; what comes is computed anew."""
     from services.cli.purge import Purge, run_purge
     from services.cli.running import BusOptions
 
     run_purge(BusOptions(nats, creds, operator=True), Purge(stores, holder, tenant, everything))
+
+
+@app.command()
+def drain(
+    worker: Annotated[str, typer.Argument(help="Which one; `kvmesh status` names them.")],
+    force: Annotated[bool, typer.Option("--force", help="Also the last of its role: what runs is finished.")] = False,
+    nats: NatsOption = "",
+    creds: OperatorCreds = "",
+) -> None:
+    """Have a worker leave at once: its answers go on elsewhere, its hottest KV too. It is not started again."""
+    from services.cli.drain import run_drain
+    from services.cli.running import BusOptions
+
+    run_drain(BusOptions(nats, creds, operator=True), worker, forced=force)
+
+
+@app.command()
+def restart(
+    rolling: Annotated[bool, typer.Option("--rolling", help="One after another; the only way there is.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also where nobody stands in for the last of a role.")] = False,
+    nats: NatsOption = "",
+    creds: OperatorCreds = "",
+) -> None:
+    """Start every worker again, one after another: answers go on, and what is cached is kept elsewhere meanwhile."""
+    from services.cli.drain import run_restart
+    from services.cli.running import BusOptions
+
+    if not rolling:
+        raise UserError("say --rolling: workers are started again one after another, never all at once")
+    run_restart(BusOptions(nats, creds, operator=True), forced=force)
 
 
 @app.command()

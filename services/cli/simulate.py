@@ -12,19 +12,31 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-MAX_SHOWN = 5
+from services.bench.drive.arguments import parse_lengths
+from services.cli.limits import MAX_FAULTY_WORKERS, MAX_PROBLEMS_SHOWN
+from services.errors import UserError
 
 
 def simulate(
     seed: Annotated[int, typer.Option(min=0, help="The first seed; each simulation has one of its own.")] = 0,
-    requests: Annotated[int, typer.Option(min=1, help="Requests in all, 24 to a simulation.")] = 240,
-    workers: Annotated[int, typer.Option(min=0, max=64, help="Workers of each mesh; 0: as the seed says.")] = 0,
-    faults: Annotated[str, typer.Option(help="all, none, or names with commas; `list` prints them.")] = "all",
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="In all, 24 to a simulation (240); of a measurement: for each size.")
+    ] = None,
+    workers: Annotated[
+        str, typer.Option(help="Measure a mesh of so many workers, or several; with --faults: workers of each mesh.")
+    ] = "",
+    sweep: Annotated[bool, typer.Option("--sweep", help="Measure meshes of 1, 2, 4 … 512, 1,000 workers.")] = False,
+    charge: Annotated[
+        bool, typer.Option("--charge", help="What a measured control plane takes of the CPU passes in virtual time.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Plot a measurement here.")] = None,
+    faults: Annotated[str | None, typer.Option(help="all (default), none, or with commas; `list` prints them.")] = None,
     scenario: Annotated[Path | None, typer.Option(help="A scenario file in place of random faults.")] = None,
-    jobs: Annotated[int, typer.Option(min=0, help="Processes; 0: one a core.")] = 0,
+    jobs: Annotated[int | None, typer.Option(min=0, help="Processes; 0 (default): one a core.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    """Simulate a mesh under faults and check every promise. Exit code 1 where one was broken."""
+    """Simulate a mesh under faults and check every promise; or with --workers or --sweep measure how it does at a size.
+    Exit code 1 where a promise was broken."""
     from services.sim.many import SimBatch, run_many, wall_clock
     from services.sim.scenario import FAULT_KINDS, fault_kinds, load_scenario
     from services.sim.world import SimOptions
@@ -32,8 +44,22 @@ def simulate(
     if faults == "list":
         sys.stdout.write("\n".join(FAULT_KINDS) + "\n")
         return
+    if sweep or (workers and faults is None and scenario is None):
+        from services.cli.scale import run_scale
+        from services.sim.scale import MAX_WORKERS, SIZES
+
+        _refuse("--workers or --sweep measure a mesh without faults, one size after another",
+                {"--faults": faults, "--scenario": scenario, "--jobs": jobs})  # fmt: skip
+        if sweep and workers:
+            raise UserError("--sweep has sizes of its own: leave out --workers")
+        sizes = SIZES if sweep else parse_lengths(workers, "--workers", MAX_WORKERS)
+        run_scale(sizes, seed, requests or 0, charge=charge, plot=plot, as_json=as_json)
+        return
+    _refuse("a simulation of faults measures nothing", {"--plot": plot, "--charge": charge or None})
+    num_workers = _num_workers(workers)
+    faults, requests = faults or "all", requests or 240
     options = SimOptions(
-        num_workers=workers,
+        num_workers=num_workers,
         kinds=fault_kinds(faults),
         scenario=load_scenario(scenario) if scenario is not None else None,
     )
@@ -52,11 +78,11 @@ def simulate(
         def show(batch: SimBatch) -> None:
             progress.advance(bar, batch.verdict.num_requests)
 
-        total = run_many(seed, requests, options, num_jobs=jobs, on_batch=show)
+        total = run_many(seed, requests, options, num_jobs=jobs or 0, on_batch=show)
     wall_s = wall_clock() - started_s
     rest = " ".join(
         [f"--faults {shlex.quote(faults)}"]
-        + ([f"--workers {workers}"] if workers else [])
+        + ([f"--workers {num_workers}"] if num_workers else [])
         + ([f"--scenario {shlex.quote(str(scenario))}"] if scenario is not None else [])
     )
     if as_json:
@@ -65,6 +91,25 @@ def simulate(
         _print_table(total, rest, wall_s)
     if total.failures:
         sys.exit(1)
+
+
+def _refuse(why: str, options: dict[str, object]) -> None:
+    """Raise UserError for options that were given and do not go with what is asked for."""
+    if given := [name for name, value in options.items() if value is not None]:
+        raise UserError(f"{why}: leave out {' and '.join(given)}")
+
+
+def _num_workers(text: str) -> int:
+    """Return the workers of each mesh under faults; 0: as the seed says. Raises UserError."""
+    if not text:
+        return 0
+    try:
+        number = int(text)
+    except ValueError as error:
+        raise UserError(f"--workers {text!r}: with faults all meshes have one size: give a number") from error
+    if not 0 <= number <= MAX_FAULTY_WORKERS:
+        raise UserError(f"--workers {number}: with faults a mesh has at most {MAX_FAULTY_WORKERS} workers, 0: any")
+    return number
 
 
 def _replay(failure: "object", rest: str) -> str:
@@ -120,13 +165,13 @@ def _print_table(total: "object", rest: str, wall_s: float) -> None:
     ):
         table.add_row(name, f"{count:,}")
     console.print(table)
-    for failure in total.failures[:MAX_SHOWN]:
+    for failure in total.failures[:MAX_PROBLEMS_SHOWN]:
         console.print(f"[red]seed {failure.seed}[/red]")
-        for problem in failure.problems[:MAX_SHOWN]:
+        for problem in failure.problems[:MAX_PROBLEMS_SHOWN]:
             console.print(f"  {problem}", markup=False)
         console.print(f"  again: {_replay(failure, rest)}", markup=False)
-    if len(total.failures) > MAX_SHOWN:
-        console.print(f"and {len(total.failures) - MAX_SHOWN} more seeds")
+    if len(total.failures) > MAX_PROBLEMS_SHOWN:
+        console.print(f"and {len(total.failures) - MAX_PROBLEMS_SHOWN} more seeds")
     if not total.failures:
         console.print("[green]no promise was broken[/green]")
 

@@ -137,7 +137,7 @@ def _requests(board: Board, now_s: float) -> Text:
 
 
 def _workers(workers: list[tuple[WorkerLoad, bool]]) -> Table:
-    headings = ("run", "wait", "to do", "step ms")
+    headings = ("run", "wait", "twins", "to do", "step ms")
     table = Table(
         "worker", "role", "state", *(Column(name, justify="right") for name in headings), "KV blocks",
         *(Column(name, justify="right") for name in ("used", "cached")), box=None, padding=(0, 1, 0, 0),
@@ -149,7 +149,8 @@ def _workers(workers: list[tuple[WorkerLoad, bool]]) -> Table:
         used, cached = ((blocks.running + blocks.leased) / max(1, blocks.total), blocks.cached / max(1, blocks.total))
         table.add_row(
             Text(load.worker.worker_id, overflow="ellipsis", no_wrap=True),
-            load.worker.role, state, str(load.num_running), str(load.num_queued), str(load.num_uncomputed_tokens),
+            load.worker.role, state, str(load.num_running), str(load.num_queued),
+            str(load.num_waiting_for_twin or ""), str(load.num_uncomputed_tokens),
             f"{step_ms:.1f}" if step_ms else "", pool_bar(blocks), f"{used:.0%}", f"{cached:.0%}",
         )  # fmt: skip
     return table
@@ -205,7 +206,8 @@ def _troubles(board: Board, loads: list[WorkerLoad], now_s: float) -> Iterator[T
     began = time.strftime("%H:%M:%S", time.localtime(time.time() - (now_s - board.began_s)))
     ends = ", ".join(f"{board.ends[name]} {name}" for name in ("finished", "cancelled", "failed"))
     yield Text.assemble(
-        (f"since {began}", "bold"), f"  {ends}, {board.num_resumed} resumed; rates over {RATE_WINDOW_S:.0f} s"
+        (f"since {began}", "bold"),
+        f"  {ends}, {board.num_resumed} resumed, {board.num_moved} moved; rates over {RATE_WINDOW_S:.0f} s",
     )
     if board.failures:
         yield Text("failures  " + ", ".join(f"{code} {num}" for code, num in board.failures.most_common()), style="red")

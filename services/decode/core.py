@@ -1,12 +1,13 @@
 """What a decode worker decides. Pure: events and the time come in, actions go out.
 
-An attempt waits for blocks, then for the offer, reads what it has not cached, and decodes. A read that fails keeps its
-landed prefix; the rest is read from whoever else may hold it, or computed here as chunked prefill in the running batch:
-bad KV costs time, never a token.
+An attempt waits for blocks, and while those that its prompt begins with come for another one; then for the offer. It
+reads what it has not cached, and decodes. A read that fails keeps its landed prefix; the rest is read from whoever else
+may hold it, or computed here as chunked prefill in the running batch: bad KV costs time, never a token.
 """
 
 from dataclasses import dataclass
 
+from dataplane.blocks.cache import BlockCache
 from dataplane.blocks.layout import num_blocks_for
 from schemas import subjects
 from schemas.handoff import (
@@ -21,13 +22,16 @@ from schemas.handoff import (
 )
 from schemas.request import AttemptEnd, AttemptFailure, KVSource, ReservationQueued, ReserveBlocks
 from schemas.worker import WorkerLeft
-from services.decode.limits import RESERVED_AGAIN_MS
+from services.decode.limits import RESERVED_AGAIN_MS, TWIN_LANDS_WITHIN_MS
 from services.engine.interface import SampledToken
 from services.worker.core.actions import Action, Publish, SendReply, StartRead, StopRead
 from services.worker.core.attempts import Attempt, KVRead
+from services.worker.core.checks import WorkerLimits
 from services.worker.core.events import AttemptAsked, Event, ReadEnded, ReadStarted
+from services.worker.core.leases import LeaseTable
 from services.worker.core.messages import handoff_fields, publish_event
 from services.worker.core.role import HeardSubject, RoleCore
+from services.worker.core.twins import Twins
 
 
 @dataclass(slots=True, eq=False)
@@ -41,12 +45,20 @@ class DecodeAttempt(Attempt[ReserveBlocks]):
     source_left: bool = False
     lost_reason: str = ""
     """Why its source will not offer, learnt while it was waiting for blocks."""
+    num_given_away: int = 0
+    """Blocks of others that go on elsewhere so that it has room."""
 
 
 class DecodeCore(RoleCore[DecodeAttempt]):
     """Owns the attempts at decoding answers; shares its blocks with the worker's other cores."""
 
     record = DecodeAttempt
+    twin_wait_ms = TWIN_LANDS_WITHIN_MS
+
+    def __init__(self, limits: WorkerLimits, cache: BlockCache, leases: LeaseTable, twins: Twins | None = None) -> None:
+        super().__init__(limits, cache, leases, twins)
+        self._given: list[DecodeAttempt] = []
+        """They have made room, once somebody has come for what is here of them."""
 
     def hears(self) -> tuple[HeardSubject, ...]:
         as_target = ("*", self._limits.worker_id, "*")
@@ -61,11 +73,11 @@ class DecodeCore(RoleCore[DecodeAttempt]):
             case AttemptAsked(request=ReserveBlocks()):
                 return self._reserve(event, now_ms)
             case KVOffered():
-                return self._offered(event)
+                return self._offered(event, now_ms)
             case ReadStarted():
                 return self._read_started(event)
             case HandoffAborted():
-                return self._aborted(event)
+                return self._aborted(event, now_ms)
             case _:
                 return super()._react(event, now_ms)
 
@@ -85,7 +97,7 @@ class DecodeCore(RoleCore[DecodeAttempt]):
         )
         return [SendReply(queued), *actions]
 
-    def _offered(self, offer: KVOffered) -> list[Action]:
+    def _offered(self, offer: KVOffered, now_ms: int) -> list[Action]:
         """The source has begun: open the stream."""
         attempt = self._by_handoff.get(offer.handoff_id)
         if attempt is None:
@@ -95,7 +107,7 @@ class DecodeCore(RoleCore[DecodeAttempt]):
             return []  # a repeated offer, or one for a hand-over that has ended
         num_tokens = self._cache.layout.padded(len(attempt.prompt))
         if offer.fingerprint != self._limits.fingerprint or offer.num_tokens != num_tokens:
-            return self._go_without(attempt, "the offered KV is of another model or prompt")
+            return self._go_without(attempt, "the offered KV is of another model or prompt", now_ms)
         assert attempt.kv is not None
         attempt.state = advance(attempt.state, HandoffState.OFFERED)
         attempt.stage = "receiving"
@@ -123,7 +135,7 @@ class DecodeCore(RoleCore[DecodeAttempt]):
             return [*gave_up, *self._forget(attempt, now_ms)]
         assert attempt.kv is not None
         attempt.kv.landed(event.read.holder, event.outcome)
-        return self._go_without(attempt, event.reason) if event.read.is_hand_over else self._assemble(attempt)
+        return self._go_without(attempt, event.reason, now_ms) if event.read.is_hand_over else self._assemble(attempt)
 
     def _landed(self, attempt: DecodeAttempt, event: ReadEnded, first: FirstToken, now_ms: int) -> list[Action]:
         """All is here and verified: say so, and decode from token 1 on."""
@@ -147,10 +159,10 @@ class DecodeCore(RoleCore[DecodeAttempt]):
         attempt.kv.landed(attempt.request.prefill_worker, outcome)
         return [*actions, self._submit(attempt, [*attempt.prompt, first.token_id])]
 
-    def _aborted(self, event: HandoffAborted) -> list[Action]:
+    def _aborted(self, event: HandoffAborted, now_ms: int) -> list[Action]:
         """The source will send no (more) KV."""
         attempt = self._by_handoff.get(event.handoff_id)
-        return [] if attempt is None else self._lose_source(attempt, event.reason)
+        return [] if attempt is None else self._lose_source(attempt, event.reason, now_ms)
 
     def _worker_left(self, event: WorkerLeft, now_ms: int) -> list[Action]:
         """A source is gone."""
@@ -161,7 +173,7 @@ class DecodeCore(RoleCore[DecodeAttempt]):
                 actions.append(StopRead(read))
             elif attempt.request.prefill_worker == event.worker_id:
                 attempt.source_left = True
-                actions += self._lose_source(attempt, "the prefill worker left")
+                actions += self._lose_source(attempt, "the prefill worker left", now_ms)
         return actions
 
     def _on_time(self, now_ms: int) -> list[Action]:
@@ -182,28 +194,66 @@ class DecodeCore(RoleCore[DecodeAttempt]):
 
     def _admit(self, now_ms: int) -> list[Action]:
         actions: list[Action] = []
-        while self._queue:
-            attempt = self._queue[0]
+        for given in [given for given in self._given if not self._leases.is_expected(given.request.request_id)]:
+            self._given.remove(given)
+            actions += self._forget(given, now_ms)
+        while (attempt := self._next_queued(now_ms)) is not None:
             if not self._allocate(attempt):
+                actions += self._make_room(attempt, now_ms)
                 break
-            self._queue.popleft()
+            self._queue.remove(attempt)
             attempt.state, attempt.stage = advance(attempt.state, HandoffState.RESERVED), "reserved"
             actions.append(self._publish_reserved(attempt))
             if attempt.lost_reason:
-                actions += self._go_without(attempt, attempt.lost_reason)
+                actions += self._go_without(attempt, attempt.lost_reason, now_ms)
         return actions
 
+    def _make_room(self, attempt: DecodeAttempt, now_ms: int) -> list[Action]:
+        """Let the youngest answers go on elsewhere whose blocks this attempt lacks, where another worker has room for
+        them: they have most before them, and the least to be read. An answer is moved once for this."""
+        if self.draining or self._cache.layout.is_windowed:
+            return []
+        lacking = self._num_blocks(attempt) - self._cache.num_free - self._cache.num_cached
+        lacking -= sum(self._num_blocks(other) for other in self.attempts.values() if other.moving)
+        spare, chosen = attempt.request.spare_blocks - attempt.num_given_away, list[DecodeAttempt]()
+        for other in reversed(self.attempts.values()):
+            num_blocks = self._num_blocks(other)
+            may_move = other.stage == "computing" and not other.moving and not other.request.num_answered_tokens
+            if lacking > 0 and may_move and other.answer.token_ids and num_blocks <= spare:
+                chosen.append(other)
+                lacking, spare = lacking - num_blocks, spare - num_blocks
+        if lacking > 0:
+            return []
+        attempt.num_given_away += sum(self._num_blocks(other) for other in chosen)
+        detail = f"it makes room for {attempt.request.request_id}"
+        return [action for other in chosen for action in self._move(other, detail, now_ms)]
+
+    def _given_away(self, attempt: DecodeAttempt, now_ms: int) -> list[Action]:
+        """Others wait for its blocks: they keep what is in them until whoever goes on has come for it."""
+        if not self._leases.is_expected(attempt.request.request_id) or self.draining:
+            return super()._given_away(attempt, now_ms)
+        attempt.stage = "ending"
+        self._given.append(attempt)
+        return []
+
+    def _num_blocks(self, attempt: DecodeAttempt) -> int:
+        return num_blocks_for(attempt.num_kv_tokens, self._limits.block_size)
+
     def _room_for(self, attempt: DecodeAttempt) -> BlocksReserved:
-        num_blocks = num_blocks_for(attempt.num_kv_tokens, self._limits.block_size)
+        num_blocks = self._num_blocks(attempt)
         return BlocksReserved(**handoff_fields(attempt.request, self._limits.worker_id), num_blocks=num_blocks)
 
     def _publish_reserved(self, attempt: DecodeAttempt) -> Publish:
         return publish_event(subjects.RESERVED, self._room_for(attempt), attempt.traceparent)
 
-    def _go_without(self, attempt: DecodeAttempt, reason: str) -> list[Action]:
+    def _go_without(self, attempt: DecodeAttempt, reason: str, now_ms: int) -> list[Action]:
         """The hand-over brings no more. Whoever is said to hold a part of the prompt is asked, the prefill worker among
-        them: what it has computed may be cached there."""
+        them: what it has computed may be cached there. Where the prompt's logarithms are wanted another attempt must
+        begin: if its first token has come, they have, and it goes on from there."""
         assert attempt.kv is not None
+        if attempt.owes_prompt_logprobs:
+            detail = f"{reason}, and the prompt's logarithms are wanted, which only who computes it all has"
+            return self._fail(attempt, AttemptFailure.TRANSFER_FAILED, detail, now_ms)
         attempt.state = advance(attempt.state, HandoffState.ABORTED)
         source = attempt.request.prefill_worker
         if not attempt.source_left:
@@ -222,12 +272,12 @@ class DecodeCore(RoleCore[DecodeAttempt]):
         attempt.kv.keep_at_most(self._cache.layout.usable(len(attempt.prompt) - 1))
         return [self._submit(attempt, list(attempt.prompt))]
 
-    def _lose_source(self, attempt: DecodeAttempt, reason: str) -> list[Action]:
+    def _lose_source(self, attempt: DecodeAttempt, reason: str, now_ms: int) -> list[Action]:
         match attempt.stage:
-            case "queued":
+            case "queued" | "waiting_for_twin":
                 attempt.lost_reason = reason
             case "reserved":
-                return self._go_without(attempt, reason)
+                return self._go_without(attempt, reason, now_ms)
             case "receiving" if attempt.read is not None:
                 return [StopRead(attempt.read)]
             case _:  # it does without already

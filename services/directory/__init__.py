@@ -1,1 +1,2 @@
-"""Knows which worker holds which block. Owns nothing: a hint, rebuilt from what the workers say."""
+"""Knows which worker holds which block. A hint, rebuilt from what the workers say; all that it owns is how often
+each block was asked for."""

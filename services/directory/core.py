@@ -5,12 +5,12 @@ worker's inventory is read, page by page, and the events that came meanwhile are
 first word drops what the old one held.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from schemas.block import split_hashes
-from schemas.directory import BlocksEvicted, BlocksStored, HolderPrefix, Inventory, Tier
-from schemas.ids import BlockHash, WorkerId
+from schemas.block import BLOCK_HASH_BYTES
+from schemas.directory import BlocksEvicted, BlocksStored, HolderPrefix, Tier
+from schemas.ids import WorkerId
 from services.directory import limits
 from services.directory.events import (
     Action,
@@ -24,7 +24,7 @@ from services.directory.events import (
     WorkerGone,
     WorkerHeard,
 )
-from services.directory.map import BlockMap, Owner
+from services.directory.map import TIERS, BlockMap, Owner
 
 BlockEvent = BlocksStored | BlocksEvicted
 
@@ -36,8 +36,8 @@ class Holder:
     worker_id: WorkerId
     incarnation: str
     heard_ms: int
-    num_blocks: int | None = None
-    """How many its arena or memory has, as it says; None: it has not said."""
+    room: Mapping[Tier, int] | None = None
+    """For how many blocks it has room on each tier that it has, as it says; None: it has not said."""
     num_of: dict[int, int] = field(default_factory=dict[int, int])
     """How many blocks have each of its bits."""
     sequence: int = 0
@@ -52,10 +52,41 @@ class Holder:
     num_restarts: int = 0
     page_sequence: int | None = None
     """The event after which the reading's pages were written; None before the first page."""
+    num_read: int = 0
+    """Blocks in the pages so far, also those that are named twice or not believed."""
     page_bits: dict[Tier, int] = field(default_factory=dict[Tier, int])
     """Its blocks in the pages so far; they take the place of `bits` with the last page."""
     pending: dict[int, BlockEvent] = field(default_factory=dict[int, BlockEvent])
     """The events that cannot be applied yet, by their number."""
+    num_pending_blocks: int = 0
+    """Blocks in these events, at most."""
+
+    def room_on(self, tier: Tier) -> int:
+        """For how many blocks of this tier it is believed."""
+        return limits.MAX_HOLDER_BLOCKS if self.room is None else min(self.room.get(tier, 0), limits.MAX_HOLDER_BLOCKS)
+
+    @property
+    def whole_room(self) -> int:
+        return sum(map(self.room_on, TIERS))
+
+    @property
+    def is_over_room(self) -> bool:
+        """More is known of it than it has room for by what it says now."""
+        return any(self.num_of.get(bit, 0) > self.room_on(tier) for tier, bit in self.bits.items())
+
+    def keep(self, event: BlockEvent) -> bool:
+        """Keep an event until it can be applied. Returns whether there was room for it; if not, the earlier ones are
+        given up."""
+        num_blocks = len(event.block_hashes) // BLOCK_HASH_BYTES
+        has_room = (
+            len(self.pending) < limits.MAX_PENDING_EVENTS
+            and self.num_pending_blocks + num_blocks <= limits.MAX_PENDING_BLOCKS
+        )
+        if not has_room:
+            self.pending, self.num_pending_blocks = {}, 0
+        self.pending[event.sequence] = event
+        self.num_pending_blocks += num_blocks
+        return has_room
 
     def read_from(self, offset: int) -> list[Action]:
         return [ReadPage(self.worker_id, self.incarnation, offset, self.reading)]
@@ -93,8 +124,8 @@ class DirectoryCore:
                 actions = self._gone(worker_id, incarnation)
             case BlocksChanged(message=message):
                 actions = self._changed(message, now_ms)
-            case PageRead(asked=asked, page=page):
-                actions = self._read(asked, page, now_ms)
+            case PageRead():
+                actions = self._read(event, now_ms)
             case PageMissing(asked=asked):
                 actions = self._missing(asked)
             case EventsMissed():
@@ -108,10 +139,16 @@ class DirectoryCore:
                 self._drop(holder)
         return self._start_sweep()
 
-    def locate(self, hashes: Sequence[BlockHash]) -> tuple[HolderPrefix, ...]:
-        """Return who holds a prefix of these blocks, and who holds a run that begins later; the longest of each first
-        (`BlockMap.locate`)."""
-        return self._map.locate(hashes)
+    def locate(self, joined: bytes) -> tuple[HolderPrefix, ...]:
+        """Return who holds a prefix of these blocks (joined hashes), and who holds a run that begins later; the longest
+        of each first (`BlockMap.locate`)."""
+        return self._map.locate(joined)
+
+    def heat(self, worker_id: WorkerId, joined: bytes) -> bytes:
+        """Return how often each of these blocks (joined hashes) was asked for lately, a byte each; 0 for what this
+        worker is not known to hold (`BlockMap.heat`)."""
+        holder = self._holders.get(worker_id)
+        return self._map.heat(sum(holder.bits.values()) if holder else 0, joined)
 
     def sweep(self, num_blocks: int | None = None) -> bool:
         """Clear what gone holders held from a slice of the map. Returns whether there is more to do.
@@ -135,12 +172,13 @@ class DirectoryCore:
         known = self._holders.get(worker_id)
         if known is not None and known.incarnation == incarnation:
             known.heard_ms = now_ms
-            known.num_blocks = known.num_blocks if event.num_blocks is None else event.num_blocks
+            known.room = known.room if event.room is None else event.room
+            known.must_read |= known.is_over_room
             return self._start_reading(known) if known.must_read and not known.is_reading else []
         if self._has_no_room_for(worker_id):
             return []
         holder = self._replace(worker_id, incarnation, now_ms)
-        holder.num_blocks = event.num_blocks
+        holder.room = event.room
         return self._start_reading(holder)
 
     def _has_no_room_for(self, worker_id: WorkerId) -> bool:
@@ -172,17 +210,16 @@ class DirectoryCore:
         holder.heard_ms = now_ms
         if event.sequence <= holder.sequence:
             return []  # heard before, or in the inventory already
-        holder.pending[event.sequence] = event
+        has_room = holder.keep(event)
         if not holder.is_reading:
             self._apply_pending(holder)
-        if not holder.pending:
-            return []
-        if holder.is_reading and len(holder.pending) <= limits.MAX_PENDING_EVENTS:
+        if not holder.pending or (holder.is_reading and has_room):
             return []
         return self._start_reading(holder)
 
-    def _read(self, asked: ReadPage, page: Inventory, now_ms: int) -> list[Action]:
-        """Add a page. Pages of different moments make a new start."""
+    def _read(self, event: PageRead, now_ms: int) -> list[Action]:
+        """Add a page, or a part of one. Pages of different moments make a new start."""
+        asked, page = event.asked, event.page
         key = (page.worker_id, page.incarnation)
         if key != (asked.worker_id, asked.incarnation):
             return self._missing(asked)
@@ -197,8 +234,15 @@ class DirectoryCore:
             return self._restart_reading(holder, asked)
         holder.page_sequence = page.sequence
         self._add(holder, self._bit(holder, holder.page_bits, page.tier), page.tier, page.block_hashes)
+        holder.num_read += len(page.block_hashes) // BLOCK_HASH_BYTES
+        if event.is_part:
+            return []
         if page.next_offset is not None:
-            return holder.read_from(page.next_offset)
+            if page.next_offset <= asked.offset or not page.block_hashes:
+                return self._missing(asked)  # pages without end
+            if holder.num_read <= holder.whole_room:
+                return holder.read_from(page.next_offset)
+            # It names more than it has room for: what it names further on would not be believed.
         self._adopt_pages(holder)
         return self._start_reading(holder) if holder.pending else []
 
@@ -254,7 +298,7 @@ class DirectoryCore:
 
     def _drop_pages(self, holder: Holder) -> None:
         self._retire(holder, holder.page_bits)
-        holder.page_bits, holder.page_sequence = {}, None
+        holder.page_bits, holder.page_sequence, holder.num_read = {}, None, 0
 
     def _reader_of(self, asked: ReadPage) -> Holder | None:
         """Return the holder whose reading under way this page belongs to."""
@@ -267,8 +311,6 @@ class DirectoryCore:
         self._drop_pages(holder)
         holder.is_reading, holder.must_read = True, False
         holder.reading += 1
-        while len(holder.pending) > limits.MAX_PENDING_EVENTS:
-            del holder.pending[min(holder.pending)]
         return holder.read_from(0)
 
     def _restart_reading(self, holder: Holder, asked: ReadPage) -> list[Action]:
@@ -287,7 +329,7 @@ class DirectoryCore:
         for bit in holder.bits.values():
             self._map.show(bit)
         holder.sequence = max(holder.sequence, holder.page_sequence)
-        holder.is_reading, holder.page_sequence, holder.num_restarts = False, None, 0
+        holder.is_reading, holder.page_sequence, holder.num_read, holder.num_restarts = False, None, 0, 0
         holder.pending = {n: event for n, event in holder.pending.items() if n > holder.sequence}
         self._apply_pending(holder)
 
@@ -300,15 +342,16 @@ class DirectoryCore:
             if isinstance(event, BlocksStored):
                 self._add(holder, bit, event.tier, event.block_hashes)
             else:
-                holder.num_of[bit] = holder.num_of.get(bit, 0) - self._map.remove(bit, split_hashes(event.block_hashes))
+                num_removed, num_left = self._map.remove(bit, event.block_hashes)
+                holder.num_of[bit] = holder.num_of.get(bit, 0) - num_removed
+                self.num_passed_over += num_left
+        if not holder.pending:
+            holder.num_pending_blocks = 0
 
     def _add(self, holder: Holder, bit: int, tier: Tier, joined: bytes) -> None:
         """Note what a holder says that it has, as far as that may be."""
-        most = limits.MAX_HOLDER_BLOCKS
-        if tier in ("arena", "memory") and holder.num_blocks is not None:
-            most = min(most, holder.num_blocks)
         known = holder.num_of.get(bit, 0)
-        num_added, num_left = self._map.add(bit, split_hashes(joined), max(0, most - known))
+        num_added, num_left = self._map.add(bit, joined, max(0, holder.room_on(tier) - known))
         holder.num_of[bit] = known + num_added
         self.num_passed_over += num_left
 

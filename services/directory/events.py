@@ -1,8 +1,9 @@
 """What can happen to the directory, and what its core asks the shell to do about it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from schemas.directory import BlocksEvicted, BlocksStored, Inventory
+from schemas.directory import BlocksEvicted, BlocksStored, Inventory, Tier
 from schemas.ids import WorkerId
 
 # What the shell is asked to do.
@@ -38,8 +39,8 @@ class WorkerHeard:
 
     worker_id: WorkerId
     incarnation: str
-    num_blocks: int | None = None
-    """How many its memory has, where it has said so."""
+    room: Mapping[Tier, int] | None = None
+    """For how many blocks it has room on each tier that it has. None: it has not said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,11 @@ class BlocksChanged:
 
 @dataclass(frozen=True, slots=True)
 class PageRead:
-    """The worker has answered. The hashes of `page` are whole."""
+    """The worker has answered. The hashes of `page` are whole. `is_part`: the rest of the page follows."""
 
     asked: ReadPage
     page: Inventory
+    is_part: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,29 @@ when it speaks next."""
 
 FORGET_AFTER_MS = 15_000
 """A holder that has said nothing for so long is forgotten, as whoever would say that it has left may have ended too.
-Workers say their load twice a second; one that speaks again has its inventory read."""
+Workers say their load at least every 0.6 s; one that speaks again has its inventory read."""
 
 TICK_S = 5.0
 """The directory looks for holders that are silent so often: often enough beside FORGET_AFTER_MS."""
 
+MAX_READING = 2
+"""So many inventories are read at a time: a thousand answers at once are more than a connection may keep waiting, and
+would be handled one after the other without a question in between."""
+
+PAGE_PART_BLOCKS = 8_192
+"""A page is handled in parts of so many blocks, some milliseconds each, so that questions are answered in between."""
+
+MAX_EVENT_BLOCKS = 16_384
+"""An event of more is dropped, and what was missed is read from the inventory: a page can be handled in parts, an event
+cannot."""
+
+MAX_LOCATE_BLOCKS = 65_536
+"""A question about a longer prompt, a million tokens in blocks of 16, is answered for so much of it."""
+
 MAX_PENDING_EVENTS = 10_000
-"""So many events of one holder are kept while its inventory is read; one more starts the reading anew."""
+MAX_PENDING_BLOCKS = 100_000
+"""So many events of one holder, of so many blocks in all, are kept while its inventory is read; with one more they are
+given up, and the reading begins anew."""
 
 MAX_ENDED = 10_000
 """So many incarnations of workers are remembered as over, so that a late event does not bring their blocks back."""
@@ -32,12 +48,20 @@ first."""
 MAX_HOLDERS = 4_096
 """So many holders are known at a time; whoever speaks as one more is passed over until others have gone."""
 MAX_HOLDER_BLOCKS = 1_000_000
-"""Of one holder on one tier so many blocks are known, and of a worker's arena or a store's memory no more than it says
-that it has. A card's memory holds some 100,000 blocks."""
-MAX_BLOCKS = 4_000_000
-"""Distinct blocks of all holders: some 500 MB. What is beyond a bound is not known here, and computed rather than
-read."""
+"""Of one holder on one tier so many blocks are known, and no more than it says that it has room for. A card's memory
+holds some 100,000 blocks."""
+MAX_BLOCKS = 10_000_000
+"""Distinct blocks of all holders: some 40 bytes each. What is beyond a bound is not known here, and computed rather
+than read."""
 
-MAX_SHARED_MASKS = 100_000
-"""The integers of so many different sets of holders are shared by all blocks that have them. Beyond it sharing begins
-anew; blocks keep the integer they have."""
+FADE_AFTER = 8
+"""Once each block was asked for so often, on average, all counts of that are halved. With ten million blocks that takes
+some 30 ms, once in a hundred thousand questions about 800 blocks."""
+
+MAX_SETS = 500_000
+"""Different sets of holders: some 300 bytes each with a thousand holders. Beyond it what would make one more is passed
+over: a block is not known of one more holder, or goes on being named for one that has evicted it."""
+
+MAX_RUN_ENDS = 10_000
+"""`locate` follows the beginnings and ends of so many runs, some 10 ms, and looks no further along the prompt: holders
+with every other block must not keep everybody waiting."""

@@ -2,13 +2,25 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+
+import msgspec
 
 from schemas import subjects
-from schemas.block import BLOCK_HASH_BYTES, split_hashes
-from schemas.directory import BlocksEvicted, BlocksLocated, BlocksStored, LocateBlocks, ReadInventory
+from schemas.block import BLOCK_HASH_BYTES
+from schemas.directory import (
+    AskHeat,
+    BlockHeat,
+    BlocksEvicted,
+    BlocksLocated,
+    BlocksStored,
+    Inventory,
+    LocateBlocks,
+    ReadInventory,
+    Tier,
+)
 from schemas.subjects import CarriesT, Subject
-from schemas.worker import WorkerJoined, WorkerLeft, WorkerLoad
+from schemas.worker import WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad
 from services.bus.base import Bus, BusError
 from services.bus.typed import Received, TypedBus
 from services.directory import limits
@@ -31,6 +43,8 @@ from services.runtime import now_ms
 
 log = logging.getLogger(__name__)
 
+_PART_BYTES = limits.PAGE_PART_BLOCKS * BLOCK_HASH_BYTES
+
 
 async def run_directory(
     connection: Bus, stop: asyncio.Event, on_ready: Callable[[], None] | None = None, metrics: Metrics | None = None
@@ -52,6 +66,7 @@ class Directory:
         self.core = DirectoryCore()
         self._bus = bus
         self._tasks = tasks
+        self._reading = asyncio.Semaphore(limits.MAX_READING)
         self._running: dict[asyncio.Task[None], None] = {}
         self._num_losses = self._losses()
         bus.metrics.on_sample(self._sample)
@@ -65,6 +80,7 @@ class Directory:
         await self._listen(subjects.STORED, _blocks_changed)
         await self._listen(subjects.EVICTED, _blocks_changed)
         await self._bus.serve(self._tasks, subjects.LOCATE, (), self._locate)
+        await self._bus.serve(self._tasks, subjects.HEAT, ("*",), self._tell_heat)
         await self._bus.connection.flush()
         self._start(self._tick(), "forget the silent")
 
@@ -90,13 +106,21 @@ class Directory:
 
     async def _locate(self, received: Received[LocateBlocks]) -> BlocksLocated:
         request = received.message
-        whole = len(request.block_hashes) - len(request.block_hashes) % BLOCK_HASH_BYTES
         return BlocksLocated(
             request_id=request.request_id,
             attempt=request.attempt,
             deadline_ms=request.deadline_ms,
-            holders=self.core.locate(split_hashes(request.block_hashes[:whole])),
+            holders=self.core.locate(_leading(request.block_hashes)),
         )
+
+    async def _tell_heat(self, received: Received[AskHeat]) -> BlockHeat:
+        """Answer a part at a time, so that questions are answered in between."""
+        asked, heat = received.message, bytearray()
+        joined = _leading(asked.block_hashes)
+        for at in range(0, len(joined), _PART_BYTES):
+            heat += self.core.heat(asked.worker_id, joined[at : at + _PART_BYTES])
+            await asyncio.sleep(0)
+        return BlockHeat(heat=bytes(heat))
 
     def _handle(self, event: Event) -> None:
         if self._num_losses != (num_losses := self._losses()):
@@ -143,19 +167,42 @@ class Directory:
     async def _read(self, wanted: ReadPage) -> None:
         """Ask for one page, and hand the core the answer or its absence."""
         request = ReadInventory(offset=wanted.offset)
-        try:
-            page = await self._bus.ask(subjects.INVENTORY, (wanted.worker_id,), request, limits.INVENTORY_TIMEOUT_S)
-            _check_hashes(page.block_hashes)
-        except (BusError, ValueError) as error:
-            log.warning("no inventory from %s: %s", wanted.worker_id, error)
-            self._handle(PageMissing(wanted))
-        else:
-            self._handle(PageRead(wanted, page))
+        async with self._reading:
+            try:
+                page = await self._bus.ask(subjects.INVENTORY, (wanted.worker_id,), request, limits.INVENTORY_TIMEOUT_S)
+                _check_hashes(page.block_hashes)
+            except (BusError, ValueError) as error:
+                log.warning("no inventory from %s: %s", wanted.worker_id, error)
+                self._handle(PageMissing(wanted))
+                return
+            for part in _parts_of(wanted, page):
+                self._handle(part)
+                await asyncio.sleep(0)
+
+
+def _parts_of(asked: ReadPage, page: Inventory) -> Iterator[PageRead]:
+    """The parts in which a page is handled: at least one."""
+    for at in range(0, max(1, len(page.block_hashes)), _PART_BYTES):
+        part = msgspec.structs.replace(page, block_hashes=page.block_hashes[at : at + _PART_BYTES])
+        yield PageRead(asked, part, is_part=at + _PART_BYTES < len(page.block_hashes))
+
+
+def _leading(joined: bytes) -> bytes:
+    """Return as many of these hashes as one question is answered for."""
+    num_blocks = min(len(joined) // BLOCK_HASH_BYTES, limits.MAX_LOCATE_BLOCKS)
+    return joined[: num_blocks * BLOCK_HASH_BYTES]
 
 
 def _worker_heard(message: WorkerJoined | WorkerLoad) -> WorkerHeard:
-    total = message.blocks.total if isinstance(message, WorkerLoad) else None
-    return WorkerHeard(message.worker.worker_id, message.worker.incarnation, total)
+    return WorkerHeard(message.worker.worker_id, message.worker.incarnation, _room_of(message.worker))
+
+
+def _room_of(worker: WorkerInfo) -> dict[Tier, int]:
+    """Return for how many blocks it has room on each tier that one of its role has."""
+    if worker.role != "store":
+        return {"arena": worker.num_blocks}
+    num_behind = limits.MAX_HOLDER_BLOCKS if worker.num_blocks_behind is None else worker.num_blocks_behind
+    return {"memory": worker.num_blocks, "disk": num_behind, "remote": num_behind}
 
 
 def _worker_gone(message: WorkerLeft) -> WorkerGone:
@@ -164,6 +211,8 @@ def _worker_gone(message: WorkerLeft) -> WorkerGone:
 
 def _blocks_changed(message: BlocksStored | BlocksEvicted) -> BlocksChanged:
     _check_hashes(message.block_hashes)
+    if len(message.block_hashes) > limits.MAX_EVENT_BLOCKS * BLOCK_HASH_BYTES:
+        raise ValueError("it has too many blocks for one event")
     return BlocksChanged(message)
 
 

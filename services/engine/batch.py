@@ -12,7 +12,10 @@ from services.engine import limits
 from services.engine.interface import (
     Engine,
     EngineLoad,
+    FailedSequence,
+    GrammarError,
     InvalidSequenceError,
+    Outcome,
     SampledToken,
     Sequence,
     StepItem,
@@ -110,14 +113,15 @@ class Batch:
             budget -= num_tokens
         return items
 
-    def commit(self, items: Seq[StepItem], token_ids: Seq[int], started_ns: int, ended_ns: int) -> StepResult:
-        """Record that a planned step was computed and sampled `token_ids`, one per sampling item, in order.
+    def commit(self, items: Seq[StepItem], outcomes: Seq[Outcome], started_ns: int, ended_ns: int) -> StepResult:
+        """Record that a planned step was computed, with these `outcomes`, one per sampling item, in order.
 
         Sequences that ended here have left the batch when this returns.
         """
-        assert len(token_ids) == sum(item.samples for item in items), "one token per sampling item"
-        tokens = iter(token_ids)
+        assert len(outcomes) == sum(item.samples for item in items), "one outcome per sampling item"
+        left = iter(outcomes)
         sampled: list[SampledToken] = []
+        failed: list[FailedSequence] = []
         num_decode_tokens = 0
         for item in items:
             sequence, key = item.sequence, _key(item.sequence)
@@ -129,7 +133,12 @@ class Batch:
                 if sequence.num_uncomputed_tokens == 1:
                     self._settle(key, sequence, ended=False)
                 continue
-            token = append_token(sequence, next(tokens), self.context_length)
+            outcome = next(left)
+            if isinstance(outcome, GrammarError):
+                failed.append(FailedSequence(sequence, str(outcome)))
+                self._settle(key, sequence, ended=True)
+                continue
+            token = append_token(sequence, outcome, self.context_length)
             sampled.append(token)
             self._settle(key, sequence, ended=token.local_end)
         num_tokens = sum(item.num_tokens for item in items)
@@ -140,6 +149,7 @@ class Batch:
             num_decode_tokens=num_decode_tokens,
             computed=tuple((item.sequence, item.sequence.num_computed_tokens) for item in items),
             sampled=tuple(sampled),
+            failed=tuple(failed),
         )
 
     def check_integrity(self) -> None:

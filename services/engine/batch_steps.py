@@ -4,7 +4,7 @@ import time
 
 from schemas.ids import RequestId
 from services.engine.batch import Batch
-from services.engine.interface import Engine, EngineLoad, Sequence, StepFailedError, StepItem, StepResult
+from services.engine.interface import Engine, EngineLoad, Outcome, Sequence, StepFailedError, StepItem, StepResult
 
 
 class BatchSteps:
@@ -38,8 +38,8 @@ class BatchSteps:
             return None
         started_ns = time.time_ns()
         try:
-            token_ids = self._compute(items)
-            return self._batch.commit(items, token_ids, started_ns, time.time_ns())
+            outcomes = self._compute(items)
+            return self._batch.commit(items, outcomes, started_ns, time.time_ns())
         except Exception as error:
             sequences = [item.sequence for item in items]
             for sequence in sequences:
@@ -49,5 +49,5 @@ class BatchSteps:
     def close(self) -> None:
         self.engine.close()
 
-    def _compute(self, items: list[StepItem]) -> list[int]:
+    def _compute(self, items: list[StepItem]) -> list[Outcome]:
         return self.engine.step(items)

@@ -2,7 +2,9 @@
 
 It writes bytes made of (token, position, layer) where a real engine writes KV, and makes each token from what it
 *reads* in the arena, over all layers and all positions that each layer sees: KV that is wrong, missing or misplaced
-gives another token. A step that would write over what one of its queries still sees fails.
+gives another token, and other logarithms. A step that would write over what one of its queries still sees fails.
+
+What may not come next (`shaping.permitted`) does not come. Bias and penalties need logits, of which it has none.
 
 Where blocks are only whole of use (`KVLayout.whole_blocks`) each byte of a token lies `block_size` bytes from its next,
 as vLLM's keys do on the CPU: a block that was cut is wrong everywhere.
@@ -10,6 +12,7 @@ as vLLM's keys do on the CPU: a block that was cut is wrong everywhere.
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from functools import lru_cache
 from itertools import pairwise
 
@@ -18,8 +21,12 @@ import numpy.typing as npt
 import xxhash
 
 from dataplane.blocks.layout import KEY, VALUE, ArenaShape, KVLayout, slot_spans
+from schemas.ids import RequestId
+from schemas.logprobs import TokenLogprob
 from schemas.request import SamplingParams
-from services.engine.interface import StepItem
+from services.engine.interface import Choice, Grammar, GrammarError, Outcome, Sequence, StepItem
+from services.engine.rules import stop_token_ids
+from services.engine.shaping import is_masked, permitted
 
 AllRows = Seq[bytes]
 """For each layer the bytes of its keys and then of its values, one token after another."""
@@ -50,8 +57,8 @@ class FakeEngine:
         self.before_layer = before_layer
         self._arena: memoryview | None = arena_buffer.cast("B")
 
-    def step(self, items: Seq[StepItem]) -> list[int]:
-        """Write the items' rows layer by layer, tell the listeners, and return a token per sampling item."""
+    def step(self, items: Seq[StepItem]) -> list[Outcome]:
+        """Write the items' rows layer by layer, tell the listeners, and return an outcome per sampling item."""
         if self.before_step is not None:
             self.before_step(items)
         for item in items:
@@ -70,7 +77,7 @@ class FakeEngine:
                     listener.advance(layer, self.layout.padded(end) if item.samples else self.layout.usable(end))
         if self.before_layer is not None:
             self.before_layer(items, self.layout.num_layers)
-        return [self._next_token(item) for item in items if item.samples]
+        return self._outcomes(items)
 
     def close(self) -> None:
         """Let go of the arena."""
@@ -132,39 +139,137 @@ class FakeEngine:
             distinct = all(span.first_slot + span.num_tokens <= after.first_slot for span, after in pairwise(seen))
             assert distinct, f"tokens {item.start} to {end} of layer {layer} overwrite what they still see"
 
-    def _next_token(self, item: StepItem) -> int:
+    def _outcomes(self, items: Seq[StepItem]) -> list[Outcome]:
+        """Return what comes of items whose KV is written."""
+        for item in items:
+            self._score_prompt(item)
+        return [
+            fake_outcome(self._digest(item.sequence, len(item.sequence.token_ids)), item.sequence, self.vocab_size)
+            for item in items
+            if item.samples
+        ]
+
+    def _score_prompt(self, item: StepItem) -> None:
+        """Append the logarithms that are wanted of the item's part of a prompt."""
+        sequence = item.sequence
+        if not sequence.wants_prompt_logprobs:
+            return
+        num_top = sequence.sampling.prompt_logprobs or 0
+        for end in range(item.start + 1, min(item.start + item.num_tokens + 1, sequence.num_prompt_tokens)):
+            digest, token_id = self._digest(sequence, end), sequence.token_ids[end]
+            sequence.prompt_logprobs.append(fake_logprob(digest, token_id, num_top, self.vocab_size))
+
+    def _digest(self, sequence: Sequence, end: int) -> int:
+        """Return a number made of all that the last of `end` tokens sees."""
         digest = xxhash.xxh3_64()
-        end = item.start + item.num_tokens
         for layer in range(self.layout.num_layers):
-            table = item.sequence.tables[self.layout.group_of_layer[layer]]
+            table = sequence.tables[self.layout.group_of_layer[layer]]
             spans = slot_spans(table, self.layout.block_size, _first_seen(self.layout, layer, end), end)
             for key_or_value in (KEY, VALUE):
                 for slot, count in spans:
                     digest.update(self._get(layer, key_or_value, slot, count))
-        return _choose(digest.intdigest(), item.sequence.sampling, item.sequence.index, self.vocab_size)
+        return digest.intdigest()
+
+
+def fake_outcome(digest: int, sequence: Sequence, vocab_size: int) -> Outcome:
+    """Return what comes next in a sequence whose tokens have this `digest`."""
+    sampling = sequence.sampling
+    number = digest
+    if sampling.temperature > 0:  # else the context alone decides
+        number = xxhash.xxh3_64_intdigest(f"{digest}:{sampling.seed}:{sequence.index}".encode())
+    if is_masked(sequence):
+        try:
+            token_ids = np.flatnonzero(permitted(sequence, np.ones(vocab_size, np.bool_)))
+        except GrammarError as error:
+            return error
+        token_id = int(token_ids[number % len(token_ids)])
+    else:
+        token_id = number % vocab_size
+    if sampling.logprobs is None:
+        return Choice(token_id)
+    return Choice(token_id, fake_logprob(digest, token_id, sampling.logprobs, vocab_size))
+
+
+def fake_logprob(digest: int, token_id: int, num_top: int, vocab_size: int) -> TokenLogprob:
+    """Return a token's logarithm, and those of the `num_top` likeliest, behind tokens that have this `digest`. They are
+    numbers that float32 has, and of no distribution."""
+    words = np.arange(vocab_size, dtype=np.uint64) ^ np.uint64(digest)
+    values = _mix(words) % np.uint64(1 << 16) / -4096.0
+    best = np.argsort(-values, kind="stable")[:num_top]
+    return TokenLogprob(float(values[token_id]), tuple((int(at), float(values[at])) for at in best))
 
 
 def fake_answer(
-    layout: KVLayout, prompt: Seq[int], sampling: SamplingParams, *, vocab_size: int = 256, eos: Seq[int] = ()
+    layout: KVLayout,
+    prompt: Seq[int],
+    sampling: SamplingParams,
+    *,
+    vocab_size: int = 256,
+    eos: Seq[int] = (),
+    grammar: Grammar | None = None,
 ) -> list[int]:
-    """Return the answer that a FakeEngine gives when all KV is right, computed without any arena."""
-    tokens = list(prompt)
-    stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
-    rows = [bytearray(row) for row in _rows(layout, tokens, 0)]
-    token_bytes = layout.token_bytes
-    for index in range(sampling.max_tokens):
-        digest = xxhash.xxh3_64()
-        if index:
-            for row, more in zip(rows, _rows(layout, tokens[-1:], len(tokens) - 1), strict=True):
-                row += more
-        for layer in range(layout.num_layers):
-            first = _first_seen(layout, layer, len(tokens)) * token_bytes
-            for key_or_value in (KEY, VALUE):
-                digest.update(memoryview(rows[layer * 2 + key_or_value])[first:])
-        tokens.append(_choose(digest.intdigest(), sampling, index, vocab_size))
-        if tokens[-1] in stops:
+    """Return the answer that a FakeEngine gives when all KV is right, computed without any arena. Raises GrammarError
+    where it has none."""
+    choices = fake_choices(layout, prompt, sampling, vocab_size=vocab_size, eos=eos, grammar=grammar)
+    return [choice.token_id for choice in choices]
+
+
+def fake_choices(
+    layout: KVLayout,
+    prompt: Seq[int],
+    sampling: SamplingParams,
+    *,
+    vocab_size: int = 256,
+    eos: Seq[int] = (),
+    grammar: Grammar | None = None,
+) -> list[Choice]:
+    """Return the tokens of `fake_answer`, with their logarithms where they are wanted. Raises GrammarError."""
+    sequence = Sequence(
+        RequestId("reference"), 1, list(prompt), len(prompt), sampling, (), stop_token_ids=frozenset(eos)
+    )
+    if grammar is not None:
+        sequence.grammar = Future()
+        sequence.grammar.set_result(grammar)
+    seen = _Seen(layout)
+    choices: list[Choice] = []
+    while len(choices) < sampling.max_tokens:
+        outcome = fake_outcome(seen.digest(sequence.token_ids), sequence, vocab_size)
+        if isinstance(outcome, GrammarError):
+            raise outcome
+        choices.append(outcome)
+        sequence.token_ids.append(outcome.token_id)
+        if outcome.token_id in stop_token_ids(sequence):
             break
-    return tokens[len(prompt) :]
+    return choices
+
+
+def fake_prompt_logprobs(
+    layout: KVLayout, prompt: Seq[int], num_top: int, *, vocab_size: int = 256
+) -> list[TokenLogprob]:
+    """Return the logarithms of a prompt's tokens from the second on, as a FakeEngine gives them."""
+    seen = _Seen(layout)
+    return [fake_logprob(seen.digest(prompt[:end]), prompt[end], num_top, vocab_size) for end in range(1, len(prompt))]
+
+
+class _Seen:
+    """What stands in the arena for tokens that grow."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+        self._rows = [bytearray() for _ in range(layout.num_layers * 2)]
+        self._num_tokens = 0
+
+    def digest(self, tokens: Seq[int]) -> int:
+        """Return the digest of these tokens, the last ones with more behind them."""
+        layout, start, self._num_tokens = self._layout, self._num_tokens, len(tokens)
+        for row, more in zip(self._rows, _rows(layout, tokens[start:], start), strict=True):
+            row += more
+        digest = xxhash.xxh3_64()
+        for layer in range(layout.num_layers):
+            first = _first_seen(layout, layer, len(tokens)) * layout.token_bytes
+            for key_or_value in (KEY, VALUE):
+                digest.update(memoryview(self._rows[layer * 2 + key_or_value])[first:])
+        return digest.intdigest()
 
 
 def _first_seen(layout: KVLayout, layer: int, num_tokens: int) -> int:
@@ -189,18 +294,15 @@ def _row(num_layers: int, token_bytes: int, token: int, position: int) -> AllRow
 def _rows_of(num_layers: int, token_bytes: int, tokens: Seq[int], start: int) -> AllRows:
     positions = np.arange(start, start + len(tokens), dtype=np.uint64)
     words = np.array(tokens, dtype=np.uint64) << np.uint64(32) ^ positions << np.uint64(8)
-    words = words ^ np.arange(num_layers * 2, dtype=np.uint64)[:, None]
-    # splitmix64's finalizer (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
-    words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    words ^= words >> np.uint64(31)
+    words = _mix(words ^ np.arange(num_layers * 2, dtype=np.uint64)[:, None])
     num_words = -(-token_bytes // 8)
     rows = np.repeat(words[:, :, None], num_words, axis=2).view(np.uint8)[..., :token_bytes]
     return tuple(row.tobytes() for row in rows)
 
 
-def _choose(digest: int, sampling: SamplingParams, index: int, vocab_size: int) -> int:
-    """Greedy: the context alone decides. Otherwise seed and index do too."""
-    if sampling.temperature <= 0:
-        return digest % vocab_size
-    return xxhash.xxh3_64_intdigest(f"{digest}:{sampling.seed}:{index}".encode()) % vocab_size
+def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return the words mixed by splitmix64's finalizer (Steele, Lea, Flood: Fast splittable pseudorandom number
+    generators, 2014)."""
+    words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return words ^ words >> np.uint64(31)

@@ -6,13 +6,19 @@ here knows torch or who computes.
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from dataplane.blocks.layout import BlockTables, KVLayout
 from dataplane.carriers.kv_arena import KVArena
 from schemas.ids import RequestId
+from schemas.logprobs import TokenLogprob
 from schemas.request import FinishReason, SamplingParams
+from services.engine.counts import TokenCounts
 
 
 class LayerListener(Protocol):
@@ -20,6 +26,18 @@ class LayerListener(Protocol):
     will be once the arena's `mark` is reached (0: they are)."""
 
     def advance(self, layer: int, num_tokens: int, mark: int = 0) -> None: ...
+
+
+class Grammar(Protocol):
+    """What one answer must be. The engine's thread is its only user."""
+
+    def allowed(self, answer: Seq[int]) -> npt.NDArray[np.bool_]:
+        """Return which tokens may follow `answer`, an answer's tokens from its first on: `[vocab]`.
+
+        Whatever it remembers is made of these tokens, so that any worker can go on with anybody's answer. Raises
+        GrammarError where these tokens are no beginning of what the answer must be, or its limits are reached.
+        """
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +69,15 @@ class Sequence:
     """Whose request it is: an engine that keeps KV of its own shares it within a tenant only."""
     num_reused_tokens: int = 0
     """So many tokens behind the `num_computed_tokens` that it came with were not computed: the engine had them."""
+    grammar: "Future[Grammar] | None" = None
+    """What its answer must be, while that is being understood; its first token waits for it."""
+    wants_prompt_logprobs: bool = False
+    """The prompt's own logarithms are wanted, and nothing of it is in place yet."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    """Of the prompt's second token to the last computed one, where they are wanted. Complete when the answer's first
+    token is sampled."""
+    counts: TokenCounts | None = None
+    """What penalties have counted of its tokens so far, where there are any."""
 
     @property
     def index(self) -> int:
@@ -80,6 +107,16 @@ class SampledToken:
     token_id: int
     finish_reason: FinishReason | None
     local_end: bool
+    logprob: TokenLogprob | None = None
+    """Where its request wants it."""
+
+
+class FailedSequence(NamedTuple):
+    """A sequence for which no token could be chosen, and why, for the client: it has left the engine. What was computed
+    of it is right."""
+
+    sequence: Sequence
+    reason: str
 
 
 @dataclass(slots=True, frozen=True)
@@ -95,6 +132,22 @@ class StepResult:
     sampled: tuple[SampledToken, ...]
     num_preempted: int = 0
     """Sequences that the engine has put aside in this step, to begin again later."""
+    failed: tuple[FailedSequence, ...] = ()
+
+
+class Choice(NamedTuple):
+    """A token that was chosen; its logarithm where its request wants it."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+class GrammarError(ValueError):
+    """What an answer must be cannot be understood, or its limits are reached. The message is for the client."""
+
+
+Outcome = Choice | GrammarError
+"""What came of a sampling item: a token, or why its request can have none, which fails that request alone."""
 
 
 class Engine(Protocol):
@@ -106,8 +159,9 @@ class Engine(Protocol):
     layout: KVLayout
     vocab_size: int
 
-    def step(self, items: Seq[StepItem]) -> list[int]:
-        """Compute the items, write their KV, call the layer listeners, and return one token id per sampling item."""
+    def step(self, items: Seq[StepItem]) -> list[Outcome]:
+        """Compute the items, write their KV, call the layer listeners, and return one outcome per sampling item. Where
+        a prompt's logarithms are wanted, append those of what was computed."""
         ...
 
     def close(self) -> None:
@@ -197,3 +251,17 @@ class EngineLostError(RuntimeError):
 
 
 StepCallback = Callable[[StepResult], None]
+StartGrammar = Callable[[str], "Future[Grammar]"]
+"""Begins to understand a grammar's text for one answer; the future has a GrammarError where it cannot be."""
+
+
+class KeptGrammars(Protocol):
+    """Grammars that are kept once they are understood."""
+
+    def start(self, text: str) -> "Future[Grammar]":
+        """As `StartGrammar`."""
+        ...
+
+    def knows(self, text: str) -> bool:
+        """Say whether a grammar was understood before, and is kept."""
+        ...

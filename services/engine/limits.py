@@ -6,6 +6,11 @@ PREFILL_SHARE = 8
 PROBE_TIMEOUT_S = 120.0
 """A process that looks for cards has said what it found by then: it imports PyTorch."""
 
+GRAMMAR_TIMEOUT_S = 30.0
+"""So long an engine's step waits for a grammar that is still being understood, which has limits of its own."""
+LOGPROB_ROWS = 64
+"""Logarithms of so many of a prompt's tokens are taken at a time: 39 MB in float32 for a vocabulary of 152,000."""
+
 MAX_HEADER_BYTES = 100_000_000
 """A file of weights whose header claims to be longer is not one."""
 FULL_DIGEST_BYTES = 64 << 20
@@ -20,3 +25,21 @@ MAX_GRAPH_ROWS = 256
 behind it."""
 MOST_RESERVED_BYTES = 64 << 20
 """At most so much page-locked memory is taken for a step's numbers in advance: a step that needs more takes it then."""
+
+MAX_KEPT_GRAMMARS = 64
+MAX_KEPT_GRAMMAR_CHARACTERS = 512 * 1024
+"""Understood grammars that are kept for those who ask again; those asked for last. Each takes 120 bytes of memory for
+each of its characters, and half a second to understand at most."""
+COMPILER_STACK_BYTES = 256 << 20
+"""Of the thread that understands grammars: it calls itself for each rule of a chain of rules, and a process whose stack
+is too small for that dies. The system gives memory only for what is used of it."""
+ROW_ITEMS_MAX = 1_000
+"""What a grammar may still become at one place of the text. A property that may be left out needs four of them."""
+STEP_ITEMS_MAX = 10_000
+"""Of these for one token: 20 ms of work for the most ambiguous grammars, 0.1 ms for a JSON schema."""
+STEP_LEXER_FUEL = 50_000
+"""The same for its regular expressions, in the library's unit."""
+LEXER_FUEL = 1_000_000
+"""For all regular expressions when a grammar is begun."""
+LEXER_STATES_MAX = 25_000
+"""States of a grammar's regular expressions, 1 kB each, that the answers to one grammar may share."""

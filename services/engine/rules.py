@@ -1,8 +1,10 @@
 """What is true of a sequence whoever computes it: what it needs, and what one more token means. Pure."""
 
+import math
+
 from dataplane.blocks.layout import KVLayout
 from schemas.request import FinishReason
-from services.engine.interface import InvalidSequenceError, SampledToken, Sequence
+from services.engine.interface import Choice, InvalidSequenceError, SampledToken, Sequence
 from services.engine.table_checks import find_problem
 
 
@@ -27,6 +29,8 @@ def check_work(sequence: Sequence) -> None:
         raise InvalidSequenceError(f"{sequence.request_id} has no token to compute")
     if sequence.index >= sequence.sampling.max_tokens:
         raise InvalidSequenceError(f"{sequence.request_id} has had all its {sequence.sampling.max_tokens} tokens")
+    if sequence.wants_prompt_logprobs and (sequence.num_computed_tokens or sequence.index):
+        raise InvalidSequenceError(f"{sequence.request_id} wants logarithms of a prompt that is computed already")
 
 
 def check_sequence(
@@ -40,6 +44,7 @@ def check_sequence(
     name, token_ids = sequence.request_id, sequence.token_ids
     if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         raise InvalidSequenceError(f"{name} has a token outside the vocabulary")
+    check_sampling(sequence, vocab_size)
     problem = find_problem(
         layout,
         sequence.tables,
@@ -51,14 +56,29 @@ def check_sequence(
         raise InvalidSequenceError(f"{name} {problem}")
 
 
-def append_token(sequence: Sequence, token_id: int, context_length: int | None) -> SampledToken:
-    """Add a sampled token to a sequence and say what it means."""
-    index = sequence.index
+def check_sampling(sequence: Sequence, vocab_size: int) -> None:
+    """Raise InvalidSequenceError where the request's parameters make no sense for any engine: they would fail the step
+    of everybody who is in it."""
+    sampling = sequence.sampling
+    named = [token_id for token_id, _ in sampling.logit_bias]
+    named += [*sampling.allowed_token_ids, *(token_id for word in sampling.bad_words for token_id in word)]
+    if named and not 0 <= min(named) <= max(named) < vocab_size:
+        raise InvalidSequenceError(f"{sequence.request_id} names a token outside the vocabulary")
+    if not all(sampling.bad_words):
+        raise InvalidSequenceError(f"{sequence.request_id} has a bad word of no tokens")
+    if not 0 <= sampling.min_p <= 1 or not 0 < sampling.repetition_penalty < math.inf:
+        raise InvalidSequenceError(f"{sequence.request_id} has a min_p or a repetition penalty that is none")
+
+
+def append_token(sequence: Sequence, choice: Choice, context_length: int | None) -> SampledToken:
+    """Add a token to a sequence and say what it means."""
+    index, token_id = sequence.index, choice.token_id
     sequence.token_ids.append(token_id)
     sequence.num_local_tokens += 1
     finish_reason = _finish_reason(sequence, token_id, context_length)
     handed_over = sequence.max_local_tokens is not None and sequence.num_local_tokens >= sequence.max_local_tokens
-    return SampledToken(sequence, index, token_id, finish_reason, finish_reason is not None or handed_over)
+    local_end = finish_reason is not None or handed_over
+    return SampledToken(sequence, index, token_id, finish_reason, local_end, choice.logprob)
 
 
 def stop_token_ids(sequence: Sequence) -> frozenset[int]:

@@ -1,11 +1,13 @@
 """From logits to tokens. A token's random number depends on (seed, its index in the answer) only, so that a second
 attempt, on whatever worker and in whatever batch, draws the very tokens of the first.
 
-The order is Hugging Face's and OpenAI's: temperature, then top_k, then top_p. What is kept is then drawn from by
-inverting the cumulative distribution over token ids in id order, which no sort's treatment of ties can change.
+The order is vLLM's, which is Hugging Face's and OpenAI's: `shaping.py`, then temperature, min_p, top_k, top_p.
+What is kept is then drawn from by inverting the cumulative distribution over token ids in id order, which no sort's
+treatment of ties can change. Logarithms are those of the logits as they came.
 """
 
 import hashlib
+import math
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, cast
 
@@ -14,6 +16,9 @@ import torch
 from torch import Tensor
 
 from schemas.request import SamplingParams
+from services.engine.interface import Choice, GrammarError, Outcome, Sequence
+from services.engine.logprobs import token_logprobs
+from services.engine.shaping import is_shaped, shaped
 
 NEAR_TIE = 1e-4
 """Below this, two computations of the same logits in float32 may rightly choose differently."""
@@ -45,52 +50,79 @@ def uniform(seed: int, index: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def sample(logits: Tensor, params: Seq[tuple[SamplingParams, int]]) -> list[int]:
-    """Return one token id per row of `logits` ([n, vocab]); `params` holds each row's parameters and index.
+def sample(logits: Tensor, sequences: Seq[Sequence]) -> list[Outcome]:
+    """Return what comes next in each sequence by its row of `logits` ([n, vocab]). An outcome is an error where the
+    request's own parameters leave no token.
 
     Temperature 0 (or nearly) is greedy. Raises LogitsNotFiniteError when a row holds NaN or has no finite maximum.
     """
-    if not params:
+    if not sequences:
         return []
     best, best_ids = logits.max(dim=-1)
     if not bool(torch.isfinite(best).all()):
         raise LogitsNotFiniteError(
-            f"logits of {int((~torch.isfinite(best)).sum())} of {len(params)} sequences are not finite"
+            f"logits of {int((~torch.isfinite(best)).sum())} of {len(sequences)} sequences are not finite"
         )
     token_ids = cast(list[int], best_ids.tolist())  # pyright: ignore[reportUnknownMemberType]
-    for row, (sampling, index) in enumerate(params):
-        if sampling.temperature > GREEDY_BELOW:
-            token_ids[row] = _draw(_choice(logits[row].float(), sampling), uniform(sampling.seed, index))
-    return token_ids
+    return [
+        _outcome(logits[row].float(), sequence) if asks_more(sequence) else Choice(token_ids[row])
+        for row, sequence in enumerate(sequences)
+    ]
 
 
-def near_tie(logits: Tensor, sampling: SamplingParams, index: int) -> bool:
-    """Say whether another correct computation of these logits ([vocab]) could choose another token.
+def asks_more(sequence: Sequence) -> bool:
+    """Say whether its next token is more than the best one of its logits."""
+    sampling = sequence.sampling
+    return sampling.temperature > GREEDY_BELOW or sampling.logprobs is not None or is_shaped(sequence)
 
-    Greedy: the two best logits are closer than 1e-4 of the logits' spread (maximum - minimum). Sampled: the random
-    number lies within 1e-4 of a border of the chosen token's interval, or the kept set is itself a near-tie: the
-    logits at the border of top_k are closer than 1e-4 of the spread, or top_p is within 1e-4 of a partial sum there.
+
+def near_tie(logits: Tensor, sequence: Sequence) -> bool:
+    """Say whether another correct computation of these logits ([vocab]) could choose another token for the sequence.
+
+    Greedy: the two best of what shaping leaves are closer than 1e-4 of the logits' spread (maximum - minimum). Sampled:
+    the random number lies within 1e-4 of a border of the chosen token's interval, or the kept set is itself a near-tie:
+    the logits at the border of min_p or top_k are closer than 1e-4 of the spread, or top_p is within 1e-4 of a partial
+    sum there. Raises GrammarError as shaping does.
     """
-    row = logits.float()
+    sampling, spread = sequence.sampling, _spread(logits)
+    row = _shaped(logits.float(), sequence)
     if sampling.temperature <= GREEDY_BELOW:
-        return greedy_gap(row) < NEAR_TIE
+        best = torch.topk(row, 2).values
+        return float(best[0] - best[1]) < NEAR_TIE * spread or bool(best[0] == best[1])
     choice = _choice(row, sampling)
-    number = uniform(sampling.seed, index)
+    number = uniform(sampling.seed, sequence.index)
     at = _position(choice, number)
     upper = float(choice.cumulative[at]) / choice.total
     lower = float(choice.cumulative[at - 1]) / choice.total if at else 0.0
     # The outermost borders, 0 and 1, are no borders: there is no token beyond them.
     if (at and number - lower < NEAR_TIE) or (at + 1 < len(choice.token_ids) and upper - number < NEAR_TIE):
         return True
-    return _set_near_tie(row, sampling)
+    return _set_near_tie(row, sampling, spread)
 
 
-def greedy_gap(logits: Tensor) -> float:
-    """Return the gap between the two best of `logits` ([vocab]), relative to their spread."""
-    best = torch.topk(logits.float(), 2).values
+def _outcome(logits: Tensor, sequence: Sequence) -> Outcome:
+    """Return what comes next by one row ([vocab], float32)."""
+    sampling = sequence.sampling
+    try:
+        row = _shaped(logits, sequence)
+    except GrammarError as error:
+        return error
+    if sampling.temperature > GREEDY_BELOW:
+        token_id = _draw(_choice(row, sampling), uniform(sampling.seed, sequence.index))
+    else:
+        token_id = int(row.argmax())
+    if sampling.logprobs is None:
+        return Choice(token_id)
+    return Choice(token_id, *token_logprobs(logits[None], [token_id], sampling.logprobs))
+
+
+def _shaped(row: Tensor, sequence: Sequence) -> Tensor:
+    return torch.as_tensor(shaped(row.numpy(), sequence)) if is_shaped(sequence) else row
+
+
+def _spread(logits: Tensor) -> float:
     finite = logits[torch.isfinite(logits)]
-    spread = float(finite.max() - finite.min())
-    return float(best[0] - best[1]) / spread if spread > 0 else 0.0
+    return float(finite.max() - finite.min())
 
 
 def _weights(row: Tensor, best: Tensor, temperature: float) -> Tensor:
@@ -102,6 +134,7 @@ def _weights(row: Tensor, best: Tensor, temperature: float) -> Tensor:
 def _choice(row: Tensor, sampling: SamplingParams) -> _Candidates:
     """Return what `row` ([vocab], float32) leaves to draw from."""
     best = row.max()
+    row = _min_p(row, best, sampling)
     kept = _top_k(row, sampling.top_k)
     if sampling.top_p < 1:
         nucleus = _nucleus(row if kept is None else row[kept], sampling)
@@ -110,6 +143,13 @@ def _choice(row: Tensor, sampling: SamplingParams) -> _Candidates:
     cumulative = torch.cumsum(weights, dim=0, dtype=torch.float64)
     token_ids = torch.arange(len(row)) if kept is None else kept
     return _Candidates(token_ids, cumulative, float(cumulative[-1]))
+
+
+def _min_p(row: Tensor, best: Tensor, sampling: SamplingParams) -> Tensor:
+    """Return the row without what is too unlikely beside its `best`."""
+    if sampling.min_p <= 0:
+        return row
+    return row.masked_fill(_weights(row, best, sampling.temperature) < sampling.min_p, -torch.inf)
 
 
 def _top_k(row: Tensor, top_k: int) -> Tensor | None:
@@ -155,11 +195,16 @@ def _draw(choice: _Candidates, number: float) -> int:
     return int(choice.token_ids[_position(choice, number)])
 
 
-def _set_near_tie(row: Tensor, sampling: SamplingParams) -> bool:
-    """Say whether the border of the kept set could move."""
+def _set_near_tie(row: Tensor, sampling: SamplingParams, spread: float) -> bool:
+    """Say whether the border of the kept set could move. `spread`: of the logits as they came."""
+    best = row.max()
+    if sampling.min_p > 0:
+        border = best + sampling.temperature * math.log(sampling.min_p)
+        if bool(((row < best) & ((row - border).abs() < NEAR_TIE * spread)).any()):
+            return True
+        row = _min_p(row, best, sampling)
     if 0 < sampling.top_k < len(row):
         border = torch.topk(row, sampling.top_k + 1).values
-        spread = float(row.max() - row[torch.isfinite(row)].min())
         if float(border[-2] - border[-1]) < NEAR_TIE * spread:
             return True
     if sampling.top_p >= 1:

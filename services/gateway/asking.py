@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from schemas import subjects
-from schemas.block import unpack_tokens
 from schemas.handoff import BlocksReserved
 from schemas.ids import GatewayId, WorkerId
 from schemas.observe import KeepTrace
@@ -43,12 +42,19 @@ from services.gateway.request.events import (
     SendCancel,
     SendReserve,
     SendRun,
-    TokensReceived,
     WorkerAccepted,
     WorkerRefused,
     WorkerSilent,
 )
-from services.gateway.request.job import Job, PackedPrompt, continue_prompt, place_request, reserve_message, run_message
+from services.gateway.request.job import (
+    Job,
+    PackedPrompt,
+    continue_prompt,
+    place_request,
+    reserve_message,
+    run_message,
+    tokens_received,
+)
 from services.gateway.request.mailbox import Mailbox
 from services.presence import Hearing
 from services.runtime import now_ms
@@ -122,14 +128,11 @@ class Asker:
     def receive(self, live: LiveRequest, worker_id: WorkerId, share: RequestTokens) -> None:
         """Bring a request its share of a worker's message. What is malformed is counted and dropped."""
         try:
-            tokens = tuple(unpack_tokens(share.tokens))
-        except ValueError:
+            event = tokens_received(live.job, worker_id, share)
+        except ValueError as error:
             self.bus.drop("malformed")
-            log.warning("dropped %d bytes of tokens of %s from %s", len(share.tokens), share.request_id, worker_id)
+            log.warning("dropped tokens of %s from %s: %s", share.request_id, worker_id, error)
             return
-        event = TokensReceived(
-            share.attempt, worker_id, share.index, tokens, share.finish_reason, share.failure, share.report
-        )
         self.handle(live, event)
 
     async def _place(self, live: LiveRequest, action: AskPlacement, asked_ns: int) -> None:

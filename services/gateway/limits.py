@@ -47,11 +47,17 @@ FREE_BODY_BYTES = 64 * 1024
 BODY_S = 30.0
 """A body may take so long to come."""
 
+BODY_SILENCE_S = 5.0
+"""A body of which nothing comes for so long has stopped coming."""
+
+UNPACKED_BYTES = 256 * 1024
+"""So much of a packed body is unpacked at once, which takes a millisecond."""
+
 MAX_SHORT_BODY_BYTES = 128 * 1024
 """A longer body is understood alone: tokenizing takes 200 bytes of memory for each byte of text."""
 
 TURN_S = 10.0
-"""A long body waits for its turn for so long; who would wait longer had better come again."""
+"""A long body waits for its turn for so long, and so does a grammar; who would wait longer had better come again."""
 
 MAX_TEXT_BYTES = 4 * 1024 * 1024
 """One text may be so long, however large the model's context: a million tokens of English, and most of a GiB while it
@@ -59,6 +65,21 @@ is tokenized."""
 
 MAX_MESSAGES = 4_096
 """Messages of one conversation: the template runs through all of them."""
+
+MAX_TOOLS = 128
+"""Tools of one request, as in OpenAI's API."""
+
+MAX_TOOLS_BYTES = 256 * 1024
+"""The tools of one request, as JSON: their schemas are part of the prompt, and may become a grammar."""
+
+MAX_TOOL_NAME_CHARACTERS = 64
+"""A tool's name, as in OpenAI's API."""
+
+MAX_TEMPLATE_KWARGS_BYTES = 16 * 1024
+"""What a client may set of a chat template's variables, as JSON. They are switches and short texts."""
+
+MAX_JSON_DEPTH = 64
+"""So deep may tools, documents and template variables be nested; a schema of people's is a fifth of it."""
 
 MAX_ERROR_CHARACTERS = 500
 """An error's message is cut here: it may quote what a client sent."""
@@ -83,6 +104,36 @@ MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 64
 """They travel to the workers with each attempt."""
 
+MAX_NAMED_TOKENS = 1_024
+"""Tokens that `logit_bias` or `allowed_token_ids` may name, and tokens of all `bad_words`; as above."""
+
+MAX_PROMPT_LOGPROB_BYTES = 4 * 1024 * 1024
+"""The logarithms of one prompt may be so long in a message: half of what the bus takes."""
+
+MAX_SCHEMA_BYTES = 64 * 1024
+"""A JSON Schema may be so long: 0.2 s to understand, 8 MB for a worker to keep."""
+
+MAX_CLIENT_GRAMMAR_CHARACTERS = 32 * 1024
+"""A client's own grammar, or all of its choices."""
+
+MAX_REGEX_CHARACTERS = 8 * 1024
+
+MAX_LITERAL_CHARACTERS = 4 * 1024
+"""One text that an answer may have to spell: each token of it costs the length of what is left."""
+
+MAX_MULTIPLE_OF = 10_000
+"""The least common multiple of what numbers must be multiples of: remainders are counted in a machine that has a state
+for each, which is 0.1 s of work here, and minutes for a million."""
+
+MAX_INDENT = 16
+"""Characters before a line of JSON that a schema holds."""
+
+MAX_BLAMED = 24
+"""Parts of a schema that are tried one by one, to name the one that is at fault."""
+
+GRAMMAR_S = 5.0
+"""A grammar is understood within this, once it is its turn: one at a time is."""
+
 DEFAULT_COMPLETION_TOKENS = 16
 """A completion that names no `max_tokens` gets so many: OpenAI's own default."""
 
@@ -94,6 +145,14 @@ WRITE_GRACE_S = 5.0
 
 HEALTH_TIMEOUT_S = 2.0
 """How long a health check waits for the scheduler's answer; as long as a placement does."""
+
+FIRST_OUTPUT_S = 1.0
+"""A streamed answer's status and headers wait for its first output, but no longer than this: what fails so soon has a
+status of its own."""
+
+SILENCE_S = 5.0
+"""A stream on which nothing was written for so long gets a comment: proxies and clients end what is silent, many after
+a minute, some after ten seconds."""
 
 DRAIN_S = 5.0
 """How long running requests may take to end by themselves once the gateway stops."""

@@ -193,6 +193,7 @@ class Requests:
         for action in actions:
             match action:
                 case Deliver():
+                    live.observer.goes_on()
                     live.mailbox.put(live.choice, action)
                 case Finish() | FailRequest() | Abandon():
                     self._forget(live)
@@ -204,6 +205,7 @@ class Requests:
                     self.num_progress_asked += 1
                     self._asker.send(live, action)
                 case AskPlacement() | SendReserve() | SendCancel():
+                    live.observer.is_moved()
                     self._asker.send(live, action)
 
     def _forget(self, live: LiveRequest) -> None:

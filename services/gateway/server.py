@@ -6,6 +6,7 @@ where there are too many connections: the longest idle one goes. What it may tak
 
 import asyncio
 import contextlib
+import functools
 import resource
 import socket
 import ssl
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
-from litestar.types import ASGIApp
+from litestar.types import ASGIApp, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.errors import UserError
@@ -86,6 +87,9 @@ class HttpConnection(HttpToolsProtocol):
         is_busy = len(self.tasks) >= self._all.max_requests
         self.app: Any = refuse_busy if is_busy else self._application
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            cycle: Any = self.cycle
+            cycle.send = functools.partial(_send_until_closed, cycle, cycle.send)
 
     def on_message_complete(self) -> None:
         self._is_in_body = False
@@ -115,6 +119,16 @@ class HttpConnection(HttpToolsProtocol):
     def _forget(self) -> None:
         self._stop_waiting()
         self._all.open.discard(self)
+
+
+async def _send_until_closed(cycle: Any, send: Send, message: Any) -> None:
+    """Send to a client of HTTP/1.0, which knows no chunks: what has no length ends with the connection."""
+    if message["type"] == "http.response.start":
+        if all(name.lower() != b"content-length" for name, _ in message["headers"]):
+            cycle.chunked_encoding = False
+    elif cycle.chunked_encoding is False and not cycle.expected_content_length:
+        cycle.expected_content_length = len(message.get("body", b""))
+    await send(message)
 
 
 class Server(uvicorn.Server):

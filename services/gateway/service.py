@@ -14,12 +14,14 @@ from services.bus.typed import TypedBus
 from services.config import MeshConfig
 from services.engine.checkpoint import default_shape, layout_for, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
+from services.engine.grammar import Grammars
 from services.errors import CheckpointError, UserError
 from services.gateway import limits
 from services.gateway.api.guard import HostGuard
 from services.gateway.api.prepare import GatewayModel
 from services.gateway.api.routes import Gateway, build_app
 from services.gateway.api.text import load_text
+from services.gateway.api.tools.formats import format_of
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.requests import Requests
 from services.gateway.server import Server, connections_for, tls_context
@@ -104,13 +106,18 @@ def load_model(config: MeshConfig) -> GatewayModel:
         )
     except CheckpointError as error:
         raise UserError(str(error)) from error
+    codec = load_text(Path(checkpoint.path))
+    named = config.gateway.tool_format
+    tool_format = format_of(codec.template) if named == "auto" else named
     return GatewayModel(
         name=config.model.name or checkpoint.name,
         names=frozenset({checkpoint.name, config.model.name or checkpoint.name}),
-        codec=load_text(Path(checkpoint.path)),
+        codec=codec,
         vocab_size=checkpoint.vocab_size,
         context_length=checkpoint.context_length,
         eos_token_ids=checkpoint.eos_token_ids,
         layout=layout,
         num_worker_tokens=max_sequence_tokens(shape, config.worker.token_budget) or checkpoint.context_length,
+        grammars=Grammars(Path(checkpoint.path), checkpoint.vocab_size, checkpoint.eos_token_ids),
+        tool_format=tool_format,
     )

@@ -4,8 +4,8 @@ START_TIMEOUT_S = 300.0
 """From the first process to the last one ready. Loading a large model takes most of it."""
 STOP_TIMEOUT_S = 15.0
 """A service that is no worker, from SIGTERM to its end; then it is killed."""
-STOP_SLACK_S = 10.0
-"""A worker may take so long beyond its `drain_s`."""
+STOP_SLACK_S = 20.0
+"""A worker may take so long beyond its `drain_s`: what it leaves behind takes up to `leave_s` of it."""
 
 ASK_TIMEOUT_S = 3.0
 """A question to the scheduler."""
@@ -24,3 +24,8 @@ MAX_ENDS = 10
 """So many ends in a row within ENDS_WITHIN_S, and the process is given up."""
 ENDS_WITHIN_S = 60.0
 """See MAX_ENDS."""
+
+EXIT_DRAINED = 10
+"""A worker's exit code once an operator has had it leave: it is not started again."""
+EXIT_AGAIN = 11
+"""The same where it is to be started again."""

@@ -19,6 +19,7 @@ from schemas.worker import WorkerRole
 from services.bus.nats import NatsBus
 from services.config import EngineName, MeshConfig, TelemetryConfig, load_config, require_secrets, with_device
 from services.errors import UserError
+from services.launch.limits import EXIT_AGAIN, EXIT_DRAINED
 from services.metric_names import HOLDERS, SERVICE_INFO, metrics_of
 from services.metrics import Metrics
 from services.ports import bind
@@ -32,7 +33,9 @@ log = logging.getLogger(__name__)
 READY_LINE = "ready"
 ERROR_PREFIX = "error: "
 
-Start = Callable[[NatsBus, Telemetry, asyncio.Event, Callable[[], None]], Awaitable[None]]
+Start = Callable[[NatsBus, Telemetry, asyncio.Event, Callable[[], None]], Awaitable[bool | None]]
+"""Runs a service until it is told to stop. Returns whether an operator wants it to be started again; None: no operator
+has told it to leave."""
 
 
 Service = tuple[Start, TicketSecrets | None]
@@ -76,11 +79,13 @@ def run_service(
         def read_again() -> None:
             _read_again(role, config_path, overrides, secrets)
 
-        async def serve(stop: asyncio.Event) -> None:
+        async def serve(stop: asyncio.Event) -> bool | None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, read_again)
-            await _serve(name, config, metrics, start, stop, access, supervised=supervised)
+            return await _serve(name, config, metrics, start, stop, access, supervised=supervised)
 
-        run_until_signal(serve)
+        comes_again = run_until_signal(serve)
+        if comes_again is not None:
+            sys.exit(EXIT_AGAIN if comes_again else EXIT_DRAINED)
     except UserError as error:
         if not supervised:
             raise
@@ -125,7 +130,8 @@ async def _serve(
     access: BusAccess,
     *,
     supervised: bool,
-) -> None:
+) -> bool | None:
+    """Run a service to its end. Returns what `Start` does."""
     watch = asyncio.create_task(watch_parent(stop), name="watch parent") if supervised else None
     telemetry = open_telemetry(name, config.telemetry)
     bus = await NatsBus.connect(access, name, config.nats.connect_timeout_s)
@@ -137,9 +143,10 @@ async def _serve(
                 while_ready.enter_context(_served(metrics, config.telemetry))
                 _say(READY_LINE)
 
-            await start(bus, telemetry, stop, on_ready)
-        if ends.done() and ends.result():
+            comes_again = await start(bus, telemetry, stop, on_ready)
+        if comes_again is None and ends.done() and ends.result():
             raise UserError(f"the broker at {config.nats.url} has closed the connection for good")
+        return comes_again
     finally:
         ends.cancel()
         if watch is not None:

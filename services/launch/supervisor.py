@@ -51,10 +51,10 @@ from services.errors import BrokerRefusesError, UserError
 from services.files import open_private, private_folder, write_private
 from services.launch.engine_choice import with_engine
 from services.launch.known_workers import wait_known
-from services.launch.limits import START_TIMEOUT_S, STOP_SLACK_S, STOP_TIMEOUT_S
+from services.launch.limits import EXIT_AGAIN, EXIT_DRAINED, START_TIMEOUT_S, STOP_SLACK_S, STOP_TIMEOUT_S
 from services.launch.restart import Child, Restarts
 from services.ports import bind, free_port
-from services.scheduler.placement.policy import policy_named
+from services.scheduler.placement.named import policy_named
 from services.trust.certificates import ca_file
 from services.trust.credentials import TenantSigner
 from services.trust.keys import BROKER_FILE, BusAccess, MeshKeys, credentials_file, key_file, load_role_key, person
@@ -91,6 +91,9 @@ class UpOptions:
     """Take a broker that lets anybody in."""
     policy: str = "cost"
     prefix_cache: bool = True
+    twins: bool = True
+    """Off in measurements alone."""
+    max_queue_ms: int = SchedulerConfig().max_queue_ms
     pull_tokens_min: int = SchedulerConfig().pull_tokens_min
     unsplit_tokens_max: int = SchedulerConfig().unsplit_tokens_max
     wire_dtype: WireDtype = "same"
@@ -232,7 +235,7 @@ class Supervisor:
     async def start(self, progress: Progress | None = None) -> None:
         """Start everything, and return once all services are ready. Raises UserError."""
         options = self._options
-        policy_named(options.policy)
+        policy_named(SchedulerConfig(policy=options.policy))
         _store_config(options)
         self.checkpoint = read_checkpoint(options.model or str(DEMO_MODEL_DIR), options.engine)
         remove_stale_arenas()
@@ -286,7 +289,11 @@ class Supervisor:
         """Start a service again whenever it ends by itself, until it is given up."""
         while True:
             await child.wait_ended()
-            if not await self._wait_to_restart(child.restarts, child.started_s, child.describe_end()):
+            if child.process.returncode == EXIT_DRAINED:
+                self._say(f"[yellow]{child.name} was drained[/yellow], and is not started again")
+                return
+            was_asked = child.process.returncode == EXIT_AGAIN
+            if not was_asked and not await self._wait_to_restart(child.restarts, child.started_s, child.describe_end()):
                 return
             if child.role in WORKER_ROLES:
                 remove_stale_arenas()
@@ -376,6 +383,8 @@ class Supervisor:
                 pull_tokens_min=options.pull_tokens_min,
                 unsplit_tokens_max=options.unsplit_tokens_max,
                 replicate=options.replicate,
+                twins=options.twins,
+                max_queue_ms=options.max_queue_ms,
             ),
             worker=WorkerConfig(
                 kv_bytes=options.kv_bytes,
@@ -384,6 +393,7 @@ class Supervisor:
                 device=on_card,
                 carrier=options.carrier,
                 prefix_cache=options.prefix_cache,
+                twins=options.twins,
                 wire_dtype=options.wire_dtype,
                 plane_encryption=options.plane_encryption,
                 digests=options.digests,

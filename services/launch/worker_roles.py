@@ -14,6 +14,7 @@ from services.telemetry import Telemetry
 from services.worker.core.checks import WorkerLimits
 from services.worker.core.leases import LeaseTable
 from services.worker.core.role import RoleCore
+from services.worker.core.twins import Twins
 from services.worker.parts import WorkerParts
 from services.worker.service import run_roles
 
@@ -26,12 +27,14 @@ async def run_worker(
     stop: asyncio.Event,
     on_ready: Callable[[], None] | None = None,
     metrics: Metrics | None = None,
-) -> None:
-    """Run the worker until `stop` is set; then leave in order. Takes ownership of the parts' arena."""
+) -> bool | None:
+    """Run the worker until `stop` is set, or an operator says so; then leave in order. Takes ownership of the parts'
+    arena. Return whether an operator wants it to be started again; None: no operator has told it to leave."""
 
     def make_roles(limits: WorkerLimits, cache: BlockCache, leases: LeaseTable) -> tuple[RoleCore[Any], ...]:
-        prefill = PrefillCore(limits, cache, leases)
+        twins = Twins(cache, config.worker.twins)
+        prefill = PrefillCore(limits, cache, leases, twins)
         # A decode worker, too, may compute a prompt: of a request whose KV it holds alone.
-        return (prefill, DecodeCore(limits, cache)) if parts.role == "decode" else (prefill,)
+        return (prefill, DecodeCore(limits, cache, leases, twins)) if parts.role == "decode" else (prefill,)
 
-    await run_roles(make_roles, parts, config, connection, telemetry, stop, on_ready, metrics)
+    return await run_roles(make_roles, parts, config, connection, telemetry, stop, on_ready, metrics)

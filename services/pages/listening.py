@@ -62,7 +62,7 @@ LISTENING = (
     Listening("mesh.v1.handoff.>", "every hand-over of KV, in five events", 5),
     Listening("mesh.v1.handoff.*.*.*.landed", "what has crossed, from whom to whom, how large"),
     Listening("mesh.v1.worker.*.left", "workers that stopped, died or were silent for too long", 1),
-    Listening("mesh.v1.worker.*.load", "what every worker has to do: twice a second each", 1),
+    Listening("mesh.v1.worker.*.load", "what every worker has to do: when it changes, and at least every 0.6 s", 1),
     Listening("mesh.v1.kv.*.*.lease", "who asks whom for KV that is cached there"),
     Listening("mesh.v1.kv.*.stored", "which blocks a worker has from now on", 1),
     Listening("mesh.v1.tokens.>", "the answers' tokens, a message for each engine step: many", 1),

@@ -97,6 +97,8 @@ def _type_text(info: types.Type) -> str:
             return f"`{kind.__name__}`"
         case types.VarTupleType(item_type=item):
             return f"list of {_type_text(item)}"
+        case types.TupleType(item_types=items):
+            return f"[{', '.join(map(_type_text, items))}]"
         case types.UnionType(types=members):
             return " or ".join(map(_type_text, members))
         case types.LiteralType(values=values):

@@ -13,6 +13,7 @@ from schemas.subjects import SUBJECTS, Permit, Role, Subject
 from services.bench import links
 from services.cli.main import app
 from services.errors import UserError
+from services.gateway.api.capabilities import parameter_table
 from services.metric_names import ALL, HOLDERS, METRICS, WORKERS
 from services.pages.message_tables import message_tables
 
@@ -81,6 +82,7 @@ PAGES: dict[str, Sections] = {
         "links": lambda: links.markdown(links.link_table(links.LENGTHS)),
         "published": lambda: links.markdown(links.published_table()),
     },
+    "docs/api.md": {"parameters": parameter_table},
     "docs/metrics.md": {"metrics": metrics_table},
     "docs/protocol.md": {"subjects": subject_table, "messages": message_tables},
     "docs/security.md": {"permissions": permissions_table},

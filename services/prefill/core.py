@@ -1,8 +1,9 @@
 """What a prefill worker decides. Pure: events and the time come in, actions go out.
 
-An attempt is queued until there are blocks. What of its prompt is cached here is not computed; what others are said to
-hold is read from them first, one after another, and whatever does not come is computed. With a hand-over its blocks
-outlive it under a lease, which ends when the reader has landed, aborted, gone, or been silent too long.
+An attempt is queued until there are blocks, and while another one fills those that its prompt begins with. What of its
+prompt is cached here is not computed; what others are said to hold is read from them first, one after another, and
+whatever does not come is computed. With a hand-over its blocks outlive it under a lease, which ends when the reader has
+landed, aborted, gone, or been silent too long.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,14 @@ from schemas.kv import LeaseEnd
 from schemas.request import AttemptEnd, AttemptFailure, PrefillAccepted, RunPrefill
 from schemas.worker import WorkerLeft
 from services.engine.interface import SampledToken
-from services.prefill.limits import LANDED_GRACE_MS, OFFER_AGAIN_MS, UNKNOWN_AFTER_MS, UNOFFERED_HOLD_MS
+from services.prefill.limits import (
+    FINISHED_TOKENS,
+    LANDED_GRACE_MS,
+    OFFER_AGAIN_MS,
+    TWIN_COMPUTES_WITHIN_MS,
+    UNKNOWN_AFTER_MS,
+    UNOFFERED_HOLD_MS,
+)
 from services.worker.core.actions import (
     Action,
     CloseLease,
@@ -32,6 +40,7 @@ from services.worker.core.events import AttemptAsked, Event, ReadEnded, StreamEn
 from services.worker.core.leases import Grant, LeaseTable
 from services.worker.core.messages import handoff_fields, publish_event
 from services.worker.core.role import HeardSubject, RoleCore
+from services.worker.core.twins import Twins
 
 _LEASE_ENDS = {
     AttemptEnd.COMPLETE: LeaseEnd.UNNEEDED,
@@ -60,10 +69,10 @@ class PrefillCore(RoleCore[PrefillAttempt]):
     """Owns the attempts at computing prompts; shares its blocks and leases with the worker's other cores."""
 
     record = PrefillAttempt
+    twin_wait_ms = TWIN_COMPUTES_WITHIN_MS
 
-    def __init__(self, limits: WorkerLimits, cache: BlockCache, leases: LeaseTable) -> None:
-        super().__init__(limits, cache)
-        self._leases = leases
+    def __init__(self, limits: WorkerLimits, cache: BlockCache, leases: LeaseTable, twins: Twins | None = None) -> None:
+        super().__init__(limits, cache, leases, twins)
         self._early_reservations: dict[HandoffId, int] = {}
         """When each was first heard of."""
 
@@ -169,8 +178,21 @@ class PrefillCore(RoleCore[PrefillAttempt]):
                 actions.append(StopRead(attempt.read))
         return actions
 
+    def _soon_ends(self, attempt: PrefillAttempt) -> bool:
+        num_stored = attempt.num_stored_blocks * self._limits.block_size
+        is_prompt = attempt.stage == "computing" and attempt.hands_over
+        return is_prompt and len(attempt.prompt) - num_stored <= FINISHED_TOKENS
+
+    def _hand_back(self, now_ms: int) -> list[Action]:
+        """Also give up prefixes whose readers have no room for them yet: nobody knows when they will."""
+        actions = super()._hand_back(now_ms)
+        computed = [a for a in self.attempts.values() if a.stage == "handing_over"]
+        for attempt in [a for a in computed if a.lease is not None and not a.lease.is_offered]:
+            actions += self._end(attempt, "the worker leaves before the decode worker has room", now_ms)
+        return actions
+
     def _engine_lost(self, attempt: PrefillAttempt) -> list[Action]:
-        return self._close_lease(attempt, LeaseEnd.CANCELLED, "the engine failed", tell_target=not attempt.has_ended)
+        return self._close_lease(attempt, LeaseEnd.CANCELLED, attempt.outcome, tell_target=not attempt.has_ended)
 
     def _on_time(self, now_ms: int) -> list[Action]:
         """Enforce deadlines, keep the leases of what is still computed, end those whose reader is silent."""
@@ -201,18 +223,19 @@ class PrefillCore(RoleCore[PrefillAttempt]):
 
     def _admit(self, now_ms: int) -> list[Action]:
         actions: list[Action] = []
-        while self._queue:
-            attempt = self._queue[0]
-            if not self._allocate(attempt):
+        while (attempt := self._next_queued(now_ms)) is not None:
+            # What is cached or read has no logarithms: a prompt whose own are wanted is computed whole.
+            whole = attempt.owes_prompt_logprobs
+            if not self._allocate(attempt, max_cached_tokens=0 if whole else None):
                 if (stuck := self._unoffered(now_ms)) is None:
                     break
                 reason = "the decode worker has no room and the blocks are needed"
                 actions += self._close_lease(stuck, LeaseEnd.CANCELLED, reason, tell_target=True)
                 actions += self._forget(stuck, now_ms)
                 continue
-            self._queue.popleft()
+            self._queue.remove(attempt)
             assert attempt.kv is not None
-            attempt.kv.sources.extend(attempt.request.sources)
+            attempt.kv.sources.extend(() if whole else attempt.request.sources)
             actions += self._lease(attempt, now_ms) + self._assemble(attempt)
         return actions
 

@@ -8,5 +8,10 @@ UNKNOWN_AFTER_MS = 1_500
 are sent at once: what was not heard by then was taken by a predecessor of this process, or is lost."""
 OFFER_AGAIN_MS = 250
 """The least time between two offers of one lease."""
+FINISHED_TOKENS = 256
+"""A worker that drains finishes the prompts of which it has so few tokens to compute: less than a step's worth."""
 LANDED_GRACE_MS = 2_000
 """How long a lease waits for its reader's message once the stream has ended, well or not: the message may be lost."""
+TWIN_COMPUTES_WITHIN_MS = 600_000
+"""How long a prompt waits for the blocks that another one's computation fills. It would be computed beside it, and no
+sooner: its deadline is the bound."""

@@ -4,9 +4,13 @@ A worker is known from the first message that names it. Its restart (a new incar
 the broker says nobody serves for, or that has been silent for too long, is declared left; what has left never comes
 back as the same incarnation. The rules are `services.presence`'s. Where a request goes is `placement`'s.
 
-Two questions have an answer at once, and so are methods: `place` and `describe`.
+Workers speak by themselves. Asked is who is overdue, and who is in doubt: it is new, or its connection has ended, or
+nobody has served the last question.
+
+Three questions have an answer at once, and so are methods: `place`, `leave` and `describe`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +19,10 @@ from schemas.ids import WorkerId
 from schemas.request import Placement, PlaceRequest, Refused
 from schemas.worker import (
     FleetDescribed,
+    LeaveAnswered,
+    LeaveMesh,
     LeftReason,
+    WorkerBeat,
     WorkerDraining,
     WorkerInfo,
     WorkerJoined,
@@ -24,10 +31,11 @@ from schemas.worker import (
     WorkerRole,
 )
 from services.config import SchedulerConfig
-from services.presence import BusConnected, Fences, Hearing, Peer
+from services.presence import OVERDUE_PINGS, BusConnected, Fences, Hearing, Peer
 from services.scheduler.events import (
     Action,
     BusProved,
+    ConnectionEnded,
     Event,
     PingAnswered,
     PingUnanswered,
@@ -36,10 +44,12 @@ from services.scheduler.events import (
     SayLeft,
     SendPing,
 )
-from services.scheduler.limits import MAX_OUTSTANDING_PINGS, SECOND_PING_SHARE
-from services.scheduler.placement.fleet_view import FleetView, partners_of
+from services.scheduler.limits import LOOK_GAP_MS, MAX_OUTSTANDING_PINGS, SECOND_PING_SHARE
+from services.scheduler.placement.fleet_view import FleetView
 from services.scheduler.placement.known_worker import KnownWorker
+from services.scheduler.placement.named import policy_named
 from services.scheduler.placement.place import Case, Placer
+from services.scheduler.placement.policy import POLICIES
 
 
 class Standing(NamedTuple):
@@ -57,6 +67,7 @@ class Member:
     """The fleet's own record of it."""
     peer: Peer
     next_ping_ms: int
+    """It is not asked again before."""
     num_outstanding: int = 0
     serves_pings: bool = False
     """It has answered a ping."""
@@ -69,14 +80,17 @@ class SchedulerCore:
         self.wake_ms = 0
         """`tick` has nothing to do before."""
         self._settings = settings
-        # Its own pings are answered several times in half of a silence, and it asks the broker where none is: who hears
+        # Every worker speaks several times in half of a silence, and where none does the broker is asked: who hears
         # nothing for that long is cut off.
         self._hearing = Hearing(settings.silent_after_ms // 2)
         self._fences = Fences()
         self._members: dict[WorkerId, Member] = {}
+        """Whoever was heard of last comes last, so that those who are quiet are found without looking at all."""
+        self._doubted: dict[WorkerId, Member] = {}
+        """Who is asked, whatever else it says, until it has answered."""
         self._fleet = FleetView()
-        self._placer = Placer(settings)
-        self.asks_directory = self._placer.asks_directory
+        self._placer = Placer(settings, policy_named(settings))
+        self.asks_directory = settings.policy not in POLICIES
         """Whether `place` makes use of holders."""
         self._is_proving = False
 
@@ -91,12 +105,19 @@ class SchedulerCore:
         match event:
             case WorkerJoined(worker=info) | WorkerLoad(worker=info):
                 if self._fences.holds(info.worker_id, info.incarnation):
-                    again = self._fences.repeat(info.worker_id, info.incarnation, now_ms)
-                    return [SayLeft(again)] if again else []
+                    return self._repeat_left(info.worker_id, info.incarnation, now_ms)
                 return self._hear(event, info, now_ms)
+            case WorkerBeat(worker_id=worker_id, incarnation=incarnation):
+                if self._fences.holds(worker_id, incarnation):
+                    return self._repeat_left(worker_id, incarnation, now_ms)
+                if member := self._member(worker_id, incarnation):
+                    self._heard(worker_id, member, now_ms)
+            case ConnectionEnded(name=name):
+                if member := self._members.get(WorkerId(name)):
+                    self._doubt(member, now_ms)
             case WorkerDraining():
                 if member := self._member(event.worker_id, event.incarnation):
-                    member.worker.is_draining = True
+                    self._fleet.drain(member.worker)
             case WorkerLeft():
                 self._leave(event, now_ms)
             case PingAnswered() | PingUnserved() | PingUnanswered():
@@ -114,20 +135,22 @@ class SchedulerCore:
         limit_ms = self._settings.silent_after_ms
         silent = [
             worker_id
-            for worker_id, member in self._members.items()
+            for worker_id, member in self._quiet(limit_ms, now_ms)
             if self._hearing.is_silent(member.peer.heard_ms, limit_ms, now_ms)
         ]
         actions: list[Action] = [self._declare(worker_id, LeftReason.SILENT, now_ms) for worker_id in silent]
-        self.wake_ms = now_ms + self._settings.ping_interval_ms
-        for worker_id, member in self._members.items():
+        ping_ms = self._settings.ping_interval_ms
+        self.wake_ms = now_ms + ping_ms
+        for worker_id, member in (dict(self._quiet(OVERDUE_PINGS * ping_ms, now_ms)) | self._doubted).items():
             if member.num_outstanding >= MAX_OUTSTANDING_PINGS:
                 continue
             if member.next_ping_ms <= now_ms:
                 member.num_outstanding += 1
-                member.next_ping_ms = now_ms + self._settings.ping_interval_ms
+                member.next_ping_ms = now_ms + ping_ms
                 actions.append(SendPing(worker_id, member.worker.info.incarnation, now_ms))
             self.wake_ms = min(self.wake_ms, member.next_ping_ms)
-        if not self._is_proving and self._suspects(now_ms):
+        self.wake_ms = min(self.wake_ms, self._overdue_ms(now_ms))
+        if not self._is_proving and (self._hearing.is_unproved or self._suspects(now_ms)):
             self._is_proving = True
             self._hearing.ask_proof(now_ms)
             actions.append(ProveBus())
@@ -137,11 +160,34 @@ class SchedulerCore:
         """Choose the workers of one attempt (`placement.place`)."""
         return self._placer.place(Case(request, now_ms, self._fleet, self._suspects(now_ms), holders))
 
+    def leave(self, message: LeaveMesh, now_ms: int) -> LeaveAnswered:
+        """Say whether a worker may leave. One that does is given nothing new from now on: of two that could stand in
+        for each other and ask at once, one is refused."""
+        member = self._member(message.worker_id, message.incarnation)
+        if member is None:
+            return LeaveAnswered(refusal=f"the scheduler does not know {message.worker_id} yet")
+        info, suspects = member.worker.info, self._suspects(now_ms)
+        others = [w.info for w in self._fleet.usable if w is not member.worker and w.info.worker_id not in suspects]
+        roles = {other.role for other in others if other.fingerprint == info.fingerprint}
+        is_last = "aggregated" not in roles and not (
+            {"prefill", "decode"} <= roles if info.role == "aggregated" else info.role in roles
+        )
+        if not is_last or message.forced:
+            self._fleet.drain(member.worker)
+        refusal = f"{message.worker_id} is the last {info.role} worker that is ready" if is_last else ""
+        return LeaveAnswered(refusal=refusal, is_last=is_last)
+
+    @property
+    def policy_failure(self) -> str:
+        """What was wrong with the policy's last choice, so that another one has chosen; empty: nothing."""
+        return self._placer.policy_failure
+
     def describe(self, now_ms: int) -> FleetDescribed:
         """Return what is known, and whether a request could be placed now on workers that are well."""
         suspects = self._suspects(now_ms)
-        well = [worker for worker in self._fleet.usable() if worker.info.worker_id not in suspects]
-        ready = any(worker.info.role == "aggregated" or partners_of(worker, well) for worker in well)
+        well = [worker.info for worker in self._fleet.usable if worker.info.worker_id not in suspects]
+        first, second = ({info.fingerprint for info in well if info.role == role} for role in ("prefill", "decode"))
+        ready = any(info.role == "aggregated" for info in well) or not first.isdisjoint(second)
         loads = tuple(worker.load for worker in self._fleet.workers.values() if worker.has_reported)
         return FleetDescribed(policy=self._settings.policy, ready=ready, workers=loads)
 
@@ -162,8 +208,8 @@ class SchedulerCore:
         if member is None:
             worker = self._fleet.join(info)
             member = self._members[info.worker_id] = Member(worker, Peer(now_ms), next_ping_ms=now_ms)
-            self.wake_ms = now_ms
-        member.peer.hear(now_ms)
+            self._doubt(member, now_ms)
+        self._heard(info.worker_id, member, now_ms)
         if isinstance(event, WorkerLoad):
             self._fleet.hear(event, now_ms)
         return actions
@@ -179,7 +225,8 @@ class SchedulerCore:
             case PingAnswered():  # another one than was asked will speak for itself
                 if (event.worker_id, event.incarnation) == (ping.worker_id, ping.incarnation):
                     member.serves_pings = True
-                    member.peer.hear(now_ms)
+                    self._doubted.pop(ping.worker_id, None)
+                    self._heard(ping.worker_id, member, now_ms)
             case PingUnserved():
                 gap_ms = self._settings.ping_interval_ms // SECOND_PING_SHARE
                 is_gone = member.peer.is_gone(ping.sent_ms, self._hearing, now_ms, gap_ms)
@@ -187,8 +234,7 @@ class SchedulerCore:
                 if is_gone and member.serves_pings:
                     return [self._declare(ping.worker_id, LeftReason.DIED, now_ms)]
                 if member.peer.unserved_ms is not None:
-                    member.next_ping_ms = min(member.next_ping_ms, now_ms + gap_ms)
-                    self.wake_ms = min(self.wake_ms, member.next_ping_ms)
+                    self._doubt(member, now_ms + gap_ms)
             case PingUnanswered():
                 pass
         return []
@@ -204,7 +250,24 @@ class SchedulerCore:
         self._fences.add(left, now_ms)
         if self._member(left.worker_id, left.incarnation):
             del self._members[left.worker_id]
+            self._doubted.pop(left.worker_id, None)
             self._fleet.leave(left.worker_id)
+
+    def _repeat_left(self, worker_id: WorkerId, incarnation: str, now_ms: int) -> list[Action]:
+        again = self._fences.repeat(worker_id, incarnation, now_ms)
+        return [SayLeft(again)] if again else []
+
+    def _doubt(self, member: Member, ask_ms: int) -> None:
+        """Ask this worker from then on until it answers."""
+        self._doubted[member.worker.info.worker_id] = member
+        member.next_ping_ms = min(member.next_ping_ms, ask_ms)
+        self.wake_ms = min(self.wake_ms, member.next_ping_ms)
+
+    def _overdue_ms(self, now_ms: int) -> int:
+        """Return when the next worker will be overdue if it says nothing more."""
+        limit_ms = OVERDUE_PINGS * self._settings.ping_interval_ms
+        left_ms = (limit_ms - self._hearing.quiet_ms(m.peer.heard_ms, now_ms) for m in self._members.values())
+        return now_ms + max(LOOK_GAP_MS, next((left for left in left_ms if left > 0), limit_ms))
 
     def _member(self, worker_id: WorkerId, incarnation: str) -> Member | None:
         member = self._members.get(worker_id)
@@ -214,9 +277,20 @@ class SchedulerCore:
         """Return who has been quiet for so long that it may be stopped."""
         return {
             worker_id
-            for worker_id, member in self._members.items()
+            for worker_id, member in self._quiet(self._settings.suspect_after_ms, now_ms)
             if self._hearing.quiet_ms(member.peer.heard_ms, now_ms) >= self._patience_ms(member)
         }
+
+    def _quiet(self, limit_ms: int, now_ms: int) -> Iterator[tuple[WorkerId, Member]]:
+        """Return who has said nothing for so long."""
+        for worker_id, member in self._members.items():
+            if self._hearing.quiet_ms(member.peer.heard_ms, now_ms) < limit_ms:
+                break
+            yield worker_id, member
+
+    def _heard(self, worker_id: WorkerId, member: Member, now_ms: int) -> None:
+        member.peer.hear(now_ms)
+        self._members[worker_id] = self._members.pop(worker_id)
 
     def _patience_ms(self, member: Member) -> int:
         """Loads alone come too rarely to tell a stop from a pause."""

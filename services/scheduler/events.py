@@ -6,7 +6,7 @@ What workers say of themselves are events as they stand: `WorkerJoined`, `Worker
 from dataclasses import dataclass
 
 from schemas.ids import WorkerId
-from schemas.worker import WorkerDraining, WorkerJoined, WorkerLeft, WorkerLoad
+from schemas.worker import WorkerBeat, WorkerDraining, WorkerJoined, WorkerLeft, WorkerLoad
 from services.presence import BusConnected
 
 # What the service is asked to do.
@@ -35,6 +35,14 @@ class ProveBus:
 
 
 # What can happen to the fleet.
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionEnded:
+    """The broker says that a connection has ended, which called itself by this name. A reason to ask, and no proof:
+    anybody may take a name, and whoever has lost its connection may come back."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +75,6 @@ class BusProved:
     works: bool
 
 
-FleetEvent = WorkerJoined | WorkerLoad | WorkerDraining | WorkerLeft
-Event = FleetEvent | PingAnswered | PingUnserved | PingUnanswered | BusProved | BusConnected
+FleetEvent = WorkerJoined | WorkerLoad | WorkerBeat | WorkerDraining | WorkerLeft
+Event = FleetEvent | ConnectionEnded | PingAnswered | PingUnserved | PingUnanswered | BusProved | BusConnected
 Action = SendPing | SayLeft | ProveBus

@@ -9,6 +9,8 @@ MAX_OUTSTANDING_PINGS = 2
 """So many pings of one worker may be unanswered at once."""
 SECOND_PING_SHARE = 4
 """A ping that nobody serves is followed by a second one after this part of the ping interval: a second proof soon."""
+LOOK_GAP_MS = 10
+"""Two looks at who is overdue are at least this far apart."""
 PROOF_TIMEOUT_S = 1.0
 """A message through the broker to ourselves that has not come back after this is given up and another one sent: it may
 have been lost with a connection. Until one comes back nobody's silence counts."""
@@ -61,6 +63,28 @@ SUSPECT_PENALTY, FAILED_PENALTY = 3, 1
 """This much speaks against a worker: to be suspect, as it may be stopped, is worse than to have failed the request
 once."""
 
+ROWS_AT_ONCE = 16
+"""So many prefill workers are priced with all decode workers at once."""
+
+# What was placed, and is not yet computed (`placement/making.py`).
+
+MAKING_MS = 30_000
+"""So long a placement is taken to be computing its prompt at most."""
+MAKING_SHARE, MAKING_SLACK_MS = 2, 1_000
+"""It is taken to do so for this many times of what was predicted, and so much longer: then the directory knows what it
+has, and what was evicted meanwhile."""
+MARK_BLOCKS = 16
+"""Every so many blocks of a prompt are noted."""
+MAX_MARKS = 65_536
+"""In all: about 4,000 prompts of 4,000 tokens."""
+
+# Policies of others.
+
+POLICY_LIMIT_S = 0.05
+"""A policy that has not answered after this is interrupted, and another one chooses."""
+POLICY_REST_MS = 1_000
+"""It is not asked again before this: it would hold up every request."""
+
 # Rates until workers have measured their own (`placement/known_rates.py`).
 
 START_PREFILL_TOKENS_PER_S = 3_000.0
@@ -71,6 +95,10 @@ START_TOKEN_BYTES = 65_536
 """The KV of a model of about a billion parameters in 16 bits has this size."""
 TRUST_HALF_LIFE_MS = 60_000
 """After this long without a new measurement a pair is taken to be half way (in orders of magnitude) to its like."""
+REWEIGH_MS = 2_000
+"""Measurements that have not changed are weighed anew this often."""
 
+MAX_BORDERS = 64
+"""So many context positions are told apart; what workers measure at others is ignored."""
 MIN_RATE = 0.001
 """Bytes or tokens a second: what is slower is not measured, or absurd, and must not be divided by."""

@@ -25,6 +25,10 @@ class SchedulerMetrics:
         if isinstance(reply, Refused):
             self._metrics.inc(names.REFUSALS, "place", reply.reason, trace=traceparent)
 
+    def fell_back(self) -> None:
+        """A policy was of no use, and another one chose."""
+        self._metrics.inc(names.POLICY_FALLBACKS)
+
     def left(self, left: WorkerLeft) -> None:
         """It was said of a worker that it has left."""
         self._metrics.inc(names.WORKERS_LEFT, left.reason)

@@ -6,11 +6,21 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from schemas import subjects
+from schemas.broker import DISCONNECTED, name_of
 from schemas.ids import is_subject_token
 from schemas.request import Placement, PlaceRequest, RefusalReason, Refused
 from schemas.subjects import Subject
-from schemas.worker import DescribeFleet, FleetDescribed, PingWorker, WorkerJoined, WorkerLeft, WorkerLoad
-from services.bus.base import Bus, BusError, NoRespondersError
+from schemas.worker import (
+    DescribeFleet,
+    FleetDescribed,
+    LeaveAnswered,
+    LeaveMesh,
+    PingWorker,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerLoad,
+)
+from services.bus.base import Bus, BusError, NoRespondersError, Subscription
 from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig
 from services.errors import BrokerUnreachableError
@@ -21,6 +31,7 @@ from services.scheduler.core import SchedulerCore
 from services.scheduler.events import (
     Action,
     BusProved,
+    ConnectionEnded,
     Event,
     FleetEvent,
     PingAnswered,
@@ -36,7 +47,9 @@ from services.scheduler.placement.hints import Hints
 
 log = logging.getLogger(__name__)
 
-FLEET_SUBJECTS: tuple[Subject[Any, None], ...] = (subjects.JOINED, subjects.LOAD, subjects.DRAINING, subjects.LEFT)
+FLEET_SUBJECTS: tuple[Subject[Any, None], ...] = (
+    subjects.JOINED, subjects.LOAD, subjects.BEAT, subjects.DRAINING, subjects.LEFT,
+)  # fmt: skip
 """What is said on these is an event of the core as it stands."""
 
 
@@ -94,6 +107,9 @@ class Scheduler:
             await self._bus.listen(self._tasks, subject, ("*",), self._hear)
         await self._bus.serve(self._tasks, subjects.PLACE, (), self._place)
         await self._bus.serve(self._tasks, subjects.FLEET, (), self._describe)
+        await self._bus.serve(self._tasks, subjects.LEAVE, ("*",), self._leave)
+        ends = await self._bus.connection.subscribe(DISCONNECTED)
+        self._start(self._hear_ends(ends), "hear whose connection ends")
         await self._bus.connection.flush()
 
     async def watch(self) -> None:
@@ -114,6 +130,11 @@ class Scheduler:
         for task in list(self._running):
             task.cancel()
 
+    async def _hear_ends(self, ends: Subscription) -> None:
+        """Where the broker does not say it, those who are quiet are asked all the same."""
+        async for end in ends:
+            self._tell(ConnectionEnded(name_of(end.payload)))
+
     def _hear(self, received: Received[FleetEvent]) -> None:
         message = received.message
         worker_id = message.worker.worker_id if isinstance(message, WorkerJoined | WorkerLoad) else message.worker_id
@@ -130,10 +151,16 @@ class Scheduler:
             await self._learnt.wait()
             reply = core.place(request, now_ms(), holders)
         self._measured.placed(reply, received.traceparent)
+        if core.policy_failure:
+            log.warning("least_loaded has placed %s: of the policy, %s", request.request_id, core.policy_failure)
+            self._measured.fell_back()
         return reply
 
     async def _describe(self, received: Received[DescribeFleet]) -> FleetDescribed:
         return self._core.describe(now_ms())
+
+    async def _leave(self, received: Received[LeaveMesh]) -> LeaveAnswered:
+        return self._core.leave(received.message, now_ms())
 
     def _tell(self, event: Event) -> None:
         self._act(self._core.handle(event, now_ms()))

@@ -88,7 +88,8 @@ class Exchange:
         if self._is_stream:
             *events, self._body = self._body.split(b"\n\n")
             for event in events:
-                self._read_event(event.removeprefix(b"data: "))
+                if not event.startswith(b":"):  # a comment
+                    self._read_event(event.removeprefix(b"data: "))
         if not message.get("more_body"):
             if not self._is_stream:
                 self._read_whole(self._body)

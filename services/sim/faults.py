@@ -57,7 +57,7 @@ class FaultActor:
         mesh.broker.go_on()
         for service in list(mesh.services.values()):
             mesh.resume(service)
-            if service.stop.is_set() and service.task is not None:
+            if service.stop.is_set() and service.task is not None and service.is_running:
                 await asyncio.wait([service.task])  # it drains
             if not service.is_running:
                 mesh.start(service.role, service.name)
@@ -139,7 +139,7 @@ class FaultActor:
         await asyncio.sleep(fault.for_s)
         if fault.do == "pause":
             mesh.resume(service)
-        elif fault.do == "drain" and service.task is not None:
+        elif fault.do == "drain" and service.task is not None and service.is_running:
             await asyncio.wait([service.task])
         is_gone = mesh.services[service.name] is service and not service.is_running  # it was not started again
         if fault.do in ("kill", "drain") and is_gone and not self._is_over:

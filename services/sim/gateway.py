@@ -46,6 +46,10 @@ class SimApp:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
+    @property
+    def requests(self) -> Requests:
+        return self._gateway.requests
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         _SERVING.set(self._gateway)
         await _routes()(scope, receive, send)

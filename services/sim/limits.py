@@ -21,6 +21,8 @@ SLOW_READ_S = 0.05
 """What a slow client takes for each piece of an answer."""
 LONG_S = 40.0
 """Some faults last so long that those who wait give up: such ends must be right too."""
+CHARGED_AT_LEAST_S = 20e-6
+"""Real CPU time that passes in virtual time too does so in pieces that are not shorter."""
 MAX_CALLBACKS_AT_ONCE = 2_000_000
 """More callbacks without a tick of the clock are a loop that never ends."""
 
@@ -38,3 +40,7 @@ END_GRACE_S = 1.0
 """How long after its deadline an answer may take to end."""
 OVERDUE_MS = 1_000
 """How long after its expiry a lease may be found open: the sweep goes by a clock of its own."""
+GOES_ON_WITHIN_S = 0.2
+"""From a worker's word that it gives an answer away to the attempt that goes on, where nothing is lost or held up."""
+LEAVES_WITHIN_S = 1.0
+"""What a worker may take to leave beside its own waits and the time of its bytes."""

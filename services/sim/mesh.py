@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import msgspec
 from tokenizers import Tokenizer, models
 
-from dataplane.blocks.layout import KVLayout, uniform_shape
+from dataplane.blocks.layout import ArenaShape, KVLayout, uniform_shape
+from dataplane.carriers.kv_arena import KVArena
 from dataplane.ends.server import LeaseGate
 from schemas.ids import GatewayId, WorkerId
 from schemas.permissions import permissions_of, role_of
@@ -20,10 +21,12 @@ from services.config import GatewayConfig, MeshConfig, SchedulerConfig, StoreCon
 from services.directory.service import run_directory
 from services.engine.batch import Batch
 from services.engine.fake import FakeEngine
+from services.engine.interface import Steps
 from services.gateway.api.prepare import GatewayModel
 from services.gateway.api.text import TextCodec
 from services.launch.worker_roles import run_worker
 from services.scheduler.service import run_scheduler
+from services.sim.brackets import BracketGrammars
 from services.sim.gateway import SimApp, run_sim_gateway
 from services.sim.limits import REQUEST_TIMEOUT_S, RESTART_S
 from services.sim.platform.bus import SimBroker, SimBus
@@ -36,9 +39,11 @@ from services.telemetry import ListExporter, SpanRecord, Telemetry
 from services.trust.credentials import holder_credentials
 from services.worker.core.checks import WorkerLimits
 from services.worker.parts import WorkerParts
+from services.worker.platform import Platform
 
 VOCAB = 61
 EOS = 0
+GRAMMARS = BracketGrammars(VOCAB, EOS)
 BLOCK_SIZE = 4
 CONTEXT_LENGTH = 256
 LAYOUT = KVLayout(weights="simulated", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=4, block_size=BLOCK_SIZE)
@@ -69,6 +74,8 @@ class MeshShape:
     """For each layer, as `KVLayout.windows`."""
     whole_blocks: bool = False
     """As `KVLayout.whole_blocks`."""
+    context_length: int = CONTEXT_LENGTH
+    vocab_size: int = VOCAB
 
     @property
     def layout(self) -> KVLayout:
@@ -120,7 +127,18 @@ class SimMesh:
         self.broker = broker
         self.network = network
         self.services: dict[str, Service] = {}
-        self.config = MeshConfig(
+        self.config = self._make_config(shape)
+        self._credentials = holder_credentials(self.config)
+        self._rng = rng
+        self._model = _served_model(shape)
+        self._starts = itertools.count(1)
+        self._woken_s = -1.0
+        self._context = contextvars.copy_context()
+        self.spans: list[SpanRecord] | None = None
+        """Where the spans of all services are collected. None: they are not kept."""
+
+    def _make_config(self, shape: MeshShape) -> MeshConfig:
+        return MeshConfig(
             ticket_secrets=(SECRET,),
             tenant_seed=SECRET,
             gateway=GatewayConfig(request_timeout_s=REQUEST_TIMEOUT_S),
@@ -137,14 +155,6 @@ class SimMesh:
             ),
             store=StoreConfig(memory_bytes=LAYOUT.block_bytes * 256),
         )
-        self._credentials = holder_credentials(self.config)
-        self._rng = rng
-        self._model = _served_model(shape)
-        self._starts = itertools.count(1)
-        self._woken_s = -1.0
-        self._context = contextvars.copy_context()
-        self.spans: list[SpanRecord] | None = None
-        """Where the spans of all services are collected. None: they are not kept."""
 
     def start_all(self) -> None:
         for role, name in self.shape.services:
@@ -218,19 +228,17 @@ class SimMesh:
 
     def _parts(self, service: Service, role: WorkerRole, host: str) -> WorkerParts:
         shape = uniform_shape(self.shape.layout, self.shape.num_blocks)
-        arena = memory_arena(shape, host)
-        engine = FakeEngine(shape, arena.buffer, vocab_size=VOCAB)
-        batch = Batch(self.config.worker.token_budget, context_length=CONTEXT_LENGTH)
+        arena, steps = self._make_engine(shape, host)
         limits = WorkerLimits(
             worker_id=WorkerId(service.name),
             fingerprint=shape.layout.fingerprint,
             num_blocks=self.shape.num_blocks,
-            block_size=BLOCK_SIZE,
-            context_length=CONTEXT_LENGTH,
-            vocab_size=VOCAB,
+            block_size=shape.layout.block_size,
+            context_length=self.shape.context_length,
+            vocab_size=self.shape.vocab_size,
             eos_token_ids=frozenset({EOS}),
             max_queued=self.config.worker.max_queued,
-            lease_ms=self.shape.lease_ms,
+            lease_ms=self.config.worker.lease_ms,
         )
         return WorkerParts(
             worker_id=limits.worker_id,
@@ -239,11 +247,23 @@ class SimMesh:
             model="fake",
             arena=arena,
             shape=shape,
-            steps=SimSteps(engine, batch, Pace(base_s=self.shape.step_s)),
+            steps=steps,
             limits=limits,
             credentials=self._credentials,
-            platform=sim_platform(self.network, host, service.gates.append),
+            start_grammar=GRAMMARS.start,
+            platform=self._make_platform(host, service),
         )
+
+    # What a measured mesh does in its own way.
+
+    def _make_engine(self, shape: ArenaShape, host: str) -> tuple[KVArena, Steps]:
+        arena = memory_arena(shape, host)
+        engine = FakeEngine(shape, arena.buffer, vocab_size=VOCAB)
+        batch = Batch(self.config.worker.token_budget, context_length=CONTEXT_LENGTH)
+        return arena, SimSteps(engine, batch, Pace(base_s=self.shape.step_s))
+
+    def _make_platform(self, host: str, service: Service) -> Platform:
+        return sim_platform(self.network, host, service.gates.append)
 
 
 def _served_model(shape: MeshShape) -> GatewayModel:
@@ -252,9 +272,11 @@ def _served_model(shape: MeshShape) -> GatewayModel:
         name="fake",
         names=frozenset({"fake"}),
         codec=TextCodec(Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="t1"))),
-        vocab_size=VOCAB,
-        context_length=CONTEXT_LENGTH,
+        vocab_size=shape.vocab_size,
+        context_length=shape.context_length,
         eos_token_ids=frozenset({EOS}),
         layout=shape.layout,
-        num_worker_tokens=min(CONTEXT_LENGTH, shape.num_blocks * BLOCK_SIZE),
+        num_worker_tokens=min(shape.context_length, shape.num_blocks * shape.layout.block_size),
+        grammars=GRAMMARS,
+        tool_format=None,
     )

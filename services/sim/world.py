@@ -37,6 +37,8 @@ from services.sim.scenario import FaultKind, Scenario, random_scenario
 from services.sim.verdict.answers import ModelTruth, Verdict, check_exchange, check_faultless
 from services.sim.verdict.departures import DepartureTap
 from services.sim.verdict.expected import ClientRequest, make_requests
+from services.sim.verdict.leaving import LeaveTap
+from services.sim.verdict.moves import MoveTap
 from services.sim.verdict.request_events import RequestEventTap
 from services.sim.verdict.rest import Held, held_at_rest, problems_now
 from services.sim.verdict.traces import trace_problems
@@ -86,7 +88,7 @@ class World:
         self.options = options
         self.rng = random.Random(f"kvmesh {seed}")
         self.clock = VirtualTime()
-        self.loop = SimLoop(self.clock, self._new_rng())
+        self.loop = self._make_loop()
         self.verdict = Verdict()
         self.log: list[str] = []
         """The faults in order, for people."""
@@ -107,8 +109,8 @@ class World:
             may_time_out = any(fault.for_s >= LONG_AWAY_S for fault in self.scenario.faults)
             for number, (request, exchange) in enumerate(self.exchanges):
                 check_exchange(number, request, exchange, truth, self.verdict, may_time_out=may_time_out)
-                if not self.verdict.faults:
-                    check_faultless(number, exchange, self.verdict)
+            if not self.verdict.faults:
+                check_faultless([exchange for _, exchange in self.exchanges], self.verdict)
         self._digest.update(repr((self.verdict.num_finished, sorted(self.verdict.failed.items()))).encode())
         return SimReport(
             self.seed, self.verdict, self._digest.hexdigest(), self.clock.now_s, self.broker.num_messages,
@@ -123,7 +125,10 @@ class World:
         self.mesh = SimMesh(self.loop, self._new_rng(), shape, self.broker, self.network)
         events = RequestEventTap()
         departures = DepartureTap()
+        moves = MoveTap(self.loop.time)
+        self._leaving = LeaveTap(self.mesh, self.loop.time)
         self.broker.taps += [self._note, events.hear, departures.hear]
+        self.broker.readers += [moves.read, self._leaving.read]
         self.broker.observes_lost.append(events.miss)
         if options.check_spans:
             self.mesh.spans = []
@@ -141,8 +146,15 @@ class World:
         await actor.heal()
         await self._rest()
         self.verdict.problems += events.problems(may_be_cut=bool(self.verdict.faults.keys() & GATEWAY_FAULTS))
-        self.verdict.problems += departures.problems({fault.do for fault in self.scenario.faults})
+        self.verdict.problems += departures.problems(self._kinds)
+        self.verdict.problems += moves.problems(self._kinds)
+        self.verdict.num_moved = moves.num_moved
         checking.cancel()
+
+    @property
+    def _kinds(self) -> set[FaultKind]:
+        """What goes wrong in this run."""
+        return {fault.do for fault in self.scenario.faults}
 
     async def _check(self) -> None:
         """Check every so often what must hold at any time. Not just after a process was resumed: it needs a moment."""
@@ -150,6 +162,7 @@ class World:
             await asyncio.sleep(CHECK_INTERVAL_S)
             if not self.mesh.woken_since(self.clock.now_s - CHECK_INTERVAL_S):
                 self.verdict.problems += problems_now(self.mesh)
+                self.verdict.problems += self._leaving.problems_now(self._kinds)
 
     async def _send(self, request: ClientRequest, actor: FaultActor) -> None:
         await asyncio.sleep(request.at_s)
@@ -212,6 +225,9 @@ class World:
         except BusError:
             return names
         return names - {load.worker.worker_id for load in fleet.workers if load.state == "ready"}
+
+    def _make_loop(self) -> SimLoop:
+        return SimLoop(self.clock, self._new_rng())
 
     def _is_ready(self) -> bool:
         services = self.mesh.services.values()

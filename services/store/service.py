@@ -31,7 +31,7 @@ from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig
 from services.keep import keep_traces
 from services.metrics import Metrics
-from services.presence import LOAD_INTERVAL_MS
+from services.presence import BEAT_INTERVAL_MS
 from services.runtime import now_ms
 from services.store.backing import Backing, Complaints
 from services.store.blocks import StoreMemory
@@ -50,7 +50,7 @@ from services.worker.kv.peers import Peers
 from services.worker.observe.metrics import HolderMetrics
 from services.worker.observe.transfers import HolderSpans
 from services.worker.outbox import Outbox
-from services.worker.report import describe
+from services.worker.report import LoadTeller, describe
 
 __all__ = ["load_store", "run_store"]
 
@@ -100,6 +100,7 @@ class Store:
         self._tasks = tasks
         self._loop = asyncio.get_running_loop()
         self._outbox = Outbox(bus, self._store_id)
+        self._teller = LoadTeller(self._outbox)
         self._telemetry = telemetry
         self._complaints = Complaints()
         self._backing = Backing(parts.tier, parts.values, self._complaints) if parts.tier else None
@@ -290,6 +291,7 @@ class Store:
             model=self.parts.model,
             fingerprint=layout.fingerprint,
             num_blocks=self._memory.num_blocks,
+            num_blocks_behind=self._memory.back.max_values,
             block_size=layout.block_size,
             context_length=self.parts.context_length,
             carriers=plane.endpoint.carriers if plane else (),
@@ -319,9 +321,9 @@ class Store:
                 over = self._lending.tick(now_ms())
             self._execute(over)
             self._changed()
-            self._outbox.put(subjects.LOAD, (self._store_id,), self._load())
+            self._teller.tell(self._load(), now_ms())
             self._reader.release_ended()
-            await asyncio.sleep(LOAD_INTERVAL_MS / 1000)
+            await asyncio.sleep(BEAT_INTERVAL_MS / 1000)
 
     async def _write_behind(self, backing: Backing) -> None:
         while True:

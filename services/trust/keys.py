@@ -125,10 +125,11 @@ class MeshKeys:
     def fresh(cls, hosts: Sequence[str] = (), *, content_secret: str = "") -> "MeshKeys":
         """`hosts`: what clients call the broker, for its certificate; none: TLS is not used. `content_secret`: by which
         the blocks of its stores are believed; empty: a fresh one. Raises UserError for what is no name or address."""
-        operator, account = nats_jwt.new_pair(nats_jwt.OPERATOR), nats_jwt.new_pair(nats_jwt.ACCOUNT)
+        operator = nats_jwt.new_pair(nats_jwt.OPERATOR)
+        account, system = nats_jwt.new_pair(nats_jwt.ACCOUNT), nats_jwt.new_pair(nats_jwt.ACCOUNT)
         signers = {role: nats_jwt.new_pair(nats_jwt.ACCOUNT) for role in Role}
         public = {role: nats_jwt.public(pair) for role, pair in signers.items()}
-        me = nats_jwt.public(account)
+        me, broker = nats_jwt.public(account), nats_jwt.public(system)
         tenant_seed = fresh_secret()
         own: dict[Role, dict[str, Any]] = {
             Role.GATEWAY: {"tenant_seed": tenant_seed},
@@ -138,8 +139,9 @@ class MeshKeys:
             },
         }  # fmt: skip
         config = (
-            f"operator: {nats_jwt.operator_token(operator)}\nresolver: MEMORY\n"
-            f"resolver_preload: {{\n  {me}: {nats_jwt.account_token(operator, account, public)}\n}}\n"
+            f"operator: {nats_jwt.operator_token(operator)}\nresolver: MEMORY\nsystem_account: {broker}\n"
+            f"resolver_preload: {{\n  {me}: {nats_jwt.account_token(operator, account, public, broker)}\n"
+            f"  {broker}: {nats_jwt.system_token(operator, system)}\n}}\n"
         )
         roles = {
             role: RoleKey(role=role, account=me, seed=nats_jwt.seed(pair), **own.get(role, {}))

@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 import msgspec
 import nkeys  # pyright: ignore[reportMissingTypeStubs]
 
+from schemas.broker import DISCONNECTED
 from schemas.permissions import permissions_of
 from schemas.subjects import Role
 
@@ -21,6 +22,7 @@ ANSWER_WITHIN_S = 600
 """A question may be answered for so long: as long as a request may take by default."""
 UNLIMITED = -1
 SEED_BEGINS = "-----BEGIN USER NKEY SEED-----"
+_ENDS = "$SYS.ACCOUNT.{}.DISCONNECT"
 _NAME = "{{name()}}"
 _USER_LIMITS = {"subs": UNLIMITED, "data": UNLIMITED, "payload": UNLIMITED}
 _ACCOUNT_LIMITS = _USER_LIMITS | {
@@ -63,12 +65,24 @@ def operator_token(operator: KeyPair) -> str:
     return _sign(operator, public(operator), "kvmesh", "operator", {})
 
 
-def account_token(operator: KeyPair, account: KeyPair, signers: dict[Role, str]) -> str:
-    """Return the account of a mesh. `signers`: the public signing key of each role, which makes users of that role."""
+def system_token(operator: KeyPair, system: KeyPair) -> str:
+    """Return the broker's own account, of which nobody is a user. Each account may hear which of its own connections
+    have ended, and nothing else."""
+    ends = {"subject": _ENDS.format("*"), "type": "stream", "account_token_position": 3}
+    return _sign(operator, public(system), "system", "account", {"limits": _ACCOUNT_LIMITS, "exports": [ends]})
+
+
+def account_token(operator: KeyPair, account: KeyPair, signers: dict[Role, str], system: str) -> str:
+    """Return the account of a mesh. `signers`: the public signing key of each role, which makes users of that role.
+    `system`: the public key of the broker's own account."""
     scopes = [
         {"kind": "user_scope", "key": key, "role": role, "template": _template(role)} for role, key in signers.items()
     ]
-    return _sign(operator, public(account), "mesh", "account", {"limits": _ACCOUNT_LIMITS, "signing_keys": scopes})
+    ends = {
+        "subject": _ENDS.format(public(account)), "account": system, "local_subject": DISCONNECTED, "type": "stream",
+    }  # fmt: skip
+    body = {"limits": _ACCOUNT_LIMITS, "signing_keys": scopes, "imports": [ends]}
+    return _sign(operator, public(account), "mesh", "account", body)
 
 
 def user_credentials(signer: KeyPair, account: str, name: str, ends_s: int | None = None) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable
 
+from schemas.request import AttemptFailure
 from services.engine.interface import InvalidSequenceError, Sequence, StepResult
 from services.engine.thread import EngineStoppedError
 from services.worker.core.actions import Submit
@@ -41,6 +42,8 @@ class EngineFeed:
         self._measured = measured
         self._post = post
         self._handle = handle
+        self._ungiven: dict[AttemptKey, Sequence] = {}
+        """Sequences whose grammar is still being understood."""
         self.engine = parts.platform.make_engine(
             parts.steps,
             on_step=lambda result: post(self._on_step, result),
@@ -55,6 +58,20 @@ class EngineFeed:
             sequence.layer_listener = self._holder.start_computing(action.lease, sequence.num_computed_tokens)
         self._holder.computed(sequence, attempt, sequence.num_computed_tokens)
         self._spans.submitted(attempt, sequence)
+        if sequence.sampling.grammar:
+            sequence.grammar = self._parts.start_grammar(sequence.sampling.grammar)
+            if not sequence.grammar.done():  # the engine's thread waits for nobody
+                self._ungiven[attempt.key] = sequence
+                sequence.grammar.add_done_callback(lambda _: self._post(self._on_understood, attempt.key))
+                return
+        self._give(sequence)
+
+    def expect(self, grammar: str) -> None:
+        """Begin to understand what an answer must be that is soon to be computed here."""
+        if grammar:
+            self._parts.start_grammar(grammar)
+
+    def _give(self, sequence: Sequence) -> None:
         try:
             self.engine.submit(sequence)
         except (EngineStoppedError, InvalidSequenceError) as error:
@@ -62,6 +79,9 @@ class EngineFeed:
 
     def withdraw(self, key: AttemptKey) -> None:
         """Take a sequence back; `SequenceRemoved` follows."""
+        if (sequence := self._ungiven.pop(key, None)) is not None:
+            self._post(self._on_removed, sequence)
+            return
         with contextlib.suppress(EngineStoppedError):  # its end fails the sequence anyway
             self.engine.cancel(*key)
 
@@ -69,6 +89,10 @@ class EngineFeed:
         """End after the running step, and let go of the memory. Blocks."""
         if self.engine.stop(ENGINE_STOP_TIMEOUT_S):
             self._parts.steps.close()
+
+    def _on_understood(self, key: AttemptKey) -> None:
+        if (sequence := self._ungiven.pop(key, None)) is not None:
+            self._give(sequence)
 
     def _on_step(self, result: StepResult) -> None:
         self._spans.stepped(result, self._cores.find)
@@ -89,7 +113,13 @@ class EngineFeed:
                 self._holder.ended(sequence, attempt)
                 if sequence.max_local_tokens is None:
                     self._spans.decoded(attempt, sampled.finish_reason or "")
+        for sequence, _ in result.failed:
+            if (attempt := self._find(sequence)) is not None:
+                self._holder.ended(sequence, attempt)
         self._handle(result)
+        for sequence, reason in result.failed:
+            key = (sequence.request_id, sequence.attempt)
+            self._handle(SequenceFailed(key, reason, AttemptFailure.GRAMMAR))
         # Last, so that what is wrong with one costs the others nothing.
         assert not nobodys, _written_late(nobodys)
 

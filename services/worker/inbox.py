@@ -10,7 +10,7 @@ from schemas.kv import BlocksPurged, LeaseGranted, PurgeBlocks, ReplicateBlocks,
 from schemas.message import Message
 from schemas.observe import DescribeWorker, WorkerDescribed
 from schemas.request import AskProgress, Progress, RefusalReason, Refused, ReserveBlocks, RunPrefill, refuse
-from schemas.worker import PingWorker, WorkerAlive, WorkerLeft
+from schemas.worker import DrainAnswered, DrainWorker, PingWorker, WorkerAlive, WorkerLeft
 from services.bus.typed import Received, TypedBus
 from services.keep import keep_traces
 from services.runtime import now_ms
@@ -52,6 +52,7 @@ class Inbox:
         await bus.serve(tasks, subjects.PING, me, self._on_ping)
         await bus.serve(tasks, subjects.WORKER_STATUS, me, self._on_status)
         await bus.serve(tasks, subjects.PURGE, me, self._on_purge)
+        await bus.serve(tasks, subjects.DRAIN, me, self._on_drain)
         await keep_traces(bus, tasks, self._telemetry)
         await bus.connection.flush()
 
@@ -83,7 +84,7 @@ class Inbox:
         return self._reporter.inventory(received.message.offset)
 
     async def _on_lease(self, received: Received[RequestLease]) -> LeaseGranted | Refused:
-        reply = self._worker.lend(received.message, received.traceparent)
+        reply = await self._worker.lend(received.message, received.traceparent)
         self._measured.refused("lease", reply)
         return reply
 
@@ -93,6 +94,9 @@ class Inbox:
 
     async def _on_purge(self, received: Received[PurgeBlocks]) -> BlocksPurged:
         return self._worker.purge(received.message)
+
+    async def _on_drain(self, received: Received[DrainWorker]) -> DrainAnswered:
+        return await self._worker.drain(received.message)
 
     async def _on_status(self, _: Received[DescribeWorker]) -> WorkerDescribed:
         return self._reporter.describe(now_ms())

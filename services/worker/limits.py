@@ -8,6 +8,14 @@ RETRY_AFTER_MS = 500
 MAX_SOURCES = 16
 """Of one request: a source that does not answer costs seconds."""
 
+# Waiting for what another attempt fills.
+
+TWIN_WAIT_SHARE = 2
+"""An attempt waits so for at most this part of the time that it has left, a half: the rest must do to go on by
+itself."""
+TWIN_READ_SHARE = 4
+"""What another one reads comes all at once. It is waited for where at least a quarter of it is wanted here."""
+
 # Lending.
 
 OPEN_LEASE_WITHIN_MS = 5_000
@@ -19,6 +27,8 @@ MAX_READER_LEASES = 64
 MAX_REQUEST_LEASES = 8
 """The same for one request, whose id a gateway has signed, where a reader's name may be invented. Each worker of an
 attempt reads one piece at a time, so this is two workers through four attempts at once."""
+MAX_LEASES_AWAITED = 256
+"""Readers that wait for blocks that are being computed; whoever asks beyond that is told to ask again."""
 READER_SHARE = 2
 """A reader that has a lease gets no further one with which it would have more than half of the blocks: the other half
 can be given up for the holder's own requests. Blocks that several of its leases share count once. Who is refused asks
@@ -67,6 +77,8 @@ READ_BASE_S = 2.0
 READ_BYTES_PER_S_MIN = 20e6
 """A read that takes longer than `READ_BASE_S` and its bytes at this rate is given up: computing would be quicker."""
 
+COMING_AGAIN_S = 0.05
+"""The pause before a holder that is still computing is asked again; it has waited itself before it said so."""
 FLEET_ANSWER_S = 1.0
 """How long a reader waits for the scheduler's word of who there is, where it has not heard a holder join."""
 FLEET_ASK_INTERVAL_MS = 200
@@ -81,6 +93,9 @@ OFFER_INTERVAL_MS = 250
 OFFER_BLOCKS = 8
 MAX_OFFER_BLOCKS = 1_024
 """Blocks that one message offers at most."""
+MAX_HEAT_BLOCKS = 65_536
+"""A worker that leaves asks how hot so many blocks are, those that it has used last; the directory answers for no more
+(1.4 MB of JSON)."""
 READ_WITHIN_MS = 10_000
 """How long an offer of blocks stands: the source gives the blocks up when it needs the room."""
 MAX_COPY_READS = 2
@@ -91,10 +106,13 @@ MAX_COPIES_WAITING = 64
 SPARE_SHARE = 4
 """Copies are read only while more than this part of all blocks is free: a quarter."""
 
+LEAVING_SHARE = 2
+"""Of what is free or kept for its content only a worker gives up to a half for the blocks of one that leaves."""
+
 # What goes by the clock.
 
-LOAD_MIN_GAP_S = 0.05
-"""After a change the load is told soon, and many changes in a row are told once."""
+LOAD_MIN_GAP_S = 0.2
+"""A change is told at once, unless another one was told less than this ago: at most five loads a second."""
 ROUND_INTERVAL_S = 1.0
 """Between two rounds of asking the gateways which attempts they still want."""
 SUSPICIOUS_INTERVAL_S = 0.5
@@ -106,8 +124,15 @@ ANSWER_TIMEOUT_S = 1.0
 
 ENGINE_STOP_TIMEOUT_S = 10.0
 """How long the engine's running step is waited for."""
-READERS_COME_S = 1.0
-"""How long a worker that hands back waits for those who go on elsewhere to come for what it has."""
+LEAVE_ANSWER_S = 1.0
+"""How long the scheduler's word is waited for on whether anybody else could go on with what runs; and the directory's
+on which blocks are hot."""
+COPIERS_QUIET_S = 0.3
+"""A worker that leaves is done with offering its blocks once nobody has asked for any for so long."""
+PROMPTS_END_S = 0.5
+"""How long a worker that leaves goes on with prompts that are nearly computed, before it hands them back."""
+READERS_COME_MS = 1_000
+"""How long a worker that gives an answer away waits for whoever goes on with it to come for what it has."""
 READERS_STAY_S = 2.0
 """How long it then waits until they have read it; and again, whatever it lends meanwhile, before it stops serving."""
 LAST_WORDS_S = 5.0

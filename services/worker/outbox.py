@@ -10,6 +10,7 @@ from schemas import subjects
 from schemas.block import TOKEN_BYTES
 from schemas.directory import BlocksEvicted, BlocksStored
 from schemas.ids import GatewayId, WorkerId
+from schemas.logprobs import logprob_bytes
 from schemas.message import Message
 from schemas.request import RequestTokens, TokensEmitted
 from schemas.subjects import CarriesT, Subject
@@ -20,8 +21,8 @@ log = logging.getLogger(__name__)
 
 REPAIRED = frozenset(
     {
-        subjects.LOAD, subjects.STORED, subjects.EVICTED, subjects.COOLING, subjects.REPLICATE, subjects.RETURNED,
-        subjects.TOKENS,
+        subjects.LOAD, subjects.BEAT, subjects.STORED, subjects.EVICTED, subjects.COOLING, subjects.REPLICATE,
+        subjects.RETURNED, subjects.TOKENS,
     }
 )  # fmt: skip
 """What may be lost: said again soon, asked for by whoever misses it, or useful and not necessary."""
@@ -87,14 +88,20 @@ class Outbox:
         self._changed.set()
 
     def put_tokens(self, emitted: list[tuple[GatewayId, RequestTokens]]) -> None:
-        """Send tokens, one message a gateway."""
+        """Send tokens, one message a gateway; what is long goes alone, as a message has a bound."""
         by_gateway: defaultdict[GatewayId, list[RequestTokens]] = defaultdict(list)
         for gateway_id, tokens in emitted:
-            by_gateway[gateway_id].append(tokens)
             self.num_tokens += len(tokens.tokens) // TOKEN_BYTES
+            if tokens.prompt_logprobs is None:
+                by_gateway[gateway_id].append(tokens)
+            else:
+                self._put_tokens(gateway_id, (tokens,))
         for gateway_id, requests in by_gateway.items():
-            message = TokensEmitted(worker_id=self._worker_id, requests=tuple(requests))
-            self.put(subjects.TOKENS, (self._worker_id, gateway_id), message)
+            self._put_tokens(gateway_id, tuple(requests))
+
+    def _put_tokens(self, gateway_id: GatewayId, requests: tuple[RequestTokens, ...]) -> None:
+        message = TokensEmitted(worker_id=self._worker_id, requests=requests)
+        self.put(subjects.TOKENS, (self._worker_id, gateway_id), message)
 
     def put_block_events(self, events: Iterable[BlocksStored | BlocksEvicted]) -> None:
         """Send what was stored and evicted here, in this order."""
@@ -145,5 +152,10 @@ class Outbox:
 def _size_of(message: Message) -> int:
     """Return about how many bytes a message takes here."""
     if isinstance(message, TokensEmitted):
-        return _MESSAGE_BYTES + sum(_TOKENS_BYTES + len(tokens.tokens) for tokens in message.requests)
+        return _MESSAGE_BYTES + sum(map(_size_of_tokens, message.requests))
     return _MESSAGE_BYTES + len(getattr(message, "block_hashes", b""))
+
+
+def _size_of_tokens(tokens: RequestTokens) -> int:
+    logprobs = [found for found in (tokens.logprobs, tokens.prompt_logprobs) if found is not None]
+    return _TOKENS_BYTES + len(tokens.tokens) + sum(logprob_bytes(found) for found in logprobs)

@@ -4,6 +4,7 @@ one anywhere that asks for an engine on a card."""
 import logging
 import secrets
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from dataplane.blocks.cache import max_sequence_tokens
@@ -19,7 +20,8 @@ from services.engine.batch_steps import BatchSteps
 from services.engine.checkpoint import Checkpoint, default_shape, layout_for, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.devices import CPU, card_of
-from services.engine.interface import PlacedEngine, Steps
+from services.engine.grammar import Grammars
+from services.engine.interface import PlacedEngine, StartGrammar, Steps
 from services.errors import UserError
 from services.trust.credentials import HolderCredentials, holder_credentials
 from services.worker.core.checks import WorkerLimits
@@ -41,6 +43,7 @@ class WorkerParts:
     steps: Steps
     limits: WorkerLimits
     credentials: HolderCredentials
+    start_grammar: StartGrammar
     device: str = CPU
     """What the engine runs on, as is said of it: "cpu", or its number and name."""
     platform: Platform = THREADS
@@ -97,6 +100,7 @@ def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> Wor
         steps=placed.steps,
         limits=limits,
         credentials=credentials,
+        start_grammar=Grammars(Path(checkpoint.path), checkpoint.vocab_size, checkpoint.eos_token_ids).start,
         device=placed.device,
         library_metrics=placed.library_metrics,
     )

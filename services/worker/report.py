@@ -11,15 +11,51 @@ from schemas.directory import Inventory
 from schemas.kv import BlocksCooling
 from schemas.observe import HeldLease, HeldRequest, WorkerDescribed
 from schemas.request import AskProgress, Progress
-from schemas.worker import LeftReason, WorkerDraining, WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad
+from schemas.worker import (
+    LeftReason,
+    WorkerBeat,
+    WorkerDraining,
+    WorkerInfo,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerLoad,
+    WorkerRates,
+)
 from services.bus.typed import TypedBus
 from services.engine.thread import EngineThread
+from services.presence import BEAT_INTERVAL_MS, LOAD_INTERVAL_MS
 from services.worker.core.leases import Grant
 from services.worker.kv.contents import WorkerHolder
 from services.worker.limits import MAX_LISTED
 from services.worker.observe.measured_rates import MeasuredRates
 from services.worker.outbox import Outbox
 from services.worker.roles import Cores
+
+
+class LoadTeller:
+    """Tells a worker's or store's load as it changes and every `LOAD_INTERVAL_MS`, and in between that it lives."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._told: WorkerLoad | None = None
+        self._told_ms = 0
+
+    def tell(self, load: WorkerLoad, now_ms: int) -> None:
+        """To be called every `BEAT_INTERVAL_MS`, and where something may have changed."""
+        # Half a beat early is in time: else a timer that is a little early would skip a whole beat.
+        is_due = now_ms - self._told_ms >= LOAD_INTERVAL_MS - BEAT_INTERVAL_MS // 2
+        worker = load.worker
+        if is_due or self._told is None or _weighed(load) != _weighed(self._told):
+            self._told, self._told_ms = load, now_ms
+            self._outbox.put(subjects.LOAD, (worker.worker_id,), load)
+        else:
+            beat = WorkerBeat(worker_id=worker.worker_id, incarnation=worker.incarnation)
+            self._outbox.put(subjects.BEAT, (worker.worker_id,), beat)
+
+
+def _weighed(load: WorkerLoad) -> WorkerLoad:
+    """Return what a placement would weigh of it at once: what goes on counting or averaging has time."""
+    return msgspec.structs.replace(load, num_tokens=0, num_dropped_messages=0, num_refused_reads=0, rates=WorkerRates())
 
 
 @dataclass
@@ -33,6 +69,9 @@ class Reporter:
     bus: TypedBus
     outbox: Outbox
     cores: Cores
+
+    def __post_init__(self) -> None:
+        self._teller = LoadTeller(self.outbox)
 
     def info(self) -> WorkerInfo:
         """Return who this is now."""
@@ -57,6 +96,7 @@ class Reporter:
             blocks=self.holder.counts(self.cores.tables()),
             num_running=self.cores.num_running - num_queued,
             num_queued=num_queued,
+            num_waiting_for_twin=sum(role.num_waiting_for_twin for role in roles),
             num_uncomputed_tokens=engine.num_uncomputed_tokens + awaited["prefill"] + awaited["decode"],
             num_unreceived_tokens=awaited["decode"],
             num_tokens=self.outbox.num_tokens,
@@ -85,12 +125,14 @@ class Reporter:
         self.outbox.put(subjects.LEFT, (me,), left)
 
     def tell_load(self, now_ms: int) -> None:
-        """Say what there is to do."""
-        self.outbox.put(subjects.LOAD, (self.identity.worker_id,), self.load(now_ms))
+        """Say what there is to do, or that it is what was said last (`LoadTeller`)."""
+        self._teller.tell(self.load(now_ms), now_ms)
 
-    def tell_blocks(self) -> None:
-        """Say which blocks have come and gone since the last time."""
-        self.outbox.put_block_events(self.holder.events())
+    def tell_blocks(self) -> bool:
+        """Say which blocks have come and gone since the last time. True: some have."""
+        events = self.holder.events()
+        self.outbox.put_block_events(events)
+        return bool(events)
 
     def tell_cooling(self) -> None:
         """Say which blocks will go soon, where room is scarce."""
@@ -116,7 +158,7 @@ class Reporter:
             worker_id=self.identity.worker_id,
             known=answer is not None,
             tokens=answer.since(key, asked.index) if answer is not None else None,
-            is_waiting=attempt is not None and attempt.stage in ("queued", "reserved"),
+            is_waiting=attempt is not None and attempt.stage in ("queued", "waiting_for_twin", "reserved"),
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from dataplane.blocks.cache import BlockCache
 from dataplane.blocks.layout import BlockTables
-from schemas.ids import GatewayId
+from schemas.ids import BlockHash, GatewayId
 from schemas.observe import HeldRequest
 from services.worker.core.attempts import AnyAttempt, SentAnswer
 from services.worker.core.checks import WorkerLimits
@@ -47,6 +47,17 @@ class Cores:
             if (attempt := role.attempts.get(key)) is not None:
                 return attempt
         return None
+
+    def is_computing(self, block_hash: BlockHash, place: int, tenant: str) -> bool:
+        """Say whether the engine is computing this block, the `place`-th of a sequence of this tenant. Whoever reads it
+        may wait for it: who computes waits for nobody."""
+        return any(
+            attempt.stage == "computing"
+            and attempt.num_stored_blocks <= place < len(attempt.hasher.hashes)
+            and attempt.hasher.hashes[place] == block_hash
+            and attempt.request.tenant == tenant
+            for attempt in self.attempts()
+        )
 
     def answer_of(self, key: AttemptKey) -> SentAnswer | None:
         """Return what an attempt has sent so far; None: it is not known here (any more)."""

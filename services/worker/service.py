@@ -8,6 +8,7 @@ from services.bus.base import Bus
 from services.bus.typed import TypedBus
 from services.config import MeshConfig
 from services.metrics import Metrics
+from services.runtime import ended_before
 from services.telemetry import Telemetry
 from services.worker.inbox import Inbox
 from services.worker.limits import SWITCH_INTERVAL_S
@@ -26,8 +27,9 @@ async def run_roles(
     stop: asyncio.Event,
     on_ready: Callable[[], None] | None = None,
     metrics: Metrics | None = None,
-) -> None:
-    """Serve until `stop` is set; then leave in order. Takes ownership of the parts' arena."""
+) -> bool | None:
+    """Serve until `stop` is set, or an operator says so; then leave in order. Takes ownership of the parts' arena.
+    Return whether an operator wants it to be started again; None: no operator has told it to leave."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     metrics = metrics or Metrics(parts.worker_id)
     if parts.library_metrics:
@@ -42,8 +44,13 @@ async def run_roles(
             timers = tasks.create_task(Timers(worker, worker.cores, parts.worker_id, bus).run(), name="timers")
             if on_ready is not None:
                 on_ready()
-            await stop.wait()
+            await ended_before(stop, _wait_for(worker.told_to_leave))
             await drain(worker, config.worker.drain_s)
             await worker.leave(timers)
     finally:
         worker.close_memory()
+    return worker.comes_again
+
+
+async def _wait_for(event: asyncio.Event) -> None:
+    await event.wait()

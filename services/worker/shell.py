@@ -11,14 +11,29 @@ import secrets
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from dataplane.blocks.cache import BlockCache
+from dataplane.blocks.kept import Content
 from dataplane.protocol.stream import TransferStats
 from schemas import subjects
-from schemas.ids import GatewayId
-from schemas.kv import BlocksPurged, LeaseGranted, PurgeBlocks, RequestLease
+from schemas.block import BLOCK_HASH_BYTES, join_hashes
+from schemas.directory import AskHeat
+from schemas.ids import BlockHash, GatewayId, RequestId
+from schemas.kv import BlocksCooling, BlocksPurged, LeaseGranted, PurgeBlocks, ReplicateBlocks, RequestLease
 from schemas.message import Message
-from schemas.request import Refused, RequestTokens, ReserveBlocks, RunPrefill
-from schemas.worker import WorkerAlive, WorkerLeft, WorkerRole
+from schemas.request import RefusalReason, Refused, RequestTokens, ReserveBlocks, RunPrefill, refuse
+from schemas.worker import (
+    DescribeFleet,
+    DrainAnswered,
+    DrainWorker,
+    LeaveAnswered,
+    LeaveMesh,
+    WorkerAlive,
+    WorkerLeft,
+    WorkerRole,
+)
+from services.bus.base import BusError
 from services.bus.typed import TypedBus
 from services.config import WORKER_TICK_MS, MeshConfig
 from services.engine.thread import EngineStoppedError
@@ -41,6 +56,7 @@ from services.worker.core.actions import (
     Withdraw,
 )
 from services.worker.core.events import (
+    AttemptAsked,
     DrainBegun,
     DrainOver,
     Event,
@@ -50,6 +66,7 @@ from services.worker.core.events import (
     StreamStarted,
 )
 from services.worker.core.leases import Grant, LeaseTable
+from services.worker.core.leaving import LeftBehind, hottest_first, left_behind
 from services.worker.core.lending import LendCore
 from services.worker.core.replicas import ReplicaCore
 from services.worker.engine_feed import EngineFeed
@@ -58,9 +75,14 @@ from services.worker.kv.peers import Peers
 from services.worker.kv.reads import KVReads, ReaderSettings
 from services.worker.kv.wire_dtype import WireChoice
 from services.worker.limits import (
+    COPIERS_QUIET_S,
     LAST_WORDS_S,
+    LEAVE_ANSWER_S,
+    MAX_HEAT_BLOCKS,
+    MAX_LEASES_AWAITED,
     READ_BASE_S,
     READ_BYTES_PER_S_MIN,
+    READ_WITHIN_MS,
     READERS_STAY_S,
 )
 from services.worker.observe.measured_rates import MeasuredRates
@@ -144,9 +166,17 @@ class Worker:
         """Set when the load is to be told."""
         self._idle = asyncio.Event()
         """Set while the worker is idle, as of the last decision."""
+        self._stored = asyncio.Event()
+        """Set, and replaced, when blocks have come."""
+        self._num_waiting = 0
+        """Readers that wait for a lease."""
         self._usage = (0, 0)
         """Blocks that can be had, and what runs, when last looked at."""
         self._is_leaving = False
+        self.told_to_leave = asyncio.Event()
+        """Set once it is to leave, by an operator or its process."""
+        self.comes_again: bool | None = None
+        """Whether an operator wants it to be started again; None: no operator has told it to leave."""
 
     # From the start to the end.
 
@@ -186,18 +216,108 @@ class Worker:
         self._feed.engine.start()
         tasks.create_task(self._outbox.run(), name="outbox")
 
-    def begin_drain(self) -> None:
-        """Take no new work; what runs goes on."""
+    async def may_leave(self, *, forced: bool) -> LeaveAnswered:
+        """Return what the scheduler says to our leaving; without one nobody is known who could go on with what runs."""
+        me, incarnation = self._parts.worker_id, self._holder.incarnation
+        message = LeaveMesh(worker_id=me, incarnation=incarnation, forced=forced)
+        try:
+            return await self._bus.ask(subjects.LEAVE, (me,), message, LEAVE_ANSWER_S)
+        except BusError as error:
+            return LeaveAnswered(refusal=f"no scheduler says who else is there ({error.reason})", is_last=True)
+
+    async def drain(self, message: DrainWorker) -> DrainAnswered:
+        """Begin to leave, as an operator has asked for, or say why not."""
+        answer = LeaveAnswered()
+        was_leaving = self.told_to_leave.is_set()
+        if not was_leaving:
+            answer = await self.may_leave(forced=message.forced)
+        leaves = was_leaving or message.forced or not answer.refusal
+        if leaves and not self.told_to_leave.is_set():
+            self.comes_again = message.again
+            self.told_to_leave.set()
+        return DrainAnswered(
+            worker_id=self._parts.worker_id,
+            incarnation=self._holder.incarnation,
+            refusal="" if leaves else answer.refusal,
+            is_leaving=was_leaving,
+        )
+
+    def begin_drain(self, *, finishes: bool) -> None:
+        """Take no new work; what runs goes on elsewhere, or, where nobody else could go on with it, here."""
+        self.told_to_leave.set()
         self.reporter.tell_draining()
-        self.handle(DrainBegun())
+        self.handle(DrainBegun(finishes))
         self._changed.set()
 
+    async def leave_behind(self) -> None:
+        """Offer the hottest blocks to those who stay, and lend until they have read them, within the budget of bytes
+        and time."""
+        settings, layout = self._config.worker, self._parts.shape.layout
+        num_blocks = settings.leave_bytes // layout.block_bytes
+        used_last = self._holder.cache.kept.used_last(max(num_blocks, MAX_HEAT_BLOCKS))
+        if not num_blocks or not used_last or layout.is_windowed:
+            return
+        try:
+            fleet = await self._bus.ask(subjects.FLEET, (), DescribeFleet(), LEAVE_ANSWER_S)
+        except BusError as error:
+            log.warning("what is cached here goes with it: no scheduler says who stays (%s)", error.reason)
+            return
+        hottest = hottest_first(used_last, await self._heat_of(used_last[:MAX_HEAT_BLOCKS]))
+        offers = left_behind(self.reporter.info(), hottest[:num_blocks], fleet.workers)
+        for offer in offers:
+            self._offer_left(offer)
+        if offers:
+            await self._until_unasked(settings.leave_s)
+
+    async def _heat_of(self, contents: list[Content]) -> bytes:
+        """Return how often each of these blocks was asked for, as the directory says; nothing, if it does not."""
+        me = self._parts.worker_id
+        question = AskHeat(worker_id=me, block_hashes=join_hashes([content.block_hash for content in contents]))
+        try:
+            return (await self._bus.ask(subjects.HEAT, (me,), question, LEAVE_ANSWER_S)).heat
+        except BusError as error:
+            log.info("no directory says which blocks are hot: those used last are left behind (%s)", error.reason)
+            return b""
+
+    def _offer_left(self, offer: LeftBehind) -> None:
+        me, to = self._parts.worker_id, offer.receiver
+        joined = join_hashes(offer.hashes)
+        if to.role == "store":
+            cooling = BlocksCooling(
+                worker_id=me, incarnation=self._holder.incarnation, block_hashes=joined, tenant=offer.tenant
+            )
+            self._outbox.put(subjects.COOLING, (me,), cooling)
+            return
+        message = ReplicateBlocks(
+            request_id=RequestId(f"leave-{me}"),
+            attempt=1,
+            deadline_ms=now_ms() + READ_WITHIN_MS,
+            source=me,
+            fingerprint=self._parts.limits.fingerprint,
+            first_block=0,
+            block_hashes=joined,
+            tenant=offer.tenant,
+            leaving=True,
+        )
+        self._outbox.put(subjects.REPLICATE, (to.worker_id, me), message)
+
+    async def _until_unasked(self, timeout_s: float) -> None:
+        """Return once nobody has asked for a lease for a while, and none is open, or the time is over."""
+        leases, asked_s = self._holder.leases, time.monotonic()
+        until_s, num_granted = asked_s + timeout_s, leases.num_granted
+        while (now_s := time.monotonic()) < until_s:
+            if len(leases) or leases.num_granted != num_granted:
+                asked_s, num_granted = now_s, leases.num_granted
+            if now_s - asked_s >= COPIERS_QUIET_S:
+                return
+            await asyncio.sleep(WORKER_TICK_MS / 1000)
+
     def end_drain(self) -> None:
-        """What still runs goes on elsewhere; its KV may be read here for a moment more."""
+        """What still runs goes on elsewhere, whatever it is; its KV may be read here for a moment more."""
         self.handle(DrainOver())
 
     async def wait_until_idle(self, timeout_s: float) -> bool:
-        """Say whether nothing runs here and nobody reads, at the latest after `timeout_s` seconds."""
+        """Say whether nothing runs here and nobody reads or is to read, at the latest after `timeout_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not self._is_idle:  # a lease may have been granted since `_idle` was set
@@ -238,7 +358,10 @@ class Worker:
         not."""
         self._check_reads()
         self.look_at_the_clock()
-        return self._decide(event)
+        reply = self._decide(event)
+        if isinstance(event, AttemptAsked) and not isinstance(reply, Refused):
+            self._feed.expect(event.request.sampling.grammar)
+        return reply
 
     def tick(self) -> None:
         """Do what the time makes necessary. Raises EngineStoppedError."""
@@ -270,8 +393,35 @@ class Worker:
         """Let go of what reads that have ended had open. Blocks: a driver takes its time to unmap."""
         self._reader.release_ended()
 
-    def lend(self, request: RequestLease, traceparent: str) -> LeaseGranted | Refused:
-        """Grant a lease on blocks that are here, or refuse it."""
+    async def lend(self, request: RequestLease, traceparent: str) -> LeaseGranted | Refused:
+        """Grant a lease on blocks that are here, as soon as the first of them is if it is being computed; or refuse
+        it."""
+        until_ms = now_ms() + max(0, request.answer_by_ms - now_ms()) // 2  # the answer has its way to go, too
+        self._num_waiting += 1
+        try:
+            while True:
+                stored, reply = self._stored, self._lend(request, traceparent)
+                if isinstance(reply, LeaseGranted) or reply.reason is not RefusalReason.GONE:
+                    return reply
+                if not self._is_coming(request, 0):
+                    return reply
+                if now_ms() >= until_ms or self._num_waiting > MAX_LEASES_AWAITED:
+                    return refuse(request, RefusalReason.COMING, f"{self._parts.worker_id} is computing these blocks")
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout((until_ms - now_ms()) / 1000):
+                        await stored.wait()
+        finally:
+            self._num_waiting -= 1
+
+    def _is_coming(self, request: RequestLease, num_blocks: int) -> bool:
+        """Say whether the block behind the first `num_blocks` of those asked for is being computed here."""
+        rest = request.block_hashes[num_blocks * BLOCK_HASH_BYTES :]
+        if not (rest and self._config.worker.twins and self._holder.cache.keeps_what_is_computed):
+            return False
+        next_hash = BlockHash(rest[:BLOCK_HASH_BYTES])
+        return self.cores.is_computing(next_hash, request.first_block + num_blocks, request.tenant)
+
+    def _lend(self, request: RequestLease, traceparent: str) -> LeaseGranted | Refused:
         self._check_reads()
         self.look_at_the_clock()
         if (refused := self.unproved(request)) is not None:
@@ -279,7 +429,11 @@ class Worker:
         with self._holder.lock:
             granted = self._lending.answer(request, now_ms())
         self._execute([])
-        return granted if isinstance(granted, Refused) else self._holder.lend(granted, request, traceparent)
+        if isinstance(granted, Refused):
+            return granted
+        lent = self._holder.lend(granted, request, traceparent)
+        num_blocks = granted.num_tokens // self._parts.limits.block_size - request.first_block
+        return msgspec.structs.replace(lent, more_comes=self._is_coming(request, num_blocks))
 
     def unproved(self, request: RunPrefill | ReserveBlocks | RequestLease) -> Refused | None:
         """Return the refusal of a request of which nobody has proved whose it is, or None."""
@@ -354,7 +508,9 @@ class Worker:
                 case _:
                     self._execute_lease(action)
         self._outbox.put_tokens(emitted)
-        self.reporter.tell_blocks()
+        if self.reporter.tell_blocks():
+            self._stored.set()
+            self._stored = asyncio.Event()
         cache = self._holder.cache
         usage = (cache.num_free + cache.num_cached, self.cores.num_running)
         if len(actions) > (reply is not None) or usage != self._usage:
@@ -413,5 +569,6 @@ class Worker:
 
     @property
     def _is_idle(self) -> bool:
-        """Nothing runs here, and nobody reads."""
-        return not self.cores.num_running and not len(self._holder.leases)
+        """Nothing runs here, and nobody reads or is to read."""
+        leases = self._holder.leases
+        return not self.cores.num_running and not len(leases) and not leases.num_expected

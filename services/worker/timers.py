@@ -9,7 +9,7 @@ from schemas.request import AskWanted
 from services.bus.base import BusError, NoRespondersError
 from services.bus.typed import TypedBus
 from services.config import WORKER_TICK_MS
-from services.presence import LOAD_INTERVAL_MS, BusConnected
+from services.presence import BEAT_INTERVAL_MS, BusConnected
 from services.runtime import now_ms
 from services.worker.core.wanted import (
     AskGateway,
@@ -22,7 +22,7 @@ from services.worker.core.wanted import (
 from services.worker.limits import (
     ANSWER_TIMEOUT_S,
     LOAD_MIN_GAP_S,
-    READERS_COME_S,
+    PROMPTS_END_S,
     READERS_STAY_S,
     ROUND_INTERVAL_S,
     SUSPICIOUS_INTERVAL_S,
@@ -51,12 +51,12 @@ class Timers:
             tasks.create_task(self._ask_gateways(), name="wanted")
 
     async def _report_load(self) -> None:
-        """Say the load about twice a second and soon after a change."""
+        """Say the load soon after a change, and else that the worker lives, or its load, in turn."""
         while True:
             with surviving("reporting the load"):
                 self._worker.report_load()
             await asyncio.sleep(LOAD_MIN_GAP_S)
-            await self._worker.wait_for_change(LOAD_INTERVAL_MS / 1000)
+            await self._worker.wait_for_change(BEAT_INTERVAL_MS / 1000 - LOAD_MIN_GAP_S)
 
     async def _tick(self) -> None:
         self._worker.beat()
@@ -94,12 +94,15 @@ class Timers:
 
 
 async def drain(worker: Worker, timeout_s: float) -> None:
-    """Take no new work, and go on lending; return once all that runs has ended and nobody reads here, or the time is
-    over. What is left then goes on elsewhere, and its KV may be read here for a moment more."""
-    worker.begin_drain()
-    if await worker.wait_until_idle(timeout_s):
-        return
-    log.warning("what still runs after %g s is handed back", timeout_s)
-    worker.end_drain()
-    await asyncio.sleep(READERS_COME_S)
-    await worker.wait_until_idle(READERS_STAY_S)
+    """Take no new work, give away what runs, and lend until it has been read, at most for `timeout_s` seconds and what
+    readers may take beyond it; then leave what is hottest to those who stay. What nobody could go on with is
+    finished instead."""
+    finishes = (await worker.may_leave(forced=True)).is_last
+    worker.begin_drain(finishes=finishes)
+    work_s = timeout_s if finishes else min(PROMPTS_END_S, timeout_s)
+    if not await worker.wait_until_idle(work_s):
+        worker.end_drain()
+        if not await worker.wait_until_idle(max(timeout_s - work_s, READERS_STAY_S)):
+            log.warning("it leaves, although somebody reads here yet")
+            return
+    await worker.leave_behind()

@@ -18,7 +18,7 @@ from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.engine.checkpoint import Checkpoint, layout_of, read_checkpoint
 from services.engine.cpu.attention import ATTENTION_NAME
-from services.engine.interface import Engine, StepItem
+from services.engine.interface import Choice, Engine, StepItem
 from services.engine.interface import Sequence as EngineSequence
 from tests.bench.bench_carriers import measure
 from tests.bench.gpu_models import checkpoint_of
@@ -128,8 +128,9 @@ class Rig:
             sequences = [self.sequence(CONTEXT, longest, number * per_sequence) for number in range(batch)]
             for _ in range(self.plan.num_tokens):
                 items = [StepItem(each, len(each.token_ids) - 1, 1, True) for each in sequences]
-                for each, token in zip(sequences, self.engine.step(items), strict=True):
-                    each.token_ids.append(token)
+                for each, outcome in zip(sequences, self.engine.step(items), strict=True):
+                    assert isinstance(outcome, Choice), outcome
+                    each.token_ids.append(outcome.token_id)
 
         return decode
 

@@ -49,6 +49,7 @@ from services.bench.drive.workload import (
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.errors import UserError
 from services.launch.supervisor import UpOptions
+from tests.bench import bench_directory
 
 VOCAB = 1024
 
@@ -625,3 +626,11 @@ def test_replaying_a_running_gateway(tmp_path: Path, capsysbinary: pytest.Captur
 )
 def test_greedy_agreement_ends_at_the_first_difference(exact: list[int], other: list[int], share: float) -> None:
     assert agreement([exact], [other]) == share
+
+
+def test_the_bench_of_the_directory_in_small() -> None:
+    rows = [bench_directory.measure(2_000, holders, num_rounds=20) for holders in (8, 40)]
+    shown = bench_directory.table(rows)
+    assert json.loads(json.dumps(rows)) == rows and "locate 8,000 blocks" in shown
+    for row, holders in zip(rows, (8, 40), strict=True):
+        assert (row["blocks"], row["holders"]) == (2_000, holders) and row["held"] > row["blocks"]

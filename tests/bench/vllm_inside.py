@@ -163,7 +163,7 @@ def _beside(loaded: _Loaded, num_tokens: int, measure: Callable[[], float]) -> f
     is_over.set()
     while thread.load().num_running + thread.load().num_queued:
         time.sleep(TIMER_S)
-    assert thread.stop(STOP_TIMEOUT_S) and num_sent > 1 and not thread.has_failed
+    assert thread.stop(STOP_TIMEOUT_S) and not thread.has_failed  # one request may outlast a short measurement
     return late_ms
 
 

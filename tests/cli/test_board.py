@@ -58,12 +58,13 @@ def busy() -> Board:
 def test_requests_are_where_their_story_says() -> None:
     board = busy()
     assert board.phases(10.0) == {"placing": 1, "prefill": 1, "decode": 1}
-    board.hear(told(story.RequestResumed, 2, num_answered_tokens=3, reason="died"), 10.0, NOW_MS)
+    board.hear(told(story.RequestResumed, 2, num_answered_tokens=3, reason="drains", moved_by="d"), 10.0, NOW_MS)
     assert board.phases(10.0) == {"placing": 2, "prefill": 1}
     board.hear(told(story.RequestFinished, 2, finish_reason="stop", num_tokens=9), 10.0, NOW_MS)
     board.hear(told(story.RequestCancelled, 1, reason="gone", num_tokens=0), 10.0, NOW_MS)
     assert board.phases(10.0) == {"placing": 1}
     assert (board.ends, board.num_resumed) == ({"finished": 1, "cancelled": 1, "failed": 1}, 1)
+    assert board.num_moved == 1, "and it was given away"
 
 
 def test_a_request_whose_end_is_not_heard_is_dropped_after_its_deadline() -> None:

@@ -129,11 +129,15 @@ def test_an_argument_without_a_value_is_refused() -> None:
 
 
 BAD_RELATIONS = [
-    ("[scheduler]\nping_interval_ms = 700", "scheduler.ping_interval_ms = 700", "scheduler.suspect_after_ms = 600"),
+    (
+        "[scheduler]\nping_interval_ms = 700",
+        "2 × scheduler.ping_interval_ms = 1400",
+        "scheduler.suspect_after_ms = 600",
+    ),
     ("[scheduler]\nsuspect_after_ms = 3000", "scheduler.suspect_after_ms = 3000", "scheduler.silent_after_ms = 3000"),
     (
         "[scheduler]\nsilent_after_ms = 900\n[worker]\nfence_after_ms = 500",
-        "two intervals of a worker's load = 1000 ms",
+        "two intervals of a worker's load = 1200 ms",
         "scheduler.silent_after_ms = 900",
     ),
     ("[worker]\nfence_after_ms = 3500", "worker.fence_after_ms = 3500", "scheduler.silent_after_ms = 3000"),

@@ -33,13 +33,13 @@ from services.bus.nats import NatsBus
 from services.cli import up
 from services.cli.main import app
 from services.cli.running import RunningMesh as StateFile
-from services.config import MeshConfig, load_config, write_config
+from services.config import MeshConfig, SchedulerConfig, load_config, write_config
 from services.engine.checkpoint import read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.launch.supervisor import Supervisor, UpOptions, _store_config
 from services.pages.scene import KV_BYTES, TOO_LARGE
 from services.ports import free_port
-from services.scheduler.placement.policy import policy_named
+from services.scheduler.placement.named import policy_named
 from services.trust.keys import MeshKeys
 from tests.cli.test_cli import stopped_with
 from tests.mesh.processes import Mesh, RunningMesh
@@ -262,7 +262,7 @@ def configure(trial: Trial) -> None:
     words = [str(folder / "keys.toml") if word == "KEYS" else word for word in up_words(trial)]
     get_command(app).main(words[1:], prog_name="kvmesh", standalone_mode=False)
     [options] = taken
-    policy_named(options.policy)
+    policy_named(SchedulerConfig(policy=options.policy))
     supervisor = Supervisor(options, folder)
     supervisor.checkpoint = read_checkpoint(str(DEMO_MODEL_DIR))
     write_config(supervisor._config(options.port), folder / "mesh.toml")
@@ -367,7 +367,7 @@ def drain(trial: Trial) -> None:
 
 
 def kill(trial: Trial) -> None:
-    """In a mesh of its own that is answering: a process is killed, the answer goes on to its end."""
+    """In a mesh of its own that is answering: processes are killed or replaced, the answer goes on to its end."""
     scratch, port = trial.scratch, free_port()
     up = ["kvmesh", "up", "--prefill", "2", "--decode", "2", "--kv-mib", "64", "--port", str(port)]
     process = scratch.start([f".venv/bin/{up[0]}", *up[1:]])
@@ -378,7 +378,7 @@ def kill(trial: Trial) -> None:
             events = (line for line in answer.iter_lines() if line.startswith("data: {"))
             next(events)
             done = scratch.run(trial.command.text.replace("pkill", f"pkill --parent {process.pid}"))
-            assert done.returncode == 0, "it kills nothing"
+            assert done.returncode == 0, done
             assert any('"finish_reason":"length"' in event for event in events)
     assert process.returncode == 0
 
@@ -435,6 +435,7 @@ WAYS: tuple[tuple[str, Try], ...] = (
     (r"nats req .*", elsewhere("the nats command is not installed by us", ask())),
     (r"nats micro ls.*", elsewhere("the nats command is not installed by us", ask("$SRV.PING"))),
     (r"kill -TERM PID", drain),
+    (r"kvmesh (drain decode-0|restart --rolling)", kill),
     (r"pkill -KILL -f 'serve decode --id decode-0'", kill),
     (r"docker compose .*", elsewhere("needs a container engine: make compose-test", names_files)),
     (r"pip install .*", elsewhere("installs gigabytes", names_extras)),

@@ -20,6 +20,7 @@ from services.directory.events import (
     WorkerHeard,
 )
 from services.directory.limits import MAX_LATER_RUNS, MAX_PENDING_EVENTS, MAX_PREFIXES
+from services.directory.map import TIERS
 
 A, B = WorkerId("a"), WorkerId("b")
 
@@ -83,7 +84,7 @@ def asked(worker: WorkerId, offset: int = 0, *, reading: int = 1, incarnation: s
 
 def locate(core: DirectoryCore, *numbers: int) -> tuple[HolderPrefix, ...]:
     core.check_integrity()
-    return core.locate([block(n) for n in numbers])
+    return core.locate(joined(numbers))
 
 
 def located(core: DirectoryCore, *numbers: int) -> dict[str, int]:
@@ -111,6 +112,21 @@ def test_prefixes_first_then_runs_that_begin_later_the_longest_of_each_in_front(
     ]  # fmt: skip
     assert runs(core, 9, 1) == [("a", 1, 1, "arena"), ("b", 1, 1, "arena")]
     assert runs(core, 9) == [] and runs(core) == []
+
+
+def test_a_worker_is_told_how_often_what_it_holds_was_asked_for() -> None:
+    core = DirectoryCore()
+    handle(core, stored(A, 1, 1, 2, 3))
+    handle(core, stored(A, 2, 4, tier="disk"))
+    handle(core, stored(B, 1, 2, 5))
+    for _ in range(3):
+        locate(core, 1, 2)
+    locate(core, 1, 2, 3, 4, 5, 9)
+    assert list(core.heat(A, joined([4, 3, 2, 1, 5, 9]))) == [1, 1, 4, 4, 0, 0]
+    assert list(core.heat(B, joined([1, 2, 5]))) == [0, 4, 1]
+    assert core.heat(WorkerId("nobody"), joined([1, 2])) == b"\0\0"
+    core.handle(WorkerGone(A, "1"), 0)
+    assert core.heat(A, joined([1, 2])) == b"\0\0"
 
 
 def test_a_run_names_the_slowest_of_its_blocks_tiers() -> None:
@@ -305,7 +321,7 @@ def numbered(first: int, count: int) -> range:
 
 def test_a_holder_is_known_to_have_no_more_than_it_has_room_for() -> None:
     core = DirectoryCore()
-    handle(core, WorkerHeard(A, "1", 4))
+    handle(core, WorkerHeard(A, "1", {"arena": 4}))
     handle(core, PageRead(asked(A), page(A, 0)))
     handle(core, stored(A, 1, *numbered(1, 3)))
     handle(core, stored(A, 2, *numbered(2, 9)))
@@ -313,20 +329,105 @@ def test_a_holder_is_known_to_have_no_more_than_it_has_room_for() -> None:
     handle(core, evicted(A, 3, 1, 2))
     handle(core, stored(A, 4, 30, 31, 32))
     assert located(core, 30, 31, 32) == {"a": 2}, "what has gone makes room"
-    handle(core, WorkerHeard(A, "1", 5))
+    handle(core, WorkerHeard(A, "1", {"arena": 5}))
     handle(core, stored(A, 5, 33, 34))
     assert located(core, 33, 34) == {"a": 1}
 
 
-def test_an_inventory_is_bounded_as_well_and_a_tier_behind_memory_by_the_directorys_own_bound(
+def test_the_same_blocks_again_and_again_and_those_it_never_had_make_no_room() -> None:
+    core = DirectoryCore()
+    handle(core, WorkerHeard(A, "1", {"arena": 4}))
+    handle(core, PageRead(asked(A), page(A, 0)))
+    handle(core, stored(A, 1, *[1, 2, 3] * 50))
+    handle(core, stored(A, 2, *[1, 2, 3] * 50))
+    handle(core, evicted(A, 3, *numbered(100, 9), *numbered(100, 9)))
+    assert core.num_passed_over == 0 and core.num_blocks == 3
+    handle(core, stored(A, 4, *numbered(1, 9)))
+    assert located(core, *numbered(1, 9)) == {"a": 4} and core.num_passed_over == 5
+    handle(core, evicted(A, 5, *[1] * 50))
+    handle(core, stored(A, 6, 20, 21))
+    assert located(core, 20, 21) == {"a": 1}, "what was named fifty times has gone once"
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_each_tier_is_bounded_by_its_own_room_and_one_that_the_holder_does_not_have_is_not_believed(tier: Tier) -> None:
+    core = DirectoryCore()
+    handle(core, WorkerHeard(A, "1", {tier: 4}))
+    handle(core, PageRead(asked(A), page(A, 0, *numbered(1, 9), tier=tier)))
+    for sequence, other in enumerate(TIERS, 1):
+        handle(core, stored(A, sequence, *numbered(100, 9), tier=other))
+    assert runs(core, *numbered(1, 9)) == [("a", 0, 4, tier)]
+    assert core.num_blocks == 4 and core.num_passed_over == 5 + 4 * 9
+
+
+def test_what_is_known_beyond_the_room_that_a_holder_says_it_has_is_read_again() -> None:
+    """Its events came before it had said anything, or it has said less since."""
+    core = DirectoryCore()
+    handle(core, stored(A, 1, *numbered(1, 9)))
+    assert located(core, *numbered(1, 9)) == {"a": 9}
+    assert handle(core, WorkerHeard(A, "1", {"arena": 9})) == []
+    assert handle(core, WorkerHeard(A, "1", {"arena": 4})) == [asked(A)]
+    handle(core, PageRead(asked(A), page(A, 1, *numbered(1, 9))))
+    assert located(core, *numbered(1, 9)) == {"a": 4}
+    assert handle(core, WorkerHeard(A, "1", {"arena": 4})) == []
+    assert swept(core).num_blocks == 4
+
+
+def test_an_inventory_is_bounded_as_well_and_nobody_is_known_to_have_more_than_the_directorys_own_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(limits, "MAX_HOLDER_BLOCKS", 6)
     core = DirectoryCore()
-    handle(core, WorkerHeard(A, "1", 4))
+    handle(core, WorkerHeard(A, "1", {"memory": 4, "disk": 2**40}))
     handle(core, PageRead(asked(A), page(A, 0, *numbered(1, 9), following=9, tier="memory")))
     handle(core, PageRead(asked(A, 9), page(A, 0, *numbered(100, 9), tier="disk")))
     assert located(core, *numbered(1, 9)) == {"a": 4} and located(core, *numbered(100, 9)) == {"a": 6}
+
+
+def test_an_inventory_without_end_is_read_to_what_its_holder_has_room_for() -> None:
+    core = DirectoryCore()
+    (wanted,) = handle(core, WorkerHeard(A, "1", {"arena": 10}))
+    num_pages = 0
+    while wanted is not None:
+        num_pages += 1
+        assert num_pages < 9
+        following = handle(core, PageRead(wanted, page(A, 0, 1, 2, 3, following=wanted.offset + 3)))
+        wanted = following[0] if following else None
+    assert located(core, 1, 2, 3) == {"a": 3}
+    assert handle(core, WorkerHeard(A, "1", {"arena": 10})) == []
+
+
+@pytest.mark.parametrize(("numbers", "following"), [((), 5), ((1,), 0), ((1,), -7)])
+def test_a_page_after_which_the_reading_would_be_no_further_ends_it(numbers: tuple[int, ...], following: int) -> None:
+    core = DirectoryCore()
+    handle(core, heard(A))
+    assert handle(core, PageRead(asked(A), page(A, 0, *numbers, following=following))) == []
+    assert located(core, 1) == {}
+    assert handle(core, heard(A)) == [asked(A, reading=2)], "its next word has it asked again"
+
+
+def test_a_page_may_come_in_parts_and_none_of_it_is_shown_before_the_last() -> None:
+    core = DirectoryCore()
+    handle(core, heard(A))
+    assert handle(core, PageRead(asked(A), page(A, 0, 1, 2, following=4), is_part=True)) == []
+    assert located(core, 1) == {}
+    assert handle(core, PageRead(asked(A), page(A, 0, 3, 4, following=4))) == [asked(A, 4)]
+    assert handle(core, PageRead(asked(A, 4), page(A, 0, 5), is_part=True)) == []
+    assert located(core, 1) == {}
+    assert handle(core, PageRead(asked(A, 4), page(A, 0, 6))) == []
+    assert located(core, *numbered(1, 9)) == {"a": 6}
+
+
+def test_what_waits_for_an_inventory_is_bounded_by_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_PENDING_BLOCKS", 10)
+    core = DirectoryCore()
+    handle(core, heard(A))
+    assert handle(core, stored(A, 2, *numbered(1, 5))) == []
+    assert handle(core, stored(A, 3, *numbered(11, 5))) == []
+    assert handle(core, stored(A, 4, 21)) == [asked(A, reading=2)], "the earlier two are given up"
+    assert handle(core, stored(A, 5, *numbered(31, 9))) == [], "once for many, not once for each"
+    handle(core, PageRead(asked(A, reading=2), page(A, 3, *numbered(1, 5), *numbered(11, 5))))
+    assert all(located(core, number) == {"a": 1} for number in (1, 15, 21, 31, 39))
 
 
 def test_all_holders_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

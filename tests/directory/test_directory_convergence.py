@@ -22,7 +22,7 @@ from services.directory.events import (
 )
 from services.directory.limits import FORGET_AFTER_MS, MAX_LATER_RUNS, MAX_PREFIXES, MAX_RESTARTS
 from services.directory.map import TIERS
-from tests.directory.test_directory import block, evicted, handle, heard, joined, stored
+from tests.directory.test_directory import evicted, handle, heard, joined, stored
 
 WORKERS = [WorkerId(name) for name in "abc"]
 NUMBERS = st.integers(0, 11)
@@ -152,8 +152,8 @@ def test_it_converges_to_what_the_workers_hold(data: st.DataObject) -> None:
         core.check_integrity()
     holders = list(living.values())
     numbers = data.draw(st.lists(st.integers(0, 12), max_size=12, unique=True))
-    assert told(core.locate([block(n) for n in numbers])) == scan(holders, numbers)
-    assert all(told(core.locate([block(n)])) == scan(holders, [n]) for n in (*range(12), 99))
+    assert told(core.locate(joined(numbers))) == scan(holders, numbers)
+    assert all(told(core.locate(joined([n]))) == scan(holders, [n]) for n in (*range(12), 99))
     assert core.num_blocks == len({n for holder in holders for held in holder.tiers.values() for n in held})
 
 
@@ -172,7 +172,7 @@ def test_locate_equals_a_scan_of_every_holder(data: st.DataObject) -> None:
             gaps = data.draw(st.sets(st.integers(0, 19), max_size=5))
             held = [n for n in range(start, 20) if n not in gaps]
             handle(core, holder.change(held, tier, store=True))
-    runs = core.locate([block(n) for n in numbers])
+    runs = core.locate(joined(numbers))
     truth = scan(holders, numbers)
     assert told(runs) <= truth and len(told(runs)) == len(runs)
     prefixes = [r.num_blocks for r in runs if r.first_block == 0]
@@ -207,7 +207,7 @@ def test_two_directories_that_hear_the_same_in_any_order_say_the_same(data: st.D
             settle(core, living, wanted)
     for number in range(12):
         truth = scan(list(living.values()), [number])
-        assert [told(core.locate([block(number)])) for core in cores] == [truth, truth]
+        assert [told(core.locate(joined([number]))) for core in cores] == [truth, truth]
 
 
 def test_an_outage_makes_every_inventory_be_read_again_for_events_that_nothing_shows_to_be_lost() -> None:
@@ -215,10 +215,10 @@ def test_an_outage_makes_every_inventory_be_read_again_for_events_that_nothing_s
     living = {WORKERS[0]: holder}
     settle(core, living, handle(core, heard(WORKERS[0], "1")))
     holder.change([1, 2], "arena", store=True)  # nobody hears it, and nothing comes after it
-    assert handle(core, heard(WORKERS[0], "1")) == [] and core.locate([block(1)]) == ()
+    assert handle(core, heard(WORKERS[0], "1")) == [] and core.locate(joined([1])) == ()
     handle(core, EventsMissed())
     settle(core, living, handle(core, heard(WORKERS[0], "1")))
-    assert told(core.locate([block(1), block(2)])) == scan([holder], [1, 2])
+    assert told(core.locate(joined([1, 2]))) == scan([holder], [1, 2])
     assert handle(core, heard(WORKERS[0], "1")) == []
 
 
@@ -230,7 +230,7 @@ def test_an_outage_during_a_reading_makes_it_be_read_once_more() -> None:
     handle(core, EventsMissed())
     assert handle(core, PageRead(read, page)) == []
     settle(core, {WORKERS[0]: holder}, handle(core, heard(WORKERS[0], "1")))
-    assert told(core.locate([block(1)])) == scan([holder], [1])
+    assert told(core.locate(joined([1]))) == scan([holder], [1])
 
 
 def test_a_worker_that_changes_all_the_time_is_not_asked_all_the_time() -> None:
@@ -246,7 +246,7 @@ def test_a_worker_that_changes_all_the_time_is_not_asked_all_the_time() -> None:
     assert num_pages == 2 * (MAX_RESTARTS + 1)
     holder.sequence += 1
     settle(core, {WORKERS[0]: holder}, handle(core, heard(WORKERS[0], "1")))
-    assert told(core.locate([block(1)])) == scan([holder], [1])
+    assert told(core.locate(joined([1]))) == scan([holder], [1])
 
 
 def test_a_holder_that_nobody_has_heard_of_for_long_is_forgotten_and_read_again_when_it_speaks() -> None:
@@ -255,8 +255,8 @@ def test_a_holder_that_nobody_has_heard_of_for_long_is_forgotten_and_read_again_
     living = {WORKERS[0]: holder}
     settle(core, living, handle(core, heard(WORKERS[0], "1")))
     core.tick(FORGET_AFTER_MS)
-    assert told(core.locate([block(1)])) == scan([holder], [1])
+    assert told(core.locate(joined([1]))) == scan([holder], [1])
     core.tick(FORGET_AFTER_MS + 1)
-    assert core.locate([block(1)]) == () and core.num_holders == 0
+    assert core.locate(joined([1])) == () and core.num_holders == 0
     settle(core, living, handle(core, heard(WORKERS[0], "1")))
-    assert told(core.locate([block(1)])) == scan([holder], [1])
+    assert told(core.locate(joined([1]))) == scan([holder], [1])

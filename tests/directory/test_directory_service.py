@@ -1,20 +1,25 @@
 """The directory on a bus, and the scheduler that asks it."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
+import msgspec
 import pytest
 
 from dataplane.blocks.kept import ContentChanges
 from schemas import subjects
 from schemas.block import hash_blocks, join_hashes
-from schemas.directory import Inventory, LocateBlocks, ReadInventory
+from schemas.directory import AskHeat, Inventory, LocateBlocks, ReadInventory, Tier
 from schemas.ids import BlockHash, RequestId, WorkerId
 from schemas.request import KVSource, Placement, PlaceRequest
-from schemas.worker import BlockCounts, LeftReason, WorkerInfo, WorkerLeft, WorkerLoad, WorkerRole
+from schemas.worker import BlockCounts, LeftReason, WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad, WorkerRole
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig, SchedulerConfig
-from services.directory.service import run_directory
+from services.directory import limits, service
+from services.directory.events import WorkerHeard
+from services.directory.limits import MAX_HOLDER_BLOCKS, MAX_READING
+from services.directory.service import _worker_heard, run_directory
 from services.scheduler.limits import BACKOFF_MAX_MS, BACKOFF_MIN_MS
 from services.scheduler.placement.hints import Hints
 from services.scheduler.service import run_scheduler
@@ -75,6 +80,10 @@ class FakeWorker:
         reply = await self.bus.ask(subjects.LOCATE, (), request, 5)
         return reply.holders[0].num_blocks if reply.holders else 0
 
+    async def heat(self, tokens: list[int]) -> list[int]:
+        question = AskHeat(worker_id=self.worker_id, block_hashes=join_hashes(hashes_of(tokens)))
+        return list((await self.bus.ask(subjects.HEAT, (self.worker_id,), question, 5)).heat)
+
     async def until_located(self, tokens: list[int], num_blocks: int) -> None:
         async with asyncio.timeout(30):
             while await self.locate(tokens) != num_blocks:
@@ -108,6 +117,25 @@ async def test_a_lost_event_is_repaired_and_a_restart_rebuilt() -> None:
         await successor.until_located(list(range(100, 112)), 3)
         assert before >= 1 and successor.num_inventories == 1
         first.set()
+        stop.set()
+
+
+async def test_a_worker_is_told_the_heat_of_as_many_blocks_as_it_may_ask_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "_PART_BYTES", 32)
+    monkeypatch.setattr(limits, "MAX_LOCATE_BLOCKS", 3)
+    connection, stop = MemoryBus(), asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        worker = FakeWorker(connection)
+        await worker.start(tasks)
+        tasks.create_task(run_directory(connection, stop))
+        await asyncio.sleep(0)
+        await worker.store(list(range(16)))
+        await worker.until_located(list(range(8)), 2)
+        before = await worker.heat(list(range(16)))
+        await worker.locate(list(range(8)))
+        assert before == [before[0], before[0], 0]
+        assert await worker.heat(list(range(16))) == [before[0] + 1, before[0] + 1, 0], "four were asked about"
+        assert await worker.heat([]) == []
         stop.set()
 
 
@@ -259,3 +287,90 @@ async def test_what_was_lost_in_an_outage_is_read_from_the_inventory() -> None:
         await worker.until_located(tokens, 2)
         stop.set()
         await worker.bus.close()
+
+
+async def test_many_workers_are_read_few_at_a_time_in_parts_with_answers_in_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each inventory comes as one page that is longer than a part."""
+    monkeypatch.setattr("services.directory.limits.PAGE_PART_BLOCKS", 8)
+    monkeypatch.setattr("services.directory.limits.INVENTORY_TIMEOUT_S", 60.0)
+    broker, stop = MemoryBroker(), asyncio.Event()
+    bus = TypedBus(MemoryBus(broker), "prefill")
+    tokens = {WorkerId(f"w{number}"): list(range(1_000 * number, 1_000 * number + 80)) for number in range(200)}
+    num_now, num_at_once, located = 0, 0, 0
+
+    async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
+        tasks.create_task(run_directory(MemoryBus(broker), stop))
+        await asyncio.sleep(0)
+
+        def serve(worker_id: WorkerId) -> Callable[[Received[ReadInventory]], Awaitable[Inventory]]:
+            async def inventory(_: Received[ReadInventory]) -> Inventory:
+                nonlocal num_now, num_at_once
+                num_now += 1
+                num_at_once = max(num_at_once, num_now)
+                for _ in range(3):
+                    await asyncio.sleep(0)
+                num_now -= 1
+                hashes = join_hashes(hashes_of(tokens[worker_id]))
+                return Inventory(worker_id=worker_id, incarnation="1", sequence=0, block_hashes=hashes)
+
+            return inventory
+
+        for worker_id in tokens:
+            await bus.serve(tasks, subjects.INVENTORY, (worker_id,), serve(worker_id))
+            await bus.publish(subjects.LOAD, (worker_id,), load_of(worker_id, "prefill"))
+        while located < len(tokens):
+            located = 0
+            for prompt in tokens.values():
+                reply = await bus.ask(subjects.LOCATE, (), locate_question(join_hashes(hashes_of(prompt))), 30)
+                assert [run.num_blocks for run in reply.holders] in ([], [20]), "all of an inventory, or none"
+                located += len(reply.holders)
+        assert 0 < num_at_once <= MAX_READING
+        stop.set()
+        await bus.close()
+
+
+def locate_question(joined: bytes) -> LocateBlocks:
+    return LocateBlocks(request_id=RequestId("r"), attempt=1, deadline_ms=0, block_hashes=joined)
+
+
+async def test_an_event_of_too_many_blocks_is_dropped_and_a_question_of_too_many_is_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("services.directory.limits.MAX_EVENT_BLOCKS", 4)
+    monkeypatch.setattr("services.directory.limits.MAX_LOCATE_BLOCKS", 3)
+    connection, stop = MemoryBus(), asyncio.Event()
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        worker = FakeWorker(connection)
+        await worker.start(tasks)
+        tasks.create_task(run_directory(connection, stop))
+        await asyncio.sleep(0)
+        await worker.bus.publish(subjects.LOAD, (WORKER,), LOAD)
+        while worker.num_inventories == 0:
+            await asyncio.sleep(0)
+        await worker.store(list(range(100)))  # 25 blocks
+        assert await worker.locate(list(range(100))) == 0
+        await worker.store(list(range(200, 216)))  # shows the gap
+        await worker.until_located(list(range(100)), 3)
+        cut = await worker.bus.ask(subjects.LOCATE, (), locate_question(b"x" * 17), 5)
+        assert cut.holders == ()
+        stop.set()
+
+
+@pytest.mark.parametrize(
+    ("role", "num_blocks_behind", "room"),
+    [
+        ("prefill", None, {"arena": 1_000}),
+        ("aggregated", 50, {"arena": 1_000}),
+        ("store", 50, {"memory": 1_000, "disk": 50, "remote": 50}),
+        ("store", None, {"memory": 1_000, "disk": MAX_HOLDER_BLOCKS, "remote": MAX_HOLDER_BLOCKS}),
+    ],
+)
+def test_a_holder_has_room_on_the_tiers_of_its_role(
+    role: WorkerRole, num_blocks_behind: int | None, room: dict[Tier, int]
+) -> None:
+    load = load_of("w", role)
+    worker = msgspec.structs.replace(load.worker, num_blocks_behind=num_blocks_behind)
+    for message in (WorkerJoined(worker=worker), msgspec.structs.replace(load, worker=worker)):
+        assert _worker_heard(message) == WorkerHeard(WorkerId("w"), "1", room)

@@ -119,6 +119,13 @@ class Allocator:
         return tuple(reversed(segments))
 
 
+def sequence_at(
+    sampling: SamplingParams, prompt: Seq[int] = (0,), answer: Seq[int] = (), stops: Seq[int] = ()
+) -> Sequence:
+    """Return a sequence without blocks, whose next token is to be chosen."""
+    return Sequence(RequestId("r"), 1, [*prompt, *answer], len(prompt), sampling, (), stop_token_ids=frozenset(stops))
+
+
 def run_batch(engine: Engine, batch: Batch, answers: dict[str, list[int]] | None = None) -> dict[str, list[int]]:
     """Step until the batch is empty; return the tokens sampled for each request."""
     answers = {} if answers is None else answers
@@ -184,7 +191,7 @@ def num_near_ties(folder: Path, prompt: Seq[int], ours: Seq[int], theirs: Seq[in
         return 0
     with torch.inference_mode():
         logits = library_model(folder)(torch.tensor([[*prompt, *theirs[:parting]]]), use_cache=False).logits[0, -1]
-    assert near_tie(logits, sampling, parting), (
+    assert near_tie(logits, sequence_at(sampling, prompt, theirs[:parting])), (
         f"token {parting}: {ours[parting]} where the library has {theirs[parting]}"
     )
     return 1

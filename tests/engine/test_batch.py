@@ -12,7 +12,7 @@ from schemas.ids import RequestId
 from schemas.request import SamplingParams
 from services.engine.batch import Batch
 from services.engine.fake import FakeEngine
-from services.engine.interface import InvalidSequenceError, Sequence, StepItem, StepResult
+from services.engine.interface import Choice, InvalidSequenceError, Sequence, StepItem, StepResult
 from services.engine.rules import num_tokens_to_store
 
 SHAPE = uniform_shape(
@@ -48,7 +48,7 @@ def make(
 
 def step(batch: Batch, token_id: int = 7) -> StepResult:
     items = batch.plan()
-    result = batch.commit(items, [token_id for item in items if item.samples], 1, 2)
+    result = batch.commit(items, [Choice(token_id) for item in items if item.samples], 1, 2)
     batch.check_integrity()
     return result
 
@@ -81,7 +81,7 @@ def test_a_long_prompt_is_split_and_sampled_once() -> None:
 
 def _planned(batch: Batch) -> list[StepItem]:
     items = batch.plan()
-    batch.commit(items, [7 for item in items if item.samples], 0, 0)
+    batch.commit(items, [Choice(7) for item in items if item.samples], 0, 0)
     return items
 
 
@@ -266,7 +266,7 @@ def test_every_token_is_computed_once_in_order(
             if item.samples:
                 assert number - sampled_at.get(name, number) <= longest_wait, "a decode waited for more than a round"
                 sampled_at[name] = number
-        for token in batch.commit(items, [7] * sum(i.samples for i in items), 0, 0).sampled:
+        for token in batch.commit(items, [Choice(7)] * sum(i.samples for i in items), 0, 0).sampled:
             answers[token.sequence.request_id] += 1
         batch.check_integrity()
     assert len(batch) == 0

@@ -14,7 +14,7 @@ from services.engine.batch import Batch
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.cuda.cuda_runtime import DeviceUnusableError, check_card, load_cuda_engine
 from services.engine.interface import StepItem
-from services.engine.sampler import sample
+from tests.engine.draws import sample
 from tests.engine.rig import (
     BLOCK_SIZE,
     Allocator,

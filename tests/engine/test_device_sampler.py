@@ -12,7 +12,8 @@ from schemas.request import SamplingParams
 from services.engine.cuda import device_sampler
 from services.engine.cuda.device_sampler import NOT_FINITE, UNSETTLED, choose
 from services.engine.cuda.step_plan import Draws
-from services.engine.sampler import GREEDY_BELOW, sample, uniform
+from services.engine.sampler import GREEDY_BELOW, uniform
+from tests.engine.draws import sample
 
 Rows = Seq[tuple[SamplingParams, int]]
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from schemas.request import SamplingParams
-from services.engine.sampler import NEAR_TIE, LogitsNotFiniteError, near_tie, sample, uniform
+from services.engine.sampler import NEAR_TIE, LogitsNotFiniteError, uniform
+from tests.engine.draws import near_tie, sample
 
 
 def params(**fields: float) -> SamplingParams:

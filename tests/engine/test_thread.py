@@ -110,7 +110,7 @@ def test_an_engine_that_gives_too_few_tokens_fails_the_step_and_not_the_thread(
         patch.setattr(FakeEngine, "step", lambda self, items: [])
         rig.submit("r")
         event, name, reason = rig.next()
-        assert (event, name) == ("failed", "r") and "one token per sampling item" in reason
+        assert (event, name) == ("failed", "r") and "one outcome per sampling item" in reason
     rig.submit("s")
     assert rig.next() == ("ended", "s", "length")
     assert not rig.thread.has_failed

@@ -3,6 +3,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -61,7 +62,11 @@ OpenRig = Callable[..., contextlib.AbstractAsyncContextManager[Rig]]
 def open_rig(model: GatewayModel) -> OpenRig:
     @contextlib.asynccontextmanager
     async def open_it(
-        timeout_s: float = 60.0, gateway: dict[str, Any] | None = None, send_buffer: int = 0, **mesh_fields
+        timeout_s: float = 60.0,
+        gateway: dict[str, Any] | None = None,
+        send_buffer: int = 0,
+        model_path: Path | None = None,
+        **mesh_fields,
     ) -> AsyncIterator[Rig]:
         config = MeshConfig(tenant_seed=SEED)
         accept_s = min(config.gateway.accept_timeout_s, timeout_s / 2)
@@ -71,9 +76,13 @@ def open_rig(model: GatewayModel) -> OpenRig:
             gateway=msgspec.structs.replace(config.gateway, **settings),
             worker=msgspec.structs.replace(config.worker, fence_after_ms=500),  # of no worker here
         )
-        answer = [*model.codec.encode(TEXT), min(model.eos_token_ids)]
+        served = model
+        if model_path is not None:
+            config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(model_path)))
+            served = load_model(config)
+        answer = [*served.codec.encode(TEXT), min(served.eos_token_ids)]
         bus, spans = MemoryBus(), list[SpanRecord]()
-        mesh = FakeMesh(bus, model.layout.fingerprint, lambda prompt: answer, **mesh_fields)
+        mesh = FakeMesh(bus, served.layout.fingerprint, lambda prompt: answer, **mesh_fields)
         telemetry = Telemetry("gateway", ListExporter(spans))
         sock = bind("127.0.0.1", 0)
         if send_buffer:
@@ -90,7 +99,7 @@ def open_rig(model: GatewayModel) -> OpenRig:
             http = httpx.AsyncClient(base_url=url, timeout=30)
             client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
             async with http, client:
-                yield Rig(mesh, model, url, http, client, spans, telemetry, answer, stop, serving, metrics)
+                yield Rig(mesh, served, url, http, client, spans, telemetry, answer, stop, serving, metrics)
             mesh.gate.set()
             stop.set()
             await serving

@@ -8,6 +8,7 @@ from schemas import subjects
 from schemas.block import pack_tokens, unpack_tokens
 from schemas.handoff import BlocksReserved
 from schemas.ids import HandoffId, WorkerId
+from schemas.logprobs import Logprobs, TokenLogprob, pack_logprobs, unpack_logprobs
 from schemas.request import (
     AskProgress,
     AskWanted,
@@ -235,6 +236,7 @@ class FakeMesh:
             await self._share(worker, message, RequestTokens(
                 request_id=message.request_id, attempt=message.attempt, index=index, tokens=pack_tokens([token]),
                 finish_reason=reason, report=report if index == start else None,
+                **_logprobs_of(message, prompt[:num_prompt], token, index),
             ))  # fmt: skip
 
     async def _share(self, worker: str, message: RunPrefill | ReserveBlocks, share: RequestTokens) -> None:
@@ -250,6 +252,20 @@ class FakeMesh:
         )  # fmt: skip
 
 
+def logprob_of(token: int, num_top: int) -> TokenLogprob:
+    """What the fake workers say of a token: exact in float32."""
+    return TokenLogprob(-(token % 8) / 8, tuple((other, -other / 16) for other in range(num_top)))
+
+
+def _logprobs_of(message: RunPrefill | ReserveBlocks, prompt: list[int], token: int, index: int) -> dict[str, Logprobs]:
+    sampling, found = message.sampling, dict[str, Logprobs]()
+    if sampling.logprobs is not None:
+        found["logprobs"] = pack_logprobs([logprob_of(token, sampling.logprobs)])
+    if sampling.prompt_logprobs is not None and index == 0:
+        found["prompt_logprobs"] = pack_logprobs([logprob_of(other, sampling.prompt_logprobs) for other in prompt[1:]])
+    return found
+
+
 def _from(shares: list[RequestTokens], index: int) -> RequestTokens | None:
     """Return what a worker has said from `index` on, in one share."""
     later = [share for share in shares if share.index >= index]
@@ -259,5 +275,6 @@ def _from(shares: list[RequestTokens], index: int) -> RequestTokens | None:
     tokens = [token for share in later for token in unpack_tokens(share.tokens)]
     return RequestTokens(
         request_id=first.request_id, attempt=first.attempt, index=first.index, tokens=pack_tokens(tokens),
-        finish_reason=last.finish_reason, failure=last.failure,
+        finish_reason=last.finish_reason, failure=last.failure, prompt_logprobs=first.prompt_logprobs,
+        logprobs=pack_logprobs([one for share in later if share.logprobs for one in unpack_logprobs(share.logprobs)]),
     )  # fmt: skip

@@ -6,10 +6,12 @@ import pytest
 
 from schemas.ids import GatewayId, HandoffId, RequestId, WorkerId
 from schemas.message import encode
+from schemas.request import RefusalReason, SamplingParams
 from services.bus.limits import MAX_PAYLOAD_BYTES
 from services.config import MeshConfig
 from services.errors import UserError
-from services.gateway.api.openai import InvalidRequestError, decode_body, options_of
+from services.gateway.api.invalid import InvalidRequestError
+from services.gateway.api.openai import decode_body, options_of
 from services.gateway.api.prepare import GatewayModel, make_jobs, prepare
 from services.gateway.limits import MAX_BODY_BYTES
 from services.gateway.request.events import SendRun
@@ -17,7 +19,8 @@ from services.gateway.request.job import run_message
 from services.gateway.service import load_model
 from services.ports import bind
 from tests.credentials import SEED
-from tests.gateway.conftest import Rig
+from tests.gateway.conftest import OpenRig, Rig
+from tests.gateway.fake_mesh import Conduct
 
 C, H = "/v1/completions", "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
@@ -72,19 +75,28 @@ def table(model: str, vocab: int, context: int) -> list[tuple[str, dict, int, st
     completion("max_tokens", max_tokens=10**9)
     completion("model", 404, model="no-such-model")
     completion("model", model=None)
-    for name, value in [("logprobs", 1), ("echo", True), ("suffix", "x"), ("best_of", 2), ("logit_bias", {"1": 5}),
-                        ("presence_penalty", 0.5), ("frequency_penalty", -1)]:  # fmt: skip
+    for name, value in [("logprobs", 21), ("logprobs", True), ("echo", "yes"), ("suffix", "x"), ("best_of", 2),
+                        ("logit_bias", {"one": 5}), ("logit_bias", {"1": 101}), ("logit_bias", {str(vocab): 1}),
+                        ("logit_bias", {str(n): 1 for n in range(1025)}), ("presence_penalty", 2.1),
+                        ("frequency_penalty", -2.1), ("repetition_penalty", 0), ("min_p", 1.1), ("min_tokens", -1),
+                        ("allowed_token_ids", []), ("allowed_token_ids", [vocab]), ("bad_words", [""]),
+                        ("bad_words", "word"), ("bad_words", [f"w {n}" for n in range(500)]), ("prompt_logprobs", 21),
+                        ("kv_transfer_params", {"a": 1}), ("messages", MESSAGES), ("no_such_field", None)]:  # fmt: skip
         completion(name, **{name: value})
-    for name, value in [("tools", [{"type": "function"}]), ("functions", [{}]), ("tool_choice", "required"),
-                        ("response_format", {"type": "json_object"}), ("logprobs", True), ("audio", {}),
-                        ("modalities", ["audio"]), ("top_logprobs", 2)]:  # fmt: skip
+    completion("min_tokens", min_tokens=5, max_tokens=4)
+    completion("prompt_logprobs", prompt_logprobs=1, stream=True)
+    for name, value in [("tools", [{"type": "function"}]), ("tool_choice", "required"),
+                        ("functions", [{}]),
+                        ("logprobs", 1), ("audio", {}), ("modalities", ["audio"]),
+                        ("top_logprobs", 2), ("store", True), ("prompt", "Hi"), ("echo", True)]:  # fmt: skip
         chat(name, **{name: value})
+    chat("response_format.type", response_format={"type": "xml"})
     chat("messages", messages=[])
     chat("messages", messages="Hi")
     chat("messages[0].role", messages=[{"role": 1, "content": "Hi"}])
     chat("messages[0].content", messages=[{"role": "user"}])
     chat("messages[0].content", messages=[{"role": "user", "content": 5}])
-    chat("messages[0].content", messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
+    chat("messages[0].content[0]", messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
     chat("max_completion_tokens", max_completion_tokens=0)
     chat("max_completion_tokens", max_completion_tokens=10**9)
     chat("model", 404, model="other")
@@ -119,6 +131,16 @@ async def test_the_context_error_gives_both_numbers(rig: Rig) -> None:
     assert error["code"] == "context_length_exceeded"
     assert str(rig.model.context_length) in error["message"]
     assert str(rig.model.context_length + 3) in error["message"]
+    assert error["message"].startswith("This model's maximum context length is"), "litellm looks for these words"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_worker_without_room_says_so_in_the_same_words(open_rig: OpenRig, stream: bool) -> None:
+    async with open_rig(conduct={"p1": Conduct(refuses=RefusalReason.TOO_LONG)}) as rig:
+        answer = await rig.http.post(C, json={"model": rig.model.name, "prompt": "Hi", "stream": stream})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert error["message"].startswith("This model's maximum context length is")
 
 
 @pytest.mark.parametrize(
@@ -140,13 +162,14 @@ async def test_infinity_names_the_field(rig: Rig) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "temperature")
 
 
-async def test_neutral_values_and_unknown_fields_are_ignored(rig: Rig) -> None:
+async def test_what_asks_for_nothing_is_taken(rig: Rig) -> None:
     body = {"model": rig.model.name, "prompt": "Hi", "echo": False, "suffix": None, "best_of": 1, "logit_bias": {},
-            "presence_penalty": 0.0, "frequency_penalty": 0, "user": "me", "no_such_field": 1, "stop": None,
+            "presence_penalty": 0.0, "frequency_penalty": 0, "user": "me", "stop": None,
             "stream": None, "n": None, "temperature": 0, "top_k": -1}  # fmt: skip
     assert (await rig.http.post(C, json=body)).status_code == 200
-    body = {"model": rig.model.name, "messages": MESSAGES, "tools": [], "tool_choice": "auto", "logprobs": False,
-            "response_format": {"type": "text"}, "modalities": ["text"], "store": True}  # fmt: skip
+    body = {"model": rig.model.name, "messages": MESSAGES, "logprobs": False,
+            "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "parallel_tool_calls": True,
+            "modalities": ["text"], "store": False, "metadata": {"a": "b"}, "functions": None}  # fmt: skip
     assert (await rig.http.post(H, json=body)).status_code == 200
     assert rig.mesh.runs[0].sampling.temperature == 0.0
     assert rig.mesh.runs[0].sampling.max_tokens == 16
@@ -199,7 +222,7 @@ def test_what_passes_the_limit_fits(model: GatewayModel) -> None:
 
 def test_options_default() -> None:
     options = options_of(decode_body(b'{"model": "m", "prompt": "p"}', is_chat=False), 10)
-    assert (options.n, options.temperature, options.top_p, options.top_k) == (1, 1.0, 1.0, 0)
+    assert (options.n, options.sampling) == (1, SamplingParams(max_tokens=0))
     assert (options.max_tokens, options.stops, options.stream, options.seed) == (None, (), False, None)
 
 

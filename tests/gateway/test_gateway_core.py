@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.ids import RequestId, WorkerId
+from schemas.logprobs import TokenLogprob
 from schemas.request import (
     AttemptEnd,
     AttemptFailure,
@@ -475,6 +476,7 @@ def test_the_core_is_pure(module: ModuleType) -> None:
     imported |= {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
     ours = {
         "schemas.ids",
+        "schemas.logprobs",
         "schemas.request",
         "schemas.worker",
         "services.gateway.limits",
@@ -483,3 +485,21 @@ def test_the_core_is_pure(module: ModuleType) -> None:
         "services.presence",
     }
     assert imported <= {"enum", "dataclasses", "collections.abc", "typing", *ours}
+
+
+def test_logarithms_go_out_with_their_tokens_whatever_order_they_come_in() -> None:
+    one, two, three, of_prompt = (TokenLogprob(-float(n)) for n in range(4))
+    request = new(max_tokens=3)
+    feed(request, placed())
+    late = TokensReceived(1, P1, 0, (1,), logprobs=(one,), prompt_logprobs=(of_prompt,))
+    assert not feed(request, TokensReceived(1, D1, 1, (2, 3), "length", logprobs=(two, three)))
+    assert feed(request, late)[:1] == [Deliver(0, (1, 2, 3), (one, two, three), (of_prompt,))]
+
+
+def test_logarithms_go_out_once_over_a_second_attempt() -> None:
+    one, two, again, of_prompt = (TokenLogprob(-float(n)) for n in range(4))
+    request = new(max_tokens=3)
+    feed(request, placed(), TokensReceived(1, P1, 0, (1,), logprobs=(one,), prompt_logprobs=(of_prompt,)))
+    feed(request, failed(D1), placed(2, P2, D2))
+    actions = feed(request, TokensReceived(2, P2, 0, (1, 2), logprobs=(again, two)))
+    assert actions == [Deliver(1, (2,), (two,))]

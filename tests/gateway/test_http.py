@@ -290,3 +290,39 @@ async def test_the_schema_is_served_without_another_host(rig: Rig) -> None:
         assert all(f"{method.upper()} {path}" in page.text for method in operations)
     assert {"prompt", "stop"} <= set(schema["components"]["schemas"]["CompletionBody"]["properties"])
     assert "<code>return_token_ids</code>" in page.text
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+        {"structured_outputs": {"json": SCHEMA}},
+        {"guided_json": SCHEMA},
+    ],
+)
+@pytest.mark.parametrize("chat", [False, True])
+async def test_what_an_answer_must_be_goes_to_both_workers(rig: Rig, chat: bool, field: dict[str, object]) -> None:
+    body = {"model": rig.model.name, "max_tokens": 5, **field}
+    body |= {"messages": [{"role": "user", "content": "Hi"}]} if chat else {"prompt": "Hi"}
+    answer = await rig.http.post("/v1/chat/completions" if chat else "/v1/completions", json=body)
+    assert answer.status_code == 200
+    sampling = rig.mesh.runs[0].sampling
+    assert sampling == rig.mesh.reserves[0].sampling
+    grammar = rig.model.grammars.start(sampling.grammar).result()
+    tokens = rig.model.codec.encode('{"a":1}')
+    for at, token in enumerate(tokens):
+        assert grammar.allowed(tokens[:at])[token]
+
+
+async def test_a_bad_schema_is_refused_with_its_place_and_no_worker_sees_it(rig: Rig) -> None:
+    schema = {"type": "object", "properties": {"a": {"uniqueItems": True}, "b": {"type": "nothing"}}}
+    for bad, place in ((schema, "/properties/a/uniqueItems"), ({"properties": {"b": {"type": "x"}}}, "/properties/b")):
+        body = {"model": rig.model.name, "prompt": "Hi", "guided_json": bad}
+        answer = await rig.http.post("/v1/completions", json=body)
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and (error["param"], error["code"]) == ("guided_json", "invalid_schema")
+        assert f"`guided_json` at {place}" in error["message"]
+    assert not rig.mesh.places

@@ -9,7 +9,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from schemas.block import unpack_tokens
 from services.engine.demo_model import DEMO_MODEL_DIR
-from services.gateway.api.text import ChatMessage, TextCodec, load_text
+from services.gateway.api.template import ChatMessage
+from services.gateway.api.text import TextCodec, load_text
 from tests.gateway.conftest import Rig
 
 DEMO = load_text(DEMO_MODEL_DIR)

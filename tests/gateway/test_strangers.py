@@ -19,7 +19,8 @@ from services.errors import UserError
 from services.gateway import limits
 from services.gateway.api.bodies import Bodies
 from services.gateway.api.guard import NotNowError, tenant_of
-from services.gateway.api.openai import ChatBody, CompletionBody, InvalidRequestError, decode_body, options_of
+from services.gateway.api.invalid import InvalidRequestError
+from services.gateway.api.openai import ChatBody, CompletionBody, decode_body, options_of
 from services.gateway.api.prepare import GatewayModel, prepare
 from services.gateway.server import connections_for
 from tests.gateway.conftest import OpenRig, Rig
@@ -195,7 +196,7 @@ async def test_a_traceparent_is_not_remembered_whatever_it_is(rig: Rig) -> None:
     ("path", "fields", "param"),
     [
         (H, {"messages": [{"role": "user", "content": ""}] * (limits.MAX_MESSAGES + 1)}, "messages"),
-        (H, {"messages": [{"role": "user", "content": [{"type": "text"}] * 50_000}]}, "messages[0].content"),
+        (H, {"messages": [{"role": "user", "content": [{"type": "text"}] * 50_000}]}, "messages[0].content[0]"),
         (C, {"prompt": [[1]] * 300_000}, "prompt"),
         (C, {"prompt": [""] * 300_000}, "prompt"),
         (C, {"prompt": [1] * 1_000_000}, "prompt"),
@@ -240,7 +241,7 @@ OUT_OF_RANGE = st.one_of(
 def test_a_number_out_of_range_names_its_field(path: str, data: st.DataObject, number: str) -> None:
     name = data.draw(st.sampled_from(NUMBERS[path]))
     value = f"[{number}]" if name in ("stop_token_ids", "prompt") else number
-    fields = {"model": '"demo_model"', "messages": "[]", name: value} | ({} if name == "prompt" else {"prompt": '"x"'})
+    fields = {"model": '"demo_model"', **({"messages": "[]"} if path == H else {"prompt": '"x"'}), name: value}
     body = "{" + ", ".join(f'"{key}": {text}' for key, text in fields.items()) + "}"
     with pytest.raises(InvalidRequestError) as caught:
         understood(body.encode(), is_chat=path == H)

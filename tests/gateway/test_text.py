@@ -12,7 +12,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.errors import UserError
-from services.gateway.api.text import ChatMessage, ChatTemplateError, StopMatcher, TextCodec, load_text
+from services.gateway.api.template import ChatMessage, ChatTemplateError
+from services.gateway.api.text import StopMatcher, TextCodec, load_text
 
 
 def byte_level() -> TextCodec:

@@ -11,7 +11,7 @@ from dataplane.cards.nccl.communicator import LibraryThreads
 from dataplane.cards.nccl.pair import PairParts
 from schemas.worker import WorkerRole
 from services.engine.fake import FakeEngine, _rows
-from services.engine.interface import StepItem
+from services.engine.interface import Outcome, StepItem
 from services.worker.parts import WorkerParts
 from tests.mesh.one_process import LAYOUT, VOCAB, make_parts, steps_of
 
@@ -30,7 +30,7 @@ class LateEngine(FakeEngine):
         self._stream = arena.device.new_stream()
         self._done = arena.device.new_event()
 
-    def step(self, items: Seq[StepItem]) -> list[int]:
+    def step(self, items: Seq[StepItem]) -> list[Outcome]:
         for item in items:
             self._check(item)
         for layer in range(self.layout.num_layers):
@@ -43,7 +43,7 @@ class LateEngine(FakeEngine):
                     listener.advance(layer, end, self._marks.mark(self._stream.handle))
         self._done.record(self._stream)
         assert self._done.wait(WAIT_S)
-        return [self._next_token(item) for item in items if item.samples]
+        return self._outcomes(items)
 
     def close(self) -> None:
         super().close()

@@ -40,10 +40,11 @@ from services.directory.service import run_directory
 from services.engine.batch import Batch
 from services.engine.batch_steps import BatchSteps
 from services.engine.fake import FakeEngine
-from services.engine.interface import Engine
+from services.engine.interface import Engine, StartGrammar
 from services.launch.worker_roles import run_worker
 from services.runtime import now_ms
 from services.scheduler.service import run_scheduler
+from services.sim.brackets import BracketGrammars
 from services.telemetry import ListExporter, Telemetry
 from services.worker.core.checks import WorkerLimits
 from services.worker.parts import WorkerParts
@@ -51,6 +52,7 @@ from tests.credentials import CREDENTIALS, GatewayBus
 from tests.waiting import PATIENCE_S
 
 VOCAB = 1000
+GRAMMARS = BracketGrammars(VOCAB, eos=0)
 CONTEXT_LENGTH = 4096
 TOKEN_BUDGET = 64
 LEASE_MS = 5_000
@@ -68,6 +70,7 @@ def make_parts(
     num_blocks: int = 256,
     layout: KVLayout = LAYOUT,
     lease_ms: int = LEASE_MS,
+    start_grammar: StartGrammar = GRAMMARS.start,
 ) -> WorkerParts:
     shape = uniform_shape(layout, num_blocks)
     arena = HostArena.create(shape)
@@ -92,6 +95,7 @@ def make_parts(
         steps=steps_of(FakeEngine(shape, arena.buffer, vocab_size=VOCAB)),
         limits=limits,
         credentials=CREDENTIALS,
+        start_grammar=start_grammar,
     )
 
 
@@ -287,6 +291,7 @@ async def one_process_mesh(
     fence_after_ms: int = 20_000,
     drain_s: float = 5.0,
     lease_ms: int = LEASE_MS,
+    leave_bytes: int = 2**29,
     exporter: ListExporter | None = None,
 ) -> AsyncGenerator[Client]:
     """Run scheduler, directory and these workers on one loop, and give a client once all are known.
@@ -297,6 +302,7 @@ async def one_process_mesh(
     settings = WorkerConfig(
         block_size=LAYOUT.block_size, token_budget=token_budget, carrier=carrier, lease_ms=lease_ms,  # type: ignore[arg-type]
         prefix_cache=prefix_cache, fence_after_ms=fence_after_ms, drain_s=drain_s,
+        leave_bytes=leave_bytes,
     )  # fmt: skip
     silent_ms = max(3_000, fence_after_ms + 1_000)
     config = MeshConfig(

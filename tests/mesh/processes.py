@@ -1,6 +1,8 @@
 """A real mesh for tests: real nats-server, real processes, real HTTP; stopped by process id."""
 
 import asyncio
+import os
+import signal
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -77,6 +79,15 @@ class Mesh:
             asyncio.run(poll())
         except TimeoutError:
             raise AssertionError(f"not within {PATIENCE_S:g} s: {what}") from None
+
+    def kill_who_decodes(self) -> bool:
+        """End a decode worker that says it has a running request, at once; return whether there is one. A request that
+        runs is not always told yet."""
+        busy = {w.worker.worker_id for w in self.fleet.workers if w.worker.role == "decode" and w.num_running}
+        child = next((child for child in self.supervisor.children if child.name in busy), None)
+        if child is not None:
+            os.kill(child.process.pid, signal.SIGKILL)
+        return child is not None
 
     def assert_no_blocks_held(self) -> None:
         """After the last request nothing is running or leased: every block is free, or kept for its content."""

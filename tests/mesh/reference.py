@@ -3,7 +3,9 @@
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -13,10 +15,16 @@ from schemas.request import SamplingParams
 from services.engine.batch import Batch
 from services.engine.checkpoint import Checkpoint, layout_of, read_checkpoint
 from services.engine.cpu.model import TransformersEngine, load_engine
+from services.engine.grammar import Grammars
 from services.engine.interface import Sequence
 from services.engine.sampler import near_tie
 
 BLOCK_SIZE = 16
+SAME_NAME = (
+    "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "min_tokens", "logprobs",
+)  # fmt: skip
+"""What a request's body calls as we do."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +33,17 @@ class Case:
 
     prompt: list[int]
     sampling: SamplingParams
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """As a body of `/v1/completions` has it."""
+        asked = msgspec.structs.asdict(self.sampling)
+        fields = {name: asked[name] for name in SAME_NAME}
+        fields["logit_bias"] = {str(token_id): bias for token_id, bias in self.sampling.logit_bias}
+        fields["allowed_token_ids"] = list(self.sampling.allowed_token_ids) or None
+        if self.sampling.grammar:
+            fields["structured_outputs"] = {"grammar": self.sampling.grammar}
+        return {"prompt": self.prompt} | fields
 
 
 class SingleProcess:
@@ -41,6 +60,8 @@ class SingleProcess:
             shape=uniform_shape(layout, self._num_blocks),
             num_threads=1,
         )
+        checkpoint = self.checkpoint
+        self._grammars = Grammars(Path(checkpoint.path), checkpoint.vocab_size, checkpoint.eos_token_ids)
 
     def run(self, case: Case, number: int = 0) -> list[int]:
         batch = Batch(512, context_length=self.checkpoint.context_length)
@@ -53,6 +74,7 @@ class SingleProcess:
                 sampling=case.sampling,
                 tables=(BlockTable((Segment(0, self._num_blocks),)),) * len(self._engine.layout.groups),
                 stop_token_ids=frozenset() if case.sampling.ignore_eos else self.checkpoint.eos_token_ids,
+                grammar=self._grammars.start(case.sampling.grammar) if case.sampling.grammar else None,
             )
         )
         answer: list[int] = []
@@ -74,6 +96,9 @@ class Judge:
 
     def __init__(self, model: Path) -> None:
         self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        checkpoint = read_checkpoint(str(model))
+        self._eos = checkpoint.eos_token_ids
+        self._grammars = Grammars(model, checkpoint.vocab_size, checkpoint.eos_token_ids)
         self.verdict = Verdict()
 
     def generate(self, case: Case) -> list[int]:
@@ -102,7 +127,12 @@ class Judge:
             return
         with torch.inference_mode():
             logits = self._model(torch.tensor([case.prompt + expected[:at]])).logits[0, -1].float()
-        if near_tie(logits, case.sampling, at):
+        tokens = [*case.prompt, *expected[:at]]
+        sequence = Sequence(
+            RequestId("judged"), 0, tokens, len(case.prompt), case.sampling, (), stop_token_ids=self._eos,
+            grammar=self._grammars.start(case.sampling.grammar) if case.sampling.grammar else None,
+        )  # fmt: skip
+        if near_tie(logits, sequence):
             self.verdict.counts[f"{what}: near-tie"] += 1
         else:
             self.verdict.wrong.append(f"{what}: token {at} of a {len(case.prompt)}-token prompt: {expected} {got}")

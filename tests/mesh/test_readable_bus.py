@@ -39,11 +39,12 @@ WORKER = {
     subjects.INVENTORY,
     subjects.LEASE,
     subjects.RUN,
+    subjects.DRAIN,
 }
 SERVED: dict[str, set[Subject[Any, Any]]] = {
     "gateway": {subjects.WANTED, subjects.REQUEST_STATUS, subjects.REQUEST_SOUGHT},
-    "scheduler": {subjects.PLACE, subjects.FLEET},
-    "directory": {subjects.LOCATE},
+    "scheduler": {subjects.PLACE, subjects.FLEET, subjects.LEAVE},
+    "directory": {subjects.LOCATE, subjects.HEAT},
     "prefill": WORKER,
     "decode": {*WORKER, subjects.RESERVE},
     "store": {subjects.PING, subjects.WORKER_STATUS, subjects.PURGE, subjects.INVENTORY, subjects.LEASE},
@@ -131,7 +132,7 @@ async def test_every_service_and_endpoint_describes_itself(mesh: Mesh) -> None:
         assert metadata.get("incarnation") == incarnations.get(metadata["id"])
         served = {endpoint["subject"]: endpoint for endpoint in service["endpoints"]}
         expected = {
-            s.of(*("*" if name in ("id", "reader") else metadata["id"] for name in s.ids)): s
+            s.of(*("*" if name in ("id", "reader", "worker_id") else metadata["id"] for name in s.ids)): s
             for s in SERVED[service["name"]]
         }
         assert set(served) == set(expected)

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from typing import Any
 
 import pytest
 
@@ -44,14 +45,23 @@ async def resume(
 
 
 @pytest.mark.parametrize("split", [True, False])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_an_answer_goes_on_from_any_of_its_tokens(split: bool, temperature: float) -> None:
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "bad_words": ((5,), (6, 7)), "allowed_token_ids": (5, 6, 7, 8)},
+        {"temperature": 0.0, "logprobs": 3, "min_tokens": 9, "stop_token_ids": tuple(range(0, VOCAB, 2))},
+    ],
+    ids=str,
+)
+async def test_an_answer_goes_on_from_any_of_its_tokens(split: bool, sampling: dict[str, Any]) -> None:
     rng = random.Random(11)
     prompt = [rng.randrange(1, VOCAB) for _ in range(21)]
-    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=temperature, seed=7, ignore_eos=True)
+    params = SamplingParams(max_tokens=NUM_TOKENS, seed=7, ignore_eos=True, **sampling)
     reference = fake_answer(LAYOUT, prompt, params, vocab_size=VOCAB)
     async with one_process_mesh(make_parts("p0", "prefill"), make_parts("d0", "decode")) as client:
-        for number in range(NUM_TOKENS):
+        for number in range(len(reference)):
             answer = await resume(client, number, prompt, params, reference[:number], split=split)
             assert answer.failure is None and answer.token_ids == reference
             report = answer.report or answer.prefill_report

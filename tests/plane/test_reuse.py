@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 
 from dataplane import limits
 from dataplane.ends.connections import IdleConnections
+from dataplane.ends.sender import HolderStream
 from dataplane.protocol.stream import Accepted, Kind, TransferFailedError, encode_frame
 from dataplane.protocol.wire import SocketWire
 from schemas.handoff import Endpoint
@@ -111,6 +113,30 @@ def test_who_wants_nothing_makes_room(carrier: str, make_holder: Callable[..., H
         assert np.array_equal(reader.landed(300), holder.kv)
         holder.gate.wait_outcome()  # the holder knows as well that this stream is over
     assert not holder.server.num_junk
+    other.close()
+
+
+def test_who_made_room_is_waited_for_at_the_end(
+    make_holder: Callable[..., Holder], target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread is the last that could still read the arena."""
+    run, begun, ended = HolderStream.run, list[HolderStream](), list[HolderStream]()
+
+    def run_slowly(stream: HolderStream) -> None:
+        begun.append(stream)
+        run(stream)
+        if stream is begun[0]:
+            time.sleep(0.5)
+        ended.append(stream)
+
+    monkeypatch.setattr(HolderStream, "run", run_slowly)
+    holder, other = make_holder(("tcp",), max_streams=1), Target()
+    holder.compute_all()
+    target.read_from(holder, "tcp")
+    holder.gate.wait_outcome()
+    other.read_from(holder, "tcp")
+    holder.server.close()
+    assert set(ended) == set(begun) and len(begun) == 2
     other.close()
 
 

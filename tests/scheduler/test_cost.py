@@ -26,6 +26,7 @@ from schemas.worker import (
 from services.config import SchedulerConfig
 from services.scheduler.core import SchedulerCore
 from services.scheduler.limits import (
+    MAX_BORDERS,
     MAX_SOURCES,
     START_DECODE_STEP_MS,
     START_PREFILL_TOKENS_PER_S,
@@ -34,8 +35,7 @@ from services.scheduler.limits import (
 )
 from services.scheduler.placement.cost import DEFAULT_LIMITS, CostLimits
 from services.scheduler.placement.fleet_view import FleetView
-from services.scheduler.placement.known_rates import START_LINKS, FleetRates
-from services.scheduler.placement.known_worker import KnownWorker, Link
+from services.scheduler.placement.known_rates import START_LINKS, Link
 
 BLOCK_SIZE = 16
 Source = tuple[str, int, int]
@@ -442,25 +442,31 @@ def test_the_same_is_decided_twice(workers: list[WorkerLoad], holders: list[Hold
     assert decisions[0] == decisions[1] and decisions[0][0] == decisions[0][1]
 
 
-P0_ID, S0_ID, D0_ID = WorkerId("p0"), WorkerId("s0"), WorkerId("d0")
-
-
-def fleet_of(*loads: WorkerLoad) -> tuple[dict[WorkerId, KnownWorker], FleetRates]:
-    """The workers by id, and what their rates say."""
+def fleet_of(*loads: WorkerLoad) -> FleetView:
     fleet = FleetView()
     for load in loads:
         fleet.join(load.worker)
         fleet.hear(load, 0)
-    return fleet.workers, fleet.rates(0)
+    return fleet
+
+
+def compute_ms(fleet: FleetView, name: str, first_token: int, end_token: int) -> float:
+    (found,) = fleet.compute_ms(fleet.slots([WorkerId(name)]), first_token, end_token)
+    return float(found)
+
+
+def link(fleet: FleetView, reader: str, source: str, tier: Tier = "arena") -> Link:
+    links = fleet.links(fleet.slots([WorkerId(source)]), fleet.slots([WorkerId(reader)]), [tier])
+    return Link(float(links.latency_ms[0, 0]), float(links.bytes_per_s[0, 0]))
 
 
 def test_starting_values() -> None:
-    workers, rates = fleet_of(P0)
-    p0 = workers[P0_ID]
-    assert rates.compute_ms(p0, 0, 3_000) == pytest.approx(3_000 / START_PREFILL_TOKENS_PER_S * 1e3)
-    assert rates.link(p0, S0_ID) == START_LINKS["arena"]
-    assert rates.link(p0, S0_ID, "disk") == START_LINKS["disk"]
-    assert (rates.step_ms(p0), rates.token_bytes(p0)) == (START_DECODE_STEP_MS, START_TOKEN_BYTES)
+    fleet = fleet_of(P0, S0)
+    p0 = fleet.slots([WorkerId("p0")])
+    assert compute_ms(fleet, "p0", 0, 3_000) == pytest.approx(3_000 / START_PREFILL_TOKENS_PER_S * 1e3)
+    assert link(fleet, "p0", "s0") == START_LINKS["arena"]
+    assert link(fleet, "p0", "s0", "disk") == START_LINKS["disk"]
+    assert (fleet.step_ms(p0), fleet.token_bytes(p0)) == (START_DECODE_STEP_MS, START_TOKEN_BYTES)
 
 
 def computing(name: str, *points: tuple[int, float]) -> WorkerLoad:
@@ -469,41 +475,55 @@ def computing(name: str, *points: tuple[int, float]) -> WorkerLoad:
 
 
 def test_tokens_are_computed_at_the_speed_of_their_context() -> None:
-    workers, rates = fleet_of(computing("p0", (0, 1_000), (1_000, 500)))
-    p0 = workers[P0_ID]
-    assert rates.compute_ms(p0, 0, 2_000) == pytest.approx(1_000 + 2_000)
-    assert rates.compute_ms(p0, 900, 1_100) == pytest.approx(100 + 200)
-    assert rates.compute_ms(p0, 5_000, 5_000) == 0
+    fleet = fleet_of(computing("p0", (0, 1_000), (1_000, 500)))
+    assert compute_ms(fleet, "p0", 0, 2_000) == pytest.approx(1_000 + 2_000)
+    assert compute_ms(fleet, "p0", 900, 1_100) == pytest.approx(100 + 200)
+    assert compute_ms(fleet, "p0", 5_000, 5_000) == 0
 
 
 def test_what_a_worker_has_not_measured_is_the_fleets_scaled_by_how_it_compares() -> None:
     slow, fast, new = computing("p0", (0, 1_000), (1_000, 500)), computing("p1", (0, 3_000)), computing("p2")
-    workers, rates = fleet_of(slow, fast, new)
-    assert rates.compute_ms(workers[WorkerId("p2")], 0, 1_000) == pytest.approx(500), "the mean of both"
-    assert rates.compute_ms(workers[WorkerId("p1")], 1_000, 2_000) == pytest.approx(1_000 / (500 * 1.5) * 1e3)
+    fleet = fleet_of(slow, fast, new)
+    assert compute_ms(fleet, "p2", 0, 1_000) == pytest.approx(500), "the mean of both"
+    assert compute_ms(fleet, "p1", 1_000, 2_000) == pytest.approx(1_000 / (500 * 1.5) * 1e3)
+
+
+def test_no_more_context_positions_are_told_apart_than_the_bound() -> None:
+    points = [(at, 1_000.0) for at in range(3 * MAX_BORDERS)]
+    fleet = fleet_of(computing("p0", *points))
+    assert compute_ms(fleet, "p0", 0, 3 * MAX_BORDERS) == pytest.approx(3 * MAX_BORDERS)
 
 
 def test_a_pair_that_was_never_measured_is_like_the_readers_others() -> None:
     measured = [worker("p0", reads={"s0": (100, 2), "s1": (300, 4)}), worker("p1", reads={"s0": (900, 1)})]
-    workers, rates = fleet_of(*measured, worker("p9"))
-    assert rates.link(workers[P0_ID], D0_ID) == Link(3, 200e6)
-    assert rates.link(workers[P0_ID], D0_ID, "remote") == Link(10, 200e6)
-    unknown = rates.link(workers[WorkerId("p9")], D0_ID)
-    assert (unknown.latency_ms, unknown.bytes_per_s) == pytest.approx((7 / 3, 1_300e6 / 3))
+    fleet = fleet_of(*measured, worker("p9"), D0)
+    assert link(fleet, "p0", "d0") == Link(3, 200e6)
+    assert link(fleet, "p0", "d0", "remote") == Link(10, 200e6)
+    assert link(fleet, "p9", "d0") == pytest.approx((7 / 3, 1_300e6 / 3))
+
+
+def test_a_source_may_be_measured_before_it_is_known() -> None:
+    fleet = fleet_of(worker("p0", reads={"s0": (100, 2), "s1": (300, 4)}), S1)
+    assert link(fleet, "p0", "s1") == Link(4, 300e6)
+    fleet.join(S0.worker)
+    assert link(fleet, "p0", "s0") == Link(2, 100e6)
+    fleet.leave(WorkerId("s1"))
+    fleet.join(D0.worker)  # in its place
+    assert link(fleet, "p0", "d0") == Link(3, 200e6)
 
 
 def test_a_pair_that_was_slow_long_ago_is_tried_again() -> None:
     """A slow pair is not read from, so nothing but time can tell that it has recovered."""
-    fleet, slow = FleetView(), worker("p0", reads={"s0": (1, 500), "s1": (1_000, 3)})
-    p0 = fleet.join(slow.worker)
+    slow = worker("p0", reads={"s0": (1, 500), "s1": (1_000, 3)})
+    fleet = fleet_of(slow, S0)
     speeds = []
     for minutes in range(8):
         fleet.hear(slow, minutes * TRUST_HALF_LIFE_MS)
-        speeds.append(fleet.rates(minutes * TRUST_HALF_LIFE_MS).link(p0, S0_ID).bytes_per_s)
+        speeds.append(link(fleet, "p0", "s0").bytes_per_s)
     assert speeds[0] == pytest.approx(1e6) and speeds[1] == pytest.approx(1e6 * 1_000**0.5)
     assert speeds == sorted(speeds) and speeds[-1] > 900e6
-    again = worker("p0", reads={"s0": (2, 500), "s1": (1_000, 3)})
-    fleet.hear(again, 8 * TRUST_HALF_LIFE_MS)
-    assert fleet.rates(8 * TRUST_HALF_LIFE_MS).link(p0, S0_ID).bytes_per_s == pytest.approx(2e6), "measured just now"
-    fleet.leave(P0_ID)
-    assert fleet.rates(0).link(fleet.join(slow.worker), S0_ID) == START_LINKS["arena"], "and forgotten with its worker"
+    fleet.hear(worker("p0", reads={"s0": (2, 500), "s1": (1_000, 3)}), 8 * TRUST_HALF_LIFE_MS)
+    assert link(fleet, "p0", "s0").bytes_per_s == pytest.approx(2e6), "measured just now"
+    fleet.leave(WorkerId("p0"))
+    fleet.join(slow.worker)
+    assert link(fleet, "p0", "s0") == START_LINKS["arena"], "and forgotten with its worker"

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -21,8 +22,9 @@ from services.config import SchedulerConfig
 from services.errors import UserError
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import Action, BusProved, SayLeft
-from services.scheduler.placement.known_worker import KnownWorker, idle
-from services.scheduler.placement.policy import affinity, least_loaded, policy_named, round_robin
+from services.scheduler.placement.fleet_view import Demand, FleetView
+from services.scheduler.placement.named import policy_named
+from services.scheduler.placement.policy import Policy, Question, affinity, least_loaded, round_robin
 
 
 def info(worker_id: str, role: WorkerRole, **fields: object) -> WorkerInfo:
@@ -86,45 +88,56 @@ P0, P1 = info("p0", "prefill"), info("p1", "prefill")
 D0, D1 = info("d0", "decode"), info("d1", "decode")
 
 
-def candidate(name: str, tokens: int = 0, requests: int = 0, free: int = 0) -> KnownWorker:
-    worker = KnownWorker(info(name, "prefill"), idle(info(name, "prefill")))
-    said = load(worker.info, tokens=tokens, running=requests)
-    worker.hear(replace(said, blocks=replace(said.blocks, free=free)), 0)
-    return worker
+def candidate(name: str, tokens: int = 0, requests: int = 0, free: int = 0) -> WorkerLoad:
+    """A worker whose role is its initial."""
+    said = load(info(name, {"p": "prefill", "d": "decode"}[name[0]]), tokens=tokens, running=requests)  # type: ignore[arg-type]
+    return replace(said, blocks=replace(said.blocks, free=free))
+
+
+def chosen(policy: Policy, *loads: WorkerLoad, turn: int = 0, first_block: bytes = b"") -> tuple[str, str | None]:
+    view = FleetView()
+    for said in loads:
+        view.join(said.worker)
+        view.hear(said, 0)
+    nothing = np.zeros(len(view.rows), np.intp)
+    choice = policy(Question(Demand(10, 10), first_block, turn, view, view.groups, (), nothing))
+    assert choice is not None
+    return choice.prefill, choice.decode
 
 
 @pytest.mark.parametrize(
-    ("phase", "candidates", "turn", "expected"),
+    ("candidates", "turn", "expected"),
     [
-        ("prefill", [candidate("a", tokens=5), candidate("b", tokens=3)], 0, "b"),
-        ("prefill", [candidate("a", tokens=3, requests=9), candidate("b", tokens=3)], 0, "b"),
-        ("prefill", [candidate("a"), candidate("b")], 0, "a"),
-        ("prefill", [candidate("a"), candidate("b")], 1, "b"),
-        ("decode", [candidate("a", tokens=0, requests=4), candidate("b", tokens=99, requests=3)], 0, "b"),
-        ("decode", [candidate("a", requests=4, free=1), candidate("b", requests=4, free=2)], 0, "b"),
+        ([candidate("pa", tokens=5), candidate("pb", tokens=3)], 0, "pb"),
+        ([candidate("pa", tokens=3, requests=9), candidate("pb", tokens=3)], 0, "pb"),
+        ([candidate("pa"), candidate("pb")], 0, "pa"),
+        ([candidate("pa"), candidate("pb")], 1, "pb"),
+        ([candidate("da", tokens=0, requests=4), candidate("db", tokens=99, requests=3)], 0, "db"),
+        ([candidate("da", requests=4, free=1), candidate("db", requests=4, free=2)], 0, "db"),
     ],
 )
-def test_least_loaded(phase: str, candidates: list[KnownWorker], turn: int, expected: str) -> None:
-    assert least_loaded(phase, candidates, turn, b"").info.worker_id == expected  # type: ignore[arg-type]
+def test_least_loaded(candidates: list[WorkerLoad], turn: int, expected: str) -> None:
+    others = [candidate("pz", tokens=999), candidate("dz", requests=999)]
+    assert expected in chosen(least_loaded, *candidates, *others[expected[0] == "p" :][:1], turn=turn)
 
 
 def test_round_robin_ignores_load() -> None:
-    candidates = [candidate("a", tokens=99), candidate("b"), candidate("c")]
-    assert [round_robin("prefill", candidates, turn, b"").info.worker_id for turn in range(4)] == ["a", "b", "c", "a"]
+    candidates = [candidate("pa", tokens=99), candidate("pb"), candidate("pc"), candidate("da")]
+    assert [chosen(round_robin, *candidates, turn=turn)[0] for turn in range(4)] == ["pa", "pb", "pc", "pa"]
 
 
 def test_affinity_moves_nothing_but_what_a_missing_worker_had() -> None:
-    candidates = [candidate(name) for name in "abc"]
+    candidates = [candidate(name) for name in ("pa", "pb", "pc")]
     keys = [bytes([number]) * 16 for number in range(60)]
 
-    def chosen(of: list[KnownWorker]) -> list[str]:
-        return [affinity("prefill", of, turn, key).info.worker_id for turn, key in enumerate(keys)]
+    def places(of: list[WorkerLoad]) -> list[str]:
+        return [chosen(affinity, *of, candidate("da"), turn=n, first_block=key)[0] for n, key in enumerate(keys)]
 
-    before = chosen(candidates)
-    assert all(before.count(name) > 10 for name in "abc")
-    assert chosen(candidates[::-1]) == before == chosen([candidate("a", tokens=99), *candidates[1:]])
-    assert [after for was, after in zip(before, chosen(candidates[:2]), strict=True) if was != "c"] == [
-        was for was in before if was != "c"
+    before = places(candidates)
+    assert all(before.count(name) > 10 for name in ("pa", "pb", "pc"))
+    assert places(candidates[::-1]) == before == places([candidate("pa", tokens=99), *candidates[1:]])
+    assert [after for was, after in zip(before, places(candidates[:2]), strict=True) if was != "pc"] == [
+        was for was in before if was != "pc"
     ]
 
 
@@ -142,7 +155,7 @@ def test_affinity_follows_a_prompts_first_block() -> None:
 
 def test_an_unknown_policy_is_a_users_error_that_names_the_others() -> None:
     with pytest.raises(UserError, match="affinity, cost, least_loaded, round_robin"):
-        policy_named("fastest")
+        policy_named(SchedulerConfig(policy="fastest"))
 
 
 def test_round_robin_visits_all_pairs() -> None:

@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 
 from schemas.ids import WorkerId
 from schemas.request import Placement, RefusalReason
-from schemas.worker import LeftReason, WorkerDraining, WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad
+from schemas.worker import LeftReason, WorkerBeat, WorkerDraining, WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad
 from services.config import SchedulerConfig
-from services.presence import SETTLE_MS, BusConnected
+from services.presence import BEAT_INTERVAL_MS, LOAD_INTERVAL_MS, SETTLE_MS, BusConnected
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import (
     Action,
     BusProved,
+    ConnectionEnded,
     FleetEvent,
     PingAnswered,
     PingUnanswered,
@@ -26,6 +27,11 @@ from tests.scheduler.test_scheduler import D0, P0, P1, ask, fleet, info, load, p
 
 W = WorkerId("w")
 LIMITS = SchedulerConfig()
+BEAT = WorkerBeat(worker_id=W, incarnation="a")
+
+
+def pings_of(actions: list[Action]) -> list[SendPing]:
+    return [action for action in actions if isinstance(action, SendPing)]
 
 
 class Fleet:
@@ -45,7 +51,7 @@ class Fleet:
         return actions
 
     def due(self, now_ms: int) -> list[SendPing]:
-        return [action for action in self.tick(now_ms) if isinstance(action, SendPing)]
+        return pings_of(self.tick(now_ms))
 
     def answer(self, ping: SendPing, now_ms: int, incarnation: str = "a") -> None:
         assert self.core.handle(PingAnswered(ping, W, incarnation), now_ms) == []
@@ -75,33 +81,130 @@ def test_a_new_worker_is_pinged_at_once_then_every_interval_and_never_more_than_
 
 def test_a_process_that_died_is_known_dead_by_two_pings_that_nobody_serves() -> None:
     fleet = Fleet()
-    (ping,) = fleet.due(200)
-    assert not fleet.unserved(ping, 201) and fleet.core.wake_ms == 251
-    assert fleet.due(250) == [] and fleet.due(251) == [SendPing(W, "a", 251)], "the second one soon"
-    assert fleet.unserved(SendPing(W, "a", 251), 252)
+    assert fleet.due(200) == [] and fleet.core.wake_ms == 400
+    (ping,) = fleet.due(400)
+    assert not fleet.unserved(ping, 401) and fleet.core.wake_ms == 451
+    assert fleet.due(450) == [] and fleet.due(451) == [SendPing(W, "a", 451)], "the second one soon"
+    assert fleet.unserved(SendPing(W, "a", 451), 452)
     assert [left.reason for left in fleet.said] == [LeftReason.DIED]
+
+
+def test_who_speaks_is_not_asked() -> None:
+    fleet = Fleet()
+    for now_ms in range(100, 60_000, 100):
+        if now_ms % BEAT_INTERVAL_MS == 0:
+            message = BEAT if now_ms % LOAD_INTERVAL_MS else load(info("w", "prefill"))
+            assert fleet.core.handle(message, now_ms) == []
+        assert fleet.tick(now_ms) == [] and not fleet.is_suspect(now_ms)
+
+
+def test_only_those_who_are_overdue_are_asked_however_many_there_are() -> None:
+    core = SchedulerCore(LIMITS)
+    workers = [info(f"w{number}", "prefill") for number in range(1_000)]
+    for worker in workers:
+        core.handle(load(worker), 0)
+    for ping in pings_of(core.tick(0)):
+        core.handle(PingAnswered(ping, ping.worker_id, "a"), 0)
+    stopped = {WorkerId("w3"), WorkerId("w700")}
+    asked = list[SendPing]()
+    for now_ms in range(50, 1_000, 50):
+        if now_ms % BEAT_INTERVAL_MS == 0:
+            for worker in workers:
+                if worker.worker_id not in stopped:
+                    core.handle(WorkerBeat(worker_id=worker.worker_id, incarnation="a"), now_ms)
+        core.handle(BusProved(works=True), now_ms)
+        asked += pings_of(core.tick(now_ms))
+    assert {ping.worker_id for ping in asked} == stopped
+    assert len(asked) == 4 and {ping.sent_ms for ping in asked} == {400, 600}, "two each, and no third unanswered"
+
+
+def test_whose_connection_has_ended_is_asked_at_once_and_the_questions_are_the_proof() -> None:
+    fleet = Fleet()
+    assert fleet.core.handle(ConnectionEnded("w"), 10) == [] and fleet.core.wake_ms == 10
+    (ping,) = fleet.due(10)
+    assert not fleet.unserved(ping, 11) and fleet.core.wake_ms == 61
+    (ping,) = fleet.due(61)
+    assert fleet.unserved(ping, 62)
+    assert [left.reason for left in fleet.said] == [LeftReason.DIED]
+
+
+def test_whose_connection_is_said_to_have_ended_and_who_answers_lives() -> None:
+    """It has come back, or somebody else has used its name."""
+    fleet = Fleet()
+    fleet.core.handle(ConnectionEnded("w"), 10)
+    (ping,) = fleet.due(10)
+    assert not fleet.unserved(ping, 11)
+    (ping,) = fleet.due(61)
+    fleet.answer(ping, 62)
+    assert fleet.due(300) == [] and fleet.said == []
+    assert (
+        fleet.core.handle(ConnectionEnded("somebody"), 310) == [] and fleet.core.handle(ConnectionEnded(""), 310) == []
+    )
+    assert fleet.due(310) == []
+
+
+def test_a_last_word_that_comes_late_ends_no_doubt() -> None:
+    """What a worker said before its end may be read after the broker's word."""
+    fleet = Fleet()
+    fleet.core.handle(ConnectionEnded("w"), 10)
+    (ping,) = fleet.due(10)
+    assert not fleet.unserved(ping, 11)
+    fleet.core.handle(BEAT, 12)
+    (ping,) = fleet.due(61)
+    assert not fleet.unserved(ping, 62), "the first since it was heard"
+    (ping,) = fleet.due(112)
+    assert fleet.unserved(ping, 113)
+
+
+def test_however_often_a_connection_ends_there_are_two_questions_at_a_time() -> None:
+    fleet = Fleet()
+    asked = list[SendPing]()
+    for now_ms in range(10, 500, 10):
+        fleet.core.handle(ConnectionEnded("w"), now_ms)
+        asked += fleet.due(now_ms)
+    assert len(asked) == 2
+
+
+def test_a_beat_is_a_sign_of_life_of_its_own_incarnation_only() -> None:
+    fleet = Fleet()
+    assert fleet.core.handle(BEAT, 300) == []
+    assert fleet.due(699) == [] and len(fleet.due(700)) == 1
+    fleet.core.handle(WorkerBeat(worker_id=W, incarnation="b"), 750)
+    fleet.core.handle(WorkerBeat(worker_id=WorkerId("stranger"), incarnation="a"), 750)
+    fleet.prove(900)
+    assert fleet.is_suspect(900) and fleet.core.incarnations() == {W: "a"}, "a beat names nobody new"
+
+
+def test_what_has_left_and_beats_is_told_so() -> None:
+    fleet = Fleet()
+    fleet.core.handle(WorkerLeft(worker_id=W, incarnation="a", reason=LeftReason.SILENT), 0)
+    assert fleet.core.handle(BEAT, 500) == []
+    assert [left.reason for left in said_left(fleet.core.handle(BEAT, 1_000))] == ["silent"]
+    assert fleet.core.incarnations() == {}
 
 
 def test_two_pings_that_waited_for_the_same_broker_are_one_proof() -> None:
     fleet = Fleet()
-    first, second = *fleet.due(200), *fleet.due(400)
-    assert not fleet.unserved(first, 600) and not fleet.unserved(second, 600)
-    (third,) = fleet.due(650)
-    assert fleet.unserved(third, 651)
+    first, second = *fleet.due(400), *fleet.due(600)
+    assert not fleet.unserved(first, 800) and not fleet.unserved(second, 800)
+    (third,) = fleet.due(850)
+    assert fleet.unserved(third, 851)
 
 
-@pytest.mark.parametrize("between", ["load", "answer"])
+@pytest.mark.parametrize("between", ["load", "beat", "answer"])
 def test_a_sign_of_life_between_two_pings_that_nobody_serves_is_life(between: str) -> None:
     fleet = Fleet()
-    (ping,) = fleet.due(200)
-    assert not fleet.unserved(ping, 201)
+    (ping,) = fleet.due(400)
+    assert not fleet.unserved(ping, 401)
     if between == "load":
-        fleet.core.handle(load(info("w", "prefill")), 230)
+        fleet.core.handle(load(info("w", "prefill")), 430)
+    elif between == "beat":
+        fleet.core.handle(BEAT, 430)
     else:
-        (ping,) = fleet.due(251)
-        fleet.answer(ping, 252)
-    (ping,) = fleet.due(500)
-    assert not fleet.unserved(ping, 501)
+        (ping,) = fleet.due(451)
+        fleet.answer(ping, 452)
+    (ping,) = fleet.due(900)
+    assert not fleet.unserved(ping, 901)
 
 
 def test_a_worker_that_serves_no_pings_is_judged_by_its_silence() -> None:
@@ -178,6 +281,19 @@ def test_while_the_bus_is_away_nobody_is_silent_and_afterwards_the_clocks_start_
     assert [left.reason for left in fleet.said] == [LeftReason.SILENT]
 
 
+def test_a_proof_that_was_lost_is_followed_by_another_though_everybody_speaks_meanwhile() -> None:
+    """Else nobody's silence would count ever again."""
+    fleet = Fleet()
+    assert ProveBus() in fleet.tick(700)
+    fleet.core.handle(BusConnected(1), 700)
+    fleet.core.handle(BusProved(works=False), 800)
+    fleet.core.handle(BusConnected(2), 5_000)
+    fleet.core.handle(BEAT, 5_000)
+    assert fleet.tick(5_000) == [ProveBus()]
+    fleet.prove(5_001)
+    assert not fleet.is_suspect(5_599) and fleet.is_suspect(5_600)
+
+
 def test_while_our_own_proof_is_on_its_way_nobody_s_silence_grows() -> None:
     """Whatever else is heard: the load of one worker is no proof that the others could be heard."""
     fleet = Fleet()
@@ -208,7 +324,7 @@ def test_a_killed_worker_has_left_within_half_a_second_and_requests_go_elsewhere
     core = fleet("least_loaded", P0, P1, D0)
 
     def pings(now_ms: int) -> list[SendPing]:
-        return [action for action in core.tick(now_ms) if isinstance(action, SendPing)]
+        return pings_of(core.tick(now_ms))
 
     for ping in pings(0):
         core.handle(PingAnswered(ping, ping.worker_id, "a"), 0)
@@ -271,13 +387,15 @@ def word(kind: str, worker: WorkerInfo) -> FleetEvent:
             return WorkerJoined(worker=worker)
         case "load":
             return load(worker)
+        case "beat":
+            return WorkerBeat(worker_id=worker.worker_id, incarnation=worker.incarnation)
         case "draining":
             return WorkerDraining(worker_id=worker.worker_id, incarnation=worker.incarnation)
         case _:
             return WorkerLeft(worker_id=worker.worker_id, incarnation=worker.incarnation, reason=LeftReason(kind))
 
 
-KINDS = ["joined", "load", "load", "draining", "stopped"]
+KINDS = ["joined", "load", "load", "beat", "draining", "stopped"]
 
 
 @settings(max_examples=300, deadline=None)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from schemas import subjects
+from schemas import permissions, subjects
 from schemas.directory import BlocksLocated, LocateBlocks
 from schemas.request import Placement, PlaceRequest, Refused
+from schemas.subjects import Role
 from schemas.worker import (
     DescribeFleet,
     PingWorker,
@@ -23,15 +24,16 @@ from services.bus.embedded import EmbeddedNats
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.nats import NatsBus
 from services.bus.typed import Received, TypedBus
-from services.config import MeshConfig, SchedulerConfig, WorkerConfig
+from services.config import GatewayConfig, MeshConfig, SchedulerConfig, WorkerConfig
+from services.scheduler import core as scheduler_core
 from services.scheduler.placement.hints import Hints
 from services.scheduler.service import run_scheduler
-from services.trust.keys import BusAccess
+from services.trust.keys import BusAccess, MeshKeys
 from tests.directory.test_directory_service import load_of, question
 
 PATIENCE_S = 60
 QUICK = MeshConfig(
-    scheduler=SchedulerConfig(ping_interval_ms=20, suspect_after_ms=200, silent_after_ms=1_100),
+    scheduler=SchedulerConfig(ping_interval_ms=20, suspect_after_ms=200, silent_after_ms=1_300),
     worker=WorkerConfig(fence_after_ms=500),
 )
 
@@ -104,12 +106,12 @@ async def mesh(num_schedulers: int = 1) -> AsyncIterator[tuple[asyncio.TaskGroup
         await client.bus.close()
 
 
-async def keep_saying(*workers: FakeWorker) -> None:
+async def keep_saying(*workers: FakeWorker, every_s: float = 0.1) -> None:
     while True:
         for worker in workers:
             if worker.going.is_set():
                 await worker.say()
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(every_s)
 
 
 async def pinged(*workers: FakeWorker) -> None:
@@ -238,7 +240,8 @@ async def test_a_broker_that_is_away_for_longer_than_a_silence_takes_nobody_for_
         workers = [FakeWorker(buses[1], "p0", "prefill"), FakeWorker(buses[2], "d0", "decode")]
         for worker in workers:
             await worker.start(tasks)
-        saying = tasks.create_task(keep_saying(*workers))
+        # So rarely that they are asked in between.
+        saying = tasks.create_task(keep_saying(*workers, every_s=0.5))
         await pinged(*workers)
         server.stop()
         await asyncio.sleep(1.5 * MeshConfig().scheduler.silent_after_ms / 1e3)
@@ -252,6 +255,84 @@ async def test_a_broker_that_is_away_for_longer_than_a_silence_takes_nobody_for_
         await workers[0].kill()
         assert await client.next_left() == ("p0", "1", "died")
         await workers[1].kill()
+        stop.set()
+        await client.bus.close()
+    server.stop()
+
+
+PATIENT = MeshConfig(
+    scheduler=SchedulerConfig(
+        ping_interval_ms=4_000 * PATIENCE_S, suspect_after_ms=9_000 * PATIENCE_S, silent_after_ms=10_000 * PATIENCE_S
+    ),
+    gateway=GatewayConfig(worker_silent_ms=10_000 * PATIENCE_S),
+)
+"""Nobody is overdue as long as a test may take."""
+
+
+async def test_who_dies_is_known_dead_by_the_broker_s_word_on_its_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a real broker, with the permissions of each role. Of strangers' connections, and of one that has two, nobody
+    dies."""
+    monkeypatch.setattr(scheduler_core, "SECOND_PING_SHARE", 40 * PATIENCE_S)
+    keys = MeshKeys.fresh()
+    server = EmbeddedNats.start(None, tmp_path, keys.broker_config)
+
+    async def connect(role: Role, name: str) -> NatsBus:
+        return await NatsBus.connect(BusAccess(server.url, keys.roles[role].identity(name)), name)
+
+    async with asyncio.timeout(4 * PATIENCE_S), asyncio.TaskGroup() as tasks:
+        stop, ready = asyncio.Event(), asyncio.Event()
+        tasks.create_task(run_scheduler(PATIENT, await connect(Role.SCHEDULER, "scheduler"), stop, ready.set))
+        await ready.wait()
+        client = Client(await connect(Role.GATEWAY, "client"))
+        await client.start(tasks)
+        workers = [FakeWorker(await connect(Role.HOLDER, name), name, "decode") for name in ("d0", "d1")]
+        for worker in workers:
+            await worker.start(tasks)
+        async with asyncio.timeout(PATIENCE_S):
+            while await client.workers() != {"d0", "d1"} or not all(worker.num_pings for worker in workers):
+                await asyncio.sleep(0.01)
+        await (await connect(Role.DIRECTORY, "stranger")).close()
+        num_before = workers[1].num_pings
+        await (await connect(Role.HOLDER, "d1")).close()
+        async with asyncio.timeout(PATIENCE_S):
+            while workers[1].num_pings == num_before:
+                await asyncio.sleep(0.01)
+        await workers[0].kill()
+        assert await client.next_left() == ("d0", "1", "died")
+        assert await client.workers() == {"d1"} and client.left.empty()
+        await workers[1].kill()
+        stop.set()
+        await client.bus.close()
+    server.stop()
+
+
+async def test_a_broker_that_denies_its_word_on_connections_is_good_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is quiet is asked."""
+    with monkeypatch.context() as patch:
+        patch.setattr(permissions, "DISCONNECTED", "_BROKER.other")
+        keys = MeshKeys.fresh()
+    server = EmbeddedNats.start(None, tmp_path, keys.broker_config)
+
+    async def connect(role: Role, name: str) -> NatsBus:
+        return await NatsBus.connect(BusAccess(server.url, keys.roles[role].identity(name)), name)
+
+    async with asyncio.timeout(4 * PATIENCE_S), asyncio.TaskGroup() as tasks:
+        stop, ready = asyncio.Event(), asyncio.Event()
+        bus = await connect(Role.SCHEDULER, "scheduler")
+        tasks.create_task(run_scheduler(MeshConfig(), bus, stop, ready.set))
+        await ready.wait()
+        client = Client(await connect(Role.GATEWAY, "client"))
+        await client.start(tasks)
+        worker = FakeWorker(await connect(Role.HOLDER, "d0"), "d0", "decode")
+        await worker.start(tasks)
+        await pinged(worker)
+        await bus.flush()
+        await worker.kill()
+        assert await client.next_left() == ("d0", "1", "died")
         stop.set()
         await client.bus.close()
     server.stop()

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +30,15 @@ from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import Landing
 from schemas.block import BlockHasher
 from schemas.ids import LeaseId
+from services.decode.core import DecodeCore
 from services.sim.mesh import MeshShape
 from services.sim.scenario import FAULT_KINDS, Fault, FaultKind, Scenario
 from services.sim.world import SimOptions, simulate
+from services.worker.core import role
+from services.worker.core.attempts import Twin
 from services.worker.core.leases import Grant, LeaseTable
+from services.worker.core.role import RoleCore
+from services.worker.core.twins import Twins
 from services.worker.kv.contents import WorkerHolder
 from services.worker.kv.holder import KVHolder, StreamLease
 
@@ -72,6 +78,41 @@ OUT_OF_REACH = SimOptions(
     scenario=Scenario(faults=(Fault(do="refusal", at_s=0.3, for_s=5.0, share=0.8),)),
 )
 """Holders grant leases, and cannot be reached."""
+BURSTS = SimOptions(shape=MeshShape(step_s=0.03, num_blocks=256), num_requests=60, span_s=0.4)
+"""Prompts that begin alike are computed at one time."""
+DRAINED = SimOptions(
+    shape=MeshShape(num_prefill=3, num_decode=3, num_blocks=256, step_s=0.03),
+    num_requests=40,
+    scenario=Scenario(
+        faults=tuple(
+            Fault(do="drain", target=target, at_s=at_s, for_s=0.3)
+            for at_s in (0.3, 0.8, 1.3, 1.8)
+            for target in ("decode", "prefill")
+        )
+    ),
+)
+"""Workers leave in the middle of answers and prompts, one after another."""
+LONG_ANSWERS = SimOptions(
+    shape=MeshShape(num_prefill=3, num_decode=3, num_blocks=256, step_s=0.15, drain_s=30.0),
+    scenario=Scenario(faults=tuple(Fault(do="drain", target="decode", at_s=at_s, for_s=0.3) for at_s in (0.8, 1.5))),
+)
+"""Workers leave whose answers take seconds yet."""
+CUT_COPIES = SimOptions(
+    shape=MeshShape(num_decode=3, num_blocks=64, carrier="tcp"),
+    num_requests=60,
+    span_s=4.0,
+    scenario=Scenario(
+        faults=(
+            *(
+                Fault(do="drain", target=role, at_s=at_s, for_s=0.3)
+                for at_s in (0.8, 1.8)
+                for role in ("decode", "prefill")
+            ),
+            Fault(do="truncation", at_s=0.5, for_s=3.0, share=0.7),
+        )
+    ),
+)
+"""What workers leave behind arrives in part, and is asked for later."""
 LONG_LEASES = SimOptions(shape=MeshShape(lease_ms=600_000, step_s=0.01))
 
 
@@ -546,6 +587,50 @@ def cancelled_run_keeps_its_blocks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecodeCore, "_forget", keeps)
 
 
+# What an answer must be.
+
+
+def _give_grammars(patch: pytest.MonkeyPatch, wrap: Callable[[Any, Any], Any]) -> None:
+    """Let the engine have what `wrap` makes of each sequence and its grammar."""
+    from services.worker.engine_feed import EngineFeed
+
+    give = EngineFeed._give  # pyright: ignore[reportPrivateUsage]
+
+    def wrapped(self: EngineFeed, sequence: Any) -> None:
+        if sequence.grammar is not None:
+            future: Future[Any] = Future()
+            future.set_result(wrap(sequence, sequence.grammar.result()))
+            sequence.grammar = future
+        give(self, sequence)
+
+    patch.setattr(EngineFeed, "_give", wrapped)
+
+
+@bug("a grammar's state is not made again of the answer's tokens where it goes on", "kill", options=RESUMED)
+def grammar_forgets_at_a_resume(patch: pytest.MonkeyPatch) -> None:
+    class Forgetful:
+        def __init__(self, sequence: Any, grammar: Any) -> None:
+            self.num_forgotten = sequence.index if sequence.attempt > 1 else 0
+            self.grammar = grammar
+
+        def allowed(self, answer: Any) -> Any:
+            return self.grammar.allowed(answer[self.num_forgotten :])
+
+    _give_grammars(patch, Forgetful)
+
+
+@bug("the first token, which the prefill worker samples, is under no mask")
+def no_mask_on_token_0(patch: pytest.MonkeyPatch) -> None:
+    class Late:
+        def __init__(self, sequence: Any, grammar: Any) -> None:
+            self.grammar = grammar
+
+        def allowed(self, answer: Any) -> Any:
+            return self.grammar.allowed(answer) if answer else self.grammar.allowed(answer) | True
+
+    _give_grammars(patch, Late)
+
+
 # Two workers and what they tell each other.
 
 
@@ -653,6 +738,151 @@ def first_token_twice(patch: pytest.MonkeyPatch) -> None:
         return submit(self, attempt, [*token_ids, *first], **rest)
 
     patch.setattr(DecodeCore, "_submit", shifted)
+
+
+# Waiting for what another request fills.
+
+
+def _wait_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """Take the bound of a wait away: what is left is whether it ends by itself."""
+    patch.setattr(role, "TWIN_WAIT_SHARE", 1)
+    patch.setattr(DecodeCore, "twin_wait_ms", 10**9)
+
+
+@bug("who waits for another's blocks does not hear that it has ended without them", "disconnect", options=BURSTS)
+def waits_for_a_dead_twin(patch: pytest.MonkeyPatch) -> None:
+    _wait_for_ever(patch)
+    patch.setattr(Twins, "fills", lambda self, twin: twin.attempt.num_stored_blocks < twin.end_block)
+
+
+@bug("who waits is waited for: two wait for each other", options=BURSTS)
+def waits_for_who_waits(patch: pytest.MonkeyPatch) -> None:
+    _wait_for_ever(patch)
+
+    def all_others(self: Twins, attempt: Any) -> list[Any]:
+        return [
+            other
+            for attempts in self._roles  # pyright: ignore[reportPrivateUsage]
+            for other in attempts.values()
+            if other.hasher.hashes[:1] == attempt.hasher.hashes[:1] and other is not attempt
+        ]
+
+    def find(self: Twins, attempt: Any) -> Twin | None:
+        found = next((a for a in all_others(self, attempt) if a.num_stored_blocks < len(a.hasher.hashes)), None)
+        return Twin(found, 1, 0) if found is not None and attempt.hasher.hashes else None
+
+    patch.setattr(Twins, "find", find)
+    patch.setattr(Twins, "fills", lambda self, twin: twin.attempt.num_stored_blocks < twin.end_block)
+
+
+@bug("blocks that were waited for count as there, whether they are or not", "disconnect", options=BURSTS)
+def waited_for_is_there(patch: pytest.MonkeyPatch) -> None:
+    allocate = RoleCore._allocate  # pyright: ignore[reportPrivateUsage]
+    patch.setattr(Twins, "fills", lambda self, twin: False)
+
+    def believe(self: Any, attempt: Any, **terms: Any) -> bool:
+        twin = self._twins.find_any(attempt)
+        has_room = allocate(self, attempt, **terms)
+        if has_room and twin is not None and attempt.kv is not None:
+            num_tokens = min(twin.end_block * self._limits.block_size, len(attempt.prompt) - 1)
+            attempt.kv.num_cached_tokens = attempt.kv.num_present_tokens = num_tokens
+        return has_room
+
+    def find_any(self: Twins, attempt: Any) -> Twin | None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(Twins, "fills", lambda self, twin: True)
+            return self.find(attempt)
+
+    patch.setattr(Twins, "find_any", find_any, raising=False)
+    patch.setattr(RoleCore, "_allocate", believe)
+
+
+# Workers that leave.
+
+
+@bug("an answer that moves gives its blocks back while the engine still writes them", options=DRAINED)
+def moved_before_the_engine_lets_go(patch: pytest.MonkeyPatch) -> None:
+    from services.worker.core.role import RoleCore
+
+    def at_once(self: Any, attempt: Any, detail: str, now_ms: int) -> Any:
+        return [self._give_away(attempt, detail, now_ms), *self._forget(attempt, now_ms)]
+
+    patch.setattr(RoleCore, "_move", at_once)
+
+
+@bug("a prompt that moves leaves the lease of its hand-over open", options=DRAINED)
+def moved_prompt_leaves_its_lease(patch: pytest.MonkeyPatch) -> None:
+    from services.prefill import core
+
+    patch.setattr(core, "FINISHED_TOKENS", 0)
+    patch.setattr(core.PrefillCore, "_engine_lost", lambda self, attempt: [])
+
+
+@bug("the token that an answer moves with is counted among those whose KV is in place", options=DRAINED)
+def moved_with_a_token_that_was_never_computed(patch: pytest.MonkeyPatch) -> None:
+    def ended(self: WorkerHolder, sequence: Any, attempt: Any) -> None:
+        self.computed(sequence, attempt, len(sequence.token_ids), ended=True)
+
+    patch.setattr(WorkerHolder, "ended", ended)
+
+
+@bug("the last token that came before an answer moved is handed on twice", options=DRAINED)
+def token_twice_after_a_move(patch: pytest.MonkeyPatch) -> None:
+    from services.gateway.request.core import RequestCore
+
+    fail = RequestCore._fail_worker  # pyright: ignore[reportPrivateUsage]
+
+    def forgetful(self: Any, worker_id: Any, failure: Any, now_ms: int) -> Any:
+        if failure.code == "draining" and self.tokens:
+            self.tokens.pop()
+        return fail(self, worker_id, failure, now_ms)
+
+    patch.setattr(RequestCore, "_fail_worker", forgetful)
+
+
+@bug("what a worker gives away goes on only once it has left", options=DRAINED)
+def moves_when_the_worker_has_left(patch: pytest.MonkeyPatch) -> None:
+    from services.gateway.request.core import RequestCore
+
+    fail = RequestCore._fail_worker  # pyright: ignore[reportPrivateUsage]
+
+    def waits(self: Any, worker_id: Any, failure: Any, now_ms: int) -> Any:
+        return [] if failure.code == "draining" else fail(self, worker_id, failure, now_ms)
+
+    patch.setattr(RequestCore, "_fail_worker", waits)
+
+
+@bug("a worker that leaves waits for its answers to end, however long they are", options=LONG_ANSWERS)
+def leaves_when_its_answers_have_ended(patch: pytest.MonkeyPatch) -> None:
+    from schemas.worker import LeaveAnswered
+    from services.worker.shell import Worker
+
+    may_leave = Worker.may_leave
+
+    async def as_the_last(self: Worker, *, forced: bool) -> LeaveAnswered:
+        return msgspec.structs.replace(await may_leave(self, forced=forced), is_last=True)
+
+    patch.setattr(Worker, "may_leave", as_the_last)
+
+
+@bug("a worker that leaves waits for ever for readers that nobody sends", options=LONG_ANSWERS)
+def waits_for_readers_that_never_come(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LeaseTable, "expect_no_more", lambda self, now_ms: None)
+
+
+@bug("what a worker leaves behind is kept for whole, however much of it has landed", options=CUT_COPIES)
+def left_behind_is_kept_unread(patch: pytest.MonkeyPatch) -> None:
+    from services.worker.core.replicas import ReplicaCore
+
+    read_ended = ReplicaCore._read_ended  # pyright: ignore[reportPrivateUsage]
+
+    def believes(self: Any, event: Any, now_ms: int) -> Any:
+        copy = self.reading.get(event.read)
+        if copy is not None and copy.leaving:
+            self._cache.keep(copy.tables, copy.hashes)
+        return read_ended(self, event, now_ms)
+
+    patch.setattr(ReplicaCore, "_read_ended", believes)
 
 
 def main() -> None:

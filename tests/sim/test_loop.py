@@ -14,6 +14,7 @@ from services.sim.limits import MAX_BUFFERED_BYTES
 from services.sim.platform.bus import BusConditions, SimBroker, SimBus
 from services.sim.platform.clock import VirtualTime, installed
 from services.sim.platform.loop import Process, SimLoop, SimulationStuckError
+from services.sim.platform.meter import CpuMeter
 
 
 def run(main: Callable[[SimLoop], Coroutine[Any, Any, Any]], seed: int = 0) -> Any:
@@ -200,3 +201,60 @@ def test_what_is_asked_of_a_dead_process_has_no_responder() -> None:
             await asker.request("a.c", b"", {}, 1.0)
 
     run(main)
+
+
+def burn(cpu_s: float) -> None:
+    until_s = time.thread_time() + cpu_s
+    while time.thread_time() < until_s:
+        pass
+
+
+def test_a_meter_tells_whose_cpu_time_it_was() -> None:
+    clock, rng, meter = VirtualTime(), random.Random(0), CpuMeter()
+    loop = SimLoop(clock, rng, meter)
+    busy, idle = Process("busy"), Process("idle")
+
+    async def work(cpu_s: float) -> float:
+        burn(cpu_s)
+        await asyncio.sleep(1)
+        return loop.time()
+
+    async def main() -> list[float]:
+        return await asyncio.gather(loop.start(busy, work(0.05)), loop.start(idle, work(0.0)))
+
+    with installed(clock, rng):
+        assert loop.run_to_end(main()) == [1.0, 1.0], "none of it passes unless it is charged"
+    assert busy.cpu.taken_s >= 0.05 > idle.cpu.taken_s > 0
+
+
+def test_what_a_charged_process_takes_keeps_it_busy_and_its_messages_back() -> None:
+    clock, rng, meter = VirtualTime(), random.Random(0), CpuMeter()
+    loop = SimLoop(clock, rng, meter)
+    charged, other = Process("charged"), Process("other")
+    charged.is_charged = True
+
+    async def main() -> tuple[float, float, float]:
+        broker = SimBroker(rng, BusConditions(delay_s=(0.0, 0.0)), meter)
+        sender, receiver = broker.connect("sender"), broker.connect("receiver")
+        subscription = await receiver.subscribe("said")
+
+        async def hear() -> float:
+            await anext(aiter(subscription))
+            return loop.time()
+
+        async def say() -> None:
+            burn(0.05)
+            await sender.publish("said", b"", {})
+
+        async def look() -> float:
+            return loop.time()
+
+        heard = loop.start(other, hear())
+        said = loop.start(charged, say())
+        late, at_once = loop.start(charged, look()), loop.start(other, look())
+        await said
+        return await heard, await late, await at_once
+
+    with installed(clock, rng):
+        heard_s, late_s, at_once_s = loop.run_to_end(main())
+    assert heard_s >= 0.05 and late_s >= 0.05 and at_once_s == 0.0

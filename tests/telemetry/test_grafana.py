@@ -87,6 +87,7 @@ def test_nearly_every_metric_is_shown_or_watched() -> None:
         "kvmesh_progress_asked",
         "kvmesh_gateway_running_requests",
         "kvmesh_bus_connects",
+        "kvmesh_policy_fallbacks",
     }, "of interest in a search for causes only"
 
 

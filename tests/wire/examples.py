@@ -2,6 +2,8 @@
 
 from schemas.block import hash_blocks, join_hashes, pack_tokens
 from schemas.directory import (
+    AskHeat,
+    BlockHeat,
     BlocksEvicted,
     BlocksLocated,
     BlocksStored,
@@ -30,6 +32,7 @@ from schemas.kv import (
     RequestLease,
     ReturnLease,
 )
+from schemas.logprobs import TokenLogprob, pack_logprobs
 from schemas.message import Message
 from schemas.observe import (
     DescribeRequest,
@@ -78,12 +81,17 @@ from schemas.subjects import SUBJECTS
 from schemas.worker import (
     BlockCounts,
     DescribeFleet,
+    DrainAnswered,
+    DrainWorker,
     FleetDescribed,
+    LeaveAnswered,
+    LeaveMesh,
     LeftReason,
     PingWorker,
     PrefillRate,
     TransferRate,
     WorkerAlive,
+    WorkerBeat,
     WorkerDraining,
     WorkerInfo,
     WorkerJoined,
@@ -101,7 +109,24 @@ HOLDER = {"worker_id": SOURCE, "incarnation": "inc-1"}
 PROMPT = pack_tokens([0, 1, 255, 65_536, 2**32 - 1])
 HASHES = join_hashes(hash_blocks(range(8), 4, model_fingerprint="f", tenant="t"))
 SAMPLING = SamplingParams(
-    max_tokens=16, temperature=0.5, top_p=0.875, top_k=40, seed=7, stop_token_ids=(1, 2), ignore_eos=True
+    max_tokens=16,
+    temperature=0.5,
+    top_p=0.875,
+    top_k=40,
+    min_p=0.0625,
+    seed=7,
+    stop_token_ids=(1, 2),
+    ignore_eos=True,
+    min_tokens=3,
+    presence_penalty=0.25,
+    frequency_penalty=-0.5,
+    repetition_penalty=1.125,
+    logit_bias=((5, -100.0), (6, 2.5)),
+    allowed_token_ids=(5, 6, 7),
+    bad_words=((5,), (6, 7)),
+    grammar='start: "yes" | "no"',
+    logprobs=5,
+    prompt_logprobs=0,
 )
 ENDPOINT = Endpoint(
     host="10.0.0.7",
@@ -124,6 +149,7 @@ INFO = WorkerInfo(
     carriers=("shm", "tcp"),
     endpoint=ENDPOINT,
     device="cuda:0 NVIDIA H200",
+    num_blocks_behind=65536,
 )
 RATES = WorkerRates(
     prefill=(PrefillRate(context_tokens=1024, tokens_per_s=3500.5),),
@@ -155,6 +181,7 @@ LOAD = WorkerLoad(
     num_unreceived_tokens=32,
     num_running=3,
     num_queued=2,
+    num_waiting_for_twin=1,
     num_uncomputed_tokens=1000,
     num_tokens=70_000,
     num_dropped_messages=1,
@@ -166,6 +193,8 @@ TOKENS = (
         attempt=1,
         index=0,
         tokens=PROMPT,
+        logprobs=pack_logprobs([TokenLogprob(-0.5, ((7, -0.5), (9, -1.25)))]),
+        prompt_logprobs=pack_logprobs([TokenLogprob(-2.0), TokenLogprob(-3.5)]),
         finish_reason="stop",
         report=TransferReport(
             transferred_tokens=512,
@@ -182,14 +211,20 @@ TOKENS = (
         attempt=1,
         index=3,
         failure=RequestFailure(
-            code=AttemptFailure.TRANSFER_FAILED, detail="the source is gone – naïve 東京", retryable=True
+            code=AttemptFailure.TRANSFER_FAILED, detail="the source is gone – naïve 東京", retryable=True, held_blocks=5
         ),
     ),
 )
 
 EXAMPLES: tuple[Message, ...] = (
     PlaceRequest(
-        **REQUEST, num_prompt_tokens=100, max_tokens=16, block_hashes=HASHES, excluded_workers=(TARGET,), tenant="t"
+        **REQUEST,
+        num_prompt_tokens=100,
+        max_tokens=16,
+        block_hashes=HASHES,
+        excluded_workers=(TARGET,),
+        tenant="t",
+        moved_from=SOURCES[0],
     ),
     Placement(
         **REQUEST,
@@ -199,13 +234,19 @@ EXAMPLES: tuple[Message, ...] = (
         sources=SOURCES,
         terms=TERMS,
         replica=TARGET,
+        spare_blocks=40,
     ),
     Refused(**REQUEST, reason=RefusalReason.NO_WORKER, detail="no decode worker is ready", retry_after_ms=1000),
     DescribeFleet(),
     FleetDescribed(policy="least_loaded", ready=True, workers=(LOAD,)),
     WorkerJoined(worker=INFO),
     LOAD,
+    WorkerBeat(**HOLDER),
     WorkerDraining(**HOLDER),
+    LeaveMesh(**HOLDER, forced=True),
+    LeaveAnswered(refusal="decode-0 is the last decode worker that is ready", is_last=True),
+    DrainWorker(forced=True, again=True),
+    DrainAnswered(**HOLDER, refusal="it is the last one", is_leaving=True),
     WorkerLeft(**HOLDER, reason=LeftReason.SILENT),
     RunPrefill(
         **REQUEST,
@@ -233,6 +274,7 @@ EXAMPLES: tuple[Message, ...] = (
         tenant="t",
         proof=b"proof",
         replica=SOURCE,
+        spare_blocks=40,
     ),
     BlocksReserved(**REQUEST, **HANDOFF, num_blocks=7),
     ReservationQueued(**REQUEST, worker_id=TARGET),
@@ -256,6 +298,8 @@ EXAMPLES: tuple[Message, ...] = (
     CancelRequest(**REQUEST, reason="a stop string was reached", end=AttemptEnd.COMPLETE),
     LocateBlocks(**REQUEST, block_hashes=HASHES),
     BlocksLocated(**REQUEST, holders=(HolderPrefix(**HOLDER, num_blocks=2, first_block=1, tier="disk"),)),
+    AskHeat(worker_id=SOURCE, block_hashes=HASHES),
+    BlockHeat(heat=b"\x00\xff"),
     BlocksStored(**HOLDER, sequence=1, block_hashes=HASHES, tier="memory"),
     BlocksEvicted(**HOLDER, sequence=2, block_hashes=HASHES[:16], tier="memory"),
     ReadInventory(offset=100_000),
@@ -289,7 +333,9 @@ EXAMPLES: tuple[Message, ...] = (
     PurgeBlocks(tenant="t"),
     BlocksPurged(worker_id=HOLDER["worker_id"], num_blocks=3, failure="f"),
     KeepTrace(trace_id="0af7651916cd43dd8448eb211c80319c", reason="failed"),
-    ReplicateBlocks(**REQUEST, source=SOURCE, fingerprint="f00d", first_block=3, block_hashes=HASHES, tenant="t"),
+    ReplicateBlocks(
+        **REQUEST, source=SOURCE, fingerprint="f00d", first_block=3, block_hashes=HASHES, tenant="t", leaving=True
+    ),
     PingWorker(),
     WorkerAlive(**HOLDER, lag_ms=12),
     AskProgress(**REQUEST, index=4),
@@ -297,7 +343,7 @@ EXAMPLES: tuple[Message, ...] = (
     RequestAccepted(**STORY, num_prompt_tokens=100, max_tokens=16, tenant="t"),
     RequestPlaced(**STORY, prefill_worker=SOURCE, decode_worker=TARGET),
     FirstTokenHeard(**STORY),
-    RequestResumed(**STORY, num_answered_tokens=3, reason="decode-0 has left: died"),
+    RequestResumed(**STORY, num_answered_tokens=3, reason="decode-0 has left: died", moved_by=SOURCE),
     RequestFinished(**STORY, finish_reason="stop", num_tokens=16),
     RequestFailed(**STORY, code="deadline", detail="the deadline has passed", status=504, num_tokens=3),
     RequestCancelled(**STORY, reason="the client has disconnected", num_tokens=3),
@@ -313,6 +359,14 @@ EXAMPLES: tuple[Message, ...] = (
                 age_ms=40,
                 num_prompt_tokens=100,
                 reading_from=SOURCE,
+            ),
+            HeldRequest(
+                request_id=REQUEST["request_id"],
+                attempt=1,
+                part="prefill",
+                stage="waiting_for_twin",
+                age_ms=20,
+                waiting_for="r-7",
             ),
         ),
         leases=(HeldLease(lease_id=LEASE, reader=TARGET, num_blocks=7, age_ms=30, left_ms=29_970),),

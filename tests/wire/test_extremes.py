@@ -68,6 +68,8 @@ def values(kind: types.Type) -> st.SearchStrategy[Any]:
             return st.sampled_from([member.value for member in kind.cls])
         case types.VarTupleType():
             return st.lists(values(kind.item_type), max_size=2)
+        case types.TupleType():
+            return st.tuples(*map(values, kind.item_types))
         case types.UnionType():
             return st.one_of(*(values(each) for each in kind.types))
         case types.StructType():
@@ -124,7 +126,7 @@ def test_the_directory(heard: list[Any], changed: list[Any], page: Any) -> None:
             core.handle(BlocksChanged(message), NOW)
     if not len(page.block_hashes) % BLOCK_HASH_BYTES:
         core.handle(PageRead(ReadPage(page.worker_id, page.incarnation, 0, 1), page), NOW)
-    core.locate([])
+    core.locate(b"")
     core.tick(2**60)
     core.check_integrity()
 
@@ -145,7 +147,7 @@ def test_a_worker(heard: list[Any], asked: list[Any]) -> None:
     case.keep(cache, 12)
     limits = case.limits(case.DECODE)
     lending = LendCore(limits, cache, leases)
-    cores = [PrefillCore(limits, cache, leases), DecodeCore(limits, cache), ReplicaCore(limits, cache), lending]
+    cores = [PrefillCore(limits, cache, leases), DecodeCore(limits, cache, leases), ReplicaCore(limits, cache), lending]
     for core in cores[:2]:  # one attempt that is as it should be
         core.handle(AttemptAsked(case.run_prefill(), AttemptTimes()), NOW)
         core.handle(AttemptAsked(case.reserve(), AttemptTimes()), NOW)

@@ -74,6 +74,7 @@ def test_a_message_of_another_type_or_with_a_field_missing_is_undecodable(kind: 
 
 REASONS_ON_THE_WIRE = [
     "no_worker", "draining", "overloaded", "too_long", "deadline", "fingerprint", "invalid", "unproved", "gone",
+    "coming",
 ]  # fmt: skip
 
 

@@ -117,7 +117,10 @@ async def test_an_observer_hears_all_that_it_may_with_one_subscription(url: str,
 
 
 SECRET = (subjects.RUN, subjects.RESERVE, subjects.TOKENS, subjects.OFFERED, subjects.LEASE, subjects.PROGRESS)
-HASHES = (subjects.STORED, subjects.EVICTED, subjects.COOLING, subjects.REPLICATE, subjects.LOCATE, subjects.PLACE)
+HASHES = (
+    subjects.STORED, subjects.EVICTED, subjects.COOLING, subjects.REPLICATE, subjects.LOCATE, subjects.HEAT,
+    subjects.PLACE,
+)  # fmt: skip
 
 
 def test_no_prompt_no_token_no_hash_and_no_ticket_reaches_an_observer() -> None:

@@ -9,7 +9,16 @@ from dataplane.blocks.layout import BlockTable, Segment
 from schemas import subjects
 from schemas.block import pack_tokens, unpack_tokens
 from schemas.ids import GatewayId, RequestId, WorkerId
-from schemas.request import AttemptFailure, AttemptId, CancelRequest, RequestFailure, RequestTokens, TransferReport
+from schemas.logprobs import TokenLogprob, pack_logprobs
+from schemas.request import (
+    AttemptFailure,
+    AttemptId,
+    CancelRequest,
+    RequestFailure,
+    RequestTokens,
+    TokensEmitted,
+    TransferReport,
+)
 from schemas.worker import WorkerDraining
 from services.bus.memory import MemoryBus
 from services.bus.typed import TypedBus
@@ -231,3 +240,29 @@ async def test_what_cannot_be_sent_keeps_nothing_else_waiting() -> None:
         await outbox.run()
     await connection.close()
     assert [delivery.subject async for delivery in subscription] == ["mesh.v1.request.r1.cancel"]
+
+
+def test_logarithms_are_given_again_with_their_tokens() -> None:
+    answer = SentAnswer()
+    first, second = TokenLogprob(-0.5, ((7, -0.5),)), TokenLogprob(-1.5, ((3, -0.25),))
+    of_prompt = pack_logprobs([TokenLogprob(-2.0)])
+    answer.add(said(0, 7, logprobs=pack_logprobs([first]), prompt_logprobs=of_prompt))
+    answer.add(said(1, 9, logprobs=pack_logprobs([second])))
+    again, later = answer.since(KEY, 0), answer.since(KEY, 1)
+    assert again is not None and again.logprobs == pack_logprobs([first, second]) and again.prompt_logprobs == of_prompt
+    assert later is not None and later.logprobs == pack_logprobs([second]) and later.prompt_logprobs is None
+
+
+async def test_long_logarithms_go_in_a_message_of_their_own() -> None:
+    sent: list[TokensEmitted] = []
+
+    class Bus(TypedBus):
+        async def publish(self, subject, ids, message, *_):  # type: ignore[no-untyped-def]
+            sent.append(message)
+
+    outbox = Outbox(Bus(MemoryBus(), "prefill"), WorkerId("w"))
+    plain, long = said(0, 7), said(0, 7, prompt_logprobs=pack_logprobs([TokenLogprob(-2.0)] * 1000))
+    outbox.put_tokens([(GATEWAY, plain), (GATEWAY, long), (GATEWAY, plain)])
+    outbox.close()
+    await outbox.run()
+    assert [message.requests for message in sent] == [(long,), (plain, plain)]

@@ -7,7 +7,14 @@ import pytest
 
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, HandoffMessage, KVLanded, KVStreaming
 from schemas.kv import ReadEnd
-from schemas.request import AttemptEnd, RefusalReason, Refused, ReservationQueued
+from schemas.request import (
+    MAX_GRAMMAR_CHARACTERS,
+    AttemptEnd,
+    AttemptFailure,
+    RefusalReason,
+    Refused,
+    ReservationQueued,
+)
 from schemas.worker import LeftReason, WorkerLeft
 from services.decode.core import DecodeCore
 from services.prefill.core import PrefillCore
@@ -27,7 +34,9 @@ class Bench:
 
     def __init__(self, *, num_blocks: int = 8, max_queued: int = 4, whole_blocks: bool = False) -> None:
         self.cache = case.block_cache(num_blocks, whole_blocks=whole_blocks)
-        self.core = DecodeCore(case.limits(case.DECODE, num_blocks=num_blocks, max_queued=max_queued), self.cache)
+        self.core = DecodeCore(
+            case.limits(case.DECODE, num_blocks=num_blocks, max_queued=max_queued), self.cache, LeaseTable()
+        )
 
     def hear(self, event: Event, now_ms: int = 0) -> list[Action]:
         return case.hear(self.core, event, now_ms)
@@ -175,7 +184,7 @@ def test_an_offer_without_a_reservation_is_declined() -> None:
 def test_a_reservation_waits_for_blocks_and_is_answered_then() -> None:
     bench = Bench(num_blocks=3)
     case.ask(bench.core, case.reserve(1), 0)
-    reply, actions = case.ask(bench.core, case.reserve(2), 0)
+    reply, actions = case.ask(bench.core, case.reserve(2, first=50), 0)
     assert isinstance(reply, ReservationQueued) and actions == []
     assert bench.core.num_queued == 1
     actions = bench.hear(case.cancel(1), 1)
@@ -298,10 +307,10 @@ def test_a_source_that_is_lost_while_waiting_for_blocks_costs_a_recompute_once_t
     assert (submit.sequence.request_id, submit.sequence.num_computed_tokens) == ("r2", 0)
 
 
-def test_a_draining_worker_still_reads_what_it_has_reserved() -> None:
+def test_a_worker_that_finishes_what_it_has_still_reads_what_it_has_reserved() -> None:
     bench = Bench()
     case.ask(bench.core, case.reserve(), 0)
-    assert bench.hear(DrainBegun(), 1) == []
+    assert bench.hear(DrainBegun(finishes=True), 1) == []
     assert one(bench.hear(case.offered()), StartRead).read.first_token == 0
     reply, _ = case.ask(bench.core, case.reserve(2), 2)
     assert isinstance(reply, Refused) and reply.reason == RefusalReason.DRAINING
@@ -384,3 +393,33 @@ def test_a_draining_worker_computes_what_it_cannot_read() -> None:
     bench.reading()
     bench.core.draining = True
     assert isinstance(one(bench.broken("stopped", 0), Submit), Submit)
+
+
+def test_without_its_source_a_prompt_whose_logarithms_are_wanted_needs_another_attempt() -> None:
+    core = DecodeCore(case.limits(case.DECODE), case.block_cache(), LeaseTable())
+    case.ask(core, case.with_sampling(case.reserve(), prompt_logprobs=2))
+    actions = core.handle(case.aborted(), 1)
+    failure = case.one(actions, Emit).tokens.failure
+    assert failure is not None and failure.code is AttemptFailure.TRANSFER_FAILED and failure.retryable
+    assert not core.attempts
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"logprobs": 21},
+        {"prompt_logprobs": -1},
+        {"logit_bias": ((1000, 1.0),)},
+        {"logit_bias": ((1, float("inf")),)},
+        {"allowed_token_ids": (-1,)},
+        {"bad_words": ((),)},
+        {"bad_words": ((1, 2**40),)},
+        {"temperature": float("nan")},
+        {"repetition_penalty": 0.0},
+        {"grammar": "x" * (MAX_GRAMMAR_CHARACTERS + 1)},
+    ],
+)
+def test_sampling_that_would_fail_everybodys_step_is_refused(sampling: dict[str, object]) -> None:
+    core = DecodeCore(case.limits(case.DECODE), case.block_cache(), LeaseTable())
+    reply, actions = case.ask(core, case.with_sampling(case.reserve(), **sampling))
+    assert isinstance(reply, Refused) and reply.reason is RefusalReason.INVALID and not actions

@@ -29,7 +29,7 @@ def test_a_prefill_workers_requests_by_stage() -> None:
     cache, leases = case.block_cache(2), LeaseTable()
     core = PrefillCore(case.limits(case.PREFILL, num_blocks=2), cache, leases)
     case.ask(core, case.run_prefill(1), 100)
-    case.ask(core, case.run_prefill(2), 300)
+    case.ask(core, case.run_prefill(2, first=50), 300)
     assert stages(core) == [("r1", "computing", 900, ""), ("r2", "queued", 700, "")]
     assert [(held.part, held.num_prompt_tokens) for held in held_by(core)] == [("prefill", 6), ("prefill", 6)]
     [lease] = describe(LOAD, (), leases, NOW).leases
@@ -37,9 +37,9 @@ def test_a_prefill_workers_requests_by_stage() -> None:
 
 
 def test_a_decode_workers_requests_by_stage() -> None:
-    core = DecodeCore(case.limits(case.DECODE, num_blocks=3), case.block_cache(3))
+    core = DecodeCore(case.limits(case.DECODE, num_blocks=3), case.block_cache(3), LeaseTable())
     case.ask(core, case.reserve(1), 100)
-    case.ask(core, case.reserve(2), 300)
+    case.ask(core, case.reserve(2, first=50), 300)
     assert stages(core) == [("r1", "reserved", 900, ""), ("r2", "queued", 700, "")]
     core.handle(case.offered(1), 300)
     assert stages(core)[0] == ("r1", "receiving", 900, case.PREFILL)

@@ -18,7 +18,9 @@ from tests.worker import worker_cases as case
 
 def test_a_sequence_that_nobody_knows_costs_the_others_of_its_step_nothing() -> None:
     core = PrefillCore(case.limits(case.PREFILL, num_blocks=16), case.block_cache(16), LeaseTable())
-    known, lost = (case.one(case.run(core, case.run_prefill(number, split=False)), Submit) for number in (1, 2))
+    known, lost = (
+        case.one(case.run(core, case.run_prefill(number, first=9 * number, split=False)), Submit) for number in (1, 2)
+    )
     del core.attempts[lost.attempt.key]
     callbacks: dict[str, Any] = {}
     taken_in: list[str] = []

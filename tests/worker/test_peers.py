@@ -104,7 +104,7 @@ DISAGREEING = (
 @pytest.mark.parametrize("change", DISAGREEING)
 def test_an_event_of_a_hand_over_agrees_with_its_reservation(change: dict[str, object]) -> None:
     """The name of a hand-over may be heard by anybody: whose it is must be right as well."""
-    decode = DecodeCore(case.limits(case.DECODE), case.block_cache())
+    decode = DecodeCore(case.limits(case.DECODE), case.block_cache(), LeaseTable())
     prefill = PrefillCore(case.limits(case.PREFILL), case.block_cache(), LeaseTable())
     decode.handle(AttemptAsked(case.reserve(), AttemptTimes()), 0)
     prefill.handle(AttemptAsked(case.run_prefill(), AttemptTimes()), 0)

@@ -5,6 +5,7 @@ import pytest
 
 from schemas.handoff import HandoffAborted, KVReleased
 from schemas.kv import LeaseEnd
+from schemas.logprobs import TokenLogprob, pack_logprobs
 from schemas.request import AttemptEnd, RefusalReason, Refused, RunPrefill
 from schemas.worker import LeftReason, WorkerLeft
 from services.prefill.core import PrefillCore
@@ -154,7 +155,7 @@ def test_without_a_hand_over_the_worker_goes_on_decoding() -> None:
 def test_runs_wait_in_order_for_blocks() -> None:
     bench = Bench(num_blocks=3)
     first = one(bench.run(case.run_prefill(1)), Submit)
-    assert bench.run(case.run_prefill(2)) == [] and bench.run(case.run_prefill(3, num_tokens=2)) == []
+    assert bench.run(case.run_prefill(2, first=50)) == [] and bench.run(case.run_prefill(3, num_tokens=2)) == []
     assert bench.core.num_queued == 2  # the third would fit, and waits for the second
     bench.hear(case.reserved(1), 0)
     bench.computed(first)
@@ -483,3 +484,21 @@ def test_a_draining_worker_reads_from_nobody() -> None:
 def test_ids_that_fit_no_subject_are_refused(change: dict[str, object]) -> None:
     bench = Bench()
     assert bench.refused(msgspec.structs.replace(case.run_prefill(), **change)).reason == RefusalReason.INVALID
+
+
+def test_a_prompt_whose_logarithms_are_wanted_is_computed_whole() -> None:
+    core = PrefillCore(case.limits(case.PREFILL), case.block_cache(), LeaseTable())
+    asked = case.with_sampling(case.run_prefill(split=False, sources=(case.source("x", 0, 1),)), prompt_logprobs=2)
+    sequence = case.one(case.ask(core, asked)[1], Submit).sequence
+    assert sequence.wants_prompt_logprobs and sequence.num_computed_tokens == 0
+    sequence.prompt_logprobs += [TokenLogprob(-1.0)] * 5
+    emitted = case.one(core.handle(case.sampled(sequence, 0), 1), Emit).tokens
+    assert emitted.prompt_logprobs == pack_logprobs([TokenLogprob(-1.0)] * 5)
+    assert case.one(core.handle(case.sampled(sequence, 1), 1), Emit).tokens.prompt_logprobs is None
+
+
+def test_an_answer_that_goes_on_has_its_prompts_logarithms_already() -> None:
+    core = PrefillCore(case.limits(case.PREFILL), case.block_cache(), LeaseTable())
+    asked = msgspec.structs.replace(case.run_prefill(split=False), num_answered_tokens=1)
+    sequence = case.one(case.ask(core, case.with_sampling(asked, prompt_logprobs=0))[1], Submit).sequence
+    assert not sequence.wants_prompt_logprobs

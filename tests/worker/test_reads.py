@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import msgspec
@@ -21,7 +21,9 @@ from services.bus.typed import Received, TypedBus
 from services.runtime import now_ms
 from services.telemetry import Telemetry
 from services.worker.core.attempts import KVRead, WantedLease
+from services.worker.core.content import ReadOutcome
 from services.worker.core.events import ReadEnded, ReadStarted
+from services.worker.kv import reads as reads_module
 from services.worker.kv.peers import Peers
 from services.worker.kv.reads import KVReads, NotGrantedError, ReaderSettings
 from services.worker.outbox import Outbox
@@ -238,5 +240,83 @@ async def test_nothing_is_read_from_an_incarnation_that_nobody_knows() -> None:
         ended = await reads.carry_out(KVRead((RequestId("r"), 1), HOLDER, lease, ()))
         assert ended.end is ReadEnd.UNKNOWN and "a stranger's" in ended.detail
         assert (await holder.returned.get()).lease_id == GRANTED.lease_id
+
+    await with_holder(run)
+
+
+# What the holder is still computing.
+
+
+def wanted(deadline_ms: int = 0) -> KVRead:
+    hashes = tuple(BlockHash(bytes([number]) * BLOCK_HASH_BYTES) for number in range(6))
+    lease = WantedLease(2, hashes, deadline_ms or now_ms() + 60_000)
+    return KVRead((RequestId("r"), 1), HOLDER, lease, (), 2 * BLOCK_SIZE)
+
+
+def part(first: int, num_blocks: int, *, more: bool = False) -> ReadEnded:
+    """A read from block `first` on that has brought so many blocks."""
+    outcome = ReadOutcome((first + num_blocks) * BLOCK_SIZE, 10 * num_blocks, "tcp", is_whole=True, more_comes=more)
+    return ReadEnded(wanted(), outcome)
+
+
+def refused(end: ReadEnd, reason: RefusalReason) -> ReadEnded:
+    return ReadEnded(wanted(), ReadOutcome(0), end, "no", reason)
+
+
+COMING = refused(ReadEnd.COMING, RefusalReason.COMING)
+GONE = refused(ReadEnd.REFUSED, RefusalReason.GONE)
+
+
+@pytest.mark.parametrize(
+    ("script", "num_landed", "asked_from", "end"),
+    [
+        ([part(2, 6)], 8, [2], ReadEnd.LANDED),
+        ([COMING, part(2, 2, more=True), COMING, part(4, 4)], 8, [2, 2, 4, 4], ReadEnd.LANDED),
+        ([COMING, COMING, GONE], 0, [2, 2, 2], ReadEnd.REFUSED),
+        ([part(2, 1, more=True), GONE], 3, [2, 3], ReadEnd.LANDED),
+        ([part(2, 1, more=True), COMING, GONE], 3, [2, 3, 3], ReadEnd.LANDED),
+        ([GONE], 0, [2], ReadEnd.REFUSED),
+    ],
+)
+async def test_what_is_still_computed_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch, script: list[ReadEnded], num_landed: int, asked_from: list[int], end: ReadEnd
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(reads_module, "COMING_AGAIN_S", 0.001)
+
+    async def run(reads: KVReads, holder: Holder) -> None:
+        async def carry_out(read: KVRead, place: object = None) -> ReadEnded:
+            assert isinstance(read.lease, WantedLease)
+            assert read.first_token == read.lease.first_block * BLOCK_SIZE
+            assert len(read.lease.block_hashes) == 8 - read.lease.first_block
+            asked.append(read.lease.first_block)
+            return replace(script[len(asked) - 1], read=read)
+
+        monkeypatch.setattr(reads, "carry_out", carry_out)
+        ended: asyncio.Future[ReadEnded] = asyncio.get_running_loop().create_future()
+        reads.on_event = lambda event: ended.set_result(cast("ReadEnded", event))
+        read = wanted()
+        reads.start(read)
+        event = await ended
+        assert event.end is end and event.outcome.num_landed_tokens == num_landed * BLOCK_SIZE
+        assert event.outcome.num_bytes == (10 * (num_landed - 2) if num_landed else 0)
+        assert event.read is read
+
+    await with_holder(run)
+    assert asked == asked_from
+
+
+async def test_a_holder_that_says_it_comes_for_ever_is_given_up() -> None:
+    async def run(reads: KVReads, holder: Holder) -> None:
+        holder.answers.set()
+        holder.reply = Refused(
+            request_id=REQUEST.request_id, attempt=1, deadline_ms=9, reason=RefusalReason.COMING, detail="later",
+            retry_after_ms=0,
+        )  # fmt: skip
+        ended: asyncio.Future[ReadEnded] = asyncio.get_running_loop().create_future()
+        reads.on_event = lambda event: ended.set_result(cast("ReadEnded", event))
+        reads.start(wanted(now_ms() + 400))
+        event = await ended
+        assert event.end is ReadEnd.COMING and event.refusal is RefusalReason.COMING
 
     await with_holder(run)

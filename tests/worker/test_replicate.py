@@ -14,17 +14,19 @@ import pytest
 
 from dataplane.blocks.layout import KVLayout
 from schemas import subjects
-from schemas.block import hash_blocks, split_hashes
-from schemas.directory import ReadInventory
-from schemas.ids import BlockHash, WorkerId
+from schemas.block import hash_blocks, join_hashes, split_hashes
+from schemas.directory import LocateBlocks, ReadInventory
+from schemas.ids import BlockHash, RequestId, WorkerId
 from schemas.message import Message
 from schemas.request import ReserveBlocks, RunPrefill
 from schemas.subjects import Subject
 from services.bus.memory import MemoryBus
 from services.config import MeshConfig, StoreConfig, WorkerConfig
+from services.directory import service as directory
 from services.store.load import make_parts as make_store_parts
 from services.store.service import run_store
 from services.telemetry import Telemetry
+from services.worker import shell as worker_shell
 from tests.credentials import CREDENTIALS
 from tests.mesh.one_process import LAYOUT, VOCAB, Client, Route, make_parts, one_process_mesh
 from tests.mesh.test_reuse import SLIDING, check, greedy, source
@@ -63,6 +65,17 @@ async def until_held(client: Client, holder: WorkerId, tokens: list[int], tenant
     async with asyncio.timeout(30):
         while not set(hashes) <= await held_by(client, holder):
             await asyncio.sleep(0.02)
+
+
+async def until_located(client: Client, tokens: list[int], times: int) -> None:
+    """Have the directory be asked for these tokens so often after it has learned who holds them."""
+    joined = join_hashes(hash_blocks(tokens[:-1], BLOCK, model_fingerprint=client.fingerprint))
+    question = LocateBlocks(request_id=RequestId("r"), attempt=1, deadline_ms=0, block_hashes=joined)
+    async with asyncio.timeout(30):
+        while times:
+            located = await client.bus.ask(subjects.LOCATE, (), question, 10)
+            times -= bool(located.holders)
+            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
@@ -159,6 +172,28 @@ async def test_a_replica_that_is_full_takes_nothing_and_nobody_waits() -> None:
         check(await client.complete("one", prompt, greedy(50), route=Route(P0, D0)), prompt, greedy(50))
         await client.until_free()
         assert await held_by(client, D1) == before
+
+
+@pytest.mark.parametrize("has_directory", [True, False])
+async def test_a_worker_that_leaves_gives_away_what_was_asked_for_most(
+    has_directory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And where no directory says what that is, what it has used last. There is room in the budget for one of two."""
+    monkeypatch.setattr(worker_shell, "LEAVE_ANSWER_S", 1.0 if has_directory else 0.1)
+    if not has_directory:
+        monkeypatch.setattr(directory.Directory, "_tell_heat", lambda *_: asyncio.sleep(60))
+    stop, num_blocks = asyncio.Event(), 10
+    hot, last = prompt_of(8, num_blocks * BLOCK + 1), prompt_of(9, num_blocks * BLOCK + 1)
+    async with one_process_mesh(*fleet(), stops={D0: stop}, leave_bytes=num_blocks * LAYOUT.block_bytes) as client:
+        for prompt in (hot, last):
+            check(await client.complete(str(prompt[0]), prompt, greedy(1), route=Route(D0, None)), prompt, greedy(1))
+            await until_held(client, D0, prompt)
+        await until_located(client, hot, 3)
+        stop.set()
+        kept, lost = (hot, last) if has_directory else (last, hot)
+        await until_held(client, D1, kept)
+        hashes = hash_blocks(lost[:-1], BLOCK, model_fingerprint=client.fingerprint)
+        assert not set(hashes) & await held_by(client, D1)
 
 
 async def test_a_replica_that_is_not_there_costs_nothing() -> None:

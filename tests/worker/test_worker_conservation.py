@@ -46,7 +46,7 @@ def request(world: World, size: int, *, split: bool) -> None:
         reserve = case.reserve(
             number, num_tokens=num_tokens, max_tokens=max_tokens, deadline_ms=deadline_ms, sources=sources
         )
-        world.bus.append(msgspec.structs.replace(reserve, **changes))
+        world.bus.append(msgspec.structs.replace(reserve, **changes, spare_blocks=10 * (number % 3)))
 
 
 def apply(world: World, event: Event) -> None:

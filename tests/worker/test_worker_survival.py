@@ -52,7 +52,7 @@ class Bench:
     def __init__(self, num_blocks: int = 8) -> None:
         self.cache, self.leases = case.block_cache(num_blocks), LeaseTable()
         self.prefill = PrefillCore(case.limits(case.PREFILL, num_blocks=num_blocks), self.cache, self.leases)
-        self.decode = DecodeCore(case.limits(case.DECODE, num_blocks=num_blocks), self.cache)
+        self.decode = DecodeCore(case.limits(case.DECODE, num_blocks=num_blocks), self.cache, self.leases)
 
     def run(self, request: RunPrefill, now_ms: int = 0) -> list[Action]:
         return self.checked(case.run(self.prefill, request, now_ms))
@@ -219,8 +219,8 @@ def test_a_repeated_message_is_answered_as_before_even_by_who_takes_nothing_new(
     bench = Bench()
     bench.run(case.run_prefill())
     case.ask(bench.decode, case.reserve(2), 0)
-    case.hear(bench.prefill, DrainBegun(), 1)
-    case.hear(bench.decode, DrainBegun(), 1)
+    case.hear(bench.prefill, DrainBegun(finishes=True), 1)
+    case.hear(bench.decode, DrainBegun(finishes=True), 1)
     assert bench.run(case.run_prefill()) == []
     assert isinstance(case.ask(bench.decode, case.reserve(2), 1)[0], BlocksReserved)
 
@@ -287,7 +287,7 @@ def test_a_reservation_that_waits_is_failed_by_a_drain() -> None:
     bench = Bench(num_blocks=3)
     case.ask(bench.decode, case.reserve(1), 0)
     assert isinstance(case.ask(bench.decode, case.reserve(2), 0)[0], ReservationQueued)
-    actions = bench.checked(case.hear(bench.decode, DrainBegun(), 5))
+    actions = bench.checked(case.hear(bench.decode, DrainBegun(finishes=True), 5))
     assert [f.code for f in failures(actions)] == ["draining"] and published(actions) == [HandoffAborted]
     assert bench.decode.wanted_by() == {("r1", 1): case.GATEWAY}
 
@@ -313,8 +313,8 @@ def test_a_fenced_worker_ends_all_and_tells_no_gateway() -> None:
     computing = one(bench.run(case.run_prefill(2)), Submit)
     case.ask(bench.decode, case.reserve(3), 0)
     assert isinstance(one(case.hear(bench.decode, case.offered(3)), StartRead), StartRead)
-    bench.run(case.run_prefill(4))
-    case.ask(bench.decode, case.reserve(5), 0)
+    bench.run(case.run_prefill(4, first=50))
+    case.ask(bench.decode, case.reserve(5, first=50), 0)
     assert bench.prefill.num_queued == bench.decode.num_queued == 1
     actions = bench.checked(bench.both(Fenced("declared dead"), 20))
     assert not [a for a in actions if isinstance(a, Emit)] and len(bench.leases) == 0

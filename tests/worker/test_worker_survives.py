@@ -21,7 +21,16 @@ from schemas.block import hash_blocks, join_hashes, unpack_tokens
 from schemas.ids import GatewayId, LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseEnd, LeaseGranted, RequestLease, ReturnLease
 from schemas.request import Refused, SamplingParams
-from schemas.worker import LeftReason, PingWorker, WorkerAlive, WorkerDraining, WorkerJoined, WorkerLeft
+from schemas.worker import (
+    DrainAnswered,
+    DrainWorker,
+    LeftReason,
+    PingWorker,
+    WorkerAlive,
+    WorkerDraining,
+    WorkerJoined,
+    WorkerLeft,
+)
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received
 from services.config import MeshConfig, WorkerConfig
@@ -34,6 +43,7 @@ from services.runtime import now_ms
 from services.telemetry import Telemetry
 from services.worker import shell as worker_shell
 from services.worker import timers
+from services.worker.core import role
 from services.worker.core.events import DrainBegun, Event
 from services.worker.core.leases import Grant
 from services.worker.core.lending import LendCore
@@ -51,9 +61,11 @@ ROUTE = Route(WorkerId("p-0"), WorkerId("d-0"))
 
 
 @asynccontextmanager
-async def two_workers(step_s: float = 0.0, **more: object) -> AsyncGenerator[Client]:
-    """`step_s`: how long a step takes, where an answer is to go on for a while."""
+async def two_workers(step_s: float = 0.0, *, spare: bool = False, **more: object) -> AsyncGenerator[Client]:
+    """`step_s`: how long a step takes, where an answer is to go on for a while. `spare`: there is a second decode
+    worker."""
     parts = [make_parts("p-0", "prefill", num_blocks=1024), make_parts("d-0", "decode", num_blocks=1024)]
+    parts += [make_parts("d-1", "decode", num_blocks=1024)] if spare else []
     for one in parts:
         assert isinstance(one.steps, BatchSteps) and isinstance(one.steps.engine, FakeEngine)
         one.steps.engine.before_step = lambda _items: time.sleep(step_s)
@@ -186,7 +198,7 @@ async def test_a_worker_that_stood_still_is_fenced() -> None:
         await client.until_free()
 
 
-async def test_a_drain_lets_what_runs_finish() -> None:
+async def test_where_nobody_could_go_on_with_it_a_drain_lets_what_runs_finish() -> None:
     stop = asyncio.Event()
     params = SamplingParams(max_tokens=400, temperature=1.0, seed=5, ignore_eos=True)
     async with two_workers(0.002, stops={"d-0": stop}, drain_s=60) as client:
@@ -203,11 +215,11 @@ async def test_a_drain_lets_what_runs_finish() -> None:
         assert gone == ["draining", "left"]
 
 
-async def ask_lease(client: Client, prompt: list[int]) -> LeaseGranted | Refused:
+async def ask_lease(client: Client, prompt: list[int], request_id: str = "reader") -> LeaseGranted | Refused:
     """Ask d-0 for what it has of a prompt."""
     hashes = hash_blocks(prompt, LAYOUT.block_size, model_fingerprint=client.fingerprint)
     request = RequestLease(
-        request_id=RequestId("reader"), attempt=1, deadline_ms=now_ms() + 60_000, reader=WorkerId("x-0"),
+        request_id=RequestId(request_id), attempt=1, deadline_ms=now_ms() + 60_000, reader=WorkerId("x-0"),
         fingerprint=client.fingerprint, first_block=0, block_hashes=join_hashes(hashes),
     )  # fmt: skip
     reply = await client.bus.ask(subjects.LEASE, ("d-0", request.reader), request, 10)
@@ -257,8 +269,8 @@ async def test_a_draining_worker_lends_until_its_last_lease_has_ended(monkeypatc
 
 async def test_a_worker_leaves_in_the_end_whoever_keeps_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     stop = asyncio.Event()
-    for module, name in ((timers, "READERS_COME_S"), (timers, "READERS_STAY_S"), (worker_shell, "READERS_STAY_S")):
-        monkeypatch.setattr(module, name, 0.05)
+    for module in (timers, worker_shell):
+        monkeypatch.setattr(module, "READERS_STAY_S", 0.05)
     async with two_workers(stops={"d-0": stop}, drain_s=0.1) as client:
         await client.complete("r0", PROMPT, SamplingParams(max_tokens=1, temperature=0.0), route=Route(WorkerId("d-0")))
         lease = await ask_lease(client, PROMPT)
@@ -281,6 +293,54 @@ async def test_a_drain_that_takes_too_long_hands_back() -> None:
         # What it has is still to be had: its gateway goes on elsewhere, and reads it here.
         assert "left" not in gone
         await until(lambda: "left" in gone)
+
+
+async def test_an_answer_moves_at_once_where_somebody_can_go_on_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it is; its worker then waits until it has been read, and ends."""
+    stop = asyncio.Event()
+    monkeypatch.setattr(role, "READERS_COME_MS", 600_000)
+    async with two_workers(SLOW_S, spare=True, stops={"d-0": stop}, drain_s=600) as client:
+        answer = await client.send("r0", PROMPT, LONG, route=ROUTE)
+        await has_tokens(answer)
+        gone = await watch(client, "d-0")
+        stop.set()
+        async with asyncio.timeout(60):
+            await answer.ended.wait()
+        assert answer.failure is not None and answer.failure.code == "draining"
+        tokens = answer.token_ids
+        assert tokens == right(PROMPT, LONG)[: len(tokens)] and len(tokens) < LONG.max_tokens
+        held, size = answer.failure.held_blocks, LAYOUT.block_size
+        assert held == (len(PROMPT) + len(tokens) - 1) // size, "all but what is computed with the next token"
+        assert "left" not in gone
+        whole = [*PROMPT, *tokens]
+        lease = await ask_lease(client, whole[: held * size], "r0")
+        assert isinstance(lease, LeaseGranted) and lease.num_tokens == held * size
+        await give_back(client, lease)
+        await until(lambda: "left" in gone)
+
+
+async def test_an_operator_has_a_worker_leave_once_and_not_the_last_of_its_role() -> None:
+    async with two_workers() as client:
+        last = await ask_drain(client, "d-0")
+        assert "d-0 is the last decode worker" in last.refusal and not last.is_leaving
+    async with two_workers(spare=True) as client:
+        gone = await watch(client, "d-0")
+        answers = await asyncio.gather(*(ask_drain(client, "d-0") for _ in range(3)))
+        assert {answer.refusal for answer in answers} == {""}
+        await until(lambda: "left" in gone)
+        assert gone == ["draining", "left"]
+        assert (await ask_drain(client, "d-1")).refusal
+        assert not (await ask_drain(client, "d-1", forced=True)).refusal
+
+
+async def test_two_operators_who_drain_each_other_s_last_worker_leave_one_of_them() -> None:
+    async with two_workers(spare=True) as client:
+        answers = await asyncio.gather(ask_drain(client, "d-0"), ask_drain(client, "d-1"))
+        assert sorted(bool(answer.refusal) for answer in answers) == [False, True]
+
+
+async def ask_drain(client: Client, worker_id: str, *, forced: bool = False) -> DrainAnswered:
+    return await client.bus.ask(subjects.DRAIN, (worker_id,), DrainWorker(forced=forced), 10)
 
 
 async def test_a_worker_whose_engine_s_thread_has_failed_ends(monkeypatch: pytest.MonkeyPatch) -> None:

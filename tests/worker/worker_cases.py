@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
 from dataplane.blocks.cache import BlockCache
 from dataplane.blocks.layout import BlockTables, KVLayout, block_ids, uniform_shape
 from schemas.block import hash_blocks, pack_tokens
@@ -53,22 +55,32 @@ def run_prefill(
     number: int = 1,
     *,
     num_tokens: int = 6,
+    first: int = 1,
     max_tokens: int = 5,
     split: bool = True,
     deadline_ms: int = DEADLINE_MS,
     sources: tuple[KVSource, ...] = (),
 ) -> RunPrefill:
+    """`first`: the prompt's first token."""
     return RunPrefill(
         request_id=RequestId(f"r{number}"),
         attempt=1,
         deadline_ms=deadline_ms,
         gateway_id=GATEWAY,
-        prompt=pack_tokens(range(1, num_tokens + 1)),
+        prompt=pack_tokens(range(first, first + num_tokens)),
         sampling=SamplingParams(max_tokens=max_tokens),
         handoff_id=HandoffId(f"r{number}-1") if split else None,
         decode_worker=DECODE if split else None,
         sources=sources,
     )
+
+
+RequestT = TypeVar("RequestT", RunPrefill, ReserveBlocks)
+
+
+def with_sampling(request: RequestT, **sampling: Any) -> RequestT:
+    """Return the request with these sampling parameters."""
+    return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, **sampling))
 
 
 def source(worker_id: str, first_block: int, num_blocks: int) -> KVSource:
@@ -79,6 +91,7 @@ def reserve(
     number: int = 1,
     *,
     num_tokens: int = 6,
+    first: int = 1,
     max_tokens: int = 5,
     deadline_ms: int = DEADLINE_MS,
     sources: tuple[KVSource, ...] = (),
@@ -90,7 +103,7 @@ def reserve(
         gateway_id=GATEWAY,
         handoff_id=HandoffId(f"r{number}-1"),
         prefill_worker=PREFILL,
-        prompt=pack_tokens(range(1, num_tokens + 1)),
+        prompt=pack_tokens(range(first, first + num_tokens)),
         sampling=SamplingParams(max_tokens=max_tokens),
         sources=sources,
     )

@@ -13,7 +13,7 @@ from schemas.request import CancelRequest, RequestTokens, ReserveBlocks, RunPref
 from schemas.worker import LeftReason, WorkerLeft
 from services.decode.core import DecodeCore
 from services.engine.batch import Batch
-from services.engine.interface import Sequence
+from services.engine.interface import Choice, Sequence
 from services.prefill.core import PrefillCore
 from services.worker.core.actions import (
     Action,
@@ -44,6 +44,7 @@ from services.worker.core.events import (
 )
 from services.worker.core.leases import Grant, LeaseTable
 from services.worker.core.lending import LendCore
+from services.worker.core.twins import Twins
 from tests.worker import worker_cases as case
 
 BLOCK = 4
@@ -73,8 +74,9 @@ class WorkerWorld:
         self.cache = case.block_cache(self.num_blocks, whole_blocks=self.whole_blocks)
         self.leases = LeaseTable()
         limits = case.limits(self.worker_id, num_blocks=self.num_blocks)
-        self.prefill = PrefillCore(limits, self.cache, self.leases)
-        self.decode = DecodeCore(limits, self.cache)
+        twins = Twins(self.cache)
+        self.prefill = PrefillCore(limits, self.cache, self.leases, twins)
+        self.decode = DecodeCore(limits, self.cache, self.leases, twins)
         self.lending = LendCore(limits, self.cache, self.leases)
         self.batch = Batch(8, context_length=100)
 
@@ -181,7 +183,7 @@ class WorkerWorld:
             return
         if not items:
             return
-        tokens = [token_at(item.sequence.index) for item in items if item.samples]
+        tokens = [Choice(token_at(item.sequence.index)) for item in items if item.samples]
         result = self.batch.commit(items, tokens, 0, 1)
         for sequence, num_tokens in result.computed:
             self._computed(sequence, num_tokens)
@@ -325,7 +327,7 @@ class World:
 
     def drain(self, number: int) -> None:
         worker = self.worker(number)
-        worker.handle(DrainBegun(), self.now_ms)
+        worker.handle(DrainBegun(finishes=number % 2 == 0), self.now_ms)
         assert worker.prefill.num_queued == worker.decode.num_queued == 0
 
     def hand_back(self, number: int) -> None:

@@ -1,4 +1,6 @@
-"""Parses the values of options. Pure."""
+"""Parses and checks the values of options."""
+
+from pathlib import Path
 
 from services.errors import UserError
 
@@ -25,3 +27,11 @@ def parse_range(text: str, option: str) -> tuple[int, int]:
     if not 1 <= bounds[0] <= bounds[1]:
         raise UserError(f"{option} {text!r}: the range must begin at 1 or more and not end before it begins")
     return bounds
+
+
+def check_plot_file(path: Path | None) -> None:
+    """Raise UserError where no plot can be written there."""
+    if path is not None and path.suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"--plot {path}: name a .png, .svg or .pdf file")
+    if path is not None and not path.parent.is_dir():
+        raise UserError(f"--plot {path}: there is no folder {path.parent}")

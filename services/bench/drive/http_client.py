@@ -81,14 +81,17 @@ class Client:
     async def open(cls, http: httpx.AsyncClient, url: str) -> "Client":
         return cls(http, url, await model_of(http, url))
 
-    async def complete(self, prompt: Sequence[int], num_tokens: int, *, return_token_ids: bool = False) -> Completion:
-        """Ask for exactly `num_tokens` greedy tokens. Raises RequestFailedError."""
+    async def complete(
+        self, prompt: Sequence[int], num_tokens: int, *, return_token_ids: bool = False, num_choices: int = 1
+    ) -> Completion:
+        """Ask for exactly `num_tokens` greedy tokens, in each choice. Raises RequestFailedError."""
         body: dict[str, object] = {
             "model": self.model.id,
             "prompt": list(prompt),
             "max_tokens": num_tokens,
             "temperature": 0,
             "ignore_eos": True,
+            "n": num_choices,
             "stream": True,
             "stream_options": {"include_usage": True},
         }

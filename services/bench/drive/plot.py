@@ -50,6 +50,50 @@ def plot_turns(rows: Sequence[TurnTimes], path: Path) -> None:
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("time to first token, ms (p50, band to p75)")
     panels[0].legend(fontsize=8)
+    _save(figure, path)
+
+
+class SizeFigures(Protocol):
+    """A mesh of so many workers; `cpu_us`: CPU time for each request, by service."""
+
+    @property
+    def workers(self) -> int: ...
+    @property
+    def requests_per_s(self) -> float: ...
+    @property
+    def ttft_p50_ms(self) -> float | None: ...
+    @property
+    def ttft_p99_ms(self) -> float | None: ...
+    @property
+    def cpu_us(self) -> dict[str, float]: ...
+
+
+def plot_sizes(rows: Sequence[SizeFigures], path: Path) -> None:
+    """Write three panels over the number of workers: requests a second, TTFT, CPU time for each request by service.
+
+    Raises UserError where the file cannot be written.
+    """
+    workers = [row.workers for row in rows]
+    lines: list[list[tuple[str, list[float | None]]]] = [
+        [("requests/s", [row.requests_per_s for row in rows])],
+        [("p50", [row.ttft_p50_ms for row in rows]), ("p99", [row.ttft_p99_ms for row in rows])],
+        [(name, [row.cpu_us[name] / 1e3 for row in rows]) for name in rows[0].cpu_us],
+    ]
+    titles = ("requests a second", "time to first token, ms", "CPU time for each request, ms")
+    figure = Figure(figsize=(12, 3.8), layout="constrained")
+    panels = cast("list[Any]", figure.subplots(1, len(lines), squeeze=False)[0])
+    for panel, title, group in zip(panels, titles, lines, strict=True):
+        for number, (name, values) in enumerate(group):
+            panel.loglog(workers, values, marker="o", markersize=4, color=COLORS[number % len(COLORS)], label=name)
+        panel.set_title(title, fontsize=10)
+        panel.set_xlabel("workers")
+        panel.grid(alpha=0.3)
+        if len(group) > 1:
+            panel.legend(fontsize=8)
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
     try:
         cast("Any", figure).savefig(path, dpi=150)
     except OSError as error:

@@ -23,7 +23,8 @@ from services.engine.cpu.attention import (
     UnsupportedAttentionError,
     paged_attention,
 )
-from services.engine.interface import EngineFailedError, Sequence, StepItem
+from services.engine.interface import EngineFailedError, Outcome, Sequence, StepItem
+from services.engine.logprobs import row_numbers, score_prompts, scored_rows
 from services.engine.sampler import sample
 from services.errors import CheckpointError
 
@@ -49,18 +50,25 @@ class TransformersEngine:
         self._num_threads = num_threads
         self._thread: int | None = None
 
-    def step(self, items: Seq[StepItem]) -> list[int]:
-        """Compute the items, write their KV, call the layer listeners, and return one token id per sampling item.
+    def step(self, items: Seq[StepItem]) -> list[Outcome]:
+        """Compute the items, write their KV, call the layer listeners, and return one outcome per sampling item.
 
         Raises EngineFailedError when the model did not call its attention once a layer, LogitsNotFiniteError when its
         logits are no numbers, ValueError when a sequence has outgrown its block tables.
         """
-        rows, params = _sampling_rows(items)
-        return sample(self.logits(items, rows), params)
+        rows, sequences = _sampling_rows(items)
+        scored = scored_rows(items)
+        logits = self._compute(items, [*rows, *row_numbers(scored)])
+        score_prompts(scored, logits[len(rows) :])
+        return sample(logits[: len(rows)].float(), sequences)
 
-    @torch.inference_mode()
     def logits(self, items: Seq[StepItem], rows: Seq[int]) -> Tensor:
         """Compute the items and return the logits `[len(rows), vocab]`, float32, of these rows of the flat batch."""
+        return self._compute(items, rows).float()
+
+    @torch.inference_mode()
+    def _compute(self, items: Seq[StepItem], rows: Seq[int]) -> Tensor:
+        """Return the logits of these rows, in the model's dtype."""
         if self._arena is None:
             raise EngineFailedError("the engine is closed")
         if self._thread != threading.get_ident():
@@ -86,7 +94,7 @@ class TransformersEngine:
             raise EngineFailedError(
                 f"attention ran for layers {attention.layers_seen}, not each of {self.layout.num_layers}"
             )
-        return cast(Tensor, output.logits)[0].float()
+        return cast(Tensor, output.logits)[0]
 
     def close(self) -> None:
         """Let go of the arena, so that its memory can be closed. Idempotent; not while a step runs."""
@@ -227,14 +235,14 @@ def load_model(checkpoint: Checkpoint, dtype: str) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def _sampling_rows(items: Seq[StepItem]) -> tuple[list[int], list[tuple[SamplingParams, int]]]:
-    """Return the rows of the flat batch that are sampled from, each with its parameters and its answer index."""
+def _sampling_rows(items: Seq[StepItem]) -> tuple[list[int], list[Sequence]]:
+    """Return the rows of the flat batch that are sampled from, and the sequence of each."""
     rows: list[int] = []
-    params: list[tuple[SamplingParams, int]] = []
+    sequences: list[Sequence] = []
     end = 0
     for item in items:
         end += item.num_tokens
         if item.samples:
             rows.append(end - 1)
-            params.append((item.sequence.sampling, item.sequence.index))
-    return rows, params
+            sequences.append(item.sequence)
+    return rows, sequences

@@ -3,6 +3,9 @@
 A step is written into pinned memory, goes up in one copy, is launched as a whole, and the host waits once: for its
 tokens. Where nothing is sampled it waits for the end of the step all the same, since what a step has computed counts
 as there when `step` returns. Readers that cannot wait so long follow the marks that the layer listeners are told.
+
+A step in which any request asks for more than the sampler there knows (`_is_hosts`) has its logits fetched, and its
+tokens chosen on the host.
 """
 
 from collections.abc import Sequence as Seq
@@ -35,9 +38,11 @@ from services.engine.cuda.step_plan import (
     largest_step_bytes,
     pack,
 )
-from services.engine.interface import EngineFailedError, EngineLostError, StepItem
+from services.engine.interface import Choice, EngineFailedError, EngineLostError, Outcome, Sequence, StepItem
 from services.engine.limits import MOST_RESERVED_BYTES
-from services.engine.sampler import LogitsNotFiniteError
+from services.engine.logprobs import row_numbers, score_prompts, scored_rows
+from services.engine.sampler import LogitsNotFiniteError, sample
+from services.engine.shaping import is_shaped
 
 
 class StepBuffer:
@@ -100,8 +105,8 @@ class DeviceEngine:
             self.graphs = GraphRunner(recorder, self._compute_padded, limits.num_sequences)
 
     @torch.inference_mode()
-    def step(self, items: Seq[StepItem]) -> list[int]:
-        """Compute the items, write their KV, call the layer listeners, and return one token id per sampling item.
+    def step(self, items: Seq[StepItem]) -> list[Outcome]:
+        """Compute the items, write their KV, call the layer listeners, and return one outcome per sampling item.
 
         Raises EngineFailedError when the model did not call its attention once a layer, LogitsNotFiniteError when its
         logits are no numbers, ValueError when a sequence has outgrown its block tables, EngineLostError when the card
@@ -109,13 +114,10 @@ class DeviceEngine:
         """
         with self._runtime.active():
             try:
-                ids = self._step(items)
+                return self._step(items)
             except BaseException:
                 self._end_launched()
                 raise
-        if bad := ids.count(NOT_FINITE):
-            raise LogitsNotFiniteError(f"logits of {bad} of {len(ids)} sequences are not finite")
-        return ids
 
     def _end_launched(self) -> None:
         """Wait for what a step that failed has launched: it goes on writing, and its blocks are given to others.
@@ -127,14 +129,29 @@ class DeviceEngine:
         except RuntimeError as error:
             raise EngineLostError(f"the card fails: {str(error).partition(chr(10))[0]}") from error
 
-    def _step(self, items: Seq[StepItem]) -> list[int]:
-        """Return a token id or NOT_FINITE per sampling item."""
+    def _step(self, items: Seq[StepItem]) -> list[Outcome]:
+        if any(map(_is_hosts, items)):
+            return self._step_for_host(items)
         plan = self._planner.plan(items)
         logits, inputs = self._compute(items, plan)
         ids = self._runtime.fetch(choose(logits, plan.draws, inputs.draws))
         if UNSETTLED in ids:
             ids = self._runtime.fetch(choose(logits, plan.draws, inputs.draws, all_candidates=True))
-        return ids
+        if bad := ids.count(NOT_FINITE):
+            raise LogitsNotFiniteError(f"logits of {bad} of {len(ids)} sequences are not finite")
+        return [Choice(token_id) for token_id in ids]
+
+    def _step_for_host(self, items: Seq[StepItem]) -> list[Outcome]:
+        """Compute a step whose tokens are chosen on the host, and the logarithms that are wanted of its prompts."""
+        plan, scored = self._planner.plan(items), scored_rows(items)
+        rows = [*plan.sample_rows, *row_numbers(scored)]
+        # A graph's rows are in the order of the batch.
+        logits, _ = self._compute(items, plan._replace(sample_rows=rows), may_use_graph=not scored)
+        num_sampled = len(plan.sample_rows)
+        score_prompts(scored, logits[num_sampled:])
+        outcomes = sample(logits[:num_sampled].cpu(), [item.sequence for item in items if item.samples])
+        self._runtime.wait()
+        return outcomes
 
     @torch.inference_mode()
     def logits(self, items: Seq[StepItem], rows: Seq[int], *, graph: bool = False) -> Tensor:
@@ -229,3 +246,12 @@ class DeviceEngine:
             if self.graphs is not None:
                 self.graphs.clear()
         return self._fields
+
+
+def _is_hosts(item: StepItem) -> bool:
+    """Say whether an item asks for what only the host knows to do."""
+    sequence: Sequence = item.sequence
+    sampling = sequence.sampling
+    if sequence.wants_prompt_logprobs and item.start < sequence.num_prompt_tokens - 1:
+        return True
+    return item.samples and (sampling.logprobs is not None or sampling.min_p > 0 or is_shaped(sequence))

@@ -7,6 +7,7 @@ models too; a step with something to load calls `start_load_kv` before its forwa
 
 # pyright: basic, reportMissingImports=false
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -95,7 +96,8 @@ class MeshConnector(KVConnectorBase_V1, SupportsHMA):
         self._link.save(layer_of(layer_name))
 
     def wait_for_save(self) -> None:
-        self._link.check_saved()
+        if sys.exception() is None:  # it is called after a step that has failed, too: then that error is to be told
+            self._link.check_saved()
 
 
 def layer_of(name: str) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.blocks.layout import KEY, VALUE, ArenaShape
-from services.engine.interface import EngineLostError
+from services.engine.interface import EngineLostError, Outcome, Sequence
 from services.engine.vllm_engine.plan import Copies, GroupPair, Run, TrackedSequence
 
 Pages = npt.NDArray[np.uint8]
@@ -44,6 +44,10 @@ class EngineLink:
         self.name = secrets.token_hex(8)
         self.layout = layout
         self.tracked: dict[str, TrackedSequence] = {}
+        self.sequences: dict[str, Sequence] = {}
+        """The same, by our names."""
+        self.outcomes: dict[str, Outcome] = {}
+        """By our names: what was chosen in the step that runs, or ran last."""
         self.step: list[Copies] = []
         """What the step that runs, or ran last, copies."""
         self.num_preempted = 0
@@ -90,6 +94,11 @@ class EngineLink:
         self.group_pairs = sorted(set(pair_of_layer))
         self._pair_of_layer = [self.group_pairs.index(pair) for pair in pair_of_layer]
 
+    def sampled(self) -> set[str]:
+        """Return our names of those that the step gives a token: of the others it computes a part of the prompt."""
+        done = (copies for copies in self.step if copies.end == len(copies.tracked.sequence.token_ids))
+        return {sequence_name(copies.tracked.sequence) for copies in done}
+
     def load(self) -> None:
         """Copy in what this step's requests were promised, all layers."""
         for copies in self.step:
@@ -115,6 +124,7 @@ class EngineLink:
         """A step is planned."""
         self.step = step
         self.num_preempted = num_preempted
+        self.outcomes.clear()
         self._saved.clear()
 
     def check_saved(self) -> None:
@@ -158,6 +168,11 @@ class EngineLink:
         num_blocks = shape.num_blocks[shape.layout.group_of_layer[layer]]
         first = shape.offset(layer, part, 0)
         return array[first : first + num_blocks * self._half].reshape(num_blocks, self._half)
+
+
+def sequence_name(sequence: Sequence) -> str:
+    """Return our name of a sequence, by which vLLM gives its tokens."""
+    return f"{sequence.request_id}.{sequence.attempt}"
 
 
 def link_of(extra_config: Mapping[str, Any]) -> EngineLink:

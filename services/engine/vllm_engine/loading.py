@@ -108,7 +108,8 @@ class InProcess:
             stop_token_ids=sorted(stop_token_ids(sequence)),
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={EXTRA_KEY: (sequence.sampling, sequence.index)},
+            prompt_logprobs=sequence.sampling.prompt_logprobs if sequence.wants_prompt_logprobs else None,
+            extra_args={EXTRA_KEY: name},
         )
         prompt: dict[str, object] = {"prompt_token_ids": list(sequence.token_ids)}
         if sequence.tenant:
@@ -119,7 +120,13 @@ class InProcess:
         self._engine.abort_request([name], internal=True)
 
     def step(self) -> list[Output]:
-        return self._engine.step()
+        from torch.compiler import set_stance  # noqa: PLC0415
+
+        if not any(sequence.wants_prompt_logprobs and not sequence.index for sequence in self._link.sequences.values()):
+            return self._engine.step()
+        # It compiles how it counts a prompt's ranks, which nobody asks for: a minute, and only with a C++ compiler.
+        with set_stance("force_eager"):
+            return self._engine.step()
 
     def forget_blocks(self) -> None:
         """Let vLLM forget what it has cached itself. Nothing may be running."""
@@ -158,6 +165,7 @@ def _engine_args(checkpoint: Checkpoint, shape: ArenaShape, token_budget: int, k
         "block_size": layout.block_size,
         "max_model_len": min(checkpoint.context_length, most + 1) if most else checkpoint.context_length,
         "max_num_batched_tokens": token_budget,
+        "max_logprobs": -1,  # gateways bound it
         "max_num_seqs": min(MAX_SEQUENCES, token_budget),
         "kv_cache_memory_bytes": kv_bytes or pool_bytes(shape, token_budget),
         # Of layers with windows it would have what the arena has not, with gaps.

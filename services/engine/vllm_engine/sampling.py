@@ -1,61 +1,55 @@
 """Our sampling over vLLM's logits: one definition of what is drawn, for every engine.
 
-vLLM is always told to take the best token. This processor chooses with `services.engine.sampler` and leaves the chosen
-token alone, so that an answer's tokens depend on seed and index and neither on the batch nor on the attempt.
+vLLM is always told to take the best token, and of nothing that changes its logits before this processor sees them. It
+chooses with `services.engine.sampler` and leaves the chosen token alone, so that an answer's tokens depend neither on
+the batch nor on the attempt. What was chosen, or why nothing was, stands in the link.
 """
 
 # pyright: basic, reportMissingImports=false
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from schemas.request import SamplingParams
+from services.engine.interface import Choice
 from services.engine.sampler import sample
 from services.engine.vllm_engine.link import link_of
 
 EXTRA_KEY = "kvmesh"
 
 
-class _SampledRow(NamedTuple):
-    sampling: SamplingParams
-    first_index: int
-    output: list[int]
-    """vLLM's own list, which grows."""
-
-
 class MeshSampling(LogitsProcessor):
-    """A request says in its `extra_args` what it samples with: `(SamplingParams, index of its first token)`."""
+    """A request says in its `extra_args` our name of its sequence."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self._rows: dict[int, _SampledRow] = {}
+        self._names: dict[int, str] = {}
+        """Of each row."""
         self._link = link_of(vllm_config.kv_transfer_config.kv_connector_extra_config)
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def update_state(self, batch_update: Any) -> None:
-        process_dict_updates(self._rows, batch_update, _row_of)
+        process_dict_updates(self._names, batch_update, _name_of)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        if not self._rows:
+        sampled = self._link.sampled()
+        rows = [row for row in sorted(self._names) if self._names[row] in sampled]
+        if not rows:
             return logits
-        rows = sorted(self._rows)
-        chosen = [self._rows[row] for row in rows]
-        params = [(row.sampling, row.first_index + len(row.output)) for row in chosen]
+        names = [self._names[row] for row in rows]
         wanted = logits[rows].float()
         if self._link.on_logits is not None:
             self._link.on_logits(wanted.numpy().copy())
-        token_ids = sample(wanted, params)
+        outcomes = sample(wanted, [self._link.sequences[name] for name in names])
+        self._link.outcomes |= zip(names, outcomes, strict=True)
+        # A request that fails is taken out after this step, whatever its token is.
+        token_ids = [outcome.token_id if isinstance(outcome, Choice) else 0 for outcome in outcomes]
         logits[rows] = float("-inf")
         logits[rows, token_ids] = 0.0
         return logits
 
 
-def _row_of(params: Any, prompt: list[int] | None, output: list[int]) -> _SampledRow | None:
-    extra = params.extra_args or {}
-    if EXTRA_KEY not in extra:
-        return None
-    sampling, first_index = extra[EXTRA_KEY]
-    return _SampledRow(sampling, first_index, output)
+def _name_of(params: Any, prompt: list[int] | None, output: list[int]) -> str | None:
+    return (params.extra_args or {}).get(EXTRA_KEY)

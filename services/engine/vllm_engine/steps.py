@@ -1,13 +1,17 @@
 """The steps of vLLM: it decides what a step computes; what came of it is told as of any engine."""
 
 import time
+from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
 from dataplane.blocks.layout import KVLayout
 from schemas.ids import RequestId
+from schemas.logprobs import TokenLogprob
 from services.engine.interface import (
     EngineLoad,
     EngineLostError,
+    FailedSequence,
+    GrammarError,
     InvalidSequenceError,
     SampledToken,
     Sequence,
@@ -15,7 +19,7 @@ from services.engine.interface import (
     StepResult,
 )
 from services.engine.rules import append_token, check_sequence, check_work, num_tokens_left
-from services.engine.vllm_engine.link import EngineLink
+from services.engine.vllm_engine.link import EngineLink, sequence_name
 from services.engine.vllm_engine.plan import TrackedSequence
 
 Key = tuple[RequestId, int]
@@ -27,6 +31,7 @@ class Output(Protocol):
     request_id: str
     finished: bool
     outputs: list[Any]
+    prompt_logprobs: Seq[Any] | None
 
 
 class LocalEngine(Protocol):
@@ -63,8 +68,6 @@ class VllmSteps:
         self._token_budget = token_budget
         self._names: dict[Key, str] = {}
         """vLLM's name of each sequence."""
-        self._sequences: dict[str, Sequence] = {}
-        """By the name that we gave it."""
         self._started: set[Key] = set()
 
     def __len__(self) -> int:
@@ -88,14 +91,14 @@ class VllmSteps:
         key = _key(sequence)
         if key in self._names:
             raise InvalidSequenceError(f"{key} is in the engine already")
-        ours = _name(key)
+        ours = sequence_name(sequence)
         try:
             theirs = self._engine.add(ours, sequence, num_tokens_left(sequence, self._context_length))
         except ValueError as error:
             raise InvalidSequenceError(f"vLLM does not take {ours}: {error}") from error
         self._link.tracked[theirs] = TrackedSequence(sequence, self.layout, self._link.group_pairs)
         self._names[key] = theirs
-        self._sequences[ours] = sequence
+        self._link.sequences[ours] = sequence
 
     def remove(self, request_id: RequestId, attempt: int) -> Sequence | None:
         key = (request_id, attempt)
@@ -109,7 +112,7 @@ class VllmSteps:
         return [self._forget(key) for key in list(self._names)]
 
     def load(self) -> EngineLoad:
-        sequences = self._sequences.values()
+        sequences = self._link.sequences.values()
         prefill = [sequence for sequence in sequences if sequence.num_uncomputed_tokens > 1]
         num_queued = sum(_key(sequence) not in self._started for sequence in sequences)
         return EngineLoad(
@@ -148,7 +151,10 @@ class VllmSteps:
             sequence.num_computed_tokens = max(sequence.num_computed_tokens, copies.end)
             self._started.add(_key(sequence))
             computed.append((sequence, sequence.num_computed_tokens))
-        sampled = [token for output in outputs for token in self._sampled(output)]
+        sampled: list[SampledToken] = []
+        failed: list[FailedSequence] = []
+        for output in outputs:
+            self._take(output, sampled, failed)
         return StepResult(
             started_ns=started_ns,
             ended_ns=time.time_ns(),
@@ -157,32 +163,52 @@ class VllmSteps:
             computed=tuple(computed),
             sampled=tuple(sampled),
             num_preempted=self._link.num_preempted,
+            failed=tuple(failed),
         )
 
-    def _sampled(self, output: Output) -> list[SampledToken]:
-        sequence = self._sequences.get(output.request_id)
+    def _take(self, output: Output, sampled: list[SampledToken], failed: list[FailedSequence]) -> None:
+        """Take in what vLLM says of one request. Raises EngineLostError where it is not what was chosen here, or not
+        what the request's rules say."""
+        sequence, name = self._link.sequences.get(output.request_id), output.request_id
         if sequence is None:
-            return []
-        tokens = [append_token(sequence, token, self._context_length) for token in output.outputs[0].token_ids]
-        ended = bool(tokens) and tokens[-1].local_end
-        if ended != output.finished or any(token.local_end for token in tokens[:-1]):
+            return
+        if output.prompt_logprobs and not sequence.prompt_logprobs:
+            sequence.prompt_logprobs += _prompt_logprobs(sequence, output.prompt_logprobs)
+        token_ids, outcome = [*output.outputs[0].token_ids], self._link.outcomes.get(name)
+        if isinstance(outcome, GrammarError):
+            if not output.finished:
+                self._engine.abort(self._names[_key(sequence)])
+            failed.append(FailedSequence(self._forget(_key(sequence)), str(outcome)))
+            return
+        if token_ids != ([] if outcome is None else [outcome.token_id]):
+            raise EngineLostError(f"vLLM gives {name} tokens {token_ids}, and what was chosen is {outcome}")
+        tokens = [] if outcome is None else [append_token(sequence, outcome, self._context_length)]
+        sampled += tokens
+        ended = any(token.local_end for token in tokens)
+        if ended != output.finished:
             raise EngineLostError(
-                f"vLLM {'ended' if output.finished else 'goes on with'} {output.request_id} after "
+                f"vLLM {'ended' if output.finished else 'goes on with'} {name} after "
                 f"{sequence.index} tokens, which the request's rules do not"
             )
         if ended:
             self._forget(_key(sequence))
-        return tokens
 
     def _forget(self, key: Key) -> Sequence:
-        self._link.tracked.pop(self._names.pop(key))
+        sequence = self._link.tracked.pop(self._names.pop(key)).sequence
         self._started.discard(key)
-        return self._sequences.pop(_name(key))
+        return self._link.sequences.pop(sequence_name(sequence))
 
 
 def _key(sequence: Sequence) -> Key:
     return sequence.request_id, sequence.attempt
 
 
-def _name(key: Key) -> str:
-    return f"{key[0]}.{key[1]}"
+def _prompt_logprobs(sequence: Sequence, found: Seq[Any]) -> list[TokenLogprob]:
+    """Return a prompt's logarithms as ours. `found`: vLLM's, by position, a token's id to what it says of it; None at
+    the first, before which there is nothing. Which of several equal ones are among the likeliest is its choice."""
+    num_top = sequence.sampling.prompt_logprobs or 0
+    logprobs: list[TokenLogprob] = []
+    for token_id, by_id in zip(sequence.token_ids[1:], found[1:], strict=True):
+        likeliest = sorted((-one.logprob, other) for other, one in by_id.items())[:num_top]
+        logprobs.append(TokenLogprob(by_id[token_id].logprob, tuple((other, -value) for value, other in likeliest)))
+    return logprobs

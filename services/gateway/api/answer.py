@@ -1,28 +1,27 @@
 """Writes one HTTP request's answer, whole or streamed."""
 
 import asyncio
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from litestar.types import Receive, Scope, Send
 
 from schemas.request import FinishReason
 from services.gateway import limits
+from services.gateway.api.choice import Choice
 from services.gateway.api.openai import Options
 from services.gateway.api.replies import (
-    DONE,
     EVENT_STREAM_TYPE,
     JSON_TYPE,
-    FinishedChoice,
-    Style,
+    KEEP_ALIVE,
+    CountsReply,
     UsageReply,
     encode_reply,
     error_of_fail,
-    event,
     retry_after_of,
     usage_of,
 )
-from services.gateway.api.text import Detokenizer, StopMatcher
+from services.gateway.api.styles import Style
 from services.gateway.asking import LiveRequest
 from services.gateway.observe.answer_observer import AnswerObserver
 from services.gateway.request.answer_usage import AnswerUsage, answer_usage
@@ -32,31 +31,6 @@ from services.gateway.request.mailbox import Mailbox
 from services.gateway.requests import Requests
 
 
-@dataclass(slots=True, eq=False)
-class ChoiceText:
-    """One choice's tokens as text. `hidden_ids` end an answer and are not shown."""
-
-    detokenizer: Detokenizer
-    matcher: StopMatcher
-    hidden_ids: Collection[int]
-    token_ids: list[int] = field(default_factory=list[int])
-    parts: list[str] = field(default_factory=list[str])
-    """The text of an answer that is not streamed."""
-    finish_reason: FinishReason | None = None
-
-    def deliver(self, tokens: tuple[int, ...]) -> str:
-        """Return the text that is now certain."""
-        self.token_ids += tokens
-        shown = [token for token in tokens if token not in self.hidden_ids]
-        return self.matcher.feed(self.detokenizer.feed(shown))
-
-    def finish(self, reason: FinishReason) -> str:
-        """Return the rest of the text. A stop string that only the rest completes counts as well."""
-        text = self.matcher.feed(self.detokenizer.flush()) + self.matcher.flush()
-        self.finish_reason = "stop" if self.matcher.matched else reason
-        return text
-
-
 @dataclass(slots=True, kw_only=True)
 class Call:
     """One HTTP request to be answered."""
@@ -64,7 +38,7 @@ class Call:
     style: Style
     options: Options
     jobs: list[Job]
-    texts: list[ChoiceText]
+    choices: list[Choice]
     num_prompt_tokens: int
     timeout_s: float
 
@@ -84,10 +58,15 @@ class Answer:
         self._status = 0
         self._outcome = "ok"
         self._error = ""
+        self._opening = b""
+        """The events that the stream begins with."""
+        self._silent_until_s = 0.0
+        """By the event loop's clock: a stream has its headers, or another comment, by then."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call, observer = self._call, self._observer
         observer.tokenized(call.num_prompt_tokens)
+        self._silent_until_s = asyncio.get_running_loop().time() + limits.FIRST_OUTPUT_S
         for number, job in enumerate(call.jobs):
             self._lives.append(self._requests.submit(job, number, self._mailbox))
         async with asyncio.TaskGroup() as tasks:
@@ -114,12 +93,13 @@ class Answer:
     async def _respond(self, send: Send) -> None:
         """Write what the choices put out until all have ended, or one has failed."""
         num_open = len(self._lives)
+        self._opening = self._call.style.begin() if self._call.options.stream else b""
         while num_open:
-            events: list[bytes] = []
-            items = await self._mailbox.take()
+            events = b""
+            items = await (self._take_or_comment(send) if self._call.options.stream else self._mailbox.take())
             for number, output in items:
                 match self._settle(number, output):
-                    case Deliver(tokens=tokens):
+                    case Deliver() as tokens:
                         events += self._add(number, tokens)
                     case Finish(reason=reason):
                         num_open -= 1
@@ -135,55 +115,67 @@ class Answer:
             self._observer.wrote([self._lives[n].observer for n, output in items if isinstance(output, Deliver)])
         await (self._end_stream(send) if self._call.options.stream else self._write_whole(send))
 
+    async def _take_or_comment(self, send: Send) -> list[tuple[int, Output]]:
+        """Return what the choices have put out; while that is nothing, keep the stream open."""
+        while True:
+            try:
+                async with asyncio.timeout_at(self._silent_until_s):
+                    return await self._mailbox.take()
+            except TimeoutError:
+                await (self._send_events(send, KEEP_ALIVE) if self._status else self._begin_stream(send))
+
     async def _end_stream(self, send: Send) -> None:
-        if self._call.options.include_usage:
-            await _send_body(send, self._call.style.usage_chunk(self._usage()), more=True)
-        await _send_body(send, DONE, more=False)
+        await _send_body(send, self._call.style.end(self._call.choices, self._usage()), more=False)
 
     async def _write_whole(self, send: Send) -> None:
-        wants_ids = self._call.options.return_token_ids
-        answers = [
-            FinishedChoice("".join(text.parts), text.finish_reason, tuple(text.token_ids) if wants_ids else None)
-            for text in self._call.texts
-        ]
-        body = self._call.style.whole(answers, self._usage())
+        body = self._call.style.whole(self._call.choices, self._usage())
         await self._begin(send, 200, JSON_TYPE, {"content-length": str(len(body))})
         await _send_body(send, body, more=False)
 
     def _settle(self, number: int, output: Output) -> Output:
         """Once a choice's text has reached its stop string it is complete, even if the request fails after that."""
-        if self._call.texts[number].matcher.matched and isinstance(output, FailRequest):
+        if self._call.choices[number].is_over and isinstance(output, FailRequest):
             return Finish("stop")
         return output
 
-    def _add(self, number: int, tokens: tuple[int, ...]) -> list[bytes]:
-        """Add tokens to a choice; return the event that brings them to the client, where its answer is streamed."""
-        call, text = self._call, self._call.texts[number]
-        is_first = not text.token_ids
-        delta = text.deliver(tokens)
-        if text.matcher.matched:
+    def _add(self, number: int, output: Deliver) -> bytes:
+        """Add tokens to a choice; return the events that bring them to the client, where its answer is streamed and
+        there is something to be seen of them."""
+        call, choice = self._call, self._call.choices[number]
+        pieces = choice.deliver(output)
+        if choice.is_over:
             self._requests.handle(self._lives[number], StopMatched())
-        if not call.options.stream:
-            text.parts.append(delta)
-            return []
-        token_ids = tokens if call.options.return_token_ids else None
-        return [call.style.chunk(number, delta, first=is_first, token_ids=token_ids)]
+        if call.options.stream:
+            return call.style.some(number, choice, pieces, self._counts())
+        choice.pieces += pieces
+        return b""
 
-    def _finish(self, number: int, reason: FinishReason) -> list[bytes]:
-        """End a choice; return its last event, where its answer is streamed."""
-        call, text = self._call, self._call.texts[number]
-        rest = text.finish(reason)
-        if not call.options.stream:
-            text.parts.append(rest)
-            return []
-        return [call.style.chunk(number, rest, first=not text.token_ids, finish_reason=text.finish_reason)]
+    def _finish(self, number: int, reason: FinishReason) -> bytes:
+        """End a choice; return its last events, where its answer is streamed: the rest of its text, and its end."""
+        call, choice = self._call, self._call.choices[number]
+        pieces = choice.finish(reason)
+        if call.options.stream:
+            return call.style.last(number, choice, pieces, self._counts())
+        choice.pieces += pieces
+        return b""
 
-    async def _write_events(self, send: Send, events: list[bytes]) -> None:
+    async def _write_events(self, send: Send, events: bytes) -> None:
         if not events:
             return
         if not self._status:
-            await self._begin(send, 200, EVENT_STREAM_TYPE, {"cache-control": "no-cache"})
-        await _send_body(send, b"".join(events), more=True)
+            await self._begin_stream(send)
+        await self._send_events(send, events)
+
+    async def _begin_stream(self, send: Send) -> None:
+        # nginx would otherwise gather the events, and hand them on late and many at a time.
+        await self._begin(send, 200, EVENT_STREAM_TYPE, {"cache-control": "no-cache", "x-accel-buffering": "no"})
+        if self._opening:
+            await _send_body(send, self._opening, more=True)
+        self._silent_until_s = asyncio.get_running_loop().time() + limits.SILENCE_S
+
+    async def _send_events(self, send: Send, events: bytes) -> None:
+        await _send_body(send, events, more=True)
+        self._silent_until_s = asyncio.get_running_loop().time() + limits.SILENCE_S
 
     async def _begin(self, send: Send, status: int, content_type: bytes, headers: Mapping[str, str]) -> None:
         self._status = status
@@ -199,7 +191,7 @@ class Answer:
         self._abandon("another choice has failed")
         reply = error_of_fail(fail)
         if self._status:
-            await _send_body(send, event(reply), more=False)
+            await _send_body(send, self._call.style.failed(reply), more=False)
             return
         body = encode_reply(reply)
         headers = {"content-length": str(len(body))}
@@ -218,8 +210,15 @@ class Answer:
             [live.core for live in self._lives],
             call.options.n,
             call.num_prompt_tokens,
-            sum(len(text.token_ids) for text in call.texts),
+            sum(len(choice.token_ids) for choice in call.choices),
         )
+
+    def _counts(self) -> CountsReply:
+        num_prompt, num_answer = (
+            self._call.num_prompt_tokens,
+            sum(len(choice.token_ids) for choice in self._call.choices),
+        )
+        return CountsReply(prompt_tokens=num_prompt, completion_tokens=num_answer, total_tokens=num_prompt + num_answer)
 
     def _usage(self) -> UsageReply:
         return usage_of(self._observer.request_id, self._answer_usage())

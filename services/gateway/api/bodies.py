@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import zlib
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -12,9 +13,14 @@ from litestar.exceptions import HTTPException
 
 from services.gateway import limits
 from services.gateway.api.guard import NotNowError
-from services.gateway.api.openai import InvalidRequestError
+from services.gateway.api.invalid import InvalidRequestError
+from services.gateway.api.turn import Turn
 
 ResultT = TypeVar("ResultT")
+
+ENCODINGS = "gzip, deflate, identity"
+_WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+"""As zlib has it: what is around the packed data."""
 
 
 @dataclass(slots=True)
@@ -30,7 +36,7 @@ class Bodies:
 
     num_bytes: int = 0
     """What of them counts for the bound."""
-    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _turn: Turn = field(default_factory=lambda: Turn("other long prompts are being read"))
 
     @contextlib.asynccontextmanager
     async def read(self, request: Request[object, object, State], timeout_s: float) -> AsyncGenerator[bytes]:
@@ -54,23 +60,18 @@ class Bodies:
             return work()
         if num_bytes <= limits.MAX_SHORT_BODY_BYTES:
             return await asyncio.to_thread(work)
-        try:
-            async with asyncio.timeout(limits.TURN_S):
-                await self._turn.acquire()
-        except TimeoutError as error:
-            raise NotNowError("overloaded", "other long prompts are being read") from error
-        working = asyncio.get_running_loop().run_in_executor(None, work)
-        # A thread cannot be stopped: its turn ends with it, whether or not somebody still waits.
-        working.add_done_callback(lambda _: self._turn.release())
-        return await asyncio.shield(working)
+        return await self._turn.work(work)
 
     async def _read(self, request: Request[object, object, State], timeout_s: float, share: _Share) -> bytes:
         chunks: list[bytes] = []
         num_read = 0
+        unpacked = _unpacked(_arriving(request), request.headers.get("content-encoding", ""))
         try:
             async with asyncio.timeout(timeout_s):
-                async for chunk in request.stream():
+                async for chunk in unpacked:
                     num_read += len(chunk)
+                    if num_read > limits.MAX_BODY_BYTES:
+                        raise _too_large()
                     self._take(share, num_read)
                     chunks.append(chunk)
         except TimeoutError as error:
@@ -79,8 +80,7 @@ class Bodies:
         except HTTPException as error:
             if error.status_code != 413:
                 raise
-            message = f"the body is over {limits.MAX_BODY_BYTES} bytes"
-            raise InvalidRequestError(message, None, "request_too_large", 413) from error
+            raise _too_large() from error
         return b"".join(chunks)
 
     def _take(self, share: _Share, num_read: int) -> None:
@@ -90,3 +90,50 @@ class Bodies:
             raise NotNowError("overloaded", f"the bodies of other requests already have {self.num_bytes} bytes")
         self.num_bytes += more
         share.num_bytes += more
+
+
+async def _arriving(request: Request[object, object, State]) -> AsyncGenerator[bytes]:
+    """Yield a body's parts as they come. Raises InvalidRequestError for one that stops coming."""
+    stream = aiter(request.stream())
+    while True:
+        try:
+            async with asyncio.timeout(limits.BODY_SILENCE_S):
+                chunk = await anext(stream, None)
+        except TimeoutError as error:
+            message = f"nothing more of the body came for {limits.BODY_SILENCE_S:g} s"
+            raise InvalidRequestError(message, None, "request_timeout", 408) from error
+        if chunk is None:
+            return
+        yield chunk
+
+
+async def _unpacked(chunks: AsyncGenerator[bytes], encoding: str) -> AsyncGenerator[bytes]:
+    """Yield what packed parts come to, a little at a time: a few bytes may come to very many."""
+    name = encoding.strip().lower()
+    if name in ("", "identity"):
+        async for chunk in chunks:
+            yield chunk
+        return
+    if name not in _WINDOWS:
+        message = f"a body may be sent as {ENCODINGS}, not with Content-Encoding: {encoding[:40]}"
+        raise InvalidRequestError(message, None, "unsupported_encoding", 415)
+    unpacker = zlib.decompressobj(_WINDOWS[name])
+    try:
+        async for chunk in chunks:
+            rest = chunk
+            while rest and not unpacker.eof:
+                yield unpacker.decompress(rest, limits.UNPACKED_BYTES)
+                rest = unpacker.unconsumed_tail
+                await asyncio.sleep(0)
+    except zlib.error as error:
+        raise _broken(name) from error
+    if not unpacker.eof or unpacker.unused_data:
+        raise _broken(name)
+
+
+def _broken(encoding: str) -> InvalidRequestError:
+    return InvalidRequestError(f"the body is not one whole {encoding} stream", None, "invalid_encoding")
+
+
+def _too_large() -> InvalidRequestError:
+    return InvalidRequestError(f"the body is over {limits.MAX_BODY_BYTES} bytes", None, "request_too_large", 413)

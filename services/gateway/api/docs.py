@@ -1,14 +1,25 @@
 """The API's description as a page without scripts: it needs no network, and nothing but the schema."""
 
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Collection, Mapping
+from http import HTTPStatus
+from typing import Any, NamedTuple, cast
 
 import jinja2
 import msgspec
 from litestar import Request
 from litestar.datastructures import State
 from litestar.openapi.plugins import OpenAPIRenderPlugin
-from litestar.openapi.spec import OpenAPI, OpenAPIMediaType, Reference, RequestBody
+from litestar.openapi.spec import (
+    OpenAPI,
+    OpenAPIMediaType,
+    OpenAPIResponse,
+    OpenAPIType,
+    Reference,
+    RequestBody,
+    Schema,
+)
+
+from services.gateway.api.replies import ErrorReply
 
 PAGE = "/schema"
 JSON = "/schema/openapi.json"
@@ -36,7 +47,7 @@ _HTML = """\
 {% for name, model in components.schemas.items() %}
 <h2 id="{{ name }}">{{ name }}</h2>
 <table>
-{% for field, schema in model.properties.items() %}
+{% for field, schema in (model.properties or {}).items() %}
 <tr><td><code>{{ field }}</code></td><td>{{ type_name(schema) }}</td>
 <td>{{ "required" if field in model.required }}</td></tr>
 {% endfor %}
@@ -57,15 +68,52 @@ class SchemaPage(OpenAPIRenderPlugin):
         return _template.render(openapi_schema, json=JSON, type_name=_type_name).encode()
 
 
-def add_bodies(openapi: OpenAPI, bodies: Mapping[str, type[msgspec.Struct]]) -> None:
-    """Say what each path takes: its route decodes the body itself, so Litestar does not know."""
-    refs, models = msgspec.json.schema_components(bodies.values(), ref_template="#/components/schemas/{name}")
+class Described(NamedTuple):
+    """A route as Litestar does not know it: what it takes and gives is decoded and encoded by ourselves.
+
+    `statuses`: of its errors, beside those that every route has. `told`: those that say more than an error. `streams`:
+    the answer may be a stream of events.
+    """
+
+    reply: object
+    body: type[msgspec.Struct] | None = None
+    statuses: Collection[int] = ()
+    told: Collection[int] = ()
+    streams: bool = False
+
+
+def describe(openapi: OpenAPI, routes: Mapping[str, Described]) -> None:
+    """Say what each path takes, and every answer that it gives."""
+    named = [kind for one in routes.values() for kind in (one.body, one.reply) if kind is not None]
+    refs, models = msgspec.json.schema_components([*named, ErrorReply], ref_template="#/components/schemas/{name}")
     cast(dict[str, Any], openapi.components.schemas).update(models)
-    for path, ref in zip(bodies, refs, strict=True):
-        operation = (openapi.paths or {})[path].post
+    by_kind = dict(zip(map(repr, [*named, ErrorReply]), refs, strict=True))
+    for path, one in routes.items():
+        item = (openapi.paths or {})[path]
+        operation = item.get if one.body is None else item.post
         assert operation is not None
-        media = OpenAPIMediaType(schema=Reference(ref["$ref"]))
-        operation.request_body = RequestBody(content={"application/json": media}, required=True)
+        if one.body is not None:
+            operation.request_body = RequestBody(content=_json(by_kind[repr(one.body)]), required=True)
+        content = _json(by_kind[repr(one.reply)])
+        if one.streams:
+            content |= {"text/event-stream": OpenAPIMediaType(schema=_schema({"type": "string"}))}
+        operation.responses = {"200": OpenAPIResponse("The answer.", content=content)}
+        for status in sorted({*_EVERYWHERE, *one.statuses}):
+            reply = one.reply if status in one.told else ErrorReply
+            problem = OpenAPIResponse(HTTPStatus(status).phrase, content=_json(by_kind[repr(reply)]))
+            operation.responses[str(status)] = problem
+
+
+_EVERYWHERE = (401, 405, 421, 500, 503)
+"""No key, another method, another's name in the header Host, a fault of ours, too many at once."""
+
+
+def _json(schema: dict[str, Any]) -> dict[str, OpenAPIMediaType]:
+    return {"application/json": OpenAPIMediaType(schema=_schema(schema))}
+
+
+def _schema(schema: dict[str, Any]) -> Schema | Reference:
+    return Reference(schema["$ref"]) if "$ref" in schema else Schema(type=OpenAPIType(schema["type"]))
 
 
 def _type_name(schema: dict[str, Any]) -> str:
@@ -74,7 +122,7 @@ def _type_name(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(map(_type_name, schema["anyOf"]))
     if schema.get("type") == "array":
-        return f"array of ({_type_name(schema['items'])})"
+        return f"array of ({_type_name(schema.get('items', {}))})"
     return schema.get("type", "any")
 
 

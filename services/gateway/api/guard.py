@@ -4,12 +4,12 @@ import asyncio
 import contextlib
 import hmac
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from litestar.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway import limits
-from services.gateway.api.openai import InvalidRequestError
+from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.api.replies import (
     JSON_TYPE,
     ErrorReply,
@@ -66,7 +66,9 @@ class HostGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         names = [value.decode("latin-1") for key, value in scope["headers"] if key == b"host"]
         if len(names) == 1 and self._is_ours(_without_port(names[0]), scope):
-            await self._app(scope, receive, send)
+            # The server leaves out the body of what is answered to HEAD.
+            asked = cast(Scope, {**scope, "method": "GET"}) if cast(Any, scope)["method"] == "HEAD" else scope
+            await self._app(asked, receive, send)
             return
         said = repr(names[0]) if names else "nothing"
         message = f"the header Host says {said}, which is no name of this gateway: add it to gateway.hosts in mesh.toml"

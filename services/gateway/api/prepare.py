@@ -1,25 +1,31 @@
 """From a body to jobs: render, tokenize, check lengths, hash blocks."""
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from dataplane.blocks.layout import KVLayout
 from schemas.ids import RequestId
-from schemas.request import SamplingParams
+from schemas.logprobs import num_message_bytes
 from services.bus.limits import MAX_PAYLOAD_BYTES
+from services.config import ToolFormat
+from services.engine.interface import KeptGrammars
 from services.gateway import limits
+from services.gateway.api.constraints import Constraint, StructuredOutputs, check_together, constraint_of
+from services.gateway.api.conversation import Chat, Reading, answer_to, chat_of
+from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.api.openai import (
     ChatBody,
     CompletionBody,
-    InvalidRequestError,
     Options,
-    Prompt,
-    messages_of,
     options_of,
     prompts_of,
 )
-from services.gateway.api.text import ChatTemplateError, TextCodec
+from services.gateway.api.replies import CONTEXT_LENGTH_EXCEEDED, too_long
+from services.gateway.api.template import ChatTemplateError, texts_of
+from services.gateway.api.text import TextCodec
 from services.gateway.request.job import BlockKey, Job, pack_prompt
 from services.telemetry import TraceContext
 
@@ -39,6 +45,10 @@ class GatewayModel:
     layout: KVLayout
     num_worker_tokens: int
     """How many tokens one worker's arena holds."""
+    grammars: KeptGrammars
+    """As workers understand them."""
+    tool_format: ToolFormat | None
+    """How the model writes calls of tools; None: that is not known."""
 
     @property
     def max_text_bytes(self) -> int:
@@ -52,30 +62,67 @@ class GatewayModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """An HTTP request, checked and tokenized: one prompt or several, each answered `options.n` times."""
+    """An HTTP request, checked and tokenized: one prompt or several, each answered `options.n` times.
+
+    `texts`: the prompts', where they are to be echoed. `max_tokens`: of the answer to each, at least one. `reading`:
+    how the answers' texts are taken apart. `constraint` is still to be checked.
+    """
 
     options: Options
     prompts: tuple[list[int], ...]
+    texts: tuple[str, ...]
     max_tokens: tuple[int, ...]
+    reading: Reading
+    constraint: Constraint | None
 
 
 def prepare(model: GatewayModel, body: CompletionBody | ChatBody) -> Prepared:
     """Return what is to be computed. Raises InvalidRequestError."""
     options = options_of(body, model.vocab_size)
-    if options.model not in model.names:
-        raise InvalidRequestError(f"there is no model {options.model!r} here", "model", "model_not_found", 404)
+    texts: list[str] = []
+    check_model(model, options.model)
+    reading, constraint = Reading(), constraint_in(body)
     if isinstance(body, ChatBody):
-        param = "messages"
-        token_ids = [_encode_chat(model, body)]
+        param, chat = "messages", chat_of(body)
+        token_ids = [encode_chat(model, chat)]
+        reading, constraint = answer_to(chat, token_ids[0], model.codec, model.tool_format, constraint)
     else:
         param = "prompt"
         asked = prompts_of(body, model.vocab_size)
         if len(asked) * options.n > limits.MAX_CHOICES:
             raise InvalidRequestError(f"prompts times `n` is over {limits.MAX_CHOICES}", "prompt")
-        token_ids = [_encode(model, prompt) for prompt in asked]
+        special = body.add_special_tokens is not False
+        token_ids = [
+            encode_text(model, prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
+            for prompt in asked
+        ]
+        if options.echo:
+            texts = [prompt if isinstance(prompt, str) else model.codec.decode(prompt) for prompt in asked]
     default = None if isinstance(body, ChatBody) else limits.DEFAULT_COMPLETION_TOKENS
+    bad_words = _bad_words(model.codec, body.bad_words)
+    if constraint is not None:
+        ignore_eos, allowed = bool(body.ignore_eos), body.allowed_token_ids or ()
+        check_together(constraint, ignore_eos=ignore_eos, allowed_token_ids=allowed)
+    grammar = constraint.grammar if constraint else ""
+    sampling = msgspec.structs.replace(options.sampling, bad_words=bad_words, grammar=grammar)
+    options = msgspec.structs.replace(options, sampling=sampling)
     max_tokens = [_max_tokens(model, options, len(ids), default, param) for ids in token_ids]
-    return Prepared(options=options, prompts=tuple(token_ids), max_tokens=tuple(max_tokens))
+    return Prepared(
+        options=options,
+        prompts=tuple(token_ids),
+        texts=tuple(texts),
+        max_tokens=tuple(max_tokens),
+        reading=reading,
+        constraint=constraint,
+    )
+
+
+def constraint_in(body: CompletionBody | ChatBody) -> Constraint | None:
+    """Return what a body says that the text must be; None: nothing. Raises InvalidRequestError."""
+    guided = StructuredOutputs(
+        json=body.guided_json, regex=body.guided_regex, choice=body.guided_choice, grammar=body.guided_grammar
+    )
+    return constraint_of(body.response_format, body.structured_outputs, guided)
 
 
 def make_jobs(
@@ -93,7 +140,9 @@ def make_jobs(
                 request_id=request_id if is_single else RequestId(f"{request_id}_c{len(jobs)}"),
                 prompt=packed,
                 key=key,
-                sampling=_sampling(options, max_tokens, (base_seed + number) & SEED_MASK),
+                sampling=msgspec.structs.replace(
+                    options.sampling, max_tokens=max_tokens, seed=(base_seed + number) & SEED_MASK
+                ),
                 deadline_ms=deadline_ms,
                 trace=trace,
             )
@@ -101,32 +150,40 @@ def make_jobs(
     return jobs
 
 
-def _sampling(options: Options, max_tokens: int, seed: int) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        seed=seed,
-        stop_token_ids=options.stop_token_ids,
-        ignore_eos=options.ignore_eos,
-    )
+def check_model(model: GatewayModel, name: str) -> None:
+    """Raises InvalidRequestError for a name that is not this model's."""
+    if name not in model.names:
+        raise InvalidRequestError(f"there is no model {name!r} here", "model", "model_not_found", 404)
 
 
-def _encode_chat(model: GatewayModel, body: ChatBody) -> list[int]:
-    messages = messages_of(body)
-    _check_length(model, (message.content for message in messages), "messages")
+def encode_chat(model: GatewayModel, chat: Chat) -> list[int]:
+    """Return the prompt that the template makes of a chat. Raises InvalidRequestError."""
+    _check_length(model, texts_of(chat.messages, chat.options), "messages")
     try:
-        return model.codec.encode_chat(messages)
+        return model.codec.encode_chat(chat.messages, chat.options)
     except ChatTemplateError as error:
-        raise InvalidRequestError(str(error), "messages") from error
+        raise InvalidRequestError(str(error), error.param) from error
 
 
-def _encode(model: GatewayModel, prompt: Prompt) -> list[int]:
-    if not isinstance(prompt, str):
-        return prompt
+def encode_text(model: GatewayModel, prompt: str, *, add_special_tokens: bool) -> list[int]:
+    """Return a text's tokens. Raises InvalidRequestError for one that is far too long."""
     _check_length(model, (prompt,), "prompt")
-    return model.codec.encode(prompt)
+    return model.codec.encode(prompt, add_special_tokens=add_special_tokens)
+
+
+def _bad_words(codec: TextCodec, words: Sequence[str] | None) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of each word, as they are at a text's beginning and behind a space."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words or ():
+        for text in (word.lstrip(), f" {word.lstrip()}"):
+            if token_ids := codec.encode(text, add_special_tokens=False) if text.strip() else []:
+                found[tuple(token_ids)] = None
+        if not word.strip():
+            raise InvalidRequestError("a word in `bad_words` is empty", "bad_words")
+    if sum(map(len, found)) > limits.MAX_NAMED_TOKENS:
+        message = f"`bad_words` come to more than {limits.MAX_NAMED_TOKENS} tokens"
+        raise InvalidRequestError(message, "bad_words")
+    return tuple(found)
 
 
 def _check_length(model: GatewayModel, texts: Iterable[str], param: str) -> None:
@@ -134,32 +191,45 @@ def _check_length(model: GatewayModel, texts: Iterable[str], param: str) -> None
     fit."""
     num_bytes = sum(len(text.encode()) for text in texts)
     if num_bytes > model.max_text_bytes:
-        message = (
-            f"`{param}` has {num_bytes} bytes of text, and at most {model.max_text_bytes} are taken: the model's "
-            f"context holds {model.context_length} tokens of up to {model.codec.longest_token_bytes} bytes, "
-            f"and no text may be over {limits.MAX_TEXT_BYTES} bytes"
+        message = too_long(
+            f"{model.context_length} tokens",
+            f"`{param}` has {num_bytes} bytes of text, and at most {model.max_text_bytes} are taken: a token has up to "
+            f"{model.codec.longest_token_bytes} bytes, and no text may be over {limits.MAX_TEXT_BYTES} bytes",
         )
-        raise InvalidRequestError(message, param, "context_length_exceeded")
+        raise InvalidRequestError(message, param, CONTEXT_LENGTH_EXCEEDED)
+
+
+def _check_prompt_logprobs(num_prompt: int, num_top: int) -> None:
+    if (num_bytes := num_message_bytes(num_prompt, num_top)) > limits.MAX_PROMPT_LOGPROB_BYTES:
+        message = (
+            f"the logarithms of a prompt of {num_prompt} tokens with {num_top} likeliest ones each take {num_bytes} "
+            f"bytes, and at most {limits.MAX_PROMPT_LOGPROB_BYTES} fit into a message: ask for fewer"
+        )
+        raise InvalidRequestError(message, "prompt_logprobs", "request_too_large", 413)
 
 
 def _max_tokens(model: GatewayModel, options: Options, num_prompt: int, default: int | None, param: str) -> int:
     """Return how many tokens this prompt's answer may have. Raises InvalidRequestError where there is no room."""
     if num_prompt == 0:
         raise InvalidRequestError(f"`{param}` comes to no tokens", param)
-    num_bytes = -(-num_prompt * 4 // 3) * 4 + limits.ENVELOPE_BYTES  # four bytes a token, in base64
+    sampling = len(msgspec.json.encode(options.sampling))
+    num_bytes = -(-num_prompt * 4 // 3) * 4 + sampling + limits.ENVELOPE_BYTES  # four bytes a token, in base64
     if num_bytes > MAX_PAYLOAD_BYTES:
         message = f"a prompt of {num_prompt} tokens does not fit into a message of {MAX_PAYLOAD_BYTES} bytes"
         raise InvalidRequestError(message, param, "request_too_large", 413)
+    if (num_top := options.sampling.prompt_logprobs) is not None:
+        _check_prompt_logprobs(num_prompt, num_top)
     rest = model.context_length - num_prompt
     asked = options.max_tokens
     if rest < max(1, asked or 1):
-        message = (
-            f"the model's context holds {model.context_length} tokens, and this asks for "
-            f"{num_prompt + (asked or 1)}: {num_prompt} of prompt and {asked or 1} of answer"
+        message = too_long(
+            f"{model.context_length} tokens",
+            f"you requested {num_prompt + (asked or 1)} tokens: {num_prompt} in the {param}, {asked or 1} in the "
+            f"completion. Please reduce the length of the {param} or completion",
         )
         field = options.max_tokens_param if asked is not None and rest >= 1 else param
-        raise InvalidRequestError(message, field, "context_length_exceeded")
+        raise InvalidRequestError(message, field, CONTEXT_LENGTH_EXCEEDED)
     if asked is not None:
-        return asked
+        return max(1, asked)
     room = max(1, min(rest, model.num_worker_tokens - num_prompt))
     return room if default is None else min(room, default)

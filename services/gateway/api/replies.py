@@ -1,19 +1,19 @@
-"""OpenAI's API as it is answered: structs for whole answers, streamed chunks and errors, and their encoding."""
-
-from collections.abc import Sequence
-from typing import NamedTuple
+"""What answers of all kinds share: usage, errors, models, and their encoding."""
 
 import msgspec
 
 from schemas.ids import RequestId
-from schemas.request import FinishReason
-from services.gateway.api.openai import InvalidRequestError
+from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.request.answer_usage import AnswerUsage, PromptSources
 from services.gateway.request.events import FailRequest
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment: whoever reads events ignores it."""
 JSON_TYPE = b"application/json"
 EVENT_STREAM_TYPE = b"text/event-stream; charset=utf-8"
+
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 encode_reply = msgspec.json.Encoder().encode
 
@@ -48,70 +48,17 @@ class MeshUsageReply(PromptSources, frozen=True, kw_only=True):
     """What the client had before the last attempt that went on with it."""
 
 
-class UsageReply(msgspec.Struct, frozen=True, kw_only=True):
+class CountsReply(msgspec.Struct, frozen=True, kw_only=True):
+    """A streamed answer's tokens so far, over all its choices."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+
+
+class UsageReply(CountsReply, frozen=True, kw_only=True):
     prompt_tokens_details: PromptTokensDetails
     kvmesh: MeshUsageReply
-
-
-class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
-    index: int
-    text: str
-    logprobs: None = None
-    finish_reason: FinishReason | None = None
-    token_ids: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
-    """Our extension: where the request says `return_token_ids`."""
-
-
-class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    role: str = ""
-    content: str | msgspec.UnsetType = msgspec.UNSET
-
-
-class DeltaChoice(msgspec.Struct, frozen=True, kw_only=True):
-    index: int
-    delta: Delta
-    logprobs: None = None
-    finish_reason: FinishReason | None = None
-    token_ids: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
-
-
-class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
-    content: str
-    role: str = "assistant"
-    refusal: None = None
-
-
-class MessageChoice(msgspec.Struct, frozen=True, kw_only=True):
-    index: int
-    message: AssistantMessage
-    logprobs: None = None
-    finish_reason: FinishReason | None = None
-    token_ids: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
-
-
-class FinishedChoice(NamedTuple):
-    """A choice of a whole answer. `token_ids` None: not asked for."""
-
-    text: str
-    finish_reason: FinishReason | None
-    token_ids: tuple[int, ...] | None
-
-
-Choice = TextChoice | DeltaChoice | MessageChoice
-
-
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole answer, or one chunk of a streamed one."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: tuple[Choice, ...]
-    usage: UsageReply | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ModelReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,61 +74,13 @@ class ModelsReply(msgspec.Struct, frozen=True, kw_only=True):
     object: str = "list"
 
 
+class VersionReply(msgspec.Struct, frozen=True):
+    version: str
+
+
 class HealthReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     status: str
     reason: str = ""
-
-
-class Style:
-    """How one HTTP request is answered: the fields that all its chunks share."""
-
-    def __init__(self, *, chat: bool, hex_id: str, created: int, model: str, include_usage: bool) -> None:
-        self._chat = chat
-        self._id = f"{'chatcmpl' if chat else 'cmpl'}-{hex_id}"
-        self._created = created
-        self._model = model
-        self._chunk_object = "chat.completion.chunk" if chat else "text_completion"
-        self._chunk_usage = None if include_usage else msgspec.UNSET
-
-    def chunk(
-        self,
-        index: int,
-        text: str,
-        *,
-        first: bool,
-        finish_reason: FinishReason | None = None,
-        token_ids: tuple[int, ...] | None = None,
-    ) -> bytes:
-        """Return one event of a stream. `first`: this choice's first, which names the role in a chat."""
-        choice: Choice
-        ids = msgspec.UNSET if token_ids is None else token_ids
-        if self._chat:
-            # OpenAI's last delta is empty.
-            content = text if text or finish_reason is None else msgspec.UNSET
-            delta = Delta(role="assistant" if first else "", content=content)
-            choice = DeltaChoice(index=index, delta=delta, finish_reason=finish_reason, token_ids=ids)
-        else:
-            choice = TextChoice(index=index, text=text, finish_reason=finish_reason, token_ids=ids)
-        return event(self._reply((choice,), self._chunk_object, self._chunk_usage))
-
-    def usage_chunk(self, usage: UsageReply) -> bytes:
-        return event(self._reply((), self._chunk_object, usage))
-
-    def whole(self, answers: Sequence[FinishedChoice], usage: UsageReply) -> bytes:
-        """Return the whole answer's JSON."""
-        choices: list[Choice] = []
-        for index, (text, reason, token_ids) in enumerate(answers):
-            ids = msgspec.UNSET if token_ids is None else token_ids
-            if self._chat:
-                message = AssistantMessage(content=text)
-                choices.append(MessageChoice(index=index, message=message, finish_reason=reason, token_ids=ids))
-            else:
-                choices.append(TextChoice(index=index, text=text, finish_reason=reason, token_ids=ids))
-        kind = "chat.completion" if self._chat else "text_completion"
-        return encode_reply(self._reply(tuple(choices), kind, usage))
-
-    def _reply(self, choices: tuple[Choice, ...], kind: str, usage: UsageReply | msgspec.UnsetType | None) -> Reply:
-        return Reply(id=self._id, object=kind, created=self._created, model=self._model, choices=choices, usage=usage)
 
 
 def usage_of(request_id: RequestId, served: AnswerUsage) -> UsageReply:
@@ -221,7 +120,16 @@ def error_of_fail(fail: FailRequest) -> ErrorReply:
     kind = {400: "invalid_request_error", 429: "rate_limit_error", 504: "timeout_error"}.get(
         fail.status, "server_error"
     )
-    return ErrorReply(ErrorBody(message=fail.message, type=kind, code=fail.code))
+    message = fail.message
+    if fail.code == CONTEXT_LENGTH_EXCEEDED:
+        message = too_long("what its workers have room for", message)
+    return ErrorReply(ErrorBody(message=message, type=kind, code=fail.code))
+
+
+def too_long(maximum: str, reason: str) -> str:
+    """Say that a prompt is too long in the words that client libraries look for: litellm for OpenAI's, langchain for
+    the code."""
+    return f"This model's maximum context length is {maximum}. However, {reason} ({CONTEXT_LENGTH_EXCEEDED})."
 
 
 def error_of_invalid(error: InvalidRequestError) -> ErrorReply:

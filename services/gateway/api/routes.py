@@ -1,7 +1,10 @@
 """The HTTP surface: routes, health, and errors in OpenAI's shape."""
 
+import contextlib
+import importlib.metadata
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,24 +25,42 @@ from services.bus.base import BusError
 from services.bus.typed import TypedBus
 from services.config import GatewayConfig
 from services.gateway import limits
-from services.gateway.api.answer import Answer, Call, ChoiceText
-from services.gateway.api.bodies import Bodies
-from services.gateway.api.docs import JSON, PAGE, SchemaPage, add_bodies
+from services.gateway.api.answer import Answer, Call
+from services.gateway.api.bodies import ENCODINGS, Bodies
+from services.gateway.api.capabilities import CapabilitiesReply, capabilities
+from services.gateway.api.choice import Choice
+from services.gateway.api.constraints import check_in_turn
+from services.gateway.api.docs import JSON, PAGE, Described, SchemaPage, describe
 from services.gateway.api.guard import EarlyRefusal, NotNowError, check_json, tenant_of
-from services.gateway.api.openai import ChatBody, CompletionBody, InvalidRequestError, decode_body
-from services.gateway.api.prepare import GatewayModel, Prepared, make_jobs, prepare
+from services.gateway.api.invalid import InvalidRequestError
+from services.gateway.api.logprobs import TokenTexts
+from services.gateway.api.openai import ChatBody, CompletionBody, decode_body
+from services.gateway.api.parameters import Route
+from services.gateway.api.prepare import GatewayModel, Prepared, check_model, make_jobs, prepare
 from services.gateway.api.replies import (
     ErrorReply,
     HealthReply,
     ModelReply,
     ModelsReply,
-    Style,
+    VersionReply,
     encode_reply,
     error_of_fail,
     error_of_invalid,
     retry_after_of,
 )
+from services.gateway.api.responses import Responses, ResponsesBody
+from services.gateway.api.responses_style import ResponseReply, ResponsesStyle
+from services.gateway.api.styles import ChatStyle, CompletionStyle, MessageChoice, Reply, TextChoice
 from services.gateway.api.text import StopMatcher
+from services.gateway.api.tokenizing import (
+    DetokenizeBody,
+    DetokenizeReply,
+    TokenizeBody,
+    TokenizeReply,
+    detokenize,
+    tokenize,
+)
+from services.gateway.api.turn import Turn
 from services.gateway.observe.answer_observer import AnswerObserver
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.request.events import FailRequest
@@ -49,9 +70,6 @@ from services.runtime import now_ms
 from services.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
-
-COMPLETIONS = "/v1/completions"
-CHAT_COMPLETIONS = "/v1/chat/completions"
 
 HttpRequest = Request[object, object, State]
 
@@ -73,38 +91,70 @@ class Gateway:
     bus: TypedBus
     started_s: int
     bodies: Bodies = field(default_factory=Bodies)
+    grammar_turn: Turn = field(default_factory=lambda: Turn("what others' answers must be is being understood"))
     stopping: bool = False
+
+
+_OF_BODIES = (400, 404, 408, 413, 415)
+_OF_ANSWERS = (*_OF_BODIES, 429, 504)
+_DESCRIBED = {
+    Route.COMPLETIONS.value: Described(Reply[TextChoice], CompletionBody, _OF_ANSWERS, streams=True),
+    Route.CHAT.value: Described(Reply[MessageChoice], ChatBody, _OF_ANSWERS, streams=True),
+    Route.RESPONSES.value: Described(ResponseReply, ResponsesBody, _OF_ANSWERS, streams=True),
+    "/tokenize": Described(TokenizeReply, TokenizeBody, _OF_BODIES),
+    "/detokenize": Described(DetokenizeReply, DetokenizeBody, _OF_BODIES),
+    "/v1/models": Described(ModelsReply),
+    "/v1/models/{model_id}": Described(ModelReply, statuses=(404,)),
+    "/v1/capabilities": Described(CapabilitiesReply),
+    "/version": Described(VersionReply),
+    "/health": Described(HealthReply, told=(503,)),
+}
 
 
 def build_app(gateway: Gateway) -> Litestar:
     """Return the ASGI application of one gateway."""
 
-    @post(COMPLETIONS, status_code=200, summary="OpenAI completions")
+    @post(Route.COMPLETIONS, status_code=200, summary="OpenAI completions")
     async def completions(request: HttpRequest) -> ASGIApp:
-        return await _generate(gateway, request, COMPLETIONS)
+        return await _generate(gateway, request, Route.COMPLETIONS)
 
-    @post(CHAT_COMPLETIONS, status_code=200, summary="OpenAI chat completions")
+    @post(Route.CHAT, status_code=200, summary="OpenAI chat completions")
     async def chat_completions(request: HttpRequest) -> ASGIApp:
-        return await _generate(gateway, request, CHAT_COMPLETIONS)
+        return await _generate(gateway, request, Route.CHAT)
+
+    @post(Route.RESPONSES, status_code=200, summary="OpenAI responses, none of which is stored")
+    async def responses(request: HttpRequest) -> ASGIApp:
+        return await _generate(gateway, request, Route.RESPONSES)
 
     @get("/v1/models", summary="The model that is served")
     async def models(request: HttpRequest) -> Response[bytes]:
-        try:
-            tenant_of(gateway.config.tenants, request.headers)
-        except InvalidRequestError as error:
-            return _json(error_of_invalid(error), error.status)
+        tenant_of(gateway.config.tenants, request.headers)
         return _json(ModelsReply(data=tuple(_model_reply(gateway, name) for name in _names(gateway))))
 
     @get("/v1/models/{model_id:path}", summary="One model")
     async def model(request: HttpRequest, model_id: FromPath[str]) -> Response[bytes]:
         name = model_id.lstrip("/")
-        try:
-            tenant_of(gateway.config.tenants, request.headers)
-            if name not in gateway.model.names:
-                raise InvalidRequestError(f"there is no model {name!r} here", "model", "model_not_found", 404)
-        except InvalidRequestError as error:
-            return _json(error_of_invalid(error), error.status)
+        tenant_of(gateway.config.tenants, request.headers)
+        check_model(gateway.model, name)
         return _json(_model_reply(gateway, name))
+
+    @get("/v1/capabilities", summary="Every parameter, and what becomes of it")
+    async def what_is_taken(request: HttpRequest) -> Response[bytes]:
+        tenant_of(gateway.config.tenants, request.headers)
+        return _json(capabilities(gateway.model.name, gateway.model.context_length))
+
+    @get("/version", summary="This program's version")
+    async def version(request: HttpRequest) -> Response[bytes]:
+        tenant_of(gateway.config.tenants, request.headers)
+        return _json(VersionReply(version=importlib.metadata.version("kvmesh")))
+
+    @post("/tokenize", status_code=200, summary="The tokens of a text, or of a conversation")
+    async def tokens(request: HttpRequest) -> ASGIApp:
+        return await _answer(gateway, request, tokenize)
+
+    @post("/detokenize", status_code=200, summary="The text of tokens")
+    async def text(request: HttpRequest) -> ASGIApp:
+        return await _answer(gateway, request, detokenize)
 
     @get("/health", summary="Could a request be served now?")
     async def health() -> Response[bytes]:
@@ -123,19 +173,24 @@ def build_app(gateway: Gateway) -> Litestar:
 
     origins = gateway.config.cors_origins
     cors = CORSConfig([*origins], allow_methods=["GET", "POST"], expose_headers=_EXPOSED) if origins else None
+    asked, told = [completions, chat_completions, responses, tokens, text], [models, model, what_is_taken, version]
     app = Litestar(
-        route_handlers=[completions, chat_completions, models, model, health, docs, openapi_json],
-        exception_handlers={HTTPException: _on_http_exception, Exception: _on_exception},
+        route_handlers=[*asked, *told, health, docs, openapi_json],
+        exception_handlers={
+            HTTPException: _on_http_exception,
+            InvalidRequestError: _on_invalid,
+            Exception: _on_exception,
+        },
         request_max_body_size=limits.MAX_BODY_BYTES,
         cors_config=cors,
         logging_config=None,
         openapi_config=OpenAPIConfig(title="kvmesh", version="1", render_plugins=[SchemaPage()]),
     )
-    add_bodies(app.openapi_schema, {COMPLETIONS: CompletionBody, CHAT_COMPLETIONS: ChatBody})
+    describe(app.openapi_schema, _DESCRIBED)
     return app
 
 
-async def _generate(gateway: Gateway, request: HttpRequest, route: str) -> ASGIApp:
+async def _generate(gateway: Gateway, request: HttpRequest, route: Route) -> ASGIApp:
     """Return the response that answers a generation, or says what is wrong with it.
 
     Who asks, and what is sent, is known from the headers: of a stranger no body is read.
@@ -154,11 +209,11 @@ async def _generate(gateway: Gateway, request: HttpRequest, route: str) -> ASGIA
     except InvalidRequestError as error:
         observer = observer or _observer(gateway, request, route)
         observer.refused(error.status, "invalid", error.message)
-        reply, status, headers = error_of_invalid(error), error.status, dict[str, str]()
+        reply, status, headers = error_of_invalid(error), error.status, _headers_of(error)
     except NotNowError as error:
         observer, fail = observer or _observer(gateway, request, route), error.fail
         observer.refused(fail.status, fail.code, fail.message)
-        reply, status, headers = error_of_fail(fail), fail.status, {"retry-after": retry_after_of(fail)}
+        reply, status, headers = error_of_fail(fail), fail.status, _retry_headers(fail)
     except BaseException as error:
         if observer is not None:
             observer.broke(error)
@@ -169,7 +224,36 @@ async def _generate(gateway: Gateway, request: HttpRequest, route: str) -> ASGIA
     return _asgi_error(reply, status, headers) if has_read else EarlyRefusal(reply, status, headers)
 
 
-def _observer(gateway: Gateway, request: HttpRequest, route: str) -> AnswerObserver:
+async def _answer(
+    gateway: Gateway, request: HttpRequest, understand: Callable[[GatewayModel, bytes], msgspec.Struct]
+) -> ASGIApp:
+    """Return the response of a route that asks nobody else."""
+    has_read = False
+    try:
+        tenant_of(gateway.config.tenants, request.headers)
+        check_json(request.headers)
+        async with gateway.bodies.read(request, gateway.config.request_timeout_s) as body:
+            has_read = True
+            reply = await gateway.bodies.understand(len(body), lambda: understand(gateway.model, body))
+    except InvalidRequestError as error:
+        refused, status, headers = error_of_invalid(error), error.status, _headers_of(error)
+    except NotNowError as error:
+        refused, status, headers = error_of_fail(error.fail), error.fail.status, _retry_headers(error.fail)
+    else:
+        return ASGIResponse(body=encode_reply(reply), media_type="application/json")
+    return _asgi_error(refused, status, headers) if has_read else EarlyRefusal(refused, status, headers)
+
+
+def _headers_of(error: InvalidRequestError) -> dict[str, str]:
+    """RFC 9110: whoever refuses how a body is packed says what is taken."""
+    return {"accept-encoding": ENCODINGS} if error.code == "unsupported_encoding" else {}
+
+
+def _retry_headers(fail: FailRequest) -> dict[str, str]:
+    return {"retry-after": retry_after_of(fail)}
+
+
+def _observer(gateway: Gateway, request: HttpRequest, route: Route) -> AnswerObserver:
     parent = request.headers.get("traceparent", "")
     return AnswerObserver(
         RequestId(new_id("req")),
@@ -181,38 +265,61 @@ def _observer(gateway: Gateway, request: HttpRequest, route: str) -> AnswerObser
     )
 
 
-async def _call(gateway: Gateway, observer: AnswerObserver, tenant: str, route: str, payload: bytes) -> Call:
+async def _call(gateway: Gateway, observer: AnswerObserver, tenant: str, route: Route, payload: bytes) -> Call:
     """Check and tokenize a body. Raises InvalidRequestError and NotNowError."""
-    request_id, model, is_chat = observer.request_id, gateway.model, route == CHAT_COMPLETIONS
+    request_id, model = observer.request_id, gateway.model
     deadline_ms = now_ms() + round(gateway.config.request_timeout_s * 1000)
 
-    def understand() -> tuple[Prepared, list[Job]]:
-        prepared = prepare(model, decode_body(payload, is_chat=is_chat))
-        return prepared, make_jobs(model.key_of(tenant), prepared, request_id, deadline_ms, observer.trace)
+    def understand() -> tuple[Responses | None, Prepared, list[Job]]:
+        responses = Responses(payload) if route is Route.RESPONSES else None
+        body = decode_body(payload, is_chat=route is Route.CHAT) if responses is None else responses.chat
+        with _own_names(responses):
+            prepared = prepare(model, body)
+        return responses, prepared, make_jobs(model.key_of(tenant), prepared, request_id, deadline_ms, observer.trace)
 
-    prepared, jobs = await gateway.bodies.understand(len(payload), understand)
+    responses, prepared, jobs = await gateway.bodies.understand(len(payload), understand)
+    if prepared.constraint is not None:
+        with _own_names(responses):
+            await check_in_turn(prepared.constraint, model.grammars, gateway.grammar_turn)
     options = prepared.options
-    style = Style(
-        chat=is_chat,
-        hex_id=request_id.removeprefix("req-"),
-        created=int(time.time()),
-        model=options.model,
-        include_usage=options.include_usage,
-    )
+    texts = TokenTexts(model.codec.token_bytes, shows_ids=options.shows_ids)
+    number, created = request_id.removeprefix("req-"), int(time.time())
+    if responses is not None:
+        style = ResponsesStyle(options, texts, responses.body, answer_id=f"resp_{number}", created=created)
+    elif route is Route.CHAT:
+        style = ChatStyle(options, texts, answer_id=f"chatcmpl-{number}", created=created)
+    else:
+        style = CompletionStyle(options, texts, answer_id=f"cmpl-{number}", created=created)
     return Call(
         style=style,
         options=options,
         jobs=jobs,
-        texts=[_choice_text(model, prepared) for _ in jobs],
+        choices=[_choice(model, prepared, number // options.n) for number in range(len(jobs))],
         num_prompt_tokens=sum(map(len, prepared.prompts)),
         timeout_s=gateway.config.request_timeout_s,
     )
 
 
-def _choice_text(model: GatewayModel, prepared: Prepared) -> ChoiceText:
+def _own_names(responses: Responses | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if responses is None else responses.own_names()
+
+
+def _choice(model: GatewayModel, prepared: Prepared, prompt: int) -> Choice:
+    """Return one choice of the answer to this prompt."""
     options = prepared.options
-    hidden = set(options.stop_token_ids) | (set[int]() if options.ignore_eos else model.eos_token_ids)
-    return ChoiceText(model.codec.detokenizer(), StopMatcher(options.stops), hidden)
+    sampling = options.sampling
+    shown = model.codec.added_ids if options.shows_special else prepared.reading.shown
+    ends = set(sampling.stop_token_ids) | (set[int]() if sampling.ignore_eos else model.eos_token_ids)
+    return Choice(
+        prompt=prepared.prompts[prompt],
+        prompt_text=prepared.texts[prompt] if prepared.texts else "",
+        detokenizer=model.codec.detokenizer(shown),
+        matcher=StopMatcher(options.stops, keeps_stop=options.keeps_stop),
+        hidden_ids=set[int]() if options.keeps_stop else ends,
+        splitter=prepared.reading.splitter(),
+        shows_none=options.max_tokens == 0,
+        has_named_call=prepared.reading.has_named_call,
+    )
 
 
 async def _unhealthy_reason(gateway: Gateway) -> str:
@@ -245,6 +352,10 @@ def _on_http_exception(request: HttpRequest, error: HTTPException) -> Response[b
     message = f"{request.method} {request.url.path}: {error.detail}"
     invalid = InvalidRequestError(message, status=error.status_code)
     return _json(error_of_invalid(invalid), error.status_code, dict(error.headers or {}))
+
+
+def _on_invalid(request: HttpRequest, error: InvalidRequestError) -> Response[bytes]:
+    return _json(error_of_invalid(error), error.status)
 
 
 def _on_exception(request: HttpRequest, error: Exception) -> Response[bytes]:

@@ -1,7 +1,7 @@
 """Special tokens as they are spelled. They begin and end the turns of a conversation, so who can write one can write a
-turn of somebody else: what a message's content spells stays text.
+turn of somebody else: what a client's strings spell stays text, be it in a content, a tool's schema or a call.
 
-Where contents spell none the prompt is encoded whole, as by transformers. Else their spellings are replaced by words
+Where they spell none the prompt is encoded whole, as by transformers. Else their spellings are replaced by words
 that nobody can guess before the template is rendered; in what it returns all special tokens are the template's own. The
 text is cut there, and each piece is encoded by a tokenizer that knows no special tokens.
 """
@@ -9,7 +9,7 @@ text is cut there, and each piece is encoded by a tokenizer that knows no specia
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from tokenizers import AddedToken
 
@@ -39,9 +39,20 @@ class SpecialTokens:
                 return text[:-length] + masks.word_for(end)
         return text
 
-    def count(self, text: str) -> int:
-        """Return how many special tokens are spelled in a text."""
-        return 0 if self._spelled is None else sum(1 for _ in self._spelled.finditer(text))
+    def mask_all(self, value: Any, masks: "Masks") -> Any:
+        """Return a JSON value with all its strings masked, the names of its fields too."""
+        if isinstance(value, str):
+            return self.mask(value, masks)
+        if isinstance(value, Mapping):
+            fields = cast(Mapping[str, Any], value).items()
+            return {self.mask(name, masks): self.mask_all(child, masks) for name, child in fields}
+        if isinstance(value, list):
+            return [self.mask_all(child, masks) for child in cast(list[Any], value)]
+        return value
+
+    def spelled_in(self, text: str) -> list[str]:
+        """Return the special tokens that are spelled in a text."""
+        return [] if self._spelled is None else self._spelled.findall(text)
 
     def split(self, text: str) -> Iterator[str | int]:
         """Return the ids of the special tokens that are spelled in a text, and the pieces between them."""
@@ -62,9 +73,6 @@ class Masks:
     def __init__(self) -> None:
         self._nonce = secrets.token_hex(8)
         self._numbers: dict[str, int] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._numbers)
 
     def word_for(self, spelling: str) -> str:
         """Return the word for a spelling."""

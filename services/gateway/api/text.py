@@ -1,33 +1,25 @@
 """Text to tokens and back: the checkpoint's tokenizer, its chat template, and detokenizing token by token.
 
-Needs the `tokenizers` library and jinja2 only. A template comes with the checkpoint, so it runs in a sandbox.
+Needs the `tokenizers` library and jinja2 only.
 """
 
-import datetime
 import json
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
-import msgspec
 from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
 from services.errors import UserError
 from services.gateway import limits
 from services.gateway.api.special import Masks, SpecialTokens
+from services.gateway.api.template import SPECIAL_NAMES, ChatMessage, ChatOptions, ChatTemplate, ChatTemplateError
 
 REPLACEMENT = "\ufffd"
-
-
-class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    role: str
-    content: str
-
-
-class ChatTemplateError(ValueError):
-    """The checkpoint has no chat template, or its template refuses these messages."""
+NO_OPTIONS = ChatOptions()
 
 
 class TextCodec:
@@ -37,16 +29,20 @@ class TextCodec:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._special = dict(special or {})
-        self._template = _environment().from_string(template) if template else None
-        self._knows_developers = "developer" in template
+        self._template = ChatTemplate(template, special or {}) if template else None
+        self.template = template
+        """The chat template's source; empty: there is none."""
         self.vocab_size = tokenizer.get_vocab_size()
         added = tokenizer.get_added_tokens_decoder()
+        self.added_ids: Mapping[str, int] = {token.content: token_id for token_id, token in added.items()}
+        """The tokens that were added to the vocabulary, special or not, by their text."""
         self._specials = SpecialTokens({token_id: token for token_id, token in added.items() if token.special})
+        self._names = {token_id: token.content.encode() for token_id, token in added.items() if token.special}
+        self._bytes = _token_bytes(tokenizer)
         self._plain_tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self._plain_tokenizer.encode_special_tokens = True  # the library's name for: as the text that they are
         vocab = tokenizer.get_vocab(with_added_tokens=True)
-        self._shown_ids = frozenset(vocab.values()) - self._specials.ids
+        self._plain_ids = frozenset(vocab.values()) - self._specials.ids
         self._byte_ids = _byte_fallback_ids(tokenizer)
         self.longest_token_bytes = max((len(token.encode()) for token in vocab), default=1)
 
@@ -55,18 +51,32 @@ class TextCodec:
         # The batch call, unlike the single one, lets other threads run meanwhile and skips the offsets.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def encode_chat(self, messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS) -> list[int]:
         """Return the token ids of the prompt that the template makes of the messages: only the template itself writes
         special tokens. Raises ChatTemplateError."""
         masks = Masks()
-        masked = [ChatMessage(role=m.role, content=self._specials.mask(m.content, masks)) for m in messages]
-        text = self.render_chat(masked)
-        if not masks:
-            token_ids = self.encode(text, add_special_tokens=False)
+        text = self._render(messages, options, masks)
+        whole = masks.unmask(text)
+        if self._specials.spelled_in(whole) == self._specials.spelled_in(text):
+            token_ids = self.encode(whole, add_special_tokens=False)
             # A tokenizer may see more of them than are spelled: it may compare what its normalizer makes of the text.
-            if sum(token_id in self._specials.ids for token_id in token_ids) == self._specials.count(text):
+            if sum(token_id in self._specials.ids for token_id in token_ids) == len(self._specials.spelled_in(text)):
                 return token_ids
         return [token_id for piece in self._specials.split(text) for token_id in self._encode_piece(piece, masks)]
+
+    def render_chat(self, messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS) -> str:
+        """Return the prompt that the template makes of the messages. Raises ChatTemplateError."""
+        masks = Masks()
+        return masks.unmask(self._render(messages, options, masks))
+
+    def template_knows(self, name: str) -> bool:
+        """Say whether the chat template reads a variable of this name, such as `enable_thinking`."""
+        return self._template is not None and self._template.knows(name)
+
+    def _render(self, messages: Sequence[ChatMessage], options: ChatOptions, masks: Masks) -> str:
+        if self._template is None:
+            raise ChatTemplateError("this model has no chat template; use /v1/completions")
+        return self._template.render(messages, options, partial(self._specials.mask_all, masks=masks))
 
     def _encode_piece(self, piece: str | int, masks: Masks) -> list[int]:
         if isinstance(piece, int):
@@ -78,26 +88,27 @@ class TextCodec:
         """Return the text without special tokens."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    def render_chat(self, messages: Sequence[ChatMessage]) -> str:
-        """Return the prompt that the template makes of the messages. Raises ChatTemplateError."""
-        if self._template is None:
-            raise ChatTemplateError("this model has no chat template; use /v1/completions")
-        turns = [{"role": self._role(message.role), "content": message.content} for message in messages]
-        try:
-            return self._template.render(messages=turns, tools=None, add_generation_prompt=True, **self._special)
-        except (TemplateError, TypeError, ValueError, LookupError) as error:
-            raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what a token adds to a text; of a special token, its name."""
+        if token_id in self._names:
+            return self._names[token_id]
+        if self._bytes is None:
+            return self._tokenizer.decode([token_id]).encode()
+        return self._bytes.decode_bytes([token_id]) if token_id < self.vocab_size else b""
 
-    def _role(self, role: str) -> str:
-        """A template that does not know developers has them as its system role, which they replaced."""
-        return "system" if role == "developer" and not self._knows_developers else role
+    def decode_shown(self, token_ids: Sequence[int]) -> str:
+        """Return the text with special tokens as they are spelled."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    def detokenizer(self) -> "Detokenizer":
-        return Detokenizer(self, self._shown_ids, self._byte_ids)
+    def detokenizer(self, shown: Collection[str] = ()) -> "Detokenizer":
+        """Return one that hides special tokens, but for those that are spelled like one of `shown`."""
+        shown_ids = {token_id for text in shown if (token_id := self.added_ids.get(text)) is not None}
+        return Detokenizer(self, self._plain_ids | shown_ids, self._byte_ids)
 
 
 class Detokenizer:
-    """Turns tokens into text as they come. What `feed` and `flush` return adds up to `decode` of all tokens, exactly.
+    """Turns tokens into text as they come. What `feed` and `flush` return adds up to `decode` of all tokens, exactly,
+    and to `decode_shown` of them where special tokens are shown that the others are not among.
 
     Half a UTF-8 character is held back until it is whole. So is a run of byte-fallback tokens until it ends: such a
     run is decoded as a whole or not at all.
@@ -105,7 +116,7 @@ class Detokenizer:
 
     def __init__(self, codec: TextCodec, shown_ids: Collection[int], byte_ids: Collection[int]) -> None:
         self._codec = codec
-        # Special tokens and unknown ids are no text; they do not even end a run of byte-fallback tokens.
+        # Hidden special tokens and unknown ids are no text; they do not even end a run of byte-fallback tokens.
         self._shown_ids = shown_ids
         self._byte_ids = byte_ids
         self._window: list[int] = []
@@ -120,7 +131,7 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return what was held back: the answer has ended."""
-        text = self._codec.decode(self._window)[len(self._returned_text) :]
+        text = self._codec.decode_shown(self._window)[len(self._returned_text) :]
         self._window, self._num_returned, self._returned_text = [], 0, ""
         return text
 
@@ -130,26 +141,27 @@ class Detokenizer:
             return ""
         # Garbage that never becomes a character must not be decoded again from its start for each of its tokens.
         num_held = len(self._window) - self._num_returned
-        if num_held > limits.MAX_HELD_TOKENS and REPLACEMENT in self._codec.decode([token_id]):
+        if num_held > limits.MAX_HELD_TOKENS and REPLACEMENT in self._codec.decode_shown([token_id]):
             return ""
-        text = self._codec.decode(self._window)
+        text = self._codec.decode_shown(self._window)
         if text.endswith(REPLACEMENT) or len(text) <= len(self._returned_text):
             return ""
         delta = text[len(self._returned_text) :]
         del self._window[: self._num_returned]
         self._num_returned = len(self._window)
-        self._returned_text = self._codec.decode(self._window)
+        self._returned_text = self._codec.decode_shown(self._window)
         return delta
 
 
 class StopMatcher:
     """Cuts a text at the first stop string to be completed, however the text is divided.
 
-    Text that may turn out to be the beginning of a stop string is held back.
+    Text that may turn out to be the beginning of a stop string is held back. `keeps_stop`: it is cut behind it.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, keeps_stop: bool = False) -> None:
         self._stops = tuple(stops)
+        self._keeps_stop = keeps_stop
         self._held: str = ""
         self.matched = False
 
@@ -162,8 +174,9 @@ class StopMatcher:
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self.matched = True
-            return text[: min(found)[1]]
-        num_held = max(_overlap(text, stop) for stop in self._stops)
+            end, at = min(found)
+            return text[: end if self._keeps_stop else at]
+        num_held = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]
 
@@ -190,12 +203,20 @@ def load_text(folder: Path) -> TextCodec:
         raise UserError(f"the chat template of {folder} cannot be compiled: {error}") from error
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of `text` that begins `stop`."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):
             return length
     return 0
+
+
+def _token_bytes(tokenizer: Tokenizer) -> LLTokenizer | None:
+    """Return what knows the bytes of each token; None: they are no bytes, but words."""
+    try:
+        return LLTokenizer(tokenizer.to_str())
+    except ValueError:
+        return None
 
 
 def _byte_fallback_ids(tokenizer: Tokenizer) -> frozenset[int]:
@@ -220,7 +241,7 @@ def _template_of(folder: Path, config: Mapping[str, Any]) -> str:
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return `bos_token` and its like by name, as templates use them."""
     special: dict[str, str] = {}
-    for name in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
+    for name in SPECIAL_NAMES:
         value: Any = config.get(name)
         if isinstance(value, dict):
             value = cast(dict[str, Any], value).get("content")
@@ -237,26 +258,3 @@ def _read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     return cast(dict[str, Any], found) if isinstance(found, dict) else {}
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """The environment that transformers renders chat templates in."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters.update(tojson=_tojson)  # pyright: ignore[reportUnknownMemberType]
-    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)  # pyright: ignore[reportUnknownMemberType]
-    return environment
-
-
-def _tojson(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    """Return the value as JSON in which HTML characters stay as they are, as with transformers and unlike jinja2."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)

@@ -22,7 +22,7 @@ from services.gateway.request.events import PlaceEvent, PlaceGranted, PlaceRefus
 from services.gateway.request.job import Job
 from services.telemetry import AttributeValue, Key, SpanName, Telemetry
 
-OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
+OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat", "/v1/responses": "chat"}
 """Routes as the semantic conventions call them."""
 
 
@@ -50,6 +50,8 @@ class ChoiceObserver:
     """When the attempt under way was placed."""
     written_s: float = 0.0
     """When tokens were last written to the client."""
+    _moved: tuple[WorkerId, int] | None = None
+    """Who has given the answer away that has not gone on yet, and when."""
     _answered: set[str] = field(default_factory=set[str])
     """The roles whose workers are known to have taken the attempt under way, or not."""
 
@@ -97,6 +99,24 @@ class ChoiceObserver:
         }
         span_ns = (sent.sent_ns, min(max(accepted_ns, sent.sent_ns), now_ns) if accepted_ns else now_ns)
         self.telemetry.record(SpanName.DISPATCH, self.job.trace, span_ns, attributes, error=error)
+
+    def is_moved(self) -> None:
+        """An attempt begins, perhaps because a worker has given the one before away."""
+        if self.core.moved_by is not None and self._moved is None:
+            self._moved = (self.core.moved_by, time.time_ns())
+
+    def goes_on(self) -> None:
+        """Tokens are here: an answer that was given away has moved."""
+        if self._moved is None:
+            return
+        (worker_id, moved_ns), self._moved = self._moved, None
+        attributes: dict[str, AttributeValue] = {
+            Key.REQUEST_ID: self.job.request_id,
+            Key.ATTEMPT: self.core.attempt,
+            Key.WORKER: worker_id,
+            Key.DECODE_WORKER: self.core.decode_worker or self.core.prefill_worker or "",
+        }
+        self.telemetry.record(SpanName.MOVE, self.job.trace, (moved_ns, time.time_ns()), attributes)
 
     def first_token(self, read_ns: int) -> dict[str, float]:
         """Token 0 was written just now. Return the parts of the TTFT in seconds; none where its worker sent no times.

@@ -109,7 +109,10 @@ class Stories:
         if core.attempt > story.attempt and core.phase is not Phase.ENDED:
             story.attempt, story.detail = core.attempt, core.last_trouble
             resumed = RequestResumed(
-                **self._fields(story, now), num_answered_tokens=core.num_answered, reason=core.last_trouble
+                **self._fields(story, now),
+                num_answered_tokens=core.num_answered,
+                reason=core.last_trouble,
+                moved_by=core.moved_by,
             )
             self._publish(subjects.RESUMED, resumed, story.job)
         for action in actions:

@@ -13,10 +13,12 @@ import enum
 from collections.abc import Sequence
 
 from schemas.ids import HandoffId, RequestId, WorkerId
+from schemas.logprobs import TokenLogprob
 from schemas.request import (
     AttemptEnd,
     AttemptFailure,
     FinishReason,
+    KVSource,
     Placement,
     RefusalReason,
     RequestFailure,
@@ -96,6 +98,8 @@ class RequestCore:
         """The same of the prefill worker of a split request."""
         self.tokens: list[int] = []
         """What the client has. Survives attempts."""
+        self._prompt_logprobs: tuple[TokenLogprob, ...] = ()
+        """They have come, and go out with token 0."""
         self.num_answered = 0
         """So many of them are part of this attempt's prompt."""
         self.wake_ms = 0
@@ -103,6 +107,8 @@ class RequestCore:
         self._limits = limits or WatchLimits()
         self._hearing = hearing or Hearing()
         self._excluded: list[WorkerId] = []
+        self._moved_from: KVSource | None = None
+        """Who has given an attempt away, and what of its prompt lies there, until another attempt has got on."""
         self._troubles: list[str] = []
         self._num_vain = 0
         """Attempts in a row that gave the client nothing."""
@@ -246,9 +252,11 @@ class RequestCore:
         self.wake_ms = NEVER_MS
         self.num_answered = len(self.tokens)
         self.prefill_worker = self.decode_worker = None
+        self.moved_by: WorkerId | None = None
+        """Who has given the attempt before away; None: it has ended otherwise, or this is the first."""
         if not self.tokens:
             self.report = self.prefill_report = None
-        self._pending: dict[int, int] = {}
+        self._pending: dict[int, tuple[int, TokenLogprob | None]] = {}
         self.has_first_token = False
         """The attempt's first token is here, from whichever worker."""
         self._heard_decode = False
@@ -257,7 +265,7 @@ class RequestCore:
         self._watch = Watch(self._limits, self._hearing, (), 0)
 
     def _ask_placement(self) -> AskPlacement:
-        return AskPlacement(self.attempt, tuple(self._excluded), self.num_answered)
+        return AskPlacement(self.attempt, tuple(self._excluded), self.num_answered, self._moved_from)
 
     def _run(self, placement: Placement, now_ms: int) -> list[Action]:
         self.phase = Phase.RUNNING
@@ -272,7 +280,7 @@ class RequestCore:
         handoff_id = HandoffId(f"{self.request_id}-{self.attempt}")
         return [
             SendRun(self.attempt, prefill, decode, handoff_id, sources, answered, replica),
-            SendReserve(self.attempt, prefill, decode, handoff_id, sources, answered, replica),
+            SendReserve(self.attempt, prefill, decode, handoff_id, sources, answered, replica, placement.spare_blocks),
         ]
 
     def _concerns(self, event: TokensReceived) -> bool:
@@ -296,14 +304,15 @@ class RequestCore:
         if event.worker_id == self.decode_worker:
             self._heard_decode = True
         for index, token in enumerate(event.tokens, event.index):
-            known = self.tokens[index] if index < len(self.tokens) else self._pending.get(index, token)
+            known = self.tokens[index] if index < len(self.tokens) else self._pending.get(index, (token, None))[0]
             if known != token:
                 message = f"{event.worker_id} computed another token at index {index} than the one before it"
                 return self._end("tokens differ", FailRequest("replay_mismatch", message, 500))
             if index == self.num_answered:
                 self.has_first_token = True
             if len(self.tokens) <= index < self.max_tokens:
-                self._pending[index] = token
+                self._pending[index] = (token, event.logprobs[index - event.index] if event.logprobs else None)
+        self._prompt_logprobs = event.prompt_logprobs or self._prompt_logprobs
         if event.finish_reason is not None and self._finish_reason is None:
             self._finish_reason = event.finish_reason
             self._num_final_tokens = min(event.index + len(event.tokens), self.max_tokens)
@@ -317,11 +326,15 @@ class RequestCore:
         """Hand on what is next in order; end where the last token is among it."""
         start = len(self.tokens)
         limit = self.max_tokens if self._finish_reason is None else self._num_final_tokens
-        while len(self.tokens) < limit and (token := self._pending.pop(len(self.tokens), None)) is not None:
+        logprobs: list[TokenLogprob] = []
+        while len(self.tokens) < limit and (entry := self._pending.pop(len(self.tokens), None)) is not None:
+            token, logprob = entry
             self.tokens.append(token)
+            logprobs += () if logprob is None else (logprob,)
         actions: list[Action] = []
         if len(self.tokens) > start:
-            actions.append(Deliver(start, tuple(self.tokens[start:])))
+            prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, ()
+            actions.append(Deliver(start, tuple(self.tokens[start:]), tuple(logprobs), prompt_logprobs))
         if self._finish_reason is None or len(self.tokens) < self._num_final_tokens:
             return actions
         if len(self.tokens) > self._num_final_tokens:
@@ -338,6 +351,9 @@ class RequestCore:
         fail = FailRequest(failure.code, f"{worker_id}: {failure.detail}", _FAILURE_STATUS[failure.code])
         if fail.status == 504:
             fail = self._deadline(fail.message)
+        if failure.code in GIVEN_AWAY:
+            held = KVSource(worker_id=worker_id, first_block=0, num_blocks=failure.held_blocks)
+            return self._retry(worker_id, failure.code, fail, now_ms, taken=False, moved_from=held)
         if failure.retryable:
             return self._retry(worker_id, failure.code, fail, now_ms)
         end = AttemptEnd.DEADLINE if failure.code is AttemptFailure.DEADLINE else AttemptEnd.CANCELLED
@@ -376,18 +392,20 @@ class RequestCore:
         *,
         taken: bool = True,
         exclude: bool = True,
+        moved_from: KVSource | None = None,
     ) -> list[Action]:
         """Give this attempt up and begin another, if possible without `worker_id`; fail where it was the last.
 
-        Not `taken`: nobody has worked on it. Time bounds such attempts and no number does.
+        Not `taken`: nobody has worked on it, or whoever has gives it away. Time bounds such attempts and no number
+        does. `moved_from`: where what there is of it lies.
         """
         self._troubles = [*self._troubles[1 - MAX_TROUBLES :], f"attempt {self.attempt}: {fail.message}"]
         has_progressed = len(self.tokens) > self.num_answered
-        self._is_under_way |= taken or has_progressed
-        if taken or has_progressed:
-            self._waiting_since_ms, self._num_untaken = now_ms, 0
-        else:
-            self._num_untaken += 1
+        if taken or has_progressed or moved_from is not None:  # a worker has had it
+            self._is_under_way, self._waiting_since_ms = True, now_ms
+        self._num_untaken = 0 if taken or has_progressed else self._num_untaken + 1
+        if moved_from is not None or has_progressed:
+            self._moved_from = moved_from if moved_from is not None and moved_from.num_blocks else None
         if has_progressed:
             self._num_vain = 0
         elif taken:
@@ -403,6 +421,7 @@ class RequestCore:
         if exclude:
             self._excluded.append(worker_id)
         self._begin_attempt()
+        self.moved_by = moved_from.worker_id if moved_from is not None else None
         if self._num_untaken > 1:
             return [cancel, *self._wait(PAUSE_MIN_MS * self._num_untaken, fail_all, now_ms)]
         return [cancel, self._ask_placement()]
@@ -442,11 +461,15 @@ class RequestCore:
 
 _PASSING = (RefusalReason.OVERLOADED, RefusalReason.DRAINING)
 """Refusals of a mesh that is full for a while: what is under way waits for their end."""
+GIVEN_AWAY = (AttemptFailure.DRAINING, AttemptFailure.MADE_ROOM)
+"""Failures of workers that have done nothing wrong: what they have of the answer can be read there."""
 _FAILURE_STATUS = {
     AttemptFailure.TRANSFER_FAILED: 502,
     AttemptFailure.WORKER_FAILED: 502,
     AttemptFailure.ENGINE_FAILED: 500,
     AttemptFailure.DEADLINE: 504,
     AttemptFailure.DRAINING: 503,
+    AttemptFailure.MADE_ROOM: 503,
+    AttemptFailure.GRAMMAR: 400,
 }
 """HTTP's, for an answer that has not begun."""

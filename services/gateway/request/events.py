@@ -4,6 +4,7 @@ import enum
 from dataclasses import dataclass
 
 from schemas.ids import HandoffId, WorkerId
+from schemas.logprobs import TokenLogprob
 from schemas.request import (
     AttemptEnd,
     FinishReason,
@@ -103,7 +104,8 @@ class ProgressAnswered:
 @dataclass(frozen=True, slots=True)
 class TokensReceived:
     """What a worker says of an attempt. `index` is the answer's index of the first token; none may be there where the
-    attempt has ended (`finish_reason`, `failure`) or only a `report` comes."""
+    attempt has ended (`finish_reason`, `failure`) or only a `report` comes. `logprobs`: of each token, where they are
+    wanted; `prompt_logprobs`: with token 0."""
 
     attempt: int
     worker_id: WorkerId
@@ -112,6 +114,8 @@ class TokensReceived:
     finish_reason: FinishReason | None = None
     failure: RequestFailure | None = None
     report: TransferReport | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +161,12 @@ Event = AttemptEvent | TokensReceived | WorkerLost | RequestEvent
 @dataclass(frozen=True, slots=True)
 class AskPlacement:
     """Ask a scheduler for workers. `num_answered`: so many tokens of the answer are there already, and belong to the
-    attempt's prompt."""
+    attempt's prompt. `moved_from`: where KV of it is known to lie."""
 
     attempt: int
     excluded_workers: tuple[WorkerId, ...]
     num_answered: int = 0
+    moved_from: KVSource | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +193,7 @@ class SendReserve:
     sources: tuple[KVSource, ...] = ()
     num_answered: int = 0
     replica: WorkerId | None = None
+    spare_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,10 +216,13 @@ class SendCancel:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Tokens for the client, in order, each index once. `index` is the answer's index of the first."""
+    """Tokens for the client, in order, each index once. `index` is the answer's index of the first. `logprobs`: of each
+    token, where they are wanted; `prompt_logprobs`: with token 0."""
 
     index: int
     tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from schemas.block import hash_blocks, join_hashes, pack_tokens, unpack_tokens
-from schemas.ids import GatewayId, RequestId, TokenIds
-from schemas.request import PlaceRequest, ReserveBlocks, RunPrefill, SamplingParams
+from schemas.ids import GatewayId, RequestId, TokenIds, WorkerId
+from schemas.logprobs import Logprobs, TokenLogprob, unpack_logprobs
+from schemas.request import PlaceRequest, RequestTokens, ReserveBlocks, RunPrefill, SamplingParams
 from services.gateway import limits
-from services.gateway.request.events import AskPlacement, SendReserve, SendRun
+from services.gateway.request.events import AskPlacement, SendReserve, SendRun, TokensReceived
 from services.telemetry import TraceContext
 
 
@@ -60,6 +61,39 @@ async def continue_prompt(job: Job, answered: Sequence[int]) -> PackedPrompt:
     return await asyncio.to_thread(pack_prompt, prompt, job.key)
 
 
+def tokens_received(job: Job, worker_id: WorkerId, share: RequestTokens) -> TokensReceived:
+    """Return what a worker's message says of a job. Raises ValueError where it is malformed, or lacks a logarithm that
+    is wanted."""
+    tokens, sampling = tuple(unpack_tokens(share.tokens)), job.sampling
+    logprobs = _logprobs(share.logprobs, len(tokens)) if sampling.logprobs is not None else ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    if sampling.prompt_logprobs is not None and tokens and share.index == 0:
+        prompt_logprobs = _logprobs(share.prompt_logprobs, job.prompt.num_tokens - 1)
+    return TokensReceived(
+        share.attempt,
+        worker_id,
+        share.index,
+        tokens,
+        share.finish_reason,
+        share.failure,
+        share.report,
+        logprobs,
+        prompt_logprobs,
+    )
+
+
+def _logprobs(packed: Logprobs | None, num_tokens: int) -> tuple[TokenLogprob, ...]:
+    found = tuple(unpack_logprobs(packed)) if packed is not None else ()
+    if len(found) != num_tokens:
+        raise ValueError(f"{len(found)} logarithms of {num_tokens} tokens")
+    return found
+
+
+def computes_whole(job: Job, num_answered: int) -> bool:
+    """Say whether nothing of the prompt may come from elsewhere, as its own logarithms are wanted."""
+    return job.sampling.prompt_logprobs is not None and not num_answered
+
+
 def place_request(job: Job, action: AskPlacement, prompt: PackedPrompt) -> PlaceRequest:
     return PlaceRequest(
         request_id=job.request_id,
@@ -67,9 +101,10 @@ def place_request(job: Job, action: AskPlacement, prompt: PackedPrompt) -> Place
         deadline_ms=job.deadline_ms,
         num_prompt_tokens=prompt.num_tokens,
         max_tokens=job.sampling.max_tokens - action.num_answered,
-        block_hashes=prompt.block_hashes,
+        block_hashes=b"" if computes_whole(job, action.num_answered) else prompt.block_hashes,
         excluded_workers=action.excluded_workers,
         tenant=job.key.tenant,
+        moved_from=None if computes_whole(job, action.num_answered) else action.moved_from,
     )
 
 
@@ -108,4 +143,5 @@ def reserve_message(
         tenant=job.key.tenant,
         proof=proof,
         replica=action.replica,
+        spare_blocks=action.spare_blocks,
     )

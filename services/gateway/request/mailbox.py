@@ -11,8 +11,7 @@ from services.gateway.request.events import Abandon, Deliver, FailRequest, Finis
 class _Waiting:
     """What one choice has put out since its reader last came."""
 
-    index: int = 0
-    parts: list[list[int]] = field(default_factory=list[list[int]])
+    parts: list[Deliver] = field(default_factory=list[Deliver])
     end: Finish | FailRequest | Abandon | None = None
 
 
@@ -25,17 +24,16 @@ class Mailbox:
 
     @property
     def num_waiting_tokens(self) -> int:
-        return sum(len(part) for waiting in self._waiting.values() for part in waiting.parts)
+        return sum(len(part.tokens) for waiting in self._waiting.values() for part in waiting.parts)
 
     def put(self, choice: int, output: Output) -> None:
         """Add what a choice puts out next."""
         waiting = self._waiting.setdefault(choice, _Waiting())
         if isinstance(output, Deliver):
-            if not waiting.parts:
-                waiting.index = output.index
             if len(waiting.parts) < limits.MAX_PARTS:
-                waiting.parts.append([])
-            waiting.parts[-1] += output.tokens
+                waiting.parts.append(output)
+            else:
+                waiting.parts[-1] = _joined(waiting.parts[-1], output)
         else:
             waiting.end = output
         self._filled.set()
@@ -47,10 +45,13 @@ class Mailbox:
         taken, self._waiting = self._waiting, {}
         items: list[tuple[int, Output]] = []
         for choice, waiting in taken.items():
-            index = waiting.index
-            for part in waiting.parts:
-                items.append((choice, Deliver(index, tuple(part))))
-                index += len(part)
+            items += ((choice, part) for part in waiting.parts)
             if waiting.end is not None:
                 items.append((choice, waiting.end))
         return items
+
+
+def _joined(first: Deliver, then: Deliver) -> Deliver:
+    """Return what both bring."""
+    prompt_logprobs = first.prompt_logprobs or then.prompt_logprobs
+    return Deliver(first.index, first.tokens + then.tokens, first.logprobs + then.logprobs, prompt_logprobs)

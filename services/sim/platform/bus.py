@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 
+from schemas.broker import DISCONNECTED, disconnected
 from schemas.permissions import Permissions
 from services.bus.base import (
     NOTHING,
@@ -25,13 +26,14 @@ from services.bus.base import (
 from services.bus.limits import FLUSH_TIMEOUT_S
 from services.bus.memory import matches
 from services.sim.limits import MAX_BUFFERED_BYTES, MESSAGE_GAP_S, RECONNECT_S
-
-NATS_PREFIX_TOKENS = 3
-"""Subscriptions are indexed by so many first tokens of a subject; only people's patterns have wildcards there."""
+from services.sim.platform.loop import lag_s
+from services.sim.platform.meter import CpuMeter
 
 Context = contextvars.Context
 Tap = Callable[[str, str], None]
 """(subject, name of the sender): called for every message that reaches the broker."""
+Reader = Callable[[str, bytes], None]
+"""(subject, payload): the same, and for every reply, under the subject of its question."""
 
 
 @dataclass
@@ -77,7 +79,12 @@ class SimDelivery:
         self.bus.check(self.subject, payload, headers)
         reply = SimDelivery(self.subject, payload, dict(headers))
         bus, asker, reply_id = self.bus, self.asker, self.reply_id
-        bus.broker.accept(lambda: bus.broker.carry(bus, asker, lambda: asker.answered(reply_id, reply)))
+
+        def pass_on() -> None:
+            bus.broker.read(reply.subject, payload)
+            bus.broker.carry(bus, asker, lambda: asker.answered(reply_id, reply))
+
+        bus.broker.accept(pass_on)
 
     def count_failure(self, reason: str) -> None:
         """A simulation counts no failures of endpoints."""
@@ -88,6 +95,9 @@ class SimSubscription:
         self.bus = bus
         self.pattern = tuple(pattern.split("."))
         self.queue = queue
+        wildcards = [at for at, token in enumerate(self.pattern) if token in ("*", ">")]
+        self.beginning = self.pattern[: wildcards[0]] if wildcards else self.pattern
+        """Its tokens before the first wildcard."""
         self.is_closed = False
         self._inbox: asyncio.Queue[SimDelivery | None] = asyncio.Queue()
 
@@ -110,7 +120,10 @@ class SimSubscription:
 class SimBroker:
     """The broker that the buses of one simulation share. It can go down and come back, or stand still and go on."""
 
-    def __init__(self, rng: random.Random, conditions: BusConditions | None = None) -> None:
+    def __init__(
+        self, rng: random.Random, conditions: BusConditions | None = None, meter: CpuMeter | None = None
+    ) -> None:
+        self._meter = meter
         self.conditions = conditions or BusConditions()
         self.rng = rng
         self.is_up = True
@@ -118,6 +131,7 @@ class SimBroker:
         self._unread: list[tuple[str, Callable[[], None]]] = []
         """What clients have sent since it stands still, in order, by subject."""
         self.taps: list[Tap] = []
+        self.readers: list[Reader] = []
         self.observes_lost: list[Callable[[str], None]] = []
         """Told the subject of each message that no tap has heard: the broker died before it had read it."""
         self.num_messages = 0
@@ -129,9 +143,10 @@ class SimBroker:
         self._epoch = 0
         self._turn = itertools.count()
         self._buses: list[SimBus] = []
-        self._by_room: dict[tuple[str, ...], list[SimSubscription]] = {}
-        self._open: list[SimSubscription] = []
-        """Subscriptions with a wildcard among their first tokens."""
+        self._itself = SimBus(self, "the broker", None)
+        self._by_beginning: dict[tuple[str, ...], dict[tuple[str, ...], dict[SimSubscription, int]]] = {}
+        """Each pattern's subscriptions, and which one each is in order, by the tokens before the first wildcard."""
+        self._num_added = 0
         self._listening: dict[str, list[SimSubscription]] = {}
         """The subscriptions that match a subject. Cleared when a subscription is added or removed."""
 
@@ -178,33 +193,47 @@ class SimBroker:
         """A client has sent something: pass it on, now or once the broker goes on. `subject`: of what taps hear."""
         if self._is_still:
             self._unread.append((subject, pass_on))
-        else:
+        elif self._meter is None:
             pass_on()
+        else:  # a broker of its own would do this, and not who sends
+            before = self._meter.switch(self._meter.rest)
+            pass_on()
+            self._meter.switch(before)
+
+    def read(self, subject: str, payload: bytes) -> None:
+        """Let those read a message, or a reply, who are to see all that is said."""
+        for reader in self.readers:
+            reader(subject, payload)
 
     def drop(self, bus: "SimBus") -> None:
-        """A client has disconnected for good: remove its subscriptions."""
+        """A client has disconnected for good: remove its subscriptions, and say so as NATS does."""
         bus.is_connected = False
         if bus in self._buses:
             self._buses.remove(bus)
+            said = _Message(self._itself, DISCONNECTED, disconnected(bus.name), {})
+            self.accept(lambda: self.route(said))
         for subscription in bus.subscriptions:
             self.forget(subscription)
 
     def add(self, subscription: SimSubscription) -> None:
-        self._room(subscription.pattern).append(subscription)
+        self._num_added += 1
+        patterns = self._by_beginning.setdefault(subscription.beginning, {})
+        patterns.setdefault(subscription.pattern, {})[subscription] = self._num_added
         self._listening.clear()
 
     def forget(self, subscription: SimSubscription) -> None:
-        room = self._room(subscription.pattern)
-        if subscription in room:
-            room.remove(subscription)
+        patterns = self._by_beginning.get(subscription.beginning, {})
+        if patterns.get(subscription.pattern, {}).pop(subscription, None) is not None:
             self._listening.clear()
 
     def route(self, message: _Message) -> None:
         """Deliver a message to every subscription and to one member of each queue group. A request that nobody serves
         is answered with NoRespondersError."""
-        self.num_messages += 1
-        for tap in self.taps:
-            tap(message.subject, message.source.name)
+        if message.source is not self._itself:
+            self.num_messages += 1
+            for tap in self.taps:
+                tap(message.subject, message.source.name)
+            self.read(message.subject, message.payload)
         groups: dict[str, list[SimSubscription]] = {}
         num_heard = 0
         for subscription in self._listeners(message.subject):
@@ -228,7 +257,7 @@ class SimBroker:
         conditions, rng = self.conditions, self.rng
         if conditions.loss and rng.random() < conditions.loss:
             return
-        now = asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time() + lag_s()
         at = now + rng.uniform(*conditions.delay_s)
         if held := conditions.held_until_s:
             at = max(at, held.get(source.name, 0.0), held.get(target.name, 0.0))
@@ -263,16 +292,16 @@ class SimBroker:
     def _later(self, delay_s: float, call: Callable[[], None]) -> None:
         asyncio.get_running_loop().call_later(delay_s, call, context=self._context)
 
-    def _room(self, pattern: tuple[str, ...]) -> list[SimSubscription]:
-        first = pattern[:NATS_PREFIX_TOKENS]
-        return self._open if "*" in first or ">" in first else self._by_room.setdefault(first, [])
-
     def _listeners(self, subject: str) -> list[SimSubscription]:
         found = self._listening.get(subject)
         if found is None:
             tokens = tuple(subject.split("."))
-            candidates = (*self._by_room.get(tokens[:NATS_PREFIX_TOKENS], ()), *self._open)
-            found = self._listening[subject] = [s for s in candidates if matches(s.pattern, tokens)]
+            heard: dict[SimSubscription, int] = {}
+            for length in range(len(tokens) + 1):
+                for pattern, subscriptions in self._by_beginning.get(tokens[:length], {}).items():
+                    if matches(pattern, tokens):
+                        heard |= subscriptions
+            found = self._listening[subject] = sorted(heard, key=heard.__getitem__)
         return found
 
 

@@ -2,18 +2,25 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Protocol
 
 from services.engine.batch import Batch
 from services.engine.batch_steps import BatchSteps
 from services.engine.fake import FakeEngine
-from services.engine.interface import Engine, StepItem
+from services.engine.interface import Engine, Outcome, StepItem
 from services.engine.thread import Changes, EngineThread
 from services.sim.platform.threads import CoCondition, CoThread, pause, spawn
 
 
+class StepPace(Protocol):
+    def step_s(self, items: Seq[StepItem]) -> float:
+        """Return how long a step takes, in seconds."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long a step takes, in seconds."""
+    """Every token takes as long as any other of its kind."""
 
     base_s: float = 0.001
     prefill_token_s: float = 0.0001
@@ -28,7 +35,7 @@ class Pace:
 class SimSteps(BatchSteps):
     """Steps as long as `pace` says. With a FakeEngine the time is spread over its layers."""
 
-    def __init__(self, engine: Engine, batch: Batch, pace: Pace) -> None:
+    def __init__(self, engine: Engine, batch: Batch, pace: StepPace) -> None:
         super().__init__(engine, batch)
         self._pace = pace
         self._layer_s = 0.0
@@ -36,7 +43,7 @@ class SimSteps(BatchSteps):
         if isinstance(engine, FakeEngine):
             engine.before_layer = self._compute_layer
 
-    def _compute(self, items: list[StepItem]) -> list[int]:
+    def _compute(self, items: list[StepItem]) -> list[Outcome]:
         step_s = self._pace.step_s(items)
         if self._has_layers:
             self._layer_s = step_s / (self.engine.layout.num_layers + 1)

@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from services.sim.limits import EXECUTOR_S, MAX_CALLBACKS_AT_ONCE
+from services.sim.limits import CHARGED_AT_LEAST_S, EXECUTOR_S, MAX_CALLBACKS_AT_ONCE
 from services.sim.platform.clock import VirtualTime
+from services.sim.platform.meter import CpuAccount, CpuMeter
 from services.sim.platform.threads import CoThread, abandon_all
 
 ResultT = TypeVar("ResultT")
@@ -42,10 +43,20 @@ class Process:
         """Called when it dies: what the rest of the world notices."""
         self.tasks: list[asyncio.Task[Any]] = []
         """Kept to the end of the simulation: a task that is collected would run its `finally`."""
+        self.cpu = CpuAccount()
+        """What it has taken, where the loop has a meter."""
+        self.is_charged = False
+        """What it takes passes in virtual time too: meanwhile it does nothing else, and what it says leaves later."""
 
     def __repr__(self) -> str:
         state = "dead" if self.is_dead else "paused" if self.is_paused else "running"
         return f"<process {self.name} {state}>"
+
+
+def lag_s() -> float:
+    """Return by how much the running process is behind the virtual clock: what it has taken since its last charge."""
+    process = PROCESS.get()
+    return process.cpu.lag_s if process is not None and process.is_charged else 0.0
 
 
 class _Handle(events.Handle):
@@ -64,10 +75,12 @@ class _Handle(events.Handle):
 
 
 class SimLoop(asyncio.BaseEventLoop):
-    """The event loop of one simulation. Not for sockets, signals or subprocesses."""
+    """The event loop of one simulation. Not for sockets, signals or subprocesses. `meter`: who takes how much real CPU
+    time is measured."""
 
-    def __init__(self, clock: VirtualTime, rng: random.Random) -> None:
+    def __init__(self, clock: VirtualTime, rng: random.Random, meter: CpuMeter | None = None) -> None:
         super().__init__()
+        self._meter = meter
         self._clock = clock
         self._rng = rng
         self._world = Process("world")
@@ -179,7 +192,20 @@ class SimLoop(asyncio.BaseEventLoop):
             if self._num_at_once > MAX_CALLBACKS_AT_ONCE:
                 at_s = self._clock.now_s
                 raise SimulationStuckError(f"{MAX_CALLBACKS_AT_ONCE} callbacks at {at_s} s; last: {handle}")
-            handle._run()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+            if self._meter is None:
+                handle._run()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+            else:
+                self._run_metered(self._meter, process, handle)
+
+    def _run_metered(self, meter: CpuMeter, process: Process, handle: asyncio.Handle) -> None:
+        before = meter.switch(process.cpu)
+        handle._run()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        meter.switch(before)
+        lag_s = process.cpu.lag_s
+        if process.is_charged and lag_s >= CHARGED_AT_LEAST_S:
+            process.cpu.passed_s = process.cpu.taken_s
+            self.pause(process)
+            self.call_later(lag_s, self.resume, process, context=contextvars.Context())
 
     def _advance(self) -> None:
         timers = self._timers

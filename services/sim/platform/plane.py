@@ -137,6 +137,10 @@ class SimNetwork:
 
     # What the plane's ends do.
 
+    def latency_s(self) -> float:
+        """Return how long a new connection's messages take."""
+        return self._rng.uniform(*self._latency_s)
+
     def listen(self, host: str, server: "SimPlaneServer") -> int:
         """Make this server reachable; return its port. Raises OSError when its process has been killed."""
         if host in self._dead:
@@ -149,15 +153,19 @@ class SimNetwork:
         for address in [address for address, found in self._servers.items() if found is server]:
             del self._servers[address]
 
+    def server(self, endpoint: Endpoint) -> "SimPlaneServer | None":
+        """Return who listens there."""
+        return self._servers.get((endpoint.host, endpoint.port))
+
     def arena(self, nonce: str) -> HostArena | None:
         """Return the arena of a process that lives and serves."""
         return next((s.arena for s in self._servers.values() if s.arena.nonce == nonce), None)
 
     def connect(self, reader_host: str, endpoint: Endpoint, timeout_s: float, cancellation: Cancellation) -> SimWire:
         """Return the reader's end of a new connection. Raises TransferFailedError."""
-        latency_s = self._rng.uniform(*self._latency_s)
+        latency_s = self.latency_s()
         self._pass(reader_host, endpoint.host, 2 * latency_s, timeout_s, cancellation)
-        server = self._servers.get((endpoint.host, endpoint.port))
+        server = self.server(endpoint)
         if server is None or reader_host in self._dead or self._faults.refuses(reader_host, endpoint.host):
             raise TransferFailedError(ReadEnd.CONNECT, f"{endpoint.host}:{endpoint.port}: connection refused")
         connection = Connection(reader_host, endpoint.host, latency_s=latency_s, bytes_per_s=self.bytes_per_s)
@@ -231,6 +239,7 @@ class SimPlaneServer(PlaneServer):
         options: ServerOptions | None = None,
     ) -> None:
         self.arena: HostArena = host_arena(arena)
+        self.gate = gate
         super().__init__(self.arena, shape, gate, secrets, options)
         self._network = network
         self._host = host
@@ -351,9 +360,11 @@ def sim_platform(
     network: SimNetwork,
     host: str,
     on_gate: Callable[[LeaseGate], None] = lambda _: None,
+    make_reader: "Callable[[SimNetwork, str, KVArena, ArenaShape, TicketSecrets], SimPlaneReader] | None" = None,
 ) -> Platform:
     """Return the platform of one simulated process. `on_gate` is called with each lease gate that a server is made
-    with."""
+    with. `make_reader`: None: a SimPlaneReader."""
+    reader = make_reader or SimPlaneReader
 
     def make_server(
         arena: KVArena, shape: ArenaShape, gate: LeaseGate, secrets: TicketSecrets, options: ServerOptions
@@ -364,6 +375,6 @@ def sim_platform(
     return Platform(
         make_arena=functools.partial(memory_arena, host=host),
         make_server=make_server,
-        make_reader=lambda arena, shape, secrets: SimPlaneReader(network, host, arena, shape, secrets),
+        make_reader=functools.partial(reader, network, host),
         make_engine=SimEngineThread,
     )

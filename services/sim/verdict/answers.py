@@ -1,13 +1,15 @@
 """What must be true of every answer, whatever faults there were, and the sum of it over a simulation."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dataplane.blocks.layout import KVLayout
+from services.sim.brackets import is_document
 from services.sim.client import ChoiceSeen, Exchange
 from services.sim.verdict.expected import ClientRequest, is_prefix
 
-NEVER_CODES = frozenset({"replay_mismatch", "internal", "invalid", "engine_failed"})
+NEVER_CODES = frozenset({"replay_mismatch", "internal", "invalid", "engine_failed", "grammar"})
 """Errors that no fault excuses: each shows a mistake in the mesh."""
 
 
@@ -21,6 +23,10 @@ class Verdict:
     num_wrong: int = 0
     num_unfinished: int = 0
     num_leaked_blocks: int = 0
+    num_documents: int = 0
+    """Whole answers that had a grammar."""
+    num_moved: int = 0
+    """Times that an answer went on with what another worker had given away."""
     failed: Counter[str] = field(default_factory=Counter[str])
     faults: Counter[str] = field(default_factory=Counter[str])
     problems: list[str] = field(default_factory=list[str])
@@ -33,6 +39,8 @@ class Verdict:
         self.num_wrong += other.num_wrong
         self.num_unfinished += other.num_unfinished
         self.num_leaked_blocks += other.num_leaked_blocks
+        self.num_documents += other.num_documents
+        self.num_moved += other.num_moved
         self.failed += other.failed
         self.faults += other.faults
         self.problems += other.problems
@@ -47,13 +55,17 @@ class ModelTruth:
     eos: int
 
 
-def check_faultless(number: int, exchange: Exchange, verdict: Verdict) -> None:
-    """Check a request of a simulation without faults: it is answered, by its first attempt."""
-    mesh = exchange.usage.get("kvmesh") if exchange.usage else None
-    if not exchange.done:
-        verdict.problems.append(f"request {number} was not answered although nothing went wrong: {exchange.message}")
-    elif mesh and mesh["num_retries"]:
-        verdict.problems.append(f"request {number} was begun {mesh['num_retries'] + 1} times, nothing went wrong")
+def check_faultless(exchanges: Sequence[Exchange], verdict: Verdict) -> None:
+    """Check the requests of a simulation without faults: each is answered, by its first attempt, unless a full worker
+    gave its answer away."""
+    num_again = 0
+    for number, exchange in enumerate(exchanges):
+        mesh = exchange.usage.get("kvmesh") if exchange.usage else None
+        num_again += mesh["num_retries"] if mesh else 0
+        if not exchange.done:
+            verdict.problems.append(f"request {number} was not answered, nothing went wrong: {exchange.message}")
+    if num_again > verdict.num_moved:
+        verdict.problems.append(f"{num_again} attempts were begun again, {verdict.num_moved} moved, nothing went wrong")
 
 
 def check_exchange(
@@ -76,6 +88,10 @@ def check_exchange(
         tokens, reason = truth_of(request, index, truth)
         seen = exchange.choices.get(index, ChoiceSeen())
         problem = _problem_of(seen, tokens, reason, is_whole=is_whole)
+        if request.max_depth and seen.finish_reason == "stop":
+            verdict.num_documents += 1
+            if not is_document(seen.token_ids, request.max_depth, truth.eos):
+                problem = "no valid document"
         if problem:
             verdict.num_wrong += 1
             verdict.problems.append(f"{name} choice {index}: {problem}: {seen.token_ids}, right is {tokens}")

@@ -2,14 +2,18 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dataplane.blocks.layout import KVLayout
 from schemas.request import SamplingParams
 from services.engine.fake import fake_answer
+from services.sim.brackets import Brackets
 
 PARAGRAPH_TOKENS = 4
+CONSTRAINED = 4
+"""One of so many requests has a grammar."""
+MAX_DEPTH = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +27,12 @@ class ClientRequest:
     seed: int
     num_choices: int
     stream: bool
+    max_depth: int = 0
+    """The answer is to be brackets that match, open within each other at most so often; 0: anything."""
+
+    @property
+    def grammar(self) -> str:
+        return f"brackets {self.max_depth}" if self.max_depth else ""
 
     @property
     def body(self) -> dict[str, Any]:
@@ -36,6 +46,7 @@ class ClientRequest:
             "stream": self.stream,
             "stream_options": {"include_usage": True} if self.stream else None,
             "return_token_ids": True,
+            "structured_outputs": {"grammar": self.grammar} if self.grammar else None,
         }
 
     def reference(self, layout: KVLayout, choice: int, vocab_size: int, eos: int) -> tuple[list[int], str]:
@@ -43,7 +54,8 @@ class ClientRequest:
         sampling = SamplingParams(
             max_tokens=self.max_tokens, temperature=self.temperature, seed=(self.seed + choice) & (2**63 - 1)
         )
-        tokens = fake_answer(layout, self.prompt, sampling, vocab_size=vocab_size, eos=(eos,))
+        grammar = Brackets(self.max_depth, vocab_size, eos) if self.max_depth else None
+        tokens = fake_answer(layout, self.prompt, sampling, vocab_size=vocab_size, eos=(eos,), grammar=grammar)
         return tokens, "stop" if tokens[-1] == eos else "length"
 
 
@@ -76,7 +88,11 @@ def make_requests(rng: random.Random, num_requests: int, span_s: float, vocab_si
         )
         for prompt in prompts
     ]
-    return sorted(requests, key=lambda request: request.at_s)
+    constrained = [
+        replace(request, max_depth=1 + request.seed % MAX_DEPTH) if request.seed % CONSTRAINED == 0 else request
+        for request in requests
+    ]
+    return sorted(constrained, key=lambda request: request.at_s)
 
 
 def _tokens(rng: random.Random, num_tokens: int, vocab_size: int) -> list[int]:

@@ -1,5 +1,5 @@
-"""What must be true at any time, and what must be true once every request has ended: no lease open, every block free or
-cached."""
+"""What must be true at any time, and what must be true once every request has ended: no lease open, no reader
+expected, every block free or cached."""
 
 from typing import NamedTuple
 
@@ -62,4 +62,6 @@ def _of_worker(name: str, holder: WorkerHolder) -> list[Held]:
         held.append(Held(f"{name}: {len(holder.leases)} leases are open", num_held))
     elif num_held:
         held.append(Held(f"{name}: {num_held} blocks are neither free nor cached", num_held))
+    if num_expected := holder.leases.num_expected:
+        held.append(Held(f"{name}: {num_expected} readers are expected that nobody sends", 0))
     return held

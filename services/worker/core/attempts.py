@@ -11,7 +11,8 @@ from typing import ClassVar, Generic, Literal, TypeVar
 from dataplane.blocks.layout import BlockTables
 from schemas.block import BlockHasher, pack_tokens, unpack_tokens
 from schemas.handoff import KVOffered
-from schemas.ids import BlockHash, WorkerId
+from schemas.ids import BlockHash, RequestId, WorkerId
+from schemas.logprobs import Logprobs, TokenLogprob, pack_logprobs, unpack_logprobs
 from schemas.observe import HeldRequest, RunStage
 from schemas.request import (
     AttemptEnd,
@@ -69,6 +70,29 @@ class KVRead:
         return isinstance(self.lease, KVOffered)
 
 
+@dataclass(slots=True, frozen=True, eq=False)
+class Twin:
+    """An attempt whose prompt begins alike, and which fills the blocks up to `end_block` of it; the last of these is
+    `last_block` of the arena."""
+
+    attempt: "AnyAttempt"
+    end_block: int
+    last_block: int
+
+
+@dataclass(slots=True)
+class TwinWait:
+    """An attempt's wait for what others fill. `twin`: whom it waits for; None: it waits no more, and keeps nothing of
+    who has ended. `request_id`: whom it waited for last. Unix ms."""
+
+    twin: Twin | None
+    request_id: RequestId
+    began_ms: int
+    until_ms: int
+    """It goes on then, whatever has come."""
+    ended_ms: int = 0
+
+
 @dataclass(slots=True)
 class AttemptTimes:
     """When what happened to an attempt, in Unix ns; 0: not yet. Kept by `WorkerSpans`, which records it."""
@@ -111,6 +135,9 @@ class SentAnswer:
 
     first_index: int = 0
     token_ids: "array[int]" = field(default_factory=lambda: array("I"))
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    """Of all these tokens, or of none."""
+    prompt_logprobs: Logprobs | None = None
     finish_reason: FinishReason | None = None
     failure: RequestFailure | None = None
     report: TransferReport | None = None
@@ -119,8 +146,11 @@ class SentAnswer:
         """Add the tokens that are sent now."""
         if tokens.tokens:
             if tokens.index != self.first_index + len(self.token_ids):  # the first ones
-                self.first_index, self.token_ids = tokens.index, array("I")
+                self.first_index, self.token_ids, self.logprobs = tokens.index, array("I"), []
             self.token_ids.extend(unpack_tokens(tokens.tokens))
+        if tokens.logprobs is not None:
+            self.logprobs += unpack_logprobs(tokens.logprobs)
+        self.prompt_logprobs = tokens.prompt_logprobs or self.prompt_logprobs
         self.finish_reason = tokens.finish_reason or self.finish_reason
         self.failure = tokens.failure or self.failure
         self.report = tokens.report or self.report
@@ -139,7 +169,7 @@ class SentAnswer:
         """Return what was sent from the answer's token `index` on, with its end, if it has one; None: nothing."""
         end = self.first_index + len(self.token_ids)
         start = min(max(index, self.first_index), end)
-        tokens = self.token_ids[start - self.first_index :]
+        tokens, logprobs = self.token_ids[start - self.first_index :], self.logprobs[start - self.first_index :]
         if not tokens and not self._has_more:
             return None
         return RequestTokens(
@@ -147,6 +177,8 @@ class SentAnswer:
             attempt=key[1],
             index=start,
             tokens=pack_tokens(tokens),
+            logprobs=pack_logprobs(logprobs) if logprobs else None,
+            prompt_logprobs=self.prompt_logprobs if start == 0 else None,
             finish_reason=self.finish_reason,
             failure=self.failure,
             report=self.report,
@@ -175,6 +207,8 @@ class Attempt(Generic[RequestT]):
     stage: RunStage = "queued"
     """How far it is."""
     answer: SentAnswer = field(default_factory=SentAnswer)
+    wait: TwinWait | None = None
+    """Its wait for others' blocks; None: it has not waited."""
     tables: BlockTables = ()
     kv: PromptKV | None = None
     """What of the prompt is in place, until the engine computes the rest; None while it is queued."""
@@ -184,6 +218,8 @@ class Attempt(Generic[RequestT]):
     """What may still write its blocks, beside the engine."""
     replica_offer: ReplicaOffer | None = None
     """What its replica has been offered of its blocks; None: it has no replica, or fills no blocks (any more)."""
+    moving: str = ""
+    """Why it goes on elsewhere as soon as the engine has let go of it, for people; "": it does not."""
     outcome: str = ""
     """Why it was ended early, for people."""
     end: AttemptEnd = AttemptEnd.FAILED
@@ -200,6 +236,11 @@ class Attempt(Generic[RequestT]):
         return self.stage == "ending"
 
     @property
+    def owes_prompt_logprobs(self) -> bool:
+        """Whoever computes its answer's first token is to compute all of its prompt."""
+        return self.request.sampling.prompt_logprobs is not None and not self.request.num_answered_tokens
+
+    @property
     def owes_tokens(self) -> bool:
         """Its gateway waits for more from this worker."""
         return self.stage not in ("handing_over", "ending")
@@ -209,6 +250,8 @@ class Attempt(Generic[RequestT]):
         """Prompt tokens whose KV is neither here nor the engine's to compute, yet."""
         if self.stage in ("computing", "handing_over", "ending"):
             return 0
+        if self.wait is not None and self.wait.twin is not None:
+            return len(self.prompt) - self.wait.twin.end_block * self.hasher.block_size
         return len(self.prompt) - (self.kv.num_present_tokens if self.kv else 0)
 
     def held(self, now_ms: int) -> HeldRequest:
@@ -221,6 +264,7 @@ class Attempt(Generic[RequestT]):
             age_ms=max(0, now_ms - self.times.accepted_ns // 1_000_000),
             num_prompt_tokens=len(self.prompt),
             reading_from=self.read.holder if self.read else "",
+            waiting_for=self.wait.request_id if self.wait is not None and self.wait.twin is not None else "",
         )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from schemas.handoff import BlocksReserved, FirstToken, HandoffAborted, KVLanded, KVOffered
 from schemas.kv import PurgeBlocks, ReadEnd, ReplicateBlocks, ReturnLease
-from schemas.request import CancelRequest, RefusalReason, ReserveBlocks, RunPrefill
+from schemas.request import AttemptFailure, CancelRequest, RefusalReason, ReserveBlocks, RunPrefill
 from schemas.worker import WorkerLeft
 from services.engine.interface import StepResult
 from services.worker.core.attempts import AttemptTimes, KVRead
@@ -65,10 +65,12 @@ class SequenceRemoved:
 
 @dataclass(frozen=True, slots=True)
 class SequenceFailed:
-    """A step raised, or the engine does not take the sequence: the engine no longer has it."""
+    """A step raised, the engine does not take the sequence, or no token can be chosen for it: the engine no longer has
+    it."""
 
     key: AttemptKey
     reason: str
+    code: AttemptFailure = AttemptFailure.ENGINE_FAILED
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,10 @@ class AttemptUnwanted:
 
 @dataclass(frozen=True, slots=True)
 class DrainBegun:
-    """Take no new work. What waits for blocks goes elsewhere at once, the rest goes on."""
+    """Take no new work. What runs goes on elsewhere, now; a prompt that is nearly computed is finished. `finishes`: all
+    that has blocks is, as nobody else could go on with it."""
+
+    finishes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

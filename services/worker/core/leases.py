@@ -115,6 +115,8 @@ class LeaseTable:
     def __init__(self, new_nonce: Callable[[], str] = new_nonce) -> None:
         self._new_nonce = new_nonce
         self._active: dict[LeaseId, Grant] = {}
+        self._expected: dict[RequestId, int] = {}
+        """Requests that go on elsewhere and are to be read here, and until when they are waited for, in Unix ms."""
         self._last_epoch = 0
 
     def __len__(self) -> int:
@@ -124,6 +126,28 @@ class LeaseTable:
     def __iter__(self) -> Iterator[Grant]:
         """Iterate over a copy of the active leases."""
         return iter(tuple(self._active.values()))
+
+    @property
+    def num_granted(self) -> int:
+        """How many were ever granted."""
+        return self._last_epoch
+
+    @property
+    def num_expected(self) -> int:
+        """How many requests have yet to be asked for that go on elsewhere."""
+        return len(self._expected)
+
+    def expect(self, request_id: RequestId, until_ms: int) -> None:
+        """Somebody is to ask for what is here of a request, by then (Unix ms)."""
+        self._expected[request_id] = until_ms
+
+    def is_expected(self, request_id: RequestId) -> bool:
+        """Say whether somebody has yet to ask for what is here of a request."""
+        return request_id in self._expected
+
+    def expect_no_more(self, now_ms: int) -> None:
+        """Wait no longer for those who have not come by now."""
+        self._expected = {request_id: until for request_id, until in self._expected.items() if until > now_ms}
 
     @property
     def num_lent(self) -> int:
@@ -161,6 +185,8 @@ class LeaseTable:
     ) -> Grant:
         """Return a new active lease with an epoch of its own. Asserts that no lease of this id is active."""
         assert lease_id not in self._active, f"{lease_id} is already granted"
+        if is_lent:
+            self._expected.pop(request_id, None)
         self._last_epoch += 1
         grant = self._active[lease_id] = Grant(
             lease_id=lease_id,

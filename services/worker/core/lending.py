@@ -125,6 +125,7 @@ class LendCore:
 
     def tick(self, now_ms: int) -> list[Action]:
         """Renew every lease whose stream makes progress, whoever granted it; end the lent ones whose time is over."""
+        self.leases.expect_no_more(now_ms)
         for grant in self.leases.take_moved():
             self.leases.renew(grant, now_ms, self.limits.lease_ms)
         return [self._closed(grant) for grant in self.leases.expire(now_ms, lambda grant: grant.is_lent)]

@@ -21,6 +21,7 @@ from services.worker.core.attempts import KVRead, WantedLease
 from services.worker.core.checks import WorkerLimits
 from services.worker.core.events import CopyOffered, DrainBegun, DrainOver, Event, Fenced, ReadEnded
 from services.worker.limits import (
+    LEAVING_SHARE,
     MAX_COPIES_WAITING,
     MAX_COPY_BLOCKS,
     MAX_COPY_READS,
@@ -40,6 +41,8 @@ class BlockCopy:
     tenant: str
     deadline_ms: int
     traceparent: str
+    leaving: bool = False
+    """Their source leaves: they are worth more than what was not used for longest here."""
     tables: BlockTables = ()
 
 
@@ -130,9 +133,10 @@ class ReplicaCore:
         self._waiting = deque(copy for copy in self._waiting if copy.source != event.worker_id)
         return [StopRead(read) for read in self.reading if read.holder == event.worker_id]
 
-    @property
-    def _num_spare(self) -> int:
+    def _num_spare(self, *, leaving: bool) -> int:
         """Return how many blocks may be taken for copies now."""
+        if leaving:
+            return (self._cache.num_free + self._cache.num_cached) // LEAVING_SHARE
         return max(0, self._cache.num_free - self._cache.num_blocks // SPARE_SHARE)
 
     def _is_wanted(self, offer: ReplicateBlocks, now_ms: int) -> bool:
@@ -148,7 +152,7 @@ class ReplicaCore:
             and len(joined) <= MAX_OFFER_BLOCKS * BLOCK_HASH_BYTES
             and len(set(split_hashes(joined))) * BLOCK_HASH_BYTES == len(joined)
             and offer.deadline_ms > now_ms
-            and self._num_spare > 0
+            and self._num_spare(leaving=offer.leaving) > 0
         )
 
     def _wait(self, event: CopyOffered, first_block: int, run: list[BlockHash]) -> None:
@@ -159,7 +163,9 @@ class ReplicaCore:
             self.num_dropped += 1
             return
         offer = event.message
-        copy = BlockCopy(offer.source, first_block, tuple(run), offer.tenant, offer.deadline_ms, event.traceparent)
+        copy = BlockCopy(
+            offer.source, first_block, tuple(run), offer.tenant, offer.deadline_ms, event.traceparent, offer.leaving
+        )
         self._waiting.append(copy)
 
     def _read(self, now_ms: int) -> list[Action]:
@@ -167,9 +173,9 @@ class ReplicaCore:
         actions: list[Action] = []
         while self._waiting and len(self.reading) < MAX_COPY_READS:
             copy = self._waiting.popleft()
-            hashes = tuple(islice(copy.hashes, self._num_spare))
+            hashes = tuple(islice(copy.hashes, self._num_spare(leaving=copy.leaving)))
             self.num_dropped += len(hashes) < len(copy.hashes)
-            tables = self._cache.admit_spare(copy.first_block, len(hashes), tenant=copy.tenant)
+            tables = self._cache.admit_spare(copy.first_block, len(hashes), tenant=copy.tenant, evicts=copy.leaving)
             if tables is None:
                 continue
             self._num_read += 1

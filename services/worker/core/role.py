@@ -9,6 +9,7 @@ from schemas import subjects
 from schemas.block import BlockHasher, pack_tokens
 from schemas.handoff import HandoffMessage
 from schemas.ids import BlockHash, GatewayId, HandoffId
+from schemas.logprobs import pack_logprobs
 from schemas.request import (
     AttemptEnd,
     AttemptFailure,
@@ -33,7 +34,7 @@ from services.worker.core.actions import (
     Submit,
     Withdraw,
 )
-from services.worker.core.attempts import AnyAttempt, KVRead, PastAttempts, SentAnswer, WantedLease
+from services.worker.core.attempts import AnyAttempt, KVRead, PastAttempts, SentAnswer, TwinWait, WantedLease
 from services.worker.core.checks import WorkerLimits, check_request, read_prompt
 from services.worker.core.content import AttemptKey, PromptKV
 from services.worker.core.events import (
@@ -47,9 +48,11 @@ from services.worker.core.events import (
     SequenceFailed,
     SequenceRemoved,
 )
-from services.worker.core.leases import Grant
+from services.worker.core.leases import Grant, LeaseTable
 from services.worker.core.messages import handoff_fields
 from services.worker.core.replica_offer import ReplicaOffer
+from services.worker.core.twins import Twins
+from services.worker.limits import READERS_COME_MS, TWIN_WAIT_SHARE
 
 
 class HeardSubject(NamedTuple):
@@ -70,8 +73,10 @@ class RoleCore(ABC, Generic[AttemptT]):
 
     record: ClassVar[type[Any]]
     """The class of an attempt's record."""
+    twin_wait_ms: ClassVar[int]
+    """How long it waits for what others fill, at most."""
 
-    def __init__(self, limits: WorkerLimits, cache: BlockCache) -> None:
+    def __init__(self, limits: WorkerLimits, cache: BlockCache, leases: LeaseTable, twins: Twins | None = None) -> None:
         self.attempts: dict[AttemptKey, AttemptT] = {}
         """What goes on here, and what has ended and whose blocks may still be written."""
         self.past = PastAttempts()
@@ -80,13 +85,21 @@ class RoleCore(ABC, Generic[AttemptT]):
         """Events of hand-overs that did not agree with what this worker was asked for."""
         self._limits = limits
         self._cache = cache
+        self._leases = leases
+        self._twins = twins or Twins(cache)
+        self._twins.watch(self.attempts)
         self._queue: deque[AttemptT] = deque()
         self._by_handoff: dict[HandoffId, AttemptT] = {}
 
     @property
     def num_queued(self) -> int:
-        """Attempts that wait for blocks."""
-        return len(self._queue)
+        """Attempts that wait for room."""
+        return sum(attempt.stage == "queued" for attempt in self._queue)
+
+    @property
+    def num_waiting_for_twin(self) -> int:
+        """Attempts that wait for what another one fills."""
+        return sum(attempt.stage == "waiting_for_twin" for attempt in self._queue)
 
     def wanted_by(self) -> dict[AttemptKey, GatewayId]:
         """Return the attempts that go on here, and whose they are."""
@@ -133,7 +146,7 @@ class RoleCore(ABC, Generic[AttemptT]):
             case SequenceFailed():
                 return self._failed(event, now_ms)
             case DrainBegun():
-                return self._drain(now_ms)
+                return self._drain(event, now_ms)
             case DrainOver():
                 return self._hand_back(now_ms)
             case Fenced():
@@ -236,15 +249,25 @@ class RoleCore(ABC, Generic[AttemptT]):
         attempt = self.attempts.get(key)
         if attempt is None:
             return []
-        return self._offer_copies(attempt, now_ms, ended=True) + self._forget(attempt, now_ms)
+        copies = self._offer_copies(attempt, now_ms, ended=True)
+        if not attempt.moving or attempt.has_ended:
+            return copies + self._forget(attempt, now_ms)
+        attempt.outcome = attempt.moving
+        moved = [*copies, self._give_away(attempt, attempt.moving, now_ms), *self._engine_lost(attempt)]
+        return moved + self._given_away(attempt, now_ms)
 
     def _failed(self, event: SequenceFailed, now_ms: int) -> list[Action]:
         attempt = self.attempts.get(event.key)
         if attempt is None:
             return []
         attempt.outcome = attempt.outcome or event.reason
-        told = [] if attempt.has_ended else [self._emit_failure(attempt, AttemptFailure.ENGINE_FAILED, event.reason)]
+        told = [] if attempt.has_ended else [self._emit_failure(attempt, event.code, event.reason)]
         return told + self._engine_lost(attempt) + self._forget(attempt, now_ms)
+
+    def _given_away(self, attempt: AttemptT, now_ms: int) -> list[Action]:
+        """The engine has let go of an attempt that goes on elsewhere. Nothing new is begun by a worker that drains, so
+        that what is cached stays until it is read."""
+        return self._forget(attempt, now_ms)
 
     def _engine_lost(self, attempt: AttemptT) -> list[Action]:
         """The engine has dropped an attempt: end what others hold of it."""
@@ -258,19 +281,45 @@ class RoleCore(ABC, Generic[AttemptT]):
         attempt.end = end
         return self._end(attempt, reason, now_ms)
 
-    def _drain(self, now_ms: int) -> list[Action]:
+    def _drain(self, event: DrainBegun, now_ms: int) -> list[Action]:
+        """Let everything go on elsewhere that owes tokens, unless it is all but done."""
         self.draining = True
-        queued = list(self._queue)
+        owing = [attempt for attempt in self.attempts.values() if attempt.owes_tokens and not self._soon_ends(attempt)]
+        if event.finishes:
+            owing = list(self._queue)
         self._queue.clear()
         detail = "the worker is draining"
-        return [action for attempt in queued for action in self._fail(attempt, AttemptFailure.DRAINING, detail, now_ms)]
+        return [action for attempt in owing for action in self._move(attempt, detail, now_ms)]
+
+    def _soon_ends(self, attempt: AttemptT) -> bool:
+        """Say whether an attempt is so near its end here that it is finished even by a worker that drains."""
+        return False
+
+    def _move(self, attempt: AttemptT, detail: str, now_ms: int) -> list[Action]:
+        """Let an attempt that owes tokens go on elsewhere: at once, or, where the engine has it, once it has let go of
+        it and all that it has computed can be read."""
+        if attempt.stage == "computing":
+            attempt.moving = detail
+            return [Withdraw(attempt.key)]
+        return [self._give_away(attempt, detail, now_ms), *self._end(attempt, detail, now_ms)]
 
     def _hand_back(self, now_ms: int) -> list[Action]:
         """Fail what owes tokens. Finished prefixes stay for their readers."""
         self._queue.clear()
         owing = [attempt for attempt in self.attempts.values() if attempt.owes_tokens]
         detail = "the worker is draining and may wait no longer"
-        return [action for attempt in owing for action in self._fail(attempt, AttemptFailure.DRAINING, detail, now_ms)]
+        actions: list[Action] = []
+        for attempt in owing:
+            actions += [self._give_away(attempt, detail, now_ms), *self._end(attempt, detail, now_ms)]
+        return actions
+
+    def _give_away(self, attempt: AttemptT, detail: str, now_ms: int) -> Emit:
+        """Return the action that tells the gateway to go on elsewhere, and where what is here can be read."""
+        if attempt.num_stored_blocks:
+            self._leases.expect(attempt.request.request_id, now_ms + READERS_COME_MS)
+        makes_room = attempt.moving and not self.draining
+        code = AttemptFailure.MADE_ROOM if makes_room else AttemptFailure.DRAINING
+        return self._emit_failure(attempt, code, detail, attempt.num_stored_blocks)
 
     def _fence(self, reason: str, now_ms: int) -> list[Action]:
         self._queue.clear()
@@ -322,14 +371,21 @@ class RoleCore(ABC, Generic[AttemptT]):
             attempt=attempt.request.attempt,
             index=sampled.index,
             tokens=pack_tokens([sampled.token_id]),
+            logprobs=None if sampled.logprob is None else pack_logprobs([sampled.logprob]),
+            prompt_logprobs=(
+                pack_logprobs(sampled.sequence.prompt_logprobs)
+                if sampled.index == 0 and sampled.sequence.wants_prompt_logprobs
+                else None
+            ),
             finish_reason=sampled.finish_reason,
             report=report,
         )
         return self._emit(attempt, tokens)
 
-    def _emit_failure(self, attempt: AttemptT, code: AttemptFailure, detail: str) -> Emit:
+    def _emit_failure(self, attempt: AttemptT, code: AttemptFailure, detail: str, held_blocks: int = 0) -> Emit:
         """Return the action that tells the gateway that this attempt has failed here."""
-        failure = RequestFailure(code=code, detail=detail, retryable=code is not AttemptFailure.DEADLINE)
+        retryable = code not in (AttemptFailure.DEADLINE, AttemptFailure.GRAMMAR)
+        failure = RequestFailure(code=code, detail=detail, retryable=retryable, held_blocks=held_blocks)
         request = attempt.request
         return self._emit(
             attempt, RequestTokens(request_id=request.request_id, attempt=request.attempt, index=0, failure=failure)
@@ -348,10 +404,43 @@ class RoleCore(ABC, Generic[AttemptT]):
 
     # Blocks, reads, the engine.
 
-    def _allocate(self, attempt: AttemptT) -> bool:
-        """Give an attempt its blocks and what is cached of its prompt. False: there is no room now."""
+    def _next_queued(self, now_ms: int) -> AttemptT | None:
+        """Return the first in the queue that does not wait for a twin."""
+        first: AttemptT | None = None
+        for attempt in self._queue:  # those behind the first are looked at to say what they wait for
+            is_waiting = attempt.stage == "waiting_for_twin" or first is None
+            if is_waiting and not self._waits(attempt, now_ms) and first is None:
+                first = attempt
+        return first
+
+    def _waits(self, attempt: AttemptT, now_ms: int) -> bool:
+        """Say whether others fill the next blocks of this prompt, so that it is not to begin yet. One whose logarithms
+        are wanted is computed whole."""
+        wait = attempt.wait
+        may_wait = wait is None or now_ms < wait.until_ms
+        if may_wait and wait is not None and wait.twin is not None and self._twins.fills(wait.twin):
+            return True
+        twin = self._twins.find(attempt) if may_wait and not attempt.owes_prompt_logprobs else None
+        if twin is None:
+            if wait is not None and wait.twin is not None:
+                wait.twin, wait.ended_ms = None, now_ms
+            attempt.stage = "queued"
+            return False
+        request_id = twin.attempt.request.request_id
+        if wait is None:
+            left_ms = attempt.request.deadline_ms - now_ms
+            until_ms = now_ms + min(self.twin_wait_ms, left_ms // TWIN_WAIT_SHARE)
+            attempt.wait = TwinWait(twin, request_id, now_ms, until_ms)
+        else:
+            wait.twin, wait.request_id = twin, request_id
+        attempt.stage = "waiting_for_twin"
+        return True
+
+    def _allocate(self, attempt: AttemptT, *, max_cached_tokens: int | None = None) -> bool:
+        """Give an attempt its blocks and what is cached of its prompt, at most so much. False: there is no room now."""
+        most = len(attempt.prompt) - 1 if max_cached_tokens is None else max_cached_tokens
         allocation = self._cache.admit(
-            attempt.hasher.hashes, attempt.num_kv_tokens, len(attempt.prompt) - 1, tenant=attempt.request.tenant
+            attempt.hasher.hashes, attempt.num_kv_tokens, most, tenant=attempt.request.tenant
         )
         if allocation is None:
             return False
@@ -401,6 +490,7 @@ class RoleCore(ABC, Generic[AttemptT]):
             stop_token_ids=limits.stop_token_ids(request.sampling),
             max_local_tokens=1 if attempt.hands_over else None,
             tenant=request.tenant,
+            wants_prompt_logprobs=attempt.owes_prompt_logprobs and attempt.kv.num_present_tokens == 0,
         )
         return Submit(sequence, attempt, lease)
 

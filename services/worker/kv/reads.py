@@ -36,6 +36,7 @@ from services.worker.core.attempts import KVRead, WantedLease
 from services.worker.core.content import ReadOutcome
 from services.worker.core.events import ReadEnded, ReadStarted
 from services.worker.kv.peers import Peers
+from services.worker.limits import COMING_AGAIN_S, TWIN_WAIT_SHARE
 from services.worker.observe.transfers import FinishedRead, TransferSpan
 from services.worker.outbox import Outbox
 from services.worker.survive import surviving
@@ -133,35 +134,41 @@ class KVReads:
         await asyncio.gather(*running, return_exceptions=True)
 
     async def _carry_out_all(self, read: KVRead) -> ReadEnded:
-        """Carry out a read, and then that of the rest as long as the holder says that it comes, within the time that a
-        read of all may take. What has come of a read that is stopped during its rest counts."""
-        began_s = time.monotonic()
+        """Carry out a read, and then that of the rest as long as the holder says that it comes: for as long without a
+        block as a read of all may take, or, where it is being computed, for a part of the time that the request has.
+        What has come of a read that is stopped during its rest counts."""
+        lease = read.lease
         ended = await self.carry_out(read)
-        while ended.outcome.more_comes and isinstance(read.lease, WantedLease):
-            num_tokens = len(read.lease.block_hashes) * self.settings.block_size
-            if time.monotonic() - began_s > self.settings.base_s + num_tokens * self.settings.token_s:
+        if not isinstance(lease, WantedLease):
+            return ended
+        until_ms = now_ms() + max(0, lease.deadline_ms - now_ms()) // TWIN_WAIT_SHARE
+        limit_s = self.settings.base_s + len(lease.block_hashes) * self.settings.block_size * self.settings.token_s
+        latest, moved_s = ended, time.monotonic()
+        while (is_coming := latest.end is ReadEnd.COMING) or latest.outcome.more_comes:
+            if now_ms() >= until_ms or (not is_coming and time.monotonic() - moved_s > limit_s):
                 break
             before = ended.outcome
-            num_read = before.num_landed_tokens // self.settings.block_size - read.lease.first_block
-            lease = replace(
-                read.lease,
-                first_block=read.lease.first_block + num_read,
-                block_hashes=read.lease.block_hashes[num_read:],
-            )
+            num_read = max(0, before.num_landed_tokens // self.settings.block_size - lease.first_block)
+            rest = replace(lease, first_block=lease.first_block + num_read, block_hashes=lease.block_hashes[num_read:])
+            first_token = max(before.num_landed_tokens, read.first_token)
             try:
-                rest = await self.carry_out(replace(read, lease=lease, first_token=before.num_landed_tokens))
+                if is_coming:
+                    await asyncio.sleep(COMING_AGAIN_S)
+                latest = await self.carry_out(replace(read, lease=rest, first_token=first_token))
             except asyncio.CancelledError:
-                if self._closed:
+                if self._closed or not before.num_landed_tokens:
                     raise
                 break
-            if not rest.outcome.num_landed_tokens:
-                break  # it is computed here
-            outcome = replace(
-                rest.outcome,
-                num_bytes=before.num_bytes + rest.outcome.num_bytes,
-                carrier=rest.outcome.carrier or before.carrier,
-            )
-            ended = replace(rest, read=read, outcome=outcome)
+            if latest.outcome.num_landed_tokens:
+                moved_s = time.monotonic()
+                outcome = replace(
+                    latest.outcome,
+                    num_bytes=before.num_bytes + latest.outcome.num_bytes,
+                    carrier=latest.outcome.carrier or before.carrier,
+                )
+                ended = replace(latest, read=read, outcome=outcome)
+            elif not before.num_landed_tokens:
+                ended = replace(latest, read=read)
         return ended
 
     async def carry_out(self, read: KVRead, place: Place | None = None) -> ReadEnded:
@@ -322,7 +329,8 @@ class KVReads:
         except Exception as error:  # noqa: BLE001  (one bad holder must not end the service)
             return NotGrantedError(f"{type(error).__name__}: {error}", end=ReadEnd.OTHER)
         if isinstance(reply, Refused):
-            return NotGrantedError(f"{reply.reason}: {reply.detail}", reply.reason)
+            end = ReadEnd.COMING if reply.reason is RefusalReason.COMING else ReadEnd.REFUSED
+            return NotGrantedError(f"{reply.reason}: {reply.detail}", reply.reason, end)
         if nobody_waits.is_set():
             self._give_back(holder, request, reply)
         return reply

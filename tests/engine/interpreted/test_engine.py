@@ -1,23 +1,29 @@
 """The engine of a card, its kernels interpreted: tokens are transformers' own, whatever the batch and the blocks."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
 from dataplane.blocks.cache import BlockCache, ring_blocks
 from dataplane.blocks.layout import ArenaShape, Segment
+from schemas.logprobs import TokenLogprob
 from schemas.request import SamplingParams
 from services.engine.batch import Batch
 from services.engine.checkpoint import layout_of, read_checkpoint
 from services.engine.cuda.device_engine import DeviceEngine
-from services.engine.interface import EngineFailedError, EngineLostError, Sequence, StepItem
+from services.engine.interface import Engine, EngineFailedError, EngineLostError, Sequence, StepItem
 from services.engine.sampler import LogitsNotFiniteError
 from tests.engine.device_rig import CountedMarks, EagerRecorder, HostRuntime, load_device_engine
 from tests.engine.rig import (
     BLOCK_SIZE,
+    VOCAB,
     Allocator,
     arena_bytes,
     copy_kv,
@@ -90,6 +96,61 @@ def test_sampled_tokens_are_those_of_the_engine_on_the_cpu(tiny: Tiny, fields: d
         run_one(load_device_engine(tiny(**SMALL), recorder=EagerRecorder()), prompt, sampling, Allocator(run=2))
         == expected
     )
+
+
+class EveryThird:
+    """A grammar: which third of the tokens may follow depends on how many there are."""
+
+    def allowed(self, answer: Seq[int]) -> npt.NDArray[np.bool_]:
+        return np.arange(VOCAB) % 3 == len(answer) % 3
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {"temperature": 0.0},
+    "drawn": {"temperature": 0.9, "seed": 7},
+    "penalties": {"temperature": 0.0, "frequency_penalty": 1.0, "repetition_penalty": 1.4, "logit_bias": ((9, 2.0),)},
+    "drawn, min_p": {"temperature": 1.3, "seed": 7, "min_p": 0.3, "presence_penalty": 1.0},
+    "grammar": {"temperature": 0.0, "grammar": "every third"},
+    "logarithms": {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 3},
+}
+
+
+def run_shapes(engine: Engine) -> tuple[dict[str, list[int]], dict[str, list[TokenLogprob]]]:
+    """Return the tokens of one batch in which each request asks for something else, and the logarithms of a prompt and
+    its answer."""
+    batch, allocator, answers = Batch(29), Allocator(run=2), dict[str, list[int]]()
+    logprobs: dict[str, list[TokenLogprob]] = {"prompt": [], "answer": []}
+    for number, (name, fields) in enumerate(SHAPES.items()):
+        sampling = SamplingParams(max_tokens=6, ignore_eos=True, **fields)
+        sequence = make_sequence(name, prompt_of(9 + number, seed=number), allocator.take(24), sampling)
+        if sampling.grammar:
+            sequence.grammar = Future()
+            sequence.grammar.set_result(EveryThird())
+        sequence.wants_prompt_logprobs = sampling.prompt_logprobs is not None
+        batch.add(sequence)
+    while items := batch.plan():
+        for token in batch.commit(items, engine.step(items), 0, 0).sampled:
+            answers.setdefault(token.sequence.request_id, []).append(token.token_id)
+            assert (token.logprob is None) == (token.sequence.sampling.logprobs is None)
+            if token.logprob is not None:
+                logprobs["answer"].append(token.logprob)
+                logprobs["prompt"] = token.sequence.prompt_logprobs
+    return answers, logprobs
+
+
+@pytest.mark.parametrize("recorder", [None, EagerRecorder()], ids=["eager", "graphs"])
+def test_what_the_host_chooses_is_what_the_engine_on_the_cpu_does(tiny: Tiny, recorder: EagerRecorder | None) -> None:
+    """Penalties, bias, min_p, a grammar and logarithms, beside requests that ask for none of it."""
+    expected, theirs = run_shapes(load_tiny(tiny(**SMALL)))
+    found, ours = run_shapes(load_device_engine(tiny(**SMALL), recorder=recorder))
+    assert found == expected and expected["grammar"][0] % 3 == 0
+    for what, count in (("prompt", 13), ("answer", 6)):
+        assert len(ours[what]) == len(theirs[what]) == count
+        for one, other in zip(ours[what], theirs[what], strict=True):
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert [value for _, value in one.top] == pytest.approx([value for _, value in other.top], abs=1e-4)
+    if recorder is not None:
+        assert sum(recording.num_replays for recording in recorder.recordings), "a decode takes a graph all the same"
 
 
 def test_kv_of_the_cpu_goes_on_here(tiny: Tiny) -> None:

@@ -3,15 +3,18 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from dataplane.blocks.layout import BlockTable, BlockTables, KVLayout, num_blocks_for, segments_of, uniform_shape
 from schemas.ids import RequestId
+from schemas.logprobs import TokenLogprob
 from schemas.request import SamplingParams
 from services.engine.demo_model import DEMO_MODEL_DIR
-from services.engine.fake import fake_answer
+from services.engine.fake import fake_answer, fake_prompt_logprobs
+from services.engine.grammar import Grammars
 from services.engine.interface import LayerListener, SampledToken, Sequence, StepResult
 from services.engine.vllm_engine.link import EngineLink
 from services.engine.vllm_engine.plan import Copies
@@ -35,11 +38,14 @@ class World:
     engine: FakeVllm
     memory: HostMemory | None
     reference: Callable[[list[int], SamplingParams], list[int]]
+    logprobs: Callable[[list[int], int], list[TokenLogprob]]
+    """Says of tokens from the second on how likely they are, and of the likeliest at each place, so many."""
     num_engine_blocks: int
     """Of the engine's own: little more than the longest context takes, so that some requests must begin again."""
     copies: list[Copies] = field(default_factory=list[Copies])
     """Of all steps so far."""
     results: list[StepResult] = field(default_factory=list[StepResult])
+    grammars: Grammars | None = None
     num_kept_blocks: int = 0
     """The arena's first blocks, which a test has for itself."""
     _next_block: int = 0
@@ -75,12 +81,14 @@ class World:
         listener: LayerListener | None = None,
         stops: frozenset[int] = frozenset(),
         tenant: str = "",
+        wants_prompt_logprobs: bool = False,
     ) -> Sequence:
+        grammar = self.grammars.start(sampling.grammar) if self.grammars and sampling.grammar else None
         sequence = Sequence(
             RequestId(name), 1, list(tokens), len(tokens) if num_prompt is None else num_prompt, sampling,
             self.tables(table, num_present), num_computed_tokens=num_present,
             max_local_tokens=1 if hands_over else None, layer_listener=listener, stop_token_ids=stops,
-            tenant=tenant,
+            tenant=tenant, grammar=grammar, wants_prompt_logprobs=wants_prompt_logprobs,
         )  # fmt: skip
         self.steps.check(sequence)
         self.steps.add(sequence)
@@ -115,7 +123,8 @@ def fake_world(*, num_engine_blocks: int = 132, token_budget: int = BUDGET, layo
     steps = VllmSteps(
         engine, link, vocab_size=engine.vocab_size, context_length=CONTEXT_LENGTH, token_budget=token_budget
     )
-    return World(steps, link, engine, None, partial(fake_answer, layout), num_engine_blocks)
+    logprobs = partial(fake_prompt_logprobs, layout)
+    return World(steps, link, engine, None, partial(fake_answer, layout), logprobs, num_engine_blocks)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -125,9 +134,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def real_world(pytestconfig: pytest.Config) -> Iterator[World]:
     pytest.importorskip("vllm", reason="vLLM is not installed here: make vllm-test")
+    import torch
+
     from services.engine.checkpoint import layout_of, read_checkpoint
+    from services.engine.logprobs import token_logprobs
     from services.engine.vllm_engine.formats import format_here
     from services.engine.vllm_engine.loading import load_vllm
+    from tests.engine.rig import library_model
 
     checkpoint = read_checkpoint(pytestconfig.getoption("--vllm-model"), "vllm")
     kv_format = format_here(checkpoint.dtype, 32, checkpoint.head_dim, {})
@@ -139,11 +152,19 @@ def real_world(pytestconfig: pytest.Config) -> Iterator[World]:
         checkpoint, memory.arena.buffer, shape, token_budget=BUDGET * 4, num_threads=1, kv_format=kv_format,
         kv_bytes=num_engine_blocks * shape.layout.block_bytes, args={},
     ).steps  # fmt: skip
-    world = World(steps, steps._link, steps._engine, memory, lambda *_: [], num_engine_blocks)  # type: ignore[arg-type]
+
+    def logprobs(token_ids: list[int], num_top: int) -> list[TokenLogprob]:
+        with torch.inference_mode():
+            logits = library_model(Path(checkpoint.path))(torch.tensor([token_ids]), use_cache=False).logits[0]
+        return token_logprobs(logits[:-1].float(), token_ids[1:], num_top)
+
+    world = World(steps, steps._link, steps._engine, memory, lambda *_: [], logprobs, num_engine_blocks)  # type: ignore[arg-type]
+    world.grammars = Grammars(Path(checkpoint.path), checkpoint.vocab_size, checkpoint.eos_token_ids)
 
     def alone(prompt: list[int], sampling: SamplingParams) -> list[int]:
         world.forget()
-        world.add("alone", prompt, sampling, world.table(len(prompt) + sampling.max_tokens))
+        stops = frozenset[int]() if sampling.ignore_eos else checkpoint.eos_token_ids
+        world.add("alone", prompt, sampling, world.table(len(prompt) + sampling.max_tokens), stops=stops)
         return world.run()["alone"]
 
     world.reference = alone

@@ -4,21 +4,23 @@ token. `test_contract.py` holds it and the real one to the same promises.
 
 As vLLM does it: chunks under a token budget, running requests first; blocks are known for reuse as soon as they are
 allocated, so that a request shares what another one of the same step computes; where blocks run out the request that
-came last begins again; `start_load_kv` runs before the forward only if there is something to load. Layers with windows
-have groups with block lists of their own, from one pool, two where there are layers enough; blocks that no window sees
-are given back before the next step, and nothing is cached (`loading.py` says so to vLLM).
+came last begins again; `start_load_kv` runs before the forward only if there is something to load; nothing is reused or
+loaded for a request that wants its prompt's logarithms. Layers with windows have groups with block lists of their own,
+from one pool, two where there are layers enough; blocks that no window sees are given back before the next step, and
+nothing is cached (`loading.py` says so to vLLM).
 """
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from dataplane.blocks.layout import KVLayout, num_blocks_for
-from services.engine.fake import _choose, _rows
-from services.engine.interface import Sequence
+from services.engine.fake import _rows, fake_logprob, fake_outcome
+from services.engine.interface import Choice, Sequence
 from services.engine.rules import stop_token_ids
 from services.engine.vllm_engine.link import EngineLayer, EngineLink
 from services.engine.vllm_engine.plan import NO_BLOCK
@@ -41,11 +43,11 @@ class Request:
     num_tokens: int
     """So many may be sampled."""
     stops: frozenset[int]
-    first_index: int
     num_computed: int = 0
     blocks: list[list[int]] = field(default_factory=list[list[int]])
     """By group."""
     num_sampled: int = 0
+    prompt_logprobs: list[dict[int, SimpleNamespace] | None] = field(default_factory=list[Any])
 
     @property
     def num_left(self) -> int:
@@ -89,7 +91,7 @@ class FakeVllm:
     def add(self, name: str, sequence: Sequence, num_tokens: int) -> str:
         theirs = f"{name}-{len(name):08x}"
         request = Request(
-            theirs, name, list(sequence.token_ids), sequence, num_tokens, stop_token_ids(sequence), sequence.index,
+            theirs, name, list(sequence.token_ids), sequence, num_tokens, stop_token_ids(sequence),
             blocks=[[] for _ in self._groups],
         )  # fmt: skip
         self._waiting.append(request)
@@ -155,6 +157,7 @@ class FakeVllm:
             local = self._shared(request)
             num_local = len(local) * self.layout.block_size
             matched = tracked.num_matched(len(request.tokens), num_local) if tracked else 0
+            matched = 0 if request.sequence.wants_prompt_logprobs else matched
             start = num_local + matched
             num_tokens = min(budget, len(request.tokens) - start)
             self._take(request, 0, local)
@@ -179,7 +182,9 @@ class FakeVllm:
     def _shared(self, request: Request) -> list[int]:
         """Return the blocks of its prefix that are cached: all but one token at most."""
         size, found = self.layout.block_size, list[int]()
-        for end in range(size, len(request.tokens), size) if not self.layout.is_windowed else ():
+        if self.layout.is_windowed or request.sequence.wants_prompt_logprobs:
+            return found
+        for end in range(size, len(request.tokens), size):
             block = self._cached.get((request.sequence.tenant, tuple(request.tokens[:end])))
             if block is None:
                 break
@@ -243,6 +248,12 @@ class FakeVllm:
         self._running.remove(request)
         self._waiting.insert(0, request)
 
+    def says(self, name: str, token: int, *, finished: bool) -> list[SimpleNamespace]:
+        """Return what a step gives that chose this token for this request."""
+        self._link.outcomes[name] = Choice(token)
+        outputs = [SimpleNamespace(token_ids=[token])]
+        return [SimpleNamespace(request_id=name, finished=finished, outputs=outputs, prompt_logprobs=None)]
+
     # Computing.
 
     def _write(self, item: Item, layer: int) -> None:
@@ -262,17 +273,16 @@ class FakeVllm:
     def _output(self, item: Item) -> SimpleNamespace | None:
         request = item.request
         request.num_computed = end = item.start + item.num_tokens
+        self._score_prompt(item)
         if end < len(request.tokens):
             return None
-        digest = xxhash.xxh3_64()
-        for layer in range(self.layout.num_layers):
-            for part in range(2):
-                digest.update(self._read(layer, request, part, end))
+        digest = self._digest(request, end)
         if self._link.on_logits is not None:
-            self._link.on_logits(np.frombuffer(digest.digest() * 4, np.uint8)[None].astype(np.float32))
-        token = _choose(
-            digest.intdigest(), request.sequence.sampling, request.first_index + request.num_sampled, self.vocab_size
-        )
+            seen = digest.to_bytes(8, "big") * 4
+            self._link.on_logits(np.frombuffer(seen, np.uint8)[None].astype(np.float32))
+        outcome = fake_outcome(digest, request.sequence, self.vocab_size)
+        self._link.outcomes[request.given_name] = outcome
+        token = outcome.token_id if isinstance(outcome, Choice) else 0
         request.tokens.append(token)
         request.num_sampled += 1
         finished = token in request.stops or request.num_sampled >= request.num_tokens
@@ -280,7 +290,32 @@ class FakeVllm:
             self._running.remove(request)
             self._give_back(request)
         outputs = [SimpleNamespace(token_ids=[token])]
-        return SimpleNamespace(request_id=request.given_name, finished=finished, outputs=outputs)
+        return SimpleNamespace(
+            request_id=request.given_name,
+            finished=finished,
+            outputs=outputs,
+            prompt_logprobs=request.prompt_logprobs if request.num_sampled == 1 else None,
+        )
+
+    def _score_prompt(self, item: Item) -> None:
+        """Note what is said of the prompt's tokens that follow an item's, where that is wanted."""
+        request, sequence, found = item.request, item.request.sequence, item.request.prompt_logprobs
+        if not sequence.wants_prompt_logprobs or request.num_sampled:
+            return
+        found += [None] * (len(request.tokens) - len(found))
+        for end in range(item.start + 1, min(request.num_computed + 1, len(request.tokens))):
+            token_id, digest = request.tokens[end], self._digest(request, end)
+            one = fake_logprob(digest, token_id, sequence.sampling.prompt_logprobs or 0, self.vocab_size)
+            by_id = {token_id: one.logprob} | dict(one.top)
+            found[end] = {other: SimpleNamespace(logprob=logprob) for other, logprob in by_id.items()}
+
+    def _digest(self, request: Request, end: int) -> int:
+        """Return a number made of all that the last of `end` tokens sees."""
+        digest = xxhash.xxh3_64()
+        for layer in range(self.layout.num_layers):
+            for part in range(2):
+                digest.update(self._read(layer, request, part, end))
+        return digest.intdigest()
 
     def _read(self, layer: int, request: Request, part: int, end: int) -> bytes:
         """Return what the last of `end` tokens sees in a layer."""

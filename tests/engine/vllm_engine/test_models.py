@@ -15,7 +15,7 @@ from services.launch.supervisor import UpOptions
 from tests.engine.rig import make_tiny
 from tests.engine.vllm_engine.quantized import CONFIGS, quantize
 from tests.engine.vllm_engine.test_vllm_mesh import ask_all, num_computed, questions, until_free
-from tests.mesh.reference import Case, Judge, SingleProcess
+from tests.mesh.reference import Judge, SingleProcess
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 SHAPE: dict[str, Any] = {"hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256}
@@ -35,6 +35,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "capped-logits": ("gemma2", {"num_layers": 2, "sliding_window": 64, "query_pre_attn_scalar": 32}),
 }
+NEEDS_AVX512 = ("gptq", "awq")
+"""vLLM has no kernel for these on other CPUs."""
 TIME_LIMIT_S = 400
 
 
@@ -64,6 +66,10 @@ def test_an_architecture(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", CONFIGS)
 def test_quantized_weights(method: str, tmp_path: Path) -> None:
     model = make_tiny(tmp_path / "model", **SHAPE, num_layers=2, dtype="bfloat16")
+    if method in NEEDS_AVX512 and "avx512f" not in Path("/proc/cpuinfo").read_text():
+        with pytest.raises(AssertionError, match="cpu_gemm_wna16"):  # what is missing is said
+            keeps_the_contract(quantize(model, method))
+        return
     keeps_the_contract(quantize(model, method))
 
 
@@ -77,18 +83,17 @@ async def test_windows_cross_between_workers(tmp_path: Path) -> None:
     model = make_tiny(tmp_path / "model", architecture, **SHAPE, **fields)
     single, judge = SingleProcess(model), Judge(model)
     options = UpOptions(port=0, model=str(model), engine="vllm", kv_bytes=64 << 20, num_threads=1, token_budget=160)
-    asked = [replace(one, model="model") for one in questions(16, vocab_size=500)]
+    asked = questions(16, vocab_size=500)
     async with running({"vllm": options}) as meshes:
-        answers = await ask_all(meshes["vllm"].url, asked)
+        answers = await ask_all(meshes["vllm"].url, asked, model="model")
         turns = [
             replace(one, prompt=[*one.prompt, *tokens, 7, 8, 9])
             for one, (tokens, _) in zip(asked, answers, strict=True)
         ]
-        following = await ask_all(meshes["vllm"].url, turns)
+        following = await ask_all(meshes["vllm"].url, turns, model="model")
         await until_free(meshes["vllm"])
     assert sum(num_computed(usage) for _, usage in following) < sum(len(turn.prompt) for turn in turns) // 2
-    for one, (tokens, _) in zip([*asked, *turns], [*answers, *following], strict=True):
-        case = Case(one.prompt, one.sampling)
+    for case, (tokens, _) in zip([*asked, *turns], [*answers, *following], strict=True):
         judge.compare("windows", case, single.run(case), tokens)
     assert not judge.verdict.wrong, judge.verdict.wrong
 

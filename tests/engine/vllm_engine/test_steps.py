@@ -1,7 +1,5 @@
 """`VllmSteps` where vLLM does what it seldom does, or what it must not. Without vLLM."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from schemas.request import SamplingParams
@@ -59,7 +57,7 @@ def test_an_end_that_the_rules_do_not_know_ends_the_engine(finished: bool, monke
     monkeypatch.setattr(
         FakeVllm,
         "step",
-        lambda self: [SimpleNamespace(request_id="r.1", finished=finished, outputs=[SimpleNamespace(token_ids=[3])])],
+        lambda self: self.says("r.1", 3, finished=finished),
     )
     world.add("r", prompt_of(20), SamplingParams(max_tokens=2 if finished else 1), world.table(40))
     with pytest.raises(StepFailedError, match="ended" if finished else "goes on with") as raised:

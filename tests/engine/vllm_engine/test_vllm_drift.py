@@ -1,6 +1,8 @@
-"""No drift between engines: our own and vLLM compute the same tokens of the same checkpoint in float32."""
+"""No drift between engines: our own and vLLM compute the same tokens of the same checkpoint in float32, whatever a
+request asks of them."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 from tokenizers import Tokenizer
@@ -10,9 +12,11 @@ from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.demo_model.corpus import make_fact_prompt
 from tests.engine.vllm_engine.conftest import World
 from tests.mesh.reference import Case, Judge, SingleProcess
+from tests.mesh.test_shaped_choices import SHAPES, case_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 NUM_CASES = 40
+NUM_SHAPED = 12
 
 
 def cases() -> list[Case]:
@@ -29,10 +33,16 @@ def cases() -> list[Case]:
     return made
 
 
-def test_greedy_answers_are_equal_but_for_proven_near_ties(real_world: World) -> None:
-    own, judge = SingleProcess(DEMO_MODEL_DIR), Judge(DEMO_MODEL_DIR)
-    for number, case in enumerate(cases()):
+def shaped_cases() -> list[Case]:
+    """Penalties, bias, min_p, masks and grammars, greedy and drawn."""
+    return [case_of(number, [*SHAPES.values()][number % len(SHAPES)]) for number in range(NUM_SHAPED)]
+
+
+@pytest.mark.parametrize("made", [cases, shaped_cases])
+def test_answers_are_equal_but_for_proven_near_ties(real_world: World, made: Callable[[], list[Case]]) -> None:
+    own, judge, asked = SingleProcess(DEMO_MODEL_DIR), Judge(DEMO_MODEL_DIR), made()
+    for number, case in enumerate(asked):
         judge.compare("vLLM", case, own.run(case, number), real_world.reference(case.prompt, case.sampling))
     print(f"\n{dict(judge.verdict.counts)}")
     assert not judge.verdict.wrong, judge.verdict.wrong
-    assert judge.verdict.counts["vLLM: equal"] >= NUM_CASES * 3 // 4, "a near-tie is rare"
+    assert judge.verdict.counts["vLLM: equal"] >= len(asked) * 3 // 4, "a near-tie is rare"

@@ -3,7 +3,7 @@
 import asyncio
 import random
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,13 @@ from services.errors import UserError
 from services.launch.known_workers import describe_fleet
 from services.launch.supervisor import Supervisor, UpOptions
 from tests.engine.vllm_engine.conftest import World
+from tests.engine.vllm_engine.test_logprobs import TOLERANCE
 from tests.mesh.faults.actor import is_there
 from tests.mesh.forked import ForkedSupervisor, ForkingLoop
 from tests.mesh.processes import RunningMesh
+from tests.mesh.reference import Case
+from tests.mesh.test_logprobs import echoes_split_and_cached
+from tests.mesh.test_shaped_choices import survives_everything
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -28,36 +32,22 @@ OPTIONS = UpOptions(port=0, engine="vllm", kv_bytes=64 << 20, num_threads=1, tok
 CONCURRENCY = 4
 
 
-@dataclass(frozen=True)
-class Question:
-    prompt: list[int]
-    sampling: SamplingParams
-    model: str = "demo_model"
-
-    def body(self) -> dict[str, object]:
-        sampling = self.sampling
-        return {
-            "model": self.model, "prompt": self.prompt, "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed, "ignore_eos": True,
-            "return_token_ids": True,
-        }  # fmt: skip
-
-
-def questions(count: int, *, max_tokens: int = 24, seed: int = 5, vocab_size: int = 1300) -> list[Question]:
+def questions(count: int, *, max_tokens: int = 24, seed: int = 5, vocab_size: int = 1300) -> list[Case]:
     rng = random.Random(seed)
-    found: list[Question] = []
+    found: list[Case] = []
     for number in range(count):
         sampling = SamplingParams(
             max_tokens=max_tokens, temperature=number % 2 * 2.0, top_p=(1.0, 0.9)[number % 4 == 3], seed=number,
             ignore_eos=True,
         )  # fmt: skip
-        found.append(Question([rng.randrange(1, vocab_size) for _ in range(rng.randrange(5, 600))], sampling))
+        found.append(Case([rng.randrange(1, vocab_size) for _ in range(rng.randrange(5, 600))], sampling))
     return found
 
 
-async def ask(http: httpx.AsyncClient, url: str, question: Question) -> tuple[list[int], dict[str, Any]]:
+async def ask(http: httpx.AsyncClient, url: str, case: Case, model: str) -> tuple[list[int], dict[str, Any]]:
     """Return the answer's tokens and `usage.kvmesh`."""
-    response = await http.post(f"{url}/v1/completions", json=question.body())
+    body = case.fields | {"model": model, "return_token_ids": True}
+    response = await http.post(f"{url}/v1/completions", json=body)
     assert response.status_code == 200, response.text
     reply = response.json()
     return reply["choices"][0]["token_ids"], reply["usage"]["kvmesh"]
@@ -68,15 +58,17 @@ def num_computed(usage: dict[str, Any]) -> int:
     return (usage["prefill"] or usage)["recomputed_tokens"]
 
 
-async def ask_all(url: str, asked: list[Question], width: int = CONCURRENCY) -> list[tuple[list[int], dict[str, Any]]]:
+async def ask_all(
+    url: str, asked: list[Case], *, model: str = "demo_model", width: int = CONCURRENCY
+) -> list[tuple[list[int], dict[str, Any]]]:
     gate = asyncio.Semaphore(width)
     async with httpx.AsyncClient(timeout=PATIENCE_S) as http:
 
-        async def one(question: Question) -> tuple[list[int], dict[str, Any]]:
+        async def one(case: Case) -> tuple[list[int], dict[str, Any]]:
             async with gate:
-                return await ask(http, url, question)
+                return await ask(http, url, case, model)
 
-        return await asyncio.gather(*(one(question) for question in asked))
+        return await asyncio.gather(*(one(case) for case in asked))
 
 
 async def until_free(mesh: Supervisor) -> None:
@@ -99,7 +91,7 @@ async def test_a_split_mesh_gives_the_tokens_of_a_single_vllm(real_world: World)
         for one, (_, usage) in zip(asked, first, strict=True):
             assert usage["transferred_tokens"] + usage["cached_tokens"] == len(one.prompt), "padding counts as nothing"
         turns = [
-            Question([*one.prompt, *tokens, 7, 8, 9], one.sampling)
+            Case([*one.prompt, *tokens, 7, 8, 9], one.sampling)
             for one, (tokens, _) in zip(asked[:8], first[:8], strict=True)
         ]
         second = await ask_all(mesh.url, turns)
@@ -114,6 +106,19 @@ async def test_a_split_mesh_gives_the_tokens_of_a_single_vllm(real_world: World)
             counted = re.findall(r'vllm:generation_tokens_total\{.*model_name="demo_model".*\} (\S+)', text)
             is_worker = target.labels["role"] in ("prefill", "decode")
             assert [float(count) > 0 for count in counted] == [True] * is_worker, target
+
+
+async def test_a_burst_of_one_prompt_is_computed_once(real_world: World) -> None:
+    """Four clients at once, on two prefill workers: each full block of it is computed by one of them."""
+    asked = [replace(one, prompt=one.prompt[:1] + [11] * 999) for one in questions(1) * 4]
+    expected = real_world.reference(asked[0].prompt, asked[0].sampling)
+    async with running({"vllm": replace(OPTIONS, num_prefill=2, num_decode=2)}) as meshes:
+        mesh = meshes["vllm"]
+        got = await ask_all(mesh.url, asked)
+        assert [tokens for tokens, _ in got] == [expected] * 4
+        computed = sum(num_computed(usage) for _, usage in got)
+        assert computed <= len(asked[0].prompt) + 4 * real_world.size, computed
+        await until_free(mesh)
 
 
 def test_workers_that_are_killed_cost_no_token(real_world: World, running_mesh: RunningMesh, tmp_path: Path) -> None:
@@ -132,6 +137,19 @@ def test_workers_that_are_killed_cost_no_token(real_world: World, running_mesh: 
 
     with running_mesh(tmp_path, replace(OPTIONS, num_prefill=2, num_decode=2)) as mesh:
         assert mesh.call(while_two_die(mesh.supervisor)) == expected
+
+
+def test_shaped_choices_survive_everything(real_world: World, running_mesh: RunningMesh, tmp_path: Path) -> None:
+    block_bytes = real_world.link.layout.block_bytes
+    options = replace(OPTIONS, kv_bytes=96 * block_bytes, engine_kv_bytes=100 * block_bytes)
+    survives_everything(
+        running_mesh, tmp_path, options, lambda case, _: real_world.reference(case.prompt, case.sampling)
+    )
+
+
+def test_echoed_prompts_have_transformers_logarithms(running_mesh: RunningMesh, tmp_path: Path) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed here: make vllm-test")
+    echoes_split_and_cached(running_mesh, tmp_path, OPTIONS, TOLERANCE)
 
 
 class MixedFleet(ForkedSupervisor):

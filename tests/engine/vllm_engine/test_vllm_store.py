@@ -11,7 +11,7 @@ import pytest
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.launch.supervisor import UpOptions
 from tests.engine.vllm_engine.conftest import World
-from tests.engine.vllm_engine.test_vllm_mesh import Question, ask_all, questions
+from tests.engine.vllm_engine.test_vllm_mesh import ask_all, questions
 from tests.mesh.processes import Mesh, RunningMesh
 from tests.mesh.reference import Case, Judge, SingleProcess
 
@@ -42,12 +42,12 @@ def test_small_memories_and_a_store_that_outlives_the_mesh(
     expected = [real_world.reference(one.prompt, one.sampling) for one in asked]
 
     def answers(mesh: Mesh) -> tuple[list[list[int]], int]:
-        got = mesh.call(ask_all(mesh.url, asked, WIDTH))
+        got = mesh.call(ask_all(mesh.url, asked, width=WIDTH))
         return [tokens for tokens, _ in got], num_from_store([usage for _, usage in got])
 
     with running_mesh(tmp_path / "first", options) as mesh:
-        too_long = Question([7] * (NUM_BLOCKS * BLOCK_SIZE + 1), asked[0].sampling)
-        refused = httpx.post(f"{mesh.url}/v1/completions", json=too_long.body(), timeout=60)
+        too_long = Case([7] * (NUM_BLOCKS * BLOCK_SIZE + 1), asked[0].sampling)
+        refused = httpx.post(f"{mesh.url}/v1/completions", json=too_long.fields | {"model": mesh.model}, timeout=60)
         assert refused.status_code == 400, refused.text
         assert answers(mesh) == (expected, 0)
         tokens, num_read = answers(mesh)
@@ -59,8 +59,7 @@ def test_small_memories_and_a_store_that_outlives_the_mesh(
     with running_mesh(tmp_path / "own", own) as mesh:
         tokens, num_read = answers(mesh)
         assert num_read == 0, "KV of vLLM's is no KV of our own engine's"
-        for number, (one, got) in enumerate(zip(asked, tokens, strict=True)):
-            case = Case(one.prompt, one.sampling)
+        for number, (case, got) in enumerate(zip(asked, tokens, strict=True)):
             judge.compare("own engine", case, single.run(case, number), got)
         assert not judge.verdict.wrong, judge.verdict.wrong
 

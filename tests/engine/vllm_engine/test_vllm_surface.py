@@ -54,6 +54,7 @@ READ = {
     "vllm.v1.kv_cache_interface.SlidingWindowSpec": ["sliding_window"],
     "vllm.v1.kv_cache_interface.ChunkedLocalAttentionSpec": ["attention_chunk_size"],
     "vllm.CompletionOutput": ["token_ids"],
+    "vllm.logprobs.Logprob": ["logprob"],
 }  # fmt: skip
 """Fields of data classes."""
 MADE = {
@@ -148,7 +149,7 @@ def test_a_request_of_its_scheduler_s() -> None:
 
 def test_an_output_of_its_engine_s() -> None:
     output = named("vllm.RequestOutput")("r", None, [1], None, [], True)
-    assert (output.request_id, output.outputs, output.finished) == ("r", [], True)
+    assert (output.request_id, output.outputs, output.finished, output.prompt_logprobs) == ("r", [], True, None)
     assert named("vllm.sampling_params.RequestOutputKind").DELTA
 
 

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from schemas.message import UndecodableMessageError, decode
-from schemas.subjects import Role
+from schemas.subjects import SUBJECTS, Role
 from schemas.worker import WorkerLeft
 from services.launch.supervisor import UpOptions
 from services.trust.keys import Identity
@@ -28,6 +28,8 @@ WIDTH = 2
 EVIL = "evil"
 """What an attacker is called who has an identity: of a role, but of no service that runs."""
 
+UNOBSERVED = [subject for subject in SUBJECTS if all(permit.role is not Role.OBSERVER for permit in subject.heard_by)]
+"""An attacker has heard all that was ever said."""
 STORING = dataclasses.replace(OPTIONS, store="memory")
 
 Heard = tuple[str, bytes]
@@ -115,7 +117,7 @@ async def attacked(truth: Truth, zygote: Zygote, options: UpOptions = STORING) -
     with tempfile.TemporaryDirectory(prefix="kvmesh-attack-") as folder:
         run_dir = Path(folder) / "run"
         run_dir.parent.chmod(0o755)
-        async with fault_mesh(run_dir, truth, zygote, options) as mesh:
+        async with fault_mesh(run_dir, truth, zygote, options, as_operator=UNOBSERVED) as mesh:
             yield mesh
 
 

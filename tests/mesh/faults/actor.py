@@ -148,7 +148,7 @@ class FaultActor:
         for child in victims:
             process = child.process
             process.send_signal(signal.SIGTERM)
-            if code := await process.wait():
+            if (code := await process.wait()) and child.name not in self.killed:
                 self.problems.append(f"{child.name} was drained and ended with code {code}")
 
     async def _take_broker_away(self, for_s: float) -> None:

@@ -26,6 +26,8 @@ class Stream:
     url: str
     tenant: str
     tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    """Of the tokens, where they are asked for."""
     ending: Ending = ""
     finish_reason: str = ""
     error: str = ""
@@ -79,14 +81,8 @@ class Stream:
         self.num_tokens_changed.set()
 
     async def _read(self, http: httpx.AsyncClient, model: str) -> None:
-        sampling = self.case.sampling
-        body: dict[str, Any] = {
+        body = self.case.fields | {
             "model": model,
-            "prompt": self.case.prompt,
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "seed": sampling.seed,
-            "ignore_eos": sampling.ignore_eos,
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
@@ -113,6 +109,7 @@ class Stream:
             return
         for choice in chunk.get("choices", ()):
             self.tokens += choice.get("token_ids") or ()
+            self.logprobs += (choice.get("logprobs") or {}).get("token_logprobs", ())
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
         self.request_id = str(chunk.get("id", self.request_id))
         if (usage := chunk.get("usage")) and (mesh := usage.get("kvmesh")):

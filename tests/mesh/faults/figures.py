@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,11 +23,13 @@ from services.sim.scenario import FAULT_KINDS, load_scenario
 from services.sim.world import SimOptions
 from tests.bench.bench_proof import LENGTHS, TIMES, proved_and_not
 from tests.bench.side_by_side import compare, num_rounds
-from tests.mesh.faults.harness import SCENARIOS, FaultMesh, Outcome, fault_mesh, make_truth
+from tests.mesh.faults.harness import SCENARIOS, FaultMesh, Outcome, fault_mesh, make_documents, make_truth
 from tests.mesh.faults.kills import Killing
 from tests.mesh.faults.times import BROKER_PAUSES_S, PHASES, broker_pauses, cancel_to_free, death_to_free, pauses
+from tests.mesh.faults.truth import Truth
 from tests.mesh.zygote import Zygote
 from tests.plane.corruption import Corruption, measure
+from tests.sim.documents import cut_documents
 
 FREE_AFTER_DEATH_S = 3.0
 FREE_AFTER_CANCEL_S = 0.25
@@ -52,6 +55,8 @@ class Sizes:
 
     rounds: int
     kills: int
+    cut_documents: int
+    document_kills: int
     requests: int
     flips: int
     clean_blocks: int
@@ -109,6 +114,31 @@ async def kills(sizes: Sizes, begin: Begin) -> list[Row]:
     ]
 
 
+async def documents(sizes: Sizes, begin: Begin) -> list[Row]:
+    """Kill workers in the middle of JSON documents: simulated ones, with a toy grammar, and real ones."""
+    advance = begin("documents cut by kills, simulated", sizes.cut_documents)
+    found = await asyncio.to_thread(cut_documents, sizes.cut_documents, advance)
+    rows = [
+        _none(
+            "simulated: documents that are invalid, or have other tokens",
+            len(found.problems), f"{found.num_cut} cut in the middle, of {found.num_documents}", found.problems,
+        )
+    ]  # fmt: skip
+    advance = begin("kills of real workers that write documents", sizes.document_kills)
+    async with _mesh(make_documents()) as mesh:
+        wanted = sizes.document_kills
+        report = await Killing(mesh, wanted, advance, aimed=True, num_cut_documents=wanted).run()
+    around = f"{report.num_kills} kills, {report.num_cut} of a worker with requests; {report.num_documents} documents, "
+    around += f"{report.num_tokens} tokens, {report.num_cut_documents} cut in the middle; logarithms of the same "
+    around += f"document differ by at most {report.logprob_difference:.1e}"
+    return [
+        *rows,
+        _none("invalid documents", len(report.invalid), around, report.invalid),
+        _none("documents with tokens that differ", len(report.wrong), f"{report.num_documents}", report.wrong),
+        _none("documents that failed while killing", len(report.failed), f"{report.num_streams}", report.failed),
+    ]
+
+
 async def death(sizes: Sizes, begin: Begin) -> list[Row]:
     """Kill decode workers that are reading."""
     advance = begin("deaths of a reader", sizes.deaths)
@@ -119,14 +149,22 @@ async def death(sizes: Sizes, begin: Begin) -> list[Row]:
 
 async def pause(sizes: Sizes, begin: Begin) -> list[Row]:
     """Kill the decode worker of a running answer; its client measures."""
+    return await _pauses(sizes, begin, signal.SIGKILL, "longest gap in a stream whose decode worker dies")
+
+
+async def move(sizes: Sizes, begin: Begin) -> list[Row]:
+    """Have the decode worker of a running answer leave; its client measures."""
+    return await _pauses(sizes, begin, signal.SIGTERM, "longest gap in a stream whose decode worker leaves")
+
+
+async def _pauses(sizes: Sizes, begin: Begin, signal_number: int, figure: str) -> list[Row]:
     advance = begin("answers interrupted", sizes.pauses)
     async with _mesh() as mesh:
-        found = await pauses(mesh, sizes.pauses, advance)
-    around = f"{len(found.killed_s)} kills; any gap without a kill: {_p50_p99(found.quiet_s)}"
+        found = await pauses(mesh, sizes.pauses, advance, signal_number)
+    around = f"{len(found.struck_s)} times; any gap without it: {_p50_p99(found.quiet_s)}"
     if found.num_near_ties:
         around += f"; {found.num_near_ties} proven near-ties"
-    measured = f"{_p50_p99(found.killed_s)} ({around})"
-    figure = "longest gap in a stream whose decode worker dies"
+    measured = f"{_p50_p99(found.struck_s)} ({around})"
     return [Row(figure, measured, "the same tokens", not found.wrong, tuple(found.wrong))]
 
 
@@ -228,18 +266,18 @@ async def cost(sizes: Sizes, begin: Begin) -> list[Row]:
     return [Row("what digests cost", f"{measured} (medians of {sizes.timed} each, tcp)", "", None)]
 
 
-FIGURES: dict[str, Callable[[Sizes, Begin], Awaitable[list[Row]]]] = {
-    each.__name__: each
-    for each in (scenarios, kills, death, pause, broker_pause, cancel, corruption, simulate, bugs, cost)
-}
+_FIGURES = (
+    scenarios, kills, documents, death, pause, move, broker_pause, cancel, corruption, simulate, bugs, cost,
+)  # fmt: skip
+FIGURES: dict[str, Callable[[Sizes, Begin], Awaitable[list[Row]]]] = {each.__name__: each for each in _FIGURES}
 
 
 @asynccontextmanager
-async def _mesh() -> AsyncGenerator[FaultMesh]:
+async def _mesh(truth: Truth | None = None) -> AsyncGenerator[FaultMesh]:
     zygote = Zygote()
     try:
         with tempfile.TemporaryDirectory(prefix="kvmesh-faults-") as folder:
-            async with fault_mesh(Path(folder), make_truth(), zygote) as mesh:
+            async with fault_mesh(Path(folder), truth or make_truth(), zygote) as mesh:
                 yield mesh
     finally:
         await zygote.stop()
@@ -287,11 +325,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(".kvmesh/faults.md"), help="the Markdown table's file")
     parser.add_argument("--rounds", type=int, default=1, help="how often each scenario")
     parser.add_argument("--kills", type=int, default=1_000)
+    parser.add_argument("--cut-documents", type=int, default=1_000, help="simulated documents cut by a kill")
+    parser.add_argument("--document-kills", type=int, default=100, help="documents of real workers cut by a kill")
     parser.add_argument("--requests", type=int, default=20_000, help="simulated; make sim does 100,000")
     parser.add_argument("--flips", type=int, default=1_000, help="flipped bits, on each carrier")
     parser.add_argument("--clean-blocks", type=int, default=100_000, help="transferred unharmed, on each carrier")
     parser.add_argument("--deaths", type=int, default=50)
-    parser.add_argument("--pauses", type=int, default=50, help="answers whose decode worker is killed")
+    parser.add_argument(
+        "--pauses", type=int, default=50, help="answers whose decode worker is killed, and as many whose leaves"
+    )
     parser.add_argument("--broker-pauses", type=int, default=5, help="of each length")
     parser.add_argument("--cancels", type=int, default=10, help="in each phase")
     parser.add_argument("--timed", type=int, default=20, help="requests of each length, with checks and without")

@@ -8,20 +8,21 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 
-from schemas.subjects import Role
+from schemas.subjects import Role, Subject
 from schemas.worker import WorkerJoined, WorkerLoad
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.launch.supervisor import UpOptions
 from services.sim.scenario import Scenario
 from tests.mesh.faults.actor import FaultActor, is_there
-from tests.mesh.faults.bus_listener import BusListener
+from tests.mesh.faults.bus_listener import STRIKES_AT, BusListener
 from tests.mesh.faults.client import Stream
 from tests.mesh.faults.proxy import WIRE_FAULTS, PlaneProxy, listening_ports
 from tests.mesh.faults.supervisor import PROXY_HOST, REQUEST_TIMEOUT_S, FaultSupervisor
-from tests.mesh.faults.truth import Alone, Truth
+from tests.mesh.faults.truth import DOCUMENT_TOKENS, Alone, Truth
 from tests.mesh.zygote import Zygote
 
 SCENARIOS = Path(__file__).with_name("scenarios")
@@ -80,12 +81,18 @@ class Outcome:
 class FaultMesh:
     """A mesh of two of each, its proxy, and a listener on its bus. Make one with `fault_mesh`."""
 
-    def __init__(self, supervisor: FaultSupervisor, truth: Truth, rng: random.Random) -> None:
+    def __init__(
+        self,
+        supervisor: FaultSupervisor,
+        truth: Truth,
+        rng: random.Random,
+        as_operator: Sequence[Subject[Any, Any]] = STRIKES_AT,
+    ) -> None:
         self.supervisor = supervisor
         self.truth = truth
         self.rng = rng
         self.proxy = PlaneProxy(PROXY_HOST, rng)
-        self.listener = BusListener(supervisor.access(Role.OPERATOR))
+        self.listener = BusListener(supervisor.access(Role.OBSERVER), supervisor.access(Role.OPERATOR), as_operator)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self.http = httpx.AsyncClient(timeout=None, limits=limits)
         self._num_streams = 0
@@ -264,15 +271,22 @@ class FaultMesh:
 
 @asynccontextmanager
 async def fault_mesh(
-    run_dir: Path, truth: Truth, zygote: Zygote, options: UpOptions = OPTIONS, *, seed: int = 0
+    run_dir: Path,
+    truth: Truth,
+    zygote: Zygote,
+    options: UpOptions = OPTIONS,
+    *,
+    seed: int = 0,
+    as_operator: Sequence[Subject[Any, Any]] = STRIKES_AT,
 ) -> AsyncIterator[FaultMesh]:
-    """Start a mesh; at the end stop it, and make sure that nothing is left."""
+    """Start a mesh; at the end stop it, and make sure that nothing is left. `as_operator`: what its listener hears that
+    no observer does."""
     supervisor = FaultSupervisor(options, run_dir, zygote)
     mesh: FaultMesh | None = None
     try:
         await supervisor.start()
         supervisor.never_give_up()
-        mesh = FaultMesh(supervisor, truth, random.Random(seed))
+        mesh = FaultMesh(supervisor, truth, random.Random(seed), as_operator)
         await mesh.open()
         yield mesh
     finally:
@@ -297,6 +311,13 @@ def is_at_rest(load: WorkerLoad) -> bool:
 def make_truth(num_cases: int = 16, alone: Alone | None = None) -> Truth:
     """Return cases that take a real mesh a second or so."""
     return Truth(DEMO_MODEL_DIR, num_cases=num_cases, prompt_tokens=(40, 600), answer_tokens=(60, 220), alone=alone)
+
+
+def make_documents(num_cases: int = 16) -> Truth:
+    """Return cases whose answers are JSON that a schema describes."""
+    return Truth(
+        DEMO_MODEL_DIR, num_cases=num_cases, prompt_tokens=(40, 600), answer_tokens=DOCUMENT_TOKENS, documents=True
+    )
 
 
 def _arenas_of(pids: set[int]) -> list[str]:

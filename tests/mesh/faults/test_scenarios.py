@@ -8,12 +8,12 @@ import pytest
 from services.sim.mesh import MeshShape
 from services.sim.scenario import load_scenario
 from services.sim.world import SimOptions, simulate
-from tests.mesh.faults.harness import SCENARIOS, FaultMesh, fault_mesh, make_truth
-from tests.mesh.faults.kills import Killing
+from tests.mesh.faults.harness import SCENARIOS, FaultMesh, fault_mesh, make_documents, make_truth
+from tests.mesh.faults.kills import Killing, KillReport
 from tests.mesh.faults.times import PHASES, cancel_to_free, death_to_free
 from tests.mesh.forked import ForkingLoop
 
-NUM_KILLS, NUM_DEATHS = 8, 2
+NUM_KILLS, NUM_DOCUMENT_KILLS, NUM_DEATHS = 8, 4, 2
 FILES = sorted(SCENARIOS.glob("*.toml"))
 
 
@@ -34,6 +34,21 @@ def test_on_real_processes(file: Path, forking: ForkingLoop, mesh: FaultMesh) ->
 def test_kills_over_and_over(forking: ForkingLoop, mesh: FaultMesh) -> None:
     report = forking.run(Killing(mesh, NUM_KILLS, lambda: None).run())
     assert report.num_kills == NUM_KILLS and report.num_streams
+    assert not report.complaints, "\n".join(report.complaints)
+
+
+def test_documents_survive_kills(forking: ForkingLoop, tmp_path: Path) -> None:
+    truth, zygote = (
+        make_documents(num_cases=4),
+        forking.zygote,
+    )  # it is made on the loop, which must not wait for itself
+
+    async def killed() -> KillReport:
+        async with fault_mesh(tmp_path, truth, zygote) as mesh:
+            return await Killing(mesh, NUM_DOCUMENT_KILLS, lambda: None, aimed=True).run()
+
+    report = forking.run(killed())
+    assert report.num_kills == NUM_DOCUMENT_KILLS and report.num_documents and report.num_cut_documents
     assert not report.complaints, "\n".join(report.complaints)
 
 

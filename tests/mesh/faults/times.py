@@ -1,7 +1,8 @@
 """How soon a mesh lets go: of a dead reader's blocks, and of everything that a client no longer wants. And how long a
-client waits for its next token when the worker that makes them dies, or the broker stands still."""
+client waits for its next token when the worker that makes them dies or leaves, or the broker stands still."""
 
 import asyncio
+import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from schemas.worker import WorkerLoad
+from services.launch.restart import Child
 from tests.mesh.faults.actor import broker_stopped
 from tests.mesh.faults.bus_listener import BusListener
 from tests.mesh.faults.client import Stream
@@ -100,50 +102,58 @@ async def _one_death(mesh: FaultMesh) -> float:
 
 @dataclass
 class Pauses:
-    """`killed_s`: the longest gap of each answer from its worker's death on; `quiet_s`: every gap of the same requests
-    without a kill."""
+    """`struck_s`: the longest gap of each answer from the signal to its worker on; `quiet_s`: every gap of the same
+    requests without one."""
 
-    killed_s: list[float] = field(default_factory=list[float])
+    struck_s: list[float] = field(default_factory=list[float])
     quiet_s: list[float] = field(default_factory=list[float])
     num_near_ties: int = 0
     wrong: list[str] = field(default_factory=list[str])
 
 
-async def pauses(mesh: FaultMesh, num_kills: int, on_kill: Callable[[], None]) -> Pauses:
-    """Ask, and ask the same again with its decode worker killed halfway, so often. Each answer is alone in the mesh."""
+async def pauses(
+    mesh: FaultMesh, num_strikes: int, on_strike: Callable[[], None], signal_number: int = signal.SIGKILL
+) -> Pauses:
+    """Ask, and ask the same again with a signal to its decode worker halfway, so often: SIGKILL, or SIGTERM, upon which
+    it leaves. Each answer is alone in the mesh."""
     found = Pauses()
     ties = mesh.truth.num_near_ties
-    for _ in range(num_kills):
+    for _ in range(num_strikes):
         await mesh.settle()
         quiet = mesh.new_stream()
         await asyncio.wait([mesh.start(quiet)])
         found.quiet_s += quiet.gaps_s()
         stream = mesh.new_stream(quiet.number)
-        killed_s = await killed_halfway(mesh, stream)
-        found.killed_s.append(max(stream.gaps_s(killed_s), default=0.0))
+        struck_s = await struck_halfway(mesh, stream, signal_number)
+        found.struck_s.append(max(stream.gaps_s(struck_s), default=0.0))
         for each in (quiet, stream):
             problem = each.error or each.problem or mesh.truth.problem(each, mesh.truth.answers[each.number])
             if problem or each.ending != "finished":
                 found.wrong.append(f"request {each.number} ({each.request_id}) {each.ending}: {problem}")
         if not stream.num_resumed_tokens:
-            found.wrong.append(f"request {stream.number} ({stream.request_id}): the kill did not interrupt it")
-        on_kill()
+            found.wrong.append(f"request {stream.number} ({stream.request_id}): the signal did not interrupt it")
+        on_strike()
     await mesh.settle()
     found.num_near_ties = mesh.truth.num_near_ties - ties
     return found
 
 
-async def killed_halfway(mesh: FaultMesh, stream: Stream) -> float:
-    """Ask alone in the mesh, and kill the decode worker halfway. Return when."""
+async def struck_halfway(mesh: FaultMesh, stream: Stream, signal_number: int = signal.SIGKILL) -> float:
+    """Ask alone in the mesh, and send the decode worker a signal halfway. Return when."""
     asking = mesh.start(stream)
     await stream.until_tokens(stream.case.sampling.max_tokens // 2)
-    loads = mesh.worker_loads()
-    victims = [c for c in mesh.supervisor.children if c.role == "decode" and c.name in loads]
-    victim = max(victims, key=lambda child: loads[child.name].num_running)
-    killed_s = time.monotonic()
-    victim.kill()
+
+    def decoding() -> list[Child]:
+        loads = mesh.worker_loads()
+        children = [child for child in mesh.supervisor.children if child.role == "decode" and child.name in loads]
+        return [child for child in children if loads[child.name].num_running]
+
+    await mesh.listener.until(lambda: bool(decoding()), HEARD_WITHIN_S)  # its load may be behind its tokens
+    (victim,) = decoding()
+    struck_s = time.monotonic()
+    victim.process.send_signal(signal_number)
     await asyncio.wait([asking])
-    return killed_s
+    return struck_s
 
 
 @dataclass

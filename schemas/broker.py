@@ -1,0 +1,31 @@
+"""What a broker itself says. Not a message of ours: NATS' own words, of which we read what we need."""
+
+import msgspec
+
+DISCONNECTED = "_BROKER.disconnected"
+"""A connection of the mesh has ended: `$SYS.ACCOUNT.*.DISCONNECT`, under a name of our own."""
+
+
+class Client(msgspec.Struct, frozen=True):
+    """Whose connection it was. `name`: what it called itself, which the broker does not check."""
+
+    name: str
+
+
+class Disconnected(msgspec.Struct, frozen=True):
+    """NATS' `io.nats.server.advisory.v1.client_disconnect`."""
+
+    client: Client
+
+
+def disconnected(name: str) -> bytes:
+    """Return what a broker says of the end of a connection, for brokers that are made up."""
+    return msgspec.json.encode(Disconnected(Client(name)))
+
+
+def name_of(payload: bytes) -> str:
+    """Return whose connection has ended; empty where that does not say."""
+    try:
+        return msgspec.json.decode(payload, type=Disconnected).client.name
+    except msgspec.DecodeError:
+        return ""

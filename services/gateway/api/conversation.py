@@ -1,0 +1,158 @@
+"""A chat as its model is to see it, and as it may answer: thoughts, calls of tools, text or a document."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+
+from services.gateway.api.constraints import Constraint, Marker, Thoughts, joined
+from services.gateway.api.invalid import InvalidRequestError
+from services.gateway.api.json_schema import Schema, check_schema
+from services.gateway.api.messages import messages_of
+from services.gateway.api.openai import ChatBody, chat_options_of
+from services.gateway.api.pieces import Both, Splitter
+from services.gateway.api.reasoning import (
+    BEGIN,
+    END,
+    MARKERS,
+    TAIL_TOKENS,
+    ReasoningSplitter,
+    ReasoningState,
+    reasons,
+    state_of,
+)
+from services.gateway.api.template import ChatMessage, ChatOptions
+from services.gateway.api.text import TextCodec
+from services.gateway.api.tools.asked import Tool, ToolChoice, tool_choice_of, tools_of
+from services.gateway.api.tools.formats import PARSERS, ToolFormat
+from services.gateway.api.tools.grammar import needs_grammar, tool_grammar
+
+
+class Chat(NamedTuple):
+    """What a chat's body asks: its turns, and what the model may do in the next one."""
+
+    messages: Sequence[ChatMessage]
+    options: ChatOptions
+    tools: tuple[Tool, ...]
+    choice: ToolChoice
+    parallel: bool
+    """An answer may have several calls."""
+    splits_reasoning: bool
+    tells_reasoning: bool
+
+
+class Reading(NamedTuple):
+    """How the text of an answer is taken apart. `state` None: no reasoning is split off; `form` None: no calls."""
+
+    state: ReasoningState | None = None
+    form: ToolFormat | None = None
+    tool_names: frozenset[str] = frozenset()
+    only_one: bool = False
+    """The answer is over with its first call."""
+    tells_reasoning: bool = True
+    has_named_call: bool = False
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """The special tokens that the text has to show."""
+        reasoning = () if self.state is None else MARKERS
+        return reasoning + (() if self.form is None else PARSERS[self.form].markers)
+
+    def splitter(self) -> Splitter | None:
+        """Return a new one, for one answer."""
+        thoughts = None if self.state is None else ReasoningSplitter(self.state, tells=self.tells_reasoning)
+        if self.form is None:
+            return thoughts
+        calls = PARSERS[self.form](self.tool_names, partial(secrets.token_hex, 12), only_one=self.only_one)
+        return calls if thoughts is None else Both(thoughts, calls)
+
+
+def chat_of(body: ChatBody) -> Chat:
+    """Return what a body asks, checked. Raises InvalidRequestError."""
+    tools = tools_of(body.tools)
+    return Chat(
+        messages=messages_of(body.messages),
+        options=chat_options_of(body, [tool.shown for tool in tools]),
+        tools=tools,
+        choice=tool_choice_of(body.tool_choice, tools),
+        parallel=body.parallel_tool_calls is not False,
+        splits_reasoning=body.separate_reasoning is not False,
+        tells_reasoning=body.include_reasoning is not False,
+    )
+
+
+def answer_to(
+    chat: Chat, prompt: Sequence[int], codec: TextCodec, form: ToolFormat | None, document: Constraint | None
+) -> tuple[Reading, Constraint | None]:
+    """Return how the answer to a chat's prompt is taken apart, and what it must be; None: any text.
+
+    `form`: in which the model writes calls. `document`: what the body says of the answer's text. Raises
+    InvalidRequestError.
+    """
+    if chat.choice.mode == "none":
+        form = None
+    elif form is None:
+        message = (
+            "the model's chat template does not tell how it writes calls: set `gateway.tool_format` in the mesh's "
+            "configuration, or ask for `tool_choice: none`"
+        )
+        raise InvalidRequestError(message, "tools", "unsupported_parameter")
+    state = _state(chat, prompt, codec)
+    reading = Reading(
+        state=state if chat.splits_reasoning else None,
+        form=form,
+        tool_names=frozenset(tool.name for tool in chat.tools if chat.choice.name in ("", tool.name)),
+        only_one=not chat.parallel and chat.choice.mode == "auto",
+        tells_reasoning=chat.tells_reasoning,
+        has_named_call=bool(chat.choice.name),
+    )
+    return reading, _constraint(chat, reading, codec, document, _thoughts(state, reading, codec))
+
+
+def _state(chat: Chat, prompt: Sequence[int], codec: TextCodec) -> ReasoningState | None:
+    """Return where the answer begins; None: this model does not reason in a way that is known here."""
+    if not reasons(codec.template):
+        return None
+    continued = chat.messages[-1].content if chat.options.continue_final_message else None
+    return state_of(codec.decode_shown(prompt[-TAIL_TOKENS:]), continued)
+
+
+def _thoughts(state: ReasoningState | None, reading: Reading, codec: TextCodec) -> Thoughts | None:
+    """Return what may stand before what an answer must be; None: nothing."""
+    begin, end = (Marker(text, codec.added_ids.get(text)) for text in (BEGIN, END))
+    if state in (ReasoningState.BEGUN, ReasoningState.GOES_ON):
+        return Thoughts(end)
+    # Where reasoning is not split off, the client reads all of the text as what it asked for.
+    return Thoughts(end, begin) if reading.state is ReasoningState.MAY_COME else None
+
+
+def _constraint(
+    chat: Chat, reading: Reading, codec: TextCodec, document: Constraint | None, thoughts: Thoughts | None
+) -> Constraint | None:
+    """A call that must come goes before a document; where one may come, the answer is calls or the document."""
+    choice, param = chat.choice, "tools"
+    grammars, schemas = list[str](), dict[str, Schema]()
+    if document is not None and choice.mode != "required":
+        param, schemas = document.param, dict(document.schemas)
+        grammars.append(document.grammar)
+        choice = msgspec.structs.replace(choice, mode="required")
+    if reading.form is not None and needs_grammar(chat.tools, choice):
+        schemas |= _tool_schemas(chat.tools, choice)
+        grammar = tool_grammar(
+            reading.form, codec.template, chat.tools, choice, codec.added_ids, parallel=chat.parallel
+        )
+        grammars.append(grammar)
+    return Constraint(param, joined(grammars, thoughts), schemas) if grammars else None
+
+
+def _tool_schemas(tools: Sequence[Tool], choice: ToolChoice) -> Mapping[str, Schema]:
+    """Return the schemas that calls are held to, by field."""
+    found: dict[str, Schema] = {}
+    for index, tool in enumerate(tools):
+        if choice.name in ("", tool.name) and (tool.strict or choice.mode == "required"):
+            param = f"tools[{index}].function.parameters"
+            found[param] = dict(tool.parameters)
+            check_schema(found[param], param)
+    return found

@@ -1,0 +1,109 @@
+"""A chat's turns as OpenAI's clients send them, and as they send our own answers back."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from services.gateway import limits
+from services.gateway.api.invalid import InvalidRequestError
+from services.gateway.api.template import ChatMessage, ToolCall
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Who may speak in a conversation. A template writes the role beside its special tokens, so that a free text would be
+the client's way to write such a turn itself."""
+
+_TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Kinds of part that are understood, and the field that has each one's text."""
+_NEUTRAL_PART_FIELDS = frozenset(("cache_control", "prompt_cache_breakpoint", "annotations", "logprobs"))
+
+
+class FunctionBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    arguments: str
+    """JSON, as the model wrote it."""
+
+
+class CallBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`index` is what deltas are joined by: clients send it back with the rest."""
+
+    function: FunctionBody
+    id: str | None = None
+    type: str | None = None
+    index: int | None = None
+
+
+class MessageBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`annotations` and `provider_specific_fields` are of an answer, and say nothing to the model; so are those that
+    must be null: clients send whole answers back."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """As `reasoning_content`."""
+    tool_calls: list[CallBody] | None = None
+    tool_call_id: str | None = None
+    annotations: list[Any] | None = None
+    provider_specific_fields: dict[str, Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+def messages_of(bodies: Sequence[MessageBody]) -> list[ChatMessage]:
+    """Return the conversation. Raises InvalidRequestError."""
+    if not bodies:
+        raise InvalidRequestError("`messages` is empty", "messages")
+    if len(bodies) > limits.MAX_MESSAGES:
+        raise InvalidRequestError(f"`messages` holds more than {limits.MAX_MESSAGES}", "messages")
+    return [_message(body, f"messages[{index}]") for index, body in enumerate(bodies)]
+
+
+def _message(body: MessageBody, where: str) -> ChatMessage:
+    role = body.role
+    if role not in ROLES:
+        message = f"`{where}.role` must be one of {', '.join(ROLES)}, not {role!r}"
+        raise InvalidRequestError(message, f"{where}.role")
+    reasoning = body.reasoning if body.reasoning_content is None else body.reasoning_content
+    for name, value in (("tool_calls", body.tool_calls), ("reasoning_content", reasoning), ("refusal", body.refusal)):
+        if value and role != "assistant":
+            raise InvalidRequestError(f"`{where}.{name}`: only an assistant's message has it", f"{where}.{name}")
+    if body.tool_call_id and role != "tool":
+        raise InvalidRequestError(f"`{where}.tool_call_id`: only a tool's message has it", f"{where}.tool_call_id")
+    content = body.refusal if body.content is None else _text(body.content, f"{where}.content")
+    if content is None and not body.tool_calls and not (role == "assistant" and reasoning):
+        raise InvalidRequestError(f"`{where}.content` is missing", f"{where}.content")
+    return ChatMessage(
+        role=role,
+        content=content,
+        name=body.name,
+        reasoning_content=reasoning,
+        tool_calls=tuple(_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(body.tool_calls or ())),
+        tool_call_id=body.tool_call_id,
+    )
+
+
+def _text(content: str | Sequence[Mapping[str, Any]], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(_text_of_part(part, f"{where}[{index}]") for index, part in enumerate(content))
+
+
+def _text_of_part(part: Mapping[str, Any], where: str) -> str:
+    kind = part.get("type")
+    field = _TEXT_FIELDS.get(kind) if isinstance(kind, str) else None
+    text = part.get(field) if field is not None else None
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"`{where}` is a part of type {kind!r}: only text is supported", where)
+    if unknown := sorted(part.keys() - {"type", field} - _NEUTRAL_PART_FIELDS):
+        name = f"{where}.{unknown[0]}"
+        raise InvalidRequestError(f"there is no field `{name}` in a part of type {kind!r}", name, "unknown_parameter")
+    return text
+
+
+def _call(body: CallBody, where: str) -> ToolCall:
+    if body.type not in (None, "function"):
+        raise InvalidRequestError(f"`{where}.type` is {body.type!r}: only functions are supported", f"{where}.type")
+    return ToolCall(id=body.id or "", name=body.function.name, arguments=body.function.arguments)

@@ -1,0 +1,267 @@
+"""A conversation as a checkpoint's chat template writes it: turns, tools, and what else a template may be given.
+
+Rendering follows transformers' `apply_chat_template`. A template comes with the checkpoint, so it runs in a sandbox.
+"""
+
+import datetime
+import json
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, cast
+
+import msgspec
+from jinja2 import TemplateError, meta, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from services.gateway import limits
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The special tokens that templates know by name."""
+
+_OURS = frozenset(SPECIAL_NAMES) | {
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
+}  # fmt: skip
+"""What no client may set through `chat_template_kwargs`: each has a field of its own, or is the model's."""
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that an assistant made. `arguments` is JSON text, as OpenAI's API has it."""
+
+    name: str
+    arguments: str
+    id: str = ""
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn. A template sees only those of its fields that are there."""
+
+    role: str
+    content: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+
+
+class ChatOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a template is given beside the turns. `tools` are JSON objects as OpenAI's API has them."""
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    documents: tuple[Mapping[str, Any], ...] = ()
+    template_kwargs: Mapping[str, Any] = {}
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """The answer goes on with the last message, an assistant's, which is not ended."""
+
+
+class ChatTemplateError(ValueError):
+    """The checkpoint has no chat template, or its template refuses what it is given. `param` names the field."""
+
+    def __init__(self, message: str, param: str = "messages") -> None:
+        super().__init__(message)
+        self.param = param
+
+
+Mask = Callable[[Any], Any]
+"""Makes of a JSON value what the template may see of it (`services/gateway/api/special.py`)."""
+
+
+class ChatTemplate:
+    """One checkpoint's template. Raises jinja2's TemplateError where it cannot be compiled."""
+
+    def __init__(self, source: str, special: Mapping[str, str]) -> None:
+        environment = _environment()
+        self.source = source
+        self._special = dict(special)
+        self._template = environment.from_string(source)
+        self._variables = meta.find_undeclared_variables(environment.parse(source))
+        self._knows_developers = "developer" in source
+
+    def knows(self, name: str) -> bool:
+        """Say whether the template reads a variable of this name."""
+        return name in self._variables
+
+    def render(self, messages: Sequence[ChatMessage], options: ChatOptions, mask: Mask) -> str:
+        """Return the prompt. Raises ChatTemplateError."""
+        self._check(messages, options)
+        mark = f"x{secrets.token_hex(8)}x " if options.continue_final_message else ""
+        given: dict[str, Any] = {
+            **self._special,
+            **mask(dict(options.template_kwargs)),
+            "tools": mask(list(options.tools)) or None,
+            "documents": mask(list(options.documents)) or None,
+            "add_generation_prompt": options.add_generation_prompt,
+        }
+        turns = self._turns(messages, mask, mark, as_text=False)
+        try:
+            try:
+                text = self._template.render(messages=turns, **given)
+            except TypeError:
+                # Some templates, DeepSeek's for one, join a call's arguments as the text that they were.
+                turns = self._turns(messages, mask, mark, as_text=True)
+                text = self._template.render(messages=turns, **given)
+        except (TemplateError, TypeError, ValueError, LookupError, RecursionError) as error:
+            raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
+        return _cut_at(text, mark, turns[-1]["content"]) if mark else text
+
+    def _turns(self, messages: Sequence[ChatMessage], mask: Mask, mark: str, *, as_text: bool) -> list[dict[str, Any]]:
+        """Return the turns as a template sees them, the mark behind the last content."""
+        turns = [self._turn(message, mask, as_text=as_text) for message in messages]
+        if mark:
+            turns[-1]["content"] += mark
+        return turns
+
+    def _turn(self, message: ChatMessage, mask: Mask, *, as_text: bool) -> dict[str, Any]:
+        turn: dict[str, Any] = {"role": self._role(message.role)}
+        if message.content is not None:
+            turn["content"] = mask(message.content)
+        if message.name is not None:
+            turn["name"] = mask(message.name)
+        if message.reasoning_content is not None:
+            turn["reasoning_content"] = turn["thinking"] = mask(message.reasoning_content)
+        if message.tool_calls:
+            turn["tool_calls"] = [mask(_call(call, as_text=as_text)) for call in message.tool_calls]
+        if message.tool_call_id is not None:
+            turn["tool_call_id"] = mask(message.tool_call_id)
+        return turn
+
+    def _role(self, role: str) -> str:
+        """A template that does not know developers has them as its system role, which they replaced."""
+        return "system" if role == "developer" and not self._knows_developers else role
+
+    def _check(self, messages: Sequence[ChatMessage], options: ChatOptions) -> None:
+        """Refuse what the template would ignore, and what no template should have to bear."""
+        for name in options.template_kwargs:
+            if name in _OURS:
+                raise ChatTemplateError(f"`chat_template_kwargs` may not set `{name}`", "chat_template_kwargs")
+            self._check_known(name, "chat_template_kwargs")
+        for param, value in (("tools", options.tools), ("documents", options.documents)):
+            if value:
+                self._check_known(param, param)
+                check_nesting(value, param)
+        check_size(options.template_kwargs, limits.MAX_TEMPLATE_KWARGS_BYTES, "chat_template_kwargs")
+        for index, message in enumerate(messages):
+            if message.tool_calls and "tool_calls" not in self.source:
+                where = f"messages[{index}].tool_calls"
+                raise ChatTemplateError(f"the model's chat template does not know `{where}`", where)
+        if options.continue_final_message:
+            _check_continued(messages, options)
+        elif not options.add_generation_prompt:
+            self._check_known("add_generation_prompt", "add_generation_prompt")
+
+    def _check_known(self, name: str, param: str) -> None:
+        if not self.knows(name):
+            raise ChatTemplateError(f"the model's chat template does not know `{name}`", param)
+
+
+def texts_of(messages: Sequence[ChatMessage], options: ChatOptions) -> Iterator[str]:
+    """Return all that will be part of a prompt, as texts whose lengths can be added up."""
+    for message in messages:
+        yield from filter(None, (message.content, message.name, message.reasoning_content, message.tool_call_id))
+        for call in message.tool_calls:
+            yield from (call.id, call.name, call.arguments)
+    if options.tools or options.documents or options.template_kwargs:
+        yield _json([options.tools, options.documents, options.template_kwargs])
+
+
+def check_size(value: Any, num_bytes: int, param: str) -> None:
+    """Raise ChatTemplateError where a JSON value is longer than so many bytes, or too deep."""
+    check_nesting(value, param)
+    if len(_json(value).encode()) > num_bytes:
+        raise ChatTemplateError(f"`{param}` is over {num_bytes} bytes of JSON", param)
+
+
+def check_nesting(value: Any, param: str) -> None:
+    """Raise ChatTemplateError where a JSON value is nested deeper than our own recursion should go."""
+    level: list[Any] = [value]
+    for _ in range(limits.MAX_JSON_DEPTH + 1):
+        if not level:
+            return
+        level = [child for parent in level for child in _children(parent)]
+    raise ChatTemplateError(f"`{param}` is nested deeper than {limits.MAX_JSON_DEPTH} levels", param)
+
+
+def _children(value: Any) -> list[Any]:
+    """Return what is inside of an object or array; nothing of other values."""
+    if isinstance(value, Mapping):
+        return list(cast(Mapping[str, Any], value).values())
+    return list(cast(Sequence[Any], value)) if isinstance(value, list | tuple) else []
+
+
+def _check_continued(messages: Sequence[ChatMessage], options: ChatOptions) -> None:
+    param = "continue_final_message"
+    if options.add_generation_prompt:
+        raise ChatTemplateError(f"`{param}` and `add_generation_prompt` exclude each other", param)
+    if not messages or messages[-1].role != "assistant" or messages[-1].content is None:
+        raise ChatTemplateError(f"`{param}` needs a last message that is an assistant's and has a content", param)
+
+
+def _cut_at(text: str, mark: str, content: str) -> str:
+    """Return the text before the mark, which stands at the end of the continued content."""
+    at = text.rfind(mark.strip())
+    if at < 0 or content.removesuffix(mark).strip() not in text:
+        message = "the model's chat template does not write the last message as it is: it cannot be continued"
+        raise ChatTemplateError(message, "continue_final_message")
+    # The mark ends in a space: where that is gone the template has trimmed the content, and the mark hid its end.
+    return text[:at] if text.startswith(mark, at) else text[:at].rstrip()
+
+
+def _call(call: ToolCall, *, as_text: bool) -> dict[str, Any]:
+    """Return a call as templates expect it: its arguments as an object, unless their text is none."""
+    arguments = call.arguments if as_text else _object_of(call.arguments)
+    identity = {"id": call.id} if call.id else {}
+    return {**identity, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _object_of(text: str) -> Any:
+    try:
+        found = msgspec.json.decode(text)
+        check_nesting(found, "tool_calls")
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, ChatTemplateError):
+        return text
+    return cast(dict[str, Any], found) if isinstance(found, dict) else text
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what an assistant says, for those who train on it. It renders as what is in it."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """The environment that transformers renders chat templates in."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+    environment.filters.update(tojson=_tojson)  # pyright: ignore[reportUnknownMemberType]
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)  # pyright: ignore[reportUnknownMemberType]
+    return environment
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return the value as JSON in which HTML characters stay as they are, as with transformers and unlike jinja2."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)

@@ -1,0 +1,85 @@
+"""Prompts that begin alike, at one time on one worker: what one attempt fills, no other fills as well. Pure.
+
+An attempt in the queue waits for the other one, its twin, and holds nothing meanwhile. A twin has its blocks, so nobody
+waits for one who waits. It is over when the blocks are there; when the twin ends without them, or they will not be
+kept; or when the wait has taken its time. Whoever waited then looks again: for another twin, else it goes on itself.
+
+Not for layers with windows: what lies in their blocks is known at the end of a sequence only.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dataplane.blocks.cache import BlockCache
+from dataplane.blocks.layout import block_ids
+from schemas.observe import RunStage
+from services.worker.core.attempts import AnyAttempt, Twin
+from services.worker.core.content import AttemptKey
+from services.worker.limits import TWIN_READ_SHARE
+
+_READING: tuple[RunStage, ...] = ("reserved", "fetching", "receiving")
+"""Its blocks come, and all of them at once, when the read has ended."""
+_FILLING: tuple[RunStage, ...] = (*_READING, "computing")
+
+
+@dataclass
+class Twins:
+    """What the roles of one worker know of each other's attempts. `waits` False: nobody waits."""
+
+    cache: BlockCache
+    waits: bool = True
+
+    def __post_init__(self) -> None:
+        self._roles: list[Mapping[AttemptKey, AnyAttempt]] = []
+
+    def watch(self, attempts: Mapping[AttemptKey, Any]) -> None:
+        """Look for twins among these, too."""
+        self._roles.append(attempts)
+
+    def find(self, attempt: AnyAttempt) -> Twin | None:
+        """Return who fills the next block of this prompt that is not here, and most of those after it; None: nobody.
+        The prompt's last token is always computed."""
+        hashes, size = attempt.hasher.hashes, self.cache.layout.block_size
+        last = (len(attempt.prompt) - 1) // size
+        others = self._filling(attempt) if last and self.waits and self.cache.keeps_what_is_computed else []
+        if not others:
+            return None
+        first = self.cache.num_cached_blocks(hashes[:last], attempt.request.tenant)
+        found: Twin | None = None
+        for other in others:
+            theirs = other.hasher.hashes
+            most = min(last, len(theirs))
+            # Each hash names all before it as well.
+            if not other.num_stored_blocks <= first < most or theirs[first] != hashes[first]:
+                continue
+            end = next((at for at in range(first + 1, most) if theirs[at] != hashes[at]), most)
+            if other.stage in _READING and (end - first) * TWIN_READ_SHARE < len(theirs) - first:
+                continue  # most of what it waits for is not wanted here
+            twin = Twin(other, end, block_ids(other.tables[0].segments)[end - 1])
+            if self.fills(twin) and (found is None or found.end_block < end):
+                found = twin
+        return found
+
+    def _filling(self, attempt: AnyAttempt) -> list[AnyAttempt]:
+        """Return who fills blocks of a prompt that begins as this one does."""
+        first = attempt.hasher.hashes[0]
+        return [
+            other
+            for attempts in self._roles
+            for other in attempts.values()
+            if other.num_stored_blocks < len(other.hasher.hashes)
+            and other.tables
+            and other.stage in _FILLING
+            and other.hasher.hashes[0] == first
+        ]
+
+    def fills(self, twin: Twin) -> bool:
+        """Say whether a twin's blocks are still to come."""
+        other = twin.attempt
+        return (
+            other.num_stored_blocks < twin.end_block
+            and bool(other.tables)
+            and other.stage in _FILLING
+            and not self.cache.kept.is_barred(twin.last_block)
+        )

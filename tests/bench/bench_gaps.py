@@ -1,0 +1,216 @@
+"""How tokens come to clients under load: the gaps between a stream's events, and how many tokens an event brings.
+
+    python -m tests.bench.bench_gaps [--streams 1,16,32] [--tokens 64] [--prompt 128] [--url URL] [--json]
+
+So many streams are under way at a time, on a mesh of one prefill and one decode worker, each with a fresh prompt. What
+a socket gives is only marked with its time, and understood at the end: a client that is slow to read would find tokens
+together that came one after another. An event that was in one read with the event before it came together with it.
+Of each process it says for which part of the time it was ready to run and had no processor (the kernel's
+`schedstat`): who waits for one finds several steps' messages when it gets it.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from services.bench.drive.arguments import parse_lengths
+from services.bench.drive.http_client import base_url, model_of, open_http
+from services.bench.drive.stats import percentile, rounded
+from services.bench.drive.workload import random_tokens
+from services.launch.supervisor import Supervisor, UpOptions
+
+OPTIONS = UpOptions(port=0, num_prefill=1, num_decode=1)
+VOCABULARY = 200
+ROUNDS = 4
+"""Answers of each stream, one after another; the first warms up."""
+
+
+class Arrival(NamedTuple):
+    """An event with tokens: when its read came, in seconds by one clock, and the number of that read."""
+
+    at_s: float
+    read: int
+    num_tokens: int
+
+
+class Figures(NamedTuple):
+    streams: int
+    tokens_per_s: float
+    gap_p50_ms: float | None
+    gap_p99_ms: float | None
+    gap_max_ms: float | None
+    several_tokens: float
+    """The share of the events that bring more than one token."""
+    together: float
+    """The share of the events that came in one read with the event before them."""
+    waited: dict[str, float] = {}
+    """By process: its threads' time without a processor that they were ready for, in shares of the time."""
+
+
+class Reads(asyncio.Protocol):
+    """What a connection has given, and when."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[float, bytes]] = []
+        self.ended = asyncio.Event()
+
+    def data_received(self, data: bytes) -> None:
+        self.parts.append((time.perf_counter(), data))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ended.set()
+
+
+def arrivals_of(parts: Sequence[tuple[float, bytes]]) -> list[Arrival]:
+    """Return the events with tokens of an answer. One whose end came with a later read came then."""
+    found: list[Arrival] = []
+    text = b""
+    for read, (at_s, data) in enumerate(parts):
+        text += data
+        *lines, text = text.split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data: {"):
+                continue
+            event: dict[str, Any] = json.loads(line.removeprefix(b"data: "))
+            assert "error" not in event, event
+            if num_tokens := sum(len(choice["token_ids"]) for choice in event["choices"]):
+                found.append(Arrival(at_s, read, num_tokens))
+    return found
+
+
+def figures_of(num_streams: int, answers: Sequence[Sequence[Arrival]], tokens_per_s: float) -> Figures:
+    pairs = [pair for answer in answers for pair in pairwise(answer)]
+    gaps_ms = [1e3 * (after.at_s - before.at_s) for before, after in pairs]
+    events = [arrival for answer in answers for arrival in answer]
+    return Figures(
+        streams=num_streams,
+        tokens_per_s=round(tokens_per_s, 1),
+        gap_p50_ms=rounded(percentile(gaps_ms, 50)),
+        gap_p99_ms=rounded(percentile(gaps_ms, 99)),
+        gap_max_ms=rounded(percentile(gaps_ms, 100)),
+        several_tokens=round(sum(event.num_tokens > 1 for event in events) / len(events), 4),
+        together=round(sum(before.read == after.read for before, after in pairs) / max(1, len(pairs)), 4),
+    )
+
+
+async def ask(url: str, body: dict[str, Any]) -> list[Arrival]:
+    host, port = urlsplit(url).hostname or "", urlsplit(url).port or 80
+    transport, reads = await asyncio.get_running_loop().create_connection(Reads, host, port)
+    payload = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+    transport.write(f"{head}Content-Length: {len(payload)}\r\nConnection: close\r\n\r\n".encode() + payload)
+    await reads.ended.wait()
+    arrivals = arrivals_of(reads.parts)
+    assert sum(arrival.num_tokens for arrival in arrivals) == body["max_tokens"], reads.parts[:1]
+    return arrivals
+
+
+def waited_s(pid: int) -> float:
+    """Return for how long threads of a process that are there now have been ready and without a processor."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(task.read_text().split()[1]) for task in tasks) / 1e9
+
+
+def broker_pid() -> dict[str, int]:
+    """Return the process of a broker that this one has started."""
+    ours = Path("/proc/self/task").glob("*/children")
+    pids = [int(pid) for children in ours for pid in children.read_text().split()]
+    found = [pid for pid in pids if "nats" in Path(f"/proc/{pid}/comm").read_text()]
+    return {"broker": found[0]} if found else {}
+
+
+async def load(
+    url: str, model: str, pids: Mapping[str, int], num_streams: int, num_tokens: int, num_prompt: int
+) -> Figures:
+    rng = random.Random(num_streams)
+    answers: list[list[Arrival]] = []
+
+    async def client() -> None:
+        for number in range(ROUNDS):
+            body = {
+                "model": model,
+                "prompt": random_tokens(rng, num_prompt, VOCABULARY),
+                "max_tokens": num_tokens,
+                "ignore_eos": True,
+                "stream": True,
+                "return_token_ids": True,
+            }
+            arrivals = await ask(url, body)
+            if number:
+                answers.append(arrivals)
+
+    before = {name: waited_s(pid) for name, pid in pids.items()}
+    started_s = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(num_streams)))
+    took_s = time.perf_counter() - started_s
+    figures = figures_of(num_streams, answers, num_streams * ROUNDS * num_tokens / took_s)
+    return figures._replace(
+        waited={name: round(max(0.0, waited_s(pid) - before[name]) / took_s, 3) for name, pid in pids.items()}
+    )
+
+
+async def measure(
+    url: str, pids: Mapping[str, int], streams: Sequence[int], num_tokens: int, num_prompt: int
+) -> list[Figures]:
+    rows: list[Figures] = []
+    async with open_http() as http:
+        model = (await model_of(http, url)).id
+    for number, num_streams in enumerate(streams, 1):
+        sys.stderr.write(f"\r{num_streams} streams, {number} of {len(streams)} ")
+        rows.append(await load(url, model, pids, num_streams, num_tokens, num_prompt))
+    sys.stderr.write("\n")
+    return rows
+
+
+async def run(options: argparse.Namespace) -> list[Figures]:
+    streams = parse_lengths(options.streams, "--streams", 1000)
+    if options.url:
+        return await measure(base_url(options.url), {}, streams, options.tokens, options.prompt)
+    with tempfile.TemporaryDirectory() as folder:
+        supervisor = Supervisor(OPTIONS, Path(folder))
+        try:
+            await supervisor.start()
+            pids = (
+                {"client": os.getpid()}
+                | broker_pid()
+                | {child.name: child.process.pid for child in supervisor.children}
+            )
+            return await measure(supervisor.url, pids, streams, options.tokens, options.prompt)
+        finally:
+            await supervisor.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", default="1,16,32", help="under way at a time")
+    parser.add_argument("--tokens", type=int, default=64, help="of an answer")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--url", default="", help="a running gateway's")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows = asyncio.run(run(options))
+    if options.json:
+        print(json.dumps([row._asdict() for row in rows]))
+        return
+    for row in rows:
+        print(
+            f"{row.streams:3} streams: {row.tokens_per_s:7.1f} tokens/s; gap p50 {row.gap_p50_ms} ms,",
+            f"p99 {row.gap_p99_ms} ms, longest {row.gap_max_ms} ms;",
+            f"{row.several_tokens:.1%} of the events bring several tokens, {row.together:.1%} came with another",
+        )
+        if row.waited:
+            print("     without a processor:", ", ".join(f"{name} {share:.0%}" for name, share in row.waited.items()))
+
+
+if __name__ == "__main__":
+    main()

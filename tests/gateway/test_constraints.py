@@ -1,0 +1,486 @@
+"""What clients may say that an answer must be: what is held, neutral, or refused by name and place."""
+
+import asyncio
+import json
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.engine.demo_model import DEMO_MODEL_DIR
+from services.engine.grammar import Grammars
+from services.engine.interface import Grammar, StartGrammar
+from services.gateway import limits
+from services.gateway.api import constraints
+from services.gateway.api.constraints import (
+    Constraint,
+    Marker,
+    ResponseFormat,
+    StructuredOutputs,
+    Thoughts,
+    check_constraint,
+    check_in_turn,
+    check_together,
+    joined,
+)
+from services.gateway.api.guard import NotNowError
+from services.gateway.api.invalid import InvalidRequestError
+from services.gateway.api.json_schema import FORMATS, HELD, NEUTRAL
+from services.gateway.api.openai import decode_body
+from services.gateway.api.prepare import constraint_in
+from services.gateway.api.turn import Turn
+from tests.engine.grammar_rig import Checkpoint
+
+
+@pytest.fixture(scope="module")
+def demo() -> Checkpoint:
+    return Checkpoint("demo", Path())
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Its `<think>` and `</think>` are added tokens, as Qwen3's are."""
+    return Checkpoint("byte_level", tmp_path_factory.mktemp("thinker"))
+
+
+def named(schema: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}
+
+
+def constraint_of(asked: dict[str, Any], start: StartGrammar) -> str:
+    """Return the grammar of a body with these fields, through JSON and its types."""
+    body = decode_body(json.dumps({"model": "m", "prompt": "p"} | asked).encode(), is_chat=False)
+    constraint = constraint_in(body)
+    if constraint is None:
+        return ""
+    check_together(constraint, ignore_eos=bool(body.ignore_eos), allowed_token_ids=body.allowed_token_ids or ())
+    check_constraint(constraint, start)
+    return constraint.grammar
+
+
+def refusal(demo: Checkpoint, **asked: object) -> InvalidRequestError:
+    with pytest.raises(InvalidRequestError) as raised:
+        constraint_of(asked, demo.grammars.start)
+    return raised.value
+
+
+# Which constraint.
+
+
+@pytest.mark.parametrize(
+    ("asked", "good", "bad"),
+    [
+        ({"response_format": {"type": "json_object"}}, '{"a": [1]}', "[1]"),
+        ({"response_format": named({"type": "integer"}, strict=True, description="a number")}, "12", '"a"'),
+        ({"response_format": named({"type": "integer"}, strict=False)}, "12", '"a"'),
+        ({"response_format": named(True)}, "[null]", "nul"),
+        ({"structured_outputs": {"json": {"type": "integer"}}}, "12", "x"),
+        ({"structured_outputs": {"json": '{"type": "integer"}'}}, "12", "x"),
+        ({"structured_outputs": {"json": {}, "disable_any_whitespace": True}}, '{"a":1}', '{"a": 1}'),
+        ({"structured_outputs": {"json_object": True, "disable_fallback": True}}, "{}", "[]"),
+        ({"structured_outputs": {"regex": "a/b+"}}, "a/bb", "a/"),
+        ({"structured_outputs": {"choice": ["yes", 'n"o/\n', "é😀"]}}, 'n"o/\n', "no"),
+        ({"structured_outputs": {"choice": ["yes", "é😀", "yes"]}}, "é😀", "é"),
+        ({"structured_outputs": {"grammar": 'start: "a" %json {"type": "null"}'}}, "anull", "a"),
+        ({"structured_outputs": {"grammar": 'root ::= "a" [0-9]+'}}, "a12", "a"),
+        ({"structured_outputs": {"grammar": 'start: "::=" /[0-9]+/'}}, "::=12", "12"),
+        ({"guided_json": {"type": "null"}, "guided_decoding_backend": "outlines"}, "null", "1"),
+        ({"guided_regex": "[0-9]{3}"}, "123", "12"),
+        ({"guided_choice": ["a", "b"]}, "b", "c"),
+        ({"guided_grammar": 'start: "x"'}, "x", "y"),
+    ],
+)
+def test_what_is_asked_for_is_held(demo: Checkpoint, asked: dict[str, Any], good: str, bad: str) -> None:
+    grammar = constraint_of(asked, demo.grammars.start)
+    assert demo.takes(grammar, good) and not demo.takes(grammar, bad)
+
+
+def test_what_asks_for_nothing(demo: Checkpoint) -> None:
+    names = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+    for asked in ({}, dict.fromkeys(names), {"response_format": {"type": "text"}}, {"guided_decoding_backend": "any"}):
+        assert constraint_of(asked, demo.grammars.start) == ""
+    asked = {"response_format": {"type": "text"}, "guided_regex": "a"}
+    assert constraint_of(asked, demo.grammars.start) == "start: /a/"
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "message"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
+        ({"response_format": "json_object"}, "response_format", "Expected `object"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format", "unknown field `schema`"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "missing required field `json_schema`"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema",
+         "missing required field `schema`"),
+        ({"response_format": named({}, strickt=True)}, "response_format.json_schema", "unknown field `strickt`"),
+        ({"response_format": named(3)}, "response_format.json_schema.schema", "got `int`"),
+        ({"structured_outputs": {}}, "structured_outputs", "has none of json, regex, choice, grammar, json_object"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs", "has none of"),
+        ({"structured_outputs": {"jsn": {}}}, "structured_outputs", "unknown field `jsn`"),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern",
+         "not supported"),
+        ({"structured_outputs": {"structural_tag": {}, "json": {}}}, None, ""),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "not supported"),
+        ({"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+         "structured_outputs.disable_additional_properties", "not supported"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "is no JSON Schema"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "must have choices"),
+        ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice", "none of them empty"),
+        ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice[1]", "Expected `str`, got `int`"),
+        ({"structured_outputs": {"regex": "a("}}, "structured_outputs.regex", "unclosed group"),
+        ({"structured_outputs": {"regex": "(?=a)a"}}, "structured_outputs.regex", "look-around"),
+        ({"structured_outputs": {"grammar": "start: nowhere"}}, "structured_outputs.grammar", 'name: "nowhere"'),
+        ({"structured_outputs": {"grammar": 'root ::= "a'}}, "structured_outputs.grammar", "is no GBNF"),
+        ({"structured_outputs": {"grammar": 'start: %json // {}\n {"not": {}}'}}, "structured_outputs.grammar",
+         "at /not: `not` is not supported"),
+        ({"structured_outputs": {"grammar": 'start: %json {"x-guidance": {"lenient": true}, "if": {}}'}},
+         "structured_outputs.grammar", "at /if: `if` is not supported"),
+        ({"structured_outputs": {"grammar": 'start: a\na[temperature=0.5]: "x"'}}, "structured_outputs.grammar",
+         "temperature is not supported"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "`guided_json` and `guided_regex` cannot both"),
+        ({"response_format": named({}), "structured_outputs": {"regex": "a"}}, "structured_outputs.regex",
+         "`response_format.json_schema.schema` and `structured_outputs.regex` cannot both"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice", "cannot both"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "not supported"),
+        ({"guided_grammar": ' {"grammars": [{"json_schema": {"not": {}}}]}'}, "guided_grammar", "neither Lark nor"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(demo: Checkpoint, asked: dict[str, Any], param: str | None, message: str) -> None:
+    if param is None:  # an empty one asks for nothing
+        assert constraint_of(asked, demo.grammars.start)
+        return
+    error = refusal(demo, **asked)
+    assert error.param == param and message in error.message and error.status == 400
+    assert f"{param}`" in error.message and "\n" not in error.message
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"guided_json": {"description": "x" * limits.MAX_SCHEMA_BYTES}}, "bytes"),
+        ({"guided_json": {"enum": ["x" * (limits.MAX_LITERAL_CHARACTERS + 1)]}}, "at /enum: a text of"),
+        ({"guided_json": {"const": [{"y" * (limits.MAX_LITERAL_CHARACTERS + 1): 1}]}}, "at /const: a text of"),
+        ({"guided_json": {"properties": {"x" * (limits.MAX_LITERAL_CHARACTERS + 1): {}}}}, "a text of"),
+        ({"guided_regex": "x" * (limits.MAX_REGEX_CHARACTERS + 1)}, "characters"),
+        ({"guided_grammar": f'start: "{"x" * limits.MAX_CLIENT_GRAMMAR_CHARACTERS}"'}, "characters"),
+        ({"guided_choice": ["x" * (limits.MAX_LITERAL_CHARACTERS + 1)]}, "characters in one"),
+        ({"guided_choice": [f"{number:0999}" for number in range(34)]}, "characters"),
+        ({"guided_json": {"multipleOf": limits.MAX_MULTIPLE_OF + 1}}, "at /multipleOf"),
+        ({"guided_json": {"allOf": [{"multipleOf": 997}, {"items": {"multipleOf": 991}}]}},
+         "at /allOf/1/items/multipleOf"),
+        ({"guided_json": {"multipleOf": 10**400}}, "at /multipleOf"),
+        ({"guided_grammar": 'start: %json {"multipleOf": 988027}'}, "at /multipleOf"),
+    ],
+)  # fmt: skip
+def test_what_is_too_large(demo: Checkpoint, asked: dict[str, Any], message: str) -> None:
+    assert message in refusal(demo, **asked).message
+
+
+class Held(Grammars):
+    """Those of a checkpoint; one that is made of `SLOW` is understood when it is let."""
+
+    SLOW = Constraint("guided_json", 'start: "slow"', {"guided_json": True})
+    GOOD = Constraint("guided_regex", "start: /good/")
+
+    def __init__(self, demo: Checkpoint) -> None:
+        super().__init__(DEMO_MODEL_DIR, demo.vocab_size, demo.eos)
+        self.asked: list[str] = []
+        self.go = threading.Event()
+
+    def start(self, text: str) -> "Future[Grammar]":
+        self.asked.append(text)
+        if text == self.SLOW.grammar:
+            assert self.go.wait(60)
+        return super().start(text)
+
+
+async def until_asked(held: Held, num: int) -> None:
+    async with asyncio.timeout(60):
+        while len(held.asked) < num:
+            await asyncio.sleep(0.005)
+
+
+async def test_what_takes_too_long(demo: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "GRAMMAR_S", 0.01)
+    held = Held(demo)
+    with pytest.raises(InvalidRequestError, match=r"takes over 0\.01 s") as raised:
+        await check_in_turn(held.SLOW, held, Turn(""))
+    held.go.set()
+    assert (raised.value.param, raised.value.code) == ("guided_json", "invalid_schema")
+
+
+async def test_a_good_grammar_is_not_blamed_for_the_slow_ones_before_it(
+    demo: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, turn = Held(demo), Turn("others are first")
+    monkeypatch.setattr(limits, "GRAMMAR_S", 60.0)
+    await check_in_turn(held.GOOD, held, turn)
+    monkeypatch.setattr(limits, "GRAMMAR_S", 0.01)
+    with pytest.raises(InvalidRequestError, match="takes over"):
+        await check_in_turn(held.SLOW, held, turn)
+    await check_in_turn(held.GOOD, held, turn)  # it is known: it waits for nobody
+    monkeypatch.setattr(limits, "TURN_S", 0.01)
+    fresh = Constraint("guided_regex", "start: /fresh/")
+    with pytest.raises(NotNowError, match="others are first") as refused:
+        await check_in_turn(fresh, held, turn)
+    assert refused.value.fail.status == 503 and refused.value.fail.retry_after_ms > 0
+    assert fresh.grammar not in held.asked
+    held.go.set()
+    monkeypatch.setattr(limits, "TURN_S", 60.0)
+    monkeypatch.setattr(limits, "GRAMMAR_S", 60.0)
+    await check_in_turn(fresh, held, turn)
+
+
+async def test_who_waits_has_all_its_time_once_it_is_its_turn(
+    demo: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, turn = Held(demo), Turn("")
+    monkeypatch.setattr(limits, "GRAMMAR_S", 60.0)
+    monkeypatch.setattr(limits, "TURN_S", 60.0)
+    first = asyncio.create_task(check_in_turn(held.SLOW, held, turn))
+    await until_asked(held, 1)
+    second = asyncio.create_task(check_in_turn(held.GOOD, held, turn))
+    await asyncio.sleep(0.02)
+    assert not first.done() and not second.done() and held.asked == [held.SLOW.grammar]
+    held.go.set()
+    await asyncio.gather(first, second)
+
+
+def test_a_checkpoint_without_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"no tokenizer\.json"):
+        constraint_of({"guided_regex": "a"}, Grammars(tmp_path, 10, [0]).start)
+
+
+def test_what_contradicts_a_grammar(demo: Checkpoint) -> None:
+    check_together(Constraint("guided_regex", "start: /a/"), ignore_eos=False, allowed_token_ids=())
+    for field, value in (("ignore_eos", True), ("allowed_token_ids", [1])):
+        error = refusal(demo, guided_regex="a", **{field: value})
+        assert error.param == field and f"`{field}` contradicts `guided_regex`" in error.message
+
+
+def test_other_routes_ask_with_types() -> None:
+    """What is no body's field: /v1/responses has a format, and tools have schemas."""
+    asked = msgspec.convert({"type": "json_object"}, ResponseFormat)
+    assert constraints.constraint_of(asked) is not None and constraints.constraint_of() is None
+    assert constraints.constraint_of(guided=StructuredOutputs()) is None
+
+
+# JSON Schema: each keyword of draft 2020-12 (and older ones that are still seen): a schema, what it takes, what it does
+# not; or its refusal.
+
+TEXT, WHOLE = {"type": "string"}, {"type": "integer"}
+HELD_CASES: dict[str, list[tuple[Any, list[str], list[str]]]] = {
+    "type": [({"type": ["string", "null"]}, ['"a"', "null"], ["1"]), (WHOLE, ["-3"], ["1.5", '"a"'])],
+    "enum": [({"enum": [1, "a", None, {"b": [2]}]}, ['{"b":[2]}', "null"], ["2"]),
+             ({"type": "string", "enum": ["a", 1]}, ['"a"'], ["1"])],
+    "const": [({"const": {"a": [1, True]}}, ['{"a":[1,true]}'], ['{"a":[1]}']), 
+              ({"const": "é\n"}, ['"é\\n"'], ['"e"'])],
+    "anyOf": [({"anyOf": [TEXT, WHOLE], "maxLength": 1}, ['"a"', "1"], ["null", '"ab"'])],
+    "oneOf": [({"oneOf": [TEXT, WHOLE]}, ['"a"', "1"], ["null"])],
+    "allOf": [({"type": "string", "allOf": [{"pattern": "^a"}, {"pattern": "b$"}]}, ['"axb"'], ['"ax"', '"xb"'])],
+    "$ref": [({"$ref": "#/$defs/a~1b%25", "$defs": {"a/b%": TEXT}, "minLength": 2}, ['"ab"'], ["1", '"a"']),
+             ({"$ref": "#/definitions/a", "definitions": {"a": WHOLE}}, ["1"], ['"a"']),
+             ({"$ref": "#name", "$defs": {"a": {"$anchor": "name", **WHOLE}}}, ["1"], ['"a"']),
+             ({"properties": {"a": {"$ref": "#"}}, "type": "object"}, ['{"a":{"a":{}}}'], ['{"a":1}'])],
+    "properties": [({"type": "object", "properties": {"a": WHOLE}}, ["{}", '{"a":1,"b":"x"}'],
+                    ['{"a":"x"}', '{"\\u0061":"x"}', '{"a":1,"a":"x"}'])],
+    "required": [({"required": ["a"]}, ['{"a":1}', "3"], ["{}"])],
+    "additionalProperties": [({"type": "object", "additionalProperties": False}, ["{}"], ['{"a":1}']),
+                             ({"type": "object", "properties": {"a": WHOLE}, "additionalProperties": TEXT},
+                              ['{"a":1,"b":"x"}'], ['{"b":1}'])],
+    "patternProperties": [({"type": "object", "patternProperties": {"^a": WHOLE}}, ['{"ab":1,"b":"x"}'],
+                           ['{"ab":"x"}', '{"\\u0061":"x"}'])],
+    "minProperties": [({"type": "object", "minProperties": 2}, ['{"a":1,"b":1}'], ['{"a":1}'])],
+    "maxProperties": [({"type": "object", "maxProperties": 1}, ['{"a":1}'], ['{"a":1,"b":1}'])],
+    "items": [({"type": "array", "items": WHOLE}, ["[1,2]", "[]"], ['["a"]']),
+              ({"type": "array", "items": [TEXT, WHOLE]}, ['["a",1]'], ["[1]"])],
+    "prefixItems": [({"type": "array", "prefixItems": [TEXT], "items": WHOLE}, ['["a",1]'], ['["a","b"]', "[1]"])],
+    "additionalItems": [({"type": "array", "items": [TEXT], "additionalItems": False}, ['["a"]'], ['["a",1]'])],
+    "minItems": [({"minItems": 2}, ["[1,2]", "3"], ["[1]"])],
+    "maxItems": [({"maxItems": 1}, ["[1]", "3"], ["[1,2]"])],
+    "minLength": [({"type": "string", "minLength": 2}, ['"ab"', '"äö"'], ['"a"', '"\\n"'])],
+    "maxLength": [({"type": "string", "maxLength": 2}, ['"ab"', '"😀😀"'], ['"abc"'])],
+    "pattern": [({"type": "string", "pattern": "a+"}, ['"xax"'], ['"b"']),
+                ({"type": "string", "pattern": "^a|b$"}, ['"ax"', '"xb"'], ['"xx"'])],
+    "minimum": [({"type": "number", "minimum": 3}, ["3", "3.5"], ["2.9"])],
+    "maximum": [({"type": "integer", "maximum": 3}, ["3", "-9"], ["4"])],
+    "exclusiveMinimum": [({"type": "number", "exclusiveMinimum": 3}, ["3.01"], ["3"])],
+    "exclusiveMaximum": [({"type": "integer", "exclusiveMaximum": 3}, ["2"], ["3"])],
+    "multipleOf": [({"type": "integer", "multipleOf": 7}, ["14", "0", "-7"], ["8"]),
+                   ({"type": "number", "multipleOf": 0.1}, ["0.3"], ["0.35"])],
+    "format": [({"type": "string", "format": "date"}, ['"2024-02-29"'], ['"2024-13-01"', '"x"'])],
+}  # fmt: skip
+FORMAT_CASES = {
+    "date": ("2020-01-31", "2020-02-30"), "time": ("10:00:00Z", "25:00:00Z"), "duration": ("P3DT4H", "3 days"),
+    "date-time": ("2020-01-31T10:00:00+01:00", "2020-01-31"), "email": ("a@example.org", "a"),
+    "uri": ("https://a/b", "a b"),
+    "hostname": ("example.org", "-a.org"), "ipv4": ("127.0.0.1", "256.0.0.1"), "ipv6": ("2001:db8::1", "::1::"),
+    "uuid": ("01234567-89ab-cdef-0123-456789abcdef", "0123"),
+}  # fmt: skip
+REFUSED = {
+    "not": {}, "if": {}, "then": {}, "else": {}, "uniqueItems": True, "contains": {}, "minContains": 1,
+    "maxContains": 1,
+    "propertyNames": {}, "dependentRequired": {}, "dependentSchemas": {}, "dependencies": {}, "unevaluatedItems": False,
+    "unevaluatedProperties": False, "$dynamicRef": "#", "$dynamicAnchor": "a", "$recursiveRef": "#",
+    "$recursiveAnchor": True, "$vocabulary": {}, "nullable": True, "propertyOrdering": [], "minLenght": 1,
+    "x-guidance": {"lenient": True}, "extends": {}, "disallow": "string", "divisibleBy": 2,
+}  # fmt: skip
+NEUTRAL_VALUES: dict[str, Any] = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "https://a/b", "id": "x", "$anchor": "a",
+    "$defs": {"a": {}}, "definitions": {"a": {}}, "examples": [1], "example": 1, "deprecated": True, "readOnly": True,
+    "writeOnly": True, "externalDocs": {}, "xml": {}, "discriminator": {"propertyName": "kind"}, "contentSchema": {},
+}  # fmt: skip
+
+
+def test_each_keyword_stands_in_a_table() -> None:
+    assert HELD_CASES.keys() == HELD and FORMAT_CASES.keys() == FORMATS
+    assert not HELD & NEUTRAL and not REFUSED.keys() & (HELD | NEUTRAL) and NEUTRAL_VALUES.keys() <= NEUTRAL
+
+
+@pytest.mark.parametrize("keyword", HELD_CASES)
+def test_a_keyword_that_is_held(demo: Checkpoint, keyword: str) -> None:
+    for schema, good, bad in HELD_CASES[keyword]:
+        grammar = constraint_of({"guided_json": schema}, demo.grammars.start)
+        for text in good:
+            assert demo.takes(grammar, text), (schema, text)
+        for text in bad:
+            assert not demo.takes(grammar, text), (schema, text)
+
+
+@pytest.mark.parametrize("name", FORMAT_CASES)
+def test_a_format_that_is_held(demo: Checkpoint, name: str) -> None:
+    grammar = constraint_of({"guided_json": {"type": "string", "format": name}}, demo.grammars.start)
+    good, bad = FORMAT_CASES[name]
+    assert demo.takes(grammar, json.dumps(good)) and not demo.takes(grammar, json.dumps(bad))
+
+
+@pytest.mark.parametrize("keyword", REFUSED)
+def test_a_keyword_that_is_refused(demo: Checkpoint, keyword: str) -> None:
+    """Wherever it stands, a definition that nobody refers to included."""
+    for schema, place in (
+        ({"type": "string", keyword: REFUSED[keyword]}, ""),
+        ({"type": "object", "properties": {"a/b": {"items": {keyword: REFUSED[keyword]}}}}, "/properties/a~1b/items"),
+        ({"$defs": {"unused": {keyword: REFUSED[keyword]}}}, "/$defs/unused"),
+        ({"anyOf": [{}, {"additionalProperties": {"prefixItems": [{keyword: REFUSED[keyword]}]}}]},
+         "/anyOf/1/additionalProperties/prefixItems/0"),
+    ):  # fmt: skip
+        error = refusal(demo, response_format=named(schema))
+        assert f" at {place}/{keyword}: `{keyword}` is not supported" in error.message
+        assert error.param == "response_format.json_schema.schema" and error.code == "invalid_schema"
+
+
+def test_a_misspelt_keyword_is_told_what_it_may_be(demo: Checkpoint) -> None:
+    assert "is `minLength` meant?" in refusal(demo, guided_json={"minLenght": 1}).message
+    assert "meant" not in refusal(demo, guided_json={"uniqueItems": True}).message
+
+
+@pytest.mark.parametrize("name", ["idn-email", "regex", "uri-reference", "int32", "unknown", "Date", 3, None, ["date"]])
+def test_a_format_that_is_refused(demo: Checkpoint, name: Any) -> None:
+    for kind in ("string", "integer"):
+        message = refusal(demo, guided_json={"items": {"type": kind, "format": name}}).message
+        assert f"at /items/format: the format {name!r} is not supported" in message
+
+
+@pytest.mark.parametrize("keyword", [*sorted(NEUTRAL), "x-anything"])
+def test_a_keyword_that_is_neutral(demo: Checkpoint, keyword: str) -> None:
+    schema = {"type": "integer", keyword: NEUTRAL_VALUES.get(keyword, "text")}
+    grammar = constraint_of({"guided_json": schema}, demo.grammars.start)
+    assert demo.takes(grammar, "1") and not demo.takes(grammar, '"1"')
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"properties": {"a": {"items": {"type": "strin"}}}}, "at /properties/a/items cannot be held: Invalid"),
+        ({"properties": {"a": {"minLength": "x", "type": "string"}}}, "at /properties/a cannot be held"),
+        ({"anyOf": [TEXT, {"properties": [1], "type": "object"}]}, "at /anyOf/1 cannot be held: properties must"),
+        ({"$defs": {"a": {"pattern": "(?=a)", **TEXT}}, "items": {"$ref": "#/$defs/a"}}, "look-around"),
+        ({"properties": {"a": {"type": "string", "minLength": 3, "maxLength": 2}}, "required": ["a"], "type": "object"},
+         "at /properties/a cannot be held: Unsatisfiable schema: minLength (3) is greater than maxLength (2)"),
+        ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "required property 'a' is unsatisfiable"),
+        ({"type": "object", "additionalProperties": False, "required": ["a"]}, "required property 'a'"),
+        (False, "is false: no answer satisfies it"),
+        ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
+        ({"$ref": "https://example.org/a.json"}, "at /$ref: 'https://example.org/a.json' refers to no schema within"),
+        ({"$ref": "#/$defs/missing"}, "at /$ref: '#/$defs/missing' refers to no schema within"),
+        ({"x-a": {"multipleOf": 10**7}, "$ref": "#/x-a"}, "at /$ref: '#/x-a' refers to no schema within"),
+        ({"default": {"not": {}}, "$ref": "#/default"}, "at /$ref: '#/default' refers to no schema within"),
+        ({"$ref": 3}, "at /$ref: 3 refers to no schema within"),
+        ({"$ref": "#"}, "never ends"),
+        ({"items": {"$ref": "#/$defs/a"}, "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}}, "never ends"),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "never ends"),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "never ends"),
+        ({"required": "a"}, ""),
+        ({"enum": "a"}, ""),
+        ({"items": 3}, ""),
+        ({"multipleOf": True}, ""),
+        ({"multipleOf": 0}, ""),
+        ({"anyOf": {}}, ""),
+    ],
+)  # fmt: skip
+def test_a_bad_schema_is_refused_with_its_place(demo: Checkpoint, schema: Any, message: str) -> None:
+    error = refusal(demo, response_format=named(schema))
+    assert message in error.message and error.code == "invalid_schema" and "$defs/whole" not in error.message
+
+
+def test_a_schema_that_is_nested_without_end(demo: Checkpoint) -> None:
+    schema: Any = {}
+    for _ in range(400):
+        schema = {"items": schema}
+    assert "cannot be held" in refusal(demo, guided_json=schema).message
+    assert refusal(demo, guided_json='{"items":' * 20_000 + "{}" + "}" * 20_000).param == "guided_json"
+
+
+def test_white_space_has_an_end(demo: Checkpoint) -> None:
+    grammar = constraint_of({"guided_json": {"type": "array"}}, demo.grammars.start)
+    for good in ("[1, 2]", f"[\n{' ' * limits.MAX_INDENT}1\r\n\t]", "[ 1 ,\n2\n]"):
+        assert demo.takes(grammar, good), good
+    for bad in ("[  1]", f"[\n{' ' * (limits.MAX_INDENT + 1)}1]", "[\n\n1]", " []", "[] "):
+        assert not demo.takes(grammar, bad), bad
+
+
+# Thoughts before the document.
+
+
+@pytest.mark.parametrize("is_token", [True, False])
+def test_thoughts_come_before_the_document(thinker: Checkpoint, demo: Checkpoint, is_token: bool) -> None:
+    model = thinker if is_token else demo
+
+    def marker(text: str) -> Marker:
+        return Marker(text, model.tokenizer.token_to_id(text))
+
+    assert (marker("</think>").token_id is not None) == is_token
+    document = constraint_of({"guided_json": {"type": "integer"}}, model.grammars.start)
+    inside = joined([document], Thoughts(marker("</think>")))
+    check_constraint(Constraint("reasoning", inside), model.grammars.start)
+    for good in ("</think>12", "so: {\n\n<b> é</think>3", "a</think>\n\n3"):
+        assert model.takes(inside, good), good
+    for bad in ("12", "a</think>b", "a</think>\n\n\n3", "a</think>1</think>2", "</think>"):
+        assert not model.takes(inside, bad), bad
+    before = joined([document], Thoughts(marker("</think>"), marker("<think>")))
+    for good in ("12", "<think>a\n</think>12", "<think></think>12"):
+        assert model.takes(before, good), good
+    for bad in ("a</think>12", "<think>12", "<think>a</think>b", "a"):
+        assert not model.takes(before, bad), bad
+
+
+def test_an_end_that_is_spelled_out_is_no_thought(thinker: Checkpoint) -> None:
+    """Who reads the text would take it for the end, and the document has not begun."""
+    end = Marker("</think>", thinker.tokenizer.token_to_id("</think>"))
+    grammar = thinker.grammar(joined(["start: /[0-9]/"], Thoughts(end)))
+    spelled = [token for char in "</think" for token in thinker.ids(char)]
+    assert not grammar.allowed(spelled)[thinker.ids(">")[0]] and grammar.allowed(spelled)[thinker.ids("x")[0]]
+
+
+def test_a_grammar_of_any_kind_may_follow_thoughts(demo: Checkpoint) -> None:
+    for asked, good in (
+        ({"guided_regex": "a/b"}, "a/b"),
+        ({"guided_choice": ['x"', "y"]}, 'x"'),
+        ({"guided_grammar": 'root ::= "a" b\nb ::= "c"'}, "ac"),
+        ({"guided_grammar": "start: A\nA: /x+/"}, "xx"),
+    ):
+        grammar = joined([constraint_of(asked, demo.grammars.start)], Thoughts(Marker("</think>")))
+        assert demo.takes(grammar, f"hm</think>{good}") and not demo.takes(grammar, f"hm</think>{good}?")

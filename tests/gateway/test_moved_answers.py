@@ -1,0 +1,93 @@
+"""A request whose worker gives it away: it goes on where the KV can be read, and no number bounds how often."""
+
+import pytest
+
+from schemas.ids import WorkerId
+from schemas.request import AttemptFailure, KVSource, RefusalReason, RequestFailure
+from services.gateway.request.core import Phase, RequestCore
+from services.gateway.request.events import (
+    AskPlacement,
+    Deliver,
+    FailRequest,
+    Finish,
+    PlaceRefused,
+    SendCancel,
+    TokensReceived,
+)
+from tests.gateway.test_gateway_core import D1, D2, NOW, P1, P2, failed, feed, new, placed, refused, tokens
+
+
+def moved(
+    worker: WorkerId, attempt: int = 1, held: int = 3, code: AttemptFailure = AttemptFailure.DRAINING
+) -> TokensReceived:
+    failure = RequestFailure(code=code, detail="drains", retryable=True, held_blocks=held)
+    return TokensReceived(attempt, worker, 0, (), failure=failure)
+
+
+def lies(worker: WorkerId, num_blocks: int = 3) -> KVSource:
+    return KVSource(worker_id=worker, first_block=0, num_blocks=num_blocks)
+
+
+def running() -> RequestCore:
+    request = new()
+    feed(request, placed(), tokens(P1, 0, 1), tokens(D1, 1, 2, 3))
+    return request
+
+
+@pytest.mark.parametrize("code", [AttemptFailure.DRAINING, AttemptFailure.MADE_ROOM])
+def test_a_moved_answer_is_placed_at_once_with_what_its_worker_holds(code: AttemptFailure) -> None:
+    request = running()
+    assert request.handle(moved(D1, code=code), NOW) == [
+        SendCancel(1, code),
+        AskPlacement(2, (D1,), 3, lies(D1)),
+    ]
+    later = feed(
+        request, placed(2, D2, None), tokens(D2, 3, 4, attempt=2), tokens(D1, 3, 4), tokens(D2, 4, 5, attempt=2)
+    )
+    assert [a for a in later if isinstance(a, Deliver)] == [Deliver(3, (4,)), Deliver(4, (5,))]
+
+
+def test_a_worker_that_holds_nothing_is_no_source() -> None:
+    assert running().handle(moved(D1, held=0), NOW)[-1] == AskPlacement(2, (D1,), 3, None)
+
+
+def test_where_an_answer_lies_is_known_until_another_attempt_has_got_on() -> None:
+    request = running()
+    feed(request, moved(D1), placed(2, D2, None))
+    assert request.handle(refused(D2, RefusalReason.OVERLOADED, 2), NOW)[-1] == AskPlacement(3, (D1, D2), 3, lies(D1))
+    feed(request, placed(3, P2, None), tokens(P2, 3, 4, attempt=3))
+    assert request.handle(failed(P2, attempt=3), NOW)[-1] == AskPlacement(4, (D1, D2, P2), 4, None)
+    assert request.moved_by is None
+
+
+def test_a_placement_that_must_wait_still_knows_where_the_answer_lies() -> None:
+    request = running()
+    feed(request, moved(D1), PlaceRefused(2, RefusalReason.NO_WORKER, "", 0))
+    assert request.phase is Phase.WAITING
+    assert request.tick(request.wake_ms) == [AskPlacement(2, (D1,), 3, lies(D1))]
+
+
+def test_an_answer_that_all_workers_of_a_mesh_give_away_one_after_another_is_not_given_up() -> None:
+    """As a rolling restart may do to a prompt that takes long: no attempt of it is counted as one in vain."""
+    request = new(max_attempts=3)
+    feed(request, placed())
+    for attempt in range(1, 12):
+        actions = request.handle(moved(P1 if attempt % 2 else P2, attempt), NOW + 10_000 * attempt)
+        assert not [a for a in actions if isinstance(a, FailRequest)]
+        if request.phase is Phase.WAITING:
+            actions = request.tick(request.wake_ms)
+        assert isinstance(actions[-1], AskPlacement)
+        feed(request, placed(attempt + 1, P2 if attempt % 2 else P1, D1))
+    assert request.phase is Phase.RUNNING
+
+
+def test_an_answer_whose_last_token_came_before_the_move_is_complete() -> None:
+    request = new(max_tokens=3)
+    feed(request, placed(), tokens(P1, 0, 1), tokens(D1, 1, 2))
+    request.handle(tokens(D1, 2, 3), NOW)
+    assert request.handle(moved(D1), NOW)[-1] == Finish("length")
+
+
+def test_a_move_by_whoever_does_not_serve_the_request_is_nothing() -> None:
+    assert running().handle(moved(D2), NOW) == []
+    assert running().handle(moved(D1, attempt=7), NOW) == []

@@ -1,0 +1,9 @@
+"""Documents survive their workers; `python -m tests.mesh.faults.figures --only documents` has a thousand."""
+
+from tests.sim.documents import cut_documents
+
+
+def test_documents_survive_their_workers() -> None:
+    found = cut_documents(60)
+    assert found.num_cut >= 60 and found.num_documents >= 60
+    assert not found.problems, "\n".join(found.problems)
