@@ -1,5 +1,7 @@
 # make up     create the environment, install, start the mesh, serve
 # make test   the same environment, then the suite with a share of its large matrices (tests/share.py): minutes
+#             a test that failed runs once more, alone, at the end (tests/again.py)
+# make nightly     everything else, part by part, with a table at its end (tests/nightly.py); PART='sim vllm': these
 # make test-all    everything that needs no card; make test-rest: what make test leaves out
 # make test-debug  the services' own tests once more, under asyncio's debug mode
 # make test-repeat the scenarios of make test that kill real processes, 100 times; REPEAT_FLAGS='--rounds 5': fewer
@@ -24,6 +26,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UP_FLAGS ?=
 ENGINE ?=
+PART ?=
 VLLM_TEST_FLAGS ?=
 VLLM_BENCH_FLAGS ?=
 REPEAT_FLAGS ?= --rounds 100
@@ -55,7 +58,7 @@ VLLM_STAMP := $(VLLM)/.installed
 NIXL_STAMP := $(VLLM)/.installed-nixl
 HAS_VLLM = test -f $(VLLM_STAMP) || { echo "There is no $(VLLM): run \`make vllm\` first (3 to 10 minutes, 3.6 GB on disk)." >&2; exit 1; }
 
-.PHONY: up setup dev vllm vllm-test vllm-bench test test-all test-rest test-debug test-repeat check sim faults attack clients clients-page compose-test otlp-test prometheus-test bench bench-guard gpu-test gpu-bench docs dashboards pages screenshots clean
+.PHONY: up setup dev nightly vllm vllm-test vllm-bench test test-all test-rest test-debug test-repeat check sim faults attack clients clients-page compose-test otlp-test prometheus-test bench bench-guard gpu-test gpu-bench docs dashboards pages screenshots clean
 
 ifeq ($(ENGINE),vllm)
 up:
@@ -117,7 +120,10 @@ $(NIXL_STAMP):
 	@$(VLLM_PIP) --no-deps nixl==1.5.1 nixl-cu12==1.5.1 && touch $@ || echo "NIXL cannot be installed: what needs it is left out."
 
 test: dev $(CI_CLIENTS)
-	$(PYTEST)
+	$(PYTEST) --again
+
+nightly: dev
+	@$(BIN)/python -m tests.nightly $(PART)
 
 test-all: dev $(CI_CLIENTS)
 	$(PYTEST) -m ''

@@ -11,6 +11,8 @@ from tests import share
 from tests.mesh import processes
 from tests.mesh.forked import ForkingLoop
 
+pytest_plugins = ("tests.again",)
+
 # No test is judged by the clock: CI's machines are slow at times.
 settings.register_profile("kvmesh", deadline=None)
 settings.load_profile("kvmesh")

@@ -74,7 +74,8 @@ def _torch_is_small() -> bool:
 
 
 def _fetch_wheels(folder: Path) -> None:
-    """Have pip fetch, as this machine is set up for it, what the image installs: with the very torch that is here."""
+    """Have pip fetch or build, as this machine is set up for it, the wheels of what the image installs: with the very
+    torch that is here. Not all that it installs is published as a wheel."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     requirements = [
         *project["project"]["dependencies"],
@@ -82,8 +83,8 @@ def _fetch_wheels(folder: Path) -> None:
         f"torch=={version('torch')}",
         "async-timeout",  # which valkey's client wants of Debian's Python, 3.11.2
     ]
-    options = ("--quiet", "--progress-bar", "on", "--only-binary", ":all:", "-c", str(ROOT / "constraints.txt"))
-    show(sys.executable, "-m", "pip", "download", *options, "-d", str(folder), *requirements)
+    options = ("--quiet", "--progress-bar", "on", "--prefer-binary", "-c", str(ROOT / "constraints.txt"))
+    show(sys.executable, "-m", "pip", "wheel", *options, "-w", str(folder), *requirements)
 
 
 def _import_debian(root: Path) -> None:

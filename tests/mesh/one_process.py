@@ -49,6 +49,7 @@ from services.telemetry import ListExporter, Telemetry
 from services.worker.core.checks import WorkerLimits
 from services.worker.parts import WorkerParts
 from tests.credentials import CREDENTIALS, GatewayBus
+from tests.promises import must_end, same_tokens
 from tests.waiting import PATIENCE_S
 
 VOCAB = 1000
@@ -112,7 +113,7 @@ class Answer:
 
     def take(self, tokens: RequestTokens) -> None:
         for index, token in enumerate(unpack_tokens(tokens.tokens), start=tokens.index):
-            assert self.tokens.setdefault(index, token) == token
+            same_tokens(self.tokens.setdefault(index, token), token)
         if tokens.report is not None and tokens.report.is_prefill:
             self.prefill_report = tokens.report
         else:
@@ -126,7 +127,7 @@ class Answer:
 
     @property
     def token_ids(self) -> list[int]:
-        assert sorted(self.tokens) == list(range(len(self.tokens)))
+        same_tokens(sorted(self.tokens), list(range(len(self.tokens))))
         return [self.tokens[index] for index in range(len(self.tokens))]
 
 
@@ -232,8 +233,9 @@ class Client:
         self, request_id: str, prompt: list[int], sampling: SamplingParams, *, route: Route | None = None
     ) -> Answer:
         answer = await self.send(request_id, prompt, sampling, route=route)
-        async with asyncio.timeout(60):
-            await answer.ended.wait()
+        with must_end(f"the end of {request_id}"):
+            async with asyncio.timeout(PATIENCE_S):
+                await answer.ended.wait()
         return answer
 
     async def cancel(self, request_id: str) -> None:
@@ -254,7 +256,10 @@ class Client:
 
     async def until_free(self) -> None:
         """After the last request nothing is running or leased: every block is free, or kept for its content."""
-        await self.until(lambda fleet: all(w.blocks.free + w.blocks.cached == w.blocks.total for w in fleet), "rest")
+        with must_end("the blocks that nobody uses any more"):
+            await self.until(
+                lambda fleet: all(w.blocks.free + w.blocks.cached == w.blocks.total for w in fleet), "rest"
+            )
 
     def forget(self, request_id: str) -> None:
         """Want it no more."""
@@ -278,6 +283,10 @@ class Client:
             return
         for tokens in received.message.requests:
             self._answers[tokens.request_id].take(tokens)
+
+
+def _is_free(load: WorkerLoad) -> bool:
+    return load.blocks.free + load.blocks.cached == load.blocks.total
 
 
 @asynccontextmanager

@@ -22,6 +22,7 @@ from services.bus.typed import Received, TypedBus
 from services.launch.supervisor import Supervisor, UpOptions
 from services.trust.keys import credentials_file
 from tests.mesh.forked import ForkedSupervisor, ForkingLoop
+from tests.promises import same_tokens
 from tests.waiting import PATIENCE_S
 
 ResultT = TypeVar("ResultT")
@@ -141,7 +142,7 @@ class TokenRecorder:
         """Return the answer's tokens; waits for the last of them."""
         self._mesh.wait_until(lambda: request_id in self._finished, f"the end of {request_id}")
         by_index = self._tokens[request_id]
-        assert sorted(by_index) == list(range(len(by_index))), "a token is missing"
+        same_tokens(sorted(by_index), list(range(len(by_index))))  # none is missing
         return [by_index[index] for index in range(len(by_index))]
 
     async def _listen(self) -> None:
@@ -158,7 +159,7 @@ class TokenRecorder:
         for tokens in received.message.requests:
             for index, token in enumerate(unpack_tokens(tokens.tokens), start=tokens.index):
                 earlier = self._tokens[tokens.request_id].setdefault(index, token)
-                assert earlier == token, "one index, two tokens"
+                same_tokens(earlier, token)
             if tokens.finish_reason is not None:
                 self._finished.add(tokens.request_id)
 

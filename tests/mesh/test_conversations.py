@@ -14,6 +14,7 @@ from services.engine.demo_model import DEMO_MODEL_DIR
 from services.launch.supervisor import UpOptions
 from tests.mesh.processes import Mesh, RunningMesh, in_parallel
 from tests.mesh.reference import Case, Judge, SingleProcess
+from tests.promises import nothing_wrong
 
 NUM_CONVERSATIONS, NUM_TURNS, WIDTH = 10, 4, 5
 FIRST_TOKENS = range(40, 500)
@@ -71,7 +72,7 @@ def test_conversations(
             sources.update(computing["transferred_from"])
             sources["cached"] += computing["cached_tokens"]
     print(f"\n{carrier}, {num_blocks} blocks: {dict(judge.verdict.counts)}, {dict(computed)}, {dict(sources)}")
-    assert not judge.verdict.wrong, judge.verdict.wrong[:5]
+    nothing_wrong(judge.verdict.wrong)
     assert computed["tokens"] < computed["prompts"], "something was reused"
     if num_blocks > 64:
         assert any(name.startswith("decode") for name in sources), "answers came back from decode workers"
@@ -105,5 +106,5 @@ def test_hybrid_models_say_what_transformers_says(
             computing = usage["kvmesh"]["prefill"] or usage["kvmesh"]
             reused += usage["prompt_tokens"] - computing["recomputed_tokens"]
     print(f"\n{architecture}: {dict(judge.verdict.counts)}, {reused} tokens reused")
-    assert not judge.verdict.wrong, judge.verdict.wrong[:5]
+    nothing_wrong(judge.verdict.wrong)
     assert reused > 0

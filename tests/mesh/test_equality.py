@@ -16,6 +16,7 @@ from services.engine.demo_model.corpus import make_fact_prompt
 from services.launch.supervisor import UpOptions
 from tests.mesh.processes import Mesh, RunningMesh, TokenRecorder, in_parallel
 from tests.mesh.reference import Case, Judge, SingleProcess
+from tests.promises import nothing_wrong
 
 NUM_REQUESTS = 200
 WIDTH = 16
@@ -101,7 +102,7 @@ def test_requests_16_at_a_time_through_2p2d(
         mesh.assert_no_blocks_held()
         assert all(w.num_dropped_messages == w.num_refused_reads == 0 for w in mesh.fleet.workers)
     print(f"\n{carrier}: {dict(judge.verdict.counts)}")
-    assert not judge.verdict.wrong, judge.verdict.wrong[:5]
+    nothing_wrong(judge.verdict.wrong)
 
 
 @pytest.mark.timeout(600)
@@ -114,4 +115,4 @@ def test_greedy_equals_generate(cases: list[Case], expected: Callable[[int], lis
             compared += 1
     print(f"\n{dict(judge.verdict.counts)}")
     assert compared >= 30
-    assert not judge.verdict.wrong, judge.verdict.wrong[:5]
+    nothing_wrong(judge.verdict.wrong)

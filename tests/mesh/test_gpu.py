@@ -14,6 +14,7 @@ from tests.gpu import needs_gpu
 from tests.mesh.processes import Mesh, RunningMesh, TokenRecorder, in_parallel
 from tests.mesh.reference import Case, Judge
 from tests.mesh.test_equality import WIDTH, cases, expected, send
+from tests.promises import nothing_wrong
 
 __all__ = ["cases", "expected"]  # fixtures
 
@@ -56,7 +57,7 @@ def test_the_split_on_a_card_says_what_one_process_says(
         on_cards = [load.worker.device.startswith("cuda:0 ") for load in mesh.fleet.workers]
         assert sum(on_cards) == (4 if len(devices) == 1 else 2)
     print(f"\n{case}: {dict(judge.verdict.counts)}")
-    assert not judge.verdict.wrong, judge.verdict.wrong[:5]
+    nothing_wrong(judge.verdict.wrong)
     reads = [
         s for s in load_spans(tmp_path / "traces") if s.name == SpanName.KV_TRANSFER and Key.CARRIER in s.attributes
     ]
@@ -86,7 +87,7 @@ def test_a_killed_worker_on_a_card_costs_no_request(
         mesh.wait_until(lambda: len(mesh.fleet.workers) == 4, "the killed worker is back")
         mesh.assert_no_blocks_held()
         assert sum(record.num_restarts for record in mesh.supervisor.records.values()) == 1
-    assert not judge.verdict.wrong, judge.verdict.wrong[:5]
+    nothing_wrong(judge.verdict.wrong)
 
 
 def answer(mesh: Mesh, case: Case) -> str:

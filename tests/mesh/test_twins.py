@@ -13,6 +13,7 @@ from services.engine.demo_model.corpus import make_fact_prompt
 from services.launch.supervisor import UpOptions
 from tests.mesh.processes import RunningMesh, in_parallel
 from tests.mesh.reference import Case, Judge, SingleProcess
+from tests.promises import nothing_wrong
 
 NUM_CLIENTS = 12
 NUM_CHOICES = 2
@@ -56,7 +57,7 @@ def test_a_burst_of_one_prompt_is_answered_as_by_one_process(
             )
             each = Case(case.prompt, sampling)
             judge.compare(carrier, each, single.run(each), choice["token_ids"])
-    assert not judge.verdict.wrong, judge.verdict.wrong[:5]
+    nothing_wrong(judge.verdict.wrong)
     # Of each request one choice is told. Each prefill worker may compute the prompt once, where it would have to wait
     # for longer; the rest of each prompt is a block and what is its own.
     computed = [

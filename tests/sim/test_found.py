@@ -7,6 +7,7 @@ import pytest
 from services.sim.mesh import MeshShape
 from services.sim.scenario import Fault, Scenario
 from services.sim.world import SimOptions, simulate
+from tests.promises import nothing_wrong
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def test_found(found: Found, later: int) -> None:
     scenario = Scenario(faults=found.faults)
     options = SimOptions(num_requests=found.num_requests, shape=found.shape, scenario=scenario)
     verdict = simulate(found.seed + later, options).verdict
-    assert not verdict.problems, "\n".join(verdict.problems)
+    nothing_wrong(verdict.problems)
     assert verdict.faults
     if found.all_answered:
         assert verdict.num_finished == found.num_requests, dict(verdict.failed)

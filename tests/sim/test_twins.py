@@ -10,6 +10,7 @@ from services.sim.scenario import Fault, Scenario
 from services.sim.verdict.expected import ClientRequest
 from services.sim.world import SimOptions, SimReport, simulate
 from services.telemetry import Key, SpanName, SpanRecord
+from tests.promises import nothing_wrong
 
 PROMPT = tuple(1 + (7 * at) % 53 for at in range(122))
 NUM_CLIENTS = 8
@@ -41,7 +42,7 @@ def burst(
         patch.setattr(world, "trace_problems", keep)
         options = SimOptions(num_requests=NUM_CLIENTS, scenario=Scenario(faults=faults), shape=shape)
         report = simulate(seed, options)
-    assert not report.verdict.problems, report.verdict.problems
+    nothing_wrong(report.verdict.problems)
     return report, spans
 
 

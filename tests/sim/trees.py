@@ -17,6 +17,7 @@ from services.sim.verdict.expected import ClientRequest
 from services.sim.verdict.traces import HTTP_ROOT
 from services.sim.world import SimOptions, simulate
 from services.telemetry import Key, SpanName, SpanRecord, parse_traceparent
+from tests.promises import nothing_wrong
 
 GOLDEN = Path(__file__).with_name("golden")
 STORY = (
@@ -80,7 +81,7 @@ def spans_of(case: Case) -> list[SpanRecord]:
         patch.setattr(world, "trace_problems", keep)
         scenario = Scenario(faults=case.faults, may_fail=True)
         report = simulate(case.seed, SimOptions(num_requests=1, scenario=scenario, shape=case.shape))
-    assert not report.verdict.problems, report.verdict.problems
+    nothing_wrong(report.verdict.problems)
     assert sum(report.verdict.faults.values()) == len(case.faults), "the fault never struck"
     return spans
 

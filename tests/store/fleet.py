@@ -48,6 +48,7 @@ from services.worker.core.leases import Grant, LeaseTable
 from services.worker.kv.peers import Peers
 from tests.credentials import CREDENTIALS, SECRET, SEED, GatewayBus
 from tests.plane.harness import CardMemory, HostMemory
+from tests.promises import PromiseBrokenError
 from tests.store.rig import LAYOUT, hashes_of
 
 STORE = WorkerId("store-0")
@@ -356,7 +357,8 @@ class Fleet:
             return 0
         assert answer.first_token == first_block * LAYOUT.block_size
         found = await self.read(answer, carrier, *numbers)
-        assert found == [kv_of(block_hash) for block_hash in hashes_of(*numbers[: len(found)])]
+        if found != [kv_of(block_hash) for block_hash in hashes_of(*numbers[: len(found)])]:
+            raise PromiseBrokenError(f"KV of other blocks than {numbers}")
         return len(found)
 
     async def inventory(self) -> dict[str, set[BlockHash]]:

@@ -16,6 +16,7 @@ from tests.engine.rig import make_tiny
 from tests.engine.vllm_engine.quantized import CONFIGS, quantize
 from tests.engine.vllm_engine.test_vllm_mesh import ask_all, num_computed, questions, until_free
 from tests.mesh.reference import Judge, SingleProcess
+from tests.promises import nothing_wrong
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 SHAPE: dict[str, Any] = {"hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256}
@@ -95,7 +96,7 @@ async def test_windows_cross_between_workers(tmp_path: Path) -> None:
     assert sum(num_computed(usage) for _, usage in following) < sum(len(turn.prompt) for turn in turns) // 2
     for case, (tokens, _) in zip([*asked, *turns], [*answers, *following], strict=True):
         judge.compare("windows", case, single.run(case), tokens)
-    assert not judge.verdict.wrong, judge.verdict.wrong
+    nothing_wrong(judge.verdict.wrong)
 
 
 @pytest.mark.parametrize("method", CONFIGS)

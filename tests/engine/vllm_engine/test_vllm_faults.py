@@ -20,6 +20,7 @@ from tests.mesh.faults.kills import Killing
 from tests.mesh.faults.test_full import ROOM, an_answer_makes_room
 from tests.mesh.faults.times import PHASES, cancel_to_free, death_to_free, struck_halfway
 from tests.mesh.forked import ForkingLoop
+from tests.promises import nothing_wrong
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 NAMES = (
@@ -53,12 +54,14 @@ def test_a_fault(names: tuple[str, ...], forking: ForkingLoop, mesh: FaultMesh) 
     scenarios = [load_scenario(SCENARIOS / f"{name}.toml") for name in names]
     faults = tuple(fault for scenario in scenarios for fault in scenario.faults)
     outcome = forking.run(mesh.run(Scenario(faults=faults, name="+".join(names)), NUM_STREAMS))
+    nothing_wrong(outcome.wrong)
     assert not outcome.complaints, "\n".join(outcome.complaints)
 
 
 def test_kills_over_and_over(forking: ForkingLoop, mesh: FaultMesh) -> None:
     report = forking.run(Killing(mesh, NUM_KILLS, lambda: None).run())
     assert report.num_kills == NUM_KILLS and report.num_resumed
+    nothing_wrong(report.wrong)
     assert not report.complaints, "\n".join(report.complaints)
 
 

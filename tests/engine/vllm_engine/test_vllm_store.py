@@ -14,6 +14,7 @@ from tests.engine.vllm_engine.conftest import World
 from tests.engine.vllm_engine.test_vllm_mesh import ask_all, questions
 from tests.mesh.processes import Mesh, RunningMesh
 from tests.mesh.reference import Case, Judge, SingleProcess
+from tests.promises import nothing_wrong
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 NUM_BLOCKS = 64
@@ -61,7 +62,7 @@ def test_small_memories_and_a_store_that_outlives_the_mesh(
         assert num_read == 0, "KV of vLLM's is no KV of our own engine's"
         for number, (case, got) in enumerate(zip(asked, tokens, strict=True)):
             judge.compare("own engine", case, single.run(case, number), got)
-        assert not judge.verdict.wrong, judge.verdict.wrong
+        nothing_wrong(judge.verdict.wrong)
 
     with running_mesh(tmp_path / "second", options) as mesh:
         tokens, num_read = answers(mesh)

@@ -12,6 +12,7 @@ from tests.mesh.faults.harness import SCENARIOS, FaultMesh, fault_mesh, make_doc
 from tests.mesh.faults.kills import Killing, KillReport
 from tests.mesh.faults.times import PHASES, cancel_to_free, death_to_free
 from tests.mesh.forked import ForkingLoop
+from tests.promises import nothing_wrong
 
 NUM_KILLS, NUM_DOCUMENT_KILLS, NUM_DEATHS = 8, 4, 2
 FILES = sorted(SCENARIOS.glob("*.toml"))
@@ -28,12 +29,14 @@ def mesh(forking: ForkingLoop, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
 def test_on_real_processes(file: Path, forking: ForkingLoop, mesh: FaultMesh) -> None:
     outcome = forking.run(mesh.run(load_scenario(file)))
+    nothing_wrong(outcome.wrong)
     assert not outcome.complaints, "\n".join(outcome.complaints)
 
 
 def test_kills_over_and_over(forking: ForkingLoop, mesh: FaultMesh) -> None:
     report = forking.run(Killing(mesh, NUM_KILLS, lambda: None).run())
     assert report.num_kills == NUM_KILLS and report.num_streams
+    nothing_wrong(report.wrong)
     assert not report.complaints, "\n".join(report.complaints)
 
 
@@ -49,6 +52,7 @@ def test_documents_survive_kills(forking: ForkingLoop, tmp_path: Path) -> None:
 
     report = forking.run(killed())
     assert report.num_kills == NUM_DOCUMENT_KILLS and report.num_documents and report.num_cut_documents
+    nothing_wrong(report.wrong)
     assert not report.complaints, "\n".join(report.complaints)
 
 
@@ -65,6 +69,6 @@ def test_a_client_may_hang_up_at_any_time(forking: ForkingLoop, mesh: FaultMesh)
 def test_in_the_simulator(file: Path) -> None:
     options = SimOptions(num_requests=24, shape=MeshShape(num_gateways=2), scenario=load_scenario(file))
     verdict = simulate(1, options).verdict
-    assert not verdict.problems, "\n".join(verdict.problems)
+    nothing_wrong(verdict.problems)
     assert verdict.faults
     assert "gateway" in file.stem or not verdict.failed, dict(verdict.failed)
