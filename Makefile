@@ -1,8 +1,8 @@
 # make up     create the environment, install, start the mesh, serve
-# make test   the same environment, then the suite with a share of its large matrices (tests/share.py): minutes
-#             a test that failed runs once more, alone, at the end (tests/again.py)
+# make test   the same environment, then what a change must pass: a test that failed runs once more, alone, at the end
 # make nightly     everything else, part by part, with a table at its end (tests/nightly.py); PART='sim vllm': these
-# make test-all    everything that needs no card; make test-rest: what make test leaves out
+# make test-rest   what make test leaves out of its files (tests/share.py); make test-all: every test that there is
+# make test-files FILES='tests/mesh tests/cli'   whole files and folders
 # make test-debug  the services' own tests once more, under asyncio's debug mode
 # make test-repeat the scenarios of make test that kill real processes, 100 times; REPEAT_FLAGS='--rounds 5': fewer
 # make vllm   an environment with vLLM for the CPU (.venv-vllm); make vllm-test: what needs it, in it
@@ -27,6 +27,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UP_FLAGS ?=
 ENGINE ?=
 PART ?=
+FILES ?=
 VLLM_TEST_FLAGS ?=
 VLLM_BENCH_FLAGS ?=
 REPEAT_FLAGS ?= --rounds 100
@@ -58,7 +59,7 @@ VLLM_STAMP := $(VLLM)/.installed
 NIXL_STAMP := $(VLLM)/.installed-nixl
 HAS_VLLM = test -f $(VLLM_STAMP) || { echo "There is no $(VLLM): run \`make vllm\` first (3 to 10 minutes, 3.6 GB on disk)." >&2; exit 1; }
 
-.PHONY: up setup dev nightly vllm vllm-test vllm-bench test test-all test-rest test-debug test-repeat check sim faults attack clients clients-page compose-test otlp-test prometheus-test bench bench-guard gpu-test gpu-bench docs dashboards pages screenshots clean
+.PHONY: up setup dev nightly vllm vllm-test vllm-bench test test-all test-files test-rest test-debug test-repeat check sim faults attack clients clients-page compose-test otlp-test prometheus-test bench bench-guard gpu-test gpu-bench docs dashboards pages screenshots clean
 
 ifeq ($(ENGINE),vllm)
 up:
@@ -109,7 +110,7 @@ endif
 # What vLLM warns of is shown, and fails nothing.
 vllm-test:
 	@$(HAS_VLLM)
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm -W default $(VLLM_TEST_FLAGS)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm --all -W default $(VLLM_TEST_FLAGS)
 
 # Only one row of it needs NIXL, the connector of vLLM's own split; what it depends on is there already.
 vllm-bench: $(NIXL_STAMP)
@@ -119,14 +120,17 @@ $(NIXL_STAMP):
 	@$(HAS_VLLM)
 	@$(VLLM_PIP) --no-deps nixl==1.5.1 nixl-cu12==1.5.1 && touch $@ || echo "NIXL cannot be installed: what needs it is left out."
 
-test: dev $(CI_CLIENTS)
+test: dev
 	$(PYTEST) --again
 
-nightly: dev
+nightly: dev $(CI_CLIENTS)
 	@$(BIN)/python -m tests.nightly $(PART)
 
 test-all: dev $(CI_CLIENTS)
-	$(PYTEST) -m ''
+	$(PYTEST) -m '' --all
+
+test-files: dev
+	$(PYTEST) -m '' $(FILES)
 
 test-rest: dev
 	$(PYTEST) -m 'slow or matrix'
@@ -159,7 +163,7 @@ clients: dev
 clients-page: dev
 	$(CLIENTS) --page docs/clients.md
 
-# The clients of make test that are in no other environment: one package of node's.
+# The clients of make nightly PART=pages that are in no other environment: one package of node's.
 $(CI_CLIENTS): tests/clients/clients.toml | dev
 	@$(CLIENTS) --install openai-node && touch $@ || echo "openai-node cannot be installed: the test that runs it is skipped."
 
@@ -189,7 +193,7 @@ bench-guard: dev
 
 # What libraries warn of where there is a card is not known yet: it is shown, and fails nothing.
 gpu-test: dev
-	$(BIN)/python -m pytest -m 'gpu and not slow' -W default
+	$(BIN)/python -m pytest -m 'gpu and not slow' --all -W default
 
 gpu-bench: dev
 	$(BIN)/python -m tests.bench.bench_gpu $(GPU_BENCH_FLAGS)

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from services.bus.embedded import EmbeddedNats
-from tests import share
+from tests import nightly, share
 from tests.mesh import processes
 from tests.mesh.forked import ForkingLoop
 
@@ -16,6 +17,18 @@ pytest_plugins = ("tests.again",)
 # No test is judged by the clock: CI's machines are slow at times.
 settings.register_profile("kvmesh", deadline=None)
 settings.load_profile("kvmesh")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="the files of `make nightly` as well")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the files of `make nightly` where nobody has named them, nor a folder of tests that has them."""
+    root = config.rootpath
+    is_named = any(Path(argument).resolve() != root / "tests" for argument in config.args)
+    is_nightly = collection_path.relative_to(root).as_posix() in nightly.FILES
+    return True if is_nightly and not is_named and not config.getoption("--all") else None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,9 +9,8 @@ from services.bus.embedded import EmbeddedNats
 from services.launch.supervisor import UpOptions
 from services.trust.certificates import CA_FILE
 from services.trust.keys import BROKER_FILE, MeshKeys
-from tests.cli.test_cli import assert_one_line, run
+from tests.cli.commands import QUESTION, assert_one_line, run
 from tests.mesh.processes import Mesh, RunningMesh
-from tests.mesh.test_mesh import QUESTION
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from services.cli.up import gateway_config
 from services.errors import UserError
 from services.ports import free_port
 from tests.certificates import make_certificate
-from tests.cli.test_cli import KVMESH, assert_one_line, environment, run, stopped_with
+from tests.cli.commands import KVMESH, assert_one_line, environment, run, stopped_with
 
 SECRET = 'tenant_seed = "at least sixteen characters"\n'
 

@@ -41,9 +41,9 @@ from services.pages.scene import KV_BYTES, TOO_LARGE
 from services.ports import free_port
 from services.scheduler.placement.named import policy_named
 from services.trust.keys import MeshKeys
-from tests.cli.test_cli import stopped_with
+from tests.cli.commands import QUESTION, stopped_with
 from tests.mesh.processes import Mesh, RunningMesh
-from tests.mesh.test_mesh import QUESTION, fresh
+from tests.mesh.test_mesh import fresh
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/usage.md")

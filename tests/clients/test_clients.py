@@ -1,4 +1,4 @@
-"""Two of the clients in CI; and that a client which fails is seen to fail. `make clients` runs all of them."""
+"""Two of the clients; and that a client which fails is seen to fail. `make clients` runs all of them."""
 
 import sys
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ def mesh(running_mesh: RunningMesh, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.mark.parametrize("name", ["openai-python", "openai-node"])
 def test_all_that_its_script_tries_works(name: str, mesh: Mesh, tmp_path: Path) -> None:
     if not is_installed(name):
-        pytest.skip(f"{name} is not installed: make test does it")
+        pytest.skip(f"{name} is not installed: make nightly does it")
     parts = run_script(name, mesh.url, mesh.model, tmp_path / "log")
     assert [part for part in parts if part.error] == []
     assert len(parts) >= (SCRIPTS / CLIENTS[name].script).read_text().count(

@@ -23,10 +23,10 @@ from services.bus.typed import TypedBus
 from services.cli.trace import SpanRecord, find_trace, load_spans
 from services.engine.demo_model.corpus import make_fact_prompt
 from services.launch.supervisor import UpOptions
+from tests.cli.commands import QUESTION
 from tests.mesh.processes import Mesh, RunningMesh, TokenRecorder, in_parallel
 
 EVERY_SERVICE = {"gateway", "scheduler", "directory", "prefill", "decode"}
-QUESTION = "The code of Ada Brook is 7412. The code of Max Reed is 3055. Q: What is the code of Ada Brook? A:"
 
 
 _rng = random.Random(20261121)

@@ -17,7 +17,7 @@ from services.bus.embedded import find_server
 from services.files import write_private
 from services.trust.certificates import CA_FILE
 from services.trust.keys import BROKER_FILE, MeshKeys, key_file
-from tests.mesh.test_mesh import QUESTION
+from tests.cli.commands import QUESTION
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

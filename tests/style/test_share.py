@@ -1,4 +1,4 @@
-"""The share of the matrices that `make test` runs meets every carrier, every role and every fault."""
+"""What `make test` runs, what it leaves to the night, and that each carrier, role and fault is met somewhere."""
 
 import ast
 from pathlib import Path
@@ -8,11 +8,12 @@ import pytest
 
 from services.config import Carrier
 from services.sim.scenario import FAULT_KINDS, Scenario, load_scenario
+from tests import nightly
 from tests.mesh.faults.actor import IN_PROCESSES
 from tests.mesh.faults.harness import SCENARIOS
+from tests.mesh.faults.repeat import REPEATED
 from tests.plane import harness
 from tests.share import CARRIERS, SHARES, Ids, Values
-from tests.share import SCENARIOS as CHOSEN
 
 ROLES = ("gateway", "scheduler", "directory", "prefill", "decode")
 NOT_ON_PROCESSES = {"plane_cut", "slowness"}
@@ -20,26 +21,32 @@ NOT_ON_PROCESSES = {"plane_cut", "slowness"}
 
 
 @pytest.fixture(scope="module")
-def chosen() -> list[Scenario]:
-    return [load_scenario(SCENARIOS / f"{name}.toml") for name in CHOSEN]
+def repeated() -> list[Scenario]:
+    return [load_scenario(SCENARIOS / f"{name}.toml") for name in REPEATED]
 
 
-def test_every_carrier_is_met() -> None:
-    assert {harness.name_of(carrier) for carrier in CARRIERS} == {*harness.CARRIERS, "cuda", "nccl"}
-    assert {harness.name_of(carrier) for carrier in CARRIERS} >= set(get_args(Carrier)) - {"auto"}
-    assert set(CARRIERS) <= {*harness.CARRIERS, *harness.FROM_OR_TO_CARDS}
-    staged = {harness.ends_of(carrier) for carrier in CARRIERS if carrier in harness.STAGED}
-    assert staged == {("card", "host"), ("host", "card")}
+def test_every_carrier_of_a_host_is_met() -> None:
+    assert set(CARRIERS) == set(harness.CARRIERS) == {"loopback", *get_args(Carrier)} - {"auto", "cuda", "nccl"}
 
 
-def test_every_role_is_killed(chosen: list[Scenario]) -> None:
-    killed = {fault.target.partition("-")[0] for scenario in chosen for fault in scenario.faults if fault.do == "kill"}
+def test_every_role_is_killed(repeated: list[Scenario]) -> None:
+    killed = {
+        fault.target.partition("-")[0] for scenario in repeated for fault in scenario.faults if fault.do == "kill"
+    }
     assert killed == set(ROLES)
 
 
-def test_every_fault_strikes_real_processes(chosen: list[Scenario]) -> None:
-    done = {fault.do for scenario in chosen for fault in scenario.faults}
+def test_every_fault_strikes_real_processes(repeated: list[Scenario]) -> None:
+    done = {fault.do for scenario in repeated for fault in scenario.faults}
     assert done == IN_PROCESSES - NOT_ON_PROCESSES
+
+
+def test_every_file_of_the_night_is_there_and_in_one_part() -> None:
+    named = [file for part in nightly.PARTS for file in part.files]
+    assert len(named) == len(set(named)) and all(Path(file).exists() for file in nightly.FILES)
+    files = [path.as_posix() for path in Path("tests").rglob("test_*.py")]
+    inside = {file for file in files for folder in named if file.startswith(f"{folder}/")}
+    assert not inside & set(named)
 
 
 def test_every_fault_strikes_in_the_simulator() -> None:

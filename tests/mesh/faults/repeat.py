@@ -1,4 +1,4 @@
-"""`make test-repeat`: what `make test` does to real processes, over and over. What is broken once in a hundred times is
+"""`make test-repeat`: what may be done to real processes, over and over. What is broken once in a hundred times is
 broken."""
 
 import argparse
@@ -19,13 +19,17 @@ from tests.mesh.faults.kills import Killing
 from tests.mesh.faults.test_scenarios import NUM_DEATHS, NUM_KILLS
 from tests.mesh.faults.times import death_to_free
 from tests.mesh.zygote import Zygote
-from tests.share import SCENARIOS as IN_MAKE_TEST
 
+REPEATED = (
+    "broker_away", "broker_pause", "corruption", "disconnects", "drain_decode",
+    "kill_decode_at_offered", "kill_directory", "kill_gateway", "kill_prefill_at_streaming", "kill_scheduler",
+    "pause_decode_long", "refusal", "stall", "truncation",
+)  # fmt: skip
 KILLS, DEATHS = "kills over and over", "a dead reader's lease"
 
 
 async def complaints_of(mesh: FaultMesh, name: str) -> list[str]:
-    """Carry out one of the scenarios of `make test`, and return what must not be."""
+    """Carry out one of the scenarios, and return what must not be."""
     match name:
         case _ if name == KILLS:
             return (await Killing(mesh, NUM_KILLS, lambda: None).run()).complaints
@@ -83,7 +87,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="meshes at a time")
     parser.add_argument("--only", default="", help="names of scenarios, with commas")
     options = parser.parse_args()
-    names = [name for name in options.only.split(",") if name] or [*IN_MAKE_TEST, KILLS, DEATHS]
+    names = [name for name in options.only.split(",") if name] or [*REPEATED, KILLS, DEATHS]
     started_s = time.monotonic()
     failures = asyncio.run(run_all(options.rounds, options.jobs, names))
     minutes = (time.monotonic() - started_s) / 60

@@ -1,13 +1,11 @@
-"""Every scenario file, carried out on real processes and in the simulator."""
+"""Every scenario file, carried out on real processes. tests/sim/test_scenarios.py has them in the simulator."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from services.sim.mesh import MeshShape
 from services.sim.scenario import load_scenario
-from services.sim.world import SimOptions, simulate
 from tests.mesh.faults.harness import SCENARIOS, FaultMesh, fault_mesh, make_documents, make_truth
 from tests.mesh.faults.kills import Killing, KillReport
 from tests.mesh.faults.times import PHASES, cancel_to_free, death_to_free
@@ -63,12 +61,3 @@ def test_a_dead_reader_s_lease_ends(forking: ForkingLoop, mesh: FaultMesh) -> No
 @pytest.mark.slow
 def test_a_client_may_hang_up_at_any_time(forking: ForkingLoop, mesh: FaultMesh) -> None:
     assert forking.run(cancel_to_free(mesh, 1, lambda: None)).keys() == set(PHASES)
-
-
-@pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
-def test_in_the_simulator(file: Path) -> None:
-    options = SimOptions(num_requests=24, shape=MeshShape(num_gateways=2), scenario=load_scenario(file))
-    verdict = simulate(1, options).verdict
-    nothing_wrong(verdict.problems)
-    assert verdict.faults
-    assert "gateway" in file.stem or not verdict.failed, dict(verdict.failed)

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cli.test_cli import KVMESH, command_of, environment, our_processes
+from tests.cli.commands import KVMESH, command_of, environment, our_processes
 
 IN_A_SMALL_ONE = 'mount -t tmpfs -o size="$0" none /dev/shm && exec "$@"'
 ARENA_MIB = 16

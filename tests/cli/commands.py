@@ -1,0 +1,94 @@
+"""`kvmesh` as a user runs it, for tests: in this process, or in one of its own."""
+
+import contextlib
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+from services.cli.main import main
+
+KVMESH = [sys.executable, "-m", "services.cli.main"]
+QUESTION = "The code of Ada Brook is 7412. The code of Max Reed is 3055. Q: What is the code of Ada Brook? A:"
+
+
+def environment(state_dir: Path) -> dict[str, str]:
+    return dict(os.environ) | {"KVMESH_STATE_DIR": str(state_dir), "COLUMNS": "200"}
+
+
+def run(state_dir: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [*KVMESH, *arguments]
+    return subprocess.run(command, env=environment(state_dir), capture_output=True, text=True, timeout=120, check=False)
+
+
+@contextmanager
+def stopped_with(up: "subprocess.Popen[str]", number: signal.Signals = signal.SIGINT) -> Iterator[Iterator[str]]:
+    """Read what `kvmesh up` says; at the end send it a signal, wait for it, and close the pipe."""
+    assert up.stdout is not None
+    with up:
+        try:
+            yield up.stdout
+        finally:
+            up.send_signal(number)
+            up.wait(60)
+
+
+def run_here(state_dir: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run in this process, which spares the seconds of a start: for commands that end by themselves."""
+    out, err = io.StringIO(), io.StringIO()
+    code = 0
+    with (
+        mock.patch.dict(os.environ, environment(state_dir)),
+        mock.patch.object(sys, "argv", ["kvmesh", *arguments]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
+def assert_one_line(result: "subprocess.CompletedProcess[str]", *words: str) -> None:
+    assert result.returncode == 2, result
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+    for word in words:
+        assert word in lines[0], lines[0]
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+
+
+def our_processes(state_dir: Path) -> list[int]:
+    """Return the live processes whose command lines name this state folder."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = command_of(int(entry.name))
+            except OSError:
+                continue
+            if str(state_dir) in command:
+                found.append(int(entry.name))
+    return found
+
+
+def arenas_of(pids: list[int]) -> list[Path]:
+    return [path for pid in pids for path in Path("/dev/shm").glob(f"kvmesh-{pid}-*")]
+
+
+def wait_until_gone(state_dir: Path, within_s: float = 60.0) -> None:
+    """After a kill the services notice by themselves; they take a moment."""
+    until_s = time.monotonic() + within_s
+    while our_processes(state_dir) and time.monotonic() < until_s:
+        time.sleep(0.1)
+    assert our_processes(state_dir) == []
