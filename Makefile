@@ -3,7 +3,8 @@
 # make nightly     everything else, part by part, with a table at its end (tests/nightly.py); PART='sim vllm': these
 # make test-rest   what make test leaves out of its files (tests/share.py); make test-all: every test that there is
 # make test-files FILES='tests/mesh tests/cli'   whole files and folders
-# make test-debug  the services' own tests once more, under asyncio's debug mode
+# make test-debug  the services' own tests in real time, with threads and sockets, under asyncio's debug mode
+# make test-examples  Hypothesis draws new examples, where make test has the same each time; SEED=N: those of a run
 # make test-repeat the scenarios of make test that kill real processes, 100 times; REPEAT_FLAGS='--rounds 5': fewer
 # make vllm   an environment with vLLM for the CPU (.venv-vllm); make vllm-test: what needs it, in it
 #             make up ENGINE=vllm: the mesh with vLLM as its workers' engine
@@ -28,6 +29,7 @@ UP_FLAGS ?=
 ENGINE ?=
 PART ?=
 FILES ?=
+SEED ?= $(shell $(BIN)/python -c 'import secrets; print(secrets.randbits(32))')
 VLLM_TEST_FLAGS ?=
 VLLM_BENCH_FLAGS ?=
 REPEAT_FLAGS ?= --rounds 100
@@ -59,7 +61,7 @@ VLLM_STAMP := $(VLLM)/.installed
 NIXL_STAMP := $(VLLM)/.installed-nixl
 HAS_VLLM = test -f $(VLLM_STAMP) || { echo "There is no $(VLLM): run \`make vllm\` first (3 to 10 minutes, 3.6 GB on disk)." >&2; exit 1; }
 
-.PHONY: up setup dev nightly vllm vllm-test vllm-bench test test-all test-files test-rest test-debug test-repeat check sim faults attack clients clients-page compose-test otlp-test prometheus-test bench bench-guard gpu-test gpu-bench docs dashboards pages screenshots clean
+.PHONY: up setup dev nightly vllm vllm-test vllm-bench test test-all test-files test-rest test-debug test-examples test-repeat check sim faults attack clients clients-page compose-test otlp-test prometheus-test bench bench-guard gpu-test gpu-bench docs dashboards pages screenshots clean
 
 ifeq ($(ENGINE),vllm)
 up:
@@ -136,7 +138,11 @@ test-rest: dev
 	$(PYTEST) -m 'slow or matrix'
 
 test-debug: dev
-	PYTHONASYNCIODEBUG=1 PYTHONDEVMODE=1 $(PYTEST) $(ASYNC_ROOMS)
+	PYTHONASYNCIODEBUG=1 PYTHONDEVMODE=1 $(PYTEST) --real-time $(ASYNC_ROOMS)
+	PYTHONASYNCIODEBUG=1 PYTHONDEVMODE=1 $(PYTEST) --real-time -m virtual_time tests/mesh
+
+test-examples: dev
+	$(PYTEST) -m hypothesis --hypothesis-profile=night --hypothesis-seed=$(SEED)
 
 test-repeat: dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mesh.faults.repeat $(REPEAT_FLAGS)

@@ -1,6 +1,7 @@
 """What all tests share."""
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -8,19 +9,21 @@ import pytest
 from hypothesis import settings
 
 from services.bus.embedded import EmbeddedNats
-from tests import nightly, share
+from tests import nightly, share, virtual
 from tests.mesh import processes
 from tests.mesh.forked import ForkingLoop
 
 pytest_plugins = ("tests.again",)
 
-# No test is judged by the clock: CI's machines are slow at times.
-settings.register_profile("kvmesh", deadline=None)
-settings.load_profile("kvmesh")
+# No test is judged by the clock: CI's machines are slow at times. Nor by chance: new examples are drawn at night.
+settings.register_profile("night", deadline=None, print_blob=True)
+settings.register_profile("gate", deadline=None, derandomize=True)
+settings.load_profile("gate")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="the files of `make nightly` as well")
+    parser.addoption("--real-time", action="store_true", help="no virtual time: asyncio's loop, threads, sockets")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -35,6 +38,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Before those are left out that `make test` leaves out. Who is named by its id runs, whatever its share."""
     share.mark_rest(items, config.rootpath, is_whole=not any("::" in argument for argument in config.args))
+
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    return {"loop": virtual.loop_factory(item)}
 
 
 @pytest.fixture(scope="session")

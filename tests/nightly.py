@@ -82,7 +82,8 @@ PARTS = (
     ),
     Part("benches", 5, "the benchmarks' own tests", files=("tests/bench",)),
     Part("rest", 10, "every other case of the gate's matrices", targets=("test-rest",)),
-    Part("debug", 3, "the services' tests under asyncio's debug mode", targets=("test-debug",)),
+    Part("debug", 10, "the services' tests in real time, under asyncio's debug mode", targets=("test-debug",)),
+    Part("examples", 10, "new examples of Hypothesis: the seed is in the log", targets=("test-examples",)),
     Part(
         "guard", 1, "the data plane's ratios: fails below half of what docs/benchmarks.md states",
         targets=("bench-guard",),

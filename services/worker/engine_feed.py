@@ -62,6 +62,7 @@ class EngineFeed:
             sequence.grammar = self._parts.start_grammar(sequence.sampling.grammar)
             if not sequence.grammar.done():  # the engine's thread waits for nobody
                 self._ungiven[attempt.key] = sequence
+                attempt.awaits_grammar = True
                 sequence.grammar.add_done_callback(lambda _: self._post(self._on_understood, attempt.key))
                 return
         self._give(sequence)
@@ -92,6 +93,8 @@ class EngineFeed:
 
     def _on_understood(self, key: AttemptKey) -> None:
         if (sequence := self._ungiven.pop(key, None)) is not None:
+            if (attempt := self._find(sequence)) is not None:
+                attempt.awaits_grammar = False
             self._give(sequence)
 
     def _on_step(self, result: StepResult) -> None:

@@ -1,4 +1,7 @@
-"""A whole mesh in one process: every service as it is, a memory bus, an engine that cannot get away with wrong KV."""
+"""A whole mesh in one process: every service as it is, a memory bus, an engine that cannot get away with wrong KV.
+
+In a test with virtual time engines and streams are cooperative threads and a step takes as long as the simulator says.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -7,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dataplane.blocks.layout import KVLayout, uniform_shape
-from dataplane.carriers.host import HostArena
 from schemas import subjects
 from schemas.block import hash_blocks, join_hashes, pack_tokens, unpack_tokens
 from schemas.handoff import BlocksReserved
@@ -45,9 +47,13 @@ from services.launch.worker_roles import run_worker
 from services.runtime import now_ms
 from services.scheduler.service import run_scheduler
 from services.sim.brackets import BracketGrammars
+from services.sim.platform.engine import Pace, SimSteps
+from services.sim.platform.plane import sim_platform
 from services.telemetry import ListExporter, Telemetry
 from services.worker.core.checks import WorkerLimits
 from services.worker.parts import WorkerParts
+from services.worker.platform import THREADS, Platform
+from tests import virtual
 from tests.credentials import CREDENTIALS, GatewayBus
 from tests.promises import must_end, same_tokens
 from tests.waiting import PATIENCE_S
@@ -61,7 +67,13 @@ LAYOUT = KVLayout(weights="fake", dtype="float32", num_layers=3, num_kv_heads=2,
 
 
 def steps_of(engine: Engine, token_budget: int = TOKEN_BUDGET) -> BatchSteps:
-    return BatchSteps(engine, Batch(token_budget, context_length=CONTEXT_LENGTH))
+    batch = Batch(token_budget, context_length=CONTEXT_LENGTH)
+    return BatchSteps(engine, batch) if virtual.network() is None else SimSteps(engine, batch, Pace())
+
+
+def platform_of(name: str) -> Platform:
+    network = virtual.network()
+    return THREADS if network is None else sim_platform(network, name)
 
 
 def make_parts(
@@ -74,7 +86,8 @@ def make_parts(
     start_grammar: StartGrammar = GRAMMARS.start,
 ) -> WorkerParts:
     shape = uniform_shape(layout, num_blocks)
-    arena = HostArena.create(shape)
+    platform = platform_of(worker_id)
+    arena = platform.make_arena(shape)
     limits = WorkerLimits(
         worker_id=WorkerId(worker_id),
         fingerprint=layout.fingerprint,
@@ -97,6 +110,7 @@ def make_parts(
         limits=limits,
         credentials=CREDENTIALS,
         start_grammar=start_grammar,
+        platform=platform,
     )
 
 
@@ -124,6 +138,12 @@ class Answer:
         # Two workers send: the last token may come before the first.
         if tokens.failure is not None or len(self.tokens) == self.num_final_tokens:
             self.ended.set()
+
+    async def end(self) -> None:
+        """Wait until it has ended, well or not."""
+        with must_end("an answer"):
+            async with asyncio.timeout(PATIENCE_S):
+                await self.ended.wait()
 
     @property
     def token_ids(self) -> list[int]:
@@ -233,9 +253,7 @@ class Client:
         self, request_id: str, prompt: list[int], sampling: SamplingParams, *, route: Route | None = None
     ) -> Answer:
         answer = await self.send(request_id, prompt, sampling, route=route)
-        with must_end(f"the end of {request_id}"):
-            async with asyncio.timeout(PATIENCE_S):
-                await answer.ended.wait()
+        await answer.end()
         return answer
 
     async def cancel(self, request_id: str) -> None:

@@ -10,9 +10,14 @@ from schemas.ids import WorkerId
 from schemas.request import AttemptFailure, SamplingParams
 from services.engine.fake import fake_answer
 from services.engine.interface import Grammar
+from services.runtime import now_ms
 from services.sim.brackets import Brackets, is_document
+from tests import virtual
 from tests.mesh.one_process import GRAMMARS, LAYOUT, VOCAB, Route, make_parts, one_process_mesh
 from tests.promises import same_tokens
+from tests.waiting import until
+
+pytestmark = pytest.mark.virtual_time
 
 PROMPT = list(range(1, 60))
 SPLIT = Route(WorkerId("p-0"), WorkerId("d-0"))
@@ -45,12 +50,6 @@ def expected(params: SamplingParams, depth: int = 2) -> list[int]:
     return answer
 
 
-async def until_asked(slow: Slow, times: int) -> None:
-    async with asyncio.timeout(30):
-        while len(slow.asked) < times:
-            await asyncio.sleep(0.001)
-
-
 @pytest.mark.parametrize("route", [SPLIT, ALONE], ids=["split", "alone"])
 async def test_documents(route: Route) -> None:
     async with one_process_mesh(make_parts("p-0", "prefill"), make_parts("d-0", "decode")) as client:
@@ -67,14 +66,13 @@ async def test_a_decode_worker_begins_with_the_reservation() -> None:
     prefill = make_parts("p-0", "prefill", start_grammar=held.start)
     async with one_process_mesh(prefill, make_parts("d-0", "decode", start_grammar=slow.start)) as client:
         answer = await client.send("r0", PROMPT, wanted(seed=3), route=SPLIT)
-        await until_asked(slow, 1)
+        await until(lambda: len(slow.asked) >= 1)
         assert not answer.tokens and {text for text, _ in slow.asked} == {"brackets 2"}
         held.understand()
         slow.understand()
-        await until_asked(slow, 2)
+        await until(lambda: len(slow.asked) >= 2)
         slow.understand()
-        async with asyncio.timeout(30):
-            await answer.ended.wait()
+        await answer.end()
         same_tokens(answer.token_ids, expected(wanted(seed=3)))
         await client.until_free()
 
@@ -85,13 +83,14 @@ async def test_nobody_waits_for_another_s_grammar() -> None:
         make_parts("p-0", "prefill"), make_parts("d-0", "decode", start_grammar=slow.start)
     ) as c:
         waits = await c.send("r0", PROMPT, wanted(seed=1), route=ALONE)
-        await until_asked(slow, 1)
+        await until(lambda: len(slow.asked) >= 1)
         plain = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+        begun_ms = now_ms()
         other = await c.complete("r1", PROMPT, plain, route=ALONE)
         assert len(other.token_ids) == 20 and not waits.tokens
+        assert now_ms() - begun_ms < 1_000 or virtual.network() is None, "it waits for none of the other's blocks"
         slow.understand()
-        async with asyncio.timeout(30):
-            await waits.ended.wait()
+        await waits.end()
         same_tokens(waits.token_ids, expected(wanted(seed=1)))
         await c.until_free()
 
@@ -102,7 +101,7 @@ async def test_a_cancel_while_the_grammar_is_being_understood_frees_the_blocks()
         make_parts("p-0", "prefill"), make_parts("d-0", "decode", start_grammar=slow.start)
     ) as c:
         answer = await c.send("r0", PROMPT, wanted(), route=ALONE)
-        await until_asked(slow, 1)
+        await until(lambda: len(slow.asked) >= 1)
         await c.until(lambda fleet: any(load.blocks.running for load in fleet), "its blocks are its own")
         await c.cancel("r0")
         await c.until_free()

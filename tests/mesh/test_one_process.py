@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import threading
 import time
 from collections.abc import Callable
 
@@ -25,15 +24,17 @@ from schemas.request import (
     RunPrefill,
     SamplingParams,
 )
-from services.decode import core as decode_core
 from services.engine.batch_steps import BatchSteps
 from services.engine.fake import FakeEngine, fake_answer
-from services.prefill import core as prefill_core
 from services.runtime import now_ms
 from services.worker import report
 from services.worker import timers as clockwork
+from tests import virtual
 from tests.mesh.one_process import LAYOUT, VOCAB, Client, Route, make_parts, one_process_mesh
 from tests.promises import same_tokens
+from tests.waiting import until
+
+pytestmark = pytest.mark.virtual_time
 
 
 def sampling(rng: random.Random, max_tokens: int) -> SamplingParams:
@@ -48,20 +49,15 @@ def expected(prompt: list[int], params: SamplingParams) -> list[int]:
 
 @pytest.mark.parametrize("carrier", ["shm", "tcp"])
 @pytest.mark.parametrize("num_blocks", [96, 512])
-async def test_many_requests_through_two_and_two(
-    carrier: str, num_blocks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_many_requests_through_two_and_two(carrier: str, num_blocks: int) -> None:
     """In a small pool requests wait for room; a prompt that waits for long makes way, and is read or computed again."""
-    patience_ms = 60_000  # all share a loop, and the machine's load
-    monkeypatch.setattr(prefill_core, "LANDED_GRACE_MS", patience_ms)
-    monkeypatch.setattr(decode_core, "RESERVED_AGAIN_MS", patience_ms)
-    rng, before = random.Random(5), set(threading.enumerate())  # tests of workers that are aborted may leave some
+    rng = random.Random(5)
     parts = [
-        make_parts(f"{role}-{n}", role, num_blocks=num_blocks, lease_ms=patience_ms)  # type: ignore[arg-type]
+        make_parts(f"{role}-{n}", role, num_blocks=num_blocks)  # type: ignore[arg-type]
         for role in ("prefill", "decode")
         for n in range(2)
     ]
-    async with one_process_mesh(*parts, carrier=carrier, lease_ms=patience_ms) as client:
+    async with one_process_mesh(*parts, carrier=carrier) as client:
         jobs = []
         for number in range(60):
             prompt = [rng.randrange(1, VOCAB) for _ in range(rng.choice([1, 7, 8, 9, 40, 200]))]
@@ -72,12 +68,9 @@ async def test_many_requests_through_two_and_two(
         await client.until_free()
         count = client.events.count
         await client.until(lambda _: count("released") == count("landed"), "all released")
-        if num_blocks == 512:
+        if num_blocks == 512 and virtual.network() is not None:  # a busy machine may be late, and compute again
             assert client.events.count("landed") == 60 and "aborted" not in client.events
-    left = [t for t in set(threading.enumerate()) - before if t.name.startswith(("kv-", "engine"))]
-    for thread in left:
-        thread.join(10.0)  # a stream that has ended by itself is not waited for, nor its thread's last moment
-    assert not [t.name for t in left if t.is_alive()]
+    await until(lambda: not [name for name in virtual.thread_names() if name.startswith(("kv-", "engine"))])
 
 
 async def test_aggregated_workers_serve_without_a_hand_over() -> None:
@@ -109,9 +102,7 @@ async def test_cancel_frees_blocks_on_both_sides() -> None:
         for number in range(6):
             answer = await client.send(f"r{number}", list(range(1, 100)), params)
             if number % 2:
-                async with asyncio.timeout(30):
-                    while len(answer.tokens) < 5:
-                        await asyncio.sleep(0.001)
+                await until(lambda answer=answer: len(answer.tokens) >= 5)
             await client.cancel(f"r{number}")
             await client.until_free()
 
@@ -142,8 +133,7 @@ async def test_a_deadline_ends_a_request_with_a_typed_failure() -> None:
         make_parts("p-0", "prefill", num_blocks=600), make_parts("d-0", "decode", num_blocks=600)
     ) as client:
         answer = await client.send("r0", list(range(1, 20)), params, deadline_ms=300)
-        async with asyncio.timeout(30):
-            await answer.ended.wait()
+        await answer.end()
         assert answer.failure is not None and answer.failure.code == "deadline"
         await client.until_free()
 
@@ -237,8 +227,7 @@ async def test_a_bad_offer_costs_a_recompute_and_nothing_else(change: dict[str, 
             ("p-0", "d-0", "r0-1"),
             msgspec.structs.replace(offer_for(reserve), **change),
         )
-        async with asyncio.timeout(30):
-            await answer.ended.wait()
+        await answer.end()
         same_tokens(answer.token_ids, expected([1, 2, 3], reserve.sampling))
         assert answer.report is not None and answer.report.recomputed_tokens == 3
         await client.until_free()
@@ -248,17 +237,15 @@ async def test_of_a_cancelled_prompt_only_what_was_computed_is_told_and_lent() -
     """Each is cancelled between two chunks, when some of its blocks have been told to the directory."""
     parts = make_parts("p-0", "prefill", num_blocks=64)
     assert isinstance(parts.steps, BatchSteps) and isinstance(parts.steps.engine, FakeEngine)
-    parts.steps.engine.before_step = lambda _: time.sleep(0.005)
+    parts.steps.engine.before_step = lambda _: time.sleep(0.05)
     params = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
     async with one_process_mesh(parts, make_parts("d-0", "decode", num_blocks=64), token_budget=8) as client:
 
         async def until_inventory(holds: Callable[[Inventory], bool]) -> None:
-            async with asyncio.timeout(30):
-                while True:
-                    page = await client.bus.ask(subjects.INVENTORY, ("p-0",), ReadInventory(), 10)
-                    if holds(page):
-                        return
-                    await asyncio.sleep(0.002)
+            async def held() -> bool:
+                return holds(await client.bus.ask(subjects.INVENTORY, ("p-0",), ReadInventory(), 10))
+
+            await until(held)
 
         for number in range(5):
             prompt = [number + 1] * 300

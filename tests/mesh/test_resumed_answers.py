@@ -15,6 +15,8 @@ from services.runtime import now_ms
 from tests.mesh.one_process import LAYOUT, VOCAB, Answer, Client, make_parts, one_process_mesh
 from tests.promises import same_tokens
 
+pytestmark = pytest.mark.virtual_time
+
 NUM_TOKENS = 12
 
 
@@ -40,8 +42,7 @@ async def resume(
         asked.append(client.bus.ask(subjects.RESERVE, ("d0",), reserve, 30))
     replies = await asyncio.gather(*asked)
     assert isinstance(replies[0], PrefillAccepted) and not any(isinstance(reply, Refused) for reply in replies)
-    async with asyncio.timeout(60):
-        await answer.ended.wait()
+    await answer.end()
     return answer
 
 

@@ -24,6 +24,9 @@ from services.worker.core.leases import Grant
 from services.worker.kv.holder import KVHolder, StreamLease
 from tests.mesh.one_process import LAYOUT, VOCAB, Answer, Client, Route, make_parts, one_process_mesh
 from tests.promises import same_tokens
+from tests.virtual import loop_factory
+
+pytestmark = pytest.mark.virtual_time
 
 BLOCK = LAYOUT.block_size
 WINDOWED = KVLayout(
@@ -253,10 +256,13 @@ async def test_what_landed_of_a_broken_read_is_kept_and_the_rest_comes_from_anot
 @pytest.mark.parametrize("carrier", ["shm", "tcp"])
 @given(data=st.data())
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
-def test_every_combination_gives_the_tokens_of_a_single_process(data: st.DataObject, carrier: str, layout: KVLayout):
+def test_every_combination_gives_the_tokens_of_a_single_process(
+    data: st.DataObject, carrier: str, layout: KVLayout, request: pytest.FixtureRequest
+) -> None:
     """Small pools (64 blocks), shared prefixes, any placement, any sources, true and false, reads that break."""
     seed = data.draw(st.integers(0, 2**32 - 1), label="seed")
-    asyncio.run(_any_combination(random.Random(seed), carrier, layout))
+    with asyncio.Runner(loop_factory=loop_factory(request.node)) as runner:
+        runner.run(_any_combination(random.Random(seed), carrier, layout))
 
 
 async def _any_combination(rng: random.Random, carrier: str, layout: KVLayout) -> None:

@@ -3,14 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
-from schemas import permissions, subjects
+from schemas import subjects
 from schemas.directory import BlocksLocated, LocateBlocks
 from schemas.request import Placement, PlaceRequest, Refused
-from schemas.subjects import Role
 from schemas.worker import (
     DescribeFleet,
     PingWorker,
@@ -20,18 +18,16 @@ from schemas.worker import (
     WorkerRole,
 )
 from services.bus.base import Bus
-from services.bus.embedded import EmbeddedNats
 from services.bus.memory import MemoryBroker, MemoryBus
-from services.bus.nats import NatsBus
 from services.bus.typed import Received, TypedBus
-from services.config import GatewayConfig, MeshConfig, SchedulerConfig, WorkerConfig
-from services.scheduler import core as scheduler_core
+from services.config import MeshConfig, SchedulerConfig, WorkerConfig
 from services.scheduler.placement.hints import Hints
 from services.scheduler.service import run_scheduler
-from services.trust.keys import BusAccess, MeshKeys
 from tests.directory.test_directory_service import load_of, question
+from tests.waiting import PATIENCE_S, until
 
-PATIENCE_S = 60
+pytestmark = pytest.mark.virtual_time
+
 QUICK = MeshConfig(
     scheduler=SchedulerConfig(ping_interval_ms=20, suspect_after_ms=200, silent_after_ms=1_300),
     worker=WorkerConfig(fence_after_ms=500),
@@ -117,9 +113,7 @@ async def keep_saying(*workers: FakeWorker, every_s: float = 0.1) -> None:
 async def pinged(*workers: FakeWorker) -> None:
     """Return once each has answered a ping: pinging again proves that the answer to the one before was heard."""
     counts = [worker.num_pings for worker in workers]
-    async with asyncio.timeout(PATIENCE_S):
-        while any(worker.num_pings < count + 3 for worker, count in zip(workers, counts, strict=True)):
-            await asyncio.sleep(0.005)
+    await until(lambda: all(worker.num_pings >= count + 3 for worker, count in zip(workers, counts, strict=True)))
 
 
 @pytest.mark.parametrize("num_schedulers", [1, 2])
@@ -225,114 +219,3 @@ async def test_a_placement_waits_for_no_directory_that_hangs() -> None:
 
 def ask_with_blocks() -> PlaceRequest:
     return question(list(range(100)))
-
-
-async def test_a_broker_that_is_away_for_longer_than_a_silence_takes_nobody_for_dead(tmp_path: Path) -> None:
-    """Over a real one. Whoever dies afterwards is still found dead."""
-    server = EmbeddedNats.start(None, tmp_path)
-    stop, ready = asyncio.Event(), asyncio.Event()
-    async with asyncio.timeout(4 * PATIENCE_S), asyncio.TaskGroup() as tasks:
-        buses = [await NatsBus.connect(BusAccess(server.url), name) for name in ("scheduler", "p0", "d0", "client")]
-        tasks.create_task(run_scheduler(MeshConfig(), buses[0], stop, ready.set))
-        await ready.wait()
-        client = Client(buses[3])
-        await client.start(tasks)
-        workers = [FakeWorker(buses[1], "p0", "prefill"), FakeWorker(buses[2], "d0", "decode")]
-        for worker in workers:
-            await worker.start(tasks)
-        # So rarely that they are asked in between.
-        saying = tasks.create_task(keep_saying(*workers, every_s=0.5))
-        await pinged(*workers)
-        server.stop()
-        await asyncio.sleep(1.5 * MeshConfig().scheduler.silent_after_ms / 1e3)
-        server = EmbeddedNats.start(int(server.url.rsplit(":", 1)[1]), tmp_path)
-        while not all(connection.is_connected for connection in buses):
-            await asyncio.sleep(0.01)
-        await pinged(*workers)
-        assert await client.workers() == {"p0", "d0"} and client.left.empty()
-        assert isinstance(await client.place(), Placement)
-        saying.cancel()
-        await workers[0].kill()
-        assert await client.next_left() == ("p0", "1", "died")
-        await workers[1].kill()
-        stop.set()
-        await client.bus.close()
-    server.stop()
-
-
-PATIENT = MeshConfig(
-    scheduler=SchedulerConfig(
-        ping_interval_ms=4_000 * PATIENCE_S, suspect_after_ms=9_000 * PATIENCE_S, silent_after_ms=10_000 * PATIENCE_S
-    ),
-    gateway=GatewayConfig(worker_silent_ms=10_000 * PATIENCE_S),
-)
-"""Nobody is overdue as long as a test may take."""
-
-
-async def test_who_dies_is_known_dead_by_the_broker_s_word_on_its_connection(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over a real broker, with the permissions of each role. Of strangers' connections, and of one that has two, nobody
-    dies."""
-    monkeypatch.setattr(scheduler_core, "SECOND_PING_SHARE", 40 * PATIENCE_S)
-    keys = MeshKeys.fresh()
-    server = EmbeddedNats.start(None, tmp_path, keys.broker_config)
-
-    async def connect(role: Role, name: str) -> NatsBus:
-        return await NatsBus.connect(BusAccess(server.url, keys.roles[role].identity(name)), name)
-
-    async with asyncio.timeout(4 * PATIENCE_S), asyncio.TaskGroup() as tasks:
-        stop, ready = asyncio.Event(), asyncio.Event()
-        tasks.create_task(run_scheduler(PATIENT, await connect(Role.SCHEDULER, "scheduler"), stop, ready.set))
-        await ready.wait()
-        client = Client(await connect(Role.GATEWAY, "client"))
-        await client.start(tasks)
-        workers = [FakeWorker(await connect(Role.HOLDER, name), name, "decode") for name in ("d0", "d1")]
-        for worker in workers:
-            await worker.start(tasks)
-        async with asyncio.timeout(PATIENCE_S):
-            while await client.workers() != {"d0", "d1"} or not all(worker.num_pings for worker in workers):
-                await asyncio.sleep(0.01)
-        await (await connect(Role.DIRECTORY, "stranger")).close()
-        num_before = workers[1].num_pings
-        await (await connect(Role.HOLDER, "d1")).close()
-        async with asyncio.timeout(PATIENCE_S):
-            while workers[1].num_pings == num_before:
-                await asyncio.sleep(0.01)
-        await workers[0].kill()
-        assert await client.next_left() == ("d0", "1", "died")
-        assert await client.workers() == {"d1"} and client.left.empty()
-        await workers[1].kill()
-        stop.set()
-        await client.bus.close()
-    server.stop()
-
-
-async def test_a_broker_that_denies_its_word_on_connections_is_good_enough(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever is quiet is asked."""
-    with monkeypatch.context() as patch:
-        patch.setattr(permissions, "DISCONNECTED", "_BROKER.other")
-        keys = MeshKeys.fresh()
-    server = EmbeddedNats.start(None, tmp_path, keys.broker_config)
-
-    async def connect(role: Role, name: str) -> NatsBus:
-        return await NatsBus.connect(BusAccess(server.url, keys.roles[role].identity(name)), name)
-
-    async with asyncio.timeout(4 * PATIENCE_S), asyncio.TaskGroup() as tasks:
-        stop, ready = asyncio.Event(), asyncio.Event()
-        bus = await connect(Role.SCHEDULER, "scheduler")
-        tasks.create_task(run_scheduler(MeshConfig(), bus, stop, ready.set))
-        await ready.wait()
-        client = Client(await connect(Role.GATEWAY, "client"))
-        await client.start(tasks)
-        worker = FakeWorker(await connect(Role.HOLDER, "d0"), "d0", "decode")
-        await worker.start(tasks)
-        await pinged(worker)
-        await bus.flush()
-        await worker.kill()
-        assert await client.next_left() == ("d0", "1", "died")
-        stop.set()
-        await client.bus.close()
-    server.stop()

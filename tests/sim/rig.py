@@ -1,7 +1,6 @@
 """A simulation with a holder and a reader, and a fault of one's choice."""
 
 import random
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
@@ -10,42 +9,13 @@ import pytest
 from dataplane.ends.reader import Landed
 from dataplane.protocol.stream import TransferFailedError
 from services.sim.platform import threads
-from services.sim.platform.clock import VirtualTime, installed
-from services.sim.platform.connection import StreamFault
-from services.sim.platform.loop import SimLoop
 from services.sim.platform.plane import SimNetwork
 from tests.plane.harness import LAYOUT, Holder, Target, use_network
+from tests.virtual import OneFault
 
 NUM_TOKENS = 300
 NUM_BYTES = NUM_TOKENS * 2 * LAYOUT.num_layers * LAYOUT.token_bytes
 CARRIERS = ("loopback", "tcp")
-
-
-class OneFault:
-    """Befalls the first stream only, unless it is None."""
-
-    def __init__(self, fault: StreamFault | None = None, *, refused: bool = False) -> None:
-        self.fault = fault
-        self.refused = refused
-
-    def refuses(self, reader_host: str, holder_host: str) -> bool:
-        return self.refused
-
-    def on_stream(self, reader_host: str, holder_host: str) -> StreamFault | None:
-        fault, self.fault = self.fault, None
-        return fault
-
-
-def virtually(live: Callable[[], Coroutine[Any, Any, Any]], seed: int = 0) -> Any:
-    """Run on a loop whose time is virtual."""
-    clock = VirtualTime()
-    loop = SimLoop(clock, random.Random(seed))
-    with installed(clock, random.Random(seed)):
-        try:
-            return loop.run_until_complete(loop.create_task(live()))
-        finally:
-            threads.abandon_all(loop)
-            loop.close()
 
 
 class Plane:

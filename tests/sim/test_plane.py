@@ -12,7 +12,8 @@ from dataplane.protocol.stream import TransferFailedError
 from services.sim.platform.connection import StreamFault
 from services.sim.platform.plane import SimNetwork
 from tests.plane.harness import Holder, Target, use_network
-from tests.sim.rig import CARRIERS, NUM_BYTES, NUM_TOKENS, OneFault, Plane, virtually
+from tests.sim.rig import CARRIERS, NUM_BYTES, NUM_TOKENS, Plane
+from tests.virtual import OneFault, virtually
 
 
 @pytest.fixture(params=CARRIERS)

@@ -14,7 +14,7 @@ from services.engine.fake import FakeEngine, fake_answer
 from services.engine.interface import Sequence, StepResult
 from services.sim.platform import threads
 from services.sim.platform.engine import Pace, SimEngineThread, SimSteps
-from tests.sim.rig import virtually
+from tests.virtual import virtually
 
 # Threads.
 

@@ -26,10 +26,12 @@ from services.directory import service as directory
 from services.store.load import make_parts as make_store_parts
 from services.store.service import run_store
 from services.telemetry import Telemetry
-from services.worker import shell as worker_shell
 from tests.credentials import CREDENTIALS
-from tests.mesh.one_process import LAYOUT, VOCAB, Client, Route, make_parts, one_process_mesh
+from tests.mesh.one_process import LAYOUT, VOCAB, Client, Route, make_parts, one_process_mesh, platform_of
 from tests.mesh.test_reuse import SLIDING, check, greedy, source
+from tests.waiting import until
+
+pytestmark = pytest.mark.virtual_time
 
 BLOCK = LAYOUT.block_size
 P0, D0, D1, STORE = (WorkerId(name) for name in ("p-0", "d-0", "d-1", "store-0"))
@@ -62,20 +64,23 @@ async def held_by(client: Client, holder: WorkerId) -> set[BlockHash]:
 async def until_held(client: Client, holder: WorkerId, tokens: list[int], tenant: str = "") -> None:
     """Wait, generously, until the holder has every full block of these tokens that has KV."""
     hashes = hash_blocks(tokens[:-1], BLOCK, model_fingerprint=client.fingerprint, tenant=tenant)
-    async with asyncio.timeout(30):
-        while not set(hashes) <= await held_by(client, holder):
-            await asyncio.sleep(0.02)
+
+    async def has_them() -> bool:
+        return set(hashes) <= await held_by(client, holder)
+
+    await until(has_them)
 
 
 async def until_located(client: Client, tokens: list[int], times: int) -> None:
     """Have the directory be asked for these tokens so often after it has learned who holds them."""
     joined = join_hashes(hash_blocks(tokens[:-1], BLOCK, model_fingerprint=client.fingerprint))
     question = LocateBlocks(request_id=RequestId("r"), attempt=1, deadline_ms=0, block_hashes=joined)
-    async with asyncio.timeout(30):
-        while times:
-            located = await client.bus.ask(subjects.LOCATE, (), question, 10)
-            times -= bool(located.holders)
-            await asyncio.sleep(0.01)
+
+    async def is_located() -> bool:
+        return bool((await client.bus.ask(subjects.LOCATE, (), question, 10)).holders)
+
+    for _ in range(times):
+        await until(is_located)
 
 
 @asynccontextmanager
@@ -84,7 +89,9 @@ async def store_beside(client: Client, num_blocks: int = 256) -> AsyncGenerator[
     assert isinstance(client.bus.connection, MemoryBus)
     settings = WorkerConfig(block_size=BLOCK, lease_ms=5_000)
     config = MeshConfig(store=StoreConfig(memory_bytes=num_blocks * LAYOUT.block_bytes), worker=settings)
-    parts = make_store_parts(config, STORE, LAYOUT, CREDENTIALS, model="fake", context_length=4096)
+    parts = make_store_parts(
+        config, STORE, LAYOUT, CREDENTIALS, model="fake", context_length=4096, platform=platform_of(STORE)
+    )
     stop, ready = asyncio.Event(), asyncio.Event()
     connection = MemoryBus(client.bus.connection._broker)  # pyright: ignore[reportPrivateUsage]
     running = asyncio.create_task(run_store(config, parts, connection, Telemetry(STORE, None), stop, ready.set))
@@ -124,9 +131,7 @@ async def test_a_cancelled_answer_s_blocks_are_there_too() -> None:
         name_replica(client, D1)
         prompt = prompt_of(2)
         answer = await client.send("one", prompt, greedy(1_000), route=Route(D0, None))
-        async with asyncio.timeout(30):
-            while len(answer.tokens) < 40:
-                await asyncio.sleep(0.01)
+        await until(lambda: len(answer.tokens) >= 40)
         await client.cancel("one")
         await client.until_free()
         await until_held(client, D1, prompt + answer.token_ids[:20])
@@ -179,7 +184,6 @@ async def test_a_worker_that_leaves_gives_away_what_was_asked_for_most(
     has_directory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And where no directory says what that is, what it has used last. There is room in the budget for one of two."""
-    monkeypatch.setattr(worker_shell, "LEAVE_ANSWER_S", 1.0 if has_directory else 0.1)
     if not has_directory:
         monkeypatch.setattr(directory.Directory, "_tell_heat", lambda *_: asyncio.sleep(60))
     stop, num_blocks = asyncio.Event(), 10

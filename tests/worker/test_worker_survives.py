@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import random
-import threading
 import time
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager
@@ -30,6 +29,7 @@ from schemas.worker import (
     WorkerDraining,
     WorkerJoined,
     WorkerLeft,
+    WorkerRole,
 )
 from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received
@@ -41,19 +41,20 @@ from services.launch.worker_roles import run_worker
 from services.prefill.core import PrefillCore
 from services.runtime import now_ms
 from services.telemetry import Telemetry
-from services.worker import shell as worker_shell
-from services.worker import timers
-from services.worker.core import role
 from services.worker.core.events import DrainBegun, Event
 from services.worker.core.leases import Grant
 from services.worker.core.lending import LendCore
+from services.worker.engine_feed import EngineFeed
 from services.worker.kv.contents import WorkerHolder
 from services.worker.shell import Worker
+from tests import virtual
 from tests.credentials import CREDENTIALS
 from tests.mesh.one_process import LAYOUT, VOCAB, Answer, Client, Route, make_parts, one_process_mesh
 from tests.promises import same_tokens
 from tests.waiting import until
 from tests.worker import worker_cases
+
+pytestmark = pytest.mark.virtual_time
 
 LONG = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
 PROMPT = list(range(1, 60))
@@ -65,8 +66,8 @@ ROUTE = Route(WorkerId("p-0"), WorkerId("d-0"))
 async def two_workers(step_s: float = 0.0, *, spare: bool = False, **more: object) -> AsyncGenerator[Client]:
     """`step_s`: how long a step takes, where an answer is to go on for a while. `spare`: there is a second decode
     worker."""
-    parts = [make_parts("p-0", "prefill", num_blocks=1024), make_parts("d-0", "decode", num_blocks=1024)]
-    parts += [make_parts("d-1", "decode", num_blocks=1024)] if spare else []
+    roles: dict[str, WorkerRole] = {"p-0": "prefill", "d-0": "decode"} | ({"d-1": "decode"} if spare else {})
+    parts = [make_parts(name, role, num_blocks=1024) for name, role in roles.items()]
     for one in parts:
         assert isinstance(one.steps, BatchSteps) and isinstance(one.steps.engine, FakeEngine)
         one.steps.engine.before_step = lambda _items: time.sleep(step_s)
@@ -209,8 +210,7 @@ async def test_where_nobody_could_go_on_with_it_a_drain_lets_what_runs_finish() 
         stop.set()
         await until(lambda: gone[:1] == ["draining"])
         assert not answer.ended.is_set(), "it is drained in the middle of the answer"
-        async with asyncio.timeout(60):
-            await answer.ended.wait()
+        await answer.end()
         assert answer.failure is None
         same_tokens(answer.token_ids, right(PROMPT, params))
         await until(lambda: "left" in gone)
@@ -239,16 +239,16 @@ async def give_back(client: Client, lease: LeaseGranted | Refused) -> None:
 
 
 async def test_a_draining_worker_lends_until_its_last_lease_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    stop, is_stopping, may_stop = asyncio.Event(), threading.Event(), threading.Event()
-    stop_engine = EngineThread.stop
+    stop, is_stopping, may_stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    stop_engine = EngineFeed.stop
 
-    def stop_later(self: EngineThread, timeout_s: float) -> bool:
+    def stop_later(self: EngineFeed) -> None:
         is_stopping.set()
-        may_stop.wait(60)
-        return stop_engine(self, timeout_s)
+        while not may_stop.is_set():
+            time.sleep(0.01)
+        stop_engine(self)
 
-    monkeypatch.setattr(EngineThread, "stop", stop_later)
-    monkeypatch.setattr(worker_shell, "READERS_STAY_S", 60.0)
+    monkeypatch.setattr(EngineFeed, "stop", stop_later)
     async with two_workers(stops={"d-0": stop}) as client:
         await client.complete("r0", PROMPT, SamplingParams(max_tokens=1, temperature=0.0), route=Route(WorkerId("d-0")))
         early = await ask_lease(client, PROMPT)
@@ -269,17 +269,16 @@ async def test_a_draining_worker_lends_until_its_last_lease_has_ended(monkeypatc
         await until(lambda: "left" in gone)
 
 
-async def test_a_worker_leaves_in_the_end_whoever_keeps_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_leaves_in_the_end_whoever_keeps_a_lease() -> None:
     stop = asyncio.Event()
-    for module in (timers, worker_shell):
-        monkeypatch.setattr(module, "READERS_STAY_S", 0.05)
     async with two_workers(stops={"d-0": stop}, drain_s=0.1) as client:
         await client.complete("r0", PROMPT, SamplingParams(max_tokens=1, temperature=0.0), route=Route(WorkerId("d-0")))
-        lease = await ask_lease(client, PROMPT)
-        assert isinstance(lease, LeaseGranted) and lease.lease_ms > 1_000
+        lease, asked_ms = await ask_lease(client, PROMPT), now_ms()
+        assert isinstance(lease, LeaseGranted)
         gone = await watch(client, "d-0")
         stop.set()
         await until(lambda: "left" in gone)
+        assert now_ms() < asked_ms + lease.lease_ms or virtual.network() is None
 
 
 async def test_a_drain_that_takes_too_long_hands_back() -> None:
@@ -289,25 +288,22 @@ async def test_a_drain_that_takes_too_long_hands_back() -> None:
         await has_tokens(answer)
         gone = await watch(client, "d-0")
         stop.set()
-        async with asyncio.timeout(60):
-            await answer.ended.wait()
+        await answer.end()
         assert answer.failure is not None and answer.failure.code == "draining" and answer.failure.retryable
         # What it has is still to be had: its gateway goes on elsewhere, and reads it here.
         assert "left" not in gone
         await until(lambda: "left" in gone)
 
 
-async def test_an_answer_moves_at_once_where_somebody_can_go_on_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_moves_at_once_where_somebody_can_go_on_with_it() -> None:
     """However long it is; its worker then waits until it has been read, and ends."""
     stop = asyncio.Event()
-    monkeypatch.setattr(role, "READERS_COME_MS", 600_000)
     async with two_workers(SLOW_S, spare=True, stops={"d-0": stop}, drain_s=600) as client:
         answer = await client.send("r0", PROMPT, LONG, route=ROUTE)
         await has_tokens(answer)
         gone = await watch(client, "d-0")
         stop.set()
-        async with asyncio.timeout(60):
-            await answer.ended.wait()
+        await answer.end()
         assert answer.failure is not None and answer.failure.code == "draining"
         tokens = answer.token_ids
         assert tokens == right(PROMPT, LONG)[: len(tokens)] and len(tokens) < LONG.max_tokens
@@ -356,8 +352,7 @@ async def test_a_worker_whose_engine_s_thread_has_failed_ends(monkeypatch: pytes
         make_parts("p-0", "prefill"), MeshConfig(), MemoryBus(MemoryBroker()), Telemetry("p-0", None), asyncio.Event()
     )
     with pytest.raises(ExceptionGroup) as caught:
-        async with asyncio.timeout(30):
-            await running
+        await running
     assert caught.value.subgroup(EngineStoppedError) is not None
 
 
@@ -382,8 +377,7 @@ async def test_a_worker_whose_read_does_not_end_decides_nothing_more_and_ends(
         make_parts("p-0", "prefill"), MeshConfig(), MemoryBus(MemoryBroker()), Telemetry("p-0", None), asyncio.Event()
     )
     with pytest.raises(ExceptionGroup) as caught:
-        async with asyncio.timeout(30):
-            await running
+        await running
     assert caught.value.subgroup(EngineStoppedError) is not None
     assert workers and not decided
 

@@ -7,8 +7,11 @@ replaced while a simulation runs, and restored after it: product code runs uncha
 import contextlib
 import random
 import secrets
+import threading
 import time
 from collections.abc import Callable, Generator
+
+from services.sim.platform.threads import is_thread, pause
 
 EPOCH_NS = 1_800_000_000_000_000_000
 """Unix time at which every simulation begins, in ns."""
@@ -49,7 +52,19 @@ def installed(clock: VirtualTime, rng: random.Random) -> Generator[None]:
     def token_hex(num_bytes: int | None = None) -> str:
         return f"{rng.getrandbits(8 * (num_bytes or 32)):0{2 * (num_bytes or 32)}x}"
 
-    time_functions: dict[str, Callable[[], float | int]] = {
+    owner, really_sleep = threading.get_ident(), time.sleep
+
+    def sleep(seconds: float) -> None:
+        """Where no cooperative thread sleeps, everything stands still meanwhile."""
+        if threading.get_ident() != owner:
+            really_sleep(seconds)
+            return
+        until_s = clock.now_s + seconds
+        while clock.now_s < until_s:
+            pause(until_s - clock.now_s) if is_thread() else clock.move_to(until_s)
+
+    time_functions: dict[str, Callable[..., float | int | None]] = {
+        "sleep": sleep,
         "time": clock.time,
         "time_ns": clock.time_ns,
         "monotonic": clock.monotonic,

@@ -189,9 +189,14 @@ def pause(timeout_s: float | None) -> bool:
     return current().pause(timeout_s)
 
 
+def living(loop: asyncio.AbstractEventLoop) -> list[CoThread]:
+    """Return the threads of a loop that have not ended."""
+    return list(_living.get(loop, {}))
+
+
 def abandon_all(loop: asyncio.AbstractEventLoop) -> None:
     """End all threads of a loop that has stopped: those of killed processes would never end."""
-    for thread in list(_living.get(loop, {})):
+    for thread in living(loop):
         thread.abandon()
     _living.pop(loop, None)
 

@@ -212,6 +212,8 @@ class Attempt(Generic[RequestT]):
     tables: BlockTables = ()
     kv: PromptKV | None = None
     """What of the prompt is in place, until the engine computes the rest; None while it is queued."""
+    awaits_grammar: bool = False
+    """The engine does not compute it yet: what its answer must be is still being understood."""
     num_stored_blocks: int = 0
     """How many of its full blocks this worker has stored under their hashes."""
     read: KVRead | None = None

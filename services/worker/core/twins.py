@@ -20,7 +20,11 @@ from services.worker.limits import TWIN_READ_SHARE
 
 _READING: tuple[RunStage, ...] = ("reserved", "fetching", "receiving")
 """Its blocks come, and all of them at once, when the read has ended."""
-_FILLING: tuple[RunStage, ...] = (*_READING, "computing")
+
+
+def _is_filling(attempt: AnyAttempt) -> bool:
+    is_computed = attempt.stage == "computing" and not attempt.awaits_grammar
+    return bool(attempt.tables) and (is_computed or attempt.stage in _READING)
 
 
 @dataclass
@@ -69,8 +73,7 @@ class Twins:
             for attempts in self._roles
             for other in attempts.values()
             if other.num_stored_blocks < len(other.hasher.hashes)
-            and other.tables
-            and other.stage in _FILLING
+            and _is_filling(other)
             and other.hasher.hashes[0] == first
         ]
 
@@ -79,7 +82,6 @@ class Twins:
         other = twin.attempt
         return (
             other.num_stored_blocks < twin.end_block
-            and bool(other.tables)
-            and other.stage in _FILLING
+            and _is_filling(other)
             and not self.cache.kept.is_barred(twin.last_block)
         )
