@@ -26,34 +26,31 @@ from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.requests import Requests
 from services.gateway.server import Server, connections_for, tls_context
 from services.metrics import Metrics
-from services.ports import bind
 from services.telemetry import Telemetry
 from services.trust.credentials import signer_of
 
 
 async def run_gateway(
     config: MeshConfig,
+    model: GatewayModel,
     connection: Bus,
     telemetry: Telemetry,
     stop: asyncio.Event,
     *,
-    sock: socket.socket | None,
+    sock: socket.socket,
     on_ready: Callable[[], None] | None = None,
     metrics: Metrics | None = None,
     gateway_id: GatewayId | None = None,
 ) -> None:
-    """Serve HTTP until `stop` is set; `sock` None binds to the configured address. Closes socket and bus.
+    """Serve HTTP at `sock` until `stop` is set. Closes socket and bus.
 
     `gateway_id`: of this life only, and the name that the broker knows it by; None: a fresh one.
 
-    Raises UserError for a checkpoint that cannot be served, a port in use, a certificate that cannot be used,
-    too few descriptors, or no tenant seed.
+    Raises UserError for a certificate that cannot be used, too few descriptors, or no tenant seed.
     """
     signer = signer_of(config)
     connections = connections_for(config.gateway.max_connections)
     tls = tls_context(config.gateway.tls_cert, config.gateway.tls_key)
-    sock = sock or bind(config.gateway.host, config.gateway.port)
-    model = await asyncio.to_thread(load_model, config)
     gateway_id = gateway_id or GatewayId(new_id("gateway"))
     metrics = metrics or Metrics()
     bus = TypedBus(connection, "gateway", metrics, {"id": gateway_id})
@@ -85,7 +82,7 @@ async def run_gateway(
 async def _stop(gateway: Gateway, server: Server, serving: asyncio.Task[None]) -> None:
     """Stop intake; let running requests end for a while; end the others; close the connections."""
     gateway.stopping = True
-    server.should_exit = True
+    server.stop()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(limits.DRAIN_S):
             await gateway.requests.wait_idle()

@@ -209,12 +209,13 @@ def _service(role: str, name: str, config: MeshConfig, metrics: Metrics, identit
     """Do what is slow (imports, loading the model) before the loop runs, and return what to run in it."""
     match role:
         case "gateway":
-            from services.gateway.service import run_gateway
+            from services.gateway.service import load_model, run_gateway
 
+            model = load_model(config)
             sock = bind(config.gateway.host, config.gateway.port)
             gateway_id = GatewayId(identity.name) if identity else None
             return lambda bus, telemetry, stop, ready: run_gateway(
-                config, bus, telemetry, stop, sock=sock, on_ready=ready, metrics=metrics, gateway_id=gateway_id
+                config, model, bus, telemetry, stop, sock=sock, on_ready=ready, metrics=metrics, gateway_id=gateway_id
             ), None
         case "scheduler":
             from services.scheduler.service import run_scheduler

@@ -11,7 +11,7 @@ import msgspec
 import openai
 import pytest
 
-from services.bus.memory import MemoryBus
+from services.bus.memory import MemoryBroker, MemoryBus
 from services.config import MeshConfig
 from services.gateway.api.prepare import GatewayModel
 from services.gateway.service import load_model, run_gateway
@@ -81,8 +81,8 @@ def open_rig(model: GatewayModel) -> OpenRig:
             config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(model_path)))
             served = load_model(config)
         answer = [*served.codec.encode(TEXT), min(served.eos_token_ids)]
-        bus, spans = MemoryBus(), list[SpanRecord]()
-        mesh = FakeMesh(bus, served.layout.fingerprint, lambda prompt: answer, **mesh_fields)
+        broker, spans = MemoryBroker(), list[SpanRecord]()
+        mesh = FakeMesh(MemoryBus(broker), served.layout.fingerprint, lambda prompt: answer, **mesh_fields)
         telemetry = Telemetry("gateway", ListExporter(spans))
         sock = bind("127.0.0.1", 0)
         if send_buffer:
@@ -92,17 +92,21 @@ def open_rig(model: GatewayModel) -> OpenRig:
         async with asyncio.TaskGroup() as tasks:
             await mesh.start(tasks)
             serving = tasks.create_task(
-                run_gateway(config, bus, telemetry, stop, sock=sock, on_ready=ready.set, metrics=metrics),
+                run_gateway(
+                    config, served, MemoryBus(broker), telemetry, stop, sock=sock, on_ready=ready.set, metrics=metrics
+                ),
                 name="gateway",
             )
             await ready.wait()
-            http = httpx.AsyncClient(base_url=url, timeout=30)
-            client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
+            http = httpx.AsyncClient(base_url=url, timeout=30, verify=False)  # certificates take 40 ms to load
+            plain = openai.DefaultAsyncHttpxClient(verify=False)
+            client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, http_client=plain)
             async with http, client:
                 yield Rig(mesh, served, url, http, client, spans, telemetry, answer, stop, serving, metrics)
             mesh.gate.set()
             stop.set()
             await serving
+            await mesh.bus.close()
         telemetry.close()
 
     return open_it

@@ -1,6 +1,7 @@
 """A scheduler and workers that answer on the bus with scripted tokens, and misbehave on demand."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -30,7 +31,7 @@ from schemas.request import (
     Wanted,
 )
 from schemas.worker import BlockCounts, DescribeFleet, FleetDescribed, LeftReason, WorkerInfo, WorkerLeft, WorkerLoad
-from services.bus.base import Bus
+from services.bus.base import Bus, BusClosedError
 from services.bus.typed import Received, TypedBus
 
 PREFILL_WORKERS = ("p1", "p2")
@@ -243,7 +244,8 @@ class FakeMesh:
         self.known[worker, message.request_id, message.attempt].append(share)
         if share.index in self.conduct.get(worker, Conduct()).drops:
             return
-        await self.emit(message.gateway_id, worker, share)
+        with contextlib.suppress(BusClosedError):  # the test is over
+            await self.emit(message.gateway_id, worker, share)
 
     def _refuse(self, message: PlaceRequest | RunPrefill | ReserveBlocks, reason: RefusalReason, after_ms: int):
         return Refused(

@@ -1,5 +1,6 @@
 """The API's description as a page without scripts: it needs no network, and nothing but the schema."""
 
+import functools
 from collections.abc import Collection, Mapping
 from http import HTTPStatus
 from typing import Any, NamedTuple, cast
@@ -84,10 +85,9 @@ class Described(NamedTuple):
 
 def describe(openapi: OpenAPI, routes: Mapping[str, Described]) -> None:
     """Say what each path takes, and every answer that it gives."""
-    named = [kind for one in routes.values() for kind in (one.body, one.reply) if kind is not None]
-    refs, models = msgspec.json.schema_components([*named, ErrorReply], ref_template="#/components/schemas/{name}")
+    named = (kind for one in routes.values() for kind in (one.body, one.reply) if kind is not None)
+    by_kind, models = _components((*named, ErrorReply))
     cast(dict[str, Any], openapi.components.schemas).update(models)
-    by_kind = dict(zip(map(repr, [*named, ErrorReply]), refs, strict=True))
     for path, one in routes.items():
         item = (openapi.paths or {})[path]
         operation = item.get if one.body is None else item.post
@@ -102,6 +102,13 @@ def describe(openapi: OpenAPI, routes: Mapping[str, Described]) -> None:
             reply = one.reply if status in one.told else ErrorReply
             problem = OpenAPIResponse(HTTPStatus(status).phrase, content=_json(by_kind[repr(reply)]))
             operation.responses[str(status)] = problem
+
+
+@functools.cache
+def _components(kinds: tuple[object, ...]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Return a reference to the schema of each of these, by its `repr`, and all schemas that these need, by name."""
+    refs, models = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    return dict(zip(map(repr, kinds), refs, strict=True)), models
 
 
 _EVERYWHERE = (401, 405, 421, 500, 503)
