@@ -36,9 +36,10 @@ REPEAT_FLAGS ?= --rounds 100
 GPU_BENCH_FLAGS ?= --quick
 ATTACK_FLAGS ?=
 CLIENTS_FLAGS ?=
-# A file's tests stay in one process, in their order; TEST_FLAGS= runs all of them in one. Three on two cores: much of it
-# is waiting.
-TEST_FLAGS ?= -n 3 --dist loadfile --no-loadscope-reorder
+# A file's tests stay in one process, in their order; TEST_FLAGS= runs all of them in one.
+TEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
+# Compiled modules are kept: tests start hundreds of processes.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_FLAGS)
 ASYNC_ROOMS := tests/bus tests/directory tests/gateway tests/scheduler tests/store tests/worker
 VENV := .venv

@@ -74,7 +74,8 @@ PARTS = (
         ),
     ),
     Part(
-        "pages", 10, "the pages' commands and snippets", files=("tests/cli/test_page_commands.py", "tests/clients")
+        "pages", 10, "the pages' commands and snippets, and their map of a request",
+        files=("tests/cli/test_page_commands.py", "tests/clients", "tests/sim/test_life.py"),
     ),
     Part(
         "network", 4, "TLS, network namespaces",

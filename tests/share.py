@@ -1,4 +1,5 @@
-"""Which cases of the large matrices `make test` runs; `make test-all` runs every case.
+"""Which cases of the large matrices, and how many examples, `make test` runs; `make test-all` runs every case, and
+`make test-examples` every example.
 
 Cases beyond a matrix's share are marked `matrix` as they are collected. The share is the same at every run, and chosen
 so that every carrier of a host and every fault is met somewhere in `make test` (tests/style/test_share.py). Rules:
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
+from hypothesis import settings
 
 CARRIERS = ("loopback", "shm", "tcp")
 """Within one process, real and simulated; of those from and to cards every case is in the rest."""
@@ -86,9 +88,13 @@ SHARES: Mapping[str, Rule] = {
     "tests/cli/test_up.py::test_up_serves_and_leaves_nothing_behind": Ids(("2",)),  # Ctrl-C
     "tests/mesh/test_reuse.py::test_every_combination_gives_the_tokens_of_a_single_process": Covering(),
     "tests/plane/test_bad_references.py": OFTEN,
+    "tests/plane/test_compression.py::test_arrives_close_to_what_it_was": Covering(),
+    "tests/plane/test_compression.py::test_network_that_damages": Covering(),
     "tests/plane/test_contract.py": OFTEN,
     "tests/plane/test_faults.py": OFTEN,
     "tests/plane/test_shapes.py": OFTEN,
+    "tests/plane/test_whole_blocks.py": OFTEN,
+    "tests/scheduler/test_cost_simulation.py::test_without_reuse_it_is_no_worse_than_least_loaded": Covering(),
     "tests/sim/test_bugs.py::test_caught": Ids(BUGS),
     "tests/sim/test_found.py::test_found": Ids(("*-0",)),
     "tests/sim/test_simulation.py::test_each_fault_by_itself": Ids(("1-*",)),
@@ -97,6 +103,11 @@ SHARES: Mapping[str, Rule] = {
     "tests/sim/test_simulation.py::test_without_faults_every_request_is_answered": Ids(("0", "1", "2")),
 }
 """By file, or by file and test."""
+
+
+def examples(number: int) -> int:
+    """Return how many of a property's examples are drawn: in `make test`, which draws the same each time, a fifth."""
+    return number if settings.get_current_profile_name() == "night" else max(10, number // 5)
 
 
 def mark_rest(items: Iterable[pytest.Item], root: Path, *, is_whole: bool) -> None:

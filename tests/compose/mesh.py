@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from services.engine.demo_model import DEMO_MODEL_DIR
 from tests.compose.docker import IMAGE, DockerError, Project, docker
@@ -187,13 +186,15 @@ class Load:
                 self._failures.append(str(error))
 
     def _judge(self) -> None:
+        from transformers import AutoModelForCausalLM  # noqa: PLC0415  (seconds of imports)
+
         torch.set_num_threads(1)
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(DEMO_MODEL_DIR, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(DEMO_MODEL_DIR, dtype=torch.float32)
         num_wrong = sum(not _is_greedy(model, prompt, answer) for prompt, answer in self._answers)
         _expect(not num_wrong, f"{num_wrong} of {len(self._answers)} answers are wrong")
 
 
-def _is_greedy(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> bool:
+def _is_greedy(model: Any, prompt: list[int], answer: list[int]) -> bool:
     """Whether each token is the likeliest after all before it, by one pass of the library's own model: then the answer
     is the one of a single process. A gap below 1e-4 of the logits' spread is a tie, which either token may win."""
     with torch.inference_mode():

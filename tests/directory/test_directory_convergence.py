@@ -23,6 +23,7 @@ from services.directory.events import (
 from services.directory.limits import FORGET_AFTER_MS, MAX_LATER_RUNS, MAX_PREFIXES, MAX_RESTARTS
 from services.directory.map import TIERS
 from tests.directory.test_directory import evicted, handle, heard, joined, stored
+from tests.share import examples
 
 WORKERS = [WorkerId(name) for name in "abc"]
 NUMBERS = st.integers(0, 11)
@@ -111,7 +112,7 @@ def holder_pages(holder: ModelHolder) -> int:
     return max(1, sum(-(-len(held) // 3) for held in holder.tiers.values()))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_it_converges_to_what_the_workers_hold(data: st.DataObject) -> None:
     core, wanted = DirectoryCore(), list[ReadPage]()
@@ -157,7 +158,7 @@ def test_it_converges_to_what_the_workers_hold(data: st.DataObject) -> None:
     assert core.num_blocks == len({n for holder in holders for held in holder.tiers.values() for n in held})
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_locate_equals_a_scan_of_every_holder(data: st.DataObject) -> None:
     """More holders than are named: those named are the longest, and each is right."""
@@ -182,7 +183,7 @@ def test_locate_equals_a_scan_of_every_holder(data: st.DataObject) -> None:
     assert later == sorted((length for *_, first, length, _ in truth if first > 0), reverse=True)[:MAX_LATER_RUNS]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_two_directories_that_hear_the_same_in_any_order_say_the_same(data: st.DataObject) -> None:
     """Every word of every incarnation, doubled and out of order; then the living speak once more."""

@@ -12,6 +12,7 @@ from schemas.ids import BlockHash, WorkerId
 from services.directory import limits
 from services.directory.map import MAX_HEAT, TIERS, BlockMap, Changed, Owner
 from services.directory.table import BUCKET_SLOTS, BlockTable
+from tests.share import examples
 
 OWNERS = [Owner(WorkerId(f"w{at % 5}"), "1", TIERS[at // 5]) for at in range(8)]
 """Five workers, three of them with two tiers."""
@@ -100,7 +101,7 @@ def runs_of(located: tuple[HolderPrefix, ...]) -> set[tuple[str, int, int, Tier]
 NUMBERS = st.lists(st.integers(0, 199), max_size=60)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_it_says_what_a_dict_of_sets_says(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patched:

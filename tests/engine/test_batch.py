@@ -14,6 +14,7 @@ from services.engine.batch import Batch
 from services.engine.fake import FakeEngine
 from services.engine.interface import Choice, InvalidSequenceError, Sequence, StepItem, StepResult
 from services.engine.rules import num_tokens_to_store
+from tests.share import examples
 
 SHAPE = uniform_shape(
     KVLayout(weights="fake", dtype="float32", num_layers=1, num_kv_heads=1, head_dim=1, block_size=1), 1000
@@ -225,7 +226,7 @@ def test_slots_needed(sequence: Sequence, expected: int) -> None:
 
 
 @example(prompts=[(1, 1, 0), (2, 1, 0), (2, 1, 0)], budget=24, max_sequences=2)  # the places run out, not the budget
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     prompts=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 6), st.integers(0, 8)), min_size=1, max_size=15),
     budget=st.integers(2, 40),

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.engine.demo_model import DEMO_MODEL_DIR, corpus
+from tests.share import examples
 
 MAX_FOLDER_BYTES = 8 * 1000 * 1000
 TOKENIZER = Tokenizer.from_file(str(DEMO_MODEL_DIR / "tokenizer.json"))
@@ -41,7 +42,7 @@ def count_right(model: Any, prompts: list[corpus.FactPrompt]) -> int:
     return sum(complete(model, prompt.prompt) == f" {prompt.answer}{corpus.END_OF_TEXT}" for prompt in prompts)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_tokenizer_is_lossless(text: str) -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=False).ids

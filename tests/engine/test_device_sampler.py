@@ -14,6 +14,7 @@ from services.engine.cuda.device_sampler import NOT_FINITE, UNSETTLED, choose
 from services.engine.cuda.step_plan import Draws
 from services.engine.sampler import GREEDY_BELOW, uniform
 from tests.engine.draws import sample
+from tests.share import examples
 
 Rows = Seq[tuple[SamplingParams, int]]
 
@@ -53,7 +54,7 @@ one_row = st.tuples(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(data=st.data(), vocab=st.integers(1, 50), wanted=st.lists(one_row, min_size=1, max_size=8))
 def test_tokens_are_those_of_the_sampler(data: st.DataObject, vocab: int, wanted: Rows) -> None:
     rows = data.draw(st.lists(st.lists(logit, min_size=vocab, max_size=vocab), min_size=len(wanted), max_size=8))

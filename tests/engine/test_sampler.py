@@ -12,6 +12,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from schemas.request import SamplingParams
 from services.engine.sampler import NEAR_TIE, LogitsNotFiniteError, uniform
 from tests.engine.draws import near_tie, sample
+from tests.share import examples
 
 
 def params(**fields: float) -> SamplingParams:
@@ -121,7 +122,7 @@ def test_logits_that_are_no_numbers_are_refused(bad: list[float], temperature: f
         sample(torch.tensor([bad]), [(params(temperature=temperature), 0)])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     logits=st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40),
     temperature=st.floats(1e-3, 5),

@@ -23,6 +23,7 @@ from services.engine.interface import Choice, GrammarError, Sequence
 from services.engine.sampler import sample
 from services.engine.shaping import shaped
 from tests.engine.rig import sequence_at
+from tests.share import examples
 
 VOCAB = 24
 EOS = 0
@@ -146,7 +147,7 @@ def answer_of(tokens: Sequence, length: int, seed: int) -> list[int]:
     return tokens.token_ids[tokens.num_prompt_tokens :]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(PARAMS, st.integers(0, 3), st.integers(1, 11))
 def test_an_answer_that_goes_on_elsewhere_is_the_same(sampling: dict[str, Any], seed: int, cut: int) -> None:
     whole = answer_of(sequence(PROMPT, **sampling), 12, seed)

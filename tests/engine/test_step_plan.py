@@ -21,6 +21,7 @@ from services.engine.cuda.step_plan import (
 )
 from services.engine.interface import Sequence, StepItem
 from services.engine.sampler import uniform
+from tests.share import examples
 
 BLOCK_SIZE = 4
 
@@ -68,7 +69,7 @@ def packed(kv: KVLayout, items: list[StepItem], *, padding: int = 0, tile: int =
     return host, pack(plan, host, num_rows=plan.num_rows + padding, tile_tokens=tile)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(wanted=st.lists(drawn, max_size=6), seed=st.integers(0, 99), padding=st.integers(0, 3))
 def test_everything_is_what_the_tables_say(wanted: list[Drawn], seed: int, padding: int) -> None:
     kv = layout(0, 6, 6)
@@ -111,7 +112,7 @@ def test_everything_is_what_the_tables_say(wanted: list[Drawn], seed: int, paddi
     assert view["draws"].T.tolist() == draws
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     wanted=st.lists(drawn, min_size=1, max_size=6),
     seed=st.integers(0, 99),

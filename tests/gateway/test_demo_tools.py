@@ -16,6 +16,7 @@ from services.gateway.api.tools.asked import ToolChoice, tools_of
 from services.gateway.api.tools.formats import PARSERS, format_of
 from services.gateway.api.tools.grammar import tool_grammar
 from tests.gateway.splitting import counting, split
+from tests.share import examples
 
 DEMO = load_text(DEMO_MODEL_DIR)
 WEATHER: dict[str, Any] = {
@@ -35,7 +36,7 @@ def user(text: str) -> ChatMessage:
     return ChatMessage(role="user", content=text)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(turns=st.lists(st.tuples(st.sampled_from(ROLES), st.text(max_size=20))), generates=st.booleans())
 def test_without_tools_a_prompt_is_its_turns(turns: list[tuple[str, str]], generates: bool) -> None:
     messages = [ChatMessage(role=role, content=content) for role, content in turns]

@@ -50,6 +50,7 @@ from services.gateway.request.events import (
 )
 from services.gateway.request.progress_watch import WatchLimits
 from services.presence import Hearing
+from tests.share import examples
 
 P1, P2, D1, D2 = (WorkerId(name) for name in ("p1", "p2", "d1", "d2"))
 ENDS = (Finish, FailRequest, Abandon)
@@ -414,7 +415,7 @@ def shuffled(draw: st.DrawFn) -> tuple[list[int], list[TokensReceived]]:
     return answer, draw(st.permutations(messages))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(shuffled())
 def test_any_order_and_duplication_delivers_each_token_once(case: tuple[list[int], list[TokensReceived]]) -> None:
     answer, messages = case
@@ -448,7 +449,7 @@ def accidents() -> st.SearchStrategy[list[Event]]:
     return st.lists(event, max_size=30)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(accidents())
 def test_whatever_happens(events: list[Event]) -> None:
     """One end; tokens in order and once; at most one cancel an attempt, one for each failed attempt; no runaway."""

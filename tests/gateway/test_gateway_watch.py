@@ -31,6 +31,7 @@ from services.gateway.request.events import (
 from services.gateway.request.progress_watch import WatchLimits
 from services.presence import DEAF_AFTER_MS, UNSERVED_GAP_MS, Hearing
 from tests.gateway.test_gateway_core import D1, D2, ENDS, NOW, P1, P2, failed, feed, new, placed, refused, tokens
+from tests.share import examples
 
 LEFT_D1 = WorkerLost(D1, "silent")
 
@@ -348,7 +349,7 @@ def _end(index: int) -> str | None:
     return "stop" if index >= 10 else None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(steps(), st.sampled_from([10, 20]))
 def test_one_end_and_a_prefix_of_the_reference(script: list[Step], max_tokens: int) -> None:
     now_ms, hearing = NOW, hearing_others()

@@ -15,6 +15,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.gateway.conftest import Rig
+from tests.share import examples
 
 OPERATIONS = [
     "POST /v1/completions", "POST /v1/chat/completions", "POST /v1/responses", "POST /tokenize", "POST /detokenize",
@@ -49,7 +50,9 @@ def try_operation(url: str, name: str, model: str) -> set[int]:
         statuses.add(response.status_code)
 
     @given(case=operation.as_strategy())
-    @settings(max_examples=60, deadline=None, database=None, derandomize=True, suppress_health_check=[*HealthCheck])
+    @settings(
+        max_examples=examples(60), deadline=None, database=None, derandomize=True, suppress_health_check=[*HealthCheck]
+    )
     def send(case: Any) -> None:
         if isinstance(case.body, dict) and len(case.body) % 2:  # else few would get as far as the limits
             known = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "input": "Hi"}

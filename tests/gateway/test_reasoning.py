@@ -8,6 +8,7 @@ from services.gateway.api.pieces import Both, Content, Reasoning
 from services.gateway.api.reasoning import ReasoningSplitter, ReasoningState, reasons, state_of
 from services.gateway.api.tools.parser import HermesParser, LlamaParser
 from tests.gateway.splitting import Sum, counting, divided, split
+from tests.share import examples
 
 MAY_COME, BEGUN, GOES_ON, OVER = ReasoningState
 CALL = '<tool_call>\n{"name": "now", "arguments": {"a": 1}}\n</tool_call>'
@@ -47,7 +48,7 @@ def test_what_is_split_off(state: ReasoningState, text: str, reasoning: str, con
         assert of(state, text[:at], text[at:]) == (reasoning, content)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(
     state=st.sampled_from(ReasoningState),
     parts=st.lists(

@@ -12,6 +12,7 @@ from services.engine.demo_model import DEMO_MODEL_DIR
 from services.gateway.api.template import ChatMessage
 from services.gateway.api.text import TextCodec, load_text
 from tests.gateway.conftest import Rig
+from tests.share import examples
 
 DEMO = load_text(DEMO_MODEL_DIR)
 END, START = "<|im_end|>", "<|im_start|>"
@@ -45,7 +46,7 @@ def test_a_turn_in_a_content_is_text() -> None:
     assert DEMO.decode(hostile) == f"user\n{ATTACK}\nassistant\n", "no word of it is lost"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(parts=st.lists(st.sampled_from([END, START, "<|endoftext|>", "<|", "|>", "im_end", "<", " ", "\n", "é", "a"])))
 def test_contents_never_add_a_special_token(parts: list[str]) -> None:
     content = "".join(parts)
@@ -54,7 +55,7 @@ def test_contents_never_add_a_special_token(parts: list[str]) -> None:
     assert DEMO.decode(token_ids) == f"user\n{content}\nuser\nb\nassistant\n"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(text=st.text(max_size=40))
 def test_what_spells_none_is_encoded_as_ever(text: str) -> None:
     whole = DEMO.encode(DEMO.render_chat(user(text)), add_special_tokens=False)

@@ -24,6 +24,7 @@ from services.gateway.api.openai import ChatBody, CompletionBody, decode_body, o
 from services.gateway.api.prepare import GatewayModel, prepare
 from services.gateway.server import connections_for
 from tests.gateway.conftest import OpenRig, Rig
+from tests.share import examples
 from tests.waiting import until
 
 C, H = "/v1/completions", "/v1/chat/completions"
@@ -236,7 +237,7 @@ OUT_OF_RANGE = st.one_of(
 
 
 @pytest.mark.parametrize("path", [C, H])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data(), number=OUT_OF_RANGE)
 def test_a_number_out_of_range_names_its_field(path: str, data: st.DataObject, number: str) -> None:
     name = data.draw(st.sampled_from(NUMBERS[path]))

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from services.gateway import limits
 from services.gateway.api.template import ChatMessage, ChatOptions, ChatTemplateError, ToolCall, texts_of
 from services.gateway.api.text import TextCodec
+from tests.share import examples
 
 HERMES = """
 {%- if tools %}<|im_start|>system
@@ -287,7 +288,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     name=st.sampled_from(["hermes", "llama", "mistral", "mistral args", "deepseek"]),
     arguments=st.dictionaries(PLAIN, VALUES, max_size=3),
@@ -438,7 +439,7 @@ def test_all_texts_of_a_prompt_count() -> None:
 # No client writes a special token.
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data(), name=st.sampled_from(["hermes", "llama", "mistral", "mistral args", "deepseek", "thinkers"]))
 def test_no_string_of_a_client_adds_a_special_token(name: str, data: st.DataObject) -> None:
     """Each place where a client writes: with what it drew there, special tokens are those with plain words there."""

@@ -14,6 +14,7 @@ from services.engine.demo_model import DEMO_MODEL_DIR
 from services.errors import UserError
 from services.gateway.api.template import ChatMessage, ChatTemplateError
 from services.gateway.api.text import StopMatcher, TextCodec, load_text
+from tests.share import examples
 
 
 def byte_level() -> TextCodec:
@@ -73,7 +74,7 @@ def deltas_of(codec: TextCodec, token_ids: list[int], sizes: list[int]) -> list[
 
 
 @pytest.mark.parametrize("name", CODECS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data())
 def test_deltas_add_up_to_the_decoded_whole(name: str, data: st.DataObject) -> None:
     codec = CODECS[name]
@@ -83,7 +84,7 @@ def test_deltas_add_up_to_the_decoded_whole(name: str, data: st.DataObject) -> N
 
 
 @pytest.mark.parametrize("name", ["demo", "byte_level"])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(text=st.text(max_size=30))
 def test_text_comes_back_and_never_half_a_character(name: str, text: str) -> None:
     codec = CODECS[name]
@@ -123,7 +124,7 @@ def cut_at_first_completed(text: str, stops: list[str]) -> str | None:
     return None
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(
     st.text("abc", max_size=20),
     st.lists(st.text("abc", min_size=1, max_size=4), max_size=4),

@@ -13,6 +13,7 @@ from services.gateway.api.pieces import CallArguments, CallBegin, Content
 from services.gateway.api.tools.formats import PARSERS, ToolFormat, format_of
 from services.gateway.api.tools.parser import HermesParser, ToolParser
 from tests.gateway.splitting import counting, divided, split
+from tests.share import examples
 
 NAMES = {"get_weather", "now", "add-2"}
 PARIS = '{"city": "Paris"}'
@@ -249,7 +250,7 @@ def fragments(form: ToolFormat) -> list[str]:
 
 
 @pytest.mark.parametrize("form", CASES)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(data=st.data())
 def test_the_sum_does_not_depend_on_how_text_comes(form: ToolFormat, data: st.DataObject) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(fragments(form)), max_size=14)))
@@ -267,7 +268,7 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False,
 VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     arguments=st.dictionaries(st.text(max_size=8), VALUES, max_size=4),
     indent=st.sampled_from([None, 2]),

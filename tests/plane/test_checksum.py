@@ -8,9 +8,10 @@ from hypothesis import given, settings
 
 from dataplane.memory import checksum
 from dataplane.memory.checksum import Sum64, sum64
+from tests.share import examples
 
 MASK = (1 << 64) - 1
-quick = settings(max_examples=200, deadline=None)
+quick = settings(max_examples=examples(200), deadline=None)
 
 
 def by_the_book(data: bytes) -> int:

@@ -15,6 +15,7 @@ from dataplane.cards.cuda.kernel import NUM_THREADS, SOURCE, VECTORS_PER_THREAD,
 from dataplane.cards.device import DeviceError, Moves
 from dataplane.memory.checksum import sum64
 from tests.plane.host_cuda import KERNELS, host_kernels, why_no_compiler
+from tests.share import examples
 
 compiled_for_the_host = pytest.mark.skipif(bool(why_no_compiler()), reason=why_no_compiler())
 
@@ -151,7 +152,7 @@ def aligned(size: int, seed: int) -> np.ndarray:
 
 
 @compiled_for_the_host
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(case=moved(), size=st.sampled_from(SIZES), seed=st.integers(0, 99))
 def test_the_kernel_moves_and_digests_as_numpy_does(
     library: ctypes.CDLL, case: tuple[Moves, int, int], size: tuple[int, int], seed: int

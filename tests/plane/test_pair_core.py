@@ -21,6 +21,7 @@ from dataplane.cards.nccl.pair_core import (
     Tell,
 )
 from dataplane.protocol.stream import ProtocolError
+from tests.share import examples
 
 MAX_BYTES = 1000
 
@@ -405,4 +406,4 @@ class BothEnds(RuleBasedStateMachine):
 
 
 TestBothEnds = BothEnds.TestCase
-TestBothEnds.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestBothEnds.settings = settings(max_examples=examples(150), stateful_step_count=60, deadline=None)

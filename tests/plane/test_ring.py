@@ -21,6 +21,7 @@ from dataplane.cards.staging_ring import (
     StagingRing,
 )
 from tests.plane.harness import DEADLINE_S, start_thread
+from tests.share import examples
 
 UNIT = ALIGNMENT
 FRAME = 4 * UNIT
@@ -199,10 +200,10 @@ class Streams(RuleBasedStateMachine):
 
 
 TestStreams = Streams.TestCase
-TestStreams.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestStreams.settings = settings(max_examples=examples(60), stateful_step_count=60, deadline=None)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 1 << 30), num_streams=st.integers(1, 40))
 def test_every_stream_moves_in_any_order_of_ends(seed: int, num_streams: int) -> None:
     """Each has frames to bring through, asks for a second slot while it has one, and ends frames when it likes."""

@@ -18,9 +18,10 @@ from dataplane.memory.frames import SequenceMemory
 from dataplane.memory.rows import SequenceRuns
 from dataplane.protocol.stream import Header, Kind, TransferStats
 from tests.plane.test_shapes import tables
+from tests.share import examples
 
 NUM_HEADS, HEAD_DIM = 4, 4
-quick = settings(max_examples=150, deadline=None)
+quick = settings(max_examples=examples(150), deadline=None)
 
 
 class Case(NamedTuple):

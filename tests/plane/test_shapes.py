@@ -33,11 +33,12 @@ from dataplane.memory.extent import Extent, first_kept_block, heads_of
 from dataplane.memory.frames import FrameRows
 from dataplane.protocol.stream import TransferFailedError, TransferStats
 from tests.plane.harness import CARRIERS, DEADLINE_S, FROM_OR_TO_CARDS, KV, LAYOUT, Holder, Target, running, write_kv
+from tests.share import examples
 
 BLOCK, NUM_HEADS, HEAD_DIM = 4, 4, 4
 HEAD_BYTES = HEAD_DIM * 2
 
-quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 class Case(NamedTuple):

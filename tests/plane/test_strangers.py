@@ -36,6 +36,7 @@ from dataplane.protocol.stream import (
 )
 from schemas.handoff import Endpoint
 from tests.plane.harness import DEADLINE_S, LAYOUT, SECRETS, Holder, Target, running
+from tests.share import examples
 
 JUNK = [
     b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"x" * 100,
@@ -156,7 +157,7 @@ def test_other_version_is_told(make_holder: Callable[..., Holder]) -> None:
         assert b'"version"' in hears(sock)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(junk=st.binary(max_size=200), real=st.booleans())
 def test_any_bytes(shared_holder: Holder, junk: bytes, real: bool) -> None:
     with knock(shared_holder) as sock:

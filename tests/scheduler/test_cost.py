@@ -36,6 +36,7 @@ from services.scheduler.limits import (
 from services.scheduler.placement.cost import DEFAULT_LIMITS, CostLimits
 from services.scheduler.placement.fleet_view import FleetView
 from services.scheduler.placement.known_rates import START_LINKS, Link
+from tests.share import examples
 
 BLOCK_SIZE = 16
 Source = tuple[str, int, int]
@@ -384,7 +385,7 @@ WORKERS = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     workers=st.lists(WORKERS, unique_by=lambda load: load.worker.worker_id),
     holders=st.lists(HOLDERS, max_size=12),
@@ -435,7 +436,7 @@ def test_sources_cover_the_prompt_in_order_and_placing_never_fails_where_least_l
         assert terms.computed_tokens <= limits.unsplit_tokens_max and 2 * terms.cached_tokens >= tokens
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(WORKERS, unique_by=lambda load: load.worker.worker_id), st.lists(HOLDERS, max_size=6))
 def test_the_same_is_decided_twice(workers: list[WorkerLoad], holders: list[HolderPrefix]) -> None:
     decisions = [[mesh(*order).place(ask(), 0, tuple(holders)) for _ in range(2)] for order in (workers, workers[::-1])]

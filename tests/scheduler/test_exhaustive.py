@@ -18,6 +18,7 @@ from services.scheduler.placement.place import Case, Placer
 from services.scheduler.placement.policy import Question
 from tests.scheduler.exhaustive import Exhaustive, Option
 from tests.scheduler.test_cost import ask, holds, worker
+from tests.share import examples
 
 PREFILL, DECODE, OTHERS = [f"p{n}" for n in range(6)], [f"d{n}" for n in range(6)], ["a0", "a1", "s0"]
 NAMES = [*PREFILL, *DECODE, *OTHERS]
@@ -111,7 +112,7 @@ TWO_LAYOUTS = (
 
 
 @pytest.mark.parametrize("rows_at_once", [1, 16])
-@settings(max_examples=400, deadline=None, phases=set(Phase) - {Phase.explain})  # it takes minutes to explain
+@settings(max_examples=examples(400), deadline=None, phases=set(Phase) - {Phase.explain})  # it takes minutes to explain
 @given(
     fleet=FLEETS,
     holders=HOLDERS,

@@ -24,6 +24,7 @@ from services.scheduler.events import (
     SendPing,
 )
 from tests.scheduler.test_scheduler import D0, P0, P1, ask, fleet, info, load, placed, refused, said_left
+from tests.share import examples
 
 W = WorkerId("w")
 LIMITS = SchedulerConfig()
@@ -398,7 +399,7 @@ def word(kind: str, worker: WorkerInfo) -> FleetEvent:
 KINDS = ["joined", "load", "load", "beat", "draining", "stopped"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.data())
 def test_two_schedulers_that_hear_the_same_in_any_order_see_the_same_fleet(data: st.DataObject) -> None:
     """Each hears every word once or twice, in an order of its own, and what both say of others too. Once the living

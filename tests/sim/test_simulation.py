@@ -68,7 +68,7 @@ def test_a_seed_is_a_whole_simulation() -> None:
         "from services.sim.many import run_task\n"
         "from services.sim.world import SimOptions\n"
         "from services.sim.scenario import FAULT_KINDS\n"
-        "batch = run_task([(seed, 24) for seed in range(2_000, 2_004)], SimOptions(kinds=FAULT_KINDS))\n"
+        "batch = run_task([(seed, 24) for seed in range(2_000, 2_002)], SimOptions(kinds=FAULT_KINDS))\n"
         "print(' '.join(batch.digests))\n"
     )
     digests = [
@@ -87,6 +87,7 @@ def test_a_seed_is_a_whole_simulation() -> None:
 
 def test_many_simulations_end_whatever_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them than the first processes take on."""
+    monkeypatch.setattr(many, "REQUESTS_PER_RUN", 4)
     monkeypatch.setattr(many, "RUNS_PER_TASK", 1)
     monkeypatch.setattr(many, "TASKS_PER_CHILD", 1)
     heard: list[int] = []

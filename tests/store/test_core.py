@@ -25,6 +25,7 @@ from services.worker.core.lending import LendCore
 from services.worker.kv import ledger as ledger_module
 from services.worker.kv.ledger import BlockLedger
 from services.worker.limits import MAX_LENT_LEASES, OPEN_LEASE_WITHIN_MS
+from tests.share import examples
 from tests.store.rig import LAYOUT, WINDOWED, contents_at, hash_of, hashes_of, key_at, keys_at
 
 WORKER, READER, STORE = WorkerId("prefill-0"), WorkerId("decode-0"), WorkerId("store-0")
@@ -583,7 +584,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestStoreMachine.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 
 
 # Tenants.

@@ -30,12 +30,13 @@ from services.worker.core.events import AttemptAsked, CopyOffered
 from services.worker.core.leases import LeaseTable
 from services.worker.core.lending import LendCore
 from services.worker.core.replicas import ReplicaCore
+from tests.share import examples
 from tests.store.test_core import make_core
 from tests.worker import worker_cases as case
 
 NAMES = ("a", "b", case.PREFILL, case.DECODE, "f", "r1", "r1-1", "")
 NOW = 1_000
-quick = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=examples(300), deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def numbers(low: float | None, high: float | None) -> list[Any]:

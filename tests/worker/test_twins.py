@@ -19,6 +19,7 @@ from services.worker.core.attempts import AnyAttempt
 from services.worker.core.content import ReadOutcome
 from services.worker.core.events import DrainBegun, Event, Fenced, ReadEnded
 from services.worker.limits import TWIN_WAIT_SHARE
+from tests.share import examples
 from tests.worker import worker_cases as case
 from tests.worker.worker_world import WorkerWorld
 
@@ -330,7 +331,7 @@ def assert_apart(worker: Worker) -> None:
                 filled.add((tenant, block_hash))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(num_blocks=st.sampled_from([12, 24, 64]), chosen=st.lists(events, min_size=5, max_size=120))
 def test_no_block_is_computed_twice_at_a_time_and_all_ends(num_blocks: int, chosen: list[tuple[str, int]]) -> None:
     worker = Worker(num_blocks)

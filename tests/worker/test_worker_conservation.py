@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from schemas.block import hash_blocks, join_hashes
 from schemas.ids import RequestId, WorkerId
 from schemas.kv import RequestLease
+from tests.share import examples
 from tests.worker import worker_cases as case
 from tests.worker.worker_world import World
 
@@ -81,7 +82,7 @@ def apply(world: World, event: Event) -> None:
             raise AssertionError(kind)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     num_blocks=st.sampled_from([10, 16, 40]),
     whole_blocks=st.booleans(),
