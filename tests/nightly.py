@@ -1,7 +1,8 @@
 """`make nightly`: everything that `.ci/run` leaves out, part after part, with a table of what passed at its end.
 
-`make nightly PART='sim vllm'` runs these parts. What passed on this commit before stays in the table: a night may
-have several sittings. A part that cannot run on this machine says so in its row, and fails nothing.
+`make nightly PART='sim vllm'` runs these parts, `PART=list` lists them all. What passed on this commit before stays in
+the table: a night may have several sittings. A part that cannot run on this machine says so in its row, and fails
+nothing.
 """
 
 import shutil
@@ -126,6 +127,9 @@ def main(names: Sequence[str]) -> int:
     """Return the exit code: 0 where nothing failed."""
     console = Console(highlight=False, soft_wrap=True)
     known = [part.name for part in PARTS]
+    if list(names) == ["list"]:
+        console.print(listed())
+        return 0
     if unknown := [name for name in names if name not in known]:
         console.print(f"There is no part {', '.join(unknown)}; the parts are {', '.join(known)}.")
         return 2
@@ -150,6 +154,13 @@ def run(part: Part, commit: str, console: Console) -> Row:
     (FOLDER / f"{part.name}.json").write_bytes(msgspec.json.encode(row))
     console.print(f"{part.name}: {result} after {row.minutes:.1f} min")
     return row
+
+
+def listed() -> Table:
+    found = Table("part", "minutes", "what")
+    for part in PARTS:
+        found.add_row(part.name, str(part.minutes), part.what)
+    return found
 
 
 def table(commit: str) -> Table:

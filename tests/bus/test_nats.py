@@ -405,6 +405,7 @@ async def test_who_closes_while_it_connects_anew_stays_closed(silent_from: str, 
             writer.close()
 
 
+@pytest.mark.slow
 async def test_a_cancelled_publish_is_cancelled(start_server: StartServer) -> None:
     """The library swallows a cancellation while it waits for a full buffer to drain."""
     broker = start_server()

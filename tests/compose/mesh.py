@@ -186,7 +186,7 @@ class Load:
                 self._failures.append(str(error))
 
     def _judge(self) -> None:
-        from transformers import AutoModelForCausalLM  # noqa: PLC0415  (seconds of imports)
+        from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(1)
         model: Any = AutoModelForCausalLM.from_pretrained(DEMO_MODEL_DIR, dtype=torch.float32)

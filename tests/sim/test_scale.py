@@ -3,8 +3,8 @@
 import itertools
 import random
 import subprocess
-import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from services.scheduler.core import SchedulerCore
 from services.sim.offered import SHARED, VOCAB, capacity_per_s, offer
 from services.sim.scale import CONTROL, PACE, SIZES, ScaleOptions, ScaleRow, ScaleWorld, Seen, measure, shape_of
 from services.sim.world import undisturbed
+from tests.cli.commands import run_here
 from tests.sim.bugs import BUGS
 
 
@@ -142,14 +143,13 @@ def test_half_of_the_workers_prefill() -> None:
     assert (*(2**power for power in range(10)), 1_000) == SIZES
 
 
-def simulate(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "services.cli.main", "simulate", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+def simulate(tmp_path: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return run_here(tmp_path, "simulate", *arguments)
 
 
 def test_the_command_measures_each_size(tmp_path: Any) -> None:
     plot = tmp_path / "sizes.svg"
-    done = simulate("--workers", "1,2", "--requests", "8", "--json", "--plot", str(plot))
+    done = simulate(tmp_path, "--workers", "1,2", "--requests", "8", "--json", "--plot", str(plot))
     assert done.returncode == 0, done.stderr
     rows = msgspec.json.decode(done.stdout)["rows"]
     assert [(row["workers"], row["finished"]) for row in rows] == [(1, 8), (2, 8)]
@@ -157,8 +157,8 @@ def test_the_command_measures_each_size(tmp_path: Any) -> None:
     assert plot.stat().st_size > 10_000
 
 
-def test_the_command_prints_a_row_for_a_size() -> None:
-    done = simulate("--workers", "2", "--requests", "8")
+def test_the_command_prints_a_row_for_a_size(tmp_path: Path) -> None:
+    done = simulate(tmp_path, "--workers", "2", "--requests", "8")
     assert done.returncode == 0, done.stderr
     for word in ("requests/s", "TTFT p50", "scheduler", "directory", "gateway"):
         assert word in done.stdout
@@ -207,8 +207,8 @@ def test_bad_input_is_one_line(arguments: list[str], says: str, monkeypatch: pyt
     assert "\n" not in str(raised.value)
 
 
-def test_a_user_error_ends_the_command_with_two() -> None:
-    done = simulate("--workers", "0")
+def test_a_user_error_ends_the_command_with_two(tmp_path: Path) -> None:
+    done = simulate(tmp_path, "--workers", "0")
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
 
 

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ from services.sim import many
 from services.sim.many import run_task
 from services.sim.scenario import FAULT_KINDS, FaultKind
 from services.sim.world import SimOptions, SimReport, random_shape, simulate
+from tests.cli.commands import run_here
 
 NUM_REQUESTS = 24
 
@@ -98,13 +100,8 @@ def test_many_simulations_end_whatever_their_number(monkeypatch: pytest.MonkeyPa
     assert total.verdict.num_finished == 5 * many.REQUESTS_PER_RUN
 
 
-def test_the_command_counts_and_says_how_to_see_it_again() -> None:
-    finished = subprocess.run(
-        [sys.executable, "-m", "services.cli.main", "simulate", "--requests", "30", "--faults", "none", "--json"],
-        capture_output=True,
-        check=True,
-        timeout=300,
-    )
+def test_the_command_counts_and_says_how_to_see_it_again(tmp_path: Path) -> None:
+    finished = run_here(tmp_path, "simulate", "--requests", "30", "--faults", "none", "--json")
     counts = msgspec.json.decode(finished.stdout)
     assert counts["requests"] == counts["finished"] == 30
     for name in ("wrong", "unfinished", "leaked_blocks", "failed", "faults"):

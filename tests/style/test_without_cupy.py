@@ -37,6 +37,7 @@ def run(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_every_module_imports_where_cupy_is_not_installed() -> None:
     """The same run sees that none of them loads it where it is: it would have raised."""
     assert int(run(_IMPORT_ALL.format(absent=("cupy", "cupy_backends"), left_out=VLLM_MODULES))) > 100
