@@ -1,6 +1,7 @@
 # make up     create the environment, install, start the mesh, serve
 # make test   the same environment, then what a change must pass: a test that failed runs once more, alone, at the end
 # make nightly     everything else, part by part, with a table at its end (tests/nightly.py); PART='sim vllm': these
+# make gate-proof  the gate ten times beside four busy processes, a line each; GATE_PROOF_FLAGS='--rounds 3': so often
 # make test-rest   what make test leaves out of its files (tests/share.py); make test-all: every test that there is
 # make test-files FILES='tests/mesh tests/cli'   whole files and folders
 # make test-debug  the services' own tests in real time, with threads and sockets, under asyncio's debug mode
@@ -34,6 +35,7 @@ VLLM_TEST_FLAGS ?=
 VLLM_BENCH_FLAGS ?=
 REPEAT_FLAGS ?= --rounds 100
 GPU_BENCH_FLAGS ?= --quick
+GATE_PROOF_FLAGS ?=
 ATTACK_FLAGS ?=
 CLIENTS_FLAGS ?=
 # A file's tests stay in one process, in their order; TEST_FLAGS= runs all of them in one.
@@ -62,7 +64,7 @@ VLLM_STAMP := $(VLLM)/.installed
 NIXL_STAMP := $(VLLM)/.installed-nixl
 HAS_VLLM = test -f $(VLLM_STAMP) || { echo "There is no $(VLLM): run \`make vllm\` first (3 to 10 minutes, 3.6 GB on disk)." >&2; exit 1; }
 
-.PHONY: up setup dev nightly vllm vllm-test vllm-bench test test-all test-files test-rest test-debug test-examples test-repeat check sim faults attack clients clients-page compose-test otlp-test prometheus-test bench bench-guard gpu-test gpu-bench docs dashboards pages screenshots clean
+.PHONY: up setup dev nightly gate-proof vllm vllm-test vllm-bench test test-all test-files test-rest test-debug test-examples test-repeat check sim faults attack clients clients-page compose-test otlp-test prometheus-test bench bench-guard gpu-test gpu-bench docs dashboards pages screenshots clean
 
 ifeq ($(ENGINE),vllm)
 up:
@@ -128,6 +130,9 @@ test: dev
 
 nightly: dev $(CI_CLIENTS)
 	@$(BIN)/python -m tests.nightly $(PART)
+
+gate-proof: dev
+	$(BIN)/python -m tests.gate_proof $(GATE_PROOF_FLAGS)
 
 test-all: dev $(CI_CLIENTS)
 	$(PYTEST) -m '' --all

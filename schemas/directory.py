@@ -84,6 +84,16 @@ class BlockHeat(Message, frozen=True, kw_only=True):
     heat: bytes
 
 
+class DescribeDirectory(Message, frozen=True, kw_only=True):
+    """Asks the directory whose blocks it knows (`kvmesh up`)."""
+
+
+class DirectoryDescribed(Message, frozen=True, kw_only=True):
+    """`holders`: the workers and stores of which it has read all that they hold, and missed nothing since."""
+
+    holders: tuple[WorkerId, ...]
+
+
 class BlocksLocated(RequestMessage, frozen=True, kw_only=True):
     """A hint: the holder decides at the lease. Prefixes first, the longest in front; then runs that begin later, which
     continue somebody else's prefix. Holders of nothing are left out; a long list is cut."""

@@ -17,6 +17,8 @@ from schemas.directory import (
     BlocksEvicted,
     BlocksLocated,
     BlocksStored,
+    DescribeDirectory,
+    DirectoryDescribed,
     Inventory,
     LocateBlocks,
     ReadInventory,
@@ -249,6 +251,9 @@ REQUEST_STATUS = _question(
 )
 REQUEST_SOUGHT = _question("mesh.v1.request.{id}.sought", DescribeRequest, (RequestDescribed,), GATEWAYS, GATEWAYS)
 LOCATE = _question("mesh.v1.directory.locate", LocateBlocks, (BlocksLocated,), SCHEDULERS, DIRECTORIES, "directory")
+DIRECTORY_STATUS = _question(
+    "mesh.v1.directory.status", DescribeDirectory, (DirectoryDescribed,), PEOPLE, DIRECTORIES, "directory", True
+)
 HEAT = _question("mesh.v1.directory.{worker_id}.heat", AskHeat, (BlockHeat,), WORKER_ITSELF, DIRECTORIES, "directory")
 STORED = _event("mesh.v1.kv.{worker_id}.stored", BlocksStored, WORKER_ITSELF, DIRECTORIES)
 EVICTED = _event("mesh.v1.kv.{worker_id}.evicted", BlocksEvicted, WORKER_ITSELF, DIRECTORIES)
@@ -265,6 +270,6 @@ KEEP = _event("mesh.v1.trace.{trace_id}.keep", KeepTrace, GATEWAYS, (GATEWAYS, H
 SUBJECTS: tuple[Subject[Any, Any], ...] = (
     PLACE, FLEET, JOINED, LOAD, BEAT, DRAINING, LEAVE, DRAIN, LEFT, PING, PROGRESS, WORKER_STATUS, RUN, RESERVE,
     RESERVED, OFFERED, STREAMING, LANDED, RELEASED, ABORTED, TOKENS, WANTED, CANCEL, ACCEPTED, PLACED, FIRST_TOKEN,
-    RESUMED, FINISHED, FAILED, CANCELLED, REQUEST_STATUS, REQUEST_SOUGHT, LOCATE, HEAT, STORED, EVICTED, INVENTORY,
-    LEASE, RETURNED, REPLICATE, COOLING, PURGE, KEEP,
+    RESUMED, FINISHED, FAILED, CANCELLED, REQUEST_STATUS, REQUEST_SOUGHT, LOCATE, DIRECTORY_STATUS, HEAT, STORED,
+    EVICTED, INVENTORY, LEASE, RETURNED, REPLICATE, COOLING, PURGE, KEEP,
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """Waiting for what is no event to a test."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 PATIENCE_S = 150.0
@@ -15,3 +16,12 @@ async def until(holds: Callable[[], bool | Awaitable[bool]]) -> None:
             if held if isinstance(held, bool) else await held:
                 return
             await asyncio.sleep(0.005)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """The same where there is no loop. Raises TimeoutError."""
+    until_s = time.monotonic() + PATIENCE_S
+    while not holds():
+        if time.monotonic() > until_s:
+            raise TimeoutError
+        time.sleep(0.002)

@@ -115,6 +115,15 @@ class DirectoryCore:
     def num_holders(self) -> int:
         return len(self._holders)
 
+    @property
+    def known_holders(self) -> tuple[WorkerId, ...]:
+        """Those of which no inventory is wanted."""
+        return tuple(
+            worker_id
+            for worker_id, holder in self._holders.items()
+            if not (holder.is_reading or holder.must_read or holder.pending)
+        )
+
     def handle(self, event: Event, now_ms: int) -> list[Action]:
         """React to what has happened: return what is to be done."""
         match event:

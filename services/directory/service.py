@@ -14,6 +14,8 @@ from schemas.directory import (
     BlocksEvicted,
     BlocksLocated,
     BlocksStored,
+    DescribeDirectory,
+    DirectoryDescribed,
     Inventory,
     LocateBlocks,
     ReadInventory,
@@ -80,6 +82,7 @@ class Directory:
         await self._listen(subjects.STORED, _blocks_changed)
         await self._listen(subjects.EVICTED, _blocks_changed)
         await self._bus.serve(self._tasks, subjects.LOCATE, (), self._locate)
+        await self._bus.serve(self._tasks, subjects.DIRECTORY_STATUS, (), self._describe)
         await self._bus.serve(self._tasks, subjects.HEAT, ("*",), self._tell_heat)
         await self._bus.connection.flush()
         self._start(self._tick(), "forget the silent")
@@ -112,6 +115,9 @@ class Directory:
             deadline_ms=request.deadline_ms,
             holders=self.core.locate(_leading(request.block_hashes)),
         )
+
+    async def _describe(self, received: Received[DescribeDirectory]) -> DirectoryDescribed:
+        return DirectoryDescribed(holders=self.core.known_holders)
 
     async def _tell_heat(self, received: Received[AskHeat]) -> BlockHeat:
         """Answer a part at a time, so that questions are answered in between."""

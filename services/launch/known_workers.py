@@ -1,9 +1,10 @@
-"""Asks a mesh's scheduler which workers it knows."""
+"""Asks a mesh which workers it knows, and whether it knows what they hold."""
 
 import asyncio
-from collections.abc import Set
+from collections.abc import Awaitable, Callable, Set
 
 from schemas import subjects
+from schemas.directory import DescribeDirectory
 from schemas.worker import DescribeFleet, FleetDescribed
 from services.bus.base import BusError
 from services.bus.nats import NatsBus
@@ -24,26 +25,39 @@ async def describe_fleet(access: BusAccess) -> FleetDescribed:
         await connection.close()
 
 
-async def wait_known(access: BusAccess, worker_ids: Set[str], num_schedulers: int = 1) -> None:
-    """Return once the scheduler knows all of these workers. Raises UserError when no broker answers.
+async def wait_known(access: BusAccess, holders: Set[str], num_schedulers: int = 1, num_directories: int = 1) -> None:
+    """Return once schedulers know all of these workers and stores, and directories what they hold. Raises UserError
+    when no broker answers.
 
-    Of several schedulers any one answers, so they are asked until so many answers in a row are right that hardly one
-    of them has not been heard.
+    Of several any one answers, so they are asked until so many answers in a row are right that hardly one of them has
+    not been heard.
     """
-    num_wanted = 1 if num_schedulers == 1 else ANSWERS_OF_EACH * num_schedulers
     connection = await NatsBus.connect(access, "kvmesh-up")
     bus = TypedBus(connection, "up")
-    num_right = 0
+
+    async def known_to_scheduler() -> set[str]:
+        return {load.worker.worker_id for load in (await _ask(bus)).workers}
+
+    async def known_to_directory() -> set[str]:
+        reply = await bus.ask(subjects.DIRECTORY_STATUS, (), DescribeDirectory(), timeout_s=ASK_TIMEOUT_S)
+        return set(reply.holders)
+
     try:
-        while num_right < num_wanted:
-            try:
-                known = {load.worker.worker_id for load in (await _ask(bus)).workers}
-            except BusError:
-                known = set[str]()  # it is starting
-            num_right = num_right + 1 if known >= worker_ids else 0
-            await asyncio.sleep(0 if num_right else ASK_INTERVAL_S)
+        for ask, number in ((known_to_scheduler, num_schedulers), (known_to_directory, num_directories)):
+            await _until_right(ask, holders, 1 if number == 1 else ANSWERS_OF_EACH * number)
     finally:
         await connection.close()
+
+
+async def _until_right(ask: Callable[[], Awaitable[set[str]]], holders: Set[str], num_wanted: int) -> None:
+    num_right = 0
+    while num_right < num_wanted:
+        try:
+            known = await ask()
+        except BusError:
+            known = set[str]()  # it is starting
+        num_right = num_right + 1 if known >= holders else 0
+        await asyncio.sleep(0 if num_right else ASK_INTERVAL_S)
 
 
 async def _ask(bus: TypedBus) -> FleetDescribed:

@@ -456,9 +456,9 @@ class Supervisor:
                     for failed in [child for task, child in ends.items() if task in done]:
                         raise UserError(failed.error or f"{failed.describe_end()}; see {self.log_dir}")
                 if progress and task is not None:
-                    progress.update(task, completed=len(waits), description="waiting for the scheduler to know them")
+                    progress.update(task, completed=len(waits), description="waiting for the mesh to know them")
                 workers = {c.name for c in self._children if c.role not in ("gateway", "scheduler", "directory")}
-                await wait_known(self.access(), workers, self._options.num_schedulers)
+                await wait_known(self.access(), workers, self._options.num_schedulers, self._options.num_directories)
         except TimeoutError as error:
             raise UserError(f"the mesh was not ready within {START_TIMEOUT_S:.0f} s; see {self.log_dir}") from error
         finally:

@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
 from services.cli.main import main
+from tests.waiting import wait_until
 
 KVMESH = [sys.executable, "-m", "services.cli.main"]
 QUESTION = "The code of Ada Brook is 7412. The code of Max Reed is 3055. Q: What is the code of Ada Brook? A:"
@@ -86,9 +86,6 @@ def arenas_of(pids: list[int]) -> list[Path]:
     return [path for pid in pids for path in Path("/dev/shm").glob(f"kvmesh-{pid}-*")]
 
 
-def wait_until_gone(state_dir: Path, within_s: float = 60.0) -> None:
+def wait_until_gone(state_dir: Path) -> None:
     """After a kill the services notice by themselves; they take a moment."""
-    until_s = time.monotonic() + within_s
-    while our_processes(state_dir) and time.monotonic() < until_s:
-        time.sleep(0.1)
-    assert our_processes(state_dir) == []
+    wait_until(lambda: not our_processes(state_dir))

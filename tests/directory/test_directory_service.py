@@ -9,7 +9,7 @@ import pytest
 from dataplane.blocks.kept import ContentChanges
 from schemas import subjects
 from schemas.block import hash_blocks, join_hashes
-from schemas.directory import AskHeat, Inventory, LocateBlocks, ReadInventory, Tier
+from schemas.directory import AskHeat, DescribeDirectory, Inventory, LocateBlocks, ReadInventory, Tier
 from schemas.ids import BlockHash, RequestId, WorkerId
 from schemas.request import KVSource, Placement, PlaceRequest
 from schemas.worker import BlockCounts, LeftReason, WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad, WorkerRole
@@ -244,6 +244,40 @@ async def test_two_directories_say_the_same_and_both_hear_who_has_left() -> None
         for stop in stops:
             stop.set()
         await worker.bus.close()
+
+
+async def test_it_says_of_whom_it_has_read_everything() -> None:
+    """Who starts a mesh waits for that: before it, a store's blocks are not found."""
+    broker, stop, may_answer = MemoryBroker(), asyncio.Event(), asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        bus = TypedBus(MemoryBus(broker), "up")
+
+        async def holders() -> tuple[str, ...]:
+            return (await bus.ask(subjects.DIRECTORY_STATUS, (), DescribeDirectory(), 5)).holders
+
+        class Slow(FakeWorker):
+            async def _inventory(self, received: Received[ReadInventory]) -> Inventory:
+                await may_answer.wait()
+                return await super()._inventory(received)
+
+        quick, slow = FakeWorker(MemoryBus(broker)), Slow(MemoryBus(broker), WorkerId("store-0"))
+        await slow.store(list(range(8)), lost=True)
+        for worker in (quick, slow):
+            await worker.start(tasks)
+        tasks.create_task(run_directory(MemoryBus(broker), stop))
+        await asyncio.sleep(0)
+        for worker_id in (quick.worker_id, slow.worker_id):
+            await bus.publish(subjects.LOAD, (worker_id,), load_of(worker_id, "prefill"))
+        await until(lambda: quick.num_inventories == 1)
+        await quick.until_located([1, 2, 3, 4], 0)
+        assert await holders() == (WORKER,)
+        may_answer.set()
+        await slow.until_located(list(range(8)), 2)
+        assert set(await holders()) == {WORKER, "store-0"}
+        stop.set()
+        for worker in (quick, slow):
+            await worker.bus.close()
+        await bus.close()
 
 
 async def test_an_inventory_that_never_comes_is_asked_for_again() -> None:

@@ -33,6 +33,7 @@ from services.gateway.api.openai import decode_body
 from services.gateway.api.prepare import constraint_in
 from services.gateway.api.turn import Turn
 from tests.engine.grammar_rig import Checkpoint
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -197,12 +198,6 @@ class Held(Grammars):
         return super().start(text)
 
 
-async def until_asked(held: Held, num: int) -> None:
-    async with asyncio.timeout(60):
-        while len(held.asked) < num:
-            await asyncio.sleep(0.005)
-
-
 async def test_what_takes_too_long(demo: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "GRAMMAR_S", 0.01)
     held = Held(demo)
@@ -241,9 +236,10 @@ async def test_who_waits_has_all_its_time_once_it_is_its_turn(
     monkeypatch.setattr(limits, "GRAMMAR_S", 60.0)
     monkeypatch.setattr(limits, "TURN_S", 60.0)
     first = asyncio.create_task(check_in_turn(held.SLOW, held, turn))
-    await until_asked(held, 1)
+    await until(lambda: len(held.asked) >= 1)
     second = asyncio.create_task(check_in_turn(held.GOOD, held, turn))
-    await asyncio.sleep(0.02)
+    for _ in range(10):  # as far as it comes by itself
+        await asyncio.sleep(0)
     assert not first.done() and not second.done() and held.asked == [held.SLOW.grammar]
     held.go.set()
     await asyncio.gather(first, second)

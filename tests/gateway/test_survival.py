@@ -24,6 +24,7 @@ from tests.credentials import SEED
 from tests.gateway.conftest import OpenRig, Rig
 from tests.gateway.fake_mesh import Conduct
 from tests.gateway.test_failures import C, body, events_of, text_of
+from tests.waiting import until
 
 QUICK = {"progress_after_ms": 200, "worker_silent_ms": 1_600, "accept_timeout_s": 0.2}
 
@@ -196,9 +197,7 @@ async def test_a_client_that_never_reads_stalls_nobody(open_rig: OpenRig) -> Non
         run = rig.mesh.runs[0]
         others = await asyncio.gather(*(rig.http.post(C, json=body(rig, stream=True)) for _ in range(4)))
         assert [text_of(events_of(answer.text)) for answer in others] == [rig.text] * 4
-        async with asyncio.timeout(20):
-            while len(rig.mesh.known["p1", run.request_id, 1]) < len(long):
-                await asyncio.sleep(0.01)
+        await until(lambda: len(rig.mesh.known["p1", run.request_id, 1]) >= len(long))
         await rig.http.post(C, json=body(rig))  # its tokens come after all of those
         metrics = rig.metrics_text()
         assert "kvmesh_gateway_running_requests 0.0" in metrics  # the mesh has done with it; its answer waits as ids

@@ -56,7 +56,7 @@ from services.worker.platform import THREADS, Platform
 from tests import virtual
 from tests.credentials import CREDENTIALS, GatewayBus
 from tests.promises import must_end, same_tokens
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 VOCAB = 1000
 GRAMMARS = BracketGrammars(VOCAB, eos=0)
@@ -266,18 +266,18 @@ class Client:
         reply = await self.bus.ask(subjects.FLEET, (), DescribeFleet(), 10)
         return reply.workers
 
-    async def until(self, holds: "asyncio.Future[bool] | object", what: str) -> None:
-        """Wait, generously, until `holds(fleet)`."""
-        async with asyncio.timeout(PATIENCE_S):
-            while not holds(await self.fleet()):  # type: ignore[operator]
-                await asyncio.sleep(0.01)
+    async def until(self, holds: Callable[[tuple[WorkerLoad, ...]], bool]) -> None:
+        """Wait, generously, until this holds of the fleet."""
+
+        async def does_hold() -> bool:
+            return holds(await self.fleet())
+
+        await until(does_hold)
 
     async def until_free(self) -> None:
         """After the last request nothing is running or leased: every block is free, or kept for its content."""
         with must_end("the blocks that nobody uses any more"):
-            await self.until(
-                lambda fleet: all(w.blocks.free + w.blocks.cached == w.blocks.total for w in fleet), "rest"
-            )
+            await self.until(lambda fleet: all(w.blocks.free + w.blocks.cached == w.blocks.total for w in fleet))
 
     def forget(self, request_id: str) -> None:
         """Want it no more."""
@@ -350,7 +350,7 @@ async def one_process_mesh(
         client = Client(broker, tasks, workers[0].shape.layout.fingerprint)
         await client.start()
         await asyncio.sleep(0)
-        await client.until(lambda fleet: len(fleet) == len(workers), "all workers known")
+        await client.until(lambda fleet: len(fleet) == len(workers))
         yield client
         stop.set()
         for one in (stops or {}).values():

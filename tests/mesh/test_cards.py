@@ -80,7 +80,7 @@ async def test_answers_are_right_wherever_kv_lies(case: str, cards: dict[str, Fa
         await client.until_free()
         # On a slow machine a hand-over may run out of time: its prompt is then computed again.
         count = client.events.count
-        await client.until(lambda _: count("released") == count("landed") > NUM_REQUESTS // 2, "all released")
+        await client.until(lambda _: count("released") == count("landed") > NUM_REQUESTS // 2)
         fleet = {load.worker.worker_id: load.worker for load in await client.fleet()}
         assert fleet["p-0"].device.startswith("cuda:0" if source else "cpu")
     reads = [span.attributes for span in spans if is_read(span) and Key.CARRIER in span.attributes]

@@ -102,7 +102,7 @@ async def test_a_cancel_while_the_grammar_is_being_understood_frees_the_blocks()
     ) as c:
         answer = await c.send("r0", PROMPT, wanted(), route=ALONE)
         await until(lambda: len(slow.asked) >= 1)
-        await c.until(lambda fleet: any(load.blocks.running for load in fleet), "its blocks are its own")
+        await c.until(lambda fleet: any(load.blocks.running for load in fleet))
         await c.cancel("r0")
         await c.until_free()
         slow.understand()  # nobody has it any more

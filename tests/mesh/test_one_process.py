@@ -67,7 +67,7 @@ async def test_many_requests_through_two_and_two(carrier: str, num_blocks: int) 
             same_tokens(answer.token_ids, expected(prompt, params))
         await client.until_free()
         count = client.events.count
-        await client.until(lambda _: count("released") == count("landed"), "all released")
+        await client.until(lambda _: count("released") == count("landed"))
         if num_blocks == 512 and virtual.network() is not None:  # a busy machine may be late, and compute again
             assert client.events.count("landed") == 60 and "aborted" not in client.events
     await until(lambda: not [name for name in virtual.thread_names() if name.startswith(("kv-", "engine"))])
@@ -117,7 +117,7 @@ async def test_room_is_told_as_soon_as_it_is_there(monkeypatch: pytest.MonkeyPat
         make_parts("p-0", "prefill", num_blocks=512), make_parts("d-0", "decode", num_blocks=512)
     ) as client:
         await client.send("r", list(range(1, 100)), params)
-        await client.until(lambda fleet: any(load.blocks.running for load in fleet), "running")
+        await client.until(lambda fleet: any(load.blocks.running for load in fleet))
         await client.cancel("r")
         await client.until_free()
         for number in range(12):  # wherever it is
@@ -156,7 +156,7 @@ async def test_a_read_that_is_stopped_before_its_first_step_is_concluded() -> No
     async with one_process_mesh(make_parts("p-0", "prefill"), make_parts("d-0", "decode")) as client:
         reserve = reservation(client, 0)
         assert isinstance(await client.bus.ask(subjects.RESERVE, ("d-0",), reserve, 10), BlocksReserved)
-        await client.until(lambda fleet: any(w.blocks.running for w in fleet), "the reservation")
+        await client.until(lambda fleet: any(w.blocks.running for w in fleet))
         offer = offer_for(reserve)
         # Without a pause between them, both are handled before the read's task has its first turn.
         offering = client.bus.publish(subjects.OFFERED, ("p-0", "d-0", "r0-1"), offer)
@@ -204,7 +204,7 @@ async def test_a_worker_stops_although_reservations_wait_for_blocks() -> None:
                 await client.bus.ask(subjects.RESERVE, ("d-0",), reservation(client, n, max_tokens=70), 10)
                 for n in range(4)
             ]
-            await client.until(lambda fleet: sum(w.num_queued for w in fleet) == 3, "a queue")
+            await client.until(lambda fleet: sum(w.num_queued for w in fleet) == 3)
     assert [type(reply) for reply in replies] == [BlocksReserved] + [ReservationQueued] * 3
 
 

@@ -197,9 +197,9 @@ async def test_what_runs_while_all_is_purged_goes_on_and_leaves_nothing() -> Non
     async with one_process_mesh(*fleet()) as client:
         prompt = [random.Random(9).randrange(1, VOCAB) for _ in range(100)]
         answering = await client.send("a", prompt, greedy(200), route=Route(P0))
-        await client.until(lambda _: len(answering.tokens) >= 10, "some tokens")
+        await client.until(lambda _: len(answering.tokens) >= 10)
         await purge(client, P0)
-        await client.until(lambda _: answering.ended.is_set(), "its end")
+        await client.until(lambda _: answering.ended.is_set())
         check(answering, prompt, greedy(200))
         await client.until_free()
         assert await purge(client, P0) == 0, "nothing of it was kept"

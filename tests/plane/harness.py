@@ -39,6 +39,7 @@ from services.sim.platform.plane import SimNetwork, SimPlaneReader, SimPlaneServ
 from services.worker.core.leases import Grant, LeaseTable
 from tests import gpu
 from tests.gpu import GPU_MARKS
+from tests.waiting import wait_until
 
 SECRET = b"the mesh's secret"
 SECRETS = TicketSecrets([SECRET])
@@ -510,13 +511,16 @@ class Holder:
 
 def endpoint_with_pair(server: PlaneServer, reader: WorkerId) -> Endpoint:
     """Return what is sent to the reader, once the library has made an id if it makes any."""
-    deadline = time.monotonic() + DEADLINE_S
-    while (endpoint := server.endpoint_for(reader)).pair is None and "nccl" in endpoint.carriers:
+
+    def is_decided() -> bool:
+        endpoint = server.endpoint_for(reader)
+        if endpoint.pair is not None or "nccl" not in endpoint.carriers:
+            return True
         parts = server.arena.pair_parts
-        if parts is None or parts.refusal() is not None or time.monotonic() > deadline:
-            break
-        time.sleep(0.001)
-    return endpoint
+        return parts is None or parts.refusal() is not None
+
+    wait_until(is_decided)
+    return server.endpoint_for(reader)
 
 
 class Target:

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -32,6 +31,7 @@ from tests.plane.harness import (
     now_ms,
     running,
 )
+from tests.waiting import wait_until
 
 
 @pytest.fixture(params=[*CARRIERS, *FROM_OR_TO_CARDS])
@@ -188,10 +188,7 @@ def test_blocks_reused_while_they_are_read(carrier: str, holder: Holder, target:
     with running(attempt):
         holder.compute(300, end=20)
         assert started.wait(DEADLINE_S)
-        deadline = time.monotonic() + DEADLINE_S
-        while not holder.gate.num_rechecks:  # else its first look might be at everything
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_until(lambda: holder.gate.num_rechecks > 0)  # else its first look might be at everything
         with holder.gate.lock:  # only now may the holder look at the lease again
             holder.compute(300, start=20)
     assert errors[0].code == "holder" and "lease" in errors[0].detail
@@ -270,13 +267,6 @@ def test_server_closes_in_mid_stream(carrier: str, holder: Holder, target: Targe
         holder.server.close()
     assert midway.error is not None and midway.error.code == "closed"
     assert holder.server.num_streams == 0
-
-
-def test_reader_s_deadline(carrier: str, holder: Holder, target: Target) -> None:
-    holder.compute(300, end=20)
-    error = fails(lambda: target.read_from(holder, carrier, deadline_s=0.2))
-    assert error.code == "deadline"
-    assert "gone" in holder.gate.wait_outcome()[1]
 
 
 def test_oversized_trailer(carrier: str, holder: Holder, target: Target) -> None:
@@ -379,11 +369,10 @@ async def test_cancelled_while_connecting(target: Target, make_holder: Callable[
     silent = msgspec.structs.replace(holder.endpoint, host="192.0.2.1")
     task = asyncio.create_task(_read(target, holder, "tcp", endpoint=silent))
     await asyncio.sleep(0)
-    began = time.monotonic()
     task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert time.monotonic() - began < DEADLINE_S
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(asyncio.CancelledError):
+            await task
 
 
 async def _read(

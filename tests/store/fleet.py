@@ -50,6 +50,7 @@ from tests.credentials import CREDENTIALS, SECRET, SEED, GatewayBus
 from tests.plane.harness import CardMemory, HostMemory
 from tests.promises import PromiseBrokenError
 from tests.store.rig import LAYOUT, hashes_of
+from tests.waiting import until
 
 STORE = WorkerId("store-0")
 PATIENCE_S = 60.0
@@ -348,10 +349,15 @@ class Fleet:
         """Ask for blocks and read them; assert that they are right, and return how many there were. In a store of a few
         blocks the lease of the read before may count still: it is asked again."""
         answer = await self.ask(*numbers, first_block=first_block)
-        async with asyncio.timeout(PATIENCE_S):
-            while isinstance(answer, Refused) and answer.reason is RefusalReason.OVERLOADED:
-                await asyncio.sleep(0.01)
-                answer = await self.ask(*numbers, first_block=first_block)
+
+        async def has_answered() -> bool:
+            nonlocal answer
+            if isinstance(answer, LeaseGranted) or answer.reason is not RefusalReason.OVERLOADED:
+                return True
+            answer = await self.ask(*numbers, first_block=first_block)
+            return False
+
+        await until(has_answered)
         if isinstance(answer, Refused):
             assert answer.reason == RefusalReason.GONE, answer
             return 0
@@ -372,9 +378,11 @@ class Fleet:
 
     async def until_events_tell_all(self) -> None:
         """Wait until the inventory is what the events have told: the store may be at work still."""
-        async with asyncio.timeout(PATIENCE_S):
-            while await self.inventory() != {tier: hashes for tier, hashes in self.tiers.items() if hashes}:
-                await asyncio.sleep(0.01)
+
+        async def tell_all() -> bool:
+            return await self.inventory() == {tier: hashes for tier, hashes in self.tiers.items() if hashes}
+
+        await until(tell_all)
 
     def _on_change(self, received: Received[BlocksStored | BlocksEvicted]) -> None:
         event = received.message

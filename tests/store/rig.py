@@ -4,7 +4,6 @@ import contextlib
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from schemas.ids import BlockHash
 from services.store.tiers import StoreKey, key_of
 from services.store.values import BlockValues
 from tests.credentials import CREDENTIALS
+from tests.waiting import wait_until
 
 LAYOUT = KVLayout(weights="w", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=8, block_size=8)
 WINDOWED = KVLayout(
@@ -102,17 +102,18 @@ class Server:
         self._process = subprocess.Popen(
             [server_binary(), *options, "--dir", str(self._folder), *self._arguments], stdout=subprocess.DEVNULL
         )
-        for _ in range(1000):
-            assert self._process.poll() is None, "the server has ended"
-            try:
-                with contextlib.closing(self.client()) as client:
-                    client.ping()
-                return
-            except valkey.AuthenticationError:
-                return  # it answers, if only to those who know its password
-            except valkey.ConnectionError:
-                time.sleep(0.01)
-        raise AssertionError("the server does not answer")
+        wait_until(self._answers)
+
+    def _answers(self) -> bool:
+        assert self._process is not None and self._process.poll() is None, "the server has ended"
+        try:
+            with contextlib.closing(self.client()) as client:
+                client.ping()
+        except valkey.AuthenticationError:
+            return True  # if only to those who know its password
+        except valkey.ConnectionError:
+            return False
+        return True
 
     def suspend(self) -> None:
         """Let it live and answer nothing."""

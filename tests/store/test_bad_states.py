@@ -192,8 +192,11 @@ async def test_a_tier_that_fails_is_left_alone_and_tried_again(caplog: pytest.Lo
         await until(lambda: around.has("memory", 5, 6))
         assert await around.fetch(5, 6) == 2
         tier.error = None
-        while not await around.fetch(0, 1):
-            await asyncio.sleep(0.01)
+
+        async def is_back() -> bool:
+            return await around.fetch(0, 1) > 0
+
+        await until(is_back)
 
 
 async def test_while_a_tier_is_left_alone_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,9 +277,12 @@ async def test_slow_writing_drops_offers_and_keeps_no_worker_waiting(
         assert await around.fetch(0, 1) == 2
         tier.go.set()
         await until(lambda: around.has("disk", 0, 1))
-        while not around.has("disk", *range(8)):
+
+        async def are_written() -> bool:
             await worker.cool(*range(8))
-            await asyncio.sleep(0.01)
+            return around.has("disk", *range(8))
+
+        await until(are_written)
 
 
 async def test_a_store_with_a_stuck_tier_leaves_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,12 +318,17 @@ async def test_a_server_that_dies_and_comes_back_empty(tmp_path: Path, caplog: p
             await worker.cool(2)
             await until(lambda: around.has("memory", 2))
             await asyncio.to_thread(server.start)
-            while around.has("remote", 0) or around.has("remote", 1):
+
+            async def are_known_to_be_gone() -> bool:
                 assert await around.fetch(0, 1) == await around.fetch(1) == 0
-                await asyncio.sleep(0.01)
-            while not around.has("remote", 0, 1):
+                return not around.has("remote", 0) and not around.has("remote", 1)
+
+            async def are_written_again() -> bool:
                 await worker.cool(0, 1)
-                await asyncio.sleep(0.01)
+                return around.has("remote", 0, 1)
+
+            await until(are_known_to_be_gone)
+            await until(are_written_again)
             await pushed_out(around, 0, 1)
             assert await around.fetch(0, 1) == 2
 

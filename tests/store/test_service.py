@@ -111,16 +111,20 @@ async def test_under_memory_pressure_nothing_is_lost_or_wrong(
         await until(lambda: around.has(NAMES[kind], *range(60)))
         await around.gone(worker)
         assert len(around.tiers["memory"]) <= 8
+
+        async def has_six(first: int) -> bool:
+            num_read = await around.fetch(*range(first, first + 6))
+            assert num_read >= 2, "the lease of the read before may hold its six blocks for another moment"
+            return num_read == 6
+
+        async def has_as_much_as_memory_holds() -> bool:
+            num_read = await around.fetch(*range(60))
+            assert num_read <= 8
+            return num_read == 8
+
         for first in range(0, 60, 6):
-            async with asyncio.timeout(30):
-                # The lease of the read before may hold its six blocks for another moment.
-                while (num_read := await around.fetch(*range(first, first + 6))) < 6:
-                    assert num_read >= 2
-                    await asyncio.sleep(0.01)
-        async with asyncio.timeout(30):
-            while (num_read := await around.fetch(*range(60))) < 8:  # as much as memory holds
-                await asyncio.sleep(0.01)
-        assert num_read == 8
+            await until(lambda first=first: has_six(first))
+        await until(has_as_much_as_memory_holds)
         await until(lambda: around.loads[-1].blocks.leased == 0)
         assert len(around.tiers["memory"]) <= 8
         await around.until_events_tell_all()
