@@ -68,8 +68,11 @@ LISTENING = (
     Listening("mesh.v1.tokens.>", "the answers' tokens, a message for each engine step: many", 1),
 )
 
-QUERIES = ("mesh.v1.scheduler.status", "mesh.v1.worker.{worker}.status", "mesh.v1.request.{request}.status")
-"""Questions: the workers; one worker with its requests and leases; where a request is."""
+QUERIES = (
+    "mesh.v1.scheduler.status", "mesh.v1.directory.status", "mesh.v1.worker.{worker}.status",
+    "mesh.v1.request.{request}.status",
+)  # fmt: skip
+"""Questions: the workers; whose blocks the directory knows; one worker, its requests and leases; where a request is."""
 
 
 @dataclass

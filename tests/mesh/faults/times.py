@@ -148,7 +148,8 @@ async def struck_halfway(mesh: FaultMesh, stream: Stream, signal_number: int = s
         children = [child for child in mesh.supervisor.children if child.role == "decode" and child.name in loads]
         return [child for child in children if loads[child.name].num_running]
 
-    await mesh.listener.until(lambda: bool(decoding()), HEARD_WITHIN_S)  # its load may be behind its tokens
+    # A load may be behind: of who decodes now, and of who decoded the answer before.
+    await mesh.listener.until(lambda: len(decoding()) == 1, HEARD_WITHIN_S)
     (victim,) = decoding()
     struck_s = time.monotonic()
     victim.process.send_signal(signal_number)
