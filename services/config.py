@@ -10,11 +10,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from dataplane.times import PaceMs, Wait, WaitMs
 from schemas.ids import MAX_SUBJECT_TOKEN, is_subject_token
 from services.errors import UserError
 from services.files import write_private
 from services.ports import is_loopback
-from services.presence import DEAF_AFTER_MS, LOAD_INTERVAL_MS, OVERDUE_PINGS
+from services.presence import OVERDUE_PINGS
+from services.times import Times, TimeScale, scaled
 
 Carrier = Literal["auto", "shm", "tcp", "cuda", "nccl"]
 WireDtype = Literal["auto", "same", "int8", "fp8"]
@@ -30,13 +32,6 @@ MIN_SECRET_CHARS = 16
 """A shorter secret can be guessed."""
 MIN_STAGING_BYTES = 32 * 1024 * 1024
 """Room for a few frames at once (`dataplane.cards.staging_ring`)."""
-
-
-WORKER_TICK_MS = 100
-"""A worker's timer: it keeps deadlines, renews the leases whose streams move, and notices that it stood still."""
-LEASE_ANSWER_MS = 2_000
-"""How long a reader waits for a holder's answer to its question for a lease. A worker answers from memory, a store may
-have to look behind it."""
 
 
 def check_device(device: str) -> str:
@@ -66,7 +61,7 @@ class NatsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Folder of the roles' keys (`kvmesh bus-config`); a relative one lies beside this file."""
     open: bool = False
     """The broker lets anybody in, and no keys are used: whoever reaches its port is trusted with everything."""
-    connect_timeout_s: float = 5.0
+    connect_timeout_s: Wait = 5.0
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,20 +82,20 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     port: int = 8000
     request_timeout_s: float = 600.0
     """A request's deadline, from its arrival to its last token."""
-    accept_timeout_s: float = 2.0
+    accept_timeout_s: Wait = 2.0
     """How long a worker may take to say that it has taken a request; after it the worker is asked what it knows."""
     max_attempts: int = 5
     """Attempts in a row that give the client nothing. Where one worker died and the machine stalls, two or three others
     may look dead for a moment."""
     tool_format: ToolFormat | Literal["auto"] = "auto"
     """How the model writes calls of tools, where its chat template does not tell ("auto")."""
-    place_wait_s: float = 5.0
+    place_wait_s: Wait = 5.0
     """How long a request that nobody has begun may wait for a scheduler, or for workers that take it."""
-    resume_wait_s: float = 30.0
+    resume_wait_s: Wait = 30.0
     """How long an answer under way may wait for workers or a scheduler to come back."""
-    progress_after_ms: int = 1_000
+    progress_after_ms: WaitMs = 1_000
     """A worker that has said nothing of a request for this long is asked what it has come to."""
-    worker_silent_ms: int = 3_000
+    worker_silent_ms: WaitMs = 3_000
     """A worker that does not answer that for this long is taken for lost."""
     tenants: dict[str, str] = {}
     """API key to tenant. Empty: no key is asked for, and everybody is one tenant."""
@@ -146,11 +141,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Fewer tokens than this are computed rather than read from another worker."""
     unsplit_tokens_max: int = 512
     """A decode worker that lacks at most this many tokens of a prompt, and holds most of it, may serve it alone."""
-    silent_after_ms: int = 3_000
+    silent_after_ms: WaitMs = 3_000
     """A worker that has said nothing for this long is taken for dead."""
-    ping_interval_ms: int = 200
+    ping_interval_ms: PaceMs = 200
     """A worker that has said nothing for two of these is asked whether it lives, and again after each."""
-    suspect_after_ms: int = 600
+    suspect_after_ms: WaitMs = 600
     """A worker that neither answers nor speaks for this long gets nothing new while another one could take it."""
     max_queue_ms: int = 30_000
     """A request that would wait longer is refused, where rates are measured."""
@@ -183,7 +178,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Whether KV that crosses `tcp` is encrypted; auto: to any address but loopback."""
     advertise_host: str = ""
     """What readers are told to connect to; empty: `plane_host`."""
-    lease_ms: int = 30_000
+    lease_ms: WaitMs = 30_000
     digests: bool = True
     prefix_cache: bool = True
     """Keep full blocks after their request, and serve later prompts from them."""
@@ -196,7 +191,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     for most, then what was used last; 0: nothing."""
     leave_s: float = 10.0
     """How long it waits at most until they have read it."""
-    fence_after_ms: int = 2_500
+    fence_after_ms: WaitMs = 2_500
     """A worker whose clock stood still for this long takes itself for lost, before anybody else does."""
     wire_dtype: WireDtype = "same"
     """How this worker asks for KV over `tcp`: as it is, compressed, or compressed where that is quicker."""
@@ -240,7 +235,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     memory_bytes: int = 512 * 1024 * 1024
     max_bytes: int = 4 * 1024 * 1024 * 1024
     """Bound of the tier behind memory."""
-    timeout_ms: int = 1_000
+    timeout_ms: WaitMs = 1_000
     """How long a reader may be kept waiting for the tier behind memory; what is not there by then is a miss."""
     ttl_s: int = 7 * 24 * 3600
     """After so long without a use a server's copy ends by itself, should no store be there to end it."""
@@ -271,7 +266,7 @@ class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class Time(NamedTuple):
-    """A setting or a fixed time, as it is called and written."""
+    """A setting, as it is called and written."""
 
     name: str
     value: str
@@ -284,10 +279,6 @@ def _set_ms(name: str, value: int) -> Time:
 
 def _set_s(name: str, value: float) -> Time:
     return Time(name, f"{value:g}", value * 1000)
-
-
-def _fixed(name: str, value_ms: int) -> Time:
-    return Time(name, f"{value_ms} ms (fixed)", value_ms)
 
 
 class Relation(NamedTuple):
@@ -303,16 +294,9 @@ class Relation(NamedTuple):
             return
         raise ValueError(
             f"{self.shorter.name} = {self.shorter.value} must be shorter than "
-            f"{self.longer.name} = {self.longer.value}: {self.because}. {self._advice()}"
+            f"{self.longer.name} = {self.longer.value}: {self.because}. "
+            f"Lower {self.shorter.name} or raise {self.longer.name}"
         )
-
-    def _advice(self) -> str:
-        changes = [
-            f"{verb} {time.name}"
-            for verb, time in (("lower", self.shorter), ("raise", self.longer))
-            if not time.value.endswith("(fixed)")
-        ]
-        return " or ".join(changes).capitalize()
 
 
 class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -339,6 +323,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     engine: EngineConfig = EngineConfig()
     store: StoreConfig = StoreConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    times: Times = Times()
 
     def __post_init__(self) -> None:
         for relation in relations_of(self):
@@ -365,10 +350,15 @@ def relations_of(config: MeshConfig) -> list[Relation]:
     progress = _set_ms("gateway.progress_after_ms", config.gateway.progress_after_ms)
     worker_silent = _set_ms("gateway.worker_silent_ms", config.gateway.worker_silent_ms)
     store = _set_ms("store.timeout_ms", config.store.timeout_ms)
-    two_loads = _fixed("two intervals of a worker's load", 2 * LOAD_INTERVAL_MS)
-    deaf = _fixed("the silence after which a gateway takes itself for cut off", DEAF_AFTER_MS)
-    tick = _fixed("a worker's timer", WORKER_TICK_MS)
-    lease_answer = _fixed("a reader's wait for a lease", LEASE_ANSWER_MS)
+    times = config.times
+    loads_ms = 2 * times.presence.load_interval_ms
+    two_loads = Time("4 × times.presence.beat_interval_ms", f"{loads_ms}", loads_ms)
+    deaf = _set_ms("times.presence.deaf_after_ms", times.presence.deaf_after_ms)
+    tick = _set_ms("times.worker.tick_ms", times.worker.tick_ms)
+    lease_answer = _set_ms("times.worker.lease_answer_ms", times.worker.lease_answer_ms)
+    forget = _set_ms("times.directory.forget_after_ms", times.directory.forget_after_ms)
+    idle = _set_s("times.plane.max_idle_s", times.plane.max_idle_s)
+    holder_idle = _set_s("times.plane.holder_idle_s", times.plane.holder_idle_s)
     return [
         Relation(overdue, suspect, "a worker is suspect when a ping was not answered"),
         Relation(suspect, silent, "a worker is suspect before it is dead"),
@@ -383,6 +373,9 @@ def relations_of(config: MeshConfig) -> list[Relation]:
         Relation(deaf, worker_silent, "a gateway that is cut off would take its workers for lost"),
         Relation(accept, request, "a request must outlive one reply that is lost"),
         Relation(store, lease_answer, "who asked would have gone before the store answers"),
+        Relation(two_loads, deaf, "who hears only loads would take itself for cut off"),
+        Relation(two_loads, forget, "a directory would forget holders that are well"),
+        Relation(idle, holder_idle, "a holder would cut connections that its readers mean to use again"),
     ]
 
 
@@ -444,11 +437,15 @@ def load_config(path: Path) -> MeshConfig:
         raise UserError(f"{path} is no valid mesh configuration: {error}") from error
     if device := environment_device():
         config = msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, device=device))
-    return apply_environment(config)
+    config = apply_environment(config)
+    try:
+        return scaled(config, config.times.scale)
+    except ValueError as error:
+        raise UserError(f"{path} at times.scale = {config.times.scale:g}: {error}") from error
 
 
 def apply_environment(config: MeshConfig) -> MeshConfig:
-    """Return the configuration with KVMESH_NATS_URL, KVMESH_METRICS_PORT, KVMESH_SAMPLE_RATIO and
+    """Return the configuration with KVMESH_NATS_URL, KVMESH_METRICS_PORT, KVMESH_SAMPLE_RATIO, KVMESH_TIME_SCALE and
     OpenTelemetry's OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_TRACES_SAMPLER_ARG laid over it. Raises UserError."""
     nats, telemetry = config.nats, config.telemetry
     if url := os.environ.get("KVMESH_NATS_URL"):
@@ -465,7 +462,13 @@ def apply_environment(config: MeshConfig) -> MeshConfig:
             telemetry = msgspec.structs.replace(telemetry, sample_ratio=float(ratio))
         except ValueError as error:
             raise UserError(f"KVMESH_SAMPLE_RATIO or OTEL_TRACES_SAMPLER_ARG: {error}") from error
-    return msgspec.structs.replace(config, nats=nats, telemetry=telemetry)
+    times = config.times
+    if scale := os.environ.get("KVMESH_TIME_SCALE"):
+        try:
+            times = msgspec.structs.replace(times, scale=msgspec.convert(scale, TimeScale, strict=False))
+        except msgspec.ValidationError as error:
+            raise UserError(f"KVMESH_TIME_SCALE: {scale!r} is no number from 0.1 to 100") from error
+    return msgspec.structs.replace(config, nats=nats, telemetry=telemetry, times=times)
 
 
 def check_endpoint(url: str) -> None:
@@ -523,7 +526,8 @@ def write_config(config: MeshConfig, path: Path) -> None:
         f"{key} = {_toml_value(document.pop(key))}" for key, value in [*document.items()] if type(value) is not dict
     ]
     for section, values in document.items():
-        lines += ["", f"[{section}]"] + [f"{key} = {_toml_value(value)}" for key, value in values.items()]
+        if values:
+            lines += ["", f"[{section}]"] + [f"{key} = {_toml_value(value)}" for key, value in values.items()]
     write_private(path, "\n".join(lines) + "\n")
 
 
