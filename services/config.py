@@ -272,6 +272,11 @@ class Time(NamedTuple):
     value: str
     ms: float
 
+    @property
+    def setting(self) -> str:
+        """The name without what it is multiplied by."""
+        return self.name.split()[-1]
+
 
 def _set_ms(name: str, value: int) -> Time:
     return Time(name, f"{value}", value)
@@ -295,7 +300,7 @@ class Relation(NamedTuple):
         raise ValueError(
             f"{self.shorter.name} = {self.shorter.value} must be shorter than "
             f"{self.longer.name} = {self.longer.value}: {self.because}. "
-            f"Lower {self.shorter.name} or raise {self.longer.name}"
+            f"Lower {self.shorter.setting} or raise {self.longer.setting}"
         )
 
 
@@ -437,11 +442,16 @@ def load_config(path: Path) -> MeshConfig:
         raise UserError(f"{path} is no valid mesh configuration: {error}") from error
     if device := environment_device():
         config = msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, device=device))
-    config = apply_environment(config)
+    return at_scale(apply_environment(config))
+
+
+def at_scale(config: MeshConfig) -> MeshConfig:
+    """Return the configuration with every wait multiplied by `times.scale`. Raises UserError where times that rely on
+    each other do not fit any more."""
     try:
         return scaled(config, config.times.scale)
     except ValueError as error:
-        raise UserError(f"{path} at times.scale = {config.times.scale:g}: {error}") from error
+        raise UserError(f"at times.scale = {config.times.scale:g}: {error}") from error
 
 
 def apply_environment(config: MeshConfig) -> MeshConfig:

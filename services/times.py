@@ -109,7 +109,7 @@ class GatewayTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     load_kept_ms: WaitMs = 10_000
     """A worker's load is forgotten after so long without another."""
     ended_kept_ms: PaceMs = 300_000
-    """Requests that have ended and can still be asked for: so many, and for so long."""
+    """Requests that have ended can be asked for so long."""
     seek_timeout_s: Wait = 0.25
     """How long the other gateways have to say that they know a request."""
     gap_ms: PaceMs = 150

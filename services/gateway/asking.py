@@ -25,8 +25,7 @@ from schemas.request import (
 from schemas.subjects import CarriesT, Subject
 from services.bus.base import BusError, NoRespondersError, RequestTimedOutError
 from services.bus.typed import ReplyT, TypedBus
-from services.config import GatewayConfig
-from services.gateway import limits
+from services.config import MeshConfig
 from services.gateway.observe.answer_observer import ChoiceObserver, Dispatch
 from services.gateway.request.core import RequestCore
 from services.gateway.request.events import (
@@ -94,7 +93,7 @@ class Asker:
     event.
     """
 
-    config: GatewayConfig
+    config: MeshConfig
     gateway_id: GatewayId
     bus: TypedBus
     tasks: asyncio.TaskGroup
@@ -141,7 +140,7 @@ class Asker:
         request = place_request(job, action, prompt)
         event: PlaceEvent
         try:
-            reply = await self._ask(live, subjects.PLACE, (), request, limits.PLACE_TIMEOUT_S)
+            reply = await self._ask(live, subjects.PLACE, (), request, self.config.times.gateway.place_timeout_s)
         except BusError as error:
             event = PlaceUnanswered(action.attempt, error.reason)
         else:
@@ -159,7 +158,7 @@ class Asker:
         role = "prefill" if isinstance(message, RunPrefill) else "decode"
         sent = Dispatch(message.attempt, role, worker_id, live.observer.placed_ns)
         try:
-            reply = await self._ask(live, subject, (worker_id,), message, self.config.accept_timeout_s)
+            reply = await self._ask(live, subject, (worker_id,), message, self.config.gateway.accept_timeout_s)
         except BusError as error:
             live.observer.dispatched(sent, error=error.reason)
             # A plain BusError is a reply that cannot be read: it may have been a yes, like one that is late.
@@ -179,7 +178,7 @@ class Asker:
         question = AskProgress(
             request_id=job.request_id, attempt=action.attempt, deadline_ms=job.deadline_ms, index=action.index
         )
-        timeout_s = self.config.progress_after_ms / 1000
+        timeout_s = self.config.gateway.progress_after_ms / 1000
         share: RequestTokens | None = None
         is_waiting = False
         try:

@@ -6,7 +6,7 @@ requests that it had taken; and it may have missed the message that says so.
 
 from schemas.ids import WorkerId
 from schemas.worker import BlockCounts, WorkerJoined, WorkerLeft, WorkerLoad
-from services.gateway.limits import LOAD_KEPT_MS
+from services.config import MeshConfig
 from services.gateway.request.events import WorkerLost
 from services.presence import Hearing, Incarnations, Speaker
 
@@ -15,10 +15,11 @@ FleetMessage = WorkerJoined | WorkerLoad | WorkerLeft
 
 class Fleet:
     """The workers that have been heard. `hearing`: when this gateway heard anything at all; a load is to be handled
-    before that hears of it. `silent_ms`: a worker that is silent for so long while its name speaks was replaced."""
+    before that hears of it. A worker that is silent for `worker_silent_ms` while its name speaks was replaced."""
 
-    def __init__(self, hearing: Hearing, silent_ms: int) -> None:
-        self._incarnations = Incarnations(hearing, silent_ms)
+    def __init__(self, hearing: Hearing, config: MeshConfig) -> None:
+        self._incarnations = Incarnations(hearing, config.gateway.worker_silent_ms)
+        self._kept_ms = config.times.gateway.load_kept_ms
         self._loads: dict[WorkerId, tuple[int, BlockCounts]] = {}
         """When a worker last said its load, and its blocks."""
 
@@ -41,7 +42,7 @@ class Fleet:
 
     def block_counts(self, now_ms: int) -> dict[WorkerId, BlockCounts]:
         """Return what the workers last said of their blocks. One that has said nothing for long is left out."""
-        oldest_ms = now_ms - LOAD_KEPT_MS
+        oldest_ms = now_ms - self._kept_ms
         for worker_id in [w for w, (heard_ms, _) in self._loads.items() if heard_ms < oldest_ms]:
             del self._loads[worker_id]
         return {worker_id: blocks for worker_id, (_, blocks) in self._loads.items()}

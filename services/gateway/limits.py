@@ -1,4 +1,4 @@
-"""Times and limits of a gateway that nobody has to set; what a user may set stands in `config.py`."""
+"""Limits of a gateway that nobody has to set; what a user may set stands in `config.py`."""
 
 # Connections. Their number is `gateway.max_connections`, or less where the process may have fewer descriptors.
 
@@ -11,26 +11,11 @@ SPARE_CONNECTIONS = 8
 MIN_CONNECTIONS = 2 * SPARE_CONNECTIONS
 """A process that may have fewer than this is no gateway."""
 
-HEAD_S = 10.0
-"""From a connection's beginning until all headers of its first request have come; a TLS handshake may take as long."""
-
-LAST_LOOK_S = 0.1
-"""From a connection's time being over until it is dropped: what has come meanwhile is read. An event loop fires its
-timers before it reads, so a process that stood still would drop requests that had come in time."""
-
-KEEP_ALIVE_S = 30
-"""A connection without a request is kept for so long: longer than OpenAI's client keeps its own (5 s), so that it is
-not closed just as that client uses it again."""
-
 MAX_HEAD_BYTES = 64 * 1024
 """A request's first line and headers may be so long: what other HTTP servers take."""
 
 MAX_PIPELINED = 16
 """Requests that a client has sent before its last one was answered. No client that people use sends any."""
-
-LINGER_S = 2.0
-"""So long we throw away what a client still sends that was refused before its body was read. Its connection, closed at
-once, would often lose the answer."""
 
 # Bodies.
 
@@ -44,20 +29,11 @@ times as much memory once it is read, and a long text two hundred times, but of 
 FREE_BODY_BYTES = 64 * 1024
 """This much of a body does not count for that bound: short requests are served while long ones fill it."""
 
-BODY_S = 30.0
-"""A body may take so long to come."""
-
-BODY_SILENCE_S = 5.0
-"""A body of which nothing comes for so long has stopped coming."""
-
 UNPACKED_BYTES = 256 * 1024
 """So much of a packed body is unpacked at once, which takes a millisecond."""
 
 MAX_SHORT_BODY_BYTES = 128 * 1024
 """A longer body is understood alone: tokenizing takes 200 bytes of memory for each byte of text."""
-
-TURN_S = 10.0
-"""A long body waits for its turn for so long, and so does a grammar; who would wait longer had better come again."""
 
 MAX_TEXT_BYTES = 4 * 1024 * 1024
 """One text may be so long, however large the model's context: a million tokens of English, and most of a GiB while it
@@ -131,31 +107,11 @@ MAX_INDENT = 16
 MAX_BLAMED = 24
 """Parts of a schema that are tried one by one, to name the one that is at fault."""
 
-GRAMMAR_S = 5.0
-"""A grammar is understood within this, once it is its turn: one at a time is."""
-
 DEFAULT_COMPLETION_TOKENS = 16
 """A completion that names no `max_tokens` gets so many: OpenAI's own default."""
 
 DEFAULT_RETRY_AFTER_MS = 1_000
 """What a refusal says of when to come back, where whoever refused did not say."""
-
-WRITE_GRACE_S = 5.0
-"""How long after the deadline a client that reads slowly may still take what was written."""
-
-HEALTH_TIMEOUT_S = 2.0
-"""How long a health check waits for the scheduler's answer; as long as a placement does."""
-
-FIRST_OUTPUT_S = 1.0
-"""A streamed answer's status and headers wait for its first output, but no longer than this: what fails so soon has a
-status of its own."""
-
-SILENCE_S = 5.0
-"""A stream on which nothing was written for so long gets a comment: proxies and clients end what is silent, many after
-a minute, some after ten seconds."""
-
-DRAIN_S = 5.0
-"""How long running requests may take to end by themselves once the gateway stops."""
 
 # Work on the event loop: what takes longer runs in a thread, so that nobody's tokens wait for it.
 
@@ -170,20 +126,6 @@ MAX_INLINE_TOKENS = 4_096
 ENVELOPE_BYTES = 4_096
 """What a RunPrefill or ReserveBlocks may need beside its prompt, of the bus's largest message."""
 
-PLACE_TIMEOUT_S = 2.0
-"""A scheduler answers from memory; one that does not within this is dead or overloaded."""
-
-TICK_S = 0.05
-"""How exactly the waits of requests under way are kept."""
-
-DEAF_WAIT_MS = 15_000
-"""What waits for a placement waits so much longer where nobody at all is heard: the broker may only stand still. One
-that does so for longer is taken for gone by its clients as well (three pings, `services.bus.limits`)."""
-
-PAUSE_MIN_MS = 100
-PAUSE_MAX_MS = 1_000
-"""The time between two questions for a placement of what is under way, whatever the refusal says."""
-
 MAX_TROUBLES = 8
 """Failed attempts that an error message describes: the last ones."""
 
@@ -194,11 +136,6 @@ MAX_HELD_TOKENS = 32
 """Tokens that are decoded together in search of a whole character. Bytes that never become one would else be decoded
 again from their beginning for each token."""
 
-# The workers, as the gateway hears of them.
-
-LOAD_KEPT_MS = 10_000
-"""A worker's load is forgotten after so long without another."""
-
 # What is published of requests for people (`observe/`).
 
 MAX_UNSENT = 2_000
@@ -208,20 +145,14 @@ MAX_BUFFERED = 2_000
 """Messages that go into the send buffer while the broker is away: the buffer is there for what requests need."""
 
 MAX_ENDED = 1_000
-ENDED_KEPT_MS = 300_000
-"""Requests that have ended and can still be asked for: so many, and for so long."""
-
-SEEK_TIMEOUT_S = 0.25
-"""How long the other gateways have to say that they know a request."""
+"""Requests that have ended and can still be asked for: so many, and for so long
+(`GatewayTimes.ended_kept_ms`)."""
 
 MAX_KEEPS_PER_S = 50
 """Traces that were not sampled and are kept after all: a mesh that fails all its requests must not drown in messages
 about them."""
 
 # Asking workers how far an attempt is.
-
-GAP_MS = 150
-"""A missing token is asked for after this: two messages of different workers may well overtake each other."""
 
 WAITING_ROUNDS = 4
 """An attempt that is in line at a worker is asked after this many times more rarely: hundreds may wait at once."""

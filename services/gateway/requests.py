@@ -12,8 +12,7 @@ from schemas.ids import GatewayId, WorkerId
 from schemas.request import AskWanted, AttemptId, TokensEmitted, Wanted
 from schemas.worker import BlockCounts
 from services.bus.typed import Received, TypedBus
-from services.config import GatewayConfig
-from services.gateway import limits
+from services.config import MeshConfig
 from services.gateway.asking import Asker, LiveRequest
 from services.gateway.fleet import Fleet, FleetMessage
 from services.gateway.observe.answer_observer import ChoiceObserver, KeepRate
@@ -37,7 +36,6 @@ from services.gateway.request.events import (
 )
 from services.gateway.request.job import Job
 from services.gateway.request.mailbox import Mailbox
-from services.gateway.request.progress_watch import WatchLimits
 from services.keep import keep_traces
 from services.presence import Hearing
 from services.runtime import now_ms
@@ -49,7 +47,7 @@ from services.trust.credentials import TenantSigner
 class Requests:
     """All requests of one gateway. Tasks of `tasks` ask and publish; handlers are called on the event loop."""
 
-    config: GatewayConfig
+    config: MeshConfig
     signer: TenantSigner
     gateway_id: GatewayId
     bus: TypedBus
@@ -67,15 +65,9 @@ class Requests:
 
     def __post_init__(self) -> None:
         self._idle.set()
-        self._stories = Stories(self.gateway_id, self.bus, self.tasks)
-        self._fleet = Fleet(self._hearing, self.config.worker_silent_ms)
+        self._stories = Stories(self.gateway_id, self.bus, self.tasks, self.config.times.gateway)
+        self._fleet = Fleet(self._hearing, self.config)
         self._asker = Asker(self.config, self.gateway_id, self.bus, self.tasks, self._hearing, self.handle)
-        self._limits = WatchLimits(
-            progress_after_ms=self.config.progress_after_ms,
-            worker_silent_ms=self.config.worker_silent_ms,
-            resume_wait_ms=round(self.config.resume_wait_s * 1000),
-            place_wait_ms=round(self.config.place_wait_s * 1000),
-        )
 
     async def listen(self) -> None:
         """Subscribe to all that a gateway hears, and serve all that it answers. Raises BusError."""
@@ -93,8 +85,7 @@ class Requests:
 
     def submit(self, job: Job, choice: int, mailbox: Mailbox) -> LiveRequest:
         """Start a request. It ends with one Finish, FailRequest or Abandon in the mailbox, by its deadline."""
-        max_tokens, max_attempts = job.sampling.max_tokens, self.config.max_attempts
-        core = RequestCore(job.request_id, max_tokens, max_attempts, self._limits, self._hearing)
+        core = RequestCore(job.request_id, job.sampling.max_tokens, self.config, self._hearing)
         observer = ChoiceObserver(self.telemetry, job, core)
         proof = self.signer.sign(job.request_id, job.key.tenant, job.deadline_ms)
         live = self._live[job.request_id] = LiveRequest(
@@ -182,7 +173,7 @@ class Requests:
     async def _tick(self) -> None:
         """Tick the live requests as long as there are any."""
         while self._live:
-            await asyncio.sleep(limits.TICK_S)
+            await asyncio.sleep(self.config.times.gateway.tick_s)
             time_ms = now_ms()
             for live in [live for live in self._live.values() if live.core.wake_ms <= time_ms]:
                 self._carry_out(live, live.core.tick(time_ms))

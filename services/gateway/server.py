@@ -22,6 +22,7 @@ from services.errors import UserError
 from services.gateway import limits
 from services.gateway.api.guard import refuse_busy
 from services.ports import BACKLOG
+from services.times import GatewayTimes
 
 
 @dataclass(slots=True)
@@ -29,6 +30,7 @@ class Connections:
     """The connections of one server. Those without a request are in `waiting`, the longest idle one first."""
 
     max_connections: int
+    times: GatewayTimes
     open: "set[HttpConnection]" = field(default_factory=lambda: set[HttpConnection]())
     waiting: "dict[HttpConnection, None]" = field(default_factory=lambda: dict[HttpConnection, None]())
     last_closed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -50,6 +52,7 @@ class HttpConnection(HttpToolsProtocol):
     def __init__(self, connections: Connections, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._application: Any = self.app
+        self._refuse_busy = functools.partial(refuse_busy, connections.times.linger_s)
         self._all = connections
         self._timer: asyncio.TimerHandle | None = None
         self._num_head_bytes = 0
@@ -58,7 +61,7 @@ class HttpConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
         self._all.open.add(self)
-        self._wait(limits.HEAD_S)
+        self._wait(self._all.times.head_s)
         self._all.make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -87,7 +90,7 @@ class HttpConnection(HttpToolsProtocol):
         self._stop_waiting()
         self._num_head_bytes, self._is_in_body = 0, True
         is_busy = len(self.tasks) >= self._all.max_requests
-        self.app: Any = refuse_busy if is_busy else self._application
+        self.app: Any = self._refuse_busy if is_busy else self._application
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
             cycle: Any = self.cycle
@@ -100,7 +103,8 @@ class HttpConnection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.cycle.response_complete and not self.pipeline and not self.transport.is_closing():
-            self._wait(limits.KEEP_ALIVE_S + limits.HEAD_S)  # uvicorn's own timer ends with the first byte
+            times = self._all.times
+            self._wait(times.keep_alive_s + times.head_s)  # uvicorn's own timer ends with the first byte
 
     def _wait(self, timeout_s: float) -> None:
         self._stop_waiting()
@@ -110,7 +114,7 @@ class HttpConnection(HttpToolsProtocol):
     def _is_over(self) -> None:
         """Its time is over. Where this process has stood still the request may have come meanwhile: it is read first,
         and only then is the connection dropped."""
-        self._timer = self.loop.call_later(limits.LAST_LOOK_S, self.drop)
+        self._timer = self.loop.call_later(self._all.times.last_look_s, self.drop)
 
     def _stop_waiting(self) -> None:
         self._all.waiting.pop(self, None)
@@ -153,7 +157,7 @@ class Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             backlog=BACKLOG,
-            timeout_keep_alive=limits.KEEP_ALIVE_S,
+            timeout_keep_alive=connections.times.keep_alive_s,  # pyright: ignore[reportArgumentType]
         )
         super().__init__(options)
         self.ready = asyncio.Event()
@@ -168,7 +172,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Like uvicorn's own, which makes no connections of another class and gives a TLS handshake a minute."""
         loop = asyncio.get_running_loop()
-        handshake_s = limits.HEAD_S if self._tls else None
+        handshake_s = self._all.times.head_s if self._tls else None
         self.servers = [
             await loop.create_server(
                 self._connection, sock=sock, ssl=self._tls, backlog=BACKLOG, ssl_handshake_timeout=handshake_s
@@ -197,7 +201,7 @@ class Server(uvicorn.Server):
         for connection in list(self._all.open):
             connection.shutdown()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limits.DRAIN_S + limits.LINGER_S):
+            async with asyncio.timeout(self._all.times.drain_s + self._all.times.linger_s):
                 while self._all.open:
                     self._all.last_closed.clear()
                     await self._all.last_closed.wait()
@@ -225,7 +229,7 @@ def tls_context(cert: str, key: str) -> ssl.SSLContext | None:
     return context
 
 
-def connections_for(wanted: int) -> Connections:
+def connections_for(wanted: int, times: GatewayTimes) -> Connections:
     """Return the limit on connections: so many, or for as many as the process has descriptors. Raises UserError where
     that is too few to serve."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -233,4 +237,4 @@ def connections_for(wanted: int) -> Connections:
     if found < limits.MIN_CONNECTIONS:
         needed = limits.RESERVED_DESCRIPTORS + limits.MIN_CONNECTIONS
         raise UserError(f"a gateway needs {needed} open files, and may have {allowed}: raise `ulimit -n`")
-    return Connections(found)
+    return Connections(found, times)

@@ -16,7 +16,6 @@ from services.engine.checkpoint import default_shape, layout_for, read_checkpoin
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.grammar import Grammars
 from services.errors import CheckpointError, UserError
-from services.gateway import limits
 from services.gateway.api.guard import HostGuard
 from services.gateway.api.prepare import GatewayModel
 from services.gateway.api.routes import Gateway, build_app
@@ -48,16 +47,16 @@ async def run_gateway(
 
     Raises UserError for a certificate that cannot be used, too few descriptors, or no tenant seed.
     """
-    signer = signer_of(config)
-    connections = connections_for(config.gateway.max_connections)
+    signer, times = signer_of(config), config.times.gateway
+    connections = connections_for(config.gateway.max_connections, times)
     tls = tls_context(config.gateway.tls_cert, config.gateway.tls_key)
     gateway_id = gateway_id or GatewayId(new_id("gateway"))
     metrics = metrics or Metrics()
     bus = TypedBus(connection, "gateway", metrics, {"id": gateway_id})
     async with asyncio.TaskGroup() as tasks:
-        requests = Requests(config.gateway, signer, gateway_id, bus, telemetry, tasks)
+        requests = Requests(config, signer, gateway_id, bus, telemetry, tasks)
         gateway = Gateway(
-            config=config.gateway,
+            config=config,
             model=model,
             requests=requests,
             telemetry=telemetry,
@@ -66,7 +65,7 @@ async def run_gateway(
             started_s=int(time.time()),
         )
         hosts = (config.gateway.host, *config.gateway.hosts)
-        server = Server(HostGuard(build_app(gateway), hosts), connections, tls)
+        server = Server(HostGuard(build_app(gateway), hosts, times.linger_s), connections, tls)
         await bus.announce("serves the OpenAI API, and owns each request until its end")
         await requests.listen()
         await connection.flush()
@@ -84,7 +83,7 @@ async def _stop(gateway: Gateway, server: Server, serving: asyncio.Task[None]) -
     gateway.stopping = True
     server.stop()
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(limits.DRAIN_S):
+        async with asyncio.timeout(gateway.times.drain_s):
             await gateway.requests.wait_idle()
     gateway.requests.stop_all()
     await serving

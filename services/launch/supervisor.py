@@ -37,6 +37,7 @@ from services.config import (
     WireDtype,
     WorkerConfig,
     apply_environment,
+    at_scale,
     child_environment,
     environment_device,
     fresh_secret,
@@ -156,6 +157,7 @@ class Supervisor:
         self._nats_restarts = Restarts()
         self._children: list[Child] = []
         self._restarters: list[asyncio.Task[None]] = []
+        self._time_scale = 1.0
         self._ports: list[int] = []
         self._metrics_ports: dict[str, int] = {}
         self.devices: dict[str, str] = {}
@@ -242,7 +244,9 @@ class Supervisor:
         self.devices = await self._plan_devices()
         self._ports = _free_ports(options.gateway.host, options.port, options.num_gateways)
         self._metrics_ports = _distinct_ports([name for _, name in options.services])
-        self._config(self._ports[0])  # what cannot be is refused before anything is started
+        config = self._config(self._ports[0])
+        at_scale(config)  # what cannot be is refused before anything is started
+        self._time_scale = config.times.scale
         private_folder(self._run_dir, is_ours=True)
         private_folder(self.log_dir)
         if not options.keys:
@@ -281,7 +285,9 @@ class Supervisor:
             child.kill()
 
     async def _stop(self, child: Child) -> None:
-        timeout_s = self._options.drain_s + STOP_SLACK_S if child.role in WORKER_ROLES else STOP_TIMEOUT_S
+        timeout_s = self._time_scale * (STOP_SLACK_S if child.role in WORKER_ROLES else STOP_TIMEOUT_S)
+        if child.role in WORKER_ROLES:
+            timeout_s += self._options.drain_s
         if not await child.stop(timeout_s):
             self._say(f"[red]{child.name} did not stop within {timeout_s:.0f} s and was killed[/red]")
 

@@ -68,9 +68,9 @@ async def run_sim_gateway(
     metrics = Metrics()
     bus = TypedBus(connection, "gateway", metrics)
     async with asyncio.TaskGroup() as tasks:
-        requests = Requests(config.gateway, signer_of(config), gateway_id, bus, telemetry, tasks)
+        requests = Requests(config, signer_of(config), gateway_id, bus, telemetry, tasks)
         gateway = Gateway(
-            config=config.gateway,
+            config=config,
             model=model,
             requests=requests,
             telemetry=telemetry,

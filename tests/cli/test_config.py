@@ -137,7 +137,7 @@ BAD_RELATIONS = [
     ("[scheduler]\nsuspect_after_ms = 3000", "scheduler.suspect_after_ms = 3000", "scheduler.silent_after_ms = 3000"),
     (
         "[scheduler]\nsilent_after_ms = 900\n[worker]\nfence_after_ms = 500",
-        "two intervals of a worker's load = 1200 ms",
+        "4 × times.presence.beat_interval_ms = 1200",
         "scheduler.silent_after_ms = 900",
     ),
     ("[worker]\nfence_after_ms = 3500", "worker.fence_after_ms = 3500", "scheduler.silent_after_ms = 3000"),
@@ -146,8 +146,8 @@ BAD_RELATIONS = [
         "worker.fence_after_ms = 3500",
         "gateway.worker_silent_ms = 3000",
     ),
-    ("[worker]\nfence_after_ms = 100", "a worker's timer = 100 ms", "worker.fence_after_ms = 100"),
-    ("[worker]\nlease_ms = 50", "a worker's timer = 100 ms", "worker.lease_ms = 50"),
+    ("[worker]\nfence_after_ms = 100", "times.worker.tick_ms = 100", "worker.fence_after_ms = 100"),
+    ("[worker]\nlease_ms = 50", "times.worker.tick_ms = 100", "worker.lease_ms = 50"),
     (
         "[scheduler]\nsuspect_after_ms = 4000\nsilent_after_ms = 9000",
         "scheduler.suspect_after_ms = 4000",
@@ -157,11 +157,22 @@ BAD_RELATIONS = [
     ("[gateway]\naccept_timeout_s = 4.5", "gateway.accept_timeout_s = 4.5", "gateway.worker_silent_ms = 3000"),
     (
         "[gateway]\naccept_timeout_s = 1.0\nworker_silent_ms = 1200\n[worker]\nfence_after_ms = 500\n",
-        "takes itself for cut off = 1500 ms",
+        "times.presence.deaf_after_ms = 1500",
         "gateway.worker_silent_ms = 1200",
     ),
     ("[gateway]\nrequest_timeout_s = 1.5", "gateway.accept_timeout_s = 2", "gateway.request_timeout_s = 1.5"),
-    ("[store]\ntimeout_ms = 2000", "store.timeout_ms = 2000", "a reader's wait for a lease = 2000 ms"),
+    ("[store]\ntimeout_ms = 2000", "store.timeout_ms = 2000", "times.worker.lease_answer_ms = 2000"),
+    (
+        "[times.presence]\ndeaf_after_ms = 1200",
+        "4 × times.presence.beat_interval_ms = 1200",
+        "times.presence.deaf_after_ms = 1200",
+    ),
+    (
+        "[times.directory]\nforget_after_ms = 500",
+        "4 × times.presence.beat_interval_ms = 1200",
+        "times.directory.forget_after_ms = 500",
+    ),
+    ("[times.plane]\nmax_idle_s = 30.0", "times.plane.max_idle_s = 30", "times.plane.holder_idle_s = 30"),
 ]
 
 
@@ -175,8 +186,8 @@ def test_times_that_do_not_fit_are_refused_by_an_error_that_names_both(
         load_config(path)
     line = str(caught.value)
     assert f"{shorter}" in line and f"must be shorter than {longer}" in line and "\n" not in line
-    settings = [part.split(" = ")[0] for part in (shorter, longer) if "(" not in part and "." in part.split(" = ")[0]]
-    assert all(f"lower {name}" in line.lower() or f"raise {name}" in line.lower() for name in settings)
+    lower, higher = (part.split(" = ")[0].split()[-1] for part in (shorter, longer))
+    assert line.endswith(f"Lower {lower} or raise {higher}")
 
 
 def test_every_relation_between_times_has_a_bad_file() -> None:
@@ -184,6 +195,49 @@ def test_every_relation_between_times_has_a_bad_file() -> None:
     assert len(relations) == len(BAD_RELATIONS)
     for relation in relations:
         relation.check()
+
+
+def test_a_scale_multiplies_every_wait_and_no_pace(tmp_path: Path) -> None:
+    path = tmp_path / "mesh.toml"
+    path.write_text("[times]\nscale = 20\n[times.gateway]\nhead_s = 3.0\n[worker]\nlease_ms = 10_000\n")
+    config, plain = load_config(path), MeshConfig()
+    assert (config.times.gateway.head_s, config.worker.lease_ms) == (60.0, 200_000)
+    assert config.times.plane.connect_s == 20 * plain.times.plane.connect_s
+    assert config.times.presence.settle_ms == 20 * plain.times.presence.settle_ms
+    assert config.store.timeout_ms == 20 * plain.store.timeout_ms
+    assert config.times.presence.beat_interval_ms == plain.times.presence.beat_interval_ms
+    assert config.scheduler.ping_interval_ms == plain.scheduler.ping_interval_ms
+    assert config.gateway.request_timeout_s == plain.gateway.request_timeout_s, "it is promised to clients"
+    write_config(config, path)
+    assert load_config(path) == config, "it is multiplied once"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("scale = 0", "Expected `float` >= 0.1 - at `$.times.scale`"),
+        ("scale = 0.3", "at times.scale = 0.3: 2 × scheduler.ping_interval_ms = 400 must be shorter than"),
+        ("[times.gateway]\nhead_s = -1.0", "Expected `float` >= 0.0 - at `$.times.gateway.head_s`"),
+        ("[times.worker]\ntick_ms = 0", "Expected `int` >= 1 - at `$.times.worker.tick_ms`"),
+        ("[times.worker]\ntick = 1", "unknown field `tick` - at `$.times.worker`"),
+    ],
+)
+def test_times_that_cannot_be_are_refused(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "mesh.toml"
+    path.write_text(f"[times]\n{text}\n")
+    with pytest.raises(UserError) as caught:
+        load_config(path)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_environment_may_set_the_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "mesh.toml"
+    path.write_text("[times]\nscale = 2\n")
+    monkeypatch.setenv("KVMESH_TIME_SCALE", "10")
+    assert load_config(path).times.gateway.head_s == 10 * MeshConfig().times.gateway.head_s
+    monkeypatch.setenv("KVMESH_TIME_SCALE", "fast")
+    with pytest.raises(UserError, match="KVMESH_TIME_SCALE: 'fast' is no number"):
+        load_config(path)
 
 
 def test_a_part_that_is_replaced_is_checked_as_well() -> None:

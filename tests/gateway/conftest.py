@@ -18,6 +18,7 @@ from services.gateway.service import load_model, run_gateway
 from services.metrics import Metrics
 from services.ports import bind
 from services.telemetry import ListExporter, SpanRecord, Telemetry
+from services.times import GatewayTimes, Times
 from tests.credentials import SEED
 from tests.gateway.fake_mesh import FakeMesh
 
@@ -64,6 +65,7 @@ def open_rig(model: GatewayModel) -> OpenRig:
     async def open_it(
         timeout_s: float = 60.0,
         gateway: dict[str, Any] | None = None,
+        times: dict[str, Any] | None = None,
         send_buffer: int = 0,
         model_path: Path | None = None,
         **mesh_fields,
@@ -74,6 +76,7 @@ def open_rig(model: GatewayModel) -> OpenRig:
         config = msgspec.structs.replace(
             config,
             gateway=msgspec.structs.replace(config.gateway, **settings),
+            times=Times(gateway=GatewayTimes(**(times or {}))),
             worker=msgspec.structs.replace(config.worker, fence_after_ms=500),  # of no worker here
         )
         served = model
@@ -113,6 +116,8 @@ def open_rig(model: GatewayModel) -> OpenRig:
 
 
 @pytest.fixture
-async def rig(open_rig: OpenRig) -> AsyncIterator[Rig]:
-    async with open_rig() as opened:
+async def rig(open_rig: OpenRig, request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+    """`@pytest.mark.times(head_s=0.2)`: the gateway's times in this test."""
+    marker = request.node.get_closest_marker("times")
+    async with open_rig(times=marker.kwargs if marker else None) as opened:
         yield opened

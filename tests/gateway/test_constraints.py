@@ -1,6 +1,7 @@
 """What clients may say that an answer must be: what is held, neutral, or refused by name and place."""
 
 import asyncio
+import contextlib
 import json
 import threading
 from concurrent.futures import Future
@@ -198,46 +199,41 @@ class Held(Grammars):
         return super().start(text)
 
 
-async def test_what_takes_too_long(demo: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "GRAMMAR_S", 0.01)
+async def test_what_takes_too_long(demo: Checkpoint) -> None:
     held = Held(demo)
     with pytest.raises(InvalidRequestError, match=r"takes over 0\.01 s") as raised:
-        await check_in_turn(held.SLOW, held, Turn(""))
+        await check_in_turn(held.SLOW, held, Turn("", 60.0), 0.01)
     held.go.set()
     assert (raised.value.param, raised.value.code) == ("guided_json", "invalid_schema")
 
 
-async def test_a_good_grammar_is_not_blamed_for_the_slow_ones_before_it(
-    demo: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held, turn = Held(demo), Turn("others are first")
-    monkeypatch.setattr(limits, "GRAMMAR_S", 60.0)
-    await check_in_turn(held.GOOD, held, turn)
-    monkeypatch.setattr(limits, "GRAMMAR_S", 0.01)
+async def test_a_good_grammar_is_not_blamed_for_the_slow_ones_before_it(demo: Checkpoint) -> None:
+    held, turn = Held(demo), Turn("others are first", 0.01)
+    await check_in_turn(held.GOOD, held, turn, 60.0)
     with pytest.raises(InvalidRequestError, match="takes over"):
-        await check_in_turn(held.SLOW, held, turn)
-    await check_in_turn(held.GOOD, held, turn)  # it is known: it waits for nobody
-    monkeypatch.setattr(limits, "TURN_S", 0.01)
+        await check_in_turn(held.SLOW, held, turn, 0.01)
+    await check_in_turn(held.GOOD, held, turn, 0.0)  # it is known: it waits for nobody
     fresh = Constraint("guided_regex", "start: /fresh/")
     with pytest.raises(NotNowError, match="others are first") as refused:
-        await check_in_turn(fresh, held, turn)
+        await check_in_turn(fresh, held, turn, 60.0)
     assert refused.value.fail.status == 503 and refused.value.fail.retry_after_ms > 0
     assert fresh.grammar not in held.asked
     held.go.set()
-    monkeypatch.setattr(limits, "TURN_S", 60.0)
-    monkeypatch.setattr(limits, "GRAMMAR_S", 60.0)
-    await check_in_turn(fresh, held, turn)
+
+    async def is_understood() -> bool:
+        with contextlib.suppress(NotNowError):
+            await check_in_turn(fresh, held, turn, 60.0)
+            return True
+        return False
+
+    await until(is_understood)
 
 
-async def test_who_waits_has_all_its_time_once_it_is_its_turn(
-    demo: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held, turn = Held(demo), Turn("")
-    monkeypatch.setattr(limits, "GRAMMAR_S", 60.0)
-    monkeypatch.setattr(limits, "TURN_S", 60.0)
-    first = asyncio.create_task(check_in_turn(held.SLOW, held, turn))
+async def test_who_waits_has_all_its_time_once_it_is_its_turn(demo: Checkpoint) -> None:
+    held, turn = Held(demo), Turn("", 60.0)
+    first = asyncio.create_task(check_in_turn(held.SLOW, held, turn, 60.0))
     await until(lambda: len(held.asked) >= 1)
-    second = asyncio.create_task(check_in_turn(held.GOOD, held, turn))
+    second = asyncio.create_task(check_in_turn(held.GOOD, held, turn, 60.0))
     for _ in range(10):  # as far as it comes by itself
         await asyncio.sleep(0)
     assert not first.done() and not second.done() and held.asked == [held.SLOW.grammar]

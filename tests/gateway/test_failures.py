@@ -255,9 +255,8 @@ async def test_duplicates_and_strangers_are_ignored(rig: Rig) -> None:
     assert (await asked).json()["choices"][0]["text"] == rig.text
 
 
-async def test_stopping_ends_what_runs(open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.gateway.limits.DRAIN_S", 0.1)
-    async with open_rig() as rig:
+async def test_stopping_ends_what_runs(open_rig: OpenRig) -> None:
+    async with open_rig(times={"drain_s": 0.1}) as rig:
         rig.mesh.conduct["d1"] = Conduct(hangs_at=1)
         asked = asyncio.create_task(rig.http.post(C, json=body(rig)))
         await rig.mesh.until(lambda: len(rig.mesh.reserves) == 1)

@@ -2,14 +2,16 @@
 
 from schemas.ids import WorkerId
 from schemas.worker import LeftReason, WorkerJoined, WorkerLeft
+from services.config import MeshConfig
 from services.gateway.fleet import Fleet
-from services.gateway.limits import LOAD_KEPT_MS
 from services.gateway.request.events import WorkerLost
 from tests.gateway.test_gateway_watch import NOW, hearing_others
 from tests.gateway.test_survival import load
 
 D1 = WorkerId("d1")
-SILENT_MS = 3_000
+CONFIG = MeshConfig()
+SILENT_MS = CONFIG.gateway.worker_silent_ms
+LOAD_KEPT_MS = CONFIG.times.gateway.load_kept_ms
 RESTARTED = WorkerLost(D1, "it was restarted", is_back=True)
 
 
@@ -18,7 +20,7 @@ def left(incarnation: str) -> WorkerLeft:
 
 
 def test_a_worker_that_leaves_is_lost_but_not_its_successor() -> None:
-    fleet = Fleet(hearing_others(), SILENT_MS)
+    fleet = Fleet(hearing_others(), CONFIG)
     assert fleet.handle(load("d1", incarnation="2"), NOW) == []
     assert fleet.handle(left("1"), NOW) == [] and fleet.block_counts(NOW)
     assert fleet.handle(left("2"), NOW) == [WorkerLost(D1, "silent")]
@@ -26,7 +28,7 @@ def test_a_worker_that_leaves_is_lost_but_not_its_successor() -> None:
 
 
 def test_a_new_incarnation_has_lost_what_the_old_one_had_taken() -> None:
-    fleet = Fleet(hearing_others(), SILENT_MS)
+    fleet = Fleet(hearing_others(), CONFIG)
     fleet.handle(load("d1", incarnation="1"), NOW)
     joined = WorkerJoined(worker=load("d1", incarnation="2").worker)
     assert fleet.handle(joined, NOW) == [RESTARTED]
@@ -35,7 +37,7 @@ def test_a_new_incarnation_has_lost_what_the_old_one_had_taken() -> None:
 
 
 def test_a_load_of_another_incarnation_counts_only_once_the_known_one_is_quiet() -> None:
-    fleet, later_ms = Fleet(hearing_others(NOW + 2 * SILENT_MS), SILENT_MS), NOW + SILENT_MS
+    fleet, later_ms = Fleet(hearing_others(NOW + 2 * SILENT_MS), CONFIG), NOW + SILENT_MS
     fleet.handle(load("d1", incarnation="1", free=2), NOW)
     assert fleet.handle(load("d1", incarnation="2", free=7), later_ms) == []
     assert fleet.block_counts(later_ms)[D1].free == 2
@@ -44,12 +46,12 @@ def test_a_load_of_another_incarnation_counts_only_once_the_known_one_is_quiet()
 
 
 def test_nobody_is_replaced_while_the_gateway_itself_hears_nothing() -> None:
-    fleet = Fleet(hearing_others(), SILENT_MS)
+    fleet = Fleet(hearing_others(), CONFIG)
     fleet.handle(load("d1", incarnation="1"), NOW)
     assert fleet.handle(load("d1", incarnation="2"), NOW + 2 * SILENT_MS) == []
 
 
 def test_a_load_is_forgotten_after_a_while() -> None:
-    fleet = Fleet(hearing_others(), SILENT_MS)
+    fleet = Fleet(hearing_others(), CONFIG)
     fleet.handle(load("d1"), NOW)
     assert fleet.block_counts(NOW + LOAD_KEPT_MS) and not fleet.block_counts(NOW + LOAD_KEPT_MS + 1)

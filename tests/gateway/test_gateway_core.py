@@ -20,6 +20,7 @@ from schemas.request import (
     RequestFailure,
     TransferReport,
 )
+from services.config import GatewayConfig, MeshConfig
 from services.gateway import fleet, limits
 from services.gateway.request import core, events
 from services.gateway.request import progress_watch as watch
@@ -48,7 +49,6 @@ from services.gateway.request.events import (
     WorkerRefused,
     WorkerSilent,
 )
-from services.gateway.request.progress_watch import WatchLimits
 from services.presence import Hearing
 from tests.share import examples
 
@@ -61,7 +61,8 @@ STOP_REACHED = SendCancel(1, "a stop string was reached", AttemptEnd.COMPLETE)
 
 
 def new(max_tokens: int = 100, max_attempts: int = 3, hearing: Hearing | None = None) -> RequestCore:
-    request = RequestCore(RequestId("req-1"), max_tokens, max_attempts, hearing=hearing)
+    config = MeshConfig(gateway=GatewayConfig(max_attempts=max_attempts))
+    request = RequestCore(RequestId("req-1"), max_tokens, config, hearing or Hearing())
     assert request.handle(Submitted(), NOW) == [AskPlacement(1, ())]
     return request
 
@@ -353,7 +354,7 @@ def test_where_nobody_is_there_the_placement_is_asked_again_but_not_for_ever(eve
     (fail,) = actions
     assert isinstance(fail, FailRequest)
     assert (fail.code, fail.status, fail.retry_after_ms) == (code, 503, 1_000)
-    assert now_ms - NOW >= WatchLimits().place_wait_ms
+    assert now_ms - NOW >= 1000 * GatewayConfig().place_wait_s
 
 
 def test_refusals_of_what_nobody_took_end_by_time_with_the_last_reason() -> None:
@@ -368,7 +369,7 @@ def test_refusals_of_what_nobody_took_end_by_time_with_the_last_reason() -> None
     fail = actions[-1]
     assert (fail.code, fail.status, fail.retry_after_ms) == ("overloaded", 429, 1_500)
     assert "p2: busy" in fail.message
-    assert now_ms - NOW >= WatchLimits().resume_wait_ms
+    assert now_ms - NOW >= 1000 * GatewayConfig().resume_wait_s
 
 
 def test_the_reports_are_those_of_the_first_attempt_that_gave_tokens() -> None:
@@ -480,6 +481,7 @@ def test_the_core_is_pure(module: ModuleType) -> None:
         "schemas.logprobs",
         "schemas.request",
         "schemas.worker",
+        "services.config",
         "services.gateway.limits",
         "services.gateway.request.events",
         "services.gateway.request.progress_watch",

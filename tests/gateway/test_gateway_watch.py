@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from schemas.ids import WorkerId
 from schemas.request import RefusalReason
-from services.gateway.limits import DEAF_WAIT_MS, GAP_MS, WAITING_ROUNDS
+from services.config import MeshConfig
+from services.gateway.limits import WAITING_ROUNDS
 from services.gateway.request.core import RequestCore
 from services.gateway.request.events import (
     Action,
@@ -28,11 +29,15 @@ from services.gateway.request.events import (
     WorkerLost,
     WorkerSilent,
 )
-from services.gateway.request.progress_watch import WatchLimits
-from services.presence import DEAF_AFTER_MS, UNSERVED_GAP_MS, Hearing
+from services.presence import Hearing
 from tests.gateway.test_gateway_core import D1, D2, ENDS, NOW, P1, P2, failed, feed, new, placed, refused, tokens
 from tests.share import examples
 
+CONFIG = MeshConfig()
+TIMES = CONFIG.times
+GAP_MS, DEAF_AFTER_MS, UNSERVED_GAP_MS = (
+    TIMES.gateway.gap_ms, TIMES.presence.deaf_after_ms, TIMES.presence.unserved_gap_ms
+)  # fmt: skip
 LEFT_D1 = WorkerLost(D1, "silent")
 
 
@@ -48,7 +53,6 @@ class Clock:
 
     def __init__(self, *events: Event, max_tokens: int = 100) -> None:
         self.now_ms = NOW
-        self.limits = WatchLimits()
         self.hearing = hearing_others()
         self.request = new(max_tokens, hearing=self.hearing)
         feed(self.request, placed(), WorkerAccepted(1, P1), WorkerAccepted(1, D1), *events)
@@ -269,7 +273,7 @@ def test_what_waits_for_a_placement_outlives_a_time_in_which_nobody_is_heard(awa
         clock.run(2_000, heard=False)  # how long a question waits
         waited_ms += 2_000
     clock.run(50)
-    limit_ms = (clock.limits.resume_wait_ms if has_begun else clock.limits.place_wait_ms) - 2_000
+    limit_ms = round(1000 * (CONFIG.gateway.resume_wait_s if has_begun else CONFIG.gateway.place_wait_s)) - 2_000
     for _ in range(limit_ms // 2_000):
         assert clock.tell(PlaceUnanswered(attempt, "no reply")) == []
         clock.run(2_000)
@@ -285,7 +289,10 @@ def test_a_broker_that_stays_away_ends_the_wait() -> None:
     while not (out := clock.tell(PlaceUnanswered(1, "no reply"))):
         clock.run(1_000, heard=False)
         waited_ms += 1_000
-    assert isinstance(out[-1], FailRequest) and waited_ms == clock.limits.place_wait_ms + DEAF_WAIT_MS
+    assert (
+        isinstance(out[-1], FailRequest)
+        and waited_ms == 1000 * CONFIG.gateway.place_wait_s + CONFIG.times.gateway.deaf_wait_ms
+    )
 
 
 def test_what_nobody_has_begun_does_not_wait() -> None:

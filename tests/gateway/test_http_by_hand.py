@@ -78,18 +78,18 @@ async def test_a_bomb_is_never_held(rig: Rig, monkeypatch: pytest.MonkeyPatch) -
     assert max(taken) <= limits.MAX_BODY_BYTES
 
 
-async def test_a_body_that_stops_coming(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "BODY_SILENCE_S", 0.3)
+@pytest.mark.times(body_silence_s=0.3)
+async def test_a_body_that_stops_coming(rig: Rig) -> None:
     head = head_of("1.1", 900)
     answer = await by_hand(rig, head, b'{"model"')
     assert answer.startswith(b"HTTP/1.1 408 ") and b'"request_timeout"' in answer and b"connection: close" in answer
 
 
-async def test_a_slow_body_is_taken(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "BODY_SILENCE_S", 0.5)
+@pytest.mark.times(body_silence_s=1.0)
+async def test_a_slow_body_is_taken(rig: Rig) -> None:
     asked = body(rig)
     head = head_of("1.1", len(asked), "Connection: close\r\n")
-    parts = [part for at in range(0, len(asked), 10) for part in (asked[at : at + 10], 0.15)]
+    parts = [part for at in range(0, len(asked), 5) for part in (asked[at : at + 5], 0.1)]
     assert (await by_hand(rig, head, *parts)).startswith(b"HTTP/1.1 200 ")
 
 

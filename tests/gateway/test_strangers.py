@@ -22,7 +22,8 @@ from services.gateway.api.guard import NotNowError, tenant_of
 from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.api.openai import ChatBody, CompletionBody, decode_body, options_of
 from services.gateway.api.prepare import GatewayModel, prepare
-from services.gateway.server import connections_for
+from services.gateway.server import HttpConnection, connections_for
+from services.times import GatewayTimes
 from tests.gateway.conftest import OpenRig, Rig
 from tests.share import examples
 from tests.waiting import until
@@ -131,7 +132,7 @@ async def test_bodies_in_flight_are_bounded_and_short_ones_are_served(
 
 
 async def test_one_long_body_is_understood_at_a_time_and_short_ones_do_not_wait() -> None:
-    bodies, go = Bodies(), threading.Event()
+    bodies, go = Bodies(GatewayTimes()), threading.Event()
     running: list[str] = []
 
     def work(name: str) -> str:
@@ -153,9 +154,8 @@ async def test_one_long_body_is_understood_at_a_time_and_short_ones_do_not_wait(
     assert running == ["first", "middle", "second"]
 
 
-async def test_who_would_wait_long_for_a_turn_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "TURN_S", 0.01)
-    bodies, go = Bodies(), threading.Event()
+async def test_who_would_wait_long_for_a_turn_is_told_so() -> None:
+    bodies, go = Bodies(GatewayTimes(turn_s=0.01)), threading.Event()
     long = limits.MAX_SHORT_BODY_BYTES + 1
     first = asyncio.create_task(bodies.understand(long, lambda: go.wait(60)))
     await asyncio.sleep(0)
@@ -167,8 +167,14 @@ async def test_who_would_wait_long_for_a_turn_is_told_so(monkeypatch: pytest.Mon
     with pytest.raises(NotNowError):
         await bodies.understand(long, lambda: None)
     go.set()
-    monkeypatch.setattr(limits, "TURN_S", 60.0)
-    assert await bodies.understand(long, lambda: "next") == "next"
+
+    async def has_its_turn() -> bool:
+        try:
+            return await bodies.understand(long, lambda: True)
+        except NotNowError:
+            return False
+
+    await until(has_its_turn)
 
 
 async def test_what_an_error_quotes_is_cut(rig: Rig) -> None:
@@ -271,7 +277,7 @@ async def test_a_number_of_400_digits_is_a_400(rig: Rig) -> None:
 
 
 async def test_without_a_key_no_body_is_read(open_rig: OpenRig) -> None:
-    async with open_rig(gateway=ONE_KEY) as rig, peer(rig) as stranger:
+    async with open_rig(gateway=ONE_KEY, times={"linger_s": 0.1}) as rig, peer(rig) as stranger:
         await stranger.send(head(content_length="10000000"))
         status, headers, body = await stranger.answer()
         assert (status, headers["connection"], body["error"]["code"]) == (401, "close", "invalid_api_key")
@@ -282,6 +288,7 @@ async def test_without_a_key_no_body_is_read(open_rig: OpenRig) -> None:
     ("headers", "status"),
     [({"content_type": "text/plain"}, 415), ({"content_length": "99999999"}, 413), ({"host": "evil.example"}, 421)],
 )
+@pytest.mark.times(linger_s=0.1)
 async def test_what_the_headers_refuse_is_answered_at_once(rig: Rig, headers: dict[str, str], status: int) -> None:
     async with peer(rig) as stranger:
         await stranger.send(head(**{"content_length": "1000", **headers}))
@@ -297,8 +304,8 @@ async def test_a_refused_client_that_sends_on_has_its_answer(open_rig: OpenRig) 
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
 
 
-async def test_a_body_has_a_time_limit(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "BODY_S", 0.2)
+@pytest.mark.times(body_s=0.2, linger_s=0.1)
+async def test_a_body_has_a_time_limit(rig: Rig) -> None:
     async with peer(rig) as slow:
         await slow.send(head(content_length="99") + b"{")
         status, headers, body = await slow.answer()
@@ -393,16 +400,16 @@ async def test_pages_of_other_origins_are_not_let_in_unless_named(open_rig: Open
 # Connections.
 
 
-async def test_a_connection_that_says_nothing_is_closed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "HEAD_S", 0.2)
+@pytest.mark.times(head_s=0.2)
+async def test_a_connection_that_says_nothing_is_closed(rig: Rig) -> None:
     async with peer(rig) as silent, peer(rig) as slow:
         await slow.send(b"GET /health HTTP/1.1\r\nhost: local")
         assert await silent.is_closed()
         assert await slow.is_closed()
 
 
-async def test_a_connection_that_only_trickles_is_closed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "HEAD_S", 0.2)
+@pytest.mark.times(head_s=0.2)
+async def test_a_connection_that_only_trickles_is_closed(rig: Rig) -> None:
     async with peer(rig) as trickling:
         closed = asyncio.create_task(trickling.is_closed())
         while not closed.done():
@@ -416,20 +423,24 @@ def test_what_has_come_while_the_process_stood_still_is_read(
     open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On uvloop, as services run: it fires timers before it reads on."""
-    monkeypatch.setattr(limits, "HEAD_S", 0.2)
+    head_s = 0.5
 
     async def run() -> bytes:
+        accepted, made = asyncio.Event(), HttpConnection.connection_made
+        monkeypatch.setattr(
+            HttpConnection, "connection_made", lambda self, transport: (made(self, transport), accepted.set())
+        )
         loop, (bell, ringer) = asyncio.get_running_loop(), socket.socketpair()
 
         def stand_still() -> None:
             client.send(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
-            time.sleep(0.3)
+            time.sleep(1.5 * head_s)
             loop.remove_reader(bell)
 
         with bell, ringer, socket.socket() as client:
-            async with open_rig() as rig:
+            async with open_rig(times={"head_s": head_s}) as rig:
                 client.connect(("127.0.0.1", rig.http.base_url.port))
-                await asyncio.sleep(0.05)  # it is accepted; else its time would begin after the standstill
+                await accepted.wait()  # else its time would begin after the standstill
                 loop.add_reader(bell, stand_still)
                 ringer.send(b"x")
                 client.setblocking(False)
@@ -440,9 +451,8 @@ def test_what_has_come_while_the_process_stood_still_is_read(
     assert uvloop.run(run()) == b"HTTP/1.1 200"
 
 
-async def test_an_idle_connection_is_closed_after_its_answer(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "KEEP_ALIVE_S", 0.1)
-    monkeypatch.setattr(limits, "HEAD_S", 0.1)
+@pytest.mark.times(keep_alive_s=1.0, head_s=0.1)
+async def test_an_idle_connection_is_closed_after_its_answer(rig: Rig) -> None:
     async with peer(rig) as idle:
         for _ in range(2):
             await idle.send(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
@@ -506,12 +516,12 @@ def test_a_process_with_too_few_descriptors_says_so(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(resource, "getrlimit", lambda which: (70, 70))
     with pytest.raises(UserError, match=r"needs 80 open files, and may have 70: raise `ulimit -n`"):
-        connections_for(1_024)
+        connections_for(1_024, GatewayTimes())
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
-    assert connections_for(1_024).max_connections == 256 - limits.RESERVED_DESCRIPTORS
-    assert connections_for(50).max_connections == 50
+    assert connections_for(1_024, GatewayTimes()).max_connections == 256 - limits.RESERVED_DESCRIPTORS
+    assert connections_for(50, GatewayTimes()).max_connections == 50
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
-    assert connections_for(1_024).max_connections == 1_024
+    assert connections_for(1_024, GatewayTimes()).max_connections == 1_024
 
 
 async def test_the_public_port_has_no_metrics(rig: Rig) -> None:

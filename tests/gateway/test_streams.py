@@ -9,7 +9,6 @@ import pytest
 
 from schemas.block import pack_tokens
 from schemas.request import AttemptFailure, RefusalReason, RequestTokens
-from services.gateway import limits
 from tests.gateway.conftest import OpenRig, Rig
 from tests.gateway.fake_mesh import Conduct
 
@@ -17,11 +16,8 @@ C, H = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams begin at once, and every silence is a long one."""
-    monkeypatch.setattr(limits, "FIRST_OUTPUT_S", 0.01)
-    monkeypatch.setattr(limits, "SILENCE_S", 0.01)
+impatient = pytest.mark.times(first_output_s=0.01, silence_s=0.01)
+"""Streams begin at once, and every silence is a long one."""
 
 
 def body(rig: Rig, path: str = C, **fields: object) -> dict[str, Any]:
@@ -72,10 +68,9 @@ async def test_each_step_s_token_is_an_event_of_its_own_as_it_comes(rig: Rig) ->
 # Beginning, and staying open.
 
 
+@impatient
 @pytest.mark.parametrize("path", [C, H])
-async def test_a_stream_begins_and_is_kept_open_while_the_prompt_is_computed(
-    rig: Rig, impatient: None, path: str
-) -> None:
+async def test_a_stream_begins_and_is_kept_open_while_the_prompt_is_computed(rig: Rig, path: str) -> None:
     rig.mesh.conduct["p1"] = Conduct(hangs_at=0)
     async with rig.http.stream("POST", path, json=body(rig, path)) as answer:
         assert answer.status_code == 200
@@ -90,8 +85,8 @@ async def test_a_stream_begins_and_is_kept_open_while_the_prompt_is_computed(
     assert "".join(_text(json.loads(line[6:])) for line in seen[:-1]) == rig.text
 
 
-async def test_a_silence_in_the_middle_is_filled_as_well(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "SILENCE_S", 0.01)
+@pytest.mark.times(silence_s=0.01)
+async def test_a_silence_in_the_middle_is_filled_as_well(rig: Rig) -> None:
     rig.mesh.gate.clear()
     async with rig.http.stream("POST", C, json=body(rig)) as answer:
         lines = answer.aiter_lines()
@@ -102,7 +97,8 @@ async def test_a_silence_in_the_middle_is_filled_as_well(rig: Rig, monkeypatch: 
 
 
 @pytest.mark.parametrize("chat", [False, True])
-async def test_openais_own_client_reads_over_the_comments(rig: Rig, impatient: None, chat: bool) -> None:
+@impatient
+async def test_openais_own_client_reads_over_the_comments(rig: Rig, chat: bool) -> None:
     rig.mesh.gate.clear()
     create = rig.client.chat.completions.create if chat else rig.client.completions.create
     stream = await create(**body(rig, H if chat else C))  # type: ignore[call-overload]
@@ -116,7 +112,8 @@ async def test_a_stream_without_silence_has_no_comments(rig: Rig) -> None:
     assert not [event for event in answer.text.split("\n\n") if event.startswith(":")]
 
 
-async def test_an_answer_that_is_not_streamed_waits_for_its_status(rig: Rig, impatient: None) -> None:
+@impatient
+async def test_an_answer_that_is_not_streamed_waits_for_its_status(rig: Rig) -> None:
     rig.mesh.gate.clear()
     asyncio.get_running_loop().call_later(0.2, rig.mesh.gate.set)
     answer = await rig.http.post(C, json=body(rig, stream=False))
@@ -126,10 +123,9 @@ async def test_an_answer_that_is_not_streamed_waits_for_its_status(rig: Rig, imp
 
 @pytest.mark.parametrize(("patience_s", "status"), [(60.0, 503), (0.01, 200)])
 async def test_an_error_is_a_status_where_it_comes_soon_and_an_event_later(
-    open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch, patience_s: float, status: int
+    open_rig: OpenRig, patience_s: float, status: int
 ) -> None:
-    monkeypatch.setattr(limits, "FIRST_OUTPUT_S", patience_s)
-    async with open_rig(gateway={"place_wait_s": 0.5}) as rig:
+    async with open_rig(gateway={"place_wait_s": 0.5}, times={"first_output_s": patience_s}) as rig:
         rig.mesh.refusal = RefusalReason.NO_WORKER
         answer = await rig.http.post(C, json=body(rig))
         assert answer.status_code == status
@@ -139,7 +135,8 @@ async def test_an_error_is_a_status_where_it_comes_soon_and_an_event_later(
         assert ("retry-after" in answer.headers) == (status == 503)
 
 
-async def test_a_failure_after_the_headers_reaches_openais_client(rig: Rig, impatient: None) -> None:
+@impatient
+async def test_a_failure_after_the_headers_reaches_openais_client(rig: Rig) -> None:
     import openai
 
     rig.mesh.gate.clear()
@@ -150,7 +147,8 @@ async def test_a_failure_after_the_headers_reaches_openais_client(rig: Rig, impa
             pass
 
 
-async def test_a_client_that_leaves_before_the_first_token_is_heard(rig: Rig, impatient: None) -> None:
+@impatient
+async def test_a_client_that_leaves_before_the_first_token_is_heard(rig: Rig) -> None:
     rig.mesh.conduct["p1"] = Conduct(hangs_at=0)
     async with rig.http.stream("POST", C, json=body(rig)) as answer:
         assert answer.status_code == 200

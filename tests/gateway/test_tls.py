@@ -11,7 +11,6 @@ import openai
 import pytest
 
 from services.errors import UserError
-from services.gateway import limits
 from services.gateway.server import tls_context
 from tests.certificates import Certificate, make_certificate
 from tests.gateway.conftest import OpenRig, Rig
@@ -56,11 +55,8 @@ async def test_http_is_not_answered_where_https_is_served(open_rig: OpenRig, own
             await rig.http.get("/health")
 
 
-async def test_a_handshake_has_a_time_limit(
-    open_rig: OpenRig, own: Certificate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "HEAD_S", 0.2)
-    async with open_rig(gateway=settings_of(own)) as rig:
+async def test_a_handshake_has_a_time_limit(open_rig: OpenRig, own: Certificate) -> None:
+    async with open_rig(gateway=settings_of(own), times={"head_s": 0.2}) as rig:
         reader, writer = await asyncio.open_connection("127.0.0.1", rig.http.base_url.port)
         assert await reader.read() == b""
         writer.close()

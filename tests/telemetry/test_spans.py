@@ -35,6 +35,7 @@ from services.gateway.request.events import PlaceGranted
 from services.gateway.request.job import BlockKey, Job, PackedPrompt
 from services.metrics import Metrics
 from services.prefill.core import PrefillAttempt, PrefillCore
+from services.presence import Hearing
 from services.telemetry import (
     FileExporter,
     Key,
@@ -94,7 +95,7 @@ def choice_of(made: Telemetry, trace: TraceContext) -> ChoiceObserver:
         request_id=RequestId("req-1"), prompt=PackedPrompt(pack_tokens([1, 2, 3]), b"", 3), deadline_ms=1,
         key=BlockKey(block_size=8, model_fingerprint="f"), sampling=SamplingParams(max_tokens=100), trace=trace,
     )  # fmt: skip
-    return ChoiceObserver(made, job, RequestCore(job.request_id, 100, 3))
+    return ChoiceObserver(made, job, RequestCore(job.request_id, 100, MeshConfig(), Hearing()))
 
 
 def served(num_retries: int = 0) -> AnswerUsage:

@@ -13,7 +13,7 @@ from schemas import directory, handoff, kv, request, worker
 from schemas.block import BLOCK_HASH_BYTES
 from schemas.ids import RequestId
 from schemas.message import Message, UndecodableMessageError, decode, encode
-from services.config import SchedulerConfig
+from services.config import MeshConfig, SchedulerConfig
 from services.decode.core import DecodeCore
 from services.directory.core import DirectoryCore
 from services.directory.events import BlocksChanged, PageRead, ReadPage
@@ -21,7 +21,6 @@ from services.directory.service import _worker_heard
 from services.gateway.fleet import Fleet
 from services.gateway.request.core import RequestCore
 from services.gateway.request.events import PlaceGranted, Submitted, TokensReceived
-from services.gateway.request.progress_watch import WatchLimits
 from services.prefill.core import PrefillCore
 from services.presence import Hearing
 from services.scheduler.core import SchedulerCore
@@ -183,9 +182,8 @@ def test_a_store(heard: list[Any]) -> None:
 )
 def test_a_gateway(heard: list[Any], placement: Any, emitted: list[Any]) -> None:
     hearing = Hearing()
-    fleet = Fleet(hearing, 3_000)
-    watch = WatchLimits(progress_after_ms=1_000, worker_silent_ms=3_000, resume_wait_ms=1_000, place_wait_ms=1_000)
-    core = RequestCore(RequestId("r"), 5, 3, watch, hearing)
+    fleet = Fleet(hearing, MeshConfig())
+    core = RequestCore(RequestId("r"), 5, MeshConfig(), hearing)
     core.handle(Submitted(), NOW)
     core.handle(PlaceGranted(1, placement), NOW)
     for message in heard:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from litestar.types import Receive, Scope, Send
 
 from schemas.request import FinishReason
-from services.gateway import limits
 from services.gateway.api.choice import Choice
 from services.gateway.api.openai import Options
 from services.gateway.api.replies import (
@@ -29,6 +28,7 @@ from services.gateway.request.events import Abandon, ClientGone, Deliver, FailRe
 from services.gateway.request.job import Job
 from services.gateway.request.mailbox import Mailbox
 from services.gateway.requests import Requests
+from services.times import GatewayTimes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,10 +49,11 @@ class Answer:
     TTFT is as in `observe/ttft_parts.py`; of an answer that is not streamed, it ends when token 0 could be written.
     """
 
-    def __init__(self, call: Call, observer: AnswerObserver, requests: Requests) -> None:
+    def __init__(self, call: Call, observer: AnswerObserver, requests: Requests, times: GatewayTimes) -> None:
         self._call = call
         self._observer = observer
         self._requests = requests
+        self._times = times
         self._mailbox = Mailbox()
         self._lives: list[LiveRequest] = []
         self._status = 0
@@ -66,13 +67,13 @@ class Answer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call, observer = self._call, self._observer
         observer.tokenized(call.num_prompt_tokens)
-        self._silent_until_s = asyncio.get_running_loop().time() + limits.FIRST_OUTPUT_S
+        self._silent_until_s = asyncio.get_running_loop().time() + self._times.first_output_s
         for number, job in enumerate(call.jobs):
             self._lives.append(self._requests.submit(job, number, self._mailbox))
         async with asyncio.TaskGroup() as tasks:
             watcher = tasks.create_task(self._watch(receive), name=f"watch client of {observer.request_id}")
             try:
-                async with asyncio.timeout(call.timeout_s + limits.WRITE_GRACE_S):
+                async with asyncio.timeout(call.timeout_s + self._times.write_grace_s):
                     await self._respond(send)
             except TimeoutError:
                 self._outcome, self._error = "slow_client", "the client did not read its answer by the deadline"
@@ -171,11 +172,11 @@ class Answer:
         await self._begin(send, 200, EVENT_STREAM_TYPE, {"cache-control": "no-cache", "x-accel-buffering": "no"})
         if self._opening:
             await _send_body(send, self._opening, more=True)
-        self._silent_until_s = asyncio.get_running_loop().time() + limits.SILENCE_S
+        self._silent_until_s = asyncio.get_running_loop().time() + self._times.silence_s
 
     async def _send_events(self, send: Send, events: bytes) -> None:
         await _send_body(send, events, more=True)
-        self._silent_until_s = asyncio.get_running_loop().time() + limits.SILENCE_S
+        self._silent_until_s = asyncio.get_running_loop().time() + self._times.silence_s
 
     async def _begin(self, send: Send, status: int, content_type: bytes, headers: Mapping[str, str]) -> None:
         self._status = status

@@ -15,6 +15,7 @@ from services.gateway import limits
 from services.gateway.api.guard import NotNowError
 from services.gateway.api.invalid import InvalidRequestError
 from services.gateway.api.turn import Turn
+from services.times import GatewayTimes
 
 ResultT = TypeVar("ResultT")
 
@@ -34,9 +35,13 @@ class _Share:
 class Bodies:
     """The bodies that one gateway is reading or understanding."""
 
+    times: GatewayTimes
     num_bytes: int = 0
     """What of them counts for the bound."""
-    _turn: Turn = field(default_factory=lambda: Turn("other long prompts are being read"))
+    _turn: Turn = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._turn = Turn("other long prompts are being read", self.times.turn_s)
 
     @contextlib.asynccontextmanager
     async def read(self, request: Request[object, object, State], timeout_s: float) -> AsyncGenerator[bytes]:
@@ -46,7 +51,7 @@ class Bodies:
         """
         share = _Share()
         try:
-            yield await self._read(request, min(timeout_s, limits.BODY_S), share)
+            yield await self._read(request, min(timeout_s, self.times.body_s), share)
         finally:
             self.num_bytes -= share.num_bytes
 
@@ -65,7 +70,7 @@ class Bodies:
     async def _read(self, request: Request[object, object, State], timeout_s: float, share: _Share) -> bytes:
         chunks: list[bytes] = []
         num_read = 0
-        unpacked = _unpacked(_arriving(request), request.headers.get("content-encoding", ""))
+        unpacked = _unpacked(_arriving(request, self.times.body_silence_s), request.headers.get("content-encoding", ""))
         try:
             async with asyncio.timeout(timeout_s):
                 async for chunk in unpacked:
@@ -92,15 +97,15 @@ class Bodies:
         share.num_bytes += more
 
 
-async def _arriving(request: Request[object, object, State]) -> AsyncGenerator[bytes]:
+async def _arriving(request: Request[object, object, State], silence_s: float) -> AsyncGenerator[bytes]:
     """Yield a body's parts as they come. Raises InvalidRequestError for one that stops coming."""
     stream = aiter(request.stream())
     while True:
         try:
-            async with asyncio.timeout(limits.BODY_SILENCE_S):
+            async with asyncio.timeout(silence_s):
                 chunk = await anext(stream, None)
         except TimeoutError as error:
-            message = f"nothing more of the body came for {limits.BODY_SILENCE_S:g} s"
+            message = f"nothing more of the body came for {silence_s:g} s"
             raise InvalidRequestError(message, None, "request_timeout", 408) from error
         if chunk is None:
             return

@@ -106,15 +106,15 @@ def constraint_of(
     return found[0] if found else None
 
 
-async def check_in_turn(constraint: Constraint, grammars: KeptGrammars, turn: Turn) -> None:
-    """As `check_constraint`, once it is this one's turn, and within seconds. Raises NotNowError too: others' grammars
-    are no fault of this one."""
+async def check_in_turn(constraint: Constraint, grammars: KeptGrammars, turn: Turn, timeout_s: float) -> None:
+    """As `check_constraint`, once it is this one's turn, and within `timeout_s`. Raises NotNowError too: others'
+    grammars are no fault of this one."""
     if grammars.knows(constraint.grammar):
         return
     try:
-        await turn.work(lambda: check_constraint(constraint, grammars.start), limits.GRAMMAR_S)
+        await turn.work(lambda: check_constraint(constraint, grammars.start), timeout_s)
     except TimeoutError as error:
-        message = f"`{constraint.param}` takes over {limits.GRAMMAR_S:g} s to understand: simplify it"
+        message = f"`{constraint.param}` takes over {timeout_s:g} s to understand: simplify it"
         raise InvalidRequestError(message, constraint.param, constraint.code) from error
 
 

@@ -33,9 +33,11 @@ class NotNowError(Exception):
 
 
 class EarlyRefusal:
-    """An ASGI response to what has not been read to its end; the connection is closed after it."""
+    """An ASGI response to what has not been read to its end; the connection is closed after it, once what the client
+    still sends has ended or `linger_s` has passed."""
 
-    def __init__(self, reply: ErrorReply, status: int, headers: Headers | None = None) -> None:
+    def __init__(self, reply: ErrorReply, status: int, linger_s: float, headers: Headers | None = None) -> None:
+        self._linger_s = linger_s
         self._body = encode_reply(reply)
         self._status = status
         named = {"connection": "close", "content-length": str(len(self._body)), **(headers or {})}
@@ -45,7 +47,7 @@ class EarlyRefusal:
         await send({"type": "http.response.start", "status": self._status, "headers": self._headers})
         await send({"type": "http.response.body", "body": self._body, "more_body": True})
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limits.LINGER_S):
+            async with asyncio.timeout(self._linger_s):
                 while _has_more(await receive()):
                     pass
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -59,8 +61,9 @@ class HostGuard:
     nobody's name.
     """
 
-    def __init__(self, app: ASGIApp, hosts: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp, hosts: Iterable[str], linger_s: float) -> None:
         self._app = app
+        self._linger_s = linger_s
         self._hosts = {"localhost", *(host.lower().rstrip(".") for host in hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,17 +76,18 @@ class HostGuard:
         said = repr(names[0]) if names else "nothing"
         message = f"the header Host says {said}, which is no name of this gateway: add it to gateway.hosts in mesh.toml"
         reply = error_of_invalid(InvalidRequestError(message, code="unknown_host"))
-        await EarlyRefusal(reply, 421)(scope, receive, send)
+        await EarlyRefusal(reply, 421, self._linger_s)(scope, receive, send)
 
     def _is_ours(self, name: str, scope: Scope) -> bool:
         server = scope["server"]
         return name in self._hosts or is_loopback(name) or (server is not None and name == server[0])
 
 
-async def refuse_busy(scope: Scope, receive: Receive, send: Send) -> None:
+async def refuse_busy(linger_s: float, scope: Scope, receive: Receive, send: Send) -> None:
     """An ASGI application for a connection that is one too many."""
     fail = NotNowError("overloaded", "this gateway answers as many requests as it can").fail
-    await EarlyRefusal(error_of_fail(fail), fail.status, {"retry-after": retry_after_of(fail)})(scope, receive, send)
+    headers = {"retry-after": retry_after_of(fail)}
+    await EarlyRefusal(error_of_fail(fail), fail.status, linger_s, headers)(scope, receive, send)
 
 
 def tenant_of(tenants: Mapping[str, str], headers: Headers) -> str:

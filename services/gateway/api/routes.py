@@ -23,7 +23,7 @@ from schemas.ids import RequestId, new_id
 from schemas.worker import DescribeFleet
 from services.bus.base import BusError
 from services.bus.typed import TypedBus
-from services.config import GatewayConfig
+from services.config import MeshConfig
 from services.gateway import limits
 from services.gateway.api.answer import Answer, Call
 from services.gateway.api.bodies import ENCODINGS, Bodies
@@ -68,6 +68,7 @@ from services.gateway.request.job import Job
 from services.gateway.requests import Requests
 from services.runtime import now_ms
 from services.telemetry import Telemetry
+from services.times import GatewayTimes
 
 log = logging.getLogger(__name__)
 
@@ -83,16 +84,24 @@ _TRACEPARENT_LENGTH = 55
 class Gateway:
     """What the routes share. `stopping`: intake has ended."""
 
-    config: GatewayConfig
+    config: MeshConfig
     model: GatewayModel
     requests: Requests
     telemetry: Telemetry
     metrics: GatewayMetrics
     bus: TypedBus
     started_s: int
-    bodies: Bodies = field(default_factory=Bodies)
-    grammar_turn: Turn = field(default_factory=lambda: Turn("what others' answers must be is being understood"))
     stopping: bool = False
+    bodies: Bodies = field(init=False)
+    grammar_turn: Turn = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bodies = Bodies(self.times)
+        self.grammar_turn = Turn("what others' answers must be is being understood", self.times.turn_s)
+
+    @property
+    def times(self) -> GatewayTimes:
+        return self.config.times.gateway
 
 
 _OF_BODIES = (400, 404, 408, 413, 415)
@@ -128,24 +137,24 @@ def build_app(gateway: Gateway) -> Litestar:
 
     @get("/v1/models", summary="The model that is served")
     async def models(request: HttpRequest) -> Response[bytes]:
-        tenant_of(gateway.config.tenants, request.headers)
+        tenant_of(gateway.config.gateway.tenants, request.headers)
         return _json(ModelsReply(data=tuple(_model_reply(gateway, name) for name in _names(gateway))))
 
     @get("/v1/models/{model_id:path}", summary="One model")
     async def model(request: HttpRequest, model_id: FromPath[str]) -> Response[bytes]:
         name = model_id.lstrip("/")
-        tenant_of(gateway.config.tenants, request.headers)
+        tenant_of(gateway.config.gateway.tenants, request.headers)
         check_model(gateway.model, name)
         return _json(_model_reply(gateway, name))
 
     @get("/v1/capabilities", summary="Every parameter, and what becomes of it")
     async def what_is_taken(request: HttpRequest) -> Response[bytes]:
-        tenant_of(gateway.config.tenants, request.headers)
+        tenant_of(gateway.config.gateway.tenants, request.headers)
         return _json(capabilities(gateway.model.name, gateway.model.context_length))
 
     @get("/version", summary="This program's version")
     async def version(request: HttpRequest) -> Response[bytes]:
-        tenant_of(gateway.config.tenants, request.headers)
+        tenant_of(gateway.config.gateway.tenants, request.headers)
         return _json(VersionReply(version=importlib.metadata.version("kvmesh")))
 
     @post("/tokenize", status_code=200, summary="The tokens of a text, or of a conversation")
@@ -171,7 +180,7 @@ def build_app(gateway: Gateway) -> Litestar:
     async def openapi_json() -> Redirect:
         return Redirect(JSON, status_code=307)
 
-    origins = gateway.config.cors_origins
+    origins = gateway.config.gateway.cors_origins
     cors = CORSConfig([*origins], allow_methods=["GET", "POST"], expose_headers=_EXPOSED) if origins else None
     asked, told = [completions, chat_completions, responses, tokens, text], [models, model, what_is_taken, version]
     app = Litestar(
@@ -200,9 +209,9 @@ async def _generate(gateway: Gateway, request: HttpRequest, route: Route) -> ASG
     try:
         if gateway.stopping:
             raise NotNowError("draining", "this gateway is shutting down")
-        tenant = tenant_of(gateway.config.tenants, request.headers)
+        tenant = tenant_of(gateway.config.gateway.tenants, request.headers)
         check_json(request.headers)
-        async with gateway.bodies.read(request, gateway.config.request_timeout_s) as body:
+        async with gateway.bodies.read(request, gateway.config.gateway.request_timeout_s) as body:
             has_read = True
             observer = _observer(gateway, request, route)
             call = await _call(gateway, observer, tenant, route, body)
@@ -219,9 +228,9 @@ async def _generate(gateway: Gateway, request: HttpRequest, route: Route) -> ASG
             observer.broke(error)
         raise
     else:
-        return Answer(call, observer, gateway.requests)
+        return Answer(call, observer, gateway.requests, gateway.times)
     headers |= {"x-request-id": observer.request_id, "traceparent": observer.trace.traceparent}
-    return _asgi_error(reply, status, headers) if has_read else EarlyRefusal(reply, status, headers)
+    return _refusal(gateway, reply, status, headers, has_read=has_read)
 
 
 async def _answer(
@@ -230,9 +239,9 @@ async def _answer(
     """Return the response of a route that asks nobody else."""
     has_read = False
     try:
-        tenant_of(gateway.config.tenants, request.headers)
+        tenant_of(gateway.config.gateway.tenants, request.headers)
         check_json(request.headers)
-        async with gateway.bodies.read(request, gateway.config.request_timeout_s) as body:
+        async with gateway.bodies.read(request, gateway.config.gateway.request_timeout_s) as body:
             has_read = True
             reply = await gateway.bodies.understand(len(body), lambda: understand(gateway.model, body))
     except InvalidRequestError as error:
@@ -241,7 +250,7 @@ async def _answer(
         refused, status, headers = error_of_fail(error.fail), error.fail.status, _retry_headers(error.fail)
     else:
         return ASGIResponse(body=encode_reply(reply), media_type="application/json")
-    return _asgi_error(refused, status, headers) if has_read else EarlyRefusal(refused, status, headers)
+    return _refusal(gateway, refused, status, headers, has_read=has_read)
 
 
 def _headers_of(error: InvalidRequestError) -> dict[str, str]:
@@ -268,7 +277,7 @@ def _observer(gateway: Gateway, request: HttpRequest, route: Route) -> AnswerObs
 async def _call(gateway: Gateway, observer: AnswerObserver, tenant: str, route: Route, payload: bytes) -> Call:
     """Check and tokenize a body. Raises InvalidRequestError and NotNowError."""
     request_id, model = observer.request_id, gateway.model
-    deadline_ms = now_ms() + round(gateway.config.request_timeout_s * 1000)
+    deadline_ms = now_ms() + round(gateway.config.gateway.request_timeout_s * 1000)
 
     def understand() -> tuple[Responses | None, Prepared, list[Job]]:
         responses = Responses(payload) if route is Route.RESPONSES else None
@@ -280,7 +289,7 @@ async def _call(gateway: Gateway, observer: AnswerObserver, tenant: str, route: 
     responses, prepared, jobs = await gateway.bodies.understand(len(payload), understand)
     if prepared.constraint is not None:
         with _own_names(responses):
-            await check_in_turn(prepared.constraint, model.grammars, gateway.grammar_turn)
+            await check_in_turn(prepared.constraint, model.grammars, gateway.grammar_turn, gateway.times.grammar_s)
     options = prepared.options
     texts = TokenTexts(model.codec.token_bytes, shows_ids=options.shows_ids)
     number, created = request_id.removeprefix("req-"), int(time.time())
@@ -296,7 +305,7 @@ async def _call(gateway: Gateway, observer: AnswerObserver, tenant: str, route: 
         jobs=jobs,
         choices=[_choice(model, prepared, number // options.n) for number in range(len(jobs))],
         num_prompt_tokens=sum(map(len, prepared.prompts)),
-        timeout_s=gateway.config.request_timeout_s,
+        timeout_s=gateway.config.gateway.request_timeout_s,
     )
 
 
@@ -327,7 +336,7 @@ async def _unhealthy_reason(gateway: Gateway) -> str:
     if gateway.stopping:
         return "this gateway is shutting down"
     try:
-        fleet = await gateway.bus.ask(subjects.FLEET, (), DescribeFleet(), limits.HEALTH_TIMEOUT_S)
+        fleet = await gateway.bus.ask(subjects.FLEET, (), DescribeFleet(), gateway.times.health_timeout_s)
     except BusError as error:
         return f"no scheduler answers: {error.reason}"
     if not fleet.ready:
@@ -367,6 +376,8 @@ def _json(reply: msgspec.Struct, status: int = 200, headers: dict[str, str] | No
     return Response(encode_reply(reply), status_code=status, media_type="application/json", headers=headers)
 
 
-def _asgi_error(reply: ErrorReply, status: int, headers: dict[str, str]) -> ASGIApp:
-    """Like `_json`, for a route whose other answer is an ASGI application."""
+def _refusal(gateway: Gateway, reply: ErrorReply, status: int, headers: dict[str, str], *, has_read: bool) -> ASGIApp:
+    """Return the response of a refused request, whose body has been read or has not."""
+    if not has_read:
+        return EarlyRefusal(reply, status, gateway.times.linger_s, headers)
     return ASGIResponse(body=encode_reply(reply), status_code=status, media_type="application/json", headers=headers)

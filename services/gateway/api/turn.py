@@ -4,24 +4,24 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from services.gateway import limits
 from services.gateway.api.guard import NotNowError
 
 ResultT = TypeVar("ResultT")
 
 
 class Turn:
-    """`busy`: what the others do, as who would wait long for them is told."""
+    """`busy`: what the others do, as who would wait for them for over `timeout_s` is told."""
 
-    def __init__(self, busy: str) -> None:
+    def __init__(self, busy: str, timeout_s: float) -> None:
         self._busy = busy
+        self._timeout_s = timeout_s
         self._lock = asyncio.Lock()
 
     async def work(self, work: Callable[[], ResultT], timeout_s: float | None = None) -> ResultT:
         """Return the result of `work`, done in a thread. Raises NotNowError where the others take too long, and
         TimeoutError where the work itself does."""
         try:
-            async with asyncio.timeout(limits.TURN_S):
+            async with asyncio.timeout(self._timeout_s):
                 await self._lock.acquire()
         except TimeoutError as error:
             raise NotNowError("overloaded", self._busy) from error

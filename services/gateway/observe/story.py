@@ -36,6 +36,7 @@ from services.gateway.request.events import Abandon, Action, Deliver, FailReques
 from services.gateway.request.job import Job
 from services.runtime import now_ms
 from services.telemetry import TraceContext
+from services.times import GatewayTimes
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class Stories:
     gateway_id: GatewayId
     bus: TypedBus
     tasks: asyncio.TaskGroup
+    times: GatewayTimes
     num_dropped: int = 0
     _stories: dict[RequestId, RequestStory] = field(default_factory=dict[RequestId, RequestStory])
     _ended: OrderedDict[RequestId, tuple[int, RequestDescribed]] = field(
@@ -164,7 +166,7 @@ class Stories:
     def _forget_old(self, now: int) -> None:
         while self._ended:
             oldest, (ended_ms, _) = next(iter(self._ended.items()))
-            if len(self._ended) <= limits.MAX_ENDED and now - ended_ms <= limits.ENDED_KEPT_MS:
+            if len(self._ended) <= limits.MAX_ENDED and now - ended_ms <= self.times.ended_kept_ms:
                 return
             del self._ended[oldest]
 
@@ -203,7 +205,8 @@ class Stories:
         if (described := self.describe(request_id)) is not None:
             return described
         try:
-            return await self.bus.ask(subjects.REQUEST_SOUGHT, (request_id,), DescribeRequest(), limits.SEEK_TIMEOUT_S)
+            timeout_s = self.times.seek_timeout_s
+            return await self.bus.ask(subjects.REQUEST_SOUGHT, (request_id,), DescribeRequest(), timeout_s)
         except BusError:  # no gateway has said that it knows it
             return RequestDescribed(request_id=request_id, phase="unknown")
 

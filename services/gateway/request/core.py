@@ -24,7 +24,8 @@ from schemas.request import (
     RequestFailure,
     TransferReport,
 )
-from services.gateway.limits import DEAF_WAIT_MS, DEFAULT_RETRY_AFTER_MS, MAX_TROUBLES, PAUSE_MAX_MS, PAUSE_MIN_MS
+from services.config import MeshConfig
+from services.gateway.limits import DEFAULT_RETRY_AFTER_MS, MAX_TROUBLES
 from services.gateway.request.events import (
     Abandon,
     Action,
@@ -54,7 +55,7 @@ from services.gateway.request.events import (
     WorkerRefused,
     WorkerSilent,
 )
-from services.gateway.request.progress_watch import NEVER_MS, Watch, WatchLimits
+from services.gateway.request.progress_watch import NEVER_MS, Watch
 from services.presence import Hearing
 
 
@@ -81,13 +82,11 @@ class RequestCore:
         self,
         request_id: RequestId,
         max_tokens: int,
-        max_attempts: int,
-        limits: WatchLimits | None = None,
-        hearing: Hearing | None = None,
+        config: MeshConfig,
+        hearing: Hearing,
     ) -> None:
         self.request_id = request_id
         self.max_tokens = max_tokens
-        self.max_attempts = max_attempts
         self.phase = Phase.PLACING
         self.attempt = 0
         self.prefill_worker: WorkerId | None = None
@@ -104,8 +103,9 @@ class RequestCore:
         """So many of them are part of this attempt's prompt."""
         self.wake_ms = 0
         """`tick` has nothing to do before."""
-        self._limits = limits or WatchLimits()
-        self._hearing = hearing or Hearing()
+        self._config = config
+        self._times = config.times.gateway
+        self._hearing = hearing
         self._excluded: list[WorkerId] = []
         self._moved_from: KVSource | None = None
         """Who has given an attempt away, and what of its prompt lies there, until another attempt has got on."""
@@ -188,18 +188,19 @@ class RequestCore:
             case PlaceUnanswered():
                 message = self._with_troubles(f"no scheduler answers ({event.detail})")
                 fail = FailRequest("no_scheduler", message, 503, DEFAULT_RETRY_AFTER_MS)
-                return self._wait(PAUSE_MIN_MS, fail, now_ms)
+                return self._wait(self._times.pause_min_ms, fail, now_ms)
 
     def _wait(self, pause_ms: int, fail: FailRequest, now_ms: int) -> list[Action]:
         """Ask for a placement again in a while; fail where that has gone on for long enough."""
         self._waiting_since_ms = self._waiting_since_ms or now_ms
-        limit_ms = self._limits.resume_wait_ms if self._is_under_way else self._limits.place_wait_ms
+        gateway = self._config.gateway
+        limit_ms = round(1000 * (gateway.resume_wait_s if self._is_under_way else gateway.place_wait_s))
         if self._hearing.is_deaf(now_ms):
-            limit_ms += DEAF_WAIT_MS
+            limit_ms += self._times.deaf_wait_ms
         if now_ms - max(self._waiting_since_ms, self._hearing.since_ms) >= limit_ms:
             return self._end("", fail)
         self.phase = Phase.WAITING
-        self.wake_ms = now_ms + min(max(pause_ms, PAUSE_MIN_MS), PAUSE_MAX_MS)
+        self.wake_ms = now_ms + min(max(pause_ms, self._times.pause_min_ms), self._times.pause_max_ms)
         return []
 
     def _running(
@@ -262,7 +263,7 @@ class RequestCore:
         self._heard_decode = False
         self._finish_reason: FinishReason | None = None
         self._num_final_tokens = 0
-        self._watch = Watch(self._limits, self._hearing, (), 0)
+        self._watch = Watch(self._config, self._hearing, (), 0)
 
     def _ask_placement(self) -> AskPlacement:
         return AskPlacement(self.attempt, tuple(self._excluded), self.num_answered, self._moved_from)
@@ -273,7 +274,7 @@ class RequestCore:
         sources, replica = placement.sources, placement.replica
         self.prefill_worker = prefill
         self.decode_worker = decode = placement.decode_worker if self.max_tokens - answered > 1 else None
-        self._watch = Watch(self._limits, self._hearing, (prefill,) if decode is None else (prefill, decode), now_ms)
+        self._watch = Watch(self._config, self._hearing, (prefill,) if decode is None else (prefill, decode), now_ms)
         self.wake_ms = 0
         if decode is None:
             return [SendRun(self.attempt, prefill, None, None, sources, answered, replica)]
@@ -413,7 +414,7 @@ class RequestCore:
         if len(self.tokens) >= self.max_tokens:  # only its end has not been heard
             return self._end(reason, Finish("length"), AttemptEnd.COMPLETE)
         fail_all = FailRequest(fail.code, self._all_troubles(), fail.status, fail.retry_after_ms)
-        if self._num_vain >= self.max_attempts:
+        if self._num_vain >= self._config.gateway.max_attempts:
             return self._end(reason, fail_all)
         cancel = SendCancel(self.attempt, reason)
         if worker_id in self._excluded:
@@ -423,7 +424,7 @@ class RequestCore:
         self._begin_attempt()
         self.moved_by = moved_from.worker_id if moved_from is not None else None
         if self._num_untaken > 1:
-            return [cancel, *self._wait(PAUSE_MIN_MS * self._num_untaken, fail_all, now_ms)]
+            return [cancel, *self._wait(self._times.pause_min_ms * self._num_untaken, fail_all, now_ms)]
         return [cancel, self._ask_placement()]
 
     def _end(

@@ -10,18 +10,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from schemas.ids import WorkerId
-from services.gateway.limits import GAP_MS, WAITING_ROUNDS
-from services.presence import UNSERVED_GAP_MS, Hearing, Peer
+from services.config import MeshConfig
+from services.gateway.limits import WAITING_ROUNDS
+from services.presence import Hearing, Peer
 
 NEVER_MS = 2**62
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatchLimits:
-    progress_after_ms: int = 1_000
-    worker_silent_ms: int = 3_000
-    resume_wait_ms: int = 30_000
-    place_wait_ms: int = 5_000
 
 
 class Look(NamedTuple):
@@ -49,8 +42,9 @@ class _Worker:
 class Watch:
     """The watch over one attempt."""
 
-    def __init__(self, limits: WatchLimits, hearing: Hearing, workers: Sequence[WorkerId], now_ms: int) -> None:
-        self._limits = limits
+    def __init__(self, config: MeshConfig, hearing: Hearing, workers: Sequence[WorkerId], now_ms: int) -> None:
+        self._config = config.gateway
+        self._times = config.times
         self._hearing = hearing
         self._workers = {worker_id: _Worker(Peer(now_ms)) for worker_id in workers}
         self._gap: int | None = None
@@ -91,10 +85,10 @@ class Watch:
         for worker_id in needed:
             worker = self._workers[worker_id]
             # A worker may say nothing for so long before it is asked; what is in line there has time.
-            quiet_ms = self._limits.progress_after_ms * (WAITING_ROUNDS if worker.is_waiting else 1)
+            quiet_ms = self._config.progress_after_ms * (WAITING_ROUNDS if worker.is_waiting else 1)
             if worker.may_be_asked:
                 # And for so long before it is lost: it must have been asked for long enough.
-                silent_ms = self._limits.worker_silent_ms + quiet_ms - self._limits.progress_after_ms
+                silent_ms = self._config.worker_silent_ms + quiet_ms - self._config.progress_after_ms
                 if self._hearing.is_silent(worker.peer.heard_ms, silent_ms, now_ms):
                     return Look(silent=worker_id)
                 next_ms = min(next_ms, max(worker.peer.heard_ms, self._hearing.since_ms) + silent_ms)
@@ -112,12 +106,12 @@ class Watch:
         if worker.is_urgent:
             return 0
         if worker.peer.unserved_ms is not None:
-            return worker.peer.unserved_ms + UNSERVED_GAP_MS
+            return worker.peer.unserved_ms + self._times.presence.unserved_gap_ms
         if worker.asked_ms > worker.peer.heard_ms:  # in vain
-            quiet_ms = self._limits.progress_after_ms
+            quiet_ms = self._config.progress_after_ms
         due_ms = max(worker.peer.heard_ms, worker.asked_ms) + quiet_ms
         if self._gap is None:
             return due_ms
         if worker.asked_ms >= self._gap_ms:
-            return min(due_ms, worker.asked_ms + self._limits.progress_after_ms)
-        return min(due_ms, self._gap_ms + GAP_MS)
+            return min(due_ms, worker.asked_ms + self._config.progress_after_ms)
+        return min(due_ms, self._gap_ms + self._times.gateway.gap_ms)
