@@ -334,7 +334,7 @@ async def test_an_endpoint_takes_in_so_many_requests(bus: NatsBus, monkeypatch: 
     subject = f"test.{uuid4().hex}"
     served = await bus.serve("slow", "slow", subject)
     await bus.flush()
-    asked = [asyncio.create_task(bus.request(subject, b"%d" % n, {}, 1.0)) for n in range(5)]
+    asked = [asyncio.create_task(bus.request(subject, b"%d" % n, {}, LONG_S if n < 2 else 0.5)) for n in range(5)]
     await until(lambda: bus.num_dropped == 3)
     taken = 0
     async for delivery in served:
@@ -342,7 +342,7 @@ async def test_an_endpoint_takes_in_so_many_requests(bus: NatsBus, monkeypatch: 
         if (taken := taken + 1) == 2:
             break
     answers = await asyncio.gather(*asked, return_exceptions=True)
-    assert sum(isinstance(answer, RequestTimedOutError) for answer in answers) == 3
+    assert [isinstance(answer, RequestTimedOutError) for answer in answers] == [False, False, True, True, True]
 
 
 async def test_the_end_of_the_connection_is_heard(bus: NatsBus) -> None:
@@ -442,7 +442,7 @@ async def test_an_unreachable_broker_is_one_line(caplog: pytest.LogCaptureFixtur
         taken.bind(("127.0.0.1", 0))  # bound, and nobody listens
         port = taken.getsockname()[1]
         with pytest.raises(BrokerUnreachableError) as caught:
-            await NatsBus.connect(BusAccess(f"nats://127.0.0.1:{port}"), "test", timeout_s=0.3)
+            await NatsBus.connect(BusAccess(f"nats://127.0.0.1:{port}"), "test", timeout_s=1.0)
     assert f"127.0.0.1:{port}" in str(caught.value) and "\n" not in str(caught.value)
     assert "ConnectionRefused" in str(caught.value)
     assert not caplog.records
@@ -462,7 +462,7 @@ async def test_who_gives_up_connecting_gives_up(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(BrokerTransport, "connect", connect)
     async with asyncio.timeout(LONG_S):
         with pytest.raises(BrokerUnreachableError, match="ConnectionRefused"):
-            await NatsBus.connect(BusAccess("nats://127.0.0.1:4222"), "test", timeout_s=0.1)
+            await NatsBus.connect(BusAccess("nats://127.0.0.1:4222"), "test", timeout_s=1.0)
     assert len(swallowed) == 1
 
 

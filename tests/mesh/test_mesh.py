@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -25,6 +26,7 @@ from services.engine.demo_model.corpus import make_fact_prompt
 from services.launch.supervisor import UpOptions
 from tests.cli.commands import QUESTION
 from tests.mesh.processes import Mesh, RunningMesh, TokenRecorder, in_parallel
+from tests.promises import same_tokens
 
 EVERY_SERVICE = {"gateway", "scheduler", "directory", "prefill", "decode"}
 
@@ -111,7 +113,8 @@ def test_the_bus_reads_like_a_story(mesh: Mesh) -> None:
 
     heard = mesh.call(listen())
     steps = [subject.rsplit(".", 1)[-1] for subject, _ in heard if subject.startswith("mesh.v1.handoff.")]
-    assert steps == ["reserved", "offered", "streaming", "landed", "released"]
+    # `reserved` is said again where no offer comes for a while: either may be lost.
+    assert list(dict.fromkeys(steps)) == ["reserved", "offered", "streaming", "landed", "released"]
     request_id = str(heard[0][1]["request_id"])
     assert [subject for subject, _ in heard[:2]] == [subjects.ACCEPTED.of(request_id), subjects.PLACE.of()]
     assert {subjects.RUN.of("prefill-0"), subjects.RESERVE.of("decode-0")} <= {subject for subject, _ in heard}
@@ -145,15 +148,12 @@ def _has_trace(mesh: Mesh, request_id: str) -> bool:
 
 
 def test_a_question_asked_again_is_answered_where_its_kv_lies(mesh: Mesh) -> None:
-    """The decode worker holds nearly all of it: no split, and the placement's terms say why."""
-    prompt = fresh(300)
-    first = mesh.complete(prompt, ignore_eos=True, return_token_ids=True)
-    mesh.wait_until(lambda: _num_located(mesh, prompt) >= 18, "the directory to hear of it")
-    mesh.assert_no_blocks_held()  # as long as a worker says that it is busy, an idle one may be quicker
-    again = mesh.complete(prompt, ignore_eos=True, return_token_ids=True)
-    assert again["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
-    kvmesh = again["usage"]["kvmesh"]
-    assert (kvmesh["prefill_worker"], kvmesh["decode_worker"], kvmesh["prefill"]) == ("decode-0", "decode-0", None)
+    """The decode worker holds nearly all of it: no split, and the placement's terms say why. What a placement costs is
+    measured, and a busy machine may make another one cheaper once: then another prompt is asked again."""
+    asked: list[dict[str, Any]] = []
+    mesh.wait_until(lambda: _is_placed_where_its_kv_lies(mesh, asked), "a placement where its KV lies")
+    kvmesh = asked[-1]
+    assert (kvmesh["prefill_worker"], kvmesh["prefill"]) == ("decode-0", None)
     assert (kvmesh["cached_tokens"], kvmesh["recomputed_tokens"]) == (288, 12)
     request_id = kvmesh["request_id"]
 
@@ -164,6 +164,18 @@ def test_a_question_asked_again_is_answered_where_its_kv_lies(mesh: Mesh) -> Non
     mesh.wait_until(lambda: len(placements()) == 1, "the placement's span")
     place = placements()[0]
     assert place.attributes["kvmesh.place.cached_tokens"] == 288 and place.attributes["kvmesh.place.alternatives"]
+
+
+def _is_placed_where_its_kv_lies(mesh: Mesh, asked: list[dict[str, Any]]) -> bool:
+    """Ask a fresh question twice; note what its second answer says of itself."""
+    prompt = fresh(300)
+    first = mesh.complete(prompt, ignore_eos=True, return_token_ids=True)
+    mesh.wait_until(lambda: _num_located(mesh, prompt) >= 18, "the directory to hear of it")
+    mesh.assert_no_blocks_held()  # as long as a worker says that it is busy, an idle one may be quicker
+    again = mesh.complete(prompt, ignore_eos=True, return_token_ids=True)
+    same_tokens(again["choices"][0]["token_ids"], first["choices"][0]["token_ids"])
+    asked.append(again["usage"]["kvmesh"])
+    return asked[-1]["prefill_worker"] == asked[-1]["decode_worker"] == "decode-0"
 
 
 def _num_located(mesh: Mesh, prompt: list[int]) -> int:

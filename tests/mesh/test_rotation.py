@@ -58,7 +58,7 @@ class Worker:
     async def join(self, role: Role, name: str) -> TypedBus:
         """Return the bus of another member."""
         access = BusAccess(self.url, self.keys.roles[role].identity(name))
-        return TypedBus(await NatsBus.connect(access, name, 5), name)
+        return TypedBus(await NatsBus.connect(access, name, PATIENCE_S), name)
 
     async def rotate(self, *secrets: str) -> None:
         """Configure other secrets, and return once they have been read."""

@@ -16,12 +16,12 @@ from tests.mesh.faults.bus_listener import BusListener
 from tests.mesh.faults.client import Stream
 from tests.mesh.faults.harness import FaultMesh, is_at_rest
 from tests.mesh.faults.proxy import listening_ports
+from tests.waiting import until
 
 HEARD_WITHIN_S = 20.0
 WATCHED_S = 1.0
 """How long after a hang-up every worker's word is heard: nothing may come back."""
 FREE_WITHIN_S = 30.0
-READ_BEGINS_S = 0.05
 NUM_UNDER_WAY, NUM_MEANWHILE = 4, 4
 """Answers that are under way when the broker stands still, and requests that come meanwhile."""
 BROKER_PAUSES_S = (0.5, 1.6, 3.0, 10.0)
@@ -81,11 +81,12 @@ async def _one_death(mesh: FaultMesh) -> float:
             for port in listening_ports(child.process.pid):
                 mesh.proxy.cut(port)
     stream, listening = mesh.new_stream(), Listening(mesh.listener)
+    num_held = mesh.proxy.num_struck["plane_cut"]
     try:
         asking = mesh.start(stream)
         subject, _ = await listening.first("*.handoff.*.offered")
         handoff, reader = subject.removesuffix(".offered"), subject.split(".")[4]
-        await asyncio.sleep(READ_BEGINS_S)
+        await until(lambda: mesh.proxy.num_struck["plane_cut"] > num_held)
         victim = next(child for child in mesh.supervisor.children if child.name == reader)
         killed_s = time.monotonic()
         victim.kill()
