@@ -2,14 +2,6 @@
 
 # Connections.
 
-CONNECT_S = 5.0
-"""A reader gives up connecting to a holder after so long, or at its deadline."""
-OPEN_S = 5.0
-"""A connection on which nobody has said within this time what is wanted is cut."""
-HOLDER_IDLE_S = 30.0
-"""A reader that takes nothing for so long is cut, and a connection on which no next stream is opened."""
-MAX_IDLE_S = 10.0
-"""A reader keeps an unused connection for so long. Below HOLDER_IDLE_S, so that it is seldom the holder who ends it."""
 MAX_IDLE_PER_HOLDER = 4
 """Unused connections that a reader keeps to one holder."""
 MAX_IDLE = 64
@@ -22,10 +14,6 @@ ACCEPT_PAUSE_S = 0.05
 """A holder that is out of descriptors waits so long for streams to end before it accepts again."""
 MAX_STREAMS = 64
 """Connections that a holder serves at once."""
-BUSY_SEND_S = 1.0
-"""A holder that is full tries for so long to say so; it accepts nobody meanwhile."""
-BROKEN_S = 60.0
-"""A carrier that could not be set up towards a holder is left out for so long, while there is another."""
 MAX_BROKEN = 256
 """Such carriers and holders that a reader remembers."""
 MAX_ATTACHED = 16

@@ -30,10 +30,6 @@ class PlaneTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_idle_s: Wait = 10.0
     """A reader keeps an unused connection for so long. Below `holder_idle_s`, so that it is seldom the holder who ends
     it."""
-    linger_s: Wait = 1.0
-    """Who has said its last word gives the peer so long to read it before it closes."""
-    accept_pause_s: Pace = 0.05
-    """A holder that is out of descriptors waits so long for streams to end before it accepts again."""
     busy_send_s: Wait = 1.0
     """A holder that is full tries for so long to say so; it accepts nobody meanwhile."""
     broken_s: Pace = 60.0

@@ -28,7 +28,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from services.telemetry.context import SpanRef, context_of
-from services.telemetry.limits import MAX_SERIES, SAMPLE_INTERVAL_S
+from services.telemetry.limits import MAX_SERIES
 
 log = logging.getLogger(__name__)
 
@@ -141,11 +141,11 @@ class Metrics:
         log.info("metrics on http://%s:%d/metrics", host, server.server_port)
         return server
 
-    async def keep_sampling(self) -> None:
-        """Sample until cancelled."""
+    async def keep_sampling(self, interval_s: float) -> None:
+        """Sample every `interval_s` until cancelled."""
         while True:
             self.sample()
-            await asyncio.sleep(SAMPLE_INTERVAL_S)
+            await asyncio.sleep(interval_s)
 
     def _child(self, metric: MetricName, labels: Labels) -> Counter | Histogram:
         child = self._children.get((metric.name, labels))

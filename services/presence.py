@@ -18,23 +18,10 @@ from dataclasses import dataclass
 
 from schemas.ids import WorkerId
 from schemas.worker import WorkerLeft
+from services.times import PresenceTimes
 
-BEAT_INTERVAL_MS = 300
-"""Every worker and store says something at least this often: a beat, which schedulers hear, or its load."""
-LOAD_INTERVAL_MS = 2 * BEAT_INTERVAL_MS
-"""Every worker and store says its load at least this often. The times below rely on it."""
-DEAF_AFTER_MS = 1_500
-"""Who only listens, and hears nothing at all for this long, is cut off: two loads of every worker are missing."""
-SETTLE_MS = 2_000
-"""After a reconnection, or a time without any message, the others reconnect as well, each in its own time. For this
-long it proves nothing that nobody serves a question."""
 OVERDUE_PINGS = 2
 """Who has said nothing for so many of a scheduler's ping intervals is asked: a beat is missing."""
-UNSERVED_GAP_MS = 300
-"""Two questions that nobody serves must be this far apart before their addressee is dead. It may be reconnecting by
-itself, which takes a client of the bus 200 ms or more."""
-REPEAT_LEFT_MS = 1_000
-"""An incarnation that has left and still speaks is told so at most this often."""
 MAX_FENCES = 1_024
 """So many incarnations that have left are remembered, the latest ones."""
 
@@ -47,10 +34,12 @@ class BusConnected:
 
 
 class Hearing:
-    """When this process last heard anything at all, and since when the silence of others counts."""
+    """When this process last heard anything at all, and since when the silence of others counts. `deaf_after_ms`: the
+    silence after which it takes itself for cut off; None: that of `times`."""
 
-    def __init__(self, deaf_after_ms: int = DEAF_AFTER_MS) -> None:
-        self._deaf_after_ms = deaf_after_ms
+    def __init__(self, times: PresenceTimes, deaf_after_ms: int | None = None) -> None:
+        self.times = times
+        self._deaf_after_ms = times.deaf_after_ms if deaf_after_ms is None else deaf_after_ms
         self._heard_ms: int | None = None
         self._num_connects: int | None = None
         self._settled_ms = 0
@@ -69,7 +58,7 @@ class Hearing:
 
     def settle(self, now_ms: int) -> None:
         """Messages did not arrive. Who has lost the broker meanwhile needs time to come back."""
-        self._settled_ms = now_ms + SETTLE_MS
+        self._settled_ms = now_ms + self.times.settle_ms
 
     def ask_proof(self, now_ms: int) -> None:
         """A message to ourselves is on its way through the broker: until one has come back, silence does not grow."""
@@ -126,16 +115,16 @@ class Peer:
         """Take note of a sign of life."""
         self.heard_ms, self.unserved_ms = now_ms, None
 
-    def is_gone(self, asked_ms: int, hearing: Hearing, now_ms: int, gap_ms: int = UNSERVED_GAP_MS) -> bool:
+    def is_gone(self, asked_ms: int, hearing: Hearing, now_ms: int, gap_ms: int | None = None) -> bool:
         """The broker says that nobody serves a question that was asked at `asked_ms`. Returns whether its process has
-        ended: true at the second such answer, if that question was asked at least `gap_ms` after the first answer came.
-        Two questions that waited for the same broker are one proof."""
+        ended: true at the second such answer, if that question was asked at least `gap_ms` after the first answer came
+        (None: as `hearing` has it). Two questions that waited for the same broker are one proof."""
         if hearing.is_settling(now_ms):
             return False
         if self.unserved_ms is None or self.unserved_ms < hearing.since_ms:
             self.unserved_ms = now_ms
             return False
-        return asked_ms - self.unserved_ms >= gap_ms
+        return asked_ms - self.unserved_ms >= (hearing.times.unserved_gap_ms if gap_ms is None else gap_ms)
 
 
 class Heartbeat:
@@ -235,7 +224,8 @@ class Fences:
     """The incarnations that were said to have left. What such a one says counts no more. It is told again that it has
     left, so that a worker that was stopped and goes on, or has missed the first word, comes back as a new one."""
 
-    def __init__(self, max_fences: int = MAX_FENCES) -> None:
+    def __init__(self, times: PresenceTimes, max_fences: int = MAX_FENCES) -> None:
+        self._repeat_left_ms = times.repeat_left_ms
         self._max_fences = max_fences
         self._fences: dict[tuple[WorkerId, str], _Fence] = {}
 
@@ -253,9 +243,9 @@ class Fences:
 
     def repeat(self, worker_id: WorkerId, incarnation: str, now_ms: int) -> WorkerLeft | None:
         """Return what to tell one that has left and has just spoken; None where it was
-        told less than `REPEAT_LEFT_MS` ago."""
+        told a moment ago."""
         fence = self._fences[(worker_id, incarnation)]
-        if now_ms - fence.said_ms < REPEAT_LEFT_MS:
+        if now_ms - fence.said_ms < self._repeat_left_ms:
             return None
         fence.said_ms = now_ms
         return fence.left

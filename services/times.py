@@ -36,6 +36,12 @@ class PresenceTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Every worker and store says its load at least this often."""
         return 2 * self.beat_interval_ms
 
+    @property
+    def learn_s(self) -> float:
+        """Before this a scheduler that has just started may not know the fleet, and refuses nobody for want of
+        workers."""
+        return 2 * self.load_interval_ms / 1000
+
 
 class BusTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The connection to NATS."""
@@ -56,8 +62,6 @@ class BusTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     which is well below the silence that anybody is declared dead for."""
     close_timeout_s: Wait = 5.0
     """When the bus closes, the library has this long to send what it still has; what is left then is thrown away."""
-    cancel_again_s: Pace = 0.01
-    """What swallowed its cancellation is cancelled again after this long."""
 
 
 class GatewayTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -119,17 +123,11 @@ class GatewayTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class SchedulerTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Looking after workers, and placing requests on them."""
 
-    look_gap_ms: PaceMs = 10
-    """Two looks at who is overdue are at least this far apart."""
     proof_timeout_s: Wait = 1.0
     """A message through the broker to ourselves that has not come back after this is given up and another one sent: it
     may have been lost with a connection. Until one comes back nobody's silence counts."""
     locate_timeout_s: Wait = 0.05
     """A directory that is down or slow may cost a request this much."""
-    policy_limit_s: Wait = 0.05
-    """A policy that has not answered after this is interrupted, and another one chooses."""
-    policy_rest_ms: PaceMs = 1_000
-    """It is not asked again before this: it would hold up every request."""
 
 
 class DirectoryTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -158,9 +156,6 @@ class WorkerTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     lent_read_base_s: Wait = 30.0
     """A lent lease ends so long after its read had to begin, and its bytes at `READ_BYTES_PER_S_MIN`, however much
     moves: the most patient reader, a store, gives its read up by itself before that."""
-    unread_after_ms: WaitMs = 1_000
-    """A lease that nobody reads for so long, though all of it could be read, is counted as unread: a reader opens its
-    stream as soon as it has its ticket."""
     retain_answer_ms: WaitMs = 60_000
     """How long an ended attempt's answer is kept for a gateway that has missed some of it."""
     read_base_s: Wait = 2.0

@@ -44,16 +44,17 @@ def choices(wanted: str, endpoint: Endpoint, place: ReaderPlace) -> list[Choice]
 
 
 class BrokenCarriers:
-    """The carriers that could not be set up recently, by holder. Thread-safe."""
+    """The carriers that could not be set up within the last `broken_s`, by holder. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, broken_s: float) -> None:
+        self._broken_s = broken_s
         self._lock = threading.Lock()
         self._until: dict[tuple[str, str], float] = {}
 
     def add(self, arena_nonce: str, carrier: str) -> None:
         with self._lock:
             self._until.pop((arena_nonce, carrier), None)
-            self._until[(arena_nonce, carrier)] = time.monotonic() + limits.BROKEN_S
+            self._until[(arena_nonce, carrier)] = time.monotonic() + self._broken_s
             while len(self._until) > limits.MAX_BROKEN:
                 del self._until[next(iter(self._until))]
 

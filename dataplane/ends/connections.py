@@ -111,9 +111,10 @@ class _Idle:
 
 
 class IdleConnections:
-    """A few connections, the latest used first. Thread-safe."""
+    """A few connections, the latest used first; one is kept for `max_idle_s`. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_idle_s: float) -> None:
+        self._max_idle_s = max_idle_s
         self._lock = threading.Lock()
         self._idle: list[_Idle] = []
         self._closed = False
@@ -158,7 +159,7 @@ class IdleConnections:
                 self._drop(self._idle[0])
 
     def _drop_old(self) -> None:
-        oldest = time.monotonic() - limits.MAX_IDLE_S
+        oldest = time.monotonic() - self._max_idle_s
         while self._idle and self._idle[0].since < oldest:
             self._drop(self._idle[0])
 

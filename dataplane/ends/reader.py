@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 
-from dataplane import limits
 from dataplane.blocks.layout import ArenaShape
 from dataplane.blocks.ticket import TicketSecrets
 from dataplane.carriers import loopback, tcp
@@ -26,6 +25,7 @@ from dataplane.memory.extent import Extent, HeadRange, heads_of
 from dataplane.memory.rows import SequenceRuns
 from dataplane.protocol.stream import ProtocolError, TransferFailedError
 from dataplane.protocol.wire import SocketWire, Thread, Wire, WireClosedError, WireTimeoutError
+from dataplane.times import PlaneTimes
 from schemas.handoff import Endpoint
 from schemas.kv import ReadEnd
 
@@ -48,18 +48,19 @@ class PlaneReader:
         arena: KVArena,
         shape: ArenaShape,
         secrets: TicketSecrets,
+        times: PlaneTimes | None = None,
         *,
-        connect_timeout_s: float = limits.CONNECT_S,
         side: ReaderSide | None = None,
     ) -> None:
         self.is_stuck = False
         self._shape = shape
         self._secrets = secrets
         self._fingerprint = shape.layout.fingerprint
-        self._connect_timeout_s = connect_timeout_s
+        times = times or PlaneTimes()
+        self._connect_timeout_s = times.connect_s
         self._side = side or arena.as_reader(shape)
-        self._idle = IdleConnections()
-        self._broken = BrokenCarriers()
+        self._idle = IdleConnections(times.max_idle_s)
+        self._broken = BrokenCarriers(times.broken_s)
 
     async def read(self, request: ReadRequest, on_started: Callable[[str], None] = lambda _: None) -> Landed:
         """Return once all is in place. `on_started(carrier)` is called on the loop at the first frame.

@@ -18,6 +18,7 @@ from dataplane.protocol.gate import LeaseGate
 from dataplane.protocol.reasons import RefusalCode
 from dataplane.protocol.stream import Kind, StreamRefused, encode_frame
 from dataplane.protocol.wire import SocketWire, Thread, Wire, WireClosedError, WireTimeoutError
+from dataplane.times import PlaneTimes
 from schemas.handoff import Endpoint
 from schemas.ids import WorkerId
 
@@ -41,9 +42,7 @@ _WRONG = frozenset(
 @dataclass(slots=True, frozen=True)
 class ServerOptions:
     """`carriers`: what is offered, of those of the arena. `advertise_host`: what readers are told to connect
-    to, `host` unless given. `open_timeout_s`: within it a stream must have said what it wants. `idle_timeout_s`: a
-    reader that takes nothing for so long is cut, and a connection on which no next stream is opened.
-    """
+    to, `host` unless given."""
 
     carriers: tuple[str, ...] = (shm.NAME, tcp.NAME)
     host: str = "127.0.0.1"
@@ -52,8 +51,7 @@ class ServerOptions:
     digests: bool = True
     encryption: PlaneEncryption = "auto"
     max_streams: int = limits.MAX_STREAMS
-    open_timeout_s: float = limits.OPEN_S
-    idle_timeout_s: float = limits.HOLDER_IDLE_S
+    times: PlaneTimes = PlaneTimes()
 
 
 @dataclass(slots=True, eq=False)
@@ -93,8 +91,8 @@ class PlaneServer:
             carriers=self.options.carriers,
             digests=self.options.digests,
             encryption=self.options.encryption,
-            open_timeout_s=self.options.open_timeout_s,
-            idle_timeout_s=self.options.idle_timeout_s,
+            open_timeout_s=self.options.times.open_s,
+            idle_timeout_s=self.options.times.holder_idle_s,
         )
         self._lock = threading.Lock()
         self._streams: list[_Live] = []
@@ -216,7 +214,7 @@ class PlaneServer:
         if full:
             refused = StreamRefused(code=RefusalCode.BUSY, detail=f"{self.options.max_streams} streams are open")
             with contextlib.suppress(WireClosedError, WireTimeoutError):
-                wire.send([encode_frame(Kind.REFUSED, refused)], limits.BUSY_SEND_S)
+                wire.send([encode_frame(Kind.REFUSED, refused)], self.options.times.busy_send_s)
             wire.close()
         return True
 

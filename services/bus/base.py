@@ -142,9 +142,10 @@ class Bus(Protocol):
         somebody asks; its `id` is the connection's name unless it is given."""
         ...
 
-    async def flush(self, timeout_s: float = limits.FLUSH_TIMEOUT_S) -> None:
+    async def flush(self, timeout_s: float | None = None) -> None:
         """Send a message through the broker to ourselves, and return once it has come back. So all that was sent before
-        has reached the broker, subscriptions are live, and the connection works in both directions.
+        has reached the broker, subscriptions are live, and the connection works in both directions. `timeout_s` None:
+        the bus' own.
 
         Raises RequestTimedOutError, BusError while the broker is away or when the connection is lost, BusClosedError.
         """

@@ -20,25 +20,6 @@ BUFFER_BYTES = 2 * MAX_PAYLOAD_BYTES
 WAITING_BYTES = 8 * MAX_PAYLOAD_BYTES
 """So many bytes may wait for one subscription's reader."""
 
-RECONNECT_WAIT_S = 0.2
-"""Two attempts to connect are this far apart, or up to twice as far, so that clients do not all come back at once."""
-
-PING_INTERVAL_S = 5
-"""The broker is pinged so often. One whose machine is gone closes no connection: after three pings without an answer it
-counts as away."""
-
-ASK_AGAIN_S = 0.1
-"""After a reconnection a request that nobody serves is sent again so often: who serves it may be on its way back."""
-
-FLUSH_TIMEOUT_S = 10.0
-"""A flush may take this long, unless its caller says otherwise. A service that starts gives up then."""
-
-WATCH_INTERVAL_S = 0.25
-"""The client library's tasks are looked at so often. One that has ended makes the process deaf for about this long,
-which is well below the silence that anybody is declared dead for."""
-
-CLOSE_TIMEOUT_S = 5
-"""When the bus closes, the library has this long to send what it still has; what is left then is thrown away."""
 
 CANCEL_AGAIN_S = 0.01
 """What swallowed its cancellation is cancelled again after this long."""

@@ -123,7 +123,7 @@ class MemoryBus:
     async def announce(self, service: str, description: str, metadata: dict[str, str]) -> None:
         """Does nothing: nobody lists the services of a process."""
 
-    async def flush(self, timeout_s: float = limits.FLUSH_TIMEOUT_S) -> None:
+    async def flush(self, timeout_s: float | None = None) -> None:
         """See `Bus`. What is sent here has arrived at once."""
         if self._closed:
             raise BusClosedError

@@ -40,7 +40,7 @@ from services.bus.base import (
     check_size,
 )
 from services.errors import BrokerRefusesError, BrokerUnreachableError
-from services.presence import SETTLE_MS
+from services.times import Times
 from services.trust.certificates import client_context
 from services.trust.keys import BusAccess, Identity
 
@@ -229,8 +229,10 @@ class BrokerClient(Client):
 class NatsBus:
     """See `Bus`. Make one with `connect`."""
 
-    def __init__(self, client: Client, access: BusAccess, name: str) -> None:
+    def __init__(self, client: Client, access: BusAccess, name: str, times: Times) -> None:
         self._client = client
+        self._times = times.bus
+        self._settle_s = times.presence.settle_ms / 1000
         self._identity = access.identity
         self._name = name
         self._url = access.shown
@@ -248,7 +250,7 @@ class NatsBus:
         self.num_dropped = 0
         self.closed = asyncio.Event()
         """Set once the connection is closed for good, by us or by the broker."""
-        self._reconnected_s = -SETTLE_MS / 1000
+        self._reconnected_s = -self._settle_s
         self._drop_logged_s = -limits.DROP_LOG_INTERVAL_S
 
     @property
@@ -256,12 +258,15 @@ class NatsBus:
         return self._client.is_connected
 
     @classmethod
-    async def connect(cls, access: BusAccess, name: str, timeout_s: float = limits.CONNECT_TIMEOUT_S) -> "NatsBus":
+    async def connect(
+        cls, access: BusAccess, name: str, timeout_s: float = limits.CONNECT_TIMEOUT_S, times: Times | None = None
+    ) -> "NatsBus":
         """Return a connected bus; tries again until `timeout_s` is over. Raises BrokerUnreachableError with a line that
         names the address, BrokerRefusesError where the broker does not know us."""
         url, identity, ca = access
         client = BrokerClient(is_encrypted=access.is_encrypted)
-        bus = cls(client, access, name)
+        times = times or Times()
+        bus = cls(client, access, name, times)
         tls = client_context(ca) if access.is_encrypted else None
         try:
             connecting = client.connect(
@@ -274,10 +279,10 @@ class NatsBus:
                 connect_timeout=max(1, int(timeout_s)),
                 max_reconnect_attempts=-1,
                 # Clients that were cut off together do not come back together.
-                reconnect_time_wait=limits.RECONNECT_WAIT_S * random.uniform(1, 2),  # pyright: ignore[reportArgumentType]
+                reconnect_time_wait=times.bus.reconnect_wait_s * random.uniform(1, 2),  # pyright: ignore[reportArgumentType]
                 allow_reconnect=True,
                 pending_size=limits.BUFFER_BYTES,
-                ping_interval=limits.PING_INTERVAL_S,
+                ping_interval=times.bus.ping_interval_s,  # pyright: ignore[reportArgumentType]
                 user_credentials=None if identity is None else RawCredentials(identity.credentials),
                 inbox_prefix=INBOX if identity is None else identity.inbox,
                 tls=tls,
@@ -324,9 +329,9 @@ class NatsBus:
             except NoRespondersError:
                 # Who serves it may be on its way back to the broker, as we were a moment ago: ask again meanwhile.
                 now_s = time.monotonic()
-                if now_s - self._reconnected_s > SETTLE_MS / 1000 or now_s + limits.ASK_AGAIN_S > ends_s:
+                if now_s - self._reconnected_s > self._settle_s or now_s + self._times.ask_again_s > ends_s:
                     raise
-            await asyncio.sleep(limits.ASK_AGAIN_S)
+            await asyncio.sleep(self._times.ask_again_s)
             timeout_s = ends_s - time.monotonic()
 
     async def _ask(self, subject: str, payload: bytes, headers: Mapping[str, str], timeout_s: float) -> Msg:
@@ -380,7 +385,7 @@ class NatsBus:
             self._services[name] = await _add_service(self._client, config)
         return self._services[name]
 
-    async def flush(self, timeout_s: float = limits.FLUSH_TIMEOUT_S) -> None:
+    async def flush(self, timeout_s: float | None = None) -> None:
         """See `Bus`. Raises BrokerUnreachableError when the broker has denied us a subject: to the caller of a
         request such a denial looks like a timeout, so it must surface here, at start-up."""
         if self._client.is_closed:
@@ -389,6 +394,7 @@ class NatsBus:
             raise BusError("the bus", "the broker is away")
         # Not the library's flush: its ping overtakes what still lies in its send buffer, and where the library's tasks
         # have ended it returns although nothing came back.
+        timeout_s = self._times.flush_timeout_s if timeout_s is None else timeout_s
         self._num_trips += 1
         payload = b"%d" % self._num_trips
         returned = self._trips[payload] = asyncio.get_running_loop().create_future()
@@ -415,7 +421,7 @@ class NatsBus:
         if not client.is_connected:
             _forget_unsent(client)
         closing = asyncio.create_task(client.close(), name="close the bus")
-        await asyncio.wait({closing}, timeout=limits.CLOSE_TIMEOUT_S)
+        await asyncio.wait({closing}, timeout=self._times.close_timeout_s)
         if not closing.done():
             _forget_unsent(client)
         try:
@@ -440,7 +446,7 @@ class NatsBus:
             if ended := _ended_task(self._client):
                 log.error("the connection to the broker is broken, as %s has ended: connecting anew", ended)
                 await _reconnect(self._client)
-            await asyncio.sleep(limits.WATCH_INTERVAL_S)
+            await asyncio.sleep(self._times.watch_interval_s)
 
     async def _on_returned(self, message: Msg) -> None:
         trip = self._trips.get(message.data)

@@ -22,7 +22,6 @@ from schemas.handoff import (
 )
 from schemas.request import AttemptEnd, AttemptFailure, KVSource, ReservationQueued, ReserveBlocks
 from schemas.worker import WorkerLeft
-from services.decode.limits import RESERVED_AGAIN_MS, TWIN_LANDS_WITHIN_MS
 from services.engine.interface import SampledToken
 from services.worker.core.actions import Action, Publish, SendReply, StartRead, StopRead
 from services.worker.core.attempts import Attempt, KVRead
@@ -53,10 +52,11 @@ class DecodeCore(RoleCore[DecodeAttempt]):
     """Owns the attempts at decoding answers; shares its blocks with the worker's other cores."""
 
     record = DecodeAttempt
-    twin_wait_ms = TWIN_LANDS_WITHIN_MS
 
     def __init__(self, limits: WorkerLimits, cache: BlockCache, leases: LeaseTable, twins: Twins | None = None) -> None:
         super().__init__(limits, cache, leases, twins)
+        self._times = limits.times.decode
+        self.twin_wait_ms = self._times.twin_lands_within_ms
         self._given: list[DecodeAttempt] = []
         """They have made room, once somebody has come for what is here of them."""
 
@@ -186,7 +186,7 @@ class DecodeCore(RoleCore[DecodeAttempt]):
                 attempt.end = AttemptEnd.DEADLINE
                 actions += self._fail(attempt, AttemptFailure.DEADLINE, detail, now_ms)
             elif attempt.state is HandoffState.RESERVED:
-                if attempt.reserved_ms is not None and now_ms - attempt.reserved_ms >= RESERVED_AGAIN_MS:
+                if attempt.reserved_ms is not None and now_ms - attempt.reserved_ms >= self._times.reserved_again_ms:
                     actions.append(self._publish_reserved(attempt))
                     attempt.reserved_ms = now_ms
                 attempt.reserved_ms = now_ms if attempt.reserved_ms is None else attempt.reserved_ms

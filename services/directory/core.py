@@ -25,6 +25,7 @@ from services.directory.events import (
     WorkerHeard,
 )
 from services.directory.map import TIERS, BlockMap, Owner
+from services.times import DirectoryTimes
 
 BlockEvent = BlocksStored | BlocksEvicted
 
@@ -95,7 +96,8 @@ class Holder:
 class DirectoryCore:
     """Who holds which block. `handle` and `tick` return what is to be done about it; `now_ms` never goes back much."""
 
-    def __init__(self) -> None:
+    def __init__(self, times: DirectoryTimes) -> None:
+        self._forget_after_ms = times.forget_after_ms
         self._map = BlockMap()
         self._holders: dict[WorkerId, Holder] = {}
         self._ended: dict[tuple[WorkerId, str], None] = {}
@@ -144,7 +146,7 @@ class DirectoryCore:
     def tick(self, now_ms: int) -> list[Action]:
         """Forget the holders that have been silent for long."""
         for holder in list(self._holders.values()):
-            if now_ms - holder.heard_ms > limits.FORGET_AFTER_MS:
+            if now_ms - holder.heard_ms > self._forget_after_ms:
                 self._drop(holder)
         return self._start_sweep()
 

@@ -1,16 +1,5 @@
 """Times and limits of the directory."""
 
-INVENTORY_TIMEOUT_S = 2.0
-"""A worker has this long to answer with one page of its inventory. One that does not is asked again
-when it speaks next."""
-
-FORGET_AFTER_MS = 15_000
-"""A holder that has said nothing for so long is forgotten, as whoever would say that it has left may have ended too.
-Workers say their load at least every 0.6 s; one that speaks again has its inventory read."""
-
-TICK_S = 5.0
-"""The directory looks for holders that are silent so often: often enough beside FORGET_AFTER_MS."""
-
 MAX_READING = 2
 """So many inventories are read at a time: a thousand answers at once are more than a connection may keep waiting, and
 would be handled one after the other without a question in between."""

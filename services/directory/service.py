@@ -25,6 +25,7 @@ from schemas.subjects import CarriesT, Subject
 from schemas.worker import WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad
 from services.bus.base import Bus, BusError
 from services.bus.typed import Received, TypedBus
+from services.config import MeshConfig
 from services.directory import limits
 from services.directory.core import DirectoryCore
 from services.directory.events import (
@@ -42,6 +43,7 @@ from services.directory.events import (
 from services.metric_names import DIRECTORY_BLOCKS, DIRECTORY_HOLDERS
 from services.metrics import Metrics
 from services.runtime import now_ms
+from services.times import DirectoryTimes
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +51,16 @@ _PART_BYTES = limits.PAGE_PART_BLOCKS * BLOCK_HASH_BYTES
 
 
 async def run_directory(
-    connection: Bus, stop: asyncio.Event, on_ready: Callable[[], None] | None = None, metrics: Metrics | None = None
+    config: MeshConfig,
+    connection: Bus,
+    stop: asyncio.Event,
+    on_ready: Callable[[], None] | None = None,
+    metrics: Metrics | None = None,
 ) -> None:
     """Serve until `stop` is set. Starts empty; the first word of each worker makes it read that one's inventory."""
     async with asyncio.TaskGroup() as tasks:
-        directory = Directory(TypedBus(connection, "directory", metrics or Metrics()), tasks)
+        bus = TypedBus(connection, "directory", metrics or Metrics())
+        directory = Directory(bus, tasks, config.times.directory)
         await directory.start()
         if on_ready is not None:
             on_ready()
@@ -64,8 +71,9 @@ async def run_directory(
 class Directory:
     """The core on a bus."""
 
-    def __init__(self, bus: TypedBus, tasks: asyncio.TaskGroup) -> None:
-        self.core = DirectoryCore()
+    def __init__(self, bus: TypedBus, tasks: asyncio.TaskGroup, times: DirectoryTimes) -> None:
+        self.core = DirectoryCore(times)
+        self._times = times
         self._bus = bus
         self._tasks = tasks
         self._reading = asyncio.Semaphore(limits.MAX_READING)
@@ -160,7 +168,7 @@ class Directory:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(limits.TICK_S)
+            await asyncio.sleep(self._times.tick_s)
             self._carry_out(self.core.tick(now_ms()))
 
     async def _sweep(self) -> None:
@@ -175,7 +183,8 @@ class Directory:
         request = ReadInventory(offset=wanted.offset)
         async with self._reading:
             try:
-                page = await self._bus.ask(subjects.INVENTORY, (wanted.worker_id,), request, limits.INVENTORY_TIMEOUT_S)
+                timeout_s = self._times.inventory_timeout_s
+                page = await self._bus.ask(subjects.INVENTORY, (wanted.worker_id,), request, timeout_s)
                 _check_hashes(page.block_hashes)
             except (BusError, ValueError) as error:
                 log.warning("no inventory from %s: %s", wanted.worker_id, error)

@@ -58,13 +58,13 @@ class Requests:
     num_progress_asked: int = 0
     """Questions to workers that had been quiet."""
     _live: dict[str, LiveRequest] = field(default_factory=dict[str, LiveRequest])
-    _hearing: Hearing = field(default_factory=Hearing)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
     _keep_rate: KeepRate = field(default_factory=KeepRate)
     _is_ticking: bool = False
 
     def __post_init__(self) -> None:
         self._idle.set()
+        self._hearing = Hearing(self.config.times.presence)
         self._stories = Stories(self.gateway_id, self.bus, self.tasks, self.config.times.gateway)
         self._fleet = Fleet(self._hearing, self.config)
         self._asker = Asker(self.config, self.gateway_id, self.bus, self.tasks, self._hearing, self.handle)

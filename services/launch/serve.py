@@ -17,7 +17,7 @@ from schemas.ids import GatewayId, WorkerId, is_subject_token
 from schemas.permissions import role_of
 from schemas.worker import WorkerRole
 from services.bus.nats import NatsBus
-from services.config import EngineName, MeshConfig, TelemetryConfig, load_config, require_secrets, with_device
+from services.config import EngineName, MeshConfig, load_config, require_secrets, with_device
 from services.errors import UserError
 from services.launch.limits import EXIT_AGAIN, EXIT_DRAINED
 from services.metric_names import HOLDERS, SERVICE_INFO, metrics_of
@@ -133,14 +133,14 @@ async def _serve(
 ) -> bool | None:
     """Run a service to its end. Returns what `Start` does."""
     watch = asyncio.create_task(watch_parent(stop), name="watch parent") if supervised else None
-    telemetry = open_telemetry(name, config.telemetry)
-    bus = await NatsBus.connect(access, name, config.nats.connect_timeout_s)
+    telemetry = open_telemetry(name, config)
+    bus = await NatsBus.connect(access, name, config.nats.connect_timeout_s, config.times)
     ends = asyncio.create_task(_end_with(bus, stop), name="watch the bus")
     try:
         with contextlib.ExitStack() as while_ready:
 
             def on_ready() -> None:
-                while_ready.enter_context(_served(metrics, config.telemetry))
+                while_ready.enter_context(_served(metrics, config))
                 _say(READY_LINE)
 
             comes_again = await start(bus, telemetry, stop, on_ready)
@@ -156,14 +156,16 @@ async def _serve(
 
 
 @contextlib.contextmanager
-def _served(metrics: Metrics, config: TelemetryConfig) -> Generator[None]:
+def _served(metrics: Metrics, config: MeshConfig) -> Generator[None]:
     """Serve the metrics, where a port is configured, while the block runs. The server's threads end with the
     process."""
-    server = metrics.start_server(config.metrics_host, config.metrics_port) if config.metrics_port >= 0 else None
+    host, port = config.telemetry.metrics_host, config.telemetry.metrics_port
+    server = metrics.start_server(host, port) if port >= 0 else None
     if server is None:
         yield
         return
-    sampling = asyncio.create_task(metrics.keep_sampling(), name="sample the metrics")
+    interval_s = config.times.telemetry.sample_interval_s
+    sampling = asyncio.create_task(metrics.keep_sampling(interval_s), name="sample the metrics")
     try:
         yield
     finally:
@@ -224,7 +226,7 @@ def _service(role: str, name: str, config: MeshConfig, metrics: Metrics, identit
         case "directory":
             from services.directory.service import run_directory
 
-            return lambda bus, telemetry, stop, ready: run_directory(bus, stop, ready, metrics), None
+            return lambda bus, telemetry, stop, ready: run_directory(config, bus, stop, ready, metrics), None
         case "store":
             from services.store.load import load_store
             from services.store.service import run_store

@@ -17,14 +17,6 @@ from schemas.kv import LeaseEnd
 from schemas.request import AttemptEnd, AttemptFailure, PrefillAccepted, RunPrefill
 from schemas.worker import WorkerLeft
 from services.engine.interface import SampledToken
-from services.prefill.limits import (
-    FINISHED_TOKENS,
-    LANDED_GRACE_MS,
-    OFFER_AGAIN_MS,
-    TWIN_COMPUTES_WITHIN_MS,
-    UNKNOWN_AFTER_MS,
-    UNOFFERED_HOLD_MS,
-)
 from services.worker.core.actions import (
     Action,
     CloseLease,
@@ -49,6 +41,8 @@ _LEASE_ENDS = {
     AttemptEnd.FAILED: LeaseEnd.CANCELLED,
 }
 """What becomes of the lease of an attempt that ends early."""
+FINISHED_TOKENS = 256
+"""A worker that drains finishes the prompts of which it has so few tokens to compute: less than a step's worth."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,10 +63,11 @@ class PrefillCore(RoleCore[PrefillAttempt]):
     """Owns the attempts at computing prompts; shares its blocks and leases with the worker's other cores."""
 
     record = PrefillAttempt
-    twin_wait_ms = TWIN_COMPUTES_WITHIN_MS
 
     def __init__(self, limits: WorkerLimits, cache: BlockCache, leases: LeaseTable, twins: Twins | None = None) -> None:
         super().__init__(limits, cache, leases, twins)
+        self._times = limits.times.prefill
+        self.twin_wait_ms = self._times.twin_computes_within_ms
         self._early_reservations: dict[HandoffId, int] = {}
         """When each was first heard of."""
 
@@ -124,7 +119,7 @@ class PrefillCore(RoleCore[PrefillAttempt]):
         if attempt is None and (event.request_id, event.attempt) in self.past:
             return [self._tell_target(event, "the prefill worker has ended this attempt")]
         if attempt is None:
-            if now_ms - self._early_reservations.setdefault(event.handoff_id, now_ms) >= UNKNOWN_AFTER_MS:
+            if now_ms - self._early_reservations.setdefault(event.handoff_id, now_ms) >= self._times.unknown_after_ms:
                 del self._early_reservations[event.handoff_id]
                 return [self._tell_target(event, "the prefill worker knows nothing of it")]
             while len(self._early_reservations) > self._limits.max_queued:
@@ -154,7 +149,7 @@ class PrefillCore(RoleCore[PrefillAttempt]):
     def _stream_ended(self, event: StreamEnded, now_ms: int) -> list[Action]:
         """Wait for the reader to say how its read ended. If it says nothing, it may be dead, or its message is lost."""
         if not event.lease.is_lent:
-            event.lease.closes_ms = now_ms + LANDED_GRACE_MS
+            event.lease.closes_ms = now_ms + self._times.landed_grace_ms
         return []
 
     def _read_on(self, attempt: PrefillAttempt, event: ReadEnded, now_ms: int) -> list[Action]:
@@ -244,7 +239,7 @@ class PrefillCore(RoleCore[PrefillAttempt]):
         computed = [a for a in self.attempts.values() if a.stage == "handing_over"]
         waiting = [a for a in computed if a.lease is not None and not a.lease.is_offered]
         oldest = min(waiting, key=lambda attempt: attempt.computed_ms, default=None)
-        return oldest if oldest is not None and now_ms - oldest.computed_ms >= UNOFFERED_HOLD_MS else None
+        return oldest if oldest is not None and now_ms - oldest.computed_ms >= self._times.unoffered_hold_ms else None
 
     def _lease(self, attempt: PrefillAttempt, now_ms: int) -> list[Action]:
         """Grant the lease of a hand-over, and offer it where the decode worker has room already."""
@@ -287,7 +282,7 @@ class PrefillCore(RoleCore[PrefillAttempt]):
         """Repeat the offers that may have been lost."""
         actions: list[Action] = []
         for attempt in self.attempts.values():
-            is_due = now_ms - attempt.offered_again_ms >= OFFER_AGAIN_MS
+            is_due = now_ms - attempt.offered_again_ms >= self._times.offer_again_ms
             if attempt.offer_again and attempt.lease is not None and is_due:
                 attempt.offer_again, attempt.offered_again_ms = False, now_ms
                 actions.append(Offer(attempt.lease, attempt))

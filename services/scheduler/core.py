@@ -50,6 +50,7 @@ from services.scheduler.placement.known_worker import KnownWorker
 from services.scheduler.placement.named import policy_named
 from services.scheduler.placement.place import Case, Placer
 from services.scheduler.placement.policy import POLICIES
+from services.times import PresenceTimes
 
 
 class Standing(NamedTuple):
@@ -76,14 +77,14 @@ class Member:
 class SchedulerCore:
     """Knows the fleet and places requests on it. Raises UserError for an unknown policy."""
 
-    def __init__(self, settings: SchedulerConfig) -> None:
+    def __init__(self, settings: SchedulerConfig, times: PresenceTimes) -> None:
         self.wake_ms = 0
         """`tick` has nothing to do before."""
         self._settings = settings
         # Every worker speaks several times in half of a silence, and where none does the broker is asked: who hears
         # nothing for that long is cut off.
-        self._hearing = Hearing(settings.silent_after_ms // 2)
-        self._fences = Fences()
+        self._hearing = Hearing(times, settings.silent_after_ms // 2)
+        self._fences = Fences(times)
         self._members: dict[WorkerId, Member] = {}
         """Whoever was heard of last comes last, so that those who are quiet are found without looking at all."""
         self._doubted: dict[WorkerId, Member] = {}

@@ -1,7 +1,4 @@
-"""The scheduler room's times, limits and starting values. What operators set is in `services.config`; what several
-rooms rely on is in `services.presence`."""
-
-from services.presence import LOAD_INTERVAL_MS
+"""The scheduler room's limits and starting values. What operators set is in `services.config`."""
 
 # Pings.
 
@@ -11,21 +8,14 @@ SECOND_PING_SHARE = 4
 """A ping that nobody serves is followed by a second one after this part of the ping interval: a second proof soon."""
 LOOK_GAP_MS = 10
 """Two looks at who is overdue are at least this far apart."""
-PROOF_TIMEOUT_S = 1.0
-"""A message through the broker to ourselves that has not come back after this is given up and another one sent: it may
-have been lost with a connection. Until one comes back nobody's silence counts."""
 
 # Answers to placement requests.
 
-LEARN_S = 2 * LOAD_INTERVAL_MS / 1000
-"""Before this a scheduler that has just started may not know the fleet, and refuses nobody for want of workers."""
 RETRY_AFTER_MS = 1_000
 """A request for which a role has no worker may come again after this long."""
 
 # The directory.
 
-LOCATE_TIMEOUT_S = 0.05
-"""A directory that is down or slow may cost a request this much."""
 BACKOFF_MIN_MS, BACKOFF_MAX_MS = 100, 1_000
 """A directory that failed is left alone for this long: doubled by each failure in a row."""
 

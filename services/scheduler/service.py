@@ -41,7 +41,6 @@ from services.scheduler.events import (
     SayLeft,
     SendPing,
 )
-from services.scheduler.limits import LEARN_S, PROOF_TIMEOUT_S
 from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.placement.hints import Hints
 
@@ -61,12 +60,12 @@ async def run_scheduler(
     metrics: Metrics | None = None,
 ) -> None:
     """Serve until `stop` is set. Raises UserError for an unknown policy."""
-    core = SchedulerCore(config.scheduler)
+    core = SchedulerCore(config.scheduler, config.times.presence)
     metrics = metrics or Metrics()
     bus = TypedBus(connection, "scheduler", metrics)
     await bus.announce("decides which workers serve a request")
     async with asyncio.TaskGroup() as tasks:
-        scheduler = Scheduler(core, bus, tasks, SchedulerMetrics(metrics, core), config.scheduler.suspect_after_ms)
+        scheduler = Scheduler(core, bus, tasks, SchedulerMetrics(metrics, core), config)
         await scheduler.listen()
         watching = tasks.create_task(scheduler.watch(), name="watch over the workers")
         if on_ready is not None:
@@ -78,7 +77,7 @@ async def run_scheduler(
 
 
 class Scheduler:
-    """The core on a bus. Each ping is a task of its own, and takes `ping_timeout_ms` at most."""
+    """The core on a bus. Each ping is a task of its own, and takes `suspect_after_ms` at most."""
 
     def __init__(
         self,
@@ -86,19 +85,20 @@ class Scheduler:
         bus: TypedBus,
         tasks: asyncio.TaskGroup,
         measured: SchedulerMetrics,
-        ping_timeout_ms: int,
+        config: MeshConfig,
     ) -> None:
         self._core = core
         self._bus = bus
         self._tasks = tasks
         self._measured = measured
-        self._ping_timeout_s = ping_timeout_ms / 1000
-        self._hints = Hints(bus)
+        self._ping_timeout_s = config.scheduler.suspect_after_ms / 1000
+        self._proof_timeout_s = config.times.scheduler.proof_timeout_s
+        self._hints = Hints(bus, config.times.scheduler.locate_timeout_s)
         self._running: dict[asyncio.Task[None], None] = {}
         self._sleeps_until_ms = 0
         self._wake = asyncio.Event()
         self._learnt = asyncio.Event()
-        asyncio.get_running_loop().call_later(LEARN_S, self._learnt.set)
+        asyncio.get_running_loop().call_later(config.times.presence.learn_s, self._learnt.set)
         self._tell_connects()
 
     async def listen(self) -> None:
@@ -202,7 +202,7 @@ class Scheduler:
         """Make a round trip to the broker: without it nobody's silence counts."""
         works = False
         try:
-            await self._bus.connection.flush(PROOF_TIMEOUT_S)
+            await self._bus.connection.flush(self._proof_timeout_s)
             works = True
         except (BusError, BrokerUnreachableError):
             pass

@@ -210,7 +210,7 @@ class SimMesh:
             case "scheduler":
                 await run_scheduler(self.config, service.bus, service.stop)
             case "directory":
-                await run_directory(service.bus, service.stop)
+                await run_directory(self.config, service.bus, service.stop)
             case "gateway":
                 gateway_id = GatewayId(service.member)
                 await run_sim_gateway(
@@ -239,6 +239,7 @@ class SimMesh:
             eos_token_ids=frozenset({EOS}),
             max_queued=self.config.worker.max_queued,
             lease_ms=self.config.worker.lease_ms,
+            times=self.config.times,
         )
         return WorkerParts(
             worker_id=limits.worker_id,

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from services.store.blocks import Unwritten, WriteBatch
-from services.store.limits import BATCH_BYTES, COMPLAINT_INTERVAL_S, LOAD_AHEAD, MAX_LOADS, PAUSE_S
+from services.store.limits import BATCH_BYTES, COMPLAINT_INTERVAL_S, LOAD_AHEAD, MAX_LOADS
 from services.store.tiers import BackTier, StoreKey, TierError, TierFullError
 from services.store.values import BadValueError, BlockValues
 
@@ -55,10 +55,11 @@ class Complaints:
 
 
 class Backing:
-    """Loads blocks from a tier and writes them to it."""
+    """Loads blocks from a tier and writes them to it. One that has failed is left alone for `pause_s`."""
 
-    def __init__(self, tier: BackTier, values: BlockValues, complaints: Complaints) -> None:
+    def __init__(self, tier: BackTier, values: BlockValues, complaints: Complaints, pause_s: float) -> None:
         self.tier = tier
+        self._pause_s = pause_s
         self.batch_blocks = max(1, BATCH_BYTES // values.value_bytes)
         self._values = values
         self._complaints = complaints
@@ -155,5 +156,5 @@ class Backing:
             self._to_delete.clear()
 
     def _failed(self, error: TierError) -> None:
-        self._paused_until = time.monotonic() + PAUSE_S
-        self._complaints.say("down", f"the {self.tier.name} tier fails: {error}; left alone for {PAUSE_S:g} s")
+        self._paused_until = time.monotonic() + self._pause_s
+        self._complaints.say("down", f"the {self.tier.name} tier fails: {error}; left alone for {self._pause_s:g} s")

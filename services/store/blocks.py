@@ -16,6 +16,7 @@ from schemas.directory import Tier
 from schemas.ids import BlockHash, WorkerId
 from services.store.index import BackIndex
 from services.store.tiers import StoreKey, hash_of, key_of, mark_of
+from services.times import Times
 
 
 @dataclass(slots=True, frozen=True)
@@ -27,6 +28,7 @@ class StoreLimits:
     fingerprint: str
     block_size: int
     lease_ms: int
+    times: Times
     value_bytes: int = 0
     max_bytes: int = 0
     max_unwritten: int = 0

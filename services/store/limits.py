@@ -14,12 +14,6 @@ MAX_LOADS = 4
 """Loads from the tier at a time."""
 LOAD_AHEAD = 2
 """Batches that one load has under way: one is read while the other is put in place. A thread each."""
-LEND_AFTER_S = 0.1
-"""What a load has brought after so long is lent, and is read while the rest comes."""
-UNASKED_S = 1.0
-"""A load that nobody has asked for again within so long begins no further batch."""
-PAUSE_S = 5.0
-"""How long a tier that failed is left alone: readers must not wait for its timeout again and again."""
 BATCH_BYTES = 8 << 20
 """About what one call of the tier carries."""
 COMPLAINT_INTERVAL_S = 10.0
@@ -27,19 +21,8 @@ COMPLAINT_INTERVAL_S = 10.0
 SCAN_PROGRESS_INTERVAL_S = 5.0
 """How often a long scan of the disk says how far it is."""
 
-# By the clock.
-
-FLUSH_TIMEOUT_S = 5.0
-"""How long a store that is stopped goes on writing behind memory."""
-LAST_WORDS_S = 5.0
-"""How long a store that is stopped waits for the bus to take its last messages."""
-
 # Reading from workers.
 
-READ_TIMEOUT_S = 30.0
-"""How long one read of a worker's blocks may take."""
-ROOM_TIMEOUT_S = 2.0
-"""How long a pull waits for the store itself: for blocks to be written behind memory, or leases to end."""
 MAX_PULLS = 4
 """Workers that are read from at once, one stream each."""
 MAX_PULL_BLOCKS = 64

@@ -92,6 +92,7 @@ def make_parts(
             fingerprint=layout.fingerprint,
             block_size=layout.block_size,
             lease_ms=config.worker.lease_ms,
+            times=config.times,
             value_bytes=values.value_bytes,
             max_bytes=settings.max_bytes,
             max_unwritten=max(1, num_blocks // 4),

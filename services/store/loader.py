@@ -11,16 +11,23 @@ from schemas.block import split_hashes
 from schemas.ids import BlockHash
 from services.store.backing import Backing, Loaded
 from services.store.blocks import StoreMemory
-from services.store.limits import LEND_AFTER_S, LOAD_AHEAD, MAX_LOADS, UNASKED_S
+from services.store.limits import LOAD_AHEAD, MAX_LOADS
 from services.store.tiers import StoreKey, key_of
+from services.times import StoreTimes
 
 
 class Loader:
     """A block is loaded once, however many ask for it at a time; a few loads run at once, the others wait in turn."""
 
     def __init__(
-        self, memory: StoreMemory, backing: Backing | None, tasks: asyncio.TaskGroup, changed: Callable[[], None]
+        self,
+        memory: StoreMemory,
+        backing: Backing | None,
+        tasks: asyncio.TaskGroup,
+        changed: Callable[[], None],
+        times: StoreTimes,
     ) -> None:
+        self._times = times
         self._memory = memory
         self._backing = backing
         self._tasks = tasks
@@ -62,11 +69,11 @@ class Loader:
         blocks = self._memory.take(hashes, tenant)
         while len(blocks) < len(hashes) and (left_s := deadline - time.monotonic()) > 0:
             rest = hashes[len(blocks) :]
-            wait_s = min(left_s, LEND_AFTER_S) if blocks else left_s
+            wait_s = min(left_s, self._times.lend_after_s) if blocks else left_s
             load = self._loads.get(key_of(tenant, rest[0])) or await self._begin_load(rest, tenant, wait_s)
             if load is not None:
                 self._asked_s[load] = time.monotonic()
-                await asyncio.wait([load], timeout=min(left_s, LEND_AFTER_S))
+                await asyncio.wait([load], timeout=min(left_s, self._times.lend_after_s))
             more = self._memory.take(rest, tenant)
             blocks += more
             if (not more and (load is None or load.done())) or (blocks and load is not None and not load.done()):
@@ -111,7 +118,7 @@ class Loader:
                 loaded = await loading
                 under_way.popleft()
                 self._arrived(part_keys, part_blocks, loaded)
-                is_wanted = time.monotonic() - self._asked_s[me] < UNASKED_S
+                is_wanted = time.monotonic() - self._asked_s[me] < self._times.unasked_s
                 if len(loaded.tags) < len(part_keys) or not is_wanted:
                     while waiting:
                         self._arrived(*waiting.popleft(), Loaded([], []))

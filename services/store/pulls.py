@@ -22,10 +22,9 @@ from services.store.limits import (
     MAX_PULL_BLOCKS,
     MAX_PULLS,
     MAX_REFUSALS,
-    READ_TIMEOUT_S,
-    ROOM_TIMEOUT_S,
 )
 from services.telemetry import Key, Telemetry
+from services.times import StoreTimes
 from services.trust.credentials import HolderCredentials
 from services.worker.core.attempts import KVRead, WantedLease
 from services.worker.core.events import ReadEnded
@@ -64,6 +63,7 @@ class Puller:
     peers: Peers
     contents: BlockContents | None
     credentials: HolderCredentials
+    times: StoreTimes
 
     def __post_init__(self) -> None:
         settings = ReaderSettings(
@@ -71,7 +71,8 @@ class Puller:
             fingerprint=self.core.memory.layout.fingerprint,
             block_size=self.core.memory.layout.block_size,
             carrier=self.carrier,
-            base_s=READ_TIMEOUT_S,
+            base_s=self.times.read_timeout_s,
+            times=self.core.memory.limits.times.worker,
         )
         self._reads = KVReads(
             settings=settings,
@@ -194,7 +195,7 @@ class Puller:
     async def _wait_for_room(self) -> int:
         """Return how many blocks may be read now. Raises PullFailedError when it takes too long for any to be."""
         try:
-            async with asyncio.timeout(ROOM_TIMEOUT_S):
+            async with asyncio.timeout(self.times.room_timeout_s):
                 while not (room := self.core.memory.num_pullable(writes=self._writes)):
                     self._room.clear()
                     await self._room.wait()
@@ -215,7 +216,7 @@ class Puller:
                 raise NoRoomError
             return (BlockTable(segments_of(blocks)),), len(blocks) * block_size
 
-        deadline_ms = now_ms() + int(READ_TIMEOUT_S * 1000)
+        deadline_ms = now_ms() + int(self.times.read_timeout_s * 1000)
         lease = WantedLease(0, tuple(hashes), deadline_ms, tenant, is_copy=True)
         key = (RequestId(new_id("store")), 1)
         num_landed = 0

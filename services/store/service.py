@@ -31,12 +31,10 @@ from services.bus.typed import Received, TypedBus
 from services.config import MeshConfig
 from services.keep import keep_traces
 from services.metrics import Metrics
-from services.presence import BEAT_INTERVAL_MS
 from services.runtime import now_ms
 from services.store.backing import Backing, Complaints
 from services.store.blocks import StoreMemory
 from services.store.core import StoreCore, StoreDrainBegun
-from services.store.limits import FLUSH_TIMEOUT_S, LAST_WORDS_S
 from services.store.load import StoreParts, load_store
 from services.store.loader import Loader
 from services.store.pulls import Puller
@@ -100,10 +98,11 @@ class Store:
         self._tasks = tasks
         self._loop = asyncio.get_running_loop()
         self._outbox = Outbox(bus, self._store_id)
-        self._teller = LoadTeller(self._outbox)
+        self._teller = LoadTeller(self._outbox, config.times.presence)
         self._telemetry = telemetry
         self._complaints = Complaints()
-        self._backing = Backing(parts.tier, parts.values, self._complaints) if parts.tier else None
+        times, tier = config.times.store, parts.tier
+        self._backing = Backing(tier, parts.values, self._complaints, times.pause_s) if tier else None
         leases = LeaseTable()
         self._measured = HolderMetrics(bus.metrics, self._load, leases, memory.layout.block_bytes)
         self._lease_spans = HolderSpans(telemetry, self._store_id)
@@ -122,9 +121,11 @@ class Store:
             leases=leases,
         )
         self._lending = LendCore(memory.limits, memory, leases)
-        self._reader = parts.platform.make_reader(parts.arena, parts.shape, parts.credentials.secrets)
-        self._peers = Peers(bus)
-        self._loader = Loader(memory, self._backing, tasks, self._changed)
+        self._reader = parts.platform.make_reader(
+            parts.arena, parts.shape, parts.credentials.secrets, config.times.plane
+        )
+        self._peers = Peers(bus, config.times.worker)
+        self._loader = Loader(memory, self._backing, tasks, self._changed, times)
         self._puller = Puller(
             core=core,
             backing=self._backing,
@@ -139,6 +140,7 @@ class Store:
             peers=self._peers,
             contents=self._holder.contents,
             credentials=parts.credentials,
+            times=times,
         )
         self._unwritten = asyncio.Event()
         self._all_written = asyncio.Event()
@@ -148,7 +150,7 @@ class Store:
         """Serve reads, listen, and say so."""
         if not self.core.takes_blocks:
             self._complaints.say("windowed", f"{self.parts.model} has windowed layers: the store takes none of its KV")
-        self._holder.start(self._config.worker)
+        self._holder.start(self._config.worker, self._config.times.plane)
         bus, tasks, me = self._bus, self._tasks, (self._store_id,)
         bus.identity |= {"id": self._store_id, "incarnation": self._holder.incarnation}
         await bus.announce("keeps KV blocks that workers evict, and lends them")
@@ -192,7 +194,7 @@ class Store:
         self._outbox.put(subjects.LEFT, me, left)
         self._outbox.close()
         with contextlib.suppress(TimeoutError):  # the bus may be away for good
-            async with asyncio.timeout(LAST_WORDS_S):
+            async with asyncio.timeout(self._config.times.store.last_words_s):
                 await self._outbox.sent.wait()
         await self._bus.close()
 
@@ -323,7 +325,7 @@ class Store:
             self._changed()
             self._teller.tell(self._load(), now_ms())
             self._reader.release_ended()
-            await asyncio.sleep(BEAT_INTERVAL_MS / 1000)
+            await asyncio.sleep(self._config.times.presence.beat_interval_ms / 1000)
 
     async def _write_behind(self, backing: Backing) -> None:
         while True:
@@ -346,7 +348,7 @@ class Store:
             return
         self._all_written.clear()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FLUSH_TIMEOUT_S):
+            async with asyncio.timeout(self._config.times.store.flush_timeout_s):
                 await self._all_written.wait()
 
     def _post(self, handle: Callable[..., None], *arguments: object) -> None:

@@ -12,8 +12,9 @@ from typing import Protocol
 import msgspec
 
 from services.files import open_private, private_folder
-from services.telemetry.limits import CLOSE_S, EXPORT_INTERVAL_S, MAX_BATCH, MAX_UNSENT, TRACE_FILES
+from services.telemetry.limits import MAX_BATCH, MAX_UNSENT, TRACE_FILES
 from services.telemetry.record import SpanRecord
+from services.times import TelemetryTimes
 
 log = logging.getLogger(__name__)
 
@@ -88,10 +89,11 @@ class FileExporter:
 
 
 class Background:
-    """Passes spans to an exporter every EXPORT_INTERVAL_S, on a thread of its own."""
+    """Passes spans to an exporter every `export_interval_s`, on a thread of its own."""
 
-    def __init__(self, exporter: Exporter) -> None:
+    def __init__(self, exporter: Exporter, times: TelemetryTimes) -> None:
         self._exporter = exporter
+        self._times = times
         self._unsent: deque[SpanRecord] = deque()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -109,17 +111,17 @@ class Background:
             self._unsent.append(span)
 
     def close(self) -> None:
-        """Export what is left, as far as this takes no longer than CLOSE_S."""
+        """Export what is left, as far as this takes no longer than `close_s`."""
         self._closing.set()
         if self._thread is not None:
-            self._thread.join(CLOSE_S)
+            self._thread.join(self._times.close_s)
         self._is_late = True
         self._exporter.close()
         if self._unsent:
             self._lose(len(self._unsent))
 
     def _run(self) -> None:
-        while not self._closing.wait(EXPORT_INTERVAL_S):
+        while not self._closing.wait(self._times.export_interval_s):
             self._export()
         self._export()
 

@@ -1,9 +1,5 @@
 """Times and limits of what a service says of itself: spans and metrics."""
 
-EXPORT_INTERVAL_S = 0.5
-"""Between two exports of spans."""
-CLOSE_S = 3.0
-"""How long the last spans may take to leave: a back end that is away must not keep a service from its end."""
 MAX_UNSENT = 65_536
 """Spans that wait to be exported; more are dropped, and counted."""
 MAX_BATCH = 512
@@ -15,7 +11,5 @@ MAX_SPANS = 16_384
 MAX_KEPT_TRACES = 4_096
 """So many traces that were asked for are remembered: their later spans are exported too."""
 
-SAMPLE_INTERVAL_S = 0.5
-"""Between two looks at what metrics say of the present: blocks, queues, ages."""
 MAX_SERIES = 512
 """Series of one metric of one service; further label values are counted together, as `other`."""

@@ -9,11 +9,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.config import TelemetryConfig
+from services.config import MeshConfig, TelemetryConfig
 from services.telemetry.context import SpanRef, TraceContext, context_of, new_trace
 from services.telemetry.export import Background, Exporter, FileExporter
 from services.telemetry.record import Attributes, AttributeValue, SpanRecord
 from services.telemetry.ring import Ring
+from services.times import TelemetryTimes
 
 
 @dataclass(slots=True)
@@ -47,12 +48,18 @@ class Telemetry:
     """
 
     def __init__(
-        self, service: str, exporter: Exporter | None, config: TelemetryConfig | None = None, *, at_once: bool = False
+        self,
+        service: str,
+        exporter: Exporter | None,
+        config: TelemetryConfig | None = None,
+        times: TelemetryTimes | None = None,
+        *,
+        at_once: bool = False,
     ) -> None:
         self.service = service
         self.config = config or TelemetryConfig()
         self._exporter = exporter
-        self._background = None if exporter is None or at_once else Background(exporter)
+        self._background = None if exporter is None or at_once else Background(exporter, times or TelemetryTimes())
         self._ring = Ring()
 
     def start(
@@ -142,13 +149,14 @@ class Telemetry:
             self._exporter.export([span])
 
 
-def open_telemetry(service: str, config: TelemetryConfig) -> Telemetry:
+def open_telemetry(service: str, mesh: MeshConfig) -> Telemetry:
     """Return the service's telemetry: to OTLP where an endpoint is configured, else to a file where a folder is, else
     nowhere."""
+    config, times = mesh.telemetry, mesh.times.telemetry
     if config.otlp_endpoint:
         from services.telemetry.otlp import OtlpExporter  # noqa: PLC0415  (slow import)
 
-        return Telemetry(service, OtlpExporter(config.otlp_endpoint), config)
+        return Telemetry(service, OtlpExporter(config.otlp_endpoint), config, times)
     if config.trace_dir:
-        return Telemetry(service, FileExporter(Path(config.trace_dir), service, config.trace_mib << 20), config)
-    return Telemetry(service, None, config)
+        return Telemetry(service, FileExporter(Path(config.trace_dir), service, config.trace_mib << 20), config, times)
+    return Telemetry(service, None, config, times)

@@ -11,7 +11,6 @@ from services.worker.core.attempts import AnyAttempt
 from services.worker.core.content import AttemptKey
 from services.worker.core.events import EngineEvent, SequenceFailed, SequenceRemoved
 from services.worker.kv.contents import WorkerHolder
-from services.worker.limits import ENGINE_STOP_TIMEOUT_S
 from services.worker.observe.measured_rates import MeasuredRates
 from services.worker.observe.metrics import WorkerMetrics
 from services.worker.observe.spans import WorkerSpans
@@ -88,7 +87,7 @@ class EngineFeed:
 
     def stop(self) -> None:
         """End after the running step, and let go of the memory. Blocks."""
-        if self.engine.stop(ENGINE_STOP_TIMEOUT_S):
+        if self.engine.stop(self._parts.limits.times.worker.engine_stop_timeout_s):
             self._parts.steps.close()
 
     def _on_understood(self, key: AttemptKey) -> None:

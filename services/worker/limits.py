@@ -18,8 +18,6 @@ TWIN_READ_SHARE = 4
 
 # Lending.
 
-OPEN_LEASE_WITHIN_MS = 5_000
-"""How long a lease that a reader has asked for waits for its read to begin."""
 MAX_LENT_LEASES = 256
 """So many leases that readers have asked for may be open; whoever asks for one more is refused for now."""
 MAX_READER_LEASES = 64
@@ -33,9 +31,6 @@ READER_SHARE = 2
 """A reader that has a lease gets no further one with which it would have more than half of the blocks: the other half
 can be given up for the holder's own requests. Blocks that several of its leases share count once. Who is refused asks
 elsewhere or computes."""
-LENT_READ_BASE_S = 30.0
-"""A lent lease ends so long after its read had to begin, and its bytes at `READ_BYTES_PER_S_MIN`, however much moves:
-the most patient reader, a store, gives its read up by itself before that."""
 UNREAD_AFTER_MS = 1_000
 """A lease that nobody reads for so long, though all of it could be read, is counted as unread: a reader opens its
 stream as soon as it has its ticket."""
@@ -66,38 +61,25 @@ CODEC_ROUNDS = 3
 
 # What is remembered of attempts that have ended.
 
-RETAIN_ANSWER_MS = 60_000
-"""How long an ended attempt's answer is kept for a gateway that has missed some of it."""
 MAX_PAST_ATTEMPTS = 4_096
 """Attempts that have ended, or were cancelled before they came: a late message must not begin them again."""
 
 # Reading from other holders.
 
-READ_BASE_S = 2.0
 READ_BYTES_PER_S_MIN = 20e6
 """A read that takes longer than `READ_BASE_S` and its bytes at this rate is given up: computing would be quicker."""
 
-COMING_AGAIN_S = 0.05
-"""The pause before a holder that is still computing is asked again; it has waited itself before it said so."""
-FLEET_ANSWER_S = 1.0
-"""How long a reader waits for the scheduler's word of who there is, where it has not heard a holder join."""
-FLEET_ASK_INTERVAL_MS = 200
-"""The least time between two such questions: whoever names strangers must not have the scheduler asked all the time."""
 MAX_PEERS = 10_000
 """Holders of which a reader remembers where they serve; those heard of last."""
 
 # Copies: blocks that are kept on a second holder, so that they outlive their worker.
 
-OFFER_INTERVAL_MS = 250
-"""The least time between two offers of one sequence's new blocks to its replica, unless `OFFER_BLOCKS` are new."""
 OFFER_BLOCKS = 8
 MAX_OFFER_BLOCKS = 1_024
 """Blocks that one message offers at most."""
 MAX_HEAT_BLOCKS = 65_536
 """A worker that leaves asks how hot so many blocks are, those that it has used last; the directory answers for no more
 (1.4 MB of JSON)."""
-READ_WITHIN_MS = 10_000
-"""How long an offer of blocks stands: the source gives the blocks up when it needs the room."""
 MAX_COPY_READS = 2
 """Copies are read beside the requests' own reads, and must not slow them."""
 MAX_COPY_BLOCKS = 64
@@ -109,34 +91,8 @@ SPARE_SHARE = 4
 LEAVING_SHARE = 2
 """Of what is free or kept for its content only a worker gives up to a half for the blocks of one that leaves."""
 
-# What goes by the clock.
-
-LOAD_MIN_GAP_S = 0.2
-"""A change is told at once, unless another one was told less than this ago: at most five loads a second."""
-ROUND_INTERVAL_S = 1.0
-"""Between two rounds of asking the gateways which attempts they still want."""
-SUSPICIOUS_INTERVAL_S = 0.5
-"""The same, where a gateway may be dead."""
-ANSWER_TIMEOUT_S = 1.0
-"""How long a gateway's answer to that is waited for."""
-
 # Stopping.
 
-ENGINE_STOP_TIMEOUT_S = 10.0
-"""How long the engine's running step is waited for."""
-LEAVE_ANSWER_S = 1.0
-"""How long the scheduler's word is waited for on whether anybody else could go on with what runs; and the directory's
-on which blocks are hot."""
-COPIERS_QUIET_S = 0.3
-"""A worker that leaves is done with offering its blocks once nobody has asked for any for so long."""
-PROMPTS_END_S = 0.5
-"""How long a worker that leaves goes on with prompts that are nearly computed, before it hands them back."""
-READERS_COME_MS = 1_000
-"""How long a worker that gives an answer away waits for whoever goes on with it to come for what it has."""
-READERS_STAY_S = 2.0
-"""How long it then waits until they have read it; and again, whatever it lends meanwhile, before it stops serving."""
-LAST_WORDS_S = 5.0
-"""How long the last messages are waited for: the bus may be away for good."""
 
 # The process.
 
@@ -156,8 +112,6 @@ MAX_LINKED_STEPS = 16
 
 # Asking gateways what they still want.
 
-ASK_AFTER_MS = 1_000
-"""How long an attempt goes on before its gateway is asked: most end earlier."""
 MAX_ATTEMPTS_A_QUESTION = 256
 """Attempts that one question to a gateway names; more are asked about in several."""
 

@@ -89,6 +89,7 @@ def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> Wor
         eos_token_ids=checkpoint.eos_token_ids,
         max_queued=settings.max_queued,
         lease_ms=settings.lease_ms,
+        times=config.times,
     )
     return WorkerParts(
         worker_id=worker_id,

@@ -13,13 +13,14 @@ from dataplane.carriers.host import HostArena
 from dataplane.carriers.kv_arena import KVArena
 from dataplane.ends.reader import PlaneReader
 from dataplane.ends.server import LeaseGate, PlaneServer, ServerOptions
+from dataplane.times import PlaneTimes
 from services.engine.interface import Sequence, StepCallback, Steps
 from services.engine.thread import EngineThread
 
 MakeArena = Callable[[ArenaShape], HostArena]
 """Raises ArenaTooLargeError."""
 MakeServer = Callable[[KVArena, ArenaShape, LeaseGate, TicketSecrets, ServerOptions], PlaneServer]
-MakeReader = Callable[[KVArena, ArenaShape, TicketSecrets], PlaneReader]
+MakeReader = Callable[[KVArena, ArenaShape, TicketSecrets, PlaneTimes], PlaneReader]
 
 
 class MakeEngine(Protocol):

@@ -23,7 +23,7 @@ from schemas.worker import (
 )
 from services.bus.typed import TypedBus
 from services.engine.thread import EngineThread
-from services.presence import BEAT_INTERVAL_MS, LOAD_INTERVAL_MS
+from services.times import PresenceTimes
 from services.worker.core.leases import Grant
 from services.worker.kv.contents import WorkerHolder
 from services.worker.limits import MAX_LISTED
@@ -33,17 +33,18 @@ from services.worker.roles import Cores
 
 
 class LoadTeller:
-    """Tells a worker's or store's load as it changes and every `LOAD_INTERVAL_MS`, and in between that it lives."""
+    """Tells a worker's or store's load as it changes and every `load_interval_ms`, and in between that it lives."""
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, outbox: Outbox, times: PresenceTimes) -> None:
         self._outbox = outbox
+        self._times = times
         self._told: WorkerLoad | None = None
         self._told_ms = 0
 
     def tell(self, load: WorkerLoad, now_ms: int) -> None:
-        """To be called every `BEAT_INTERVAL_MS`, and where something may have changed."""
+        """To be called every `beat_interval_ms`, and where something may have changed."""
         # Half a beat early is in time: else a timer that is a little early would skip a whole beat.
-        is_due = now_ms - self._told_ms >= LOAD_INTERVAL_MS - BEAT_INTERVAL_MS // 2
+        is_due = now_ms - self._told_ms >= self._times.load_interval_ms - self._times.beat_interval_ms // 2
         worker = load.worker
         if is_due or self._told is None or _weighed(load) != _weighed(self._told):
             self._told, self._told_ms = load, now_ms
@@ -69,9 +70,10 @@ class Reporter:
     bus: TypedBus
     outbox: Outbox
     cores: Cores
+    times: PresenceTimes
 
     def __post_init__(self) -> None:
-        self._teller = LoadTeller(self.outbox)
+        self._teller = LoadTeller(self.outbox, self.times)
 
     def info(self) -> WorkerInfo:
         """Return who this is now."""

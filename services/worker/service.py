@@ -41,12 +41,13 @@ async def run_roles(
             await worker.start(tasks)
             await Inbox(worker, parts.worker_id, bus, telemetry).open(tasks)
             worker.reporter.tell_joined()
-            timers = tasks.create_task(Timers(worker, worker.cores, parts.worker_id, bus).run(), name="timers")
+            timers = Timers(worker, worker.cores, parts.worker_id, bus, config.times)
+            timing = tasks.create_task(timers.run(), name="timers")
             if on_ready is not None:
                 on_ready()
             await ended_before(stop, _wait_for(worker.told_to_leave))
-            await drain(worker, config.worker.drain_s)
-            await worker.leave(timers)
+            await drain(worker, config)
+            await worker.leave(timing)
     finally:
         worker.close_memory()
     return worker.comes_again

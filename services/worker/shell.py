@@ -35,7 +35,7 @@ from schemas.worker import (
 )
 from services.bus.base import BusError
 from services.bus.typed import TypedBus
-from services.config import WORKER_TICK_MS, MeshConfig
+from services.config import MeshConfig
 from services.engine.thread import EngineStoppedError
 from services.metrics import Metrics
 from services.presence import Heartbeat
@@ -75,15 +75,9 @@ from services.worker.kv.peers import Peers
 from services.worker.kv.reads import KVReads, ReaderSettings
 from services.worker.kv.wire_dtype import WireChoice
 from services.worker.limits import (
-    COPIERS_QUIET_S,
-    LAST_WORDS_S,
-    LEAVE_ANSWER_S,
     MAX_HEAT_BLOCKS,
     MAX_LEASES_AWAITED,
-    READ_BASE_S,
     READ_BYTES_PER_S_MIN,
-    READ_WITHIN_MS,
-    READERS_STAY_S,
 )
 from services.worker.observe.measured_rates import MeasuredRates
 from services.worker.observe.metrics import WorkerMetrics
@@ -118,6 +112,7 @@ class Worker:
         layout, settings = parts.shape.layout, config.worker
         self._parts = parts
         self._config = config
+        self._times = config.times.worker
         self._bus = bus
         self._telemetry = telemetry
         self._outbox = Outbox(bus, parts.worker_id)
@@ -139,8 +134,10 @@ class Worker:
             observes_ends=(self.measured.lease_ended, self._lease_spans.lease_ended),
             leases=leases,
         )
-        self._reader = parts.platform.make_reader(parts.arena, parts.shape, parts.credentials.secrets)
-        self.peers = Peers(bus)
+        self._reader = parts.platform.make_reader(
+            parts.arena, parts.shape, parts.credentials.secrets, config.times.plane
+        )
+        self.peers = Peers(bus, self._times)
         self._rates = MeasuredRates(layout.block_bytes // layout.block_size)
         self._wire = WireChoice(settings.wire_dtype, layout, self._rates)
         limits, cache = parts.limits, self._holder.cache
@@ -157,9 +154,10 @@ class Worker:
             handle=self.handle,
         )
         self.reporter = Reporter(
-            parts.info(), self._holder, self._feed.engine, self._rates, bus, self._outbox, self.cores
-        )
-        self._heartbeat = Heartbeat(WORKER_TICK_MS / 1000, settings.fence_after_ms / 1000)
+            parts.info(), self._holder, self._feed.engine, self._rates, bus, self._outbox, self.cores,
+            config.times.presence,
+        )  # fmt: skip
+        self._heartbeat = Heartbeat(self._times.tick_ms / 1000, settings.fence_after_ms / 1000)
         self._loop: asyncio.AbstractEventLoop
         self._reads: KVReads
         self._changed = asyncio.Event()
@@ -184,7 +182,7 @@ class Worker:
         """Serve reads, be listed as a service, start the engine, and send what is decided."""
         parts, settings, layout = self._parts, self._config.worker, self._parts.shape.layout
         self._loop = asyncio.get_running_loop()
-        self._holder.start(settings)
+        self._holder.start(settings, self._config.times.plane)
         self._bus.identity |= {
             "id": parts.worker_id, "incarnation": self._holder.incarnation, "device": parts.device,
         }  # fmt: skip
@@ -195,7 +193,8 @@ class Worker:
             fingerprint=parts.limits.fingerprint,
             block_size=parts.limits.block_size,
             carrier=settings.carrier,
-            base_s=READ_BASE_S,
+            base_s=self._times.read_base_s,
+            times=self._times,
             token_s=self._rates.token_bytes / READ_BYTES_PER_S_MIN,
         )
         self._reads = KVReads(
@@ -221,7 +220,7 @@ class Worker:
         me, incarnation = self._parts.worker_id, self._holder.incarnation
         message = LeaveMesh(worker_id=me, incarnation=incarnation, forced=forced)
         try:
-            return await self._bus.ask(subjects.LEAVE, (me,), message, LEAVE_ANSWER_S)
+            return await self._bus.ask(subjects.LEAVE, (me,), message, self._times.leave_answer_s)
         except BusError as error:
             return LeaveAnswered(refusal=f"no scheduler says who else is there ({error.reason})", is_last=True)
 
@@ -258,7 +257,7 @@ class Worker:
         if not num_blocks or not used_last or layout.is_windowed:
             return
         try:
-            fleet = await self._bus.ask(subjects.FLEET, (), DescribeFleet(), LEAVE_ANSWER_S)
+            fleet = await self._bus.ask(subjects.FLEET, (), DescribeFleet(), self._times.leave_answer_s)
         except BusError as error:
             log.warning("what is cached here goes with it: no scheduler says who stays (%s)", error.reason)
             return
@@ -274,7 +273,7 @@ class Worker:
         me = self._parts.worker_id
         question = AskHeat(worker_id=me, block_hashes=join_hashes([content.block_hash for content in contents]))
         try:
-            return (await self._bus.ask(subjects.HEAT, (me,), question, LEAVE_ANSWER_S)).heat
+            return (await self._bus.ask(subjects.HEAT, (me,), question, self._times.leave_answer_s)).heat
         except BusError as error:
             log.info("no directory says which blocks are hot: those used last are left behind (%s)", error.reason)
             return b""
@@ -291,7 +290,7 @@ class Worker:
         message = ReplicateBlocks(
             request_id=RequestId(f"leave-{me}"),
             attempt=1,
-            deadline_ms=now_ms() + READ_WITHIN_MS,
+            deadline_ms=now_ms() + self._times.read_within_ms,
             source=me,
             fingerprint=self._parts.limits.fingerprint,
             first_block=0,
@@ -308,9 +307,9 @@ class Worker:
         while (now_s := time.monotonic()) < until_s:
             if len(leases) or leases.num_granted != num_granted:
                 asked_s, num_granted = now_s, leases.num_granted
-            if now_s - asked_s >= COPIERS_QUIET_S:
+            if now_s - asked_s >= self._times.copiers_quiet_s:
                 return
-            await asyncio.sleep(WORKER_TICK_MS / 1000)
+            await asyncio.sleep(self._times.tick_ms / 1000)
 
     def end_drain(self) -> None:
         """What still runs goes on elsewhere, whatever it is; its KV may be read here for a moment more."""
@@ -331,7 +330,7 @@ class Worker:
         self._is_leaving = True
         await self._reads.close()
         await asyncio.to_thread(self._feed.stop)
-        await self._holder.until_unread(READERS_STAY_S)
+        await self._holder.until_unread(self._times.readers_stay_s)
         timers.cancel()
         with self._holder.lock:
             actions = self._lending.handle(Stopping(), now_ms())
@@ -342,7 +341,7 @@ class Worker:
         await asyncio.to_thread(self._reader.close)
         await asyncio.to_thread(self._holder.close)
         with contextlib.suppress(TimeoutError):  # the bus may be away for good
-            async with asyncio.timeout(LAST_WORDS_S):
+            async with asyncio.timeout(self._times.last_words_s):
                 await self._outbox.sent.wait()
         await self._bus.close()
 

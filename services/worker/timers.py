@@ -8,9 +8,10 @@ from schemas.ids import WorkerId
 from schemas.request import AskWanted
 from services.bus.base import BusError, NoRespondersError
 from services.bus.typed import TypedBus
-from services.config import WORKER_TICK_MS
-from services.presence import BEAT_INTERVAL_MS, BusConnected
+from services.config import MeshConfig
+from services.presence import BusConnected
 from services.runtime import now_ms
+from services.times import Times
 from services.worker.core.wanted import (
     AskGateway,
     GatewayAnswered,
@@ -18,14 +19,6 @@ from services.worker.core.wanted import (
     GatewayUnserved,
     WantedCore,
     WantedEvent,
-)
-from services.worker.limits import (
-    ANSWER_TIMEOUT_S,
-    LOAD_MIN_GAP_S,
-    PROMPTS_END_S,
-    READERS_STAY_S,
-    ROUND_INTERVAL_S,
-    SUSPICIOUS_INTERVAL_S,
 )
 from services.worker.roles import Cores
 from services.worker.shell import Worker
@@ -37,11 +30,13 @@ log = logging.getLogger(__name__)
 class Timers:
     """One worker's timers."""
 
-    def __init__(self, worker: Worker, cores: Cores, worker_id: WorkerId, bus: TypedBus) -> None:
+    def __init__(self, worker: Worker, cores: Cores, worker_id: WorkerId, bus: TypedBus, times: Times) -> None:
         self._worker = worker
         self._worker_id = worker_id
         self._bus = bus
-        self._wanted = WantedCore(cores.wanted_by)
+        self._wanted = WantedCore(cores.wanted_by, times)
+        self._times = times.worker
+        self._beat_s = times.presence.beat_interval_ms / 1000
 
     async def run(self) -> None:
         """Report load and keep time until cancelled."""
@@ -55,13 +50,13 @@ class Timers:
         while True:
             with surviving("reporting the load"):
                 self._worker.report_load()
-            await asyncio.sleep(LOAD_MIN_GAP_S)
-            await self._worker.wait_for_change(BEAT_INTERVAL_MS / 1000 - LOAD_MIN_GAP_S)
+            await asyncio.sleep(self._times.load_min_gap_s)
+            await self._worker.wait_for_change(self._beat_s - self._times.load_min_gap_s)
 
     async def _tick(self) -> None:
         self._worker.beat()
         while True:
-            await asyncio.sleep(WORKER_TICK_MS / 1000)
+            await asyncio.sleep(self._times.tick_ms / 1000)
             self._worker.check_engine()
             with surviving("a tick"):
                 self._worker.tick()
@@ -70,7 +65,8 @@ class Timers:
 
     async def _ask_gateways(self) -> None:
         while True:
-            await asyncio.sleep(SUSPICIOUS_INTERVAL_S if self._wanted.suspects else ROUND_INTERVAL_S)
+            times, suspects = self._times, self._wanted.suspects
+            await asyncio.sleep(times.suspicious_interval_s if suspects else times.round_interval_s)
             with surviving("asking the gateways"):
                 self._wanted.handle(BusConnected(self._bus.connection.num_connects), now_ms())
                 await asyncio.gather(*map(self._ask, self._wanted.tick(now_ms())))
@@ -79,7 +75,7 @@ class Timers:
         message = AskWanted(worker_id=self._worker_id, attempts=question.attempts)
         event: WantedEvent
         try:
-            reply = await self._bus.ask(subjects.WANTED, (question.gateway_id,), message, ANSWER_TIMEOUT_S)
+            reply = await self._bus.ask(subjects.WANTED, (question.gateway_id,), message, self._times.answer_timeout_s)
         except NoRespondersError:
             event = GatewayUnserved(question)
         except BusError:
@@ -93,16 +89,17 @@ class Timers:
             self._worker.handle(each)
 
 
-async def drain(worker: Worker, timeout_s: float) -> None:
-    """Take no new work, give away what runs, and lend until it has been read, at most for `timeout_s` seconds and what
+async def drain(worker: Worker, config: MeshConfig) -> None:
+    """Take no new work, give away what runs, and lend until it has been read, at most for `worker.drain_s` and what
     readers may take beyond it; then leave what is hottest to those who stay. What nobody could go on with is
     finished instead."""
+    timeout_s, times = config.worker.drain_s, config.times.worker
     finishes = (await worker.may_leave(forced=True)).is_last
     worker.begin_drain(finishes=finishes)
-    work_s = timeout_s if finishes else min(PROMPTS_END_S, timeout_s)
+    work_s = timeout_s if finishes else min(times.prompts_end_s, timeout_s)
     if not await worker.wait_until_idle(work_s):
         worker.end_drain()
-        if not await worker.wait_until_idle(max(timeout_s - work_s, READERS_STAY_S)):
+        if not await worker.wait_until_idle(max(timeout_s - work_s, times.readers_stay_s)):
             log.warning("it leaves, although somebody reads here yet")
             return
     await worker.leave_behind()

@@ -43,14 +43,16 @@ from services.config import GatewayConfig, MeshConfig, NatsConfig, TelemetryConf
 from services.errors import BrokerUnreachableError
 from services.launch.serve import READY_LINE
 from services.ports import free_port
-from services.presence import BEAT_INTERVAL_MS
 from services.runtime import now_ms
+from services.times import Times
 from services.trust import nats_jwt
 from services.trust.keys import BusAccess, MeshKeys
-from services.worker.limits import LOAD_MIN_GAP_S
 from services.worker.outbox import Outbox
 from services.worker.report import LoadTeller
 from tests.bench.bench_scheduler import load_of
+
+BEAT_INTERVAL_MS = Times().presence.beat_interval_ms
+LOAD_MIN_GAP_S = Times().worker.load_min_gap_s
 
 SIZES = (8, 64, 250, 1_000)
 ROLES = ("scheduler", "directory", "gateway")
@@ -111,7 +113,7 @@ class MadeUpWorker:
         await self.bus.serve(tasks, subjects.INVENTORY, me, self._on_inventory)
         await self.bus.listen(tasks, subjects.LEFT, me, self._on_left)
         self._outbox = Outbox(self.bus, self.worker_id)
-        self._teller = LoadTeller(self._outbox)
+        self._teller = LoadTeller(self._outbox, Times().presence)
         self._outbox.put(subjects.JOINED, me, WorkerJoined(worker=self.load.worker))
         self._sending = tasks.create_task(self._outbox.run())
 

@@ -18,8 +18,10 @@ from schemas.ids import RequestId, WorkerId
 from schemas.request import Placement, PlaceRequest
 from schemas.worker import BlockCounts, PrefillRate, TransferRate, WorkerInfo, WorkerLoad, WorkerRates, WorkerRole
 from services.config import SchedulerConfig
-from services.presence import LOAD_INTERVAL_MS
 from services.scheduler.core import SchedulerCore
+from services.times import PresenceTimes, Times
+
+LOAD_INTERVAL_MS = Times().presence.load_interval_ms
 
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1_000)
 NUM_BLOCKS, BLOCK_SIZE = 20_000, 16
@@ -77,7 +79,7 @@ def load_of(rng: random.Random, name: str, role: WorkerRole, sources: list[str])
 def measure(num_workers: int, num_requests: int, seed: int = 1) -> Row:
     rng = random.Random(seed)
     prefill, decode = ([f"{role}{number}" for number in range(num_workers // 2)] for role in ("p", "d"))
-    core = SchedulerCore(SETTINGS)
+    core = SchedulerCore(SETTINGS, PresenceTimes())
     loads: list[WorkerLoad] = []
     for now_ms in (0, LATER_MS):
         loads = [load_of(rng, name, "prefill", decode) for name in prefill]

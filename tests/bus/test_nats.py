@@ -19,9 +19,12 @@ from services.bus.embedded import EmbeddedNats
 from services.bus.limits import BUFFER_BYTES
 from services.bus.nats import BrokerTransport, NatsBus
 from services.errors import BrokerRefusesError, BrokerUnreachableError, UserError
+from services.times import BusTimes, Times
 from services.trust.keys import BusAccess
 from tests.waiting import until
 
+SELDOM_PINGED = Times(bus=BusTimes(ping_interval_s=1_000.0))
+"""By its pings the library would find out some time that it is deaf."""
 LONG_S = 30.0
 
 PERMISSIONS = """
@@ -235,15 +238,12 @@ async def _first(ear: Subscription) -> AsyncIterator[Delivery]:
 
 
 @pytest.mark.parametrize("task", ["_reading_task", "_flusher_task", "_ping_interval_task"])
-async def test_a_client_whose_task_has_ended_connects_anew(
-    start_server: StartServer, task: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_client_whose_task_has_ended_connects_anew(start_server: StartServer, task: str) -> None:
     """The library starts none of them again. Subscriptions and endpoints come back."""
-    monkeypatch.setattr("services.bus.limits.PING_INTERVAL_S", 1_000)  # by its pings it would find out some time
     broker = start_server()
     server, client = (
-        await NatsBus.connect(BusAccess(broker.url), "server"),
-        await NatsBus.connect(BusAccess(broker.url), "client"),
+        await NatsBus.connect(BusAccess(broker.url), "server", times=SELDOM_PINGED),
+        await NatsBus.connect(BusAccess(broker.url), "client", times=SELDOM_PINGED),
     )
     ear, served = await server.subscribe("news"), await server.serve("echo", "echo", "echo")
     await server.flush()
@@ -278,9 +278,8 @@ async def test_a_reconnection_that_has_ended_is_begun_again(start_server: StartS
 @pytest.mark.parametrize(
     "line", [b"INFO {\r\n", b"-ERR \r\n", b"MSG \xff 1 0\r\n\r\n", b"gibberish\r\n"], ids=["info", "err", "msg", "word"]
 )
-async def test_what_the_library_cannot_read_deafens_nobody(line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_the_library_cannot_read_deafens_nobody(line: bytes) -> None:
     """Whatever it raises over what comes from the broker, the connection is made anew."""
-    monkeypatch.setattr("services.bus.limits.PING_INTERVAL_S", 1_000)
     connections: list[asyncio.StreamWriter] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -303,7 +302,9 @@ async def test_what_the_library_cannot_read_deafens_nobody(line: bytes, monkeypa
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
-        bus = await NatsBus.connect(BusAccess(f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"), "test")
+        bus = await NatsBus.connect(
+            BusAccess(f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"), "test", times=SELDOM_PINGED
+        )
         await bus.flush()
         await until(lambda: bus.num_connects == 2)
         await bus.flush()

@@ -21,6 +21,7 @@ from services.directory.events import (
 )
 from services.directory.limits import MAX_LATER_RUNS, MAX_PENDING_EVENTS, MAX_PREFIXES
 from services.directory.map import TIERS
+from services.times import DirectoryTimes
 
 A, B = WorkerId("a"), WorkerId("b")
 
@@ -104,7 +105,7 @@ def swept(core: DirectoryCore) -> DirectoryCore:
 
 
 def test_prefixes_first_then_runs_that_begin_later_the_longest_of_each_in_front() -> None:
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     handle(core, stored(A, 1, 1, 2, 4))
     handle(core, stored(B, 1, 1, 3, 4, 5))
     assert runs(core, 1, 2, 3, 4, 5) == [
@@ -115,7 +116,7 @@ def test_prefixes_first_then_runs_that_begin_later_the_longest_of_each_in_front(
 
 
 def test_a_worker_is_told_how_often_what_it_holds_was_asked_for() -> None:
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     handle(core, stored(A, 1, 1, 2, 3))
     handle(core, stored(A, 2, 4, tier="disk"))
     handle(core, stored(B, 1, 2, 5))
@@ -130,7 +131,7 @@ def test_a_worker_is_told_how_often_what_it_holds_was_asked_for() -> None:
 
 
 def test_a_run_names_the_slowest_of_its_blocks_tiers() -> None:
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     handle(core, stored(A, 1, 1, 2, 3, 4, tier="disk"))
     handle(core, stored(A, 2, 1, 2, tier="memory"))
     assert runs(core, 1, 2) == [("a", 0, 2, "memory")]
@@ -142,7 +143,7 @@ def test_a_run_names_the_slowest_of_its_blocks_tiers() -> None:
 
 
 def test_long_lists_are_cut_to_the_longest() -> None:
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     numbers = list(range(1, 101))
     for n in numbers:
         handle(core, stored(WorkerId(f"p{n}"), 1, *numbers[:n]))
@@ -155,7 +156,7 @@ def test_long_lists_are_cut_to_the_longest() -> None:
 
 
 def test_evicted_blocks_are_gone() -> None:
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     handle(core, stored(A, 1, 1, 2))
     handle(core, evicted(A, 2, 2))
     assert located(core, 1, 2) == {"a": 1}
@@ -163,7 +164,7 @@ def test_evicted_blocks_are_gone() -> None:
 
 
 def test_evicted_from_one_tier_is_still_in_the_other() -> None:
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     handle(core, stored(A, 1, 1, tier="memory"))
     handle(core, stored(A, 2, 1, tier="disk"))
     handle(core, evicted(A, 3, 1, tier="memory"))
@@ -171,7 +172,7 @@ def test_evicted_from_one_tier_is_still_in_the_other() -> None:
 
 
 def test_a_repeated_event_changes_nothing() -> None:
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     handle(core, stored(A, 1, 1))
     handle(core, evicted(A, 2, 1))
     assert handle(core, stored(A, 1, 1)) == []
@@ -179,7 +180,7 @@ def test_a_repeated_event_changes_nothing() -> None:
 
 
 def test_a_gap_is_repaired_from_the_inventory() -> None:
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     handle(core, stored(A, 1, 1))
     assert handle(core, stored(A, 3, 3)) == [asked(A)]
     assert handle(core, evicted(A, 4, 1)) == []  # kept; one reading at a time
@@ -189,7 +190,7 @@ def test_a_gap_is_repaired_from_the_inventory() -> None:
 
 
 def test_a_gap_behind_the_inventory_is_read_again() -> None:
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     handle(core, stored(A, 2, 2))
     handle(core, stored(A, 5, 5))
     assert handle(core, PageRead(asked(A), page(A, 3, 2))) == [asked(A, reading=2)]
@@ -198,7 +199,7 @@ def test_a_gap_behind_the_inventory_is_read_again() -> None:
 
 
 def test_pages_of_different_moments_start_anew() -> None:
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     assert handle(core, heard(A)) == [asked(A)]
     assert handle(core, PageRead(asked(A), page(A, 1, 1, following=1))) == [asked(A, 1)]
     assert handle(core, PageRead(asked(A, 1), page(A, 2, 2))) == [asked(A, reading=2)]
@@ -209,7 +210,7 @@ def test_pages_of_different_moments_start_anew() -> None:
 
 
 def test_a_late_page_of_a_reading_that_was_given_up_is_not_mixed_in() -> None:
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     assert handle(core, heard(A)) == [asked(A)]
     handle(core, PageRead(asked(A), page(A, 0, 1, 2, following=2)))
     for number in range(MAX_PENDING_EVENTS):
@@ -222,7 +223,7 @@ def test_a_late_page_of_a_reading_that_was_given_up_is_not_mixed_in() -> None:
 
 
 def test_pages_are_of_one_tier_each() -> None:
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     handle(core, heard(A))
     handle(core, PageRead(asked(A), page(A, 1, 1, tier="memory", following=1)))
     handle(core, PageRead(asked(A, 1), page(A, 1, 1, 2, tier="disk")))
@@ -230,7 +231,7 @@ def test_pages_are_of_one_tier_each() -> None:
 
 
 def test_an_inventory_replaces_what_was_known() -> None:
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     handle(core, stored(A, 1, 1, 2, 3))
     handle(core, stored(A, 3, 9))
     handle(core, PageRead(asked(A), page(A, 3, 2, 9)))
@@ -239,7 +240,7 @@ def test_an_inventory_replaces_what_was_known() -> None:
 
 
 def test_a_restarted_directory_reads_each_worker_it_hears_once() -> None:
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     assert handle(core, heard(A)) == [asked(A)]
     assert handle(core, heard(A)) == []
     handle(core, PageRead(asked(A), page(A, 7, 1, 2)))
@@ -248,14 +249,14 @@ def test_a_restarted_directory_reads_each_worker_it_hears_once() -> None:
 
 
 def test_an_inventory_that_fails_is_asked_for_by_the_next_event() -> None:
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     wanted = handle(core, stored(A, 2, 2))
     handle(core, PageMissing(wanted[0]))
     assert handle(core, stored(A, 3, 3)) == [asked(A, reading=2)]
 
 
 def test_an_answer_of_another_incarnation_is_a_failure() -> None:
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     handle(core, heard(A))
     assert handle(core, PageRead(asked(A), page(A, 1, 1, incarnation="2"))) == []
     assert located(core, 1) == {}
@@ -263,7 +264,7 @@ def test_an_answer_of_another_incarnation_is_a_failure() -> None:
 
 
 def test_a_restarted_worker_loses_its_old_entries_at_once_and_for_good() -> None:
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     handle(core, stored(A, 1, 1, 2))
     handle(core, stored(A, 1, 9, incarnation="2"))
     assert located(core, 1) == {} and located(core, 9) == {"a": 1}
@@ -276,7 +277,7 @@ def test_a_restarted_worker_loses_its_old_entries_at_once_and_for_good() -> None
 
 
 def test_a_worker_that_was_declared_dead_and_speaks_is_believed_once_it_answers() -> None:
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     handle(core, stored(A, 1, 1))
     handle(core, WorkerGone(A, "1"))
     assert handle(core, heard(A)) == [ReadPage(A, "1")]
@@ -286,7 +287,7 @@ def test_a_worker_that_was_declared_dead_and_speaks_is_believed_once_it_answers(
 
 
 def test_a_worker_that_left_is_gone_but_its_successor_is_not() -> None:
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     handle(core, stored(A, 1, 1, incarnation="2"))
     handle(core, WorkerGone(A, "1"))
     assert located(core, 1) == {"a": 1}
@@ -297,7 +298,7 @@ def test_a_worker_that_left_is_gone_but_its_successor_is_not() -> None:
 
 def test_a_bit_is_used_again_only_after_its_blocks_are_swept() -> None:
     """Else what a gone holder had would be said to lie with the next one."""
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     handle(core, stored(A, 1, *range(10)))
     assert core.handle(WorkerGone(A, "1"), 0) == [Sweep()]
     assert core.handle(stored(B, 1, 50), 0) == [], "one sweep at a time"
@@ -320,7 +321,7 @@ def numbered(first: int, count: int) -> range:
 
 
 def test_a_holder_is_known_to_have_no_more_than_it_has_room_for() -> None:
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     handle(core, WorkerHeard(A, "1", {"arena": 4}))
     handle(core, PageRead(asked(A), page(A, 0)))
     handle(core, stored(A, 1, *numbered(1, 3)))
@@ -335,7 +336,7 @@ def test_a_holder_is_known_to_have_no_more_than_it_has_room_for() -> None:
 
 
 def test_the_same_blocks_again_and_again_and_those_it_never_had_make_no_room() -> None:
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     handle(core, WorkerHeard(A, "1", {"arena": 4}))
     handle(core, PageRead(asked(A), page(A, 0)))
     handle(core, stored(A, 1, *[1, 2, 3] * 50))
@@ -351,7 +352,7 @@ def test_the_same_blocks_again_and_again_and_those_it_never_had_make_no_room() -
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_each_tier_is_bounded_by_its_own_room_and_one_that_the_holder_does_not_have_is_not_believed(tier: Tier) -> None:
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     handle(core, WorkerHeard(A, "1", {tier: 4}))
     handle(core, PageRead(asked(A), page(A, 0, *numbered(1, 9), tier=tier)))
     for sequence, other in enumerate(TIERS, 1):
@@ -362,7 +363,7 @@ def test_each_tier_is_bounded_by_its_own_room_and_one_that_the_holder_does_not_h
 
 def test_what_is_known_beyond_the_room_that_a_holder_says_it_has_is_read_again() -> None:
     """Its events came before it had said anything, or it has said less since."""
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     handle(core, stored(A, 1, *numbered(1, 9)))
     assert located(core, *numbered(1, 9)) == {"a": 9}
     assert handle(core, WorkerHeard(A, "1", {"arena": 9})) == []
@@ -377,7 +378,7 @@ def test_an_inventory_is_bounded_as_well_and_nobody_is_known_to_have_more_than_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(limits, "MAX_HOLDER_BLOCKS", 6)
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     handle(core, WorkerHeard(A, "1", {"memory": 4, "disk": 2**40}))
     handle(core, PageRead(asked(A), page(A, 0, *numbered(1, 9), following=9, tier="memory")))
     handle(core, PageRead(asked(A, 9), page(A, 0, *numbered(100, 9), tier="disk")))
@@ -385,7 +386,7 @@ def test_an_inventory_is_bounded_as_well_and_nobody_is_known_to_have_more_than_t
 
 
 def test_an_inventory_without_end_is_read_to_what_its_holder_has_room_for() -> None:
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     (wanted,) = handle(core, WorkerHeard(A, "1", {"arena": 10}))
     num_pages = 0
     while wanted is not None:
@@ -399,7 +400,7 @@ def test_an_inventory_without_end_is_read_to_what_its_holder_has_room_for() -> N
 
 @pytest.mark.parametrize(("numbers", "following"), [((), 5), ((1,), 0), ((1,), -7)])
 def test_a_page_after_which_the_reading_would_be_no_further_ends_it(numbers: tuple[int, ...], following: int) -> None:
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     handle(core, heard(A))
     assert handle(core, PageRead(asked(A), page(A, 0, *numbers, following=following))) == []
     assert located(core, 1) == {}
@@ -407,7 +408,7 @@ def test_a_page_after_which_the_reading_would_be_no_further_ends_it(numbers: tup
 
 
 def test_a_page_may_come_in_parts_and_none_of_it_is_shown_before_the_last() -> None:
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     handle(core, heard(A))
     assert handle(core, PageRead(asked(A), page(A, 0, 1, 2, following=4), is_part=True)) == []
     assert located(core, 1) == {}
@@ -420,7 +421,7 @@ def test_a_page_may_come_in_parts_and_none_of_it_is_shown_before_the_last() -> N
 
 def test_what_waits_for_an_inventory_is_bounded_by_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_PENDING_BLOCKS", 10)
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     handle(core, heard(A))
     assert handle(core, stored(A, 2, *numbered(1, 5))) == []
     assert handle(core, stored(A, 3, *numbered(11, 5))) == []
@@ -433,7 +434,7 @@ def test_what_waits_for_an_inventory_is_bounded_by_its_blocks(monkeypatch: pytes
 def test_all_holders_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_BLOCKS", 5)
     monkeypatch.setattr(limits, "MAX_HOLDERS", 2)
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     for number, worker in enumerate((A, B, WorkerId("c"))):
         handle(core, stored(worker, 1, *numbered(10 * number, 3)))
     assert core.num_blocks == 5 and core.num_holders == 2

@@ -20,10 +20,13 @@ from services.directory.events import (
     WorkerGone,
     WorkerHeard,
 )
-from services.directory.limits import FORGET_AFTER_MS, MAX_LATER_RUNS, MAX_PREFIXES, MAX_RESTARTS
+from services.directory.limits import MAX_LATER_RUNS, MAX_PREFIXES, MAX_RESTARTS
 from services.directory.map import TIERS
+from services.times import DirectoryTimes, Times
 from tests.directory.test_directory import evicted, handle, heard, joined, stored
 from tests.share import examples
+
+FORGET_AFTER_MS = Times().directory.forget_after_ms
 
 WORKERS = [WorkerId(name) for name in "abc"]
 NUMBERS = st.integers(0, 11)
@@ -115,7 +118,7 @@ def holder_pages(holder: ModelHolder) -> int:
 @settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_it_converges_to_what_the_workers_hold(data: st.DataObject) -> None:
-    core, wanted = DirectoryCore(), list[ReadPage]()
+    core, wanted = DirectoryCore(DirectoryTimes()), list[ReadPage]()
     said: list[Said] = []
     living: dict[WorkerId, ModelHolder] = {}
     for worker_id in WORKERS:
@@ -139,7 +142,7 @@ def test_it_converges_to_what_the_workers_hold(data: st.DataObject) -> None:
             case 1:
                 core.sweep(data.draw(st.integers(1, 5)))
             case 2 if data.draw(st.integers(0, 5)) == 0:
-                core, wanted = DirectoryCore(), []  # its own restart
+                core, wanted = DirectoryCore(DirectoryTimes()), []  # its own restart
             case 3 if data.draw(st.integers(0, 3)) == 0:
                 core.tick(FORGET_AFTER_MS + 1)
             case 4 if data.draw(st.integers(0, 3)) == 0:
@@ -162,7 +165,7 @@ def test_it_converges_to_what_the_workers_hold(data: st.DataObject) -> None:
 @given(st.data())
 def test_locate_equals_a_scan_of_every_holder(data: st.DataObject) -> None:
     """More holders than are named: those named are the longest, and each is right."""
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     holders: list[ModelHolder] = []
     numbers = list(range(data.draw(st.integers(0, 20))))
     for at in range(data.draw(st.integers(1, 60))):
@@ -187,7 +190,7 @@ def test_locate_equals_a_scan_of_every_holder(data: st.DataObject) -> None:
 @given(st.data())
 def test_two_directories_that_hear_the_same_in_any_order_say_the_same(data: st.DataObject) -> None:
     """Every word of every incarnation, doubled and out of order; then the living speak once more."""
-    cores = [DirectoryCore() for _ in range(2)]
+    cores = [DirectoryCore(DirectoryTimes()) for _ in range(2)]
     said: list[Said] = []
     living: dict[WorkerId, ModelHolder] = {}
     for worker_id in WORKERS:
@@ -212,7 +215,7 @@ def test_two_directories_that_hear_the_same_in_any_order_say_the_same(data: st.D
 
 
 def test_an_outage_makes_every_inventory_be_read_again_for_events_that_nothing_shows_to_be_lost() -> None:
-    core, holder = DirectoryCore(), ModelHolder(WORKERS[0], "1")
+    core, holder = DirectoryCore(DirectoryTimes()), ModelHolder(WORKERS[0], "1")
     living = {WORKERS[0]: holder}
     settle(core, living, handle(core, heard(WORKERS[0], "1")))
     holder.change([1, 2], "arena", store=True)  # nobody hears it, and nothing comes after it
@@ -224,7 +227,7 @@ def test_an_outage_makes_every_inventory_be_read_again_for_events_that_nothing_s
 
 
 def test_an_outage_during_a_reading_makes_it_be_read_once_more() -> None:
-    core, holder = DirectoryCore(), ModelHolder(WORKERS[0], "1")
+    core, holder = DirectoryCore(DirectoryTimes()), ModelHolder(WORKERS[0], "1")
     (read,) = handle(core, heard(WORKERS[0], "1"))
     page = holder.inventory(0)
     holder.change([1], "arena", store=True)
@@ -235,7 +238,7 @@ def test_an_outage_during_a_reading_makes_it_be_read_once_more() -> None:
 
 
 def test_a_worker_that_changes_all_the_time_is_not_asked_all_the_time() -> None:
-    core, holder = DirectoryCore(), ModelHolder(WORKERS[0], "1")
+    core, holder = DirectoryCore(DirectoryTimes()), ModelHolder(WORKERS[0], "1")
     holder.change(list(range(9)), "arena", store=True)
     num_pages = 0
     wanted = handle(core, heard(WORKERS[0], "1"))
@@ -251,7 +254,7 @@ def test_a_worker_that_changes_all_the_time_is_not_asked_all_the_time() -> None:
 
 
 def test_a_holder_that_nobody_has_heard_of_for_long_is_forgotten_and_read_again_when_it_speaks() -> None:
-    core, holder = DirectoryCore(), ModelHolder(WORKERS[0], "1")
+    core, holder = DirectoryCore(DirectoryTimes()), ModelHolder(WORKERS[0], "1")
     holder.change([1], "arena", store=True)
     living = {WORKERS[0]: holder}
     settle(core, living, handle(core, heard(WORKERS[0], "1")))

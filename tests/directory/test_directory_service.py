@@ -23,6 +23,7 @@ from services.directory.service import _worker_heard, run_directory
 from services.scheduler.limits import BACKOFF_MAX_MS, BACKOFF_MIN_MS
 from services.scheduler.placement.hints import Hints
 from services.scheduler.service import run_scheduler
+from services.times import Times
 from services.worker.kv.ledger import BlockLedger
 from tests.waiting import until
 
@@ -100,7 +101,7 @@ async def test_a_lost_event_is_repaired_and_a_restart_rebuilt() -> None:
         worker = FakeWorker(connection)
         await worker.start(tasks)
         first = asyncio.Event()
-        tasks.create_task(run_directory(connection, first))
+        tasks.create_task(run_directory(MeshConfig(), connection, first))
         await asyncio.sleep(0)
         await worker.bus.publish(subjects.LOAD, (WORKER,), LOAD)
         await worker.store(list(range(8)))
@@ -115,7 +116,7 @@ async def test_a_lost_event_is_repaired_and_a_restart_rebuilt() -> None:
         successor = FakeWorker(again)
         successor.ledger, successor.contents = worker.ledger, worker.contents
         await successor.start(tasks)
-        tasks.create_task(run_directory(again, stop))
+        tasks.create_task(run_directory(MeshConfig(), again, stop))
         await asyncio.sleep(0)
         await successor.bus.publish(subjects.LOAD, (WORKER,), LOAD)
         await successor.until_located(list(range(100, 112)), 3)
@@ -131,7 +132,7 @@ async def test_a_worker_is_told_the_heat_of_as_many_blocks_as_it_may_ask_about(m
     async with asyncio.TaskGroup() as tasks:
         worker = FakeWorker(connection)
         await worker.start(tasks)
-        tasks.create_task(run_directory(connection, stop))
+        tasks.create_task(run_directory(MeshConfig(), connection, stop))
         await asyncio.sleep(0)
         await worker.store(list(range(16)))
         await worker.until_located(list(range(8)), 2)
@@ -164,7 +165,7 @@ async def test_the_scheduler_names_the_sources_that_the_directory_knows_and_plac
         connection = MemoryBus(broker)
         holder = FakeWorker(connection, WorkerId("decode-0"))
         await holder.start(tasks)
-        directory = tasks.create_task(run_directory(MemoryBus(broker), directory_stop))
+        directory = tasks.create_task(run_directory(MeshConfig(), MemoryBus(broker), directory_stop))
         tasks.create_task(run_scheduler(config, MemoryBus(broker), stop))
         await asyncio.sleep(0)
         loads = (LOAD, load_of("decode-0", "decode"), load_of("decode-1", "decode"))
@@ -210,7 +211,7 @@ async def test_a_directory_that_does_not_answer_is_left_alone_for_longer_and_lon
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(listen())
-        hints = Hints(TypedBus(connection, "scheduler"), clock=lambda: now_ms)
+        hints = Hints(TypedBus(connection, "scheduler"), Times().scheduler.locate_timeout_s, clock=lambda: now_ms)
         quiet_ms = BACKOFF_MIN_MS
         for number in range(1, 8):
             assert await hints.holders(question([1, 2, 3, 4])) == () and num_heard == number
@@ -227,10 +228,11 @@ async def test_two_directories_say_the_same_and_both_hear_who_has_left() -> None
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         worker = FakeWorker(MemoryBus(broker))
         await worker.start(tasks)
-        tasks.create_task(run_directory(MemoryBus(broker), stops[0]))
+        tasks.create_task(run_directory(MeshConfig(), MemoryBus(broker), stops[0]))
         await asyncio.sleep(0)
         await worker.store(tokens)
-        tasks.create_task(run_directory(MemoryBus(broker), stops[1]))  # a later one, which starts with nothing
+        # A later one, which starts with nothing.
+        tasks.create_task(run_directory(MeshConfig(), MemoryBus(broker), stops[1]))
         await asyncio.sleep(0)
         await worker.bus.publish(subjects.LOAD, (WORKER,), LOAD)
         for _ in range(6):  # they take turns
@@ -264,7 +266,7 @@ async def test_it_says_of_whom_it_has_read_everything() -> None:
         await slow.store(list(range(8)), lost=True)
         for worker in (quick, slow):
             await worker.start(tasks)
-        tasks.create_task(run_directory(MemoryBus(broker), stop))
+        tasks.create_task(run_directory(MeshConfig(), MemoryBus(broker), stop))
         await asyncio.sleep(0)
         for worker_id in (quick.worker_id, slow.worker_id):
             await bus.publish(subjects.LOAD, (worker_id,), load_of(worker_id, "prefill"))
@@ -288,7 +290,7 @@ async def test_an_inventory_that_never_comes_is_asked_for_again() -> None:
         ear = await deaf.subscribe(subjects.INVENTORY.of(WORKER))  # hears, and says nothing
         worker = FakeWorker(MemoryBus(broker))
         await worker.store(tokens, lost=True)
-        tasks.create_task(run_directory(MemoryBus(broker), stop))
+        tasks.create_task(run_directory(MeshConfig(), MemoryBus(broker), stop))
         await asyncio.sleep(0)
         await worker.bus.publish(subjects.LOAD, (WORKER,), LOAD)
         async for _ in ear:
@@ -308,7 +310,7 @@ async def test_what_was_lost_in_an_outage_is_read_from_the_inventory() -> None:
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         worker, connection = FakeWorker(MemoryBus(broker)), MemoryBus(broker)
         await worker.start(tasks)
-        tasks.create_task(run_directory(connection, stop))
+        tasks.create_task(run_directory(MeshConfig(), connection, stop))
         await asyncio.sleep(0)
         await worker.bus.publish(subjects.LOAD, (WORKER,), LOAD)
         while worker.num_inventories == 0:
@@ -334,7 +336,7 @@ async def test_many_workers_are_read_few_at_a_time_in_parts_with_answers_in_betw
     num_now, num_at_once, located = 0, 0, 0
 
     async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
-        tasks.create_task(run_directory(MemoryBus(broker), stop))
+        tasks.create_task(run_directory(MeshConfig(), MemoryBus(broker), stop))
         await asyncio.sleep(0)
 
         def serve(worker_id: WorkerId) -> Callable[[Received[ReadInventory]], Awaitable[Inventory]]:
@@ -377,7 +379,7 @@ async def test_an_event_of_too_many_blocks_is_dropped_and_a_question_of_too_many
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         worker = FakeWorker(connection)
         await worker.start(tasks)
-        tasks.create_task(run_directory(connection, stop))
+        tasks.create_task(run_directory(MeshConfig(), connection, stop))
         await asyncio.sleep(0)
         await worker.bus.publish(subjects.LOAD, (WORKER,), LOAD)
         while worker.num_inventories == 0:

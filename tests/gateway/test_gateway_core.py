@@ -50,6 +50,7 @@ from services.gateway.request.events import (
     WorkerSilent,
 )
 from services.presence import Hearing
+from services.times import PresenceTimes
 from tests.share import examples
 
 P1, P2, D1, D2 = (WorkerId(name) for name in ("p1", "p2", "d1", "d2"))
@@ -62,7 +63,7 @@ STOP_REACHED = SendCancel(1, "a stop string was reached", AttemptEnd.COMPLETE)
 
 def new(max_tokens: int = 100, max_attempts: int = 3, hearing: Hearing | None = None) -> RequestCore:
     config = MeshConfig(gateway=GatewayConfig(max_attempts=max_attempts))
-    request = RequestCore(RequestId("req-1"), max_tokens, config, hearing or Hearing())
+    request = RequestCore(RequestId("req-1"), max_tokens, config, hearing or Hearing(PresenceTimes()))
     assert request.handle(Submitted(), NOW) == [AskPlacement(1, ())]
     return request
 

@@ -30,6 +30,7 @@ from services.gateway.request.events import (
     WorkerSilent,
 )
 from services.presence import Hearing
+from services.times import PresenceTimes
 from tests.gateway.test_gateway_core import D1, D2, ENDS, NOW, P1, P2, failed, feed, new, placed, refused, tokens
 from tests.share import examples
 
@@ -42,7 +43,7 @@ LEFT_D1 = WorkerLost(D1, "silent")
 
 
 def hearing_others(now_ms: int = NOW) -> Hearing:
-    hearing = Hearing()
+    hearing = Hearing(PresenceTimes())
     for at_ms in range(now_ms - 10 * DEAF_AFTER_MS, now_ms + 1, DEAF_AFTER_MS // 2):
         hearing.hear(at_ms)
     return hearing

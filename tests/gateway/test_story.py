@@ -30,7 +30,7 @@ from services.gateway.request.job import BlockKey, Job, pack_prompt
 from services.presence import Hearing
 from services.runtime import now_ms
 from services.telemetry.context import new_trace
-from services.times import GatewayTimes
+from services.times import GatewayTimes, PresenceTimes
 from tests.gateway.conftest import Rig
 from tests.gateway.fake_mesh import Conduct
 from tests.gateway.test_failures import C, body
@@ -175,7 +175,7 @@ async def job_of(request_id: str) -> Job:
 
 
 def core_of(request_id: str) -> RequestCore:
-    return RequestCore(RequestId(request_id), 4, MeshConfig(), Hearing())
+    return RequestCore(RequestId(request_id), 4, MeshConfig(), Hearing(PresenceTimes()))
 
 
 async def test_whichever_gateway_is_asked_finds_the_one_that_knows() -> None:

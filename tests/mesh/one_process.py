@@ -50,6 +50,7 @@ from services.sim.brackets import BracketGrammars
 from services.sim.platform.engine import Pace, SimSteps
 from services.sim.platform.plane import sim_platform
 from services.telemetry import ListExporter, Telemetry
+from services.times import Times
 from services.worker.core.checks import WorkerLimits
 from services.worker.parts import WorkerParts
 from services.worker.platform import THREADS, Platform
@@ -98,6 +99,7 @@ def make_parts(
         eos_token_ids=frozenset({0}),
         max_queued=64,
         lease_ms=lease_ms,
+        times=Times(),
     )
     return WorkerParts(
         worker_id=WorkerId(worker_id),
@@ -320,6 +322,7 @@ async def one_process_mesh(
     lease_ms: int = LEASE_MS,
     leave_bytes: int = 2**29,
     exporter: ListExporter | None = None,
+    times: Times = Times(),  # noqa: B008  (frozen)
 ) -> AsyncGenerator[Client]:
     """Run scheduler, directory and these workers on one loop, and give a client once all are known.
 
@@ -336,13 +339,15 @@ async def one_process_mesh(
         worker=settings,
         scheduler=SchedulerConfig(policy=policy, pull_tokens_min=LAYOUT.block_size, silent_after_ms=silent_ms),
         gateway=GatewayConfig(worker_silent_ms=silent_ms),
+        times=times,
     )
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(run_scheduler(config, MemoryBus(broker), stop))
-        tasks.create_task(run_directory(MemoryBus(broker), stop))
+        tasks.create_task(run_directory(config, MemoryBus(broker), stop))
         for parts in workers:
             assert isinstance(parts.steps, BatchSteps)
-            parts = replace(parts, steps=steps_of(parts.steps.engine, token_budget))
+            limits = replace(parts.limits, times=times)
+            parts = replace(parts, steps=steps_of(parts.steps.engine, token_budget), limits=limits)
             telemetry = Telemetry(parts.worker_id, exporter, at_once=exporter is not None)
             tasks.create_task(
                 run_worker(parts, config, MemoryBus(broker), telemetry, (stops or {}).get(parts.worker_id, stop))

@@ -27,8 +27,7 @@ from schemas.request import (
 from services.engine.batch_steps import BatchSteps
 from services.engine.fake import FakeEngine, fake_answer
 from services.runtime import now_ms
-from services.worker import report
-from services.worker import timers as clockwork
+from services.times import DirectoryTimes, PresenceTimes, Times, WorkerTimes
 from tests import virtual
 from tests.mesh.one_process import LAYOUT, VOCAB, Client, Route, make_parts, one_process_mesh
 from tests.promises import same_tokens
@@ -107,15 +106,16 @@ async def test_cancel_frees_blocks_on_both_sides() -> None:
             await client.until_free()
 
 
-async def test_room_is_told_as_soon_as_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_room_is_told_as_soon_as_it_is_there() -> None:
     """Not when the load is told next anyway: the scheduler would place by what is no more."""
-    monkeypatch.setattr(clockwork, "BEAT_INTERVAL_MS", 3_600_000)
-    monkeypatch.setattr(report, "LOAD_INTERVAL_MS", 3_600_000)
-    monkeypatch.setattr(clockwork, "LOAD_MIN_GAP_S", 0.3)  # what changes within the gap is told at its end
+    times = Times(
+        presence=PresenceTimes(beat_interval_ms=3_600_000, deaf_after_ms=10**8),
+        worker=WorkerTimes(load_min_gap_s=0.3),  # what changes within the gap is told at its end
+        directory=DirectoryTimes(forget_after_ms=10**8),
+    )
     params = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
-    async with one_process_mesh(
-        make_parts("p-0", "prefill", num_blocks=512), make_parts("d-0", "decode", num_blocks=512)
-    ) as client:
+    workers = make_parts("p-0", "prefill", num_blocks=512), make_parts("d-0", "decode", num_blocks=512)
+    async with one_process_mesh(*workers, times=times) as client:
         await client.send("r", list(range(1, 100)), params)
         await client.until(lambda fleet: any(load.blocks.running for load in fleet))
         await client.cancel("r")

@@ -31,6 +31,7 @@ from dataplane.ends.server import PlaneServer, ServerOptions
 from dataplane.memory.arena import ByteArray
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferFailedError, TransferStats
+from dataplane.times import PlaneTimes
 from schemas.handoff import Endpoint
 from schemas.ids import LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseEnd
@@ -533,6 +534,7 @@ class Target:
         shape: ArenaShape | None = None,
         tables: BlockTables | None = None,
         name: str = READER,
+        times: PlaneTimes | None = None,
     ) -> None:
         self.name = WorkerId(name)
         self.shape = uniform_shape(layout, NUM_BLOCKS) if shape is None else shape
@@ -541,10 +543,10 @@ class Target:
         self.memory = target_memory(self.shape)
         self.arena, self.card = self.memory.arena, self.memory.card
         if _Simulation.network is None:
-            self.reader = PlaneReader(self.arena, self.shape, SECRETS)
+            self.reader = PlaneReader(self.arena, self.shape, SECRETS, times)
         else:
             self.host = f"reader-{next(_Simulation.hosts)}"
-            self.reader = SimPlaneReader(_Simulation.network, self.host, self.arena, self.shape, SECRETS)
+            self.reader = SimPlaneReader(_Simulation.network, self.host, self.arena, self.shape, SECRETS, times)
 
     @property
     def array(self) -> ByteArray:

@@ -19,18 +19,19 @@ from dataplane.blocks.ticket import TicketSecrets
 from dataplane.ends.reader import Landed
 from dataplane.ends.server import PlaneServer
 from dataplane.protocol.stream import TransferStats
+from dataplane.times import PlaneTimes
 from schemas.block import hash_blocks, join_hashes
 from schemas.ids import BlockHash, LeaseId, RequestId, WorkerId
 from schemas.kv import LeaseGranted, RequestLease
 from schemas.request import RefusalReason, Refused
 from services.config import WorkerConfig
+from services.times import Times
 from services.trust.credentials import credentials_for
 from services.worker.core.checks import WorkerLimits
 from services.worker.core.leases import Grant
 from services.worker.core.lending import LendCore, StreamEnded
 from services.worker.kv.contents import WorkerHolder
 from services.worker.kv.holder import StreamLease
-from services.worker.limits import OPEN_LEASE_WITHIN_MS
 from tests.credentials import SIGNER
 from tests.plane.corruption import BitFlip, measure, tapped
 from tests.plane.harness import (
@@ -54,6 +55,8 @@ from tests.plane.harness import (
     write_kv,
 )
 from tests.plane.test_strangers import proxy
+
+OPEN_LEASE_WITHIN_MS = Times().worker.open_lease_within_ms
 
 BLOCK = LAYOUT.block_size
 NUM_TOKENS = 18 * BLOCK
@@ -86,9 +89,10 @@ class Lender:
         limits = WorkerLimits(
             worker_id=HOLDER, fingerprint=layout.fingerprint, num_blocks=NUM_BLOCKS, block_size=layout.block_size,
             context_length=4096, vocab_size=1000, eos_token_ids=frozenset(), max_queued=4, lease_ms=60_000,
+            times=Times(),
         )  # fmt: skip
         self.lending = LendCore(limits, self.holder.cache, self.holder.leases)
-        self.holder.start(WorkerConfig(carrier=carrier))  # type: ignore[arg-type]
+        self.holder.start(WorkerConfig(carrier=carrier), PlaneTimes())  # type: ignore[arg-type]
 
     @property
     def endpoint(self):

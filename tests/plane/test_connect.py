@@ -76,7 +76,7 @@ def test_reasons_are_for_people() -> None:
 
 
 def test_what_is_broken_comes_only_where_nothing_else_is() -> None:
-    broken = BrokenCarriers()
+    broken = BrokenCarriers(60.0)
     found = [Choice("cuda", "c"), Choice("shm", "s")]
     broken.add("nonce", "cuda")
     assert broken.without("nonce", found) == found[1:]
@@ -87,14 +87,14 @@ def test_what_is_broken_comes_only_where_nothing_else_is() -> None:
 
 def test_broken_carriers_are_bounded_and_heal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dataplane.limits.MAX_BROKEN", 2)
-    broken = BrokenCarriers()
+    broken = BrokenCarriers(60.0)
     for nonce in ("one", "two", "three"):
         broken.add(nonce, "cuda")
     found = [Choice("cuda", "c"), Choice("shm", "s")]
     assert [len(broken.without(nonce, found)) for nonce in ("one", "two", "three")] == [2, 1, 1]
-    monkeypatch.setattr("dataplane.limits.BROKEN_S", -1.0)
-    broken.add("two", "cuda")
-    assert broken.without("two", found) == found
+    healed = BrokenCarriers(0.0)
+    healed.add("two", "cuda")
+    assert healed.without("two", found) == found
 
 
 def test_offered() -> None:

@@ -8,7 +8,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from dataplane import limits
 from dataplane.cards.fakes.fake_communicator import FakeCommunicator
 from dataplane.cards.ipc import CudaReader
 from dataplane.cards.lane import Lane
@@ -18,6 +17,7 @@ from dataplane.limits import MAX_TRAILER_BYTES
 from dataplane.memory import frames
 from dataplane.protocol.stream import HEADER_BYTES, Kind, TransferFailedError, decode_header
 from dataplane.protocol.wire import SocketWire
+from dataplane.times import PlaneTimes
 from schemas.ids import WorkerId
 from tests.plane.harness import (
     CARRIERS,
@@ -119,8 +119,6 @@ def test_who_is_full_has_a_limit_of_its_own_to_say_so(
     make_holder: Callable[..., Holder], target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It accepts nobody while it says so: not for as long as its log is silent about a peer."""
-    monkeypatch.setattr(limits, "BUSY_SEND_S", 0.37)
-    monkeypatch.setattr(limits, "LOG_INTERVAL_S", 99.0)
     send, refused_within = SocketWire.send, list[float]()
 
     def noted(wire: SocketWire, buffers: Sequence[bytes], timeout_s: float) -> None:
@@ -128,7 +126,7 @@ def test_who_is_full_has_a_limit_of_its_own_to_say_so(
             refused_within.append(timeout_s)
         send(wire, buffers, timeout_s)
 
-    holder = make_holder(("tcp",), max_streams=1)
+    holder = make_holder(("tcp",), max_streams=1, times=PlaneTimes(busy_send_s=0.37))
     midway, other = Midway(holder, target, "tcp"), Target(name="decode-1")
     with running(midway.run):
         assert midway.started.wait(DEADLINE_S)

@@ -14,6 +14,7 @@ from dataplane.ends.connections import IdleConnections
 from dataplane.ends.sender import HolderStream
 from dataplane.protocol.stream import Accepted, Kind, TransferFailedError, encode_frame
 from dataplane.protocol.wire import SocketWire
+from dataplane.times import PlaneTimes
 from schemas.handoff import Endpoint
 from tests.plane.harness import DEADLINE_S, Holder, Target, running
 from tests.plane.test_strangers import END, commit, data, impostor
@@ -79,7 +80,7 @@ def test_holder_has_closed_it_meanwhile(
     carrier: str, make_holder: Callable[..., Holder], target: Target, monkeypatch: pytest.MonkeyPatch, noticed: bool
 ) -> None:
     """Seen before the next Open is said, or only then: either way the read is served, on another connection."""
-    holder = make_holder((carrier,), idle_timeout_s=0.05)
+    holder = make_holder((carrier,), times=PlaneTimes(holder_idle_s=0.05))
     holder.compute_all()
     for _ in range(2):
         target.read_from(holder, carrier)
@@ -157,14 +158,15 @@ def test_few_are_kept(carrier: str, holder: Holder, target: Target) -> None:
     assert idle_in(target) == limits.MAX_IDLE_PER_HOLDER
 
 
-def test_old_ones_are_closed(carrier: str, holder: Holder, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_ones_are_closed(carrier: str, holder: Holder) -> None:
+    target = Target(times=PlaneTimes(max_idle_s=0.0))
     holder.compute_all()
     target.read_from(holder, carrier)
     (thread,) = serving()
-    monkeypatch.setattr(limits, "MAX_IDLE_S", -1.0)
     assert target.reader._idle.take(carrier, holder.endpoint) is None
     thread.join(DEADLINE_S)
     assert idle_in(target) == 0 and not serving()
+    target.close()
 
 
 def test_closed_while_a_read_is_under_way(carrier: str, holder: Holder, target: Target) -> None:
@@ -194,7 +196,8 @@ def test_who_says_more_than_the_end_is_not_asked_again(
 @pytest.mark.parametrize("late", [b"x", b""])
 def test_what_comes_later_is_no_answer(late: bytes) -> None:
     """Something that nobody asked for, or the end: that connection is closed, the one before it is used."""
-    kept, holder = IdleConnections(), Endpoint(host="host", port=1, carriers=("tcp",), arena="a", arena_nonce="nonce")
+    kept = IdleConnections(60.0)
+    holder = Endpoint(host="host", port=1, carriers=("tcp",), arena="a", arena_nonce="nonce")
     ends = [socket.socketpair() for _ in range(2)]
     wires = [SocketWire(ours) for ours, _ in ends]
     for wire in wires:

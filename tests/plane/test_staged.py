@@ -37,6 +37,7 @@ from dataplane.protocol.stream import (
     encode_header,
 )
 from dataplane.protocol.wire import SocketWire
+from dataplane.times import PlaneTimes
 from schemas.handoff import Endpoint
 from tests.plane import harness
 from tests.plane.harness import (
@@ -295,7 +296,7 @@ def test_many_streams_move_through_small_rings(carrier: str, make_holder: Callab
 def test_no_slot_for_the_holder(make_holder: Callable[..., Holder], target: Target) -> None:
     for name in ("tcp", "shm"):
         use_cards(holder=True, target=False)
-        holder = make_holder((name,), idle_timeout_s=0.3)
+        holder = make_holder((name,), times=PlaneTimes(holder_idle_s=0.3))
         holder.compute_all()
         slots = fill(card_of(holder).arena.ring)
         error = fails(functools.partial(target.read_from, holder, name))
@@ -341,7 +342,7 @@ async def test_cancelled_while_it_waits_for_a_slot(carrier: str, holder: Holder,
 def test_server_closes_while_a_stream_waits_for_a_slot(
     carrier: str, make_holder: Callable[..., Holder], target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    holder = make_holder((carrier,), idle_timeout_s=10 * DEADLINE_S)
+    holder = make_holder((carrier,), times=PlaneTimes(holder_idle_s=10 * DEADLINE_S))
     holder.compute_all()
     slots = fill(card_of(holder).arena.ring)
     errors: list[TransferFailedError] = []

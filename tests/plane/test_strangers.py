@@ -34,6 +34,7 @@ from dataplane.protocol.stream import (
     encode_header,
     seal_of,
 )
+from dataplane.times import PlaneTimes
 from schemas.handoff import Endpoint
 from tests.plane.harness import DEADLINE_S, LAYOUT, SECRETS, Holder, Target, running
 from tests.share import examples
@@ -97,7 +98,7 @@ def test_junk_is_dropped(make_holder: Callable[..., Holder], target: Target, cap
 
 
 def test_silent_and_slow_peers_are_cut(make_holder: Callable[..., Holder]) -> None:
-    holder = make_holder(("tcp",), open_timeout_s=0.2)
+    holder = make_holder(("tcp",), times=PlaneTimes(open_s=0.2))
     with knock(holder) as silent, knock(holder) as slow:
         slow.sendall(encode_header(Header(Kind.OPEN, length=1000)) + b"{")
         assert hears(silent) == hears(slow) == b""
@@ -105,7 +106,7 @@ def test_silent_and_slow_peers_are_cut(make_holder: Callable[..., Holder]) -> No
 
 
 def test_silent_peers_do_not_hold_the_places(make_holder: Callable[..., Holder], target: Target) -> None:
-    holder = make_holder(("tcp",), max_streams=3, open_timeout_s=DEADLINE_S)
+    holder = make_holder(("tcp",), max_streams=3, times=PlaneTimes(open_s=DEADLINE_S))
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(knock(holder)) for _ in range(8)]
         with transfer_beside(holder, target):
@@ -124,7 +125,7 @@ def test_half_open_peer(make_holder: Callable[..., Holder], target: Target) -> N
 
 def test_reader_that_takes_nothing(make_holder: Callable[..., Holder], target: Target) -> None:
     """It holds a good ticket and does not acknowledge: it is cut, its lease's end is told."""
-    holder = make_holder(("shm",), idle_timeout_s=0.2)
+    holder = make_holder(("shm",), times=PlaneTimes(holder_idle_s=0.2))
     holder.compute_all()
     with knock(holder) as sock:
         sock.sendall(opening(holder, "shm"))

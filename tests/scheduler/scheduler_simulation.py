@@ -25,6 +25,7 @@ from schemas.worker import (
 )
 from services.config import SchedulerConfig
 from services.scheduler.core import SchedulerCore
+from services.times import PresenceTimes
 
 BLOCK_SIZE = 16
 CHUNK_TOKENS = 512
@@ -111,7 +112,7 @@ class Simulation:
     """Runs requests through a fleet under one policy."""
 
     def __init__(self, policy: str, workers: list[SimWorker], seed: int) -> None:
-        self.core = SchedulerCore(SchedulerConfig(policy=policy, silent_after_ms=10**9))
+        self.core = SchedulerCore(SchedulerConfig(policy=policy, silent_after_ms=10**9), PresenceTimes())
         self.workers = {worker.worker_id: worker for worker in workers}
         self.now_ms = 0.0
         self.finished: list[SimRequest] = []

@@ -36,6 +36,7 @@ from services.scheduler.limits import (
 from services.scheduler.placement.cost import DEFAULT_LIMITS, CostLimits
 from services.scheduler.placement.fleet_view import FleetView
 from services.scheduler.placement.known_rates import START_LINKS, Link
+from services.times import PresenceTimes
 from tests.share import examples
 
 BLOCK_SIZE = 16
@@ -97,7 +98,7 @@ def ask(tokens: int = 1_000, max_tokens: int = 50, excluded: tuple[str, ...] = (
 
 
 def mesh(*workers: WorkerLoad, limits: CostLimits = DEFAULT_LIMITS, policy: str = "cost") -> SchedulerCore:
-    core = SchedulerCore(SchedulerConfig(policy=policy, **limits._asdict()))
+    core = SchedulerCore(SchedulerConfig(policy=policy, **limits._asdict()), PresenceTimes())
     for load in workers:
         core.handle(load, 0)
     return core

@@ -4,28 +4,22 @@ import pytest
 
 from schemas.ids import WorkerId
 from schemas.worker import LeftReason, WorkerLeft
-from services.bus.limits import RECONNECT_WAIT_S
-from services.presence import (
-    DEAF_AFTER_MS,
-    LOAD_INTERVAL_MS,
-    MAX_FENCES,
-    REPEAT_LEFT_MS,
-    SETTLE_MS,
-    UNSERVED_GAP_MS,
-    Fences,
-    Hearing,
-    Heartbeat,
-    Incarnations,
-    Peer,
-    Speaker,
-)
+from services.presence import MAX_FENCES, Fences, Hearing, Heartbeat, Incarnations, Peer, Speaker
+from services.times import PresenceTimes, Times
+
+DEAF_AFTER_MS = Times().presence.deaf_after_ms
+LOAD_INTERVAL_MS = Times().presence.load_interval_ms
+RECONNECT_WAIT_S = Times().bus.reconnect_wait_s
+REPEAT_LEFT_MS = Times().presence.repeat_left_ms
+SETTLE_MS = Times().presence.settle_ms
+UNSERVED_GAP_MS = Times().presence.unserved_gap_ms
 
 W = WorkerId("w")
 
 
 def hearing_at(now_ms: int) -> Hearing:
     """Of one who has heard others all the time until now."""
-    hearing = Hearing()
+    hearing = Hearing(PresenceTimes())
     for at_ms in range(0, now_ms + 1, DEAF_AFTER_MS // 2):
         hearing.hear(at_ms)
     hearing.hear(now_ms)
@@ -52,13 +46,13 @@ def test_dead_is_whose_questions_nobody_serves_twice_apart_by_a_gap(
     unserved: list[tuple[int, int]], gone: bool
 ) -> None:
     """Each question: when it was asked, and when the broker said that nobody serves it."""
-    peer, hearing = Peer(0), Hearing()
+    peer, hearing = Peer(0), Hearing(PresenceTimes())
     *first, last = [peer.is_gone(asked_ms, hearing, now_ms) for asked_ms, now_ms in unserved]
     assert not any(first) and last == gone
 
 
 def test_a_sign_between_two_unserved_questions_is_life() -> None:
-    peer, hearing = Peer(0), Hearing()
+    peer, hearing = Peer(0), Hearing(PresenceTimes())
     assert not peer.is_gone(0, hearing, 0)
     peer.hear(100)
     assert not peer.is_gone(1_000, hearing, 1_000) and peer.is_gone(2_000, hearing, 2_000)
@@ -86,13 +80,13 @@ def test_silence_does_not_grow_while_a_proof_is_on_its_way() -> None:
 
 
 def test_who_hears_something_for_the_first_time_has_nobody_to_wait_for() -> None:
-    hearing = Hearing()
+    hearing = Hearing(PresenceTimes())
     hearing.hear(10**12)
     assert not hearing.is_settling(10**12)
 
 
 def test_after_a_reconnection_nobody_is_dead_for_a_while() -> None:
-    peer, hearing = Peer(0), Hearing()
+    peer, hearing = Peer(0), Hearing(PresenceTimes())
     assert not hearing.connects(1, 0) and not hearing.connects(1, 500) and not hearing.is_settling(500)
     assert not peer.is_gone(900, hearing, 900)
     assert hearing.connects(2, 1_000)
@@ -126,7 +120,7 @@ def test_silence_of_everybody_is_our_own_deafness_and_starts_anew_afterwards() -
 
 
 def test_who_has_never_heard_anything_is_deaf() -> None:
-    hearing = Hearing()
+    hearing = Hearing(PresenceTimes())
     assert hearing.is_deaf(10**12)
     hearing.hear(10**12)
     assert not hearing.is_deaf(10**12) and hearing.quiet_ms(0, 10**12) == 0
@@ -143,7 +137,7 @@ def test_standing_still_is_noticed_once() -> None:
 
 
 def test_who_joins_replaces_at_once() -> None:
-    known = Incarnations(Hearing(), quiet_ms=3_000)
+    known = Incarnations(Hearing(PresenceTimes()), quiet_ms=3_000)
     assert known.joined(W, "a", 0) and not known.joined(W, "a", 1) and known.joined(W, "b", 2)
     assert not known.left(W, "a"), "news of a predecessor"
     assert known.left(W, "b") and known.left(W, "c"), "nobody is known any more"
@@ -161,7 +155,7 @@ def test_a_load_replaces_only_who_is_quiet_while_we_hear() -> None:
 
 
 def test_a_fence_is_said_again_once_a_second_and_the_oldest_is_forgotten() -> None:
-    fences = Fences(max_fences=2)
+    fences = Fences(PresenceTimes(), max_fences=2)
 
     def left(incarnation: str, reason: LeftReason) -> WorkerLeft:
         return WorkerLeft(worker_id=W, incarnation=incarnation, reason=reason)

@@ -25,6 +25,7 @@ from services.scheduler.events import Action, BusProved, SayLeft
 from services.scheduler.placement.fleet_view import Demand, FleetView
 from services.scheduler.placement.named import policy_named
 from services.scheduler.placement.policy import Policy, Question, affinity, least_loaded, round_robin
+from services.times import PresenceTimes
 
 
 def info(worker_id: str, role: WorkerRole, **fields: object) -> WorkerInfo:
@@ -62,7 +63,7 @@ def ask(number: int = 0, *, tokens: int = 10, max_tokens: int = 10, excluded: tu
 
 
 def fleet(policy: str, *workers: WorkerInfo) -> SchedulerCore:
-    core = SchedulerCore(SchedulerConfig(policy=policy))
+    core = SchedulerCore(SchedulerConfig(policy=policy), PresenceTimes())
     for worker in workers:
         core.handle(WorkerJoined(worker=worker), 0)
     return core
@@ -251,7 +252,7 @@ def test_a_silent_worker_is_declared_left_once_and_comes_back_as_another_incarna
 
 
 def test_a_scheduler_that_has_just_started_knows_a_worker_from_its_load() -> None:
-    core = SchedulerCore(SchedulerConfig(policy="least_loaded"))
+    core = SchedulerCore(SchedulerConfig(policy="least_loaded"), PresenceTimes())
     for worker in (P0, D0):
         core.handle(load(worker), 0)
     assert core.describe(0).ready

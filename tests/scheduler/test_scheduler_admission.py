@@ -11,6 +11,7 @@ from services.scheduler.core import SchedulerCore
 from services.scheduler.limits import MAX_RETRY_MS, MAX_TENANTS
 from services.scheduler.placement.admission import Admission, AdmissionLimits, Wait
 from services.scheduler.placement.policy import POLICIES
+from services.times import PresenceTimes
 
 SETTINGS = SchedulerConfig(max_queue_ms=10_000, max_queued_requests=8)
 ROLES: dict[str, WorkerRole] = {"p": "prefill", "d": "decode", "a": "aggregated", "s": "store"}
@@ -39,7 +40,7 @@ def load(
 
 
 def mesh(*workers: WorkerLoad, policy: str = "cost", settings: SchedulerConfig = SETTINGS) -> SchedulerCore:
-    core = SchedulerCore(replace(settings, policy=policy))
+    core = SchedulerCore(replace(settings, policy=policy), PresenceTimes())
     for worker in workers:
         core.handle(worker, 0)
     return core

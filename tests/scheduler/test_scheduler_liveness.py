@@ -10,7 +10,7 @@ from schemas.ids import WorkerId
 from schemas.request import Placement, RefusalReason
 from schemas.worker import LeftReason, WorkerBeat, WorkerDraining, WorkerInfo, WorkerJoined, WorkerLeft, WorkerLoad
 from services.config import SchedulerConfig
-from services.presence import BEAT_INTERVAL_MS, LOAD_INTERVAL_MS, SETTLE_MS, BusConnected
+from services.presence import BusConnected
 from services.scheduler.core import SchedulerCore
 from services.scheduler.events import (
     Action,
@@ -23,8 +23,13 @@ from services.scheduler.events import (
     ProveBus,
     SendPing,
 )
+from services.times import PresenceTimes, Times
 from tests.scheduler.test_scheduler import D0, P0, P1, ask, fleet, info, load, placed, refused, said_left
 from tests.share import examples
+
+BEAT_INTERVAL_MS = Times().presence.beat_interval_ms
+LOAD_INTERVAL_MS = Times().presence.load_interval_ms
+SETTLE_MS = Times().presence.settle_ms
 
 W = WorkerId("w")
 LIMITS = SchedulerConfig()
@@ -39,7 +44,7 @@ class Fleet:
     """A core that knows one worker, and what becomes of its pings."""
 
     def __init__(self, *, answers_first: bool = True) -> None:
-        self.core = SchedulerCore(LIMITS)
+        self.core = SchedulerCore(LIMITS, PresenceTimes())
         self.core.handle(load(info("w", "prefill")), 0)
         self.said: list[WorkerLeft] = []
         if answers_first:
@@ -100,7 +105,7 @@ def test_who_speaks_is_not_asked() -> None:
 
 
 def test_only_those_who_are_overdue_are_asked_however_many_there_are() -> None:
-    core = SchedulerCore(LIMITS)
+    core = SchedulerCore(LIMITS, PresenceTimes())
     workers = [info(f"w{number}", "prefill") for number in range(1_000)]
     for worker in workers:
         core.handle(load(worker), 0)
@@ -404,7 +409,7 @@ KINDS = ["joined", "load", "load", "beat", "draining", "stopped"]
 def test_two_schedulers_that_hear_the_same_in_any_order_see_the_same_fleet(data: st.DataObject) -> None:
     """Each hears every word once or twice, in an order of its own, and what both say of others too. Once the living
     have spoken again, as new incarnations where they are told that they have left, both see them and nobody else."""
-    cores = [SchedulerCore(SchedulerConfig()) for _ in range(2)]
+    cores = [SchedulerCore(SchedulerConfig(), PresenceTimes()) for _ in range(2)]
     workers = [info(w, role, incarnation=i) for w, role in (("p0", "prefill"), ("d0", "decode")) for i in "abc"]
     words = [word(data.draw(st.sampled_from(KINDS)), data.draw(st.sampled_from(workers))) for _ in range(12)]
     words += [word("load", worker) for worker in workers]

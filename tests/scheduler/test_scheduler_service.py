@@ -195,7 +195,8 @@ class StuckBus(MemoryBus):
 
 
 async def test_a_placement_waits_for_no_directory_that_hangs() -> None:
-    assert await asyncio.wait_for(Hints(TypedBus(StuckBus(), "scheduler")).holders(ask_with_blocks()), PATIENCE_S) == ()
+    hints = Hints(TypedBus(StuckBus(), "scheduler"), 0.05)
+    assert await asyncio.wait_for(hints.holders(ask_with_blocks()), PATIENCE_S) == ()
     async with mesh() as (tasks, broker, client):
         hanging = TypedBus(MemoryBus(broker), "directory")
         asked = asyncio.Event()

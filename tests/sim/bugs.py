@@ -34,8 +34,10 @@ from services.decode.core import DecodeCore
 from services.sim.mesh import MeshShape
 from services.sim.scenario import FAULT_KINDS, Fault, FaultKind, Scenario
 from services.sim.world import SimOptions, simulate
+from services.times import DecodeTimes, PrefillTimes, Times
 from services.worker.core import role
 from services.worker.core.attempts import Twin
+from services.worker.core.checks import WorkerLimits
 from services.worker.core.leases import Grant, LeaseTable
 from services.worker.core.role import RoleCore
 from services.worker.core.twins import Twins
@@ -656,11 +658,19 @@ def abort_without_barrier(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVReads, "stop", lambda self, read: None)
 
 
+def given_times(patch: pytest.MonkeyPatch, role: type[RoleCore[Any]], times: Times) -> None:
+    """Have the cores of a role wait by other times."""
+    make = role.__init__
+
+    def made(self: Any, limits: WorkerLimits, *others: Any) -> None:
+        make(self, dataclasses.replace(limits, times=times), *others)
+
+    patch.setattr(role, "__init__", made)
+
+
 @bug("the reader says once that it has room; where that is lost both ends wait", "loss", within=40)
 def reserved_is_said_once(patch: pytest.MonkeyPatch) -> None:
-    import services.decode.core as decode
-
-    patch.setattr(decode, "RESERVED_AGAIN_MS", 10**9)
+    given_times(patch, DecodeCore, Times(decode=DecodeTimes(reserved_again_ms=10**9)))
 
 
 @bug(
@@ -671,7 +681,7 @@ def only_the_reader_ends_a_lease(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(prefill.PrefillCore, "_worker_left", lambda self, event, now_ms: [])
     patch.setattr(prefill.PrefillCore, "wanted_by", lambda self: {})
-    patch.setattr(prefill, "LANDED_GRACE_MS", 10**9)
+    given_times(patch, prefill.PrefillCore, Times(prefill=PrefillTimes(landed_grace_ms=10**9)))
 
 
 @bug("a lease that its reader has not used is left to its time", options=OUT_OF_REACH)

@@ -44,6 +44,7 @@ from services.runtime import now_ms
 from services.store.load import OpenTier, StoreParts, make_parts
 from services.store.service import run_store
 from services.telemetry import Telemetry
+from services.times import Times, WorkerTimes
 from services.worker.core.leases import Grant, LeaseTable
 from services.worker.kv.peers import Peers
 from tests.credentials import CREDENTIALS, SECRET, SEED, GatewayBus
@@ -252,7 +253,7 @@ class Fleet:
         self._sequences: dict[str, int] = {}
         self._memory = BlockMemory(layout, 64, on_card=on_cards)
         self._reader = PlaneReader(self._memory.arena, self._memory.shape, CREDENTIALS.secrets)
-        self._peers = Peers(self.bus)
+        self._peers = Peers(self.bus, WorkerTimes())
         self._endpoint: Endpoint | None = None
         """Where the store served last."""
 
@@ -419,10 +420,13 @@ async def fleet(*, on_cards: bool = False, layout: KVLayout = LAYOUT) -> AsyncGe
         await around.close()
 
 
-def config_of(num_blocks: int = 64, carrier: str = "auto", lease_ms: int = 60_000, **store) -> MeshConfig:
+def config_of(
+    num_blocks: int = 64, carrier: str = "auto", lease_ms: int = 60_000, times: Times | None = None, **store
+) -> MeshConfig:
     settings = StoreConfig(memory_bytes=num_blocks * LAYOUT.block_bytes, **store)
     worker = WorkerConfig(block_size=LAYOUT.block_size, carrier=carrier, lease_ms=lease_ms)  # type: ignore[arg-type]
-    return MeshConfig(ticket_secrets=(SECRET.decode(),), tenant_seed=SEED, store=settings, worker=worker)
+    secrets = (SECRET.decode(),)
+    return MeshConfig(ticket_secrets=secrets, tenant_seed=SEED, store=settings, worker=worker, times=times or Times())
 
 
 @asynccontextmanager

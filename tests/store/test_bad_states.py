@@ -11,8 +11,8 @@ import pytest
 from schemas.ids import BlockHash
 from schemas.kv import LeaseGranted
 from services.store import backing as backing_module
-from services.store import pulls, service
 from services.store.tiers import DictTier, TierError, TierFullError, Value
+from services.times import StoreTimes, Times
 from tests.store.fleet import Fleet, config_of, files_in, fleet, store
 from tests.store.rig import hashes_of, key_at, running_server
 from tests.waiting import until
@@ -48,9 +48,7 @@ class Mischief(DictTier):
         return super().read(hashes)
 
 
-@pytest.fixture
-def quick_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backing_module, "PAUSE_S", 0.05)
+QUICK_PAUSE = Times(store=StoreTimes(pause_s=0.05))
 
 
 async def filled(around: Fleet, *numbers: int) -> None:
@@ -161,11 +159,13 @@ async def test_a_full_tier_takes_the_new_for_the_old(caplog: pytest.LogCaptureFi
         assert caplog.text.count("No space left") == 1
 
 
-@pytest.mark.usefixtures("quick_pause")
 async def test_a_tier_with_no_room_at_all(caplog: pytest.LogCaptureFixture) -> None:
-    tier = Mischief()
+    tier, config = Mischief(), config_of(num_blocks=8, url="x", times=QUICK_PAUSE)
     tier.room = 0
-    async with fleet() as around, store(around, config_of(num_blocks=8, url="x"), open_behind=lambda *_: tier):
+    async with (
+        fleet() as around,
+        store(around, config, open_behind=lambda *_: tier),
+    ):
         worker = await around.worker("prefill-0", *range(40))
         for first in range(0, 40, 2):
             await worker.cool(first, first + 1)
@@ -175,10 +175,12 @@ async def test_a_tier_with_no_room_at_all(caplog: pytest.LogCaptureFixture) -> N
         await until(lambda: around.loads[-1].blocks.running == 0)
 
 
-@pytest.mark.usefixtures("quick_pause")
 async def test_a_tier_that_fails_is_left_alone_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    tier = Mischief()
-    async with fleet() as around, store(around, config_of(num_blocks=8, url="x"), open_behind=lambda *_: tier):
+    tier, config = Mischief(), config_of(num_blocks=8, url="x", times=QUICK_PAUSE)
+    async with (
+        fleet() as around,
+        store(around, config, open_behind=lambda *_: tier),
+    ):
         await filled(around, 0, 1)
         await pushed_out(around, 0, 1)
         tier.error = TierError("on fire")
@@ -199,10 +201,9 @@ async def test_a_tier_that_fails_is_left_alone_and_tried_again(caplog: pytest.Lo
         await until(is_back)
 
 
-async def test_while_a_tier_is_left_alone_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backing_module, "PAUSE_S", 3_600.0)
-    tier = Mischief()
-    async with fleet() as around, store(around, config_of(num_blocks=8, url="x"), open_behind=lambda *_: tier):
+async def test_while_a_tier_is_left_alone_nobody_waits_for_it() -> None:
+    tier, config = Mischief(), config_of(num_blocks=8, url="x", times=Times(store=StoreTimes(pause_s=3_600.0)))
+    async with fleet() as around, store(around, config, open_behind=lambda *_: tier):
         await filled(around, 0, 1)
         await pushed_out(around, 0, 1)
         tier.error = TierError("on fire")
@@ -264,12 +265,9 @@ async def test_several_who_ask_for_the_same_wait_for_one_load() -> None:
         assert tier.num_read == [2]
 
 
-async def test_slow_writing_drops_offers_and_keeps_no_worker_waiting(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(pulls, "ROOM_TIMEOUT_S", 0.05)
-    tier = Mischief()
-    async with fleet() as around, store(around, config_of(num_blocks=8, url="x"), open_behind=lambda *_: tier):
+async def test_slow_writing_drops_offers_and_keeps_no_worker_waiting(caplog: pytest.LogCaptureFixture) -> None:
+    tier, config = Mischief(), config_of(num_blocks=8, url="x", times=Times(store=StoreTimes(room_timeout_s=0.05)))
+    async with fleet() as around, store(around, config, open_behind=lambda *_: tier):
         tier.go.clear()
         worker = await around.worker("prefill-0", *range(40))
         await worker.cool(*range(40))
@@ -289,11 +287,11 @@ async def test_slow_writing_drops_offers_and_keeps_no_worker_waiting(
         await until(are_written)
 
 
-async def test_a_store_with_a_stuck_tier_leaves_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "FLUSH_TIMEOUT_S", 0.1)
-    tier = Mischief()
+async def test_a_store_with_a_stuck_tier_leaves_all_the_same() -> None:
+    times = Times(store=StoreTimes(flush_timeout_s=0.1))
+    tier, config = Mischief(), config_of(num_blocks=8, url="x", timeout_ms=20, times=times)
     async with fleet() as around:
-        async with store(around, config_of(num_blocks=8, url="x", timeout_ms=20), open_behind=lambda *_: tier):
+        async with store(around, config, open_behind=lambda *_: tier):
             await filled(around, 0, 1)
             await pushed_out(around, 0, 1)
             tier.go.clear()
@@ -305,10 +303,9 @@ async def test_a_store_with_a_stuck_tier_leaves_all_the_same(monkeypatch: pytest
         tier.go.set()
 
 
-@pytest.mark.usefixtures("quick_pause")
 async def test_a_server_that_dies_and_comes_back_empty(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with running_server(tmp_path) as server:
-        config = config_of(num_blocks=8, url=server.url, timeout_ms=1_900)
+        config = config_of(times=QUICK_PAUSE, num_blocks=8, url=server.url, timeout_ms=1_900)
         async with fleet() as around, store(around, config):
             worker = await around.worker("prefill-0", 0, 1, 2)
             await worker.cool(0, 1)

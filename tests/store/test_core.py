@@ -17,6 +17,7 @@ from services.store.blocks import StoreLimits, StoreMemory, WriteBatch
 from services.store.core import Action, BlocksGone, NotTaken, PullEnded, StartPull, StoreCore, StoreDrainBegun
 from services.store.limits import MAX_OFFERED_BLOCKS
 from services.store.tiers import key_of
+from services.times import Times
 from services.worker.core.actions import Action as LeaseAction
 from services.worker.core.actions import CloseLease
 from services.worker.core.events import Fenced, StreamEnded, StreamStarted
@@ -24,9 +25,11 @@ from services.worker.core.leases import Grant, LeaseTable
 from services.worker.core.lending import LendCore
 from services.worker.kv import ledger as ledger_module
 from services.worker.kv.ledger import BlockLedger
-from services.worker.limits import MAX_LENT_LEASES, OPEN_LEASE_WITHIN_MS
+from services.worker.limits import MAX_LENT_LEASES
 from tests.share import examples
 from tests.store.rig import LAYOUT, WINDOWED, contents_at, hash_of, hashes_of, key_at, keys_at
+
+OPEN_LEASE_WITHIN_MS = Times().worker.open_lease_within_ms
 
 WORKER, READER, STORE = WorkerId("prefill-0"), WorkerId("decode-0"), WorkerId("store-0")
 NOW = 1_000_000
@@ -39,6 +42,7 @@ def make_core(num_blocks: int = 8, max_values: int = 100, *, behind: bool = True
         fingerprint=layout.fingerprint,
         block_size=layout.block_size,
         lease_ms=LEASE_MS,
+        times=Times(),
         value_bytes=10,
         max_bytes=10 * max_values + 9,
         max_unwritten=max(1, num_blocks // 2),

@@ -24,7 +24,7 @@ from services.store.disk import DiskTier
 from services.store.load import load_store
 from services.store.tiers import StoreKey, TierError, Value
 from services.store.values import HEADER_BYTES
-from services.worker.core import lending as lending_module
+from services.times import Times, WorkerTimes
 from tests.credentials import SECRET, SEED
 from tests.store.fleet import LAYOUT, STORE, Fleet, arenas, config_of, files_in, fleet, kv_of, store
 from tests.store.rig import WHOLE, WINDOWED, hash_of, hashes_of, key_at
@@ -284,9 +284,9 @@ async def test_a_model_with_windows_is_not_taken(caplog: pytest.LogCaptureFixtur
 # Lending.
 
 
-async def test_a_lease_that_is_not_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lending_module, "OPEN_LEASE_WITHIN_MS", 1_500)
-    async with fleet() as around, store(around, config_of()):
+async def test_a_lease_that_is_not_read_ends() -> None:
+    times = Times(worker=WorkerTimes(open_lease_within_ms=1_500))
+    async with fleet() as around, store(around, config_of(times=times)):
         worker = await around.worker("prefill-0", 1, 2)
         await worker.cool(1, 2)
         await until(lambda: around.has("memory", 1, 2))

@@ -11,6 +11,7 @@ from services.cli.recorded import load_spans
 from services.telemetry import SpanRecord
 from services.telemetry import export as export_module
 from services.telemetry.export import Background, FileExporter, ListExporter
+from services.times import TelemetryTimes
 
 
 def span(number: int = 0) -> SpanRecord:
@@ -35,19 +36,16 @@ class Stuck:
 
 def test_what_is_left_leaves_at_the_end() -> None:
     records: list[SpanRecord] = []
-    background = Background(ListExporter(records))
+    background = Background(ListExporter(records), TelemetryTimes())
     for number in range(2_000):
         background.put(span(number))
     background.close()
     assert [record.trace_id for record in records] == [f"{number:032x}" for number in range(2_000)]
 
 
-def test_a_stuck_back_end_does_not_keep_a_service_from_its_end(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(export_module, "CLOSE_S", 0.1)
+def test_a_stuck_back_end_does_not_keep_a_service_from_its_end(caplog: pytest.LogCaptureFixture) -> None:
     stuck = Stuck()
-    background = Background(stuck)
+    background = Background(stuck, TelemetryTimes(close_s=0.1))
     for number in range(2_000):
         background.put(span(number))
     background.close()
@@ -59,9 +57,8 @@ def test_spans_that_come_too_fast_are_lost_aloud(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(export_module, "MAX_UNSENT", 10)
-    monkeypatch.setattr(export_module, "EXPORT_INTERVAL_S", 3_600.0)
     records: list[SpanRecord] = []
-    background = Background(ListExporter(records))
+    background = Background(ListExporter(records), TelemetryTimes(export_interval_s=3_600.0))
     for number in range(14):
         background.put(span(number))
     background.close()

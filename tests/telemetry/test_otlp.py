@@ -9,7 +9,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from services.config import TelemetryConfig
+from services.config import MeshConfig, TelemetryConfig
 from services.telemetry import Key, SpanName, open_telemetry
 
 
@@ -41,7 +41,7 @@ def test_spans_arrive_with_parent_times_and_attributes(
     received: tuple[str, "SimpleQueue[ExportTraceServiceRequest]"],
 ) -> None:
     endpoint, requests = received
-    telemetry = open_telemetry("prefill-0", TelemetryConfig(otlp_endpoint=endpoint))
+    telemetry = open_telemetry("prefill-0", MeshConfig(telemetry=TelemetryConfig(otlp_endpoint=endpoint)))
     root = telemetry.start("POST /v1/completions", server=True)
     telemetry.record(SpanName.KV_TRANSFER, root.context, (1_000, 5_000), {Key.NUM_BYTES: 42}, error="digest")
     root.end()
@@ -59,7 +59,7 @@ def test_spans_arrive_with_parent_times_and_attributes(
 
 def test_who_asks_another_service_is_its_client(received: tuple[str, "SimpleQueue[ExportTraceServiceRequest]"]) -> None:
     endpoint, requests = received
-    telemetry = open_telemetry("decode-0", TelemetryConfig(otlp_endpoint=endpoint))
+    telemetry = open_telemetry("decode-0", MeshConfig(telemetry=TelemetryConfig(otlp_endpoint=endpoint)))
     root = telemetry.start("POST /v1/completions", server=True)
     telemetry.record(SpanName.PLACE, root.context, (1, 2), {})
     telemetry.record(SpanName.DISPATCH, root.context, (1, 2), {Key.WORKER: "prefill-1"})

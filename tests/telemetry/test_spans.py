@@ -49,6 +49,7 @@ from services.telemetry import (
 from services.telemetry.context import new_trace
 from services.telemetry.names import TTFT_PARTS
 from services.telemetry.ring import Ring
+from services.times import PresenceTimes
 from services.worker.core.actions import Emit, SendReply, Submit
 from services.worker.core.content import AttemptKey
 from services.worker.core.events import AttemptAsked
@@ -95,7 +96,7 @@ def choice_of(made: Telemetry, trace: TraceContext) -> ChoiceObserver:
         request_id=RequestId("req-1"), prompt=PackedPrompt(pack_tokens([1, 2, 3]), b"", 3), deadline_ms=1,
         key=BlockKey(block_size=8, model_fingerprint="f"), sampling=SamplingParams(max_tokens=100), trace=trace,
     )  # fmt: skip
-    return ChoiceObserver(made, job, RequestCore(job.request_id, 100, MeshConfig(), Hearing()))
+    return ChoiceObserver(made, job, RequestCore(job.request_id, 100, MeshConfig(), Hearing(PresenceTimes())))
 
 
 def served(num_retries: int = 0) -> AnswerUsage:

@@ -24,6 +24,7 @@ from services.gateway.request.events import PlaceGranted, Submitted, TokensRecei
 from services.prefill.core import PrefillCore
 from services.presence import Hearing
 from services.scheduler.core import SchedulerCore
+from services.times import DirectoryTimes, PresenceTimes
 from services.worker.core.attempts import AttemptTimes
 from services.worker.core.events import AttemptAsked, CopyOffered
 from services.worker.core.leases import LeaseTable
@@ -100,7 +101,7 @@ FLEET = (worker.WorkerJoined, worker.WorkerLoad, worker.WorkerDraining, worker.W
     st.sampled_from(["cost", "least_loaded"]),
 )
 def test_the_scheduler(heard: list[Any], asked: Any, located: Any, policy: str) -> None:
-    core = SchedulerCore(SchedulerConfig(policy=policy))
+    core = SchedulerCore(SchedulerConfig(policy=policy), PresenceTimes())
     for message in heard:
         core.handle(message, NOW)
     asked = msgspec.structs.replace(asked, deadline_ms=NOW + 1)
@@ -118,7 +119,7 @@ def test_the_scheduler(heard: list[Any], asked: Any, located: Any, policy: str) 
     messages(directory.Inventory),
 )
 def test_the_directory(heard: list[Any], changed: list[Any], page: Any) -> None:
-    core = DirectoryCore()
+    core = DirectoryCore(DirectoryTimes())
     for message in heard:
         core.handle(_worker_heard(message), NOW)
     for message in changed:
@@ -181,7 +182,7 @@ def test_a_store(heard: list[Any]) -> None:
     st.lists(messages(request.TokensEmitted), max_size=4),
 )
 def test_a_gateway(heard: list[Any], placement: Any, emitted: list[Any]) -> None:
-    hearing = Hearing()
+    hearing = Hearing(PresenceTimes())
     fleet = Fleet(hearing, MeshConfig())
     core = RequestCore(RequestId("r"), 5, MeshConfig(), hearing)
     core.handle(Submitted(), NOW)

@@ -23,7 +23,8 @@ from schemas.worker import WorkerDraining
 from services.bus.memory import MemoryBus
 from services.bus.typed import TypedBus
 from services.prefill.core import PrefillCore
-from services.presence import UNSERVED_GAP_MS, BusConnected
+from services.presence import BusConnected
+from services.times import Times
 from services.worker.core.actions import Submit
 from services.worker.core.attempts import PastAttempts, SentAnswer
 from services.worker.core.content import AttemptKey
@@ -37,9 +38,11 @@ from services.worker.core.wanted import (
     WantedEvent,
 )
 from services.worker.kv.holder import num_distinct_blocks
-from services.worker.limits import RETAIN_ANSWER_MS
 from services.worker.outbox import Outbox
 from tests.worker import worker_cases as case
+
+RETAIN_ANSWER_MS = Times().worker.retain_answer_ms
+UNSERVED_GAP_MS = Times().presence.unserved_gap_ms
 
 KEY: AttemptKey = (RequestId("r"), 1)
 GATEWAY = GatewayId("g")
@@ -92,7 +95,7 @@ def test_words_are_kept_while_the_attempt_goes_on_and_a_while_after() -> None:
 
 
 def test_only_so_many_ended_answers_are_kept() -> None:
-    past = PastAttempts(max_attempts=2)
+    past = PastAttempts(RETAIN_ANSWER_MS, max_attempts=2)
     keys = [(RequestId(f"r{number}"), 1) for number in range(4)]
     for number, key in enumerate(keys):
         answer = SentAnswer()
@@ -103,7 +106,7 @@ def test_only_so_many_ended_answers_are_kept() -> None:
 
 
 def test_an_attempt_that_has_said_nothing_is_not_known_once_it_is_over() -> None:
-    past = PastAttempts()
+    past = PastAttempts(RETAIN_ANSWER_MS)
     past.ended(KEY, SentAnswer(), 0)
     assert past.answer(KEY) is None and KEY in past
 
@@ -117,7 +120,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.attempts: dict[AttemptKey, GatewayId] = {}
-        self.core = WantedCore(lambda: self.attempts)
+        self.core = WantedCore(lambda: self.attempts, Times())
 
     def asked(self, now_ms: int, *numbers: int, num_connects: int = 1) -> list[AskGateway]:
         self.attempts = attempts(*numbers)

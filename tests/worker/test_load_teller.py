@@ -6,10 +6,13 @@ import msgspec
 
 from schemas.message import Message
 from schemas.worker import WorkerBeat, WorkerLoad
-from services.presence import BEAT_INTERVAL_MS, LOAD_INTERVAL_MS
+from services.times import Times
 from services.worker.outbox import Outbox
 from services.worker.report import LoadTeller
 from tests.scheduler.test_scheduler import info, load
+
+BEAT_INTERVAL_MS = Times().presence.beat_interval_ms
+LOAD_INTERVAL_MS = Times().presence.load_interval_ms
 
 LOAD = load(info("w", "decode"))
 
@@ -19,7 +22,7 @@ class Told:
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
-        self.teller = LoadTeller(cast("Outbox", self))
+        self.teller = LoadTeller(cast("Outbox", self), Times().presence)
 
     def put(self, subject: object, ids: tuple[str, ...], message: Message) -> None:
         assert ids == ("w",)

@@ -7,12 +7,14 @@ from schemas.handoff import BlocksReserved, FirstToken
 from schemas.ids import RequestId
 from schemas.request import AttemptFailure, RequestFailure, ReservationQueued
 from services.engine.interface import Sequence
+from services.times import Times
 from services.worker.core.actions import Action, Emit, Submit, Withdraw
 from services.worker.core.events import ReadEnded, SequenceRemoved
-from services.worker.limits import READERS_COME_MS
 from tests.worker import worker_cases as case
 from tests.worker.test_worker_survival import Bench, failures
 from tests.worker.worker_cases import one, published
+
+READERS_COME_MS = Times().worker.readers_come_ms
 
 BLOCKS = 3
 """What each request of these tests needs."""

@@ -8,16 +8,18 @@ from schemas.handoff import HandoffAborted
 from schemas.ids import RequestId, WorkerId
 from schemas.kv import RequestLease
 from schemas.request import RequestFailure, RequestTokens
-from services.prefill.limits import FINISHED_TOKENS
+from services.prefill.core import FINISHED_TOKENS
+from services.times import Times
 from services.worker.core.actions import Action, CloseLease, Emit, Publish, StopRead, Submit, Withdraw
 from services.worker.core.events import DrainBegun, DrainOver, SequenceRemoved
 from services.worker.core.leases import Grant
 from services.worker.core.lending import LendCore
-from services.worker.limits import READERS_COME_MS
 from tests.worker import worker_cases as case
 from tests.worker.test_worker_survival import Bench, failures
 from tests.worker.worker_cases import one, published
 from tests.worker.worker_world import World
+
+READERS_COME_MS = Times().worker.readers_come_ms
 
 KEY = (RequestId("r1"), 1)
 

@@ -16,6 +16,7 @@ from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received, TypedBus
 from services.decode.core import DecodeCore
 from services.prefill.core import PrefillCore
+from services.times import WorkerTimes
 from services.worker.core.attempts import AttemptTimes
 from services.worker.core.events import AttemptAsked
 from services.worker.core.leases import LeaseTable
@@ -55,7 +56,7 @@ async def world() -> AsyncGenerator[World]:
     broker = MemoryBroker()
     theirs, ours = (TypedBus(MemoryBus(broker), name) for name in ("theirs", "ours"))
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
-        made = World(Peers(ours), theirs)
+        made = World(Peers(ours, WorkerTimes()), theirs)
         await theirs.serve(tasks, subjects.FLEET, (), made.describe)
         await made.peers.listen(tasks)
         while not made.num_asked:

@@ -9,7 +9,7 @@ from schemas.logprobs import TokenLogprob, pack_logprobs
 from schemas.request import AttemptEnd, RefusalReason, Refused, RunPrefill
 from schemas.worker import LeftReason, WorkerLeft
 from services.prefill.core import PrefillCore
-from services.prefill.limits import UNKNOWN_AFTER_MS
+from services.times import Times
 from services.worker.core.actions import (
     Action,
     AttemptEnded,
@@ -28,6 +28,8 @@ from services.worker.core.events import Event, SequenceFailed, SequenceRemoved
 from services.worker.core.leases import LeaseTable
 from tests.worker import worker_cases as case
 from tests.worker.worker_cases import one
+
+UNKNOWN_AFTER_MS = Times().prefill.unknown_after_ms
 
 
 class Bench:

@@ -20,10 +20,10 @@ from services.bus.memory import MemoryBroker, MemoryBus
 from services.bus.typed import Received, TypedBus
 from services.runtime import now_ms
 from services.telemetry import Telemetry
+from services.times import WorkerTimes
 from services.worker.core.attempts import KVRead, WantedLease
 from services.worker.core.content import ReadOutcome
 from services.worker.core.events import ReadEnded, ReadStarted
-from services.worker.kv import reads as reads_module
 from services.worker.kv.peers import Peers
 from services.worker.kv.reads import KVReads, NotGrantedError, ReaderSettings
 from services.worker.outbox import Outbox
@@ -48,11 +48,14 @@ def request() -> RequestLease:
 
 
 def reads_of(bus: TypedBus, outbox: Outbox, tasks: asyncio.TaskGroup) -> KVReads:
-    settings = ReaderSettings(reader_id=READER, fingerprint="f", block_size=BLOCK_SIZE, carrier="tcp", base_s=1.0)
+    times = WorkerTimes(coming_again_s=0.001)
+    settings = ReaderSettings(
+        reader_id=READER, fingerprint="f", block_size=BLOCK_SIZE, carrier="tcp", base_s=1.0, times=times
+    )
     reader = cast("PlaneReader", None)  # nothing is read here
     return KVReads(
-        settings, bus, outbox, reader, Peers(bus), CREDENTIALS, Telemetry(READER, None), tasks, record=lambda _: None,
-        contents=None, kept=KeptBlocks(1),
+        settings, bus, outbox, reader, Peers(bus, times), CREDENTIALS, Telemetry(READER, None), tasks,
+        record=lambda _: None, contents=None, kept=KeptBlocks(1),
     )  # fmt: skip
 
 
@@ -282,7 +285,6 @@ async def test_what_is_still_computed_is_asked_for_again(
     monkeypatch: pytest.MonkeyPatch, script: list[ReadEnded], num_landed: int, asked_from: list[int], end: ReadEnd
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(reads_module, "COMING_AGAIN_S", 0.001)
 
     async def run(reads: KVReads, holder: Holder) -> None:
         async def carry_out(read: KVRead, place: object = None) -> ReadEnded:

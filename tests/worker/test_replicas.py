@@ -10,6 +10,7 @@ from schemas.ids import BlockHash, RequestId, WorkerId
 from schemas.kv import ReplicateBlocks
 from schemas.worker import LeftReason, WorkerLeft
 from services.prefill.core import PrefillCore
+from services.times import Times
 from services.worker.core.actions import Action, Publish, StartRead, StopRead, Submit
 from services.worker.core.attempts import KVRead, WantedLease
 from services.worker.core.content import AttemptKey
@@ -17,15 +18,11 @@ from services.worker.core.events import CopyOffered, DrainBegun, Fenced, Sequenc
 from services.worker.core.leases import LeaseTable
 from services.worker.core.replica_offer import ReplicaOffer
 from services.worker.core.replicas import ReplicaCore
-from services.worker.limits import (
-    MAX_COPIES_WAITING,
-    MAX_COPY_BLOCKS,
-    MAX_COPY_READS,
-    MAX_OFFER_BLOCKS,
-    OFFER_INTERVAL_MS,
-    READ_WITHIN_MS,
-)
+from services.worker.limits import MAX_COPIES_WAITING, MAX_COPY_BLOCKS, MAX_COPY_READS, MAX_OFFER_BLOCKS
 from tests.worker import worker_cases as case
+
+OFFER_INTERVAL_MS = Times().worker.offer_interval_ms
+READ_WITHIN_MS = Times().worker.read_within_ms
 
 BLOCK = 4
 SOURCE, REPLICA = WorkerId("d9"), case.DECODE
@@ -39,7 +36,9 @@ def hasher(num_tokens: int = 400) -> BlockHasher:
 
 
 def offer_of(sequence: BlockHasher) -> ReplicaOffer:
-    return ReplicaOffer(msgspec.structs.replace(case.run_prefill(), tenant="acme"), sequence, REPLICA, SOURCE, "f")
+    return ReplicaOffer(
+        msgspec.structs.replace(case.run_prefill(), tenant="acme"), sequence, REPLICA, SOURCE, "f", Times().worker
+    )
 
 
 def offer(first_block: int = 0, num_blocks: int = 4, seed: int = 0) -> ReplicateBlocks:

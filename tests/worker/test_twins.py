@@ -14,7 +14,7 @@ from schemas.handoff import BlocksReserved, FirstToken
 from schemas.kv import PurgeBlocks, ReadEnd
 from schemas.message import Message
 from schemas.worker import LeftReason, WorkerLeft
-from services.decode.limits import TWIN_LANDS_WITHIN_MS
+from services.times import Times
 from services.worker.core.attempts import AnyAttempt
 from services.worker.core.content import ReadOutcome
 from services.worker.core.events import DrainBegun, Event, Fenced, ReadEnded
@@ -22,6 +22,8 @@ from services.worker.limits import TWIN_WAIT_SHARE
 from tests.share import examples
 from tests.worker import worker_cases as case
 from tests.worker.worker_world import WorkerWorld
+
+TWIN_LANDS_WITHIN_MS = Times().decode.twin_lands_within_ms
 
 PROMPT = 18
 """Tokens: four blocks of four and two more."""

@@ -10,9 +10,8 @@ from schemas.kv import ReadEnd
 from schemas.message import Message
 from schemas.request import RefusalReason, Refused, RequestFailure, ReservationQueued, ReserveBlocks, RunPrefill
 from services.decode.core import DecodeCore
-from services.decode.limits import RESERVED_AGAIN_MS
 from services.prefill.core import PrefillCore
-from services.prefill.limits import LANDED_GRACE_MS, OFFER_AGAIN_MS
+from services.times import Times
 from services.worker.core.actions import (
     Action,
     CloseLease,
@@ -42,6 +41,10 @@ from services.worker.core.leases import LeaseTable
 from tests.worker import worker_cases as case
 from tests.worker.worker_cases import one, published
 from tests.worker.worker_world import World, token_at
+
+LANDED_GRACE_MS = Times().prefill.landed_grace_ms
+OFFER_AGAIN_MS = Times().prefill.offer_again_ms
+RESERVED_AGAIN_MS = Times().decode.reserved_again_ms
 
 LEASE = LeaseId("lease-r1-1")
 

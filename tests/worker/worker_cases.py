@@ -22,6 +22,7 @@ from schemas.request import (
     TransferReport,
 )
 from services.engine.interface import SampledToken, Sequence, StepResult
+from services.times import Times
 from services.worker.core.actions import Action, AttemptEnded, Publish, SendReply
 from services.worker.core.attempts import Attempt, AttemptTimes, KVRead, WantedLease
 from services.worker.core.checks import WorkerLimits
@@ -48,6 +49,7 @@ def limits(worker_id: WorkerId, *, num_blocks: int = 8, max_queued: int = 4, lea
         eos_token_ids=frozenset({0}),
         max_queued=max_queued,
         lease_ms=lease_ms,
+        times=Times(),
     )
 
 

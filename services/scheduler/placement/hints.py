@@ -10,16 +10,17 @@ from schemas.request import PlaceRequest
 from services.bus.base import BusError
 from services.bus.typed import TypedBus
 from services.runtime import now_ms
-from services.scheduler.limits import BACKOFF_MAX_MS, BACKOFF_MIN_MS, LOCATE_TIMEOUT_S
+from services.scheduler.limits import BACKOFF_MAX_MS, BACKOFF_MIN_MS
 
 log = logging.getLogger(__name__)
 
 
 class Hints:
-    """A client of the directory. One that is down or slow costs a request `LOCATE_TIMEOUT_S`, then nothing."""
+    """A client of the directory. One that is down or slow costs a request `timeout_s`, then nothing."""
 
-    def __init__(self, bus: TypedBus, clock: Callable[[], int] = now_ms) -> None:
+    def __init__(self, bus: TypedBus, timeout_s: float, clock: Callable[[], int] = now_ms) -> None:
         self._bus = bus
+        self._timeout_s = timeout_s
         self._clock = clock
         self._quiet_until_ms = 0
         self._backoff_ms = 0
@@ -35,8 +36,8 @@ class Hints:
             block_hashes=request.block_hashes,
         )
         try:
-            async with asyncio.timeout(2 * LOCATE_TIMEOUT_S):  # sending may wait as well
-                located = await self._bus.ask(subjects.LOCATE, (), question, LOCATE_TIMEOUT_S)
+            async with asyncio.timeout(2 * self._timeout_s):  # sending may wait as well
+                located = await self._bus.ask(subjects.LOCATE, (), question, self._timeout_s)
         except (BusError, TimeoutError) as error:
             self._back_off(error)
             return ()

@@ -23,11 +23,11 @@ from services.bus.base import (
     RequestTimedOutError,
     check_size,
 )
-from services.bus.limits import FLUSH_TIMEOUT_S
 from services.bus.memory import matches
 from services.sim.limits import MAX_BUFFERED_BYTES, MESSAGE_GAP_S, RECONNECT_S
 from services.sim.platform.loop import lag_s
 from services.sim.platform.meter import CpuMeter
+from services.times import BusTimes
 
 Context = contextvars.Context
 Tap = Callable[[str, str], None]
@@ -366,7 +366,8 @@ class SimBus:
     async def announce(self, service: str, description: str, metadata: dict[str, str]) -> None:
         """Does nothing: nobody lists the services of a simulation."""
 
-    async def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> None:
+    async def flush(self, timeout_s: float | None = None) -> None:
+        timeout_s = BusTimes().flush_timeout_s if timeout_s is None else timeout_s
         if self._is_closed:
             raise BusClosedError
         if not self.is_connected:

@@ -31,6 +31,7 @@ from dataplane.memory.checksum import FrameHash
 from dataplane.memory.frames import Rows, SequenceMemory
 from dataplane.protocol.stream import Header, TransferFailedError, TransferStats
 from dataplane.protocol.wire import Thread, Wire
+from dataplane.times import PlaneTimes
 from schemas.handoff import Endpoint
 from schemas.kv import ReadEnd
 from services.sim.platform.connection import Connection, SimWire, StreamFault, StreamFaultKind
@@ -273,9 +274,15 @@ class SimPlaneReader(PlaneReader):
     """A plane reader on the simulated network."""
 
     def __init__(
-        self, network: SimNetwork, host: str, arena: KVArena, shape: ArenaShape, secrets: TicketSecrets
+        self,
+        network: SimNetwork,
+        host: str,
+        arena: KVArena,
+        shape: ArenaShape,
+        secrets: TicketSecrets,
+        times: PlaneTimes | None = None,
     ) -> None:
-        super().__init__(arena, shape, secrets, side=SimReaderSide(network, host_arena(arena), shape))
+        super().__init__(arena, shape, secrets, times, side=SimReaderSide(network, host_arena(arena), shape))
         self._network = network
         self._host = host
 
@@ -360,11 +367,10 @@ def sim_platform(
     network: SimNetwork,
     host: str,
     on_gate: Callable[[LeaseGate], None] = lambda _: None,
-    make_reader: "Callable[[SimNetwork, str, KVArena, ArenaShape, TicketSecrets], SimPlaneReader] | None" = None,
+    make_reader: Callable[..., SimPlaneReader] = SimPlaneReader,
 ) -> Platform:
     """Return the platform of one simulated process. `on_gate` is called with each lease gate that a server is made
-    with. `make_reader`: None: a SimPlaneReader."""
-    reader = make_reader or SimPlaneReader
+    with."""
 
     def make_server(
         arena: KVArena, shape: ArenaShape, gate: LeaseGate, secrets: TicketSecrets, options: ServerOptions
@@ -375,6 +381,6 @@ def sim_platform(
     return Platform(
         make_arena=functools.partial(memory_arena, host=host),
         make_server=make_server,
-        make_reader=functools.partial(reader, network, host),
+        make_reader=functools.partial(make_reader, network, host),
         make_engine=SimEngineThread,
     )

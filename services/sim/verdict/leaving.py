@@ -7,7 +7,6 @@ from schemas.worker import LeaveAnswered, LeaveMesh
 from services.sim.limits import LEAVES_WITHIN_S
 from services.sim.mesh import Service, SimMesh
 from services.sim.scenario import FaultKind
-from services.worker.limits import COPIERS_QUIET_S, PROMPTS_END_S, READERS_COME_MS
 
 
 class LeaveTap:
@@ -33,7 +32,8 @@ class LeaveTap:
     def within_s(self) -> float:
         """What leaving may take: all blocks are read twice at most, by those who go on and by those who keep them."""
         shape = self._mesh.shape
-        waits_s = PROMPTS_END_S + READERS_COME_MS / 1000 + COPIERS_QUIET_S
+        times = self._mesh.config.times.worker
+        waits_s = times.prompts_end_s + times.readers_come_ms / 1000 + times.copiers_quiet_s
         num_bytes = 2 * shape.num_blocks * shape.layout.block_bytes
         return LEAVES_WITHIN_S + waits_s + num_bytes / self._mesh.network.bytes_per_s
 

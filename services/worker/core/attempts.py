@@ -30,7 +30,7 @@ from schemas.request import (
 from services.worker.core.checks import hands_over, num_kv_tokens
 from services.worker.core.content import AttemptKey, PromptKV
 from services.worker.core.replica_offer import ReplicaOffer
-from services.worker.limits import MAX_PAST_ATTEMPTS, RETAIN_ANSWER_MS
+from services.worker.limits import MAX_PAST_ATTEMPTS
 
 RequestT = TypeVar("RequestT", RunPrefill, ReserveBlocks)
 
@@ -278,7 +278,7 @@ class PastAttempts:
     """The attempts that have ended here, or were cancelled before they came: a cancel may overtake what it cancels, and
     a message may come again after all is over. What those that ended have sent is kept for `retain_ms`. Bounded."""
 
-    def __init__(self, max_attempts: int = MAX_PAST_ATTEMPTS, retain_ms: int = RETAIN_ANSWER_MS) -> None:
+    def __init__(self, retain_ms: int, max_attempts: int = MAX_PAST_ATTEMPTS) -> None:
         self._max_attempts = max_attempts
         self._retain_ms = retain_ms
         self._keys: dict[AttemptKey, None] = {}

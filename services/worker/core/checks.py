@@ -15,6 +15,7 @@ from schemas.request import (
     SamplingParams,
     refuse,
 )
+from services.times import Times
 from services.worker.limits import MAX_SOURCES, RETRY_AFTER_MS
 
 
@@ -32,6 +33,7 @@ class WorkerLimits:
     eos_token_ids: frozenset[int]
     max_queued: int
     lease_ms: int
+    times: Times
 
     @property
     def num_tokens(self) -> int:

@@ -18,15 +18,14 @@ from schemas.ids import BlockHash, LeaseId, WorkerId, new_id
 from schemas.kv import LeaseEnd, PurgeBlocks, RequestLease, ReturnLease, refuse_lease
 from schemas.request import RefusalReason, Refused, refuse
 from schemas.worker import WorkerLeft
+from services.times import Times
 from services.worker.core.actions import Action, CloseLease
 from services.worker.core.events import Event, Fenced, Stopping, StreamEnded, StreamStarted
 from services.worker.core.leases import Grant, LeaseTable
 from services.worker.limits import (
-    LENT_READ_BASE_S,
     MAX_LENT_LEASES,
     MAX_READER_LEASES,
     MAX_REQUEST_LEASES,
-    OPEN_LEASE_WITHIN_MS,
     READ_BYTES_PER_S_MIN,
     READER_SHARE,
     RETRY_AFTER_MS,
@@ -80,6 +79,8 @@ class LendLimits(Protocol):
     def block_size(self) -> int: ...
     @property
     def lease_ms(self) -> int: ...
+    @property
+    def times(self) -> Times: ...
 
 
 @dataclass
@@ -178,7 +179,7 @@ class LendCore:
             first_token=request.first_block * limits.block_size,
             num_tokens=found.num_cached_tokens,
             progress=KVProgress.completed(self.memory.layout.num_layers, found.num_cached_tokens),
-            expires_at_ms=now_ms + min(OPEN_LEASE_WITHIN_MS, limits.lease_ms),
+            expires_at_ms=now_ms + min(limits.times.worker.open_lease_within_ms, limits.lease_ms),
             granted_ms=now_ms,
             ends_by_ms=min(request.deadline_ms, now_ms + self._longest_read_ms(num_tokens)),
             is_lent=True,
@@ -196,7 +197,9 @@ class LendCore:
     def _longest_read_ms(self, num_tokens: int) -> int:
         """Return when a reader has given up its read of so many tokens by itself."""
         num_bytes = self.memory.layout.block_bytes * num_tokens / self.limits.block_size
-        return OPEN_LEASE_WITHIN_MS + round(LENT_READ_BASE_S * 1e3 + num_bytes / READ_BYTES_PER_S_MIN * 1e3)
+        times = self.limits.times.worker
+        read_s = times.lent_read_base_s + num_bytes / READ_BYTES_PER_S_MIN
+        return times.open_lease_within_ms + round(1e3 * read_s)
 
     def _end(self, grants: Sequence[Grant], end: LeaseEnd, detail: str = "") -> list[Action]:
         """End those of these leases that are lent and active, and give their blocks back."""

@@ -7,19 +7,21 @@ from schemas.block import BlockHasher, join_hashes
 from schemas.ids import WorkerId
 from schemas.kv import ReplicateBlocks
 from schemas.request import ReserveBlocks, RunPrefill
-from services.worker.limits import MAX_OFFER_BLOCKS, OFFER_BLOCKS, OFFER_INTERVAL_MS, READ_WITHIN_MS
+from services.times import WorkerTimes
+from services.worker.limits import MAX_OFFER_BLOCKS, OFFER_BLOCKS
 
 
 @dataclass(slots=True)
 class ReplicaOffer:
     """What `replica` has been offered so far of the blocks that a sequence of `source` fills: at most one message in
-    `OFFER_INTERVAL_MS`, or for `OFFER_BLOCKS`."""
+    `offer_interval_ms`, or for `OFFER_BLOCKS`."""
 
     request: RunPrefill | ReserveBlocks
     hasher: BlockHasher
     replica: WorkerId
     source: WorkerId
     fingerprint: str
+    times: WorkerTimes
     num_offered: int = 0
     """Blocks."""
     offered_ms: int | None = None
@@ -28,7 +30,7 @@ class ReplicaOffer:
         """Return the messages that are to go out now: of the `num_stored_blocks` that the worker has, those
         since the last ones. `ended`: the sequence fills no more blocks."""
         num_new = num_stored_blocks - self.num_offered
-        has_waited = self.offered_ms is None or now_ms - self.offered_ms >= OFFER_INTERVAL_MS
+        has_waited = self.offered_ms is None or now_ms - self.offered_ms >= self.times.offer_interval_ms
         is_due = num_new > 0 and (ended or num_new >= OFFER_BLOCKS or has_waited)
         return list(self._messages(num_stored_blocks, now_ms)) if is_due else []
 
@@ -38,7 +40,7 @@ class ReplicaOffer:
             yield ReplicateBlocks(
                 request_id=self.request.request_id,
                 attempt=self.request.attempt,
-                deadline_ms=now_ms + READ_WITHIN_MS,
+                deadline_ms=now_ms + self.times.read_within_ms,
                 source=self.source,
                 fingerprint=self.fingerprint,
                 first_block=at,

@@ -26,7 +26,6 @@ from services.worker.limits import (
     MAX_COPY_BLOCKS,
     MAX_COPY_READS,
     MAX_OFFER_BLOCKS,
-    READ_WITHIN_MS,
     SPARE_SHARE,
 )
 
@@ -71,7 +70,7 @@ class ReplicaCore:
                 attempt=read.key[1],
                 part="replica",
                 stage="fetching",
-                age_ms=max(0, now_ms - copy.deadline_ms + READ_WITHIN_MS),
+                age_ms=max(0, now_ms - copy.deadline_ms + self._limits.times.worker.read_within_ms),
                 reading_from=copy.source,
             )
 
@@ -180,7 +179,7 @@ class ReplicaCore:
                 continue
             self._num_read += 1
             key = (RequestId(f"replica-{self._limits.worker_id}-{self._num_read}"), 1)
-            deadline_ms = min(copy.deadline_ms, now_ms + READ_WITHIN_MS)
+            deadline_ms = min(copy.deadline_ms, now_ms + self._limits.times.worker.read_within_ms)
             lease = WantedLease(copy.first_block, hashes, deadline_ms, copy.tenant, is_copy=True)
             first_token = copy.first_block * self._limits.block_size
             copy.hashes, copy.tables = hashes, tables

@@ -52,7 +52,7 @@ from services.worker.core.leases import Grant, LeaseTable
 from services.worker.core.messages import handoff_fields
 from services.worker.core.replica_offer import ReplicaOffer
 from services.worker.core.twins import Twins
-from services.worker.limits import READERS_COME_MS, TWIN_WAIT_SHARE
+from services.worker.limits import TWIN_WAIT_SHARE
 
 
 class HeardSubject(NamedTuple):
@@ -73,13 +73,13 @@ class RoleCore(ABC, Generic[AttemptT]):
 
     record: ClassVar[type[Any]]
     """The class of an attempt's record."""
-    twin_wait_ms: ClassVar[int]
+    twin_wait_ms: int
     """How long it waits for what others fill, at most."""
 
     def __init__(self, limits: WorkerLimits, cache: BlockCache, leases: LeaseTable, twins: Twins | None = None) -> None:
         self.attempts: dict[AttemptKey, AttemptT] = {}
         """What goes on here, and what has ended and whose blocks may still be written."""
-        self.past = PastAttempts()
+        self.past = PastAttempts(limits.times.worker.retain_answer_ms)
         self.draining = False
         self.num_unfit = 0
         """Events of hand-overs that did not agree with what this worker was asked for."""
@@ -316,7 +316,7 @@ class RoleCore(ABC, Generic[AttemptT]):
     def _give_away(self, attempt: AttemptT, detail: str, now_ms: int) -> Emit:
         """Return the action that tells the gateway to go on elsewhere, and where what is here can be read."""
         if attempt.num_stored_blocks:
-            self._leases.expect(attempt.request.request_id, now_ms + READERS_COME_MS)
+            self._leases.expect(attempt.request.request_id, now_ms + self._limits.times.worker.readers_come_ms)
         makes_room = attempt.moving and not self.draining
         code = AttemptFailure.MADE_ROOM if makes_room else AttemptFailure.DRAINING
         return self._emit_failure(attempt, code, detail, attempt.num_stored_blocks)
@@ -474,7 +474,7 @@ class RoleCore(ABC, Generic[AttemptT]):
         request, limits = attempt.request, self._limits
         if request.replica not in (None, limits.worker_id) and not self._cache.layout.is_windowed:
             attempt.replica_offer = ReplicaOffer(
-                request, attempt.hasher, request.replica, limits.worker_id, limits.fingerprint
+                request, attempt.hasher, request.replica, limits.worker_id, limits.fingerprint, limits.times.worker
             )
         assert attempt.kv is not None, "it has blocks"
         attempt.stage = "computing"

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from schemas.ids import GatewayId, RequestId
 from schemas.request import AttemptId
 from services.presence import BusConnected, Hearing, Peer
+from services.times import Times
 from services.worker.core.content import AttemptKey
 from services.worker.core.events import AttemptUnwanted
-from services.worker.limits import ASK_AFTER_MS, MAX_ATTEMPTS_A_QUESTION
+from services.worker.limits import MAX_ATTEMPTS_A_QUESTION
 
 
 @dataclass(slots=True, frozen=True)
@@ -53,12 +54,13 @@ class WantedCore:
     """What has been asked of the gateways and what they said. `wanted_by` returns the attempts that go on here, and
     whose they are."""
 
-    def __init__(self, wanted_by: Callable[[], dict[AttemptKey, GatewayId]]) -> None:
+    def __init__(self, wanted_by: Callable[[], dict[AttemptKey, GatewayId]], times: Times) -> None:
         self._wanted_by = wanted_by
+        self._ask_after_ms = times.worker.ask_after_ms
         self._since_ms: dict[AttemptKey, int] = {}
         self._gateways: dict[GatewayId, Peer] = {}
         """Of those that are asked."""
-        self._hearing = Hearing()
+        self._hearing = Hearing(times.presence)
 
     @property
     def suspects(self) -> bool:
@@ -91,7 +93,7 @@ class WantedCore:
         self._since_ms = {key: self._since_ms.get(key, now_ms) for key in attempts}
         keys_of: defaultdict[GatewayId, list[AttemptKey]] = defaultdict(list)
         for key, gateway_id in attempts.items():
-            if now_ms - self._since_ms[key] >= ASK_AFTER_MS:
+            if now_ms - self._since_ms[key] >= self._ask_after_ms:
                 keys_of[gateway_id].append(key)
         self._gateways = {gateway_id: self._gateways.get(gateway_id) or Peer(now_ms) for gateway_id in keys_of}
         size = MAX_ATTEMPTS_A_QUESTION

@@ -20,6 +20,7 @@ from dataplane.ends.server import PlaneServer, ServerOptions
 from dataplane.memory.content_tags import BlockContents
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferStats
+from dataplane.times import PlaneTimes
 from schemas.handoff import FirstToken, KVOffered
 from schemas.ids import WorkerId
 from schemas.kv import LeaseGranted, RequestLease
@@ -77,7 +78,7 @@ class KVHolder(Generic[MemoryT]):
         self.incarnation = incarnation
         self.ledger.begin(incarnation)
 
-    def start(self, config: WorkerConfig) -> None:
+    def start(self, config: WorkerConfig, times: PlaneTimes) -> None:
         """Serve reads."""
         advertise_host = config.advertise_host
         if not advertise_host and config.plane_host == "0.0.0.0":
@@ -88,6 +89,7 @@ class KVHolder(Generic[MemoryT]):
             advertise_host=advertise_host,
             digests=config.digests,
             encryption=config.plane_encryption,
+            times=times,
         )
         self.plane = self.make_server(self.arena, self.shape, self, self.credentials.secrets, options)
         self.plane.start()

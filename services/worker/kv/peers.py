@@ -14,7 +14,8 @@ from schemas.worker import DescribeFleet, WorkerInfo, WorkerJoined, WorkerLeft
 from services.bus.base import BusError
 from services.bus.typed import Received, TypedBus
 from services.runtime import now_ms
-from services.worker.limits import FLEET_ANSWER_S, FLEET_ASK_INTERVAL_MS, MAX_PEERS
+from services.times import WorkerTimes
+from services.worker.limits import MAX_PEERS
 
 log = logging.getLogger(__name__)
 
@@ -22,8 +23,9 @@ log = logging.getLogger(__name__)
 class Peers:
     """The holders of one mesh, as one reader has heard of them. For the event loop."""
 
-    def __init__(self, bus: TypedBus) -> None:
+    def __init__(self, bus: TypedBus, times: WorkerTimes) -> None:
         self._bus = bus
+        self._times = times
         self._known: dict[WorkerId, WorkerInfo] = {}
         self._asking = asyncio.Lock()
         self._asked_ms = 0
@@ -66,14 +68,14 @@ class Peers:
 
     async def _ask(self) -> None:
         """Ask the scheduler who there is: not too often, as anybody may name strangers."""
-        if now_ms() - self._asked_ms < FLEET_ASK_INTERVAL_MS:
+        if now_ms() - self._asked_ms < self._times.fleet_ask_interval_ms:
             return
         await self._learn()
         self._asked_ms = now_ms()
 
     async def _learn(self) -> None:
         try:
-            fleet = await self._bus.ask(subjects.FLEET, (), DescribeFleet(), FLEET_ANSWER_S)
+            fleet = await self._bus.ask(subjects.FLEET, (), DescribeFleet(), self._times.fleet_answer_s)
         except BusError as error:
             log.info("the scheduler does not say who there is: %s", error.reason)
         else:

@@ -28,15 +28,15 @@ from schemas.kv import LeaseGranted, ReadEnd, RequestLease, ReturnLease, is_as_a
 from schemas.request import RefusalReason, Refused
 from services.bus.base import BusError
 from services.bus.typed import TypedBus
-from services.config import LEASE_ANSWER_MS
 from services.runtime import now_ms
 from services.telemetry import Telemetry
+from services.times import WorkerTimes
 from services.trust.credentials import HolderCredentials
 from services.worker.core.attempts import KVRead, WantedLease
 from services.worker.core.content import ReadOutcome
 from services.worker.core.events import ReadEnded, ReadStarted
 from services.worker.kv.peers import Peers
-from services.worker.limits import COMING_AGAIN_S, TWIN_WAIT_SHARE
+from services.worker.limits import TWIN_WAIT_SHARE
 from services.worker.observe.transfers import FinishedRead, TransferSpan
 from services.worker.outbox import Outbox
 from services.worker.survive import surviving
@@ -83,6 +83,7 @@ class ReaderSettings:
     block_size: int
     carrier: str
     base_s: float
+    times: WorkerTimes
     token_s: float = 0.0
 
 
@@ -153,7 +154,7 @@ class KVReads:
             first_token = max(before.num_landed_tokens, read.first_token)
             try:
                 if is_coming:
-                    await asyncio.sleep(COMING_AGAIN_S)
+                    await asyncio.sleep(self.settings.times.coming_again_s)
                 latest = await self.carry_out(replace(read, lease=rest, first_token=first_token))
             except asyncio.CancelledError:
                 if self._closed or not before.num_landed_tokens:
@@ -242,7 +243,7 @@ class KVReads:
             request_id=request_id,
             attempt=attempt,
             deadline_ms=lease.deadline_ms,
-            answer_by_ms=min(lease.deadline_ms, now_ms() + LEASE_ANSWER_MS),
+            answer_by_ms=min(lease.deadline_ms, now_ms() + self.settings.times.lease_answer_ms),
             reader=self.settings.reader_id,
             fingerprint=self.settings.fingerprint,
             first_block=lease.first_block,
