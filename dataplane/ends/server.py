@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dataplane import limits
 from dataplane.blocks.layout import ArenaShape
@@ -51,7 +51,7 @@ class ServerOptions:
     digests: bool = True
     encryption: PlaneEncryption = "auto"
     max_streams: int = limits.MAX_STREAMS
-    times: PlaneTimes = PlaneTimes()
+    times: PlaneTimes = field(default_factory=PlaneTimes)
 
 
 @dataclass(slots=True, eq=False)

@@ -11,8 +11,8 @@ MAX_ANSWERING = 4_096
 
 # The connection to NATS.
 
-CONNECT_TIMEOUT_S = 5.0
-"""A service that starts gives up after this long; it has tried again and again by then."""
+CONNECT_TIMEOUT_S = 2.0
+"""A command gives up after this long; it has tried again and again by then. A service has `nats.connect_timeout_s`."""
 
 BUFFER_BYTES = 2 * MAX_PAYLOAD_BYTES
 """So much may wait to be sent to a broker that is away; above it publishing is an error."""

@@ -97,10 +97,10 @@ def _fit(cells: dict[str, list[str]], widest_notes: int, width: int) -> int:
     return 0
 
 
-def show_trace(folder: Path, request_id: str | None) -> None:
+def show_trace(folder: Path, request_id: str | None, settle_s: float = TRACE_SETTLE_S) -> None:
     """Print a request's trace, or the last request's for None. Waits a moment for spans that are not written yet.
     Raises UserError."""
-    spans, trace = _load_settled(folder, request_id)
+    spans, trace = _load_settled(folder, request_id, settle_s)
     render_waterfall(trace, _console(), {span.span_id: span for span in spans})
 
 
@@ -148,26 +148,27 @@ def _console() -> Console:
     return Console(highlight=False, width=_PIPED_WIDTH)  # a file has no width: one that no row is folded at
 
 
-def _load_settled(folder: Path, request_id: str | None) -> tuple[list[SpanRecord], list[SpanRecord]]:
-    """Return all spans, and the request's. Waits up to TRACE_SETTLE_S for spans that are not written yet."""
-    deadline = time.monotonic() + TRACE_SETTLE_S
+def _load_settled(folder: Path, request_id: str | None, settle_s: float) -> tuple[list[SpanRecord], list[SpanRecord]]:
+    """Return all spans, and the request's. Waits up to `settle_s` for spans that are not written yet."""
+    deadline = time.monotonic() + settle_s
     while True:
         spans = load_spans(folder)
         is_last = time.monotonic() >= deadline or not folder.exists()
         try:
             trace = find_trace(spans, request_id)
         except UserError:
-            if is_last or not _is_fresh(spans):
+            if is_last or not _is_fresh(spans, settle_s):
                 raise
         else:
-            if is_last or not _is_fresh(trace) or {SpanName.DECODE, SpanName.KV_RELEASE} <= {s.name for s in trace}:
+            has_ended = {SpanName.DECODE, SpanName.KV_RELEASE} <= {span.name for span in trace}
+            if is_last or has_ended or not _is_fresh(trace, settle_s):
                 return spans, trace
         time.sleep(TRACE_POLL_INTERVAL_S)
 
 
-def _is_fresh(spans: list[SpanRecord]) -> bool:
+def _is_fresh(spans: list[SpanRecord], settle_s: float) -> bool:
     """Say whether more spans may be on their way."""
-    return not spans or time.time_ns() - max(span.end_ns for span in spans) < TRACE_SETTLE_S * 1e9
+    return not spans or time.time_ns() - max(span.end_ns for span in spans) < settle_s * 1e9
 
 
 def _in_tree_order(spans: list[SpanRecord]) -> list[_Row]:

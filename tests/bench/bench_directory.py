@@ -44,7 +44,7 @@ NUM_PROMPTS = 2_000
 """So many sequences are kept to ask for."""
 PAUSE_S = 0.005
 """Between an answer and the next question, while inventories are read."""
-INVENTORY_TIMEOUT_S = 60.0
+TIMES = DirectoryTimes(inventory_timeout_s=60.0)
 """Who is asked for an inventory shares the loop of who asks."""
 EVENT_BLOCKS = (4, 64)
 """What a few answers fill in a step; a prompt of a thousand tokens."""
@@ -164,7 +164,7 @@ async def rebuild(world: World, prompt: bytes) -> tuple[DirectoryCore, dict[str,
     async with asyncio.TaskGroup() as tasks:
         await bus.serve(tasks, subjects.INVENTORY, ("*",), inventory)
         before = resident_bytes()
-        directory = Directory(TypedBus(MemoryBus(broker), "directory"), tasks, DirectoryTimes())
+        directory = Directory(TypedBus(MemoryBus(broker), "directory"), tasks, TIMES)
         await directory.start()
         started = time.process_time()
         speaking = tasks.create_task(speak(bus, world))
@@ -281,7 +281,6 @@ def main() -> None:
     parser.add_argument("--holders", default=",".join(map(str, HOLDERS)))
     parser.add_argument("--rounds", type=int, default=500)
     arguments = parser.parse_args()
-    limits.INVENTORY_TIMEOUT_S = INVENTORY_TIMEOUT_S
     blocks, holders = ([int(size) for size in text.split(",")] for text in (arguments.blocks, arguments.holders))
     # Of one holder no more than that is known: fewer holders have no room for so many blocks.
     rows = [

@@ -83,14 +83,10 @@ def test_a_percentile_lies_between_the_extremes(values: list[float], percent: fl
     assert min(values) <= found <= max(values) or math.isclose(found, max(values))
 
 
-def test_where_there_is_no_terminal_progress_is_lines(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(shown, "FIRST_LINE_S", 0.0)
-    monkeypatch.setattr(shown, "LINE_INTERVAL_S", 0.001)
+def test_where_there_is_no_terminal_progress_is_lines(capsys: pytest.CaptureFixture[str]) -> None:
     for total, line in ((3, "reading: 2 of 3, 0 s"), (None, "reading: 0 s")):
         said = ""
-        with shown.progress("reading", total) as advance:
+        with shown.progress("reading", total, first_line_s=0.0, interval_s=0.001) as advance:
             advance()
             advance()
             while line not in said.splitlines():

@@ -234,10 +234,9 @@ def test_show_waits_for_spans_on_their_way(tmp_path: Path, monkeypatch: pytest.M
     assert drawn == [whole]
 
 
-def test_show_waits_no_longer_than_exporting_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace, "TRACE_SETTLE_S", 0.3)
+def test_show_waits_no_longer_than_exporting_takes(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="x-request-id"):
-        show_trace(tmp_path, "req-aa")
+        show_trace(tmp_path, "req-aa", settle_s=0.3)
     with pytest.raises(UserError):
         show_trace(tmp_path / "nowhere", "req-aa")
 

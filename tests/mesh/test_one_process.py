@@ -109,13 +109,13 @@ async def test_cancel_frees_blocks_on_both_sides() -> None:
 async def test_room_is_told_as_soon_as_it_is_there() -> None:
     """Not when the load is told next anyway: the scheduler would place by what is no more."""
     times = Times(
-        presence=PresenceTimes(beat_interval_ms=3_600_000, deaf_after_ms=10**8),
+        presence=PresenceTimes(beat_interval_ms=3_600_000, deaf_after_ms=15_000_000),
         worker=WorkerTimes(load_min_gap_s=0.3),  # what changes within the gap is told at its end
-        directory=DirectoryTimes(forget_after_ms=10**8),
+        directory=DirectoryTimes(forget_after_ms=15_000_000),
     )
     params = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
     workers = make_parts("p-0", "prefill", num_blocks=512), make_parts("d-0", "decode", num_blocks=512)
-    async with one_process_mesh(*workers, times=times) as client:
+    async with one_process_mesh(*workers, times=times, fence_after_ms=20_000_000) as client:
         await client.send("r", list(range(1, 100)), params)
         await client.until(lambda fleet: any(load.blocks.running for load in fleet))
         await client.cancel("r")

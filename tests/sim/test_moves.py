@@ -12,6 +12,7 @@ from schemas.message import Message, encode
 from schemas.observe import RequestFinished, RequestPlaced, RequestResumed
 from schemas.request import AttemptFailure, Progress, RequestFailure, RequestTokens, TokensEmitted
 from schemas.worker import LeaveAnswered
+from services.config import MeshConfig
 from services.sim.mesh import MeshShape
 from services.sim.platform.plane import SimNetwork
 from services.sim.scenario import FaultKind
@@ -165,7 +166,9 @@ class Leaver:
 @pytest.mark.parametrize("is_last", [False, True])
 def test_a_worker_is_soon_gone_unless_it_is_the_last(is_last: bool) -> None:
     leaver, now_s = Leaver(), 0.0
-    mesh: Any = SimpleNamespace(shape=MeshShape(), network=SimNetwork(random.Random(0)), services={leaver.name: leaver})
+    mesh: Any = SimpleNamespace(
+        shape=MeshShape(), network=SimNetwork(random.Random(0)), services={leaver.name: leaver}, config=MeshConfig()
+    )
     tap = LeaveTap(mesh, lambda: now_s)
     tap.read("mesh.v1.worker.decode-0.leave", encode(LeaveAnswered(is_last=is_last)))
     now_s = tap.within_s

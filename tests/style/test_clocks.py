@@ -2,6 +2,7 @@
 is there against hangs alone. In virtual time (`tests/virtual.py`, the simulator) a number of seconds is exact."""
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,12 +39,14 @@ def test_no_test_waits_for_the_clock() -> None:
 def test_what_breaks_the_rule_is_found() -> None:
     bad = (
         "await asyncio.sleep(0.1)", "time.sleep(1)", "async with asyncio.timeout(5): pass",
-        "await asyncio.wait_for(work, 0.5)", "client.get(timeout=2)", "assert time.monotonic() - began < 1",
+        "await asyncio.wait_for(work, 0.5)", "client.get(timeout=2)",
+        'patch.setattr(limits, "HEAD_S", 0.1)', 'patch.setattr("a.b.GAP_MS", 1)', "assert time.monotonic() - began < 1",
     )  # fmt: skip
     good = (
         "await asyncio.sleep(0)",
         "async with asyncio.timeout(60): pass",
         "assert now_ms() < deadline_ms",
+        'patch.setattr(limits, "MAX_KEEPS_PER_S", 0)',
     )
     for code in bad:
         assert len(list(faults(ast.parse(f"async def test():\n    {code}")))) == 1, code
@@ -62,7 +65,8 @@ def judged() -> Iterator[tuple[str, ast.Module]]:
 
 
 def faults(tree: ast.Module) -> Iterator[ast.AST]:
-    """Sleeps of some seconds, limits that a busy machine reaches, assertions about the time that has passed."""
+    """Sleeps of some seconds, limits that a busy machine reaches, assertions about the time that has passed, times that
+    are patched in place of being given (`services/times.py`)."""
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=function, args=arguments, keywords=keywords):
@@ -70,12 +74,18 @@ def faults(tree: ast.Module) -> Iterator[ast.AST]:
                 limits = [word.value for word in keywords if word.arg in LIMITS]
                 limits += arguments[:1] if name == "timeout" else arguments[1:2] if name == "wait_for" else []
                 sleeps = name == "sleep" and any(number_of(argument) for argument in arguments[:1])
-                if sleeps or any(0 < number_of(limit) < SHORTEST_LIMIT_S for limit in limits):
+                patches = name == "setattr" and any(_is_time_name(argument) for argument in arguments[:2])
+                if sleeps or patches or any(0 < number_of(limit) < SHORTEST_LIMIT_S for limit in limits):
                     yield node
             case ast.Assert() if any(is_time_passed(part) for part in ast.walk(node)):
                 yield node
             case _:
                 pass
+
+
+def _is_time_name(node: ast.expr) -> bool:
+    name = node.value if isinstance(node, ast.Constant) else None
+    return isinstance(name, str) and re.search(r"(?<!_PER)_M?S$", name) is not None
 
 
 def number_of(node: ast.expr) -> float:

@@ -13,7 +13,9 @@ from services.bench.limits import FIRST_LINE_S, LINE_INTERVAL_S
 
 
 @contextmanager
-def progress(what: str, total: int | None = None) -> Generator[Callable[[], None]]:
+def progress(
+    what: str, total: int | None = None, *, first_line_s: float = FIRST_LINE_S, interval_s: float = LINE_INTERVAL_S
+) -> Generator[Callable[[], None]]:
     """Give a function to be called after each of `total` steps. None: only the time that it has taken is shown."""
     console = Console(stderr=True)
     if console.is_terminal:
@@ -32,11 +34,11 @@ def progress(what: str, total: int | None = None) -> Generator[Callable[[], None
     ended, started = threading.Event(), time.monotonic()
 
     def tell() -> None:
-        wait_s = FIRST_LINE_S
+        wait_s = first_line_s
         while not ended.wait(wait_s):
             share = f"{num_done} of {total}, " if total else ""
             sys.stderr.write(f"{what}: {share}{time.monotonic() - started:.0f} s\n")
-            wait_s = LINE_INTERVAL_S
+            wait_s = interval_s
 
     teller = threading.Thread(target=tell, name="progress", daemon=True)
     teller.start()
