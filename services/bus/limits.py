@@ -20,7 +20,6 @@ BUFFER_BYTES = 2 * MAX_PAYLOAD_BYTES
 WAITING_BYTES = 8 * MAX_PAYLOAD_BYTES
 """So many bytes may wait for one subscription's reader."""
 
-
 CANCEL_AGAIN_S = 0.01
 """What swallowed its cancellation is cancelled again after this long."""
 

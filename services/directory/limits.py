@@ -1,4 +1,4 @@
-"""Times and limits of the directory."""
+"""Limits of the directory."""
 
 MAX_READING = 2
 """So many inventories are read at a time: a thousand answers at once are more than a connection may keep waiting, and

@@ -1,4 +1,4 @@
-"""The times and limits of the store that are not configured. What it lends is bounded as a worker's
+"""The limits of the store that are not configured. What it lends is bounded as a worker's
 (`services/worker/limits.py`)."""
 
 # What it takes from workers.

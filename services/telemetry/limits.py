@@ -1,4 +1,4 @@
-"""Times and limits of what a service says of itself: spans and metrics."""
+"""Limits of what a service says of itself: spans and metrics."""
 
 MAX_UNSENT = 65_536
 """Spans that wait to be exported; more are dropped, and counted."""

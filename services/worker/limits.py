@@ -1,5 +1,4 @@
-"""The times and limits of a worker, whatever its role. What is set per mesh is in `config.py`; a role's own are in
-`services/prefill/limits.py` and `services/decode/limits.py`."""
+"""The limits of a worker, whatever its role. What is set per mesh is in `config.py`."""
 
 # Taking requests.
 
