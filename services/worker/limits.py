@@ -66,7 +66,7 @@ MAX_PAST_ATTEMPTS = 4_096
 # Reading from other holders.
 
 READ_BYTES_PER_S_MIN = 20e6
-"""A read that takes longer than `READ_BASE_S` and its bytes at this rate is given up: computing would be quicker."""
+"""A read that takes longer than `read_base_s` and its bytes at this rate is given up: computing would be quicker."""
 
 MAX_PEERS = 10_000
 """Holders of which a reader remembers where they serve; those heard of last."""

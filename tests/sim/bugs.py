@@ -531,9 +531,9 @@ def release_is_not_traced(patch: pytest.MonkeyPatch) -> None:
 def transfer_is_not_linked(patch: pytest.MonkeyPatch) -> None:
     start = KVHolder.start
 
-    def nameless(self: KVHolder[Any], config: Any) -> None:
+    def nameless(self: KVHolder[Any], *given: Any) -> None:
         self.name_stream = lambda _: ""
-        start(self, config)
+        start(self, *given)
 
     patch.setattr(KVHolder, "start", nameless)
 
@@ -756,7 +756,7 @@ def first_token_twice(patch: pytest.MonkeyPatch) -> None:
 def _wait_for_ever(patch: pytest.MonkeyPatch) -> None:
     """Take the bound of a wait away: what is left is whether it ends by itself."""
     patch.setattr(role, "TWIN_WAIT_SHARE", 1)
-    patch.setattr(DecodeCore, "twin_wait_ms", 10**9)
+    given_times(patch, DecodeCore, Times(decode=DecodeTimes(twin_lands_within_ms=10**9)))
 
 
 @bug("who waits for another's blocks does not hear that it has ended without them", "disconnect", options=BURSTS)
