@@ -60,7 +60,9 @@ def _first_lent_port() -> int:
 def bind(host: str, port: int) -> socket.socket:
     """Return a socket bound to the address, not yet listening. Raises UserError, one line."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    # With the protocol's number: asyncio sets TCP_NODELAY on no other, and the second write of an answer would wait for
+    # the client's delayed acknowledgement, 40 ms.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))

@@ -16,8 +16,9 @@ import pytest
 from services.sim.platform.clock import VirtualTime, installed
 from services.sim.platform.connection import StreamFault
 from services.sim.platform.loop import SimLoop
-from services.sim.platform.plane import SimNetwork
+from services.sim.platform.plane import SimNetwork, sim_platform
 from services.sim.platform.threads import abandon_all, living
+from services.worker.platform import THREADS, Platform
 
 ResultT = TypeVar("ResultT")
 MARK = "virtual_time"
@@ -61,6 +62,12 @@ def network() -> SimNetwork | None:
     except RuntimeError:
         return None
     return loop.network if isinstance(loop, VirtualLoop) else None
+
+
+def platform_of(name: str) -> Platform:
+    """Return what makes the parts of a worker or a store of this name."""
+    on = network()
+    return THREADS if on is None else sim_platform(on, name)
 
 
 def thread_names() -> list[str]:

@@ -56,6 +56,7 @@ from services.launch.limits import EXIT_AGAIN, EXIT_DRAINED, START_TIMEOUT_S, ST
 from services.launch.restart import Child, Restarts
 from services.ports import bind, free_port
 from services.scheduler.placement.named import policy_named
+from services.store.remote import ValkeyTier
 from services.trust.certificates import ca_file
 from services.trust.credentials import TenantSigner
 from services.trust.keys import BROKER_FILE, BusAccess, MeshKeys, credentials_file, key_file, load_role_key, person
@@ -238,7 +239,7 @@ class Supervisor:
         """Start everything, and return once all services are ready. Raises UserError."""
         options = self._options
         policy_named(SchedulerConfig(policy=options.policy))
-        _store_config(options)
+        await asyncio.to_thread(_check_store, _store_config(options))
         self.checkpoint = read_checkpoint(options.model or str(DEMO_MODEL_DIR), options.engine)
         remove_stale_arenas()
         self.devices = await self._plan_devices()
@@ -498,6 +499,12 @@ def _store_config(options: UpOptions) -> StoreConfig:
         kinds = "memory, disk, redis://host:port/0 or valkey://host:port/0"
         raise UserError(f"--store {options.store!r} is no store: give {kinds}, or leave it out")
     return msgspec.structs.replace(store, url=options.store)
+
+
+def _check_store(store: StoreConfig) -> None:
+    """Raises UserError where the store's server does not answer: before anything is started."""
+    if _is_server_url(store.url):
+        ValkeyTier(store.url, "", 0, timeout_s=store.timeout_ms / 1000, ttl_s=store.ttl_s).close()
 
 
 def _is_server_url(text: str) -> bool:

@@ -41,7 +41,7 @@ def stopped_with(up: "subprocess.Popen[str]", number: signal.Signals = signal.SI
 
 def run_here(state_dir: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     """Run in this process, which spares the seconds of a start: for commands that end by themselves."""
-    out, err = io.StringIO(), io.StringIO()
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
     code = 0
     with (
         mock.patch.dict(os.environ, environment(state_dir)),
@@ -53,7 +53,8 @@ def run_here(state_dir: Path, *arguments: str) -> "subprocess.CompletedProcess[s
             main()
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+    said, complained = (stream.buffer.getvalue().decode() for stream in (out, err))
+    return subprocess.CompletedProcess(arguments, code, said, complained)
 
 
 def assert_one_line(result: "subprocess.CompletedProcess[str]", *words: str) -> None:

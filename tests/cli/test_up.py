@@ -15,7 +15,7 @@ from tests.cli.commands import (
     assert_one_line,
     environment,
     our_processes,
-    run,
+    run_here,
     stopped_with,
     wait_until_gone,
 )
@@ -35,11 +35,11 @@ def test_up_serves_and_leaves_nothing_behind(tmp_path: Path, stop_with: signal.S
         assert curl is not None, said
         answer = httpx.post(curl[1], content=curl[3], headers={"content-type": "application/json"}, timeout=60).json()
         assert answer["choices"][0]["text"].strip() == "7412"
-        status = json.loads(run(tmp_path, "status", "--json").stdout)
+        status = json.loads(run_here(tmp_path, "status", "--json").stdout)
         assert status["ready"] and status["policy"] == "round_robin"
-        assert_one_line(run(tmp_path, "up", "--port", "0"), "already")
-        assert_one_line(run(tmp_path, "tail", "NONSENSE"), "'NONSENSE'", "x-request-id")
-        trace = run(tmp_path, "trace", answer["usage"]["kvmesh"]["request_id"])
+        assert_one_line(run_here(tmp_path, "up", "--port", "0"), "already")
+        assert_one_line(run_here(tmp_path, "tail", "NONSENSE"), "'NONSENSE'", "x-request-id")
+        trace = run_here(tmp_path, "trace", answer["usage"]["kvmesh"]["request_id"])
         assert trace.returncode == 0 and "kv.transfer" in trace.stdout, trace
         workers = our_processes(tmp_path)
         assert any(arenas_of(workers)), "the test looks for the wrong names"

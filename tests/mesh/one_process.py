@@ -48,12 +48,10 @@ from services.runtime import now_ms
 from services.scheduler.service import run_scheduler
 from services.sim.brackets import BracketGrammars
 from services.sim.platform.engine import Pace, SimSteps
-from services.sim.platform.plane import sim_platform
 from services.telemetry import ListExporter, Telemetry
 from services.times import Times
 from services.worker.core.checks import WorkerLimits
 from services.worker.parts import WorkerParts
-from services.worker.platform import THREADS, Platform
 from tests import virtual
 from tests.credentials import CREDENTIALS, GatewayBus
 from tests.promises import must_end, same_tokens
@@ -72,11 +70,6 @@ def steps_of(engine: Engine, token_budget: int = TOKEN_BUDGET) -> BatchSteps:
     return BatchSteps(engine, batch) if virtual.network() is None else SimSteps(engine, batch, Pace())
 
 
-def platform_of(name: str) -> Platform:
-    network = virtual.network()
-    return THREADS if network is None else sim_platform(network, name)
-
-
 def make_parts(
     worker_id: str,
     role: WorkerRole,
@@ -87,7 +80,7 @@ def make_parts(
     start_grammar: StartGrammar = GRAMMARS.start,
 ) -> WorkerParts:
     shape = uniform_shape(layout, num_blocks)
-    platform = platform_of(worker_id)
+    platform = virtual.platform_of(worker_id)
     arena = platform.make_arena(shape)
     limits = WorkerLimits(
         worker_id=WorkerId(worker_id),

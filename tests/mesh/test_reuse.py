@@ -24,6 +24,7 @@ from services.worker.core.leases import Grant
 from services.worker.kv.holder import KVHolder, StreamLease
 from tests.mesh.one_process import LAYOUT, VOCAB, Answer, Client, Route, make_parts, one_process_mesh
 from tests.promises import same_tokens
+from tests.share import examples
 from tests.virtual import loop_factory
 
 pytestmark = pytest.mark.virtual_time
@@ -255,7 +256,7 @@ async def test_what_landed_of_a_broken_read_is_kept_and_the_rest_comes_from_anot
 @pytest.mark.parametrize("layout", [LAYOUT, WINDOWED, SLIDING, WHOLE], ids=["full", "hybrid", "sliding", "whole"])
 @pytest.mark.parametrize("carrier", ["shm", "tcp"])
 @given(data=st.data())
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(20, at_least=2), deadline=None, suppress_health_check=list(HealthCheck))
 def test_every_combination_gives_the_tokens_of_a_single_process(
     data: st.DataObject, carrier: str, layout: KVLayout, request: pytest.FixtureRequest
 ) -> None:

@@ -69,14 +69,14 @@ def test_a_seed_is_a_whole_simulation() -> None:
         "from services.sim.many import run_task\n"
         "from services.sim.world import SimOptions\n"
         "from services.sim.scenario import FAULT_KINDS\n"
-        "batch = run_task([(seed, 24) for seed in range(2_000, 2_002)], SimOptions(kinds=FAULT_KINDS))\n"
+        "batch = run_task([(seed, 24) for seed in range(2_000, 2_001)], SimOptions(kinds=FAULT_KINDS))\n"
         "print(' '.join(batch.digests))\n"
     )
     env = {**os.environ, "PYTHONHASHSEED": "1"}
     other = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=300
     )
-    here = run_task([(seed, 24) for seed in range(2_000, 2_002)], SimOptions(kinds=FAULT_KINDS))
+    here = run_task([(seed, 24) for seed in range(2_000, 2_001)], SimOptions(kinds=FAULT_KINDS))
     assert other.stdout.split() == [str(digest) for digest in here.digests]
 
 
@@ -105,5 +105,5 @@ def test_the_command_counts_and_says_how_to_see_it_again(tmp_path: Path) -> None
 def test_runs_do_not_touch_each_other() -> None:
     """A simulation that follows another in one process is the same as one alone."""
     options = SimOptions(kinds=FAULT_KINDS)
-    together = run_task([(7, 24), (8, 24)], options).digests
-    assert run_task([(8, 24)], options).digests == together[1:]
+    together = run_task([(7, 12), (8, 12)], options).digests
+    assert run_task([(8, 12)], options).digests == together[1:]

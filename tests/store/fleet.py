@@ -14,12 +14,13 @@ import numpy as np
 from dataplane.blocks.kept import Content
 from dataplane.blocks.layout import BlockTable, KVLayout, block_ids, segments_of, uniform_shape
 from dataplane.blocks.ticket import Ticket
-from dataplane.ends.reader import PlaneReader, ReadRequest
-from dataplane.ends.server import PlaneServer, ServerOptions
+from dataplane.ends.reader import ReadRequest
+from dataplane.ends.server import ServerOptions
 from dataplane.memory.content_tags import BlockContents, ExpectedContent
 from dataplane.protocol.gate import OpenLease
 from dataplane.protocol.progress import KVProgress
 from dataplane.protocol.stream import TransferStats
+from dataplane.times import PlaneTimes
 from schemas import subjects
 from schemas.block import join_hashes, split_hashes
 from schemas.directory import BlocksEvicted, BlocksStored, ReadInventory
@@ -51,6 +52,7 @@ from tests.credentials import CREDENTIALS, SECRET, SEED, GatewayBus
 from tests.plane.harness import CardMemory, HostMemory
 from tests.promises import PromiseBrokenError
 from tests.store.rig import LAYOUT, hashes_of
+from tests.virtual import platform_of
 from tests.waiting import until
 
 STORE = WorkerId("store-0")
@@ -112,7 +114,8 @@ class Worker:
         self.block_of: dict[BlockHash, int] = {}
         self.memory = BlockMemory(self.layout, 128, on_card=self.on_card)
         options = ServerOptions(carriers=self.carriers)
-        self.plane = PlaneServer(self.memory.arena, self.memory.shape, self, CREDENTIALS.secrets, options)
+        make_server = platform_of(self.worker_id).make_server
+        self.plane = make_server(self.memory.arena, self.memory.shape, self, CREDENTIALS.secrets, options)
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         self.plane.start()
@@ -252,7 +255,8 @@ class Fleet:
         """Of blocks that no test names."""
         self._sequences: dict[str, int] = {}
         self._memory = BlockMemory(layout, 64, on_card=on_cards)
-        self._reader = PlaneReader(self._memory.arena, self._memory.shape, CREDENTIALS.secrets)
+        make_reader = platform_of("decode-0").make_reader
+        self._reader = make_reader(self._memory.arena, self._memory.shape, CREDENTIALS.secrets, PlaneTimes())
         self._peers = Peers(self.bus, WorkerTimes())
         self._endpoint: Endpoint | None = None
         """Where the store served last."""
@@ -434,7 +438,10 @@ async def store(
     around: Fleet, config: MeshConfig, *, open_behind: OpenTier | None = None, layout: KVLayout = LAYOUT
 ) -> AsyncGenerator[StoreParts]:
     """Run a store beside the block; it has left when the block has."""
-    parts = make_parts(config, STORE, layout, CREDENTIALS, model="m", context_length=4096, open_behind=open_behind)
+    parts = make_parts(
+        config, STORE, layout, CREDENTIALS,
+        model="m", context_length=4096, open_behind=open_behind, platform=platform_of(STORE),
+    )  # fmt: skip
     stop, ready = asyncio.Event(), asyncio.Event()
     connection = MemoryBus(around.broker)
     running = asyncio.create_task(run_store(config, parts, connection, Telemetry(STORE, None), stop, ready.set))

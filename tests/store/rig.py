@@ -6,6 +6,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from time import sleep  # the machine's, whatever the clock of the test: the server is a real one
 
 import msgspec
 import numpy as np
@@ -20,7 +21,6 @@ from schemas.ids import BlockHash
 from services.store.tiers import StoreKey, key_of
 from services.store.values import BlockValues
 from tests.credentials import CREDENTIALS
-from tests.waiting import wait_until
 
 LAYOUT = KVLayout(weights="w", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=8, block_size=8)
 WINDOWED = KVLayout(
@@ -102,7 +102,8 @@ class Server:
         self._process = subprocess.Popen(
             [server_binary(), *options, "--dir", str(self._folder), *self._arguments], stdout=subprocess.DEVNULL
         )
-        wait_until(self._answers)
+        while not self._answers():
+            sleep(0.005)
 
     def _answers(self) -> bool:
         assert self._process is not None and self._process.poll() is None, "the server has ended"

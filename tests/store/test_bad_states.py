@@ -15,7 +15,9 @@ from services.store.tiers import DictTier, TierError, TierFullError, Value
 from services.times import StoreTimes, Times
 from tests.store.fleet import Fleet, config_of, files_in, fleet, store
 from tests.store.rig import hashes_of, key_at, running_server
-from tests.waiting import until
+from tests.waiting import until, wait_until
+
+pytestmark = pytest.mark.virtual_time
 
 
 class Mischief(DictTier):
@@ -31,7 +33,7 @@ class Mischief(DictTier):
         self.num_read: list[int] = []
 
     def write(self, values: Mapping[BlockHash, Value]) -> None:
-        self.go.wait(30)
+        wait_until(self.go.is_set)
         if self.error is not None:
             raise self.error
         for block_hash, value in values.items():
@@ -42,7 +44,7 @@ class Mischief(DictTier):
     def read(self, hashes: Sequence[BlockHash]) -> list[bytes | None]:
         self.num_reads += 1
         self.num_read.append(len(hashes))
-        self.go.wait(30)
+        wait_until(self.go.is_set)
         if self.error is not None:
             raise self.error
         return super().read(hashes)

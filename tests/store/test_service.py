@@ -28,7 +28,9 @@ from services.times import Times, WorkerTimes
 from tests.credentials import SECRET, SEED
 from tests.store.fleet import LAYOUT, STORE, Fleet, arenas, config_of, files_in, fleet, kv_of, store
 from tests.store.rig import WHOLE, WINDOWED, hash_of, hashes_of, key_at
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S, until, wait_until
+
+pytestmark = pytest.mark.virtual_time
 
 
 def behind(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> dict[str, object]:
@@ -47,12 +49,19 @@ NAMES = {"memory": "memory", "disk": "disk", "valkey": "remote"}
 
 @pytest.mark.parametrize("kind", ["memory", "disk", "valkey"])
 @pytest.mark.parametrize("carrier", ["shm", "tcp"])
-@pytest.mark.parametrize("on_cards", [False, True])
 @pytest.mark.parametrize("layout", [LAYOUT, WHOLE], ids=["any", "whole"])
 async def test_cooled_blocks_outlive_their_worker(
-    kind: str, carrier: str, on_cards: bool, layout: KVLayout, tmp_path: Path, request: pytest.FixtureRequest
+    kind: str, carrier: str, layout: KVLayout, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    config = config_of(carrier=carrier, **behind(kind, tmp_path, request))
+    await cooled_blocks_outlive_their_worker(
+        kind, config_of(carrier=carrier, **behind(kind, tmp_path, request)), layout
+    )
+
+
+async def cooled_blocks_outlive_their_worker(
+    kind: str, config: MeshConfig, layout: KVLayout, *, on_cards: bool = False
+) -> None:
+    carrier = config.worker.carrier
     async with fleet(on_cards=on_cards, layout=layout) as around, store(around, config, layout=layout):
         worker = await around.worker("prefill-0", *range(10))
         await worker.cool(*range(9, -1, -1))
@@ -417,7 +426,7 @@ async def test_what_is_being_written_while_it_is_purged_is_deleted(
 
     def slow(self: DiskTier, values: Mapping[StoreKey, Value]) -> None:
         begun.set()
-        goes_on.wait(PATIENCE_S)
+        wait_until(goes_on.is_set)
         write(self, values)
 
     monkeypatch.setattr(DiskTier, "write", slow)

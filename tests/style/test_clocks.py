@@ -24,7 +24,7 @@ EXCEPTIONS = {
     "tests/plane/pair_world.py": 1,
     "tests/plane/test_reuse.py": 2,
     "tests/scheduler/policies.py": 1,
-    "tests/store/test_service.py": 3,
+    "tests/store/rig.py": 1,
     "tests/store/test_tiers.py": 2,
     "tests/wire/test_permissions.py": 1,
 }

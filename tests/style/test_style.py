@@ -2,8 +2,10 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 from schemas.subjects import SUBJECTS
 
@@ -39,9 +41,14 @@ def sources() -> Iterator[tuple[str, str]]:
             yield path.as_posix(), path.read_text()
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
-    for name, source in sources():
-        yield name, ast.parse(source)
+@pytest.fixture(scope="module")
+def nodes() -> dict[str, list[ast.AST]]:
+    """Return each file's syntax, node by node."""
+    return {name: list(ast.walk(ast.parse(source))) for name, source in sources()}
+
+
+def files_with(nodes: dict[str, list[ast.AST]], breaks_rule: Callable[[ast.AST], bool]) -> set[str]:
+    return {name for name, of_file in nodes.items() if any(map(breaks_rule, of_file))}
 
 
 def lines_with(pattern: str) -> set[str]:
@@ -80,8 +87,8 @@ def test_no_pickle_no_eval() -> None:
     assert lines_with(r"\bpickle\b|(?<![.\w])eval\(|(?<![.\w])exec\(|shell=True") == set()
 
 
-def test_tasks_belong_to_a_group() -> None:
-    found = {name for name, tree in trees() if any(makes_bare_task(node) for node in ast.walk(tree))}
+def test_tasks_belong_to_a_group(nodes: dict[str, list[ast.AST]]) -> None:
+    found = files_with(nodes, makes_bare_task)
     assert found == TASKS_OUTSIDE_A_GROUP.keys()
 
 
@@ -95,7 +102,7 @@ def test_the_rule_sees_a_task_outside_a_group() -> None:
     assert not is_bare("tasks.create_task(f())") and not is_bare("self._tasks.create_task(f())")
 
 
-def test_nothing_is_made_of_an_assertion_that_failed() -> None:
+def test_nothing_is_made_of_an_assertion_that_failed(nodes: dict[str, list[ast.AST]]) -> None:
     """An assert is about us: it is neither caught nor raised as validation of what others said."""
 
     def catches(node: ast.AST) -> bool:
@@ -103,11 +110,11 @@ def test_nothing_is_made_of_an_assertion_that_failed() -> None:
             return False
         return any(is_name(each, "AssertionError") for each in ast.walk(node.type) if isinstance(each, ast.expr))
 
-    found = {name for name, tree in trees() if any(catches(node) for node in ast.walk(tree))}
+    found = files_with(nodes, catches)
     assert found == CATCH_ASSERTIONS.keys()
 
 
-def test_replies_are_typed() -> None:
+def test_replies_are_typed(nodes: dict[str, list[ast.AST]]) -> None:
     """A question's reply has the type that its subject declares: nobody narrows it by an assert."""
     replies = {reply.__name__ for subject in SUBJECTS for reply in subject.reply}
 
@@ -116,7 +123,7 @@ def test_replies_are_typed() -> None:
             return False
         return is_name(node.test.func, "isinstance") and is_name(node.test.args[1], *replies)
 
-    found = {name for name, tree in trees() if any(narrows(node) for node in ast.walk(tree))}
+    found = files_with(nodes, narrows)
     assert found == set()
 
 
@@ -134,8 +141,8 @@ def writes_by_itself(node: ast.AST) -> bool:
             return False
 
 
-def test_what_is_written_is_its_owners_alone() -> None:
-    found = {name for name, tree in trees() if any(writes_by_itself(node) for node in ast.walk(tree))}
+def test_what_is_written_is_its_owners_alone(nodes: dict[str, list[ast.AST]]) -> None:
+    found = files_with(nodes, writes_by_itself)
     assert found == WRITES_FOR_ALL.keys() | {"services/files.py"}
 
 

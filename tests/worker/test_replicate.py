@@ -27,8 +27,9 @@ from services.store.load import make_parts as make_store_parts
 from services.store.service import run_store
 from services.telemetry import Telemetry
 from tests.credentials import CREDENTIALS
-from tests.mesh.one_process import LAYOUT, VOCAB, Client, Route, make_parts, one_process_mesh, platform_of
+from tests.mesh.one_process import LAYOUT, VOCAB, Client, Route, make_parts, one_process_mesh
 from tests.mesh.test_reuse import SLIDING, check, greedy, source
+from tests.virtual import platform_of
 from tests.waiting import until
 
 pytestmark = pytest.mark.virtual_time
