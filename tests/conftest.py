@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import asyncio
+import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Before those are left out that `make test` leaves out. Who is named by its id runs, whatever its share."""
     share.mark_rest(items, config.rootpath, is_whole=not any("::" in argument for argument in config.args))
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: garbage is not looked for in it after each of them."""
+    gc.freeze()
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
