@@ -78,7 +78,7 @@ async def test_a_bomb_is_never_held(rig: Rig, monkeypatch: pytest.MonkeyPatch) -
     assert max(taken) <= limits.MAX_BODY_BYTES
 
 
-@pytest.mark.times(body_silence_s=0.3)
+@pytest.mark.times(body_silence_s=0.3, linger_s=0.2)
 async def test_a_body_that_stops_coming(rig: Rig) -> None:
     head = head_of("1.1", 900)
     answer = await by_hand(rig, head, b'{"model"')

@@ -17,7 +17,7 @@ from services.sim.scenario import FAULT_KINDS, FaultKind
 from services.sim.world import SimOptions, SimReport, random_shape, simulate
 from tests.cli.commands import run_here
 
-NUM_REQUESTS = 24
+NUM_REQUESTS = 16
 
 
 def run(seed: int, kinds: tuple[FaultKind, ...], num_requests: int = NUM_REQUESTS, **options: object) -> SimReport:
@@ -69,14 +69,14 @@ def test_a_seed_is_a_whole_simulation() -> None:
         "from services.sim.many import run_task\n"
         "from services.sim.world import SimOptions\n"
         "from services.sim.scenario import FAULT_KINDS\n"
-        "batch = run_task([(seed, 24) for seed in range(2_000, 2_001)], SimOptions(kinds=FAULT_KINDS))\n"
+        "batch = run_task([(seed, 16) for seed in range(2_000, 2_001)], SimOptions(kinds=FAULT_KINDS))\n"
         "print(' '.join(batch.digests))\n"
     )
     env = {**os.environ, "PYTHONHASHSEED": "1"}
     other = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=300
     )
-    here = run_task([(seed, 24) for seed in range(2_000, 2_001)], SimOptions(kinds=FAULT_KINDS))
+    here = run_task([(seed, 16) for seed in range(2_000, 2_001)], SimOptions(kinds=FAULT_KINDS))
     assert other.stdout.split() == [str(digest) for digest in here.digests]
 
 
