@@ -18,7 +18,7 @@ from services.engine.grammar import Grammars
 from services.errors import CheckpointError, UserError
 from services.gateway.api.guard import HostGuard
 from services.gateway.api.prepare import GatewayModel
-from services.gateway.api.routes import Gateway, build_app
+from services.gateway.api.routes import Gateway, GatewayApp
 from services.gateway.api.text import load_text
 from services.gateway.api.tools.formats import format_of
 from services.gateway.observe.metrics import GatewayMetrics
@@ -65,7 +65,7 @@ async def run_gateway(
             started_s=int(time.time()),
         )
         hosts = (config.gateway.host, *config.gateway.hosts)
-        server = Server(HostGuard(build_app(gateway), hosts, times.linger_s), connections, tls)
+        server = Server(HostGuard(GatewayApp(gateway), hosts, times.linger_s), connections, tls)
         await bus.announce("serves the OpenAI API, and owns each request until its end")
         await requests.listen()
         await connection.flush()

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from services.sim.gateway import SimApp
+from services.gateway.api.routes import GatewayApp
 from services.sim.platform.loop import Process, SimLoop
 
 Message = MutableMapping[str, Any]
@@ -122,7 +122,7 @@ class Exchange:
 
 
 def post(
-    loop: SimLoop, gateway: Process, app: SimApp, path: str, body: Mapping[str, Any], *, delay_s: float = 0.0
+    loop: SimLoop, gateway: Process, app: GatewayApp, path: str, body: Mapping[str, Any], *, delay_s: float = 0.0
 ) -> Exchange:
     """Send a request. The returned exchange is filled while the gateway answers."""
     exchange = Exchange(delay_s=delay_s)

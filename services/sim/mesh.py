@@ -23,11 +23,12 @@ from services.engine.batch import Batch
 from services.engine.fake import FakeEngine
 from services.engine.interface import Steps
 from services.gateway.api.prepare import GatewayModel
+from services.gateway.api.routes import GatewayApp
 from services.gateway.api.text import TextCodec
 from services.launch.worker_roles import run_worker
 from services.scheduler.service import run_scheduler
 from services.sim.brackets import BracketGrammars
-from services.sim.gateway import SimApp, run_sim_gateway
+from services.sim.gateway import run_sim_gateway
 from services.sim.limits import REQUEST_TIMEOUT_S, RESTART_S
 from services.sim.platform.bus import SimBroker, SimBus
 from services.sim.platform.engine import Pace, SimSteps
@@ -104,12 +105,12 @@ class Service:
     bus: SimBus
     stop: asyncio.Event
     task: "asyncio.Task[None] | None" = None
-    app: SimApp | None = None
+    app: GatewayApp | None = None
     """The application of a gateway that is ready."""
     gates: list[LeaseGate] = field(default_factory=list[LeaseGate])
     """For a KV holder: what answers for its leases towards the data plane."""
 
-    def serve(self, app: SimApp) -> None:
+    def serve(self, app: GatewayApp) -> None:
         """A gateway is ready to answer clients."""
         self.app = app
 

@@ -236,7 +236,7 @@ class ScaleWorld(World):
         assert service.app is not None
         seen = Seen(request, asked_s=begin_s + request.at_s)
         self.seen.append(seen)
-        await self.loop.start(service.process, self._answer(service.app.requests, seen), "client")
+        await self.loop.start(service.process, self._answer(service.app.gateway.requests, seen), "client")
         self._on_ended()
 
     async def _answer(self, requests: Requests, seen: Seen) -> None:

@@ -1,10 +1,12 @@
 """The HTTP surface: routes, health, and errors in OpenAI's shape."""
 
 import contextlib
+import functools
 import importlib.metadata
 import logging
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,7 +18,7 @@ from litestar.openapi import OpenAPIConfig
 from litestar.params import FromPath
 from litestar.response import Redirect
 from litestar.response.base import ASGIResponse
-from litestar.types import ASGIApp
+from litestar.types import ASGIApp, Receive, Scope, Send
 
 from schemas import subjects
 from schemas.ids import RequestId, new_id
@@ -120,68 +122,26 @@ _DESCRIBED = {
 }
 
 
-def build_app(gateway: Gateway) -> Litestar:
-    """Return the ASGI application of one gateway."""
+_serving: ContextVar[Gateway] = ContextVar("serving")
+"""The gateway whose request is being served."""
 
-    @post(Route.COMPLETIONS, status_code=200, summary="OpenAI completions")
-    async def completions(request: HttpRequest) -> ASGIApp:
-        return await _generate(gateway, request, Route.COMPLETIONS)
 
-    @post(Route.CHAT, status_code=200, summary="OpenAI chat completions")
-    async def chat_completions(request: HttpRequest) -> ASGIApp:
-        return await _generate(gateway, request, Route.CHAT)
+class GatewayApp:
+    """The ASGI application of one gateway."""
 
-    @post(Route.RESPONSES, status_code=200, summary="OpenAI responses, none of which is stored")
-    async def responses(request: HttpRequest) -> ASGIApp:
-        return await _generate(gateway, request, Route.RESPONSES)
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
+        self._routes = _routes(gateway.config.gateway.cors_origins)
 
-    @get("/v1/models", summary="The model that is served")
-    async def models(request: HttpRequest) -> Response[bytes]:
-        tenant_of(gateway.config.gateway.tenants, request.headers)
-        return _json(ModelsReply(data=tuple(_model_reply(gateway, name) for name in _names(gateway))))
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _serving.set(self.gateway)
+        await self._routes(scope, receive, send)
 
-    @get("/v1/models/{model_id:path}", summary="One model")
-    async def model(request: HttpRequest, model_id: FromPath[str]) -> Response[bytes]:
-        name = model_id.lstrip("/")
-        tenant_of(gateway.config.gateway.tenants, request.headers)
-        check_model(gateway.model, name)
-        return _json(_model_reply(gateway, name))
 
-    @get("/v1/capabilities", summary="Every parameter, and what becomes of it")
-    async def what_is_taken(request: HttpRequest) -> Response[bytes]:
-        tenant_of(gateway.config.gateway.tenants, request.headers)
-        return _json(capabilities(gateway.model.name, gateway.model.context_length))
-
-    @get("/version", summary="This program's version")
-    async def version(request: HttpRequest) -> Response[bytes]:
-        tenant_of(gateway.config.gateway.tenants, request.headers)
-        return _json(VersionReply(version=importlib.metadata.version("kvmesh")))
-
-    @post("/tokenize", status_code=200, summary="The tokens of a text, or of a conversation")
-    async def tokens(request: HttpRequest) -> ASGIApp:
-        return await _answer(gateway, request, tokenize)
-
-    @post("/detokenize", status_code=200, summary="The text of tokens")
-    async def text(request: HttpRequest) -> ASGIApp:
-        return await _answer(gateway, request, detokenize)
-
-    @get("/health", summary="Could a request be served now?")
-    async def health() -> Response[bytes]:
-        reason = await _unhealthy_reason(gateway)
-        if reason:
-            return _json(HealthReply(status="unavailable", reason=reason), 503)
-        return _json(HealthReply(status="ok"))
-
-    @get(["/", "/docs"], include_in_schema=False)
-    async def docs() -> Redirect:
-        return Redirect(PAGE, status_code=307)
-
-    @get("/openapi.json", include_in_schema=False)
-    async def openapi_json() -> Redirect:
-        return Redirect(JSON, status_code=307)
-
-    origins = gateway.config.gateway.cors_origins
-    cors = CORSConfig([*origins], allow_methods=["GET", "POST"], expose_headers=_EXPOSED) if origins else None
+@functools.cache
+def _routes(origins: tuple[str, ...]) -> Litestar:
+    """Return the routes of any gateway that lets in pages of these origins. They keep no state of a gateway, and are
+    made once: that costs as much as ten requests."""
     asked, told = [completions, chat_completions, responses, tokens, text], [models, model, what_is_taken, version]
     app = Litestar(
         route_handlers=[*asked, *told, health, docs, openapi_json],
@@ -191,12 +151,87 @@ def build_app(gateway: Gateway) -> Litestar:
             Exception: _on_exception,
         },
         request_max_body_size=limits.MAX_BODY_BYTES,
-        cors_config=cors,
+        cors_config=CORSConfig([*origins], allow_methods=["GET", "POST"], expose_headers=_EXPOSED) if origins else None,
         logging_config=None,
         openapi_config=OpenAPIConfig(title="kvmesh", version="1", render_plugins=[SchemaPage()]),
     )
     describe(app.openapi_schema, _DESCRIBED)
     return app
+
+
+@post(Route.COMPLETIONS, status_code=200, summary="OpenAI completions")
+async def completions(request: HttpRequest) -> ASGIApp:
+    return await _generate(_serving.get(), request, Route.COMPLETIONS)
+
+
+@post(Route.CHAT, status_code=200, summary="OpenAI chat completions")
+async def chat_completions(request: HttpRequest) -> ASGIApp:
+    return await _generate(_serving.get(), request, Route.CHAT)
+
+
+@post(Route.RESPONSES, status_code=200, summary="OpenAI responses, none of which is stored")
+async def responses(request: HttpRequest) -> ASGIApp:
+    return await _generate(_serving.get(), request, Route.RESPONSES)
+
+
+@get("/v1/models", summary="The model that is served")
+async def models(request: HttpRequest) -> Response[bytes]:
+    gateway = _let_in(request)
+    return _json(ModelsReply(data=tuple(_model_reply(gateway, name) for name in _names(gateway))))
+
+
+@get("/v1/models/{model_id:path}", summary="One model")
+async def model(request: HttpRequest, model_id: FromPath[str]) -> Response[bytes]:
+    gateway, name = _let_in(request), model_id.lstrip("/")
+    check_model(gateway.model, name)
+    return _json(_model_reply(gateway, name))
+
+
+@get("/v1/capabilities", summary="Every parameter, and what becomes of it")
+async def what_is_taken(request: HttpRequest) -> Response[bytes]:
+    served = _let_in(request).model
+    return _json(capabilities(served.name, served.context_length))
+
+
+@get("/version", summary="This program's version")
+async def version(request: HttpRequest) -> Response[bytes]:
+    _let_in(request)
+    return _json(VersionReply(version=importlib.metadata.version("kvmesh")))
+
+
+@post("/tokenize", status_code=200, summary="The tokens of a text, or of a conversation")
+async def tokens(request: HttpRequest) -> ASGIApp:
+    return await _answer(_serving.get(), request, tokenize)
+
+
+@post("/detokenize", status_code=200, summary="The text of tokens")
+async def text(request: HttpRequest) -> ASGIApp:
+    return await _answer(_serving.get(), request, detokenize)
+
+
+@get("/health", summary="Could a request be served now?")
+async def health() -> Response[bytes]:
+    reason = await _unhealthy_reason(_serving.get())
+    if reason:
+        return _json(HealthReply(status="unavailable", reason=reason), 503)
+    return _json(HealthReply(status="ok"))
+
+
+@get(["/", "/docs"], include_in_schema=False)
+async def docs() -> Redirect:
+    return Redirect(PAGE, status_code=307)
+
+
+@get("/openapi.json", include_in_schema=False)
+async def openapi_json() -> Redirect:
+    return Redirect(JSON, status_code=307)
+
+
+def _let_in(request: HttpRequest) -> Gateway:
+    """Return the gateway that is asked. Raises InvalidRequestError for who has no key of it."""
+    gateway = _serving.get()
+    tenant_of(gateway.config.gateway.tenants, request.headers)
+    return gateway
 
 
 async def _generate(gateway: Gateway, request: HttpRequest, route: Route) -> ASGIApp:
