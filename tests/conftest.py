@@ -2,7 +2,7 @@
 
 import asyncio
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -41,9 +41,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     share.mark_rest(items, config.rootpath, is_whole=not any("::" in argument for argument in config.args))
 
 
-def pytest_collection_finish() -> None:
-    """What is there before the first test stays: garbage is not looked for in it after each of them."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is there before the first test stays: no garbage is looked for in it, now or after each test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_unconfigure() -> None:

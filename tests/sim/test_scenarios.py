@@ -15,7 +15,7 @@ FILES = sorted(SCENARIOS.glob("*.toml"))
 
 @pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
 def test_in_the_simulator(file: Path) -> None:
-    options = SimOptions(num_requests=12, shape=MeshShape(num_gateways=2), scenario=load_scenario(file))
+    options = SimOptions(num_requests=8, shape=MeshShape(num_gateways=2), scenario=load_scenario(file))
     verdict = simulate(1, options).verdict
     nothing_wrong(verdict.problems)
     assert verdict.faults

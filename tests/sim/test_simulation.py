@@ -39,7 +39,7 @@ def test_without_faults_every_request_is_answered(seed: int) -> None:
 def test_each_fault_by_itself(num_times: int, kind: FaultKind) -> None:
     num_struck = 0
     for seed in range(100, 110):
-        num_struck += run(seed, (kind,)).verdict.faults[kind] > 0
+        num_struck += run(seed, (kind,), 8).verdict.faults[kind] > 0
         if num_struck == num_times:
             return
     raise AssertionError(f"it struck in {num_struck} simulations")
