@@ -1,8 +1,10 @@
 """What all tests share."""
 
 import asyncio
+import atexit
 import gc
-from collections.abc import Callable, Generator, Iterator
+import os
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +17,11 @@ from tests.mesh import processes
 from tests.mesh.forked import ForkingLoop
 
 pytest_plugins = ("tests.again",)
+
+IS_ONE_OF_MANY = "PYTEST_XDIST_WORKER" in os.environ
+if IS_ONE_OF_MANY:
+    # Behind all that others do at the end: Python would look for garbage in everything that it has, for five seconds.
+    atexit.register(os._exit, 0)
 
 # No test is judged by the clock: CI's machines are slow at times. Nor by chance: new examples are drawn at night.
 settings.register_profile("night", deadline=None, print_blob=True)
@@ -41,19 +48,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     share.mark_rest(items, config.rootpath, is_whole=not any("::" in argument for argument in config.args))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """What is there before the first test stays: no garbage is looked for in it, now or after each test."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: no garbage is looked for in it."""
+    if IS_ONE_OF_MANY:
         gc.freeze()
-        gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # else libraries that count their objects call them leaked
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

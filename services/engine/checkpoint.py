@@ -3,6 +3,7 @@
 A checkpoint is a Hugging Face folder (config.json, safetensors, tokenizer) or a hub id `org/name`.
 """
 
+import functools
 import importlib.util
 import json
 import os.path
@@ -289,6 +290,7 @@ def _check_vllm(architecture: str, config: dict[str, Any], folder: Path) -> None
             raise CheckpointError(f"vLLM does not know the architecture {architecture}: choose another checkpoint")
 
 
+@functools.cache
 def _check_library(architecture: str, model_type: str) -> None:
     """Raise CheckpointError unless transformers has this architecture and lets others compute its attention. Reads the
     library's sources: importing it takes seconds, and loading the weights to find out takes longer."""
