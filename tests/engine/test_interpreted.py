@@ -13,13 +13,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize(
-    "marked",
-    ["not slow and not matrix", pytest.param("slow or matrix", marks=pytest.mark.matrix)],
-    ids=["share", "rest"],
-)
-def test_on_the_cpu(marked: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked, "tests/engine/interpreted"]
+def test_on_the_cpu() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/engine/interpreted"]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1100, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -20,6 +20,7 @@ from nats.aio.client import Client, RawCredentials
 from nats.aio.msg import Msg
 
 from schemas import subjects
+from schemas.directory import DirectoryDescribed
 from schemas.message import decode
 from schemas.observe import RequestDescribed, WorkerDescribed
 from schemas.subjects import SUBJECTS, Role, Subject
@@ -44,7 +45,7 @@ WORKER = {
 SERVED: dict[str, set[Subject[Any, Any]]] = {
     "gateway": {subjects.WANTED, subjects.REQUEST_STATUS, subjects.REQUEST_SOUGHT},
     "scheduler": {subjects.PLACE, subjects.FLEET, subjects.LEAVE},
-    "directory": {subjects.LOCATE, subjects.HEAT},
+    "directory": {subjects.LOCATE, subjects.DIRECTORY_STATUS, subjects.HEAT},
     "prefill": WORKER,
     "decode": {*WORKER, subjects.RESERVE},
     "store": {subjects.PING, subjects.WORKER_STATUS, subjects.PURGE, subjects.INVENTORY, subjects.LEASE},
@@ -148,7 +149,7 @@ def test_every_subject_with_an_answer_is_served() -> None:
 async def test_statistics_count_what_was_asked_and_how_long_it_took(mesh: Mesh) -> None:
     def status_of(services: list[dict[str, Any]]) -> dict[str, Any]:
         [directory] = [service for service in services if service["name"] == "directory"]
-        return directory["endpoints"][0]
+        return next(found for found in directory["endpoints"] if found["subject"] == "mesh.v1.directory.locate")
 
     before = status_of(await survey(mesh, "STATS"))
     async with connected(mesh, Role.SCHEDULER) as client:
@@ -282,7 +283,7 @@ def test_ten_subscriptions_worth_knowing_are_all_heard() -> None:
     assert [part for part in story if part != "cancel"] == [
         "accepted", "placed", "first_token", "resumed", "placed", "finished",
     ]  # fmt: skip
-    fleet, worker, request = (payload for _, payload in heard.answers)
-    assert len(decode(fleet, FleetDescribed).workers) == 4
+    fleet, directory, worker, request = (payload for _, payload in heard.answers)
+    assert len(decode(fleet, FleetDescribed).workers) == len(decode(directory, DirectoryDescribed).holders) == 4
     assert heard.request_id in {held.request_id for held in decode(worker, WorkerDescribed).requests}
     assert decode(request, RequestDescribed).phase == "decode"
