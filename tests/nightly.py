@@ -96,12 +96,12 @@ PARTS = (
     Part(
         "attack", 16, "what was once open, on a real mesh under load; fuzzed frames and messages", targets=("attack",)
     ),
+    Part("vllm", 25, "an environment with vLLM, 3.6 GB, and what needs it", targets=("vllm", "vllm-test")),
     Part("clients", 15, "stock clients on a real mesh; 5 GB the first time", targets=("clients",)),
     Part("otlp", 3, "traces in a real Arize Phoenix", targets=("otlp-test",)),
     Part("prometheus", 3, "a real Prometheus on a mesh under load", targets=("prometheus-test",)),
     Part("compose", 10, "the mesh of compose/ in real containers", targets=("compose-test",), why_not=no_containers),
     Part("bench", 60, "the benchmarks of docs/benchmarks.md", targets=("bench",)),
-    Part("vllm", 25, "an environment with vLLM, 3.6 GB, and what needs it", targets=("vllm", "vllm-test")),
     Part("vllm-bench", 35, "the mesh on vLLM beside vLLM itself", targets=("vllm-bench",)),
     Part("gpu", 20, "what needs a graphics card", targets=("gpu-test", "gpu-bench"), why_not=no_card),
 )  # fmt: skip

@@ -5,7 +5,7 @@ import time
 
 from schemas.ids import WorkerId
 from schemas.request import KVSource
-from services.scheduler.placement.policy import Choice, Question
+from services.scheduler.placement.policy import Choice, Question, least_loaded
 
 
 def last(question: Question) -> Choice:
@@ -13,6 +13,14 @@ def last(question: Question) -> Choice:
     ids = [question.fleet.worker(int(slot)).info.worker_id for slot in question.firsts]
     partners = question.partners(int(question.firsts[-1]))
     return Choice(ids[-1], question.fleet.worker(int(partners[-1])).info.worker_id)
+
+
+def reads_what_it_can(question: Question) -> Choice | None:
+    """Choose the least loaded, which reads from stores whatever they have of the prompt, at any price."""
+    chosen = least_loaded(question)
+    stores = [run for run in question.lenders if question.fleet.workers[run.worker_id].info.role == "store"]
+    sources = tuple(KVSource(worker_id=x.worker_id, first_block=x.first_block, num_blocks=x.num_blocks) for x in stores)
+    return chosen and chosen._replace(sources=sources)
 
 
 def raises(question: Question) -> Choice:

@@ -12,6 +12,7 @@ import pytest
 from schemas.block import split_hashes
 from schemas.directory import BlocksStored
 from schemas.message import decode
+from schemas.request import SamplingParams
 from services.sim.scenario import Scenario, load_scenario
 from tests.engine.vllm_engine.conftest import World
 from tests.mesh.faults.client import Stream
@@ -20,6 +21,7 @@ from tests.mesh.faults.kills import Killing
 from tests.mesh.faults.test_full import ROOM, an_answer_makes_room
 from tests.mesh.faults.times import PHASES, cancel_to_free, death_to_free, struck_halfway
 from tests.mesh.forked import ForkingLoop
+from tests.mesh.reference import Case
 from tests.promises import nothing_wrong
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -65,7 +67,7 @@ def test_kills_over_and_over(forking: ForkingLoop, mesh: FaultMesh) -> None:
     assert not report.complaints, "\n".join(report.complaints)
 
 
-def test_what_decoding_completes_outlives_its_worker(forking: ForkingLoop, mesh: FaultMesh) -> None:
+def test_what_decoding_completes_outlives_its_worker(real_world: World, forking: ForkingLoop, mesh: FaultMesh) -> None:
     """It lies on the other decode worker as well by the time that its own dies. Whether whoever resumes the answer then
     reads it or computes it again is a question of price, which no test can tell beforehand."""
     stored: defaultdict[bytes, dict[str, float]] = defaultdict(dict)
@@ -84,8 +86,11 @@ def test_what_decoding_completes_outlives_its_worker(forking: ForkingLoop, mesh:
         await mesh.settle()
         return killed_s
 
-    (case,) = mesh.longest_cases(1)
-    stream = mesh.new_stream(case)
+    # A prompt of its own: of what an earlier answer has left on both nothing would be said.
+    case = Case([7] * 320, SamplingParams(max_tokens=220, ignore_eos=True))
+    mesh.truth.cases.append(case)
+    mesh.truth.answers.append(real_world.reference(case.prompt, case.sampling))
+    stream = mesh.new_stream(len(mesh.truth.cases) - 1)
     killed_s = forking.run(interrupt(stream))
     assert stream.ending == "finished" and not mesh.truth.problem(stream, mesh.truth.answers[stream.number])
     assert stream.num_resumed_tokens > 0

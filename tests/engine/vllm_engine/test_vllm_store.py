@@ -37,7 +37,7 @@ def test_small_memories_and_a_store_that_outlives_the_mesh(
     options = UpOptions(
         port=0, engine="vllm", block_size=BLOCK_SIZE, num_threads=1, token_budget=160,
         kv_bytes=NUM_BLOCKS * block_bytes, engine_kv_bytes=(NUM_BLOCKS + 4) * block_bytes, store="disk",
-        store_dir=str(tmp_path / "store"),
+        store_dir=str(tmp_path / "store"), policy="tests.scheduler.policies:reads_what_it_can",
     )  # fmt: skip
     asked = questions(16, seed=7)
     expected = [real_world.reference(one.prompt, one.sampling) for one in asked]
