@@ -93,6 +93,7 @@ OFTEN = Values("carrier", (*CARRIERS, *(f"sim-{carrier}" for carrier in CARRIERS
 SHARES: Mapping[str, Rule] = {
     "tests/bus/test_nats.py::test_who_closes_while_it_connects_anew_stays_closed": Covering(),
     "tests/cli/test_up.py::test_up_serves_and_leaves_nothing_behind": Ids(("2",)),  # Ctrl-C
+    "tests/engine/test_folders.py": Ids(("alone: *",)),
     "tests/engine/test_grammar.py::test_hostile": Ids(HOSTILE),
     "tests/engine/test_model.py::test_tokens_equal_generate": Covering(),
     "tests/mesh/test_reuse.py::test_every_combination_gives_the_tokens_of_a_single_process": Covering(),

@@ -10,7 +10,6 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 from rich.console import Console
@@ -23,7 +22,8 @@ from services.bench.drive.meshes import serving
 from services.config import WireDtype
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.demo_model.corpus import make_fact_prompt
-from services.gateway.api.text import TextCodec, load_text
+from services.engine.tokenizer import read_tokenizer
+from services.gateway.api.text import TextCodec, codec_of
 from services.launch.supervisor import UpOptions
 
 SAME = "same"
@@ -78,7 +78,7 @@ def mesh_options(options: UpOptions) -> dict[str, UpOptions]:
 
 
 async def _run(lengths: list[int], num_questions: int) -> list[CompressionRow]:
-    codec = load_text(Path(DEMO_MODEL_DIR))
+    codec = codec_of(read_tokenizer(DEMO_MODEL_DIR))
     rng = random.Random(SEED)
     rows: list[CompressionRow] = []
     async with serving(mesh_options, UpOptions(model=str(DEMO_MODEL_DIR))) as served:

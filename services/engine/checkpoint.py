@@ -9,6 +9,7 @@ import json
 import os.path
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -17,7 +18,7 @@ import msgspec
 from dataplane.blocks.cache import ring_blocks
 from dataplane.blocks.layout import ITEM_BYTES, ArenaShape, KVLayout, num_blocks_for, uniform_shape
 from services.config import EngineName, MeshConfig, dtype_of
-from services.engine.weights import DTYPE_NAMES, read_weights
+from services.engine.weights import DTYPE_NAMES, folder_of, read_weights
 from services.errors import CheckpointError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -26,6 +27,9 @@ CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 # Their frequencies depend on the longest sequence of a batch: a request's KV would depend on its neighbours.
 BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope", "su"})
+ROPE_FIELDS = ("rope_parameters", "rope_scaling")
+ROPE_NUMBERS = (("rope_theta", "rotary_emb_base"), ("partial_rotary_factor", "rotary_pct"))
+"""What a rope has beside its type, by the name inside of it and the names outside."""
 EVERY_LAYER_SLIDES = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
 SLIDING_FROM_A_LAYER_ON = frozenset({"qwen2", "qwen3"})
 PATTERN_OF = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
@@ -53,13 +57,17 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     windows: tuple[int, ...]
     """Per layer how many tokens a query sees, itself included; 0: all. Empty: all layers see all tokens."""
     eos_token_ids: frozenset[int]
-    """The ids that config.json and generation_config.json name."""
+    """The ids that generation_config.json names, else config.json."""
     weights: str
     """Identity of configuration and weights (`services.engine.weights`)."""
     dtype: str
     """The dtype of most parameters in the files; of quantized ones, that in which is computed."""
     num_bytes: int
     """Size of the weight files."""
+    weight_files: tuple[str, ...]
+    """Those that `weights` is the identity of, relative to `path`: what an engine is given (`engine_folder`)."""
+    is_plain: bool
+    """Whether whoever loads the folder finds these and no others."""
 
 
 class _Shape(NamedTuple):
@@ -101,7 +109,14 @@ def read_checkpoint(model: str, engine: EngineName = "transformers") -> Checkpoi
         weights=weights.identity,
         dtype=dtype,
         num_bytes=weights.num_bytes,
+        weight_files=weights.files,
+        is_plain=weights.is_plain,
     )
+
+
+def engine_folder(checkpoint: Checkpoint) -> AbstractContextManager[Path]:
+    """Lend the folder that an engine is to load: its weights are those that were read, whatever else lies there."""
+    return folder_of(Path(checkpoint.path), checkpoint.weight_files, is_plain=checkpoint.is_plain)
 
 
 def layout_for(config: MeshConfig, checkpoint: Checkpoint) -> KVLayout:
@@ -222,9 +237,11 @@ def _read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
     try:
         parsed = json.loads(content)
     except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: download it again") from error
+        is_cut = isinstance(error, json.JSONDecodeError) and error.pos >= len(error.doc.rstrip())
+        hint = "it is cut off, download it again" if is_cut else f"mend it ({error})"
+        raise CheckpointError(f"{path} is not valid JSON: {hint}") from error
     if not isinstance(parsed, dict):
-        raise CheckpointError(f"{path} is no JSON object: download it again")
+        raise CheckpointError(f"{path} is no JSON object: put a checkpoint's there")
     return content, cast(dict[str, Any], parsed)
 
 
@@ -257,9 +274,7 @@ def _check_kv(config: dict[str, Any], folder: Path) -> None:
         raise CheckpointError(f"{name} has {unknown[0]} layers, which are not served: choose another model")
     if config.get("use_bidirectional_attention"):
         raise CheckpointError(f"{name} attends in both directions: choose a causal language model")
-    for rope in _rope_types(config):
-        if rope in BATCH_DEPENDENT_ROPE:
-            raise CheckpointError(f"{name} uses {rope} rope scaling, which is not served: choose another model")
+    _check_rope(config, name)
 
 
 def _check_own_engine(architecture: str, config: dict[str, Any], folder: Path) -> None:
@@ -318,19 +333,35 @@ def _computed_in(config: dict[str, Any]) -> str:
     return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
 
 
-def _rope_types(config: dict[str, Any]) -> set[str]:
-    """Return the rope types that the configuration names, for all layers or per layer type."""
-    found: set[str] = set()
-    for key in ("rope_parameters", "rope_scaling"):
-        value: Any = config.get(key)
-        if not isinstance(value, dict):
-            continue
-        parameters = cast(dict[str, Any], value)
-        for entry in (parameters, *parameters.values()):
-            if isinstance(entry, dict):
-                kind = cast(dict[str, Any], entry)
-                found.add(str(kind.get("rope_type", kind.get("type", "default"))))
-    return found
+def _check_rope(config: dict[str, Any], name: str) -> None:
+    """Raise CheckpointError for a rope that is not served, and where libraries would read different ones: there are an
+    older and a newer spelling, for all layers or per layer type, and a checkpoint may hold both."""
+    given = [cast(dict[str, Any], config[key]) for key in ROPE_FIELDS if isinstance(config.get(key), dict)]
+    per_type = [[cast(dict[str, Any], part) for part in rope.values() if isinstance(part, dict)] for rope in given]
+    ropes = [rope for whole, parts in zip(given, per_type, strict=True) for rope in parts or [whole]]
+    for rope in ropes:
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind in BATCH_DEPENDENT_ROPE:
+            raise CheckpointError(f"{name} uses {kind} rope scaling, which is not served: choose another model")
+    said = [("type", rope["rope_type"], rope["type"]) for rope in ropes if {"rope_type", "type"} <= rope.keys()]
+    said = [pair for pair in said if pair[1] != pair[2]]
+    outside: dict[str, Any] = {}
+    for names in ROPE_NUMBERS:
+        known = [rope[names[0]] for rope in ropes if rope.get(names[0]) is not None]
+        for value in (config[key] for key in names if config.get(key) is not None):
+            known = known or [value]
+            outside.setdefault(names[0], value)
+            said += [(names[0], value, known[0])] if value not in known else []
+    if len(given) == len(ROPE_FIELDS) and not any(per_type):
+        new, old = ({**outside, "rope_type": rope.get("type", "default"), **rope} for rope in given)
+        pairs = ((key, new.get(key), old.get(key)) for key in sorted((new.keys() | old.keys()) - {"type"}))
+        said += [pair for pair in pairs if pair[1] != pair[2]]
+    if said:
+        what, one, other = said[0]
+        raise CheckpointError(
+            f"{name}/config.json contradicts itself: its rope's {what} is {one!r:.80} and {other!r:.80}; "
+            "keep the one that the model was trained with"
+        )
 
 
 def _shape(config: dict[str, Any], folder: Path) -> _Shape:
@@ -340,7 +371,9 @@ def _shape(config: dict[str, Any], folder: Path) -> _Shape:
             if isinstance(value, int) and value > 0:
                 return value
         if default is None:
-            raise CheckpointError(f"{folder}/config.json lacks a valid {names[0]}: download it again")
+            raise CheckpointError(
+                f"{folder}/config.json lacks a valid {names[0]}: add it, or choose another checkpoint"
+            )
         return default
 
     num_heads = number("num_attention_heads", "n_head", "num_heads")
@@ -385,11 +418,11 @@ def _windows(config: dict[str, Any], shape: _Shape) -> tuple[int, ...]:
 
 
 def _eos_token_ids(config: dict[str, Any], folder: Path) -> frozenset[int]:
-    ids: set[int] = set()
+    """Return the ids that end an answer: those of generation_config.json, else of config.json."""
     generation = folder / "generation_config.json"
-    sources = [config, _read_json(generation)[1]] if generation.is_file() else [config]
-    for source in sources:
+    for source in [_read_json(generation)[1], config] if generation.is_file() else [config]:
         value: Any = source.get("eos_token_id")
         values = cast(list[object], value) if isinstance(value, list) else [value]
-        ids.update(entry for entry in values if isinstance(entry, int))
-    return frozenset(ids)
+        if ids := frozenset(entry for entry in values if isinstance(entry, int)):
+            return ids
+    return frozenset()

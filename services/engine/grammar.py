@@ -11,13 +11,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
+from tokenizers import Tokenizer
 
 from schemas.request import MAX_GRAMMAR_CHARACTERS
 from services.engine import limits
@@ -36,10 +36,11 @@ _LIMITS = LLParserLimits(
 class Grammars:
     """Those of one checkpoint's tokens. For any thread.
 
-    `eos_token_ids` end an answer: they may follow where it is complete. The tokenizer is read at once, in the thread.
+    `eos_token_ids` end an answer: they may follow where it is complete. The tokenizer is taken apart at once, in the
+    thread.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Future[_Grammar]] = OrderedDict()
@@ -47,7 +48,7 @@ class Grammars:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         size = threading.stack_size(limits.COMPILER_STACK_BYTES)
         try:  # the first task starts the thread
-            self._tokenizer = self._executor.submit(_read_tokenizer, folder, vocab_size, sorted(eos_token_ids))
+            self._tokenizer = self._executor.submit(_tokens_of, tokenizer.to_str(), vocab_size, sorted(eos_token_ids))
         finally:
             threading.stack_size(size)
 
@@ -166,17 +167,14 @@ def lark_of_gbnf(text: str) -> str:
         raise GrammarError(_line(str(error))) from error
 
 
-def _read_tokenizer(folder: Path, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise GrammarError("this model has no tokenizer.json, which structured output needs")
+def _tokens_of(tokenizer: str, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
     if not eos_token_ids:
         raise GrammarError("this model has no token that ends a text, which structured output needs")
     try:
         try:
-            return LLTokenizer(str(path), n_vocab=vocab_size, eos_token=eos_token_ids)
+            return LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_token_ids)
         except ValueError:  # it may have more tokens than the model
-            return LLTokenizer(str(path), eos_token=eos_token_ids)
+            return LLTokenizer(tokenizer, eos_token=eos_token_ids)
     except ValueError as error:
         raise GrammarError(f"structured output does not know this model's tokenizer: {_line(str(error))}") from error
 

@@ -1,29 +1,42 @@
 """The safetensors files of a checkpoint: are they whole, and who are they? No torch.
 
+Which files these are is what transformers would load: the one that config.json names as `transformers_weights`, else
+`model.safetensors`, else the shards of its index. What is digested here is what engines are given (`folder_of`).
+
 Format: https://huggingface.co/docs/safetensors (u64 header length, JSON header, then the tensors' bytes).
 """
 
 import json
 from collections import Counter
-from pathlib import Path
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, cast
 
 import xxhash
 
 from services.engine import limits
 from services.errors import CheckpointError
+from services.files import write_private
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+ADAPTER_FILE = "adapter_config.json"
+NAMED_BY = "transformers_weights"
+"""The field of config.json that names the file, or its index."""
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
 
 class Weights(NamedTuple):
-    """`identity` is a hex digest, `dtype` the one most of the parameters have in the files."""
+    """`identity` is a hex digest, `dtype` the one most of the parameters have in the files, which are named relative to
+    the folder. `is_plain`: whoever loads the folder itself finds these files and no others."""
 
     identity: str
     dtype: str
     num_bytes: int
+    files: tuple[str, ...]
+    is_plain: bool
 
 
 class Tensor(NamedTuple):
@@ -32,83 +45,147 @@ class Tensor(NamedTuple):
 
 
 def read_weights(folder: Path, config: bytes) -> Weights:
-    """Check every weight file of `folder` against its own header and the index, and return who they are.
+    """Check every weight file of `folder` against its own header, and return who they are.
 
     The identity covers `config` (the bytes of config.json), each file's name, size and header, and its content: whole
     up to 64 MiB a file, above that 256 evenly spaced samples of 64 KiB, so that a large model is named in well under a
     second. Two files of equal size and header that differ only between the samples would get one name; trained weights
     do not. Raises CheckpointError.
     """
+    if (folder / ADAPTER_FILE).is_file():
+        raise CheckpointError(
+            f"{folder} holds an adapter ({ADAPTER_FILE}), which is not served: merge it into the weights and save them "
+            "in a folder of their own, or take its files away"
+        )
+    named: Any = json.loads(config).get(NAMED_BY)
+    files, has_metadata = _weight_files(folder, named)
     digest = xxhash.xxh3_128(config)
     num_bytes = 0
     dtypes: Counter[str] = Counter()
-    for path, expected in _weight_files(folder):
-        tensors = _check_file(path, expected)
-        for tensor in tensors.values():
+    for name in files:
+        path = folder / name
+        for tensor in _check_file(path):
             dtypes[tensor.dtype] += tensor.num_bytes
-        digest.update(path.name.encode())
+        digest.update(name.encode())
         _digest_file(path, digest)
         num_bytes += path.stat().st_size
     if not dtypes:
-        raise CheckpointError(f"{folder} holds no weights: its safetensors files are empty; download it again")
+        raise CheckpointError(f"{folder} holds no weights: its safetensors files are empty; choose another checkpoint")
     name = dtypes.most_common(1)[0][0]
-    return Weights(digest.hexdigest(), DTYPE_NAMES.get(name, name), num_bytes)
+    others = {path.name for path in folder.glob("*.safetensors")} != set(files)
+    return Weights(
+        digest.hexdigest(), DTYPE_NAMES.get(name, name), num_bytes, files, not (named or others) and has_metadata
+    )
 
 
-def _weight_files(folder: Path) -> list[tuple[Path, frozenset[str]]]:
-    """Return each file with the tensors that the index promises there (none promised without an index)."""
-    index = folder / INDEX_FILE
-    if not index.is_file():
-        single = folder / SINGLE_FILE
-        if single.is_file():
-            return [(single, frozenset())]
+@contextmanager
+def folder_of(checkpoint: Path, files: tuple[str, ...], *, is_plain: bool) -> Generator[Path]:
+    """Lend a folder whose weights are these files of a checkpoint's, under the names that every loader knows.
+
+    It is the checkpoint's own where that `is_plain`; else one of links, for as long as it is lent.
+    """
+    if is_plain:
+        yield checkpoint
+        return
+    with TemporaryDirectory(prefix="kvmesh-") as name:
+        folder = Path(name)
+        for path in checkpoint.iterdir():
+            if path.suffix in (".json", ".jinja", ".model", ".txt") and not path.name.endswith(".index.json"):
+                (folder / path.name).symlink_to(path)
+        config = json.loads((checkpoint / "config.json").read_bytes())
+        (folder / "config.json").unlink()
+        write_private(folder / "config.json", json.dumps({key: config[key] for key in config if key != NAMED_BY}))
+        (folder / "params.json").unlink(missing_ok=True)  # Mistral's own format, which vLLM would prefer
+        weight_map: dict[str, str] = {}
+        for number, file in enumerate(files, start=1):
+            link = f"model-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else SINGLE_FILE
+            (folder / link).symlink_to(checkpoint / file)
+            weight_map |= dict.fromkeys(_header(checkpoint / file)[0], link)
+        if len(files) > 1:
+            write_private(folder / INDEX_FILE, json.dumps({"metadata": {}, "weight_map": weight_map}))
+        yield folder
+
+
+def _weight_files(folder: Path, named: object) -> tuple[tuple[str, ...], bool]:
+    """Return the names of the files, and whether an index among them is as transformers needs it: with metadata."""
+    if named is not None and not (isinstance(named, str) and named.endswith((".safetensors", ".index.json"))):
+        raise CheckpointError(
+            f"{NAMED_BY} of {folder}/config.json is no safetensors file, and no index of such: {named!r:.80}"
+        )
+    found = next(
+        (name for name in ([named] if named else [SINGLE_FILE, INDEX_FILE]) if (folder / name).is_file()), None
+    )
+    if named and (found is None or not _is_inside(named)):
+        raise CheckpointError(
+            f"{folder} has no {named:.80}, which its config.json names as its {NAMED_BY}: mend one of them"
+        )
+    if found is None:
         other = any(folder.glob("*.bin")) or any(folder.glob("*.pth"))
         hint = "convert its pickled weights to safetensors" if other else "download the whole checkpoint"
         raise CheckpointError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: {hint}")
-    files: dict[str, set[str]] = {}
+    if not found.endswith(".index.json"):
+        return (found,), True
     try:
-        content = cast(dict[str, Any], json.loads(index.read_bytes()))
-        _, weight_map = content["metadata"], cast(dict[str, str], content["weight_map"])  # the library needs both
-        for tensor, file in weight_map.items():
-            files.setdefault(Path(file).name, set()).add(tensor)
+        content = cast(dict[str, Any], json.loads((folder / found).read_bytes()))
+        files = tuple(sorted(set(cast(dict[str, str], content["weight_map"]).values())))
+        has_metadata = "metadata" in content
+        outside = [name for name in files if not _is_inside(name)]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is no valid index of weight files; download it again") from error
-    missing = sorted(name for name in files if not (folder / name).is_file())
-    if missing:
-        raise CheckpointError(f"{folder} lacks {len(missing)} weight file(s), first {missing[0]}: download it again")
-    return [(folder / name, frozenset(tensors)) for name, tensors in sorted(files.items())]
+        raise CheckpointError(f"{folder / found} is no valid index of weight files: write it anew") from error
+    if outside:
+        raise CheckpointError(f"{folder / found} names {outside[0]:.80}, which is not in its folder: mend it")
+    if missing := [name for name in files if not (folder / name).is_file()]:
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} weight file(s), first {missing[0]}: fetch what is missing"
+        )
+    return files, has_metadata
 
 
-def _check_file(path: Path, expected: frozenset[str]) -> dict[str, Tensor]:
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def _check_file(path: Path) -> list[Tensor]:
     """Return the tensors of one file. Raises CheckpointError unless its length is what its header says."""
+    size = path.stat().st_size
+    header, header_bytes = _header(path)
+    tensors: list[Tensor] = []
+    data_bytes = 0
+    try:
+        for name, entry in header.items():
+            start, end = cast(tuple[int, int], entry["data_offsets"])
+            if not 0 <= start <= end:
+                raise ValueError(f"offsets {start}, {end} of {name}")
+            tensors.append(Tensor(str(entry["dtype"]), end - start))
+            data_bytes = max(data_bytes, end)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} has a broken safetensors header: save it anew") from error
+    if 8 + header_bytes + data_bytes > size:
+        raise CheckpointError(
+            f"{path} is cut off: it has {size} bytes where its header promises {8 + header_bytes + data_bytes}; "
+            "download it again"
+        )
+    if 8 + header_bytes + data_bytes < size:
+        raise CheckpointError(
+            f"{path} has {size} bytes where its header promises {8 + header_bytes + data_bytes}: save it anew"
+        )
+    return tensors
+
+
+def _header(path: Path) -> tuple[Mapping[str, Mapping[str, Any]], int]:
+    """Return what a file says of each of its tensors, and the length of that text. Raises CheckpointError."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         if size < 8 or header_bytes > min(size - 8, limits.MAX_HEADER_BYTES):
             raise CheckpointError(f"{path} is truncated or no safetensors file ({size} bytes); download it again")
         header = file.read(header_bytes)
-    tensors: dict[str, Tensor] = {}
-    data_bytes = 0
     try:
         entries = cast(dict[str, dict[str, Any]], json.loads(header))
-        for name, entry in entries.items():
-            if name == "__metadata__":
-                continue
-            start, end = cast(tuple[int, int], entry["data_offsets"])
-            if not 0 <= start <= end:
-                raise ValueError(f"offsets {start}, {end} of {name}")
-            tensors[name] = Tensor(str(entry["dtype"]), end - start)
-            data_bytes = max(data_bytes, end)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} has a broken safetensors header; download it again") from error
-    if 8 + header_bytes + data_bytes != size:
-        raise CheckpointError(
-            f"{path} has {size} bytes where its header promises {8 + header_bytes + data_bytes}; download it again"
-        )
-    missing = sorted(expected - tensors.keys())
-    if missing:
-        raise CheckpointError(f"{path} lacks tensor {missing[0]} that the index promises; download it again")
-    return tensors
+        return {name: entry for name, entry in entries.items() if name != "__metadata__"}, header_bytes
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} has a broken safetensors header: save it anew") from error
 
 
 def _digest_file(path: Path, digest: xxhash.xxh3_128) -> None:

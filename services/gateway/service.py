@@ -15,11 +15,12 @@ from services.config import MeshConfig
 from services.engine.checkpoint import default_shape, layout_for, read_checkpoint
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.grammar import Grammars
+from services.engine.tokenizer import read_tokenizer
 from services.errors import CheckpointError, UserError
 from services.gateway.api.guard import HostGuard
 from services.gateway.api.prepare import GatewayModel
 from services.gateway.api.routes import Gateway, GatewayApp
-from services.gateway.api.text import load_text
+from services.gateway.api.text import codec_of
 from services.gateway.api.tools.formats import format_of
 from services.gateway.observe.metrics import GatewayMetrics
 from services.gateway.requests import Requests
@@ -100,20 +101,21 @@ def load_model(config: MeshConfig) -> GatewayModel:
             context_length=checkpoint.context_length,
             token_budget=config.worker.token_budget,
         )
+        tokenizer = read_tokenizer(Path(checkpoint.path))
     except CheckpointError as error:
         raise UserError(str(error)) from error
-    codec = load_text(Path(checkpoint.path))
+    codec, ends = codec_of(tokenizer), tokenizer.ends(checkpoint)
     named = config.gateway.tool_format
-    tool_format = format_of(codec.template) if named == "auto" else named
+    tool_format = format_of(codec.tools_template) if named == "auto" else named
     return GatewayModel(
         name=config.model.name or checkpoint.name,
         names=frozenset({checkpoint.name, config.model.name or checkpoint.name}),
         codec=codec,
         vocab_size=checkpoint.vocab_size,
         context_length=checkpoint.context_length,
-        eos_token_ids=checkpoint.eos_token_ids,
+        eos_token_ids=ends,
         layout=layout,
         num_worker_tokens=max_sequence_tokens(shape, config.worker.token_budget) or checkpoint.context_length,
-        grammars=Grammars(Path(checkpoint.path), checkpoint.vocab_size, checkpoint.eos_token_ids),
+        grammars=Grammars(tokenizer.tokenizer, checkpoint.vocab_size, ends),
         tool_format=tool_format,
     )

@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Generator
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple, cast
 
 import msgspec
@@ -17,7 +18,7 @@ from schemas.ids import GatewayId, WorkerId, is_subject_token
 from schemas.permissions import role_of
 from schemas.worker import WorkerRole
 from services.bus.nats import NatsBus
-from services.config import EngineName, MeshConfig, load_config, require_secrets, with_device
+from services.config import EngineName, MeshConfig, load_config, require_secrets, set_environment, with_device
 from services.errors import UserError
 from services.launch.limits import EXIT_AGAIN, EXIT_DRAINED
 from services.metric_names import HOLDERS, SERVICE_INFO, metrics_of
@@ -211,6 +212,9 @@ def _service(role: str, name: str, config: MeshConfig, metrics: Metrics, identit
     """Do what is slow (imports, loading the model) before the loop runs, and return what to run in it."""
     match role:
         case "gateway":
+            # It has no use for torch, and transformers' loader of tokenizers would import it: 180 MiB.
+            sys.modules["torch"] = cast("ModuleType", None)
+            set_environment({"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"})  # a line that there is no torch
             from services.gateway.service import load_model, run_gateway
 
             model = load_model(config)

@@ -22,6 +22,7 @@ from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.devices import CPU, card_of
 from services.engine.grammar import Grammars
 from services.engine.interface import PlacedEngine, StartGrammar, Steps
+from services.engine.tokenizer import read_tokenizer
 from services.errors import UserError
 from services.trust.credentials import HolderCredentials, holder_credentials
 from services.worker.core.checks import WorkerLimits
@@ -78,6 +79,8 @@ def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> Wor
     shape = default_shape(layout, settings.kv_bytes, context_length=context_length, token_budget=token_budget)
     max_tokens = max_sequence_tokens(shape, token_budget) or context_length
     placed = _place(checkpoint, shape, settings, config.engine)
+    tokenizer = read_tokenizer(Path(checkpoint.path))
+    ends = tokenizer.ends(checkpoint)
     log.info("%s of %s runs on %s in %s", role, checkpoint.name, placed.device, layout.dtype)
     limits = WorkerLimits(
         worker_id=worker_id,
@@ -86,7 +89,7 @@ def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> Wor
         block_size=settings.block_size,
         context_length=checkpoint.context_length,
         vocab_size=checkpoint.vocab_size,
-        eos_token_ids=checkpoint.eos_token_ids,
+        eos_token_ids=ends,
         max_queued=settings.max_queued,
         lease_ms=settings.lease_ms,
         times=config.times,
@@ -101,7 +104,7 @@ def load_parts(config: MeshConfig, role: WorkerRole, worker_id: WorkerId) -> Wor
         steps=placed.steps,
         limits=limits,
         credentials=credentials,
-        start_grammar=Grammars(Path(checkpoint.path), checkpoint.vocab_size, checkpoint.eos_token_ids).start,
+        start_grammar=Grammars(tokenizer.tokenizer, checkpoint.vocab_size, ends).start,
         device=placed.device,
         library_metrics=placed.library_metrics,
     )

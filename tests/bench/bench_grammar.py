@@ -21,6 +21,7 @@ from services.engine.cpu.model import TransformersEngine
 from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.grammar import Grammars
 from services.engine.interface import Sequence
+from services.engine.tokenizer import read_tokenizer
 from tests.bench.bench_engine import BLOCK_SIZE, SHAPE, make_engine
 
 PROMPT = 100
@@ -45,7 +46,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    grammars = Grammars(DEMO_MODEL_DIR, SHAPE["vocab"], [0])
+    grammars = Grammars(read_tokenizer(DEMO_MODEL_DIR).tokenizer, SHAPE["vocab"], [0])
     grammars.start(GRAMMAR).result()
     with tempfile.TemporaryDirectory() as folder:
         engine = make_engine(Path(folder), options.threads)

@@ -23,18 +23,17 @@ class Checkpoint:
 
     def __init__(self, kind: str, folder: Path) -> None:
         if kind == "demo":
-            folder, self.tokenizer = DEMO_MODEL_DIR, Tokenizer.from_file(str(DEMO_MODEL_DIR / "tokenizer.json"))
+            self.tokenizer = Tokenizer.from_file(str(DEMO_MODEL_DIR / "tokenizer.json"))
             self.eos = [self.tokenizer.token_to_id("<|endoftext|>")]
         else:
             self.tokenizer = byte_level() if kind == "byte_level" else byte_fallback()
             self.tokenizer.add_special_tokens([EOS, TURN_END])
             think = [AddedToken(text, special=False, normalized=False) for text in ("<think>", "</think>")]
             self.tokenizer.add_tokens(think)
-            self.tokenizer.save(str(folder / "tokenizer.json"))
             self.eos = [self.tokenizer.token_to_id(EOS), self.tokenizer.token_to_id(TURN_END)]
         self.num_tokens = self.tokenizer.get_vocab_size(with_added_tokens=True)
         self.vocab_size = self.num_tokens + SPARE_TOKENS
-        self.grammars = Grammars(folder, self.vocab_size, self.eos)
+        self.grammars = Grammars(self.tokenizer, self.vocab_size, self.eos)
 
     def grammar(self, text: str) -> Grammar:
         return self.grammars.start(text).result(60)

@@ -28,15 +28,12 @@ def edit_config(folder: Path, **fields: Any) -> None:
     (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value != "drop"}))
 
 
-def shard(folder: Path, *, drop_file: bool = False, drop_tensor: bool = False) -> None:
-    """Turn the single weight file into an index with one shard."""
+def shard(folder: Path, *, drop_file: bool = False, name: str = "model-1.safetensors") -> None:
+    """Turn the single weight file into an index with one shard, of which the index says that it is called `name`."""
     (folder / "model.safetensors").rename(folder / "model-1.safetensors")
     with (folder / "model-1.safetensors").open("rb") as file:
         header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-    names = [name for name in header if name != "__metadata__"]
-    weight_map = dict.fromkeys(names, "model-1.safetensors")
-    if drop_tensor:
-        weight_map["model.layers.99.absent"] = "model-1.safetensors"
+    weight_map = dict.fromkeys((tensor for tensor in header if tensor != "__metadata__"), name)
     if drop_file:
         weight_map["model.layers.99.absent"] = "model-2.safetensors"
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
@@ -68,6 +65,15 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: edit_config(f, rope_parameters={"full_attention": {"rope_type": "longrope"}}),
         "longrope rope",
     ),
+    "two bases of a rope": (lambda f: edit_config(f, rope_theta=5.0), "rope's rope_theta is 5.0 and"),
+    "two types of a rope": (
+        lambda f: edit_config(f, rope_parameters={"rope_type": "default", "type": "linear"}),
+        "rope's type is 'default' and 'linear'",
+    ),
+    "two ropes": (
+        lambda f: edit_config(f, rope_scaling={"type": "linear", "factor": 2.0}),
+        "rope's factor is None and 2.0",
+    ),
     "no layers": (lambda f: edit_config(f, num_hidden_layers=0), "num_hidden_layers"),
     "words for numbers": (lambda f: edit_config(f, hidden_size="big"), "hidden_size"),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), "neither model.safetensors nor"),
@@ -81,8 +87,21 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "header without tensors": (lambda f: (f / WEIGHTS).write_bytes(struct.pack("<Q", 2) + b"{}"), "holds no weights"),
     "missing shard": (lambda f: shard(f, drop_file=True), "lacks 1 weight file(s), first model-2"),
-    "missing tensor": (lambda f: shard(f, drop_tensor=True), "lacks tensor model.layers.99"),
-    "broken index": (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "no valid index"),
+    "broken index": (
+        lambda f: ((f / WEIGHTS).unlink(), (f / "model.safetensors.index.json").write_text("{}")),
+        "no valid index",
+    ),
+    "shards elsewhere": (lambda f: shard(f, name="../model-1.safetensors"), "not in its folder"),
+    "an adapter": (lambda f: (f / "adapter_config.json").write_text("{}"), "holds an adapter"),
+    "pickled weights by name": (lambda f: edit_config(f, transformers_weights="x.bin"), "no safetensors file"),
+    "weights by a wrong name": (lambda f: edit_config(f, transformers_weights="x.safetensors"), "has no x.safetensors"),
+    "weights by an outer name": (
+        lambda f: (
+            shutil.copy(f / WEIGHTS, f.parent / "x.safetensors"),
+            edit_config(f, transformers_weights="../x.safetensors"),
+        ),
+        "has no ../x.safetensors",
+    ),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "no tokenizer.json"),
 }
 
@@ -139,7 +158,7 @@ def test_a_checkpoint_is_read(tiny: Tiny) -> None:
     assert (checkpoint.model_type, checkpoint.architecture) == ("llama", "LlamaForCausalLM")
     assert (checkpoint.num_layers, checkpoint.num_kv_heads, checkpoint.head_dim) == (2, 2, 16)
     assert (checkpoint.vocab_size, checkpoint.context_length, checkpoint.dtype) == (512, 2048, "float32")
-    assert checkpoint.eos_token_ids == {3, 4, 9}
+    assert checkpoint.eos_token_ids == {9}, "as transformers generates"
     layout = layout_of(checkpoint, block_size=4)
     assert (layout.weights, layout.block_size, layout.dtype) == (checkpoint.weights, 4, "float32")
     with pytest.raises(CheckpointError, match="float8"):
@@ -174,7 +193,7 @@ def test_the_identity_follows_weights_and_configuration(tiny: Tiny, tmp_path: Pa
     assert read_checkpoint(str(folder)).weights != original
     shutil.copy(tiny() / WEIGHTS, folder)
     assert read_checkpoint(str(folder)).weights == original
-    edit_config(folder, rope_theta=5.0)
+    edit_config(folder, rms_norm_eps=0.5)
     assert read_checkpoint(str(folder)).weights != original
 
 

@@ -20,6 +20,7 @@ from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.grammar import Grammars
 from services.engine.interface import Sequence
 from services.engine.rules import stop_token_ids
+from services.engine.tokenizer import read_tokenizer
 from tests.engine.rig import Allocator, load_tiny, make_sequence, run_batch
 
 PROMPT = [5 + (7919 * at) % 490 for at in range(40)]
@@ -48,7 +49,7 @@ class Answers:
         checkpoint = read_checkpoint(str(DEMO_MODEL_DIR))
         self._engine = load_tiny(DEMO_MODEL_DIR)
         self._eos = checkpoint.eos_token_ids
-        self._grammars = Grammars(DEMO_MODEL_DIR, checkpoint.vocab_size, self._eos)
+        self._grammars = Grammars(read_tokenizer(DEMO_MODEL_DIR).tokenizer, checkpoint.vocab_size, self._eos)
         self._whole: dict[str, list[int]] = {}
 
     def sampling(self, name: str) -> SamplingParams:

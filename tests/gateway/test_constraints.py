@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from tokenizers import Tokenizer, models
 
-from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.grammar import Grammars
 from services.engine.interface import Grammar, StartGrammar
 from services.gateway import limits
@@ -188,7 +188,7 @@ class Held(Grammars):
     GOOD = Constraint("guided_regex", "start: /good/")
 
     def __init__(self, demo: Checkpoint) -> None:
-        super().__init__(DEMO_MODEL_DIR, demo.vocab_size, demo.eos)
+        super().__init__(demo.tokenizer, demo.vocab_size, demo.eos)
         self.asked: list[str] = []
         self.go = threading.Event()
 
@@ -241,9 +241,9 @@ async def test_who_waits_has_all_its_time_once_it_is_its_turn(demo: Checkpoint) 
     await asyncio.gather(first, second)
 
 
-def test_a_checkpoint_without_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match=r"no tokenizer\.json"):
-        constraint_of({"guided_regex": "a"}, Grammars(tmp_path, 10, [0]).start)
+def test_a_checkpoint_without_an_end() -> None:
+    with pytest.raises(InvalidRequestError, match="no token that ends a text"):
+        constraint_of({"guided_regex": "a"}, Grammars(Tokenizer(models.WordLevel()), 10, []).start)
 
 
 def test_what_contradicts_a_grammar(demo: Checkpoint) -> None:

@@ -9,16 +9,17 @@ from llguidance import LLMatcher, LLTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from services.engine.demo_model import DEMO_MODEL_DIR
+from services.engine.tokenizer import read_tokenizer
 from services.gateway.api.messages import ROLES
 from services.gateway.api.template import ChatMessage, ChatOptions, ToolCall
-from services.gateway.api.text import load_text
+from services.gateway.api.text import codec_of
 from services.gateway.api.tools.asked import ToolChoice, tools_of
 from services.gateway.api.tools.formats import PARSERS, format_of
 from services.gateway.api.tools.grammar import tool_grammar
 from tests.gateway.splitting import counting, split
 from tests.share import examples
 
-DEMO = load_text(DEMO_MODEL_DIR)
+DEMO = codec_of(read_tokenizer(DEMO_MODEL_DIR))
 WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {

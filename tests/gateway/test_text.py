@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from services.engine.demo_model import DEMO_MODEL_DIR
+from services.engine.tokenizer import read_tokenizer
 from services.errors import UserError
-from services.gateway.api.template import ChatMessage, ChatTemplateError
-from services.gateway.api.text import StopMatcher, TextCodec, load_text
+from services.gateway.api.template import ChatMessage, ChatOptions, ChatTemplateError
+from services.gateway.api.text import StopMatcher, TextCodec, codec_of
 from tests.share import examples
 
 
@@ -56,7 +57,7 @@ def word_piece() -> TextCodec:
 
 
 CODECS = {
-    "demo": load_text(DEMO_MODEL_DIR),
+    "demo": codec_of(read_tokenizer(DEMO_MODEL_DIR)),
     "byte_level": byte_level(),
     "byte_fallback": byte_fallback(),
     "word_piece": word_piece(),
@@ -200,7 +201,8 @@ def test_no_template() -> None:
 
 
 def checkpoint_with(folder: Path, config: dict[str, object], jinja: str = "") -> Path:
-    (folder / "tokenizer.json").write_bytes((DEMO_MODEL_DIR / "tokenizer.json").read_bytes())
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).write_bytes((DEMO_MODEL_DIR / name).read_bytes())
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     if jinja:
         (folder / "chat_template.jinja").write_text(jinja)
@@ -211,26 +213,43 @@ def checkpoint_with(folder: Path, config: dict[str, object], jinja: str = "") ->
     ("config", "jinja", "expected"),
     [
         ({"chat_template": "C{{ eos_token }}", "eos_token": "</s>"}, "", "C</s>"),
-        ({"chat_template": "C{{ eos_token }}", "eos_token": {"content": "<e>"}}, "F{{ eos_token }}", "F<e>"),
+        (
+            {"chat_template": "C{{ eos_token }}", "eos_token": {"content": "<e>", "__type": "AddedToken"}},
+            "F{{ eos_token }}",
+            "F<e>",
+        ),
         ({"chat_template": [{"name": "x", "template": "X"}, {"name": "default", "template": "D"}]}, "", "D"),
     ],
 )
 def test_where_a_template_is_found(tmp_path: Path, config: dict[str, object], jinja: str, expected: str) -> None:
-    codec = load_text(checkpoint_with(tmp_path, config, jinja))
+    codec = codec_of(read_tokenizer(checkpoint_with(tmp_path, config, jinja)))
     assert codec.render_chat([ChatMessage(role="user", content="Hi")]) == expected
 
 
 def test_what_cannot_be_loaded(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no tokenizer\.json"):
-        load_text(tmp_path)
+    with pytest.raises(UserError, match=r"backend tokenizer.*: mend its files"):
+        read_tokenizer(tmp_path)
+    found = read_tokenizer(checkpoint_with(tmp_path, {}, "{% if %}"))
     with pytest.raises(UserError, match="cannot be compiled"):
-        load_text(checkpoint_with(tmp_path, {}, "{% if %}"))
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match="cannot be read"):
-        load_text(tmp_path)
+        codec_of(found)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="cannot load the tokenizer"):
+        read_tokenizer(tmp_path)
+
+
+def test_a_tool_template_is_that_of_conversations_with_tools(tmp_path: Path) -> None:
+    templates = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T{{ tools | length }}"}]
+    codec = codec_of(read_tokenizer(checkpoint_with(tmp_path, {"chat_template": templates})))
+    turns = [ChatMessage(role="user", content="Hi")]
+    assert codec.render_chat(turns) == "D"
+    assert codec.render_chat(turns, ChatOptions(tools=({"type": "function"},))) == "T1"
 
 
 def test_the_gateway_needs_no_torch() -> None:
-    code = "import sys, services.gateway.service; print({'torch', 'transformers'} & set(sys.modules))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "set()"
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from services.gateway.service import *; from services.engine.tokenizer import read_tokenizer\n"
+        "from pathlib import Path; print(read_tokenizer(Path(sys.argv[1])).eos_token_id)"
+    )
+    out = subprocess.run([sys.executable, "-c", code, DEMO_MODEL_DIR], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "0"

@@ -18,6 +18,7 @@ from services.engine.cpu.model import TransformersEngine, load_engine
 from services.engine.grammar import Grammars
 from services.engine.interface import Sequence
 from services.engine.sampler import near_tie
+from services.engine.tokenizer import read_tokenizer
 
 BLOCK_SIZE = 16
 SAME_NAME = (
@@ -61,7 +62,9 @@ class SingleProcess:
             num_threads=1,
         )
         checkpoint = self.checkpoint
-        self._grammars = Grammars(Path(checkpoint.path), checkpoint.vocab_size, checkpoint.eos_token_ids)
+        self._grammars = Grammars(
+            read_tokenizer(Path(checkpoint.path)).tokenizer, checkpoint.vocab_size, checkpoint.eos_token_ids
+        )
 
     def run(self, case: Case, number: int = 0) -> list[int]:
         batch = Batch(512, context_length=self.checkpoint.context_length)
@@ -98,7 +101,7 @@ class Judge:
         self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         checkpoint = read_checkpoint(str(model))
         self._eos = checkpoint.eos_token_ids
-        self._grammars = Grammars(model, checkpoint.vocab_size, checkpoint.eos_token_ids)
+        self._grammars = Grammars(read_tokenizer(model).tokenizer, checkpoint.vocab_size, checkpoint.eos_token_ids)
         self.verdict = Verdict()
 
     def generate(self, case: Case) -> list[int]:

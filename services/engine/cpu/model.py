@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 from dataplane.blocks.layout import ArenaShape, BlockTable, KVLayout, Segment, num_blocks_for, uniform_shape
 from schemas.ids import RequestId
 from schemas.request import SamplingParams
-from services.engine.checkpoint import Checkpoint
+from services.engine.checkpoint import Checkpoint, engine_folder
 from services.engine.cpu.attention import (
     ATTENTION_NAME,
     STEP_ARGUMENT,
@@ -211,25 +211,27 @@ def load_model(checkpoint: Checkpoint, dtype: str) -> PreTrainedModel:
             f"transformers does not know the architecture {checkpoint.architecture}: choose another, or upgrade it"
         ) from error
     try:
-        loaded = cast(Any, AutoModelForCausalLM).from_pretrained(
-            checkpoint.path,
-            dtype=getattr(torch, dtype),
-            attn_implementation=ATTENTION_NAME,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        with engine_folder(checkpoint) as folder:
+            loaded = cast(Any, AutoModelForCausalLM).from_pretrained(
+                folder,
+                dtype=getattr(torch, dtype),
+                attn_implementation=ATTENTION_NAME,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
     except Exception as error:  # the library raises whatever its model classes do
         reason = str(error).partition("\n")[0][:200]
         raise CheckpointError(
-            f"transformers cannot load {checkpoint.path} ({type(error).__name__}: {reason}): "
-            "download it again, or choose another"
+            f"transformers cannot load {checkpoint.path} ({type(error).__name__}: {reason}): choose another checkpoint"
         ) from error
     model, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
     missing = sorted(str(key) for key in (*info.get("missing_keys", ()), *info.get("mismatched_keys", ())))
     if missing:
-        raise CheckpointError(f"{checkpoint.path} lacks or misshapes weight {missing[0]}: download it again")
+        raise CheckpointError(
+            f"{checkpoint.path} lacks or misshapes weight {missing[0]}: save it whole, or mend config.json"
+        )
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise CheckpointError(f"{checkpoint.architecture} cannot keep only some logits: choose another architecture")
     return model.eval().requires_grad_(False)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from dataplane.blocks.cache import max_sequence_tokens
 from dataplane.blocks.layout import ArenaShape
 from services.config import set_environment
-from services.engine.checkpoint import Checkpoint
+from services.engine.checkpoint import Checkpoint, engine_folder
 from services.engine.interface import EngineLostError, Sequence, StepFailedError
 from services.engine.rules import stop_token_ids
 from services.engine.vllm_engine import self_check
@@ -66,7 +66,9 @@ def load_vllm(
     ours = _engine_args(checkpoint, shape, token_budget, kv_bytes)
     link = EngineLink(shape, arena)
     try:
-        engine = LLMEngine.from_engine_args(EngineArgs(**ours, **_link_args(link), **{**DEFAULTS, **args}))
+        with engine_folder(checkpoint) as folder:
+            ours["model"] = str(folder)
+            engine = LLMEngine.from_engine_args(EngineArgs(**ours, **_link_args(link), **{**DEFAULTS, **args}))
     except Exception as error:
         link.close()
         raise CheckpointError(f"vLLM does not take {checkpoint.name}: {_first_line(error)}") from error

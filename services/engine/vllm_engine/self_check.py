@@ -40,7 +40,7 @@ class _Heard:
 
 
 def check_steps(steps: VllmSteps, engine: Forgets, link: EngineLink) -> None:
-    """Compute a prompt of three and a half blocks as a prefill worker does, in two steps; go on as a decode worker
+    """Compute a prompt of three and a half blocks as a prefill worker does, in two parts; go on as a decode worker
     does, from its blocks alone; and see that these are what it read. Raises EngineLostError.
 
     Writes into the arena's first NUM_BLOCKS blocks.
@@ -55,7 +55,9 @@ def check_steps(steps: VllmSteps, engine: Forgets, link: EngineLink) -> None:
     whole = check.run(prompt, blocks, size, heard)
     check.expect((first.copies.start, whole.copies.start), (0, size), "it computed what it should have loaded")
     layers = [*range(link.layout.num_layers)]
-    check.expect(heard.announced, [(layer, 4 * size) for layer in layers], "its layers were announced otherwise")
+    announced = [layer for layer, _ in heard.announced], set(heard.announced[-len(layers) :])
+    wanted = layers * whole.num_steps, {(layer, 4 * size) for layer in layers}
+    check.expect(announced, wanted, "its layers were announced otherwise")
     check.expect(link.saved_is_intact(), True, "blocks changed after they were saved")
 
     tokens = [*prompt, whole.token]
@@ -70,10 +72,12 @@ def check_steps(steps: VllmSteps, engine: Forgets, link: EngineLink) -> None:
 
 
 class _Ran:
-    def __init__(self, token: int, logits: Logits, copies: Copies) -> None:
+    def __init__(self, token: int, logits: Logits, copies: Copies, num_steps: int) -> None:
         self.token = token
         self.logits = logits
         self.copies = copies
+        """Of the first step: a small budget makes several of a long prompt."""
+        self.num_steps = num_steps
 
 
 class _Check:
@@ -101,7 +105,7 @@ class _Check:
             self._steps.step()
             copies += self._link.step
         self._link.on_logits = None
-        return _Ran(sequence.token_ids[-1], seen[-1][0], copies[0])
+        return _Ran(sequence.token_ids[-1], seen[-1][0], copies[0], len(copies))
 
     def expect(self, found: object, wanted: object, text: str) -> None:
         if found != wanted:

@@ -113,7 +113,7 @@ def answer_to(
 
 def _state(chat: Chat, prompt: Sequence[int], codec: TextCodec) -> ReasoningState | None:
     """Return where the answer begins; None: this model does not reason in a way that is known here."""
-    if not reasons(codec.template):
+    if not reasons(codec.tools_template if chat.options.tools else codec.template):
         return None
     continued = chat.messages[-1].content if chat.options.continue_final_message else None
     return state_of(codec.decode_shown(prompt[-TAIL_TOKENS:]), continued)
@@ -141,7 +141,7 @@ def _constraint(
     if reading.form is not None and needs_grammar(chat.tools, choice):
         schemas |= _tool_schemas(chat.tools, choice)
         grammar = tool_grammar(
-            reading.form, codec.template, chat.tools, choice, codec.added_ids, parallel=chat.parallel
+            reading.form, codec.tools_template, chat.tools, choice, codec.added_ids, parallel=chat.parallel
         )
         grammars.append(grammar)
     return Constraint(param, joined(grammars, thoughts), schemas) if grammars else None

@@ -99,7 +99,7 @@ def prepare(model: GatewayModel, body: CompletionBody | ChatBody) -> Prepared:
         if options.echo:
             texts = [prompt if isinstance(prompt, str) else model.codec.decode(prompt) for prompt in asked]
     default = None if isinstance(body, ChatBody) else limits.DEFAULT_COMPLETION_TOKENS
-    bad_words = _bad_words(model.codec, body.bad_words)
+    bad_words = _bad_words(model, body.bad_words)
     if constraint is not None:
         ignore_eos, allowed = bool(body.ignore_eos), body.allowed_token_ids or ()
         check_together(constraint, ignore_eos=ignore_eos, allowed_token_ids=allowed)
@@ -160,23 +160,37 @@ def encode_chat(model: GatewayModel, chat: Chat) -> list[int]:
     """Return the prompt that the template makes of a chat. Raises InvalidRequestError."""
     _check_length(model, texts_of(chat.messages, chat.options), "messages")
     try:
-        return model.codec.encode_chat(chat.messages, chat.options)
+        token_ids = model.codec.encode_chat(chat.messages, chat.options)
     except ChatTemplateError as error:
         raise InvalidRequestError(str(error), error.param) from error
+    return _known(model, token_ids, "messages")
 
 
 def encode_text(model: GatewayModel, prompt: str, *, add_special_tokens: bool) -> list[int]:
     """Return a text's tokens. Raises InvalidRequestError for one that is far too long."""
     _check_length(model, (prompt,), "prompt")
-    return model.codec.encode(prompt, add_special_tokens=add_special_tokens)
+    return _known(model, model.codec.encode(prompt, add_special_tokens=add_special_tokens), "prompt")
 
 
-def _bad_words(codec: TextCodec, words: Sequence[str] | None) -> tuple[tuple[int, ...], ...]:
+def _known(model: GatewayModel, token_ids: list[int], param: str) -> list[int]:
+    """Return a text's tokens. Raises InvalidRequestError where the model does not know one that its tokenizer does."""
+    beyond = max(token_ids, default=0)
+    if beyond >= model.vocab_size:
+        text = model.codec.decode_shown([beyond])
+        message = (
+            f"`{param}` holds {text!r:.80}, token {beyond} of the tokenizer: the model knows 0 … {model.vocab_size - 1}"
+        )
+        raise InvalidRequestError(message, param)
+    return token_ids
+
+
+def _bad_words(model: GatewayModel, words: Sequence[str] | None) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of each word, as they are at a text's beginning and behind a space."""
     found: dict[tuple[int, ...], None] = {}
     for word in words or ():
         for text in (word.lstrip(), f" {word.lstrip()}"):
-            if token_ids := codec.encode(text, add_special_tokens=False) if text.strip() else []:
+            token_ids = model.codec.encode(text, add_special_tokens=False) if text.strip() else []
+            if token_ids and max(token_ids) < model.vocab_size:  # else the model cannot write it
                 found[tuple(token_ids)] = None
         if not word.strip():
             raise InvalidRequestError("a word in `bad_words` is empty", "bad_words")

@@ -3,17 +3,12 @@
 Rendering follows transformers' `apply_chat_template`. A template comes with the checkpoint, so it runs in a sandbox.
 """
 
-import datetime
-import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import msgspec
-from jinja2 import TemplateError, meta, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import Template, TemplateError, meta
 
 from services.gateway import limits
 
@@ -72,11 +67,10 @@ class ChatTemplate:
     """One checkpoint's template. Raises jinja2's TemplateError where it cannot be compiled."""
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
-        environment = _environment()
         self.source = source
         self._special = dict(special)
-        self._template = environment.from_string(source)
-        self._variables = meta.find_undeclared_variables(environment.parse(source))
+        self._template = _compiled(source)
+        self._variables = meta.find_undeclared_variables(self._template.environment.parse(source))
         self._knows_developers = "developer" in source
 
     def knows(self, name: str) -> bool:
@@ -228,40 +222,8 @@ def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-class _Generation(Extension):
-    """`{% generation %}` marks what an assistant says, for those who train on it. It renders as what is in it."""
+def _compiled(source: str) -> Template:
+    """Return the template in the environment that transformers renders chat templates in, a sandbox."""
+    from transformers.utils import chat_template_utils  # noqa: PLC0415  (a second of imports)
 
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """The environment that transformers renders chat templates in."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
-    environment.filters.update(tojson=_tojson)  # pyright: ignore[reportUnknownMemberType]
-    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)  # pyright: ignore[reportUnknownMemberType]
-    return environment
-
-
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Return the value as JSON in which HTML characters stay as they are, as with transformers and unlike jinja2."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
+    return cast(Any, chat_template_utils)._compile_jinja_template(source)

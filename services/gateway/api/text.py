@@ -1,22 +1,20 @@
 """Text to tokens and back: the checkpoint's tokenizer, its chat template, and detokenizing token by token.
 
-Needs the `tokenizers` library and jinja2 only.
+No torch.
 """
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, cast
 
 from jinja2 import TemplateError
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
+from services.engine.tokenizer import CheckpointTokenizer
 from services.errors import UserError
 from services.gateway import limits
 from services.gateway.api.special import Masks, SpecialTokens
-from services.gateway.api.template import SPECIAL_NAMES, ChatMessage, ChatOptions, ChatTemplate, ChatTemplateError
+from services.gateway.api.template import ChatMessage, ChatOptions, ChatTemplate, ChatTemplateError
 
 REPLACEMENT = "\ufffd"
 NO_OPTIONS = ChatOptions()
@@ -25,13 +23,23 @@ NO_OPTIONS = ChatOptions()
 class TextCodec:
     """One checkpoint's tokenizer and template. Safe to use from several threads."""
 
-    def __init__(self, tokenizer: Tokenizer, template: str = "", special: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str = "",
+        special: Mapping[str, str] | None = None,
+        tools_template: str = "",
+    ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._template = ChatTemplate(template, special or {}) if template else None
         self.template = template
         """The chat template's source; empty: there is none."""
+        self.tools_template = tools_template or template
+        """That of a conversation with tools."""
+        self._template = ChatTemplate(template, special or {}) if template else None
+        other = self.tools_template != template
+        self._tools_template = ChatTemplate(self.tools_template, special or {}) if other else self._template
         self.vocab_size = tokenizer.get_vocab_size()
         added = tokenizer.get_added_tokens_decoder()
         self.added_ids: Mapping[str, int] = {token.content: token_id for token_id, token in added.items()}
@@ -74,9 +82,10 @@ class TextCodec:
         return self._template is not None and self._template.knows(name)
 
     def _render(self, messages: Sequence[ChatMessage], options: ChatOptions, masks: Masks) -> str:
-        if self._template is None:
+        template = self._tools_template if options.tools else self._template
+        if template is None:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
-        return self._template.render(messages, options, partial(self._specials.mask_all, masks=masks))
+        return template.render(messages, options, partial(self._specials.mask_all, masks=masks))
 
     def _encode_piece(self, piece: str | int, masks: Masks) -> list[int]:
         if isinstance(piece, int):
@@ -186,21 +195,12 @@ class StopMatcher:
         return "" if self.matched else held
 
 
-def load_text(folder: Path) -> TextCodec:
-    """Read tokenizer.json and the chat template of a checkpoint folder. Raises UserError."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise UserError(f"{folder} has no tokenizer.json: convert its tokenizer with transformers and save it there")
+def codec_of(found: CheckpointTokenizer) -> TextCodec:
+    """Raises UserError where a chat template cannot be compiled."""
     try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise UserError(f"{path} cannot be read: {error}") from error
-    config = _read_object(folder / "tokenizer_config.json")
-    template = _template_of(folder, config)
-    try:
-        return TextCodec(tokenizer, template, _special_tokens(config))
+        return TextCodec(found.tokenizer, found.template, found.special, found.tools_template)
     except TemplateError as error:
-        raise UserError(f"the chat template of {folder} cannot be compiled: {error}") from error
+        raise UserError(f"the model's chat template cannot be compiled: {error}") from error
 
 
 def overlap(text: str, stop: str) -> int:
@@ -225,36 +225,3 @@ def _byte_fallback_ids(tokenizer: Tokenizer) -> frozenset[int]:
         return frozenset()
     found = (tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
     return frozenset(token_id for token_id in found if token_id is not None)
-
-
-def _template_of(folder: Path, config: Mapping[str, Any]) -> str:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text()
-    template: Any = config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in cast(list[dict[str, str]], template)}
-        template = named.get("default")
-    return template if isinstance(template, str) else ""
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return `bos_token` and its like by name, as templates use them."""
-    special: dict[str, str] = {}
-    for name in SPECIAL_NAMES:
-        value: Any = config.get(name)
-        if isinstance(value, dict):
-            value = cast(dict[str, Any], value).get("content")
-        if isinstance(value, str):
-            special[name] = value
-    return special
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        found: Any = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    return cast(dict[str, Any], found) if isinstance(found, dict) else {}

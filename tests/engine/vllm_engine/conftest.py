@@ -16,6 +16,7 @@ from services.engine.demo_model import DEMO_MODEL_DIR
 from services.engine.fake import fake_answer, fake_prompt_logprobs
 from services.engine.grammar import Grammars
 from services.engine.interface import LayerListener, SampledToken, Sequence, StepResult
+from services.engine.tokenizer import read_tokenizer
 from services.engine.vllm_engine.link import EngineLink
 from services.engine.vllm_engine.plan import Copies
 from services.engine.vllm_engine.steps import VllmSteps
@@ -134,6 +135,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def real_world(pytestconfig: pytest.Config) -> Iterator[World]:
     pytest.importorskip("vllm", reason="vLLM is not installed here: make vllm-test")
+    world = load_world(pytestconfig.getoption("--vllm-model"))
+    yield world
+    world.steps.close()
+    assert world.memory is not None
+    world.memory.close()
+
+
+def load_world(model: str) -> World:
+    """Load a checkpoint into this process's one vLLM."""
     import torch
 
     from services.engine.checkpoint import layout_of, read_checkpoint
@@ -142,7 +152,7 @@ def real_world(pytestconfig: pytest.Config) -> Iterator[World]:
     from services.engine.vllm_engine.loading import load_vllm
     from tests.engine.rig import library_model
 
-    checkpoint = read_checkpoint(pytestconfig.getoption("--vllm-model"), "vllm")
+    checkpoint = read_checkpoint(model, "vllm")
     kv_format = format_here(checkpoint.dtype, 32, checkpoint.head_dim, {})
     layout = layout_of(checkpoint, dtype=checkpoint.dtype, block_size=32, kv_format=kv_format)
     shape = uniform_shape(layout, NUM_BLOCKS)
@@ -159,7 +169,8 @@ def real_world(pytestconfig: pytest.Config) -> Iterator[World]:
         return token_logprobs(logits[:-1].float(), token_ids[1:], num_top)
 
     world = World(steps, steps._link, steps._engine, memory, lambda *_: [], logprobs, num_engine_blocks)  # type: ignore[arg-type]
-    world.grammars = Grammars(Path(checkpoint.path), checkpoint.vocab_size, checkpoint.eos_token_ids)
+    tokenizer = read_tokenizer(Path(checkpoint.path)).tokenizer
+    world.grammars = Grammars(tokenizer, checkpoint.vocab_size, checkpoint.eos_token_ids)
 
     def alone(prompt: list[int], sampling: SamplingParams) -> list[int]:
         world.forget()
@@ -168,9 +179,7 @@ def real_world(pytestconfig: pytest.Config) -> Iterator[World]:
         return world.run()["alone"]
 
     world.reference = alone
-    yield world
-    steps.close()
-    memory.close()
+    return world
 
 
 @pytest.fixture(params=["fake", "fake-windows", pytest.param("vllm", marks=pytest.mark.vllm)])
