@@ -64,6 +64,7 @@ from schemas.request import (
     Wanted,
 )
 from schemas.worker import (
+    ClaimName,
     DescribeFleet,
     DrainAnswered,
     DrainWorker,
@@ -217,6 +218,8 @@ LEAVE = _question(
 )
 DRAIN = _question("mesh.v1.worker.{to}.drain", DrainWorker, (DrainAnswered,), OPERATORS, ADDRESSED_HOLDER)
 PING = _question("mesh.v1.worker.{to}.ping", PingWorker, (WorkerAlive,), SCHEDULERS, ADDRESSED_HOLDER)
+_MEMBERS = tuple(Permit(role, "name") for role in (Role.SCHEDULER, Role.DIRECTORY, Role.HOLDER))
+CLAIM = _question("mesh.v1.member.{name}.claim", ClaimName, (ClaimName,), _MEMBERS, _MEMBERS)
 PROGRESS = _question("mesh.v1.worker.{to}.progress", AskProgress, (Progress,), GATEWAYS, ADDRESSED_HOLDER)
 WORKER_STATUS = _question(
     "mesh.v1.worker.{to}.status", DescribeWorker, (WorkerDescribed,), PEOPLE, ADDRESSED_HOLDER, may_be_empty=True
@@ -268,7 +271,7 @@ COOLING = _event("mesh.v1.kv.{worker_id}.cooling", BlocksCooling, WORKER_ITSELF,
 KEEP = _event("mesh.v1.trace.{trace_id}.keep", KeepTrace, GATEWAYS, (GATEWAYS, HOLDERS))
 
 SUBJECTS: tuple[Subject[Any, Any], ...] = (
-    PLACE, FLEET, JOINED, LOAD, BEAT, DRAINING, LEAVE, DRAIN, LEFT, PING, PROGRESS, WORKER_STATUS, RUN, RESERVE,
+    PLACE, FLEET, JOINED, LOAD, BEAT, DRAINING, LEAVE, DRAIN, LEFT, PING, CLAIM, PROGRESS, WORKER_STATUS, RUN, RESERVE,
     RESERVED, OFFERED, STREAMING, LANDED, RELEASED, ABORTED, TOKENS, WANTED, CANCEL, ACCEPTED, PLACED, FIRST_TOKEN,
     RESUMED, FINISHED, FAILED, CANCELLED, REQUEST_STATUS, REQUEST_SOUGHT, LOCATE, DIRECTORY_STATUS, HEAT, STORED,
     EVICTED, INVENTORY, LEASE, RETURNED, REPLICATE, COOLING, PURGE, KEEP,

@@ -187,6 +187,20 @@ class WorkerAlive(Message, frozen=True, kw_only=True):
     lag_ms: Count = 0
 
 
+class ClaimName(Message, frozen=True, kw_only=True):
+    """I live by this name: who else does? Asked by a service that starts, and after each reconnection; whoever else
+    lives by the name answers with its own claim, and the younger of them ends.
+
+    `token` is the claim's own, `where` tells a person the machine and the process.
+    """
+
+    name: str
+    token: str
+    where: str
+    age_ms: Count
+    """How long it has lived."""
+
+
 class DescribeFleet(Message, frozen=True, kw_only=True):
     """Asks a scheduler what it sees (`kvmesh status`, `/health`, `/v1/models`)."""
 

@@ -21,6 +21,7 @@ from services.bus.nats import NatsBus
 from services.config import EngineName, MeshConfig, load_config, require_secrets, set_environment, with_device
 from services.errors import UserError
 from services.launch.limits import EXIT_AGAIN, EXIT_DRAINED
+from services.launch.names import holding
 from services.metric_names import HOLDERS, SERVICE_INFO, metrics_of
 from services.metrics import Metrics
 from services.ports import bind
@@ -82,7 +83,9 @@ def run_service(
 
         async def serve(stop: asyncio.Event) -> bool | None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, read_again)
-            return await _serve(name, config, metrics, start, stop, access, supervised=supervised)
+            # A gateway has another name in each of its lives, which nobody else can have.
+            lives_by = "" if role == "gateway" else name
+            return await _serve(name, lives_by, config, metrics, start, stop, access, supervised=supervised)
 
         comes_again = run_until_signal(serve)
         if comes_again is not None:
@@ -124,6 +127,7 @@ def _read_again(role: str, config_path: Path, overrides: Overrides, secrets: Tic
 
 async def _serve(
     name: str,
+    lives_by: str,
     config: MeshConfig,
     metrics: Metrics,
     start: Start,
@@ -132,7 +136,7 @@ async def _serve(
     *,
     supervised: bool,
 ) -> bool | None:
-    """Run a service to its end. Returns what `Start` does."""
+    """Run a service to its end. Returns what `Start` does. `lives_by`: the name that nobody else may live by."""
     watch = asyncio.create_task(watch_parent(stop), name="watch parent") if supervised else None
     telemetry = open_telemetry(name, config)
     bus = await NatsBus.connect(access, name, config.nats.connect_timeout_s, config.times)
@@ -144,7 +148,9 @@ async def _serve(
                 while_ready.enter_context(_served(metrics, config))
                 _say(READY_LINE)
 
-            comes_again = await start(bus, telemetry, stop, on_ready)
+            within_s = config.times.bus.claim_within_s
+            async with holding(bus, lives_by, stop, within_s) if lives_by else contextlib.nullcontext():
+                comes_again = await start(bus, telemetry, stop, on_ready)
         if comes_again is None and ends.done() and ends.result():
             raise UserError(f"the broker at {config.nats.url} has closed the connection for good")
         return comes_again
@@ -213,7 +219,7 @@ def _service(role: str, name: str, config: MeshConfig, metrics: Metrics, identit
     match role:
         case "gateway":
             # It has no use for torch, and transformers' loader of tokenizers would import it: 180 MiB.
-            sys.modules["torch"] = cast("ModuleType", None)
+            sys.modules.setdefault("torch", cast("ModuleType", None))
             set_environment({"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"})  # a line that there is no torch
             from services.gateway.service import load_model, run_gateway
 

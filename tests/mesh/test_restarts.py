@@ -2,7 +2,10 @@
 
 import os
 import signal
+import socket
+import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from uuid import uuid4
 
@@ -12,6 +15,7 @@ import pytest
 from services.launch.limits import ENDS_WITHIN_S, LONGEST_WAIT_S, MAX_ENDS, SOUND_AFTER_S
 from services.launch.restart import Child, Restarts
 from services.launch.supervisor import UpOptions
+from tests.cli.commands import KVMESH, assert_one_line
 from tests.mesh.processes import Mesh, RunningMesh
 
 
@@ -97,3 +101,20 @@ def test_who_ends_now_and_then_is_never_given_up() -> None:
     for _ in range(3 * MAX_ENDS):
         now_s += 1.2 * ENDS_WITHIN_S / MAX_ENDS
         assert restarts.ended(now_s - 1, now_s) is not None
+
+
+@pytest.mark.parametrize("name", ["decode-0", "prefill-0", "scheduler", "directory"])
+def test_a_second_one_of_a_living_name_is_refused_and_no_request_fails(mesh: Mesh, name: str) -> None:
+    """It says where the first lives, who goes on as if nothing had been."""
+    living = child_named(mesh, name)
+    pid, role = living.process.pid, living.role
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        answers = [pool.submit(mesh.complete, f"{uuid4()} says", max_tokens=40) for _ in range(24)]
+        config = str(mesh.run_dir / "mesh.toml")
+        command = [*KVMESH, "serve", role, "--id", name, "--config", config, "--metrics-port", "-1"]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert_one_line(
+            ran, f"{name} is the name of a service that lives already ({socket.gethostname()}, process {pid})"
+        )
+        assert all(answer.result()["usage"]["kvmesh"]["num_retries"] == 0 for answer in answers)
+    assert living.process.pid == pid and living.ready.is_set()

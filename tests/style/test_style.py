@@ -14,6 +14,7 @@ ROOTS = ("schemas", "dataplane", "services")
 TASKS_OUTSIDE_A_GROUP = {
     "services/bus/nats.py": "closing the connection is waited for with a limit, and ends whoever closed it",
     "services/launch/restart.py": "hears a process, and ends with it",
+    "services/launch/names.py": "answer and ask for a service's name while it runs: cancelled when it ends",
     "services/launch/serve.py": "watch the parent, the bus, the metrics while a service runs: cancelled when it ends",
     "services/launch/supervisor.py": "tend processes until the supervisor stops: cancelled then",
     "services/runtime.py": "two are waited for, whichever ends first",

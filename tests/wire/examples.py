@@ -82,6 +82,7 @@ from schemas.request import (
 from schemas.subjects import SUBJECTS
 from schemas.worker import (
     BlockCounts,
+    ClaimName,
     DescribeFleet,
     DrainAnswered,
     DrainWorker,
@@ -341,6 +342,7 @@ EXAMPLES: tuple[Message, ...] = (
         **REQUEST, source=SOURCE, fingerprint="f00d", first_block=3, block_hashes=HASHES, tenant="t", leaving=True
     ),
     PingWorker(),
+    ClaimName(name="decode-0", token="0a1b2c3d4e5f6071", where="gpu-3, process 4711", age_ms=86_400_000),
     WorkerAlive(**HOLDER, lag_ms=12),
     AskProgress(**REQUEST, index=4),
     Progress(**REQUEST, worker_id=TARGET, known=True, tokens=TOKENS[0], is_waiting=True),

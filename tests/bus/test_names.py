@@ -1,0 +1,102 @@
+"""One name, one living service."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas import subjects
+from services.bus.base import Bus
+from services.errors import UserError
+from services.launch.names import TOGETHER_MS, Claim, holding
+from tests.bus.conftest import Connect
+from tests.waiting import PATIENCE_S, until
+
+NAME = "decode-0"
+
+
+class Living:
+    """A service that lives by a name until it is told to stop."""
+
+    def __init__(self, bus: Bus, name: str = NAME, within_s: float = PATIENCE_S) -> None:
+        self.began = asyncio.Event()
+        self.stop = asyncio.Event()
+        self.task = asyncio.create_task(self._live(bus, name, within_s))
+
+    async def _live(self, bus: Bus, name: str, within_s: float) -> None:
+        async with holding(bus, name, self.stop, within_s):
+            self.began.set()
+            await self.stop.wait()
+
+    async def end(self) -> None:
+        self.stop.set()
+        await self.task
+
+
+@pytest.fixture
+async def buses(connect: Connect) -> AsyncIterator[tuple[Bus, Bus]]:
+    yield await connect(), await connect()
+
+
+async def test_the_second_is_refused_and_told_where_the_first_lives(buses: tuple[Bus, Bus]) -> None:
+    first = Living(buses[0])
+    await first.began.wait()
+    # It is as young as the first, which may leave it the name: one of them goes on.
+    await asyncio.sleep(0)
+    second = Living(buses[1])
+    await asyncio.wait([first.task, second.task], return_when=asyncio.FIRST_COMPLETED)
+    lost, kept = (second, first) if second.task.done() else (first, second)
+    with pytest.raises(UserError, match=rf"{NAME} is the name of a service that lives already \(.*, process \d+\)"):
+        await lost.task
+    assert not kept.stop.is_set()
+    await kept.end()
+
+
+async def test_a_name_is_free_at_once_when_its_service_has_ended(buses: tuple[Bus, Bus]) -> None:
+    for bus in (*buses, *buses):
+        living = Living(bus)
+        await living.began.wait()
+        await living.end()
+
+
+async def test_other_names_live_beside(buses: tuple[Bus, Bus]) -> None:
+    livings = [Living(bus, name) for bus, name in zip(buses, ("decode-0", "decode-1"), strict=True)]
+    for living in livings:
+        await living.began.wait()
+    for living in livings:
+        await living.end()
+
+
+async def test_of_many_that_begin_together_one_lives(buses: tuple[Bus, Bus]) -> None:
+    livings = [Living(buses[number % 2]) for number in range(6)]
+    await until(lambda: sum(living.task.done() for living in livings) == len(livings) - 1)
+    (kept,) = (living for living in livings if not living.task.done())
+    assert kept.began.is_set() and not kept.stop.is_set()
+    await kept.end()
+    ends = await asyncio.gather(*(living.task for living in livings if living is not kept), return_exceptions=True)
+    assert all(isinstance(end, UserError) for end in ends)
+
+
+async def test_who_answers_nothing_holds_no_name(buses: tuple[Bus, Bus]) -> None:
+    """As a process that stands still does: its subscription is there, and it says nothing."""
+    async with AsyncExitStack() as stack:
+        subscription = await buses[0].subscribe(subjects.CLAIM.of(NAME))
+        stack.push_async_callback(subscription.close)
+        living = Living(buses[1], within_s=0.05)
+        await living.began.wait()
+        await living.end()
+
+
+@given(st.integers(0, 10_000), st.integers(0, 10_000), st.integers(0, 5))
+def test_the_two_decide_alike(one_ms: int, other_ms: int, delay_ms: int) -> None:
+    claims = [Claim(NAME, -age_ms / 1000, token) for token, age_ms in (("a", one_ms), ("b", other_ms))]
+    now_s, then_s = 0.0, delay_ms / 1000
+    verdicts = [claims[0].yields_to(claims[1].said(now_s), then_s), claims[1].yields_to(claims[0].said(now_s), then_s)]
+    difference = abs(one_ms - other_ms)
+    if not TOGETHER_MS - delay_ms - 1 <= difference <= TOGETHER_MS + delay_ms + 1:
+        assert verdicts[0] != verdicts[1]
+    if difference > TOGETHER_MS + delay_ms + 1:
+        assert verdicts[0] == (other_ms > one_ms), "the older stays"
