@@ -28,6 +28,9 @@ _API_KEY = re.compile(r"[!-~]{1,256}")
 _ORIGIN = re.compile(r"\*|https?://[^/\s*]+")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 
+TRACES_PATH = "/v1/traces"
+OTLP_TIMEOUT_S = 5.0
+"""So long it is tried again to send some spans, by default: then it is said that they are lost."""
 MIN_SECRET_CHARS = 16
 """A shorter secret can be guessed."""
 MIN_STAGING_BYTES = 32 * 1024 * 1024
@@ -456,13 +459,13 @@ def at_scale(config: MeshConfig) -> MeshConfig:
 
 def apply_environment(config: MeshConfig) -> MeshConfig:
     """Return the configuration with KVMESH_NATS_URL, KVMESH_METRICS_PORT, KVMESH_SAMPLE_RATIO, KVMESH_TIME_SCALE and
-    OpenTelemetry's OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_TRACES_SAMPLER_ARG laid over it. Raises UserError."""
+    OpenTelemetry's variables of exporters and samplers laid over it. Raises UserError."""
     nats, telemetry = config.nats, config.telemetry
     if url := os.environ.get("KVMESH_NATS_URL"):
         nats = msgspec.structs.replace(nats, url=url)
-    if (endpoint := os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")) and not telemetry.otlp_endpoint:
+    if (endpoint := _otlp_variable("ENDPOINT")) and not telemetry.otlp_endpoint:
         telemetry = msgspec.structs.replace(telemetry, otlp_endpoint=endpoint)
-    check_endpoint(telemetry.otlp_endpoint)
+    otlp_target(telemetry)
     if port := os.environ.get("KVMESH_METRICS_PORT"):
         if not port.isdecimal():
             raise UserError(f"KVMESH_METRICS_PORT must be a port, not {port!r}")
@@ -479,6 +482,41 @@ def apply_environment(config: MeshConfig) -> MeshConfig:
         except msgspec.ValidationError as error:
             raise UserError(f"KVMESH_TIME_SCALE: {scale!r} is no number from 0.1 to 100") from error
     return msgspec.structs.replace(config, nats=nats, telemetry=telemetry, times=times)
+
+
+class OtlpTarget(NamedTuple):
+    """Where spans go. `timeout_s`: None where OpenTelemetry's variables say it."""
+
+    url: str
+    is_grpc: bool
+    timeout_s: float | None
+
+
+def otlp_target(telemetry: TelemetryConfig) -> OtlpTarget | None:
+    """Return where spans go by the configuration and OpenTelemetry's variables; None: nowhere. Raises UserError.
+
+    OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is taken as it is; another address is completed for HTTP
+    (https://opentelemetry.io/docs/specs/otel/protocol/exporter).
+    """
+    url = telemetry.otlp_endpoint
+    check_endpoint(url)
+    is_off = (
+        os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or os.environ.get("OTEL_TRACES_EXPORTER") == "none"
+    )
+    if not url or is_off:
+        return None
+    protocol = _otlp_variable("PROTOCOL") or "http/protobuf"
+    if protocol not in ("http/protobuf", "grpc"):
+        raise UserError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}: spans are sent by http/protobuf or grpc")
+    timeout_s = None if _otlp_variable("TIMEOUT") else OTLP_TIMEOUT_S
+    is_whole = url == os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or urlsplit(url).path.endswith(TRACES_PATH)
+    is_complete = is_whole or protocol == "grpc"
+    return OtlpTarget(url if is_complete else url.rstrip("/") + TRACES_PATH, protocol == "grpc", timeout_s)
+
+
+def _otlp_variable(name: str) -> str:
+    """Return what OpenTelemetry's variables say of traces, or else of all signals."""
+    return os.environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or os.environ.get(f"OTEL_EXPORTER_OTLP_{name}", "")
 
 
 def check_endpoint(url: str) -> None:

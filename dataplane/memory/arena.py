@@ -24,7 +24,7 @@ SHM_DIR = Path("/dev/shm")
 HEADER_BYTES = 4096
 _HEADER = struct.Struct("<8s32sQ")  # magic, nonce, bytes of KV
 _MAGIC = b"KVARENA1"
-_NAME = re.compile(r"kvmesh-(\d{1,10})-[0-9a-f]{16}")
+_NAME = re.compile(r"kvmesh-\d{1,10}-[0-9a-f]{16}")
 
 ByteArray = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
@@ -74,15 +74,14 @@ class Arena:
     @classmethod
     def create_bytes(cls, num_bytes: int) -> Self:
         """Return so much new memory, owned by this process. Raises ArenaTooLargeError."""
+        remove_stale_arenas()  # a predecessor's memory, which nobody else may be there to give back
         needed = HEADER_BYTES + num_bytes
         available = _available_bytes()
         if available is not None and needed > available:
             raise ArenaTooLargeError(needed, available)
-        name, nonce = f"kvmesh-{os.getpid()}-{secrets.token_hex(8)}", secrets.token_hex(16)
-        path = SHM_DIR / name
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        path, fd = _new_file()
+        name, nonce = path.name, secrets.token_hex(16)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.posix_fallocate(fd, 0, needed)
             mapping = mmap.mmap(fd, needed)  # keeps the open file, and with it the lock
         except BaseException as error:
@@ -144,27 +143,32 @@ def _available_bytes() -> int | None:
     return room.f_bavail * room.f_frsize if room.f_blocks else None
 
 
+def _new_file() -> tuple[Path, int]:
+    """Return a new file whose lock is ours, open."""
+    while True:
+        path = SHM_DIR / f"kvmesh-{os.getpid()}-{secrets.token_hex(8)}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        # Until it was locked somebody may have taken it for a dead one's: then there is another name.
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_nlink:
+                return path, fd
+        os.close(fd)
+
+
 def remove_stale_arenas() -> list[str]:
-    """Unlink the arenas whose owners have died without closing them, and return their names."""
+    """Unlink the arenas whose owners have died without closing them, and return their names. An owner that lives has
+    its lock; its PID says nothing, as each container has a process 1."""
     removed: list[str] = []
     for path in SHM_DIR.glob("kvmesh-*"):
-        named = _NAME.fullmatch(path.name)
-        if named is None or Path(f"/proc/{named[1]}").exists():
+        if _NAME.fullmatch(path.name) is None:
             continue
         with contextlib.suppress(OSError):
-            if not _is_locked(path):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
                 removed.append(path.name)
+            finally:
+                os.close(fd)
     return removed
-
-
-def _is_locked(path: Path) -> bool:
-    """Say whether an owner lives. A process of another PID namespace has no entry in our /proc, but it has its lock."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False

@@ -67,7 +67,7 @@ async def _run(lengths: list[int], num_questions: int, url: str) -> list[Quality
 async def _measure(urls: dict[str, str], lengths: list[int], num_questions: int) -> list[QualityRow]:
     rng = random.Random(SEED)
     rows: list[QualityRow] = []
-    async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S) as client:
+    async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, trust_env=False) as client:
         model = (await model_of(client, urls[SPLIT])).id
         with Progress(console=Console(stderr=True), transient=True) as progress:
             for length in lengths:

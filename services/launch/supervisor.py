@@ -241,7 +241,6 @@ class Supervisor:
         policy_named(SchedulerConfig(policy=options.policy))
         await asyncio.to_thread(_check_store, _store_config(options))
         self.checkpoint = read_checkpoint(options.model or str(DEMO_MODEL_DIR), options.engine)
-        remove_stale_arenas()
         self.devices = await self._plan_devices()
         self._ports = _free_ports(options.gateway.host, options.port, options.num_gateways)
         self._metrics_ports = _distinct_ports([name for _, name in options.services])
@@ -302,8 +301,6 @@ class Supervisor:
             was_asked = child.process.returncode == EXIT_AGAIN
             if not was_asked and not await self._wait_to_restart(child.restarts, child.started_s, child.describe_end()):
                 return
-            if child.role in WORKER_ROLES:
-                remove_stale_arenas()
             try:
                 child.replace(await self._spawn(child.role, child.name), time.monotonic())
             except OSError as error:

@@ -48,7 +48,7 @@ class Scene:
         self._model = supervisor.checkpoint.name
         self._rng = random.Random(SEED)
         self._bus = TypedBus(connection, "scene")
-        self._client = httpx.AsyncClient(base_url=supervisor.url, timeout=TIMEOUT_S)
+        self._client = httpx.AsyncClient(base_url=supervisor.url, timeout=TIMEOUT_S, trust_env=False)
 
     async def __aenter__(self) -> "Scene":
         return self

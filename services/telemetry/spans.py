@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.config import MeshConfig, TelemetryConfig
+from services.config import MeshConfig, TelemetryConfig, otlp_target
 from services.telemetry.context import SpanRef, TraceContext, context_of, new_trace
 from services.telemetry.export import Background, Exporter, FileExporter
 from services.telemetry.record import Attributes, AttributeValue, SpanRecord
@@ -153,10 +153,10 @@ def open_telemetry(service: str, mesh: MeshConfig) -> Telemetry:
     """Return the service's telemetry: to OTLP where an endpoint is configured, else to a file where a folder is, else
     nowhere."""
     config, times = mesh.telemetry, mesh.times.telemetry
-    if config.otlp_endpoint:
+    if (target := otlp_target(config)) is not None:
         from services.telemetry.otlp import OtlpExporter  # noqa: PLC0415  (slow import)
 
-        return Telemetry(service, OtlpExporter(config.otlp_endpoint), config, times)
+        return Telemetry(service, OtlpExporter(target), config, times)
     if config.trace_dir:
         return Telemetry(service, FileExporter(Path(config.trace_dir), service, config.trace_mib << 20), config, times)
     return Telemetry(service, None, config, times)

@@ -2,6 +2,7 @@ import gc
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -107,8 +108,8 @@ def test_arenas_of_the_dead_are_removed() -> None:
     leave = "import os; from dataplane.memory.arena import Arena; from dataplane.blocks.layout import uniform_shape\n"
     leave += "from tests.plane.harness import LAYOUT\n"
     leave += "print(Arena.create(uniform_shape(LAYOUT, 1)).name, flush=True); os._exit(0)"
-    left = subprocess.run([sys.executable, "-c", leave], capture_output=True, text=True, check=True).stdout.strip()
     mine = Arena.create(uniform_shape(LAYOUT, 1))
+    left = subprocess.run([sys.executable, "-c", leave], capture_output=True, text=True, check=True).stdout.strip()
     assert (SHM_DIR / left).exists()
     removed = remove_stale_arenas()
     assert left in removed and mine.name not in removed
@@ -128,6 +129,26 @@ def test_owner_in_another_pid_namespace_is_alive() -> None:
         assert foreign.name in remove_stale_arenas()
     finally:
         foreign.unlink(missing_ok=True)
+
+
+def test_a_dead_process_1_s_arena_goes_as_the_next_one_is_made() -> None:
+    """In each container there lives a process 1: the lock tells whose arena it was."""
+    left = SHM_DIR / "kvmesh-1-00000000deadbeef"
+    left.write_bytes(b"x")
+    Arena.create(uniform_shape(LAYOUT, 1)).close()
+    assert not left.exists()
+
+
+def test_none_is_taken_for_a_dead_one_s_while_it_is_made() -> None:
+    def make(_: int) -> bool:
+        arena = Arena.create(uniform_shape(LAYOUT, 1))
+        try:
+            return (SHM_DIR / arena.name).exists()
+        finally:
+            arena.close()
+
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        assert all(pool.map(make, range(400)))
 
 
 def test_other_files_are_left_alone() -> None:

@@ -128,6 +128,18 @@ def test_replies_are_typed(nodes: dict[str, list[ast.AST]]) -> None:
     assert found == set()
 
 
+def test_no_client_of_ours_asks_a_proxy_for_the_mesh(nodes: dict[str, list[ast.AST]]) -> None:
+    """What the environment says of proxies is for what is outside."""
+
+    def may_use_one(node: ast.AST) -> bool:
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            return False
+        is_client = is_name(node.func.value, "httpx") and node.func.attr in ("AsyncClient", "Client", "get", "post")
+        return is_client and not any(keyword.arg == "trust_env" for keyword in node.keywords)
+
+    assert files_with(nodes, may_use_one) == set()
+
+
 def writes_by_itself(node: ast.AST) -> bool:
     """Say whether this makes a folder, or a file that anybody may read."""
     if not isinstance(node, ast.Call):

@@ -1,16 +1,33 @@
 """With an endpoint configured, spans leave as OTLP over HTTP: read back with the protocol's own messages."""
 
+import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import SimpleQueue
 
+import grpc
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from services.config import MeshConfig, TelemetryConfig
-from services.telemetry import Key, SpanName, open_telemetry
+from services.config import MeshConfig, TelemetryConfig, apply_environment, otlp_target
+from services.errors import UserError
+from services.telemetry import Key, ListExporter, SpanName, Telemetry, open_telemetry
+from services.telemetry.otlp import OtlpExporter
+from services.telemetry.record import SpanRecord
+from services.times import TelemetryTimes
+
+HEADERS: list[dict[str, str]] = []
+Received = tuple[str, "SimpleQueue[ExportTraceServiceRequest]"]
 
 
 @pytest.fixture
@@ -19,7 +36,10 @@ def received() -> Iterator[tuple[str, "SimpleQueue[ExportTraceServiceRequest]"]]
 
     class Collector(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            assert self.path == "/v1/traces" and self.headers["content-type"] == "application/x-protobuf"
+            HEADERS.append(dict(self.headers.items()))
+            if self.path != "/v1/traces" or self.headers["content-type"] != "application/x-protobuf":
+                self.send_error(404)
+                return
             body = self.rfile.read(int(self.headers["content-length"]))
             requests.put(ExportTraceServiceRequest.FromString(body))
             self.send_response(200)
@@ -81,3 +101,95 @@ def test_who_asks_another_service_is_its_client(received: tuple[str, "SimpleQueu
         (SpanName.KV_TRANSFER, Span.SPAN_KIND_CLIENT, "kvmesh-prefill-0"),
         (SpanName.KV_TRANSFER, Span.SPAN_KIND_INTERNAL, ""),
     }
+
+
+def told(monkeypatch: pytest.MonkeyPatch, endpoint: str = "", **variables: str) -> MeshConfig:
+    """Return a configuration with variables of the environment laid over it."""
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return apply_environment(MeshConfig(telemetry=TelemetryConfig(otlp_endpoint=endpoint)))
+
+
+def send(config: MeshConfig) -> None:
+    telemetry = open_telemetry("prefill-0", config)
+    telemetry.start("POST /v1/completions", server=True).end()
+    telemetry.close()
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1/traces"])
+@pytest.mark.parametrize("name", ["--otlp", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"])
+def test_every_way_to_say_where_through_no_proxy(
+    received: Received, monkeypatch: pytest.MonkeyPatch, name: str, path: str
+) -> None:
+    if name == "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT" and not path.endswith("traces"):
+        pytest.skip("it is taken as it is")
+    endpoint, requests = received
+    for proxy in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(proxy, "http://127.0.0.1:9")
+    url = endpoint + path
+    send(told(monkeypatch, url) if name == "--otlp" else told(monkeypatch, **{name: url}))
+    assert requests.get(timeout=30).resource_spans
+
+
+def test_what_stands_above_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces, all_signals = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
+
+    def url(endpoint: str = "", **variables: str) -> str:
+        target = otlp_target(told(monkeypatch, endpoint, **variables).telemetry)
+        return target.url if target is not None else ""
+
+    both = {traces: "http://a:1/custom", all_signals: "http://b:2/otlp/"}
+    assert url("http://c:3", **both) == "http://c:3/v1/traces"
+    assert url(**both) == "http://a:1/custom"
+    assert url(**{all_signals: both[all_signals]}) == "http://b:2/otlp/v1/traces"
+    assert url() == url(**both, OTEL_TRACES_EXPORTER="none") == url(**both, OTEL_SDK_DISABLED="true") == ""
+    with pytest.raises(UserError, match="is 'http/json': spans are sent by http/protobuf or grpc"):
+        url(**both, OTEL_EXPORTER_OTLP_PROTOCOL="http/json")
+    with pytest.raises(UserError, match="no address"):
+        url(**{traces: "localhost"})
+
+
+def test_headers_are_opentelemetry_s_own_variables(received: Received, monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint, requests = received
+    headers = {"OTEL_EXPORTER_OTLP_HEADERS": "x-scope=a", "OTEL_EXPORTER_OTLP_COMPRESSION": "none"}
+    send(told(monkeypatch, endpoint, **headers))
+    assert requests.get(timeout=30).resource_spans
+    assert HEADERS[-1]["x-scope"] == "a"
+
+
+def test_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: SimpleQueue[ExportTraceServiceRequest] = SimpleQueue()
+
+    class Collector(TraceServiceServicer):
+        def Export(self, request: ExportTraceServiceRequest, context: object) -> ExportTraceServiceResponse:
+            requests.put(request)
+            return ExportTraceServiceResponse()
+
+    server = grpc.server(ThreadPoolExecutor(max_workers=1))
+    add_TraceServiceServicer_to_server(Collector(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    send(told(monkeypatch, f"http://127.0.0.1:{port}", OTEL_EXPORTER_OTLP_PROTOCOL="grpc"))
+    assert requests.get(timeout=30).resource_spans
+    server.stop(None).wait()
+
+
+def test_what_cannot_be_delivered_is_one_line_with_the_address(
+    received: Received, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"{received[0]}/elsewhere"
+    target = otlp_target(told(monkeypatch, url).telemetry)
+    assert target is not None
+    exporter = OtlpExporter(target)
+    records: list[SpanRecord] = []
+    telemetry = Telemetry("prefill-0", ListExporter(records), TelemetryConfig(), TelemetryTimes())
+    telemetry.start("POST /v1/completions", server=True).end()
+    telemetry.close()
+    for _ in range(3):
+        exporter.export(records)
+    exporter.close()
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == [f"{num} spans are lost: {url}/v1/traces does not take them as OTLP" for num in (1, 2)]

@@ -169,7 +169,7 @@ async def model_of(http: httpx.AsyncClient, url: str) -> ListedModel:
 def open_http() -> httpx.AsyncClient:
     """Return an HTTP client without a limit on connections."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    return httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, limits=limits)
+    return httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, limits=limits, trust_env=False)
 
 
 def base_url(url: str) -> str:
