@@ -28,8 +28,8 @@ class RunningMesh(msgspec.Struct, frozen=True, kw_only=True):
     """Addresses of the gateways after the first."""
     restarts: dict[str, int] = {}
     """How often each service was started again, of those that were."""
-    given_up: list[str] = []
-    """Services that ended too often, and are not started again."""
+    resting: list[str] = []
+    """Services that end too often, and are started again after pauses only."""
 
 
 def mesh_of(state: Path) -> RunningMesh | None:

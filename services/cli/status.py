@@ -32,8 +32,8 @@ def run_status(options: BusOptions, *, as_json: bool) -> None:
         console.print(line)
     if mesh is not None and mesh.restarts:
         console.print("started again: " + ", ".join(f"{name} {n}×" for name, n in sorted(mesh.restarts.items())))
-    if mesh is not None and mesh.given_up:
-        console.print(f"[red]given up: {', '.join(mesh.given_up)}[/red]")
+    if mesh is not None and mesh.resting:
+        console.print(f"[red]ends too often, and is tried again after pauses: {', '.join(mesh.resting)}[/red]")
     if orphaned := {load.worker.worker_id: n for load in _sorted(fleet) if (n := load.blocks.orphaned)}:
         listed = ", ".join(f"{worker_id} {n}" for worker_id, n in orphaned.items())
         console.print(f"[red]blocks that no request knows of: {listed}[/red]")

@@ -89,7 +89,7 @@ def _read_tenants(path: Path) -> dict[str, str]:
 
 
 async def _up(options: UpOptions) -> int:
-    console = Console(highlight=False, soft_wrap=True)
+    console = LastingConsole(highlight=False, soft_wrap=True)
     run_dir = state_dir() / "run"
     shutil.rmtree(run_dir, ignore_errors=True)
     private_folder(run_dir)
@@ -97,8 +97,10 @@ async def _up(options: UpOptions) -> int:
     state_file, metrics_file = state_dir() / STATE_FILE, state_dir() / "metrics.json"
 
     def say(text: str) -> None:
-        console.print(text)
-        _write(state_file, supervisor)
+        try:
+            _write(state_file, supervisor)
+        finally:
+            console.print(text)
 
     supervisor = Supervisor(options, run_dir, say)
 
@@ -114,7 +116,8 @@ async def _up(options: UpOptions) -> int:
             return 130
         _write(state_file, supervisor)
         _replace(metrics_file, msgspec.json.format(msgspec.json.encode(supervisor.metrics_targets)))
-        _greet(console, supervisor, options)
+        with contextlib.suppress(OSError):
+            _greet(console, supervisor, options)
         await stop.wait()
         return 0
     finally:
@@ -122,6 +125,16 @@ async def _up(options: UpOptions) -> int:
             await supervisor.stop()
         state_file.unlink(missing_ok=True)
         metrics_file.unlink(missing_ok=True)
+
+
+class LastingConsole(Console):
+    """A console whose reader may go away, as that of `kvmesh up | head` does: the mesh goes on, and says no more."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)  # else Python complains as it ends
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 async def _started(console: Console, supervisor: Supervisor, stop: asyncio.Event) -> bool:
@@ -191,7 +204,7 @@ def _write(path: Path, supervisor: Supervisor) -> None:
         trace_dir=str(supervisor.trace_dir),
         other_urls=supervisor.urls[1:],
         restarts={name: record.num_restarts for name, record in records.items() if record.num_restarts},
-        given_up=[name for name, record in records.items() if record.is_given_up],
+        resting=[name for name, record in records.items() if record.num_rests],
     )
     _replace(path, msgspec.json.encode(mesh))
 

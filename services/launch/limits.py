@@ -21,9 +21,13 @@ LONGEST_WAIT_S = 5.0
 SOUND_AFTER_S = 30.0
 """A process that has lived for this long has started well: its next end counts as the first again."""
 MAX_ENDS = 10
-"""So many ends in a row within ENDS_WITHIN_S, and the process is given up."""
+"""After so many ends in a row within ENDS_WITHIN_S the process is started again after pauses only."""
 ENDS_WITHIN_S = 60.0
 """See MAX_ENDS."""
+FIRST_REST_S = 30.0
+"""The first of these pauses; doubled with each end that follows, until the process has started well."""
+LONGEST_REST_S = 600.0
+"""The pause grows to this."""
 
 EXIT_DRAINED = 10
 """A worker's exit code once an operator has had it leave: it is not started again."""

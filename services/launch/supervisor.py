@@ -289,24 +289,21 @@ class Supervisor:
         if child.role in WORKER_ROLES:
             timeout_s += self._options.drain_s
         if not await child.stop(timeout_s):
-            self._say(f"[red]{child.name} did not stop within {timeout_s:.0f} s and was killed[/red]")
+            self._tell(f"[red]{child.name} did not stop within {timeout_s:.0f} s and was killed[/red]")
 
     async def _keep_running(self, child: Child) -> None:
         """Start a service again whenever it ends by itself, until it is given up."""
         while True:
             await child.wait_ended()
             if child.process.returncode == EXIT_DRAINED:
-                self._say(f"[yellow]{child.name} was drained[/yellow], and is not started again")
+                self._tell(f"[yellow]{child.name} was drained[/yellow], and is not started again")
                 return
-            was_asked = child.process.returncode == EXIT_AGAIN
-            if not was_asked and not await self._wait_to_restart(child.restarts, child.started_s, child.describe_end()):
-                return
+            if child.process.returncode != EXIT_AGAIN:
+                await self._wait_to_restart(child.restarts, child.started_s, child.describe_end())
             try:
                 child.replace(await self._spawn(child.role, child.name), time.monotonic())
-            except OSError as error:
-                self._say(
-                    f"[red]{child.name} could not be started: {error}[/red]"
-                )  # the loop waits for the old process, which has ended already
+            except OSError as error:  # and once more: the process that is waited for has ended already
+                self._tell(f"[red]{child.name} could not be started: {error}[/red]")
 
     async def _keep_broker_running(self) -> None:
         """Start the broker again whenever it ends, on the same port."""
@@ -315,30 +312,30 @@ class Supervisor:
         while True:
             started_s = time.monotonic()
             code = await asyncio.to_thread(self._nats.wait)
-            if not await self._wait_to_restart(self._nats_restarts, started_s, f"{BROKER} ended with code {code}"):
-                return
+            await self._wait_to_restart(self._nats_restarts, started_s, f"{BROKER} ended with code {code}")
             try:
                 # Not on a helper thread: the server is started so that it ends with the thread that started it.
                 self._nats = EmbeddedNats.start(port, self._run_dir, self._broker_access)
             except UserError as error:
-                self._say(f"[red]{error}[/red]")  # and once more: the process that is waited for has ended already
+                self._tell(f"[red]{error}[/red]")  # and once more: the process that is waited for has ended already
 
-    async def _wait_to_restart(self, restarts: Restarts, started_s: float, how_it_ended: str) -> bool:
-        """Report what ended, and wait until it is time to start it again. False: it is given up."""
+    async def _wait_to_restart(self, restarts: Restarts, started_s: float, how_it_ended: str) -> None:
+        """Report what ended, and wait until it is time to start it again."""
         wait_s = restarts.ended(started_s, time.monotonic())
-        how_it_ended = escape(how_it_ended)
-        if wait_s is None:
-            self._say(f"[red]{how_it_ended}, once too often: it is not started again[/red]; see {self.log_dir}")
-            return False
-        self._say(f"[yellow]{how_it_ended}[/yellow]; it is started again")
+        when = f"again in {wait_s:.0f} s, as it ends too often; see {self.log_dir}" if restarts.num_rests else "again"
+        self._tell(f"[yellow]{escape(how_it_ended)}[/yellow]; it is started {when}")
         await asyncio.sleep(wait_s)
-        return True
+
+    def _tell(self, text: str) -> None:
+        """Say what has happened. Whoever hears it, and whether anybody does, decides nothing here."""
+        with contextlib.suppress(Exception):
+            self._say(text)
 
     async def _plan_devices(self) -> dict[str, str]:
         asked, workers = self._options.devices or (environment_device() or "auto",), self._options.workers
         cards = await probe_cards() if "auto" in asked or "cuda" in asked else Cards()
         if cards.reason and "auto" in asked:
-            self._say(f"[yellow]no graphics card is used: {escape(cards.reason)}[/yellow]")
+            self._tell(f"[yellow]no graphics card is used: {escape(cards.reason)}[/yellow]")
         planned = plan_devices(asked, cards, len(workers))
         check_driver(planned)
         check_carrier(self._options.carrier, planned)

@@ -1,5 +1,6 @@
 """Meshes of `kvmesh up`: what dies is started again, what is stored stays, options reach the configuration."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 
 from services.config import load_config
 from services.engine.demo_model import DEMO_MODEL_DIR
@@ -22,6 +24,7 @@ from tests.cli.commands import (
     our_processes,
     run,
     stopped_with,
+    wait_until,
 )
 
 
@@ -37,6 +40,59 @@ def test_what_dies_is_started_again_and_said(tmp_path: Path) -> None:
         assert "started again: decode-0 1×" in run(tmp_path, "status", *_broker(tmp_path)).stdout
     assert up.returncode == 0  # though the new one was still starting
     assert our_processes(tmp_path) == [] and not any(arenas_of([decode]))
+
+
+def test_whoever_reads_what_it_says_goes_away_and_the_mesh_goes_on(tmp_path: Path) -> None:
+    command = [*KVMESH, "up", "--port", "0", "--kv-mib", "64", "--drain-s", "5"]
+    with (tmp_path / "stderr").open("w") as stderr:
+        up = subprocess.Popen(command, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=stderr, text=True)
+    assert up.stdout is not None
+    for line in up.stdout:
+        if "Ctrl-C" in line:
+            break
+    up.stdout.close()
+
+    def decode() -> set[int]:
+        return {pid for pid in our_processes(tmp_path) if "--id decode-0" in command_of(pid)}
+
+    for number in (1, 2):
+        before = decode()
+        os.kill(*before, signal.SIGKILL)
+        wait_until(lambda number=number: restarts_of(tmp_path) == {"decode-0": number})
+        wait_until(lambda before=before: decode() - before)
+    up.terminate()
+    assert up.wait(60) == 0 and not (tmp_path / "stderr").read_text()
+    assert our_processes(tmp_path) == []
+
+
+def test_a_full_state_folder_keeps_nobody_from_coming_back(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", state], check=False).returncode:
+        pytest.skip("file systems are root's to mount")
+    try:
+        command = [*KVMESH, "up", "--port", "0", "--kv-mib", "64", "--drain-s", "5"]
+        up = subprocess.Popen(command, env=environment(state), stdout=subprocess.PIPE, text=True)
+        with stopped_with(up) as lines:
+            assert any("Ctrl-C" in line for line in lines)
+            filling = state / "filling"
+            with contextlib.suppress(OSError), filling.open("wb", buffering=0) as file:
+                while file.write(bytes(4096)):
+                    pass
+            for _ in ("full", "room again"):
+                [decode] = [pid for pid in our_processes(state) if "--id decode-0" in command_of(pid)]
+                os.kill(decode, signal.SIGKILL)
+                assert "decode-0 was killed by signal 9; it is started again" in next(lines)
+                wait_until(lambda: any("--id decode-0" in command_of(pid) for pid in our_processes(state)))
+                filling.unlink(missing_ok=True)
+            wait_until(lambda: restarts_of(state) == {"decode-0": 2})
+        assert up.returncode == 0
+    finally:
+        subprocess.run(["umount", "-l", state], check=True)
+
+
+def restarts_of(state_dir: Path) -> dict[str, int]:
+    return json.loads((state_dir / "mesh.json").read_bytes())["restarts"]
 
 
 def _broker(state_dir: Path) -> list[str]:

@@ -12,7 +12,7 @@ from uuid import uuid4
 import httpx
 import pytest
 
-from services.launch.limits import ENDS_WITHIN_S, LONGEST_WAIT_S, MAX_ENDS, SOUND_AFTER_S
+from services.launch.limits import ENDS_WITHIN_S, LONGEST_REST_S, LONGEST_WAIT_S, MAX_ENDS, SOUND_AFTER_S
 from services.launch.restart import Child, Restarts
 from services.launch.supervisor import UpOptions
 from tests.cli.commands import KVMESH, assert_one_line
@@ -84,23 +84,25 @@ def test_the_broker_is_away_for_seconds_and_comes_back_where_it_was(mesh: Mesh) 
     mesh.assert_no_blocks_held()
 
 
-def test_restarts_wait_longer_and_longer_and_end() -> None:
+def test_restarts_wait_longer_and_longer_and_never_end() -> None:
     restarts, now_s, waits = Restarts(), 0.0, list[float]()
-    while (wait_s := restarts.ended(now_s, now_s + 0.5)) is not None:
-        waits.append(wait_s)
-        now_s += 0.5 + wait_s
-    assert waits[:5] == [0.2, 0.4, 0.8, 1.6, 3.2] and max(waits) == LONGEST_WAIT_S
-    assert len(waits) == MAX_ENDS - 1 == restarts.num_restarts and restarts.is_given_up
+    for _ in range(MAX_ENDS + 6):
+        waits.append(restarts.ended(now_s, now_s + 0.5))
+        now_s += 0.5 + waits[-1]
+    assert waits[:5] == [0.2, 0.4, 0.8, 1.6, 3.2] and max(waits[: MAX_ENDS - 1]) == LONGEST_WAIT_S
+    assert waits[MAX_ENDS - 1 :] == [30.0, 60.0, 120.0, 240.0, 480.0, LONGEST_REST_S, LONGEST_REST_S]
+    assert restarts.num_rests == 7 and restarts.num_restarts == len(waits)
+    assert restarts.ended(now_s, now_s + SOUND_AFTER_S) == 0.2 and not restarts.num_rests, "it had started well"
 
 
-def test_who_ends_now_and_then_is_never_given_up() -> None:
+def test_who_ends_now_and_then_is_started_again_at_once() -> None:
     restarts, now_s = Restarts(), 0.0
     for _ in range(3 * MAX_ENDS):
         now_s += SOUND_AFTER_S
         assert restarts.ended(now_s - SOUND_AFTER_S, now_s) == 0.2
     for _ in range(3 * MAX_ENDS):
         now_s += 1.2 * ENDS_WITHIN_S / MAX_ENDS
-        assert restarts.ended(now_s - 1, now_s) is not None
+        assert restarts.ended(now_s - 1, now_s) <= LONGEST_WAIT_S
 
 
 @pytest.mark.parametrize("name", ["decode-0", "prefill-0", "scheduler", "directory"])

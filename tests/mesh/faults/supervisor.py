@@ -25,7 +25,7 @@ CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.
 class QuickRestarts(Restarts):
     """Starts again soon, however often: what ends here was killed by us."""
 
-    def ended(self, started_s: float, now_s: float) -> float | None:
+    def ended(self, started_s: float, now_s: float) -> float:
         self.num_restarts += 1
         return FIRST_WAIT_S
 
